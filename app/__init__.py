@@ -1,0 +1,1 @@
+"""Tinsmith's API and domain. Imports neither workers nor any GPU library."""

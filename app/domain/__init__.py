@@ -1,0 +1,1 @@
+"""What Tinsmith talks about: Ops, batches, results, model specs, checkpoints. Frozen data, no I/O."""

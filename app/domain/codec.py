@@ -1,0 +1,80 @@
+"""Ops to bytes and back: what the journal stores, what a digest is taken over, what ranks send each other.
+
+msgpack with two extension types: numpy arrays (dtype, shape, raw little-endian bytes) and the dataclasses listed in
+`_TYPES`, by name and field order. Decoding builds only those, so nothing in a journal can run code.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import msgpack
+import numpy as np
+
+from app.domain import batch, ops, sampling
+
+_ARRAY, _DATACLASS = 1, 2
+_TYPES: dict[str, type] = {
+    t.__name__: t
+    for t in (
+        batch.Ragged,
+        batch.Batch,
+        ops.LoraSpec,
+        ops.ModelSpec,
+        ops.AdamParams,
+        ops.CreateModel,
+        ops.ForwardBackward,
+        ops.OptimStep,
+        ops.SaveWeights,
+        ops.LoadWeights,
+        ops.DropGradients,
+        sampling.SampleRequest,
+    )
+}
+
+
+def encode(value: Any) -> bytes:
+    """Bytes for an Op or a SampleRequest; equal values give equal bytes."""
+    data: bytes = msgpack.packb(value, default=_pack, strict_types=True)
+    return data
+
+
+def decode(data: bytes) -> Any:
+    """The inverse of `encode`; arrays are read-only views into `data`. Raises ValueError on anything else."""
+    return msgpack.unpackb(data, ext_hook=_unpack, use_list=False, strict_map_key=False)
+
+
+def digest(encoded: bytes) -> str:
+    """The identity of an Op's content: sha256 over its encoding, so the wire format does not matter."""
+    return hashlib.sha256(encoded).hexdigest()
+
+
+def _pack(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        head = msgpack.packb((value.dtype.str, value.shape))
+        return msgpack.ExtType(_ARRAY, head + np.ascontiguousarray(value).tobytes())
+    if isinstance(value, tuple):  # strict_types sends tuples here
+        return list(value)
+    name = type(value).__name__
+    if is_dataclass(value) and _TYPES.get(name) is type(value):
+        return msgpack.ExtType(_DATACLASS, encode([name, *(_sorted(getattr(value, f.name)) for f in fields(value))]))
+    raise TypeError(f"{type(value).__name__} has no place in a journal")
+
+
+def _sorted(value: Any) -> Any:
+    return dict(sorted(value.items())) if isinstance(value, Mapping) else value
+
+
+def _unpack(code: int, data: bytes) -> Any:
+    if code == _ARRAY:
+        unpacker = msgpack.Unpacker(use_list=False)
+        unpacker.feed(data[:256])
+        dtype, shape = unpacker.unpack()
+        return np.frombuffer(data, dtype=dtype, offset=unpacker.tell()).reshape(shape)
+    if code == _DATACLASS:
+        name, *values = decode(data)
+        return _TYPES[name](*values)
+    raise ValueError(f"unknown extension type {code}")

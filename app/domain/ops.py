@@ -1,0 +1,100 @@
+"""The typed Ops a model's journal holds. A live run, a replay and a merged pass all see exactly these."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from app.domain.batch import Batch
+
+
+@dataclass(frozen=True, slots=True)
+class LoraSpec:
+    """`alpha / rank` scales the adapter's output; `seed` draws A (B starts at zero)."""
+
+    rank: int
+    train_attn: bool = True
+    train_mlp: bool = True
+    train_unembed: bool = True
+    seed: int = 0
+    alpha: float = 32.0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    base_model: str
+    lora: LoraSpec
+
+
+@dataclass(frozen=True, slots=True)
+class AdamParams:
+    """torch.optim.AdamW's names; `grad_clip_norm` is the greatest global L2 norm, 0 for no clipping."""
+
+    learning_rate: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-12
+    weight_decay: float = 0.0
+    grad_clip_norm: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class CreateModel:
+    """Seq 0 of every model. `source` is a tinker:// path to start from, with its optimizer state if `optimizer`."""
+
+    kind: ClassVar[str] = "create_model"
+    spec: ModelSpec
+    source: str | None = None
+    optimizer: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBackward:
+    """Adds the batch's gradient to the pending one; with `forward_only` changes nothing."""
+
+    kind: ClassVar[str] = "forward_backward"
+    batch: Batch
+    loss_fn: str
+    loss_config: Mapping[str, float] = field(default_factory=dict)
+    forward_only: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class OptimStep:
+    """One AdamW step on the pending gradient, which is zero afterwards."""
+
+    kind: ClassVar[str] = "optim_step"
+    params: AdamParams
+
+
+@dataclass(frozen=True, slots=True)
+class SaveWeights:
+    """Writes a checkpoint. `sampling_session_id` is set for an ephemeral one, which has no public path."""
+
+    kind: ClassVar[str] = "save_weights"
+    checkpoint_kind: str
+    name: str
+    ttl_seconds: int | None = None
+    overwrite: bool = False
+    user_metadata: Mapping[str, str] = field(default_factory=dict)
+    sampling_session_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LoadWeights:
+    """Replaces weights, and the optimizer state if `optimizer` (else it is reset); pending gradients are dropped."""
+
+    kind: ClassVar[str] = "load_weights"
+    source: str
+    optimizer: bool
+
+
+@dataclass(frozen=True, slots=True)
+class DropGradients:
+    """A seq that never came (a gap): whatever was pending is not a whole batch, so it goes."""
+
+    kind: ClassVar[str] = "drop_gradients"
+
+
+Op = CreateModel | ForwardBackward | OptimStep | SaveWeights | LoadWeights | DropGradients

@@ -1,0 +1,93 @@
+"""The small records Redis keeps beside the journals, typed. `dump` and `load` turn them into flat string fields."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, TypeVar
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """`last_seen` is a unix time in seconds; `status` is open, or the reason it was finished with."""
+
+    namespace: ClassVar[str] = "sessions"
+    owner: str
+    created: float
+    last_seen: float
+    status: str = "open"
+    display_name: str = ""
+    tags: list[str] = field(default_factory=list)
+    user_metadata: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A training run. `state` is creating, ready or failed; `lora` holds LoraSpec's fields once it is ready."""
+
+    namespace: ClassVar[str] = "models"
+    owner: str
+    session_id: str
+    base_model: str
+    created: float
+    state: str = "creating"
+    lora: dict[str, Any] = field(default_factory=dict)
+    user_metadata: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampler:
+    """A sampling session. `prefix` is where its adapter lies in the object store; empty for the base itself."""
+
+    namespace: ClassVar[str] = "samplers"
+    owner: str
+    session_id: str
+    base_model: str
+    created: float
+    model_path: str = ""
+    prefix: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A committed checkpoint by its tinker:// path. `prefix` is its folder in the object store, generation included."""
+
+    namespace: ClassVar[str] = "checkpoints"
+    owner: str
+    model_id: str
+    kind: str
+    base_model: str
+    prefix: str
+    created: float
+    size_bytes: int
+    lora: dict[str, Any]
+    files: list[str]
+    expires_at: float | None = None
+    user_metadata: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """A live worker, by node name; the record lapses when it stops beating. `info` holds BaseModelInfo's fields."""
+
+    namespace: ClassVar[str] = "workers"
+    role: str
+    base_model: str
+    info: dict[str, Any]
+    describe: dict[str, Any]
+    metrics_url: str
+    started: float
+
+
+R = TypeVar("R", Session, Model, Sampler, Checkpoint, Worker)
+
+
+def dump(record: Session | Model | Sampler | Checkpoint | Worker) -> dict[str, str]:
+    """Each field as JSON text."""
+    return {f.name: json.dumps(getattr(record, f.name)) for f in fields(record)}
+
+
+def load(cls: type[R], stored: Mapping[str, str]) -> R:
+    """The inverse of `dump`; fields it does not know (a model's journal state) are left alone."""
+    return cls(**{f.name: json.loads(stored[f.name]) for f in fields(cls) if f.name in stored})

@@ -1,0 +1,48 @@
+"""What an Op comes to. Backends give typed outputs; a worker turns them into the bytes a poll returns unchanged."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from app.domain.batch import Ragged
+
+JSON = "application/json"
+PROTOBUF = "application/x-protobuf"
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBackwardOutput:
+    """logprobs: float32, one array a datum in request order, each the shape of its target_tokens.
+
+    metrics: every key `name:reduction` with exactly one colon; `loss:sum` is always there.
+    """
+
+    logprobs: Ragged
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class OptimStepOutput:
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The Op changed the model and has nothing to report."""
+
+
+Output = ForwardBackwardOutput | OptimStepOutput | Done
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A terminal future: the stored bytes, and whether the Op failed."""
+
+    body: bytes
+    content_type: str = JSON
+    failed: bool = False
+
+
+FutureState = Literal["pending", "done", "failed"]

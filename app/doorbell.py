@@ -1,0 +1,91 @@
+"""Celery as a doorbell: one named task a future, its id the request id, no payload.
+
+Losing, doubling or reordering these messages changes nothing (the journal is the truth), so ringing is best effort.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from celery import Celery
+from kombu.exceptions import OperationalError
+
+from app.settings import Settings
+
+log = logging.getLogger(__name__)
+
+TASK_NAMES = {
+    **{
+        kind: f"tinsmith.{kind}"
+        for kind in ("create_model", "forward_backward", "optim_step", "save_weights", "load_weights", "sample")
+    },
+    # A consumed seq has no future of its own, but what waits behind it has to move.
+    "skip": "tinsmith.catch_up",
+    "drop_gradients": "tinsmith.catch_up",
+    "catch_up": "tinsmith.catch_up",
+}
+_CONTROL_REPLY_S = 60
+
+
+def train_queue(base_model: str) -> str:
+    return f"train.{base_model}"
+
+
+def sample_queue(base_model: str) -> str:
+    return f"sample.{base_model}"
+
+
+def direct_queue(queue: str, node: str) -> str:
+    """The queue only one node reads, for models it owns."""
+    return f"{queue}@{node}"
+
+
+def celery_app(settings: Settings) -> Celery:
+    """The one Celery configuration, for the API that rings and the workers that listen."""
+    app = Celery("tinsmith", broker=settings.broker_url)
+    app.conf.update(
+        task_ignore_result=True,
+        task_serializer="json",
+        accept_content=["json"],
+        task_acks_late=True,
+        task_reject_on_worker_lost=True,
+        task_publish_retry=False,
+        task_send_sent_event=True,
+        task_create_missing_queues=True,
+        worker_prefetch_multiplier=1,
+        worker_send_task_events=True,
+        worker_enable_remote_control=True,
+        worker_hijack_root_logger=False,
+        # Reply queues of Flower and `celery inspect` otherwise pile up for ever (celery issue 6089).
+        control_queue_expires=_CONTROL_REPLY_S,
+        control_queue_ttl=_CONTROL_REPLY_S,
+        broker_connection_retry_on_startup=True,
+        broker_pool_limit=32,
+        broker_transport_options={
+            "visibility_timeout": 12 * 3600,
+            "unacked_restore_interval": 5,
+            "unacked_restore_throttle": 1,
+            "health_check_interval": 10,
+            "socket_connect_timeout": 2,
+        },
+    )
+    return app
+
+
+class Doorbell:
+    """Rings for a future that waits in the journal."""
+
+    def __init__(self, celery: Celery) -> None:
+        self._celery = celery
+
+    def ring(self, kind: str, request_id: str, parent_id: str, queue: str) -> None:
+        """Never raises for a broker that is away: the sweeper rings again.
+
+        `parent_id` is the model or sampling session, shown beside the task's name in Flower.
+        """
+        try:
+            self._celery.send_task(
+                TASK_NAMES[kind], kwargs={"model_id": parent_id}, task_id=request_id, queue=queue, retry=False
+            )
+        except (OperationalError, OSError) as error:
+            log.warning("could not ring for %s: %s", request_id, error, extra={"request_id": request_id})

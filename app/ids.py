@@ -1,0 +1,84 @@
+"""The text of every id, made and taken apart in one place.
+
+Request ids are derived, not drawn: a repeated call has the same id in every API process and after every restart,
+and the id in Flower or in a log line says which model and seq it is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import uuid
+from dataclasses import dataclass
+
+from app.errors import BadRequest
+
+CHECKPOINT_KINDS = ("weights", "sampler_weights", "external_weights")
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
+_MODEL_ID = re.compile(r"([A-Za-z0-9-]{1,64}):train:(\d{1,9})")
+
+
+def new_session_id() -> str:
+    return str(uuid.uuid4())
+
+
+def model_id(session_id: str, model_seq_id: int) -> str:
+    """The SDK computes this text itself when it creates a model from a checkpoint, so it is fixed."""
+    return f"{session_id}:train:{model_seq_id}"
+
+
+def sampling_session_id(session_id: str, sampling_session_seq_id: int) -> str:
+    return f"{session_id}:sample:{sampling_session_seq_id}"
+
+
+def request_id(parent_id: str, seq_id: int) -> str:
+    """`parent_id` is a model id or a sampling session id."""
+    return f"{parent_id}:{seq_id}"
+
+
+def stable_seed(text: str) -> int:
+    """A seed in [0, 2^31) for an id, so that a retry or a replay draws the same numbers."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") >> 1
+
+
+def is_model_id(text: str) -> bool:
+    return _MODEL_ID.fullmatch(text) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class TinkerPath:
+    """`tinker://{model_id}/{kind}/{name}`: a checkpoint's public address."""
+
+    model_id: str
+    kind: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"tinker://{self.model_id}/{self.kind}/{self.name}"
+
+    @property
+    def checkpoint_id(self) -> str:
+        return f"{self.kind}/{self.name}"
+
+    @classmethod
+    def parse(cls, text: str) -> TinkerPath:
+        """Raises BadRequest when `text` is not such a path."""
+        parts = text.removeprefix("tinker://").split("/")
+        if text.startswith("tinker://") and len(parts) == 3:
+            run, kind, name = parts
+            if is_model_id(run) and kind in CHECKPOINT_KINDS and _NAME.fullmatch(name):
+                return cls(run, kind, name)
+        raise BadRequest(
+            f"{text[:200]!r} is not a checkpoint path: expected tinker://<training run>/<kind>/<name> "
+            f"with kind one of {', '.join(CHECKPOINT_KINDS)}"
+        )
+
+
+def check_name(name: str) -> str:
+    """A checkpoint's name, unchanged. Raises BadRequest when it could not be a path part."""
+    if not _NAME.fullmatch(name):
+        raise BadRequest(
+            f"{name[:200]!r} is not a checkpoint name: use 1 to 128 letters, digits, '.', '_' or '-', "
+            "not starting with '.' or '-'"
+        )
+    return name

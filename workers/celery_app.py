@@ -1,0 +1,54 @@
+"""The Celery app of every worker and of Flower: `celery -A workers.celery_app worker|flower`.
+
+What a worker is follows from the queue it reads: `-Q train.<base>` makes a trainer, `-Q sample.<base>` a sampler.
+Heavy libraries load only then, so Flower starts light.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+from celery import signals
+
+from app import doorbell, settings
+from app.errors import SetupError
+
+config = settings.from_environment()
+app = doorbell.celery_app(config)
+app.conf.include = ["workers.tasks"]
+
+
+@signals.setup_logging.connect
+def _log_as_json(**_: Any) -> None:
+    from app.telemetry import configure_logging
+
+    configure_logging()
+
+
+@signals.worker_init.connect
+def _become(sender: Any, **_: Any) -> None:
+    """Build the runtime before the first task; a wrong setup ends the process with one line and status 2."""
+    from workers import runtime
+
+    try:
+        direct = runtime.start(config, app, sender.hostname, list(app.amqp.queues.consume_from))
+    except SetupError as error:
+        print(f"{sender.hostname}: {error}", file=sys.stderr, flush=True)
+        os._exit(2)  # Celery swallows what a signal handler raises
+    app.amqp.queues.select_add(direct)
+
+
+@signals.worker_ready.connect
+def _announce(**_: Any) -> None:
+    from workers import runtime
+
+    runtime.current().announce()
+
+
+@signals.worker_shutdown.connect
+def _stop(**_: Any) -> None:
+    from workers import runtime
+
+    runtime.current().stop()

@@ -1,0 +1,184 @@
+"""Checkpoints between local folders and the object store: manifest last, verified before use.
+
+A checkpoint is the files of one flat folder under `prefix`, and `prefix/manifest.json`. Without a manifest it does not
+exist; with one it never changes.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+
+from app.domain.checkpoints import MANIFEST, FileEntry, Manifest
+from app.domain.ops import LoraSpec
+from app.errors import Fenced, NotFound, ServerOpError
+from app.stores.interfaces import ObjectStore
+from app.stores.objects.files import flush_folder
+from app.stores.objects.keys import check_key
+from workers.training.base import OPTIMIZER_FILE
+
+_CPU_INFO = Path("/proc/cpuinfo")
+_LOCKS = ".locks"
+
+
+def prefix_for(model_id: str, kind: str, name: str, generation: str) -> str:
+    """Where a checkpoint lies. `generation` must differ for every attempt that may write other bytes, so it holds the
+    lease's epoch: an owner that was replaced can then never touch its successor's files."""
+    return f"models/{model_id}/{kind}/{name}/{generation}"
+
+
+def write(
+    store: ObjectStore,
+    prefix: str,
+    folder: Path,
+    *,
+    path: str,
+    generation: str,
+    model_id: str,
+    owner: str,
+    base_model: str,
+    lora: LoraSpec,
+    seq: int,
+    epoch: int,
+    user_metadata: Mapping[str, str] | None = None,
+) -> Manifest:
+    """Upload the files of `folder` and commit them; the other arguments are `Manifest`'s fields.
+
+    A repeat of a committed generation uploads nothing and returns the manifest that is there. Raises Fenced when
+    somebody else is writing this very generation.
+    """
+    try:
+        return read_manifest(store, prefix)
+    except NotFound:
+        pass
+    files = {source.name: _upload(store, prefix, source) for source in sorted(folder.iterdir())}
+    manifest = Manifest(
+        path=path,
+        generation=generation,
+        model_id=model_id,
+        owner=owner,
+        base_model=base_model,
+        lora=lora,
+        seq=seq,
+        epoch=epoch,
+        created=datetime.now(UTC).isoformat(timespec="milliseconds"),
+        files=files,
+        threads=host_threads(),
+        cpu=host_cpu(),
+        has_optimizer=OPTIMIZER_FILE in files,
+        user_metadata=dict(user_metadata or {}),
+    )
+    if store.put_new(f"{prefix}/{MANIFEST}", manifest.to_json()):
+        return manifest
+    return read_manifest(store, prefix)
+
+
+def read_manifest(store: ObjectStore, prefix: str) -> Manifest:
+    """Raises NotFound when no checkpoint was committed there, ServerOpError when its manifest cannot be understood."""
+    data = store.read(f"{prefix}/{MANIFEST}")
+    try:
+        return Manifest.from_json(data)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ServerOpError(f"the manifest of checkpoint {prefix} cannot be understood: {error}") from None
+
+
+def fetch(store: ObjectStore, prefix: str, cache_dir: Path) -> Path:
+    """A local folder with the checkpoint's files and manifest, downloaded once for each `cache_dir`.
+
+    It appears after every size and sha256 was found right, however many threads and processes ask. It stays until
+    `forget`. Raises NotFound when there is no such checkpoint, ServerOpError when what is stored is damaged.
+    """
+    folder = cache_dir / check_key(prefix)
+    if folder.is_dir():
+        return folder
+    with _lock(cache_dir, prefix):
+        if not folder.is_dir():
+            _download(store, prefix, folder, cache_dir)
+    return folder
+
+
+def forget(prefix: str, cache_dir: Path) -> None:
+    """Remove a fetched checkpoint from the cache; a missing one is fine. Nobody may be reading its files."""
+    with _lock(cache_dir, prefix), tempfile.TemporaryDirectory(dir=cache_dir, prefix=".gone-") as gone:
+        try:
+            (cache_dir / check_key(prefix)).rename(Path(gone) / "files")
+        except FileNotFoundError:
+            return
+
+
+def host_threads() -> int:
+    """How many threads torch computes with here: OMP_NUM_THREADS, else the cores this process may use."""
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    return int(given) if given.isdigit() and int(given) else len(os.sched_getaffinity(0))
+
+
+def host_cpu() -> str:
+    """The processor's model name; with the thread count it says where a replay gives the same bits."""
+    for line in _CPU_INFO.read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() == "model name":
+            return value.strip()
+    return os.uname().machine
+
+
+def _upload(store: ObjectStore, prefix: str, source: Path) -> FileEntry:
+    entry = _entry(source)
+    key = f"{prefix}/{source.name}"
+    if store.put_new(key, source) or _stored_entry(store, key) == entry:
+        return entry
+    # Left by an attempt that never wrote its manifest, so no one reads it.
+    store.delete([key])
+    if not store.put_new(key, source):
+        raise Fenced(f"another worker is writing checkpoint {prefix}")
+    return entry
+
+
+def _download(store: ObjectStore, prefix: str, folder: Path, cache_dir: Path) -> None:
+    manifest = read_manifest(store, prefix)
+    with tempfile.TemporaryDirectory(dir=cache_dir, prefix=".fetch-") as temporary:
+        files = Path(temporary) / "files"
+        for name, expected in manifest.files.items():
+            store.get(f"{prefix}/{name}", files / name)
+            _verify(files / name, expected, prefix)
+        store.get(f"{prefix}/{MANIFEST}", files / MANIFEST)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        files.rename(folder)
+        flush_folder(folder.parent)
+
+
+def _verify(file: Path, expected: FileEntry, prefix: str) -> None:
+    found = _entry(file)
+    if found != expected:
+        raise ServerOpError(
+            f"checkpoint {prefix} is damaged: {file.name} has {found.size} bytes and sha256 {found.sha256}, not "
+            f"{expected.size} and {expected.sha256}; restore it in the object store or use another checkpoint"
+        )
+
+
+def _stored_entry(store: ObjectStore, key: str) -> FileEntry:
+    with tempfile.TemporaryDirectory() as folder:
+        target = Path(folder) / "stored"
+        store.get(key, target)
+        return _entry(target)
+
+
+def _entry(file: Path) -> FileEntry:
+    with file.open("rb") as data:
+        digest = hashlib.file_digest(data, "sha256").hexdigest()
+    return FileEntry(file.stat().st_size, digest)
+
+
+@contextmanager
+def _lock(cache_dir: Path, prefix: str) -> Iterator[None]:
+    """One thread of one process at a time for a checkpoint. Each opens the file anew, so flock tells threads apart."""
+    locks = cache_dir / _LOCKS
+    locks.mkdir(parents=True, exist_ok=True)
+    with (locks / hashlib.sha256(prefix.encode()).hexdigest()[:2]).open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

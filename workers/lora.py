@@ -1,0 +1,223 @@
+"""LoRA adapters beside a frozen base: many of them, of any rank, picked row by row inside one forward pass.
+
+`wrap` puts a `LoraLinear` around every linear an adapter may sit on; `use` says which rows of the batch belong to which
+adapter. The choice is a context variable, so passes in different threads do not see each other. An adapter is kept as
+fp32 masters and cast to the activation's dtype in compute. On disk it is what the `peft` library reads.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from math import sqrt
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from app.domain.ops import LoraSpec
+from app.errors import UserOpError
+from workers.training.base import ADAPTER_CONFIG_FILE, ADAPTER_FILE
+
+GROUPS: dict[str, tuple[str, ...]] = {
+    "attn": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "mlp": ("gate_proj", "up_proj", "down_proj"),
+    "unembed": ("lm_head",),
+}
+_KEY_PREFIX = "base_model.model."
+
+
+@dataclass(frozen=True, slots=True)
+class LoraPair:
+    """One linear's share of an adapter, fp32: `a` [rank, in_features], `b` [out_features, rank]."""
+
+    a: nn.Parameter
+    b: nn.Parameter
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Adapter:
+    """Adds `scaling * x Aᵀ Bᵀ` to the output of every linear in `pairs`, which is keyed by module path."""
+
+    spec: LoraSpec
+    pairs: dict[str, LoraPair]
+
+    @property
+    def scaling(self) -> float:
+        return self.spec.alpha / self.spec.rank
+
+    def tensors(self) -> dict[str, nn.Parameter]:
+        """Every parameter by its name in a PEFT file, in the order of `pairs`."""
+        return {
+            f"{_KEY_PREFIX}{path}.lora_{part}.weight": parameter
+            for path, pair in self.pairs.items()
+            for part, parameter in (("A", pair.a), ("B", pair.b))
+        }
+
+    def to(self, device: torch.device) -> Adapter:
+        """A copy on `device`."""
+        return Adapter(
+            self.spec,
+            {path: _pair(pair.a.detach().to(device), pair.b.detach().to(device)) for path, pair in self.pairs.items()},
+        )
+
+
+Segments = Sequence[tuple[Adapter | None, int]]
+_segments: ContextVar[Segments] = ContextVar("lora_segments", default=())
+
+
+@contextmanager
+def use(segments: Segments) -> Iterator[None]:
+    """Within it, consecutive rows (dimension 0) of a forward's batch belong to these (adapter, number of rows).
+
+    None is the base alone. The counts add up to the batch; a single segment takes every row, whatever its count.
+    """
+    token = _segments.set(tuple(segments))
+    try:
+        yield
+    finally:
+        _segments.reset(token)
+
+
+class LoraLinear(nn.Module):
+    """A frozen linear plus whatever adapters `use` names. The linear stays a submodule, so hooks on it still run."""
+
+    def __init__(self, base: nn.Linear, path: str) -> None:
+        super().__init__()
+        self.base = base
+        self.path = path
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.base(x)
+        segments = _segments.get()
+        if not any(adapter is not None and self.path in adapter.pairs for adapter, _ in segments):
+            return out
+        if len(segments) == 1:
+            return self._add(segments[0][0], x, out)
+        rows = [count for _, count in segments]
+        parts = zip(segments, torch.split(x, rows), torch.split(out, rows), strict=True)
+        return torch.cat([self._add(adapter, x_part, out_part) for (adapter, _), x_part, out_part in parts])
+
+    def _add(self, adapter: Adapter | None, x: Tensor, out: Tensor) -> Tensor:
+        pair = adapter.pairs.get(self.path) if adapter is not None else None
+        if adapter is None or pair is None:
+            return out
+        low = (x.reshape(-1, x.shape[-1]) @ pair.a.to(x.dtype).t()) * adapter.scaling
+        # One addmm instead of `out + low @ b`: no second [tokens, out_features] tensor, 100 MB on a 49k-token head.
+        return torch.addmm(out.reshape(-1, out.shape[-1]), low, pair.b.to(x.dtype).t()).view(out.shape)
+
+
+def wrap(model: nn.Module) -> None:
+    """Replace, in place, every linear `targets` names by a LoraLinear around it."""
+    for path in [path for paths in targets(model).values() for path in paths]:
+        parent, _, name = path.rpartition(".")
+        linear = model.get_submodule(path)
+        if isinstance(linear, nn.Linear):
+            setattr(model.get_submodule(parent), name, LoraLinear(linear, path))
+
+
+def targets(model: nn.Module) -> dict[str, list[str]]:
+    """The paths of the linears an adapter can sit on, by group (attn, mlp, unembed), before or after `wrap`."""
+    found = [path for path, module in model.named_modules() if isinstance(module, nn.Linear | LoraLinear)]
+    return {group: [path for path in found if path.rpartition(".")[2] in names] for group, names in GROUPS.items()}
+
+
+def new_adapter(model: nn.Module, spec: LoraSpec) -> Adapter:
+    """A fresh adapter on the CPU, for a wrapped or bare model. It changes no output until trained, since B is zero.
+
+    A is kaiming_uniform(a=sqrt(5)), drawn on the CPU from `spec.seed` alone, so every device and rank has the same.
+    """
+    generator = torch.Generator("cpu").manual_seed(spec.seed)
+    pairs = {}
+    for path in _chosen(model, spec):
+        in_features, out_features = _features(model.get_submodule(path))
+        a = nn.init.kaiming_uniform_(torch.empty(spec.rank, in_features), a=sqrt(5), generator=generator)
+        pairs[path] = _pair(a, torch.zeros(out_features, spec.rank))
+    return Adapter(spec, pairs)
+
+
+def check_fits(adapter: Adapter, model: nn.Module) -> None:
+    """Raises UserOpError when the adapter's paths or shapes are not those its spec gives on this model."""
+    expected = {path: _features(model.get_submodule(path)) for path in _chosen(model, adapter.spec)}
+    found = {path: (pair.a.shape[1], pair.b.shape[0]) for path, pair in adapter.pairs.items()}
+    for path in sorted(expected.keys() | found.keys()):
+        if expected.get(path) != found.get(path):
+            raise UserOpError(
+                f"the adapter does not fit this base model: {path} has (in, out) features {found.get(path)} in the "
+                f"file and {expected.get(path)} in the model; load it on the base model it was trained on"
+            )
+
+
+def write_peft(adapter: Adapter, folder: Path, base_model_name: str) -> None:
+    """Write `adapter` as PEFT's two files. On a tied head the pair is the head's alone; the embedding has none."""
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_model_name,
+        "r": adapter.spec.rank,
+        "lora_alpha": adapter.spec.alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "inference_mode": True,
+        "target_modules": sorted({path.rpartition(".")[2] for path in adapter.pairs}),
+    }
+    (folder / ADAPTER_CONFIG_FILE).write_text(json.dumps(config, indent=2))
+    tensors = {name: parameter.detach().cpu().contiguous() for name, parameter in adapter.tensors().items()}
+    save_file(tensors, folder / ADAPTER_FILE, metadata={"format": "pt"})
+
+
+def read_peft(folder: Path) -> Adapter:
+    """The adapter in `folder`, on the CPU; its spec's seed is 0, for nothing is drawn any more.
+
+    Raises UserOpError when the files are missing, damaged, or use PEFT features other than plain LoRA.
+    """
+    try:
+        config = json.loads((folder / ADAPTER_CONFIG_FILE).read_text())
+        stored = load_file(folder / ADAPTER_FILE)
+        return Adapter(_spec_of(config), _pairs_of(stored, int(config["r"])))
+    except (OSError, SafetensorError, ValueError, KeyError) as error:
+        raise UserOpError(f"{folder.name} holds no plain LoRA adapter in PEFT files: {error}") from None
+
+
+def _spec_of(config: dict[str, object]) -> LoraSpec:
+    modules = config["target_modules"]
+    if not isinstance(modules, list) or not isinstance(config["lora_alpha"], int | float):
+        raise ValueError("target_modules must be a list and lora_alpha a number")
+    attn, mlp, unembed = (any(name in modules for name in names) for names in GROUPS.values())
+    return LoraSpec(int(str(config["r"])), attn, mlp, unembed, alpha=config["lora_alpha"])
+
+
+def _pairs_of(stored: dict[str, Tensor], rank: int) -> dict[str, LoraPair]:
+    paths = [key[len(_KEY_PREFIX) : -len(".lora_A.weight")] for key in stored if key.endswith(".lora_A.weight")]
+    pairs = {}
+    for path in paths:
+        a = stored.pop(f"{_KEY_PREFIX}{path}.lora_A.weight").float()
+        b = stored.pop(f"{_KEY_PREFIX}{path}.lora_B.weight").float()
+        if a.shape[0] != rank or b.shape[1] != rank:
+            raise ValueError(f"{path} has shapes {list(a.shape)} and {list(b.shape)}, which are not of rank {rank}")
+        pairs[path] = _pair(a, b)
+    if stored:
+        raise ValueError(f"unknown tensor {next(iter(stored))}")
+    return pairs
+
+
+def _chosen(model: nn.Module, spec: LoraSpec) -> list[str]:
+    """The target paths a spec asks for, in the model's order."""
+    wanted = {"attn": spec.train_attn, "mlp": spec.train_mlp, "unembed": spec.train_unembed}
+    return [path for group, paths in targets(model).items() if wanted[group] for path in paths]
+
+
+def _features(linear: nn.Module) -> tuple[int, int]:
+    """(in, out): ZeRO-3 empties the weight's shape, so the module's own record is used."""
+    core = linear.base if isinstance(linear, LoraLinear) else linear
+    assert isinstance(core, nn.Linear)
+    return core.in_features, core.out_features
+
+
+def _pair(a: Tensor, b: Tensor) -> LoraPair:
+    return LoraPair(nn.Parameter(a), nn.Parameter(b))

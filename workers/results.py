@@ -1,0 +1,29 @@
+"""Typed outputs to the bytes a poll returns unchanged."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from app.domain.results import PROTOBUF, Done, ForwardBackwardOutput, OptimStepOutput, Output, Result
+from app.errors import OpError
+from app.wire.results import encode_forward_backward
+
+
+def of_output(output: Output) -> Result:
+    match output:
+        case ForwardBackwardOutput():
+            return Result(encode_forward_backward(output), PROTOBUF)
+        case OptimStepOutput():
+            return of_json({"metrics": dict(output.metrics)})
+        case Done():
+            return of_json({})
+
+
+def of_json(body: Mapping[str, Any]) -> Result:
+    return Result(json.dumps(body).encode())
+
+
+def of_error(error: OpError) -> Result:
+    return Result(json.dumps({"error": str(error), "category": error.category}).encode(), failed=True)

@@ -1,0 +1,117 @@
+"""Runs models' journals in order. A doorbell for seq k runs the contiguous journal up to k and answers with k's result.
+
+What makes an effect happen exactly once is here: only applied + 1 runs, its commit is fenced, and a state whose commit
+is in doubt is thrown away and rebuilt from the journal.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Callable
+
+import redis
+
+from app import doorbell, ids
+from app.domain.results import Result
+from app.errors import Fenced, NotFound, OpError, ServerOpError
+from app.stores.interfaces import Entry, HeldElsewhere, OpLog, Write
+from workers import results, telemetry
+from workers.executor import Executor
+from workers.outcome import NotNow
+from workers.owner import Owner, Resident
+from workers.snapshot import Snapshots
+
+log = logging.getLogger(__name__)
+MAX_ATTEMPTS = 3
+
+
+class TrainingRunner:
+    """`ring(kind, request id, model id, queue)` is the doorbell; `queue` is the one all trainers of the base read."""
+
+    def __init__(
+        self,
+        oplog: OpLog,
+        owner: Owner,
+        executor: Executor,
+        snapshots: Snapshots,
+        ring: Callable[[str, str, str, str], None],
+        queue: str,
+        node: str,
+    ) -> None:
+        self._oplog, self._owner, self._executor = oplog, owner, executor
+        self._snapshots, self._ring = snapshots, ring
+        self._queue, self._node = queue, node
+        self._parked: defaultdict[str, dict[int, str]] = defaultdict(dict)
+
+    def handle(self, request_id: str, model_id: str, kind: str) -> Result | None:
+        """The future's result; None when it no longer exists. Raises NotNow when it must be rung again."""
+        seq = int(request_id.rpartition(":")[2])
+        result = self._oplog.outcome(request_id)
+        if result is not None:
+            return result
+        try:
+            resident = self._own(model_id, request_id, kind)
+            self._run_through(resident, seq, kind)
+        except NotFound:
+            return None
+        except Fenced as fenced:
+            self._owner.discard(model_id)
+            raise self._again(request_id, model_id, kind, str(fenced)) from None
+        return self._oplog.outcome(request_id)
+
+    def _own(self, model_id: str, request_id: str, kind: str) -> Resident:
+        resident = self._owner.own(model_id)
+        if isinstance(resident, HeldElsewhere):
+            self._ring(kind, request_id, model_id, doorbell.direct_queue(self._queue, resident.node))
+            raise NotNow(f"{model_id} is owned by {resident.node}")
+        return resident
+
+    def _run_through(self, resident: Resident, seq: int, kind: str) -> None:
+        model_id = resident.lease.model_id
+        while resident.applied < seq:
+            entry = self._oplog.next(resident.lease, resident.applied + 1)
+            if entry is None:
+                self._parked[model_id][seq] = kind
+                raise NotNow(f"seq {resident.applied + 1} of {model_id} has not arrived")
+            self._step(resident, entry)
+        self._ring_parked(resident)
+
+    def _ring_parked(self, resident: Resident) -> None:
+        """The Op that closed a gap rings for the ones that were turned away at it."""
+        model_id = resident.lease.model_id
+        waiting = self._parked.pop(model_id, {})
+        for seq, kind in sorted(waiting.items()):
+            self._ring(kind, ids.request_id(model_id, seq), model_id, doorbell.direct_queue(self._queue, self._node))
+
+    def _step(self, resident: Resident, entry: Entry) -> None:
+        started = time.monotonic()
+        result, writes = self._attempt(resident, entry)
+        ran = time.monotonic()
+        try:
+            self._oplog.commit(resident.lease, entry.seq, result, writes)
+        except redis.RedisError as error:
+            # Committed or not, we cannot know: the journal will tell whoever reads it next.
+            raise Fenced(f"the commit of {entry.request_id} is in doubt: {error}") from error
+        resident.applied = entry.seq
+        telemetry.op_done(entry, failed=result.failed, run_s=ran - started, commit_s=time.monotonic() - ran)
+        self._snapshots.after(resident, entry, failed=result.failed)
+
+    def _attempt(self, resident: Resident, entry: Entry) -> tuple[Result, list[Write]]:
+        if entry.attempts > MAX_ATTEMPTS:
+            text = f"{entry.kind} seq {entry.seq} stopped the worker {MAX_ATTEMPTS} times; it was given up"
+            return results.of_error(ServerOpError(text)), []
+        try:
+            return self._executor.run(resident.lease, entry)
+        except OpError as error:
+            return results.of_error(error), []
+        except Exception as error:
+            # The backend's promise: after anything but an OpError every state it holds is suspect.
+            log.exception("an Op broke the backend", extra={"request_id": entry.request_id})
+            self._owner.discard_all()
+            raise Fenced(f"{entry.request_id} broke the backend: {type(error).__name__}") from error
+
+    def _again(self, request_id: str, model_id: str, kind: str, why: str) -> NotNow:
+        self._ring(kind, request_id, model_id, self._queue)
+        return NotNow(why)

@@ -1,0 +1,76 @@
+"""Runs sampling futures: immutable adapter + seed, so any worker may run one, and run it again."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from app.domain import codec, records
+from app.domain.results import PROTOBUF, Result
+from app.errors import Fenced, OpError, ServerOpError
+from app.stores.interfaces import Entry, OpLog, Records
+from app.wire.results import encode_sample
+from workers import results, telemetry
+from workers.adapters import Adapters
+from workers.leases import LeaseKeeper
+from workers.outcome import NotNow
+from workers.sampling.base import SamplerBackend
+
+log = logging.getLogger(__name__)
+MAX_ATTEMPTS = 3
+
+
+class SampleRunner:
+    """`handle` blocks until the sample is there and is called from one thread a future."""
+
+    def __init__(
+        self,
+        oplog: OpLog,
+        stored: Records,
+        backend: SamplerBackend,
+        adapters: Adapters,
+        keeper: LeaseKeeper,
+        worker: str,
+    ) -> None:
+        self._oplog, self._records, self._backend = oplog, stored, backend
+        self._adapters, self._keeper, self._worker = adapters, keeper, worker
+
+    def handle(self, request_id: str, sampling_session_id: str, kind: str) -> Result | None:
+        """The future's result; None when it no longer exists. Raises NotNow while another worker runs it."""
+        try:
+            entry = self._oplog.claim_sample(request_id, self._worker)
+        except Fenced as fenced:
+            raise NotNow(str(fenced)) from None
+        if entry is not None:
+            self._keeper.add(request_id)
+            try:
+                self._finish(entry, sampling_session_id)
+            finally:
+                self._keeper.drop(request_id)
+        return self._oplog.outcome(request_id)
+
+    def _finish(self, entry: Entry, sampling_session_id: str) -> None:
+        started = time.monotonic()
+        result = self._attempt(entry, sampling_session_id)
+        ran = time.monotonic()
+        self._oplog.finish_sample(entry.request_id, result)
+        telemetry.op_done(entry, failed=result.failed, run_s=ran - started, commit_s=time.monotonic() - ran)
+
+    def _attempt(self, entry: Entry, sampling_session_id: str) -> Result:
+        if entry.attempts > MAX_ATTEMPTS:
+            return results.of_error(ServerOpError(f"sampling stopped the worker {MAX_ATTEMPTS} times; it was given up"))
+        try:
+            return self._sample(entry, sampling_session_id)
+        except OpError as error:
+            return results.of_error(error)
+
+    def _sample(self, entry: Entry, sampling_session_id: str) -> Result:
+        stored = self._records.get(records.Sampler.namespace, sampling_session_id)
+        if stored is None:
+            raise ServerOpError(f"sampling session {sampling_session_id} is gone")
+        request = codec.decode(entry.payload)
+        with self._adapters.use(records.load(records.Sampler, stored).prefix) as adapter_id:
+            output = self._backend.sample(adapter_id, request)
+        telemetry.TOKENS.labels("prompt").inc(len(request.prompt))
+        telemetry.TOKENS.labels("sampled").inc(sum(len(sequence.tokens) for sequence in output.sequences))
+        return Result(encode_sample(output), PROTOBUF)

@@ -1,0 +1,31 @@
+"""`python -m workers.sampler --base NAME --node NAME`: one sampler, a Celery worker with a thread for each request."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from app import settings
+from app.doorbell import sample_queue
+from app.errors import SetupError
+from workers.launch import run_worker
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m workers.sampler")
+    parser.add_argument("--base", required=True, help="name of the base model in the settings")
+    parser.add_argument("--node", required=True, help="name of this worker, unique among the running ones")
+    arguments = parser.parse_args()
+    try:
+        base = settings.from_environment().base_model(arguments.base)
+        if base is None:
+            raise SetupError(f"the settings have no base model {arguments.base!r}")
+        concurrency = str(base.sampler.concurrency)
+        run_worker(sample_queue(base.name), arguments.node, ["-P", "threads", "-c", concurrency])
+    except SetupError as error:
+        print(f"{arguments.node}: {error}", file=sys.stderr, flush=True)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""The seam between sampling futures and the engine that computes them.
+
+`sample` blocks and is called from many threads at once; the engine batches them. Adapters are immutable: one adapter
+id always means the same weights, so a request can be run again anywhere. No torch type crosses this seam.
+
+Every implementation passes tests/conformance/test_sampler_backend.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from app.domain.base_models import BaseModelInfo
+from app.domain.sampling import SampleOutput, SampleRequest
+
+
+class SamplerBackend(Protocol):
+    """One base model and any number of adapters in PEFT files."""
+
+    def open(self) -> BaseModelInfo:
+        """Load the engine. Called once, before anything else."""
+        ...
+
+    def load(self, adapter_id: str, folder: Path) -> None:
+        """Make the adapter in `folder` usable; repeating an id is a no-op. `folder` stays until `evict`."""
+        ...
+
+    def evict(self, adapter_id: str) -> None:
+        """Free an adapter that no request uses; unknown ids are fine."""
+        ...
+
+    def sample(self, adapter_id: str | None, request: SampleRequest) -> SampleOutput:
+        """Run one request; None is the base itself. Raises UserOpError for what only the engine can refuse."""
+        ...
+
+    def healthy(self) -> bool:
+        """False once the engine cannot serve; the worker then exits to be restarted."""
+        ...
+
+    def close(self) -> None:
+        """Stop the engine and its processes."""
+        ...
+
+    def describe(self) -> Mapping[str, Any]:
+        """What really runs, as JSON: sampler class, dtype, devices, adapters loaded."""
+        ...

@@ -1,0 +1,57 @@
+"""`python -m workers.trainer --base NAME --node NAME`: one trainer, however many ranks it takes.
+
+With one rank it is a Celery worker. With more it starts itself once a rank under torchrun, which takes the whole group
+down when one rank dies: rank 0 is the Celery worker, the others follow its calls.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+
+from app import settings
+from app.doorbell import train_queue
+from app.errors import SetupError
+from workers.launch import run_worker
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m workers.trainer")
+    parser.add_argument("--base", required=True, help="name of the base model in the settings")
+    parser.add_argument("--node", required=True, help="name of this worker, unique among the running ones")
+    arguments = parser.parse_args()
+    try:
+        base = settings.from_environment().base_model(arguments.base)
+        if base is None:
+            raise SetupError(f"the settings have no base model {arguments.base!r}")
+        if base.trainer.ranks > 1 and "RANK" not in os.environ:
+            _exec_ranks(base.trainer.ranks)
+        if os.environ.get("RANK", "0") != "0":
+            _follow(base)
+        else:
+            run_worker(train_queue(base.name), arguments.node, ["-P", "solo"])
+    except SetupError as error:
+        print(f"{arguments.node}: {error}", file=sys.stderr, flush=True)
+        sys.exit(2)
+
+
+def _exec_ranks(ranks: int) -> None:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    os.execv(sys.executable, [sys.executable, *launcher, "-m", "workers.trainer", *sys.argv[1:]])
+
+
+def _follow(base: settings.BaseModelSettings) -> None:
+    """Rank 0 says when to stop; a signal to the whole group must not end this rank in the middle of a pass."""
+    from workers.training.factory import create
+
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    backend = create(base)
+    backend.open()
+    backend.follow()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""The seam between what must be exact (journal, order, fences) and what computes.
+
+The worker decides *which* Op runs; a backend only runs it. `apply` is the one way to change a model, so a live run, a
+replay after a crash and a pass merged over several tenants are the same code. A backend does no Redis, no object
+store and no seq bookkeeping; paths it is given are local folders. No torch type crosses this seam.
+
+Every implementation passes tests/conformance/test_training_backend.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from app.domain.base_models import BaseModelInfo
+from app.domain.ops import DropGradients, ForwardBackward, LoraSpec, OptimStep
+from app.domain.results import Output
+from app.errors import OpError
+
+ADAPTER_FILE = "adapter_model.safetensors"
+ADAPTER_CONFIG_FILE = "adapter_config.json"
+OPTIMIZER_FILE = "optimizer.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class Create:
+    """A fresh adapter from its spec, or from a folder `save` wrote (then the spec is the checkpoint's)."""
+
+    lora: LoraSpec
+    source: Path | None = None
+    optimizer: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Replace weights from a folder `save` wrote; optimizer state too if `optimizer`, else it is reset.
+
+    Pending gradients are dropped. A folder of another shape (rank, targets) is a UserOpError and changes nothing.
+    """
+
+    source: Path
+    optimizer: bool
+
+
+BackendOp = Create | Load | ForwardBackward | OptimStep | DropGradients
+
+
+class TrainingBackend(Protocol):
+    """One base model and any number of adapters, in one process or one rank group."""
+
+    def open(self) -> BaseModelInfo:
+        """Load the base. Called once, before anything else."""
+        ...
+
+    def apply(self, ops: Mapping[str, BackendOp]) -> Mapping[str, Output | OpError]:
+        """Run at most one Op for each model id, all-or-nothing an Op: an OpError left that model untouched.
+
+        Ops of different models may share a pass. With one Op in `ops` its bits depend on nothing but the Op and the
+        model's own state. An exception other than a returned OpError means every state here is suspect.
+        """
+        ...
+
+    def save(self, model_id: str, folder: Path, *, optimizer: bool) -> None:
+        """Write the adapter as PEFT files (ADAPTER_FILE, ADAPTER_CONFIG_FILE), and with `optimizer` OPTIMIZER_FILE
+        with moments and step counts. Loading it gives the same bits. Pending gradients are not in it."""
+        ...
+
+    def close(self, model_id: str) -> None:
+        """Forget a model and free what it held; unknown ids are fine."""
+        ...
+
+    def describe(self) -> Mapping[str, Any]:
+        """What really runs, as JSON: trainer class, ZeRO stage read from the engine, ranks, dtype, devices, models."""
+        ...
