@@ -19,9 +19,12 @@ from workers.lora import targets
 
 @dataclass(frozen=True, slots=True)
 class LoadedBase:
-    """`model` is frozen and in eval mode; `tokenizer` is the path or hub id its tokenizer loads from."""
+    """`model` (a transformers PreTrainedModel) is frozen and in eval mode.
 
-    model: nn.Module
+    `tokenizer` is the path or hub id its tokenizer loads from.
+    """
+
+    model: Any
     tokenizer: str
     info: BaseModelInfo
     device: torch.device

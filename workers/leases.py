@@ -22,7 +22,8 @@ class LeaseKeeper:
         self._kept: set[str] = set()
         self._renewed = time.monotonic()
         self._stop = threading.Event()
-        threading.Thread(target=self._loop, name="leases", daemon=True).start()
+        self._thread = threading.Thread(target=self._loop, name="leases", daemon=True)
+        self._thread.start()
 
     def add(self, id_: str) -> None:
         with self._lock:
@@ -38,6 +39,7 @@ class LeaseKeeper:
 
     def stop(self) -> None:
         self._stop.set()
+        self._thread.join()
 
     def _loop(self) -> None:
         while not self._stop.wait(self._lease_s / 3):

@@ -18,8 +18,6 @@ from workers.owner import Resident
 from workers.saving import Saver
 
 log = logging.getLogger(__name__)
-# A young run replays faster than it would snapshot.
-_FIRST_S = 30.0
 
 
 @dataclass
@@ -32,12 +30,14 @@ class Snapshots:
     oplog: OpLog
     saver: Saver
     share: float
+    first_s: float = 30.0
+    """A young run replays faster than it would snapshot."""
     _next: dict[str, float] = field(default_factory=dict)
 
     def after(self, resident: Resident, entry: Entry, *, failed: bool) -> None:
         """Called after every commit. A snapshot that cannot be stored is tried again later. Raises Fenced."""
         started = time.monotonic()
-        due = started >= self._next.setdefault(resident.lease.model_id, started + _FIRST_S)
+        due = started >= self._next.setdefault(resident.lease.model_id, started + self.first_s)
         if failed or not (_is_load(entry) or (due and entry.kind == OptimStep.kind)):
             return
         try:

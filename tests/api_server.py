@@ -1,0 +1,78 @@
+"""The API alone, as gunicorn serves it: real server, real Valkey, no workers (their records are put by hand)."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from app.domain.base_models import BaseModelInfo
+from app.domain.records import Worker, dump
+from app.settings import SETTINGS_VARIABLE, EngineSettings, hash_key
+from app.stores.redis.client import connect
+from app.stores.redis.oplog import RedisOpLog
+from app.stores.redis.records import RedisRecords
+from tests.servers import free_port, start_valkey
+
+BASE = "tests/tiny"
+KEY = "tml-test"
+INFO = BaseModelInfo(BASE, "Qwen3ForCausalLM", 320, 512, "float32", ("attn", "mlp", "unembed"))
+
+
+@dataclass(frozen=True)
+class ApiServer:
+    port: int
+    oplog: RedisOpLog
+    records: RedisRecords
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def register_worker(self, role: str) -> None:
+        worker = Worker(role, BASE, asdict(INFO), {}, "", time.time())
+        self.records.put(Worker.namespace, f"{role}-0@test", dump(worker))
+
+
+@contextlib.contextmanager
+def start_api(folder: Path, extra: str = "") -> Iterator[ApiServer]:
+    """`extra` is TOML for the [api] section."""
+    with start_valkey(folder / "valkey") as redis_url:
+        port = free_port()
+        config = folder / "settings.toml"
+        config.write_text(
+            f'data_dir = "{folder}"\napi_keys = ["{hash_key(KEY)}"]\nurl_secret = "secret"\n'
+            f'[redis]\nurl = "{redis_url}"\n[api]\nport = {port}\n{extra}\n'
+            f'[[base_models]]\nname = "{BASE}"\npath = "{folder}"\n'
+        )
+        process = subprocess.Popen(
+            [sys.executable, "-m", "gunicorn", "-c", "python:app.gunicorn_conf", "app.wsgi:application"],
+            env={**os.environ, SETTINGS_VARIABLE: str(config)},
+        )
+        client = connect(redis_url)
+        try:
+            server = ApiServer(port, RedisOpLog(client, EngineSettings()), RedisRecords(client))
+            server.register_worker("trainer")
+            server.register_worker("sampler")
+            _await_health(port, process)
+            yield server
+        finally:
+            process.terminate()
+            process.wait(30)
+
+
+def _await_health(port: int, process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and process.poll() is None:
+        with contextlib.suppress(OSError), contextlib.closing(http.client.HTTPConnection("127.0.0.1", port)) as probe:
+            probe.request("GET", "/api/v1/healthz")
+            if probe.getresponse().status == 200:
+                return
+        time.sleep(0.05)
+    raise TimeoutError("the API did not start")

@@ -1,0 +1,113 @@
+"""`tinsmith up` as a user starts it: a real process with real parts, on a tiny random base model."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import redis
+import tinker
+
+from app import settings
+from app.domain.records import Worker, load
+from app.stores.redis.client import connect
+from app.stores.redis.records import RedisRecords
+
+BASE = "tests/tiny-qwen3"
+API_KEY = "tml-contract-tests"
+_READY = re.compile(r"^ready (http://\S+)")
+_START_S = 240
+
+
+@dataclass
+class Stack:
+    """A running stack. `trainer` and `sampler` are TOML lines for the base model's sections."""
+
+    data_dir: Path
+    base_path: Path
+    port: int
+    trainer: str = ""
+    sampler: str = ""
+    extra: str = ""
+    process: subprocess.Popen[str] | None = None
+    url: str = ""
+    output: list[str] = field(default_factory=list)
+
+    def start(self) -> None:
+        config = self.data_dir.parent / f"{self.data_dir.name}.toml"
+        config.write_text(self._toml())
+        command = [sys.executable, "-m", "app.cli", "up", "--config", str(config), "--data-dir", str(self.data_dir)]
+        self.process = subprocess.Popen(
+            [*command, "--port", str(self.port), "--api-key", API_KEY],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "2"},
+        )
+        self.url = self._await_ready()
+
+    def stop(self) -> int:
+        assert self.process is not None
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(60)
+
+    def client(self) -> tinker.ServiceClient:
+        return tinker.ServiceClient(base_url=self.url, api_key=API_KEY)
+
+    def settings(self) -> settings.Settings:
+        return settings.load(self.data_dir / "run" / "settings.toml")
+
+    def redis(self) -> redis.Redis:
+        return connect(self.settings().redis.url)
+
+    def workers(self) -> list[Worker]:
+        with self.redis() as client:
+            return [load(Worker, fields) for _, fields in RedisRecords(client).list(Worker.namespace)]
+
+    def _toml(self) -> str:
+        return f"""
+{self.extra}
+[[base_models]]
+name = "{BASE}"
+path = "{self.base_path}"
+dtype = "float32"
+[base_models.trainer]
+{self.trainer}
+[base_models.sampler]
+{self.sampler}
+"""
+
+    def _await_ready(self) -> str:
+        assert self.process is not None and self.process.stdout is not None
+        timer = threading.Timer(_START_S, self.process.kill)
+        timer.start()
+        for line in self.process.stdout:
+            self.output.append(line)
+            if match := _READY.match(line):
+                timer.cancel()
+                threading.Thread(target=self._drain, daemon=True).start()
+                return match[1]
+        timer.cancel()
+        raise RuntimeError("the stack did not start:\n" + "".join(self.output))
+
+    def _drain(self) -> None:
+        assert self.process is not None and self.process.stdout is not None
+        self.output.extend(self.process.stdout)
+
+
+@contextlib.contextmanager
+def running(stack: Stack) -> Iterator[Stack]:
+    try:
+        stack.start()
+        yield stack
+    finally:
+        if stack.process is not None and stack.process.poll() is None:
+            stack.stop()

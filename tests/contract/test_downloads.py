@@ -1,0 +1,60 @@
+"""Taking the adapter home: PEFT files behind signed URLs, and a real `peft` that loads them."""
+
+from __future__ import annotations
+
+import urllib.error
+import urllib.request
+from pathlib import Path
+from urllib.parse import urlsplit, urlunsplit
+
+import numpy as np
+import pytest
+import tinker
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from tests.contract.data import datum, logprobs, sentences, train
+
+
+@pytest.fixture
+def urls(training: tinker.TrainingClient, service: tinker.ServiceClient) -> dict[str, str]:
+    train(training, 3)
+    path = training.save_weights_external("home").result().path
+    model_id, kind, name = path.removeprefix("tinker://").split("/")
+    rest = service.create_rest_client()
+    found = rest.get_external_weights_urls(model_id, f"{kind}/{name}").result()
+    assert found.expires.tzinfo is not None
+    return dict(found.urls)
+
+
+def download(url: str) -> bytes:
+    with urllib.request.urlopen(url) as answer:
+        return answer.read()
+
+
+def test_the_downloaded_adapter_scores_as_the_trainer_does(
+    training: tinker.TrainingClient, urls: dict[str, str], base_path: Path, tmp_path: Path
+):
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= set(urls)
+    for name, url in urls.items():
+        (tmp_path / name).write_bytes(download(url))
+    base = AutoModelForCausalLM.from_pretrained(base_path, dtype=torch.float32)
+    model = PeftModel.from_pretrained(base, tmp_path).eval()
+    tokens = sentences(1)[0]
+    with torch.no_grad():
+        scores = model(torch.tensor([tokens])).logits.log_softmax(-1)[0]
+    expected = [float(scores[i, token]) for i, token in enumerate(tokens[1:])]
+    found = logprobs(training.forward([datum(tokens)], "cross_entropy").result())
+    np.testing.assert_allclose(found[:-1], expected, atol=1e-4)
+
+
+def test_a_url_that_was_tampered_with_is_refused(urls: dict[str, str]):
+    parts = urlsplit(urls["adapter_config.json"])
+    for forged in (
+        parts._replace(path=parts.path.replace("adapter_config.json", "adapter_model.safetensors")),
+        parts._replace(query=parts.query.replace("expires=", "expires=9")),
+    ):
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            download(urlunsplit(forged))
+        assert refused.value.code == 403

@@ -1,0 +1,90 @@
+"""The SDK's sampling calls against a running stack."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import tinker
+from tinker import types
+
+from tests.contract.data import datum, logprobs, sentences, train
+from tests.contract.stack import BASE
+
+PROMPT = types.ModelInput.from_ints(sentences(1)[0])
+GREEDY = types.SamplingParams(max_tokens=6, temperature=0.0, stop=[])
+
+
+@pytest.fixture
+def sampling(training: tinker.TrainingClient) -> tinker.SamplingClient:
+    train(training, 3)
+    return training.save_weights_and_get_sampling_client()
+
+
+def test_sampled_logprobs_are_the_trainers(training: tinker.TrainingClient, sampling: tinker.SamplingClient):
+    params = types.SamplingParams(max_tokens=8, temperature=0.7, top_p=0.9, seed=5, stop=[])
+    (sequence,) = sampling.sample(PROMPT, num_samples=1, sampling_params=params).result().sequences
+    whole = PROMPT.to_ints() + list(sequence.tokens)
+    scored = logprobs(training.forward([datum(whole)], "cross_entropy").result())
+    start = len(PROMPT.to_ints()) - 1
+    np.testing.assert_allclose(sequence.logprobs, scored[start : start + len(sequence.tokens)], atol=1e-3)
+
+
+def test_prompt_logprobs_are_the_trainers(training: tinker.TrainingClient, sampling: tinker.SamplingClient):
+    tokens = PROMPT.to_ints()
+    scored = logprobs(training.forward([datum(tokens)], "cross_entropy").result())
+    found = sampling.compute_logprobs(PROMPT).result()
+    assert found[0] is None
+    np.testing.assert_allclose(found[1:], scored[:-1], atol=1e-3)
+
+
+def test_a_seed_repeats_and_the_samples_of_one_call_differ(sampling: tinker.SamplingClient):
+    params = types.SamplingParams(max_tokens=8, temperature=1.0, seed=17, stop=[])
+    first, again = (sampling.sample(PROMPT, num_samples=4, sampling_params=params).result() for _ in range(2))
+    assert [s.tokens for s in first.sequences] == [s.tokens for s in again.sequences]
+    assert len({tuple(s.tokens) for s in first.sequences}) == 4
+
+
+def test_a_stop_token_ends_the_sample_and_is_part_of_it(sampling: tinker.SamplingClient):
+    (free,) = sampling.sample(PROMPT, num_samples=1, sampling_params=GREEDY).result().sequences
+    stop = free.tokens[2]
+    params = types.SamplingParams(max_tokens=6, temperature=0.0, stop=[stop])
+    (cut,) = sampling.sample(PROMPT, num_samples=1, sampling_params=params).result().sequences
+    assert list(cut.tokens) == list(free.tokens[: list(free.tokens).index(stop) + 1])
+    assert (cut.stop_reason, free.stop_reason) == ("stop", "length")
+
+
+def test_concurrent_requests_of_base_and_adapters_keep_apart(
+    service: tinker.ServiceClient, training: tinker.TrainingClient, sampling: tinker.SamplingClient
+):
+    base = service.create_sampling_client(base_model=BASE)
+    train(training, 3)
+    newer = training.save_weights_and_get_sampling_client()
+    clients = [base, sampling, newer]
+
+    def greedy(client: tinker.SamplingClient) -> tuple[list[int], list[float]]:
+        (sequence,) = client.sample(PROMPT, num_samples=1, sampling_params=GREEDY).result().sequences
+        return list(sequence.tokens), list(sequence.logprobs or [])
+
+    alone = [greedy(client) for client in clients]
+    with ThreadPoolExecutor(12) as pool:
+        together = list(pool.map(greedy, clients * 4))
+    for (tokens, scores), (expected, wanted) in zip(together, alone * 4, strict=True):
+        assert tokens == expected
+        np.testing.assert_allclose(scores, wanted, atol=1e-3)
+    assert abs(alone[0][1][0] - alone[2][1][0]) > 1e-3
+
+
+def test_a_saved_sampler_checkpoint_is_sampled_by_path(
+    service: tinker.ServiceClient, training: tinker.TrainingClient, sampling: tinker.SamplingClient
+):
+    path = training.save_weights_for_sampler("final").result().path
+    by_path = service.create_sampling_client(model_path=path)
+    assert by_path.get_base_model() == BASE
+    expected, found = (
+        client.sample(PROMPT, num_samples=1, sampling_params=GREEDY).result().sequences[0]
+        for client in (sampling, by_path)
+    )
+    assert list(found.tokens) == list(expected.tokens)
+    np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=1e-5)

@@ -1,0 +1,182 @@
+"""Order, ownership and recovery of a model's journal, on a real backend and a real server."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+
+import pytest
+
+from app.domain.ops import ForwardBackward, LoadWeights, SaveWeights
+from app.domain.results import ForwardBackwardOutput, Result
+from app.stores.redis import keys
+from app.wire import tinker_pb2 as pb
+from tests.unit.workers.conftest import BASE, LORA, MODEL, Worker, World, batch, step
+from workers.outcome import NotNow
+from workers.training.base import Create
+
+PROBE = ForwardBackward(batch(99), "cross_entropy", forward_only=True)
+
+
+def probe(worker: Worker, world: World, seq: int) -> bytes:
+    """The logprobs of a fixed batch: equal bytes mean an equal model."""
+    world.admit(seq, PROBE)
+    result = worker.handle(seq)
+    assert result is not None
+    return result.body
+
+
+def undisturbed(world: World, seeds: list[int]) -> bytes:
+    """What a run of these steps gives when nothing happens to it."""
+    backend = world.worker("reference/0").backend
+    output = None
+    for op in [Create(LORA), *(op for seed in seeds for op in step(seed)), PROBE]:
+        output = backend.apply({MODEL: op})[MODEL]
+    assert isinstance(output, ForwardBackwardOutput)
+    return output.logprobs.values.tobytes()
+
+
+def logprob_bytes(body: bytes) -> bytes:
+    output = pb.ForwardBackwardOutput.FromString(body)
+    return output.loss_fn_outputs[0].fields["logprobs"].data
+
+
+def test_ops_run_in_seq_order_whatever_the_order_of_arrival_and_of_doorbells(world: World):
+    expected = undisturbed(world, list(range(5)))
+    ops = [op for i in range(5) for op in step(i)]
+    worker = world.worker("a/1")
+    order = list(range(len(ops)))
+    random.Random(3).shuffle(order)
+    waiting = [0]
+    for i in order:
+        world.admit(i + 1, ops[i])
+        waiting.append(i + 1)
+        for seq in random.Random(i).sample(waiting, len(waiting)):
+            try:
+                worker.handle(seq)
+            except NotNow:
+                continue
+            waiting = [s for s in waiting if s > seq]
+    assert logprob_bytes(probe(worker, world, len(ops) + 1)) == expected
+
+
+def test_a_doorbell_before_its_predecessor_is_turned_away_and_rung_when_the_gap_closes(world: World):
+    worker = world.worker("a/1")
+    create, backward = 0, 1
+    world.admit(2, step()[1])
+    worker.handle(create)
+    with pytest.raises(NotNow, match=r"seq 1 of .* has not arrived"):
+        worker.handle(2, "optim_step")
+    world.admit(backward, step()[0])
+    worker.handle(backward)
+    assert worker.rung == [("optim_step", f"{MODEL}:2", f"train.{BASE}@a")]
+    assert worker.handle(2, "optim_step") is not None
+
+
+def test_a_doubled_doorbell_does_nothing_twice(world: World):
+    expected = undisturbed(world, list(range(1)))
+    worker = world.worker("a/1")
+    for i, op in enumerate(step(0), 1):
+        world.admit(i, op)
+    results = [worker.handle(seq) for seq in (0, 1, 1, 2, 2, 1, 0, 2)]
+    assert all(results)
+    assert logprob_bytes(probe(worker, world, 3)) == expected
+
+
+def test_a_new_owner_goes_on_bit_for_bit_from_the_journal_alone(world: World):
+    expected = undisturbed(world, list(range(4)))
+    ops = [op for i in range(4) for op in step(i)]
+    for seq, op in enumerate(ops, 1):
+        world.admit(seq, op)
+        # A process dies after every other Op, pending gradients included.
+        worker = world.worker(f"a/{seq // 2}")
+        worker.handle(seq)
+        published = world.oplog.outcome(f"{MODEL}:1")
+        assert published is not None
+    assert logprob_bytes(probe(world.worker("a/last"), world, 9)) == expected
+
+
+def test_a_new_owner_on_another_machine_goes_on_from_a_snapshot(world: World):
+    expected = undisturbed(world, list(range(4)))
+    ops = [op for i in range(4) for op in step(i)]
+    first = world.worker("a/1", share=math.inf)
+    for seq, op in enumerate(ops, 1):
+        world.admit(seq, op)
+        if seq <= 5:
+            first.handle(seq)
+    head = world.client.hgetall(keys.model(MODEL))
+    assert int(head[b"snapshot_seq"]) == 4
+    assert world.oplog.entry(MODEL, 4) is None, "the journal is trimmed behind the snapshot"
+    world.client.delete(keys.lease(MODEL))
+    second = world.worker("b/1")
+    for seq in (6, 7, 8):
+        second.handle(seq)
+    assert logprob_bytes(probe(second, world, 9)) == expected
+
+
+def test_a_model_owned_elsewhere_is_rung_there(world: World):
+    world.worker("a/1").handle(0)
+    other = world.worker("b/1")
+    world.admit(1, step()[0])
+    with pytest.raises(NotNow, match="owned by a"):
+        other.handle(1)
+    assert other.rung == [("forward_backward", f"{MODEL}:1", f"train.{BASE}@a")]
+
+
+def test_a_zombie_whose_lease_was_taken_changes_nothing(world: World):
+    expected = undisturbed(world, list(range(2)))
+    old, new = world.worker("a/1"), None
+    old.handle(0)
+    ops = [op for i in range(2) for op in step(i)]
+    for seq, op in enumerate(ops, 1):
+        world.admit(seq, op)
+    old.handle(1)
+    world.client.delete(keys.lease(MODEL))  # the old one slept past it and does not know
+    new = world.worker("b/1")
+    new.handle(2)
+    with pytest.raises(NotNow):
+        old.handle(3)
+    new.handle(4)
+    assert logprob_bytes(probe(new, world, 5)) == expected
+
+
+def test_an_op_whose_gradients_never_came_fails_and_the_run_goes_on(world: World):
+    worker = world.worker("a/1")
+    worker.handle(0)
+    world.admit(1, step(0)[0])
+    worker.handle(1)
+    for seq, op in ((3, step(0)[0]), (4, step(0)[1]), (5, step(1)[0]), (6, step(1)[1])):
+        world.admit(seq, op)
+    world.oplog.refuse(MODEL, 2, "seq 2 never came", drop_gradients=True)
+    results = [worker.handle(seq) for seq in (3, 4, 5, 6)]
+    assert [result.failed for result in results] == [True, True, False, False]
+    assert json.loads(results[0].body) == {"error": "seq 2 never came", "category": "user"}
+    assert logprob_bytes(probe(worker, world, 7)) == undisturbed(world, [1])
+
+
+def test_an_op_that_keeps_breaking_the_worker_is_given_up_and_the_next_ones_run(world: World):
+    worker = world.worker("a/1")
+    worker.handle(0)
+    world.client.hset(keys.op(world.admit(1, step()[0])), "payload", b"\xc1 not an Op")
+    world.admit(2, step()[0])
+    for _ in range(3):
+        with pytest.raises(NotNow):
+            worker.handle(1)
+    result = worker.handle(1)
+    assert result is not None
+    assert json.loads(result.body)["category"] == "server"
+    after = worker.handle(2)
+    assert after is not None and not after.failed
+
+
+def test_a_load_does_not_need_its_checkpoint_again(world: World):
+    worker = world.worker("a/1")
+    ops = [*step(0), SaveWeights("weights", "kept"), *step(1), LoadWeights(f"tinker://{MODEL}/weights/kept", True)]
+    for seq, op in enumerate(ops, 1):
+        world.admit(seq, op)
+        result = worker.handle(seq)
+        assert isinstance(result, Result) and not result.failed
+    expected = probe(worker, world, 7)
+    world.records.delete("checkpoints", f"tinker://{MODEL}/weights/kept")
+    assert probe(world.worker("a/2"), world, 8) == expected

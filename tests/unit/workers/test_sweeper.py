@@ -1,0 +1,77 @@
+"""What waits too long is rung again; gaps end."""
+
+from __future__ import annotations
+
+import pytest
+import redis
+
+from app.domain.records import Model, dump
+from app.errors import BadRequest
+from app.settings import EngineSettings
+from app.stores.interfaces import Lease
+from app.stores.redis import keys
+from app.stores.redis.oplog import RedisOpLog
+from workers.sweeper import Sweeper
+
+MODEL = "session:train:0"
+PATIENT = EngineSettings(lease_s=5, ring_again_s=60, gap_s=300)
+HASTY = EngineSettings(lease_s=5, ring_again_s=1e-6, gap_s=1e-6)
+
+
+@pytest.fixture
+def oplog(client: redis.Redis) -> RedisOpLog:
+    log = RedisOpLog(client, PATIENT)
+    log.create_model(MODEL, dump(Model("me", "session", "base", 0.0)))
+    return log
+
+
+def swept(oplog: RedisOpLog, settings: EngineSettings, times: int = 1, worker: str = "w/1") -> list[tuple[str, ...]]:
+    rung: list[tuple[str, ...]] = []
+    sweeper = Sweeper(oplog, lambda *ring: rung.append(ring), settings, worker)
+    for _ in range(times):
+        sweeper.sweep()
+    return rung
+
+
+def test_an_op_whose_doorbell_was_lost_is_rung_again(oplog):
+    oplog.admit(MODEL, 0, "create_model", b"", "d")
+    oplog.admit_sample("s:sample:0:4", "s:sample:0", "me", "sample.base", b"", "d")
+    assert sorted(swept(oplog, HASTY)) == [
+        ("create_model", f"{MODEL}:0", MODEL, "train.base"),
+        ("sample", "s:sample:0:4", "s:sample:0", "sample.base"),
+    ]
+
+
+def test_what_waits_briefly_or_runs_is_left_alone(oplog):
+    oplog.admit(MODEL, 0, "create_model", b"", "d")
+    assert swept(oplog, PATIENT) == []
+    lease = oplog.acquire(MODEL, "a/1")
+    assert isinstance(lease, Lease)
+    oplog.next(lease, 0)
+    assert swept(oplog, HASTY) == []
+
+
+def test_an_op_that_a_dead_worker_had_begun_is_rung_again(oplog, client):
+    oplog.admit(MODEL, 0, "create_model", b"", "d")
+    lease = oplog.acquire(MODEL, "a/1")
+    assert isinstance(lease, Lease)
+    oplog.next(lease, 0)
+    client.delete(keys.lease(MODEL))
+    assert len(swept(oplog, HASTY)) == 1
+
+
+def test_only_the_leader_sweeps(oplog):
+    oplog.admit(MODEL, 0, "create_model", b"", "d")
+    assert len(swept(oplog, HASTY, worker="w/1")) == 1
+    assert swept(oplog, HASTY, worker="w/2") == []
+
+
+def test_a_gap_within_its_time_holds_and_one_past_it_is_given_up(oplog):
+    oplog.admit(MODEL, 1, "forward_backward", b"", "d")
+    assert swept(oplog, PATIENT) == []
+    assert oplog.pending()[0].missing
+    rung = swept(oplog, HASTY, times=2)
+    assert rung == [("drop_gradients", f"{MODEL}:0", MODEL, "train.base")]
+    assert oplog.entry(MODEL, 1).doomed.startswith("seq_id 0 did not arrive")
+    with pytest.raises(BadRequest):
+        oplog.admit(MODEL, 0, "create_model", b"", "d")
