@@ -45,4 +45,4 @@ def service(stack: Stack) -> Iterator[tinker.ServiceClient]:
 
 @pytest.fixture
 def training(service: tinker.ServiceClient) -> tinker.TrainingClient:
-    return service.create_lora_training_client(base_model=BASE, rank=8, seed=3)
+    return service.create_lora_training_client(base_model=BASE, rank=8, seed=3).result()

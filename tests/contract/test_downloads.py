@@ -15,15 +15,15 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from tests.contract.data import datum, logprobs, sentences, train
+from tests.contract.stack import API_KEY, Stack
 
 
 @pytest.fixture
-def urls(training: tinker.TrainingClient, service: tinker.ServiceClient) -> dict[str, str]:
+def urls(training: tinker.TrainingClient, stack: Stack) -> dict[str, str]:
     train(training, 3)
     path = training.save_weights_external("home").result().path
-    model_id, kind, name = path.removeprefix("tinker://").split("/")
-    rest = service.create_rest_client()
-    found = rest.get_external_weights_urls(model_id, f"{kind}/{name}").result()
+    rest = tinker.RestClient(base_url=stack.url, api_key=API_KEY)
+    found = rest.get_external_weights_urls(path).result()
     assert found.expires.tzinfo is not None
     return dict(found.urls)
 

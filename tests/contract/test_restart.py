@@ -39,7 +39,7 @@ def service(light: Stack) -> Iterator[tinker.ServiceClient]:
 
 
 def undisturbed(service: tinker.ServiceClient, steps: int) -> np.ndarray:
-    client = service.create_lora_training_client(base_model=BASE, rank=4, seed=5)
+    client = service.create_lora_training_client(base_model=BASE, rank=4, seed=5).result()
     train(client, steps)
     return logprobs(client.forward(supervised(seed=8), "cross_entropy").result())
 
@@ -59,7 +59,7 @@ def await_true(what: Callable[[], bool], seconds: float = 60) -> None:
 
 def test_a_killed_trainer_changes_no_result(service: tinker.ServiceClient, light: Stack):
     expected = undisturbed(service, 6)
-    client = service.create_lora_training_client(base_model=BASE, rank=4, seed=5)
+    client = service.create_lora_training_client(base_model=BASE, rank=4, seed=5).result()
     train(client, 3)
     for trainer in children(light, "workers.trainer"):
         trainer.send_signal(signal.SIGKILL)
@@ -69,7 +69,7 @@ def test_a_killed_trainer_changes_no_result(service: tinker.ServiceClient, light
 
 
 def test_a_killed_sampler_loses_no_request(service: tinker.ServiceClient, light: Stack):
-    client = service.create_sampling_client(base_model=BASE)
+    client = service.create_sampling_client(base_model=BASE).result()
     params = types.SamplingParams(max_tokens=200, temperature=1.0, seed=3, stop=[])
     before = client.sample(PROMPT, 2, params).result()
     pending = [client.sample(PROMPT, 2, params) for _ in range(4)]
@@ -80,7 +80,7 @@ def test_a_killed_sampler_loses_no_request(service: tinker.ServiceClient, light:
 
 
 def test_lost_messages_are_rung_again(service: tinker.ServiceClient, light: Stack):
-    client = service.create_lora_training_client(base_model=BASE, rank=4)
+    client = service.create_lora_training_client(base_model=BASE, rank=4).result()
     trainers = children(light, "workers.trainer")
     for trainer in trainers:
         trainer.suspend()
@@ -95,7 +95,7 @@ def test_lost_messages_are_rung_again(service: tinker.ServiceClient, light: Stac
 
 def test_a_stack_started_again_on_its_folder_goes_on_where_it_was(light: Stack, service: tinker.ServiceClient):
     expected = undisturbed(service, 6)
-    client = service.create_lora_training_client(base_model=BASE, rank=4, seed=5)
+    client = service.create_lora_training_client(base_model=BASE, rank=4, seed=5).result()
     train(client, 3)
     path = client.save_state("kept").result().path
     everything = [child.pid for child in children(light, "")]
@@ -105,7 +105,7 @@ def test_a_stack_started_again_on_its_folder_goes_on_where_it_was(light: Stack, 
     train(client, 3)
     found = logprobs(client.forward(supervised(seed=8), "cross_entropy").result())
     assert np.array_equal(found, expected)
-    assert service.create_training_client_from_state(path).get_info().lora_rank == 4
+    assert service.create_training_client_from_state(path).result().get_info().lora_rank == 4
 
 
 def _alive(pid: int) -> bool:

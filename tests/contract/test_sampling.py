@@ -19,7 +19,7 @@ GREEDY = types.SamplingParams(max_tokens=6, temperature=0.0, stop=[])
 @pytest.fixture
 def sampling(training: tinker.TrainingClient) -> tinker.SamplingClient:
     train(training, 3)
-    return training.save_weights_and_get_sampling_client()
+    return training.save_weights_and_get_sampling_client().result()
 
 
 def test_sampled_logprobs_are_the_trainers(training: tinker.TrainingClient, sampling: tinker.SamplingClient):
@@ -58,9 +58,9 @@ def test_a_stop_token_ends_the_sample_and_is_part_of_it(sampling: tinker.Samplin
 def test_concurrent_requests_of_base_and_adapters_keep_apart(
     service: tinker.ServiceClient, training: tinker.TrainingClient, sampling: tinker.SamplingClient
 ):
-    base = service.create_sampling_client(base_model=BASE)
+    base = service.create_sampling_client(base_model=BASE).result()
     train(training, 3)
-    newer = training.save_weights_and_get_sampling_client()
+    newer = training.save_weights_and_get_sampling_client().result()
     clients = [base, sampling, newer]
 
     def greedy(client: tinker.SamplingClient) -> tuple[list[int], list[float]]:
@@ -80,7 +80,7 @@ def test_a_saved_sampler_checkpoint_is_sampled_by_path(
     service: tinker.ServiceClient, training: tinker.TrainingClient, sampling: tinker.SamplingClient
 ):
     path = training.save_weights_for_sampler("final").result().path
-    by_path = service.create_sampling_client(model_path=path)
+    by_path = service.create_sampling_client(model_path=path).result()
     assert by_path.get_base_model() == BASE
     expected, found = (
         client.sample(PROMPT, num_samples=1, sampling_params=GREEDY).result().sequences[0]

@@ -20,7 +20,7 @@ def test_pipelined_steps_lower_the_loss(training: tinker.TrainingClient):
 def test_what_runs_is_a_deepspeed_engine_at_the_stage_and_ranks_of_the_settings(stack: Stack):
     wanted = stack.settings().base_models[0].trainer
     (trainer,) = [worker.describe for worker in stack.workers() if worker.role == "trainer"]
-    assert trainer["engine"] == "DeepSpeedEngine"
+    assert trainer["trainer"] == "DeepSpeedEngine"
     assert (trainer["zero_stage"], trainer["ranks"]) == (wanted.zero_stage, wanted.ranks)
 
 
@@ -87,7 +87,7 @@ def test_saved_state_resumes_bit_for_bit_with_its_optimizer(
     train(training, 3)
     path = training.save_state("resume").result().path
     assert path.startswith("tinker://") and path.endswith("/weights/resume")
-    other = service.create_training_client_from_state_with_optimizer(path)
+    other = service.create_training_client_from_state_with_optimizer(path).result()
     for client in (training, other):
         train(client, 2)
     expected, found = (logprobs(c.forward(supervised(seed=9), "cross_entropy").result()) for c in (training, other))
@@ -107,10 +107,10 @@ def test_loading_without_the_optimizer_resets_it(training: tinker.TrainingClient
 
 
 def test_two_models_of_different_ranks_do_not_touch_each_other(service: tinker.ServiceClient):
-    alone = service.create_lora_training_client(base_model=BASE, rank=4, seed=11)
+    alone = service.create_lora_training_client(base_model=BASE, rank=4, seed=11).result()
     expected = train(alone, 4)
-    one = service.create_lora_training_client(base_model=BASE, rank=4, seed=11)
-    two = service.create_lora_training_client(base_model=BASE, rank=16, seed=12, train_unembed=False)
+    one = service.create_lora_training_client(base_model=BASE, rank=4, seed=11).result()
+    two = service.create_lora_training_client(base_model=BASE, rank=16, seed=12, train_unembed=False).result()
     found = []
     for _ in range(4):
         found += train(one, 1)
