@@ -6,6 +6,8 @@ In a replay the same Op goes through `replay`: the same change to the model, not
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -52,12 +54,24 @@ class Executor:
 
     def restore(self, model_id: str, prefix: str) -> None:
         """Bring a model back from a snapshot, dropping whatever state it had here."""
-        folder = self._fetch(prefix)
         manifest = checkpoints.read_manifest(self.store, prefix)
-        self._backend_apply(model_id, Create(manifest.lora, folder, optimizer=True))
+        with self._fetched(prefix) as folder:
+            self._backend_apply(model_id, Create(manifest.lora, folder, optimizer=True))
 
     def _apply(self, model_id: str, op: Op) -> Output:
-        return self._backend_apply(model_id, self._for_backend(op))
+        match op:
+            case CreateModel():
+                if op.source is None:
+                    return self._backend_apply(model_id, Create(op.spec.lora))
+                with self._source(op.source) as folder:
+                    return self._backend_apply(model_id, Create(op.spec.lora, folder, op.optimizer))
+            case LoadWeights():
+                with self._source(op.source) as folder:
+                    return self._backend_apply(model_id, Load(folder, op.optimizer))
+            case SaveWeights():
+                raise TypeError("a save is no change to a model")
+            case _:
+                return self._backend_apply(model_id, op)
 
     def _backend_apply(self, model_id: str, op: BackendOp) -> Output:
         outcome = self.backend.apply({model_id: op})[model_id]
@@ -65,30 +79,26 @@ class Executor:
             raise outcome
         return outcome
 
-    def _for_backend(self, op: Op) -> BackendOp:
-        match op:
-            case CreateModel():
-                return Create(op.spec.lora, self._source(op.source) if op.source else None, op.optimizer)
-            case LoadWeights():
-                return Load(self._source(op.source), op.optimizer)
-            case SaveWeights():
-                raise TypeError("a save is no change to a model")
-            case _:
-                return op
-
-    def _source(self, path: str) -> Path:
+    @contextmanager
+    def _source(self, path: str) -> Iterator[Path]:
+        """The files of a checkpoint its owner named; what is read once is not worth keeping on disk."""
         stored = self.index.get(records.Checkpoint.namespace, path)
         try:
-            if stored is not None:
-                return self._fetch(records.load(records.Checkpoint, stored).prefix)
+            if stored is None:
+                raise NotFound(path)
+            with self._fetched(records.load(records.Checkpoint, stored).prefix) as folder:
+                yield folder
         except NotFound:
-            pass
-        raise UserOpError(
-            f"no checkpoint at {path}: it was deleted or has expired; list what there is and load another"
-        )
+            raise UserOpError(
+                f"no checkpoint at {path}: it was deleted or has expired; list what there is and load another"
+            ) from None
 
-    def _fetch(self, prefix: str) -> Path:
-        return checkpoints.fetch(self.store, prefix, self.cache_dir)
+    @contextmanager
+    def _fetched(self, prefix: str) -> Iterator[Path]:
+        try:
+            yield checkpoints.fetch(self.store, prefix, self.cache_dir)
+        finally:
+            checkpoints.forget(prefix, self.cache_dir)
 
 
 def _decode(entry: Entry) -> Op:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from celery import Celery
@@ -120,7 +122,7 @@ def _trainer(settings: Settings, base: BaseModelSettings, parts: Parts, node_nam
     backend = create(base)
     info = backend.open()
     saver = Saver(backend, parts.records, parts.store)
-    cache = settings.data_dir / "cache" / node_name
+    cache = _empty_cache(settings, node_name)
     executor = Executor(backend, parts.records, parts.store, cache, saver)
     owner = Owner(parts.oplog, backend, parts.keeper, parts.worker, Restore(parts.oplog, executor))
     snapshots = Snapshots(parts.oplog, saver, settings.engine.snapshot_share)
@@ -130,6 +132,7 @@ def _trainer(settings: Settings, base: BaseModelSettings, parts: Parts, node_nam
 
     def close() -> None:
         owner.discard_all()
+        backend.shutdown()
         parts.keeper.stop()
 
     return Runtime(runner, presence, _sweeper(settings, parts), close)
@@ -140,7 +143,7 @@ def _sampler(settings: Settings, base: BaseModelSettings, parts: Parts, node_nam
 
     backend = create(base)
     info = backend.open()
-    cache = settings.data_dir / "cache" / node_name
+    cache = _empty_cache(settings, node_name)
     adapters = Adapters(backend, parts.store, cache, 4 * base.sampler.max_loras)
     runner = SampleRunner(parts.oplog, parts.records, backend, adapters, parts.keeper, parts.worker)
     metrics = telemetry.serve_metrics(base.sampler.metrics_port)
@@ -151,6 +154,13 @@ def _sampler(settings: Settings, base: BaseModelSettings, parts: Parts, node_nam
         parts.keeper.stop()
 
     return Runtime(runner, presence, _sweeper(settings, parts), close)
+
+
+def _empty_cache(settings: Settings, node_name: str) -> Path:
+    """Fetched files of this process alone; what an earlier one left is of no use."""
+    cache = settings.data_dir / "cache" / node_name
+    shutil.rmtree(cache, ignore_errors=True)
+    return cache
 
 
 def _sweeper(settings: Settings, parts: Parts) -> Sweeper:

@@ -71,6 +71,14 @@ class TrainingBackend(Protocol):
         """Forget a model and free what it held; unknown ids are fine."""
         ...
 
+    def follow(self) -> None:
+        """What every rank but the first does after `open`: take part in its calls until its `shutdown`."""
+        ...
+
+    def shutdown(self) -> None:
+        """Let the other ranks go; nothing may be called afterwards."""
+        ...
+
     def describe(self) -> Mapping[str, Any]:
         """What really runs, as JSON: trainer class, ZeRO stage read from the engine, ranks, dtype, devices, models."""
         ...
