@@ -1,0 +1,102 @@
+"""The service's numbers against the reference, from weights exported over HTTP: nothing of workers/ is imported."""
+
+from __future__ import annotations
+
+import urllib.request
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tinker
+from tinker import types
+
+from tests.contract.data import logprobs, train
+from tests.contract.stack import API_KEY, Stack
+from tests.parity import datums as made
+from tests.parity.datums import Datum
+from tests.parity.reference import Reference, relative_error
+
+LENGTHS = (23, 7, 40, 2, 31)
+LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro")
+STEP = {
+    "learning_rate": 1e-2,
+    "beta1": 0.9,
+    "beta2": 0.95,
+    "eps": 1e-8,
+    "weight_decay": 0.1,
+    "grad_clip_norm": 5.0,
+}
+
+# With both betas 0 a step moves by lr * g / (|g| + eps): ten times the gradient as long as it is far below eps.
+GRADIENT_STEP = {**STEP, "learning_rate": 1e6, "beta1": 0.0, "beta2": 0.0, "eps": 1e5, "weight_decay": 0.0}
+GRADIENT_STEP["grad_clip_norm"] = 0.0
+
+
+def data(loss_fn: str, seed: int) -> list[Datum]:
+    return made.supervised(seed, LENGTHS) if loss_fn == "cross_entropy" else made.policy(seed, LENGTHS)
+
+
+def for_sdk(rows: list[Datum]) -> list[types.Datum]:
+    return [
+        types.Datum(
+            model_input=types.ModelInput.from_ints(row["tokens"].tolist()),
+            loss_fn_inputs={name: value for name, value in row.items() if name != "tokens"},
+        )
+        for row in rows
+    ]
+
+
+def reference(training: tinker.TrainingClient, stack: Stack, folder: Path, name: str) -> Reference:
+    """The model as it is now, brought home as PEFT files."""
+    path = training.save_weights_external(name).result().path
+    rest = tinker.RestClient(base_url=stack.url, api_key=API_KEY)
+    folder.mkdir()
+    for file, url in rest.get_external_weights_urls(path).result().urls.items():
+        with urllib.request.urlopen(url) as answer:
+            (folder / file).write_bytes(answer.read())
+    return Reference(stack.base_path, folder)
+
+
+def weights(model: Reference) -> dict[str, np.ndarray]:
+    return {name: parameter.detach().numpy().copy() for name, parameter in model.parameters.items()}
+
+
+@pytest.mark.parametrize("loss_fn", LOSSES)
+def test_logprobs_losses_and_gradients_equal_the_reference(
+    training: tinker.TrainingClient, stack: Stack, tmp_path: Path, loss_fn: str
+):
+    train(training, 2)  # B starts at zero, and half of the gradient with it
+    twin = reference(training, stack, tmp_path / "before", "before")
+    probe = data("cross_entropy", 99)
+    found = logprobs(training.forward(for_sdk(probe), "cross_entropy").result())
+    expected = np.concatenate([row.ravel() for row in twin.forward(probe)])
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
+
+    before = weights(twin)
+    rows = data(loss_fn, 3)
+    output = training.forward_backward(for_sdk(rows), loss_fn).result()
+    assert output.metrics["loss:sum"] == pytest.approx(twin.backward(rows, loss_fn), rel=1e-5)
+    training.optim_step(types.AdamParams(**GRADIENT_STEP)).result()
+    twin.step(GRADIENT_STEP)
+    after = weights(reference(training, stack, tmp_path / "after", "after"))
+    moved, expected_moves = (
+        {name: end[name] - start for name, start in before.items()} for end in (after, weights(twin))
+    )
+    assert relative_error(moved, expected_moves) < 1e-5
+
+
+@pytest.mark.parametrize("loss_fn", LOSSES)
+def test_four_whole_steps_equal_the_reference(
+    training: tinker.TrainingClient, stack: Stack, tmp_path: Path, loss_fn: str
+):
+    twin = reference(training, stack, tmp_path / "start", "start")
+    for seed in range(4):
+        rows = data(loss_fn, seed)
+        training.forward_backward(for_sdk(rows), loss_fn)
+        training.optim_step(types.AdamParams(**STEP)).result()
+        twin.backward(rows, loss_fn)
+        twin.step(STEP)
+    probe = data("cross_entropy", 99)
+    found = logprobs(training.forward(for_sdk(probe), "cross_entropy").result())
+    expected = np.concatenate([row.ravel() for row in twin.forward(probe)])
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-3)
