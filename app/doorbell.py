@@ -14,17 +14,18 @@ from app.settings import Settings
 
 log = logging.getLogger(__name__)
 
-TASK_NAMES = {
-    **{
-        kind: f"tinsmith.{kind}"
-        for kind in ("create_model", "forward_backward", "optim_step", "save_weights", "load_weights", "sample")
-    },
-    # A consumed seq has no future of its own, but what waits behind it has to move.
-    "skip": "tinsmith.catch_up",
-    "drop_gradients": "tinsmith.catch_up",
-    "catch_up": "tinsmith.catch_up",
-}
+# A consumed seq has no future of its own, but what waits behind it has to move: that is catch_up.
+CATCH_UP = "catch_up"
+KINDS = (
+    *("create_model", "forward_backward", "forward", "optim_step", "save_weights", "load_weights", "sample"),
+    CATCH_UP,
+)
 _CONTROL_REPLY_S = 60
+
+
+def task_name(kind: str) -> str:
+    """The Celery task of a journalled kind."""
+    return f"tinsmith.{kind if kind in KINDS else CATCH_UP}"
 
 
 def train_queue(base_model: str) -> str:
@@ -85,7 +86,7 @@ class Doorbell:
         """
         try:
             self._celery.send_task(
-                TASK_NAMES[kind], kwargs={"model_id": parent_id}, task_id=request_id, queue=queue, retry=False
+                task_name(kind), kwargs={"model_id": parent_id}, task_id=request_id, queue=queue, retry=False
             )
         except (OperationalError, OSError) as error:
             log.warning("could not ring for %s: %s", request_id, error, extra={"request_id": request_id})

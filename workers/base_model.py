@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
@@ -58,7 +59,7 @@ def _from_pretrained(settings: BaseModelSettings, dtype: torch.dtype) -> nn.Modu
             attn_implementation="sdpa",
             use_safetensors=True,
         )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise SetupError(f"base model {settings.name!r} cannot be loaded from {path!r}: {error}") from None
     return model
 

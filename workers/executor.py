@@ -12,15 +12,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from app.domain import codec, records
-from app.domain.ops import CreateModel, DropGradients, LoadWeights, Op, SaveWeights
+from app.domain.ops import CreateModel, DropGradients, LoadWeights, Op, OptimStep, SaveWeights
 from app.domain.results import Done, Output, Result
 from app.errors import NotFound, OpError, UserOpError
 from app.stores.interfaces import Entry, Lease, ObjectStore, Records, Write
 from workers import checkpoints, results
 from workers.saving import Saver
 from workers.training.base import BackendOp, Create, Load, TrainingBackend
+from workers.window import LOST_BATCH, Window
 
-SKIP = "skip"
+# Seqs that were refused or never came; they have no payload.
+CONSUMED = ("skip", LOST_BATCH, DropGradients.kind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +33,16 @@ class Executor:
     cache_dir: Path
     saver: Saver
 
-    def run(self, lease: Lease, entry: Entry) -> tuple[Result, list[Write]]:
-        """Raises OpError; the model is then as it was before."""
-        if entry.kind == SKIP:
+    def run(self, lease: Lease, entry: Entry, window: Window) -> tuple[Result, list[Write]]:
+        """Raises OpError; the model is then as it was before, but for a step on missing gradients, which drops them."""
+        if entry.kind in CONSUMED:
+            self._consume(lease.model_id, entry)
             return results.of_output(Done()), []
-        if entry.doomed and entry.kind != DropGradients.kind:
-            raise UserOpError(entry.doomed)
-        op = _decode(entry)
+        failure = doom(entry, window)
+        if failure:
+            self._drop_if_step(lease.model_id, entry, window)
+            raise UserOpError(failure)
+        op: Op = codec.decode(entry.payload)
         if isinstance(op, SaveWeights):
             return self.saver.save(lease, entry.seq, op)
         output = self._apply(lease.model_id, op)
@@ -46,17 +51,28 @@ class Executor:
             return results.of_json({"model_id": lease.model_id}), [(records.Model.namespace, lease.model_id, ready)]
         return results.of_output(output), []
 
-    def replay(self, lease: Lease, entry: Entry) -> None:
-        """Saves wrote what they wrote; refused, failed and doomed Ops changed nothing."""
-        doomed = entry.doomed and entry.kind != DropGradients.kind
-        if not doomed and entry.kind not in (SKIP, SaveWeights.kind):
-            self._apply(lease.model_id, _decode(entry))
+    def replay(self, lease: Lease, entry: Entry, window: Window) -> None:
+        """Saves wrote what they wrote; failed Ops changed nothing, but a step that failed dropped gradients."""
+        if entry.kind in CONSUMED:
+            self._consume(lease.model_id, entry)
+        elif entry.doomed:
+            self._drop_if_step(lease.model_id, entry, window)
+        elif entry.kind != SaveWeights.kind:
+            self._apply(lease.model_id, codec.decode(entry.payload))
 
     def restore(self, model_id: str, prefix: str) -> None:
         """Bring a model back from a snapshot, dropping whatever state it had here."""
         manifest = checkpoints.read_manifest(self.store, prefix)
         with self._fetched(prefix) as folder:
             self._backend_apply(model_id, Create(manifest.lora, folder, optimizer=True))
+
+    def _consume(self, model_id: str, entry: Entry) -> None:
+        if entry.kind == DropGradients.kind:
+            self._apply(model_id, DropGradients())
+
+    def _drop_if_step(self, model_id: str, entry: Entry, window: Window) -> None:
+        if entry.kind == OptimStep.kind and window.missing:
+            self._apply(model_id, DropGradients())
 
     def _apply(self, model_id: str, op: Op) -> Output:
         match op:
@@ -101,6 +117,11 @@ class Executor:
             checkpoints.forget(prefix, self.cache_dir)
 
 
-def _decode(entry: Entry) -> Op:
-    op: Op = DropGradients() if entry.kind == DropGradients.kind else codec.decode(entry.payload)
-    return op
+def doom(entry: Entry, window: Window) -> str:
+    """Why `entry` must fail instead of running; empty when it may run."""
+    if entry.kind == OptimStep.kind and window.missing:
+        return (
+            f"no step was taken, since a gradient it needs is missing ({window.missing}); the others were dropped: "
+            "run the batch again"
+        )
+    return entry.doomed

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from app.stores.interfaces import HeldElsewhere, Lease, OpLog
 from workers.leases import LeaseKeeper
 from workers.training.base import TrainingBackend
+from workers.window import Window
 
 log = logging.getLogger(__name__)
 
@@ -19,6 +20,7 @@ class Resident:
 
     lease: Lease
     applied: int
+    window: Window
 
 
 class Owner:
@@ -30,7 +32,7 @@ class Owner:
         backend: TrainingBackend,
         keeper: LeaseKeeper,
         worker: str,
-        restore: Callable[[Lease], None],
+        restore: Callable[[Lease], Window],
     ) -> None:
         self._oplog, self._backend, self._keeper = oplog, backend, keeper
         self._worker, self._restore = worker, restore
@@ -47,11 +49,11 @@ class Owner:
             return lease
         self._keeper.add(model_id)
         try:
-            self._restore(lease)
+            window = self._restore(lease)
         except BaseException:
             self.discard(model_id)
             raise
-        self._residents[model_id] = Resident(lease, lease.applied)
+        self._residents[model_id] = Resident(lease, lease.applied, window)
         log.info("owns a model", extra={"model_id": model_id, "epoch": lease.epoch, "applied": lease.applied})
         return self._residents[model_id]
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import redis
 
@@ -25,6 +26,15 @@ from workers.snapshot import Snapshots
 
 log = logging.getLogger(__name__)
 MAX_ATTEMPTS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """What running an Op came to; `failure` is empty for success."""
+
+    result: Result
+    writes: Sequence[Write] = ()
+    failure: str = ""
 
 
 class TrainingRunner:
@@ -87,25 +97,27 @@ class TrainingRunner:
 
     def _step(self, resident: Resident, entry: Entry) -> None:
         started = time.monotonic()
-        result, writes = self._attempt(resident, entry)
+        attempt = self._attempt(resident, entry)
         ran = time.monotonic()
         try:
-            self._oplog.commit(resident.lease, entry.seq, result, writes)
+            self._oplog.commit(resident.lease, entry.seq, attempt.result, attempt.writes, attempt.failure)
         except redis.RedisError as error:
             # Committed or not, we cannot know: the journal will tell whoever reads it next.
             raise Fenced(f"the commit of {entry.request_id} is in doubt: {error}") from error
         resident.applied = entry.seq
-        telemetry.op_done(entry, failed=result.failed, run_s=ran - started, commit_s=time.monotonic() - ran)
-        self._snapshots.after(resident, entry, failed=result.failed)
+        resident.window = resident.window.after(entry, attempt.failure)
+        failed = attempt.result.failed
+        telemetry.op_done(entry, failed=failed, run_s=ran - started, commit_s=time.monotonic() - ran)
+        self._snapshots.after(resident, entry, failed=failed)
 
-    def _attempt(self, resident: Resident, entry: Entry) -> tuple[Result, list[Write]]:
+    def _attempt(self, resident: Resident, entry: Entry) -> Attempt:
         if entry.attempts > MAX_ATTEMPTS:
             text = f"{entry.kind} seq {entry.seq} stopped the worker {MAX_ATTEMPTS} times; it was given up"
-            return results.of_error(ServerOpError(text)), []
+            return _failed(entry, ServerOpError(text))
         try:
-            return self._executor.run(resident.lease, entry)
+            return Attempt(*self._executor.run(resident.lease, entry, resident.window))
         except OpError as error:
-            return results.of_error(error), []
+            return _failed(entry, error)
         except Exception as error:
             # The backend's promise: after anything but an OpError every state it holds is suspect.
             log.exception("an Op broke the backend", extra={"request_id": entry.request_id})
@@ -115,3 +127,7 @@ class TrainingRunner:
     def _again(self, request_id: str, model_id: str, kind: str, why: str) -> NotNow:
         self._ring(kind, request_id, model_id, self._queue)
         return NotNow(why)
+
+
+def _failed(entry: Entry, error: OpError) -> Attempt:
+    return Attempt(results.of_error(error), (), f"{entry.kind} seq {entry.seq} failed: {error}")

@@ -1,4 +1,4 @@
-"""`python -m workers.sampler --base NAME --node NAME`: one sampler, a Celery worker with a thread for each request."""
+"""`python -m workers.sampler --base NAME --name NAME`: one sampler, a Celery worker with a thread for each request."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from workers.launch import run_worker
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m workers.sampler")
     parser.add_argument("--base", required=True, help="name of the base model in the settings")
-    parser.add_argument("--node", required=True, help="name of this worker, unique among the running ones")
+    parser.add_argument("--name", required=True, help="name of this worker, unique among the running ones")
     arguments = parser.parse_args()
     try:
         base = settings.from_environment().base_model(arguments.base)
         if base is None:
             raise SetupError(f"the settings have no base model {arguments.base!r}")
         concurrency = str(base.sampler.concurrency)
-        run_worker(sample_queue(base.name), arguments.node, ["-P", "threads", "-c", concurrency])
+        run_worker(sample_queue(base.name), arguments.name, ["-P", "threads", "-c", concurrency])
     except SetupError as error:
-        print(f"{arguments.node}: {error}", file=sys.stderr, flush=True)
+        print(f"{arguments.name}: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
 
 

@@ -16,6 +16,7 @@ from app.stores.interfaces import Entry, Lease, OpLog
 from workers.executor import Executor
 from workers.owner import Resident
 from workers.saving import Saver
+from workers.window import Window
 
 log = logging.getLogger(__name__)
 
@@ -67,11 +68,15 @@ class Restore:
     oplog: OpLog
     executor: Executor
 
-    def __call__(self, lease: Lease) -> None:
+    def __call__(self, lease: Lease) -> Window:
+        """A snapshot stands right behind an optim_step or a load, where the window is empty. Raises Fenced."""
+        window = Window()
         if lease.snapshot:
             self.executor.restore(lease.model_id, lease.snapshot)
         for seq in range(lease.snapshot_seq + 1, lease.applied + 1):
             entry = self.oplog.entry(lease.model_id, seq)
             if entry is None:
                 raise Fenced(f"{lease.model_id} seq {seq} is no longer in the journal: another owner moved on")
-            self.executor.replay(lease, entry)
+            self.executor.replay(lease, entry, window)
+            window = window.after(entry, entry.doomed)
+        return window

@@ -72,7 +72,7 @@ class Sweeper:
             f"seq_id {pending.seq} did not arrive within {self._settings.gap_s:.0f} s: the gradients it belonged to "
             "were dropped, and this call with them; run the batch again"
         )
-        if self._oplog.refuse(pending.id, pending.seq, reason, drop_gradients=True):
+        if self._oplog.refuse(pending.id, pending.seq, reason, "drop_gradients"):
             log.warning("gave up a gap", extra={"model_id": pending.id, "seq": pending.seq})
 
     def _loop(self) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from celery import Task, shared_task
 from celery.exceptions import Retry
 
-from app.doorbell import TASK_NAMES
+from app.doorbell import KINDS, task_name
 from app.errors import OpError
 from workers import runtime
 from workers.outcome import NotNow
@@ -28,5 +28,5 @@ def _handle(task: Task, model_id: str) -> None:
         raise FutureFailed(f"{task.request.id} failed")
 
 
-for _name in set(TASK_NAMES.values()):
-    shared_task(bind=True, name=_name, throws=(FutureFailed,))(_handle)
+for _kind in KINDS:
+    shared_task(bind=True, name=task_name(_kind), throws=(FutureFailed,))(_handle)

@@ -1,4 +1,4 @@
-"""`python -m workers.trainer --base NAME --node NAME`: one trainer, however many ranks it takes.
+"""`python -m workers.trainer --base NAME --name NAME`: one trainer, however many ranks it takes.
 
 With one rank it is a Celery worker. With more it starts itself once a rank under torchrun, which takes the whole group
 down when one rank dies: rank 0 is the Celery worker, the others follow its calls.
@@ -20,7 +20,7 @@ from workers.launch import run_worker
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m workers.trainer")
     parser.add_argument("--base", required=True, help="name of the base model in the settings")
-    parser.add_argument("--node", required=True, help="name of this worker, unique among the running ones")
+    parser.add_argument("--name", required=True, help="name of this worker, unique among the running ones")
     arguments = parser.parse_args()
     try:
         base = settings.from_environment().base_model(arguments.base)
@@ -31,9 +31,9 @@ def main() -> None:
         if os.environ.get("RANK", "0") != "0":
             _follow(base)
         else:
-            run_worker(train_queue(base.name), arguments.node, ["-P", "solo"])
+            run_worker(train_queue(base.name), arguments.name, ["-P", "solo"])
     except SetupError as error:
-        print(f"{arguments.node}: {error}", file=sys.stderr, flush=True)
+        print(f"{arguments.name}: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
 
 

@@ -1,14 +1,14 @@
 """Ops to bytes and back: what the journal stores, what a digest is taken over, what ranks send each other.
 
-msgpack with two extension types: numpy arrays (dtype, shape, raw little-endian bytes) and the dataclasses listed in
-`_TYPES`, by name and field order. Decoding builds only those, so nothing in a journal can run code.
+msgpack with two extension types: numpy arrays (dtype, shape, raw little-endian bytes), and the tag that makes a list
+one of the dataclasses in `_TYPES`, by field order. Decoding builds only those, so nothing in a journal can run code.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import msgpack
@@ -38,13 +38,13 @@ _TYPES: dict[str, type] = {
 
 def encode(value: Any) -> bytes:
     """Bytes for an Op or a SampleRequest; equal values give equal bytes."""
-    data: bytes = msgpack.packb(value, default=_pack, strict_types=True)
+    data: bytes = msgpack.packb(value, default=_plain, strict_types=True)
     return data
 
 
 def decode(data: bytes) -> Any:
-    """The inverse of `encode`; arrays are read-only views into `data`. Raises ValueError on anything else."""
-    return msgpack.unpackb(data, ext_hook=_unpack, use_list=False, strict_map_key=False)
+    """The inverse of `encode`; arrays are read-only views. Raises ValueError on anything else."""
+    return msgpack.unpackb(data, ext_hook=_extension, list_hook=_value, strict_map_key=False)
 
 
 def digest(encoded: bytes) -> str:
@@ -52,7 +52,15 @@ def digest(encoded: bytes) -> str:
     return hashlib.sha256(encoded).hexdigest()
 
 
-def _pack(value: Any) -> Any:
+@dataclass(frozen=True, slots=True)
+class _Tag:
+    """The first element of a list that stands for a dataclass. No request can hold one: it is an extension type."""
+
+    name: str
+
+
+def _plain(value: Any) -> Any:
+    """What msgpack can pack itself, one level down; nested packing would copy a batch once a level."""
     if isinstance(value, np.ndarray):
         head = msgpack.packb((value.dtype.str, value.shape))
         return msgpack.ExtType(_ARRAY, head + np.ascontiguousarray(value).tobytes())
@@ -60,21 +68,26 @@ def _pack(value: Any) -> Any:
         return list(value)
     name = type(value).__name__
     if is_dataclass(value) and _TYPES.get(name) is type(value):
-        return msgpack.ExtType(_DATACLASS, encode([name, *(_sorted(getattr(value, f.name)) for f in fields(value))]))
-    raise TypeError(f"{type(value).__name__} has no place in a journal")
+        return [msgpack.ExtType(_DATACLASS, name.encode()), *(_sorted(getattr(value, f.name)) for f in fields(value))]
+    raise TypeError(f"{name} has no place in a journal")
 
 
 def _sorted(value: Any) -> Any:
     return dict(sorted(value.items())) if isinstance(value, Mapping) else value
 
 
-def _unpack(code: int, data: bytes) -> Any:
+def _extension(code: int, data: bytes) -> Any:
     if code == _ARRAY:
         unpacker = msgpack.Unpacker(use_list=False)
         unpacker.feed(data[:256])
         dtype, shape = unpacker.unpack()
         return np.frombuffer(data, dtype=dtype, offset=unpacker.tell()).reshape(shape)
     if code == _DATACLASS:
-        name, *values = decode(data)
-        return _TYPES[name](*values)
+        return _Tag(data.decode())
     raise ValueError(f"unknown extension type {code}")
+
+
+def _value(items: list[Any]) -> Any:
+    if items and isinstance(items[0], _Tag):
+        return _TYPES[items[0].name](*items[1:])
+    return tuple(items)

@@ -8,6 +8,8 @@ from typing import ClassVar
 
 from app.domain.batch import Batch
 
+FORWARD, FORWARD_BACKWARD = "forward", "forward_backward"
+
 
 @dataclass(frozen=True, slots=True)
 class LoraSpec:
@@ -53,11 +55,14 @@ class CreateModel:
 class ForwardBackward:
     """Adds the batch's gradient to the pending one; with `forward_only` changes nothing."""
 
-    kind: ClassVar[str] = "forward_backward"
     batch: Batch
     loss_fn: str
     loss_config: Mapping[str, float] = field(default_factory=dict)
     forward_only: bool = False
+
+    @property
+    def kind(self) -> str:
+        return FORWARD if self.forward_only else FORWARD_BACKWARD
 
 
 @dataclass(frozen=True, slots=True)

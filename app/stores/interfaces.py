@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 from app.domain.results import FutureState, Result
 
@@ -49,7 +49,7 @@ class HeldElsewhere:
 class Entry:
     """One journalled Op. `doomed` holds the error it fails with instead of running; `attempts` counts starts.
 
-    `kind` is an Op's, or "skip" for a seq that was refused.
+    `kind` is an Op's, or a RefusalKind for a consumed seq, whose reason is then in `doomed`.
     """
 
     seq: int
@@ -90,6 +90,8 @@ class Pending:
 
 
 Record = Mapping[str, str]
+RefusalKind = Literal["skip", "lost_batch", "drop_gradients"]
+"""What a consumed seq does in its turn: nothing, lose a gradient, or lose one and drop the pending ones."""
 Write = tuple[str, str, Record]
 """(namespace, id, fields): a record to set in the same atomic step as a commit."""
 
@@ -112,9 +114,10 @@ class OpLog(Protocol):
         """
         ...
 
-    def refuse(self, model_id: str, seq: int, reason: str, *, drop_gradients: bool = False) -> bool:
-        """Consume a seq that will never run. Ops already waiting behind it, up to and including the next optim_step,
-        fail with `reason`. False (and nothing changes) when the seq is already taken."""
+    def refuse(self, model_id: str, seq: int, reason: str, kind: RefusalKind = "skip") -> bool:
+        """Consume a seq that will never run. If that loses a gradient (any kind but "skip"), Ops already waiting behind
+        it, up to and including the next optim_step, fail with `reason`. False (and nothing changes) when the seq is
+        already taken."""
         ...
 
     def acquire(self, model_id: str, worker: str) -> Lease | HeldElsewhere:
@@ -140,8 +143,11 @@ class OpLog(Protocol):
         """The Op at `seq` for a replay: read only."""
         ...
 
-    def commit(self, lease: Lease, seq: int, result: Result, writes: Iterable[Write] = ()) -> None:
-        """Make `seq` the applied one, its result readable and the records set, and wake the poll. Raises Fenced."""
+    def commit(self, lease: Lease, seq: int, result: Result, writes: Iterable[Write] = (), why: str = "failed") -> None:
+        """Make `seq` the applied one, its result readable and the records set, and wake the poll. Raises Fenced.
+
+        A forward_backward that failed dooms, with `why`, what already waits behind it up to the next optim_step.
+        """
         ...
 
     def set_snapshot(self, lease: Lease, seq: int, reference: str) -> str:

@@ -7,15 +7,26 @@ from typing import cast
 
 import redis
 
+# redis-py's own pool raises at its 100th connection; 1,200 threads that wait their turn need far fewer.
+_CONNECTIONS = 64
+_WAIT_S = 10
+
 
 def connect(url: str) -> redis.Redis:
     """A thread-safe client. Raises redis.ConnectionError only at use.
 
     No socket timeout: redis-py 8 defaults to 5 s, which cuts pub/sub and slow saves. Keepalive finds dead peers.
     """
-    return redis.Redis.from_url(
-        url, socket_timeout=None, socket_connect_timeout=2, socket_keepalive=True, health_check_interval=10
+    pool = redis.BlockingConnectionPool.from_url(
+        url,
+        max_connections=_CONNECTIONS,
+        timeout=_WAIT_S,
+        socket_timeout=None,
+        socket_connect_timeout=2,
+        socket_keepalive=True,
+        health_check_interval=10,
     )
+    return redis.Redis.from_pool(pool)
 
 
 def read_hash(client: redis.Redis, key: str) -> dict[bytes, bytes]:

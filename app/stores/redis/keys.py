@@ -2,7 +2,9 @@
 
     models:<model>      HASH  the Model record, and the journal's head: applied, epoch, worker, snapshot, snapshot_seq
     journal:<model>     ZSET  seq -> seq: Ops behind the snapshot (seq > snapshot_seq), applied or waiting
-    op:<request>        HASH  kind, payload, attempts, runner, doomed: one journalled Op or sampling request
+    op:<request>        HASH  kind, attempts, runner, admitted, doomed: one journalled Op or sampling request
+    payload:<request>   STR   its encoded content, as long as it may run or be replayed
+    staged:<uuid>       STR   a large payload on its way into the journal; expires
     future:<request>    HASH  kind, model, owner, digest, state, body, type, refused: what a poll reads; expires
     lease:<id>          STR   "node/boot" of the worker that owns a model or runs a sampling request; expires
     pending             ZSET  model or sampling request -> ms of its last progress, while something waits
@@ -32,6 +34,14 @@ def journal(model_id: str) -> str:
 
 def op(request_id: str) -> str:
     return f"{PREFIX}op:{request_id}"
+
+
+def payload(request_id: str) -> str:
+    return f"{PREFIX}payload:{request_id}"
+
+
+def staged(name: str) -> str:
+    return f"{PREFIX}staged:{name}"
 
 
 def future(request_id: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import uuid
 from collections.abc import Iterable, Sequence
 from typing import cast
 
@@ -12,7 +13,7 @@ from app import ids
 from app.domain.results import FutureState, Result
 from app.errors import BadRequest, Fenced, Gone, NotFound
 from app.settings import EngineSettings
-from app.stores.interfaces import Admission, Entry, Future, HeldElsewhere, Lease, Pending, Record, Write
+from app.stores.interfaces import Admission, Entry, Future, HeldElsewhere, Lease, Pending, Record, RefusalKind, Write
 from app.stores.redis import keys
 from app.stores.redis.client import read_hash
 from app.stores.redis.scripts import Scripts
@@ -22,6 +23,9 @@ _REFUSALS = {
     "consumed": "seq_id {seq} is already behind this model and can not be used again",
     "refused": "seq_id {seq} was refused: {reason}",
 }
+
+_STAGED_BYTES = 64 * 1024
+_STAGED_S = 600
 
 
 class RedisOpLog:
@@ -39,15 +43,17 @@ class RedisOpLog:
 
     def admit(self, model_id: str, seq: int, kind: str, payload: bytes, digest: str) -> Admission:
         request_id = ids.request_id(model_id, seq)
-        what, detail = _texts(self._run("admit", model_id, seq, request_id, kind, payload, digest))
+        staged = self._stage(payload)
+        inline = b"" if staged else payload
+        what, detail = _texts(self._run("admit", model_id, seq, request_id, kind, inline, digest, staged))
         if what == "unknown":
             raise NotFound(f"no model {model_id!r}")
         if what in _REFUSALS:
             raise BadRequest(_REFUSALS[what].format(seq=seq, reason=detail))
         return Admission(request_id, what == "fresh", _node(detail) if detail else None)
 
-    def refuse(self, model_id: str, seq: int, reason: str, *, drop_gradients: bool = False) -> bool:
-        return bool(self._run("refuse", model_id, seq, reason, "drop_gradients" if drop_gradients else "skip"))
+    def refuse(self, model_id: str, seq: int, reason: str, kind: RefusalKind = "skip") -> bool:
+        return bool(self._run("refuse", model_id, seq, reason, kind))
 
     def acquire(self, model_id: str, worker: str) -> Lease | HeldElsewhere:
         found = _texts(self._run("acquire", model_id, worker, self._lease_ms))
@@ -70,16 +76,16 @@ class RedisOpLog:
             raise Fenced(f"{lease.model_id} has an owner newer than epoch {lease.epoch}")
         if not found:
             return None
-        return _entry(lease.model_id, seq, *found)
+        return self._entry(lease.model_id, seq, *found)
 
     def entry(self, model_id: str, seq: int) -> Entry | None:
         op = keys.op(ids.request_id(model_id, seq))
         found = read_hash(self._redis, op)
         if not found:
             return None
-        return _entry(model_id, seq, found[b"kind"], found[b"payload"], found.get(b"doomed"), found[b"attempts"])
+        return self._entry(model_id, seq, found[b"kind"], found.get(b"doomed", b""), int(found[b"attempts"]))
 
-    def commit(self, lease: Lease, seq: int, result: Result, writes: Iterable[Write] = ()) -> None:
+    def commit(self, lease: Lease, seq: int, result: Result, writes: Iterable[Write] = (), why: str = "failed") -> None:
         state = "failed" if result.failed else "done"
         records = json.dumps([[namespace, key, dict(fields)] for namespace, key, fields in writes])
         if not self._run(
@@ -92,6 +98,7 @@ class RedisOpLog:
             result.body,
             self._unread_s,
             records,
+            why,
         ):
             raise Fenced(f"{lease.model_id} seq {seq} is not for epoch {lease.epoch} to commit")
 
@@ -115,7 +122,7 @@ class RedisOpLog:
             raise Fenced(f"{request_id} runs on another worker")
         if not found:
             return None
-        return Entry(0, "sample", request_id, found[0], "", int(found[1]), int(found[2]) / 1000)
+        return Entry(0, "sample", request_id, self._payload(request_id), "", int(found[0]), int(found[1]) / 1000)
 
     def finish_sample(self, request_id: str, result: Result) -> bool:
         state = "failed" if result.failed else "done"
@@ -158,6 +165,22 @@ class RedisOpLog:
             for id_, queue, ms, seq, kind, running in rows
         ]
 
+    def _stage(self, payload: bytes) -> str:
+        """A large payload's key, or "". Handing 5 MB to a script took four times a plain SET."""
+        if len(payload) < _STAGED_BYTES:
+            return ""
+        key = keys.staged(uuid.uuid4().hex)
+        self._redis.set(key, payload, ex=_STAGED_S)
+        return key
+
+    def _payload(self, request_id: str) -> bytes:
+        return cast(bytes, self._redis.get(keys.payload(request_id)) or b"")
+
+    def _entry(self, model_id: str, seq: int, kind: bytes, doomed: bytes, attempts: int, waited_ms: int = 0) -> Entry:
+        request_id = ids.request_id(model_id, seq)
+        payload = self._payload(request_id)
+        return Entry(seq, kind.decode(), request_id, payload, doomed.decode(), attempts, waited_ms / 1000)
+
     def _absence(self, request_id: str, owner: str) -> NotFound | Gone:
         """An id whose parent is the caller's was there once; anything else looks unknown."""
         parent, _, seq = request_id.rpartition(":")
@@ -178,26 +201,6 @@ def _texts(found: Sequence[bytes]) -> list[str]:
 
 def _node(worker: str) -> str:
     return worker.rpartition("/")[0]
-
-
-def _entry(
-    model_id: str,
-    seq: int,
-    kind: bytes,
-    payload: bytes,
-    doomed: bytes | None,
-    attempts: bytes | int,
-    waited_ms: int = 0,
-) -> Entry:
-    return Entry(
-        seq=seq,
-        kind=kind.decode(),
-        request_id=ids.request_id(model_id, seq),
-        payload=payload,
-        doomed=(doomed or b"").decode(),
-        attempts=int(attempts),
-        waited_s=waited_ms / 1000,
-    )
 
 
 def _result(found: dict[bytes, bytes]) -> Result:

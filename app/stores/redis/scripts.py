@@ -12,12 +12,9 @@ class Scripts:
     """Calls a script by name: `scripts("admit", ...)`. All input goes through ARGV; keys are built from ids inside."""
 
     def __init__(self, client: redis.Redis) -> None:
-        folder = files(__package__) / "lua"
-        self._scripts = {
-            item.name.removesuffix(".lua"): client.register_script(item.read_text())
-            for item in folder.iterdir()
-            if item.name.endswith(".lua")
-        }
+        texts = {item.name.removesuffix(".lua"): item.read_text() for item in (files(__package__) / "lua").iterdir()}
+        prelude = texts.pop("prelude")
+        self._scripts = {name: client.register_script(prelude + text) for name, text in texts.items()}
 
     def __call__(self, name: str, *argv: bytes | str | float) -> Any:
         return self._scripts[name](args=argv)

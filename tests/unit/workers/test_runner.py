@@ -148,7 +148,7 @@ def test_an_op_whose_gradients_never_came_fails_and_the_run_goes_on(world: World
     worker.handle(1)
     for seq, op in ((3, step(0)[0]), (4, step(0)[1]), (5, step(1)[0]), (6, step(1)[1])):
         world.admit(seq, op)
-    world.oplog.refuse(MODEL, 2, "seq 2 never came", drop_gradients=True)
+    world.oplog.refuse(MODEL, 2, "seq 2 never came", "drop_gradients")
     results = [worker.handle(seq) for seq in (3, 4, 5, 6)]
     assert [result.failed for result in results] == [True, True, False, False]
     assert json.loads(results[0].body) == {"error": "seq 2 never came", "category": "user"}
@@ -158,16 +158,16 @@ def test_an_op_whose_gradients_never_came_fails_and_the_run_goes_on(world: World
 def test_an_op_that_keeps_breaking_the_worker_is_given_up_and_the_next_ones_run(world: World):
     worker = world.worker("a/1")
     worker.handle(0)
-    world.client.hset(keys.op(world.admit(1, step()[0])), "payload", b"\xc1 not an Op")
-    world.admit(2, step()[0])
+    world.client.set(keys.payload(world.admit(1, step()[0])), b"\xc1 not an Op")
+    for seq, op in ((2, step(0)[1]), (3, step(1)[0]), (4, step(1)[1])):
+        world.admit(seq, op)
     for _ in range(3):
         with pytest.raises(NotNow):
             worker.handle(1)
-    result = worker.handle(1)
-    assert result is not None
-    assert json.loads(result.body)["category"] == "server"
-    after = worker.handle(2)
-    assert after is not None and not after.failed
+    results = [worker.handle(seq) for seq in (1, 2, 3, 4)]
+    assert [result.failed for result in results] == [True, True, False, False], "its step fails with it, the next runs"
+    assert json.loads(results[0].body)["category"] == "server"
+    assert logprob_bytes(probe(worker, world, 5)) == undisturbed(world, [1])
 
 
 def test_a_load_does_not_need_its_checkpoint_again(world: World):
@@ -180,3 +180,22 @@ def test_a_load_does_not_need_its_checkpoint_again(world: World):
     expected = probe(worker, world, 7)
     world.records.delete("checkpoints", f"tinker://{MODEL}/weights/kept")
     assert probe(world.worker("a/2"), world, 8) == expected
+
+
+def test_a_step_behind_a_lost_gradient_fails_drops_the_rest_and_the_run_goes_on(world: World):
+    """Also for a new owner, who knows it from the journal alone."""
+    worker = world.worker("a/1")
+    world.admit(1, step(0)[0])
+    for seq in (0, 1):
+        worker.handle(seq)
+    world.oplog.refuse(MODEL, 2, "tokens out of range", "lost_batch")
+    world.admit(3, step(0)[1])  # sent without waiting for the answer to seq 2
+    heir = world.worker("a/2")
+    lost = heir.handle(3)
+    assert lost is not None and lost.failed
+    assert "tokens out of range" in json.loads(lost.body)["error"]
+    for seq, op in enumerate(step(1), 4):
+        world.admit(seq, op)
+        heir.handle(seq)
+    expected = undisturbed(world, [1])
+    assert logprob_bytes(probe(world.worker("a/3"), world, 6)) == expected

@@ -1,4 +1,5 @@
--- Journal an Op and its pending future, once. ARGV: model id, seq, request id, kind, payload, digest
+-- Journal an Op and its pending future, once. ARGV: model id, seq, request id, kind, payload, digest,
+-- key the payload was staged under (or '')
 -- Returns {what, lease holder}: fresh | repeat | conflict | refused (with its reason) | consumed | unknown
 local model, seq, request = ARGV[1], tonumber(ARGV[2]), ARGV[3]
 local head = redis.call('HMGET', 'tinsmith:models:' .. model, 'applied', 'owner', 'base_model')
@@ -8,9 +9,14 @@ local known = redis.call('HMGET', 'tinsmith:future:' .. request, 'digest', 'refu
 if known[2] then return {'refused', known[2]} end
 if known[1] then return {known[1] == ARGV[6] and 'repeat' or 'conflict', holder} end
 if seq <= tonumber(head[1]) then return {'consumed', ''} end
-local time = redis.call('TIME')
-local now = time[1] * 1000 + math.floor(time[2] / 1000)
-redis.call('HSET', 'tinsmith:op:' .. request, 'kind', ARGV[4], 'payload', ARGV[5], 'attempts', 0, 'admitted', now)
+local now = now_ms()
+redis.call('HSET', 'tinsmith:op:' .. request, 'kind', ARGV[4], 'attempts', 0, 'admitted', now)
+if ARGV[7] == '' then
+  redis.call('SET', 'tinsmith:payload:' .. request, ARGV[5])
+else
+  redis.call('RENAME', ARGV[7], 'tinsmith:payload:' .. request)
+  redis.call('PERSIST', 'tinsmith:payload:' .. request)
+end
 redis.call('HSET', 'tinsmith:future:' .. request, 'kind', ARGV[4], 'model', model,
            'owner', cjson.decode(head[2]), 'digest', ARGV[6], 'state', 'pending')
 redis.call('ZADD', 'tinsmith:journal:' .. model, seq, seq)

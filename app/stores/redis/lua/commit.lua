@@ -1,13 +1,16 @@
 -- Make seq the applied one and its result readable. ARGV: model id, epoch, seq, state, type, body, seconds to keep,
--- JSON list of {namespace, id, {field = value}} to record in the same step. Returns 1, or 0 when fenced.
+-- JSON list of {namespace, id, {field = value}} to record in the same step, why it failed. Returns 1, or 0 when fenced.
 local model, seq = ARGV[1], tonumber(ARGV[3])
 local key = 'tinsmith:models:' .. model
 local head = redis.call('HMGET', key, 'epoch', 'applied')
 if head[1] ~= ARGV[2] or tonumber(head[2]) ~= seq - 1 then return 0 end
 local request = model .. ':' .. ARGV[3]
 redis.call('HSET', key, 'applied', seq)
--- A failed Op left the model as it was, so a replay must not run it.
-if ARGV[4] == 'failed' then redis.call('HSETNX', 'tinsmith:op:' .. request, 'doomed', 'failed') end
+if ARGV[4] == 'failed' then
+  -- It left the model as it was, so a replay must not run it.
+  redis.call('HSETNX', 'tinsmith:op:' .. request, 'doomed', ARGV[9])
+  if redis.call('HGET', 'tinsmith:op:' .. request, 'kind') == 'forward_backward' then doom(model, seq, ARGV[9]) end
+end
 local future = 'tinsmith:future:' .. request
 if redis.call('HEXISTS', future, 'state') == 1 then
   redis.call('HSET', future, 'state', ARGV[4], 'type', ARGV[5], 'body', ARGV[6])
@@ -24,8 +27,7 @@ if #later == 0 then
   redis.call('ZREM', 'tinsmith:pending', model)
   redis.call('HDEL', 'tinsmith:pending_queue', model)
 else
-  local time = redis.call('TIME')
-  redis.call('ZADD', 'tinsmith:pending', time[1] * 1000 + math.floor(time[2] / 1000), model)
+  redis.call('ZADD', 'tinsmith:pending', now_ms(), model)
 end
 redis.call('PUBLISH', 'tinsmith:done', request)
 return 1

@@ -1,7 +1,6 @@
 -- All that is not terminal, longest without progress first. ARGV: most rows.
 -- Returns rows {id, queue, ms waited, next seq or '', kind or '' (the Op has not come), 1 while a worker runs it}
-local time = redis.call('TIME')
-local now = time[1] * 1000 + math.floor(time[2] / 1000)
+local now = now_ms()
 local rows = {}
 local waiting = redis.call('ZRANGE', 'tinsmith:pending', 0, ARGV[1] - 1, 'WITHSCORES')
 for i = 1, #waiting, 2 do

@@ -8,7 +8,8 @@ end
 redis.call('HSET', key, 'snapshot', ARGV[4], 'snapshot_seq', ARGV[3])
 local journal = 'tinsmith:journal:' .. ARGV[1]
 for _, seq in ipairs(redis.call('ZRANGEBYSCORE', journal, '-inf', ARGV[3])) do
-  redis.call('DEL', 'tinsmith:op:' .. ARGV[1] .. ':' .. seq)
+  local request = ARGV[1] .. ':' .. seq
+  redis.call('DEL', 'tinsmith:op:' .. request, 'tinsmith:payload:' .. request)
 end
 redis.call('ZREMRANGEBYSCORE', journal, '-inf', ARGV[3])
 return head[3]

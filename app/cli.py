@@ -1,0 +1,193 @@
+"""The `tinsmith` command. Only arguments and exit codes live here; what a command does is imported when it runs.
+
+Exit codes: 0 done or stopped, 1 a process kept failing, 2 something must be changed first (one line on stderr says
+what).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import NoReturn
+
+from app.errors import SetupError, TinsmithError
+
+_UP_EXAMPLES = """\
+examples:
+  tinsmith up
+      the bundled SmolLM2-135M-Instruct, on this machine's CPU
+  tinsmith up --base-model Qwen/Qwen3-0.6B=/models/qwen3-0.6b --sampler vllm --data-dir /srv/tinsmith
+      a model of your own, sampled by vLLM
+  tinsmith up --config tinsmith.toml --port 9000
+      everything from a file (GPUs, ZeRO stage, engine arguments), with another port
+
+Secrets can come from the environment: TINSMITH_API_KEY, TINSMITH_REDIS_URL, TINSMITH_BROKER_URL,
+TINSMITH_S3_ACCESS_KEY, TINSMITH_S3_SECRET_KEY. Ctrl-C stops everything; the same data dir brings everything back.
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line instead of printing the whole usage before it."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; see `{self.prog} --help`\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments, unknown = _parser().parse_known_args(argv)
+    if unknown:
+        arguments.parser.error(f"unknown option or argument {unknown[0]!r}")
+    try:
+        return int(arguments.run(arguments))
+    except SetupError as error:
+        return _fail(error, 2)
+    except TinsmithError as error:
+        return _fail(error, 1)
+    except KeyboardInterrupt:
+        return 130
+
+
+def _fail(error: TinsmithError, code: int) -> int:
+    print(f"tinsmith: {error}", file=sys.stderr)
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="tinsmith",
+        description="A self-hosted server for the Tinker fine-tuning API.",
+        allow_abbrev=False,
+    )
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    _add_up(commands)
+    _add_demo(commands)
+    about = commands.add_parser("version", help="print the version", description="Print the version.")
+    about.set_defaults(run=_version, parser=about)
+    return parser
+
+
+def _add_up(commands: argparse._SubParsersAction[_Parser]) -> None:
+    up = commands.add_parser(
+        "up",
+        help="run the whole stack in the foreground",
+        description="Run the API, trainer and sampler workers and an embedded Valkey server in the foreground,\n"
+        "and print `ready URL` once requests are served.",
+        epilog=_UP_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    up.set_defaults(run=_up, parser=up)
+    _add_server_options(up)
+    _add_model_options(up)
+    _add_outside_options(up)
+
+
+def _add_server_options(up: argparse.ArgumentParser) -> None:
+    group = up.add_argument_group("server")
+    group.add_argument("--config", type=Path, metavar="FILE", help="TOML settings; the options here override it")
+    group.add_argument("--host", help="address to listen on (default 127.0.0.1)")
+    group.add_argument("--port", type=int, help="port to listen on, 0 for any free one (default 8000)")
+    group.add_argument(
+        "--data-dir", type=Path, metavar="DIR", help="where everything is kept (default ./tinsmith-data)"
+    )
+    group.add_argument(
+        "--api-key",
+        metavar="tml-...",
+        help="the key clients use; without it one is made once and kept in DIR/api-key (prefer TINSMITH_API_KEY where "
+        "others can list processes)",
+    )
+
+
+def _add_model_options(up: argparse.ArgumentParser) -> None:
+    group = up.add_argument_group("models and workers")
+    group.add_argument(
+        "--base-model",
+        type=_named_path,
+        action="append",
+        default=[],
+        metavar="NAME=PATH_OR_HUB_ID",
+        help="serve this model under NAME; repeat for more (default: the bundled SmolLM2-135M-Instruct)",
+    )
+    group.add_argument("--trainer", choices=("deepspeed", "torch"), help="training backend (default deepspeed)")
+    group.add_argument(
+        "--sampler",
+        choices=("vllm", "transformers"),
+        help="sampling backend (default vllm on a GPU, transformers on a CPU)",
+    )
+    group.add_argument("--trainers", type=_count, metavar="N", help="trainer workers for each base model (default 1)")
+    group.add_argument("--samplers", type=_count, metavar="N", help="sampler workers for each base model (default 1)")
+    group.add_argument("--ranks", type=_count, metavar="N", help="processes in one trainer (default 1)")
+    group.add_argument("--zero-stage", type=int, choices=(0, 1, 2, 3), help="DeepSpeed ZeRO stage (default 2)")
+
+
+def _add_outside_options(up: argparse.ArgumentParser) -> None:
+    group = up.add_argument_group("servers of your own")
+    group.add_argument(
+        "--redis", metavar="URL", help="use this Redis, such as redis://host:6379/0, not an embedded Valkey"
+    )
+    group.add_argument(
+        "--s3",
+        metavar="URL",
+        help="keep checkpoints in this bucket, such as http://host:9000/tinsmith, not in the data dir",
+    )
+
+
+def _add_demo(commands: argparse._SubParsersAction[_Parser]) -> None:
+    demo = commands.add_parser(
+        "demo",
+        help="fine-tune the bundled model and show the difference",
+        description="Start a stack of its own, fine-tune SmolLM2-135M-Instruct through the tinker SDK on 36 short "
+        "conversations, and print what it said before and says after. About six minutes on two cores.",
+        allow_abbrev=False,
+    )
+    demo.add_argument(
+        "--data-dir",
+        type=Path,
+        default=Path("data/demo"),
+        metavar="DIR",
+        help="where the stack keeps everything (default ./data/demo)",
+    )
+    demo.set_defaults(run=_demo, parser=demo)
+
+
+def _named_path(text: str) -> tuple[str, str]:
+    name, _, path = text.partition("=")
+    if not name or not path:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=PATH_OR_HUB_ID, such as my-model=/models/my-model")
+    return name, path
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def _up(arguments: argparse.Namespace) -> int:
+    from app.stack.config import Options
+    from app.stack.up import up
+
+    given = {key: value for key, value in vars(arguments).items() if key not in ("run", "parser", "base_model")}
+    return up(Options(base_models=tuple(arguments.base_model), **given))
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    from app.demo.run import demo
+
+    demo(arguments.data_dir)
+    return 0
+
+
+def _version(_: argparse.Namespace) -> int:
+    try:
+        print(f"tinsmith {version('tinsmith')}")
+    except PackageNotFoundError:
+        raise SetupError("tinsmith is not installed; run `make setup`") from None
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,75 @@
+"""A stack of the demo's own: `tinsmith up` as a child process, and what really runs in it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from app import settings as settings_module
+from app.domain import records
+from app.domain.records import Worker
+from app.errors import SetupError
+from app.stack.child import end_with
+from app.stores import objects
+from app.stores.redis.client import connect
+from app.stores.redis.records import RedisRecords
+
+_STOP_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """A running stack: where it answers, the key it takes, and its data folder."""
+
+    url: str
+    api_key: str
+    data_dir: Path
+
+    def parts(self) -> Iterator[tuple[str, str]]:
+        """(part, what it is), as the live processes say."""
+        settings = settings_module.load(self.data_dir / "run" / "settings.toml")
+        with connect(settings.redis.url) as client:
+            for node, stored in RedisRecords(client).list(Worker.namespace):
+                worker = records.load(Worker, stored)
+                yield node, ", ".join(f"{key}={_brief(value)}" for key, value in worker.describe.items())
+            server = client.info("server")
+        version = server.get("valkey_version", server["redis_version"])
+        yield "broker", f"{server.get('server_name', 'redis')} {version}, port {server['tcp_port']}, append-only"
+        yield "object store", f"{type(objects.create(settings)).__name__}, {self.data_dir / 'objects'}"
+
+
+def _brief(value: object) -> str:
+    """Of long lists (the adapters a sampler holds) only how many there are."""
+    return str(len(value)) if isinstance(value, list) and len(str(value)) > 20 else str(value)
+
+
+@contextmanager
+def running(data_dir: Path) -> Iterator[Stack]:
+    """Start the stack, wait until it serves, and stop it at the end. Raises SetupError when it does not come up."""
+    data_dir = data_dir.expanduser().absolute()
+    parent = os.getpid()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "app.cli", "up", "--port", "0", "--data-dir", str(data_dir)],
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: end_with(parent),
+    )
+    try:
+        yield Stack(_ready_url(process), (data_dir / "api-key").read_text().strip(), data_dir)
+    finally:
+        process.terminate()
+        process.wait(_STOP_S)
+
+
+def _ready_url(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    for line in process.stdout:
+        word, _, url = line.strip().partition(" ")
+        if word == "ready":
+            return url
+    raise SetupError("the demo's stack did not start; the line above says why")

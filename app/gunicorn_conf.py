@@ -1,0 +1,35 @@
+"""gunicorn's settings: `python -m gunicorn -c python:app.gunicorn_conf app.wsgi:application`.
+
+One process, because a held poll is a waiting thread and one pub/sub connection wakes them all. Poll threads and spare
+threads come from one pool; app/services/polls.py sees to it that polls never take all of it.
+"""
+
+from __future__ import annotations
+
+import resource
+
+from app.settings import from_environment
+
+_settings = from_environment()
+_soft, _hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (_hard, _hard))
+
+bind = f"{_settings.api.host}:{_settings.api.port}"
+workers = 1
+worker_class = "gthread"
+threads = _settings.api.poll_capacity + _settings.api.spare_threads
+# The SDK keeps idle HTTP/1.1 connections in pools of 50; at gunicorn's default of 1,000 the next request would hang.
+worker_connections = 4 * threads
+backlog = 4096
+keepalive = 75
+# Held polls end when clients poll again; a stop must not wait 30 s for them.
+graceful_timeout = 3
+control_socket_disable = True
+logconfig_dict = {
+    "version": 1,
+    "disable_existing_loggers": False,
+    "formatters": {"json": {"()": "app.telemetry.JsonFormatter"}},
+    "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "json"}},
+    "loggers": {"gunicorn.error": {"level": "INFO", "handlers": ["stderr"], "propagate": False}},
+    "root": {"level": "INFO", "handlers": ["stderr"]},
+}

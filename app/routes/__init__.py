@@ -1,0 +1,27 @@
+"""One blueprint a resource; a view is load, service, dump."""
+
+from __future__ import annotations
+
+from flask_smorest import Api
+
+from app.routes import client, docs, futures, models, objects, operations, runs, sampling, sessions, training, weights
+
+_BLUEPRINTS = (
+    client.blueprint,
+    sessions.blueprint,
+    models.blueprint,
+    training.blueprint,
+    weights.blueprint,
+    futures.blueprint,
+    sampling.blueprint,
+    runs.blueprint,
+    objects.blueprint,
+    operations.blueprint,
+)
+
+
+def register(api: Api) -> None:
+    """Add every route of the API, and the page that lists them."""
+    for blueprint in _BLUEPRINTS:
+        api.register_blueprint(blueprint)
+    docs.register(api)

@@ -1,0 +1,55 @@
+"""What an SDK asks at its start, and the telemetry it sends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from app.routes.context import blueprint as make
+from app.routes.context import services
+from app.schemas.client import ClientConfig, DynamicConfig, Health, ServerCapabilities, TelemetryAnswer
+
+blueprint = make("client", "Start-up and telemetry")
+
+
+@blueprint.route("/client/config", methods=["POST"])
+@blueprint.response(200, ClientConfig)
+def client_config() -> dict[str, Any]:
+    """Which features of the SDK this server has."""
+    return {
+        "pjwt_auth_enabled": False,
+        "parallel_fwdbwd_chunks": True,
+        "proto_compress_fwdbwd": False,
+        "sample_use_retrieve_futures": False,
+        "custom_loss_server_side": False,
+        "sample_join_sampling_session": False,
+        "sample_max_concurrent_requests": services().settings.api.poll_capacity,
+        "use_pyqwest_transport": True,
+    }
+
+
+@blueprint.route("/client/dynamic_config", methods=["POST"])
+@blueprint.response(200, DynamicConfig)
+def dynamic_config() -> dict[str, Any]:
+    """What a client asks for again while it runs."""
+    return {"sample_cancel_enabled": False}
+
+
+@blueprint.route("/telemetry", methods=["POST"])
+@blueprint.response(200, TelemetryAnswer)
+def telemetry() -> dict[str, str]:
+    """Accepted and dropped unread: events may hold API keys and tracebacks."""
+    return {"status": "accepted"}
+
+
+@blueprint.route("/get_server_capabilities", methods=["GET"])
+@blueprint.response(200, ServerCapabilities)
+def get_server_capabilities() -> dict[str, Any]:
+    """The base models served here, and whether their workers are up."""
+    return {"supported_models": services().bases.capabilities()}
+
+
+@blueprint.route("/healthz", methods=["GET"])
+@blueprint.response(200, Health)
+def healthz() -> dict[str, str]:
+    """The process answers; see /readyz for whether it can work."""
+    return {"status": "ok"}

@@ -1,0 +1,29 @@
+"""Models: made and described."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from app.auth import current_owner
+from app.routes.context import blueprint as make
+from app.routes.context import services
+from app.schemas.futures import Promise
+from app.schemas.models import CreateModel, GetInfo, ModelInfo
+
+blueprint = make("models", "Models")
+
+
+@blueprint.route("/create_model", methods=["POST"])
+@blueprint.arguments(CreateModel)
+@blueprint.response(200, Promise)
+def create_model(asked: dict[str, Any]) -> dict[str, str]:
+    """A fresh LoRA adapter on a base model."""
+    return services().models.create(current_owner(), asked)
+
+
+@blueprint.route("/get_info", methods=["POST"])
+@blueprint.arguments(GetInfo)
+@blueprint.response(200, ModelInfo)
+def get_info(asked: dict[str, Any]) -> dict[str, Any]:
+    """What a model is and which tokenizer it takes."""
+    return services().models.describe(asked["model_id"], current_owner())

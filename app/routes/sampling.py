@@ -1,0 +1,36 @@
+"""Sampling sessions and asample."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from app.auth import current_owner
+from app.routes.context import blueprint as make
+from app.routes.context import services
+from app.schemas.futures import SamplePromise
+from app.schemas.sampling import CreateSamplingSession, Sample, Sampler, SamplingSessionCreated
+
+blueprint = make("sampling", "Sampling")
+
+
+@blueprint.route("/create_sampling_session", methods=["POST"])
+@blueprint.arguments(CreateSamplingSession)
+@blueprint.response(200, SamplingSessionCreated)
+def create_sampling_session(asked: dict[str, Any]) -> dict[str, str]:
+    """A sampler for a base model or a checkpoint."""
+    return {"sampling_session_id": services().sampling.create_session(current_owner(), asked)}
+
+
+@blueprint.route("/samplers/<sampler_id>", methods=["GET"])
+@blueprint.response(200, Sampler)
+def get_sampler(sampler_id: str) -> dict[str, str]:
+    """What a sampler samples from."""
+    return services().sampling.describe(sampler_id, current_owner())
+
+
+@blueprint.route("/asample", methods=["POST"])
+@blueprint.arguments(Sample)
+@blueprint.response(200, SamplePromise)
+def asample(asked: dict[str, Any]) -> dict[str, Any]:
+    """Sample sequences, or only score a prompt."""
+    return services().sampling.sample(current_owner(), asked)

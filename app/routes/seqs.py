@@ -1,0 +1,63 @@
+"""A call that gets a final 4xx has used its seq_id up: it will not come again, so later ones must not wait for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+from flask import request
+from werkzeug.exceptions import HTTPException
+
+from app.auth import current_owner
+from app.errors import BadRequest, RequestError
+from app.routes.context import services
+from app.routes.errors import describe
+from app.stores.interfaces import RefusalKind
+from app.wire import forward_backward, json_bodies
+from app.wire.forward_backward import Envelope
+
+_FINAL = (400, 413, 422)
+View = Callable[..., Any]
+
+
+def consumes_seq(*, gradient: bool = False) -> Callable[[View], View]:
+    """Goes right below the route, outside of body parsing, so that its 422 counts too.
+
+    `gradient`: what the call would have added is then missing from the next optim_step.
+    A 400 for a seq used before changes nothing: the journal refuses only seqs that are free.
+    """
+
+    def decorate(view: View) -> View:
+        @wraps(view)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return view(*args, **kwargs)
+            except RequestError as error:
+                _refuse(error.status, str(error), gradient)
+                raise
+            except HTTPException as error:
+                _refuse(error.code, describe(error), gradient)
+                raise
+
+        return wrapped
+
+    return decorate
+
+
+def read_envelope() -> Envelope:
+    """Whom the body at hand is for. Raises BadRequest."""
+    if request.is_json:
+        return json_bodies.open_envelope(json_bodies.parse(request.get_data()))
+    return forward_backward.open_envelope(request.get_data(), request.headers.get("Content-Encoding", ""))
+
+
+def _refuse(status: int | None, reason: str, gradient: bool) -> None:
+    if status not in _FINAL:
+        return
+    try:
+        envelope = read_envelope()
+    except (BadRequest, HTTPException):
+        return
+    kind: RefusalKind = "lost_batch" if gradient and not envelope.forward_only else "skip"
+    services().admission.refuse(envelope.model_id, envelope.seq, current_owner(), reason, kind)

@@ -1,0 +1,1 @@
+"""What bodies look like. Types are checked here; ranges and ownership in app/services."""

@@ -1,0 +1,43 @@
+"""What the SDK asks before anything else, and its telemetry."""
+
+from __future__ import annotations
+
+from marshmallow import fields
+
+from app.schemas.base import SdkSchema
+
+
+class ClientConfig(SdkSchema):
+    """Advanced features of the SDK, all off but those served here."""
+
+    pjwt_auth_enabled = fields.Boolean()
+    parallel_fwdbwd_chunks = fields.Boolean()
+    proto_compress_fwdbwd = fields.Boolean()
+    sample_use_retrieve_futures = fields.Boolean()
+    custom_loss_server_side = fields.Boolean()
+    sample_join_sampling_session = fields.Boolean()
+    sample_max_concurrent_requests = fields.Integer()
+    use_pyqwest_transport = fields.Boolean()
+
+
+class DynamicConfig(SdkSchema):
+    sample_cancel_enabled = fields.Boolean()
+
+
+class TelemetryAnswer(SdkSchema):
+    status = fields.String()
+
+
+class SupportedModel(SdkSchema):
+    model_name = fields.String()
+    max_context_length = fields.Integer(allow_none=True)
+    trainable = fields.Boolean()
+    sampleable = fields.Boolean()
+
+
+class ServerCapabilities(SdkSchema):
+    supported_models = fields.List(fields.Nested(SupportedModel))
+
+
+class Health(SdkSchema):
+    status = fields.String()

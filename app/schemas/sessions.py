@@ -1,0 +1,31 @@
+"""Sessions."""
+
+from __future__ import annotations
+
+from marshmallow import fields, validate
+
+from app.schemas.base import SdkSchema, identifier, metadata
+
+
+class CreateSession(SdkSchema):
+    tags = fields.List(fields.String(), load_default=list)
+    user_metadata = metadata()
+    sdk_version = fields.String()
+    display_name = fields.String(allow_none=True)
+
+
+class SessionCreated(SdkSchema):
+    session_id = fields.String()
+
+
+class Heartbeat(SdkSchema):
+    session_id = identifier()
+
+
+class FinishReason(SdkSchema):
+    type = fields.String(required=True, validate=validate.Length(1, 64))
+
+
+class FinishSession(SdkSchema):
+    reason = fields.Nested(FinishReason, required=True)
+    detail = fields.String(allow_none=True)

@@ -1,0 +1,64 @@
+"""From a checked Op to a journalled one: the only way work gets into the system."""
+
+from __future__ import annotations
+
+import logging
+
+from app import ids
+from app.domain import codec
+from app.domain.ops import Op
+from app.domain.records import Model
+from app.domain.sampling import SampleRequest
+from app.doorbell import CATCH_UP, Doorbell, direct_queue, sample_queue, train_queue
+from app.errors import NotFound
+from app.services.ownership import load_owned
+from app.stores.interfaces import OpLog, Records, RefusalKind
+from app.telemetry import ADMISSIONS
+
+log = logging.getLogger(__name__)
+MAX_SEQ = 2**31 - 1
+
+
+class AdmissionService:
+    """Journal first, ring second: a bell that is lost costs a moment, not the Op."""
+
+    def __init__(self, oplog: OpLog, store: Records, doorbell: Doorbell) -> None:
+        self._oplog = oplog
+        self._records = store
+        self._doorbell = doorbell
+
+    def admit(self, model_id: str, base_model: str, seq: int, op: Op) -> str:
+        """The request id of the Op's future; the same one for a repeat. Raises BadRequest for a seq used otherwise."""
+        payload = codec.encode(op)
+        admission = self._oplog.admit(model_id, seq, op.kind, payload, codec.digest(payload))
+        if admission.fresh:
+            queue = train_queue(base_model)
+            queue = direct_queue(queue, admission.node) if admission.node else queue
+            self._announce(op.kind, admission.request_id, model_id, seq, queue)
+        return admission.request_id
+
+    def admit_sample(self, sampler_id: str, base_model: str, seq: int, owner: str, request: SampleRequest) -> str:
+        """The request id of the sampling future; the same one for a repeat."""
+        payload = codec.encode(request)
+        queue = sample_queue(base_model)
+        request_id = ids.request_id(sampler_id, seq)
+        admission = self._oplog.admit_sample(request_id, sampler_id, owner, queue, payload, codec.digest(payload))
+        if admission.fresh:
+            self._announce("sample", request_id, sampler_id, seq, queue)
+        return request_id
+
+    def refuse(self, model_id: str, seq: int, owner: str, reason: str, kind: RefusalKind) -> None:
+        """Consume the seq of a call its owner got a final 4xx for, so that later ones do not wait for it."""
+        try:
+            model = load_owned(self._records, Model, model_id, owner)
+        except NotFound:
+            return
+        if 1 <= seq <= MAX_SEQ and self._oplog.refuse(model_id, seq, reason, kind):
+            log.info("refused", extra={"model_id": model_id, "seq": seq})
+            # What waits behind it was turned away once already.
+            self._doorbell.ring(CATCH_UP, ids.request_id(model_id, seq), model_id, train_queue(model.base_model))
+
+    def _announce(self, kind: str, request_id: str, parent_id: str, seq: int, queue: str) -> None:
+        ADMISSIONS.labels(kind).inc()
+        log.info("admitted %s", kind, extra={"request_id": request_id, "model_id": parent_id, "seq": seq})
+        self._doorbell.ring(kind, request_id, parent_id, queue)

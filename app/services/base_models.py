@@ -1,0 +1,93 @@
+"""The base models this installation serves, as its settings and its live workers tell."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from app.domain import records
+from app.domain.base_models import BaseModelInfo
+from app.domain.records import Worker
+from app.errors import BadRequest, Unavailable
+from app.settings import BaseModelSettings, Settings
+from app.stores.interfaces import Records
+
+ROLES = ("trainer", "sampler")
+
+
+class BaseModels:
+    """A worker's facts stay known while it restarts: they belong to the base model, and its Ops wait in the journal."""
+
+    def __init__(self, settings: Settings, store: Records) -> None:
+        self._settings = settings
+        self._records = store
+        self._known: dict[tuple[str, str], BaseModelInfo] = {}
+        self._lock = threading.Lock()
+
+    def settings(self, name: str) -> BaseModelSettings:
+        """Raises BadRequest for a name that is not served, naming those that are."""
+        found = self._settings.base_model(name)
+        if found is None:
+            known = ", ".join(b.name for b in self._settings.base_models)
+            raise BadRequest(f"base_model {name[:200]!r} is not served here; known are: {known}")
+        return found
+
+    def info(self, role: str, name: str) -> BaseModelInfo:
+        """What a trainer or sampler said of `name`. Raises BadRequest, or Unavailable until the first is up."""
+        self.settings(name)
+        with self._lock:
+            found = self._known.get((role, name))
+        if found is None:
+            self.live()
+            found = self._known.get((role, name))
+        if found is None:
+            raise Unavailable(f"no {role} for {name} is up yet; try again soon")
+        return found
+
+    def live(self) -> set[tuple[str, str]]:
+        """(role, base model) of every worker that beats now."""
+        workers = [records.load(Worker, fields) for _, fields in self._records.list(Worker.namespace)]
+        with self._lock:
+            self._known.update({(w.role, w.base_model): _info(w.info) for w in workers})
+        return {(w.role, w.base_model) for w in workers}
+
+    def missing(self) -> list[str]:
+        """What must still start before every served base model can be trained and sampled."""
+        live = self.live()
+        needed = [(role, base.name) for base in self._settings.base_models for role in ROLES]
+        return [f"{role} for {name}" for role, name in needed if (role, name) not in live]
+
+    def capabilities(self) -> list[dict[str, Any]]:
+        """One entry of get_server_capabilities for each served base model."""
+        live = self.live()
+        return [
+            {
+                "model_name": base.name,
+                "max_context_length": self._max_context(base),
+                "trainable": ("trainer", base.name) in live,
+                "sampleable": ("sampler", base.name) in live,
+            }
+            for base in self._settings.base_models
+        ]
+
+    def tokenizer(self, name: str) -> str:
+        """What a client loads its tokenizer from: a hub id, or an absolute folder so that it works offline."""
+        base = self._settings.base_model(name)
+        source = (base.tokenizer or base.path) if base else name
+        folder = Path(source).expanduser()
+        return str(folder.resolve()) if folder.is_dir() else source
+
+    def arch(self, name: str) -> str | None:
+        """The architecture, once a worker has told it."""
+        found = self._known.get(("trainer", name)) or self._known.get(("sampler", name))
+        return found.arch if found else None
+
+    def _max_context(self, base: BaseModelSettings) -> int | None:
+        known = [self._known[role, base.name].max_context for role in ROLES if (role, base.name) in self._known]
+        return min(known) if known else base.max_context or None
+
+
+def _info(fields: Mapping[str, Any]) -> BaseModelInfo:
+    return BaseModelInfo(**{**fields, "trainable_groups": tuple(fields["trainable_groups"])})

@@ -1,0 +1,99 @@
+"""Checks of a forward_backward: a few numpy calls for the whole batch; the culprit is looked for only on failure."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping
+
+import numpy as np
+
+from app.domain.base_models import BaseModelInfo
+from app.domain.batch import Batch, Ragged
+from app.domain.losses import LOSSES, LossSpec
+from app.domain.ops import ForwardBackward
+from app.errors import BadRequest
+
+
+def check_forward_backward(op: ForwardBackward, info: BaseModelInfo) -> None:
+    """Raises BadRequest when `op` could not run on this base model."""
+    spec = check_loss(op.loss_fn)
+    check_lengths(op.batch, info.max_context)
+    check_tokens("model_input", op.batch.tokens, info.vocab_size)
+    check_inputs(op.batch, op.loss_fn, spec)
+    check_tokens("target_tokens", op.batch.inputs["target_tokens"], info.vocab_size)
+    check_finite(op.batch)
+    check_loss_config(op.loss_config, op.loss_fn, spec)
+
+
+def check_loss(loss_fn: str) -> LossSpec:
+    """The loss by that name."""
+    if loss_fn not in LOSSES:
+        raise BadRequest(f"loss_fn {loss_fn[:80]!r} is unknown; known are {', '.join(LOSSES)}")
+    return LOSSES[loss_fn]
+
+
+def check_lengths(batch: Batch, max_context: int) -> None:
+    """At least one datum, each of 1..max_context tokens."""
+    if not len(batch):
+        raise BadRequest("data is empty: send at least one datum")
+    for i, (length,) in enumerate(batch.tokens.shapes):
+        if not 1 <= length <= max_context:
+            raise BadRequest(f"datum {i}: model_input has {length} tokens; the model takes 1 to {max_context}")
+
+
+def check_tokens(key: str, column: Ragged, vocab_size: int) -> None:
+    """Every id in 0..vocab_size-1."""
+    values = column.values
+    if values.size and (values.min() < 0 or values.max() >= vocab_size):
+        index = int(np.argmax((values < 0) | (values >= vocab_size)))
+        raise BadRequest(f"{_place(column, index, key)}: token {values[index]} is not in 0..{vocab_size - 1}")
+
+
+def check_inputs(batch: Batch, loss_fn: str, spec: LossSpec) -> None:
+    """Every required input is there; all are as long as the tokens and, but for wide losses, one-dimensional."""
+    for name in spec.inputs:
+        if name not in batch.inputs:
+            raise BadRequest(f"loss_fn {loss_fn} needs {name} in every datum's loss_fn_inputs")
+    targets = batch.inputs["target_tokens"].shapes
+    for i, ((length,), shape) in enumerate(zip(batch.tokens.shapes, targets, strict=True)):
+        if shape[:1] != (length,) or len(shape) > (2 if spec.wide else 1):
+            allowed = f"[{length}] or [{length}, K]" if spec.wide else f"[{length}]"
+            raise BadRequest(f"datum {i}: target_tokens has shape {list(shape)}; {loss_fn} needs {allowed}")
+    for name, column in batch.inputs.items():
+        _check_same_shapes(name, column, targets)
+
+
+def check_finite(batch: Batch) -> None:
+    """No NaN and no infinity in any input."""
+    for name, column in batch.inputs.items():
+        if column.values.dtype.kind == "f" and not np.isfinite(column.values).all():
+            index = int(np.argmin(np.isfinite(column.values)))
+            raise BadRequest(f"{_place(column, index, name)}: {column.values[index]} is not a finite number")
+
+
+def check_loss_config(config: Mapping[str, float], loss_fn: str, spec: LossSpec) -> None:
+    """Only settings the loss has, finite, none negative, and the clip bounds in order."""
+    for key, value in config.items():
+        if key not in spec.config:
+            known = ", ".join(spec.config) or "none"
+            raise BadRequest(f"loss_fn_config {key[:80]!r} is unknown to {loss_fn}; it takes {known}")
+        if not (np.isfinite(value) and value >= 0):
+            raise BadRequest(f"loss_fn_config {key} {value!r} must be finite and at least 0")
+    full = {**spec.config, **config}
+    low, high = full.get("clip_low_threshold", 0.0), full.get("clip_high_threshold", 0.0)
+    if low > high:
+        raise BadRequest(f"loss_fn_config clip_low_threshold {low} is above clip_high_threshold {high}")
+
+
+def _check_same_shapes(name: str, column: Ragged, targets: tuple[tuple[int, ...], ...]) -> None:
+    if column.shapes == targets:
+        return
+    i = next(i for i, (shape, target) in enumerate(zip(column.shapes, targets, strict=True)) if shape != target)
+    raise BadRequest(f"datum {i}: {name} has shape {list(column.shapes[i])}, but target_tokens has {list(targets[i])}")
+
+
+def _place(column: Ragged, index: int, key: str) -> str:
+    """Which datum and position a flat index is in."""
+    offsets = column.offsets()
+    datum = bisect_right(offsets, index) - 1
+    return f"datum {datum}: {key} at position {index - offsets[datum]}"

@@ -1,0 +1,39 @@
+"""Checks of what a model is made from and how it is stepped."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from app.domain.base_models import BaseModelInfo
+from app.domain.ops import AdamParams, LoraSpec
+from app.errors import BadRequest
+from app.services.checks.values import in_range
+
+GROUPS = ("attn", "mlp", "unembed")
+
+
+def check_lora(lora: LoraSpec, max_rank: int, info: BaseModelInfo) -> None:
+    """The rank is allowed, and something is left to train."""
+    in_range("lora_config.rank", lora.rank, 1, max_rank)
+    asked = [group for group in GROUPS if getattr(lora, f"train_{group}")]
+    if not set(asked) & set(info.trainable_groups):
+        wanted = ", ".join(f"train_{group}" for group in info.trainable_groups)
+        raise BadRequest(f"lora_config leaves nothing to train: set at least one of {wanted} for {info.name}")
+
+
+def check_optimizer(config: Mapping[str, Any] | None) -> None:
+    """AdamW is the only optimizer."""
+    kind = (config or {}).get("type", "adamw")
+    if kind != "adamw":
+        raise BadRequest(f"optimizer {str(kind)[:80]!r} is not supported; use adamw")
+
+
+def check_adam(params: AdamParams) -> None:
+    """Finite, and where torch.optim.AdamW takes them; a zero eps would divide by zero on a zero gradient."""
+    in_range("adam_params.learning_rate", params.learning_rate, 0)
+    in_range("adam_params.beta1", params.beta1, 0, 1, open_ends=")")
+    in_range("adam_params.beta2", params.beta2, 0, 1, open_ends=")")
+    in_range("adam_params.eps", params.eps, 0, open_ends="(")
+    in_range("adam_params.weight_decay", params.weight_decay, 0)
+    in_range("adam_params.grad_clip_norm", params.grad_clip_norm, 0)

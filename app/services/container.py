@@ -1,0 +1,75 @@
+"""Everything the routes need, built once a process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from app.doorbell import Doorbell, celery_app
+from app.errors import SetupError
+from app.services.admission import AdmissionService
+from app.services.base_models import BaseModels
+from app.services.checkpoints import CheckpointService
+from app.services.models import ModelService
+from app.services.polls import PollService
+from app.services.sampling import SamplingService
+from app.services.sessions import SessionService
+from app.services.training import TrainingService
+from app.settings import Settings
+from app.stores.interfaces import ObjectStore, OpLog, Records
+from app.stores.objects import create
+from app.stores.redis.client import connect
+from app.stores.redis.oplog import RedisOpLog
+from app.stores.redis.records import RedisRecords
+from app.stores.redis.waiting import Waiter
+
+# By kombu's defaults a publish to a broker that is away takes 6 s, which every admission would wait for.
+_ONE_TRY = {"max_retries": 1, "interval_start": 0, "interval_step": 0, "interval_max": 0}
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """One of each, shared by all threads."""
+
+    settings: Settings
+    oplog: OpLog
+    records: Records
+    objects: ObjectStore
+    bases: BaseModels
+    admission: AdmissionService
+    sessions: SessionService
+    models: ModelService
+    training: TrainingService
+    sampling: SamplingService
+    checkpoints: CheckpointService
+    polls: PollService
+
+
+def build(settings: Settings) -> Services:
+    """Raises SetupError when the settings name no state server or no usable object store."""
+    if not settings.redis.url:
+        raise SetupError("redis.url is empty: set it, or start everything with `tinsmith up`")
+    client = connect(settings.redis.url)
+    oplog, store = RedisOpLog(client, settings.engine), RedisRecords(client)
+    objects = create(settings)
+    bases = BaseModels(settings, store)
+    admission = AdmissionService(oplog, store, _doorbell(settings))
+    return Services(
+        settings,
+        oplog,
+        store,
+        objects,
+        bases,
+        admission,
+        SessionService(store),
+        ModelService(oplog, store, bases, admission),
+        TrainingService(store, bases, admission),
+        SamplingService(store, bases, admission),
+        CheckpointService(store, objects),
+        PollService(oplog, Waiter(client), settings.api),
+    )
+
+
+def _doorbell(settings: Settings) -> Doorbell:
+    celery = celery_app(settings)
+    celery.conf.broker_transport_options = {**celery.conf.broker_transport_options, **_ONE_TRY}
+    return Doorbell(celery)

@@ -1,0 +1,75 @@
+"""Models (training runs): made from a base or from a checkpoint, and described."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from app import ids
+from app.domain import records
+from app.domain.ops import CreateModel, LoraSpec, ModelSpec
+from app.domain.records import Checkpoint, Model, Session
+from app.errors import BadRequest
+from app.services.admission import AdmissionService
+from app.services.base_models import BaseModels
+from app.services.checks.models import check_lora, check_optimizer
+from app.services.ownership import load_owned
+from app.stores.interfaces import OpLog, Records
+
+
+class ModelService:
+    """A model is registered first and its seq 0 admitted second, so a call cut off in between can be repeated."""
+
+    def __init__(self, oplog: OpLog, store: Records, bases: BaseModels, admission: AdmissionService) -> None:
+        self._oplog = oplog
+        self._records = store
+        self._bases = bases
+        self._admission = admission
+
+    def create(self, owner: str, asked: Mapping[str, Any]) -> dict[str, str]:
+        """A promise of a fresh model. Raises NotFound (session), BadRequest, or Unavailable without a trainer yet."""
+        check_optimizer(asked.get("optimizer_config"))
+        model_id = ids.model_id(asked["session_id"], asked["model_seq_id"])
+        config = {"seed": ids.stable_seed(model_id), **asked["lora_config"]}
+        spec = ModelSpec(asked["base_model"], LoraSpec(**config))
+        return self._admit(owner, asked, CreateModel(spec))
+
+    def create_from(self, owner: str, asked: Mapping[str, Any]) -> dict[str, str]:
+        """A promise of a model that starts as a checkpoint. Raises NotFound (session, checkpoint) or BadRequest."""
+        check_optimizer(asked.get("optimizer_config"))
+        path = ids.TinkerPath.parse(asked["path"])
+        checkpoint = load_owned(self._records, Checkpoint, str(path), owner)
+        if asked.get("base_model", checkpoint.base_model) != checkpoint.base_model:
+            raise BadRequest(f"{path} was trained on {checkpoint.base_model}, not on {asked['base_model'][:200]!r}")
+        check_loadable(path, asked["optimizer"])
+        spec = ModelSpec(checkpoint.base_model, LoraSpec(**checkpoint.lora))
+        return self._admit(owner, asked, CreateModel(spec, str(path), asked["optimizer"]))
+
+    def describe(self, model_id: str, owner: str) -> dict[str, Any]:
+        """The body of get_info. Raises NotFound."""
+        model = load_owned(self._records, Model, model_id, owner)
+        data = {"model_name": model.base_model, "tokenizer_id": self._bases.tokenizer(model.base_model)}
+        arch = self._bases.arch(model.base_model)
+        return {
+            "model_id": model_id,
+            "model_data": {**data, "arch": arch} if arch else data,
+            "model_name": model.base_model,
+            "is_lora": True,
+            **({"lora_rank": model.lora["rank"]} if model.lora else {}),
+        }
+
+    def _admit(self, owner: str, asked: Mapping[str, Any], op: CreateModel) -> dict[str, str]:
+        load_owned(self._records, Session, asked["session_id"], owner)
+        name = op.spec.base_model
+        check_lora(op.spec.lora, self._bases.settings(name).max_rank, self._bases.info("trainer", name))
+        model_id = ids.model_id(asked["session_id"], asked["model_seq_id"])
+        model = Model(owner, asked["session_id"], name, time.time(), user_metadata=asked["user_metadata"])
+        self._oplog.create_model(model_id, records.dump(model))
+        return {"request_id": self._admission.admit(model_id, name, 0, op), "model_id": model_id}
+
+
+def check_loadable(path: ids.TinkerPath, optimizer: bool) -> None:
+    """Only a training checkpoint holds optimizer state."""
+    if optimizer and path.kind != "weights":
+        raise BadRequest(f"{path} holds no optimizer state: load it without, or load one saved with save_weights")

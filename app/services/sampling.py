@@ -1,0 +1,104 @@
+"""Sampling sessions and the requests on them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from app import ids
+from app.domain import records
+from app.domain.records import Checkpoint, Sampler, Session
+from app.domain.sampling import SampleRequest
+from app.errors import BadRequest
+from app.services.admission import AdmissionService
+from app.services.base_models import BaseModels
+from app.services.checks.sampling import check_sample, check_supported
+from app.services.ownership import load_owned
+from app.stores.interfaces import Records
+from app.wire.json_bodies import text_tokens
+
+
+class SamplingService:
+    """A sampler is a name for immutable weights, so its requests need no order and may run again."""
+
+    def __init__(self, store: Records, bases: BaseModels, admission: AdmissionService) -> None:
+        self._records = store
+        self._bases = bases
+        self._admission = admission
+
+    def create_session(self, owner: str, asked: Mapping[str, Any]) -> str:
+        """The id of a sampler for a base model or a checkpoint; the same one for a repeat.
+
+        Raises NotFound (session, checkpoint) or BadRequest.
+        """
+        load_owned(self._records, Session, asked["session_id"], owner)
+        sampler_id = ids.sampling_session_id(asked["session_id"], asked["sampling_session_seq_id"])
+        sampler = self._sampler(owner, asked)
+        if not self._records.put_new(Sampler.namespace, sampler_id, records.dump(sampler)):
+            there = load_owned(self._records, Sampler, sampler_id, owner)
+            if (there.model_path, there.base_model) != (sampler.model_path, sampler.base_model):
+                raise BadRequest(f"sampling_session_seq_id {asked['sampling_session_seq_id']} was used for another one")
+        return sampler_id
+
+    def describe(self, sampler_id: str, owner: str) -> dict[str, str]:
+        """Raises NotFound."""
+        sampler = load_owned(self._records, Sampler, sampler_id, owner)
+        path = {"model_path": sampler.model_path} if sampler.model_path else {}
+        return {"sampler_id": sampler_id, "base_model": sampler.base_model, **path}
+
+    def sample(self, owner: str, asked: Mapping[str, Any]) -> dict[str, Any]:
+        """A promise with the id of each sample to come. Raises NotFound (sampler), BadRequest or Unavailable."""
+        sampler_id, seq = asked["sampling_session_id"], asked["seq_id"]
+        sampler = load_owned(self._records, Sampler, sampler_id, owner)
+        check_supported(asked)
+        info = self._bases.info("sampler", sampler.base_model)
+        request_id = ids.request_id(sampler_id, seq)
+        request = _request(asked, ids.stable_seed(request_id), info.max_context)
+        check_sample(request, info)
+        self._admission.admit_sample(sampler_id, sampler.base_model, seq, owner, request)
+        names = [f"{request_id}-{i}" for i in range(request.num_samples)]
+        return {"request_id": request_id, "sample_sequence_ids": names}
+
+    def _sampler(self, owner: str, asked: Mapping[str, Any]) -> Sampler:
+        path, base = asked.get("model_path"), asked.get("base_model")
+        if path is None:
+            if base is None:
+                raise BadRequest("create_sampling_session needs model_path or base_model")
+            return Sampler(owner, asked["session_id"], self._bases.settings(base).name, time.time())
+        checkpoint = load_owned(self._records, Checkpoint, str(ids.TinkerPath.parse(path)), owner)
+        if base not in (None, checkpoint.base_model):
+            raise BadRequest(f"{path} was trained on {checkpoint.base_model}, not on {base[:200]!r}")
+        return Sampler(owner, asked["session_id"], checkpoint.base_model, time.time(), path, checkpoint.prefix)
+
+
+def _request(asked: Mapping[str, Any], seed: int, max_context: int) -> SampleRequest:
+    """`max_tokens` ends at the context's end, which is also its default."""
+    params = asked["sampling_params"]
+    prompt = text_tokens(asked["prompt"]["chunks"], "prompt")
+    room = max(1, max_context - len(prompt))
+    stop = params.get("stop")
+    strings, tokens = _stops(stop)
+    return SampleRequest(
+        prompt=prompt,
+        num_samples=asked["num_samples"],
+        max_tokens=min(room, room if params.get("max_tokens") is None else params["max_tokens"]),
+        seed=seed if params.get("seed") is None else params["seed"],
+        temperature=params["temperature"],
+        top_p=params["top_p"],
+        top_k=params["top_k"],
+        stop_strings=strings,
+        stop_tokens=tokens,
+        ignore_eos=stop == [],
+        prompt_logprobs=bool(asked["prompt_logprobs"]),
+    )
+
+
+def _stops(stop: Any) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    entries = [stop] if isinstance(stop, str) else [] if stop is None else stop
+    if isinstance(entries, list):
+        if all(isinstance(entry, str) for entry in entries):
+            return tuple(entries), ()
+        if all(isinstance(entry, int) and not isinstance(entry, bool) for entry in entries):
+            return (), tuple(entries)
+    raise BadRequest("sampling_params.stop must be a string, a list of strings or a list of token ids")

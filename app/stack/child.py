@@ -1,0 +1,88 @@
+"""One supervised process and everything it starts."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """How to start a process; `environ` is put on top of the supervisor's own."""
+
+    name: str
+    argv: tuple[str, ...]
+    environ: Mapping[str, str] = field(default_factory=dict)
+
+
+class Child:
+    """A process that leads its own session, so that a terminal's Ctrl-C reaches only the supervisor and a signal to
+    its group reaches what it started. It gets a SIGTERM from the kernel if the supervisor is killed.
+
+    Start children from the main thread only: the kernel's parent-death signal follows the thread that forked.
+    """
+
+    def __init__(self, command: Command, log: Path, inherited_fds: tuple[int, ...] = ()) -> None:
+        self.command = command
+        self.log = log
+        self._inherited_fds = inherited_fds
+        self._log_start = 0
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process else None
+
+    def start(self) -> None:
+        parent = os.getpid()
+        with self.log.open("ab") as log:
+            self._log_start = log.tell()
+            self._process = subprocess.Popen(
+                self.command.argv,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **self.command.environ},
+                start_new_session=True,
+                preexec_fn=lambda: end_with(parent),
+                pass_fds=self._inherited_fds,
+            )
+
+    def exit_code(self) -> int | None:
+        """None while it runs; negative is the signal that ended it."""
+        return self._process.poll() if self._process else None
+
+    def terminate(self) -> None:
+        if self._process:
+            self._process.terminate()
+
+    def kill_group(self) -> None:
+        """End the process and all of its group at once, also what outlived it."""
+        if self._process:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+    def tail(self, lines: int) -> list[str]:
+        """The last lines that are not blank of its log since it was last started."""
+        with self.log.open("rb") as log:
+            log.seek(self._log_start)
+            text = log.read().decode(errors="replace")
+        return [line for line in text.splitlines() if line.strip()][-lines:]
+
+
+def end_with(parent: int) -> None:
+    """For a forked child before it runs its program: get a SIGTERM when process `parent` dies."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    # The parent may have died before the call above.
+    if os.getppid() != parent:
+        os._exit(1)

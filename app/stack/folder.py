@@ -1,0 +1,92 @@
+"""The data folder: where things lie in it, the secrets it keeps, and the lock that one stack at a time holds."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from app.errors import SetupError
+
+_LEFTOVERS_WAIT_S = 20.0
+
+
+class DataFolder:
+    """One stack's folder, created if need be and locked until `close`.
+
+    The lock is an flock on an open file that every child process inherits, so it is held until the last process of
+    a stack is gone, however the stack ended: two Valkey servers never write one append-only file.
+    """
+
+    def __init__(self, root: Path) -> None:
+        """Raises SetupError when the folder cannot be written or another stack runs on it."""
+        self.root = root.expanduser().absolute()
+        self.logs = self.root / "logs"
+        self.run = self.root / "run"
+        self.models = self.root / "models"
+        self.valkey = self.root / "valkey"
+        self.lock_fd = self._open_lock()
+        self._lock()
+
+    def kept_secret(self, name: str, make: Callable[[], str]) -> str:
+        """The text of file `name`, made on first use and readable by its owner only."""
+        path = self.root / name
+        if not path.exists():
+            write_private(path, make() + "\n")
+        return path.read_text().strip()
+
+    def close(self) -> None:
+        os.close(self.lock_fd)
+
+    def _open_lock(self) -> int:
+        try:
+            for folder in (self.root, self.logs, self.run, self.models, self.valkey):
+                folder.mkdir(parents=True, exist_ok=True)
+            (self.run / ".writable").touch()
+            (self.run / ".writable").unlink()
+            return os.open(self.run / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+        except OSError as error:
+            raise SetupError(
+                f"cannot write to the data folder {self.root}: {error.strerror}; choose another with --data-dir"
+            ) from None
+
+    def _lock(self) -> None:
+        deadline = time.monotonic() + _LEFTOVERS_WAIT_S
+        while not self._try_lock():
+            if self._holder_is_alive() or time.monotonic() > deadline:
+                pid = self._holder()
+                os.close(self.lock_fd)
+                raise SetupError(
+                    f"another stack uses the data folder {self.root} (process {pid}); stop it, or choose another "
+                    "folder with --data-dir"
+                )
+            time.sleep(0.1)
+        os.ftruncate(self.lock_fd, 0)
+        os.pwrite(self.lock_fd, str(os.getpid()).encode(), 0)
+
+    def _try_lock(self) -> bool:
+        try:
+            fcntl.flock(self.lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def _holder(self) -> str:
+        return os.pread(self.lock_fd, 32, 0).decode() or "unknown"
+
+    def _holder_is_alive(self) -> bool:
+        """False when only processes of a killed stack still hold the lock: those end by themselves."""
+        return Path("/proc", self._holder()).exists()
+
+
+def write_private(path: Path, text: str) -> None:
+    """Write a file of mode 0600 that appears whole or not at all."""
+    partial = path.with_name(path.name + ".partial")
+    partial.unlink(missing_ok=True)
+    with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.rename(path)

@@ -1,0 +1,29 @@
+"""The process table: what `tinsmith up` starts once the state server answers."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from app.settings import SETTINGS_VARIABLE, Settings
+from app.stack.child import Command
+
+
+def table(settings: Settings, settings_file: Path) -> Iterator[Command]:
+    """Node names count through all base models, so each is unique on this machine."""
+    yield _python("api", settings_file, "gunicorn", "-c", "python:app.gunicorn_conf", "app.wsgi:application")
+    for role, module in (("trainer", "workers.trainer"), ("sampler", "workers.sampler")):
+        for index, base in enumerate(_bases(settings, role)):
+            node = f"{role}-{index}"
+            yield _python(node, settings_file, module, "--base", base, "--name", node)
+
+
+def _bases(settings: Settings, role: str) -> Iterator[str]:
+    for base in settings.base_models:
+        count = base.trainer.count if role == "trainer" else base.sampler.count
+        yield from [base.name] * count
+
+
+def _python(name: str, settings_file: Path, *arguments: str) -> Command:
+    return Command(name, (sys.executable, "-m", *arguments), {SETTINGS_VARIABLE: str(settings_file)})

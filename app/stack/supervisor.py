@@ -1,0 +1,156 @@
+"""Keeps child processes running until told to stop, and leaves none behind."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from app.errors import SetupError, TinsmithError
+from app.stack import strays
+from app.stack.child import Child, Command
+
+SETUP_ERROR_CODE = 2
+_TICK_S = 0.1
+_TAIL_LINES = 20
+
+
+@dataclass(frozen=True, slots=True)
+class RestartPolicy:
+    """A process that dies `tries` times in a row, each time within `window_s` seconds of its start, ends the stack.
+    The pause before a restart doubles from `first_delay_s` to `longest_delay_s`."""
+
+    tries: int = 5
+    window_s: float = 60.0
+    first_delay_s: float = 0.5
+    longest_delay_s: float = 10.0
+
+    def delay_s(self, failures: int) -> float:
+        return min(self.longest_delay_s, self.first_delay_s * 2.0 ** (failures - 1))
+
+
+class _Watched:
+    """A child with its history: when it started, how often in a row it died young, when to start it again."""
+
+    def __init__(self, child: Child) -> None:
+        self.child = child
+        self.started = 0.0
+        self.failures = 0
+        self.due: float | None = None
+
+    def start(self) -> None:
+        self.child.start()
+        self.started = time.monotonic()
+        self.due = None
+
+
+class Supervisor:
+    """Start children in tiers; `run_until` watches them; `stop` ends the tiers in reverse order.
+
+    Use it as a context manager, in the main thread. `stopping` is set from a signal handler.
+    """
+
+    def __init__(
+        self,
+        logs: Path,
+        stopping: threading.Event,
+        *,
+        policy: RestartPolicy | None = None,
+        grace_s: float = 10.0,
+        inherited_fds: tuple[int, ...] = (),
+        report: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
+    ) -> None:
+        self._logs = logs
+        self._stopping = stopping
+        self._policy = policy or RestartPolicy()
+        self._grace_s = grace_s
+        self._fds = inherited_fds
+        self._report = report
+        self._tiers: list[list[_Watched]] = []
+
+    def __enter__(self) -> Supervisor:
+        strays.adopt()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def start(self, commands: Iterable[Command]) -> None:
+        """Start one tier: these may rely on the tiers before."""
+        tier: list[_Watched] = []
+        self._tiers.append(tier)
+        for command in commands:
+            watched = _Watched(Child(command, self._logs / f"{command.name}.log", self._fds))
+            tier.append(watched)
+            watched.start()
+
+    def run_until(self, condition: Callable[[], bool]) -> bool:
+        """Watch and restart until the condition holds (True) or a stop is asked for (False).
+
+        Raises SetupError with its last line when a child exits with 2, and TinsmithError with the end of its log
+        when one keeps dying.
+        """
+        while not self._stopping.is_set():
+            for watched in self._all():
+                self._look_after(watched)
+            if condition():
+                return True
+            self._stopping.wait(_TICK_S)
+        return False
+
+    def stop(self) -> None:
+        """SIGTERM, then SIGKILL after the grace, to each tier; returns when every descendant is gone."""
+        for tier in reversed(self._tiers):
+            for watched in tier:
+                watched.child.terminate()
+            deadline = time.monotonic() + self._grace_s
+            while any(w.child.exit_code() is None for w in tier) and time.monotonic() < deadline:
+                time.sleep(_TICK_S)
+            for watched in tier:
+                watched.child.kill_group()
+        strays.kill(())
+
+    def _all(self) -> list[_Watched]:
+        return [watched for tier in self._tiers for watched in tier]
+
+    def _look_after(self, watched: _Watched) -> None:
+        if watched.due is not None:
+            if time.monotonic() >= watched.due:
+                watched.start()
+            return
+        code = watched.child.exit_code()
+        if code is not None:
+            self._plan_restart(watched, code)
+
+    def _plan_restart(self, watched: _Watched, code: int) -> None:
+        child, now = watched.child, time.monotonic()
+        child.kill_group()
+        strays.kill([w.child.pid for w in self._all() if w.child.pid])
+        if code == SETUP_ERROR_CODE:
+            raise SetupError(_setup_error(child))
+        watched.failures = watched.failures + 1 if now - watched.started < self._policy.window_s else 1
+        if watched.failures >= self._policy.tries:
+            raise TinsmithError(_gave_up(child, code, watched.failures))
+        delay = self._policy.delay_s(watched.failures)
+        watched.due = now + delay
+        self._report(f"{child.command.name} {_ended(code)}; starting it again in {delay:g} s (log: {child.log})")
+
+
+def _setup_error(child: Child) -> str:
+    """A worker's last words begin with its name and may hold a library's line breaks; others say one line."""
+    lines = child.tail(_TAIL_LINES)
+    named = [index for index, line in enumerate(lines) if line.startswith(f"{child.command.name}: ")]
+    words = lines[named[-1] :] if named else lines[-1:]
+    return " ".join(words) or f"{child.command.name} cannot start; see {child.log}"
+
+
+def _ended(code: int) -> str:
+    return f"was ended by signal {-code}" if code < 0 else f"ended with code {code}"
+
+
+def _gave_up(child: Child, code: int, failures: int) -> str:
+    head = f"{child.command.name} {_ended(code)}, {failures} times in a row; the end of {child.log}:"
+    return "\n".join([head, *(f"  {line}" for line in child.tail(_TAIL_LINES))])

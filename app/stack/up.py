@@ -1,0 +1,162 @@
+"""`tinsmith up` from its options to its exit code."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import socket
+import sys
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import tomli_w
+
+from app import demo_model
+from app.domain.records import Worker
+from app.settings import BaseModelSettings, Settings, hash_key
+from app.stack import checks, config, processes, valkey
+from app.stack.child import Command
+from app.stack.config import Options
+from app.stack.folder import DataFolder, write_private
+from app.stack.supervisor import Supervisor
+from app.stores.redis.client import connect
+from app.stores.redis.records import RedisRecords
+
+_LOCALHOST = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1"}
+_PROBE_TIMEOUT_S = 2.0
+_KEY_FILE = "api-key"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to run: the settings as every process reads them, their file, and the embedded server if there is one."""
+
+    settings: Settings
+    settings_file: Path
+    store: Command | None
+
+
+def up(options: Options) -> int:
+    """Run the stack until SIGINT, SIGTERM or SIGHUP; 0 when it was stopped so.
+
+    Raises SetupError when something must be changed first, TinsmithError when a process keeps dying.
+    """
+    settings = config.resolve(options, os.environ)
+    checks.listen_port(settings.api)
+    with closing(DataFolder(settings.data_dir)) as folder, _stop_signals() as stopping:
+        plan = prepare(settings, options, folder)
+        _say(f"data in {folder.root}, logs in {folder.logs}{_key_notice(settings, folder)}")
+        with Supervisor(folder.logs, stopping, inherited_fds=(folder.lock_fd,)) as supervisor:
+            _run(supervisor, plan)
+    return 0
+
+
+def prepare(settings: Settings, options: Options, folder: DataFolder) -> Plan:
+    """Complete the settings (model, port, secrets, embedded server), check them and write them for the processes."""
+    bundled = not settings.base_models
+    if bundled:
+        base = BaseModelSettings(name=demo_model.NAME, path=str(demo_model.folder(folder.models)))
+        settings = settings.model_copy(update={"base_models": (base,)})
+    settings = _with_secrets(config.for_every_base_model(_absolute(settings, folder), options), folder)
+    checks.everything(settings)
+    if bundled:
+        demo_model.ensure(folder.models, _say)
+    else:
+        checks.model_paths(settings)
+    settings, store = _with_store(settings, folder)
+    settings_file = folder.run / "settings.toml"
+    write_private(settings_file, tomli_w.dumps(settings.model_dump(mode="json")))
+    return Plan(settings, settings_file, store)
+
+
+def _run(supervisor: Supervisor, plan: Plan) -> None:
+    redis_url = plan.settings.redis.url
+    if plan.store is not None:
+        supervisor.start([plan.store])
+        if not supervisor.run_until(lambda: valkey.answers(redis_url)):
+            return
+    commands = list(processes.table(plan.settings, plan.settings_file))
+    _forget_workers(redis_url, commands)
+    supervisor.start(commands)
+    api = plan.settings.api
+    url = f"http://{_LOCALHOST.get(api.host, api.host)}:{api.port}"
+    if supervisor.run_until(lambda: _is_ready(url)):
+        print(f"ready {url}", flush=True)
+        supervisor.run_until(lambda: False)
+    _say("stopping")
+
+
+def _forget_workers(redis_url: str, commands: list[Command]) -> None:
+    """What workers of a killed stack said of themselves lives on for seconds, and would make /readyz answer early.
+
+    A worker's record has Celery's node name, name@host, so those of another machine on the same Redis stay.
+    """
+    with connect(redis_url) as client:
+        for command in commands:
+            RedisRecords(client).delete(Worker.namespace, f"{command.name}@{socket.gethostname()}")
+
+
+def _absolute(settings: Settings, folder: DataFolder) -> Settings:
+    """Paths that mean the same in every process, and the port that will be listened on."""
+    bases = tuple(_absolute_path(base) for base in settings.base_models)
+    api = settings.api.model_copy(update={"port": checks.listen_port(settings.api)})
+    return settings.model_copy(update={"data_dir": folder.root, "base_models": bases, "api": api})
+
+
+def _absolute_path(base: BaseModelSettings) -> BaseModelSettings:
+    path = Path(base.path).expanduser()
+    return base.model_copy(update={"path": str(path.absolute())}) if path.is_dir() else base
+
+
+def _with_secrets(settings: Settings, folder: DataFolder) -> Settings:
+    keys = settings.api_keys
+    if not keys:
+        keys = (hash_key(folder.kept_secret(_KEY_FILE, lambda: config.KEY_PREFIX + secrets.token_urlsafe(32))),)
+    url_secret = settings.url_secret or folder.kept_secret("url-secret", lambda: secrets.token_urlsafe(32))
+    return settings.model_copy(update={"api_keys": keys, "url_secret": url_secret})
+
+
+def _key_notice(given: Settings, folder: DataFolder) -> str:
+    return "" if given.api_keys else f", the API key in {folder.root / _KEY_FILE}"
+
+
+def _with_store(settings: Settings, folder: DataFolder) -> tuple[Settings, Command | None]:
+    if settings.redis.url:
+        return settings, None
+    password = folder.kept_secret("valkey-password", lambda: secrets.token_urlsafe(32))
+    port = checks.free_port("127.0.0.1", 0)
+    redis = settings.redis.model_copy(update={"url": valkey.url(port, password)})
+    command = valkey.command(folder.valkey, folder.run / "valkey.conf", port, password)
+    return settings.model_copy(update={"redis": redis}), command
+
+
+def _is_ready(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/readyz", timeout=_PROBE_TIMEOUT_S) as answer:
+            return bool(answer.status == 200)
+    except OSError:
+        return False
+
+
+@contextmanager
+def _stop_signals() -> Iterator[threading.Event]:
+    stopping = threading.Event()
+    before = {
+        number: signal.signal(number, lambda *_: stopping.set())
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    }
+    try:
+        yield stopping
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

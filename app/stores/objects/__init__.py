@@ -1,0 +1,37 @@
+"""Object stores: a local folder, or an S3 server. `create` picks the one the settings name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from app.errors import SetupError
+from app.settings import Settings
+from app.stores.interfaces import ObjectStore
+from app.stores.objects.folder import FolderStore
+
+__all__ = ["FolderStore", "create"]
+
+
+def create(settings: Settings) -> ObjectStore:
+    """The store of `settings.store.url`, reachable and writable. Raises SetupError saying what to change."""
+    url = settings.store.url
+    scheme = urlsplit(url).scheme
+    if scheme in ("", "file"):
+        return FolderStore(_folder(settings), settings.url_secret, settings.public_url)
+    if scheme in ("http", "https"):
+        # The minio client takes a third of a second to import, which a folder store should not pay.
+        from app.stores.objects.s3 import S3Store
+
+        return S3Store(settings.store)
+    raise SetupError(f"store.url {url!r} is not file:///folder or http(s)://host:port/bucket")
+
+
+def _folder(settings: Settings) -> Path:
+    url = settings.store.url
+    if not url:
+        return settings.data_dir / "objects"
+    parts = urlsplit(url)
+    if parts.scheme != "file" or parts.netloc or len(parts.path) < 2:
+        raise SetupError(f"store.url {url!r} is not file:///folder: give an absolute folder after file://")
+    return Path(unquote(parts.path))

@@ -1,0 +1,168 @@
+"""Objects as files under one local folder, with signed URLs that our own API serves."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import io
+import os
+import shutil
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+from urllib.parse import quote
+
+from app.errors import Forbidden, NotFound, SetupError, Unavailable
+from app.stores.objects.files import flush, flush_folder, temporary_file, whole_file
+from app.stores.objects.keys import check_key, check_prefix
+
+_UNFINISHED = ".unfinished"
+# Longer than any copy takes; a younger one may belong to a live process.
+_ABANDONED_S = 86_400
+# A delete may remove the folder we are about to link into; each try meets at most one such delete.
+_TRIES = 20
+
+
+class FolderStore:
+    """An ObjectStore under `root`. A key that is a folder of another key is refused as Unavailable.
+
+    Writes go to `root/.unfinished` first and are linked into place, which is atomic and fails when the key exists.
+    Raises SetupError when `root` cannot be written.
+    """
+
+    def __init__(self, root: Path, url_secret: str, public_url: str) -> None:
+        self._root = root.absolute()
+        self._unfinished = self._root / _UNFINISHED
+        self._secret = url_secret.encode()
+        self._public_url = public_url.rstrip("/")
+        try:
+            self._unfinished.mkdir(parents=True, exist_ok=True)
+            with temporary_file(self._unfinished):
+                pass
+        except OSError as error:
+            raise SetupError(
+                f"the object store folder {self._root} cannot be written ({error.strerror}): "
+                "make it writable or set store.url to another one"
+            ) from None
+        _remove_abandoned(self._unfinished)
+
+    def put_new(self, key: str, source: Path | bytes) -> bool:
+        """Store a file; False (nothing changes) when the key exists. On disk when it returns."""
+        target = self._path(key)
+        with self._outages():
+            if target.exists():
+                return False
+            with temporary_file(self._unfinished) as (file, temporary), _reader(source) as data:
+                shutil.copyfileobj(data, file, 2**20)
+                flush(file)
+                return self._link(temporary, target)
+
+    def get(self, key: str, target: Path) -> None:
+        """Fetch to a local file, whole or not at all. Raises NotFound."""
+        with self._outages(key), self._path(key).open("rb") as data, whole_file(target) as file:
+            shutil.copyfileobj(data, file, 2**20)
+
+    def read(self, key: str) -> bytes:
+        """A small object's bytes. Raises NotFound."""
+        with self._outages(key):
+            return self._path(key).read_bytes()
+
+    def list(self, prefix: str) -> list[str]:
+        """Keys that start with `prefix`, sorted."""
+        folder = self._root / check_prefix(prefix).rpartition("/")[0]
+        keys = (path.relative_to(self._root).as_posix() for path in _files(folder))
+        return sorted(key for key in keys if key.startswith(prefix))
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Missing keys are fine. Folders left empty go too, or a long run would leave one for each snapshot."""
+        for key in keys:
+            path = self._path(key)
+            with self._outages():
+                path.unlink(missing_ok=True)
+            self._remove_empty(path.parent)
+
+    def presign(self, key: str, expires_s: int) -> str:
+        """A URL of our API that needs no key and stops working after `expires_s`.
+
+        Raises SetupError when the settings hold no url_secret.
+        """
+        if not self._secret:
+            raise SetupError("signed URLs need url_secret in the config file: set it to 32 random characters or more")
+        expires = int(time.time()) + expires_s
+        query = f"expires={expires}&signature={self._sign(check_key(key), expires)}"
+        return f"{self._public_url}/api/v1/objects/{quote(key)}?{query}"
+
+    def open_signed(self, key: str, expires: int, signature: str) -> Path:
+        """The file behind a URL that `presign` made. Raises Forbidden (wrong or past) or NotFound."""
+        expected = self._sign(key, expires).encode()
+        if not self._secret or not hmac.compare_digest(expected, signature.encode()):
+            raise Forbidden("this download URL is not one of ours: its signature does not match")
+        if time.time() >= expires:
+            raise Forbidden("this download URL has expired: ask for a new one")
+        path = self._path(key)
+        if not path.is_file():
+            raise NotFound(f"object {key!r} does not exist")
+        return path
+
+    def _sign(self, key: str, expires: int) -> str:
+        return hmac.new(self._secret, f"{key}\n{expires}".encode(), hashlib.sha256).hexdigest()
+
+    def _path(self, key: str) -> Path:
+        return self._root / check_key(key)
+
+    def _link(self, temporary: Path, target: Path) -> bool:
+        for _ in range(_TRIES):
+            try:
+                self._make_folder(target.parent)
+                os.link(temporary, target)
+            except FileNotFoundError:
+                continue
+            except FileExistsError:
+                return False
+            flush_folder(target.parent)
+            return True
+        raise Unavailable(f"the folder {target.parent} keeps vanishing while it is written to")
+
+    def _make_folder(self, folder: Path) -> None:
+        if folder == self._root or folder.is_dir():
+            return
+        self._make_folder(folder.parent)
+        # Should a file have this name, linking into it fails; FileExistsError must only mean that the key exists.
+        with suppress(FileExistsError):
+            folder.mkdir()
+        flush_folder(folder.parent)
+
+    def _remove_empty(self, folder: Path) -> None:
+        with suppress(OSError):
+            while folder != self._root:
+                folder.rmdir()
+                folder = folder.parent
+
+    @contextmanager
+    def _outages(self, key: str = "") -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if key and isinstance(error, FileNotFoundError | IsADirectoryError | NotADirectoryError):
+                raise NotFound(f"object {key!r} does not exist") from None
+            raise Unavailable(f"the object store folder {self._root} failed: {error.strerror}") from error
+
+
+def _reader(source: Path | bytes) -> BinaryIO:
+    return io.BytesIO(source) if isinstance(source, bytes) else source.open("rb")
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    for parent, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        yield from (Path(parent) / name for name in names)
+
+
+def _remove_abandoned(folder: Path) -> None:
+    oldest = time.time() - _ABANDONED_S
+    for path in folder.iterdir():
+        with suppress(FileNotFoundError):
+            if path.stat().st_mtime < oldest:
+                path.unlink()

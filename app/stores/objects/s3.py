@@ -1,0 +1,174 @@
+"""Objects on an S3 server, with plain S3 calls only: any server that honours If-None-Match will do."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import BinaryIO
+from urllib.parse import SplitResult, urlsplit
+
+import urllib3
+from minio import Minio
+from minio.deleteobjects import DeleteObject
+from minio.error import MinioException, S3Error
+from urllib3.exceptions import HTTPError
+
+from app.errors import NotFound, SetupError, Unavailable
+from app.settings import StoreSettings
+from app.stores.objects import s3_parts
+from app.stores.objects.files import whole_file
+from app.stores.objects.keys import check_key, check_prefix
+
+# Held in memory while it is sent. S3 takes 5 GiB in one request, and 10,000 parts of this size are 640 GiB.
+_PART_BYTES = 64 * 2**20
+_PUT_WITHIN = timedelta(hours=1)
+_TIMEOUT = urllib3.Timeout(connect=3, read=60)
+# Three tries within about a second: a caller holds a lease or a client meanwhile, and tries again itself.
+_RETRIES = urllib3.Retry(total=2, backoff_factor=0.2, status_forcelist=[500, 502, 503, 504])
+_MISSING = ("NoSuchKey", "NoSuchObject")
+_TAKEN = ("BucketAlreadyOwnedByYou", "BucketAlreadyExists")
+
+
+class S3Store:
+    """An ObjectStore in one bucket, which is made if it is missing.
+
+    Raises SetupError when the server cannot be reached or refuses the credentials; later outages are Unavailable.
+    """
+
+    def __init__(self, settings: StoreSettings, part_bytes: int = _PART_BYTES) -> None:
+        url = _parse(settings.url, "store.url")
+        self._part_bytes = part_bytes
+        self._bucket = url.path.strip("/")
+        self._where = f"the S3 server {url.scheme}://{url.netloc}"
+        self._http = urllib3.PoolManager(timeout=_TIMEOUT, retries=_RETRIES, maxsize=32)
+        self._client = _client(url, settings, self._http)
+        self._signer = self._client
+        if settings.public_url:
+            self._signer = _client(_parse(settings.public_url, "store.public_url"), settings, self._http)
+        self._open()
+
+    def put_new(self, key: str, source: Path | bytes) -> bool:
+        """Store a file; False (nothing changes) when the key exists."""
+        check_key(key)
+        with self._outages(), _reader(source) as data:
+            status = self._put(key, data)
+        if status in (200, 412):
+            return status == 200
+        raise Unavailable(f"{self._where} answered {status} when storing {key!r}")
+
+    def get(self, key: str, target: Path) -> None:
+        """Fetch to a local file, whole or not at all. Raises NotFound."""
+        with self._reading(key) as answer, whole_file(target) as file:
+            for chunk in answer.stream(2**20):
+                file.write(chunk)
+
+    def read(self, key: str) -> bytes:
+        """A small object's bytes. Raises NotFound."""
+        with self._reading(key) as answer:
+            return answer.read()
+
+    def list(self, prefix: str) -> list[str]:
+        """Keys that start with `prefix`, sorted."""
+        check_prefix(prefix)
+        with self._outages():
+            found = self._client.list_objects(self._bucket, prefix=prefix, recursive=True)
+            return sorted(item.object_name for item in found if not item.is_dir)
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Missing keys are fine. Raises Unavailable when the server kept one."""
+        doomed = [DeleteObject(check_key(key)) for key in keys]
+        with self._outages():
+            kept = [error.name for error in self._client.remove_objects(self._bucket, doomed)]
+        if kept:
+            raise Unavailable(f"{self._where} did not delete {len(kept)} objects, the first is {kept[0]!r}")
+
+    def presign(self, key: str, expires_s: int) -> str:
+        """A URL of the S3 server (by its public_url, if set) that stops working after `expires_s`, at most 7 days."""
+        url: str = self._signer.get_presigned_url(
+            "GET", self._bucket, check_key(key), expires=timedelta(seconds=expires_s)
+        )
+        return url
+
+    def _put(self, key: str, data: BinaryIO) -> int:
+        """The client's own put_object cannot send If-None-Match; a signed URL takes any plain header."""
+
+        def sign(method: str, query: Mapping[str, str]) -> str:
+            url: str = self._client.get_presigned_url(
+                method, self._bucket, key, expires=_PUT_WITHIN, extra_query_params=dict(query)
+            )
+            return url
+
+        size = data.seek(0, io.SEEK_END)
+        data.seek(0)
+        if size > self._part_bytes:
+            return s3_parts.upload(self._http, sign, data, self._part_bytes)
+        headers = {"If-None-Match": "*", "Content-Length": str(size)}
+        return self._http.request("PUT", sign("PUT", {}), body=data, headers=headers).status
+
+    def _open(self) -> None:
+        try:
+            if not self._client.bucket_exists(self._bucket):
+                self._client.make_bucket(self._bucket)
+        except S3Error as error:
+            if error.code not in _TAKEN:
+                raise SetupError(
+                    f"{self._where} refused to open the bucket {self._bucket!r} ({error.code}): "
+                    "check store.access_key, store.secret_key and store.url"
+                ) from None
+        except HTTPError as error:
+            raise SetupError(f"{self._where} does not answer ({_reason(error)}): start it or fix store.url") from None
+        except (MinioException, ValueError) as error:
+            raise SetupError(f"store.url does not name a usable S3 bucket: {error}") from None
+
+    @contextmanager
+    def _reading(self, key: str) -> Iterator[urllib3.BaseHTTPResponse]:
+        with self._outages(key):
+            answer = self._client.get_object(self._bucket, check_key(key))
+            try:
+                yield answer
+            finally:
+                answer.close()
+                answer.release_conn()
+
+    @contextmanager
+    def _outages(self, key: str = "") -> Iterator[None]:
+        try:
+            yield
+        except S3Error as error:
+            if error.code in _MISSING:
+                raise NotFound(f"object {key!r} does not exist") from None
+            raise Unavailable(f"{self._where} answered {error.code}") from error
+        except (HTTPError, MinioException) as error:
+            raise Unavailable(f"{self._where} does not answer ({_reason(error)})") from error
+
+
+def _parse(text: str, setting: str) -> SplitResult:
+    url = urlsplit(text)
+    if url.scheme not in ("http", "https") or not url.netloc or "@" in url.netloc or url.path.count("/") != 1:
+        raise SetupError(
+            f"{setting} is not http(s)://host:port/bucket (credentials go to store.access_key and store.secret_key)"
+        )
+    return url
+
+
+def _client(url: SplitResult, settings: StoreSettings, http: urllib3.PoolManager) -> Minio:
+    return Minio(
+        url.netloc,
+        settings.access_key,
+        settings.secret_key,
+        secure=url.scheme == "https",
+        region=settings.region,
+        http_client=http,
+    )
+
+
+def _reader(source: Path | bytes) -> BinaryIO:
+    return io.BytesIO(source) if isinstance(source, bytes) else source.open("rb")
+
+
+def _reason(error: Exception) -> str:
+    """The last cause alone: the whole text of a urllib3 error holds the URL with its signature."""
+    return type(getattr(error, "reason", None) or error).__name__

@@ -1,0 +1,68 @@
+"""Logs as JSON lines and metrics for Prometheus: one format and one registry for every process.
+
+A log line may carry the ids in `LOG_FIELDS` through `extra`. Keys, prompts and payloads are never passed to a logger.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from typing import TextIO
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+
+from app.stores.interfaces import Pending
+
+LOG_FIELDS = ("request_id", "model_id", "seq")
+
+REGISTRY = CollectorRegistry()
+ProcessCollector(registry=REGISTRY)
+
+ADMISSIONS = Counter("tinsmith_admissions", "Futures admitted", ["kind"], registry=REGISTRY)
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+REQUEST_SECONDS = Histogram(
+    "tinsmith_request_seconds", "Time to answer a request", ["route", "status"], registry=REGISTRY, buckets=_SECONDS
+)
+HELD_POLLS = Gauge("tinsmith_held_polls", "Polls that wait for their future now", registry=REGISTRY)
+QUEUE_DEPTH = Gauge("tinsmith_queue_depth", "Models and sampling requests that wait", ["queue"], registry=REGISTRY)
+QUEUE_AGE = Gauge("tinsmith_queue_age_seconds", "Longest time without progress", ["queue"], registry=REGISTRY)
+
+
+def set_queues(pending: Iterable[Pending]) -> None:
+    """Replace what the queue gauges say."""
+    QUEUE_DEPTH.clear()
+    QUEUE_AGE.clear()
+    ages: dict[str, float] = {}
+    for waiting in pending:
+        QUEUE_DEPTH.labels(waiting.queue).inc()
+        ages[waiting.queue] = max(ages.get(waiting.queue, 0.0), waiting.waited_s)
+    for queue, age in ages.items():
+        QUEUE_AGE.labels(queue).set(age)
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line: time, level, logger, message, the ids, and the traceback if there is one."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        line |= {name: getattr(record, name) for name in LOG_FIELDS if hasattr(record, name)}
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+def configure_logging(level: int = logging.INFO, stream: TextIO = sys.stderr) -> None:
+    """Send every logger of this process through one JSON handler."""
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(JsonFormatter())
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(level)

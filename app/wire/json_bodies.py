@@ -1,0 +1,141 @@
+"""The JSON form of a forward_backward body, which SDKs before 0.26 sent, to the same Op."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from app.domain.ops import ForwardBackward
+from app.errors import BadRequest
+from app.wire import tinker_pb2 as pb
+from app.wire.forward_backward import Envelope, build_op, taken
+
+_DTYPES = {"float32": pb.DTYPE_FLOAT32, "int64": pb.DTYPE_INT64}
+_NUMPY: dict[str, np.dtype[Any]] = {"float32": np.dtype("<f4"), "int64": np.dtype("<i8")}
+
+
+def parse(body: bytes) -> Any:
+    """Raises BadRequest when the body is not JSON."""
+    try:
+        return json.loads(body)
+    except ValueError:
+        raise BadRequest(f"the body of {len(body)} bytes is not valid JSON") from None
+
+
+def open_envelope(body: Any) -> Envelope:
+    """Raises BadRequest when model_id or seq_id is missing; what is inside is looked at by `decode`."""
+    if not isinstance(body, dict) or not isinstance(body.get("model_id"), str):
+        raise BadRequest("model_id must be a string")
+    seq = body.get("seq_id")
+    if not isinstance(seq, int) or isinstance(seq, bool):
+        raise BadRequest(f"seq_id must be an integer (got {str(seq)[:80]!r})")
+    return Envelope(body["model_id"], seq, bool(body.get("forward_only")), lambda: _to_op(body))
+
+
+def text_tokens(chunks: Any, what: str) -> np.ndarray:
+    """int32 [n] of encoded_text chunks. Raises BadRequest for other chunks and for what is not an int32."""
+    parts = [_chunk_tokens(chunk, what) for chunk in _list(chunks, what)]
+    return np.concatenate(parts) if parts else np.empty(0, np.int32)
+
+
+def _chunk_tokens(chunk: Any, what: str) -> np.ndarray:
+    if not isinstance(chunk, dict) or chunk.get("type", "encoded_text") != "encoded_text":
+        kind = chunk.get("type") if isinstance(chunk, dict) else type(chunk).__name__
+        raise BadRequest(f"{what}: a chunk of type {str(kind)[:40]!r}; only encoded_text is supported")
+    values = _numbers(chunk.get("tokens"), f"{what}: tokens")
+    if values.size and values.dtype.kind != "i":
+        raise BadRequest(f"{what}: tokens must be a list of integers")
+    if values.size and (values.min() < -(2**31) or values.max() >= 2**31):
+        raise BadRequest(f"{what}: token {max(values, key=abs)} is no 32-bit integer")
+    return values.astype(np.int32)
+
+
+def _to_op(body: Mapping[str, Any]) -> ForwardBackward:
+    forward_only = "forward_input" in body
+    content = body.get("forward_input" if forward_only else "forward_backward_input")
+    if not isinstance(content, dict) or not isinstance(content.get("loss_fn"), str):
+        raise BadRequest("forward_backward_input must be an object with data and loss_fn")
+    data = _list(content.get("data"), "data")
+    names = taken(content["loss_fn"])
+    return build_op(
+        [_tokens(datum, i) for i, datum in enumerate(data)],
+        [_inputs(datum, names, i) for i, datum in enumerate(data)],
+        content["loss_fn"],
+        _loss_config(content.get("loss_fn_config")),
+        forward_only,
+    )
+
+
+def _tokens(datum: Any, i: int) -> np.ndarray:
+    if not isinstance(datum, dict) or not isinstance(datum.get("model_input"), dict):
+        raise BadRequest(f"datum {i}: model_input must be an object with chunks")
+    return text_tokens(datum["model_input"].get("chunks"), f"datum {i}: model_input")
+
+
+def _inputs(datum: Mapping[str, Any], names: Sequence[str], i: int) -> dict[str, pb.Tensor]:
+    given = datum.get("loss_fn_inputs")
+    if not isinstance(given, dict):
+        raise BadRequest(f"datum {i}: loss_fn_inputs must be an object")
+    return {name: _tensor(given[name], f"datum {i}: {name}") for name in names if name in given}
+
+
+def _tensor(given: Any, what: str) -> pb.Tensor:
+    """The same message a protobuf body holds, so that shapes and sparse rows are checked in one place."""
+    if not isinstance(given, dict) or str(given.get("dtype")) not in _DTYPES:
+        raise BadRequest(f"{what}: expected data, shape and a dtype of {', '.join(_DTYPES)}")
+    name = given["dtype"]
+    tensor = pb.Tensor(dtype=_DTYPES[name], shape=_sizes(given.get("shape") or [], what))
+    data = _bytes(given.get("data"), _NUMPY[name], what)
+    if given.get("sparse_crow_indices") is None:
+        tensor.dense = data
+    else:
+        tensor.sparse_csr.values = data
+        tensor.sparse_csr.crow_indices = _bytes(given["sparse_crow_indices"], _NUMPY["int64"], what)
+        tensor.sparse_csr.col_indices = _bytes(given.get("sparse_col_indices"), _NUMPY["int64"], what)
+    return tensor
+
+
+def _sizes(given: Any, what: str) -> list[int]:
+    sizes = _list(given, what)
+    if not all(type(size) is int and 0 <= size < 2**31 for size in sizes):
+        raise BadRequest(f"{what}: shape must be a list of sizes")
+    return sizes
+
+
+def _bytes(given: Any, dtype: np.dtype, what: str) -> bytes:
+    values = _numbers(given, what)
+    if values.size and dtype.kind == "i" and values.dtype.kind != "i":
+        raise BadRequest(f"{what}: the values must be integers")
+    return values.astype(dtype).tobytes()
+
+
+def _numbers(given: Any, what: str) -> np.ndarray:
+    try:
+        values = np.array(_list(given, what) or np.empty(0))
+    except ValueError:
+        raise BadRequest(f"{what}: expected a flat list of numbers") from None
+    if values.ndim != 1 or values.dtype.kind not in "if":
+        raise BadRequest(f"{what}: expected a flat list of numbers")
+    return values
+
+
+def _list(given: Any, what: str) -> list[Any]:
+    if not isinstance(given, list):
+        raise BadRequest(f"{what}: expected a list, got {type(given).__name__}")
+    return given
+
+
+def _loss_config(given: Any) -> dict[str, float]:
+    config = given or {}
+    if not isinstance(config, dict):
+        raise BadRequest("loss_fn_config must be an object")
+    for key, value in config.items():
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise BadRequest(f"loss_fn_config {key!r} must be a number")
+    try:
+        return {key: float(value) for key, value in config.items()}
+    except OverflowError:
+        raise BadRequest("loss_fn_config holds a number beyond 1e308") from None

@@ -1,0 +1,63 @@
+"""Typed outputs to the bytes a poll returns: protobuf for forward_backward and sample, JSON for the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby
+from math import prod
+
+import numpy as np
+
+from app.domain.batch import Ragged
+from app.domain.results import ForwardBackwardOutput
+from app.domain.sampling import SampledSequence, SampleOutput
+from app.wire import tinker_pb2 as pb
+
+_RECORD = "ArrayRecord"
+
+
+def encode_forward_backward(output: ForwardBackwardOutput) -> bytes:
+    """A ForwardBackwardOutput message with the field `logprobs`, datums in order.
+
+    A record holds arrays of one trailing shape, so a run of datums with the same K makes one record.
+    """
+    message = pb.ForwardBackwardOutput(
+        loss_fn_output_type=_RECORD, loss_fn_outputs=_records(output.logprobs), metrics=dict(output.metrics)
+    )
+    return message.SerializeToString(deterministic=True)
+
+
+def encode_sample(output: SampleOutput) -> bytes:
+    """A SampleResponse message; a sequence's logprobs are always sent."""
+    message = pb.SampleResponse(sequences=[_sequence(s) for s in output.sequences])
+    if output.prompt_logprobs is not None:
+        message.prompt_logprobs = _raw(output.prompt_logprobs, "<f4")
+    return message.SerializeToString(deterministic=True)
+
+
+def _records(logprobs: Ragged) -> Iterator[pb.ArrayRecord]:
+    start = 0
+    for trailing, run in groupby(logprobs.shapes, key=lambda shape: shape[1:]):
+        lengths = np.array([0, *(prod(shape) for shape in run)], dtype=np.int64)
+        offsets = np.cumsum(lengths)
+        stop = start + int(offsets[-1])
+        tensor = pb.BatchedTensor(
+            data=_raw(logprobs.values[start:stop], "<f4"),
+            offsets=_raw(offsets * 4, "<i8"),
+            dtype=pb.DTYPE_FLOAT32,
+            trailing_shape=trailing,
+        )
+        yield pb.ArrayRecord(fields={"logprobs": tensor}, num_datums=len(lengths) - 1)
+        start = stop
+
+
+def _sequence(sequence: SampledSequence) -> pb.SampledSequence:
+    return pb.SampledSequence(
+        stop_reason=pb.STOP_REASON_STOP if sequence.stopped else pb.STOP_REASON_LENGTH,
+        tokens=_raw(sequence.tokens, "<i4"),
+        logprobs=_raw(sequence.logprobs, "<f4"),
+    )
+
+
+def _raw(values: np.ndarray, dtype: str) -> bytes:
+    return np.ascontiguousarray(values, dtype=dtype).tobytes()

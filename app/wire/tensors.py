@@ -1,0 +1,82 @@
+"""A Tensor message as a numpy array: dense buffers as views, sparse rows filled with zeros."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from app.errors import BadRequest
+from app.wire import tinker_pb2 as pb
+
+MAX_SPARSE_ELEMENTS = 2**25
+"""Elements the sparse tensors of one column may unfold to: 256 MiB of int64. A few bytes of CSR can name any shape."""
+
+_BFLOAT16 = np.dtype("<u2")
+_DTYPES: dict[int, np.dtype[Any]] = {
+    pb.DTYPE_FLOAT32: np.dtype("<f4"),
+    pb.DTYPE_INT64: np.dtype("<i8"),
+    pb.DTYPE_INT32: np.dtype("<i4"),
+    pb.DTYPE_BFLOAT16: _BFLOAT16,
+}
+
+
+def buffer(data: bytes, dtype: np.dtype, what: str) -> np.ndarray:
+    """A view [n] of raw little-endian numbers. Raises BadRequest when the length is no multiple of the item's."""
+    if len(data) % dtype.itemsize:
+        raise BadRequest(f"{what}: {len(data)} bytes are not a whole number of {dtype.name}")
+    return np.frombuffer(data, dtype=dtype)
+
+
+def check_unfolded(column: Sequence[pb.Tensor], name: str) -> None:
+    """Raises BadRequest when the sparse tensors of a column are too large as dense ones."""
+    total = sum(prod(max(0, n) for n in t.shape) for t in column if t.WhichOneof("encoding") == "sparse_csr")
+    if total > MAX_SPARSE_ELEMENTS:
+        raise BadRequest(f"{name}: {total} elements when dense; at most {MAX_SPARSE_ELEMENTS} are allowed")
+
+
+def to_array(tensor: pb.Tensor, what: str) -> np.ndarray:
+    """float32, int64 or int32 of the tensor's shape; bfloat16 is widened. `what` names it in BadRequest's message."""
+    dtype = _DTYPES.get(tensor.dtype)
+    if dtype is None:
+        raise BadRequest(f"{what}: dtype {tensor.dtype} is unknown; known are FLOAT32, INT64, INT32 and BFLOAT16")
+    shape = tuple(tensor.shape)
+    if tensor.WhichOneof("encoding") == "sparse_csr":
+        return _densify(tensor.sparse_csr, dtype, shape, what)
+    return _shaped(_widen(buffer(tensor.dense, dtype, what)), shape, what)
+
+
+def _widen(values: np.ndarray) -> np.ndarray:
+    if values.dtype != _BFLOAT16:
+        return values
+    return (values.astype("<u4") << 16).view("<f4")
+
+
+def _shaped(values: np.ndarray, shape: tuple[int, ...], what: str) -> np.ndarray:
+    if not shape or shape == values.shape:
+        return values
+    if min(shape) < 0 or prod(shape) != values.size:
+        raise BadRequest(f"{what}: shape {list(shape)} does not fit its {values.size} values")
+    return values.reshape(shape)
+
+
+def _densify(csr: pb.SparseCsr, dtype: np.dtype, shape: Sequence[int], what: str) -> np.ndarray:
+    if len(shape) != 2 or min(shape) < 0:
+        raise BadRequest(f"{what}: a sparse tensor needs a shape of two sizes (got {list(shape)})")
+    values = _widen(buffer(csr.values, dtype, what))
+    starts = buffer(csr.crow_indices, np.dtype("<i8"), what)
+    columns = buffer(csr.col_indices, np.dtype("<i8"), what)
+    _check_csr(values, starts, columns, shape, what)
+    dense = np.zeros(shape, dtype=values.dtype)
+    dense[np.repeat(np.arange(shape[0]), np.diff(starts)), columns] = values
+    return dense
+
+
+def _check_csr(values: np.ndarray, starts: np.ndarray, columns: np.ndarray, shape: Sequence[int], what: str) -> None:
+    rows, width = shape
+    if len(starts) != rows + 1 or starts[0] != 0 or starts[-1] != len(values) or (np.diff(starts) < 0).any():
+        raise BadRequest(f"{what}: crow_indices do not rise from 0 to {len(values)} in {rows} rows")
+    if len(columns) != len(values) or ((columns < 0) | (columns >= width)).any():
+        raise BadRequest(f"{what}: col_indices are not {len(values)} columns in 0..{width - 1}")

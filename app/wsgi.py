@@ -1,0 +1,10 @@
+"""The application as a WSGI server loads it: `python -m gunicorn -c python:app.gunicorn_conf app.wsgi:application`."""
+
+from __future__ import annotations
+
+from app import create_app
+from app.settings import from_environment
+from app.telemetry import configure_logging
+
+configure_logging()
+application = create_app(from_environment())

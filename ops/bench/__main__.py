@@ -1,0 +1,68 @@
+"""`python -m ops.bench [NAME...] [--out FOLDER]`: run benches, write their JSON, print a table.
+
+Exit code 1 when a goal was missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from ops.bench import api_body, api_start, machine, overhead, real_step, report
+from ops.bench.report import Outcome
+
+BENCHES: Mapping[str, Callable[[Path], Outcome]] = {
+    "api_start": api_start.run,
+    "api_body": api_body.run,
+    "overhead": overhead.run,
+    "real_step": real_step.run,
+}
+_OUT = Path(__file__).parent / "results"
+# Not the system's temporary folder: that may lie in memory, where the journal's fsync costs nothing.
+_SCRATCH = Path("data/bench")
+
+
+def main(argv: Sequence[str] | None = None, benches: Mapping[str, Callable[[Path], Outcome]] = BENCHES) -> int:
+    arguments = _parse(argv, benches)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    outcomes: dict[str, Outcome] = {}
+    for name in arguments.names or benches:
+        print(f"{name} ...", file=sys.stderr, flush=True)
+        surroundings = machine.surroundings(shlex.join(("python", "-m", "ops.bench", name)))
+        with _scratch() as folder:
+            outcomes[name] = benches[name](folder)
+        report.write(arguments.out, name, outcomes[name], surroundings)
+    print(report.table(outcomes))
+    return 0 if all(outcome.met for outcome in outcomes.values()) else 1
+
+
+def _parse(argv: Sequence[str] | None, benches: Mapping[str, object]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m ops.bench", description="Measure the service against its goals.")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"which benches to run: {', '.join(benches)}")
+    parser.add_argument("--out", type=Path, default=_OUT, metavar="FOLDER", help="where the JSON files go")
+    arguments = parser.parse_args(argv)
+    unknown = [name for name in arguments.names if name not in benches]
+    if unknown:
+        parser.error(f"no bench {unknown[0]!r}; there are {', '.join(benches)}")
+    return arguments
+
+
+@contextmanager
+def _scratch() -> Iterator[Path]:
+    _SCRATCH.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix="run-", dir=_SCRATCH)).absolute()
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

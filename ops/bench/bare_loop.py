@@ -1,0 +1,63 @@
+"""The bare side of `real_step`: transformers, PEFT and torch.optim.AdamW, as one would write it without a service.
+
+`python -m ops.bench.bare_loop MODEL_FOLDER`
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from ops.bench import batches, real_step, side, timing
+
+_LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
+_MICRO_BATCH_ROWS = 4
+
+
+def prepare() -> Callable[[int], dict[str, list[float]]]:
+    """Returns measure(count): ms and loss (nats a token) of each step."""
+    model = _adapted(sys.argv[1])
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    adam = batches.ADAM
+    optimizer = torch.optim.AdamW(
+        parameters, lr=adam.learning_rate, betas=(adam.beta1, adam.beta2), eps=adam.eps, weight_decay=adam.weight_decay
+    )
+    tokens = torch.from_numpy(real_step.tokens(model.config.vocab_size)).long()
+    micro_batches = torch.split(tokens, _MICRO_BATCH_ROWS)
+
+    def step(losses: list[float]) -> None:
+        total = 0.0
+        for rows in micro_batches:
+            loss = model(input_ids=rows, labels=rows, use_cache=False).loss / len(micro_batches)
+            loss.backward()
+            total += float(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        losses.append(total)
+
+    def measure(count: int) -> dict[str, list[float]]:
+        losses: list[float] = []
+        return {"ms": [timing.timed_ms(lambda: step(losses)) for _ in range(count)], "loss": losses}
+
+    return measure
+
+
+def _adapted(folder: str) -> Any:
+    """Adapters in the base's dtype: the faster of PEFT's two ways, and so the harder one to compare with."""
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="sdpa")
+    config = LoraConfig(r=real_step.RANK, lora_alpha=32, target_modules=_LINEARS)
+    model = get_peft_model(base, config, autocast_adapter_dtype=False)
+    adapted = {
+        name.rpartition(".lora_A")[0].rpartition(".")[2] for name, _ in model.named_parameters() if "lora_A" in name
+    }
+    assert adapted == set(_LINEARS), adapted
+    return model.train()
+
+
+if __name__ == "__main__":
+    side.serve(prepare)

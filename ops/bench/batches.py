@@ -1,0 +1,76 @@
+"""One batch of random tokens in each of the forms the sides take it in."""
+
+from __future__ import annotations
+
+import numpy as np
+import tinker
+from tinker import types
+
+from app.domain.batch import Batch, Ragged
+from app.domain.ops import AdamParams, ForwardBackward
+from app.wire import tinker_pb2 as pb
+
+LOSS = "cross_entropy"
+ADAM = AdamParams(learning_rate=1e-4, eps=1e-8)
+
+
+def random_tokens(rows: int, length: int, vocab_size: int) -> np.ndarray:
+    """int32 [rows, length], always the same."""
+    return np.random.default_rng(0).integers(0, vocab_size, size=(rows, length), dtype=np.int32)
+
+
+def targets(tokens: np.ndarray) -> np.ndarray:
+    """int64 [rows, length]: the next token; the last one's counts for nothing (see `weights`)."""
+    return np.roll(tokens, -1, axis=1).astype(np.int64)
+
+
+def weights(tokens: np.ndarray) -> np.ndarray:
+    """float32 [rows, length]: 1, and 0 for the last token, whose successor is not known."""
+    found = np.ones(tokens.shape, dtype=np.float32)
+    found[:, -1] = 0
+    return found
+
+
+def datums(tokens: np.ndarray) -> list[types.Datum]:
+    """For the SDK."""
+    return [
+        types.Datum(
+            model_input=types.ModelInput.from_ints(row.tolist()),
+            loss_fn_inputs={
+                "target_tokens": tinker.TensorData.from_numpy(target),
+                "weights": tinker.TensorData.from_numpy(weight),
+            },
+        )
+        for row, target, weight in zip(tokens, targets(tokens), weights(tokens), strict=True)
+    ]
+
+
+def sdk_adam() -> types.AdamParams:
+    return types.AdamParams(learning_rate=ADAM.learning_rate, beta1=ADAM.beta1, beta2=ADAM.beta2, eps=ADAM.eps)
+
+
+def operation(tokens: np.ndarray) -> ForwardBackward:
+    """For a training backend."""
+    inputs = {
+        "target_tokens": Ragged.of(list(targets(tokens)), np.int64),
+        "weights": Ragged.of(list(weights(tokens)), np.float32),
+    }
+    return ForwardBackward(Batch(Ragged.of(list(tokens), np.int32), inputs), LOSS)
+
+
+def request(tokens: np.ndarray, model_id: str) -> pb.ForwardBackwardRequest:
+    """For the wire; every call sets a seq_id of its own."""
+    return pb.ForwardBackwardRequest(
+        model_id=model_id,
+        loss_fn=LOSS,
+        data=[
+            pb.Datum(
+                model_input=[pb.Chunk(encoded_text=pb.EncodedTextChunk(tokens=row.tobytes()))],
+                loss_fn_inputs={
+                    "target_tokens": pb.Tensor(dense=target.tobytes(), dtype=pb.DTYPE_INT64, shape=target.shape),
+                    "weights": pb.Tensor(dense=weight.tobytes(), dtype=pb.DTYPE_FLOAT32, shape=weight.shape),
+                },
+            )
+            for row, target, weight in zip(tokens, targets(tokens), weights(tokens), strict=True)
+        ],
+    )

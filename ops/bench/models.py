@@ -1,0 +1,31 @@
+"""The base models of the benches."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+from app import demo_model
+from app.settings import BaseModelSettings, SamplerSettings
+
+_TINY_BUILDER = Path(__file__).parents[2] / "tests" / "models.py"
+# Kept between runs: converting takes 25 s.
+_KEPT = Path("data/bench/models")
+_SAMPLER = SamplerSettings(backend="transformers")
+TINY_VOCAB_SIZE = 320
+
+
+def tiny(folder: Path) -> BaseModelSettings:
+    """The tests' random Qwen3, fp32: a step of it costs next to nothing."""
+    runpy.run_path(str(_TINY_BUILDER))["tiny_qwen3"](folder)
+    return BaseModelSettings(name="bench/tiny-qwen3", path=str(folder), dtype="float32", sampler=_SAMPLER)
+
+
+def bundled() -> BaseModelSettings:
+    """SmolLM2-135M-Instruct in bfloat16."""
+    models = _KEPT.absolute()
+    models.mkdir(parents=True, exist_ok=True)
+    demo_model.ensure(models, lambda line: print(line, file=sys.stderr, flush=True))
+    path = demo_model.folder(models)
+    return BaseModelSettings(name=demo_model.NAME, path=str(path), dtype="bfloat16", sampler=_SAMPLER)

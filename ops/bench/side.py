@@ -1,0 +1,75 @@
+"""A side of a comparison in a process of its own, which computes only while it is asked to.
+
+It reads a count a line from stdin and answers with one line of JSON on stdout.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from app.stack.child import end_with
+
+# Both sides of a comparison compute with as many threads.
+THREADS = os.environ.setdefault("OMP_NUM_THREADS", "2")
+_STOP_S = 30.0
+
+
+class Side:
+    """`measure(n)` runs the side n times and returns what it reports."""
+
+    def __init__(self, process: subprocess.Popen[str], log: Path) -> None:
+        self._process = process
+        self._log = log
+
+    def measure(self, count: int) -> Any:
+        """Raises RuntimeError with the end of its log when the process has died."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{count}\n")
+        self._process.stdin.flush()
+        return self.answer()
+
+    def answer(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the bare side ended early:\n{self._log.read_text()[-2000:]}")
+        return json.loads(line)
+
+
+@contextmanager
+def running(module: str, argument: str, log: Path) -> Iterator[Side]:
+    """`python -m module argument`, once it is ready; it ends with the block, or with this process."""
+    parent = os.getpid()
+    with log.open("wb") as stderr:
+        process = subprocess.Popen(
+            [sys.executable, "-m", module, argument],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+            preexec_fn=lambda: end_with(parent),
+        )
+    side = Side(process, log)
+    try:
+        side.answer()
+        yield side
+    finally:
+        process.kill()
+        process.communicate(timeout=_STOP_S)
+
+
+def serve(prepare: Callable[[], Callable[[int], Any]]) -> None:
+    """The other end, for the module's `__main__`: prepare, say so, then measure on demand until stdin ends."""
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # libraries print
+    measure = prepare()
+    print(json.dumps("ready"), file=answers, flush=True)
+    for line in sys.stdin:
+        print(json.dumps(measure(int(line))), file=answers, flush=True)

@@ -1,0 +1,30 @@
+# A trainer or a sampler, for a CPU. For GPUs: --build-arg TORCH_INDEX_URL=https://pypi.org/simple and EXTRAS=train,vllm.
+FROM python:3.11.15-slim-bookworm AS build
+ARG EXTRAS=train
+ARG TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu
+ENV DS_BUILD_OPS=0
+RUN python -m venv /opt/tinsmith
+WORKDIR /src
+COPY constraints.txt ./
+# First and alone: by far the largest layer, which then survives every change to our code.
+RUN /opt/tinsmith/bin/pip install --no-cache-dir -c constraints.txt --index-url "${TORCH_INDEX_URL}" torch
+COPY pyproject.toml README.md LICENSE ./
+COPY app app
+COPY workers workers
+RUN /opt/tinsmith/bin/pip install --no-cache-dir -c constraints.txt ".[${EXTRAS}]"
+
+FROM python:3.11.15-slim-bookworm
+# DeepSpeed and vLLM compile small extensions on first use; the volume on /var/lib/tinsmith keeps them.
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends g++=4:12.2.0-3 \
+    && rm -rf /var/lib/apt/lists/* \
+    && useradd --system --uid 10001 --home-dir /var/lib/tinsmith --create-home tinsmith
+COPY --from=build /opt/tinsmith /opt/tinsmith
+# /tmp is memory there, too small for a checkpoint and not executable.
+ENV PATH=/opt/tinsmith/bin:$PATH \
+    PYTHONUNBUFFERED=1 \
+    PYTHONDONTWRITEBYTECODE=1 \
+    TMPDIR=/var/lib/tinsmith \
+    VLLM_NO_USAGE_STATS=1
+USER 10001
+WORKDIR /var/lib/tinsmith

@@ -1,0 +1,294 @@
+"""What every TrainingBackend promises (workers/training/base.py), over plain torch and DeepSpeed at each ZeRO stage.
+
+Two ranks are in test_training_ranks.py, the numbers themselves in tests/parity/.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from app.domain.ops import AdamParams, DropGradients, ForwardBackward, LoraSpec, OptimStep
+from app.domain.results import Done, ForwardBackwardOutput
+from app.errors import ServerOpError, UserOpError
+from app.settings import BaseModelSettings
+from tests.models import VOCAB_SIZE, tiny_qwen3
+from tests.parity.datums import batch, policy, supervised
+from tests.parity.reference import relative_error
+from workers.training import factory
+from workers.training.base import OPTIMIZER_FILE, Create, Load
+from workers.training.trainer import LoraTrainer
+
+TRAINERS: dict[str, dict[str, Any]] = {
+    "torch": {"backend": "torch"},
+    **{f"zero-{stage}": {"backend": "deepspeed", "zero_stage": stage} for stage in range(4)},
+}
+SPEC = LoraSpec(rank=4, seed=1)
+STEP = OptimStep(AdamParams(learning_rate=1e-2, eps=1e-8))
+GOOD = ForwardBackward(batch(supervised(1, (9, 30, 4))), "cross_entropy")
+OTHER = ForwardBackward(batch(policy(2, (12, 25, 3))), "ppo")
+
+_numbers = count()
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_qwen3(tmp_path_factory.mktemp("base"))
+
+
+@pytest.fixture(scope="module", params=TRAINERS)
+def backend(request: pytest.FixtureRequest, base: Path) -> Iterator[LoraTrainer]:
+    torch.set_num_threads(1)
+    trainer = {**TRAINERS[request.param], "micro_batch_tokens": 64}
+    backend = factory.create(BaseModelSettings(name="tiny", path=str(base), dtype="float32", trainer=trainer))
+    backend.open()
+    yield backend
+
+
+@pytest.fixture
+def create(backend: LoraTrainer) -> Iterator[Callable[..., str]]:
+    made: list[str] = []
+
+    def make(spec: LoraSpec = SPEC, **source: Any) -> str:
+        """A model some way from its start, or as `source` says."""
+        made.append(f"model-{next(_numbers)}")
+        assert apply(backend, made[-1], Create(spec, **source)) == Done()
+        if not source:
+            apply(backend, made[-1], GOOD)
+            apply(backend, made[-1], STEP)
+        return made[-1]
+
+    yield make
+    for model in made:
+        backend.close(model)
+
+
+def apply(backend: LoraTrainer, model: str, op: Any) -> Any:
+    return backend.apply({model: op})[model]
+
+
+def state(backend: LoraTrainer, model: str, folder: Path) -> dict[str, bytes]:
+    """Adapter, optimizer and pending gradient, to the bit."""
+    folder.mkdir(parents=True)
+    backend.save(model, folder, optimizer=True)
+    pending = {name: gradient.tobytes() for name, gradient in backend.gradients(model).items()}
+    return {path.name: path.read_bytes() for path in folder.iterdir()} | pending
+
+
+def spoiled(op: ForwardBackward, datum: int) -> ForwardBackward:
+    """OTHER with a datum whose ratio overflows."""
+    datums = policy(2, (12, 25, 3))
+    datums[datum]["logprobs"][-1] = -1e4
+    return replace(op, batch=batch(datums))
+
+
+def test_open_tells_what_the_model_can_take(backend: LoraTrainer) -> None:
+    info = backend._engine.base.info
+    assert (info.name, info.arch, info.vocab_size, info.max_context) == ("tiny", "Qwen3ForCausalLM", VOCAB_SIZE, 512)
+    assert info.trainable_groups == ("attn", "mlp", "unembed")
+
+
+def test_describe_reads_the_live_engine(backend: LoraTrainer, request: pytest.FixtureRequest) -> None:
+    found = backend.describe()
+    name = request.node.callspec.params["backend"]
+    stage = None if name == "torch" else int(name[-1])
+    assert found["zero_stage"] == stage
+    assert found["trainer"] == ("Qwen3ForCausalLM" if stage is None else "DeepSpeedEngine")
+    assert (found["ranks"], found["dtype"]) == (1, "float32")
+
+
+def test_results_are_in_request_order_and_in_the_shape_of_the_targets(
+    backend: LoraTrainer, create: Callable[..., str]
+) -> None:
+    model = create()
+    datums = [*supervised(3, (5, 40), width=2), *supervised(4, (17,), width=3)]
+    together = apply(backend, model, ForwardBackward(batch(datums), "cross_entropy", forward_only=True))
+    assert [array.shape for array in together.logprobs] == [(5, 2), (40, 2), (17, 3)]
+    for found, datum in zip(together.logprobs, datums, strict=True):
+        alone = apply(backend, model, ForwardBackward(batch([datum]), "cross_entropy", forward_only=True))
+        np.testing.assert_allclose(found, next(iter(alone.logprobs)), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("op", [GOOD, OTHER], ids=["supervised", "policy"])
+def test_metrics_name_their_reduction_and_hold_the_loss(
+    backend: LoraTrainer, create: Callable[..., str], op: ForwardBackward
+) -> None:
+    metrics = apply(backend, create(), op).metrics
+    assert all(name.count(":") == 1 for name in metrics)
+    assert metrics["tokens:sum"] == sum(n for (n,) in op.batch.tokens.shapes)
+    assert np.isfinite(metrics["loss:sum"])
+
+
+def test_the_loss_is_a_sum_over_datums(backend: LoraTrainer, create: Callable[..., str]) -> None:
+    model, datums = create(), policy(2, (12, 25, 3))
+    whole = apply(backend, model, ForwardBackward(batch(datums), "dro", forward_only=True)).metrics
+    parts = [apply(backend, model, ForwardBackward(batch([d]), "dro", forward_only=True)).metrics for d in datums]
+    for name in ("loss:sum", "kl:sum", "tokens:sum"):
+        assert whole[name] == pytest.approx(sum(part[name] for part in parts), rel=1e-5)
+    assert whole["ratio:max"] == pytest.approx(max(part["ratio:max"] for part in parts), rel=1e-5)
+
+
+def test_gradients_add_up_until_the_step(backend: LoraTrainer, create: Callable[..., str]) -> None:
+    one, two = create(), create()
+    datums = supervised(5, (9, 14, 6))
+    apply(backend, one, ForwardBackward(batch(datums), "cross_entropy"))
+    for datum in datums:
+        apply(backend, two, ForwardBackward(batch([datum]), "cross_entropy"))
+    assert relative_error(backend.gradients(two), backend.gradients(one)) < 1e-5
+    apply(backend, two, STEP)
+    assert backend.gradients(two) == {}
+
+
+def test_one_pass_over_two_adapters_equals_each_alone(backend: LoraTrainer, create: Callable[..., str]) -> None:
+    specs = (SPEC, LoraSpec(rank=8, seed=2, train_mlp=False))
+    ops = (GOOD, OTHER)
+    alone, shared = [create(spec) for spec in specs], [create(spec) for spec in specs]
+    wanted = [apply(backend, model, op) for model, op in zip(alone, ops, strict=True)]
+    found = backend.apply(dict(zip(shared, ops, strict=True)))
+    for i in range(2):
+        assert relative_error(backend.gradients(shared[i]), backend.gradients(alone[i])) < 1e-5
+        np.testing.assert_allclose(found[shared[i]].logprobs.values, wanted[i].logprobs.values, rtol=0, atol=1e-5)
+        assert found[shared[i]].metrics == pytest.approx(wanted[i].metrics, rel=1e-5)
+
+
+def test_an_op_alone_has_the_same_bits_whatever_else_was_run(
+    backend: LoraTrainer, create: Callable[..., str], tmp_path: Path
+) -> None:
+    first, second = create(), create()
+    apply(backend, first, GOOD)
+    backend.apply({create(): OTHER, create(LoraSpec(rank=2)): GOOD})
+    apply(backend, second, GOOD)
+    assert state(backend, first, tmp_path / "1") == state(backend, second, tmp_path / "2")
+
+
+def test_forward_only_changes_nothing(backend: LoraTrainer, create: Callable[..., str], tmp_path: Path) -> None:
+    model = create()
+    apply(backend, model, GOOD)
+    before = state(backend, model, tmp_path / "before")
+    only = apply(backend, model, replace(GOOD, forward_only=True))
+    assert isinstance(only, ForwardBackwardOutput)
+    assert state(backend, model, tmp_path / "after") == before
+
+
+@pytest.mark.parametrize("forward_only", [False, True])
+def test_a_failed_op_names_its_datum_and_leaves_the_state_bit_identical(
+    backend: LoraTrainer, create: Callable[..., str], tmp_path: Path, forward_only: bool
+) -> None:
+    model, spared = create(), create()
+    for one in (model, spared):
+        apply(backend, one, GOOD)
+    before = state(backend, model, tmp_path / "before")
+    bad = replace(spoiled(OTHER, datum=1), loss_fn="importance_sampling", forward_only=forward_only)
+    error = apply(backend, model, bad)
+    assert isinstance(error, UserOpError)
+    assert "datum 1" in str(error)
+    assert state(backend, model, tmp_path / "after") == before
+    for one in (model, spared):
+        apply(backend, one, OTHER)
+    assert state(backend, model, tmp_path / "model") == state(backend, spared, tmp_path / "spared")
+
+
+def test_a_finite_loss_with_an_endless_gradient_fails_too(backend: LoraTrainer, create: Callable[..., str]) -> None:
+    # ppo clips the loss of an overflowed ratio, but its derivative is 0 x inf.
+    datums = policy(2, (12,))
+    datums[0]["logprobs"][-1], datums[0]["advantages"][-1] = -1e4, 1.0
+    error = apply(backend, create(), ForwardBackward(batch(datums), "ppo"))
+    assert isinstance(error, UserOpError)
+    assert "datum 0" in str(error)
+
+
+def test_a_neighbour_of_a_failed_op_is_as_if_alone(backend: LoraTrainer, create: Callable[..., str]) -> None:
+    bad, neighbour, alone = create(), create(), create()
+    results = backend.apply({bad: replace(spoiled(OTHER, datum=0), loss_fn="importance_sampling"), neighbour: GOOD})
+    wanted = apply(backend, alone, GOOD)
+    assert isinstance(results[bad], UserOpError)
+    assert results[neighbour].metrics == pytest.approx(wanted.metrics, rel=1e-5)
+    assert relative_error(backend.gradients(neighbour), backend.gradients(alone)) < 1e-5
+    assert backend.gradients(bad) == {}
+
+
+def test_save_and_load_resume_bit_for_bit(backend: LoraTrainer, create: Callable[..., str], tmp_path: Path) -> None:
+    model, other = create(), create(replace(SPEC, seed=7))
+    saved = state(backend, model, tmp_path / "saved")
+    assert apply(backend, other, Load(tmp_path / "saved", optimizer=True)) == Done()
+    fresh = create(LoraSpec(rank=1), source=tmp_path / "saved", optimizer=True)
+    assert state(backend, other, tmp_path / "other") == state(backend, fresh, tmp_path / "fresh") == saved
+    for one in (model, other, fresh):
+        apply(backend, one, OTHER)
+        apply(backend, one, STEP)
+    ends = [state(backend, one, tmp_path / f"end-{one}") for one in (model, other, fresh)]
+    assert ends[0] == ends[1] == ends[2] != saved
+
+
+def test_loading_without_the_optimizer_resets_it(
+    backend: LoraTrainer, create: Callable[..., str], tmp_path: Path
+) -> None:
+    model = create()
+    (tmp_path / "saved").mkdir()
+    backend.save(model, tmp_path / "saved", optimizer=False)
+    assert not (tmp_path / "saved" / OPTIMIZER_FILE).exists()
+    apply(backend, model, GOOD)
+    apply(backend, model, Load(tmp_path / "saved", optimizer=False))
+    assert backend.gradients(model) == {}
+    fresh = create(source=tmp_path / "saved")
+    assert state(backend, model, tmp_path / "1") == state(backend, fresh, tmp_path / "2")
+
+
+@pytest.mark.parametrize("case", ["other rank", "other targets", "no optimizer", "damaged", "missing"])
+def test_a_checkpoint_that_does_not_fit_changes_nothing(
+    backend: LoraTrainer, create: Callable[..., str], tmp_path: Path, case: str
+) -> None:
+    spec = {"other rank": LoraSpec(rank=5), "other targets": LoraSpec(rank=4, train_mlp=False)}.get(case, SPEC)
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    backend.save(create(spec), folder, optimizer=case != "no optimizer")
+    if case in ("damaged", "missing"):
+        weights = folder / "adapter_model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-100]) if case == "damaged" else weights.unlink()
+    model = create()
+    apply(backend, model, GOOD)
+    before = state(backend, model, tmp_path / "before")
+    assert isinstance(apply(backend, model, Load(folder, optimizer=True)), UserOpError)
+    assert state(backend, model, tmp_path / "after") == before
+
+
+def test_a_step_without_gradients_is_a_step_on_zeros(
+    backend: LoraTrainer, create: Callable[..., str], tmp_path: Path
+) -> None:
+    dropped, empty, never = create(), create(), create()
+    apply(backend, dropped, GOOD)
+    assert apply(backend, dropped, DropGradients()) == Done()
+    apply(backend, empty, replace(GOOD, batch=batch([])))
+    before = state(backend, never, tmp_path / "before")
+    for model in (dropped, empty, never):
+        assert apply(backend, model, STEP).metrics == {"grad_norm": 0.0, "learning_rate": 1e-2}
+    ends = [state(backend, model, tmp_path / f"end-{model}") for model in (dropped, empty, never)]
+    assert ends[0] == ends[1] == ends[2] != before
+
+
+def test_the_norm_a_step_reports_is_from_before_clipping(backend: LoraTrainer, create: Callable[..., str]) -> None:
+    free, clipped = create(), create()
+    for model in (free, clipped):
+        apply(backend, model, GOOD)
+    norm = float(np.sqrt(sum((g.astype(np.float64) ** 2).sum() for g in backend.gradients(free).values())))
+    for model, limit in ((free, 0.0), (clipped, norm / 100)):
+        metrics = apply(backend, model, OptimStep(replace(STEP.params, grad_clip_norm=limit))).metrics
+        assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-5)
+
+
+def test_a_model_that_is_not_here_is_our_fault(backend: LoraTrainer) -> None:
+    backend.close("nobody")
+    for op in (GOOD, STEP, DropGradients()):
+        assert isinstance(apply(backend, "nobody", op), ServerOpError)
+
+
+def test_an_adapter_on_nothing_is_refused(backend: LoraTrainer) -> None:
+    spec = LoraSpec(rank=4, train_attn=False, train_mlp=False, train_unembed=False)
+    assert isinstance(apply(backend, "nothing", Create(spec)), UserOpError)

@@ -1,0 +1,100 @@
+"""Two DeepSpeed ranks (gloo) compute what one process of plain torch does, at ZeRO stages that split something."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from app.domain.ops import LoraSpec
+from app.settings import BaseModelSettings
+from tests.conformance import training_ranks
+from tests.models import tiny_qwen3
+from tests.parity.reference import relative_error
+from workers.training import factory
+from workers.training.base import Create
+from workers.training.trainer import LoraTrainer
+
+ROOT = Path(__file__).parents[2]
+DEADLINE_S = 240
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_qwen3(tmp_path_factory.mktemp("base"))
+
+
+@pytest.fixture(scope="module")
+def alone(base: Path) -> LoraTrainer:
+    torch.set_num_threads(1)
+    backend = factory.create(settings(base, backend="torch"))
+    backend.open()
+    return backend
+
+
+@pytest.fixture(scope="module")
+def wanted(alone: LoraTrainer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]:
+    return training_ranks.run(alone, tmp_path_factory.mktemp("alone") / "checkpoint")
+
+
+def settings(base: Path, **trainer: Any) -> BaseModelSettings:
+    trainer = {"micro_batch_tokens": 64, **trainer}
+    return BaseModelSettings(name="tiny", path=str(base), dtype="float32", trainer=trainer)
+
+
+def run_ranks(base: Path, folder: Path, stage: int, end: str) -> list[int]:
+    """Both ranks' exit codes."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    text = settings(base, backend="deepspeed", zero_stage=stage, ranks=2).model_dump_json()
+    command = [sys.executable, "-m", "tests.conformance.training_ranks", text, str(folder), end]
+    common = {**os.environ, "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    ranks = [
+        subprocess.Popen(command, cwd=ROOT, env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for rank in range(2)
+    ]
+    try:
+        return [rank.wait(DEADLINE_S) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_two_ranks_equal_one_process(
+    base: Path, alone: LoraTrainer, wanted: dict[str, np.ndarray], tmp_path: Path, stage: int
+) -> None:
+    assert run_ranks(base, tmp_path, stage, "stay") == [0, 0]
+    with np.load(tmp_path / "found.npz") as stored:
+        found = dict(stored)
+    assert found.keys() == wanted.keys()
+    first = {name: value for name, value in wanted.items() if name.startswith(("turn 0", "look 0", "grad 0"))}
+    assert relative_error({name: found[name] for name in first}, first) < 1e-5
+    # Adam divides a gradient by its own size, so rounding in tiny gradients grows with every step.
+    assert relative_error(found, wanted) < 1e-3
+    describe = json.loads((tmp_path / "describe.json").read_text())
+    assert (describe["trainer"], describe["zero_stage"], describe["ranks"]) == ("DeepSpeedEngine", stage, 2)
+    assert (describe["base_elements_held"] == 0) == (stage == 3)
+    check_checkpoint(alone, tmp_path / "checkpoint", found)
+
+
+def check_checkpoint(alone: LoraTrainer, folder: Path, found: dict[str, np.ndarray]) -> None:
+    """One process resumes what two ranks saved, sharded optimizer state included."""
+    alone.apply({"a": Create(LoraSpec(1), source=folder, optimizer=True)})
+    resumed = training_ranks.resume(alone, "a")
+    assert relative_error({name: found[name] for name in resumed}, resumed) < 1e-5
+
+
+def test_a_rank_ends_when_rank_0_is_gone(base: Path, tmp_path: Path) -> None:
+    leader, follower = run_ranks(base, tmp_path, 2, "vanish")
+    assert leader == 0
+    assert follower != 0

@@ -1,0 +1,87 @@
+"""What test_training_ranks.py runs: one scenario, here in one process or as `python -m` in each rank of a group."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from app.domain.ops import AdamParams, DropGradients, ForwardBackward, LoraSpec, OptimStep
+from app.domain.results import ForwardBackwardOutput
+from app.errors import UserOpError
+from app.settings import BaseModelSettings
+from tests.parity.datums import batch, policy, supervised
+from workers.training import factory
+from workers.training.base import Create, Load
+from workers.training.trainer import LoraTrainer
+
+STEP = OptimStep(AdamParams(learning_rate=1e-2, eps=1e-8, grad_clip_norm=5.0))
+SFT = ForwardBackward(batch(supervised(1, (9, 30, 4, 22, 17))), "cross_entropy")
+RL = ForwardBackward(batch(policy(2, (12, 25, 3))), "ppo")
+# One micro-batch for two ranks, so the second has to keep in step with nothing to do.
+SHORT = ForwardBackward(batch(supervised(3, (6,))), "cross_entropy")
+
+
+def run(backend: LoraTrainer, folder: Path) -> dict[str, np.ndarray]:
+    """Two adapters of different ranks and reach, through every kind of Op; what was computed, by name."""
+    found: dict[str, np.ndarray] = {}
+    backend.apply({"a": Create(LoraSpec(rank=4, seed=1)), "b": Create(LoraSpec(8, train_attn=False, train_mlp=False))})
+    for turn, ops in enumerate(({"a": SFT, "b": RL}, {"b": SFT, "a": SHORT}, {"b": SHORT})):
+        note(found, f"turn {turn}", backend.apply(ops))
+        note(found, f"look {turn}", backend.apply({"a": replace(SHORT, forward_only=True)}))
+        for model in ("a", "b"):
+            found |= {f"grad {turn} {model} {name}": g for name, g in backend.gradients(model).items()}
+        backend.apply({"a": STEP, "b": STEP} if turn < 2 else {"a": DropGradients()})
+    assert isinstance(backend.apply({"a": bad(), "b": SHORT})["a"], UserOpError)
+    folder.mkdir()
+    backend.save("a", folder, optimizer=True)
+    backend.apply({"c": Create(LoraSpec(1), source=folder, optimizer=True), "a": Load(folder, optimizer=True)})
+    backend.close("b")
+    return found | resume(backend, "a") | resume(backend, "c")
+
+
+def resume(backend: LoraTrainer, model: str) -> dict[str, np.ndarray]:
+    """The next step of a model and what it says then."""
+    found: dict[str, np.ndarray] = {}
+    backend.apply({model: SFT})
+    backend.apply({model: STEP})
+    note(found, f"resumed {model}", {"": backend.apply({model: replace(SFT, forward_only=True)})[model]})
+    return found
+
+
+def bad() -> ForwardBackward:
+    datums = policy(2, (12, 25, 3))
+    datums[1]["logprobs"][-1] = -1e4
+    return ForwardBackward(batch(datums), "importance_sampling")
+
+
+def note(found: dict[str, np.ndarray], name: str, results: Any) -> None:
+    for model, output in results.items():
+        assert isinstance(output, ForwardBackwardOutput), output
+        found[f"{name} {model} logprobs"] = output.logprobs.values
+        found |= {f"{name} {model} {metric}": np.array(value) for metric, value in output.metrics.items()}
+
+
+def main(settings: str, folder: str, vanish: str) -> None:
+    torch.set_num_threads(1)
+    backend = factory.create(BaseModelSettings.model_validate_json(settings))
+    backend.open()
+    if os.environ["RANK"] != "0":
+        backend.follow()
+        return
+    found = run(backend, Path(folder) / "checkpoint")
+    if vanish == "vanish":
+        os._exit(0)
+    (Path(folder) / "describe.json").write_text(json.dumps(backend.describe()))
+    np.savez(Path(folder) / "found.npz", **found)
+    backend.shutdown()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,48 @@
+"""Rules for every test: none is skipped, except those marked `gpu` where there is no GPU."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
+
+# Two cores are shared by servers, ranks and the test itself.
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+# Threads that wait must not spin: with two cores they spin away what the others wait for.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+_SKIPPED = "was skipped, and only tests marked `gpu` may be: "
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if any(Path("/dev").glob("nvidia[0-9]*")):
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="no GPU on this machine"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.skipped and not hasattr(report, "wasxfail") and not item.get_closest_marker("gpu"):
+        _fail(report)
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    report = yield
+    if report.skipped:
+        _fail(report)
+    return report
+
+
+def _fail(report: pytest.TestReport | pytest.CollectReport) -> None:
+    reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+    report.outcome = "failed"
+    report.longrepr = f"{report.nodeid} {_SKIPPED}{reason}"

@@ -1,0 +1,67 @@
+"""Tiny base models for tests: random weights, a real architecture, a tokenizer that needs no network.
+
+head_dim is 32 because vLLM's CPU attention refuses 16; the head is tied because the bundled real model's is.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+VOCAB_SIZE = 320
+EOS_TOKEN = "<|im_end|>"
+_SPECIAL = ("<|endoftext|>", "<|im_start|>", EOS_TOKEN)
+_CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def tiny_qwen3(folder: Path, seed: int = 0) -> Path:
+    """Save a random Qwen3 (fp32, vocab 320, 2 layers of width 64, tied head) and a byte-level tokenizer in `folder`."""
+    config = Qwen3Config(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        eos_token_id=_token_ids()[EOS_TOKEN],
+        pad_token_id=_token_ids()["<|endoftext|>"],
+        # The default 0.02 leaves the distribution almost flat, which would hide wrong logprobs.
+        initializer_range=0.1,
+        dtype="float32",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen3ForCausalLM(config)
+    model.save_pretrained(folder)
+    _tokenizer().save_pretrained(folder)
+    return folder
+
+
+def _token_ids() -> dict[str, int]:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    return {token: i for i, token in enumerate([*alphabet, *_SPECIAL])}
+
+
+def _tokenizer() -> PreTrainedTokenizerFast:
+    """One token a byte, then the special ones; ids 259..319 are never produced."""
+    core = Tokenizer(models.BPE(vocab=_token_ids(), merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        eos_token=EOS_TOKEN,
+        pad_token="<|endoftext|>",
+        additional_special_tokens=["<|im_start|>"],
+        model_max_length=512,
+    )
+    tokenizer.chat_template = _CHAT_TEMPLATE
+    return tokenizer

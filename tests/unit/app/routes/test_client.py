@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import pytest
+from tinker.types.client_config_response import ClientConfigResponse
+from tinker.types.client_dynamic_config_response import ClientDynamicConfigResponse
+from tinker.types.get_server_capabilities_response import GetServerCapabilitiesResponse
+
+from app.domain.records import Session, Worker, load
+from tests.unit.app.conftest import BASE, CONTEXT, Api
+
+
+def test_the_sdk_takes_the_config_and_its_sampling_limit_from_poll_capacity(api: Api) -> None:
+    config = ClientConfigResponse(**api.post("client/config", {"sdk_version": "0.38.0"}).json)
+    assert config.sample_max_concurrent_requests == api.services.settings.api.poll_capacity
+    assert not (config.pjwt_auth_enabled or config.proto_compress_fwdbwd or config.custom_loss_server_side)
+    assert not (config.sample_use_retrieve_futures or config.sample_join_sampling_session)
+    assert not ClientDynamicConfigResponse(**api.post("client/dynamic_config", {}).json).sample_cancel_enabled
+
+
+def test_telemetry_is_accepted_whatever_it_holds(api: Api) -> None:
+    assert api.post("telemetry", data=b"\xff not json").json == {"status": "accepted"}
+
+
+def test_a_session_beats_and_keeps_its_first_finish(api: Api) -> None:
+    session = api.session()
+
+    def stored() -> Session:
+        return load(Session, api.services.records.get("sessions", session))
+
+    before = stored()
+    assert api.post("session_heartbeat", {"session_id": session, "type": "session_heartbeat"}).status_code == 200
+    assert stored().last_seen > before.last_seen
+    for reason in ("errored", "success"):
+        body = {"reason": {"type": reason}, "detail": None}
+        assert api.post(f"sessions/{session}/finish", body).status_code == 200
+    assert stored().status == "errored"
+
+
+@pytest.mark.parametrize("path", ["session_heartbeat", "finish"])
+def test_another_ones_session_looks_missing(api: Api, stranger: Api, path: str) -> None:
+    def ask(who: Api, session: str) -> tuple[int, str]:
+        if path == "finish":
+            answer = who.post(f"sessions/{session}/finish", {"reason": {"type": "success"}})
+        else:
+            answer = who.post(path, {"session_id": session})
+        return answer.status_code, answer.text
+
+    session = api.session()
+    foreign = ask(stranger, session)
+    api.services.records.delete("sessions", session)
+    assert foreign == ask(api, session)
+    assert foreign[0] == 404
+
+
+def test_capabilities_and_readiness_follow_the_live_workers(api: Api) -> None:
+    entry = GetServerCapabilitiesResponse(**api.get("get_server_capabilities").json).supported_models[0]
+    assert (entry.model_name, entry.max_context_length, entry.trainable, entry.sampleable) == (
+        BASE,
+        CONTEXT,
+        True,
+        True,
+    )
+    api.services.records.delete(Worker.namespace, "sampler-0")
+    assert api.get("get_server_capabilities").json["supported_models"][0]["sampleable"] is False
+    answer = api.client.get("/readyz")
+    assert (answer.status_code, answer.json) == (503, {"ready": False, "missing": [f"sampler for {BASE}"]})

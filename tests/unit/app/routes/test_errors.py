@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+import pytest
+
+from tests.unit.app.conftest import API, KEY, Api
+
+DEEP = b"[" * 200_000
+
+
+@pytest.mark.parametrize(
+    ("path", "data", "content_type", "status"),
+    [
+        ("create_session", b"{not json", "application/json", 400),
+        ("create_session", b"\xff\xfe", "application/json", 400),
+        ("create_session", b"[]", "application/json", 422),
+        ("session_heartbeat", b'{"session_id": "s"}', "text/plain", 422),
+        ("optim_step", DEEP, "application/json", 400),
+        ("forward_backward", DEEP, "application/json", 400),
+        ("forward_backward", b"{not json", "application/json", 400),
+        ("forward_backward", b"[]", "application/json", 400),
+        ("forward_backward", b"\xff\xff", "application/x-protobuf", 400),
+        ("forward_backward", b"", "application/x-protobuf", 404),
+        ("forward_backward", b"x" * (2**20 + 1), "application/x-protobuf", 413),
+        ("optim_step", b"x" * (2**20 + 1), "application/json", 413),
+        ("no_such_route", b"{}", "application/json", 404),
+    ],
+)
+def test_a_body_that_cannot_be_served_is_a_4xx_that_says_why(
+    api: Api, path: str, data: bytes, content_type: str, status: int
+) -> None:
+    answer = api.post(path, data=data, content_type=content_type)
+    assert answer.status_code == status
+    assert set(answer.json) == {"detail", "error"}
+    assert answer.json["detail"]
+    assert api.services.oplog.pending() == []
+
+
+def test_a_wrong_method_is_a_json_405(api: Api) -> None:
+    answer = api.get("create_session")
+    assert (answer.status_code, set(answer.json)) == (405, {"detail", "error"})
+
+
+def test_an_unexpected_error_tells_the_log_and_not_the_client(
+    api: Api, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise ValueError("inner detail")
+
+    monkeypatch.setattr(type(api.services.sessions), "create", fail)
+    monkeypatch.setitem(api.client.application.config, "PROPAGATE_EXCEPTIONS", False)
+    answer = api.client.post(f"{API}/create_session", json={}, headers={"X-API-Key": KEY})
+    assert answer.status_code == 500
+    assert "inner detail" not in answer.text
+    assert "inner detail" in caplog.text

@@ -1,0 +1,184 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from app import ids
+from app.domain import codec, ops
+from app.domain.results import PROTOBUF, Result
+from app.domain.sampling import SampleRequest
+from tests.unit.app.conftest import BASE, CONTEXT, VOCAB, Api
+from tests.unit.app.routes.test_models import save_checkpoint
+
+
+def body(sampler: str, **changes: Any) -> dict[str, Any]:
+    """A request with every key the SDK sends."""
+    return {
+        "num_samples": 2,
+        "prompt": {"chunks": [{"tokens": [1, 2, 3], "type": "encoded_text"}]},
+        "sampling_params": {"max_tokens": 4, "stop": ["x"], "temperature": 1.0, "top_k": -1, "top_p": 1.0},
+        "sampling_session_id": sampler,
+        "seq_id": 0,
+        "prompt_logprobs": False,
+        "topk_prompt_logprobs": 0,
+        "topk_sample_logprobs": 0,
+        "prompt_alt_tokens_k": 0,
+        "record_stability_info": False,
+        "type": "sample",
+        **changes,
+    }
+
+
+def admitted(api: Api, request_id: str) -> SampleRequest:
+    entry = api.services.oplog.claim_sample(request_id, "node/test")
+    assert entry is not None
+    return codec.decode(entry.payload)
+
+
+def test_a_sample_is_admitted_with_an_id_for_each_sequence(api: Api) -> None:
+    sampler = api.sampler()
+    answer = api.post("asample", body(sampler))
+    request_id = f"{sampler}:0"
+    assert answer.json == {"request_id": request_id, "sample_sequence_ids": [f"{request_id}-0", f"{request_id}-1"]}
+    request = admitted(api, request_id)
+    assert request.prompt.dtype == np.int32
+    assert request.prompt.tolist() == [1, 2, 3]
+    assert (request.num_samples, request.max_tokens, request.stop_strings) == (2, 4, ("x",))
+    assert request.seed == ids.stable_seed(request_id)
+
+
+def test_a_retried_sample_returns_the_original_future(api: Api) -> None:
+    sampler = api.sampler()
+    first, again = api.post("asample", body(sampler)), api.post("asample", body(sampler))
+    assert first.json == again.json
+    assert len(api.services.oplog.pending()) == 1
+    assert api.post("asample", body(sampler, num_samples=3)).status_code == 400
+
+
+def test_a_samples_result_reaches_its_poll(api: Api) -> None:
+    request_id = api.post("asample", body(api.sampler())).json["request_id"]
+    assert api.services.oplog.finish_sample(request_id, Result(b"done", PROTOBUF))
+    answer = api.post("retrieve_future", {"request_id": request_id})
+    assert (answer.status_code, answer.data, answer.content_type) == (200, b"done", PROTOBUF)
+
+
+STOPS = {
+    "absent": (None, (), (), False),
+    "a string": ("ab", ("ab",), (), False),
+    "strings": (["a", "b"], ("a", "b"), (), False),
+    "tokens": ([1, 2], (), (1, 2), False),
+    "none at all": ([], (), (), True),
+}
+
+
+@pytest.mark.parametrize("case", STOPS)
+def test_every_form_of_stop_is_understood(api: Api, case: str) -> None:
+    stop, strings, tokens, ignore_eos = STOPS[case]
+    params = {"max_tokens": 4, **({} if stop is None else {"stop": stop})}
+    request_id = api.post("asample", body(api.sampler(), sampling_params=params)).json["request_id"]
+    request = admitted(api, request_id)
+    assert (request.stop_strings, request.stop_tokens, request.ignore_eos) == (strings, tokens, ignore_eos)
+
+
+@pytest.mark.parametrize("max_tokens", [None, CONTEXT * 10])
+def test_sampling_ends_with_the_context(api: Api, max_tokens: int | None) -> None:
+    params = {} if max_tokens is None else {"max_tokens": max_tokens}
+    request_id = api.post("asample", body(api.sampler(), sampling_params=params)).json["request_id"]
+    assert admitted(api, request_id).max_tokens == CONTEXT - 3
+
+
+def test_a_clients_seed_and_a_clones_seq_are_kept(api: Api) -> None:
+    sampler = api.sampler()
+    asked = body(sampler, seq_id=10**18, prompt_logprobs=True, sampling_params={"max_tokens": 1, "seed": 2**62})
+    assert api.post("asample", asked).status_code == 200
+    request = admitted(api, f"{sampler}:{10**18}")
+    assert (request.seed, request.prompt_logprobs) == (2**62, True)
+
+
+def prompt(tokens: list[Any]) -> dict[str, Any]:
+    return {"prompt": {"chunks": [{"tokens": tokens, "type": "encoded_text"}]}}
+
+
+BAD: dict[str, tuple[dict[str, Any], int, list[str]]] = {
+    "token too large": (prompt([1, VOCAB]), 400, ["position 1", str(VOCAB)]),
+    "token negative": (prompt([-1]), 400, ["position 0", "-1"]),
+    "token text": (prompt(["a"]), 400, ["tokens"]),
+    "no prompt": (prompt([]), 400, ["0 tokens"]),
+    "no room": (prompt([1] * CONTEXT), 400, [str(CONTEXT), str(CONTEXT - 1)]),
+    "an image": ({"prompt": {"chunks": [{"type": "image", "data": "", "format": "png"}]}}, 400, ["image"]),
+    "no samples": ({"num_samples": 0}, 400, ["num_samples 0"]),
+    "too many samples": ({"num_samples": 5000}, 400, ["5000", "1024"]),
+    "no tokens": ({"sampling_params": {"max_tokens": 0}}, 400, ["max_tokens 0"]),
+    "cold": ({"sampling_params": {"temperature": -0.1}}, 400, ["temperature -0.1"]),
+    "top_p 0": ({"sampling_params": {"top_p": 0.0}}, 400, ["top_p 0.0"]),
+    "top_p 2": ({"sampling_params": {"top_p": 2.0}}, 400, ["top_p 2.0"]),
+    "top_k 0": ({"sampling_params": {"top_k": 0}}, 400, ["top_k 0"]),
+    "mixed stops": ({"sampling_params": {"stop": ["a", 1]}}, 400, ["stop"]),
+    "empty stop": ({"sampling_params": {"stop": [""]}}, 400, ["stop"]),
+    "stop outside": ({"sampling_params": {"stop": [VOCAB]}}, 400, [str(VOCAB)]),
+    "negative seed": ({"sampling_params": {"seed": -1}}, 422, ["seed", "-1"]),
+    "top-k logprobs": ({"topk_prompt_logprobs": 5}, 400, ["topk_prompt_logprobs"]),
+    "no seq": ({"seq_id": None}, 422, ["seq_id"]),
+    "prompt no object": ({"prompt": 5}, 422, ["prompt"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_bad_sample_is_refused_by_name_and_nothing_is_enqueued(api: Api, case: str) -> None:
+    change, status, words = BAD[case]
+    sampler = api.sampler()
+    answer = api.post("asample", body(sampler, **change))
+    assert answer.status_code == status, answer.json
+    assert all(word in answer.json["detail"] for word in words), answer.json
+    assert api.services.oplog.pending() == []
+    assert api.post("asample", body(sampler)).status_code == 200
+
+
+def test_a_sampler_of_a_checkpoint_knows_its_base(api: Api) -> None:
+    path = save_checkpoint(api, api.model(), "sampler_weights")
+    asked = {"session_id": api.session(), "sampling_session_seq_id": 4, "model_path": path}
+    sampler = api.post("create_sampling_session", asked).json["sampling_session_id"]
+    assert sampler == f"{asked['session_id']}:sample:4"
+    expected = {"sampler_id": sampler, "base_model": BASE, "model_path": path}
+    assert api.get(f"samplers/{sampler}").json == expected
+    assert api.services.records.get("samplers", sampler)["prefix"] == '"checkpoints/x"'
+    assert api.post("create_sampling_session", asked).json == {"sampling_session_id": sampler}
+    other = api.post("create_sampling_session", {**asked, "model_path": None, "base_model": BASE})
+    assert other.status_code == 400
+
+
+BAD_SESSIONS = {
+    "nothing to sample": ({}, 400),
+    "unknown base": ({"base_model": "org/else"}, 400),
+    "no checkpoint": ({"model_path": "tinker://s:train:0/sampler_weights/a"}, 404),
+    "no path": ({"model_path": "tinker://../../etc"}, 400),
+}
+
+
+@pytest.mark.parametrize("case", BAD_SESSIONS)
+def test_a_sampler_of_nothing_is_refused(api: Api, case: str) -> None:
+    change, status = BAD_SESSIONS[case]
+    asked = {"session_id": api.session(), "sampling_session_seq_id": 0, **change}
+    assert api.post("create_sampling_session", asked).status_code == status
+
+
+def test_another_ones_sampler_looks_missing(api: Api, stranger: Api) -> None:
+    sampler = api.sampler()
+    foreign = stranger.post("asample", body(sampler)), stranger.get(f"samplers/{sampler}")
+    api.services.records.delete("samplers", sampler)
+    missing = api.post("asample", body(sampler)), api.get(f"samplers/{sampler}")
+    assert [(a.status_code, a.data) for a in foreign] == [(a.status_code, a.data) for a in missing]
+    assert {a.status_code for a in foreign} == {404}
+
+
+def test_an_ephemeral_save_names_the_sampling_session_to_come(api: Api) -> None:
+    session = api.session()
+    model = api.model(session)
+    asked = {"model_id": model, "seq_id": 1, "sampling_session_seq_id": 2, "kind": "snapshot"}
+    assert api.post("save_weights_for_sampler", asked).status_code == 200
+    entry = api.services.oplog.entry(model, 1)
+    assert codec.decode(entry.payload) == ops.SaveWeights(
+        "sampler_weights", "ephemeral-1", sampling_session_id=f"{session}:sample:2"
+    )

@@ -1,0 +1,52 @@
+"""Where the bell rings, and that a broker that is away keeps nobody from admitting work."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from app import create_app
+from app.routes.context import EXTENSION
+from app.settings import Settings
+from app.stores.redis.client import connect
+from tests.servers import free_port
+from tests.unit.app.conftest import BASE, Api, batch
+
+
+def messages(api: Api, queue: str) -> list[dict[str, Any]]:
+    """The headers of what waits in a queue, oldest first."""
+    with connect(api.services.settings.broker_url) as client:
+        return [json.loads(raw)["headers"] for raw in reversed(client.lrange(queue, 0, -1))]
+
+
+def test_one_named_task_a_future_without_its_payload(api: Api) -> None:
+    model = api.model()
+    for _ in range(2):
+        api.forward_backward(batch(model, 1))
+    rung = [m for m in messages(api, f"train.{BASE}@node") if m["id"] == f"{model}:1"]
+    assert [(m["task"], m["argsrepr"], model in m["kwargsrepr"]) for m in rung] == [
+        ("tinsmith.forward_backward", "()", True)
+    ]
+
+
+def test_the_bell_rings_on_the_shared_queue_until_a_node_owns_the_model(api: Api) -> None:
+    model = api.model()
+    assert [m["id"] for m in messages(api, f"train.{BASE}")] == [f"{model}:0"]
+    api.post("optim_step", {"model_id": model, "seq_id": 1})
+    assert [m["id"] for m in messages(api, f"train.{BASE}@node")] == [f"{model}:1"]
+    assert len(messages(api, f"train.{BASE}")) == 1
+
+
+def test_a_sample_rings_on_its_bases_queue(api: Api) -> None:
+    prompt = {"chunks": [{"tokens": [1], "type": "encoded_text"}]}
+    answer = api.post("asample", {"sampling_session_id": api.sampler(), "seq_id": 0, "prompt": prompt})
+    assert [m["id"] for m in messages(api, f"sample.{BASE}")] == [answer.json["request_id"]]
+
+
+def test_a_broker_that_is_away_keeps_nobody_from_admitting(api: Api, settings: Settings) -> None:
+    model = api.model()
+    redis_settings = settings.redis.model_copy(update={"broker_url": f"redis://127.0.0.1:{free_port()}/1"})
+    app = create_app(settings.model_copy(update={"redis": redis_settings}))
+    deaf = Api(app.test_client(), app.extensions[EXTENSION])
+    assert deaf.forward_backward(batch(model, 1)).status_code == 200
+    assert [waiting.seq for waiting in api.services.oplog.pending()] == [1]

@@ -1,0 +1,63 @@
+"""How long a poll is held, by how many are held already."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from app.domain.results import Result
+from app.services.polls import PollService
+from app.settings import ApiSettings
+from app.stores.interfaces import Future
+
+
+class PendingOpLog:
+    def future(self, request_id: str, owner: str) -> Future:
+        return Future(request_id, "sample", "m", "pending", None)
+
+
+class RecordingWaiter:
+    """Holds every poll until released, and keeps the hold it was given."""
+
+    def __init__(self) -> None:
+        self.holds: list[float] = []
+        self.release = threading.Event()
+        self.arrived = threading.Semaphore(0)
+
+    def wait(self, request_id: str, timeout_s: float, check: Callable[[], bool]) -> None:
+        self.holds.append(timeout_s)
+        self.arrived.release()
+        assert self.release.wait(30)
+
+
+@pytest.fixture
+def waiter() -> RecordingWaiter:
+    return RecordingWaiter()
+
+
+def test_above_capacity_holds_get_shorter_and_half_the_spare_threads_stay_free(waiter: RecordingWaiter) -> None:
+    polls = PollService(PendingOpLog(), waiter, ApiSettings(poll_capacity=3, spare_threads=8, poll_hold_s=30))
+    threads = [threading.Thread(target=polls.wait, args=(f"m:{i}", "me"), daemon=True) for i in range(7)]
+    for thread in threads:
+        thread.start()
+        assert waiter.arrived.acquire(timeout=30)
+    assert waiter.holds == [30.0] * 3 + [1.0] * 4
+    assert polls.wait("m:8", "me").result is None, "answered at once, not refused"
+    assert len(waiter.holds) == 7
+    waiter.release.set()
+    for thread in threads:
+        thread.join(30)
+    polls.wait("m:9", "me")
+    assert waiter.holds[-1] == 30.0, "room is given back"
+
+
+def test_a_finished_future_is_answered_without_waiting(waiter: RecordingWaiter) -> None:
+    class DoneOpLog:
+        def future(self, request_id: str, owner: str) -> Future:
+            return Future(request_id, "sample", "m", "done", Result(b"x"))
+
+    future = PollService(DoneOpLog(), waiter, ApiSettings()).wait("m:1", "me")
+    assert future.result == Result(b"x")
+    assert waiter.holds == []

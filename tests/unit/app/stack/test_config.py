@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from app.errors import SetupError
+from app.settings import hash_key
+from app.stack.config import Options, for_every_base_model, resolve
+
+TOML = """
+data_dir = "/srv/tinsmith"
+[api]
+host = "0.0.0.0"
+port = 9000
+[redis]
+url = "redis://file:6379/0"
+broker_url = "redis://file:6379/5"
+[[base_models]]
+name = "small"
+path = "/models/small"
+max_rank = 8
+[base_models.trainer]
+zero_stage = 3
+[base_models.sampler]
+max_batch = 4
+"""
+
+
+@pytest.fixture
+def file(tmp_path) -> Path:
+    path = tmp_path / "tinsmith.toml"
+    path.write_text(TOML)
+    return path
+
+
+def test_without_options_the_file_holds(file):
+    settings = resolve(Options(config=file), {})
+    assert (settings.api.host, settings.api.port, settings.data_dir) == ("0.0.0.0", 9000, Path("/srv/tinsmith"))
+    assert settings.broker_url == "redis://file:6379/5"
+
+
+def test_options_override_the_file_and_leave_the_rest_of_it(file):
+    options = Options(
+        config=file, port=0, data_dir=Path("/data"), base_models=(("small", "/other"), ("new", "org/new"))
+    )
+    settings = resolve(options, {})
+    assert (settings.api.host, settings.api.port, settings.data_dir) == ("0.0.0.0", 0, Path("/data"))
+    assert [(base.name, base.path, base.max_rank) for base in settings.base_models] == [
+        ("small", "/other", 8),
+        ("new", "org/new", 64),
+    ]
+
+
+def test_options_override_the_environment_which_overrides_the_file(file):
+    environ = {"TINSMITH_REDIS_URL": "redis://environment:6379/0", "TINSMITH_BROKER_URL": "redis://environment:6379/1"}
+    assert resolve(Options(config=file), environ).redis.url == "redis://environment:6379/0"
+    settings = resolve(Options(config=file, redis="redis://option:6379/0"), environ)
+    assert (settings.redis.url, settings.broker_url) == ("redis://option:6379/0", "redis://option:6379/1")
+
+
+def test_worker_options_hold_for_every_base_model(file):
+    options = Options(config=file, base_models=(("new", "org/new"),), trainer="torch", trainers=2, sampler="vllm")
+    settings = for_every_base_model(resolve(options, {}), options)
+    assert [(b.trainer.backend, b.trainer.count, b.sampler.backend) for b in settings.base_models] == [
+        ("torch", 2, "vllm")
+    ] * 2
+    assert [b.trainer.zero_stage for b in settings.base_models] == [3, 2]
+    assert settings.base_models[0].sampler.max_batch == 4
+
+
+def test_the_given_key_is_the_only_one_and_kept_as_a_digest():
+    settings = resolve(Options(api_key="tml-0123456789"), {"TINSMITH_API_KEY": "tml-from-the-environment"})
+    assert settings.api_keys == (hash_key("tml-0123456789"),)
+
+
+@pytest.mark.parametrize("key", ["sk-0123456789", "tml-", "tml-short"])
+def test_a_key_the_sdk_would_refuse_is_refused_without_repeating_it(key):
+    with pytest.raises(SetupError, match="--api-key must start with 'tml-'") as caught:
+        resolve(Options(api_key=key), {})
+    assert key not in str(caught.value).split()
+
+
+def test_an_unknown_key_in_the_file_is_named(tmp_path):
+    path = tmp_path / "tinsmith.toml"
+    path.write_text("[api]\nprot = 1\n")
+    with pytest.raises(SetupError, match=r"tinsmith.toml: api.prot"):
+        resolve(Options(config=path), {})

@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from app.stack.supervisor import RestartPolicy
+from tests.unit.app.stack.running import alive, eventually, numbers, start
+
+NOTE_PID = "import os, sys, time; open(sys.argv[1], 'a').write(f'{os.getpid()}\\n');"
+SLEEP = NOTE_PID + "time.sleep(600)"
+DIE_ONCE = NOTE_PID + "sys.exit(1) if len(open(sys.argv[1]).readlines()) == 1 else time.sleep(600)"
+IGNORE_SIGTERM = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN);" + SLEEP
+PARENT = f"""
+import subprocess, sys
+for new_session in (False, True):
+    subprocess.Popen([sys.executable, "-c", {SLEEP!r}, sys.argv[1]], start_new_session=new_session)
+"""
+
+
+@contextmanager
+def supervised(tmp_path: Path, *programs: tuple[str, ...]) -> Iterator[subprocess.Popen[str]]:
+    process = start("supervise", str(tmp_path), json.dumps(programs))
+    try:
+        yield process
+    finally:
+        process.terminate()
+        process.communicate()
+
+
+def stop(process: subprocess.Popen[str]) -> int:
+    process.send_signal(signal.SIGTERM)
+    return process.wait(30)
+
+
+def test_a_dead_child_is_started_again(tmp_path):
+    pids = tmp_path / "pids"
+    with supervised(tmp_path, ("worker", DIE_ONCE, str(pids))) as process:
+        assert eventually(lambda: len(numbers(pids)) == 2)
+        first, second = numbers(pids)
+        assert first != second and alive(second)
+        assert stop(process) == 0
+
+
+def test_a_killed_child_is_started_again(tmp_path):
+    pids = tmp_path / "pids"
+    with supervised(tmp_path, ("worker", SLEEP, str(pids))):
+        assert eventually(lambda: len(numbers(pids)) == 1)
+        subprocess.run(["kill", "-9", str(numbers(pids)[0])], check=True)
+        assert eventually(lambda: len(numbers(pids)) == 2)
+
+
+def test_a_child_that_keeps_dying_ends_the_stack_with_the_end_of_its_log(tmp_path):
+    with supervised(tmp_path, ("worker", "import sys; sys.exit('out of luck')")) as process:
+        output, _ = process.communicate(timeout=60)
+    assert process.returncode == 3
+    assert "TinsmithError: worker ended with code 1, 3 times in a row" in output
+    assert output.rstrip().endswith("out of luck")
+
+
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        ("noise\nno such model: give another", "no such model: give another"),
+        ("noise\nworker: no such model:\ngive another", "worker: no such model: give another"),
+    ],
+)
+def test_a_child_with_a_setup_error_ends_the_stack_with_what_it_said_in_one_line(tmp_path, said, shown):
+    with supervised(tmp_path, ("worker", f"import sys; print({said!r}); sys.exit(2)")) as process:
+        output, _ = process.communicate(timeout=60)
+    assert output.splitlines()[1:] == [f"SetupError: {shown}"]
+    assert process.returncode == 3
+
+
+def test_stopping_ends_children_of_children_even_in_sessions_of_their_own(tmp_path):
+    pids = tmp_path / "pids"
+    with supervised(tmp_path, ("worker", PARENT + SLEEP, str(pids))) as process:
+        assert eventually(lambda: len(numbers(pids)) == 3)
+        assert stop(process) == 0
+        assert not any(alive(pid) for pid in numbers(pids))
+
+
+def test_what_a_dead_child_leaves_behind_is_ended_before_it_starts_again(tmp_path):
+    leftovers, pids = tmp_path / "leftovers", tmp_path / "pids"
+    die_once = f"sys.argv[1] = {str(pids)!r};" + DIE_ONCE
+    wait_for_both = f"\nwhile open({str(leftovers)!r}, 'a+').tell() == 0: pass\n"
+    with supervised(tmp_path, ("worker", PARENT + wait_for_both + die_once, str(leftovers))):
+        assert eventually(lambda: len(numbers(pids)) == 2 and len(numbers(leftovers)) >= 3)
+        second = numbers(pids)[1]
+        living = [pid for pid in numbers(leftovers) if alive(pid)]
+        assert alive(second) and len(living) <= 2
+
+
+def test_a_child_that_ignores_sigterm_is_killed(tmp_path):
+    pids = tmp_path / "pids"
+    with supervised(tmp_path, ("worker", IGNORE_SIGTERM, str(pids))) as process:
+        assert eventually(lambda: len(numbers(pids)) == 1)
+        assert stop(process) == 0
+        assert not alive(numbers(pids)[0])
+
+
+def test_children_end_when_the_supervisor_is_killed(tmp_path):
+    pids = tmp_path / "pids"
+    with supervised(tmp_path, ("worker", SLEEP, str(pids))) as process:
+        assert eventually(lambda: len(numbers(pids)) == 1)
+        process.kill()
+        assert eventually(lambda: not alive(numbers(pids)[0]))
+
+
+@pytest.mark.parametrize(("failures", "delay_s"), [(1, 0.5), (2, 1.0), (4, 4.0), (9, 10.0)])
+def test_the_pause_before_a_restart_doubles_up_to_a_limit(failures, delay_s):
+    assert RestartPolicy().delay_s(failures) == delay_s

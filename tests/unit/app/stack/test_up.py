@@ -1,0 +1,171 @@
+"""`tinsmith up` with the processes replaced by one small web server; settings, Valkey and supervision are real."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import stat
+import subprocess
+import tomllib
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+import redis
+
+from app import settings as settings_module
+from app.domain.records import Worker
+from app.settings import Settings, hash_key
+from app.stack import processes
+from app.stack.config import Options, resolve
+from app.stack.folder import DataFolder
+from app.stack.up import Plan, prepare
+from app.stores.redis.records import RedisRecords
+from tests.unit.app.stack.running import alive, start
+
+
+@pytest.fixture
+def model(tmp_path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+def plan(data_dir: Path, model: Path, **options) -> Plan:
+    given = Options(data_dir=data_dir, port=0, base_models=(("small", str(model)),), **options)
+    with closing(DataFolder(data_dir)) as folder:
+        return prepare(resolve(given, {}), given, folder)
+
+
+@contextmanager
+def stack(data_dir: Path, model: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A running `tinsmith up` and the first line it prints."""
+    process = start("up", "--port", "0", "--data-dir", str(data_dir), "--base-model", f"small={model}")
+    try:
+        yield process, process.stdout.readline()
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def state_server(data_dir: Path) -> redis.Redis:
+    return redis.Redis.from_url(written(data_dir).redis.url)
+
+
+def written(data_dir: Path) -> Settings:
+    return settings_module.load(data_dir / "run" / "settings.toml", {})
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_every_process_reads_the_settings_that_were_resolved(tmp_path, model):
+    made = plan(tmp_path / "data", model, zero_stage=1)
+    assert settings_module.load(made.settings_file, {}) == made.settings
+    assert made.settings.base_models[0].trainer.zero_stage == 1
+    assert made.settings.api.port > 0
+    assert made.settings.data_dir.is_absolute()
+
+
+def test_files_that_hold_secrets_are_readable_by_their_owner_only(tmp_path, model):
+    made = plan(tmp_path / "data", model)
+    for name in ("api-key", "url-secret", "valkey-password", "run/settings.toml", "run/valkey.conf"):
+        assert mode(tmp_path / "data" / name) == 0o600
+    password = (tmp_path / "data" / "valkey-password").read_text().strip()
+    assert password not in " ".join(made.store.argv)
+
+
+def test_keys_and_secrets_survive_a_restart(tmp_path, model):
+    first, second = (plan(tmp_path / "data", model).settings for _ in range(2))
+    assert (first.api_keys, first.url_secret) == (second.api_keys, second.url_secret)
+    key = (tmp_path / "data" / "api-key").read_text().strip()
+    assert key.startswith("tml-") and first.api_keys == (hash_key(key),)
+
+
+def test_a_given_key_leaves_no_key_file(tmp_path, model):
+    assert plan(tmp_path / "data", model, api_key="tml-0123456789").settings.api_keys == (hash_key("tml-0123456789"),)
+    assert not (tmp_path / "data" / "api-key").exists()
+
+
+def test_an_outside_redis_starts_no_embedded_one(tmp_path, model):
+    with stack(tmp_path / "first", model):
+        url = written(tmp_path / "first").redis.url
+        made = plan(tmp_path / "data", model, redis=url)
+    assert made.store is None and made.settings.redis.url == url
+
+
+def test_the_embedded_server_loses_nothing_and_asks_for_a_password(tmp_path, model):
+    with stack(tmp_path / "data", model), state_server(tmp_path / "data") as client:
+        wanted = {"appendonly": "yes", "appendfsync": "always", "maxmemory-policy": "noeviction", "save": ""}
+        assert client.config_get(*wanted) == wanted
+        port = client.connection_pool.connection_kwargs["port"]
+        with pytest.raises(redis.AuthenticationError):
+            redis.Redis(port=port).ping()
+
+
+def test_ready_is_one_line_and_a_signal_ends_everything_with_0(tmp_path, model):
+    with stack(tmp_path / "data", model) as (process, line):
+        assert line == f"ready {written(tmp_path / 'data').public_url}\n"
+        with state_server(tmp_path / "data") as client:
+            server = client.info("server")["process_id"]
+        process.send_signal(signal.SIGINT)
+        rest, _ = process.communicate(timeout=30)
+        assert (process.returncode, rest) == (0, "")
+        assert not alive(server)
+
+
+def test_state_is_there_again_after_a_stop_and_after_a_kill(tmp_path, model):
+    for round_, ending in enumerate((signal.SIGTERM, signal.SIGKILL, signal.SIGTERM)):
+        with stack(tmp_path / "data", model) as (process, _):
+            with state_server(tmp_path / "data") as client:
+                assert client.incr("rounds") == round_ + 1
+            process.send_signal(ending)
+            process.wait(30)
+
+
+def test_a_killed_workers_record_does_not_make_the_next_stack_look_ready(tmp_path, model):
+    with stack(tmp_path / "data", model), state_server(tmp_path / "data") as client:
+        for host in (socket.gethostname(), "elsewhere"):
+            RedisRecords(client).put(Worker.namespace, f"trainer-0@{host}", {"role": "trainer"}, ttl_s=600)
+    with stack(tmp_path / "data", model), state_server(tmp_path / "data") as client:
+        assert [node for node, _ in RedisRecords(client).list(Worker.namespace)] == ["trainer-0@elsewhere"]
+
+
+def test_a_second_stack_on_the_same_folder_exits_with_2_and_one_line(tmp_path, model):
+    with stack(tmp_path / "data", model) as (first, _):
+        second = start("up", "--port", "0", "--data-dir", str(tmp_path / "data"), "--base-model", f"small={model}")
+        _, said = second.communicate(timeout=30)
+    assert second.returncode == 2
+    assert said == (
+        f"tinsmith: another stack uses the data folder {tmp_path / 'data'} (process {first.pid}); stop it, or choose "
+        "another folder with --data-dir\n"
+    )
+
+
+def test_the_table_starts_each_worker_once_under_a_name_of_its_own(tmp_path):
+    toml = tomllib.loads(
+        """
+        [[base_models]]
+        name = "a"
+        path = "org/a"
+        trainer.count = 2
+        [[base_models]]
+        name = "b"
+        path = "org/b"
+        """
+    )
+    commands = list(processes.table(settings_module.parse(toml, "test"), tmp_path / "settings.toml"))
+    workers = [(command.name, command.argv[command.argv.index("--base") + 1]) for command in commands[1:]]
+    assert commands[0].name == "api"
+    assert workers == [
+        ("trainer-0", "a"),
+        ("trainer-1", "a"),
+        ("trainer-2", "b"),
+        ("sampler-0", "a"),
+        ("sampler-1", "b"),
+    ]
+    assert all(command.environ["TINSMITH_SETTINGS"] == os.fspath(tmp_path / "settings.toml") for command in commands)

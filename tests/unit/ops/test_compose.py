@@ -1,0 +1,158 @@
+from __future__ import annotations
+
+import importlib.util
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from app import settings
+from app.doorbell import sample_queue, train_queue
+from tests.unit.ops.compose import COMPOSE, GPU_OVERRIDE, ROOT, SECRETS, VALUES, interpolate, load, validate
+
+SERVICES: dict[str, dict[str, Any]] = load(COMPOSE)["services"]
+TOML = ROOT / "ops" / "docker" / "tinsmith.toml"
+MODULES = ("gunicorn", "celery")
+
+
+@pytest.mark.parametrize("path", [COMPOSE, GPU_OVERRIDE], ids=lambda path: path.name)
+def test_the_file_meets_the_compose_specification(path: Path):
+    validate(interpolate(path.read_text(), VALUES))
+
+
+@pytest.mark.parametrize(
+    ("good", "bad"),
+    [
+        ("read_only: true", "read_onyl: true"),
+        ("condition: service_healthy", "condition: service_well"),
+        ("cap_drop: [ALL]", "cap_drop: ALL"),
+        ("interval: 10s", "interval: soon"),
+    ],
+)
+def test_a_broken_file_is_caught_by_the_same_check(good: str, bad: str):
+    text = interpolate(COMPOSE.read_text(), VALUES)
+    assert good in text
+    with pytest.raises(ValueError, match=r"\w"):
+        validate(text.replace(good, bad))
+
+
+def test_every_promised_service_is_there():
+    assert {"redis", "minio", "api", "trainer", "sampler", "flower"} <= SERVICES.keys()
+
+
+@pytest.mark.parametrize("name", sorted(VALUES))
+def test_a_missing_or_empty_secret_stops_the_start_with_a_message(name: str):
+    for values in ({**VALUES, name: ""}, {key: value for key, value in VALUES.items() if key != name}):
+        with pytest.raises(KeyError, match=rf"{name}: \w+"):
+            interpolate(COMPOSE.read_text(), values)
+
+
+def test_no_secret_is_written_in_a_file():
+    """Whatever is named like a secret comes from a variable that has no default."""
+    raw = yaml.safe_load(COMPOSE.read_text())["services"]
+    for service in raw.values():
+        for key, value in service.get("environment", {}).items():
+            if re.search("PASSWORD|KEY|AUTH|SECRET|USER|URL", key):
+                assert re.search(r"\$\{\w+:\?[^}]+\}", value), key
+    assert not re.search("pass|secret|key", TOML.read_text().lower().replace("secrets come from", ""))
+
+
+@pytest.mark.parametrize("name", sorted(SERVICES))
+def test_only_the_api_is_published_on_all_interfaces(name: str):
+    for port in SERVICES[name].get("ports", []):
+        assert name == "api" or port.startswith("127.0.0.1:")
+
+
+def test_redis_is_not_published_at_all():
+    assert "ports" not in SERVICES["redis"]
+
+
+@pytest.mark.parametrize("name", sorted(SERVICES))
+def test_every_image_is_pinned_to_a_version(name: str):
+    tag = SERVICES[name]["image"].rpartition(":")[2]
+    assert re.match(r"v?\d+\.\d+\.\d+|RELEASE\.\d{4}-\d\d-\d\dT", tag)
+
+
+@pytest.mark.parametrize("name", sorted(SERVICES))
+def test_every_service_can_be_asked_for_its_health(name: str):
+    assert SERVICES[name]["healthcheck"]["test"][0] in ("CMD", "CMD-SHELL")
+
+
+@pytest.mark.parametrize("name", ["api", "trainer", "sampler", "flower"])
+def test_our_services_wait_for_healthy_stores_and_run_without_privileges(name: str):
+    service = SERVICES[name]
+    assert service["depends_on"] == {store: {"condition": "service_healthy"} for store in ("redis", "minio")}
+    assert service["read_only"]
+    assert service["cap_drop"] == ["ALL"]
+    assert service["security_opt"] == ["no-new-privileges:true"]
+
+
+@pytest.mark.parametrize("name", sorted(SERVICES))
+def test_every_file_that_is_mounted_or_built_from_exists(name: str):
+    service = SERVICES[name]
+    sources = [volume.split(":")[0] for volume in service.get("volumes", [])]
+    if "build" in service:
+        sources.append(f"./{service['build']['dockerfile']}")
+    for source in sources:
+        assert not source.startswith(".") or (ROOT / source).is_file(), source
+
+
+def test_every_named_volume_is_declared_and_used():
+    mounted = [volume.split(":")[0] for service in SERVICES.values() for volume in service.get("volumes", [])]
+    assert {name for name in mounted if name[0] not in "./"} == load(COMPOSE)["volumes"].keys()
+
+
+@pytest.mark.parametrize("name", ["api", "trainer", "sampler", "flower"])
+def test_every_command_names_modules_that_exist(name: str):
+    command = SERVICES[name]["command"]
+    assert command[:2] == ["python", "-m"]
+    assert command[2] in MODULES
+    assert importlib.util.find_spec(command[2])
+    named = [match[1] for word in command if (match := re.match(r"(?:python:)?((?:app|workers)\.\w+)", word))]
+    assert named
+    for module in named:
+        assert (ROOT / f"{module.replace('.', '/')}.py").is_file(), module
+
+
+def test_the_workers_read_the_queues_that_the_api_rings():
+    base = tomllib.loads(TOML.read_text())["base_models"][0]["name"]
+    assert _after("-Q", "trainer") == train_queue(base)
+    assert _after("-Q", "sampler") == sample_queue(base)
+    assert (_after("-P", "trainer"), _after("-P", "sampler")) == ("solo", "threads")
+
+
+def test_the_settings_are_valid_with_the_environment_of_each_service():
+    for name in ("api", "trainer", "sampler", "flower"):
+        environment = SERVICES[name]["environment"]
+        loaded = settings.load(TOML, environment)
+        assert loaded.redis.url == f"redis://:{SECRETS['REDIS_PASSWORD']}@redis:6379/0"
+        assert (loaded.store.access_key, loaded.store.secret_key) == ("minio-user", "hush2")
+        assert environment["TINSMITH_SETTINGS"] == "/etc/tinsmith/tinsmith.toml"
+        assert "./ops/docker/tinsmith.toml:/etc/tinsmith/tinsmith.toml:ro" in SERVICES[name]["volumes"]
+    assert settings.load(TOML, SERVICES["api"]["environment"]).api_keys == (settings.hash_key("tml-hush3"),)
+
+
+@pytest.mark.parametrize("name", ["trainer", "sampler"])
+def test_health_and_prometheus_ask_the_port_the_worker_serves_metrics_on(name: str):
+    base = settings.load(TOML, {}).base_models[0]
+    port = getattr(base, name).metrics_port
+    assert f":{port}/metrics" in SERVICES[name]["healthcheck"]["test"][-1]
+    scraped = yaml.safe_load((ROOT / "ops" / "prometheus" / "prometheus.yml").read_text())["scrape_configs"]
+    assert [f"{name}:{port}"] in [job["static_configs"][0]["targets"] for job in scraped]
+
+
+def test_the_gpu_override_reserves_a_gpu_for_each_worker():
+    override = load(GPU_OVERRIDE)["services"]
+    assert override.keys() == {"trainer", "sampler"}
+    for service in override.values():
+        (device,) = service["deploy"]["resources"]["reservations"]["devices"]
+        assert (device["driver"], device["capabilities"]) == ("nvidia", ["gpu"])
+
+
+def _after(option: str, service: str) -> str:
+    command = SERVICES[service]["command"]
+    found: str = command[command.index(option) + 1]
+    return found

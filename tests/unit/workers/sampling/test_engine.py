@@ -1,0 +1,121 @@
+"""The engine's promises about failure and size; what it computes is held by tests/conformance."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+
+from app.domain.sampling import SampleRequest
+from app.errors import ServerOpError
+from app.settings import BaseModelSettings, SamplerSettings
+from tests.models import tiny_qwen3
+from workers.sampling.transformers_backend import TransformersSampler
+
+POISON = 200
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_qwen3(tmp_path_factory.mktemp("base"))
+
+
+@pytest.fixture
+def sampler(folder):
+    settings = BaseModelSettings(
+        name="tiny", path=str(folder), dtype="float32", sampler=SamplerSettings(max_batch=8, backend="transformers")
+    )
+    backend = TransformersSampler(settings)
+    backend.open()
+    yield backend
+    backend.close()
+
+
+def ask(*prompt: int, **fields) -> SampleRequest:
+    fields = {"num_samples": 1, "max_tokens": 6, "seed": 3, "ignore_eos": True, **fields}
+    return SampleRequest(prompt=np.array(prompt, np.int32), **fields)
+
+
+def on_forward(sampler: TransformersSampler, check) -> None:
+    """Call `check(input_ids)` before every forward pass of the sampler's own model."""
+    sampler._base.model.register_forward_pre_hook(lambda _m, _a, given: check(given["input_ids"]), with_kwargs=True)
+
+
+def refuse_poison(input_ids: torch.Tensor) -> None:
+    if input_ids.shape[1] > 1 and (input_ids == POISON).any():
+        raise RuntimeError("out of memory")
+
+
+def test_a_prompt_that_cannot_run_fails_alone_though_it_shares_a_pass(sampler):
+    on_forward(sampler, refuse_poison)
+    with ThreadPoolExecutor(12) as pool:
+        bad = [pool.submit(sampler.sample, None, ask(1, POISON, num_samples=20)) for _ in range(4)]
+        good = [pool.submit(sampler.sample, None, ask(1, token)) for token in range(8)]
+        assert [len(future.result(60).sequences[0].tokens) for future in good] == [6] * 8
+        for future in bad:
+            with pytest.raises(ServerOpError, match="out of memory"):
+                future.result(60)
+    assert sampler.healthy()
+
+
+def test_a_failed_decode_step_fails_all_in_flight_and_health(sampler):
+    def fail_in_decode(input_ids: torch.Tensor) -> None:
+        if input_ids.shape[1] == 1:
+            raise RuntimeError("the device is gone")
+
+    on_forward(sampler, fail_in_decode)
+    with ThreadPoolExecutor(4) as pool:
+        futures = [pool.submit(sampler.sample, None, ask(1, i, num_samples=10)) for i in range(4)]
+        for future in futures:
+            with pytest.raises(ServerOpError, match=r"stopped.*the device is gone"):
+                future.result(60)
+    assert not sampler.healthy()
+    with pytest.raises(ServerOpError, match="the device is gone"):
+        sampler.sample(None, ask(1, 2))
+
+
+def test_no_more_than_max_batch_sequences_are_decoded_together(sampler):
+    sizes = []
+    on_forward(sampler, lambda input_ids: sizes.append(len(input_ids)) if input_ids.shape[1] == 1 else None)
+    with ThreadPoolExecutor(5) as pool:
+        list(pool.map(lambda i: sampler.sample(None, ask(1, 2, num_samples=7, max_tokens=3 + i)), range(5)))
+    assert max(sizes) == 8
+
+
+def test_requests_that_arrive_while_others_run_join_them(sampler):
+    """A long request does not hold up a short one behind it, nor the other way round."""
+    running = ThreadPoolExecutor(1)
+    long = running.submit(sampler.sample, None, ask(1, 2, max_tokens=400))
+    assert len(sampler.sample(None, ask(1, 2, max_tokens=2)).sequences[0].tokens) == 2
+    assert not long.done()
+    assert len(long.result(60).sequences[0].tokens) == 400
+    running.shutdown()
+
+
+def test_a_long_prompt_is_run_in_bounded_passes(sampler, monkeypatch):
+    from workers.sampling import prefill
+
+    prompt = tuple(range(100))
+    whole = sampler.sample(None, ask(*prompt, prompt_logprobs=True))
+    widths = []
+    on_forward(sampler, lambda input_ids: widths.append(input_ids.numel()))
+    monkeypatch.setattr(prefill, "SCORED_PASS_TOKENS", 16)
+    pieces = sampler.sample(None, ask(*prompt, prompt_logprobs=True))
+    assert max(widths) == 16
+    np.testing.assert_allclose(pieces.prompt_logprobs, whole.prompt_logprobs, atol=1e-5)
+    assert pieces.sequences[0].tokens.tolist() == whole.sequences[0].tokens.tolist()
+
+
+def test_closing_fails_what_is_unfinished(sampler):
+    started = ThreadPoolExecutor(1)
+    running = threading.Event()
+    on_forward(sampler, lambda input_ids: running.set())
+    future = started.submit(sampler.sample, None, ask(1, 2, max_tokens=500, num_samples=64))
+    assert running.wait(60)
+    sampler.close()
+    with pytest.raises(ServerOpError, match="shutting down"):
+        future.result(60)
+    started.shutdown()

@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from app.errors import SetupError
+from app.settings import BaseModelSettings, SamplerSettings
+from workers.sampling.vllm_setup import check_install, engine_args, lora_rank
+
+
+def install(site: Path, package: str, version: str) -> None:
+    info = site / f"{package}-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
+
+
+def test_a_sound_install_passes():
+    check_install()
+
+
+@pytest.mark.parametrize("package", ["torchvision", "torchaudio", "torchcodec"])
+def test_a_cuda_build_beside_a_cpu_torch_is_refused_with_the_remedy(package, tmp_path, monkeypatch):
+    install(tmp_path, package, "0.28.0")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(SetupError, match=f"{package}.*pip uninstall -y torchvision torchaudio torchcodec"):
+        check_install()
+
+
+def test_a_cpu_build_beside_it_is_fine(tmp_path, monkeypatch):
+    install(tmp_path, "torchvision", "0.28.0+cpu")
+    monkeypatch.syspath_prepend(tmp_path)
+    check_install()
+
+
+def test_the_rank_is_rounded_up_to_one_vllm_takes():
+    assert [lora_rank(rank) for rank in (1, 8, 9, 64, 65, 257, 512)] == [8, 8, 16, 64, 128, 320, 512]
+    with pytest.raises(SetupError, match="max_rank is 513"):
+        lora_rank(513)
+
+
+def test_the_operators_engine_arguments_win():
+    sampler = SamplerSettings(max_loras=3, max_batch=5, memory_share=0.5, engine_args={"max_num_seqs": 9, "seed": 1})
+    args = engine_args(BaseModelSettings(name="n", path="~/m", max_rank=20, sampler=sampler), 100, "float32")
+    assert args["model"] == str(Path.home() / "m")
+    assert (args["max_num_seqs"], args["seed"], args["max_model_len"], args["max_lora_rank"]) == (9, 1, 100, 32)
+    # On a CPU the base takes a fourth slot, and half of 4 GiB is 2.
+    assert (args["max_loras"], args["kv_cache_memory_bytes"]) == (4, 2 * 2**30)

@@ -1,0 +1,73 @@
+"""From logits to tokens, for many sequences at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from app.domain.sampling import SampleRequest
+
+
+class Drawer:
+    """Draws the next token of a fixed list of rows, each by its own temperature, top_k and top_p.
+
+    A row's token depends on its own logits and uniform alone. One uniform a token, turned into a token by the inverse
+    of the distribution's cumulative sum, needs no noise the size of the vocabulary; float64 keeps that sum exact
+    enough for large vocabularies.
+    """
+
+    def __init__(self, requests: Sequence[SampleRequest], device: torch.device) -> None:
+        def rows(chosen: list[int]) -> Tensor:
+            return torch.tensor(chosen, dtype=torch.long, device=device)
+
+        drawn = [(i, r.top_k > 0 or r.top_p < 1) for i, r in enumerate(requests) if r.temperature > 0]
+        self._free, self._cut = rows([i for i, cut in drawn if not cut]), rows([i for i, cut in drawn if cut])
+        self._temperature = torch.tensor([r.temperature for r in requests], device=device)[:, None]
+        self._top_k = rows([r.top_k if r.top_k > 0 else 2**62 for r in requests])[:, None]
+        self._top_p = torch.tensor([r.top_p for r in requests], dtype=torch.float64, device=device)[:, None]
+
+    def draw(self, logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens int64 [B] and their logprobs float32 [B] for logits [B, V] and uniforms float64 [B] in [0, 1).
+
+        The logprobs are the model's own: a log-softmax of the logits before temperature, top_k and top_p.
+        """
+        logits = logits.float()
+        tokens = logits.argmax(-1)
+        if len(self._free):
+            tokens[self._free] = _pick(self._probabilities(logits, self._free), uniforms[self._free])
+        if len(self._cut):
+            kept, order = self._cut_tail(self._probabilities(logits, self._cut))
+            place = _pick(kept, uniforms[self._cut])
+            tokens[self._cut] = order.gather(-1, place[:, None])[:, 0]
+        return tokens, token_logprobs(logits, tokens)
+
+    def _probabilities(self, logits: Tensor, rows: Tensor) -> Tensor:
+        logits = logits[rows]
+        # Zero at the top first: a tiny temperature then gives -inf for the rest, never inf - inf.
+        return ((logits - logits.amax(-1, keepdim=True)) / self._temperature[rows]).softmax(-1)
+
+    def _cut_tail(self, probabilities: Tensor) -> tuple[Tensor, Tensor]:
+        """Probabilities by falling size with those beyond top_k, then beyond top_p of the rest, at zero; the order."""
+        ordered, order = probabilities.double().sort(stable=True, dim=-1, descending=True)
+        ordered[torch.arange(ordered.shape[-1], device=ordered.device) >= self._top_k[self._cut]] = 0
+        before = ordered.cumsum(-1) - ordered
+        # The most probable token always stays, also at top_p 0.
+        before[:, 0] = -1
+        ordered[before >= self._top_p[self._cut] * ordered.sum(-1, keepdim=True)] = 0
+        return ordered, order
+
+
+def token_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
+    """float32 log-softmax of logits [..., V] at tokens [...]."""
+    logits = logits.float()
+    return logits.gather(-1, tokens[..., None])[..., 0] - logits.logsumexp(-1)
+
+
+def _pick(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """Indices int64 [B] with odds proportional to weights [B, V]."""
+    total = weights.cumsum(-1, dtype=torch.float64)
+    place = torch.searchsorted(total, uniforms[:, None] * total[:, -1:], right=True)[:, 0]
+    # NaN logits fall off the end; their NaN logprob is what reports them.
+    return place.clamp_(max=weights.shape[-1] - 1)

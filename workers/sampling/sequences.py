@@ -1,0 +1,118 @@
+"""A request on its way through the engine: a Job, and a Row for each of its samples that runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from itertools import groupby
+
+import numpy as np
+
+from app.domain.base_models import BaseModelInfo
+from app.domain.sampling import SampledSequence, SampleOutput, SampleRequest
+from app.errors import OpError, ServerOpError
+from workers.lora import Adapter
+from workers.sampling.requests import check_finite, sample_seed, token_limit
+from workers.sampling.stopping import StopText
+from workers.sampling.vocabulary import Vocabulary
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A request with its adapter, and the future its caller waits on. `started` counts samples that got a row."""
+
+    request: SampleRequest
+    adapter_id: str
+    adapter: Adapter | None
+    info: BaseModelInfo
+    vocabulary: Vocabulary
+    future: Future[SampleOutput] = field(default_factory=Future)
+    started: int = 0
+    prompt_logprobs: np.ndarray | None = None
+    _finished: dict[int, SampledSequence] = field(default_factory=dict)
+
+    @property
+    def wants_scores(self) -> bool:
+        return self.request.prompt_logprobs and self.prompt_logprobs is None
+
+    @property
+    def unstarted(self) -> int:
+        return self.request.num_samples - self.started
+
+    def start(self, count: int) -> list[Row]:
+        """Rows for the next `count` samples; none when they cannot be set up, which fails the job alone."""
+        try:
+            rows = [Row(self, index) for index in range(self.started, self.started + count)]
+        except Exception as error:
+            self.fail(error)
+            return []
+        self.started += count
+        return rows
+
+    def finish(self, index: int, sequence: SampledSequence) -> None:
+        self._finished[index] = sequence
+        if len(self._finished) == self.request.num_samples and not self.future.done():
+            sequences = tuple(self._finished[i] for i in range(self.request.num_samples))
+            self.future.set_result(SampleOutput(sequences, self.prompt_logprobs))
+
+    def fail(self, error: BaseException) -> None:
+        if not self.future.done():
+            known = isinstance(error, OpError)
+            self.future.set_exception(error if known else ServerOpError(f"sampling failed: {error!r}"))
+
+
+class Row:
+    """One sample in the making."""
+
+    def __init__(self, job: Job, index: int) -> None:
+        request = job.request
+        self.job = job
+        self.tokens: list[int] = []
+        self._logprobs: list[float] = []
+        self._index = index
+        self._limit = token_limit(request, job.info)
+        self._uniforms = np.random.default_rng(sample_seed(request.seed, index)).random(self._limit)
+        ends = frozenset() if request.ignore_eos else job.vocabulary.end_tokens
+        self._end_tokens = ends.union(request.stop_tokens)
+        self._stop_text = (
+            StopText(job.vocabulary.tokenizer, request.prompt.tolist(), request.stop_strings)
+            if request.stop_strings
+            else None
+        )
+        self._ended = False
+
+    @property
+    def live(self) -> bool:
+        return not self._ended and not self.job.future.done()
+
+    @property
+    def cached(self) -> int:
+        """Columns it has in the cache: all but its newest token."""
+        return len(self.job.request.prompt) + len(self.tokens) - 1
+
+    def uniform(self) -> float:
+        """The random number in [0, 1) its next token is drawn with."""
+        return float(self._uniforms[len(self.tokens)]) if self.live else 0.0
+
+    def push(self, token: int, logprob: float) -> None:
+        """Take the next token; an error here fails the row's own job alone."""
+        try:
+            self._push(token, logprob)
+        except Exception as error:
+            self.job.fail(error)
+
+    def _push(self, token: int, logprob: float) -> None:
+        check_finite(logprob)
+        self.tokens.append(token)
+        self._logprobs.append(logprob)
+        stopped = token in self._end_tokens or (self._stop_text is not None and self._stop_text.completes(token))
+        if stopped or len(self.tokens) == self._limit:
+            self._ended = True
+            tokens, logprobs = np.array(self.tokens, np.int32), np.array(self._logprobs, np.float32)
+            self.job.finish(self._index, SampledSequence(tokens, logprobs, stopped))
+
+
+def segments(jobs: Sequence[Job]) -> list[tuple[Adapter | None, int]]:
+    """Runs of neighbours with one adapter, as workers.lora.use takes them."""
+    return [(run[0].adapter, len(run)) for _, group in groupby(jobs, lambda job: job.adapter_id) for run in [[*group]]]

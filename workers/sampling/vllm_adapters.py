@@ -1,0 +1,62 @@
+"""The adapters vLLM holds, by our ids."""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+from collections.abc import Mapping
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from app.domain.ops import LoraSpec
+from workers import lora
+from workers.sampling.vllm_engine import EngineThread
+
+
+class VllmAdapters:
+    """`base` is what a request without an adapter uses: None, or an adapter that changes nothing.
+
+    vLLM caches an adapter under its number, so a number is never used again.
+    """
+
+    def __init__(self, engine: EngineThread) -> None:
+        self.base: Any = None
+        self._engine = engine
+        self._numbers = count(1)
+        self._by_id: dict[str, Any] = {}
+        self._loading = threading.Lock()
+
+    @property
+    def by_id(self) -> Mapping[str, Any]:
+        return self._by_id
+
+    def load(self, adapter_id: str, folder: Path) -> None:
+        with self._loading:
+            if adapter_id not in self._by_id:
+                self._by_id[adapter_id] = self._add(adapter_id, folder)
+
+    def evict(self, adapter_id: str) -> None:
+        adapter = self._by_id.pop(adapter_id, None)
+        if adapter is not None:
+            self._engine.call(lambda engine: engine.remove_lora(adapter.lora_int_id))
+
+    def use_zero_for_base(self, skeleton: nn.Module, folder: tempfile.TemporaryDirectory[str]) -> None:
+        """Give the base an adapter whose B is zero, kept in `folder`.
+
+        vLLM 0.32's CPU path marks rows without an adapter by slot -1, which its torch operators read as the last
+        slot: once that is taken, the base's rows get another request's adapter.
+        """
+        spec = LoraSpec(rank=1, train_mlp=False, train_unembed=False)
+        lora.write_peft(lora.new_adapter(skeleton, spec), Path(folder.name), "")
+        self.base = self._add("", Path(folder.name))
+
+    def _add(self, name: str, folder: Path) -> Any:
+        from vllm.lora.request import LoRARequest
+
+        number = next(self._numbers)
+        adapter = LoRARequest(name or "base", number, str(folder))
+        self._engine.call(lambda engine: engine.add_lora(adapter))
+        return adapter

@@ -1,0 +1,73 @@
+"""vLLM's AsyncLLM on an asyncio loop of its own, for callers in many threads."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable
+from concurrent.futures import CancelledError
+from typing import Any, TypeVar
+
+from app.errors import ServerOpError, SetupError
+
+T = TypeVar("T")
+
+
+class EngineThread:
+    """Owns the loop and the engine in it. Raises SetupError when the engine does not start."""
+
+    def __init__(self, engine_args: dict[str, Any]) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="vllm-loop", daemon=True)
+        self._thread.start()
+        try:
+            self.engine = self._wait(_start(engine_args))
+        except Exception as error:
+            self._end_loop()
+            raise SetupError(f"vLLM did not start: {error}; its own log above says more") from error
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive() and not self.engine.errored
+
+    def call(self, method: Callable[[Any], Awaitable[T]]) -> T:
+        """Run `method(engine)` on the loop and wait for what it returns. Raises ServerOpError when stopped."""
+        if self._loop.is_closed():
+            raise ServerOpError("the sampler has stopped: the worker is shutting down")
+        try:
+            return self._wait(method(self.engine))
+        except CancelledError:
+            raise ServerOpError("the sampler has stopped: the worker is shutting down") from None
+
+    def stop(self) -> None:
+        """Fail whatever is unfinished, then end vLLM's processes and the loop."""
+        self._wait(_cancel_tasks())
+        self.engine.shutdown()
+        self._end_loop()
+
+    def _wait(self, work: Awaitable[T]) -> T:
+        async def run() -> T:
+            return await work
+
+        return asyncio.run_coroutine_threadsafe(run(), self._loop).result()
+
+    def _end_loop(self) -> None:
+        self._wait(_cancel_tasks())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+async def _start(engine_args: dict[str, Any]) -> Any:
+    from vllm import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    return AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_args))
+
+
+async def _cancel_tasks() -> None:
+    """Let every other task of this loop end, so that nothing is left pending when it closes."""
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,48 @@
+"""Loaded into vLLM's own worker processes (its `worker_extension_cls`) before they load the model.
+
+It lets adapters sit on any lm_head there, repairs prompt scores, and lets no process outlive the sampler: vLLM's engine
+process ends when its workers do, but notices nothing when the sampler that started it is killed.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+from typing import Any
+
+from workers.sampling import vllm_head, vllm_prompt_scores
+
+SAMPLER_PID_VARIABLE = "TINSMITH_SAMPLER_PID"
+
+
+class Extension:
+    """vLLM adds this class to its worker's bases, and its methods to what the engine can call there."""
+
+    model_runner: Any
+
+    def adapts_head(self) -> bool:
+        """Whether adapters may sit on lm_head."""
+        return "lm_head" in self.model_runner.lora_manager.embedding_modules
+
+
+def _exit_with(pid: int) -> None:
+    try:
+        alive = os.pidfd_open(pid)
+    except ProcessLookupError:
+        os._exit(1)
+    poll = select.poll()
+    poll.register(alive, select.POLLIN)
+    poll.poll()
+    os._exit(1)
+
+
+def _in_worker() -> bool:
+    """The sampler itself imports this file too, for its names."""
+    return os.environ.get(SAMPLER_PID_VARIABLE, str(os.getpid())) != str(os.getpid())
+
+
+if _in_worker():
+    vllm_head.declare()
+    vllm_prompt_scores.repair()
+    threading.Thread(target=_exit_with, args=(int(os.environ[SAMPLER_PID_VARIABLE]),), daemon=True).start()

@@ -1,0 +1,120 @@
+"""The DeepSpeed trainer: the frozen base in a DeepSpeed engine at ZeRO stage 0 to 3, on one or more ranks.
+
+Stage 3 splits the base over the ranks and gathers a layer while it is used. What stages 1 and 2 split, optimizer state
+and gradients, belongs here to the adapters, which live outside the engine so that many tenants of any rank can share
+it; `ShardedAdamW` splits their optimizer state from stage 1 on. Gradients are small and stay whole.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from io import StringIO
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from app.errors import SetupError
+from app.settings import TrainerSettings
+from workers import base_model, lora
+from workers.base_model import LoadedBase
+from workers.training.devices import rank_device
+from workers.training.engine import Engine, elements_held
+from workers.training.ranks import COMPUTE_DEADLINE, RankGroup, control_group, default_environment
+from workers.training.trainer import LoraTrainer
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DeepSpeedEngine(Engine):
+    """The base inside `engine` (deepspeed.DeepSpeedEngine)."""
+
+    engine: Any
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        # engine.module, not engine: its hooks gather and release the base, and a plain backward is allowed.
+        output: Tensor = self.engine.module(tokens, use_cache=False).logits
+        return output
+
+    def rest(self) -> None:
+        if self.engine.zero_optimization_stage() == 3:
+            self.engine.empty_partition_cache()
+
+    def describe(self) -> Mapping[str, Any]:
+        return {
+            "trainer": type(self.engine).__name__,
+            "zero_stage": self.engine.zero_optimization_stage(),
+            "base_elements_held": elements_held(self.engine.module),
+        }
+
+
+class DeepSpeedBackend(LoraTrainer):
+    """A TrainingBackend in one rank group, whose RANK, WORLD_SIZE, ... a launcher has set (see torchrun)."""
+
+    def start_engine(self) -> Engine:
+        trainer = self._settings.trainer
+        device = rank_device(trainer)
+        ranks = _join(trainer, device)
+        base = base_model.load(self._settings, device)
+        lora.wrap(base.model)
+        in_step = trainer.zero_stage == 3 and ranks.size > 1
+        if in_step:
+            # Else a pass over an adapter on the upper layers alone would gather fewer layers than another rank's.
+            base.model.enable_input_require_grads()
+        engine = _initialize(base, trainer)
+        return DeepSpeedEngine(
+            base=base, ranks=ranks, engine=engine, shards_optimizer=trainer.zero_stage > 0, in_step=in_step
+        )
+
+
+def _join(trainer: TrainerSettings, device: torch.device) -> RankGroup:
+    if device.type == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    default_environment()
+    if int(os.environ["WORLD_SIZE"]) != trainer.ranks:
+        raise SetupError(f"trainer.ranks is {trainer.ranks} but WORLD_SIZE is {os.environ['WORLD_SIZE']}")
+    deepspeed = _deepspeed()
+    backend = "gloo" if device.type == "cpu" else "nccl"
+    deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, timeout=COMPUTE_DEADLINE, verbose=False)
+    size = dist.get_world_size()
+    return RankGroup(dist.get_rank(), size, control_group() if size > 1 else None)
+
+
+def _initialize(base: LoadedBase, trainer: TrainerSettings) -> Any:
+    """The base in a DeepSpeed engine. Its fp32 buffers stay fp32: DeepSpeed's bf16 mode would round RoPE's angles."""
+    buffers = {name: buffer.clone() for name, buffer in base.model.named_buffers()}
+    zero: dict[str, Any] = {"stage": trainer.zero_stage}
+    if trainer.offload:
+        zero["offload_param"] = {"device": "cpu"}
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": zero,
+        "bf16": {"enabled": base.dtype is torch.bfloat16},
+        "zero_allow_untested_optimizer": True,
+    }
+    optimizer = _placeholder(base) if trainer.zero_stage in (1, 2) else None
+    with redirect_stdout(StringIO()):  # it prints memory reports and build notes whatever its log level
+        engine, *_ = _deepspeed().initialize(model=base.model, config=config, optimizer=optimizer)
+    for name, buffer in base.model.named_buffers():
+        buffer.data = buffers[name]
+    return engine
+
+
+def _placeholder(base: LoadedBase) -> torch.optim.Optimizer:
+    """An optimizer of one element that is never stepped: DeepSpeed refuses to start stages 1 and 2 without one."""
+    parameter = nn.Parameter(torch.zeros(1, dtype=base.dtype, device=base.device))
+    base.model.register_parameter("zero_placeholder", parameter)
+    return torch.optim.AdamW([parameter])
+
+
+def _deepspeed() -> Any:
+    """DeepSpeed, imported once DS_ACCELERATOR is set, its reports of every setting and buffer left out of the log."""
+    import deepspeed
+    from deepspeed.utils import logger
+
+    logger.setLevel(logging.WARNING)
+    return deepspeed

@@ -1,0 +1,24 @@
+"""Makes the backend the settings name; the heavy libraries are imported only here."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from app.settings import BaseModelSettings
+
+if TYPE_CHECKING:
+    from workers.training.trainer import LoraTrainer
+
+
+def create(settings: BaseModelSettings) -> LoraTrainer:
+    """A TrainingBackend, not yet opened. With several ranks, rank 0 uses it and the others `open` and `follow` it.
+
+    A launcher (torchrun) sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; without one there is one rank.
+    """
+    if settings.trainer.backend == "torch":
+        from workers.training.torch_backend import TorchBackend
+
+        return TorchBackend(settings)
+    from workers.training.deepspeed_backend import DeepSpeedBackend
+
+    return DeepSpeedBackend(settings)

@@ -1,0 +1,82 @@
+"""The processes that train one base model together, and what they say to each other.
+
+Rank 0 is called; it sends every call to the others as bytes over a control group that may stay silent for ever. The
+sums and broadcasts of a pass go over the default group, whose deadline turns a lost rank into an error here.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+COMPUTE_DEADLINE = timedelta(minutes=10)
+_CONTROL_DEADLINE = timedelta(days=365)
+
+
+@dataclass(frozen=True, slots=True)
+class RankGroup:
+    """`control` is a gloo process group, and None when there is one rank; then every method here does nothing."""
+
+    rank: int = 0
+    size: int = 1
+    control: Any = None
+
+    def sum_(self, tensors: Sequence[Tensor]) -> None:
+        """Replace each tensor, in place, by its sum over the ranks; one collective for all of them."""
+        if self.size > 1 and tensors:
+            flat = _flatten(tensors)
+            dist.all_reduce(flat)
+            _unflatten(flat, tensors)
+
+    def broadcast_(self, tensors: Sequence[Tensor], source: int) -> None:
+        """Replace each tensor, in place, by rank `source`'s; one collective for all of them."""
+        if self.size > 1 and tensors:
+            flat = _flatten(tensors)
+            dist.broadcast(flat, source)
+            _unflatten(flat, tensors)
+
+    def send(self, message: bytes) -> None:
+        """Give `message` to every other rank's `receive`."""
+        if self.size > 1:
+            dist.broadcast(torch.tensor([len(message)]), 0, self.control)
+            dist.broadcast(torch.frombuffer(bytearray(message), dtype=torch.uint8), 0, self.control)
+
+    def receive(self) -> bytes:
+        """The next message of rank 0. Raises RuntimeError when rank 0 is gone."""
+        size = torch.empty(1, dtype=torch.int64)
+        dist.broadcast(size, 0, self.control)
+        message = torch.empty(int(size), dtype=torch.uint8)
+        dist.broadcast(message, 0, self.control)
+        return message.numpy().tobytes()
+
+
+def control_group() -> Any:
+    """A gloo group over all ranks; a collective, after the default group is there."""
+    return dist.new_group(backend="gloo", timeout=_CONTROL_DEADLINE)
+
+
+def default_environment() -> None:
+    """What torch.distributed reads, for a process no launcher started: one rank, and a port nobody listens on."""
+    if "RANK" not in os.environ:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+
+
+def _flatten(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+
+
+@torch.no_grad()
+def _unflatten(flat: Tensor, tensors: Sequence[Tensor]) -> None:
+    for tensor, part in zip(tensors, torch.split(flat, [t.numel() for t in tensors]), strict=True):
+        tensor.copy_(part.view(tensor.shape))

@@ -1,0 +1,69 @@
+"""One model's training state: adapter, optimizer, pending gradient; and its files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from app.domain.ops import AdamParams
+from app.errors import UserOpError
+from workers import lora
+from workers.lora import Adapter
+from workers.training.base import OPTIMIZER_FILE
+from workers.training.optimizer import ShardedAdamW
+
+
+@dataclass(slots=True, eq=False)
+class AdapterState:
+    """`pending`: fp32 sums of the gradients since the last step, in the order of `adapter.tensors()`; None for zero."""
+
+    adapter: Adapter
+    optimizer: ShardedAdamW
+    pending: list[Tensor] | None = None
+
+    def add_gradients(self, gradients: Sequence[Tensor]) -> None:
+        if self.pending is None:
+            self.pending = list(gradients)
+        else:
+            torch._foreach_add_(self.pending, list(gradients))
+
+    def step(self, params: AdamParams) -> float:
+        """AdamW on the pending gradient, which is then zero; returns its norm. Raises UserOpError, nothing changed."""
+        gradients = self.pending or [torch.zeros_like(p, requires_grad=False) for p in self._parameters()]
+        norm = self.optimizer.step(gradients, params)
+        self.pending = None
+        return norm
+
+    def write(self, folder: Path, base_model_name: str, optimizer_state: dict[str, Tensor] | None) -> None:
+        """PEFT files, and OPTIMIZER_FILE when there is a state."""
+        lora.write_peft(self.adapter, folder, base_model_name)
+        if optimizer_state is not None:
+            tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in optimizer_state.items()}
+            save_file(tensors, folder / OPTIMIZER_FILE)
+
+    def check_same_shape(self, other: AdapterState) -> None:
+        """Raises UserOpError unless `other` could take this one's place."""
+        mine, theirs = ({n: tuple(p.shape) for n, p in s.adapter.tensors().items()} for s in (self, other))
+        if mine != theirs:
+            raise UserOpError(
+                f"the checkpoint holds a rank {other.adapter.spec.rank} adapter on {len(other.adapter.pairs)} linears, "
+                f"this model a rank {self.adapter.spec.rank} one on {len(self.adapter.pairs)}; "
+                "create a new model from the checkpoint instead"
+            )
+
+    def _parameters(self) -> list[Tensor]:
+        return list(self.adapter.tensors().values())
+
+
+def read_optimizer(folder: Path) -> dict[str, Tensor]:
+    """Raises UserOpError when `folder` holds no readable optimizer state."""
+    try:
+        return dict(load_file(folder / OPTIMIZER_FILE))
+    except (OSError, SafetensorError):
+        raise UserOpError(f"checkpoint {folder.name} holds no optimizer state; load it without its optimizer") from None

@@ -1,0 +1,21 @@
+"""The plain-torch trainer: one process, no DeepSpeed. The others are measured against it."""
+
+from __future__ import annotations
+
+from app.errors import SetupError
+from workers import base_model, lora
+from workers.training.devices import rank_device
+from workers.training.engine import Engine, TorchEngine
+from workers.training.ranks import RankGroup
+from workers.training.trainer import LoraTrainer
+
+
+class TorchBackend(LoraTrainer):
+    """A TrainingBackend in one process."""
+
+    def start_engine(self) -> Engine:
+        if self._settings.trainer.ranks > 1:
+            raise SetupError("the torch trainer has one rank; set trainer.backend to deepspeed for more")
+        base = base_model.load(self._settings, rank_device(self._settings.trainer))
+        lora.wrap(base.model)
+        return TorchEngine(base=base, ranks=RankGroup())

@@ -1,0 +1,180 @@
+"""The implementation both backends share. Rank 0 is called; the other ranks `follow` and do the same."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from app.domain.base_models import BaseModelInfo
+from app.domain.ops import DropGradients, ForwardBackward, LoraSpec, OptimStep
+from app.domain.results import Done, OptimStepOutput, Output
+from app.errors import OpError, ServerOpError, UserOpError
+from app.settings import BaseModelSettings
+from workers import lora
+from workers.lora import Adapter
+from workers.training import messages
+from workers.training.base import BackendOp, Create, Load
+from workers.training.engine import Engine
+from workers.training.optimizer import ShardedAdamW
+from workers.training.passes import Job, Pass, check_finite, output, take_gradients
+from workers.training.state import AdapterState, read_optimizer
+
+Results = dict[str, Output | OpError]
+
+
+class LoraTrainer(ABC):
+    """A TrainingBackend over an Engine. Calls come one at a time; only `describe` may come from another thread."""
+
+    def __init__(self, settings: BaseModelSettings) -> None:
+        self._settings = settings
+        self._states: dict[str, AdapterState] = {}
+        self._engine: Engine
+
+    @abstractmethod
+    def start_engine(self) -> Engine:
+        """Load and wrap the base. Raises SetupError."""
+
+    def open(self) -> BaseModelInfo:
+        """Every rank calls it itself."""
+        self._engine = self.start_engine()
+        return self._engine.base.info
+
+    def apply(self, ops: Mapping[str, BackendOp]) -> Mapping[str, Output | OpError]:
+        self._engine.ranks.send(messages.encode_apply(ops))
+        return self._apply(ops)
+
+    def save(self, model_id: str, folder: Path, *, optimizer: bool) -> None:
+        self._engine.ranks.send(messages.encode_call("save", model_id, str(folder), optimizer))
+        self._save(model_id, folder, optimizer)
+
+    def close(self, model_id: str) -> None:
+        self._engine.ranks.send(messages.encode_call("close", model_id))
+        self._states.pop(model_id, None)
+
+    def shutdown(self) -> None:
+        """Let the other ranks return from `follow`; nothing may be called afterwards."""
+        self._engine.ranks.send(messages.encode_call("shutdown"))
+
+    def describe(self) -> Mapping[str, Any]:
+        base, ranks = self._engine.base, self._engine.ranks
+        return {
+            "backend": self._settings.trainer.backend,
+            "ranks": ranks.size,
+            "dtype": base.info.dtype,
+            "devices": [str(base.device)] * ranks.size if base.device.type == "cpu" else self._gpus(ranks.size),
+            "models": len(self._states),
+            **self._engine.describe(),
+        }
+
+    def follow(self) -> None:
+        """What every rank but 0 does after `open`: take part in rank 0's calls until its `shutdown`.
+
+        Raises when rank 0 is gone or a pass failed here; the process must then end, and with it the group.
+        """
+        while True:
+            match messages.decode(self._engine.ranks.receive()):
+                case ("apply", ops):
+                    self._apply(ops)
+                case ("save", model_id, folder, optimizer):
+                    self._save(model_id, Path(folder), optimizer)
+                case ("close", model_id):
+                    self._states.pop(model_id, None)
+                case _:
+                    return
+
+    def gradients(self, model_id: str) -> dict[str, Any]:
+        """The pending gradient as fp32 numpy arrays by PEFT name, empty when there is none; for tests and debugging."""
+        state = self._states[model_id]
+        return dict(zip(state.adapter.tensors(), (g.cpu().numpy() for g in state.pending or ()), strict=False))
+
+    def _apply(self, ops: Mapping[str, BackendOp]) -> Results:
+        results: Results = {}
+        batches: dict[bool, dict[str, ForwardBackward]] = {False: {}, True: {}}
+        for model_id, op in ops.items():
+            try:
+                if isinstance(op, ForwardBackward):
+                    self._state(model_id)
+                    batches[op.forward_only][model_id] = op
+                else:
+                    results[model_id] = self._apply_alone(model_id, op)
+            except OpError as error:
+                results[model_id] = error
+        for batch in batches.values():
+            results |= self._forward_backward(batch)
+        return {model_id: results[model_id] for model_id in ops}
+
+    def _apply_alone(self, model_id: str, op: Create | Load | OptimStep | DropGradients) -> Output:
+        match op:
+            case Create():
+                self._states[model_id] = self._create(op)
+            case Load():
+                self._load(model_id, op)
+            case OptimStep():
+                norm = self._state(model_id).step(op.params)
+                return OptimStepOutput({"grad_norm": norm, "learning_rate": op.params.learning_rate})
+            case DropGradients():
+                self._state(model_id).pending = None
+        return Done()
+
+    def _forward_backward(self, ops: Mapping[str, ForwardBackward]) -> Results:
+        if not ops:
+            return {}
+        jobs = {m: Job.of(op, self._state(m).adapter, self._engine.base.device) for m, op in ops.items()}
+        Pass(self._engine, list(jobs.values()), self._settings.trainer.micro_batch_tokens).run()
+        return {model_id: self._finish(model_id, job) for model_id, job in jobs.items()}
+
+    def _finish(self, model_id: str, job: Job) -> Output | OpError:
+        try:
+            if job.op.forward_only:
+                check_finite(job)
+            else:
+                self._state(model_id).add_gradients(take_gradients(job))
+            return output(job)
+        except UserOpError as error:
+            return error
+
+    def _create(self, op: Create) -> AdapterState:
+        if op.source is not None:
+            return self._read(op.source, optimizer=op.optimizer)
+        return self._state_of(lora.new_adapter(self._engine.base.model, op.lora))
+
+    def _load(self, model_id: str, op: Load) -> None:
+        loaded = self._read(op.source, optimizer=op.optimizer)
+        self._state(model_id).check_same_shape(loaded)
+        self._states[model_id] = loaded
+
+    def _read(self, folder: Path, *, optimizer: bool) -> AdapterState:
+        adapter = lora.read_peft(folder)
+        lora.check_fits(adapter, self._engine.base.model)
+        state = self._state_of(adapter)
+        if optimizer:
+            state.optimizer.restore(read_optimizer(folder))
+        return state
+
+    def _state_of(self, adapter: Adapter) -> AdapterState:
+        if not adapter.pairs:
+            raise UserOpError(f"{_groups(adapter.spec)} chooses no linear of {self._engine.base.info.arch}; train more")
+        adapter = adapter.to(self._engine.base.device)
+        engine = self._engine
+        return AdapterState(adapter, ShardedAdamW(adapter.tensors(), engine.ranks, sharded=engine.shards_optimizer))
+
+    def _save(self, model_id: str, folder: Path, optimizer: bool) -> None:
+        state = self._state(model_id)
+        gathered = state.optimizer.state() if optimizer else None
+        if self._engine.ranks.rank == 0:
+            state.write(folder, self._settings.path, gathered)
+
+    def _state(self, model_id: str) -> AdapterState:
+        state = self._states.get(model_id)
+        if state is None:
+            raise ServerOpError(f"model {model_id} is not loaded in this trainer")
+        return state
+
+    def _gpus(self, count: int) -> Sequence[str]:
+        return [f"cuda:{index}" for index in self._settings.trainer.devices or range(count)]
+
+
+def _groups(spec: LoraSpec) -> str:
+    return f"train_attn={spec.train_attn}, train_mlp={spec.train_mlp}, train_unembed={spec.train_unembed}"
