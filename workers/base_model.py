@@ -39,10 +39,10 @@ def load(settings: BaseModelSettings, device: torch.device | None = None) -> Loa
     missing or cannot be loaded, or max_context is over the model's own.
     """
     device = device or torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-    dtype = _dtype(settings.dtype, device)
+    dtype = choose_dtype(settings.dtype, device)
     model = _from_pretrained(settings, dtype).to(device)
     model.eval().requires_grad_(False)
-    return LoadedBase(model, settings.tokenizer or settings.path, _info(settings, model, dtype), device, dtype)
+    return LoadedBase(model, settings.tokenizer or settings.path, describe(settings, model, dtype), device, dtype)
 
 
 def _from_pretrained(settings: BaseModelSettings, dtype: torch.dtype) -> nn.Module:
@@ -64,7 +64,8 @@ def _from_pretrained(settings: BaseModelSettings, dtype: torch.dtype) -> nn.Modu
     return model
 
 
-def _dtype(name: str, device: torch.device) -> torch.dtype:
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The dtype a setting of that name means on `device`."""
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" or _cpu_is_fast_at_bfloat16() else torch.float32
     return torch.bfloat16 if name == "bfloat16" else torch.float32
@@ -76,7 +77,8 @@ def _cpu_is_fast_at_bfloat16() -> bool:
     return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
 
 
-def _info(settings: BaseModelSettings, model: nn.Module, dtype: torch.dtype) -> BaseModelInfo:
+def describe(settings: BaseModelSettings, model: nn.Module, dtype: torch.dtype) -> BaseModelInfo:
+    """What the API needs to know of `model`. Raises SetupError when max_context is over the model's own."""
     config: Any = model.config
     text = config.get_text_config()
     own = text.max_position_embeddings

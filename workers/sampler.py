@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 
 from app import settings
@@ -20,6 +21,8 @@ def main() -> None:
         base = settings.from_environment().base_model(arguments.base)
         if base is None:
             raise SetupError(f"the settings have no base model {arguments.base!r}")
+        if base.sampler.devices:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, base.sampler.devices))
         concurrency = str(base.sampler.concurrency)
         run_worker(sample_queue(base.name), arguments.name, ["-P", "threads", "-c", concurrency])
     except SetupError as error:

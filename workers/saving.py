@@ -10,7 +10,7 @@ from pathlib import Path
 
 from app import ids
 from app.domain import records
-from app.domain.checkpoints import MANIFEST, Manifest
+from app.domain.checkpoints import Manifest
 from app.domain.ops import LoraSpec, SaveWeights
 from app.domain.results import Result
 from app.errors import NotFound, UserOpError
@@ -57,11 +57,6 @@ class Saver:
         """The whole training state, under a prefix of its own, which is returned."""
         model = self._model(lease.model_id)
         return self._write(lease, seq, model, SNAPSHOT, str(seq))[0]
-
-    def delete(self, prefix: str) -> None:
-        """Remove a checkpoint's objects, its manifest first so that it is never seen half."""
-        keys = self.store.list(prefix + "/")
-        self.store.delete(sorted(keys, key=lambda key: not key.endswith(MANIFEST)))
 
     def _ephemeral(self, lease: Lease, seq: int, op: SaveWeights) -> tuple[Result, list[Write]]:
         model = self._model(lease.model_id)

@@ -13,6 +13,7 @@ from app.domain import codec
 from app.domain.ops import CreateModel, LoadWeights, OptimStep
 from app.errors import Fenced, Unavailable
 from app.stores.interfaces import Entry, Lease, OpLog
+from app.stores.objects.removal import remove_checkpoint
 from workers.executor import Executor
 from workers.owner import Resident
 from workers.saving import Saver
@@ -52,7 +53,7 @@ class Snapshots:
         prefix = self.saver.snapshot(lease, seq)
         replaced = self.oplog.set_snapshot(lease, seq, prefix)
         if replaced and replaced != prefix:
-            self.saver.delete(replaced)
+            remove_checkpoint(self.saver.store, replaced)
 
 
 def _is_load(entry: Entry) -> bool:

@@ -37,14 +37,16 @@ class BaseModels:
     def info(self, role: str, name: str) -> BaseModelInfo:
         """What a trainer or sampler said of `name`. Raises BadRequest, or Unavailable until the first is up."""
         self.settings(name)
-        with self._lock:
-            found = self._known.get((role, name))
-        if found is None:
-            self.live()
-            found = self._known.get((role, name))
+        found = self.known(role, name)
         if found is None:
             raise Unavailable(f"no {role} for {name} is up yet; try again soon")
         return found
+
+    def known(self, role: str, name: str) -> BaseModelInfo | None:
+        """The same, or None while nothing was said."""
+        if (role, name) not in self._known:
+            self.live()
+        return self._known.get((role, name))
 
     def live(self) -> set[tuple[str, str]]:
         """(role, base model) of every worker that beats now."""

@@ -10,12 +10,12 @@ from typing import Any
 
 from app import ids
 from app.domain import records
-from app.domain.checkpoints import MANIFEST
 from app.domain.records import Checkpoint, Model
 from app.errors import BadRequest
 from app.services.ownership import is_expired, load_owned
 from app.services.training import check_ttl
 from app.stores.interfaces import ObjectStore, Records
+from app.stores.objects.removal import remove_checkpoint
 
 URL_SECONDS = 3600
 _TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
@@ -63,8 +63,7 @@ class CheckpointService:
         """The record and the manifest first, so that nobody finds half a checkpoint. Raises NotFound."""
         checkpoint = load_owned(self._records, Checkpoint, str(path), owner)
         self._records.delete(Checkpoint.namespace, str(path))
-        self._objects.delete([f"{checkpoint.prefix}/{MANIFEST}"])
-        self._objects.delete(self._objects.list(f"{checkpoint.prefix}/"))
+        remove_checkpoint(self._objects, checkpoint.prefix)
 
     def urls(self, path: ids.TinkerPath, owner: str) -> dict[str, Any]:
         """Signed URLs of an external checkpoint's files. Raises NotFound or BadRequest."""

@@ -13,7 +13,7 @@ from app.domain.records import Checkpoint, Model, Session
 from app.errors import BadRequest
 from app.services.admission import AdmissionService
 from app.services.base_models import BaseModels
-from app.services.checks.models import check_lora, check_optimizer
+from app.services.checks.models import check_lora, check_optimizer, check_sampled
 from app.services.ownership import load_owned
 from app.stores.interfaces import OpLog, Records
 
@@ -62,7 +62,9 @@ class ModelService:
     def _admit(self, owner: str, asked: Mapping[str, Any], op: CreateModel) -> dict[str, str]:
         load_owned(self._records, Session, asked["session_id"], owner)
         name = op.spec.base_model
-        check_lora(op.spec.lora, self._bases.settings(name).max_rank, self._bases.info("trainer", name))
+        trainer = self._bases.info("trainer", name)
+        check_lora(op.spec.lora, self._bases.settings(name).max_rank, trainer)
+        check_sampled(op.spec.lora, trainer, self._bases.known("sampler", name))
         model_id = ids.model_id(asked["session_id"], asked["model_seq_id"])
         model = Model(owner, asked["session_id"], name, time.time(), user_metadata=asked["user_metadata"])
         self._oplog.create_model(model_id, records.dump(model))

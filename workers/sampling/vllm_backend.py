@@ -157,7 +157,7 @@ def _skeleton(settings: BaseModelSettings) -> nn.Module:
 
 def _info(settings: BaseModelSettings, skeleton: nn.Module) -> BaseModelInfo:
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-    return base_model._info(settings, skeleton, base_model._dtype(settings.dtype, device))
+    return base_model.describe(settings, skeleton, base_model.choose_dtype(settings.dtype, device))
 
 
 def _sequence(output: Any) -> SampledSequence:

@@ -22,6 +22,14 @@ def check_lora(lora: LoraSpec, max_rank: int, info: BaseModelInfo) -> None:
         raise BadRequest(f"lora_config leaves nothing to train: set at least one of {wanted} for {info.name}")
 
 
+def check_sampled(lora: LoraSpec, trainer: BaseModelInfo, sampler: BaseModelInfo | None) -> None:
+    """What the sampler, if there is one, could not apply is refused before it is trained."""
+    trained = [group for group in trainer.trainable_groups if getattr(lora, f"train_{group}")]
+    for group in trained:
+        if sampler is not None and group not in sampler.trainable_groups:
+            raise BadRequest(f"the sampler of {sampler.name} takes no adapter there: set train_{group} to false")
+
+
 def check_optimizer(config: Mapping[str, Any] | None) -> None:
     """AdamW is the only optimizer."""
     kind = (config or {}).get("type", "adamw")

@@ -8,9 +8,12 @@ from tinker.types.get_info_response import GetInfoResponse
 
 from app import create_app, ids
 from app.domain import codec, ops
+from app.domain.base_models import BaseModelInfo
 from app.domain.records import Checkpoint, Worker, dump
+from app.errors import BadRequest
 from app.routes.context import EXTENSION
 from app.services.base_models import BaseModels
+from app.services.checks.models import check_sampled
 from app.settings import Settings
 from tests.unit.app.conftest import BASE, Api, add_worker
 
@@ -45,6 +48,15 @@ def test_a_retried_create_returns_the_original_future(api: Api) -> None:
     other = api.post("create_model", {**body, "lora_config": LORA})
     assert other.status_code == 400
     assert "used before with other content" in other.json["detail"]
+
+
+def test_an_adapter_the_sampler_could_not_apply_is_refused_before_it_is_trained() -> None:
+    trainer = BaseModelInfo(BASE, "GemmaForCausalLM", 300, 64, "float32", ("attn", "mlp", "unembed"))
+    sampler = dataclasses.replace(trainer, trainable_groups=("attn", "mlp"))
+    with pytest.raises(BadRequest, match="set train_unembed to false"):
+        check_sampled(ops.LoraSpec(8), trainer, sampler)
+    check_sampled(ops.LoraSpec(8, train_unembed=False), trainer, sampler)
+    check_sampled(ops.LoraSpec(8), trainer, None)
 
 
 BAD_CREATES = {
