@@ -12,11 +12,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from app.domain import codec, records
-from app.domain.ops import CreateModel, DropGradients, LoadWeights, Op, OptimStep, SaveWeights
+from app.domain.ops import CreateModel, DropGradients, ForwardBackward, LoadWeights, Op, OptimStep, SaveWeights
 from app.domain.results import Done, Output, Result
 from app.errors import NotFound, OpError, UserOpError
 from app.stores.interfaces import Entry, Lease, ObjectStore, Records, Write
-from workers import checkpoints, results
+from workers import checkpoints, results, telemetry
 from workers.saving import Saver
 from workers.training.base import BackendOp, Create, Load, TrainingBackend
 from workers.window import LOST_BATCH, Window
@@ -46,6 +46,8 @@ class Executor:
         if isinstance(op, SaveWeights):
             return self.saver.save(lease, entry.seq, op)
         output = self._apply(lease.model_id, op)
+        if isinstance(op, ForwardBackward):
+            telemetry.TOKENS.labels("trained").inc(len(op.batch.tokens.values))
         if isinstance(op, CreateModel):
             ready = {"state": json.dumps("ready"), "lora": json.dumps(asdict(op.spec.lora))}
             return results.of_json({"model_id": lease.model_id}), [(records.Model.namespace, lease.model_id, ready)]

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from app.stores.interfaces import HeldElsewhere, Lease, OpLog
+from workers import telemetry
 from workers.leases import LeaseKeeper
 from workers.training.base import TrainingBackend
 from workers.window import Window
@@ -54,12 +55,14 @@ class Owner:
             self.discard(model_id)
             raise
         self._residents[model_id] = Resident(lease, lease.applied, window)
+        telemetry.MODELS.set(len(self._residents))
         log.info("owns a model", extra={"model_id": model_id, "epoch": lease.epoch, "applied": lease.applied})
         return self._residents[model_id]
 
     def discard(self, model_id: str) -> None:
         """Throw a state away; the journal brings it back when it is asked for again."""
         self._residents.pop(model_id, None)
+        telemetry.MODELS.set(len(self._residents))
         self._backend.close(model_id)
         if self._keeper.holds(model_id):
             self._keeper.drop(model_id)

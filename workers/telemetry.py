@@ -36,6 +36,7 @@ def op_done(entry: Entry, *, failed: bool, run_s: float, commit_s: float) -> Non
         state,
         extra={
             "request_id": entry.request_id,
+            "model_id": entry.request_id.rpartition(":")[0],
             "seq": entry.seq,
             "waited_s": round(entry.waited_s, 4),
             "run_s": round(run_s, 4),

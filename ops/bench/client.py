@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import time
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -11,6 +12,7 @@ from app import ids
 from app.wire import tinker_pb2 as pb
 from ops.bench.servers import API_KEY
 
+_PATIENCE_S = 120.0
 _JSON, _PROTOBUF = "application/json", "application/x-protobuf"
 
 
@@ -46,13 +48,16 @@ class Client:
         return request_id
 
     def result(self, request_id: str) -> bytes:
+        """Raises TimeoutError when it takes minutes: something is broken, and the log says what."""
         body = json.dumps({"request_id": request_id, "allow_metadata_only": False}).encode()
-        while True:
+        deadline = time.monotonic() + _PATIENCE_S
+        while time.monotonic() < deadline:
             status, answer = self._exchange("retrieve_future", body, _JSON)
             if status == 200:
                 return answer
             if status != 408:
                 raise RuntimeError(f"retrieve_future: {status} {answer[:500]!r}")
+        raise TimeoutError(f"no result for {request_id} in {_PATIENCE_S:.0f} s; see the trainer's log")
 
     def call(self, path: str, body: dict[str, Any]) -> Any:
         return json.loads(self._post(path, json.dumps(body).encode(), _JSON))

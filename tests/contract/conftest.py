@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +10,8 @@ import tinker
 
 from tests.contract.stack import BASE, Stack, running
 from tests.models import tiny_qwen3
-from tests.servers import free_port
+from tests.servers import free_port, start_valkey
+from tests.servers_s3 import start_s3
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -32,9 +34,19 @@ def base_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session", params=list(STACKS))
 def stack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, base_path: Path) -> Iterator[Stack]:
-    folder = tmp_path_factory.mktemp("stack") / "data"
-    with running(Stack(folder, base_path, free_port(), **STACKS[request.param])) as stack:
-        yield stack
+    """The first keeps everything in its data folder; the second uses a state server and an S3 server from outside."""
+    folder = tmp_path_factory.mktemp("stack")
+    with contextlib.ExitStack() as servers:
+        outside = "" if request.param == "deepspeed-1-transformers" else _outside(servers, folder)
+        stack = Stack(folder / "data", base_path, free_port(), extra=outside, **STACKS[request.param])
+        yield servers.enter_context(running(stack))
+
+
+def _outside(servers: contextlib.ExitStack, folder: Path) -> str:
+    redis_url = servers.enter_context(start_valkey(folder / "redis"))
+    s3 = servers.enter_context(start_s3(folder / "s3"))
+    keys = f'access_key = "{s3.access_key}"\nsecret_key = "{s3.secret_key}"'
+    return f'[redis]\nurl = "{redis_url}"\n[store]\nurl = "{s3.url}"\n{keys}'
 
 
 @pytest.fixture

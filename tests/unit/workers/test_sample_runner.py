@@ -1,0 +1,99 @@
+"""A sampling future runs once at a time, anywhere, and again after a crash, with one result."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from app.domain import codec
+from app.domain.records import Sampler, dump
+from app.domain.sampling import SampleRequest
+from app.settings import BaseModelSettings
+from app.stores.objects.folder import FolderStore
+from app.stores.redis import keys
+from app.wire import tinker_pb2 as pb
+from tests.unit.workers.conftest import BASE, World
+from workers.adapters import Adapters
+from workers.leases import LeaseKeeper
+from workers.outcome import NotNow
+from workers.sample_runner import SampleRunner
+from workers.sampling.base import SamplerBackend
+from workers.sampling.factory import create
+
+SESSION = "session:sample:0"
+REQUEST = SampleRequest(np.array([5, 6, 7], dtype=np.int32), num_samples=2, max_tokens=4, seed=3, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def backend(base: BaseModelSettings) -> Iterator[SamplerBackend]:
+    sampler = base.sampler.model_copy(update={"backend": "transformers"})
+    backend = create(base.model_copy(update={"sampler": sampler}))
+    backend.open()
+    yield backend
+    backend.close()
+
+
+def runner(world: World, backend: SamplerBackend, worker: str) -> SampleRunner:
+    keeper = LeaseKeeper(world.oplog, worker, world.settings.lease_s)
+    world.keepers.append(keeper)
+    store = FolderStore(world.folder / "objects", "secret", "http://x")
+    adapters = Adapters(backend, store, world.folder / "cache", 4)
+    return SampleRunner(world.oplog, world.records, backend, adapters, keeper, worker)
+
+
+def admit(world: World, seq: int, request: SampleRequest = REQUEST, prefix: str = "") -> str:
+    world.records.put("samplers", SESSION, dump(Sampler("me", "session", BASE, 0.0, prefix=prefix)))
+    payload = codec.encode(request)
+    return world.oplog.admit_sample(
+        f"{SESSION}:{seq}", SESSION, "me", f"sample.{BASE}", payload, codec.digest(payload)
+    ).request_id
+
+
+def tokens(body: bytes) -> list[bytes]:
+    return [sequence.tokens for sequence in pb.SampleResponse.FromString(body).sequences]
+
+
+def test_a_sample_is_answered_with_every_sequence_and_its_logprobs(world: World, backend: SamplerBackend):
+    result = runner(world, backend, "s/1").handle(admit(world, 0), SESSION, "sample")
+    assert result is not None and not result.failed
+    sequences = pb.SampleResponse.FromString(result.body).sequences
+    assert [len(sequence.tokens) for sequence in sequences] == [16, 16]
+    assert all(len(sequence.logprobs) == 16 for sequence in sequences)
+
+
+def test_a_doubled_doorbell_gives_the_first_result(world: World, backend: SamplerBackend):
+    request = admit(world, 0)
+    first = runner(world, backend, "s/1").handle(request, SESSION, "sample")
+    assert runner(world, backend, "s/2").handle(request, SESSION, "sample") == first
+
+
+def test_what_another_worker_runs_is_left_to_it_until_its_lease_ends(world: World, backend: SamplerBackend):
+    request = admit(world, 0)
+    world.oplog.claim_sample(request, "dead/1")
+    heir = runner(world, backend, "s/1")
+    with pytest.raises(NotNow):
+        heir.handle(request, SESSION, "sample")
+    world.client.delete(keys.lease(request))
+    again = heir.handle(request, SESSION, "sample")
+    other = heir.handle(admit(world, 1), SESSION, "sample")
+    assert again is not None and other is not None
+    assert tokens(again.body) == tokens(other.body), "the same seed draws the same tokens wherever it runs"
+
+
+def test_a_lost_adapter_fails_its_own_request_as_the_servers_fault(world: World, backend: SamplerBackend):
+    result = runner(world, backend, "s/1").handle(admit(world, 0, prefix="models/gone"), SESSION, "sample")
+    assert result is not None and result.failed
+    assert json.loads(result.body)["category"] == "server"
+
+
+def test_a_request_that_keeps_killing_samplers_is_given_up(world: World, backend: SamplerBackend):
+    request = admit(world, 0)
+    for i in range(3):
+        world.oplog.claim_sample(request, f"dead/{i}")
+        world.client.delete(keys.lease(request))
+    result = runner(world, backend, "s/1").handle(request, SESSION, "sample")
+    assert result is not None and result.failed
+    assert "given up" in json.loads(result.body)["error"]
