@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from typing import Any
 
 from celery import signals
@@ -29,14 +30,20 @@ def _log_as_json(**_: Any) -> None:
 
 @signals.worker_init.connect
 def _become(sender: Any, **_: Any) -> None:
-    """Build the runtime before the first task; a wrong setup ends the process with one line and status 2."""
+    """Build the runtime before the first task; a wrong setup ends the process with one line and status 2.
+
+    Celery swallows what a signal handler raises, so whatever goes wrong here must end the process here.
+    """
     from workers import runtime
 
     try:
         direct = runtime.start(config, app, sender.hostname, list(app.amqp.queues.consume_from))
     except SetupError as error:
         print(f"{sender.hostname}: {error}", file=sys.stderr, flush=True)
-        os._exit(2)  # Celery swallows what a signal handler raises
+        os._exit(2)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
     app.amqp.queues.select_add(direct)
 
 

@@ -10,7 +10,6 @@ from typing import Any
 from app import ids
 from app.domain import codec
 from app.domain.base_models import BaseModelInfo
-from app.domain.ops import ForwardBackward
 from app.doorbell import Doorbell, celery_app, train_queue
 from app.services.checks.batch import check_forward_backward
 from app.stores.redis.client import connect
@@ -95,7 +94,7 @@ class _Parts:
         payload = part("encode", lambda: codec.encode(op))
         digest = part("digest", lambda: codec.digest(payload))
         model_id, seq = self._bodies.model_id, self._bodies.seq
-        part("journal", lambda: self._oplog.admit(model_id, seq, ForwardBackward.kind, payload, digest))
+        part("journal", lambda: self._oplog.admit(model_id, seq, op.kind, payload, digest))
         request_id, queue = ids.request_id(model_id, seq), train_queue(INFO.name)
-        part("ring", lambda: self._doorbell.ring(ForwardBackward.kind, request_id, model_id, queue))
+        part("ring", lambda: self._doorbell.ring(op.kind, request_id, model_id, queue))
         return found

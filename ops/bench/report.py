@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,9 +83,11 @@ def _goal(goal: Goal) -> dict[str, Any]:
 
 
 def _rounded(value: Any) -> Any:
-    """Floats to 4 significant digits: more is noise, and makes two result files hard to compare."""
+    """Floats to 4 significant digits: more is noise, and makes two result files hard to compare. JSON has no nan."""
     if isinstance(value, Mapping):
         return {key: _rounded(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
         return [_rounded(inner) for inner in value]
-    return float(f"{value:.{_DIGITS}g}") if isinstance(value, float) else value
+    if not isinstance(value, float):
+        return value
+    return float(f"{value:.{_DIGITS}g}") if math.isfinite(value) else None

@@ -117,4 +117,7 @@ def _deepspeed() -> Any:
     from deepspeed.utils import logger
 
     logger.setLevel(logging.WARNING)
+    # Its shared-memory all-reduce, which nothing here calls, is compiled at first use (33 s), under a lock file that a
+    # killed process leaves behind: every later start would wait for it for ever.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed

@@ -159,6 +159,6 @@ def processes_in(folder: Path) -> list[str]:
 
 
 def test_figures_are_written_to_four_digits_and_plain(tmp_path: Path):
-    outcome = Outcome({"runs": [0.123456, 7], "names": {"trainer": "deepspeed"}}, ())
+    outcome = Outcome({"runs": [0.123456, 7], "unseen": float("nan"), "names": {"trainer": "deepspeed"}}, ())
     content = json.loads(report.write(tmp_path, "x", outcome, {}).read_text())
-    assert content["figures"] == {"runs": [0.1235, 7], "names": {"trainer": "deepspeed"}}
+    assert content["figures"] == {"runs": [0.1235, 7], "unseen": None, "names": {"trainer": "deepspeed"}}
