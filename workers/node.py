@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 import uuid
@@ -27,7 +28,7 @@ def worker_name(node: str) -> str:
 
 
 class Presence:
-    """Keeps the Worker record alive from `start` until `stop`."""
+    """Keeps the Worker record alive from `start` until `stop`; ends the process once `healthy` says no."""
 
     def __init__(
         self,
@@ -37,7 +38,9 @@ class Presence:
         info: BaseModelInfo,
         describe: Callable[[], Mapping[str, Any]],
         metrics_url: str,
+        healthy: Callable[[], bool] = lambda: True,
     ) -> None:
+        self._healthy = healthy
         self._records, self._node, self._role, self._info = records, node, role, info
         self._describe, self._metrics_url = describe, metrics_url
         self._started = time.time()
@@ -64,6 +67,9 @@ class Presence:
 
     def _loop(self) -> None:
         while not self._stop.wait(BEAT_S):
+            if not self._healthy():
+                log.error("the engine is dead: ending, to be started again")
+                os._exit(1)  # an orderly stop would wait for requests that never come back
             try:
                 self._beat()
             except (redis.RedisError, OSError) as error:

@@ -147,7 +147,7 @@ def _sampler(settings: Settings, base: BaseModelSettings, parts: Parts, node_nam
     adapters = Adapters(backend, parts.store, cache, 4 * base.sampler.max_loras)
     runner = SampleRunner(parts.oplog, parts.records, backend, adapters, parts.keeper, parts.worker)
     metrics = telemetry.serve_metrics(base.sampler.metrics_port)
-    presence = Presence(parts.records, node_name, "sampler", info, backend.describe, metrics)
+    presence = Presence(parts.records, node_name, "sampler", info, backend.describe, metrics, backend.healthy)
 
     def close() -> None:
         backend.close()

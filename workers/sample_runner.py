@@ -62,6 +62,9 @@ class SampleRunner:
         try:
             return self._sample(entry, sampling_session_id)
         except OpError as error:
+            if not self._backend.healthy():
+                # The engine died under it: this process is about to end, and another one runs the request again.
+                raise NotNow(f"{entry.request_id}: {error}") from None
             return results.of_error(error)
 
     def _sample(self, entry: Entry, sampling_session_id: str) -> Result:

@@ -10,7 +10,8 @@ import pytest
 
 from app.domain import codec
 from app.domain.records import Sampler, dump
-from app.domain.sampling import SampleRequest
+from app.domain.sampling import SampleOutput, SampleRequest
+from app.errors import ServerOpError
 from app.settings import BaseModelSettings
 from app.stores.objects.folder import FolderStore
 from app.stores.redis import keys
@@ -97,3 +98,22 @@ def test_a_request_that_keeps_killing_samplers_is_given_up(world: World, backend
     result = runner(world, backend, "s/1").handle(request, SESSION, "sample")
     assert result is not None and result.failed
     assert "given up" in json.loads(result.body)["error"]
+
+
+class DyingBackend:
+    """An engine that dies under the first request, as vLLM's does when its process is killed."""
+
+    def sample(self, adapter_id: str | None, request: SampleRequest) -> SampleOutput:
+        raise ServerOpError("the engine died")
+
+    def healthy(self) -> bool:
+        return False
+
+
+def test_a_request_outlives_the_engine_that_died_under_it(world: World, backend: SamplerBackend):
+    request = admit(world, 0)
+    with pytest.raises(NotNow):
+        runner(world, DyingBackend(), "s/1").handle(request, SESSION, "sample")
+    world.client.delete(keys.lease(request))
+    result = runner(world, backend, "s/2").handle(request, SESSION, "sample")
+    assert result is not None and not result.failed
