@@ -1,6 +1,6 @@
 """Logs as JSON lines and metrics for Prometheus: one format and one registry for every process.
 
-A log line may carry the ids in `LOG_FIELDS` through `extra`. Keys, prompts and payloads are never passed to a logger.
+A log line may carry what `LOG_FIELDS` names through `extra`. Keys, prompts and payloads are never passed to a logger.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Proc
 
 from app.stores.interfaces import Pending
 
-LOG_FIELDS = ("request_id", "model_id", "seq")
+LOG_FIELDS = ("request_id", "model_id", "seq", "epoch", "applied", "waited_s", "run_s", "commit_s")
 
 REGISTRY = CollectorRegistry()
 ProcessCollector(registry=REGISTRY)

@@ -58,18 +58,16 @@ class TrainingRunner:
     def handle(self, request_id: str, model_id: str, kind: str) -> Result | None:
         """The future's result; None when it no longer exists. Raises NotNow when it must be rung again."""
         seq = int(request_id.rpartition(":")[2])
-        result = self._oplog.outcome(request_id)
-        if result is not None:
-            return result
         try:
             resident = self._own(model_id, request_id, kind)
-            self._run_through(resident, seq, kind)
+            if seq <= resident.applied:
+                return self._oplog.outcome(request_id)
+            return self._run_through(resident, seq, kind)
         except NotFound:
             return None
         except Fenced as fenced:
             self._owner.discard(model_id)
             raise self._again(request_id, model_id, kind, str(fenced)) from None
-        return self._oplog.outcome(request_id)
 
     def _own(self, model_id: str, request_id: str, kind: str) -> Resident:
         resident = self._owner.own(model_id)
@@ -78,15 +76,17 @@ class TrainingRunner:
             raise NotNow(f"{model_id} is owned by {resident.node}")
         return resident
 
-    def _run_through(self, resident: Resident, seq: int, kind: str) -> None:
+    def _run_through(self, resident: Resident, seq: int, kind: str) -> Result:
+        """The result of `seq`, which is beyond the applied one."""
         model_id = resident.lease.model_id
         while resident.applied < seq:
             entry = self._oplog.next(resident.lease, resident.applied + 1)
             if entry is None:
                 self._parked[model_id][seq] = kind
                 raise NotNow(f"seq {resident.applied + 1} of {model_id} has not arrived")
-            self._step(resident, entry)
+            result = self._step(resident, entry)
         self._ring_parked(resident)
+        return result
 
     def _ring_parked(self, resident: Resident) -> None:
         """The Op that closed a gap rings for the ones that were turned away at it."""
@@ -95,7 +95,7 @@ class TrainingRunner:
         for seq, kind in sorted(waiting.items()):
             self._ring(kind, ids.request_id(model_id, seq), model_id, doorbell.direct_queue(self._queue, self._node))
 
-    def _step(self, resident: Resident, entry: Entry) -> None:
+    def _step(self, resident: Resident, entry: Entry) -> Result:
         started = time.monotonic()
         attempt = self._attempt(resident, entry)
         ran = time.monotonic()
@@ -109,6 +109,7 @@ class TrainingRunner:
         failed = attempt.result.failed
         telemetry.op_done(entry, failed=failed, run_s=ran - started, commit_s=time.monotonic() - ran)
         self._snapshots.after(resident, entry, failed=failed)
+        return attempt.result
 
     def _attempt(self, resident: Resident, entry: Entry) -> Attempt:
         if entry.attempts > MAX_ATTEMPTS:

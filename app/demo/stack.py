@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import redis
+
 from app import settings as settings_module
 from app.domain import records
 from app.domain.records import Worker
@@ -37,10 +39,16 @@ class Stack:
             for node, stored in RedisRecords(client).list(Worker.namespace):
                 worker = records.load(Worker, stored)
                 yield node, ", ".join(f"{key}={_brief(value)}" for key, value in worker.describe.items())
-            server = client.info("server")
-        version = server.get("valkey_version", server["redis_version"])
-        yield "broker", f"{server.get('server_name', 'redis')} {version}, port {server['tcp_port']}, append-only"
+            yield "state", f"{_server(client)}, append-only"
+        with connect(settings.broker_url) as client:
+            yield "broker", f"Celery on {_server(client)}"
         yield "object store", f"{type(objects.create(settings)).__name__}, {self.data_dir / 'objects'}"
+
+
+def _server(client: redis.Redis) -> str:
+    server = client.info("server")
+    version = server.get("valkey_version", server["redis_version"])
+    return f"{server.get('server_name', 'redis')} {version}, port {server['tcp_port']}"
 
 
 def _brief(value: object) -> str:

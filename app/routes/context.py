@@ -7,6 +7,7 @@ from typing import Any, Protocol, TypeVar
 
 from flask import current_app
 from flask_smorest import Blueprint
+from marshmallow import Schema
 
 from app.services.container import Services
 
@@ -19,7 +20,7 @@ class Resource(Protocol):
 
     def route(self, rule: str, *, methods: Sequence[str]) -> Callable[[View], View]: ...
 
-    def arguments(self, schema: type, *, location: str = "json") -> Callable[[View], View]: ...
+    def arguments(self, schema: Schema, *, location: str = "json") -> Callable[[View], View]: ...
 
     def response(self, status: int, schema: type | None = None, **options: Any) -> Callable[[View], View]: ...
 

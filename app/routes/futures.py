@@ -15,7 +15,7 @@ blueprint = make("futures", "Futures")
 
 
 @blueprint.route("/retrieve_future", methods=["POST"])
-@blueprint.arguments(RetrieveFuture)
+@blueprint.arguments(RetrieveFuture())
 @blueprint.response(200, description="The result, as the worker stored it: protobuf for forward_backward and sample")
 @blueprint.alt_response(408, schema=TryAgain, description="Not ready within the hold: poll again at once")
 def retrieve_future(asked: dict[str, Any]) -> Response | tuple[dict[str, str], int]:

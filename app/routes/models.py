@@ -14,7 +14,7 @@ blueprint = make("models", "Models")
 
 
 @blueprint.route("/create_model", methods=["POST"])
-@blueprint.arguments(CreateModel)
+@blueprint.arguments(CreateModel())
 @blueprint.response(200, Promise)
 def create_model(asked: dict[str, Any]) -> dict[str, str]:
     """A fresh LoRA adapter on a base model."""
@@ -22,7 +22,7 @@ def create_model(asked: dict[str, Any]) -> dict[str, str]:
 
 
 @blueprint.route("/get_info", methods=["POST"])
-@blueprint.arguments(GetInfo)
+@blueprint.arguments(GetInfo())
 @blueprint.response(200, ModelInfo)
 def get_info(asked: dict[str, Any]) -> dict[str, Any]:
     """What a model is and which tokenizer it takes."""

@@ -16,7 +16,7 @@ blueprint = make("objects", "Downloads")
 
 
 @blueprint.route("/objects/<path:key>", methods=["GET"])
-@blueprint.arguments(SignedUrl, location="query")
+@blueprint.arguments(SignedUrl(), location="query")
 @blueprint.response(200, description="The file", content_type="application/octet-stream")
 def get_object(asked: dict[str, Any], key: str) -> Response:
     """A file behind a signed URL."""

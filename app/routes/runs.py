@@ -29,7 +29,7 @@ def list_checkpoints(run: str) -> dict[str, Any]:
 
 
 @blueprint.route(f"{_CHECKPOINT}/ttl", methods=["PUT"])
-@blueprint.arguments(SetTtl)
+@blueprint.arguments(SetTtl())
 @blueprint.response(200)
 def set_checkpoint_ttl(asked: dict[str, Any], run: str, kind: str, name: str) -> dict[str, str]:
     """Let a checkpoint expire that many seconds from now, or never."""

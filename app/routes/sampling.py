@@ -14,7 +14,7 @@ blueprint = make("sampling", "Sampling")
 
 
 @blueprint.route("/create_sampling_session", methods=["POST"])
-@blueprint.arguments(CreateSamplingSession)
+@blueprint.arguments(CreateSamplingSession())
 @blueprint.response(200, SamplingSessionCreated)
 def create_sampling_session(asked: dict[str, Any]) -> dict[str, str]:
     """A sampler for a base model or a checkpoint."""
@@ -29,7 +29,7 @@ def get_sampler(sampler_id: str) -> dict[str, str]:
 
 
 @blueprint.route("/asample", methods=["POST"])
-@blueprint.arguments(Sample)
+@blueprint.arguments(Sample())
 @blueprint.response(200, SamplePromise)
 def asample(asked: dict[str, Any]) -> dict[str, Any]:
     """Sample sequences, or only score a prompt."""

@@ -13,7 +13,7 @@ blueprint = make("sessions", "Sessions")
 
 
 @blueprint.route("/create_session", methods=["POST"])
-@blueprint.arguments(CreateSession)
+@blueprint.arguments(CreateSession())
 @blueprint.response(200, SessionCreated)
 def create_session(asked: dict[str, Any]) -> dict[str, str]:
     """Open a session."""
@@ -21,7 +21,7 @@ def create_session(asked: dict[str, Any]) -> dict[str, str]:
 
 
 @blueprint.route("/session_heartbeat", methods=["POST"])
-@blueprint.arguments(Heartbeat)
+@blueprint.arguments(Heartbeat())
 @blueprint.response(200)
 def session_heartbeat(asked: dict[str, Any]) -> dict[str, str]:
     """Say that the client is still there."""
@@ -30,7 +30,7 @@ def session_heartbeat(asked: dict[str, Any]) -> dict[str, str]:
 
 
 @blueprint.route("/sessions/<session_id>/finish", methods=["POST"])
-@blueprint.arguments(FinishSession)
+@blueprint.arguments(FinishSession())
 @blueprint.response(200)
 def finish_session(asked: dict[str, Any], session_id: str) -> dict[str, str]:
     """Close a session; the first reason stays."""

@@ -30,7 +30,7 @@ def forward_backward() -> dict[str, str]:
 
 @blueprint.route("/optim_step", methods=["POST"])
 @consumes_seq()
-@blueprint.arguments(OptimStep)
+@blueprint.arguments(OptimStep())
 @blueprint.response(200, Promise)
 def optim_step(asked: dict[str, Any]) -> dict[str, str]:
     """One AdamW step on the pending gradient."""

@@ -16,7 +16,7 @@ blueprint = make("weights", "Weights")
 
 @blueprint.route("/save_weights", methods=["POST"])
 @consumes_seq()
-@blueprint.arguments(SaveWeights)
+@blueprint.arguments(SaveWeights())
 @blueprint.response(200, Promise)
 def save_weights(asked: dict[str, Any]) -> dict[str, str]:
     """A training checkpoint: weights and optimizer state."""
@@ -25,7 +25,7 @@ def save_weights(asked: dict[str, Any]) -> dict[str, str]:
 
 @blueprint.route("/save_weights_for_sampler", methods=["POST"])
 @consumes_seq()
-@blueprint.arguments(SaveWeightsForSampler)
+@blueprint.arguments(SaveWeightsForSampler())
 @blueprint.response(200, Promise)
 def save_weights_for_sampler(asked: dict[str, Any]) -> dict[str, str]:
     """Weights to sample from, kept under a path or for one sampling session."""
@@ -34,7 +34,7 @@ def save_weights_for_sampler(asked: dict[str, Any]) -> dict[str, str]:
 
 @blueprint.route("/save_weights_external", methods=["POST"])
 @consumes_seq()
-@blueprint.arguments(SaveWeightsExternal)
+@blueprint.arguments(SaveWeightsExternal())
 @blueprint.response(200, Promise)
 def save_weights_external(asked: dict[str, Any]) -> dict[str, str]:
     """PEFT files to download."""
@@ -43,7 +43,7 @@ def save_weights_external(asked: dict[str, Any]) -> dict[str, str]:
 
 @blueprint.route("/load_weights", methods=["POST"])
 @consumes_seq()
-@blueprint.arguments(LoadWeights)
+@blueprint.arguments(LoadWeights())
 @blueprint.response(200, Promise)
 def load_weights(asked: dict[str, Any]) -> dict[str, str]:
     """Load a checkpoint into a model, or make a new model from one."""

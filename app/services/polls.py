@@ -45,11 +45,16 @@ class PollService:
                 raise
 
     def _wait(self, request_id: str, owner: str, seconds: float) -> Future:
-        found = self._oplog.future(request_id, owner)
-        if found.result is None and seconds:
-            self._waiter.wait(request_id, seconds, lambda: self._oplog.future(request_id, owner).result is not None)
+        found = None
+
+        def is_done() -> bool:
+            nonlocal found
             found = self._oplog.future(request_id, owner)
-        return found
+            return found.result is not None
+
+        if seconds:
+            self._waiter.wait(request_id, seconds, is_done)
+        return found if found and found.result else self._oplog.future(request_id, owner)
 
     @contextlib.contextmanager
     def _hold(self) -> Iterator[float]:

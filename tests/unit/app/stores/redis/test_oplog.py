@@ -230,6 +230,24 @@ def test_a_repeat_behind_the_snapshot_keeps_its_future(oplog):
     assert admit(oplog, 0) == f"{MODEL}:0"
 
 
+def test_a_seq_whose_future_has_expired_is_not_run_again(oplog, client):
+    admit(oplog, 0)
+    commit_through(oplog, own(oplog), 0)
+    client.delete(keys.future(f"{MODEL}:0"))
+    with pytest.raises(BadRequest, match="already behind"):
+        admit(oplog, 0)
+
+
+def test_a_replaced_owner_sets_no_snapshot(oplog):
+    for seq in range(2):
+        admit(oplog, seq)
+    old = own(oplog, "a/1")
+    commit_through(oplog, old, 1)
+    own(oplog, "a/2")
+    with pytest.raises(Fenced):
+        oplog.set_snapshot(old, 1, "late")
+
+
 def test_foreign_and_unknown_futures_look_alike_and_an_expired_one_is_gone(oplog, client):
     admit(oplog, 0)
     lease = own(oplog)
