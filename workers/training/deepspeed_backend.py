@@ -56,6 +56,10 @@ class DeepSpeedBackend(LoraTrainer):
     """A TrainingBackend in one rank group, whose RANK, WORLD_SIZE, ... a launcher has set (see torchrun)."""
 
     def start_engine(self) -> Engine:
+        with default_environment():
+            return self._start_engine()
+
+    def _start_engine(self) -> Engine:
         trainer = self._settings.trainer
         device = rank_device(trainer)
         ranks = _join(trainer, device)
@@ -74,7 +78,6 @@ class DeepSpeedBackend(LoraTrainer):
 def _join(trainer: TrainerSettings, device: torch.device) -> RankGroup:
     if device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    default_environment()
     if int(os.environ["WORLD_SIZE"]) != trainer.ranks:
         raise SetupError(f"trainer.ranks is {trainer.ranks} but WORLD_SIZE is {os.environ['WORLD_SIZE']}")
     deepspeed = _deepspeed()

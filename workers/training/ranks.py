@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -63,13 +64,26 @@ def control_group() -> Any:
     return dist.new_group(backend="gloo", timeout=_CONTROL_DEADLINE)
 
 
-def default_environment() -> None:
-    """What torch.distributed reads, for a process no launcher started: one rank, and a port nobody listens on."""
-    if "RANK" not in os.environ:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+@contextmanager
+def default_environment() -> Iterator[None]:
+    """What torch.distributed reads, for a process no launcher started: one rank, and a port nobody listens on.
+
+    Only as long as the block runs: a child of this process must not take itself for a rank of our group. LOCAL_RANK
+    stays, since DeepSpeed reads it again in every ZeRO-3 pass.
+    """
+    if "RANK" in os.environ:
+        yield
+        return
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ.update(alone, LOCAL_RANK="0")
+    try:
+        yield
+    finally:
+        for name in alone:
+            os.environ.pop(name, None)
 
 
 def _flatten(tensors: Sequence[Tensor]) -> Tensor:
