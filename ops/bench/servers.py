@@ -91,7 +91,9 @@ class Api:
 def prepared_api(folder: Path, info: BaseModelInfo) -> Iterator[Api]:
     """A Valkey server, and settings for an API on it that believes in a trainer for the base model of `info`."""
     redis_port, password = checks.free_port("127.0.0.1", 0), "bench"
-    server = Child(valkey.command(folder, folder / "valkey.conf", redis_port, password), folder / "valkey.log")
+    config = folder / "valkey.conf"
+    command = valkey.command("valkey", folder, config, redis_port, password, valkey.DURABLE)
+    server = Child(command, folder / "valkey.log")
     server.start()
     try:
         redis_url = valkey.url(redis_port, password)

@@ -16,9 +16,21 @@ from typing import Any
 
 from app.stack.child import end_with
 
-# Both sides of a comparison compute with as many threads.
-THREADS = os.environ.setdefault("OMP_NUM_THREADS", "2")
 _STOP_S = 30.0
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Every process started in the block, on either side, computes with `count` threads."""
+    before = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = str(count)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["OMP_NUM_THREADS"]
+        else:
+            os.environ["OMP_NUM_THREADS"] = before
 
 
 class Side:

@@ -76,9 +76,10 @@ def test_the_longest_unused_adapter_makes_room_and_comes_back_when_asked_for(sto
 def test_an_adapter_in_use_is_never_evicted(store: FolderStore, tmp_path: Path):
     backend = RecordingBackend()
     adapters = Adapters(backend, store, tmp_path / "cache", most=1)
-    with adapters.use("a"), adapters.use("b"), adapters.use("c"):
-        assert backend.here == {"a", "b", "c"}
-    assert len(backend.here) == 1
+    with adapters.use("a"):
+        with adapters.use("b"), adapters.use("c"):
+            assert backend.here == {"a", "b", "c"}
+        assert backend.here == {"a"}
 
 
 def test_concurrent_requests_load_an_adapter_once(store: FolderStore, tmp_path: Path):
