@@ -36,9 +36,11 @@ def test_an_infinite_ratio_fails_the_future_by_datum_and_changes_nothing(trainin
     with pytest.raises(tinker.RequestFailedError, match=r"datum 1"):
         training.forward_backward([good[0], bad], "importance_sampling").result()
     before = training.forward(supervised(), "cross_entropy").result()
-    training.optim_step(ADAM).result()
+    with pytest.raises(tinker.RequestFailedError, match=r"no step was taken.*datum 1"):
+        training.optim_step(ADAM).result()
     after = training.forward(supervised(), "cross_entropy").result()
     assert before.metrics["loss:sum"] == after.metrics["loss:sum"]
+    assert train(training, 2)[1] < before.metrics["loss:sum"], "the run goes on"
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,9 @@ _TAKEN = ("BucketAlreadyOwnedByYou", "BucketAlreadyExists")
 class S3Store:
     """An ObjectStore in one bucket, which is made if it is missing.
 
+    Create-only is the server's If-None-Match. For a file in parts SeaweedFS 4.48 checks it before it joins them, so of
+    two writers at the same moment both may be told yes; what decides between them is a manifest, which is one request.
+
     Raises SetupError when the server cannot be reached or refuses the credentials; later outages are Unavailable.
     """
 
