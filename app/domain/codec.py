@@ -63,7 +63,7 @@ def _plain(value: Any) -> Any:
     """What msgpack can pack itself, one level down; nested packing would copy a batch once a level."""
     if isinstance(value, np.ndarray):
         head = msgpack.packb((value.dtype.str, value.shape))
-        return msgpack.ExtType(_ARRAY, head + np.ascontiguousarray(value).tobytes())
+        return msgpack.ExtType(_ARRAY, b"".join((head, np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)))
     if isinstance(value, tuple):  # strict_types sends tuples here
         return list(value)
     name = type(value).__name__
