@@ -16,7 +16,7 @@ import redis
 
 from app import doorbell, ids
 from app.domain.results import Result
-from app.errors import Fenced, NotFound, OpError, ServerOpError
+from app.errors import Fenced, NotFound, OpError, ServerOpError, Unavailable
 from app.stores.interfaces import Entry, HeldElsewhere, OpLog, Write
 from workers import results, telemetry
 from workers.executor import Executor
@@ -113,12 +113,15 @@ class TrainingRunner:
 
     def _attempt(self, resident: Resident, entry: Entry) -> Attempt:
         if entry.attempts > MAX_ATTEMPTS:
-            text = f"{entry.kind} seq {entry.seq} stopped the worker {MAX_ATTEMPTS} times; it was given up"
+            text = f"{entry.kind} seq {entry.seq} could not be run in {MAX_ATTEMPTS} attempts; it was given up"
             return _failed(entry, ServerOpError(text))
         try:
             return Attempt(*self._executor.run(resident.lease, entry, resident.window))
         except OpError as error:
             return _failed(entry, error)
+        except Unavailable as error:
+            # The object store is away and the model as it was: the sweeper rings again in a while.
+            raise NotNow(f"{entry.request_id}: {error}") from error
         except Exception as error:
             # The backend's promise: after anything but an OpError every state it holds is suspect.
             log.exception("an Op broke the backend", extra={"request_id": entry.request_id})

@@ -58,7 +58,9 @@ class SampleRunner:
 
     def _attempt(self, entry: Entry, sampling_session_id: str) -> Result:
         if entry.attempts > MAX_ATTEMPTS:
-            return results.of_error(ServerOpError(f"sampling stopped the worker {MAX_ATTEMPTS} times; it was given up"))
+            return results.of_error(
+                ServerOpError(f"sampling did not come to an end in {MAX_ATTEMPTS} attempts; it was given up")
+            )
         try:
             return self._sample(entry, sampling_session_id)
         except OpError as error:

@@ -18,6 +18,8 @@ from app.stores.interfaces import OpLog, Pending
 
 log = logging.getLogger(__name__)
 _PERIOD_S = 2.0
+# What a live worker began is likely still running; but it may have been dropped, after an error or an outage.
+_RUNNING_FACTOR = 6
 
 
 class Sweeper:
@@ -47,13 +49,13 @@ class Sweeper:
         for pending in waiting:
             if pending.missing:
                 self._give_up_gap(pending, now)
-            elif not pending.running:
+            else:
                 self._ring_again(pending, now)
         alive = {pending.id for pending in waiting}
         self._rung = {id_: at for id_, at in self._rung.items() if id_ in alive}
 
     def _ring_again(self, pending: Pending, now: float) -> None:
-        patience = self._settings.ring_again_s
+        patience = self._settings.ring_again_s * (_RUNNING_FACTOR if pending.running else 1)
         if pending.waited_s < patience or now - self._rung.get(pending.id, -patience) < patience:
             return
         self._rung[pending.id] = now

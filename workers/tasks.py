@@ -5,6 +5,8 @@ A task ends as its future does (succeeded, failed), or as RETRY when it has to b
 
 from __future__ import annotations
 
+import logging
+
 from celery import Task, shared_task
 from celery.exceptions import Retry
 
@@ -13,19 +15,26 @@ from app.errors import OpError
 from workers import runtime
 from workers.outcome import NotNow
 
+log = logging.getLogger(__name__)
+
 
 class FutureFailed(OpError):
     """The future failed; its text is in the result a poll returns."""
 
 
 def _handle(task: Task, model_id: str) -> None:
+    request_id = task.request.id
     try:
-        result = runtime.current().handle(task.request.id, model_id, task.name.rpartition(".")[2])
+        result = runtime.current().handle(request_id, model_id, task.name.rpartition(".")[2])
     except NotNow as reason:
         # Raised directly: task.retry() would publish a second message, and what is missing rings by itself.
         raise Retry(str(reason)) from None
+    except Exception as error:
+        # The future is not terminal, so neither may the task be; the sweeper rings again.
+        log.exception("could not handle a future", extra={"request_id": request_id})
+        raise Retry(f"{request_id}: {type(error).__name__}") from error
     if result is not None and result.failed:
-        raise FutureFailed(f"{task.request.id} failed")
+        raise FutureFailed(f"{request_id} failed")
 
 
 for _kind in KINDS:

@@ -46,13 +46,20 @@ def test_an_op_whose_doorbell_was_lost_is_rung_again(oplog):
     ]
 
 
-def test_what_waits_briefly_or_runs_is_left_alone(oplog):
+def test_what_waits_briefly_is_left_alone(oplog):
     oplog.admit(MODEL, 0, "create_model", b"", "d")
     assert swept(oplog, PATIENT) == []
+
+
+def test_an_op_that_runs_is_given_six_times_as_long(oplog):
+    oplog.admit(MODEL, 0, "create_model", b"", "d")
     lease = oplog.acquire(MODEL, "a/1")
     assert isinstance(lease, Lease)
     oplog.next(lease, 0)
-    assert swept(oplog, HASTY) == []
+    while oplog.pending()[0].waited_s < 0.02:
+        time.sleep(0.005)
+    assert swept(oplog, PATIENT.model_copy(update={"ring_again_s": 10.0})) == []
+    assert len(swept(oplog, PATIENT.model_copy(update={"ring_again_s": 0.02 / 6}))) == 1
 
 
 def test_an_op_that_a_dead_worker_had_begun_is_rung_again(oplog, client):
