@@ -12,10 +12,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from app.domain import codec, records
-from app.domain.ops import CreateModel, DropGradients, ForwardBackward, LoadWeights, Op, OptimStep, SaveWeights
+from app.domain.ops import FORWARD, CreateModel, DropGradients, ForwardBackward, LoadWeights, Op, OptimStep, SaveWeights
 from app.domain.results import Done, Output, Result
 from app.errors import NotFound, OpError, UserOpError
-from app.stores.interfaces import Entry, Lease, ObjectStore, Records, Write
+from app.stores.interfaces import Entry, Lease, ObjectStore, Write
 from workers import checkpoints, results, telemetry
 from workers.saving import Saver
 from workers.training.base import BackendOp, Create, Load, TrainingBackend
@@ -28,19 +28,29 @@ CONSUMED = ("skip", LOST_BATCH, DropGradients.kind)
 @dataclass(frozen=True, slots=True)
 class Executor:
     backend: TrainingBackend
-    index: Records
     store: ObjectStore
     cache_dir: Path
     saver: Saver
 
     def run(self, lease: Lease, entry: Entry, window: Window) -> tuple[Result, list[Write]]:
-        """Raises OpError; the model is then as it was before, but for a step on missing gradients, which drops them."""
+        """Raises OpError; the model is then as it was before, but that a step that fails drops the gradients."""
         if entry.kind in CONSUMED:
             self._consume(lease.model_id, entry)
             return results.of_output(Done()), []
+        try:
+            return self._run(lease, entry, window)
+        except OpError:
+            self.give_up(lease, entry)
+            raise
+
+    def give_up(self, lease: Lease, entry: Entry) -> None:
+        """Leave a failed Op behind. A step's gradients go with it: sent again, none of them counts twice."""
+        if entry.kind == OptimStep.kind:
+            self._apply(lease.model_id, DropGradients())
+
+    def _run(self, lease: Lease, entry: Entry, window: Window) -> tuple[Result, list[Write]]:
         failure = doom(entry, window)
         if failure:
-            self._drop_if_step(lease.model_id, entry, window)
             raise UserOpError(failure)
         op: Op = codec.decode(entry.payload)
         if isinstance(op, SaveWeights):
@@ -53,13 +63,13 @@ class Executor:
             return results.of_json({"model_id": lease.model_id}), [(records.Model.namespace, lease.model_id, ready)]
         return results.of_output(output), []
 
-    def replay(self, lease: Lease, entry: Entry, window: Window) -> None:
-        """Saves wrote what they wrote; failed Ops changed nothing, but a step that failed dropped gradients."""
+    def replay(self, lease: Lease, entry: Entry) -> None:
+        """Forwards and saves changed nothing; failed Ops neither, but a step that failed dropped the gradients."""
         if entry.kind in CONSUMED:
             self._consume(lease.model_id, entry)
         elif entry.doomed:
-            self._drop_if_step(lease.model_id, entry, window)
-        elif entry.kind != SaveWeights.kind:
+            self.give_up(lease, entry)
+        elif entry.kind not in (SaveWeights.kind, FORWARD):
             self._apply(lease.model_id, codec.decode(entry.payload))
 
     def restore(self, model_id: str, prefix: str) -> None:
@@ -72,19 +82,15 @@ class Executor:
         if entry.kind == DropGradients.kind:
             self._apply(model_id, DropGradients())
 
-    def _drop_if_step(self, model_id: str, entry: Entry, window: Window) -> None:
-        if entry.kind == OptimStep.kind and window.missing:
-            self._apply(model_id, DropGradients())
-
     def _apply(self, model_id: str, op: Op) -> Output:
         match op:
             case CreateModel():
                 if op.source is None:
                     return self._backend_apply(model_id, Create(op.spec.lora))
-                with self._source(op.source) as folder:
+                with self._source(op.source, op.prefix) as folder:
                     return self._backend_apply(model_id, Create(op.spec.lora, folder, op.optimizer))
             case LoadWeights():
-                with self._source(op.source) as folder:
+                with self._source(op.source, op.prefix) as folder:
                     return self._backend_apply(model_id, Load(folder, op.optimizer))
             case SaveWeights():
                 raise TypeError("a save is no change to a model")
@@ -98,13 +104,10 @@ class Executor:
         return outcome
 
     @contextmanager
-    def _source(self, path: str) -> Iterator[Path]:
-        """The files of a checkpoint its owner named; what is read once is not worth keeping on disk."""
-        stored = self.index.get(records.Checkpoint.namespace, path)
+    def _source(self, path: str, prefix: str) -> Iterator[Path]:
+        """The files `path` named when the call was made; what is read once is not worth keeping on disk."""
         try:
-            if stored is None:
-                raise NotFound(path)
-            with self._fetched(records.load(records.Checkpoint, stored).prefix) as folder:
+            with self._fetched(prefix) as folder:
                 yield folder
         except NotFound:
             raise UserOpError(

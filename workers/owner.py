@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import redis
+
+from app.errors import NotFound, OpError, TinsmithError
 from app.stores.interfaces import HeldElsewhere, Lease, OpLog
 from workers import telemetry
 from workers.leases import LeaseKeeper
@@ -24,6 +28,14 @@ class Resident:
     window: Window
 
 
+class Unrestorable(TinsmithError):
+    """A model's snapshot or journal cannot be used. `lease` is the one that was gained, and given up again."""
+
+    def __init__(self, lease: Lease, why: str) -> None:
+        super().__init__(why)
+        self.lease = lease
+
+
 class Owner:
     """`restore(lease)` must bring the backend to the lease's applied seq, whatever was there before."""
 
@@ -40,7 +52,7 @@ class Owner:
         self._residents: dict[str, Resident] = {}
 
     def own(self, model_id: str) -> Resident | HeldElsewhere:
-        """The model, restored if it is new here. Raises NotFound for an unknown one."""
+        """The model, restored if it is new here. Raises NotFound for an unknown one, Unrestorable."""
         resident = self._residents.get(model_id)
         if resident is not None and self._keeper.holds(model_id):
             return resident
@@ -51,6 +63,9 @@ class Owner:
         self._keeper.add(model_id)
         try:
             window = self._restore(lease)
+        except (NotFound, OpError) as error:
+            self.discard(model_id)
+            raise Unrestorable(lease, f"{model_id} cannot be brought back: {error}") from error
         except BaseException:
             self.discard(model_id)
             raise
@@ -66,7 +81,8 @@ class Owner:
         self._backend.close(model_id)
         if self._keeper.holds(model_id):
             self._keeper.drop(model_id)
-            self._oplog.release(model_id, self._worker)
+            with contextlib.suppress(redis.RedisError):  # it lapses by itself
+                self._oplog.release(model_id, self._worker)
 
     def discard_all(self) -> None:
         for model_id in list(self._residents):

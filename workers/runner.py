@@ -21,7 +21,7 @@ from app.stores.interfaces import Entry, HeldElsewhere, OpLog, Write
 from workers import results, telemetry
 from workers.executor import Executor
 from workers.outcome import NotNow
-from workers.owner import Owner, Resident
+from workers.owner import Owner, Resident, Unrestorable
 from workers.snapshot import Snapshots
 
 log = logging.getLogger(__name__)
@@ -65,9 +65,15 @@ class TrainingRunner:
             return self._run_through(resident, seq, kind)
         except NotFound:
             return None
+        except Unrestorable as lost:
+            return self._fail_through(lost, seq)
         except Fenced as fenced:
             self._owner.discard(model_id)
             raise self._again(request_id, model_id, kind, str(fenced)) from None
+        except redis.RedisError:
+            # Else the lease would go on telling the sweeper that the Op runs here.
+            self._owner.discard(model_id)
+            raise
 
     def _own(self, model_id: str, request_id: str, kind: str) -> Resident:
         resident = self._owner.own(model_id)
@@ -87,6 +93,16 @@ class TrainingRunner:
             result = self._step(resident, entry)
         self._ring_parked(resident)
         return result
+
+    def _fail_through(self, lost: Unrestorable, seq: int) -> Result | None:
+        """Nothing that waits can ever run: after as many attempts as any Op has, it fails and says why."""
+        for at in range(lost.lease.applied + 1, seq + 1):
+            entry = self._oplog.next(lost.lease, at)
+            if entry is None or entry.attempts <= MAX_ATTEMPTS:
+                raise NotNow(str(lost))
+            failure = _failed(entry, ServerOpError(str(lost)))
+            self._oplog.commit(lost.lease, at, failure.result, (), failure.failure)
+        return self._oplog.outcome(ids.request_id(lost.lease.model_id, seq))
 
     def _ring_parked(self, resident: Resident) -> None:
         """The Op that closed a gap rings for the ones that were turned away at it."""
@@ -114,6 +130,7 @@ class TrainingRunner:
     def _attempt(self, resident: Resident, entry: Entry) -> Attempt:
         if entry.attempts > MAX_ATTEMPTS:
             text = f"{entry.kind} seq {entry.seq} could not be run in {MAX_ATTEMPTS} attempts; it was given up"
+            self._executor.give_up(resident.lease, entry)
             return _failed(entry, ServerOpError(text))
         try:
             return Attempt(*self._executor.run(resident.lease, entry, resident.window))
@@ -122,6 +139,8 @@ class TrainingRunner:
         except Unavailable as error:
             # The object store is away and the model as it was: the sweeper rings again in a while.
             raise NotNow(f"{entry.request_id}: {error}") from error
+        except Fenced:
+            raise
         except Exception as error:
             # The backend's promise: after anything but an OpError every state it holds is suspect.
             log.exception("an Op broke the backend", extra={"request_id": entry.request_id})

@@ -123,7 +123,7 @@ def _trainer(settings: Settings, base: BaseModelSettings, parts: Parts, node_nam
     info = backend.open()
     saver = Saver(backend, parts.records, parts.store)
     cache = _empty_cache(settings, node_name)
-    executor = Executor(backend, parts.records, parts.store, cache, saver)
+    executor = Executor(backend, parts.store, cache, saver)
     owner = Owner(parts.oplog, backend, parts.keeper, parts.worker, Restore(parts.oplog, executor))
     snapshots = Snapshots(parts.oplog, saver, settings.engine.snapshot_share)
     runner = TrainingRunner(parts.oplog, owner, executor, snapshots, parts.doorbell.ring, queue, node_name)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,13 +14,23 @@ from app.domain import records
 from app.domain.checkpoints import Manifest
 from app.domain.ops import LoraSpec, SaveWeights
 from app.domain.results import Result
-from app.errors import NotFound, UserOpError
+from app.errors import NotFound, Unavailable, UserOpError
 from app.stores.interfaces import Lease, ObjectStore, Records, Write
 from workers import checkpoints, results
 from workers.training.base import TrainingBackend
 
 SNAPSHOT = "snapshots"
 _WITH_OPTIMIZER = ("weights", SNAPSHOT)
+
+
+@contextmanager
+def _scratch() -> Iterator[Path]:
+    """A folder to write into. A full disk passes, like a store that is away, and says nothing of the model."""
+    try:
+        with tempfile.TemporaryDirectory(prefix="tinsmith-save-") as temporary:
+            yield Path(temporary)
+    except OSError as error:
+        raise Unavailable(f"the weights cannot be written: {error.strerror or error}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +94,7 @@ class Saver:
     ) -> tuple[str, Manifest]:
         generation = f"{seq}-{lease.epoch}"
         prefix = checkpoints.prefix_for(lease.model_id, kind, name, generation)
-        with tempfile.TemporaryDirectory(prefix="tinsmith-save-") as temporary:
-            folder = Path(temporary)
+        with _scratch() as folder:
             self.backend.save(lease.model_id, folder, optimizer=kind in _WITH_OPTIMIZER)
             manifest = checkpoints.write(
                 self.store,

@@ -44,7 +44,7 @@ class Snapshots:
             return
         try:
             self._take(resident.lease, entry.seq)
-        except Unavailable as error:
+        except (Unavailable, OSError) as error:
             log.warning("no snapshot: %s", error, extra={"model_id": resident.lease.model_id})
         now = time.monotonic()
         self._next[resident.lease.model_id] = now + (now - started) / self.share
@@ -78,6 +78,6 @@ class Restore:
             entry = self.oplog.entry(lease.model_id, seq)
             if entry is None:
                 raise Fenced(f"{lease.model_id} seq {seq} is no longer in the journal: another owner moved on")
-            self.executor.replay(lease, entry, window)
+            self.executor.replay(lease, entry)
             window = window.after(entry, entry.doomed)
         return window

@@ -18,8 +18,9 @@ LOST_BATCH = "lost_batch"
 class Window:
     """`missing` says which call's gradient was lost; an optim_step then fails with it.
 
-    A later forward_backward stands in for the lost one only if nothing else had been added: else we cannot tell a
-    batch sent again from a further part of it, and the parts that were added might count twice.
+    A forward_backward that was refused at once may be sent again, and stands in for the lost one if nothing else had
+    been added: else we cannot tell a batch sent again from a further part of it, and what was added might count twice.
+    After one that failed when it ran nothing stands in, as its client may have sent the next part before it knew.
     """
 
     added: bool = False
@@ -29,7 +30,7 @@ class Window:
     def after(self, entry: Entry, failure: str) -> Window:
         """The window once `entry` has run; `failure` is empty for success."""
         if entry.kind == FORWARD_BACKWARD:
-            return self._lose(failure) if failure else self._add()
+            return Window(True, failure, beyond_repair=True) if failure else self._add()
         if entry.kind == LOST_BATCH:
             return self._lose(entry.doomed)
         if entry.kind == DropGradients.kind:

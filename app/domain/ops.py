@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from app.domain.batch import Batch
@@ -43,12 +43,16 @@ class AdamParams:
 
 @dataclass(frozen=True, slots=True)
 class CreateModel:
-    """Seq 0 of every model. `source` is a tinker:// path to start from, with its optimizer state if `optimizer`."""
+    """Seq 0 of every model. `source` is a tinker:// path to start from, with its optimizer state if `optimizer`.
+
+    `prefix` is where the path's files lay when the call was made: a replay must not see what it names by then.
+    """
 
     kind: ClassVar[str] = "create_model"
     spec: ModelSpec
     source: str | None = None
     optimizer: bool = False
+    prefix: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +92,15 @@ class SaveWeights:
 
 @dataclass(frozen=True, slots=True)
 class LoadWeights:
-    """Replaces weights, and the optimizer state if `optimizer` (else it is reset); pending gradients are dropped."""
+    """Replaces weights, and the optimizer state if `optimizer` (else it is reset); pending gradients are dropped.
+
+    `prefix` as in CreateModel.
+    """
 
     kind: ClassVar[str] = "load_weights"
     source: str
     optimizer: bool
+    prefix: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +108,11 @@ class DropGradients:
     """A seq that never came (a gap): whatever was pending is not a whole batch, so it goes."""
 
     kind: ClassVar[str] = "drop_gradients"
+
+
+def as_asked(op: Op) -> Op:
+    """What the client said, which a repeat says again: without what was looked up for it."""
+    return replace(op, prefix="") if isinstance(op, CreateModel | LoadWeights) else op
 
 
 Op = CreateModel | ForwardBackward | OptimStep | SaveWeights | LoadWeights | DropGradients

@@ -6,7 +6,7 @@ import logging
 
 from app import ids
 from app.domain import codec
-from app.domain.ops import Op
+from app.domain.ops import Op, as_asked
 from app.domain.records import Model
 from app.domain.sampling import SampleRequest
 from app.doorbell import CATCH_UP, Doorbell, direct_queue, sample_queue, train_queue
@@ -30,7 +30,9 @@ class AdmissionService:
     def admit(self, model_id: str, base_model: str, seq: int, op: Op) -> str:
         """The request id of the Op's future; the same one for a repeat. Raises BadRequest for a seq used otherwise."""
         payload = codec.encode(op)
-        admission = self._oplog.admit(model_id, seq, op.kind, payload, codec.digest(payload))
+        asked = as_asked(op)
+        identity = codec.digest(payload if asked is op else codec.encode(asked))
+        admission = self._oplog.admit(model_id, seq, op.kind, payload, identity)
         if admission.fresh:
             queue = train_queue(base_model)
             queue = direct_queue(queue, admission.node) if admission.node else queue

@@ -57,7 +57,7 @@ class CheckpointService:
         load_owned(self._records, Checkpoint, str(path), owner)
         check_ttl(ttl_seconds)
         expires = None if ttl_seconds is None else time.time() + ttl_seconds
-        self._records.put(Checkpoint.namespace, str(path), {"expires_at": json.dumps(expires)})
+        self._records.update(Checkpoint.namespace, str(path), {"expires_at": json.dumps(expires)})
 
     def delete(self, path: ids.TinkerPath, owner: str) -> None:
         """The record and the manifest first, so that nobody finds half a checkpoint. Raises NotFound."""

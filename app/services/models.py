@@ -44,7 +44,7 @@ class ModelService:
             raise BadRequest(f"{path} was trained on {checkpoint.base_model}, not on {asked['base_model'][:200]!r}")
         check_loadable(path, asked["optimizer"])
         spec = ModelSpec(checkpoint.base_model, LoraSpec(**checkpoint.lora))
-        return self._admit(owner, asked, CreateModel(spec, str(path), asked["optimizer"]))
+        return self._admit(owner, asked, CreateModel(spec, str(path), asked["optimizer"], checkpoint.prefix))
 
     def describe(self, model_id: str, owner: str) -> dict[str, Any]:
         """The body of get_info. Raises NotFound."""

@@ -38,9 +38,9 @@ class SessionService:
     def heartbeat(self, session_id: str, owner: str) -> None:
         """Raises NotFound."""
         load_owned(self._records, Session, session_id, owner)
-        self._records.put(Session.namespace, session_id, {"last_seen": json.dumps(time.time())})
+        self._records.update(Session.namespace, session_id, {"last_seen": json.dumps(time.time())})
 
     def finish(self, session_id: str, owner: str, reason: str) -> None:
         """The first reason given stays. Raises NotFound."""
         if load_owned(self._records, Session, session_id, owner).status == "open":
-            self._records.put(Session.namespace, session_id, {"status": json.dumps(reason)})
+            self._records.update(Session.namespace, session_id, {"status": json.dumps(reason)})

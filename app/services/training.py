@@ -81,7 +81,8 @@ class TrainingService:
             raise BadRequest(str(error)) from None
         if checkpoint.base_model != model.base_model:
             raise BadRequest(f"{path} was trained on {checkpoint.base_model}; this model is a {model.base_model}")
-        return self._admit(model, asked["model_id"], asked["seq_id"], LoadWeights(str(path), asked["optimizer"]))
+        op = LoadWeights(str(path), asked["optimizer"], checkpoint.prefix)
+        return self._admit(model, asked["model_id"], asked["seq_id"], op)
 
     def _save(self, owner: str, asked: Mapping[str, Any], kind: str) -> Promise:
         model = load_owned(self._records, Model, asked["model_id"], owner)

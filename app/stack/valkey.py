@@ -16,7 +16,7 @@ from app.errors import SetupError
 from app.stack.child import Command
 from app.stack.folder import write_private
 
-# Valkey refuses writes at this share of the machine's memory; admission stops earlier, so that work drains.
+# Valkey refuses writes at this share of the machine's memory.
 _MEMORY_SHARE = 0.25
 
 

@@ -75,18 +75,18 @@ class Future:
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """A model or sampling request that waits: seconds since it last moved, and what comes next there.
+    """A model or sampling request that waits: seconds since it last moved, and the next seq there.
 
-    `missing`: the next seq has not been admitted though later ones have (a gap). `running`: a live worker is on it.
+    `kinds`: of what waits from there on without a gap, at most 100; empty when the next seq itself has not come.
+    `running`: a live worker began on it.
     """
 
     id: str
     queue: str
     waited_s: float
     seq: int | None
-    kind: str
-    missing: bool
     running: bool
+    kinds: tuple[str, ...]
 
 
 Record = Mapping[str, str]
@@ -192,6 +192,10 @@ class Records(Protocol):
 
     def put_new(self, namespace: str, key: str, fields: Record) -> bool:
         """False when there is one already (it stays)."""
+        ...
+
+    def update(self, namespace: str, key: str, fields: Record) -> bool:
+        """Set fields of a record; False when there is none (none is made)."""
         ...
 
     def get(self, namespace: str, key: str) -> dict[str, str] | None: ...

@@ -158,11 +158,10 @@ class RedisOpLog:
                 queue=queue.decode(),
                 waited_s=float(ms) / 1000,
                 seq=int(seq) if seq else None,
-                kind=kind.decode(),
-                missing=not kind,
+                kinds=tuple(kind.decode() for kind in kinds),
                 running=bool(running),
             )
-            for id_, queue, ms, seq, kind, running in rows
+            for id_, queue, ms, seq, running, kinds in rows
         ]
 
     def _stage(self, payload: bytes) -> str:

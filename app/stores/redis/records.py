@@ -33,6 +33,10 @@ class RedisRecords:
         flat = [part for pair in fields.items() for part in pair]
         return bool(self._run("put_new", namespace, key, *flat))
 
+    def update(self, namespace: str, key: str, fields: Record) -> bool:
+        flat = [part for pair in fields.items() for part in pair]
+        return bool(self._run("update", namespace, key, *flat))
+
     def get(self, namespace: str, key: str) -> dict[str, str] | None:
         return text_fields(read_hash(self._redis, keys.record(namespace, key))) or None
 

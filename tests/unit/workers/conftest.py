@@ -87,7 +87,7 @@ class World:
         self.keepers.append(keeper)
         store = FolderStore(self.folder / "objects", "secret", "http://x")
         saver = Saver(backend, self.records, store)
-        executor = Executor(backend, self.records, store, self.folder / "cache" / node, saver)
+        executor = Executor(backend, store, self.folder / "cache" / node, saver)
         owner = Owner(self.oplog, backend, keeper, name, Restore(self.oplog, executor))
         rung: list[tuple[str, str, str]] = []
         runner = TrainingRunner(

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import math
 import random
+import shutil
 
 import pytest
+import redis
 
 from app.domain.ops import ForwardBackward, LoadWeights, SaveWeights
+from app.domain.records import Checkpoint, load
 from app.domain.results import ForwardBackwardOutput, Result
 from app.stores.redis import keys
 from app.wire import tinker_pb2 as pb
@@ -172,13 +175,17 @@ def test_an_op_that_keeps_breaking_the_worker_is_given_up_and_the_next_ones_run(
 
 def test_a_load_does_not_need_its_checkpoint_again(world: World):
     worker = world.worker("a/1")
-    ops = [*step(0), SaveWeights("weights", "kept"), *step(1), LoadWeights(f"tinker://{MODEL}/weights/kept", True)]
-    for seq, op in enumerate(ops, 1):
+    path = f"tinker://{MODEL}/weights/kept"
+    for seq, op in enumerate([*step(0), SaveWeights("weights", "kept"), *step(1)], 1):
         world.admit(seq, op)
-        result = worker.handle(seq)
-        assert isinstance(result, Result) and not result.failed
+        worker.handle(seq)
+    stored = world.records.get("checkpoints", path)
+    assert stored is not None
+    world.admit(6, LoadWeights(path, optimizer=True, prefix=load(Checkpoint, stored).prefix))
+    result = worker.handle(6)
+    assert isinstance(result, Result) and not result.failed
     expected = probe(worker, world, 7)
-    world.records.delete("checkpoints", f"tinker://{MODEL}/weights/kept")
+    shutil.rmtree(world.folder / "objects" / load(Checkpoint, stored).prefix)
     assert probe(world.worker("a/2"), world, 8) == expected
 
 
@@ -199,3 +206,62 @@ def test_a_step_behind_a_lost_gradient_fails_drops_the_rest_and_the_run_goes_on(
         heir.handle(seq)
     expected = undisturbed(world, [1])
     assert logprob_bytes(probe(world.worker("a/3"), world, 6)) == expected
+
+
+def test_a_step_that_was_given_up_leaves_no_gradient_to_count_twice(world: World):
+    worker = world.worker("a/1")
+    world.admit(1, step(0)[0])
+    for seq in (0, 1):
+        worker.handle(seq)
+    world.client.set(keys.payload(world.admit(2, step(0)[1])), b"\xc1 not an Op")
+    for _ in range(3):
+        with pytest.raises(NotNow):
+            worker.handle(2)
+    given_up = worker.handle(2)
+    assert given_up is not None and given_up.failed
+    for seq, op in enumerate(step(0), 3):
+        world.admit(seq, op)
+        worker.handle(seq)
+    assert logprob_bytes(probe(worker, world, 5)) == undisturbed(world, [0])
+
+
+def test_an_outage_in_mid_run_leaves_nothing_that_looks_as_if_it_ran(world: World, monkeypatch: pytest.MonkeyPatch):
+    worker = world.worker("a/1")
+    worker.handle(0)
+    world.admit(1, step(0)[0])
+
+    def away(key: str) -> bytes:
+        raise redis.ConnectionError("away")
+
+    with monkeypatch.context() as outage:
+        outage.setattr(world.client, "get", away)
+        with pytest.raises(redis.ConnectionError):
+            worker.handle(1)
+    assert [pending.running for pending in world.oplog.pending()] == [0]
+    again = worker.handle(1)
+    assert again is not None and not again.failed
+
+
+def test_a_model_that_cannot_be_brought_back_ends_what_waits_and_says_why(world: World):
+    first = world.worker("a/1", share=math.inf)
+    for seq, op in enumerate(step(0), 1):
+        world.admit(seq, op)
+        first.handle(seq)
+    shutil.rmtree(world.folder / "objects")
+    world.admit(3, step(1)[0])
+    heir = world.worker("a/2")
+    for _ in range(3):
+        with pytest.raises(NotNow):
+            heir.handle(3)
+    result = heir.handle(3)
+    assert result is not None
+    assert "cannot be brought back" in json.loads(result.body)["error"]
+    assert heir.handle(2) == first.oplog.outcome(f"{MODEL}:2"), "what was answered stays"
+
+
+def test_a_forward_is_not_kept_for_replays(world: World):
+    worker = world.worker("a/1")
+    worker.handle(0)
+    probe(worker, world, 1)
+    assert world.client.exists(keys.payload(f"{MODEL}:1")) == 0
+    assert probe(world.worker("a/2"), world, 2) is not None

@@ -46,6 +46,14 @@ def test_an_op_whose_doorbell_was_lost_is_rung_again(oplog):
     ]
 
 
+def test_everything_whose_doorbells_were_lost_is_rung_at_once_and_then_ever_more_rarely(oplog):
+    for seq in range(5):
+        oplog.admit(MODEL, seq, "forward_backward", b"", f"d{seq}")
+    rung = swept(oplog, HASTY.model_copy(update={"ring_again_s": 1e-4}), times=20)
+    assert [request for _, request, _, _ in rung[:5]] == [f"{MODEL}:{seq}" for seq in range(5)]
+    assert len(rung) < 5 * 20
+
+
 def test_what_waits_briefly_is_left_alone(oplog):
     oplog.admit(MODEL, 0, "create_model", b"", "d")
     assert swept(oplog, PATIENT) == []
@@ -89,9 +97,12 @@ def test_only_the_leader_sweeps(oplog):
 def test_a_gap_within_its_time_holds_and_one_past_it_is_given_up(oplog):
     oplog.admit(MODEL, 1, "forward_backward", b"", "d")
     assert swept(oplog, PATIENT) == []
-    assert oplog.pending()[0].missing
+    assert oplog.pending()[0].kinds == ()
     rung = swept(oplog, HASTY, times=2)
-    assert rung == [("drop_gradients", f"{MODEL}:0", MODEL, "train.base")]
+    assert rung == [
+        ("drop_gradients", f"{MODEL}:0", MODEL, "train.base"),
+        ("forward_backward", f"{MODEL}:1", MODEL, "train.base"),
+    ]
     assert oplog.entry(MODEL, 1).doomed.startswith("seq_id 0 did not arrive")
     with pytest.raises(BadRequest):
         oplog.admit(MODEL, 0, "create_model", b"", "d")

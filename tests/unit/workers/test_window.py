@@ -29,12 +29,14 @@ def window(*history: tuple[str, str]) -> Window:
         ([REFUSED], False),
         ([GAP], False),
         ([FAILED, EVAL], False),
-        ([FAILED, GOOD], True),  # sent again
+        ([FAILED, GOOD], False),  # sent again, or sent before the failure was known?
+        ([REFUSED, GOOD], True),  # sent again
         ([REFUSED, REFUSED, GOOD], True),
         ([GOOD, FAILED, GOOD], False),  # sent again whole, or a further part? The first would count twice
         ([GOOD, REFUSED, GOOD, GOOD], False),
         ([GOOD, GAP, GOOD], True),  # the gap dropped what was there
         ([GOOD, FAILED, STEP, GOOD], True),  # the failed step ended it
+        ([FAILED, STEP, GOOD], True),
         ([GOOD, FAILED, LOAD, GOOD], True),
         ([GOOD, FAILED, ("load_weights", "no such checkpoint"), GOOD], False),
     ],

@@ -6,10 +6,14 @@ local head = redis.call('HMGET', key, 'epoch', 'applied')
 if head[1] ~= ARGV[2] or tonumber(head[2]) ~= seq - 1 then return 0 end
 local request = model .. ':' .. ARGV[3]
 redis.call('HSET', key, 'applied', seq)
+local kind = redis.call('HGET', 'tinsmith:op:' .. request, 'kind')
+if ARGV[4] == 'failed' or kind == 'forward' or kind == 'save_weights' then
+  redis.call('DEL', 'tinsmith:payload:' .. request)  -- no replay runs it
+end
 if ARGV[4] == 'failed' then
   -- It left the model as it was, so a replay must not run it.
   redis.call('HSETNX', 'tinsmith:op:' .. request, 'doomed', ARGV[9])
-  if redis.call('HGET', 'tinsmith:op:' .. request, 'kind') == 'forward_backward' then doom(model, seq, ARGV[9]) end
+  if kind == 'forward_backward' then doom(model, seq, ARGV[9]) end
 end
 local future = 'tinsmith:future:' .. request
 if redis.call('HEXISTS', future, 'state') == 1 then

@@ -1,5 +1,6 @@
 -- All that is not terminal, longest without progress first. ARGV: most rows.
--- Returns rows {id, queue, ms waited, next seq or '', kind or '' (the Op has not come), 1 while a worker runs it}
+-- Returns rows {id, queue, ms waited, next seq or '', 1 while a worker runs it, kinds of what waits from there on without
+-- a gap, at most 100}
 local now = now_ms()
 local rows = {}
 local waiting = redis.call('ZRANGE', 'tinsmith:pending', 0, ARGV[1] - 1, 'WITHSCORES')
@@ -7,15 +8,18 @@ for i = 1, #waiting, 2 do
   local id = waiting[i]
   local holder = redis.call('GET', 'tinsmith:lease:' .. id)
   local applied = redis.call('HGET', 'tinsmith:models:' .. id, 'applied')
-  local seq, kind, running
+  local seq, running, kinds = '', holder, {'sample'}
   if applied then
-    seq = tonumber(applied) + 1
-    local op = redis.call('HMGET', 'tinsmith:op:' .. id .. ':' .. seq, 'kind', 'runner')
-    kind, running = op[1] or '', holder and op[2] == holder
-  else
-    seq, kind, running = '', 'sample', holder
+    seq, kinds = tonumber(applied) + 1, {}
+    local op = 'tinsmith:op:' .. id .. ':'
+    running = holder and redis.call('HGET', op .. seq, 'runner') == holder
+    while #kinds < 100 do
+      local kind = redis.call('HGET', op .. (seq + #kinds), 'kind')
+      if not kind then break end
+      kinds[#kinds + 1] = kind
+    end
   end
   rows[#rows + 1] = {id, redis.call('HGET', 'tinsmith:pending_queue', id) or '', now - waiting[i + 1],
-                     tostring(seq), kind, running and 1 or 0}
+                     tostring(seq), running and 1 or 0, kinds}
 end
 return rows

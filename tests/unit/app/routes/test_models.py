@@ -140,7 +140,7 @@ def test_a_model_from_a_checkpoint_takes_its_spec(api: Api) -> None:
     answer = api.post("load_weights", {"session_id": session, "model_seq_id": 1, "path": path, "optimizer": True})
     assert answer.json["request_id"] == f"{session}:train:1:0"
     spec = ops.ModelSpec(BASE, ops.LoraSpec(rank=4, seed=5))
-    assert op_of(api, f"{session}:train:1") == ops.CreateModel(spec, path, True)
+    assert op_of(api, f"{session}:train:1") == ops.CreateModel(spec, path, True, "checkpoints/x")
 
 
 BAD_LOADS = {

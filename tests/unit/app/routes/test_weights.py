@@ -61,7 +61,7 @@ def test_a_model_loads_a_checkpoint_in_its_order(api: Api) -> None:
     path = save_checkpoint(api, model)
     answer = api.post("load_weights", {"model_id": model, "seq_id": 1, "path": path, "optimizer": True})
     assert answer.json["request_id"] == f"{model}:1"
-    assert op_of(api, model, 1) == ops.LoadWeights(path, True)
+    assert op_of(api, model, 1) == ops.LoadWeights(path, True, "checkpoints/x")
 
 
 @pytest.mark.parametrize("changes", [{"owner": "somebody"}, {"expires_at": 1.0}, {"base_model": "org/else"}])
@@ -160,3 +160,13 @@ def test_another_ones_run_looks_missing(api: Api, stranger: Api, method: str, ta
     api.services.records.delete("checkpoints", path)
     assert foreign == ask(api)
     assert foreign[0] == 404
+
+
+def test_a_retried_load_is_the_same_call_though_its_path_was_overwritten_since(api: Api) -> None:
+    model = api.model()
+    path = save_checkpoint(api, model)
+    body = {"model_id": model, "path": path, "seq_id": 1, "optimizer": True}
+    first = api.post("load_weights", body)
+    api.services.records.update("checkpoints", path, {"prefix": '"checkpoints/newer"'})
+    assert api.post("load_weights", body).json == first.json
+    assert op_of(api, model, 1).prefix == "checkpoints/x", "it loads what the path named when it was called"

@@ -275,12 +275,12 @@ def test_pending_tells_gaps_and_what_runs(oplog):
     assert oplog.pending() == []
     admit(oplog, 1)
     (gap,) = oplog.pending()
-    assert (gap.id, gap.queue, gap.seq, gap.missing, gap.running) == (MODEL, "train.base", 0, True, False)
+    assert (gap.id, gap.queue, gap.seq, gap.kinds, gap.running) == (MODEL, "train.base", 0, (), False)
     admit(oplog, 0)
     lease = own(oplog)
     oplog.next(lease, 0)
     (busy,) = oplog.pending()
-    assert (busy.missing, busy.running) == (False, True)
+    assert (busy.kinds, busy.running) == (("forward_backward", "forward_backward"), True)
     commit_through(oplog, lease, 1)
     assert oplog.pending() == []
 
