@@ -56,6 +56,7 @@ class LoraTrainer(ABC):
     def shutdown(self) -> None:
         """Let the other ranks return from `follow`; nothing may be called afterwards."""
         self._engine.ranks.send(messages.encode_call("shutdown"))
+        self._engine.ranks.leave()
 
     def describe(self) -> Mapping[str, Any]:
         base, ranks = self._engine.base, self._engine.ranks
@@ -82,7 +83,7 @@ class LoraTrainer(ABC):
                 case ("close", model_id):
                     self._states.pop(model_id, None)
                 case _:
-                    return
+                    return self._engine.ranks.leave()
 
     def gradients(self, model_id: str) -> dict[str, Any]:
         """The pending gradient as fp32 numpy arrays by PEFT name, empty when there is none; for tests and debugging."""
