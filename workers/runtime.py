@@ -16,7 +16,7 @@ from app.domain.results import Result
 from app.errors import SetupError
 from app.settings import BaseModelSettings, Settings
 from app.stores import objects
-from app.stores.interfaces import ObjectStore
+from app.stores.interfaces import ObjectStore, OpLog, Records
 from app.stores.redis.client import connect
 from app.stores.redis.oplog import RedisOpLog
 from app.stores.redis.records import RedisRecords
@@ -65,8 +65,8 @@ class Runtime:
 class Parts:
     """What trainers and samplers are both made from."""
 
-    oplog: RedisOpLog
-    records: RedisRecords
+    oplog: OpLog
+    records: Records
     store: ObjectStore
     keeper: LeaseKeeper
     doorbell: doorbell.Doorbell
@@ -88,10 +88,16 @@ def start(settings: Settings, celery: Celery, node_name: str, queues: list[str])
     """
     global _current
     role, base, queue = _role(settings, queues)
+    make = trainer if role == "train" else sampler
+    _current = make(settings, base, parts(settings, celery, node_name), node_name, queue)
+    return doorbell.direct_queue(queue, node_name)
+
+
+def parts(settings: Settings, celery: Celery, node_name: str) -> Parts:
     client = connect(settings.redis.url)
     oplog = RedisOpLog(client, settings.engine)
     worker = node.worker_name(node_name)
-    parts = Parts(
+    return Parts(
         oplog,
         RedisRecords(client),
         objects.create(settings),
@@ -99,9 +105,6 @@ def start(settings: Settings, celery: Celery, node_name: str, queues: list[str])
         doorbell.Doorbell(celery),
         worker,
     )
-    make = _trainer if role == "train" else _sampler
-    _current = make(settings, base, parts, node_name, queue)
-    return doorbell.direct_queue(queue, node_name)
 
 
 def _role(settings: Settings, queues: list[str]) -> tuple[str, BaseModelSettings, str]:
@@ -116,7 +119,7 @@ def _role(settings: Settings, queues: list[str]) -> tuple[str, BaseModelSettings
     )
 
 
-def _trainer(settings: Settings, base: BaseModelSettings, parts: Parts, node_name: str, queue: str) -> Runtime:
+def trainer(settings: Settings, base: BaseModelSettings, parts: Parts, node_name: str, queue: str) -> Runtime:
     from workers.training.factory import create
 
     backend = create(base)
@@ -138,7 +141,7 @@ def _trainer(settings: Settings, base: BaseModelSettings, parts: Parts, node_nam
     return Runtime(runner, presence, _sweeper(settings, parts), close)
 
 
-def _sampler(settings: Settings, base: BaseModelSettings, parts: Parts, node_name: str, queue: str) -> Runtime:
+def sampler(settings: Settings, base: BaseModelSettings, parts: Parts, node_name: str, queue: str) -> Runtime:
     from workers.sampling.factory import create
 
     backend = create(base)
