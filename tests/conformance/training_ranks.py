@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from app.domain.results import ForwardBackwardOutput
 from app.errors import UserOpError
 from app.settings import BaseModelSettings
 from tests.parity.datums import batch, policy, supervised
+from workers import lora
 from workers.training import factory
 from workers.training.base import Create, Load
 from workers.training.trainer import LoraTrainer
@@ -41,7 +44,10 @@ def run(backend: LoraTrainer, folder: Path) -> dict[str, np.ndarray]:
     assert isinstance(backend.apply({"a": bad(), "b": SHORT})["a"], UserOpError)
     folder.mkdir()
     backend.save("a", folder, optimizer=True)
-    backend.apply({"c": Create(LoraSpec(1), source=folder, optimizer=True), "a": Load(folder, optimizer=True)})
+    # A fetched checkpoint is gone once the call returns.
+    fetched = shutil.copytree(folder, folder.with_name("fetched"))
+    backend.apply({"c": Create(LoraSpec(1), source=fetched, optimizer=True), "a": Load(fetched, optimizer=True)})
+    shutil.rmtree(fetched)
     backend.close("b")
     return found | resume(backend, "a") | resume(backend, "c")
 
@@ -68,11 +74,23 @@ def note(found: dict[str, np.ndarray], name: str, results: Any) -> None:
         found |= {f"{name} {model} {metric}": np.array(value) for metric, value in output.metrics.items()}
 
 
+def read_late() -> None:
+    """This rank reads checkpoints when rank 0 would long be through."""
+    read = lora.read_peft
+
+    def late(folder: Path) -> lora.Adapter:
+        time.sleep(0.5)
+        return read(folder)
+
+    lora.read_peft = late
+
+
 def main(settings: str, folder: str, vanish: str) -> None:
     torch.set_num_threads(1)
     backend = factory.create(BaseModelSettings.model_validate_json(settings))
     backend.open()
     if os.environ["RANK"] != "0":
+        read_late()
         backend.follow()
         return
     found = run(backend, Path(folder) / "checkpoint")

@@ -44,6 +44,14 @@ class RankGroup:
             dist.broadcast(flat, source)
             _unflatten(flat, tensors)
 
+    def count(self, mine: bool) -> int:
+        """On how many ranks `mine` is true: a collective, so no rank returns before every rank has come here."""
+        if self.size == 1:
+            return int(mine)
+        votes = torch.tensor([int(mine)])
+        dist.all_reduce(votes, group=self.control)
+        return int(votes)
+
     def send(self, message: bytes) -> None:
         """Give `message` to every other rank's `receive`."""
         if self.size > 1:

@@ -147,6 +147,20 @@ class LoraTrainer(ABC):
         self._states[model_id] = loaded
 
     def _read(self, folder: Path, *, optimizer: bool) -> AdapterState:
+        """Every rank has read `folder` when this returns, since its owner may remove it then. Raises UserOpError."""
+        state, failure = None, None
+        try:
+            state = self._read_here(folder, optimizer=optimizer)
+        except UserOpError as error:
+            failure = error
+        readers = self._engine.ranks.count(state is not None)
+        if failure is not None and readers == 0:
+            raise failure
+        if state is None or readers < self._engine.ranks.size:
+            raise RuntimeError(f"{readers} of {self._engine.ranks.size} ranks could read {folder}: {failure}")
+        return state
+
+    def _read_here(self, folder: Path, *, optimizer: bool) -> AdapterState:
         adapter = lora.read_peft(folder)
         lora.check_fits(adapter, self._engine.base.model)
         state = self._state_of(adapter)
