@@ -4,6 +4,8 @@
 
 PYTHON ?= python3
 TORCH_ARGS ?=
+MINUTES ?= 60
+RUNS ?= 2000
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
@@ -11,7 +13,7 @@ SETUP := $(VENV)/.setup-done
 TEST_SETUP := $(VENV)/.test-setup-done
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint bench clean
+.PHONY: help setup demo test lint bench chaos faults soak property mutants clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -31,6 +33,21 @@ lint: $(TEST_SETUP)  ## ruff, formatting, mypy
 
 bench: $(TEST_SETUP)  ## Measure against the goals, JSON in ops/bench/results; BENCH="overhead ..." for some alone
 	$(BIN)/python -m ops.bench $(BENCH)
+
+chaos: $(TEST_SETUP)  ## Kill everything while clients train, and compare to the bit; SEED=N repeats a run
+	$(BIN)/python -m tests.chaos $(if $(SEED),--seed $(SEED))
+
+faults: $(TEST_SETUP)  ## A worker's death at every single call of a training run; `make test` takes a sample
+	TINSMITH_FAULTS_ALL=1 $(BIN)/python -m pytest tests/faults/test_crash_matrix.py -s
+
+soak: $(TEST_SETUP)  ## Serve sessions for an hour (MINUTES=60), and fail when memory, threads or keys grow
+	$(BIN)/python -m tests.soak --minutes $(MINUTES)
+
+property: $(TEST_SETUP)  ## Random runs against models of what must hold, 2,000 of each (RUNS=2000)
+	TINSMITH_PROPERTY_RUNS=$(RUNS) $(BIN)/python -m pytest --timeout 0 tests/property
+
+mutants: $(TEST_SETUP)  ## Take out each guard in turn: a test must miss it
+	$(BIN)/python -m pytest --timeout 0 tests/mutants
 
 clean:  ## Remove .venv, caches and the demo's data
 	rm -rf $(VENV) data build *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

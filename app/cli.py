@@ -64,6 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_up(commands)
     _add_demo(commands)
+    _add_rebuild(commands)
     about = commands.add_parser("version", help="print the version", description="Print the version.")
     about.set_defaults(run=_version, parser=about)
     return parser
@@ -83,6 +84,23 @@ def _add_up(commands: argparse._SubParsersAction[_Parser]) -> None:
     _add_server_options(up)
     _add_model_options(up)
     _add_outside_options(up)
+
+
+def _add_rebuild(commands: argparse._SubParsersAction[_Parser]) -> None:
+    rebuild = commands.add_parser(
+        "rebuild",
+        help="restore runs and checkpoints of an emptied state server",
+        description="Restore runs and checkpoints in a state server that was emptied, from the manifests in the "
+        "object store. Adds what is missing, changes nothing that is there, and says what it cannot restore. "
+        "Without --redis it is the stack that runs on the data dir.",
+        allow_abbrev=False,
+    )
+    rebuild.set_defaults(run=_rebuild, parser=rebuild)
+    rebuild.add_argument("--config", type=Path, metavar="FILE", help="TOML settings; the options here override it")
+    rebuild.add_argument(
+        "--data-dir", type=Path, metavar="DIR", help="the stack's data folder (default ./tinsmith-data)"
+    )
+    _add_outside_options(rebuild)
 
 
 def _add_server_options(up: argparse.ArgumentParser) -> None:
@@ -172,6 +190,14 @@ def _up(arguments: argparse.Namespace) -> int:
 
     given = {key: value for key, value in vars(arguments).items() if key not in ("run", "parser", "base_model")}
     return up(Options(base_models=tuple(arguments.base_model), **given))
+
+
+def _rebuild(arguments: argparse.Namespace) -> int:
+    from app.stack.config import Options
+    from app.stack.rebuild import rebuild
+
+    given = {key: value for key, value in vars(arguments).items() if key not in ("run", "parser")}
+    return rebuild(Options(**given))
 
 
 def _demo(arguments: argparse.Namespace) -> int:

@@ -6,11 +6,14 @@ Losing, doubling or reordering these messages changes nothing (the journal is th
 from __future__ import annotations
 
 import logging
+import uuid
 
+import redis
 from celery import Celery
 from kombu.exceptions import OperationalError
 
 from app.settings import Settings
+from app.stores.redis.client import connect
 
 log = logging.getLogger(__name__)
 
@@ -20,6 +23,7 @@ KINDS = (
     *("create_model", "forward_backward", "forward", "optim_step", "save_weights", "load_weights", "sample"),
     CATCH_UP,
 )
+TICK = "tinsmith.tick"
 _CONTROL_REPLY_S = 60
 
 
@@ -90,3 +94,31 @@ class Doorbell:
             )
         except (OperationalError, OSError) as error:
             log.warning("could not ring for %s: %s", request_id, error, extra={"request_id": request_id})
+
+    def wake(self, base_model: str, node: str) -> None:
+        """Have a trainer look at once for what it may free."""
+        TickBell(self._celery, direct_queue(train_queue(base_model), node)).ring()
+
+
+class TickBell:
+    """Rings a worker through its own direct queue, quietly: Flower hears nothing of it."""
+
+    def __init__(self, celery: Celery, queue: str) -> None:
+        self._celery, self._queue = celery, queue
+        self._broker = connect(celery.conf.broker_url)
+
+    def waiting(self) -> int | None:
+        """Messages in the queue; None while the broker is away."""
+        try:
+            return self._broker.llen(self._queue)
+        except (redis.RedisError, OSError):
+            return None
+
+    def ring(self) -> None:
+        """Never raises for a broker that is away."""
+        message = self._celery.amqp.as_task_v2(uuid.uuid4().hex, TICK, (), {}, ignore_result=True)
+        try:
+            with self._celery.producer_or_acquire() as producer:
+                self._celery.amqp.send_task_message(producer, TICK, message, queue=self._queue, retry=False)
+        except (OperationalError, redis.RedisError, OSError) as error:
+            log.warning("could not ring ourselves: %s", error)

@@ -31,6 +31,25 @@ def sampling_session_id(session_id: str, sampling_session_seq_id: int) -> str:
     return f"{session_id}:sample:{sampling_session_seq_id}"
 
 
+def model_prefix(session_id: str) -> str:
+    """What the ids of all its models start with."""
+    return f"{session_id}:train:"
+
+
+def sampler_prefix(session_id: str) -> str:
+    """What the ids of all its samplers start with."""
+    return f"{session_id}:sample:"
+
+
+def checkpoint_prefix(model_id: str) -> str:
+    """What the paths of all its checkpoints start with."""
+    return f"tinker://{model_id}/"
+
+
+def session_of(model_id: str) -> str:
+    return model_id.rpartition(":train:")[0]
+
+
 def request_id(parent_id: str, seq_id: int) -> str:
     """`parent_id` is a model id or a sampling session id."""
     return f"{parent_id}:{seq_id}"

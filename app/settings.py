@@ -32,6 +32,8 @@ class TrainerSettings(_Section):
     offload: bool = Field(False, description="ZeRO-3: keep the partitioned base in CPU memory")
     devices: tuple[int, ...] = Field((), description="GPU indices, one for each rank; empty means the CPU, or GPU 0..")
     micro_batch_tokens: int = Field(1024, ge=1, description="padded tokens in one forward/backward pass")
+    rank_deadline_s: float = Field(600.0, gt=0, description="a group whose pass stands still this long starts anew")
+    max_models: int = Field(64, ge=1, description="models one trainer holds; the least recently used make room")
     metrics_port: int = Field(0, description="Prometheus port of the first worker; 0 takes any free one")
 
 
@@ -93,8 +95,29 @@ class EngineSettings(_Section):
     gap_s: float = Field(
         330.0, gt=0, description="a missing seq is given up after this; the SDK itself retries for 300 s"
     )
+    healthy_s: float = Field(
+        30.0, gt=0, description="a worker that does nothing asked of it for this long is not ready; after twice it ends"
+    )
+    idle_s: float = Field(600.0, gt=0, description="a trainer lets go of a model that is unused for this long")
     ring_again_s: float = Field(10.0, gt=0, description="the sweeper rings for Ops that waited this long unstarted")
     snapshot_share: float = Field(0.02, gt=0, le=1, description="greatest share of a trainer's time spent on snapshots")
+    journal_bytes: int = Field(
+        256 * 2**20, ge=0, description="a model whose journal grew by more is snapshotted whatever snapshot_share says"
+    )
+    payload_budget_bytes: int = Field(
+        512 * 2**20, ge=1, description="calls kept in Redis to run or replay; beyond it new ones are put off (503)"
+    )
+    memory_share: float = Field(
+        0.8, gt=0, le=1, description="share of the state server's maxmemory beyond which new work is put off (503)"
+    )
+    spill_bytes: int = Field(
+        8 * 2**20, ge=4096, description="a larger call moves to the object store; others once half the budget is used"
+    )
+    session_s: float = Field(600.0, gt=0, description="a session without heartbeat or call for this long has expired")
+    retain_s: float = Field(
+        7 * 86_400.0, gt=0, description="a run's journal, snapshots and samplers are kept this long after its session"
+    )
+    orphan_s: float = Field(86_400.0, gt=0, description="stored files nobody refers to are removed after this")
     result_unread_s: int = Field(86_400, ge=1, description="how long an unread result is kept")
     result_read_s: int = Field(3_600, ge=1, description="how long a result is kept after its first read")
 

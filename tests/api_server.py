@@ -43,28 +43,36 @@ class ApiServer:
 @contextlib.contextmanager
 def start_api(folder: Path, extra: str = "") -> Iterator[ApiServer]:
     """`extra` is TOML for the [api] section."""
-    with start_valkey(folder / "valkey") as redis_url:
-        port = free_port()
-        config = folder / "settings.toml"
-        config.write_text(
-            f'data_dir = "{folder}"\napi_keys = ["{hash_key(KEY)}"]\nurl_secret = "secret"\n'
-            f'[redis]\nurl = "{redis_url}"\n[api]\nport = {port}\n{extra}\n'
-            f'[[base_models]]\nname = "{BASE}"\npath = "{folder}"\n'
-        )
-        process = subprocess.Popen(
-            [sys.executable, "-m", "gunicorn", "-c", "python:app.gunicorn_conf", "app.wsgi:application"],
-            env={**os.environ, SETTINGS_VARIABLE: str(config)},
-        )
-        client = connect(redis_url)
-        try:
-            server = ApiServer(port, RedisOpLog(client, EngineSettings()), RedisRecords(client))
-            server.register_worker("trainer")
-            server.register_worker("sampler")
-            _await_health(port, process)
-            yield server
-        finally:
-            process.terminate()
-            process.wait(30)
+    with start_valkey(folder / "valkey") as redis_url, serve(folder, redis_url, extra) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def serve(
+    folder: Path, redis_url: str, extra: str = "", application: str = "app.wsgi:application"
+) -> Iterator[ApiServer]:
+    """One more API process on a state server that runs already."""
+    port = free_port()
+    config = folder / f"settings-{port}.toml"
+    config.write_text(
+        f'data_dir = "{folder}"\napi_keys = ["{hash_key(KEY)}"]\nurl_secret = "secret"\n'
+        f'[redis]\nurl = "{redis_url}"\n[api]\nport = {port}\n{extra}\n'
+        f'[[base_models]]\nname = "{BASE}"\npath = "{folder}"\n'
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-m", "gunicorn", "-c", "python:app.gunicorn_conf", application],
+        env={**os.environ, SETTINGS_VARIABLE: str(config)},
+    )
+    client = connect(redis_url)
+    try:
+        server = ApiServer(port, RedisOpLog(client, EngineSettings()), RedisRecords(client))
+        server.register_worker("trainer")
+        server.register_worker("sampler")
+        _await_health(port, process)
+        yield server
+    finally:
+        process.terminate()
+        process.wait(30)
 
 
 def _await_health(port: int, process: subprocess.Popen[bytes]) -> None:

@@ -17,10 +17,11 @@ from pathlib import Path
 
 from app.domain.checkpoints import MANIFEST, FileEntry, Manifest
 from app.domain.ops import LoraSpec
-from app.errors import Fenced, NotFound, ServerOpError
+from app.errors import Fenced, NotFound, ServerOpError, Unavailable
 from app.stores.interfaces import ObjectStore
 from app.stores.objects.files import flush_folder
 from app.stores.objects.keys import check_key
+from workers import downloads
 from workers.training.base import OPTIMIZER_FILE
 
 _CPU_INFO = Path("/proc/cpuinfo")
@@ -33,9 +34,7 @@ def prefix_for(model_id: str, kind: str, name: str, generation: str) -> str:
     return f"models/{model_id}/{kind}/{name}/{generation}"
 
 
-def write(
-    store: ObjectStore,
-    prefix: str,
+def describe(
     folder: Path,
     *,
     path: str,
@@ -47,18 +46,11 @@ def write(
     seq: int,
     epoch: int,
     user_metadata: Mapping[str, str] | None = None,
+    expires_at: float | None = None,
 ) -> Manifest:
-    """Upload the files of `folder` and commit them; the other arguments are `Manifest`'s fields.
-
-    A repeat of a committed generation uploads nothing and returns the manifest that is there. Raises Fenced when
-    somebody else is writing this very generation.
-    """
-    try:
-        return read_manifest(store, prefix)
-    except NotFound:
-        pass
-    files = {source.name: _upload(store, prefix, source) for source in sorted(folder.iterdir())}
-    manifest = Manifest(
+    """The manifest of the files in `folder`; the other arguments are its fields."""
+    files = {source.name: downloads.file_entry(source) for source in sorted(folder.iterdir())}
+    return Manifest(
         path=path,
         generation=generation,
         model_id=model_id,
@@ -73,7 +65,22 @@ def write(
         cpu=host_cpu(),
         has_optimizer=OPTIMIZER_FILE in files,
         user_metadata=dict(user_metadata or {}),
+        expires_at=expires_at,
     )
+
+
+def upload(store: ObjectStore, prefix: str, folder: Path, manifest: Manifest) -> Manifest:
+    """Upload the files of `folder` and commit them with their manifest.
+
+    A repeat of a committed generation uploads nothing and returns the manifest that is there. Raises Fenced when
+    somebody else is writing this very generation.
+    """
+    try:
+        return read_manifest(store, prefix)
+    except NotFound:
+        pass
+    for name, entry in manifest.files.items():
+        _upload(store, f"{prefix}/{name}", folder / name, entry)
     if store.put_new(f"{prefix}/{MANIFEST}", manifest.to_json()):
         return manifest
     return read_manifest(store, prefix)
@@ -81,25 +88,44 @@ def write(
 
 def read_manifest(store: ObjectStore, prefix: str) -> Manifest:
     """Raises NotFound when no checkpoint was committed there, ServerOpError when its manifest cannot be understood."""
-    data = store.read(f"{prefix}/{MANIFEST}")
-    try:
-        return Manifest.from_json(data)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ServerOpError(f"the manifest of checkpoint {prefix} cannot be understood: {error}") from None
+    return downloads.read_manifest(store, f"{prefix}/{MANIFEST}")
+
+
+def seal(folder: Path, manifest: Manifest) -> None:
+    """Make a local folder a checkpoint: its manifest goes in last."""
+    (folder / MANIFEST).write_bytes(manifest.to_json())
+
+
+def manifest_in(folder: Path) -> Manifest:
+    """Raises ServerOpError when the manifest in a local folder cannot be understood, OSError when it cannot be read."""
+    return downloads.parse_manifest((folder / MANIFEST).read_bytes(), f"in {folder}")
+
+
+def verify(folder: Path) -> Manifest:
+    """The manifest in a local folder. Raises ServerOpError when a size or sha256 is not what it says, OSError."""
+    manifest = manifest_in(folder)
+    for name, expected in manifest.files.items():
+        if downloads.file_entry(folder / name) != expected:
+            raise ServerOpError(f"{folder / name} is damaged: it is not what its manifest says")
+    return manifest
 
 
 def fetch(store: ObjectStore, prefix: str, cache_dir: Path) -> Path:
     """A local folder with the checkpoint's files and manifest, downloaded once for each `cache_dir`.
 
     It appears after every size and sha256 was found right, however many threads and processes ask. It stays until
-    `forget`. Raises NotFound when there is no such checkpoint, ServerOpError when what is stored is damaged.
+    `forget`. Raises NotFound when there is no such checkpoint, ServerOpError when what is stored is damaged, and
+    Unavailable when it cannot be read now, or the local disk is full.
     """
     folder = cache_dir / check_key(prefix)
     if folder.is_dir():
         return folder
-    with _lock(cache_dir, prefix):
-        if not folder.is_dir():
-            _download(store, prefix, folder, cache_dir)
+    try:
+        with _lock(cache_dir, prefix):
+            if not folder.is_dir():
+                _download(store, prefix, folder, cache_dir)
+    except OSError as error:
+        raise Unavailable(f"{prefix} cannot be kept in {cache_dir}: {error.strerror or error}") from error
     return folder
 
 
@@ -127,16 +153,13 @@ def host_cpu() -> str:
     return os.uname().machine
 
 
-def _upload(store: ObjectStore, prefix: str, source: Path) -> FileEntry:
-    entry = _entry(source)
-    key = f"{prefix}/{source.name}"
+def _upload(store: ObjectStore, key: str, source: Path, entry: FileEntry) -> None:
     if store.put_new(key, source) or _stored_entry(store, key) == entry:
-        return entry
+        return
     # Left by an attempt that never wrote its manifest, so no one reads it.
     store.delete([key])
     if not store.put_new(key, source):
-        raise Fenced(f"another worker is writing checkpoint {prefix}")
-    return entry
+        raise Fenced(f"another worker is writing {key}")
 
 
 def _download(store: ObjectStore, prefix: str, folder: Path, cache_dir: Path) -> None:
@@ -144,34 +167,18 @@ def _download(store: ObjectStore, prefix: str, folder: Path, cache_dir: Path) ->
     with tempfile.TemporaryDirectory(dir=cache_dir, prefix=".fetch-") as temporary:
         files = Path(temporary) / "files"
         for name, expected in manifest.files.items():
-            store.get(f"{prefix}/{name}", files / name)
-            _verify(files / name, expected, prefix)
-        store.get(f"{prefix}/{MANIFEST}", files / MANIFEST)
+            downloads.fetch_file(store, f"{prefix}/{name}", files / name, expected)
+        seal(files, manifest)
         folder.parent.mkdir(parents=True, exist_ok=True)
         files.rename(folder)
         flush_folder(folder.parent)
-
-
-def _verify(file: Path, expected: FileEntry, prefix: str) -> None:
-    found = _entry(file)
-    if found != expected:
-        raise ServerOpError(
-            f"checkpoint {prefix} is damaged: {file.name} has {found.size} bytes and sha256 {found.sha256}, not "
-            f"{expected.size} and {expected.sha256}; restore it in the object store or use another checkpoint"
-        )
 
 
 def _stored_entry(store: ObjectStore, key: str) -> FileEntry:
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "stored"
         store.get(key, target)
-        return _entry(target)
-
-
-def _entry(file: Path) -> FileEntry:
-    with file.open("rb") as data:
-        digest = hashlib.file_digest(data, "sha256").hexdigest()
-    return FileEntry(file.stat().st_size, digest)
+        return downloads.file_entry(target)
 
 
 @contextmanager

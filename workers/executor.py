@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from app.domain import codec, records
+from app.domain.checkpoints import Manifest
 from app.domain.ops import FORWARD, CreateModel, DropGradients, ForwardBackward, LoadWeights, Op, OptimStep, SaveWeights
 from app.domain.results import Done, Output, Result
 from app.errors import NotFound, OpError, UserOpError
@@ -73,10 +74,13 @@ class Executor:
             self._apply(lease.model_id, codec.decode(entry.payload))
 
     def restore(self, model_id: str, prefix: str) -> None:
-        """Bring a model back from a snapshot, dropping whatever state it had here."""
-        manifest = checkpoints.read_manifest(self.store, prefix)
+        """Bring a model back from a durable snapshot. Raises NotFound, Unavailable, OpError."""
         with self._fetched(prefix) as folder:
-            self._backend_apply(model_id, Create(manifest.lora, folder, optimizer=True))
+            self.restore_from(model_id, folder, checkpoints.manifest_in(folder))
+
+    def restore_from(self, model_id: str, folder: Path, manifest: Manifest) -> None:
+        """Bring a model back from a snapshot's folder, dropping whatever state it had here. Raises OpError."""
+        self._backend_apply(model_id, Create(manifest.lora, folder, optimizer=True))
 
     def _consume(self, model_id: str, entry: Entry) -> None:
         if entry.kind == DropGradients.kind:
@@ -119,7 +123,9 @@ class Executor:
         try:
             yield checkpoints.fetch(self.store, prefix, self.cache_dir)
         finally:
-            checkpoints.forget(prefix, self.cache_dir)
+            # On a full disk even this may fail; what stays is right, and gone with the next start.
+            with suppress(OSError):
+                checkpoints.forget(prefix, self.cache_dir)
 
 
 def doom(entry: Entry, window: Window) -> str:

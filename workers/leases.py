@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 
@@ -14,28 +15,29 @@ log = logging.getLogger(__name__)
 
 
 class LeaseKeeper:
-    """Renews every id in hand three times a lease. An id that could not be kept is lost until it is added again."""
+    """Renews every id in hand three times a lease. One that could not be renewed in time, or is someone else's, is lost
+    until it is added again."""
 
     def __init__(self, oplog: OpLog, worker: str, lease_s: float) -> None:
         self._oplog, self._worker, self._lease_s = oplog, worker, lease_s
         self._lock = threading.Lock()
-        self._kept: set[str] = set()
-        self._renewed = time.monotonic()
+        self._renewed: dict[str, float] = {}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="leases", daemon=True)
         self._thread.start()
 
     def add(self, id_: str) -> None:
         with self._lock:
-            self._kept.add(id_)
+            self._renewed[id_] = time.monotonic()
 
     def drop(self, id_: str) -> None:
         with self._lock:
-            self._kept.discard(id_)
+            self._renewed.pop(id_, None)
 
     def holds(self, id_: str) -> bool:
+        """Whether the lease was ours within its time, as far as we heard."""
         with self._lock:
-            return id_ in self._kept
+            return time.monotonic() - self._renewed.get(id_, -math.inf) < self._lease_s
 
     def stop(self) -> None:
         self._stop.set()
@@ -47,18 +49,17 @@ class LeaseKeeper:
                 self._renew()
             except (redis.RedisError, OSError) as error:
                 log.warning("could not renew leases: %s", error)
-                self._fence_if_silent()
 
     def _renew(self) -> None:
+        asked = time.monotonic()
         with self._lock:
-            ids = sorted(self._kept)
-        lost = self._oplog.renew(ids, self._worker) if ids else []
-        self._renewed = time.monotonic()
+            before = dict(self._renewed)
+        lost = set(self._oplog.renew(sorted(before), self._worker) if before else [])
         with self._lock:
-            self._kept.difference_update(lost)
-
-    def _fence_if_silent(self) -> None:
-        """Unheard for a whole lease, we must take every model as someone else's."""
-        if time.monotonic() - self._renewed > self._lease_s:
-            with self._lock:
-                self._kept.clear()
+            for id_, since in before.items():
+                # What was dropped meanwhile stays so, and what was gained anew is not what was asked about.
+                if self._renewed.get(id_) == since:
+                    if id_ in lost:
+                        del self._renewed[id_]
+                    else:
+                        self._renewed[id_] = asked

@@ -52,10 +52,11 @@ class Adapter:
         return self.spec.alpha / self.spec.rank
 
     def tensors(self) -> dict[str, nn.Parameter]:
-        """Every parameter by its name in a PEFT file, in the order of `pairs`."""
+        """Every parameter by its name in a PEFT file, sorted by path: an adapter read from files then has the order
+        of a fresh one, and with it the last bit of its gradients' norm."""
         return {
             f"{_KEY_PREFIX}{path}.lora_{part}.weight": parameter
-            for path, pair in self.pairs.items()
+            for path, pair in sorted(self.pairs.items())
             for part, parameter in (("A", pair.a), ("B", pair.b))
         }
 
@@ -63,7 +64,10 @@ class Adapter:
         """A copy on `device`."""
         return Adapter(
             self.spec,
-            {path: _pair(pair.a.detach().to(device), pair.b.detach().to(device)) for path, pair in self.pairs.items()},
+            {
+                path: _pair(pair.a.detach().to(device, copy=True), pair.b.detach().to(device, copy=True))
+                for path, pair in self.pairs.items()
+            },
         )
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -28,7 +28,7 @@ def worker_name(node: str) -> str:
 
 
 class Presence:
-    """Keeps the Worker record alive from `start` until `stop`; ends the process once `healthy` says no."""
+    """Keeps the Worker record alive from `start` until `stop`."""
 
     def __init__(
         self,
@@ -38,21 +38,27 @@ class Presence:
         info: BaseModelInfo,
         describe: Callable[[], Mapping[str, Any]],
         metrics_url: str,
-        healthy: Callable[[], bool] = lambda: True,
+        healthy: Callable[[], bool],
     ) -> None:
-        self._healthy = healthy
         self._records, self._node, self._role, self._info = records, node, role, info
-        self._describe, self._metrics_url = describe, metrics_url
+        self._describe, self._metrics_url, self._healthy = describe, metrics_url, healthy
         self._started = time.time()
-        self._stop = threading.Event()
+        self._stopped = False
+        self._wake = threading.Event()
 
     def start(self) -> None:
         self._beat()
         threading.Thread(target=self._loop, name="presence", daemon=True).start()
 
+    def refresh(self) -> None:
+        """Something changed that others should know soon; returns at once."""
+        self._wake.set()
+
     def stop(self) -> None:
-        self._stop.set()
-        self._records.delete(Worker.namespace, self._node)
+        self._stopped = True
+        self._wake.set()
+        with suppress(redis.RedisError):  # it lapses by itself
+            self._records.delete(Worker.namespace, self._node)
 
     def _beat(self) -> None:
         worker = Worker(
@@ -62,14 +68,16 @@ class Presence:
             describe=dict(self._describe()),
             metrics_url=self._metrics_url,
             started=self._started,
+            healthy=self._healthy(),
         )
         self._records.put(Worker.namespace, self._node, dump(worker), ttl_s=LIFE_S)
 
     def _loop(self) -> None:
-        while not self._stop.wait(BEAT_S):
-            if not self._healthy():
-                log.error("the engine is dead: ending, to be started again")
-                os._exit(1)  # an orderly stop would wait for requests that never come back
+        while True:
+            self._wake.wait(BEAT_S)
+            self._wake.clear()
+            if self._stopped:
+                return
             try:
                 self._beat()
             except (redis.RedisError, OSError) as error:

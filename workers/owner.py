@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import redis
 
-from app.errors import NotFound, OpError, TinsmithError
+from app.errors import Fenced, NotFound, OpError, TinsmithError, Unavailable
 from app.stores.interfaces import HeldElsewhere, Lease, OpLog
 from workers import telemetry
 from workers.leases import LeaseKeeper
@@ -17,15 +18,17 @@ from workers.training.base import TrainingBackend
 from workers.window import Window
 
 log = logging.getLogger(__name__)
+_SETTLE_S = 5.0
 
 
 @dataclass
 class Resident:
-    """A model whose state here is exactly its journal up to `applied`."""
+    """A model whose state here is exactly its journal up to `applied`; last asked for at `used` (monotonic)."""
 
     lease: Lease
     applied: int
     window: Window
+    used: float = field(default_factory=time.monotonic)
 
 
 class Unrestorable(TinsmithError):
@@ -36,8 +39,20 @@ class Unrestorable(TinsmithError):
         self.lease = lease
 
 
+class Broken(TinsmithError):
+    """An exception other than an OpError came out of the backend for the Op at `seq`: all its states are suspect."""
+
+    def __init__(self, lease: Lease, seq: int, why: str) -> None:
+        super().__init__(why)
+        self.lease, self.seq = lease, seq
+
+
 class Owner:
-    """`restore(lease)` must bring the backend to the lease's applied seq, whatever was there before."""
+    """`restore(lease)` must bring the backend to the lease's applied seq, whatever was there before. `settle(resident,
+    seconds)` saves a state that is about to be thrown away, so that bringing it back is quick, as far as it can.
+
+    At most `most` models are held; `changed` is called when one came or went.
+    """
 
     def __init__(
         self,
@@ -46,15 +61,24 @@ class Owner:
         keeper: LeaseKeeper,
         worker: str,
         restore: Callable[[Lease], Window],
+        settle: Callable[[Resident, float], None],
+        most: int,
+        changed: Callable[[], None] = lambda: None,
     ) -> None:
         self._oplog, self._backend, self._keeper = oplog, backend, keeper
-        self._worker, self._restore = worker, restore
+        self._worker, self._restore, self._settle = worker, restore, settle
+        self._most, self._changed = most, changed
         self._residents: dict[str, Resident] = {}
 
+    def residents(self) -> dict[str, Resident]:
+        """By model id, the least recently used first."""
+        return dict(sorted(self._residents.items(), key=lambda item: item[1].used))
+
     def own(self, model_id: str) -> Resident | HeldElsewhere:
-        """The model, restored if it is new here. Raises NotFound for an unknown one, Unrestorable."""
+        """The model, restored if new here. Raises NotFound for an unknown one; Unrestorable, Broken, Unavailable."""
         resident = self._residents.get(model_id)
         if resident is not None and self._keeper.holds(model_id):
+            resident.used = time.monotonic()
             return resident
         self.discard(model_id)
         lease = self._oplog.acquire(model_id, self._worker)
@@ -62,28 +86,68 @@ class Owner:
             return lease
         self._keeper.add(model_id)
         try:
-            window = self._restore(lease)
-        except (NotFound, OpError) as error:
-            self.discard(model_id)
-            raise Unrestorable(lease, f"{model_id} cannot be brought back: {error}") from error
+            self._make_room()
+            self._residents[model_id] = Resident(lease, lease.applied, self._restored(lease))
         except BaseException:
             self.discard(model_id)
             raise
-        self._residents[model_id] = Resident(lease, lease.applied, window)
-        telemetry.MODELS.set(len(self._residents))
+        self._count()
         log.info("owns a model", extra={"model_id": model_id, "epoch": lease.epoch, "applied": lease.applied})
         return self._residents[model_id]
 
+    def part_with(self, model_id: str) -> None:
+        """Let go of a model in order: it comes back quickly, here or elsewhere."""
+        try:
+            self.settle(model_id, _SETTLE_S)
+        finally:
+            self.discard(model_id)
+
+    def settle(self, model_id: str, seconds: float) -> None:
+        """Save a state, if that can be done in about so long; it stays as it is."""
+        resident = self._residents.get(model_id)
+        if resident is not None and self._keeper.holds(model_id):
+            self._settle(resident, seconds)
+
     def discard(self, model_id: str) -> None:
         """Throw a state away; the journal brings it back when it is asked for again."""
-        self._residents.pop(model_id, None)
-        telemetry.MODELS.set(len(self._residents))
+        known = self._residents.pop(model_id, None)
         self._backend.close(model_id)
-        if self._keeper.holds(model_id):
-            self._keeper.drop(model_id)
-            with contextlib.suppress(redis.RedisError):  # it lapses by itself
-                self._oplog.release(model_id, self._worker)
+        self._release(model_id)
+        if known:
+            self._count()
 
     def discard_all(self) -> None:
         for model_id in list(self._residents):
             self.discard(model_id)
+
+    def release_all(self) -> None:
+        """Give every lease up and leave the states as they are, for a process that ends."""
+        for model_id in list(self._residents):
+            self._release(model_id)
+
+    def _release(self, model_id: str) -> None:
+        if self._keeper.holds(model_id):
+            with contextlib.suppress(redis.RedisError):  # it lapses by itself
+                self._oplog.release(model_id, self._worker)
+        self._keeper.drop(model_id)
+
+    def _make_room(self) -> None:
+        for model_id in list(self.residents())[: max(0, len(self._residents) - self._most + 1)]:
+            self.part_with(model_id)
+
+    def _restored(self, lease: Lease) -> Window:
+        try:
+            return self._restore(lease)
+        except (NotFound, OpError) as error:
+            if self._oplog.acquire(lease.model_id, self._worker) != lease:
+                # A snapshot that was replaced in between, by a new owner or by our own upload, is gone; not lost.
+                raise Fenced(f"{lease.model_id} moved on while it was brought back: {error}") from error
+            raise Unrestorable(lease, f"{lease.model_id} cannot be brought back: {error}") from error
+        except (Fenced, Unavailable, redis.RedisError):
+            raise
+        except Exception as error:
+            raise Broken(lease, lease.applied + 1, f"restoring {lease.model_id} broke the backend") from error
+
+    def _count(self) -> None:
+        telemetry.MODELS.set(len(self._residents))
+        self._changed()

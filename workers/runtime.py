@@ -1,38 +1,59 @@
-"""Puts a worker together: backend, journal, leases, sweeper. One a process, made when Celery starts."""
+"""Puts a worker together: backend, journal, leases, pulse, sweeper. One a process, made when Celery starts."""
 
 from __future__ import annotations
 
 import logging
+import os
 import shutil
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from celery import Celery
 
 from app import doorbell
 from app.domain.results import Result
 from app.errors import SetupError
+from app.services.endings import Endings
 from app.settings import BaseModelSettings, Settings
 from app.stores import objects
-from app.stores.interfaces import ObjectStore, OpLog, Records
+from app.stores.interfaces import Lifecycle, ObjectStore, OpLog, Payloads, Records
 from app.stores.redis.client import connect
+from app.stores.redis.lifecycle import RedisLifecycle
 from app.stores.redis.oplog import RedisOpLog
+from app.stores.redis.payloads import RedisPayloads
 from app.stores.redis.records import RedisRecords
 from workers import node, telemetry
 from workers.adapters import Adapters
+from workers.chores.base import Chore
+from workers.chores.orphans import Orphans
+from workers.chores.ringing import Ringing
+from workers.chores.sessions import Sessions
+from workers.chores.spilling import Spilling
+from workers.drain import Drain
 from workers.executor import Executor
 from workers.leases import LeaseKeeper
 from workers.node import Presence
-from workers.owner import Owner
+from workers.owner import Owner, Resident
+from workers.parked import Parked
+from workers.probe import Probe
+from workers.pulse import Pulse
+from workers.restore import Restore
 from workers.runner import TrainingRunner
 from workers.sample_runner import SampleRunner
 from workers.saving import Saver
-from workers.snapshot import Restore, Snapshots
+from workers.snapshot import Snapshots
+from workers.snapshot_folder import SnapshotFolder
+from workers.spread import Spread
 from workers.sweeper import Sweeper
+from workers.tidying import Tidying
 
 log = logging.getLogger(__name__)
+_SETTLE_S = 5.0
+_STOP_S = 20.0
 
 
 class Handler(Protocol):
@@ -41,24 +62,41 @@ class Handler(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Runtime:
-    """What a task needs, and what ends with the worker."""
+    """What a task needs, and what ends with the worker.
+
+    `shared` handles doorbells of `queue`, which all workers of the kind read; `handler` those for this one alone.
+    """
 
     handler: Handler
+    shared: Handler
+    queue: str
     presence: Presence
+    pulse: Pulse
     sweeper: Sweeper
+    tidy: Callable[[], None]
     close: Callable[[], None]
 
-    def handle(self, request_id: str, model_id: str, kind: str) -> Result | None:
-        return self.handler.handle(request_id, model_id, kind)
+    def handle(self, request_id: str, model_id: str, kind: str, queue: str = "") -> Result | None:
+        handler = self.shared if queue == self.queue else self.handler
+        with self.pulse.working():
+            return handler.handle(request_id, model_id, kind)
+
+    def tick(self) -> None:
+        self.tidy()
+        self.pulse.answered()
 
     def announce(self) -> None:
         self.presence.start()
+        self.pulse.start()
         self.sweeper.start()
 
     def stop(self) -> None:
-        self.sweeper.stop()
-        self.presence.stop()
-        self.close()
+        """The running task has ended, and no other begins."""
+        with _end_in_any_case():
+            self.pulse.stop()
+            self.sweeper.stop()
+            self.presence.stop()
+            self.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +105,12 @@ class Parts:
 
     oplog: OpLog
     records: Records
+    lifecycle: Lifecycle
+    payloads: Payloads
     store: ObjectStore
     keeper: LeaseKeeper
     doorbell: doorbell.Doorbell
+    celery: Celery
     worker: str
 
 
@@ -95,14 +136,18 @@ def start(settings: Settings, celery: Celery, node_name: str, queues: list[str])
 
 def parts(settings: Settings, celery: Celery, node_name: str) -> Parts:
     client = connect(settings.redis.url)
-    oplog = RedisOpLog(client, settings.engine)
+    store = objects.create(settings, may_be_away=True)
+    oplog = RedisOpLog(client, settings.engine, store)
     worker = node.worker_name(node_name)
     return Parts(
         oplog,
         RedisRecords(client),
-        objects.create(settings),
+        RedisLifecycle(client, settings.engine),
+        RedisPayloads(client, settings.engine, store),
+        store,
         LeaseKeeper(oplog, worker, settings.engine.lease_s),
         doorbell.Doorbell(celery),
+        celery,
         worker,
     )
 
@@ -127,18 +172,41 @@ def trainer(settings: Settings, base: BaseModelSettings, parts: Parts, node_name
     saver = Saver(backend, parts.records, parts.store)
     cache = _empty_cache(settings, node_name)
     executor = Executor(backend, parts.store, cache, saver)
-    owner = Owner(parts.oplog, backend, parts.keeper, parts.worker, Restore(parts.oplog, executor))
-    snapshots = Snapshots(parts.oplog, saver, settings.engine.snapshot_share)
-    runner = TrainingRunner(parts.oplog, owner, executor, snapshots, parts.doorbell.ring, queue, node_name)
+    folder = SnapshotFolder(settings.data_dir / "snapshots", node_name)
+    snapshots = Snapshots(parts.oplog, saver, folder, settings.engine)
+    restore = Restore(parts.oplog, executor, folder, snapshots)
+    direct, ring = doorbell.direct_queue(queue, node_name), parts.doorbell.ring
+
+    def end(why: str) -> NoReturn:
+        with _end_in_any_case():
+            drain.hand_over()
+        _exit(why)
+
+    def settle(resident: Resident, seconds: float) -> None:
+        snapshots.settle(resident, within_s=seconds)
+
+    pulse = Pulse(doorbell.TickBell(parts.celery, direct), backend.healthy, settings.engine.healthy_s, end)
     metrics = telemetry.serve_metrics(base.trainer.metrics_port)
-    presence = Presence(parts.records, node_name, "trainer", info, backend.describe, metrics)
+    presence = Presence(parts.records, node_name, "trainer", info, backend.describe, metrics, pulse.healthy)
+    most = base.trainer.max_models
+    owner = Owner(parts.oplog, backend, parts.keeper, parts.worker, restore, settle, most, presence.refresh)
+    drain = Drain(parts.oplog, owner, ring, queue)
+    parked = Parked(ring, direct)
+    runner = TrainingRunner(parts.oplog, owner, executor, snapshots, parked, ring, queue, end)
+    spread = Spread(runner, owner, parts.records, ring, base.name, node_name)
+    tidying = Tidying(owner, parked, parts.lifecycle.unwanted, settings.engine.idle_s)
+
+    def tidy() -> None:
+        with pulse.working():
+            tidying()
 
     def close() -> None:
-        owner.discard_all()
+        drain.in_order(_SETTLE_S)
+        snapshots.close()
         backend.shutdown()
         parts.keeper.stop()
 
-    return Runtime(runner, presence, _sweeper(settings, parts), close)
+    return Runtime(runner, spread, queue, presence, pulse, _sweeper(settings, parts), tidy, close)
 
 
 def sampler(settings: Settings, base: BaseModelSettings, parts: Parts, node_name: str, queue: str) -> Runtime:
@@ -149,14 +217,37 @@ def sampler(settings: Settings, base: BaseModelSettings, parts: Parts, node_name
     cache = _empty_cache(settings, node_name)
     adapters = Adapters(backend, parts.store, cache, 4 * base.sampler.max_loras)
     runner = SampleRunner(parts.oplog, parts.records, backend, adapters, parts.keeper, parts.worker)
+    bell = doorbell.TickBell(parts.celery, doorbell.direct_queue(queue, node_name))
+    # An orderly stop would wait for requests that never come back.
+    pulse = Pulse(bell, backend.healthy, settings.engine.healthy_s, _exit)
     metrics = telemetry.serve_metrics(base.sampler.metrics_port)
-    presence = Presence(parts.records, node_name, "sampler", info, backend.describe, metrics, backend.healthy)
+    presence = Presence(parts.records, node_name, "sampler", info, backend.describe, metrics, pulse.healthy)
+    probe = Probe(backend, pulse, settings.engine.healthy_s)
 
     def close() -> None:
         backend.close()
         parts.keeper.stop()
 
-    return Runtime(runner, presence, _sweeper(settings, parts), close)
+    return Runtime(runner, runner, queue, presence, pulse, _sweeper(settings, parts), probe, close)
+
+
+@contextmanager
+def _end_in_any_case() -> Iterator[None]:
+    """Ends the process if the block hangs, as it may on a rank or a server that is gone."""
+    late = threading.Timer(_STOP_S, _exit, [f"it did not stop within {_STOP_S:.0f} s"])
+    late.daemon = True
+    late.start()
+    try:
+        yield
+    finally:
+        late.cancel()
+
+
+def _exit(why: str) -> NoReturn:
+    """With a status that says it was not asked for, so that whoever looks after this process starts it again."""
+    log.error("ending, to be started again: %s", why)
+    logging.shutdown()
+    os._exit(1)
 
 
 def _empty_cache(settings: Settings, node_name: str) -> Path:
@@ -167,4 +258,11 @@ def _empty_cache(settings: Settings, node_name: str) -> Path:
 
 
 def _sweeper(settings: Settings, parts: Parts) -> Sweeper:
-    return Sweeper(parts.oplog, parts.doorbell.ring, settings.engine, parts.worker)
+    endings = Endings(parts.lifecycle, parts.records, parts.store, parts.doorbell.wake)
+    chores: dict[str, Chore] = {
+        "ringing": Ringing(parts.oplog, parts.doorbell.ring, settings.engine),
+        "sessions": Sessions(parts.lifecycle, endings),
+        "orphans": Orphans(parts.oplog, parts.lifecycle, parts.records, parts.store, settings.engine),
+        "spilling": Spilling(parts.payloads),
+    }
+    return Sweeper(parts.oplog, chores, parts.worker)

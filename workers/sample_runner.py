@@ -7,7 +7,7 @@ import time
 
 from app.domain import codec, records
 from app.domain.results import PROTOBUF, Result
-from app.errors import Fenced, OpError, ServerOpError
+from app.errors import Fenced, OpError, ServerOpError, Unavailable
 from app.stores.interfaces import Entry, OpLog, Records
 from app.wire.results import encode_sample
 from workers import results, telemetry
@@ -36,11 +36,12 @@ class SampleRunner:
         self._adapters, self._keeper, self._worker = adapters, keeper, worker
 
     def handle(self, request_id: str, sampling_session_id: str, kind: str) -> Result | None:
-        """The future's result; None when it no longer exists. Raises NotNow while another worker runs it."""
+        """The future's result; None when it no longer exists. Raises NotNow while another worker runs it, or the
+        object store that holds the request is away."""
         try:
             entry = self._oplog.claim_sample(request_id, self._worker)
-        except Fenced as fenced:
-            raise NotNow(str(fenced)) from None
+        except (Fenced, Unavailable) as reason:
+            raise NotNow(str(reason)) from None
         if entry is not None:
             self._keeper.add(request_id)
             try:

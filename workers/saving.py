@@ -1,9 +1,8 @@
-"""Writing a model out: checkpoints and sampler adapters for their owner, snapshots for ourselves."""
+"""Writing a model out for its owner: checkpoints and sampler adapters. Also what a snapshot's manifest says."""
 
 from __future__ import annotations
 
 import tempfile
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,8 +18,7 @@ from app.stores.interfaces import Lease, ObjectStore, Records, Write
 from workers import checkpoints, results
 from workers.training.base import TrainingBackend
 
-SNAPSHOT = "snapshots"
-_WITH_OPTIMIZER = ("weights", SNAPSHOT)
+_WITH_OPTIMIZER = "weights"
 
 
 @contextmanager
@@ -47,8 +45,9 @@ class Saver:
         if not op.overwrite and self._taken(str(path)):
             raise UserOpError(f"{path} is there already; pass overwrite, or save under another name")
         model = self._model(lease.model_id)
-        prefix, manifest = self._write(lease, seq, model, op.checkpoint_kind, op.name, str(path), op.user_metadata)
-        now = time.time()
+        now = self.index.now()
+        expires_at = None if op.ttl_seconds is None else now + op.ttl_seconds
+        prefix, manifest = self._write(lease, seq, op, str(path), expires_at)
         checkpoint = records.Checkpoint(
             owner=model.owner,
             model_id=lease.model_id,
@@ -59,65 +58,61 @@ class Saver:
             size_bytes=sum(entry.size for entry in manifest.files.values()),
             lora=model.lora,
             files=sorted(manifest.files),
-            expires_at=None if op.ttl_seconds is None else now + op.ttl_seconds,
+            expires_at=manifest.expires_at,
             user_metadata=dict(op.user_metadata),
         )
         return results.of_json({"path": str(path)}), [(checkpoint.namespace, str(path), records.dump(checkpoint))]
 
-    def snapshot(self, lease: Lease, seq: int) -> str:
-        """The whole training state, under a prefix of its own, which is returned."""
+    def describe(
+        self,
+        folder: Path,
+        lease: Lease,
+        seq: int,
+        path: str = "",
+        user_metadata: Mapping[str, str] | None = None,
+        expires_at: float | None = None,
+    ) -> Manifest:
+        """The manifest of files written in `folder`, of the model as it was behind `seq`. Raises NotFound."""
         model = self._model(lease.model_id)
-        return self._write(lease, seq, model, SNAPSHOT, str(seq))[0]
+        return checkpoints.describe(
+            folder,
+            path=path,
+            generation=f"{seq}-{lease.epoch}",
+            model_id=lease.model_id,
+            owner=model.owner,
+            base_model=model.base_model,
+            lora=LoraSpec(**model.lora),
+            seq=seq,
+            epoch=lease.epoch,
+            user_metadata=user_metadata,
+            expires_at=expires_at,
+        )
 
     def _ephemeral(self, lease: Lease, seq: int, op: SaveWeights) -> tuple[Result, list[Write]]:
         model = self._model(lease.model_id)
-        prefix, _ = self._write(lease, seq, model, op.checkpoint_kind, op.name)
+        prefix, _ = self._write(lease, seq, op)
         sampler = records.Sampler(
             owner=model.owner,
             session_id=model.session_id,
             base_model=model.base_model,
-            created=time.time(),
+            created=self.index.now(),
             prefix=prefix,
         )
         answer = results.of_json({"sampling_session_id": op.sampling_session_id})
         return answer, [(sampler.namespace, op.sampling_session_id or "", records.dump(sampler))]
 
     def _write(
-        self,
-        lease: Lease,
-        seq: int,
-        model: records.Model,
-        kind: str,
-        name: str,
-        path: str = "",
-        user_metadata: Mapping[str, str] | None = None,
+        self, lease: Lease, seq: int, op: SaveWeights, path: str = "", expires_at: float | None = None
     ) -> tuple[str, Manifest]:
-        generation = f"{seq}-{lease.epoch}"
-        prefix = checkpoints.prefix_for(lease.model_id, kind, name, generation)
+        prefix = checkpoints.prefix_for(lease.model_id, op.checkpoint_kind, op.name, f"{seq}-{lease.epoch}")
         with _scratch() as folder:
-            self.backend.save(lease.model_id, folder, optimizer=kind in _WITH_OPTIMIZER)
-            manifest = checkpoints.write(
-                self.store,
-                prefix,
-                folder,
-                path=path,
-                generation=generation,
-                model_id=lease.model_id,
-                owner=model.owner,
-                base_model=model.base_model,
-                lora=LoraSpec(**model.lora),
-                seq=seq,
-                epoch=lease.epoch,
-                user_metadata=user_metadata,
-            )
-        return prefix, manifest
+            self.backend.save(lease.model_id, folder, optimizer=op.checkpoint_kind == _WITH_OPTIMIZER)
+            manifest = self.describe(folder, lease, seq, path, op.user_metadata, expires_at)
+            return prefix, checkpoints.upload(self.store, prefix, folder, manifest)
 
     def _taken(self, path: str) -> bool:
         stored = self.index.get(records.Checkpoint.namespace, path)
-        if stored is None:
-            return False
-        expires = records.load(records.Checkpoint, stored).expires_at
-        return expires is None or expires > time.time()
+        return stored is not None and not records.load(records.Checkpoint, stored).is_expired(self.index.now())
 
     def _model(self, model_id: str) -> records.Model:
         stored = self.index.get(records.Model.namespace, model_id)

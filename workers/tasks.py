@@ -10,7 +10,7 @@ import logging
 from celery import Task, shared_task
 from celery.exceptions import Retry
 
-from app.doorbell import KINDS, task_name
+from app.doorbell import KINDS, TICK, task_name
 from app.errors import OpError
 from workers import runtime
 from workers.outcome import NotNow
@@ -24,8 +24,9 @@ class FutureFailed(OpError):
 
 def _handle(task: Task, model_id: str) -> None:
     request_id = task.request.id
+    queue = task.request.delivery_info["routing_key"]
     try:
-        result = runtime.current().handle(request_id, model_id, task.name.rpartition(".")[2])
+        result = runtime.current().handle(request_id, model_id, task.name.rpartition(".")[2], queue)
     except NotNow as reason:
         # Raised directly: task.retry() would publish a second message, and what is missing rings by itself.
         raise Retry(str(reason)) from None
@@ -37,5 +38,10 @@ def _handle(task: Task, model_id: str) -> None:
         raise FutureFailed(f"{request_id} failed")
 
 
+def _tick() -> None:
+    runtime.current().tick()
+
+
+shared_task(name=TICK, send_events=False)(_tick)
 for _kind in KINDS:
     shared_task(bind=True, name=task_name(_kind), throws=(FutureFailed,))(_handle)

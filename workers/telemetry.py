@@ -17,12 +17,19 @@ STAGE_SECONDS = Histogram(
 OPS = Counter("tinsmith_ops_total", "Ops that became terminal here", ["kind", "state"])
 TOKENS = Counter("tinsmith_tokens_total", "Tokens trained on, read as prompts, or sampled", ["use"])
 MODELS = Gauge("tinsmith_resident_models", "Models this worker owns")
+REFUSED = Counter("tinsmith_refused_commits_total", "Commits refused, as another worker had taken the model over")
 
 
 def serve_metrics(port: int) -> str:
     """Start the /metrics endpoint on `port` (0: any free one); returns its URL."""
     server, _ = start_http_server(port, addr="127.0.0.1" if port == 0 else "0.0.0.0")
     return f"http://127.0.0.1:{server.server_port}/metrics"
+
+
+def commit_refused(entry: Entry, epoch: int) -> None:
+    REFUSED.inc()
+    where = {"model_id": entry.request_id.rpartition(":")[0], "seq": entry.seq, "epoch": epoch}
+    log.warning("commit refused", extra={"request_id": entry.request_id, **where})
 
 
 def op_done(entry: Entry, *, failed: bool, run_s: float, commit_s: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
@@ -10,6 +11,33 @@ from app.domain.ops import LoraSpec
 
 SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
+MODELS = "models"
+SNAPSHOT = "snapshots"
+_PLACE = re.compile(
+    rf"{MODELS}/(?P<model>[^/]+)/(?P<kind>[^/]+)/(?P<name>[^/]+)/(?P<seq>\d+)-(?P<epoch>\d+)(?:/[^/]+)?$"
+)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Place:
+    """Where the files of one checkpoint or snapshot lie. A later epoch, and in it a later seq, was written later."""
+
+    model_id: str
+    kind: str
+    name: str
+    epoch: int
+    seq: int
+
+    def __str__(self) -> str:
+        return f"{MODELS}/{self.model_id}/{self.kind}/{self.name}/{self.seq}-{self.epoch}"
+
+    @classmethod
+    def parse(cls, key: str) -> Place | None:
+        """Of a prefix or of a file right below it; None for anything else."""
+        match = _PLACE.match(key)
+        if match is None:
+            return None
+        return cls(match["model"], match["kind"], match["name"], int(match["epoch"]), int(match["seq"]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +49,8 @@ class FileEntry:
 @dataclass(frozen=True, slots=True)
 class Manifest:
     """`path` is its tinker:// address (empty for a snapshot or an ephemeral sampler adapter); `generation` tells an
-    overwritten checkpoint from its successor. seq and epoch are the model's when it was written."""
+    overwritten checkpoint from its successor. seq and epoch are the model's when it was written.
+    `expires_at` (unix s) is what it was saved with; a change since lies beside it (see `Expiry`)."""
 
     path: str
     generation: str
@@ -37,6 +66,7 @@ class Manifest:
     cpu: str
     has_optimizer: bool = False
     user_metadata: Mapping[str, str] = field(default_factory=dict)
+    expires_at: float | None = None
     schema_version: int = SCHEMA_VERSION
 
     def to_json(self) -> bytes:

@@ -111,7 +111,10 @@ class DropGradients:
 
 
 def as_asked(op: Op) -> Op:
-    """What the client said, which a repeat says again: without what was looked up for it."""
+    """What a repeat of the call says again: without what was looked up for it, nor the number the SDK draws anew for
+    the sampling session each time it sends the same save (the first one's stands, and the result names it)."""
+    if isinstance(op, SaveWeights) and op.sampling_session_id:
+        return replace(op, sampling_session_id="")
     return replace(op, prefix="") if isinstance(op, CreateModel | LoadWeights) else op
 
 

@@ -10,12 +10,11 @@ from typing import Any, ClassVar, TypeVar
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """`last_seen` is a unix time in seconds; `status` is open, or the reason it was finished with."""
+    """`status` is open, expired (nobody heard of it for long), or the reason its client finished it with."""
 
     namespace: ClassVar[str] = "sessions"
     owner: str
     created: float
-    last_seen: float
     status: str = "open"
     display_name: str = ""
     tags: list[str] = field(default_factory=list)
@@ -66,10 +65,17 @@ class Checkpoint:
     expires_at: float | None = None
     user_metadata: dict[str, str] = field(default_factory=dict)
 
+    def is_expired(self, now: float) -> bool:
+        """`now` by the state server's clock."""
+        return self.expires_at is not None and self.expires_at <= now
+
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """A live worker, by node name; the record lapses when it stops beating. `info` holds BaseModelInfo's fields."""
+    """A live worker, by node name; the record lapses when it stops beating. `info` holds BaseModelInfo's fields.
+
+    One that is not `healthy` runs, but does not do what it is asked.
+    """
 
     namespace: ClassVar[str] = "workers"
     role: str
@@ -78,6 +84,7 @@ class Worker:
     describe: dict[str, Any]
     metrics_url: str
     started: float
+    healthy: bool = True
 
 
 R = TypeVar("R", Session, Model, Sampler, Checkpoint, Worker)

@@ -13,6 +13,7 @@ from werkzeug.exceptions import HTTPException
 
 from app.errors import BadRequest, RequestError, Unavailable
 from app.schemas.base import ErrorSchema
+from app.stores.redis.client import is_outage
 
 log = logging.getLogger(__name__)
 Answer = tuple[dict[str, str], int, dict[str, str]]
@@ -43,8 +44,7 @@ def register(app: Flask) -> None:
     app.register_error_handler(RequestError, _request_error)
     app.register_error_handler(RecursionError, _too_deep)
     app.register_error_handler(UnicodeEncodeError, _not_unicode)
-    for outage in (redis.ConnectionError, redis.TimeoutError, redis.exceptions.OutOfMemoryError):
-        app.register_error_handler(outage, _outage)
+    app.register_error_handler(redis.RedisError, _state_server)
     app.register_error_handler(Exception, _unexpected)
 
 
@@ -61,7 +61,9 @@ def _not_unicode(_: UnicodeEncodeError) -> Answer:
     return _request_error(BadRequest("a text in the JSON body holds half of a surrogate pair"))
 
 
-def _outage(error: Exception) -> Answer:
+def _state_server(error: redis.RedisError) -> Answer | HTTPException:
+    if not is_outage(error):
+        return _unexpected(error)
     log.warning("the state server failed: %s", type(error).__name__)
     return _request_error(Unavailable("the state server is away or full; try again soon"))
 

@@ -26,5 +26,5 @@ def readyz() -> tuple[dict[str, Any], int]:
 @blueprint.response(200, content_type="text/plain")
 def metrics() -> Response:
     """Prometheus metrics of the API process and of the queues."""
-    set_queues(services().oplog.pending())
+    set_queues(services().oplog.pending(depth=1))
     return Response(generate_latest(REGISTRY), content_type=CONTENT_TYPE_LATEST)

@@ -21,6 +21,14 @@ def get_training_run(run: str) -> dict[str, Any]:
     return services().checkpoints.describe_run(run, current_owner())
 
 
+@blueprint.route("/training_runs/<run>", methods=["DELETE"])
+@blueprint.response(200)
+def delete_training_run(run: str) -> dict[str, str]:
+    """End a run: its waiting calls fail and nothing is left of it but its saved checkpoints."""
+    services().models.delete(run, current_owner())
+    return {}
+
+
 @blueprint.route("/training_runs/<run>/checkpoints", methods=["GET"])
 @blueprint.response(200, CheckpointList)
 def list_checkpoints(run: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from app.domain.sampling import SampleRequest
 from app.doorbell import CATCH_UP, Doorbell, direct_queue, sample_queue, train_queue
 from app.errors import NotFound
 from app.services.ownership import load_owned
-from app.stores.interfaces import OpLog, Records, RefusalKind
+from app.stores.interfaces import OpLog, Record, Records, RefusalKind
 from app.telemetry import ADMISSIONS
 
 log = logging.getLogger(__name__)
@@ -27,12 +27,15 @@ class AdmissionService:
         self._records = store
         self._doorbell = doorbell
 
-    def admit(self, model_id: str, base_model: str, seq: int, op: Op) -> str:
-        """The request id of the Op's future; the same one for a repeat. Raises BadRequest for a seq used otherwise."""
+    def admit(self, model_id: str, base_model: str, seq: int, op: Op, model: Record | None = None) -> str:
+        """The request id of the Op's future; the same one for a repeat. `model` registers an unknown model with it.
+
+        Raises BadRequest for a seq used otherwise, Unavailable while there is no room.
+        """
         payload = codec.encode(op)
         asked = as_asked(op)
         identity = codec.digest(payload if asked is op else codec.encode(asked))
-        admission = self._oplog.admit(model_id, seq, op.kind, payload, identity)
+        admission = self._oplog.admit(model_id, seq, op.kind, payload, identity, model)
         if admission.fresh:
             queue = train_queue(base_model)
             queue = direct_queue(queue, admission.node) if admission.node else queue

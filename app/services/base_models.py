@@ -49,11 +49,11 @@ class BaseModels:
         return self._known.get((role, name))
 
     def live(self) -> set[tuple[str, str]]:
-        """(role, base model) of every worker that beats now."""
+        """(role, base model) of every worker that beats now and does what it is asked."""
         workers = [records.load(Worker, fields) for _, fields in self._records.list(Worker.namespace)]
         with self._lock:
             self._known.update({(w.role, w.base_model): _info(w.info) for w in workers})
-        return {(w.role, w.base_model) for w in workers}
+        return {(w.role, w.base_model) for w in workers if w.healthy}
 
     def missing(self) -> list[str]:
         """What must still start before every served base model can be trained and sampled."""

@@ -12,9 +12,10 @@ from app import ids
 from app.domain import records
 from app.domain.records import Checkpoint, Model
 from app.errors import BadRequest
-from app.services.ownership import is_expired, load_owned
+from app.services.ownership import load_owned
 from app.services.training import check_ttl
 from app.stores.interfaces import ObjectStore, Records
+from app.stores.objects.expiry import note_expiry
 from app.stores.objects.removal import remove_checkpoint
 
 URL_SECONDS = 3600
@@ -54,9 +55,11 @@ class CheckpointService:
 
     def set_ttl(self, path: ids.TinkerPath, owner: str, ttl_seconds: int | None) -> None:
         """Counted from now; None keeps it for ever. Raises NotFound or BadRequest."""
-        load_owned(self._records, Checkpoint, str(path), owner)
+        checkpoint = load_owned(self._records, Checkpoint, str(path), owner)
         check_ttl(ttl_seconds)
-        expires = None if ttl_seconds is None else time.time() + ttl_seconds
+        now = self._records.now()
+        expires = None if ttl_seconds is None else now + ttl_seconds
+        note_expiry(self._objects, checkpoint.prefix, now, expires)
         self._records.update(Checkpoint.namespace, str(path), {"expires_at": json.dumps(expires)})
 
     def delete(self, path: ids.TinkerPath, owner: str) -> None:
@@ -74,9 +77,10 @@ class CheckpointService:
         return {"urls": urls, "expires": _time(time.time() + URL_SECONDS)}
 
     def _of(self, model_id: str, owner: str) -> list[dict[str, Any]]:
-        stored = self._records.list(Checkpoint.namespace)
+        now = self._records.now()
+        stored = self._records.list(Checkpoint.namespace, ids.checkpoint_prefix(model_id))
         loaded = [(path, records.load(Checkpoint, fields)) for path, fields in stored]
-        mine = [(p, c) for p, c in loaded if c.model_id == model_id and c.owner == owner and not is_expired(c)]
+        mine = [(p, c) for p, c in loaded if c.owner == owner and not c.is_expired(now)]
         return [_dump(path, found) for path, found in sorted(mine, key=lambda pair: -pair[1].created)]
 
 

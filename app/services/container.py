@@ -9,6 +9,7 @@ from app.errors import SetupError
 from app.services.admission import AdmissionService
 from app.services.base_models import BaseModels
 from app.services.checkpoints import CheckpointService
+from app.services.endings import Endings
 from app.services.models import ModelService
 from app.services.polls import PollService
 from app.services.sampling import SamplingService
@@ -18,6 +19,7 @@ from app.settings import Settings
 from app.stores.interfaces import ObjectStore, OpLog, Records
 from app.stores.objects import create
 from app.stores.redis.client import connect
+from app.stores.redis.lifecycle import RedisLifecycle
 from app.stores.redis.oplog import RedisOpLog
 from app.stores.redis.records import RedisRecords
 from app.stores.redis.waiting import Waiter
@@ -49,10 +51,13 @@ def build(settings: Settings) -> Services:
     if not settings.redis.url:
         raise SetupError("redis.url is empty: set it, or start everything with `tinsmith up`")
     client = connect(settings.redis.url)
-    oplog, store = RedisOpLog(client, settings.engine), RedisRecords(client)
-    objects = create(settings)
+    oplog, store = RedisOpLog(client, settings.engine), RedisRecords(client, settings.engine)
+    objects = create(settings, may_be_away=True)
     bases = BaseModels(settings, store)
-    admission = AdmissionService(oplog, store, _doorbell(settings))
+    doorbell = _doorbell(settings)
+    admission = AdmissionService(oplog, store, doorbell)
+    lifecycle = RedisLifecycle(client, settings.engine)
+    endings = Endings(lifecycle, store, objects, doorbell.wake)
     return Services(
         settings,
         oplog,
@@ -60,8 +65,8 @@ def build(settings: Settings) -> Services:
         objects,
         bases,
         admission,
-        SessionService(store),
-        ModelService(oplog, store, bases, admission),
+        SessionService(store, lifecycle, endings),
+        ModelService(store, bases, admission, endings),
         TrainingService(store, bases, admission),
         SamplingService(store, bases, admission),
         CheckpointService(store, objects),

@@ -14,18 +14,19 @@ from app.errors import BadRequest
 from app.services.admission import AdmissionService
 from app.services.base_models import BaseModels
 from app.services.checks.models import check_lora, check_optimizer, check_sampled
+from app.services.endings import Endings
 from app.services.ownership import load_owned
-from app.stores.interfaces import OpLog, Records
+from app.stores.interfaces import Records
 
 
 class ModelService:
-    """A model is registered first and its seq 0 admitted second, so a call cut off in between can be repeated."""
+    """A model is registered together with its seq 0, so that what is known of it is what that call said."""
 
-    def __init__(self, oplog: OpLog, store: Records, bases: BaseModels, admission: AdmissionService) -> None:
-        self._oplog = oplog
+    def __init__(self, store: Records, bases: BaseModels, admission: AdmissionService, endings: Endings) -> None:
         self._records = store
         self._bases = bases
         self._admission = admission
+        self._endings = endings
 
     def create(self, owner: str, asked: Mapping[str, Any]) -> dict[str, str]:
         """A promise of a fresh model. Raises NotFound (session), BadRequest, or Unavailable without a trainer yet."""
@@ -59,6 +60,14 @@ class ModelService:
             **({"lora_rank": model.lora["rank"]} if model.lora else {}),
         }
 
+    def delete(self, model_id: str, owner: str) -> None:
+        """End a run: its waiting calls fail, and nothing is left of it but its checkpoints. Again is fine.
+
+        Raises NotFound.
+        """
+        load_owned(self._records, Model, model_id, owner)
+        self._endings.end(model_id)
+
     def _admit(self, owner: str, asked: Mapping[str, Any], op: CreateModel) -> dict[str, str]:
         load_owned(self._records, Session, asked["session_id"], owner)
         name = op.spec.base_model
@@ -67,8 +76,8 @@ class ModelService:
         check_sampled(op.spec.lora, trainer, self._bases.known("sampler", name))
         model_id = ids.model_id(asked["session_id"], asked["model_seq_id"])
         model = Model(owner, asked["session_id"], name, time.time(), user_metadata=asked["user_metadata"])
-        self._oplog.create_model(model_id, records.dump(model))
-        return {"request_id": self._admission.admit(model_id, name, 0, op), "model_id": model_id}
+        request_id = self._admission.admit(model_id, name, 0, op, records.dump(model))
+        return {"request_id": request_id, "model_id": model_id}
 
 
 def check_loadable(path: ids.TinkerPath, optimizer: bool) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import TypeVar
 
 from app.domain import records
@@ -17,11 +16,11 @@ def load_owned(store: Records, cls: type[Owned], key: str, owner: str) -> Owned:
     """Raises NotFound with a text that depends on nothing but what was asked for."""
     stored = store.get(cls.namespace, key)
     found = records.load(cls, stored) if stored else None
-    if found is None or found.owner != owner or is_expired(found):
+    if found is None or found.owner != owner or _is_expired(found, store):
         raise NotFound(f"{cls.__name__.lower()} {key[:200]!r} does not exist")
     return found
 
 
-def is_expired(found: Session | Model | Sampler | Checkpoint) -> bool:
-    """Only checkpoints expire."""
-    return isinstance(found, Checkpoint) and found.expires_at is not None and found.expires_at <= time.time()
+def _is_expired(found: Session | Model | Sampler | Checkpoint, store: Records) -> bool:
+    """Only checkpoints expire, and most do not: only one that may costs asking for the time."""
+    return isinstance(found, Checkpoint) and found.expires_at is not None and found.is_expired(store.now())

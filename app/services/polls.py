@@ -13,6 +13,7 @@ import redis
 from app.errors import NotFound
 from app.settings import ApiSettings
 from app.stores.interfaces import Future, OpLog
+from app.stores.redis.client import is_outage
 from app.stores.redis.waiting import Waiter
 from app.telemetry import HELD_POLLS
 
@@ -40,8 +41,9 @@ class PollService:
         with self._hold() as seconds:
             try:
                 return self._wait(request_id, owner, seconds)
-            except (redis.ConnectionError, redis.TimeoutError):
-                time.sleep(min(seconds, _SHORT_HOLD_S))
+            except redis.RedisError as error:
+                if is_outage(error):
+                    time.sleep(min(seconds, _SHORT_HOLD_S))
                 raise
 
     def _wait(self, request_id: str, owner: str, seconds: float) -> Future:

@@ -30,15 +30,16 @@ class SamplingService:
     def create_session(self, owner: str, asked: Mapping[str, Any]) -> str:
         """The id of a sampler for a base model or a checkpoint; the same one for a repeat.
 
-        Raises NotFound (session, checkpoint) or BadRequest.
+        Raises NotFound (session, checkpoint), BadRequest, or Unavailable while there is no room for another.
         """
         load_owned(self._records, Session, asked["session_id"], owner)
+        if asked.get("model_path") is None and asked.get("base_model") is None:
+            raise BadRequest("create_sampling_session needs model_path or base_model")
         sampler_id = ids.sampling_session_id(asked["session_id"], asked["sampling_session_seq_id"])
-        sampler = self._sampler(owner, asked)
-        if not self._records.put_new(Sampler.namespace, sampler_id, records.dump(sampler)):
-            there = load_owned(self._records, Sampler, sampler_id, owner)
-            if (there.model_path, there.base_model) != (sampler.model_path, sampler.base_model):
-                raise BadRequest(f"sampling_session_seq_id {asked['sampling_session_seq_id']} was used for another one")
+        if not self._is_there(sampler_id, asked):
+            sampler = self._sampler(owner, asked)
+            if not self._records.put_new(Sampler.namespace, sampler_id, records.dump(sampler)):
+                self._is_there(sampler_id, asked)
         return sampler_id
 
     def describe(self, sampler_id: str, owner: str) -> dict[str, str]:
@@ -60,12 +61,22 @@ class SamplingService:
         names = [f"{request_id}-{i}" for i in range(request.num_samples)]
         return {"request_id": request_id, "sample_sequence_ids": names}
 
+    def _is_there(self, sampler_id: str, asked: Mapping[str, Any]) -> bool:
+        """A repeat finds its sampler even if the checkpoint has gone since. Raises BadRequest for another one's id."""
+        stored = self._records.get(Sampler.namespace, sampler_id)
+        if stored is None:
+            return False
+        there = records.load(Sampler, stored)
+        ephemeral = there.prefix and not there.model_path
+        same = there.model_path == (asked.get("model_path") or "")
+        if ephemeral or not same or asked.get("base_model") not in (None, there.base_model):
+            raise BadRequest(f"sampling_session_seq_id {asked['sampling_session_seq_id']} was used for another one")
+        return True
+
     def _sampler(self, owner: str, asked: Mapping[str, Any]) -> Sampler:
         path, base = asked.get("model_path"), asked.get("base_model")
         if path is None:
-            if base is None:
-                raise BadRequest("create_sampling_session needs model_path or base_model")
-            return Sampler(owner, asked["session_id"], self._bases.settings(base).name, time.time())
+            return Sampler(owner, asked["session_id"], self._bases.settings(asked["base_model"]).name, time.time())
         checkpoint = load_owned(self._records, Checkpoint, str(ids.TinkerPath.parse(path)), owner)
         if base not in (None, checkpoint.base_model):
             raise BadRequest(f"{path} was trained on {checkpoint.base_model}, not on {base[:200]!r}")

@@ -7,9 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 from app import ids
+from app.domain import records
+from app.domain.checkpoints import Place
 from app.domain.losses import LOSSES
 from app.domain.ops import AdamParams, LoadWeights, Op, OptimStep, SaveWeights
-from app.domain.records import Checkpoint, Model
+from app.domain.records import Checkpoint, Model, Sampler
 from app.errors import BadRequest, NotFound
 from app.services.admission import MAX_SEQ, AdmissionService
 from app.services.base_models import BaseModels
@@ -67,6 +69,7 @@ class TrainingService:
             raise BadRequest("save_weights_for_sampler needs either path or sampling_session_seq_id")
         model = load_owned(self._records, Model, asked["model_id"], owner)
         session = ids.sampling_session_id(model.session_id, asked["sampling_session_seq_id"])
+        self._check_free(session, asked)
         op = SaveWeights("sampler_weights", f"ephemeral-{asked['seq_id']}", sampling_session_id=session)
         return self._admit(model, asked["model_id"], asked["seq_id"], op)
 
@@ -95,6 +98,13 @@ class TrainingService:
             asked.get("user_metadata") or {},
         )
         return self._admit(model, asked["model_id"], asked["seq_id"], op)
+
+    def _check_free(self, sampler_id: str, asked: Mapping[str, Any]) -> None:
+        """Raises BadRequest when a sampling session has this id that did not come from this very call."""
+        stored = self._records.get(Sampler.namespace, sampler_id)
+        place = Place.parse(records.load(Sampler, stored).prefix) if stored else None
+        if stored and (place is None or (place.model_id, place.seq) != (asked["model_id"], asked["seq_id"])):
+            raise BadRequest(f"sampling_session_seq_id {asked['sampling_session_seq_id']} was used for another one")
 
     def _admit(self, model: Model, model_id: str, seq: int, op: Op) -> Promise:
         request_id = self._admission.admit(model_id, model.base_model, seq, op)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 import time
@@ -20,8 +21,8 @@ _TAIL_LINES = 20
 
 @dataclass(frozen=True, slots=True)
 class RestartPolicy:
-    """A process that dies `tries` times in a row, each time within `window_s` seconds of its start, ends the stack.
-    The pause before a restart doubles from `first_delay_s` to `longest_delay_s`."""
+    """While the stack starts, a process that dies `tries` times in a row, each time within `window_s` seconds of its
+    start, ends it. The pause before a restart doubles from `first_delay_s` to `longest_delay_s`."""
 
     tries: int = 5
     window_s: float = 60.0
@@ -93,9 +94,17 @@ class Supervisor:
         Raises SetupError with its last line when a child exits with 2, and TinsmithError with the end of its log
         when one keeps dying.
         """
+        return self._run_until(condition, self._policy.tries)
+
+    def run(self) -> None:
+        """The same until a stop is asked for, but without giving up on a child that keeps dying: the others serve on,
+        and what kills it may be one client's Op, which is given up after three tries."""
+        self._run_until(lambda: False, math.inf)
+
+    def _run_until(self, condition: Callable[[], bool], tries: float) -> bool:
         while not self._stopping.is_set():
             for watched in self._all():
-                self._look_after(watched)
+                self._look_after(watched, tries)
             if condition():
                 return True
             self._stopping.wait(_TICK_S)
@@ -116,23 +125,23 @@ class Supervisor:
     def _all(self) -> list[_Watched]:
         return [watched for tier in self._tiers for watched in tier]
 
-    def _look_after(self, watched: _Watched) -> None:
+    def _look_after(self, watched: _Watched, tries: float) -> None:
         if watched.due is not None:
             if time.monotonic() >= watched.due:
                 watched.start()
             return
         code = watched.child.exit_code()
         if code is not None:
-            self._plan_restart(watched, code)
+            self._plan_restart(watched, code, tries)
 
-    def _plan_restart(self, watched: _Watched, code: int) -> None:
+    def _plan_restart(self, watched: _Watched, code: int, tries: float) -> None:
         child, now = watched.child, time.monotonic()
         child.kill_group()
         strays.kill([w.child.pid for w in self._all() if w.child.pid])
         if code == SETUP_ERROR_CODE:
             raise SetupError(_setup_error(child))
         watched.failures = watched.failures + 1 if now - watched.started < self._policy.window_s else 1
-        if watched.failures >= self._policy.tries:
+        if watched.failures >= tries:
             raise TinsmithError(_gave_up(child, code, watched.failures))
         delay = self._policy.delay_s(watched.failures)
         watched.due = now + delay

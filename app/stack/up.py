@@ -87,7 +87,7 @@ def _run(supervisor: Supervisor, plan: Plan) -> None:
     url = f"http://{_LOCALHOST.get(api.host, api.host)}:{api.port}"
     if supervisor.run_until(lambda: _is_ready(url)):
         print(f"ready {url}", flush=True)
-        supervisor.run_until(lambda: False)
+        supervisor.run()
     _say("stopping")
 
 

@@ -47,7 +47,8 @@ class HeldElsewhere:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One journalled Op. `doomed` holds the error it fails with instead of running; `attempts` counts starts.
+    """One journalled Op. `doomed` holds the error it fails with instead of running; `attempts` counts the times it was
+    begun and broke its worker (of a sampling request: the times it was begun).
 
     `kind` is an Op's, or a RefusalKind for a consumed seq, whose reason is then in `doomed`.
     """
@@ -77,7 +78,7 @@ class Future:
 class Pending:
     """A model or sampling request that waits: seconds since it last moved, and the next seq there.
 
-    `kinds`: of what waits from there on without a gap, at most 100; empty when the next seq itself has not come.
+    `kinds`: of what waits from there on without a gap, as many as asked for; empty when the next seq has not come.
     `running`: a live worker began on it.
     """
 
@@ -107,10 +108,15 @@ class OpLog(Protocol):
         """Register a model with nothing applied (seq 0 comes first); False if it is there already."""
         ...
 
-    def admit(self, model_id: str, seq: int, kind: str, payload: bytes, digest: str) -> Admission:
+    def admit(
+        self, model_id: str, seq: int, kind: str, payload: bytes, digest: str, model: Record | None = None
+    ) -> Admission:
         """Journal an Op and its pending future. Returns only once it is on disk (the server's appendfsync always).
 
-        Raises NotFound for an unknown model, BadRequest when seq holds other content, was refused, or was given up.
+        `model`: fields to register an unknown model with, in the same step. Raises NotFound for an unknown one without,
+        Gone for one that has ended, BadRequest when seq holds other content, was refused, or was given up, and
+        TooLarge if it could never fit, and Unavailable while there is no room: that consumes nothing, never hits a
+        repeat, and never the Op that others wait for.
         """
         ...
 
@@ -123,7 +129,7 @@ class OpLog(Protocol):
     def acquire(self, model_id: str, worker: str) -> Lease | HeldElsewhere:
         """Own the model, unless another live node does; an earlier process of the same node is replaced at once.
 
-        Raises NotFound for an unknown model.
+        Raises NotFound for an unknown model, Gone for one that has ended.
         """
         ...
 
@@ -136,11 +142,23 @@ class OpLog(Protocol):
         ...
 
     def next(self, lease: Lease, seq: int) -> Entry | None:
-        """The Op at `seq`, counted as one more attempt; None when it has not been admitted. Raises Fenced."""
+        """The Op at `seq`, which is about to run; None when it has not been admitted. Raises Fenced.
+
+        One more attempt counts when another worker boot left it running, which is what a crash looks like.
+        Raises Unavailable, and changes nothing, while its content is in an object store that is away.
+        """
+        ...
+
+    def strike(self, lease: Lease, seq: int) -> None:
+        """Count an attempt at an Op that did not come to an end though its worker lives. Nothing for an older epoch."""
+        ...
+
+    def put_off(self, lease: Lease, seq: int) -> None:
+        """Leave an Op for later: whoever runs it next counts no attempt. Nothing for an older epoch."""
         ...
 
     def entry(self, model_id: str, seq: int) -> Entry | None:
-        """The Op at `seq` for a replay: read only."""
+        """The Op at `seq` for a replay: read only. Raises Unavailable, or NotFound when its spilled content is lost."""
         ...
 
     def commit(self, lease: Lease, seq: int, result: Result, writes: Iterable[Write] = (), why: str = "failed") -> None:
@@ -151,17 +169,22 @@ class OpLog(Protocol):
         ...
 
     def set_snapshot(self, lease: Lease, seq: int, reference: str) -> str:
-        """Point at a durable snapshot, trim the journal behind it, return the one replaced. Raises Fenced."""
+        """Point at a durable snapshot, trim the journal behind it, return the one replaced. Raises Fenced.
+
+        A repeat changes nothing and returns `reference` itself.
+        """
         ...
 
     def admit_sample(
         self, request_id: str, parent_id: str, owner: str, queue: str, payload: bytes, digest: str
     ) -> Admission:
-        """A sampling future: deduplicated like an Op, but in no order. Raises BadRequest on other content."""
+        """A sampling future: deduplicated like an Op, but in no order. Raises BadRequest on other content, TooLarge,
+        and Unavailable while there is no room."""
         ...
 
     def claim_sample(self, request_id: str, worker: str) -> Entry | None:
-        """Start on a sampling request; None when it is terminal. Raises Fenced while another worker runs it."""
+        """Start on a sampling request; None when it is terminal. Raises Fenced while another worker runs it, and
+        Unavailable, changing nothing, while its content is in an object store that is away."""
         ...
 
     def finish_sample(self, request_id: str, result: Result) -> bool:
@@ -180,8 +203,33 @@ class OpLog(Protocol):
         """True while `worker` is the one that does `role` for everybody; call again well within the lease time."""
         ...
 
-    def pending(self, limit: int = 1000) -> list[Pending]:
-        """All that is not terminal, longest without progress first."""
+    def pending(self, limit: int = 1000, start: int = 0, depth: int = 100) -> list[Pending]:
+        """What is not terminal, longest without progress first: `limit` of them from `start`, at most `depth` kinds
+        of each. One call looks at limit x depth entries while everybody else waits for the server."""
+        ...
+
+    def waiting(self, model_id: str, seq: int, limit: int = 100) -> tuple[str, ...]:
+        """The kinds of the Ops from `seq` on, up to a gap."""
+        ...
+
+
+class Payloads(Protocol):
+    """The encoded content of journalled calls: in Redis, or moved ("spilled") to the object store, one object each."""
+
+    def get(self, request_id: str) -> bytes:
+        """Empty for an Op that has none or is gone. Raises Unavailable (store), NotFound when its object was lost."""
+        ...
+
+    def due(self, limit: int) -> list[str]:
+        """Request ids whose payload should move now: large ones, and the oldest while over half the budget is used."""
+        ...
+
+    def spill(self, request_id: str) -> bool:
+        """Move one; False when it was dropped meanwhile. Raises Unavailable, and it then stays where it is."""
+        ...
+
+    def remove_garbage(self) -> int:
+        """Delete objects of dropped payloads, and of moves that never ended; how many. Raises Unavailable."""
         ...
 
 
@@ -191,7 +239,7 @@ class Records(Protocol):
     def put(self, namespace: str, key: str, fields: Record, *, ttl_s: float | None = None) -> None: ...
 
     def put_new(self, namespace: str, key: str, fields: Record) -> bool:
-        """False when there is one already (it stays)."""
+        """False when there is one already (it stays). Raises Unavailable while there is no room for another."""
         ...
 
     def update(self, namespace: str, key: str, fields: Record) -> bool:
@@ -202,7 +250,73 @@ class Records(Protocol):
 
     def delete(self, namespace: str, key: str) -> None: ...
 
-    def list(self, namespace: str) -> Iterator[tuple[str, dict[str, str]]]: ...
+    def list(self, namespace: str, prefix: str = "") -> Iterator[tuple[str, dict[str, str]]]:
+        """Those whose id starts with `prefix`, by id, read a slice at a time."""
+        ...
+
+    def now(self) -> float:
+        """Unix time in seconds by the server's clock, the only one that decides what has expired."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Where a model is in memory: the node that holds its lease, empty for none."""
+
+    base_model: str
+    node: str
+
+
+class Lifecycle(Protocol):
+    """When sessions, models and files come to their end. Every time is the state server's own.
+
+    A session is heard of by a heartbeat, or by an Op of one of its models or samplers. It ends when it is finished or
+    was not heard of for `engine.session_s`; an Op brings it back, and a heartbeat too unless it was finished.
+    """
+
+    def heartbeat(self, session_id: str) -> None:
+        """Its client is still there."""
+        ...
+
+    def finish(self, session_id: str, reason: str) -> None:
+        """Its client is done; the first reason stays as its status."""
+        ...
+
+    def expire(self) -> list[str]:
+        """End the silent sessions; returns their ids."""
+        ...
+
+    def retired(self) -> list[str]:
+        """Sessions that ended `engine.retain_s` ago or earlier."""
+        ...
+
+    def forget(self, session_id: str) -> None:
+        """Nothing is left to do for an ended session; no-op for one that is open again."""
+        ...
+
+    def end_model(self, model_id: str, *, retired: bool = False) -> Holder | None:
+        """End a model for good, in one step: whoever holds it is fenced, its journal and its snapshot pointer go, its
+        waiting Ops fail ("user"), and later ones and owners get Gone. Again for an ended one changes nothing.
+
+        None for an unknown model; with `retired`, also (and nothing changes) when its session is not retired any more.
+        """
+        ...
+
+    def holders(self, model_ids: Iterable[str]) -> list[Holder]:
+        """Where these models are in memory now."""
+        ...
+
+    def unwanted(self, model_ids: Iterable[str]) -> set[str]:
+        """Of these, those that were ended or are unknown, or whose session has ended and that have nothing to do."""
+        ...
+
+    def loads(self, model_id: str) -> list[int]:
+        """The seqs in its journal that read a checkpoint when they run or are replayed."""
+        ...
+
+    def overdue(self, unreferenced: Iterable[str]) -> list[str]:
+        """Note what nobody refers to now; returns what was in every such note for `engine.orphan_s`."""
+        ...
 
 
 class ObjectStore(Protocol):

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
-from ops.bench import api_body, api_start, machine, overhead, real_step, report
+from ops.bench import api_body, api_start, machine, overhead, real_step, recovery, report, snapshots
 from ops.bench.report import Outcome
 
 BENCHES: Mapping[str, Callable[[Path], Outcome]] = {
@@ -24,6 +24,8 @@ BENCHES: Mapping[str, Callable[[Path], Outcome]] = {
     "api_body": api_body.run,
     "overhead": overhead.run,
     "real_step": real_step.run,
+    "recovery": recovery.run,
+    "snapshots": snapshots.run,
 }
 _OUT = Path(__file__).parent / "results"
 # Not the system's temporary folder: that may lie in memory, where the journal's fsync costs nothing.

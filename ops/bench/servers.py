@@ -7,10 +7,12 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import tomli_w
 
@@ -36,18 +38,25 @@ class Stack:
     url: str
     data_dir: Path
 
+    @property
+    def settings_file(self) -> Path:
+        """The settings as every process of the stack reads them."""
+        return self.data_dir / "run" / "settings.toml"
+
     def trainer_metrics_url(self) -> str:
-        settings = settings_module.load(self.data_dir / "run" / "settings.toml")
+        settings = settings_module.load(self.settings_file)
         with connect(settings.redis.url) as client:
             workers = [records.load(Worker, found) for _, found in RedisRecords(client).list(Worker.namespace)]
         return next(worker.metrics_url for worker in workers if worker.role == "trainer")
 
 
 @contextmanager
-def running_stack(folder: Path, base: BaseModelSettings) -> Iterator[Stack]:
-    """`tinsmith up` on one base model; its output goes to folder/up.log."""
+def running_stack(
+    folder: Path, base: BaseModelSettings, engine: Mapping[str, Any] = MappingProxyType({})
+) -> Iterator[Stack]:
+    """`tinsmith up` on one base model, with its defaults but for `engine`; its output goes to folder/up.log."""
     config, data_dir, log = folder / "tinsmith.toml", folder / "data", folder / "up.log"
-    config.write_text(tomli_w.dumps({"base_models": [base.model_dump(mode="json")]}))
+    config.write_text(tomli_w.dumps({"base_models": [base.model_dump(mode="json")], "engine": dict(engine)}))
     parent = os.getpid()
     with log.open("wb") as stderr:
         process = subprocess.Popen(

@@ -20,6 +20,7 @@ from app.settings import ApiSettings, Settings, StoreSettings
 from app.stores.interfaces import ObjectStore
 from app.stores.objects import FolderStore, create
 from app.stores.objects.s3 import S3Store
+from tests.faults.proxy import Proxy
 from tests.servers_s3 import start_s3
 
 KEY = "models/1f0c:train:0/weights/step-1/g1/adapter_model.safetensors"
@@ -348,6 +349,22 @@ class TestS3:
             with pytest.raises(Unavailable, match="does not answer") as caught:
                 call()
             assert "Signature" not in str(caught.value)
+
+    def test_a_process_may_start_during_an_outage_and_stores_once_it_is_over(self, s3_settings: StoreSettings):
+        with Proxy(s3_settings.url + "-later") as line:
+            line.refuse()
+            settings = Settings(store=s3_settings.model_copy(update={"url": line.url}))
+            store = create(settings, may_be_away=True)
+            with pytest.raises(Unavailable, match="does not answer"):
+                store.put_new(KEY, b"1")
+            line.go_on()
+            assert store.put_new(KEY, b"1"), "the bucket was not made"
+            assert store.read(KEY) == b"1"
+
+    def test_wrong_credentials_are_refused_even_where_the_store_may_be_away(self, s3_settings: StoreSettings):
+        wrong = s3_settings.model_copy(update={"secret_key": "not the secret"})
+        with pytest.raises(SetupError, match=r"check store\.access_key"):
+            create(Settings(store=wrong), may_be_away=True)
 
     def test_signed_urls_name_the_public_address(self, s3_settings: StoreSettings):
         public = s3_settings.model_copy(update={"public_url": "https://files.example/bucket"})

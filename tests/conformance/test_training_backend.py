@@ -6,6 +6,7 @@ Two ranks are in test_training_ranks.py, the numbers themselves in tests/parity/
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -19,11 +20,12 @@ from app.domain.ops import AdamParams, DropGradients, ForwardBackward, LoraSpec,
 from app.domain.results import Done, ForwardBackwardOutput
 from app.errors import ServerOpError, UserOpError
 from app.settings import BaseModelSettings
+from tests.full_disk import full_disk
 from tests.models import VOCAB_SIZE, tiny_qwen3
 from tests.parity.datums import batch, policy, supervised
 from tests.parity.reference import relative_error
 from workers.training import factory
-from workers.training.base import OPTIMIZER_FILE, Create, Load
+from workers.training.base import OPTIMIZER_FILE, Create, Load, Writer
 from workers.training.trainer import LoraTrainer
 
 TRAINERS: dict[str, dict[str, Any]] = {
@@ -80,6 +82,12 @@ def state(backend: LoraTrainer, model: str, folder: Path) -> dict[str, bytes]:
     backend.save(model, folder, optimizer=True)
     pending = {name: gradient.tobytes() for name, gradient in backend.gradients(model).items()}
     return {path.name: path.read_bytes() for path in folder.iterdir()} | pending
+
+
+def files(folder: Path, write: Writer) -> dict[str, bytes]:
+    folder.mkdir()
+    write(folder)
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def spoiled(op: ForwardBackward, datum: int) -> ForwardBackward:
@@ -225,6 +233,52 @@ def test_save_and_load_resume_bit_for_bit(backend: LoraTrainer, create: Callable
         apply(backend, one, STEP)
     ends = [state(backend, one, tmp_path / f"end-{one}") for one in (model, other, fresh)]
     assert ends[0] == ends[1] == ends[2] != saved
+
+
+@pytest.mark.parametrize("optimizer", [True, False])
+def test_what_was_captured_is_written_bit_for_bit_whatever_was_run_since(
+    backend: LoraTrainer, create: Callable[..., str], tmp_path: Path, optimizer: bool
+) -> None:
+    model = create()
+    then = files(tmp_path / "then", lambda folder: backend.save(model, folder, optimizer=optimizer))
+    write = backend.capture(model, optimizer=optimizer)
+    for op in (GOOD, STEP, OTHER):
+        apply(backend, model, op)
+    assert files(tmp_path / "now", lambda folder: backend.save(model, folder, optimizer=optimizer)) != then
+    backend.close(model)
+    with ThreadPoolExecutor(1) as thread:
+        for _ in range(2):
+            assert thread.submit(files, tmp_path / str(next(_numbers)), write).result() == then
+    assert (OPTIMIZER_FILE in then) == optimizer
+
+
+def test_to_capture_leaves_the_model_as_it_was(
+    backend: LoraTrainer, create: Callable[..., str], tmp_path: Path
+) -> None:
+    captured, spared = create(), create()
+    for model in (captured, spared):
+        apply(backend, model, GOOD)
+    backend.capture(captured, optimizer=True)
+    for model in (captured, spared):
+        apply(backend, model, STEP)
+    assert state(backend, captured, tmp_path / "1") == state(backend, spared, tmp_path / "2")
+
+
+def test_a_full_disk_is_an_os_error_and_the_model_goes_on(
+    backend: LoraTrainer, create: Callable[..., str], tmp_path: Path
+) -> None:
+    model = create()
+    (tmp_path / "full").mkdir()
+    with full_disk(10_000), pytest.raises(OSError, match="not written"):
+        backend.save(model, tmp_path / "full", optimizer=True)
+    assert backend.healthy()
+    assert isinstance(apply(backend, model, GOOD), ForwardBackwardOutput)
+
+
+def test_a_model_that_is_not_here_cannot_be_captured(backend: LoraTrainer) -> None:
+    with pytest.raises(ServerOpError, match="not loaded"):
+        backend.capture("nobody", optimizer=True)
+    assert backend.healthy()
 
 
 def test_loading_without_the_optimizer_resets_it(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -92,6 +93,14 @@ def check_checkpoint(alone: LoraTrainer, folder: Path, found: dict[str, np.ndarr
     alone.apply({"a": Create(LoraSpec(1), source=folder, optimizer=True)})
     resumed = training_ranks.resume(alone, "a")
     assert relative_error({name: found[name] for name in resumed}, resumed) < 1e-5
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_rank_0_fails_at_once_and_closes_without_waiting_when_a_rank_is_gone(
+    base: Path, tmp_path: Path, stage: int
+) -> None:
+    leader, follower = run_ranks(base, tmp_path, stage, "alone")
+    assert (leader, follower) == (0, -signal.SIGKILL)
 
 
 def test_a_rank_ends_when_rank_0_is_gone(base: Path, tmp_path: Path) -> None:

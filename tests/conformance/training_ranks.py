@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import sys
 import time
 from dataclasses import replace
@@ -44,12 +45,25 @@ def run(backend: LoraTrainer, folder: Path) -> dict[str, np.ndarray]:
     assert isinstance(backend.apply({"a": bad(), "b": SHORT})["a"], UserOpError)
     folder.mkdir()
     backend.save("a", folder, optimizer=True)
+    capture_and_go_on(backend, folder)
     # A fetched checkpoint is gone once the call returns.
     fetched = shutil.copytree(folder, folder.with_name("fetched"))
     backend.apply({"c": Create(LoraSpec(1), source=fetched, optimizer=True), "a": Load(fetched, optimizer=True)})
     shutil.rmtree(fetched)
     backend.close("b")
     return found | resume(backend, "a") | resume(backend, "c")
+
+
+def capture_and_go_on(backend: LoraTrainer, saved: Path) -> None:
+    """What is captured of "a" now, and written when it has moved on, is what was just saved, bit for bit."""
+    write = backend.capture("a", optimizer=True)
+    for op in (SFT, STEP):
+        backend.apply({"a": op})
+    folder = saved.with_name("captured")
+    folder.mkdir()
+    write(folder)
+    captured = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert captured == {path.name: path.read_bytes() for path in saved.iterdir()}
 
 
 def resume(backend: LoraTrainer, model: str) -> dict[str, np.ndarray]:
@@ -85,16 +99,37 @@ def read_late() -> None:
     lora.read_peft = late
 
 
-def main(settings: str, folder: str, vanish: str) -> None:
+def end_alone(backend: LoraTrainer, follower: int) -> None:
+    """Go on and close when the other rank is gone: what needs it fails at once, and nothing waits for it."""
+    backend.apply({"a": Create(LoraSpec(rank=4, seed=1)), "b": Create(LoraSpec(rank=4, seed=1))})
+    assert backend.healthy()
+    os.kill(follower, signal.SIGKILL)
+    try:
+        backend.apply({"a": SFT})
+    except RuntimeError:
+        assert not backend.healthy()
+    else:
+        raise AssertionError("it trained alone")
+    backend.close("a")
+    backend.shutdown()
+    os._exit(0)
+
+
+def main(settings: str, folder: str, end: str) -> None:
     torch.set_num_threads(1)
     backend = factory.create(BaseModelSettings.model_validate_json(settings))
-    backend.open()
+    pid = Path(folder) / "follower"
+    if os.environ["RANK"] != "0":
+        pid.write_text(str(os.getpid()))
+    backend.open()  # together
     if os.environ["RANK"] != "0":
         read_late()
         backend.follow()
         return
+    if end == "alone":
+        end_alone(backend, int(pid.read_text()))
     found = run(backend, Path(folder) / "checkpoint")
-    if vanish == "vanish":
+    if end == "vanish":
         os._exit(0)
     (Path(folder) / "describe.json").write_text(json.dumps(backend.describe()))
     np.savez(Path(folder) / "found.npz", **found)

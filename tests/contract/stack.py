@@ -29,7 +29,10 @@ _START_S = 240
 
 @dataclass
 class Stack:
-    """A running stack. `trainer` and `sampler` are TOML lines for the base model's sections."""
+    """A running stack. `trainer` and `sampler` are TOML lines for the base model's sections.
+
+    `program` is the module that takes the command line; every process computes with `threads` threads.
+    """
 
     data_dir: Path
     base_path: Path
@@ -37,6 +40,8 @@ class Stack:
     trainer: str = ""
     sampler: str = ""
     extra: str = ""
+    program: str = "app.cli"
+    threads: int = 2
     process: subprocess.Popen[str] | None = None
     url: str = ""
     output: list[str] = field(default_factory=list)
@@ -44,13 +49,13 @@ class Stack:
     def start(self) -> None:
         config = self.data_dir.parent / f"{self.data_dir.name}.toml"
         config.write_text(self._toml())
-        command = [sys.executable, "-m", "app.cli", "up", "--config", str(config), "--data-dir", str(self.data_dir)]
+        command = [sys.executable, "-m", self.program, "up", "--config", str(config), "--data-dir", str(self.data_dir)]
         self.process = subprocess.Popen(
             [*command, "--port", str(self.port), "--api-key", API_KEY],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "2"},
+            env={**os.environ, "OMP_NUM_THREADS": str(self.threads)},
         )
         self.url = self._await_ready()
 

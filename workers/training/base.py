@@ -9,7 +9,7 @@ Every implementation passes tests/conformance/test_training_backend.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -46,6 +46,9 @@ class Load:
 
 BackendOp = Create | Load | ForwardBackward | OptimStep | DropGradients
 
+Writer = Callable[[Path], None]
+"""Writes captured files into a folder, from any thread, whenever. Raises OSError when the disk does not take them."""
+
 
 class TrainingBackend(Protocol):
     """One base model and any number of adapters, in one process or one rank group."""
@@ -62,13 +65,25 @@ class TrainingBackend(Protocol):
         """
         ...
 
+    def capture(self, model_id: str, *, optimizer: bool) -> Writer:
+        """Copy the adapter as it is now, with `optimizer` its moments and step count too; later Ops do not change it.
+
+        The files are the adapter as PEFT files (ADAPTER_FILE, ADAPTER_CONFIG_FILE) and OPTIMIZER_FILE. Loading them
+        gives the same bits. Pending gradients are not in them.
+        """
+        ...
+
     def save(self, model_id: str, folder: Path, *, optimizer: bool) -> None:
-        """Write the adapter as PEFT files (ADAPTER_FILE, ADAPTER_CONFIG_FILE), and with `optimizer` OPTIMIZER_FILE
-        with moments and step counts. Loading it gives the same bits. Pending gradients are not in it."""
+        """Capture and write at once. Raises OSError when the disk does not take it; the backend is none the worse."""
         ...
 
     def close(self, model_id: str) -> None:
-        """Forget a model and free what it held; unknown ids are fine."""
+        """Forget a model and free what it held; unknown ids are fine, and so is a backend that is not healthy."""
+        ...
+
+    def healthy(self) -> bool:
+        """False once this process is of no further use: its ranks are out of step, a device is lost, or a call stands
+        still. The worker then ends, to be started again. May be called from any thread."""
         ...
 
     def follow(self) -> None:
@@ -76,7 +91,7 @@ class TrainingBackend(Protocol):
         ...
 
     def shutdown(self) -> None:
-        """Let the other ranks go; nothing may be called afterwards."""
+        """Let the other ranks go; nothing may be called afterwards. Never waits for a backend that is not healthy."""
         ...
 
     def describe(self) -> Mapping[str, Any]:

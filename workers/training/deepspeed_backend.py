@@ -12,6 +12,7 @@ import os
 from collections.abc import Mapping
 from contextlib import redirect_stdout
 from dataclasses import dataclass
+from datetime import timedelta
 from io import StringIO
 from typing import Any
 
@@ -82,7 +83,9 @@ def _join(trainer: TrainerSettings, device: torch.device) -> RankGroup:
         raise SetupError(f"trainer.ranks is {trainer.ranks} but WORLD_SIZE is {os.environ['WORLD_SIZE']}")
     deepspeed = _deepspeed()
     backend = "gloo" if device.type == "cpu" else "nccl"
-    deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, timeout=COMPUTE_DEADLINE, verbose=False)
+    # A standstill ends the process first; see LoraTrainer.healthy.
+    deadline = max(COMPUTE_DEADLINE, timedelta(seconds=2 * trainer.rank_deadline_s))
+    deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, timeout=deadline, verbose=False)
     size = dist.get_world_size()
     return RankGroup(dist.get_rank(), size, control_group() if size > 1 else None)
 

@@ -6,7 +6,7 @@ pass and its gradient is thrown away.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -65,8 +65,11 @@ class Pass:
         self._backward = not jobs[0].op.forward_only
         self._batches = cut([job.tokens.lengths for job in jobs], micro_batch_tokens)
 
-    def run(self) -> None:
-        """Fill every job's logprobs and datums, and its adapter's `.grad` unless forward-only, from all ranks."""
+    def run(self, moved: Callable[[], None]) -> None:
+        """Fill every job's logprobs and datums, and its adapter's `.grad` unless forward-only, from all ranks.
+
+        `moved` is called after each micro-batch.
+        """
         ranks = self._engine.ranks
         rounds = -(-len(self._batches) // ranks.size)
         for i in range(rounds):
@@ -75,6 +78,7 @@ class Pass:
                 self._run(self._batches[mine])
             elif self._engine.in_step:
                 self._keep_in_step()
+            moved()
         self._engine.rest()
         self._gather()
 

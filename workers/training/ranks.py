@@ -1,7 +1,8 @@
 """The processes that train one base model together, and what they say to each other.
 
-Rank 0 is called; it sends every call to the others as bytes over a control group that may stay silent for ever. The
-sums and broadcasts of a pass go over the default group, whose deadline turns a lost rank into an error here.
+Rank 0 is called; it sends every call to the others as bytes over a control group, on which they may wait for ever. The
+sums and broadcasts of a pass go over the default group. There a rank that died is an error; one that hangs is noticed
+as a standstill (LoraTrainer.healthy), and at last by the group's own deadline.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,8 +15,10 @@ from app.domain.ops import AdamParams
 from app.errors import UserOpError
 from workers import lora
 from workers.lora import Adapter
-from workers.training.base import OPTIMIZER_FILE
+from workers.training.base import OPTIMIZER_FILE, Writer
 from workers.training.optimizer import ShardedAdamW
+
+_CPU = torch.device("cpu")
 
 
 @dataclass(slots=True, eq=False)
@@ -40,12 +42,21 @@ class AdapterState:
         self.pending = None
         return norm
 
-    def write(self, folder: Path, base_model_name: str, optimizer_state: dict[str, Tensor] | None) -> None:
-        """PEFT files, and OPTIMIZER_FILE when there is a state."""
-        lora.write_peft(self.adapter, folder, base_model_name)
-        if optimizer_state is not None:
-            tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in optimizer_state.items()}
-            save_file(tensors, folder / OPTIMIZER_FILE)
+    def capture(self, base_model_name: str, optimizer_state: Mapping[str, Tensor] | None) -> Writer:
+        """Copies of the adapter and of `optimizer_state`, to be written as PEFT files and OPTIMIZER_FILE."""
+        adapter = self.adapter.to(_CPU)
+        moments = None if optimizer_state is None else {name: _copied(t) for name, t in optimizer_state.items()}
+
+        def write(folder: Path) -> None:
+            try:
+                lora.write_peft(adapter, folder, base_model_name)
+                if moments is not None:
+                    save_file(moments, folder / OPTIMIZER_FILE)
+            except SafetensorError as error:
+                # What is left to go wrong is the disk: it is full, or the file too large for it.
+                raise OSError(f"{folder.name} was not written: {error}") from error
+
+        return write
 
     def check_same_shape(self, other: AdapterState) -> None:
         """Raises UserOpError unless `other` could take this one's place."""
@@ -67,3 +78,7 @@ def read_optimizer(folder: Path) -> dict[str, Tensor]:
         return dict(load_file(folder / OPTIMIZER_FILE))
     except (OSError, SafetensorError):
         raise UserOpError(f"checkpoint {folder.name} holds no optimizer state; load it without its optimizer") from None
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    return tensor.detach().to(_CPU, copy=True, memory_format=torch.contiguous_format)

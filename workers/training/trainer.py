@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from app.domain.base_models import BaseModelInfo
 from app.domain.ops import DropGradients, ForwardBackward, LoraSpec, OptimStep
@@ -15,22 +19,25 @@ from app.settings import BaseModelSettings
 from workers import lora
 from workers.lora import Adapter
 from workers.training import messages
-from workers.training.base import BackendOp, Create, Load
+from workers.training.base import BackendOp, Create, Load, Writer
 from workers.training.engine import Engine
 from workers.training.optimizer import ShardedAdamW
 from workers.training.passes import Job, Pass, check_finite, output, take_gradients
+from workers.training.standstill import Standstill
 from workers.training.state import AdapterState, read_optimizer
 
 Results = dict[str, Output | OpError]
 
 
 class LoraTrainer(ABC):
-    """A TrainingBackend over an Engine. Calls come one at a time; only `describe` may come from another thread."""
+    """A TrainingBackend over an Engine. Calls come one at a time; `describe` and `healthy` may come from any thread."""
 
     def __init__(self, settings: BaseModelSettings) -> None:
         self._settings = settings
         self._states: dict[str, AdapterState] = {}
         self._engine: Engine
+        self._standstill = Standstill()
+        self._broken = False
 
     @abstractmethod
     def start_engine(self) -> Engine:
@@ -42,21 +49,35 @@ class LoraTrainer(ABC):
         return self._engine.base.info
 
     def apply(self, ops: Mapping[str, BackendOp]) -> Mapping[str, Output | OpError]:
-        self._engine.ranks.send(messages.encode_apply(ops))
-        return self._apply(ops)
+        with self._guarded():
+            self._engine.ranks.send(messages.encode_apply(ops))
+            return self._apply(ops)
+
+    def capture(self, model_id: str, *, optimizer: bool) -> Writer:
+        with self._guarded():
+            self._engine.ranks.send(messages.encode_call("capture", model_id, optimizer))
+            return self._state(model_id).capture(self._settings.path, self._gather(model_id, optimizer))
 
     def save(self, model_id: str, folder: Path, *, optimizer: bool) -> None:
-        self._engine.ranks.send(messages.encode_call("save", model_id, str(folder), optimizer))
-        self._save(model_id, folder, optimizer)
+        # Outside the guard: a full disk says nothing of the ranks.
+        self.capture(model_id, optimizer=optimizer)(folder)
 
     def close(self, model_id: str) -> None:
-        self._engine.ranks.send(messages.encode_call("close", model_id))
         self._states.pop(model_id, None)
+        if not self._broken:
+            with self._guarded():
+                self._engine.ranks.send(messages.encode_call("close", model_id))
+
+    def healthy(self) -> bool:
+        return not self._broken and self._standstill.seconds <= self._settings.trainer.rank_deadline_s
 
     def shutdown(self) -> None:
-        """Let the other ranks return from `follow`; nothing may be called afterwards."""
-        self._engine.ranks.send(messages.encode_call("shutdown"))
-        self._engine.ranks.leave()
+        """Let the other ranks return from `follow`; nothing may be called afterwards. A broken group ends by itself."""
+        if self._broken:
+            return
+        with suppress(RuntimeError), self._guarded():
+            self._engine.ranks.send(messages.encode_call("shutdown"))
+            self._engine.ranks.leave()
 
     def describe(self) -> Mapping[str, Any]:
         base, ranks = self._engine.base, self._engine.ranks
@@ -78,8 +99,9 @@ class LoraTrainer(ABC):
             match messages.decode(self._engine.ranks.receive()):
                 case ("apply", ops):
                     self._apply(ops)
-                case ("save", model_id, folder, optimizer):
-                    self._save(model_id, Path(folder), optimizer)
+                case ("capture", model_id, optimizer):
+                    with suppress(OpError):  # rank 0 raises the same
+                        self._gather(model_id, optimizer)
                 case ("close", model_id):
                     self._states.pop(model_id, None)
                 case _:
@@ -89,6 +111,19 @@ class LoraTrainer(ABC):
         """The pending gradient as fp32 numpy arrays by PEFT name, empty when there is none; for tests and debugging."""
         state = self._states[model_id]
         return dict(zip(state.adapter.tensors(), (g.cpu().numpy() for g in state.pending or ()), strict=False))
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """A call of rank 0, after which this process may be of no use: ranks out of step, a device that is lost."""
+        try:
+            with self._standstill.call():
+                yield
+        except OpError:
+            raise
+        except Exception as error:
+            lost = self._engine.ranks.size > 1 or isinstance(error, torch.AcceleratorError)
+            self._broken = self._broken or lost
+            raise
 
     def _apply(self, ops: Mapping[str, BackendOp]) -> Results:
         results: Results = {}
@@ -123,7 +158,8 @@ class LoraTrainer(ABC):
         if not ops:
             return {}
         jobs = {m: Job.of(op, self._state(m).adapter, self._engine.base.device) for m, op in ops.items()}
-        Pass(self._engine, list(jobs.values()), self._settings.trainer.micro_batch_tokens).run()
+        one = Pass(self._engine, list(jobs.values()), self._settings.trainer.micro_batch_tokens)
+        one.run(self._standstill.moved)
         return {model_id: self._finish(model_id, job) for model_id, job in jobs.items()}
 
     def _finish(self, model_id: str, job: Job) -> Output | OpError:
@@ -175,11 +211,10 @@ class LoraTrainer(ABC):
         engine = self._engine
         return AdapterState(adapter, ShardedAdamW(adapter.tensors(), engine.ranks, sharded=engine.shards_optimizer))
 
-    def _save(self, model_id: str, folder: Path, optimizer: bool) -> None:
+    def _gather(self, model_id: str, optimizer: bool) -> dict[str, Tensor] | None:
+        """The optimizer's state of all ranks, which is a collective; None when it is not asked for."""
         state = self._state(model_id)
-        gathered = state.optimizer.state() if optimizer else None
-        if self._engine.ranks.rank == 0:
-            state.write(folder, self._settings.path, gathered)
+        return state.optimizer.state() if optimizer else None
 
     def _state(self, model_id: str) -> AdapterState:
         state = self._states.get(model_id)

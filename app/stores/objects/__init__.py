@@ -13,8 +13,9 @@ from app.stores.objects.folder import FolderStore
 __all__ = ["FolderStore", "create"]
 
 
-def create(settings: Settings) -> ObjectStore:
-    """The store of `settings.store.url`, reachable and writable. Raises SetupError saying what to change."""
+def create(settings: Settings, *, may_be_away: bool = False) -> ObjectStore:
+    """The store of `settings.store.url`. Raises SetupError saying what to change when it cannot be written, or does not
+    answer, unless it `may_be_away` for now."""
     url = settings.store.url
     scheme = urlsplit(url).scheme
     if scheme in ("", "file"):
@@ -23,7 +24,7 @@ def create(settings: Settings) -> ObjectStore:
         # The minio client takes a third of a second to import, which a folder store should not pay.
         from app.stores.objects.s3 import S3Store
 
-        return S3Store(settings.store)
+        return S3Store(settings.store, may_be_away=may_be_away)
     raise SetupError(f"store.url {url!r} is not file:///folder or http(s)://host:port/bucket")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -22,6 +23,7 @@ from app.stores.objects import s3_parts
 from app.stores.objects.files import whole_file
 from app.stores.objects.keys import check_key, check_prefix
 
+log = logging.getLogger(__name__)
 # Held in memory while it is sent. S3 takes 5 GiB in one request, and 10,000 parts of this size are 640 GiB.
 _PART_BYTES = 64 * 2**20
 _PUT_WITHIN = timedelta(hours=1)
@@ -38,10 +40,11 @@ class S3Store:
     Create-only is the server's If-None-Match. For a file in parts SeaweedFS 4.48 checks it before it joins them, so of
     two writers at the same moment both may be told yes; what decides between them is a manifest, which is one request.
 
-    Raises SetupError when the server cannot be reached or refuses the credentials; later outages are Unavailable.
+    Raises SetupError when the server refuses the credentials, or cannot be reached, unless it `may_be_away`: a process
+    that starts during an outage has work that needs no store. Outages are Unavailable from then on.
     """
 
-    def __init__(self, settings: StoreSettings, part_bytes: int = _PART_BYTES) -> None:
+    def __init__(self, settings: StoreSettings, part_bytes: int = _PART_BYTES, *, may_be_away: bool = False) -> None:
         url = _parse(settings.url, "store.url")
         self._part_bytes = part_bytes
         self._bucket = url.path.strip("/")
@@ -51,12 +54,14 @@ class S3Store:
         self._signer = self._client
         if settings.public_url:
             self._signer = _client(_parse(settings.public_url, "store.public_url"), settings, self._http)
-        self._open()
+        self._has_bucket = False
+        self._open(may_be_away)
 
     def put_new(self, key: str, source: Path | bytes) -> bool:
         """Store a file; False (nothing changes) when the key exists."""
         check_key(key)
         with self._outages(), _reader(source) as data:
+            self._make_bucket()
             status = self._put(key, data)
         if status in (200, 412):
             return status == 200
@@ -111,20 +116,33 @@ class S3Store:
         headers = {"If-None-Match": "*", "Content-Length": str(size)}
         return self._http.request("PUT", sign("PUT", {}), body=data, headers=headers).status
 
-    def _open(self) -> None:
+    def _open(self, may_be_away: bool) -> None:
+        try:
+            self._make_bucket()
+        except S3Error as error:
+            raise SetupError(
+                f"{self._where} refused to open the bucket {self._bucket!r} ({error.code}): "
+                "check store.access_key, store.secret_key and store.url"
+            ) from None
+        except HTTPError as error:
+            text = f"{self._where} does not answer ({_reason(error)}): start it or fix store.url"
+            if not may_be_away:
+                raise SetupError(text) from None
+            log.warning(text)
+        except (MinioException, ValueError) as error:
+            raise SetupError(f"store.url does not name a usable S3 bucket: {error}") from None
+
+    def _make_bucket(self) -> None:
+        """Once; another process may make it at the same time."""
+        if self._has_bucket:
+            return
         try:
             if not self._client.bucket_exists(self._bucket):
                 self._client.make_bucket(self._bucket)
         except S3Error as error:
             if error.code not in _TAKEN:
-                raise SetupError(
-                    f"{self._where} refused to open the bucket {self._bucket!r} ({error.code}): "
-                    "check store.access_key, store.secret_key and store.url"
-                ) from None
-        except HTTPError as error:
-            raise SetupError(f"{self._where} does not answer ({_reason(error)}): start it or fix store.url") from None
-        except (MinioException, ValueError) as error:
-            raise SetupError(f"store.url does not name a usable S3 bucket: {error}") from None
+                raise
+        self._has_bucket = True
 
     @contextmanager
     def _reading(self, key: str) -> Iterator[urllib3.BaseHTTPResponse]:

@@ -10,6 +10,15 @@ import redis
 # redis-py's own pool raises at its 100th connection; 1,200 threads that wait their turn need far fewer.
 _CONNECTIONS = 64
 _WAIT_S = 10
+_OUTAGES = (
+    redis.ConnectionError,
+    redis.TimeoutError,
+    redis.OutOfMemoryError,
+    redis.ReadOnlyError,
+    redis.exceptions.MasterDownError,
+)
+# Answers redis-py has no class for: a full disk under the append-only file, missing replicas, a slow script.
+_PASSING = ("MISCONF ", "NOREPLICAS ", "BUSY ")
 
 
 def connect(url: str) -> redis.Redis:
@@ -27,6 +36,11 @@ def connect(url: str) -> redis.Redis:
         health_check_interval=10,
     )
     return redis.Redis.from_pool(pool)
+
+
+def is_outage(error: redis.RedisError) -> bool:
+    """Whether it passes: the server is away, still loading, full, or may not write just now."""
+    return isinstance(error, _OUTAGES) or str(error).startswith(_PASSING)
 
 
 def read_hash(client: redis.Redis, key: str) -> dict[bytes, bytes]:

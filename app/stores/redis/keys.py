@@ -1,16 +1,24 @@
 """Every Redis key, in one place. Scripts build the same texts from the ids they are given.
 
-    models:<model>      HASH  the Model record, and the journal's head: applied, epoch, worker, snapshot, snapshot_seq
+    models:<model>      HASH  the Model record, and the journal's head: applied, epoch, worker, snapshot, snapshot_seq,
+                              and ended (deleted) once it is no more
     journal:<model>     ZSET  seq -> seq: Ops behind the snapshot (seq > snapshot_seq), applied or waiting
-    op:<request>        HASH  kind, attempts, runner, admitted, doomed: one journalled Op or sampling request
+    op:<request>        HASH  kind, attempts, runner, admitted, doomed, spilled: one journalled Op or sampling request
     payload:<request>   STR   its encoded content, as long as it may run or be replayed
+    payload_bytes       STR   the bytes of all payload:* together
+    spillable           ZSET  request whose payload is worth an object -> ms of its admission, 0 if it goes at once
+    spilling            ZSET  object being written for a payload -> ms of its begin
+    spill_garbage       SET   objects of dropped payloads, to be deleted
     staged:<uuid>       STR   a large payload on its way into the journal; expires
     future:<request>    HASH  kind, model, owner, digest, state, body, type, refused: what a poll reads; expires
     lease:<id>          STR   "node/boot" of the worker that owns a model or runs a sampling request; expires
     pending             ZSET  model or sampling request -> ms of its last progress, while something waits
     pending_queue       HASH  the same ids -> the queue to ring on
+    sessions_heard      ZSET  session -> ms when it was heard of last, unless it has ended
+    sessions_ended      ZSET  session -> ms when it was finished or expired, until its models are ended too
+    orphans             ZSET  object-store prefix -> ms since when nothing is known to refer to it
     <namespace>:<id>    HASH  sessions, samplers, checkpoints, workers (app/domain/records.py)
-    index:<namespace>   SET   the ids of a namespace
+    index:<namespace>   ZSET  the ids of a namespace, all of score 0, so that they are in order
     done                pub/sub channel: a request id, once its result can be read
 
 All times are the Redis server's own (TIME), so no two clocks are ever compared.
@@ -22,6 +30,10 @@ PREFIX = "tinsmith:"
 DONE_CHANNEL = PREFIX + "done"
 PENDING = PREFIX + "pending"
 PENDING_QUEUE = PREFIX + "pending_queue"
+SESSIONS_HEARD = PREFIX + "sessions_heard"
+SESSIONS_ENDED = PREFIX + "sessions_ended"
+ORPHANS = PREFIX + "orphans"
+SPILL_GARBAGE = PREFIX + "spill_garbage"
 
 
 def model(model_id: str) -> str:

@@ -11,13 +11,29 @@ import redis
 
 from app import ids
 from app.domain.results import FutureState, Result
-from app.errors import BadRequest, Fenced, Gone, NotFound
+from app.errors import BadRequest, Fenced, Gone, NotFound, TooLarge
 from app.settings import EngineSettings
-from app.stores.interfaces import Admission, Entry, Future, HeldElsewhere, Lease, Pending, Record, RefusalKind, Write
+from app.stores.interfaces import (
+    Admission,
+    Entry,
+    Future,
+    HeldElsewhere,
+    Lease,
+    ObjectStore,
+    Pending,
+    Record,
+    RefusalKind,
+    Write,
+)
 from app.stores.redis import keys
 from app.stores.redis.client import read_hash
+from app.stores.redis.payloads import RedisPayloads
 from app.stores.redis.scripts import Scripts
 
+ENDED = (
+    "this run has ended: it was deleted, or nobody used its session for longer than engine.retain_s; create a new "
+    "model, from one of the run's checkpoints if its weights are still needed"
+)
 _REFUSALS = {
     "conflict": "seq_id {seq} was used before with other content; every call needs a seq_id of its own",
     "consumed": "seq_id {seq} is already behind this model and can not be used again",
@@ -31,23 +47,32 @@ _STAGED_S = 600
 class RedisOpLog:
     """See app.stores.interfaces.OpLog."""
 
-    def __init__(self, client: redis.Redis, settings: EngineSettings) -> None:
+    def __init__(self, client: redis.Redis, settings: EngineSettings, store: ObjectStore | None = None) -> None:
+        """`store` holds the spilled payloads; a process that runs no Ops needs none."""
         self._redis = client
-        self._run = Scripts(client)
+        self._run = Scripts(client, settings)
+        self._payloads = RedisPayloads(client, settings, store)
         self._lease_ms = int(settings.lease_s * 1000)
         self._unread_s = settings.result_unread_s
         self._read_s = settings.result_read_s
+        self._budget = settings.payload_budget_bytes
 
     def create_model(self, model_id: str, fields: Record) -> bool:
         return bool(self._run("create_model", model_id, *_flat(fields)))
 
-    def admit(self, model_id: str, seq: int, kind: str, payload: bytes, digest: str) -> Admission:
+    def admit(
+        self, model_id: str, seq: int, kind: str, payload: bytes, digest: str, model: Record | None = None
+    ) -> Admission:
         request_id = ids.request_id(model_id, seq)
+        self._check_size(payload)
         staged = self._stage(payload)
         inline = b"" if staged else payload
-        what, detail = _texts(self._run("admit", model_id, seq, request_id, kind, inline, digest, staged))
+        fields = _flat(model or {})
+        what, detail = _texts(self._run("admit", model_id, seq, request_id, kind, inline, digest, staged, *fields))
         if what == "unknown":
             raise NotFound(f"no model {model_id!r}")
+        if what == "ended":
+            raise Gone(ENDED)
         if what in _REFUSALS:
             raise BadRequest(_REFUSALS[what].format(seq=seq, reason=detail))
         return Admission(request_id, what == "fresh", _node(detail) if detail else None)
@@ -61,6 +86,8 @@ class RedisOpLog:
             raise NotFound(f"no model {model_id!r}")
         if len(found) == 1:
             return HeldElsewhere(_node(found[0]))
+        if found[0] == "ended":
+            raise Gone(ENDED)
         epoch, applied, snapshot, snapshot_seq = found
         return Lease(model_id, worker, int(epoch), int(applied), snapshot, int(snapshot_seq))
 
@@ -71,19 +98,31 @@ class RedisOpLog:
         self._run("release", id_, worker)
 
     def next(self, lease: Lease, seq: int) -> Entry | None:
+        request_id = ids.request_id(lease.model_id, seq)
+        payload = self._to_run(request_id)
         found = self._run("next", lease.model_id, lease.epoch, seq, lease.worker)
         if found == 0:
             raise Fenced(f"{lease.model_id} has an owner newer than epoch {lease.epoch}")
         if not found:
             return None
-        return self._entry(lease.model_id, seq, *found)
+        kind, doomed, attempts, waited_ms = found
+        # It may have been admitted, or spilled, since.
+        payload = payload or self._to_run(request_id)
+        return Entry(seq, kind.decode(), request_id, payload, doomed.decode(), attempts, waited_ms / 1000)
+
+    def strike(self, lease: Lease, seq: int) -> None:
+        self._run("leave", lease.model_id, lease.epoch, seq, 1)
+
+    def put_off(self, lease: Lease, seq: int) -> None:
+        self._run("leave", lease.model_id, lease.epoch, seq, 0)
 
     def entry(self, model_id: str, seq: int) -> Entry | None:
-        op = keys.op(ids.request_id(model_id, seq))
-        found = read_hash(self._redis, op)
+        request_id = ids.request_id(model_id, seq)
+        found = read_hash(self._redis, keys.op(request_id))
         if not found:
             return None
-        return self._entry(model_id, seq, found[b"kind"], found.get(b"doomed", b""), int(found[b"attempts"]))
+        kind, doomed = found[b"kind"].decode(), found.get(b"doomed", b"").decode()
+        return Entry(seq, kind, request_id, self._payloads.get(request_id), doomed, int(found[b"attempts"]))
 
     def commit(self, lease: Lease, seq: int, result: Result, writes: Iterable[Write] = (), why: str = "failed") -> None:
         state = "failed" if result.failed else "done"
@@ -111,18 +150,21 @@ class RedisOpLog:
     def admit_sample(
         self, request_id: str, parent_id: str, owner: str, queue: str, payload: bytes, digest: str
     ) -> Admission:
+        self._check_size(payload)
         what = self._run("admit_sample", request_id, parent_id, owner, queue, payload, digest).decode()
         if what == "conflict":
             raise BadRequest(_REFUSALS[what].format(seq=request_id.rpartition(":")[2]))
         return Admission(request_id, what == "fresh", None)
 
     def claim_sample(self, request_id: str, worker: str) -> Entry | None:
+        payload = self._to_run(request_id)
         found = self._run("claim_sample", request_id, worker, self._lease_ms)
         if found == 0:
             raise Fenced(f"{request_id} runs on another worker")
         if not found:
             return None
-        return Entry(0, "sample", request_id, self._payload(request_id), "", int(found[0]), int(found[1]) / 1000)
+        payload = payload or self._to_run(request_id)
+        return Entry(0, "sample", request_id, payload, "", int(found[0]), int(found[1]) / 1000)
 
     def finish_sample(self, request_id: str, result: Result) -> bool:
         state = "failed" if result.failed else "done"
@@ -145,13 +187,10 @@ class RedisOpLog:
         return Future(request_id, found[b"kind"].decode(), found[b"model"].decode(), state, result)
 
     def lead(self, role: str, worker: str) -> bool:
-        key = keys.lease(role)
-        if self._redis.set(key, worker, nx=True, px=self._lease_ms):
-            return True
-        return not self.renew([role], worker)
+        return bool(self._run("lead", role, worker, self._lease_ms))
 
-    def pending(self, limit: int = 1000) -> list[Pending]:
-        rows = self._run("pending", limit)
+    def pending(self, limit: int = 1000, start: int = 0, depth: int = 100) -> list[Pending]:
+        rows = self._run("pending", start, limit, depth)
         return [
             Pending(
                 id=id_.decode(),
@@ -164,6 +203,16 @@ class RedisOpLog:
             for id_, queue, ms, seq, running, kinds in rows
         ]
 
+    def waiting(self, model_id: str, seq: int, limit: int = 100) -> tuple[str, ...]:
+        return tuple(_texts(self._run("waiting", model_id, seq, limit)))
+
+    def _check_size(self, payload: bytes) -> None:
+        """What could never fit must not be told to come again."""
+        if len(payload) > self._budget:
+            raise TooLarge(
+                f"the call takes {len(payload)} bytes, over engine.payload_budget_bytes ({self._budget}): split it"
+            )
+
     def _stage(self, payload: bytes) -> str:
         """A large payload's key, or "". Handing 5 MB to a script took four times a plain SET."""
         if len(payload) < _STAGED_BYTES:
@@ -172,13 +221,15 @@ class RedisOpLog:
         self._redis.set(key, payload, ex=_STAGED_S)
         return key
 
-    def _payload(self, request_id: str) -> bytes:
-        return cast(bytes, self._redis.get(keys.payload(request_id)) or b"")
+    def _to_run(self, request_id: str) -> bytes:
+        """A call's content, read before its start is noted: an object store that is away must not count as a try.
 
-    def _entry(self, model_id: str, seq: int, kind: bytes, doomed: bytes, attempts: int, waited_ms: int = 0) -> Entry:
-        request_id = ids.request_id(model_id, seq)
-        payload = self._payload(request_id)
-        return Entry(seq, kind.decode(), request_id, payload, doomed.decode(), attempts, waited_ms / 1000)
+        Lost content is empty, so that running it fails, and after its attempts the Op.
+        """
+        try:
+            return self._payloads.get(request_id)
+        except NotFound:
+            return b""
 
     def _absence(self, request_id: str, owner: str) -> NotFound | Gone:
         """An id whose parent is the caller's was there once; anything else looks unknown."""

@@ -1,4 +1,4 @@
-"""Records on Redis: one hash each, and a set of the ids in every namespace."""
+"""Records on Redis: one hash each, and the ids of a namespace in a sorted set, so that they can be read in slices."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ from typing import cast
 
 import redis
 
+from app.settings import EngineSettings
 from app.stores.interfaces import Record
 from app.stores.redis import keys
 from app.stores.redis.client import read_hash, text_fields
 from app.stores.redis.scripts import Scripts
 
+# Records read in one round trip: the server answers others in between, and 10,000 of them never lie in memory at once.
+_SLICE = 500
+_DEFAULTS = EngineSettings()
+
 
 class RedisRecords:
     """See app.stores.interfaces.Records."""
 
-    def __init__(self, client: redis.Redis) -> None:
+    def __init__(self, client: redis.Redis, settings: EngineSettings = _DEFAULTS) -> None:
         self._redis = client
-        self._run = Scripts(client)
+        self._run = Scripts(client, settings)
 
     def put(self, namespace: str, key: str, fields: Record, *, ttl_s: float | None = None) -> None:
-        name = keys.record(namespace, key)
-        with self._redis.pipeline() as pipe:
-            pipe.hset(name, items=[part for pair in fields.items() for part in pair])
-            if ttl_s is not None:
-                pipe.pexpire(name, int(ttl_s * 1000))
-            pipe.sadd(keys.index(namespace), key)
-            pipe.execute()
+        flat = [part for pair in fields.items() for part in pair]
+        self._run("put", namespace, key, 0 if ttl_s is None else int(ttl_s * 1000), *flat)
 
     def put_new(self, namespace: str, key: str, fields: Record) -> bool:
         flat = [part for pair in fields.items() for part in pair]
@@ -43,19 +43,30 @@ class RedisRecords:
     def delete(self, namespace: str, key: str) -> None:
         with self._redis.pipeline() as pipe:
             pipe.delete(keys.record(namespace, key))
-            pipe.srem(keys.index(namespace), key)
+            pipe.zrem(keys.index(namespace), key)
             pipe.execute()
 
-    def list(self, namespace: str) -> Iterator[tuple[str, dict[str, str]]]:
+    def list(self, namespace: str, prefix: str = "") -> Iterator[tuple[str, dict[str, str]]]:
         """Expired ids are dropped from the index on the way."""
-        members = cast(set[bytes], self._redis.smembers(keys.index(namespace)))
-        ids = sorted(key.decode() for key in members)
-        with self._redis.pipeline(transaction=False) as pipe:
-            for key in ids:
-                pipe.hgetall(keys.record(namespace, key))
-            found = pipe.execute()
-        for key, fields in zip(ids, found, strict=True):
-            if fields:
-                yield key, text_fields(fields)
-            else:
-                self._redis.srem(keys.index(namespace), key)
+        index, after = keys.index(namespace), f"[{prefix}"
+        while slice_ := _ids(self._redis, index, after, prefix):
+            with self._redis.pipeline(transaction=False) as pipe:
+                for key in slice_:
+                    pipe.hgetall(keys.record(namespace, key))
+                found = pipe.execute()
+            for key, fields in zip(slice_, found, strict=True):
+                if fields:
+                    yield key, text_fields(fields)
+                else:
+                    self._redis.zrem(index, key)
+            after = f"({slice_[-1]}"
+
+    def now(self) -> float:
+        seconds, micros = self._redis.time()
+        return seconds + micros / 1e6
+
+
+def _ids(client: redis.Redis, index: str, after: str, prefix: str) -> list[str]:
+    last = b"[" + prefix.encode() + b"\xff"
+    found = client.zrangebylex(index, after, cast(str, last), 0, _SLICE)
+    return [key.decode() for key in cast(list[bytes], found)]

@@ -7,14 +7,48 @@ from typing import Any
 
 import redis
 
+from app.errors import Unavailable
+from app.settings import EngineSettings
+
+_FULL = "FULL "
+# A smaller payload is not worth an object of its own.
+_SPILL_LEAST = 4096
+
 
 class Scripts:
-    """Calls a script by name: `scripts("admit", ...)`. All input goes through ARGV; keys are built from ids inside."""
+    """Calls a script by name: `scripts("admit", ...)`. All input goes through ARGV; keys are built from ids inside.
 
-    def __init__(self, client: redis.Redis) -> None:
+    A script that drains work starts with the line `#!lua flags=allow-oom`, and runs above maxmemory too; one that
+    takes work in asks `no_room` first, which is raised here as Unavailable.
+    """
+
+    def __init__(self, client: redis.Redis, settings: EngineSettings) -> None:
         texts = {item.name.removesuffix(".lua"): item.read_text() for item in (files(__package__) / "lua").iterdir()}
-        prelude = texts.pop("prelude")
-        self._scripts = {name: client.register_script(prelude + text) for name, text in texts.items()}
+        prelude = _limits(settings) + texts.pop("prelude")
+        self._scripts = {name: client.register_script(_join(prelude, text)) for name, text in texts.items()}
 
     def __call__(self, name: str, *argv: bytes | str | float) -> Any:
-        return self._scripts[name](args=argv)
+        try:
+            return self._scripts[name](args=argv)
+        except redis.ResponseError as error:
+            if str(error).startswith(_FULL):
+                raise Unavailable(f"{str(error).removeprefix(_FULL)}; try again soon") from None
+            raise
+
+
+def _limits(settings: EngineSettings) -> str:
+    limits = {
+        "payload_budget": settings.payload_budget_bytes,
+        "memory_share": settings.memory_share,
+        "spill_at_once": settings.spill_bytes,
+        "spill_least": _SPILL_LEAST,
+    }
+    return f"local LIMITS = {{{', '.join(f'{name} = {value}' for name, value in limits.items())}}}\n"
+
+
+def _join(prelude: str, text: str) -> str:
+    """A shebang must stay the first line."""
+    if not text.startswith("#!"):
+        return prelude + text
+    shebang, rest = text.split("\n", 1)
+    return f"{shebang}\n{prelude}{rest}"

@@ -43,6 +43,9 @@ def run(*arguments: str) -> int:
         (("up", "--base-model", "m=o/m", "--s3", "http://127.0.0.1:1/bucket"), "http://127.0.0.1:1 does not answer"),
         (("up", "--base-model", "m=o/m", "--s3", "ftp://host/bucket"), "is not file:///folder or http(s)://"),
         (("up", "--data-dir", "/dev/null/data"), "cannot write to the data folder /dev/null/data: Not a directory"),
+        (("rebuild", "--port", "1"), "tinsmith rebuild: unknown option or argument '--port'"),
+        (("rebuild",), "no stack has run on tinsmith-data: start `tinsmith up` on it first, or name the state server"),
+        (("rebuild", "--redis", "redis://:secret@127.0.0.1:1/0"), "the state server 127.0.0.1:1/0 does not answer"),
         (("up", "--host", "203.0.113.1"), "cannot listen on 203.0.113.1:0: Cannot assign requested address"),
     ],
 )
@@ -75,7 +78,7 @@ def test_the_help_of_up_names_every_option_and_an_example(capsys):
 def test_the_help_names_every_command(capsys):
     assert run("--help") == 0
     text = capsys.readouterr().out
-    assert all(f"\n    {command} " in text for command in ("up", "demo", "version"))
+    assert all(f"\n    {command} " in text for command in ("up", "demo", "rebuild", "version"))
 
 
 def test_help_loads_nothing_heavy():

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -13,18 +15,26 @@ from app.domain import codec
 from app.domain.batch import Batch, Ragged
 from app.domain.ops import AdamParams, CreateModel, ForwardBackward, LoraSpec, ModelSpec, Op, OptimStep
 from app.domain.records import Model, dump
+from app.domain.results import ForwardBackwardOutput
 from app.settings import BaseModelSettings, EngineSettings
+from app.stores.interfaces import ObjectStore
 from app.stores.objects.folder import FolderStore
+from app.stores.redis import keys
 from app.stores.redis.oplog import RedisOpLog
 from app.stores.redis.records import RedisRecords
+from app.wire import tinker_pb2 as pb
 from tests.models import tiny_qwen3
+from workers.drain import Drain
 from workers.executor import Executor
 from workers.leases import LeaseKeeper
-from workers.owner import Owner
+from workers.owner import Owner, Resident
+from workers.parked import Parked
+from workers.restore import Restore
 from workers.runner import TrainingRunner
 from workers.saving import Saver
-from workers.snapshot import Restore, Snapshots
-from workers.training.base import TrainingBackend
+from workers.snapshot import Snapshots
+from workers.snapshot_folder import SnapshotFolder
+from workers.training.base import Create, TrainingBackend
 from workers.training.factory import create
 
 BASE = "base"
@@ -43,6 +53,13 @@ def step(seed: int = 0) -> list[Op]:
     return [ForwardBackward(batch(seed), "cross_entropy"), OptimStep(AdamParams(learning_rate=1e-2, eps=1e-8))]
 
 
+def await_true(what: Callable[[], Any], why: str) -> None:
+    deadline = time.monotonic() + 60
+    while not what():
+        assert time.monotonic() < deadline, f"in vain for 60 s: {why}"
+        time.sleep(0.01)
+
+
 @dataclass
 class Worker:
     """One trainer as the runtime puts it together, rung by hand. `rung` records (kind, request id, queue)."""
@@ -52,6 +69,9 @@ class Worker:
     oplog: RedisOpLog
     backend: TrainingBackend
     keeper: LeaseKeeper
+    parked: Parked
+    drain: Drain
+    snapshots: Snapshots
     rung: list[tuple[str, str, str]] = field(default_factory=list)
 
     def handle(self, seq: int, kind: str = "forward_backward"):
@@ -70,13 +90,26 @@ class World:
     records: RedisRecords
     backends: dict[str, TrainingBackend]
     keepers: list[LeaseKeeper] = field(default_factory=list)
+    snapshots: list[Snapshots] = field(default_factory=list)
 
     def admit(self, seq: int, op: Op) -> str:
         payload = codec.encode(op)
         return self.oplog.admit(MODEL, seq, op.kind, payload, codec.digest(payload)).request_id
 
-    def worker(self, name: str, share: float = 0.02) -> Worker:
-        """Nodes keep their backend (loading a base again adds nothing), without any model in it."""
+    def head(self) -> dict[bytes, bytes]:
+        return self.client.hgetall(keys.model(MODEL))
+
+    def await_snapshot(self, seq: int) -> None:
+        """Until the durable snapshot stands at `seq`."""
+        await_true(lambda: int(self.head()[b"snapshot_seq"]) == seq, f"no durable snapshot at {seq}")
+
+    def worker(
+        self, name: str, share: float = 0.02, most: int = 64, store: ObjectStore | None = None, **engine: Any
+    ) -> Worker:
+        """Nodes keep their backend (loading a base again adds nothing), without any model in it.
+
+        A `share` of 1 or more is a snapshot behind every step. `engine` overrides the engine's settings.
+        """
         node = name.partition("/")[0]
         if node not in self.backends:
             self.backends[node] = create(self.base)
@@ -85,21 +118,69 @@ class World:
         backend.close(MODEL)
         keeper = LeaseKeeper(self.oplog, name, self.settings.lease_s)
         self.keepers.append(keeper)
-        store = FolderStore(self.folder / "objects", "secret", "http://x")
+        store = store or FolderStore(self.folder / "objects", "secret", "http://x")
         saver = Saver(backend, self.records, store)
         executor = Executor(backend, store, self.folder / "cache" / node, saver)
-        owner = Owner(self.oplog, backend, keeper, name, Restore(self.oplog, executor))
+        folder = SnapshotFolder(self.folder / "snapshots" / node, node)
+        every_step = {"journal_bytes": 0} if share >= 1 else {}
+        settings = self.settings.model_copy(update={"snapshot_share": share, **every_step, **engine})
+        snapshots = Snapshots(self.oplog, saver, folder, settings, rest_s=30.0, retry_s=0.1)
+        self.snapshots.append(snapshots)
+        restore = Restore(self.oplog, executor, folder, snapshots)
         rung: list[tuple[str, str, str]] = []
-        runner = TrainingRunner(
-            self.oplog,
-            owner,
-            executor,
-            Snapshots(self.oplog, saver, share, first_s=0.0 if share >= 1 else 30.0),
-            lambda kind, request_id, parent, queue: rung.append((kind, request_id, queue)),
-            f"train.{BASE}",
-            node,
-        )
-        return Worker(runner, owner, self.oplog, backend, keeper, rung)
+
+        def ring(kind: str, request_id: str, parent: str, queue: str) -> None:
+            rung.append((kind, request_id, queue))
+
+        def settle(resident: Resident, seconds: float) -> None:
+            snapshots.settle(resident, within_s=seconds)
+
+        owner = Owner(self.oplog, backend, keeper, name, restore, settle, most)
+        parked = Parked(ring, f"train.{BASE}@{node}")
+        runner = TrainingRunner(self.oplog, owner, executor, snapshots, parked, ring, f"train.{BASE}", _end)
+        drain = Drain(self.oplog, owner, ring, f"train.{BASE}")
+        return Worker(runner, owner, self.oplog, backend, keeper, parked, drain, snapshots, rung)
+
+
+class Ended(BaseException):
+    """The worker ended its process."""
+
+
+def _end(why: str) -> NoReturn:
+    raise Ended(why)
+
+
+PROBE = ForwardBackward(batch(99), "cross_entropy", forward_only=True)
+
+
+def probe(worker: Worker, world: World, seq: int) -> bytes:
+    """The logprobs of a fixed batch: equal bytes mean an equal model."""
+    world.admit(seq, PROBE)
+    result = worker.handle(seq)
+    assert result is not None
+    return result.body
+
+
+def undisturbed(world: World, seeds: list[int]) -> bytes:
+    """What a run of these steps gives when nothing happens to it."""
+    backend = world.worker("reference/0").backend
+    output = None
+    for op in [Create(LORA), *(op for seed in seeds for op in step(seed)), PROBE]:
+        output = backend.apply({MODEL: op})[MODEL]
+    assert isinstance(output, ForwardBackwardOutput)
+    return output.logprobs.values.tobytes()
+
+
+def logprob_bytes(body: bytes) -> bytes:
+    output = pb.ForwardBackwardOutput.FromString(body)
+    return output.loss_fn_outputs[0].fields["logprobs"].data
+
+
+def add_model(world: World, model_id: str) -> None:
+    """A further model that nobody owns, with its creation waiting."""
+    world.oplog.create_model(model_id, dump(Model("me", "session", BASE, 0.0)))
+    payload = codec.encode(CreateModel(ModelSpec(BASE, LORA)))
+    world.oplog.admit(model_id, 0, CreateModel.kind, payload, codec.digest(payload))
 
 
 @pytest.fixture(scope="session")
@@ -125,5 +206,7 @@ def world(
     world = World(client, tmp_path, base, settings, oplog, RedisRecords(client), backends)
     world.admit(0, CreateModel(ModelSpec(BASE, LORA)))
     yield world
+    for snapshots in world.snapshots:
+        snapshots.close()
     for keeper in world.keepers:
         keeper.stop()

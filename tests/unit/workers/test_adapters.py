@@ -56,7 +56,8 @@ def store(tmp_path: Path) -> FolderStore:
         folder.mkdir()
         (folder / "adapter.bin").write_bytes(name.encode())
         about = {"path": "", "generation": "1", "model_id": "m", "owner": "o", "base_model": "b"}
-        checkpoints.write(store, name, folder, **about, lora=LoraSpec(4), seq=1, epoch=1)
+        manifest = checkpoints.describe(folder, **about, lora=LoraSpec(4), seq=1, epoch=1)
+        checkpoints.upload(store, name, folder, manifest)
     return store
 
 

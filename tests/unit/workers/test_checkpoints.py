@@ -11,6 +11,7 @@ from app.domain.checkpoints import Manifest
 from app.domain.ops import LoraSpec
 from app.errors import BadRequest, Fenced, NotFound, ServerOpError, Unavailable
 from app.stores.objects import FolderStore
+from tests.full_disk import full_disk
 from workers import checkpoints
 from workers.training.base import ADAPTER_CONFIG_FILE, ADAPTER_FILE, OPTIMIZER_FILE
 
@@ -59,9 +60,7 @@ def folder_of(tmp_path: Path, content: dict[str, bytes] = CONTENT) -> Path:
 
 
 def write(store: FolderStore, folder: Path, prefix: str = PREFIX, seq: int = 7) -> Manifest:
-    return checkpoints.write(
-        store,
-        prefix,
+    manifest = checkpoints.describe(
         folder,
         path=f"tinker://{MODEL}/weights/step-1",
         generation="7-2",
@@ -73,6 +72,7 @@ def write(store: FolderStore, folder: Path, prefix: str = PREFIX, seq: int = 7) 
         epoch=2,
         user_metadata={"note": "first"},
     )
+    return checkpoints.upload(store, prefix, folder, manifest)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -158,11 +158,13 @@ def test_a_second_writer_of_the_same_generation_stops(tmp_path: Path):
         write(store, folder_of(tmp_path))
 
 
-@pytest.mark.parametrize("damage", [b"b" * 70_000, b"a" * 69_999])
-def test_a_damaged_file_never_becomes_visible(store: WatchedStore, tmp_path: Path, cache: Path, damage: bytes):
+@pytest.mark.parametrize("damage, error", [(b"b" * 70_000, ServerOpError), (b"a" * 69_999, Unavailable)])
+def test_a_damaged_file_never_becomes_visible(
+    store: WatchedStore, tmp_path: Path, cache: Path, damage: bytes, error: type[Exception]
+):
     write(store, folder_of(tmp_path))
     (tmp_path / "objects" / PREFIX / ADAPTER_FILE).write_bytes(damage)
-    with pytest.raises(ServerOpError, match="adapter_model"):
+    with pytest.raises(error, match="adapter_model"):
         checkpoints.fetch(store, PREFIX, cache)
     assert visible(cache) == []
 
@@ -170,13 +172,26 @@ def test_a_damaged_file_never_becomes_visible(store: WatchedStore, tmp_path: Pat
 def test_a_fetch_that_breaks_off_at_the_last_file_shows_nothing(store: WatchedStore, tmp_path: Path, cache: Path):
     class Breaking(WatchedStore):
         def get(self, key: str, target: Path) -> None:
-            if key.endswith("manifest.json"):
+            if key.endswith(OPTIMIZER_FILE):
                 raise Unavailable("down")
             super().get(key, target)
 
     write(store, folder_of(tmp_path))
     with pytest.raises(Unavailable):
         checkpoints.fetch(Breaking(tmp_path / "objects"), PREFIX, cache)
+    assert visible(cache) == []
+    assert contents(checkpoints.fetch(store, PREFIX, cache)) == CONTENT
+
+
+def test_a_full_disk_puts_a_fetch_off_and_the_next_one_works(store: WatchedStore, tmp_path: Path, cache: Path):
+    class Far(WatchedStore):
+        def get(self, key: str, target: Path) -> None:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(self.read(key))
+
+    write(store, folder_of(tmp_path))
+    with full_disk(20_000), pytest.raises(Unavailable, match="cannot be kept"):
+        checkpoints.fetch(Far(tmp_path / "objects"), PREFIX, cache)
     assert visible(cache) == []
     assert contents(checkpoints.fetch(store, PREFIX, cache)) == CONTENT
 
@@ -204,7 +219,7 @@ def test_concurrent_fetchers_download_once_and_all_see_it_whole(store: WatchedSt
 
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(fetch, range(8))) == [CONTENT] * 8
-    assert len(store.gets) == len(CONTENT) + 1
+    assert len(store.gets) == len(CONTENT)
 
 
 def test_a_fetched_checkpoint_needs_the_store_no_more(store: WatchedStore, tmp_path: Path, cache: Path):
@@ -237,6 +252,29 @@ def test_a_prefix_cannot_leave_the_cache(store: WatchedStore, cache: Path, prefi
         checkpoints.fetch(store, prefix, cache)
     with pytest.raises(BadRequest):
         checkpoints.forget(prefix, cache)
+
+
+@pytest.mark.parametrize("damage", ["changed", "cut", "gone", "no manifest", "bad manifest"])
+def test_a_local_folder_is_verified_before_it_is_used(tmp_path: Path, damage: str):
+    folder = folder_of(tmp_path)
+    manifest = checkpoints.describe(
+        folder, path="", generation="7-2", model_id=MODEL, owner="me", base_model="tiny", lora=LORA, seq=7, epoch=2
+    )
+    checkpoints.seal(folder, manifest)
+    assert checkpoints.verify(folder) == manifest
+    match damage:
+        case "changed":
+            (folder / ADAPTER_FILE).write_bytes(b"b" * 70_000)
+        case "cut":
+            (folder / ADAPTER_FILE).write_bytes(b"a" * 69_999)
+        case "gone":
+            (folder / ADAPTER_FILE).unlink()
+        case "no manifest":
+            (folder / "manifest.json").unlink()
+        case "bad manifest":
+            (folder / "manifest.json").write_bytes(b"{")
+    with pytest.raises((ServerOpError, FileNotFoundError)):
+        checkpoints.verify(folder)
 
 
 def test_the_thread_count_is_what_torch_will_use(monkeypatch: pytest.MonkeyPatch):

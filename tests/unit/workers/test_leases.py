@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import pytest
 import redis
 
 from app.domain.records import Model, dump
@@ -52,6 +54,32 @@ def test_a_lease_that_was_taken_is_no_longer_held(client: redis.Redis):
     oplog.acquire(MODEL, "a/2")
     await_true(lambda: not keeper.holds(MODEL))
     keeper.stop()
+
+
+def test_a_lease_gained_anew_while_the_old_one_is_asked_about_stays(
+    client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+):
+    oplog = prepared(client, 30)
+    keeper = LeaseKeeper(oplog, "a/1", 0.3)
+    asked = threading.Event()
+    renew = oplog.renew
+
+    def renew_late(ids: Sequence[str], worker: str) -> list[str]:
+        lost = renew(ids, worker)
+        if lost:
+            assert isinstance(oplog.acquire(MODEL, "a/1"), Lease)
+            keeper.add(MODEL)
+            asked.set()
+        return lost
+
+    monkeypatch.setattr(oplog, "renew", renew_late)
+    keeper.add(MODEL)
+    oplog.release(MODEL, "a/1")
+    assert asked.wait(60)
+    keeper.stop()
+    assert MODEL in keeper._renewed
+    keeper.drop(MODEL)
+    assert not keeper.holds(MODEL)
 
 
 def test_a_keeper_that_hears_nothing_for_a_lease_holds_nothing(tmp_path: Path):

@@ -6,43 +6,19 @@ import json
 import math
 import random
 import shutil
+from pathlib import Path
 
 import pytest
 import redis
 
-from app.domain.ops import ForwardBackward, LoadWeights, SaveWeights
+from app.domain.ops import LoadWeights, SaveWeights
 from app.domain.records import Checkpoint, load
-from app.domain.results import ForwardBackwardOutput, Result
+from app.domain.results import Result
+from app.errors import Unavailable
+from app.stores.objects.folder import FolderStore
 from app.stores.redis import keys
-from app.wire import tinker_pb2 as pb
-from tests.unit.workers.conftest import BASE, LORA, MODEL, Worker, World, batch, step
+from tests.unit.workers.conftest import BASE, MODEL, PROBE, Ended, World, logprob_bytes, probe, step, undisturbed
 from workers.outcome import NotNow
-from workers.training.base import Create
-
-PROBE = ForwardBackward(batch(99), "cross_entropy", forward_only=True)
-
-
-def probe(worker: Worker, world: World, seq: int) -> bytes:
-    """The logprobs of a fixed batch: equal bytes mean an equal model."""
-    world.admit(seq, PROBE)
-    result = worker.handle(seq)
-    assert result is not None
-    return result.body
-
-
-def undisturbed(world: World, seeds: list[int]) -> bytes:
-    """What a run of these steps gives when nothing happens to it."""
-    backend = world.worker("reference/0").backend
-    output = None
-    for op in [Create(LORA), *(op for seed in seeds for op in step(seed)), PROBE]:
-        output = backend.apply({MODEL: op})[MODEL]
-    assert isinstance(output, ForwardBackwardOutput)
-    return output.logprobs.values.tobytes()
-
-
-def logprob_bytes(body: bytes) -> bytes:
-    output = pb.ForwardBackwardOutput.FromString(body)
-    return output.loss_fn_outputs[0].fields["logprobs"].data
 
 
 def test_ops_run_in_seq_order_whatever_the_order_of_arrival_and_of_doorbells(world: World):
@@ -108,8 +84,7 @@ def test_a_new_owner_on_another_machine_goes_on_from_a_snapshot(world: World):
         world.admit(seq, op)
         if seq <= 5:
             first.handle(seq)
-    head = world.client.hgetall(keys.model(MODEL))
-    assert int(head[b"snapshot_seq"]) == 4
+    world.await_snapshot(4)
     assert world.oplog.entry(MODEL, 4) is None, "the journal is trimmed behind the snapshot"
     world.client.delete(keys.lease(MODEL))
     second = world.worker("b/1")
@@ -185,6 +160,7 @@ def test_a_load_does_not_need_its_checkpoint_again(world: World):
     result = worker.handle(6)
     assert isinstance(result, Result) and not result.failed
     expected = probe(worker, world, 7)
+    world.await_snapshot(6)
     shutil.rmtree(world.folder / "objects" / load(Checkpoint, stored).prefix)
     assert probe(world.worker("a/2"), world, 8) == expected
 
@@ -247,7 +223,9 @@ def test_a_model_that_cannot_be_brought_back_ends_what_waits_and_says_why(world:
     for seq, op in enumerate(step(0), 1):
         world.admit(seq, op)
         first.handle(seq)
+    world.await_snapshot(2)
     shutil.rmtree(world.folder / "objects")
+    shutil.rmtree(world.folder / "snapshots")
     world.admit(3, step(1)[0])
     heir = world.worker("a/2")
     for _ in range(3):
@@ -265,3 +243,119 @@ def test_a_forward_is_not_kept_for_replays(world: World):
     probe(worker, world, 1)
     assert world.client.exists(keys.payload(f"{MODEL}:1")) == 0
     assert probe(world.worker("a/2"), world, 2) is not None
+
+
+class FarStore(FolderStore):
+    """An object store that may be away."""
+
+    away = False
+
+    def put_new(self, key: str, source: Path | bytes) -> bool:
+        self._check_there()
+        return super().put_new(key, source)
+
+    def get(self, key: str, target: Path) -> None:
+        self._check_there()
+        super().get(key, target)
+
+    def read(self, key: str) -> bytes:
+        self._check_there()
+        return super().read(key)
+
+    def _check_there(self) -> None:
+        if self.away:
+            raise Unavailable("the object store is away")
+
+
+@pytest.fixture
+def store(world: World) -> FarStore:
+    return FarStore(world.folder / "objects", "secret", "http://x")
+
+
+def test_a_save_waits_for_a_store_that_is_away_however_long_and_then_succeeds(world: World, store: FarStore):
+    expected = undisturbed(world, [0])
+    for seq, op in enumerate([*step(0), SaveWeights("weights", "kept"), PROBE], 1):
+        world.admit(seq, op)
+    store.away = True
+    for boot in range(6):  # more than an Op has attempts
+        worker = world.worker(f"a/{boot}", store=store)
+        for _ in range(3):
+            with pytest.raises(NotNow, match="away"):
+                worker.handle(4, "forward")
+    assert [pending.running for pending in world.oplog.pending()] == [0]
+    store.away = False
+    saved = worker.handle(3, "save_weights")
+    assert saved is not None and not saved.failed
+    assert worker.rung == [("forward", f"{MODEL}:4", f"train.{BASE}@a")], "what came behind it is rung"
+    looked = worker.handle(4)
+    assert looked is not None and logprob_bytes(looked.body) == expected
+
+
+def test_a_model_whose_snapshot_cannot_be_fetched_now_is_brought_back_later(world: World, store: FarStore):
+    expected = undisturbed(world, [0, 1])
+    first = world.worker("a/1", share=math.inf, store=store)
+    for seq, op in enumerate([*step(0), *step(1)], 1):
+        world.admit(seq, op)
+    for seq in range(3):
+        first.handle(seq)
+    world.await_snapshot(2)
+    first.owner.discard_all()
+    store.away = True
+    other = world.worker("b/1", store=store)
+    for _ in range(5):
+        with pytest.raises(NotNow, match="away"):
+            other.handle(4)
+        assert not world.client.exists(keys.lease(MODEL)), "another one may be nearer to the store"
+    store.away = False
+    assert other.handle(4) is not None
+    assert logprob_bytes(probe(other, world, 5)) == expected
+
+
+def test_a_backend_of_no_further_use_ends_the_process_with_one_attempt_counted(
+    world: World, monkeypatch: pytest.MonkeyPatch
+):
+    expected = undisturbed(world, [0])
+    worker = world.worker("a/1")
+    worker.handle(0)
+    for seq, op in enumerate(step(0), 1):
+        world.admit(seq, op)
+
+    def broken(*arguments: object) -> None:
+        raise RuntimeError("a rank is gone")
+
+    with monkeypatch.context() as group:
+        group.setattr(worker.backend, "apply", broken)
+        group.setattr(worker.backend, "close", broken)
+        group.setattr(worker.backend, "healthy", lambda: False)
+        with pytest.raises(Ended):
+            worker.handle(1)
+    worker.drain.hand_over()
+    assert [request_id for _, request_id, _ in worker.rung] == [f"{MODEL}:1", f"{MODEL}:2"]
+    heir = world.worker("b/1")
+    for seq in (1, 2):
+        heir.handle(seq)
+    assert world.client.hget(keys.op(f"{MODEL}:1"), "attempts") == b"1"
+    assert logprob_bytes(probe(heir, world, 3)) == expected
+
+
+def test_a_restore_that_breaks_the_backend_is_an_attempt_at_the_op_that_asked_for_it(
+    world: World, monkeypatch: pytest.MonkeyPatch
+):
+    first = world.worker("a/1")
+    for seq, op in enumerate(step(0), 1):
+        world.admit(seq, op)
+    for seq in (0, 1):
+        first.handle(seq)
+    worker = world.worker("a/2")
+
+    def broken(*arguments: object) -> None:
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as memory:
+        memory.setattr(worker.backend, "apply", broken)
+        for _ in range(2):
+            with pytest.raises(NotNow, match="broke the backend"):
+                worker.handle(2)
+    assert world.client.hget(keys.op(f"{MODEL}:2"), "attempts") == b"2"
+    stepped = worker.handle(2)
+    assert stepped is not None and not stepped.failed

@@ -1,108 +1,68 @@
-"""What waits too long is rung again; gaps end."""
+"""Chores are done by one worker at a time, each whatever becomes of the others."""
 
 from __future__ import annotations
 
+import threading
 import time
 
 import pytest
 import redis
 
-from app.domain.records import Model, dump
-from app.errors import BadRequest
+from app.errors import Unavailable
 from app.settings import EngineSettings
-from app.stores.interfaces import Lease
-from app.stores.redis import keys
 from app.stores.redis.oplog import RedisOpLog
+from workers import sweeper
 from workers.sweeper import Sweeper
 
-MODEL = "session:train:0"
-PATIENT = EngineSettings(lease_s=5, ring_again_s=60, gap_s=300)
-HASTY = EngineSettings(lease_s=5, ring_again_s=1e-6, gap_s=1e-6)
+
+class Count:
+    def __init__(self, fails: Exception | None = None) -> None:
+        self.rounds, self.fails = 0, fails
+
+    def sweep(self) -> None:
+        self.rounds += 1
+        if self.fails:
+            raise self.fails
 
 
 @pytest.fixture
 def oplog(client: redis.Redis) -> RedisOpLog:
-    log = RedisOpLog(client, PATIENT)
-    log.create_model(MODEL, dump(Model("me", "session", "base", 0.0)))
-    return log
+    return RedisOpLog(client, EngineSettings(lease_s=60))
 
 
-def swept(oplog: RedisOpLog, settings: EngineSettings, times: int = 1, worker: str = "w/1") -> list[tuple[str, ...]]:
-    while any(pending.waited_s == 0 for pending in oplog.pending()):
-        time.sleep(0.001)  # the server counts milliseconds
-    rung: list[tuple[str, ...]] = []
-    sweeper = Sweeper(oplog, lambda *ring: rung.append(ring), settings, worker)
-    for _ in range(times):
-        sweeper.sweep()
-    return rung
+def test_only_the_leader_does_a_chore(oplog):
+    chores = Count(), Count()
+    for worker, chore in zip(("w/1", "w/2"), chores, strict=True):
+        Sweeper(oplog, {"chore": chore}, worker).sweep()
+    assert [chore.rounds for chore in chores] == [1, 0]
 
 
-def test_an_op_whose_doorbell_was_lost_is_rung_again(oplog):
-    oplog.admit(MODEL, 0, "create_model", b"", "d")
-    oplog.admit_sample("s:sample:0:4", "s:sample:0", "me", "sample.base", b"", "d")
-    assert sorted(swept(oplog, HASTY)) == [
-        ("create_model", f"{MODEL}:0", MODEL, "train.base"),
-        ("sample", "s:sample:0:4", "s:sample:0", "sample.base"),
-    ]
+@pytest.mark.parametrize(
+    "error", [redis.ConnectionError("gone"), Unavailable("down"), OSError("full"), ValueError("a fault of ours")]
+)
+def test_a_chore_that_fails_keeps_no_other_from_running_and_is_tried_again(oplog, error):
+    failing, other = Count(error), Count()
+    made = Sweeper(oplog, {"failing": failing, "other": other}, "w/1")
+    made.sweep()
+    made.sweep()
+    assert (failing.rounds, other.rounds) == (2, 2)
 
 
-def test_everything_whose_doorbells_were_lost_is_rung_at_once_and_then_ever_more_rarely(oplog):
-    for seq in range(5):
-        oplog.admit(MODEL, seq, "forward_backward", b"", f"d{seq}")
-    rung = swept(oplog, HASTY.model_copy(update={"ring_again_s": 1e-4}), times=20)
-    assert [request for _, request, _, _ in rung[:5]] == [f"{MODEL}:{seq}" for seq in range(5)]
-    assert len(rung) < 5 * 20
+def test_a_chore_that_hangs_keeps_no_other_from_running(oplog, monkeypatch):
+    monkeypatch.setattr(sweeper, "_PERIOD_S", 0.01)
+    free, other = threading.Event(), Count()
 
+    class Hanging:
+        def sweep(self) -> None:
+            free.wait()
 
-def test_what_waits_briefly_is_left_alone(oplog):
-    oplog.admit(MODEL, 0, "create_model", b"", "d")
-    assert swept(oplog, PATIENT) == []
-
-
-def test_an_op_that_runs_is_given_six_times_as_long(oplog):
-    oplog.admit(MODEL, 0, "create_model", b"", "d")
-    lease = oplog.acquire(MODEL, "a/1")
-    assert isinstance(lease, Lease)
-    oplog.next(lease, 0)
-    while oplog.pending()[0].waited_s < 0.02:
-        time.sleep(0.005)
-    assert swept(oplog, PATIENT.model_copy(update={"ring_again_s": 10.0})) == []
-    assert len(swept(oplog, PATIENT.model_copy(update={"ring_again_s": 0.02 / 6}))) == 1
-
-
-def test_an_op_that_a_dead_worker_had_begun_is_rung_again(oplog, client):
-    oplog.admit(MODEL, 0, "create_model", b"", "d")
-    lease = oplog.acquire(MODEL, "a/1")
-    assert isinstance(lease, Lease)
-    oplog.next(lease, 0)
-    client.delete(keys.lease(MODEL))
-    assert len(swept(oplog, HASTY)) == 1
-
-
-def test_an_op_that_an_earlier_process_of_its_owner_had_begun_is_rung_again(oplog):
-    oplog.admit(MODEL, 0, "create_model", b"", "d")
-    lease = oplog.acquire(MODEL, "a/1")
-    assert isinstance(lease, Lease)
-    oplog.next(lease, 0)
-    oplog.acquire(MODEL, "a/2")
-    assert len(swept(oplog, HASTY)) == 1
-
-
-def test_only_the_leader_sweeps(oplog):
-    oplog.admit(MODEL, 0, "create_model", b"", "d")
-    assert len(swept(oplog, HASTY, worker="w/1")) == 1
-    assert swept(oplog, HASTY, worker="w/2") == []
-
-
-def test_a_gap_within_its_time_holds_and_one_past_it_is_given_up(oplog):
-    oplog.admit(MODEL, 1, "forward_backward", b"", "d")
-    assert swept(oplog, PATIENT) == []
-    assert oplog.pending()[0].kinds == ()
-    rung = swept(oplog, HASTY, times=2)
-    assert rung == [
-        ("drop_gradients", f"{MODEL}:0", MODEL, "train.base"),
-        ("forward_backward", f"{MODEL}:1", MODEL, "train.base"),
-    ]
-    assert oplog.entry(MODEL, 1).doomed.startswith("seq_id 0 did not arrive")
-    with pytest.raises(BadRequest):
-        oplog.admit(MODEL, 0, "create_model", b"", "d")
+    made = Sweeper(oplog, {"hanging": Hanging(), "other": other}, "w/1")
+    made.start()
+    try:
+        deadline = time.monotonic() + 60
+        while other.rounds < 3 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert other.rounds >= 3
+    finally:
+        free.set()
+        made.stop()

@@ -1,8 +1,11 @@
+#!lua flags=allow-oom
 -- Own a model. ARGV: model id, worker ("node/boot"), lease in ms.
--- Returns {epoch, applied, snapshot, snapshot_seq}; {} for an unknown model; {holder} while another node owns it.
+-- Returns {epoch, applied, snapshot, snapshot_seq}; {} for an unknown model; {holder} while another node owns it;
+-- {'ended', ''} for one that is no more.
 -- An older process of the same node is replaced at once: node names are unique, and the new epoch fences it.
 local key = 'tinsmith:models:' .. ARGV[1]
 if redis.call('EXISTS', key) == 0 then return {} end
+if redis.call('HEXISTS', key, 'ended') == 1 then return {'ended', ''} end
 local held = redis.call('GET', 'tinsmith:lease:' .. ARGV[1])
 local function node(worker) return string.match(worker, '^(.*)/') end
 if held and node(held) ~= node(ARGV[2]) then return {held} end

@@ -1,26 +1,53 @@
 -- Journal an Op and its pending future, once. ARGV: model id, seq, request id, kind, payload, digest,
--- key the payload was staged under (or '')
--- Returns {what, lease holder}: fresh | repeat | conflict | refused (with its reason) | consumed | unknown
-local model, seq, request = ARGV[1], tonumber(ARGV[2]), ARGV[3]
-local head = redis.call('HMGET', 'tinsmith:models:' .. model, 'applied', 'owner', 'base_model')
-if not head[1] then return {'unknown', ''} end
-local holder = redis.call('GET', 'tinsmith:lease:' .. model) or ''
-local known = redis.call('HMGET', 'tinsmith:future:' .. request, 'digest', 'refused')
-if known[2] then return {'refused', known[2]} end
-if known[1] then return {known[1] == ARGV[6] and 'repeat' or 'conflict', holder} end
-if seq <= tonumber(head[1]) then return {'consumed', ''} end
-local now = now_ms()
-redis.call('HSET', 'tinsmith:op:' .. request, 'kind', ARGV[4], 'attempts', 0, 'admitted', now)
-if ARGV[7] == '' then
-  redis.call('SET', 'tinsmith:payload:' .. request, ARGV[5])
-else
-  redis.call('RENAME', ARGV[7], 'tinsmith:payload:' .. request)
-  redis.call('PERSIST', 'tinsmith:payload:' .. request)
+-- key the payload was staged under (or ''), and for a model to register in the same step: field, value, ...
+-- Returns {what, lease holder}: fresh | repeat | conflict | refused (with its reason) | consumed | unknown | ended
+local model, seq, request, staged = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[7]
+
+-- Refusing what others wait for would keep them from ever draining.
+local function is_awaited(applied)
+  return seq == applied + 1 and redis.call('ZCOUNT', 'tinsmith:journal:' .. model, '(' .. seq, '+inf') > 0
 end
-redis.call('HSET', 'tinsmith:future:' .. request, 'kind', ARGV[4], 'model', model,
-           'owner', cjson.decode(head[2]), 'digest', ARGV[6], 'state', 'pending')
-redis.call('ZADD', 'tinsmith:journal:' .. model, seq, seq)
-redis.call('HSET', 'tinsmith:models:' .. model, 'last_request', now)
-redis.call('ZADD', 'tinsmith:pending', 'NX', now, model)
-redis.call('HSET', 'tinsmith:pending_queue', model, 'train.' .. cjson.decode(head[3]))
-return {'fresh', holder}
+
+local function store(now)
+  local payload = 'tinsmith:payload:' .. request
+  if staged == '' then
+    redis.call('SET', payload, ARGV[5])
+  else
+    redis.call('RENAME', staged, payload)
+    redis.call('PERSIST', payload)
+  end
+  count_payload(request, redis.call('STRLEN', payload), now)
+end
+
+local function admit()
+  local head = redis.call('HMGET', 'tinsmith:models:' .. model, 'applied', 'owner', 'base_model', 'ended')
+  if not head[1] and #ARGV < 8 then return {'unknown', ''} end
+  local holder = redis.call('GET', 'tinsmith:lease:' .. model) or ''
+  local known = redis.call('HMGET', 'tinsmith:future:' .. request, 'digest', 'refused')
+  if known[2] then return {'refused', known[2]} end
+  if known[1] then return {known[1] == ARGV[6] and 'repeat' or 'conflict', holder} end
+  if head[4] then return {'ended', ''} end
+  local applied = tonumber(head[1] or -1)
+  if seq <= applied then return {'consumed', ''} end
+  local refusal = no_room(staged == '' and #ARGV[5] or redis.call('STRLEN', staged))
+  if refusal and not is_awaited(applied) then return refusal end
+  if not head[1] then
+    register_model(model, 8)
+    head = redis.call('HMGET', 'tinsmith:models:' .. model, 'applied', 'owner', 'base_model')
+  end
+  local now = now_ms()
+  hear(redis.call('HGET', 'tinsmith:models:' .. model, 'session_id'), now)
+  redis.call('HSET', 'tinsmith:op:' .. request, 'kind', ARGV[4], 'attempts', 0, 'admitted', now)
+  store(now)
+  redis.call('HSET', 'tinsmith:future:' .. request, 'kind', ARGV[4], 'model', model,
+             'owner', cjson.decode(head[2]), 'digest', ARGV[6], 'state', 'pending')
+  redis.call('ZADD', 'tinsmith:journal:' .. model, seq, seq)
+  redis.call('HSET', 'tinsmith:models:' .. model, 'last_request', now)
+  redis.call('ZADD', 'tinsmith:pending', 'NX', now, model)
+  redis.call('HSET', 'tinsmith:pending_queue', model, 'train.' .. cjson.decode(head[3]))
+  return {'fresh', holder}
+end
+
+local answer = admit()
+if staged ~= '' then redis.call('DEL', staged) end  -- else a repeat's would stay until it expires
+return answer

@@ -3,9 +3,13 @@
 local request = ARGV[1]
 local known = redis.call('HGET', 'tinsmith:future:' .. request, 'digest')
 if known then return known == ARGV[6] and 'repeat' or 'conflict' end
+local refusal = no_room(#ARGV[5])
+if refusal then return refusal end
 local now = now_ms()
+hear(redis.call('HGET', 'tinsmith:samplers:' .. ARGV[2], 'session_id'), now)
 redis.call('HSET', 'tinsmith:op:' .. request, 'kind', 'sample', 'attempts', 0, 'admitted', now)
 redis.call('SET', 'tinsmith:payload:' .. request, ARGV[5])
+count_payload(request, #ARGV[5], now)
 redis.call('HSET', 'tinsmith:future:' .. request, 'kind', 'sample', 'model', ARGV[2], 'owner', ARGV[3],
            'digest', ARGV[6], 'state', 'pending')
 redis.call('ZADD', 'tinsmith:pending', now, request)

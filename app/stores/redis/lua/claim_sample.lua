@@ -1,3 +1,4 @@
+#!lua flags=allow-oom
 -- Start on a sampling request. ARGV: request id, worker, lease in ms.
 -- Returns {attempts, ms since admission}; {} when it is terminal, or 0 while another worker runs it.
 local op = 'tinsmith:op:' .. ARGV[1]

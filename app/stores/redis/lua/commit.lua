@@ -1,3 +1,4 @@
+#!lua flags=allow-oom
 -- Make seq the applied one and its result readable. ARGV: model id, epoch, seq, state, type, body, seconds to keep,
 -- JSON list of {namespace, id, {field = value}} to record in the same step, why it failed. Returns 1, or 0 when fenced.
 local model, seq = ARGV[1], tonumber(ARGV[3])
@@ -5,15 +6,17 @@ local key = 'tinsmith:models:' .. model
 local head = redis.call('HMGET', key, 'epoch', 'applied')
 if head[1] ~= ARGV[2] or tonumber(head[2]) ~= seq - 1 then return 0 end
 local request = model .. ':' .. ARGV[3]
-redis.call('HSET', key, 'applied', seq)
 local kind = redis.call('HGET', 'tinsmith:op:' .. request, 'kind')
+if not kind then return 0 end  -- nothing was admitted there
+redis.call('HSET', key, 'applied', seq)
 if ARGV[4] == 'failed' or kind == 'forward' or kind == 'save_weights' then
-  redis.call('DEL', 'tinsmith:payload:' .. request)  -- no replay runs it
+  drop_payload(request)  -- no replay runs it
 end
 if ARGV[4] == 'failed' then
   -- It left the model as it was, so a replay must not run it.
   redis.call('HSETNX', 'tinsmith:op:' .. request, 'doomed', ARGV[9])
   if kind == 'forward_backward' then doom(model, seq, ARGV[9]) end
+  if kind == 'create_model' then redis.call('HSET', key, 'state', '"failed"') end
 end
 local future = 'tinsmith:future:' .. request
 if redis.call('HEXISTS', future, 'state') == 1 then
@@ -24,7 +27,7 @@ for _, write in ipairs(cjson.decode(ARGV[8])) do
   for field, value in pairs(write[3]) do
     redis.call('HSET', 'tinsmith:' .. write[1] .. ':' .. write[2], field, value)
   end
-  redis.call('SADD', 'tinsmith:index:' .. write[1], write[2])
+  redis.call('ZADD', 'tinsmith:index:' .. write[1], 0, write[2])
 end
 local later = redis.call('ZRANGEBYSCORE', 'tinsmith:journal:' .. model, '(' .. seq, '+inf', 'LIMIT', 0, 1)
 if #later == 0 then

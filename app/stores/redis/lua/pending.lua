@@ -1,9 +1,9 @@
--- All that is not terminal, longest without progress first. ARGV: most rows.
+-- All that is not terminal, longest without progress first. ARGV: rows to leave out at the start, most rows, most kinds.
 -- Returns rows {id, queue, ms waited, next seq or '', 1 while a worker runs it, kinds of what waits from there on without
--- a gap, at most 100}
+-- a gap}
 local now = now_ms()
-local rows = {}
-local waiting = redis.call('ZRANGE', 'tinsmith:pending', 0, ARGV[1] - 1, 'WITHSCORES')
+local rows, depth = {}, tonumber(ARGV[3])
+local waiting = redis.call('ZRANGE', 'tinsmith:pending', ARGV[1], ARGV[1] + ARGV[2] - 1, 'WITHSCORES')
 for i = 1, #waiting, 2 do
   local id = waiting[i]
   local holder = redis.call('GET', 'tinsmith:lease:' .. id)
@@ -13,7 +13,7 @@ for i = 1, #waiting, 2 do
     seq, kinds = tonumber(applied) + 1, {}
     local op = 'tinsmith:op:' .. id .. ':'
     running = holder and redis.call('HGET', op .. seq, 'runner') == holder
-    while #kinds < 100 do
+    while #kinds < depth do
       local kind = redis.call('HGET', op .. (seq + #kinds), 'kind')
       if not kind then break end
       kinds[#kinds + 1] = kind

@@ -1,7 +1,14 @@
--- Put before every script.
+-- Put before every script, behind `LIMITS` (see scripts.py).
 local function now_ms()
   local time = redis.call('TIME')
   return time[1] * 1000 + math.floor(time[2] / 1000)
+end
+
+-- A model with nothing applied; its fields are ARGV from `first` on: field, value, ...
+local function register_model(model, first)
+  redis.call('HSET', 'tinsmith:models:' .. model, 'applied', -1, 'epoch', 0, 'worker', '', 'snapshot', '',
+             'snapshot_seq', -1, unpack(ARGV, first))
+  redis.call('ZADD', 'tinsmith:index:models', 0, model)
 end
 
 -- What already waits behind a lost gradient, up to and including the next optim_step, fails with `reason`.
@@ -10,5 +17,60 @@ local function doom(model, seq, reason)
     local op = 'tinsmith:op:' .. model .. ':' .. later
     redis.call('HSETNX', op, 'doomed', reason)
     if redis.call('HGET', op, 'kind') == 'optim_step' then break end
+  end
+end
+
+-- An Op of a session (its id as JSON, or false) shows that it lives: it is open again, unless its client finished it.
+local function hear(session, now)
+  if not session then return end
+  local id = cjson.decode(session)
+  redis.call('ZADD', 'tinsmith:sessions_heard', now, id)
+  if redis.call('ZREM', 'tinsmith:sessions_ended', id) == 1 then
+    local key = 'tinsmith:sessions:' .. id
+    if redis.call('HGET', key, 'status') == '"expired"' then redis.call('HSET', key, 'status', '"open"') end
+  end
+end
+
+-- Count a payload that was just stored; one worth an object of its own is listed for spilling, the large ones first.
+local function count_payload(request, size, now)
+  redis.call('INCRBY', 'tinsmith:payload_bytes', size)
+  if size >= LIMITS.spill_least then
+    redis.call('ZADD', 'tinsmith:spillable', size > LIMITS.spill_at_once and 0 or now, request)
+  end
+end
+
+-- Drop what nobody will run or replay again: before its op:<request> goes, since that says where a spilled one lies.
+local function drop_payload(request)
+  local key = 'tinsmith:payload:' .. request
+  local size = redis.call('STRLEN', key)
+  if size > 0 then
+    redis.call('DECRBY', 'tinsmith:payload_bytes', size)
+    redis.call('DEL', key)
+    redis.call('ZREM', 'tinsmith:spillable', request)
+  end
+  local spilled = redis.call('HGET', 'tinsmith:op:' .. request, 'spilled')
+  if spilled then
+    redis.call('HDEL', 'tinsmith:op:' .. request, 'spilled')
+    redis.call('SADD', 'tinsmith:spill_garbage', spilled)
+  end
+end
+
+-- A number of INFO's text; the plain search is many times faster than one pattern would be.
+local function number(info, name)
+  local _, last = info:find('\n' .. name .. ':', 1, true)
+  return tonumber(info:match('^%d+', last + 1))
+end
+
+-- The error that refuses a payload of `size` bytes, or a record of none; nil while there is room.
+local function no_room(size)
+  local held = tonumber(redis.call('GET', 'tinsmith:payload_bytes') or 0)
+  if size > 0 and held + size > LIMITS.payload_budget then
+    return redis.error_reply('FULL the server holds ' .. held .. ' bytes of calls that have not run or may have to run '
+                             .. 'again; with this one they would be over engine.payload_budget_bytes')
+  end
+  local memory = redis.call('INFO', 'memory')
+  local most = number(memory, 'maxmemory')
+  if most > 0 and number(memory, 'used_memory') >= most * LIMITS.memory_share then
+    return redis.error_reply('FULL the state server has used engine.memory_share of its maxmemory')
   end
 end

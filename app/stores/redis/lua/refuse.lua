@@ -3,6 +3,7 @@
 local model, seq, reason = ARGV[1], tonumber(ARGV[2]), ARGV[3]
 local applied = redis.call('HGET', 'tinsmith:models:' .. model, 'applied')
 if not applied or seq <= tonumber(applied) then return 0 end
+if redis.call('HEXISTS', 'tinsmith:models:' .. model, 'ended') == 1 then return 0 end
 local request = model .. ':' .. ARGV[2]
 if redis.call('EXISTS', 'tinsmith:op:' .. request) == 1 then return 0 end
 if ARGV[4] ~= 'skip' then doom(model, seq, reason) end

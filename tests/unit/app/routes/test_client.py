@@ -6,6 +6,8 @@ from tinker.types.client_dynamic_config_response import ClientDynamicConfigRespo
 from tinker.types.get_server_capabilities_response import GetServerCapabilitiesResponse
 
 from app.domain.records import Session, Worker, load
+from app.stores.redis import keys
+from app.stores.redis.client import connect
 from tests.unit.app.conftest import BASE, CONTEXT, Api
 
 
@@ -21,15 +23,16 @@ def test_telemetry_is_accepted_whatever_it_holds(api: Api) -> None:
     assert api.post("telemetry", data=b"\xff not json").json == {"status": "accepted"}
 
 
-def test_a_session_beats_and_keeps_its_first_finish(api: Api) -> None:
+def test_a_session_beats_and_keeps_its_first_finish(api: Api, state_url: str) -> None:
     session = api.session()
 
     def stored() -> Session:
         return load(Session, api.services.records.get("sessions", session))
 
-    before = stored()
-    assert api.post("session_heartbeat", {"session_id": session, "type": "session_heartbeat"}).status_code == 200
-    assert stored().last_seen > before.last_seen
+    with connect(state_url) as client:
+        client.zadd(keys.SESSIONS_HEARD, {session: 1})
+        assert api.post("session_heartbeat", {"session_id": session, "type": "session_heartbeat"}).status_code == 200
+        assert client.zscore(keys.SESSIONS_HEARD, session) > 1
     for reason in ("errored", "success"):
         body = {"reason": {"type": reason}, "detail": None}
         assert api.post(f"sessions/{session}/finish", body).status_code == 200
@@ -64,3 +67,11 @@ def test_capabilities_and_readiness_follow_the_live_workers(api: Api) -> None:
     assert api.get("get_server_capabilities").json["supported_models"][0]["sampleable"] is False
     answer = api.client.get("/readyz")
     assert (answer.status_code, answer.json) == (503, {"ready": False, "missing": [f"sampler for {BASE}"]})
+
+
+def test_a_worker_that_is_not_healthy_counts_as_missing(api: Api) -> None:
+    records = api.services.records
+    (fields,) = [fields for node, fields in records.list(Worker.namespace) if node == "trainer-0"]
+    records.put(Worker.namespace, "trainer-0", {**fields, "healthy": "false"})
+    assert api.client.get("/readyz").json == {"ready": False, "missing": [f"trainer for {BASE}"]}
+    assert api.get("get_server_capabilities").json["supported_models"][0]["trainable"] is False

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from app import ids
-from app.domain import codec, ops
+from app.domain import codec, ops, records
 from app.domain.results import PROTOBUF, Result
 from app.domain.sampling import SampleRequest
 from tests.unit.app.conftest import BASE, CONTEXT, VOCAB, Api
@@ -182,3 +182,35 @@ def test_an_ephemeral_save_names_the_sampling_session_to_come(api: Api) -> None:
     assert codec.decode(entry.payload) == ops.SaveWeights(
         "sampler_weights", "ephemeral-1", sampling_session_id=f"{session}:sample:2"
     )
+
+
+def test_a_repeated_sampler_is_found_even_when_its_checkpoint_has_gone_since(api: Api) -> None:
+    path = save_checkpoint(api, api.model(), "sampler_weights")
+    asked = {"session_id": api.session(), "sampling_session_seq_id": 4, "model_path": path}
+    first = api.post("create_sampling_session", asked)
+    api.services.records.delete("checkpoints", path)
+    again = api.post("create_sampling_session", asked)
+    assert (again.status_code, again.json) == (200, first.json)
+    assert api.post("create_sampling_session", {**asked, "sampling_session_seq_id": 5}).status_code == 404
+
+
+def test_a_sampling_session_id_names_one_sampler_whichever_call_makes_it(api: Api) -> None:
+    session = api.session()
+    model = api.model(session)
+    created = {"session_id": session, "sampling_session_seq_id": 2, "base_model": BASE}
+    saved = {"model_id": model, "seq_id": 1, "sampling_session_seq_id": 3, "kind": "snapshot"}
+    assert api.post("create_sampling_session", created).status_code == 200
+    assert api.post("save_weights_for_sampler", saved).status_code == 200
+    sampler = f"{session}:sample:3"
+    prefix = f"models/{model}/sampler_weights/ephemeral-1/1-1"
+    record = records.Sampler("me", session, BASE, 0.0, prefix=prefix)
+    api.commit(model, 1, Result(b"{}"), [("samplers", sampler, records.dump(record))])
+
+    assert api.post("save_weights_for_sampler", saved).json["request_id"] == f"{model}:1", "a repeat"
+    for path, other in (
+        ("save_weights_for_sampler", {**saved, "seq_id": 2}),
+        ("save_weights_for_sampler", {**saved, "seq_id": 3, "sampling_session_seq_id": 2}),
+        ("create_sampling_session", {**created, "sampling_session_seq_id": 3}),
+    ):
+        answer = api.post(path, other)
+        assert (answer.status_code, "was used for another one" in answer.json["detail"]) == (400, True), path

@@ -170,3 +170,12 @@ def test_a_retried_load_is_the_same_call_though_its_path_was_overwritten_since(a
     api.services.records.update("checkpoints", path, {"prefix": '"checkpoints/newer"'})
     assert api.post("load_weights", body).json == first.json
     assert op_of(api, model, 1).prefix == "checkpoints/x", "it loads what the path named when it was called"
+
+
+def test_a_retried_save_for_sampling_is_the_same_call_though_the_sdk_numbers_it_anew(api: Api) -> None:
+    model = api.model()
+    save = {"model_id": model, "seq_id": 1, "kind": "snapshot"}
+    first, again = (api.post("save_weights_for_sampler", {**save, "sampling_session_seq_id": n}) for n in (3, 4))
+    assert (first.status_code, first.json) == (again.status_code, again.json) == (200, first.json)
+    op = codec.decode(api.services.oplog.entry(model, 1).payload)
+    assert op.sampling_session_id.endswith(":3"), "the first one stands"

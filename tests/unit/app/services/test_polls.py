@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 
 import pytest
+import redis
 
 from app.domain.results import Result
 from app.services.polls import PollService
@@ -63,3 +65,26 @@ def test_a_finished_future_is_answered_without_waiting(waiter: RecordingWaiter) 
     future = PollService(DoneOpLog(), waiter, ApiSettings()).wait("m:1", "me")
     assert future.result == Result(b"x")
     assert waiter.holds == []
+
+
+OUTAGES = [
+    redis.ConnectionError("away"),
+    redis.BusyLoadingError("Valkey is loading the dataset in memory"),
+    redis.ReadOnlyError("You can't write against a read only replica."),
+    redis.OutOfMemoryError("command not allowed when used memory > 'maxmemory'."),
+    redis.ResponseError("MISCONF Errors writing to the AOF file: No space left on device"),
+]
+
+
+@pytest.mark.parametrize("outage", OUTAGES, ids=lambda outage: type(outage).__name__)
+def test_a_poll_in_an_outage_is_held_a_moment_since_the_sdk_asks_again_at_once(
+    waiter: RecordingWaiter, outage: redis.RedisError
+) -> None:
+    class AwayOpLog:
+        def future(self, request_id: str, owner: str) -> Future:
+            raise outage
+
+    started = time.monotonic()
+    with pytest.raises(type(outage)):
+        PollService(AwayOpLog(), waiter, ApiSettings(poll_hold_s=0.5)).wait("m:1", "me")
+    assert time.monotonic() - started >= 0.5

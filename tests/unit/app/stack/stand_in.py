@@ -29,8 +29,11 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
 
 
-def supervise(logs: str, programs: str) -> int:
-    """Keep Python programs (JSON: a list of [name, code, argument...]) running; prints `up` when all are started."""
+def supervise(logs: str, programs: str, ready: str = "") -> int:
+    """Keep Python programs (JSON: a list of [name, code, argument...]) running; prints `up` when all are started.
+
+    `ready`: not empty for a stack that has been ready.
+    """
     stopping = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stopping.set())
     policy = RestartPolicy(tries=3, window_s=60, first_delay_s=0.01, longest_delay_s=0.02)
@@ -39,7 +42,7 @@ def supervise(logs: str, programs: str) -> int:
         with Supervisor(Path(logs), stopping, policy=policy, grace_s=0.5) as supervisor:
             supervisor.start(commands)
             print("up", flush=True)
-            supervisor.run_until(lambda: False)
+            supervisor.run() if ready else supervisor.run_until(lambda: False)
     except TinsmithError as error:
         print(f"{type(error).__name__}: {error}", flush=True)
         return 3

@@ -24,8 +24,8 @@ for new_session in (False, True):
 
 
 @contextmanager
-def supervised(tmp_path: Path, *programs: tuple[str, ...]) -> Iterator[subprocess.Popen[str]]:
-    process = start("supervise", str(tmp_path), json.dumps(programs))
+def supervised(tmp_path: Path, *programs: tuple[str, ...], ready: str = "") -> Iterator[subprocess.Popen[str]]:
+    process = start("supervise", str(tmp_path), json.dumps(programs), ready)
     try:
         yield process
     finally:
@@ -61,6 +61,13 @@ def test_a_child_that_keeps_dying_ends_the_stack_with_the_end_of_its_log(tmp_pat
     assert process.returncode == 3
     assert "TinsmithError: worker ended with code 1, 3 times in a row" in output
     assert output.rstrip().endswith("out of luck")
+
+
+def test_a_child_that_keeps_dying_does_not_end_a_stack_that_was_ready(tmp_path):
+    deaths = tmp_path / "deaths"
+    with supervised(tmp_path, ("worker", NOTE_PID + "sys.exit(1)", str(deaths)), ready="ready") as process:
+        assert eventually(lambda: len(numbers(deaths)) > 6)
+        assert stop(process) == 0
 
 
 @pytest.mark.parametrize(

@@ -171,7 +171,7 @@ def test_a_large_payload_comes_back_whole_and_is_trimmed(oplog, client):
     oplog.commit(lease, 0, OK)
     assert oplog.entry(MODEL, 0).payload == content
     oplog.set_snapshot(lease, 0, "s")
-    assert client.keys("*payload*") == [] == client.keys("*staged*")
+    assert client.keys("*payload:*") == [] == client.keys("*staged*")
 
 
 def test_a_seq_that_is_journalled_or_applied_cannot_be_refused(oplog):
@@ -199,10 +199,36 @@ def test_a_failed_op_is_never_replayed(oplog):
     assert oplog.future(f"{MODEL}:0", "me").state == "failed"
 
 
-def test_attempts_count_every_start(oplog):
+def test_an_attempt_counts_when_another_boot_left_the_op_running(oplog, client):
     admit(oplog, 0)
-    lease = own(oplog)
-    assert [oplog.next(lease, 0).attempts for _ in range(3)] == [1, 2, 3]
+
+    def begin(worker: str) -> int:
+        client.delete(keys.lease(MODEL))
+        return oplog.next(own(oplog, worker), 0).attempts
+
+    boots = ["a/1", "a/1", "a/1", "a/2", "a/2", "b/1", "a/3"]
+    assert [begin(worker) for worker in boots] == [0, 0, 0, 1, 1, 2, 3]
+
+
+def test_a_strike_counts_once_and_what_was_put_off_not_at_all(oplog):
+    admit(oplog, 0)
+    lease = own(oplog, "a/1")
+    oplog.next(lease, 0)
+    oplog.strike(lease, 0)
+    heir = own(oplog, "a/2")
+    assert oplog.next(heir, 0).attempts == 1, "the strike has told of the first boot"
+    oplog.put_off(heir, 0)
+    assert oplog.next(own(oplog, "a/3"), 0).attempts == 1
+
+
+def test_an_older_owner_strikes_nothing(oplog):
+    admit(oplog, 0)
+    old, new = own(oplog, "a/1"), own(oplog, "a/2")
+    oplog.next(new, 0)
+    oplog.strike(old, 0)
+    oplog.strike(new, 7)
+    assert oplog.next(new, 0).attempts == 0
+    assert oplog.entry(MODEL, 7) is None
 
 
 def test_a_snapshot_trims_the_journal_behind_it_and_only_moves_forward(oplog, client):
@@ -220,6 +246,20 @@ def test_a_snapshot_trims_the_journal_behind_it_and_only_moves_forward(oplog, cl
     assert (own(oplog, "a/2").snapshot, own(oplog, "a/2").snapshot_seq) == ("s2", 2)
     with pytest.raises(Fenced):
         oplog.set_snapshot(lease, 2, "s3")
+
+
+def test_a_snapshot_set_again_by_its_owner_changes_nothing(oplog):
+    for seq in range(2):
+        admit(oplog, seq)
+    old = own(oplog, "a/1")
+    for seq in range(2):
+        oplog.commit(old, seq, OK)
+    oplog.set_snapshot(old, 0, "s0")
+    assert oplog.set_snapshot(old, 1, "s1") == "s0"
+    assert oplog.set_snapshot(old, 1, "s1") == "s1"
+    own(oplog, "a/2")
+    with pytest.raises(Fenced):
+        oplog.set_snapshot(old, 1, "s1")
 
 
 def test_a_repeat_behind_the_snapshot_keeps_its_future(oplog):

@@ -1,0 +1,90 @@
+"""Lifecycle on Redis: sessions by when they were heard of, the end of models, and what nobody refers to any more."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import cast
+
+import redis
+
+from app.domain.results import Result
+from app.settings import EngineSettings
+from app.stores.interfaces import Holder
+from app.stores.redis import keys
+from app.stores.redis.oplog import ENDED
+from app.stores.redis.scripts import Scripts
+
+_SLICE = 1000
+
+
+class RedisLifecycle:
+    """See app.stores.interfaces.Lifecycle."""
+
+    def __init__(self, client: redis.Redis, settings: EngineSettings) -> None:
+        self._redis = client
+        self._run = Scripts(client, settings)
+        self._silence_ms = int(settings.session_s * 1000)
+        self._retain_ms = int(settings.retain_s * 1000)
+        self._orphan_ms = int(settings.orphan_s * 1000)
+        self._unread_s = settings.result_unread_s
+
+    def heartbeat(self, session_id: str) -> None:
+        self._run("heartbeat", session_id)
+
+    def finish(self, session_id: str, reason: str) -> None:
+        self._run("finish", session_id, json.dumps(reason))
+
+    def expire(self) -> list[str]:
+        return [id_.decode() for id_ in self._run("expire", self._silence_ms, _SLICE)]
+
+    def retired(self) -> list[str]:
+        past = self._now_ms() - self._retain_ms
+        found = self._redis.zrangebyscore(keys.SESSIONS_ENDED, "-inf", past, 0, _SLICE)
+        return [id_.decode() for id_ in cast(list[bytes], found)]
+
+    def forget(self, session_id: str) -> None:
+        self._redis.zrem(keys.SESSIONS_ENDED, session_id)
+
+    def end_model(self, model_id: str, *, retired: bool = False) -> Holder | None:
+        failed = Result(json.dumps({"error": ENDED, "category": "user"}).encode(), failed=True)
+        ended = self._retain_ms if retired else ""
+        found = self._run("end_model", model_id, self._unread_s, failed.content_type, failed.body, ended)
+        if not found:
+            return None
+        base_model, worker = (part.decode() for part in found)
+        return Holder(base_model, worker.rpartition("/")[0])
+
+    def holders(self, model_ids: Iterable[str]) -> list[Holder]:
+        ids = list(model_ids)
+        with self._redis.pipeline(transaction=False) as pipe:
+            for model_id in ids:
+                pipe.get(keys.lease(model_id))
+                pipe.hget(keys.model(model_id), "base_model")
+            found = pipe.execute()
+        pairs = zip(found[::2], found[1::2], strict=True)
+        return [Holder(json.loads(base), held.decode().rpartition("/")[0]) for held, base in pairs if held and base]
+
+    def unwanted(self, model_ids: Iterable[str]) -> set[str]:
+        return {id_.decode() for id_ in self._run("unwanted", *model_ids)}
+
+    def loads(self, model_id: str) -> list[int]:
+        return [int(seq) for seq in self._run("loads", model_id)]
+
+    def overdue(self, unreferenced: Iterable[str]) -> list[str]:
+        now, current = self._now_ms(), set(unreferenced)
+        marked = {mark.decode() for mark, _ in self._redis.zscan_iter(keys.ORPHANS, count=_SLICE)}
+        for gone in _slices(sorted(marked - current)):
+            self._redis.zrem(keys.ORPHANS, *gone)
+        for new in _slices(sorted(current - marked)):
+            self._redis.zadd(keys.ORPHANS, dict.fromkeys(new, now))
+        found = self._redis.zrangebyscore(keys.ORPHANS, "-inf", now - self._orphan_ms)
+        return [mark.decode() for mark in cast(list[bytes], found)]
+
+    def _now_ms(self) -> int:
+        seconds, micros = self._redis.time()
+        return seconds * 1000 + micros // 1000
+
+
+def _slices(items: Sequence[str]) -> Iterable[Sequence[str]]:
+    return (items[i : i + _SLICE] for i in range(0, len(items), _SLICE))

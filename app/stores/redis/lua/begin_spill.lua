@@ -1,0 +1,3 @@
+#!lua flags=allow-oom
+-- Note the object a payload is about to be written to. ARGV: its key.
+return redis.call('ZADD', 'tinsmith:spilling', now_ms(), ARGV[1])

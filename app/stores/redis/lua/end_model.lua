@@ -1,0 +1,39 @@
+#!lua flags=allow-oom
+-- End a model for good: its owner is fenced, its journal and snapshot pointer go, what waits fails.
+-- ARGV: model id, seconds to keep results, type and body of a waiting future's result,
+-- ms that its session must have ended ago (or '' to end it whatever its session).
+-- Returns {base model, lease holder or ''}; {} when there is no such model, or its session lives again.
+local model = ARGV[1]
+local key = 'tinsmith:models:' .. model
+local head = redis.call('HMGET', key, 'applied', 'base_model', 'session_id', 'ended')
+if not head[1] then return {} end
+if ARGV[5] ~= '' then
+  local ended = redis.call('ZSCORE', 'tinsmith:sessions_ended', cjson.decode(head[3]))
+  if not ended or now_ms() - ended < tonumber(ARGV[5]) then return {} end
+end
+
+local function fail(request)
+  local future = 'tinsmith:future:' .. request
+  if redis.call('HGET', future, 'state') == 'pending' then
+    redis.call('HSET', future, 'state', 'failed', 'type', ARGV[3], 'body', ARGV[4])
+    redis.call('PUBLISH', 'tinsmith:done', request)
+  end
+  redis.call('EXPIRE', future, ARGV[2], 'NX')  -- those of consumed seqs have no end yet either
+end
+
+local holder = redis.call('GET', 'tinsmith:lease:' .. model) or ''
+if not head[4] then
+  redis.call('HINCRBY', key, 'epoch', 1)
+  redis.call('HSET', key, 'ended', 'deleted', 'worker', '', 'snapshot', '')
+  local journal = 'tinsmith:journal:' .. model
+  for _, seq in ipairs(redis.call('ZRANGE', journal, 0, -1)) do
+    local request = model .. ':' .. seq
+    fail(request)
+    drop_payload(request)
+    redis.call('DEL', 'tinsmith:op:' .. request)
+  end
+  redis.call('DEL', journal, 'tinsmith:lease:' .. model)
+  redis.call('ZREM', 'tinsmith:pending', model)
+  redis.call('HDEL', 'tinsmith:pending_queue', model)
+end
+return {cjson.decode(head[2]), holder}

@@ -1,0 +1,67 @@
+"""Where an Op's encoded content lies: in Redis, counted against a budget, or spilled to the object store.
+
+A payload moves only in that direction. Its object has a name of its own for every try, so nothing is ever overwritten:
+the name is noted in `spilling` first, the object written, and then one script swaps, if the Op is still there and still
+has that payload. A name that stays in `spilling` for long belongs to a try that died: it becomes garbage, and its swap
+is refused from then on. Two workers may spill the same payload at once: the later swap finds it gone.
+"""
+
+from __future__ import annotations
+
+import uuid
+from typing import cast
+
+import redis
+
+from app.errors import Unavailable
+from app.settings import EngineSettings
+from app.stores.interfaces import ObjectStore
+from app.stores.redis import keys
+from app.stores.redis.scripts import Scripts
+
+PREFIX = "payloads"
+_GARBAGE_AT_ONCE = 500
+# No store goes on with a write for longer.
+_ABANDONED_MS = 3_600_000
+
+
+class RedisPayloads:
+    """See app.stores.interfaces.Payloads. `store` is None in a process that runs no Ops and spills nothing."""
+
+    def __init__(self, client: redis.Redis, settings: EngineSettings, store: ObjectStore | None) -> None:
+        self._redis = client
+        self._run = Scripts(client, settings)
+        self._store = store
+
+    def get(self, request_id: str) -> bytes:
+        payload = cast("bytes | None", self._redis.get(keys.payload(request_id)))
+        if payload is not None:
+            return payload
+        spilled = cast("bytes | None", self._redis.hget(keys.op(request_id), "spilled"))
+        return self._objects.read(spilled.decode()) if spilled else b""
+
+    def due(self, limit: int) -> list[str]:
+        return [request_id.decode() for request_id in self._run("due_to_spill", limit)]
+
+    def spill(self, request_id: str) -> bool:
+        admitted = cast("bytes | None", self._redis.hget(keys.op(request_id), "admitted"))
+        payload = cast("bytes | None", self._redis.get(keys.payload(request_id)))
+        if admitted is None or payload is None:
+            return False
+        key = f"{PREFIX}/{request_id}/{uuid.uuid4().hex}"
+        self._run("begin_spill", key)
+        self._objects.put_new(key, payload)
+        return bool(self._run("spill", request_id, key, admitted))
+
+    def remove_garbage(self) -> int:
+        garbage = cast(list[bytes], self._run("spill_garbage", _ABANDONED_MS, _GARBAGE_AT_ONCE))
+        if garbage:
+            self._objects.delete([key.decode() for key in garbage])
+            self._redis.srem(keys.SPILL_GARBAGE, *garbage)
+        return len(garbage)
+
+    @property
+    def _objects(self) -> ObjectStore:
+        if self._store is None:
+            raise Unavailable("this process was started without an object store to read spilled calls from")
+        return self._store

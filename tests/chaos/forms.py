@@ -1,0 +1,63 @@
+"""How much is dealt out: a short form for every change of the code, a long one for the figures we publish."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tests.chaos import killer
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """`dose`: how often each thing happens. `slots` SDK clients play scripts of `rounds` rounds at a time, beside a
+    storm of `calls`, each posted `copies` times. `changes` of owner and `refused` commits are the least that must have
+    come of it."""
+
+    slots: int
+    rounds: int
+    dose: Mapping[str, int]
+    calls: int
+    copies: int
+    changes: int
+    refused: int
+
+
+SHORT = Form(
+    slots=4,
+    rounds=8,
+    dose={
+        killer.OWNER: 4,
+        killer.IDLE: 1,
+        killer.ZOMBIE: 1,
+        killer.SAMPLER: 1,
+        killer.KILL_API: 3,
+        killer.KILL_STATE: 3,
+        killer.KILL_BROKER: 1,
+        killer.FLUSH: 1,
+    },
+    calls=90,
+    copies=4,
+    changes=8,
+    refused=1,
+)
+LONG = Form(
+    slots=6,
+    rounds=8,
+    dose={
+        killer.OWNER: 60,
+        killer.IDLE: 15,
+        killer.ZOMBIE: 12,
+        killer.SAMPLER: 10,
+        killer.KILL_API: 100,
+        killer.KILL_STATE: 50,
+        killer.KILL_BROKER: 15,
+        killer.FLUSH: 10,
+    },
+    calls=1020,
+    copies=10,
+    changes=150,
+    refused=6,
+)
+# One trainer of two ranks: each blow takes the whole group down, and it starts again.
+RANKS = Form(slots=2, rounds=4, dose={killer.RANK: 2, killer.KILL_STATE: 1}, calls=0, copies=0, changes=2, refused=0)

@@ -1,0 +1,167 @@
+"""The seeded killer: what dies, in which order and how soon after the last one.
+
+The seed fixes the plan. Where exactly in an Op a signal lands is up to the machine.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import psutil
+
+from app.stores.redis.client import connect
+from tests.chaos.patience import patiently
+from tests.chaos.watch import Running, Watch, await_true
+from tests.contract.stack import Stack
+
+OWNER, IDLE, ZOMBIE, RANK, SAMPLER = "owner", "idle", "zombie", "rank", "sampler"
+KILL_API, KILL_STATE, KILL_BROKER, FLUSH = "api", "state", "broker", "flush"
+
+# An Op that crashes three workers is given up by design: we stop at two. `attempts` counts the crashes before this one.
+_CRASHES_OF_AN_OP = 2
+# Ops applied between one blow and the next; none at all makes two blows fall together.
+_PAUSES = (0, 2, 5, 10)
+# Up to this long into an Op: the median one takes about as long.
+_INTO_AN_OP_S = 0.1
+
+
+@dataclass
+class Killer:
+    """`dose`: how often each thing is to happen. `done` is the share of it that has, 0 to 1."""
+
+    stack: Stack
+    watch: Watch
+    seed: int
+    dose: Mapping[str, int]
+    note: Callable[[str], None]
+    dealt: Counter[str] = field(default_factory=Counter)
+    done: float = 0.0
+    _dead: set[str] = field(default_factory=set)
+
+    def run(self) -> None:
+        """The whole plan. Raises Stalled when the stack makes no progress in between."""
+        rng = random.Random(self.seed)
+        plan = [name for name, count in sorted(self.dose.items()) for _ in range(count)]
+        rng.shuffle(plan)
+        blows: Mapping[str, Callable[[random.Random], Any]] = {
+            OWNER: self._kill_owner,
+            IDLE: self._kill_idle,
+            ZOMBIE: self._zombie,
+            RANK: self._kill_rank,
+            SAMPLER: lambda _: self._kill("sampler-0"),
+            KILL_API: self._kill_api,
+            KILL_STATE: lambda _: self._kill("valkey"),
+            KILL_BROKER: lambda _: self._kill("broker"),
+            FLUSH: self._flush,
+        }
+        for number, name in enumerate(plan, 1):
+            self._progress(rng.choice(_PAUSES))
+            said = blows[name](rng)
+            self.dealt[name] += 1
+            self.note(f"{number}/{len(plan)} {name}: {said}")
+            self.done = number / len(plan)
+
+    def _progress(self, ops: int) -> None:
+        goal = self.watch.heads().applied + ops
+        await_true(f"{ops} more Ops applied", lambda: self.watch.heads().applied >= goal)
+
+    def _kill_owner(self, rng: random.Random) -> str:
+        op, process = self._seized(rng)
+        self._bury(process, op.node)
+        return _where(op)
+
+    def _kill_rank(self, rng: random.Random) -> str:
+        """Any rank of a group of which rank 0 is in the middle of an Op."""
+        op, process = self._seized(rng, spare=0)
+        ranks = self.watch.ranks(op.node)
+        victim = rng.randrange(len(ranks))
+        ranks[victim].kill()
+        if victim:
+            process.resume()
+        return f"rank {victim} of {_where(op)}"
+
+    def _zombie(self, rng: random.Random) -> str:
+        """Stopped in an Op until another worker has committed it, and then let go on."""
+        op, process = self._seized(rng)
+        try:
+            await_true(
+                f"{op.model_id}:{op.seq} applied by another trainer",
+                lambda: self.watch.heads().models[op.model_id][1] >= op.seq,
+            )
+        finally:
+            process.resume()
+        return _where(op)
+
+    def _seized(self, rng: random.Random, spare: int = 1) -> tuple[Running, psutil.Process]:
+        """A trainer stopped in the middle of an Op, with `spare` others up."""
+        return await_true("an Op to be run where another trainer is up", lambda: self._seize(rng, spare))
+
+    def _seize(self, rng: random.Random, spare: int) -> tuple[Running, psutil.Process] | None:
+        trainers = self.watch.trainers()
+        ops = [op for op in self._live() if op.node in trainers and op.attempts < _CRASHES_OF_AN_OP]
+        if len(trainers) <= spare or not ops:
+            return None
+        op = rng.choice(ops)
+        time.sleep(rng.uniform(0, _INTO_AN_OP_S))
+        process = trainers[op.node]
+        process.suspend()
+        if op in self._live():
+            return op, process
+        process.resume()
+        return None
+
+    def _kill_idle(self, rng: random.Random) -> str:
+        node, process = await_true("an idle trainer beside another one", lambda: self._idle(rng))
+        self._bury(process, node)
+        return node
+
+    def _idle(self, rng: random.Random) -> tuple[str, psutil.Process] | None:
+        trainers = self.watch.trainers()
+        busy = {op.node for op in self._live()}
+        idle = sorted(trainers.keys() - busy)
+        if len(trainers) < 2 or not idle:
+            return None
+        node = rng.choice(idle)
+        process = trainers[node]
+        process.suspend()
+        if any(op.node == node for op in self._live()):
+            process.resume()
+            return None
+        return node, process
+
+    def _live(self) -> list[Running]:
+        """What a dead worker was running stays in Redis until another one takes it."""
+        return [op for op in self.watch.running() if op.worker not in self._dead]
+
+    def _bury(self, process: psutil.Process, node: str) -> None:
+        process.kill()
+        self._dead |= {worker for worker in self.watch.holders() if worker.partition("@")[0] == node}
+
+    def _kill_api(self, rng: random.Random) -> str:
+        """gunicorn's master, or the process that answers."""
+        process = rng.choice(await_true("the API's two processes", lambda: self._two("api")))
+        process.kill()
+        return f"pid {process.pid}"
+
+    def _two(self, name: str) -> list[psutil.Process]:
+        found = self.watch.processes(name)
+        return found if len(found) == 2 else []
+
+    def _kill(self, name: str) -> str:
+        process = await_true(f"{name} to run", lambda: self.watch.processes(name))[0]
+        process.kill()
+        return f"pid {process.pid}"
+
+    def _flush(self, _: random.Random) -> str:
+        with connect(self.stack.settings().broker_url) as broker:
+            patiently(broker.flushall)
+        return "every message lost"
+
+
+def _where(op: Running) -> str:
+    return f"{op.node} in {op.kind} {op.model_id}:{op.seq}, after {op.attempts} crashes"

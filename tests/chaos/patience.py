@@ -1,0 +1,25 @@
+"""Waiting for what may be away for a moment, since this very process had it killed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+import redis
+
+T = TypeVar("T")
+_AWAY_S = 120.0
+_POLL_S = 0.02
+
+
+def patiently(read: Callable[[], T]) -> T:
+    """What `read` returns once Redis answers. Raises its last error when that takes minutes."""
+    deadline = time.monotonic() + _AWAY_S
+    while True:
+        try:
+            return read()
+        except (redis.ConnectionError, redis.TimeoutError):
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(_POLL_S)

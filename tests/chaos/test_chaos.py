@@ -1,0 +1,39 @@
+"""The short form of `make chaos`, with a fixed seed; a seed that ever failed is added to the list."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.chaos import forms, stack
+from tests.chaos.__main__ import judge, run
+from tests.chaos.run import Report
+from tests.models import tiny_qwen3
+
+SEEDS = (1,)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    os.environ["TINKER_TELEMETRY"] = "0"  # of its own outage the SDK reports for half a minute
+    return tiny_qwen3(tmp_path_factory.mktemp("base"))
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_whatever_dies_every_client_gets_to_the_bit_what_it_gets_undisturbed(base: Path, tmp_path: Path, seed: int):
+    report = run(stack.light(tmp_path, base), seed, forms.SHORT)
+    assert not judge(report, forms.SHORT), f"see {tmp_path}/chaos.log and {tmp_path}/data/logs: {report}"
+
+
+@pytest.mark.timeout(900)
+def test_a_killed_rank_changes_no_result(base: Path, tmp_path: Path):
+    report = run(stack.ranked(tmp_path, base), SEEDS[0], forms.RANKS)
+    assert not judge(report, forms.RANKS), f"see {tmp_path}/chaos.log and {tmp_path}/data/logs: {report}"
+
+
+def test_a_run_that_hit_too_little_is_no_proof():
+    idle = Report(seed=1, plays=9, dealt=forms.SHORT.dose, admissions_posted=10**6)
+    assert judge(idle, forms.SHORT) == ["only 0 of 8 changes of owner", "only 0 of 1 refused commits"]

@@ -1,0 +1,16 @@
+"""`tinsmith up` whose supervisor never gives up and hardly waits: here somebody kills its children all the time."""
+
+from __future__ import annotations
+
+import functools
+import sys
+
+from app import cli
+from app.stack import up
+from app.stack.supervisor import RestartPolicy, Supervisor
+
+_PATIENT = RestartPolicy(tries=1_000_000, first_delay_s=0.2, longest_delay_s=0.2)
+
+if __name__ == "__main__":
+    up.Supervisor = functools.partial(Supervisor, policy=_PATIENT)  # type: ignore[misc,assignment]
+    sys.exit(cli.main())

@@ -1,0 +1,152 @@
+"""What runs where, read from outside: the journals' heads in Redis, the processes by their command lines."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import psutil
+
+from app.domain.records import Model, Worker, load
+from app.stores.redis import keys
+from app.stores.redis.records import RedisRecords
+from tests.chaos.patience import patiently
+from tests.contract.stack import Stack
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """An Op that the owner of its model has taken and not committed. `worker` is "node/boot"."""
+
+    model_id: str
+    seq: int
+    kind: str
+    attempts: int
+    worker: str
+
+    @property
+    def node(self) -> str:
+        """As in a command line: without Celery's host part."""
+        return self.worker.partition("@")[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """Every model's (epoch, applied); each epoch but a model's first is a change of owner."""
+
+    models: dict[str, tuple[int, int]]
+
+    @property
+    def applied(self) -> int:
+        return sum(applied + 1 for _, applied in self.models.values())
+
+    @property
+    def changes(self) -> int:
+        return sum(max(0, epoch - 1) for epoch, _ in self.models.values())
+
+
+class Watch:
+    """Every read waits for Redis to be back, if it is away."""
+
+    def __init__(self, stack: Stack) -> None:
+        self._stack = stack
+        self._redis = stack.redis()
+
+    def heads(self) -> Heads:
+        """Of all models."""
+        return Heads({model: (epoch, applied) for model, epoch, applied in patiently(self._read_heads)})
+
+    def running(self) -> list[Running]:
+        """What is being run right now, by workers of which some may be dead."""
+        return patiently(lambda: list(self._running()))
+
+    def holders(self) -> set[str]:
+        """ "node/boot" of all that own a model."""
+        return patiently(lambda: {worker for model, _, _ in self._read_heads() if (worker := self._holder(model))})
+
+    def waiting(self) -> int:
+        """Models and samples with something not terminal."""
+        return patiently(lambda: int(self._redis.zcard(keys.PENDING)))
+
+    def processes(self, name: str) -> list[psutil.Process]:
+        """All that the supervisor's child `name` consists of, parents first."""
+        assert self._stack.process is not None
+        log = self._stack.data_dir / "logs" / f"{name}.log"
+        found = psutil.Process(self._stack.process.pid).children(recursive=True)
+        return [process for process in found if writes(process, log)]
+
+    def ranks(self, name: str) -> list[psutil.Process]:
+        """The processes of the worker of that name, rank 0 first; without the launcher."""
+        found = [(rank, process) for process in self.processes(name) if (rank := _rank(process)) is not None]
+        return [process for _, process in sorted(found, key=lambda pair: pair[0])]
+
+    def node(self, name: str) -> psutil.Process | None:
+        """The process that takes a worker's Ops, if it runs."""
+        return next(iter(self.ranks(name)), None)
+
+    def trainers(self) -> dict[str, psutil.Process]:
+        """Those that take Ops: alive, started up and not stopped."""
+        return patiently(lambda: dict(self._trainers()))
+
+    def _trainers(self) -> Iterator[tuple[str, psutil.Process]]:
+        for name, stored in RedisRecords(self._redis).list(Worker.namespace):
+            worker = load(Worker, stored)
+            process = self.node(name.partition("@")[0]) if worker.role == "trainer" else None
+            with suppress(psutil.NoSuchProcess):
+                # A record outlives its process by seconds, so it may be that of the one before.
+                if process and worker.started > process.create_time() and process.status() != psutil.STATUS_STOPPED:
+                    yield name.partition("@")[0], process
+
+    def _read_heads(self) -> list[tuple[str, int, int]]:
+        """A model's record holds the head of its journal, too."""
+        models = RedisRecords(self._redis).list(Model.namespace)
+        return [(model, int(head["epoch"]), int(head["applied"])) for model, head in models]
+
+    def _running(self) -> Iterator[Running]:
+        for waiting in self._redis.zrange(keys.PENDING, 0, -1):
+            model = waiting.decode()
+            applied, holder = self._redis.hget(keys.model(model), "applied"), self._holder(model)
+            if applied is None or not holder:
+                continue
+            seq = int(applied) + 1
+            op = self._redis.hmget(keys.op(f"{model}:{seq}"), "kind", "attempts", "runner")
+            if op[2] is not None and op[2].decode() == holder:
+                yield Running(model, seq, op[0].decode(), int(op[1]), holder)
+
+    def _holder(self, model: str) -> str:
+        return (self._redis.get(keys.lease(model)) or b"").decode()
+
+
+def await_true(what: str, condition: Callable[[], T], seconds: float = 120.0) -> T:
+    """`condition`'s first true answer. Raises Stalled."""
+    deadline = time.monotonic() + seconds
+    while not (found := condition()):
+        if time.monotonic() > deadline:
+            raise Stalled(f"{what}: not within {seconds:.0f} s")
+        time.sleep(0.01)
+    return found
+
+
+class Stalled(AssertionError):
+    """What should have happened did not, although there was time."""
+
+
+def writes(process: psutil.Process, log: Path) -> bool:
+    """Whether `log` is its output: command lines will not do, as Celery, gunicorn and Valkey write over theirs."""
+    with suppress(OSError):
+        return Path(f"/proc/{process.pid}/fd/1").readlink() == log
+    return False
+
+
+def _rank(process: psutil.Process) -> int:
+    """Of a worker's process; -1 for the launcher of several, and for one that has just ended."""
+    with suppress(psutil.NoSuchProcess):
+        if "torch.distributed.run" not in process.cmdline():
+            return int(process.environ().get("RANK", "0"))
+    return -1

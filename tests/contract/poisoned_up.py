@@ -1,0 +1,55 @@
+"""`tinsmith up` whose trainers die of a batch that begins with POISON, however often they are started.
+
+As `python -m tests.contract.poisoned_up trainer ...` it is one of these trainers.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from app import cli
+from app.domain.ops import ForwardBackward
+from app.settings import Settings
+from app.stack import processes
+from app.stack.child import Command
+
+POISON = 298
+
+
+def _poisoned_table(settings: Settings, settings_file: Path) -> Iterator[Command]:
+    for command in _table(settings, settings_file):
+        argv = command.argv
+        if "workers.trainer" in argv:
+            at = argv.index("workers.trainer")
+            argv = (*argv[:at], "tests.contract.poisoned_up", "trainer", *argv[at + 1 :])
+        yield replace(command, argv=argv)
+
+
+def _trainer() -> None:
+    from workers import trainer
+    from workers.training.trainer import LoraTrainer
+
+    run = LoraTrainer.apply
+
+    def apply(self: LoraTrainer, ops: Mapping[str, Any]) -> Any:
+        for op in ops.values():
+            if isinstance(op, ForwardBackward) and op.batch.tokens.values[0] == POISON:
+                os._exit(9)
+        return run(self, ops)
+
+    LoraTrainer.apply = apply  # type: ignore[method-assign]
+    trainer.main()
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "trainer":
+        del sys.argv[1]
+        _trainer()
+    else:
+        _table, processes.table = processes.table, _poisoned_table
+        sys.exit(cli.main())

@@ -1,0 +1,86 @@
+"""A rank group in which a rank dies or hangs: the group starts anew, and the run ends as if nothing had happened."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import tinker
+
+from app import ids
+from app.stores.redis import keys
+from tests.contract.data import ADAM, logprobs, supervised, train
+from tests.contract.stack import BASE, Stack, running
+from tests.contract.test_restart import await_true, children, undisturbed
+from tests.servers import free_port
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory, base_path: Path) -> Iterator[Stack]:
+    folder = tmp_path_factory.mktemp("ranks") / "data"
+    trainer = 'backend = "deepspeed"\nzero_stage = 2\nranks = 2\nrank_deadline_s = 15.0'
+    stack = Stack(
+        folder, base_path, free_port(), trainer, 'backend = "transformers"', "[engine]\nlease_s = 3.0", threads=1
+    )
+    with running(stack):
+        yield stack
+
+
+@pytest.fixture
+def service(ranks: Stack) -> Iterator[tinker.ServiceClient]:
+    with ranks.client() as client:
+        yield client
+
+
+def group(stack: Stack) -> tuple[psutil.Process, psutil.Process]:
+    """The processes of rank 0, of which Celery changes the title, and of rank 1."""
+    [launcher] = children(stack, "torch.distributed.run")
+    leader, follower = sorted(launcher.children(), key=lambda child: child.environ().get("RANK") == "1")
+    return leader, follower
+
+
+def attempts(stack: Stack, model_id: str) -> list[int]:
+    """Of each Op of the model that is still journalled."""
+    with stack.redis() as client:
+        found = list(client.scan_iter(keys.op(f"{model_id}:*")))
+        assert found
+        return [int(client.hget(key, "attempts")) for key in found]
+
+
+def await_running(stack: Stack, model_id: str, seq: int) -> None:
+    with stack.redis() as client:
+        await_true(lambda: client.hexists(keys.op(ids.request_id(model_id, seq)), "runner"))
+
+
+@pytest.mark.parametrize("end", ["dies", "hangs"])
+def test_a_run_survives_a_rank_that_ends_in_the_middle_of_an_op(
+    ranks: Stack, service: tinker.ServiceClient, end: str
+) -> None:
+    expected = undisturbed(service, 4)
+    client = service.create_lora_training_client(base_model=BASE, rank=4, seed=5).result()
+    train(client, 2)
+    leader, follower = group(ranks)
+    follower.suspend()
+    # Each of them rings, and so might have been an attempt.
+    pending = [(client.forward_backward(supervised(), "cross_entropy"), client.optim_step(ADAM)) for _ in range(2)]
+    await_running(ranks, client.model_id, seq=5)
+    if end == "dies":
+        follower.kill()
+    assert all(forward.result() and step.result() for forward, step in pending)
+    assert not leader.is_running(), "rank 0 would have gone on alone"
+    assert np.array_equal(logprobs(client.forward(supervised(seed=8), "cross_entropy").result()), expected)
+    assert set(attempts(ranks, client.model_id)) <= {0, 1}, "one end, one attempt at most"
+
+
+def test_a_rank_that_dies_while_nothing_runs_is_missed_by_nobody(ranks: Stack, service: tinker.ServiceClient) -> None:
+    expected = undisturbed(service, 2)
+    client = service.create_lora_training_client(base_model=BASE, rank=4, seed=5).result()
+    train(client, 1)
+    leader, follower = group(ranks)
+    follower.kill()
+    await_true(lambda: not leader.is_running())
+    train(client, 1)
+    assert np.array_equal(logprobs(client.forward(supervised(seed=8), "cross_entropy").result()), expected)

@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.stores.redis.client import connect
+from tests.faults.world import World
+from tests.models import tiny_qwen3
+from tests.servers import start_valkey
+
+NewWorld = Callable[..., World]
+_SHARED_MEMORY = Path("/dev/shm")
+_ROOM_BYTES = 2 * 2**30
+
+
+@pytest.fixture(scope="package")
+def base_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_qwen3(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="package")
+def memory() -> Iterator[Path]:
+    """A folder in memory, where there is room: what a process left behind is there as on a disk, and an fsync is free.
+
+    On a shared disk the fsyncs of some hundred runs took ten times as long as all else.
+    """
+    room = _SHARED_MEMORY.is_dir() and shutil.disk_usage(_SHARED_MEMORY).free > _ROOM_BYTES
+    with tempfile.TemporaryDirectory(prefix="tinsmith-faults-", dir=_SHARED_MEMORY if room else None) as folder:
+        yield Path(folder)
+
+
+@pytest.fixture(scope="package")
+def valkey(memory: Path) -> Iterator[str]:
+    with start_valkey(memory / "valkey") as url:
+        yield url
+
+
+@pytest.fixture
+def new_world(memory: Path, valkey: str, base_path: Path) -> Iterator[NewWorld]:
+    """Makes worlds of the given store and engine settings; all their workers end with the test."""
+    with connect(valkey) as client:
+        client.flushall()
+    worlds: list[World] = []
+
+    with tempfile.TemporaryDirectory(dir=memory, ignore_cleanup_errors=True) as folder:
+
+        def make(
+            redis_url: str = valkey, store: dict[str, str] | None = None, store_url: str = "", **engine: Any
+        ) -> World:
+            worlds.append(World(Path(folder), redis_url, base_path, store or {}, store_url, engine))
+            return worlds[-1]
+
+        yield make
+        for world in worlds:
+            world.close()

@@ -1,0 +1,28 @@
+"""Where an API process under test kills itself, once."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+BEFORE_JOURNAL = "before the journal"
+BEFORE_RING = "between journal and ring"
+
+
+class Fuse:
+    """A file that names the place; burnt by the first call that comes there."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = folder / "fuse"
+
+    def set(self, place: str) -> None:
+        self._file.write_text(place)
+
+    def is_set(self) -> bool:
+        return self._file.exists()
+
+    def burn(self, place: str) -> None:
+        if self.is_set() and self._file.read_text() == place:
+            self._file.unlink()
+            os.kill(os.getpid(), signal.SIGKILL)

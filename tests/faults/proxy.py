@@ -1,0 +1,125 @@
+"""A TCP proxy that can be told to be a bad network, from any thread."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import socket
+import threading
+from collections.abc import Coroutine
+from types import TracebackType
+from typing import Any
+from urllib.parse import urlsplit, urlunsplit
+
+_CHUNK = 65536
+
+
+class Proxy:
+    """In front of the server of `target`, a URL; `url` is the same through the proxy.
+
+    `cut_share` of the connections made from now on end after a few of `cut_within` bytes, in mid-message. `cut` and
+    `dropped` count those, and the ones `drop` ended.
+    """
+
+    def __init__(self, target: str, cut_within: int = 50_000, seed: int = 1) -> None:
+        self._target = urlsplit(target)
+        self._dice = random.Random(seed)
+        self._cut_within = cut_within
+        self.cut_share = 0.0
+        self.dropped = self.cut = 0
+        self._refusing = False
+        self._writers: set[asyncio.StreamWriter] = set()
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        port = self._socket.getsockname()[1]
+        self.url = urlunsplit(self._target._replace(netloc=f"127.0.0.1:{port}"))
+
+    def __enter__(self) -> Proxy:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="proxy", daemon=True)
+        self._thread.start()
+        self._do(self._start())
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.refuse()
+        self._do(self._end())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def refuse(self) -> None:
+        """Down: connections end, and new ones end at once."""
+        self._refusing = True
+        self.drop()
+
+    def drop(self) -> None:
+        """End every connection there is."""
+        self._do(self._drop())
+
+    def stall(self) -> None:
+        """Take bytes and pass none on."""
+        self._do(self._stall())
+
+    def go_on(self) -> None:
+        """As if nothing were wrong; what was held back arrives now."""
+        self._refusing = False
+        self._do(self._open())
+
+    def _do(self, what: Coroutine[Any, Any, None]) -> None:
+        asyncio.run_coroutine_threadsafe(what, self._loop).result(30)
+
+    async def _start(self) -> None:
+        self._flowing = asyncio.Event()
+        self._flowing.set()
+        self._server = await asyncio.start_server(self._serve, sock=self._socket)
+
+    async def _end(self) -> None:
+        self._server.close()
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+
+    async def _drop(self) -> None:
+        for writer in self._writers:
+            writer.transport.abort()
+        self.dropped += len(self._writers) // 2
+        self._writers.clear()
+
+    async def _stall(self) -> None:
+        self._flowing.clear()
+
+    async def _open(self) -> None:
+        self._flowing.set()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._refusing:
+            writer.transport.abort()
+            return
+        try:
+            there, back = await asyncio.open_connection(self._target.hostname, self._target.port)
+        except OSError:
+            writer.transport.abort()
+            return
+        ends = {writer, back}
+        self._writers |= ends
+        cut = self._dice.random() < self.cut_share
+        left = self._dice.randrange(self._cut_within) if cut else None
+        pumps = [asyncio.ensure_future(self._pump(*pair, left)) for pair in ((reader, back), (there, writer))]
+        await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
+        for pump in pumps:
+            pump.cancel()
+        await asyncio.gather(*pumps, return_exceptions=True)
+        for end in ends:
+            end.transport.abort() if cut else end.close()
+        self._writers -= ends
+
+    async def _pump(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, left: int | None) -> None:
+        """Until the source ends; or until `left` bytes went through, which is in the middle of something."""
+        while data := await source.read(_CHUNK):
+            await self._flowing.wait()
+            sink.write(data if left is None else data[:left])
+            await sink.drain()
+            if left is not None and (left := left - len(data)) <= 0:
+                self.cut += 1
+                return

@@ -1,0 +1,77 @@
+"""The API and a trainer as they are run, each a process of its own: gunicorn, and a Celery worker."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import redis
+import tinker
+import tomli_w
+
+from app.domain.records import Worker, load
+from app.settings import SETTINGS_VARIABLE, hash_key
+from app.stores.redis.client import connect
+from app.stores.redis.records import RedisRecords
+from tests.faults.world import await_true
+from tests.servers import free_port
+
+BASE = "tests/tiny-qwen3"
+_KEY = "tml-faults"
+
+
+class Stack:
+    """`state` and `broker` are where the processes look for them; `direct` is the state server itself."""
+
+    def __init__(self, folder: Path, base_path: Path, state: str, broker: str, direct: str) -> None:
+        port = free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        self.client = connect(direct)
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._settings = folder / "settings.toml"
+        folder.mkdir()
+        base = {"name": BASE, "path": str(base_path), "dtype": "float32", "trainer": {"backend": "torch"}}
+        self._settings.write_text(
+            tomli_w.dumps(
+                {
+                    "data_dir": str(folder / "data"),
+                    "api_keys": [hash_key(_KEY)],
+                    "url_secret": "secret",
+                    "api": {"port": port},
+                    "redis": {"url": state, "broker_url": broker},
+                    "engine": {"lease_s": 3.0, "ring_again_s": 1.0},
+                    "base_models": [base],
+                }
+            )
+        )
+        self._start("gunicorn", "-c", "python:app.gunicorn_conf", "app.wsgi:application")
+        self.trainer = self.start_trainer()
+        await_true(self._ready, "the stack is up")
+
+    def start_trainer(self) -> subprocess.Popen[bytes]:
+        return self._start("workers.trainer", "--base", BASE, "--name", "trainer")
+
+    def sdk(self) -> tinker.ServiceClient:
+        return tinker.ServiceClient(base_url=self.url, api_key=_KEY)
+
+    def stop(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.wait()
+        self.client.close()
+
+    def _start(self, module: str, *arguments: str) -> subprocess.Popen[bytes]:
+        environment = {**os.environ, SETTINGS_VARIABLE: str(self._settings)}
+        self._processes.append(subprocess.Popen([sys.executable, "-m", module, *arguments], env=environment))
+        return self._processes[-1]
+
+    def _ready(self) -> bool:
+        try:
+            urllib.request.urlopen(f"{self.url}/api/v1/healthz", timeout=2)
+            roles = {load(Worker, fields).role for _, fields in RedisRecords(self.client).list(Worker.namespace)}
+        except (OSError, redis.RedisError):
+            return False
+        return "trainer" in roles

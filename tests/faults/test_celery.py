@@ -1,0 +1,118 @@
+"""R17 and R10 on the processes that are really run: connections drop, and a worker is killed in the middle of an Op."""
+
+from __future__ import annotations
+
+import random
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tinker
+
+from app.stores.redis import keys
+from tests.contract.data import ADAM, datum, logprobs, sentences, supervised, train
+from tests.faults.proxy import Proxy
+from tests.faults.stack import BASE, Stack
+from tests.faults.world import await_true
+from tests.servers import start_valkey
+
+DROPS = 50
+SEED = 7
+
+
+@pytest.fixture(scope="module")
+def broker_server(memory: Path) -> Iterator[str]:
+    with start_valkey(memory / "broker") as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def state(valkey: str) -> Iterator[Proxy]:
+    with Proxy(valkey) as proxy:
+        yield proxy
+
+
+@pytest.fixture(scope="module")
+def broker(broker_server: str) -> Iterator[Proxy]:
+    with Proxy(broker_server) as proxy:
+        yield proxy
+
+
+@pytest.fixture(scope="module")
+def stack(memory: Path, base_path: Path, valkey: str, state: Proxy, broker: Proxy) -> Iterator[Stack]:
+    stack = Stack(memory / "stack", base_path, state.url, broker.url, valkey)
+    try:
+        yield stack
+    finally:
+        stack.stop()
+
+
+@pytest.fixture
+def service(stack: Stack) -> Iterator[tinker.ServiceClient]:
+    with stack.sdk() as client:
+        yield client
+
+
+def new_model(service: tinker.ServiceClient) -> tinker.TrainingClient:
+    return service.create_lora_training_client(base_model=BASE, rank=4, seed=5).result()
+
+
+def outcome(client: tinker.TrainingClient) -> np.ndarray:
+    return logprobs(client.forward(supervised(seed=8), "cross_entropy").result())
+
+
+def test_no_dropped_connection_loses_or_doubles_an_op_or_leaves_anybody_deaf(
+    service: tinker.ServiceClient, stack: Stack, state: Proxy, broker: Proxy
+):
+    client = new_model(service)
+    over = threading.Event()
+    dropper = threading.Thread(target=drop, args=(state, broker, over))
+    before = state.dropped + broker.dropped
+    dropper.start()
+    steps = 0
+    while not over.is_set():
+        train(client, 2)
+        steps += 2
+    dropper.join()
+    print(f"seed {SEED}: {state.dropped + broker.dropped - before} connections dropped, {steps} steps")
+    train(client, 2)  # nobody is deaf
+    found = outcome(client)
+    admitted = 2 * (steps + 2) + 2  # with create_model, and the forward of the outcome
+    assert int(stack.client.hget(keys.model(client.model_id), "applied") or 0) == admitted - 1
+    assert stack.trainer.poll() is None, "the worker lived through it"
+    calm = new_model(service)
+    train(calm, steps + 2)
+    assert np.array_equal(found, outcome(calm))
+
+
+def drop(state: Proxy, broker: Proxy, over: threading.Event) -> None:
+    dice = random.Random(SEED)
+    for i in range(DROPS):
+        over.wait(dice.uniform(0.05, 0.5))
+        (state, broker)[i % 2].drop()
+    over.set()
+
+
+def test_a_worker_killed_in_the_middle_of_an_op_loses_nothing(service: tinker.ServiceClient, stack: Stack):
+    """As the kernel does it when memory runs out."""
+    long = [datum(tokens) for tokens in sentences(64, length=400)]
+    client = new_model(service)
+    train(client, 2)
+    pending = [client.forward_backward(long, "cross_entropy"), client.optim_step(ADAM)]
+    op = keys.op(f"{client.model_id}:5")
+    await_true(lambda: stack.client.hget(op, "runner"), "the worker begins on it")
+    stack.trainer.send_signal(signal.SIGKILL)
+    stack.trainer.wait()
+    assert int(stack.client.hget(keys.model(client.model_id), "applied") or 0) == 4, "it was in the middle of it"
+    stack.trainer = stack.start_trainer()
+    assert all(future.result() for future in pending)
+    assert int(stack.client.hget(op, "attempts") or 0) == 1, "one crash"
+    found = outcome(client)
+    calm = new_model(service)
+    train(calm, 2)
+    for future in (calm.forward_backward(long, "cross_entropy"), calm.optim_step(ADAM)):
+        future.result()
+    assert np.array_equal(found, outcome(calm))

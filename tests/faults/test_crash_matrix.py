@@ -1,0 +1,123 @@
+"""R7: the process dies at every single call of a training run in turn, and the run ends as if it had not."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from app.domain.ops import LoadWeights, SaveWeights
+from app.errors import TinsmithError
+from tests.faults.conftest import NewWorld
+from tests.faults.watching import Call, Fault
+from tests.faults.world import EVERY_STEP, Run, Service, World, backward, optim_step
+
+# All of it takes minutes; the short form takes so many, by a seed that a failure prints.
+_ALL = bool(os.environ.get("TINSMITH_FAULTS_ALL"))
+_SEED = int(os.environ.get("TINSMITH_FAULTS_SEED", "1"))
+_AT_ONCE = 2
+_LIMIT_S = 3600 if _ALL else 300
+
+Train = Callable[[World, str, tuple[Fault, ...]], Service]
+
+
+def train(world: World, name: str, faults: tuple[Fault, ...] = ()) -> Service:
+    """One of everything, with a snapshot in between; its first worker has the faults."""
+    run = world.run(name)
+    # Every other run goes on elsewhere: without what the first worker left on its own disk.
+    machines = (f"{name}-a", f"{name}-b") if name.endswith(tuple("02468")) else (f"{name}-a",)
+    service = Service.on(run, *machines, faults=faults)
+    _train_and_save(run, service)
+    _load_and_end(run, service)
+    return service
+
+
+def inherit(world: World, name: str, faults: tuple[Fault, ...] = ()) -> Service:
+    """The same, but that its first worker is killed, and the one that brings the run back elsewhere has the faults."""
+    return _inherit(world, name, (f"{name}-a", f"{name}-b"), faults)
+
+
+def inherit_here(world: World, name: str, faults: tuple[Fault, ...] = ()) -> Service:
+    """The same, but that it is brought back from the first worker's own disk."""
+    return _inherit(world, name, (f"{name}-a",), faults)
+
+
+def _inherit(world: World, name: str, machines: tuple[str, ...], faults: tuple[Fault, ...]) -> Service:
+    run = world.run(name)
+    service = Service.on(run, *machines)
+    _train_and_save(run, service)
+    service.run_to(run.admit(backward(5)))
+    service.worker.kill()
+    service.replace(faults)
+    _load_and_end(run, service)
+    return service
+
+
+def _train_and_save(run: Run, service: Service) -> None:
+    service.run_to(run.admit(backward(0), backward(1), optim_step()))
+    service.run_to(run.admit(SaveWeights("weights", "kept"), backward(2), optim_step()))
+    service.await_snapshot(run.last)
+    service.run_to(run.admit(SaveWeights("sampler_weights", "sampler"), backward(3)))
+
+
+def _load_and_end(run: Run, service: Service) -> None:
+    load = LoadWeights(run.path("kept"), optimizer=True, prefix=run.prefix("kept"))
+    service.run_to(run.admit(load))
+    service.await_snapshot(run.last)
+    service.run_to(run.admit(backward(4), optim_step(), SaveWeights("weights", "final")))
+    service.await_snapshot(run.last - 1)
+
+
+@pytest.mark.timeout(_LIMIT_S)
+def test_a_worker_that_dies_at_any_call_changes_nothing(new_world: NewWorld):
+    assert _faulty(new_world(**EVERY_STEP), train, 40) == {}
+
+
+@pytest.mark.timeout(_LIMIT_S)
+@pytest.mark.parametrize("training", [inherit, inherit_here])
+def test_an_heir_that_dies_at_any_call_changes_nothing(new_world: NewWorld, training: Train):
+    assert _faulty(new_world(**EVERY_STEP), training, 12) == {}
+
+
+def _faulty(world: World, training: Train, short: int) -> dict[Fault, str]:
+    """Each fault after which something was not as in the undisturbed run."""
+    undisturbed = training(world, "undisturbed", ())
+    calls = undisturbed.worker.calls()
+    undisturbed.close()
+    expected = undisturbed.run.state()
+    undisturbed.run.check_objects()
+    faults = _chosen(calls, short)
+    print(f"seed {_SEED}: {len(faults)} deaths at {len(calls)} calls")
+
+    def outcome(numbered: tuple[int, Fault]) -> str:
+        number, fault = numbered
+        try:
+            service = training(world, f"run{number}", (fault,))
+            service.close()
+        except (AssertionError, TinsmithError) as error:
+            return f"the run did not end: {error!r}"
+        return _difference(service, expected)
+
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        outcomes = pool.map(outcome, enumerate(faults))
+        return {fault: text for fault, text in zip(faults, outcomes, strict=True) if text}
+
+
+def _chosen(calls: Sequence[Call], short: int) -> list[Fault]:
+    """Before and after each call; in the short form `short` of those."""
+    faults = [Fault(call.name, when, nth=call.nth) for call in calls for when in ("before", "after")]
+    return faults if _ALL else random.Random(_SEED).sample(faults, short)
+
+
+def _difference(service: Service, expected: object) -> str:
+    if not service.deaths:
+        return "the worker did not die there"
+    try:
+        service.run.check_objects()
+    except (AssertionError, TinsmithError) as error:
+        return f"something half-written is visible: {error!r}"
+    found = service.run.state()
+    return "" if found == expected else f"{found} is not {expected}"

@@ -1,0 +1,66 @@
+"""R15: an Op that kills its worker every time is given up after three tries, and holds nobody else up."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from app.domain.ops import SaveWeights
+from tests.faults.conftest import NewWorld
+from tests.faults.watching import Fault
+from tests.faults.world import Run, Service, backward, optim_step
+
+TOKENS = 31
+POISON = Fault(f"backend.apply ForwardBackward-{2 * TOKENS + 1}", "before", nth=0)
+TRIES = 3
+
+
+class Poisoned(Service):
+    """Every worker of it dies of the poison."""
+
+    def start(self, faults: tuple[Fault, ...] = ()) -> None:
+        super().start((POISON, *faults))
+
+
+@pytest.mark.parametrize("nodes", [("a",), ("a", "b")], ids=["one machine", "two machines"])
+def test_an_op_that_kills_its_worker_is_given_up_after_three_tries(new_world: NewWorld, nodes: tuple[str, ...]):
+    world = new_world()
+    run = world.run("run")
+    service = Poisoned(run, itertools.cycle(nodes))
+    service.start()
+    service.run_to(run.admit(backward(0)))
+    poison = run.admit(backward(1, TOKENS))
+    step = run.admit(optim_step())
+    service.run_to(step)
+    assert service.deaths == TRIES
+    assert run.error(poison)["category"] == "server"
+    assert "gradient it needs is missing" in run.error(step)["error"], "no step on a part of its gradients"
+    assert end(service) == end(Service.on(world.run("undisturbed"), "c"))
+    assert service.deaths == TRIES, "what comes behind it runs, and no heir runs it again"
+
+
+def test_other_models_of_the_worker_go_on(new_world: NewWorld):
+    world = new_world()
+    poisoned, other = world.run("run"), world.run("other")
+    sick = Poisoned(poisoned, itertools.repeat("a"))
+    sick.start()
+    sick.run_to(poisoned.admit(backward(0)))
+    poisoned.admit(backward(1, TOKENS))
+    for seed in range(TRIES + 2):
+        well = Service(other, itertools.repeat("a"))
+        well.worker = sick.worker
+        well.run_to(other.admit(backward(seed), optim_step()))
+        assert well.deaths == 0
+        sick.try_to(poisoned.last)
+    assert sick.deaths == TRIES
+    assert poisoned.error(poisoned.last)["category"] == "server"
+    assert [other.result(seq)[:4] for seq in range(other.last + 1)] == [b"done"] * (other.last + 1)
+
+
+def end(service: Service) -> dict[str, str]:
+    """The files of the model after one more step."""
+    run: Run = service.run
+    service.run_to(run.admit(backward(5), optim_step(), SaveWeights("weights", "final")))
+    service.worker.kill()
+    return run.files(run.prefix("final"))

@@ -1,0 +1,149 @@
+"""A real trainer process without Celery, rung through a pipe: forked in milliseconds from a process that has torch.
+
+The forkserver imports torch and starts no thread, so that what it forks may compute; each worker checks that.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+
+from app import doorbell
+from app.settings import Settings
+from tests.faults.watching import Call, Fault, Watch
+from workers import runtime
+from workers.outcome import NotNow
+from workers.training import factory
+
+Answer = tuple[Literal["done", "failed", "unknown", "not now", "error"], str]
+_WITHIN_S = 90
+_PRELOADED = ["__main__", __name__, "workers.training.torch_backend", "app.stores.objects.s3"]
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(_PRELOADED)
+
+
+class Died(Exception):
+    """The worker ended without an answer; `status` as of multiprocessing (-9 for SIGKILL)."""
+
+    def __init__(self, status: int | None) -> None:
+        super().__init__(f"the worker ended with status {status}")
+        self.status = status
+
+
+class WorkerProcess:
+    """One trainer of the first base model in `settings`, and what is to happen to it."""
+
+    def __init__(self, settings: Settings, node: str, *faults: Fault) -> None:
+        self.node = node
+        self._pipe, theirs = _context.Pipe()
+        self._process = _context.Process(target=_serve, args=(theirs, settings, node, faults), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        return self._process.is_alive()
+
+    def ring(self, request_id: str, model_id: str, kind: str) -> None:
+        """Like a doorbell: returns at once."""
+        self._send(("ring", request_id, model_id, kind))
+
+    def answer(self, within_s: float = _WITHIN_S) -> Any:
+        """What the last message came to. Raises Died."""
+        try:
+            assert self._pipe.poll(within_s), f"the worker {self.node} gave no answer in {within_s} s"
+            return self._pipe.recv()
+        except (EOFError, ConnectionResetError):
+            raise self._death() from None
+
+    def calls(self) -> list[Call]:
+        self._send(("calls",))
+        return self.answer()
+
+    def close(self) -> None:
+        """End in order, as a worker does that was asked to. Raises Died."""
+        self._send(("close",))
+        self.answer()
+        self._process.join(_WITHIN_S)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether all of its threads stand still (SIGSTOP)."""
+        return psutil.Process(self.pid).status() == psutil.STATUS_STOPPED
+
+    @property
+    def answered(self) -> bool:
+        return self._pipe.poll()
+
+    def signal(self, number: signal.Signals) -> None:
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.join()
+
+    def _send(self, message: tuple[str, ...]) -> None:
+        try:
+            self._pipe.send(message)
+        except OSError:
+            raise self._death() from None
+
+    def _death(self) -> Died:
+        self._process.join()
+        assert self._process.exitcode != 1, f"the worker {self.node} ended with an exception of its own"
+        return Died(self._process.exitcode)
+
+
+def _serve(pipe: Connection, settings: Settings, node: str, faults: tuple[Fault, ...]) -> None:
+    threads = list(Path("/proc/self/task").iterdir())
+    assert len(threads) == 1, f"forked beside {len(threads) - 1} other threads"
+    watch = Watch(faults)
+    worker = _trainer(settings, node, watch)
+    while True:
+        match pipe.recv():
+            case ("ring", request_id, model_id, kind):
+                pipe.send(_handle(worker, request_id, model_id, kind))
+            case ("calls",):
+                pipe.send(watch.calls)
+            case _:
+                worker.close()
+                return pipe.send("closed")
+
+
+def _trainer(settings: Settings, node: str, watch: Watch) -> runtime.Runtime:
+    parts = runtime.parts(settings, doorbell.celery_app(settings), node)
+    watched = replace(
+        parts,
+        oplog=watch.over("oplog", parts.oplog),
+        records=watch.over("records", parts.records),
+        store=watch.over("store", parts.store),
+    )
+    create = factory.create
+    factory.create = lambda base: watch.over("backend", create(base))
+    base = settings.base_models[0]
+    return runtime.trainer(settings, base, watched, node, doorbell.train_queue(base.name))
+
+
+def _handle(worker: runtime.Runtime, request_id: str, model_id: str, kind: str) -> Answer:
+    """As the Celery task does it: whatever goes wrong outside the Op is to be rung again."""
+    try:
+        result = worker.handle(request_id, model_id, kind)
+    except NotNow as reason:
+        return "not now", str(reason)
+    except Exception as error:
+        return "error", f"{type(error).__name__}: {error}"
+    if result is None:
+        return "unknown", ""
+    return "failed" if result.failed else "done", result.body.decode(errors="replace")

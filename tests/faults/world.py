@@ -1,0 +1,290 @@
+"""What all workers share, and runs on it: journalled as the API does it, and read as a client and an operator do."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import redis
+
+from app import ids
+from app.domain import codec
+from app.domain.batch import Batch, Ragged
+from app.domain.checkpoints import MANIFEST
+from app.domain.ops import AdamParams, CreateModel, ForwardBackward, LoraSpec, ModelSpec, Op, OptimStep
+from app.domain.records import Checkpoint, Model, dump
+from app.settings import Settings
+from app.stores import objects
+from app.stores.redis import keys
+from app.stores.redis.client import connect, text_fields
+from app.stores.redis.oplog import RedisOpLog
+from app.stores.redis.records import RedisRecords
+from tests.faults.watching import Fault
+from tests.faults.worker_process import Answer, Died, WorkerProcess
+from workers import checkpoints
+
+BASE = "base"
+LORA = LoraSpec(rank=4, seed=3)
+WITHIN_S = 90
+# A budget no journal keeps to, so that every optim_step is followed by a durable snapshot.
+EVERY_STEP = {"journal_bytes": 1}
+
+
+def batch(seed: int, tokens: int = 9) -> Batch:
+    """Two datums, of `tokens` and `tokens` + 1 tokens."""
+    generator = np.random.default_rng(seed)
+    rows = [generator.integers(3, 300, size=tokens + i) for i in range(2)]
+    targets = [np.roll(row, -1) for row in rows]
+    return Batch(Ragged.of(rows, np.int32), {"target_tokens": Ragged.of(targets, np.int64)})
+
+
+def backward(seed: int, tokens: int = 9) -> ForwardBackward:
+    return ForwardBackward(batch(seed, tokens), "cross_entropy")
+
+
+def optim_step() -> OptimStep:
+    return OptimStep(AdamParams(learning_rate=1e-2, eps=1e-8))
+
+
+def await_true(what: Callable[[], Any], why: str) -> None:
+    deadline = time.monotonic() + WITHIN_S
+    while not what():
+        assert time.monotonic() < deadline, f"in vain for {WITHIN_S} s: {why}"
+        time.sleep(0.01)
+
+
+@dataclass
+class World:
+    """`engine` overrides the engine's settings, and `store` those of a folder; workers reach it at `store_url`.
+
+    Each node is a machine: it has a data folder of its own.
+
+    Whoever uses it rings by himself; what workers ring is heard by nobody.
+    """
+
+    folder: Path
+    redis_url: str
+    base_path: Path
+    store: dict[str, str] = field(default_factory=dict)
+    store_url: str = ""
+    engine: dict[str, Any] = field(default_factory=dict)
+    workers: list[WorkerProcess] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.client = connect(self.redis_url)
+        settings = self.settings("test", "")
+        self.oplog = RedisOpLog(self.client, settings.engine)
+        self.records = RedisRecords(self.client)
+        self.objects = objects.create(settings)
+
+    def settings(self, node: str, store_url: str) -> Settings:
+        store = self.store or {"url": f"file://{self.folder / 'objects'}"}
+        base = {"name": BASE, "path": str(self.base_path), "dtype": "float32", "trainer": {"backend": "torch"}}
+        return Settings.model_validate(
+            {
+                "data_dir": self.folder / node,
+                "redis": {"url": self.redis_url},
+                "store": {**store, "url": store_url or store["url"]},
+                "engine": {"lease_s": 30.0, **self.engine},
+                "base_models": [base],
+            }
+        )
+
+    def worker(self, node: str, *faults: Fault) -> WorkerProcess:
+        worker = WorkerProcess(self.settings(node, self.store_url), node, *faults)
+        self.workers.append(worker)
+        return worker
+
+    def run(self, name: str) -> Run:
+        run = Run(self, ids.model_id(name, 0))
+        self.oplog.create_model(run.model_id, dump(Model("me", name, BASE, 0.0)))
+        run.admit(CreateModel(ModelSpec(BASE, LORA)))
+        return run
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.kill()
+        self.client.close()
+
+
+@dataclass
+class Run:
+    """One model's journal."""
+
+    world: World
+    model_id: str
+    kinds: list[str] = field(default_factory=list)
+
+    @property
+    def last(self) -> int:
+        return len(self.kinds) - 1
+
+    def admit(self, *ops: Op) -> int:
+        """Journal them behind one another; the last one's seq."""
+        for op in ops:
+            self._admit(len(self.kinds), op)
+            self.kinds.append(op.kind)
+        return self.last
+
+    def request_id(self, seq: int) -> str:
+        return ids.request_id(self.model_id, seq)
+
+    def ring(self, worker: WorkerProcess, seq: int) -> None:
+        worker.ring(self.request_id(seq), self.model_id, self.kinds[seq])
+
+    def head(self) -> dict[str, str]:
+        """applied, epoch, worker, snapshot, snapshot_seq, and the Model record."""
+        return text_fields(self.world.client.hgetall(keys.model(self.model_id)))
+
+    def error(self, seq: int) -> dict[str, str]:
+        """What a failed future says: its text, and its category."""
+        found = self.world.oplog.outcome(self.request_id(seq))
+        assert found is not None and found.failed, f"seq {seq} did not fail"
+        return json.loads(found.body)
+
+    def result(self, seq: int) -> bytes:
+        """What a poll reads, with ids that differ between runs taken out."""
+        found = self.world.oplog.outcome(self.request_id(seq))
+        assert found is not None, f"seq {seq} has no result"
+        text = b"failed " if found.failed else b"done "
+        return text + found.body.replace(self.model_id.encode(), b"M")
+
+    def prefix(self, name: str, kind: str = "weights") -> str:
+        """Where a named checkpoint lies."""
+        stored = self.world.records.get(Checkpoint.namespace, self.path(name, kind))
+        assert stored is not None, f"{name} is not listed"
+        return str(json.loads(stored["prefix"]))
+
+    def path(self, name: str, kind: str = "weights") -> str:
+        return str(ids.TinkerPath(self.model_id, kind, name))
+
+    def lapse(self) -> None:
+        """As time does to the lease of a worker that is no more."""
+        self.world.client.delete(keys.lease(self.model_id))
+
+    def await_snapshot(self, seq: int, worker: WorkerProcess) -> None:
+        """Until the durable snapshot stands at `seq`, or the worker that was to take it is dead."""
+        await_true(lambda: not worker.alive or int(self.head()["snapshot_seq"]) >= seq, f"no snapshot at {seq}")
+
+    def state(self) -> dict[str, Any]:
+        """All that anybody can see of it, the same for two runs that went alike."""
+        listed = [path for path, _ in self.world.records.list(Checkpoint.namespace) if self.model_id in path]
+        return {
+            "applied": self.head()["applied"],
+            "results": {(seq, kind): self.result(seq) for seq, kind in enumerate(self.kinds)},
+            "checkpoints": {path.replace(self.model_id, "M"): self.files(self._stored_prefix(path)) for path in listed},
+        }
+
+    def check_objects(self) -> None:
+        """Nothing half-written is visible: whatever has a manifest is whole, and what is referred to has one."""
+        prefix = f"models/{self.model_id}/"
+        visible = {key.removesuffix(f"/{MANIFEST}") for key in self._keys(prefix) if key.endswith(f"/{MANIFEST}")}
+        listed = {
+            self._stored_prefix(p) for p, _ in self.world.records.list(Checkpoint.namespace) if self.model_id in p
+        }
+        snapshot = {self.head()["snapshot"]} - {""}
+        assert listed | snapshot <= visible
+        for checkpoint in visible:
+            assert self.files(checkpoint)
+
+    def _admit(self, seq: int, op: Op) -> None:
+        """As the API's client does it: again and again until it is told that it is on disk."""
+        payload = codec.encode(op)
+        deadline = time.monotonic() + WITHIN_S
+        while time.monotonic() < deadline:
+            with suppress(redis.RedisError):
+                self.world.oplog.admit(self.model_id, seq, op.kind, payload, codec.digest(payload))
+                return
+            time.sleep(0.02)
+        raise AssertionError(f"seq {seq} could not be admitted")
+
+    def _stored_prefix(self, path: str) -> str:
+        stored = self.world.records.get(Checkpoint.namespace, path)
+        assert stored is not None
+        return str(json.loads(stored["prefix"]))
+
+    def _keys(self, prefix: str) -> list[str]:
+        return self.world.objects.list(prefix)
+
+    def files(self, prefix: str) -> dict[str, str]:
+        """Names and sha256 of a checkpoint's files, which are verified on the way."""
+        cache = self.world.folder / "verified"
+        checkpoints.fetch(self.world.objects, prefix, cache)
+        checkpoints.forget(prefix, cache)
+        manifest = checkpoints.read_manifest(self.world.objects, prefix)
+        return {name: entry.sha256 for name, entry in manifest.files.items()}
+
+
+def differences(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, Any]:
+    """What of two runs' states is not alike; short enough to be read."""
+    return {
+        part: {key: (value, wanted.get(key)) for key, value in found[part].items() if value != wanted.get(key)}
+        for part, wanted in expected.items()
+        if isinstance(wanted, dict) and found[part] != wanted
+    }
+
+
+@dataclass
+class Service:
+    """A worker that is started again whenever it dies: on the same machine, or the next of `nodes`.
+
+    What was put off or refused is rung again, as the doorbells and the sweeper do; `turned_away` counts that.
+    """
+
+    run: Run
+    nodes: Iterator[str]
+    deaths: int = 0
+    turned_away: int = 0
+
+    @classmethod
+    def on(cls, run: Run, *nodes: str, faults: tuple[Fault, ...] = ()) -> Service:
+        service = cls(run, itertools.cycle(nodes))
+        service.start(faults)
+        return service
+
+    def start(self, faults: tuple[Fault, ...] = ()) -> None:
+        self.worker = self.run.world.worker(next(self.nodes), *faults)
+
+    def replace(self, faults: tuple[Fault, ...] = ()) -> None:
+        """The worker is gone; its lease lapses, and another one starts."""
+        self.run.lapse()
+        self.start(faults)
+
+    def try_to(self, seq: int) -> Answer:
+        """Ring once; a death is an answer too, and the next worker is there."""
+        try:
+            self.run.ring(self.worker, seq)
+            return self.worker.answer()
+        except Died as death:
+            self.deaths += 1
+            self.replace()
+            return "error", str(death)
+
+    def run_to(self, seq: int) -> None:
+        """Ring until `seq` is terminal."""
+        deadline = time.monotonic() + WITHIN_S
+        while time.monotonic() < deadline:
+            what, why = self.try_to(seq)
+            if what in ("done", "failed"):
+                return
+            self.turned_away += 1
+            time.sleep(0.02)
+        raise AssertionError(f"seq {seq} did not end; last: {what}: {why}")
+
+    def await_snapshot(self, seq: int) -> None:
+        """Only a worker nothing happened to owes one."""
+        if not self.deaths:
+            self.run.await_snapshot(seq, self.worker)
+
+    def close(self) -> None:
+        try:
+            self.worker.close()
+        except Died:
+            self.deaths += 1

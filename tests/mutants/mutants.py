@@ -1,0 +1,269 @@
+"""The list. `old` stands in `file` exactly once; without it (`new` in its place) one of `tests` fails.
+
+To add a guard's: write the smallest change that takes it out, and name the fastest test that misses it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_LUA = "app/stores/redis/lua"
+# Without the fixtures of the API's own tests, which take seconds to load.
+_OPLOG = "--confcutdir=tests/unit/app/stores -p tests.unit.conftest tests/unit/app/stores/redis/test_oplog.py"
+_JOURNAL = "tests/property/test_journal.py"
+_RECOVERY = "tests/property/test_recovery.py"
+_CHECKPOINTS = "tests/property/test_checkpoints.py"
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """`name` is the guard that is gone, `tests` what pytest is told to run."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: str
+
+
+MUTANTS = (
+    # Admission: a call is identified by model, seq and content.
+    Mutant(
+        "dedupe: other content under a used seq",
+        f"{_LUA}/admit.lua",
+        "known[1] == ARGV[6] and 'repeat' or 'conflict'",
+        "'repeat'",
+        f"{_OPLOG}::test_other_content_under_a_used_seq_is_a_400_and_changes_nothing",
+    ),
+    Mutant(
+        "consumed: a seq whose future has expired",
+        f"{_LUA}/admit.lua",
+        "if seq <= applied then return {'consumed', ''} end",
+        "",
+        f"{_OPLOG}::test_a_seq_whose_future_has_expired_is_not_run_again",
+    ),
+    Mutant(
+        "refused: a seq that was refused or given up",
+        f"{_LUA}/admit.lua",
+        "if known[2] then return {'refused', known[2]} end",
+        "",
+        f"{_OPLOG}::test_a_lost_batch_is_consumed_and_dooms_only_what_waited_up_to_the_next_optim_step",
+    ),
+    Mutant(
+        "refuse: a seq that is taken",
+        f"{_LUA}/refuse.lua",
+        "if redis.call('EXISTS', 'tinsmith:op:' .. request) == 1 then return 0 end",
+        "",
+        f"{_JOURNAL}::test_a_seq_that_is_taken_can_not_be_refused",
+    ),
+    # Order and ownership.
+    Mutant(
+        "commit: only applied + 1",
+        f"{_LUA}/commit.lua",
+        " or tonumber(head[2]) ~= seq - 1",
+        "",
+        f"{_OPLOG}::test_a_commit_out_of_order_or_twice_is_fenced",
+    ),
+    Mutant(
+        "commit: only the newest epoch",
+        f"{_LUA}/commit.lua",
+        "head[1] ~= ARGV[2] or ",
+        "",
+        f"{_OPLOG}::test_a_restarted_node_replaces_its_earlier_process_and_fences_it",
+    ),
+    Mutant(
+        "next: only the newest epoch",
+        f"{_LUA}/next.lua",
+        "if redis.call('HGET', 'tinsmith:models:' .. model, 'epoch') ~= ARGV[2] then return 0 end",
+        "",
+        f"{_OPLOG}::test_a_restarted_node_replaces_its_earlier_process_and_fences_it",
+    ),
+    Mutant(
+        "acquire: one node at a time",
+        f"{_LUA}/acquire.lua",
+        "if held and node(held) ~= node(ARGV[2]) then return {held} end",
+        "",
+        f"{_OPLOG}::test_one_node_owns_a_model_until_its_lease_ends",
+    ),
+    Mutant(
+        "acquire: a new owner has a new epoch",
+        f"{_LUA}/acquire.lua",
+        "redis.call('HINCRBY', key, 'epoch', 1)",
+        "",
+        f"{_OPLOG}::test_a_restarted_node_replaces_its_earlier_process_and_fences_it",
+    ),
+    Mutant(
+        "release: only one's own lease",
+        f"{_LUA}/release.lua",
+        "if redis.call('GET', key) == ARGV[2] then redis.call('DEL', key) end",
+        "redis.call('DEL', key)",
+        f"{_OPLOG}::test_one_node_owns_a_model_until_its_lease_ends",
+    ),
+    Mutant(
+        "leases: unheard for a lease, all are lost",
+        "workers/leases.py",
+        "time.monotonic() - self._renewed.get(id_, -math.inf) < self._lease_s",
+        "id_ in self._renewed",
+        "tests/property/test_leases.py",
+    ),
+    # Snapshots and the journal behind them.
+    Mutant(
+        "set_snapshot: only the newest epoch",
+        f"{_LUA}/set_snapshot.lua",
+        "head[1] ~= ARGV[2] or ",
+        "",
+        f"{_OPLOG}::test_a_replaced_owner_sets_no_snapshot",
+    ),
+    Mutant(
+        "set_snapshot: never back",
+        f"{_LUA}/set_snapshot.lua",
+        "tonumber(ARGV[3]) <= tonumber(head[2]) or ",
+        "",
+        f"{_OPLOG}::test_a_snapshot_trims_the_journal_behind_it_and_only_moves_forward",
+    ),
+    Mutant(
+        "set_snapshot: never ahead of what was applied",
+        f"{_LUA}/set_snapshot.lua",
+        " or tonumber(ARGV[3]) > tonumber(head[4])",
+        "",
+        f"{_OPLOG}::test_a_snapshot_trims_the_journal_behind_it_and_only_moves_forward",
+    ),
+    Mutant(
+        "set_snapshot: trim only behind it",
+        f"{_LUA}/set_snapshot.lua",
+        "redis.call('ZREMRANGEBYSCORE', journal, '-inf', ARGV[3])",
+        "redis.call('DEL', journal)",
+        f"{_JOURNAL}::test_what_is_behind_a_snapshot_is_trimmed_and_the_rest_stays",
+    ),
+    Mutant(
+        "commit: keep what a replay runs",
+        f"{_LUA}/commit.lua",
+        "if ARGV[4] == 'failed' or kind == 'forward' or kind == 'save_weights' then",
+        "if true then",
+        f"{_JOURNAL}::test_what_a_replay_runs_is_kept_until_then",
+    ),
+    Mutant(
+        "replay: what failed has no effect",
+        "workers/executor.py",
+        "        elif entry.doomed:\n            self.give_up(lease, entry)\n",
+        "",
+        f"{_RECOVERY}::test_what_failed_has_no_effect_in_a_replay_either",
+    ),
+    # Lost gradients.
+    Mutant(
+        "doom: up to the next optim_step only",
+        f"{_LUA}/prelude.lua",
+        "if redis.call('HGET', op, 'kind') == 'optim_step' then break end",
+        "",
+        f"{_OPLOG}::test_a_failed_forward_backward_dooms_what_waits_up_to_the_next_optim_step",
+    ),
+    Mutant(
+        "doom: the first reason stays",
+        f"{_LUA}/prelude.lua",
+        "redis.call('HSETNX', op, 'doomed', reason)",
+        "redis.call('HSET', op, 'doomed', reason)",
+        f"{_JOURNAL}::test_the_first_reason_an_op_fails_for_stays",
+    ),
+    Mutant(
+        "commit: a failed forward_backward dooms what waits",
+        f"{_LUA}/commit.lua",
+        "if kind == 'forward_backward' then doom(model, seq, ARGV[9]) end",
+        "",
+        f"{_OPLOG}::test_a_failed_forward_backward_dooms_what_waits_up_to_the_next_optim_step",
+    ),
+    Mutant(
+        "window: no step without all its gradients",
+        "workers/executor.py",
+        "if entry.kind == OptimStep.kind and window.missing:",
+        "if False:",
+        f"{_RECOVERY}::test_no_step_runs_behind_a_batch_that_failed_even_when_another_came",
+    ),
+    Mutant(
+        "window: nothing stands in for a batch that failed",
+        "workers/window.py",
+        "replace(self, added=True) if self.beyond_repair else Window(added=True)",
+        "Window(added=True)",
+        f"{_RECOVERY}::test_no_step_runs_behind_a_batch_that_failed_even_when_another_came",
+    ),
+    Mutant(
+        "window: nothing stands in for a refused batch behind others",
+        "workers/window.py",
+        "beyond_repair=self.beyond_repair or self.added",
+        "beyond_repair=self.beyond_repair",
+        f"{_RECOVERY}::test_a_refused_batch_may_be_sent_again_only_if_nothing_was_added_before_it",
+    ),
+    # States that may not be used again.
+    Mutant(
+        "runner: a state whose commit is in doubt goes",
+        "workers/runner.py",
+        "        except Fenced as fenced:\n            self._owner.discard(model_id)\n",
+        "        except Fenced as fenced:\n",
+        f"{_RECOVERY}::test_a_state_whose_commit_is_in_doubt_is_never_used_again",
+    ),
+    Mutant(
+        "runner: all states go when the backend broke",
+        "workers/runner.py",
+        "        self._owner.discard_all()\n",
+        "",
+        f"{_RECOVERY}::test_a_state_beside_a_device_error_is_thrown_away",
+    ),
+    Mutant(
+        "runner: an Op has so many attempts",
+        "workers/runner.py",
+        "        if entry.attempts >= MAX_ATTEMPTS:\n            text",
+        "        if False:\n            text",
+        f"{_RECOVERY}::test_an_op_that_always_breaks_its_worker_is_given_up",
+    ),
+    Mutant(
+        "next: an Op that killed its worker had an attempt",
+        f"{_LUA}/next.lua",
+        "if runner and runner ~= ARGV[4] then redis.call('HINCRBY', op, 'attempts', 1) end",
+        "",
+        f"{_RECOVERY}::test_an_op_that_always_kills_its_worker_is_given_up",
+    ),
+    # Checkpoints.
+    Mutant(
+        "checkpoints: the manifest comes last",
+        "workers/checkpoints.py",
+        "    for name, entry in manifest.files.items():\n        _upload(",
+        "    store.put_new(f'{prefix}/{MANIFEST}', manifest.to_json())\n"
+        "    for name, entry in manifest.files.items():\n        _upload(",
+        f"{_CHECKPOINTS}::test_a_write_that_ends_at_any_call_leaves_no_checkpoint_or_a_whole_one_and_can_be_repeated",
+    ),
+    Mutant(
+        "checkpoints: a committed one is not written again",
+        "workers/checkpoints.py",
+        "    try:\n        return read_manifest(store, prefix)\n    except NotFound:\n        pass\n",
+        "",
+        f"{_CHECKPOINTS}::test_a_checkpoint_stays_what_it_was_whoever_writes_it_again",
+    ),
+    Mutant(
+        "checkpoints: what is removed loses its manifest first",
+        "app/stores/objects/removal.py",
+        "not key.endswith",
+        "key.endswith",
+        f"{_CHECKPOINTS}::test_a_removal_that_dies_in_the_middle_leaves_no_half_checkpoint",
+    ),
+    Mutant(
+        "folder store: create only",
+        "app/stores/objects/folder.py",
+        "os.link(temporary, target)",
+        "temporary.replace(target)",
+        "tests/conformance/test_object_store.py::test_of_concurrent_writers_of_one_key_exactly_one_wins[folder]",
+    ),
+    Mutant(
+        "downloads: sha256",
+        "workers/downloads.py",
+        "        if found == expected:\n",
+        "        if found.size == expected.size:\n",
+        f"{_CHECKPOINTS}::test_a_damaged_checkpoint_is_never_handed_out",
+    ),
+    # Samples.
+    Mutant(
+        "finish_sample: the first result stays",
+        f"{_LUA}/finish_sample.lua",
+        "if redis.call('HGET', future, 'state') ~= 'pending' then return 0 end",
+        "",
+        f"{_OPLOG}::test_a_sample_is_deduplicated_claimed_once_and_its_first_result_stays",
+    ),
+)

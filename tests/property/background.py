@@ -1,0 +1,62 @@
+"""Stands in for the threads behind a trainer: the same work at moments the test says, so that a run can be repeated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+Item = TypeVar("Item")
+
+
+class Background:
+    """Of one process. While it `lags` its work waits for `catch_up`; otherwise it is done where it is handed in."""
+
+    def __init__(self) -> None:
+        self.lags = False
+        self._workers: list[Work] = []
+
+    def latest(self, name: str, work: Callable[[str, Item], None], retry_s: float) -> Work[Item]:
+        """In the place of workers.background.Latest."""
+        self._workers.append(Work(self, work))
+        return self._workers[-1]
+
+    def catch_up(self) -> None:
+        """Writes come before the uploads they lead to."""
+        for worker in self._workers:
+            worker.work_off()
+
+
+class Work(Generic[Item]):
+    """Keeps the newest item of a key; one that failed waits for the next time."""
+
+    def __init__(self, background: Background, work: Callable[[str, Item], None]) -> None:
+        self._background, self._work = background, work
+        self._waiting: dict[str, Item] = {}
+
+    def put(self, key: str, item: Item, *, at_once: bool = False) -> None:
+        self._waiting[key] = item
+        if not self._background.lags:
+            self.work_off()
+
+    def ready(self, key: str) -> bool:
+        return key not in self._waiting
+
+    def item(self, key: str) -> Item | None:
+        return None
+
+    def finish(self, key: str, timeout_s: float) -> None:
+        self.work_off()
+
+    def drop(self, key: str) -> None:
+        self._waiting.pop(key, None)
+
+    def close(self, timeout_s: float) -> None:
+        self._waiting.clear()
+
+    def work_off(self) -> None:
+        for key in list(self._waiting):
+            item = self._waiting.pop(key)
+            try:
+                self._work(key, item)
+            except Exception:
+                self._waiting.setdefault(key, item)

@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+
+import pytest
+import redis
+
+from app.stores.redis.client import connect
+from tests.servers import start_valkey
+from workers import downloads
+
+
+@pytest.fixture(scope="session")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[redis.Redis]:
+    """One server for all examples, which flush it. It is never restarted, so nothing has to reach the disk."""
+    with start_valkey(tmp_path_factory.mktemp("valkey")) as url, connect(url) as client:
+        client.config_set("appendonly", "no")
+        yield client
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """Thousands of broken Ops would bury the steps that failed."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.fixture(autouse=True)
+def no_power_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes die here, the machine does not: what was written is there, and a disk would be most of the time."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
+@pytest.fixture(autouse=True)
+def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A download that failed is tried again at once."""
+    monkeypatch.setattr(downloads, "_PAUSE_S", 0.0)

@@ -1,0 +1,105 @@
+"""What a journal must do, as plainly as it can be said: dictionaries and a list of rules, no Redis."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from app.domain.results import Result
+
+STEP, BACKWARD = "optim_step", "forward_backward"
+NO_REPLAY = ("forward", "save_weights")
+
+
+@dataclass
+class JournalledOp:
+    kind: str
+    payload: bytes = b""
+    doomed: str = ""
+    attempts: int = 0
+    runner: str = ""
+
+
+@dataclass
+class JournalModel:
+    """One model's journal. `ops` is what is journalled, `digests`/`refused` what each seq was used for."""
+
+    applied: int = -1
+    epoch: int = 0
+    worker: str = ""
+    holder: str = ""
+    snapshot: str = ""
+    snapshot_seq: int = -1
+    ops: dict[int, JournalledOp] = field(default_factory=dict)
+    digests: dict[int, str] = field(default_factory=dict)
+    refused: dict[int, str] = field(default_factory=dict)
+    results: dict[int, Result] = field(default_factory=dict)
+
+    def admit(self, seq: int, kind: str, payload: bytes, digest: str) -> str:
+        if seq in self.refused:
+            return "refused"
+        if seq in self.digests:
+            return "repeat" if self.digests[seq] == digest else "conflict"
+        if seq <= self.applied:
+            return "consumed"
+        self.digests[seq] = digest
+        self.ops[seq] = JournalledOp(kind, payload)
+        return "fresh"
+
+    def refuse(self, seq: int, reason: str, kind: str) -> bool:
+        if seq <= self.applied or seq in self.ops:
+            return False
+        if kind != "skip":
+            self._doom_behind(seq, reason)
+        self.refused[seq] = reason
+        self.ops[seq] = JournalledOp(kind, doomed=reason)
+        return True
+
+    def acquire(self, worker: str) -> bool:
+        if self.holder and _node(self.holder) != _node(worker):
+            return False
+        self.holder = worker
+        if self.worker != worker:
+            self.worker = worker
+            self.epoch += 1
+        return True
+
+    def commit(self, epoch: int, seq: int, result: Result, why: str) -> bool:
+        if epoch != self.epoch or seq != self.applied + 1:
+            return False
+        self.applied = seq
+        op = self.ops[seq]
+        if result.failed or op.kind in NO_REPLAY:
+            op.payload = b""
+        if result.failed:
+            op.doomed = op.doomed or why
+            if op.kind == BACKWARD:
+                self._doom_behind(seq, why)
+        if seq in self.digests:
+            self.results[seq] = result
+        return True
+
+    def set_snapshot(self, epoch: int, seq: int, reference: str) -> bool:
+        if epoch != self.epoch or not self.snapshot_seq < seq <= self.applied:
+            return False
+        self.snapshot, self.snapshot_seq = reference, seq
+        self.ops = {later: op for later, op in self.ops.items() if later > seq}
+        return True
+
+    def waiting(self) -> list[str]:
+        """Kinds of what waits from the next seq on, without a gap."""
+        kinds = []
+        seq = self.applied + 1
+        while seq in self.ops:
+            kinds.append(self.ops[seq].kind)
+            seq += 1
+        return kinds
+
+    def _doom_behind(self, lost: int, reason: str) -> None:
+        for seq in sorted(seq for seq in self.ops if seq > lost):
+            self.ops[seq].doomed = self.ops[seq].doomed or reason
+            if self.ops[seq].kind == STEP:
+                return
+
+
+def _node(worker: str) -> str:
+    return worker.rpartition("/")[0]

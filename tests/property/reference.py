@@ -1,0 +1,88 @@
+"""What the results of a run say the model must be: each Op whose result is a success, once, in order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from app.domain.ops import CreateModel, DropGradients, ForwardBackward, LoadWeights, Op, OptimStep, SaveWeights
+from app.domain.results import Result
+from tests.property.vector_backend import State, VectorBackend
+from tests.property.world import MODEL
+from workers import results
+from workers.training.base import Create
+
+
+@dataclass
+class Reference:
+    """Fed a run's Ops in order with their visible results. Batches count; with `exact` so do all bits."""
+
+    exact: bool
+    backend: VectorBackend = field(default_factory=VectorBackend)
+    saved: dict[str, State] = field(default_factory=dict)
+    window: list[str] = field(default_factory=list)
+    """What came since the last step, load or drop: "added", "refused" or "failed"."""
+
+    @property
+    def state(self) -> State:
+        return self.backend.states[MODEL]
+
+    def consumed(self, kind: str) -> None:
+        """A seq that was refused."""
+        if kind == "lost_batch":
+            self.window.append("refused")
+        if kind == "drop_gradients":
+            self._drop()
+            self.window = ["dropped"]
+
+    def ran(self, seq: int, op: Op, result: Result) -> None:
+        if result.failed:
+            self._failed(op)
+            return
+        output = None
+        match op:
+            case CreateModel():
+                self.backend.apply({MODEL: Create(op.spec.lora)})
+                self.window = []
+            case SaveWeights():
+                self.saved[f"tinker://{MODEL}/{op.checkpoint_kind}/{op.name}"] = self._copy()
+            case LoadWeights():
+                self.backend.states[MODEL] = _loaded(self.saved[op.source], op.optimizer)
+                self.window = []
+            case OptimStep():
+                assert self._whole(), f"the step at seq {seq} ran on part of its gradients: {self.window}"
+                output = self.backend.apply({MODEL: op})[MODEL]
+                self.window = []
+            case ForwardBackward():
+                output = self.backend.apply({MODEL: op})[MODEL]
+                if not op.forward_only:
+                    self.window.append("added")
+        if self.exact and output is not None:
+            assert result == results.of_output(output), f"seq {seq} has other bits than the undisturbed run"
+
+    def _failed(self, op: Op) -> None:
+        if isinstance(op, OptimStep):
+            self._drop()
+            self.window = []
+        if isinstance(op, ForwardBackward) and not op.forward_only:
+            self.window.append("failed")
+
+    def _whole(self) -> bool:
+        """Nothing failed or was dropped; a refused batch was sent again, and nothing had been added before it."""
+        if "failed" in self.window:
+            return False
+        lost = [at for at, what in enumerate(self.window) if what != "added"]
+        if not lost:
+            return True
+        return "added" not in self.window[: lost[-1]] and "added" in self.window[lost[-1] :]
+
+    def _drop(self) -> None:
+        self.backend.apply({MODEL: DropGradients()})
+
+    def _copy(self) -> State:
+        state = self.state
+        return State(state.rank, state.weight, state.moment, steps=[list(step) for step in state.steps])
+
+
+def _loaded(saved: State, optimizer: bool) -> State:
+    moment = saved.moment if optimizer else 0.0
+    return State(saved.rank, saved.weight, moment, steps=[list(step) for step in saved.steps])

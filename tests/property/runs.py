@@ -1,0 +1,33 @@
+"""How many random runs a machine gets: a short form for CI, and `make property`."""
+
+from __future__ import annotations
+
+import os
+
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
+
+RUNS_VARIABLE = "TINSMITH_PROPERTY_RUNS"
+_STEPS = 40
+
+
+def run_machine(machine: type[RuleBasedStateMachine], short: int) -> None:
+    """`short` examples of 40 steps; or as many as the environment says, and a failure is then made as small as can be.
+
+    Never derandomized: each CI run searches anew. A failure prints its steps, and a line that reproduces it; found, it
+    becomes a scripted test.
+    """
+    runs = os.environ.get(RUNS_VARIABLE)
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=int(runs or short),
+            stateful_step_count=_STEPS,
+            phases=[Phase.generate, *([Phase.shrink] if runs else [])],
+            deadline=None,
+            derandomize=False,
+            database=None,
+            print_blob=True,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )

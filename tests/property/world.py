@@ -1,0 +1,147 @@
+"""Several workers of one model: the product's own runner, owner, executor and snapshots on a real server and a real
+folder store, with a backend of three numbers, and every call to the outside watched."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NoReturn
+from unittest import mock
+
+import redis
+
+from app import ids
+from app.domain import codec
+from app.domain.ops import CreateModel, LoraSpec, ModelSpec, Op, as_asked
+from app.domain.records import Model, dump
+from app.domain.results import Result
+from app.errors import Fenced
+from app.settings import EngineSettings
+from app.stores.interfaces import ObjectStore
+from app.stores.objects.folder import FolderStore
+from app.stores.redis import keys
+from app.stores.redis.oplog import RedisOpLog
+from app.stores.redis.records import RedisRecords
+from tests.property.background import Background
+from tests.property.faults import Crash, Fault, Faults
+from tests.property.vector_backend import VectorBackend
+from workers.drain import Drain
+from workers.executor import Executor
+from workers.leases import LeaseKeeper
+from workers.outcome import NotNow
+from workers.owner import Owner, Resident
+from workers.parked import Parked
+from workers.restore import Restore
+from workers.runner import TrainingRunner
+from workers.saving import Saver
+from workers.snapshot import Snapshots
+from workers.snapshot_folder import SnapshotFolder
+
+BASE = "base"
+MODEL = "session:train:0"
+CREATE = CreateModel(ModelSpec(BASE, LoraSpec(rank=4, seed=3)))
+# No lease lapses and no renewal comes by itself: a machine says when, or its runs could not be repeated.
+_LEASE_S = 3600.0
+
+
+@dataclass
+class Trainer:
+    """One process. `rung` are the doorbells it rang: (request id, queue)."""
+
+    name: str
+    runner: TrainingRunner
+    owner: Owner
+    drain: Drain
+    backend: VectorBackend
+    keeper: LeaseKeeper
+    background: Background
+    faults: Faults
+    rung: list[tuple[str, str]]
+
+    def ring(self, seq: int, kind: str = "forward_backward") -> Result | None:
+        """What the doorbell ends as; None for all that is no result, which leaves it to be rung again.
+
+        Fenced comes from a restore that was overtaken by another owner's snapshot.
+        """
+        with contextlib.suppress(NotNow, redis.RedisError, Fenced, Crash):
+            return self.runner.handle(ids.request_id(MODEL, seq), MODEL, kind)
+        return None
+
+
+@dataclass
+class TrainerWorld:
+    """Shared by all workers. With `noise` every run of a batch gives other gradients."""
+
+    client: redis.Redis
+    folder: Path
+    noise: random.Random | None = None
+    hit: Counter[Fault] = field(default_factory=Counter)
+    keepers: list[LeaseKeeper] = field(default_factory=list)
+    boots: Callable[[], int] = field(default_factory=lambda: itertools.count(1).__next__)
+
+    def __post_init__(self) -> None:
+        self.client.flushall()
+        self.settings = EngineSettings(lease_s=_LEASE_S)
+        self.oplog = RedisOpLog(self.client, self.settings)
+        self.records = RedisRecords(self.client)
+        self.store: ObjectStore = FolderStore(self.folder / "objects", "secret", "http://x")
+        self.oplog.create_model(MODEL, dump(Model("me", "session", BASE, 0.0)))
+
+    def admit(self, seq: int, op: Op) -> bool:
+        payload = codec.encode(op)
+        return self.oplog.admit(MODEL, seq, op.kind, payload, codec.digest(codec.encode(as_asked(op)))).fresh
+
+    def trainer(self, node: str, *, snapshots: bool = True, fragile: bool = False) -> Trainer:
+        """A new process of a node, with a snapshot after every optim_step, or none. Node b has a machine of its own."""
+        name = f"{node}/{self.boots()}"
+        backend, faults, background = VectorBackend(self.noise, fragile), Faults(self.hit), Background()
+        oplog, store = faults.watch("oplog", self.oplog), faults.watch("store", self.store)
+        watched_backend = faults.watch("backend", backend)
+        keeper = LeaseKeeper(self.oplog, name, _LEASE_S)
+        self.keepers.append(keeper)
+        saver = Saver(watched_backend, self.records, store)
+        executor = Executor(watched_backend, store, self.folder / "cache" / name, saver)
+        folder = SnapshotFolder(self.folder / ("machine b" if node == "b" else "machine a"), node)
+        engine = self.settings.model_copy(update={"snapshot_share": math.inf})
+        with mock.patch("workers.snapshot_pipeline.Latest", background.latest):
+            snapshots_of = Snapshots(oplog, saver, folder, engine, rest_s=0.0 if snapshots else math.inf)
+        rung: list[tuple[str, str]] = []
+
+        def ring(kind: str, request_id: str, parent_id: str, queue: str) -> None:
+            rung.append((request_id, queue))
+
+        def settle(resident: Resident, seconds: float) -> None:
+            snapshots_of.settle(resident, within_s=seconds)
+
+        def end(why: str) -> NoReturn:
+            drain.hand_over()
+            faults.dead = True
+            raise Crash
+
+        restore = Restore(oplog, executor, folder, snapshots_of)
+        owner = Owner(oplog, watched_backend, keeper, name, restore, settle, 64)
+        queue = f"train.{BASE}"
+        drain = Drain(oplog, owner, ring, queue)
+        parked = Parked(ring, f"{queue}@{node}")
+        runner = TrainingRunner(oplog, owner, executor, snapshots_of, parked, ring, queue, end)
+        return Trainer(name, runner, owner, drain, backend, keeper, background, faults, rung)
+
+    def lapse(self) -> None:
+        """The owner slept past its lease, and does not know."""
+        self.client.delete(keys.lease(MODEL))
+
+    def applied(self) -> int:
+        return int(self.client.hget(keys.model(MODEL), "applied") or -1)
+
+    def result(self, seq: int) -> Result | None:
+        return self.oplog.outcome(ids.request_id(MODEL, seq))
+
+    def stop(self) -> None:
+        for keeper in self.keepers:
+            keeper.stop()

@@ -1,0 +1,111 @@
+"""`python -m tests.soak [--minutes 60]`: sessions come and go, and nothing may grow. Exit code 1 when something did."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import shlex
+import shutil
+import signal
+import sys
+import threading
+import time
+import warnings
+from collections import defaultdict
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import tinker
+from tinker import types
+
+from ops.bench import machine
+from tests.contract.data import sentences, train
+from tests.contract.stack import API_KEY, BASE, Stack, running
+from tests.models import tiny_qwen3
+from tests.servers import free_port
+from tests.soak.measure import TOLERANCES, measure
+from tests.soak.trend import growth
+
+_RESULTS = Path(__file__).parent / "results"
+_SCRATCH = Path("data/soak")
+_CLIENTS = 2
+_SAMPLES_A_RUN = 60
+# What is kept for a while must reach its end within the run, or everything would seem to grow.
+_SHORT_LIVED = "[engine]\nresult_read_s = 20\nresult_unread_s = 20\nretain_s = 20.0\nsession_s = 60.0"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.soak", description="Serve sessions, and watch what grows.")
+    parser.add_argument("--minutes", type=float, default=60.0, help="how long; the published figures are of 60")
+    minutes: float = parser.parse_args(argv).minutes
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # else the stack would outlive us
+    os.environ["TINKER_TELEMETRY"], os.environ["HF_HUB_OFFLINE"] = "0", "1"
+    warnings.filterwarnings("ignore", message="DEPRECATED", category=FutureWarning)
+    logging.getLogger("tinker").setLevel(logging.ERROR)
+    surroundings = machine.surroundings(shlex.join(("python", "-m", "tests.soak", "--minutes", f"{minutes:g}")))
+    folder = _SCRATCH.absolute()
+    shutil.rmtree(folder, ignore_errors=True)
+    print(f"logs in {folder}", file=sys.stderr, flush=True)
+    base = tiny_qwen3(folder / "base")
+    made = Stack(folder / "data", base, free_port(), 'backend = "torch"', 'backend = "transformers"', _SHORT_LIVED)
+    with running(made):
+        sessions, series = soak(made, minutes)
+    faults = {name: fault for name, values in series.items() if (fault := _judge(name, values))}
+    content = {"ok": not faults, "faults": faults, "minutes": minutes, "sessions": sessions, "series": series}
+    text = json.dumps({**content, **surroundings}, indent=2) + "\n"
+    (folder / "report.json").write_text(text)
+    for name, values in series.items():
+        print(f"{name:24} {values[0]:>14,.0f} {values[-1]:>14,.0f}  {faults.get(name, '')}")
+    if minutes >= 60 and not faults:
+        _RESULTS.mkdir(exist_ok=True)
+        (_RESULTS / "soak.json").write_text(text)
+    return 1 if faults else 0
+
+
+def soak(stack: Stack, minutes: float) -> tuple[int, dict[str, list[float]]]:
+    """How many sessions were served, and the series measured meanwhile."""
+    over = threading.Event()
+    series: dict[str, list[float]] = defaultdict(list)
+    with ThreadPoolExecutor(_CLIENTS) as pool:
+        clients = [pool.submit(_sessions, stack, seed, over) for seed in range(_CLIENTS)]
+        try:
+            for _ in range(_SAMPLES_A_RUN):
+                time.sleep(minutes)  # a sixtieth of the run, in seconds
+                for name, value in measure(stack).items():
+                    series[name].append(value)
+        finally:
+            over.set()
+        return sum(client.result() for client in clients), dict(series)
+
+
+def _sessions(stack: Stack, seed: int, over: threading.Event) -> int:
+    count = 0
+    while not over.is_set():
+        _session(stack, seed)
+        count += 1
+    return count
+
+
+def _session(stack: Stack, seed: int) -> None:
+    """Create, train, sample, save, delete, finish."""
+    prompt = types.ModelInput.from_ints(sentences(1, seed=seed)[0])
+    with stack.client() as service:
+        client = service.create_lora_training_client(base_model=BASE, rank=4, seed=seed).result()
+        train(client, 3)
+        sampler = client.save_weights_and_get_sampling_client().result()
+        sampler.sample(prompt, 2, types.SamplingParams(max_tokens=8, seed=seed)).result()
+        path = client.save_state("kept").result().path
+        train(client, 2)
+    rest = tinker.RestClient(base_url=stack.url, api_key=API_KEY)
+    rest.delete_checkpoint_from_tinker_path(path).result()
+
+
+def _judge(name: str, values: Sequence[float]) -> str:
+    return growth(values, TOLERANCES[name.rpartition(".")[2]])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,28 @@
+"""Does a series of measurements grow? Medians of quarters, so that neither a spike nor the warm-up decides."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+_LEAST = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """The last quarter may lie above the second one by `share` of it and `amount` more, in the series' unit."""
+
+    share: float
+    amount: float
+
+
+def growth(series: Sequence[float], tolerance: Tolerance) -> str:
+    """What is wrong with the series; empty when it is flat. Of fewer than eight values nothing can be said."""
+    if len(series) < _LEAST:
+        return f"only {len(series)} measurements, which say nothing; {_LEAST} are the least"
+    quarter = len(series) // 4
+    before, after = median(series[quarter : 2 * quarter]), median(series[-quarter:])
+    if after <= before * (1 + tolerance.share) + tolerance.amount:
+        return ""
+    return f"grew from {before:,.0f} to {after:,.0f}"

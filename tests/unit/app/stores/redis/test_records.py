@@ -1,0 +1,57 @@
+"""Small records, and lists of very many of them."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import redis
+
+from app.stores.redis import records
+from app.stores.redis.records import RedisRecords
+
+
+@pytest.fixture
+def stored(client: redis.Redis) -> RedisRecords:
+    return RedisRecords(client)
+
+
+def test_a_list_holds_each_record_once_in_order_however_many_slices_it_takes(stored, monkeypatch):
+    monkeypatch.setattr(records, "_SLICE", 3)
+    for i in range(10):
+        stored.put("things", f"id-{9 - i}", {"n": str(i)})
+    assert list(stored.list("things")) == [(f"id-{i}", {"n": str(9 - i)}) for i in range(10)]
+
+
+def test_a_list_by_prefix_has_no_other(stored):
+    ids = ("a:1", "a:10", "a:2", "ab:1", "a", "b:1", "\u00fc:1")
+    for id_ in ids:
+        stored.put("things", id_, {"x": "y"})
+    assert [id_ for id_, _ in stored.list("things", "a:")] == ["a:1", "a:10", "a:2"]
+    assert [id_ for id_, _ in stored.list("things", "\u00fc")] == ["\u00fc:1"]
+    assert {id_ for id_, _ in stored.list("things")} == set(ids)
+    assert list(stored.list("things", "c")) == []
+
+
+def test_what_expired_is_not_listed_and_leaves_the_index(stored, client):
+    stored.put("things", "short", {"x": "y"}, ttl_s=0.001)
+    stored.put("things", "long", {"x": "y"})
+    time.sleep(0.01)
+    assert [id_ for id_, _ in stored.list("things")] == ["long"]
+    assert client.zcard("tinsmith:index:things") == 1
+
+
+def test_a_list_goes_on_while_records_come_and_go(stored, monkeypatch):
+    monkeypatch.setattr(records, "_SLICE", 2)
+    for i in range(6):
+        stored.put("things", str(i), {"x": "y"})
+    seen = []
+    for id_, _ in stored.list("things"):
+        seen.append(id_)
+        stored.delete("things", id_)
+    assert seen == [str(i) for i in range(6)]
+
+
+def test_now_is_the_servers_clock(stored, client, monkeypatch):
+    monkeypatch.setattr(time, "time", lambda: 0.0)
+    assert abs(stored.now() - client.time()[0]) < 60

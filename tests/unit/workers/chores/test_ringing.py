@@ -1,0 +1,126 @@
+"""What waits too long is rung again; gaps end."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import redis
+
+from app.domain.records import Model, dump
+from app.errors import BadRequest
+from app.settings import EngineSettings
+from app.stores.interfaces import Lease
+from app.stores.redis import keys
+from app.stores.redis.oplog import RedisOpLog
+from workers.chores.ringing import Ringing
+
+MODEL = "session:train:0"
+PATIENT = EngineSettings(lease_s=5, ring_again_s=60, gap_s=300)
+HASTY = EngineSettings(lease_s=5, ring_again_s=1e-6, gap_s=1e-6)
+
+
+@pytest.fixture
+def oplog(client: redis.Redis) -> RedisOpLog:
+    log = RedisOpLog(client, PATIENT)
+    log.create_model(MODEL, dump(Model("me", "session", "base", 0.0)))
+    return log
+
+
+def swept(oplog: RedisOpLog, settings: EngineSettings, times: int = 1) -> list[tuple[str, ...]]:
+    while any(pending.waited_s == 0 for pending in oplog.pending()):
+        time.sleep(0.001)  # the server counts milliseconds
+    rung: list[tuple[str, ...]] = []
+    ringing = Ringing(oplog, lambda *ring: rung.append(ring), settings)
+    time.sleep(0.001)  # what it has not watched itself does not count for a gap
+    for _ in range(times):
+        ringing.sweep()
+    return rung
+
+
+def test_an_op_whose_doorbell_was_lost_is_rung_again(oplog):
+    oplog.admit(MODEL, 0, "create_model", b"", "d")
+    oplog.admit_sample("s:sample:0:4", "s:sample:0", "me", "sample.base", b"", "d")
+    assert sorted(swept(oplog, HASTY)) == [
+        ("create_model", f"{MODEL}:0", MODEL, "train.base"),
+        ("sample", "s:sample:0:4", "s:sample:0", "sample.base"),
+    ]
+
+
+def test_everything_whose_doorbells_were_lost_is_rung_at_once_and_then_ever_more_rarely(oplog):
+    for seq in range(5):
+        oplog.admit(MODEL, seq, "forward_backward", b"", f"d{seq}")
+    rung = swept(oplog, HASTY.model_copy(update={"ring_again_s": 1e-4}), times=20)
+    assert [request for _, request, _, _ in rung[:5]] == [f"{MODEL}:{seq}" for seq in range(5)]
+    assert len(rung) < 5 * 20
+
+
+def test_what_waits_briefly_is_left_alone(oplog):
+    oplog.admit(MODEL, 0, "create_model", b"", "d")
+    assert swept(oplog, PATIENT) == []
+
+
+def test_an_op_that_runs_is_given_six_times_as_long(oplog):
+    oplog.admit(MODEL, 0, "create_model", b"", "d")
+    lease = oplog.acquire(MODEL, "a/1")
+    assert isinstance(lease, Lease)
+    oplog.next(lease, 0)
+    while oplog.pending()[0].waited_s < 0.02:
+        time.sleep(0.005)
+    assert swept(oplog, PATIENT.model_copy(update={"ring_again_s": 10.0})) == []
+    assert len(swept(oplog, PATIENT.model_copy(update={"ring_again_s": 0.02 / 6}))) == 1
+
+
+def test_an_op_that_a_dead_worker_had_begun_is_rung_again(oplog, client):
+    oplog.admit(MODEL, 0, "create_model", b"", "d")
+    lease = oplog.acquire(MODEL, "a/1")
+    assert isinstance(lease, Lease)
+    oplog.next(lease, 0)
+    client.delete(keys.lease(MODEL))
+    assert len(swept(oplog, HASTY)) == 1
+
+
+def test_an_op_that_an_earlier_process_of_its_owner_had_begun_is_rung_again(oplog):
+    oplog.admit(MODEL, 0, "create_model", b"", "d")
+    lease = oplog.acquire(MODEL, "a/1")
+    assert isinstance(lease, Lease)
+    oplog.next(lease, 0)
+    oplog.acquire(MODEL, "a/2")
+    assert len(swept(oplog, HASTY)) == 1
+
+
+def test_all_of_very_many_models_are_rung(oplog, monkeypatch):
+    monkeypatch.setattr("workers.chores.ringing._SLICE", 3)
+    models = {f"session:train:{i}" for i in range(10)}
+    for model_id in models:
+        oplog.create_model(model_id, dump(Model("me", "session", "base", 0.0)))
+        oplog.admit(model_id, 0, "create_model", b"", "d")
+    assert {model_id for _, _, model_id, _ in swept(oplog, HASTY)} == models
+
+
+def test_time_the_chore_did_not_see_does_not_count_for_a_gap(oplog, monkeypatch):
+    oplog.admit(MODEL, 1, "forward_backward", b"", "d")
+    clock = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: clock)
+    ringing = Ringing(oplog, lambda *_: None, PATIENT.model_copy(update={"gap_s": 1e-3}))
+    ringing.sweep()
+    clock += 3600
+    ringing.sweep()
+    assert oplog.pending()[0].kinds == (), "an hour's outage was no time to come in"
+    clock += 1
+    ringing.sweep()
+    assert oplog.pending()[0].kinds
+
+
+def test_a_gap_within_its_time_holds_and_one_past_it_is_given_up(oplog):
+    oplog.admit(MODEL, 1, "forward_backward", b"", "d")
+    assert swept(oplog, PATIENT) == []
+    assert oplog.pending()[0].kinds == ()
+    rung = swept(oplog, HASTY, times=2)
+    assert rung == [
+        ("drop_gradients", f"{MODEL}:0", MODEL, "train.base"),
+        ("forward_backward", f"{MODEL}:1", MODEL, "train.base"),
+    ]
+    assert oplog.entry(MODEL, 1).doomed.startswith("seq_id 0 did not arrive")
+    with pytest.raises(BadRequest):
+        oplog.admit(MODEL, 0, "create_model", b"", "d")

@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import pytest
+
+from app.domain.results import Result
+from app.stores.redis import keys
+from tests.unit.workers.conftest import MODEL, Worker, World, add_model, logprob_bytes, probe, step, undisturbed
+
+SECOND, THIRD = "session:train:1", "session:train:2"
+
+
+def created(worker: Worker, model_id: str) -> Result | None:
+    return worker.runner.handle(f"{model_id}:0", model_id, "create_model")
+
+
+def owned(worker: Worker) -> list[str]:
+    return list(worker.owner.residents())
+
+
+def test_the_least_recently_used_model_makes_room_and_comes_back_bit_for_bit(world: World):
+    expected = undisturbed(world, [0, 1])
+    worker = world.worker("a/1", most=2)
+    for seq, op in enumerate([*step(0), *step(1)], 1):
+        world.admit(seq, op)
+    for seq in range(3):
+        worker.handle(seq)
+    for model_id in (SECOND, THIRD):
+        add_model(world, model_id)
+        created(worker, model_id)
+    assert owned(worker) == [SECOND, THIRD]
+    assert not world.client.exists(keys.lease(MODEL))
+    world.await_snapshot(2)
+    for seq in (3, 4):
+        worker.handle(seq)
+    assert owned(worker) == [THIRD, MODEL]
+    assert logprob_bytes(probe(worker, world, 5)) == expected
+
+
+def test_a_model_that_is_used_stays(world: World):
+    worker = world.worker("a/1", most=2)
+    worker.handle(0)
+    add_model(world, SECOND)
+    created(worker, SECOND)
+    worker.handle(0)
+    add_model(world, THIRD)
+    created(worker, THIRD)
+    assert owned(worker) == [MODEL, THIRD]
+
+
+def test_a_state_whose_lease_was_not_kept_is_not_saved(world: World, monkeypatch: pytest.MonkeyPatch):
+    worker = world.worker("a/1")
+    worker.handle(0)
+    settled: list[str] = []
+    monkeypatch.setattr(worker.owner, "_settle", lambda resident, seconds: settled.append(resident.lease.model_id))
+    worker.owner.settle(MODEL, 1.0)
+    worker.keeper.drop(MODEL)
+    worker.owner.settle(MODEL, 1.0)
+    assert settled == [MODEL]

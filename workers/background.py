@@ -1,0 +1,126 @@
+"""A thread that works on the newest item of every key, and tries again what failed."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+import redis
+
+from app.errors import TinsmithError
+
+log = logging.getLogger(__name__)
+_EXPECTED = (TinsmithError, OSError, redis.RedisError)
+# After an item that took t seconds its key rests for 9 t: no key ever takes more than a tenth of the thread.
+_REST = 9.0
+
+Item = TypeVar("Item")
+
+
+class Latest(Generic[Item]):
+    """`work(key, item)` runs in one thread, an item at a time; a newer item takes the place of one that still waits.
+
+    Work that raised is done again after `retry_s`, unless a newer item came. Nothing is kept beyond the process.
+    """
+
+    def __init__(self, name: str, work: Callable[[str, Item], None], retry_s: float) -> None:
+        self._name, self._work, self._retry_s = name, work, retry_s
+        self._changed = threading.Condition()
+        self._waiting: dict[str, Item] = {}
+        self._urgent: set[str] = set()
+        self._rests: dict[str, float] = {}
+        self._current: tuple[str, Item] | None = None
+        self._stopped = False
+        self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
+        self._thread.start()
+
+    def put(self, key: str, item: Item, *, at_once: bool = False) -> None:
+        """`at_once`: without the rest its key may owe."""
+        with self._changed:
+            self._waiting[key] = item
+            if at_once:
+                self._urgent.add(key)
+            self._changed.notify_all()
+
+    def ready(self, key: str) -> bool:
+        """Nothing of `key` waits or is worked on, and it has rested."""
+        with self._changed:
+            rested = self._rests.get(key, 0.0) <= time.monotonic()
+            return rested and key not in self._waiting and not self._busy_with(key)
+
+    def item(self, key: str) -> Item | None:
+        """What is worked on for `key` right now."""
+        with self._changed:
+            return self._current[1] if self._current is not None and self._current[0] == key else None
+
+    def finish(self, key: str, timeout_s: float) -> None:
+        """Do what waits for `key` now. Returns when it is done or has failed once more, or after `timeout_s`."""
+        with self._changed:
+            if key in self._waiting:
+                self._urgent.add(key)
+                self._changed.notify_all()
+            self._changed.wait_for(lambda: self._stopped or not self._pressed(key), timeout_s)
+
+    def drop(self, key: str) -> None:
+        """Forget what waits for `key`. What is worked on goes on."""
+        with self._changed:
+            self._waiting.pop(key, None)
+            self._rests.pop(key, None)
+            self._urgent.discard(key)
+            self._changed.notify_all()
+
+    def close(self, timeout_s: float) -> None:
+        """End the thread behind what it works on, waiting at most `timeout_s`; what waits is dropped."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+        self._thread.join(timeout_s)
+
+    def _pressed(self, key: str) -> bool:
+        return self._busy_with(key) or key in self._urgent
+
+    def _busy_with(self, key: str) -> bool:
+        return self._current is not None and self._current[0] == key
+
+    def _loop(self) -> None:
+        while (job := self._take()) is not None:
+            started = time.monotonic()
+            done = self._try(*job)
+            ended = time.monotonic()
+            self._put_down(*job, done, ended + (_REST * (ended - started) if done else self._retry_s))
+
+    def _take(self) -> tuple[str, Item] | None:
+        """The next item whose time has come, waited for; None when the thread is to end."""
+        with self._changed:
+            while not self._stopped:
+                now = time.monotonic()
+                self._rests = {key: until for key, until in self._rests.items() if until > now}
+                due = next((key for key in self._waiting if key in self._urgent or key not in self._rests), None)
+                if due is not None:
+                    self._urgent.discard(due)
+                    self._current = (due, self._waiting.pop(due))
+                    return self._current
+                self._changed.wait(min((self._rests[key] - now for key in self._waiting), default=None))
+            return None
+
+    def _try(self, key: str, item: Item) -> bool:
+        try:
+            self._work(key, item)
+        except Exception as error:
+            # The thread must outlive whatever it is given.
+            known = isinstance(error, _EXPECTED)
+            text = f"{self._name} put off for {self._retry_s:.0f} s: {type(error).__name__}: {error}"
+            log.warning(text, exc_info=not known, extra={"model_id": key})
+            return False
+        return True
+
+    def _put_down(self, key: str, item: Item, done: bool, rest_until: float) -> None:
+        with self._changed:
+            if not done:
+                self._waiting.setdefault(key, item)
+            self._rests[key] = rest_until
+            self._current = None
+            self._changed.notify_all()
