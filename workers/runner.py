@@ -24,7 +24,7 @@ from workers.executor import Executor
 from workers.outcome import NotNow
 from workers.owner import Broken, Owner, Resident, Unrestorable
 from workers.parked import Parked
-from workers.snapshot import Snapshots
+from workers.snapshots.schedule import Snapshots
 
 log = logging.getLogger(__name__)
 MAX_ATTEMPTS = 3

@@ -26,7 +26,7 @@ from app.stores.redis.lifecycle import RedisLifecycle
 from app.stores.redis.oplog import RedisOpLog
 from app.stores.redis.payloads import RedisPayloads
 from app.stores.redis.records import RedisRecords
-from workers import node, telemetry
+from workers import telemetry
 from workers.adapters import Adapters
 from workers.chores.base import Chore
 from workers.chores.orphans import Orphans
@@ -35,18 +35,18 @@ from workers.chores.sessions import Sessions
 from workers.chores.spilling import Spilling
 from workers.drain import Drain
 from workers.executor import Executor
+from workers.health.presence import Presence, worker_name
+from workers.health.probe import Probe
+from workers.health.pulse import Pulse
 from workers.leases import LeaseKeeper
-from workers.node import Presence
 from workers.owner import Owner, Resident
 from workers.parked import Parked
-from workers.probe import Probe
-from workers.pulse import Pulse
-from workers.restore import Restore
 from workers.runner import TrainingRunner
 from workers.sample_runner import SampleRunner
 from workers.saving import Saver
-from workers.snapshot import Snapshots
-from workers.snapshot_folder import SnapshotFolder
+from workers.snapshots.folder import SnapshotFolder
+from workers.snapshots.restore import Restore
+from workers.snapshots.schedule import Snapshots
 from workers.spread import Spread
 from workers.sweeper import Sweeper
 from workers.tidying import Tidying
@@ -138,7 +138,7 @@ def parts(settings: Settings, celery: Celery, node_name: str) -> Parts:
     client = connect(settings.redis.url)
     store = objects.create(settings, may_be_away=True)
     oplog = RedisOpLog(client, settings.engine, store)
-    worker = node.worker_name(node_name)
+    worker = worker_name(node_name)
     return Parts(
         oplog,
         RedisRecords(client),

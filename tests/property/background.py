@@ -16,7 +16,7 @@ class Background:
         self._workers: list[Work] = []
 
     def latest(self, name: str, work: Callable[[str, Item], None], retry_s: float) -> Work[Item]:
-        """In the place of workers.background.Latest."""
+        """In the place of workers.snapshots.background.Latest."""
         self._workers.append(Work(self, work))
         return self._workers[-1]
 

@@ -37,11 +37,11 @@ from workers.leases import LeaseKeeper
 from workers.outcome import NotNow
 from workers.owner import Owner, Resident
 from workers.parked import Parked
-from workers.restore import Restore
 from workers.runner import TrainingRunner
 from workers.saving import Saver
-from workers.snapshot import Snapshots
-from workers.snapshot_folder import SnapshotFolder
+from workers.snapshots.folder import SnapshotFolder
+from workers.snapshots.restore import Restore
+from workers.snapshots.schedule import Snapshots
 
 BASE = "base"
 MODEL = "session:train:0"
@@ -109,7 +109,7 @@ class TrainerWorld:
         executor = Executor(watched_backend, store, self.folder / "cache" / name, saver)
         folder = SnapshotFolder(self.folder / ("machine b" if node == "b" else "machine a"), node)
         engine = self.settings.model_copy(update={"snapshot_share": math.inf})
-        with mock.patch("workers.snapshot_pipeline.Latest", background.latest):
+        with mock.patch("workers.snapshots.pipeline.Latest", background.latest):
             snapshots_of = Snapshots(oplog, saver, folder, engine, rest_s=0.0 if snapshots else math.inf)
         rung: list[tuple[str, str]] = []
 

@@ -29,11 +29,11 @@ from workers.executor import Executor
 from workers.leases import LeaseKeeper
 from workers.owner import Owner, Resident
 from workers.parked import Parked
-from workers.restore import Restore
 from workers.runner import TrainingRunner
 from workers.saving import Saver
-from workers.snapshot import Snapshots
-from workers.snapshot_folder import SnapshotFolder
+from workers.snapshots.folder import SnapshotFolder
+from workers.snapshots.restore import Restore
+from workers.snapshots.schedule import Snapshots
 from workers.training.base import Create, TrainingBackend
 from workers.training.factory import create
 

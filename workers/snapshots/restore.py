@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from app.errors import Fenced, OpError
 from app.stores.interfaces import Lease, OpLog
 from workers.executor import Executor
-from workers.snapshot import Snapshots
-from workers.snapshot_folder import Local, SnapshotFolder
+from workers.snapshots.folder import Local, SnapshotFolder
+from workers.snapshots.schedule import Snapshots
 from workers.window import Window
 
 log = logging.getLogger(__name__)

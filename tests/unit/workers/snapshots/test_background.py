@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.unit.workers.conftest import await_true
-from workers.background import Latest
+from workers.snapshots.background import Latest
 
 SOON_S = 60.0
 

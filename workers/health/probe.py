@@ -7,7 +7,7 @@ import time
 import numpy as np
 
 from app.domain.sampling import SampleRequest
-from workers.pulse import Pulse
+from workers.health.pulse import Pulse
 from workers.sampling.base import SamplerBackend
 
 _ONE_TOKEN = SampleRequest(np.zeros(1, np.int32), num_samples=1, max_tokens=1, seed=0, temperature=0.0)

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from workers import pulse
-from workers.pulse import Pulse
+from workers.health import pulse
+from workers.health.pulse import Pulse
 
 HEALTHY_S = 30.0
 BEAT_S = HEALTHY_S / 10

@@ -7,9 +7,9 @@ import pytest
 
 from app.domain.sampling import SampledSequence, SampleOutput, SampleRequest
 from app.errors import ServerOpError
-from workers import probe
-from workers.probe import Probe
-from workers.pulse import Pulse
+from workers.health import probe
+from workers.health.probe import Probe
+from workers.health.pulse import Pulse
 
 
 @dataclass

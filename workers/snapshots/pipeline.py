@@ -17,9 +17,9 @@ from app.errors import Fenced, NotFound, ServerOpError
 from app.stores.interfaces import Lease, OpLog
 from app.stores.objects.removal import remove_checkpoint
 from workers import checkpoints
-from workers.background import Latest
 from workers.saving import Saver
-from workers.snapshot_folder import Local, SnapshotFolder
+from workers.snapshots.background import Latest
+from workers.snapshots.folder import Local, SnapshotFolder
 from workers.training.base import Writer
 
 log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from app.domain.ops import LoraSpec
 from app.stores.interfaces import Lease
 from tests.full_disk import full_disk
 from workers import checkpoints
-from workers.snapshot_folder import Local, SnapshotFolder
+from workers.snapshots.folder import Local, SnapshotFolder
 
 MODEL = "3b1f:train:0"
 

@@ -1,7 +1,7 @@
 """Snapshots of a model, taken where its state is smallest: right after an optim_step, when gradients are zero.
 
 They bound how much of a journal a new owner replays, and let the journal be trimmed. All that is done in the step's way
-is a copy of the state; see snapshot_pipeline.py for what becomes of it.
+is a copy of the state; see pipeline.py for what becomes of it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from app.settings import EngineSettings
 from app.stores.interfaces import Entry, Lease, OpLog
 from workers.owner import Resident
 from workers.saving import Saver
-from workers.snapshot_folder import Local, SnapshotFolder
-from workers.snapshot_pipeline import SnapshotPipeline, Taken
+from workers.snapshots.folder import Local, SnapshotFolder
+from workers.snapshots.pipeline import SnapshotPipeline, Taken
 from workers.window import Window
 
 log = logging.getLogger(__name__)

@@ -1,0 +1,1 @@
+"""Whether this worker is well, and how others see it."""
