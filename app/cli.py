@@ -90,13 +90,18 @@ def _add_rebuild(commands: argparse._SubParsersAction[_Parser]) -> None:
     rebuild = commands.add_parser(
         "rebuild",
         help="restore runs and checkpoints of an emptied state server",
-        description="Restore runs and checkpoints in a state server that was emptied, from the manifests in the "
-        "object store. Adds what is missing, changes nothing that is there, and says what it cannot restore. "
+        description="Restore runs and checkpoints in a state server that was emptied, or set back to an old backup, "
+        "from the manifests in the object store. Adds what is missing, and says what it cannot restore. "
         "Without --redis it is the stack that runs on the data dir.",
         allow_abbrev=False,
     )
     rebuild.set_defaults(run=_rebuild, parser=rebuild)
-    rebuild.add_argument("--config", type=Path, metavar="FILE", help="TOML settings; the options here override it")
+    rebuild.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="TOML settings; the options here override it (default the file TINSMITH_SETTINGS names, if it is set)",
+    )
     rebuild.add_argument(
         "--data-dir", type=Path, metavar="DIR", help="the stack's data folder (default ./tinsmith-data)"
     )

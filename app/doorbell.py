@@ -114,11 +114,13 @@ class TickBell:
         except (redis.RedisError, OSError):
             return None
 
-    def ring(self) -> None:
-        """Never raises for a broker that is away."""
+    def ring(self) -> bool:
+        """False when the broker takes nothing: it is away, or full."""
         message = self._celery.amqp.as_task_v2(uuid.uuid4().hex, TICK, (), {}, ignore_result=True)
         try:
             with self._celery.producer_or_acquire() as producer:
                 self._celery.amqp.send_task_message(producer, TICK, message, queue=self._queue, retry=False)
         except (OperationalError, redis.RedisError, OSError) as error:
             log.warning("could not ring ourselves: %s", error)
+            return False
+        return True

@@ -86,10 +86,13 @@ class TooManyRequests(RequestError):
 
 
 class Unavailable(RequestError):
-    """A part we need is down or full; it passes."""
+    """A part we need is down or full; it passes.
+
+    The SDK gives some calls 11 tries in all: with 1 s between them its patience would end after 10 s, not a minute.
+    """
 
     status = 503
-    retry_after_s = 1.0
+    retry_after_s = 5.0
 
 
 class OpError(TinsmithError):

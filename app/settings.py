@@ -119,7 +119,7 @@ class EngineSettings(_Section):
     )
     orphan_s: float = Field(86_400.0, gt=0, description="stored files nobody refers to are removed after this")
     result_unread_s: int = Field(86_400, ge=1, description="how long an unread result is kept")
-    result_read_s: int = Field(3_600, ge=1, description="how long a result is kept after its first read")
+    result_read_s: int = Field(3_600, ge=1, description="how long a small result is kept after its first read")
 
 
 class Settings(_Section):
@@ -172,7 +172,9 @@ def parse(raw: Mapping[str, Any], source: str) -> Settings:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
-        raise SetupError(f"{source}: {where}: {first['msg']} (got {first['input']!r})") from None
+        # An unknown key may be a misspelt secret's.
+        got = "" if first["type"] == "extra_forbidden" else f" (got {first['input']!r})"
+        raise SetupError(f"{source}: {where}: {first['msg']}{got}") from None
 
 
 def from_environment(environ: Mapping[str, str] = os.environ) -> Settings:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import redis
 
 from app.errors import Fenced, NotFound, OpError, TinsmithError, Unavailable
-from app.stores.interfaces import HeldElsewhere, Lease, OpLog
+from app.stores.interfaces import Entry, HeldElsewhere, Lease, OpLog
 from workers import telemetry
 from workers.leases import LeaseKeeper
 from workers.training.base import TrainingBackend
@@ -19,6 +19,7 @@ from workers.window import Window
 
 log = logging.getLogger(__name__)
 _SETTLE_S = 5.0
+MAX_ATTEMPTS = 3
 
 
 @dataclass
@@ -37,6 +38,14 @@ class Unrestorable(TinsmithError):
     def __init__(self, lease: Lease, why: str) -> None:
         super().__init__(why)
         self.lease = lease
+
+
+class Exhausted(TinsmithError):
+    """The Op that waits next was begun so often, by workers that died of it, that it must not be begun again."""
+
+    def __init__(self, lease: Lease, entry: Entry) -> None:
+        super().__init__(f"{entry.request_id} was tried {entry.attempts} times")
+        self.lease, self.entry = lease, entry
 
 
 class Broken(TinsmithError):
@@ -75,7 +84,8 @@ class Owner:
         return dict(sorted(self._residents.items(), key=lambda item: item[1].used))
 
     def own(self, model_id: str) -> Resident | HeldElsewhere:
-        """The model, restored if new here. Raises NotFound for an unknown one; Unrestorable, Broken, Unavailable."""
+        """The model, restored if new here. Raises NotFound for an unknown one; Exhausted, Unrestorable, Broken,
+        Unavailable."""
         resident = self._residents.get(model_id)
         if resident is not None and self._keeper.holds(model_id):
             resident.used = time.monotonic()
@@ -111,8 +121,10 @@ class Owner:
     def discard(self, model_id: str) -> None:
         """Throw a state away; the journal brings it back when it is asked for again."""
         known = self._residents.pop(model_id, None)
-        self._backend.close(model_id)
-        self._release(model_id)
+        try:
+            self._backend.close(model_id)
+        finally:
+            self._release(model_id)
         if known:
             self._count()
 
@@ -136,6 +148,10 @@ class Owner:
             self.part_with(model_id)
 
     def _restored(self, lease: Lease) -> Window:
+        """A death on the way counts as one of the Op that waits next: else a replay that kills would go on for ever."""
+        entry = self._oplog.next(lease, lease.applied + 1)
+        if entry is not None and entry.attempts >= MAX_ATTEMPTS:
+            raise Exhausted(lease, entry)
         try:
             return self._restore(lease)
         except (NotFound, OpError) as error:
@@ -143,7 +159,10 @@ class Owner:
                 # A snapshot that was replaced in between, by a new owner or by our own upload, is gone; not lost.
                 raise Fenced(f"{lease.model_id} moved on while it was brought back: {error}") from error
             raise Unrestorable(lease, f"{lease.model_id} cannot be brought back: {error}") from error
-        except (Fenced, Unavailable, redis.RedisError):
+        except Unavailable:
+            self._oplog.put_off(lease, lease.applied + 1)
+            raise
+        except (Fenced, redis.RedisError):
             raise
         except Exception as error:
             raise Broken(lease, lease.applied + 1, f"restoring {lease.model_id} broke the backend") from error

@@ -22,12 +22,11 @@ from app.stores.interfaces import Entry, HeldElsewhere, OpLog, Write
 from workers import results, telemetry
 from workers.executor import Executor
 from workers.outcome import NotNow
-from workers.owner import Broken, Owner, Resident, Unrestorable
+from workers.owner import MAX_ATTEMPTS, Broken, Exhausted, Owner, Resident, Unrestorable
 from workers.parked import Parked
 from workers.snapshots.schedule import Snapshots
 
 log = logging.getLogger(__name__)
-MAX_ATTEMPTS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +65,7 @@ class TrainingRunner:
         try:
             return self._result(request_id, model_id, seq, kind)
         except (NotFound, Gone):
+            self._parked.forget(model_id)
             return self._oplog.outcome(request_id)
         except Unavailable as error:
             self._parked.put_off(model_id, seq, kind)
@@ -86,7 +86,14 @@ class TrainingRunner:
             resident = self._own(model_id, request_id, kind)
         except Unrestorable as lost:
             return self._fail_through(lost, seq)
+        except Exhausted as spent:
+            failure = _given_up(spent.entry)
+            self._oplog.commit(spent.lease, spent.entry.seq, failure.result, (), failure.failure)
+            if seq > spent.entry.seq:
+                return self._result(request_id, model_id, seq, kind)
+            return failure.result
         if seq <= resident.applied:
+            self._parked.moved_on(model_id)
             return self._oplog.outcome(request_id)
         return self._run_through(resident, seq, kind)
 
@@ -114,9 +121,10 @@ class TrainingRunner:
         """Nothing that waits can ever run: after as many attempts as any Op has, it fails and says why."""
         for at in range(lost.lease.applied + 1, seq + 1):
             entry = self._oplog.next(lost.lease, at)
-            if entry is not None and entry.attempts < MAX_ATTEMPTS:
+            if entry is None:
+                raise NotNow(str(lost))
+            if entry.attempts + 1 < MAX_ATTEMPTS:
                 self._oplog.strike(lost.lease, at)
-            if entry is None or entry.attempts < MAX_ATTEMPTS:
                 raise NotNow(str(lost))
             failure = _failed(entry, ServerOpError(str(lost)))
             self._oplog.commit(lost.lease, at, failure.result, (), failure.failure)
@@ -134,6 +142,9 @@ class TrainingRunner:
         except redis.RedisError as error:
             # Committed or not, we cannot know: the journal will tell whoever reads it next.
             raise Fenced(f"the commit of {entry.request_id} is in doubt: {error}") from error
+        except BaseException:
+            self._owner.discard(resident.lease.model_id)
+            raise
         resident.applied = entry.seq
         resident.window = resident.window.after(entry, attempt.failure)
         failed = attempt.result.failed
@@ -148,10 +159,6 @@ class TrainingRunner:
             raise Broken(resident.lease, entry.seq, f"no snapshot of {resident.lease.model_id}: {error}") from error
 
     def _attempt(self, resident: Resident, entry: Entry) -> Attempt:
-        if entry.attempts >= MAX_ATTEMPTS:
-            text = f"{entry.kind} seq {entry.seq} could not be run in {MAX_ATTEMPTS} attempts; it was given up"
-            self._executor.give_up(resident.lease, entry)
-            return _failed(entry, ServerOpError(text))
         try:
             return Attempt(*self._executor.run(resident.lease, entry, resident.window))
         except OpError as error:
@@ -178,6 +185,11 @@ class TrainingRunner:
     def _again(self, request_id: str, model_id: str, kind: str, why: str) -> NotNow:
         self._ring(kind, request_id, model_id, self._queue)
         return NotNow(why)
+
+
+def _given_up(entry: Entry) -> Attempt:
+    text = f"{entry.kind} seq {entry.seq} could not be run in {MAX_ATTEMPTS} attempts; it was given up"
+    return _failed(entry, ServerOpError(text))
 
 
 def _failed(entry: Entry, error: OpError) -> Attempt:

@@ -46,6 +46,9 @@ class SampleRunner:
             self._keeper.add(request_id)
             try:
                 self._finish(entry, sampling_session_id)
+            except Unavailable as reason:
+                self._oplog.put_off_sample(request_id, self._worker)
+                raise NotNow(f"{request_id}: {reason}") from None
             finally:
                 self._keeper.drop(request_id)
         return self._oplog.outcome(request_id)
@@ -58,7 +61,7 @@ class SampleRunner:
         telemetry.op_done(entry, failed=result.failed, run_s=ran - started, commit_s=time.monotonic() - ran)
 
     def _attempt(self, entry: Entry, sampling_session_id: str) -> Result:
-        if entry.attempts > MAX_ATTEMPTS:
+        if entry.attempts >= MAX_ATTEMPTS:
             return results.of_error(
                 ServerOpError(f"sampling did not come to an end in {MAX_ATTEMPTS} attempts; it was given up")
             )

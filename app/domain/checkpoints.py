@@ -13,8 +13,9 @@ SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
 MODELS = "models"
 SNAPSHOT = "snapshots"
+# 15 digits: no larger number is ours, and the state server's scripts count exactly up to 2^53.
 _PLACE = re.compile(
-    rf"{MODELS}/(?P<model>[^/]+)/(?P<kind>[^/]+)/(?P<name>[^/]+)/(?P<seq>\d+)-(?P<epoch>\d+)(?:/[^/]+)?$"
+    rf"{MODELS}/(?P<model>[^/]+)/(?P<kind>[^/]+)/(?P<name>[^/]+)/(?P<seq>\d{{1,15}})-(?P<epoch>\d{{1,15}})(?:/[^/]+)?$"
 )
 
 

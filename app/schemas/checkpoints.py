@@ -29,6 +29,7 @@ class TrainingRun(SdkSchema):
     is_lora = fields.Boolean()
     lora_rank = fields.Integer(allow_none=True)
     corrupted = fields.Boolean()
+    ended = fields.Boolean()
     last_request_time = fields.String()
     last_checkpoint = fields.Nested(Checkpoint, allow_none=True)
     last_sampler_checkpoint = fields.Nested(Checkpoint, allow_none=True)

@@ -42,6 +42,7 @@ class CheckpointService:
             "is_lora": True,
             "lora_rank": model.lora.get("rank"),
             "corrupted": model.state == "failed",
+            "ended": "ended" in stored,
             "last_request_time": _time(last_request),
             "last_checkpoint": _newest(found, "training"),
             "last_sampler_checkpoint": _newest(found, "sampler"),

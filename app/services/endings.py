@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from app import ids
 from app.domain import records
-from app.domain.records import Model, Sampler
+from app.domain.records import Checkpoint, Model, Sampler
 from app.errors import Unavailable
 from app.stores.interfaces import Holder, Lifecycle, ObjectStore, Records
 from app.stores.objects.removal import remove_checkpoint
@@ -36,14 +36,18 @@ class Endings:
             self._clear(model_id, holder)
 
     def retire(self, session_id: str) -> None:
-        """End what is left of a session that has ended long ago; its models stay if it lives again meanwhile."""
+        """End what is left of a session that has ended long ago; what has not gone stays if it lives again."""
         for model_id in self._models(session_id):
             holder = self._lifecycle.end_model(model_id, retired=True)
             if holder is not None:
                 self._clear(model_id, holder)
         for sampler_id, _ in self._samplers(session_id):
-            self._records.delete(Sampler.namespace, sampler_id)
-        self._lifecycle.forget(session_id)
+            self._lifecycle.end_sampler(sampler_id)
+        if self._lifecycle.forget(session_id):
+            # Without its session none of these ids can come back. A run with a checkpoint stays listed beside it.
+            for model_id in self._models(session_id):
+                if not any(self._records.list(Checkpoint.namespace, f"tinker://{model_id}/")):
+                    self._records.delete(Model.namespace, model_id)
 
     def _clear(self, model_id: str, holder: Holder) -> None:
         log.info("a run has ended", extra={"model_id": model_id})

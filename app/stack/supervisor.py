@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 import threading
 import time
@@ -30,7 +29,7 @@ class RestartPolicy:
     longest_delay_s: float = 10.0
 
     def delay_s(self, failures: int) -> float:
-        return min(self.longest_delay_s, self.first_delay_s * 2.0 ** (failures - 1))
+        return min(self.longest_delay_s, self.first_delay_s * 2.0 ** min(failures - 1, 30))
 
 
 class _Watched:
@@ -94,17 +93,17 @@ class Supervisor:
         Raises SetupError with its last line when a child exits with 2, and TinsmithError with the end of its log
         when one keeps dying.
         """
-        return self._run_until(condition, self._policy.tries)
+        return self._run_until(condition, patient=False)
 
     def run(self) -> None:
-        """The same until a stop is asked for, but without giving up on a child that keeps dying: the others serve on,
-        and what kills it may be one client's Op, which is given up after three tries."""
-        self._run_until(lambda: False, math.inf)
+        """The same until a stop is asked for, but without giving up on a child that keeps dying: the others serve on.
+        What kills it may be one client's Op, which is given up after three tries, or something that comes back."""
+        self._run_until(lambda: False, patient=True)
 
-    def _run_until(self, condition: Callable[[], bool], tries: float) -> bool:
+    def _run_until(self, condition: Callable[[], bool], *, patient: bool) -> bool:
         while not self._stopping.is_set():
             for watched in self._all():
-                self._look_after(watched, tries)
+                self._look_after(watched, patient)
             if condition():
                 return True
             self._stopping.wait(_TICK_S)
@@ -125,23 +124,23 @@ class Supervisor:
     def _all(self) -> list[_Watched]:
         return [watched for tier in self._tiers for watched in tier]
 
-    def _look_after(self, watched: _Watched, tries: float) -> None:
+    def _look_after(self, watched: _Watched, patient: bool) -> None:
         if watched.due is not None:
             if time.monotonic() >= watched.due:
                 watched.start()
             return
         code = watched.child.exit_code()
         if code is not None:
-            self._plan_restart(watched, code, tries)
+            self._plan_restart(watched, code, patient)
 
-    def _plan_restart(self, watched: _Watched, code: int, tries: float) -> None:
+    def _plan_restart(self, watched: _Watched, code: int, patient: bool) -> None:
         child, now = watched.child, time.monotonic()
         child.kill_group()
         strays.kill([w.child.pid for w in self._all() if w.child.pid])
-        if code == SETUP_ERROR_CODE:
+        if code == SETUP_ERROR_CODE and not patient:
             raise SetupError(_setup_error(child))
         watched.failures = watched.failures + 1 if now - watched.started < self._policy.window_s else 1
-        if watched.failures >= tries:
+        if watched.failures >= self._policy.tries and not patient:
             raise TinsmithError(_gave_up(child, code, watched.failures))
         delay = self._policy.delay_s(watched.failures)
         watched.due = now + delay

@@ -27,7 +27,8 @@ class Admission:
 class Lease:
     """`epoch` grows with every change of owner; a commit with an older one is refused.
 
-    The rest is the model as found: its applied seq, and its newest durable snapshot (empty for none).
+    The rest is the model as found: its applied seq, and its newest durable snapshot (empty for none). What was written
+    under an epoch before `epoch_floor` belongs to a history that a rebuild left behind.
     """
 
     model_id: str
@@ -36,6 +37,7 @@ class Lease:
     applied: int
     snapshot: str
     snapshot_seq: int
+    epoch_floor: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +189,10 @@ class OpLog(Protocol):
         Unavailable, changing nothing, while its content is in an object store that is away."""
         ...
 
+    def put_off_sample(self, request_id: str, worker: str) -> None:
+        """Let go of a sampling request that could not be run for no fault of its own; a no-op when it is not ours."""
+        ...
+
     def finish_sample(self, request_id: str, result: Result) -> bool:
         """Make the result readable and wake the poll; False when there already was one (it stays)."""
         ...
@@ -250,6 +256,10 @@ class Records(Protocol):
 
     def delete(self, namespace: str, key: str) -> None: ...
 
+    def delete_same(self, namespace: str, key: str, fields: Record) -> bool:
+        """Delete a record that still says what was read of it; False when it has changed since."""
+        ...
+
     def list(self, namespace: str, prefix: str = "") -> Iterator[tuple[str, dict[str, str]]]:
         """Those whose id starts with `prefix`, by id, read a slice at a time."""
         ...
@@ -290,8 +300,8 @@ class Lifecycle(Protocol):
         """Sessions that ended `engine.retain_s` ago or earlier."""
         ...
 
-    def forget(self, session_id: str) -> None:
-        """Nothing is left to do for an ended session; no-op for one that is open again."""
+    def forget(self, session_id: str) -> bool:
+        """Remove the record of a retired session; False (nothing changes) for one that is not retired any more."""
         ...
 
     def end_model(self, model_id: str, *, retired: bool = False) -> Holder | None:
@@ -300,6 +310,10 @@ class Lifecycle(Protocol):
 
         None for an unknown model; with `retired`, also (and nothing changes) when its session is not retired any more.
         """
+        ...
+
+    def end_sampler(self, sampler_id: str) -> bool:
+        """Remove a sampler's record; False (and nothing changes) when its session is not retired any more."""
         ...
 
     def holders(self, model_ids: Iterable[str]) -> list[Holder]:

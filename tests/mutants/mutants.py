@@ -208,10 +208,10 @@ MUTANTS = (
         f"{_RECOVERY}::test_a_state_beside_a_device_error_is_thrown_away",
     ),
     Mutant(
-        "runner: an Op has so many attempts",
-        "workers/runner.py",
-        "        if entry.attempts >= MAX_ATTEMPTS:\n            text",
-        "        if False:\n            text",
+        "owner: an Op has so many attempts",
+        "workers/owner.py",
+        "        if entry is not None and entry.attempts >= MAX_ATTEMPTS:",
+        "        if False:",
         f"{_RECOVERY}::test_an_op_that_always_breaks_its_worker_is_given_up",
     ),
     Mutant(

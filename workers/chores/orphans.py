@@ -3,7 +3,8 @@
 Mark and sweep, by the state server's clock alone: what nothing refers to in every round for `engine.orphan_s` goes.
 That time covers who has read a reference but not yet noted his own. What is being written right now has no reference
 yet; it is told by its generation, `seq-epoch`: only under the model's newest epoch, and only at a seq beyond the
-committed one, can a reference still appear.
+committed one, can a reference still appear. A newer epoch than the model's is one of a state server that was set back
+to an earlier state: what was saved there waits for `tinsmith rebuild`.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ class Head:
         return cls(int(fields["epoch"]), int(fields["applied"]), fields["snapshot"], int(fields["snapshot_seq"]))
 
     def awaits(self, place: Place) -> bool:
-        """Whether a commit may still refer to it."""
+        """Whether a commit, or a rebuild, may still refer to it."""
         committed = self.snapshot_seq if place.kind == SNAPSHOT else self.applied
-        return place.epoch == self.epoch and place.seq > committed
+        return place.epoch > self.epoch or (place.epoch == self.epoch and place.seq > committed)
 
 
 class Orphans:
@@ -66,7 +67,7 @@ class Orphans:
         now = self._records.now()
         for path, fields in self._records.list(Checkpoint.namespace):
             if records.load(Checkpoint, fields).is_expired(now):
-                self._records.delete(Checkpoint.namespace, path)
+                self._records.delete_same(Checkpoint.namespace, path, fields)
 
     def _collect(self) -> None:
         overdue = self._lifecycle.overdue(self._unreferenced())

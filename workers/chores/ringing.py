@@ -19,18 +19,21 @@ _MOST = 10_000
 # What a live worker began is likely still running; but it may have been dropped, after an error or an outage.
 _RUNNING_FACTOR = 6
 # A message that was not lost but waits in a long queue must not be joined by another every few seconds.
-_LONGEST_PATIENCE_S = 600.0
+_LONGEST_PATIENCE_S = 60.0
+# Seqs given up in one round: a client that leaves out millions waits longer, not everybody else.
+_GAP_MOST = 1_000
 # A round that comes later than this follows an outage, or another leader's time.
 _UNSEEN_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class Rung:
-    """When and for which seq it was rung last, and how long until the next time."""
+    """When it was rung last, for which seq and whether that ran then, and how long until the next time."""
 
     at: float
     patience: float
     seq: int | None
+    running: bool
 
 
 class Ringing:
@@ -65,16 +68,17 @@ class Ringing:
 
     def _ring_again(self, pending: Pending, now: float) -> None:
         """For all that waits there: it is what one lost doorbell, or a lost broker, leaves behind."""
-        patience = self._settings.ring_again_s * (_RUNNING_FACTOR if pending.running else 1)
+        factor = _RUNNING_FACTOR if pending.running else 1
+        patience = self._settings.ring_again_s * factor
         rung = self._rung.get(pending.id)
-        if rung is None or rung.seq != pending.seq:
+        if rung is None or (rung.seq, rung.running) != (pending.seq, pending.running):
             if pending.waited_s < patience:
                 return
         elif now - rung.at < rung.patience:
             return
         else:
-            patience = min(2 * rung.patience, _LONGEST_PATIENCE_S)
-        self._rung[pending.id] = Rung(now, patience, pending.seq)
+            patience = min(2 * rung.patience, _LONGEST_PATIENCE_S * factor)
+        self._rung[pending.id] = Rung(now, patience, pending.seq, pending.running)
         log.info("ringing again", extra={"request_id": pending.id, "seq": pending.seq})
         for kind, request_id, parent_id in self._futures(pending):
             self._ring(kind, request_id, parent_id, pending.queue)
@@ -91,9 +95,11 @@ class Ringing:
         """Only time in which the Op could have been admitted counts: none of an outage we saw."""
         if min(pending.waited_s, now - self._healthy_since) < self._settings.gap_s or pending.seq is None:
             return
-        reason = (
-            f"seq_id {pending.seq} did not arrive within {self._settings.gap_s:.0f} s: the gradients it belonged to "
-            "were dropped, and this call with them; run the batch again"
-        )
-        if self._oplog.refuse(pending.id, pending.seq, reason, "drop_gradients"):
-            log.warning("gave up a gap", extra={"model_id": pending.id, "seq": pending.seq})
+        for seq in range(pending.seq, pending.seq + _GAP_MOST):
+            reason = (
+                f"seq_id {seq} did not arrive within {self._settings.gap_s:.0f} s: the gradients it belonged to were "
+                "dropped, and this call with them; run the batch again"
+            )
+            if not self._oplog.refuse(pending.id, seq, reason, "drop_gradients"):
+                return  # the first that is there
+            log.warning("gave up a gap", extra={"model_id": pending.id, "seq": seq})

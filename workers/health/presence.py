@@ -47,7 +47,8 @@ class Presence:
         self._wake = threading.Event()
 
     def start(self) -> None:
-        self._beat()
+        """The first beat comes at once, from the thread: a state server that is away must not keep us from starting."""
+        self.refresh()
         threading.Thread(target=self._loop, name="presence", daemon=True).start()
 
     def refresh(self) -> None:

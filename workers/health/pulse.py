@@ -21,7 +21,9 @@ class Bell(Protocol):
         """Ticks that were rung and not taken yet; None while the broker is away."""
         ...
 
-    def ring(self) -> None: ...
+    def ring(self) -> bool:
+        """False when the broker takes nothing."""
+        ...
 
 
 class Pulse:
@@ -90,16 +92,23 @@ class Pulse:
 
     def _ring_if_due(self, now: float) -> None:
         self._unanswered = self._unanswered or now
-        waiting = self._bell.waiting()
-        if waiting is None:
+        if not self._reaches_broker(now):
             return
         if now - self._unanswered > _AWAY_S:
             self._alive = time.monotonic()
         self._unanswered = None
+
+    def _reaches_broker(self, now: float) -> bool:
+        waiting = self._bell.waiting()
+        if waiting is None:
+            return False
         lost = self._rung is not None and now - self._rung > self._healthy_s / 2
-        if waiting == 0 and (self._rung is None or lost):
+        if self._rung is None or (lost and waiting == 0):
+            self._rung = None
+            if not self._bell.ring():
+                return False
             self._rung = now
-            self._bell.ring()
+        return True
 
     def _loop(self) -> None:
         while not self._stop.wait(self._healthy_s / 10):

@@ -62,8 +62,8 @@ class SnapshotFolder:
         for local in sorted(self._all(lease.model_id), reverse=True):
             if local.epoch > lease.epoch:
                 continue  # our successor's
-            if local.seq < lease.snapshot_seq or local.seq > lease.applied:
-                # Behind the trimmed journal; or ahead of one that was set back to an earlier state.
+            if local.seq < lease.snapshot_seq or local.seq > lease.applied or local.epoch < lease.epoch_floor:
+                # Behind the trimmed journal; ahead of one that was set back to an earlier state; or of a lost one.
                 self.remove(local)
                 continue
             try:

@@ -1,7 +1,7 @@
 """Every Redis key, in one place. Scripts build the same texts from the ids they are given.
 
     models:<model>      HASH  the Model record, and the journal's head: applied, epoch, worker, snapshot, snapshot_seq,
-                              and ended (deleted) once it is no more
+                              epoch_floor after a rebuild, and ended (deleted) once it is no more
     journal:<model>     ZSET  seq -> seq: Ops behind the snapshot (seq > snapshot_seq), applied or waiting
     op:<request>        HASH  kind, attempts, runner, admitted, doomed, spilled: one journalled Op or sampling request
     payload:<request>   STR   its encoded content, as long as it may run or be replayed

@@ -43,8 +43,8 @@ class RedisLifecycle:
         found = self._redis.zrangebyscore(keys.SESSIONS_ENDED, "-inf", past, 0, _SLICE)
         return [id_.decode() for id_ in cast(list[bytes], found)]
 
-    def forget(self, session_id: str) -> None:
-        self._redis.zrem(keys.SESSIONS_ENDED, session_id)
+    def forget(self, session_id: str) -> bool:
+        return bool(self._run("forget", session_id, self._retain_ms))
 
     def end_model(self, model_id: str, *, retired: bool = False) -> Holder | None:
         failed = Result(json.dumps({"error": ENDED, "category": "user"}).encode(), failed=True)
@@ -54,6 +54,9 @@ class RedisLifecycle:
             return None
         base_model, worker = (part.decode() for part in found)
         return Holder(base_model, worker.rpartition("/")[0])
+
+    def end_sampler(self, sampler_id: str) -> bool:
+        return bool(self._run("end_sampler", sampler_id, self._retain_ms))
 
     def holders(self, model_ids: Iterable[str]) -> list[Holder]:
         ids = list(model_ids)

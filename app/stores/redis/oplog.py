@@ -42,6 +42,9 @@ _REFUSALS = {
 
 _STAGED_BYTES = 64 * 1024
 _STAGED_S = 600
+# Results up to this size stay the whole of result_read_s; the SDK asks again within seconds, if it does.
+_READ_BYTES = 64 * 1024
+_READ_LEAST_S = 300
 
 
 class RedisOpLog:
@@ -88,8 +91,8 @@ class RedisOpLog:
             return HeldElsewhere(_node(found[0]))
         if found[0] == "ended":
             raise Gone(ENDED)
-        epoch, applied, snapshot, snapshot_seq = found
-        return Lease(model_id, worker, int(epoch), int(applied), snapshot, int(snapshot_seq))
+        epoch, applied, snapshot, snapshot_seq, floor = found
+        return Lease(model_id, worker, int(epoch), int(applied), snapshot, int(snapshot_seq), int(floor))
 
     def renew(self, ids: Sequence[str], worker: str) -> list[str]:
         return _texts(self._run("renew", worker, self._lease_ms, *ids))
@@ -166,6 +169,9 @@ class RedisOpLog:
         payload = payload or self._to_run(request_id)
         return Entry(0, "sample", request_id, payload, "", int(found[0]), int(found[1]) / 1000)
 
+    def put_off_sample(self, request_id: str, worker: str) -> None:
+        self._run("put_off_sample", request_id, worker)
+
     def finish_sample(self, request_id: str, result: Result) -> bool:
         state = "failed" if result.failed else "done"
         return bool(self._run("finish_sample", request_id, state, result.content_type, result.body, self._unread_s))
@@ -183,8 +189,12 @@ class RedisOpLog:
         state = cast(FutureState, found[b"state"].decode())
         result = None if state == "pending" else _result(found)
         if result is not None:
-            self._redis.expire(keys.future(request_id), self._read_s, lt=True)
+            self._redis.expire(keys.future(request_id), self._kept_s(len(result.body)), lt=True)
         return Future(request_id, found[b"kind"].decode(), found[b"model"].decode(), state, result)
+
+    def _kept_s(self, size: int) -> int:
+        """How long a result of so many bytes stays once it was read: the larger, the shorter, as memory is bounded."""
+        return min(self._read_s, max(_READ_LEAST_S, self._read_s * _READ_BYTES // max(size, 1)))
 
     def lead(self, role: str, worker: str) -> bool:
         return bool(self._run("lead", role, worker, self._lease_ms))

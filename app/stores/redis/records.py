@@ -46,6 +46,10 @@ class RedisRecords:
             pipe.zrem(keys.index(namespace), key)
             pipe.execute()
 
+    def delete_same(self, namespace: str, key: str, fields: Record) -> bool:
+        flat = [part for pair in fields.items() for part in pair]
+        return bool(self._run("delete_same", namespace, key, *flat))
+
     def list(self, namespace: str, prefix: str = "") -> Iterator[tuple[str, dict[str, str]]]:
         """Expired ids are dropped from the index on the way."""
         index, after = keys.index(namespace), f"[{prefix}"

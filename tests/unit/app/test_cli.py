@@ -45,7 +45,8 @@ def run(*arguments: str) -> int:
         (("up", "--data-dir", "/dev/null/data"), "cannot write to the data folder /dev/null/data: Not a directory"),
         (("rebuild", "--port", "1"), "tinsmith rebuild: unknown option or argument '--port'"),
         (("rebuild",), "no stack has run on tinsmith-data: start `tinsmith up` on it first, or name the state server"),
-        (("rebuild", "--redis", "redis://:secret@127.0.0.1:1/0"), "the state server 127.0.0.1:1/0 does not answer"),
+        (("rebuild", "--redis", "redis://:secret@127.0.0.1:1/0"), "cannot use Redis at redis://127.0.0.1:1/0"),
+        (("rebuild", "--redis", "127.0.0.1:1"), "Redis URL must specify one of the following schemes"),
         (("up", "--host", "203.0.113.1"), "cannot listen on 203.0.113.1:0: Cannot assign requested address"),
     ],
 )
@@ -57,6 +58,17 @@ def test_what_cannot_work_is_one_line_with_the_remedy_and_exit_code_2(arguments,
     assert output.out == ""
     assert said in output.err
     assert len(output.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("text", ['[store]\nsecret_kye = "hunter2"', 'secret = {key = "hunter2"}'])
+def test_the_value_of_a_misspelt_setting_is_not_shown(text, tmp_path, capsys):
+    """It may be a secret."""
+    config = tmp_path / "tinsmith.toml"
+    config.write_text(text)
+    assert run("up", "--config", str(config)) == 2
+    said = capsys.readouterr().err
+    assert "Extra inputs are not permitted" in said
+    assert "hunter2" not in said
 
 
 def test_a_busy_port_is_exit_code_2_before_anything_is_made(tmp_path, capsys):

@@ -84,7 +84,7 @@ def test_every_service_can_be_asked_for_its_health(name: str):
 @pytest.mark.parametrize("name", ["api", "trainer", "sampler", "flower"])
 def test_our_services_wait_for_healthy_stores_and_run_without_privileges(name: str):
     service = SERVICES[name]
-    assert service["depends_on"] == {store: {"condition": "service_healthy"} for store in ("redis", "minio")}
+    assert service["depends_on"] == {store: {"condition": "service_healthy"} for store in ("redis", "broker", "minio")}
     assert service["read_only"]
     assert service["cap_drop"] == ["ALL"]
     assert service["security_opt"] == ["no-new-privileges:true"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from dataclasses import replace
 
@@ -116,6 +117,24 @@ def test_a_run_is_as_it_was_but_for_what_its_manifests_do_not_say(world: World):
     assert world.client.zscore(keys.SESSIONS_HEARD, "session"), "its retention begins"
 
 
+def test_a_local_snapshot_of_the_lost_history_is_never_taken_for_the_new_ones(world: World):
+    """Nobody but its machine knew of it; the new history reaches its seq with other steps."""
+    expected = undisturbed(world, [0, 1, 2])
+    emptied(world)
+    folder = world.folder / "snapshots" / "a" / MODEL
+    lost = folder / "6-5"
+    shutil.copytree(folder / "4-1", lost)
+    manifest = json.loads((lost / MANIFEST).read_text())
+    (lost / MANIFEST).write_text(json.dumps({**manifest, "generation": "6-5", "seq": 6, "epoch": 5}))
+    rebuild(world)
+    worker = world.worker("b/1")
+    for seq, op in enumerate(step(2), SNAPSHOT_SEQ + 1):
+        run(world, worker, MODEL, seq, op)
+    worker.owner.discard(MODEL)
+    assert logprob_bytes(probe(world.worker("a/2"), world, SNAPSHOT_SEQ + 3)) == expected
+    assert not lost.exists()
+
+
 def test_nobody_who_owned_the_model_before_can_commit_to_it(world: World):
     emptied(world)
     objects(world).put_new(f"models/{MODEL}/weights/half/9-41/adapter_model.safetensors", b"never committed")
@@ -167,6 +186,7 @@ def test_a_snapshot_that_is_not_whole_is_left_for_the_one_before(world: World):
     for key in store.list(f"{newest.removesuffix(MANIFEST)}"):
         if key.rpartition("/")[2] not in [k.rpartition("/")[2] for k in store.list(f"{older}/")]:
             store.put_new(f"{older}/{key.rpartition('/')[2]}", store.read(key))
+    change_manifest(world, older, seq=2)
     store.delete([newest.replace(MANIFEST, "adapter_model.safetensors")])
     restored = rebuild(world)
     assert restored.runs == {MODEL: 2}

@@ -11,7 +11,7 @@ import pytest
 from app.domain import codec
 from app.domain.records import Sampler, dump
 from app.domain.sampling import SampleOutput, SampleRequest
-from app.errors import ServerOpError
+from app.errors import ServerOpError, Unavailable
 from app.settings import BaseModelSettings
 from app.stores.objects.folder import FolderStore
 from app.stores.redis import keys
@@ -98,6 +98,22 @@ def test_a_request_that_keeps_killing_samplers_is_given_up(world: World, backend
     result = runner(world, backend, "s/1").handle(request, SESSION, "sample")
     assert result is not None and result.failed
     assert "given up" in json.loads(result.body)["error"]
+
+
+def test_a_store_that_is_away_costs_a_request_no_attempt(world: World, backend: SamplerBackend, monkeypatch):
+    request = admit(world, 0)
+    sampler = runner(world, backend, "s/1")
+
+    def away(*_: object) -> None:
+        raise Unavailable("the store is away")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sampler._adapters, "use", away)
+        for _ in range(5):
+            with pytest.raises(NotNow):
+                sampler.handle(request, SESSION, "sample")
+    result = runner(world, backend, "s/2").handle(request, SESSION, "sample")
+    assert result is not None and not result.failed
 
 
 class DyingBackend:

@@ -1,7 +1,7 @@
 #!lua flags=allow-oom
 -- Own a model. ARGV: model id, worker ("node/boot"), lease in ms.
--- Returns {epoch, applied, snapshot, snapshot_seq}; {} for an unknown model; {holder} while another node owns it;
--- {'ended', ''} for one that is no more.
+-- Returns {epoch, applied, snapshot, snapshot_seq, epoch_floor}; {} for an unknown model; {holder} while another node
+-- owns it; {'ended', ''} for one that is no more.
 -- An older process of the same node is replaced at once: node names are unique, and the new epoch fences it.
 local key = 'tinsmith:models:' .. ARGV[1]
 if redis.call('EXISTS', key) == 0 then return {} end
@@ -14,4 +14,6 @@ if redis.call('HGET', key, 'worker') ~= ARGV[2] then
   redis.call('HINCRBY', key, 'epoch', 1)
   redis.call('HSET', key, 'worker', ARGV[2])
 end
-return redis.call('HMGET', key, 'epoch', 'applied', 'snapshot', 'snapshot_seq')
+local head = redis.call('HMGET', key, 'epoch', 'applied', 'snapshot', 'snapshot_seq', 'epoch_floor')
+head[5] = head[5] or '0'
+return head

@@ -29,6 +29,9 @@ local function admit()
   if head[4] then return {'ended', ''} end
   local applied = tonumber(head[1] or -1)
   if seq <= applied then return {'consumed', ''} end
+  if staged ~= '' and redis.call('EXISTS', staged) == 0 then
+    return redis.error_reply('FULL the call took so long that its content has lapsed')
+  end
   local refusal = no_room(staged == '' and #ARGV[5] or redis.call('STRLEN', staged))
   if refusal and not is_awaited(applied) then return refusal end
   if not head[1] then

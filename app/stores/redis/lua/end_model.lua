@@ -7,10 +7,7 @@ local model = ARGV[1]
 local key = 'tinsmith:models:' .. model
 local head = redis.call('HMGET', key, 'applied', 'base_model', 'session_id', 'ended')
 if not head[1] then return {} end
-if ARGV[5] ~= '' then
-  local ended = redis.call('ZSCORE', 'tinsmith:sessions_ended', cjson.decode(head[3]))
-  if not ended or now_ms() - ended < tonumber(ARGV[5]) then return {} end
-end
+if ARGV[5] ~= '' and not is_retired(head[3], ARGV[5]) then return {} end
 
 local function fail(request)
   local future = 'tinsmith:future:' .. request

@@ -20,15 +20,20 @@ local function doom(model, seq, reason)
   end
 end
 
+-- Whether a session (its id as JSON) ended `least` ms ago or earlier, and nobody brought it back since.
+local function is_retired(session, least)
+  local ended = redis.call('ZSCORE', 'tinsmith:sessions_ended', cjson.decode(session))
+  return ended and now_ms() - ended >= tonumber(least)
+end
+
 -- An Op of a session (its id as JSON, or false) shows that it lives: it is open again, unless its client finished it.
 local function hear(session, now)
   if not session then return end
   local id = cjson.decode(session)
   redis.call('ZADD', 'tinsmith:sessions_heard', now, id)
-  if redis.call('ZREM', 'tinsmith:sessions_ended', id) == 1 then
-    local key = 'tinsmith:sessions:' .. id
-    if redis.call('HGET', key, 'status') == '"expired"' then redis.call('HSET', key, 'status', '"open"') end
-  end
+  redis.call('ZREM', 'tinsmith:sessions_ended', id)
+  local key = 'tinsmith:sessions:' .. id
+  if redis.call('HGET', key, 'status') == '"expired"' then redis.call('HSET', key, 'status', '"open"') end
 end
 
 -- Count a payload that was just stored; one worth an object of its own is listed for spilling, the large ones first.

@@ -115,6 +115,13 @@ def test_a_model_that_could_not_be_created_is_listed_as_corrupted(api: Api) -> N
     assert api.get(f"training_runs/{model}").json["corrupted"] is True
 
 
+def test_a_deleted_run_says_so(api: Api) -> None:
+    model = api.model()
+    assert api.get(f"training_runs/{model}").json["ended"] is False
+    delete(api, model)
+    assert api.get(f"training_runs/{model}").json["ended"] is True
+
+
 def test_very_many_checkpoints_of_others_are_not_read_for_a_listing(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     model = api.model()
     path = save_checkpoint(api, model)

@@ -46,12 +46,14 @@ def test_it_says_what_it_restored_and_what_it_cannot(client: redis.Redis, valkey
     assert cli.main(arguments) == 0
     assert is_restored(client)
     said = capsys.readouterr().out
-    assert said.startswith("restored 1 runs and 1 checkpoints\n")
+    places = f"from the object store {tmp_path / 'objects'} into the state server {valkey}\n"
+    assert said.startswith(f"{places}restored 1 runs and 1 checkpoints\n")
     assert f"run {MODEL} goes on behind seq 6\n" in said
     assert f"checkpoint {PATH}\n" in said
     for lost in ("calls behind a run's newest snapshot", "results", "sampling sessions", "metadata of sessions"):
         assert lost in said.replace("names, tags and ", "")
     assert cli.main(arguments) == 0
+    assert "/snapshots" not in said
     assert "restored 0 runs and 0 checkpoints\n1 runs were there already" in capsys.readouterr().out
 
 
@@ -68,6 +70,55 @@ def test_without_a_server_given_it_is_the_stack_that_runs_on_the_folder(
     (tmp_path / "run" / "settings.toml").write_text(tomli_w.dumps(running.model_dump(mode="json")))
     assert cli.main(["rebuild", "--data-dir", str(tmp_path)]) == 0
     assert is_restored(client)
+
+
+def test_as_in_a_container_it_reads_the_settings_its_environment_names(
+    client: redis.Redis, valkey: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    store_run(FolderStore(tmp_path / "elsewhere", "", ""))
+    written = Settings(store=StoreSettings(url=(tmp_path / "elsewhere").as_uri()))
+    (tmp_path / "tinsmith.toml").write_text(tomli_w.dumps(written.model_dump(mode="json")))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TINSMITH_SETTINGS", str(tmp_path / "tinsmith.toml"))
+    monkeypatch.setenv("TINSMITH_REDIS_URL", valkey)
+    assert cli.main(["rebuild"]) == 0
+    assert is_restored(client)
+
+
+def test_a_password_is_not_shown(client: redis.Redis, valkey: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    server = valkey.removeprefix("redis://")
+    assert cli.main(["rebuild", "--data-dir", str(tmp_path), "--redis", f"redis://default:hunter2@{server}"]) == 0
+    said = capsys.readouterr().out
+    assert f"into the state server {server}\n" in said
+    assert "hunter2" not in said
+
+
+def test_a_run_that_was_set_back_is_named(
+    client: redis.Redis, valkey: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    store_run(FolderStore(tmp_path / "objects", "", ""))
+    arguments = ["rebuild", "--data-dir", str(tmp_path), "--redis", valkey]
+    assert cli.main(arguments) == 0
+    records = RedisRecords(client)
+    records.update(Model.namespace, MODEL, {"epoch": "1", "applied": "5"})
+    records.delete(Checkpoint.namespace, PATH)
+    assert cli.main(arguments) == 0
+    assert is_restored(client)
+    assert f"run {MODEL} was set back: " in capsys.readouterr().out
+
+
+def test_a_state_server_that_takes_no_writes_is_one_line_and_exit_code_2(
+    client: redis.Redis, valkey: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    store_run(FolderStore(tmp_path / "objects", "", ""))
+    client.config_set("min-replicas-to-write", 1)
+    try:
+        assert cli.main(["rebuild", "--data-dir", str(tmp_path), "--redis", valkey]) == 2
+    finally:
+        client.config_set("min-replicas-to-write", 0)
+    said = capsys.readouterr().err
+    assert "NOREPLICAS" in said
+    assert len(said.splitlines()) == 1
 
 
 def test_the_manifests_may_lie_on_s3(client: redis.Redis, valkey: str, tmp_path: Path, monkeypatch):

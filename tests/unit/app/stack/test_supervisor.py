@@ -63,9 +63,10 @@ def test_a_child_that_keeps_dying_ends_the_stack_with_the_end_of_its_log(tmp_pat
     assert output.rstrip().endswith("out of luck")
 
 
-def test_a_child_that_keeps_dying_does_not_end_a_stack_that_was_ready(tmp_path):
+@pytest.mark.parametrize("code", [1, 2])
+def test_a_child_that_keeps_dying_does_not_end_a_stack_that_was_ready(tmp_path, code):
     deaths = tmp_path / "deaths"
-    with supervised(tmp_path, ("worker", NOTE_PID + "sys.exit(1)", str(deaths)), ready="ready") as process:
+    with supervised(tmp_path, ("worker", NOTE_PID + f"sys.exit({code})", str(deaths)), ready="ready") as process:
         assert eventually(lambda: len(numbers(deaths)) > 6)
         assert stop(process) == 0
 
@@ -119,6 +120,6 @@ def test_children_end_when_the_supervisor_is_killed(tmp_path):
         assert eventually(lambda: not alive(numbers(pids)[0]))
 
 
-@pytest.mark.parametrize(("failures", "delay_s"), [(1, 0.5), (2, 1.0), (4, 4.0), (9, 10.0)])
+@pytest.mark.parametrize(("failures", "delay_s"), [(1, 0.5), (2, 1.0), (4, 4.0), (9, 10.0), (5_000, 10.0)])
 def test_the_pause_before_a_restart_doubles_up_to_a_limit(failures, delay_s):
     assert RestartPolicy().delay_s(failures) == delay_s

@@ -154,6 +154,12 @@ def test_what_the_owner_may_be_writing_now_stays_until_it_is_behind(place: Place
     assert place.collect() == {newest}
 
 
+@pytest.mark.parametrize("generation", ["4-4", "20-5"])
+def test_what_a_later_epoch_saved_stays_as_the_state_server_was_set_back(place: Place, generation: str):
+    saved = place.write(f"weights/b/{generation}")
+    assert place.collect(3) == {SNAPSHOT, saved}
+
+
 def test_nothing_goes_before_its_time(place: Place):
     prefix = place.write("weights/a/4-1")
     assert place.collect(rounds=1) == {SNAPSHOT, prefix}

@@ -55,6 +55,24 @@ def test_everything_whose_doorbells_were_lost_is_rung_at_once_and_then_ever_more
     assert len(rung) < 5 * 20
 
 
+def test_an_op_whose_worker_died_is_rung_again_soon_however_long_it_had_run(oplog, client, monkeypatch):
+    oplog.admit(MODEL, 0, "create_model", b"", "d")
+    lease = oplog.acquire(MODEL, "node/1")
+    oplog.next(lease, 0)
+    rung: list[tuple[str, ...]] = []
+    settings = EngineSettings(lease_s=5, ring_again_s=1e-3, gap_s=300)
+    ringing = Ringing(oplog, lambda *ring: rung.append(ring), settings)
+    clock = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: clock)
+    for _ in range(200):
+        ringing.sweep()
+        clock += 5
+    oplog.release(MODEL, "node/1")
+    rung.clear()
+    ringing.sweep()
+    assert rung == [("create_model", f"{MODEL}:0", MODEL, "train.base")]
+
+
 def test_what_waits_briefly_is_left_alone(oplog):
     oplog.admit(MODEL, 0, "create_model", b"", "d")
     assert swept(oplog, PATIENT) == []
@@ -110,6 +128,12 @@ def test_time_the_chore_did_not_see_does_not_count_for_a_gap(oplog, monkeypatch)
     clock += 1
     ringing.sweep()
     assert oplog.pending()[0].kinds
+
+
+def test_all_that_is_missing_in_a_row_is_given_up_together(oplog):
+    oplog.admit(MODEL, 5, "optim_step", b"", "d")
+    assert [request for _, request, _, _ in swept(oplog, HASTY, times=2)] == [f"{MODEL}:{seq}" for seq in range(6)]
+    assert oplog.entry(MODEL, 6) is None, "nothing waits behind it"
 
 
 def test_a_gap_within_its_time_holds_and_one_past_it_is_given_up(oplog):

@@ -103,6 +103,17 @@ def test_long_after_its_session_a_model_is_ended_and_only_what_was_saved_stays(p
     assert not [sampler for sampler in place.samplers() if sampler.startswith(f"{SESSION}:")]
 
 
+@pytest.mark.parametrize("kept", [True, False])
+def test_of_a_retired_session_a_run_stays_listed_only_beside_its_checkpoints(place: Place, kept: bool):
+    if not kept:
+        place.records.delete(Checkpoint.namespace, f"tinker://{MODEL}/weights/a")
+    place.endings().finish(SESSION, "success")
+    place.sweep(PATIENT.model_copy(update={"retain_s": 0.001}))
+    assert place.records.get(Session.namespace, SESSION) is None
+    assert (place.records.get(Model.namespace, MODEL) is not None) == kept
+    assert place.records.get(Model.namespace, OTHER_MODEL)
+
+
 def test_the_end_of_one_session_takes_nothing_of_another(place: Place):
     place.endings().finish(SESSION, "success")
     place.sweep(PATIENT.model_copy(update={"retain_s": 0.001}))
@@ -119,9 +130,11 @@ def test_a_session_is_retired_once(place: Place):
     assert RedisLifecycle(place.client, settings).retired() == []
 
 
-def test_a_model_whose_session_came_back_in_between_stays(place: Place):
+def test_what_belongs_to_a_session_that_came_back_in_between_stays(place: Place):
+    before = place.samplers()
     place.endings(HASTY).retire(SESSION)
     assert not place.ended()
+    assert place.samplers() == before
 
 
 def test_a_finish_wakes_each_trainer_that_holds_one_of_its_models_and_no_other(place: Place):

@@ -15,9 +15,10 @@ BEAT_S = HEALTHY_S / 10
 
 @dataclass
 class Worker:
-    """A worker that takes a tick when it is told to. `waiting` None: the broker is away."""
+    """A worker that takes a tick when it is told to. `waiting` None: the broker is away; `full`: it takes nothing."""
 
     waiting: int | None = 0
+    full: bool = False
     sound: bool = True
     now: float = 1000.0
     rings: int = 0
@@ -45,9 +46,12 @@ class _Bell:
     def waiting(self) -> int | None:
         return self.worker.waiting
 
-    def ring(self) -> None:
+    def ring(self) -> bool:
+        if self.worker.full:
+            return False
         self.worker.rings += 1
         self.worker.waiting = 1
+        return True
 
 
 @pytest.fixture
@@ -77,6 +81,12 @@ def test_a_deaf_worker_is_unhealthy_and_then_ends(worker: Worker):
 
 def test_never_more_than_one_tick_waits(worker: Worker):
     worker.lasts(2 * HEALTHY_S)
+    assert worker.rings == 1
+
+
+def test_a_tick_is_rung_behind_whatever_else_waits_in_the_queue(worker: Worker):
+    worker.waiting = 7
+    worker.lasts(BEAT_S)
     assert worker.rings == 1
 
 
@@ -110,6 +120,16 @@ def test_a_broker_that_is_away_is_not_the_workers_fault(worker: Worker):
     assert worker.pulse.healthy(), "it has had no time to connect again"
     worker.lasts(2 * HEALTHY_S)
     assert worker.ended, "but it must"
+
+
+def test_a_broker_that_takes_nothing_is_not_the_workers_fault(worker: Worker):
+    worker.lasts(BEAT_S, answers=True)
+    worker.full = True
+    worker.lasts(10 * HEALTHY_S)
+    assert worker.pulse.healthy()
+    worker.full = False
+    worker.lasts(3 * HEALTHY_S)
+    assert worker.ended, "it is rung again, and does not hear it"
 
 
 def test_a_worker_that_was_stopped_itself_is_not_deaf(worker: Worker):

@@ -122,6 +122,13 @@ def test_one_behind_the_trimmed_journal_or_ahead_of_it_is_not_used(folder: Snaps
     assert names(folder) == ["10-2", "8-2", "9-2"]
 
 
+def test_what_belongs_to_a_history_that_was_lost_is_removed(folder: SnapshotFolder):
+    written(folder, (8, 2), (9, 70), (10, 71))
+    owner = Lease(MODEL, "a/1", 72, 100, "prefix", 7, epoch_floor=71)
+    assert usable(folder, owner) == [(10, 71)]
+    assert names(folder) == ["10-71"]
+
+
 def test_an_owner_that_was_replaced_neither_uses_nor_removes_what_its_successor_wrote(folder: SnapshotFolder):
     mine, other, *_ = written(folder, (8, 2), (6, 2), (8, 3), (12, 3))
     assert usable(folder, lease(epoch=2, applied=8)) == [(8, 2), (6, 2)]

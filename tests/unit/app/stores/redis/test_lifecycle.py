@@ -149,6 +149,8 @@ def test_a_session_is_retired_long_after_its_end_and_forgotten_only_while_it_has
     assert lifecycle.retired() == []
     assert hasty(client).retired() == [SESSION]
     lifecycle.forget(SESSION)
+    assert hasty(client).retired() == [SESSION], "it beat, or was finished, a moment ago"
+    hasty(client).forget(SESSION)
     assert hasty(client).retired() == []
 
 
@@ -237,6 +239,32 @@ def test_a_model_is_not_retired_once_its_session_lives_again(client, lifecycle, 
     assert hasty(client).end_model(MODEL, retired=True) == Holder("base", "")
     with pytest.raises(Gone):
         own(oplog)
+
+
+def test_a_sampler_is_not_retired_once_its_session_lives_again(client, lifecycle, stored):
+    lifecycle.finish(SESSION, "success")
+    assert not lifecycle.end_sampler(SAMPLER), "too early"
+    RedisOpLog(client, PATIENT).admit_sample(f"{SAMPLER}:1", SAMPLER, "me", "sample.base", b"ask", "d")
+    assert not hasty(client).end_sampler(SAMPLER), "a sample came"
+    assert stored.get(Sampler.namespace, SAMPLER)
+    lifecycle.finish(SESSION, "success")
+    assert hasty(client).end_sampler(SAMPLER)
+    assert client.zcard(keys.index(Sampler.namespace)) == 0
+    assert stored.get(Sampler.namespace, SAMPLER) is None
+    assert not hasty(client).end_sampler(SAMPLER), "there is none any more"
+
+
+def test_a_retired_session_is_forgotten_with_its_record_but_not_once_it_lives_again(client, lifecycle, oplog, stored):
+    lifecycle.finish(SESSION, "success")
+    assert not lifecycle.forget(SESSION), "too early"
+    admit(oplog)
+    assert not hasty(client).forget(SESSION), "an Op came"
+    assert stored.get(Session.namespace, SESSION)
+    lifecycle.finish(SESSION, "success")
+    assert hasty(client).forget(SESSION)
+    assert stored.get(Session.namespace, SESSION) is None
+    assert client.zcard(keys.index(Session.namespace)) == 0
+    assert not hasty(client).forget(SESSION), "there is none any more"
 
 
 def test_holders_are_the_nodes_that_have_a_model_now(lifecycle, oplog):

@@ -55,3 +55,14 @@ def test_a_list_goes_on_while_records_come_and_go(stored, monkeypatch):
 def test_now_is_the_servers_clock(stored, client, monkeypatch):
     monkeypatch.setattr(time, "time", lambda: 0.0)
     assert abs(stored.now() - client.time()[0]) < 60
+
+
+def test_a_record_that_changed_since_it_was_read_is_not_deleted(stored, client):
+    stored.put("things", "a", {"x": "1", "y": "2"})
+    read = stored.get("things", "a")
+    stored.update("things", "a", {"x": "3"})
+    assert not stored.delete_same("things", "a", read)
+    assert stored.get("things", "a") == {"x": "3", "y": "2"}
+    assert stored.delete_same("things", "a", {"x": "3", "y": "2"})
+    assert stored.get("things", "a") is None
+    assert client.zcard("tinsmith:index:things") == 0

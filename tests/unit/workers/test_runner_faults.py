@@ -1,0 +1,109 @@
+"""What a runner does when a replay, a commit or a doorbell goes wrong in a way the Op itself does not show."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from app.domain.ops import ForwardBackward
+from app.domain.results import Result
+from app.stores.redis import keys
+from app.stores.redis.lifecycle import RedisLifecycle
+from tests.unit.workers.conftest import MODEL, Worker, World, step
+from workers.outcome import NotNow
+
+
+class Dead(BaseException):
+    """The process ended here."""
+
+
+class NoReplay:
+    """A backend that cannot do a forward_backward."""
+
+    def __init__(self, worker: Worker, error: BaseException) -> None:
+        self._inner, self._error = worker.backend, error
+        object.__setattr__(worker.runner._executor, "backend", self)
+
+    def __getattr__(self, name: str):
+        return getattr(self._inner, name)
+
+    def apply(self, ops):
+        if any(isinstance(op, ForwardBackward) for op in ops.values()):
+            raise self._error
+        return self._inner.apply(ops)
+
+
+@pytest.fixture
+def handed_over(world: World) -> World:
+    """seq 1, a gradient, is applied and has to be replayed; seq 2 waits."""
+    first = world.worker("a/1")
+    first.handle(0, "create_model")
+    gradient, optim_step = step()
+    world.admit(1, gradient)
+    first.handle(1)
+    world.admit(2, optim_step)
+    first.drain.hand_over()
+    return world
+
+
+def error_of(result: Result | None) -> str:
+    assert result is not None and result.failed
+    return str(json.loads(result.body)["error"])
+
+
+def test_an_op_behind_a_replay_that_breaks_the_backend_is_given_up(handed_over: World):
+    heir = handed_over.worker("b/1")
+    NoReplay(heir, RuntimeError("no memory on the device"))
+    for _ in range(3):
+        with pytest.raises(NotNow):
+            heir.handle(2, "optim_step")
+    assert "3 attempts" in error_of(heir.handle(2, "optim_step"))
+
+
+def test_an_op_behind_a_replay_that_kills_the_process_is_given_up(handed_over: World):
+    for boot in range(3):
+        heir = handed_over.worker(f"b/{boot}")
+        NoReplay(heir, Dead())
+        with pytest.raises(Dead):
+            heir.handle(2, "optim_step")
+    assert "3 attempts" in error_of(handed_over.worker("b/4").handle(2, "optim_step"))
+
+
+def test_a_state_whose_commit_ended_oddly_is_thrown_away(world: World, monkeypatch: pytest.MonkeyPatch):
+    worker = world.worker("a/1")
+    worker.handle(0, "create_model")
+    world.admit(1, step()[0])
+
+    def odd(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(worker.runner._oplog, "commit", odd)
+        with pytest.raises(MemoryError):
+            worker.handle(1)
+    assert not worker.owner.residents()
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_what_was_put_off_is_forgotten_once_it_ran_elsewhere_or_its_model_is_no_more(world: World, ended: bool):
+    worker, other = world.worker("a/1"), world.worker("b/1")
+    worker.handle(0, "create_model")
+    world.admit(1, step()[0])
+    worker.parked.put_off(MODEL, 1, "forward_backward")
+    worker.drain.hand_over()
+    worker.owner.discard_all()
+    if ended:
+        RedisLifecycle(world.client, world.settings).end_model(MODEL)
+    else:
+        other.handle(1)
+        other.owner.discard_all()
+    worker.handle(1)
+    assert worker.parked.forget(MODEL) == {}
+
+
+def test_a_payload_that_lapsed_on_its_way_in_leaves_nothing_behind(world: World, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(world.oplog, "_stage", lambda payload: keys.staged("gone"))
+    with pytest.raises(Exception, match="lapsed"):
+        world.admit(1, step()[0])
+    assert world.oplog.entry(MODEL, 1) is None
