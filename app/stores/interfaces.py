@@ -205,6 +205,14 @@ class OpLog(Protocol):
         """Raises NotFound for an unknown or foreign id (alike), Gone for an expired one."""
         ...
 
+    def take_calls(self, seconds: float) -> None:
+        """An API process is there to take calls in, for so long from now."""
+        ...
+
+    def takes_calls(self) -> bool:
+        """Whether any is."""
+        ...
+
     def lead(self, role: str, worker: str) -> bool:
         """True while `worker` is the one that does `role` for everybody; call again well within the lease time."""
         ...

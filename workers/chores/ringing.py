@@ -46,7 +46,7 @@ class Ringing:
 
     def sweep(self) -> None:
         now = time.monotonic()
-        if now - self._swept > _UNSEEN_S:
+        if now - self._swept > _UNSEEN_S or not self._oplog.takes_calls():
             self._healthy_since = now
         alive = set()
         for pending in self._waiting():
@@ -92,7 +92,7 @@ class Ringing:
             yield kind, ids.request_id(pending.id, seq), pending.id
 
     def _give_up_gap(self, pending: Pending, now: float) -> None:
-        """Only time in which the Op could have been admitted counts: none of an outage we saw."""
+        """Only time in which the Op could have been admitted counts: none of an outage of Redis or of the API."""
         if min(pending.waited_s, now - self._healthy_since) < self._settings.gap_s or pending.seq is None:
             return
         for seq in range(pending.seq, pending.seq + _GAP_MOST):

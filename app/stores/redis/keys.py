@@ -19,6 +19,7 @@
     orphans             ZSET  object-store prefix -> ms since when nothing is known to refer to it
     <namespace>:<id>    HASH  sessions, samplers, checkpoints, workers (app/domain/records.py)
     index:<namespace>   ZSET  the ids of a namespace, all of score 0, so that they are in order
+    taking_calls        STR   is there while an API process lives; expires
     done                pub/sub channel: a request id, once its result can be read
 
 All times are the Redis server's own (TIME), so no two clocks are ever compared.
@@ -28,6 +29,7 @@ from __future__ import annotations
 
 PREFIX = "tinsmith:"
 DONE_CHANNEL = PREFIX + "done"
+TAKING_CALLS = PREFIX + "taking_calls"
 PENDING = PREFIX + "pending"
 PENDING_QUEUE = PREFIX + "pending_queue"
 SESSIONS_HEARD = PREFIX + "sessions_heard"

@@ -196,6 +196,12 @@ class RedisOpLog:
         """How long a result of so many bytes stays once it was read: the larger, the shorter, as memory is bounded."""
         return min(self._read_s, max(_READ_LEAST_S, self._read_s * _READ_BYTES // max(size, 1)))
 
+    def take_calls(self, seconds: float) -> None:
+        self._redis.set(keys.TAKING_CALLS, "", px=int(seconds * 1000))
+
+    def takes_calls(self) -> bool:
+        return bool(self._redis.exists(keys.TAKING_CALLS))
+
     def lead(self, role: str, worker: str) -> bool:
         return bool(self._run("lead", role, worker, self._lease_ms))
 

@@ -74,6 +74,7 @@ def waiting_at_a_gap(world: TrainerWorld) -> Trainer:
 def give_up(world: TrainerWorld, gap_s: float, until: int) -> None:
     """Sweeps until seq `until` is given up."""
     ringing = Ringing(world.oplog, lambda *ring: None, EngineSettings(gap_s=gap_s, ring_again_s=1e9))
+    world.oplog.take_calls(600)
     deadline = time.monotonic() + 60
     while world.oplog.entry(MODEL, until) is None:
         assert time.monotonic() < deadline

@@ -23,6 +23,7 @@ HASTY = EngineSettings(lease_s=5, ring_again_s=1e-6, gap_s=1e-6)
 @pytest.fixture
 def oplog(client: redis.Redis) -> RedisOpLog:
     log = RedisOpLog(client, PATIENT)
+    log.take_calls(600)
     log.create_model(MODEL, dump(Model("me", "session", "base", 0.0)))
     return log
 
@@ -128,6 +129,14 @@ def test_time_the_chore_did_not_see_does_not_count_for_a_gap(oplog, monkeypatch)
     clock += 1
     ringing.sweep()
     assert oplog.pending()[0].kinds
+
+
+def test_time_in_which_no_api_was_there_does_not_count_for_a_gap(oplog, client):
+    oplog.admit(MODEL, 1, "forward_backward", b"", "d")
+    client.delete(keys.TAKING_CALLS)
+    assert swept(oplog, HASTY, times=2) == []
+    oplog.take_calls(600)
+    assert len(swept(oplog, HASTY, times=2)) == 2
 
 
 def test_all_that_is_missing_in_a_row_is_given_up_together(oplog):

@@ -1,0 +1,29 @@
+"""What the API process does beside answering."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from app.settings import EngineSettings
+from app.stores.redis.client import connect
+from app.stores.redis.oplog import RedisOpLog
+from tests.api_server import serve
+from tests.servers import start_valkey
+
+
+def await_true(what: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_it_says_that_calls_can_come_in_for_as_long_as_it_lives(tmp_path: Path):
+    with start_valkey(tmp_path / "valkey") as url, connect(url) as client:
+        oplog = RedisOpLog(client, EngineSettings())
+        assert not oplog.takes_calls()
+        with serve(tmp_path, url):
+            await_true(oplog.takes_calls)
+        await_true(lambda: not oplog.takes_calls())
