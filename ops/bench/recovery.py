@@ -33,7 +33,6 @@ _PATIENCE_S = 180.0
 _THREADS = 1
 # The lease of 15 s and two rounds of the sweeper; a start of Python, torch and the backend.
 _STANDBY_GOAL_S, _RESTART_GOAL_S = 20.0, 15.0
-_PARTS = ("until_owned", "restore_and_replay", "first_op")
 
 
 def run(folder: Path, rounds: int = _ROUNDS) -> Outcome:
@@ -104,19 +103,18 @@ class _Model:
     id: str = ""
 
     def kill_owner(self) -> dict[str, float]:
-        worker = self._holder()
+        worker = _text(self.client.get(keys.lease(self.id)))
         epoch, _ = self._head()
         os.kill(_pid(self.logs / f"{worker.partition('@')[0]}.log"), signal.SIGKILL)
         killed = time.perf_counter()
         _, applied = self._head()
         owned = self._when(lambda: self._head()[0] > epoch)
-        began = self._when(lambda: self._runner(applied + 1) not in ("", worker) or self._head()[1] > applied)
         done = self._when(lambda: self._head()[1] > applied)
-        parts = zip(_PARTS, ((killed, owned), (owned, began), (began, done)), strict=True)
         replayed = applied - int(self._fields("snapshot_seq")[0])
         return {
             "total_s": done - killed,
-            **{f"{name}_s": end - start for name, (start, end) in parts},
+            "until_owned_s": owned - killed,
+            "restore_replay_and_first_op_s": done - owned,
             "ops_behind_snapshot": float(replayed),
         }
 
@@ -135,12 +133,6 @@ class _Model:
 
     def _fields(self, *names: str) -> list[Any]:
         return list(self.client.hmget(keys.model(self.id), list(names)))
-
-    def _holder(self) -> str:
-        return _text(self.client.get(keys.lease(self.id)))
-
-    def _runner(self, seq: int) -> str:
-        return _text(self.client.hget(keys.op(f"{self.id}:{seq}"), "runner"))
 
 
 def _text(stored: Any) -> str:
