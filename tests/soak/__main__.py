@@ -33,6 +33,8 @@ _RESULTS = Path(__file__).parent / "results"
 _SCRATCH = Path("data/soak")
 _CLIENTS = 2
 _SAMPLES_A_RUN = 60
+# At a steady rate: the API keeps a departed client's connections for 75 s, so their number follows the rate.
+_SESSION_EVERY_S = 5.0
 # What is kept for a while must reach its end within the run, or everything would seem to grow.
 _SHORT_LIVED = "[engine]\nresult_read_s = 20\nresult_unread_s = 20\nretain_s = 20.0\nsession_s = 60.0"
 
@@ -84,8 +86,10 @@ def soak(stack: Stack, minutes: float) -> tuple[int, dict[str, list[float]]]:
 def _sessions(stack: Stack, seed: int, over: threading.Event) -> int:
     count = 0
     while not over.is_set():
+        next_at = time.monotonic() + _SESSION_EVERY_S
         _session(stack, seed)
         count += 1
+        over.wait(next_at - time.monotonic())
     return count
 
 

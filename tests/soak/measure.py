@@ -16,10 +16,8 @@ TOLERANCES = {
     "bytes": Tolerance(0.10, 2 * 2**20),
     # Allocators keep what they once had, and settle late.
     "rss": Tolerance(0.05, 16 * 2**20),
-    # Clients that have gone leave connections that the API keeps for a while.
-    "fds": Tolerance(0.0, 64),
-    # The API's pool grows to the most requests it ever had at once: polls of both clients, and what the SDK retries.
-    "threads": Tolerance(0.0, 32),
+    "fds": Tolerance(0.0, 8),
+    "threads": Tolerance(0.0, 8),
 }
 """By the last word of a series' name."""
 
