@@ -91,7 +91,7 @@ class TrainingRunner:
             self._oplog.commit(spent.lease, spent.entry.seq, failure.result, (), failure.failure)
             if seq > spent.entry.seq:
                 return self._result(request_id, model_id, seq, kind)
-            return failure.result
+            return self._oplog.outcome(request_id)
         if seq <= resident.applied:
             self._parked.moved_on(model_id)
             return self._oplog.outcome(request_id)

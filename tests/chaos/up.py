@@ -1,4 +1,4 @@
-"""`tinsmith up` whose supervisor never gives up and hardly waits: here somebody kills its children all the time."""
+"""`tinsmith up` whose supervisor hardly waits: here somebody kills its children all the time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from app import cli
 from app.stack import up
 from app.stack.supervisor import RestartPolicy, Supervisor
 
-_PATIENT = RestartPolicy(tries=1_000_000, first_delay_s=0.2, longest_delay_s=0.2)
+_PATIENT = RestartPolicy(first_delay_s=0.2, longest_delay_s=0.2)
 
 if __name__ == "__main__":
     up.Supervisor = functools.partial(Supervisor, policy=_PATIENT)  # type: ignore[misc,assignment]

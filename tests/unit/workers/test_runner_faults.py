@@ -61,6 +61,18 @@ def test_an_op_behind_a_replay_that_breaks_the_backend_is_given_up(handed_over: 
     assert "3 attempts" in error_of(heir.handle(2, "optim_step"))
 
 
+def test_a_late_doorbell_answers_with_its_own_result_when_a_later_op_is_given_up(handed_over: World):
+    heir = handed_over.worker("b/1")
+    NoReplay(heir, RuntimeError("no memory on the device"))
+    for _ in range(3):
+        with pytest.raises(NotNow):
+            heir.handle(2, "optim_step")
+    late = heir.handle(1)
+    assert late == handed_over.oplog.outcome(f"{MODEL}:1")
+    assert late is not None and not late.failed
+    assert "3 attempts" in error_of(handed_over.oplog.outcome(f"{MODEL}:2"))
+
+
 def test_an_op_behind_a_replay_that_kills_the_process_is_given_up(handed_over: World):
     for boot in range(3):
         heir = handed_over.worker(f"b/{boot}")

@@ -308,7 +308,15 @@ def test_a_result_lives_shorter_once_read(oplog, client):
     oplog.commit(lease, 0, OK)
     assert client.ttl(keys.future(f"{MODEL}:0")) > 3600
     oplog.future(f"{MODEL}:0", "me")
-    assert 0 < client.ttl(keys.future(f"{MODEL}:0")) <= 3600
+    assert 3000 < client.ttl(keys.future(f"{MODEL}:0")) <= 3600
+
+
+@pytest.mark.parametrize(("size", "seconds"), [(64 * 1024, 3600), (256 * 1024, 900), (4 * 2**20, 300)])
+def test_the_larger_a_read_result_the_shorter_it_lives(oplog, client, size, seconds):
+    admit(oplog, 0)
+    oplog.commit(own(oplog), 0, Result(bytes(size)))
+    oplog.future(f"{MODEL}:0", "me")
+    assert 0.8 * seconds < client.ttl(keys.future(f"{MODEL}:0")) <= seconds
 
 
 def test_pending_tells_gaps_and_what_runs(oplog):
