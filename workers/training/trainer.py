@@ -21,8 +21,9 @@ from workers.lora import Adapter
 from workers.training import messages
 from workers.training.base import BackendOp, Create, Load, Writer
 from workers.training.engine import Engine
+from workers.training.jobs import Job
 from workers.training.optimizer import ShardedAdamW
-from workers.training.passes import Job, Pass, check_finite, output, take_gradients
+from workers.training.passes import Pass
 from workers.training.standstill import Standstill
 from workers.training.state import AdapterState, read_optimizer
 
@@ -165,10 +166,10 @@ class LoraTrainer(ABC):
     def _finish(self, model_id: str, job: Job) -> Output | OpError:
         try:
             if job.op.forward_only:
-                check_finite(job)
+                job.check_finite()
             else:
-                self._state(model_id).add_gradients(take_gradients(job))
-            return output(job)
+                self._state(model_id).add_gradients(job.take_gradients())
+            return job.output()
         except UserOpError as error:
             return error
 

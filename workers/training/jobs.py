@@ -1,0 +1,119 @@
+"""One Op of a pass: its columns, what its loss comes to datum by datum, and the output its future carries."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.utils import get_total_norm
+
+from app.domain.batch import Ragged
+from app.domain.losses import LOSSES
+from app.domain.ops import ForwardBackward
+from app.domain.results import ForwardBackwardOutput
+from app.errors import UserOpError
+from workers.lora import Adapter
+from workers.training.losses import LOSS_FNS
+from workers.training.microbatches import Column
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """A loss of n datums: `losses` fp32 [n]; `metrics` fp32 [n] each; `gradient` in the logprobs, fp32 [n, L, K]."""
+
+    losses: Tensor
+    metrics: dict[str, Tensor]
+    gradient: Tensor
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """One Op of the pass, and what has been found for it.
+
+    logprobs: fp32 [all target elements]; `datums` holds fp32 [number of datums] arrays: "bad" (not 0 where the loss or
+    its gradient is not finite), "loss:sum" and the loss's own metrics. Both lie on the device.
+    """
+
+    op: ForwardBackward
+    adapter: Adapter
+    tokens: Column
+    inputs: dict[str, Column]
+    logprobs: Tensor
+    datums: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, op: ForwardBackward, adapter: Adapter, device: torch.device) -> Job:
+        spec = LOSSES[op.loss_fn]
+        wanted = {*spec.inputs, *spec.optional}
+        inputs = {name: Column(ragged) for name, ragged in op.batch.inputs.items() if name in wanted}
+        logprobs = torch.zeros(len(op.batch.inputs["target_tokens"].values), device=device)
+        # A rank without a datum of this Op sums with those that have some, so the names are fixed beforehand.
+        blank = torch.zeros(0, 1, 1)
+        metrics = evaluate(op, blank, dict.fromkeys(inputs, blank), blank.bool()).metrics
+        datums = {name: torch.zeros(len(op.batch), device=device) for name in ("bad", "loss:sum", *metrics)}
+        return cls(op, adapter, Column(op.batch.tokens), inputs, logprobs, datums)
+
+    def note(self, datums: Tensor, found: Evaluation) -> Tensor:
+        """Keep what was found for these datums (indices); returns the gradient, with zeros for the bad ones."""
+        bad = ~(found.losses.isfinite() & found.gradient.isfinite().all(-1).all(-1))
+        self.datums["bad"][datums] = bad.float()
+        self.datums["loss:sum"][datums] = found.losses
+        for name, values in found.metrics.items():
+            self.datums[name][datums] = values
+        return torch.where(bad[:, None, None], 0.0, found.gradient)
+
+    def gradients(self) -> list[Tensor]:
+        """Zeros where no backward pass came by: with several ranks, one may have had no datum of this adapter."""
+        for parameter in self.adapter.tensors().values():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        return [parameter.grad for parameter in self.adapter.tensors().values() if parameter.grad is not None]
+
+    def take_gradients(self) -> list[Tensor]:
+        """The pass's gradient, which is removed from the adapter. Raises UserOpError when it, or a loss, is not
+        finite."""
+        gradients = self.gradients()
+        for parameter in self.adapter.tensors().values():
+            parameter.grad = None
+        self.check_finite()
+        if not get_total_norm(gradients).isfinite():
+            raise UserOpError("every loss is finite but the gradient is not; nothing was added to the pending gradient")
+        return gradients
+
+    def check_finite(self) -> None:
+        """Raises UserOpError naming the first datum whose loss, or its gradient, is not finite."""
+        bad = self.datums["bad"].nonzero()
+        if len(bad):
+            datum = int(bad[0])
+            raise UserOpError(
+                f"datum {datum}: its {self.op.loss_fn} loss is {self.datums['loss:sum'][datum].item()} and the loss or "
+                "its gradient is not finite; look at its logprobs, weights and advantages. The model is unchanged"
+            )
+
+    def output(self) -> ForwardBackwardOutput:
+        """What the Op's future carries."""
+        shapes = self.op.batch.inputs["target_tokens"].shapes
+        found = {name: t.double().cpu() for name, t in self.datums.items() if name != "bad"}
+        metrics = {name: float(t.amax() if name.endswith(":max") and len(t) else t.sum()) for name, t in found.items()}
+        metrics["tokens:sum"] = float(sum(self.tokens.lengths))
+        return ForwardBackwardOutput(Ragged(self.logprobs.cpu().numpy(), shapes), metrics)
+
+
+def evaluate(op: ForwardBackward, logprobs: Tensor, inputs: dict[str, Tensor], real: Tensor) -> Evaluation:
+    """The Op's loss on some of its datums, on the small tensors only.
+
+    logprobs: fp32 [n, L, K], without a graph; `inputs`: by name, of that shape; `real`: where it is no padding.
+    """
+    config = {**LOSSES[op.loss_fn].config, **op.loss_config}
+    with torch.enable_grad():
+        leaf = logprobs.detach().requires_grad_()
+        value = LOSS_FNS[op.loss_fn](leaf, inputs, config)
+        losses = torch.where(real, value.per_token, 0.0).sum((1, 2))
+        (gradient,) = torch.autograd.grad(losses.sum(), leaf)
+    metrics = {name: _reduce(name, torch.where(real, found, 0.0)) for name, found in value.metrics.items()}
+    return Evaluation(losses.detach(), metrics, gradient)
+
+
+def _reduce(name: str, per_token: Tensor) -> Tensor:
+    return per_token.amax((1, 2)) if name.endswith(":max") else per_token.sum((1, 2))
