@@ -78,12 +78,16 @@ class JournalModel:
             self.results[seq] = result
         return True
 
-    def set_snapshot(self, epoch: int, seq: int, reference: str) -> bool:
+    def set_snapshot(self, epoch: int, seq: int, reference: str) -> str | None:
+        """What was replaced; its own reference for a repeat, and None where it is refused."""
+        if epoch == self.epoch and reference == self.snapshot:
+            return reference
         if epoch != self.epoch or not self.snapshot_seq < seq <= self.applied:
-            return False
+            return None
+        replaced = self.snapshot
         self.snapshot, self.snapshot_seq = reference, seq
         self.ops = {later: op for later, op in self.ops.items() if later > seq}
-        return True
+        return replaced
 
     def waiting(self) -> list[str]:
         """Kinds of what waits from the next seq on, without a gap."""

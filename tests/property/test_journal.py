@@ -143,8 +143,9 @@ class JournalMachine(RuleBasedStateMachine):
     @rule(which=st.integers(0, 3), back=st.integers(-1, 3))
     def set_snapshot(self, which: int, back: int) -> None:
         lease, seq = self._lease(which), self.model.applied - back
-        reference, replaced = f"snapshot {seq} of {lease.epoch}", self.model.snapshot
-        if self.model.set_snapshot(lease.epoch, seq, reference):
+        reference = f"snapshot {seq} of {lease.epoch}"
+        replaced = self.model.set_snapshot(lease.epoch, seq, reference)
+        if replaced is not None:
             assert self.oplog.set_snapshot(lease, seq, reference) == replaced
         else:
             with pytest.raises(Fenced):
