@@ -32,6 +32,10 @@ class TrainerSettings(_Section):
     offload: bool = Field(False, description="ZeRO-3: keep the partitioned base in CPU memory")
     devices: tuple[int, ...] = Field((), description="GPU indices, one for each rank; empty means the CPU, or GPU 0..")
     micro_batch_tokens: int = Field(1024, ge=1, description="padded tokens in one forward/backward pass")
+    exact: bool | Literal["auto"] = Field(
+        "auto", description="every Op in a pass of its own, so that its bits depend on nothing else; auto: on a CPU"
+    )
+    merged_tokens: int = Field(8192, ge=1, description="unless exact, what other models' Ops may add to a pass")
     rank_deadline_s: float = Field(600.0, gt=0, description="a group whose pass stands still this long starts anew")
     max_models: int = Field(64, ge=1, description="models one trainer holds; the least recently used make room")
     metrics_port: int = Field(0, description="Prometheus port of the first worker; 0 takes any free one")

@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Proc
 
 from app.stores.interfaces import Pending
 
-LOG_FIELDS = ("request_id", "model_id", "seq", "epoch", "applied", "waited_s", "run_s", "commit_s")
+LOG_FIELDS = ("request_id", "model_id", "seq", "epoch", "applied", "waited_s", "run_s", "commit_s", "ops_in_pass")
 
 REGISTRY = CollectorRegistry()
 ProcessCollector(registry=REGISTRY)

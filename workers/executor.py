@@ -6,7 +6,7 @@ In a replay the same Op goes through `replay`: the same change to the model, not
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -44,6 +44,14 @@ class Executor:
             self.give_up(lease, entry)
             raise
 
+    def run_together(self, entries: Mapping[str, Entry]) -> dict[str, Result | OpError]:
+        """One forward_backward, or one forward, of several models in one pass; none of them doomed."""
+        ops: dict[str, ForwardBackward] = {model_id: codec.decode(entry.payload) for model_id, entry in entries.items()}
+        outcomes = self.backend.apply(ops)
+        for op in ops.values():
+            _count(op)
+        return {m: o if isinstance(o, OpError) else results.of_output(o) for m, o in outcomes.items()}
+
     def give_up(self, lease: Lease, entry: Entry) -> None:
         """Leave a failed Op behind. A step's gradients go with it: sent again, none of them counts twice."""
         if entry.kind == OptimStep.kind:
@@ -58,7 +66,7 @@ class Executor:
             return self.saver.save(lease, entry.seq, op)
         output = self._apply(lease.model_id, op)
         if isinstance(op, ForwardBackward):
-            telemetry.TOKENS.labels("trained").inc(len(op.batch.tokens.values))
+            _count(op)
         if isinstance(op, CreateModel):
             ready = {"state": json.dumps("ready"), "lora": json.dumps(asdict(op.spec.lora))}
             return results.of_json({"model_id": lease.model_id}), [(records.Model.namespace, lease.model_id, ready)]
@@ -126,6 +134,10 @@ class Executor:
             # On a full disk even this may fail; what stays is right, and gone with the next start.
             with suppress(OSError):
                 checkpoints.forget(prefix, self.cache_dir)
+
+
+def _count(op: ForwardBackward) -> None:
+    telemetry.TOKENS.labels("trained").inc(len(op.batch.tokens.values))
 
 
 def doom(entry: Entry, window: Window) -> str:

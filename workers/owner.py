@@ -24,12 +24,14 @@ MAX_ATTEMPTS = 3
 
 @dataclass
 class Resident:
-    """A model whose state here is exactly its journal up to `applied`; last asked for at `used` (monotonic)."""
+    """A model whose state here is exactly its journal up to `applied`; last asked for at `used`, and last given a turn
+    at `served` (both monotonic)."""
 
     lease: Lease
     applied: int
     window: Window
     used: float = field(default_factory=time.monotonic)
+    served: float = 0.0
 
 
 class Unrestorable(TinsmithError):
@@ -49,11 +51,11 @@ class Exhausted(TinsmithError):
 
 
 class Broken(TinsmithError):
-    """An exception other than an OpError came out of the backend for the Op at `seq`: all its states are suspect."""
+    """An exception other than an OpError came out of the backend for these Ops: all its states are suspect."""
 
-    def __init__(self, lease: Lease, seq: int, why: str) -> None:
+    def __init__(self, why: str, *ops: tuple[Lease, int]) -> None:
         super().__init__(why)
-        self.lease, self.seq = lease, seq
+        self.ops = ops
 
 
 class Owner:
@@ -165,7 +167,7 @@ class Owner:
         except (Fenced, redis.RedisError):
             raise
         except Exception as error:
-            raise Broken(lease, lease.applied + 1, f"restoring {lease.model_id} broke the backend") from error
+            raise Broken(f"restoring {lease.model_id} broke the backend", (lease, lease.applied + 1)) from error
 
     def _count(self) -> None:
         telemetry.MODELS.set(len(self._residents))

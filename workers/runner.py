@@ -10,53 +10,43 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import NoReturn
 
 import redis
 
 from app import doorbell, ids
 from app.domain.results import Result
-from app.errors import Fenced, Gone, NotFound, OpError, ServerOpError, Unavailable
-from app.stores.interfaces import Entry, HeldElsewhere, OpLog, Write
-from workers import results, telemetry
-from workers.executor import Executor
+from app.errors import Fenced, Gone, NotFound, ServerOpError, Unavailable
+from app.stores.interfaces import Entry, Head, HeldElsewhere, OpLog
+from workers.committer import Attempt, Begun, Committer
 from workers.outcome import NotNow
 from workers.owner import MAX_ATTEMPTS, Broken, Exhausted, Owner, Resident, Unrestorable
 from workers.parked import Parked
-from workers.snapshots.schedule import Snapshots
+from workers.turns import Turns
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Attempt:
-    """What running an Op came to; `failure` is empty for success."""
-
-    result: Result
-    writes: Sequence[Write] = ()
-    failure: str = ""
 
 
 class TrainingRunner:
     """`ring(kind, request id, model id, queue)` is the doorbell; `queue` is the one all trainers of the base read.
 
-    `end(why)` ends this process, to be started again; it is called when the backend is of no further use.
+    `end(why)` ends this process, to be started again; it is called when the backend is not `healthy` any more.
     """
 
     def __init__(
         self,
         oplog: OpLog,
         owner: Owner,
-        executor: Executor,
-        snapshots: Snapshots,
+        committer: Committer,
+        healthy: Callable[[], bool],
         parked: Parked,
+        turns: Turns,
         ring: Callable[[str, str, str, str], None],
         queue: str,
         end: Callable[[str], NoReturn],
     ) -> None:
-        self._oplog, self._owner, self._executor = oplog, owner, executor
-        self._snapshots, self._parked = snapshots, parked
+        self._oplog, self._owner, self._committer, self._healthy = oplog, owner, committer, healthy
+        self._parked, self._turns = parked, turns
         self._ring, self._queue, self._end = ring, queue, end
 
     def handle(self, request_id: str, model_id: str, kind: str) -> Result | None:
@@ -82,20 +72,30 @@ class TrainingRunner:
             raise
 
     def _result(self, request_id: str, model_id: str, seq: int, kind: str) -> Result | None:
-        try:
-            resident = self._own(model_id, request_id, kind)
-        except Unrestorable as lost:
-            return self._fail_through(lost, seq)
-        except Exhausted as spent:
-            failure = _given_up(spent.entry)
-            self._oplog.commit(spent.lease, spent.entry.seq, failure.result, (), failure.failure)
-            if seq > spent.entry.seq:
-                return self._result(request_id, model_id, seq, kind)
-            return self._oplog.outcome(request_id)
-        if seq <= resident.applied:
-            self._parked.moved_on(model_id)
-            return self._oplog.outcome(request_id)
-        return self._run_through(resident, seq, kind)
+        """Goes on until `seq` is the applied one; every time round, the model may be ours anew, or no longer."""
+        while True:
+            try:
+                resident = self._own(model_id, request_id, kind)
+            except Unrestorable as lost:
+                return self._fail_through(lost, seq)
+            except Exhausted as spent:
+                failure = _given_up(spent.entry)
+                self._oplog.commit(spent.lease, spent.entry.seq, failure.result, (), failure.failure)
+                if seq > spent.entry.seq:
+                    continue
+                return self._oplog.outcome(request_id)
+            if seq <= resident.applied:
+                self._parked.moved_on(model_id)
+                return self._oplog.outcome(request_id)
+            waiting = self._turns.waiting()
+            first = self._turns.before(resident, waiting)
+            if first is not None:
+                self._serve(first)
+                continue
+            result = self._run_next(resident, seq, kind, self._turns.company(resident, waiting))
+            if seq == resident.applied:
+                self._parked.moved_on(model_id)
+                return result
 
     def _own(self, model_id: str, request_id: str, kind: str) -> Resident:
         resident = self._owner.own(model_id)
@@ -105,17 +105,31 @@ class TrainingRunner:
             raise NotNow(f"{model_id} is owned by {resident.node}")
         return resident
 
-    def _run_through(self, resident: Resident, seq: int, kind: str) -> Result:
-        """The result of `seq`, which is beyond the applied one."""
+    def _serve(self, head: Head) -> None:
+        """Another model's turn. What goes wrong there is seen to as if its own doorbell had come."""
+        with contextlib.suppress(NotNow):
+            self.handle(ids.request_id(head.model_id, head.seq), head.model_id, head.kind)
+
+    def _run_next(self, resident: Resident, seq: int, kind: str, company: Sequence[Head]) -> Result:
+        """The result of the model's next Op, which may share its pass with `company`."""
         model_id = resident.lease.model_id
-        while resident.applied < seq:
-            entry = self._oplog.next(resident.lease, resident.applied + 1)
-            if entry is None:
-                self._parked.park(model_id, seq, kind)
-                raise NotNow(f"seq {resident.applied + 1} of {model_id} has not arrived")
-            result = self._step(resident, entry)
-        self._parked.moved_on(model_id)
-        return result
+        resident.served = time.monotonic()
+        entry = self._oplog.next(resident.lease, resident.applied + 1)
+        if entry is None:
+            self._parked.park(model_id, seq, kind)
+            raise NotNow(f"seq {resident.applied + 1} of {model_id} has not arrived")
+        others = [begun for head in company if (begun := self._begin(head))]
+        return self._committer.run([*others, Begun(resident, entry)])
+
+    def _begin(self, head: Head) -> Begun | None:
+        """An Op that shares a pass; None when its model was lost meanwhile, which its own doorbell then sees to."""
+        resident = self._owner.residents()[head.model_id]
+        try:
+            entry = self._oplog.next(resident.lease, head.seq)
+        except (Fenced, Unavailable):
+            return None
+        resident.served = time.monotonic()
+        return Begun(resident, entry) if entry is not None else None
 
     def _fail_through(self, lost: Unrestorable, seq: int) -> Result | None:
         """Nothing that waits can ever run: after as many attempts as any Op has, it fails and says why."""
@@ -126,59 +140,16 @@ class TrainingRunner:
             if entry.attempts + 1 < MAX_ATTEMPTS:
                 self._oplog.strike(lost.lease, at)
                 raise NotNow(str(lost))
-            failure = _failed(entry, ServerOpError(str(lost)))
+            failure = Attempt.failed(entry, ServerOpError(str(lost)))
             self._oplog.commit(lost.lease, at, failure.result, (), failure.failure)
         return self._oplog.outcome(ids.request_id(lost.lease.model_id, seq))
-
-    def _step(self, resident: Resident, entry: Entry) -> Result:
-        started = time.monotonic()
-        attempt = self._attempt(resident, entry)
-        ran = time.monotonic()
-        try:
-            self._oplog.commit(resident.lease, entry.seq, attempt.result, attempt.writes, attempt.failure)
-        except Fenced:
-            telemetry.commit_refused(entry, resident.lease.epoch)
-            raise
-        except redis.RedisError as error:
-            # Committed or not, we cannot know: the journal will tell whoever reads it next.
-            raise Fenced(f"the commit of {entry.request_id} is in doubt: {error}") from error
-        except BaseException:
-            self._owner.discard(resident.lease.model_id)
-            raise
-        resident.applied = entry.seq
-        resident.window = resident.window.after(entry, attempt.failure)
-        failed = attempt.result.failed
-        telemetry.op_done(entry, failed=failed, run_s=ran - started, commit_s=time.monotonic() - ran)
-        self._snapshot(resident, entry, failed)
-        return attempt.result
-
-    def _snapshot(self, resident: Resident, entry: Entry, failed: bool) -> None:
-        try:
-            self._snapshots.after(resident, entry, failed=failed)
-        except Exception as error:
-            raise Broken(resident.lease, entry.seq, f"no snapshot of {resident.lease.model_id}: {error}") from error
-
-    def _attempt(self, resident: Resident, entry: Entry) -> Attempt:
-        try:
-            return Attempt(*self._executor.run(resident.lease, entry, resident.window))
-        except OpError as error:
-            return _failed(entry, error)
-        except Unavailable:
-            # The object store is away and the model as it was.
-            self._oplog.put_off(resident.lease, entry.seq)
-            raise
-        except (Fenced, redis.RedisError):
-            raise
-        except Exception as error:
-            log.exception("an Op broke the backend", extra={"request_id": entry.request_id})
-            why = f"{entry.request_id} broke the backend: {type(error).__name__}"
-            raise Broken(resident.lease, entry.seq, why) from error
 
     def _start_over(self, broken: Broken) -> None:
         """The backend's promise: after anything but an OpError every state it holds is suspect, or it all is."""
         with contextlib.suppress(redis.RedisError):
-            self._oplog.strike(broken.lease, broken.seq)
-        if not self._executor.backend.healthy():
+            for lease, seq in broken.ops:
+                self._oplog.strike(lease, seq)
+        if not self._healthy():
             self._end(str(broken))
         self._owner.discard_all()
 
@@ -189,8 +160,4 @@ class TrainingRunner:
 
 def _given_up(entry: Entry) -> Attempt:
     text = f"{entry.kind} seq {entry.seq} could not be run in {MAX_ATTEMPTS} attempts; it was given up"
-    return _failed(entry, ServerOpError(text))
-
-
-def _failed(entry: Entry, error: OpError) -> Attempt:
-    return Attempt(results.of_error(error), (), f"{entry.kind} seq {entry.seq} failed: {error}")
+    return Attempt.failed(entry, ServerOpError(text))

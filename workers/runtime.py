@@ -6,7 +6,7 @@ import logging
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ from app import doorbell
 from app.domain.results import Result
 from app.errors import SetupError
 from app.services.endings import Endings
-from app.settings import BaseModelSettings, Settings
+from app.settings import BaseModelSettings, Settings, TrainerSettings
 from app.stores import objects
 from app.stores.interfaces import Lifecycle, ObjectStore, OpLog, Payloads, Records
 from app.stores.redis.client import connect
@@ -33,6 +33,7 @@ from workers.chores.orphans import Orphans
 from workers.chores.ringing import Ringing
 from workers.chores.sessions import Sessions
 from workers.chores.spilling import Spilling
+from workers.committer import Committer
 from workers.drain import Drain
 from workers.executor import Executor
 from workers.health.presence import Presence, worker_name
@@ -50,6 +51,7 @@ from workers.snapshots.schedule import Snapshots
 from workers.spread import Spread
 from workers.sweeper import Sweeper
 from workers.tidying import Tidying
+from workers.turns import Turns
 
 log = logging.getLogger(__name__)
 _SETTLE_S = 5.0
@@ -192,7 +194,9 @@ def trainer(settings: Settings, base: BaseModelSettings, parts: Parts, node_name
     owner = Owner(parts.oplog, backend, parts.keeper, parts.worker, restore, settle, most, presence.refresh)
     drain = Drain(parts.oplog, owner, ring, queue)
     parked = Parked(ring, direct)
-    runner = TrainingRunner(parts.oplog, owner, executor, snapshots, parked, ring, queue, end)
+    turns = Turns(parts.oplog, owner, _merged_tokens(base.trainer, backend.describe()["devices"]))
+    committer = Committer(parts.oplog, owner, executor, snapshots)
+    runner = TrainingRunner(parts.oplog, owner, committer, backend.healthy, parked, turns, ring, queue, end)
     spread = Spread(runner, owner, parts.records, ring, base.name, node_name)
     tidying = Tidying(owner, parked, parts.lifecycle.unwanted, settings.engine.idle_s)
 
@@ -207,6 +211,12 @@ def trainer(settings: Settings, base: BaseModelSettings, parts: Parts, node_name
         parts.keeper.stop()
 
     return Runtime(runner, spread, queue, presence, pulse, _sweeper(settings, parts), tidy, close)
+
+
+def _merged_tokens(trainer: TrainerSettings, devices: Sequence[str]) -> int:
+    """A GPU promises no bits, and small passes leave most of it idle."""
+    exact = set(devices) == {"cpu"} if trainer.exact == "auto" else trainer.exact
+    return 0 if exact else trainer.merged_tokens
 
 
 def sampler(settings: Settings, base: BaseModelSettings, parts: Parts, node_name: str, queue: str) -> Runtime:

@@ -16,6 +16,7 @@ STAGE_SECONDS = Histogram(
 )
 OPS = Counter("tinsmith_ops_total", "Ops that became terminal here", ["kind", "state"])
 TOKENS = Counter("tinsmith_tokens_total", "Tokens trained on, read as prompts, or sampled", ["use"])
+PASS_OPS = Histogram("tinsmith_pass_ops", "Ops of different models in one pass", buckets=(1, 2, 4, 8, 16, 32, 64))
 MODELS = Gauge("tinsmith_resident_models", "Models this worker owns")
 REFUSED = Counter("tinsmith_refused_commits_total", "Commits refused, as another worker had taken the model over")
 
@@ -32,7 +33,7 @@ def commit_refused(entry: Entry, epoch: int) -> None:
     log.warning("commit refused", extra={"request_id": entry.request_id, **where})
 
 
-def op_done(entry: Entry, *, failed: bool, run_s: float, commit_s: float) -> None:
+def op_done(entry: Entry, *, failed: bool, run_s: float, commit_s: float, ops_in_pass: int = 1) -> None:
     state = "failed" if failed else "done"
     for stage, seconds in (("wait", entry.waited_s), ("run", run_s), ("commit", commit_s)):
         STAGE_SECONDS.labels(entry.kind, stage).observe(seconds)
@@ -48,5 +49,6 @@ def op_done(entry: Entry, *, failed: bool, run_s: float, commit_s: float) -> Non
             "waited_s": round(entry.waited_s, 4),
             "run_s": round(run_s, 4),
             "commit_s": round(commit_s, 4),
+            "ops_in_pass": ops_in_pass,
         },
     )

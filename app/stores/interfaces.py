@@ -92,6 +92,18 @@ class Pending:
     kinds: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The Op a model waits with next. `size`: bytes of its content in Redis. `fresh`: no worker began it yet, and it is
+    not doomed."""
+
+    model_id: str
+    seq: int
+    kind: str
+    size: int
+    fresh: bool
+
+
 Record = Mapping[str, str]
 RefusalKind = Literal["skip", "lost_batch", "drop_gradients"]
 """What a consumed seq does in its turn: nothing, lose a gradient, or lose one and drop the pending ones."""
@@ -220,6 +232,10 @@ class OpLog(Protocol):
     def pending(self, limit: int = 1000, start: int = 0, depth: int = 100) -> list[Pending]:
         """What is not terminal, longest without progress first: `limit` of them from `start`, at most `depth` kinds
         of each. One call looks at limit x depth entries while everybody else waits for the server."""
+        ...
+
+    def heads(self, seqs: Mapping[str, int]) -> list[Head]:
+        """The Ops at these seqs, by model id, that have been admitted; none of them begins."""
         ...
 
     def waiting(self, model_id: str, seq: int, limit: int = 100) -> tuple[str, ...]:

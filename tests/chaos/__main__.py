@@ -43,6 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"seed {seed}; logs in {folder}", file=sys.stderr, flush=True)
     parts = {
         "trainers": (stack.light(folder / "trainers", base), forms.SHORT if arguments.short else forms.LONG),
+        "merging": (stack.merging(folder / "merging", base), forms.MERGED),
         "ranks": (stack.ranked(folder / "ranks", base), forms.RANKS),
     }
     reports = {name: run(made, seed, form) for name, (made, form) in parts.items()}
@@ -81,6 +82,7 @@ def _missing(report: Report, form: Form) -> Iterator[str]:
     for what, found, least in (
         ("changes of owner", report.ownership_changes, form.changes),
         ("refused commits", report.refused_commits, form.refused),
+        ("Ops in shared passes", report.shared_ops, form.shared),
         ("admissions", report.admissions_posted, form.calls * form.copies),
         ("plays", report.plays, form.slots),
     ):

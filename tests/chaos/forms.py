@@ -11,8 +11,9 @@ from tests.chaos import killer
 @dataclass(frozen=True, slots=True)
 class Form:
     """`dose`: how often each thing happens. `slots` SDK clients play scripts of `rounds` rounds at a time, beside a
-    storm of `calls`, each posted `copies` times. `changes` of owner and `refused` commits are the least that must have
-    come of it."""
+    storm of `calls`, each posted `copies` times. `changes` of owner, `refused` commits and Ops that `shared` a pass are
+    the least that must have come of it. `bound`: see compare.py; 0 is to the bit.
+    """
 
     slots: int
     rounds: int
@@ -21,6 +22,8 @@ class Form:
     copies: int
     changes: int
     refused: int
+    shared: int = 0
+    bound: float = 0.0
 
 
 SHORT = Form(
@@ -61,3 +64,15 @@ LONG = Form(
 )
 # One trainer of two ranks: each blow takes the whole group down, and it starts again.
 RANKS = Form(slots=2, rounds=4, dose={killer.RANK: 2, killer.KILL_STATE: 1}, calls=0, copies=0, changes=2, refused=0)
+# What a pass rounds depends on who shares it, and Adam's steps carry that on.
+MERGED = Form(
+    slots=4,
+    rounds=4,
+    dose={killer.OWNER: 3, killer.ZOMBIE: 1, killer.KILL_API: 1, killer.KILL_STATE: 1, killer.FLUSH: 1},
+    calls=30,
+    copies=4,
+    changes=5,
+    refused=0,
+    shared=20,
+    bound=1e-3,
+)

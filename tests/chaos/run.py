@@ -10,8 +10,10 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tests.chaos import script
+from tests.chaos.compare import differences, distance
 from tests.chaos.forms import Form
 from tests.chaos.killer import Killer
 from tests.chaos.script import Transcript
@@ -20,6 +22,7 @@ from tests.chaos.watch import Watch, await_true
 from tests.contract.stack import Stack
 
 _REFUSED = '"commit refused"'
+_SHARED = re.compile(r'"ops_in_pass": (?:[2-9]|\d\d)')
 _COMMITTED = re.compile(r'"logger": "tinsmith.ops", "message": "\w+ (?:done|failed)", "request_id": "([^"]+)"')
 
 
@@ -33,6 +36,10 @@ class Report:
     ops_applied: int = 0
     ownership_changes: int = 0
     refused_commits: int = 0
+    shared_ops: int = 0
+    """Ops that were committed from a pass with others."""
+    distance: float = 0.0
+    """The greatest relative difference of anything a client got; see Form.bound."""
     admissions_posted: int = 0
     seconds: float = 0.0
     faults: list[str] = field(default_factory=list)
@@ -44,7 +51,7 @@ class Reference:
     """What undisturbed clients got: each slot's transcript, and the storm's results in order."""
 
     transcripts: Mapping[int, Transcript]
-    storm: list[bytes]
+    storm: list[Any]
 
 
 class Run:
@@ -100,16 +107,17 @@ class Run:
 
     def _play_once(self, slot: int, expected: Transcript) -> None:
         found = self._play(slot)
-        if different := script.differences(expected, found):
+        if different := differences(expected, found, self._form.bound):
             raise AssertionError(f"not what the undisturbed run got: {different}")
         with self._lock:
             self._report.plays += 1
+            self._report.distance = max(self._report.distance, distance(expected, found))
 
-    def _weather(self, expected: list[bytes], killer: Killer) -> None:
+    def _weather(self, expected: list[Any], killer: Killer) -> None:
         def blow() -> None:
             found = self._storm.shuffled(lambda: killer.done)
-            pairs = enumerate(zip(expected, found, strict=True), 1)
-            different = {seq: (old[:300], new[:300]) for seq, (old, new) in pairs if old != new}
+            old, new = ({str(seq): one for seq, one in enumerate(results, 1)} for results in (expected, found))
+            different = differences(old, new, self._form.bound)
             if different or self._storm.faults:
                 raise AssertionError(f"results by seq, expected and found: {different}; {self._storm.faults}")
 
@@ -136,6 +144,7 @@ class Run:
         """A commit is logged after it, so a killed worker's last may be missing; none may be there twice."""
         lines = [line for log in self._logs() for line in log.read_text(errors="replace").splitlines()]
         self._report.refused_commits = sum(_REFUSED in line for line in lines)
+        self._report.shared_ops = sum(bool(_SHARED.search(line)) for line in lines)
         committed = Counter(match[1] for line in lines if (match := _COMMITTED.search(line)))
         for request_id, count in committed.items():
             if count > 1:

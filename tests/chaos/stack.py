@@ -25,6 +25,11 @@ def light(folder: Path, base: Path) -> Stack:
     return _stack(folder, base, trainer)
 
 
+def merging(folder: Path, base: Path) -> Stack:
+    """Two trainers whose passes take the Ops of several models."""
+    return _stack(folder, base, 'backend = "torch"\ncount = 2\nexact = false')
+
+
 def ranked(folder: Path, base: Path) -> Stack:
     """One DeepSpeed trainer of two ranks, which live and die together."""
     return _stack(folder, base, 'backend = "deepspeed"\nzero_stage = 2\nranks = 2')

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from app import ids
+from app.wire import tinker_pb2 as pb
 from ops.bench import batches
 from tests.chaos.watch import Stalled
 from tests.contract.stack import API_KEY, BASE, Stack
@@ -54,16 +55,20 @@ class Storm:
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _local: threading.local = field(default_factory=threading.local)
 
-    def in_order(self) -> list[bytes]:
-        """Every result's bytes when each call is posted once."""
+    def in_order(self) -> list[Any]:
+        """Every result when each call is posted once."""
         model_id = self._model()
-        return self._results([self._post(call) for call in self._calls(model_id)])
+        return [_content(self._result(self._post(call))) for call in self._calls(model_id)]
 
-    def shuffled(self, share: Callable[[], float]) -> list[bytes]:
-        """The same from many copies, its waves spread over the time in which `share` goes from 0 to 1."""
+    def shuffled(self, share: Callable[[], float]) -> list[Any]:
+        """The same from many copies, its waves spread over the time in which `share` goes from 0 to 1.
+
+        A result that was read once and is another at the end is a fault.
+        """
         rng = random.Random(self.seed)
         model_id = self._model()
         calls = self._calls(model_id)
+        read: dict[int, bytes] = {}
         waves = [calls[at : at + _WAVE] for at in range(0, len(calls), _WAVE)]
         with ThreadPoolExecutor(_THREADS) as pool:
             for number, wave in enumerate(waves):
@@ -74,7 +79,11 @@ class Storm:
                 for call, request_id in zip(copies, pool.map(self._post, copies), strict=True):
                     if request_id != ids.request_id(model_id, call.seq):
                         self.faults.append(f"seq {call.seq} was promised as {request_id}")
-        return self._results([ids.request_id(model_id, call.seq) for call in calls])
+                if number:
+                    read.update(self._results(model_id, waves[number - 1]))
+        found = self._results(model_id, calls)
+        self.faults += [f"the result of seq {seq} changed" for seq, body in read.items() if found[seq] != body]
+        return [_content(body) for body in found.values()]
 
     def _model(self) -> str:
         session = self._ask("create_session", {"sdk_version": "0.38.0", "tags": []})["session_id"]
@@ -108,8 +117,9 @@ class Storm:
     def _ask(self, path: str, body: dict[str, Any]) -> Any:
         return json.loads(self._exchange(path, json.dumps(body).encode(), _JSON))
 
-    def _results(self, request_ids: list[str]) -> list[bytes]:
-        return [self._result(request_id) for request_id in request_ids]
+    def _results(self, model_id: str, calls: list[Call]) -> dict[int, bytes]:
+        """By seq."""
+        return {call.seq: self._result(ids.request_id(model_id, call.seq)) for call in calls}
 
     def _result(self, request_id: str) -> bytes:
         body = json.dumps({"request_id": request_id, "allow_metadata_only": False}).encode()
@@ -143,3 +153,12 @@ class Storm:
         connection.request("POST", f"/api/v1/{path}", body, {"X-API-Key": API_KEY, "Content-Type": content_type})
         answer = connection.getresponse()
         return answer.status, answer.read()
+
+
+def _content(body: bytes) -> Any:
+    """A result as numbers, so that it can be compared within a bound."""
+    if body.startswith(b"{"):
+        return json.loads(body)
+    output = pb.ForwardBackwardOutput.FromString(body)
+    fields = [(name, np.frombuffer(t.data, "<f4")) for row in output.loss_fn_outputs for name, t in row.fields.items()]
+    return dict(output.metrics), fields

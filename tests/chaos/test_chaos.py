@@ -29,6 +29,14 @@ def test_whatever_dies_every_client_gets_to_the_bit_what_it_gets_undisturbed(bas
 
 
 @pytest.mark.timeout(900)
+def test_where_passes_are_shared_nothing_is_lost_doubled_or_changed_and_all_is_within_the_bound(
+    base: Path, tmp_path: Path
+):
+    report = run(stack.merging(tmp_path, base), SEEDS[0], forms.MERGED)
+    assert not judge(report, forms.MERGED), f"see {tmp_path}/chaos.log and {tmp_path}/data/logs: {report}"
+
+
+@pytest.mark.timeout(900)
 def test_a_killed_rank_changes_no_result(base: Path, tmp_path: Path):
     report = run(stack.ranked(tmp_path, base), SEEDS[0], forms.RANKS)
     assert not judge(report, forms.RANKS), f"see {tmp_path}/chaos.log and {tmp_path}/data/logs: {report}"

@@ -31,6 +31,7 @@ from app.stores.redis.records import RedisRecords
 from tests.property.background import Background
 from tests.property.faults import Crash, Fault, Faults
 from tests.property.vector_backend import VectorBackend
+from workers.committer import Committer
 from workers.drain import Drain
 from workers.executor import Executor
 from workers.leases import LeaseKeeper
@@ -42,6 +43,7 @@ from workers.saving import Saver
 from workers.snapshots.folder import SnapshotFolder
 from workers.snapshots.restore import Restore
 from workers.snapshots.schedule import Snapshots
+from workers.turns import Turns
 
 BASE = "base"
 MODEL = "session:train:0"
@@ -129,7 +131,9 @@ class TrainerWorld:
         queue = f"train.{BASE}"
         drain = Drain(oplog, owner, ring, queue)
         parked = Parked(ring, f"{queue}@{node}")
-        runner = TrainingRunner(oplog, owner, executor, snapshots_of, parked, ring, queue, end)
+        committer = Committer(oplog, owner, executor, snapshots_of)
+        turns = Turns(oplog, owner, 0)
+        runner = TrainingRunner(oplog, owner, committer, watched_backend.healthy, parked, turns, ring, queue, end)
         return Trainer(name, runner, owner, drain, backend, keeper, background, faults, rung)
 
     def lapse(self) -> None:

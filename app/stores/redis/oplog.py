@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import cast
 
 import redis
@@ -17,6 +17,7 @@ from app.stores.interfaces import (
     Admission,
     Entry,
     Future,
+    Head,
     HeldElsewhere,
     Lease,
     ObjectStore,
@@ -217,6 +218,14 @@ class RedisOpLog:
                 running=bool(running),
             )
             for id_, queue, ms, seq, running, kinds in rows
+        ]
+
+    def heads(self, seqs: Mapping[str, int]) -> list[Head]:
+        places = list(seqs.items())
+        rows = self._run("heads", *(part for place in places for part in place))
+        return [
+            Head(places[index][0], places[index][1], kind.decode(), size, bool(fresh))
+            for index, kind, size, fresh in rows
         ]
 
     def waiting(self, model_id: str, seq: int, limit: int = 100) -> tuple[str, ...]:

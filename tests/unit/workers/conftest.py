@@ -24,6 +24,7 @@ from app.stores.redis.oplog import RedisOpLog
 from app.stores.redis.records import RedisRecords
 from app.wire import tinker_pb2 as pb
 from tests.models import tiny_qwen3
+from workers.committer import Committer
 from workers.drain import Drain
 from workers.executor import Executor
 from workers.leases import LeaseKeeper
@@ -36,6 +37,7 @@ from workers.snapshots.restore import Restore
 from workers.snapshots.schedule import Snapshots
 from workers.training.base import Create, TrainingBackend
 from workers.training.factory import create
+from workers.turns import Turns
 
 BASE = "base"
 MODEL = "session:train:0"
@@ -104,7 +106,13 @@ class World:
         await_true(lambda: int(self.head()[b"snapshot_seq"]) == seq, f"no durable snapshot at {seq}")
 
     def worker(
-        self, name: str, share: float = 0.02, most: int = 64, store: ObjectStore | None = None, **engine: Any
+        self,
+        name: str,
+        share: float = 0.02,
+        most: int = 64,
+        store: ObjectStore | None = None,
+        merged_tokens: int = 0,
+        **engine: Any,
     ) -> Worker:
         """Nodes keep their backend (loading a base again adds nothing), without any model in it.
 
@@ -137,7 +145,14 @@ class World:
 
         owner = Owner(self.oplog, backend, keeper, name, restore, settle, most)
         parked = Parked(ring, f"train.{BASE}@{node}")
-        runner = TrainingRunner(self.oplog, owner, executor, snapshots, parked, ring, f"train.{BASE}", _end)
+        turns = Turns(self.oplog, owner, merged_tokens)
+        committer = Committer(self.oplog, owner, executor, snapshots)
+        queue = f"train.{BASE}"
+
+        def healthy() -> bool:
+            return backend.healthy()
+
+        runner = TrainingRunner(self.oplog, owner, committer, healthy, parked, turns, ring, queue, _end)
         drain = Drain(self.oplog, owner, ring, f"train.{BASE}")
         return Worker(runner, owner, self.oplog, backend, keeper, parked, drain, snapshots, rung)
 

@@ -23,7 +23,7 @@ class NoReplay:
 
     def __init__(self, worker: Worker, error: BaseException) -> None:
         self._inner, self._error = worker.backend, error
-        object.__setattr__(worker.runner._executor, "backend", self)
+        object.__setattr__(worker.runner._committer._executor, "backend", self)
 
     def __getattr__(self, name: str):
         return getattr(self._inner, name)

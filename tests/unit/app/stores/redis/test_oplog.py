@@ -319,6 +319,26 @@ def test_the_larger_a_read_result_the_shorter_it_lives(oplog, client, size, seco
     assert 0.8 * seconds < client.ttl(keys.future(f"{MODEL}:0")) <= seconds
 
 
+def test_heads_tell_what_waits_and_whether_anybody_began_it(oplog):
+    admit(oplog, 0)
+    assert oplog.heads({MODEL: 1, "nobody:train:0": 0}) == []
+    (head,) = oplog.heads({MODEL: 0})
+    assert (head.seq, head.kind, head.fresh) == (0, "forward_backward", True)
+    lease = own(oplog)
+    oplog.next(lease, 0)
+    assert not oplog.heads({MODEL: 0})[0].fresh, "it runs"
+    oplog.strike(lease, 0)
+    assert not oplog.heads({MODEL: 0})[0].fresh, "it broke a worker"
+
+
+def test_the_head_behind_a_lost_gradient_is_not_fresh(oplog):
+    admit(oplog, 0)
+    oplog.commit(own(oplog), 0, OK)
+    admit(oplog, 2, "forward_backward")
+    oplog.refuse(MODEL, 1, "never came", "drop_gradients")
+    assert not oplog.heads({MODEL: 2})[0].fresh
+
+
 def test_pending_tells_gaps_and_what_runs(oplog):
     assert oplog.pending() == []
     admit(oplog, 1)
