@@ -51,9 +51,13 @@ class TrainingRunner:
 
     def handle(self, request_id: str, model_id: str, kind: str) -> Result | None:
         """The future's result; None when it no longer exists. Raises NotNow when it must be rung again."""
+        return self._handle(request_id, model_id, kind, in_turn=True)
+
+    def _handle(self, request_id: str, model_id: str, kind: str, *, in_turn: bool) -> Result | None:
+        """Behind what has to run before it, if `in_turn`; else at once."""
         seq = int(request_id.rpartition(":")[2])
         try:
-            return self._result(request_id, model_id, seq, kind)
+            return self._result(request_id, model_id, seq, kind, in_turn=in_turn)
         except (NotFound, Gone):
             self._parked.forget(model_id)
             return self._oplog.outcome(request_id)
@@ -71,8 +75,9 @@ class TrainingRunner:
             self._owner.discard(model_id)
             raise
 
-    def _result(self, request_id: str, model_id: str, seq: int, kind: str) -> Result | None:
+    def _result(self, request_id: str, model_id: str, seq: int, kind: str, *, in_turn: bool) -> Result | None:
         """Goes on until `seq` is the applied one; every time round, the model may be ours anew, or no longer."""
+        served: set[str] = set()
         while True:
             try:
                 resident = self._own(model_id, request_id, kind)
@@ -88,10 +93,12 @@ class TrainingRunner:
                 self._parked.moved_on(model_id)
                 return self._oplog.outcome(request_id)
             waiting = self._turns.waiting()
-            first = self._turns.before(resident, waiting)
+            first = self._turns.before(resident, waiting, served) if in_turn else None
             if first is not None:
+                served.add(first.model_id)
                 self._serve(first)
                 continue
+            served.clear()
             result = self._run_next(resident, seq, kind, self._turns.company(resident, waiting))
             if seq == resident.applied:
                 self._parked.moved_on(model_id)
@@ -108,7 +115,7 @@ class TrainingRunner:
     def _serve(self, head: Head) -> None:
         """Another model's turn. What goes wrong there is seen to as if its own doorbell had come."""
         with contextlib.suppress(NotNow):
-            self.handle(ids.request_id(head.model_id, head.seq), head.model_id, head.kind)
+            self._handle(ids.request_id(head.model_id, head.seq), head.model_id, head.kind, in_turn=False)
 
     def _run_next(self, resident: Resident, seq: int, kind: str, company: Sequence[Head]) -> Result:
         """The result of the model's next Op, which may share its pass with `company`."""

@@ -132,7 +132,7 @@ class TrainerWorld:
         drain = Drain(oplog, owner, ring, queue)
         parked = Parked(ring, f"{queue}@{node}")
         committer = Committer(oplog, owner, executor, snapshots_of)
-        turns = Turns(oplog, owner, 0)
+        turns = Turns(oplog, owner, merged_tokens=0, wait_s=0.0)
         runner = TrainingRunner(oplog, owner, committer, watched_backend.healthy, parked, turns, ring, queue, end)
         return Trainer(name, runner, owner, drain, backend, keeper, background, faults, rung)
 

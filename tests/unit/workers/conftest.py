@@ -112,6 +112,7 @@ class World:
         most: int = 64,
         store: ObjectStore | None = None,
         merged_tokens: int = 0,
+        wait_s: float = 0.0,
         **engine: Any,
     ) -> Worker:
         """Nodes keep their backend (loading a base again adds nothing), without any model in it.
@@ -145,7 +146,7 @@ class World:
 
         owner = Owner(self.oplog, backend, keeper, name, restore, settle, most)
         parked = Parked(ring, f"train.{BASE}@{node}")
-        turns = Turns(self.oplog, owner, merged_tokens)
+        turns = Turns(self.oplog, owner, merged_tokens, wait_s)
         committer = Committer(self.oplog, owner, executor, snapshots)
         queue = f"train.{BASE}"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -40,9 +41,9 @@ class Watched:
         return self._inner.apply(ops)
 
 
-def worker_of(world: World, name: str, *, merged_tokens: int = 0) -> Worker:
+def worker_of(world: World, name: str, *, merged_tokens: int = 0, wait_s: float = 0.0) -> Worker:
     """A worker that owns A, B and C."""
-    worker = world.worker(name, merged_tokens=merged_tokens)
+    worker = world.worker(name, merged_tokens=merged_tokens, wait_s=wait_s)
     for model_id in (A, B, C):
         worker.backend.close(model_id)
         if not world.client.exists(keys.model(model_id)):
@@ -148,6 +149,39 @@ def test_an_op_that_breaks_its_pass_takes_no_other_with_it(world: World, merging
     outcomes = {model_id: handle(merging, model_id, 1) for model_id in (A, B, C)}
     assert [bool(result and result.failed) for result in outcomes.values()] == [False, True, False]
     assert all(len(ops) == 1 for ops in watched.passes[1:]), "begun once and not ended, each runs alone"
+
+
+def test_a_batch_behind_a_step_joins_the_pass_too(world: World, merging: Worker):
+    for seq, op in enumerate([*step(1), gradient(2)], 1):
+        admit(world, B, seq, op)
+    handle(merging, B, 1)
+    admit(world, A, 1, gradient(1))
+    watched = Watched(merging)
+    handle(merging, A, 1)
+    assert watched.passes == [{B}, {A, B}], "the step of B, then both batches"
+
+
+def test_a_pass_waits_for_the_next_op_of_a_model_that_was_served_lately(world: World):
+    worker = worker_of(world, "a/1", merged_tokens=MERGED, wait_s=60.0)
+    for model_id in (B, C):
+        admit(world, model_id, 1, gradient(1))
+    admit(world, A, 1, gradient(1))
+    handle(worker, A, 1)
+    watched = Watched(worker)
+    for model_id in (A, B):
+        admit(world, model_id, 2, gradient(2))
+    late = threading.Timer(0.05, admit, (world, C, 2, gradient(2)))
+    late.start()
+    handle(worker, A, 2)
+    assert watched.passes == [{A, B, C}]
+
+
+def test_nobody_waits_for_a_model_that_was_quiet(world: World):
+    worker = worker_of(world, "a/1", merged_tokens=MERGED, wait_s=600.0)
+    for model_id in (B, C):
+        worker.owner.residents()[model_id].served -= 1.5
+    admit(world, A, 1, gradient(1))
+    assert handle(worker, A, 1) is not None
 
 
 def test_an_op_that_broke_a_worker_waits_for_its_own_doorbell(world: World):
