@@ -15,6 +15,7 @@ from app.errors import BadRequest
 
 CHECKPOINT_KINDS = ("weights", "sampler_weights", "external_weights")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
+_LOSS_ID = re.compile(r"[A-Za-z0-9-]{1,64}:loss:\d{1,10}")
 _MODEL_ID = re.compile(r"([A-Za-z0-9-]{1,64}):train:(\d{1,9})")
 
 
@@ -31,6 +32,11 @@ def sampling_session_id(session_id: str, sampling_session_seq_id: int) -> str:
     return f"{session_id}:sample:{sampling_session_seq_id}"
 
 
+def loss_id(session_id: str, custom_loss_seq_id: int) -> str:
+    """A custom loss's id, and its creation's request id: the one call that can have made it."""
+    return f"{session_id}:loss:{custom_loss_seq_id}"
+
+
 def model_prefix(session_id: str) -> str:
     """What the ids of all its models start with."""
     return f"{session_id}:train:"
@@ -39,6 +45,11 @@ def model_prefix(session_id: str) -> str:
 def sampler_prefix(session_id: str) -> str:
     """What the ids of all its samplers start with."""
     return f"{session_id}:sample:"
+
+
+def loss_prefix(session_id: str) -> str:
+    """What the ids of all its custom losses start with."""
+    return f"{session_id}:loss:"
 
 
 def checkpoint_prefix(model_id: str) -> str:
@@ -62,6 +73,10 @@ def stable_seed(text: str) -> int:
 
 def is_model_id(text: str) -> bool:
     return _MODEL_ID.fullmatch(text) is not None
+
+
+def is_loss_id(text: str) -> bool:
+    return _LOSS_ID.fullmatch(text) is not None
 
 
 @dataclass(frozen=True, slots=True)

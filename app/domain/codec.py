@@ -14,7 +14,7 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from app.domain import batch, ops, sampling
+from app.domain import batch, custom_losses, ops, sampling
 
 _ARRAY, _DATACLASS = 1, 2
 _TYPES: dict[str, type] = {
@@ -22,6 +22,9 @@ _TYPES: dict[str, type] = {
     for t in (
         batch.Ragged,
         batch.Batch,
+        custom_losses.LossInput,
+        custom_losses.LossCall,
+        custom_losses.CustomLoss,
         ops.LoraSpec,
         ops.ModelSpec,
         ops.AdamParams,

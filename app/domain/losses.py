@@ -5,6 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+CLIP_LOW, CLIP_HIGH = "clip_low_threshold", "clip_high_threshold"
+"""Bounds of the ratio itself: settings for all tokens, or inputs [N], which stand before the settings."""
+
+ENTROPY = "entropy"
+"""A setting of every loss: other than 0 asks for the metric `entropy:sum`, which costs a pass over the logits."""
+
 
 @dataclass(frozen=True, slots=True)
 class LossSpec:
@@ -19,13 +25,31 @@ class LossSpec:
     wide: bool = False
 
 
+CUSTOM = "custom"
+"""A client's own loss: its graph is in the Op, and names what else it reads."""
+
+_ENTROPY = {ENTROPY: 0.0}
 _POLICY = ("target_tokens", "logprobs", "advantages")
-_CLIP = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
+_PER_TOKEN = (CLIP_LOW, CLIP_HIGH)
+_CLIP = {CLIP_LOW: 0.8, CLIP_HIGH: 1.2, **_ENTROPY}
+# A geometric mean over a sequence stays far closer to 1 than a token's ratio, and 0.8..1.2 would never clip it: the
+# paper's own range is 3e-4 below and 4e-4 above (arXiv 2507.18071 v2, section 5.1), which TRL's docs repeat.
+_SEQUENCE_CLIP = {CLIP_LOW: 0.9997, CLIP_HIGH: 1.0004, **_ENTROPY}
 
 LOSSES: Mapping[str, LossSpec] = {
-    "cross_entropy": LossSpec(("target_tokens",), ("weights",), wide=True),
-    "importance_sampling": LossSpec(_POLICY),
-    "ppo": LossSpec(_POLICY, config=_CLIP),
-    "cispo": LossSpec(_POLICY, config=_CLIP),
-    "dro": LossSpec(_POLICY, config={"beta": 0.05}),
+    "cross_entropy": LossSpec(("target_tokens",), ("weights",), config=_ENTROPY, wide=True),
+    "importance_sampling": LossSpec(_POLICY, config=_ENTROPY),
+    "ppo": LossSpec(_POLICY, _PER_TOKEN, config=_CLIP),
+    "cispo": LossSpec(_POLICY, _PER_TOKEN, config=_CLIP),
+    "dro": LossSpec(_POLICY, config={"beta": 0.05, **_ENTROPY}),
+    "gspo": LossSpec((*_POLICY, "sequence_ratio_mask"), _PER_TOKEN, config=_SEQUENCE_CLIP),
+    CUSTOM: LossSpec(("target_tokens",), wide=True),
 }
+
+NOT_OFFERED: Mapping[str, str] = {
+    "stable_reinforce": (
+        "its formula is proprietary: neither the SDK nor its documentation contains it, and it reads records that only "
+        "the hosted service's sampler makes; for data from an older policy use importance_sampling, cispo or gspo"
+    )
+}
+"""Losses the SDK can name and this server has not, each with the reason and what to use instead."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from app.domain.batch import Batch
+from app.domain.custom_losses import CustomLoss
 
 FORWARD, FORWARD_BACKWARD = "forward", "forward_backward"
 
@@ -57,12 +58,16 @@ class CreateModel:
 
 @dataclass(frozen=True, slots=True)
 class ForwardBackward:
-    """Adds the batch's gradient to the pending one; with `forward_only` changes nothing."""
+    """Adds the batch's gradient to the pending one; with `forward_only` changes nothing.
+
+    `custom` is the loss itself where `loss_fn` is custom: a replay must not depend on what its id names by then.
+    """
 
     batch: Batch
     loss_fn: str
     loss_config: Mapping[str, float] = field(default_factory=dict)
     forward_only: bool = False
+    custom: CustomLoss | None = None
 
     @property
     def kind(self) -> str:

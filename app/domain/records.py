@@ -71,6 +71,17 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, slots=True)
+class Loss:
+    """A custom loss. `content` is the CustomLoss as app/domain/codec.py encodes it, in base64."""
+
+    namespace: ClassVar[str] = "losses"
+    owner: str
+    session_id: str
+    created: float
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
 class Worker:
     """A live worker, by node name; the record lapses when it stops beating. `info` holds BaseModelInfo's fields.
 
@@ -87,10 +98,10 @@ class Worker:
     healthy: bool = True
 
 
-R = TypeVar("R", Session, Model, Sampler, Checkpoint, Worker)
+R = TypeVar("R", Session, Model, Sampler, Checkpoint, Loss, Worker)
 
 
-def dump(record: Session | Model | Sampler | Checkpoint | Worker) -> dict[str, str]:
+def dump(record: Session | Model | Sampler | Checkpoint | Loss | Worker) -> dict[str, str]:
     """Each field as JSON text."""
     return {f.name: json.dumps(getattr(record, f.name)) for f in fields(record)}
 

@@ -4,12 +4,26 @@ from __future__ import annotations
 
 from flask_smorest import Api
 
-from app.routes import client, docs, futures, models, objects, operations, runs, sampling, sessions, training, weights
+from app.routes import (
+    client,
+    custom_losses,
+    docs,
+    futures,
+    models,
+    objects,
+    operations,
+    runs,
+    sampling,
+    sessions,
+    training,
+    weights,
+)
 
 _BLUEPRINTS = (
     client.blueprint,
     sessions.blueprint,
     models.blueprint,
+    custom_losses.blueprint,
     training.blueprint,
     weights.blueprint,
     futures.blueprint,

@@ -20,7 +20,7 @@ def client_config() -> dict[str, Any]:
         "parallel_fwdbwd_chunks": True,
         "proto_compress_fwdbwd": False,
         "sample_use_retrieve_futures": False,
-        "custom_loss_server_side": False,
+        "custom_loss_server_side": True,
         "sample_join_sampling_session": False,
         "sample_max_concurrent_requests": services().settings.api.poll_capacity,
         "use_pyqwest_transport": True,

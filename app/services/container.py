@@ -9,6 +9,7 @@ from app.errors import SetupError
 from app.services.admission import AdmissionService
 from app.services.base_models import BaseModels
 from app.services.checkpoints import CheckpointService
+from app.services.custom_losses import CustomLossService, Futures
 from app.services.endings import Endings
 from app.services.models import ModelService
 from app.services.polls import PollService
@@ -40,6 +41,7 @@ class Services:
     admission: AdmissionService
     sessions: SessionService
     models: ModelService
+    custom_losses: CustomLossService
     training: TrainingService
     sampling: SamplingService
     checkpoints: CheckpointService
@@ -57,6 +59,7 @@ def build(settings: Settings) -> Services:
     doorbell = _doorbell(settings)
     admission = AdmissionService(oplog, store, doorbell)
     lifecycle = RedisLifecycle(client, settings.engine)
+    custom_losses = CustomLossService(store)
     endings = Endings(lifecycle, store, objects, doorbell.wake)
     return Services(
         settings,
@@ -67,10 +70,11 @@ def build(settings: Settings) -> Services:
         admission,
         SessionService(store, lifecycle, endings),
         ModelService(store, bases, admission, endings),
-        TrainingService(store, bases, admission),
+        custom_losses,
+        TrainingService(store, bases, admission, custom_losses),
         SamplingService(store, bases, admission),
         CheckpointService(store, objects),
-        PollService(oplog, Waiter(client), settings.api),
+        PollService(Futures(oplog, store), Waiter(client), settings.api),
     )
 
 

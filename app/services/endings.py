@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from app import ids
 from app.domain import records
-from app.domain.records import Checkpoint, Model, Sampler
+from app.domain.records import Checkpoint, Loss, Model, Sampler
 from app.errors import Unavailable
 from app.stores.interfaces import Holder, Lifecycle, ObjectStore, Records
 from app.stores.objects.removal import remove_checkpoint
@@ -45,6 +45,8 @@ class Endings:
             self._lifecycle.end_sampler(sampler_id)
         if self._lifecycle.forget(session_id):
             # Without its session none of these ids can come back. A run with a checkpoint stays listed beside it.
+            for loss_id, _ in self._records.list(Loss.namespace, ids.loss_prefix(session_id)):
+                self._records.delete(Loss.namespace, loss_id)
             for model_id in self._models(session_id):
                 if not any(self._records.list(Checkpoint.namespace, f"tinker://{model_id}/")):
                     self._records.delete(Model.namespace, model_id)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TypeVar
 
 from app.domain import records
-from app.domain.records import Checkpoint, Model, Sampler, Session
+from app.domain.records import Checkpoint, Loss, Model, Sampler, Session
 from app.errors import NotFound
 from app.stores.interfaces import Records
 
-Owned = TypeVar("Owned", Session, Model, Sampler, Checkpoint)
+Owned = TypeVar("Owned", Session, Model, Sampler, Checkpoint, Loss)
 
 
 def load_owned(store: Records, cls: type[Owned], key: str, owner: str) -> Owned:
@@ -21,6 +21,6 @@ def load_owned(store: Records, cls: type[Owned], key: str, owner: str) -> Owned:
     return found
 
 
-def _is_expired(found: Session | Model | Sampler | Checkpoint, store: Records) -> bool:
+def _is_expired(found: Session | Model | Sampler | Checkpoint | Loss, store: Records) -> bool:
     """Only checkpoints expire, and most do not: only one that may costs asking for the time."""
     return isinstance(found, Checkpoint) and found.expires_at is not None and found.is_expired(store.now())

@@ -7,12 +7,13 @@ import re
 import threading
 import time
 from collections.abc import Iterator
+from typing import Protocol
 
 import redis
 
 from app.errors import NotFound
 from app.settings import ApiSettings
-from app.stores.interfaces import Future, OpLog
+from app.stores.interfaces import Future
 from app.stores.redis.client import is_outage
 from app.stores.redis.waiting import Waiter
 from app.telemetry import HELD_POLLS
@@ -21,11 +22,17 @@ _SHORT_HOLD_S = 1.0
 _REQUEST_ID = re.compile(r".+:\d{1,19}")
 
 
+class Futures(Protocol):
+    def future(self, request_id: str, owner: str) -> Future:
+        """Raises NotFound for an unknown or foreign id (alike), Gone for an expired one."""
+        ...
+
+
 class PollService:
     """Counts the polls it holds; `waiter` wakes one when its result is there."""
 
-    def __init__(self, oplog: OpLog, waiter: Waiter, settings: ApiSettings) -> None:
-        self._oplog = oplog
+    def __init__(self, futures: Futures, waiter: Waiter, settings: ApiSettings) -> None:
+        self._futures = futures
         self._waiter = waiter
         self._settings = settings
         self._held = 0
@@ -51,12 +58,12 @@ class PollService:
 
         def is_done() -> bool:
             nonlocal found
-            found = self._oplog.future(request_id, owner)
+            found = self._futures.future(request_id, owner)
             return found.result is not None
 
         if seconds:
             self._waiter.wait(request_id, seconds, is_done)
-        return found if found and found.result else self._oplog.future(request_id, owner)
+        return found if found and found.result else self._futures.future(request_id, owner)
 
     @contextlib.contextmanager
     def _hold(self) -> Iterator[float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from app import ids
@@ -18,6 +19,7 @@ from app.services.base_models import BaseModels
 from app.services.checks.batch import check_forward_backward
 from app.services.checks.models import check_adam, check_optimizer
 from app.services.checks.values import in_range
+from app.services.custom_losses import CustomLossService
 from app.services.models import check_loadable
 from app.services.ownership import load_owned
 from app.stores.interfaces import Records
@@ -31,16 +33,19 @@ _TEN_YEARS = 10 * 365 * 24 * _HOUR
 class TrainingService:
     """Every method returns a promise, and raises NotFound for a model that is not the owner's, or BadRequest."""
 
-    def __init__(self, store: Records, bases: BaseModels, admission: AdmissionService) -> None:
+    def __init__(
+        self, store: Records, bases: BaseModels, admission: AdmissionService, custom_losses: CustomLossService
+    ) -> None:
         self._records = store
         self._bases = bases
         self._admission = admission
+        self._custom_losses = custom_losses
 
     def forward_backward(self, owner: str, envelope: Envelope) -> Promise:
         model = load_owned(self._records, Model, envelope.model_id, owner)
         in_range("seq_id", envelope.seq, 1, MAX_SEQ)
         info = self._bases.info("trainer", model.base_model)
-        op = envelope.decode()
+        op = envelope.decode(partial(self._custom_losses.find, owner))
         check_forward_backward(op, info)
         # The journal holds every setting in full, so that a later default can not change a replay.
         op = replace(op, loss_config={**LOSSES[op.loss_fn].config, **op.loss_config})

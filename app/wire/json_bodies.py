@@ -11,7 +11,7 @@ import numpy as np
 from app.domain.ops import ForwardBackward
 from app.errors import BadRequest
 from app.wire import tinker_pb2 as pb
-from app.wire.forward_backward import Envelope, build_op, taken
+from app.wire.forward_backward import Envelope, FindLoss, Head, build_op
 
 _DTYPES = {"float32": pb.DTYPE_FLOAT32, "int64": pb.DTYPE_INT64}
 _NUMPY: dict[str, np.dtype[Any]] = {"float32": np.dtype("<f4"), "int64": np.dtype("<i8")}
@@ -32,7 +32,7 @@ def open_envelope(body: Any) -> Envelope:
     seq = body.get("seq_id")
     if not isinstance(seq, int) or isinstance(seq, bool):
         raise BadRequest(f"seq_id must be an integer (got {str(seq)[:80]!r})")
-    return Envelope(body["model_id"], seq, bool(body.get("forward_only")), lambda: _to_op(body))
+    return Envelope(body["model_id"], seq, bool(body.get("forward_only")), lambda find: _to_op(body, find))
 
 
 def text_tokens(chunks: Any, what: str) -> np.ndarray:
@@ -53,20 +53,15 @@ def _chunk_tokens(chunk: Any, what: str) -> np.ndarray:
     return values.astype(np.int32)
 
 
-def _to_op(body: Mapping[str, Any]) -> ForwardBackward:
+def _to_op(body: Mapping[str, Any], find: FindLoss) -> ForwardBackward:
     forward_only = "forward_input" in body
     content = body.get("forward_input" if forward_only else "forward_backward_input")
     if not isinstance(content, dict) or not isinstance(content.get("loss_fn"), str):
         raise BadRequest("forward_backward_input must be an object with data and loss_fn")
     data = _list(content.get("data"), "data")
-    names = taken(content["loss_fn"])
-    return build_op(
-        [_tokens(datum, i) for i, datum in enumerate(data)],
-        [_inputs(datum, names, i) for i, datum in enumerate(data)],
-        content["loss_fn"],
-        _loss_config(content.get("loss_fn_config")),
-        forward_only,
-    )
+    head = Head.of(content["loss_fn"], _loss_config(content.get("loss_fn_config")), forward_only, find)
+    tokens = [_tokens(datum, i) for i, datum in enumerate(data)]
+    return build_op(head, tokens, [_inputs(datum, head.taken, i) for i, datum in enumerate(data)])
 
 
 def _tokens(datum: Any, i: int) -> np.ndarray:
@@ -128,14 +123,14 @@ def _list(given: Any, what: str) -> list[Any]:
     return given
 
 
-def _loss_config(given: Any) -> dict[str, float]:
+def _loss_config(given: Any) -> dict[str, float | str]:
     config = given or {}
     if not isinstance(config, dict):
         raise BadRequest("loss_fn_config must be an object")
     for key, value in config.items():
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            raise BadRequest(f"loss_fn_config {key!r} must be a number")
+        if not isinstance(value, int | float | str) or isinstance(value, bool):
+            raise BadRequest(f"loss_fn_config {key[:80]!r} must be a number")
     try:
-        return {key: float(value) for key, value in config.items()}
+        return {key: value if isinstance(value, str) else float(value) for key, value in config.items()}
     except OverflowError:
         raise BadRequest("loss_fn_config holds a number beyond 1e308") from None

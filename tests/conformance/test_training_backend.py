@@ -15,17 +15,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from app.domain.ops import AdamParams, DropGradients, ForwardBackward, LoraSpec, OptimStep
 from app.domain.results import Done, ForwardBackwardOutput
 from app.errors import ServerOpError, UserOpError
 from app.settings import BaseModelSettings
+from tests.custom_losses import parsed
 from tests.full_disk import full_disk
 from tests.models import VOCAB_SIZE, tiny_qwen3
 from tests.parity.datums import batch, policy, supervised
 from tests.parity.reference import relative_error
 from workers.training import factory
-from workers.training.base import OPTIMIZER_FILE, Create, Load, Writer
+from workers.training.base import ADAPTER_FILE, OPTIMIZER_FILE, Create, Load, Writer
 from workers.training.trainer import LoraTrainer
 
 TRAINERS: dict[str, dict[str, Any]] = {
@@ -95,6 +97,20 @@ def spoiled(op: ForwardBackward, datum: int) -> ForwardBackward:
     datums = policy(2, (12, 25, 3))
     datums[datum]["logprobs"][-1] = -1e4
     return replace(op, batch=batch(datums))
+
+
+def weighted(logprobs: torch.Tensor, weights: torch.Tensor) -> Any:
+    return -(logprobs * weights).sum(), {}
+
+
+def vanishing(logprobs: torch.Tensor, weights: torch.Tensor) -> Any:
+    return (logprobs * weights).sum() / (logprobs.shape[0] - 30), {}
+
+
+def custom(fn: Any, op: ForwardBackward = GOOD) -> ForwardBackward:
+    """The batch under another loss, of logprobs and weights."""
+    rank = len(op.batch.inputs["weights"].shapes[0])
+    return replace(op, loss_fn="custom", custom=parsed(fn, {"logprobs": rank, "weights": rank}))
 
 
 def test_open_tells_what_the_model_can_take(backend: LoraTrainer) -> None:
@@ -212,14 +228,36 @@ def test_a_finite_loss_with_an_endless_gradient_fails_too(backend: LoraTrainer, 
     assert "datum 0" in str(error)
 
 
-def test_a_neighbour_of_a_failed_op_is_as_if_alone(backend: LoraTrainer, create: Callable[..., str]) -> None:
+FAILING = {
+    "importance_sampling": (replace(spoiled(OTHER, datum=0), loss_fn="importance_sampling"), "datum 0"),
+    "custom": (custom(vanishing), "datum 1: the custom loss vanishing fails: node truediv"),
+}
+
+
+@pytest.mark.parametrize("case", FAILING)
+def test_a_neighbour_of_a_failed_op_is_as_if_alone(backend: LoraTrainer, create: Callable[..., str], case: str) -> None:
+    failing, why = FAILING[case]
     bad, neighbour, alone = create(), create(), create()
-    results = backend.apply({bad: replace(spoiled(OTHER, datum=0), loss_fn="importance_sampling"), neighbour: GOOD})
+    results = backend.apply({bad: failing, neighbour: GOOD})
     wanted = apply(backend, alone, GOOD)
     assert isinstance(results[bad], UserOpError)
+    assert why in str(results[bad])
     assert results[neighbour].metrics == pytest.approx(wanted.metrics, rel=1e-5)
     assert relative_error(backend.gradients(neighbour), backend.gradients(alone)) < 1e-5
     assert backend.gradients(bad) == {}
+
+
+@pytest.mark.parametrize("width", [0, 3])
+def test_a_custom_loss_of_a_known_formula_gives_that_losses_bits(
+    backend: LoraTrainer, create: Callable[..., str], width: int
+) -> None:
+    known = ForwardBackward(batch(supervised(5, (9, 30, 4), width)), "cross_entropy")
+    models = create(), create()
+    outputs = [apply(backend, one, op) for one, op in zip(models, (known, custom(weighted, known)), strict=True)]
+    assert outputs[0].logprobs.values.tobytes() == outputs[1].logprobs.values.tobytes()
+    assert outputs[1].metrics["loss:sum"] == pytest.approx(outputs[0].metrics["loss:sum"], rel=1e-5)
+    gradients = [backend.gradients(one) for one in models]
+    assert all(gradients[1][name].tobytes() == found.tobytes() for name, found in gradients[0].items())
 
 
 def test_save_and_load_resume_bit_for_bit(backend: LoraTrainer, create: Callable[..., str], tmp_path: Path) -> None:
@@ -322,7 +360,8 @@ def test_a_step_without_gradients_is_a_step_on_zeros(
     apply(backend, empty, replace(GOOD, batch=batch([])))
     before = state(backend, never, tmp_path / "before")
     for model in (dropped, empty, never):
-        assert apply(backend, model, STEP).metrics == {"grad_norm": 0.0, "learning_rate": 1e-2}
+        metrics = apply(backend, model, STEP).metrics
+        assert (metrics["grad_norm"], metrics["learning_rate"]) == (0.0, 1e-2)
     ends = [state(backend, model, tmp_path / f"end-{model}") for model in (dropped, empty, never)]
     assert ends[0] == ends[1] == ends[2] != before
 
@@ -335,6 +374,17 @@ def test_the_norm_a_step_reports_is_from_before_clipping(backend: LoraTrainer, c
     for model, limit in ((free, 0.0), (clipped, norm / 100)):
         metrics = apply(backend, model, OptimStep(replace(STEP.params, grad_clip_norm=limit))).metrics
         assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-5)
+
+
+def test_the_norm_of_the_parameters_is_from_after_the_step(
+    backend: LoraTrainer, create: Callable[..., str], tmp_path: Path
+) -> None:
+    model = create()
+    apply(backend, model, GOOD)
+    found = apply(backend, model, STEP).metrics["param_norm"]
+    backend.save(model, tmp_path, optimizer=False)
+    saved = load_file(tmp_path / ADAPTER_FILE).values()
+    assert found == pytest.approx(float(np.sqrt(sum((p.double() ** 2).sum() for p in saved))), rel=1e-6)
 
 
 def test_a_model_that_is_not_here_is_our_fault(backend: LoraTrainer) -> None:

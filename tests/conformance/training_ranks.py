@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from app.domain.ops import AdamParams, DropGradients, ForwardBackward, LoraSpec, OptimStep
-from app.domain.results import ForwardBackwardOutput
+from app.domain.results import ForwardBackwardOutput, OptimStepOutput
 from app.errors import UserOpError
 from app.settings import BaseModelSettings
 from tests.parity.datums import batch, policy, supervised
@@ -41,7 +41,10 @@ def run(backend: LoraTrainer, folder: Path) -> dict[str, np.ndarray]:
         note(found, f"look {turn}", backend.apply({"a": replace(SHORT, forward_only=True)}))
         for model in ("a", "b"):
             found |= {f"grad {turn} {model} {name}": g for name, g in backend.gradients(model).items()}
-        backend.apply({"a": STEP, "b": STEP} if turn < 2 else {"a": DropGradients()})
+        stepped = backend.apply({"a": STEP, "b": STEP} if turn < 2 else {"a": DropGradients()})
+        for model, done in stepped.items():
+            metrics = done.metrics if isinstance(done, OptimStepOutput) else {}
+            found |= {f"step {turn} {model} {name}": np.array(value) for name, value in metrics.items()}
     assert isinstance(backend.apply({"a": bad(), "b": SHORT})["a"], UserOpError)
     folder.mkdir()
     backend.save("a", folder, optimizer=True)

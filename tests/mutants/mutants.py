@@ -13,6 +13,9 @@ _OPLOG = "--confcutdir=tests/unit/app/stores -p tests.unit.conftest tests/unit/a
 _JOURNAL = "tests/property/test_journal.py"
 _RECOVERY = "tests/property/test_recovery.py"
 _CHECKPOINTS = "tests/property/test_checkpoints.py"
+_FORMULAS = "workers/training/losses"
+_LOSSES = "--confcutdir=tests/unit/workers/training tests/unit/workers/training/losses/test_losses.py"
+_PADDING = "--confcutdir=tests/unit/workers/training tests/unit/workers/training/test_jobs.py"
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,6 +260,77 @@ MUTANTS = (
         "        if found == expected:\n",
         "        if found.size == expected.size:\n",
         f"{_CHECKPOINTS}::test_a_damaged_checkpoint_is_never_handed_out",
+    ),
+    # Losses: each by a sign and by a mask.
+    Mutant(
+        "cross_entropy: the sign",
+        f"{_FORMULAS}/cross_entropy.py",
+        "LossValue(-weights * logprobs",
+        "LossValue(weights * logprobs",
+        f"{_LOSSES}::test_cross_entropy_takes_any_weight_and_none",
+    ),
+    Mutant(
+        "cross_entropy: what has no weight is not its own",
+        f"{_FORMULAS}/cross_entropy.py",
+        "(weights != 0).any(-1, keepdim=True)",
+        "(weights == weights).any(-1, keepdim=True)",
+        f"{_LOSSES}::test_a_position_with_any_weight_is_one_token_of_cross_entropy",
+    ),
+    Mutant(
+        "importance_sampling: the sign",
+        f"{_FORMULAS}/importance_sampling.py",
+        "policy_value(-ratio",
+        "policy_value(ratio",
+        f"{_LOSSES}::test_importance_sampling_weighs_advantages_by_the_ratio",
+    ),
+    Mutant(
+        "ppo: the sign",
+        f"{_FORMULAS}/ppo.py",
+        "policy_value(-objective",
+        "policy_value(objective",
+        f"{_LOSSES}::test_ppo_stops_the_gradient_only_where_clipping_is_the_worse_side",
+    ),
+    Mutant(
+        "cispo: the sign",
+        f"{_FORMULAS}/cispo.py",
+        "policy_value(-held",
+        "policy_value(held",
+        f"{_LOSSES}::test_cispo_keeps_a_gradient_of_the_clipped_ratio",
+    ),
+    Mutant(
+        "dro: the sign of the pull",
+        f"{_FORMULAS}/dro.py",
+        "policy_value(pull - logprobs",
+        "policy_value(-pull - logprobs",
+        f"{_LOSSES}::test_dro_pulls_every_token_back",
+    ),
+    Mutant(
+        "gspo: the sign",
+        f"{_FORMULAS}/gspo.py",
+        "policy_value(-objective",
+        "policy_value(objective",
+        f"{_LOSSES}::test_gspo_gives_every_token_the_sequence_ratio_and_its_own_gradient",
+    ),
+    Mutant(
+        "gspo: the ratio is that of the marked tokens",
+        f"{_FORMULAS}/gspo.py",
+        'inputs["sequence_ratio_mask"] != 0',
+        'inputs["advantages"] != 0',
+        f"{_LOSSES}::test_gspo_gives_every_token_the_sequence_ratio_and_its_own_gradient",
+    ),
+    Mutant(
+        "policy losses: a prompt is not their own",
+        f"{_FORMULAS}/policy.py",
+        'own = inputs["advantages"] != 0',
+        'own = inputs["advantages"] == inputs["advantages"]',
+        f"{_LOSSES}::test_policy_metrics_leave_the_prompt_out",
+    ),
+    Mutant(
+        "losses: padding",
+        "workers/training/jobs.py",
+        "torch.where(real, value.per_token, 0.0).sum",
+        "value.per_token.sum",
+        _PADDING,
     ),
     # Samples.
     Mutant(

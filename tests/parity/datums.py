@@ -46,6 +46,36 @@ def policy(seed: int, lengths: Sequence[int], vocab: int = 320) -> list[Datum]:
     return datums
 
 
+def sequences(seed: int, lengths: Sequence[int], vocab: int = 320) -> list[Datum]:
+    """For gspo: as `policy`, with a mask that marks some of the sampled tokens, the last always, by odd values."""
+    rng = np.random.default_rng((seed, 1))
+    datums = policy(seed, lengths, vocab)
+    for datum, n in zip(datums, lengths, strict=True):
+        mask = rng.choice([0.0, 1.0, 0.5, -1.0], n).astype(np.float32)
+        mask[:2], mask[-1] = 0.0, 1.0
+        datum["sequence_ratio_mask"] = mask
+    return datums
+
+
+def thresholds(seed: int, datums: Sequence[Datum]) -> list[Datum]:
+    """The same with a clip range for every token, on either side of most ratios."""
+    rng = np.random.default_rng((seed, 2))
+    return [
+        {
+            **datum,
+            "clip_low_threshold": rng.uniform(0.3, 0.9, len(datum["tokens"])).astype(np.float32),
+            "clip_high_threshold": rng.uniform(0.9, 1.6, len(datum["tokens"])).astype(np.float32),
+        }
+        for datum in datums
+    ]
+
+
+def data(loss_fn: str, seed: int, lengths: Sequence[int]) -> list[Datum]:
+    """What `loss_fn` takes."""
+    makers = {"cross_entropy": supervised, "gspo": sequences}
+    return makers.get(loss_fn, policy)(seed, lengths)
+
+
 def batch(datums: Sequence[Datum]) -> Batch:
     names = [name for name in datums[0] if name != "tokens"] if datums else ["target_tokens"]
     return Batch(

@@ -31,12 +31,13 @@ class Reference:
         }
         self._adamw = torch.optim.AdamW(self.parameters.values())
 
+    def logits(self, datum: Datum) -> Tensor:
+        logits: Tensor = self.model(torch.from_numpy(datum["tokens"].astype(np.int64))[None]).logits[0]
+        return logits
+
     def logprobs(self, datum: Datum) -> Tensor:
         """Of every target, in the shape of target_tokens."""
-        logits = self.model(torch.from_numpy(datum["tokens"].astype(np.int64))[None]).logits[0]
-        targets = torch.from_numpy(datum["target_tokens"])
-        wide = targets if targets.ndim == 2 else targets[:, None]
-        return torch.log_softmax(logits, -1).gather(-1, wide).view(targets.shape)
+        return _at_targets(self.logits(datum), datum)
 
     def forward(self, datums: Sequence[Datum]) -> list[np.ndarray]:
         with torch.no_grad():
@@ -51,13 +52,46 @@ class Reference:
             total += value.item()
         return total
 
+    @torch.no_grad()
+    def metrics(
+        self, datums: Sequence[Datum], loss_fn: str, config: Mapping[str, float] | None = None
+    ) -> dict[str, float]:
+        """Every metric of the whole request, entropy included."""
+        found = []
+        for datum in datums:
+            logits = self.logits(datum)
+            lp = _at_targets(logits, datum)
+            entropy = torch.distributions.Categorical(logits=logits).entropy()
+            own = {"loss:sum": loss(loss_fn, lp, datum, config or {}), "tokens:sum": torch.tensor(len(datum["tokens"]))}
+            found.append(own | _metrics(loss_fn, lp, entropy, datum, config or {}))
+        merge = {"sum": sum, "max": max, "min": min}
+        return {name: merge[name.split(":")[1]](float(one[name]) for one in found) for name in found[0]}
+
+    @torch.no_grad()
+    def size(self, datums: Sequence[Datum], loss_fn: str, config: Mapping[str, float] | None = None) -> float:
+        """The sum of the tokens' losses without their signs: what rounding in the loss is to be measured by, since
+        tokens of either sign may leave next to nothing."""
+        parts = [token_losses(loss_fn, self.logprobs(datum), datum, config or {}) for datum in datums]
+        return sum(part.abs().sum().item() for part in parts)
+
     def gradients(self) -> dict[str, np.ndarray]:
         return {name: p.grad.numpy().copy() for name, p in self.parameters.items() if p.grad is not None}
 
-    def step(self, params: Mapping[str, float]) -> None:
-        """`params`: the adam_params of an optim_step."""
-        if params["grad_clip_norm"] > 0:
-            torch.nn.utils.clip_grad_norm_(self.parameters.values(), params["grad_clip_norm"])
+    def take_gradients(self) -> dict[str, np.ndarray]:
+        """`gradients`, which are zero afterwards."""
+        taken = self.gradients()
+        self._adamw.zero_grad()
+        return taken
+
+    def weights(self) -> dict[str, np.ndarray]:
+        return {name: p.detach().numpy().copy() for name, p in self.parameters.items()}
+
+    def norm(self) -> float:
+        return float(np.sqrt(sum((w.astype(np.float64) ** 2).sum() for w in self.weights().values())))
+
+    def step(self, params: Mapping[str, float]) -> float:
+        """`params`: the adam_params of an optim_step. Returns the gradient's norm before clipping."""
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), params["grad_clip_norm"] or torch.inf)
         self._adamw.param_groups[0].update(
             lr=params["learning_rate"],
             betas=(params["beta1"], params["beta2"]),
@@ -66,25 +100,78 @@ class Reference:
         )
         self._adamw.step()
         self._adamw.zero_grad()
+        return norm.item()
 
 
 def loss(name: str, lp: Tensor, datum: Datum, config: Mapping[str, float]) -> Tensor:
     """The summed loss of one datum."""
-    given = {key: torch.from_numpy(value) for key, value in datum.items() if key not in ("tokens", "target_tokens")}
+    return token_losses(name, lp, datum, config).sum()
+
+
+def token_losses(name: str, lp: Tensor, datum: Datum, config: Mapping[str, float]) -> Tensor:
+    given = _given(datum)
     if name == "cross_entropy":
-        return -(given["weights"] * lp).sum()
+        return -given["weights"] * lp if "weights" in given else -lp
     q, a = given["logprobs"], given["advantages"]
-    ratio = torch.exp(lp - q)
-    low, high = config.get("clip_low_threshold", 0.8), config.get("clip_high_threshold", 1.2)
+    ratio = ratios(name, lp, given)
     if name == "importance_sampling":
-        return -(ratio * a).sum()
-    if name == "ppo":
-        return -torch.minimum(ratio * a, torch.clamp(ratio, low, high) * a).sum()
+        return -ratio * a
+    if name in ("ppo", "gspo"):
+        return -torch.minimum(ratio * a, clipped(name, ratio, given, config) * a)
     if name == "cispo":
-        return -(torch.clamp(ratio, low, high).detach() * lp * a).sum()
+        return -clipped(name, ratio, given, config).detach() * lp * a
     if name == "dro":
-        return -(lp * a - 0.5 * config.get("beta", 0.05) * (lp - q) ** 2).sum()
+        return -(lp * a - 0.5 * config.get("beta", 0.05) * (lp - q) ** 2)
     raise KeyError(name)
+
+
+def ratios(name: str, lp: Tensor, given: Mapping[str, Tensor]) -> Tensor:
+    """What the loss weighs its advantages with, token by token."""
+    if name != "gspo":
+        return torch.exp(lp - given["logprobs"])
+    chosen = given["sequence_ratio_mask"] != 0
+    s = torch.exp((lp - given["logprobs"])[chosen].mean())
+    return s.detach() * torch.exp(lp) / torch.exp(lp).detach()
+
+
+def clipped(name: str, ratio: Tensor, given: Mapping[str, Tensor], config: Mapping[str, float]) -> Tensor:
+    defaults = (0.9997, 1.0004) if name == "gspo" else (0.8, 1.2)
+    low, high = (
+        given.get(f"clip_{side}_threshold", torch.tensor(config.get(f"clip_{side}_threshold", default)))
+        for side, default in zip(("low", "high"), defaults, strict=True)
+    )
+    return torch.minimum(torch.maximum(ratio, low), high)
+
+
+def _metrics(name: str, lp: Tensor, entropy: Tensor, datum: Datum, config: Mapping[str, float]) -> dict[str, Tensor]:
+    """Of one datum, whose loss is about at least one token."""
+    given = _given(datum)
+    if name == "cross_entropy":
+        own = given["weights"].reshape(len(lp), -1).any(1) if "weights" in given else torch.ones(len(lp)).bool()
+        return {"loss_tokens:sum": own.sum(), "entropy:sum": entropy[own].sum()}
+    own = given["advantages"] != 0
+    ratio = ratios(name, lp, given)
+    found = {
+        "loss_tokens:sum": own.sum(),
+        "entropy:sum": entropy[own].sum(),
+        "ratio:sum": ratio[own].sum(),
+        "ratio:max": ratio[own].max() if own.any() else torch.tensor(0.0),
+        "ratio:min": ratio[own].min() if own.any() else torch.tensor(torch.inf),
+        "kl:sum": (given["logprobs"] - lp)[own].sum(),
+    }
+    if name in ("ppo", "cispo", "gspo"):
+        found["clipped:sum"] = (clipped(name, ratio, given, config) != ratio)[own].sum()
+    return found
+
+
+def _at_targets(logits: Tensor, datum: Datum) -> Tensor:
+    targets = torch.from_numpy(datum["target_tokens"])
+    wide = targets if targets.ndim == 2 else targets[:, None]
+    return torch.log_softmax(logits, -1).gather(-1, wide).view(targets.shape)
+
+
+def _given(datum: Datum) -> dict[str, Tensor]:
+    return {name: torch.from_numpy(value) for name, value in datum.items() if name not in ("tokens", "target_tokens")}
 
 
 def relative_error(found: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> float:

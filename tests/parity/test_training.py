@@ -2,117 +2,120 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
-from app.domain.ops import AdamParams, ForwardBackward, LoraSpec, OptimStep
-from app.settings import BaseModelSettings
-from tests.models import tiny_qwen3
-from tests.parity.datums import Datum, batch, policy, supervised
+from app.domain.ops import AdamParams, ForwardBackward, OptimStep
+from app.errors import UserOpError
+from tests.parity.datums import Datum, batch, data, policy, sequences, supervised, thresholds
 from tests.parity.reference import Reference, relative_error
-from workers.training import factory
-from workers.training.base import Create
+from tests.parity.training import LENGTHS, LOSSES, apply, reference_of, run, state
 from workers.training.trainer import LoraTrainer
 
-LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro")
-LENGTHS = (23, 7, 40, 2, 31)
-STEP = AdamParams(learning_rate=1e-2, eps=1e-8, weight_decay=0.1, grad_clip_norm=5.0)
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_qwen3(tmp_path_factory.mktemp("base"))
-
-
-@pytest.fixture(scope="module")
-def trainer(base: Path) -> Iterator[LoraTrainer]:
-    torch.set_num_threads(1)
-    settings = BaseModelSettings(
-        name="tiny", path=str(base), dtype="float32", trainer={"backend": "torch", "micro_batch_tokens": 64}
-    )
-    trainer = factory.create(settings)
-    trainer.open()
-    yield trainer
-
-
-@pytest.fixture
-def model(trainer: LoraTrainer) -> Iterator[str]:
-    """A model some steps away from its start, where B is zero and half of the gradient with it."""
-    trainer.apply({"m": Create(LoraSpec(rank=4, seed=1))})
-    for seed in range(2):
-        train(trainer, supervised(seed, LENGTHS), "cross_entropy")
-    yield "m"
-    trainer.close("m")
-
-
-def train(trainer: LoraTrainer, datums: list[Datum], loss_fn: str) -> None:
-    trainer.apply({"m": ForwardBackward(batch(datums), loss_fn)})
-    trainer.apply({"m": OptimStep(STEP)})
-
-
-def data(loss_fn: str, seed: int) -> list[Datum]:
-    return supervised(seed, LENGTHS) if loss_fn == "cross_entropy" else policy(seed, LENGTHS)
-
-
-def reference(trainer: LoraTrainer, base: Path, folder: Path) -> Reference:
-    folder.mkdir()
-    trainer.save("m", folder, optimizer=False)
-    return Reference(base, folder)
+CLIPPED = ("ppo", "cispo", "gspo")
+TOKEN_RANGE = {"clip_low_threshold": 0.3, "clip_high_threshold": 3.0}
+SEQUENCE_RANGE = {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1}
+UNWEIGHTED = [{k: v for k, v in datum.items() if k != "weights"} for datum in supervised(9, LENGTHS)]
+# Every loss, and each way of giving it what it takes.
+CASES: dict[str, tuple[str, list[Datum], dict[str, float]]] = {
+    **{loss_fn: (loss_fn, data(loss_fn, 9, LENGTHS), {}) for loss_fn in LOSSES},
+    "cross_entropy of [N, 3]": ("cross_entropy", supervised(9, LENGTHS, width=3), {}),
+    "cross_entropy without weights": ("cross_entropy", UNWEIGHTED, {}),
+    "dro with its own beta": ("dro", policy(9, LENGTHS), {"beta": 0.7}),
+    "ppo with its own range": ("ppo", policy(9, LENGTHS), TOKEN_RANGE),
+    "cispo with its own range": ("cispo", policy(9, LENGTHS), TOKEN_RANGE),
+    "gspo with its own range": ("gspo", sequences(9, LENGTHS), SEQUENCE_RANGE),
+    **{
+        f"{loss_fn} with a range a token": (loss_fn, thresholds(9, data(loss_fn, 9, LENGTHS)), {})
+        for loss_fn in CLIPPED
+    },
+}
 
 
 @pytest.mark.parametrize("width", [0, 3])
 def test_forward_logprobs_equal_the_reference(
-    trainer: LoraTrainer, model: str, base: Path, tmp_path: Path, width: int
+    trainer: LoraTrainer, model: str, reference: Reference, width: int
 ) -> None:
     datums = supervised(9, LENGTHS, width)
-    expected = reference(trainer, base, tmp_path / "peft").forward(datums)
-    output = trainer.apply({model: ForwardBackward(batch(datums), "cross_entropy", forward_only=True)})[model]
-    for found, wanted in zip(output.logprobs, expected, strict=True):
+    output = run(trainer, model, ForwardBackward(batch(datums), "cross_entropy", forward_only=True))
+    for found, wanted in zip(output.logprobs, reference.forward(datums), strict=True):
         assert found.shape == wanted.shape
         np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize(("loss_fn", "width"), [*((name, 0) for name in LOSSES), ("cross_entropy", 3)])
-def test_losses_and_gradients_equal_the_reference(
-    trainer: LoraTrainer, model: str, base: Path, tmp_path: Path, loss_fn: str, width: int
+@pytest.mark.parametrize("case", CASES)
+def test_losses_gradients_and_metrics_equal_the_reference(
+    trainer: LoraTrainer, model: str, reference: Reference, case: str
 ) -> None:
-    datums = supervised(9, LENGTHS, width) if width else data(loss_fn, 9)
-    expected = reference(trainer, base, tmp_path / "peft")
-    wanted = expected.backward(datums, loss_fn)
-    output = trainer.apply({model: ForwardBackward(batch(datums), loss_fn)})[model]
-    assert output.metrics["loss:sum"] == pytest.approx(wanted, rel=1e-5)
-    assert relative_error(trainer.gradients(model), expected.gradients()) < 1e-5
+    loss_fn, datums, config = CASES[case]
+    found = run(trainer, model, ForwardBackward(batch(datums), loss_fn, {**config, "entropy": 1.0})).metrics
+    wanted = reference.backward(datums, loss_fn, config)
+    assert abs(found["loss:sum"] - wanted) < 1e-5 * reference.size(datums, loss_fn, config)
+    assert relative_error(trainer.gradients(model), reference.gradients()) < 1e-5
+    assert found == pytest.approx(reference.metrics(datums, loss_fn, config), rel=1e-5, abs=1e-4)
 
 
-@pytest.mark.parametrize("loss_fn", ["ppo", "cispo", "dro"])
-def test_loss_settings_reach_the_formula(
-    trainer: LoraTrainer, model: str, base: Path, tmp_path: Path, loss_fn: str
-) -> None:
-    config = {"beta": 0.7} if loss_fn == "dro" else {"clip_low_threshold": 0.3, "clip_high_threshold": 3.0}
-    datums = data(loss_fn, 9)
-    wanted = reference(trainer, base, tmp_path / "peft").backward(datums, loss_fn, config)
-    output = trainer.apply({model: ForwardBackward(batch(datums), loss_fn, config)})[model]
-    assert output.metrics["loss:sum"] == pytest.approx(wanted, rel=1e-5)
+def test_the_clip_ranges_above_clip_some_tokens_and_leave_others(reference: Reference) -> None:
+    for case, (loss_fn, datums, config) in CASES.items():
+        if loss_fn in CLIPPED and case != "gspo":
+            metrics = reference.metrics(datums, loss_fn, config)
+            assert 0 < metrics["clipped:sum"] < metrics["loss_tokens:sum"], case
 
 
+def test_entropy_is_there_only_when_asked_for(trainer: LoraTrainer, model: str) -> None:
+    op = ForwardBackward(batch(data("ppo", 9, LENGTHS)), "ppo", {"entropy": 0.0})
+    assert "entropy:sum" not in run(trainer, model, op).metrics
+
+
+# Adam divides a gradient by its own size: rounding in one that is next to zero moves a weight as far as any.
+STEPS: dict[str, AdamParams] = {
+    "plain": AdamParams(learning_rate=1e-2, eps=1e-8),
+    "weight decay": AdamParams(learning_rate=1e-2, eps=1e-8, weight_decay=0.3),
+    "clipping": AdamParams(learning_rate=1e-2, eps=1e-8, grad_clip_norm=1e-2),
+}
+BOUND = 1e-3
+
+
+@pytest.mark.parametrize("steps", STEPS)
 @pytest.mark.parametrize("loss_fn", LOSSES)
-def test_four_steps_stay_with_the_reference(trainer: LoraTrainer, base: Path, tmp_path: Path, loss_fn: str) -> None:
-    trainer.apply({"m": Create(LoraSpec(rank=4, seed=1))})
-    expected = reference(trainer, base, tmp_path / "peft")
-    for seed in range(4):
-        datums = data(loss_fn, seed)
-        train(trainer, datums, loss_fn)
-        expected.backward(datums, loss_fn)
-        expected.step(asdict(STEP))
-    probe = supervised(99, LENGTHS)
-    before = Reference(base, tmp_path / "peft").forward(probe)
-    wanted = expected.forward(probe)
-    output = trainer.apply({"m": ForwardBackward(batch(probe), "cross_entropy", forward_only=True)})["m"]
-    for found, then, start in zip(output.logprobs, wanted, before, strict=True):
-        assert np.abs(then - start).max() > 0.05, "the steps moved nothing, so this compares nothing"
-        np.testing.assert_allclose(found, then, rtol=0, atol=1e-3)
+def test_five_steps_stay_with_the_reference(
+    trainer: LoraTrainer, create: Callable[..., str], base: Path, tmp_path: Path, loss_fn: str, steps: str
+) -> None:
+    """Weights after them differ by less than BOUND of how far they have moved; grad and parameter norms stay equal."""
+    model, params = create(steps=0), STEPS[steps]
+    twin = reference_of(trainer, model, base, tmp_path / "start")
+    start = twin.weights()
+    for seed in range(5):
+        datums = data(loss_fn, seed, (9, 2, 14))
+        run(trainer, model, ForwardBackward(batch(datums), loss_fn))
+        found = apply(trainer, model, OptimStep(params)).metrics
+        twin.backward(datums, loss_fn)
+        norm = twin.step(asdict(params))
+        assert params.grad_clip_norm == 0 or norm > params.grad_clip_norm, "nothing was clipped"
+        assert found["grad_norm"] == pytest.approx(norm, rel=BOUND)
+        assert found["param_norm"] == pytest.approx(twin.norm(), rel=1e-5)
+        assert found["learning_rate"] == params.learning_rate
+    wanted = twin.weights()
+    ours = reference_of(trainer, model, base, tmp_path / "end").weights()
+    moved, wanted_moves = ({name: end[name] - start[name] for name in start} for end in (ours, wanted))
+    assert relative_error(moved, wanted_moves) < BOUND
+
+
+@pytest.mark.parametrize("forward_only", [False, True])
+@pytest.mark.parametrize("loss_fn", LOSSES[1:])
+def test_an_infinite_ratio_fails_by_datum_and_leaves_the_state_bit_identical(
+    trainer: LoraTrainer, model: str, tmp_path: Path, loss_fn: str, forward_only: bool
+) -> None:
+    run(trainer, model, ForwardBackward(batch(supervised(3, LENGTHS)), "cross_entropy"))
+    before = state(trainer, model, tmp_path / "before")
+    datums = data(loss_fn, 9, LENGTHS)
+    datums[2]["logprobs"][-1] = -1e4
+    error = apply(trainer, model, ForwardBackward(batch(datums), loss_fn, forward_only=forward_only))
+    assert isinstance(error, UserOpError)
+    assert error.category == "user"
+    assert str(error).startswith("datum 2: its ")
+    assert state(trainer, model, tmp_path / "after") == before

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from app.domain.batch import Ragged
-from app.domain.losses import LOSSES
+from app.domain.losses import ENTROPY, LOSSES
 from app.domain.ops import ForwardBackward
 from app.domain.results import ForwardBackwardOutput
 from app.errors import UserOpError
 from workers.lora import Adapter
 from workers.training.losses import LOSS_FNS
+from workers.training.losses.custom import CustomLossRun
 from workers.training.microbatches import Column
 
 
@@ -31,8 +34,8 @@ class Evaluation:
 class Job:
     """One Op of the pass, and what has been found for it.
 
-    logprobs: fp32 [all target elements]; `datums` holds fp32 [number of datums] arrays: "bad" (not 0 where the loss or
-    its gradient is not finite), "loss:sum" and the loss's own metrics. Both lie on the device.
+    logprobs: fp32 [all target elements]; `datums` holds fp32 [number of datums] arrays: "bad" (not 0 where the loss,
+    its gradient or a sum among its metrics is not finite), "loss:sum" and the metrics. Both lie on the device.
     """
 
     op: ForwardBackward
@@ -41,6 +44,7 @@ class Job:
     inputs: dict[str, Column]
     logprobs: Tensor
     datums: dict[str, Tensor]
+    custom: CustomLossRun | None = None
 
     @classmethod
     def of(cls, op: ForwardBackward, adapter: Adapter, device: torch.device) -> Job:
@@ -48,15 +52,29 @@ class Job:
         wanted = {*spec.inputs, *spec.optional}
         inputs = {name: Column(ragged) for name, ragged in op.batch.inputs.items() if name in wanted}
         logprobs = torch.zeros(len(op.batch.inputs["target_tokens"].values), device=device)
+        custom = CustomLossRun(op.custom, op.batch) if op.custom else None
         # A rank without a datum of this Op sums with those that have some, so the names are fixed beforehand.
-        blank = torch.zeros(0, 1, 1)
-        metrics = evaluate(op, blank, dict.fromkeys(inputs, blank), blank.bool()).metrics
+        metrics = custom.metrics if custom else _metrics(op, inputs)
         datums = {name: torch.zeros(len(op.batch), device=device) for name in ("bad", "loss:sum", *metrics)}
-        return cls(op, adapter, Column(op.batch.tokens), inputs, logprobs, datums)
+        return cls(op, adapter, Column(op.batch.tokens), inputs, logprobs, datums, custom)
+
+    def evaluate(
+        self,
+        datums: np.ndarray,
+        logprobs: Tensor,
+        inputs: dict[str, Tensor],
+        real: Tensor,
+        entropy: Tensor | None,
+    ) -> Evaluation:
+        """The loss on these datums (indices); the rest as for `evaluate` below."""
+        if self.custom is not None:
+            return Evaluation(*self.custom.evaluate(datums, logprobs))
+        return evaluate(self.op, logprobs, inputs, real, entropy)
 
     def note(self, datums: Tensor, found: Evaluation) -> Tensor:
         """Keep what was found for these datums (indices); returns the gradient, with zeros for the bad ones."""
-        bad = ~(found.losses.isfinite() & found.gradient.isfinite().all(-1).all(-1))
+        sums = [values for name, values in found.metrics.items() if name.endswith(":sum")]
+        bad = ~(torch.stack([found.losses, *sums]).isfinite().all(0) & found.gradient.isfinite().all(-1).all(-1))
         self.datums["bad"][datums] = bad.float()
         self.datums["loss:sum"][datums] = found.losses
         for name, values in found.metrics.items():
@@ -82,28 +100,38 @@ class Job:
         return gradients
 
     def check_finite(self) -> None:
-        """Raises UserOpError naming the first datum whose loss, or its gradient, is not finite."""
+        """Raises UserOpError naming the first datum whose loss, its gradient or its ratio is not finite."""
         bad = self.datums["bad"].nonzero()
         if len(bad):
             datum = int(bad[0])
+            if self.custom is not None:
+                self.custom.explain(datum, self.logprobs)
+            loss = self.datums["loss:sum"][datum].item()
             raise UserOpError(
-                f"datum {datum}: its {self.op.loss_fn} loss is {self.datums['loss:sum'][datum].item()} and the loss or "
-                "its gradient is not finite; look at its logprobs, weights and advantages. The model is unchanged"
+                f"datum {datum}: its {self.op.loss_fn} loss is {loss}, and the loss, its gradient or a ratio is not "
+                "finite; look at its logprobs, weights and advantages. The model is unchanged"
             )
 
     def output(self) -> ForwardBackwardOutput:
         """What the Op's future carries."""
         shapes = self.op.batch.inputs["target_tokens"].shapes
         found = {name: t.double().cpu() for name, t in self.datums.items() if name != "bad"}
-        metrics = {name: float(t.amax() if name.endswith(":max") and len(t) else t.sum()) for name, t in found.items()}
+        metrics = {name: float(_reduce(name, t, 0)) if len(t) else 0.0 for name, t in found.items()}
         metrics["tokens:sum"] = float(sum(self.tokens.lengths))
         return ForwardBackwardOutput(Ragged(self.logprobs.cpu().numpy(), shapes), metrics)
 
 
-def evaluate(op: ForwardBackward, logprobs: Tensor, inputs: dict[str, Tensor], real: Tensor) -> Evaluation:
+def asks_entropy(op: ForwardBackward) -> bool:
+    return op.loss_config.get(ENTROPY, 0.0) != 0
+
+
+def evaluate(
+    op: ForwardBackward, logprobs: Tensor, inputs: dict[str, Tensor], real: Tensor, entropy: Tensor | None
+) -> Evaluation:
     """The Op's loss on some of its datums, on the small tensors only.
 
-    logprobs: fp32 [n, L, K], without a graph; `inputs`: by name, of that shape; `real`: where it is no padding.
+    logprobs: fp32 [n, L, K], without a graph; `inputs`: by name, of that shape; `real`: where it is no padding;
+    entropy: fp32 [n, L, 1], None unless asked for.
     """
     config = {**LOSSES[op.loss_fn].config, **op.loss_config}
     with torch.enable_grad():
@@ -111,9 +139,28 @@ def evaluate(op: ForwardBackward, logprobs: Tensor, inputs: dict[str, Tensor], r
         value = LOSS_FNS[op.loss_fn](leaf, inputs, config)
         losses = torch.where(real, value.per_token, 0.0).sum((1, 2))
         (gradient,) = torch.autograd.grad(losses.sum(), leaf)
-    metrics = {name: _reduce(name, torch.where(real, found, 0.0)) for name, found in value.metrics.items()}
-    return Evaluation(losses.detach(), metrics, gradient)
+    own = real[..., :1] if value.own is None else value.own
+    metrics = {"loss_tokens:sum": own.float(), **value.metrics}
+    if entropy is not None:
+        metrics["entropy:sum"] = torch.where(own, entropy, 0.0)
+    return Evaluation(losses.detach(), {name: _reduce(name, t, (1, 2)) for name, t in metrics.items()}, gradient)
 
 
-def _reduce(name: str, per_token: Tensor) -> Tensor:
-    return per_token.amax((1, 2)) if name.endswith(":max") else per_token.sum((1, 2))
+_REDUCTIONS: Mapping[str, Callable[..., Tensor]] = {
+    "sum": torch.sum,
+    "max": torch.amax,
+    "min": torch.amin,
+    "mean": torch.mean,
+}
+
+
+def _reduce(name: str, values: Tensor, dims: int | tuple[int, ...]) -> Tensor:
+    """By the suffix of a metric's name; a mean is a custom loss's alone, over datums."""
+    return _REDUCTIONS[name.rpartition(":")[2]](values, dims)
+
+
+def _metrics(op: ForwardBackward, inputs: Mapping[str, Column]) -> Iterable[str]:
+    """The names of the loss's metrics."""
+    blank = torch.zeros(0, 1, 1)
+    entropy = blank if asks_entropy(op) else None
+    return evaluate(op, blank, dict.fromkeys(inputs, blank), blank.bool(), entropy).metrics

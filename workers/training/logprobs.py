@@ -1,4 +1,4 @@
-"""Target logprobs from logits, without a second tensor the size of the logits."""
+"""Target logprobs and entropies from logits, without a second tensor the size of the logits."""
 
 from __future__ import annotations
 
@@ -43,6 +43,19 @@ def token_logprobs(logits: Tensor, targets: Tensor) -> Tensor:
     rows = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1, targets.shape[-1])
     flat: Tensor = _TokenLogprobs.apply(*rows)  # type: ignore[no-untyped-call]
     return flat.view(targets.shape)
+
+
+@torch.no_grad()
+def token_entropy(logits: Tensor) -> Tensor:
+    """fp32 [B, L, 1]: -sum p log p of p = softmax(logits), in nats, exact over the vocabulary.
+
+    logits: [B, L, V] in any float dtype. Has no gradient.
+    """
+    rows = logits.reshape(-1, logits.shape[-1])
+    found = torch.empty(len(rows), dtype=torch.float32, device=logits.device)
+    for part in _chunks(rows):
+        found[part] = torch.special.entr(rows[part].float().softmax(-1)).sum(-1)
+    return found.view(*logits.shape[:-1], 1)
 
 
 def _chunks(logits: Tensor) -> Iterator[slice]:

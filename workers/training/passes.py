@@ -14,8 +14,8 @@ from torch import Tensor
 
 from workers import lora
 from workers.training.engine import Engine
-from workers.training.jobs import Job, evaluate
-from workers.training.logprobs import token_logprobs
+from workers.training.jobs import Job, asks_entropy
+from workers.training.logprobs import token_entropy, token_logprobs
 from workers.training.microbatches import Column, MicroBatch, cut
 
 
@@ -53,8 +53,12 @@ class Pass:
                 token_logprobs(part, self._block(self._jobs[share.op].inputs["target_tokens"], share.datums, batch))
                 for share, part in zip(batch.shares, parts, strict=True)
             ]
+        entropies = [
+            token_entropy(part) if asks_entropy(self._jobs[share.op].op) else None
+            for share, part in zip(batch.shares, parts, strict=True)
+        ]
         del parts
-        gradients = [self._loss(batch, i, found.detach()) for i, found in enumerate(logprobs)]
+        gradients = [self._loss(batch, i, found.detach(), entropies[i]) for i, found in enumerate(logprobs)]
         if self._backward:
             torch.autograd.backward(logprobs, gradients)
 
@@ -69,7 +73,7 @@ class Pass:
             logits = self._engine.logits(tokens)
             return torch.split(logits, counts) if len(counts) > 1 else [logits]
 
-    def _loss(self, batch: MicroBatch, index: int, logprobs: Tensor) -> Tensor:
+    def _loss(self, batch: MicroBatch, index: int, logprobs: Tensor, entropy: Tensor | None) -> Tensor:
         """Note the results of one share; returns the loss's gradient in its logprobs, zero for bad datums."""
         share = batch.shares[index]
         job = self._jobs[share.op]
@@ -78,7 +82,7 @@ class Pass:
         job.logprobs[where[real]] = logprobs[real]
         inputs = {name: self._block(column, share.datums, batch) for name, column in job.inputs.items()}
         datums = torch.from_numpy(share.datums).to(self._device)
-        return job.note(datums, evaluate(job.op, logprobs, inputs, real))
+        return job.note(datums, job.evaluate(share.datums, logprobs, inputs, real, entropy))
 
     def _block(self, column: Column, datums: np.ndarray, batch: MicroBatch) -> Tensor:
         return torch.from_numpy(column.block(datums, batch.length)).to(self._device)

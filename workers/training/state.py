@@ -10,6 +10,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.nn.utils import get_total_norm
 
 from app.domain.ops import AdamParams
 from app.errors import UserOpError
@@ -35,12 +36,20 @@ class AdapterState:
         else:
             torch._foreach_add_(self.pending, list(gradients))
 
-    def step(self, params: AdamParams) -> float:
-        """AdamW on the pending gradient, which is then zero; returns its norm. Raises UserOpError, nothing changed."""
+    def step(self, params: AdamParams) -> dict[str, float]:
+        """AdamW on the pending gradient, which is then zero. Raises UserOpError, nothing changed.
+
+        Returns grad_norm (L2, before clipping), learning_rate and param_norm (L2 of the adapter after the step). Every
+        rank holds all of the gradient and of the adapter, in one order, so each finds the same bits.
+        """
         gradients = self.pending or [torch.zeros_like(p, requires_grad=False) for p in self._parameters()]
         norm = self.optimizer.step(gradients, params)
         self.pending = None
-        return norm
+        return {
+            "grad_norm": norm,
+            "learning_rate": params.learning_rate,
+            "param_norm": float(get_total_norm([p.detach() for p in self._parameters()])),
+        }
 
     def capture(self, base_model_name: str, optimizer_state: Mapping[str, Tensor] | None) -> Writer:
         """Copies of the adapter and of `optimizer_state`, to be written as PEFT files and OPTIMIZER_FILE."""

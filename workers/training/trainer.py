@@ -149,8 +149,7 @@ class LoraTrainer(ABC):
             case Load():
                 self._load(model_id, op)
             case OptimStep():
-                norm = self._state(model_id).step(op.params)
-                return OptimStepOutput({"grad_norm": norm, "learning_rate": op.params.learning_rate})
+                return OptimStepOutput(self._state(model_id).step(op.params))
             case DropGradients():
                 self._state(model_id).pending = None
         return Done()

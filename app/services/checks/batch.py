@@ -9,9 +9,12 @@ import numpy as np
 
 from app.domain.base_models import BaseModelInfo
 from app.domain.batch import Batch, Ragged
-from app.domain.losses import LOSSES, LossSpec
+from app.domain.losses import CLIP_HIGH, CLIP_LOW, LOSSES, NOT_OFFERED, LossSpec
 from app.domain.ops import ForwardBackward
 from app.errors import BadRequest
+from app.services.checks.custom_loss import check_custom_inputs
+
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 def check_forward_backward(op: ForwardBackward, info: BaseModelInfo) -> None:
@@ -19,14 +22,22 @@ def check_forward_backward(op: ForwardBackward, info: BaseModelInfo) -> None:
     spec = check_loss(op.loss_fn)
     check_lengths(op.batch, info.max_context)
     check_tokens("model_input", op.batch.tokens, info.vocab_size)
-    check_inputs(op.batch, op.loss_fn, spec)
+    if op.custom is None:
+        check_inputs(op.batch, op.loss_fn, spec)
+    else:
+        check_custom_inputs(op.batch, op.custom)
     check_tokens("target_tokens", op.batch.inputs["target_tokens"], info.vocab_size)
     check_finite(op.batch)
     check_loss_config(op.loss_config, op.loss_fn, spec)
+    if op.custom is None:
+        check_clip(op.batch, {**spec.config, **op.loss_config})
+        check_ratio_mask(op.batch)
 
 
 def check_loss(loss_fn: str) -> LossSpec:
     """The loss by that name."""
+    if loss_fn in NOT_OFFERED:
+        raise BadRequest(f"loss_fn {loss_fn} is not offered: {NOT_OFFERED[loss_fn]}")
     if loss_fn not in LOSSES:
         raise BadRequest(f"loss_fn {loss_fn[:80]!r} is unknown; known are {', '.join(LOSSES)}")
     return LOSSES[loss_fn]
@@ -53,7 +64,7 @@ def check_inputs(batch: Batch, loss_fn: str, spec: LossSpec) -> None:
     """Every required input is there; all are as long as the tokens and, but for wide losses, one-dimensional."""
     for name in spec.inputs:
         if name not in batch.inputs:
-            raise BadRequest(f"loss_fn {loss_fn} needs {name} in every datum's loss_fn_inputs")
+            raise BadRequest(f"datum 0: {name} is missing; {loss_fn} needs it in every datum's loss_fn_inputs")
     targets = batch.inputs["target_tokens"].shapes
     for i, ((length,), shape) in enumerate(zip(batch.tokens.shapes, targets, strict=True)):
         if shape[:1] != (length,) or len(shape) > (2 if spec.wide else 1):
@@ -72,17 +83,41 @@ def check_finite(batch: Batch) -> None:
 
 
 def check_loss_config(config: Mapping[str, float], loss_fn: str, spec: LossSpec) -> None:
-    """Only settings the loss has, finite, none negative, and the clip bounds in order."""
+    """Only settings the loss has, none negative, each a number fp32 can hold."""
     for key, value in config.items():
         if key not in spec.config:
             known = ", ".join(spec.config) or "none"
             raise BadRequest(f"loss_fn_config {key[:80]!r} is unknown to {loss_fn}; it takes {known}")
-        if not (np.isfinite(value) and value >= 0):
-            raise BadRequest(f"loss_fn_config {key} {value!r} must be finite and at least 0")
-    full = {**spec.config, **config}
-    low, high = full.get("clip_low_threshold", 0.0), full.get("clip_high_threshold", 0.0)
-    if low > high:
-        raise BadRequest(f"loss_fn_config clip_low_threshold {low} is above clip_high_threshold {high}")
+        if not 0 <= value <= _LARGEST:
+            raise BadRequest(f"loss_fn_config {key} {value!r} is not in 0..{_LARGEST:.4g}")
+
+
+def check_clip(batch: Batch, settings: Mapping[str, float]) -> None:
+    """The clip thresholds are in order at every token, none below 0; an input stands before the setting."""
+    given = [name for name in (CLIP_LOW, CLIP_HIGH) if name in batch.inputs]
+    low, high = (_thresholds(batch, settings, name) for name in (CLIP_LOW, CLIP_HIGH))
+    low, high = np.broadcast_arrays(low, high)
+    wrong = (low > high) | (low < 0)
+    if wrong.any():
+        index = int(np.argmax(wrong))
+        place = _place(batch.inputs[given[0]], index, given[0]) if given else "loss_fn_config"
+        raise BadRequest(f"{place}: {CLIP_LOW} {low[index]:g} is not in 0..{high[index]:g}, the {CLIP_HIGH} there")
+
+
+def check_ratio_mask(batch: Batch) -> None:
+    """Every datum marks a token whose ratio counts, else gspo's mean is over none."""
+    column = batch.inputs.get("sequence_ratio_mask")
+    for i, mask in enumerate(column or ()):
+        if not mask.any():
+            raise BadRequest(
+                f"datum {i}: sequence_ratio_mask is 0 everywhere, so there is no sequence to take the ratio of; mark "
+                "the sampled tokens, or leave the datum out"
+            )
+
+
+def _thresholds(batch: Batch, settings: Mapping[str, float], name: str) -> np.ndarray:
+    """fp32, as the loss computes with them: one for each token, or a single one."""
+    return batch.inputs[name].values if name in batch.inputs else np.array([settings.get(name, 0.0)], np.float32)
 
 
 def _check_same_shapes(name: str, column: Ragged, targets: tuple[tuple[int, ...], ...]) -> None:

@@ -17,7 +17,7 @@
     sessions_heard      ZSET  session -> ms when it was heard of last, unless it has ended
     sessions_ended      ZSET  session -> ms when it was finished or expired, until its models are ended too
     orphans             ZSET  object-store prefix -> ms since when nothing is known to refer to it
-    <namespace>:<id>    HASH  sessions, samplers, checkpoints, workers (app/domain/records.py)
+    <namespace>:<id>    HASH  sessions, samplers, checkpoints, losses, workers (app/domain/records.py)
     index:<namespace>   ZSET  the ids of a namespace, all of score 0, so that they are in order
     taking_calls        STR   is there while an API process lives; expires
     done                pub/sub channel: a request id, once its result can be read

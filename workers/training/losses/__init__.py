@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from workers.training.losses.cispo import cispo
 from workers.training.losses.cross_entropy import cross_entropy
 from workers.training.losses.dro import dro
+from workers.training.losses.gspo import gspo
 from workers.training.losses.importance_sampling import importance_sampling
 from workers.training.losses.ppo import ppo
 from workers.training.losses.value import LossFn, LossValue
@@ -20,6 +21,7 @@ LOSS_FNS: Mapping[str, LossFn] = {
     "ppo": ppo,
     "cispo": cispo,
     "dro": dro,
+    "gspo": gspo,
 }
 
 __all__ = ["LOSS_FNS", "LossFn", "LossValue"]

@@ -11,4 +11,6 @@ from workers.training.losses.value import LossValue
 
 def cross_entropy(logprobs: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]) -> LossValue:
     weights = inputs.get("weights")
-    return LossValue(-logprobs if weights is None else -weights * logprobs)
+    if weights is None:
+        return LossValue(-logprobs)
+    return LossValue(-weights * logprobs, own=(weights != 0).any(-1, keepdim=True))

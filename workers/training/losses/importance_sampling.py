@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from workers.training.losses.policy import drift, log_ratio
+from workers.training.losses.policy import log_ratio, policy_value
 from workers.training.losses.value import LossValue
 
 
 def importance_sampling(logprobs: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]) -> LossValue:
     ratio = log_ratio(logprobs, inputs).exp()
-    return LossValue(-ratio * inputs["advantages"], drift(logprobs, inputs))
+    return policy_value(-ratio * inputs["advantages"], logprobs, inputs, ratio)

@@ -1,4 +1,7 @@
-"""-sum min(r A, clip(r) A), r = exp(lp - q); the clip thresholds are bounds of r itself (0.8, 1.2), not offsets."""
+"""-sum min(r A, clip(r) A), r = exp(lp - q); the clip thresholds are bounds of r itself (0.8, 1.2), not offsets.
+
+Schulman et al. 2017, arXiv 1707.06347, equation 7.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from workers.training.losses.policy import clipped, drift, log_ratio
+from workers.training.losses.policy import clip, log_ratio, policy_value
 from workers.training.losses.value import LossValue
 
 
 def ppo(logprobs: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]) -> LossValue:
     ratio, advantages = log_ratio(logprobs, inputs).exp(), inputs["advantages"]
-    held, was_clipped = clipped(ratio, inputs, config)
+    held = clip(ratio, inputs, config)
     objective = torch.minimum(ratio * advantages, held * advantages)
-    return LossValue(-objective, {**drift(logprobs, inputs), "clipped:sum": was_clipped})
+    return policy_value(-objective, logprobs, inputs, ratio, held)

@@ -10,15 +10,21 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class LossValue:
-    """`per_token`: fp32, the shape of the logprobs; a datum's loss is its sum, never a mean.
+    """`per_token`: fp32 [n, L, K], the shape of the logprobs; a datum's loss is its sum, never a mean.
 
-    `metrics`: per-token tensors of that shape keyed `name:reduction`, the reduction `sum` or `max`, over every token
-    of a request. A value of 0 must mean "nothing here" for either reduction, since padding is set to 0.
+    `own`: bool [n, L, 1], the tokens the loss is about (those with a weight or an advantage); None for all.
+
+    `metrics`: per-token tensors of the logprobs' shape, keyed `name:reduction`, the reduction `sum`, `max` or `min`,
+    over every token of a request. Where a token is not the loss's own, padding included, the value must change nothing.
     """
 
     per_token: Tensor
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
+    own: Tensor | None = None
 
 
 LossFn = Callable[[Tensor, Mapping[str, Tensor], Mapping[str, float]], LossValue]
-"""(logprobs of the targets, the datums' inputs in that shape, the loss's settings) -> LossValue; all fp32."""
+"""(logprobs of the targets [n, L, K], the datums' inputs in that shape, the loss's settings) -> LossValue; all fp32.
+
+Padding holds 0 in every input, so a formula must stay finite on it.
+"""

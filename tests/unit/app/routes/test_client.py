@@ -14,7 +14,8 @@ from tests.unit.app.conftest import BASE, CONTEXT, Api
 def test_the_sdk_takes_the_config_and_its_sampling_limit_from_poll_capacity(api: Api) -> None:
     config = ClientConfigResponse(**api.post("client/config", {"sdk_version": "0.38.0"}).json)
     assert config.sample_max_concurrent_requests == api.services.settings.api.poll_capacity
-    assert not (config.pjwt_auth_enabled or config.proto_compress_fwdbwd or config.custom_loss_server_side)
+    assert config.custom_loss_server_side
+    assert not (config.pjwt_auth_enabled or config.proto_compress_fwdbwd)
     assert not (config.sample_use_retrieve_futures or config.sample_join_sampling_session)
     assert not ClientDynamicConfigResponse(**api.post("client/dynamic_config", {}).json).sample_cancel_enabled
 

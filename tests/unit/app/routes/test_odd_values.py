@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from tests.custom_losses import body as custom_loss
+from tests.custom_losses import square
 from tests.unit.app.conftest import BASE, Api, batch
 from tests.unit.app.routes.test_models import save_checkpoint
 from tests.unit.app.routes.test_sampling import body as sample_body
@@ -34,6 +36,7 @@ def bodies(api: Api) -> dict[str, dict[str, Any]]:
         f"sessions/{session}/finish": {"reason": {"type": "success"}},
         "create_model": {**create, "optimizer_config": {"type": "adamw"}},
         "get_info": {"model_id": model},
+        "create_custom_loss": custom_loss(square, {"logprobs": 1}, session),
         "forward_backward": {"model_id": model, "seq_id": 1, "forward_backward_input": BATCH},
         "optim_step": {"model_id": model, "seq_id": 1, "adam_params": {"learning_rate": 0.1, "eps": 0.1}},
         "save_weights": {"model_id": model, **SAVE},

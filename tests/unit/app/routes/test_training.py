@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -9,12 +10,14 @@ from tinker.proto import tinker_public_pb2 as sdk
 
 from app import create_app
 from app.domain import codec, ops
+from app.domain.losses import CUSTOM, LOSSES
 from app.domain.records import Worker
 from app.routes.context import EXTENSION
 from app.settings import Settings
 from tests.unit.app.conftest import CONTEXT, VOCAB, Api, batch, set_tensor
 
 POLICY = {"target_tokens": [2, 3, 4], "logprobs": [-1.0, -1.0, -1.0], "advantages": [1.0, 1.0, 1.0]}
+SEQUENCE = {**POLICY, "sequence_ratio_mask": [0.0, 1.0, 1.0]}
 STEP = {"adam_params": {"learning_rate": 1e-3, "eps": 1e-8}, "type": "optim_step"}
 
 
@@ -29,7 +32,7 @@ def test_a_batch_is_journalled_as_sent_with_its_settings_in_full(api: Api) -> No
     answer = api.forward_backward(batch(model, 1, loss_fn="ppo", config={"clip_low_threshold": 0.5}, **POLICY))
     assert answer.json["request_id"] == f"{model}:1"
     op = op_of(api, model, 1)
-    assert op.loss_config == {"clip_low_threshold": 0.5, "clip_high_threshold": 1.2}
+    assert op.loss_config == {"clip_low_threshold": 0.5, "clip_high_threshold": 1.2, "entropy": 0.0}
     assert op.batch.inputs["advantages"].values.tolist() == [1.0, 1.0, 1.0]
 
 
@@ -89,7 +92,7 @@ BAD_BATCHES: dict[str, tuple[dict[str, Any], list[str]]] = {
         [str(CONTEXT + 1), str(CONTEXT)],
     ),
     "unknown loss": ({"loss_fn": "hinge"}, ["'hinge'", "cross_entropy", "dro"]),
-    "gspo": ({"loss_fn": "gspo", **POLICY}, ["gspo"]),
+    "a proprietary loss": ({"loss_fn": "stable_reinforce", **POLICY}, ["stable_reinforce", "proprietary", "cispo"]),
     "custom": ({"loss_fn": "custom"}, ["custom"]),
     "input missing": ({"loss_fn": "ppo", "target_tokens": [2, 3, 4], "logprobs": [0.0] * 3}, ["ppo", "advantages"]),
     "targets missing": ({"weights": [1.0] * 3}, ["target_tokens"]),
@@ -102,7 +105,31 @@ BAD_BATCHES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "unknown setting": ({"config": {"beta": 1.0}}, ["'beta'", "cross_entropy"]),
     "negative setting": ({"loss_fn": "dro", **POLICY, "config": {"beta": -1.0}}, ["beta", "-1.0"]),
     "nan setting": ({"loss_fn": "dro", **POLICY, "config": {"beta": math.nan}}, ["beta", "nan"]),
-    "clip bounds": ({"loss_fn": "ppo", **POLICY, "config": {"clip_low_threshold": 2.0}}, ["2.0", "1.2"]),
+    "huge setting": (
+        {"loss_fn": "ppo", **POLICY, "config": {"clip_high_threshold": 1e39}},
+        ["high_threshold", "1e+39"],
+    ),
+    "clip bounds": ({"loss_fn": "ppo", **POLICY, "config": {"clip_low_threshold": 2.5}}, ["2.5", "1.2"]),
+    "a token's clip bounds": (
+        {"loss_fn": "cispo", **POLICY, "clip_low_threshold": [0.1, 0.5, 0.9], "clip_high_threshold": [1.0, 0.25, 1.0]},
+        ["datum 0", "position 1", "clip_low_threshold 0.5", "clip_high_threshold", "0.25"],
+    ),
+    "a token's low over the setting": (
+        {"loss_fn": "gspo", **SEQUENCE, "clip_low_threshold": [0.9, 0.9, 1.5]},
+        ["datum 0", "clip_low_threshold at position 2", "1.5", "1.0004"],
+    ),
+    "a token's high under the setting": (
+        {"loss_fn": "ppo", **POLICY, "clip_high_threshold": [1.0, 1.0, 0.7]},
+        ["datum 0", "clip_high_threshold at position 2", "0.8", "0.7"],
+    ),
+    "a negative threshold": (
+        {"loss_fn": "ppo", **POLICY, "clip_low_threshold": [0.5, -0.5, 0.5]},
+        ["datum 0", "clip_low_threshold at position 1", "-0.5"],
+    ),
+    "a mask of nothing": (
+        {"loss_fn": "gspo", **SEQUENCE, "sequence_ratio_mask": [0.0, 0.0, 0.0]},
+        ["datum 0", "sequence_ratio_mask"],
+    ),
 }
 
 
@@ -116,6 +143,65 @@ def test_a_bad_batch_is_refused_by_name_and_the_model_lives_on(api: Api, case: s
     assert api.services.oplog.entry(model, 1).kind == "lost_batch", "nothing is enqueued, and the seq is consumed"
     api.commit(model, 1)
     assert api.forward_backward(batch(model, 2)).status_code == 200
+
+
+def given(name: str) -> Any:
+    """A good value of an input for three tokens."""
+    return [2, 3, 4] if name == "target_tokens" else [0.9, 0.9, 0.9]
+
+
+# A custom loss names its inputs itself (test_custom_losses.py).
+BUILT_IN = [name for name in LOSSES if name != CUSTOM]
+# A value that is wrong in one way, or None for none at all.
+FAULTS: dict[str, Callable[[str], np.ndarray | None]] = {
+    "missing": lambda name: None,
+    "short": lambda name: np.array(given(name))[:2],
+    "three dimensions": lambda name: np.array(given(name)).reshape(3, 1, 1),
+    "no number": lambda name: np.array([1e6 if name == "target_tokens" else math.nan] * 3),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("loss_fn", BUILT_IN)
+def test_every_input_of_every_loss_is_checked_and_named_with_its_datum(api: Api, loss_fn: str, fault: str) -> None:
+    model, spec = api.model(), LOSSES[loss_fn]
+    names = [*spec.inputs, *spec.optional]
+    good = batch(model, 1, loss_fn=loss_fn, **{name: given(name) for name in names})
+    good.data.add().CopyFrom(good.data[0])
+    assert api.forward_backward(good).status_code == 200
+    for seq, name in enumerate(names, 2):
+        message = sdk.ForwardBackwardRequest.FromString(good.SerializeToString())
+        message.seq_id = seq
+        del message.data[1].loss_fn_inputs[name]
+        if (values := FAULTS[fault](name)) is not None:
+            set_tensor(message.data[1].loss_fn_inputs[name], name, values)
+        answer = api.forward_backward(message)
+        assert answer.status_code == 400, (name, answer.json)
+        assert f"datum 1: {name}" in answer.json["detail"], answer.json
+
+
+@pytest.mark.parametrize("loss_fn", BUILT_IN)
+def test_an_input_no_datum_has_is_named(api: Api, loss_fn: str) -> None:
+    model, names = api.model(), LOSSES[loss_fn].inputs
+    for seq, name in enumerate(names, 1):
+        others = {other: given(other) for other in (*names, "weights") if other != name}
+        answer = api.forward_backward(batch(model, seq, loss_fn=loss_fn, **others))
+        assert (answer.status_code, f"datum 0: {name} is missing" in answer.json["detail"]) == (400, True), answer.json
+
+
+@pytest.mark.parametrize("loss_fn", ["ppo", "cispo", "gspo"])
+def test_a_tokens_thresholds_stand_before_the_settings(api: Api, loss_fn: str) -> None:
+    model = api.model()
+    inputs = {name: given(name) for name in LOSSES[loss_fn].inputs}
+    ranges = {"clip_low_threshold": [0.0, 0.1, 1.2], "clip_high_threshold": [0.2, 0.1, 1.2]}
+    settings = {"clip_low_threshold": 0.5, "clip_high_threshold": 0.4}
+    answer = api.forward_backward(batch(model, 1, loss_fn=loss_fn, config=settings, **inputs, **ranges))
+    assert answer.status_code == 200, answer.json
+    equal = {"clip_low_threshold": [1.2, 1.2, 1.2]}  # 1.2 of fp32 is above 1.2 of fp64
+    answer = api.forward_backward(
+        batch(model, 2, loss_fn=loss_fn, config={"clip_high_threshold": 1.2}, **inputs, **equal)
+    )
+    assert answer.status_code == 200, answer.json
 
 
 def test_the_datum_at_fault_is_named(api: Api) -> None:

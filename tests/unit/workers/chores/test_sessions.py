@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from app.domain.records import Checkpoint, Model, Sampler, Session, dump, load
+from app.domain.records import Checkpoint, Loss, Model, Sampler, Session, dump, load
 from app.errors import Gone, Unavailable
 from app.services.endings import Endings
 from app.settings import EngineSettings
@@ -121,6 +121,16 @@ def test_the_end_of_one_session_takes_nothing_of_another(place: Place):
     assert place.status(OTHER) == "open"
     assert len(place.store.list(f"models/{OTHER_MODEL}/")) == 3
     assert place.samplers() == [f"{OTHER}:sample:0", f"{OTHER}:sample:1"]
+
+
+def test_custom_losses_go_with_their_session(place: Place):
+    for session in (SESSION, OTHER):
+        place.records.put_new(Loss.namespace, f"{session}:loss:0", dump(Loss("me", session, 0.0, "")))
+    place.endings().finish(SESSION, "success")
+    place.sweep(PATIENT)
+    assert place.records.get(Loss.namespace, f"{SESSION}:loss:0"), "its models can still be used"
+    place.sweep(PATIENT.model_copy(update={"retain_s": 0.001}))
+    assert [loss_id for loss_id, _ in place.records.list(Loss.namespace)] == [f"{OTHER}:loss:0"]
 
 
 def test_a_session_is_retired_once(place: Place):

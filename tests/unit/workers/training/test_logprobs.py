@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from workers.training import logprobs
-from workers.training.logprobs import token_logprobs
+from workers.training.logprobs import token_entropy, token_logprobs
 
 
 @pytest.mark.parametrize("chunk_elements", [1, 100, 2**22])
@@ -36,3 +36,17 @@ def test_the_logits_themselves_are_left_alone() -> None:
     before = logits.detach().clone()
     token_logprobs(logits, torch.zeros(1, 5, 1, dtype=torch.int64)).sum().backward()
     assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("chunk_elements", [1, 100, 2**22])
+def test_entropy_is_that_of_the_whole_distribution(monkeypatch: pytest.MonkeyPatch, chunk_elements: int) -> None:
+    monkeypatch.setattr(logprobs, "_CHUNK_ELEMENTS", chunk_elements)
+    logits = torch.randn(2, 7, 50, generator=torch.Generator().manual_seed(0)).mul(5)
+    for given in (logits, logits.bfloat16()):
+        wanted = torch.distributions.Categorical(logits=given.double()).entropy()
+        torch.testing.assert_close(token_entropy(given)[..., 0], wanted.float())
+
+
+def test_an_entropy_without_choice_is_zero() -> None:
+    certain = torch.tensor([[[0.0, -torch.inf, -torch.inf], [300.0, 0.0, -300.0]]])
+    assert token_entropy(certain).flatten().tolist() == [0.0, 0.0]
