@@ -51,12 +51,13 @@ def settings(base: Path, **trainer: Any) -> BaseModelSettings:
     return BaseModelSettings(name="tiny", path=str(base), dtype="float32", trainer=trainer)
 
 
-def run_ranks(base: Path, folder: Path, stage: int, end: str) -> list[int]:
+def run_ranks(base: Path, folder: Path, stage: int, end: str, *, offload: bool = False) -> list[int]:
     """Both ranks' exit codes."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    text = settings(base, backend="deepspeed", zero_stage=stage, ranks=2).model_dump_json()
+    trainer = {"backend": "deepspeed", "zero_stage": stage, "ranks": 2, "offload": offload}
+    text = settings(base, **trainer).model_dump_json()
     command = [sys.executable, "-m", "tests.conformance.training_ranks", text, str(folder), end]
     common = {**os.environ, "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     ranks = [
@@ -70,13 +71,16 @@ def run_ranks(base: Path, folder: Path, stage: int, end: str) -> list[int]:
             rank.kill()
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize(("stage", "offload"), [(0, False), (1, False), (2, False), (3, False), (3, True)])
 def test_two_ranks_equal_one_process(
-    base: Path, alone: LoraTrainer, wanted: dict[str, np.ndarray], tmp_path: Path, stage: int
+    base: Path, alone: LoraTrainer, wanted: dict[str, np.ndarray], tmp_path: Path, stage: int, offload: bool
 ) -> None:
-    assert run_ranks(base, tmp_path, stage, "stay") == [0, 0]
+    written_by_one(alone, tmp_path / training_ranks.BY_ONE)
+    assert run_ranks(base, tmp_path, stage, "stay", offload=offload) == [0, 0]
     with np.load(tmp_path / "found.npz") as stored:
         found = dict(stored)
+    check_resumed(alone, tmp_path / training_ranks.BY_ONE, "d", found)
+    found = {name: value for name, value in found.items() if not name.startswith("resumed d")}
     assert found.keys() == wanted.keys()
     first = {name: value for name, value in wanted.items() if name.startswith(("turn 0", "look 0", "grad 0"))}
     assert relative_error({name: found[name] for name in first}, first) < 1e-5
@@ -85,13 +89,22 @@ def test_two_ranks_equal_one_process(
     describe = json.loads((tmp_path / "describe.json").read_text())
     assert (describe["trainer"], describe["zero_stage"], describe["ranks"]) == ("DeepSpeedEngine", stage, 2)
     assert (describe["base_elements_held"] == 0) == (stage == 3)
-    check_checkpoint(alone, tmp_path / "checkpoint", found)
+    check_resumed(alone, tmp_path / "checkpoint", "a", found)
 
 
-def check_checkpoint(alone: LoraTrainer, folder: Path, found: dict[str, np.ndarray]) -> None:
-    """One process resumes what two ranks saved, sharded optimizer state included."""
-    alone.apply({"a": Create(LoraSpec(1), source=folder, optimizer=True)})
-    resumed = training_ranks.resume(alone, "a")
+def written_by_one(alone: LoraTrainer, folder: Path) -> None:
+    """A checkpoint with an optimizer state, for two ranks to resume."""
+    alone.apply({"d": Create(LoraSpec(rank=4, seed=9))})
+    for op in (training_ranks.SFT, training_ranks.STEP):
+        alone.apply({"d": op})
+    folder.mkdir()
+    alone.save("d", folder, optimizer=True)
+
+
+def check_resumed(alone: LoraTrainer, folder: Path, model: str, found: dict[str, np.ndarray]) -> None:
+    """One process and two ranks resume a checkpoint to the same, whichever wrote it and its optimizer state."""
+    alone.apply({model: Create(LoraSpec(1), source=folder, optimizer=True)})
+    resumed = training_ranks.resume(alone, model)
     assert relative_error({name: found[name] for name in resumed}, resumed) < 1e-5
 
 

@@ -25,6 +25,7 @@ from workers.training import factory
 from workers.training.base import Create, Load
 from workers.training.trainer import LoraTrainer
 
+BY_ONE = "written by one process"
 STEP = OptimStep(AdamParams(learning_rate=1e-2, eps=1e-8, grad_clip_norm=5.0))
 SFT = ForwardBackward(batch(supervised(1, (9, 30, 4, 22, 17))), "cross_entropy")
 RL = ForwardBackward(batch(policy(2, (12, 25, 3))), "ppo")
@@ -54,7 +55,15 @@ def run(backend: LoraTrainer, folder: Path) -> dict[str, np.ndarray]:
     backend.apply({"c": Create(LoraSpec(1), source=fetched, optimizer=True), "a": Load(fetched, optimizer=True)})
     shutil.rmtree(fetched)
     backend.close("b")
-    return found | resume(backend, "a") | resume(backend, "c")
+    return found | resume(backend, "a") | resume(backend, "c") | resume_by_one(backend, folder.with_name(BY_ONE))
+
+
+def resume_by_one(backend: LoraTrainer, folder: Path) -> dict[str, np.ndarray]:
+    """What was written by one process, if it is there."""
+    if not folder.exists():
+        return {}
+    backend.apply({"d": Create(LoraSpec(1), source=folder, optimizer=True)})
+    return resume(backend, "d")
 
 
 def capture_and_go_on(backend: LoraTrainer, saved: Path) -> None:
