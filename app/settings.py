@@ -39,6 +39,9 @@ class TrainerSettings(_Section):
     merge_wait_s: float = Field(
         0.01, ge=0, description="a shared pass waits this long for the next Ops of models that were served lately"
     )
+    activation_checkpointing: bool = Field(
+        False, description="compute layers again in the backward pass: far less memory, a third more time"
+    )
     rank_deadline_s: float = Field(600.0, gt=0, description="a group whose pass stands still this long starts anew")
     max_models: int = Field(64, ge=1, description="models one trainer holds; the least recently used make room")
     metrics_port: int = Field(0, description="Prometheus port of the first worker; 0 takes any free one")

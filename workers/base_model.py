@@ -52,16 +52,22 @@ def _from_pretrained(settings: BaseModelSettings, dtype: torch.dtype) -> nn.Modu
     transformers_logging.disable_progress_bar()
     source = str(Path(path).expanduser()) if path.startswith("~") else path
     try:
+        config = AutoConfig.from_pretrained(source)
         model: nn.Module = AutoModelForCausalLM.from_pretrained(
             source,
-            config=AutoConfig.from_pretrained(source),
+            config=config,
             dtype=dtype,
-            attn_implementation="sdpa",
+            attn_implementation=_attention(config),
             use_safetensors=True,
         )
     except (OSError, ValueError, SafetensorError) as error:
         raise SetupError(f"base model {settings.name!r} cannot be loaded from {path!r}: {error}") from None
     return model
+
+
+def _attention(config: Any) -> str:
+    """transformers' SDPA leaves out Gemma 2's cap on attention scores without a word."""
+    return "eager" if getattr(config.get_text_config(), "attn_logit_softcapping", None) else "sdpa"
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:

@@ -26,9 +26,10 @@ class LeaseKeeper:
         self._thread = threading.Thread(target=self._loop, name="leases", daemon=True)
         self._thread.start()
 
-    def add(self, id_: str) -> None:
+    def add(self, id_: str, asked: float) -> None:
+        """A lease that was asked for at `asked` (monotonic) and gained: the server counted from about then."""
         with self._lock:
-            self._renewed[id_] = time.monotonic()
+            self._renewed[id_] = asked
 
     def drop(self, id_: str) -> None:
         with self._lock:

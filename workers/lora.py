@@ -1,7 +1,7 @@
-"""LoRA adapters beside a frozen base: many of them, of any rank, picked row by row inside one forward pass.
+"""LoRA adapters beside a frozen base: many of them, of any rank, picked token by token inside one forward pass.
 
-`wrap` puts a `LoraLinear` around every linear an adapter may sit on; `use` says which rows of the batch belong to which
-adapter. The choice is a context variable, so passes in different threads do not see each other. An adapter is kept as
+`wrap` puts a `LoraLinear` around every linear an adapter may sit on; `use` says which tokens belong to which adapter.
+The choice is a context variable, so passes in different threads do not see each other. An adapter is kept as
 fp32 masters and cast to the activation's dtype in compute. On disk it is what the `peft` library reads.
 """
 
@@ -14,6 +14,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from math import sqrt
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -60,6 +61,11 @@ class Adapter:
             for part, parameter in (("A", pair.a), ("B", pair.b))
         }
 
+    def drop_gradients(self) -> None:
+        """Remove every parameter's `.grad`."""
+        for parameter in self.tensors().values():
+            parameter.grad = None
+
     def to(self, device: torch.device) -> Adapter:
         """A copy on `device`."""
         return Adapter(
@@ -77,15 +83,20 @@ _segments: ContextVar[Segments] = ContextVar("lora_segments", default=())
 
 @contextmanager
 def use(segments: Segments) -> Iterator[None]:
-    """Within it, consecutive rows (dimension 0) of a forward's batch belong to these (adapter, number of rows).
+    """Within it, consecutive shares of a forward's tokens belong to these (adapter, how many).
 
-    None is the base alone. The counts add up to the batch; a single segment takes every row, whatever its count.
+    They are counted in tokens, or in rows of equally many; None is the base alone.
     """
     token = _segments.set(tuple(segments))
     try:
         yield
     finally:
         _segments.reset(token)
+
+
+def in_use() -> Segments:
+    """What `use` was given here."""
+    return _segments.get()
 
 
 class LoraLinear(nn.Module):
@@ -99,21 +110,65 @@ class LoraLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.base(x)
         segments = _segments.get()
-        if not any(adapter is not None and self.path in adapter.pairs for adapter, _ in segments):
+        chosen = [adapter.pairs.get(self.path) if adapter is not None else None for adapter, _ in segments]
+        if not any(chosen):
             return out
-        if len(segments) == 1:
-            return self._add(segments[0][0], x, out)
-        rows = [count for _, count in segments]
-        parts = zip(segments, torch.split(x, rows), torch.split(out, rows), strict=True)
-        return torch.cat([self._add(adapter, x_part, out_part) for (adapter, _), x_part, out_part in parts])
+        flat = x.reshape(-1, x.shape[-1])
+        unit = len(flat) // sum(count for _, count in segments)
+        counts = [count * unit for _, count in segments]
+        scalings = [adapter.scaling if adapter is not None else 0.0 for adapter, _ in segments]
+        tensors = [tensor for pair in chosen for tensor in ((pair.a, pair.b) if pair is not None else (None, None))]
+        added: Tensor = _AddProducts.apply(flat, out.reshape(len(flat), -1), counts, scalings, *tensors)  # type: ignore[no-untyped-call]
+        return added.view(out.shape)
 
-    def _add(self, adapter: Adapter | None, x: Tensor, out: Tensor) -> Tensor:
-        pair = adapter.pairs.get(self.path) if adapter is not None else None
-        if adapter is None or pair is None:
-            return out
-        low = (x.reshape(-1, x.shape[-1]) @ pair.a.to(x.dtype).t()) * adapter.scaling
-        # One addmm instead of `out + low @ b`: no second [tokens, out_features] tensor, 100 MB on a 49k-token head.
-        return torch.addmm(out.reshape(-1, out.shape[-1]), low, pair.b.to(x.dtype).t()).view(out.shape)
+
+class _AddProducts(torch.autograd.Function):
+    """out + scaling · x Aᵀ Bᵀ, share by share of the rows, each with its own (A, B), or none.
+
+    By hand, since for autograd every share would be a handful of nodes and copies in each of hundreds of linears.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, out: Tensor, counts: list[int], scalings: list[float], *pairs: Any) -> Tensor:
+        """`pairs` is A, B, A, B, ..., both None in a share without."""
+        added = torch.empty_like(out)
+        saved: list[Tensor | None] = []
+        for rows, scaling, a, b in zip(_slices(counts), scalings, pairs[::2], pairs[1::2], strict=True):
+            if a is None:
+                added[rows] = out[rows]
+                saved += (None, None, None)
+                continue
+            a, b = a.to(x.dtype), b.to(x.dtype)
+            low = (x[rows] @ a.t()).mul_(scaling)
+            torch.addmm(out[rows], low, b.t(), out=added[rows])
+            saved += (low, a, b)
+        ctx.counts, ctx.scalings = counts, scalings
+        ctx.save_for_backward(x, *saved)
+        return added
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        (gradient,) = grads
+        x, *saved = ctx.saved_tensors
+        x_gradient = torch.zeros_like(x)
+        pair_gradients: list[Tensor | None] = []
+        for rows, scaling, low, a, b in zip(
+            _slices(ctx.counts), ctx.scalings, saved[::3], saved[1::3], saved[2::3], strict=True
+        ):
+            if low is None:
+                pair_gradients += (None, None)
+                continue
+            low_gradient = (gradient[rows] @ b).mul_(scaling)
+            torch.mm(low_gradient, a, out=x_gradient[rows])
+            pair_gradients += ((low_gradient.t() @ x[rows]).float(), (gradient[rows].t() @ low).float())
+        return x_gradient, gradient, None, None, *pair_gradients
+
+
+def _slices(counts: Sequence[int]) -> Iterator[slice]:
+    start = 0
+    for count in counts:
+        yield slice(start, start + count)
+        start += count
 
 
 def wrap(model: nn.Module) -> None:

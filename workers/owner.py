@@ -93,10 +93,11 @@ class Owner:
             resident.used = time.monotonic()
             return resident
         self.discard(model_id)
+        asked = time.monotonic()
         lease = self._oplog.acquire(model_id, self._worker)
         if isinstance(lease, HeldElsewhere):
             return lease
-        self._keeper.add(model_id)
+        self._keeper.add(model_id, asked)
         try:
             self._make_room()
             self._residents[model_id] = Resident(lease, lease.applied, self._restored(lease))
@@ -159,6 +160,7 @@ class Owner:
         except (NotFound, OpError) as error:
             if self._oplog.acquire(lease.model_id, self._worker) != lease:
                 # A snapshot that was replaced in between, by a new owner or by our own upload, is gone; not lost.
+                self._oplog.put_off(lease, lease.applied + 1)
                 raise Fenced(f"{lease.model_id} moved on while it was brought back: {error}") from error
             raise Unrestorable(lease, f"{lease.model_id} cannot be brought back: {error}") from error
         except Unavailable:

@@ -38,12 +38,13 @@ class SampleRunner:
     def handle(self, request_id: str, sampling_session_id: str, kind: str) -> Result | None:
         """The future's result; None when it no longer exists. Raises NotNow while another worker runs it, or the
         object store that holds the request is away."""
+        asked = time.monotonic()
         try:
             entry = self._oplog.claim_sample(request_id, self._worker)
         except (Fenced, Unavailable) as reason:
             raise NotNow(str(reason)) from None
         if entry is not None:
-            self._keeper.add(request_id)
+            self._keeper.add(request_id, asked)
             try:
                 self._finish(entry, sampling_session_id)
             except Unavailable as reason:

@@ -16,7 +16,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
-from ops.bench import api_body, api_start, machine, overhead, real_step, recovery, report, snapshots
+from ops.bench import (
+    api_body,
+    api_start,
+    machine,
+    memory,
+    merged,
+    overhead,
+    ragged,
+    real_step,
+    recovery,
+    report,
+    snapshots,
+)
 from ops.bench.report import Outcome
 
 BENCHES: Mapping[str, Callable[[Path], Outcome]] = {
@@ -24,6 +36,9 @@ BENCHES: Mapping[str, Callable[[Path], Outcome]] = {
     "api_body": api_body.run,
     "overhead": overhead.run,
     "real_step": real_step.run,
+    "merged": merged.run,
+    "ragged": ragged.run,
+    "memory": memory.run,
     "recovery": recovery.run,
     "snapshots": snapshots.run,
 }

@@ -6,34 +6,22 @@ import sys
 from collections.abc import Callable
 from functools import partial
 
-from app.domain.ops import LoraSpec, OptimStep
-from app.errors import OpError
+from app.domain.ops import OptimStep
 from app.settings import BaseModelSettings
 from ops.bench import batches, overhead, side, timing
-from workers.training.base import BackendOp, Create
-from workers.training.factory import create
-
-_MODEL = "bench"
+from ops.bench.bare_trainer import BareTrainer
 
 
 def prepare() -> Callable[[int], dict[str, list[float]]]:
     """Returns measure(count): ms of each forward_backward and optim_step."""
-    backend = create(BaseModelSettings.model_validate_json(sys.argv[1]))
-    backend.open()
-
-    def apply(op: BackendOp) -> None:
-        outcome = backend.apply({_MODEL: op})[_MODEL]
-        if isinstance(outcome, OpError):
-            raise outcome
-
-    apply(Create(LoraSpec(overhead.RANK)))
+    trainer = BareTrainer(BaseModelSettings.model_validate_json(sys.argv[1]), models=1, rank=overhead.RANK)
     backward, step = batches.operation(overhead.tokens()), OptimStep(batches.ADAM)
 
     def measure(count: int) -> dict[str, list[float]]:
         found: dict[str, list[float]] = {backward.kind: [], step.kind: []}
         for _ in range(count):
             for op in (backward, step):
-                found[op.kind].append(timing.timed_ms(partial(apply, op)))
+                found[op.kind].append(timing.timed_ms(partial(trainer.apply, {"m0": op})))
         return found
 
     return measure

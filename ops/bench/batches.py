@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from statistics import median
+
 import numpy as np
 import tinker
 from tinker import types
@@ -29,6 +32,12 @@ def weights(tokens: np.ndarray) -> np.ndarray:
     found = np.ones(tokens.shape, dtype=np.float32)
     found[:, -1] = 0
     return found
+
+
+def rates(tokens: int, samples_ms: Sequence[float]) -> dict[str, float]:
+    """Tokens a second in the best and in the median of passes over `tokens`."""
+    found = [tokens / ms * 1000 for ms in samples_ms]
+    return {"best": max(found), "median": median(found)}
 
 
 def datums(tokens: np.ndarray) -> list[types.Datum]:

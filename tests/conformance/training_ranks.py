@@ -127,6 +127,30 @@ def end_alone(backend: LoraTrainer, follower: int) -> None:
     os._exit(0)
 
 
+def read_nothing() -> None:
+    """This rank finds every checkpoint unreadable."""
+
+    def unreadable(folder: Path) -> lora.Adapter:
+        raise UserOpError(f"{folder} cannot be read here")
+
+    lora.read_peft = unreadable
+
+
+def end_apart(backend: LoraTrainer, folder: Path) -> None:
+    """One rank has read a checkpoint and the other has not: they are of no use together."""
+    backend.apply({"a": Create(LoraSpec(rank=4, seed=1))})
+    folder.mkdir()
+    backend.save("a", folder, optimizer=True)
+    try:
+        backend.apply({"b": Create(LoraSpec(1), source=folder)})
+    except RuntimeError as error:
+        assert "1 of 2 ranks could read" in str(error), error
+        assert not backend.healthy()
+    else:
+        raise AssertionError("it went on")
+    os._exit(0)
+
+
 def main(settings: str, folder: str, end: str) -> None:
     torch.set_num_threads(1)
     backend = factory.create(BaseModelSettings.model_validate_json(settings))
@@ -134,10 +158,14 @@ def main(settings: str, folder: str, end: str) -> None:
     if os.environ["RANK"] != "0":
         pid.write_text(str(os.getpid()))
     backend.open()  # together
+    if end == f"rank {os.environ['RANK']} reads nothing":
+        read_nothing()
     if os.environ["RANK"] != "0":
         read_late()
         backend.follow()
         return
+    if end.endswith("reads nothing"):
+        end_apart(backend, Path(folder) / "checkpoint")
     if end == "alone":
         end_alone(backend, int(pid.read_text()))
     found = run(backend, Path(folder) / "checkpoint")

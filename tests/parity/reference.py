@@ -22,7 +22,7 @@ class Reference:
     """One adapter on one base, fp32, in the state its PEFT files hold; `dtype` float64 gives a yardstick for fp32."""
 
     def __init__(self, base: Path, adapter: Path, dtype: torch.dtype = torch.float32) -> None:
-        model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, attn_implementation="sdpa")
+        model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, attn_implementation="eager")
         self.model = PeftModel.from_pretrained(model, adapter, is_trainable=True).to(dtype).eval()
         self.parameters = {
             name.replace(".default.", "."): parameter

@@ -19,7 +19,7 @@ class Silent:
 
 def test_a_keeper_that_hears_nothing_for_a_lease_holds_nothing():
     keeper = LeaseKeeper(Silent(), "a/1", lease_s=0.3)
-    keeper.add("model")
+    keeper.add("model", time.monotonic())
     assert keeper.holds("model")
     deadline = time.monotonic() + 10
     while keeper.holds("model"):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
-from contextlib import redirect_stdout
+from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from dataclasses import dataclass
 from datetime import timedelta
 from io import StringIO
@@ -28,18 +28,22 @@ from workers.training.devices import rank_device
 from workers.training.engine import Engine, elements_held
 from workers.training.ranks import COMPUTE_DEADLINE, RankGroup, control_group, default_environment
 from workers.training.trainer import LoraTrainer
+from workers.training.trunk import Trunk
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DeepSpeedEngine(Engine):
-    """The base inside `engine` (deepspeed.DeepSpeedEngine)."""
+    """The trunk inside `engine` (deepspeed.DeepSpeedEngine), whose hooks on it gather and release the base.
+
+    It is called directly: `engine(...)` would refuse a plain backward at stage 3.
+    """
 
     engine: Any
 
-    def logits(self, tokens: Tensor) -> Tensor:
-        # engine.module, not engine: its hooks gather and release the base, and a plain backward is allowed.
-        output: Tensor = self.engine.module(tokens, use_cache=False).logits
-        return output
+    def whole(self, parameter: Tensor) -> AbstractContextManager[None]:
+        if self.engine.zero_optimization_stage() < 3:
+            return nullcontext()
+        return _deepspeed().zero.GatheredParameters([parameter])  # type: ignore[no-any-return]
 
     def rest(self) -> None:
         if self.engine.zero_optimization_stage() == 3:
@@ -70,9 +74,14 @@ class DeepSpeedBackend(LoraTrainer):
         if in_step:
             # Else a pass over an adapter on the upper layers alone would gather fewer layers than another rank's.
             base.model.enable_input_require_grads()
-        engine = _initialize(base, trainer)
+        trunk = Trunk(base.model, trainer)
         return DeepSpeedEngine(
-            base=base, ranks=ranks, engine=engine, shards_optimizer=trainer.zero_stage > 0, in_step=in_step
+            base=base,
+            trunk=trunk,
+            ranks=ranks,
+            engine=_initialize(base, trunk, trainer),
+            shards_optimizer=trainer.zero_stage > 0,
+            in_step=in_step,
         )
 
 
@@ -90,7 +99,7 @@ def _join(trainer: TrainerSettings, device: torch.device) -> RankGroup:
     return RankGroup(dist.get_rank(), size, control_group() if size > 1 else None)
 
 
-def _initialize(base: LoadedBase, trainer: TrainerSettings) -> Any:
+def _initialize(base: LoadedBase, trunk: Trunk, trainer: TrainerSettings) -> Any:
     """The base in a DeepSpeed engine. Its fp32 buffers stay fp32: DeepSpeed's bf16 mode would round RoPE's angles."""
     buffers = {name: buffer.clone() for name, buffer in base.model.named_buffers()}
     zero: dict[str, Any] = {"stage": trainer.zero_stage}
@@ -104,7 +113,7 @@ def _initialize(base: LoadedBase, trainer: TrainerSettings) -> Any:
     }
     optimizer = _placeholder(base) if trainer.zero_stage in (1, 2) else None
     with redirect_stdout(StringIO()):  # it prints memory reports and build notes whatever its log level
-        engine, *_ = _deepspeed().initialize(model=base.model, config=config, optimizer=optimizer)
+        engine, *_ = _deepspeed().initialize(model=trunk, config=config, optimizer=optimizer)
     for name, buffer in base.model.named_buffers():
         buffer.data = buffers[name]
     return engine

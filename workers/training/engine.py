@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
 from workers.base_model import LoadedBase
+from workers.lora import LoraLinear
+from workers.training.architectures import LogitRule, logit_rule
+from workers.training.head import Head
 from workers.training.ranks import RankGroup
+from workers.training.trunk import Trunk
+
+_HEAD = "lm_head"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -22,13 +29,26 @@ class Engine(ABC):
     """
 
     base: LoadedBase
+    trunk: Trunk
     ranks: RankGroup
     shards_optimizer: bool = False
     in_step: bool = False
 
-    @abstractmethod
-    def logits(self, tokens: Tensor) -> Tensor:
-        """int64 [B, L] -> [B, L, V] in the base's dtype, causal, no padding mask (rows are padded on the right)."""
+    @contextmanager
+    def head(self) -> Iterator[Head]:
+        """What makes logprobs of the trunk's output; its weight is whole within the block, so this is a collective."""
+        rule = logit_rule(self.base.model)
+        if rule is None:
+            yield Head(None, _HEAD, LogitRule())
+            return
+        linear = self.base.model.get_submodule(_HEAD)
+        weight = (linear.base if isinstance(linear, LoraLinear) else linear).weight
+        with self.whole(weight):
+            yield Head(weight.detach(), _HEAD, rule)
+
+    def whole(self, parameter: Tensor) -> AbstractContextManager[None]:
+        """Within it, all of `parameter` is on this rank."""
+        return nullcontext()
 
     def rest(self) -> None:
         """Called after a pass: free what only the next one needs."""
@@ -41,10 +61,6 @@ class Engine(ABC):
 
 class TorchEngine(Engine):
     """transformers' model as it is, in one process."""
-
-    def logits(self, tokens: Tensor) -> Tensor:
-        output: Tensor = self.base.model(tokens, use_cache=False).logits
-        return output
 
     def describe(self) -> Mapping[str, Any]:
         return {

@@ -92,8 +92,7 @@ class Job:
         """The pass's gradient, which is removed from the adapter. Raises UserOpError when it, or a loss, is not
         finite."""
         gradients = self.gradients()
-        for parameter in self.adapter.tensors().values():
-            parameter.grad = None
+        self.adapter.drop_gradients()
         self.check_finite()
         if not get_total_norm(gradients).isfinite():
             raise UserOpError("every loss is finite but the gradient is not; nothing was added to the pending gradient")

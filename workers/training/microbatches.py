@@ -1,4 +1,4 @@
-"""Cutting the datums of a pass into padded micro-batches."""
+"""Cutting the datums of a pass into micro-batches, and these into blocks."""
 
 from __future__ import annotations
 
@@ -12,43 +12,79 @@ import numpy as np
 
 from app.domain.batch import Ragged
 
+_Row = tuple[int, int, int]
+"""(Op, datum, its tokens)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The datums of one Op, by index, that are in a micro-batch."""
+    """The datums of one Op, by index, that are in a micro-batch; `lengths` are their token counts."""
 
     op: int
     datums: np.ndarray
+    lengths: tuple[int, ...]
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.lengths)
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Rows of one forward: share after share, each padded on the right to `length` tokens."""
+    """Whole datums, share after share, whose tokens lie end to end."""
 
     shares: tuple[Share, ...]
-    length: int
+
+    @property
+    def lengths(self) -> list[int]:
+        return [length for share in self.shares for length in share.lengths]
+
+    def blocks(self, limit: int) -> Iterator[tuple[slice, MicroBatch]]:
+        """Consecutive datums of at most `limit` tokens (a longer datum goes alone), with where these tokens lie."""
+        rows = [
+            (share.op, int(datum), length)
+            for share in self.shares
+            for datum, length in zip(share.datums, share.lengths, strict=True)
+        ]
+        end = 0
+        for block in _grouped(rows, limit, packed=True):
+            start, end = end, end + sum(length for _, _, length in block)
+            yield slice(start, end), _micro_batch(block)
 
 
-def cut(lengths: Sequence[Sequence[int]], limit: int) -> list[MicroBatch]:
-    """Every datum once, longest first, at most `limit` padded tokens a micro-batch (a longer datum goes alone).
+def cut(lengths: Sequence[Sequence[int]], limit: int, *, packed: bool) -> list[MicroBatch]:
+    """Every datum once, longest first, at most `limit` tokens a micro-batch (a longer datum goes alone).
 
-    `lengths` holds the datums' token counts, Op by Op. With one Op the cut depends on its own lengths alone, and
-    sorting leaves little padding.
+    `lengths` holds the datums' token counts, Op by Op. Unless `packed`, a datum counts as the longest beside it. With
+    one Op the cut depends on its own lengths alone, and neighbours are of like length.
     """
-    rows = sorted((-n, op, datum) for op, ns in enumerate(lengths) for datum, n in enumerate(ns))
-    batches: list[MicroBatch] = []
-    start = 0
-    while start < len(rows):
-        longest = max(1, -rows[start][0])
-        stop = start + max(1, limit // longest)
-        batches.append(MicroBatch(tuple(_shares((op, datum) for _, op, datum in rows[start:stop])), longest))
-        start = stop
-    return batches
+    rows = [(op, datum, n) for op, ns in enumerate(lengths) for datum, n in enumerate(ns)]
+    rows.sort(key=lambda row: (-row[2], row[0], row[1]))
+    return [_micro_batch(group) for group in _grouped(rows, limit, packed=packed)]
 
 
-def _shares(rows: Iterator[tuple[int, int]]) -> Iterator[Share]:
-    for op, group in groupby(sorted(rows), key=lambda row: row[0]):
-        yield Share(op, np.array([datum for _, datum in group]))
+def _grouped(rows: Sequence[_Row], limit: int, *, packed: bool) -> Iterator[list[_Row]]:
+    group: list[_Row] = []
+    tokens = longest = 0
+    for row in rows:
+        longest = max(longest, row[2])
+        cost = tokens + row[2] if packed else (len(group) + 1) * longest
+        if group and cost > limit:
+            yield group
+            group, tokens, longest = [], 0, row[2]
+        group.append(row)
+        tokens += row[2]
+    if group:
+        yield group
+
+
+def _micro_batch(rows: Sequence[_Row]) -> MicroBatch:
+    """By Op; within one, the order of `rows` is kept."""
+    shares = []
+    for op, group in groupby(sorted(rows, key=lambda row: row[0]), key=lambda row: row[0]):
+        _, datums, lengths = zip(*group, strict=True)
+        shares.append(Share(op, np.array(datums), lengths))
+    return MicroBatch(tuple(shares))
 
 
 class Column:
@@ -64,10 +100,18 @@ class Column:
     def lengths(self) -> list[int]:
         return [shape[0] for shape in self._ragged.shapes]
 
+    def width(self, datums: np.ndarray) -> int:
+        """The widest k of these datums, 1 for arrays [n]."""
+        return int(self._widths[datums].max())
+
+    def flat(self, datums: np.ndarray) -> np.ndarray:
+        """The arrays of these datums, each [n], end to end."""
+        return np.concatenate([self._ragged.values[self._starts[i] : self._starts[i + 1]] for i in datums])
+
     def positions(self, datums: np.ndarray, length: int) -> np.ndarray:
         """int64 [datums, length, widest k]: where in the ragged values each element lies, -1 for padding."""
         widths = self._widths[datums, None, None]
-        row, lane = np.arange(length)[None, :, None], np.arange(int(widths.max()))[None, None, :]
+        row, lane = np.arange(length)[None, :, None], np.arange(self.width(datums))[None, None, :]
         within = row * widths + lane
         real = (lane < widths) & (within < self._sizes[datums, None, None])
         return np.where(real, self._starts[datums, None, None] + within, -1)

@@ -1,7 +1,7 @@
 """One pass: the datums of several ForwardBackward Ops through the base together, each Op under its own adapter.
 
-A datum's rows never mix with another's, so a bad Op cannot touch its neighbours: its loss is cut from the backward
-pass and its gradient is thrown away.
+A datum's tokens never see another's, so a bad Op cannot touch its neighbours: its loss is cut from the backward pass
+and its gradient is thrown away.
 """
 
 from __future__ import annotations
@@ -10,13 +10,12 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from workers import lora
 from workers.training.engine import Engine
 from workers.training.jobs import Job, asks_entropy
-from workers.training.logprobs import token_entropy, token_logprobs
-from workers.training.microbatches import Column, MicroBatch, cut
+from workers.training.microbatches import Column, MicroBatch, Share, cut
+from workers.training.reading import CHUNK_ROWS, Reading
 
 
 class Pass:
@@ -27,7 +26,8 @@ class Pass:
         self._jobs = jobs
         self._device = engine.base.device
         self._backward = not jobs[0].op.forward_only
-        self._batches = cut([job.tokens.lengths for job in jobs], micro_batch_tokens)
+        lengths = [job.tokens.lengths for job in jobs]
+        self._batches = cut(lengths, micro_batch_tokens, packed=engine.trunk.packed)
 
     def run(self, moved: Callable[[], None]) -> None:
         """Fill every job's logprobs and datums, and its adapter's `.grad` unless forward-only, from all ranks.
@@ -47,52 +47,74 @@ class Pass:
         self._gather()
 
     def _run(self, batch: MicroBatch) -> None:
-        parts = self._logits(batch)
+        tokens = np.concatenate([self._jobs[share.op].tokens.flat(share.datums) for share in batch.shares])
+        owners = [(self._jobs[share.op].adapter, len(share.datums)) for share in batch.shares]
         with torch.set_grad_enabled(self._backward):
-            logprobs = [
-                token_logprobs(part, self._block(self._jobs[share.op].inputs["target_tokens"], share.datums, batch))
-                for share, part in zip(batch.shares, parts, strict=True)
-            ]
-        entropies = [
-            token_entropy(part) if asks_entropy(self._jobs[share.op].op) else None
-            for share, part in zip(batch.shares, parts, strict=True)
-        ]
-        del parts
-        gradients = [self._loss(batch, i, found.detach(), entropies[i]) for i, found in enumerate(logprobs)]
-        if self._backward:
-            torch.autograd.backward(logprobs, gradients)
+            hidden = self._engine.trunk(self._moved(tokens.astype(np.int64)), batch.lengths, owners)
+        gradient = torch.zeros_like(hidden, requires_grad=False) if self._backward else None
+        with torch.no_grad(), self._engine.head() as head:
+            for rows, block in batch.blocks(CHUNK_ROWS[self._device.type]):
+                owners = [(self._jobs[share.op].adapter, share.tokens) for share in block.shares]
+                asked = any(asks_entropy(self._jobs[share.op].op) for share in block.shares)
+                reading = Reading(head, hidden[rows], self._targets(block), owners, keep=self._backward, entropy=asked)
+                seed = self._losses(block, reading.logprobs, reading.entropy)
+                if gradient is not None:
+                    gradient[rows] = reading.gradient(seed)
+        if hidden.requires_grad:
+            hidden.backward(gradient)
 
-    def _logits(self, batch: MicroBatch) -> Sequence[Tensor]:
-        """[datums, L, V] for each share."""
-        counts = [len(share.datums) for share in batch.shares]
-        jobs = [self._jobs[share.op] for share in batch.shares]
-        blocks = [job.tokens.block(share.datums, batch.length) for job, share in zip(jobs, batch.shares, strict=True)]
-        tokens = torch.from_numpy(np.concatenate(blocks)[:, :, 0].astype(np.int64)).to(self._device)
-        segments = [(job.adapter, count) for job, count in zip(jobs, counts, strict=True)]
-        with torch.set_grad_enabled(self._backward), lora.use(segments):
-            logits = self._engine.logits(tokens)
-            return torch.split(logits, counts) if len(counts) > 1 else [logits]
+    def _targets(self, block: MicroBatch) -> Tensor:
+        """int64 [T, widest K], 0 where a datum's K is smaller."""
+        parts = []
+        for share in block.shares:
+            column = self._jobs[share.op].inputs["target_tokens"]
+            parts.append(self._block(column, share)[self._real(share)])
+        widest = max(part.shape[1] for part in parts)
+        return torch.cat([nn.functional.pad(part, (0, widest - part.shape[1])) for part in parts])
 
-    def _loss(self, batch: MicroBatch, index: int, logprobs: Tensor, entropy: Tensor | None) -> Tensor:
+    def _losses(self, block: MicroBatch, logprobs: Tensor, entropy: Tensor | None) -> Tensor:
+        """Note what the losses of these logprobs come to; returns the gradient in them, fp32 [T, K]."""
+        seed = torch.zeros_like(logprobs)
+        start = 0
+        for share in block.shares:
+            rows = slice(start, start + share.tokens)
+            start += share.tokens
+            job = self._jobs[share.op]
+            width = job.inputs["target_tokens"].width(share.datums)
+            own = entropy[rows] if entropy is not None and asks_entropy(job.op) else None
+            seed[rows, :width] = self._loss(job, share, logprobs[rows, :width], own)
+        return seed
+
+    def _loss(self, job: Job, share: Share, logprobs: Tensor, entropy: Tensor | None) -> Tensor:
         """Note the results of one share; returns the loss's gradient in its logprobs, zero for bad datums."""
-        share = batch.shares[index]
-        job = self._jobs[share.op]
-        where = torch.from_numpy(job.inputs["target_tokens"].positions(share.datums, batch.length)).to(self._device)
+        real_rows = self._real(share)
+        padded = _padded(logprobs, real_rows)
+        where = self._moved(job.inputs["target_tokens"].positions(share.datums, max(share.lengths)))
         real = where >= 0
-        job.logprobs[where[real]] = logprobs[real]
-        inputs = {name: self._block(column, share.datums, batch) for name, column in job.inputs.items()}
-        datums = torch.from_numpy(share.datums).to(self._device)
-        return job.note(datums, job.evaluate(share.datums, logprobs, inputs, real, entropy))
+        job.logprobs[where[real]] = padded[real]
+        inputs = {name: self._block(column, share) for name, column in job.inputs.items()}
+        entropies = None if entropy is None else _padded(entropy, real_rows)
+        found = job.evaluate(share.datums, padded, inputs, real, entropies)
+        return job.note(self._moved(share.datums), found)[real_rows]
 
-    def _block(self, column: Column, datums: np.ndarray, batch: MicroBatch) -> Tensor:
-        return torch.from_numpy(column.block(datums, batch.length)).to(self._device)
+    def _block(self, column: Column, share: Share) -> Tensor:
+        return self._moved(column.block(share.datums, max(share.lengths)))
+
+    def _real(self, share: Share) -> Tensor:
+        """bool [datums, longest]: where a token is."""
+        return self._moved(np.arange(max(share.lengths)) < np.array(share.lengths)[:, None])
+
+    def _moved(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(self._device)
 
     def _keep_in_step(self) -> None:
         """A pass over one token that counts for nothing, so that this rank takes part in the others' collectives."""
-        with torch.set_grad_enabled(self._backward), lora.use([]):
-            logits = self._engine.logits(torch.zeros(1, 1, dtype=torch.int64, device=self._device))
-        if self._backward:
-            (logits.sum() * 0.0).backward()  # type: ignore[no-untyped-call]
+        with torch.set_grad_enabled(self._backward):
+            hidden = self._engine.trunk(self._moved(np.zeros(1, np.int64)), [1], [(None, 1)])
+        with self._engine.head():
+            pass
+        if hidden.requires_grad:
+            hidden.backward(torch.zeros_like(hidden))
 
     def _gather(self) -> None:
         """Each datum was computed on one rank and is zero on the others, so a sum is a gather, to the bit."""
@@ -101,3 +123,10 @@ class Pass:
         if self._backward:
             for job in self._jobs:
                 ranks.sum_(job.gradients())
+
+
+def _padded(rows: Tensor, real: Tensor) -> Tensor:
+    """[T, K] by datum, [n, L, K] with 0 for padding; bool [n, L] says where a token is."""
+    padded = rows.new_zeros(*real.shape, rows.shape[1])
+    padded[real] = rows
+    return padded

@@ -8,6 +8,7 @@ from workers.training.devices import rank_device
 from workers.training.engine import Engine, TorchEngine
 from workers.training.ranks import RankGroup
 from workers.training.trainer import LoraTrainer
+from workers.training.trunk import Trunk
 
 
 class TorchBackend(LoraTrainer):
@@ -18,4 +19,4 @@ class TorchBackend(LoraTrainer):
             raise SetupError("the torch trainer has one rank; set trainer.backend to deepspeed for more")
         base = base_model.load(self._settings, rank_device(self._settings.trainer))
         lora.wrap(base.model)
-        return TorchEngine(base=base, ranks=RankGroup())
+        return TorchEngine(base=base, trunk=Trunk(base.model, self._settings.trainer), ranks=RankGroup())

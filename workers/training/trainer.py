@@ -22,6 +22,7 @@ from workers.training import messages
 from workers.training.base import BackendOp, Create, Load, Writer
 from workers.training.engine import Engine
 from workers.training.jobs import Job
+from workers.training.memory import ran_out_of_memory
 from workers.training.optimizer import ShardedAdamW
 from workers.training.passes import Pass
 from workers.training.standstill import Standstill
@@ -51,7 +52,8 @@ class LoraTrainer(ABC):
 
     def apply(self, ops: Mapping[str, BackendOp]) -> Mapping[str, Output | OpError]:
         with self._guarded():
-            self._engine.ranks.send(messages.encode_apply(ops))
+            if self._engine.ranks.size > 1:  # a batch takes time and memory to encode
+                self._engine.ranks.send(messages.encode_apply(ops))
             return self._apply(ops)
 
     def capture(self, model_id: str, *, optimizer: bool) -> Writer:
@@ -157,10 +159,35 @@ class LoraTrainer(ABC):
     def _forward_backward(self, ops: Mapping[str, ForwardBackward]) -> Results:
         if not ops:
             return {}
-        jobs = {m: Job.of(op, self._state(m).adapter, self._engine.base.device) for m, op in ops.items()}
-        one = Pass(self._engine, list(jobs.values()), self._settings.trainer.micro_batch_tokens)
-        one.run(self._standstill.moved)
-        return {model_id: self._finish(model_id, job) for model_id, job in jobs.items()}
+        jobs = self._run(ops)
+        if jobs is not None:
+            return {model_id: self._finish(model_id, job) for model_id, job in jobs.items()}
+        if len(ops) > 1:  # the one that is too large must fail nobody else
+            return {m: result for m, op in ops.items() for result in self._forward_backward({m: op}).values()}
+        return {model_id: self._too_large(op) for model_id, op in ops.items()}
+
+    def _run(self, ops: Mapping[str, ForwardBackward]) -> dict[str, Job] | None:
+        """None when memory ran out, which leaves all as it was. Several ranks would be out of step: there it raises."""
+        adapters = {model_id: self._state(model_id).adapter for model_id in ops}
+        try:
+            jobs = {m: Job.of(op, adapters[m], self._engine.base.device) for m, op in ops.items()}
+            one = Pass(self._engine, list(jobs.values()), self._settings.trainer.micro_batch_tokens)
+            one.run(self._standstill.moved)
+        except (RuntimeError, MemoryError) as error:
+            if not ran_out_of_memory(error) or self._engine.ranks.size > 1:
+                raise
+            for adapter in adapters.values():
+                adapter.drop_gradients()
+            return None
+        return jobs
+
+    def _too_large(self, op: ForwardBackward) -> UserOpError:
+        longest, budget = max(n for (n,) in op.batch.tokens.shapes), self._settings.trainer.micro_batch_tokens
+        return UserOpError(
+            f"memory ran out in a pass of at most {max(longest, budget)} tokens (the trainer's micro_batch_tokens is "
+            f"{budget}, the longest datum has {longest}); the model is unchanged. Send shorter datums, or have "
+            "trainer.micro_batch_tokens lowered or trainer.activation_checkpointing turned on"
+        )
 
     def _finish(self, model_id: str, job: Job) -> Output | OpError:
         try:

@@ -5,10 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from app.errors import SetupError
 from app.settings import BaseModelSettings
 from tests.models import tiny_qwen3
+from tests.parity import architectures
 from workers import base_model
 
 
@@ -42,6 +44,14 @@ def test_auto_is_bfloat16_only_on_a_cpu_that_is_fast_at_it(
 ) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {instruction: True})
     assert base_model.load(settings(folder), torch.device("cpu")).dtype is dtype
+
+
+def test_a_cap_on_attention_scores_is_kept(tmp_path: Path) -> None:
+    folder = architectures.build("gemma2", tmp_path)
+    base = base_model.load(settings(folder, dtype="float32"), torch.device("cpu"))
+    tokens = torch.arange(40)[None]
+    wanted = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    torch.testing.assert_close(base.model(tokens).logits, wanted(tokens).logits)
 
 
 @pytest.mark.parametrize("path", ["/no/such/folder", "./no-such-folder", "no-such-owner/no-such-model"])

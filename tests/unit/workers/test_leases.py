@@ -15,6 +15,7 @@ from app.stores.redis import keys
 from app.stores.redis.client import connect
 from app.stores.redis.oplog import RedisOpLog
 from tests.servers import start_valkey
+from workers import leases
 from workers.leases import LeaseKeeper
 
 MODEL = "session:train:0"
@@ -37,7 +38,7 @@ def prepared(client: redis.Redis, lease_s: float) -> RedisOpLog:
 def test_a_kept_lease_outlives_its_time_and_a_dropped_one_does_not(client: redis.Redis):
     oplog = prepared(client, 0.3)
     keeper = LeaseKeeper(oplog, "a/1", 0.3)
-    keeper.add(MODEL)
+    keeper.add(MODEL, time.monotonic())
     renewed = client.pttl(keys.lease(MODEL))
     await_true(lambda: client.pttl(keys.lease(MODEL)) < renewed - 50)
     await_true(lambda: client.pttl(keys.lease(MODEL)) > 250)
@@ -50,7 +51,7 @@ def test_a_kept_lease_outlives_its_time_and_a_dropped_one_does_not(client: redis
 def test_a_lease_that_was_taken_is_no_longer_held(client: redis.Redis):
     oplog = prepared(client, 0.3)
     keeper = LeaseKeeper(oplog, "a/1", 0.3)
-    keeper.add(MODEL)
+    keeper.add(MODEL, time.monotonic())
     oplog.acquire(MODEL, "a/2")
     await_true(lambda: not keeper.holds(MODEL))
     keeper.stop()
@@ -68,12 +69,12 @@ def test_a_lease_gained_anew_while_the_old_one_is_asked_about_stays(
         lost = renew(ids, worker)
         if lost:
             assert isinstance(oplog.acquire(MODEL, "a/1"), Lease)
-            keeper.add(MODEL)
+            keeper.add(MODEL, time.monotonic())
             asked.set()
         return lost
 
     monkeypatch.setattr(oplog, "renew", renew_late)
-    keeper.add(MODEL)
+    keeper.add(MODEL, time.monotonic())
     oplog.release(MODEL, "a/1")
     assert asked.wait(60)
     keeper.stop()
@@ -86,7 +87,67 @@ def test_a_keeper_that_hears_nothing_for_a_lease_holds_nothing(tmp_path: Path):
     with start_valkey(tmp_path) as url:
         oplog = prepared(connect(url), 0.3)
         keeper = LeaseKeeper(oplog, "a/1", 0.3)
-        keeper.add(MODEL)
+        keeper.add(MODEL, time.monotonic())
         assert keeper.holds(MODEL)
     await_true(lambda: not keeper.holds(MODEL))
+    keeper.stop()
+
+
+def test_a_lease_dropped_while_it_is_asked_about_stays_dropped(client: redis.Redis, monkeypatch: pytest.MonkeyPatch):
+    oplog = prepared(client, 30)
+    keeper = LeaseKeeper(oplog, "a/1", 30)
+    renew = oplog.renew
+
+    def dropped_meanwhile(ids: Sequence[str], worker: str) -> list[str]:
+        keeper.drop(MODEL)
+        return renew(ids, worker)
+
+    monkeypatch.setattr(oplog, "renew", dropped_meanwhile)
+    keeper.add(MODEL, time.monotonic())
+    keeper._renew()
+    assert not keeper.holds(MODEL)
+    keeper.stop()
+
+
+def test_a_lease_counts_from_when_it_was_asked_for(client: redis.Redis, monkeypatch: pytest.MonkeyPatch):
+    """The server's time began before its answer came, and that may be late."""
+    oplog = prepared(client, 30)
+    keeper = LeaseKeeper(oplog, "a/1", 30)
+    renew, now = oplog.renew, [1000.0]
+
+    def renew_late(ids: Sequence[str], worker: str) -> list[str]:
+        lost = renew(ids, worker)
+        now[0] += 31
+        return lost
+
+    monkeypatch.setattr(oplog, "renew", renew_late)
+    monkeypatch.setattr(leases.time, "monotonic", lambda: now[0])
+    keeper.add(MODEL, time.monotonic())
+    keeper._renew()
+    assert not keeper.holds(MODEL)
+    keeper.stop()
+
+
+def test_a_lease_that_was_long_in_coming_counts_from_when_it_was_asked_for(client: redis.Redis):
+    keeper = LeaseKeeper(prepared(client, 30), "a/1", 30)
+    keeper.add(MODEL, time.monotonic() - 31)
+    assert not keeper.holds(MODEL)
+    keeper.stop()
+
+
+def test_a_keeper_goes_on_after_an_outage(client: redis.Redis, monkeypatch: pytest.MonkeyPatch):
+    oplog = prepared(client, 30)
+    keeper = LeaseKeeper(oplog, "a/1", 0.03)
+    renew, asked, again = oplog.renew, [0], threading.Event()
+
+    def fail_once(ids: Sequence[str], worker: str) -> list[str]:
+        asked[0] += 1
+        if asked[0] == 1:
+            raise redis.ConnectionError("away")
+        again.set()
+        return renew(ids, worker)
+
+    monkeypatch.setattr(oplog, "renew", fail_once)
+    keeper.add(MODEL, time.monotonic())
+    assert again.wait(60)
     keeper.stop()

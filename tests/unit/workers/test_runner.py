@@ -301,8 +301,8 @@ def test_a_model_whose_snapshot_cannot_be_fetched_now_is_brought_back_later(worl
     world.await_snapshot(2)
     first.owner.discard_all()
     store.away = True
-    other = world.worker("b/1", store=store)
-    for _ in range(5):
+    for boot in range(5):  # more than an Op has attempts
+        other = world.worker(f"b/{boot}", store=store)
         with pytest.raises(NotNow, match="away"):
             other.handle(4)
         assert not world.client.exists(keys.lease(MODEL)), "another one may be nearer to the store"

@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 
 import pytest
+import redis
 
-from app.domain.ops import ForwardBackward
+from app.domain.ops import ForwardBackward, SaveWeights
+from app.domain.records import Model
 from app.domain.results import Result
+from app.errors import NotFound
+from app.stores.interfaces import Lease
 from app.stores.redis import keys
 from app.stores.redis.lifecycle import RedisLifecycle
-from tests.unit.workers.conftest import MODEL, Worker, World, step
+from tests.unit.workers.conftest import BASE, MODEL, Worker, World, step
 from workers.outcome import NotNow
 
 
@@ -97,6 +101,58 @@ def test_a_state_whose_commit_ended_oddly_is_thrown_away(world: World, monkeypat
     assert not worker.owner.residents()
 
 
+def test_an_op_whose_commit_is_in_doubt_is_rung_again_at_once(world: World, monkeypatch: pytest.MonkeyPatch):
+    worker = world.worker("a/1")
+    worker.handle(0, "create_model")
+    world.admit(1, step()[0])
+
+    def away(*_: object) -> None:
+        raise redis.ConnectionError("away")
+
+    with monkeypatch.context() as outage:
+        outage.setattr(worker.runner._oplog, "commit", away)
+        with pytest.raises(NotNow, match="in doubt"):
+            worker.handle(1)
+    assert worker.rung == [("forward_backward", f"{MODEL}:1", f"train.{BASE}")]
+    assert not worker.owner.residents()
+
+
+def test_an_outage_in_the_middle_of_an_op_leaves_it_free_for_anybody(world: World, monkeypatch: pytest.MonkeyPatch):
+    worker = world.worker("a/1")
+    worker.handle(0, "create_model")
+    world.admit(1, SaveWeights("weights", "kept"))
+
+    def away(*_: object) -> None:
+        raise redis.ConnectionError("away")
+
+    with monkeypatch.context() as outage:
+        outage.setattr(world.records, "get", away)
+        with pytest.raises(redis.ConnectionError):
+            worker.handle(1, "save_weights")
+    assert [pending.running for pending in world.oplog.pending()] == [False]
+    saved = world.worker("b/1").handle(1, "save_weights")
+    assert saved is not None and not saved.failed
+
+
+def test_a_snapshot_that_was_replaced_while_it_was_fetched_is_not_lost(
+    handed_over: World, monkeypatch: pytest.MonkeyPatch
+):
+    heir = handed_over.worker("b/1")
+
+    def replaced(lease: Lease) -> None:
+        handed_over.oplog.set_snapshot(lease, lease.applied, "newer")
+        raise NotFound("the older one is gone")
+
+    monkeypatch.setattr(heir.owner, "_restore", replaced)
+    with pytest.raises(NotNow, match="moved on"):
+        heir.handle(2, "optim_step")
+    assert heir.rung == [("optim_step", f"{MODEL}:2", f"train.{BASE}")]
+    lease = handed_over.oplog.acquire(MODEL, "c/1")
+    assert isinstance(lease, Lease)
+    handed_over.oplog.next(lease, 2)
+    assert handed_over.client.hget(keys.op(f"{MODEL}:2"), "attempts") == b"0", "nobody died"
+
+
 @pytest.mark.parametrize("ended", [True, False])
 def test_what_was_put_off_is_forgotten_once_it_ran_elsewhere_or_its_model_is_no_more(world: World, ended: bool):
     worker, other = world.worker("a/1"), world.worker("b/1")
@@ -111,6 +167,28 @@ def test_what_was_put_off_is_forgotten_once_it_ran_elsewhere_or_its_model_is_no_
         other.handle(1)
         other.owner.discard_all()
     worker.handle(1)
+    assert worker.parked.forget(MODEL) == {}
+
+
+def test_what_was_put_off_is_forgotten_once_its_model_is_not_even_known(world: World):
+    worker = world.worker("a/1")
+    worker.handle(0, "create_model")
+    world.admit(1, step()[0])
+    worker.parked.put_off(MODEL, 1, "forward_backward")
+    worker.owner.discard_all()
+    RedisLifecycle(world.client, world.settings).end_model(MODEL)
+    world.records.delete(Model.namespace, MODEL)
+    assert "run has ended" in error_of(worker.handle(1))
+    assert worker.parked.forget(MODEL) == {}
+
+
+def test_what_was_put_off_is_forgotten_once_its_model_is_owned_elsewhere(world: World):
+    worker = world.worker("a/1")
+    world.worker("b/1").handle(0, "create_model")
+    world.admit(1, step()[0])
+    worker.parked.put_off(MODEL, 1, "forward_backward")
+    with pytest.raises(NotNow, match="owned by b"):
+        worker.handle(1)
     assert worker.parked.forget(MODEL) == {}
 
 

@@ -15,6 +15,8 @@ from app.errors import ServerOpError, Unavailable
 from app.settings import BaseModelSettings
 from app.stores.objects.folder import FolderStore
 from app.stores.redis import keys
+from app.stores.redis.oplog import RedisOpLog
+from app.stores.redis.payloads import RedisPayloads
 from app.wire import tinker_pb2 as pb
 from tests.unit.workers.conftest import BASE, World
 from workers.adapters import Adapters
@@ -102,16 +104,28 @@ def test_a_request_that_keeps_killing_samplers_is_given_up(world: World, backend
 
 def test_a_store_that_is_away_costs_a_request_no_attempt(world: World, backend: SamplerBackend, monkeypatch):
     request = admit(world, 0)
-    sampler = runner(world, backend, "s/1")
 
     def away(*_: object) -> None:
         raise Unavailable("the store is away")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(sampler._adapters, "use", away)
-        for _ in range(5):
+    for boot in range(5):  # more than a request has attempts, each in another process
+        sampler = runner(world, backend, f"s/{boot}")
+        with monkeypatch.context() as patch:
+            patch.setattr(sampler._adapters, "use", away)
             with pytest.raises(NotNow):
                 sampler.handle(request, SESSION, "sample")
+    result = runner(world, backend, "s/5").handle(request, SESSION, "sample")
+    assert result is not None and not result.failed
+
+
+def test_a_request_whose_content_cannot_be_fetched_now_is_left_to_be_run_later(world: World, backend: SamplerBackend):
+    request = admit(world, 0)
+    store = FolderStore(world.folder / "objects", "secret", "http://x")
+    assert RedisPayloads(world.client, world.settings, store).spill(request)
+    with pytest.raises(NotNow, match="object store"):
+        runner(world, backend, "s/1").handle(request, SESSION, "sample")  # its journal has no store to read from
+    assert not world.client.exists(keys.lease(request))
+    world.oplog = RedisOpLog(world.client, world.settings, store)
     result = runner(world, backend, "s/2").handle(request, SESSION, "sample")
     assert result is not None and not result.failed
 

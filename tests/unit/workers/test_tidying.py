@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import pytest
+
 from app.domain.records import Session, dump
 from app.stores.redis import keys
 from app.stores.redis.lifecycle import RedisLifecycle
-from tests.unit.workers.conftest import MODEL, Worker, World, logprob_bytes, probe, step, undisturbed
+from tests.unit.workers.conftest import BASE, MODEL, Worker, World, add_model, logprob_bytes, probe, step, undisturbed
 from workers.tidying import Tidying
 
 
@@ -52,3 +54,26 @@ def test_a_model_whose_session_is_over_is_let_go(world: World):
     lifecycle.finish("session", "success")
     tidy(world, worker, idle_s=600)
     assert is_free(world, worker)
+
+
+def test_what_takes_long_to_let_go_is_spread_over_ticks(world: World, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("workers.tidying._AT_ONCE_S", -1.0)  # every one does
+    worker = world.worker("a/1")
+    others = ["session:train:1", "session:train:2"]
+    for model_id in others:
+        add_model(world, model_id)
+    for model_id in (MODEL, *others):
+        worker.runner.handle(f"{model_id}:0", model_id, "create_model")
+    left = []
+    for _ in range(3):
+        tidy(world, worker, idle_s=0)
+        left.append(list(worker.owner.residents()))
+    assert left == [others, others[1:], []]
+
+
+def test_what_was_put_off_is_rung_again_at_a_tick(world: World, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("workers.parked._FIRST_S", 0.0)
+    worker = world.worker("a/1")
+    worker.parked.put_off(MODEL, 0, "create_model")
+    tidy(world, worker, idle_s=600)
+    assert worker.rung == [("create_model", f"{MODEL}:0", f"train.{BASE}@a")]

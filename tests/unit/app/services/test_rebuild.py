@@ -158,6 +158,21 @@ def test_what_was_saved_since_an_old_backup_is_restored(place: Place, seq: int, 
     assert (again.set_back, again.checkpoints, again.known) == ([], [], 1)
 
 
+def test_a_run_that_was_rebuilt_before_goes_on_beyond_every_epoch_it_ever_had(place: Place):
+    place.write("snapshots/6", 6, 1)
+    place.write("weights/w", 9, 2**21)  # behind the first rebuild
+    place.rebuild()
+    assert place.lease().epoch_floor > 2**21
+
+
+def test_a_run_that_was_rebuilt_since_the_backup_goes_on_beyond_every_epoch_it_ever_had(place: Place):
+    place.set_back()
+    place.write("weights/v", 11, 4)
+    place.write("weights/w", 12, 2**21)  # behind the first rebuild
+    place.rebuild()
+    assert place.lease().epoch_floor > 2**21
+
+
 def test_of_a_path_that_was_overwritten_since_the_backup_the_later_save_counts(place: Place):
     place.set_back()
     newer = place.write("weights/old", 20, 5)

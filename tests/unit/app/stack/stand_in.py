@@ -29,14 +29,14 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
 
 
-def supervise(logs: str, programs: str, ready: str = "") -> int:
+def supervise(logs: str, programs: str, ready: str = "", window_s: str = "60") -> int:
     """Keep Python programs (JSON: a list of [name, code, argument...]) running; prints `up` when all are started.
 
     `ready`: not empty for a stack that has been ready.
     """
     stopping = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stopping.set())
-    policy = RestartPolicy(tries=3, window_s=60, first_delay_s=0.01, longest_delay_s=0.02)
+    policy = RestartPolicy(tries=3, window_s=float(window_s), first_delay_s=0.01, longest_delay_s=0.02)
     commands = [Command(name, (sys.executable, "-c", *rest)) for name, *rest in json.loads(programs)]
     try:
         with Supervisor(Path(logs), stopping, policy=policy, grace_s=0.5) as supervisor:

@@ -24,8 +24,10 @@ for new_session in (False, True):
 
 
 @contextmanager
-def supervised(tmp_path: Path, *programs: tuple[str, ...], ready: str = "") -> Iterator[subprocess.Popen[str]]:
-    process = start("supervise", str(tmp_path), json.dumps(programs), ready)
+def supervised(
+    tmp_path: Path, *programs: tuple[str, ...], ready: str = "", window_s: float = 60
+) -> Iterator[subprocess.Popen[str]]:
+    process = start("supervise", str(tmp_path), json.dumps(programs), ready, str(window_s))
     try:
         yield process
     finally:
@@ -61,6 +63,13 @@ def test_a_child_that_keeps_dying_ends_the_stack_with_the_end_of_its_log(tmp_pat
     assert process.returncode == 3
     assert "TinsmithError: worker ended with code 1, 3 times in a row" in output
     assert output.rstrip().endswith("out of luck")
+
+
+def test_a_child_that_lives_for_a_while_before_it_dies_does_not_end_the_stack(tmp_path):
+    deaths = tmp_path / "deaths"
+    with supervised(tmp_path, ("worker", NOTE_PID + "sys.exit(1)", str(deaths)), window_s=0) as process:
+        assert eventually(lambda: len(numbers(deaths)) > 6)
+        assert stop(process) == 0
 
 
 @pytest.mark.parametrize("code", [1, 2])

@@ -114,6 +114,23 @@ def test_an_expired_checkpoint_goes_with_its_record_by_the_state_servers_clock(p
     assert [found for found, _ in place.records.list(Checkpoint.namespace)] == [path]
 
 
+class Prolonged(RedisRecords):
+    """Records of checkpoints that their owner keeps for good as soon as somebody has looked at them."""
+
+    def list(self, namespace: str, prefix: str = "") -> Iterator[tuple[str, dict[str, str]]]:
+        for key, fields in super().list(namespace, prefix):
+            if namespace == Checkpoint.namespace:
+                self.update(namespace, key, {"expires_at": "null"})
+            yield key, fields
+
+
+def test_a_checkpoint_that_is_kept_longer_just_as_it_expires_stays(place: Place):
+    kept = place.write("weights/a/4-1")
+    place.checkpoint("a", kept, expires_at=place.records.now() - 1)
+    place.records = Prolonged(place.client)
+    assert place.collect() == {SNAPSHOT, kept}
+
+
 def test_an_adapter_goes_with_its_sampler_and_not_before(place: Place):
     prefix = place.write("sampler_weights/ephemeral-5/5-2")
     place.records.put(Sampler.namespace, "session:sample:0", dump(Sampler("me", "session", "base", 0.0, prefix=prefix)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from itertools import pairwise
 
 import pytest
 import redis
@@ -56,6 +57,19 @@ def test_everything_whose_doorbells_were_lost_is_rung_at_once_and_then_ever_more
     assert len(rung) < 5 * 20
 
 
+def test_however_long_it_waits_it_is_rung_again_every_minute(oplog, monkeypatch):
+    oplog.admit(MODEL, 0, "create_model", b"", "d")
+    clock = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: clock)
+    rung: list[float] = []
+    settings = EngineSettings(lease_s=5, ring_again_s=1e-6, gap_s=300)
+    ringing = Ringing(oplog, lambda *_: rung.append(clock), settings)
+    for _ in range(1000):
+        clock += 5
+        ringing.sweep()
+    assert {after - before for before, after in pairwise(rung[-5:])} == {60}
+
+
 def test_an_op_whose_worker_died_is_rung_again_soon_however_long_it_had_run(oplog, client, monkeypatch):
     oplog.admit(MODEL, 0, "create_model", b"", "d")
     lease = oplog.acquire(MODEL, "node/1")
@@ -79,15 +93,15 @@ def test_what_waits_briefly_is_left_alone(oplog):
     assert swept(oplog, PATIENT) == []
 
 
-def test_an_op_that_runs_is_given_six_times_as_long(oplog):
+def test_an_op_that_runs_is_given_six_times_as_long(oplog, client):
     oplog.admit(MODEL, 0, "create_model", b"", "d")
     lease = oplog.acquire(MODEL, "a/1")
     assert isinstance(lease, Lease)
     oplog.next(lease, 0)
-    while oplog.pending()[0].waited_s < 0.02:
-        time.sleep(0.005)
-    assert swept(oplog, PATIENT.model_copy(update={"ring_again_s": 10.0})) == []
-    assert len(swept(oplog, PATIENT.model_copy(update={"ring_again_s": 0.02 / 6}))) == 1
+    client.zincrby(keys.PENDING, -180_000, MODEL)  # it waits for three minutes
+    assert swept(oplog, PATIENT) == []
+    client.zincrby(keys.PENDING, -180_000, MODEL)
+    assert len(swept(oplog, PATIENT)) == 1
 
 
 def test_an_op_that_a_dead_worker_had_begun_is_rung_again(oplog, client):
@@ -143,6 +157,13 @@ def test_all_that_is_missing_in_a_row_is_given_up_together(oplog):
     oplog.admit(MODEL, 5, "optim_step", b"", "d")
     assert [request for _, request, _, _ in swept(oplog, HASTY, times=2)] == [f"{MODEL}:{seq}" for seq in range(6)]
     assert oplog.entry(MODEL, 6) is None, "nothing waits behind it"
+
+
+def test_of_very_many_that_are_missing_only_so_many_are_given_up_in_one_round(oplog, monkeypatch):
+    monkeypatch.setattr("workers.chores.ringing._GAP_MOST", 3)
+    oplog.admit(MODEL, 5, "optim_step", b"", "d")
+    swept(oplog, HASTY)
+    assert [oplog.entry(MODEL, seq) is not None for seq in range(6)] == [True, True, True, False, False, True]
 
 
 def test_a_gap_within_its_time_holds_and_one_past_it_is_given_up(oplog):

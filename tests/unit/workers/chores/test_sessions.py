@@ -140,9 +140,13 @@ def test_a_session_is_retired_once(place: Place):
     assert RedisLifecycle(place.client, settings).retired() == []
 
 
-def test_what_belongs_to_a_session_that_came_back_in_between_stays(place: Place):
+@pytest.mark.parametrize("saved", [True, False])
+def test_what_belongs_to_a_session_that_came_back_in_between_stays(place: Place, saved: bool):
+    if not saved:
+        place.records.delete(Checkpoint.namespace, f"tinker://{MODEL}/weights/a")
     before = place.samplers()
     place.endings(HASTY).retire(SESSION)
+    assert place.records.get(Model.namespace, MODEL)
     assert not place.ended()
     assert place.samplers() == before
 

@@ -168,6 +168,7 @@ def test_an_ended_model_keeps_nothing_but_its_record(client, lifecycle, oplog):
     assert int(client.get(keys.PREFIX + "payload_bytes")) == 0
     assert all(client.ttl(keys.future(f"{MODEL}:{seq}")) > 0 for seq in range(3))
     assert oplog.pending() == []
+    assert client.hlen(keys.PREFIX + "pending_queue") == 0
 
 
 def test_what_waits_for_an_ended_model_fails_as_the_users_doing_and_results_stay(client, lifecycle, oplog):

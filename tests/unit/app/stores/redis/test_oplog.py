@@ -311,7 +311,7 @@ def test_a_result_lives_shorter_once_read(oplog, client):
     assert 3000 < client.ttl(keys.future(f"{MODEL}:0")) <= 3600
 
 
-@pytest.mark.parametrize(("size", "seconds"), [(64 * 1024, 3600), (256 * 1024, 900), (4 * 2**20, 300)])
+@pytest.mark.parametrize(("size", "seconds"), [(0, 3600), (64 * 1024, 3600), (256 * 1024, 900), (4 * 2**20, 300)])
 def test_the_larger_a_read_result_the_shorter_it_lives(oplog, client, size, seconds):
     admit(oplog, 0)
     oplog.commit(own(oplog), 0, Result(bytes(size)))
@@ -337,6 +337,15 @@ def test_the_head_behind_a_lost_gradient_is_not_fresh(oplog):
     admit(oplog, 2, "forward_backward")
     oplog.refuse(MODEL, 1, "never came", "drop_gradients")
     assert not oplog.heads({MODEL: 2})[0].fresh
+
+
+def test_a_result_that_is_read_again_lives_no_longer(oplog, client):
+    admit(oplog, 0)
+    oplog.commit(own(oplog), 0, OK)
+    oplog.future(f"{MODEL}:0", "me")
+    client.expire(keys.future(f"{MODEL}:0"), 60)
+    oplog.future(f"{MODEL}:0", "me")
+    assert client.ttl(keys.future(f"{MODEL}:0")) <= 60
 
 
 def test_pending_tells_gaps_and_what_runs(oplog):
@@ -369,6 +378,25 @@ def test_a_sample_is_deduplicated_claimed_once_and_its_first_result_stays(oplog)
     assert oplog.future("s:sample:0:5", "me").result == Result(b"one")
     assert oplog.claim_sample("s:sample:0:5", "b/1") is None
     assert oplog.pending() == []
+
+
+def test_a_sample_that_was_put_off_had_no_attempt_and_is_free_for_anybody(oplog):
+    sample(oplog)
+    attempts = []
+    for boot in range(5):
+        attempts.append(oplog.claim_sample("s:sample:0:5", f"a/{boot}").attempts)
+        oplog.put_off_sample("s:sample:0:5", f"a/{boot}")
+    assert attempts == [0, 0, 0, 0, 0]
+
+
+def test_a_worker_that_lost_its_sample_puts_nothing_off(oplog, client):
+    sample(oplog)
+    oplog.claim_sample("s:sample:0:5", "a/1")
+    client.delete(keys.lease("s:sample:0:5"))
+    oplog.claim_sample("s:sample:0:5", "b/1")
+    oplog.put_off_sample("s:sample:0:5", "a/1")
+    with pytest.raises(Fenced):
+        oplog.claim_sample("s:sample:0:5", "a/1")
 
 
 def test_a_lost_sample_is_gone_so_that_the_sdk_samples_again(oplog, client):

@@ -1,0 +1,28 @@
+"""A training backend in this process, for the sides of benches that need no service."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from app.domain.ops import LoraSpec
+from app.errors import OpError
+from app.settings import BaseModelSettings
+from workers.training.base import BackendOp, Create, TrainingBackend
+from workers.training.factory import create
+
+
+class BareTrainer:
+    """Models `m0`, `m1`, ... of one rank on one base."""
+
+    def __init__(self, settings: BaseModelSettings, models: int, rank: int) -> None:
+        self._backend: TrainingBackend = create(settings)
+        self._backend.open()
+        for name in (f"m{i}" for i in range(models)):
+            self.apply({name: Create(LoraSpec(rank))})
+
+    def apply(self, *passes: Mapping[str, BackendOp]) -> None:
+        """One after another. Raises the first error any Op ends with."""
+        for ops in passes:
+            for outcome in self._backend.apply(ops).values():
+                if isinstance(outcome, OpError):
+                    raise outcome

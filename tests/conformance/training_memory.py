@@ -1,0 +1,79 @@
+"""`python -m tests.conformance.training_memory BASE TRAINER`: run out of memory for real, and go on."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from app.domain.ops import ForwardBackward, LoraSpec
+from app.errors import UserOpError
+from app.settings import BaseModelSettings
+from tests.conformance.test_training_backend import TRAINERS
+from tests.parity.datums import batch, supervised
+from workers.training import factory
+from workers.training.base import Create
+from workers.training.trainer import LoraTrainer
+
+BUDGET = 20_000
+GOOD = ForwardBackward(batch(supervised(1, (9, 30, 4))), "cross_entropy")
+# Its activations in a pass come to more than 100 MB.
+LARGE = ForwardBackward(batch(supervised(2, [500] * 40)), "cross_entropy")
+# Here it is the last datum's targets, when the head has gradients of the first.
+WIDE = ForwardBackward(batch([*supervised(3, [500]), *supervised(3, [20], width=200_000)]), "cross_entropy")
+_ROOM = 48 * 2**20
+
+
+@contextmanager
+def little_memory() -> Iterator[None]:
+    """As in a machine with room for a small pass and no more."""
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (used + _ROOM, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def gradients(backend: LoraTrainer, model: str) -> Mapping[str, bytes]:
+    return {name: gradient.tobytes() for name, gradient in backend.gradients(model).items()}
+
+
+def check_failed(result: Any) -> None:
+    assert isinstance(result, UserOpError), result
+    assert f"micro_batch_tokens is {BUDGET}" in str(result), result
+
+
+def main(base: str, trainer: str) -> None:
+    torch.set_num_threads(1)
+    settings = {**TRAINERS[trainer], "micro_batch_tokens": BUDGET}
+    backend = factory.create(BaseModelSettings(name="tiny", path=base, dtype="float32", trainer=settings))
+    backend.open()
+    spec = LoraSpec(rank=4, seed=1)
+    backend.apply({model: Create(spec) for model in ("large", "neighbour", "alone")})
+    for model in ("large", "neighbour", "alone"):
+        backend.apply({model: GOOD})
+    before = gradients(backend, "large")
+    with little_memory():
+        for op in (LARGE, WIDE):
+            check_failed(backend.apply({"large": op})["large"])
+        together = backend.apply({"large": LARGE, "neighbour": GOOD})
+        check_failed(together["large"])
+        assert backend.healthy()
+        alone = backend.apply({"alone": GOOD})["alone"]
+    assert gradients(backend, "large") == before
+    assert gradients(backend, "neighbour") == gradients(backend, "alone") != before
+    assert together["neighbour"].logprobs.values.tobytes() == alone.logprobs.values.tobytes()
+    backend.apply({"large": GOOD})
+    assert gradients(backend, "large") == gradients(backend, "alone")
+    print("as if never sent")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

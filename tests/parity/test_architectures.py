@@ -1,0 +1,42 @@
+"""Every architecture against transformers + PEFT: datums end to end in one row, each as if it were alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from app.domain.ops import AdamParams, ForwardBackward, LoraSpec, OptimStep
+from app.settings import BaseModelSettings
+from tests.parity import architectures
+from tests.parity.datums import batch, supervised
+from tests.parity.reference import Reference, relative_error
+from workers.training import factory
+from workers.training.base import Create
+
+LENGTHS = (23, 7, 40, 2, 31, 7)
+
+
+@pytest.mark.parametrize("case", architectures.CASES)
+def test_logprobs_and_gradients_equal_the_reference(case: str, tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    base = architectures.build(case, tmp_path / "base")
+    trainer = {"backend": "torch", "micro_batch_tokens": 64}
+    backend = factory.create(BaseModelSettings(name="tiny", path=str(base), dtype="float32", trainer=trainer))
+    backend.open()
+    backend.apply({"m": Create(LoraSpec(rank=4, seed=1))})
+    backend.apply({"m": ForwardBackward(batch(supervised(0, LENGTHS)), "cross_entropy")})
+    backend.apply({"m": OptimStep(AdamParams(learning_rate=1e-2, eps=1e-8))})  # B is no longer zero
+    (tmp_path / "peft").mkdir()
+    backend.save("m", tmp_path / "peft", optimizer=False)
+    reference = Reference(base, tmp_path / "peft")
+    datums = supervised(9, LENGTHS)
+
+    output = backend.apply({"m": ForwardBackward(batch(datums), "cross_entropy")})["m"]
+    for found, wanted in zip(output.logprobs, reference.forward(datums), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+    reference.backward(datums, "cross_entropy")
+    assert relative_error(backend.gradients("m"), reference.gradients()) < 1e-5
+    assert backend._engine.trunk.packed == ("unlisted" not in case)
