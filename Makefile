@@ -25,7 +25,7 @@ demo: $(SETUP)  ## Fine-tune the bundled SmolLM2-135M through the tinker SDK, an
 	$(BIN)/tinsmith demo
 
 test: $(TEST_SETUP) lint  ## Linters, types and all tests, vLLM's CPU build included
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --no-loadscope-reorder
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 lint: $(TEST_SETUP)  ## ruff, formatting, mypy
 	$(BIN)/ruff check .

@@ -31,7 +31,7 @@ class TrainerSettings(_Section):
     zero_stage: Literal[0, 1, 2, 3] = Field(2, description="DeepSpeed ZeRO stage")
     offload: bool = Field(False, description="ZeRO-3: keep the partitioned base in CPU memory")
     devices: tuple[int, ...] = Field((), description="GPU indices, one for each rank; empty means the CPU, or GPU 0..")
-    micro_batch_tokens: int = Field(1024, ge=1, description="padded tokens in one forward/backward pass")
+    micro_batch_tokens: int = Field(1024, ge=1, description="tokens in one forward/backward pass: bounds its memory")
     exact: bool | Literal["auto"] = Field(
         "auto", description="every Op in a pass of its own, so that its bits depend on nothing else; auto: on a CPU"
     )

@@ -1,7 +1,4 @@
-"""Rules for every test: none is skipped, except those marked `gpu` where there is no GPU.
-
-`make test` runs them in two processes. Which runs what goes by groups: a file, or all that share a running stack.
-"""
+"""Rules for every test: none is skipped, except those marked `gpu` where there is no GPU."""
 
 from __future__ import annotations
 
@@ -22,18 +19,11 @@ _SKIPPED = "was skipped, and only tests marked `gpu` may be: "
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(_group(item)))
     if any(Path("/dev").glob("nvidia[0-9]*")):
         return
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="no GPU on this machine"))
-
-
-def _group(item: pytest.Item) -> str:
-    parameters = item.callspec.params if hasattr(item, "callspec") else {}
-    return f"stack {parameters['stack']}" if "stack" in parameters else item.nodeid.partition("::")[0]
 
 
 @pytest.hookimpl(wrapper=True)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from app.domain.ops import LoraSpec
+from app.domain.ops import DropGradients, LoraSpec
 from app.errors import OpError
 from app.settings import BaseModelSettings
+from ops.bench import timing
 from workers.training.base import BackendOp, Create, TrainingBackend
 from workers.training.factory import create
 
@@ -26,3 +27,9 @@ class BareTrainer:
             for outcome in self._backend.apply(ops).values():
                 if isinstance(outcome, OpError):
                     raise outcome
+
+    def timed_ms(self, *passes: Mapping[str, BackendOp]) -> float:
+        """What they take, each model's gradients starting at zero, as behind an optim_step."""
+        for name in {name for ops in passes for name in ops}:
+            self.apply({name: DropGradients()})
+        return timing.timed_ms(lambda: self.apply(*passes))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
@@ -71,19 +71,16 @@ def prepare() -> Callable[[int], Samples]:
     one, eight = (batches.random_tokens(rows, _SMALL, vocab_size) for rows in (1, _TENANTS))
     full = batches.operation(batches.random_tokens(_FULL_ROWS, _FULL, vocab_size))
 
-    def train(*passes: Mapping[str, ForwardBackward]) -> float:
-        return timing.timed_ms(lambda: trainer.apply(*passes))
-
     def everyone(op: ForwardBackward) -> dict[str, ForwardBackward]:
         return {f"m{i}": op for i in range(_TENANTS)}
 
     small_sides = {
-        "eight tenants": lambda: train(everyone(batches.operation(one))),
-        "one tenant": lambda: train({"m0": batches.operation(eight)}),
+        "eight tenants": lambda: trainer.timed_ms(everyone(batches.operation(one))),
+        "one tenant": lambda: trainer.timed_ms({"m0": batches.operation(eight)}),
     }
     full_sides = {
-        "together": lambda: train(everyone(full)),
-        "one after another": lambda: train(*({name: op} for name, op in everyone(full).items())),
+        "together": lambda: trainer.timed_ms(everyone(full)),
+        "one after another": lambda: trainer.timed_ms(*({name: op} for name, op in everyone(full).items())),
     }
 
     def measure(count: int) -> Samples:

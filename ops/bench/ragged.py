@@ -73,7 +73,7 @@ def prepare() -> Callable[[int], Samples]:
     ]
 
     def train(ops: Sequence[ForwardBackward]) -> float:
-        return timing.timed_ms(lambda: trainer.apply(*({"m0": op} for op in ops)))
+        return trainer.timed_ms(*({"m0": op} for op in ops))
 
     return partial(timing.alternate, sides={"packed": lambda: train([packed]), "padded": lambda: train(padded)})
 

@@ -100,6 +100,28 @@ def test_rows_of_one_adapter_give_no_gradient_to_another(model: Tiny, tokens: to
     assert all(pair.a.grad.abs().sum() == 0 for pair in two.pairs.values())
 
 
+def test_neighbours_of_one_shape_share_a_product_and_nothing_else(model: Tiny, tokens: torch.Tensor) -> None:
+    one, two, three = (trained(model, LoraSpec(rank=3, seed=seed)) for seed in (1, 2, 3))
+    scaled = trained(model, LoraSpec(rank=3, seed=4, alpha=12.0))
+    segments = [(one, 1), (two, 1), (three, 2), (scaled, 1)]
+    rows = torch.arange(5)[:, None, None] + 1.0
+    with lora.use(segments):
+        found = model(tokens)
+    (found * rows).sum().backward()
+    gradients = {adapter: [p.grad for p in adapter.tensors().values()] for adapter, _ in segments}
+    start = 0
+    for adapter, count in segments:
+        mine = slice(start, start + count)
+        start += count
+        for parameter in adapter.tensors().values():
+            parameter.grad = None
+        wanted = by_hand(model, adapter, tokens[mine])
+        assert (found[mine] - wanted).norm() <= 1e-5 * wanted.norm()
+        (wanted * rows[mine]).sum().backward()
+        for gradient, parameter in zip(gradients[adapter], adapter.tensors().values(), strict=True):
+            assert (gradient - parameter.grad).norm() <= 1e-5 * parameter.grad.norm()
+
+
 def test_threads_do_not_see_each_others_adapters(model: Tiny, tokens: torch.Tensor) -> None:
     adapter, found = trained(model, LoraSpec(rank=3, seed=1)), []
     with lora.use([(adapter, len(tokens))]):

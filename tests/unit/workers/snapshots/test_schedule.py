@@ -85,8 +85,8 @@ def local(world: World, node: str = "a") -> list[int]:
 
 def stored(world: World) -> set[str]:
     """Prefixes of the snapshots in the object store."""
-    root = world.folder / "objects"
-    return {str(path.parent.relative_to(root)) for path in root.glob(f"models/{MODEL}/snapshots/*/*/*")}
+    keys = FolderStore(world.folder / "objects", "secret", "http://x").list(f"models/{MODEL}/snapshots/")
+    return {key.rpartition("/")[0] for key in keys}
 
 
 def pointer(world: World) -> str:
