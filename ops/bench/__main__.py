@@ -28,6 +28,7 @@ from ops.bench import (
     recovery,
     report,
     snapshots,
+    tenants,
 )
 from ops.bench.report import Outcome
 
@@ -37,6 +38,7 @@ BENCHES: Mapping[str, Callable[[Path], Outcome]] = {
     "overhead": overhead.run,
     "real_step": real_step.run,
     "merged": merged.run,
+    "tenants": tenants.run,
     "ragged": ragged.run,
     "memory": memory.run,
     "recovery": recovery.run,
