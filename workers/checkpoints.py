@@ -42,11 +42,12 @@ def describe(
     model_id: str,
     owner: str,
     base_model: str,
-    lora: LoraSpec,
+    lora: LoraSpec | None,
     seq: int,
     epoch: int,
     user_metadata: Mapping[str, str] | None = None,
     expires_at: float | None = None,
+    critic: bool = False,
 ) -> Manifest:
     """The manifest of the files in `folder`; the other arguments are its fields."""
     files = {source.name: downloads.file_entry(source) for source in sorted(folder.iterdir())}
@@ -66,6 +67,7 @@ def describe(
         has_optimizer=OPTIMIZER_FILE in files,
         user_metadata=dict(user_metadata or {}),
         expires_at=expires_at,
+        critic=critic,
     )
 
 

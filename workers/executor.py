@@ -10,10 +10,21 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from app.domain import codec, records
 from app.domain.checkpoints import Manifest
-from app.domain.ops import FORWARD, CreateModel, DropGradients, ForwardBackward, LoadWeights, Op, OptimStep, SaveWeights
+from app.domain.ops import (
+    FORWARD,
+    CreateModel,
+    DropGradients,
+    ForwardBackward,
+    LoadWeights,
+    LoraSpec,
+    Op,
+    OptimStep,
+    SaveWeights,
+)
 from app.domain.results import Done, Output, Result
 from app.errors import NotFound, OpError, UserOpError
 from app.stores.interfaces import Entry, Lease, ObjectStore, Write
@@ -68,7 +79,7 @@ class Executor:
         if isinstance(op, ForwardBackward):
             _count(op)
         if isinstance(op, CreateModel):
-            ready = {"state": json.dumps("ready"), "lora": json.dumps(asdict(op.spec.lora))}
+            ready = {"state": json.dumps("ready"), "lora": json.dumps(_fields(op.spec.lora))}
             return results.of_json({"model_id": lease.model_id}), [(records.Model.namespace, lease.model_id, ready)]
         return results.of_output(output), []
 
@@ -88,7 +99,7 @@ class Executor:
 
     def restore_from(self, model_id: str, folder: Path, manifest: Manifest) -> None:
         """Bring a model back from a snapshot's folder, dropping whatever state it had here. Raises OpError."""
-        self._backend_apply(model_id, Create(manifest.lora, folder, optimizer=True))
+        self._backend_apply(model_id, Create(manifest.lora, folder, optimizer=True, critic=manifest.critic))
 
     def _consume(self, model_id: str, entry: Entry) -> None:
         if entry.kind == DropGradients.kind:
@@ -97,10 +108,11 @@ class Executor:
     def _apply(self, model_id: str, op: Op) -> Output:
         match op:
             case CreateModel():
+                spec = op.spec
                 if op.source is None:
-                    return self._backend_apply(model_id, Create(op.spec.lora))
+                    return self._backend_apply(model_id, Create(spec.lora, critic=spec.critic))
                 with self._source(op.source, op.prefix) as folder:
-                    return self._backend_apply(model_id, Create(op.spec.lora, folder, op.optimizer))
+                    return self._backend_apply(model_id, Create(spec.lora, folder, op.optimizer, spec.critic))
             case LoadWeights():
                 with self._source(op.source, op.prefix) as folder:
                     return self._backend_apply(model_id, Load(folder, op.optimizer))
@@ -134,6 +146,10 @@ class Executor:
             # On a full disk even this may fail; what stays is right, and gone with the next start.
             with suppress(OSError):
                 checkpoints.forget(prefix, self.cache_dir)
+
+
+def _fields(lora: LoraSpec | None) -> dict[str, Any]:
+    return {} if lora is None else asdict(lora)
 
 
 def _count(op: ForwardBackward) -> None:

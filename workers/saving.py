@@ -60,6 +60,7 @@ class Saver:
             files=sorted(manifest.files),
             expires_at=manifest.expires_at,
             user_metadata=dict(op.user_metadata),
+            critic=model.critic,
         )
         return results.of_json({"path": str(path)}), [(checkpoint.namespace, str(path), records.dump(checkpoint))]
 
@@ -81,7 +82,8 @@ class Saver:
             model_id=lease.model_id,
             owner=model.owner,
             base_model=model.base_model,
-            lora=LoraSpec(**model.lora),
+            lora=None if model.full else LoraSpec(**model.lora),
+            critic=model.critic,
             seq=seq,
             epoch=lease.epoch,
             user_metadata=user_metadata,

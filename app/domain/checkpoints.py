@@ -50,15 +50,16 @@ class FileEntry:
 @dataclass(frozen=True, slots=True)
 class Manifest:
     """`path` is its tinker:// address (empty for a snapshot or an ephemeral sampler adapter); `generation` tells an
-    overwritten checkpoint from its successor. seq and epoch are the model's when it was written.
-    `expires_at` (unix s) is what it was saved with; a change since lies beside it (see `Expiry`)."""
+    overwritten checkpoint from its successor. seq and epoch are the model's when it was written. `lora` is None for all
+    of a model's weights. `expires_at` (unix s) is what it was saved with; a change since lies beside it (see `Expiry`).
+    """
 
     path: str
     generation: str
     model_id: str
     owner: str
     base_model: str
-    lora: LoraSpec
+    lora: LoraSpec | None
     seq: int
     epoch: int
     created: str
@@ -68,6 +69,7 @@ class Manifest:
     has_optimizer: bool = False
     user_metadata: Mapping[str, str] = field(default_factory=dict)
     expires_at: float | None = None
+    critic: bool = False
     schema_version: int = SCHEMA_VERSION
 
     def to_json(self) -> bytes:
@@ -79,6 +81,6 @@ class Manifest:
         raw = json.loads(data)
         if raw.get("schema_version") != SCHEMA_VERSION:
             raise ValueError(f"manifest schema {raw.get('schema_version')!r} is not {SCHEMA_VERSION}")
-        raw["lora"] = LoraSpec(**raw["lora"])
+        raw["lora"] = raw["lora"] and LoraSpec(**raw["lora"])
         raw["files"] = {name: FileEntry(**entry) for name, entry in raw["files"].items()}
         return cls(**raw)

@@ -26,8 +26,11 @@ class LoraSpec:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
+    """`lora` is None where the base's own weights are trained. A `critic` gives a value for each token."""
+
     base_model: str
-    lora: LoraSpec
+    lora: LoraSpec | None
+    critic: bool = False
 
 
 @dataclass(frozen=True, slots=True)

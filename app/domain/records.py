@@ -23,7 +23,8 @@ class Session:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A training run. `state` is creating, ready or failed; `lora` holds LoraSpec's fields once it is ready."""
+    """A training run. `state` is creating, ready or failed; `lora` holds LoraSpec's fields once it is ready, and
+    nothing where all weights are trained (`full`)."""
 
     namespace: ClassVar[str] = "models"
     owner: str
@@ -33,6 +34,8 @@ class Model:
     state: str = "creating"
     lora: dict[str, Any] = field(default_factory=dict)
     user_metadata: dict[str, Any] = field(default_factory=dict)
+    full: bool = False
+    critic: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +67,12 @@ class Checkpoint:
     files: list[str]
     expires_at: float | None = None
     user_metadata: dict[str, str] = field(default_factory=dict)
+    critic: bool = False
+
+    @property
+    def full(self) -> bool:
+        """It holds all of a model's weights, not an adapter."""
+        return not self.lora
 
     def is_expired(self, now: float) -> bool:
         """`now` by the state server's clock."""

@@ -39,7 +39,7 @@ class CheckpointService:
             "training_run_id": model_id,
             "base_model": model.base_model,
             "model_owner": model.owner,
-            "is_lora": True,
+            "is_lora": not model.full,
             "lora_rank": model.lora.get("rank"),
             "corrupted": model.state == "failed",
             "ended": "ended" in stored,

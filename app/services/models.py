@@ -44,7 +44,8 @@ class ModelService:
         if asked.get("base_model", checkpoint.base_model) != checkpoint.base_model:
             raise BadRequest(f"{path} was trained on {checkpoint.base_model}, not on {asked['base_model'][:200]!r}")
         check_loadable(path, asked["optimizer"])
-        spec = ModelSpec(checkpoint.base_model, LoraSpec(**checkpoint.lora))
+        lora = None if checkpoint.full else LoraSpec(**checkpoint.lora)
+        spec = ModelSpec(checkpoint.base_model, lora, checkpoint.critic)
         return self._admit(owner, asked, CreateModel(spec, str(path), asked["optimizer"], checkpoint.prefix))
 
     def describe(self, model_id: str, owner: str) -> dict[str, Any]:
@@ -56,7 +57,7 @@ class ModelService:
             "model_id": model_id,
             "model_data": {**data, "arch": arch} if arch else data,
             "model_name": model.base_model,
-            "is_lora": True,
+            "is_lora": not model.full,
             **({"lora_rank": model.lora["rank"]} if model.lora else {}),
         }
 
@@ -72,10 +73,19 @@ class ModelService:
         load_owned(self._records, Session, asked["session_id"], owner)
         name = op.spec.base_model
         trainer = self._bases.info("trainer", name)
-        check_lora(op.spec.lora, self._bases.settings(name).max_rank, trainer)
-        check_sampled(op.spec.lora, trainer, self._bases.known("sampler", name))
+        if op.spec.lora is not None:
+            check_lora(op.spec.lora, self._bases.settings(name).max_rank, trainer)
+            check_sampled(op.spec.lora, trainer, self._bases.known("sampler", name))
         model_id = ids.model_id(asked["session_id"], asked["model_seq_id"])
-        model = Model(owner, asked["session_id"], name, time.time(), user_metadata=asked["user_metadata"])
+        model = Model(
+            owner,
+            asked["session_id"],
+            name,
+            time.time(),
+            user_metadata=asked["user_metadata"],
+            full=op.spec.lora is None,
+            critic=op.spec.critic,
+        )
         request_id = self._admission.admit(model_id, name, 0, op, records.dump(model))
         return {"request_id": request_id, "model_id": model_id}
 

@@ -147,10 +147,11 @@ class Rebuild:
             prefix=str(place),
             created=_unix(manifest.created),
             size_bytes=sum(entry.size for entry in manifest.files.values()),
-            lora=asdict(manifest.lora),
+            lora=asdict(manifest.lora) if manifest.lora else {},
             files=sorted(manifest.files),
             expires_at=manifest.expires_at,
             user_metadata=dict(manifest.user_metadata),
+            critic=manifest.critic,
         )
         if checkpoint.is_expired(self._records.now()):
             restored.expired += 1
@@ -177,7 +178,16 @@ class Rebuild:
         created = min(_unix(manifest.created) for manifest in manifests)
         if self._records.put_new(Session.namespace, session_id, records.dump(Session(last.owner, created))):
             self._lifecycle.heartbeat(session_id)
-        model = Model(last.owner, session_id, last.base_model, created, "ready", asdict(last.lora))
+        model = Model(
+            last.owner,
+            session_id,
+            last.base_model,
+            created,
+            "ready",
+            asdict(last.lora) if last.lora else {},
+            full=last.lora is None,
+            critic=last.critic,
+        )
         head = {"epoch": str(epoch), "epoch_floor": str(epoch)}
         if snapshot is None:
             head |= {"applied": str(last.seq), "ended": "deleted"}

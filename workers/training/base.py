@@ -26,11 +26,15 @@ OPTIMIZER_FILE = "optimizer.safetensors"
 
 @dataclass(frozen=True, slots=True)
 class Create:
-    """A fresh adapter from its spec, or from a folder `save` wrote (then the spec is the checkpoint's)."""
+    """A fresh adapter from its spec, or from a folder `save` wrote (then the spec is the checkpoint's).
 
-    lora: LoraSpec
+    `lora` is None where the base's own weights are trained. A `critic` has a value head in the place of the base's.
+    """
+
+    lora: LoraSpec | None
     source: Path | None = None
     optimizer: bool = False
+    critic: bool = False
 
 
 @dataclass(frozen=True, slots=True)

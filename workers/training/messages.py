@@ -32,7 +32,7 @@ def decode(data: bytes) -> Call:
 def _pack(op: BackendOp) -> list[Any]:
     match op:
         case Create():
-            return ["create", op.lora, None if op.source is None else str(op.source), op.optimizer]
+            return ["create", op.lora, None if op.source is None else str(op.source), op.optimizer, op.critic]
         case Load():
             return ["load", str(op.source), op.optimizer]
         case _:
@@ -41,8 +41,8 @@ def _pack(op: BackendOp) -> list[Any]:
 
 def _unpack(packed: tuple[Any, ...]) -> BackendOp:
     match packed:
-        case ("create", lora, source, optimizer):
-            return Create(lora, None if source is None else Path(source), optimizer)
+        case ("create", lora, source, optimizer, critic):
+            return Create(lora, None if source is None else Path(source), optimizer, critic)
         case ("load", source, optimizer):
             return Load(Path(source), optimizer)
         case (_, op):

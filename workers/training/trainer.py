@@ -202,6 +202,8 @@ class LoraTrainer(ABC):
     def _create(self, op: Create) -> AdapterState:
         if op.source is not None:
             return self._read(op.source, optimizer=op.optimizer)
+        if op.lora is None:
+            raise UserOpError("this trainer trains LoRA adapters, not the base's own weights")
         return self._state_of(lora.new_adapter(self._engine.base.model, op.lora))
 
     def _load(self, model_id: str, op: Load) -> None:
