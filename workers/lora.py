@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from math import sqrt
 from pathlib import Path
@@ -32,6 +32,9 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "unembed": ("lm_head",),
 }
 _KEY_PREFIX = "base_model.model."
+# What transformers names the head of a sequence classifier, and PEFT, which keeps it beside the adapter, after it.
+_SCORE = "score"
+_SCORE_KEY = f"{_KEY_PREFIX}{_SCORE}.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +47,18 @@ class LoraPair:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Adapter:
-    """Adds `scaling * x Aᵀ Bᵀ` to the output of every linear in `pairs`, which is keyed by module path."""
+    """Adds `scaling * x Aᵀ Bᵀ` to the output of every linear in `pairs`, which is keyed by module path.
+
+    A critic's `value_head`, fp32 [1, hidden size], gives the value of each token from its last hidden state.
+    """
 
     spec: LoraSpec
     pairs: dict[str, LoraPair]
+    value_head: nn.Parameter | None = None
+
+    @property
+    def critic(self) -> bool:
+        return self.value_head is not None
 
     @property
     def scaling(self) -> float:
@@ -55,12 +66,13 @@ class Adapter:
 
     def tensors(self) -> dict[str, nn.Parameter]:
         """Every parameter by its name in a PEFT file, sorted by path: an adapter read from files then has the order
-        of a fresh one, and with it the last bit of its gradients' norm."""
-        return {
+        of a fresh one, and with it the last bit of its gradients' norm. The value head comes last."""
+        found = {
             f"{_KEY_PREFIX}{path}.lora_{part}.weight": parameter
             for path, pair in sorted(self.pairs.items())
             for part, parameter in (("A", pair.a), ("B", pair.b))
         }
+        return found if self.value_head is None else {**found, _SCORE_KEY: self.value_head}
 
     def drop_gradients(self) -> None:
         """Remove every parameter's `.grad`."""
@@ -69,13 +81,12 @@ class Adapter:
 
     def to(self, device: torch.device) -> Adapter:
         """A copy on `device`."""
-        return Adapter(
-            self.spec,
-            {
-                path: _pair(pair.a.detach().to(device, copy=True), pair.b.detach().to(device, copy=True))
-                for path, pair in self.pairs.items()
-            },
-        )
+
+        def copied(parameter: nn.Parameter) -> nn.Parameter:
+            return nn.Parameter(parameter.detach().to(device, copy=True))
+
+        pairs = {path: LoraPair(copied(pair.a), copied(pair.b)) for path, pair in self.pairs.items()}
+        return Adapter(self.spec, pairs, None if self.value_head is None else copied(self.value_head))
 
 
 Segments = Sequence[tuple[Adapter | None, int]]
@@ -205,18 +216,26 @@ def targets(model: nn.Module) -> dict[str, list[str]]:
     return {group: [path for path in found if path.rpartition(".")[2] in names] for group, names in GROUPS.items()}
 
 
-def new_adapter(model: nn.Module, spec: LoraSpec) -> Adapter:
+def new_adapter(model: nn.Module, spec: LoraSpec, *, critic: bool = False) -> Adapter:
     """A fresh adapter on the CPU, for a wrapped or bare model. It changes no output until trained, since B is zero.
 
-    A is kaiming_uniform(a=sqrt(5)), drawn on the CPU from `spec.seed` alone, so every device and rank has the same.
+    A is kaiming_uniform(a=sqrt(5)), drawn on the CPU from `spec.seed` alone, so every device and rank has the same. A
+    critic has no pair on the head it does not use. Its own is N(0, 1/(hidden size + 1)), as OpenRLHF draws it: values
+    start next to 0, where returns mostly are, but not at it, since a zero head would give the adapter no gradient.
     """
+    spec = replace(spec, train_unembed=False) if critic else spec
     generator = torch.Generator("cpu").manual_seed(spec.seed)
     pairs = {}
     for path in _chosen(model, spec):
         in_features, out_features = _features(model.get_submodule(path))
         a = nn.init.kaiming_uniform_(torch.empty(spec.rank, in_features), a=sqrt(5), generator=generator)
         pairs[path] = _pair(a, torch.zeros(out_features, spec.rank))
-    return Adapter(spec, pairs)
+    return Adapter(spec, pairs, _new_value_head(model, generator) if critic else None)
+
+
+def _new_value_head(model: nn.Module, generator: torch.Generator) -> nn.Parameter:
+    width = _hidden_size(model)
+    return nn.Parameter(torch.empty(1, width).normal_(0.0, 1 / (width + 1), generator=generator))
 
 
 def check_fits(adapter: Adapter, model: nn.Module) -> None:
@@ -229,10 +248,28 @@ def check_fits(adapter: Adapter, model: nn.Module) -> None:
                 f"the adapter does not fit this base model: {path} has (in, out) features {found.get(path)} in the "
                 f"file and {expected.get(path)} in the model; load it on the base model it was trained on"
             )
+    if adapter.value_head is not None and adapter.value_head.shape != (1, _hidden_size(model)):
+        raise UserOpError(
+            f"the value head has shape {list(adapter.value_head.shape)}; on this base model it is [1, "
+            f"{_hidden_size(model)}]: load a critic that was trained on it"
+        )
+
+
+def check_role(adapter: Adapter, *, critic: bool) -> None:
+    """Raises UserOpError unless the adapter, read from a checkpoint, is a critic's or a policy's as asked."""
+    if adapter.critic != critic:
+        found, wanted = ("critic", "policy") if adapter.critic else ("policy", "critic")
+        raise UserOpError(
+            f"the checkpoint is a {found}'s and this model is a {wanted}: their heads differ, so neither can take the "
+            f"other's weights. Load a {wanted}'s checkpoint"
+        )
 
 
 def write_peft(adapter: Adapter, folder: Path, base_model_name: str) -> None:
-    """Write `adapter` as PEFT's two files. On a tied head the pair is the head's alone; the embedding has none."""
+    """Write `adapter` as PEFT's two files. On a tied head the pair is the head's alone; the embedding has none.
+
+    A critic is a sequence classifier of one label there.
+    """
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -244,6 +281,8 @@ def write_peft(adapter: Adapter, folder: Path, base_model_name: str) -> None:
         "inference_mode": True,
         "target_modules": sorted({path.rpartition(".")[2] for path in adapter.pairs}),
     }
+    if adapter.critic:
+        config |= {"task_type": "SEQ_CLS", "modules_to_save": [_SCORE]}
     (folder / ADAPTER_CONFIG_FILE).write_text(json.dumps(config, indent=2))
     tensors = {name: parameter.detach().cpu().contiguous() for name, parameter in adapter.tensors().items()}
     save_file(tensors, folder / ADAPTER_FILE, metadata={"format": "pt"})
@@ -252,12 +291,14 @@ def write_peft(adapter: Adapter, folder: Path, base_model_name: str) -> None:
 def read_peft(folder: Path) -> Adapter:
     """The adapter in `folder`, on the CPU; its spec's seed is 0, for nothing is drawn any more.
 
-    Raises UserOpError when the files are missing, damaged, or use PEFT features other than plain LoRA.
+    Raises UserOpError when the files are missing, damaged, or use PEFT features other than plain LoRA and a critic's
+    value head.
     """
     try:
         config = json.loads((folder / ADAPTER_CONFIG_FILE).read_text())
         stored = load_file(folder / ADAPTER_FILE)
-        return Adapter(_spec_of(config), _pairs_of(stored, int(config["r"])))
+        head = nn.Parameter(stored.pop(_SCORE_KEY).float()) if config.get("modules_to_save") else None
+        return Adapter(_spec_of(config), _pairs_of(stored, int(config["r"])), head)
     except (OSError, SafetensorError, ValueError, KeyError) as error:
         raise UserOpError(f"{folder.name} holds no plain LoRA adapter in PEFT files: {error}") from None
 
@@ -295,6 +336,11 @@ def _features(linear: nn.Module) -> tuple[int, int]:
     core = linear.base if isinstance(linear, LoraLinear) else linear
     assert isinstance(core, nn.Linear)
     return core.in_features, core.out_features
+
+
+def _hidden_size(model: nn.Module) -> int:
+    config: Any = model.config
+    return int(config.get_text_config().hidden_size)
 
 
 def _pair(a: Tensor, b: Tensor) -> LoraPair:

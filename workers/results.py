@@ -6,14 +6,14 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from app.domain.results import PROTOBUF, Done, ForwardBackwardOutput, OptimStepOutput, Output, Result
+from app.domain.results import PROTOBUF, CriticOutput, Done, ForwardBackwardOutput, OptimStepOutput, Output, Result
 from app.errors import OpError
 from app.wire.results import encode_forward_backward
 
 
 def of_output(output: Output) -> Result:
     match output:
-        case ForwardBackwardOutput():
+        case ForwardBackwardOutput() | CriticOutput():
             return Result(encode_forward_backward(output), PROTOBUF)
         case OptimStepOutput():
             return of_json({"metrics": dict(output.metrics)})

@@ -16,17 +16,22 @@ ENTROPY = "entropy"
 class LossSpec:
     """`inputs` must be there, per token; `optional` may be; `config` holds the settings with their defaults.
 
-    `wide` losses also take [N, K] targets.
+    `wide` losses also take [N, K] targets. A `critic` loss is about values instead of logprobs: it has no targets, and
+    a forward may leave out any of its inputs, which then count as 0.
     """
 
     inputs: tuple[str, ...]
     optional: tuple[str, ...] = ()
     config: Mapping[str, float] = field(default_factory=dict)
     wide: bool = False
+    critic: bool = False
 
 
 CUSTOM = "custom"
 """A client's own loss: its graph is in the Op, and names what else it reads."""
+
+VALUE_CLIP = "value_clip"
+"""How far a critic's value may move from the old one before its loss no longer gains by it."""
 
 _ENTROPY = {ENTROPY: 0.0}
 _POLICY = ("target_tokens", "logprobs", "advantages")
@@ -43,8 +48,15 @@ LOSSES: Mapping[str, LossSpec] = {
     "cispo": LossSpec(_POLICY, _PER_TOKEN, config=_CLIP),
     "dro": LossSpec(_POLICY, config={"beta": 0.05, **_ENTROPY}),
     "gspo": LossSpec((*_POLICY, "sequence_ratio_mask"), _PER_TOKEN, config=_SEQUENCE_CLIP),
+    "ppo_critic": LossSpec(("values", "returns", "weights"), config={VALUE_CLIP: 0.2}, critic=True),
     CUSTOM: LossSpec(("target_tokens",), wide=True),
 }
+
+
+def losses_of(critic: bool) -> str:
+    """Those a critic can be asked for, or a policy, as text."""
+    return ", ".join(name for name, spec in LOSSES.items() if spec.critic == critic)
+
 
 NOT_OFFERED: Mapping[str, str] = {
     "stable_reinforce": (

@@ -24,6 +24,14 @@ class ForwardBackwardOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class CriticOutput:
+    """values: float32, one array [N] a datum in request order, of each token of its model_input. metrics as above."""
+
+    values: Ragged
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
 class OptimStepOutput:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
@@ -33,7 +41,7 @@ class Done:
     """The Op changed the model and has nothing to report."""
 
 
-Output = ForwardBackwardOutput | OptimStepOutput | Done
+Output = ForwardBackwardOutput | CriticOutput | OptimStepOutput | Done
 
 
 @dataclass(frozen=True, slots=True)

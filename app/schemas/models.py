@@ -15,12 +15,18 @@ class LoraConfig(SdkSchema):
     seed = fields.Integer(strict=True, validate=validate.Range(0, 2**63 - 1))
 
 
+def model_role() -> fields.String:
+    """The SDK, which has no such argument, sends it in user_metadata."""
+    return fields.String(allow_none=True, metadata={"description": "policy, the default, or critic"})
+
+
 class CreateModel(SdkSchema):
     session_id = identifier()
     model_seq_id = counter(0, 10**9 - 1)
     base_model = identifier()
     lora_config = fields.Nested(LoraConfig, load_default=lambda: LoraConfig().load({}))
     optimizer_config = fields.Dict(keys=fields.String())
+    model_role = model_role()
     user_metadata = metadata()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from marshmallow import ValidationError, fields, validate, validates_schema
 
 from app.schemas.base import SdkSchema, counter, identifier, metadata
+from app.schemas.models import model_role
 
 
 class _Save(SdkSchema):
@@ -41,6 +42,7 @@ class LoadWeights(SdkSchema):
     model_seq_id = fields.Integer(strict=True)
     base_model = fields.String()
     optimizer_config = fields.Dict(keys=fields.String())
+    model_role = model_role()
     user_metadata = metadata()
 
     @validates_schema

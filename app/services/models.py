@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from app import ids
@@ -13,7 +14,7 @@ from app.domain.records import Checkpoint, Model, Session
 from app.errors import BadRequest
 from app.services.admission import AdmissionService
 from app.services.base_models import BaseModels
-from app.services.checks.models import check_lora, check_optimizer, check_sampled
+from app.services.checks.models import CRITIC, POLICY, asked_role, check_lora, check_optimizer, check_sampled
 from app.services.endings import Endings
 from app.services.ownership import load_owned
 from app.stores.interfaces import Records
@@ -33,8 +34,10 @@ class ModelService:
         check_optimizer(asked.get("optimizer_config"))
         model_id = ids.model_id(asked["session_id"], asked["model_seq_id"])
         config = {"seed": ids.stable_seed(model_id), **asked["lora_config"]}
-        spec = ModelSpec(asked["base_model"], LoraSpec(**config))
-        return self._admit(owner, asked, CreateModel(spec))
+        lora, critic = LoraSpec(**config), asked_role(asked) == CRITIC
+        if critic:  # which has another head than the one that would be trained
+            lora = replace(lora, train_unembed=False)
+        return self._admit(owner, asked, CreateModel(ModelSpec(asked["base_model"], lora, critic)))
 
     def create_from(self, owner: str, asked: Mapping[str, Any]) -> dict[str, str]:
         """A promise of a model that starts as a checkpoint. Raises NotFound (session, checkpoint) or BadRequest."""
@@ -44,6 +47,9 @@ class ModelService:
         if asked.get("base_model", checkpoint.base_model) != checkpoint.base_model:
             raise BadRequest(f"{path} was trained on {checkpoint.base_model}, not on {asked['base_model'][:200]!r}")
         check_loadable(path, asked["optimizer"])
+        role = asked_role(asked)
+        if role is not None:
+            check_same_role(path, checkpoint, critic=role == CRITIC)
         lora = None if checkpoint.full else LoraSpec(**checkpoint.lora)
         spec = ModelSpec(checkpoint.base_model, lora, checkpoint.critic)
         return self._admit(owner, asked, CreateModel(spec, str(path), asked["optimizer"], checkpoint.prefix))
@@ -75,7 +81,8 @@ class ModelService:
         trainer = self._bases.info("trainer", name)
         if op.spec.lora is not None:
             check_lora(op.spec.lora, self._bases.settings(name).max_rank, trainer)
-            check_sampled(op.spec.lora, trainer, self._bases.known("sampler", name))
+            if not op.spec.critic:
+                check_sampled(op.spec.lora, trainer, self._bases.known("sampler", name))
         model_id = ids.model_id(asked["session_id"], asked["model_seq_id"])
         model = Model(
             owner,
@@ -88,6 +95,13 @@ class ModelService:
         )
         request_id = self._admission.admit(model_id, name, 0, op, records.dump(model))
         return {"request_id": request_id, "model_id": model_id}
+
+
+def check_same_role(path: ids.TinkerPath, checkpoint: Checkpoint, *, critic: bool) -> None:
+    """A critic is loaded from a critic's checkpoint, a policy from a policy's: their heads differ."""
+    if checkpoint.critic != critic:
+        found, wanted = (CRITIC, POLICY) if checkpoint.critic else (POLICY, CRITIC)
+        raise BadRequest(f"{path} is a {found}'s, with another head than a {wanted} has; load a {wanted}'s checkpoint")
 
 
 def check_loadable(path: ids.TinkerPath, optimizer: bool) -> None:

@@ -13,6 +13,7 @@ from app.domain.sampling import SampleRequest
 from app.errors import BadRequest
 from app.services.admission import AdmissionService
 from app.services.base_models import BaseModels
+from app.services.checks.models import check_sampled_role
 from app.services.checks.sampling import check_sample, check_supported
 from app.services.ownership import load_owned
 from app.stores.interfaces import Records
@@ -80,6 +81,7 @@ class SamplingService:
         checkpoint = load_owned(self._records, Checkpoint, str(ids.TinkerPath.parse(path)), owner)
         if base not in (None, checkpoint.base_model):
             raise BadRequest(f"{path} was trained on {checkpoint.base_model}, not on {base[:200]!r}")
+        check_sampled_role(path, critic=checkpoint.critic)
         return Sampler(owner, asked["session_id"], checkpoint.base_model, time.time(), path, checkpoint.prefix)
 
 

@@ -17,10 +17,10 @@ from app.errors import BadRequest, NotFound
 from app.services.admission import MAX_SEQ, AdmissionService
 from app.services.base_models import BaseModels
 from app.services.checks.batch import check_forward_backward
-from app.services.checks.models import check_adam, check_optimizer
+from app.services.checks.models import check_adam, check_optimizer, check_sampled_role
 from app.services.checks.values import in_range
 from app.services.custom_losses import CustomLossService
-from app.services.models import check_loadable
+from app.services.models import check_loadable, check_same_role
 from app.services.ownership import load_owned
 from app.stores.interfaces import Records
 from app.wire.forward_backward import Envelope
@@ -46,7 +46,7 @@ class TrainingService:
         in_range("seq_id", envelope.seq, 1, MAX_SEQ)
         info = self._bases.info("trainer", model.base_model)
         op = envelope.decode(partial(self._custom_losses.find, owner))
-        check_forward_backward(op, info)
+        check_forward_backward(op, info, critic=model.critic)
         # The journal holds every setting in full, so that a later default can not change a replay.
         op = replace(op, loss_config={**LOSSES[op.loss_fn].config, **op.loss_config})
         return self._admit(model, envelope.model_id, envelope.seq, op)
@@ -67,12 +67,13 @@ class TrainingService:
         return self._save(owner, asked, "external_weights")
 
     def save_weights_for_sampler(self, owner: str, asked: Mapping[str, Any]) -> Promise:
-        """Persisted under `path`, or ephemeral under a sampling session of its own."""
+        """Persisted under `path`, or ephemeral under a sampling session of its own. A critic's is a BadRequest."""
+        model = load_owned(self._records, Model, asked["model_id"], owner)
+        check_sampled_role(asked["model_id"], critic=model.critic)
         if asked.get("path") is not None:
             return self._save(owner, asked, "sampler_weights")
         if asked.get("sampling_session_seq_id") is None:
             raise BadRequest("save_weights_for_sampler needs either path or sampling_session_seq_id")
-        model = load_owned(self._records, Model, asked["model_id"], owner)
         session = ids.sampling_session_id(model.session_id, asked["sampling_session_seq_id"])
         self._check_free(session, asked)
         op = SaveWeights("sampler_weights", f"ephemeral-{asked['seq_id']}", sampling_session_id=session)
@@ -89,6 +90,7 @@ class TrainingService:
             raise BadRequest(str(error)) from None
         if checkpoint.base_model != model.base_model:
             raise BadRequest(f"{path} was trained on {checkpoint.base_model}; this model is a {model.base_model}")
+        check_same_role(path, checkpoint, critic=model.critic)
         op = LoadWeights(str(path), asked["optimizer"], checkpoint.prefix)
         return self._admit(model, asked["model_id"], asked["seq_id"], op)
 

@@ -9,20 +9,21 @@ from math import prod
 import numpy as np
 
 from app.domain.batch import Ragged
-from app.domain.results import ForwardBackwardOutput
+from app.domain.results import CriticOutput, ForwardBackwardOutput
 from app.domain.sampling import SampledSequence, SampleOutput
 from app.wire import tinker_pb2 as pb
 
 _RECORD = "ArrayRecord"
 
 
-def encode_forward_backward(output: ForwardBackwardOutput) -> bytes:
-    """A ForwardBackwardOutput message with the field `logprobs`, datums in order.
+def encode_forward_backward(output: ForwardBackwardOutput | CriticOutput) -> bytes:
+    """A ForwardBackwardOutput message with the field `logprobs`, or of a critic `values`, datums in order.
 
     A record holds arrays of one trailing shape, so a run of datums with the same K makes one record.
     """
+    field, arrays = ("values", output.values) if isinstance(output, CriticOutput) else ("logprobs", output.logprobs)
     message = pb.ForwardBackwardOutput(
-        loss_fn_output_type=_RECORD, loss_fn_outputs=_records(output.logprobs), metrics=dict(output.metrics)
+        loss_fn_output_type=_RECORD, loss_fn_outputs=_records(field, arrays), metrics=dict(output.metrics)
     )
     return message.SerializeToString(deterministic=True)
 
@@ -35,19 +36,19 @@ def encode_sample(output: SampleOutput) -> bytes:
     return message.SerializeToString(deterministic=True)
 
 
-def _records(logprobs: Ragged) -> Iterator[pb.ArrayRecord]:
+def _records(field: str, arrays: Ragged) -> Iterator[pb.ArrayRecord]:
     start = 0
-    for trailing, run in groupby(logprobs.shapes, key=lambda shape: shape[1:]):
+    for trailing, run in groupby(arrays.shapes, key=lambda shape: shape[1:]):
         lengths = np.array([0, *(prod(shape) for shape in run)], dtype=np.int64)
         offsets = np.cumsum(lengths)
         stop = start + int(offsets[-1])
         tensor = pb.BatchedTensor(
-            data=_raw(logprobs.values[start:stop], "<f4"),
+            data=_raw(arrays.values[start:stop], "<f4"),
             offsets=_raw(offsets * 4, "<i8"),
             dtype=pb.DTYPE_FLOAT32,
             trailing_shape=trailing,
         )
-        yield pb.ArrayRecord(fields={"logprobs": tensor}, num_datums=len(lengths) - 1)
+        yield pb.ArrayRecord(fields={field: tensor}, num_datums=len(lengths) - 1)
         start = stop
 
 

@@ -90,7 +90,7 @@ class _Parts:
 
         envelope = part("parse", lambda: open_envelope(body))
         op = part("decode", lambda: envelope.decode(no_losses))
-        part("check", lambda: check_forward_backward(op, INFO))
+        part("check", lambda: check_forward_backward(op, INFO, critic=False))
         payload = part("encode", lambda: codec.encode(op))
         digest = part("digest", lambda: codec.digest(payload))
         model_id, seq = self._bodies.model_id, self._bodies.seq

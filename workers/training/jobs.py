@@ -13,7 +13,7 @@ from torch.nn.utils import get_total_norm
 from app.domain.batch import Ragged
 from app.domain.losses import ENTROPY, LOSSES
 from app.domain.ops import ForwardBackward
-from app.domain.results import ForwardBackwardOutput
+from app.domain.results import CriticOutput, ForwardBackwardOutput
 from app.errors import UserOpError
 from workers.lora import Adapter
 from workers.training.losses import LOSS_FNS
@@ -23,7 +23,7 @@ from workers.training.microbatches import Column
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """A loss of n datums: `losses` fp32 [n]; `metrics` fp32 [n] each; `gradient` in the logprobs, fp32 [n, L, K]."""
+    """A loss of n datums: `losses` fp32 [n]; `metrics` fp32 [n] each; `gradient` in the scores, fp32 [n, L, K]."""
 
     losses: Tensor
     metrics: dict[str, Tensor]
@@ -34,15 +34,16 @@ class Evaluation:
 class Job:
     """One Op of the pass, and what has been found for it.
 
-    logprobs: fp32 [all target elements]; `datums` holds fp32 [number of datums] arrays: "bad" (not 0 where the loss,
-    its gradient or a sum among its metrics is not finite), "loss:sum" and the metrics. Both lie on the device.
+    scores: fp32 [all elements of `scored`], the logprobs of the targets, or a critic's values; `datums` holds fp32
+    [number of datums] arrays: "bad" (not 0 where the loss, its gradient or a sum among its metrics is not finite),
+    "loss:sum" and the metrics. Both lie on the device.
     """
 
     op: ForwardBackward
     adapter: Adapter
     tokens: Column
     inputs: dict[str, Column]
-    logprobs: Tensor
+    scores: Tensor
     datums: dict[str, Tensor]
     custom: CustomLossRun | None = None
 
@@ -51,25 +52,34 @@ class Job:
         spec = LOSSES[op.loss_fn]
         wanted = {*spec.inputs, *spec.optional}
         inputs = {name: Column(ragged) for name, ragged in op.batch.inputs.items() if name in wanted}
-        logprobs = torch.zeros(len(op.batch.inputs["target_tokens"].values), device=device)
+        scores = torch.zeros(len(_scored(op).values), device=device)
         custom = CustomLossRun(op.custom, op.batch) if op.custom else None
         # A rank without a datum of this Op sums with those that have some, so the names are fixed beforehand.
         metrics = custom.metrics if custom else _metrics(op, inputs)
         datums = {name: torch.zeros(len(op.batch), device=device) for name in ("bad", "loss:sum", *metrics)}
-        return cls(op, adapter, Column(op.batch.tokens), inputs, logprobs, datums, custom)
+        return cls(op, adapter, Column(op.batch.tokens), inputs, scores, datums, custom)
+
+    @property
+    def critic(self) -> bool:
+        return LOSSES[self.op.loss_fn].critic
+
+    @property
+    def scored(self) -> Column:
+        """What has a score for each of its elements: the targets, or where a critic gives values the tokens."""
+        return self.tokens if self.critic else self.inputs["target_tokens"]
 
     def evaluate(
         self,
         datums: np.ndarray,
-        logprobs: Tensor,
+        scores: Tensor,
         inputs: dict[str, Tensor],
         real: Tensor,
         entropy: Tensor | None,
     ) -> Evaluation:
         """The loss on these datums (indices); the rest as for `evaluate` below."""
         if self.custom is not None:
-            return Evaluation(*self.custom.evaluate(datums, logprobs))
-        return evaluate(self.op, logprobs, inputs, real, entropy)
+            return Evaluation(*self.custom.evaluate(datums, scores))
+        return evaluate(self.op, scores, inputs, real, entropy)
 
     def note(self, datums: Tensor, found: Evaluation) -> Tensor:
         """Keep what was found for these datums (indices); returns the gradient, with zeros for the bad ones."""
@@ -104,20 +114,20 @@ class Job:
         if len(bad):
             datum = int(bad[0])
             if self.custom is not None:
-                self.custom.explain(datum, self.logprobs)
+                self.custom.explain(datum, self.scores)
             loss = self.datums["loss:sum"][datum].item()
             raise UserOpError(
                 f"datum {datum}: its {self.op.loss_fn} loss is {loss}, and the loss, its gradient or a ratio is not "
                 "finite; look at its logprobs, weights and advantages. The model is unchanged"
             )
 
-    def output(self) -> ForwardBackwardOutput:
+    def output(self) -> ForwardBackwardOutput | CriticOutput:
         """What the Op's future carries."""
-        shapes = self.op.batch.inputs["target_tokens"].shapes
         found = {name: t.double().cpu() for name, t in self.datums.items() if name != "bad"}
         metrics = {name: float(_reduce(name, t, 0)) if len(t) else 0.0 for name, t in found.items()}
         metrics["tokens:sum"] = float(sum(self.tokens.lengths))
-        return ForwardBackwardOutput(Ragged(self.logprobs.cpu().numpy(), shapes), metrics)
+        scores = Ragged(self.scores.cpu().numpy(), _scored(self.op).shapes)
+        return CriticOutput(scores, metrics) if self.critic else ForwardBackwardOutput(scores, metrics)
 
 
 def asks_entropy(op: ForwardBackward) -> bool:
@@ -125,16 +135,16 @@ def asks_entropy(op: ForwardBackward) -> bool:
 
 
 def evaluate(
-    op: ForwardBackward, logprobs: Tensor, inputs: dict[str, Tensor], real: Tensor, entropy: Tensor | None
+    op: ForwardBackward, scores: Tensor, inputs: dict[str, Tensor], real: Tensor, entropy: Tensor | None
 ) -> Evaluation:
     """The Op's loss on some of its datums, on the small tensors only.
 
-    logprobs: fp32 [n, L, K], without a graph; `inputs`: by name, of that shape; `real`: where it is no padding;
+    scores: fp32 [n, L, K], without a graph; `inputs`: by name, of that shape; `real`: where it is no padding;
     entropy: fp32 [n, L, 1], None unless asked for.
     """
     config = {**LOSSES[op.loss_fn].config, **op.loss_config}
     with torch.enable_grad():
-        leaf = logprobs.detach().requires_grad_()
+        leaf = scores.detach().requires_grad_()
         value = LOSS_FNS[op.loss_fn](leaf, inputs, config)
         losses = torch.where(real, value.per_token, 0.0).sum((1, 2))
         (gradient,) = torch.autograd.grad(losses.sum(), leaf)
@@ -156,6 +166,11 @@ _REDUCTIONS: Mapping[str, Callable[..., Tensor]] = {
 def _reduce(name: str, values: Tensor, dims: int | tuple[int, ...]) -> Tensor:
     """By the suffix of a metric's name; a mean is a custom loss's alone, over datums."""
     return _REDUCTIONS[name.rpartition(":")[2]](values, dims)
+
+
+def _scored(op: ForwardBackward) -> Ragged:
+    """As for `Job.scored`."""
+    return op.batch.tokens if LOSSES[op.loss_fn].critic else op.batch.inputs["target_tokens"]
 
 
 def _metrics(op: ForwardBackward, inputs: Mapping[str, Column]) -> Iterable[str]:

@@ -6,31 +6,41 @@ and its gradient is thrown away.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from workers.lora import Adapter
 from workers.training.engine import Engine
+from workers.training.head import Head
 from workers.training.jobs import Job, asks_entropy
 from workers.training.microbatches import Column, MicroBatch, Share, cut
 from workers.training.reading import CHUNK_ROWS, Reading
+from workers.training.valuing import Valuing
+
+Read = Callable[[MicroBatch, Tensor], Reading | Valuing]
+"""What is made of a block and its hidden states [T, hidden size]."""
 
 
 class Pass:
-    """Runs jobs that are all forward-only, or all not, on this rank's share of the micro-batches."""
+    """Runs jobs that are all forward-only, or all not, and all of critics, or none, on this rank's share of the
+    micro-batches."""
 
     def __init__(self, engine: Engine, jobs: Sequence[Job], micro_batch_tokens: int) -> None:
         self._engine = engine
         self._jobs = jobs
         self._device = engine.base.device
         self._backward = not jobs[0].op.forward_only
+        self._critics = jobs[0].critic
         lengths = [job.tokens.lengths for job in jobs]
         self._batches = cut(lengths, micro_batch_tokens, packed=engine.trunk.packed)
 
     def run(self, moved: Callable[[], None]) -> None:
-        """Fill every job's logprobs and datums, and its adapter's `.grad` unless forward-only, from all ranks.
+        """Fill every job's scores and datums, and its adapter's `.grad` unless forward-only, from all ranks.
 
         `moved` is called after each micro-batch.
         """
@@ -50,18 +60,38 @@ class Pass:
         tokens = np.concatenate([self._jobs[share.op].tokens.flat(share.datums) for share in batch.shares])
         owners = [(self._jobs[share.op].adapter, len(share.datums)) for share in batch.shares]
         with torch.set_grad_enabled(self._backward):
-            hidden = self._engine.trunk(self._moved(tokens.astype(np.int64)), batch.lengths, owners)
+            hidden = self._engine.trunk(
+                self._moved(tokens.astype(np.int64)), batch.lengths, owners, hidden=self._critics
+            )
         gradient = torch.zeros_like(hidden, requires_grad=False) if self._backward else None
-        with torch.no_grad(), self._engine.head() as head:
+        with torch.no_grad(), self._reader() as read:
             for rows, block in batch.blocks(CHUNK_ROWS[self._device.type]):
-                owners = [(self._jobs[share.op].adapter, share.tokens) for share in block.shares]
-                asked = any(asks_entropy(self._jobs[share.op].op) for share in block.shares)
-                reading = Reading(head, hidden[rows], self._targets(block), owners, keep=self._backward, entropy=asked)
-                seed = self._losses(block, reading.logprobs, reading.entropy)
+                reading = read(block, hidden[rows])
+                seed = self._losses(block, reading.scores, reading.entropy)
                 if gradient is not None:
                     gradient[rows] = reading.gradient(seed)
         if hidden.requires_grad:
             hidden.backward(gradient)
+
+    @contextmanager
+    def _reader(self) -> Iterator[Read]:
+        """For policies this is a collective (see Engine.head); a critic makes no logits."""
+        if self._critics:
+            yield self._values
+            return
+        with self._engine.head() as head:
+            yield partial(self._logprobs, head)
+
+    def _logprobs(self, head: Head, block: MicroBatch, hidden: Tensor) -> Reading:
+        asked = any(asks_entropy(self._jobs[share.op].op) for share in block.shares)
+        targets = self._targets(block)
+        return Reading(head, hidden, targets, self._owners(block), keep=self._backward, entropy=asked)
+
+    def _values(self, block: MicroBatch, hidden: Tensor) -> Valuing:
+        return Valuing(hidden, self._owners(block))
+
+    def _owners(self, block: MicroBatch) -> list[tuple[Adapter, int]]:
+        return [(self._jobs[share.op].adapter, share.tokens) for share in block.shares]
 
     def _targets(self, block: MicroBatch) -> Tensor:
         """int64 [T, widest K], 0 where a datum's K is smaller."""
@@ -72,26 +102,26 @@ class Pass:
         widest = max(part.shape[1] for part in parts)
         return torch.cat([nn.functional.pad(part, (0, widest - part.shape[1])) for part in parts])
 
-    def _losses(self, block: MicroBatch, logprobs: Tensor, entropy: Tensor | None) -> Tensor:
-        """Note what the losses of these logprobs come to; returns the gradient in them, fp32 [T, K]."""
-        seed = torch.zeros_like(logprobs)
+    def _losses(self, block: MicroBatch, scores: Tensor, entropy: Tensor | None) -> Tensor:
+        """Note what the losses of these scores come to; returns the gradient in them, fp32 [T, K]."""
+        seed = torch.zeros_like(scores)
         start = 0
         for share in block.shares:
             rows = slice(start, start + share.tokens)
             start += share.tokens
             job = self._jobs[share.op]
-            width = job.inputs["target_tokens"].width(share.datums)
+            width = job.scored.width(share.datums)
             own = entropy[rows] if entropy is not None and asks_entropy(job.op) else None
-            seed[rows, :width] = self._loss(job, share, logprobs[rows, :width], own)
+            seed[rows, :width] = self._loss(job, share, scores[rows, :width], own)
         return seed
 
-    def _loss(self, job: Job, share: Share, logprobs: Tensor, entropy: Tensor | None) -> Tensor:
-        """Note the results of one share; returns the loss's gradient in its logprobs, zero for bad datums."""
+    def _loss(self, job: Job, share: Share, scores: Tensor, entropy: Tensor | None) -> Tensor:
+        """Note the results of one share; returns the loss's gradient in its scores, zero for bad datums."""
         real_rows = self._real(share)
-        padded = _padded(logprobs, real_rows)
-        where = self._moved(job.inputs["target_tokens"].positions(share.datums, max(share.lengths)))
+        padded = _padded(scores, real_rows)
+        where = self._moved(job.scored.positions(share.datums, max(share.lengths)))
         real = where >= 0
-        job.logprobs[where[real]] = padded[real]
+        job.scores[where[real]] = padded[real]
         inputs = {name: self._block(column, share) for name, column in job.inputs.items()}
         entropies = None if entropy is None else _padded(entropy, real_rows)
         found = job.evaluate(share.datums, padded, inputs, real, entropies)
@@ -110,8 +140,8 @@ class Pass:
     def _keep_in_step(self) -> None:
         """A pass over one token that counts for nothing, so that this rank takes part in the others' collectives."""
         with torch.set_grad_enabled(self._backward):
-            hidden = self._engine.trunk(self._moved(np.zeros(1, np.int64)), [1], [(None, 1)])
-        with self._engine.head():
+            hidden = self._engine.trunk(self._moved(np.zeros(1, np.int64)), [1], [(None, 1)], hidden=self._critics)
+        with self._reader():
             pass
         if hidden.requires_grad:
             hidden.backward(torch.zeros_like(hidden))
@@ -119,7 +149,7 @@ class Pass:
     def _gather(self) -> None:
         """Each datum was computed on one rank and is zero on the others, so a sum is a gather, to the bit."""
         ranks = self._engine.ranks
-        ranks.sum_([found for job in self._jobs for found in (job.logprobs, *job.datums.values())])
+        ranks.sum_([found for job in self._jobs for found in (job.scores, *job.datums.values())])
         if self._backward:
             for job in self._jobs:
                 ranks.sum_(job.gradients())

@@ -22,7 +22,7 @@ _WORTH_PICKING = 0.75
 class Reading:
     """hidden [T, hidden size] and targets int64 [T, K]; the segments add up to T.
 
-    `logprobs`: fp32 [T, K]; `entropy`: fp32 [T, 1] if it was asked for.
+    `scores`: the logprobs, fp32 [T, K]; `entropy`: fp32 [T, 1] if it was asked for.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Reading:
             entropies.append(scored.entropy)
             if keep and len(hidden) * scored.exps.shape[1] <= _KEPT_ELEMENTS:
                 self._kept.append(scored)
-        self.logprobs = torch.cat(found)
+        self.scores = torch.cat(found)
         self.entropy = torch.cat([one for one in entropies if one is not None]) if entropy else None
 
     def gradient(self, seed: Tensor) -> Tensor:

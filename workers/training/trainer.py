@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -130,12 +131,12 @@ class LoraTrainer(ABC):
 
     def _apply(self, ops: Mapping[str, BackendOp]) -> Results:
         results: Results = {}
-        batches: dict[bool, dict[str, ForwardBackward]] = {False: {}, True: {}}
+        batches: defaultdict[tuple[bool, bool], dict[str, ForwardBackward]] = defaultdict(dict)
         for model_id, op in ops.items():
             try:
                 if isinstance(op, ForwardBackward):
-                    self._state(model_id)
-                    batches[op.forward_only][model_id] = op
+                    critic = self._state(model_id).adapter.critic
+                    batches[op.forward_only, critic][model_id] = op
                 else:
                     results[model_id] = self._apply_alone(model_id, op)
             except OpError as error:
@@ -157,8 +158,6 @@ class LoraTrainer(ABC):
         return Done()
 
     def _forward_backward(self, ops: Mapping[str, ForwardBackward]) -> Results:
-        if not ops:
-            return {}
         jobs = self._run(ops)
         if jobs is not None:
             return {model_id: self._finish(model_id, job) for model_id, job in jobs.items()}
@@ -201,21 +200,22 @@ class LoraTrainer(ABC):
 
     def _create(self, op: Create) -> AdapterState:
         if op.source is not None:
-            return self._read(op.source, optimizer=op.optimizer)
+            return self._read(op.source, optimizer=op.optimizer, critic=op.critic)
         if op.lora is None:
             raise UserOpError("this trainer trains LoRA adapters, not the base's own weights")
-        return self._state_of(lora.new_adapter(self._engine.base.model, op.lora))
+        return self._state_of(lora.new_adapter(self._engine.base.model, op.lora, critic=op.critic))
 
     def _load(self, model_id: str, op: Load) -> None:
-        loaded = self._read(op.source, optimizer=op.optimizer)
-        self._state(model_id).check_same_shape(loaded)
+        state = self._state(model_id)
+        loaded = self._read(op.source, optimizer=op.optimizer, critic=state.adapter.critic)
+        state.check_same_shape(loaded)
         self._states[model_id] = loaded
 
-    def _read(self, folder: Path, *, optimizer: bool) -> AdapterState:
+    def _read(self, folder: Path, *, optimizer: bool, critic: bool) -> AdapterState:
         """Every rank has read `folder` when this returns, since its owner may remove it then. Raises UserOpError."""
         state, failure = None, None
         try:
-            state = self._read_here(folder, optimizer=optimizer)
+            state = self._read_here(folder, optimizer=optimizer, critic=critic)
         except UserOpError as error:
             failure = error
         readers = self._engine.ranks.count(state is not None)
@@ -225,8 +225,9 @@ class LoraTrainer(ABC):
             raise RuntimeError(f"{readers} of {self._engine.ranks.size} ranks could read {folder}: {failure}")
         return state
 
-    def _read_here(self, folder: Path, *, optimizer: bool) -> AdapterState:
+    def _read_here(self, folder: Path, *, optimizer: bool, critic: bool) -> AdapterState:
         adapter = lora.read_peft(folder)
+        lora.check_role(adapter, critic=critic)
         lora.check_fits(adapter, self._engine.base.model)
         state = self._state_of(adapter)
         if optimizer:

@@ -24,7 +24,8 @@ Owners = Sequence[tuple[Adapter | None, int]]
 
 
 class Trunk(nn.Module):
-    """Gives the last hidden states where the architecture is known (workers/training/architectures.py), else logits.
+    """Gives the last hidden states where the architecture is known (workers/training/architectures.py) or they are all
+    that is wanted; else logits.
 
     `packed`: datums lie end to end and no token is padding; else they are padded on the right to the longest.
     """
@@ -42,9 +43,9 @@ class Trunk(nn.Module):
         if trainer.activation_checkpointing:
             _checkpoint_layers(model)
 
-    def forward(self, tokens: Tensor, lengths: Sequence[int], owners: Owners) -> Tensor:
-        """int64 [T], the datums' tokens end to end -> [T, hidden size], or [T, vocabulary]."""
-        return self._packed(tokens, lengths, owners) if self.packed else self._padded(tokens, lengths, owners)
+    def forward(self, tokens: Tensor, lengths: Sequence[int], owners: Owners, *, hidden: bool = False) -> Tensor:
+        """int64 [T], the datums' tokens end to end -> [T, hidden size], or [T, vocabulary] unless `hidden`."""
+        return self._packed(tokens, lengths, owners) if self.packed else self._padded(tokens, lengths, owners, hidden)
 
     def _packed(self, tokens: Tensor, lengths: Sequence[int], owners: Owners) -> Tensor:
         positions = torch.cat([torch.arange(length, device=tokens.device) for length in lengths])
@@ -54,12 +55,14 @@ class Trunk(nn.Module):
             )
         return output.last_hidden_state[0]  # type: ignore[no-any-return]
 
-    def _padded(self, tokens: Tensor, lengths: Sequence[int], owners: Owners) -> Tensor:
+    def _padded(self, tokens: Tensor, lengths: Sequence[int], owners: Owners, hidden: bool) -> Tensor:
         longest = max(lengths)
         real = torch.arange(longest) < torch.tensor(lengths)[:, None]
         real = real.to(tokens.device)
         rows = torch.zeros(real.shape, dtype=tokens.dtype, device=tokens.device).masked_scatter_(real, tokens)
         with lora.use(_segments(owners, [longest] * len(lengths))):
+            if hidden:
+                return self.model.base_model(rows, use_cache=False).last_hidden_state[real]  # type: ignore[no-any-return]
             return self.model(rows, use_cache=False).logits[real]  # type: ignore[no-any-return]
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from app.domain.base_models import BaseModelInfo
 from app.domain.batch import Batch, Ragged
-from app.domain.losses import CLIP_HIGH, CLIP_LOW, LOSSES, NOT_OFFERED, LossSpec
+from app.domain.losses import CLIP_HIGH, CLIP_LOW, LOSSES, NOT_OFFERED, LossSpec, losses_of
 from app.domain.ops import ForwardBackward
 from app.errors import BadRequest
 from app.services.checks.custom_loss import check_custom_inputs
@@ -17,16 +17,19 @@ from app.services.checks.custom_loss import check_custom_inputs
 _LARGEST = float(np.finfo(np.float32).max)
 
 
-def check_forward_backward(op: ForwardBackward, info: BaseModelInfo) -> None:
-    """Raises BadRequest when `op` could not run on this base model."""
-    spec = check_loss(op.loss_fn)
+def check_forward_backward(op: ForwardBackward, info: BaseModelInfo, *, critic: bool) -> None:
+    """Raises BadRequest when `op` could not run on this base model, by a policy or a `critic`."""
+    spec = check_loss(op.loss_fn, critic=critic)
     check_lengths(op.batch, info.max_context)
     check_tokens("model_input", op.batch.tokens, info.vocab_size)
-    if op.custom is None:
-        check_inputs(op.batch, op.loss_fn, spec)
-    else:
+    if op.custom is not None:
         check_custom_inputs(op.batch, op.custom)
-    check_tokens("target_tokens", op.batch.inputs["target_tokens"], info.vocab_size)
+    elif spec.critic:
+        check_critic_inputs(op, spec)
+    else:
+        check_inputs(op.batch, op.loss_fn, spec)
+    if not spec.critic:
+        check_targets(op.batch.inputs["target_tokens"], info.vocab_size)
     check_finite(op.batch)
     check_loss_config(op.loss_config, op.loss_fn, spec)
     if op.custom is None:
@@ -34,13 +37,17 @@ def check_forward_backward(op: ForwardBackward, info: BaseModelInfo) -> None:
         check_ratio_mask(op.batch)
 
 
-def check_loss(loss_fn: str) -> LossSpec:
-    """The loss by that name."""
+def check_loss(loss_fn: str, *, critic: bool) -> LossSpec:
+    """The loss by that name, which is one for a policy or one for a critic."""
     if loss_fn in NOT_OFFERED:
         raise BadRequest(f"loss_fn {loss_fn} is not offered: {NOT_OFFERED[loss_fn]}")
     if loss_fn not in LOSSES:
         raise BadRequest(f"loss_fn {loss_fn[:80]!r} is unknown; known are {', '.join(LOSSES)}")
-    return LOSSES[loss_fn]
+    spec = LOSSES[loss_fn]
+    if spec.critic != critic:
+        role, other = ("critic", "policy") if critic else ("policy", "critic")
+        raise BadRequest(f"loss_fn {loss_fn} is for a {other} and this model is a {role}; it takes {losses_of(critic)}")
+    return spec
 
 
 def check_lengths(batch: Batch, max_context: int) -> None:
@@ -60,18 +67,35 @@ def check_tokens(key: str, column: Ragged, vocab_size: int) -> None:
         raise BadRequest(f"{_place(column, index, key)}: token {values[index]} is not in 0..{vocab_size - 1}")
 
 
+def check_targets(targets: Ragged, vocab_size: int) -> None:
+    """Ids of the vocabulary, and no more of them at a position than there are."""
+    check_tokens("target_tokens", targets, vocab_size)
+    for i, (_, *width) in enumerate(targets.shapes):
+        if width and width[0] > vocab_size:
+            raise BadRequest(
+                f"datum {i}: target_tokens has K = {width[0]} targets a position, more than the {vocab_size} tokens of "
+                "the vocabulary; send each at most once"
+            )
+
+
 def check_inputs(batch: Batch, loss_fn: str, spec: LossSpec) -> None:
     """Every required input is there; all are as long as the tokens and, but for wide losses, one-dimensional."""
-    for name in spec.inputs:
-        if name not in batch.inputs:
-            raise BadRequest(f"datum 0: {name} is missing; {loss_fn} needs it in every datum's loss_fn_inputs")
+    _check_there(batch, loss_fn, spec)
     targets = batch.inputs["target_tokens"].shapes
     for i, ((length,), shape) in enumerate(zip(batch.tokens.shapes, targets, strict=True)):
         if shape[:1] != (length,) or len(shape) > (2 if spec.wide else 1):
             allowed = f"[{length}] or [{length}, K]" if spec.wide else f"[{length}]"
             raise BadRequest(f"datum {i}: target_tokens has shape {list(shape)}; {loss_fn} needs {allowed}")
     for name, column in batch.inputs.items():
-        _check_same_shapes(name, column, targets)
+        _check_same_shapes(name, column, targets, "target_tokens")
+
+
+def check_critic_inputs(op: ForwardBackward, spec: LossSpec) -> None:
+    """Every input is there, unless values alone are asked for, and as long as the tokens."""
+    if not op.forward_only:
+        _check_there(op.batch, op.loss_fn, spec)
+    for name, column in op.batch.inputs.items():
+        _check_same_shapes(name, column, op.batch.tokens.shapes, "model_input")
 
 
 def check_finite(batch: Batch) -> None:
@@ -120,11 +144,17 @@ def _thresholds(batch: Batch, settings: Mapping[str, float], name: str) -> np.nd
     return batch.inputs[name].values if name in batch.inputs else np.array([settings.get(name, 0.0)], np.float32)
 
 
-def _check_same_shapes(name: str, column: Ragged, targets: tuple[tuple[int, ...], ...]) -> None:
-    if column.shapes == targets:
+def _check_there(batch: Batch, loss_fn: str, spec: LossSpec) -> None:
+    for name in spec.inputs:
+        if name not in batch.inputs:
+            raise BadRequest(f"datum 0: {name} is missing; {loss_fn} needs it in every datum's loss_fn_inputs")
+
+
+def _check_same_shapes(name: str, column: Ragged, wanted: tuple[tuple[int, ...], ...], like: str) -> None:
+    if column.shapes == wanted:
         return
-    i = next(i for i, (shape, target) in enumerate(zip(column.shapes, targets, strict=True)) if shape != target)
-    raise BadRequest(f"datum {i}: {name} has shape {list(column.shapes[i])}, but target_tokens has {list(targets[i])}")
+    i = next(i for i, (shape, other) in enumerate(zip(column.shapes, wanted, strict=True)) if shape != other)
+    raise BadRequest(f"datum {i}: {name} has shape {list(column.shapes[i])}, but {like} has {list(wanted[i])}")
 
 
 def _place(column: Ragged, index: int, key: str) -> str:

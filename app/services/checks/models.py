@@ -11,6 +11,8 @@ from app.errors import BadRequest
 from app.services.checks.values import in_range
 
 GROUPS = ("attn", "mlp", "unembed")
+ROLE = "model_role"
+POLICY, CRITIC = "policy", "critic"
 
 
 def check_lora(lora: LoraSpec, max_rank: int, info: BaseModelInfo) -> None:
@@ -28,6 +30,28 @@ def check_sampled(lora: LoraSpec, trainer: BaseModelInfo, sampler: BaseModelInfo
     for group in trained:
         if sampler is not None and group not in sampler.trainable_groups:
             raise BadRequest(f"the sampler of {sampler.name} takes no adapter there: set train_{group} to false")
+
+
+def asked_role(asked: Mapping[str, Any]) -> str | None:
+    """POLICY or CRITIC, as the field model_role or that of user_metadata says (the SDK can send only the latter); None
+    where neither is given."""
+    given = [role for role in (asked.get(ROLE), asked["user_metadata"].get(ROLE)) if role is not None]
+    for role in given:
+        if role not in (POLICY, CRITIC):
+            raise BadRequest(f"{ROLE} {str(role)[:80]!r} is unknown; it can be {POLICY} or {CRITIC}")
+    if len(set(given)) > 1:
+        raise BadRequest(
+            f"{ROLE} is {given[0]}, but {given[1]} in user_metadata; send one of them, or the same in both"
+        )
+    return given[0] if given else None
+
+
+def check_sampled_role(what: str, *, critic: bool) -> None:
+    """Only a policy is sampled from."""
+    if critic:
+        raise BadRequest(
+            f"{what} is a critic, which gives values and cannot be sampled from; save it with save_weights"
+        )
 
 
 def check_optimizer(config: Mapping[str, Any] | None) -> None:

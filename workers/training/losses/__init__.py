@@ -13,6 +13,7 @@ from workers.training.losses.dro import dro
 from workers.training.losses.gspo import gspo
 from workers.training.losses.importance_sampling import importance_sampling
 from workers.training.losses.ppo import ppo
+from workers.training.losses.ppo_critic import ppo_critic
 from workers.training.losses.value import LossFn, LossValue
 
 LOSS_FNS: Mapping[str, LossFn] = {
@@ -22,6 +23,7 @@ LOSS_FNS: Mapping[str, LossFn] = {
     "cispo": cispo,
     "dro": dro,
     "gspo": gspo,
+    "ppo_critic": ppo_critic,
 }
 
 __all__ = ["LOSS_FNS", "LossFn", "LossValue"]

@@ -100,6 +100,7 @@ BAD_BATCHES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "weights short": ({**CROSS, "weights": [1.0]}, ["datum 0", "weights", "[1]", "[3]"]),
     "weights wide": ({**CROSS, "weights": np.ones((3, 2))}, ["weights", "[3, 2]"]),
     "three dimensions": ({"target_tokens": np.ones((3, 1, 1))}, ["[3, 1, 1]"]),
+    "more targets than tokens": ({"target_tokens": np.ones((3, VOCAB + 1))}, ["datum 0", str(VOCAB + 1), str(VOCAB)]),
     "nan weight": ({**CROSS, "weights": [1.0, math.nan, 1.0]}, ["datum 0", "weights", "position 1", "nan"]),
     "infinite advantage": ({"loss_fn": "dro", **POLICY, "advantages": [math.inf, 0, 0]}, ["advantages", "inf"]),
     "unknown setting": ({"config": {"beta": 1.0}}, ["'beta'", "cross_entropy"]),
@@ -150,6 +151,11 @@ def given(name: str) -> Any:
     return [2, 3, 4] if name == "target_tokens" else [0.9, 0.9, 0.9]
 
 
+def taker(api: Api, loss_fn: str) -> str:
+    """A model the loss is for."""
+    return api.model(model_role="critic" if LOSSES[loss_fn].critic else "policy")
+
+
 # A custom loss names its inputs itself (test_custom_losses.py).
 BUILT_IN = [name for name in LOSSES if name != CUSTOM]
 # A value that is wrong in one way, or None for none at all.
@@ -164,7 +170,7 @@ FAULTS: dict[str, Callable[[str], np.ndarray | None]] = {
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("loss_fn", BUILT_IN)
 def test_every_input_of_every_loss_is_checked_and_named_with_its_datum(api: Api, loss_fn: str, fault: str) -> None:
-    model, spec = api.model(), LOSSES[loss_fn]
+    model, spec = taker(api, loss_fn), LOSSES[loss_fn]
     names = [*spec.inputs, *spec.optional]
     good = batch(model, 1, loss_fn=loss_fn, **{name: given(name) for name in names})
     good.data.add().CopyFrom(good.data[0])
@@ -182,7 +188,7 @@ def test_every_input_of_every_loss_is_checked_and_named_with_its_datum(api: Api,
 
 @pytest.mark.parametrize("loss_fn", BUILT_IN)
 def test_an_input_no_datum_has_is_named(api: Api, loss_fn: str) -> None:
-    model, names = api.model(), LOSSES[loss_fn].inputs
+    model, names = taker(api, loss_fn), LOSSES[loss_fn].inputs
     for seq, name in enumerate(names, 1):
         others = {other: given(other) for other in (*names, "weights") if other != name}
         answer = api.forward_backward(batch(model, seq, loss_fn=loss_fn, **others))

@@ -72,7 +72,7 @@ def test_logprobs_and_all_gradients_equal_log_softmax(
             tensor.grad = None
     leaf = hidden.double().requires_grad_()
     wanted = by_hand(leaf, weight.double(), targets, segments, rule)
-    torch.testing.assert_close(read.logprobs.double(), wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(read.scores.double(), wanted, rtol=1e-5, atol=1e-5)
     wanted.backward(seed.double())
     expected = {
         "hidden": leaf.grad,
@@ -91,7 +91,7 @@ def test_given_logits_are_read_like_a_heads_and_left_alone() -> None:
     wanted = torch.log_softmax(leaf, -1).gather(-1, targets)
     wanted.backward(seed.double())
     read = Reading(Head(None, "lm_head", LogitRule()), logits, targets, [(Adapter(LoraSpec(1), {}), ROWS)], keep=True)
-    torch.testing.assert_close(read.logprobs.double(), wanted.detach(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(read.scores.double(), wanted.detach(), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(read.gradient(seed).double(), leaf.grad, rtol=1e-5, atol=1e-6)
     assert torch.equal(logits, before)
 
@@ -104,8 +104,8 @@ def test_bfloat16_logits_are_reduced_in_fp32_and_confident_targets_keep_their_gr
     read = Reading(Head(None, "lm_head", LogitRule()), logits, targets, [(Adapter(LoraSpec(1), {}), ROWS)], keep=True)
     leaf = logits.double().requires_grad_()
     wanted = torch.log_softmax(leaf, -1).gather(-1, targets)
-    assert read.logprobs.dtype is torch.float32
-    torch.testing.assert_close(read.logprobs.double(), wanted.detach(), rtol=1e-4, atol=1e-6)
+    assert read.scores.dtype is torch.float32
+    torch.testing.assert_close(read.scores.double(), wanted.detach(), rtol=1e-4, atol=1e-6)
     wanted.sum().backward()
     found = read.gradient(torch.ones(ROWS, 1)).double()
     assert leaf.grad is not None
