@@ -18,13 +18,13 @@ import torch
 from safetensors.torch import load_file
 
 from app.domain.ops import AdamParams, DropGradients, ForwardBackward, LoraSpec, OptimStep
-from app.domain.results import Done, ForwardBackwardOutput
+from app.domain.results import CriticOutput, Done, ForwardBackwardOutput
 from app.errors import ServerOpError, UserOpError
 from app.settings import BaseModelSettings
 from tests.custom_losses import parsed
 from tests.full_disk import full_disk
 from tests.models import VOCAB_SIZE, tiny_qwen3
-from tests.parity.datums import batch, policy, supervised
+from tests.parity.datums import batch, policy, supervised, valued
 from tests.parity.reference import relative_error
 from workers.training import factory
 from workers.training.base import ADAPTER_FILE, OPTIMIZER_FILE, Create, Load, Writer
@@ -36,6 +36,7 @@ TRAINERS: dict[str, dict[str, Any]] = {
 }
 SPEC = LoraSpec(rank=4, seed=1)
 STEP = OptimStep(AdamParams(learning_rate=1e-2, eps=1e-8))
+VALUED = ForwardBackward(batch(valued(6, (9, 30, 4))), "ppo_critic")
 GOOD = ForwardBackward(batch(supervised(1, (9, 30, 4))), "cross_entropy")
 OTHER = ForwardBackward(batch(policy(2, (12, 25, 3))), "ppo")
 
@@ -64,8 +65,8 @@ def create(backend: LoraTrainer) -> Iterator[Callable[..., str]]:
         """A model some way from its start, or as `source` says."""
         made.append(f"model-{next(_numbers)}")
         assert apply(backend, made[-1], Create(spec, **source)) == Done()
-        if not source:
-            apply(backend, made[-1], GOOD)
+        if "source" not in source:
+            apply(backend, made[-1], VALUED if source.get("critic") else GOOD)
             apply(backend, made[-1], STEP)
         return made[-1]
 
@@ -396,3 +397,77 @@ def test_a_model_that_is_not_here_is_our_fault(backend: LoraTrainer) -> None:
 def test_an_adapter_on_nothing_is_refused(backend: LoraTrainer) -> None:
     spec = LoraSpec(rank=4, train_attn=False, train_mlp=False, train_unembed=False)
     assert isinstance(apply(backend, "nothing", Create(spec)), UserOpError)
+
+
+def test_a_critic_has_a_head_of_its_own_and_no_pair_on_the_bases(
+    backend: LoraTrainer, create: Callable[..., str], tmp_path: Path
+) -> None:
+    model = create(critic=True)
+    output = apply(backend, model, VALUED)
+    assert isinstance(output, CriticOutput)
+    assert [values.shape for values in output.values] == list(VALUED.batch.tokens.shapes)
+    backend.save(model, tmp_path, optimizer=False)
+    stored = load_file(tmp_path / ADAPTER_FILE)
+    assert stored["base_model.model.score.weight"].shape == (1, 64)
+    assert not any("lm_head" in name for name in stored)
+
+
+def test_a_critic_is_drawn_from_its_seed_alone(
+    backend: LoraTrainer, create: Callable[..., str], tmp_path: Path
+) -> None:
+    heads = []
+    for seed in (5, 5, 6):
+        apply(backend, "fresh", Create(replace(SPEC, seed=seed), critic=True))
+        folder = tmp_path / str(len(heads))
+        folder.mkdir()
+        backend.save("fresh", folder, optimizer=False)
+        heads.append(load_file(folder / ADAPTER_FILE)["base_model.model.score.weight"])
+    backend.close("fresh")
+    assert torch.equal(heads[0], heads[1])
+    assert not torch.equal(heads[0], heads[2])
+    assert 0.5 / 65 < heads[0].std().item() < 2 / 65
+
+
+def test_critics_and_policies_in_one_call_are_each_as_if_alone(
+    backend: LoraTrainer, create: Callable[..., str]
+) -> None:
+    kinds: list[tuple[LoraSpec, dict[str, Any], ForwardBackward]] = [
+        (SPEC, {"critic": True}, VALUED),
+        (SPEC, {}, GOOD),
+        (LoraSpec(rank=8, seed=2, train_mlp=False), {"critic": True}, replace(VALUED, batch=batch(valued(7, (12, 5))))),
+    ]
+    alone, shared = ([create(spec, **kind) for spec, kind, _ in kinds] for _ in range(2))
+    wanted = [apply(backend, model, op) for model, (_, _, op) in zip(alone, kinds, strict=True)]
+    found = backend.apply({model: op for model, (_, _, op) in zip(shared, kinds, strict=True)})
+    for i, model in enumerate(shared):
+        assert relative_error(backend.gradients(model), backend.gradients(alone[i])) < 1e-5
+        assert found[model].metrics == pytest.approx(wanted[i].metrics, rel=1e-5, abs=1e-5)
+
+
+def test_a_critic_resumes_bit_for_bit(backend: LoraTrainer, create: Callable[..., str], tmp_path: Path) -> None:
+    model, other = create(critic=True), create(replace(SPEC, seed=7), critic=True)
+    saved = state(backend, model, tmp_path / "saved")
+    assert apply(backend, other, Load(tmp_path / "saved", optimizer=True)) == Done()
+    fresh = create(LoraSpec(rank=1), source=tmp_path / "saved", optimizer=True, critic=True)
+    for one in (model, other, fresh):
+        apply(backend, one, VALUED)
+        apply(backend, one, STEP)
+    ends = [state(backend, one, tmp_path / f"end-{one}") for one in (model, other, fresh)]
+    assert ends[0] == ends[1] == ends[2] != saved
+
+
+@pytest.mark.parametrize("critic", [True, False])
+def test_weights_of_the_other_role_change_nothing(
+    backend: LoraTrainer, create: Callable[..., str], tmp_path: Path, critic: bool
+) -> None:
+    # Without the head's pair a policy's adapter differs in the value head alone.
+    spec = replace(SPEC, train_unembed=False)
+    backend.save(create(spec, critic=critic), tmp_path, optimizer=True)
+    model = create(spec, critic=not critic)
+    before = state(backend, model, tmp_path / "before")
+    role, other = ("critic", "policy") if critic else ("policy", "critic")
+    for op in (Load(tmp_path, optimizer=False), Create(spec, tmp_path, critic=not critic)):
+        error = apply(backend, model, op)
+        assert isinstance(error, UserOpError)
+        assert f"the checkpoint is a {role}'s and this model is a {other}" in str(error)
+    assert state(backend, model, tmp_path / "after") == before

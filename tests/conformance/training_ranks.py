@@ -16,10 +16,10 @@ import numpy as np
 import torch
 
 from app.domain.ops import AdamParams, DropGradients, ForwardBackward, LoraSpec, OptimStep
-from app.domain.results import ForwardBackwardOutput, OptimStepOutput
+from app.domain.results import CriticOutput, ForwardBackwardOutput, OptimStepOutput
 from app.errors import UserOpError
 from app.settings import BaseModelSettings
-from tests.parity.datums import batch, policy, supervised
+from tests.parity.datums import batch, policy, supervised, valued
 from workers import lora
 from workers.training import factory
 from workers.training.base import Create, Load
@@ -31,11 +31,13 @@ SFT = ForwardBackward(batch(supervised(1, (9, 30, 4, 22, 17))), "cross_entropy")
 RL = ForwardBackward(batch(policy(2, (12, 25, 3))), "ppo")
 # One micro-batch for two ranks, so the second has to keep in step with nothing to do.
 SHORT = ForwardBackward(batch(supervised(3, (6,))), "cross_entropy")
+VALUED = ForwardBackward(batch(valued(4, (9, 30, 4, 22, 17))), "ppo_critic")
+SHORT_VALUED = ForwardBackward(batch(valued(5, (6,))), "ppo_critic")
 
 
 def run(backend: LoraTrainer, folder: Path) -> dict[str, np.ndarray]:
     """Two adapters of different ranks and reach, through every kind of Op; what was computed, by name."""
-    found: dict[str, np.ndarray] = {}
+    found = criticize(backend)
     backend.apply({"a": Create(LoraSpec(rank=4, seed=1)), "b": Create(LoraSpec(8, train_attn=False, train_mlp=False))})
     for turn, ops in enumerate(({"a": SFT, "b": RL}, {"b": SFT, "a": SHORT}, {"b": SHORT})):
         note(found, f"turn {turn}", backend.apply(ops))
@@ -56,6 +58,21 @@ def run(backend: LoraTrainer, folder: Path) -> dict[str, np.ndarray]:
     shutil.rmtree(fetched)
     backend.close("b")
     return found | resume(backend, "a") | resume(backend, "c") | resume_by_one(backend, folder.with_name(BY_ONE))
+
+
+def criticize(backend: LoraTrainer) -> dict[str, np.ndarray]:
+    """Two critics and a policy: the first Op of each, a step, and the values behind it."""
+    backend.apply({"v": Create(LoraSpec(4, seed=1), critic=True), "w": Create(LoraSpec(8), critic=True)})
+    backend.apply({"p": Create(LoraSpec(4, seed=1))})
+    found: dict[str, np.ndarray] = {}
+    note(found, "first", backend.apply({"v": VALUED, "p": SFT, "w": SHORT_VALUED}))
+    for model in ("v", "w"):
+        found |= {f"first grad {model} {name}": g for name, g in backend.gradients(model).items()}
+    backend.apply({"v": STEP, "w": STEP})
+    note(found, "criticized", backend.apply({"v": replace(SHORT_VALUED, forward_only=True)}))
+    for model in ("v", "w", "p"):
+        backend.close(model)
+    return found
 
 
 def resume_by_one(backend: LoraTrainer, folder: Path) -> dict[str, np.ndarray]:
@@ -95,8 +112,9 @@ def bad() -> ForwardBackward:
 
 def note(found: dict[str, np.ndarray], name: str, results: Any) -> None:
     for model, output in results.items():
-        assert isinstance(output, ForwardBackwardOutput), output
-        found[f"{name} {model} logprobs"] = output.logprobs.values
+        assert isinstance(output, ForwardBackwardOutput | CriticOutput), output
+        scores = output.values if isinstance(output, CriticOutput) else output.logprobs
+        found[f"{name} {model} scores"] = scores.values
         found |= {f"{name} {model} {metric}": np.array(value) for metric, value in output.metrics.items()}
 
 

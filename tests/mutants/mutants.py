@@ -319,6 +319,27 @@ MUTANTS = (
         f"{_LOSSES}::test_gspo_gives_every_token_the_sequence_ratio_and_its_own_gradient",
     ),
     Mutant(
+        "ppo_critic: the sign",
+        f"{_FORMULAS}/ppo_critic.py",
+        "loss = 0.5 * weights",
+        "loss = -0.5 * weights",
+        f"{_LOSSES}::test_ppo_critic_pulls_values_to_their_returns_unless_clipping_is_the_worse_side",
+    ),
+    Mutant(
+        "ppo_critic: the worse side counts",
+        f"{_FORMULAS}/ppo_critic.py",
+        "torch.maximum(squared_error",
+        "torch.minimum(squared_error",
+        f"{_LOSSES}::test_ppo_critic_pulls_values_to_their_returns_unless_clipping_is_the_worse_side",
+    ),
+    Mutant(
+        "ppo_critic: what has no weight is not its own",
+        f"{_FORMULAS}/ppo_critic.py",
+        "own, found = weights != 0,",
+        "own, found = weights == weights,",
+        f"{_LOSSES}::test_critic_metrics_are_over_tokens_with_a_weight_and_give_the_explained_variance",
+    ),
+    Mutant(
         "policy losses: a prompt is not their own",
         f"{_FORMULAS}/policy.py",
         'own = inputs["advantages"] != 0',

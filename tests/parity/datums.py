@@ -57,6 +57,25 @@ def sequences(seed: int, lengths: Sequence[int], vocab: int = 320) -> list[Datum
     return datums
 
 
+def valued(seed: int, lengths: Sequence[int], vocab: int = 320) -> list[Datum]:
+    """For ppo_critic: new values within and beyond the clip range of the old; the first two tokens are a prompt, if more
+    follow."""
+    rng = np.random.default_rng((seed, 3))
+    datums = []
+    for n in lengths:
+        weights = rng.choice([1.0, 1.0, 0.5], n).astype(np.float32)
+        weights[: min(2, n - 1)] = 0.0
+        datums.append(
+            {
+                "tokens": rng.integers(0, vocab, n, dtype=np.int32),
+                "values": rng.normal(0.0, 0.4, n).astype(np.float32),
+                "returns": rng.normal(0.3, 1.0, n).astype(np.float32),
+                "weights": weights,
+            }
+        )
+    return datums
+
+
 def thresholds(seed: int, datums: Sequence[Datum]) -> list[Datum]:
     """The same with a clip range for every token, on either side of most ratios."""
     rng = np.random.default_rng((seed, 2))
@@ -72,7 +91,7 @@ def thresholds(seed: int, datums: Sequence[Datum]) -> list[Datum]:
 
 def data(loss_fn: str, seed: int, lengths: Sequence[int]) -> list[Datum]:
     """What `loss_fn` takes."""
-    makers = {"cross_entropy": supervised, "gspo": sequences}
+    makers = {"cross_entropy": supervised, "gspo": sequences, "ppo_critic": valued}
     return makers.get(loss_fn, policy)(seed, lengths)
 
 

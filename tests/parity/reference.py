@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from peft import PeftModel
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 Datum = Mapping[str, np.ndarray]
 
@@ -22,14 +22,21 @@ class Reference:
     """One adapter on one base, fp32, in the state its PEFT files hold; `dtype` float64 gives a yardstick for fp32."""
 
     def __init__(self, base: Path, adapter: Path, dtype: torch.dtype = torch.float32) -> None:
-        model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, attn_implementation="eager")
+        model = self.load(base)
         self.model = PeftModel.from_pretrained(model, adapter, is_trainable=True).to(dtype).eval()
         self.parameters = {
-            name.replace(".default.", "."): parameter
+            name.replace(".modules_to_save.", ".").replace(".default.", "."): parameter
             for name, parameter in self.model.named_parameters()
             if parameter.requires_grad
         }
         self._adamw = torch.optim.AdamW(self.parameters.values())
+
+    def load(self, base: Path) -> PreTrainedModel:
+        return AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, attn_implementation="eager")
+
+    def scores(self, datum: Datum) -> Tensor:
+        """What the loss is a function of."""
+        return self.logprobs(datum)
 
     def logits(self, datum: Datum) -> Tensor:
         logits: Tensor = self.model(torch.from_numpy(datum["tokens"].astype(np.int64))[None]).logits[0]
@@ -41,13 +48,13 @@ class Reference:
 
     def forward(self, datums: Sequence[Datum]) -> list[np.ndarray]:
         with torch.no_grad():
-            return [self.logprobs(datum).numpy() for datum in datums]
+            return [self.scores(datum).numpy() for datum in datums]
 
     def backward(self, datums: Sequence[Datum], loss_fn: str, config: Mapping[str, float] | None = None) -> float:
         """Add the summed loss's gradient to the parameters' `.grad`; returns the loss."""
         total = 0.0
         for datum in datums:
-            value = loss(loss_fn, self.logprobs(datum), datum, config or {})
+            value = loss(loss_fn, self.scores(datum), datum, config or {})
             value.backward()
             total += value.item()
         return total
@@ -71,7 +78,7 @@ class Reference:
     def size(self, datums: Sequence[Datum], loss_fn: str, config: Mapping[str, float] | None = None) -> float:
         """The sum of the tokens' losses without their signs: what rounding in the loss is to be measured by, since
         tokens of either sign may leave next to nothing."""
-        parts = [token_losses(loss_fn, self.logprobs(datum), datum, config or {}) for datum in datums]
+        parts = [token_losses(loss_fn, self.scores(datum), datum, config or {}) for datum in datums]
         return sum(part.abs().sum().item() for part in parts)
 
     def gradients(self) -> dict[str, np.ndarray]:
@@ -103,6 +110,47 @@ class Reference:
         return norm.item()
 
 
+class CriticReference(Reference):
+    """A critic: PEFT on transformers' sequence classifier of one label, whose head is applied to every token."""
+
+    def load(self, base: Path) -> PreTrainedModel:
+        return AutoModelForSequenceClassification.from_pretrained(
+            base, num_labels=1, dtype=torch.float32, attn_implementation="eager"
+        )
+
+    def scores(self, datum: Datum) -> Tensor:
+        classifier = self.model.base_model.model
+        hidden = classifier.model(torch.from_numpy(datum["tokens"].astype(np.int64))[None]).last_hidden_state[0]
+        values: Tensor = classifier.score(hidden)[:, 0]
+        return values
+
+    def pooled(self, tokens: np.ndarray) -> float:
+        """What the classifier itself says of a sequence."""
+        with torch.no_grad():
+            return self.model(torch.from_numpy(tokens.astype(np.int64))[None]).logits.item()
+
+    @torch.no_grad()
+    def metrics(
+        self, datums: Sequence[Datum], loss_fn: str, config: Mapping[str, float] | None = None
+    ) -> dict[str, float]:
+        marked = [datum["weights"] != 0 for datum in datums]
+        v, old, r = (
+            np.concatenate([row[mark] for row, mark in zip(rows, marked, strict=True)])
+            for rows in (self.forward(datums), [d["values"] for d in datums], [d["returns"] for d in datums])
+        )
+        return {
+            "loss:sum": sum(loss(loss_fn, self.scores(d), d, config or {}).item() for d in datums),
+            "tokens:sum": sum(len(d["tokens"]) for d in datums),
+            "loss_tokens:sum": len(v),
+            "value:sum": v.sum(),
+            "return:sum": r.sum(),
+            "squared_return:sum": (r**2).sum(),
+            "squared_error:sum": ((v - r) ** 2).sum(),
+            "error:max": np.abs(v - r).max(initial=0),
+            "clipped:sum": (np.abs(v - old) > (config or {}).get("value_clip", 0.2)).sum(),
+        }
+
+
 def loss(name: str, lp: Tensor, datum: Datum, config: Mapping[str, float]) -> Tensor:
     """The summed loss of one datum."""
     return token_losses(name, lp, datum, config).sum()
@@ -112,6 +160,12 @@ def token_losses(name: str, lp: Tensor, datum: Datum, config: Mapping[str, float
     given = _given(datum)
     if name == "cross_entropy":
         return -given["weights"] * lp if "weights" in given else -lp
+    if name == "ppo_critic":
+        held = given["values"] + (lp - given["values"]).clamp(
+            -config.get("value_clip", 0.2), config.get("value_clip", 0.2)
+        )
+        squares = torch.stack([(lp - given["returns"]) ** 2, (held - given["returns"]) ** 2])
+        return given["weights"] * squares.amax(0) / 2
     q, a = given["logprobs"], given["advantages"]
     ratio = ratios(name, lp, given)
     if name == "importance_sampling":

@@ -6,7 +6,7 @@ import numpy as np
 from tinker.proto.response_conv import deserialize_forward_backward_output, deserialize_sample_response
 
 from app.domain.batch import Ragged
-from app.domain.results import ForwardBackwardOutput
+from app.domain.results import CriticOutput, ForwardBackwardOutput
 from app.domain.sampling import SampledSequence, SampleOutput
 from app.wire import tinker_pb2 as pb
 from app.wire.results import encode_forward_backward, encode_sample
@@ -32,6 +32,14 @@ def test_ragged_shapes_come_back_in_order() -> None:
     got = [datum["logprobs"].to_numpy() for datum in read.loss_fn_outputs]
     assert [a.tolist() for a in got] == [a.tolist() for a in arrays]
     assert all(a.dtype == np.float32 for a in got)
+
+
+def test_a_critics_values_come_back_as_values() -> None:
+    arrays = [np.array([0.5, -1.0, 2.0]), np.array([3.0])]
+    output = CriticOutput(Ragged.of(arrays, np.float32), {"loss:sum": 1.0})
+    read = deserialize_forward_backward_output(encode_forward_backward(output))
+    assert [list(datum) for datum in read.loss_fn_outputs] == [["values"], ["values"]]
+    assert [datum["values"].to_numpy().tolist() for datum in read.loss_fn_outputs] == [a.tolist() for a in arrays]
 
 
 def test_datums_of_one_width_share_a_record() -> None:

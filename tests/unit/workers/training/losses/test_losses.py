@@ -136,3 +136,59 @@ def test_policy_metrics_leave_the_prompt_out(name: str) -> None:
     assert found.metrics["kl:sum"].flatten().tolist() == pytest.approx([LN2, 0.0, -LN2, 0.0], abs=1e-6)
     if name in ("ppo", "cispo", "gspo"):
         assert found.metrics["clipped:sum"].sum().item() == (3.0 if name == "gspo" else 2.0)
+
+
+# Values 0.5, 0.5, -1 and 7 of old ones 0, 0.4, -1 and 0; the last token has no weight.
+CRITIC = {
+    "values": column(0.0, 0.4, -1.0, 0.0),
+    "returns": column(2.0, 1.0, -3.0, 0.0),
+    "weights": column(1.0, 1.0, 0.5, 0.0),
+}
+
+
+def valued(inputs: dict[str, torch.Tensor], clip: float = 0.2) -> tuple[LossValue, torch.Tensor]:
+    values = column(0.5, 0.5, -1.0, 7.0).requires_grad_()
+    found = LOSS_FNS["ppo_critic"](values, inputs, {"value_clip": clip})
+    (gradient,) = torch.autograd.grad(found.per_token.sum(), values)
+    return found, gradient
+
+
+def test_ppo_critic_pulls_values_to_their_returns_unless_clipping_is_the_worse_side() -> None:
+    found, gradient = valued(CRITIC)
+    close(found.per_token, 0.5 * 1.8**2, 0.5 * 0.5**2, 0.25 * 2.0**2, 0.0)
+    close(gradient, 0.0, -0.5, 1.0, 0.0)
+
+
+def test_a_wide_clip_leaves_the_plain_squared_error() -> None:
+    found, gradient = valued(CRITIC, clip=100.0)
+    close(found.per_token, 0.5 * 1.5**2, 0.5 * 0.5**2, 0.25 * 2.0**2, 0.0)
+    close(gradient, -1.5, -0.5, 1.0, 0.0)
+
+
+def test_critic_metrics_are_over_tokens_with_a_weight_and_give_the_explained_variance() -> None:
+    found, _ = valued(CRITIC)
+    assert found.own is not None
+    assert found.own.flatten().tolist() == [True, True, True, False]
+    got = {name: (t.amax() if name.endswith(":max") else t.sum()).item() for name, t in found.metrics.items()}
+    assert got == pytest.approx(
+        {
+            "value:sum": 0.0,
+            "return:sum": 0.0,
+            "squared_return:sum": 14.0,
+            "squared_error:sum": 1.5**2 + 0.5**2 + 2.0**2,
+            "error:max": 2.0,
+            "clipped:sum": 1.0,
+        }
+    )
+    values, returns = torch.tensor([0.5, 0.5, -1.0]), torch.tensor([2.0, 1.0, -3.0])
+    explained = 1 - (returns - values).var(correction=0) / returns.var(correction=0)
+    n, e = 3, got["return:sum"] - got["value:sum"]
+    spread = got["squared_return:sum"] - got["return:sum"] ** 2 / n
+    assert 1 - (got["squared_error:sum"] - e**2 / n) / spread == pytest.approx(explained.item(), rel=1e-5)
+
+
+def test_values_alone_have_no_loss() -> None:
+    found, gradient = valued({})
+    close(found.per_token, 0.0, 0.0, 0.0, 0.0)
+    assert not gradient.any()
+    assert all(not metric.any() for metric in found.metrics.values())

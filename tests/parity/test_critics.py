@@ -1,0 +1,206 @@
+"""A critic's numbers against PEFT on transformers' sequence classifier, from the PEFT files the trainer saves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tinker.lib.chunked_fwdbwd_helpers import combine_fwd_bwd_output_results
+from tinker.proto.response_conv import deserialize_forward_backward_output
+
+from app.domain.ops import AdamParams, ForwardBackward, LoraSpec, OptimStep
+from app.domain.results import CriticOutput
+from app.errors import UserOpError
+from app.settings import BaseModelSettings
+from app.wire.results import encode_forward_backward
+from tests.parity import architectures
+from tests.parity.datums import Datum, batch, supervised, valued
+from tests.parity.reference import CriticReference, relative_error
+from tests.parity.training import LENGTHS, STEP, apply, state
+from workers.training import factory
+from workers.training.base import Create
+from workers.training.trainer import LoraTrainer
+
+SPEC = LoraSpec(rank=4, seed=1)
+CASES: dict[str, dict[str, float]] = {
+    "default clip": {},
+    "tight clip": {"value_clip": 0.05},
+    "no clip": {"value_clip": 1e9},
+}
+_numbers = count()
+
+
+@pytest.fixture
+def create(trainer: LoraTrainer) -> Iterator[Callable[..., str]]:
+    made: list[str] = []
+
+    def make(spec: LoraSpec = SPEC, steps: int = 2) -> str:
+        """A critic some steps away from its start."""
+        made.append(f"critic-{next(_numbers)}")
+        apply(trainer, made[-1], Create(spec, critic=True))
+        for seed in range(steps):
+            run(trainer, made[-1], valued(seed, LENGTHS))
+            apply(trainer, made[-1], STEP)
+        return made[-1]
+
+    yield make
+    for model in made:
+        trainer.close(model)
+
+
+def op(datums: list[Datum], **config: float) -> ForwardBackward:
+    return ForwardBackward(batch(datums), "ppo_critic", config)
+
+
+def run(trainer: LoraTrainer, model: str, datums: list[Datum], **config: float) -> CriticOutput:
+    output = apply(trainer, model, op(datums, **config))
+    assert isinstance(output, CriticOutput), output
+    return output
+
+
+def reference_of(trainer: LoraTrainer, model: str, base: Path, folder: Path) -> CriticReference:
+    folder.mkdir()
+    trainer.save(model, folder, optimizer=False)
+    return CriticReference(base, folder)
+
+
+def test_values_are_those_of_a_sequence_classifier_loaded_with_peft(
+    trainer: LoraTrainer, create: Callable[..., str], base: Path, tmp_path: Path
+) -> None:
+    model = create()
+    twin = reference_of(trainer, model, base, tmp_path / "peft")
+    datums = valued(9, LENGTHS)
+    output = run(trainer, model, datums)
+    for found, wanted in zip(output.values, twin.forward(datums), strict=True):
+        assert (found.shape, found.dtype) == (wanted.shape, np.float32)
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5)
+    first = next(iter(output.values))
+    for end in (1, 8, len(first)):
+        assert twin.pooled(datums[0]["tokens"][:end]) == pytest.approx(first[end - 1], abs=1e-5)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_loss_gradients_and_metrics_equal_the_reference(
+    trainer: LoraTrainer, create: Callable[..., str], base: Path, tmp_path: Path, case: str
+) -> None:
+    model, datums = create(), valued(9, LENGTHS)
+    twin = reference_of(trainer, model, base, tmp_path / "peft")
+    found = run(trainer, model, datums, **CASES[case]).metrics
+    wanted = twin.backward(datums, "ppo_critic", CASES[case])
+    assert abs(found["loss:sum"] - wanted) < 1e-5 * twin.size(datums, "ppo_critic", CASES[case])
+    gradients = trainer.gradients(model)
+    assert "base_model.model.score.weight" in gradients
+    assert relative_error(gradients, twin.gradients()) < 1e-5
+    assert found == pytest.approx(twin.metrics(datums, "ppo_critic", CASES[case]), rel=1e-5, abs=1e-5)
+    assert case != "default clip" or 0 < found["clipped:sum"] < found["loss_tokens:sum"]
+
+
+# As in test_training.py: Adam divides a gradient by its own size.
+BOUND = 1e-3
+
+
+@pytest.mark.parametrize("clip", [0.0, 1e-2])
+def test_five_steps_stay_with_the_reference(
+    trainer: LoraTrainer, create: Callable[..., str], base: Path, tmp_path: Path, clip: float
+) -> None:
+    model, params = create(steps=0), AdamParams(learning_rate=1e-2, eps=1e-8, grad_clip_norm=clip)
+    twin = reference_of(trainer, model, base, tmp_path / "start")
+    start = twin.weights()
+    for seed in range(5):
+        datums = valued(seed, (9, 4, 14))
+        run(trainer, model, datums)
+        twin.backward(datums, "ppo_critic")
+        norm = twin.step(asdict(params))
+        found = apply(trainer, model, OptimStep(params)).metrics
+        assert found["grad_norm"] == pytest.approx(norm, rel=BOUND)
+        assert found["param_norm"] == pytest.approx(twin.norm(), rel=1e-5)
+    ours = reference_of(trainer, model, base, tmp_path / "end").weights()
+    moved, wanted = ({name: end[name] - start[name] for name in start} for end in (ours, twin.weights()))
+    assert relative_error(moved, wanted) < BOUND
+
+
+def test_chunks_merged_by_the_sdk_equal_the_whole(trainer: LoraTrainer, create: Callable[..., str]) -> None:
+    whole, parts = create(), create()
+    datums = valued(4, (*LENGTHS, 1))
+
+    def read(model: str, some: list[Datum]):
+        return deserialize_forward_backward_output(encode_forward_backward(run(trainer, model, some)))
+
+    wanted = read(whole, datums)
+    found = combine_fwd_bwd_output_results([read(parts, datums[i : i + 2]) for i in (0, 2, 4)])
+    assert found.metrics == pytest.approx(wanted.metrics, rel=1e-5, abs=1e-5)
+    assert relative_error(trainer.gradients(parts), trainer.gradients(whole)) < 1e-5
+    for one, same in zip(found.loss_fn_outputs, wanted.loss_fn_outputs, strict=True):
+        np.testing.assert_allclose(one["values"].to_numpy(), same["values"].to_numpy(), rtol=0, atol=1e-5)
+
+
+def test_critics_in_one_pass_beside_policies_are_each_as_if_alone(
+    trainer: LoraTrainer, create: Callable[..., str]
+) -> None:
+    specs = [LoraSpec(rank, train_mlp=rank != 2, seed=rank) for rank in (1, 2, 8)]
+    alone, together = [create(spec) for spec in specs], [create(spec) for spec in specs]
+    ops = [op(valued(i, tuple(5 + (7 * i + 11 * j) % 37 for j in range(3)))) for i in range(len(specs))]
+    wanted = [apply(trainer, model, one) for model, one in zip(alone, ops, strict=True)]
+    for policy in ("p", "q"):
+        apply(trainer, policy, Create(SPEC))
+    supervise = ForwardBackward(batch(supervised(5, LENGTHS)), "cross_entropy")
+    lone = apply(trainer, "q", supervise)
+    found = trainer.apply({together[0]: ops[0], "p": supervise, **dict(zip(together[1:], ops[1:], strict=True))})
+    assert found["p"].logprobs.values.tobytes() == lone.logprobs.values.tobytes(), "no part of the critics' pass"
+    for policy in ("p", "q"):
+        trainer.close(policy)
+    for i, model in enumerate(together):
+        np.testing.assert_allclose(found[model].values.values, wanted[i].values.values, rtol=0, atol=1e-5)
+        assert found[model].metrics == pytest.approx(wanted[i].metrics, rel=1e-5, abs=1e-5)
+        assert relative_error(trainer.gradients(model), trainer.gradients(alone[i])) < 1e-5
+
+
+def test_a_forward_gives_values_alone_and_changes_nothing(
+    trainer: LoraTrainer, create: Callable[..., str], tmp_path: Path
+) -> None:
+    model, datums = create(), valued(9, LENGTHS)
+    before = state(trainer, model, tmp_path / "before")
+    bare = [{"tokens": datum["tokens"]} for datum in datums]
+    output = apply(trainer, model, replace(op(bare), forward_only=True))
+    assert output.metrics["loss:sum"] == 0.0
+    assert state(trainer, model, tmp_path / "after") == before
+    np.testing.assert_array_equal(output.values.values, run(trainer, model, datums).values.values)
+
+
+def test_a_value_that_overflows_fails_by_datum_and_leaves_the_state_bit_identical(
+    trainer: LoraTrainer, create: Callable[..., str], tmp_path: Path
+) -> None:
+    model = create()
+    run(trainer, model, valued(3, LENGTHS))
+    before = state(trainer, model, tmp_path / "before")
+    datums = valued(9, LENGTHS)
+    datums[2]["returns"][-1] = 1e30
+    error = apply(trainer, model, op(datums))
+    assert isinstance(error, UserOpError)
+    assert str(error).startswith("datum 2: its ppo_critic loss is inf")
+    assert state(trainer, model, tmp_path / "after") == before
+
+
+@pytest.mark.parametrize("case", ["qwen2, window", "gemma2", "olmo2 (unlisted)"])
+def test_a_critic_is_the_same_where_logits_are_capped_or_datums_padded(case: str, tmp_path: Path) -> None:
+    """Values come of the last hidden state, before anything the architecture does to logits."""
+    torch.set_num_threads(1)
+    base = architectures.build(case, tmp_path / "base")
+    settings = {"backend": "torch", "micro_batch_tokens": 64}
+    backend = factory.create(BaseModelSettings(name="tiny", path=str(base), dtype="float32", trainer=settings))
+    backend.open()
+    apply(backend, "m", Create(SPEC, critic=True))
+    run(backend, "m", valued(0, LENGTHS))
+    apply(backend, "m", STEP)
+    twin = reference_of(backend, "m", base, tmp_path / "peft")
+    datums = valued(9, LENGTHS)
+    output = run(backend, "m", datums)
+    for found, wanted in zip(output.values, twin.forward(datums), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5)
+    twin.backward(datums, "ppo_critic")
+    assert relative_error(backend.gradients("m"), twin.gradients()) < 1e-5
