@@ -13,6 +13,7 @@ from app.domain.records import Checkpoint, Model, Session
 from app.errors import BadRequest
 from app.services.admission import AdmissionService
 from app.services.base_models import BaseModels
+from app.services.checks.exports import check_loadable, exports_merged
 from app.services.checks.models import check_lora, check_optimizer, check_sampled
 from app.services.endings import Endings
 from app.services.ownership import load_owned
@@ -43,7 +44,7 @@ class ModelService:
         checkpoint = load_owned(self._records, Checkpoint, str(path), owner)
         if asked.get("base_model", checkpoint.base_model) != checkpoint.base_model:
             raise BadRequest(f"{path} was trained on {checkpoint.base_model}, not on {asked['base_model'][:200]!r}")
-        check_loadable(path, asked["optimizer"])
+        check_loadable(path, checkpoint, asked["optimizer"])
         lora = None if checkpoint.full else LoraSpec(**checkpoint.lora)
         spec = ModelSpec(checkpoint.base_model, lora, checkpoint.critic)
         return self._admit(owner, asked, CreateModel(spec, str(path), asked["optimizer"], checkpoint.prefix))
@@ -86,11 +87,6 @@ class ModelService:
             full=op.spec.lora is None,
             critic=op.spec.critic,
         )
+        exports_merged(None, model)
         request_id = self._admission.admit(model_id, name, 0, op, records.dump(model))
         return {"request_id": request_id, "model_id": model_id}
-
-
-def check_loadable(path: ids.TinkerPath, optimizer: bool) -> None:
-    """Only a training checkpoint holds optimizer state."""
-    if optimizer and path.kind != "weights":
-        raise BadRequest(f"{path} holds no optimizer state: load it without, or load one saved with save_weights")
