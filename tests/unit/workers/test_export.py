@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -87,7 +88,8 @@ def test_the_folder_holds_the_dtype_asked_for_and_the_tokenizer(tmp_path: Path) 
     base = loaded(tiny_qwen3(tmp_path / "base"))
     huggingface_writer(base.model, moved(base), torch.bfloat16, base.tokenizer)(tmp_path / "exported")
     found = AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype="auto")
-    assert {p.dtype for p in found.parameters()} == {torch.bfloat16}
+    stored = load_file(tmp_path / "exported/model.safetensors").values()
+    assert {tensor.dtype for tensor in (*found.parameters(), *stored)} == {torch.bfloat16}
     names = {path.name for path in (tmp_path / "exported").iterdir()}
     assert names == {path.name for path in (tmp_path / "base").iterdir()}
     tokenizers = [AutoTokenizer.from_pretrained(tmp_path / folder) for folder in ("base", "exported")]
