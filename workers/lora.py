@@ -210,6 +210,13 @@ def wrap(model: nn.Module) -> None:
             setattr(model.get_submodule(parent), name, LoraLinear(linear, path))
 
 
+def unwrapped_name(model: nn.Module, parameter: str) -> str:
+    """What a parameter's name was before `wrap`."""
+    path, _, leaf = parameter.rpartition(".")
+    outer = path.rpartition(".")[0]
+    return f"{outer}.{leaf}" if isinstance(model.get_submodule(outer), LoraLinear) else parameter
+
+
 def targets(model: nn.Module) -> dict[str, list[str]]:
     """The paths of the linears an adapter can sit on, by group (attn, mlp, unembed), before or after `wrap`."""
     found = [path for path, module in model.named_modules() if isinstance(module, nn.Linear | LoraLinear)]

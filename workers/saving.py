@@ -16,7 +16,7 @@ from app.domain.results import Result
 from app.errors import NotFound, Unavailable, UserOpError
 from app.stores.interfaces import Lease, ObjectStore, Records, Write
 from workers import checkpoints, results
-from workers.training.base import TrainingBackend
+from workers.training.base import TrainingBackend, Writer
 
 _WITH_OPTIMIZER = "weights"
 
@@ -108,9 +108,14 @@ class Saver:
     ) -> tuple[str, Manifest]:
         prefix = checkpoints.prefix_for(lease.model_id, op.checkpoint_kind, op.name, f"{seq}-{lease.epoch}")
         with _scratch() as folder:
-            self.backend.save(lease.model_id, folder, optimizer=op.checkpoint_kind == _WITH_OPTIMIZER)
+            self._capture(lease.model_id, op)(folder)
             manifest = self.describe(folder, lease, seq, path, op.user_metadata, expires_at)
             return prefix, checkpoints.upload(self.store, prefix, folder, manifest)
+
+    def _capture(self, model_id: str, op: SaveWeights) -> Writer:
+        if op.merged:
+            return self.backend.export(model_id)
+        return self.backend.capture(model_id, optimizer=op.checkpoint_kind == _WITH_OPTIMIZER)
 
     def _taken(self, path: str) -> bool:
         stored = self.index.get(records.Checkpoint.namespace, path)

@@ -87,7 +87,10 @@ class OptimStep:
 
 @dataclass(frozen=True, slots=True)
 class SaveWeights:
-    """Writes a checkpoint. `sampling_session_id` is set for an ephemeral one, which has no public path."""
+    """Writes a checkpoint. `sampling_session_id` is set for an ephemeral one, which has no public path.
+
+    `merged`: not the adapter but the model it makes of its base, as a Hugging Face folder.
+    """
 
     kind: ClassVar[str] = "save_weights"
     checkpoint_kind: str
@@ -96,6 +99,7 @@ class SaveWeights:
     overwrite: bool = False
     user_metadata: Mapping[str, str] = field(default_factory=dict)
     sampling_session_id: str | None = None
+    merged: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,6 +74,11 @@ class Checkpoint:
         """It holds all of a model's weights, not an adapter."""
         return not self.lora
 
+    @property
+    def merged(self) -> bool:
+        """It holds a model for other programs, of which no adapter can be read any more."""
+        return not self.full and "config.json" in self.files
+
     def is_expired(self, now: float) -> bool:
         """`now` by the state server's clock."""
         return self.expires_at is not None and self.expires_at <= now

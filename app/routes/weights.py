@@ -37,7 +37,7 @@ def save_weights_for_sampler(asked: dict[str, Any]) -> dict[str, str]:
 @blueprint.arguments(SaveWeightsExternal())
 @blueprint.response(200, Promise)
 def save_weights_external(asked: dict[str, Any]) -> dict[str, str]:
-    """PEFT files to download."""
+    """Files to download: PEFT, or the merged model."""
     return services().training.save_weights_external(current_owner(), asked)
 
 

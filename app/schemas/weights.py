@@ -23,6 +23,10 @@ class SaveWeights(_Save):
 class SaveWeightsExternal(_Save):
     path = identifier()
     age_encryption_recipients = fields.List(fields.String(), allow_none=True)
+    format = fields.String(
+        allow_none=True,
+        metadata={"description": "peft or huggingface; else what the model's user_metadata says as export_format"},
+    )
 
 
 class SaveWeightsForSampler(_Save):

@@ -14,7 +14,8 @@ from app.domain.records import Checkpoint, Model, Session
 from app.errors import BadRequest
 from app.services.admission import AdmissionService
 from app.services.base_models import BaseModels
-from app.services.checks.models import CRITIC, POLICY, asked_role, check_lora, check_optimizer, check_sampled
+from app.services.checks.exports import check_loadable, check_same_role, exports_merged
+from app.services.checks.models import CRITIC, asked_role, check_lora, check_optimizer, check_sampled
 from app.services.endings import Endings
 from app.services.ownership import load_owned
 from app.stores.interfaces import Records
@@ -46,7 +47,7 @@ class ModelService:
         checkpoint = load_owned(self._records, Checkpoint, str(path), owner)
         if asked.get("base_model", checkpoint.base_model) != checkpoint.base_model:
             raise BadRequest(f"{path} was trained on {checkpoint.base_model}, not on {asked['base_model'][:200]!r}")
-        check_loadable(path, asked["optimizer"])
+        check_loadable(path, checkpoint, asked["optimizer"])
         role = asked_role(asked)
         if role is not None:
             check_same_role(path, checkpoint, critic=role == CRITIC)
@@ -93,18 +94,6 @@ class ModelService:
             full=op.spec.lora is None,
             critic=op.spec.critic,
         )
+        exports_merged(None, model)
         request_id = self._admission.admit(model_id, name, 0, op, records.dump(model))
         return {"request_id": request_id, "model_id": model_id}
-
-
-def check_same_role(path: ids.TinkerPath, checkpoint: Checkpoint, *, critic: bool) -> None:
-    """A critic is loaded from a critic's checkpoint, a policy from a policy's: their heads differ."""
-    if checkpoint.critic != critic:
-        found, wanted = (CRITIC, POLICY) if checkpoint.critic else (POLICY, CRITIC)
-        raise BadRequest(f"{path} is a {found}'s, with another head than a {wanted} has; load a {wanted}'s checkpoint")
-
-
-def check_loadable(path: ids.TinkerPath, optimizer: bool) -> None:
-    """Only a training checkpoint holds optimizer state."""
-    if optimizer and path.kind != "weights":
-        raise BadRequest(f"{path} holds no optimizer state: load it without, or load one saved with save_weights")

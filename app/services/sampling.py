@@ -13,6 +13,7 @@ from app.domain.sampling import SampleRequest
 from app.errors import BadRequest
 from app.services.admission import AdmissionService
 from app.services.base_models import BaseModels
+from app.services.checks.exports import check_adapter
 from app.services.checks.models import check_sampled_role
 from app.services.checks.sampling import check_sample, check_supported
 from app.services.ownership import load_owned
@@ -78,7 +79,9 @@ class SamplingService:
         path, base = asked.get("model_path"), asked.get("base_model")
         if path is None:
             return Sampler(owner, asked["session_id"], self._bases.settings(asked["base_model"]).name, time.time())
-        checkpoint = load_owned(self._records, Checkpoint, str(ids.TinkerPath.parse(path)), owner)
+        parsed = ids.TinkerPath.parse(path)
+        checkpoint = load_owned(self._records, Checkpoint, str(parsed), owner)
+        check_adapter(parsed, checkpoint)
         if base not in (None, checkpoint.base_model):
             raise BadRequest(f"{path} was trained on {checkpoint.base_model}, not on {base[:200]!r}")
         check_sampled_role(path, critic=checkpoint.critic)

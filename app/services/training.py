@@ -17,10 +17,10 @@ from app.errors import BadRequest, NotFound
 from app.services.admission import MAX_SEQ, AdmissionService
 from app.services.base_models import BaseModels
 from app.services.checks.batch import check_forward_backward
+from app.services.checks.exports import check_loadable, check_same_role, exports_merged
 from app.services.checks.models import check_adam, check_optimizer, check_sampled_role
 from app.services.checks.values import in_range
 from app.services.custom_losses import CustomLossService
-from app.services.models import check_loadable, check_same_role
 from app.services.ownership import load_owned
 from app.stores.interfaces import Records
 from app.wire.forward_backward import Envelope
@@ -64,7 +64,9 @@ class TrainingService:
     def save_weights_external(self, owner: str, asked: Mapping[str, Any]) -> Promise:
         if asked.get("age_encryption_recipients"):
             raise BadRequest("age_encryption_recipients is not supported: ask for the files without encryption")
-        return self._save(owner, asked, "external_weights")
+        model = load_owned(self._records, Model, asked["model_id"], owner)
+        merged = exports_merged(asked.get("format"), model)
+        return self._save(owner, asked, "external_weights", merged=merged)
 
     def save_weights_for_sampler(self, owner: str, asked: Mapping[str, Any]) -> Promise:
         """Persisted under `path`, or ephemeral under a sampling session of its own. A critic's is a BadRequest."""
@@ -83,18 +85,18 @@ class TrainingService:
         """A checkpoint that is not there is a BadRequest: the call is final, and its seq is consumed."""
         model = load_owned(self._records, Model, asked["model_id"], owner)
         path = ids.TinkerPath.parse(asked["path"])
-        check_loadable(path, asked["optimizer"])
         try:
             checkpoint = load_owned(self._records, Checkpoint, str(path), owner)
         except NotFound as error:
             raise BadRequest(str(error)) from None
+        check_loadable(path, checkpoint, asked["optimizer"])
         if checkpoint.base_model != model.base_model:
             raise BadRequest(f"{path} was trained on {checkpoint.base_model}; this model is a {model.base_model}")
         check_same_role(path, checkpoint, critic=model.critic)
         op = LoadWeights(str(path), asked["optimizer"], checkpoint.prefix)
         return self._admit(model, asked["model_id"], asked["seq_id"], op)
 
-    def _save(self, owner: str, asked: Mapping[str, Any], kind: str) -> Promise:
+    def _save(self, owner: str, asked: Mapping[str, Any], kind: str, *, merged: bool = False) -> Promise:
         model = load_owned(self._records, Model, asked["model_id"], owner)
         check_ttl(asked.get("ttl_seconds"))
         op = SaveWeights(
@@ -103,6 +105,7 @@ class TrainingService:
             asked.get("ttl_seconds"),
             asked.get("overwrite", False),
             asked.get("user_metadata") or {},
+            merged=merged,
         )
         return self._admit(model, asked["model_id"], asked["seq_id"], op)
 

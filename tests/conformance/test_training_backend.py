@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from app.domain.ops import AdamParams, DropGradients, ForwardBackward, LoraSpec, OptimStep
 from app.domain.results import CriticOutput, Done, ForwardBackwardOutput
@@ -291,6 +292,41 @@ def test_what_was_captured_is_written_bit_for_bit_whatever_was_run_since(
     assert (OPTIMIZER_FILE in then) == optimizer
 
 
+@pytest.mark.parametrize("spec", [SPEC, replace(SPEC, train_unembed=False)], ids=["head trained", "head tied"])
+def test_an_export_scores_as_the_model_did_and_needs_neither_peft_nor_the_base(
+    backend: LoraTrainer, create: Callable[..., str], tmp_path: Path, spec: LoraSpec
+) -> None:
+    model = create(spec)
+    looked = replace(GOOD, forward_only=True)
+    then = apply(backend, model, looked).logprobs
+    write = backend.export(model)
+    for op in (GOOD, STEP):
+        apply(backend, model, op)
+    assert abs(apply(backend, model, looked).logprobs.values - then.values).max() > 1e-2
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(write, tmp_path / "exported").result()
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
+    assert exported.config.tie_word_embeddings != spec.train_unembed
+    for found, tokens, targets in zip(then, GOOD.batch.tokens, GOOD.batch.inputs["target_tokens"], strict=True):
+        with torch.no_grad():
+            logprobs = exported(torch.from_numpy(tokens.astype(np.int64))[None]).logits[0].log_softmax(-1)
+        wanted = logprobs[torch.arange(len(tokens)), torch.from_numpy(targets.astype(np.int64))]
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_an_export_is_written_the_same_whatever_was_run_since_and_by_a_full_disk_is_an_os_error(
+    backend: LoraTrainer, create: Callable[..., str], tmp_path: Path
+) -> None:
+    model = create()
+    then = files(tmp_path / "then", backend.export(model))
+    write = backend.export(model)
+    for op in (GOOD, STEP):
+        apply(backend, model, op)
+    assert files(tmp_path / "now", write) == then
+    with full_disk(10_000), pytest.raises(OSError, match="not written"):
+        write(tmp_path / "full")
+
+
 def test_to_capture_leaves_the_model_as_it_was(
     backend: LoraTrainer, create: Callable[..., str], tmp_path: Path
 ) -> None:
@@ -298,6 +334,7 @@ def test_to_capture_leaves_the_model_as_it_was(
     for model in (captured, spared):
         apply(backend, model, GOOD)
     backend.capture(captured, optimizer=True)
+    backend.export(captured)
     for model in (captured, spared):
         apply(backend, model, STEP)
     assert state(backend, captured, tmp_path / "1") == state(backend, spared, tmp_path / "2")
@@ -317,6 +354,8 @@ def test_a_full_disk_is_an_os_error_and_the_model_goes_on(
 def test_a_model_that_is_not_here_cannot_be_captured(backend: LoraTrainer) -> None:
     with pytest.raises(ServerOpError, match="not loaded"):
         backend.capture("nobody", optimizer=True)
+    with pytest.raises(ServerOpError, match="not loaded"):
+        backend.export("nobody")
     assert backend.healthy()
 
 

@@ -79,6 +79,7 @@ def test_two_ranks_equal_one_process(
     assert run_ranks(base, tmp_path, stage, "stay", offload=offload) == [0, 0]
     with np.load(tmp_path / "found.npz") as stored:
         found = dict(stored)
+    check_exported(alone, tmp_path / training_ranks.BY_ONE, tmp_path / "exported")
     check_resumed(alone, tmp_path / training_ranks.BY_ONE, "d", found)
     found = {name: value for name, value in found.items() if not name.startswith("resumed d")}
     assert found.keys() == wanted.keys()
@@ -99,6 +100,14 @@ def written_by_one(alone: LoraTrainer, folder: Path) -> None:
         alone.apply({"d": op})
     folder.mkdir()
     alone.save("d", folder, optimizer=True)
+
+
+def check_exported(alone: LoraTrainer, folder: Path, exported: Path) -> None:
+    """The merged model of two ranks is that of one process, bit for bit."""
+    alone.apply({"e": Create(LoraSpec(1), source=folder)})
+    alone.export("e")(folder.with_name("exported by one"))
+    wanted = {path.name: path.read_bytes() for path in folder.with_name("exported by one").iterdir()}
+    assert {path.name: path.read_bytes() for path in exported.iterdir()} == wanted
 
 
 def check_resumed(alone: LoraTrainer, folder: Path, model: str, found: dict[str, np.ndarray]) -> None:

@@ -80,6 +80,7 @@ def resume_by_one(backend: LoraTrainer, folder: Path) -> dict[str, np.ndarray]:
     if not folder.exists():
         return {}
     backend.apply({"d": Create(LoraSpec(1), source=folder, optimizer=True)})
+    backend.export("d")(folder.with_name("exported"))
     return resume(backend, "d")
 
 

@@ -1,4 +1,4 @@
-"""Taking the adapter home: PEFT files behind signed URLs, and a real `peft` that loads them."""
+"""Taking a model home behind signed URLs: PEFT files for a real `peft`, or the merged model for transformers alone."""
 
 from __future__ import annotations
 
@@ -12,20 +12,24 @@ import pytest
 import tinker
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.contract.data import datum, logprobs, sentences, train
-from tests.contract.stack import API_KEY, Stack
+from tests.contract.stack import API_KEY, BASE, Stack
 
 
-@pytest.fixture
-def urls(training: tinker.TrainingClient, stack: Stack) -> dict[str, str]:
+def exported(training: tinker.TrainingClient, stack: Stack) -> dict[str, str]:
     train(training, 3)
     path = training.save_weights_external("home").result().path
     rest = tinker.RestClient(base_url=stack.url, api_key=API_KEY)
     found = rest.get_external_weights_urls(path).result()
     assert found.expires.tzinfo is not None
     return dict(found.urls)
+
+
+@pytest.fixture
+def urls(training: tinker.TrainingClient, stack: Stack) -> dict[str, str]:
+    return exported(training, stack)
 
 
 def download(url: str) -> bytes:
@@ -40,7 +44,25 @@ def test_the_downloaded_adapter_scores_as_the_trainer_does(
     for name, url in urls.items():
         (tmp_path / name).write_bytes(download(url))
     base = AutoModelForCausalLM.from_pretrained(base_path, dtype=torch.float32)
-    model = PeftModel.from_pretrained(base, tmp_path).eval()
+    check_scores(PeftModel.from_pretrained(base, tmp_path).eval(), training)
+
+
+def test_a_client_that_asks_for_it_at_the_start_downloads_the_merged_model(
+    service: tinker.ServiceClient, stack: Stack, tmp_path: Path
+):
+    asked = {"export_format": "huggingface"}
+    training = service.create_lora_training_client(base_model=BASE, rank=8, seed=3, user_metadata=asked).result()
+    urls = exported(training, stack)
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(urls)
+    for name, url in urls.items():
+        (tmp_path / name).write_bytes(download(url))
+    check_scores(AutoModelForCausalLM.from_pretrained(tmp_path), training)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert tokenizer.decode(tokenizer("two words")["input_ids"]) == "two words"
+
+
+def check_scores(model: torch.nn.Module, training: tinker.TrainingClient) -> None:
+    """It gives the logprobs the trainer gives."""
     tokens = sentences(1)[0]
     with torch.no_grad():
         scores = model(torch.tensor([tokens])).logits.log_softmax(-1)[0]

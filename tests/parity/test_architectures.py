@@ -1,4 +1,5 @@
-"""Every architecture against transformers + PEFT: datums end to end in one row, each as if it were alone."""
+"""Every architecture against transformers + PEFT: datums end to end in one row, each as if it were alone; and the
+merged model without PEFT."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from app.domain.ops import AdamParams, ForwardBackward, LoraSpec, OptimStep
 from app.settings import BaseModelSettings
@@ -20,7 +22,7 @@ LENGTHS = (23, 7, 40, 2, 31, 7)
 
 
 @pytest.mark.parametrize("case", architectures.CASES)
-def test_logprobs_and_gradients_equal_the_reference(case: str, tmp_path: Path) -> None:
+def test_logprobs_gradients_and_the_merged_model_equal_the_reference(case: str, tmp_path: Path) -> None:
     torch.set_num_threads(1)
     base = architectures.build(case, tmp_path / "base")
     trainer = {"backend": "torch", "micro_batch_tokens": 64}
@@ -31,12 +33,18 @@ def test_logprobs_and_gradients_equal_the_reference(case: str, tmp_path: Path) -
     backend.apply({"m": OptimStep(AdamParams(learning_rate=1e-2, eps=1e-8))})  # B is no longer zero
     (tmp_path / "peft").mkdir()
     backend.save("m", tmp_path / "peft", optimizer=False)
+    backend.export("m")(tmp_path / "merged")
     reference = Reference(base, tmp_path / "peft")
     datums = supervised(9, LENGTHS)
 
     output = backend.apply({"m": ForwardBackward(batch(datums), "cross_entropy")})["m"]
     for found, wanted in zip(output.logprobs, reference.forward(datums), strict=True):
         np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", attn_implementation="eager")
+    with torch.no_grad():
+        for datum in datums:
+            found = merged(torch.from_numpy(datum["tokens"].astype(np.int64))[None]).logits[0]
+            torch.testing.assert_close(found, reference.logits(datum), rtol=1e-5, atol=1e-5)
     reference.backward(datums, "cross_entropy")
     assert relative_error(backend.gradients("m"), reference.gradients()) < 1e-5
     assert backend._engine.trunk.packed == ("unlisted" not in case)

@@ -85,6 +85,14 @@ class VectorBackend:
 
         return write
 
+    def export(self, model_id: str) -> Writer:
+        weight = self.states[model_id].weight.hex()
+
+        def write(folder: Path) -> None:
+            (folder / "config.json").write_text(json.dumps({"weight": weight}))
+
+        return write
+
     def save(self, model_id: str, folder: Path, *, optimizer: bool) -> None:
         self.capture(model_id, optimizer=optimizer)(folder)
 

@@ -77,6 +77,13 @@ class TrainingBackend(Protocol):
         """
         ...
 
+    def export(self, model_id: str) -> Writer:
+        """Copy the whole model as it is now, adapter merged into base, to be written as a Hugging Face folder.
+
+        It has the base's dtype and loads without PEFT. Raises UserOpError for a critic, whose head no such model has.
+        """
+        ...
+
     def save(self, model_id: str, folder: Path, *, optimizer: bool) -> None:
         """Capture and write at once. Raises OSError when the disk does not take it; the backend is none the worse."""
         ...

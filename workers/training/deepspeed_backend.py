@@ -111,7 +111,7 @@ def _initialize(base: LoadedBase, trunk: Trunk, trainer: TrainerSettings) -> Any
         "bf16": {"enabled": base.dtype is torch.bfloat16},
         "zero_allow_untested_optimizer": True,
     }
-    optimizer = _placeholder(base) if trainer.zero_stage in (1, 2) else None
+    optimizer = _placeholder(trunk, base) if trainer.zero_stage in (1, 2) else None
     with redirect_stdout(StringIO()):  # it prints memory reports and build notes whatever its log level
         engine, *_ = _deepspeed().initialize(model=trunk, config=config, optimizer=optimizer)
     for name, buffer in base.model.named_buffers():
@@ -119,10 +119,10 @@ def _initialize(base: LoadedBase, trunk: Trunk, trainer: TrainerSettings) -> Any
     return engine
 
 
-def _placeholder(base: LoadedBase) -> torch.optim.Optimizer:
+def _placeholder(trunk: Trunk, base: LoadedBase) -> torch.optim.Optimizer:
     """An optimizer of one element that is never stepped: DeepSpeed refuses to start stages 1 and 2 without one."""
     parameter = nn.Parameter(torch.zeros(1, dtype=base.dtype, device=base.device))
-    base.model.register_parameter("zero_placeholder", parameter)
+    trunk.register_parameter("zero_placeholder", parameter)  # not on the base: it is no part of that
     return torch.optim.AdamW([parameter])
 
 

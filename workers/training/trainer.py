@@ -18,12 +18,14 @@ from app.domain.results import Done, OptimStepOutput, Output
 from app.errors import OpError, ServerOpError, UserOpError
 from app.settings import BaseModelSettings
 from workers import lora
+from workers.export import huggingface_writer
 from workers.lora import Adapter
 from workers.training import messages
 from workers.training.base import BackendOp, Create, Load, Writer
 from workers.training.engine import Engine
 from workers.training.jobs import Job
 from workers.training.memory import ran_out_of_memory
+from workers.training.merging import merged
 from workers.training.optimizer import ShardedAdamW
 from workers.training.passes import Pass
 from workers.training.standstill import Standstill
@@ -61,6 +63,12 @@ class LoraTrainer(ABC):
         with self._guarded():
             self._engine.ranks.send(messages.encode_call("capture", model_id, optimizer))
             return self._state(model_id).capture(self._settings.path, self._gather(model_id, optimizer))
+
+    def export(self, model_id: str) -> Writer:
+        with self._guarded():
+            self._engine.ranks.send(messages.encode_call("export", model_id))
+            base = self._engine.base
+            return huggingface_writer(base.model, self._merged(model_id), base.dtype, base.tokenizer)
 
     def save(self, model_id: str, folder: Path, *, optimizer: bool) -> None:
         # Outside the guard: a full disk says nothing of the ranks.
@@ -106,6 +114,9 @@ class LoraTrainer(ABC):
                 case ("capture", model_id, optimizer):
                     with suppress(OpError):  # rank 0 raises the same
                         self._gather(model_id, optimizer)
+                case ("export", model_id):
+                    with suppress(OpError):
+                        self._merged(model_id)
                 case ("close", model_id):
                     self._states.pop(model_id, None)
                 case _:
@@ -245,6 +256,10 @@ class LoraTrainer(ABC):
         """The optimizer's state of all ranks, which is a collective; None when it is not asked for."""
         state = self._state(model_id)
         return state.optimizer.state() if optimizer else None
+
+    def _merged(self, model_id: str) -> dict[str, Tensor]:
+        """A collective; only rank 0 has the tensors."""
+        return merged(self._engine, self._state(model_id).adapter)
 
     def _state(self, model_id: str) -> AdapterState:
         state = self._states.get(model_id)

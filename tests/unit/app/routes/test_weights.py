@@ -36,6 +36,61 @@ def test_an_overwriting_save_says_so(api: Api) -> None:
     assert op_of(api, model, 1) == ops.SaveWeights("weights", "a", overwrite=True)
 
 
+EXPORTS: dict[str, tuple[dict[str, str], dict[str, str], bool]] = {
+    "nothing said": ({}, {}, False),
+    "when it was created": ({"export_format": "huggingface"}, {}, True),
+    "with the call": ({}, {"format": "huggingface"}, True),
+    "the call overrules": ({"export_format": "huggingface"}, {"format": "peft"}, False),
+}
+
+
+@pytest.mark.parametrize("case", EXPORTS)
+def test_an_export_is_the_adapter_unless_the_merged_model_is_asked_for(api: Api, case: str) -> None:
+    metadata, body, merged = EXPORTS[case]
+    model = api.model(user_metadata=metadata)
+    for seq, path in enumerate(("save_weights_external", "save_weights", "save_weights_for_sampler"), start=1):
+        assert api.post(path, {"model_id": model, "seq_id": seq, "path": "a", **body}).status_code == 200
+    assert [op_of(api, model, seq).merged for seq in (1, 2, 3)] == [merged, False, False]
+
+
+def test_an_unknown_form_is_refused_when_the_model_is_created(api: Api) -> None:
+    body = {"session_id": api.session(), "model_seq_id": 0, "base_model": BASE}
+    answer = api.post("create_model", {**body, "user_metadata": {"export_format": "gguf"}})
+    assert (answer.status_code, "'gguf'" in answer.json["detail"]) == (400, True)
+
+
+def test_a_model_whose_every_weight_is_trained_has_no_peft_files_and_needs_no_merging(api: Api) -> None:
+    model = api.model()
+    api.services.records.update("models", model, {"full": "true"})
+    for seq, form in enumerate((None, "huggingface"), start=1):
+        body = {"model_id": model, "seq_id": seq, "path": "a", "format": form}
+        assert api.post("save_weights_external", body).status_code == 200
+        assert not op_of(api, model, seq).merged
+    answer = api.post("save_weights_external", {"model_id": model, "seq_id": 3, "path": "a", "format": "peft"})
+    assert (answer.status_code, "export it as huggingface" in answer.json["detail"]) == (400, True)
+
+
+def test_a_critic_has_no_merged_model(api: Api) -> None:
+    model = api.model()
+    api.services.records.update("models", model, {"critic": "true"})
+    answer = api.post("save_weights_external", {"model_id": model, "seq_id": 1, "path": "a", "format": "huggingface"})
+    assert (answer.status_code, "value head" in answer.json["detail"]) == (400, True)
+
+
+def test_a_merged_model_is_neither_loaded_nor_sampled(api: Api) -> None:
+    model = api.model()
+    path = save_checkpoint(api, model, "external_weights", files=["config.json", "model.safetensors"])
+    session = {"session_id": api.session()}
+    answers = [
+        api.post("load_weights", {"model_id": model, "seq_id": 1, "path": path}),
+        api.post("load_weights", {**session, "model_seq_id": 0, "path": path}),
+        api.post("create_sampling_session", {**session, "sampling_session_seq_id": 0, "model_path": path}),
+    ]
+    assert [(answer.status_code, "for download alone" in answer.json["detail"]) for answer in answers] == 3 * [
+        (400, True)
+    ]
+
+
 BAD_SAVES: dict[str, tuple[str, dict[str, Any], int, str]] = {
     "name with a slash": ("save_weights", {"path": "a/b"}, 400, "a/b"),
     "dots": ("save_weights", {"path": ".."}, 400, ".."),
@@ -43,6 +98,7 @@ BAD_SAVES: dict[str, tuple[str, dict[str, Any], int, str]] = {
     "short ttl": ("save_weights", {"path": "a", "ttl_seconds": 60}, 400, "ttl_seconds 60"),
     "metadata no text": ("save_weights", {"path": "a", "user_metadata": {"a": 1}}, 422, "user_metadata"),
     "encryption": ("save_weights_external", {"path": "a", "age_encryption_recipients": ["age1x"]}, 400, "age_"),
+    "form": ("save_weights_external", {"path": "a", "format": "gguf"}, 400, "'gguf'"),
     "neither": ("save_weights_for_sampler", {"kind": "snapshot"}, 400, "sampling_session_seq_id"),
 }
 
