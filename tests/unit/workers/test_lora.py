@@ -22,7 +22,7 @@ class Tiny(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.config = LlamaConfig(hidden_size=6)
+        self.config = LlamaConfig(hidden_size=6, num_attention_heads=1)
         self.embed = nn.Embedding(11, 6)
         self.q_proj = nn.Linear(6, 6, bias=False)
         self.other = nn.Linear(6, 6, bias=False)
