@@ -58,8 +58,8 @@ def sequences(seed: int, lengths: Sequence[int], vocab: int = 320) -> list[Datum
 
 
 def valued(seed: int, lengths: Sequence[int], vocab: int = 320) -> list[Datum]:
-    """For ppo_critic: new values within and beyond the clip range of the old; the first two tokens are a prompt, if more
-    follow."""
+    """For ppo_critic: new values within and beyond the clip range of the old; the first two tokens are a prompt, where
+    more follow."""
     rng = np.random.default_rng((seed, 3))
     datums = []
     for n in lengths:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers import LlamaConfig
 
 from app.domain.ops import LoraSpec
 from app.errors import UserOpError
@@ -21,6 +22,7 @@ class Tiny(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.config = LlamaConfig(hidden_size=6, num_attention_heads=1)
         self.embed = nn.Embedding(11, 6)
         self.q_proj = nn.Linear(6, 6, bias=False)
         self.other = nn.Linear(6, 6, bias=False)
@@ -164,7 +166,31 @@ def test_peft_files_give_the_same_adapter_back(model: Tiny, tmp_path: Path) -> N
     lora.check_fits(found, model)
 
 
-@pytest.mark.parametrize("damage", ["no folder", "no json", "other rank", "unknown tensor", "half a pair", "truncated"])
+def test_a_critic_is_a_classifier_of_one_label_in_peft_files(model: Tiny, tmp_path: Path) -> None:
+    critic = lora.new_adapter(model, LoraSpec(rank=3, seed=1), critic=True)
+    assert critic.value_head is not None
+    assert (list(critic.pairs), critic.spec.train_unembed) == (["q_proj"], False)
+    lora.write_peft(critic, tmp_path, "some/base")
+    config = json.loads((tmp_path / ADAPTER_CONFIG_FILE).read_text())
+    assert (config["task_type"], config["modules_to_save"]) == ("SEQ_CLS", ["score"])
+    found = lora.read_peft(tmp_path)
+    assert found.value_head is not None
+    assert torch.equal(found.value_head, critic.value_head)
+    assert list(found.tensors()) == list(critic.tensors())
+    lora.check_fits(found, model)
+    lora.check_role(found, critic=True)
+
+
+def test_a_value_head_of_another_size_does_not_fit(model: Tiny) -> None:
+    critic = lora.new_adapter(model, LoraSpec(rank=3), critic=True)
+    with pytest.raises(UserOpError, match=r"\[2, 6\]; on this base model it is \[1, 6\]"):
+        lora.check_fits(Adapter(critic.spec, critic.pairs, nn.Parameter(torch.zeros(2, 6))), model)
+
+
+DAMAGES = "no folder", "no json", "other rank", "unknown tensor", "half a pair", "truncated", "no score", "a score"
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_files_that_are_no_plain_adapter_are_refused(model: Tiny, tmp_path: Path, damage: str) -> None:
     lora.write_peft(trained(model, LoraSpec(rank=3)), tmp_path, "some/base")
     config, weights = tmp_path / ADAPTER_CONFIG_FILE, tmp_path / ADAPTER_FILE
@@ -175,6 +201,10 @@ def test_files_that_are_no_plain_adapter_are_refused(model: Tiny, tmp_path: Path
         config.write_text("{")
     elif damage == "other rank":
         config.write_text(json.dumps({**json.loads(config.read_text()), "r": 4}))
+    elif damage == "no score":
+        config.write_text(json.dumps({**json.loads(config.read_text()), "modules_to_save": ["score"]}))
+    elif damage == "a score":
+        save_file({**tensors, "base_model.model.score.weight": torch.zeros(1, 6)}, weights)
     elif damage == "unknown tensor":
         save_file({**tensors, "base_model.model.embed.lora_embedding_A": torch.zeros(1)}, weights)
     elif damage == "half a pair":
