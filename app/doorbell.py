@@ -13,6 +13,7 @@ from celery import Celery
 from kombu.exceptions import OperationalError
 
 from app.settings import Settings
+from app.stores.interfaces import Holder
 from app.stores.redis.client import connect
 
 log = logging.getLogger(__name__)
@@ -32,8 +33,9 @@ def task_name(kind: str) -> str:
     return f"tinsmith.{kind if kind in KINDS else CATCH_UP}"
 
 
-def train_queue(base_model: str) -> str:
-    return f"train.{base_model}"
+def train_queue(base_model: str, *, full: bool = False) -> str:
+    """What the trainers of a base read, or with `full` those that train all of its weights."""
+    return f"{'full' if full else 'train'}.{base_model}"
 
 
 def sample_queue(base_model: str) -> str:
@@ -95,9 +97,10 @@ class Doorbell:
         except (OperationalError, OSError) as error:
             log.warning("could not ring for %s: %s", request_id, error, extra={"request_id": request_id})
 
-    def wake(self, base_model: str, node: str) -> None:
+    def wake(self, holder: Holder) -> None:
         """Have a trainer look at once for what it may free."""
-        TickBell(self._celery, direct_queue(train_queue(base_model), node)).ring()
+        queue = train_queue(holder.base_model, full=holder.full)
+        TickBell(self._celery, direct_queue(queue, holder.node)).ring()
 
 
 class TickBell:

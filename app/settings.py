@@ -29,7 +29,7 @@ class TrainerSettings(_Section):
     count: int = Field(1, ge=1, description="trainer workers (rank groups) on this machine")
     ranks: int = Field(1, ge=1, description="processes in one rank group; more than 1 needs deepspeed")
     zero_stage: Literal[0, 1, 2, 3] = Field(2, description="DeepSpeed ZeRO stage")
-    offload: bool = Field(False, description="ZeRO-3: keep the partitioned base in CPU memory")
+    offload: bool = Field(False, description="keep in CPU memory: ZeRO-3's base; when fine-tuned in full, all else")
     devices: tuple[int, ...] = Field((), description="GPU indices, one for each rank; empty means the CPU, or GPU 0..")
     micro_batch_tokens: int = Field(1024, ge=1, description="tokens in one forward/backward pass: bounds its memory")
     exact: bool | Literal["auto"] = Field(
@@ -72,7 +72,16 @@ class BaseModelSettings(_Section):
     )
     max_rank: int = Field(64, ge=1, description="greatest LoRA rank a client may ask for")
     trainer: TrainerSettings = TrainerSettings()
+    full: TrainerSettings | None = Field(
+        None, description="trainers for full fine-tuning, one model to each; none unless given"
+    )
     sampler: SamplerSettings = SamplerSettings()
+
+    def for_full(self) -> BaseModelSettings:
+        """The same as its trainers for full fine-tuning see it. Raises SetupError when it has none."""
+        if self.full is None:
+            raise SetupError(f"base model {self.name!r} has no section [base_models.full] in the settings")
+        return self.model_copy(update={"trainer": self.full.model_copy(update={"max_models": 1})})
 
 
 class ApiSettings(_Section):

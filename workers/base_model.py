@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
@@ -16,11 +17,12 @@ from app.domain.base_models import BaseModelInfo
 from app.errors import SetupError
 from app.settings import BaseModelSettings
 from workers.lora import targets
+from workers.training.memory import ran_out_of_memory
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedBase:
-    """`model` (a transformers PreTrainedModel) is frozen and in eval mode.
+    """`model` (a transformers PreTrainedModel) is frozen, until someone trains it, and in eval mode.
 
     `tokenizer` is the path or hub id its tokenizer loads from.
     """
@@ -43,6 +45,29 @@ def load(settings: BaseModelSettings, device: torch.device | None = None) -> Loa
     model = _from_pretrained(settings, dtype).to(device)
     model.eval().requires_grad_(False)
     return LoadedBase(model, settings.tokenizer or settings.path, describe(settings, model, dtype), device, dtype)
+
+
+def read_weights(source: str, model: Any) -> dict[str, Tensor]:
+    """All parameters of a model like `model`, by name, as a folder or hub id holds them: fp32, on the CPU.
+
+    Raises ValueError or OSError when files are missing or damaged, or hold a model of other shapes.
+    """
+    try:
+        found, report = type(model).from_pretrained(
+            str(Path(source).expanduser()) if source.startswith("~") else source,
+            config=deepcopy(model.config),
+            dtype=torch.float32,
+            attn_implementation="eager",
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    except (RuntimeError, SafetensorError) as error:
+        if ran_out_of_memory(error):
+            raise
+        raise ValueError(str(error)) from None
+    if report["missing_keys"]:
+        raise ValueError(f"{min(report['missing_keys'])} is missing")
+    return {name: parameter.detach() for name, parameter in found.named_parameters()}
 
 
 def _from_pretrained(settings: BaseModelSettings, dtype: torch.dtype) -> nn.Module:

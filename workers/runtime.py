@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NoReturn, Protocol
 
@@ -17,6 +18,7 @@ from celery import Celery
 from app import doorbell
 from app.domain.results import Result
 from app.errors import SetupError
+from app.services.base_models import trainer_role
 from app.services.endings import Endings
 from app.settings import BaseModelSettings, Settings, TrainerSettings
 from app.stores import objects
@@ -131,7 +133,7 @@ def start(settings: Settings, celery: Celery, node_name: str, queues: list[str])
     """
     global _current
     role, base, queue = _role(settings, queues)
-    make = trainer if role == "train" else sampler
+    make = sampler if role == "sample" else partial(trainer, full=role == "full")
     _current = make(settings, base, parts(settings, celery, node_name), node_name, queue)
     return doorbell.direct_queue(queue, node_name)
 
@@ -158,18 +160,22 @@ def _role(settings: Settings, queues: list[str]) -> tuple[str, BaseModelSettings
     for queue in queues:
         role, _, name = queue.partition(".")
         base = settings.base_model(name)
-        if role in ("train", "sample") and base is not None:
+        if role in ("train", "full", "sample") and base is not None:
             return role, base, queue
     names = ", ".join(base.name for base in settings.base_models) or "none"
     raise SetupError(
-        f"-Q {','.join(queues)} names no base model: use train.<base> or sample.<base>; the settings have {names}"
+        f"-Q {','.join(queues)} names no base model: use train.<base>, full.<base> or sample.<base>; the settings have "
+        f"{names}"
     )
 
 
-def trainer(settings: Settings, base: BaseModelSettings, parts: Parts, node_name: str, queue: str) -> Runtime:
+def trainer(
+    settings: Settings, base: BaseModelSettings, parts: Parts, node_name: str, queue: str, *, full: bool = False
+) -> Runtime:
     from workers.training.factory import create
 
-    backend = create(base)
+    base = base.for_full() if full else base
+    backend = create(base, full=full)
     info = backend.open()
     saver = Saver(backend, parts.records, parts.store)
     cache = _empty_cache(settings, node_name)
@@ -188,8 +194,8 @@ def trainer(settings: Settings, base: BaseModelSettings, parts: Parts, node_name
         snapshots.settle(resident, within_s=seconds)
 
     pulse = Pulse(doorbell.TickBell(parts.celery, direct), backend.healthy, settings.engine.healthy_s, end)
-    metrics = telemetry.serve_metrics(base.trainer.metrics_port)
-    presence = Presence(parts.records, node_name, "trainer", info, backend.describe, metrics, pulse.healthy)
+    metrics, role = telemetry.serve_metrics(base.trainer.metrics_port), trainer_role(full=full)
+    presence = Presence(parts.records, node_name, role, info, backend.describe, metrics, pulse.healthy)
     most = base.trainer.max_models
     owner = Owner(parts.oplog, backend, parts.keeper, parts.worker, restore, settle, most, presence.refresh)
     drain = Drain(parts.oplog, owner, ring, queue)
@@ -198,7 +204,7 @@ def trainer(settings: Settings, base: BaseModelSettings, parts: Parts, node_name
     turns = Turns(parts.oplog, owner, merged_tokens, base.trainer.merge_wait_s)
     committer = Committer(parts.oplog, owner, executor, snapshots)
     runner = TrainingRunner(parts.oplog, owner, committer, backend.healthy, parked, turns, ring, queue, end)
-    spread = Spread(runner, owner, parts.records, ring, base.name, node_name)
+    spread = Spread(runner, owner, parts.records, ring, base.name, node_name, full=full)
     tidying = Tidying(owner, parked, parts.lifecycle.unwanted, settings.engine.idle_s)
 
     def tidy() -> None:

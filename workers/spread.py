@@ -8,6 +8,7 @@ from app import doorbell
 from app.domain import records
 from app.domain.records import Worker
 from app.domain.results import Result
+from app.services.base_models import trainer_role
 from app.stores.interfaces import Records
 from workers.outcome import NotNow
 from workers.owner import Owner
@@ -29,17 +30,19 @@ class Spread:
         ring: Callable[[str, str, str, str], None],
         base_model: str,
         node: str,
+        *,
+        full: bool = False,
     ) -> None:
         self._runner, self._owner, self._records, self._ring = runner, owner, stored, ring
         self._base_model, self._node = base_model, node
+        self._role, self._queue = trainer_role(full=full), doorbell.train_queue(base_model, full=full)
 
     def handle(self, request_id: str, model_id: str, kind: str) -> Result | None:
         """See TrainingRunner.handle."""
         lighter = self._lighter(model_id)
         if lighter is None:
             return self._runner.handle(request_id, model_id, kind)
-        queue = doorbell.direct_queue(doorbell.train_queue(self._base_model), lighter)
-        self._ring(kind, request_id, model_id, queue)
+        self._ring(kind, request_id, model_id, doorbell.direct_queue(self._queue, lighter))
         raise NotNow(f"{lighter} has fewer models than {self._node}")
 
     def _lighter(self, model_id: str) -> str | None:
@@ -56,7 +59,7 @@ class Spread:
         return {
             node: int(worker.describe.get("models", 0))
             for node, worker in workers
-            if (worker.role, worker.base_model) == ("trainer", self._base_model)
+            if (worker.role, worker.base_model) == (self._role, self._base_model)
             and worker.healthy
             and node != self._node
         }

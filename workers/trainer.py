@@ -1,4 +1,4 @@
-"""`python -m workers.trainer --base NAME --name NAME`: one trainer, however many ranks it takes.
+"""`python -m workers.trainer --base NAME --name NAME [--full]`: one trainer, however many ranks it takes.
 
 With one rank it is a Celery worker. With more it starts itself once a rank under torchrun, which takes the whole group
 down when one rank dies: rank 0 is the Celery worker, the others follow its calls.
@@ -20,18 +20,21 @@ from workers.launch import run_worker
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m workers.trainer")
     parser.add_argument("--base", required=True, help="name of the base model in the settings")
+    parser.add_argument("--full", action="store_true", help="train all of its weights, not adapters")
     parser.add_argument("--name", required=True, help="name of this worker, unique among the running ones")
     arguments = parser.parse_args()
     try:
         base = settings.from_environment().base_model(arguments.base)
         if base is None:
             raise SetupError(f"the settings have no base model {arguments.base!r}")
+        if arguments.full:
+            base = base.for_full()
         if base.trainer.ranks > 1 and "RANK" not in os.environ:
             _exec_ranks(base.trainer.ranks)
         if os.environ.get("RANK", "0") != "0":
-            _follow(base)
+            _follow(base, full=arguments.full)
         else:
-            run_worker(train_queue(base.name), arguments.name, ["-P", "solo"])
+            run_worker(train_queue(base.name, full=arguments.full), arguments.name, ["-P", "solo"])
     except SetupError as error:
         print(f"{arguments.name}: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
@@ -42,13 +45,13 @@ def _exec_ranks(ranks: int) -> None:
     os.execv(sys.executable, [sys.executable, *launcher, "-m", "workers.trainer", *sys.argv[1:]])
 
 
-def _follow(base: settings.BaseModelSettings) -> None:
+def _follow(base: settings.BaseModelSettings, *, full: bool) -> None:
     """Rank 0 says when to stop; a signal to the whole group must not end this rank in the middle of a pass."""
     from workers.training.factory import create
 
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    backend = create(base)
+    backend = create(base, full=full)
     backend.open()
     backend.follow()
 

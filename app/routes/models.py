@@ -17,7 +17,7 @@ blueprint = make("models", "Models")
 @blueprint.arguments(CreateModel())
 @blueprint.response(200, Promise)
 def create_model(asked: dict[str, Any]) -> dict[str, str]:
-    """A fresh LoRA adapter on a base model."""
+    """A fresh LoRA adapter on a base model; with `lora_config` null all of its weights are trained."""
     return services().models.create(current_owner(), asked)
 
 

@@ -24,7 +24,8 @@ class CreateModel(SdkSchema):
     session_id = identifier()
     model_seq_id = counter(0, 10**9 - 1)
     base_model = identifier()
-    lora_config = fields.Nested(LoraConfig, load_default=lambda: LoraConfig().load({}))
+    # null, and a rank of 0, ask for all weights to be trained.
+    lora_config = fields.Nested(LoraConfig, load_default=lambda: LoraConfig().load({}), allow_none=True)
     optimizer_config = fields.Dict(keys=fields.String())
     model_role = model_role()
     user_metadata = metadata()

@@ -27,8 +27,9 @@ class AdmissionService:
         self._records = store
         self._doorbell = doorbell
 
-    def admit(self, model_id: str, base_model: str, seq: int, op: Op, model: Record | None = None) -> str:
-        """The request id of the Op's future; the same one for a repeat. `model` registers an unknown model with it.
+    def admit(self, model_id: str, queue: str, seq: int, op: Op, model: Record | None = None) -> str:
+        """The request id of the Op's future; the same one for a repeat. `queue` is the one the model's trainers read,
+        and `model` registers an unknown one.
 
         Raises BadRequest for a seq used otherwise, Unavailable while there is no room.
         """
@@ -37,7 +38,6 @@ class AdmissionService:
         identity = codec.digest(payload if asked is op else codec.encode(asked))
         admission = self._oplog.admit(model_id, seq, op.kind, payload, identity, model)
         if admission.fresh:
-            queue = train_queue(base_model)
             queue = direct_queue(queue, admission.node) if admission.node else queue
             self._announce(op.kind, admission.request_id, model_id, seq, queue)
         return admission.request_id
@@ -61,7 +61,8 @@ class AdmissionService:
         if 1 <= seq <= MAX_SEQ and self._oplog.refuse(model_id, seq, reason, kind):
             log.info("refused", extra={"model_id": model_id, "seq": seq})
             # What waits behind it was turned away once already.
-            self._doorbell.ring(CATCH_UP, ids.request_id(model_id, seq), model_id, train_queue(model.base_model))
+            queue = train_queue(model.base_model, full=model.full)
+            self._doorbell.ring(CATCH_UP, ids.request_id(model_id, seq), model_id, queue)
 
     def _announce(self, kind: str, request_id: str, parent_id: str, seq: int, queue: str) -> None:
         ADMISSIONS.labels(kind).inc()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,12 @@ from app.settings import BaseModelSettings, Settings
 from app.stores.interfaces import Records
 
 ROLES = ("trainer", "sampler")
+FULL_TRAINER = "full_trainer"
+
+
+def trainer_role(*, full: bool) -> str:
+    """As workers' records name it: of a model's trainer."""
+    return FULL_TRAINER if full else "trainer"
 
 
 class BaseModels:
@@ -58,7 +64,7 @@ class BaseModels:
     def missing(self) -> list[str]:
         """What must still start before every served base model can be trained and sampled."""
         live = self.live()
-        needed = [(role, base.name) for base in self._settings.base_models for role in ROLES]
+        needed = [(role, base.name) for base in self._settings.base_models for role in _roles(base)]
         return [f"{role} for {name}" for role, name in needed if (role, name) not in live]
 
     def capabilities(self) -> list[dict[str, Any]]:
@@ -89,6 +95,10 @@ class BaseModels:
     def _max_context(self, base: BaseModelSettings) -> int | None:
         known = [self._known[role, base.name].max_context for role in ROLES if (role, base.name) in self._known]
         return min(known) if known else base.max_context or None
+
+
+def _roles(base: BaseModelSettings) -> Sequence[str]:
+    return (*ROLES, FULL_TRAINER) if base.full else ROLES
 
 
 def _info(fields: Mapping[str, Any]) -> BaseModelInfo:

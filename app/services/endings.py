@@ -16,10 +16,10 @@ log = logging.getLogger(__name__)
 
 
 class Endings:
-    """`wake(base model, node)` makes a trainer look at once for what it may free."""
+    """`wake` makes the trainer that holds a model look at once for what it may free."""
 
     def __init__(
-        self, lifecycle: Lifecycle, store: Records, objects: ObjectStore, wake: Callable[[str, str], None]
+        self, lifecycle: Lifecycle, store: Records, objects: ObjectStore, wake: Callable[[Holder], None]
     ) -> None:
         self._lifecycle, self._records, self._objects, self._wake = lifecycle, store, objects, wake
 
@@ -27,7 +27,7 @@ class Endings:
         """Its models leave the memory of whoever holds them; an Op brings one back."""
         self._lifecycle.finish(session_id, reason)
         for holder in set(self._lifecycle.holders(self._models(session_id))):
-            self._wake(holder.base_model, holder.node)
+            self._wake(holder)
 
     def end(self, model_id: str) -> None:
         """End a model whatever its session. What an outage leaves of its files is left to the orphans chore."""
@@ -54,7 +54,7 @@ class Endings:
     def _clear(self, model_id: str, holder: Holder) -> None:
         log.info("a run has ended", extra={"model_id": model_id})
         if holder.node:
-            self._wake(holder.base_model, holder.node)
+            self._wake(holder)
         prefixes = [f"models/{model_id}/snapshots"]
         for sampler_id, sampler in self._samplers(ids.session_of(model_id)):
             if sampler.prefix.startswith(f"models/{model_id}/") and not sampler.model_path:

@@ -11,9 +11,10 @@ from app import ids
 from app.domain import records
 from app.domain.ops import CreateModel, LoraSpec, ModelSpec
 from app.domain.records import Checkpoint, Model, Session
+from app.doorbell import train_queue
 from app.errors import BadRequest
 from app.services.admission import AdmissionService
-from app.services.base_models import BaseModels
+from app.services.base_models import BaseModels, trainer_role
 from app.services.checks.exports import check_loadable, check_same_role, exports_merged
 from app.services.checks.models import CRITIC, asked_role, check_lora, check_optimizer, check_sampled
 from app.services.endings import Endings
@@ -34,9 +35,9 @@ class ModelService:
         """A promise of a fresh model. Raises NotFound (session), BadRequest, or Unavailable without a trainer yet."""
         check_optimizer(asked.get("optimizer_config"))
         model_id = ids.model_id(asked["session_id"], asked["model_seq_id"])
-        config = {"seed": ids.stable_seed(model_id), **asked["lora_config"]}
-        lora, critic = LoraSpec(**config), asked_role(asked) == CRITIC
-        if critic:  # which has another head than the one that would be trained
+        config, critic = asked["lora_config"], asked_role(asked) == CRITIC
+        lora = None if not config or config["rank"] == 0 else LoraSpec(**{"seed": ids.stable_seed(model_id), **config})
+        if lora and critic:  # which has another head than the one that would be trained
             lora = replace(lora, train_unembed=False)
         return self._admit(owner, asked, CreateModel(ModelSpec(asked["base_model"], lora, critic)))
 
@@ -79,7 +80,15 @@ class ModelService:
     def _admit(self, owner: str, asked: Mapping[str, Any], op: CreateModel) -> dict[str, str]:
         load_owned(self._records, Session, asked["session_id"], owner)
         name = op.spec.base_model
-        trainer = self._bases.info("trainer", name)
+        full = op.spec.lora is None
+        if full and self._bases.settings(name).full is None:
+            raise BadRequest(
+                f"full fine-tuning of {name} is not offered here: give a lora_config with a rank from 1, or have the "
+                "server started with trainers for it (base_models.full in its settings)"
+            )
+        if full and op.spec.critic:
+            raise BadRequest("a critic of which all weights are trained is not offered: give a lora_config")
+        trainer = self._bases.info(trainer_role(full=full), name)
         if op.spec.lora is not None:
             check_lora(op.spec.lora, self._bases.settings(name).max_rank, trainer)
             if not op.spec.critic:
@@ -91,9 +100,9 @@ class ModelService:
             name,
             time.time(),
             user_metadata=asked["user_metadata"],
-            full=op.spec.lora is None,
+            full=full,
             critic=op.spec.critic,
         )
         exports_merged(None, model)
-        request_id = self._admission.admit(model_id, name, 0, op, records.dump(model))
+        request_id = self._admission.admit(model_id, train_queue(name, full=full), 0, op, records.dump(model))
         return {"request_id": request_id, "model_id": model_id}

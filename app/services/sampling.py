@@ -14,7 +14,7 @@ from app.errors import BadRequest
 from app.services.admission import AdmissionService
 from app.services.base_models import BaseModels
 from app.services.checks.exports import check_adapter
-from app.services.checks.models import check_sampled_role
+from app.services.checks.models import check_sampleable, check_sampled_role
 from app.services.checks.sampling import check_sample, check_supported
 from app.services.ownership import load_owned
 from app.stores.interfaces import Records
@@ -85,6 +85,7 @@ class SamplingService:
         if base not in (None, checkpoint.base_model):
             raise BadRequest(f"{path} was trained on {checkpoint.base_model}, not on {base[:200]!r}")
         check_sampled_role(path, critic=checkpoint.critic)
+        check_sampleable(full=checkpoint.full)
         return Sampler(owner, asked["session_id"], checkpoint.base_model, time.time(), path, checkpoint.prefix)
 
 

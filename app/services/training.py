@@ -13,12 +13,13 @@ from app.domain.checkpoints import Place
 from app.domain.losses import LOSSES
 from app.domain.ops import AdamParams, LoadWeights, Op, OptimStep, SaveWeights
 from app.domain.records import Checkpoint, Model, Sampler
+from app.doorbell import train_queue
 from app.errors import BadRequest, NotFound
 from app.services.admission import MAX_SEQ, AdmissionService
-from app.services.base_models import BaseModels
+from app.services.base_models import BaseModels, trainer_role
 from app.services.checks.batch import check_forward_backward
-from app.services.checks.exports import check_loadable, check_same_role, exports_merged
-from app.services.checks.models import check_adam, check_optimizer, check_sampled_role
+from app.services.checks.exports import check_loadable, check_same_kind, check_same_role, exports_merged
+from app.services.checks.models import check_adam, check_optimizer, check_sampleable, check_sampled_role
 from app.services.checks.values import in_range
 from app.services.custom_losses import CustomLossService
 from app.services.ownership import load_owned
@@ -44,7 +45,7 @@ class TrainingService:
     def forward_backward(self, owner: str, envelope: Envelope) -> Promise:
         model = load_owned(self._records, Model, envelope.model_id, owner)
         in_range("seq_id", envelope.seq, 1, MAX_SEQ)
-        info = self._bases.info("trainer", model.base_model)
+        info = self._bases.info(trainer_role(full=model.full), model.base_model)
         op = envelope.decode(partial(self._custom_losses.find, owner))
         check_forward_backward(op, info, critic=model.critic)
         # The journal holds every setting in full, so that a later default can not change a replay.
@@ -76,6 +77,7 @@ class TrainingService:
             return self._save(owner, asked, "sampler_weights")
         if asked.get("sampling_session_seq_id") is None:
             raise BadRequest("save_weights_for_sampler needs either path or sampling_session_seq_id")
+        check_sampleable(full=model.full)
         session = ids.sampling_session_id(model.session_id, asked["sampling_session_seq_id"])
         self._check_free(session, asked)
         op = SaveWeights("sampler_weights", f"ephemeral-{asked['seq_id']}", sampling_session_id=session)
@@ -93,6 +95,7 @@ class TrainingService:
         if checkpoint.base_model != model.base_model:
             raise BadRequest(f"{path} was trained on {checkpoint.base_model}; this model is a {model.base_model}")
         check_same_role(path, checkpoint, critic=model.critic)
+        check_same_kind(path, checkpoint, full=model.full)
         op = LoadWeights(str(path), asked["optimizer"], checkpoint.prefix)
         return self._admit(model, asked["model_id"], asked["seq_id"], op)
 
@@ -117,7 +120,7 @@ class TrainingService:
             raise BadRequest(f"sampling_session_seq_id {asked['sampling_session_seq_id']} was used for another one")
 
     def _admit(self, model: Model, model_id: str, seq: int, op: Op) -> Promise:
-        request_id = self._admission.admit(model_id, model.base_model, seq, op)
+        request_id = self._admission.admit(model_id, train_queue(model.base_model, full=model.full), seq, op)
         return {"request_id": request_id, "model_id": model_id}
 
 

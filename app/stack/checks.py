@@ -53,12 +53,12 @@ def model_path(base: BaseModelSettings) -> None:
 
 
 def ranks(base: BaseModelSettings) -> None:
-    trainer = base.trainer
-    if trainer.backend == "torch" and trainer.ranks > 1:
-        raise SetupError(
-            f"base model {base.name!r}: the torch trainer is one process, not {trainer.ranks} ranks; use --ranks 1 or "
-            "--trainer deepspeed"
-        )
+    for trainer in (base.trainer, base.full):
+        if trainer is not None and trainer.backend == "torch" and trainer.ranks > 1:
+            raise SetupError(
+                f"base model {base.name!r}: the torch trainer is one process, not {trainer.ranks} ranks; use --ranks 1 "
+                "or --trainer deepspeed"
+            )
 
 
 def vllm(base: BaseModelSettings) -> None:

@@ -9,20 +9,26 @@ from pathlib import Path
 from app.settings import SETTINGS_VARIABLE, Settings
 from app.stack.child import Command
 
+_WORKERS = {
+    "trainer": ("workers.trainer",),
+    "full-trainer": ("workers.trainer", "--full"),
+    "sampler": ("workers.sampler",),
+}
+
 
 def table(settings: Settings, settings_file: Path) -> Iterator[Command]:
     """Node names count through all base models, so each is unique on this machine."""
     yield _python("api", settings_file, "gunicorn", "-c", "python:app.gunicorn_conf", "app.wsgi:application")
-    for role, module in (("trainer", "workers.trainer"), ("sampler", "workers.sampler")):
+    for role, (module, *options) in _WORKERS.items():
         for index, base in enumerate(_bases(settings, role)):
             node = f"{role}-{index}"
-            yield _python(node, settings_file, module, "--base", base, "--name", node)
+            yield _python(node, settings_file, module, "--base", base, "--name", node, *options)
 
 
 def _bases(settings: Settings, role: str) -> Iterator[str]:
     for base in settings.base_models:
-        count = base.trainer.count if role == "trainer" else base.sampler.count
-        yield from [base.name] * count
+        section = {"trainer": base.trainer, "full-trainer": base.full, "sampler": base.sampler}[role]
+        yield from [base.name] * (section.count if section else 0)
 
 
 def _python(name: str, settings_file: Path, *arguments: str) -> Command:

@@ -71,7 +71,7 @@ def prepare(settings: Settings, options: Options, folder: DataFolder) -> Plan:
         checks.model_paths(settings)
     settings, servers = _with_servers(settings, folder)
     settings_file = folder.run / "settings.toml"
-    write_private(settings_file, tomli_w.dumps(settings.model_dump(mode="json")))
+    write_private(settings_file, tomli_w.dumps(settings.model_dump(mode="json", exclude_none=True)))
     return Plan(settings, settings_file, servers)
 
 

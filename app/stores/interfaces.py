@@ -295,10 +295,11 @@ class Records(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Where a model is in memory: the node that holds its lease, empty for none."""
+    """Where a model is in memory: the node that holds its lease, empty for none. `full`: see records.Model."""
 
     base_model: str
     node: str
+    full: bool = False
 
 
 class Lifecycle(Protocol):

@@ -53,12 +53,17 @@ def settings(base: Path, **trainer: Any) -> BaseModelSettings:
 
 def run_ranks(base: Path, folder: Path, stage: int, end: str, *, offload: bool = False) -> list[int]:
     """Both ranks' exit codes."""
+    trainer = {"backend": "deepspeed", "zero_stage": stage, "ranks": 2, "offload": offload}
+    text = settings(base, **trainer).model_dump_json()
+    return run_group("tests.conformance.training_ranks", text, str(folder), end)
+
+
+def run_group(module: str, *arguments: str) -> list[int]:
+    """The exit codes of two ranks that run it."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    trainer = {"backend": "deepspeed", "zero_stage": stage, "ranks": 2, "offload": offload}
-    text = settings(base, **trainer).model_dump_json()
-    command = [sys.executable, "-m", "tests.conformance.training_ranks", text, str(folder), end]
+    command = [sys.executable, "-m", module, *arguments]
     common = {**os.environ, "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     ranks = [
         subprocess.Popen(command, cwd=ROOT, env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)})

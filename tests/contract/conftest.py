@@ -19,6 +19,7 @@ STACKS = {
     "deepspeed-1-transformers": {
         "trainer": 'backend = "deepspeed"\nzero_stage = 2',
         "sampler": 'backend = "transformers"',
+        "full": 'backend = "torch"',
     },
     "deepspeed-2-ranks-vllm": {
         "trainer": 'backend = "deepspeed"\nzero_stage = 3\nranks = 2',

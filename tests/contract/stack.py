@@ -29,7 +29,8 @@ _START_S = 240
 
 @dataclass
 class Stack:
-    """A running stack. `trainer` and `sampler` are TOML lines for the base model's sections.
+    """A running stack. `trainer`, `sampler` and `full` are TOML lines for the base model's sections; no `full`, no
+    full fine-tuning.
 
     `program` is the module that takes the command line; every process computes with `threads` threads.
     """
@@ -39,6 +40,7 @@ class Stack:
     port: int
     trainer: str = ""
     sampler: str = ""
+    full: str = ""
     extra: str = ""
     program: str = "app.cli"
     threads: int = 2
@@ -88,6 +90,8 @@ dtype = "float32"
 {self.trainer}
 [base_models.sampler]
 {self.sampler}
+{"[base_models.full]" if self.full else ""}
+{self.full}
 """
 
     def _await_ready(self) -> str:

@@ -8,6 +8,7 @@ from torch import nn
 from app.domain.ops import AdamParams
 from workers.training.optimizer import ShardedAdamW
 from workers.training.ranks import RankGroup
+from workers.training.shards import Shards
 
 SCHEDULE = (
     AdamParams(learning_rate=1e-2, eps=1e-8),
@@ -22,13 +23,14 @@ def test_the_optimizer_equals_torch_adamw_on_the_same_gradients() -> None:
     shapes = {"a": (4, 33), "b": (17, 4), "c": (5,)}
     ours = {name: nn.Parameter(torch.randn(shape)) for name, shape in shapes.items()}
     theirs = [nn.Parameter(p.detach().clone()) for p in ours.values()]
-    optimizer = ShardedAdamW(ours, RankGroup(), sharded=False)
+    sizes = {name: p.numel() for name, p in ours.items()}
+    optimizer = ShardedAdamW(ours, Shards.of(sizes, RankGroup(), torch.device("cpu"), split=False))
     adamw = torch.optim.AdamW(theirs, foreach=False, fused=False)
     for params in SCHEDULE:
         gradients = [torch.randn_like(p, requires_grad=False) for p in theirs]
         for parameter, gradient in zip(theirs, gradients, strict=True):
             parameter.grad = gradient.clone()
-        norm = optimizer.step(gradients, params)
+        norm = optimizer.step(dict(zip(ours, gradients, strict=True)), params)
         torch_norm = torch.nn.utils.clip_grad_norm_(theirs, params.grad_clip_norm or float("inf"))
         adamw.param_groups[0].update(
             lr=params.learning_rate,

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from app.errors import SetupError
 from app.settings import TrainerSettings
-from workers import base_model, lora
+from workers import base_model
 from workers.base_model import LoadedBase
 from workers.training.devices import rank_device
 from workers.training.engine import Engine, elements_held
@@ -44,6 +44,14 @@ class DeepSpeedEngine(Engine):
         if self.engine.zero_optimization_stage() < 3:
             return nullcontext()
         return _deepspeed().zero.GatheredParameters([parameter])  # type: ignore[no-any-return]
+
+    def write(self, parameter: nn.Parameter, value: Tensor | None, owner: int) -> None:
+        if self.engine.zero_optimization_stage() < 3:
+            super().write(parameter, value, owner)
+            return
+        with _deepspeed().zero.GatheredParameters([parameter], modifier_rank=owner):
+            if value is not None:
+                parameter.data.copy_(value)
 
     def rest(self) -> None:
         if self.engine.zero_optimization_stage() == 3:
@@ -69,9 +77,9 @@ class DeepSpeedBackend(LoraTrainer):
         device = rank_device(trainer)
         ranks = _join(trainer, device)
         base = base_model.load(self._settings, device)
-        lora.wrap(base.model)
+        trained = self.prepare(base)
         in_step = trainer.zero_stage == 3 and ranks.size > 1
-        if in_step:
+        if in_step and not trained:
             # Else a pass over an adapter on the upper layers alone would gather fewer layers than another rank's.
             base.model.enable_input_require_grads()
         trunk = Trunk(base.model, trainer)
@@ -80,7 +88,9 @@ class DeepSpeedBackend(LoraTrainer):
             trunk=trunk,
             ranks=ranks,
             engine=_initialize(base, trunk, trainer),
+            trained=trained,
             shards_optimizer=trainer.zero_stage > 0,
+            shards_gradients=trainer.zero_stage > 1,
             in_step=in_step,
         )
 
@@ -103,7 +113,7 @@ def _initialize(base: LoadedBase, trunk: Trunk, trainer: TrainerSettings) -> Any
     """The base in a DeepSpeed engine. Its fp32 buffers stay fp32: DeepSpeed's bf16 mode would round RoPE's angles."""
     buffers = {name: buffer.clone() for name, buffer in base.model.named_buffers()}
     zero: dict[str, Any] = {"stage": trainer.zero_stage}
-    if trainer.offload:
+    if trainer.offload and trainer.zero_stage == 3:
         zero["offload_param"] = {"device": "cpu"}
     config = {
         "train_micro_batch_size_per_gpu": 1,

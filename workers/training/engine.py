@@ -1,19 +1,20 @@
-"""The frozen base, ready to be run: what differs between plain torch and DeepSpeed."""
+"""The base, ready to be run: what differs between plain torch and DeepSpeed."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from workers.base_model import LoadedBase
 from workers.lora import LoraLinear
 from workers.training.architectures import LogitRule, logit_rule
-from workers.training.head import Head
+from workers.training.head import Head, WeightGradient
 from workers.training.ranks import RankGroup
 from workers.training.trunk import Trunk
 
@@ -22,17 +23,21 @@ _HEAD = "lm_head"
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Engine(ABC):
-    """A loaded base whose linears are wrapped (workers/lora.py).
+    """A loaded base: frozen, its linears wrapped (workers/lora.py), or itself trained.
 
-    `shards_optimizer`: the ranks share out each adapter's optimizer state. `in_step`: every rank must run the same
-    number of passes, because a forward or backward is itself a collective.
+    `trained`: the base's own parameters by name, if they are. `shards_optimizer`: the ranks share out each model's
+    optimizer state, and with `shards_gradients` the gradients of the base's parameters. `in_step`: every rank must run
+    the same number of passes, because a forward or backward is itself a collective.
     """
 
     base: LoadedBase
     trunk: Trunk
     ranks: RankGroup
+    trained: Mapping[str, nn.Parameter] = field(default_factory=dict)
     shards_optimizer: bool = False
+    shards_gradients: bool = False
     in_step: bool = False
+    head_gradient: WeightGradient = field(default_factory=WeightGradient)
 
     @contextmanager
     def head(self) -> Iterator[Head]:
@@ -44,11 +49,24 @@ class Engine(ABC):
         linear = self.base.model.get_submodule(_HEAD)
         weight = (linear.base if isinstance(linear, LoraLinear) else linear).weight
         with self.whole(weight):
-            yield Head(weight.detach(), _HEAD, rule)
+            yield Head(weight.detach(), _HEAD, rule, self.head_gradient if self.trained else None)
+
+    def head_name(self) -> str:
+        """What `trained` calls the head's weight: that of the embedding where they are tied."""
+        weight = self.base.model.get_output_embeddings().weight
+        return next(name for name, parameter in self.trained.items() if parameter is weight)
 
     def whole(self, parameter: Tensor) -> AbstractContextManager[None]:
         """Within it, all of `parameter` is on this rank."""
         return nullcontext()
+
+    def write(self, parameter: nn.Parameter, value: Tensor | None, owner: int) -> None:
+        """Every rank's `parameter` becomes `value`, cast; only rank `owner` need give one. A collective."""
+        with torch.no_grad():
+            if value is not None:
+                parameter.copy_(value)
+        if self.shards_optimizer:
+            self.ranks.broadcast_([parameter], owner)
 
     def rest(self) -> None:
         """Called after a pass: free what only the next one needs."""

@@ -10,15 +10,17 @@ if TYPE_CHECKING:
     from workers.training.trainer import LoraTrainer
 
 
-def create(settings: BaseModelSettings) -> LoraTrainer:
+def create(settings: BaseModelSettings, *, full: bool = False) -> LoraTrainer:
     """A TrainingBackend, not yet opened. With several ranks, rank 0 uses it and the others `open` and `follow` it.
+
+    `full`: its models train the base's own weights.
 
     A launcher (torchrun) sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; without one there is one rank.
     """
     if settings.trainer.backend == "torch":
         from workers.training.torch_backend import TorchBackend
 
-        return TorchBackend(settings)
+        return TorchBackend(settings, full=full)
     from workers.training.deepspeed_backend import DeepSpeedBackend
 
-    return DeepSpeedBackend(settings)
+    return DeepSpeedBackend(settings, full=full)

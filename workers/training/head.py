@@ -19,8 +19,22 @@ from workers.training.architectures import LogitRule
 # fp32 elements worked on at once, which should stay in a core's cache: 1 MB.
 _WORK_ELEMENTS = 2**18
 
-Segments = Sequence[tuple[Adapter, int]]
-"""(adapter, consecutive rows that are its own)."""
+Segments = Sequence[tuple[Adapter | None, int]]
+"""(adapter or None for the head alone, consecutive rows that are its own)."""
+
+
+@dataclass(slots=True, eq=False)
+class WeightGradient:
+    """That of the head's own weight, where it is trained: fp32 [V, hidden]; None for zero."""
+
+    found: Tensor | None = None
+
+    def add(self, product: Tensor) -> None:
+        self.found = product.float() if self.found is None else self.found.add_(product)
+
+    def take(self) -> Tensor | None:
+        found, self.found = self.found, None
+        return found
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,14 +86,16 @@ class Scored:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Head:
-    """logits = rule(h Wᵀ + adapters). `weight` is [V, hidden], frozen; None where "hidden" states already are logits.
+    """logits = rule(h Wᵀ + adapters). `weight` is [V, hidden]; None where "hidden" states already are logits.
 
-    `path` is the head's module path, under which an adapter holds its pair.
+    `path` is the head's module path, under which an adapter holds its pair. `gradient`: where the weight's own goes, if
+    it is trained.
     """
 
     weight: Tensor | None
     path: str
     rule: LogitRule
+    gradient: WeightGradient | None = None
 
     def score(self, hidden: Tensor, targets: Tensor, segments: Segments, *, entropy: bool = False) -> Scored:
         """hidden [T, hidden size]; targets int64 [T, K]; the segments add up to T."""
@@ -104,11 +120,13 @@ class Head:
     def backward(self, scored: Scored, gradient: Tensor) -> Tensor:
         """The gradient in `scored.hidden`, of its dtype, from that in the logprobs (fp32 [T, K]); `scored` is used up.
 
-        Adds the gradients of the adapters' pairs to their `.grad`.
+        Adds the gradients of the adapters' pairs to their `.grad`, and the weight's to `self.gradient`.
         """
         factor = self._seed_(scored, gradient)
         if self.weight is None:
             return scored.exps.mul_(factor)
+        if self.gradient is not None:
+            self.gradient.add(scored.exps.t() @ (scored.hidden.float() * factor).to(scored.hidden.dtype))
         found = (scored.exps @ self.weight).float().mul_(factor)
         for part in scored.parts:
             found[part.rows] += self._back_through(part, scored, factor[part.rows])
@@ -128,8 +146,8 @@ class Head:
         for adapter, count in segments:
             rows = slice(start, start + count)
             start += count
-            pair = adapter.pairs.get(self.path)
-            if pair is not None:
+            pair = None if adapter is None else adapter.pairs.get(self.path)
+            if adapter is not None and pair is not None:
                 a, b = pair.a.to(hidden.dtype), pair.b.to(hidden.dtype)
                 yield Part(adapter, rows, (hidden[rows] @ a.t()) * adapter.scaling, a, b)
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.utils import get_total_norm
 
 from app.domain.batch import Ragged
 from app.domain.losses import ENTROPY, LOSSES
@@ -19,6 +18,7 @@ from workers.lora import Adapter
 from workers.training.losses import LOSS_FNS
 from workers.training.losses.custom import CustomLossRun
 from workers.training.microbatches import Column
+from workers.training.state import ModelState
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Job:
     """
 
     op: ForwardBackward
-    adapter: Adapter
+    state: ModelState
     tokens: Column
     inputs: dict[str, Column]
     scores: Tensor
@@ -48,7 +48,7 @@ class Job:
     custom: CustomLossRun | None = None
 
     @classmethod
-    def of(cls, op: ForwardBackward, adapter: Adapter, device: torch.device) -> Job:
+    def of(cls, op: ForwardBackward, state: ModelState, device: torch.device) -> Job:
         spec = LOSSES[op.loss_fn]
         wanted = {*spec.inputs, *spec.optional}
         inputs = {name: Column(ragged) for name, ragged in op.batch.inputs.items() if name in wanted}
@@ -57,7 +57,11 @@ class Job:
         # A rank without a datum of this Op sums with those that have some, so the names are fixed beforehand.
         metrics = custom.metrics if custom else _metrics(op, inputs)
         datums = {name: torch.zeros(len(op.batch), device=device) for name in ("bad", "loss:sum", *metrics)}
-        return cls(op, adapter, Column(op.batch.tokens), inputs, scores, datums, custom)
+        return cls(op, state, Column(op.batch.tokens), inputs, scores, datums, custom)
+
+    @property
+    def adapter(self) -> Adapter | None:
+        return self.state.adapter
 
     @property
     def critic(self) -> bool:
@@ -90,23 +94,6 @@ class Job:
         for name, values in found.metrics.items():
             self.datums[name][datums] = values
         return torch.where(bad[:, None, None], 0.0, found.gradient)
-
-    def gradients(self) -> list[Tensor]:
-        """Zeros where no backward pass came by: with several ranks, one may have had no datum of this adapter."""
-        for parameter in self.adapter.tensors().values():
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        return [parameter.grad for parameter in self.adapter.tensors().values() if parameter.grad is not None]
-
-    def take_gradients(self) -> list[Tensor]:
-        """The pass's gradient, which is removed from the adapter. Raises UserOpError when it, or a loss, is not
-        finite."""
-        gradients = self.gradients()
-        self.adapter.drop_gradients()
-        self.check_finite()
-        if not get_total_norm(gradients).isfinite():
-            raise UserOpError("every loss is finite but the gradient is not; nothing was added to the pending gradient")
-        return gradients
 
     def check_finite(self) -> None:
         """Raises UserOpError naming the first datum whose loss, its gradient or its ratio is not finite."""

@@ -40,7 +40,7 @@ class Pass:
         self._batches = cut(lengths, micro_batch_tokens, packed=engine.trunk.packed)
 
     def run(self, moved: Callable[[], None]) -> None:
-        """Fill every job's scores and datums, and its adapter's `.grad` unless forward-only, from all ranks.
+        """Fill every job's scores and datums, and unless forward-only its state's found gradient, from all ranks.
 
         `moved` is called after each micro-batch.
         """
@@ -52,6 +52,8 @@ class Pass:
                 self._run(self._batches[mine])
             elif self._engine.in_step:
                 self._keep_in_step()
+            if self._backward:
+                self._collect()
             moved()
         self._engine.rest()
         self._gather()
@@ -90,7 +92,7 @@ class Pass:
     def _values(self, block: MicroBatch, hidden: Tensor) -> Valuing:
         return Valuing(hidden, self._owners(block))
 
-    def _owners(self, block: MicroBatch) -> list[tuple[Adapter, int]]:
+    def _owners(self, block: MicroBatch) -> list[tuple[Adapter | None, int]]:
         return [(self._jobs[share.op].adapter, share.tokens) for share in block.shares]
 
     def _targets(self, block: MicroBatch) -> Tensor:
@@ -146,13 +148,17 @@ class Pass:
         if hidden.requires_grad:
             hidden.backward(torch.zeros_like(hidden))
 
+    def _collect(self) -> None:
+        for job in self._jobs:
+            job.state.collect()
+
     def _gather(self) -> None:
         """Each datum was computed on one rank and is zero on the others, so a sum is a gather, to the bit."""
         ranks = self._engine.ranks
         ranks.sum_([found for job in self._jobs for found in (job.scores, *job.datums.values())])
         if self._backward:
             for job in self._jobs:
-                ranks.sum_(job.gradients())
+                job.state.sum_found()
 
 
 def _padded(rows: Tensor, real: Tensor) -> Tensor:

@@ -38,6 +38,11 @@ class RankGroup:
             dist.all_reduce(flat)
             _unflatten(flat, tensors)
 
+    def sum_on_(self, tensor: Tensor, target: int) -> None:
+        """Replace `tensor`, in place, by its sum over the ranks on rank `target`; on the others it is lost."""
+        if self.size > 1:
+            dist.reduce(tensor, target)
+
     def broadcast_(self, tensors: Sequence[Tensor], source: int) -> None:
         """Replace each tensor, in place, by rank `source`'s; one collective for all of them."""
         if self.size > 1 and tensors:

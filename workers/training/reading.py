@@ -53,7 +53,7 @@ class Reading:
     def gradient(self, seed: Tensor) -> Tensor:
         """The one in `hidden`, of its dtype, from that in the logprobs, fp32 [T, K]; asked for once.
 
-        Rows where `seed` is 0 (prompts) cost nothing. The adapters' own gradients are added to their `.grad`.
+        Rows where `seed` is 0 (prompts) cost nothing. What is trained of the head gets its gradient: see Head.backward.
         """
         found = torch.zeros_like(self._hidden)
         for i, rows in enumerate(self._chunks):
@@ -71,7 +71,7 @@ class Reading:
         rows = self._chunks[chunk]
         return self._head.score(self._hidden[rows], self._targets[rows], list(self._owners(rows)))
 
-    def _owners(self, rows: slice) -> Iterator[tuple[Adapter, int]]:
+    def _owners(self, rows: slice) -> Iterator[tuple[Adapter | None, int]]:
         """The segments within `rows`."""
         start = 0
         for adapter, count in self._segments:

@@ -1,84 +1,106 @@
-"""One model's training state: adapter, optimizer, pending gradient; and its files."""
+"""What a trainer's models are: adapters beside the base (adapted.py), or the base's own weights (whole.py)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Protocol
 
-import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
-from torch.nn.utils import get_total_norm
 
 from app.domain.ops import AdamParams
 from app.errors import UserOpError
-from workers import lora
 from workers.lora import Adapter
-from workers.training.base import OPTIMIZER_FILE, Writer
-from workers.training.optimizer import ShardedAdamW
-
-_CPU = torch.device("cpu")
+from workers.training.base import OPTIMIZER_FILE, Create, Writer
 
 
-@dataclass(slots=True, eq=False)
-class AdapterState:
-    """`pending`: fp32 sums of the gradients since the last step, in the order of `adapter.tensors()`; None for zero."""
+class ModelState(Protocol):
+    """One model's weights, optimizer and pending gradient, and while a pass runs the gradient it has found so far.
 
-    adapter: Adapter
-    optimizer: ShardedAdamW
-    pending: list[Tensor] | None = None
+    Every rank calls the same methods in the same order: `collect`, `sum_found`, `keep`, `step`, `capture` and
+    `export` are collectives.
+    """
 
-    def add_gradients(self, gradients: Sequence[Tensor]) -> None:
-        if self.pending is None:
-            self.pending = list(gradients)
-        else:
-            torch._foreach_add_(self.pending, list(gradients))
+    @property
+    def adapter(self) -> Adapter | None:
+        """What its tokens run under; None for the base as it is."""
+        ...
+
+    @property
+    def critic(self) -> bool:
+        """It has a value head in the place of the base's."""
+        ...
+
+    def begin(self) -> None:
+        """The next pass is over this model."""
+        ...
+
+    def collect(self) -> None:
+        """Every rank is through with a round of micro-batches, backward too."""
+        ...
+
+    def sum_found(self) -> None:
+        """The pass is over: sum up what the ranks have found."""
+        ...
+
+    def keep(self) -> None:
+        """Add what was found to the pending gradient. Raises UserOpError, nothing added, when it is not finite."""
+        ...
+
+    def drop_found(self) -> None:
+        """Forget what was found."""
+        ...
+
+    def drop_pending(self) -> None:
+        """Forget the pending gradient."""
+        ...
+
+    def pending_gradients(self) -> Mapping[str, Tensor]:
+        """fp32 by name, as far as this rank holds them; empty for zero."""
+        ...
 
     def step(self, params: AdamParams) -> dict[str, float]:
         """AdamW on the pending gradient, which is then zero. Raises UserOpError, nothing changed.
 
-        Returns grad_norm (L2, before clipping), learning_rate and param_norm (L2 of the adapter after the step). Every
-        rank holds all of the gradient and of the adapter, in one order, so each finds the same bits.
+        Returns grad_norm (L2, before clipping), learning_rate and param_norm (L2 of all that is trained, after it): the
+        same bits on every rank.
         """
-        gradients = self.pending or [torch.zeros_like(p, requires_grad=False) for p in self._parameters()]
-        norm = self.optimizer.step(gradients, params)
-        self.pending = None
-        return {
-            "grad_norm": norm,
-            "learning_rate": params.learning_rate,
-            "param_norm": float(get_total_norm([p.detach() for p in self._parameters()])),
-        }
+        ...
 
-    def capture(self, base_model_name: str, optimizer_state: Mapping[str, Tensor] | None) -> Writer:
-        """Copies of the adapter and of `optimizer_state`, to be written as PEFT files and OPTIMIZER_FILE."""
-        adapter = self.adapter.to(_CPU)
-        moments = None if optimizer_state is None else {name: _copied(t) for name, t in optimizer_state.items()}
+    def capture(self, *, optimizer: bool) -> Writer:
+        """See TrainingBackend.capture; only rank 0's writes."""
+        ...
 
-        def write(folder: Path) -> None:
-            try:
-                lora.write_peft(adapter, folder, base_model_name)
-                if moments is not None:
-                    save_file(moments, folder / OPTIMIZER_FILE)
-            except SafetensorError as error:
-                # What is left to go wrong is the disk: it is full, or the file too large for it.
-                raise OSError(f"{folder.name} was not written: {error}") from error
+    def export(self) -> Writer:
+        """See TrainingBackend.export; only rank 0's writes."""
+        ...
 
-        return write
-
-    def check_same_shape(self, other: AdapterState) -> None:
+    def check_same_shape(self, other: ModelState) -> None:
         """Raises UserOpError unless `other` could take this one's place."""
-        mine, theirs = ({n: tuple(p.shape) for n, p in s.adapter.tensors().items()} for s in (self, other))
-        if mine != theirs:
-            raise UserOpError(
-                f"the checkpoint holds a rank {other.adapter.spec.rank} adapter on {len(other.adapter.pairs)} linears, "
-                f"this model a rank {self.adapter.spec.rank} one on {len(self.adapter.pairs)}; "
-                "create a new model from the checkpoint instead"
-            )
+        ...
 
-    def _parameters(self) -> list[Tensor]:
-        return list(self.adapter.tensors().values())
+
+class Models(Protocol):
+    """Makes the states of one trainer's models."""
+
+    @property
+    def share_passes(self) -> bool:
+        """Whether several of them may be in one pass."""
+        ...
+
+    def fresh(self, op: Create) -> ModelState:
+        """Raises UserOpError for what this trainer does not train."""
+        ...
+
+    def read(self, folder: Path, *, optimizer: bool, critic: bool) -> ModelState:
+        """From files `capture` wrote, on this rank. Raises UserOpError when they are missing, damaged or do not fit."""
+        ...
+
+
+def write_nothing(folder: Path) -> None:
+    """The Writer of a rank that has nothing to write."""
 
 
 def read_optimizer(folder: Path) -> dict[str, Tensor]:
@@ -87,7 +109,3 @@ def read_optimizer(folder: Path) -> dict[str, Tensor]:
         return dict(load_file(folder / OPTIMIZER_FILE))
     except (OSError, SafetensorError):
         raise UserOpError(f"checkpoint {folder.name} holds no optimizer state; load it without its optimizer") from None
-
-
-def _copied(tensor: Tensor) -> Tensor:
-    return tensor.detach().to(_CPU, copy=True, memory_format=torch.contiguous_format)

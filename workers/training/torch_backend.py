@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from app.errors import SetupError
-from workers import base_model, lora
+from workers import base_model
 from workers.training.devices import rank_device
 from workers.training.engine import Engine, TorchEngine
 from workers.training.ranks import RankGroup
@@ -18,5 +18,6 @@ class TorchBackend(LoraTrainer):
         if self._settings.trainer.ranks > 1:
             raise SetupError("the torch trainer has one rank; set trainer.backend to deepspeed for more")
         base = base_model.load(self._settings, rank_device(self._settings.trainer))
-        lora.wrap(base.model)
-        return TorchEngine(base=base, trunk=Trunk(base.model, self._settings.trainer), ranks=RankGroup())
+        trained = self.prepare(base)
+        trunk = Trunk(base.model, self._settings.trainer)
+        return TorchEngine(base=base, trunk=trunk, ranks=RankGroup(), trained=trained)

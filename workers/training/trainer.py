@@ -10,26 +10,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import nn
 
 from app.domain.base_models import BaseModelInfo
-from app.domain.ops import DropGradients, ForwardBackward, LoraSpec, OptimStep
+from app.domain.ops import DropGradients, ForwardBackward, OptimStep
 from app.domain.results import Done, OptimStepOutput, Output
 from app.errors import OpError, ServerOpError, UserOpError
 from app.settings import BaseModelSettings
 from workers import lora
-from workers.export import huggingface_writer
-from workers.lora import Adapter
+from workers.base_model import LoadedBase
 from workers.training import messages
+from workers.training.adapted import AdapterModels
 from workers.training.base import BackendOp, Create, Load, Writer
 from workers.training.engine import Engine
 from workers.training.jobs import Job
 from workers.training.memory import ran_out_of_memory
-from workers.training.merging import merged
-from workers.training.optimizer import ShardedAdamW
 from workers.training.passes import Pass
 from workers.training.standstill import Standstill
-from workers.training.state import AdapterState, read_optimizer
+from workers.training.state import Models, ModelState
+from workers.training.whole import ComputeCopy, WholeModels
 
 Results = dict[str, Output | OpError]
 
@@ -37,10 +36,12 @@ Results = dict[str, Output | OpError]
 class LoraTrainer(ABC):
     """A TrainingBackend over an Engine. Calls come one at a time; `describe` and `healthy` may come from any thread."""
 
-    def __init__(self, settings: BaseModelSettings) -> None:
-        self._settings = settings
-        self._states: dict[str, AdapterState] = {}
+    def __init__(self, settings: BaseModelSettings, *, full: bool = False) -> None:
+        """`full`: its models train the base's own weights, not adapters."""
+        self._settings, self._full = settings, full
+        self._states: dict[str, ModelState] = {}
         self._engine: Engine
+        self._models: Models
         self._standstill = Standstill()
         self._broken = False
 
@@ -48,9 +49,17 @@ class LoraTrainer(ABC):
     def start_engine(self) -> Engine:
         """Load and wrap the base. Raises SetupError."""
 
+    def prepare(self, base: LoadedBase) -> Mapping[str, nn.Parameter]:
+        """Have `base`, just loaded, take adapters, or train its own parameters: those by name."""
+        if not self._full:
+            lora.wrap(base.model)
+            return {}
+        return dict(base.model.requires_grad_(True).named_parameters())
+
     def open(self) -> BaseModelInfo:
         """Every rank calls it itself."""
         self._engine = self.start_engine()
+        self._models = self._made_by(self._engine)
         return self._engine.base.info
 
     def apply(self, ops: Mapping[str, BackendOp]) -> Mapping[str, Output | OpError]:
@@ -62,13 +71,12 @@ class LoraTrainer(ABC):
     def capture(self, model_id: str, *, optimizer: bool) -> Writer:
         with self._guarded():
             self._engine.ranks.send(messages.encode_call("capture", model_id, optimizer))
-            return self._state(model_id).capture(self._settings.path, self._gather(model_id, optimizer))
+            return self._state(model_id).capture(optimizer=optimizer)
 
     def export(self, model_id: str) -> Writer:
         with self._guarded():
             self._engine.ranks.send(messages.encode_call("export", model_id))
-            base = self._engine.base
-            return huggingface_writer(base.model, self._merged(model_id), base.dtype, base.tokenizer)
+            return self._state(model_id).export()
 
     def save(self, model_id: str, folder: Path, *, optimizer: bool) -> None:
         # Outside the guard: a full disk says nothing of the ranks.
@@ -113,19 +121,19 @@ class LoraTrainer(ABC):
                     self._apply(ops)
                 case ("capture", model_id, optimizer):
                     with suppress(OpError):  # rank 0 raises the same
-                        self._gather(model_id, optimizer)
+                        self._state(model_id).capture(optimizer=optimizer)
                 case ("export", model_id):
                     with suppress(OpError):
-                        self._merged(model_id)
+                        self._state(model_id).export()
                 case ("close", model_id):
                     self._states.pop(model_id, None)
                 case _:
                     return self._engine.ranks.leave()
 
     def gradients(self, model_id: str) -> dict[str, Any]:
-        """The pending gradient as fp32 numpy arrays by PEFT name, empty when there is none; for tests and debugging."""
-        state = self._states[model_id]
-        return dict(zip(state.adapter.tensors(), (g.cpu().numpy() for g in state.pending or ()), strict=False))
+        """The pending gradient, as far as this rank holds it, as fp32 numpy arrays by PEFT name or parameter; empty
+        when there is none; for tests and debugging."""
+        return {name: g.cpu().numpy() for name, g in self._states[model_id].pending_gradients().items()}
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
@@ -146,7 +154,7 @@ class LoraTrainer(ABC):
         for model_id, op in ops.items():
             try:
                 if isinstance(op, ForwardBackward):
-                    critic = self._state(model_id).adapter.critic
+                    critic = self._state(model_id).critic
                     batches[op.forward_only, critic][model_id] = op
                 else:
                     results[model_id] = self._apply_alone(model_id, op)
@@ -165,29 +173,36 @@ class LoraTrainer(ABC):
             case OptimStep():
                 return OptimStepOutput(self._state(model_id).step(op.params))
             case DropGradients():
-                self._state(model_id).pending = None
+                self._state(model_id).drop_pending()
         return Done()
 
     def _forward_backward(self, ops: Mapping[str, ForwardBackward]) -> Results:
+        if len(ops) > 1 and not self._models.share_passes:
+            return self._one_by_one(ops)
         jobs = self._run(ops)
         if jobs is not None:
-            return {model_id: self._finish(model_id, job) for model_id, job in jobs.items()}
+            return {model_id: self._finish(job) for model_id, job in jobs.items()}
         if len(ops) > 1:  # the one that is too large must fail nobody else
-            return {m: result for m, op in ops.items() for result in self._forward_backward({m: op}).values()}
+            return self._one_by_one(ops)
         return {model_id: self._too_large(op) for model_id, op in ops.items()}
+
+    def _one_by_one(self, ops: Mapping[str, ForwardBackward]) -> Results:
+        return {m: result for m, op in ops.items() for result in self._forward_backward({m: op}).values()}
 
     def _run(self, ops: Mapping[str, ForwardBackward]) -> dict[str, Job] | None:
         """None when memory ran out, which leaves all as it was. Several ranks would be out of step: there it raises."""
-        adapters = {model_id: self._state(model_id).adapter for model_id in ops}
+        states = {model_id: self._state(model_id) for model_id in ops}
+        for state in states.values():
+            state.begin()
         try:
-            jobs = {m: Job.of(op, adapters[m], self._engine.base.device) for m, op in ops.items()}
+            jobs = {m: Job.of(op, states[m], self._engine.base.device) for m, op in ops.items()}
             one = Pass(self._engine, list(jobs.values()), self._settings.trainer.micro_batch_tokens)
             one.run(self._standstill.moved)
         except (RuntimeError, MemoryError) as error:
             if not ran_out_of_memory(error) or self._engine.ranks.size > 1:
                 raise
-            for adapter in adapters.values():
-                adapter.drop_gradients()
+            for state in states.values():
+                state.drop_found()
             return None
         return jobs
 
@@ -199,34 +214,33 @@ class LoraTrainer(ABC):
             "trainer.micro_batch_tokens lowered or trainer.activation_checkpointing turned on"
         )
 
-    def _finish(self, model_id: str, job: Job) -> Output | OpError:
+    def _finish(self, job: Job) -> Output | OpError:
         try:
-            if job.op.forward_only:
-                job.check_finite()
-            else:
-                self._state(model_id).add_gradients(job.take_gradients())
+            job.check_finite()
+            if not job.op.forward_only:
+                job.state.keep()
             return job.output()
         except UserOpError as error:
             return error
+        finally:
+            job.state.drop_found()
 
-    def _create(self, op: Create) -> AdapterState:
+    def _create(self, op: Create) -> ModelState:
         if op.source is not None:
             return self._read(op.source, optimizer=op.optimizer, critic=op.critic)
-        if op.lora is None:
-            raise UserOpError("this trainer trains LoRA adapters, not the base's own weights")
-        return self._state_of(lora.new_adapter(self._engine.base.model, op.lora, critic=op.critic))
+        return self._models.fresh(op)
 
     def _load(self, model_id: str, op: Load) -> None:
         state = self._state(model_id)
-        loaded = self._read(op.source, optimizer=op.optimizer, critic=state.adapter.critic)
+        loaded = self._read(op.source, optimizer=op.optimizer, critic=state.critic)
         state.check_same_shape(loaded)
         self._states[model_id] = loaded
 
-    def _read(self, folder: Path, *, optimizer: bool, critic: bool) -> AdapterState:
+    def _read(self, folder: Path, *, optimizer: bool, critic: bool) -> ModelState:
         """Every rank has read `folder` when this returns, since its owner may remove it then. Raises UserOpError."""
         state, failure = None, None
         try:
-            state = self._read_here(folder, optimizer=optimizer, critic=critic)
+            state = self._models.read(folder, optimizer=optimizer, critic=critic)
         except UserOpError as error:
             failure = error
         readers = self._engine.ranks.count(state is not None)
@@ -236,32 +250,13 @@ class LoraTrainer(ABC):
             raise RuntimeError(f"{readers} of {self._engine.ranks.size} ranks could read {folder}: {failure}")
         return state
 
-    def _read_here(self, folder: Path, *, optimizer: bool, critic: bool) -> AdapterState:
-        adapter = lora.read_peft(folder)
-        lora.check_role(adapter, critic=critic)
-        lora.check_fits(adapter, self._engine.base.model)
-        state = self._state_of(adapter)
-        if optimizer:
-            state.optimizer.restore(read_optimizer(folder))
-        return state
+    def _made_by(self, engine: Engine) -> Models:
+        if not self._full:
+            return AdapterModels(engine, self._settings.path)
+        home = torch.device("cpu") if self._settings.trainer.offload else engine.base.device
+        return WholeModels(engine, ComputeCopy(engine), self._settings.path, home)
 
-    def _state_of(self, adapter: Adapter) -> AdapterState:
-        if not adapter.pairs:
-            raise UserOpError(f"{_groups(adapter.spec)} chooses no linear of {self._engine.base.info.arch}; train more")
-        adapter = adapter.to(self._engine.base.device)
-        engine = self._engine
-        return AdapterState(adapter, ShardedAdamW(adapter.tensors(), engine.ranks, sharded=engine.shards_optimizer))
-
-    def _gather(self, model_id: str, optimizer: bool) -> dict[str, Tensor] | None:
-        """The optimizer's state of all ranks, which is a collective; None when it is not asked for."""
-        state = self._state(model_id)
-        return state.optimizer.state() if optimizer else None
-
-    def _merged(self, model_id: str) -> dict[str, Tensor]:
-        """A collective; only rank 0 has the tensors."""
-        return merged(self._engine, self._state(model_id).adapter)
-
-    def _state(self, model_id: str) -> AdapterState:
+    def _state(self, model_id: str) -> ModelState:
         state = self._states.get(model_id)
         if state is None:
             raise ServerOpError(f"model {model_id} is not loaded in this trainer")
@@ -269,7 +264,3 @@ class LoraTrainer(ABC):
 
     def _gpus(self, count: int) -> Sequence[str]:
         return [f"cuda:{index}" for index in self._settings.trainer.devices or range(count)]
-
-
-def _groups(spec: LoraSpec) -> str:
-    return f"train_attn={spec.train_attn}, train_mlp={spec.train_mlp}, train_unembed={spec.train_unembed}"

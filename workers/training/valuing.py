@@ -37,6 +37,6 @@ class Valuing:
     def _heads(self) -> Iterator[tuple[Tensor, slice]]:
         start = 0
         for adapter, count in self._segments:
-            assert adapter.value_head is not None
+            assert adapter is not None and adapter.value_head is not None
             yield adapter.value_head, slice(start, start + count)
             start += count

@@ -45,3 +45,13 @@ def check_same_role(path: ids.TinkerPath, checkpoint: Checkpoint, *, critic: boo
     if checkpoint.critic != critic:
         found, wanted = (CRITIC, POLICY) if checkpoint.critic else (POLICY, CRITIC)
         raise BadRequest(f"{path} is a {found}'s, with another head than a {wanted} has; load a {wanted}'s checkpoint")
+
+
+def check_same_kind(path: ids.TinkerPath, checkpoint: Checkpoint, *, full: bool) -> None:
+    """An adapter is loaded from an adapter, all of a model's weights from all of them."""
+    if checkpoint.full != full:
+        kinds = {True: "all weights of a model", False: "a LoRA adapter"}
+        raise BadRequest(
+            f"{path} holds {kinds[checkpoint.full]}, and this model trains {kinds[full]}; create a new model from the "
+            "checkpoint instead"
+        )

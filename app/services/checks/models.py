@@ -54,6 +54,15 @@ def check_sampled_role(what: str, *, critic: bool) -> None:
         )
 
 
+def check_sampleable(*, full: bool) -> None:
+    """Raises BadRequest for all weights of a model: the samplers apply adapters to their base."""
+    if full:
+        raise BadRequest(
+            "this model was fine-tuned in full, which this server does not sample from: save it with "
+            "save_weights_external, download it, and serve that folder"
+        )
+
+
 def check_optimizer(config: Mapping[str, Any] | None) -> None:
     """AdamW is the only optimizer."""
     kind = (config or {}).get("type", "adamw")

@@ -52,8 +52,8 @@ class RedisLifecycle:
         found = self._run("end_model", model_id, self._unread_s, failed.content_type, failed.body, ended)
         if not found:
             return None
-        base_model, worker = (part.decode() for part in found)
-        return Holder(base_model, worker.rpartition("/")[0])
+        base_model, worker, full = (part.decode() for part in found)
+        return Holder(base_model, worker.rpartition("/")[0], json.loads(full))
 
     def end_sampler(self, sampler_id: str) -> bool:
         return bool(self._run("end_sampler", sampler_id, self._retain_ms))
@@ -63,10 +63,13 @@ class RedisLifecycle:
         with self._redis.pipeline(transaction=False) as pipe:
             for model_id in ids:
                 pipe.get(keys.lease(model_id))
-                pipe.hget(keys.model(model_id), "base_model")
+                pipe.hmget(keys.model(model_id), "base_model", "full")
             found = pipe.execute()
-        pairs = zip(found[::2], found[1::2], strict=True)
-        return [Holder(json.loads(base), held.decode().rpartition("/")[0]) for held, base in pairs if held and base]
+        return [
+            Holder(json.loads(base), held.decode().rpartition("/")[0], json.loads(full or "false"))
+            for held, (base, full) in zip(found[::2], found[1::2], strict=True)
+            if held and base
+        ]
 
     def unwanted(self, model_ids: Iterable[str]) -> set[str]:
         return {id_.decode() for id_ in self._run("unwanted", *model_ids)}

@@ -11,6 +11,7 @@ from celery import Celery
 
 from app.doorbell import Doorbell, TickBell, celery_app
 from app.settings import RedisSettings, Settings
+from app.stores.interfaces import Holder
 from app.stores.redis.client import connect
 from tests.servers import free_port, start_valkey
 
@@ -64,4 +65,4 @@ def test_ringing_where_the_broker_is_full_or_away_fails_nobody(url: str, broker:
     broker.config_set("maxmemory", 1)
     for celery in (at(url, tmp_path), away(tmp_path)):
         Doorbell(celery).ring("forward", "session:train:0:1", "session:train:0", "train.base")
-        Doorbell(celery).wake("base", "a")
+        Doorbell(celery).wake(Holder("base", "a"))

@@ -16,7 +16,7 @@ def announce(world: World, node: str, models: int, role: str = "trainer", health
     world.records.put(WorkerRecord.namespace, node, dump(record))
 
 
-def spread(world: World, worker: Worker, node: str) -> Spread:
+def spread(world: World, worker: Worker, node: str, *, full: bool = False) -> Spread:
     rung = worker.rung
     return Spread(
         worker.runner,
@@ -25,6 +25,7 @@ def spread(world: World, worker: Worker, node: str) -> Spread:
         lambda kind, request_id, parent, queue: rung.append((kind, request_id, queue)),
         BASE,
         node,
+        full=full,
     )
 
 
@@ -52,6 +53,15 @@ def test_a_model_nobody_has_goes_to_the_trainer_with_fewer(world: World, busy: t
     announce(world, "c", 0)
     assert not handle(spread, SECOND)
     assert worker.rung == [("create_model", f"{SECOND}:0", f"train.{BASE}@c")]
+
+
+def test_trainers_of_adapters_and_of_all_weights_are_kept_apart(world: World, busy: tuple[Worker, Spread]):
+    worker, of_adapters = busy
+    announce(world, "b", 0, role="full_trainer")
+    of_weights = spread(world, worker, "a", full=True)
+    assert not handle(of_weights, SECOND)
+    assert worker.rung == [("create_model", f"{SECOND}:0", f"full.{BASE}@b")]
+    assert handle(of_adapters, SECOND)
 
 
 def test_a_trainer_keeps_what_it_has(world: World, busy: tuple[Worker, Spread]):

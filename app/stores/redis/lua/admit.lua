@@ -20,13 +20,13 @@ local function store(now)
 end
 
 local function admit()
-  local head = redis.call('HMGET', 'tinsmith:models:' .. model, 'applied', 'owner', 'base_model', 'ended')
+  local head = redis.call('HMGET', 'tinsmith:models:' .. model, 'applied', 'owner', 'ended')
   if not head[1] and #ARGV < 8 then return {'unknown', ''} end
   local holder = redis.call('GET', 'tinsmith:lease:' .. model) or ''
   local known = redis.call('HMGET', 'tinsmith:future:' .. request, 'digest', 'refused')
   if known[2] then return {'refused', known[2]} end
   if known[1] then return {known[1] == ARGV[6] and 'repeat' or 'conflict', holder} end
-  if head[4] then return {'ended', ''} end
+  if head[3] then return {'ended', ''} end
   local applied = tonumber(head[1] or -1)
   if seq <= applied then return {'consumed', ''} end
   if staged ~= '' and redis.call('EXISTS', staged) == 0 then
@@ -36,7 +36,7 @@ local function admit()
   if refusal and not is_awaited(applied) then return refusal end
   if not head[1] then
     register_model(model, 8)
-    head = redis.call('HMGET', 'tinsmith:models:' .. model, 'applied', 'owner', 'base_model')
+    head = redis.call('HMGET', 'tinsmith:models:' .. model, 'applied', 'owner')
   end
   local now = now_ms()
   hear(redis.call('HGET', 'tinsmith:models:' .. model, 'session_id'), now)
@@ -47,7 +47,7 @@ local function admit()
   redis.call('ZADD', 'tinsmith:journal:' .. model, seq, seq)
   redis.call('HSET', 'tinsmith:models:' .. model, 'last_request', now)
   redis.call('ZADD', 'tinsmith:pending', 'NX', now, model)
-  redis.call('HSET', 'tinsmith:pending_queue', model, 'train.' .. cjson.decode(head[3]))
+  redis.call('HSET', 'tinsmith:pending_queue', model, train_queue(model))
   return {'fresh', holder}
 end
 

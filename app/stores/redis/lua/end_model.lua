@@ -2,10 +2,10 @@
 -- End a model for good: its owner is fenced, its journal and snapshot pointer go, what waits fails.
 -- ARGV: model id, seconds to keep results, type and body of a waiting future's result,
 -- ms that its session must have ended ago (or '' to end it whatever its session).
--- Returns {base model, lease holder or ''}; {} when there is no such model, or its session lives again.
+-- Returns {base model, lease holder or '', 'true' for a full one}; {} when there is no such model, or its session lives again.
 local model = ARGV[1]
 local key = 'tinsmith:models:' .. model
-local head = redis.call('HMGET', key, 'applied', 'base_model', 'session_id', 'ended')
+local head = redis.call('HMGET', key, 'applied', 'base_model', 'session_id', 'ended', 'full')
 if not head[1] then return {} end
 if ARGV[5] ~= '' and not is_retired(head[3], ARGV[5]) then return {} end
 
@@ -33,4 +33,4 @@ if not head[4] then
   redis.call('ZREM', 'tinsmith:pending', model)
   redis.call('HDEL', 'tinsmith:pending_queue', model)
 end
-return {cjson.decode(head[2]), holder}
+return {cjson.decode(head[2]), holder, head[5] or 'false'}

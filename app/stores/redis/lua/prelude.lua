@@ -11,6 +11,12 @@ local function register_model(model, first)
   redis.call('ZADD', 'tinsmith:index:models', 0, model)
 end
 
+-- The queue its trainers read; doorbell.train_queue says the same.
+local function train_queue(model)
+  local found = redis.call('HMGET', 'tinsmith:models:' .. model, 'base_model', 'full')
+  return (found[2] == 'true' and 'full.' or 'train.') .. cjson.decode(found[1])
+end
+
 -- What already waits behind a lost gradient, up to and including the next optim_step, fails with `reason`.
 local function doom(model, seq, reason)
   for _, later in ipairs(redis.call('ZRANGEBYSCORE', 'tinsmith:journal:' .. model, '(' .. seq, '+inf')) do

@@ -13,6 +13,5 @@ redis.call('HSET', 'tinsmith:op:' .. request, 'kind', ARGV[4], 'attempts', 0, 'a
 redis.call('HSET', 'tinsmith:future:' .. request, 'refused', reason)
 redis.call('ZADD', 'tinsmith:journal:' .. model, seq, seq)
 redis.call('ZADD', 'tinsmith:pending', 'NX', now, model)
-local base = redis.call('HGET', 'tinsmith:models:' .. model, 'base_model')
-redis.call('HSET', 'tinsmith:pending_queue', model, 'train.' .. cjson.decode(base))
+redis.call('HSET', 'tinsmith:pending_queue', model, train_queue(model))
 return 1

@@ -61,7 +61,9 @@ def test_an_adapter_the_sampler_could_not_apply_is_refused_before_it_is_trained(
 
 BAD_CREATES = {
     "unknown base": ({"base_model": "org/else"}, 400, ["org/else", BASE]),
-    "rank 0": ({"lora_config": {"rank": 0}}, 400, ["rank 0", "64"]),
+    "rank below 0": ({"lora_config": {"rank": -1}}, 400, ["rank -1", "64"]),
+    "full, which is not offered": ({"lora_config": None}, 400, ["full fine-tuning", BASE, "base_models.full"]),
+    "rank 0, which is full": ({"lora_config": {"rank": 0}}, 400, ["full fine-tuning", BASE, "base_models.full"]),
     "rank too large": ({"lora_config": {"rank": 65}}, 400, ["rank 65", "64"]),
     "rank no number": ({"lora_config": {"rank": "x"}}, 422, ["lora_config.rank", "'x'"]),
     "rank a fraction": ({"lora_config": {"rank": 1.5}}, 422, ["lora_config.rank", "1.5"]),

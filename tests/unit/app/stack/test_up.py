@@ -162,6 +162,7 @@ def test_the_table_starts_each_worker_once_under_a_name_of_its_own(tmp_path):
         [[base_models]]
         name = "b"
         path = "org/b"
+        full.count = 2
         """
     )
     commands = list(processes.table(settings_module.parse(toml, "test"), tmp_path / "settings.toml"))
@@ -171,7 +172,10 @@ def test_the_table_starts_each_worker_once_under_a_name_of_its_own(tmp_path):
         ("trainer-0", "a"),
         ("trainer-1", "a"),
         ("trainer-2", "b"),
+        ("full-trainer-0", "b"),
+        ("full-trainer-1", "b"),
         ("sampler-0", "a"),
         ("sampler-1", "b"),
     ]
+    assert [command.name for command in commands if "--full" in command.argv] == ["full-trainer-0", "full-trainer-1"]
     assert all(command.environ["TINSMITH_SETTINGS"] == os.fspath(tmp_path / "settings.toml") for command in commands)

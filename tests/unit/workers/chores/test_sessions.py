@@ -13,7 +13,7 @@ from app.domain.records import Checkpoint, Loss, Model, Sampler, Session, dump, 
 from app.errors import Gone, Unavailable
 from app.services.endings import Endings
 from app.settings import EngineSettings
-from app.stores.interfaces import Lease
+from app.stores.interfaces import Holder, Lease
 from app.stores.objects import FolderStore
 from app.stores.redis.lifecycle import RedisLifecycle
 from app.stores.redis.oplog import RedisOpLog
@@ -34,11 +34,11 @@ class Place:
     oplog: RedisOpLog
     records: RedisRecords
     store: FolderStore
-    woken: list[tuple[str, str]] = field(default_factory=list)
+    woken: list[Holder] = field(default_factory=list)
 
     def endings(self, settings: EngineSettings = PATIENT) -> Endings:
         lifecycle = RedisLifecycle(self.client, settings)
-        return Endings(lifecycle, self.records, self.store, lambda *who: self.woken.append(who))
+        return Endings(lifecycle, self.records, self.store, self.woken.append)
 
     def sweep(self, settings: EngineSettings, rounds: int = 1) -> None:
         chore = Sessions(RedisLifecycle(self.client, settings), self.endings(settings))
@@ -157,14 +157,14 @@ def test_a_finish_wakes_each_trainer_that_holds_one_of_its_models_and_no_other(p
     for model, worker in ((MODEL, "a/1"), (f"{SESSION}:train:1", "a/1"), (OTHER_MODEL, "b/1")):
         assert isinstance(place.oplog.acquire(model, worker), Lease)
     place.endings().finish(SESSION, "success")
-    assert place.woken == [("base", "a")]
+    assert place.woken == [Holder("base", "a")]
 
 
 def test_the_end_of_a_model_wakes_its_trainer(place: Place):
     place.oplog.acquire(MODEL, "a/1")
     place.endings().end(MODEL)
     place.endings().end(OTHER_MODEL)
-    assert place.woken == [("base", "a")]
+    assert place.woken == [Holder("base", "a")]
 
 
 def test_a_deleted_model_takes_its_own_ephemeral_adapters_and_leaves_other_samplers(place: Place):

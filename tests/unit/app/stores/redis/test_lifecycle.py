@@ -276,6 +276,18 @@ def test_holders_are_the_nodes_that_have_a_model_now(lifecycle, oplog):
     assert lifecycle.holders([MODEL, other, "unknown"]) == [Holder("base", "a")]
 
 
+def test_a_full_models_holder_is_known_as_one_and_its_ops_wait_for_trainers_of_their_own(lifecycle, oplog):
+    full = f"{SESSION}:train:1"
+    oplog.create_model(full, dump(Model("me", SESSION, "base", 0.0, full=True)))
+    oplog.acquire(full, "a/1")
+    assert lifecycle.holders([full]) == [Holder("base", "a", full=True)]
+    oplog.refuse(full, 1, "bad")
+    oplog.admit(full, 0, "create_model", b"payload", "digest")
+    admit(oplog)
+    assert {waiting.id: waiting.queue for waiting in oplog.pending()} == {full: "full.base", MODEL: "train.base"}
+    assert lifecycle.end_model(full) == Holder("base", "a", full=True)
+
+
 def test_the_loads_of_a_journal_are_its_creation_and_its_load_weights(lifecycle, oplog):
     for seq, kind in enumerate(("create_model", "forward_backward", "load_weights", "optim_step")):
         admit(oplog, seq, kind)

@@ -1,0 +1,74 @@
+"""What test_full_ranks.py runs: one scenario of full fine-tuning, in one process or in each rank of a group."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from app.domain.ops import DropGradients
+from app.domain.results import OptimStepOutput
+from app.errors import UserOpError
+from app.settings import BaseModelSettings
+from tests.conformance.training_ranks import BY_ONE, SFT, SHORT, STEP, bad, capture_and_go_on, note, resume
+from workers.training import factory
+from workers.training.base import Create, Load
+from workers.training.trainer import LoraTrainer
+from workers.training.whole import WholeState
+
+
+def run(backend: LoraTrainer, folder: Path) -> dict[str, np.ndarray]:
+    """Two models by turns, through every kind of Op; what was computed, by name."""
+    found: dict[str, np.ndarray] = {}
+    backend.apply({"a": Create(None)})
+    backend.apply({"b": Create(None)})
+    for turn, (model, op) in enumerate((("a", SFT), ("b", SHORT), ("a", SHORT))):
+        note(found, f"turn {turn}", backend.apply({model: op}))
+        assert isinstance(backend.apply({model: bad()})[model], UserOpError)
+        found |= {f"grad {turn} {name}": g for name, g in backend.gradients(model).items()}
+        (stepped,) = backend.apply({model: STEP}).values()
+        assert isinstance(stepped, OptimStepOutput), stepped
+        found |= {f"step {turn} {name}": np.array(value) for name, value in stepped.metrics.items()}
+        note(found, f"look {turn}", backend.apply({model: replace(SFT, forward_only=True)}))
+    backend.apply({"b": SFT})
+    backend.apply({"b": DropGradients()})
+    folder.mkdir()
+    backend.save("a", folder, optimizer=True)
+    capture_and_go_on(backend, folder)
+    backend.apply({"b": Load(folder, optimizer=True)})
+    backend.close("a")
+    found |= resume(backend, "b")
+    by_one = folder.with_name(BY_ONE)
+    if by_one.exists():
+        backend.apply({"d": Create(None, source=by_one, optimizer=True)})
+        found |= resume(backend, "d")
+        backend.close("d")
+    return found
+
+
+def held_share(backend: LoraTrainer) -> float:
+    """Of all masters, how many elements are in this rank's memory."""
+    (masters,) = (state.masters.values() for state in backend._states.values() if isinstance(state, WholeState))
+    return sum(m.numel() for m in masters if not m.is_meta) / sum(m.numel() for m in masters)
+
+
+def main(settings: str, folder: str) -> None:
+    torch.set_num_threads(1)
+    backend = factory.create(BaseModelSettings.model_validate_json(settings), full=True)
+    backend.open()  # together
+    if os.environ["RANK"] != "0":
+        backend.follow()
+        return
+    found = run(backend, Path(folder) / "checkpoint")
+    (Path(folder) / "described.json").write_text(json.dumps({**backend.describe(), "held": held_share(backend)}))
+    np.savez(Path(folder) / "found.npz", **found)
+    backend.shutdown()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,82 @@
+"""Full fine-tuning on two DeepSpeed ranks is what it is in one process of plain torch, at every ZeRO stage."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from app.settings import BaseModelSettings
+from tests.conformance import full_ranks
+from tests.conformance.test_training_ranks import run_group
+from tests.conformance.training_ranks import BY_ONE, SFT, STEP, resume
+from tests.models import tiny_qwen3
+from tests.parity.reference import relative_error
+from workers.training import factory
+from workers.training.base import Create
+from workers.training.trainer import LoraTrainer
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_qwen3(tmp_path_factory.mktemp("base"))
+
+
+@pytest.fixture(scope="module")
+def alone(base: Path) -> LoraTrainer:
+    torch.set_num_threads(1)
+    backend = factory.create(settings(base, backend="torch"), full=True)
+    backend.open()
+    return backend
+
+
+@pytest.fixture(scope="module")
+def wanted(alone: LoraTrainer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]:
+    return full_ranks.run(alone, tmp_path_factory.mktemp("alone") / "checkpoint")
+
+
+@pytest.mark.parametrize(("stage", "offload"), [(0, False), (1, False), (2, True), (3, False), (3, True)])
+def test_two_ranks_equal_one_process(
+    base: Path, alone: LoraTrainer, wanted: dict[str, np.ndarray], tmp_path: Path, stage: int, offload: bool
+) -> None:
+    alone.apply({"d": Create(None)})
+    for op in (SFT, STEP):
+        alone.apply({"d": op})
+    (tmp_path / BY_ONE).mkdir()
+    alone.save("d", tmp_path / BY_ONE, optimizer=True)
+    ranks = settings(base, zero_stage=stage, ranks=2, offload=offload).model_dump_json()
+    assert run_group("tests.conformance.full_ranks", ranks, str(tmp_path)) == [0, 0]
+    with np.load(tmp_path / "found.npz") as stored:
+        found = dict(stored)
+
+    check_resumed(alone, tmp_path / BY_ONE, "d", found)
+    check_resumed(alone, tmp_path / "checkpoint", "b", found)
+    # Rank 0 tells of the gradients it holds.
+    here = {name for name in wanted if name in found or not name.startswith("grad")}
+    assert (len(here) == len(wanted)) == (stage == 0)
+    first = {name: wanted[name] for name in here if name.startswith(("turn 0", "grad 0", "step 0"))}
+    assert relative_error({name: found[name] for name in first}, first) < 1e-5
+    # Adam divides a gradient by its own size, so rounding in tiny gradients grows with every step.
+    assert relative_error({name: found[name] for name in here}, {name: wanted[name] for name in here}) < 1e-3
+
+    described = json.loads((tmp_path / "described.json").read_text())
+    assert (described["zero_stage"], described["ranks"]) == (stage, 2)
+    assert (described["base_elements_held"] == 0) == (stage == 3)
+    # From stage 1 on a rank holds its share alone; half of these weights are in one tensor.
+    assert described["held"] == 1 if stage == 0 else 0.3 < described["held"] < 0.7
+
+
+def settings(base: Path, **trainer: Any) -> BaseModelSettings:
+    trainer = {"micro_batch_tokens": 64, **trainer}
+    return BaseModelSettings(name="tiny", path=str(base), dtype="float32", trainer=trainer)
+
+
+def check_resumed(alone: LoraTrainer, folder: Path, model: str, found: dict[str, np.ndarray]) -> None:
+    """One process and two ranks resume a checkpoint to the same, whichever wrote it and its optimizer state."""
+    alone.apply({model: Create(None, source=folder, optimizer=True)})
+    resumed = resume(alone, model)
+    assert relative_error({name: found[name] for name in resumed}, resumed) < 1e-5

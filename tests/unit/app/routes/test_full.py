@@ -1,0 +1,98 @@
+"""Full fine-tuning as the API sees it: a model without an adapter, whose Ops wait for trainers of their own."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from flask import Flask
+
+from app import create_app
+from app.domain import codec, ops
+from app.domain.records import Worker
+from app.settings import Settings, TrainerSettings
+from app.stores.redis.client import connect
+from tests.unit.app.conftest import BASE, Api, add_worker
+from tests.unit.app.routes.test_models import save_checkpoint
+
+FULL: dict[str, Any] = {"lora_config": None}
+
+
+@pytest.fixture(scope="module")
+def app(settings: Settings) -> Flask:
+    base = settings.base_models[0].model_copy(update={"full": TrainerSettings()})
+    return create_app(settings.model_copy(update={"base_models": (base,)}))
+
+
+@pytest.fixture
+def api(api: Api) -> Api:
+    add_worker(api.services, "full_trainer")
+    return api
+
+
+@pytest.mark.parametrize("asked", [FULL, {"lora_config": {"rank": 0}}])
+def test_no_adapter_or_one_of_rank_0_is_a_full_model(api: Api, asked: dict[str, Any]) -> None:
+    model = api.model(**asked)
+    entry = api.services.oplog.entry(model, 0)
+    assert entry is not None
+    assert codec.decode(entry.payload) == ops.CreateModel(ops.ModelSpec(BASE, None))
+    info = api.post("get_info", {"model_id": model}).json
+    assert (info["is_lora"], "lora_rank" in info) == (False, False)
+    run = api.get(f"training_runs/{model}").json
+    assert (run["is_lora"], run.get("lora_rank")) == (False, None)
+
+
+def test_without_a_word_of_it_a_model_is_an_adapter_of_rank_32(api: Api) -> None:
+    assert api.post("get_info", {"model_id": api.model()}).json["is_lora"]
+
+
+def test_its_ops_wait_for_trainers_of_their_own(api: Api, state_url: str) -> None:
+    model = api.model(**FULL)
+    api.post("save_weights", {"model_id": model, "seq_id": 1, "path": "a"})
+    api.post("save_weights", {"model_id": model, "seq_id": 2, "path": "no/name"})
+    assert [waiting.queue for waiting in api.services.oplog.pending()] == [f"full.{BASE}"]
+    with connect(api.services.settings.broker_url) as broker:
+        assert broker.llen(f"train.{BASE}") == 0
+
+
+def test_readiness_waits_for_its_trainers_too(api: Api) -> None:
+    assert api.services.bases.missing() == []
+    api.services.records.delete(Worker.namespace, "full_trainer-0")
+    assert api.services.bases.missing() == [f"full_trainer for {BASE}"]
+
+
+def test_a_checkpoint_of_all_weights_makes_a_full_model(api: Api) -> None:
+    path = save_checkpoint(api, api.model(), lora={})
+    asked = {"session_id": api.session(), "model_seq_id": 0, "path": path, "optimizer": True}
+    model = api.post("load_weights", asked).json["model_id"]
+    assert not api.post("get_info", {"model_id": model}).json["is_lora"]
+    entry = api.services.oplog.entry(model, 0)
+    assert entry is not None
+    assert codec.decode(entry.payload).spec.lora is None
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_a_model_does_not_load_what_the_other_kind_saved(api: Api, full: bool) -> None:
+    adapter = dataclasses.asdict(ops.LoraSpec(rank=4, seed=5))
+    path = save_checkpoint(api, api.model(), lora=adapter if full else {})
+    model = api.model(**(FULL if full else {}))
+    answer = api.post("load_weights", {"model_id": model, "seq_id": 1, "path": path, "optimizer": False})
+    assert answer.status_code == 400
+    assert "LoRA adapter" in answer.json["detail"]
+    assert "create a new model" in answer.json["detail"]
+
+
+def test_what_this_server_can_not_sample_is_refused_with_a_way_out(api: Api) -> None:
+    model = api.model(**FULL)
+    session = api.session()
+    path = save_checkpoint(api, model, "sampler_weights", lora={})
+    answers = [
+        api.post("save_weights_for_sampler", {"model_id": model, "seq_id": 1, "sampling_session_seq_id": 0}),
+        api.post("create_sampling_session", {"session_id": session, "sampling_session_seq_id": 0, "model_path": path}),
+    ]
+    for answer in answers:
+        assert answer.status_code == 400
+        assert "save_weights_external" in answer.json["detail"]
+    named = api.post("save_weights_for_sampler", {"model_id": model, "seq_id": 2, "path": "a"})
+    assert named.status_code == 200
