@@ -31,6 +31,7 @@ from app.stores.redis.records import RedisRecords
 from tests.property.background import Background
 from tests.property.faults import Crash, Fault, Faults
 from tests.property.vector_backend import VectorBackend
+from workers.ahead import Ahead
 from workers.committer import Committer
 from workers.drain import Drain
 from workers.executor import Executor
@@ -39,6 +40,7 @@ from workers.outcome import NotNow
 from workers.owner import Owner, Resident
 from workers.parked import Parked
 from workers.runner import TrainingRunner
+from workers.saves import Saves
 from workers.saving import Saver
 from workers.snapshots.folder import SnapshotFolder
 from workers.snapshots.restore import Restore
@@ -119,6 +121,7 @@ class TrainerWorld:
             rung.append((request_id, queue))
 
         def settle(resident: Resident, seconds: float) -> None:
+            committer.finish(resident, seconds)
             snapshots_of.settle(resident, within_s=seconds)
 
         def end(why: str) -> NoReturn:
@@ -131,9 +134,12 @@ class TrainerWorld:
         queue = f"train.{BASE}"
         drain = Drain(oplog, owner, ring, queue)
         parked = Parked(ring, f"{queue}@{node}")
-        committer = Committer(oplog, owner, executor, snapshots_of)
-        turns = Turns(oplog, owner, merged_tokens=0, wait_s=0.0)
-        runner = TrainingRunner(oplog, owner, committer, watched_backend.healthy, parked, turns, ring, queue, end)
+        saves = Saves()
+        committer = Committer(oplog, owner, executor, snapshots_of, saves)
+        turns = Turns(oplog, owner, Ahead(saves, parked), merged_tokens=0, wait_s=0.0)
+        runner = TrainingRunner(
+            oplog, owner, committer, watched_backend.healthy, parked, turns, saves, ring, queue, end
+        )
         return Trainer(name, runner, owner, drain, backend, keeper, background, faults, rung)
 
     def lapse(self) -> None:

@@ -1,0 +1,58 @@
+"""Saves that are being written, each in a thread of its own, while Ops run beside them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+
+from workers.attempt import Attempt
+
+# Each holds a copy of its model's state until it is uploaded. What a base's adapters take is little beside the base,
+# and full fine-tuning has one model a trainer.
+_MOST = 4
+
+
+class Saves:
+    """Told and asked by the thread that runs the Ops.
+
+    One whose model was thrown away meanwhile goes on, and counts until it ends: nobody will refer to what it writes.
+    """
+
+    def __init__(self, spawn: Callable[[Callable[[], None]], None] | None = None) -> None:
+        """`spawn` runs what it is given, beside the caller; in a thread that ends with the process unless said."""
+        self._spawn = spawn or _in_a_thread
+        self._futures: dict[str, Future[Attempt]] = {}
+
+    def start(self, model_id: str, write: Callable[[], Attempt]) -> Future[Attempt]:
+        future: Future[Attempt] = Future()
+        self._futures[model_id] = future
+
+        def run() -> None:
+            try:
+                future.set_result(write())
+            except BaseException as error:
+                # For whoever commits it.
+                future.set_exception(error)
+
+        self._spawn(run)
+        return future
+
+    def running(self) -> set[str]:
+        """Ids of the models."""
+        self._futures = {model_id: future for model_id, future in self._futures.items() if not future.done()}
+        return set(self._futures)
+
+    def has_room(self, model_id: str) -> bool:
+        """For one more, of this model. Two of a model might write the same generation, with different bits."""
+        running = self.running()
+        return len(running) < _MOST and model_id not in running
+
+    def wait(self, seconds: float) -> None:
+        """Returns when any of them has ended, or after so long."""
+        wait(self._futures.values(), seconds, FIRST_COMPLETED)
+
+
+def _in_a_thread(run: Callable[[], None]) -> None:
+    # A daemon: a process that ends does not wait for a store that hangs.
+    threading.Thread(target=run, name="save", daemon=True).start()
