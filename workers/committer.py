@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -86,7 +86,7 @@ class Committer:
         Whatever goes wrong, the journal has it all, and whoever is next.
         """
         if resident.uncommitted:
-            wait([resident.uncommitted[0].attempt], within_s)
+            self._saves.finish(resident.lease.model_id, within_s)
             with suppress(TinsmithError, redis.RedisError):
                 self.commit(resident)
 
@@ -162,7 +162,7 @@ class Committer:
         written = self._saves.start(lease.model_id, partial(_written, entry, came_to))
         if entry.attempts:
             # It broke a worker before: should it do so again, then nothing else with it.
-            wait([written])
+            self._saves.finish(lease.model_id)
         return written
 
     def _run_together(self, group: Sequence[Begun]) -> list[Future[Attempt]]:

@@ -134,7 +134,7 @@ class TrainingRunner:
     def _await_saves(self, request_id: str) -> None:
         if self._leaving:
             raise NotNow(f"{request_id} is behind a save, and this worker is about to end")
-        self._saves.wait(_LOOK_AGAIN_S)
+        self._saves.await_any(_LOOK_AGAIN_S)
 
     def _own(self, model_id: str, request_id: str, kind: str) -> Resident:
         resident = self._owner.own(model_id)

@@ -80,6 +80,8 @@ class Runtime:
     sweeper: Sweeper
     tidy: Callable[[], None]
     close: Callable[[], None]
+    leave: Callable[[], None] = lambda: None
+    """Told, as soon as the worker is asked to end, that what runs is the last. May be called from a signal handler."""
 
     def handle(self, request_id: str, model_id: str, kind: str, queue: str = "") -> Result | None:
         handler = self.shared if queue == self.queue else self.handler
@@ -218,7 +220,7 @@ def trainer(settings: Settings, base: BaseModelSettings, parts: Parts, node_name
         backend.shutdown()
         parts.keeper.stop()
 
-    return Runtime(runner, spread, queue, presence, pulse, _sweeper(settings, parts), tidy, close)
+    return Runtime(runner, spread, queue, presence, pulse, _sweeper(settings, parts), tidy, close, runner.leave)
 
 
 def _merged_tokens(trainer: TrainerSettings, devices: Sequence[str]) -> int:

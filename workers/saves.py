@@ -19,9 +19,7 @@ class Saves:
     One whose model was thrown away meanwhile goes on, and counts until it ends: nobody will refer to what it writes.
     """
 
-    def __init__(self, spawn: Callable[[Callable[[], None]], None] | None = None) -> None:
-        """`spawn` runs what it is given, beside the caller; in a thread that ends with the process unless said."""
-        self._spawn = spawn or _in_a_thread
+    def __init__(self) -> None:
         self._futures: dict[str, Future[Attempt]] = {}
 
     def start(self, model_id: str, write: Callable[[], Attempt]) -> Future[Attempt]:
@@ -35,8 +33,12 @@ class Saves:
                 # For whoever commits it.
                 future.set_exception(error)
 
-        self._spawn(run)
+        self.spawn(model_id, run)
         return future
+
+    def spawn(self, model_id: str, run: Callable[[], None]) -> None:
+        """In a thread that ends with the process: one that hangs must not keep it."""
+        threading.Thread(target=run, name="save", daemon=True).start()
 
     def running(self) -> set[str]:
         """Ids of the models."""
@@ -48,11 +50,11 @@ class Saves:
         running = self.running()
         return len(running) < _MOST and model_id not in running
 
-    def wait(self, seconds: float) -> None:
-        """Returns when any of them has ended, or after so long."""
+    def await_any(self, seconds: float) -> None:
+        """Returns when one has ended, or after so long."""
         wait(self._futures.values(), seconds, FIRST_COMPLETED)
 
-
-def _in_a_thread(run: Callable[[], None]) -> None:
-    # A daemon: a process that ends does not wait for a store that hangs.
-    threading.Thread(target=run, name="save", daemon=True).start()
+    def finish(self, model_id: str, seconds: float | None = None) -> None:
+        """Returns when that of the model has ended, or after so long."""
+        if model_id in self._futures:
+            wait([self._futures[model_id]], seconds)
