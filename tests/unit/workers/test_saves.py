@@ -89,7 +89,7 @@ def store(world: World) -> Iterator[GatedStore]:
 
 
 @pytest.fixture
-def ring() -> Iterator[Callable[..., Future[Result | None]]]:
+def ring(store: GatedStore) -> Iterator[Callable[..., Future[Result | None]]]:
     """Handles a doorbell as the task thread does, while the test looks on."""
     with ThreadPoolExecutor(1) as thread:
 
@@ -97,6 +97,7 @@ def ring() -> Iterator[Callable[..., Future[Result | None]]]:
             return thread.submit(worker.runner.handle, ids.request_id(model_id, seq), model_id, kind)
 
         yield ring
+        store.open.set()
 
 
 Ring = Callable[..., "Future[Result | None]"]
