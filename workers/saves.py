@@ -8,9 +8,9 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 
 from workers.attempt import Attempt
 
-# Each holds a copy of its model's state until it is uploaded. What a base's adapters take is little beside the base,
-# and full fine-tuning has one model a trainer.
-_MOST = 4
+# Each holds a copy of what it saves until it is uploaded: an adapter, which is little, or a merged model, which is as
+# much as the base. With two, an upload that hangs leaves room for the others.
+_MOST = 2
 
 
 class Saves:
