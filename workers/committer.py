@@ -35,7 +35,7 @@ class Begun:
 
 
 class Committer:
-    """A state whose commit was refused, or is in doubt, is thrown away here."""
+    """A state whose commit was refused, or is in doubt, is to be thrown away: here, but for the one asked for."""
 
     def __init__(self, oplog: OpLog, owner: Owner, executor: Executor, snapshots: Snapshots, saves: Saves) -> None:
         self._oplog, self._owner, self._executor, self._snapshots = oplog, owner, executor, snapshots
@@ -59,6 +59,7 @@ class Committer:
             except (Fenced, NotFound, Unavailable):
                 if begun is group[-1]:
                     raise
+                self._discard([begun])
             except BaseException:
                 self._discard(group[at + 1 :])
                 raise
@@ -68,13 +69,15 @@ class Committer:
     def commit(self, resident: Resident) -> None:
         """Commit what ran of a model, up to a save that is still being written.
 
-        Raises Fenced, Broken and NotFound, the state being thrown away, and Unavailable for a save that was put off.
+        Raises Fenced; Unavailable for a save that was put off; and Broken and NotFound, the state being thrown away.
         """
         try:
             while resident.is_due:
                 self._commit(resident, resident.uncommitted[0])
         except Unavailable:
             self._put_off(resident)
+            raise
+        except Fenced:
             raise
         except BaseException:
             self._owner.discard(resident.lease.model_id)
