@@ -54,6 +54,13 @@ def _announce(**_: Any) -> None:
     runtime.current().announce()
 
 
+@signals.worker_shutting_down.connect
+def _leave(**_: Any) -> None:
+    from workers import runtime
+
+    runtime.current().leave()
+
+
 @signals.worker_shutdown.connect
 def _stop(**_: Any) -> None:
     from workers import runtime

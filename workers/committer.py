@@ -1,36 +1,29 @@
-"""Runs Ops that have begun, alone or several models' in one pass, and commits each for itself."""
+"""Runs Ops that have begun, alone or several models' in one pass, and commits each for itself, in its model's order."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 import redis
 
 from app.domain.results import Result
-from app.errors import Fenced, OpError, Unavailable
-from app.stores.interfaces import Entry, OpLog, Write
-from workers import results, telemetry
+from app.errors import Fenced, NotFound, OpError, TinsmithError, Unavailable
+from app.stores.interfaces import Entry, OpLog
+from workers import telemetry
+from workers.attempt import Attempt, Ran
 from workers.executor import Executor
 from workers.owner import Broken, Owner, Resident
+from workers.saves import Saves
+from workers.saving import Unwritten
 from workers.snapshots.schedule import Snapshots
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Attempt:
-    """What running an Op came to; `failure` is empty for success."""
-
-    result: Result
-    writes: Sequence[Write] = ()
-    failure: str = ""
-
-    @classmethod
-    def failed(cls, entry: Entry, error: OpError) -> Attempt:
-        return cls(results.of_error(error), (), f"{entry.kind} seq {entry.seq} failed: {error}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,37 +37,76 @@ class Begun:
 class Committer:
     """A state whose commit was refused, or is in doubt, is to be thrown away: here, but for the one asked for."""
 
-    def __init__(self, oplog: OpLog, owner: Owner, executor: Executor, snapshots: Snapshots) -> None:
+    def __init__(self, oplog: OpLog, owner: Owner, executor: Executor, snapshots: Snapshots, saves: Saves) -> None:
         self._oplog, self._owner, self._executor, self._snapshots = oplog, owner, executor, snapshots
+        self._saves = saves
 
-    def run(self, group: Sequence[Begun]) -> Result:
-        """Run and commit the Ops of a pass; returns the result of the last, the one that was asked for.
+    def run(self, group: Sequence[Begun]) -> Result | None:
+        """Run the Ops of a pass and commit them. Returns the result of the last, the one that was asked for; None while
+        its commit has to wait for a save that is being written.
 
-        Raises Fenced when that one's commit was refused; another's concerns its own doorbell alone.
+        Raises what `commit` does for that one; another's concerns its own doorbell alone.
         """
         started = time.monotonic()
         attempts = self._attempts(group)
         run_s = time.monotonic() - started
         telemetry.PASS_OPS.observe(len(group))
-        for at, (begun, attempt) in enumerate(zip(group, attempts, strict=True)):
+        for begun, attempt in zip(group, attempts, strict=True):
+            begun.resident.ran(Ran(begun.entry, attempt, run_s, len(group)))
+        for at, begun in enumerate(group):
             try:
-                self._commit(begun, attempt, run_s, len(group))
-            except Fenced:
+                self.commit(begun.resident)
+            except (Fenced, NotFound, Unavailable):
                 if begun is group[-1]:
                     raise
                 self._discard([begun])
             except BaseException:
-                self._discard(group[at:])
+                self._discard(group[at + 1 :])
                 raise
-        return attempts[-1].result
+        asked = group[-1]
+        return attempts[-1].result().result if asked.resident.applied == asked.entry.seq else None
+
+    def commit(self, resident: Resident) -> None:
+        """Commit what ran of a model, up to a save that is still being written.
+
+        Raises Fenced; Unavailable for a save that was put off; and Broken and NotFound, the state being thrown away.
+        """
+        try:
+            while resident.is_due:
+                self._commit(resident, resident.uncommitted[0])
+        except Unavailable:
+            self._put_off(resident)
+            raise
+        except Fenced:
+            raise
+        except BaseException:
+            self._owner.discard(resident.lease.model_id)
+            raise
+
+    def finish(self, resident: Resident, within_s: float) -> None:
+        """Commit what ran of a model that is about to be let go, if that can be done in about so long.
+
+        Whatever goes wrong, the journal has it all, and whoever is next.
+        """
+        if resident.uncommitted:
+            self._saves.finish(resident.lease.model_id, within_s)
+            with suppress(TinsmithError, redis.RedisError):
+                self.commit(resident)
+
+    def _put_off(self, resident: Resident) -> None:
+        """The object store is away, and the model as it was: but for what ran ahead, which the journal brings back."""
+        if len(resident.uncommitted) > 1:
+            self._owner.discard(resident.lease.model_id)
+        else:
+            self._oplog.put_off(resident.lease, resident.uncommitted.popleft().entry.seq)
 
     def _discard(self, group: Sequence[Begun]) -> None:
         for begun in group:
             self._owner.discard(begun.resident.lease.model_id)
 
-    def _commit(self, begun: Begun, attempt: Attempt, run_s: float, ops_in_pass: int) -> None:
-        resident, entry = begun.resident, begun.entry
-        ran = time.monotonic()
+    def _commit(self, resident: Resident, ran: Ran) -> None:
+        attempt, entry = self._came_to(resident, ran), ran.entry
+        started = time.monotonic()
         try:
             self._oplog.commit(resident.lease, entry.seq, attempt.result, attempt.writes, attempt.failure)
         except Fenced:
@@ -83,12 +115,21 @@ class Committer:
         except redis.RedisError as error:
             # Committed or not, we cannot know: the journal will tell whoever reads it next.
             raise Fenced(f"the commit of {entry.request_id} is in doubt: {error}") from error
-        resident.applied = entry.seq
-        resident.window = resident.window.after(entry, attempt.failure)
+        resident.committed()
         failed = attempt.result.failed
-        commit_s = time.monotonic() - ran
-        telemetry.op_done(entry, failed=failed, run_s=run_s, commit_s=commit_s, ops_in_pass=ops_in_pass)
+        commit_s = time.monotonic() - started
+        telemetry.op_done(entry, failed=failed, run_s=ran.run_s, commit_s=commit_s, ops_in_pass=ran.ops_in_pass)
         self._snapshot(resident, entry, failed)
+
+    def _came_to(self, resident: Resident, ran: Ran) -> Attempt:
+        try:
+            return ran.attempt.result()
+        except (Unavailable, Fenced, NotFound, redis.RedisError):
+            raise
+        except Exception as error:
+            why = f"writing {ran.entry.request_id} failed: {type(error).__name__}"
+            log.exception(why)
+            raise Broken(why, (resident.lease, ran.entry.seq)) from error
 
     def _snapshot(self, resident: Resident, entry: Entry, failed: bool) -> None:
         try:
@@ -96,7 +137,7 @@ class Committer:
         except Exception as error:
             raise Broken(f"no snapshot of {resident.lease.model_id}: {error}", (resident.lease, entry.seq)) from error
 
-    def _attempts(self, group: Sequence[Begun]) -> list[Attempt]:
+    def _attempts(self, group: Sequence[Begun]) -> list[Future[Attempt]]:
         """What running the Ops of a pass comes to, in their order."""
         try:
             if len(group) > 1:
@@ -113,13 +154,31 @@ class Committer:
             log.exception(why)
             raise Broken(why, *((begun.resident.lease, begun.entry.seq) for begun in group)) from error
 
-    def _run_alone(self, begun: Begun) -> Attempt:
+    def _run_alone(self, begun: Begun) -> Future[Attempt]:
+        lease, entry = begun.resident.lease, begun.entry
         try:
-            return Attempt(*self._executor.run(begun.resident.lease, begun.entry, begun.resident.window))
+            came_to = self._executor.run(lease, entry, begun.resident.window)
         except OpError as error:
-            return Attempt.failed(begun.entry, error)
+            return Attempt.failed(entry, error).at_once()
+        if isinstance(came_to, tuple):
+            return Attempt(*came_to).at_once()
+        written = self._saves.start(lease.model_id, partial(_written, entry, came_to))
+        if entry.attempts:
+            # It broke a worker before: should it do so again, then nothing else with it.
+            self._saves.finish(lease.model_id)
+        return written
 
-    def _run_together(self, group: Sequence[Begun]) -> list[Attempt]:
+    def _run_together(self, group: Sequence[Begun]) -> list[Future[Attempt]]:
         outcomes = self._executor.run_together({begun.resident.lease.model_id: begun.entry for begun in group})
         found = [(begun.entry, outcomes[begun.resident.lease.model_id]) for begun in group]
-        return [Attempt.failed(entry, one) if isinstance(one, OpError) else Attempt(one) for entry, one in found]
+        attempts = [Attempt.failed(entry, one) if isinstance(one, OpError) else Attempt(one) for entry, one in found]
+        return [attempt.at_once() for attempt in attempts]
+
+
+def _written(entry: Entry, write: Unwritten) -> Attempt:
+    """Runs in a thread of its own."""
+    try:
+        with telemetry.STAGE_SECONDS.labels(entry.kind, "write").time():
+            return Attempt(*write())
+    except OpError as error:
+        return Attempt.failed(entry, error)

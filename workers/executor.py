@@ -27,9 +27,9 @@ from app.domain.ops import (
 )
 from app.domain.results import Done, Output, Result
 from app.errors import NotFound, OpError, UserOpError
-from app.stores.interfaces import Entry, Lease, ObjectStore, Write
+from app.stores.interfaces import Entry, Lease, ObjectStore
 from workers import checkpoints, results, telemetry
-from workers.saving import Saver
+from workers.saving import Outcome, Saver, Unwritten
 from workers.training.base import BackendOp, Create, Load, TrainingBackend
 from workers.window import LOST_BATCH, Window
 
@@ -44,8 +44,11 @@ class Executor:
     cache_dir: Path
     saver: Saver
 
-    def run(self, lease: Lease, entry: Entry, window: Window) -> tuple[Result, list[Write]]:
-        """Raises OpError; the model is then as it was before, but that a step that fails drops the gradients."""
+    def run(self, lease: Lease, entry: Entry, window: Window) -> Outcome | Unwritten:
+        """For a save, what is left to do beside the next Op.
+
+        Raises OpError; the model is then as it was before, but that a step that fails drops the gradients.
+        """
         if entry.kind in CONSUMED:
             self._consume(lease.model_id, entry)
             return results.of_output(Done()), []
@@ -68,7 +71,7 @@ class Executor:
         if entry.kind == OptimStep.kind:
             self._apply(lease.model_id, DropGradients())
 
-    def _run(self, lease: Lease, entry: Entry, window: Window) -> tuple[Result, list[Write]]:
+    def _run(self, lease: Lease, entry: Entry, window: Window) -> Outcome | Unwritten:
         failure = doom(entry, window)
         if failure:
             raise UserOpError(failure)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -13,6 +14,7 @@ import redis
 from app.errors import Fenced, NotFound, OpError, TinsmithError, Unavailable
 from app.stores.interfaces import Entry, HeldElsewhere, Lease, OpLog
 from workers import telemetry
+from workers.attempt import Ran
 from workers.leases import LeaseKeeper
 from workers.training.base import TrainingBackend
 from workers.window import Window
@@ -24,14 +26,34 @@ MAX_ATTEMPTS = 3
 
 @dataclass
 class Resident:
-    """A model whose state here is exactly its journal up to `applied`; last asked for at `used`, and last given a turn
-    at `served` (both monotonic)."""
+    """A model whose state here is exactly its journal up to `reached`: committed up to `applied`, and ahead of that
+    while a save is being written, the first of the `uncommitted`. Last asked for at `used`, and last given a turn at
+    `served` (both monotonic)."""
 
     lease: Lease
     applied: int
     window: Window
     used: float = field(default_factory=time.monotonic)
     served: float = 0.0
+    uncommitted: deque[Ran] = field(default_factory=deque)
+
+    @property
+    def reached(self) -> int:
+        return self.applied + len(self.uncommitted)
+
+    @property
+    def is_due(self) -> bool:
+        """There is something to commit now."""
+        return bool(self.uncommitted) and self.uncommitted[0].attempt.done()
+
+    def ran(self, ran: Ran) -> None:
+        """The Op behind `reached`, which changed the state."""
+        self.uncommitted.append(ran)
+        self.window = self.window.after(ran.entry, ran.failure)
+
+    def committed(self) -> None:
+        """The first of the uncommitted was."""
+        self.applied = self.uncommitted.popleft().entry.seq
 
 
 class Unrestorable(TinsmithError):
@@ -127,7 +149,7 @@ class Owner:
         try:
             self._backend.close(model_id)
         finally:
-            self._release(model_id)
+            self._release(model_id, known)
         if known:
             self._count()
 
@@ -137,12 +159,16 @@ class Owner:
 
     def release_all(self) -> None:
         """Give every lease up and leave the states as they are, for a process that ends."""
-        for model_id in list(self._residents):
-            self._release(model_id)
+        for model_id, resident in list(self._residents.items()):
+            self._release(model_id, resident)
 
-    def _release(self, model_id: str) -> None:
-        if self._keeper.holds(model_id):
-            with contextlib.suppress(redis.RedisError):  # it lapses by itself
+    def _release(self, model_id: str, resident: Resident | None) -> None:
+        """What ran and was not committed is left for whoever is next, at no attempt: this process lives."""
+        with contextlib.suppress(redis.RedisError):  # it lapses by itself
+            if resident is not None:
+                for ran in list(resident.uncommitted):
+                    self._oplog.put_off(resident.lease, ran.entry.seq)
+            if self._keeper.holds(model_id):
                 self._oplog.release(model_id, self._worker)
         self._keeper.drop(model_id)
 

@@ -35,6 +35,9 @@ class Parked:
         self.park(model_id, seq, kind)
         self._pauses.setdefault(model_id, _Pause(time.monotonic() + _FIRST_S, _FIRST_S))
 
+    def is_put_off(self, model_id: str) -> bool:
+        return model_id in self._pauses
+
     def moved_on(self, model_id: str) -> None:
         """Ring for all that waits there."""
         waiting = self.forget(model_id)

@@ -18,13 +18,17 @@ from app import doorbell, ids
 from app.domain.results import Result
 from app.errors import Fenced, Gone, NotFound, ServerOpError, Unavailable
 from app.stores.interfaces import Entry, Head, HeldElsewhere, OpLog
-from workers.committer import Attempt, Begun, Committer
+from workers.attempt import Attempt
+from workers.committer import Begun, Committer
 from workers.outcome import NotNow
 from workers.owner import MAX_ATTEMPTS, Broken, Exhausted, Owner, Resident, Unrestorable
 from workers.parked import Parked
+from workers.saves import Saves
 from workers.turns import Turns
 
 log = logging.getLogger(__name__)
+# While a save is being written: what comes meanwhile is seen so soon.
+_LOOK_AGAIN_S = 0.01
 
 
 class TrainingRunner:
@@ -41,20 +45,33 @@ class TrainingRunner:
         healthy: Callable[[], bool],
         parked: Parked,
         turns: Turns,
+        saves: Saves,
         ring: Callable[[str, str, str, str], None],
         queue: str,
         end: Callable[[str], NoReturn],
     ) -> None:
         self._oplog, self._owner, self._committer, self._healthy = oplog, owner, committer, healthy
-        self._parked, self._turns = parked, turns
+        self._parked, self._turns, self._saves = parked, turns, saves
         self._ring, self._queue, self._end = ring, queue, end
+        self._leaving = False
 
     def handle(self, request_id: str, model_id: str, kind: str) -> Result | None:
         """The future's result; None when it no longer exists. Raises NotNow when it must be rung again."""
         return self._handle(request_id, model_id, kind, in_turn=True)
 
+    def leave(self) -> None:
+        """This worker is about to end: no doorbell waits for a save any longer. May be called from a signal handler."""
+        self._leaving = True
+
+    def see_to_saves(self, but: str = "") -> None:
+        """Commit the saves that were written meanwhile, and what ran ahead of them; of all models but one."""
+        for model_id, resident in self._owner.residents().items():
+            if model_id != but and resident.is_due:
+                first = resident.uncommitted[0].entry
+                self._serve(model_id, first.seq, first.kind)
+
     def _handle(self, request_id: str, model_id: str, kind: str, *, in_turn: bool) -> Result | None:
-        """Behind what has to run before it, if `in_turn`; else at once."""
+        """Behind what has to run before it, if `in_turn`; else at once, and then without waiting for a save."""
         seq = int(request_id.rpartition(":")[2])
         try:
             return self._result(request_id, model_id, seq, kind, in_turn=in_turn)
@@ -79,6 +96,8 @@ class TrainingRunner:
         """Goes on until `seq` is the applied one; every time round, the model may be ours anew, or no longer."""
         served: set[str] = set()
         while True:
+            if in_turn:
+                self.see_to_saves(but=model_id)
             try:
                 resident = self._own(model_id, request_id, kind)
             except Unrestorable as lost:
@@ -89,6 +108,7 @@ class TrainingRunner:
                 if seq > spent.entry.seq:
                     continue
                 return self._oplog.outcome(request_id)
+            self._committer.commit(resident)
             if seq <= resident.applied:
                 self._parked.moved_on(model_id)
                 return self._oplog.outcome(request_id)
@@ -96,13 +116,25 @@ class TrainingRunner:
             first = self._turns.before(resident, waiting, served) if in_turn else None
             if first is not None:
                 served.add(first.model_id)
-                self._serve(first)
+                self._serve(first.model_id, first.seq, first.kind)
                 continue
-            served.clear()
-            result = self._run_next(resident, seq, kind, self._turns.company(resident, waiting))
-            if seq == resident.applied:
-                self._parked.moved_on(model_id)
-                return result
+            if not self._turns.is_held_up(resident, waiting):
+                served.clear()
+                result = self._run_next(resident, seq, kind, self._turns.company(resident, waiting))
+                if seq == resident.applied:
+                    self._parked.moved_on(model_id)
+                    return result
+            elif served:
+                served.clear()
+            elif in_turn:
+                self._await_saves(request_id)
+            if not in_turn:
+                return None
+
+    def _await_saves(self, request_id: str) -> None:
+        if self._leaving:
+            raise NotNow(f"{request_id} is behind a save, and this worker is about to end")
+        self._saves.await_any(_LOOK_AGAIN_S)
 
     def _own(self, model_id: str, request_id: str, kind: str) -> Resident:
         resident = self._owner.own(model_id)
@@ -112,19 +144,19 @@ class TrainingRunner:
             raise NotNow(f"{model_id} is owned by {resident.node}")
         return resident
 
-    def _serve(self, head: Head) -> None:
+    def _serve(self, model_id: str, seq: int, kind: str) -> None:
         """Another model's turn. What goes wrong there is seen to as if its own doorbell had come."""
         with contextlib.suppress(NotNow):
-            self._handle(ids.request_id(head.model_id, head.seq), head.model_id, head.kind, in_turn=False)
+            self._handle(ids.request_id(model_id, seq), model_id, kind, in_turn=False)
 
-    def _run_next(self, resident: Resident, seq: int, kind: str, company: Sequence[Head]) -> Result:
-        """The result of the model's next Op, which may share its pass with `company`."""
+    def _run_next(self, resident: Resident, seq: int, kind: str, company: Sequence[Head]) -> Result | None:
+        """The result of the model's next Op, which may share its pass with `company`; None while its commit waits."""
         model_id = resident.lease.model_id
         resident.served = time.monotonic()
-        entry = self._oplog.next(resident.lease, resident.applied + 1)
+        entry = self._oplog.next(resident.lease, resident.reached + 1)
         if entry is None:
             self._parked.park(model_id, seq, kind)
-            raise NotNow(f"seq {resident.applied + 1} of {model_id} has not arrived")
+            raise NotNow(f"seq {resident.reached + 1} of {model_id} has not arrived")
         others = [begun for head in company if (begun := self._begin(head))]
         return self._committer.run([*others, Begun(resident, entry)])
 

@@ -6,6 +6,7 @@ import logging
 import os
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from app.stores.redis.payloads import RedisPayloads
 from app.stores.redis.records import RedisRecords
 from workers import telemetry
 from workers.adapters import Adapters
+from workers.ahead import Ahead
 from workers.chores.base import Chore
 from workers.chores.orphans import Orphans
 from workers.chores.ringing import Ringing
@@ -46,6 +48,7 @@ from workers.owner import Owner, Resident
 from workers.parked import Parked
 from workers.runner import TrainingRunner
 from workers.sample_runner import SampleRunner
+from workers.saves import Saves
 from workers.saving import Saver
 from workers.snapshots.folder import SnapshotFolder
 from workers.snapshots.restore import Restore
@@ -79,6 +82,8 @@ class Runtime:
     sweeper: Sweeper
     tidy: Callable[[], None]
     close: Callable[[], None]
+    leave: Callable[[], None] = lambda: None
+    """Told, as soon as the worker is asked to end, that what runs is the last. May be called from a signal handler."""
 
     def handle(self, request_id: str, model_id: str, kind: str, queue: str = "") -> Result | None:
         handler = self.shared if queue == self.queue else self.handler
@@ -191,7 +196,9 @@ def trainer(
         _exit(why)
 
     def settle(resident: Resident, seconds: float) -> None:
-        snapshots.settle(resident, within_s=seconds)
+        deadline = time.monotonic() + seconds
+        committer.finish(resident, seconds)
+        snapshots.settle(resident, within_s=max(0.0, deadline - time.monotonic()))
 
     pulse = Pulse(doorbell.TickBell(parts.celery, direct), backend.healthy, settings.engine.healthy_s, end)
     metrics, role = telemetry.serve_metrics(base.trainer.metrics_port), trainer_role(full=full)
@@ -201,14 +208,16 @@ def trainer(
     drain = Drain(parts.oplog, owner, ring, queue)
     parked = Parked(ring, direct)
     merged_tokens = _merged_tokens(base.trainer, backend.describe()["devices"])
-    turns = Turns(parts.oplog, owner, merged_tokens, base.trainer.merge_wait_s)
-    committer = Committer(parts.oplog, owner, executor, snapshots)
-    runner = TrainingRunner(parts.oplog, owner, committer, backend.healthy, parked, turns, ring, queue, end)
+    saves = Saves()
+    turns = Turns(parts.oplog, owner, Ahead(saves, parked), merged_tokens, base.trainer.merge_wait_s)
+    committer = Committer(parts.oplog, owner, executor, snapshots, saves)
+    runner = TrainingRunner(parts.oplog, owner, committer, backend.healthy, parked, turns, saves, ring, queue, end)
     spread = Spread(runner, owner, parts.records, ring, base.name, node_name, full=full)
     tidying = Tidying(owner, parked, parts.lifecycle.unwanted, settings.engine.idle_s)
 
     def tidy() -> None:
         with pulse.working():
+            runner.see_to_saves()
             tidying()
 
     def close() -> None:
@@ -217,7 +226,7 @@ def trainer(
         backend.shutdown()
         parts.keeper.stop()
 
-    return Runtime(runner, spread, queue, presence, pulse, _sweeper(settings, parts), tidy, close)
+    return Runtime(runner, spread, queue, presence, pulse, _sweeper(settings, parts), tidy, close, runner.leave)
 
 
 def _merged_tokens(trainer: TrainerSettings, devices: Sequence[str]) -> int:

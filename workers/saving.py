@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from app import ids
@@ -18,6 +19,10 @@ from app.stores.interfaces import Lease, ObjectStore, Records, Write
 from workers import checkpoints, results
 from workers.training.base import TrainingBackend, Writer
 
+Outcome = tuple[Result, list[Write]]
+"""The answer, and what the commit records."""
+Unwritten = Callable[[], Outcome]
+"""Writes and uploads what was captured, from any thread. Raises Unavailable, Fenced, NotFound (the model is gone)."""
 _WITH_OPTIMIZER = "weights"
 
 
@@ -32,29 +37,44 @@ def _scratch() -> Iterator[Path]:
 
 
 @dataclass(frozen=True, slots=True)
+class Captured:
+    """A copy of a model as it was when `op`, its Op at `seq`, ran: at `created`, by the state server's clock."""
+
+    lease: Lease
+    seq: int
+    op: SaveWeights
+    model: records.Model
+    created: float
+    write: Writer
+
+
+@dataclass(frozen=True, slots=True)
 class Saver:
     backend: TrainingBackend
     index: Records
     store: ObjectStore
 
-    def save(self, lease: Lease, seq: int, op: SaveWeights) -> tuple[Result, list[Write]]:
-        """The files first, then what the commit records. Raises UserOpError for a name that is taken."""
-        if op.sampling_session_id:
-            return self._ephemeral(lease, seq, op)
+    def save(self, lease: Lease, seq: int, op: SaveWeights) -> Unwritten:
+        """Copy the model as it is, to be written beside the next Ops. Raises UserOpError for a name that is taken."""
         path = ids.TinkerPath(lease.model_id, op.checkpoint_kind, op.name)
-        if not op.overwrite and self._taken(str(path)):
+        if not op.sampling_session_id and not op.overwrite and self._taken(str(path)):
             raise UserOpError(f"{path} is there already; pass overwrite, or save under another name")
-        model = self._model(lease.model_id)
-        now = self.index.now()
-        expires_at = None if op.ttl_seconds is None else now + op.ttl_seconds
-        prefix, manifest = self._write(lease, seq, op, str(path), expires_at)
+        model, now = self._model(lease.model_id), self.index.now()
+        captured = Captured(lease, seq, op, model, now, self._capture(lease.model_id, op))
+        return partial(self._ephemeral, captured) if op.sampling_session_id else partial(self._named, captured, path)
+
+    def _named(self, captured: Captured, path: ids.TinkerPath) -> Outcome:
+        """The files first, then what the commit records."""
+        op, model, created = captured.op, captured.model, captured.created
+        expires_at = None if op.ttl_seconds is None else created + op.ttl_seconds
+        prefix, manifest = self._write(captured, str(path), expires_at)
         checkpoint = records.Checkpoint(
             owner=model.owner,
-            model_id=lease.model_id,
+            model_id=captured.lease.model_id,
             kind=op.checkpoint_kind,
             base_model=model.base_model,
             prefix=prefix,
-            created=now,
+            created=created,
             size_bytes=sum(entry.size for entry in manifest.files.values()),
             lora=model.lora,
             files=sorted(manifest.files),
@@ -63,6 +83,18 @@ class Saver:
             critic=model.critic,
         )
         return results.of_json({"path": str(path)}), [(checkpoint.namespace, str(path), records.dump(checkpoint))]
+
+    def _ephemeral(self, captured: Captured) -> Outcome:
+        prefix, _ = self._write(captured)
+        model, name = captured.model, captured.op.sampling_session_id
+        sampler = records.Sampler(
+            owner=model.owner,
+            session_id=model.session_id,
+            base_model=model.base_model,
+            created=captured.created,
+            prefix=prefix,
+        )
+        return results.of_json({"sampling_session_id": name}), [(sampler.namespace, name or "", records.dump(sampler))]
 
     def describe(
         self,
@@ -90,25 +122,11 @@ class Saver:
             expires_at=expires_at,
         )
 
-    def _ephemeral(self, lease: Lease, seq: int, op: SaveWeights) -> tuple[Result, list[Write]]:
-        model = self._model(lease.model_id)
-        prefix, _ = self._write(lease, seq, op)
-        sampler = records.Sampler(
-            owner=model.owner,
-            session_id=model.session_id,
-            base_model=model.base_model,
-            created=self.index.now(),
-            prefix=prefix,
-        )
-        answer = results.of_json({"sampling_session_id": op.sampling_session_id})
-        return answer, [(sampler.namespace, op.sampling_session_id or "", records.dump(sampler))]
-
-    def _write(
-        self, lease: Lease, seq: int, op: SaveWeights, path: str = "", expires_at: float | None = None
-    ) -> tuple[str, Manifest]:
+    def _write(self, captured: Captured, path: str = "", expires_at: float | None = None) -> tuple[str, Manifest]:
+        lease, seq, op = captured.lease, captured.seq, captured.op
         prefix = checkpoints.prefix_for(lease.model_id, op.checkpoint_kind, op.name, f"{seq}-{lease.epoch}")
         with _scratch() as folder:
-            self._capture(lease.model_id, op)(folder)
+            captured.write(folder)
             manifest = self.describe(folder, lease, seq, path, op.user_metadata, expires_at)
             return prefix, checkpoints.upload(self.store, prefix, folder, manifest)
 

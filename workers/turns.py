@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 from app.domain.ops import FORWARD, FORWARD_BACKWARD, OptimStep
 from app.stores.interfaces import Head, OpLog
+from workers.ahead import Ahead
 from workers.owner import Owner, Resident
 
 # A token's id, target, and weight as the journal holds them; a policy loss has more, and so counts for more.
@@ -27,31 +28,37 @@ class Turns:
     take turns for ever, each just missing the other's pass.
     """
 
-    def __init__(self, oplog: OpLog, owner: Owner, merged_tokens: int, wait_s: float) -> None:
-        self._oplog, self._owner = oplog, owner
+    def __init__(self, oplog: OpLog, owner: Owner, ahead: Ahead, merged_tokens: int, wait_s: float) -> None:
+        self._oplog, self._owner, self._ahead = oplog, owner, ahead
         self._most_bytes, self._wait_s = merged_tokens * _TOKEN_BYTES, wait_s
 
     def waiting(self) -> list[Head]:
-        """What waits next in the models held here, longest without a turn first; not looked up for a single one."""
+        """What waits next in the models held here, longest without a turn first; not looked up for a single one that
+        nothing holds up."""
         residents = self._owner.residents()
-        if len(residents) < 2:
+        if len(residents) < 2 and not self._ahead.saves.running():
             return []
-        heads = self._oplog.heads({model_id: one.applied + 1 for model_id, one in residents.items()})
+        heads = self._oplog.heads({model_id: one.reached + 1 for model_id, one in residents.items()})
         return sorted(heads, key=lambda head: residents[head.model_id].served)
+
+    def is_held_up(self, asked: Resident, waiting: Sequence[Head]) -> bool:
+        """Whether the next Op of `asked` has to wait for a save, or is to come while one is being written."""
+        mine = _of(asked, waiting)
+        return bool(asked.uncommitted) if mine is None else not self._ahead.may_run(asked, mine)
 
     def before(self, asked: Resident, waiting: Sequence[Head], served: Collection[str]) -> Head | None:
         """What has to run before the next Op of `asked`, except of the models `served` already; None when it is its
-        turn.
+        turn. While that is held up, everything else runs before it.
 
         An optim_step is let in before a shared pass, since the next batch behind it may then join. An Op that broke a
-        worker waits for its own doorbell.
+        worker, or was put off, waits for its own doorbell.
         """
         residents = self._owner.residents()
-        mine = _of(asked, waiting)
+        mine, held_up = _of(asked, waiting), self.is_held_up(asked, waiting)
         for head in waiting:
-            if head.fresh and head is not mine and head.model_id not in served:
+            if head is not mine and head.model_id not in served and self._has_a_turn(head):
                 is_longer = residents[head.model_id].served < asked.served
-                if is_longer or (head.kind == OptimStep.kind and self._shares(mine)):
+                if held_up or is_longer or (head.kind == OptimStep.kind and self._shares(mine)):
                     return head
         return None
 
@@ -60,7 +67,13 @@ class Turns:
         mine = _of(asked, waiting)
         if mine is None or not self._shares(mine):
             return []
-        return list(self._within_budget(head for head in self._gathered(waiting) if _can_join(head, mine)))
+        joining = (head for head in self._gathered(waiting) if _can_join(head, mine) and self._has_a_turn(head))
+        return list(self._within_budget(joining))
+
+    def _has_a_turn(self, head: Head) -> bool:
+        resident = self._owner.residents()[head.model_id]
+        is_put_off = self._ahead.parked.is_put_off(head.model_id)
+        return head.fresh and not is_put_off and self._ahead.may_run(resident, head)
 
     def _shares(self, head: Head | None) -> bool:
         return bool(self._most_bytes and head and head.fresh and head.kind in (FORWARD, FORWARD_BACKWARD))
@@ -90,4 +103,4 @@ def _of(asked: Resident, waiting: Sequence[Head]) -> Head | None:
 
 
 def _can_join(head: Head, mine: Head) -> bool:
-    return head.kind == mine.kind and head.fresh and head.model_id != mine.model_id
+    return head.kind == mine.kind and head.model_id != mine.model_id

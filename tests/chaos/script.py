@@ -37,7 +37,7 @@ def play(stack: Stack, seed: int, rounds: int = ROUNDS) -> Transcript:
             found.update(_train(client, seed, number))
             found.update(_further(stack, client, seed, number))
         found["forward"] = _output(client.forward(_batch(seed), "cross_entropy").result(_PATIENCE_S))
-        found.update(_state(stack, client, "end"))
+        found.update(_files(stack, client.save_state("end").result(_PATIENCE_S).path, "end"))
         return found
 
 
@@ -59,7 +59,9 @@ def _further(stack: Stack, client: tinker.TrainingClient, seed: int, number: int
         case 0:
             yield from _custom(client, seed, number)
         case 1:
-            yield from _state(stack, client, f"at-{number}")
+            saving = client.save_state(f"at-{number}")
+            yield from _train(client, seed, 100 + number)  # beside it
+            yield from _files(stack, saving.result(_PATIENCE_S).path, f"at-{number}")
         case 2:
             yield f"{number}.samples", _samples(client, seed)
         case 3:
@@ -89,9 +91,8 @@ def _samples(client: tinker.TrainingClient, seed: int) -> list[tuple[Any, ...]]:
     return [(s.tokens, s.logprobs, s.stop_reason) for answer in answers for s in answer.sequences]
 
 
-def _state(stack: Stack, client: tinker.TrainingClient, name: str) -> Iterator[tuple[str, Any]]:
+def _files(stack: Stack, path: str, name: str) -> Iterator[tuple[str, Any]]:
     """Weights and optimizer state, as their files are stored."""
-    path = client.save_state(name).result(_PATIENCE_S).path
     with stack.redis() as redis:
         stored = patiently(lambda: RedisRecords(redis).get(Checkpoint.namespace, path))
     assert stored is not None, f"{path} was saved and is not recorded"

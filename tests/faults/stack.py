@@ -24,9 +24,12 @@ _KEY = "tml-faults"
 
 
 class Stack:
-    """`state` and `broker` are where the processes look for them; `direct` is the state server itself."""
+    """`state` and `broker` are where the processes look for them; `direct` is the state server itself. `store` are the
+    object store's settings, if it is not to be a folder."""
 
-    def __init__(self, folder: Path, base_path: Path, state: str, broker: str, direct: str) -> None:
+    def __init__(
+        self, folder: Path, base_path: Path, state: str, broker: str, direct: str, store: dict[str, str] | None = None
+    ) -> None:
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         self.client = connect(direct)
@@ -42,6 +45,7 @@ class Stack:
                     "url_secret": "secret",
                     "api": {"port": port},
                     "redis": {"url": state, "broker_url": broker},
+                    "store": store or {},
                     "engine": {"lease_s": 3.0, "ring_again_s": 1.0},
                     "base_models": [base],
                 }

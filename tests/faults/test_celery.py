@@ -6,6 +6,7 @@ import random
 import signal
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from tests.faults.proxy import Proxy
 from tests.faults.stack import BASE, Stack
 from tests.faults.world import await_true
 from tests.servers import start_valkey
+from tests.servers_s3 import start_s3
 
 DROPS = 50
 SEED = 7
@@ -116,3 +118,27 @@ def test_a_worker_killed_in_the_middle_of_an_op_loses_nothing(service: tinker.Se
     for future in (calm.forward_backward(long, "cross_entropy"), calm.optim_step(ADAM)):
         future.result()
     assert np.array_equal(found, outcome(calm))
+
+
+def test_a_worker_asked_to_end_does_not_wait_for_a_save_that_hangs(
+    memory: Path, base_path: Path, valkey: str, broker_server: str
+):
+    """Its heir writes it, and nothing is held against it."""
+    with start_s3(memory / "s3-celery") as store, Proxy(store.url) as far, ExitStack() as running:
+        settings = {**store.model_dump(), "url": far.url}
+        stack = Stack(memory / "saving", base_path, valkey, broker_server, valkey, settings)
+        running.callback(stack.stop)
+        service = running.enter_context(stack.sdk())
+        client = new_model(service)
+        train(client, 1)
+        far.stall()
+        pending = [client.save_state("kept"), *(client.optim_step(ADAM) for _ in range(2))]
+        save, last = (keys.op(f"{client.model_id}:{seq}") for seq in (3, 5))
+        await_true(lambda: stack.client.hget(last, "runner"), "the steps behind the save have begun")
+        stack.trainer.send_signal(signal.SIGTERM)
+        stack.trainer.wait(timeout=30)
+        assert stack.client.hget(save, "runner") is None, "it was left in order"
+        far.go_on()
+        stack.trainer = stack.start_trainer()
+        assert all(future.result() for future in pending)
+        assert int(stack.client.hget(save, "attempts") or 0) == 0

@@ -17,7 +17,7 @@ from app.domain.ops import ForwardBackward
 from app.domain.results import ForwardBackwardOutput
 
 # What threads of their own do whenever their time comes, or what is asked only for show: no step of a run.
-_BESIDE = {"renew", "lead", "pending", "describe", "healthy"}
+_BESIDE = {"renew", "lead", "pending", "describe", "healthy", "heads"}
 # Ids that differ between two runs: the model's, and the worker's "node/boot".
 _OWN_IDS = re.compile(r"[\w-]+:train:\d+|\S+/[0-9a-f]{8}$")
 EXIT_STATUS = 9

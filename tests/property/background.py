@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from workers.saves import Saves
+
 Item = TypeVar("Item")
 
 
 class Background:
-    """Of one process. While it `lags` its work waits for `catch_up`; otherwise it is done where it is handed in."""
+    """Of one process. While it `lags` its work waits for `catch_up`; otherwise it is done where it is handed in. Saves
+    are always late. `writes` is told which model's is about to be written."""
 
-    def __init__(self) -> None:
+    def __init__(self, writes: Callable[[str], None]) -> None:
         self.lags = False
+        self.saves = LateSaves(writes)
         self._workers: list[Work] = []
 
     def latest(self, name: str, work: Callable[[str, Item], None], retry_s: float) -> Work[Item]:
@@ -22,8 +26,34 @@ class Background:
 
     def catch_up(self) -> None:
         """Writes come before the uploads they lead to."""
+        self.saves.write()
         for worker in self._workers:
             worker.work_off()
+
+
+class LateSaves(Saves):
+    """Written as late as can be: when there is nothing else to do."""
+
+    def __init__(self, writes: Callable[[str], None]) -> None:
+        super().__init__()
+        self._writes = writes
+        self._unwritten: dict[str, Callable[[], None]] = {}
+
+    def spawn(self, model_id: str, run: Callable[[], None]) -> None:
+        self._unwritten[model_id] = run
+
+    def await_any(self, seconds: float) -> None:
+        self.write(*list(self._unwritten)[:1])
+
+    def finish(self, model_id: str, seconds: float | None = None) -> None:
+        self.write(model_id)
+
+    def write(self, *model_ids: str) -> None:
+        """Those of these models, or all."""
+        for model_id in model_ids or list(self._unwritten):
+            if model_id in self._unwritten:
+                self._writes(model_id)
+                self._unwritten.pop(model_id)()
 
 
 class Work(Generic[Item]):

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from app.domain.ops import CreateModel, DropGradients, ForwardBackward, LoadWeights, Op, OptimStep, SaveWeights
 from app.domain.results import Result
 from tests.property.vector_backend import State, VectorBackend
-from tests.property.world import MODEL
 from workers import results
 from workers.training.base import Create
 
@@ -16,6 +15,7 @@ from workers.training.base import Create
 class Reference:
     """Fed a run's Ops in order with their visible results. Batches count; with `exact` so do all bits."""
 
+    model: str
     exact: bool
     backend: VectorBackend = field(default_factory=VectorBackend)
     saved: dict[str, State] = field(default_factory=dict)
@@ -24,7 +24,7 @@ class Reference:
 
     @property
     def state(self) -> State:
-        return self.backend.states[MODEL]
+        return self.backend.states[self.model]
 
     def consumed(self, kind: str) -> None:
         """A seq that was refused."""
@@ -41,19 +41,19 @@ class Reference:
         output = None
         match op:
             case CreateModel():
-                self.backend.apply({MODEL: Create(op.spec.lora)})
+                self.backend.apply({self.model: Create(op.spec.lora)})
                 self.window = []
             case SaveWeights():
-                self.saved[f"tinker://{MODEL}/{op.checkpoint_kind}/{op.name}"] = self._copy()
+                self.saved[f"tinker://{self.model}/{op.checkpoint_kind}/{op.name}"] = self._copy()
             case LoadWeights():
-                self.backend.states[MODEL] = _loaded(self.saved[op.source], op.optimizer)
+                self.backend.states[self.model] = _loaded(self.saved[op.source], op.optimizer)
                 self.window = []
             case OptimStep():
                 assert self._whole(), f"the step at seq {seq} ran on part of its gradients: {self.window}"
-                output = self.backend.apply({MODEL: op})[MODEL]
+                output = self.backend.apply({self.model: op})[self.model]
                 self.window = []
             case ForwardBackward():
-                output = self.backend.apply({MODEL: op})[MODEL]
+                output = self.backend.apply({self.model: op})[self.model]
                 if not op.forward_only:
                     self.window.append("added")
         if self.exact and output is not None:
@@ -76,7 +76,7 @@ class Reference:
         return "added" not in self.window[: lost[-1]] and "added" in self.window[lost[-1] :]
 
     def _drop(self) -> None:
-        self.backend.apply({MODEL: DropGradients()})
+        self.backend.apply({self.model: DropGradients()})
 
     def _copy(self) -> State:
         state = self.state

@@ -1,8 +1,9 @@
 """A TrainingBackend of three numbers a model: microseconds an Op, exact to the bit, or noisy on demand.
 
 With noise each run of a forward_backward gives other gradients, as a GPU may. Only then does a missing guard show: a
-deterministic zombie computes the same bits again and hides it. Each state also tells which batches it was made from, so
-that every effect can be counted. It passes test_vector_backend.py, as the real one does.
+deterministic zombie computes the same bits again and hides it. A pass that is shared rounds a little differently. Each
+state also tells which batches it was made from, so that every effect can be counted. It passes test_vector_backend.py,
+as the real one does.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import copy
 import json
 import random
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +28,8 @@ from tests.property.faults import DeviceError
 from workers.training.base import ADAPTER_CONFIG_FILE, ADAPTER_FILE, OPTIMIZER_FILE, BackendOp, Create, Load, Writer
 
 POISON, BREAKING = "poison", "breaking"
+# What each further model in a pass adds to a gradient.
+_ROUNDING = 1e-9
 
 
 @dataclass
@@ -56,18 +60,22 @@ def optim_step(rate: float = 0.125) -> OptimStep:
 
 @dataclass
 class VectorBackend:
-    """With `fragile` a device error makes the process of no further use, as it does with several ranks."""
+    """With `fragile` a device error makes the process of no further use, as it does with several ranks. `done` counts
+    passes with Ops of several models ("shared")."""
 
     noise: random.Random | None = None
     fragile: bool = False
     broken: bool = False
+    done: Counter[str] = field(default_factory=Counter)
     states: dict[str, State] = field(default_factory=dict)
 
     def open(self) -> BaseModelInfo:
         raise NotImplementedError("its tests know what it is")
 
     def apply(self, ops: Mapping[str, BackendOp]) -> Mapping[str, Output | OpError]:
-        return {model_id: self._one(model_id, op) for model_id, op in ops.items()}
+        self.done["shared"] += len(ops) > 1
+        rounding = _ROUNDING * (len(ops) - 1)
+        return {model_id: self._one(model_id, op, rounding) for model_id, op in ops.items()}
 
     def capture(self, model_id: str, *, optimizer: bool) -> Writer:
         state = self.states[model_id]
@@ -111,12 +119,12 @@ class VectorBackend:
     def describe(self) -> Mapping[str, Any]:
         return {"models": len(self.states)}
 
-    def _one(self, model_id: str, op: BackendOp) -> Output | OpError:
+    def _one(self, model_id: str, op: BackendOp, rounding: float) -> Output | OpError:
         if isinstance(op, Create):
             return self._create(model_id, op)
         state = copy.deepcopy(self.states[model_id])
         try:
-            output = self._change(state, op)
+            output = self._change(state, op, rounding)
         except OpError as error:
             return error
         self.states[model_id] = state
@@ -130,10 +138,10 @@ class VectorBackend:
             return error
         return Done()
 
-    def _change(self, state: State, op: BackendOp) -> Output:
+    def _change(self, state: State, op: BackendOp, rounding: float) -> Output:
         match op:
             case ForwardBackward():
-                return self._backward(state, op)
+                return self._backward(state, op, rounding)
             case OptimStep():
                 return _step(state, op)
             case DropGradients():
@@ -147,9 +155,9 @@ class VectorBackend:
                 raise TypeError(op)
         return Done()
 
-    def _backward(self, state: State, op: ForwardBackward) -> Output:
+    def _backward(self, state: State, op: ForwardBackward, rounding: float) -> Output:
         number = int(op.batch.tokens.values[0])
-        gradient = float(np.sin(number + state.weight)) + (self.noise.gauss(0, 1) if self.noise else 0.0)
+        gradient = float(np.sin(number + state.weight)) + (self.noise.gauss(0, 1) if self.noise else 0.0) + rounding
         if not op.forward_only:
             state.gradient += gradient
             state.pending.append(number)

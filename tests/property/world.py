@@ -1,4 +1,4 @@
-"""Several workers of one model: the product's own runner, owner, executor and snapshots on a real server and a real
+"""Several workers of a few models: the product's own runner, owner, executor and snapshots on a real server and a real
 folder store, with a backend of three numbers, and every call to the outside watched."""
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from app.stores.redis.records import RedisRecords
 from tests.property.background import Background
 from tests.property.faults import Crash, Fault, Faults
 from tests.property.vector_backend import VectorBackend
+from workers.ahead import Ahead
 from workers.committer import Committer
 from workers.drain import Drain
 from workers.executor import Executor
@@ -66,24 +67,29 @@ class Trainer:
     faults: Faults
     rung: list[tuple[str, str]]
 
-    def ring(self, seq: int, kind: str = "forward_backward") -> Result | None:
+    def ring(self, seq: int, kind: str = "forward_backward", model: str = MODEL) -> Result | None:
         """What the doorbell ends as; None for all that is no result, which leaves it to be rung again.
 
         Fenced comes from a restore that was overtaken by another owner's snapshot.
         """
         with contextlib.suppress(NotNow, redis.RedisError, Fenced, Crash):
-            return self.runner.handle(ids.request_id(MODEL, seq), MODEL, kind)
+            return self.runner.handle(ids.request_id(model, seq), model, kind)
         return None
 
 
 @dataclass
 class TrainerWorld:
-    """Shared by all workers. With `noise` every run of a batch gives other gradients."""
+    """Shared by all workers. With `noise` every run of a batch gives other gradients. Up to `merged_tokens` of other
+    models share a pass. `done` counts the "shared" passes, and the Ops that were committed behind a save they ran
+    "ahead" of."""
 
     client: redis.Redis
     folder: Path
     noise: random.Random | None = None
+    models: tuple[str, ...] = (MODEL,)
+    merged_tokens: int = 0
     hit: Counter[Fault] = field(default_factory=Counter)
+    done: Counter[str] = field(default_factory=Counter)
     keepers: list[LeaseKeeper] = field(default_factory=list)
     boots: Callable[[], int] = field(default_factory=lambda: itertools.count(1).__next__)
 
@@ -93,16 +99,23 @@ class TrainerWorld:
         self.oplog = RedisOpLog(self.client, self.settings)
         self.records = RedisRecords(self.client)
         self.store: ObjectStore = FolderStore(self.folder / "objects", "secret", "http://x")
-        self.oplog.create_model(MODEL, dump(Model("me", "session", BASE, 0.0)))
+        for model in self.models:
+            self.oplog.create_model(model, dump(Model("me", "session", BASE, 0.0)))
 
-    def admit(self, seq: int, op: Op) -> bool:
+    def admit(self, seq: int, op: Op, model: str = MODEL) -> bool:
         payload = codec.encode(op)
-        return self.oplog.admit(MODEL, seq, op.kind, payload, codec.digest(codec.encode(as_asked(op)))).fresh
+        return self.oplog.admit(model, seq, op.kind, payload, codec.digest(codec.encode(as_asked(op)))).fresh
 
     def trainer(self, node: str, *, snapshots: bool = True, fragile: bool = False) -> Trainer:
         """A new process of a node, with a snapshot after every optim_step, or none. Node b has a machine of its own."""
         name = f"{node}/{self.boots()}"
-        backend, faults, background = VectorBackend(self.noise, fragile), Faults(self.hit), Background()
+        backend, faults = VectorBackend(self.noise, fragile, done=self.done), Faults(self.hit)
+
+        def writes(model_id: str) -> None:
+            resident = owner.residents().get(model_id)
+            self.done["ahead"] += max(0, len(resident.uncommitted) - 1) if resident else 0
+
+        background = Background(writes)
         oplog, store = faults.watch("oplog", self.oplog), faults.watch("store", self.store)
         watched_backend = faults.watch("backend", backend)
         keeper = LeaseKeeper(self.oplog, name, _LEASE_S)
@@ -119,6 +132,7 @@ class TrainerWorld:
             rung.append((request_id, queue))
 
         def settle(resident: Resident, seconds: float) -> None:
+            committer.finish(resident, seconds)
             snapshots_of.settle(resident, within_s=seconds)
 
         def end(why: str) -> NoReturn:
@@ -131,20 +145,23 @@ class TrainerWorld:
         queue = f"train.{BASE}"
         drain = Drain(oplog, owner, ring, queue)
         parked = Parked(ring, f"{queue}@{node}")
-        committer = Committer(oplog, owner, executor, snapshots_of)
-        turns = Turns(oplog, owner, merged_tokens=0, wait_s=0.0)
-        runner = TrainingRunner(oplog, owner, committer, watched_backend.healthy, parked, turns, ring, queue, end)
+        saves = background.saves
+        committer = Committer(oplog, owner, executor, snapshots_of, saves)
+        turns = Turns(oplog, owner, Ahead(saves, parked), self.merged_tokens, wait_s=0.0)
+        runner = TrainingRunner(
+            oplog, owner, committer, watched_backend.healthy, parked, turns, saves, ring, queue, end
+        )
         return Trainer(name, runner, owner, drain, backend, keeper, background, faults, rung)
 
     def lapse(self) -> None:
-        """The owner slept past its lease, and does not know."""
-        self.client.delete(keys.lease(MODEL))
+        """The owners slept past their leases, and do not know."""
+        self.client.delete(*map(keys.lease, self.models))
 
-    def applied(self) -> int:
-        return int(self.client.hget(keys.model(MODEL), "applied") or -1)
+    def applied(self, model: str = MODEL) -> int:
+        return int(self.client.hget(keys.model(model), "applied") or -1)
 
-    def result(self, seq: int) -> Result | None:
-        return self.oplog.outcome(ids.request_id(MODEL, seq))
+    def result(self, seq: int, model: str = MODEL) -> Result | None:
+        return self.oplog.outcome(ids.request_id(model, seq))
 
     def stop(self) -> None:
         for keeper in self.keepers:

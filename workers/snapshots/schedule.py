@@ -95,7 +95,10 @@ class Snapshots:
             self._track(model_id).add(entry)
 
     def after(self, resident: Resident, entry: Entry, *, failed: bool) -> None:
-        """Called behind every commit, on the thread that runs the Ops."""
+        """Called behind every commit, on the thread that runs the Ops.
+
+        A state that ran ahead of its commits is not the one behind `entry`: the snapshot waits for the next step.
+        """
         if failed:
             return
         model_id = resident.lease.model_id
@@ -104,9 +107,13 @@ class Snapshots:
         urgent = track.total - track.durable > self._journal_bytes
         if _is_load(entry):
             self._take(resident, track, at_once=True)
-        elif entry.kind == OptimStep.kind and (
-            track.total - track.taken > self._journal_bytes
-            or (time.monotonic() >= track.next and self._pipeline.ready(model_id))
+        elif (
+            entry.kind == OptimStep.kind
+            and not resident.uncommitted
+            and (
+                track.total - track.taken > self._journal_bytes
+                or (time.monotonic() >= track.next and self._pipeline.ready(model_id))
+            )
         ):
             self._take(resident, track, at_once=urgent)
 
@@ -114,11 +121,12 @@ class Snapshots:
         """Make what the model has come to durable before its state is thrown away, as far as that can be done now.
 
         Nothing depends on it: without, its next owner replays more. What is not done in time goes on by itself. Where
-        gradients are pending there is nothing to take, and they are replayed in any case.
+        gradients are pending there is nothing to take, and they are replayed in any case; so is what ran ahead of its
+        commit.
         """
         model_id = resident.lease.model_id
         track = self._track(model_id)
-        if track.unsaved and resident.window == Window():
+        if track.unsaved and resident.window == Window() and not resident.uncommitted:
             self._take(resident, track, at_once=True)
         self._pipeline.finish(model_id, within_s)
 

@@ -24,6 +24,7 @@ from app.stores.redis.oplog import RedisOpLog
 from app.stores.redis.records import RedisRecords
 from app.wire import tinker_pb2 as pb
 from tests.models import tiny_qwen3
+from workers.ahead import Ahead
 from workers.committer import Committer
 from workers.drain import Drain
 from workers.executor import Executor
@@ -31,6 +32,7 @@ from workers.leases import LeaseKeeper
 from workers.owner import Owner, Resident
 from workers.parked import Parked
 from workers.runner import TrainingRunner
+from workers.saves import Saves
 from workers.saving import Saver
 from workers.snapshots.folder import SnapshotFolder
 from workers.snapshots.restore import Restore
@@ -142,18 +144,20 @@ class World:
             rung.append((kind, request_id, queue))
 
         def settle(resident: Resident, seconds: float) -> None:
+            committer.finish(resident, seconds)
             snapshots.settle(resident, within_s=seconds)
 
         owner = Owner(self.oplog, backend, keeper, name, restore, settle, most)
         parked = Parked(ring, f"train.{BASE}@{node}")
-        turns = Turns(self.oplog, owner, merged_tokens, wait_s)
-        committer = Committer(self.oplog, owner, executor, snapshots)
+        saves = Saves()
+        turns = Turns(self.oplog, owner, Ahead(saves, parked), merged_tokens, wait_s)
+        committer = Committer(self.oplog, owner, executor, snapshots, saves)
         queue = f"train.{BASE}"
 
         def healthy() -> bool:
             return backend.healthy()
 
-        runner = TrainingRunner(self.oplog, owner, committer, healthy, parked, turns, ring, queue, _end)
+        runner = TrainingRunner(self.oplog, owner, committer, healthy, parked, turns, saves, ring, queue, _end)
         drain = Drain(self.oplog, owner, ring, f"train.{BASE}")
         return Worker(runner, owner, self.oplog, backend, keeper, parked, drain, snapshots, rung)
 

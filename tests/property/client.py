@@ -1,0 +1,136 @@
+"""One model's calls as its client makes them, and what must hold of them whatever happens to the workers."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from dataclasses import dataclass, field
+
+import pytest
+
+from app.domain.ops import LoadWeights, Op, SaveWeights
+from app.domain.records import Checkpoint, load
+from app.domain.results import Result
+from app.errors import BadRequest
+from app.stores.interfaces import RefusalKind
+from app.stores.redis import keys
+from tests.property.reference import Reference
+from tests.property.vector_backend import BREAKING, POISON, State, backward, optim_step
+from tests.property.world import CREATE, TrainerWorld
+from workers import checkpoints
+
+# Of a gradient's size, for passes that were shared.
+_BOUND = 1e-5
+
+
+@dataclass
+class Client:
+    """`plan` is what it has called, in the order of the calls, `seen` every result there was to read."""
+
+    world: TrainerWorld
+    model: str
+    plan: dict[int, Op] = field(default_factory=lambda: {0: CREATE})
+    admitted: set[int] = field(default_factory=set)
+    refused: dict[int, str] = field(default_factory=dict)
+    seen: dict[int, Result] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._applied, self._snapshot = -1, ""
+        self._numbers = itertools.count(1)
+        self.admit(0)
+
+    @property
+    def last(self) -> int:
+        return max(self.admitted)
+
+    def call(self, kind: str) -> int:
+        """The seq of a call that is not sent yet."""
+        seq = max(self.plan) + 1
+        self.plan[seq] = self._op(kind)
+        return seq
+
+    def admit(self, seq: int) -> None:
+        if seq in self.refused:
+            with pytest.raises(BadRequest):
+                self.world.admit(seq, self.plan[seq], self.model)
+            return
+        assert self.world.admit(seq, self.plan[seq], self.model) == (seq not in self.admitted)
+        self.admitted.add(seq)
+
+    def refuse(self, seq: int, kind: RefusalKind) -> None:
+        withheld = seq in self.plan and seq not in self.admitted
+        if withheld and self.world.oplog.refuse(self.model, seq, f"no {seq}", kind):
+            self.refused[seq] = kind
+
+    def what_was_applied_has_a_result(self) -> None:
+        """And what was not has none, and none ever changes."""
+        applied = self.world.applied(self.model)
+        assert applied >= self._applied
+        for seq in range(self._applied + 1, applied + 1):
+            found = self.world.result(seq, self.model)
+            assert (found is None) == (seq in self.refused)
+            if found is not None:
+                self.seen[seq] = found
+        self._applied = applied
+        for seq in range(applied + 1, max(self.plan) + 1):
+            assert self.world.result(seq, self.model) is None
+
+    def a_new_owner_finds_all_it_needs(self) -> None:
+        client, key = self.world.client, keys.model(self.model)
+        snapshot, at = (x.decode() for x in client.hmget(key, ["snapshot", "snapshot_seq"]))
+        applied = self.world.applied(self.model)
+        behind = client.zcount(keys.journal(self.model), f"({at}", applied)
+        assert behind == applied - int(at), "an Op is in no snapshot and no journal"
+        if snapshot != self._snapshot:
+            manifest = checkpoints.read_manifest(self.world.store, snapshot)
+            assert manifest.seq == int(at)
+            for name, entry in manifest.files.items():
+                assert len(self.world.store.read(f"{snapshot}/{name}")) == entry.size
+            self._snapshot = snapshot
+
+    def check_results(self) -> None:
+        for seq, result in self.seen.items():
+            assert self.world.result(seq, self.model) == result, f"the result of seq {seq} changed"
+
+    def compare(self, found: State, *, exact: bool, bound: bool, calm: bool) -> None:
+        """`found` is the model in the end. Its numbers are the reference's to the bit, or within a `bound`. With `calm`
+        no Op was given up that did not break anything itself."""
+        reference = Reference(self.model, exact)
+        for seq, op in self.plan.items():
+            if seq in self.refused:
+                reference.consumed(self.refused[seq])
+            else:
+                self._check_failure(op, self.seen[seq], calm)
+                reference.ran(seq, op, self.seen[seq])
+        wanted = reference.state
+        assert (found.steps, found.pending) == (wanted.steps, wanted.pending), "effects counted once"
+        if exact:
+            assert found == wanted
+        if bound:
+            for name in ("weight", "moment", "gradient"):
+                assert math.isclose(getattr(found, name), getattr(wanted, name), rel_tol=_BOUND, abs_tol=_BOUND)
+
+    def _op(self, kind: str) -> Op:
+        number = next(self._numbers)
+        match kind:
+            case "load":
+                stored = dict(self.world.records.list(Checkpoint.namespace, f"tinker://{self.model}/"))
+                path = max(stored, default="tinker://nobody:train:0/weights/none")
+                prefix = load(Checkpoint, stored[path]).prefix if stored else "models/none"
+                return LoadWeights(path, optimizer=number % 2 == 0, prefix=prefix)
+            case "step":
+                return optim_step()
+            case "save":
+                return SaveWeights("weights", f"save-{number:03}")
+            case "forward":
+                return backward(number, forward_only=True)
+            case "poison" | "breaking":
+                return backward(number, {"poison": POISON, "breaking": BREAKING}[kind])
+        return backward(number)
+
+    def _check_failure(self, op: Op, result: Result, calm: bool) -> None:
+        loss = getattr(op, "loss_fn", "")
+        assert result.failed or loss not in (POISON, BREAKING)
+        if result.failed and json.loads(result.body)["category"] == "server":
+            assert loss == BREAKING or not calm, "nothing went wrong, yet an Op was given up"
