@@ -25,16 +25,24 @@ from app.settings import BaseModelSettings
 from tests.custom_losses import parsed
 from tests.full_disk import full_disk
 from tests.models import VOCAB_SIZE, tiny_qwen3
+from tests.parity import architectures
 from tests.parity.datums import batch, policy, supervised, valued
 from tests.parity.reference import relative_error
 from workers.training import factory
 from workers.training.base import ADAPTER_FILE, OPTIMIZER_FILE, Create, Load, Writer
 from workers.training.trainer import LoraTrainer
 
-TRAINERS: dict[str, dict[str, Any]] = {
+OF_ADAPTERS: dict[str, dict[str, Any]] = {
     "torch": {"backend": "torch"},
     **{f"zero-{stage}": {"backend": "deepspeed", "zero_stage": stage} for stage in range(4)},
 }
+OF_WEIGHTS: dict[str, dict[str, Any]] = {
+    "full torch": {"backend": "torch"},
+    "full zero-2": {"zero_stage": 2, "offload": True},
+    "full zero-3": {"zero_stage": 3},
+}
+TRAINERS = {**OF_ADAPTERS, **OF_WEIGHTS}
+of_adapters = pytest.mark.parametrize("backend", OF_ADAPTERS, indirect=True)
 SPEC = LoraSpec(rank=4, seed=1)
 STEP = OptimStep(AdamParams(learning_rate=1e-2, eps=1e-8))
 VALUED = ForwardBackward(batch(valued(6, (9, 30, 4))), "ppo_critic")
@@ -53,9 +61,15 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def backend(request: pytest.FixtureRequest, base: Path) -> Iterator[LoraTrainer]:
     torch.set_num_threads(1)
     trainer = {**TRAINERS[request.param], "micro_batch_tokens": 64}
-    backend = factory.create(BaseModelSettings(name="tiny", path=str(base), dtype="float32", trainer=trainer))
+    settings = BaseModelSettings(name="tiny", path=str(base), dtype="float32", trainer=trainer)
+    backend = factory.create(settings, full=request.param in OF_WEIGHTS)
     backend.open()
     yield backend
+
+
+@pytest.fixture
+def weights_file(backend: LoraTrainer) -> str:
+    return "model.safetensors" if backend._full else ADAPTER_FILE
 
 
 @pytest.fixture
@@ -63,9 +77,9 @@ def create(backend: LoraTrainer) -> Iterator[Callable[..., str]]:
     made: list[str] = []
 
     def make(spec: LoraSpec = SPEC, **source: Any) -> str:
-        """A model some way from its start, or as `source` says."""
+        """A model some way from its start, or as `source` says; of adapters alone also as `spec` does."""
         made.append(f"model-{next(_numbers)}")
-        assert apply(backend, made[-1], Create(spec, **source)) == Done()
+        assert apply(backend, made[-1], Create(None if backend._full else spec, **source)) == Done()
         if "source" not in source:
             apply(backend, made[-1], VALUED if source.get("critic") else GOOD)
             apply(backend, made[-1], STEP)
@@ -124,7 +138,7 @@ def test_open_tells_what_the_model_can_take(backend: LoraTrainer) -> None:
 def test_describe_reads_the_live_engine(backend: LoraTrainer, request: pytest.FixtureRequest) -> None:
     found = backend.describe()
     name = request.node.callspec.params["backend"]
-    stage = None if name == "torch" else int(name[-1])
+    stage = None if name.endswith("torch") else int(name[-1])
     assert found["zero_stage"] == stage
     assert found["trainer"] == ("Qwen3ForCausalLM" if stage is None else "DeepSpeedEngine")
     assert (found["ranks"], found["dtype"]) == (1, "float32")
@@ -306,7 +320,7 @@ def test_an_export_scores_as_the_model_did_and_needs_neither_peft_nor_the_base(
     with ThreadPoolExecutor(1) as thread:
         thread.submit(write, tmp_path / "exported").result()
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
-    assert exported.config.tie_word_embeddings != spec.train_unembed
+    assert exported.config.tie_word_embeddings == (backend._full or not spec.train_unembed)
     for found, tokens, targets in zip(then, GOOD.batch.tokens, GOOD.batch.inputs["target_tokens"], strict=True):
         with torch.no_grad():
             logprobs = exported(torch.from_numpy(tokens.astype(np.int64))[None]).logits[0].log_softmax(-1)
@@ -373,21 +387,48 @@ def test_loading_without_the_optimizer_resets_it(
     assert state(backend, model, tmp_path / "1") == state(backend, fresh, tmp_path / "2")
 
 
-@pytest.mark.parametrize("case", ["other rank", "other targets", "no optimizer", "damaged", "missing"])
-def test_a_checkpoint_that_does_not_fit_changes_nothing(
-    backend: LoraTrainer, create: Callable[..., str], tmp_path: Path, case: str
+@pytest.mark.parametrize("case", ["no optimizer", "damaged", "missing"])
+def test_a_checkpoint_that_cannot_be_used_changes_nothing(
+    backend: LoraTrainer, create: Callable[..., str], tmp_path: Path, weights_file: str, case: str
 ) -> None:
-    spec = {"other rank": LoraSpec(rank=5), "other targets": LoraSpec(rank=4, train_mlp=False)}.get(case, SPEC)
     folder = tmp_path / "saved"
     folder.mkdir()
-    backend.save(create(spec), folder, optimizer=case != "no optimizer")
+    backend.save(create(), folder, optimizer=case != "no optimizer")
     if case in ("damaged", "missing"):
-        weights = folder / "adapter_model.safetensors"
+        weights = folder / weights_file
         weights.write_bytes(weights.read_bytes()[:-100]) if case == "damaged" else weights.unlink()
-    model = create()
+    check_refused(backend, create(), folder)
+
+
+@of_adapters
+@pytest.mark.parametrize("spec", [LoraSpec(rank=5), LoraSpec(rank=4, train_mlp=False)])
+def test_an_adapter_of_another_shape_changes_nothing(
+    backend: LoraTrainer, create: Callable[..., str], tmp_path: Path, spec: LoraSpec
+) -> None:
+    backend.save(create(spec), tmp_path, optimizer=True)
+    check_refused(backend, create(), tmp_path)
+
+
+@pytest.mark.parametrize("backend", OF_WEIGHTS, indirect=True)
+@pytest.mark.parametrize("case", ["llama", "qwen3"])
+def test_weights_of_another_model_change_nothing(
+    backend: LoraTrainer, create: Callable[..., str], tmp_path: Path, case: str
+) -> None:
+    check_refused(backend, create(), architectures.build(case, tmp_path / "other"), optimizer=False)
+
+
+@pytest.mark.parametrize("backend", ["torch", "full torch"], indirect=True)
+def test_a_trainer_makes_models_of_its_own_kind_alone(backend: LoraTrainer) -> None:
+    error = apply(backend, "other", Create(SPEC if backend._full else None))
+    assert isinstance(error, UserOpError)
+
+
+def check_refused(backend: LoraTrainer, model: str, folder: Path, *, optimizer: bool = True) -> None:
+    """`model` does not load it, and is as it was."""
+    tmp_path = folder.with_name(f"states-{next(_numbers)}")
     apply(backend, model, GOOD)
     before = state(backend, model, tmp_path / "before")
-    assert isinstance(apply(backend, model, Load(folder, optimizer=True)), UserOpError)
+    assert isinstance(apply(backend, model, Load(folder, optimizer=optimizer)), UserOpError)
     assert state(backend, model, tmp_path / "after") == before
 
 
@@ -417,13 +458,13 @@ def test_the_norm_a_step_reports_is_from_before_clipping(backend: LoraTrainer, c
 
 
 def test_the_norm_of_the_parameters_is_from_after_the_step(
-    backend: LoraTrainer, create: Callable[..., str], tmp_path: Path
+    backend: LoraTrainer, create: Callable[..., str], tmp_path: Path, weights_file: str
 ) -> None:
     model = create()
     apply(backend, model, GOOD)
     found = apply(backend, model, STEP).metrics["param_norm"]
     backend.save(model, tmp_path, optimizer=False)
-    saved = load_file(tmp_path / ADAPTER_FILE).values()
+    saved = load_file(tmp_path / weights_file).values()
     assert found == pytest.approx(float(np.sqrt(sum((p.double() ** 2).sum() for p in saved))), rel=1e-6)
 
 
@@ -433,11 +474,13 @@ def test_a_model_that_is_not_here_is_our_fault(backend: LoraTrainer) -> None:
         assert isinstance(apply(backend, "nobody", op), ServerOpError)
 
 
+@of_adapters
 def test_an_adapter_on_nothing_is_refused(backend: LoraTrainer) -> None:
     spec = LoraSpec(rank=4, train_attn=False, train_mlp=False, train_unembed=False)
     assert isinstance(apply(backend, "nothing", Create(spec)), UserOpError)
 
 
+@of_adapters
 def test_a_critic_has_a_head_of_its_own_and_no_pair_on_the_bases(
     backend: LoraTrainer, create: Callable[..., str], tmp_path: Path
 ) -> None:
@@ -451,6 +494,7 @@ def test_a_critic_has_a_head_of_its_own_and_no_pair_on_the_bases(
     assert not any("lm_head" in name for name in stored)
 
 
+@of_adapters
 def test_a_critic_is_drawn_from_its_seed_alone(
     backend: LoraTrainer, create: Callable[..., str], tmp_path: Path
 ) -> None:
@@ -467,6 +511,7 @@ def test_a_critic_is_drawn_from_its_seed_alone(
     assert 0.5 / 65 < heads[0].std().item() < 2 / 65
 
 
+@of_adapters
 def test_critics_and_policies_in_one_call_are_each_as_if_alone(
     backend: LoraTrainer, create: Callable[..., str]
 ) -> None:
@@ -483,6 +528,7 @@ def test_critics_and_policies_in_one_call_are_each_as_if_alone(
         assert found[model].metrics == pytest.approx(wanted[i].metrics, rel=1e-5, abs=1e-5)
 
 
+@of_adapters
 def test_a_critic_resumes_bit_for_bit(backend: LoraTrainer, create: Callable[..., str], tmp_path: Path) -> None:
     model, other = create(critic=True), create(replace(SPEC, seed=7), critic=True)
     saved = state(backend, model, tmp_path / "saved")
@@ -495,6 +541,7 @@ def test_a_critic_resumes_bit_for_bit(backend: LoraTrainer, create: Callable[...
     assert ends[0] == ends[1] == ends[2] != saved
 
 
+@of_adapters
 @pytest.mark.parametrize("critic", [True, False])
 def test_weights_of_the_other_role_change_nothing(
     backend: LoraTrainer, create: Callable[..., str], tmp_path: Path, critic: bool
