@@ -151,6 +151,16 @@ class CriticReference(Reference):
         }
 
 
+class FullReference(Reference):
+    """All weights of a model, fp32, in the state its folder holds them."""
+
+    def __init__(self, folder: Path) -> None:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+        self.model = model.eval()
+        self.parameters = dict(self.model.named_parameters())
+        self._adamw = torch.optim.AdamW(self.parameters.values())
+
+
 def loss(name: str, lp: Tensor, datum: Datum, config: Mapping[str, float]) -> Tensor:
     """The summed loss of one datum."""
     return token_losses(name, lp, datum, config).sum()

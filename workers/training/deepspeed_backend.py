@@ -55,7 +55,8 @@ class DeepSpeedEngine(Engine):
 
     def rest(self) -> None:
         if self.engine.zero_optimization_stage() == 3:
-            self.engine.empty_partition_cache()
+            # Not the engine's own call of this name, which also collects garbage: 0.7 s of a pass over a tiny model.
+            self.engine.optimizer.empty_partition_cache()
 
     def describe(self) -> Mapping[str, Any]:
         return {

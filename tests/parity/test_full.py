@@ -1,0 +1,122 @@
+"""Full fine-tuning against transformers and torch.optim.AdamW over the same weights."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from app.domain.ops import AdamParams, ForwardBackward, OptimStep
+from app.settings import BaseModelSettings
+from tests.parity import architectures
+from tests.parity.datums import batch, data, supervised
+from tests.parity.reference import FullReference, relative_error
+from tests.parity.training import LENGTHS, apply, run
+from workers.training import factory
+from workers.training.base import Create
+from workers.training.trainer import LoraTrainer
+
+# Heads tied and untied, logits capped and scaled, stacked experts, and one of which autograd makes all gradients.
+CASES = ("llama", "llama, tied head", "gemma2", "granite", "qwen3-moe", "cohere (unlisted)")
+STEPS = {
+    "weight decay": AdamParams(learning_rate=1e-2, eps=1e-8, weight_decay=0.3),
+    "clipping": AdamParams(learning_rate=1e-2, eps=1e-8, grad_clip_norm=1e-2),
+}
+# As for adapters: Adam divides a gradient by its own size, so rounding in one next to zero moves a weight as any other.
+BOUND = 1e-3
+
+
+def open_full(base: Path, dtype: str = "float32", **trainer: Any) -> LoraTrainer:
+    torch.set_num_threads(1)
+    trainer = {"backend": "torch", "micro_batch_tokens": 64, **trainer}
+    backend = factory.create(BaseModelSettings(name="tiny", path=str(base), dtype=dtype, trainer=trainer), full=True)
+    backend.open()
+    apply(backend, "m", Create(None))
+    return backend
+
+
+def reference_of(backend: LoraTrainer, folder: Path) -> FullReference:
+    folder.mkdir()
+    backend.save("m", folder, optimizer=True)
+    return FullReference(folder)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logprobs_and_gradients_equal_the_reference(case: str, tmp_path: Path) -> None:
+    backend = open_full(architectures.build(case, tmp_path / "base"))
+    run(backend, "m", ForwardBackward(batch(supervised(0, LENGTHS)), "cross_entropy"))
+    apply(backend, "m", OptimStep(AdamParams(learning_rate=1e-3, eps=1e-8)))
+    reference = reference_of(backend, tmp_path / "model")
+    datums = data("ppo", 9, LENGTHS)
+    output = run(backend, "m", ForwardBackward(batch(datums), "ppo"))
+    for found, wanted in zip(output.logprobs, reference.forward(datums), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+    reference.backward(datums, "ppo")
+    assert relative_error(backend.gradients("m"), reference.gradients()) < 1e-5
+
+
+@pytest.mark.parametrize("case", ["llama", "llama, tied head"])
+@pytest.mark.parametrize("steps", STEPS)
+def test_five_steps_stay_with_the_reference(case: str, steps: str, tmp_path: Path) -> None:
+    """Weights after them differ by less than BOUND of how far they have moved; grad and parameter norms stay equal."""
+    backend, params = open_full(architectures.build(case, tmp_path / "base")), STEPS[steps]
+    twin = FullReference(tmp_path / "base")
+    start = twin.weights()
+    for seed in range(5):
+        datums = supervised(seed, (9, 2, 14))
+        run(backend, "m", ForwardBackward(batch(datums), "cross_entropy"))
+        found = apply(backend, "m", OptimStep(params)).metrics
+        twin.backward(datums, "cross_entropy")
+        assert found["grad_norm"] == pytest.approx(twin.step(asdict(params)), rel=BOUND)
+        assert found["param_norm"] == pytest.approx(twin.norm(), rel=1e-5)
+        assert found["learning_rate"] == params.learning_rate
+    ours = reference_of(backend, tmp_path / "end").weights()
+    moved, wanted = ({name: end[name] - start[name] for name in start} for end in (ours, twin.weights()))
+    assert relative_error(moved, wanted) < BOUND
+
+
+def test_masters_keep_what_a_bfloat16_copy_cannot(tmp_path: Path) -> None:
+    """They start as the base's files have them, and move by steps too small for the copy that is computed with."""
+    base = architectures.build("llama", tmp_path / "base")
+    backend = open_full(base, "bfloat16")
+    start = reference_of(backend, tmp_path / "start").weights()
+    files = load_file(base / "model.safetensors")
+    assert all(np.array_equal(start[name], tensor.numpy()) for name, tensor in files.items())
+    params = AdamParams(learning_rate=1e-6, eps=1e-8)
+    for _ in range(4):
+        run(backend, "m", ForwardBackward(batch(supervised(0, LENGTHS)), "cross_entropy"))
+        apply(backend, "m", OptimStep(params))
+    end = reference_of(backend, tmp_path / "end").weights()
+    # Of four steps in one direction Adam makes four times the learning rate.
+    assert max(np.abs(end[name] - start[name]).max() for name in start) == pytest.approx(4e-6, rel=0.05)
+    exported = tmp_path / "exported"
+    exported.mkdir()
+    backend.save("m", exported, optimizer=False)
+    for name, tensor in load_file(exported / "model.safetensors").items():
+        assert torch.equal(tensor, torch.from_numpy(end[name]).bfloat16())
+
+
+def test_gradients_in_bfloat16_stay_within_their_bound(tmp_path: Path) -> None:
+    base = architectures.build("llama, tied head", tmp_path / "base")
+    backend, reference = open_full(base, "bfloat16"), FullReference(base)
+    datums = supervised(9, LENGTHS)
+    run(backend, "m", ForwardBackward(batch(datums), "cross_entropy"))
+    reference.backward(datums, "cross_entropy")
+    # As for adapters in test_bf16.py.
+    assert relative_error(backend.gradients("m"), reference.gradients()) < 0.1
+
+
+def test_layers_computed_again_give_the_same_gradients(tmp_path: Path) -> None:
+    base = architectures.build("qwen3", tmp_path / "base")
+    op = ForwardBackward(batch(supervised(9, LENGTHS)), "cross_entropy")
+    found = []
+    for again in (False, True):
+        backend = open_full(base, activation_checkpointing=again)
+        run(backend, "m", op)
+        found.append(backend.gradients("m"))
+    assert relative_error(found[1], found[0]) < 1e-6
