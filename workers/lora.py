@@ -237,10 +237,11 @@ def new_adapter(model: nn.Module, spec: LoraSpec, *, critic: bool = False) -> Ad
         in_features, out_features = _features(model.get_submodule(path))
         a = nn.init.kaiming_uniform_(torch.empty(spec.rank, in_features), a=sqrt(5), generator=generator)
         pairs[path] = _pair(a, torch.zeros(out_features, spec.rank))
-    return Adapter(spec, pairs, _new_value_head(model, generator) if critic else None)
+    return Adapter(spec, pairs, new_value_head(model, generator) if critic else None)
 
 
-def _new_value_head(model: nn.Module, generator: torch.Generator) -> nn.Parameter:
+def new_value_head(model: nn.Module, generator: torch.Generator) -> nn.Parameter:
+    """fp32 [1, hidden size], on the CPU; see new_adapter."""
     width = _hidden_size(model)
     return nn.Parameter(torch.empty(1, width).normal_(0.0, 1 / (width + 1), generator=generator))
 

@@ -86,8 +86,6 @@ class ModelService:
                 f"full fine-tuning of {name} is not offered here: give a lora_config with a rank from 1, or have the "
                 "server started with trainers for it (base_models.full in its settings)"
             )
-        if full and op.spec.critic:
-            raise BadRequest("a critic of which all weights are trained is not offered: give a lora_config")
         trainer = self._bases.info(trainer_role(full=full), name)
         if op.spec.lora is not None:
             check_lora(op.spec.lora, self._bases.settings(name).max_rank, trainer)

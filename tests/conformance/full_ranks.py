@@ -12,10 +12,10 @@ import numpy as np
 import torch
 
 from app.domain.ops import DropGradients
-from app.domain.results import OptimStepOutput
+from app.domain.results import Done, OptimStepOutput
 from app.errors import UserOpError
 from app.settings import BaseModelSettings
-from tests.conformance.training_ranks import BY_ONE, SFT, SHORT, STEP, bad, capture_and_go_on, note, resume
+from tests.conformance.training_ranks import BY_ONE, SFT, SHORT, STEP, VALUED, bad, capture_and_go_on, note, resume
 from workers.training import factory
 from workers.training.base import Create, Load
 from workers.training.trainer import LoraTrainer
@@ -23,8 +23,8 @@ from workers.training.whole import WholeState
 
 
 def run(backend: LoraTrainer, folder: Path) -> dict[str, np.ndarray]:
-    """Two models by turns, through every kind of Op; what was computed, by name."""
-    found: dict[str, np.ndarray] = {}
+    """Two models by turns, through every kind of Op, behind a critic; what was computed, by name."""
+    found = criticize(backend)
     backend.apply({"a": Create(None)})
     backend.apply({"b": Create(None)})
     for turn, (model, op) in enumerate((("a", SFT), ("b", SHORT), ("a", SHORT))):
@@ -48,6 +48,18 @@ def run(backend: LoraTrainer, folder: Path) -> dict[str, np.ndarray]:
         backend.apply({"d": Create(None, source=by_one, optimizer=True)})
         found |= resume(backend, "d")
         backend.close("d")
+    return found
+
+
+def criticize(backend: LoraTrainer) -> dict[str, np.ndarray]:
+    """A critic's first Op and step, and its values behind them."""
+    found: dict[str, np.ndarray] = {}
+    assert backend.apply({"v": Create(None, critic=True)}) == {"v": Done()}
+    note(found, "turn 0", backend.apply({"v": VALUED}))
+    found |= {f"grad 0 v {name}": g for name, g in backend.gradients("v").items()}
+    backend.apply({"v": STEP})
+    note(found, "look 0", backend.apply({"v": replace(VALUED, forward_only=True)}))
+    backend.close("v")
     return found
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from peft import PeftModel
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 Datum = Mapping[str, np.ndarray]
@@ -118,8 +118,12 @@ class CriticReference(Reference):
             base, num_labels=1, dtype=torch.float32, attn_implementation="eager"
         )
 
+    @property
+    def classifier(self) -> nn.Module:
+        return self.model.base_model.model
+
     def scores(self, datum: Datum) -> Tensor:
-        classifier = self.model.base_model.model
+        classifier = self.classifier
         hidden = classifier.model(torch.from_numpy(datum["tokens"].astype(np.int64))[None]).last_hidden_state[0]
         values: Tensor = classifier.score(hidden)[:, 0]
         return values
@@ -159,6 +163,21 @@ class FullReference(Reference):
         self.model = model.eval()
         self.parameters = dict(self.model.named_parameters())
         self._adamw = torch.optim.AdamW(self.parameters.values())
+
+
+class FullCriticReference(CriticReference):
+    """A critic of which all weights are trained, from the sequence classifier its folder holds."""
+
+    def __init__(self, folder: Path) -> None:
+        self.model = AutoModelForSequenceClassification.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
+        self.parameters = dict(self.model.named_parameters())
+        self._adamw = torch.optim.AdamW(self.parameters.values())
+
+    @property
+    def classifier(self) -> nn.Module:
+        return self.model
 
 
 def loss(name: str, lp: Tensor, datum: Datum, config: Mapping[str, float]) -> Tensor:

@@ -12,13 +12,15 @@ import torch
 from safetensors.torch import load_file
 
 from app.domain.ops import AdamParams, ForwardBackward, OptimStep
+from app.domain.results import CriticOutput, Done
+from app.errors import UserOpError
 from app.settings import BaseModelSettings
 from tests.parity import architectures
-from tests.parity.datums import batch, data, supervised
-from tests.parity.reference import FullReference, relative_error
+from tests.parity.datums import batch, data, supervised, valued
+from tests.parity.reference import FullCriticReference, FullReference, relative_error
 from tests.parity.training import LENGTHS, apply, run
 from workers.training import factory
-from workers.training.base import Create
+from workers.training.base import Create, Load
 from workers.training.trainer import LoraTrainer
 
 # Heads tied and untied, logits capped and scaled, stacked experts, and one of which autograd makes all gradients.
@@ -36,7 +38,12 @@ def open_full(base: Path, dtype: str = "float32", **trainer: Any) -> LoraTrainer
     trainer = {"backend": "torch", "micro_batch_tokens": 64, **trainer}
     backend = factory.create(BaseModelSettings(name="tiny", path=str(base), dtype=dtype, trainer=trainer), full=True)
     backend.open()
-    apply(backend, "m", Create(None))
+    return backend
+
+
+def open_policy(base: Path, dtype: str = "float32", **trainer: Any) -> LoraTrainer:
+    backend = open_full(base, dtype, **trainer)
+    assert apply(backend, "m", Create(None)) == Done()
     return backend
 
 
@@ -48,7 +55,7 @@ def reference_of(backend: LoraTrainer, folder: Path) -> FullReference:
 
 @pytest.mark.parametrize("case", CASES)
 def test_logprobs_and_gradients_equal_the_reference(case: str, tmp_path: Path) -> None:
-    backend = open_full(architectures.build(case, tmp_path / "base"))
+    backend = open_policy(architectures.build(case, tmp_path / "base"))
     run(backend, "m", ForwardBackward(batch(supervised(0, LENGTHS)), "cross_entropy"))
     apply(backend, "m", OptimStep(AdamParams(learning_rate=1e-3, eps=1e-8)))
     reference = reference_of(backend, tmp_path / "model")
@@ -64,7 +71,7 @@ def test_logprobs_and_gradients_equal_the_reference(case: str, tmp_path: Path) -
 @pytest.mark.parametrize("steps", STEPS)
 def test_five_steps_stay_with_the_reference(case: str, steps: str, tmp_path: Path) -> None:
     """Weights after them differ by less than BOUND of how far they have moved; grad and parameter norms stay equal."""
-    backend, params = open_full(architectures.build(case, tmp_path / "base")), STEPS[steps]
+    backend, params = open_policy(architectures.build(case, tmp_path / "base")), STEPS[steps]
     twin = FullReference(tmp_path / "base")
     start = twin.weights()
     for seed in range(5):
@@ -83,7 +90,7 @@ def test_five_steps_stay_with_the_reference(case: str, steps: str, tmp_path: Pat
 def test_masters_keep_what_a_bfloat16_copy_cannot(tmp_path: Path) -> None:
     """They start as the base's files have them, and move by steps too small for the copy that is computed with."""
     base = architectures.build("llama", tmp_path / "base")
-    backend = open_full(base, "bfloat16")
+    backend = open_policy(base, "bfloat16")
     start = reference_of(backend, tmp_path / "start").weights()
     files = load_file(base / "model.safetensors")
     assert all(np.array_equal(start[name], tensor.numpy()) for name, tensor in files.items())
@@ -103,7 +110,7 @@ def test_masters_keep_what_a_bfloat16_copy_cannot(tmp_path: Path) -> None:
 
 def test_gradients_in_bfloat16_stay_within_their_bound(tmp_path: Path) -> None:
     base = architectures.build("llama, tied head", tmp_path / "base")
-    backend, reference = open_full(base, "bfloat16"), FullReference(base)
+    backend, reference = open_policy(base, "bfloat16"), FullReference(base)
     datums = supervised(9, LENGTHS)
     run(backend, "m", ForwardBackward(batch(datums), "cross_entropy"))
     reference.backward(datums, "cross_entropy")
@@ -116,7 +123,69 @@ def test_layers_computed_again_give_the_same_gradients(tmp_path: Path) -> None:
     op = ForwardBackward(batch(supervised(9, LENGTHS)), "cross_entropy")
     found = []
     for again in (False, True):
-        backend = open_full(base, activation_checkpointing=again)
+        backend = open_policy(base, activation_checkpointing=again)
         run(backend, "m", op)
         found.append(backend.gradients("m"))
     assert relative_error(found[1], found[0]) < 1e-6
+
+
+@pytest.mark.parametrize("case", ["llama", "llama, tied head", "qwen3-moe"])
+def test_a_critic_equals_transformers_sequence_classifier(case: str, tmp_path: Path) -> None:
+    """Loss, gradients, five steps; its folder is one that transformers loads as such."""
+    backend = open_full(architectures.build(case, tmp_path / "base"))
+    params = AdamParams(learning_rate=1e-3, eps=1e-8, grad_clip_norm=1.0)
+    assert apply(backend, "v", Create(None, critic=True)) == Done()
+    (tmp_path / "start").mkdir()
+    backend.save("v", tmp_path / "start", optimizer=True)
+    twin = FullCriticReference(tmp_path / "start")
+    start = twin.weights()
+    for seed in range(5):
+        datums = valued(seed, LENGTHS)
+        output = apply(backend, "v", ForwardBackward(batch(datums), "ppo_critic"))
+        assert isinstance(output, CriticOutput)
+        if seed == 0:
+            for found, wanted in zip(output.values, twin.forward(datums), strict=True):
+                np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5)
+        twin.backward(datums, "ppo_critic")
+        if seed == 0:
+            assert relative_error(backend.gradients("v"), twin.gradients()) < 1e-5
+        stepped = apply(backend, "v", OptimStep(params)).metrics
+        assert stepped["grad_norm"] == pytest.approx(twin.step(asdict(params)), rel=BOUND)
+    (tmp_path / "end").mkdir()
+    backend.save("v", tmp_path / "end", optimizer=True)
+    ours = FullCriticReference(tmp_path / "end").weights()
+    moved, wanted_moves = ({name: end[name] - start[name] for name in start} for end in (ours, twin.weights()))
+    assert relative_error(moved, wanted_moves) < BOUND
+
+
+def test_critics_and_policies_take_turns_resume_and_do_not_take_each_others_weights(tmp_path: Path) -> None:
+    backend = open_full(architectures.build("llama, tied head", tmp_path / "base"))
+    ops = {"v": ForwardBackward(batch(valued(6, LENGTHS)), "ppo_critic")}
+    ops["m"] = ForwardBackward(batch(supervised(6, LENGTHS)), "cross_entropy")
+    step = OptimStep(AdamParams(learning_rate=1e-3))
+    for model in ops:
+        assert apply(backend, model, Create(None, critic=model == "v")) == Done()
+    for _ in range(2):
+        for model, op in ops.items():
+            apply(backend, model, op)
+            apply(backend, model, step)
+    for model in ops:
+        (tmp_path / model).mkdir()
+        backend.save(model, tmp_path / model, optimizer=True)
+    for model, other in (("v", "m"), ("m", "v")):
+        assert isinstance(apply(backend, model, Load(tmp_path / other, optimizer=True)), UserOpError)
+        twin = f"{model} again"
+        assert apply(backend, twin, Create(None, tmp_path / model, optimizer=True, critic=model == "v")) == Done()
+        ends = []
+        for one in (model, twin):
+            outputs = [apply(backend, one, op) for op in (ops[model], step, ops[model])]
+            ends.append((outputs[1], outputs[2].metrics, backend.gradients(one)))
+        assert ends[0][:2] == ends[1][:2]
+        assert all(np.array_equal(ends[1][2][name], gradient) for name, gradient in ends[0][2].items())
+
+
+def test_a_critic_that_could_not_be_saved_is_refused(tmp_path: Path) -> None:
+    backend = open_full(architectures.build("granite", tmp_path / "base"))
+    error = apply(backend, "v", Create(None, critic=True))
+    assert isinstance(error, UserOpError)
+    assert "GraniteForCausalLM" in str(error)

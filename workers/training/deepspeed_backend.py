@@ -46,7 +46,7 @@ class DeepSpeedEngine(Engine):
         return _deepspeed().zero.GatheredParameters([parameter])  # type: ignore[no-any-return]
 
     def write(self, parameter: nn.Parameter, value: Tensor | None, owner: int) -> None:
-        if self.engine.zero_optimization_stage() < 3:
+        if not hasattr(parameter, "ds_id"):  # stage 3 gives its parameters one; a critic's value head is none of them
             super().write(parameter, value, owner)
             return
         with _deepspeed().zero.GatheredParameters([parameter], modifier_rank=owner):

@@ -6,25 +6,33 @@ DeepSpeed's optimizers do not: see ARCHITECTURE.md, "Full fine-tuning".
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from transformers import AutoModelForSequenceClassification
 
-from app.domain.ops import AdamParams
+from app.domain.ops import AdamParams, LoraSpec
 from app.errors import UserOpError
-from workers import base_model
+from workers import base_model, lora
 from workers.base_model import LoadedBase
 from workers.export import huggingface_writer
+from workers.lora import Adapter
 from workers.training.base import OPTIMIZER_FILE, Create, Writer
 from workers.training.engine import Engine
 from workers.training.optimizer import ShardedAdamW
 from workers.training.shards import Shards
 from workers.training.state import ModelState, read_optimizer, write_nothing
+
+# As transformers' sequence classifiers name it.
+VALUE_HEAD = "score.weight"
 
 
 class ComputeCopy:
@@ -41,15 +49,15 @@ class ComputeCopy:
 
     def refresh(self, state: WholeState) -> None:
         """The state's masters have changed. Every rank gets its owners' values, tensor by tensor."""
-        for name, parameter in self._engine.trained.items():
+        for name, parameter in state.copies.items():
             mine = state.masters[name].detach() if state.shards.owns(name) else None
             self._engine.write(parameter, mine, state.shards.owners[name])
         self._of = state.identity
 
-    def take_gradients(self) -> dict[str, Tensor]:
+    def take_gradients(self, state: WholeState) -> dict[str, Tensor]:
         """What backward passes have left on this rank, in the base's dtype (the head's in fp32), which is then gone."""
         found = {}
-        for name, parameter in self._engine.trained.items():
+        for name, parameter in state.copies.items():
             if parameter.grad is not None:
                 found[name] = parameter.grad
                 parameter.grad = None
@@ -68,23 +76,29 @@ class WholeState:
     at once.
     """
 
-    adapter = None
-    critic = False
-
-    def __init__(self, engine: Engine, copy: ComputeCopy, masters: Mapping[str, nn.Parameter], shards: Shards) -> None:
+    def __init__(
+        self, engine: Engine, copy: ComputeCopy, form: Any, masters: Mapping[str, nn.Parameter], shards: Shards
+    ) -> None:
+        """`form`: a transformers model of the class that is saved, asked for no values (see huggingface_writer)."""
         self.masters, self.shards = masters, shards
+        self.adapter = _value_head(masters[VALUE_HEAD].shape, engine.base.device) if VALUE_HEAD in masters else None
+        self.copies = {name: self._copy_of(name, engine) for name in masters}
         self.optimizer = ShardedAdamW(masters, shards)
         self.identity = object()
-        self._engine, self._copy = engine, copy
+        self._engine, self._copy, self._form = engine, copy, form
         self._home = next((masters[name].device for name in shards.mine()), engine.base.device)
         self._found: dict[str, Tensor] = {}
         self._pending: dict[str, Tensor] | None = None
+
+    @property
+    def critic(self) -> bool:
+        return self.adapter is not None
 
     def begin(self) -> None:
         self._copy.show(self)
 
     def collect(self) -> None:
-        mine = self._copy.take_gradients()
+        mine = self._copy.take_gradients(self)
         if self._sums_every_round:
             self._sum(mine)
         else:
@@ -106,7 +120,7 @@ class WholeState:
         self._found = {}
 
     def drop_found(self) -> None:
-        self._copy.take_gradients()
+        self._copy.take_gradients(self)
         self._found = {}
 
     def drop_pending(self) -> None:
@@ -129,19 +143,23 @@ class WholeState:
 
     def capture(self, *, optimizer: bool) -> Writer:
         """The model as a Hugging Face folder: fp32 with the optimizer, to go on from, else in the base's dtype."""
-        base = self._engine.base
         weights = self.shards.gathered(self.masters)
         moments = self.optimizer.state() if optimizer else None
         if self.shards.ranks.rank != 0:
             return write_nothing
-        return _writer(base, weights, moments)
+        return _writer(self._engine.base, self._form, weights, moments)
 
     def export(self) -> Writer:
         return self.capture(optimizer=False)
 
     def check_same_shape(self, other: ModelState) -> None:
-        """Both have the base's shapes."""
+        """Both have the base's shapes, and the role is looked at when files are read."""
         return
+
+    def _copy_of(self, name: str, engine: Engine) -> nn.Parameter:
+        if self.adapter is not None and self.adapter.value_head is not None and name == VALUE_HEAD:
+            return self.adapter.value_head
+        return engine.trained[name]
 
     @property
     def _sums_every_round(self) -> bool:
@@ -185,29 +203,68 @@ class WholeModels:
         """The base's weights in their files' own precision, which may be finer than what the engine computes in."""
         if op.lora is not None:
             raise UserOpError("this trainer trains the base's own weights, not LoRA adapters")
+        form = self._form(op.critic)
+        weights = base_model.read_weights(self.source, self.engine.base.model)
         if op.critic:
-            raise UserOpError("a critic of which all weights are trained is not offered")
-        return self._state_of(base_model.read_weights(self.source, self.engine.base.model))
+            weights[VALUE_HEAD] = lora.new_value_head(self.engine.base.model, torch.Generator("cpu").manual_seed(0))
+        return self._state_of(weights, form)
 
     def read(self, folder: Path, *, optimizer: bool, critic: bool) -> WholeState:
+        form = self._form(critic)
         try:
-            state = self._state_of(base_model.read_weights(str(folder), self.engine.base.model))
-        except (OSError, ValueError) as error:
-            raise UserOpError(f"{folder.name} holds no weights of this base model: {error}") from None
+            _check_class(folder, form)
+            state = self._state_of(base_model.read_weights(str(folder), form), form)
+        except (OSError, ValueError, KeyError) as error:
+            raise UserOpError(f"{folder.name} holds no weights for this model: {error}") from None
         if optimizer:
             state.optimizer.restore(read_optimizer(folder))
         return state
 
-    def _state_of(self, weights: Mapping[str, Tensor]) -> WholeState:
-        sizes = {name: weights[name].numel() for name in self.engine.trained}
+    def _form(self, critic: bool) -> Any:
+        """A model of the class that is saved. Raises UserOpError where transformers has none for a critic."""
+        base = self.engine.base
+        if not critic:
+            return base.model
+        classifier = _classifier(base.model)
+        names = set() if classifier is None else classifier.state_dict().keys()
+        if VALUE_HEAD not in names or not names <= {*self.engine.trained, VALUE_HEAD}:
+            raise UserOpError(f"transformers has no sequence classifier to save a critic on {base.info.arch} as")
+        return classifier
+
+    def _state_of(self, weights: Mapping[str, Tensor], form: Any) -> WholeState:
+        """All of the form's weights; what a critic has no use for is left out."""
+        sizes = {name: weights[name].numel() for name, _ in form.named_parameters()}
         shards = Shards.of(sizes, self.engine.ranks, self.engine.base.device, split=self.engine.shards_optimizer)
         masters = {name: nn.Parameter(weights[name].to(self.home if shards.owns(name) else "meta")) for name in sizes}
-        return WholeState(self.engine, self.copy, masters, shards)
+        return WholeState(self.engine, self.copy, form, masters, shards)
 
 
-def _writer(base: LoadedBase, weights: Mapping[str, Tensor], moments: Mapping[str, Tensor] | None) -> Writer:
+def _value_head(shape: torch.Size, device: torch.device) -> Adapter:
+    """An adapter of nothing but a critic's head."""
+    return Adapter(LoraSpec(rank=1), {}, nn.Parameter(torch.zeros(shape, device=device)))
+
+
+def _classifier(model: Any) -> Any:
+    """transformers' sequence classifier of one label on this architecture, without memory; None if it has none."""
+    config = deepcopy(model.config)
+    config.num_labels = 1
+    try:
+        with torch.device("meta"):
+            return AutoModelForSequenceClassification.from_config(config)
+    except ValueError:
+        return None
+
+
+def _check_class(folder: Path, form: Any) -> None:
+    """Raises ValueError when the folder's model is of another class, as a critic's is than a policy's."""
+    (found,) = json.loads((folder / "config.json").read_text())["architectures"]
+    if found != type(form).__name__:
+        raise ValueError(f"it is a {found}, not a {type(form).__name__}")
+
+
+def _writer(base: LoadedBase, form: Any, weights: Mapping[str, Tensor], moments: Mapping[str, Tensor] | None) -> Writer:
     dtype = base.dtype if moments is None else torch.float32
-    write_model = huggingface_writer(base.model, weights, dtype, base.tokenizer)
+    write_model = huggingface_writer(form, weights, dtype, base.tokenizer)
 
     def write(folder: Path) -> None:
         write_model(folder)

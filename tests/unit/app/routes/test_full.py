@@ -43,6 +43,13 @@ def test_no_adapter_or_one_of_rank_0_is_a_full_model(api: Api, asked: dict[str, 
     assert (run["is_lora"], run.get("lora_rank")) == (False, None)
 
 
+def test_a_critic_can_be_full_too(api: Api) -> None:
+    model = api.model(**FULL, user_metadata={"model_role": "critic"})
+    entry = api.services.oplog.entry(model, 0)
+    assert entry is not None
+    assert codec.decode(entry.payload) == ops.CreateModel(ops.ModelSpec(BASE, None, critic=True))
+
+
 def test_without_a_word_of_it_a_model_is_an_adapter_of_rank_32(api: Api) -> None:
     assert api.post("get_info", {"model_id": api.model()}).json["is_lora"]
 
