@@ -38,7 +38,6 @@ OF_ADAPTERS: dict[str, dict[str, Any]] = {
 }
 OF_WEIGHTS: dict[str, dict[str, Any]] = {
     "full torch": {"backend": "torch"},
-    "full zero-2": {"zero_stage": 2, "offload": True},
     "full zero-3": {"zero_stage": 3},
 }
 TRAINERS = {**OF_ADAPTERS, **OF_WEIGHTS}

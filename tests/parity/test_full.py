@@ -87,6 +87,22 @@ def test_five_steps_stay_with_the_reference(case: str, steps: str, tmp_path: Pat
     assert relative_error(moved, wanted) < BOUND
 
 
+@pytest.mark.parametrize(("stage", "offload"), [(0, False), (1, True), (2, True)])
+def test_a_stage_that_splits_nothing_on_one_rank_gives_the_bits_of_plain_torch(
+    stage: int, offload: bool, tmp_path: Path
+) -> None:
+    base = architectures.build("llama, tied head", tmp_path / "base")
+    op = ForwardBackward(batch(supervised(9, LENGTHS)), "cross_entropy")
+    found = []
+    for trainer in ({}, {"backend": "deepspeed", "zero_stage": stage, "offload": offload}):
+        backend = open_policy(base, **trainer)
+        stepped = [apply(backend, "m", one) for one in (op, OptimStep(STEPS["clipping"]), op)]
+        found.append((*stepped[1:], {name: g.tobytes() for name, g in backend.gradients("m").items()}))
+    assert found[0][0] == found[1][0]
+    assert found[0][1].metrics == found[1][1].metrics
+    assert found[0][2] == found[1][2]
+
+
 def test_masters_keep_what_a_bfloat16_copy_cannot(tmp_path: Path) -> None:
     """They start as the base's files have them, and move by steps too small for the copy that is computed with."""
     base = architectures.build("llama", tmp_path / "base")
