@@ -366,23 +366,24 @@ def test_a_model_that_is_let_go_leaves_nothing_undone_and_no_attempt(
     world: World, store: GatedStore, ring: Ring, in_time: bool
 ):
     worker = world.worker("a/1", store=store)
-    worker.handle(0, "create_model")
-    admit(world, SAVE, *step(0))
+    admit(world, *step(0))
+    worker.handle(2, "optim_step")
+    admit(world, SAVE, *step(1), first=3)
     ran = Ran(worker)
-    doorbell = ring(worker, 1)
+    doorbell = ring(worker, 3)
     await_true(lambda: len(ran.kinds.get(MODEL, [])) == 2, "a step ran ahead")
     worker.runner.leave()
     with pytest.raises(NotNow, match="about to end"):
         doorbell.result()
     if in_time:
         threading.Timer(0.05, store.open.set).start()
-    worker.drain.in_order(10.0 if in_time else 0.05)
-    assert applied(world) == (3 if in_time else 0)
+    worker.drain.in_order(10.0 if in_time else 0.5)
+    assert applied(world) == (5 if in_time else 2)
     assert len(worker.rung) == (0 if in_time else 3), "what waits is rung"
     heir = world.worker("b/1", store=FolderStore(world.folder / "objects", "secret", "http://x"))
-    assert heir.handle(3, "optim_step") is not None
-    assert [attempts(world, seq) for seq in (1, 2, 3)] == [0, 0, 0]
-    assert logprob_bytes(probe(heir, world, 4)) == undisturbed(world, [0])
+    assert heir.handle(5, "optim_step") is not None
+    assert [attempts(world, seq) for seq in (3, 4, 5)] == [0, 0, 0]
+    assert logprob_bytes(probe(heir, world, 6)) == undisturbed(world, [0, 1])
 
 
 def test_a_save_that_breaks_is_given_up_after_its_attempts_and_nothing_else(world: World, store: GatedStore):
