@@ -63,6 +63,8 @@ class EngineMachine(RuleBasedStateMachine):
         self.trainers = {node: self.world.trainer(node) for node in NODES}
         self.zombies: list[Trainer] = []
         self.troubles = 0
+        # In every example a pass is shared, where that is on, and a step runs beside a save.
+        self.all_call_and_ring(["backward", "save", "step"], "a", Fault.NONE, 0)
 
     def teardown(self) -> None:
         if not hasattr(self, "world"):
@@ -113,12 +115,11 @@ class EngineMachine(RuleBasedStateMachine):
     def all_call_and_ring(self, kinds: list[str], node: str, fault: Fault, at: int) -> None:
         """Clients in step; what goes wrong does at the first doorbell that finds all their calls."""
         for client in self.clients:
-            self._ring(self.trainers[node], client, client.last)
+            self._ring_with(node, client)
         for number in range(len(self.clients)):
             self.call(number, kinds)
-        self._ring_with(node, self.clients[0], 0, fault, at)
-        for client in self.clients[1:]:
-            self._ring(self.trainers[node], client, client.last)
+        for number, client in enumerate(self.clients):
+            self._ring_with(node, client, 0, Fault.NONE if number else fault, at)
 
     @rule(model=PICKS, pick=OFFSETS, node=RUNG, fault=FAULTS, at=CALLS)
     def ring(self, model: int, pick: int, node: str, fault: Fault, at: int) -> None:
@@ -179,7 +180,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.zombies.append(heir)
         self.world.lapse()
 
-    def _ring_with(self, node: str, client: Client, pick: int, fault: Fault, at: int) -> None:
+    def _ring_with(self, node: str, client: Client, pick: int = 0, fault: Fault = Fault.NONE, at: int = 0) -> None:
         trainer = self.trainers[node]
         trainer.faults.plan(fault, at, self._others_go_on)
         self._ring(trainer, client, sorted(client.admitted)[-1 - pick % len(client.admitted)])
@@ -235,4 +236,4 @@ def test_each_op_has_its_effect_once_whatever_happens_to_workers(client: redis.R
     assert hit.total() >= 20, "too little went wrong to prove anything"
     assert done["ran"] >= 20, "too little was done to prove anything"
     assert done["ahead"] >= 5, "too few Ops ran ahead of their commits to prove anything"
-    assert form == "exact" or done["shared"] >= 5, "too few passes were shared to prove anything"
+    assert form != "merged" or done["shared"] >= 10, "too few passes were shared to prove anything"
