@@ -27,6 +27,7 @@ from ops.bench import (
     real_step,
     recovery,
     report,
+    saves,
     snapshots,
     tenants,
 )
@@ -43,6 +44,7 @@ BENCHES: Mapping[str, Callable[[Path], Outcome]] = {
     "memory": memory.run,
     "recovery": recovery.run,
     "snapshots": snapshots.run,
+    "saves": saves.run,
 }
 _OUT = Path(__file__).parent / "results"
 # Not the system's temporary folder: that may lie in memory, where the journal's fsync costs nothing.

@@ -56,7 +56,9 @@ def running_stack(
 ) -> Iterator[Stack]:
     """`tinsmith up` on one base model, with its defaults but for `engine`; its output goes to folder/up.log."""
     config, data_dir, log = folder / "tinsmith.toml", folder / "data", folder / "up.log"
-    config.write_text(tomli_w.dumps({"base_models": [base.model_dump(mode="json")], "engine": dict(engine)}))
+    config.write_text(
+        tomli_w.dumps({"base_models": [base.model_dump(mode="json", exclude_none=True)], "engine": dict(engine)})
+    )
     parent = os.getpid()
     with log.open("wb") as stderr:
         process = subprocess.Popen(

@@ -131,7 +131,7 @@ def _trainer(settings: Settings, node: str, watch: Watch) -> runtime.Runtime:
         store=watch.over("store", parts.store),
     )
     create = factory.create
-    factory.create = lambda base: watch.over("backend", create(base))
+    factory.create = lambda base, **kind: watch.over("backend", create(base, **kind))
     base = settings.base_models[0]
     return runtime.trainer(settings, base, watched, node, doorbell.train_queue(base.name))
 

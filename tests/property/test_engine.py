@@ -33,6 +33,8 @@ FAULTS = st.sampled_from([Fault.NONE, Fault.NONE, *Fault])
 CALLS = st.integers(0, 20)
 OFFSETS = st.integers(0, 4)
 PICKS = st.integers(0, len(MODELS) - 1)
+# More often than not the models are together.
+RUNG = st.sampled_from(["a", "a", "a", "b"])
 TROUBLES = st.sampled_from(["restart", "stop", "idle", "lapse", "renew", "zombie", "lag", "catch up", "tick"])
 REFUSALS = st.sampled_from(get_args(RefusalKind))
 RING_LIMIT = 60
@@ -51,7 +53,7 @@ class EngineMachine(RuleBasedStateMachine):
     hit: Counter[Fault]
     done: Counter[str]
 
-    @initialize(seed=st.integers(0, 99), models=st.integers(1, len(MODELS)))
+    @initialize(seed=st.integers(0, 99), models=st.integers(2, len(MODELS)))
     def start(self, seed: int, models: int) -> None:
         self.place = Path(tempfile.mkdtemp(dir=self.folder))
         noise = random.Random(seed) if self.form == "noisy" else None
@@ -61,6 +63,8 @@ class EngineMachine(RuleBasedStateMachine):
         self.trainers = {node: self.world.trainer(node) for node in NODES}
         self.zombies: list[Trainer] = []
         self.troubles = 0
+        # In every example a pass is shared, where that is on, and a step runs beside a save.
+        self.all_call_and_ring(["backward", "save", "step"], "a", Fault.NONE, 0)
 
     def teardown(self) -> None:
         if not hasattr(self, "world"):
@@ -102,23 +106,22 @@ class EngineMachine(RuleBasedStateMachine):
 
     # What happens to workers.
 
-    @rule(
-        model=PICKS, kinds=st.lists(KINDS, min_size=1, max_size=3), node=st.sampled_from(NODES), fault=FAULTS, at=CALLS
-    )
+    @rule(model=PICKS, kinds=st.lists(KINDS, min_size=1, max_size=3), node=RUNG, fault=FAULTS, at=CALLS)
     def call_and_ring(self, model: int, kinds: list[str], node: str, fault: Fault, at: int) -> None:
         self.call(model, kinds)
         self._ring_with(node, self._client(model), 0, fault, at)
 
-    @rule(kinds=st.lists(KINDS, min_size=1, max_size=3), node=st.sampled_from(NODES), fault=FAULTS, at=CALLS)
+    @rule(kinds=st.lists(KINDS, min_size=1, max_size=3), node=RUNG, fault=FAULTS, at=CALLS)
     def all_call_and_ring(self, kinds: list[str], node: str, fault: Fault, at: int) -> None:
-        """Clients in step; what goes wrong does at the first doorbell."""
+        """Clients in step; what goes wrong does at the first doorbell that finds all their calls."""
+        for client in self.clients:
+            self._ring_with(node, client)
         for number in range(len(self.clients)):
             self.call(number, kinds)
-        self._ring_with(node, self.clients[0], 0, fault, at)
-        for client in self.clients[1:]:
-            self._ring(self.trainers[node], client, client.last)
+        for number, client in enumerate(self.clients):
+            self._ring_with(node, client, 0, Fault.NONE if number else fault, at)
 
-    @rule(model=PICKS, pick=OFFSETS, node=st.sampled_from(NODES), fault=FAULTS, at=CALLS)
+    @rule(model=PICKS, pick=OFFSETS, node=RUNG, fault=FAULTS, at=CALLS)
     def ring(self, model: int, pick: int, node: str, fault: Fault, at: int) -> None:
         self._ring_with(node, self._client(model), pick, fault, at)
 
@@ -177,7 +180,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.zombies.append(heir)
         self.world.lapse()
 
-    def _ring_with(self, node: str, client: Client, pick: int, fault: Fault, at: int) -> None:
+    def _ring_with(self, node: str, client: Client, pick: int = 0, fault: Fault = Fault.NONE, at: int = 0) -> None:
         trainer = self.trainers[node]
         trainer.faults.plan(fault, at, self._others_go_on)
         self._ring(trainer, client, sorted(client.admitted)[-1 - pick % len(client.admitted)])
@@ -229,8 +232,8 @@ def test_each_op_has_its_effect_once_whatever_happens_to_workers(client: redis.R
     hit: Counter[Fault] = Counter()
     done: Counter[str] = Counter()
     space = {"client": client, "folder": tmp_path, "form": form, "hit": hit, "done": done}
-    run_machine(type("Engine", (EngineMachine,), space), short=8)
+    run_machine(type("Engine", (EngineMachine,), space), short=12)
     assert hit.total() >= 20, "too little went wrong to prove anything"
     assert done["ran"] >= 20, "too little was done to prove anything"
     assert done["ahead"] >= 5, "too few Ops ran ahead of their commits to prove anything"
-    assert form == "exact" or done["shared"] >= 5, "too few passes were shared to prove anything"
+    assert form != "merged" or done["shared"] >= 10, "too few passes were shared to prove anything"

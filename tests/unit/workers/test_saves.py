@@ -16,10 +16,11 @@ from app import ids
 from app.domain import codec, records
 from app.domain.ops import LoadWeights, Op, SaveWeights
 from app.domain.results import Result
-from app.errors import Unavailable
+from app.errors import NotFound, Unavailable
 from app.stores.interfaces import Lease
 from app.stores.objects.folder import FolderStore
 from app.stores.redis import keys
+from app.stores.redis.lifecycle import RedisLifecycle
 from tests.unit.workers.conftest import (
     LORA,
     MODEL,
@@ -180,7 +181,8 @@ def test_other_models_run_and_commit_while_a_save_is_written(world: World, store
     assert doorbell.result() is not None
 
 
-def test_a_save_begun_in_turn_holds_no_other_doorbell(world: World, store: GatedStore, ring: Ring):
+@pytest.mark.parametrize("next_is", ["a tick", "another doorbell"])
+def test_a_save_begun_in_turn_holds_no_other_doorbell(world: World, store: GatedStore, ring: Ring, next_is: str):
     """That of another model ends with its own Op; the save is committed by whoever comes next."""
     worker = world.worker("a/1", store=store)
     worker.handle(0, "create_model")
@@ -195,7 +197,10 @@ def test_a_save_begun_in_turn_holds_no_other_doorbell(world: World, store: Gated
     assert applied(world, OTHER) == 0
     store.open.set()
     await_true(lambda: worker.owner.residents()[OTHER].is_due, "it is written")
-    worker.runner.see_to_saves()
+    if next_is == "a tick":
+        worker.runner.see_to_saves()
+    else:
+        probe(worker, world, 3)
     assert applied(world, OTHER) == 1
 
 
@@ -366,23 +371,24 @@ def test_a_model_that_is_let_go_leaves_nothing_undone_and_no_attempt(
     world: World, store: GatedStore, ring: Ring, in_time: bool
 ):
     worker = world.worker("a/1", store=store)
-    worker.handle(0, "create_model")
-    admit(world, SAVE, *step(0))
+    admit(world, *step(0))
+    worker.handle(2, "optim_step")
+    admit(world, SAVE, *step(1), first=3)
     ran = Ran(worker)
-    doorbell = ring(worker, 1)
+    doorbell = ring(worker, 3)
     await_true(lambda: len(ran.kinds.get(MODEL, [])) == 2, "a step ran ahead")
     worker.runner.leave()
     with pytest.raises(NotNow, match="about to end"):
         doorbell.result()
     if in_time:
         threading.Timer(0.05, store.open.set).start()
-    worker.drain.in_order(10.0 if in_time else 0.05)
-    assert applied(world) == (3 if in_time else 0)
+    worker.drain.in_order(10.0 if in_time else 0.5)
+    assert applied(world) == (5 if in_time else 2)
     assert len(worker.rung) == (0 if in_time else 3), "what waits is rung"
     heir = world.worker("b/1", store=FolderStore(world.folder / "objects", "secret", "http://x"))
-    assert heir.handle(3, "optim_step") is not None
-    assert [attempts(world, seq) for seq in (1, 2, 3)] == [0, 0, 0]
-    assert logprob_bytes(probe(heir, world, 4)) == undisturbed(world, [0])
+    assert heir.handle(5, "optim_step") is not None
+    assert [attempts(world, seq) for seq in (3, 4, 5)] == [0, 0, 0]
+    assert logprob_bytes(probe(heir, world, 6)) == undisturbed(world, [0, 1])
 
 
 def test_a_save_that_breaks_is_given_up_after_its_attempts_and_nothing_else(world: World, store: GatedStore):
@@ -441,6 +447,38 @@ def test_an_abandoned_save_is_over_before_its_model_is_saved_anew(world: World, 
     assert ran.captured == 2
     assert worker.handle(3, "optim_step") is not None
     assert logprob_bytes(probe(worker, world, 4)) == undisturbed(world, [0])
+
+
+def test_a_batch_sent_again_ahead_stands_in_for_the_refused_one(world: World, store: GatedStore, ring: Ring):
+    """What is missing of the next step is known as far as Ops have run, not as far as they are committed."""
+    worker = world.worker("a/1", store=store)
+    worker.handle(0, "create_model")
+    world.oplog.refuse(MODEL, 1, "too long", "lost_batch")
+    admit(world, SAVE, *step(0), first=2)
+    ran = Ran(worker)
+    doorbell = ring(worker, 2)
+    await_true(lambda: ran.kinds.get(MODEL) == ["forward_backward", "optim_step"], "a step ran ahead")
+    store.open.set()
+    assert doorbell.result() is not None
+    stepped = worker.handle(4, "optim_step")
+    assert stepped is not None and not stepped.failed
+    assert logprob_bytes(probe(worker, world, 5)) == undisturbed(world, [0])
+
+
+def test_a_model_that_is_deleted_in_mid_save_is_gone(world: World, store: GatedStore, ring: Ring):
+    worker = world.worker("a/1", store=store)
+    worker.handle(0, "create_model")
+    admit(world, SAVE, *step(0))
+    ran = Ran(worker)
+    doorbell = ring(worker, 1)
+    await_true(lambda: len(ran.kinds.get(MODEL, [])) == 2, "a step ran ahead")
+    RedisLifecycle(world.client, world.settings).end_model(MODEL)
+    world.records.delete(records.Model.namespace, MODEL)
+    store.error = NotFound("no such model")
+    store.open.set()
+    ended = doorbell.result()
+    assert ended is not None and "run has ended" in json.loads(ended.body)["error"]
+    assert worker.owner.residents() == {}
 
 
 def test_only_so_many_ops_run_ahead(world: World, store: GatedStore, ring: Ring, monkeypatch: pytest.MonkeyPatch):
