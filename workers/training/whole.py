@@ -6,7 +6,7 @@ DeepSpeed's optimizers do not: see ARCHITECTURE.md, "Full fine-tuning".
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -79,6 +79,10 @@ class WholeState:
         self._home = next((masters[name].device for name in shards.mine()), engine.base.device)
         self._found: dict[str, Tensor] = {}
         self._pending: dict[str, Tensor] | None = None
+
+    def held(self) -> Iterator[Tensor]:
+        """None: it has its trainer to itself, and `trainer.offload` keeps it in host memory."""
+        return iter(())
 
     def begin(self) -> None:
         self._copy.show(self)
