@@ -120,6 +120,9 @@ def test_models_that_come_and_go_train_to_the_same_bits(base: Path, tmp_path: Pa
                 backend.apply({model: DropGradients() if turn == 1 else STEP})
         assert backend.describe()["models_on_device"] == (most or len(MODELS))
         ends.append([state(backend, model, tmp_path / f"{most}-{model}") for model in MODELS])
+        for model in MODELS:
+            backend.close(model)
+        assert backend.describe()["models_on_device"] == 0
     assert ends[0] == ends[1]
 
 
