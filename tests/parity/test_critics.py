@@ -296,7 +296,7 @@ def twins(
 def test_any_batch_equals_the_reference(
     twins: tuple[LoraTrainer, CriticReference], datums: list[Datum], clip: float
 ) -> None:
-    """Loss and gradient within 1e-5 of the tokens' own sizes, since weights of either sign may leave next to nothing."""
+    """Loss and gradient within 1e-5 of the tokens' own sizes, since weights of either sign may leave little of them."""
     trainer, reference = twins
     config = {"value_clip": clip}
     output = run(trainer, "random", datums, **config)
