@@ -43,6 +43,9 @@ class TrainerSettings(_Section):
         False, description="compute layers again in the backward pass: far less memory, a third more time"
     )
     rank_deadline_s: float = Field(600.0, gt=0, description="a group whose pass stands still this long starts anew")
+    device_models: int = Field(
+        0, ge=0, description="models that stay in GPU memory, the others in the host's until their next Op; 0: all"
+    )
     max_models: int = Field(64, ge=1, description="models one trainer holds; the least recently used make room")
     metrics_port: int = Field(0, description="Prometheus port of the first worker; 0 takes any free one")
 

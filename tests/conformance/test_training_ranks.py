@@ -53,7 +53,7 @@ def settings(base: Path, **trainer: Any) -> BaseModelSettings:
 
 def run_ranks(base: Path, folder: Path, stage: int, end: str, *, offload: bool = False) -> list[int]:
     """Both ranks' exit codes."""
-    trainer = {"backend": "deepspeed", "zero_stage": stage, "ranks": 2, "offload": offload}
+    trainer = {"backend": "deepspeed", "zero_stage": stage, "ranks": 2, "offload": offload, "device_models": 1}
     text = settings(base, **trainer).model_dump_json()
     return run_group("tests.conformance.training_ranks", text, str(folder), end)
 

@@ -53,8 +53,8 @@ def learn(critic: tinker.TrainingClient, steps: int) -> list[float]:
 
 def test_a_critic_learns_its_returns_and_gives_a_value_for_each_token(critic: tinker.TrainingClient):
     assert [row.shape for row in values(critic)] == [(len(tokens),) for tokens in TOKENS]
-    errors = learn(critic, 8)
-    assert errors[-1] < 0.5 * errors[0]
+    errors = learn(critic, 5)
+    assert errors[-1] < 0.7 * errors[0]
 
 
 def test_a_saved_critic_goes_on_where_it_was(critic: tinker.TrainingClient, service: tinker.ServiceClient):

@@ -6,22 +6,29 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
 from tinker.lib.chunked_fwdbwd_helpers import combine_fwd_bwd_output_results
 from tinker.proto.response_conv import deserialize_forward_backward_output
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from app.domain.ops import AdamParams, ForwardBackward, LoraSpec, OptimStep
+from app.domain.ops import AdamParams, DropGradients, ForwardBackward, LoraSpec, OptimStep
 from app.domain.results import CriticOutput
 from app.errors import UserOpError
 from app.settings import BaseModelSettings
 from app.wire.results import encode_forward_backward
+from tests.models import VOCAB_SIZE
 from tests.parity import architectures
 from tests.parity.datums import Datum, batch, supervised, valued
 from tests.parity.reference import CriticReference, relative_error
-from tests.parity.training import LENGTHS, STEP, apply, state
+from tests.parity.test_random_batches import length
+from tests.parity.training import LENGTHS, STEP, apply, open_trainer, state
 from workers.training import factory
 from workers.training.base import Create
 from workers.training.trainer import LoraTrainer
@@ -191,8 +198,8 @@ def test_a_critic_is_the_same_where_logits_are_capped_or_datums_padded(case: str
     """Values come of the last hidden state, before anything the architecture does to logits."""
     torch.set_num_threads(1)
     base = architectures.build(case, tmp_path / "base")
-    settings = {"backend": "torch", "micro_batch_tokens": 64}
-    backend = factory.create(BaseModelSettings(name="tiny", path=str(base), dtype="float32", trainer=settings))
+    options = {"backend": "torch", "micro_batch_tokens": 64}
+    backend = factory.create(BaseModelSettings(name="tiny", path=str(base), dtype="float32", trainer=options))
     backend.open()
     apply(backend, "m", Create(SPEC, critic=True))
     run(backend, "m", valued(0, LENGTHS))
@@ -204,3 +211,104 @@ def test_a_critic_is_the_same_where_logits_are_capped_or_datums_padded(case: str
         np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5)
     twin.backward(datums, "ppo_critic")
     assert relative_error(backend.gradients("m"), twin.gradients()) < 1e-5
+
+
+class Widths(TorchDispatchMode):
+    """Counts the results of torch operations whose last dimension is the vocabulary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logits = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        # Of more rows than the head's weight has when it is transposed.
+        if isinstance(out, torch.Tensor) and out.shape[-1:] == (VOCAB_SIZE,) and out.numel() > 64 * VOCAB_SIZE:
+            self.logits += 1
+        return out
+
+
+@pytest.mark.parametrize("case", ["qwen3", "olmo2 (unlisted)"])
+def test_a_critic_makes_no_logits(case: str, tmp_path: Path) -> None:
+    options = {"backend": "torch", "micro_batch_tokens": 128}
+    base = architectures.build(case, tmp_path / "base")
+    backend = factory.create(BaseModelSettings(name="tiny", path=str(base), dtype="float32", trainer=options))
+    backend.open()
+    backend.apply({"c": Create(SPEC, critic=True), "p": Create(SPEC)})
+    supervise = ForwardBackward(batch(supervised(1, (60, 60))), "cross_entropy")
+    counts = {}
+    for model, one in (("c", op(valued(1, (60, 60)))), ("p", supervise)):
+        with Widths() as widths:
+            backend.apply({model: one})
+        counts[model] = widths.logits
+    assert counts["c"] == 0
+    assert counts["p"] > 0
+
+
+def test_a_bfloat16_base_stays_within_its_bound(base: Path, tmp_path: Path) -> None:
+    """As in test_bf16.py. Found here: 0.0064 of values up to 0.42, and 0.036."""
+    rounded = open_trainer(base, "bfloat16")
+    apply(rounded, "m", Create(SPEC, critic=True))
+    run(rounded, "m", valued(0, LENGTHS))
+    apply(rounded, "m", STEP)
+    twin = reference_of(rounded, "m", base, tmp_path / "peft")
+    datums = valued(9, LENGTHS)
+    output = run(rounded, "m", datums)
+    twin.backward(datums, "ppo_critic")
+    assert output.values.values.dtype == np.float32
+    assert np.abs(output.values.values - np.concatenate(twin.forward(datums))).max() < 0.02
+    assert relative_error(rounded.gradients("m"), twin.gradients()) < 0.1
+
+
+def numbers(n: int, low: float, high: float) -> st.SearchStrategy[np.ndarray]:
+    return arrays(np.float32, n, elements=st.floats(low, high, width=32), fill=None)
+
+
+@st.composite
+def drawn(draw: st.DrawFn) -> Datum:
+    n = draw(st.integers(1, 24))
+    rng = np.random.default_rng(draw(st.integers(0, 2**16)))
+    inputs = {"values": draw(numbers(n, -2, 2)), "returns": draw(numbers(n, -4, 4)), "weights": draw(numbers(n, -2, 2))}
+    return {"tokens": rng.integers(0, VOCAB_SIZE, n, dtype=np.int32), **inputs}
+
+
+@pytest.fixture(scope="module")
+def twins(
+    trainer: LoraTrainer, base: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[LoraTrainer, CriticReference]]:
+    apply(trainer, "random", Create(SPEC, critic=True))
+    run(trainer, "random", valued(0, LENGTHS))
+    apply(trainer, "random", STEP)
+    yield trainer, reference_of(trainer, "random", base, tmp_path_factory.mktemp("random") / "peft")
+    trainer.close("random")
+
+
+# Never derandomized: each run searches anew, and a failure prints a line that repeats it.
+@settings(
+    max_examples=25,
+    deadline=None,
+    derandomize=False,
+    database=None,
+    print_blob=True,
+    suppress_health_check=list(HealthCheck),
+)
+@given(datums=st.lists(drawn(), min_size=1, max_size=5), clip=st.floats(0, 3, width=32))
+def test_any_batch_equals_the_reference(
+    twins: tuple[LoraTrainer, CriticReference], datums: list[Datum], clip: float
+) -> None:
+    """Loss and gradient within 1e-5 of the tokens' own sizes, since weights of either sign may leave little of them."""
+    trainer, reference = twins
+    config = {"value_clip": clip}
+    output = run(trainer, "random", datums, **config)
+    found = trainer.gradients("random")
+    apply(trainer, "random", DropGradients())
+    loss = reference.backward(datums, "ppo_critic", config)
+    wanted = reference.take_gradients()
+    assert abs(output.metrics["loss:sum"] - loss) <= 1e-5 * reference.size(datums, "ppo_critic", config)
+    size = 0.0
+    for one in datums:
+        for token in range(len(one["tokens"])):
+            alone = np.where(np.arange(len(one["tokens"])) == token, one["weights"], 0).astype(np.float32)
+            reference.backward([{**one, "weights": alone}], "ppo_critic", config)
+            size += length(reference.take_gradients())
+    assert length({name: found[name] - wanted[name] for name in wanted}) <= 1e-5 * size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,6 +42,11 @@ class AdapterState:
     @property
     def critic(self) -> bool:
         return self.adapter.critic
+
+    def held(self) -> Iterator[Tensor]:
+        yield from self.adapter.tensors().values()
+        yield from self.optimizer.held()
+        yield from self.pending_gradients().values()
 
     def begin(self) -> None:
         return

@@ -6,7 +6,7 @@ how many ranks wrote it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -67,6 +67,11 @@ class ShardedAdamW:
             held = {name: self._state(p)[moment] if name in self._mine else p for name, p in self._parameters.items()}
             found |= {f"{moment}.{name}": tensor for name, tensor in self._shards.gathered(held).items()}
         return found
+
+    def held(self) -> Iterator[Tensor]:
+        """The tensors of the state that this rank holds."""
+        for parameter in self._mine.values():
+            yield from self._state(parameter).values()
 
     def restore(self, stored: Mapping[str, Tensor]) -> None:
         """Take over what `state` gave. Raises UserOpError, half done, when a tensor is missing or misshapen."""

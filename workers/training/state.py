@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -31,6 +31,10 @@ class ModelState(Protocol):
     @property
     def critic(self) -> bool:
         """It has a value head in the place of the base's."""
+        ...
+
+    def held(self) -> Iterator[Tensor]:
+        """Every tensor that may be moved, by its `data`, while no call is under way (residency.py)."""
         ...
 
     def begin(self) -> None:

@@ -26,6 +26,7 @@ from workers.training.engine import Engine
 from workers.training.jobs import Job
 from workers.training.memory import ran_out_of_memory
 from workers.training.passes import Pass
+from workers.training.residency import Residency
 from workers.training.standstill import Standstill
 from workers.training.state import Models, ModelState
 from workers.training.whole import ComputeCopy, WholeModels
@@ -42,6 +43,7 @@ class LoraTrainer(ABC):
         self._states: dict[str, ModelState] = {}
         self._engine: Engine
         self._models: Models
+        self._residency: Residency
         self._standstill = Standstill()
         self._broken = False
 
@@ -60,6 +62,7 @@ class LoraTrainer(ABC):
         """Every rank calls it itself."""
         self._engine = self.start_engine()
         self._models = self._made_by(self._engine)
+        self._residency = Residency(self._engine.base.device, self._settings.trainer.device_models)
         return self._engine.base.info
 
     def apply(self, ops: Mapping[str, BackendOp]) -> Mapping[str, Output | OpError]:
@@ -76,14 +79,14 @@ class LoraTrainer(ABC):
     def export(self, model_id: str) -> Writer:
         with self._guarded():
             self._engine.ranks.send(messages.encode_call("export", model_id))
-            return self._state(model_id).export()
+            return self._export(model_id)
 
     def save(self, model_id: str, folder: Path, *, optimizer: bool) -> None:
         # Outside the guard: a full disk says nothing of the ranks.
         self.capture(model_id, optimizer=optimizer)(folder)
 
     def close(self, model_id: str) -> None:
-        self._states.pop(model_id, None)
+        self._forget(model_id)
         if not self._broken:
             with self._guarded():
                 self._engine.ranks.send(messages.encode_call("close", model_id))
@@ -107,6 +110,7 @@ class LoraTrainer(ABC):
             "dtype": base.info.dtype,
             "devices": [str(base.device)] * ranks.size if base.device.type == "cpu" else self._gpus(ranks.size),
             "models": len(self._states),
+            "models_on_device": len(self._residency),
             **self._engine.describe(),
         }
 
@@ -124,9 +128,9 @@ class LoraTrainer(ABC):
                         self._state(model_id).capture(optimizer=optimizer)
                 case ("export", model_id):
                     with suppress(OpError):
-                        self._state(model_id).export()
+                        self._export(model_id)
                 case ("close", model_id):
-                    self._states.pop(model_id, None)
+                    self._forget(model_id)
                 case _:
                     return self._engine.ranks.leave()
 
@@ -149,6 +153,7 @@ class LoraTrainer(ABC):
             raise
 
     def _apply(self, ops: Mapping[str, BackendOp]) -> Results:
+        self._residency.bring(self._states, ops)
         results: Results = {}
         batches: defaultdict[tuple[bool, bool], dict[str, ForwardBackward]] = defaultdict(dict)
         for model_id, op in ops.items():
@@ -255,6 +260,14 @@ class LoraTrainer(ABC):
             return AdapterModels(engine, self._settings.path)
         home = torch.device("cpu") if self._settings.trainer.offload else engine.base.device
         return WholeModels(engine, ComputeCopy(engine), self._settings.path, home)
+
+    def _export(self, model_id: str) -> Writer:
+        self._residency.bring(self._states, [model_id])
+        return self._state(model_id).export()
+
+    def _forget(self, model_id: str) -> None:
+        self._states.pop(model_id, None)
+        self._residency.forget(model_id)
 
     def _state(self, model_id: str) -> ModelState:
         state = self._states.get(model_id)

@@ -7,7 +7,7 @@ DeepSpeed's optimizers do not: see ARCHITECTURE.md, "Full fine-tuning".
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,6 +93,10 @@ class WholeState:
     @property
     def critic(self) -> bool:
         return self.adapter is not None
+
+    def held(self) -> Iterator[Tensor]:
+        """None: it has its trainer to itself, and `trainer.offload` keeps it in host memory."""
+        return iter(())
 
     def begin(self) -> None:
         self._copy.show(self)

@@ -1,4 +1,5 @@
-"""More models than a trainer holds: the least recently used make room, and come back on their next Op, bit for bit."""
+"""More models than a trainer holds, or its device: the least recently used make room, and come back on their next Op,
+bit for bit."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from app.domain.ops import Op
 from app.domain.results import Result
 from tests.unit.workers.conftest import MODEL, PROBE, Worker, World, add_model, logprob_bytes, step, undisturbed
 
-CREATED, HELD, ACTIVE = 500, 16, 20
+CREATED, HELD, ON_DEVICE, ACTIVE = 500, 16, 4, 20
 
 
 def name(number: int) -> str:
@@ -26,8 +27,10 @@ def run(world: World, worker: Worker, model_id: str, seq: int, op: Op) -> Result
 
 
 @pytest.mark.timeout(600)
-def test_500_models_of_which_20_are_active_run_on_a_trainer_that_holds_16(world: World):
-    worker = world.worker("a/1", most=HELD)
+def test_500_models_of_which_20_are_active_run_on_a_trainer_that_holds_16_with_4_on_its_device(world: World):
+    trainer = world.base.trainer.model_copy(update={"device_models": ON_DEVICE})
+    world.base = world.base.model_copy(update={"trainer": trainer})
+    worker = world.worker("three-tiers/1", most=HELD)
     worker.handle(0, "create_model")
     for number in range(1, CREATED):
         add_model(world, name(number))
@@ -42,4 +45,6 @@ def test_500_models_of_which_20_are_active_run_on_a_trainer_that_holds_16(world:
     expected = undisturbed(world, [0, 1])
     for model_id in active:
         assert logprob_bytes(run(world, worker, model_id, 5, PROBE).body) == expected
-    assert worker.backend.describe()["models"] <= HELD
+    found = worker.backend.describe()
+    assert found["models"] <= HELD
+    assert found["models_on_device"] <= ON_DEVICE
