@@ -33,11 +33,12 @@ def test_a_hostfile_gives_slots_by_host_in_its_order(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        (None, "there is no file"),
-        ("one slots=1\ntwo slots=2\n", "trainer.ranks is 2 .* 3 slots: one 1, two 2"),
-        ("one slots=1\none slots=1\n", "multiple entries for one"),
-        ("one\n", "bad entry: one"),
-        ("", "empty"),
+        (None, "cannot be read: No such file"),
+        ("one slots=1\ntwo slots=2\n", r"trainer.ranks is 2 .* 3 slots \(one 1, two 2\)"),
+        ("one slots=1\none slots=1\n", "'one slots=1' is not"),
+        ("one\n", "'one' is not"),
+        ("one slots=0\n", "'one slots=0' is not"),
+        ("", r"0 slots \(none\)"),
     ],
 )
 def test_a_hostfile_that_is_not_of_that_many_ranks_is_a_setup_error(tmp_path: Path, text: str | None, why: str) -> None:
