@@ -19,6 +19,7 @@ from typing import NoReturn
 from ops.bench import (
     api_body,
     api_start,
+    ddp,
     machine,
     memory,
     merged,
@@ -40,6 +41,7 @@ BENCHES: Mapping[str, Callable[[Path], Outcome]] = {
     "merged": merged.run,
     "tenants": tenants.run,
     "ragged": ragged.run,
+    "ddp": ddp.run,
     "memory": memory.run,
     "recovery": recovery.run,
     "snapshots": snapshots.run,
