@@ -133,7 +133,7 @@ class LoraTrainer(ABC):
     def gradients(self, model_id: str) -> dict[str, Any]:
         """The pending gradient, as far as this rank holds it, as fp32 numpy arrays by PEFT name or parameter; empty
         when there is none; for tests and debugging."""
-        return {name: g.cpu().numpy() for name, g in self._states[model_id].pending_gradients().items()}
+        return {name: g.cpu().numpy().copy() for name, g in self._states[model_id].pending_gradients().items()}
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
