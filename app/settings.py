@@ -28,6 +28,9 @@ class TrainerSettings(_Section):
     backend: Literal["deepspeed", "torch"] = Field("deepspeed", description="torch is the one-process reference")
     count: int = Field(1, ge=1, description="trainer workers (rank groups) on this machine")
     ranks: int = Field(1, ge=1, description="processes in one rank group; more than 1 needs deepspeed")
+    hostfile: str = Field(
+        "", description="a DeepSpeed hostfile ('host slots=n' a line): where the ranks run, 0 on the first; empty: here"
+    )
     zero_stage: Literal[0, 1, 2, 3] = Field(2, description="DeepSpeed ZeRO stage")
     offload: bool = Field(False, description="keep in CPU memory: ZeRO-3's base; when fine-tuned in full, all else")
     devices: tuple[int, ...] = Field((), description="GPU indices, one for each rank; empty means the CPU, or GPU 0..")

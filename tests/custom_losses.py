@@ -43,7 +43,7 @@ def square(logprobs: Tensor) -> Returned:
 
 def body(fn: Callable[..., Any], ranks: Mapping[str, int], session_id: str = "session", seq: int = 0) -> dict[str, Any]:
     """The request of create_custom_loss, as the SDK sends it."""
-    handle = trace_loss(fn, ranks, session_id)  # type: ignore[arg-type]
+    handle = trace_loss(fn, ranks, session_id)
     return {
         "session_id": session_id,
         "custom_loss_seq_id": seq,
@@ -61,4 +61,4 @@ def parsed(fn: Callable[..., Any], ranks: Mapping[str, int]) -> CustomLoss:
 
 
 def handle(fn: Callable[..., Any], ranks: Mapping[str, int]) -> LossHandle:
-    return trace_loss(fn, ranks, "session")  # type: ignore[arg-type]
+    return trace_loss(fn, ranks, "session")

@@ -1,7 +1,8 @@
 """`python -m workers.trainer --base NAME --name NAME [--full]`: one trainer, however many ranks it takes.
 
-With one rank it is a Celery worker. With more it starts itself once a rank under torchrun, which takes the whole group
-down when one rank dies: rank 0 is the Celery worker, the others follow its calls.
+With one rank it is a Celery worker. With more it starts itself once a rank, under torchrun or on the hosts of
+`trainer.hostfile`; the whole group goes down when one rank dies. Rank 0 is the Celery worker, the others follow its
+calls.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ import argparse
 import os
 import signal
 import sys
+from pathlib import Path
 
 from app import settings
 from app.doorbell import train_queue
 from app.errors import SetupError
+from workers import multinode
 from workers.launch import run_worker
 
 
@@ -24,13 +27,14 @@ def main() -> None:
     parser.add_argument("--name", required=True, help="name of this worker, unique among the running ones")
     arguments = parser.parse_args()
     try:
-        base = settings.from_environment().base_model(arguments.base)
+        everything = settings.from_environment()
+        base = everything.base_model(arguments.base)
         if base is None:
             raise SetupError(f"the settings have no base model {arguments.base!r}")
         if arguments.full:
             base = base.for_full()
-        if base.trainer.ranks > 1 and "RANK" not in os.environ:
-            _exec_ranks(base.trainer.ranks)
+        if "RANK" not in os.environ:
+            _start_ranks(everything, base.trainer, arguments.name)
         if os.environ.get("RANK", "0") != "0":
             _follow(base, full=arguments.full)
         else:
@@ -40,9 +44,14 @@ def main() -> None:
         sys.exit(2)
 
 
-def _exec_ranks(ranks: int) -> None:
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    os.execv(sys.executable, [sys.executable, *launcher, "-m", "workers.trainer", *sys.argv[1:]])
+def _start_ranks(everything: settings.Settings, trainer: settings.TrainerSettings, name: str) -> None:
+    """Returns only when this process is the one rank there is."""
+    if trainer.hostfile:
+        hosts = multinode.read_hostfile(Path(trainer.hostfile), trainer.ranks)
+        sys.exit(multinode.run(hosts, everything, name, "workers.trainer", sys.argv[1:]))
+    if trainer.ranks > 1:
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(trainer.ranks)]
+        os.execv(sys.executable, [sys.executable, *launcher, "-m", "workers.trainer", *sys.argv[1:]])
 
 
 def _follow(base: settings.BaseModelSettings, *, full: bool) -> None:

@@ -19,6 +19,7 @@ from typing import NoReturn
 from ops.bench import (
     api_body,
     api_start,
+    ddp,
     machine,
     memory,
     merged,
@@ -41,6 +42,7 @@ BENCHES: Mapping[str, Callable[[Path], Outcome]] = {
     "merged": merged.run,
     "tenants": tenants.run,
     "ragged": ragged.run,
+    "ddp": ddp.run,
     "memory": memory.run,
     "recovery": recovery.run,
     "snapshots": snapshots.run,

@@ -11,24 +11,21 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 from ops.bench import batches, real_step, side, timing
 
 _LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
-_MICRO_BATCH_ROWS = 4
+MICRO_BATCH_ROWS = 4
 
 
 def prepare() -> Callable[[int], dict[str, list[float]]]:
     """Returns measure(count): ms and loss (nats a token) of each step."""
-    model = _adapted(sys.argv[1])
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    adam = batches.ADAM
-    optimizer = torch.optim.AdamW(
-        parameters, lr=adam.learning_rate, betas=(adam.beta1, adam.beta2), eps=adam.eps, weight_decay=adam.weight_decay
-    )
+    model = adapted(sys.argv[1])
+    adamw = optimizer(model)
     tokens = torch.from_numpy(real_step.tokens(model.config.vocab_size)).long()
-    micro_batches = torch.split(tokens, _MICRO_BATCH_ROWS)
+    micro_batches = torch.split(tokens, MICRO_BATCH_ROWS)
 
     def step(losses: list[float]) -> None:
         total = 0.0
@@ -36,8 +33,8 @@ def prepare() -> Callable[[int], dict[str, list[float]]]:
             loss = model(input_ids=rows, labels=rows, use_cache=False).loss / len(micro_batches)
             loss.backward()
             total += float(loss.detach())
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        adamw.step()
+        adamw.zero_grad(set_to_none=True)
         losses.append(total)
 
     def measure(count: int) -> dict[str, list[float]]:
@@ -47,7 +44,7 @@ def prepare() -> Callable[[int], dict[str, list[float]]]:
     return measure
 
 
-def _adapted(folder: str) -> Any:
+def adapted(folder: str) -> Any:
     """Adapters in the base's dtype: the faster of PEFT's two ways, and so the harder one to compare with."""
     base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="sdpa")
     config = LoraConfig(r=real_step.RANK, lora_alpha=32, target_modules=_LINEARS)
@@ -57,6 +54,18 @@ def _adapted(folder: str) -> Any:
     }
     assert adapted == set(_LINEARS), adapted
     return model.train()
+
+
+def optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW as the service's clients ask for it, on what is trained."""
+    adam = batches.ADAM
+    return torch.optim.AdamW(
+        [parameter for parameter in model.parameters() if parameter.requires_grad],
+        lr=adam.learning_rate,
+        betas=(adam.beta1, adam.beta2),
+        eps=adam.eps,
+        weight_decay=adam.weight_decay,
+    )
 
 
 if __name__ == "__main__":

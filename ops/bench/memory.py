@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import os
 import resource
 import sys
 from collections.abc import Callable
@@ -17,7 +16,6 @@ from ops.bench.bare_trainer import BareTrainer
 from ops.bench.report import Goal, Outcome
 
 _GOAL_GB = 3.0
-_THREADS = len(os.sched_getaffinity(0))
 
 
 def run(folder: Path) -> Outcome:
@@ -27,12 +25,12 @@ def run(folder: Path) -> Outcome:
         "default": _measured(base, folder / "default.log"),
         "activation_checkpointing": _measured(base.model_copy(update={"trainer": again}), folder / "again.log"),
     }
-    figures = {"threads": _THREADS, "micro_batch_tokens": base.trainer.micro_batch_tokens, "peak_gb": found}
+    figures = {"threads": side.CORES, "micro_batch_tokens": base.trainer.micro_batch_tokens, "peak_gb": found}
     return Outcome(figures, (Goal("peak memory, 16 x 256", found["default"]["pass"], "at_most", _GOAL_GB, "GB"),))
 
 
 def _measured(base: BaseModelSettings, log: Path) -> dict[str, float]:
-    with side.threads(_THREADS), side.running("ops.bench.memory", base.model_dump_json(), log) as trainer:
+    with side.threads(side.CORES), side.running("ops.bench.memory", base.model_dump_json(), log) as trainer:
         found: dict[str, float] = trainer.measure(2)
         return found
 

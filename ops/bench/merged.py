@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -23,18 +22,12 @@ _FULL_ROWS = 4
 _RANK = 16
 _GOALS = {"small": 0.9, "full": 0.95}
 _ROUNDS = {"small": 12, "full": 4}
-_THREADS = len(os.sched_getaffinity(0))
 Samples = dict[str, list[float]]
 
 
 def run(folder: Path) -> Outcome:
-    base = models.bundled()
-    with (
-        side.threads(_THREADS),
-        side.running("ops.bench.merged", base.model_dump_json(), folder / "side.log") as trainer,
-    ):
-        trainer.measure(1)
-        found: Samples = trainer.measure(max(_ROUNDS.values()))
+    base = models.bundled().model_dump_json()
+    found: Samples = side.measured("ops.bench.merged", base, folder / "side.log", max(_ROUNDS.values()))
     tokens = {"small": _TENANTS * _SMALL, "full": _TENANTS * _FULL_ROWS * _FULL}
     ratios = {
         "small": min(found["one tenant"]) / min(found["eight tenants"]),
@@ -42,7 +35,7 @@ def run(folder: Path) -> Outcome:
     }
     figures = {
         "rounds": _ROUNDS,
-        "threads": _THREADS,
+        "threads": side.CORES,
         "small": _figures(tokens["small"], found, "eight tenants", "one tenant"),
         "full": _figures(tokens["full"], found, "together", "one after another"),
     }

@@ -8,7 +8,6 @@ weigh nothing; the trainer cannot know, so both sides run the same code. Only re
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -30,24 +29,18 @@ _MICRO_BATCH_ROWS = 4
 _RANK = 16
 _GOAL = 1.5
 _ROUNDS = 5
-_THREADS = len(os.sched_getaffinity(0))
 Samples = dict[str, list[float]]
 
 
 def run(folder: Path) -> Outcome:
-    base = models.bundled()
-    with (
-        side.threads(_THREADS),
-        side.running("ops.bench.ragged", base.model_dump_json(), folder / "side.log") as trainer,
-    ):
-        trainer.measure(1)
-        found: Samples = trainer.measure(_ROUNDS)
+    base = models.bundled().model_dump_json()
+    found: Samples = side.measured("ops.bench.ragged", base, folder / "side.log", _ROUNDS)
     packed, padded = found["packed"], found["padded"]
     real = sum(_lengths())
     ratio = min(padded) / min(packed)
     figures = {
         "rounds": _ROUNDS,
-        "threads": _THREADS,
+        "threads": side.CORES,
         "datums": _ROWS,
         "tokens": real,
         "padded_tokens": sum(_padded_lengths()),

@@ -6,7 +6,6 @@ SmolLM2-135M-Instruct in bfloat16 with a LoRA adapter on every linear, head incl
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,7 +22,6 @@ RANK = 16
 _ROWS, _LENGTH = 16, 256
 _GOAL = 1.0
 _ROUNDS = 6
-_THREADS = len(os.sched_getaffinity(0))
 _WARM_UP_STEPS = 2
 Samples = dict[str, list[float]]
 
@@ -36,7 +34,7 @@ def run(folder: Path) -> Outcome:
     base = models.bundled()
     vocab_size = json.loads((Path(base.path) / "config.json").read_text())["vocab_size"]
     with (
-        side.threads(_THREADS),
+        side.threads(side.CORES),
         servers.running_stack(folder, base) as stack,
         side.running("ops.bench.bare_loop", base.path, folder / "bare.log") as bare,
         tinker.ServiceClient(base_url=stack.url, api_key=servers.API_KEY) as service,
@@ -80,7 +78,7 @@ def _outcome(
     efficiency = min(bare) / min(sdk)
     figures: dict[str, Any] = {
         "rounds": _ROUNDS,
-        "threads": _THREADS,
+        "threads": side.CORES,
         "tokens_a_step": _ROWS * _LENGTH,
         "sdk_tokens_per_s": batches.rates(_ROWS * _LENGTH, sdk),
         "bare_tokens_per_s": batches.rates(_ROWS * _LENGTH, bare),

@@ -16,6 +16,7 @@ from typing import Any
 
 from app.stack.child import end_with
 
+CORES = len(os.sched_getaffinity(0))
 _STOP_S = 30.0
 
 
@@ -77,6 +78,13 @@ def running(module: str, argument: str, log: Path) -> Iterator[Side]:
         process.communicate(timeout=_STOP_S)
 
 
+def measured(module: str, argument: str, log: Path, rounds: int) -> Any:
+    """What a side with every core to itself reports of `rounds` rounds, behind one to warm up."""
+    with threads(CORES), running(module, argument, log) as alone:
+        alone.measure(1)
+        return alone.measure(rounds)
+
+
 def serve(prepare: Callable[[], Callable[[int], Any]]) -> None:
     """The other end, for the module's `__main__`: prepare, say so, then measure on demand until stdin ends."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
@@ -85,3 +93,19 @@ def serve(prepare: Callable[[], Callable[[int], Any]]) -> None:
     print(json.dumps("ready"), file=answers, flush=True)
     for line in sys.stdin:
         print(json.dumps(measure(int(line))), file=answers, flush=True)
+
+
+def serve_ranks(
+    count: int, module: str, prepare: Callable[[], Callable[[int], Any]], follow: Callable[[], None]
+) -> None:
+    """The same for a side of `count` processes under torchrun: rank 0 serves, the others `follow` it.
+
+    What starts them is killed at the end: rank 0 then finds its stdin closed, and the others find it gone.
+    """
+    if "RANK" not in os.environ:
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
+        os.execv(sys.executable, [sys.executable, *launcher, "-m", module, *sys.argv[1:]])
+    if os.environ["RANK"] == "0":
+        serve(prepare)
+    else:
+        follow()

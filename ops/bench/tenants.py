@@ -7,7 +7,6 @@ must not cost more for coming from eight tenants; full ones (4 x 256) no more th
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -25,7 +24,6 @@ RANK = 16
 _TENANTS = 8
 _SMALL, _FULL = (1, 64), (4, 256)
 _ROUNDS, _STEPS = 3, 3
-_THREADS = len(os.sched_getaffinity(0))
 _SMALL_GOAL, _FULL_GOAL = 0.9, 0.95
 
 
@@ -37,7 +35,7 @@ def run(folder: Path) -> Outcome:
     def tokens(rows: int, length: int) -> np.ndarray:
         return batches.random_tokens(rows, length, vocab_size)
 
-    with side.threads(_THREADS), servers.running_stack(folder, base) as stack, ExitStack() as open_:
+    with side.threads(side.CORES), servers.running_stack(folder, base) as stack, ExitStack() as open_:
         clients = [_client(stack, base.name, open_) for _ in range(_TENANTS + 1)]
         tenants, single = clients[:-1], clients[-1:]
         small, full = batches.datums(tokens(*_SMALL)), batches.datums(tokens(*_FULL))
@@ -81,7 +79,7 @@ def _outcome(rounds: dict[str, list[float]]) -> Outcome:
     figures: dict[str, Any] = {
         "tenants": _TENANTS,
         "rounds": _ROUNDS,
-        "threads": _THREADS,
+        "threads": side.CORES,
         "step_ms": {name: {"best": min(found), "median": median(found)} for name, found in rounds.items()},
         "tokens_per_s_ratio": ratios,
     }

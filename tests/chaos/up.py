@@ -12,5 +12,5 @@ from app.stack.supervisor import RestartPolicy, Supervisor
 _PATIENT = RestartPolicy(first_delay_s=0.2, longest_delay_s=0.2)
 
 if __name__ == "__main__":
-    up.Supervisor = functools.partial(Supervisor, policy=_PATIENT)  # type: ignore[misc,assignment]
+    up.Supervisor = functools.partial(Supervisor, policy=_PATIENT)
     sys.exit(cli.main())

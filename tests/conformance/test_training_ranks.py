@@ -16,10 +16,12 @@ import pytest
 import torch
 
 from app.domain.ops import LoraSpec
-from app.settings import BaseModelSettings
+from app.settings import BaseModelSettings, Settings
 from tests.conformance import training_ranks
+from tests.hosts import install_ssh, write_hostfile
 from tests.models import tiny_qwen3
 from tests.parity.reference import relative_error
+from workers.multinode import read_hostfile, run
 from workers.training import factory
 from workers.training.base import Create
 from workers.training.trainer import LoraTrainer
@@ -96,6 +98,23 @@ def test_two_ranks_equal_one_process(
     assert (describe["trainer"], describe["zero_stage"], describe["ranks"]) == ("DeepSpeedEngine", stage, 2)
     assert (describe["base_elements_held"] == 0) == (stage == 3)
     check_resumed(alone, tmp_path / "checkpoint", "a", found)
+
+
+def test_two_hosts_equal_one_process(
+    base: Path, wanted: dict[str, np.ndarray], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {**install_ssh(tmp_path / "bin"), "OMP_NUM_THREADS": "1"}.items():
+        monkeypatch.setenv(name, value)
+    hosts = read_hostfile(write_hostfile(tmp_path / "hosts"), ranks=2)
+    text = settings(base, backend="deepspeed", zero_stage=2, ranks=2).model_dump_json()
+    arguments = [text, str(tmp_path), "stay"]
+    assert run(hosts, Settings(data_dir=tmp_path), "two", "tests.conformance.training_ranks", arguments) == 0
+    with np.load(tmp_path / "found.npz") as stored:
+        found = dict(stored)
+    first = {name: value for name, value in wanted.items() if name.startswith(("turn 0", "look 0", "grad 0"))}
+    assert relative_error({name: found[name] for name in first}, first) < 1e-5
+    assert relative_error(found, wanted) < 1e-3
+    assert json.loads((tmp_path / "describe.json").read_text())["ranks"] == 2
 
 
 def written_by_one(alone: LoraTrainer, folder: Path) -> None:

@@ -42,7 +42,7 @@ def _trainer() -> None:
                 os._exit(9)
         return run(self, ops)
 
-    LoraTrainer.apply = apply  # type: ignore[method-assign]
+    LoraTrainer.apply = apply
     trainer.main()
 
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 _LUA = "app/stores/redis/lua"
 # Without the fixtures of the API's own tests, which take seconds to load.
-_OPLOG = "--confcutdir=tests/unit/app/stores -p tests.unit.conftest tests/unit/app/stores/redis/test_oplog.py"
+_STORES = "--confcutdir=tests/unit/app/stores -p tests.unit.conftest tests/unit/app/stores/redis"
+_OPLOG, _RESULTS = f"{_STORES}/test_oplog.py", f"{_STORES}/test_results.py"
 _JOURNAL = "tests/property/test_journal.py"
 _RECOVERY = "tests/property/test_recovery.py"
 _CHECKPOINTS = "tests/property/test_checkpoints.py"
@@ -359,6 +360,6 @@ MUTANTS = (
         f"{_LUA}/finish_sample.lua",
         "if redis.call('HGET', future, 'state') ~= 'pending' then return 0 end",
         "",
-        f"{_OPLOG}::test_a_sample_is_deduplicated_claimed_once_and_its_first_result_stays",
+        f"{_RESULTS}::test_a_sample_is_deduplicated_claimed_once_and_its_first_result_stays",
     ),
 )

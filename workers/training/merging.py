@@ -27,7 +27,7 @@ def merged(engine: Engine, adapter: Adapter) -> dict[str, Tensor]:
         with engine.whole(parameter):
             if engine.ranks.rank == 0:
                 whole = parameter if pair is None else _added(parameter, pair, adapter.scaling)
-                found[name] = whole.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+                found[name] = whole.detach().to("cpu")  # no copy on a CPU: the base is frozen
     return found
 
 

@@ -166,13 +166,18 @@ def test_one_that_was_cut_off_is_finished_by_the_next(world: World, monkeypatch:
     assert world.records.get(Checkpoint.namespace, SAVED)
 
 
+def copy_files(world: World, source: str, target: str) -> None:
+    """What is at `target` already stays."""
+    store = objects(world)
+    for key in store.list(f"{source}/"):
+        store.put_new(key.replace(source, target), store.read(key))
+
+
 def test_of_an_overwritten_path_the_newest_generation_comes_back(world: World):
     emptied(world)
     newest = saved_prefix(world)
     older = f"models/{MODEL}/weights/saved/9-0"
-    store = objects(world)
-    for key in store.list(f"{newest}/"):
-        store.put_new(f"{older}/{key.rpartition('/')[2]}", store.read(key))
+    copy_files(world, newest, older)
     change_manifest(world, older, seq=9, epoch=0)
     rebuild(world)
     assert load(Checkpoint, world.records.get(Checkpoint.namespace, SAVED) or {}).prefix == newest
@@ -180,17 +185,15 @@ def test_of_an_overwritten_path_the_newest_generation_comes_back(world: World):
 
 def test_a_snapshot_that_is_not_whole_is_left_for_the_one_before(world: World):
     emptied(world)
-    (newest,) = [key for key in objects(world).list(f"models/{MODEL}/snapshots/4/") if key.endswith(MANIFEST)]
-    older = f"models/{MODEL}/snapshots/2/2-1"
     store = objects(world)
-    for key in store.list(f"{newest.removesuffix(MANIFEST)}"):
-        if key.rpartition("/")[2] not in [k.rpartition("/")[2] for k in store.list(f"{older}/")]:
-            store.put_new(f"{older}/{key.rpartition('/')[2]}", store.read(key))
+    (manifest,) = [key for key in store.list(f"models/{MODEL}/snapshots/4/") if key.endswith(MANIFEST)]
+    newest, older = manifest.removesuffix(f"/{MANIFEST}"), f"models/{MODEL}/snapshots/2/2-1"
+    copy_files(world, newest, older)
     change_manifest(world, older, seq=2)
-    store.delete([newest.replace(MANIFEST, "adapter_model.safetensors")])
+    store.delete([f"{newest}/adapter_model.safetensors"])
     restored = rebuild(world)
     assert restored.runs == {MODEL: 2}
-    assert restored.damaged == [newest.removesuffix(f"/{MANIFEST}")]
+    assert restored.damaged == [newest]
 
 
 def test_a_run_without_a_snapshot_keeps_its_checkpoints_and_takes_no_calls(world: World):

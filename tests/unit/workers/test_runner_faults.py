@@ -38,6 +38,14 @@ class NoReplay:
         return self._inner.apply(ops)
 
 
+def fail_three_times(worker: Worker) -> None:
+    """On the replay before seq 2."""
+    NoReplay(worker, RuntimeError("no memory on the device"))
+    for _ in range(3):
+        with pytest.raises(NotNow):
+            worker.handle(2, "optim_step")
+
+
 @pytest.fixture
 def handed_over(world: World) -> World:
     """seq 1, a gradient, is applied and has to be replayed; seq 2 waits."""
@@ -58,19 +66,13 @@ def error_of(result: Result | None) -> str:
 
 def test_an_op_behind_a_replay_that_breaks_the_backend_is_given_up(handed_over: World):
     heir = handed_over.worker("b/1")
-    NoReplay(heir, RuntimeError("no memory on the device"))
-    for _ in range(3):
-        with pytest.raises(NotNow):
-            heir.handle(2, "optim_step")
+    fail_three_times(heir)
     assert "3 attempts" in error_of(heir.handle(2, "optim_step"))
 
 
 def test_a_late_doorbell_answers_with_its_own_result_when_a_later_op_is_given_up(handed_over: World):
     heir = handed_over.worker("b/1")
-    NoReplay(heir, RuntimeError("no memory on the device"))
-    for _ in range(3):
-        with pytest.raises(NotNow):
-            heir.handle(2, "optim_step")
+    fail_three_times(heir)
     late = heir.handle(1)
     assert late == handed_over.oplog.outcome(f"{MODEL}:1")
     assert late is not None and not late.failed

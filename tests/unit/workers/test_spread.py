@@ -71,5 +71,5 @@ def test_a_trainer_keeps_what_it_has(world: World, busy: tuple[Worker, Spread]):
 
 @pytest.mark.parametrize("other", [{"models": 1}, {"models": 0, "role": "sampler"}, {"models": 0, "healthy": False}])
 def test_a_trainer_takes_what_no_other_should(world: World, busy: tuple[Worker, Spread], other: dict[str, object]):
-    announce(world, "b", **other)  # type: ignore[arg-type]
+    announce(world, "b", **other)
     assert handle(busy[1], SECOND)

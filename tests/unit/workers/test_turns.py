@@ -238,7 +238,7 @@ def test_a_model_that_is_lost_in_the_pass_commits_nothing_and_the_others_do(worl
         world.client.hincrby(keys.model(B), "epoch", 1)
         return inner(ops)
 
-    watched.apply = overtaken  # type: ignore[method-assign]
+    watched.apply = overtaken
     assert handle(merging, A, 1) is not None
     assert (applied(world, A), applied(world, B)) == (1, 0)
     assert B not in merging.owner.residents(), "its state holds an Op that was not committed"
@@ -287,7 +287,7 @@ def _alone(world: World, seed: int):
     for op in [Create(LORA), gradient(seed), step()[1], PROBE]:
         output = backend.apply({"alone": op})["alone"]
     backend.close("alone")
-    return output.logprobs.values  # type: ignore[union-attr]
+    return output.logprobs.values
 
 
 def _floats(data: bytes):

@@ -111,7 +111,7 @@ BAD_CALLS: dict[str, tuple[Graph, str]] = {
     "a name twice": (node("logprobs", "torch.exp", {"ref": "logprobs"}), "two nodes.*'logprobs'"),
     "args no list": (node("a", "torch.exp") | {"args": "x"}, "args must be a list"),
     "no target": ({"op": "call_function", "name": "a"}, "target"),
-    "no object": (7, "op, name and target"),  # type: ignore[dict-item]
+    "no object": (7, "op, name and target"),
 }
 
 

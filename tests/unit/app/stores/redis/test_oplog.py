@@ -6,41 +6,14 @@ import random
 import threading
 
 import pytest
-import redis
 
-from app.domain.records import Model, Sampler, dump, load
+from app.domain.records import Model, load
 from app.domain.results import Result
-from app.errors import BadRequest, Fenced, Gone, NotFound
-from app.settings import EngineSettings
-from app.stores.interfaces import HeldElsewhere, Lease
+from app.errors import BadRequest, Fenced, NotFound
+from app.stores.interfaces import HeldElsewhere
 from app.stores.redis import keys
-from app.stores.redis.oplog import RedisOpLog
 from app.stores.redis.records import RedisRecords
-
-MODEL = "session:train:0"
-OK = Result(b"{}")
-
-
-@pytest.fixture
-def oplog(client: redis.Redis) -> RedisOpLog:
-    log = RedisOpLog(client, EngineSettings(lease_s=0.3))
-    assert log.create_model(MODEL, dump(Model("me", "session", "base", 0.0)))
-    return log
-
-
-def admit(oplog: RedisOpLog, seq: int, kind: str = "forward_backward", content: str = "") -> str:
-    return oplog.admit(MODEL, seq, kind, b"payload %d" % seq, content or f"digest {seq}").request_id
-
-
-def own(oplog: RedisOpLog, worker: str = "a/1") -> Lease:
-    lease = oplog.acquire(MODEL, worker)
-    assert isinstance(lease, Lease)
-    return lease
-
-
-def commit_through(oplog: RedisOpLog, lease: Lease, last: int) -> None:
-    for seq in range(lease.applied + 1, last + 1):
-        oplog.commit(lease, seq, OK)
+from tests.unit.app.stores.redis.journal import MODEL, OK, admit, commit_through, own
 
 
 def test_a_repeated_call_has_the_same_future_and_one_journal_entry(oplog, client):
@@ -288,37 +261,6 @@ def test_a_replaced_owner_sets_no_snapshot(oplog):
         oplog.set_snapshot(old, 1, "late")
 
 
-def test_foreign_and_unknown_futures_look_alike_and_an_expired_one_is_gone(oplog, client):
-    admit(oplog, 0)
-    lease = own(oplog)
-    oplog.commit(lease, 0, OK)
-    for request_id, owner in ((f"{MODEL}:0", "you"), ("nobody:train:0:0", "me"), (f"{MODEL}:7", "me"), ("x", "me")):
-        with pytest.raises(NotFound, match="no future"):
-            oplog.future(request_id, owner)
-    client.delete(keys.future(f"{MODEL}:0"))
-    with pytest.raises(Gone):
-        oplog.future(f"{MODEL}:0", "me")
-    with pytest.raises(NotFound):
-        oplog.future(f"{MODEL}:0", "you")
-
-
-def test_a_result_lives_shorter_once_read(oplog, client):
-    admit(oplog, 0)
-    lease = own(oplog)
-    oplog.commit(lease, 0, OK)
-    assert client.ttl(keys.future(f"{MODEL}:0")) > 3600
-    oplog.future(f"{MODEL}:0", "me")
-    assert 3000 < client.ttl(keys.future(f"{MODEL}:0")) <= 3600
-
-
-@pytest.mark.parametrize(("size", "seconds"), [(0, 3600), (64 * 1024, 3600), (256 * 1024, 900), (4 * 2**20, 300)])
-def test_the_larger_a_read_result_the_shorter_it_lives(oplog, client, size, seconds):
-    admit(oplog, 0)
-    oplog.commit(own(oplog), 0, Result(bytes(size)))
-    oplog.future(f"{MODEL}:0", "me")
-    assert 0.8 * seconds < client.ttl(keys.future(f"{MODEL}:0")) <= seconds
-
-
 def test_heads_tell_what_waits_and_whether_anybody_began_it(oplog):
     admit(oplog, 0)
     assert oplog.heads({MODEL: 1, "nobody:train:0": 0}) == []
@@ -339,15 +281,6 @@ def test_the_head_behind_a_lost_gradient_is_not_fresh(oplog):
     assert not oplog.heads({MODEL: 2})[0].fresh
 
 
-def test_a_result_that_is_read_again_lives_no_longer(oplog, client):
-    admit(oplog, 0)
-    oplog.commit(own(oplog), 0, OK)
-    oplog.future(f"{MODEL}:0", "me")
-    client.expire(keys.future(f"{MODEL}:0"), 60)
-    oplog.future(f"{MODEL}:0", "me")
-    assert client.ttl(keys.future(f"{MODEL}:0")) <= 60
-
-
 def test_pending_tells_gaps_and_what_runs(oplog):
     assert oplog.pending() == []
     admit(oplog, 1)
@@ -360,49 +293,6 @@ def test_pending_tells_gaps_and_what_runs(oplog):
     assert (busy.kinds, busy.running) == (("forward_backward", "forward_backward"), True)
     commit_through(oplog, lease, 1)
     assert oplog.pending() == []
-
-
-def sample(oplog: RedisOpLog, digest: str = "d") -> bool:
-    return oplog.admit_sample("s:sample:0:5", "s:sample:0", "me", "sample.base", b"ask", digest).fresh
-
-
-def test_a_sample_is_deduplicated_claimed_once_and_its_first_result_stays(oplog):
-    assert [sample(oplog), sample(oplog)] == [True, False]
-    with pytest.raises(BadRequest):
-        sample(oplog, "other")
-    entry = oplog.claim_sample("s:sample:0:5", "a/1")
-    assert entry is not None and entry.payload == b"ask"
-    with pytest.raises(Fenced):
-        oplog.claim_sample("s:sample:0:5", "b/1")
-    assert [oplog.finish_sample("s:sample:0:5", Result(body)) for body in (b"one", b"two")] == [True, False]
-    assert oplog.future("s:sample:0:5", "me").result == Result(b"one")
-    assert oplog.claim_sample("s:sample:0:5", "b/1") is None
-    assert oplog.pending() == []
-
-
-def test_a_sample_that_was_put_off_had_no_attempt_and_is_free_for_anybody(oplog):
-    sample(oplog)
-    attempts = []
-    for boot in range(5):
-        attempts.append(oplog.claim_sample("s:sample:0:5", f"a/{boot}").attempts)
-        oplog.put_off_sample("s:sample:0:5", f"a/{boot}")
-    assert attempts == [0, 0, 0, 0, 0]
-
-
-def test_a_worker_that_lost_its_sample_puts_nothing_off(oplog, client):
-    sample(oplog)
-    oplog.claim_sample("s:sample:0:5", "a/1")
-    client.delete(keys.lease("s:sample:0:5"))
-    oplog.claim_sample("s:sample:0:5", "b/1")
-    oplog.put_off_sample("s:sample:0:5", "a/1")
-    with pytest.raises(Fenced):
-        oplog.claim_sample("s:sample:0:5", "a/1")
-
-
-def test_a_lost_sample_is_gone_so_that_the_sdk_samples_again(oplog, client):
-    RedisRecords(client).put("samplers", "s:sample:0", dump(Sampler("me", "s", "base", 0.0)))
-    with pytest.raises(Gone):
-        oplog.future("s:sample:0:9", "me")
 
 
 def test_concurrent_admissions_of_one_op_agree(oplog):

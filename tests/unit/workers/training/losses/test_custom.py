@@ -1,11 +1,10 @@
-"""Custom losses run as on the client, for everything they may call, and never take more than they may."""
+"""Custom losses run as on the client, for everything they may call, and say why where they cannot."""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,32 +18,10 @@ from torch import Tensor
 from torch.fx.node import _get_qualified_name
 
 from app.domain import custom_ops as names
-from app.domain.batch import Batch, Ragged
-from app.domain.custom_losses import CustomLoss
 from app.errors import UserOpError
-from app.wire import custom_loss
 from tests.custom_losses import DPO_RANKS, SDFT_RANKS, dpo, handle, parsed, sdft
-from workers.training.losses import custom_limits
-from workers.training.losses.custom import CustomLossRun
+from tests.unit.workers.training.losses.custom_graphs import INDEX, INPUTS, LOGPROBS, B, L, M, T, W, X, graph, node, run
 from workers.training.losses.custom_ops import FUNCTIONS, METHODS
-
-# Four tokens: logprobs below zero, weights in (0, 1), a matrix, and positions.
-LOGPROBS = torch.tensor([-0.5, -2.0, -0.1, -1.5])
-WEIGHTS = torch.tensor([0.25, 0.5, 0.75, 0.125])
-MATRIX = torch.tensor([[0.5, -1.0, 2.0, 0.1], [1.0, 0.3, -0.2, 0.9], [0.7, 0.2, 0.6, -0.4], [0.8, 0.05, 1.5, 0.25]])
-INDEX = torch.tensor([2, 0, 3, 1])
-INPUTS = {"logprobs": LOGPROBS, "weights": WEIGHTS, "matrix": MATRIX, "index": INDEX}
-
-
-def run(loss: CustomLoss, *datums: dict[str, Tensor]) -> CustomLossRun:
-    """`datums` hold every input by name, logprobs too, whose shape the targets take."""
-    tokens = [np.zeros(len(datum["logprobs"]), np.int32) for datum in datums]
-    columns = {"target_tokens": [np.zeros(datum["logprobs"].shape, np.int64) for datum in datums]}
-    for entry in loss.inputs[1:]:
-        columns[entry.name] = [datum[entry.name].numpy() for datum in datums]
-    ragged = {name: Ragged.of(arrays, arrays[0].dtype) for name, arrays in columns.items()}
-    return CustomLossRun(loss, Batch(Ragged.of(tokens, np.int32), ragged))
-
 
 # --- the tables ---
 
@@ -64,40 +41,19 @@ def test_every_function_is_the_one_the_sdk_means_by_its_name() -> None:
 
 # --- equal to the client, Op by Op ---
 
-L, W, M, I, B, T = ({"ref": name} for name in ("logprobs", "weights", "matrix", "index", "mask", "stacked"))  # noqa: E741
 FLOAT32, PAIR = {"dtype": "float32"}, {"tuple": [2, 2]}
 # Arguments tried on every operation; those it takes are the test.
 PATTERNS: list[list[Any]] = [
     [L], [W], [L, W], [L, W, W], [W, W], [L, 0], [L, 1], [L, 2.0], [M, M], [M, W], [M, 0, 1], [L, L], [B], [B, B],
     [B, L, W], [[L, W]], [[L, W], 0], [4], [PAIR], [PAIR, 1.5], [L, PAIR], [L, {"tuple": [0]}], [L, "shape"], [M,
     "T"], [M, "mT"], [L, "dtype"], [L, "device"], [L, "ndim"], [{"ref": "pair"}, "values"], [{"ref": "pair"},
-    "indices"], [M, 1], [I, 5], [L, 0, I], [L, 0, I, W], [L, 0, 1, 2], [L, B, 0.5], [L, -2, -0.2], [L, W, 0.3], [T,
-    T], [L, FLOAT32], [2.5], [3, 2], [L, {"tuple": [1, 1]}], [0, 1, 5], [0, 4], [L, I], [L, B], [L, {"slice": [1,
+    "indices"], [M, 1], [X, 5], [L, 0, X], [L, 0, X, W], [L, 0, 1, 2], [L, B, 0.5], [L, -2, -0.2], [L, W, 0.3], [T,
+    T], [L, FLOAT32], [2.5], [3, 2], [L, {"tuple": [1, 1]}], [0, 1, 5], [0, 4], [L, X], [L, B], [L, {"slice": [1,
     None, 2]}], [L, {"ellipsis": True}], [L, {"tuple": [{"slice": [None, -1, None]}, None]}], [M, B], [M, {"tuple":
-    [B, I]}], [I], [M, {"tuple": [1, B]}], [L, {"tuple": [3]}, 0.5], [M, 2, 1], [W, {"float": "inf"}], [L, 3], [M,
+    [B, X]}], [X], [M, {"tuple": [1, B]}], [L, {"tuple": [3]}, 0.5], [M, 2, 1], [W, {"float": "inf"}], [L, 3], [M,
     {"tuple": [2, 8]}], [L, W, L, 0.5], [T, 0], [L, {"tuple": [4, 4]}], [[L, L, W], -1], [L, M], [L, W, -0.5],
     [INDEX.tolist(), 1],
 ]  # fmt: skip
-
-
-def node(name: str, target: str, *args: Any, method: bool = False) -> dict[str, Any]:
-    kind = "call_method" if method else "call_function"
-    return {"op": kind, "name": name, "target": target, "args": list(args), "kwargs": {}}
-
-
-def graph(*calls: dict[str, Any]) -> CustomLoss:
-    """The calls, and a loss: the sum of the last one's result, as float32, and of the logprobs."""
-    start = [{"op": "placeholder", "name": name, "target": name, "args": [], "kwargs": {}} for name in INPUTS]
-    end = [
-        node("as_float", "float", {"ref": calls[-1]["name"]}, method=True),
-        node("total", "sum", {"ref": "as_float"}, method=True),
-        node("own", "sum", L, method=True),
-        node("loss", "operator.add", {"ref": "total"}, {"ref": "own"}),
-    ]
-    metrics = {"custom/total:sum": {"ref": "total"}}
-    out = {"op": "output", "name": "output", "target": "output", "args": [[{"ref": "loss"}, {"dict": metrics}]]}
-    ranks = [{"name": name, "rank": value.ndim} for name, value in INPUTS.items()]
-    return custom_loss.parse("test", ranks, {"format": 1, "nodes": [*start, *calls, *end, out]})
 
 
 def reference(calls: list[dict[str, Any]], leaf: Tensor) -> Any:
@@ -309,142 +265,6 @@ def test_any_graph_gives_what_torch_gives_or_the_clients_error(calls: list[dict[
     found = run(graph(*calls), INPUTS).differentiate(0, LOGPROBS)
     assert found.metrics["custom/total:sum"] == pytest.approx(total.item(), rel=1e-6, abs=1e-30)
     torch.testing.assert_close(found.gradient, expected, rtol=1e-6, atol=1e-30)
-
-
-# --- limits ---
-
-HUGE = 2**40
-
-
-SIZE = node("n0", "torch.numel", L)
-ALONE = node("a", "torch.neg", L)
-long_row = node("long", "torch.arange", 100_000)
-BOMBS: dict[str, list[dict[str, Any]]] = {
-    "ones": [node("a", "torch.ones", HUGE)],
-    "ones in two sizes": [node("a", "torch.ones", {"tuple": [2**20, 2**20]})],
-    "arange": [node("a", "torch.arange", HUGE)],
-    "linspace": [node("a", "torch.linspace", 0, 1, HUGE)],
-    "full": [node("a", "torch.full", {"tuple": [HUGE]}, 1.0)],
-    "new_zeros": [node("a", "new_zeros", L, {"tuple": [HUGE]}, method=True)],
-    "expand": [node("u", "unsqueeze", L, 0, method=True), node("a", "expand", {"ref": "u"}, HUGE, 4, method=True)],
-    "repeat": [node("a", "repeat", L, HUGE, method=True)],
-    "tile": [node("a", "torch.tile", L, {"tuple": [HUGE]})],
-    "broadcast_to": [node("a", "torch.broadcast_to", L, {"tuple": [HUGE, 4]})],
-    "one_hot": [node("a", "torch._C._nn.one_hot", I, HUGE)],
-    "pad": [node("a", "torch.nn.functional.pad", L, {"tuple": [0, HUGE]})],
-    "outer": [long_row, node("a", "torch.outer", {"ref": "long"}, {"ref": "long"})],
-    "broadcast": [
-        long_row,
-        node("u", "unsqueeze", {"ref": "long"}, 1, method=True),
-        node("a", "operator.mul", {"ref": "u"}, {"ref": "long"}),
-    ],
-    "matmul": [
-        long_row,
-        node("f", "float", {"ref": "long"}, method=True),
-        node("u", "unsqueeze", {"ref": "f"}, 1, method=True),
-        node("v", "unsqueeze", {"ref": "f"}, 0, method=True),
-        node("a", "operator.matmul", {"ref": "u"}, {"ref": "v"}),
-    ],
-    "index": [
-        long_row,
-        node("z", "torch.zeros_like", {"ref": "long"}),
-        node("e", "expand", {"ref": "z"}, 1_000, 100_000, method=True),
-        node("a", "operator.getitem", L, {"ref": "e"}),
-    ],
-}
-RUNAWAYS: dict[str, list[dict[str, Any]]] = {
-    "expand beyond 64 bits": [
-        node("u", "reshape", L, {"tuple": [4, 1, 1]}, method=True),
-        node("a", "expand", {"ref": "u"}, 4, HUGE, HUGE, method=True),
-    ],
-    "integers that grow": [
-        SIZE,
-        *(node(f"n{i + 1}", "operator.mul", {"ref": f"n{i}"}, {"ref": f"n{i}"}) for i in range(9)),
-        ALONE,
-    ],
-    "a tensor to write into": [
-        node("z", "torch.zeros_like", M),
-        node("a", "torch.nn.functional.normalize", M, 2, 0, 0.5, {"ref": "z"}),
-    ],
-    "a huge power": [SIZE, node("p", "operator.pow", {"ref": "n0"}, HUGE), ALONE],
-    "a list that repeats": [node("p", "operator.mul", [1], HUGE), ALONE],
-    "a text that grows": [node("p", "operator.mod", "mean", HUGE), ALONE],
-    "a size that repeats": [
-        node("s", "getattr", L, "shape"),
-        node("p", "operator.mul", {"ref": "s"}, HUGE),
-        ALONE,
-    ],
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", BOMBS)
-def test_what_would_not_fit_is_refused_before_it_is_made(case: str) -> None:
-    peak = peak_bytes()
-    with pytest.raises(UserOpError, match=r"node a \(.*: LimitReached: .* elements for one datum"):
-        run(graph(*BOMBS[case]), INPUTS).differentiate(0, LOGPROBS)
-    assert peak_bytes() - peak < 64 * 2**20
-
-
-@pytest.mark.parametrize("case", RUNAWAYS)
-def test_what_python_would_let_grow_is_refused(case: str) -> None:
-    with pytest.raises(UserOpError, match=r"TypeError|OverflowError|RuntimeError"):
-        run(graph(*RUNAWAYS[case]), INPUTS).differentiate(0, LOGPROBS)
-
-
-def peak_bytes() -> int:
-    status = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))
-
-
-def evaluated(loss: CustomLoss, datums: int) -> Tensor:
-    """The losses of that many equal datums of one Op."""
-    found = run(loss, *[INPUTS] * datums).evaluate(np.arange(datums), LOGPROBS.expand(datums, 4)[:, :, None])
-    return found[0]
-
-
-def test_many_small_results_count_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    loss = graph(*(node(f"a{i}", "torch.exp", M) for i in range(20)))
-    assert evaluated(loss, 1).isfinite().all()
-    monkeypatch.setattr("workers.training.losses.custom_limits.MAX_ELEMENTS", 15 * MATRIX.numel())
-    with pytest.raises(UserOpError, match=r"node a1\d \(torch.exp\): LimitReached: .* elements for one datum"):
-        run(loss, INPUTS).differentiate(0, LOGPROBS)
-
-
-def test_the_backward_pass_counts_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    loss = graph(node("a", "torch.cumprod", W, 0), node("b", "torch.cumprod", L, 0))
-    monkeypatch.setattr("workers.training.losses.custom_limits.MAX_ELEMENTS", 100)
-    with pytest.raises(UserOpError, match=r"node loss \(the loss\): LimitReached"):
-        run(loss, INPUTS).differentiate(0, LOGPROBS)
-
-
-def test_an_ops_work_is_shared_by_its_datums_so_that_time_is_bounded_without_a_clock(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    loss = graph(node("a", "torch.exp", L))
-    monkeypatch.setattr("workers.training.losses.custom.MAX_WORK", 64 * custom_limits.CALL_WORK)
-    assert evaluated(loss, 2).isfinite().all()
-    assert evaluated(loss, 64).isnan().all()
-    with pytest.raises(UserOpError, match=r"datum 7: .* LimitReached: .* send fewer datums"):
-        run(loss, *[INPUTS] * 64).explain(7, LOGPROBS.repeat(64))
-
-
-def test_the_multiplications_of_a_matrix_product_are_work() -> None:
-    product = [
-        node("a", "torch.ones", {"tuple": [3000, 3000]}),
-        node("b", "operator.matmul", {"ref": "a"}, {"ref": "a"}),
-    ]
-    with pytest.raises(UserOpError, match=r"node b \(operator.matmul\): LimitReached: it takes more work"):
-        run(graph(*product), INPUTS).differentiate(0, LOGPROBS)
-
-
-@pytest.mark.parametrize(("method", "fits"), [("exp", True), ("flip", True), ("softmax", False), ("sort", False)])
-def test_an_element_counts_for_what_it_costs(monkeypatch: pytest.MonkeyPatch, method: str, fits: bool) -> None:
-    monkeypatch.setattr("workers.training.losses.custom.MAX_WORK", 64 * custom_limits.CALL_WORK)
-    many = node("a", "torch.full", {"tuple": [100_000]}, 0.5)
-    loss = graph(
-        many, node("b", method, {"ref": "a"}, *([] if method == "exp" else [0]), method=True), ALONE | {"name": "c"}
-    )
-    assert bool(evaluated(loss, 1).isfinite()) == fits
 
 
 # --- what only running it can tell ---

@@ -1,0 +1,116 @@
+"""What the S3 store promises beside what every ObjectStore does."""
+
+from __future__ import annotations
+
+import io
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from app.errors import SetupError, Unavailable
+from app.settings import Settings, StoreSettings
+from app.stores.objects import create
+from app.stores.objects.s3 import S3Store
+from tests.conformance.object_stores import KEY
+from tests.faults.proxy import Proxy
+from tests.servers_s3 import start_s3
+
+
+def test_a_wrong_secret_is_refused_at_the_start(s3_settings: StoreSettings):
+    wrong = s3_settings.model_copy(update={"secret_key": "not the secret"})
+    with pytest.raises(SetupError, match=r"check store\.access_key"):
+        create(Settings(store=wrong))
+
+
+def test_a_server_that_is_not_there_is_named_at_the_start():
+    with pytest.raises(SetupError, match=r"127\.0\.0\.1:9 does not answer"):
+        create(Settings(store=StoreSettings(url="http://127.0.0.1:9/bucket", access_key="a", secret_key="b")))
+
+
+@pytest.mark.parametrize("path", ["", "/", "/UPPER_CASE", "/a/b"])
+def test_a_url_without_a_usable_bucket_is_refused(s3_settings: StoreSettings, path: str):
+    bad = s3_settings.model_copy(update={"url": s3_settings.url.rpartition("/")[0] + path})
+    with pytest.raises(SetupError, match=r"store\.url"):
+        create(Settings(store=bad))
+
+
+def test_a_url_with_credentials_in_it_is_refused_without_showing_them():
+    with pytest.raises(SetupError) as caught:
+        create(Settings(store=StoreSettings(url="http://me:hush@127.0.0.1:9/bucket")))
+    assert "hush" not in str(caught.value)
+
+
+def test_an_outage_later_is_unavailable_and_passes(tmp_path: Path):
+    with start_s3(tmp_path) as server:
+        store = create(Settings(store=server))
+        store.put_new(KEY, b"1")
+    for call in (
+        lambda: store.put_new(KEY, b"1"),
+        lambda: store.read(KEY),
+        lambda: store.list(""),
+        lambda: store.delete([KEY]),
+    ):
+        with pytest.raises(Unavailable, match="does not answer") as caught:
+            call()
+        assert "Signature" not in str(caught.value)
+
+
+def test_a_process_may_start_during_an_outage_and_stores_once_it_is_over(s3_settings: StoreSettings):
+    with Proxy(s3_settings.url + "-later") as line:
+        line.refuse()
+        settings = Settings(store=s3_settings.model_copy(update={"url": line.url}))
+        store = create(settings, may_be_away=True)
+        with pytest.raises(Unavailable, match="does not answer"):
+            store.put_new(KEY, b"1")
+        line.go_on()
+        assert store.put_new(KEY, b"1"), "the bucket was not made"
+        assert store.read(KEY) == b"1"
+
+
+def test_wrong_credentials_are_refused_even_where_the_store_may_be_away(s3_settings: StoreSettings):
+    wrong = s3_settings.model_copy(update={"secret_key": "not the secret"})
+    with pytest.raises(SetupError, match=r"check store\.access_key"):
+        create(Settings(store=wrong), may_be_away=True)
+
+
+def test_signed_urls_name_the_public_address(s3_settings: StoreSettings):
+    public = s3_settings.model_copy(update={"public_url": "https://files.example/bucket"})
+    assert create(Settings(store=public)).presign("a", 60).startswith("https://files.example/")
+
+
+def test_a_large_file_goes_up_in_parts_whole_and_only_once(s3_settings: StoreSettings, tmp_path: Path):
+    """At the same moment SeaweedFS 4.48 lets two completions through now and then: the winner is still whole."""
+    store = S3Store(s3_settings, part_bytes=5 * 2**20)
+    contents = [os.urandom(11 * 2**20) for _ in range(3)]
+    for i, content in enumerate(contents):
+        (tmp_path / str(i)).write_bytes(content)
+
+    with ThreadPoolExecutor(3) as pool:
+        won = list(pool.map(lambda i: store.put_new("large", tmp_path / str(i)), range(3)))
+
+    winners = [content for content, one_won in zip(contents, won, strict=True) if one_won]
+    assert store.read("large") in winners
+    assert not store.put_new("large", tmp_path / "0")
+    assert store.read("large") in winners
+    assert _unfinished_uploads(store) == 0
+    store.delete(["large"])
+
+
+def test_a_large_file_that_breaks_off_is_never_visible(s3_settings: StoreSettings):
+    class Breaking(io.BytesIO):
+        def read(self, size: int | None = -1) -> bytes:
+            if self.tell() > 0:
+                raise OSError(5, "Input/output error")
+            return super().read(size)
+
+    store = S3Store(s3_settings, part_bytes=5 * 2**20)
+    with pytest.raises(OSError, match="Input/output"):
+        store._put("broken", Breaking(bytes(11 * 2**20)))
+    assert store.list("broken") == []
+    assert _unfinished_uploads(store) == 0
+
+
+def _unfinished_uploads(store: S3Store) -> int:
+    return len(store._client._list_multipart_uploads(store._bucket).uploads)
