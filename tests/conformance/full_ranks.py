@@ -18,11 +18,11 @@ from app.settings import BaseModelSettings
 from tests.conformance.training_ranks import BY_ONE, SFT, SHORT, STEP, VALUED, bad, capture_and_go_on, note, resume
 from workers.training import factory
 from workers.training.base import Create, Load
-from workers.training.trainer import LoraTrainer
+from workers.training.trainer import Trainer
 from workers.training.whole import WholeState
 
 
-def run(backend: LoraTrainer, folder: Path) -> dict[str, np.ndarray]:
+def run(backend: Trainer, folder: Path) -> dict[str, np.ndarray]:
     """Two models by turns, through every kind of Op, behind a critic; what was computed, by name."""
     found = criticize(backend)
     backend.apply({"a": Create(None)})
@@ -51,7 +51,7 @@ def run(backend: LoraTrainer, folder: Path) -> dict[str, np.ndarray]:
     return found
 
 
-def criticize(backend: LoraTrainer) -> dict[str, np.ndarray]:
+def criticize(backend: Trainer) -> dict[str, np.ndarray]:
     """A critic's first Op and step, and its values behind them."""
     found: dict[str, np.ndarray] = {}
     assert backend.apply({"v": Create(None, critic=True)}) == {"v": Done()}
@@ -63,7 +63,7 @@ def criticize(backend: LoraTrainer) -> dict[str, np.ndarray]:
     return found
 
 
-def held_share(backend: LoraTrainer) -> float:
+def held_share(backend: Trainer) -> float:
     """Of all masters, how many elements are in this rank's memory."""
     (masters,) = (state.masters.values() for state in backend._states.values() if isinstance(state, WholeState))
     return sum(m.numel() for m in masters if not m.is_meta) / sum(m.numel() for m in masters)

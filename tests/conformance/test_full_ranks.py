@@ -18,7 +18,7 @@ from tests.models import tiny_qwen3
 from tests.parity.reference import relative_error
 from workers.training import factory
 from workers.training.base import Create
-from workers.training.trainer import LoraTrainer
+from workers.training.trainer import Trainer
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def alone(base: Path) -> LoraTrainer:
+def alone(base: Path) -> Trainer:
     torch.set_num_threads(1)
     backend = factory.create(settings(base, backend="torch"), full=True)
     backend.open()
@@ -35,13 +35,13 @@ def alone(base: Path) -> LoraTrainer:
 
 
 @pytest.fixture(scope="module")
-def wanted(alone: LoraTrainer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]:
+def wanted(alone: Trainer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]:
     return full_ranks.run(alone, tmp_path_factory.mktemp("alone") / "checkpoint")
 
 
 @pytest.mark.parametrize(("stage", "offload"), [(0, False), (1, False), (2, True), (3, True)])
 def test_two_ranks_equal_one_process(
-    base: Path, alone: LoraTrainer, wanted: dict[str, np.ndarray], tmp_path: Path, stage: int, offload: bool
+    base: Path, alone: Trainer, wanted: dict[str, np.ndarray], tmp_path: Path, stage: int, offload: bool
 ) -> None:
     alone.apply({"d": Create(None)})
     for op in (SFT, STEP):
@@ -75,7 +75,7 @@ def settings(base: Path, **trainer: Any) -> BaseModelSettings:
     return BaseModelSettings(name="tiny", path=str(base), dtype="float32", trainer=trainer)
 
 
-def check_resumed(alone: LoraTrainer, folder: Path, model: str, found: dict[str, np.ndarray]) -> None:
+def check_resumed(alone: Trainer, folder: Path, model: str, found: dict[str, np.ndarray]) -> None:
     """One process and two ranks resume a checkpoint to the same, whichever wrote it and its optimizer state."""
     alone.apply({model: Create(None, source=folder, optimizer=True)})
     resumed = resume(alone, model)

@@ -30,7 +30,7 @@ from tests.parity.datums import batch, policy, supervised, valued
 from tests.parity.reference import relative_error
 from workers.training import factory
 from workers.training.base import ADAPTER_FILE, OPTIMIZER_FILE, Create, Load, Writer
-from workers.training.trainer import LoraTrainer
+from workers.training.trainer import Trainer
 
 OF_ADAPTERS: dict[str, dict[str, Any]] = {
     "torch": {"backend": "torch"},
@@ -57,7 +57,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module", params=TRAINERS)
-def backend(request: pytest.FixtureRequest, base: Path) -> Iterator[LoraTrainer]:
+def backend(request: pytest.FixtureRequest, base: Path) -> Iterator[Trainer]:
     torch.set_num_threads(1)
     trainer = {**TRAINERS[request.param], "micro_batch_tokens": 64}
     settings = BaseModelSettings(name="tiny", path=str(base), dtype="float32", trainer=trainer)
@@ -67,12 +67,12 @@ def backend(request: pytest.FixtureRequest, base: Path) -> Iterator[LoraTrainer]
 
 
 @pytest.fixture
-def weights_file(backend: LoraTrainer) -> str:
+def weights_file(backend: Trainer) -> str:
     return "model.safetensors" if backend._full else ADAPTER_FILE
 
 
 @pytest.fixture
-def create(backend: LoraTrainer) -> Iterator[Callable[..., str]]:
+def create(backend: Trainer) -> Iterator[Callable[..., str]]:
     made: list[str] = []
 
     def make(spec: LoraSpec = SPEC, **source: Any) -> str:
@@ -89,11 +89,11 @@ def create(backend: LoraTrainer) -> Iterator[Callable[..., str]]:
         backend.close(model)
 
 
-def apply(backend: LoraTrainer, model: str, op: Any) -> Any:
+def apply(backend: Trainer, model: str, op: Any) -> Any:
     return backend.apply({model: op})[model]
 
 
-def state(backend: LoraTrainer, model: str, folder: Path) -> dict[str, bytes]:
+def state(backend: Trainer, model: str, folder: Path) -> dict[str, bytes]:
     """Adapter, optimizer and pending gradient, to the bit."""
     folder.mkdir(parents=True)
     backend.save(model, folder, optimizer=True)
@@ -128,13 +128,13 @@ def custom(fn: Any, op: ForwardBackward = GOOD) -> ForwardBackward:
     return replace(op, loss_fn="custom", custom=parsed(fn, {"logprobs": rank, "weights": rank}))
 
 
-def test_open_tells_what_the_model_can_take(backend: LoraTrainer) -> None:
+def test_open_tells_what_the_model_can_take(backend: Trainer) -> None:
     info = backend._engine.base.info
     assert (info.name, info.arch, info.vocab_size, info.max_context) == ("tiny", "Qwen3ForCausalLM", VOCAB_SIZE, 512)
     assert info.trainable_groups == ("attn", "mlp", "unembed")
 
 
-def test_describe_reads_the_live_engine(backend: LoraTrainer, request: pytest.FixtureRequest) -> None:
+def test_describe_reads_the_live_engine(backend: Trainer, request: pytest.FixtureRequest) -> None:
     found = backend.describe()
     name = request.node.callspec.params["backend"]
     stage = None if name.endswith("torch") else int(name[-1])
@@ -144,7 +144,7 @@ def test_describe_reads_the_live_engine(backend: LoraTrainer, request: pytest.Fi
 
 
 def test_results_are_in_request_order_and_in_the_shape_of_the_targets(
-    backend: LoraTrainer, create: Callable[..., str]
+    backend: Trainer, create: Callable[..., str]
 ) -> None:
     model = create()
     datums = [*supervised(3, (5, 40), width=2), *supervised(4, (17,), width=3)]
@@ -157,7 +157,7 @@ def test_results_are_in_request_order_and_in_the_shape_of_the_targets(
 
 @pytest.mark.parametrize("op", [GOOD, OTHER], ids=["supervised", "policy"])
 def test_metrics_name_their_reduction_and_hold_the_loss(
-    backend: LoraTrainer, create: Callable[..., str], op: ForwardBackward
+    backend: Trainer, create: Callable[..., str], op: ForwardBackward
 ) -> None:
     metrics = apply(backend, create(), op).metrics
     assert all(name.count(":") == 1 for name in metrics)
@@ -165,7 +165,7 @@ def test_metrics_name_their_reduction_and_hold_the_loss(
     assert np.isfinite(metrics["loss:sum"])
 
 
-def test_the_loss_is_a_sum_over_datums(backend: LoraTrainer, create: Callable[..., str]) -> None:
+def test_the_loss_is_a_sum_over_datums(backend: Trainer, create: Callable[..., str]) -> None:
     model, datums = create(), policy(2, (12, 25, 3))
     whole = apply(backend, model, ForwardBackward(batch(datums), "dro", forward_only=True)).metrics
     parts = [apply(backend, model, ForwardBackward(batch([d]), "dro", forward_only=True)).metrics for d in datums]
@@ -174,7 +174,7 @@ def test_the_loss_is_a_sum_over_datums(backend: LoraTrainer, create: Callable[..
     assert whole["ratio:max"] == pytest.approx(max(part["ratio:max"] for part in parts), rel=1e-5)
 
 
-def test_gradients_add_up_until_the_step(backend: LoraTrainer, create: Callable[..., str]) -> None:
+def test_gradients_add_up_until_the_step(backend: Trainer, create: Callable[..., str]) -> None:
     one, two = create(), create()
     datums = supervised(5, (9, 14, 6))
     apply(backend, one, ForwardBackward(batch(datums), "cross_entropy"))
@@ -185,7 +185,7 @@ def test_gradients_add_up_until_the_step(backend: LoraTrainer, create: Callable[
     assert backend.gradients(two) == {}
 
 
-def test_one_pass_over_two_adapters_equals_each_alone(backend: LoraTrainer, create: Callable[..., str]) -> None:
+def test_one_pass_over_two_adapters_equals_each_alone(backend: Trainer, create: Callable[..., str]) -> None:
     specs = (SPEC, LoraSpec(rank=8, seed=2, train_mlp=False))
     ops = (GOOD, OTHER)
     alone, shared = [create(spec) for spec in specs], [create(spec) for spec in specs]
@@ -198,7 +198,7 @@ def test_one_pass_over_two_adapters_equals_each_alone(backend: LoraTrainer, crea
 
 
 def test_an_op_alone_has_the_same_bits_whatever_else_was_run(
-    backend: LoraTrainer, create: Callable[..., str], tmp_path: Path
+    backend: Trainer, create: Callable[..., str], tmp_path: Path
 ) -> None:
     first, second = create(), create()
     apply(backend, first, GOOD)
@@ -207,7 +207,7 @@ def test_an_op_alone_has_the_same_bits_whatever_else_was_run(
     assert state(backend, first, tmp_path / "1") == state(backend, second, tmp_path / "2")
 
 
-def test_forward_only_changes_nothing(backend: LoraTrainer, create: Callable[..., str], tmp_path: Path) -> None:
+def test_forward_only_changes_nothing(backend: Trainer, create: Callable[..., str], tmp_path: Path) -> None:
     model = create()
     apply(backend, model, GOOD)
     before = state(backend, model, tmp_path / "before")
@@ -218,7 +218,7 @@ def test_forward_only_changes_nothing(backend: LoraTrainer, create: Callable[...
 
 @pytest.mark.parametrize("forward_only", [False, True])
 def test_a_failed_op_names_its_datum_and_leaves_the_state_bit_identical(
-    backend: LoraTrainer, create: Callable[..., str], tmp_path: Path, forward_only: bool
+    backend: Trainer, create: Callable[..., str], tmp_path: Path, forward_only: bool
 ) -> None:
     model, spared = create(), create()
     for one in (model, spared):
@@ -234,7 +234,7 @@ def test_a_failed_op_names_its_datum_and_leaves_the_state_bit_identical(
     assert state(backend, model, tmp_path / "model") == state(backend, spared, tmp_path / "spared")
 
 
-def test_a_finite_loss_with_an_endless_gradient_fails_too(backend: LoraTrainer, create: Callable[..., str]) -> None:
+def test_a_finite_loss_with_an_endless_gradient_fails_too(backend: Trainer, create: Callable[..., str]) -> None:
     # ppo clips the loss of an overflowed ratio, but its derivative is 0 x inf.
     datums = policy(2, (12,))
     datums[0]["logprobs"][-1], datums[0]["advantages"][-1] = -1e4, 1.0
@@ -250,7 +250,7 @@ FAILING = {
 
 
 @pytest.mark.parametrize("case", FAILING)
-def test_a_neighbour_of_a_failed_op_is_as_if_alone(backend: LoraTrainer, create: Callable[..., str], case: str) -> None:
+def test_a_neighbour_of_a_failed_op_is_as_if_alone(backend: Trainer, create: Callable[..., str], case: str) -> None:
     failing, why = FAILING[case]
     bad, neighbour, alone = create(), create(), create()
     results = backend.apply({bad: failing, neighbour: GOOD})
@@ -264,7 +264,7 @@ def test_a_neighbour_of_a_failed_op_is_as_if_alone(backend: LoraTrainer, create:
 
 @pytest.mark.parametrize("width", [0, 3])
 def test_a_custom_loss_of_a_known_formula_gives_that_losses_bits(
-    backend: LoraTrainer, create: Callable[..., str], width: int
+    backend: Trainer, create: Callable[..., str], width: int
 ) -> None:
     known = ForwardBackward(batch(supervised(5, (9, 30, 4), width)), "cross_entropy")
     models = create(), create()
@@ -275,7 +275,7 @@ def test_a_custom_loss_of_a_known_formula_gives_that_losses_bits(
     assert all(gradients[1][name].tobytes() == found.tobytes() for name, found in gradients[0].items())
 
 
-def test_save_and_load_resume_bit_for_bit(backend: LoraTrainer, create: Callable[..., str], tmp_path: Path) -> None:
+def test_save_and_load_resume_bit_for_bit(backend: Trainer, create: Callable[..., str], tmp_path: Path) -> None:
     model, other = create(), create(replace(SPEC, seed=7))
     saved = state(backend, model, tmp_path / "saved")
     assert apply(backend, other, Load(tmp_path / "saved", optimizer=True)) == Done()
@@ -290,7 +290,7 @@ def test_save_and_load_resume_bit_for_bit(backend: LoraTrainer, create: Callable
 
 @pytest.mark.parametrize("optimizer", [True, False])
 def test_what_was_captured_is_written_bit_for_bit_whatever_was_run_since(
-    backend: LoraTrainer, create: Callable[..., str], tmp_path: Path, optimizer: bool
+    backend: Trainer, create: Callable[..., str], tmp_path: Path, optimizer: bool
 ) -> None:
     model = create()
     then = files(tmp_path / "then", lambda folder: backend.save(model, folder, optimizer=optimizer))
@@ -307,7 +307,7 @@ def test_what_was_captured_is_written_bit_for_bit_whatever_was_run_since(
 
 @pytest.mark.parametrize("spec", [SPEC, replace(SPEC, train_unembed=False)], ids=["head trained", "head tied"])
 def test_an_export_scores_as_the_model_did_and_needs_neither_peft_nor_the_base(
-    backend: LoraTrainer, create: Callable[..., str], tmp_path: Path, spec: LoraSpec
+    backend: Trainer, create: Callable[..., str], tmp_path: Path, spec: LoraSpec
 ) -> None:
     model = create(spec)
     looked = replace(GOOD, forward_only=True)
@@ -328,7 +328,7 @@ def test_an_export_scores_as_the_model_did_and_needs_neither_peft_nor_the_base(
 
 
 def test_an_export_is_written_the_same_whatever_was_run_since_and_by_a_full_disk_is_an_os_error(
-    backend: LoraTrainer, create: Callable[..., str], tmp_path: Path
+    backend: Trainer, create: Callable[..., str], tmp_path: Path
 ) -> None:
     model = create()
     then = files(tmp_path / "then", backend.export(model))
@@ -340,9 +340,7 @@ def test_an_export_is_written_the_same_whatever_was_run_since_and_by_a_full_disk
         write(tmp_path / "full")
 
 
-def test_to_capture_leaves_the_model_as_it_was(
-    backend: LoraTrainer, create: Callable[..., str], tmp_path: Path
-) -> None:
+def test_to_capture_leaves_the_model_as_it_was(backend: Trainer, create: Callable[..., str], tmp_path: Path) -> None:
     captured, spared = create(), create()
     for model in (captured, spared):
         apply(backend, model, GOOD)
@@ -354,7 +352,7 @@ def test_to_capture_leaves_the_model_as_it_was(
 
 
 def test_a_full_disk_is_an_os_error_and_the_model_goes_on(
-    backend: LoraTrainer, create: Callable[..., str], tmp_path: Path
+    backend: Trainer, create: Callable[..., str], tmp_path: Path
 ) -> None:
     model = create()
     (tmp_path / "full").mkdir()
@@ -364,7 +362,7 @@ def test_a_full_disk_is_an_os_error_and_the_model_goes_on(
     assert isinstance(apply(backend, model, GOOD), ForwardBackwardOutput)
 
 
-def test_a_model_that_is_not_here_cannot_be_captured(backend: LoraTrainer) -> None:
+def test_a_model_that_is_not_here_cannot_be_captured(backend: Trainer) -> None:
     with pytest.raises(ServerOpError, match="not loaded"):
         backend.capture("nobody", optimizer=True)
     with pytest.raises(ServerOpError, match="not loaded"):
@@ -372,9 +370,7 @@ def test_a_model_that_is_not_here_cannot_be_captured(backend: LoraTrainer) -> No
     assert backend.healthy()
 
 
-def test_loading_without_the_optimizer_resets_it(
-    backend: LoraTrainer, create: Callable[..., str], tmp_path: Path
-) -> None:
+def test_loading_without_the_optimizer_resets_it(backend: Trainer, create: Callable[..., str], tmp_path: Path) -> None:
     model = create()
     (tmp_path / "saved").mkdir()
     backend.save(model, tmp_path / "saved", optimizer=False)
@@ -388,7 +384,7 @@ def test_loading_without_the_optimizer_resets_it(
 
 @pytest.mark.parametrize("case", ["no optimizer", "damaged", "missing"])
 def test_a_checkpoint_that_cannot_be_used_changes_nothing(
-    backend: LoraTrainer, create: Callable[..., str], tmp_path: Path, weights_file: str, case: str
+    backend: Trainer, create: Callable[..., str], tmp_path: Path, weights_file: str, case: str
 ) -> None:
     folder = tmp_path / "saved"
     folder.mkdir()
@@ -402,7 +398,7 @@ def test_a_checkpoint_that_cannot_be_used_changes_nothing(
 @of_adapters
 @pytest.mark.parametrize("spec", [LoraSpec(rank=5), LoraSpec(rank=4, train_mlp=False)])
 def test_an_adapter_of_another_shape_changes_nothing(
-    backend: LoraTrainer, create: Callable[..., str], tmp_path: Path, spec: LoraSpec
+    backend: Trainer, create: Callable[..., str], tmp_path: Path, spec: LoraSpec
 ) -> None:
     backend.save(create(spec), tmp_path, optimizer=True)
     check_refused(backend, create(), tmp_path)
@@ -411,7 +407,7 @@ def test_an_adapter_of_another_shape_changes_nothing(
 @pytest.mark.parametrize("backend", OF_WEIGHTS, indirect=True)
 @pytest.mark.parametrize("case", ["llama", "qwen3", "a tensor less"])
 def test_weights_of_another_model_change_nothing(
-    backend: LoraTrainer, create: Callable[..., str], tmp_path: Path, case: str
+    backend: Trainer, create: Callable[..., str], tmp_path: Path, case: str
 ) -> None:
     folder = tmp_path / "other"
     if case in architectures.CASES:
@@ -425,12 +421,12 @@ def test_weights_of_another_model_change_nothing(
 
 
 @pytest.mark.parametrize("backend", ["torch", "full torch"], indirect=True)
-def test_a_trainer_makes_models_of_its_own_kind_alone(backend: LoraTrainer) -> None:
+def test_a_trainer_makes_models_of_its_own_kind_alone(backend: Trainer) -> None:
     error = apply(backend, "other", Create(SPEC if backend._full else None))
     assert isinstance(error, UserOpError)
 
 
-def check_refused(backend: LoraTrainer, model: str, folder: Path, *, optimizer: bool = True) -> None:
+def check_refused(backend: Trainer, model: str, folder: Path, *, optimizer: bool = True) -> None:
     """`model` does not load it, and is as it was."""
     tmp_path = folder.with_name(f"states-{next(_numbers)}")
     apply(backend, model, GOOD)
@@ -440,7 +436,7 @@ def check_refused(backend: LoraTrainer, model: str, folder: Path, *, optimizer: 
 
 
 def test_a_step_without_gradients_is_a_step_on_zeros(
-    backend: LoraTrainer, create: Callable[..., str], tmp_path: Path
+    backend: Trainer, create: Callable[..., str], tmp_path: Path
 ) -> None:
     dropped, empty, never = create(), create(), create()
     apply(backend, dropped, GOOD)
@@ -454,7 +450,7 @@ def test_a_step_without_gradients_is_a_step_on_zeros(
     assert ends[0] == ends[1] == ends[2] != before
 
 
-def test_the_norm_a_step_reports_is_from_before_clipping(backend: LoraTrainer, create: Callable[..., str]) -> None:
+def test_the_norm_a_step_reports_is_from_before_clipping(backend: Trainer, create: Callable[..., str]) -> None:
     free, clipped = create(), create()
     for model in (free, clipped):
         apply(backend, model, GOOD)
@@ -465,7 +461,7 @@ def test_the_norm_a_step_reports_is_from_before_clipping(backend: LoraTrainer, c
 
 
 def test_the_norm_of_the_parameters_is_from_after_the_step(
-    backend: LoraTrainer, create: Callable[..., str], tmp_path: Path, weights_file: str
+    backend: Trainer, create: Callable[..., str], tmp_path: Path, weights_file: str
 ) -> None:
     model = create()
     apply(backend, model, GOOD)
@@ -475,21 +471,21 @@ def test_the_norm_of_the_parameters_is_from_after_the_step(
     assert found == pytest.approx(float(np.sqrt(sum((p.double() ** 2).sum() for p in saved))), rel=1e-6)
 
 
-def test_a_model_that_is_not_here_is_our_fault(backend: LoraTrainer) -> None:
+def test_a_model_that_is_not_here_is_our_fault(backend: Trainer) -> None:
     backend.close("nobody")
     for op in (GOOD, STEP, DropGradients()):
         assert isinstance(apply(backend, "nobody", op), ServerOpError)
 
 
 @of_adapters
-def test_an_adapter_on_nothing_is_refused(backend: LoraTrainer) -> None:
+def test_an_adapter_on_nothing_is_refused(backend: Trainer) -> None:
     spec = LoraSpec(rank=4, train_attn=False, train_mlp=False, train_unembed=False)
     assert isinstance(apply(backend, "nothing", Create(spec)), UserOpError)
 
 
 @of_adapters
 def test_a_critic_has_a_head_of_its_own_and_no_pair_on_the_bases(
-    backend: LoraTrainer, create: Callable[..., str], tmp_path: Path
+    backend: Trainer, create: Callable[..., str], tmp_path: Path
 ) -> None:
     model = create(critic=True)
     output = apply(backend, model, VALUED)
@@ -502,9 +498,7 @@ def test_a_critic_has_a_head_of_its_own_and_no_pair_on_the_bases(
 
 
 @of_adapters
-def test_a_critic_is_drawn_from_its_seed_alone(
-    backend: LoraTrainer, create: Callable[..., str], tmp_path: Path
-) -> None:
+def test_a_critic_is_drawn_from_its_seed_alone(backend: Trainer, create: Callable[..., str], tmp_path: Path) -> None:
     heads = []
     for seed in (5, 5, 6):
         apply(backend, "fresh", Create(replace(SPEC, seed=seed), critic=True))
@@ -519,9 +513,7 @@ def test_a_critic_is_drawn_from_its_seed_alone(
 
 
 @of_adapters
-def test_critics_and_policies_in_one_call_are_each_as_if_alone(
-    backend: LoraTrainer, create: Callable[..., str]
-) -> None:
+def test_critics_and_policies_in_one_call_are_each_as_if_alone(backend: Trainer, create: Callable[..., str]) -> None:
     kinds: list[tuple[LoraSpec, dict[str, Any], ForwardBackward]] = [
         (SPEC, {"critic": True}, VALUED),
         (SPEC, {}, GOOD),
@@ -536,7 +528,7 @@ def test_critics_and_policies_in_one_call_are_each_as_if_alone(
 
 
 @of_adapters
-def test_a_critic_resumes_bit_for_bit(backend: LoraTrainer, create: Callable[..., str], tmp_path: Path) -> None:
+def test_a_critic_resumes_bit_for_bit(backend: Trainer, create: Callable[..., str], tmp_path: Path) -> None:
     model, other = create(critic=True), create(replace(SPEC, seed=7), critic=True)
     saved = state(backend, model, tmp_path / "saved")
     assert apply(backend, other, Load(tmp_path / "saved", optimizer=True)) == Done()
@@ -551,7 +543,7 @@ def test_a_critic_resumes_bit_for_bit(backend: LoraTrainer, create: Callable[...
 @of_adapters
 @pytest.mark.parametrize("critic", [True, False])
 def test_weights_of_the_other_role_change_nothing(
-    backend: LoraTrainer, create: Callable[..., str], tmp_path: Path, critic: bool
+    backend: Trainer, create: Callable[..., str], tmp_path: Path, critic: bool
 ) -> None:
     # Without the head's pair a policy's adapter differs in the value head alone.
     spec = replace(SPEC, train_unembed=False)

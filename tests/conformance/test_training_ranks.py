@@ -24,7 +24,7 @@ from tests.parity.reference import relative_error
 from workers.multinode import read_hostfile, run
 from workers.training import factory
 from workers.training.base import Create
-from workers.training.trainer import LoraTrainer
+from workers.training.trainer import Trainer
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 240
@@ -36,7 +36,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def alone(base: Path) -> LoraTrainer:
+def alone(base: Path) -> Trainer:
     torch.set_num_threads(1)
     backend = factory.create(settings(base, backend="torch"))
     backend.open()
@@ -44,7 +44,7 @@ def alone(base: Path) -> LoraTrainer:
 
 
 @pytest.fixture(scope="module")
-def wanted(alone: LoraTrainer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]:
+def wanted(alone: Trainer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]:
     return training_ranks.run(alone, tmp_path_factory.mktemp("alone") / "checkpoint")
 
 
@@ -80,7 +80,7 @@ def run_group(module: str, *arguments: str) -> list[int]:
 
 @pytest.mark.parametrize(("stage", "offload"), [(0, False), (1, False), (2, False), (3, False), (3, True)])
 def test_two_ranks_equal_one_process(
-    base: Path, alone: LoraTrainer, wanted: dict[str, np.ndarray], tmp_path: Path, stage: int, offload: bool
+    base: Path, alone: Trainer, wanted: dict[str, np.ndarray], tmp_path: Path, stage: int, offload: bool
 ) -> None:
     written_by_one(alone, tmp_path / training_ranks.BY_ONE)
     assert run_ranks(base, tmp_path, stage, "stay", offload=offload) == [0, 0]
@@ -117,7 +117,7 @@ def test_two_hosts_equal_one_process(
     assert json.loads((tmp_path / "describe.json").read_text())["ranks"] == 2
 
 
-def written_by_one(alone: LoraTrainer, folder: Path) -> None:
+def written_by_one(alone: Trainer, folder: Path) -> None:
     """A checkpoint with an optimizer state, for two ranks to resume."""
     alone.apply({"d": Create(LoraSpec(rank=4, seed=9))})
     for op in (training_ranks.SFT, training_ranks.STEP):
@@ -126,7 +126,7 @@ def written_by_one(alone: LoraTrainer, folder: Path) -> None:
     alone.save("d", folder, optimizer=True)
 
 
-def check_exported(alone: LoraTrainer, folder: Path, exported: Path) -> None:
+def check_exported(alone: Trainer, folder: Path, exported: Path) -> None:
     """The merged model of two ranks is that of one process, bit for bit."""
     alone.apply({"e": Create(LoraSpec(1), source=folder)})
     alone.export("e")(folder.with_name("exported by one"))
@@ -134,7 +134,7 @@ def check_exported(alone: LoraTrainer, folder: Path, exported: Path) -> None:
     assert {path.name: path.read_bytes() for path in exported.iterdir()} == wanted
 
 
-def check_resumed(alone: LoraTrainer, folder: Path, model: str, found: dict[str, np.ndarray]) -> None:
+def check_resumed(alone: Trainer, folder: Path, model: str, found: dict[str, np.ndarray]) -> None:
     """One process and two ranks resume a checkpoint to the same, whichever wrote it and its optimizer state."""
     alone.apply({model: Create(LoraSpec(1), source=folder, optimizer=True)})
     resumed = training_ranks.resume(alone, model)

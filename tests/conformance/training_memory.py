@@ -18,7 +18,7 @@ from tests.conformance.test_training_backend import TRAINERS
 from tests.parity.datums import batch, supervised
 from workers.training import factory
 from workers.training.base import Create
-from workers.training.trainer import LoraTrainer
+from workers.training.trainer import Trainer
 
 BUDGET = 20_000
 GOOD = ForwardBackward(batch(supervised(1, (9, 30, 4))), "cross_entropy")
@@ -41,7 +41,7 @@ def little_memory() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, before)
 
 
-def gradients(backend: LoraTrainer, model: str) -> Mapping[str, bytes]:
+def gradients(backend: Trainer, model: str) -> Mapping[str, bytes]:
     return {name: gradient.tobytes() for name, gradient in backend.gradients(model).items()}
 
 

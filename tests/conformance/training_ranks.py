@@ -23,7 +23,7 @@ from tests.parity.datums import batch, policy, supervised, valued
 from workers import lora
 from workers.training import factory
 from workers.training.base import Create, Load
-from workers.training.trainer import LoraTrainer
+from workers.training.trainer import Trainer
 
 BY_ONE = "written by one process"
 STEP = OptimStep(AdamParams(learning_rate=1e-2, eps=1e-8, grad_clip_norm=5.0))
@@ -35,7 +35,7 @@ VALUED = ForwardBackward(batch(valued(4, (9, 30, 4, 22, 17))), "ppo_critic")
 SHORT_VALUED = ForwardBackward(batch(valued(5, (6,))), "ppo_critic")
 
 
-def run(backend: LoraTrainer, folder: Path) -> dict[str, np.ndarray]:
+def run(backend: Trainer, folder: Path) -> dict[str, np.ndarray]:
     """Two adapters of different ranks and reach, through every kind of Op; what was computed, by name."""
     found = criticize(backend)
     backend.apply({"a": Create(LoraSpec(rank=4, seed=1)), "b": Create(LoraSpec(8, train_attn=False, train_mlp=False))})
@@ -60,7 +60,7 @@ def run(backend: LoraTrainer, folder: Path) -> dict[str, np.ndarray]:
     return found | resume(backend, "a") | resume(backend, "c") | resume_by_one(backend, folder.with_name(BY_ONE))
 
 
-def criticize(backend: LoraTrainer) -> dict[str, np.ndarray]:
+def criticize(backend: Trainer) -> dict[str, np.ndarray]:
     """Two critics and a policy: the first Op of each, a step, and the values behind it."""
     backend.apply({"v": Create(LoraSpec(4, seed=1), critic=True), "w": Create(LoraSpec(8), critic=True)})
     backend.apply({"p": Create(LoraSpec(4, seed=1))})
@@ -75,7 +75,7 @@ def criticize(backend: LoraTrainer) -> dict[str, np.ndarray]:
     return found
 
 
-def resume_by_one(backend: LoraTrainer, folder: Path) -> dict[str, np.ndarray]:
+def resume_by_one(backend: Trainer, folder: Path) -> dict[str, np.ndarray]:
     """What was written by one process, if it is there."""
     if not folder.exists():
         return {}
@@ -84,7 +84,7 @@ def resume_by_one(backend: LoraTrainer, folder: Path) -> dict[str, np.ndarray]:
     return resume(backend, "d")
 
 
-def capture_and_go_on(backend: LoraTrainer, saved: Path) -> None:
+def capture_and_go_on(backend: Trainer, saved: Path) -> None:
     """What is captured of "a" now, and written when it has moved on, is what was just saved, bit for bit."""
     write = backend.capture("a", optimizer=True)
     for op in (SFT, STEP):
@@ -96,7 +96,7 @@ def capture_and_go_on(backend: LoraTrainer, saved: Path) -> None:
     assert captured == {path.name: path.read_bytes() for path in saved.iterdir()}
 
 
-def resume(backend: LoraTrainer, model: str) -> dict[str, np.ndarray]:
+def resume(backend: Trainer, model: str) -> dict[str, np.ndarray]:
     """The next step of a model and what it says then."""
     found: dict[str, np.ndarray] = {}
     backend.apply({model: SFT})
@@ -130,7 +130,7 @@ def read_late() -> None:
     lora.read_peft = late
 
 
-def end_alone(backend: LoraTrainer, follower: int) -> None:
+def end_alone(backend: Trainer, follower: int) -> None:
     """Go on and close when the other rank is gone: what needs it fails at once, and nothing waits for it."""
     backend.apply({"a": Create(LoraSpec(rank=4, seed=1)), "b": Create(LoraSpec(rank=4, seed=1))})
     assert backend.healthy()
@@ -155,7 +155,7 @@ def read_nothing() -> None:
     lora.read_peft = unreadable
 
 
-def end_apart(backend: LoraTrainer, folder: Path) -> None:
+def end_apart(backend: Trainer, folder: Path) -> None:
     """One rank has read a checkpoint and the other has not: they are of no use together."""
     backend.apply({"a": Create(LoraSpec(rank=4, seed=1))})
     folder.mkdir()

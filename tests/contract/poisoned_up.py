@@ -32,17 +32,17 @@ def _poisoned_table(settings: Settings, settings_file: Path) -> Iterator[Command
 
 def _trainer() -> None:
     from workers import trainer
-    from workers.training.trainer import LoraTrainer
+    from workers.training.trainer import Trainer
 
-    run = LoraTrainer.apply
+    run = Trainer.apply
 
-    def apply(self: LoraTrainer, ops: Mapping[str, Any]) -> Any:
+    def apply(self: Trainer, ops: Mapping[str, Any]) -> Any:
         for op in ops.values():
             if isinstance(op, ForwardBackward) and op.batch.tokens.values[0] == POISON:
                 os._exit(9)
         return run(self, ops)
 
-    LoraTrainer.apply = apply
+    Trainer.apply = apply
     trainer.main()
 
 

@@ -15,7 +15,7 @@ from tests.parity.datums import batch, supervised
 from tests.parity.reference import Reference
 from tests.parity.training import LENGTHS, STEP, apply, open_trainer, reference_of
 from workers.training.base import Create
-from workers.training.trainer import LoraTrainer
+from workers.training.trainer import Trainer
 
 SPEC = LoraSpec(rank=4, seed=1)
 _numbers = count()
@@ -27,12 +27,12 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def trainer(base: Path) -> LoraTrainer:
+def trainer(base: Path) -> Trainer:
     return open_trainer(base, "float32")
 
 
 @pytest.fixture
-def create(trainer: LoraTrainer) -> Iterator[Callable[..., str]]:
+def create(trainer: Trainer) -> Iterator[Callable[..., str]]:
     made: list[str] = []
 
     def make(spec: LoraSpec = SPEC, steps: int = 2) -> str:
@@ -55,6 +55,6 @@ def model(create: Callable[..., str]) -> str:
 
 
 @pytest.fixture
-def reference(trainer: LoraTrainer, base: Path, model: str, tmp_path: Path) -> Reference:
+def reference(trainer: Trainer, base: Path, model: str, tmp_path: Path) -> Reference:
     """`model` as it is when the test starts."""
     return reference_of(trainer, model, base, tmp_path / "peft")

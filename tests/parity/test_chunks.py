@@ -14,7 +14,7 @@ from app.wire.results import encode_forward_backward
 from tests.parity.datums import Datum, batch, data, supervised
 from tests.parity.reference import relative_error
 from tests.parity.training import LENGTHS, LOSSES, run
-from workers.training.trainer import LoraTrainer
+from workers.training.trainer import Trainer
 
 # Of the second chunk no token has an advantage, of the third one datum is a single token.
 CUTS = ((0, 2), (3, 4), (2, 3), (4, 6))
@@ -26,7 +26,7 @@ CASES: dict[str, tuple[str, list[Datum]]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_chunks_merged_by_the_sdk_equal_the_whole(trainer: LoraTrainer, create: Callable[..., str], case: str) -> None:
+def test_chunks_merged_by_the_sdk_equal_the_whole(trainer: Trainer, create: Callable[..., str], case: str) -> None:
     loss_fn, datums = CASES[case]
     ordered = [datum for start, stop in CUTS for datum in datums[start:stop]]
     whole, parts = create(), create()
@@ -45,7 +45,7 @@ def test_chunks_merged_by_the_sdk_equal_the_whole(trainer: LoraTrainer, create: 
 
 
 @pytest.mark.parametrize("loss_fn", LOSSES)
-def test_every_metric_has_a_reduction_the_sdk_knows(trainer: LoraTrainer, model: str, loss_fn: str) -> None:
+def test_every_metric_has_a_reduction_the_sdk_knows(trainer: Trainer, model: str, loss_fn: str) -> None:
     """A key with another suffix is dropped by the merge, one without a single colon breaks it."""
     metrics = run(trainer, model, ForwardBackward(batch(data(loss_fn, 4, LENGTHS)), loss_fn, {"entropy": 1.0})).metrics
     assert all(key.count(":") == 1 and key.split(":")[1] in REDUCE_MAP for key in metrics)

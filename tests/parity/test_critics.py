@@ -31,7 +31,7 @@ from tests.parity.test_random_batches import length
 from tests.parity.training import LENGTHS, STEP, apply, open_trainer, state
 from workers.training import factory
 from workers.training.base import Create
-from workers.training.trainer import LoraTrainer
+from workers.training.trainer import Trainer
 
 SPEC = LoraSpec(rank=4, seed=1)
 CASES: dict[str, dict[str, float]] = {
@@ -43,7 +43,7 @@ _numbers = count()
 
 
 @pytest.fixture
-def create(trainer: LoraTrainer) -> Iterator[Callable[..., str]]:
+def create(trainer: Trainer) -> Iterator[Callable[..., str]]:
     made: list[str] = []
 
     def make(spec: LoraSpec = SPEC, steps: int = 2) -> str:
@@ -64,20 +64,20 @@ def op(datums: list[Datum], **config: float) -> ForwardBackward:
     return ForwardBackward(batch(datums), "ppo_critic", config)
 
 
-def run(trainer: LoraTrainer, model: str, datums: list[Datum], **config: float) -> CriticOutput:
+def run(trainer: Trainer, model: str, datums: list[Datum], **config: float) -> CriticOutput:
     output = apply(trainer, model, op(datums, **config))
     assert isinstance(output, CriticOutput), output
     return output
 
 
-def reference_of(trainer: LoraTrainer, model: str, base: Path, folder: Path) -> CriticReference:
+def reference_of(trainer: Trainer, model: str, base: Path, folder: Path) -> CriticReference:
     folder.mkdir()
     trainer.save(model, folder, optimizer=False)
     return CriticReference(base, folder)
 
 
 def test_values_are_those_of_a_sequence_classifier_loaded_with_peft(
-    trainer: LoraTrainer, create: Callable[..., str], base: Path, tmp_path: Path
+    trainer: Trainer, create: Callable[..., str], base: Path, tmp_path: Path
 ) -> None:
     model = create()
     twin = reference_of(trainer, model, base, tmp_path / "peft")
@@ -93,7 +93,7 @@ def test_values_are_those_of_a_sequence_classifier_loaded_with_peft(
 
 @pytest.mark.parametrize("case", CASES)
 def test_loss_gradients_and_metrics_equal_the_reference(
-    trainer: LoraTrainer, create: Callable[..., str], base: Path, tmp_path: Path, case: str
+    trainer: Trainer, create: Callable[..., str], base: Path, tmp_path: Path, case: str
 ) -> None:
     model, datums = create(), valued(9, LENGTHS)
     twin = reference_of(trainer, model, base, tmp_path / "peft")
@@ -113,7 +113,7 @@ BOUND = 1e-3
 
 @pytest.mark.parametrize("clip", [0.0, 1e-2])
 def test_five_steps_stay_with_the_reference(
-    trainer: LoraTrainer, create: Callable[..., str], base: Path, tmp_path: Path, clip: float
+    trainer: Trainer, create: Callable[..., str], base: Path, tmp_path: Path, clip: float
 ) -> None:
     model, params = create(steps=0), AdamParams(learning_rate=1e-2, eps=1e-8, grad_clip_norm=clip)
     twin = reference_of(trainer, model, base, tmp_path / "start")
@@ -131,7 +131,7 @@ def test_five_steps_stay_with_the_reference(
     assert relative_error(moved, wanted) < BOUND
 
 
-def test_chunks_merged_by_the_sdk_equal_the_whole(trainer: LoraTrainer, create: Callable[..., str]) -> None:
+def test_chunks_merged_by_the_sdk_equal_the_whole(trainer: Trainer, create: Callable[..., str]) -> None:
     whole, parts = create(), create()
     datums = valued(4, (*LENGTHS, 1))
 
@@ -146,9 +146,7 @@ def test_chunks_merged_by_the_sdk_equal_the_whole(trainer: LoraTrainer, create: 
         np.testing.assert_allclose(one["values"].to_numpy(), same["values"].to_numpy(), rtol=0, atol=1e-5)
 
 
-def test_critics_in_one_pass_beside_policies_are_each_as_if_alone(
-    trainer: LoraTrainer, create: Callable[..., str]
-) -> None:
+def test_critics_in_one_pass_beside_policies_are_each_as_if_alone(trainer: Trainer, create: Callable[..., str]) -> None:
     specs = [LoraSpec(rank, train_mlp=rank != 2, seed=rank) for rank in (1, 2, 8)]
     alone, together = [create(spec) for spec in specs], [create(spec) for spec in specs]
     ops = [op(valued(i, tuple(5 + (7 * i + 11 * j) % 37 for j in range(3)))) for i in range(len(specs))]
@@ -168,7 +166,7 @@ def test_critics_in_one_pass_beside_policies_are_each_as_if_alone(
 
 
 def test_a_forward_gives_values_alone_and_changes_nothing(
-    trainer: LoraTrainer, create: Callable[..., str], tmp_path: Path
+    trainer: Trainer, create: Callable[..., str], tmp_path: Path
 ) -> None:
     model, datums = create(), valued(9, LENGTHS)
     before = state(trainer, model, tmp_path / "before")
@@ -180,7 +178,7 @@ def test_a_forward_gives_values_alone_and_changes_nothing(
 
 
 def test_a_value_that_overflows_fails_by_datum_and_leaves_the_state_bit_identical(
-    trainer: LoraTrainer, create: Callable[..., str], tmp_path: Path
+    trainer: Trainer, create: Callable[..., str], tmp_path: Path
 ) -> None:
     model = create()
     run(trainer, model, valued(3, LENGTHS))
@@ -274,8 +272,8 @@ def drawn(draw: st.DrawFn) -> Datum:
 
 @pytest.fixture(scope="module")
 def twins(
-    trainer: LoraTrainer, base: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[LoraTrainer, CriticReference]]:
+    trainer: Trainer, base: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Trainer, CriticReference]]:
     apply(trainer, "random", Create(SPEC, critic=True))
     run(trainer, "random", valued(0, LENGTHS))
     apply(trainer, "random", STEP)
@@ -294,7 +292,7 @@ def twins(
 )
 @given(datums=st.lists(drawn(), min_size=1, max_size=5), clip=st.floats(0, 3, width=32))
 def test_any_batch_equals_the_reference(
-    twins: tuple[LoraTrainer, CriticReference], datums: list[Datum], clip: float
+    twins: tuple[Trainer, CriticReference], datums: list[Datum], clip: float
 ) -> None:
     """Loss and gradient within 1e-5 of the tokens' own sizes, since weights of either sign may leave little of them."""
     trainer, reference = twins

@@ -21,7 +21,7 @@ from tests.parity.reference import FullCriticReference, FullReference, relative_
 from tests.parity.training import LENGTHS, apply, run
 from workers.training import factory
 from workers.training.base import Create, Load
-from workers.training.trainer import LoraTrainer
+from workers.training.trainer import Trainer
 
 # Heads tied and untied, logits capped and scaled, stacked experts, and one of which autograd makes all gradients.
 CASES = ("llama", "llama, tied head", "gemma2", "granite", "qwen3-moe", "cohere (unlisted)")
@@ -33,7 +33,7 @@ STEPS = {
 BOUND = 1e-3
 
 
-def open_full(base: Path, dtype: str = "float32", **trainer: Any) -> LoraTrainer:
+def open_full(base: Path, dtype: str = "float32", **trainer: Any) -> Trainer:
     torch.set_num_threads(1)
     trainer = {"backend": "torch", "micro_batch_tokens": 64, **trainer}
     backend = factory.create(BaseModelSettings(name="tiny", path=str(base), dtype=dtype, trainer=trainer), full=True)
@@ -41,13 +41,13 @@ def open_full(base: Path, dtype: str = "float32", **trainer: Any) -> LoraTrainer
     return backend
 
 
-def open_policy(base: Path, dtype: str = "float32", **trainer: Any) -> LoraTrainer:
+def open_policy(base: Path, dtype: str = "float32", **trainer: Any) -> Trainer:
     backend = open_full(base, dtype, **trainer)
     assert apply(backend, "m", Create(None)) == Done()
     return backend
 
 
-def reference_of(backend: LoraTrainer, folder: Path) -> FullReference:
+def reference_of(backend: Trainer, folder: Path) -> FullReference:
     folder.mkdir()
     backend.save("m", folder, optimizer=True)
     return FullReference(folder)

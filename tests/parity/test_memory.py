@@ -19,7 +19,7 @@ from tests.parity.datums import Datum, batch, supervised
 from tests.parity.reference import Reference, relative_error
 from workers.training import factory
 from workers.training.base import Create
-from workers.training.trainer import LoraTrainer
+from workers.training.trainer import Trainer
 
 LENGTHS = (23, 7, 40, 2, 31, 60, 60)
 # Rounding to bf16 is worth 2^-9 = 0.002 each time; transformers itself comes to 0.003 and 0.021 here.
@@ -31,7 +31,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_qwen3(tmp_path_factory.mktemp("base"))
 
 
-def opened(base: Path, dtype: str = "float32", **trainer: Any) -> LoraTrainer:
+def opened(base: Path, dtype: str = "float32", **trainer: Any) -> Trainer:
     """With two models, of unlike adapters, a step from their start."""
     torch.set_num_threads(1)
     trainer = {"backend": "torch", "micro_batch_tokens": 128, **trainer}
@@ -44,7 +44,7 @@ def opened(base: Path, dtype: str = "float32", **trainer: Any) -> LoraTrainer:
     return backend
 
 
-def both(backend: LoraTrainer, seed: int) -> dict[str, np.ndarray]:
+def both(backend: Trainer, seed: int) -> dict[str, np.ndarray]:
     """A pass over both models: what they say of it, and their gradients."""
     ops = {
         model: ForwardBackward(batch(supervised(seed + i, LENGTHS)), "cross_entropy")

@@ -17,7 +17,7 @@ from tests.parity.datums import Datum, batch, supervised
 from tests.parity.reference import Reference
 from tests.parity.training import LENGTHS, LOSSES, STEP, apply, reference_of, run
 from workers.training.base import Create, DropGradients
-from workers.training.trainer import LoraTrainer
+from workers.training.trainer import Trainer
 
 THRESHOLDS = ("clip_low_threshold", "clip_high_threshold")
 
@@ -61,8 +61,8 @@ def requests(draw: st.DrawFn) -> tuple[str, list[Datum], dict[str, float]]:
 
 @pytest.fixture(scope="module")
 def twins(
-    trainer: LoraTrainer, base: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[LoraTrainer, Reference]]:
+    trainer: Trainer, base: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Trainer, Reference]]:
     apply(trainer, "random", Create(LoraSpec(rank=4, seed=1)))
     apply(trainer, "random", ForwardBackward(batch(supervised(0, LENGTHS)), "cross_entropy"))
     apply(trainer, "random", STEP)
@@ -80,7 +80,7 @@ def twins(
     suppress_health_check=list(HealthCheck),
 )
 @given(request=requests())
-def test_any_batch_equals_the_reference(twins: tuple[LoraTrainer, Reference], request: Any) -> None:
+def test_any_batch_equals_the_reference(twins: tuple[Trainer, Reference], request: Any) -> None:
     """Loss and gradient within 1e-5 of the datums' own sizes, since datums of either sign may leave next to nothing."""
     trainer, reference = twins
     loss_fn, datums, config = request

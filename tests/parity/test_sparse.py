@@ -18,7 +18,7 @@ from app.wire.forward_backward import decode_forward_backward
 from tests.parity.datums import Datum
 from tests.parity.reference import Reference, relative_error
 from tests.parity.training import run
-from workers.training.trainer import LoraTrainer
+from workers.training.trainer import Trainer
 
 
 def distillation(seed: int, lengths: tuple[int, ...], width: int = 40) -> list[Datum]:
@@ -48,7 +48,7 @@ def op_of(datums: list[Datum], encode: Callable[[np.ndarray], object]) -> tuple[
 
 
 def test_sparse_rows_train_as_dense_ones_do(
-    trainer: LoraTrainer, model: str, create: Callable[..., str], reference: Reference
+    trainer: Trainer, model: str, create: Callable[..., str], reference: Reference
 ) -> None:
     datums = distillation(1, (17, 1, 30))
     sparse, small = op_of(datums, torch.from_numpy)

@@ -15,7 +15,7 @@ from tests.parity.datums import batch, data, supervised
 from tests.parity.reference import relative_error
 from tests.parity.training import LOSSES, apply, run, state
 from workers.training.base import ADAPTER_FILE, OPTIMIZER_FILE
-from workers.training.trainer import LoraTrainer
+from workers.training.trainer import Trainer
 
 # Targets differ too. Eight adapters on 2 x 7 + 1 linears.
 SPECS = [
@@ -39,7 +39,7 @@ def ops(turn: int) -> list[ForwardBackward]:
 
 
 def test_eight_tenants_in_one_pass_are_each_as_if_alone(
-    trainer: LoraTrainer, create: Callable[..., str], tmp_path: Path
+    trainer: Trainer, create: Callable[..., str], tmp_path: Path
 ) -> None:
     alone, together = [create(spec) for spec in SPECS], [create(spec) for spec in SPECS]
     bystander = create()
@@ -70,7 +70,7 @@ def same(found: object, wanted: ForwardBackwardOutput) -> None:
     assert found.metrics == pytest.approx(wanted.metrics, rel=1e-5, abs=1e-5 * scale)
 
 
-def tensors(trainer: LoraTrainer, model: str, folder: Path) -> dict[str, np.ndarray]:
+def tensors(trainer: Trainer, model: str, folder: Path) -> dict[str, np.ndarray]:
     """Weights and optimizer state."""
     folder.mkdir()
     trainer.save(model, folder, optimizer=True)

@@ -14,7 +14,7 @@ from app.errors import UserOpError
 from tests.parity.datums import Datum, batch, data, policy, sequences, supervised, thresholds
 from tests.parity.reference import Reference, relative_error
 from tests.parity.training import LENGTHS, LOSSES, apply, reference_of, run, state
-from workers.training.trainer import LoraTrainer
+from workers.training.trainer import Trainer
 
 CLIPPED = ("ppo", "cispo", "gspo")
 TOKEN_RANGE = {"clip_low_threshold": 0.3, "clip_high_threshold": 3.0}
@@ -37,9 +37,7 @@ CASES: dict[str, tuple[str, list[Datum], dict[str, float]]] = {
 
 
 @pytest.mark.parametrize("width", [0, 3])
-def test_forward_logprobs_equal_the_reference(
-    trainer: LoraTrainer, model: str, reference: Reference, width: int
-) -> None:
+def test_forward_logprobs_equal_the_reference(trainer: Trainer, model: str, reference: Reference, width: int) -> None:
     datums = supervised(9, LENGTHS, width)
     output = run(trainer, model, ForwardBackward(batch(datums), "cross_entropy", forward_only=True))
     for found, wanted in zip(output.logprobs, reference.forward(datums), strict=True):
@@ -49,7 +47,7 @@ def test_forward_logprobs_equal_the_reference(
 
 @pytest.mark.parametrize("case", CASES)
 def test_losses_gradients_and_metrics_equal_the_reference(
-    trainer: LoraTrainer, model: str, reference: Reference, case: str
+    trainer: Trainer, model: str, reference: Reference, case: str
 ) -> None:
     loss_fn, datums, config = CASES[case]
     found = run(trainer, model, ForwardBackward(batch(datums), loss_fn, {**config, "entropy": 1.0})).metrics
@@ -66,7 +64,7 @@ def test_the_clip_ranges_above_clip_some_tokens_and_leave_others(reference: Refe
             assert 0 < metrics["clipped:sum"] < metrics["loss_tokens:sum"], case
 
 
-def test_entropy_is_there_only_when_asked_for(trainer: LoraTrainer, model: str) -> None:
+def test_entropy_is_there_only_when_asked_for(trainer: Trainer, model: str) -> None:
     op = ForwardBackward(batch(data("ppo", 9, LENGTHS)), "ppo", {"entropy": 0.0})
     assert "entropy:sum" not in run(trainer, model, op).metrics
 
@@ -83,7 +81,7 @@ BOUND = 1e-3
 @pytest.mark.parametrize("steps", STEPS)
 @pytest.mark.parametrize("loss_fn", LOSSES)
 def test_five_steps_stay_with_the_reference(
-    trainer: LoraTrainer, create: Callable[..., str], base: Path, tmp_path: Path, loss_fn: str, steps: str
+    trainer: Trainer, create: Callable[..., str], base: Path, tmp_path: Path, loss_fn: str, steps: str
 ) -> None:
     """Weights after them differ by less than BOUND of how far they have moved; grad and parameter norms stay equal."""
     model, params = create(steps=0), STEPS[steps]
@@ -108,7 +106,7 @@ def test_five_steps_stay_with_the_reference(
 @pytest.mark.parametrize("forward_only", [False, True])
 @pytest.mark.parametrize("loss_fn", LOSSES[1:])
 def test_an_infinite_ratio_fails_by_datum_and_leaves_the_state_bit_identical(
-    trainer: LoraTrainer, model: str, tmp_path: Path, loss_fn: str, forward_only: bool
+    trainer: Trainer, model: str, tmp_path: Path, loss_fn: str, forward_only: bool
 ) -> None:
     run(trainer, model, ForwardBackward(batch(supervised(3, LENGTHS)), "cross_entropy"))
     before = state(trainer, model, tmp_path / "before")

@@ -13,14 +13,14 @@ from app.settings import BaseModelSettings
 from tests.parity.reference import Reference
 from workers.training import factory
 from workers.training.base import BackendOp
-from workers.training.trainer import LoraTrainer
+from workers.training.trainer import Trainer
 
 LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo")
 LENGTHS = (23, 7, 40, 2, 31)
 STEP = OptimStep(AdamParams(learning_rate=1e-2, eps=1e-8, weight_decay=0.1, grad_clip_norm=5.0))
 
 
-def open_trainer(base: Path, dtype: str) -> LoraTrainer:
+def open_trainer(base: Path, dtype: str) -> Trainer:
     torch.set_num_threads(1)
     settings = {"backend": "torch", "micro_batch_tokens": 64}
     trainer = factory.create(BaseModelSettings(name="tiny", path=str(base), dtype=dtype, trainer=settings))
@@ -28,25 +28,25 @@ def open_trainer(base: Path, dtype: str) -> LoraTrainer:
     return trainer
 
 
-def apply(trainer: LoraTrainer, model: str, op: BackendOp) -> Any:
+def apply(trainer: Trainer, model: str, op: BackendOp) -> Any:
     return trainer.apply({model: op})[model]
 
 
-def run(trainer: LoraTrainer, model: str, op: BackendOp) -> ForwardBackwardOutput:
+def run(trainer: Trainer, model: str, op: BackendOp) -> ForwardBackwardOutput:
     """A forward_backward that does not fail."""
     output = apply(trainer, model, op)
     assert isinstance(output, ForwardBackwardOutput), output
     return output
 
 
-def reference_of(trainer: LoraTrainer, model: str, base: Path, folder: Path) -> Reference:
+def reference_of(trainer: Trainer, model: str, base: Path, folder: Path) -> Reference:
     """`model` as it is now, from the PEFT files the trainer saves."""
     folder.mkdir()
     trainer.save(model, folder, optimizer=False)
     return Reference(base, folder)
 
 
-def state(trainer: LoraTrainer, model: str, folder: Path) -> dict[str, bytes]:
+def state(trainer: Trainer, model: str, folder: Path) -> dict[str, bytes]:
     """Adapter, optimizer and pending gradient, to the bit."""
     folder.mkdir()
     trainer.save(model, folder, optimizer=True)

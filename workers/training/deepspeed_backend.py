@@ -1,8 +1,9 @@
-"""The DeepSpeed trainer: the frozen base in a DeepSpeed engine at ZeRO stage 0 to 3, on one or more ranks.
+"""The DeepSpeed trainer: the base in a DeepSpeed engine at ZeRO stage 0 to 3, on one or more ranks.
 
 Stage 3 splits the base over the ranks and gathers a layer while it is used. What stages 1 and 2 split, optimizer state
-and gradients, belongs here to the adapters, which live outside the engine so that many tenants of any rank can share
-it; `ShardedAdamW` splits their optimizer state from stage 1 on. Gradients are small and stay whole.
+and gradients, belongs here to the models, which live outside the engine so that many tenants of any rank can share it:
+shards.py splits the optimizer state from stage 1 on, and from stage 2 on the gradients of all weights (whole.py); those
+of adapters are small and stay whole.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from workers.base_model import LoadedBase
 from workers.training.devices import rank_device
 from workers.training.engine import Engine, elements_held
 from workers.training.ranks import COMPUTE_DEADLINE, RankGroup, control_group, default_environment
-from workers.training.trainer import LoraTrainer
+from workers.training.trainer import Trainer
 from workers.training.trunk import Trunk
 
 
@@ -66,7 +67,7 @@ class DeepSpeedEngine(Engine):
         }
 
 
-class DeepSpeedBackend(LoraTrainer):
+class DeepSpeedBackend(Trainer):
     """A TrainingBackend in one rank group, whose RANK, WORLD_SIZE, ... a launcher has set (see torchrun)."""
 
     def start_engine(self) -> Engine:
@@ -103,7 +104,7 @@ def _join(trainer: TrainerSettings, device: torch.device) -> RankGroup:
         raise SetupError(f"trainer.ranks is {trainer.ranks} but WORLD_SIZE is {os.environ['WORLD_SIZE']}")
     deepspeed = _deepspeed()
     backend = "gloo" if device.type == "cpu" else "nccl"
-    # A standstill ends the process first; see LoraTrainer.healthy.
+    # A standstill ends the process first; see Trainer.healthy.
     deadline = max(COMPUTE_DEADLINE, timedelta(seconds=2 * trainer.rank_deadline_s))
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, timeout=deadline, verbose=False)
     size = dist.get_world_size()

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 from app.settings import BaseModelSettings
 
 if TYPE_CHECKING:
-    from workers.training.trainer import LoraTrainer
+    from workers.training.trainer import Trainer
 
 
-def create(settings: BaseModelSettings, *, full: bool = False) -> LoraTrainer:
+def create(settings: BaseModelSettings, *, full: bool = False) -> Trainer:
     """A TrainingBackend, not yet opened. With several ranks, rank 0 uses it and the others `open` and `follow` it.
 
     `full`: its models train the base's own weights.

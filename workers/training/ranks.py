@@ -2,7 +2,7 @@
 
 Rank 0 is called; it sends every call to the others as bytes over a control group, on which they may wait for ever. The
 sums and broadcasts of a pass go over the default group. There a rank that died is an error; one that hangs is noticed
-as a standstill (LoraTrainer.healthy), and at last by the group's own deadline.
+as a standstill (Trainer.healthy), and at last by the group's own deadline.
 """
 
 from __future__ import annotations

@@ -7,11 +7,11 @@ from workers import base_model
 from workers.training.devices import rank_device
 from workers.training.engine import Engine, TorchEngine
 from workers.training.ranks import RankGroup
-from workers.training.trainer import LoraTrainer
+from workers.training.trainer import Trainer
 from workers.training.trunk import Trunk
 
 
-class TorchBackend(LoraTrainer):
+class TorchBackend(Trainer):
     """A TrainingBackend in one process."""
 
     def start_engine(self) -> Engine:

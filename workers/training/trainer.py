@@ -34,7 +34,7 @@ from workers.training.whole import ComputeCopy, WholeModels
 Results = dict[str, Output | OpError]
 
 
-class LoraTrainer(ABC):
+class Trainer(ABC):
     """A TrainingBackend over an Engine. Calls come one at a time; `describe` and `healthy` may come from any thread."""
 
     def __init__(self, settings: BaseModelSettings, *, full: bool = False) -> None:

@@ -18,7 +18,7 @@ from tests.parity.training import state
 from workers.training import factory
 from workers.training.base import Create
 from workers.training.residency import Residency
-from workers.training.trainer import LoraTrainer
+from workers.training.trainer import Trainer
 
 CPU = torch.device("cpu")
 MODELS = ("a", "b", "c")
@@ -96,7 +96,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_qwen3(tmp_path_factory.mktemp("base"))
 
 
-def opened(base: Path, most: int) -> LoraTrainer:
+def opened(base: Path, most: int) -> Trainer:
     torch.set_num_threads(1)
     trainer = {"backend": "torch", "micro_batch_tokens": 64, "device_models": most}
     backend = factory.create(BaseModelSettings(name="tiny", path=str(base), dtype="float32", trainer=trainer))
