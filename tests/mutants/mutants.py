@@ -16,6 +16,7 @@ _RECOVERY = "tests/property/test_recovery.py"
 _CHECKPOINTS = "tests/property/test_checkpoints.py"
 _FORMULAS = "workers/training/losses"
 _LOSSES = "--confcutdir=tests/unit/workers/training tests/unit/workers/training/losses/test_losses.py"
+_SAVES = "tests/unit/workers/test_saves.py"
 _PADDING = "--confcutdir=tests/unit/workers/training tests/unit/workers/training/test_jobs.py"
 
 
@@ -224,6 +225,49 @@ MUTANTS = (
         "if runner and runner ~= ARGV[4] then redis.call('HINCRBY', op, 'attempts', 1) end",
         "",
         f"{_RECOVERY}::test_an_op_that_always_kills_its_worker_is_given_up",
+    ),
+    # Saves beside the next Ops.
+    Mutant(
+        "saves: commits wait behind the save",
+        "workers/owner.py",
+        "return bool(self.uncommitted) and self.uncommitted[0].attempt.done()",
+        "return any(ran.attempt.done() for ran in self.uncommitted)",
+        f"{_SAVES}::test_the_next_ops_run_while_a_save_is_written_and_are_committed_behind_it",
+    ),
+    Mutant(
+        "saves: nothing runs ahead behind a failure",
+        "workers/ahead.py",
+        "            and not resident.uncommitted[-1].failure\n",
+        "",
+        f"{_SAVES}::test_what_fails_ahead_dooms_what_waits_as_it_would_have",
+    ),
+    Mutant(
+        "saves: what broke a worker never runs ahead",
+        "workers/ahead.py",
+        "            head.fresh\n            and ",
+        "            ",
+        f"{_SAVES}::test_what_broke_a_worker_never_runs_ahead",
+    ),
+    Mutant(
+        "saves: no snapshot of a state that ran ahead",
+        "workers/snapshots/schedule.py",
+        "            and not resident.uncommitted\n",
+        "",
+        f"{_SAVES}::test_no_snapshot_is_taken_of_a_state_that_ran_ahead_of_its_commits",
+    ),
+    Mutant(
+        "saves: a state ahead of a save that was put off goes",
+        "workers/committer.py",
+        "if len(resident.uncommitted) > 1:",
+        "if False:",
+        f"{_SAVES}::test_a_store_that_is_away_costs_what_ran_ahead_no_attempt_and_no_bit",
+    ),
+    Mutant(
+        "saves: what had begun is left at no attempt",
+        "workers/owner.py",
+        "self._oplog.put_off(resident.lease, ran.entry.seq)",
+        "pass",
+        f"{_SAVES}::test_a_model_that_is_let_go_leaves_nothing_undone_and_no_attempt",
     ),
     # Checkpoints.
     Mutant(
