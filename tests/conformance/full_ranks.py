@@ -38,7 +38,7 @@ def run(backend: Trainer, folder: Path) -> dict[str, np.ndarray]:
     backend.apply({"b": SFT})
     backend.apply({"b": DropGradients()})
     folder.mkdir()
-    backend.save("a", folder, optimizer=True)
+    backend.capture("a", optimizer=True)(folder)
     capture_and_go_on(backend, folder)
     backend.apply({"b": Load(folder, optimizer=True)})
     backend.close("a")

@@ -47,7 +47,7 @@ def test_two_ranks_equal_one_process(
     for op in (SFT, STEP):
         alone.apply({"d": op})
     (tmp_path / BY_ONE).mkdir()
-    alone.save("d", tmp_path / BY_ONE, optimizer=True)
+    alone.capture("d", optimizer=True)(tmp_path / BY_ONE)
     ranks = settings(base, zero_stage=stage, ranks=2, offload=offload).model_dump_json()
     assert run_group("tests.conformance.full_ranks", ranks, str(tmp_path)) == [0, 0]
     with np.load(tmp_path / "found.npz") as stored:

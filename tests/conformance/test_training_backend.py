@@ -96,7 +96,7 @@ def apply(backend: Trainer, model: str, op: Any) -> Any:
 def state(backend: Trainer, model: str, folder: Path) -> dict[str, bytes]:
     """Adapter, optimizer and pending gradient, to the bit."""
     folder.mkdir(parents=True)
-    backend.save(model, folder, optimizer=True)
+    backend.capture(model, optimizer=True)(folder)
     pending = {name: gradient.tobytes() for name, gradient in backend.gradients(model).items()}
     return {path.name: path.read_bytes() for path in folder.iterdir()} | pending
 
@@ -293,11 +293,11 @@ def test_what_was_captured_is_written_bit_for_bit_whatever_was_run_since(
     backend: Trainer, create: Callable[..., str], tmp_path: Path, optimizer: bool
 ) -> None:
     model = create()
-    then = files(tmp_path / "then", lambda folder: backend.save(model, folder, optimizer=optimizer))
+    then = files(tmp_path / "then", lambda folder: backend.capture(model, optimizer=optimizer)(folder))
     write = backend.capture(model, optimizer=optimizer)
     for op in (GOOD, STEP, OTHER):
         apply(backend, model, op)
-    assert files(tmp_path / "now", lambda folder: backend.save(model, folder, optimizer=optimizer)) != then
+    assert files(tmp_path / "now", lambda folder: backend.capture(model, optimizer=optimizer)(folder)) != then
     backend.close(model)
     with ThreadPoolExecutor(1) as thread:
         for _ in range(2):
@@ -357,7 +357,7 @@ def test_a_full_disk_is_an_os_error_and_the_model_goes_on(
     model = create()
     (tmp_path / "full").mkdir()
     with full_disk(10_000), pytest.raises(OSError, match="not written"):
-        backend.save(model, tmp_path / "full", optimizer=True)
+        backend.capture(model, optimizer=True)(tmp_path / "full")
     assert backend.healthy()
     assert isinstance(apply(backend, model, GOOD), ForwardBackwardOutput)
 
@@ -373,7 +373,7 @@ def test_a_model_that_is_not_here_cannot_be_captured(backend: Trainer) -> None:
 def test_loading_without_the_optimizer_resets_it(backend: Trainer, create: Callable[..., str], tmp_path: Path) -> None:
     model = create()
     (tmp_path / "saved").mkdir()
-    backend.save(model, tmp_path / "saved", optimizer=False)
+    backend.capture(model, optimizer=False)(tmp_path / "saved")
     assert not (tmp_path / "saved" / OPTIMIZER_FILE).exists()
     apply(backend, model, GOOD)
     apply(backend, model, Load(tmp_path / "saved", optimizer=False))
@@ -388,7 +388,7 @@ def test_a_checkpoint_that_cannot_be_used_changes_nothing(
 ) -> None:
     folder = tmp_path / "saved"
     folder.mkdir()
-    backend.save(create(), folder, optimizer=case != "no optimizer")
+    backend.capture(create(), optimizer=case != "no optimizer")(folder)
     if case in ("damaged", "missing"):
         weights = folder / weights_file
         weights.write_bytes(weights.read_bytes()[:-100]) if case == "damaged" else weights.unlink()
@@ -400,7 +400,7 @@ def test_a_checkpoint_that_cannot_be_used_changes_nothing(
 def test_an_adapter_of_another_shape_changes_nothing(
     backend: Trainer, create: Callable[..., str], tmp_path: Path, spec: LoraSpec
 ) -> None:
-    backend.save(create(spec), tmp_path, optimizer=True)
+    backend.capture(create(spec), optimizer=True)(tmp_path)
     check_refused(backend, create(), tmp_path)
 
 
@@ -413,7 +413,7 @@ def test_weights_of_another_model_change_nothing(
     if case in architectures.CASES:
         architectures.build(case, folder)
     else:
-        backend.save(create(), folder, optimizer=False)
+        backend.capture(create(), optimizer=False)(folder)
         stored = load_file(folder / "model.safetensors")
         stored.pop("model.norm.weight")
         save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
@@ -466,7 +466,7 @@ def test_the_norm_of_the_parameters_is_from_after_the_step(
     model = create()
     apply(backend, model, GOOD)
     found = apply(backend, model, STEP).metrics["param_norm"]
-    backend.save(model, tmp_path, optimizer=False)
+    backend.capture(model, optimizer=False)(tmp_path)
     saved = load_file(tmp_path / weights_file).values()
     assert found == pytest.approx(float(np.sqrt(sum((p.double() ** 2).sum() for p in saved))), rel=1e-6)
 
@@ -491,7 +491,7 @@ def test_a_critic_has_a_head_of_its_own_and_no_pair_on_the_bases(
     output = apply(backend, model, VALUED)
     assert isinstance(output, CriticOutput)
     assert [values.shape for values in output.values] == list(VALUED.batch.tokens.shapes)
-    backend.save(model, tmp_path, optimizer=False)
+    backend.capture(model, optimizer=False)(tmp_path)
     stored = load_file(tmp_path / ADAPTER_FILE)
     assert stored["base_model.model.score.weight"].shape == (1, 64)
     assert not any("lm_head" in name for name in stored)
@@ -504,7 +504,7 @@ def test_a_critic_is_drawn_from_its_seed_alone(backend: Trainer, create: Callabl
         apply(backend, "fresh", Create(replace(SPEC, seed=seed), critic=True))
         folder = tmp_path / str(len(heads))
         folder.mkdir()
-        backend.save("fresh", folder, optimizer=False)
+        backend.capture("fresh", optimizer=False)(folder)
         heads.append(load_file(folder / ADAPTER_FILE)["base_model.model.score.weight"])
     backend.close("fresh")
     assert torch.equal(heads[0], heads[1])
@@ -547,7 +547,7 @@ def test_weights_of_the_other_role_change_nothing(
 ) -> None:
     # Without the head's pair a policy's adapter differs in the value head alone.
     spec = replace(SPEC, train_unembed=False)
-    backend.save(create(spec, critic=critic), tmp_path, optimizer=True)
+    backend.capture(create(spec, critic=critic), optimizer=True)(tmp_path)
     model = create(spec, critic=not critic)
     before = state(backend, model, tmp_path / "before")
     role, other = ("critic", "policy") if critic else ("policy", "critic")

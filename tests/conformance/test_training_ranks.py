@@ -123,7 +123,7 @@ def written_by_one(alone: Trainer, folder: Path) -> None:
     for op in (training_ranks.SFT, training_ranks.STEP):
         alone.apply({"d": op})
     folder.mkdir()
-    alone.save("d", folder, optimizer=True)
+    alone.capture("d", optimizer=True)(folder)
 
 
 def check_exported(alone: Trainer, folder: Path, exported: Path) -> None:

@@ -50,7 +50,7 @@ def run(backend: Trainer, folder: Path) -> dict[str, np.ndarray]:
             found |= {f"step {turn} {model} {name}": np.array(value) for name, value in metrics.items()}
     assert isinstance(backend.apply({"a": bad(), "b": SHORT})["a"], UserOpError)
     folder.mkdir()
-    backend.save("a", folder, optimizer=True)
+    backend.capture("a", optimizer=True)(folder)
     capture_and_go_on(backend, folder)
     # A fetched checkpoint is gone once the call returns.
     fetched = shutil.copytree(folder, folder.with_name("fetched"))
@@ -159,7 +159,7 @@ def end_apart(backend: Trainer, folder: Path) -> None:
     """One rank has read a checkpoint and the other has not: they are of no use together."""
     backend.apply({"a": Create(LoraSpec(rank=4, seed=1))})
     folder.mkdir()
-    backend.save("a", folder, optimizer=True)
+    backend.capture("a", optimizer=True)(folder)
     try:
         backend.apply({"b": Create(LoraSpec(1), source=folder)})
     except RuntimeError as error:

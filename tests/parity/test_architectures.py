@@ -32,7 +32,7 @@ def test_logprobs_gradients_and_the_merged_model_equal_the_reference(case: str, 
     backend.apply({"m": ForwardBackward(batch(supervised(0, LENGTHS)), "cross_entropy")})
     backend.apply({"m": OptimStep(AdamParams(learning_rate=1e-2, eps=1e-8))})  # B is no longer zero
     (tmp_path / "peft").mkdir()
-    backend.save("m", tmp_path / "peft", optimizer=False)
+    backend.capture("m", optimizer=False)(tmp_path / "peft")
     backend.export("m")(tmp_path / "merged")
     reference = Reference(base, tmp_path / "peft")
     datums = supervised(9, LENGTHS)

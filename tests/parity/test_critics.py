@@ -72,7 +72,7 @@ def run(trainer: Trainer, model: str, datums: list[Datum], **config: float) -> C
 
 def reference_of(trainer: Trainer, model: str, base: Path, folder: Path) -> CriticReference:
     folder.mkdir()
-    trainer.save(model, folder, optimizer=False)
+    trainer.capture(model, optimizer=False)(folder)
     return CriticReference(base, folder)
 
 

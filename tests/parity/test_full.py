@@ -49,7 +49,7 @@ def open_policy(base: Path, dtype: str = "float32", **trainer: Any) -> Trainer:
 
 def reference_of(backend: Trainer, folder: Path) -> FullReference:
     folder.mkdir()
-    backend.save("m", folder, optimizer=True)
+    backend.capture("m", optimizer=True)(folder)
     return FullReference(folder)
 
 
@@ -119,7 +119,7 @@ def test_masters_keep_what_a_bfloat16_copy_cannot(tmp_path: Path) -> None:
     assert max(np.abs(end[name] - start[name]).max() for name in start) == pytest.approx(4e-6, rel=0.05)
     exported = tmp_path / "exported"
     exported.mkdir()
-    backend.save("m", exported, optimizer=False)
+    backend.capture("m", optimizer=False)(exported)
     for name, tensor in load_file(exported / "model.safetensors").items():
         assert torch.equal(tensor, torch.from_numpy(end[name]).bfloat16())
 
@@ -152,7 +152,7 @@ def test_a_critic_equals_transformers_sequence_classifier(case: str, tmp_path: P
     params = AdamParams(learning_rate=1e-3, eps=1e-8, grad_clip_norm=1.0)
     assert apply(backend, "v", Create(None, critic=True)) == Done()
     (tmp_path / "start").mkdir()
-    backend.save("v", tmp_path / "start", optimizer=True)
+    backend.capture("v", optimizer=True)(tmp_path / "start")
     twin = FullCriticReference(tmp_path / "start")
     start = twin.weights()
     for seed in range(5):
@@ -168,7 +168,7 @@ def test_a_critic_equals_transformers_sequence_classifier(case: str, tmp_path: P
         stepped = apply(backend, "v", OptimStep(params)).metrics
         assert stepped["grad_norm"] == pytest.approx(twin.step(asdict(params)), rel=BOUND)
     (tmp_path / "end").mkdir()
-    backend.save("v", tmp_path / "end", optimizer=True)
+    backend.capture("v", optimizer=True)(tmp_path / "end")
     ours = FullCriticReference(tmp_path / "end").weights()
     moved, wanted_moves = ({name: end[name] - start[name] for name in start} for end in (ours, twin.weights()))
     assert relative_error(moved, wanted_moves) < BOUND
@@ -187,7 +187,7 @@ def test_critics_and_policies_take_turns_resume_and_do_not_take_each_others_weig
             apply(backend, model, step)
     for model in ops:
         (tmp_path / model).mkdir()
-        backend.save(model, tmp_path / model, optimizer=True)
+        backend.capture(model, optimizer=True)(tmp_path / model)
     for model, other in (("v", "m"), ("m", "v")):
         assert isinstance(apply(backend, model, Load(tmp_path / other, optimizer=True)), UserOpError)
         twin = f"{model} again"

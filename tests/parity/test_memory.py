@@ -88,7 +88,7 @@ def test_layers_computed_again_give_the_same_gradients_from_less_memory(base: Pa
 
 
 def test_a_bfloat16_base_is_as_near_to_fp32_as_transformers_itself(base: Path, tmp_path: Path) -> None:
-    opened(base).save("a", tmp_path, optimizer=False)
+    opened(base).capture("a", optimizer=False)(tmp_path)
     datums = supervised(5, LENGTHS)
     wanted = by_reference(Reference(base, tmp_path, torch.float32), datums)
     theirs = by_reference(Reference(base, tmp_path, torch.bfloat16), datums)

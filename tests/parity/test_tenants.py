@@ -73,5 +73,5 @@ def same(found: object, wanted: ForwardBackwardOutput) -> None:
 def tensors(trainer: Trainer, model: str, folder: Path) -> dict[str, np.ndarray]:
     """Weights and optimizer state."""
     folder.mkdir()
-    trainer.save(model, folder, optimizer=True)
+    trainer.capture(model, optimizer=True)(folder)
     return {**load_file(folder / ADAPTER_FILE), **load_file(folder / OPTIMIZER_FILE)}

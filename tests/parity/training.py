@@ -42,13 +42,13 @@ def run(trainer: Trainer, model: str, op: BackendOp) -> ForwardBackwardOutput:
 def reference_of(trainer: Trainer, model: str, base: Path, folder: Path) -> Reference:
     """`model` as it is now, from the PEFT files the trainer saves."""
     folder.mkdir()
-    trainer.save(model, folder, optimizer=False)
+    trainer.capture(model, optimizer=False)(folder)
     return Reference(base, folder)
 
 
 def state(trainer: Trainer, model: str, folder: Path) -> dict[str, bytes]:
     """Adapter, optimizer and pending gradient, to the bit."""
     folder.mkdir()
-    trainer.save(model, folder, optimizer=True)
+    trainer.capture(model, optimizer=True)(folder)
     pending = {name: gradient.tobytes() for name, gradient in trainer.gradients(model).items()}
     return {path.name: path.read_bytes() for path in folder.iterdir()} | pending

@@ -33,7 +33,7 @@ class Case:
 
     def picture(self, model: str, folder: Path) -> Any:
         folder.mkdir(parents=True)
-        self.backend.save(model, folder, optimizer=True)
+        self.backend.capture(model, optimizer=True)(folder)
         return {path.name: path.read_bytes() for path in folder.iterdir()}, self.gradients(model)
 
 
@@ -116,7 +116,7 @@ def test_a_step_or_a_drop_leaves_no_gradient(case: Case, models: list[str]):
 
 def test_what_was_saved_comes_back_without_its_pending_gradient(case: Case, models: list[str], tmp_path: Path):
     (tmp_path / "saved").mkdir()
-    case.backend.save("m1", tmp_path / "saved", optimizer=True)
+    case.backend.capture("m1", optimizer=True)(tmp_path / "saved")
     case.apply("m1", DropGradients())
     expected = case.picture("m1", tmp_path / "expected")
     assert case.apply("m3", Create(LoraSpec(rank=2), tmp_path / "saved", optimizer=True)) == Done()
@@ -127,7 +127,7 @@ def test_what_was_saved_comes_back_without_its_pending_gradient(case: Case, mode
 def test_a_load_that_does_not_fit_changes_nothing(case: Case, models: list[str], tmp_path: Path):
     case.apply("m3", Create(LoraSpec(rank=2)))
     (tmp_path / "saved").mkdir()
-    case.backend.save("m3", tmp_path / "saved", optimizer=True)
+    case.backend.capture("m3", optimizer=True)(tmp_path / "saved")
     for source in (tmp_path / "saved", tmp_path / "missing"):
         assert isinstance(case.apply("m1", Load(source, optimizer=True)), UserOpError)
     assert case.picture("m1", tmp_path / "1") == case.picture("m2", tmp_path / "2")

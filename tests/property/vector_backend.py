@@ -101,9 +101,6 @@ class VectorBackend:
 
         return write
 
-    def save(self, model_id: str, folder: Path, *, optimizer: bool) -> None:
-        self.capture(model_id, optimizer=optimizer)(folder)
-
     def close(self, model_id: str) -> None:
         self.states.pop(model_id, None)
 

@@ -26,7 +26,7 @@ OPTIMIZER_FILE = "optimizer.safetensors"
 
 @dataclass(frozen=True, slots=True)
 class Create:
-    """A fresh adapter from its spec, or from a folder `save` wrote (then the spec is the checkpoint's).
+    """A fresh adapter from its spec, or from a folder that was captured into (then the spec is the checkpoint's).
 
     `lora` is None where the base's own weights are trained. A `critic` has a value head in the place of the base's.
     """
@@ -39,7 +39,7 @@ class Create:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Replace weights from a folder `save` wrote; optimizer state too if `optimizer`, else it is reset.
+    """Replace weights from a folder that was captured into; optimizer state too if `optimizer`, else it is reset.
 
     Pending gradients are dropped. A folder of another shape (rank, targets) is a UserOpError and changes nothing.
     """
@@ -55,7 +55,7 @@ Writer = Callable[[Path], None]
 
 
 class TrainingBackend(Protocol):
-    """One base model and any number of adapters, in one process or one rank group."""
+    """One base model, and adapters beside it or models of all its weights, in one process or one rank group."""
 
     def open(self) -> BaseModelInfo:
         """Load the base. Called once, before anything else."""
@@ -70,10 +70,11 @@ class TrainingBackend(Protocol):
         ...
 
     def capture(self, model_id: str, *, optimizer: bool) -> Writer:
-        """Copy the adapter as it is now, with `optimizer` its moments and step count too; later Ops do not change it.
+        """Copy the model as it is now, with `optimizer` its moments and step count too; later Ops do not change it.
 
-        The files are the adapter as PEFT files (ADAPTER_FILE, ADAPTER_CONFIG_FILE) and OPTIMIZER_FILE. Loading them
-        gives the same bits. Pending gradients are not in them.
+        The files are an adapter as PEFT files (ADAPTER_FILE, ADAPTER_CONFIG_FILE), or all weights as a Hugging Face
+        folder, and OPTIMIZER_FILE. Loading them with the optimizer gives the same bits. Pending gradients are not in
+        them.
         """
         ...
 
@@ -82,10 +83,6 @@ class TrainingBackend(Protocol):
 
         It has the base's dtype and loads without PEFT. Raises UserOpError for a critic, whose head no such model has.
         """
-        ...
-
-    def save(self, model_id: str, folder: Path, *, optimizer: bool) -> None:
-        """Capture and write at once. Raises OSError when the disk does not take it; the backend is none the worse."""
         ...
 
     def close(self, model_id: str) -> None:

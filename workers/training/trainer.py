@@ -81,10 +81,6 @@ class Trainer(ABC):
             self._engine.ranks.send(messages.encode_call("export", model_id))
             return self._export(model_id)
 
-    def save(self, model_id: str, folder: Path, *, optimizer: bool) -> None:
-        # Outside the guard: a full disk says nothing of the ranks.
-        self.capture(model_id, optimizer=optimizer)(folder)
-
     def close(self, model_id: str) -> None:
         self._forget(model_id)
         if not self._broken:

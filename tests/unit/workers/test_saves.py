@@ -133,7 +133,7 @@ def expected_files(world: World, seeds: list[int]) -> dict[str, bytes]:
         backend.apply({MODEL: op})
     folder = world.folder / "expected"
     folder.mkdir()
-    backend.save(MODEL, folder, optimizer=True)
+    backend.capture(MODEL, optimizer=True)(folder)
     return {file: (folder / file).read_bytes() for file in (ADAPTER_FILE, OPTIMIZER_FILE)}
 
 
