@@ -40,10 +40,10 @@ class Stack:
     port: int
     trainer: str = ""
     sampler: str = ""
-    full: str = ""
     extra: str = ""
     program: str = "app.cli"
     threads: int = 2
+    full: str = ""
     process: subprocess.Popen[str] | None = None
     url: str = ""
     output: list[str] = field(default_factory=list)

@@ -45,7 +45,7 @@ def test_an_infinite_ratio_fails_the_future_by_datum_and_changes_nothing(trainin
 
 @pytest.mark.parametrize(
     ("arguments", "named"),
-    [({"rank": 0}, "rank"), ({"rank": 4096}, "4096"), ({"rank": 8, "base_model": "no/such-model"}, BASE)],
+    [({"rank": -1}, "rank"), ({"rank": 4096}, "4096"), ({"rank": 8, "base_model": "no/such-model"}, BASE)],
 )
 def test_a_model_that_cannot_be_is_refused(service: tinker.ServiceClient, arguments, named):
     with pytest.raises(tinker.BadRequestError, match=named):

@@ -120,13 +120,14 @@ def test_a_worker_killed_in_the_middle_of_an_op_loses_nothing(service: tinker.Se
     assert np.array_equal(found, outcome(calm))
 
 
-def test_a_worker_asked_to_end_does_not_wait_for_a_save_that_hangs(
-    memory: Path, base_path: Path, valkey: str, broker_server: str
-):
-    """Its heir writes it, and nothing is held against it."""
+def test_a_worker_asked_to_end_does_not_wait_for_a_save_that_hangs(memory: Path, base_path: Path):
+    """Its heir writes it, and nothing is held against it. On servers of its own: the other stack's trainer listens."""
     with start_s3(memory / "s3-celery") as store, Proxy(store.url) as far, ExitStack() as running:
         settings = {**store.model_dump(), "url": far.url}
-        stack = Stack(memory / "saving", base_path, valkey, broker_server, valkey, settings)
+        state, broker = (
+            running.enter_context(start_valkey(memory / name)) for name in ("saving-state", "saving-broker")
+        )
+        stack = Stack(memory / "saving", base_path, state, broker, state, settings)
         running.callback(stack.stop)
         service = running.enter_context(stack.sdk())
         client = new_model(service)
