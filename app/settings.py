@@ -40,7 +40,9 @@ class TrainerSettings(_Section):
     )
     merged_tokens: int = Field(8192, ge=1, description="unless exact, what other models' Ops may add to a pass")
     merge_wait_s: float = Field(
-        0.01, ge=0, description="a shared pass waits this long for the next Ops of models that were served lately"
+        0.01,
+        ge=0,
+        description="a shared pass waits so long, or a fifth of the last, for models served lately",
     )
     activation_checkpointing: bool = Field(
         False, description="compute layers again in the backward pass: far less memory, a third more time"

@@ -158,7 +158,10 @@ class TrainingRunner:
             self._parked.park(model_id, seq, kind)
             raise NotNow(f"seq {resident.reached + 1} of {model_id} has not arrived")
         others = [begun for head in company if (begun := self._begin(head))]
-        return self._committer.run([*others, Begun(resident, entry)])
+        started = time.monotonic()
+        result = self._committer.run([*others, Begun(resident, entry)])
+        self._turns.took(entry.kind, time.monotonic() - started)
+        return result
 
     def _begin(self, head: Head) -> Begun | None:
         """An Op that shares a pass; None when its model was lost meanwhile, which its own doorbell then sees to."""

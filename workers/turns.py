@@ -18,19 +18,25 @@ from workers.owner import Owner, Resident
 _TOKEN_BYTES = 16
 # A client that was answered sends its next call within milliseconds; what was quiet for longer is not waited for.
 _LATELY_S = 1.0
+# Of the last pass's time: who comes too late costs a pass of its own. Eight SDK clients of one process need some 150 ms
+# to send their calls; with SmolLM2-135M on two cores a pass over 8 x 64 tokens takes 1.2 s.
+_WORTH_WAITING = 0.2
+_PASSES = (FORWARD, FORWARD_BACKWARD)
 _LOOK_AGAIN_S = 0.001
 
 
 class Turns:
     """Others may add `merged_tokens` to a pass; with 0 every Op has one of its own, and its bits depend on no other.
 
-    A pass waits up to `wait_s` for the next Ops of models that were served lately: several clients in step would else
-    take turns for ever, each just missing the other's pass.
+    A pass waits for the next Ops of models that were served lately: several clients in step would else take turns for
+    ever, each just missing the other's pass. It waits up to `wait_s` (0: not at all), or a share of what the last pass
+    took, if that is longer.
     """
 
     def __init__(self, oplog: OpLog, owner: Owner, ahead: Ahead, merged_tokens: int, wait_s: float) -> None:
         self._oplog, self._owner, self._ahead = oplog, owner, ahead
         self._most_bytes, self._wait_s = merged_tokens * _TOKEN_BYTES, wait_s
+        self._pass_s = 0.0
 
     def waiting(self) -> list[Head]:
         """What waits next in the models held here, longest without a turn first; not looked up for a single one that
@@ -40,6 +46,11 @@ class Turns:
             return []
         heads = self._oplog.heads({model_id: one.reached + 1 for model_id, one in residents.items()})
         return sorted(heads, key=lambda head: residents[head.model_id].served)
+
+    def took(self, kind: str, seconds: float) -> None:
+        """How long an Op of that kind ran just now, with those that shared its pass."""
+        if kind in _PASSES:
+            self._pass_s = seconds
 
     def is_held_up(self, asked: Resident, waiting: Sequence[Head]) -> bool:
         """Whether the next Op of `asked` has to wait for a save, or is to come while one is being written."""
@@ -76,10 +87,11 @@ class Turns:
         return head.fresh and not is_put_off and self._ahead.may_run(resident, head)
 
     def _shares(self, head: Head | None) -> bool:
-        return bool(self._most_bytes and head and head.fresh and head.kind in (FORWARD, FORWARD_BACKWARD))
+        return bool(self._most_bytes and head and head.fresh and head.kind in _PASSES)
 
     def _gathered(self, waiting: Sequence[Head]) -> Sequence[Head]:
-        deadline = time.monotonic() + self._wait_s
+        worth_it = max(self._wait_s, _WORTH_WAITING * self._pass_s) if self._wait_s else 0.0
+        deadline = time.monotonic() + worth_it
         while self._is_one_missing(waiting) and time.monotonic() < deadline:
             time.sleep(_LOOK_AGAIN_S)
             waiting = self.waiting()
@@ -87,7 +99,7 @@ class Turns:
 
     def _is_one_missing(self, waiting: Sequence[Head]) -> bool:
         here = {head.model_id for head in waiting}
-        since = time.monotonic() - _LATELY_S
+        since = time.monotonic() - _LATELY_S - self._pass_s
         return any(one.served > since and model_id not in here for model_id, one in self._owner.residents().items())
 
     def _within_budget(self, heads: Iterator[Head]) -> Iterator[Head]:

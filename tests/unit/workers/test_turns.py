@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,10 +25,11 @@ MERGED = 8192
 
 
 class Watched:
-    """Notes which models' Ops each pass runs; `poison` breaks every pass in which that model has a forward_backward."""
+    """Notes which models' Ops each pass runs; `poison` breaks every pass in which that model has a forward_backward.
+    The first takes `slow_s`."""
 
-    def __init__(self, worker: Worker, poison: str = "") -> None:
-        self._inner, self._poison = worker.backend, poison
+    def __init__(self, worker: Worker, poison: str = "", slow_s: float = 0.0) -> None:
+        self._inner, self._poison, self._slow_s = worker.backend, poison, slow_s
         self.passes: list[set[str]] = []
         object.__setattr__(worker.runner._committer._executor, "backend", self)
 
@@ -36,6 +38,7 @@ class Watched:
 
     def apply(self, ops: Mapping[str, Any]) -> Any:
         self.passes.append(set(ops))
+        time.sleep(self._slow_s if len(self.passes) == 1 else 0.0)
         if isinstance(ops.get(self._poison), ForwardBackward):
             raise RuntimeError("illegal memory access")
         return self._inner.apply(ops)
@@ -174,6 +177,21 @@ def test_a_pass_waits_for_the_next_op_of_a_model_that_was_served_lately(world: W
     late.start()
     handle(worker, A, 2)
     assert watched.passes == [{A, B, C}]
+
+
+def test_behind_a_long_pass_the_next_waits_for_longer(world: World):
+    """A fifth of it, since who comes too late costs another."""
+    worker = worker_of(world, "a/1", merged_tokens=MERGED, wait_s=1e-6)
+    for model_id in (A, B, C):
+        admit(world, model_id, 1, gradient(1))
+    watched = Watched(worker, slow_s=3.0)
+    handle(worker, A, 1)
+    for model_id in (A, B):
+        admit(world, model_id, 2, gradient(2))
+    late = threading.Timer(0.05, admit, (world, C, 2, gradient(2)))
+    late.start()
+    handle(worker, A, 2)
+    assert watched.passes == [{A, B, C}, {A, B, C}]
 
 
 def test_nobody_waits_for_a_model_that_was_quiet(world: World):
