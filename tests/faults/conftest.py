@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
+from app.settings import StoreSettings
 from app.stores.redis.client import connect
 from tests.faults.world import World
 from tests.models import tiny_qwen3
 from tests.servers import start_valkey
+from tests.servers_s3 import start_s3
 
 NewWorld = Callable[..., World]
 _SHARED_MEMORY = Path("/dev/shm")
@@ -38,6 +40,13 @@ def memory() -> Iterator[Path]:
 def valkey(memory: Path) -> Iterator[str]:
     with start_valkey(memory / "valkey") as url:
         yield url
+
+
+@pytest.fixture(scope="module")
+def server(memory: Path) -> Iterator[StoreSettings]:
+    """An S3 server."""
+    with start_s3(memory / "s3") as settings:
+        yield settings
 
 
 @pytest.fixture

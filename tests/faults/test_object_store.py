@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -12,19 +11,12 @@ from app.settings import StoreSettings
 from tests.faults.conftest import NewWorld
 from tests.faults.proxy import Proxy
 from tests.faults.world import EVERY_STEP, Run, Service, World, backward, differences, optim_step
-from tests.servers_s3 import start_s3
 
 SEED = 3
 TRIES = 4
 ROUNDS = 12
 CUT_SHARE = 1.0
 CUT_WITHIN = 300_000  # bytes; a checkpoint has half as many
-
-
-@pytest.fixture(scope="module")
-def server(memory: Path) -> Iterator[StoreSettings]:
-    with start_s3(memory / "s3") as settings:
-        yield settings
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
@@ -13,13 +12,6 @@ from app.stores.redis import keys
 from tests.faults.conftest import NewWorld
 from tests.faults.proxy import Proxy
 from tests.faults.world import EVERY_STEP, Run, Service, World, await_true, backward, optim_step
-from tests.servers_s3 import start_s3
-
-
-@pytest.fixture(scope="module")
-def server(memory: Path) -> Iterator[StoreSettings]:
-    with start_s3(memory / "s3") as settings:
-        yield settings
 
 
 @pytest.fixture

@@ -11,11 +11,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from app.domain.ops import AdamParams, ForwardBackward, LoraSpec, OptimStep
-from app.settings import BaseModelSettings
 from tests.parity import architectures
 from tests.parity.datums import batch, supervised
 from tests.parity.reference import Reference, relative_error
-from workers.training import factory
+from tests.parity.training import open_trainer
 from workers.training.base import Create
 
 LENGTHS = (23, 7, 40, 2, 31, 7)
@@ -23,11 +22,8 @@ LENGTHS = (23, 7, 40, 2, 31, 7)
 
 @pytest.mark.parametrize("case", architectures.CASES)
 def test_logprobs_gradients_and_the_merged_model_equal_the_reference(case: str, tmp_path: Path) -> None:
-    torch.set_num_threads(1)
     base = architectures.build(case, tmp_path / "base")
-    trainer = {"backend": "torch", "micro_batch_tokens": 64}
-    backend = factory.create(BaseModelSettings(name="tiny", path=str(base), dtype="float32", trainer=trainer))
-    backend.open()
+    backend = open_trainer(base)
     backend.apply({"m": Create(LoraSpec(rank=4, seed=1))})
     backend.apply({"m": ForwardBackward(batch(supervised(0, LENGTHS)), "cross_entropy")})
     backend.apply({"m": OptimStep(AdamParams(learning_rate=1e-2, eps=1e-8))})  # B is no longer zero

@@ -21,7 +21,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from app.domain.ops import AdamParams, DropGradients, ForwardBackward, LoraSpec, OptimStep
 from app.domain.results import CriticOutput
 from app.errors import UserOpError
-from app.settings import BaseModelSettings
 from app.wire.results import encode_forward_backward
 from tests.models import VOCAB_SIZE
 from tests.parity import architectures
@@ -29,7 +28,6 @@ from tests.parity.datums import Datum, batch, supervised, valued
 from tests.parity.reference import CriticReference, relative_error
 from tests.parity.test_random_batches import length
 from tests.parity.training import LENGTHS, STEP, apply, open_trainer, state
-from workers.training import factory
 from workers.training.base import Create
 from workers.training.trainer import Trainer
 
@@ -194,11 +192,8 @@ def test_a_value_that_overflows_fails_by_datum_and_leaves_the_state_bit_identica
 @pytest.mark.parametrize("case", ["qwen2, window", "gemma2", "olmo2 (unlisted)"])
 def test_a_critic_is_the_same_where_logits_are_capped_or_datums_padded(case: str, tmp_path: Path) -> None:
     """Values come of the last hidden state, before anything the architecture does to logits."""
-    torch.set_num_threads(1)
     base = architectures.build(case, tmp_path / "base")
-    options = {"backend": "torch", "micro_batch_tokens": 64}
-    backend = factory.create(BaseModelSettings(name="tiny", path=str(base), dtype="float32", trainer=options))
-    backend.open()
+    backend = open_trainer(base)
     apply(backend, "m", Create(SPEC, critic=True))
     run(backend, "m", valued(0, LENGTHS))
     apply(backend, "m", STEP)
@@ -228,10 +223,7 @@ class Widths(TorchDispatchMode):
 
 @pytest.mark.parametrize("case", ["qwen3", "olmo2 (unlisted)"])
 def test_a_critic_makes_no_logits(case: str, tmp_path: Path) -> None:
-    options = {"backend": "torch", "micro_batch_tokens": 128}
-    base = architectures.build(case, tmp_path / "base")
-    backend = factory.create(BaseModelSettings(name="tiny", path=str(base), dtype="float32", trainer=options))
-    backend.open()
+    backend = open_trainer(architectures.build(case, tmp_path / "base"), micro_batch_tokens=128)
     backend.apply({"c": Create(SPEC, critic=True), "p": Create(SPEC)})
     supervise = ForwardBackward(batch(supervised(1, (60, 60))), "cross_entropy")
     counts = {}

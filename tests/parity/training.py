@@ -20,9 +20,9 @@ LENGTHS = (23, 7, 40, 2, 31)
 STEP = OptimStep(AdamParams(learning_rate=1e-2, eps=1e-8, weight_decay=0.1, grad_clip_norm=5.0))
 
 
-def open_trainer(base: Path, dtype: str) -> Trainer:
+def open_trainer(base: Path, dtype: str = "float32", *, micro_batch_tokens: int = 64) -> Trainer:
     torch.set_num_threads(1)
-    settings = {"backend": "torch", "micro_batch_tokens": 64}
+    settings = {"backend": "torch", "micro_batch_tokens": micro_batch_tokens}
     trainer = factory.create(BaseModelSettings(name="tiny", path=str(base), dtype=dtype, trainer=settings))
     trainer.open()
     return trainer

@@ -48,7 +48,7 @@ def undisturbed(world: World, *seeds: int) -> bytes:
     for op in [Create(None), *ops(*seeds)[1:]]:
         output = backend.apply({"alone": op})["alone"]
     backend.close("alone")
-    return output.logprobs.values.tobytes()  # type: ignore[union-attr]
+    return output.logprobs.values.tobytes()
 
 
 @pytest.mark.parametrize("successor", ["full-a/2", "full-b/1"])
