@@ -38,7 +38,7 @@ def test_a_backend_of_no_use_does_not_keep_the_models(world: World, monkeypatch:
     def broken(*arguments: object, **options: object) -> None:
         raise RuntimeError("a rank is gone")
 
-    for method in ("capture", "save", "close", "apply"):
+    for method in ("capture", "close", "apply"):
         monkeypatch.setattr(worker.backend, method, broken)
     worker.drain.in_order(60)
     assert not world.client.exists(keys.lease(MODEL))

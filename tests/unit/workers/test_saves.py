@@ -437,8 +437,9 @@ def test_an_abandoned_save_is_over_before_its_model_is_saved_anew(world: World, 
     ran = Ran(worker)
     doorbell = ring(worker, 1)
     await_true(lambda: ran.captured == 1, "the save is under way")
+    lapsed = worker.owner.residents()[MODEL]
     worker.keeper.drop(MODEL)  # as if it had lapsed: the model is brought back by the same process
-    await_true(lambda: MODEL not in worker.owner.residents() or ran.kinds.get(MODEL), "it was")
+    await_true(lambda: worker.owner.residents().get(MODEL, lapsed) is not lapsed, "it was")
     with pytest.raises(TimeoutError):
         doorbell.result(timeout=0.3)
     assert ran.captured == 1
