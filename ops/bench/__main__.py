@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from ops.bench import (
+    adapters,
     api_body,
     api_start,
     ddp,
@@ -28,6 +29,7 @@ from ops.bench import (
     real_step,
     recovery,
     report,
+    sampling,
     saves,
     snapshots,
     tenants,
@@ -47,6 +49,8 @@ BENCHES: Mapping[str, Callable[[Path], Outcome]] = {
     "recovery": recovery.run,
     "snapshots": snapshots.run,
     "saves": saves.run,
+    "sampling": sampling.run,
+    "adapters": adapters.run,
 }
 _OUT = Path(__file__).parent / "results"
 # Not the system's temporary folder: that may lie in memory, where the journal's fsync costs nothing.

@@ -1,0 +1,59 @@
+"""What adapters cost when sampling on a CPU: the transformers sampler beside its own base rate, and beside vLLM.
+
+SmolLM2-135M-Instruct in bfloat16, 16 prompts x 4 samples x 64 tokens, adapters of rank 32 on every linear.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ops.bench import batches, models, side
+from ops.bench.bare_sampler import PROMPTS, SAMPLES, TOKENS
+from ops.bench.report import Goal, Outcome
+
+_ROUNDS = 3
+_BACKENDS = ("transformers", "vllm")
+_OF_BASE_GOAL, _MIXED_GOAL, _OVER_VLLM_GOAL = 0.8, 0.75, 4.0
+_DRAWN = PROMPTS * SAMPLES * TOKENS
+Samples = Mapping[str, Sequence[float]]
+
+
+def run(folder: Path) -> Outcome:
+    with side.threads(side.CORES):
+        found = {backend: _measured(folder, backend) for backend in _BACKENDS}
+    return _outcome(found)
+
+
+def _measured(folder: Path, backend: str) -> Samples:
+    """One after the other: vLLM's processes wait for work by spinning."""
+    base = models.bundled()
+    base = base.model_copy(update={"sampler": base.sampler.model_copy(update={"backend": backend})})
+    with side.running("ops.bench.bare_sampler", base.model_dump_json(), folder / f"{backend}.log") as bare:
+        bare.measure(1)
+        found: Samples = bare.measure(_ROUNDS)
+    return found
+
+
+def _outcome(found: Mapping[str, Samples]) -> Outcome:
+    """Ratios of the best rounds: on a shared machine noise only ever adds time."""
+    best = {backend: {name: min(ms) for name, ms in samples.items()} for backend, samples in found.items()}
+    ours = best["transformers"]
+    ratios = {
+        "one adapter over base": ours["base"] / ours["one adapter"],
+        "four adapters over one": ours["one adapter"] / ours["four adapters"],
+        "one adapter over vLLM's": best["vllm"]["one adapter"] / ours["one adapter"],
+    }
+    goals = zip(ratios.items(), (_OF_BASE_GOAL, _MIXED_GOAL, _OVER_VLLM_GOAL), strict=True)
+    figures: dict[str, Any] = {
+        "rounds": _ROUNDS,
+        "threads": side.CORES,
+        "tokens": _DRAWN,
+        "tokens_per_s": {
+            backend: {name: batches.rates(_DRAWN, ms) for name, ms in samples.items()}
+            for backend, samples in found.items()
+        },
+        "ratios": ratios,
+    }
+    return Outcome(figures, tuple(Goal(name, value, "at_least", limit, "") for (name, value), limit in goals))

@@ -1,0 +1,81 @@
+"""A sampler backend in a process of its own, called directly: base, one adapter, four adapters mixed.
+
+`python -m ops.bench.bare_sampler BASE_MODEL_JSON` is the side that measures.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from app.domain.ops import LoraSpec
+from app.domain.sampling import SampleRequest
+from app.settings import BaseModelSettings
+from ops.bench import batches, side, timing
+from workers import lora
+from workers.sampling.base import SamplerBackend
+from workers.sampling.factory import create
+
+PROMPTS, SAMPLES, TOKENS = 16, 4, 64
+_PROMPT_TOKENS = 32
+_RANK = 32
+_ADAPTERS = ("a0", "a1", "a2", "a3")
+# As large as a few hundred steps at 1e-4 make B.
+_B_STD = 0.01
+Samples = dict[str, list[float]]
+
+
+def requests(vocab_size: int) -> list[SampleRequest]:
+    """Each of TOKENS tokens, whatever is drawn."""
+    rows = batches.random_tokens(PROMPTS, _PROMPT_TOKENS, vocab_size)
+    return [SampleRequest(row, SAMPLES, TOKENS, seed, ignore_eos=True) for seed, row in enumerate(rows)]
+
+
+def write_adapters(path: str, folder: Path) -> dict[str, Path]:
+    """PEFT folders of adapters on every linear, head included, whose B is not zero."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
+    written = {}
+    for seed, name in enumerate(_ADAPTERS):
+        adapter = lora.new_adapter(model, LoraSpec(_RANK, seed=seed))
+        generator = torch.Generator().manual_seed(seed)
+        for pair in adapter.pairs.values():
+            pair.b.data.normal_(0.0, _B_STD, generator=generator)
+        written[name] = folder / name
+        written[name].mkdir()
+        lora.write_peft(adapter, written[name], path)
+    return written
+
+
+def prepare() -> Callable[[int], Samples]:
+    """Returns measure(count): ms of all requests at once, in turns."""
+    settings = BaseModelSettings.model_validate_json(sys.argv[1])
+    backend = create(settings)
+    info = backend.open()
+    with tempfile.TemporaryDirectory() as folder:
+        for name, written in write_adapters(settings.path, Path(folder)).items():
+            backend.load(name, written)
+            # vLLM reads the files when it first runs the adapter.
+            backend.sample(name, requests(info.vocab_size)[0])
+    asked = requests(info.vocab_size)
+    sides: dict[str, Sequence[str | None]] = {"base": [None], "one adapter": _ADAPTERS[:1], "four adapters": _ADAPTERS}
+    calls = {name: partial(_sample_ms, backend, asked, adapters) for name, adapters in sides.items()}
+    return partial(timing.alternate, sides=calls)
+
+
+def _sample_ms(backend: SamplerBackend, asked: Sequence[SampleRequest], adapters: Sequence[str | None]) -> float:
+    """Request i under adapters[i mod n], from a thread each."""
+    with ThreadPoolExecutor(len(asked)) as threads:
+        chosen = [adapters[i % len(adapters)] for i in range(len(asked))]
+        return timing.timed_ms(lambda: list(threads.map(backend.sample, chosen, asked)))
+
+
+if __name__ == "__main__":
+    side.serve(prepare)

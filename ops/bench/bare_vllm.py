@@ -1,0 +1,54 @@
+"""vLLM's own offline `LLM.generate`, with the engine arguments our sampler gives it.
+
+`python -m ops.bench.bare_vllm BASE_MODEL_JSON` is the side that measures; the adapter is one of bare_sampler.py's.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig
+
+from app.settings import BaseModelSettings
+from ops.bench import side, timing
+from ops.bench.bare_sampler import requests, write_adapters
+from workers.sampling import vllm_setup
+
+Samples = dict[str, list[float]]
+
+
+def prepare() -> Callable[[int], Samples]:
+    """Returns measure(count): ms of the prompts with four samples each, and of one call with as many single ones."""
+    settings = BaseModelSettings.model_validate_json(sys.argv[1])
+    vllm_setup.check_install()
+    vllm_setup.set_environment(settings)
+    from vllm import LLM
+    from vllm.lora.request import LoRARequest
+
+    config = AutoConfig.from_pretrained(settings.path)
+    engine = LLM(**vllm_setup.engine_args(settings, config.max_position_embeddings, settings.dtype))
+    folder = Path(tempfile.mkdtemp(prefix="tinsmith-bench-"))
+    adapter = LoRARequest("a0", 1, str(write_adapters(settings.path, folder)["a0"]))
+    asked = requests(config.vocab_size)
+    prompts: list[Any] = [{"prompt_token_ids": request.prompt.tolist()} for request in asked]
+    calls = {
+        "four each": partial(_generate_ms, engine, prompts, adapter, asked[0].num_samples, asked[0].max_tokens),
+        "single": partial(_generate_ms, engine, prompts * asked[0].num_samples, adapter, 1, asked[0].max_tokens),
+    }
+    return partial(timing.alternate, sides=calls)
+
+
+def _generate_ms(engine: Any, prompts: list[Any], adapter: Any, samples: int, tokens: int) -> float:
+    from vllm import SamplingParams
+
+    params = SamplingParams(n=samples, max_tokens=tokens, ignore_eos=True, logprobs=0, detokenize=False)
+    return timing.timed_ms(lambda: engine.generate(prompts, params, lora_request=adapter, use_tqdm=False))
+
+
+if __name__ == "__main__":
+    side.serve(prepare)

@@ -1,0 +1,99 @@
+"""Sampling through the SDK from a stack with vLLM, beside vLLM's own offline batch.
+
+SmolLM2-135M-Instruct in bfloat16 with an adapter of rank 32: 16 prompts x 4 samples x 64 tokens, and 64 single samples
+asked for from 64 threads.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import tinker
+from tinker import types
+
+from app.domain.sampling import SampleRequest
+from ops.bench import batches, models, servers, side, timing
+from ops.bench.bare_sampler import PROMPTS, SAMPLES, TOKENS, requests
+from ops.bench.report import Goal, Outcome
+
+_RANK = 32
+_ROUNDS = 3
+_GOALS = {"four each": 0.95, "single": 0.90}
+_DRAWN = PROMPTS * SAMPLES * TOKENS
+
+
+def run(folder: Path) -> Outcome:
+    base = models.bundled()
+    base = base.model_copy(update={"sampler": base.sampler.model_copy(update={"backend": "vllm"})})
+    vocab_size = json.loads((Path(base.path) / "config.json").read_text())["vocab_size"]
+    with (
+        side.threads(side.CORES),
+        servers.running_stack(folder, base) as stack,
+        side.running("ops.bench.bare_vllm", base.model_dump_json(), folder / "bare.log") as bare,
+        tinker.ServiceClient(base_url=stack.url, api_key=servers.API_KEY) as service,
+        ThreadPoolExecutor(PROMPTS * SAMPLES) as threads,
+    ):
+        sdk = _Sdk(_sampling_client(service, base.name), requests(vocab_size), threads)
+        sides = {
+            "sdk four each": lambda: timing.timed_ms(sdk.four_each),
+            "sdk single": lambda: timing.timed_ms(sdk.single),
+            "bare": lambda: {name: ms[0] for name, ms in bare.measure(1).items()},
+        }
+        timing.alternate(1, sides)
+        rounds: dict[str, list[Any]] = timing.alternate(_ROUNDS, sides)
+    return _outcome({name: (rounds[f"sdk {name}"], [one[name] for one in rounds["bare"]]) for name in _GOALS})
+
+
+def _sampling_client(service: tinker.ServiceClient, base: str) -> tinker.SamplingClient:
+    """Of an adapter that was trained for a step."""
+    training = service.create_lora_training_client(base_model=base, rank=_RANK).result()
+    data = batches.datums(batches.random_tokens(2, 32, 1000))
+    training.forward_backward(data, batches.LOSS).result()
+    training.optim_step(batches.sdk_adam()).result()
+    return training.save_weights_and_get_sampling_client()
+
+
+class _Sdk:
+    def __init__(
+        self, client: tinker.SamplingClient, asked: Sequence[SampleRequest], threads: ThreadPoolExecutor
+    ) -> None:
+        self._client, self._threads = client, threads
+        self._prompts = [types.ModelInput.from_ints(request.prompt.tolist()) for request in asked]
+        # [] stops at nothing, not even the end token.
+        self._params = types.SamplingParams(max_tokens=TOKENS, stop=[])
+
+    def four_each(self) -> None:
+        pending = [self._client.sample(prompt, SAMPLES, self._params) for prompt in self._prompts]
+        _check([future.result() for future in pending])
+
+    def single(self) -> None:
+        _check(list(self._threads.map(self._one, self._prompts * SAMPLES)))
+
+    def _one(self, prompt: types.ModelInput) -> types.SampleResponse:
+        return self._client.sample(prompt, 1, self._params).result()
+
+
+def _check(results: Sequence[types.SampleResponse]) -> None:
+    drawn = sum(len(sequence.tokens) for result in results for sequence in result.sequences)
+    if drawn != _DRAWN:
+        raise RuntimeError(f"{drawn} tokens were sampled where {_DRAWN} were asked for")
+
+
+def _outcome(found: dict[str, tuple[list[float], list[float]]]) -> Outcome:
+    """The goals are for the best round of each side: on a shared machine noise only ever adds time."""
+    figures: dict[str, Any] = {"rounds": _ROUNDS, "threads": side.CORES, "tokens": _DRAWN}
+    goals = []
+    for name, (sdk, bare) in found.items():
+        ratio = min(bare) / min(sdk)
+        figures[name] = {
+            "sdk_tokens_per_s": batches.rates(_DRAWN, sdk),
+            "bare_tokens_per_s": batches.rates(_DRAWN, bare),
+            "ratio": {"best": ratio, "median_round": median(b / a for a, b in zip(sdk, bare, strict=True))},
+        }
+        goals.append(Goal(f"{name}: SDK over bare vLLM tokens/s", ratio, "at_least", _GOALS[name], ""))
+    return Outcome(figures, tuple(goals))
