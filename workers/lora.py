@@ -126,6 +126,8 @@ class LoraLinear(nn.Module):
         tensors = [tensor for run in runs for pair in run.pairs for tensor in (pair.a, pair.b)]
         if not tensors:
             return out
+        if torch.is_inference_mode_enabled():
+            return _add_in_place(flat, out.view(len(flat), -1), runs).view(out.shape)
         added: Tensor = _AddProducts.apply(flat, out.reshape(len(flat), -1), runs, *tensors)  # type: ignore[no-untyped-call]
         return added.view(out.shape)
 
@@ -194,6 +196,15 @@ class _AddProducts(torch.autograd.Function):
             of_a, of_b = torch.bmm(low_gradient.mT, _split(x, run)), torch.bmm(share.mT, low)
             found += [tensor for pair in zip(of_a.float(), of_b.float(), strict=True) for tensor in pair]
         return x_gradient, gradient, None, *found
+
+
+def _add_in_place(x: Tensor, out: Tensor, runs: Sequence[_Run]) -> Tensor:
+    """The same where nothing is learnt: without a copy of the output, or of weights that have the dtype already."""
+    for run in runs:
+        if run.pairs:
+            for share, added, pair in zip(_split(x, run), _split(out, run), run.pairs, strict=True):
+                added.addmm_(share @ pair.a.to(x.dtype).t(), pair.b.to(x.dtype).t(), alpha=run.scaling)
+    return out
 
 
 def _split(tensor: Tensor, run: _Run) -> Tensor:

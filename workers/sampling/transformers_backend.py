@@ -14,7 +14,7 @@ from app.domain.sampling import SampleOutput, SampleRequest
 from app.errors import ServerOpError
 from app.settings import BaseModelSettings
 from workers import base_model, lora
-from workers.sampling import vocabulary
+from workers.sampling import attention, vocabulary
 from workers.sampling.engine import Engine
 from workers.sampling.requests import check
 from workers.sampling.sequences import Job
@@ -31,6 +31,7 @@ class TransformersSampler:
         self._base = base_model.load(self._settings)
         self._vocabulary = vocabulary.load(self._settings)
         lora.wrap(self._base.model)
+        attention.use(self._base.model)
         self._engine = Engine(self._base.model, self._base.device, self._settings.sampler.max_batch)
         return self._base.info
 

@@ -94,6 +94,18 @@ def test_each_row_of_a_batch_has_its_own_adapter(model: Tiny, tokens: torch.Tens
         torch.testing.assert_close(found[rows], by_hand(model, adapter, tokens[rows]))
 
 
+def test_where_nothing_is_learnt_the_sums_are_the_same(model: Tiny, tokens: torch.Tensor) -> None:
+    """Neighbours of one shape, of another, and none."""
+    adapters = [trained(model, LoraSpec(rank=rank, seed=seed)) for seed, rank in enumerate((4, 4, 2))]
+    segments = [(adapters[0], 1), (adapters[1], 1), (None, 1), (adapters[2], 1)]
+    rows = tokens[:1].expand(4, -1)
+    with lora.use(segments):
+        learnt = model(rows)
+        with torch.inference_mode():
+            inferred = model(rows)
+    torch.testing.assert_close(inferred, learnt)
+
+
 def test_rows_of_one_adapter_give_no_gradient_to_another(model: Tiny, tokens: torch.Tensor) -> None:
     one, two = trained(model, LoraSpec(rank=3, seed=1)), trained(model, LoraSpec(rank=3, seed=2))
     with lora.use([(one, 2), (two, 3)]):

@@ -57,6 +57,25 @@ def test_an_impossible_token_is_never_drawn():
     assert set(draw(logits, [0.0, 0.25, 0.5, 0.75, 1 - 2**-53])) == {1, 3}
 
 
+def test_the_odds_hold_across_a_vocabulary_of_many_blocks():
+    """1,000 tokens are four blocks, of which one has no weight and the last is not full."""
+    weights = torch.rand(1000, generator=torch.Generator().manual_seed(0))
+    weights[256:512] = 0
+    counts = np.bincount(draw(weights.log(), EVEN.tolist()), minlength=1000)
+    cumulated = counts.cumsum() / len(EVEN)
+    np.testing.assert_allclose(cumulated, (weights.cumsum(0) / weights.sum()).numpy(), atol=2 / len(EVEN))
+    assert counts[256:512].sum() == 0
+
+
+def test_rounding_draws_nothing_impossible_either():
+    """The greatest uniform there is, times a sum, is often that sum."""
+    weights = torch.rand(1000, 700, generator=torch.Generator().manual_seed(0))
+    weights[:, 400:] = 0
+    drawer = Drawer([ask()] * len(weights), CPU)
+    tokens, _ = drawer.draw(weights.log(), torch.full((len(weights),), 1 - 2**-53, dtype=torch.float64))
+    assert (tokens < 400).all()
+
+
 def test_the_logprob_is_the_models_own_before_temperature_and_cuts():
     drawer = Drawer([ask(temperature=0.1, top_k=1)], CPU)
     tokens, logprobs = drawer.draw(LOGITS[None] + 7, torch.tensor([0.5], dtype=torch.float64))
