@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from app.errors import TinsmithError
 
 Drawn = Callable[[int, Sequence[int], Sequence[float]], None]
-"""Told of further tokens of sample i and their logprobs, in order. Called from the engine's thread: it must not block."""
+"""Told of further tokens of sample i and their logprobs, in order, by the engine's thread: it must not block."""
 
 
 class Aborted(TinsmithError):
