@@ -34,6 +34,7 @@ _TYPES: dict[str, type] = {
         ops.SaveWeights,
         ops.LoadWeights,
         ops.DropGradients,
+        sampling.Cells,
         sampling.SampleRequest,
     )
 }

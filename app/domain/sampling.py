@@ -6,6 +6,24 @@ from dataclasses import dataclass
 
 import numpy as np
 
+MAX_TOP = 1024
+"""The most likely tokens a request may ask for at a position. A row of them costs a pass over the vocabulary however
+few they are; what grows with k is the answer, and 8 KB a position is enough of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cells:
+    """A matrix of which only some cells are given, row by row: row i holds values[starts[i] : starts[i + 1]].
+
+    values [n]: int64 token ids in a request, float32 logprobs in an answer. starts: int64 [rows + 1], from 0 to n.
+    columns: int64 [n], the column of each in a sparse matrix `width` wide, or None when every cell is given.
+    """
+
+    values: np.ndarray
+    starts: np.ndarray
+    width: int
+    columns: np.ndarray | None = None
+
 
 @dataclass(frozen=True, slots=True)
 class SampleRequest:
@@ -14,6 +32,11 @@ class SampleRequest:
     prompt: int32 [L]. `seed` is always set (drawn from the request id when the client gave none); sample i of the
     call uses its own stream. stop_strings and stop_tokens: either may be empty; `ignore_eos` when the client sent `[]`.
     top_k -1 and top_p 1.0 mean off; temperature 0 is greedy.
+
+    Of the prompt: `prompt_logprobs` of the last `prompt_last_n` tokens (0: of all), the `prompt_top` likeliest tokens
+    at the same positions, the ids of `prompt_targets` in row i at position i + 1 (-1: none), and
+    `prompt_alternatives` tokens drawn at each position but the first. `sample_top`: the likeliest tokens at each
+    position of a sample. 0 and None mean not asked for.
     """
 
     prompt: np.ndarray
@@ -27,21 +50,48 @@ class SampleRequest:
     stop_tokens: tuple[int, ...] = ()
     ignore_eos: bool = False
     prompt_logprobs: bool = False
+    prompt_last_n: int = 0
+    prompt_top: int = 0
+    prompt_targets: Cells | None = None
+    prompt_alternatives: int = 0
+    sample_top: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Several tokens at each of n positions: tokens int32 [n, k] and their logprobs float32 [n, k]."""
+
+    tokens: np.ndarray
+    logprobs: np.ndarray
 
 
 @dataclass(frozen=True, slots=True)
 class SampledSequence:
     """tokens int32 [n] (the stop token included), logprobs float32 [n] of the model itself, before temperature,
-    top-k and top-p; `stopped` is False when max_tokens or the context ended it."""
+    top-k and top-p; `stopped` is False when max_tokens or the context ended it. top: the likeliest tokens at each."""
 
     tokens: np.ndarray
     logprobs: np.ndarray
     stopped: bool
+    top: TokenLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class SampleOutput:
-    """prompt_logprobs: float32 [L] with NaN at index 0, or None when not asked for."""
+    """All logprobs are the model's own, as a sequence's are. What was not asked for is None.
+
+    prompt_logprobs: float32 [L], NaN where not scored and at index 0. prompt_top: [L, k], each row by falling logprob;
+    rows not scored are token 0 at UNSCORED. prompt_targets: float32 in the request's layout, 0.0 where it had -1.
+    prompt_alternatives: [L - 1, k] of draws, row i for position i + 1. cached_tokens: of the prompt, not computed anew.
+    """
 
     sequences: tuple[SampledSequence, ...]
     prompt_logprobs: np.ndarray | None = None
+    prompt_top: TokenLogprobs | None = None
+    prompt_targets: Cells | None = None
+    prompt_alternatives: TokenLogprobs | None = None
+    cached_tokens: int = 0
+
+
+UNSCORED = -99999.0
+"""What the SDK reads as no logprob, with token 0."""

@@ -9,16 +9,19 @@ from typing import Any
 from app import ids
 from app.domain import records
 from app.domain.records import Checkpoint, Sampler, Session
-from app.domain.sampling import SampleRequest
+from app.domain.sampling import Cells, SampleRequest
 from app.errors import BadRequest
 from app.services.admission import AdmissionService
 from app.services.base_models import BaseModels
 from app.services.checks.exports import check_adapter
 from app.services.checks.models import check_sampleable, check_sampled_role
-from app.services.checks.sampling import check_sample, check_supported
+from app.services.checks.sampling import check_sample
 from app.services.ownership import load_owned
 from app.stores.interfaces import Records
-from app.wire.json_bodies import text_tokens
+from app.wire.json_bodies import tensor, text_tokens
+from app.wire.tensors import to_cells
+
+TARGETS = "target_prompt_logprobs"
 
 
 class SamplingService:
@@ -54,7 +57,6 @@ class SamplingService:
         """A promise with the id of each sample to come. Raises NotFound (sampler), BadRequest or Unavailable."""
         sampler_id, seq = asked["sampling_session_id"], asked["seq_id"]
         sampler = load_owned(self._records, Sampler, sampler_id, owner)
-        check_supported(asked)
         info = self._bases.info("sampler", sampler.base_model)
         request_id = ids.request_id(sampler_id, seq)
         request = _request(asked, ids.stable_seed(request_id), info.max_context)
@@ -108,7 +110,23 @@ def _request(asked: Mapping[str, Any], seed: int, max_context: int) -> SampleReq
         stop_tokens=tokens,
         ignore_eos=stop == [],
         prompt_logprobs=bool(asked["prompt_logprobs"]),
+        prompt_last_n=_last_n(asked["prompt_logprobs_last_n"]),
+        prompt_top=asked["topk_prompt_logprobs"] or 0,
+        prompt_targets=_targets(asked["target_prompt_logprobs"]),
+        prompt_alternatives=asked["prompt_alt_tokens_k"] or 0,
+        sample_top=asked["topk_sample_logprobs"] or 0,
     )
+
+
+def _last_n(asked: int | None) -> int:
+    """0 where all tokens are to be scored, which a client asks for by sending none: its 0 is a mistake."""
+    if asked is not None and asked < 1:
+        raise BadRequest(f"prompt_logprobs_last_n {asked} is out of range: leave it out to score the whole prompt")
+    return asked or 0
+
+
+def _targets(asked: Any) -> Cells | None:
+    return None if asked is None else to_cells(tensor(asked, TARGETS), TARGETS)
 
 
 def _stops(stop: Any) -> tuple[tuple[str, ...], tuple[int, ...]]:

@@ -1,4 +1,4 @@
-"""The JSON form of a forward_backward body, which SDKs before 0.26 sent, to the same Op."""
+"""The JSON form of a forward_backward body, which SDKs before 0.26 sent, to the same Op; JSON tokens and tensors."""
 
 from __future__ import annotations
 
@@ -74,23 +74,26 @@ def _inputs(datum: Mapping[str, Any], names: Sequence[str], i: int) -> dict[str,
     given = datum.get("loss_fn_inputs")
     if not isinstance(given, dict):
         raise BadRequest(f"datum {i}: loss_fn_inputs must be an object")
-    return {name: _tensor(given[name], f"datum {i}: {name}") for name in names if name in given}
+    return {name: tensor(given[name], f"datum {i}: {name}") for name in names if name in given}
 
 
-def _tensor(given: Any, what: str) -> pb.Tensor:
-    """The same message a protobuf body holds, so that shapes and sparse rows are checked in one place."""
+def tensor(given: Any, what: str) -> pb.Tensor:
+    """The same message a protobuf body holds, so that shapes and sparse rows are checked in one place.
+
+    Raises BadRequest for what is no tensor, naming it by `what`.
+    """
     if not isinstance(given, dict) or str(given.get("dtype")) not in _DTYPES:
         raise BadRequest(f"{what}: expected data, shape and a dtype of {', '.join(_DTYPES)}")
     name = given["dtype"]
-    tensor = pb.Tensor(dtype=_DTYPES[name], shape=_sizes(given.get("shape") or [], what))
+    message = pb.Tensor(dtype=_DTYPES[name], shape=_sizes(given.get("shape") or [], what))
     data = _bytes(given.get("data"), _NUMPY[name], what)
     if given.get("sparse_crow_indices") is None:
-        tensor.dense = data
+        message.dense = data
     else:
-        tensor.sparse_csr.values = data
-        tensor.sparse_csr.crow_indices = _bytes(given["sparse_crow_indices"], _NUMPY["int64"], what)
-        tensor.sparse_csr.col_indices = _bytes(given.get("sparse_col_indices"), _NUMPY["int64"], what)
-    return tensor
+        message.sparse_csr.values = data
+        message.sparse_csr.crow_indices = _bytes(given["sparse_crow_indices"], _NUMPY["int64"], what)
+        message.sparse_csr.col_indices = _bytes(given.get("sparse_col_indices"), _NUMPY["int64"], what)
+    return message
 
 
 def _sizes(given: Any, what: str) -> list[int]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from app.domain.batch import Ragged
 from app.domain.results import CriticOutput, ForwardBackwardOutput
-from app.domain.sampling import SampledSequence, SampleOutput
+from app.domain.sampling import Cells, SampledSequence, SampleOutput, TokenLogprobs
 from app.wire import tinker_pb2 as pb
 
 _RECORD = "ArrayRecord"
@@ -29,10 +29,18 @@ def encode_forward_backward(output: ForwardBackwardOutput | CriticOutput) -> byt
 
 
 def encode_sample(output: SampleOutput) -> bytes:
-    """A SampleResponse message; a sequence's logprobs are always sent."""
-    message = pb.SampleResponse(sequences=[_sequence(s) for s in output.sequences])
+    """A SampleResponse message; a sequence's logprobs are always sent, of the prompt only what was asked for."""
+    message = pb.SampleResponse(
+        sequences=[_sequence(s) for s in output.sequences], prompt_cache_hit_tokens=output.cached_tokens
+    )
     if output.prompt_logprobs is not None:
         message.prompt_logprobs = _raw(output.prompt_logprobs, "<f4")
+    if output.prompt_top is not None:
+        message.topk_prompt_logprobs.CopyFrom(_top(output.prompt_top))
+    if output.prompt_targets is not None:
+        message.target_prompt_logprobs.CopyFrom(_cells(output.prompt_targets))
+    if output.prompt_alternatives is not None:
+        message.prompt_alt_tokens.CopyFrom(_alternatives(output.prompt_alternatives))
     return message.SerializeToString(deterministic=True)
 
 
@@ -57,6 +65,31 @@ def _sequence(sequence: SampledSequence) -> pb.SampledSequence:
         stop_reason=pb.STOP_REASON_STOP if sequence.stopped else pb.STOP_REASON_LENGTH,
         tokens=_raw(sequence.tokens, "<i4"),
         logprobs=_raw(sequence.logprobs, "<f4"),
+        topk_sampled_logprobs=None if sequence.top is None else _top(sequence.top),
+    )
+
+
+def _top(top: TokenLogprobs) -> pb.TopkLogprobs:
+    length, k = top.tokens.shape
+    return pb.TopkLogprobs(token_ids=_raw(top.tokens, "<i4"), logprobs=_raw(top.logprobs, "<f4"), k=k, length=length)
+
+
+def _cells(cells: Cells) -> pb.Tensor:
+    tensor = pb.Tensor(dtype=pb.DTYPE_FLOAT32, shape=(len(cells.starts) - 1, cells.width))
+    if cells.columns is None:
+        tensor.dense = _raw(cells.values, "<f4")
+    else:
+        tensor.sparse_csr.values = _raw(cells.values, "<f4")
+        tensor.sparse_csr.crow_indices = _raw(cells.starts, "<i8")
+        tensor.sparse_csr.col_indices = _raw(cells.columns, "<i8")
+    return tensor
+
+
+def _alternatives(drawn: TokenLogprobs) -> pb.PromptAltTokens:
+    shape = drawn.tokens.shape
+    return pb.PromptAltTokens(
+        tokens=pb.Tensor(dtype=pb.DTYPE_INT32, shape=shape, dense=_raw(drawn.tokens, "<i4")),
+        logprobs=pb.Tensor(dtype=pb.DTYPE_FLOAT32, shape=shape, dense=_raw(drawn.logprobs, "<f4")),
     )
 
 

@@ -1,4 +1,4 @@
-"""A Tensor message as a numpy array: dense buffers as views, sparse rows filled with zeros."""
+"""A Tensor message as a numpy array: dense buffers as views, sparse rows filled with zeros, or as they are."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from app.domain.sampling import Cells
 from app.errors import BadRequest
 from app.wire import tinker_pb2 as pb
 
@@ -48,6 +49,20 @@ def to_array(tensor: pb.Tensor, what: str) -> np.ndarray:
     return _shaped(_widen(buffer(tensor.dense, dtype, what)), shape, what)
 
 
+def to_cells(tensor: pb.Tensor, what: str) -> Cells:
+    """A matrix of int64 in the layout it was sent in. Raises BadRequest for anything else, naming it by `what`."""
+    shape = tuple(tensor.shape)
+    if tensor.dtype != pb.DTYPE_INT64 or len(shape) != 2:
+        raise BadRequest(f"{what}: expected an int64 tensor of two sizes (got shape {list(shape)})")
+    rows, width = shape
+    if tensor.WhichOneof("encoding") != "sparse_csr":
+        values = _shaped(buffer(tensor.dense, _DTYPES[pb.DTYPE_INT64], what), shape, what)
+        return Cells(values.reshape(-1), np.arange(rows + 1, dtype=np.int64) * width, width)
+    values, starts, columns = _csr(tensor.sparse_csr, _DTYPES[pb.DTYPE_INT64], what)
+    _check_csr(values, starts, columns, shape, what)
+    return Cells(values, starts, width, columns)
+
+
 def _widen(values: np.ndarray) -> np.ndarray:
     if values.dtype != _BFLOAT16:
         return values
@@ -65,13 +80,21 @@ def _shaped(values: np.ndarray, shape: tuple[int, ...], what: str) -> np.ndarray
 def _densify(csr: pb.SparseCsr, dtype: np.dtype, shape: Sequence[int], what: str) -> np.ndarray:
     if len(shape) != 2 or min(shape) < 0:
         raise BadRequest(f"{what}: a sparse tensor needs a shape of two sizes (got {list(shape)})")
-    values = _widen(buffer(csr.values, dtype, what))
-    starts = buffer(csr.crow_indices, np.dtype("<i8"), what)
-    columns = buffer(csr.col_indices, np.dtype("<i8"), what)
+    values, starts, columns = _csr(csr, dtype, what)
     _check_csr(values, starts, columns, shape, what)
     dense = np.zeros(shape, dtype=values.dtype)
     dense[np.repeat(np.arange(shape[0]), np.diff(starts)), columns] = values
     return dense
+
+
+def _csr(csr: pb.SparseCsr, dtype: np.dtype, what: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The values, where each row of them starts, and the column of each."""
+    indices = _DTYPES[pb.DTYPE_INT64]
+    return (
+        _widen(buffer(csr.values, dtype, what)),
+        buffer(csr.crow_indices, indices, what),
+        buffer(csr.col_indices, indices, what),
+    )
 
 
 def _check_csr(values: np.ndarray, starts: np.ndarray, columns: np.ndarray, shape: Sequence[int], what: str) -> None:

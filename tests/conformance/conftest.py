@@ -1,14 +1,34 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 
 from app.settings import StoreSettings
 from tests.servers_s3 import start_s3
 
+if TYPE_CHECKING:  # torch takes seconds to import, which tests of stores need not
+    from tests.conformance.samplers import Reference
+    from workers.sampling.base import SamplerBackend
+
 
 @pytest.fixture(scope="session")
 def s3_settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoreSettings]:
     with start_s3(tmp_path_factory.mktemp("s3")) as settings:
         yield settings
+
+
+@pytest.fixture(scope="package")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    from tests.conformance.samplers import make_reference
+
+    return make_reference(tmp_path_factory.mktemp("base"))
+
+
+@pytest.fixture(scope="package", params=["transformers", "vllm"])
+def sampler(request: pytest.FixtureRequest, reference: Reference) -> Iterator[SamplerBackend]:
+    from tests.conformance.samplers import opened
+
+    with opened(request.param, reference) as backend:
+        yield backend

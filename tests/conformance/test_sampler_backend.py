@@ -2,125 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
-from app.domain.sampling import SampledSequence, SampleOutput, SampleRequest
-from app.errors import OpError, ServerOpError, UserOpError
-from app.settings import BaseModelSettings, SamplerSettings
-from tests.models import VOCAB_SIZE, tiny_qwen3
+from app.errors import OpError, UserOpError
+from tests.conformance.samplers import ADAPTERS, CONTEXT, PROMPTS, ask, one, tokens_of
+from tests.models import VOCAB_SIZE
 from workers.sampling.base import SamplerBackend
-from workers.sampling.factory import create
-
-CONTEXT = 256
-TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
-ADAPTERS = ("one", "two", "three")
-PROMPTS = [
-    np.random.default_rng(i).integers(0, 256, size=length).astype(np.int32) for i, length in enumerate((5, 40, 1, 90))
-]
-
-
-@dataclass(frozen=True, eq=False)
-class Reference:
-    """The base and each adapter by plain transformers and PEFT."""
-
-    folder: Path
-    adapters: dict[str, Path]
-
-    @cache  # noqa: B019 - one a module
-    def model(self, adapter: str | None) -> Any:
-        # Not merged: on a tied head that would change the embedding too.
-        base = AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32)
-        return base if adapter is None else PeftModel.from_pretrained(base, self.adapters[adapter])
-
-    def table(self, adapter: str | None, tokens: np.ndarray) -> torch.Tensor:
-        """The log-softmax float32 [L, V] after each token."""
-        with torch.no_grad():
-            logits = self.model(adapter)(torch.from_numpy(tokens.astype(np.int64))[None]).logits
-        return logits[0].float().log_softmax(-1)
-
-    def greedy(self, adapter: str | None, prompt: np.ndarray, tokens: int) -> list[int]:
-        ids = torch.from_numpy(prompt.astype(np.int64))[None]
-        model = self.model(adapter)
-        model.generation_config.eos_token_id = None
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=tokens)
-        return out[0, len(prompt) :].tolist()
-
-    def logprobs(self, adapter: str | None, tokens: np.ndarray) -> np.ndarray:
-        """float32 [L-1]: of each token but the first, given those before it."""
-        following = torch.from_numpy(tokens[1:].astype(np.int64))[:, None]
-        return self.table(adapter, tokens)[:-1].gather(-1, following)[:, 0].numpy()
-
-
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    torch.set_num_threads(2)
-    folder = tiny_qwen3(tmp_path_factory.mktemp("base"))
-    adapters = {name: _save_adapter(folder, folder / name, seed) for seed, name in enumerate(ADAPTERS)}
-    return Reference(folder, adapters)
-
-
-def _save_adapter(base: Path, folder: Path, seed: int) -> Path:
-    torch.manual_seed(seed)
-    config = LoraConfig(r=8, lora_alpha=32, target_modules=TARGETS, task_type="CAUSAL_LM")
-    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), config)
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.05)
-    model.save_pretrained(folder, save_embedding_layers=False)
-    return folder
-
-
-@pytest.fixture(scope="module", params=["transformers", "vllm"])
-def sampler(request: pytest.FixtureRequest, reference: Reference) -> Iterator[SamplerBackend]:
-    settings = BaseModelSettings(
-        name="tiny",
-        path=str(reference.folder),
-        dtype="float32",
-        max_context=CONTEXT,
-        max_rank=8,
-        sampler=SamplerSettings(backend=request.param, max_batch=16, max_loras=2, memory_share=0.05),
-    )
-    backend = create(settings)
-    info = backend.open()
-    assert (info.vocab_size, info.max_context, info.dtype) == (VOCAB_SIZE, CONTEXT, "float32")
-    assert info.trainable_groups == ("attn", "mlp", "unembed")
-    for name, folder in reference.adapters.items():
-        backend.load(name, folder)
-    yield backend
-    with ThreadPoolExecutor(1) as pool:
-        unfinished = pool.submit(backend.sample, None, ask(PROMPTS[0], num_samples=64, max_tokens=200))
-        backend.close()
-        with pytest.raises(ServerOpError, match="the worker is shutting down"):
-            unfinished.result()
-    assert not backend.healthy()
-
-
-def ask(prompt: np.ndarray, **fields: Any) -> SampleRequest:
-    return SampleRequest(
-        **{"prompt": prompt, "num_samples": 1, "max_tokens": 12, "seed": 1, "ignore_eos": True, **fields}
-    )
-
-
-def tokens_of(output: SampleOutput) -> list[list[int]]:
-    return [sequence.tokens.tolist() for sequence in output.sequences]
-
-
-def one(backend: SamplerBackend, adapter: str | None, prompt: np.ndarray, **fields: Any) -> SampledSequence:
-    (sequence,) = backend.sample(adapter, ask(prompt, **fields)).sequences
-    return sequence
 
 
 @pytest.mark.parametrize("adapter", [None, "one"])

@@ -11,9 +11,9 @@ from transformers.cache_utils import Cache
 
 from workers import lora
 from workers.sampling import kv_cache
-from workers.sampling.drawing import Drawer
+from workers.sampling.drawing import Drawer, top_logprobs
 from workers.sampling.prefill import Prefilled
-from workers.sampling.sequences import Job, Row, segments
+from workers.sampling.sequences import Job, Row, Top, segments
 
 
 class RunningBatch:
@@ -39,7 +39,7 @@ class RunningBatch:
     def add(self, starting: Sequence[tuple[Job, int]], prefilled: Prefilled) -> None:
         """Draw the first token of starting[i][1] new samples of each prefilled job; those that go on join the batch."""
         rows = [(place, row) for place, (job, count) in enumerate(starting) for row in job.start(count)]
-        logits = prefilled.logits[torch.tensor([place for place, _ in rows], device=self._device)]
+        logits = prefilled.logits[torch.tensor([place for place, _ in rows], dtype=torch.long, device=self._device)]
         drawn = [row for _, row in rows]
         push(drawn, Drawer([row.job.request for row in drawn], self._device), logits)
         self._compose([(prefilled.cache, place, row) for place, row in rows if row.live])
@@ -80,9 +80,20 @@ def push(rows: Sequence[Row], drawer: Drawer, logits: Tensor) -> None:
     """Draw the next token of every row from logits [B, V] and hand it to those that are live."""
     uniforms = torch.tensor([row.uniform() for row in rows], dtype=torch.float64, device=logits.device)
     tokens, logprobs = drawer.draw(logits, uniforms)
-    for row, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True):
+    top = _top(rows, logits)
+    for place, (row, token, logprob) in enumerate(zip(rows, tokens.tolist(), logprobs.tolist(), strict=True)):
         if row.live:
-            row.push(token, logprob)
+            row.push(token, logprob, top.get(place))
+
+
+def _top(rows: Sequence[Row], logits: Tensor) -> dict[int, Top]:
+    """The likeliest tokens of the rows that ask for them, each as many as it asks for."""
+    asked = {place: row.job.request.sample_top for place, row in enumerate(rows) if row.job.request.sample_top}
+    if not asked:
+        return {}
+    tokens, logprobs = top_logprobs(logits[list(asked)], max(asked.values()))
+    found = zip(tokens.int().cpu().numpy(), logprobs.cpu().numpy(), strict=True)
+    return {place: (ids[:k], values[:k]) for (place, k), (ids, values) in zip(asked.items(), found, strict=True)}
 
 
 def _parts(taken: Sequence[tuple[Cache, int, Row]]) -> list[kv_cache.Part]:

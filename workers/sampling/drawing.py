@@ -38,17 +38,14 @@ class Drawer:
         logits = logits.float()
         tokens = logits.argmax(-1)
         if len(self._free):
-            tokens[self._free] = _pick(self._probabilities(logits, self._free), uniforms[self._free])
+            tokens[self._free] = pick(self._probabilities(logits, self._free), uniforms[self._free, None])[:, 0]
         if len(self._cut):
             kept, order = self._cut_tail(self._probabilities(logits, self._cut))
-            place = _pick(kept, uniforms[self._cut])
-            tokens[self._cut] = order.gather(-1, place[:, None])[:, 0]
+            tokens[self._cut] = order.gather(-1, pick(kept, uniforms[self._cut, None]))[:, 0]
         return tokens, token_logprobs(logits, tokens)
 
     def _probabilities(self, logits: Tensor, rows: Tensor) -> Tensor:
-        logits = logits[rows]
-        # Zero at the top first: a tiny temperature then gives -inf for the rest, never inf - inf.
-        return ((logits - logits.amax(-1, keepdim=True)) / self._temperature[rows]).softmax(-1)
+        return tempered(logits[rows], self._temperature[rows])
 
     def _cut_tail(self, probabilities: Tensor) -> tuple[Tensor, Tensor]:
         """Probabilities by falling size with those beyond top_k, then beyond top_p of the rest, at zero; the order."""
@@ -67,25 +64,39 @@ def token_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
     return logits.gather(-1, tokens[..., None])[..., 0] - logits.logsumexp(-1)
 
 
-def _pick(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """Indices int64 [B] with odds proportional to weights [B, V].
+def top_logprobs(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k likeliest tokens int64 [B, k] of logits [B, V], by falling logprob, and their logprobs float32 [B, k]."""
+    logits = logits.float()
+    values, tokens = logits.topk(k)
+    return tokens, values - logits.logsumexp(-1, keepdim=True)
+
+
+def tempered(logits: Tensor, temperature: Tensor) -> Tensor:
+    """The probabilities of logits [B, V] at temperatures [B, 1] above 0."""
+    # Zero at the top first: a tiny temperature then gives -inf for the rest, never inf - inf.
+    return ((logits - logits.amax(-1, keepdim=True)) / temperature).softmax(-1)
+
+
+def pick(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """Indices int64 [B, n] with odds proportional to weights [B, V], one for each of the uniforms [B, n] in [0, 1).
 
     First a block, then a place in it: a running sum over a whole vocabulary in float64 is a tenth of a step.
     """
     blocks = nn.functional.pad(weights, (0, -weights.shape[-1] % _BLOCK)).view(len(weights), -1, _BLOCK)
     ends = blocks.sum(-1).double().cumsum(-1)
-    place = uniforms * ends[:, -1]
+    place = uniforms * ends[:, -1:]
     block = _first_beyond(ends, place)
-    start = nn.functional.pad(ends, (1, 0)).gather(-1, block[:, None])[:, 0]
-    chosen = blocks[torch.arange(len(blocks), device=blocks.device), block].cumsum(-1, dtype=torch.float64)
+    start = nn.functional.pad(ends, (1, 0)).gather(-1, block)
+    chosen = blocks[torch.arange(len(blocks), device=blocks.device)[:, None], block].cumsum(-1, dtype=torch.float64)
+    within = _first_beyond(chosen, (place - start)[..., None])[..., 0]
     # NaN logits fall off the end; their NaN logprob is what reports them.
-    return (block * _BLOCK + _first_beyond(chosen, place - start)).clamp_(max=weights.shape[-1] - 1)
+    return (block * _BLOCK + within).clamp_(max=weights.shape[-1] - 1)
 
 
 def _first_beyond(ends: Tensor, place: Tensor) -> Tensor:
-    """int64 [B]: the first column of the running sums ends [B, n] that is greater than place [B].
+    """int64 [..., n]: the first of the running sums ends [..., m] that is greater than place [..., n].
 
     A place that rounding put at the end or beyond counts as just before it: what has no weight is never found.
     """
-    place = torch.minimum(place, ends[:, -1].nextafter(ends.new_zeros(())))
-    return torch.searchsorted(ends, place[:, None], right=True)[:, 0].clamp_(max=ends.shape[-1] - 1)
+    place = torch.minimum(place, ends[..., -1:].nextafter(ends.new_zeros(())))
+    return torch.searchsorted(ends, place, right=True).clamp_(max=ends.shape[-1] - 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +13,10 @@ from transformers.cache_utils import Cache
 
 from workers import lora
 from workers.sampling import kv_cache
-from workers.sampling.drawing import token_logprobs
+from workers.sampling.scoring import PromptScorer
 from workers.sampling.sequences import Job, segments
 
-# Padded tokens in one pass. Scoring needs the logits of every token: 256 of a 150k vocabulary are 150 MB of float32.
+# Padded tokens in one pass. Scoring needs the logits of its tokens: 256 of a 150k vocabulary are 150 MB of float32.
 PASS_TOKENS = 2048
 SCORED_PASS_TOKENS = 256
 
@@ -36,17 +36,16 @@ def fits(jobs: Sequence[Job], job: Job) -> bool:
 
 
 def prefill(model: Any, device: torch.device, jobs: Sequence[Job]) -> Prefilled:
-    """Run the prompts of `jobs`, which are sorted by adapter, and set the prompt_logprobs they want."""
-    tokens, starts = _pad([job.request.prompt for job in jobs], device)
+    """Run the prompts of `jobs`, which are sorted by adapter, and set the scores they want."""
+    tokens, begins = _pad([job.request.prompt for job in jobs], device)
     rows, width = tokens.shape
-    scored = jobs[0].wants_scores
-    piece = max(1, (SCORED_PASS_TOKENS if scored else PASS_TOKENS) // rows)
+    starts = torch.tensor(begins, device=device)
+    scorers = [PromptScorer(job.request, device) for job in jobs] if jobs[0].wants_scores else []
+    first = min((begin + scorer.first_row for begin, scorer in zip(begins, scorers, strict=False)), default=width)
     cache = kv_cache.empty()
-    scores = torch.full((rows, width), torch.nan, device=device)
     logits = torch.empty(0)
     with lora.use(segments(jobs)):
-        for begin in range(0, width, piece):
-            end = min(begin + piece, width)
+        for begin, end in _pieces(rows, width, first):
             positions = torch.arange(begin, end, device=device) - starts[:, None]
             logits = model(
                 input_ids=tokens[:, begin:end],
@@ -54,28 +53,36 @@ def prefill(model: Any, device: torch.device, jobs: Sequence[Job]) -> Prefilled:
                 position_ids=positions.clamp_(min=0),
                 past_key_values=cache,
                 use_cache=True,
-                logits_to_keep=end - begin if scored else 1,
+                logits_to_keep=end - begin if begin >= first else 1,
             ).logits
-            if scored:
-                following = tokens[:, begin + 1 : end + 1]
-                scores[:, begin + 1 : end + 1] = token_logprobs(logits[:, : following.shape[1]], following)
-    if scored:
-        _hand_out(jobs, scores.cpu().numpy())
+            if begin >= first:
+                _score(scorers, begins, begin, logits[:, : width - 1 - begin])
+    for job, scorer in zip(jobs, scorers, strict=False):
+        job.scores = scorer.flat().numpy()
     return Prefilled(cache, logits[:, -1])
 
 
-def _pad(prompts: Sequence[np.ndarray], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Left-padded tokens int64 [J, longest], and the column int64 [J] each prompt begins at."""
+def _pieces(rows: int, width: int, first: int) -> Iterator[tuple[int, int]]:
+    """The columns [begin, end) of each pass: larger ones before column `first`, the first whose logits are wanted."""
+    begin = 0
+    while begin < width:
+        size, limit = (PASS_TOKENS, first) if begin < first else (SCORED_PASS_TOKENS, width)
+        end = min(begin + max(1, size // rows), limit)
+        yield begin, end
+        begin = end
+
+
+def _score(scorers: Sequence[PromptScorer], begins: Sequence[int], column: int, logits: Tensor) -> None:
+    """Give each its own rows of logits [J, n, V], which are those of the columns from `column` on."""
+    for scorer, begin, own in zip(scorers, begins, logits, strict=True):
+        skipped = max(0, begin + scorer.first_row - column)
+        scorer.add(column + skipped - begin, own[skipped:])
+
+
+def _pad(prompts: Sequence[np.ndarray], device: torch.device) -> tuple[Tensor, list[int]]:
+    """Left-padded tokens int64 [J, longest], and the column each prompt begins at."""
     width = max(map(len, prompts))
     tokens = np.zeros((len(prompts), width), np.int64)
     for row, prompt in zip(tokens, prompts, strict=True):
         row[width - len(prompt) :] = prompt
-    starts = [width - len(prompt) for prompt in prompts]
-    return torch.from_numpy(tokens).to(device), torch.tensor(starts, device=device)
-
-
-def _hand_out(jobs: Sequence[Job], scores: np.ndarray) -> None:
-    for job, row in zip(jobs, scores, strict=True):
-        own = row[-len(job.request.prompt) :].copy()
-        own[0] = np.nan
-        job.prompt_logprobs = own
+    return torch.from_numpy(tokens).to(device), [width - len(prompt) for prompt in prompts]

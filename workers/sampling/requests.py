@@ -42,3 +42,8 @@ def token_limit(request: SampleRequest, info: BaseModelInfo) -> int:
 def sample_seed(seed: int, index: int) -> np.random.SeedSequence:
     """The seed of sample `index` of a call: independent streams, whatever the seeds and however many samples."""
     return np.random.SeedSequence([seed % 2**64, index])
+
+
+def alternatives_seed(seed: int) -> np.random.SeedSequence:
+    """The seed of a call's draws at its prompt's positions: a stream beside those of its samples."""
+    return sample_seed(seed, 2**32)

@@ -3,38 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import groupby
 
 import numpy as np
 
 from app.domain.base_models import BaseModelInfo
-from app.domain.sampling import SampledSequence, SampleOutput, SampleRequest
+from app.domain.sampling import SampledSequence, SampleOutput, SampleRequest, TokenLogprobs
 from app.errors import OpError, ServerOpError
 from workers.lora import Adapter
+from workers.sampling import scoring
 from workers.sampling.requests import check_finite, sample_seed, token_limit
 from workers.sampling.stopping import StopText
 from workers.sampling.vocabulary import Vocabulary
+from workers.sampling.watch import Aborted, Drawn
+
+Top = tuple[np.ndarray, np.ndarray]
+"""The likeliest tokens int32 [k] at a position, and their logprobs float32 [k]."""
 
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A request with its adapter, and the future its caller waits on. `started` counts samples that got a row."""
+    """A request with its adapter, and the future its caller waits on. `started` counts samples that got a row.
+
+    scores: what a PromptScorer found, float32 [n].
+    """
 
     request: SampleRequest
     adapter_id: str
     adapter: Adapter | None
     info: BaseModelInfo
     vocabulary: Vocabulary
+    drawn: Drawn | None = None
     future: Future[SampleOutput] = field(default_factory=Future)
     started: int = 0
-    prompt_logprobs: np.ndarray | None = None
+    scores: np.ndarray | None = None
     _finished: dict[int, SampledSequence] = field(default_factory=dict)
 
     @property
     def wants_scores(self) -> bool:
-        return self.request.prompt_logprobs and self.prompt_logprobs is None
+        return self.scores is None and scoring.wanted(self.request)
 
     @property
     def unstarted(self) -> int:
@@ -52,13 +62,15 @@ class Job:
 
     def finish(self, index: int, sequence: SampledSequence) -> None:
         self._finished[index] = sequence
-        if len(self._finished) == self.request.num_samples and not self.future.done():
-            sequences = tuple(self._finished[i] for i in range(self.request.num_samples))
-            self.future.set_result(SampleOutput(sequences, self.prompt_logprobs))
+        if len(self._finished) == self.request.num_samples:
+            sequences = [self._finished[i] for i in range(self.request.num_samples)]
+            with suppress(InvalidStateError):
+                self.future.set_result(scoring.output(self.request, sequences, self.scores))
 
     def fail(self, error: BaseException) -> None:
-        if not self.future.done():
-            known = isinstance(error, OpError)
+        """End it so, unless it has ended. From any thread; its rows are idle from then on."""
+        known = isinstance(error, OpError | Aborted)
+        with suppress(InvalidStateError):
             self.future.set_exception(error if known else ServerOpError(f"sampling failed: {error!r}"))
 
 
@@ -70,6 +82,7 @@ class Row:
         self.job = job
         self.tokens: list[int] = []
         self._logprobs: list[float] = []
+        self._top: list[Top] = []
         self._index = index
         self._limit = token_limit(request, job.info)
         self._uniforms = np.random.default_rng(sample_seed(request.seed, index)).random(self._limit)
@@ -95,22 +108,32 @@ class Row:
         """The random number in [0, 1) its next token is drawn with."""
         return float(self._uniforms[len(self.tokens)]) if self.live else 0.0
 
-    def push(self, token: int, logprob: float) -> None:
-        """Take the next token; an error here fails the row's own job alone."""
+    def push(self, token: int, logprob: float, top: Top | None = None) -> None:
+        """Take the next token, and the likeliest if those are asked for. An error fails the row's own job alone."""
         try:
-            self._push(token, logprob)
+            self._push(token, logprob, top)
         except Exception as error:
             self.job.fail(error)
 
-    def _push(self, token: int, logprob: float) -> None:
+    def _push(self, token: int, logprob: float, top: Top | None) -> None:
         check_finite(logprob)
         self.tokens.append(token)
         self._logprobs.append(logprob)
+        if top is not None:
+            self._top.append(top)
+        if self.job.drawn is not None:
+            self.job.drawn(self._index, [token], [logprob])
         stopped = token in self._end_tokens or (self._stop_text is not None and self._stop_text.completes(token))
         if stopped or len(self.tokens) == self._limit:
             self._ended = True
             tokens, logprobs = np.array(self.tokens, np.int32), np.array(self._logprobs, np.float32)
-            self.job.finish(self._index, SampledSequence(tokens, logprobs, stopped))
+            self.job.finish(self._index, SampledSequence(tokens, logprobs, stopped, self._all_top()))
+
+    def _all_top(self) -> TokenLogprobs | None:
+        if not self._top:
+            return None
+        ids, logprobs = zip(*self._top, strict=True)
+        return TokenLogprobs(np.array(ids, np.int32), np.array(logprobs, np.float32))
 
 
 def segments(jobs: Sequence[Job]) -> list[tuple[Adapter | None, int]]:

@@ -18,6 +18,7 @@ from workers.sampling import attention, vocabulary
 from workers.sampling.engine import Engine
 from workers.sampling.requests import check
 from workers.sampling.sequences import Job
+from workers.sampling.watch import Aborted, Watch
 
 
 class TransformersSampler:
@@ -45,12 +46,14 @@ class TransformersSampler:
     def evict(self, adapter_id: str) -> None:
         self._adapters.pop(adapter_id, None)
 
-    def sample(self, adapter_id: str | None, request: SampleRequest) -> SampleOutput:
+    def sample(self, adapter_id: str | None, request: SampleRequest, watch: Watch | None = None) -> SampleOutput:
         check(request, self._base.info)
         adapter = self._adapters.get(adapter_id) if adapter_id is not None else None
         if adapter_id is not None and adapter is None:
             raise ServerOpError(f"adapter {adapter_id!r} is not loaded in this sampler")
-        job = Job(request, adapter_id or "", adapter, self._base.info, self._vocabulary)
+        watch = watch or Watch()
+        job = Job(request, adapter_id or "", adapter, self._base.info, self._vocabulary, watch.drawn)
+        watch.on_abort(lambda: job.fail(Aborted("the request was aborted")))
         self._engine.submit(job)
         return job.future.result()
 

@@ -10,20 +10,21 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from app.domain.base_models import BaseModelInfo
-from app.domain.sampling import SampledSequence, SampleOutput, SampleRequest
+from app.domain.sampling import SampleOutput, SampleRequest
 from app.errors import OpError, ServerOpError, SetupError, UserOpError
 from app.settings import BaseModelSettings
 from workers import base_model
-from workers.sampling import vllm_setup, vocabulary
-from workers.sampling.requests import check, check_finite, sample_seed, token_limit
+from workers.sampling import scoring, vllm_requests, vllm_setup, vocabulary
+from workers.sampling.requests import check, token_limit
 from workers.sampling.vllm_adapters import VllmAdapters
 from workers.sampling.vllm_engine import EngineThread
+from workers.sampling.vllm_requests import Sample, may_read_cache
+from workers.sampling.watch import Watch
 
 
 class VllmSampler:
@@ -61,18 +62,18 @@ class VllmSampler:
     def evict(self, adapter_id: str) -> None:
         self._adapters.evict(adapter_id)
 
-    def sample(self, adapter_id: str | None, request: SampleRequest) -> SampleOutput:
+    def sample(self, adapter_id: str | None, request: SampleRequest, watch: Watch | None = None) -> SampleOutput:
         check(request, self._model_info)
         adapter = self._adapters.base if adapter_id is None else self._adapters.by_id.get(adapter_id)
         if adapter_id is not None and adapter is None:
             raise ServerOpError(f"adapter {adapter_id!r} is not loaded in this sampler")
-        try:
-            results = self._engine.call(lambda engine: self._generate(engine, adapter, request))
-        except ExceptionGroup as group:
-            error = group.exceptions[0]
-            raise self._op_error(error, "sampling failed", by_user=_is_refusal(error)) from group
-        scores = np.array(_values(results[0].prompt_logprobs), np.float32) if request.prompt_logprobs else None
-        return SampleOutput(tuple(_sequence(result.outputs[0]) for result in results), scores)
+        watch = watch or Watch()
+        samples = self._run(adapter, request, watch, may_read_cache(request) and watch.drawn is None)
+        if scoring.wanted(request) and samples[0].scores is None:
+            # The cache held a row that is asked for.
+            samples = self._run(adapter, request, watch, read_cache=False)
+        sequences = [sample.sequence() for sample in samples]
+        return scoring.output(request, sequences, samples[0].scores, samples[0].cached_tokens)
 
     def healthy(self) -> bool:
         return self._engine.alive
@@ -92,45 +93,35 @@ class VllmSampler:
             "adapters": sorted(self._adapters.by_id),
         }
 
-    async def _generate(self, engine: Any, adapter: Any, request: SampleRequest) -> list[Any]:
+    def _run(self, adapter: Any, request: SampleRequest, watch: Watch, read_cache: bool) -> list[Sample]:
         """One vLLM request a sample, each with its own seed; the first one scores the prompt."""
-        async with asyncio.TaskGroup() as group:
-            tasks = [
-                group.create_task(self._generate_one(engine, adapter, request, index))
-                for index in range(request.num_samples)
-            ]
-        return [task.result() for task in tasks]
-
-    async def _generate_one(self, engine: Any, adapter: Any, request: SampleRequest, index: int) -> Any:
-        prompt = {"prompt_token_ids": request.prompt.tolist()}
-        params = self._params(request, index)
-        name = str(next(self._request_numbers))
-        async for result in engine.generate(prompt, params, name, lora_request=adapter):
-            final = result
-        return final
-
-    def _params(self, request: SampleRequest, index: int) -> Any:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
         ends = frozenset() if request.ignore_eos else self._end_tokens
-        return SamplingParams(
-            max_tokens=token_limit(request, self._model_info),
-            # torch.Generator, which vLLM seeds with it, takes 63 bits without wrapping.
-            seed=int(sample_seed(request.seed, index).generate_state(1, np.uint64)[0] >> 1),
-            temperature=request.temperature,
-            top_p=request.top_p,
-            top_k=max(request.top_k, 0),
-            stop=list(request.stop_strings),
-            stop_token_ids=sorted(ends.union(request.stop_tokens)),
-            ignore_eos=True,  # they are among the stop tokens
-            logprobs=0,
-            prompt_logprobs=0 if request.prompt_logprobs and index == 0 else None,
-            flat_logprobs=True,
-            detokenize=bool(request.stop_strings),
-            skip_special_tokens=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
+        limit, streams = token_limit(request, self._model_info), watch.drawn is not None
+        params = [
+            vllm_requests.params(request, index, limit, ends, streams=streams, read_cache=read_cache)
+            for index in range(request.num_samples)
+        ]
+        samples = [Sample(request, index, watch.drawn) for index in range(request.num_samples)]
+
+        async def generate(engine: Any, params: Any, sample: Sample) -> None:
+            prompt = {"prompt_token_ids": request.prompt.tolist()}
+            name = str(next(self._request_numbers))
+            async for result in engine.generate(prompt, params, name, lora_request=adapter):
+                sample.add(result)
+
+        async def generate_all(engine: Any) -> None:
+            async with asyncio.TaskGroup() as group:
+                for each, sample in zip(params, samples, strict=True):
+                    group.create_task(generate(engine, each, sample))
+
+        try:
+            self._engine.call(generate_all, watch)
+        except ExceptionGroup as group:
+            error = group.exceptions[0]
+            if isinstance(error, OpError):
+                raise error from None
+            raise self._op_error(error, "sampling failed", by_user=_is_refusal(error)) from group
+        return samples
 
     def _op_error(self, error: Exception, what: str, by_user: bool) -> OpError:
         kind = UserOpError if by_user and self._engine.alive else ServerOpError
@@ -158,15 +149,3 @@ def _skeleton(settings: BaseModelSettings) -> nn.Module:
 def _info(settings: BaseModelSettings, skeleton: nn.Module) -> BaseModelInfo:
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     return base_model.describe(settings, skeleton, base_model.choose_dtype(settings.dtype, device))
-
-
-def _sequence(output: Any) -> SampledSequence:
-    logprobs = np.array(_values(output.logprobs), np.float32)
-    check_finite(float(logprobs.sum()))
-    return SampledSequence(np.array(output.token_ids, np.int32), logprobs, output.finish_reason == "stop")
-
-
-def _values(logprobs: Any) -> list[float]:
-    """The logprob of each position's own token, which comes first in vLLM's FlatLogprobs; NaN where there is none."""
-    spans = zip(logprobs.start_indices, logprobs.end_indices, strict=True)
-    return [logprobs.logprobs[start] if start < end else float("nan") for start, end in spans]

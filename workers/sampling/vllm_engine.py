@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, Future
 from typing import Any, TypeVar
 
 from app.errors import ServerOpError, SetupError
+from workers.sampling.watch import Aborted, Watch
 
 T = TypeVar("T")
 
@@ -30,13 +31,21 @@ class EngineThread:
     def alive(self) -> bool:
         return self._thread.is_alive() and not self.engine.errored
 
-    def call(self, method: Callable[[Any], Awaitable[T]]) -> T:
-        """Run `method(engine)` on the loop and wait for what it returns. Raises ServerOpError when stopped."""
+    def call(self, method: Callable[[Any], Awaitable[T]], watch: Watch | None = None) -> T:
+        """Run `method(engine)` on the loop and wait for what it returns. Raises ServerOpError when stopped.
+
+        Raises Aborted when `watch` is aborted; cancelling it is how vLLM is told to drop its requests.
+        """
         if self._loop.is_closed():
             raise ServerOpError("the sampler has stopped: the worker is shutting down")
+        running = self._begin(method(self.engine))
+        if watch is not None:
+            watch.on_abort(running.cancel)
         try:
-            return self._wait(method(self.engine))
+            return running.result()
         except CancelledError:
+            if watch is not None and watch.aborted:
+                raise Aborted("the request was aborted") from None
             raise ServerOpError("the sampler has stopped: the worker is shutting down") from None
 
     def stop(self) -> None:
@@ -46,10 +55,13 @@ class EngineThread:
         self._end_loop()
 
     def _wait(self, work: Awaitable[T]) -> T:
+        return self._begin(work).result()
+
+    def _begin(self, work: Awaitable[T]) -> Future[T]:
         async def run() -> T:
             return await work
 
-        return asyncio.run_coroutine_threadsafe(run(), self._loop).result()
+        return asyncio.run_coroutine_threadsafe(run(), self._loop)
 
     def _end_loop(self) -> None:
         self._wait(_cancel_tasks())

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from app.domain.sampling import MAX_TOP
 from app.errors import SetupError
 from app.settings import BaseModelSettings
 from workers.sampling.vllm_worker import SAMPLER_PID_VARIABLE, Extension
@@ -69,6 +70,7 @@ def engine_args(settings: BaseModelSettings, max_context: int, dtype: str) -> di
         "max_lora_rank": lora_rank(settings.max_rank),
         "enforce_eager": not on_gpu,  # compiling for the CPU takes 80 s and gains little
         "logprobs_mode": "raw_logprobs",
+        "max_logprobs": MAX_TOP,  # its own is 20
         "disable_log_stats": True,
         "worker_extension_cls": f"{Extension.__module__}.{Extension.__name__}",
         **_memory(sampler.memory_share, on_gpu),

@@ -1,6 +1,6 @@
 """Loaded into vLLM's own worker processes (its `worker_extension_cls`) before they load the model.
 
-It lets adapters sit on any lm_head there, repairs prompt scores, and lets no process outlive the sampler: vLLM's engine
+It lets adapters sit on any lm_head there, scores prompts, and lets no process outlive the sampler: vLLM's engine
 process ends when its workers do, but notices nothing when the sampler that started it is killed.
 """
 
@@ -11,7 +11,7 @@ import select
 import threading
 from typing import Any
 
-from workers.sampling import vllm_head, vllm_prompt_scores
+from workers.sampling import vllm_head, vllm_prompt_scores, vllm_scoring
 
 SAMPLER_PID_VARIABLE = "TINSMITH_SAMPLER_PID"
 
@@ -45,4 +45,5 @@ def _in_worker() -> bool:
 if _in_worker():
     vllm_head.declare()
     vllm_prompt_scores.repair()
+    vllm_scoring.install()
     threading.Thread(target=_exit_with, args=(int(os.environ[SAMPLER_PID_VARIABLE]),), daemon=True).start()

@@ -7,7 +7,7 @@ import pytest
 from app.domain import codec
 from app.domain.batch import Batch, Ragged
 from app.domain.ops import AdamParams, CreateModel, ForwardBackward, LoraSpec, ModelSpec, OptimStep, SaveWeights
-from app.domain.sampling import SampleRequest
+from app.domain.sampling import Cells, SampleRequest
 
 
 def batch() -> Batch:
@@ -62,6 +62,29 @@ def test_what_a_client_sends_cannot_become_another_type():
     for strange in (msgpack.ExtType(9, b""), [msgpack.ExtType(2, b"Popen"), "ls"]):
         with pytest.raises((ValueError, KeyError)):
             codec.decode(msgpack.packb(strange))
+
+
+def test_a_sampling_request_comes_back_with_all_it_asks():
+    cells = Cells(np.array([5, -1]), np.array([0, 2, 2]), 7, np.array([6, 1]))
+    request = SampleRequest(np.array([1, 2, 3], np.int32), 4, 5, 6, 0.5, 0.9, 3, ("a",), (), True, True, 2, 8, cells, 9, 10)
+    back = codec.decode(codec.encode(request))
+    for name in SampleRequest.__slots__:
+        if name not in ("prompt", "prompt_targets"):
+            assert getattr(back, name) == getattr(request, name), name
+    assert back.prompt.tolist() == [1, 2, 3]
+    found = back.prompt_targets
+    assert (found.values.tolist(), found.starts.tolist(), found.width, found.columns.tolist()) == (
+        [5, -1],
+        [0, 2, 2],
+        7,
+        [6, 1],
+    )
+
+
+def test_a_sampling_request_journalled_before_it_had_the_newer_fields_can_still_be_read():
+    whole = msgpack.unpackb(codec.encode(SampleRequest(np.array([1], np.int32), 1, 2, 3)), ext_hook=msgpack.ExtType)
+    back = codec.decode(msgpack.packb(whole[:12]))
+    assert (back.max_tokens, back.prompt_logprobs, back.prompt_top, back.prompt_targets) == (2, False, 0, None)
 
 
 def test_only_journal_types_are_encoded():

@@ -97,6 +97,46 @@ def test_a_clients_seed_and_a_clones_seq_are_kept(api: Api) -> None:
     assert (request.seed, request.prompt_logprobs) == (2**62, True)
 
 
+TARGETS = {"data": [5, -1, 7, 8], "dtype": "int64", "shape": [2, 2]}
+SPARSE = {
+    "data": [5, 9],
+    "dtype": "int64",
+    "shape": [2, 1000],
+    "sparse_crow_indices": [0, 0, 2],
+    "sparse_col_indices": [3, 999],
+}
+
+
+def test_everything_that_can_be_asked_reaches_the_sampler(api: Api) -> None:
+    asked = {
+        "prompt_logprobs": True,
+        "prompt_logprobs_last_n": 2,
+        "topk_prompt_logprobs": 100,
+        "topk_sample_logprobs": VOCAB,
+        "prompt_alt_tokens_k": 7,
+        "target_prompt_logprobs": TARGETS,
+    }
+    request = admitted(api, api.post("asample", body(api.sampler(), **asked)).json["request_id"])
+    assert (request.prompt_logprobs, request.prompt_last_n, request.prompt_top) == (True, 2, 100)
+    assert (request.sample_top, request.prompt_alternatives) == (VOCAB, 7)
+    cells = request.prompt_targets
+    assert (cells.values.tolist(), cells.starts.tolist(), cells.width, cells.columns) == ([5, -1, 7, 8], [0, 2, 4], 2, None)
+
+
+def test_sparse_targets_are_kept_as_sparse(api: Api) -> None:
+    asked = body(api.sampler(), target_prompt_logprobs=SPARSE)
+    cells = admitted(api, api.post("asample", asked).json["request_id"]).prompt_targets
+    assert (cells.values.tolist(), cells.starts.tolist()) == ([5, 9], [0, 0, 2])
+    assert (cells.width, cells.columns.tolist()) == (1000, [3, 999])
+
+
+def test_a_request_that_asks_for_none_of_it_has_none(api: Api) -> None:
+    asked = {name: None for name in ("topk_prompt_logprobs", "prompt_alt_tokens_k", "prompt_logprobs_last_n")}
+    request = admitted(api, api.post("asample", body(api.sampler(), **asked)).json["request_id"])
+    assert (request.prompt_last_n, request.prompt_top, request.prompt_alternatives) == (0, 0, 0)
+    assert (request.sample_top, request.prompt_targets) == (0, None)
+
+
 def prompt(tokens: list[Any]) -> dict[str, Any]:
     return {"prompt": {"chunks": [{"tokens": tokens, "type": "encoded_text"}]}}
 
@@ -119,7 +159,42 @@ BAD: dict[str, tuple[dict[str, Any], int, list[str]]] = {
     "empty stop": ({"sampling_params": {"stop": [""]}}, 400, ["stop"]),
     "stop outside": ({"sampling_params": {"stop": [VOCAB]}}, 400, [str(VOCAB)]),
     "negative seed": ({"sampling_params": {"seed": -1}}, 422, ["seed", "-1"]),
-    "top-k logprobs": ({"topk_prompt_logprobs": 5}, 400, ["topk_prompt_logprobs"]),
+    "a long stop": ({"sampling_params": {"stop": ["é" * 513]}}, 400, ["stop", "1026 bytes", "1024"]),
+    "many stops": ({"sampling_params": {"stop": ["a"] * 65}}, 400, ["stop", "65", "64"]),
+    "wide top-k": ({"topk_prompt_logprobs": VOCAB + 1}, 400, ["topk_prompt_logprobs", str(VOCAB + 1)]),
+    "negative top-k": ({"topk_sample_logprobs": -1}, 400, ["topk_sample_logprobs -1"]),
+    "top-k no number": ({"topk_sample_logprobs": "5"}, 422, ["topk_sample_logprobs"]),
+    "negative alternatives": ({"prompt_alt_tokens_k": -2}, 400, ["prompt_alt_tokens_k -2"]),
+    "too many alternatives": ({"prompt_alt_tokens_k": 2**21 + 1}, 400, ["prompt_alt_tokens_k", "4194306", "4194304"]),
+    "top-k of too much": (
+        {"topk_sample_logprobs": VOCAB, "num_samples": 1024, "sampling_params": {"max_tokens": 60}},
+        400,
+        ["topk_sample_logprobs", str(VOCAB * 1024 * 60)],
+    ),
+    "last n alone": ({"prompt_logprobs_last_n": 1}, 400, ["prompt_logprobs_last_n needs prompt_logprobs"]),
+    "last 0": ({"prompt_logprobs": True, "prompt_logprobs_last_n": 0}, 400, ["prompt_logprobs_last_n 0"]),
+    "last 3 of 3": ({"prompt_logprobs": True, "prompt_logprobs_last_n": 3}, 400, ["last_n 3", "at most 2"]),
+    "targets no tensor": ({"target_prompt_logprobs": [1]}, 400, ["target_prompt_logprobs"]),
+    "targets of floats": ({"target_prompt_logprobs": {**TARGETS, "dtype": "float32"}}, 400, ["int64"]),
+    "targets of one size": ({"target_prompt_logprobs": {**TARGETS, "shape": [4]}}, 400, ["[4]"]),
+    "targets a row too many": ({"target_prompt_logprobs": {**TARGETS, "shape": [4, 1]}}, 400, ["4 rows", "needs 2"]),
+    "targets outside": (
+        {"target_prompt_logprobs": {**TARGETS, "data": [1, 2, 3, VOCAB]}},
+        400,
+        ["row 1", f"token {VOCAB}", f"0..{VOCAB - 1}"],
+    ),
+    "targets below -1": ({"target_prompt_logprobs": {**TARGETS, "data": [1, -2, 3, 4]}}, 400, ["row 0", "token -2"]),
+    "targets of nothing": ({"target_prompt_logprobs": {**TARGETS, "data": [-1] * 4}}, 400, ["no id"]),
+    "targets beside their columns": (
+        {"target_prompt_logprobs": {**SPARSE, "sparse_col_indices": [3, 1000]}},
+        400,
+        ["col_indices"],
+    ),
+    "targets with odd rows": (
+        {"target_prompt_logprobs": {**SPARSE, "sparse_crow_indices": [0, 3, 2]}},
+        400,
+        ["crow_indices"],
+    ),
     "no seq": ({"seq_id": None}, 422, ["seq_id"]),
     "prompt no object": ({"prompt": 5}, 422, ["prompt"]),
 }

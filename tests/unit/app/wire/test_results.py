@@ -7,7 +7,7 @@ from tinker.proto.response_conv import deserialize_forward_backward_output, dese
 
 from app.domain.batch import Ragged
 from app.domain.results import CriticOutput, ForwardBackwardOutput
-from app.domain.sampling import SampledSequence, SampleOutput
+from app.domain.sampling import UNSCORED, Cells, SampledSequence, SampleOutput, TokenLogprobs
 from app.wire import tinker_pb2 as pb
 from app.wire.results import encode_forward_backward, encode_sample
 
@@ -65,3 +65,55 @@ def test_samples_and_prompt_logprobs_come_back() -> None:
     assert [list(s.tokens) for s in read.sequences] == [[5, 6], [7]]
     assert [list(s.logprobs) for s in read.sequences] == [[-0.25, -1.0], [-3.0]]
     assert list(read.prompt_logprobs) == [None, -1.0, -2.0]
+
+
+def tokens(ids: list[list[int]], logprobs: list[list[float]]) -> TokenLogprobs:
+    return TokenLogprobs(np.array(ids, np.int32), np.array(logprobs, np.float32))
+
+
+def test_the_likeliest_tokens_come_back_with_none_where_nothing_was_scored() -> None:
+    top = tokens([[0, 0], [7, 0], [3, 2]], [[UNSCORED, UNSCORED], [-0.5, -1.5], [-0.25, -3.0]])
+    sampled = SampledSequence(np.array([5], np.int32), np.array([-1.0], np.float32), True, tokens([[5]], [[-1.0]]))
+    read = deserialize_sample_response(encode_sample(SampleOutput((sampled,), prompt_top=top)))
+    assert read.topk_prompt_logprobs == [None, [(7, -0.5), (0, -1.5)], [(3, -0.25), (2, -3.0)]]
+    assert read.sequences[0].topk_logprobs == [[(5, -1.0)]]
+
+
+def test_target_logprobs_keep_the_layout_they_were_asked_in() -> None:
+    values = np.array([-1.0, 0.0, -2.0, -3.0], np.float32)
+    dense = Cells(values, np.array([0, 2, 4]), 2)
+    sparse = Cells(values, np.array([0, 1, 1, 4]), 9, np.array([8, 0, 3, 4]))
+    read = deserialize_sample_response(encode_sample(SampleOutput((), prompt_targets=dense))).target_prompt_logprobs
+    assert (read.dtype, read.to_numpy().tolist()) == ("float32", [[-1.0, 0.0], [-2.0, -3.0]])
+    read = deserialize_sample_response(encode_sample(SampleOutput((), prompt_targets=sparse))).target_prompt_logprobs
+    assert (read.shape, read.sparse_crow_indices, read.sparse_col_indices) == ([3, 9], [0, 1, 1, 4], [8, 0, 3, 4])
+    assert read.data == values.tolist()
+
+
+def test_alternatives_and_cached_tokens_come_back() -> None:
+    output = SampleOutput((), prompt_alternatives=tokens([[4, 5], [6, 7]], [[-1, -2], [-3, -4]]), cached_tokens=96)
+    read = deserialize_sample_response(encode_sample(output))
+    assert read.prompt_alt_tokens.tokens.to_numpy().tolist() == [[4, 5], [6, 7]]
+    assert read.prompt_alt_tokens.logprobs.to_numpy().tolist() == [[-1, -2], [-3, -4]]
+    assert read.prompt_cache_hit_tokens == 96
+
+
+def test_a_prompt_of_one_token_has_no_rows_but_has_the_fields_that_were_asked_for() -> None:
+    empty = np.empty(0, np.float32)
+    output = SampleOutput(
+        (),
+        np.array([np.nan], np.float32),
+        tokens([[0]], [[UNSCORED]]),
+        Cells(empty, np.array([0]), 3),
+        TokenLogprobs(np.empty((0, 2), np.int32), empty.reshape(0, 2)),
+    )
+    read = deserialize_sample_response(encode_sample(output))
+    assert (read.prompt_logprobs, read.topk_prompt_logprobs) == ([None], [None])
+    assert (read.target_prompt_logprobs.shape, read.prompt_alt_tokens.tokens.shape) == ([0, 3], [0, 2])
+
+
+def test_what_was_not_asked_for_is_absent() -> None:
+    read = deserialize_sample_response(encode_sample(SampleOutput((sequence([1], [-1.0], True),))))
+    assert (read.prompt_logprobs, read.topk_prompt_logprobs) == (None, None)
+    assert (read.target_prompt_logprobs, read.prompt_alt_tokens) == (None, None)
+    assert (read.sequences[0].topk_logprobs, read.prompt_cache_hit_tokens) == (None, 0)

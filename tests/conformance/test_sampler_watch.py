@@ -1,0 +1,127 @@
+"""What a watch sees and stops of a request, over both samplers."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from app.domain.sampling import SampleOutput
+from tests.conformance.samplers import PROMPTS, ask, one
+from workers.sampling.watch import Aborted, Watch
+
+
+class Seen:
+    """Notes what is drawn of each sample."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.begun = threading.Event()
+        self.tokens: dict[int, list[int]] = defaultdict(list)
+        self.logprobs: dict[int, list[float]] = defaultdict(list)
+
+    def __call__(self, index: int, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
+        self.calls += 1
+        self.tokens[index] += tokens
+        self.logprobs[index] += logprobs
+        self.begun.set()
+
+
+def all_of(output: SampleOutput) -> tuple[dict[int, list[int]], dict[int, list[float]]]:
+    return (
+        {i: sequence.tokens.tolist() for i, sequence in enumerate(output.sequences)},
+        {i: sequence.logprobs.tolist() for i, sequence in enumerate(output.sequences)},
+    )
+
+
+def test_tokens_are_told_as_they_come_and_are_those_of_the_answer(sampler):
+    seen = Seen()
+    request = ask(PROMPTS[1], num_samples=3, max_tokens=20, prompt_logprobs=True, sample_top=2)
+    output = sampler.sample("one", request, Watch(seen))
+    assert (seen.tokens, seen.logprobs) == all_of(output)
+    assert seen.calls > 3
+    unseen = sampler.sample("one", request)
+    assert all_of(unseen)[0] == seen.tokens
+    assert output.prompt_logprobs[1:].tolist() == pytest.approx(unseen.prompt_logprobs[1:].tolist(), abs=1e-4)
+    assert [s.top.tokens.shape for s in output.sequences] == [(20, 2)] * 3
+
+
+def test_a_token_that_stops_a_sample_is_told_too(sampler, reference):
+    expected = reference.greedy(None, PROMPTS[1], 12)
+    seen = Seen()
+    sampler.sample(None, ask(PROMPTS[1], temperature=0.0, stop_tokens=(expected[5],)), Watch(seen))
+    assert seen.tokens[0] == expected[: expected.index(expected[5]) + 1]
+
+
+def test_an_aborted_request_ends_and_no_other_does(sampler, reference):
+    seen, beside = Seen(), Seen()
+    watch = Watch(seen)
+    with ThreadPoolExecutor(2) as pool:
+        long = pool.submit(sampler.sample, "one", ask(PROMPTS[0], num_samples=8, max_tokens=240), watch)
+        other = pool.submit(sampler.sample, "two", ask(PROMPTS[1], temperature=0.0, max_tokens=60), Watch(beside))
+        assert seen.begun.wait(60)
+        assert beside.begun.wait(60)
+        watch.abort()
+        with pytest.raises(Aborted):
+            long.result(60)
+        assert other.result(60).sequences[0].tokens.tolist() == reference.greedy("two", PROMPTS[1], 60)
+    assert sum(map(len, seen.tokens.values())) < 8 * 240
+    one(sampler, "one", PROMPTS[0])  # whatever was on its way when it was aborted has come by now
+    told = seen.calls
+    assert len(one(sampler, "one", PROMPTS[0], max_tokens=100).tokens) == 100
+    assert seen.calls == told
+    assert sampler.healthy()
+
+
+def test_a_request_aborted_while_it_waits_never_starts_and_the_one_behind_it_does(sampler, reference):
+    ahead, waiting = Seen(), Seen()
+    watches = [Watch(ahead), Watch(waiting)]
+    with ThreadPoolExecutor(3) as pool:
+        # 64 samples of 16 at a time.
+        first = pool.submit(sampler.sample, None, ask(PROMPTS[0], num_samples=64, max_tokens=200), watches[0])
+        assert ahead.begun.wait(60)
+        second = pool.submit(sampler.sample, None, ask(PROMPTS[0]), watches[1])
+        third = pool.submit(one, sampler, "one", PROMPTS[1], temperature=0.0)
+        watches[1].abort()
+        with pytest.raises(Aborted):
+            second.result(60)
+        assert not first.done()
+        watches[0].abort()
+        with pytest.raises(Aborted):
+            first.result(60)
+        assert third.result(60).tokens.tolist() == reference.greedy("one", PROMPTS[1], 12)
+    assert waiting.calls == 0
+
+
+def test_a_watch_aborted_before_the_call_keeps_it_from_starting(sampler):
+    seen = Seen()
+    watch = Watch(seen)
+    watch.abort()
+    with pytest.raises(Aborted):
+        sampler.sample(None, ask(PROMPTS[0]), watch)
+    assert len(one(sampler, None, PROMPTS[0]).tokens) == 12
+    assert seen.calls == 0
+
+
+def test_aborting_behind_the_end_changes_nothing(sampler):
+    watch = Watch()
+    before = sampler.sample(None, ask(PROMPTS[0]), watch).sequences[0].tokens.tolist()
+    watch.abort()
+    watch.abort()
+    assert one(sampler, None, PROMPTS[0]).tokens.tolist() == before
+
+
+def test_whoever_looks_on_and_fails_fails_its_own_request_alone(sampler, reference):
+    def fail(index: int, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
+        raise RuntimeError("the listener is gone")
+
+    with ThreadPoolExecutor(2) as pool:
+        bad = pool.submit(sampler.sample, None, ask(PROMPTS[0]), Watch(fail))
+        good = pool.submit(one, sampler, "one", PROMPTS[1], temperature=0.0)
+        with pytest.raises(Exception, match="the listener is gone"):
+            bad.result(60)
+        assert good.result(60).tokens.tolist() == reference.greedy("one", PROMPTS[1], 12)
+    assert sampler.healthy()
