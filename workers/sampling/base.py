@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from app.domain.base_models import BaseModelInfo
 from app.domain.sampling import SampleOutput, SampleRequest
+from workers.sampling.watch import Watch
 
 
 class SamplerBackend(Protocol):
@@ -31,8 +32,12 @@ class SamplerBackend(Protocol):
         """Free an adapter that no request uses; unknown ids are fine."""
         ...
 
-    def sample(self, adapter_id: str | None, request: SampleRequest) -> SampleOutput:
-        """Run one request; None is the base itself. Raises UserOpError for what only the engine can refuse."""
+    def sample(self, adapter_id: str | None, request: SampleRequest, watch: Watch | None = None) -> SampleOutput:
+        """Run one request; None is the base itself. Raises UserOpError for what only the engine can refuse.
+
+        Raises Aborted soon after `watch.abort()`: the engine then works on it no more, nor begins if it has not.
+        `watch.drawn`, if set, is told of every token and its logprob before `sample` returns.
+        """
         ...
 
     def healthy(self) -> bool:

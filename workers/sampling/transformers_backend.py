@@ -18,6 +18,7 @@ from workers.sampling import vocabulary
 from workers.sampling.engine import Engine
 from workers.sampling.requests import check
 from workers.sampling.sequences import Job
+from workers.sampling.watch import Watch
 
 
 class TransformersSampler:
@@ -44,7 +45,7 @@ class TransformersSampler:
     def evict(self, adapter_id: str) -> None:
         self._adapters.pop(adapter_id, None)
 
-    def sample(self, adapter_id: str | None, request: SampleRequest) -> SampleOutput:
+    def sample(self, adapter_id: str | None, request: SampleRequest, watch: Watch | None = None) -> SampleOutput:
         check(request, self._base.info)
         adapter = self._adapters.get(adapter_id) if adapter_id is not None else None
         if adapter_id is not None and adapter is None:

@@ -24,6 +24,7 @@ from workers.sampling import vllm_setup, vocabulary
 from workers.sampling.requests import check, check_finite, sample_seed, token_limit
 from workers.sampling.vllm_adapters import VllmAdapters
 from workers.sampling.vllm_engine import EngineThread
+from workers.sampling.watch import Watch
 
 
 class VllmSampler:
@@ -61,7 +62,7 @@ class VllmSampler:
     def evict(self, adapter_id: str) -> None:
         self._adapters.evict(adapter_id)
 
-    def sample(self, adapter_id: str | None, request: SampleRequest) -> SampleOutput:
+    def sample(self, adapter_id: str | None, request: SampleRequest, watch: Watch | None = None) -> SampleOutput:
         check(request, self._model_info)
         adapter = self._adapters.base if adapter_id is None else self._adapters.by_id.get(adapter_id)
         if adapter_id is not None and adapter is None:
