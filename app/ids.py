@@ -66,6 +66,17 @@ def request_id(parent_id: str, seq_id: int) -> str:
     return f"{parent_id}:{seq_id}"
 
 
+def poll_target(sampler_id: str, clone: int | str) -> str:
+    """All requests of one client of a sampling session, which it may wait for together. Never shown to anybody."""
+    return f"{sampler_id}/{clone}"
+
+
+def target_of(request_id: str) -> str:
+    """The poll target a sampling request belongs to. The seqs of clone n are those from n * 10^9 on."""
+    sampler_id, _, seq = request_id.rpartition(":")
+    return poll_target(sampler_id, seq[:-9] or "0")
+
+
 def stable_seed(text: str) -> int:
     """A seed in [0, 2^31) for an id, so that a retry or a replay draws the same numbers."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") >> 1

@@ -65,6 +65,12 @@ class SamplerSettings(_Section):
     memory_share: float = Field(0.85, gt=0, le=1, description="share of GPU memory (of 4 GiB on a CPU) vLLM may take")
     max_loras: int = Field(8, ge=1, description="adapters in one running batch")
     max_batch: int = Field(64, ge=1, description="sequences decoded together")
+    queue_requests: int = Field(
+        20_000, ge=1, description="unfinished sampling requests of this base; beyond it new ones are put off (429)"
+    )
+    queue_tokens: int = Field(
+        50_000_000, ge=1, description="tokens those may take, prompt + num_samples * max_tokens each (429)"
+    )
     concurrency: int = Field(256, ge=1, description="requests one worker holds at once")
     engine_args: dict[str, Any] = Field({}, description="further vLLM engine arguments, passed as they are")
     metrics_port: int = Field(0, description="Prometheus port of the first worker; 0 takes any free one")
@@ -98,6 +104,9 @@ class ApiSettings(_Section):
     public_url: str = Field("", description="how clients reach us, for signed URLs; empty means http://host:port")
     poll_capacity: int = Field(1000, ge=1, description="polls held for poll_hold_s; beyond it holds get shorter")
     poll_hold_s: float = Field(30.0, gt=0, description="the SDK gives up on a poll after 45 s")
+    batch_polls: bool = Field(
+        True, description="the SDK waits for all samples of a client in one poll, not in one connection each"
+    )
     spare_threads: int = Field(200, ge=8, description="threads beside poll_capacity, kept for everything else")
     max_body_bytes: int = Field(64 * 2**20, ge=1)
 
@@ -161,6 +170,11 @@ class Settings(_Section):
 
     def base_model(self, name: str) -> BaseModelSettings | None:
         return next((b for b in self.base_models if b.name == name), None)
+
+    @property
+    def concurrent_samples(self) -> int:
+        """How many samples a client that polls for each of them should have under way."""
+        return min([self.api.poll_capacity, *(base.sampler.queue_requests for base in self.base_models)])
 
     @property
     def public_url(self) -> str:

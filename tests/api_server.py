@@ -41,15 +41,15 @@ class ApiServer:
 
 
 @contextlib.contextmanager
-def start_api(folder: Path, extra: str = "") -> Iterator[ApiServer]:
-    """`extra` is TOML for the [api] section."""
-    with start_valkey(folder / "valkey") as redis_url, serve(folder, redis_url, extra) as server:
+def start_api(folder: Path, extra: str = "", sampler: str = "") -> Iterator[ApiServer]:
+    """`extra` and `sampler` are TOML for the [api] and [base_models.sampler] sections."""
+    with start_valkey(folder / "valkey") as redis_url, serve(folder, redis_url, extra, sampler=sampler) as server:
         yield server
 
 
 @contextlib.contextmanager
 def serve(
-    folder: Path, redis_url: str, extra: str = "", application: str = "app.wsgi:application"
+    folder: Path, redis_url: str, extra: str = "", application: str = "app.wsgi:application", sampler: str = ""
 ) -> Iterator[ApiServer]:
     """One more API process on a state server that runs already."""
     port = free_port()
@@ -57,7 +57,7 @@ def serve(
     config.write_text(
         f'data_dir = "{folder}"\napi_keys = ["{hash_key(KEY)}"]\nurl_secret = "secret"\n'
         f'[redis]\nurl = "{redis_url}"\n[api]\nport = {port}\n{extra}\n'
-        f'[[base_models]]\nname = "{BASE}"\npath = "{folder}"\n'
+        f'[[base_models]]\nname = "{BASE}"\npath = "{folder}"\n[base_models.sampler]\n{sampler}\n'
     )
     process = subprocess.Popen(
         [sys.executable, "-m", "gunicorn", "-c", "python:app.gunicorn_conf", application],

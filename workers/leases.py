@@ -6,6 +6,7 @@ import logging
 import math
 import threading
 import time
+from collections.abc import Callable
 
 import redis
 
@@ -22,18 +23,24 @@ class LeaseKeeper:
         self._oplog, self._worker, self._lease_s = oplog, worker, lease_s
         self._lock = threading.Lock()
         self._renewed: dict[str, float] = {}
+        self._lost: dict[str, Callable[[], None]] = {}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="leases", daemon=True)
         self._thread.start()
 
-    def add(self, id_: str, asked: float) -> None:
-        """A lease that was asked for at `asked` (monotonic) and gained: the server counted from about then."""
+    def add(self, id_: str, asked: float, lost: Callable[[], None] = lambda: None) -> None:
+        """A lease that was asked for at `asked` (monotonic) and gained: the server counted from about then.
+
+        `lost` is called, from the renewing thread, if a renewal finds that it is ours no more.
+        """
         with self._lock:
             self._renewed[id_] = asked
+            self._lost[id_] = lost
 
     def drop(self, id_: str) -> None:
         with self._lock:
             self._renewed.pop(id_, None)
+            self._lost.pop(id_, None)
 
     def holds(self, id_: str) -> bool:
         """Whether the lease was ours within its time, as far as we heard."""
@@ -55,12 +62,16 @@ class LeaseKeeper:
         asked = time.monotonic()
         with self._lock:
             before = dict(self._renewed)
-        lost = set(self._oplog.renew(sorted(before), self._worker) if before else [])
+        gone = set(self._oplog.renew(sorted(before), self._worker) if before else [])
+        lost = []
         with self._lock:
             for id_, since in before.items():
                 # What was dropped meanwhile stays so, and what was gained anew is not what was asked about.
                 if self._renewed.get(id_) == since:
-                    if id_ in lost:
+                    if id_ in gone:
                         del self._renewed[id_]
+                        lost.append(self._lost.pop(id_))
                     else:
                         self._renewed[id_] = asked
+        for tell in lost:
+            tell()

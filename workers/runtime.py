@@ -24,6 +24,8 @@ from app.services.endings import Endings
 from app.settings import BaseModelSettings, Settings, TrainerSettings
 from app.stores import objects
 from app.stores.interfaces import Lifecycle, ObjectStore, OpLog, Payloads, Records
+from app.stores.redis import keys
+from app.stores.redis.channel import Channel
 from app.stores.redis.client import connect
 from app.stores.redis.lifecycle import RedisLifecycle
 from app.stores.redis.oplog import RedisOpLog
@@ -57,6 +59,7 @@ from workers.spread import Spread
 from workers.sweeper import Sweeper
 from workers.tidying import Tidying
 from workers.turns import Turns
+from workers.watches import Watches
 
 log = logging.getLogger(__name__)
 _SETTLE_S = 5.0
@@ -242,7 +245,10 @@ def sampler(settings: Settings, base: BaseModelSettings, parts: Parts, node_name
     info = backend.open()
     cache = _empty_cache(settings, node_name)
     adapters = Adapters(backend, parts.store, cache, 4 * base.sampler.max_loras)
-    runner = SampleRunner(parts.oplog, parts.records, backend, adapters, parts.keeper, parts.worker)
+    watches = Watches()
+    # What it misses while the state server is away the leases tell, a third of their time later.
+    Channel(connect(settings.redis.url), keys.ABORTED_CHANNEL, watches.abort).start()
+    runner = SampleRunner(parts.oplog, parts.records, backend, adapters, parts.keeper, parts.worker, watches)
     bell = doorbell.TickBell(parts.celery, doorbell.direct_queue(queue, node_name))
     # An orderly stop would wait for requests that never come back.
     pulse = Pulse(bell, backend.healthy, settings.engine.healthy_s, _exit)

@@ -15,13 +15,18 @@ from workers.adapters import Adapters
 from workers.leases import LeaseKeeper
 from workers.outcome import NotNow
 from workers.sampling.base import SamplerBackend
+from workers.sampling.watch import Aborted, Watch
+from workers.watches import Watches
 
 log = logging.getLogger(__name__)
 MAX_ATTEMPTS = 3
 
 
 class SampleRunner:
-    """`handle` blocks until the sample is there and is called from one thread a future."""
+    """`handle` blocks until the sample is there and is called from one thread a future.
+
+    Whoever aborts a request's watch stops it: a cancelled one, or one whose lease was lost.
+    """
 
     def __init__(
         self,
@@ -31,56 +36,70 @@ class SampleRunner:
         adapters: Adapters,
         keeper: LeaseKeeper,
         worker: str,
+        watches: Watches,
     ) -> None:
         self._oplog, self._records, self._backend = oplog, stored, backend
-        self._adapters, self._keeper, self._worker = adapters, keeper, worker
+        self._adapters, self._keeper, self._worker, self._watches = adapters, keeper, worker, watches
 
     def handle(self, request_id: str, sampling_session_id: str, kind: str) -> Result | None:
         """The future's result; None when it no longer exists. Raises NotNow while another worker runs it, or the
         object store that holds the request is away."""
+        # The watch comes first: what is cancelled once it was claimed is heard of.
+        with self._watches.watching(request_id) as watch:
+            self._run(request_id, sampling_session_id, watch)
+        return self._oplog.outcome(request_id)
+
+    def _run(self, request_id: str, sampling_session_id: str, watch: Watch) -> None:
         asked = time.monotonic()
         try:
             entry = self._oplog.claim_sample(request_id, self._worker)
         except (Fenced, Unavailable) as reason:
             raise NotNow(str(reason)) from None
         if entry is not None:
-            self._keeper.add(request_id, asked)
+            self._keeper.add(request_id, asked, watch.abort)
             try:
-                self._finish(entry, sampling_session_id)
+                self._finish(entry, sampling_session_id, watch)
+            except Aborted:
+                self._leave(request_id)
             except Unavailable as reason:
                 self._oplog.put_off_sample(request_id, self._worker)
                 raise NotNow(f"{request_id}: {reason}") from None
             finally:
                 self._keeper.drop(request_id)
-        return self._oplog.outcome(request_id)
 
-    def _finish(self, entry: Entry, sampling_session_id: str) -> None:
+    def _leave(self, request_id: str) -> None:
+        """What was stopped has its result, or is another worker's. Raises NotNow if it is neither."""
+        log.info("sample stopped", extra={"request_id": request_id})
+        if self._oplog.outcome(request_id) is None:
+            raise NotNow(f"{request_id}: its lease was lost")
+
+    def _finish(self, entry: Entry, sampling_session_id: str, watch: Watch) -> None:
         started = time.monotonic()
-        result = self._attempt(entry, sampling_session_id)
+        result = self._attempt(entry, sampling_session_id, watch)
         ran = time.monotonic()
         self._oplog.finish_sample(entry.request_id, result)
         telemetry.op_done(entry, failed=result.failed, run_s=ran - started, commit_s=time.monotonic() - ran)
 
-    def _attempt(self, entry: Entry, sampling_session_id: str) -> Result:
+    def _attempt(self, entry: Entry, sampling_session_id: str, watch: Watch) -> Result:
         if entry.attempts >= MAX_ATTEMPTS:
             return results.of_error(
                 ServerOpError(f"sampling did not come to an end in {MAX_ATTEMPTS} attempts; it was given up")
             )
         try:
-            return self._sample(entry, sampling_session_id)
+            return self._sample(entry, sampling_session_id, watch)
         except OpError as error:
             if not self._backend.healthy():
                 # The engine died under it: this process is about to end, and another one runs the request again.
                 raise NotNow(f"{entry.request_id}: {error}") from None
             return results.of_error(error)
 
-    def _sample(self, entry: Entry, sampling_session_id: str) -> Result:
+    def _sample(self, entry: Entry, sampling_session_id: str, watch: Watch) -> Result:
         stored = self._records.get(records.Sampler.namespace, sampling_session_id)
         if stored is None:
             raise ServerOpError(f"sampling session {sampling_session_id} is gone")
         request = codec.decode(entry.payload)
         with self._adapters.use(records.load(records.Sampler, stored).prefix) as adapter_id:
-            output = self._backend.sample(adapter_id, request)
+            output = self._backend.sample(adapter_id, request, watch)
         telemetry.TOKENS.labels("prompt").inc(len(request.prompt))
         telemetry.TOKENS.labels("sampled").inc(sum(len(sequence.tokens) for sequence in output.sequences))
         return Result(encode_sample(output), PROTOBUF)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -51,6 +52,11 @@ class Result:
     body: bytes
     content_type: str = JSON
     failed: bool = False
+
+    @classmethod
+    def failure(cls, why: str) -> Result:
+        """Of what failed by its client's own doing."""
+        return cls(json.dumps({"error": why, "category": "user"}).encode(), failed=True)
 
 
 FutureState = Literal["pending", "done", "failed"]

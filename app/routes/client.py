@@ -15,14 +15,15 @@ blueprint = make("client", "Start-up and telemetry")
 @blueprint.response(200, ClientConfig)
 def client_config() -> dict[str, Any]:
     """Which features of the SDK this server has."""
+    settings = services().settings
     return {
         "pjwt_auth_enabled": False,
         "parallel_fwdbwd_chunks": True,
         "proto_compress_fwdbwd": False,
-        "sample_use_retrieve_futures": False,
+        "sample_use_retrieve_futures": settings.api.batch_polls,
         "custom_loss_server_side": True,
-        "sample_join_sampling_session": False,
-        "sample_max_concurrent_requests": services().settings.api.poll_capacity,
+        "sample_join_sampling_session": True,
+        "sample_max_concurrent_requests": settings.concurrent_samples,
         "use_pyqwest_transport": True,
     }
 
@@ -31,7 +32,7 @@ def client_config() -> dict[str, Any]:
 @blueprint.response(200, DynamicConfig)
 def dynamic_config() -> dict[str, Any]:
     """What a client asks for again while it runs."""
-    return {"sample_cancel_enabled": False}
+    return {"sample_cancel_enabled": True}
 
 
 @blueprint.route("/telemetry", methods=["POST"])

@@ -9,7 +9,8 @@ from flask import Response
 from app.auth import current_owner
 from app.routes.context import blueprint as make
 from app.routes.context import services
-from app.schemas.futures import RetrieveFuture, TryAgain
+from app.schemas.futures import CancelFuture, CompletedFutures, RetrieveFuture, RetrieveFutures, TryAgain
+from app.stores.interfaces import Completion
 
 blueprint = make("futures", "Futures")
 
@@ -22,5 +23,32 @@ def retrieve_future(asked: dict[str, Any]) -> Response | tuple[dict[str, str], i
     """Wait for a future's result."""
     future = services().polls.wait(asked["request_id"], current_owner())
     if future.result is None:
-        return {"type": "try_again", "request_id": future.request_id, "queue_state": "active"}, 408
+        state = services().queue_states.of(future)
+        reason = {"queue_state_reason": state.reason} if state.reason else {}
+        return {"type": "try_again", "request_id": future.request_id, "queue_state": state.name, **reason}, 408
     return Response(future.result.body, content_type=future.result.content_type)
+
+
+@blueprint.route("/retrieve_futures", methods=["POST"])
+@blueprint.arguments(RetrieveFutures())
+@blueprint.response(200, CompletedFutures)
+def retrieve_futures(asked: dict[str, Any]) -> dict[str, Any]:
+    """Wait for any of a client's samples; what it tells of is then fetched with retrieve_future."""
+    found, cursor = services().batch_polls.wait(current_owner(), asked)
+    return {"completions": [_dump(completion) for completion in found], "cursor": cursor}
+
+
+@blueprint.route("/cancel_future", methods=["POST"])
+@blueprint.arguments(CancelFuture())
+@blueprint.response(200)
+def cancel_future(asked: dict[str, Any]) -> dict[str, str]:
+    """Stop a sample that nobody waits for any more."""
+    services().cancels.cancel(asked["request_id"], current_owner())
+    return {}
+
+
+def _dump(completion: Completion) -> dict[str, Any]:
+    if completion.failed:
+        return {"state": "failed", "request_id": completion.request_id}
+    size = {"response_payload_uncompressed_size": completion.size}
+    return {"state": "finished", "request_id": completion.request_id, **size}

@@ -8,7 +8,14 @@ from app.auth import current_owner
 from app.routes.context import blueprint as make
 from app.routes.context import services
 from app.schemas.futures import SamplePromise
-from app.schemas.sampling import CreateSamplingSession, Sample, Sampler, SamplingSessionCreated
+from app.schemas.sampling import (
+    CreateSamplingSession,
+    JoinSamplingSession,
+    Sample,
+    Sampler,
+    SamplingSessionCreated,
+    SamplingSessionJoined,
+)
 
 blueprint = make("sampling", "Sampling")
 
@@ -19,6 +26,14 @@ blueprint = make("sampling", "Sampling")
 def create_sampling_session(asked: dict[str, Any]) -> dict[str, str]:
     """A sampler for a base model or a checkpoint."""
     return {"sampling_session_id": services().sampling.create_session(current_owner(), asked)}
+
+
+@blueprint.route("/join_sampling_session", methods=["POST"])
+@blueprint.arguments(JoinSamplingSession())
+@blueprint.response(200, SamplingSessionJoined)
+def join_sampling_session(asked: dict[str, Any]) -> dict[str, int]:
+    """A number for one more client of a sampler, whose seq_ids start at 10^9 times it."""
+    return {"client_counter": services().sampling.join(asked["sampling_session_id"], current_owner())}
 
 
 @blueprint.route("/samplers/<sampler_id>", methods=["GET"])

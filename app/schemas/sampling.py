@@ -18,6 +18,14 @@ class SamplingSessionCreated(SdkSchema):
     sampling_session_id = fields.String()
 
 
+class JoinSamplingSession(SdkSchema):
+    sampling_session_id = identifier()
+
+
+class SamplingSessionJoined(SdkSchema):
+    client_counter = fields.Integer()
+
+
 class Sampler(SdkSchema):
     sampler_id = fields.String()
     base_model = fields.String()

@@ -12,7 +12,8 @@ from app.domain.sampling import SampleRequest
 from app.doorbell import CATCH_UP, Doorbell, direct_queue, sample_queue, train_queue
 from app.errors import NotFound
 from app.services.ownership import load_owned
-from app.stores.interfaces import OpLog, Record, Records, RefusalKind
+from app.settings import Settings
+from app.stores.interfaces import OpLog, QueueBounds, Record, Records, RefusalKind
 from app.telemetry import ADMISSIONS
 
 log = logging.getLogger(__name__)
@@ -22,8 +23,9 @@ MAX_SEQ = 2**31 - 1
 class AdmissionService:
     """Journal first, ring second: a bell that is lost costs a moment, not the Op."""
 
-    def __init__(self, oplog: OpLog, store: Records, doorbell: Doorbell) -> None:
+    def __init__(self, oplog: OpLog, store: Records, doorbell: Doorbell, settings: Settings) -> None:
         self._oplog = oplog
+        self._settings = settings
         self._records = store
         self._doorbell = doorbell
 
@@ -43,11 +45,18 @@ class AdmissionService:
         return admission.request_id
 
     def admit_sample(self, sampler_id: str, base_model: str, seq: int, owner: str, request: SampleRequest) -> str:
-        """The request id of the sampling future; the same one for a repeat."""
+        """The request id of the sampling future; the same one for a repeat.
+
+        Raises BadRequest for a seq used otherwise and for more tokens than the queue ever lets in, TooManyRequests
+        while it is full, Unavailable while there is no room.
+        """
         payload = codec.encode(request)
         queue = sample_queue(base_model)
         request_id = ids.request_id(sampler_id, seq)
-        admission = self._oplog.admit_sample(request_id, sampler_id, owner, queue, payload, codec.digest(payload))
+        identity, bounds = codec.digest(payload), self._bounds(base_model)
+        admission = self._oplog.admit_sample(
+            request_id, sampler_id, owner, queue, payload, identity, _most_tokens(request), bounds
+        )
         if admission.fresh:
             self._announce("sample", request_id, sampler_id, seq, queue)
         return request_id
@@ -64,7 +73,15 @@ class AdmissionService:
             queue = train_queue(model.base_model, full=model.full)
             self._doorbell.ring(CATCH_UP, ids.request_id(model_id, seq), model_id, queue)
 
+    def _bounds(self, base_model: str) -> QueueBounds | None:
+        base = self._settings.base_model(base_model)
+        return QueueBounds(base.sampler.queue_requests, base.sampler.queue_tokens) if base else None
+
     def _announce(self, kind: str, request_id: str, parent_id: str, seq: int, queue: str) -> None:
         ADMISSIONS.labels(kind).inc()
         log.info("admitted %s", kind, extra={"request_id": request_id, "model_id": parent_id, "seq": seq})
         self._doorbell.ring(kind, request_id, parent_id, queue)
+
+
+def _most_tokens(request: SampleRequest) -> int:
+    return len(request.prompt) + request.num_samples * request.max_tokens

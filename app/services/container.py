@@ -8,11 +8,14 @@ from app.doorbell import Doorbell, celery_app
 from app.errors import SetupError
 from app.services.admission import AdmissionService
 from app.services.base_models import BaseModels
+from app.services.cancelling import CancelService
 from app.services.checkpoints import CheckpointService
 from app.services.custom_losses import CustomLossService, Futures
 from app.services.endings import Endings
+from app.services.holds import Holds
 from app.services.models import ModelService
-from app.services.polls import PollService
+from app.services.polls import BatchPollService, PollService
+from app.services.queue_states import QueueStates
 from app.services.sampling import SamplingService
 from app.services.sessions import SessionService
 from app.services.training import TrainingService
@@ -20,6 +23,7 @@ from app.settings import Settings
 from app.stores.interfaces import ObjectStore, OpLog, Records
 from app.stores.objects import create
 from app.stores.redis.client import connect
+from app.stores.redis.completions import RedisCompletions
 from app.stores.redis.lifecycle import RedisLifecycle
 from app.stores.redis.oplog import RedisOpLog
 from app.stores.redis.records import RedisRecords
@@ -46,6 +50,9 @@ class Services:
     sampling: SamplingService
     checkpoints: CheckpointService
     polls: PollService
+    batch_polls: BatchPollService
+    queue_states: QueueStates
+    cancels: CancelService
 
 
 def build(settings: Settings) -> Services:
@@ -57,9 +64,10 @@ def build(settings: Settings) -> Services:
     objects = create(settings, may_be_away=True)
     bases = BaseModels(settings, store)
     doorbell = _doorbell(settings)
-    admission = AdmissionService(oplog, store, doorbell)
+    admission = AdmissionService(oplog, store, doorbell, settings)
     lifecycle = RedisLifecycle(client, settings.engine)
     custom_losses = CustomLossService(store)
+    futures, waiter, holds = Futures(oplog, store), Waiter(client), Holds(settings.api)
     endings = Endings(lifecycle, store, objects, doorbell.wake)
     return Services(
         settings,
@@ -74,7 +82,10 @@ def build(settings: Settings) -> Services:
         TrainingService(store, bases, admission, custom_losses),
         SamplingService(store, bases, admission),
         CheckpointService(store, objects),
-        PollService(Futures(oplog, store), Waiter(client), settings.api),
+        PollService(futures, waiter, holds),
+        BatchPollService(RedisCompletions(client, settings.engine), store, waiter, holds),
+        QueueStates(bases, store, oplog),
+        CancelService(futures, oplog),
     )
 
 

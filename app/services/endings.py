@@ -24,16 +24,18 @@ class Endings:
         self._lifecycle, self._records, self._objects, self._wake = lifecycle, store, objects, wake
 
     def finish(self, session_id: str, reason: str) -> None:
-        """Its models leave the memory of whoever holds them; an Op brings one back."""
+        """Its samples are cancelled. Its models leave the memory of whoever holds them; an Op brings one back."""
         self._lifecycle.finish(session_id, reason)
         for holder in set(self._lifecycle.holders(self._models(session_id))):
             self._wake(holder)
+        self._lifecycle.abort_samples()
 
     def end(self, model_id: str) -> None:
         """End a model whatever its session. What an outage leaves of its files is left to the orphans chore."""
         holder = self._lifecycle.end_model(model_id)
         if holder is not None:
             self._clear(model_id, holder)
+            self._lifecycle.abort_samples()
 
     def retire(self, session_id: str) -> None:
         """End what is left of a session that has ended long ago; what has not gone stays if it lives again."""

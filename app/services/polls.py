@@ -1,25 +1,26 @@
-"""Held polls: as long as there is room, never at the cost of other requests, and never refused."""
+"""Held polls: for one future, or for all that a client of a sampling session waits for."""
 
 from __future__ import annotations
 
-import contextlib
 import re
-import threading
-import time
-from collections.abc import Iterator
-from typing import Protocol
+from collections.abc import Mapping
+from typing import Any, Protocol
 
-import redis
-
+from app import ids
+from app.domain.records import Sampler
 from app.errors import NotFound
-from app.settings import ApiSettings
-from app.stores.interfaces import Future
-from app.stores.redis.client import is_outage
+from app.services.holds import Holds
+from app.services.ownership import load_owned
+from app.stores.interfaces import Completion, Completions, Future, Records
 from app.stores.redis.waiting import Waiter
-from app.telemetry import HELD_POLLS
 
-_SHORT_HOLD_S = 1.0
 _REQUEST_ID = re.compile(r".+:\d{1,19}")
+
+
+def check_request_id(text: str) -> None:
+    """Raises NotFound for what no future can be called."""
+    if not _REQUEST_ID.fullmatch(text):
+        raise NotFound(f"no future {text[:200]!r}")
 
 
 class Futures(Protocol):
@@ -29,29 +30,16 @@ class Futures(Protocol):
 
 
 class PollService:
-    """Counts the polls it holds; `waiter` wakes one when its result is there."""
+    """`waiter` wakes a poll when its result is there."""
 
-    def __init__(self, futures: Futures, waiter: Waiter, settings: ApiSettings) -> None:
-        self._futures = futures
-        self._waiter = waiter
-        self._settings = settings
-        self._held = 0
-        self._lock = threading.Lock()
+    def __init__(self, futures: Futures, waiter: Waiter, holds: Holds) -> None:
+        self._futures, self._waiter, self._holds = futures, waiter, holds
 
     def wait(self, request_id: str, owner: str) -> Future:
-        """The future, once it is terminal or the hold is over. Raises NotFound or Gone.
-
-        While Redis is away it still holds for a moment: the SDK polls again at once after a 5xx.
-        """
-        if not _REQUEST_ID.fullmatch(request_id):
-            raise NotFound(f"no future {request_id[:200]!r}")
-        with self._hold() as seconds:
-            try:
-                return self._wait(request_id, owner, seconds)
-            except redis.RedisError as error:
-                if is_outage(error):
-                    time.sleep(min(seconds, _SHORT_HOLD_S))
-                raise
+        """The future, once it is terminal or the hold is over. Raises NotFound or Gone."""
+        check_request_id(request_id)
+        with self._holds.hold() as seconds:
+            return self._wait(request_id, owner, seconds)
 
     def _wait(self, request_id: str, owner: str, seconds: float) -> Future:
         found = None
@@ -65,23 +53,35 @@ class PollService:
             self._waiter.wait(request_id, seconds, is_done)
         return found if found and found.result else self._futures.future(request_id, owner)
 
-    @contextlib.contextmanager
-    def _hold(self) -> Iterator[float]:
-        with self._lock:
-            self._held += 1
-            held = self._held
-        HELD_POLLS.inc()
-        try:
-            yield self._seconds(held)
-        finally:
-            with self._lock:
-                self._held -= 1
-            HELD_POLLS.dec()
 
-    def _seconds(self, held: int) -> float:
-        """How long the poll that makes it `held` polls may wait; the other half of the spare threads stays free."""
-        if held <= self._settings.poll_capacity:
-            return self._settings.poll_hold_s
-        if held <= self._settings.poll_capacity + self._settings.spare_threads // 2:
-            return min(_SHORT_HOLD_S, self._settings.poll_hold_s)
-        return 0.0
+class BatchPollService:
+    """One poll for all requests of a client, so that it needs one connection however many samples it waits for."""
+
+    def __init__(self, completions: Completions, store: Records, waiter: Waiter, holds: Holds) -> None:
+        self._completions, self._records, self._waiter, self._holds = completions, store, waiter, holds
+
+    def wait(self, owner: str, asked: Mapping[str, Any]) -> tuple[list[Completion], int]:
+        """What came to its end behind `prev_cursor`, once there is something or the hold is over; and the next cursor.
+
+        Raises NotFound (sampler).
+        """
+        sampler_id = asked["target"]["sampling_session_id"]
+        with self._holds.hold() as seconds:
+            load_owned(self._records, Sampler, sampler_id, owner)
+            own = f"{sampler_id}:"
+            self._completions.acknowledge(id_ for id_ in asked["retrieved_request_ids"] if id_.startswith(own))
+            target = ids.poll_target(sampler_id, asked["target"]["cloned_sampler_id"])
+            timeout = asked.get("timeout")
+            return self._wait(target, asked["prev_cursor"], seconds if timeout is None else min(seconds, timeout))
+
+    def _wait(self, target: str, cursor: int, seconds: float) -> tuple[list[Completion], int]:
+        found: tuple[list[Completion], int] = [], cursor
+
+        def is_any() -> bool:
+            nonlocal found
+            found = self._completions.since(target, cursor)
+            return bool(found[0])
+
+        if seconds:
+            self._waiter.wait(target, seconds, is_any)
+        return found if found[0] else self._completions.since(target, cursor)

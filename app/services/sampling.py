@@ -47,6 +47,11 @@ class SamplingService:
                 self._is_there(sampler_id, asked)
         return sampler_id
 
+    def join(self, sampler_id: str, owner: str) -> int:
+        """The number of one more client, from 1 on: 0 is who made the sampler. Raises NotFound."""
+        load_owned(self._records, Sampler, sampler_id, owner)
+        return self._records.join(sampler_id)
+
     def describe(self, sampler_id: str, owner: str) -> dict[str, str]:
         """Raises NotFound."""
         sampler = load_owned(self._records, Sampler, sampler_id, owner)

@@ -104,6 +104,23 @@ class Head:
     fresh: bool
 
 
+@dataclass(frozen=True, slots=True)
+class QueueBounds:
+    """How many sampling requests of one queue, and how many tokens of theirs, may be unfinished at once."""
+
+    requests: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A sampling request that came to its end. `size`: bytes of its result."""
+
+    request_id: str
+    failed: bool
+    size: int
+
+
 Record = Mapping[str, str]
 RefusalKind = Literal["skip", "lost_batch", "drop_gradients"]
 """What a consumed seq does in its turn: nothing, lose a gradient, or lose one and drop the pending ones."""
@@ -190,10 +207,21 @@ class OpLog(Protocol):
         ...
 
     def admit_sample(
-        self, request_id: str, parent_id: str, owner: str, queue: str, payload: bytes, digest: str
+        self,
+        request_id: str,
+        parent_id: str,
+        owner: str,
+        queue: str,
+        payload: bytes,
+        digest: str,
+        tokens: int = 0,
+        bounds: QueueBounds | None = None,
     ) -> Admission:
-        """A sampling future: deduplicated like an Op, but in no order. Raises BadRequest on other content, TooLarge,
-        and Unavailable while there is no room."""
+        """A sampling future: deduplicated like an Op, but in no order. `tokens`: the most it may take, prompt and all.
+
+        Raises BadRequest on other content and for what `bounds` could never let in, TooLarge, TooManyRequests while the
+        queue is full, and Unavailable while there is no room. All but the first never hit a repeat.
+        """
         ...
 
     def claim_sample(self, request_id: str, worker: str) -> Entry | None:
@@ -209,12 +237,21 @@ class OpLog(Protocol):
         """Make the result readable and wake the poll; False when there already was one (it stays)."""
         ...
 
+    def cancel_sample(self, request_id: str) -> bool:
+        """Fail a sampling request ("user") that nobody waits for, and tell whoever runs it; False when there was a
+        result already (it stays)."""
+        ...
+
     def outcome(self, request_id: str) -> Result | None:
         """A terminal future's result, for a worker; None while it is pending or when it is gone."""
         ...
 
     def future(self, request_id: str, owner: str) -> Future:
         """Raises NotFound for an unknown or foreign id (alike), Gone for an expired one."""
+        ...
+
+    def shortage(self) -> str:
+        """Why no call is taken in at present; empty while there is room."""
         ...
 
     def take_calls(self, seconds: float) -> None:
@@ -240,6 +277,19 @@ class OpLog(Protocol):
 
     def waiting(self, model_id: str, seq: int, limit: int = 100) -> tuple[str, ...]:
         """The kinds of the Ops from `seq` on, up to a gap."""
+        ...
+
+
+class Completions(Protocol):
+    """Which sampling requests came to their end, in that order, by poll target (app/ids.py)."""
+
+    def since(self, target: str, cursor: int) -> tuple[list[Completion], int]:
+        """Those behind `cursor` (0: all) whose results nobody read, oldest first, a slice at most; and the cursor to
+        go on from. What is not behind `cursor` is forgotten."""
+        ...
+
+    def acknowledge(self, request_ids: Iterable[str]) -> None:
+        """Their results were fetched and may go soon; those of unfinished or unknown requests are left alone."""
         ...
 
 
@@ -286,6 +336,10 @@ class Records(Protocol):
 
     def list(self, namespace: str, prefix: str = "") -> Iterator[tuple[str, dict[str, str]]]:
         """Those whose id starts with `prefix`, by id, read a slice at a time."""
+        ...
+
+    def join(self, sampler_id: str) -> int:
+        """The number of one more client of a sampling session, from 1 on. Raises NotFound for an unknown one."""
         ...
 
     def now(self) -> float:
@@ -339,6 +393,10 @@ class Lifecycle(Protocol):
 
     def end_sampler(self, sampler_id: str) -> bool:
         """Remove a sampler's record; False (and nothing changes) when its session is not retired any more."""
+        ...
+
+    def abort_samples(self) -> int:
+        """Fail ("user") the unfinished requests of samplers that are gone, or whose session has ended; how many."""
         ...
 
     def holders(self, model_ids: Iterable[str]) -> list[Holder]:

@@ -1,4 +1,4 @@
-"""Ends the sessions nobody heard of for long, and what is left of those that ended long ago."""
+"""Ends the sessions nobody heard of for long, what they sample, and what is left of those that ended long ago."""
 
 from __future__ import annotations
 
@@ -22,3 +22,6 @@ class Sessions:
             log.info("%d sessions expired", len(expired))
         for session_id in self._lifecycle.retired():
             self._endings.retire(session_id)
+        aborted = self._lifecycle.abort_samples()
+        if aborted:
+            log.info("%d samples of ended sessions were cancelled", aborted)

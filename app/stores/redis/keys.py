@@ -14,13 +14,22 @@
     lease:<id>          STR   "node/boot" of the worker that owns a model or runs a sampling request; expires
     pending             ZSET  model or sampling request -> ms of its last progress, while something waits
     pending_queue       HASH  the same ids -> the queue to ring on
+    sampling:<queue>    HASH  sampling request that is not finished -> the tokens it may take
+    sampling_tokens     HASH  queue -> the sum of those
+    sampled:<sampler>   SET   its sampling requests that are not finished
+    samplers_asked      SET   the samplers that have any
+    completed:<target>  ZSET  sampling request whose result was not read yet -> its place among all that came to
+                              their end; a target is "<sampler>/<clone>" (app/ids.py)
+    completions         STR   counts the sampling requests that came to their end: the newest cursor there is
     sessions_heard      ZSET  session -> ms when it was heard of last, unless it has ended
     sessions_ended      ZSET  session -> ms when it was finished or expired, until its models are ended too
     orphans             ZSET  object-store prefix -> ms since when nothing is known to refer to it
-    <namespace>:<id>    HASH  sessions, samplers, checkpoints, losses, workers (app/domain/records.py)
+    <namespace>:<id>    HASH  sessions, samplers, checkpoints, losses, workers (app/domain/records.py);
+                              a sampler's also counts the clients that joined it
     index:<namespace>   ZSET  the ids of a namespace, all of score 0, so that they are in order
     taking_calls        STR   is there while an API process lives; expires
     done                pub/sub channel: a request id, once its result can be read
+    aborted             pub/sub channel: a sampling request's id, once nobody wants it to go on
 
 All times are the Redis server's own (TIME), so no two clocks are ever compared.
 """
@@ -29,6 +38,7 @@ from __future__ import annotations
 
 PREFIX = "tinsmith:"
 DONE_CHANNEL = PREFIX + "done"
+ABORTED_CHANNEL = PREFIX + "aborted"
 TAKING_CALLS = PREFIX + "taking_calls"
 PENDING = PREFIX + "pending"
 SESSIONS_HEARD = PREFIX + "sessions_heard"
@@ -71,3 +81,7 @@ def record(namespace: str, key: str) -> str:
 
 def index(namespace: str) -> str:
     return f"{PREFIX}index:{namespace}"
+
+
+def completed(target: str) -> str:
+    return f"{PREFIX}completed:{target}"

@@ -15,7 +15,10 @@ from app.stores.redis import keys
 from app.stores.redis.oplog import ENDED
 from app.stores.redis.scripts import Scripts
 
+SAMPLING_ENDED = "cancelled: its session has ended"
 _SLICE = 1000
+# Ending a request takes a script some 20 commands, while everybody else waits for the server.
+_ABORTED_AT_ONCE = 250
 
 
 class RedisLifecycle:
@@ -47,7 +50,7 @@ class RedisLifecycle:
         return bool(self._run("forget", session_id, self._retain_ms))
 
     def end_model(self, model_id: str, *, retired: bool = False) -> Holder | None:
-        failed = Result(json.dumps({"error": ENDED, "category": "user"}).encode(), failed=True)
+        failed = Result.failure(ENDED)
         ended = self._retain_ms if retired else ""
         found = self._run("end_model", model_id, self._unread_s, failed.content_type, failed.body, ended)
         if not found:
@@ -57,6 +60,14 @@ class RedisLifecycle:
 
     def end_sampler(self, sampler_id: str) -> bool:
         return bool(self._run("end_sampler", sampler_id, self._retain_ms))
+
+    def abort_samples(self) -> int:
+        failed = Result.failure(SAMPLING_ENDED)
+        args = (self._unread_s, failed.content_type, failed.body)
+        total = 0
+        while count := int(self._run("abort_samples", _ABORTED_AT_ONCE, *args)):
+            total += count
+        return total
 
     def holders(self, model_ids: Iterable[str]) -> list[Holder]:
         ids = list(model_ids)

@@ -11,7 +11,7 @@ import redis
 
 from app import ids
 from app.domain.results import FutureState, Result
-from app.errors import BadRequest, Fenced, Gone, NotFound, TooLarge
+from app.errors import BadRequest, Fenced, Gone, NotFound, RequestError, TooLarge, TooManyRequests
 from app.settings import EngineSettings
 from app.stores.interfaces import (
     Admission,
@@ -22,6 +22,7 @@ from app.stores.interfaces import (
     Lease,
     ObjectStore,
     Pending,
+    QueueBounds,
     Record,
     RefusalKind,
     Write,
@@ -40,6 +41,25 @@ _REFUSALS = {
     "consumed": "seq_id {seq} is already behind this model and can not be used again",
     "refused": "seq_id {seq} was refused: {reason}",
 }
+
+_FULL_QUEUE: dict[str, tuple[type[RequestError], str]] = {
+    "too_large": (
+        BadRequest,
+        "the request may take {tokens} tokens (prompt + num_samples * max_tokens), over the base model's "
+        "sampler.queue_tokens ({bounds.tokens}): ask for fewer samples or tokens",
+    ),
+    "requests": (
+        TooManyRequests,
+        "{held} requests wait or run on {queue}, and the base model's sampler.queue_requests lets in "
+        "{bounds.requests}; try again soon",
+    ),
+    "tokens": (
+        TooManyRequests,
+        "requests for {held} tokens wait or run on {queue}; with the {tokens} of this one they would be over the base "
+        "model's sampler.queue_tokens ({bounds.tokens}); try again soon",
+    ),
+}
+CANCELLED = "cancelled: its client asked for that"
 
 _STAGED_BYTES = 64 * 1024
 _STAGED_S = 600
@@ -152,12 +172,25 @@ class RedisOpLog:
         return str(replaced.decode())
 
     def admit_sample(
-        self, request_id: str, parent_id: str, owner: str, queue: str, payload: bytes, digest: str
+        self,
+        request_id: str,
+        parent_id: str,
+        owner: str,
+        queue: str,
+        payload: bytes,
+        digest: str,
+        tokens: int = 0,
+        bounds: QueueBounds | None = None,
     ) -> Admission:
         self._check_size(payload)
-        what = self._run("admit_sample", request_id, parent_id, owner, queue, payload, digest).decode()
+        limits = (bounds.requests, bounds.tokens) if bounds else ("", "")
+        found = self._run("admit_sample", request_id, parent_id, owner, queue, payload, digest, tokens, *limits)
+        what, held = found[0].decode(), found[1]
         if what == "conflict":
             raise BadRequest(_REFUSALS[what].format(seq=request_id.rpartition(":")[2]))
+        if bounds and what in _FULL_QUEUE:
+            error, text = _FULL_QUEUE[what]
+            raise error(text.format(queue=queue, held=held, tokens=tokens, bounds=bounds))
         return Admission(request_id, what == "fresh", None)
 
     def claim_sample(self, request_id: str, worker: str) -> Entry | None:
@@ -177,6 +210,10 @@ class RedisOpLog:
         state = "failed" if result.failed else "done"
         return bool(self._run("finish_sample", request_id, state, result.content_type, result.body, self._unread_s))
 
+    def cancel_sample(self, request_id: str) -> bool:
+        failed = Result.failure(CANCELLED)
+        return bool(self._run("cancel_sample", request_id, self._unread_s, failed.content_type, failed.body))
+
     def outcome(self, request_id: str) -> Result | None:
         found = read_hash(self._redis, keys.future(request_id))
         return _result(found) if found.get(b"state") in (b"done", b"failed") else None
@@ -189,13 +226,25 @@ class RedisOpLog:
             raise NotFound(f"no future {request_id!r}")
         state = cast(FutureState, found[b"state"].decode())
         result = None if state == "pending" else _result(found)
+        kind = found[b"kind"].decode()
         if result is not None:
-            self._redis.expire(keys.future(request_id), self._kept_s(len(result.body)), lt=True)
-        return Future(request_id, found[b"kind"].decode(), found[b"model"].decode(), state, result)
+            self._note_read(request_id, kind, len(result.body))
+        return Future(request_id, kind, found[b"model"].decode(), state, result)
+
+    def _note_read(self, request_id: str, kind: str, size: int) -> None:
+        with self._redis.pipeline(transaction=False) as pipe:
+            pipe.expire(keys.future(request_id), self._kept_s(size), lt=True)
+            if kind == "sample":
+                # Whoever waits for all of a client's requests together reads a result only once told that it is there.
+                pipe.zrem(keys.completed(ids.target_of(request_id)), request_id)
+            pipe.execute()
 
     def _kept_s(self, size: int) -> int:
         """How long a result of so many bytes stays once it was read: the larger, the shorter, as memory is bounded."""
         return min(self._read_s, max(_READ_LEAST_S, self._read_s * _READ_BYTES // max(size, 1)))
+
+    def shortage(self) -> str:
+        return str(self._run("room").decode().removeprefix("FULL "))
 
     def take_calls(self, seconds: float) -> None:
         self._redis.set(keys.TAKING_CALLS, "", px=int(seconds * 1000))

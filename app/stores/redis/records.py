@@ -7,6 +7,7 @@ from typing import cast
 
 import redis
 
+from app.errors import NotFound
 from app.settings import EngineSettings
 from app.stores.interfaces import Record
 from app.stores.redis import keys
@@ -64,6 +65,12 @@ class RedisRecords:
                 else:
                     self._redis.zrem(index, key)
             after = f"({slice_[-1]}"
+
+    def join(self, sampler_id: str) -> int:
+        number = int(self._run("join", sampler_id))
+        if not number:
+            raise NotFound(f"sampler {sampler_id[:200]!r} does not exist")
+        return number
 
     def now(self) -> float:
         seconds, micros = self._redis.time()

@@ -25,6 +25,8 @@ from workers.outcome import NotNow
 from workers.sample_runner import SampleRunner
 from workers.sampling.base import SamplerBackend
 from workers.sampling.factory import create
+from workers.sampling.watch import Watch
+from workers.watches import Watches
 
 SESSION = "session:sample:0"
 REQUEST = SampleRequest(np.array([5, 6, 7], dtype=np.int32), num_samples=2, max_tokens=4, seed=3, ignore_eos=True)
@@ -44,7 +46,7 @@ def runner(world: World, backend: SamplerBackend, worker: str) -> SampleRunner:
     world.keepers.append(keeper)
     store = FolderStore(world.folder / "objects", "secret", "http://x")
     adapters = Adapters(backend, store, world.folder / "cache", 4)
-    return SampleRunner(world.oplog, world.records, backend, adapters, keeper, worker)
+    return SampleRunner(world.oplog, world.records, backend, adapters, keeper, worker, Watches())
 
 
 def admit(world: World, seq: int, request: SampleRequest = REQUEST, prefix: str = "") -> str:
@@ -133,7 +135,7 @@ def test_a_request_whose_content_cannot_be_fetched_now_is_left_to_be_run_later(w
 class DyingBackend:
     """An engine that dies under the first request, as vLLM's does when its process is killed."""
 
-    def sample(self, adapter_id: str | None, request: SampleRequest) -> SampleOutput:
+    def sample(self, adapter_id: str | None, request: SampleRequest, watch: Watch | None = None) -> SampleOutput:
         raise ServerOpError("the engine died")
 
     def healthy(self) -> bool:

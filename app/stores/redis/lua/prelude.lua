@@ -85,3 +85,49 @@ local function no_room(size)
     return redis.error_reply('FULL the state server has used engine.memory_share of its maxmemory')
   end
 end
+
+-- What a sampling request counted for in its queue and its sampler.
+local function leave_queue(request, sampler)
+  local queue = redis.call('HGET', 'tinsmith:pending_queue', request)
+  local tokens = queue and redis.call('HGET', 'tinsmith:sampling:' .. queue, request)
+  if tokens then
+    redis.call('HDEL', 'tinsmith:sampling:' .. queue, request)
+    redis.call('HINCRBY', 'tinsmith:sampling_tokens', queue, -tokens)
+  end
+  redis.call('SREM', 'tinsmith:sampled:' .. sampler, request)
+  if redis.call('EXISTS', 'tinsmith:sampled:' .. sampler) == 0 then
+    redis.call('SREM', 'tinsmith:samplers_asked', sampler)
+  end
+  redis.call('ZREM', 'tinsmith:pending', request)
+  redis.call('HDEL', 'tinsmith:pending_queue', request)
+end
+
+-- Note that a request of a sampler came to its end, for whoever asks about all of one clone's; ids.target_of says the same.
+local function note_completion(sampler, seq, request, keep_s)
+  local key = 'tinsmith:completed:' .. sampler .. '/' .. (#seq > 9 and seq:sub(1, -10) or '0')
+  redis.call('ZADD', key, redis.call('INCR', 'tinsmith:completions'), request)
+  redis.call('EXPIRE', key, keep_s)
+end
+
+-- Make a sampling request's result readable and let go of all else that is kept of it; the first result stays.
+-- Returns whether this was the first.
+local function close_sample(request, state, type, body, keep_s)
+  local future = 'tinsmith:future:' .. request
+  if redis.call('HGET', future, 'state') ~= 'pending' then return false end
+  redis.call('HSET', future, 'state', state, 'type', type, 'body', body)
+  redis.call('EXPIRE', future, keep_s)
+  local sampler, seq = request:match('^(.*):(%d+)$')
+  note_completion(sampler, seq, request, keep_s)
+  drop_payload(request)
+  redis.call('DEL', 'tinsmith:op:' .. request, 'tinsmith:lease:' .. request)
+  leave_queue(request, sampler)
+  redis.call('PUBLISH', 'tinsmith:done', request)
+  return true
+end
+
+-- Close a sampling request that nobody waits for, and tell the worker that may be running it. Returns as close_sample.
+local function abort_sample(request, keep_s, type, body)
+  local closed = close_sample(request, 'failed', type, body, keep_s)
+  if closed then redis.call('PUBLISH', 'tinsmith:aborted', request) end
+  return closed
+end

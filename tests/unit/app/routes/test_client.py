@@ -5,10 +5,12 @@ from tinker.types.client_config_response import ClientConfigResponse
 from tinker.types.client_dynamic_config_response import ClientDynamicConfigResponse
 from tinker.types.get_server_capabilities_response import GetServerCapabilitiesResponse
 
+from app import create_app
 from app.domain.records import Session, Worker, load
+from app.settings import BaseModelSettings, SamplerSettings, Settings
 from app.stores.redis import keys
 from app.stores.redis.client import connect
-from tests.unit.app.conftest import BASE, CONTEXT, Api
+from tests.unit.app.conftest import API, BASE, CONTEXT, KEY, Api
 
 
 def test_the_sdk_takes_the_config_and_its_sampling_limit_from_poll_capacity(api: Api) -> None:
@@ -16,8 +18,20 @@ def test_the_sdk_takes_the_config_and_its_sampling_limit_from_poll_capacity(api:
     assert config.sample_max_concurrent_requests == api.services.settings.api.poll_capacity
     assert config.custom_loss_server_side
     assert not (config.pjwt_auth_enabled or config.proto_compress_fwdbwd)
-    assert not (config.sample_use_retrieve_futures or config.sample_join_sampling_session)
-    assert not ClientDynamicConfigResponse(**api.post("client/dynamic_config", {}).json).sample_cancel_enabled
+    assert config.sample_use_retrieve_futures
+    assert config.sample_join_sampling_session
+    assert ClientDynamicConfigResponse(**api.post("client/dynamic_config", {}).json).sample_cancel_enabled
+
+
+def test_batch_polls_can_be_switched_off_and_a_client_never_has_more_under_way_than_its_queue_takes(
+    settings: Settings,
+) -> None:
+    small = SamplerSettings(queue_requests=7)
+    bases = (*settings.base_models, BaseModelSettings(name="small", path="x", sampler=small))
+    plain = settings.api.model_copy(update={"batch_polls": False})
+    app = create_app(settings.model_copy(update={"base_models": bases, "api": plain}))
+    answer = app.test_client().post(f"{API}/client/config", json={}, headers={"X-API-Key": KEY}).json
+    assert (answer["sample_use_retrieve_futures"], answer["sample_max_concurrent_requests"]) == (False, 7)
 
 
 def test_telemetry_is_accepted_whatever_it_holds(api: Api) -> None:

@@ -5,11 +5,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from app import ids
+from app import create_app, ids
 from app.domain import codec, ops, records
 from app.domain.results import PROTOBUF, Result
 from app.domain.sampling import SampleRequest
-from tests.unit.app.conftest import BASE, CONTEXT, VOCAB, Api
+from app.routes.context import EXTENSION
+from app.settings import SamplerSettings, Settings
+from tests.unit.app.conftest import API, BASE, CONTEXT, KEY, VOCAB, Api
 from tests.unit.app.routes.test_models import save_checkpoint
 
 
@@ -289,3 +291,64 @@ def test_a_sampling_session_id_names_one_sampler_whichever_call_makes_it(api: Ap
     ):
         answer = api.post(path, other)
         assert (answer.status_code, "was used for another one" in answer.json["detail"]) == (400, True), path
+
+
+@pytest.fixture
+def crowded(api: Api, settings: Settings) -> Api:
+    """A server that lets two requests for 100 tokens wait."""
+    small = settings.base_models[0].model_copy(update={"sampler": SamplerSettings(queue_requests=2, queue_tokens=100)})
+    app = create_app(settings.model_copy(update={"base_models": (small,)}))
+    return Api(app.test_client(), app.extensions[EXTENSION])
+
+
+def test_a_full_queue_is_a_429_that_consumes_nothing(crowded: Api) -> None:
+    sampler = crowded.sampler()
+    first = crowded.post("asample", body(sampler)).json["request_id"]
+    assert crowded.post("asample", body(sampler, seq_id=1)).status_code == 200
+    answer = crowded.post("asample", body(sampler, seq_id=2))
+    assert (answer.status_code, answer.json["error"]) == (429, "TooManyRequests")
+    assert "sampler.queue_requests" in answer.json["detail"]
+    assert float(answer.headers["Retry-After"]) > 0
+    assert crowded.post("asample", body(sampler)).json["request_id"] == first, "a repeat has its place already"
+    crowded.services.oplog.finish_sample(first, Result(b"x", PROTOBUF))
+    assert crowded.post("asample", body(sampler, seq_id=2)).status_code == 200
+
+
+def test_tokens_count_prompt_and_all_samples(crowded: Api) -> None:
+    sampler = crowded.sampler()
+    params = {"max_tokens": 30, "stop": []}
+    fits = body(sampler, num_samples=3, sampling_params=params)  # 3 + 3 * 30
+    assert crowded.post("asample", fits).status_code == 200
+    answer = crowded.post("asample", body(sampler, seq_id=1, sampling_params=params))
+    assert (answer.status_code, "93 tokens" in answer.json["detail"]) == (429, True)
+    never = crowded.post("asample", body(sampler, seq_id=2, num_samples=4, sampling_params=params))
+    assert (never.status_code, "123 tokens" in never.json["detail"]) == (400, True)
+
+
+def test_each_client_that_joins_a_sampler_has_a_number_of_its_own(api: Api, stranger: Api) -> None:
+    sampler = api.sampler()
+    asked = {"sampling_session_id": sampler, "type": "join_sampling_session"}
+    numbers = [api.post("join_sampling_session", asked).json["client_counter"] for _ in range(3)]
+    assert numbers == [1, 2, 3]
+    foreign = stranger.post("join_sampling_session", asked)
+    api.services.records.delete("samplers", sampler)
+    missing = api.post("join_sampling_session", asked)
+    assert (foreign.status_code, foreign.data) == (404, missing.data)
+
+
+def test_the_end_of_a_session_or_of_a_run_cancels_what_it_samples(api: Api) -> None:
+    session = api.session()
+    model = api.model(session)
+    record = records.Sampler("me", session, BASE, 0.0, prefix=f"models/{model}/sampler_weights/ephemeral-1/1-1")
+    owner = api.services.records.get("models", model)["owner"]
+    ephemeral = f"{session}:sample:9"
+    api.services.records.put("samplers", ephemeral, {**records.dump(record), "owner": owner})
+    of_run = api.post("asample", body(ephemeral)).json["request_id"]
+    sampler = api.sampler()
+    of_session = api.post("asample", body(sampler)).json["request_id"]
+    assert api.client.delete(f"{API}/training_runs/{model}", headers={"X-API-Key": KEY}).status_code == 200
+    assert api.services.oplog.outcome(of_run).failed
+    assert api.services.oplog.outcome(of_session) is None
+    finish = {"reason": {"type": "success"}, "detail": None}
+    assert api.post(f"sessions/{sampler.partition(':')[0]}/finish", finish).status_code == 200
+    assert api.services.oplog.outcome(of_session).failed

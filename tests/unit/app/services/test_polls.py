@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import pytest
 import redis
 
+from app.domain.records import Sampler, dump
 from app.domain.results import Result
-from app.services.polls import PollService
+from app.services.holds import Holds
+from app.services.polls import BatchPollService, Futures, PollService
 from app.settings import ApiSettings
-from app.stores.interfaces import Future
+from app.stores.interfaces import Completion, Future
 
 
 class PendingOpLog:
@@ -36,13 +38,17 @@ class RecordingWaiter:
         assert self.release.wait(30)
 
 
+def poll_service(futures: Futures, waiter: RecordingWaiter, settings: ApiSettings) -> PollService:
+    return PollService(futures, waiter, Holds(settings))
+
+
 @pytest.fixture
 def waiter() -> RecordingWaiter:
     return RecordingWaiter()
 
 
 def test_above_capacity_holds_get_shorter_and_half_the_spare_threads_stay_free(waiter: RecordingWaiter) -> None:
-    polls = PollService(PendingOpLog(), waiter, ApiSettings(poll_capacity=3, spare_threads=8, poll_hold_s=30))
+    polls = poll_service(PendingOpLog(), waiter, ApiSettings(poll_capacity=3, spare_threads=8, poll_hold_s=30))
     threads = [threading.Thread(target=polls.wait, args=(f"m:{i}", "me"), daemon=True) for i in range(7)]
     for thread in threads:
         thread.start()
@@ -62,7 +68,7 @@ def test_a_finished_future_is_answered_without_waiting(waiter: RecordingWaiter) 
         def future(self, request_id: str, owner: str) -> Future:
             return Future(request_id, "sample", "m", "done", Result(b"x"))
 
-    future = PollService(DoneOpLog(), waiter, ApiSettings()).wait("m:1", "me")
+    future = poll_service(DoneOpLog(), waiter, ApiSettings()).wait("m:1", "me")
     assert future.result == Result(b"x")
     assert waiter.holds == []
 
@@ -86,5 +92,48 @@ def test_a_poll_in_an_outage_is_held_a_moment_since_the_sdk_asks_again_at_once(
 
     started = time.monotonic()
     with pytest.raises(type(outage)):
-        PollService(AwayOpLog(), waiter, ApiSettings(poll_hold_s=0.5)).wait("m:1", "me")
+        poll_service(AwayOpLog(), waiter, ApiSettings(poll_hold_s=0.5)).wait("m:1", "me")
     assert time.monotonic() - started >= 0.5
+
+
+class NoCompletions:
+    """Nothing ever ends."""
+
+    def since(self, target: str, cursor: int) -> tuple[list[Completion], int]:
+        return [], cursor
+
+    def acknowledge(self, request_ids: Iterable[str]) -> None:
+        list(request_ids)
+
+
+class OneSampler:
+    def get(self, namespace: str, key: str) -> dict[str, str]:
+        return dump(Sampler("me", "s", "base", 0.0))
+
+
+@pytest.mark.parametrize(("asked", "held"), [({}, [30.0]), ({"timeout": 2.0}, [2.0]), ({"timeout": 0.0}, [])])
+def test_a_batch_poll_is_held_no_longer_than_it_asks_for(
+    waiter: RecordingWaiter, asked: dict[str, float], held: list[float]
+) -> None:
+    waiter.release.set()
+    polls = BatchPollService(NoCompletions(), OneSampler(), waiter, Holds(ApiSettings(poll_hold_s=30)))
+    target = {"sampling_session_id": "s:sample:0", "cloned_sampler_id": 0}
+    found = polls.wait("me", {"target": target, "prev_cursor": 5, "retrieved_request_ids": [], **asked})
+    assert (found, waiter.holds) == (([], 5), held)
+
+
+def test_batch_polls_and_polls_share_one_capacity(waiter: RecordingWaiter) -> None:
+    holds = Holds(ApiSettings(poll_capacity=1, spare_threads=8, poll_hold_s=30))
+    batch = BatchPollService(NoCompletions(), OneSampler(), waiter, holds)
+    target = {"sampling_session_id": "s:sample:0", "cloned_sampler_id": 0}
+    asked = {"target": target, "prev_cursor": 0, "retrieved_request_ids": []}
+    held = threading.Thread(target=batch.wait, args=("me", asked), daemon=True)
+    held.start()
+    assert waiter.arrived.acquire(timeout=30)
+    other = threading.Thread(target=PollService(PendingOpLog(), waiter, holds).wait, args=("m:1", "me"), daemon=True)
+    other.start()
+    assert waiter.arrived.acquire(timeout=30)
+    waiter.release.set()
+    for thread in (held, other):
+        thread.join(30)
+    assert waiter.holds == [30.0, 1.0]

@@ -15,6 +15,7 @@ from app.services.endings import Endings
 from app.settings import EngineSettings
 from app.stores.interfaces import Holder, Lease
 from app.stores.objects import FolderStore
+from app.stores.redis import keys
 from app.stores.redis.lifecycle import RedisLifecycle
 from app.stores.redis.oplog import RedisOpLog
 from app.stores.redis.records import RedisRecords
@@ -188,3 +189,19 @@ def test_a_model_ends_though_the_object_store_is_away_and_its_files_go_when_aske
     assert place.ended()
     place.endings().end(MODEL)
     assert not place.store.list(f"models/{MODEL}/snapshots/")
+
+
+@pytest.mark.parametrize("how", ["silent", "finished"])
+def test_the_samples_of_an_ended_session_are_cancelled_also_if_nobody_got_to_it_then(place: Place, how: str):
+    sampler, other = f"{SESSION}:sample:0", f"{OTHER}:sample:0"
+    for name in (sampler, other):
+        place.oplog.admit_sample(f"{name}:0", name, "me", "sample.base", b"ask", "d")
+    if how == "finished":
+        RedisLifecycle(place.client, PATIENT).finish(SESSION, "success")  # and its API process died
+        place.sweep(PATIENT)
+    else:
+        place.client.zadd(keys.SESSIONS_HEARD, {SESSION: 1})
+        place.sweep(PATIENT)
+    result = place.oplog.outcome(f"{sampler}:0")
+    assert result is not None and result.failed
+    assert place.oplog.outcome(f"{other}:0") is None

@@ -1,0 +1,159 @@
+"""How the SDK waits for samples, gives them up and is put off, against the real API; tests stand in for the sampler."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import requests
+import tinker
+from tinker import types
+
+from app.domain import codec
+from app.domain.records import Worker
+from app.domain.results import PROTOBUF, Result
+from app.domain.sampling import SampledSequence, SampleOutput, SampleRequest
+from app.stores.interfaces import Pending
+from app.wire.results import encode_sample
+from tests.api_server import BASE, KEY, ApiServer, start_api
+from tests.unit.workers.conftest import await_true
+
+FORMS = {"one poll for all": "batch_polls = true", "a poll each": "batch_polls = false"}
+PARAMS = types.SamplingParams(max_tokens=4, temperature=1.0, stop=[])
+
+
+@pytest.fixture(scope="module", params=list(FORMS))
+def api(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
+    extra = f"{FORMS[request.param]}\npoll_hold_s = 2"
+    with start_api(tmp_path_factory.mktemp("api"), extra, sampler="queue_requests = 8") as server:
+        yield server
+
+
+@pytest.fixture
+def sampling(api: ApiServer) -> Iterator[tinker.SamplingClient]:
+    with tinker.ServiceClient(base_url=api.url, api_key=KEY) as service:
+        yield service.create_sampling_client(base_model=BASE).result()
+
+
+def sample(client: tinker.SamplingClient, token: int) -> concurrent.futures.Future[types.SampleResponse]:
+    return client.sample(types.ModelInput.from_ints([token]), num_samples=1, sampling_params=PARAMS).future()
+
+
+def waiting(api: ApiServer) -> list[Pending]:
+    return api.oplog.pending()
+
+
+def answer(api: ApiServer, request_id: str) -> None:
+    """As a sampler does: the prompt comes back as the sample."""
+    entry = api.oplog.claim_sample(request_id, "s/1")
+    if entry is not None:
+        request: SampleRequest = codec.decode(entry.payload)
+        sequence = SampledSequence(request.prompt, np.full(len(request.prompt), -1.0, np.float32), False)
+        api.oplog.finish_sample(request_id, Result(encode_sample(SampleOutput((sequence,))), PROTOBUF))
+
+
+@contextmanager
+def sampler(api: ApiServer) -> Iterator[None]:
+    """Answers whatever waits."""
+    stop = threading.Event()
+
+    def run() -> None:
+        while not stop.wait(0.02):
+            for pending in waiting(api):
+                answer(api, pending.id)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join(30)
+
+
+def tokens(found: concurrent.futures.Future[types.SampleResponse]) -> list[int]:
+    return list(found.result(60).sequences[0].tokens)
+
+
+def test_samples_that_are_put_off_come_back_and_every_one_has_its_own_result(
+    api: ApiServer, sampling: tinker.SamplingClient
+):
+    """20 at once where 8 may wait: the SDK sends those that got a 429 again under the same seq."""
+    asked = [sample(sampling, token) for token in range(20)]
+    await_true(lambda: len(waiting(api)) == 8, "the queue never filled")
+    with sampler(api):
+        assert [tokens(found) for found in asked] == [[token] for token in range(20)]
+    assert waiting(api) == []
+
+
+def test_results_that_were_there_before_anybody_waited_arrive(api: ApiServer, sampling: tinker.SamplingClient):
+    with sampler(api):
+        assert [tokens(sample(sampling, token)) for token in range(5)] == [[token] for token in range(5)]
+
+
+def test_a_failed_sample_tells_why(api: ApiServer, sampling: tinker.SamplingClient):
+    asked = sample(sampling, 1)
+    await_true(lambda: waiting(api), "it never came")
+    api.oplog.finish_sample(waiting(api)[0].id, Result.failure("no such luck"))
+    with pytest.raises(tinker.RequestFailedError, match="no such luck"):
+        asked.result(60)
+
+
+def test_a_sample_nobody_awaits_any_more_is_cancelled_and_the_others_go_on(
+    api: ApiServer, sampling: tinker.SamplingClient
+):
+    asked = [sample(sampling, token) for token in range(4)]
+    await_true(lambda: len(waiting(api)) == 4, "they never came")
+    for given_up in asked[::2]:
+        assert given_up.cancel()
+    await_true(lambda: len(waiting(api)) == 2, "they were not cancelled")
+    with sampler(api):
+        assert [tokens(found) for found in asked[1::2]] == [[1], [3]]
+
+
+def test_clients_made_from_a_handle_have_seqs_of_their_own(
+    api: ApiServer, sampling: tinker.SamplingClient, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("TINKER_API_KEY", KEY)
+    handle = sampling.get_sampler_handle()
+    clients = [sampling, *(tinker.SamplingClient.from_sampler_handle(handle) for _ in range(2))]
+    asked = [sample(client, token) for token, client in enumerate(clients)]
+    await_true(lambda: len(waiting(api)) == 3, "they never came")
+    seqs = sorted(int(pending.id.rpartition(":")[2]) // 10**9 for pending in waiting(api))
+    assert seqs == [0, 1, 2]
+    with sampler(api):
+        assert [tokens(found) for found in asked] == [[0], [1], [2]]
+
+
+def test_a_client_that_closes_cancels_what_it_left(api: ApiServer):
+    with tinker.ServiceClient(base_url=api.url, api_key=KEY) as service:
+        client = service.create_sampling_client(base_model=BASE).result()
+        asked = sample(client, 1)
+        await_true(lambda: waiting(api), "it never came")
+    await_true(lambda: not waiting(api), "it is still there")
+    del asked
+
+
+def test_without_a_sampler_the_sdk_tells_its_user_so(
+    api: ApiServer, sampling: tinker.SamplingClient, caplog: pytest.LogCaptureFixture
+):
+    """Where it polls for each sample: an answer to a batch poll has no place for it."""
+    config = requests.post(f"{api.url}/api/v1/client/config", json={}, headers={"X-API-Key": KEY}, timeout=30).json()
+    asked = sample(sampling, 1)
+    await_true(lambda: waiting(api), "it never came")
+    record = api.records.get(Worker.namespace, "sampler-0@test")
+    assert record is not None
+    api.records.delete(Worker.namespace, "sampler-0@test")
+    try:
+        with caplog.at_level(logging.WARNING):
+            if not config["sample_use_retrieve_futures"]:
+                await_true(lambda: f"no sampler of {BASE} is running" in caplog.text, "it was not told")
+    finally:
+        api.records.put(Worker.namespace, "sampler-0@test", record)
+    with sampler(api):
+        assert tokens(asked) == [1]

@@ -1,0 +1,213 @@
+"""Sampling requests on a real server: whatever is called in whatever order, each ends once, is counted for exactly as
+long as it has not, and its client is told of it."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+
+import redis
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from app import ids
+from app.domain.records import Sampler, Session, dump
+from app.domain.results import Result
+from app.errors import BadRequest, Fenced, TooManyRequests
+from app.settings import EngineSettings
+from app.stores.interfaces import QueueBounds
+from app.stores.redis import keys
+from app.stores.redis.completions import RedisCompletions
+from app.stores.redis.lifecycle import RedisLifecycle
+from app.stores.redis.oplog import RedisOpLog
+from app.stores.redis.records import RedisRecords
+from tests.property.runs import run_machine
+
+SESSIONS = ("one", "two")
+QUEUE = "sample.base"
+BOUNDS = QueueBounds(requests=5, tokens=30)
+CLONES = (0, 7)
+SETTINGS = EngineSettings(lease_s=600)
+
+
+@dataclass
+class Request:
+    session: str
+    tokens: int
+    digest: str
+    runner: str = ""
+    result: Result | None = None
+    aborted: bool = False
+
+    @property
+    def over(self) -> bool:
+        return self.aborted or self.result is not None
+
+
+class SamplingMachine(RuleBasedStateMachine):
+    client: redis.Redis
+
+    @initialize()
+    def start(self) -> None:
+        self.client.flushall()
+        self.oplog, self.records = RedisOpLog(self.client, SETTINGS), RedisRecords(self.client)
+        self.lifecycle = RedisLifecycle(self.client, SETTINGS)
+        self.completions = RedisCompletions(self.client, SETTINGS)
+        for session in SESSIONS:
+            self.records.put_new(Session.namespace, session, dump(Session("me", 0.0)))
+            self.records.put_new(Sampler.namespace, _sampler(session), dump(Sampler("me", session, "base", 0.0)))
+        self.requests: dict[str, Request] = {}
+        self.ended: set[str] = set()
+        self.untold: dict[str, list[str]] = {_target(s, c): [] for s in SESSIONS for c in CLONES}
+        self.cursors = dict.fromkeys(self.untold, 0)
+
+    @rule(
+        session=st.sampled_from(SESSIONS),
+        clone=st.sampled_from(CLONES),
+        number=st.integers(0, 9),
+        tokens=st.integers(1, 32),
+    )
+    def admit(self, session: str, clone: int, number: int, tokens: int) -> None:
+        request_id = ids.request_id(_sampler(session), clone * 10**9 + number)
+        digest = f"digest {tokens % 2}"
+        waiting = [r for r in self.requests.values() if not r.over]
+        known = self.requests.get(request_id)
+        if known:
+            outcome = "repeat" if known.digest == digest else BadRequest
+        elif tokens > BOUNDS.tokens:
+            outcome = BadRequest
+        elif len(waiting) >= BOUNDS.requests or sum(r.tokens for r in waiting) + tokens > BOUNDS.tokens:
+            outcome = TooManyRequests
+        else:
+            outcome = "fresh"
+        try:
+            args = (request_id, _sampler(session), "me", QUEUE, b"ask", digest, tokens, BOUNDS)
+            found: object = "fresh" if self.oplog.admit_sample(*args).fresh else "repeat"
+        except (BadRequest, TooManyRequests) as error:
+            found = type(error)
+        assert found == outcome
+        if found == "fresh":
+            self.requests[request_id] = Request(session, tokens, digest)
+            self.ended.discard(session)
+
+    @precondition(lambda self: self.requests)
+    @rule(pick=st.integers(0, 99), worker=st.sampled_from(["a/1", "b/1"]))
+    def claim(self, pick: int, worker: str) -> None:
+        request_id, request = self._pick(pick)
+        try:
+            entry = self.oplog.claim_sample(request_id, worker)
+        except Fenced:
+            assert request.runner
+            assert not request.over
+            return
+        assert (entry is None) == request.over
+        if entry:
+            assert not request.runner
+            request.runner = worker
+
+    @precondition(lambda self: self.requests)
+    @rule(pick=st.integers(0, 99), crash=st.booleans())
+    def let_go(self, pick: int, crash: bool) -> None:
+        """Its worker puts it off, or dies and its lease lapses."""
+        request_id, request = self._pick(pick)
+        if crash:
+            self.client.delete(keys.lease(request_id))
+        else:
+            self.oplog.put_off_sample(request_id, request.runner)
+        request.runner = ""
+
+    @precondition(lambda self: self.requests)
+    @rule(pick=st.integers(0, 99), failed=st.booleans())
+    def finish(self, pick: int, failed: bool) -> None:
+        request_id, request = self._pick(pick)
+        result = Result(f"result of {len(self.requests)}".encode(), failed=failed)
+        assert self.oplog.finish_sample(request_id, result) == (not request.over)
+        if not request.over:
+            request.result = result
+            self._told_later(request_id)
+
+    @precondition(lambda self: self.requests)
+    @rule(pick=st.integers(0, 99))
+    def cancel(self, pick: int) -> None:
+        request_id, request = self._pick(pick)
+        assert self.oplog.cancel_sample(request_id) == (not request.over)
+        if not request.over:
+            request.aborted = True
+            self._told_later(request_id)
+
+    @rule(session=st.sampled_from(SESSIONS))
+    def end(self, session: str) -> None:
+        self.lifecycle.finish(session, "success")
+        self.ended.add(session)
+
+    @rule()
+    def sweep(self) -> None:
+        over = {id_: r for id_, r in self.requests.items() if r.session in self.ended and not r.over}
+        assert self.lifecycle.abort_samples() == len(over)
+        for request in over.values():
+            request.aborted = True
+        self._told_later(*over)
+
+    @rule(session=st.sampled_from(SESSIONS), clone=st.sampled_from(CLONES), lost=st.booleans())
+    def poll(self, session: str, clone: int, lost: bool) -> None:
+        target = _target(session, clone)
+        found, cursor = self.completions.since(target, self.cursors[target])
+        assert sorted(c.request_id for c in found) == sorted(self.untold[target])
+        assert {c.request_id: c.failed for c in found} == {id_: self._has_failed(id_) for id_ in self.untold[target]}, (
+            "and how it ended"
+        )
+        assert cursor >= self.cursors[target]
+        if not lost:
+            self.cursors[target], self.untold[target] = cursor, []
+
+    @precondition(lambda self: self.requests)
+    @rule(pick=st.integers(0, 99))
+    def read(self, pick: int) -> None:
+        request_id, request = self._pick(pick)
+        future = self.oplog.future(request_id, "me")
+        assert (future.result is not None) == request.over
+        if request.result is not None:
+            assert future.result == request.result, "a result changed"
+        if request.over:
+            with contextlib.suppress(ValueError):
+                self.untold[ids.target_of(request_id)].remove(request_id)
+
+    @invariant()
+    def the_queue_counts_exactly_what_is_not_over(self) -> None:
+        held = self.client.hgetall(f"{keys.PREFIX}sampling:{QUEUE}")
+        waiting = {id_: r.tokens for id_, r in self.requests.items() if not r.over}
+        assert {id_.decode(): int(tokens) for id_, tokens in held.items()} == waiting
+        total = self.client.hget(keys.PREFIX + "sampling_tokens", QUEUE)
+        assert int(total or 0) == sum(waiting.values())
+        assert sorted(row.id for row in self.oplog.pending()) == sorted(waiting)
+
+    @invariant()
+    def nothing_is_kept_of_what_is_over_but_its_result(self) -> None:
+        waiting = [id_ for id_, r in self.requests.items() if not r.over]
+        kept = {key.decode() for key in self.client.keys(keys.PREFIX + "payload:*")}
+        assert kept == {keys.payload(id_) for id_ in waiting}
+        asked = {key.decode() for key in self.client.smembers(keys.PREFIX + "samplers_asked")}
+        assert asked == {_sampler(self.requests[id_].session) for id_ in waiting}
+
+    def _pick(self, pick: int) -> tuple[str, Request]:
+        return list(self.requests.items())[pick % len(self.requests)]
+
+    def _has_failed(self, request_id: str) -> bool:
+        request = self.requests[request_id]
+        return request.aborted or bool(request.result and request.result.failed)
+
+    def _told_later(self, *request_ids: str) -> None:
+        for request_id in request_ids:
+            self.untold[ids.target_of(request_id)].append(request_id)
+
+
+def _sampler(session: str) -> str:
+    return ids.sampling_session_id(session, 0)
+
+
+def _target(session: str, clone: int) -> str:
+    return ids.poll_target(_sampler(session), clone)
+
+
+def test_sampling_requests_do_what_their_model_says(client: redis.Redis) -> None:
+    run_machine(type("Sampling", (SamplingMachine,), {"client": client}), short=40)

@@ -1,0 +1,107 @@
+"""What a pending future is said to wait for, and how seldom that is looked up."""
+
+from __future__ import annotations
+
+import pytest
+
+from app.domain.records import Model, Sampler, dump
+from app.services.queue_states import ACTIVE, QueueState, QueueStates
+from app.stores.interfaces import Future
+
+BASE = "org/base"
+SAMPLE = Future("s:sample:0:1", "sample", "s:sample:0", "pending", None)
+STEP = Future("s:train:0:1", "optim_step", "s:train:0", "pending", None)
+FULL = Future("s:train:1:1", "optim_step", "s:train:1", "pending", None)
+ALL = {("sampler", BASE), ("trainer", BASE), ("full_trainer", BASE)}
+
+
+class World:
+    """Workers and a store that count how often they are looked at."""
+
+    def __init__(self) -> None:
+        self.workers = set(ALL)
+        self.lack = ""
+        self.looks = 0
+        self.reads = 0
+        self.records = {
+            "s:sample:0": dump(Sampler("me", "s", BASE, 0.0)),
+            "s:train:0": dump(Model("me", "s", BASE, 0.0)),
+            "s:train:1": dump(Model("me", "s", BASE, 0.0, full=True)),
+        }
+
+    def live(self) -> set[tuple[str, str]]:
+        self.looks += 1
+        return self.workers
+
+    def shortage(self) -> str:
+        return self.lack
+
+    def get(self, namespace: str, key: str) -> dict[str, str] | None:
+        self.reads += 1
+        return self.records.get(key)
+
+
+def states(world: World) -> QueueStates:
+    return QueueStates(world, world, world)
+
+
+def test_with_its_worker_there_a_queue_is_active() -> None:
+    found = states(World())
+    assert {found.of(future) for future in (SAMPLE, STEP, FULL)} == {ACTIVE}
+
+
+@pytest.mark.parametrize(
+    ("gone", "future", "reason"),
+    [
+        ("sampler", SAMPLE, f"no sampler of {BASE} is running"),
+        ("trainer", STEP, f"no trainer of {BASE} is running"),
+        ("full_trainer", FULL, f"no full trainer of {BASE} is running"),
+    ],
+)
+def test_without_a_healthy_worker_only_what_it_would_run_is_paused(gone: str, future: Future, reason: str) -> None:
+    world = World()
+    world.workers.discard((gone, BASE))
+    found = states(world)
+    for other in (SAMPLE, STEP, FULL):
+        assert found.of(other) == (QueueState("paused_capacity", reason) if other is future else ACTIVE)
+
+
+def test_a_store_that_takes_nothing_in_pauses_everything_and_says_why() -> None:
+    world = World()
+    world.lack = "the state server has used engine.memory_share of its maxmemory"
+    found = states(world).of(SAMPLE)
+    assert found.name == "paused_capacity"
+    assert world.lack in found.reason
+
+
+def test_2000_polls_that_end_together_cost_one_look_and_one_read_a_parent() -> None:
+    world = World()
+    found = states(world)
+    for _ in range(1000):
+        found.of(SAMPLE)
+        found.of(STEP)
+    assert (world.looks, world.reads) == (1, 2)
+
+
+def test_a_look_grows_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World()
+    found = states(world)
+    monkeypatch.setattr("app.services.queue_states._LOOK_S", 0.0)
+    assert found.of(SAMPLE) == ACTIVE
+    world.workers.discard(("sampler", BASE))
+    assert found.of(SAMPLE).name == "paused_capacity"
+
+
+def test_an_outage_is_found_out_by_one_poll_not_by_all() -> None:
+    world = World()
+    found = states(world)
+    found.of(SAMPLE)
+    found._looked = float("-inf")
+
+    def away() -> str:
+        raise ConnectionError("away")
+
+    world.shortage = away  # type: ignore[method-assign]
+    with pytest.raises(ConnectionError):
+        found.of(SAMPLE)
+    assert found.of(SAMPLE) == ACTIVE

@@ -1,0 +1,249 @@
+"""Sampling requests that are cancelled while they wait, while they run, and when they are done."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+import redis
+
+from app.domain import codec
+from app.domain.records import Sampler, dump
+from app.domain.results import Result
+from app.domain.sampling import SampledSequence, SampleOutput, SampleRequest
+from app.settings import EngineSettings
+from app.stores.objects.folder import FolderStore
+from app.stores.redis import keys
+from app.stores.redis.channel import Channel
+from app.stores.redis.client import connect
+from app.stores.redis.oplog import RedisOpLog
+from app.stores.redis.records import RedisRecords
+from tests.unit.workers.conftest import await_true
+from workers.adapters import Adapters
+from workers.leases import LeaseKeeper
+from workers.outcome import NotNow
+from workers.sample_runner import SampleRunner
+from workers.sampling.watch import Aborted, Watch
+from workers.watches import Watches
+
+SESSION = "session:sample:0"
+REQUEST = SampleRequest(np.array([5, 6, 7], dtype=np.int32), num_samples=1, max_tokens=4, seed=3)
+OUTPUT = SampleOutput((SampledSequence(np.array([1], np.int32), np.array([-1.0], np.float32), True),))
+
+
+@dataclass
+class HeldBackend:
+    """Runs a request until it is released or aborted, as an engine does."""
+
+    release: threading.Event = field(default_factory=threading.Event)
+    begun: list[int] = field(default_factory=list)
+    aborted: list[int] = field(default_factory=list)
+
+    def sample(self, adapter_id: str | None, request: SampleRequest, watch: Watch | None = None) -> SampleOutput:
+        assert watch is not None
+        self.begun.append(request.seed)
+        stopped = threading.Event()
+        watch.on_abort(stopped.set)
+        while not (stopped.is_set() or self.release.is_set()):
+            stopped.wait(0.005)
+        if watch.aborted:
+            self.aborted.append(request.seed)
+            raise Aborted("stopped")
+        return OUTPUT
+
+    def healthy(self) -> bool:
+        return True
+
+    def load(self, adapter_id: str, folder: Path) -> None: ...
+
+    def evict(self, adapter_id: str) -> None: ...
+
+
+@dataclass
+class Samplers:
+    """Sampler processes of one base, put together as the runtime does it."""
+
+    client: redis.Redis
+    url: str
+    folder: Path
+    settings: EngineSettings
+    oplog: RedisOpLog
+    keepers: list[LeaseKeeper] = field(default_factory=list)
+
+    def start(self, backend: HeldBackend, worker: str, *, deaf: bool = False) -> SampleRunner:
+        """`deaf`: it hears of no cancelled request."""
+        keeper = LeaseKeeper(self.oplog, worker, self.settings.lease_s)
+        self.keepers.append(keeper)
+        watches = Watches()
+        if not deaf:
+            channel = Channel(connect(self.url), keys.ABORTED_CHANNEL, watches.abort)
+            channel.start()
+            assert channel.listening.wait(10)
+        adapters = Adapters(backend, FolderStore(self.folder, "secret", "http://x"), self.folder / worker, 4)
+        return SampleRunner(self.oplog, RedisRecords(self.client), backend, adapters, keeper, worker, watches)
+
+    def admit(self, seq: int) -> str:
+        payload = codec.encode(REQUEST)
+        return self.oplog.admit_sample(f"{SESSION}:{seq}", SESSION, "me", "sample.base", payload, f"{seq}").request_id
+
+
+@pytest.fixture
+def samplers(client: redis.Redis, valkey: str, tmp_path: Path) -> Iterator[Samplers]:
+    settings = EngineSettings(lease_s=0.6)
+    RedisRecords(client).put_new(Sampler.namespace, SESSION, dump(Sampler("me", "session", "base", 0.0)))
+    made = Samplers(client, valkey, tmp_path, settings, RedisOpLog(client, settings))
+    yield made
+    for keeper in made.keepers:
+        keeper.stop()
+
+
+def in_thread(call: Callable[[], object]) -> tuple[threading.Thread, list[object]]:
+    """The thread that makes a call, and what it came to."""
+    came: list[object] = []
+
+    def run() -> None:
+        try:
+            came.append(call())
+        except NotNow as error:
+            came.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread, came
+
+
+def is_cancelled(result: Result | None) -> bool:
+    return result is not None and result.failed and "cancelled" in json.loads(result.body)["error"]
+
+
+def test_a_request_that_was_cancelled_while_it_waited_never_runs(samplers: Samplers):
+    backend = HeldBackend()
+    request = samplers.admit(0)
+    samplers.oplog.cancel_sample(request)
+    assert is_cancelled(samplers.start(backend, "s/1").handle(request, SESSION, "sample"))
+    assert backend.begun == []
+
+
+def test_a_cancelled_request_is_stopped_in_the_engine_and_nothing_more_is_written(samplers: Samplers):
+    backend = HeldBackend()
+    request = samplers.admit(0)
+    runner = samplers.start(backend, "s/1")
+    thread, came = in_thread(lambda: runner.handle(request, SESSION, "sample"))
+    await_true(lambda: backend.begun, "it never ran")
+    samplers.oplog.cancel_sample(request)
+    before = samplers.client.hgetall(keys.future(request))
+    thread.join(10)
+    assert backend.aborted == [REQUEST.seed]
+    assert is_cancelled(came[0])
+    assert samplers.client.hgetall(keys.future(request)) == before
+    assert samplers.client.keys("*op:*") == []
+
+
+def test_the_other_requests_of_the_engine_go_on(samplers: Samplers):
+    backend = HeldBackend()
+    runner = samplers.start(backend, "s/1")
+    cancelled, other = samplers.admit(0), samplers.admit(1)
+    first, second = (
+        in_thread(lambda id_=request: runner.handle(id_, SESSION, "sample")) for request in (cancelled, other)
+    )
+    await_true(lambda: len(backend.begun) == 2, "both never ran")
+    samplers.oplog.cancel_sample(cancelled)
+    first[0].join(10)
+    assert len(backend.aborted) == 1
+    backend.release.set()
+    second[0].join(10)
+    assert not second[1][0].failed
+
+
+def test_a_worker_that_missed_the_message_learns_of_it_from_its_lease(samplers: Samplers):
+    backend = HeldBackend()
+    request = samplers.admit(0)
+    runner = samplers.start(backend, "s/1", deaf=True)
+    thread, came = in_thread(lambda: runner.handle(request, SESSION, "sample"))
+    await_true(lambda: backend.begun, "it never ran")
+    samplers.oplog.cancel_sample(request)
+    thread.join(10)
+    assert is_cancelled(came[0])
+
+
+def test_a_request_whose_lease_was_lost_stops_and_leaves_the_result_to_its_new_owner(samplers: Samplers):
+    slow, quick = HeldBackend(), HeldBackend()
+    request = samplers.admit(0)
+    runner = samplers.start(slow, "s/1")
+    thread, came = in_thread(lambda: runner.handle(request, SESSION, "sample"))
+    await_true(lambda: slow.begun, "it never ran")
+    samplers.client.set(keys.lease(request), "s/2", px=60_000)  # s/1 was silent, and s/2 runs it
+    thread.join(10)
+    assert isinstance(came[0], NotNow), "its doorbell is not the end of the future"
+    assert samplers.oplog.outcome(request) is None
+    samplers.client.delete(keys.lease(request))
+    quick.release.set()
+    result = samplers.start(quick, "s/2").handle(request, SESSION, "sample")
+    assert result is not None and not result.failed
+
+
+def test_a_request_that_ends_just_as_it_is_cancelled_has_one_result(samplers: Samplers):
+    """Whichever came first, on both sides of the race."""
+    backend = HeldBackend()
+    runner = samplers.start(backend, "s/1")
+    for seq in range(30):
+        backend.release.clear()
+        begun = len(backend.begun)
+        request = samplers.admit(seq)
+        thread, came = in_thread(lambda id_=request: runner.handle(id_, SESSION, "sample"))
+        await_true(lambda since=begun: len(backend.begun) > since, "it never ran")
+        canceller, won = in_thread(lambda id_=request: samplers.oplog.cancel_sample(id_))
+        backend.release.set()
+        canceller.join(10)
+        thread.join(10)
+        assert is_cancelled(samplers.oplog.outcome(request)) == won[0]
+        assert came == [samplers.oplog.outcome(request)]
+
+
+def test_a_storm_of_200_requests_half_of_them_cancelled_loses_none(samplers: Samplers):
+    """Two workers, doorbells doubled and in any order, one worker dead with requests in hand; cancelled at any time."""
+    dice = random.Random(5)
+    backend = HeldBackend()
+    backend.release.set()
+    requests = [samplers.admit(seq) for seq in range(200)]
+    unwanted = set(dice.sample(requests, 100))
+    for request in requests[::10]:
+        samplers.oplog.claim_sample(request, "dead/1")
+        samplers.client.delete(keys.lease(request))
+    runners = [samplers.start(backend, f"s/{i}") for i in range(2)]
+    bells: list[Callable[[], object]] = [
+        lambda id_=request, to=runner: _ring(to, id_) for request in requests for runner in runners
+    ]
+    bells += [lambda id_=request: samplers.oplog.cancel_sample(id_) for request in unwanted]
+    dice.shuffle(bells)
+    with ThreadPoolExecutor(16) as pool:
+        won = list(pool.map(lambda bell: bell(), bells))
+    _ring_what_waits(samplers, runners[0])
+    outcomes = {request: samplers.oplog.outcome(request) for request in requests}
+    assert all(outcomes.values()), "every future is terminal"
+    cancelled = {request for request, result in outcomes.items() if is_cancelled(result)}
+    assert cancelled <= unwanted
+    assert sum(found is True for found in won) == len(cancelled), "a cancel that won is a cancelled future"
+    assert not any(outcomes[request].failed for request in set(requests) - cancelled)
+    assert samplers.oplog.pending() == []
+    assert samplers.client.exists(keys.PREFIX + "sampling:sample.base") == 0
+
+
+def _ring(runner: SampleRunner, request: str) -> Result | NotNow | None:
+    try:
+        return runner.handle(request, SESSION, "sample")
+    except NotNow as error:
+        return error
+
+
+def _ring_what_waits(samplers: Samplers, runner: SampleRunner) -> None:
+    """As the sweeper does."""
+    for waiting in samplers.oplog.pending():
+        _ring(runner, waiting.id)
