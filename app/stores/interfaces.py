@@ -63,6 +63,9 @@ class Entry:
     attempts: int
     waited_s: float = 0.0
     """Seconds between admission and this start."""
+    adapter: str | None = None
+    """Of a sampling request: the prefix of the adapter's version it was admitted for, empty for the base. None for one
+    that was admitted before versions were pinned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +186,8 @@ class OpLog(Protocol):
         ...
 
     def set_snapshot(self, lease: Lease, seq: int, reference: str) -> str:
-        """Point at a durable snapshot, trim the journal behind it, return the one replaced. Raises Fenced.
+        """Point at a durable snapshot, trim the journal behind it, return the one replaced. Raises Fenced, and
+        Unavailable while a hand-over at `seq` or before still needs the journal (see records.Handover).
 
         A repeat changes nothing and returns `reference` itself.
         """
@@ -192,8 +196,9 @@ class OpLog(Protocol):
     def admit_sample(
         self, request_id: str, parent_id: str, owner: str, queue: str, payload: bytes, digest: str
     ) -> Admission:
-        """A sampling future: deduplicated like an Op, but in no order. Raises BadRequest on other content, TooLarge,
-        and Unavailable while there is no room."""
+        """A sampling future: deduplicated like an Op, but in no order. Its adapter's version is fixed here: its sampler's,
+        or the newest of the model that this one follows. Raises BadRequest on other content, TooLarge, and Unavailable while
+        there is no room."""
         ...
 
     def claim_sample(self, request_id: str, worker: str) -> Entry | None:
