@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from app.errors import SetupError
 
 SETTINGS_VARIABLE = "TINSMITH_SETTINGS"
+_SHARED_MEMORY = Path("/dev/shm")
 
 
 class _Section(BaseModel):
@@ -63,7 +64,7 @@ class SamplerSettings(_Section):
     devices: tuple[int, ...] = Field((), description="GPU indices for one worker")
     tensor_parallel: int = Field(1, ge=1, description="vLLM tensor parallel size")
     memory_share: float = Field(0.85, gt=0, le=1, description="share of GPU memory (of 4 GiB on a CPU) vLLM may take")
-    max_loras: int = Field(8, ge=1, description="adapters in one running batch")
+    max_loras: int = Field(8, ge=1, description="adapters that run at a time; the others wait for their turns")
     max_batch: int = Field(64, ge=1, description="sequences decoded together")
     queue_requests: int = Field(
         20_000, ge=1, description="unfinished sampling requests of this base; beyond it new ones are put off (429)"
@@ -72,6 +73,7 @@ class SamplerSettings(_Section):
         50_000_000, ge=1, description="tokens those may take, prompt + num_samples * max_tokens each (429)"
     )
     concurrency: int = Field(256, ge=1, description="requests one worker holds at once")
+    cache_bytes: int = Field(8 * 2**30, ge=0, description="adapter files kept on disk that are not in use")
     engine_args: dict[str, Any] = Field({}, description="further vLLM engine arguments, passed as they are")
     metrics_port: int = Field(0, description="Prometheus port of the first worker; 0 takes any free one")
 
@@ -140,6 +142,12 @@ class EngineSettings(_Section):
     journal_bytes: int = Field(
         256 * 2**20, ge=0, description="a model whose journal grew by more is snapshotted whatever snapshot_share says"
     )
+    handover_dir: str = Field(
+        "", description="where trainers leave new weights for samplers of the same machine; empty: in shared memory"
+    )
+    handover_bytes: int = Field(
+        2 * 2**30, ge=0, description="most it may hold; what finds no room is uploaded before it can be sampled"
+    )
     payload_budget_bytes: int = Field(
         512 * 2**20, ge=1, description="calls kept in Redis to run or replay; beyond it new ones are put off (503)"
     )
@@ -175,6 +183,15 @@ class Settings(_Section):
     def concurrent_samples(self) -> int:
         """How many samples a client that polls for each of them should have under way."""
         return min([self.api.poll_capacity, *(base.sampler.queue_requests for base in self.base_models)])
+
+    @property
+    def handover_dir(self) -> Path:
+        """`engine.handover_dir`, or one of its own for every data folder."""
+        if self.engine.handover_dir:
+            return Path(self.engine.handover_dir)
+        if not os.access(_SHARED_MEMORY, os.W_OK):
+            return self.data_dir / "handover"
+        return _SHARED_MEMORY / f"tinsmith-{hashlib.sha256(bytes(self.data_dir.absolute())).hexdigest()[:16]}"
 
     @property
     def public_url(self) -> str:

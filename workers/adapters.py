@@ -1,4 +1,4 @@
-"""Adapters a sampler holds: fetched and loaded on first use, the longest unused one evicted when there are too many."""
+"""Adapters a sampler's engine holds: loaded on first use, the longest unused one evicted when there are too many."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from app.errors import NotFound, ServerOpError
-from app.stores.interfaces import ObjectStore
-from workers import checkpoints
+from workers.adapter_files import AdapterFiles
+from workers.adapter_turns import AdapterTurns
 from workers.sampling.base import SamplerBackend
 
 
 class Adapters:
     """Loaded adapters by object-store prefix, which is their id: a prefix always means the same weights.
 
-    One that is in use is never evicted, so `most` may be passed for as long as requests need it.
+    `most` stay loaded, at least as many as `turns` lets run at a time; one that is evicted leaves its files to
+    `files`, and is loaded again when it is asked for.
     """
 
-    def __init__(self, backend: SamplerBackend, store: ObjectStore, cache_dir: Path, most: int) -> None:
-        self._backend, self._store, self._cache_dir, self._most = backend, store, cache_dir, most
+    def __init__(self, backend: SamplerBackend, files: AdapterFiles, turns: AdapterTurns, most: int) -> None:
+        self._backend, self._files, self._turns, self._most = backend, files, turns, most
         self._lock = threading.Lock()
         self._loaded: OrderedDict[str, None] = OrderedDict()
         self._in_use: Counter[str] = Counter()
@@ -29,32 +29,38 @@ class Adapters:
 
     @contextmanager
     def use(self, prefix: str) -> Iterator[str | None]:
-        """The adapter's id, loaded for as long as the block runs; None for the base (an empty prefix)."""
+        """The adapter's id, in its turn and loaded for as long as the block; None for the base (an empty prefix).
+
+        Raises ServerOpError when its files are gone or damaged, and Unavailable when they are not to be had now. What
+        has to wait for its files keeps nobody else from his turn.
+        """
         if not prefix:
             yield None
             return
+        with self._files.use(prefix) as folder, self._turns.turn(prefix), self._loaded_from(folder, prefix):
+            yield prefix
+
+    @contextmanager
+    def _loaded_from(self, folder: Path, prefix: str) -> Iterator[None]:
         with self._lock:
             self._in_use[prefix] += 1
             loading = self._loading.setdefault(prefix, threading.Lock())
         try:
             with loading:
-                self._load(prefix)
-            yield prefix
+                self._load(prefix, folder)
+            yield
         finally:
             with self._lock:
                 self._in_use[prefix] -= 1
             self._evict_unused()
 
-    def _load(self, prefix: str) -> None:
+    def _load(self, prefix: str, folder: Path) -> None:
         with self._lock:
             if prefix in self._loaded:
                 self._loaded.move_to_end(prefix)
                 return
-        try:
-            folder = checkpoints.fetch(self._store, prefix, self._cache_dir)
-        except NotFound:
-            raise ServerOpError("the adapter's files are gone from the object store; save the weights again") from None
         self._backend.load(prefix, folder)
+        self._files.hold(prefix)
         with self._lock:
             self._loaded[prefix] = None
 
@@ -65,4 +71,4 @@ class Adapters:
             for prefix in unused:
                 del self._loaded[prefix], self._loading[prefix], self._in_use[prefix]
                 self._backend.evict(prefix)
-                checkpoints.forget(prefix, self._cache_dir)
+                self._files.let_go(prefix)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -10,15 +10,21 @@ from app.domain.results import Result
 from app.errors import OpError
 from app.stores.interfaces import Entry, Write
 from workers import results
+from workers.saving import Outcome
 
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """`failure` is empty for success."""
+    """`failure` is empty for success. `then` is to be called once it is committed."""
 
     result: Result
     writes: Sequence[Write] = ()
     failure: str = ""
+    then: Callable[[], None] = lambda: None
+
+    @classmethod
+    def of(cls, outcome: Outcome) -> Attempt:
+        return cls(outcome.result, outcome.writes, then=outcome.then)
 
     @classmethod
     def failed(cls, entry: Entry, error: OpError) -> Attempt:

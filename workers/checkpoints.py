@@ -10,8 +10,9 @@ import fcntl
 import hashlib
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -88,6 +89,30 @@ def upload(store: ObjectStore, prefix: str, folder: Path, manifest: Manifest) ->
     return read_manifest(store, prefix)
 
 
+def complete(store: ObjectStore, prefix: str, folder: Path) -> None:
+    """Upload the sealed checkpoint in `folder`, unless it is there.
+
+    Several owners of a model may do so at once, each with a copy of the same state whose last bits may differ. So what
+    is there of this generation stays, and the manifest describes it. That suits a checkpoint with one file of tensors.
+    """
+    if is_there(store, prefix):
+        return
+    manifest, entries = manifest_in(folder), {}
+    for name, entry in manifest.files.items():
+        key = f"{prefix}/{name}"
+        entries[name] = entry if store.put_new(key, folder / name) else _stored_entry(store, key)
+    store.put_new(f"{prefix}/{MANIFEST}", replace(manifest, files=entries).to_json())
+
+
+def is_there(store: ObjectStore, prefix: str) -> bool:
+    """Whether a checkpoint was committed there."""
+    try:
+        read_manifest(store, prefix)
+    except NotFound:
+        return False
+    return True
+
+
 def read_manifest(store: ObjectStore, prefix: str) -> Manifest:
     """Raises NotFound when no checkpoint was committed there, ServerOpError when its manifest cannot be understood."""
     return downloads.read_manifest(store, f"{prefix}/{MANIFEST}")
@@ -112,11 +137,16 @@ def verify(folder: Path) -> Manifest:
     return manifest
 
 
-def fetch(store: ObjectStore, prefix: str, cache_dir: Path) -> Path:
-    """A local folder with the checkpoint's files and manifest, downloaded once for each `cache_dir`.
+Nearby = Callable[[str, Path], bool]
+"""(prefix, folder): makes the folder and puts a checkpoint's files and manifest there; False where there is none."""
 
-    It appears after every size and sha256 was found right, however many threads and processes ask. It stays until
-    `forget`. Raises NotFound when there is no such checkpoint, ServerOpError when what is stored is damaged, and
+
+def fetch(store: ObjectStore, prefix: str, cache_dir: Path, nearby: Nearby = lambda prefix, folder: False) -> Path:
+    """A local folder with the checkpoint's files and manifest: those `nearby` has, or downloaded, once for each
+    `cache_dir`.
+
+    It appears after every downloaded size and sha256 was found right, however many threads and processes ask. It stays
+    until `forget`. Raises NotFound when there is no such checkpoint, ServerOpError when what is stored is damaged, and
     Unavailable when it cannot be read now, or the local disk is full.
     """
     folder = cache_dir / check_key(prefix)
@@ -125,7 +155,7 @@ def fetch(store: ObjectStore, prefix: str, cache_dir: Path) -> Path:
     try:
         with _lock(cache_dir, prefix):
             if not folder.is_dir():
-                _download(store, prefix, folder, cache_dir)
+                _bring(store, prefix, folder, cache_dir, nearby)
     except OSError as error:
         raise Unavailable(f"{prefix} cannot be kept in {cache_dir}: {error.strerror or error}") from error
     return folder
@@ -164,16 +194,21 @@ def _upload(store: ObjectStore, key: str, source: Path, entry: FileEntry) -> Non
         raise Fenced(f"another worker is writing {key}")
 
 
-def _download(store: ObjectStore, prefix: str, folder: Path, cache_dir: Path) -> None:
-    manifest = read_manifest(store, prefix)
+def _bring(store: ObjectStore, prefix: str, folder: Path, cache_dir: Path, nearby: Nearby) -> None:
     with tempfile.TemporaryDirectory(dir=cache_dir, prefix=".fetch-") as temporary:
         files = Path(temporary) / "files"
-        for name, expected in manifest.files.items():
-            downloads.fetch_file(store, f"{prefix}/{name}", files / name, expected)
-        seal(files, manifest)
+        if not nearby(prefix, files):
+            _download(store, prefix, files)
         folder.parent.mkdir(parents=True, exist_ok=True)
         files.rename(folder)
         flush_folder(folder.parent)
+
+
+def _download(store: ObjectStore, prefix: str, files: Path) -> None:
+    manifest = read_manifest(store, prefix)
+    for name, expected in manifest.files.items():
+        downloads.fetch_file(store, f"{prefix}/{name}", files / name, expected)
+    seal(files, manifest)
 
 
 def _stored_entry(store: ObjectStore, key: str) -> FileEntry:

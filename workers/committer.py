@@ -20,7 +20,7 @@ from workers.attempt import Attempt, Ran
 from workers.executor import Executor
 from workers.owner import Broken, Owner, Resident
 from workers.saves import Saves
-from workers.saving import Unwritten
+from workers.saving import Outcome, Unwritten
 from workers.snapshots.schedule import Snapshots
 
 log = logging.getLogger(__name__)
@@ -116,6 +116,7 @@ class Committer:
             # Committed or not, we cannot know: the journal will tell whoever reads it next.
             raise Fenced(f"the commit of {entry.request_id} is in doubt: {error}") from error
         resident.committed()
+        attempt.then()
         failed = attempt.result.failed
         commit_s = time.monotonic() - started
         telemetry.op_done(entry, failed=failed, run_s=ran.run_s, commit_s=commit_s, ops_in_pass=ran.ops_in_pass)
@@ -160,8 +161,8 @@ class Committer:
             came_to = self._executor.run(lease, entry, begun.resident.window)
         except OpError as error:
             return Attempt.failed(entry, error).at_once()
-        if isinstance(came_to, tuple):
-            return Attempt(*came_to).at_once()
+        if isinstance(came_to, Outcome):
+            return Attempt.of(came_to).at_once()
         written = self._saves.start(lease.model_id, partial(_written, entry, came_to))
         if entry.attempts:
             # It broke a worker before: should it do so again, then nothing else with it.
@@ -179,6 +180,6 @@ def _written(entry: Entry, write: Unwritten) -> Attempt:
     """Runs in a thread of its own."""
     try:
         with telemetry.STAGE_SECONDS.labels(entry.kind, "write").time():
-            return Attempt(*write())
+            return Attempt.of(write())
     except OpError as error:
         return Attempt.failed(entry, error)

@@ -51,7 +51,7 @@ class Executor:
         """
         if entry.kind in CONSUMED:
             self._consume(lease.model_id, entry)
-            return results.of_output(Done()), []
+            return Outcome(results.of_output(Done()))
         try:
             return self._run(lease, entry, window)
         except OpError:
@@ -83,8 +83,9 @@ class Executor:
             _count(op)
         if isinstance(op, CreateModel):
             ready = {"state": json.dumps("ready"), "lora": json.dumps(_fields(op.spec.lora))}
-            return results.of_json({"model_id": lease.model_id}), [(records.Model.namespace, lease.model_id, ready)]
-        return results.of_output(output), []
+            created = results.of_json({"model_id": lease.model_id})
+            return Outcome(created, [(records.Model.namespace, lease.model_id, ready)])
+        return Outcome(results.of_output(output))
 
     def replay(self, lease: Lease, entry: Entry) -> None:
         """Forwards and saves changed nothing; failed Ops neither, but a step that failed dropped the gradients."""

@@ -83,6 +83,7 @@ class Broken(TinsmithError):
 class Owner:
     """`restore(lease)` must bring the backend to the lease's applied seq, whatever was there before. `settle(resident,
     seconds)` saves a state that is about to be thrown away, so that bringing it back is quick, as far as it can.
+    `lost(model id)` is told of one that nothing can bring back.
 
     At most `most` models are held; `changed` is called when one came or went.
     """
@@ -97,10 +98,11 @@ class Owner:
         settle: Callable[[Resident, float], None],
         most: int,
         changed: Callable[[], None] = lambda: None,
+        lost: Callable[[str], None] = lambda model_id: None,
     ) -> None:
         self._oplog, self._backend, self._keeper = oplog, backend, keeper
         self._worker, self._restore, self._settle = worker, restore, settle
-        self._most, self._changed = most, changed
+        self._most, self._changed, self._lost = most, changed, lost
         self._residents: dict[str, Resident] = {}
 
     def residents(self) -> dict[str, Resident]:
@@ -188,6 +190,7 @@ class Owner:
                 # A snapshot that was replaced in between, by a new owner or by our own upload, is gone; not lost.
                 self._oplog.put_off(lease, lease.applied + 1)
                 raise Fenced(f"{lease.model_id} moved on while it was brought back: {error}") from error
+            self._lost(lease.model_id)
             raise Unrestorable(lease, f"{lease.model_id} cannot be brought back: {error}") from error
         except Unavailable:
             self._oplog.put_off(lease, lease.applied + 1)

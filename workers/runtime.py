@@ -16,7 +16,8 @@ from typing import NoReturn, Protocol
 
 from celery import Celery
 
-from app import doorbell
+from app import doorbell, ids
+from app.domain.checkpoints import Place
 from app.domain.results import Result
 from app.errors import SetupError
 from app.services.base_models import trainer_role
@@ -32,6 +33,8 @@ from app.stores.redis.oplog import RedisOpLog
 from app.stores.redis.payloads import RedisPayloads
 from app.stores.redis.records import RedisRecords
 from workers import telemetry
+from workers.adapter_files import AdapterFiles
+from workers.adapter_turns import AdapterTurns
 from workers.adapters import Adapters
 from workers.ahead import Ahead
 from workers.chores.base import Chore
@@ -42,6 +45,8 @@ from workers.chores.spilling import Spilling
 from workers.committer import Committer
 from workers.drain import Drain
 from workers.executor import Executor
+from workers.handover.folder import HandoverFolder
+from workers.handover.sending import Handovers
 from workers.health.presence import Presence, worker_name
 from workers.health.probe import Probe
 from workers.health.pulse import Pulse
@@ -64,6 +69,8 @@ from workers.watches import Watches
 log = logging.getLogger(__name__)
 _SETTLE_S = 5.0
 _STOP_S = 20.0
+# Adapters a sampler keeps loaded for each that may run: one that comes back soon need not be read again.
+_LOADED_PER_TURN = 4
 
 
 class Handler(Protocol):
@@ -185,7 +192,9 @@ def trainer(
     base = base.for_full() if full else base
     backend = create(base, full=full)
     info = backend.open()
-    saver = Saver(backend, parts.records, parts.store)
+    handovers = Handovers(parts.store, parts.records, _handover_folder(settings))
+    handovers.begin()
+    saver = Saver(backend, parts.records, parts.store, handovers)
     cache = _empty_cache(settings, node_name)
     executor = Executor(backend, parts.store, cache, saver)
     folder = SnapshotFolder(settings.data_dir / "snapshots", node_name)
@@ -201,13 +210,25 @@ def trainer(
     def settle(resident: Resident, seconds: float) -> None:
         deadline = time.monotonic() + seconds
         committer.finish(resident, seconds)
+        # A store that hangs leaves time for the snapshot on the disk.
+        handovers.finish(resident.lease.model_id, max(0.0, deadline - time.monotonic()) / 2)
         snapshots.settle(resident, within_s=max(0.0, deadline - time.monotonic()))
 
     pulse = Pulse(doorbell.TickBell(parts.celery, direct), backend.healthy, settings.engine.healthy_s, end)
     metrics, role = telemetry.serve_metrics(base.trainer.metrics_port), trainer_role(full=full)
     presence = Presence(parts.records, node_name, role, info, backend.describe, metrics, pulse.healthy)
     most = base.trainer.max_models
-    owner = Owner(parts.oplog, backend, parts.keeper, parts.worker, restore, settle, most, presence.refresh)
+    owner = Owner(
+        parts.oplog,
+        backend,
+        parts.keeper,
+        parts.worker,
+        restore,
+        settle,
+        most,
+        presence.refresh,
+        handovers.give_up,
+    )
     drain = Drain(parts.oplog, owner, ring, queue)
     parked = Parked(ring, direct)
     merged_tokens = _merged_tokens(base.trainer, backend.describe()["devices"])
@@ -216,7 +237,7 @@ def trainer(
     committer = Committer(parts.oplog, owner, executor, snapshots, saves)
     runner = TrainingRunner(parts.oplog, owner, committer, backend.healthy, parked, turns, saves, ring, queue, end)
     spread = Spread(runner, owner, parts.records, ring, base.name, node_name, full=full)
-    tidying = Tidying(owner, parked, parts.lifecycle.unwanted, settings.engine.idle_s)
+    tidying = Tidying(owner, parked, parts.lifecycle.unwanted, settings.engine.idle_s, handovers.lost)
 
     def tidy() -> None:
         with pulse.working():
@@ -225,6 +246,7 @@ def trainer(
 
     def close() -> None:
         drain.in_order(_SETTLE_S)
+        handovers.close()
         snapshots.close()
         backend.shutdown()
         parts.keeper.stop()
@@ -243,8 +265,24 @@ def sampler(settings: Settings, base: BaseModelSettings, parts: Parts, node_name
 
     backend = create(base)
     info = backend.open()
-    cache = _empty_cache(settings, node_name)
-    adapters = Adapters(backend, parts.store, cache, 4 * base.sampler.max_loras)
+
+    def own_its_model(prefix: str) -> None:
+        """Whoever answers may be anybody: it is enough that somebody owns it."""
+        place = Place.parse(prefix)
+        if place is not None:
+            request_id = ids.request_id(place.model_id, place.seq)
+            parts.doorbell.ring(doorbell.CATCH_UP, request_id, place.model_id, doorbell.train_queue(base.name))
+
+    files = AdapterFiles(
+        parts.store,
+        parts.records,
+        _handover_folder(settings),
+        _empty_cache(settings, node_name),
+        base.sampler.cache_bytes,
+        own_its_model,
+    )
+    turns = AdapterTurns(base.sampler.max_loras)
+    adapters = Adapters(backend, files, turns, _LOADED_PER_TURN * base.sampler.max_loras)
     watches = Watches()
     # What it misses while the state server is away the leases tell, a third of their time later.
     Channel(connect(settings.redis.url), keys.ABORTED_CHANNEL, watches.abort).start()
@@ -280,6 +318,10 @@ def _exit(why: str) -> NoReturn:
     log.error("ending, to be started again: %s", why)
     logging.shutdown()
     os._exit(1)
+
+
+def _handover_folder(settings: Settings) -> HandoverFolder:
+    return HandoverFolder(settings.handover_dir, settings.engine.handover_bytes)
 
 
 def _empty_cache(settings: Settings, node_name: str) -> Path:

@@ -98,7 +98,8 @@ class SampleRunner:
         if stored is None:
             raise ServerOpError(f"sampling session {sampling_session_id} is gone")
         request = codec.decode(entry.payload)
-        with self._adapters.use(records.load(records.Sampler, stored).prefix) as adapter_id:
+        pinned = records.load(records.Sampler, stored).prefix if entry.adapter is None else entry.adapter
+        with self._adapters.use(pinned) as adapter_id:
             output = self._backend.sample(adapter_id, request, watch)
         telemetry.TOKENS.labels("prompt").inc(len(request.prompt))
         telemetry.TOKENS.labels("sampled").inc(sum(len(sequence.tokens) for sequence in output.sequences))

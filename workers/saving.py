@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from app import ids
 from app.domain import records
-from app.domain.checkpoints import Manifest
+from app.domain.checkpoints import Manifest, Place
 from app.domain.ops import LoraSpec, SaveWeights
 from app.domain.results import Result
 from app.errors import NotFound, Unavailable, UserOpError
 from app.stores.interfaces import Lease, ObjectStore, Records, Write
 from workers import checkpoints, results
+from workers.handover.sending import Handovers
 from workers.training.base import TrainingBackend, Writer
 
-Outcome = tuple[Result, list[Write]]
-"""The answer, and what the commit records."""
+
+class Outcome(NamedTuple):
+    """The answer, what the commit records, and what is to be done once it has."""
+
+    result: Result
+    writes: Sequence[Write] = ()
+    then: Callable[[], None] = lambda: None
+
+
 Unwritten = Callable[[], Outcome]
 """Writes and uploads what was captured, from any thread. Raises Unavailable, Fenced, NotFound (the model is gone)."""
 _WITH_OPTIMIZER = "weights"
@@ -47,12 +57,18 @@ class Captured:
     created: float
     write: Writer
 
+    @property
+    def prefix(self) -> str:
+        generation = f"{self.seq}-{self.lease.epoch}"
+        return checkpoints.prefix_for(self.lease.model_id, self.op.checkpoint_kind, self.op.name, generation)
+
 
 @dataclass(frozen=True, slots=True)
 class Saver:
     backend: TrainingBackend
     index: Records
     store: ObjectStore
+    handovers: Handovers
 
     def save(self, lease: Lease, seq: int, op: SaveWeights) -> Unwritten:
         """Copy the model as it is, to be written beside the next Ops. Raises UserOpError for a name that is taken."""
@@ -82,19 +98,44 @@ class Saver:
             user_metadata=dict(op.user_metadata),
             critic=model.critic,
         )
-        return results.of_json({"path": str(path)}), [(checkpoint.namespace, str(path), records.dump(checkpoint))]
+        write = (checkpoint.namespace, str(path), records.dump(checkpoint))
+        return Outcome(results.of_json({"path": str(path)}), [write])
 
     def _ephemeral(self, captured: Captured) -> Outcome:
-        prefix, _ = self._write(captured)
-        model, name = captured.model, captured.op.sampling_session_id
+        """Handed over on this machine, and uploaded behind the commit; without room for that, uploaded before it."""
+        lease, seq, op, model = captured.lease, captured.seq, captured.op, captured.model
+        prefix, name = captured.prefix, op.sampling_session_id or ""
         sampler = records.Sampler(
             owner=model.owner,
             session_id=model.session_id,
             base_model=model.base_model,
             created=captured.created,
             prefix=prefix,
+            follows=lease.model_id if op.inflight else "",
         )
-        return results.of_json({"sampling_session_id": name}), [(sampler.namespace, name or "", records.dump(sampler))]
+        writes = [(sampler.namespace, name, records.dump(sampler))]
+        if op.inflight:
+            writes.append((records.Model.namespace, lease.model_id, {"inflight": json.dumps(prefix)}))
+        result = results.of_json({"sampling_session_id": name})
+        if not self.handovers.give(prefix, partial(self._seal, captured)):
+            self._write(captured)
+            return Outcome(result, writes)
+        handover = records.Handover(lease.model_id, seq)
+        writes.append((handover.namespace, prefix, records.dump(handover)))
+        return Outcome(result, writes, partial(self.handovers.send, lease.model_id))
+
+    def save_again(self, lease: Lease, prefix: str) -> None:
+        """Make anew, from the model as it is, what was handed over and never uploaded. Raises NotFound, Unavailable."""
+        place = Place.parse(prefix)
+        assert place is not None, f"{prefix} is no prefix of ours"
+        op = SaveWeights(place.kind, place.name)
+        model, then = self._model(lease.model_id), replace(lease, epoch=place.epoch)
+        captured = Captured(then, place.seq, op, model, self.index.now(), self._capture(lease.model_id, op))
+        if not self.handovers.give(prefix, partial(self._seal, captured)):
+            with _scratch() as folder:
+                self._seal(captured, folder)
+                checkpoints.complete(self.store, prefix, folder)
+            self.handovers.sent(prefix)
 
     def describe(
         self,
@@ -123,12 +164,16 @@ class Saver:
         )
 
     def _write(self, captured: Captured, path: str = "", expires_at: float | None = None) -> tuple[str, Manifest]:
-        lease, seq, op = captured.lease, captured.seq, captured.op
-        prefix = checkpoints.prefix_for(lease.model_id, op.checkpoint_kind, op.name, f"{seq}-{lease.epoch}")
+        prefix = captured.prefix
         with _scratch() as folder:
             captured.write(folder)
-            manifest = self.describe(folder, lease, seq, path, op.user_metadata, expires_at)
+            manifest = self.describe(folder, captured.lease, captured.seq, path, captured.op.user_metadata, expires_at)
             return prefix, checkpoints.upload(self.store, prefix, folder, manifest)
+
+    def _seal(self, captured: Captured, folder: Path) -> None:
+        """Fill a folder that is to be a checkpoint without an address."""
+        captured.write(folder)
+        checkpoints.seal(folder, self.describe(folder, captured.lease, captured.seq))
 
     def _capture(self, model_id: str, op: SaveWeights) -> Writer:
         if op.merged:

@@ -14,15 +14,19 @@ _AT_ONCE_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Tidying:
-    """`unwanted(model ids)` names those whose session is over, and those that were deleted."""
+    """`unwanted(model ids)` names those whose session is over, and those that were deleted; `incomplete()` those whose
+    journal has to run again, since something was lost that it alone can make anew."""
 
     owner: Owner
     parked: Parked
     unwanted: Callable[[Collection[str]], set[str]]
     idle_s: float
+    incomplete: Callable[[], Collection[str]] = tuple
 
     def __call__(self) -> None:
         self.parked.ring_due()
+        for model_id in self.incomplete():
+            self.owner.discard(model_id)
         self._let_go()
 
     def _let_go(self) -> None:

@@ -89,7 +89,8 @@ class OptimStep:
 class SaveWeights:
     """Writes a checkpoint. `sampling_session_id` is set for an ephemeral one, which has no public path.
 
-    `merged`: not the adapter but the model it makes of its base, as a Hugging Face folder.
+    `merged`: not the adapter but the model it makes of its base, as a Hugging Face folder. `inflight`: what the model's
+    in-flight sampling sessions, this one and earlier ones, use from now on.
     """
 
     kind: ClassVar[str] = "save_weights"
@@ -100,6 +101,7 @@ class SaveWeights:
     user_metadata: Mapping[str, str] = field(default_factory=dict)
     sampling_session_id: str | None = None
     merged: bool = False
+    inflight: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,11 +36,16 @@ class Model:
     user_metadata: dict[str, Any] = field(default_factory=dict)
     full: bool = False
     critic: bool = False
+    inflight: str = ""
+    """The prefix of the newest weights that were saved for in-flight sampling."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampler:
-    """A sampling session. `prefix` is where its adapter lies in the object store; empty for the base itself."""
+    """A sampling session. `prefix` is where its adapter lies in the object store; empty for the base itself.
+
+    `follows` is the model whose newest in-flight weights its requests are to have; empty where `prefix` stays for ever.
+    """
 
     namespace: ClassVar[str] = "samplers"
     owner: str
@@ -49,6 +54,20 @@ class Sampler:
     created: float
     model_path: str = ""
     prefix: str = ""
+    follows: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Handover:
+    """An adapter, by its object-store prefix, that samplers may use though it is not in the object store yet.
+
+    It is made at the commit that first refers to the adapter, the model's Op at `seq`, and goes when the upload has
+    ended. Until then that Op and what follows stay in the journal, so that the adapter can be made again.
+    """
+
+    namespace: ClassVar[str] = "handovers"
+    model_id: str
+    seq: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,10 +131,10 @@ class Worker:
     healthy: bool = True
 
 
-R = TypeVar("R", Session, Model, Sampler, Checkpoint, Loss, Worker)
+R = TypeVar("R", Session, Model, Sampler, Handover, Checkpoint, Loss, Worker)
 
 
-def dump(record: Session | Model | Sampler | Checkpoint | Loss | Worker) -> dict[str, str]:
+def dump(record: Session | Model | Sampler | Handover | Checkpoint | Loss | Worker) -> dict[str, str]:
     """Each field as JSON text."""
     return {f.name: json.dumps(getattr(record, f.name)) for f in fields(record)}
 

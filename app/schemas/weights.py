@@ -32,7 +32,11 @@ class SaveWeightsExternal(_Save):
 class SaveWeightsForSampler(_Save):
     path = fields.String(allow_none=True)
     sampling_session_seq_id = fields.Integer(strict=True, allow_none=True, validate=validate.Range(0, 10**9))
-    kind = fields.String(metadata={"description": "snapshot or inflight; both are served as a snapshot"})
+    kind = fields.String(
+        load_default="snapshot",
+        validate=validate.OneOf(("snapshot", "inflight")),
+        metadata={"description": "snapshot: these weights for ever; inflight: the newest ones saved so"},
+    )
 
 
 class LoadWeights(SdkSchema):

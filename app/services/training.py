@@ -80,7 +80,8 @@ class TrainingService:
         check_sampleable(full=model.full)
         session = ids.sampling_session_id(model.session_id, asked["sampling_session_seq_id"])
         self._check_free(session, asked)
-        op = SaveWeights("sampler_weights", f"ephemeral-{asked['seq_id']}", sampling_session_id=session)
+        name, inflight = f"ephemeral-{asked['seq_id']}", asked["kind"] == "inflight"
+        op = SaveWeights("sampler_weights", name, sampling_session_id=session, inflight=inflight)
         return self._admit(model, asked["model_id"], asked["seq_id"], op)
 
     def load_weights(self, owner: str, asked: Mapping[str, Any]) -> Promise:

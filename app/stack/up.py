@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 import signal
 import socket
 import sys
@@ -52,7 +53,10 @@ def up(options: Options) -> int:
     with closing(DataFolder(settings.data_dir)) as folder, _stop_signals() as stopping:
         plan = prepare(settings, options, folder)
         _say(f"data in {folder.root}, logs in {folder.logs}{_key_notice(settings, folder)}")
-        with Supervisor(folder.logs, stopping, inherited_fds=(folder.lock_fd,)) as supervisor:
+        with (
+            _handover_cleared(plan.settings),
+            Supervisor(folder.logs, stopping, inherited_fds=(folder.lock_fd,)) as supervisor,
+        ):
             _run(supervisor, plan)
     return 0
 
@@ -145,6 +149,17 @@ def _is_ready(url: str) -> bool:
             return bool(answer.status == 200)
     except OSError:
         return False
+
+
+@contextmanager
+def _handover_cleared(settings: Settings) -> Iterator[None]:
+    """Gone at the end, as memory stays taken; a folder of the user's own is left alone. What a killed stack left there
+    the next one's trainers go on with."""
+    try:
+        yield
+    finally:
+        if not settings.engine.handover_dir:
+            shutil.rmtree(settings.handover_dir, ignore_errors=True)
 
 
 @contextmanager

@@ -63,6 +63,9 @@ class Entry:
     attempts: int
     waited_s: float = 0.0
     """Seconds between admission and this start."""
+    adapter: str | None = None
+    """Of a sampling request: the prefix of the adapter's version it was admitted for, empty for the base. None for one
+    that was admitted before versions were pinned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +203,8 @@ class OpLog(Protocol):
         ...
 
     def set_snapshot(self, lease: Lease, seq: int, reference: str) -> str:
-        """Point at a durable snapshot, trim the journal behind it, return the one replaced. Raises Fenced.
+        """Point at a durable snapshot, trim the journal behind it, return the one replaced. Raises Fenced, and
+        Unavailable while a hand-over at `seq` or before still needs the journal (see records.Handover).
 
         A repeat changes nothing and returns `reference` itself.
         """
@@ -219,8 +223,9 @@ class OpLog(Protocol):
     ) -> Admission:
         """A sampling future: deduplicated like an Op, but in no order. `tokens`: the most it may take, prompt and all.
 
-        Raises BadRequest on other content and for what `bounds` could never let in, TooLarge, TooManyRequests while the
-        queue is full, and Unavailable while there is no room. All but the first never hit a repeat.
+        Its adapter's version is fixed here: its sampler's, or the newest of the model that this one follows. Raises
+        BadRequest on other content and for what `bounds` could never let in, TooLarge, TooManyRequests while the queue
+        is full, and Unavailable while there is no room. All but the first never hit a repeat.
         """
         ...
 

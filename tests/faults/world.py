@@ -92,7 +92,7 @@ class World:
                 "data_dir": self.folder / node,
                 "redis": {"url": self.redis_url},
                 "store": {**store, "url": store_url or store["url"]},
-                "engine": {"lease_s": 30.0, **self.engine},
+                "engine": {"lease_s": 30.0, "handover_dir": str(self.folder / node / "handover"), **self.engine},
                 "base_models": [base],
             }
         )

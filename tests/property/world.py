@@ -35,6 +35,8 @@ from workers.ahead import Ahead
 from workers.committer import Committer
 from workers.drain import Drain
 from workers.executor import Executor
+from workers.handover.folder import HandoverFolder
+from workers.handover.sending import Handovers
 from workers.leases import LeaseKeeper
 from workers.outcome import NotNow
 from workers.owner import Owner, Resident
@@ -120,9 +122,12 @@ class TrainerWorld:
         watched_backend = faults.watch("backend", backend)
         keeper = LeaseKeeper(self.oplog, name, _LEASE_S)
         self.keepers.append(keeper)
-        saver = Saver(watched_backend, self.records, store)
+        machine = self.folder / ("machine b" if node == "b" else "machine a")
+        with mock.patch("workers.handover.sending.Latest", background.latest):
+            handovers = Handovers(store, self.records, HandoverFolder(machine / "handover", 2**30))
+        saver = Saver(watched_backend, self.records, store, handovers)
         executor = Executor(watched_backend, store, self.folder / "cache" / name, saver)
-        folder = SnapshotFolder(self.folder / ("machine b" if node == "b" else "machine a"), node)
+        folder = SnapshotFolder(machine / "snapshots", node)
         engine = self.settings.model_copy(update={"snapshot_share": math.inf})
         with mock.patch("workers.snapshots.pipeline.Latest", background.latest):
             snapshots_of = Snapshots(oplog, saver, folder, engine, rest_s=0.0 if snapshots else math.inf)
@@ -133,6 +138,7 @@ class TrainerWorld:
 
         def settle(resident: Resident, seconds: float) -> None:
             committer.finish(resident, seconds)
+            handovers.finish(resident.lease.model_id, seconds)
             snapshots_of.settle(resident, within_s=seconds)
 
         def end(why: str) -> NoReturn:
@@ -141,7 +147,7 @@ class TrainerWorld:
             raise Crash
 
         restore = Restore(oplog, executor, folder, snapshots_of)
-        owner = Owner(oplog, watched_backend, keeper, name, restore, settle, 64)
+        owner = Owner(oplog, watched_backend, keeper, name, restore, settle, 64, lost=handovers.give_up)
         queue = f"train.{BASE}"
         drain = Drain(oplog, owner, ring, queue)
         parked = Parked(ring, f"{queue}@{node}")

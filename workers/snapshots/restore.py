@@ -26,8 +26,13 @@ class Restore:
 
     def __call__(self, lease: Lease) -> Window:
         """A snapshot stands where the window is empty. Raises Fenced, Unavailable; NotFound and OpError when it or the
-        journal behind it is lost."""
-        local = self._from_this_machine(lease)
+        journal behind it is lost.
+
+        It stands before what was handed over and got lost, if anything did, so that the replay comes past it.
+        """
+        handovers = self.executor.saver.handovers
+        to_make = handovers.resume(lease.model_id)
+        local = self._from_this_machine(lease, min(to_make, default=lease.applied + 1))
         if local is None and lease.snapshot:
             self.executor.restore(lease.model_id, lease.snapshot)
         self.snapshots.begin(lease, local)
@@ -37,12 +42,17 @@ class Restore:
             if entry is None:
                 raise Fenced(f"{lease.model_id} seq {seq} is no longer in the journal: another owner moved on")
             self.executor.replay(lease, entry)
+            if seq in to_make:
+                self.executor.saver.save_again(lease, to_make[seq])
             self.snapshots.replayed(lease.model_id, entry)
             window = window.after(entry, entry.doomed)
+        handovers.send(lease.model_id)
         return window
 
-    def _from_this_machine(self, lease: Lease) -> Local | None:
+    def _from_this_machine(self, lease: Lease, before: int) -> Local | None:
         for local, manifest in self.folder.usable(lease):
+            if local.seq >= before:
+                continue
             try:
                 self.executor.restore_from(lease.model_id, local.path, manifest)
             except OpError as error:

@@ -3,7 +3,8 @@
     models:<model>      HASH  the Model record, and the journal's head: applied, epoch, worker, snapshot, snapshot_seq,
                               epoch_floor after a rebuild, and ended (deleted) once it is no more
     journal:<model>     ZSET  seq -> seq: Ops behind the snapshot (seq > snapshot_seq), applied or waiting
-    op:<request>        HASH  kind, attempts, runner, admitted, doomed, spilled: one journalled Op or sampling request
+    op:<request>        HASH  kind, attempts, runner, admitted, doomed, spilled: one journalled Op or sampling request,
+                              and of the latter adapter, the prefix of the version it was admitted for
     payload:<request>   STR   its encoded content, as long as it may run or be replayed
     payload_bytes       STR   the bytes of all payload:* together
     spillable           ZSET  request whose payload is worth an object -> ms of its admission, 0 if it goes at once
@@ -24,7 +25,7 @@
     sessions_heard      ZSET  session -> ms when it was heard of last, unless it has ended
     sessions_ended      ZSET  session -> ms when it was finished or expired, until its models are ended too
     orphans             ZSET  object-store prefix -> ms since when nothing is known to refer to it
-    <namespace>:<id>    HASH  sessions, samplers, checkpoints, losses, workers (app/domain/records.py);
+    <namespace>:<id>    HASH  sessions, samplers, handovers, checkpoints, losses, workers (app/domain/records.py);
                               a sampler's also counts the clients that joined it
     index:<namespace>   ZSET  the ids of a namespace, all of score 0, so that they are in order
     taking_calls        STR   is there while an API process lives; expires

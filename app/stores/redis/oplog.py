@@ -11,7 +11,7 @@ import redis
 
 from app import ids
 from app.domain.results import FutureState, Result
-from app.errors import BadRequest, Fenced, Gone, NotFound, RequestError, TooLarge, TooManyRequests
+from app.errors import BadRequest, Fenced, Gone, NotFound, RequestError, TooLarge, TooManyRequests, Unavailable
 from app.settings import EngineSettings
 from app.stores.interfaces import (
     Admission,
@@ -169,6 +169,8 @@ class RedisOpLog:
         replaced = self._run("set_snapshot", lease.model_id, lease.epoch, seq, reference)
         if replaced is None:
             raise Fenced(f"{lease.model_id} snapshot at seq {seq} is not for epoch {lease.epoch} to set")
+        if replaced == 0:
+            raise Unavailable(f"{lease.model_id} handed over what only its journal up to seq {seq} can make again")
         return str(replaced.decode())
 
     def admit_sample(
@@ -201,7 +203,9 @@ class RedisOpLog:
         if not found:
             return None
         payload = payload or self._to_run(request_id)
-        return Entry(0, "sample", request_id, payload, "", int(found[0]), int(found[1]) / 1000)
+        attempts, waited_ms, adapter = found
+        pinned = None if adapter is None else adapter.decode()
+        return Entry(0, "sample", request_id, payload, "", attempts, waited_ms / 1000, pinned)
 
     def put_off_sample(self, request_id: str, worker: str) -> None:
         self._run("put_off_sample", request_id, worker)

@@ -28,6 +28,8 @@ from workers.ahead import Ahead
 from workers.committer import Committer
 from workers.drain import Drain
 from workers.executor import Executor
+from workers.handover.folder import HandoverFolder
+from workers.handover.sending import Handovers
 from workers.leases import LeaseKeeper
 from workers.owner import Owner, Resident
 from workers.parked import Parked
@@ -76,6 +78,7 @@ class Worker:
     parked: Parked
     drain: Drain
     snapshots: Snapshots
+    handovers: Handovers
     rung: list[tuple[str, str, str]] = field(default_factory=list)
 
     def handle(self, seq: int, kind: str = "forward_backward"):
@@ -95,6 +98,7 @@ class World:
     backends: dict[str, TrainingBackend]
     keepers: list[LeaseKeeper] = field(default_factory=list)
     snapshots: list[Snapshots] = field(default_factory=list)
+    handovers: list[Handovers] = field(default_factory=list)
 
     def admit(self, seq: int, op: Op) -> str:
         payload = codec.encode(op)
@@ -130,14 +134,17 @@ class World:
         keeper = LeaseKeeper(self.oplog, name, self.settings.lease_s)
         self.keepers.append(keeper)
         store = store or FolderStore(self.folder / "objects", "secret", "http://x")
-        saver = Saver(backend, self.records, store)
+        folder = HandoverFolder(self.folder / "handover" / node, engine.get("handover_bytes", 2**30))
+        handovers = Handovers(store, self.records, folder, retry_s=0.1)
+        self.handovers.append(handovers)
+        saver = Saver(backend, self.records, store, handovers)
         executor = Executor(backend, store, self.folder / "cache" / node, saver)
-        folder = SnapshotFolder(self.folder / "snapshots" / node, node)
+        snapshot_folder = SnapshotFolder(self.folder / "snapshots" / node, node)
         every_step = {"journal_bytes": 0} if share >= 1 else {}
         settings = self.settings.model_copy(update={"snapshot_share": share, **every_step, **engine})
-        snapshots = Snapshots(self.oplog, saver, folder, settings, rest_s=30.0, retry_s=0.1)
+        snapshots = Snapshots(self.oplog, saver, snapshot_folder, settings, rest_s=30.0, retry_s=0.1)
         self.snapshots.append(snapshots)
-        restore = Restore(self.oplog, executor, folder, snapshots)
+        restore = Restore(self.oplog, executor, snapshot_folder, snapshots)
         rung: list[tuple[str, str, str]] = []
 
         def ring(kind: str, request_id: str, parent: str, queue: str) -> None:
@@ -145,9 +152,10 @@ class World:
 
         def settle(resident: Resident, seconds: float) -> None:
             committer.finish(resident, seconds)
+            handovers.finish(resident.lease.model_id, seconds)
             snapshots.settle(resident, within_s=seconds)
 
-        owner = Owner(self.oplog, backend, keeper, name, restore, settle, most)
+        owner = Owner(self.oplog, backend, keeper, name, restore, settle, most, lost=handovers.give_up)
         parked = Parked(ring, f"train.{BASE}@{node}")
         saves = Saves()
         turns = Turns(self.oplog, owner, Ahead(saves, parked), merged_tokens, wait_s)
@@ -159,7 +167,7 @@ class World:
 
         runner = TrainingRunner(self.oplog, owner, committer, healthy, parked, turns, saves, ring, queue, _end)
         drain = Drain(self.oplog, owner, ring, f"train.{BASE}")
-        return Worker(runner, owner, self.oplog, backend, keeper, parked, drain, snapshots, rung)
+        return Worker(runner, owner, self.oplog, backend, keeper, parked, drain, snapshots, handovers, rung)
 
 
 class Ended(BaseException):
@@ -226,6 +234,8 @@ def world(
     world = World(client, tmp_path, base, settings, oplog, RedisRecords(client), backends)
     world.admit(0, CreateModel(ModelSpec(BASE, LORA)))
     yield world
+    for handovers in world.handovers:
+        handovers.close()
     for snapshots in world.snapshots:
         snapshots.close()
     for keeper in world.keepers:

@@ -19,7 +19,10 @@ from app.stores.redis.oplog import RedisOpLog
 from app.stores.redis.payloads import RedisPayloads
 from app.wire import tinker_pb2 as pb
 from tests.unit.workers.conftest import BASE, World
+from workers.adapter_files import AdapterFiles
+from workers.adapter_turns import AdapterTurns
 from workers.adapters import Adapters
+from workers.handover.folder import HandoverFolder
 from workers.leases import LeaseKeeper
 from workers.outcome import NotNow
 from workers.sample_runner import SampleRunner
@@ -45,7 +48,9 @@ def runner(world: World, backend: SamplerBackend, worker: str) -> SampleRunner:
     keeper = LeaseKeeper(world.oplog, worker, world.settings.lease_s)
     world.keepers.append(keeper)
     store = FolderStore(world.folder / "objects", "secret", "http://x")
-    adapters = Adapters(backend, store, world.folder / "cache", 4)
+    nearby = HandoverFolder(world.folder / "handover" / worker, 2**30)
+    files = AdapterFiles(store, world.records, nearby, world.folder / "cache", 2**30, print)
+    adapters = Adapters(backend, files, AdapterTurns(4), 4)
     return SampleRunner(world.oplog, world.records, backend, adapters, keeper, worker, Watches())
 
 

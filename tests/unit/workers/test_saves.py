@@ -497,8 +497,8 @@ def test_only_so_many_ops_run_ahead(world: World, store: GatedStore, ring: Ring,
     assert doorbell.result() is not None
 
 
-def test_an_adapter_for_a_sampling_session_goes_the_same_way(world: World, store: GatedStore, ring: Ring):
-    worker = world.worker("a/1", store=store)
+def test_an_adapter_there_is_no_room_to_hand_over_goes_the_same_way(world: World, store: GatedStore, ring: Ring):
+    worker = world.worker("a/1", store=store, handover_bytes=0)
     worker.handle(0, "create_model")
     admit(world, SaveWeights("sampler_weights", "x", sampling_session_id="session:sample:0"), *step(0))
     ran = Ran(worker)

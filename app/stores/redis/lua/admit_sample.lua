@@ -1,5 +1,6 @@
--- Take in a sampling request, once. ARGV: request id, parent id, owner, queue, payload, digest, tokens it may take,
--- most requests and most tokens that may be unfinished in its queue (or '' for any).
+-- Take in a sampling request, once, and with it the version of the adapter it is to have.
+-- ARGV: request id, parent id, owner, queue, payload, digest, tokens it may take, most requests and most tokens that may
+-- be unfinished in its queue (or '' for any).
 -- Returns {what, tokens or requests that are unfinished there}: fresh | repeat | conflict | too_large | requests | tokens
 local request, sampler, queue, tokens = ARGV[1], ARGV[2], ARGV[4], tonumber(ARGV[7])
 local known = redis.call('HGET', 'tinsmith:future:' .. request, 'digest')
@@ -15,7 +16,8 @@ local refusal = no_room(#ARGV[5])
 if refusal then return refusal end
 local now = now_ms()
 hear(redis.call('HGET', 'tinsmith:samplers:' .. sampler, 'session_id'), now)
-redis.call('HSET', 'tinsmith:op:' .. request, 'kind', 'sample', 'attempts', 0, 'admitted', now)
+redis.call('HSET', 'tinsmith:op:' .. request, 'kind', 'sample', 'attempts', 0, 'admitted', now,
+           'adapter', adapter_of(sampler))
 redis.call('SET', 'tinsmith:payload:' .. request, ARGV[5])
 count_payload(request, #ARGV[5], now)
 redis.call('HSET', 'tinsmith:future:' .. request, 'kind', 'sample', 'model', sampler, 'owner', ARGV[3],

@@ -1,11 +1,11 @@
 #!lua flags=allow-oom
 -- Start on a sampling request; one that another worker left running had an attempt. ARGV: request id, worker, lease in ms.
--- Returns {attempts, ms since admission}; {} when it is terminal, or 0 while another worker runs it.
+-- Returns {attempts, ms since admission, adapter or false}; {} when it is terminal, or 0 while another worker runs it.
 local op = 'tinsmith:op:' .. ARGV[1]
 if redis.call('EXISTS', op) == 0 then return {} end
 if not redis.call('SET', 'tinsmith:lease:' .. ARGV[1], ARGV[2], 'NX', 'PX', ARGV[3]) then return 0 end
 local runner = redis.call('HGET', op, 'runner')
 if runner and runner ~= ARGV[2] then redis.call('HINCRBY', op, 'attempts', 1) end
 redis.call('HSET', op, 'runner', ARGV[2])
-local found = redis.call('HMGET', op, 'attempts', 'admitted')
-return {tonumber(found[1]), now_ms() - found[2]}
+local found = redis.call('HMGET', op, 'attempts', 'admitted', 'adapter')
+return {tonumber(found[1]), now_ms() - found[2], found[3]}

@@ -29,6 +29,10 @@ if not head[4] then
     drop_payload(request)
     redis.call('DEL', 'tinsmith:op:' .. request)
   end
+  for _, prefix in ipairs(handed_over(model)) do
+    redis.call('DEL', 'tinsmith:handovers:' .. prefix)
+    redis.call('ZREM', 'tinsmith:index:handovers', prefix)
+  end
   redis.call('DEL', journal, 'tinsmith:lease:' .. model)
   redis.call('ZREM', 'tinsmith:pending', model)
   redis.call('HDEL', 'tinsmith:pending_queue', model)

@@ -26,6 +26,20 @@ local function doom(model, seq, reason)
   end
 end
 
+-- The prefixes of a model's adapters that are not in the object store yet. '0' is what follows '/'.
+local function handed_over(model)
+  local prefix = 'models/' .. model
+  return redis.call('ZRANGEBYLEX', 'tinsmith:index:handovers', '[' .. prefix .. '/', '(' .. prefix .. '0')
+end
+
+-- The object-store prefix of the adapter that a sampler's next request is to have; '' for the base.
+local function adapter_of(sampler)
+  local found = redis.call('HMGET', 'tinsmith:samplers:' .. sampler, 'prefix', 'follows')
+  local follows = cjson.decode(found[2] or '""')
+  local newest = follows ~= '' and redis.call('HGET', 'tinsmith:models:' .. follows, 'inflight')
+  return cjson.decode(newest or found[1] or '""')
+end
+
 -- Whether a session (its id as JSON) ended `least` ms ago or earlier, and nobody brought it back since.
 local function is_retired(session, least)
   local ended = redis.call('ZSCORE', 'tinsmith:sessions_ended', cjson.decode(session))

@@ -1,0 +1,109 @@
+"""At most so many adapters run at a time; the others have their turns in order, and none is kept out for ever."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import ExitStack
+
+import pytest
+
+from tests.unit.workers.conftest import await_true
+from workers.adapter_turns import AdapterTurns
+
+
+class Requests:
+    """Each runs from when it is let in until it is told to end."""
+
+    def __init__(self, most: int) -> None:
+        self._turns = AdapterTurns(most)
+        self._end: dict[str, threading.Event] = {}
+        self._lock = threading.Lock()
+        self.running: list[str] = []
+        self.order: list[str] = []
+
+    def come(self, *names: str) -> None:
+        """A name is its adapter's letter, and a number. Each has come before the next does."""
+        for name in names:
+            self._end[name] = threading.Event()
+            before = self._arrived()
+            threading.Thread(target=self._run, args=(name,), daemon=True).start()
+            await_true(lambda before=before: self._arrived() > before, f"{name} came")
+
+    def end(self, *names: str) -> None:
+        for name in names:
+            self._end[name].set()
+            await_true(lambda name=name: name not in self.running, f"{name} ended")
+
+    def await_running(self, *names: str) -> None:
+        await_true(lambda: sorted(self.running) == sorted(names), f"{names} run; {self.running} do")
+
+    def _arrived(self) -> int:
+        waiting = sum(map(len, self._turns._waiting.values()))
+        return waiting + len(self.order)
+
+    def _run(self, name: str) -> None:
+        with self._turns.turn(name[0]):
+            with self._lock:
+                self.order.append(name)
+                self.running.append(name)
+            self._end[name].wait(60)
+            self.running.remove(name)
+
+
+@pytest.fixture
+def two() -> Requests:
+    return Requests(2)
+
+
+def test_all_requests_of_the_adapters_that_are_in_run_together(two: Requests):
+    two.come("a1", "b1", "a2", "b2", "a3")
+    two.await_running("a1", "a2", "a3", "b1", "b2")
+
+
+def test_a_further_adapter_waits_until_one_has_ended(two: Requests):
+    two.come("a1", "a2", "b1", "c1", "d1")
+    two.end("a1")
+    two.await_running("a2", "b1")
+    two.end("a2")
+    two.await_running("b1", "c1")
+    two.end("b1")
+    two.await_running("c1", "d1")
+
+
+def test_an_adapter_that_is_in_does_not_keep_the_others_out_for_ever(two: Requests):
+    """What comes for it once others wait has its turn behind them."""
+    two.come("a1", "b1", "c1", "a2", "b2")
+    two.await_running("a1", "b1")
+    two.end("a1")
+    two.await_running("b1", "c1")
+    two.end("b1")
+    two.await_running("a2", "c1")
+    two.end("a2")
+    two.await_running("b2", "c1")
+
+
+def test_an_adapter_takes_all_along_that_waits_for_it(two: Requests):
+    two.come("a1", "b1", "c1", "d1", "c2", "c3")
+    two.end("a1")
+    two.await_running("b1", "c1", "c2", "c3")
+
+
+def test_streams_of_requests_for_more_adapters_than_fit_share_the_turns_evenly(two: Requests):
+    """Each adapter always has the next request waiting when one ends: five of them, two at a time."""
+    names = "abcde"
+    two.come(*(f"{name}1" for name in names), *(f"{name}2" for name in names))
+    for _ in range(20):
+        first = two.running[0]
+        two.come(f"{first[0]}{int(first[1:]) + 2}")
+        two.end(first)
+        await_true(lambda: len({name[0] for name in two.running}) == 2, "two adapters run")
+    turns = {name: sum(1 for ran in two.order if ran[0] == name) for name in names}
+    assert max(turns.values()) <= min(turns.values()) + 2, turns
+
+
+def test_a_request_that_fails_gives_its_turn_back():
+    turns = AdapterTurns(1)
+    with pytest.raises(ValueError), turns.turn("a"):
+        raise ValueError
+    with ExitStack() as stack:
+        stack.enter_context(turns.turn("b"))

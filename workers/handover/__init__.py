@@ -1,0 +1,1 @@
+"""New weights on their way to samplers: through this machine's memory, and behind that to the object store."""
