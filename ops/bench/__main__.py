@@ -21,6 +21,7 @@ from ops.bench import (
     api_body,
     api_start,
     ddp,
+    first_token,
     machine,
     memory,
     merged,
@@ -29,6 +30,7 @@ from ops.bench import (
     real_step,
     recovery,
     report,
+    rl_loop,
     sampling,
     saves,
     snapshots,
@@ -51,6 +53,8 @@ BENCHES: Mapping[str, Callable[[Path], Outcome]] = {
     "saves": saves.run,
     "sampling": sampling.run,
     "adapters": adapters.run,
+    "first_token": first_token.run,
+    "rl_loop": rl_loop.run,
 }
 _OUT = Path(__file__).parent / "results"
 # Not the system's temporary folder: that may lie in memory, where the journal's fsync costs nothing.

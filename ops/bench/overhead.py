@@ -115,7 +115,7 @@ class _Http:
 
 
 def _readings(stack: servers.Stack) -> Readings:
-    return metrics.read(stack.trainer_metrics_url()), metrics.read(f"{stack.url}/metrics")
+    return metrics.read(stack.metrics_url("trainer")), metrics.read(f"{stack.url}/metrics")
 
 
 def _inside(kind: str, readings: Sequence[Readings]) -> dict[str, float]:

@@ -44,9 +44,9 @@ def run(folder: Path) -> Outcome:
         first = timing.alternate(
             1, {"sdk": lambda: sdk.measure(_WARM_UP_STEPS), "bare": lambda: bare.measure(_WARM_UP_STEPS)}
         )
-        before = metrics.read(stack.trainer_metrics_url())
+        before = metrics.read(stack.metrics_url("trainer"))
         rounds = timing.alternate(_ROUNDS, {"sdk": lambda: sdk.measure(1), "bare": lambda: bare.measure(1)})
-        after = metrics.read(stack.trainer_metrics_url())
+        after = metrics.read(stack.metrics_url("trainer"))
     inside = {kind: metrics.stages_ms(before, after, kind) for kind in ("forward_backward", "optim_step")}
     return _outcome(rounds, {name: samples[0]["loss"][0] for name, samples in first.items()}, inside)
 

@@ -40,9 +40,9 @@ def run(folder: Path) -> Outcome:
         calls = _Calls(service, base.name, vocab_size)
         sides = {what: partial(calls.measure, what) for what in ("step", "save", "save step")}
         timing.alternate(1, sides)
-        before = metrics.read(stack.trainer_metrics_url())
+        before = metrics.read(stack.metrics_url("trainer"))
         found = timing.alternate(_ROUNDS, sides)
-        after = metrics.read(stack.trainer_metrics_url())
+        after = metrics.read(stack.metrics_url("trainer"))
     stages = metrics.stages_ms(before, after, _SAVE)
     stages["write"] = metrics.mean_ms(before, after, "tinsmith_op_stage_seconds", kind=_SAVE, stage="write")
     return _outcome(found, stages)

@@ -43,11 +43,12 @@ class Stack:
         """The settings as every process of the stack reads them."""
         return self.data_dir / "run" / "settings.toml"
 
-    def trainer_metrics_url(self) -> str:
+    def metrics_url(self, role: str) -> str:
+        """Of a worker: role is trainer or sampler."""
         settings = settings_module.load(self.settings_file)
         with connect(settings.redis.url) as client:
             workers = [records.load(Worker, found) for _, found in RedisRecords(client).list(Worker.namespace)]
-        return next(worker.metrics_url for worker in workers if worker.role == "trainer")
+        return next(worker.metrics_url for worker in workers if worker.role == role)
 
 
 @contextmanager
