@@ -22,7 +22,7 @@ class Watch:
         self.drawn = drawn
         self._lock = threading.Lock()
         self._aborted = False
-        self._callbacks: list[Callable[[], None]] = []
+        self._callbacks: list[Callable[[], object]] = []
 
     @property
     def aborted(self) -> bool:
@@ -35,7 +35,7 @@ class Watch:
         for callback in callbacks:
             callback()
 
-    def on_abort(self, callback: Callable[[], None]) -> None:
+    def on_abort(self, callback: Callable[[], object]) -> None:
         """Call it once, from the thread that aborts; at once if that has been."""
         with self._lock:
             if not self._aborted:
