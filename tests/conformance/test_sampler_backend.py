@@ -208,6 +208,9 @@ def test_an_adapter_with_nan_weights_fails_its_own_requests_alone(sampler, refer
         assert sound.result().tokens.tolist() == reference.greedy("two", PROMPTS[1], 12)
         with pytest.raises(UserOpError, match="not finite"):
             broken.result()
+    # Nor does it leave anything behind in the cache, whose memory these are given.
+    for prompt in PROMPTS:
+        assert one(sampler, None, prompt, temperature=0.0).tokens.tolist() == reference.greedy(None, prompt, 12)
     sampler.evict("broken")
 
 

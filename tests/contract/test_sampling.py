@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import tinker
+import torch
 from tinker import types
 
 from tests.contract.data import datum, logprobs, sentences, train
@@ -88,3 +89,72 @@ def test_a_saved_sampler_checkpoint_is_sampled_by_path(
     )
     assert list(found.tokens) == list(expected.tokens)
     np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=1e-5)
+
+
+def test_everything_asample_can_ask_is_what_the_sdk_reads(
+    training: tinker.TrainingClient, sampling: tinker.SamplingClient
+):
+    tokens = PROMPT.to_ints()
+    ids = np.arange(2 * (len(tokens) - 1)).reshape(-1, 2) % 256
+    ids[0] = -1
+    answer = sampling.sample(
+        PROMPT,
+        num_samples=2,
+        sampling_params=types.SamplingParams(max_tokens=5, temperature=0.7, seed=3, stop=[]),
+        include_prompt_logprobs=True,
+        prompt_logprobs_last_n=3,
+        topk_prompt_logprobs=100,
+        topk_sample_logprobs=30,
+        target_prompt_logprobs=types.TensorData.from_numpy(ids),
+        prompt_alt_tokens_k=4,
+    ).result()
+    scored = logprobs(training.forward([datum(tokens)], "cross_entropy").result())
+    assert answer.prompt_logprobs[:-3] == [None] * (len(tokens) - 3)
+    np.testing.assert_allclose(answer.prompt_logprobs[-3:], scored[-4:-1], atol=1e-3)
+    assert answer.topk_prompt_logprobs[:-3] == [None] * (len(tokens) - 3)
+    for place in range(-3, 0):
+        top = dict(answer.topk_prompt_logprobs[place])
+        assert (len(top), list(top.values())) == (100, sorted(top.values(), reverse=True))
+        if tokens[place] in top:
+            np.testing.assert_allclose(top[tokens[place]], answer.prompt_logprobs[place], atol=1e-3)
+        for target, logprob in zip(ids[place], answer.target_prompt_logprobs.to_numpy()[place], strict=True):
+            np.testing.assert_allclose(top.get(target, logprob), logprob, atol=1e-3)
+    assert answer.target_prompt_logprobs.shape == [len(tokens) - 1, 2]
+    assert answer.target_prompt_logprobs.to_numpy()[0].tolist() == [0, 0]
+    assert answer.prompt_alt_tokens.tokens.shape == answer.prompt_alt_tokens.logprobs.shape == [len(tokens) - 1, 4]
+    for sequence in answer.sequences:
+        assert [len(top) for top in sequence.topk_logprobs] == [30] * 5
+        for token, logprob, top in zip(sequence.tokens, sequence.logprobs, sequence.topk_logprobs, strict=True):
+            np.testing.assert_allclose(dict(top).get(token, logprob), logprob, atol=1e-3)
+
+
+def test_sparse_targets_are_scored_as_the_trainer_scores_them(
+    training: tinker.TrainingClient, sampling: tinker.SamplingClient
+):
+    tokens = PROMPT.to_ints()
+    ids = torch.full((len(tokens) - 1, 6), -1, dtype=torch.int64)
+    ids[2, 4], ids[-1, 0] = tokens[3], tokens[-1]
+    target = types.TensorData.from_torch_sparse(ids, pad_value=-1)
+    assert target.sparse_crow_indices is not None
+    found = (
+        sampling.sample(PROMPT, 1, types.SamplingParams(max_tokens=1), target_prompt_logprobs=target)
+        .result()
+        .target_prompt_logprobs
+    )
+    scored = logprobs(training.forward([datum(tokens)], "cross_entropy").result())
+    assert (found.sparse_crow_indices, found.sparse_col_indices) == (
+        target.sparse_crow_indices,
+        target.sparse_col_indices,
+    )
+    np.testing.assert_allclose(found.data, [scored[2], scored[len(tokens) - 2]], atol=1e-3)
+
+
+def test_the_end_of_a_prompt_is_scored_alone_through_compute_logprobs(sampling: tinker.SamplingClient):
+    whole, end = (sampling.compute_logprobs(PROMPT, last).result() for last in (None, 2))
+    assert end[:-2] == [None] * (len(whole) - 2)
+    np.testing.assert_allclose(end[-2:], whole[-2:], atol=1e-5)
+
+
+def test_a_k_beyond_the_vocabulary_is_refused_by_name(sampling: tinker.SamplingClient):
+    with pytest.raises(tinker.BadRequestError, match="topk_sample_logprobs 100000"):
+        sampling.sample(PROMPT, 1, types.SamplingParams(max_tokens=1), topk_sample_logprobs=100_000).result()

@@ -44,8 +44,16 @@ class RunningBatch:
         push(drawn, Drawer([row.job.request for row in drawn], self._device), logits)
         self._compose([(prefilled.cache, place, row) for place, row in rows if row.live])
 
+    @property
+    def occupied(self) -> bool:
+        """Whether there are rows, of which some or all may have ended."""
+        return bool(self._rows)
+
     def step(self) -> None:
-        """One more token for every row."""
+        """One more token for every row; without a live one they are dropped."""
+        if not self.live:
+            self._compose([])
+            return
         width = self._width + 1
         with lora.use(self._segments):
             logits = self._model(

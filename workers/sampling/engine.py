@@ -55,7 +55,7 @@ class Engine:
             with torch.inference_mode():
                 while self._has_work():
                     self._admit()
-                    if self._batch.live:
+                    if self._batch.occupied:
                         self._batch.step()
         except BaseException as error:
             self._failure = error
@@ -64,7 +64,7 @@ class Engine:
     def _has_work(self) -> bool:
         """Wait for work; False when stopped."""
         with self._changed:
-            self._changed.wait_for(lambda: self._failure or self._waiting or self._batch.live)
+            self._changed.wait_for(lambda: self._failure or self._waiting or self._batch.occupied)
             return self._failure is None
 
     def _admit(self) -> None:

@@ -47,6 +47,8 @@ def set_environment(settings: BaseModelSettings) -> None:
     """For vLLM's processes, which inherit it. What the operator set stays."""
     os.environ[SAMPLER_PID_VARIABLE] = str(os.getpid())
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    # As its own, but for one logger: an engine that dies would write out what it was asked, stop strings included.
+    os.environ.setdefault("VLLM_LOGGING_CONFIG_PATH", str(Path(__file__).with_name("vllm_logging.json")))
     # A forked child of a process with threads can hang.
     os.environ.setdefault("VLLM_WORKER_MULTIPROCESSING_METHOD", "spawn")
     sources = (settings.path, settings.tokenizer or settings.path)

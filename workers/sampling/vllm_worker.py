@@ -1,7 +1,8 @@
 """Loaded into vLLM's own worker processes (its `worker_extension_cls`) before they load the model.
 
-It lets adapters sit on any lm_head there, scores prompts, and lets no process outlive the sampler: vLLM's engine
-process ends when its workers do, but notices nothing when the sampler that started it is killed.
+It lets adapters sit on any lm_head there, scores prompts, repairs what vLLM 0.32 has wrong, and lets no process outlive
+the sampler: vLLM's engine process ends when its workers do, but notices nothing when the sampler that started it is
+killed.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ import select
 import threading
 from typing import Any
 
-from workers.sampling import vllm_head, vllm_prompt_scores, vllm_scoring
+import torch
+
+from workers.sampling import vllm_cpu, vllm_head, vllm_prompt_scores, vllm_scoring
 
 SAMPLER_PID_VARIABLE = "TINSMITH_SAMPLER_PID"
 
@@ -46,4 +49,6 @@ if _in_worker():
     vllm_head.declare()
     vllm_prompt_scores.repair()
     vllm_scoring.install()
+    if not torch.cuda.is_available():
+        vllm_cpu.repair()
     threading.Thread(target=_exit_with, args=(int(os.environ[SAMPLER_PID_VARIABLE]),), daemon=True).start()

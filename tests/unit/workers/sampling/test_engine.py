@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -14,6 +15,7 @@ from app.errors import ServerOpError
 from app.settings import BaseModelSettings, SamplerSettings
 from tests.models import tiny_qwen3
 from workers.sampling.transformers_backend import TransformersSampler
+from workers.sampling.watch import Aborted, Watch
 
 POISON = 200
 
@@ -107,6 +109,49 @@ def test_a_long_prompt_is_run_in_bounded_passes(sampler, monkeypatch):
     assert max(widths) == 16
     np.testing.assert_allclose(pieces.prompt_logprobs, whole.prompt_logprobs, atol=1e-5)
     assert pieces.sequences[0].tokens.tolist() == whole.sequences[0].tokens.tolist()
+
+
+def test_the_part_of_a_prompt_that_is_not_scored_is_run_in_larger_passes(sampler, monkeypatch):
+    from workers.sampling import prefill
+
+    prompt = tuple(range(100))
+    whole = sampler.sample(None, ask(*prompt, prompt_logprobs=True))
+    monkeypatch.setattr(prefill, "SCORED_PASS_TOKENS", 8)
+    widths = []
+    on_forward(sampler, lambda input_ids: widths.append(input_ids.shape[1]))
+    end = sampler.sample(None, ask(*prompt, prompt_logprobs=True, prompt_last_n=10, max_tokens=1))
+    assert widths == [89, 8, 3]
+    np.testing.assert_allclose(end.prompt_logprobs[-10:], whole.prompt_logprobs[-10:], atol=1e-5)
+
+
+def test_the_rows_of_an_aborted_request_are_dropped_though_nobody_comes_behind_it(sampler):
+    watch, steps = Watch(), []
+
+    def abort_at_the_fifth(input_ids: torch.Tensor) -> None:
+        steps.append(len(input_ids))
+        if len(steps) == 5:
+            watch.abort()
+
+    on_forward(sampler, abort_at_the_fifth)
+    with pytest.raises(Aborted):
+        sampler.sample(None, ask(1, 2, num_samples=8, max_tokens=400), watch)
+    deadline = time.monotonic() + 30
+    while sampler._engine._batch.occupied and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not sampler._engine._batch.occupied
+    assert len(steps) == 5
+
+
+def test_a_job_whose_rows_cannot_be_set_up_fails_alone(sampler, monkeypatch):
+    from workers.sampling import sequences
+
+    def refuse(*_args: object) -> None:
+        raise RuntimeError("no stream")
+
+    monkeypatch.setattr(sequences, "StopText", refuse)
+    with pytest.raises(ServerOpError, match="no stream"):
+        sampler.sample(None, ask(1, 2, stop_strings=("x",)))
+    assert len(sampler.sample(None, ask(1, 2)).sequences[0].tokens) == 6
 
 
 def test_closing_fails_what_is_unfinished(sampler):

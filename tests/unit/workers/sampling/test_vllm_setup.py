@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from app.domain.sampling import MAX_TOP
 from app.errors import SetupError
 from app.settings import BaseModelSettings, SamplerSettings
-from workers.sampling.vllm_setup import check_install, engine_args, lora_rank
+from workers.sampling.vllm_setup import check_install, engine_args, lora_rank, set_environment
 
 
 def install(site: Path, package: str, version: str) -> None:
@@ -46,3 +50,24 @@ def test_the_operators_engine_arguments_win():
     assert (args["max_num_seqs"], args["seed"], args["max_model_len"], args["max_lora_rank"]) == (9, 1, 100, 32)
     # On a CPU the base takes a fourth slot, and half of 4 GiB is 2.
     assert (args["max_loras"], args["kv_cache_memory_bytes"]) == (4, 2 * 2**30)
+
+
+def test_likeliest_tokens_beyond_vllms_own_20_are_given():
+    args = engine_args(BaseModelSettings(name="n", path="~/m"), 100, "float32")
+    assert args["max_logprobs"] == MAX_TOP >= 100
+
+
+def test_an_engine_that_dies_does_not_log_what_it_was_asked(monkeypatch, tmp_path):
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    set_environment(BaseModelSettings(name="n", path=str(tmp_path)))
+    code = """
+from vllm.config.logging import LoggingConfig
+from vllm.logger import configure_logging, init_logger
+configure_logging(LoggingConfig())  # as every process of its engine does
+init_logger("vllm.logging_utils.dump_input").error("SECRET")
+init_logger("vllm.v1.engine.core").error("DIED")
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=dict(os.environ), check=True)
+    assert "ERROR" in run.stdout
+    assert "DIED" in run.stdout
+    assert "SECRET" not in run.stdout + run.stderr
