@@ -138,7 +138,7 @@ def test_sparse_targets_are_kept_as_sparse(api: Api) -> None:
 
 
 def test_a_request_that_asks_for_none_of_it_has_none(api: Api) -> None:
-    asked = {name: None for name in ("topk_prompt_logprobs", "prompt_alt_tokens_k", "prompt_logprobs_last_n")}
+    asked = dict.fromkeys(("topk_prompt_logprobs", "prompt_alt_tokens_k", "prompt_logprobs_last_n"))
     request = admitted(api, api.post("asample", body(api.sampler(), **asked)).json["request_id"])
     assert (request.prompt_last_n, request.prompt_top, request.prompt_alternatives) == (0, 0, 0)
     assert (request.sample_top, request.prompt_targets) == (0, None)
