@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import concurrent.futures
 import logging
-import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
 import pytest
-import requests
 import tinker
 from tinker import types
 
@@ -22,6 +20,7 @@ from app.domain.sampling import SampledSequence, SampleOutput, SampleRequest
 from app.stores.interfaces import Pending
 from app.wire.results import encode_sample
 from tests.api_server import BASE, KEY, ApiServer, start_api
+from tests.contract.awaiting import awaited, held_polls
 from tests.unit.workers.conftest import await_true
 
 FORMS = {"one poll for all": "batch_polls = true", "a poll each": "batch_polls = false"}
@@ -47,18 +46,6 @@ def sample(client: tinker.SamplingClient, token: int) -> concurrent.futures.Futu
 
 def waiting(api: ApiServer) -> list[Pending]:
     return api.oplog.pending()
-
-
-def awaited(api: ApiServer, client: tinker.SamplingClient) -> int:
-    """The samples the SDK waits for: what is given up before, while the call itself is under way, it cannot cancel."""
-    if client._futures_poller is not None:
-        return len(client._futures_poller._events)
-    return held_polls(api)
-
-
-def held_polls(api: ApiServer) -> int:
-    metrics = requests.get(f"{api.url}/metrics", timeout=30).text
-    return int(float(re.search(r"^tinsmith_held_polls (\S+)", metrics, re.MULTILINE)[1]))
 
 
 def answer(api: ApiServer, request_id: str) -> None:
@@ -109,8 +96,8 @@ def test_samples_that_are_put_off_come_back_and_every_one_has_its_own_result(
 def test_a_clients_samples_cost_one_held_poll_or_one_each(api: ApiServer, sampling: tinker.SamplingClient):
     asked = [sample(sampling, token) for token in range(6)]
     in_one = sampling.holder.get_client_config().sample_use_retrieve_futures
-    await_true(lambda: awaited(api, sampling) == 6, "the SDK never waited for them")
-    await_true(lambda: held_polls(api) == (1 if in_one else 6), "another number of polls is held")
+    await_true(lambda: awaited(api.url, sampling) == 6, "the SDK never waited for them")
+    await_true(lambda: held_polls(api.url) == (1 if in_one else 6), "another number of polls is held")
     with sampler(api):
         assert [tokens(found) for found in asked] == [[token] for token in range(6)]
 
@@ -132,7 +119,7 @@ def test_a_sample_nobody_awaits_any_more_is_cancelled_and_the_others_go_on(
     api: ApiServer, sampling: tinker.SamplingClient
 ):
     asked = [sample(sampling, token) for token in range(4)]
-    await_true(lambda: awaited(api, sampling) == 4, "the SDK never waited for them")
+    await_true(lambda: awaited(api.url, sampling) == 4, "the SDK never waited for them")
     for given_up in asked[::2]:
         assert given_up.cancel()
     await_true(lambda: len(waiting(api)) == 2, "they were not cancelled")
