@@ -10,8 +10,11 @@ import tinker
 import torch
 from tinker import types
 
+from app.stores.redis import keys
+from tests.contract.awaiting import awaited
 from tests.contract.data import datum, logprobs, sentences, train
-from tests.contract.stack import BASE
+from tests.contract.stack import BASE, Stack
+from tests.unit.workers.conftest import await_true
 
 PROMPT = types.ModelInput.from_ints(sentences(1)[0])
 GREEDY = types.SamplingParams(max_tokens=6, temperature=0.0, stop=[])
@@ -158,3 +161,24 @@ def test_the_end_of_a_prompt_is_scored_alone_through_compute_logprobs(sampling: 
 def test_a_k_beyond_the_vocabulary_is_refused_by_name(sampling: tinker.SamplingClient):
     with pytest.raises(tinker.BadRequestError, match="topk_sample_logprobs 100000"):
         sampling.sample(PROMPT, 1, types.SamplingParams(max_tokens=1), topk_sample_logprobs=100_000).result()
+
+
+def test_a_sample_that_is_given_up_stops_in_the_engine_and_the_next_one_runs(
+    stack: Stack, service: tinker.ServiceClient
+):
+    base = service.create_sampling_client(base_model=BASE).result()
+    endless = types.SamplingParams(max_tokens=400, temperature=1.0, stop=[])
+    given_up = base.sample(PROMPT, num_samples=512, sampling_params=endless).future()
+    with stack.redis() as client:
+        running = keys.lease(f"{base._sampling_session_id}:0")
+        await_true(lambda: client.exists(running) and awaited(stack.url, base), "it never ran")
+    assert given_up.cancel()
+    await_true(lambda: stopped(stack, f"{base._sampling_session_id}:0"), "it was not stopped")
+    (sequence,) = base.sample(PROMPT, num_samples=1, sampling_params=GREEDY).result().sequences
+    assert len(sequence.tokens) == GREEDY.max_tokens
+
+
+def stopped(stack: Stack, request_id: str) -> bool:
+    """Whether its sampler says so."""
+    lines = (line for log in (stack.data_dir / "logs").glob("sampler*") for line in log.read_text().splitlines())
+    return any("sample stopped" in line and request_id in line for line in lines)

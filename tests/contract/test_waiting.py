@@ -10,7 +10,6 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
-import requests
 import tinker
 from tinker import types
 
@@ -21,6 +20,7 @@ from app.domain.sampling import SampledSequence, SampleOutput, SampleRequest
 from app.stores.interfaces import Pending
 from app.wire.results import encode_sample
 from tests.api_server import BASE, KEY, ApiServer, start_api
+from tests.contract.awaiting import awaited, held_polls
 from tests.unit.workers.conftest import await_true
 
 FORMS = {"one poll for all": "batch_polls = true", "a poll each": "batch_polls = false"}
@@ -88,7 +88,18 @@ def test_samples_that_are_put_off_come_back_and_every_one_has_its_own_result(
     await_true(lambda: len(waiting(api)) == 8, "the queue never filled")
     with sampler(api):
         assert [tokens(found) for found in asked] == [[token] for token in range(20)]
+    ids = {found.result().sequences[0].sequence_id.removesuffix("-0") for found in asked}
+    assert {int(id_.rpartition(":")[2]) for id_ in ids} == set(range(20)), "none used a second seq"
     assert waiting(api) == []
+
+
+def test_a_clients_samples_cost_one_held_poll_or_one_each(api: ApiServer, sampling: tinker.SamplingClient):
+    asked = [sample(sampling, token) for token in range(6)]
+    in_one = sampling.holder.get_client_config().sample_use_retrieve_futures
+    await_true(lambda: awaited(api.url, sampling) == 6, "the SDK never waited for them")
+    await_true(lambda: held_polls(api.url) == (1 if in_one else 6), "another number of polls is held")
+    with sampler(api):
+        assert [tokens(found) for found in asked] == [[token] for token in range(6)]
 
 
 def test_results_that_were_there_before_anybody_waited_arrive(api: ApiServer, sampling: tinker.SamplingClient):
@@ -108,7 +119,7 @@ def test_a_sample_nobody_awaits_any_more_is_cancelled_and_the_others_go_on(
     api: ApiServer, sampling: tinker.SamplingClient
 ):
     asked = [sample(sampling, token) for token in range(4)]
-    await_true(lambda: len(waiting(api)) == 4, "they never came")
+    await_true(lambda: awaited(api.url, sampling) == 4, "the SDK never waited for them")
     for given_up in asked[::2]:
         assert given_up.cancel()
     await_true(lambda: len(waiting(api)) == 2, "they were not cancelled")
@@ -143,7 +154,6 @@ def test_without_a_sampler_the_sdk_tells_its_user_so(
     api: ApiServer, sampling: tinker.SamplingClient, caplog: pytest.LogCaptureFixture
 ):
     """Where it polls for each sample: an answer to a batch poll has no place for it."""
-    config = requests.post(f"{api.url}/api/v1/client/config", json={}, headers={"X-API-Key": KEY}, timeout=30).json()
     asked = sample(sampling, 1)
     await_true(lambda: waiting(api), "it never came")
     record = api.records.get(Worker.namespace, "sampler-0@test")
@@ -151,7 +161,7 @@ def test_without_a_sampler_the_sdk_tells_its_user_so(
     api.records.delete(Worker.namespace, "sampler-0@test")
     try:
         with caplog.at_level(logging.WARNING):
-            if not config["sample_use_retrieve_futures"]:
+            if not sampling.holder.get_client_config().sample_use_retrieve_futures:
                 await_true(lambda: f"no sampler of {BASE} is running" in caplog.text, "it was not told")
     finally:
         api.records.put(Worker.namespace, "sampler-0@test", record)

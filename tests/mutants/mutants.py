@@ -11,6 +11,9 @@ _LUA = "app/stores/redis/lua"
 # Without the fixtures of the API's own tests, which take seconds to load.
 _STORES = "--confcutdir=tests/unit/app/stores -p tests.unit.conftest tests/unit/app/stores/redis"
 _OPLOG, _RESULTS = f"{_STORES}/test_oplog.py", f"{_STORES}/test_results.py"
+_SAMPLES = f"{_STORES}/test_samples.py"
+_SAMPLING = "tests/property/test_sampling.py"
+_CANCELLING = "tests/unit/workers/test_cancelling.py"
 _JOURNAL = "tests/property/test_journal.py"
 _RECOVERY = "tests/property/test_recovery.py"
 _CHECKPOINTS = "tests/property/test_checkpoints.py"
@@ -400,10 +403,52 @@ MUTANTS = (
     ),
     # Samples.
     Mutant(
-        "finish_sample: the first result stays",
-        f"{_LUA}/finish_sample.lua",
-        "if redis.call('HGET', future, 'state') ~= 'pending' then return 0 end",
+        "close_sample: the first result stays",
+        f"{_LUA}/prelude.lua",
+        "if redis.call('HGET', future, 'state') ~= 'pending' then return false end",
         "",
         f"{_RESULTS}::test_a_sample_is_deduplicated_claimed_once_and_its_first_result_stays",
+    ),
+    Mutant(
+        "leave_queue: what a request took is given back",
+        f"{_LUA}/prelude.lua",
+        "    redis.call('HINCRBY', 'tinsmith:sampling_tokens', queue, -tokens)\n",
+        "",
+        f"{_SAMPLES}::test_what_is_finished_makes_room_and_exactly_as_much_as_it_took",
+    ),
+    Mutant(
+        "note_completion: a client is told",
+        f"{_LUA}/prelude.lua",
+        "  note_completion(sampler, seq, request, keep_s)\n",
+        "",
+        _SAMPLING,
+    ),
+    Mutant(
+        "abort_sample: its worker is told",
+        f"{_LUA}/prelude.lua",
+        "  if closed then redis.call('PUBLISH', 'tinsmith:aborted', request) end\n",
+        "",
+        f"{_SAMPLES}::test_a_cancelled_request_fails_as_the_users_doing_and_never_runs",
+    ),
+    Mutant(
+        "abort_samples: a session that lives again",
+        f"{_LUA}/abort_samples.lua",
+        "not session or redis.call('ZSCORE', 'tinsmith:sessions_ended', cjson.decode(session))",
+        "true",
+        f"{_SAMPLES}::test_a_session_that_a_new_sample_brought_back_keeps_what_waits",
+    ),
+    Mutant(
+        "acknowledge: unfinished requests stay",
+        "app/stores/redis/completions.py",
+        "xx=True, ",
+        "",
+        f"{_STORES}/test_completions.py::test_an_acknowledged_result_goes_soon_and_an_unfinished_request_stays",
+    ),
+    Mutant(
+        "leases: whoever lost one is told",
+        "workers/leases.py",
+        "        for tell in lost:\n            tell()\n",
+        "",
+        f"{_CANCELLING}::test_a_worker_that_missed_the_message_learns_of_it_from_its_lease",
     ),
 )

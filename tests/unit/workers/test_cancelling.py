@@ -7,7 +7,7 @@ import random
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -15,10 +15,13 @@ import pytest
 import redis
 
 from app.domain import codec
+from app.domain.base_models import BaseModelInfo
 from app.domain.records import Sampler, dump
 from app.domain.results import Result
 from app.domain.sampling import SampledSequence, SampleOutput, SampleRequest
-from app.settings import EngineSettings
+from app.doorbell import celery_app
+from app.settings import BaseModelSettings, EngineSettings, RedisSettings, Settings
+from app.stores.interfaces import Entry
 from app.stores.objects.folder import FolderStore
 from app.stores.redis import keys
 from app.stores.redis.channel import Channel
@@ -26,7 +29,11 @@ from app.stores.redis.client import connect
 from app.stores.redis.oplog import RedisOpLog
 from app.stores.redis.records import RedisRecords
 from tests.unit.workers.conftest import await_true
+from workers import runtime
+from workers.adapter_files import AdapterFiles
+from workers.adapter_turns import AdapterTurns
 from workers.adapters import Adapters
+from workers.handover.folder import HandoverFolder
 from workers.leases import LeaseKeeper
 from workers.outcome import NotNow
 from workers.sample_runner import SampleRunner
@@ -58,8 +65,16 @@ class HeldBackend:
             raise Aborted("stopped")
         return OUTPUT
 
+    def open(self) -> BaseModelInfo:
+        return BaseModelInfo("base", "Qwen3ForCausalLM", 320, 512, "float32", ())
+
     def healthy(self) -> bool:
         return True
+
+    def describe(self) -> dict[str, object]:
+        return {}
+
+    def close(self) -> None: ...
 
     def load(self, adapter_id: str, folder: Path) -> None: ...
 
@@ -86,8 +101,11 @@ class Samplers:
             channel = Channel(connect(self.url), keys.ABORTED_CHANNEL, watches.abort)
             channel.start()
             assert channel.listening.wait(10)
-        adapters = Adapters(backend, FolderStore(self.folder, "secret", "http://x"), self.folder / worker, 4)
-        return SampleRunner(self.oplog, RedisRecords(self.client), backend, adapters, keeper, worker, watches)
+        records, store = RedisRecords(self.client), FolderStore(self.folder, "secret", "http://x")
+        nearby = HandoverFolder(self.folder / "handover" / worker, 2**30)
+        files = AdapterFiles(store, records, nearby, self.folder / "cache" / worker, 2**30, print)
+        adapters = Adapters(backend, files, AdapterTurns(4), 4)
+        return SampleRunner(self.oplog, records, backend, adapters, keeper, worker, watches)
 
     def admit(self, seq: int) -> str:
         payload = codec.encode(REQUEST)
@@ -144,6 +162,49 @@ def test_a_cancelled_request_is_stopped_in_the_engine_and_nothing_more_is_writte
     assert is_cancelled(came[0])
     assert samplers.client.hgetall(keys.future(request)) == before
     assert samplers.client.keys("*op:*") == []
+
+
+def test_what_is_cancelled_just_after_its_worker_took_it_is_stopped_too(
+    samplers: Samplers, monkeypatch: pytest.MonkeyPatch
+):
+    silent = replace(samplers, settings=EngineSettings(lease_s=3600))  # so that its lease tells it nothing
+    request = samplers.admit(0)
+    runner = silent.start(HeldBackend(), "s/1", deaf=True)
+    claim = samplers.oplog.claim_sample
+
+    def claimed_and_cancelled(request_id: str, worker: str) -> Entry | None:
+        entry = claim(request_id, worker)
+        samplers.oplog.cancel_sample(request_id)
+        runner._watches.abort(request_id)  # the message comes before anything else happens here
+        return entry
+
+    monkeypatch.setattr(samplers.oplog, "claim_sample", claimed_and_cancelled)
+    thread, came = in_thread(lambda: runner.handle(request, SESSION, "sample"))
+    thread.join(30)
+    assert is_cancelled(came[0])
+
+
+def test_a_sampler_as_it_is_started_hears_of_what_is_cancelled(
+    samplers: Samplers, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    backend = HeldBackend()
+    monkeypatch.setattr("workers.sampling.factory.create", lambda _: backend)
+    base = BaseModelSettings(name="base", path="x")
+    silent = EngineSettings(lease_s=3600)  # so that its lease tells it nothing
+    settings = Settings(
+        data_dir=tmp_path, redis=RedisSettings(url=samplers.url), engine=silent, base_models=(base,), url_secret="s"
+    )
+    parts = runtime.parts(settings, celery_app(settings), "s")
+    started = runtime.sampler(settings, base, parts, "s", "sample.base")
+    request = samplers.admit(0)
+    thread, came = in_thread(lambda: started.handle(request, SESSION, "sample"))
+    await_true(lambda: backend.begun, "it never ran")
+    samplers.oplog.cancel_sample(request)
+    thread.join(10)
+    backend.release.set()
+    started.close()
+    assert backend.aborted == [REQUEST.seed]
+    assert is_cancelled(came[0])
 
 
 def test_the_other_requests_of_the_engine_go_on(samplers: Samplers):
