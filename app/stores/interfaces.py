@@ -196,9 +196,9 @@ class OpLog(Protocol):
     def admit_sample(
         self, request_id: str, parent_id: str, owner: str, queue: str, payload: bytes, digest: str
     ) -> Admission:
-        """A sampling future: deduplicated like an Op, but in no order. Its adapter's version is fixed here: its sampler's,
-        or the newest of the model that this one follows. Raises BadRequest on other content, TooLarge, and Unavailable while
-        there is no room."""
+        """A sampling future: deduplicated like an Op, but in no order. Its adapter's version is fixed here: that of its
+        sampler, or the newest of the model it follows. Raises BadRequest on other content, TooLarge, and Unavailable
+        while there is no room."""
         ...
 
     def claim_sample(self, request_id: str, worker: str) -> Entry | None:

@@ -20,6 +20,7 @@ from ops.bench import (
     api_body,
     api_start,
     ddp,
+    handover,
     machine,
     memory,
     merged,
@@ -47,6 +48,7 @@ BENCHES: Mapping[str, Callable[[Path], Outcome]] = {
     "recovery": recovery.run,
     "snapshots": snapshots.run,
     "saves": saves.run,
+    "handover": handover.run,
 }
 _OUT = Path(__file__).parent / "results"
 # Not the system's temporary folder: that may lie in memory, where the journal's fsync costs nothing.

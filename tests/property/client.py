@@ -151,7 +151,9 @@ class Client:
             case "step":
                 return optim_step()
             case "hand over":
-                return SaveWeights("sampler_weights", f"ephemeral-{number:03}", sampling_session_id=self._sampler(number))
+                return SaveWeights(
+                    "sampler_weights", f"ephemeral-{number:03}", sampling_session_id=self._sampler(number)
+                )
             case "save":
                 return SaveWeights("weights", f"save-{number:03}")
             case "forward":

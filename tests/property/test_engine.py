@@ -133,8 +133,8 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(model=PICKS, node=st.sampled_from(NODES), what=TROUBLES, offset=OFFSETS)
     def trouble(self, model: int, node: str, what: str, offset: int) -> None:
         """`restart`: another process takes the node's place, and the one before may go on for a while (`zombie`), with
-        snapshots and saves that come late. `stop`: it ends in order. `renew`: what the keeper's own thread does. `wipe`:
-        the node's machine forgets what was in its memory.
+        snapshots and saves that come late. `stop`: it ends in order. `renew`: what the keeper's own thread does.
+        `wipe`: the node's machine forgets what was in its memory.
         """
         trainer, client = self.trainers[node], self._client(model)
         match what:
