@@ -22,6 +22,7 @@ from ops.bench import (
     api_start,
     ddp,
     first_token,
+    handover,
     machine,
     memory,
     merged,
@@ -55,6 +56,7 @@ BENCHES: Mapping[str, Callable[[Path], Outcome]] = {
     "adapters": adapters.run,
     "first_token": first_token.run,
     "rl_loop": rl_loop.run,
+    "handover": handover.run,
 }
 _OUT = Path(__file__).parent / "results"
 # Not the system's temporary folder: that may lie in memory, where the journal's fsync costs nothing.

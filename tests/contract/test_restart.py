@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -13,8 +14,10 @@ import pytest
 import tinker
 from tinker import types
 
+from app.domain.records import Handover, Sampler, dump, load
 from app.stores.redis import keys
 from app.stores.redis.client import connect
+from app.stores.redis.records import RedisRecords
 from tests.contract.data import logprobs, sentences, supervised, train
 from tests.contract.stack import BASE, Stack, running
 from tests.servers import free_port
@@ -27,7 +30,14 @@ def light(tmp_path_factory: pytest.TempPathFactory, base_path: Path) -> Iterator
     """Two plain-torch trainers and the light sampler: the processes die here, not the kernels."""
     folder = tmp_path_factory.mktemp("light") / "data"
     trainer = 'backend = "torch"\ncount = 2'
-    stack = Stack(folder, base_path, free_port(), trainer, 'backend = "transformers"', "[engine]\nlease_s = 3.0")
+    stack = Stack(
+        folder,
+        base_path,
+        free_port(),
+        trainer,
+        'backend = "transformers"',
+        "[engine]\nlease_s = 3.0\nring_again_s = 2.0",
+    )
     with running(stack):
         yield stack
 
@@ -45,9 +55,12 @@ def undisturbed(service: tinker.ServiceClient, steps: int) -> np.ndarray:
 
 
 def children(stack: Stack, words: str) -> list[psutil.Process]:
+    """Known by their node names: Celery may put a title in the place of the command line, and both have the name."""
     assert stack.process is not None
-    found = psutil.Process(stack.process.pid).children(recursive=True)
-    return [child for child in found if words in " ".join(child.cmdline())]
+    running = psutil.Process(stack.process.pid).children(recursive=True)
+    found = [child for child in running if words in " ".join(child.cmdline())]
+    assert found, f"no {words!r} among {[child.cmdline() for child in running]}"
+    return found
 
 
 def await_true(what: Callable[[], bool], seconds: float = 60) -> None:
@@ -61,7 +74,7 @@ def test_a_killed_trainer_changes_no_result(service: tinker.ServiceClient, light
     expected = undisturbed(service, 6)
     client = service.create_lora_training_client(base_model=BASE, rank=4, seed=5).result()
     train(client, 3)
-    for trainer in children(light, "workers.trainer"):
+    for trainer in children(light, "trainer-"):
         trainer.send_signal(signal.SIGKILL)
     train(client, 3)
     found = logprobs(client.forward(supervised(seed=8), "cross_entropy").result())
@@ -73,7 +86,7 @@ def test_a_killed_sampler_loses_no_request(service: tinker.ServiceClient, light:
     params = types.SamplingParams(max_tokens=200, temperature=1.0, seed=3, stop=[])
     before = client.sample(PROMPT, 2, params).result()
     pending = [client.sample(PROMPT, 2, params) for _ in range(4)]
-    for sampler in children(light, "workers.sampler"):
+    for sampler in children(light, "sampler-"):
         sampler.send_signal(signal.SIGKILL)
     for future in pending:
         assert [s.tokens for s in future.result().sequences] == [s.tokens for s in before.sequences]
@@ -81,7 +94,7 @@ def test_a_killed_sampler_loses_no_request(service: tinker.ServiceClient, light:
 
 def test_lost_messages_are_rung_again(service: tinker.ServiceClient, light: Stack):
     client = service.create_lora_training_client(base_model=BASE, rank=4).result()
-    trainers = children(light, "workers.trainer")
+    trainers = children(light, "trainer-")
     for trainer in trainers:
         trainer.suspend()
     pending = [client.forward_backward(supervised(), "cross_entropy") for _ in range(3)]
@@ -113,3 +126,25 @@ def _alive(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def test_weights_that_were_never_uploaded_are_made_again_when_a_sampler_misses_them(
+    service: tinker.ServiceClient, light: Stack
+):
+    """As if everything had been killed between their commit and their upload, and the machine started again."""
+    client = service.create_lora_training_client(base_model=BASE, rank=4, seed=7).result()
+    train(client, 2)
+    sampling = client.save_weights_and_get_sampling_client().result()
+    scored = sampling.compute_logprobs(PROMPT).result()
+    with light.redis() as redis:
+        records, model_id = RedisRecords(redis), client.model_id
+        await_true(lambda: not list(records.list(Handover.namespace)))
+        samplers = [load(Sampler, fields) for _, fields in records.list(Sampler.namespace)]
+        (prefix,) = [one.prefix for one in samplers if f"/{model_id}/" in one.prefix]
+        for process in (*children(light, "trainer-"), *children(light, "sampler-")):
+            process.kill()
+        records.put(Handover.namespace, prefix, dump(Handover(model_id, 5)))
+        shutil.rmtree(light.data_dir / "objects" / prefix)
+        shutil.rmtree(light.settings().handover_dir, ignore_errors=True)
+        assert sampling.compute_logprobs(PROMPT).result() == scored
+        assert not list(records.list(Handover.namespace))

@@ -60,15 +60,16 @@ def _train_and_save(run: Run, service: Service) -> None:
     service.run_to(run.admit(backward(0), backward(1), optim_step()))
     service.run_to(run.admit(SaveWeights("weights", "kept"), backward(2), optim_step()))
     service.await_snapshot(run.last)
-    service.run_to(run.admit(SaveWeights("sampler_weights", "sampler"), backward(3)))
+    service.run_to(run.admit(SaveWeights("sampler_weights", "sampler"), run.hand_over(0), backward(3)))
 
 
 def _load_and_end(run: Run, service: Service) -> None:
     load = LoadWeights(run.path("kept"), optimizer=True, prefix=run.prefix("kept"))
     service.run_to(run.admit(load))
     service.await_snapshot(run.last)
-    service.run_to(run.admit(backward(4), optim_step(), SaveWeights("weights", "final")))
+    service.run_to(run.admit(backward(4), run.hand_over(1), optim_step(), SaveWeights("weights", "final")))
     service.await_snapshot(run.last - 1)
+    service.await_uploads()
 
 
 @pytest.mark.timeout(_LIMIT_S)

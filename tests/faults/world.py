@@ -18,8 +18,8 @@ from app import ids
 from app.domain import codec
 from app.domain.batch import Batch, Ragged
 from app.domain.checkpoints import MANIFEST
-from app.domain.ops import AdamParams, CreateModel, ForwardBackward, LoraSpec, ModelSpec, Op, OptimStep
-from app.domain.records import Checkpoint, Model, dump
+from app.domain.ops import AdamParams, CreateModel, ForwardBackward, LoraSpec, ModelSpec, Op, OptimStep, SaveWeights
+from app.domain.records import Checkpoint, Handover, Model, Sampler, dump
 from app.settings import Settings
 from app.stores import objects
 from app.stores.redis import keys
@@ -154,7 +154,8 @@ class Run:
         found = self.world.oplog.outcome(self.request_id(seq))
         assert found is not None, f"seq {seq} has no result"
         text = b"failed " if found.failed else b"done "
-        return text + found.body.replace(self.model_id.encode(), b"M")
+        session = ids.session_of(self.model_id)
+        return text + found.body.replace(self.model_id.encode(), b"M").replace(f'"{session}:'.encode(), b'"S:')
 
     def prefix(self, name: str, kind: str = "weights") -> str:
         """Where a named checkpoint lies."""
@@ -180,6 +181,7 @@ class Run:
             "applied": self.head()["applied"],
             "results": {(seq, kind): self.result(seq) for seq, kind in enumerate(self.kinds)},
             "checkpoints": {path.replace(self.model_id, "M"): self.files(self._stored_prefix(path)) for path in listed},
+            "samplers": {name.rpartition(":")[2]: self.files(prefix) for name, prefix in self._samplers()},
         }
 
     def check_objects(self) -> None:
@@ -190,7 +192,8 @@ class Run:
             self._stored_prefix(p) for p, _ in self.world.records.list(Checkpoint.namespace) if self.model_id in p
         }
         snapshot = {self.head()["snapshot"]} - {""}
-        assert listed | snapshot <= visible
+        samplers = {prefix for _, prefix in self._samplers()}
+        assert listed | snapshot | samplers <= visible
         for checkpoint in visible:
             assert self.files(checkpoint)
 
@@ -204,6 +207,19 @@ class Run:
                 return
             time.sleep(0.02)
         raise AssertionError(f"seq {seq} could not be admitted")
+
+    def hand_over(self, number: int) -> SaveWeights:
+        """A save for a sampling session of this number."""
+        session = ids.sampling_session_id(ids.session_of(self.model_id), number)
+        return SaveWeights("sampler_weights", f"ephemeral-{number}", sampling_session_id=session)
+
+    def waiting_uploads(self) -> list[str]:
+        """Prefixes of what was handed over and is not in the object store yet."""
+        return [prefix for prefix, _ in self.world.records.list(Handover.namespace, f"models/{self.model_id}/")]
+
+    def _samplers(self) -> list[tuple[str, str]]:
+        stored = self.world.records.list(Sampler.namespace, ids.sampler_prefix(ids.session_of(self.model_id)))
+        return [(name, str(json.loads(fields["prefix"]))) for name, fields in stored]
 
     def _stored_prefix(self, path: str) -> str:
         stored = self.world.records.get(Checkpoint.namespace, path)
@@ -282,6 +298,18 @@ class Service:
         """Only a worker nothing happened to owes one."""
         if not self.deaths:
             self.run.await_snapshot(seq, self.worker)
+
+    def await_uploads(self) -> None:
+        """Until all that was handed over is in the object store. For a worker that died the model is rung, as a sampler
+        does that misses something."""
+        if not self.deaths:
+            waits = self.run.waiting_uploads
+            await_true(lambda: not self.worker.alive or not waits(), f"{waits()} are uploaded")
+        deadline = time.monotonic() + WITHIN_S
+        while self.run.waiting_uploads():
+            assert time.monotonic() < deadline, f"in vain for {WITHIN_S} s: {self.run.waiting_uploads()} are uploaded"
+            self.run_to(self.run.last)
+            time.sleep(0.02)
 
     def close(self) -> None:
         try:

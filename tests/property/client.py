@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import math
@@ -10,7 +11,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from app.domain.ops import LoadWeights, Op, SaveWeights
-from app.domain.records import Checkpoint, load
+from app.domain.records import Checkpoint, Handover, Sampler, load
 from app.domain.results import Result
 from app.errors import BadRequest
 from app.stores.interfaces import RefusalKind
@@ -19,6 +20,7 @@ from tests.property.reference import Reference
 from tests.property.vector_backend import BREAKING, POISON, State, backward, optim_step
 from tests.property.world import CREATE, TrainerWorld
 from workers import checkpoints
+from workers.training.base import ADAPTER_FILE
 
 # Of a gradient's size, for passes that were shared.
 _BOUND = 1e-5
@@ -111,6 +113,33 @@ class Client:
             for name in ("weight", "moment", "gradient"):
                 assert math.isclose(getattr(found, name), getattr(wanted, name), rel_tol=_BOUND, abs_tol=_BOUND)
 
+    def check_hand_overs(self, exact: bool) -> None:
+        """Every adapter a sampler was given is in the object store, and is what the model was at that save."""
+        reference = Reference(self.model, exact)
+        assert not list(self.world.records.list(Handover.namespace, f"models/{self.model}/"))
+        for seq, op in self.plan.items():
+            if seq in self.refused:
+                reference.consumed(self.refused[seq])
+                continue
+            reference.ran(seq, op, self.seen[seq])
+            if isinstance(op, SaveWeights) and op.sampling_session_id and not self.seen[seq].failed:
+                self._check_hand_over(op.sampling_session_id, reference.state, exact)
+
+    def _check_hand_over(self, sampler: str, wanted: State, exact: bool) -> None:
+        stored = self.world.records.get(Sampler.namespace, sampler)
+        assert stored is not None, f"{sampler} is not known"
+        prefix = load(Sampler, stored).prefix
+        manifest = checkpoints.read_manifest(self.world.store, prefix)
+        content = self.world.store.read(f"{prefix}/{ADAPTER_FILE}")
+        assert hashlib.sha256(content).hexdigest() == manifest.files[ADAPTER_FILE].sha256, "two writers' files"
+        adapter = json.loads(content)
+        assert adapter["steps"] == wanted.steps, "effects counted once"
+        if exact:
+            assert float.fromhex(adapter["weight"]) == wanted.weight
+
+    def _sampler(self, number: int) -> str:
+        return f"{self.model.replace('train', 'sample')}{number:03}"
+
     def _op(self, kind: str) -> Op:
         number = next(self._numbers)
         match kind:
@@ -121,6 +150,10 @@ class Client:
                 return LoadWeights(path, optimizer=number % 2 == 0, prefix=prefix)
             case "step":
                 return optim_step()
+            case "hand over":
+                return SaveWeights(
+                    "sampler_weights", f"ephemeral-{number:03}", sampling_session_id=self._sampler(number)
+                )
             case "save":
                 return SaveWeights("weights", f"save-{number:03}")
             case "forward":

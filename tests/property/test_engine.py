@@ -17,6 +17,7 @@ import redis
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from app.domain.records import Sampler
 from app.stores.interfaces import RefusalKind
 from tests.property.client import Client
 from tests.property.faults import Fault
@@ -26,7 +27,10 @@ from tests.property.world import MODEL, Trainer, TrainerWorld
 NODES = ("a", "b")
 MODELS = (MODEL, "session:train:1", "session:train:2")
 KINDS = st.sampled_from(
-    ["backward", "backward", "backward", "step", "step", "forward", "save", "save", "load", "poison", "breaking"]
+    [
+        *("backward", "backward", "backward", "step", "step", "forward", "save", "save", "hand over", "hand over"),
+        *("load", "poison", "breaking"),
+    ]
 )
 FAULTS = st.sampled_from([Fault.NONE, Fault.NONE, *Fault])
 # An Op makes up to nine calls to the outside, a restore some more; and others have their turns.
@@ -35,7 +39,7 @@ OFFSETS = st.integers(0, 4)
 PICKS = st.integers(0, len(MODELS) - 1)
 # More often than not the models are together.
 RUNG = st.sampled_from(["a", "a", "a", "b"])
-TROUBLES = st.sampled_from(["restart", "stop", "idle", "lapse", "renew", "zombie", "lag", "catch up", "tick"])
+TROUBLES = st.sampled_from(["restart", "stop", "idle", "lapse", "renew", "zombie", "lag", "catch up", "tick", "wipe"])
 REFUSALS = st.sampled_from(get_args(RefusalKind))
 RING_LIMIT = 60
 
@@ -63,8 +67,9 @@ class EngineMachine(RuleBasedStateMachine):
         self.trainers = {node: self.world.trainer(node) for node in NODES}
         self.zombies: list[Trainer] = []
         self.troubles = 0
-        # In every example a pass is shared, where that is on, and a step runs beside a save.
+        # In every example a pass is shared, where that is on, a step runs beside a save, and a hand-over is lost.
         self.all_call_and_ring(["backward", "save", "step"], "a", Fault.NONE, 0)
+        self._lose_a_hand_over("a", self.clients[0])
 
     def teardown(self) -> None:
         if not hasattr(self, "world"):
@@ -129,6 +134,7 @@ class EngineMachine(RuleBasedStateMachine):
     def trouble(self, model: int, node: str, what: str, offset: int) -> None:
         """`restart`: another process takes the node's place, and the one before may go on for a while (`zombie`), with
         snapshots and saves that come late. `stop`: it ends in order. `renew`: what the keeper's own thread does.
+        `wipe`: the node's machine forgets what was in its memory.
         """
         trainer, client = self.trainers[node], self._client(model)
         match what:
@@ -147,6 +153,9 @@ class EngineMachine(RuleBasedStateMachine):
                     late.background.catch_up()
             case "tick":
                 trainer.runner.see_to_saves()
+                trainer.discard_incomplete()
+            case "wipe":
+                trainer.wipe()
             case "lapse":
                 self.troubles += 1
                 self.world.lapse()
@@ -179,6 +188,15 @@ class EngineMachine(RuleBasedStateMachine):
             self._ring(heir, client, client.last)
         self.zombies.append(heir)
         self.world.lapse()
+
+    def _lose_a_hand_over(self, node: str, client: Client) -> None:
+        """Its machine stops before the upload, and forgets what was in its memory."""
+        trainer = self.trainers[node]
+        trainer.background.lags = True
+        client.admit(client.call("hand over"))
+        self._ring(trainer, client, client.last)
+        trainer.wipe()
+        self._restart(node)
 
     def _ring_with(self, node: str, client: Client, pick: int = 0, fault: Fault = Fault.NONE, at: int = 0) -> None:
         trainer = self.trainers[node]
@@ -219,6 +237,8 @@ class EngineMachine(RuleBasedStateMachine):
         assert self.world.oplog.pending() == []
         for client in self.clients:
             client.check_results()
+            client.check_hand_overs(exact=self.form == "exact")
+        self.done["handed over"] += len(list(self.world.records.list(Sampler.namespace)))
 
     def _compare(self) -> None:
         for client in self.clients:
@@ -232,8 +252,10 @@ def test_each_op_has_its_effect_once_whatever_happens_to_workers(client: redis.R
     hit: Counter[Fault] = Counter()
     done: Counter[str] = Counter()
     space = {"client": client, "folder": tmp_path, "form": form, "hit": hit, "done": done}
-    run_machine(type("Engine", (EngineMachine,), space), short=12)
+    run_machine(type("Engine", (EngineMachine,), space), short=14)
     assert hit.total() >= 20, "too little went wrong to prove anything"
     assert done["ran"] >= 20, "too little was done to prove anything"
+    assert done["handed over"] >= 20, "too little was handed over to prove anything"
+    assert done["made again"] >= 10, "too few hand-overs were lost to prove anything"
     assert done["ahead"] >= 5, "too few Ops ran ahead of their commits to prove anything"
     assert form != "merged" or done["shared"] >= 10, "too few passes were shared to prove anything"

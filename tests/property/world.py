@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import math
 import random
+import shutil
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -67,6 +68,7 @@ class Trainer:
     keeper: LeaseKeeper
     background: Background
     faults: Faults
+    handovers: Handovers
     rung: list[tuple[str, str]]
 
     def ring(self, seq: int, kind: str = "forward_backward", model: str = MODEL) -> Result | None:
@@ -78,12 +80,21 @@ class Trainer:
             return self.runner.handle(ids.request_id(model, seq), model, kind)
         return None
 
+    def discard_incomplete(self) -> None:
+        """What a tick does about hand-overs that were lost."""
+        for model in self.handovers.lost():
+            self.owner.discard(model)
+
+    def wipe(self) -> None:
+        """Its machine's memory is lost."""
+        shutil.rmtree(self.handovers._folder.root, ignore_errors=True)
+
 
 @dataclass
 class TrainerWorld:
     """Shared by all workers. With `noise` every run of a batch gives other gradients. Up to `merged_tokens` of other
-    models share a pass. `done` counts the "shared" passes, and the Ops that were committed behind a save they ran
-    "ahead" of."""
+    models share a pass. `done` counts the "shared" passes, the Ops that were committed behind a save they ran "ahead"
+    of, and the hand-overs that had to be "made again"."""
 
     client: redis.Redis
     folder: Path
@@ -125,6 +136,14 @@ class TrainerWorld:
         machine = self.folder / ("machine b" if node == "b" else "machine a")
         with mock.patch("workers.handover.sending.Latest", background.latest):
             handovers = Handovers(store, self.records, HandoverFolder(machine / "handover", 2**30))
+        make_again = handovers.resume
+
+        def resume(model_id: str) -> dict[int, str]:
+            to_make = make_again(model_id)
+            self.done["made again"] += len(to_make)
+            return to_make
+
+        handovers.resume = resume  # type: ignore[method-assign]
         saver = Saver(watched_backend, self.records, store, handovers)
         executor = Executor(watched_backend, store, self.folder / "cache" / name, saver)
         folder = SnapshotFolder(machine / "snapshots", node)
@@ -157,7 +176,7 @@ class TrainerWorld:
         runner = TrainingRunner(
             oplog, owner, committer, watched_backend.healthy, parked, turns, saves, ring, queue, end
         )
-        return Trainer(name, runner, owner, drain, backend, keeper, background, faults, rung)
+        return Trainer(name, runner, owner, drain, backend, keeper, background, faults, handovers, rung)
 
     def lapse(self) -> None:
         """The owners slept past their leases, and do not know."""

@@ -24,6 +24,7 @@ from workers.training.base import Writer
 
 log = logging.getLogger(__name__)
 _CLOSE_S = 2.0
+_HANDED_OVER_S = 2.0
 _CLEAR_EVERY_S = 60.0
 
 
@@ -114,6 +115,8 @@ class SnapshotPipeline:
         prefix = checkpoints.prefix_for(model_id, SNAPSHOT, str(manifest.seq), manifest.generation)
         try:
             checkpoints.upload(self._saver.store, prefix, written.local.path, manifest)
+            # The journal is not trimmed before that; this saves coming back for it.
+            self._saver.handovers.finish(model_id, _HANDED_OVER_S)
             replaced = self._oplog.set_snapshot(written.lease, manifest.seq, prefix)
         except Fenced as fenced:
             # What was uploaded is swept as an orphan.

@@ -1,0 +1,75 @@
+"""How soon new weights can be sampled: from the call that saves them to their first token, less a token drawn anyway.
+
+SmolLM2-135M-Instruct with a rank-32 adapter, through the SDK, behind an `optim_step` that has its result. In it are the
+copy of the state, its way through shared memory ("write"), the commit, and the sampler's reading of it.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from statistics import median
+
+import tinker
+from tinker import types
+
+from ops.bench import batches, metrics, models, servers, timing
+from ops.bench.report import Goal, Outcome
+
+_ROWS, _LENGTH = 1, 64
+_PROMPT = 16
+_RANK = 32
+_ROUNDS = 12
+_SAVE = "save_weights"
+_GOAL_MS = 1000.0
+_ONE_TOKEN = types.SamplingParams(max_tokens=1, temperature=0.0)
+
+
+def run(folder: Path) -> Outcome:
+    base = models.bundled()
+    vocab_size = json.loads((Path(base.path) / "config.json").read_text())["vocab_size"]
+    with (
+        servers.running_stack(folder, base) as stack,
+        tinker.ServiceClient(base_url=stack.url, api_key=servers.API_KEY) as service,
+    ):
+        rounds = _Rounds(service, base.name, vocab_size)
+        rounds.run()
+        before = metrics.read(stack.trainer_metrics_url())
+        found = [rounds.run() for _ in range(_ROUNDS)]
+        after = metrics.read(stack.trainer_metrics_url())
+    stages = metrics.stages_ms(before, after, _SAVE)
+    stages["write"] = metrics.mean_ms(before, after, "tinsmith_op_stage_seconds", kind=_SAVE, stage="write")
+    return _outcome(found, stages)
+
+
+class _Rounds:
+    def __init__(self, service: tinker.ServiceClient, base: str, vocab_size: int) -> None:
+        self._training = service.create_lora_training_client(base_model=base, rank=_RANK).result()
+        self._data = batches.datums(batches.random_tokens(_ROWS, _LENGTH, vocab_size))
+        self._prompt = types.ModelInput.from_ints(list(range(100, 100 + _PROMPT)))
+
+    def run(self) -> tuple[float, float, float]:
+        """ms until the new weights have a client, until their first token, and of a token of theirs after that."""
+        self._training.forward_backward(self._data, batches.LOSS).result()
+        self._training.optim_step(batches.sdk_adam()).result()
+        clients: list[tinker.SamplingClient] = []
+        saved = timing.timed_ms(lambda: clients.append(self._training.save_weights_and_get_sampling_client().result()))
+        first, bare = (timing.timed_ms(lambda: self._draw(clients[0])) for _ in range(2))
+        return saved, saved + first, bare
+
+    def _draw(self, client: tinker.SamplingClient) -> None:
+        client.sample(self._prompt, num_samples=1, sampling_params=_ONE_TOKEN).result()
+
+
+def _outcome(found: list[tuple[float, float, float]], stages: dict[str, float]) -> Outcome:
+    added = [first - bare for _, first, bare in found]
+    saved, first, bare = (timing.summary(samples) for samples in zip(*found, strict=True))
+    figures = {
+        "rounds": len(found),
+        "saved_ms": saved,
+        "first_token_ms": first,
+        "bare_token_ms": bare,
+        "added_ms": timing.summary(added),
+        "save_stages_ms": stages,
+    }
+    return Outcome(figures, (Goal("hand-over, p50", median(added), "at_most", _GOAL_MS, "ms"),))

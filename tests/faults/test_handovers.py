@@ -1,0 +1,109 @@
+"""The object store hangs while weights are sampled that it does not have yet; whatever happens then, it gets them."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from app.settings import StoreSettings
+from tests.faults.conftest import NewWorld
+from tests.faults.proxy import Proxy
+from tests.faults.world import EVERY_STEP, Run, Service, World, await_true, backward, optim_step
+
+
+@pytest.fixture
+def proxy(server: StoreSettings) -> Iterator[Proxy]:
+    with Proxy(server.url) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def world(new_world: NewWorld, server: StoreSettings, proxy: Proxy) -> World:
+    """The workers reach the store through the proxy, the test straight."""
+    return new_world(store=server.model_dump(), store_url=proxy.url, **EVERY_STEP)
+
+
+def hand_over_and_go_on(run: Run) -> int:
+    run.admit(run.hand_over(0), backward(1), optim_step(), run.hand_over(1))
+    return run.admit(backward(2), optim_step())
+
+
+def undisturbed(world: World) -> object:
+    run = world.run("undisturbed")
+    service = Service.on(run, "reference")
+    run.admit(backward(0), optim_step())
+    service.run_to(hand_over_and_go_on(run))
+    service.await_uploads()
+    return run.state()
+
+
+def dies(run: Run, service: Service, proxy: Proxy) -> None:
+    service.worker.kill()
+    service.deaths += 1
+    proxy.go_on()
+    service.replace()
+
+
+def dies_with_its_memory(run: Run, service: Service, proxy: Proxy) -> None:
+    """As when the machine is started again: what was on the disk is still there."""
+    service.worker.kill()
+    service.deaths += 1
+    shutil.rmtree(run.world.folder / service.worker.node / "handover")
+    proxy.go_on()
+    service.replace()
+
+
+def ends_in_order(run: Run, service: Service, proxy: Proxy) -> None:
+    """What it cannot upload within its time is left to the next."""
+    proxy.refuse()
+    service.worker.close()
+    proxy.go_on()
+    service.start()
+    service.deaths += 1  # nobody rings that one
+
+
+def loses_the_store(run: Run, service: Service, proxy: Proxy) -> None:
+    proxy.refuse()
+    proxy.go_on()
+
+
+def loses_its_lease(run: Run, service: Service, proxy: Proxy) -> None:
+    """What it had begun to upload arrives while the heir makes it again."""
+    run.lapse()
+    heir = Service.on(run, "heir")
+    heir.deaths += 1
+    proxy.go_on()
+    heir.await_uploads()
+    service.worker = heir.worker
+
+
+@pytest.mark.parametrize(
+    ("what", "nodes"),
+    [
+        (dies, "a"),
+        (dies, "ab"),
+        (dies_with_its_memory, "a"),
+        (ends_in_order, "ab"),
+        (loses_the_store, "a"),
+        (loses_its_lease, "a"),
+    ],
+)
+def test_whatever_happens_before_the_upload_the_store_has_the_same_weights_in_the_end(
+    world: World, proxy: Proxy, what: Callable[[Run, Service, Proxy], None], nodes: str
+):
+    run = world.run("run")
+    service = Service.on(run, *nodes)
+    service.run_to(run.admit(backward(0), optim_step()))
+    service.await_snapshot(run.last)
+    proxy.stall()
+    service.run_to(hand_over_and_go_on(run))
+    await_true(lambda: len(run.waiting_uploads()) == 2, "both saves are committed, and neither is uploaded")
+    assert int(run.head()["snapshot_seq"]) == 2, "the journal keeps what makes them again"
+    what(run, service, proxy)
+    service.await_uploads()
+    assert run.state() == undisturbed(world)
+    run.check_objects()
+    service.run_to(run.admit(backward(3), optim_step()))
+    run.await_snapshot(run.last, service.worker)
