@@ -17,6 +17,7 @@ from app.stores.objects.folder import FolderStore
 from app.stores.redis import keys
 from app.stores.redis.oplog import RedisOpLog
 from app.stores.redis.payloads import RedisPayloads
+from app.stores.redis.token_streams import TokenStreams
 from app.wire import tinker_pb2 as pb
 from tests.unit.workers.conftest import BASE, World
 from workers.adapter_files import AdapterFiles
@@ -29,6 +30,7 @@ from workers.sample_runner import SampleRunner
 from workers.sampling.base import SamplerBackend
 from workers.sampling.factory import create
 from workers.sampling.watch import Watch
+from workers.token_publisher import TokenPublisher
 from workers.watches import Watches
 
 SESSION = "session:sample:0"
@@ -51,7 +53,8 @@ def runner(world: World, backend: SamplerBackend, worker: str) -> SampleRunner:
     nearby = HandoverFolder(world.folder / "handover" / worker, 2**30)
     files = AdapterFiles(store, world.records, nearby, world.folder / "cache", 2**30, print)
     adapters = Adapters(backend, files, AdapterTurns(4), 4)
-    return SampleRunner(world.oplog, world.records, backend, adapters, keeper, worker, Watches())
+    publisher = TokenPublisher(TokenStreams(world.client))
+    return SampleRunner(world.oplog, world.records, backend, adapters, keeper, worker, Watches(), publisher)
 
 
 def admit(world: World, seq: int, request: SampleRequest = REQUEST, prefix: str = "") -> str:
