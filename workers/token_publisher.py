@@ -34,14 +34,18 @@ class TokenPublisher:
     def watch(self, request_id: str) -> Told:
         """Takes a request's tokens from the engine's thread; it never blocks."""
         places: Counter[int] = Counter()
+        lost: set[int] = set()
 
         def told(index: int, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
+            if index in lost:  # behind a gap they are of no use to its reader
+                return
             drawn = Drawn(request_id, index, places[index], np.array(tokens, np.int32), np.array(logprobs, np.float32))
             places[index] += len(tokens)
             try:
                 self._waiting.put_nowait(drawn)
             except queue.Full:
-                log.warning("tokens wait too long to be sent; their readers wait for the result")
+                lost.add(index)
+                log.warning("too many tokens wait to be sent: %s ends with its result", request_id)
 
         return told
 
