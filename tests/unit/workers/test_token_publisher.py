@@ -68,9 +68,10 @@ class HangingStreams(TokenStreams):
 
     def __init__(self, client: redis.Redis) -> None:
         super().__init__(client)
-        self.release, self.failures = threading.Event(), 1
+        self.called, self.release, self.failures = threading.Event(), threading.Event(), 1
 
     def add(self, drawn: Iterable[Drawn]) -> None:
+        self.called.set()
         assert self.release.wait(30)
         if self.failures:
             self.failures -= 1
@@ -82,7 +83,9 @@ def test_a_state_server_that_hangs_or_fails_keeps_no_engine_waiting_and_ends_no_
     streams = HangingStreams(client)
     publisher = TokenPublisher(streams)
     told = publisher.watch("a:1")
-    for token in range(70_000):  # more than are kept for it
+    told(0, [1], [-1.0])
+    assert streams.called.wait(30)
+    for token in range(65_540):  # more than are kept for it
         told(0, [token], [-1.0])
     assert len(caplog.records) == 1
     streams.release.set()
