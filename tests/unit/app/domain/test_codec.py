@@ -66,7 +66,9 @@ def test_what_a_client_sends_cannot_become_another_type():
 
 def test_a_sampling_request_comes_back_with_all_it_asks():
     cells = Cells(np.array([5, -1]), np.array([0, 2, 2]), 7, np.array([6, 1]))
-    request = SampleRequest(np.array([1, 2, 3], np.int32), 4, 5, 6, 0.5, 0.9, 3, ("a",), (), True, True, 2, 8, cells, 9, 10)
+    request = SampleRequest(
+        np.array([1, 2, 3], np.int32), 4, 5, 6, 0.5, 0.9, 3, ("a",), (), True, True, 2, 8, cells, 9, 10
+    )
     back = codec.decode(codec.encode(request))
     for name in SampleRequest.__slots__:
         if name not in ("prompt", "prompt_targets"):

@@ -122,7 +122,12 @@ def test_everything_that_can_be_asked_reaches_the_sampler(api: Api) -> None:
     assert (request.prompt_logprobs, request.prompt_last_n, request.prompt_top) == (True, 2, 100)
     assert (request.sample_top, request.prompt_alternatives) == (VOCAB, 7)
     cells = request.prompt_targets
-    assert (cells.values.tolist(), cells.starts.tolist(), cells.width, cells.columns) == ([5, -1, 7, 8], [0, 2, 4], 2, None)
+    assert (cells.values.tolist(), cells.starts.tolist(), cells.width, cells.columns) == (
+        [5, -1, 7, 8],
+        [0, 2, 4],
+        2,
+        None,
+    )
 
 
 def test_sparse_targets_are_kept_as_sparse(api: Api) -> None:
