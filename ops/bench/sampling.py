@@ -55,7 +55,7 @@ def _sampling_client(service: tinker.ServiceClient, base: str) -> tinker.Samplin
     data = batches.datums(batches.random_tokens(2, 32, 1000))
     training.forward_backward(data, batches.LOSS).result()
     training.optim_step(batches.sdk_adam()).result()
-    return training.save_weights_and_get_sampling_client()
+    return training.save_weights_and_get_sampling_client().result()
 
 
 class _Sdk:
