@@ -46,7 +46,7 @@ def run(folder: Path) -> Outcome:
 
 
 def _step(client: tinker.TrainingClient, prompts: np.ndarray) -> None:
-    sampler = client.save_weights_and_get_sampling_client()
+    sampler = client.save_weights_and_get_sampling_client().result()
     params = types.SamplingParams(max_tokens=_TOKENS, stop=[])
     pending = [sampler.sample(types.ModelInput.from_ints(row.tolist()), _GROUP, params) for row in prompts]
     data = [
