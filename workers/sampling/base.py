@@ -3,7 +3,7 @@
 `sample` blocks and is called from many threads at once; the engine batches them. Adapters are immutable: one adapter
 id always means the same weights, so a request can be run again anywhere. No torch type crosses this seam.
 
-Every implementation passes tests/conformance/test_sampler_backend.py.
+Every implementation passes tests/conformance/test_sampler_*.py.
 """
 
 from __future__ import annotations

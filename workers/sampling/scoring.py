@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from app.domain.sampling import UNSCORED, Cells, SampledSequence, SampleOutput, SampleRequest, TokenLogprobs
+from app.errors import ServerOpError
 from workers.sampling.drawing import pick, tempered
 from workers.sampling.requests import alternatives_seed
 
@@ -91,7 +92,12 @@ class PromptScorer:
 def output(
     request: SampleRequest, sequences: Sequence[SampledSequence], flat: np.ndarray | None, cached_tokens: int = 0
 ) -> SampleOutput:
-    """The answer, from its samples and what a PromptScorer found: float32 [n], or None where nothing was `wanted`."""
+    """The answer, from its samples and what a PromptScorer found: float32 [n], or None where nothing was `wanted`.
+
+    Raises ServerOpError where something was and is not there.
+    """
+    if flat is None and wanted(request):
+        raise ServerOpError("the engine ran the prompt and gave no scores of it")
     rest = np.empty(0, np.float32) if flat is None else flat
     rows, top, drawn = len(request.prompt) - 1, request.prompt_top, request.prompt_alternatives
     targets = request.prompt_targets

@@ -125,21 +125,22 @@ def test_the_part_of_a_prompt_that_is_not_scored_is_run_in_larger_passes(sampler
 
 
 def test_the_rows_of_an_aborted_request_are_dropped_though_nobody_comes_behind_it(sampler):
-    watch, steps = Watch(), []
+    watch, steps, batch = Watch(), [], sampler._engine._batch
+    step = batch.step
 
-    def abort_at_the_fifth(input_ids: torch.Tensor) -> None:
-        steps.append(len(input_ids))
+    def abort_behind_the_fifth() -> None:
+        step()
+        steps.append(batch.occupied)
         if len(steps) == 5:
             watch.abort()
 
-    on_forward(sampler, abort_at_the_fifth)
+    batch.step = abort_behind_the_fifth
     with pytest.raises(Aborted):
         sampler.sample(None, ask(1, 2, num_samples=8, max_tokens=400), watch)
     deadline = time.monotonic() + 30
-    while sampler._engine._batch.occupied and time.monotonic() < deadline:
+    while len(steps) < 6 and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert not sampler._engine._batch.occupied
-    assert len(steps) == 5
+    assert steps == [True] * 5 + [False]
 
 
 def test_a_job_whose_rows_cannot_be_set_up_fails_alone(sampler, monkeypatch):

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from app.domain.sampling import UNSCORED, Cells, SampleOutput, SampleRequest
+from app.errors import ServerOpError
 from workers.sampling.scoring import PromptScorer, output, wanted
 
 CPU = torch.device("cpu")
@@ -76,3 +77,9 @@ def test_only_what_is_asked_of_the_prompt_needs_its_logits():
     for name, value in ALL.items():
         if name != "prompt_last_n":
             assert wanted(SampleRequest(PROMPT, 1, 1, 7, **{name: value}))
+
+
+def test_scores_that_are_missing_are_never_made_up():
+    with pytest.raises(ServerOpError, match="no scores"):
+        output(SampleRequest(PROMPT, 1, 1, 7, prompt_top=1), [], None)
+    assert output(SampleRequest(PROMPT, 1, 1, 7), [], None).prompt_top is None
