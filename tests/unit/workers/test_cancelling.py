@@ -20,6 +20,7 @@ from app.domain.records import Sampler, dump
 from app.domain.results import Result
 from app.domain.sampling import SampledSequence, SampleOutput, SampleRequest
 from app.doorbell import celery_app
+from app.errors import Unavailable
 from app.settings import BaseModelSettings, EngineSettings, RedisSettings, Settings
 from app.stores.interfaces import Entry
 from app.stores.objects.folder import FolderStore
@@ -182,6 +183,20 @@ def test_what_is_cancelled_just_after_its_worker_took_it_is_stopped_too(
     thread, came = in_thread(lambda: runner.handle(request, SESSION, "sample"))
     thread.join(30)
     assert is_cancelled(came[0])
+
+
+def test_what_is_cancelled_while_its_adapter_is_not_to_be_had_is_not_put_off(
+    samplers: Samplers, monkeypatch: pytest.MonkeyPatch
+):
+    request = samplers.admit(0)
+    runner = samplers.start(HeldBackend(), "s/1")
+
+    def away(prefix: str) -> None:
+        samplers.oplog.cancel_sample(request)
+        raise Unavailable("the store is away")
+
+    monkeypatch.setattr(runner._adapters, "use", away)
+    assert is_cancelled(runner.handle(request, SESSION, "sample"))
 
 
 def test_a_sampler_as_it_is_started_hears_of_what_is_cancelled(
