@@ -29,6 +29,7 @@ from app.stores.redis.channel import Channel
 from app.stores.redis.client import connect
 from app.stores.redis.oplog import RedisOpLog
 from app.stores.redis.records import RedisRecords
+from app.stores.redis.token_streams import TokenStreams
 from tests.unit.workers.conftest import await_true
 from workers import runtime
 from workers.adapter_files import AdapterFiles
@@ -39,6 +40,7 @@ from workers.leases import LeaseKeeper
 from workers.outcome import NotNow
 from workers.sample_runner import SampleRunner
 from workers.sampling.watch import Aborted, Watch
+from workers.token_publisher import TokenPublisher
 from workers.watches import Watches
 
 SESSION = "session:sample:0"
@@ -106,7 +108,8 @@ class Samplers:
         nearby = HandoverFolder(self.folder / "handover" / worker, 2**30)
         files = AdapterFiles(store, records, nearby, self.folder / "cache" / worker, 2**30, print)
         adapters = Adapters(backend, files, AdapterTurns(4), 4)
-        return SampleRunner(self.oplog, records, backend, adapters, keeper, worker, watches)
+        publisher = TokenPublisher(TokenStreams(self.client))
+        return SampleRunner(self.oplog, records, backend, adapters, keeper, worker, watches, publisher)
 
     def admit(self, seq: int) -> str:
         payload = codec.encode(REQUEST)
