@@ -61,19 +61,17 @@ class SampleRunner:
             self._keeper.add(request_id, asked, watch.abort)
             try:
                 self._finish(entry, sampling_session_id, watch)
-            except Aborted:
-                self._leave(request_id)
-            except Unavailable as reason:
-                self._oplog.put_off_sample(request_id, self._worker)
-                raise NotNow(f"{request_id}: {reason}") from None
+            except (Aborted, Unavailable) as reason:
+                self._leave(request_id, reason)
             finally:
                 self._keeper.drop(request_id)
 
-    def _leave(self, request_id: str) -> None:
-        """What was stopped has its result, or is another worker's. Raises NotNow if it is neither."""
-        log.info("sample stopped", extra={"request_id": request_id})
+    def _leave(self, request_id: str, reason: Exception) -> None:
+        """It was cancelled, or is another worker's, or is to be run later. Raises NotNow unless it was cancelled."""
+        log.info("sample stopped: %s", reason, extra={"request_id": request_id})
+        self._oplog.put_off_sample(request_id, self._worker)
         if self._oplog.outcome(request_id) is None:
-            raise NotNow(f"{request_id}: its lease was lost")
+            raise NotNow(f"{request_id}: {reason}")
 
     def _finish(self, entry: Entry, sampling_session_id: str, watch: Watch) -> None:
         started = time.monotonic()

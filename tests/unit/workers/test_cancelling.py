@@ -20,6 +20,7 @@ from app.domain.records import Sampler, dump
 from app.domain.results import Result
 from app.domain.sampling import SampledSequence, SampleOutput, SampleRequest
 from app.doorbell import celery_app
+from app.errors import Unavailable
 from app.settings import BaseModelSettings, EngineSettings, RedisSettings, Settings
 from app.stores.interfaces import Entry
 from app.stores.objects.folder import FolderStore
@@ -28,6 +29,7 @@ from app.stores.redis.channel import Channel
 from app.stores.redis.client import connect
 from app.stores.redis.oplog import RedisOpLog
 from app.stores.redis.records import RedisRecords
+from app.stores.redis.token_streams import TokenStreams
 from tests.unit.workers.conftest import await_true
 from workers import runtime
 from workers.adapter_files import AdapterFiles
@@ -38,6 +40,7 @@ from workers.leases import LeaseKeeper
 from workers.outcome import NotNow
 from workers.sample_runner import SampleRunner
 from workers.sampling.watch import Aborted, Watch
+from workers.token_publisher import TokenPublisher
 from workers.watches import Watches
 
 SESSION = "session:sample:0"
@@ -105,7 +108,8 @@ class Samplers:
         nearby = HandoverFolder(self.folder / "handover" / worker, 2**30)
         files = AdapterFiles(store, records, nearby, self.folder / "cache" / worker, 2**30, print)
         adapters = Adapters(backend, files, AdapterTurns(4), 4)
-        return SampleRunner(self.oplog, records, backend, adapters, keeper, worker, watches)
+        publisher = TokenPublisher(TokenStreams(self.client))
+        return SampleRunner(self.oplog, records, backend, adapters, keeper, worker, watches, publisher)
 
     def admit(self, seq: int) -> str:
         payload = codec.encode(REQUEST)
@@ -182,6 +186,20 @@ def test_what_is_cancelled_just_after_its_worker_took_it_is_stopped_too(
     thread, came = in_thread(lambda: runner.handle(request, SESSION, "sample"))
     thread.join(30)
     assert is_cancelled(came[0])
+
+
+def test_what_is_cancelled_while_its_adapter_is_not_to_be_had_is_not_put_off(
+    samplers: Samplers, monkeypatch: pytest.MonkeyPatch
+):
+    request = samplers.admit(0)
+    runner = samplers.start(HeldBackend(), "s/1")
+
+    def away(prefix: str) -> None:
+        samplers.oplog.cancel_sample(request)
+        raise Unavailable("the store is away")
+
+    monkeypatch.setattr(runner._adapters, "use", away)
+    assert is_cancelled(runner.handle(request, SESSION, "sample"))
 
 
 def test_a_sampler_as_it_is_started_hears_of_what_is_cancelled(
