@@ -99,7 +99,7 @@ class SampleRunner:
             raise ServerOpError(f"sampling session {sampling_session_id} is gone")
         request = codec.decode(entry.payload)
         pinned = records.load(records.Sampler, stored).prefix if entry.adapter is None else entry.adapter
-        with self._adapters.use(pinned) as adapter_id:
+        with self._adapters.use(pinned, watch) as adapter_id:
             output = self._backend.sample(adapter_id, request, watch)
         telemetry.TOKENS.labels("prompt").inc(len(request.prompt))
         telemetry.TOKENS.labels("sampled").inc(sum(len(sequence.tokens) for sequence in output.sequences))
