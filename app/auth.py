@@ -21,7 +21,7 @@ def authenticate(headers: Headers, digests: Sequence[str]) -> str:
     """
     key = headers.get("X-API-Key") or headers.get("Authorization", "").removeprefix("Bearer ")
     if not key:
-        raise Unauthorized("no API key: send it in the X-API-Key header")
+        raise Unauthorized("no API key: send it in the X-API-Key header, or as `Authorization: Bearer`")
     digest = hash_key(key)
     if sum(hmac.compare_digest(digest, known) for known in digests) == 0:
         raise Unauthorized("this API key is not known here")

@@ -10,6 +10,7 @@
     │   ├── TooLarge            413
     │   ├── Invalid             422  a field is missing or has the wrong type
     │   ├── TooManyRequests     429  retry later
+    │   ├── ClientGone          499  nobody is there to read the answer
     │   └── Unavailable         503  retry later
     ├── OpError                 what only running an Op can tell, as a failed future
     │   ├── UserOpError         category "user": the Op's content is at fault
@@ -83,6 +84,12 @@ class TooManyRequests(RequestError):
 
     status = 429
     retry_after_s = 1.0
+
+
+class ClientGone(RequestError):
+    """The client went away before its answer; nobody reads this one."""
+
+    status = 499
 
 
 class Unavailable(RequestError):

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from app.errors import BadRequest
 
 CHECKPOINT_KINDS = ("weights", "sampler_weights", "external_weights")
+_OPENAI = uuid.uuid5(uuid.NAMESPACE_URL, "/oai/api/v1")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 _LOSS_ID = re.compile(r"[A-Za-z0-9-]{1,64}:loss:\d{1,10}")
 _MODEL_ID = re.compile(r"([A-Za-z0-9-]{1,64}):train:(\d{1,9})")
@@ -30,6 +31,17 @@ def model_id(session_id: str, model_seq_id: int) -> str:
 
 def sampling_session_id(session_id: str, sampling_session_seq_id: int) -> str:
     return f"{session_id}:sample:{sampling_session_seq_id}"
+
+
+def openai_session_id(owner: str) -> str:
+    """The session that all of an owner's OpenAI-compatible calls are in."""
+    return str(uuid.uuid5(_OPENAI, owner))
+
+
+def openai_sampler_id(session_id: str, base_model: str, prefix: str) -> str:
+    """The sampler there of an adapter's files (or, with an empty prefix, of a base model)."""
+    digest = hashlib.sha256(f"{base_model}\n{prefix}".encode()).digest()
+    return sampling_session_id(session_id, int.from_bytes(digest[:8], "big") >> 1)
 
 
 def loss_id(session_id: str, custom_loss_seq_id: int) -> str:

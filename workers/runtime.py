@@ -32,6 +32,7 @@ from app.stores.redis.lifecycle import RedisLifecycle
 from app.stores.redis.oplog import RedisOpLog
 from app.stores.redis.payloads import RedisPayloads
 from app.stores.redis.records import RedisRecords
+from app.stores.redis.token_streams import TokenStreams
 from workers import telemetry
 from workers.adapter_files import AdapterFiles
 from workers.adapter_turns import AdapterTurns
@@ -63,6 +64,7 @@ from workers.snapshots.schedule import Snapshots
 from workers.spread import Spread
 from workers.sweeper import Sweeper
 from workers.tidying import Tidying
+from workers.token_publisher import TokenPublisher
 from workers.turns import Turns
 from workers.watches import Watches
 
@@ -131,6 +133,7 @@ class Parts:
     doorbell: doorbell.Doorbell
     celery: Celery
     worker: str
+    streams: TokenStreams
 
 
 _current: Runtime | None = None
@@ -168,6 +171,7 @@ def parts(settings: Settings, celery: Celery, node_name: str) -> Parts:
         doorbell.Doorbell(celery),
         celery,
         worker,
+        TokenStreams(client),
     )
 
 
@@ -286,7 +290,8 @@ def sampler(settings: Settings, base: BaseModelSettings, parts: Parts, node_name
     watches = Watches()
     # What it misses while the state server is away the leases tell, a third of their time later.
     Channel(connect(settings.redis.url), keys.ABORTED_CHANNEL, watches.abort).start()
-    runner = SampleRunner(parts.oplog, parts.records, backend, adapters, parts.keeper, parts.worker, watches)
+    publisher = TokenPublisher(parts.streams)
+    runner = SampleRunner(parts.oplog, parts.records, backend, adapters, parts.keeper, parts.worker, watches, publisher)
     bell = doorbell.TickBell(parts.celery, doorbell.direct_queue(queue, node_name))
     # An orderly stop would wait for requests that never come back.
     pulse = Pulse(bell, backend.healthy, settings.engine.healthy_s, _exit)
@@ -296,6 +301,7 @@ def sampler(settings: Settings, base: BaseModelSettings, parts: Parts, node_name
 
     def close() -> None:
         backend.close()
+        publisher.close()
         parts.keeper.stop()
 
     return Runtime(runner, runner, queue, presence, pulse, _sweeper(settings, parts), probe, close)

@@ -16,6 +16,7 @@ from workers.leases import LeaseKeeper
 from workers.outcome import NotNow
 from workers.sampling.base import SamplerBackend
 from workers.sampling.watch import Aborted, Watch
+from workers.token_publisher import TokenPublisher
 from workers.watches import Watches
 
 log = logging.getLogger(__name__)
@@ -37,8 +38,9 @@ class SampleRunner:
         keeper: LeaseKeeper,
         worker: str,
         watches: Watches,
+        publisher: TokenPublisher,
     ) -> None:
-        self._oplog, self._records, self._backend = oplog, stored, backend
+        self._oplog, self._records, self._backend, self._publisher = oplog, stored, backend, publisher
         self._adapters, self._keeper, self._worker, self._watches = adapters, keeper, worker, watches
 
     def handle(self, request_id: str, sampling_session_id: str, kind: str) -> Result | None:
@@ -98,6 +100,8 @@ class SampleRunner:
         if stored is None:
             raise ServerOpError(f"sampling session {sampling_session_id} is gone")
         request = codec.decode(entry.payload)
+        if request.stream:
+            watch.drawn = self._publisher.watch(entry.request_id)
         pinned = records.load(records.Sampler, stored).prefix if entry.adapter is None else entry.adapter
         with self._adapters.use(pinned, watch) as adapter_id:
             output = self._backend.sample(adapter_id, request, watch)

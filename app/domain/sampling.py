@@ -37,6 +37,7 @@ class SampleRequest:
     at the same positions, the ids of `prompt_targets` in row i at position i + 1 (-1: none), and
     `prompt_alternatives` tokens drawn at each position but the first. `sample_top`: the likeliest tokens at each
     position of a sample. 0 and None mean not asked for.
+    `stream`: its tokens are told of as they are drawn.
     """
 
     prompt: np.ndarray
@@ -55,6 +56,7 @@ class SampleRequest:
     prompt_targets: Cells | None = None
     prompt_alternatives: int = 0
     sample_top: int = 0
+    stream: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from app.routes import (
     futures,
     models,
     objects,
+    openai,
     operations,
     runs,
     sampling,
@@ -30,6 +31,7 @@ _BLUEPRINTS = (
     sampling.blueprint,
     runs.blueprint,
     objects.blueprint,
+    openai.blueprint,
     operations.blueprint,
 )
 

@@ -1,4 +1,7 @@
-"""Every error as a JSON body: {"detail": what is wrong, "error": its kind}. Never empty, never a traceback."""
+"""Every error as a JSON body: {"detail": what is wrong, "error": its kind}. Never empty, never a traceback.
+
+Below OPENAI it has the form OpenAI's clients read: {"error": {"message", "type", "param", "code"}}.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,19 @@ from flask import Flask, request
 from flask_smorest import Api
 from werkzeug.exceptions import HTTPException
 
-from app.errors import BadRequest, RequestError, Unavailable
+from app.errors import BadRequest, OpError, RequestError, Unavailable
 from app.schemas.base import ErrorSchema
 from app.stores.redis.client import is_outage
 
 log = logging.getLogger(__name__)
-Answer = tuple[dict[str, str], int, dict[str, str]]
+OPENAI = "/oai/api/v1"
+Answer = tuple[dict[str, Any], int, dict[str, str]]
 _LONGEST_VALUE = 80
+_OPENAI_CODES = {
+    "Unauthorized": "invalid_api_key",
+    "NotFound": "model_not_found",
+    "TooManyRequests": "rate_limit_exceeded",
+}
 _NAMELESS = ("json", "query", "_schema")
 
 
@@ -27,7 +36,7 @@ class TinsmithApi(Api):  # type: ignore[misc]
     ERROR_SCHEMA = ErrorSchema
 
     def handle_http_exception(self, error: HTTPException) -> Answer:
-        return {"detail": describe(error), "error": error.name}, error.code or 500, {}
+        return _answer(describe(error), error.name, error.code or 500)
 
 
 def describe(error: HTTPException) -> str:
@@ -42,15 +51,29 @@ def describe(error: HTTPException) -> str:
 def register(app: Flask) -> None:
     """HTTPExceptions are flask-smorest's; these are the rest."""
     app.register_error_handler(RequestError, _request_error)
+    app.register_error_handler(OpError, _op_error)
     app.register_error_handler(RecursionError, _too_deep)
     app.register_error_handler(UnicodeEncodeError, _not_unicode)
     app.register_error_handler(redis.RedisError, _state_server)
     app.register_error_handler(Exception, _unexpected)
 
 
+def _answer(detail: str, kind: str, status: int, headers: Mapping[str, str] | None = None) -> Answer:
+    body: dict[str, Any] = {"detail": detail, "error": kind}
+    if request.path.startswith(f"{OPENAI}/"):
+        where = "server_error" if status >= 500 else "invalid_request_error"
+        body = {"error": {"message": detail, "type": where, "param": None, "code": _OPENAI_CODES.get(kind)}}
+    return body, status, dict(headers or {})
+
+
 def _request_error(error: RequestError) -> Answer:
     headers = {} if error.retry_after_s is None else {"Retry-After": f"{error.retry_after_s:g}"}
-    return {"detail": str(error) or type(error).__name__, "error": type(error).__name__}, error.status, headers
+    return _answer(str(error) or type(error).__name__, type(error).__name__, error.status, headers)
+
+
+def _op_error(error: OpError) -> Answer:
+    """Of a call that waits for its Op: what a poll would have told."""
+    return _answer(str(error), type(error).__name__, 400 if error.category == "user" else 500)
 
 
 def _too_deep(_: RecursionError) -> Answer:
@@ -72,7 +95,7 @@ def _unexpected(error: Exception) -> Answer | HTTPException:
     if isinstance(error, HTTPException):
         return error
     log.error("unexpected error", exc_info=error)
-    return {"detail": "the server failed; its log says why", "error": "InternalServerError"}, 500, {}
+    return _answer("the server failed; its log says why", "InternalServerError", 500)
 
 
 def _complaints(messages: Any, value: Any, path: str = "") -> Iterator[str]:

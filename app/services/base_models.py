@@ -32,12 +32,15 @@ class BaseModels:
         self._known: dict[tuple[str, str], BaseModelInfo] = {}
         self._lock = threading.Lock()
 
+    def names(self) -> list[str]:
+        """Those served, whether their workers are up or not."""
+        return [base.name for base in self._settings.base_models]
+
     def settings(self, name: str) -> BaseModelSettings:
         """Raises BadRequest for a name that is not served, naming those that are."""
         found = self._settings.base_model(name)
         if found is None:
-            known = ", ".join(b.name for b in self._settings.base_models)
-            raise BadRequest(f"base_model {name[:200]!r} is not served here; known are: {known}")
+            raise BadRequest(f"base_model {name[:200]!r} is not served here; known are: {', '.join(self.names())}")
         return found
 
     def info(self, role: str, name: str) -> BaseModelInfo:

@@ -14,6 +14,9 @@ from app.services.custom_losses import CustomLossService, Futures
 from app.services.endings import Endings
 from app.services.holds import Holds
 from app.services.models import ModelService
+from app.services.openai.following import Following
+from app.services.openai.samplers import Samplers
+from app.services.openai.service import OpenAiService
 from app.services.polls import BatchPollService, PollService
 from app.services.queue_states import QueueStates
 from app.services.sampling import SamplingService
@@ -27,6 +30,7 @@ from app.stores.redis.completions import RedisCompletions
 from app.stores.redis.lifecycle import RedisLifecycle
 from app.stores.redis.oplog import RedisOpLog
 from app.stores.redis.records import RedisRecords
+from app.stores.redis.token_streams import TokenStreams
 from app.stores.redis.waiting import Waiter
 
 # By kombu's defaults a publish to a broker that is away takes 6 s, which every admission would wait for.
@@ -53,6 +57,7 @@ class Services:
     batch_polls: BatchPollService
     queue_states: QueueStates
     cancels: CancelService
+    openai: OpenAiService
 
 
 def build(settings: Settings) -> Services:
@@ -69,6 +74,10 @@ def build(settings: Settings) -> Services:
     custom_losses = CustomLossService(store)
     futures, waiter, holds = Futures(oplog, store), Waiter(client), Holds(settings.api)
     endings = Endings(lifecycle, store, objects, doorbell.wake)
+    sampling = SamplingService(store, bases, admission)
+    cancels = CancelService(futures, oplog)
+    samplers = Samplers(store, lifecycle, bases, sampling)
+    follow = Following(futures, waiter, TokenStreams(client), samplers.keep_alive, cancels.cancel)
     return Services(
         settings,
         oplog,
@@ -80,12 +89,13 @@ def build(settings: Settings) -> Services:
         ModelService(store, bases, admission, endings),
         custom_losses,
         TrainingService(store, bases, admission, custom_losses),
-        SamplingService(store, bases, admission),
+        sampling,
         CheckpointService(store, objects),
         PollService(futures, waiter, holds),
         BatchPollService(RedisCompletions(client, settings.engine), store, waiter, holds),
         QueueStates(bases, store, oplog),
-        CancelService(futures, oplog),
+        cancels,
+        OpenAiService(bases, samplers, admission, holds, follow),
     )
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import redis
 
+from app.errors import TooManyRequests
 from app.settings import ApiSettings
 from app.stores.redis.client import is_outage
 from app.telemetry import HELD_POLLS
@@ -44,6 +45,15 @@ class Holds:
             with self._lock:
                 self._held -= 1
             HELD_POLLS.dec()
+
+    @contextlib.contextmanager
+    def occupy(self) -> Iterator[None]:
+        """Count an answer that takes as long as its result as a held poll. Raises TooManyRequests above the capacity:
+        whoever waits in it cannot be told to poll again."""
+        with self.hold():
+            if self._held > self._settings.poll_capacity:
+                raise TooManyRequests(f"{self._settings.poll_capacity} calls wait for results here; try again soon")
+            yield
 
     def _seconds(self, held: int) -> float:
         """Of the poll that makes it `held` polls; the other half of the spare threads stays free."""

@@ -42,7 +42,7 @@ class SamplingService:
             raise BadRequest("create_sampling_session needs model_path or base_model")
         sampler_id = ids.sampling_session_id(asked["session_id"], asked["sampling_session_seq_id"])
         if not self._is_there(sampler_id, asked):
-            sampler = self._sampler(owner, asked)
+            sampler = self.resolve(owner, asked["session_id"], asked.get("base_model"), asked.get("model_path"))
             if not self._records.put_new(Sampler.namespace, sampler_id, records.dump(sampler)):
                 self._is_there(sampler_id, asked)
         return sampler_id
@@ -70,6 +70,20 @@ class SamplingService:
         names = [f"{request_id}-{i}" for i in range(request.num_samples)]
         return {"request_id": request_id, "sample_sequence_ids": names}
 
+    def resolve(self, owner: str, session_id: str, base: str | None, path: str | None) -> Sampler:
+        """A sampler, not yet stored, of a checkpoint or, without a path, of a base model. Raises NotFound or
+        BadRequest."""
+        if path is None:
+            return Sampler(owner, session_id, self._bases.settings(base or "").name, time.time())
+        parsed = ids.TinkerPath.parse(path)
+        checkpoint = load_owned(self._records, Checkpoint, str(parsed), owner)
+        check_adapter(parsed, checkpoint)
+        if base not in (None, checkpoint.base_model):
+            raise BadRequest(f"{path} was trained on {checkpoint.base_model}, not on {base[:200]!r}")
+        check_sampled_role(path, critic=checkpoint.critic)
+        check_sampleable(full=checkpoint.full)
+        return Sampler(owner, session_id, checkpoint.base_model, time.time(), path, checkpoint.prefix)
+
     def _is_there(self, sampler_id: str, asked: Mapping[str, Any]) -> bool:
         """A repeat finds its sampler even if the checkpoint has gone since. Raises BadRequest for another one's id."""
         stored = self._records.get(Sampler.namespace, sampler_id)
@@ -81,19 +95,6 @@ class SamplingService:
         if ephemeral or not same or asked.get("base_model") not in (None, there.base_model):
             raise BadRequest(f"sampling_session_seq_id {asked['sampling_session_seq_id']} was used for another one")
         return True
-
-    def _sampler(self, owner: str, asked: Mapping[str, Any]) -> Sampler:
-        path, base = asked.get("model_path"), asked.get("base_model")
-        if path is None:
-            return Sampler(owner, asked["session_id"], self._bases.settings(asked["base_model"]).name, time.time())
-        parsed = ids.TinkerPath.parse(path)
-        checkpoint = load_owned(self._records, Checkpoint, str(parsed), owner)
-        check_adapter(parsed, checkpoint)
-        if base not in (None, checkpoint.base_model):
-            raise BadRequest(f"{path} was trained on {checkpoint.base_model}, not on {base[:200]!r}")
-        check_sampled_role(path, critic=checkpoint.critic)
-        check_sampleable(full=checkpoint.full)
-        return Sampler(owner, asked["session_id"], checkpoint.base_model, time.time(), path, checkpoint.prefix)
 
 
 def _request(asked: Mapping[str, Any], seed: int, max_context: int) -> SampleRequest:

@@ -34,9 +34,9 @@ def run(folder: Path) -> Outcome:
     ):
         rounds = _Rounds(service, base.name, vocab_size)
         rounds.run()
-        before = metrics.read(stack.trainer_metrics_url())
+        before = metrics.read(stack.metrics_url("trainer"))
         found = [rounds.run() for _ in range(_ROUNDS)]
-        after = metrics.read(stack.trainer_metrics_url())
+        after = metrics.read(stack.metrics_url("trainer"))
     stages = metrics.stages_ms(before, after, _SAVE)
     stages["write"] = metrics.mean_ms(before, after, "tinsmith_op_stage_seconds", kind=_SAVE, stage="write")
     return _outcome(found, stages)

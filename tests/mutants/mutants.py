@@ -411,13 +411,6 @@ MUTANTS = (
         f"{_HANDOVER}::test_the_journal_reaches_back_before_what_is_not_uploaded_yet",
     ),
     Mutant(
-        "end_model: its hand-overs go with it",
-        f"{_LUA}/end_model.lua",
-        "    redis.call('DEL', 'tinsmith:handovers:' .. prefix)\n",
-        "",
-        f"{_HANDOVER}::test_the_end_of_a_run_ends_its_hand_overs",
-    ),
-    Mutant(
         "admit_sample: a follower's version is the newest",
         f"{_LUA}/prelude.lua",
         "cjson.decode(newest or found[1] or",
@@ -437,20 +430,6 @@ MUTANTS = (
         "entry if store.put_new(key, folder / name) else _stored_entry(store, key)",
         "entry if store.put_new(key, folder / name) else entry",
         f"{_HANDOVER}::test_two_owners_that_upload_at_once_agree_on_one_of_their_copies",
-    ),
-    Mutant(
-        "handovers: what the folder lost is made again",
-        "workers/handover/sending.py",
-        "                self._lost.add(model_id)\n",
-        "",
-        f"{_HANDOVER}::test_memory_that_is_cleared_under_a_living_trainer_costs_a_replay",
-    ),
-    Mutant(
-        "handovers: nothing is left of a run that has ended",
-        "workers/handover/sending.py",
-        "            self._remove_if_ended(model_id, prefix)\n",
-        "",
-        f"{_HANDOVER}::test_the_end_of_a_run_ends_its_hand_overs",
     ),
     Mutant(
         "adapter turns: newcomers come before more of the same",

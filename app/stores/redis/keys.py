@@ -28,8 +28,10 @@
     <namespace>:<id>    HASH  sessions, samplers, handovers, checkpoints, losses, workers (app/domain/records.py);
                               a sampler's also counts the clients that joined it
     index:<namespace>   ZSET  the ids of a namespace, all of score 0, so that they are in order
+    stream:<request>    STREAM  tokens of a sampling request that is answered as they come: sample, place, tokens,
+                              logprobs; expires, and may be lost: the result holds them all
     taking_calls        STR   is there while an API process lives; expires
-    done                pub/sub channel: a request id, once its result can be read
+    done                pub/sub channel: a request id, once its result, or more of its stream, can be read
     aborted             pub/sub channel: a sampling request's id, once nobody wants it to go on
 
 All times are the Redis server's own (TIME), so no two clocks are ever compared.
@@ -70,6 +72,10 @@ def staged(name: str) -> str:
 
 def future(request_id: str) -> str:
     return f"{PREFIX}future:{request_id}"
+
+
+def stream(request_id: str) -> str:
+    return f"{PREFIX}stream:{request_id}"
 
 
 def lease(id_: str) -> str:

@@ -118,8 +118,8 @@ def stranger(api: Api) -> Api:
     return Api(api.client, api.services, OTHER_KEY)
 
 
-def add_worker(services: Services, role: str) -> None:
-    info = BaseModelInfo(BASE, "Qwen3ForCausalLM", VOCAB, CONTEXT, "float32", ("attn", "mlp"))
+def add_worker(services: Services, role: str, context: int = CONTEXT) -> None:
+    info = BaseModelInfo(BASE, "Qwen3ForCausalLM", VOCAB, context, "float32", ("attn", "mlp"))
     services.records.put(
         Worker.namespace,
         f"{role}-0",

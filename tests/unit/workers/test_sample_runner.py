@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,8 +18,9 @@ from app.stores.objects.folder import FolderStore
 from app.stores.redis import keys
 from app.stores.redis.oplog import RedisOpLog
 from app.stores.redis.payloads import RedisPayloads
+from app.stores.redis.token_streams import TokenStreams
 from app.wire import tinker_pb2 as pb
-from tests.unit.workers.conftest import BASE, World
+from tests.unit.workers.conftest import BASE, World, await_true
 from workers.adapter_files import AdapterFiles
 from workers.adapter_turns import AdapterTurns
 from workers.adapters import Adapters
@@ -29,6 +31,7 @@ from workers.sample_runner import SampleRunner
 from workers.sampling.base import SamplerBackend
 from workers.sampling.factory import create
 from workers.sampling.watch import Watch
+from workers.token_publisher import TokenPublisher
 from workers.watches import Watches
 
 SESSION = "session:sample:0"
@@ -51,7 +54,8 @@ def runner(world: World, backend: SamplerBackend, worker: str) -> SampleRunner:
     nearby = HandoverFolder(world.folder / "handover" / worker, 2**30)
     files = AdapterFiles(store, world.records, nearby, world.folder / "cache", 2**30, print)
     adapters = Adapters(backend, files, AdapterTurns(4), 4)
-    return SampleRunner(world.oplog, world.records, backend, adapters, keeper, worker, Watches())
+    publisher = TokenPublisher(TokenStreams(world.client))
+    return SampleRunner(world.oplog, world.records, backend, adapters, keeper, worker, Watches(), publisher)
 
 
 def admit(world: World, seq: int, request: SampleRequest = REQUEST, prefix: str = "") -> str:
@@ -72,6 +76,26 @@ def test_a_sample_is_answered_with_every_sequence_and_its_logprobs(world: World,
     sequences = pb.SampleResponse.FromString(result.body).sequences
     assert [len(sequence.tokens) for sequence in sequences] == [16, 16]
     assert all(len(sequence.logprobs) == 16 for sequence in sequences)
+
+
+def test_a_streamed_request_tells_of_its_tokens_and_another_does_not(world: World, backend: SamplerBackend):
+    sampler, streams = runner(world, backend, "s/1"), TokenStreams(world.client)
+    streamed = admit(world, 0, replace(REQUEST, stream=True))
+    result = sampler.handle(streamed, SESSION, "sample")
+    other = sampler.handle(admit(world, 1), SESSION, "sample")
+    assert result is not None and other is not None
+    expected = tokens(result.body)
+    found: dict[int, bytes] = {}
+
+    def all_there() -> bool:
+        found.update({0: b"", 1: b""})
+        for drawn in streams.read(streamed, "0-0")[0]:
+            found[drawn.index] += drawn.tokens.tobytes()
+        return list(found.values()) == expected
+
+    await_true(all_there, "the stream has the tokens of the result")
+    assert expected == tokens(other.body), "a streamed request draws the same"
+    assert not world.client.exists(keys.stream(f"{SESSION}:1"))
 
 
 def test_a_doubled_doorbell_gives_the_first_result(world: World, backend: SamplerBackend):

@@ -1,0 +1,119 @@
+"""Base models' tokenizers in the API process, by the `tokenizers` package alone: text to tokens, and back."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from app.errors import BadRequest
+from app.services.base_models import BaseModels
+from app.services.openai.tokenizer_files import Find, find_in, read_json
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+# A template of its own for requests with tools, where a model has several by name.
+_WITH_TOOLS = "tool_use"
+_DEFAULT = "default"
+
+
+class BaseTokenizer:
+    """One base model's; safe from any thread."""
+
+    def __init__(self, tokenizer: Tokenizer, templates: Mapping[str, str], special: Mapping[str, str]) -> None:
+        """templates: chat templates by name; special: tokens by the names templates know them by (eos_token, ...)."""
+        from app.services.openai.templates import compile_template
+
+        self.core = tokenizer
+        self._texts = templates
+        self._templates = {name: compile_template(text) for name, text in templates.items()}
+        self._special = special
+
+    def encode(self, text: str) -> np.ndarray:
+        """int32 [n], with the special tokens the model wants around a text."""
+        return np.array(self.core.encode(text).ids, np.int32)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> np.ndarray:
+        """int32 [n] of a conversation, up to where the assistant speaks. Raises BadRequest when the model has no chat
+        template, or its template refuses the messages."""
+        from app.services.openai.templates import render
+
+        template = self._templates.get(self._which(tools))
+        if template is None:
+            raise BadRequest("this model has no chat template: use /completions")
+        text = render(template, messages, tools or None, self._special)
+        return np.array(self.core.encode(text, add_special_tokens=False).ids, np.int32)
+
+    def template(self, tools: Sequence[Mapping[str, Any]]) -> str:
+        """The text of the chat template that would be used; empty for none."""
+        return self._texts.get(self._which(tools), "")
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of whole tokens, special ones left out."""
+        return self.core.decode(tokens, skip_special_tokens=True)
+
+    def token(self, token: int) -> str:
+        """One token as text, special or not; half a character is U+FFFD."""
+        return self.core.decode([token], skip_special_tokens=False)
+
+    def _which(self, tools: Sequence[Mapping[str, Any]]) -> str:
+        return _WITH_TOOLS if tools and _WITH_TOOLS in self._texts else _DEFAULT
+
+
+class Tokenizers:
+    """Those of the base models served, each read on first use."""
+
+    def __init__(self, bases: BaseModels) -> None:
+        self._bases = bases
+        self._read: dict[str, BaseTokenizer] = {}
+        self._lock = threading.Lock()
+
+    def of(self, base_model: str) -> BaseTokenizer:
+        """Raises BadRequest for one that has no fast tokenizer here, Unavailable when it cannot be fetched now."""
+        with self._lock:
+            if base_model not in self._read:
+                self._read[base_model] = read(self._bases.tokenizer(base_model))
+            return self._read[base_model]
+
+
+def read(source: str) -> BaseTokenizer:
+    """The tokenizer in a folder, or of a hub id. Raises BadRequest or Unavailable."""
+    from jinja2 import TemplateError
+    from tokenizers import Tokenizer
+
+    find = find_in(source)
+    path = find("tokenizer.json")
+    if path is None:
+        raise BadRequest(
+            f"the tokenizer {source!r} has no tokenizer.json that the API can read, so this model is not served as "
+            "text; put its files where the API sees them (setting base_models.tokenizer)"
+        )
+    try:
+        core = Tokenizer.from_file(str(path))
+        config = read_json(find, "tokenizer_config.json")
+        core.no_truncation()
+        core.no_padding()
+        return BaseTokenizer(core, _templates(find, config), _special(config))
+    except (OSError, ValueError, TemplateError) as error:
+        raise BadRequest(f"the tokenizer {source!r} cannot be read: {error}") from None
+    except Exception as error:  # tokenizers raises nothing narrower for a damaged file
+        raise BadRequest(f"the tokenizer {source!r} cannot be read: {error}") from None
+
+
+def _templates(find: Find, config: Mapping[str, Any]) -> dict[str, str]:
+    """By name. A file of its own goes before the setting in tokenizer_config.json, as transformers reads them."""
+    given = config.get("chat_template") or {}
+    named = {_DEFAULT: given} if isinstance(given, str) else {}
+    if isinstance(given, list):
+        named = {entry["name"]: entry["template"] for entry in given}
+    path = find("chat_template.jinja")
+    return {**named, _DEFAULT: path.read_text()} if path else named
+
+
+def _special(config: Mapping[str, Any]) -> dict[str, str]:
+    tokens = {name: value for name, value in config.items() if name.endswith("_token")}
+    texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in tokens.items()}
+    return {name: text for name, text in texts.items() if isinstance(text, str)}

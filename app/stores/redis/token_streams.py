@@ -1,0 +1,75 @@
+"""Tokens of sampling requests on their way to whoever waits for them, as they are drawn.
+
+Best effort: what is lost here is in the result. A sampler that runs a request again tells of its tokens again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import redis
+
+from app.stores.redis import keys
+
+# A reader that is this far behind takes the rest from the result.
+_MOST_ENTRIES = 4096
+_KEPT_S = 120
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """Further tokens of sample `index`, the first of them its `place`-th: tokens int32 [n], logprobs float32 [n]."""
+
+    request_id: str
+    index: int
+    place: int
+    tokens: np.ndarray
+    logprobs: np.ndarray
+
+
+class TokenStreams:
+    """One Redis stream a request. Readers share the process's one pub/sub connection (waiting.Waiter), which every
+    `add` wakes: a blocking read each would be a connection each."""
+
+    def __init__(self, client: redis.Redis) -> None:
+        self._redis = client
+
+    def add(self, drawn: Iterable[Drawn]) -> None:
+        """Append, in one round trip, and wake the readers."""
+        with self._redis.pipeline(transaction=False) as pipe:
+            requests = set()
+            for piece in drawn:
+                pipe.xadd(keys.stream(piece.request_id), _fields(piece), maxlen=_MOST_ENTRIES)
+                requests.add(piece.request_id)
+            for request_id in sorted(requests):
+                pipe.expire(keys.stream(request_id), _KEPT_S)
+                pipe.publish(keys.DONE_CHANNEL, request_id)
+            pipe.execute()
+
+    def read(self, request_id: str, after: str) -> tuple[list[Drawn], str]:
+        """What came behind the entry `after` ("0-0": all there is), and the newest entry's id."""
+        found = cast(Any, self._redis.xread({keys.stream(request_id): after}))
+        entries = found[0][1] if found else []
+        last = entries[-1][0].decode() if entries else after
+        return [_drawn(request_id, fields) for _, fields in entries], last
+
+    def drop(self, request_id: str) -> None:
+        """Nobody reads it any more."""
+        self._redis.delete(keys.stream(request_id))
+
+
+def _fields(piece: Drawn) -> dict[Any, Any]:
+    return {
+        "index": piece.index,
+        "place": piece.place,
+        "tokens": piece.tokens.astype("<i4").tobytes(),
+        "logprobs": piece.logprobs.astype("<f4").tobytes(),
+    }
+
+
+def _drawn(request_id: str, fields: dict[bytes, bytes]) -> Drawn:
+    tokens, logprobs = np.frombuffer(fields[b"tokens"], "<i4"), np.frombuffer(fields[b"logprobs"], "<f4")
+    return Drawn(request_id, int(fields[b"index"]), int(fields[b"place"]), tokens, logprobs)

@@ -1,0 +1,34 @@
+"""A small tokenizer in files, made without transformers: one token a byte, then the special ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+BEGIN, END = "<|im_start|>", "<|im_end|>"
+PLAIN = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+WITH_TOOLS = (
+    "{%- if tools %}<|im_start|>system\nAnswer with <tool_call> tags to use one of {{ tools | tojson }}<|im_end|>\n"
+    "{% endif %}{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def byte_tokenizer(folder: Path, template: str = WITH_TOOLS) -> Path:
+    """Token i is a byte (of the byte-level alphabet, in order) up to 255; 256 is BEGIN, 257 is END."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    core = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    core.add_special_tokens([AddedToken(BEGIN, special=True), AddedToken(END, special=True)])
+    folder.mkdir(parents=True, exist_ok=True)
+    core.save(str(folder / "tokenizer.json"))
+    config = {"eos_token": END, "bos_token": {"content": BEGIN}, "chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder

@@ -1,0 +1,114 @@
+"""Waiting for a sampling request: through outages, and not for ever."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import redis
+
+from app.domain.results import PROTOBUF, Result
+from app.domain.sampling import SampledSequence, SampleOutput
+from app.errors import ClientGone, OpError, ServerOpError, Unavailable, UserOpError
+from app.services.openai import following
+from app.services.openai.following import Asked, Following
+from app.stores.interfaces import Future
+from app.stores.redis.token_streams import Drawn
+from app.wire.results import encode_sample
+
+ASKED = Asked("session:sample:0:1", "me", live=True)
+OUTPUT = SampleOutput((SampledSequence(np.array([5, 6], np.int32), np.array([-1, -2], np.float32), True),))
+DONE = Result(encode_sample(OUTPUT), PROTOBUF)
+
+
+class Script:
+    """What the state server says, one look after another: an error, a result, tokens, or nothing (None)."""
+
+    def __init__(self, *looks: object) -> None:
+        self._looks = iter(looks)
+        self._tokens: list[Drawn] = []
+        self.seen: list[str] = []
+
+    def future(self, request_id: str, owner: str) -> Future:
+        look = next(self._looks)
+        if isinstance(look, Exception):
+            raise look
+        self._tokens = look if isinstance(look, list) else []
+        return Future(request_id, "sample", "m", "done", look if isinstance(look, Result) else None)
+
+    def read(self, request_id: str, after: str) -> tuple[list[Drawn], str]:
+        self.seen.append(after)
+        return self._tokens, f"{len(self.seen)}-0" if self._tokens else after
+
+    def wait(self, request_id: str, timeout_s: float, check: Callable[[], bool]) -> None:
+        check()
+
+
+def drawn(*tokens: int) -> list[Drawn]:
+    return [Drawn(ASKED.request_id, 0, 0, np.array(tokens, np.int32), np.zeros(len(tokens), np.float32))]
+
+
+def follow(
+    script: Script, asked: Asked = ASKED, beat: Callable[[str], None] = lambda _: None, gone: bool = False
+) -> Iterator[Drawn | SampleOutput]:
+    return Following(script, script, script, beat, lambda *_: None)(asked, lambda: gone)
+
+
+@pytest.fixture(autouse=True)
+def no_time_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(following.time, "sleep", lambda _: None)
+
+
+def test_tokens_come_in_order_and_the_output_last():
+    script = Script(drawn(5), drawn(6), DONE)
+    *pieces, output = follow(script)
+    assert [piece.tokens.tolist() for piece in pieces] == [[5], [6]]
+    assert isinstance(output, SampleOutput) and output.sequences[0].tokens.tolist() == [5, 6]
+    assert script.seen == ["0-0", "1-0"], "it goes on from what it has"
+
+
+def test_a_request_that_is_not_live_has_no_stream_to_read():
+    script = Script(None, DONE)
+    assert len(list(follow(script, Asked(ASKED.request_id, "me", live=False)))) == 1
+    assert script.seen == []
+
+
+def test_an_outage_is_waited_for():
+    outages = [redis.ConnectionError("away"), redis.BusyLoadingError("loading")]
+    assert len(list(follow(Script(*outages, drawn(5), redis.ConnectionError("again"), DONE)))) == 2
+
+
+def test_another_error_is_not():
+    with pytest.raises(redis.ResponseError):
+        list(follow(Script(redis.ResponseError("WRONGTYPE"))))
+
+
+@pytest.mark.parametrize(("category", "kind"), [("user", UserOpError), ("server", ServerOpError)])
+def test_a_failed_request_fails_with_its_words(category: str, kind: type[OpError]):
+    failed = Result(json.dumps({"error": "so", "category": category}).encode(), failed=True)
+    with pytest.raises(kind, match="so"):
+        list(follow(Script(failed)))
+
+
+def test_whoever_went_away_is_not_waited_for():
+    with pytest.raises(ClientGone):
+        list(follow(Script(None, None), gone=True))
+
+
+def test_silence_has_an_end_and_tokens_put_it_off(monkeypatch: pytest.MonkeyPatch):
+    clock = iter([0.0, 599.0, 1190.0, 1200.0])
+    monkeypatch.setattr(following.time, "monotonic", lambda: next(clock))
+    waited = follow(Script(drawn(5), None, None, None, None))
+    assert isinstance(next(waited), Drawn)
+    with pytest.raises(Unavailable, match="600 s"):
+        next(waited)
+
+
+def test_the_session_is_kept_alive_meanwhile(monkeypatch: pytest.MonkeyPatch):
+    clock = iter(float(second) for second in range(0, 1000, 4))
+    monkeypatch.setattr(following.time, "monotonic", lambda: next(clock))
+    owners: list[str] = []
+    list(follow(Script(*[None] * 20, DONE), beat=owners.append))
+    assert owners == ["me"] * 3

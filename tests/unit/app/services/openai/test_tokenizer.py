@@ -1,0 +1,90 @@
+"""What is read of a tokenizer's files, and what is said when they cannot be."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from app.errors import BadRequest
+from app.services.openai.tokenizer import read
+from tests.tokenizers import PLAIN, WITH_TOOLS, byte_tokenizer
+
+ASK = [{"role": "user", "content": "hi"}]
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
+
+
+def test_a_template_in_a_file_of_its_own_is_taken(tmp_path: Path):
+    byte_tokenizer(tmp_path, "{{ raise_exception('the old one') }}")
+    (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}{{ messages[0].content }}")
+    tokenizer = read(str(tmp_path))
+    assert tokenizer.core.decode(tokenizer.encode_chat(ASK, []).tolist(), skip_special_tokens=False) == "<|im_start|>hi"
+
+
+def test_of_several_templates_the_one_for_tools_is_taken_with_tools(tmp_path: Path):
+    byte_tokenizer(tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": named}))
+    tokenizer = read(str(tmp_path))
+    assert [tokenizer.decode(tokenizer.encode_chat(ASK, tools).tolist()) for tools in ([], [TOOL])] == [
+        "plain",
+        "tools",
+    ]
+
+
+@pytest.mark.parametrize("template", [WITH_TOOLS, PLAIN])
+def test_text_that_looks_special_is_tokenized_once(tmp_path: Path, template: str):
+    tokenizer = read(str(byte_tokenizer(tmp_path, template)))
+    tokens = tokenizer.encode_chat(ASK, []).tolist()
+    assert [token for token in tokens if token > 255] == [256, 257, 256]
+
+
+def test_what_a_template_refuses_is_the_clients_to_read(tmp_path: Path):
+    tokenizer = read(str(byte_tokenizer(tmp_path, "{{ raise_exception('roles must alternate') }}")))
+    with pytest.raises(BadRequest, match="roles must alternate"):
+        tokenizer.encode_chat(ASK, [])
+
+
+HOSTILE = ["{{ messages.__class__.__mro__ }}", "{{ messages.append(1) }}", "{{ cycler.__init__.__globals__ }}"]
+
+
+@pytest.mark.parametrize("template", HOSTILE)
+def test_a_template_reaches_nothing_but_what_it_is_given(tmp_path: Path, template: str):
+    tokenizer = read(str(byte_tokenizer(tmp_path, template)))
+    with pytest.raises(BadRequest, match=r"unsafe|immutable|undefined"):
+        tokenizer.encode_chat(ASK, [])
+
+
+def test_a_base_without_a_template_says_what_can_be_used(tmp_path: Path):
+    byte_tokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").unlink()
+    with pytest.raises(BadRequest, match="/completions"):
+        read(str(tmp_path)).encode_chat(ASK, [])
+
+
+@pytest.mark.parametrize("source", ["/no/such/folder", "org/not-in-the-cache"])
+def test_a_tokenizer_that_cannot_be_read_is_named_with_the_remedy(source: str):
+    with pytest.raises(BadRequest, match=rf"{source}.*tokenizer\.json.*base_models\.tokenizer"):
+        read(source)
+
+
+def test_a_damaged_tokenizer_is_named(tmp_path: Path):
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(BadRequest, match="cannot be read"):
+        read(str(tmp_path))
+
+
+def test_reading_one_loads_no_gpu_library(tmp_path: Path):
+    folder = byte_tokenizer(tmp_path)
+    probe = f"""
+import sys
+from app.services.openai.tokenizer import read
+read({str(folder)!r}).encode_chat([{{"role": "user", "content": "hi"}}], [])
+print(sorted({{name.partition(".")[0] for name in sys.modules}} & {{"torch", "transformers", "vllm"}}))
+"""
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
