@@ -12,6 +12,8 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from workers.sampling.watch import Aborted, Watch
+
 
 class AdapterTurns:
     """Safe from any thread."""
@@ -24,20 +26,28 @@ class AdapterTurns:
         """By adapter, in the order in which the first of each came."""
 
     @contextmanager
-    def turn(self, adapter_id: str) -> Iterator[None]:
-        """Waits until the adapter may run, which it does as long as the block."""
-        self._enter(adapter_id).wait()
+    def turn(self, adapter_id: str, watch: Watch) -> Iterator[None]:
+        """Waits until the adapter may run, which it does as long as the block. Raises Aborted if `watch` is before."""
+        self._wait(adapter_id, watch)
         try:
             yield
         finally:
             self._leave(adapter_id)
 
-    def _enter(self, adapter_id: str) -> threading.Event:
+    def _wait(self, adapter_id: str, watch: Watch) -> None:
         let_in = threading.Event()
         with self._lock:
             self._waiting.setdefault(adapter_id, []).append(let_in)
             self._let_in()
-        return let_in
+        watch.on_abort(let_in.set)
+        let_in.wait()
+        with self._lock:
+            still_waiting = self._waiting.get(adapter_id, [])
+            if let_in in still_waiting:
+                still_waiting.remove(let_in)
+                if not still_waiting:
+                    del self._waiting[adapter_id]
+                raise Aborted(f"the request was stopped before the turn of {adapter_id}")
 
     def _leave(self, adapter_id: str) -> None:
         with self._lock:

@@ -11,6 +11,7 @@ from pathlib import Path
 from workers.adapter_files import AdapterFiles
 from workers.adapter_turns import AdapterTurns
 from workers.sampling.base import SamplerBackend
+from workers.sampling.watch import Watch
 
 
 class Adapters:
@@ -28,16 +29,16 @@ class Adapters:
         self._loading: dict[str, threading.Lock] = {}
 
     @contextmanager
-    def use(self, prefix: str) -> Iterator[str | None]:
+    def use(self, prefix: str, watch: Watch) -> Iterator[str | None]:
         """The adapter's id, in its turn and loaded for as long as the block; None for the base (an empty prefix).
 
         Raises ServerOpError when its files are gone or damaged, and Unavailable when they are not to be had now. What
-        has to wait for its files keeps nobody else from his turn.
+        has to wait for its files keeps nobody else from his turn. Raises Aborted when `watch` is before its own.
         """
         if not prefix:
             yield None
             return
-        with self._files.use(prefix) as folder, self._turns.turn(prefix), self._loaded_from(folder, prefix):
+        with self._files.use(prefix) as folder, self._turns.turn(prefix, watch), self._loaded_from(folder, prefix):
             yield prefix
 
     @contextmanager

@@ -101,7 +101,7 @@ class SampleRunner:
         if request.stream:
             watch.drawn = self._publisher.watch(entry.request_id)
         pinned = records.load(records.Sampler, stored).prefix if entry.adapter is None else entry.adapter
-        with self._adapters.use(pinned) as adapter_id:
+        with self._adapters.use(pinned, watch) as adapter_id:
             output = self._backend.sample(adapter_id, request, watch)
         telemetry.TOKENS.labels("prompt").inc(len(request.prompt))
         telemetry.TOKENS.labels("sampled").inc(sum(len(sequence.tokens) for sequence in output.sequences))

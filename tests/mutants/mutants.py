@@ -20,6 +20,7 @@ _CHECKPOINTS = "tests/property/test_checkpoints.py"
 _FORMULAS = "workers/training/losses"
 _LOSSES = "--confcutdir=tests/unit/workers/training tests/unit/workers/training/losses/test_losses.py"
 _SAVES = "tests/unit/workers/test_saves.py"
+_HANDOVER = "tests/unit/workers/handover/test_handover.py"
 _PADDING = "--confcutdir=tests/unit/workers/training tests/unit/workers/training/test_jobs.py"
 
 
@@ -400,6 +401,42 @@ MUTANTS = (
         "torch.where(real, value.per_token, 0.0).sum",
         "value.per_token.sum",
         _PADDING,
+    ),
+    # Hand-overs.
+    Mutant(
+        "set_snapshot: what was handed over may have to be made again",
+        f"{_LUA}/set_snapshot.lua",
+        "<= tonumber(ARGV[3]) then return 0 end",
+        "< 0 then return 0 end",
+        f"{_HANDOVER}::test_the_journal_reaches_back_before_what_is_not_uploaded_yet",
+    ),
+    Mutant(
+        "admit_sample: a follower's version is the newest",
+        f"{_LUA}/prelude.lua",
+        "cjson.decode(newest or found[1] or",
+        "cjson.decode(found[1] or",
+        f"{_HANDOVER}::test_in_flight_samplers_of_a_model_follow_its_newest_save_and_a_snapshot_stays",
+    ),
+    Mutant(
+        "restore: behind a lost hand-over no snapshot is of use",
+        "workers/snapshots/restore.py",
+        "if local.seq >= before:",
+        "if False:",
+        f"{_HANDOVER}::test_a_local_snapshot_behind_a_lost_hand_over_is_passed_over",
+    ),
+    Mutant(
+        "complete: what is there of a generation stays",
+        "workers/checkpoints.py",
+        "entry if store.put_new(key, folder / name) else _stored_entry(store, key)",
+        "entry if store.put_new(key, folder / name) else entry",
+        f"{_HANDOVER}::test_two_owners_that_upload_at_once_agree_on_one_of_their_copies",
+    ),
+    Mutant(
+        "adapter turns: newcomers come before more of the same",
+        "workers/adapter_turns.py",
+        "if adapter_id not in self._running and len(self._running) >= self._most:\n                return",
+        "if adapter_id not in self._running and len(self._running) >= self._most:\n                continue",
+        "tests/unit/workers/test_adapter_turns.py::test_an_adapter_that_is_in_does_not_keep_the_others_out_for_ever",
     ),
     # Samples.
     Mutant(

@@ -77,6 +77,11 @@ class HandoverFolder:
         with suppress(FileNotFoundError), tempfile.TemporaryDirectory(dir=self.root, prefix=".gone-") as gone:
             self._at(prefix).rename(Path(gone) / "files")
 
+    def release(self, prefix: str) -> None:
+        """It is elsewhere too, and may go when room is needed."""
+        with suppress(FileNotFoundError):
+            os.utime(self._at(prefix), (0, 0))
+
     def remove_older(self, prefix: str, is_needed: Callable[[str], bool]) -> None:
         """Remove the earlier versions of the same model that are not needed any more."""
         model_id, *newest = _version(prefix)
@@ -86,7 +91,7 @@ class HandoverFolder:
                 self.remove(other)
 
     def make_room(self, is_needed: Callable[[str], bool]) -> None:
-        """Remove what is not needed, and what a process left half-written."""
+        """Remove what is not needed, and what a process left half-written; of what is recent only what was released."""
         for prefix in list(self.prefixes()):
             if _is_stale(self._at(prefix)) and not is_needed(prefix):
                 self.remove(prefix)

@@ -93,6 +93,7 @@ class Handovers:
                 continue
             self.sent(prefix)
             self._remove_if_ended(model_id, prefix)
+            self._folder.release(prefix)
             self._folder.remove_older(prefix, self._is_on_record)
 
     def _remove_if_ended(self, model_id: str, prefix: str) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
-from contextlib import ExitStack
+from collections import defaultdict
+from contextlib import ExitStack, suppress
 
 import pytest
 
 from tests.unit.workers.conftest import await_true
 from workers.adapter_turns import AdapterTurns
+from workers.sampling.watch import Aborted, Watch
 
 
 class Requests:
@@ -17,6 +19,7 @@ class Requests:
     def __init__(self, most: int) -> None:
         self._turns = AdapterTurns(most)
         self._end: dict[str, threading.Event] = {}
+        self._watches: defaultdict[str, Watch] = defaultdict(Watch)
         self._lock = threading.Lock()
         self.running: list[str] = []
         self.order: list[str] = []
@@ -28,6 +31,11 @@ class Requests:
             before = self._arrived()
             threading.Thread(target=self._run, args=(name,), daemon=True).start()
             await_true(lambda before=before: self._arrived() > before, f"{name} came")
+
+    def abort(self, name: str) -> None:
+        waiting = self._arrived()
+        self._watches[name].abort()
+        await_true(lambda: self._arrived() < waiting, f"{name} gave up")
 
     def end(self, *names: str) -> None:
         for name in names:
@@ -42,7 +50,7 @@ class Requests:
         return waiting + len(self.order)
 
     def _run(self, name: str) -> None:
-        with self._turns.turn(name[0]):
+        with suppress(Aborted), self._turns.turn(name[0], self._watches[name]):
             with self._lock:
                 self.order.append(name)
                 self.running.append(name)
@@ -101,9 +109,16 @@ def test_streams_of_requests_for_more_adapters_than_fit_share_the_turns_evenly(t
     assert max(turns.values()) <= min(turns.values()) + 2, turns
 
 
+def test_a_request_that_is_stopped_while_it_waits_makes_way(two: Requests):
+    two.come("a1", "b1", "c1", "d1")
+    two.abort("c1")
+    two.end("a1")
+    two.await_running("b1", "d1")
+
+
 def test_a_request_that_fails_gives_its_turn_back():
     turns = AdapterTurns(1)
-    with pytest.raises(ValueError), turns.turn("a"):
+    with pytest.raises(ValueError), turns.turn("a", Watch()):
         raise ValueError
     with ExitStack() as stack:
-        stack.enter_context(turns.turn("b"))
+        stack.enter_context(turns.turn("b", Watch()))

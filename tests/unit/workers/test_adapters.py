@@ -28,6 +28,7 @@ from workers.adapters import Adapters
 from workers.handover.folder import HandoverFolder
 from workers.sampling.base import SamplerBackend
 from workers.sampling.transformers_backend import TransformersSampler
+from workers.sampling.watch import Watch
 
 MANY = 24
 ABOUT = {"path": "", "generation": "1", "model_id": "m", "owner": "o", "base_model": "b"}
@@ -51,7 +52,7 @@ class RecordingBackend:
     def open(self) -> BaseModelInfo:
         raise AssertionError("not called")
 
-    def sample(self, adapter_id: str | None, request: SampleRequest) -> SampleOutput:
+    def sample(self, adapter_id: str | None, request: SampleRequest, watch: Watch | None = None) -> SampleOutput:
         raise AssertionError("not called")
 
     def healthy(self) -> bool:
@@ -104,10 +105,10 @@ def test_the_longest_unused_adapter_makes_room_and_comes_back_from_the_disk(make
     backend = RecordingBackend()
     adapters = make(backend)
     for prefix in ("a", "b", "a", "c"):
-        with adapters.use(prefix) as adapter_id:
+        with adapters.use(prefix, Watch()) as adapter_id:
             assert adapter_id in backend.here
     assert backend.here == {"a", "c"}
-    with adapters.use("b"):
+    with adapters.use("b", Watch()):
         assert "b" in backend.here
     assert backend.loads == ["a", "b", "c", "b"]
     assert store.fetched == ["a", "b", "c"], "it was still on the disk"
@@ -117,12 +118,12 @@ def test_files_on_the_disk_are_bounded_and_come_back_from_the_store(make: Make, 
     backend = RecordingBackend()
     adapters = make(backend, most=1, cache_bytes=0)
     for prefix in ("a", "b"):
-        with adapters.use(prefix):
+        with adapters.use(prefix, Watch()):
             pass
     assert [path.name for path in (tmp_path / "cache").iterdir() if not path.name.startswith(".")] == ["b"], (
         "what is loaded keeps its files, and nothing else does"
     )
-    with adapters.use("a"):
+    with adapters.use("a", Watch()):
         assert "a" in backend.here
     assert store.fetched == ["a", "b", "a"]
 
@@ -130,8 +131,8 @@ def test_files_on_the_disk_are_bounded_and_come_back_from_the_store(make: Make, 
 def test_an_adapter_in_use_is_never_evicted(make: Make):
     backend = RecordingBackend()
     adapters = make(backend, most=1, at_a_time=3)
-    with adapters.use("a"):
-        with adapters.use("b"), adapters.use("c"):
+    with adapters.use("a", Watch()):
+        with adapters.use("b", Watch()), adapters.use("c", Watch()):
             assert backend.here == {"a", "b", "c"}
         assert backend.here == {"a"}
 
@@ -143,7 +144,7 @@ def test_concurrent_requests_load_an_adapter_once(make: Make):
 
     def request() -> None:
         together.wait()
-        with adapters.use("a"):
+        with adapters.use("a", Watch()):
             pass
 
     threads = [threading.Thread(target=request) for _ in range(8)]
@@ -156,9 +157,9 @@ def test_concurrent_requests_load_an_adapter_once(make: Make):
 
 def test_the_base_needs_no_adapter_and_a_vanished_one_is_an_error(make: Make):
     adapters = make(RecordingBackend())
-    with adapters.use("") as adapter_id:
+    with adapters.use("", Watch()) as adapter_id:
         assert adapter_id is None
-    with pytest.raises(ServerOpError, match="gone"), adapters.use("nowhere"):
+    with pytest.raises(ServerOpError, match="gone"), adapters.use("nowhere", Watch()):
         pass
 
 
@@ -170,9 +171,9 @@ def test_an_adapter_the_engine_refuses_keeps_nobody_from_his_turn(make: Make):
             super().load(adapter_id, folder)
 
     adapters = make(Choosy(), at_a_time=1)
-    with pytest.raises(UserOpError), adapters.use("a"):
+    with pytest.raises(UserOpError), adapters.use("a", Watch()):
         pass
-    with adapters.use("b") as adapter_id:
+    with adapters.use("b", Watch()) as adapter_id:
         assert adapter_id == "b"
 
 
@@ -218,7 +219,7 @@ def test_a_storm_of_more_adapters_than_fit_gives_each_request_its_own_text(
 
     def one(prefix: str) -> bool:
         nonlocal most
-        with adapters.use(prefix) as adapter_id:
+        with adapters.use(prefix, Watch()) as adapter_id:
             most = max(most, len(sampler.describe()["adapters"]))
             return sampler.sample(adapter_id, request).sequences[0].tokens.tolist() == alone[prefix]
 

@@ -36,6 +36,19 @@ def test_an_overwriting_save_says_so(api: Api) -> None:
     assert op_of(api, model, 1) == ops.SaveWeights("weights", "a", overwrite=True)
 
 
+@pytest.mark.parametrize(
+    ("asked", "inflight"), [({}, False), ({"kind": "snapshot"}, False), ({"kind": "inflight"}, True)]
+)
+def test_weights_for_a_sampling_session_stay_or_follow_the_newest(
+    api: Api, asked: dict[str, str], inflight: bool
+) -> None:
+    model = api.model()
+    body = {"model_id": model, "seq_id": 1, "sampling_session_seq_id": 0, **asked}
+    assert api.post("save_weights_for_sampler", body).status_code == 200
+    saved = op_of(api, model, 1)
+    assert isinstance(saved, ops.SaveWeights) and saved.inflight == inflight
+
+
 EXPORTS: dict[str, tuple[dict[str, str], dict[str, str], bool]] = {
     "nothing said": ({}, {}, False),
     "when it was created": ({"export_format": "huggingface"}, {}, True),
@@ -99,6 +112,12 @@ BAD_SAVES: dict[str, tuple[str, dict[str, Any], int, str]] = {
     "metadata no text": ("save_weights", {"path": "a", "user_metadata": {"a": 1}}, 422, "user_metadata"),
     "encryption": ("save_weights_external", {"path": "a", "age_encryption_recipients": ["age1x"]}, 400, "age_"),
     "form": ("save_weights_external", {"path": "a", "format": "gguf"}, 400, "'gguf'"),
+    "of an unknown kind": (
+        "save_weights_for_sampler",
+        {"sampling_session_seq_id": 0, "kind": "sideways"},
+        422,
+        "snapshot, inflight",
+    ),
     "neither": ("save_weights_for_sampler", {"kind": "snapshot"}, 400, "sampling_session_seq_id"),
 }
 

@@ -108,6 +108,8 @@ def test_room_is_made_of_what_nobody_needs_and_was_not_just_written(folder: Hand
         folder.write(prefix(seq), sealed())
     for seq in (1, 2):
         age(folder, prefix(seq))
+    folder.write(prefix(4), sealed())
+    folder.release(prefix(4))
     leftover = folder.root / ".new-of-a-killed-process"
     leftover.mkdir()
     os.utime(leftover, (time.time() - 3600,) * 2)
