@@ -58,11 +58,11 @@ class TokenPublisher:
         going_on = True
         while going_on:
             batch = [self._waiting.get()]
-            time.sleep(_EVERY_S)
             while not self._waiting.empty():
                 batch.append(self._waiting.get_nowait())
             going_on = None not in batch
             self._send([drawn for drawn in batch if drawn is not None])
+            time.sleep(_EVERY_S)
 
     def _send(self, batch: Sequence[Drawn]) -> None:
         try:
