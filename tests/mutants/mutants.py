@@ -22,6 +22,7 @@ _LOSSES = "--confcutdir=tests/unit/workers/training tests/unit/workers/training/
 _SAVES = "tests/unit/workers/test_saves.py"
 _HANDOVER = "tests/unit/workers/handover/test_handover.py"
 _PADDING = "--confcutdir=tests/unit/workers/training tests/unit/workers/training/test_jobs.py"
+_OPENAI = "--confcutdir=tests/unit/app/services/openai tests/unit/app/services/openai"
 
 
 @dataclass(frozen=True, slots=True)
@@ -487,5 +488,41 @@ MUTANTS = (
         "        for tell in lost:\n            tell()\n",
         "",
         f"{_CANCELLING}::test_a_worker_that_missed_the_message_learns_of_it_from_its_lease",
+    ),
+    # OpenAI's clients.
+    Mutant(
+        "openai: chat templates run in a sandbox",
+        "app/services/openai/templates.py",
+        "    environment = ImmutableSandboxedEnvironment(",
+        "    from jinja2 import Environment\n    environment = Environment(",
+        f"{_OPENAI}/test_tokenizer.py::test_a_template_reaches_nothing_but_what_it_is_given",
+    ),
+    Mutant(
+        "openai: what may become a stop string is held back",
+        "app/services/openai/text.py",
+        "return len(self._text) - held_back(self._text[self._sent :], self._stops)",
+        "return len(self._text)",
+        f"{_OPENAI}/test_text.py::test_a_stop_string_is_cut_and_no_part_of_it_shown_before",
+    ),
+    Mutant(
+        "openai: an outage is waited for",
+        "app/services/openai/following.py",
+        "if not is_outage(error):\n                raise",
+        "raise",
+        f"{_OPENAI}/test_following.py::test_an_outage_is_waited_for",
+    ),
+    Mutant(
+        "openai: a request whose client left is cancelled",
+        "app/services/openai/following.py",
+        "if not ended:",
+        "if False:",
+        "tests/unit/app/routes/test_openai.py::test_a_request_whose_client_left_is_cancelled",
+    ),
+    Mutant(
+        "openai: streamed tokens go by their place",
+        "app/services/openai/generation.py",
+        "known = text.count - drawn.place",
+        "known = 0",
+        "tests/unit/app/routes/test_openai.py::test_what_a_stream_lost_or_told_twice_is_made_good_from_the_result",
     ),
 )

@@ -33,8 +33,9 @@ class BaseTokenizer:
         self._special = special
 
     def encode(self, text: str) -> np.ndarray:
-        """int32 [n], with the special tokens the model wants around a text."""
-        return np.array(self.core.encode(text).ids, np.int32)
+        """int32 [n], with the special tokens the model wants around a text. Raises UnicodeEncodeError for half a
+        surrogate pair."""
+        return self._ids(text, special=True)
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> np.ndarray:
         """int32 [n] of a conversation, up to where the assistant speaks. Raises BadRequest when the model has no chat
@@ -45,7 +46,7 @@ class BaseTokenizer:
         if template is None:
             raise BadRequest("this model has no chat template: use /completions")
         text = render(template, messages, tools or None, self._special)
-        return np.array(self.core.encode(text, add_special_tokens=False).ids, np.int32)
+        return self._ids(text, special=False)
 
     def template(self, tools: Sequence[Mapping[str, Any]]) -> str:
         """The text of the chat template that would be used; empty for none."""
@@ -58,6 +59,10 @@ class BaseTokenizer:
     def token(self, token: int) -> str:
         """One token as text, special or not; half a character is U+FFFD."""
         return self.core.decode([token], skip_special_tokens=False)
+
+    def _ids(self, text: str, *, special: bool) -> np.ndarray:
+        text.encode()  # the tokenizer itself has no words for what is no Unicode
+        return np.array(self.core.encode(text, add_special_tokens=special).ids, np.int32)
 
     def _which(self, tools: Sequence[Mapping[str, Any]]) -> str:
         return _WITH_TOOLS if tools and _WITH_TOOLS in self._texts else _DEFAULT

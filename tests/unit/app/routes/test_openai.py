@@ -108,10 +108,16 @@ class OpenAi:
         return [model["id"] for model in answer.json["data"]]
 
 
+def text(answer: TestResponse) -> str:
+    """All of a stream."""
+    with answer:
+        return answer.text
+
+
 def events(answer: TestResponse) -> list[dict[str, Any]]:
     """The chunks of a stream that ended well."""
     assert answer.mimetype == "text/event-stream"
-    *lines, last, empty = answer.text.split("\n\n")
+    *lines, last, empty = text(answer).split("\n\n")
     assert (last, empty) == ("data: [DONE]", "")
     return [json.loads(line.removeprefix("data: ")) for line in lines]
 
@@ -293,7 +299,7 @@ def test_a_streams_failure_is_its_last_event(openai: OpenAi):
     failure = json.dumps({"error": "the adapter holds NaN", "category": "user"}).encode()
     openai.standin.answer = lambda *_: Result(failure, failed=True)
     answer = openai.post("completions", prompt="ab", stream=True)
-    (event, empty) = answer.text.split("\n\n")
+    (event, empty) = text(answer).split("\n\n")
     error = json.loads(event.removeprefix("data: "))["error"]
     assert (error["message"], error["type"], empty) == ("the adapter holds NaN", "invalid_request_error", "")
 
@@ -392,6 +398,8 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "required": ("chat/completions", {"tools": TOOLS, "tool_choice": "required"}, "tool_choice"),
     "an image": ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "image_url"),
     "a role": ("chat/completions", {"messages": [{"role": "king", "content": "x"}]}, "role"),
+    "half a surrogate pair": ("completions", {"prompt": "\ud800"}, "surrogate"),
+    "half of one in a chat": ("chat/completions", {"messages": [{"role": "user", "content": "\ud800"}]}, "surrogate"),
     "no messages": ("chat/completions", {"messages": []}, "messages"),
     "top without": ("chat/completions", {"top_logprobs": 2}, "logprobs"),
     "bad arguments": (

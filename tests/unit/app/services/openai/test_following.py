@@ -100,10 +100,12 @@ def test_whoever_went_away_is_not_waited_for():
 def test_silence_has_an_end_and_tokens_put_it_off(monkeypatch: pytest.MonkeyPatch):
     clock = iter([0.0, 599.0, 1190.0, 1200.0])
     monkeypatch.setattr(following.time, "monotonic", lambda: next(clock))
-    waited = follow(Script(drawn(5), None, None, None, None))
+    script = Script(drawn(5), None, None, None, None)
+    waited = follow(script)
     assert isinstance(next(waited), Drawn)
     with pytest.raises(Unavailable, match="600 s"):
         next(waited)
+    assert len(script.seen) == 1 + 2 * 2, "it looked until 1,200 s, twice a turn"
 
 
 def test_the_session_is_kept_alive_meanwhile(monkeypatch: pytest.MonkeyPatch):
