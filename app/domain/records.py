@@ -118,7 +118,8 @@ class Loss:
 class Worker:
     """A live worker, by node name; the record lapses when it stops beating. `info` holds BaseModelInfo's fields.
 
-    One that is not `healthy` runs, but does not do what it is asked.
+    One that is not `healthy` runs, but does not do what it is asked. `queue` is the one it reads with its peers; a
+    sampler is full with `capacity` sequences.
     """
 
     namespace: ClassVar[str] = "workers"
@@ -129,6 +130,8 @@ class Worker:
     metrics_url: str
     started: float
     healthy: bool = True
+    queue: str = ""
+    capacity: int = 0
 
 
 R = TypeVar("R", Session, Model, Sampler, Handover, Checkpoint, Loss, Worker)

@@ -1,5 +1,5 @@
 """Sampling requests on a real server: whatever is called in whatever order, each ends once, is counted for exactly as
-long as it has not, and its client is told of it."""
+long as it has not, at the sampler it goes to, and its client is told of it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from app import ids
-from app.domain.records import Sampler, Session, dump
+from app.domain.records import Sampler, Session, Worker, dump
 from app.domain.results import Result
 from app.errors import BadRequest, Fenced, TooManyRequests
 from app.settings import EngineSettings
@@ -27,6 +27,7 @@ SESSIONS = ("one", "two")
 QUEUE = "sample.base"
 BOUNDS = QueueBounds(requests=5, tokens=30)
 CLONES = (0, 7)
+CAPACITIES = {"a": 3, "b": 4}
 SETTINGS = EngineSettings(lease_s=600)
 
 
@@ -35,6 +36,8 @@ class Request:
     session: str
     tokens: int
     digest: str
+    sequences: int
+    node: str
     runner: str = ""
     result: Result | None = None
     aborted: bool = False
@@ -56,6 +59,8 @@ class SamplingMachine(RuleBasedStateMachine):
         for session in SESSIONS:
             self.records.put_new(Session.namespace, session, dump(Session("me", 0.0)))
             self.records.put_new(Sampler.namespace, _sampler(session), dump(Sampler("me", session, "base", 0.0)))
+        self.up: set[str] = set()
+        self.homes: dict[str, str] = {}
         self.requests: dict[str, Request] = {}
         self.ended: set[str] = set()
         self.untold: dict[str, list[str]] = {_target(s, c): [] for s in SESSIONS for c in CLONES}
@@ -66,8 +71,9 @@ class SamplingMachine(RuleBasedStateMachine):
         clone=st.sampled_from(CLONES),
         number=st.integers(0, 9),
         tokens=st.integers(1, 32),
+        sequences=st.integers(1, 3),
     )
-    def admit(self, session: str, clone: int, number: int, tokens: int) -> None:
+    def admit(self, session: str, clone: int, number: int, tokens: int, sequences: int) -> None:
         request_id = ids.request_id(_sampler(session), clone * 10**9 + number)
         digest = f"digest {tokens % 2}"
         waiting = [r for r in self.requests.values() if not r.over]
@@ -81,13 +87,16 @@ class SamplingMachine(RuleBasedStateMachine):
         else:
             outcome = "fresh"
         try:
-            args = (request_id, _sampler(session), "me", QUEUE, b"ask", digest, tokens, BOUNDS)
-            found: object = "fresh" if self.oplog.admit_sample(*args).fresh else "repeat"
+            args = (request_id, _sampler(session), "me", QUEUE, b"ask", digest, tokens, BOUNDS, sequences)
+            admission = self.oplog.admit_sample(*args)
+            found: object = "fresh" if admission.fresh else "repeat"
         except (BadRequest, TooManyRequests) as error:
             found = type(error)
         assert found == outcome
         if found == "fresh":
-            self.requests[request_id] = Request(session, tokens, digest)
+            node = self._pick_node(session)
+            assert (admission.node or "") == node
+            self.requests[request_id] = Request(session, tokens, digest, sequences, node)
             self.ended.discard(session)
 
     @precondition(lambda self: self.requests)
@@ -104,6 +113,19 @@ class SamplingMachine(RuleBasedStateMachine):
         if entry:
             assert not request.runner
             request.runner = worker
+            node = worker.partition("/")[0]
+            if self.homes.get(request.session, request.node) == request.node:
+                self.homes[request.session] = node
+            request.node = node
+
+    @rule(node=st.sampled_from(sorted(CAPACITIES)))
+    def come_or_go(self, node: str) -> None:
+        self.up ^= {node}
+        if node in self.up:
+            worker = Worker("sampler", "base", {}, {}, "", 0.0, queue=QUEUE, capacity=CAPACITIES[node])
+            self.records.put(Worker.namespace, node, dump(worker))
+        else:
+            self.records.delete(Worker.namespace, node)
 
     @precondition(lambda self: self.requests)
     @rule(pick=st.integers(0, 99), crash=st.booleans())
@@ -114,6 +136,7 @@ class SamplingMachine(RuleBasedStateMachine):
             self.client.delete(keys.lease(request_id))
         else:
             self.oplog.put_off_sample(request_id, request.runner)
+            request.node = "" if request.runner and not request.over else request.node
         request.runner = ""
 
     @precondition(lambda self: self.requests)
@@ -182,12 +205,35 @@ class SamplingMachine(RuleBasedStateMachine):
         assert sorted(row.id for row in self.oplog.pending()) == sorted(waiting)
 
     @invariant()
+    def each_sampler_counts_exactly_what_went_there_and_is_not_over(self) -> None:
+        held = self.client.hgetall(f"{keys.PREFIX}placed:{QUEUE}")
+        placed = {node: self._placed(node) for node in CAPACITIES if self._placed(node)}
+        assert {node.decode(): int(rows) for node, rows in held.items()} == placed
+
+    @invariant()
     def nothing_is_kept_of_what_is_over_but_its_result(self) -> None:
         waiting = [id_ for id_, r in self.requests.items() if not r.over]
         kept = {key.decode() for key in self.client.keys(keys.PREFIX + "payload:*")}
         assert kept == {keys.payload(id_) for id_ in waiting}
         asked = {key.decode() for key in self.client.smembers(keys.PREFIX + "samplers_asked")}
         assert asked == {_sampler(self.requests[id_].session) for id_ in waiting}
+
+    def _placed(self, node: str) -> int:
+        return sum(request.sequences for request in self.requests.values() if request.node == node and not request.over)
+
+    def _pick_node(self, session: str) -> str:
+        """The home, while it is up and has room; else the one with the most, which is the home of who has none."""
+        room = {node: CAPACITIES[node] - self._placed(node) for node in sorted(self.up)}
+        home = self.homes.get(session, "")
+        if room.get(home, 0) > 0:
+            return home
+        best = max(room, key=lambda node: room[node], default="")
+        best = best if room.get(best, 0) > 0 else ""
+        if home not in room:
+            self.homes.pop(session, None)
+            if best:
+                self.homes[session] = best
+        return best
 
     def _pick(self, pick: int) -> tuple[str, Request]:
         return list(self.requests.items())[pick % len(self.requests)]
