@@ -296,10 +296,17 @@ def sampler(settings: Settings, base: BaseModelSettings, parts: Parts, node_name
     # An orderly stop would wait for requests that never come back.
     pulse = Pulse(bell, backend.healthy, settings.engine.healthy_s, _exit)
     metrics = telemetry.serve_metrics(base.sampler.metrics_port)
-    # What is more waits in this process, while another one may have room.
-    capacity = min(base.sampler.max_batch, base.sampler.concurrency)
     presence = Presence(
-        parts.records, node_name, "sampler", info, backend.describe, metrics, pulse.healthy, queue, capacity
+        parts.records,
+        node_name,
+        "sampler",
+        info,
+        backend.describe,
+        metrics,
+        pulse.healthy,
+        queue,
+        base.sampler.max_batch,
+        base.sampler.concurrency,
     )
     probe = Probe(backend, pulse, settings.engine.healthy_s)
 

@@ -16,8 +16,8 @@ from app.domain.results import FutureState, Result
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """`fresh` is False for a repeat of what is already journalled. `node` is whom to ring: the model's live owner, or the
-    sampler that a request goes to; None for whoever comes first."""
+    """`fresh` is False for a repeat of what is already journalled. `node` is whom to ring: the model's live owner, or
+    the sampler that a request goes to; None for whoever comes first."""
 
     request_id: str
     fresh: bool
@@ -227,17 +227,17 @@ class OpLog(Protocol):
         """A sampling future: deduplicated like an Op, but in no order. `tokens`: the most it may take, prompt and all.
 
         Its adapter's version is fixed here: its sampler's, or the newest of the model that this one follows. It goes
-        where that was sampled before (of the base: for this sampler) while there is room for a sequence, else where
-        there is most (records.Worker), and if there is none nowhere: to whoever comes first. Raises
+        where that was sampled before (of the base: for this sampler) while there is room in the batch, then where there
+        is more (records.Worker), and while everybody holds all he can to whoever comes first. Raises
         BadRequest on other content and for what `bounds` could never let in, TooLarge, TooManyRequests while the queue
         is full, and Unavailable while there is no room. All but the first never hit a repeat.
         """
         ...
 
     def claim_sample(self, request_id: str, worker: str) -> Entry | None:
-        """Start on a sampling request; None when it is terminal. It counts at this worker now, which becomes its adapter's
-        home if there is none, or one that was rung and did not take it. Raises Fenced while another worker runs it, and
-        Unavailable, changing nothing, while its content is in an object store that is away."""
+        """Start on a sampling request; None when it is terminal. It counts at this worker now, which becomes its
+        adapter's home if there is none, or one that was rung and did not take it. Raises Fenced while another worker
+        runs it, and Unavailable, changing nothing, while its content is in an object store that is away."""
         ...
 
     def put_off_sample(self, request_id: str, worker: str) -> None:

@@ -27,7 +27,8 @@ SESSIONS = ("one", "two")
 QUEUE = "sample.base"
 BOUNDS = QueueBounds(requests=5, tokens=30)
 CLONES = (0, 7)
-CAPACITIES = {"a": 3, "b": 4}
+BATCHES = {"a": 2, "b": 3}
+HOLDS = 5
 SETTINGS = EngineSettings(lease_s=600)
 
 
@@ -118,11 +119,11 @@ class SamplingMachine(RuleBasedStateMachine):
                 self.homes[request.session] = node
             request.node = node
 
-    @rule(node=st.sampled_from(sorted(CAPACITIES)))
+    @rule(node=st.sampled_from(sorted(BATCHES)))
     def come_or_go(self, node: str) -> None:
         self.up ^= {node}
         if node in self.up:
-            worker = Worker("sampler", "base", {}, {}, "", 0.0, queue=QUEUE, capacity=CAPACITIES[node])
+            worker = Worker("sampler", "base", {}, {}, "", 0.0, queue=QUEUE, batch=BATCHES[node], holds=HOLDS)
             self.records.put(Worker.namespace, node, dump(worker))
         else:
             self.records.delete(Worker.namespace, node)
@@ -207,7 +208,7 @@ class SamplingMachine(RuleBasedStateMachine):
     @invariant()
     def each_sampler_counts_exactly_what_went_there_and_is_not_over(self) -> None:
         held = self.client.hgetall(f"{keys.PREFIX}placed:{QUEUE}")
-        placed = {node: self._placed(node) for node in CAPACITIES if self._placed(node)}
+        placed = {node: self._placed(node) for node in BATCHES if self._placed(node)}
         assert {node.decode(): int(rows) for node, rows in held.items()} == placed
 
     @invariant()
@@ -222,18 +223,21 @@ class SamplingMachine(RuleBasedStateMachine):
         return sum(request.sequences for request in self.requests.values() if request.node == node and not request.over)
 
     def _pick_node(self, session: str) -> str:
-        """The home, while it is up and has room; else the one with the most, which is the home of who has none."""
-        room = {node: CAPACITIES[node] - self._placed(node) for node in sorted(self.up)}
+        """The home while it is up and has room, or nobody has and the other is no batch ahead; else the emptier one, which
+        is the home of who has none."""
+        room = {node: BATCHES[node] - self._placed(node) for node in sorted(self.up)}
+        taking = [node for node in room if self._placed(node) < HOLDS]
+        best = max(taking, key=lambda node: room[node], default="")
         home = self.homes.get(session, "")
-        if room.get(home, 0) > 0:
-            return home
-        best = max(room, key=lambda node: room[node], default="")
-        best = best if room.get(best, 0) > 0 else ""
         if home not in room:
             self.homes.pop(session, None)
             if best:
                 self.homes[session] = best
-        return best
+            return best
+        if room[home] > 0:
+            return home
+        stays = home in taking and room[best] <= 0 and room[best] - room[home] < BATCHES[home]
+        return home if stays else best
 
     def _pick(self, pick: int) -> tuple[str, Request]:
         return list(self.requests.items())[pick % len(self.requests)]

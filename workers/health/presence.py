@@ -40,11 +40,12 @@ class Presence:
         metrics_url: str,
         healthy: Callable[[], bool],
         queue: str,
-        capacity: int = 0,
+        batch: int = 0,
+        holds: int = 0,
     ) -> None:
         self._records, self._node, self._role, self._info = records, node, role, info
         self._describe, self._metrics_url, self._healthy = describe, metrics_url, healthy
-        self._queue, self._capacity = queue, capacity
+        self._queue, self._batch, self._holds = queue, batch, holds
         self._started = time.time()
         self._leaving = self._stopped = False
         self._wake = threading.Event()
@@ -79,7 +80,8 @@ class Presence:
             started=self._started,
             healthy=self._healthy() and not self._leaving,
             queue=self._queue,
-            capacity=self._capacity,
+            batch=self._batch,
+            holds=self._holds,
         )
         self._records.put(Worker.namespace, self._node, dump(worker), ttl_s=LIFE_S)
 

@@ -5,37 +5,45 @@
 -- repeat | conflict | too_large | requests | tokens
 local request, sampler, queue, tokens = ARGV[1], ARGV[2], ARGV[4], tonumber(ARGV[7])
 
--- How many more sequences a node could decode at once; nil when it is gone, not well, or reads another queue.
-local function room_at(node)
-  local found = redis.call('HMGET', 'tinsmith:workers:' .. node, 'queue', 'healthy', 'capacity')
+-- A sampler as a request finds it: for how many more sequences its batch has room (below 0: so many wait for some), how
+-- many make a batch, and whether it begins on another request; nil when it is gone, not well, or reads another queue.
+local function look_at(node)
+  local found = redis.call('HMGET', 'tinsmith:workers:' .. node, 'queue', 'healthy', 'batch', 'holds')
   if not found[1] or cjson.decode(found[1]) ~= queue or found[2] ~= 'true' then return nil end
-  return found[3] - (redis.call('HGET', 'tinsmith:placed:' .. queue, node) or 0)
+  local placed = tonumber(redis.call('HGET', 'tinsmith:placed:' .. queue, node) or 0)
+  return {node = node, room = found[3] - placed, batch = tonumber(found[3]), takes = placed < tonumber(found[4])}
 end
 
--- The node with the most room; '' if none has any.
-local function roomiest()
-  local best, most = '', 0
+-- Of those that take another request the one with the most room.
+local function emptiest()
+  local best = {node = '', room = -math.huge}
   for _, node in ipairs(redis.call('ZRANGE', 'tinsmith:index:workers', 0, -1)) do
-    local room = room_at(node) or 0
-    if room > most then best, most = node, room end
+    local found = look_at(node)
+    if found and found.takes and found.room > best.room then best = found end
   end
   return best
 end
 
--- Where this adapter was sampled last, as long as there is room; its home is another one only once that is lost.
+-- Where this adapter was sampled before, as long as there is room: then where there is some. While there is none at all
+-- it stays at home unless another is a whole batch ahead. Its home is another one only when that is lost.
 local function pick(adapter)
   local key = home_of(request, adapter)
   local home = redis.call('GET', key)
-  local room = home and room_at(home)
-  local node = room and room > 0 and home or roomiest()
-  if room then
+  local here = home and look_at(home)
+  local chosen = here
+  if not here or here.room <= 0 then
+    local best = emptiest()
+    local stays = here and here.takes and best.room <= 0 and best.room - here.room < here.batch
+    if not stays then chosen = best end
+  end
+  if here then
     redis.call('PEXPIRE', key, HOME_MS)
-  elseif node ~= '' then
-    redis.call('SET', key, node, 'PX', HOME_MS)
+  elseif chosen.node ~= '' then
+    redis.call('SET', key, chosen.node, 'PX', HOME_MS)
   else
     redis.call('DEL', key)
   end
-  return node
+  return chosen.node
 end
 
 local known = redis.call('HGET', 'tinsmith:future:' .. request, 'digest')

@@ -182,7 +182,7 @@ def test_a_gap_within_its_time_holds_and_one_past_it_is_given_up(oplog):
 
 def test_a_request_its_sampler_does_not_begin_on_is_rung_for_all_within_seconds(oplog, client):
     """It has room and died, or stands still: elsewhere the request must not wait as if it had been in a queue."""
-    client.hset("tinsmith:workers:a", mapping={"queue": '"sample.base"', "healthy": "true", "capacity": "8"})
+    client.hset("tinsmith:workers:a", mapping={"queue": '"sample.base"', "healthy": "true", "batch": "8", "holds": "8"})
     client.zadd("tinsmith:index:workers", {"a": 0})
     for seq, late in ((4, 3_000), (5, 0)):
         request = f"s:sample:0:{seq}"

@@ -13,8 +13,8 @@ from app.stores.redis.oplog import RedisOpLog
 from app.stores.redis.records import RedisRecords
 
 QUEUE = "sample.base"
-CAPACITY = 4
-BASE, TUNED, SAME = "session:sample:0", "session:sample:1", "session:sample:2"
+BATCH, HOLDS = 4, 10
+BASE, TUNED, SAME, OTHER = (f"session:sample:{number}" for number in range(4))
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def records(client: redis.Redis) -> RedisRecords:
     """Two samplers of the base, and workers that read other queues; `SAME` names the adapter of `TUNED` too."""
     records = RedisRecords(client)
     records.put_new(Session.namespace, "session", dump(Session("me", 0.0)))
-    for sampler, prefix in ((BASE, ""), (TUNED, "models/m/a"), (SAME, "models/m/a")):
+    for sampler, prefix in ((BASE, ""), (TUNED, "models/m/a"), (SAME, "models/m/a"), (OTHER, "models/m/b")):
         records.put_new(Sampler.namespace, sampler, dump(Sampler("me", "session", "base", 0.0, prefix=prefix)))
     start(records, "a", "b")
     start(records, "0-other", queue="sample.other")
@@ -37,7 +37,7 @@ def samples(client: redis.Redis, records: RedisRecords) -> RedisOpLog:
 
 def start(records: RedisRecords, *nodes: str, queue: str = QUEUE, healthy: bool = True) -> None:
     for node in nodes:
-        worker = Worker("sampler", "base", {}, {}, "", 0.0, healthy, queue, CAPACITY)
+        worker = Worker("sampler", "base", {}, {}, "", 0.0, healthy, queue, BATCH, HOLDS)
         records.put(Worker.namespace, node, dump(worker))
 
 
@@ -62,27 +62,33 @@ def test_samplers_of_one_adapter_have_one_home(samples):
 
 
 def test_a_full_home_sends_requests_on_and_gets_them_again_once_it_has_room(samples):
-    assert [admit(samples, seq) for seq in range(CAPACITY + 1)] == [*"aaaa", "b"]
+    assert [admit(samples, seq) for seq in range(BATCH + 1)] == [*"aaaa", "b"]
     samples.finish_sample(f"{BASE}:0", Result(b""))
     assert [admit(samples, seq) for seq in range(5, 7)] == ["a", "b"]
 
 
 def test_a_request_fills_as_many_places_as_it_has_samples(samples):
-    assert admit(samples, 0, sequences=CAPACITY - 1) == "a"
-    assert [admit(samples, seq, sequences=9) for seq in (1, 2)] == ["a", "b"], "one place is enough to begin in"
-    assert admit(samples, 3) is None
+    assert admit(samples, 0, sequences=BATCH - 1) == "a"
+    assert [admit(samples, seq, sequences=2) for seq in (1, 2)] == ["a", "b"], "one place is enough to begin in"
 
 
-def test_what_finds_no_room_anywhere_is_whoevers_comes_first_and_counts_there(client, samples):
-    for seq in range(2 * CAPACITY):
-        admit(samples, seq)
-    assert admit(samples, 8, TUNED) is None
-    assert placed(client) == {"a": CAPACITY, "b": CAPACITY}
-    samples.claim_sample(f"{TUNED}:8", "b/1")
-    assert placed(client) == {"a": CAPACITY, "b": CAPACITY + 1}
-    for seq in range(2 * CAPACITY):
-        samples.finish_sample(f"{BASE}:{seq}", Result(b""))
-    assert admit(samples, 9, TUNED) == "b", "who claimed it is its home"
+def test_while_nobody_has_room_requests_stay_at_home_until_that_is_a_batch_behind(client, samples):
+    admit(samples, 0, sequences=BATCH)
+    admit(samples, 0, TUNED, sequences=BATCH)
+    assert [admit(samples, seq) for seq in range(1, BATCH + 3)] == [*"aaaa", "b", "a"]
+    assert placed(client) == {"a": 2 * BATCH + 1, "b": BATCH + 1}
+
+
+def test_what_nobody_holds_is_whoevers_comes_first_and_counts_there(client, samples):
+    for sampler in (BASE, TUNED):
+        admit(samples, 0, sampler, sequences=HOLDS)
+    assert admit(samples, 1, OTHER) is None
+    assert placed(client) == {"a": HOLDS, "b": HOLDS}
+    samples.claim_sample(f"{OTHER}:1", "b/1")
+    assert placed(client) == {"a": HOLDS, "b": HOLDS + 1}
+    for sampler in (BASE, TUNED):
+        samples.finish_sample(f"{sampler}:0", Result(b""))
+    assert admit(samples, 2, OTHER) == "b", "who claimed it is its home"
 
 
 def test_nothing_goes_to_a_sampler_that_is_gone_or_not_well(samples, records):
@@ -106,9 +112,9 @@ def test_a_home_that_does_not_take_its_requests_loses_them_and_what_comes(client
 
 
 def test_what_another_one_takes_for_want_of_room_leaves_the_home_where_it_is(samples):
-    for seq in range(CAPACITY + 1):
+    for seq in range(BATCH + 1):
         admit(samples, seq)
-    samples.claim_sample(f"{BASE}:{CAPACITY}", "b/1")
+    samples.claim_sample(f"{BASE}:{BATCH}", "b/1")
     samples.finish_sample(f"{BASE}:0", Result(b""))
     assert admit(samples, 9) == "a"
 
