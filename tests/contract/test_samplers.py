@@ -20,7 +20,7 @@ from tinker import types
 from app.domain.records import Worker, load
 from app.stores.redis import keys
 from app.stores.redis.records import RedisRecords
-from tests.contract.data import ADAM, datum, sentences, train
+from tests.contract.data import datum, sentences, train
 from tests.contract.stack import API_KEY, BASE, Stack, running
 from tests.contract.test_restart import await_true, children
 from tests.servers import free_port
@@ -104,8 +104,10 @@ def is_sampled(stack: Stack) -> tuple[bool, bool]:
 def waiting_for(stack: Stack) -> str:
     """Why a poll of what waits is told that it does; empty while that moves on."""
     with stack.redis() as client:
-        request_id = client.zrange(keys.PENDING, 0, 0)[0].decode()
-    answer = call(stack, "api/v1/retrieve_future", {"request_id": request_id})
+        pending = client.zrange(keys.PENDING, 0, 0)
+    if not pending:
+        return ""
+    answer = call(stack, "api/v1/retrieve_future", {"request_id": pending[0].decode()})
     return answer.json().get("queue_state_reason", "") if answer.status_code == 408 else ""
 
 
@@ -175,10 +177,9 @@ def test_twice_as_many_adapters_as_both_hold_sample_their_own_texts(training: ti
     """Each loads eight, of which two run at a time."""
     saves = []
     for step in range(STORM_ADAPTERS):
-        training.forward_backward([datum(tokens) for tokens in sentences(2, seed=step)], "cross_entropy")
-        training.optim_step(ADAM)
+        train(training, 1, [datum(tokens) for tokens in sentences(2, seed=step)])
         saves.append(training.save_weights_for_sampler(f"storm-{step}"))
-    clients = [training.create_sampling_client(save.result().path) for save in saves]
+    clients = [training.create_sampling_client(save.result().path).result() for save in saves]
     expected = [drawn(ask(client, 1)) for client in clients]
     assert len(set(expected)) == STORM_ADAPTERS
     storm = [i * 7 % STORM_ADAPTERS for i in range(STORM_ROUNDS * STORM_ADAPTERS)]

@@ -223,8 +223,8 @@ class SamplingMachine(RuleBasedStateMachine):
         return sum(request.sequences for request in self.requests.values() if request.node == node and not request.over)
 
     def _pick_node(self, session: str) -> str:
-        """The home while it is up and has room, or nobody has and the other is no batch ahead; else the emptier one, which
-        is the home of who has none."""
+        """The home while it is up and has room, or nobody has and the other is no batch ahead; else the emptier one,
+        which is the home of who has none."""
         room = {node: BATCHES[node] - self._placed(node) for node in sorted(self.up)}
         taking = [node for node in room if self._placed(node) < HOLDS]
         best = max(taking, key=lambda node: room[node], default="")
