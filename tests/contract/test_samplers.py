@@ -175,11 +175,11 @@ def test_requests_of_a_killed_sampler_end_once_and_to_the_bit_as_undisturbed(
 
 def test_twice_as_many_adapters_as_both_hold_sample_their_own_texts(training: tinker.TrainingClient, pair: Stack):
     """Each loads eight, of which two run at a time."""
-    saves = []
+    paths = []
     for step in range(STORM_ADAPTERS):
         train(training, 1, [datum(tokens) for tokens in sentences(2, seed=step)])
-        saves.append(training.save_weights_for_sampler(f"storm-{step}"))
-    clients = [training.create_sampling_client(save.result().path).result() for save in saves]
+        paths.append(training.save_weights_for_sampler(f"storm-{step}").result().path)
+    clients = [training.create_sampling_client(path).result() for path in paths]
     expected = [drawn(ask(client, 1)) for client in clients]
     assert len(set(expected)) == STORM_ADAPTERS
     storm = [i * 7 % STORM_ADAPTERS for i in range(STORM_ROUNDS * STORM_ADAPTERS)]
