@@ -220,7 +220,7 @@ def trainer(
 
     pulse = Pulse(doorbell.TickBell(parts.celery, direct), backend.healthy, settings.engine.healthy_s, end)
     metrics, role = telemetry.serve_metrics(base.trainer.metrics_port), trainer_role(full=full)
-    presence = Presence(parts.records, node_name, role, info, backend.describe, metrics, pulse.healthy)
+    presence = Presence(parts.records, node_name, role, info, backend.describe, metrics, pulse.healthy, queue)
     most = base.trainer.max_models
     owner = Owner(
         parts.oplog,
@@ -296,7 +296,18 @@ def sampler(settings: Settings, base: BaseModelSettings, parts: Parts, node_name
     # An orderly stop would wait for requests that never come back.
     pulse = Pulse(bell, backend.healthy, settings.engine.healthy_s, _exit)
     metrics = telemetry.serve_metrics(base.sampler.metrics_port)
-    presence = Presence(parts.records, node_name, "sampler", info, backend.describe, metrics, pulse.healthy)
+    presence = Presence(
+        parts.records,
+        node_name,
+        "sampler",
+        info,
+        backend.describe,
+        metrics,
+        pulse.healthy,
+        queue,
+        base.sampler.max_batch,
+        base.sampler.concurrency,
+    )
     probe = Probe(backend, pulse, settings.engine.healthy_s)
 
     def close() -> None:
@@ -304,7 +315,7 @@ def sampler(settings: Settings, base: BaseModelSettings, parts: Parts, node_name
         publisher.close()
         parts.keeper.stop()
 
-    return Runtime(runner, runner, queue, presence, pulse, _sweeper(settings, parts), probe, close)
+    return Runtime(runner, runner, queue, presence, pulse, _sweeper(settings, parts), probe, close, presence.leave)
 
 
 @contextmanager

@@ -118,7 +118,8 @@ class Loss:
 class Worker:
     """A live worker, by node name; the record lapses when it stops beating. `info` holds BaseModelInfo's fields.
 
-    One that is not `healthy` runs, but does not do what it is asked.
+    One that is not `healthy` runs, but does not do what it is asked. `queue` is the one it reads with its peers. A
+    sampler decodes `batch` sequences at once, and holds requests for `holds` at least.
     """
 
     namespace: ClassVar[str] = "workers"
@@ -129,6 +130,9 @@ class Worker:
     metrics_url: str
     started: float
     healthy: bool = True
+    queue: str = ""
+    batch: int = 0
+    holds: int = 0
 
 
 R = TypeVar("R", Session, Model, Sampler, Handover, Checkpoint, Loss, Worker)

@@ -55,9 +55,10 @@ class AdmissionService:
         request_id = ids.request_id(sampler_id, seq)
         identity, bounds = codec.digest(payload), self._bounds(base_model)
         admission = self._oplog.admit_sample(
-            request_id, sampler_id, owner, queue, payload, identity, _most_tokens(request), bounds
+            request_id, sampler_id, owner, queue, payload, identity, _most_tokens(request), bounds, request.num_samples
         )
         if admission.fresh:
+            queue = direct_queue(queue, admission.node) if admission.node else queue
             self._announce("sample", request_id, sampler_id, seq, queue)
         return request_id
 

@@ -16,7 +16,8 @@ from app.domain.results import FutureState, Result
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """`fresh` is False for a repeat of what is already journalled. `node` is the model's live owner, if any."""
+    """`fresh` is False for a repeat of what is already journalled. `node` is whom to ring: the model's live owner, or
+    the sampler that a request goes to; None for whoever comes first."""
 
     request_id: str
     fresh: bool
@@ -84,7 +85,7 @@ class Pending:
     """A model or sampling request that waits: seconds since it last moved, and the next seq there.
 
     `kinds`: of what waits from there on without a gap, as many as asked for; empty when the next seq has not come.
-    `running`: a live worker began on it.
+    `running`: a live worker began on it. `awaited`: one worker was rung for it, and has not begun or is gone.
     """
 
     id: str
@@ -93,6 +94,7 @@ class Pending:
     seq: int | None
     running: bool
     kinds: tuple[str, ...]
+    awaited: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,18 +222,22 @@ class OpLog(Protocol):
         digest: str,
         tokens: int = 0,
         bounds: QueueBounds | None = None,
+        sequences: int = 1,
     ) -> Admission:
         """A sampling future: deduplicated like an Op, but in no order. `tokens`: the most it may take, prompt and all.
 
-        Its adapter's version is fixed here: its sampler's, or the newest of the model that this one follows. Raises
+        Its adapter's version is fixed here: its sampler's, or the newest of the model that this one follows. It goes
+        where that was sampled before (of the base: for this sampler) while there is room in the batch, then where there
+        is more (records.Worker), and while everybody holds all he can to whoever comes first. Raises
         BadRequest on other content and for what `bounds` could never let in, TooLarge, TooManyRequests while the queue
         is full, and Unavailable while there is no room. All but the first never hit a repeat.
         """
         ...
 
     def claim_sample(self, request_id: str, worker: str) -> Entry | None:
-        """Start on a sampling request; None when it is terminal. Raises Fenced while another worker runs it, and
-        Unavailable, changing nothing, while its content is in an object store that is away."""
+        """Start on a sampling request; None when it is terminal. It counts at this worker now, which becomes its
+        adapter's home if there is none, or one that was rung and did not take it. Raises Fenced while another worker
+        runs it, and Unavailable, changing nothing, while its content is in an object store that is away."""
         ...
 
     def put_off_sample(self, request_id: str, worker: str) -> None:

@@ -12,6 +12,7 @@ _LUA = "app/stores/redis/lua"
 _STORES = "--confcutdir=tests/unit/app/stores -p tests.unit.conftest tests/unit/app/stores/redis"
 _OPLOG, _RESULTS = f"{_STORES}/test_oplog.py", f"{_STORES}/test_results.py"
 _SAMPLES = f"{_STORES}/test_samples.py"
+_HOMES = f"{_STORES}/test_homes.py"
 _SAMPLING = "tests/property/test_sampling.py"
 _CANCELLING = "tests/unit/workers/test_cancelling.py"
 _JOURNAL = "tests/property/test_journal.py"
@@ -460,6 +461,27 @@ MUTANTS = (
         "  note_completion(sampler, seq, request, keep_s)\n",
         "",
         _SAMPLING,
+    ),
+    Mutant(
+        "leave_queue: where it ran it counts no more",
+        f"{_LUA}/prelude.lua",
+        "    place(request, queue, '')\n",
+        "",
+        f"{_HOMES}::test_what_ends_or_is_put_off_counts_nowhere",
+    ),
+    Mutant(
+        "admit_sample: nothing for who is gone or not well",
+        f"{_LUA}/admit_sample.lua",
+        " or found[2] ~= 'true' then",
+        " then",
+        f"{_HOMES}::test_nothing_goes_to_a_sampler_that_is_gone_or_not_well",
+    ),
+    Mutant(
+        "claim_sample: a home that did not take what it was rung for",
+        f"{_LUA}/claim_sample.lua",
+        "if not home or (home == before and node ~= before) then",
+        "if not home then",
+        f"{_HOMES}::test_a_home_that_does_not_take_its_requests_loses_them_and_what_comes",
     ),
     Mutant(
         "abort_sample: its worker is told",

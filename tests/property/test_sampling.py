@@ -1,5 +1,5 @@
 """Sampling requests on a real server: whatever is called in whatever order, each ends once, is counted for exactly as
-long as it has not, and its client is told of it."""
+long as it has not, at the sampler it goes to, and its client is told of it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from app import ids
-from app.domain.records import Sampler, Session, dump
+from app.domain.records import Sampler, Session, Worker, dump
 from app.domain.results import Result
 from app.errors import BadRequest, Fenced, TooManyRequests
 from app.settings import EngineSettings
@@ -27,6 +27,8 @@ SESSIONS = ("one", "two")
 QUEUE = "sample.base"
 BOUNDS = QueueBounds(requests=5, tokens=30)
 CLONES = (0, 7)
+BATCHES = {"a": 2, "b": 3}
+HOLDS = 5
 SETTINGS = EngineSettings(lease_s=600)
 
 
@@ -35,6 +37,8 @@ class Request:
     session: str
     tokens: int
     digest: str
+    sequences: int
+    node: str
     runner: str = ""
     result: Result | None = None
     aborted: bool = False
@@ -56,6 +60,8 @@ class SamplingMachine(RuleBasedStateMachine):
         for session in SESSIONS:
             self.records.put_new(Session.namespace, session, dump(Session("me", 0.0)))
             self.records.put_new(Sampler.namespace, _sampler(session), dump(Sampler("me", session, "base", 0.0)))
+        self.up: set[str] = set()
+        self.homes: dict[str, str] = {}
         self.requests: dict[str, Request] = {}
         self.ended: set[str] = set()
         self.untold: dict[str, list[str]] = {_target(s, c): [] for s in SESSIONS for c in CLONES}
@@ -66,8 +72,9 @@ class SamplingMachine(RuleBasedStateMachine):
         clone=st.sampled_from(CLONES),
         number=st.integers(0, 9),
         tokens=st.integers(1, 32),
+        sequences=st.integers(1, 3),
     )
-    def admit(self, session: str, clone: int, number: int, tokens: int) -> None:
+    def admit(self, session: str, clone: int, number: int, tokens: int, sequences: int) -> None:
         request_id = ids.request_id(_sampler(session), clone * 10**9 + number)
         digest = f"digest {tokens % 2}"
         waiting = [r for r in self.requests.values() if not r.over]
@@ -81,13 +88,16 @@ class SamplingMachine(RuleBasedStateMachine):
         else:
             outcome = "fresh"
         try:
-            args = (request_id, _sampler(session), "me", QUEUE, b"ask", digest, tokens, BOUNDS)
-            found: object = "fresh" if self.oplog.admit_sample(*args).fresh else "repeat"
+            args = (request_id, _sampler(session), "me", QUEUE, b"ask", digest, tokens, BOUNDS, sequences)
+            admission = self.oplog.admit_sample(*args)
+            found: object = "fresh" if admission.fresh else "repeat"
         except (BadRequest, TooManyRequests) as error:
             found = type(error)
         assert found == outcome
         if found == "fresh":
-            self.requests[request_id] = Request(session, tokens, digest)
+            node = self._pick_node(session)
+            assert (admission.node or "") == node
+            self.requests[request_id] = Request(session, tokens, digest, sequences, node)
             self.ended.discard(session)
 
     @precondition(lambda self: self.requests)
@@ -104,6 +114,19 @@ class SamplingMachine(RuleBasedStateMachine):
         if entry:
             assert not request.runner
             request.runner = worker
+            node = worker.partition("/")[0]
+            if self.homes.get(request.session, request.node) == request.node:
+                self.homes[request.session] = node
+            request.node = node
+
+    @rule(node=st.sampled_from(sorted(BATCHES)))
+    def come_or_go(self, node: str) -> None:
+        self.up ^= {node}
+        if node in self.up:
+            worker = Worker("sampler", "base", {}, {}, "", 0.0, queue=QUEUE, batch=BATCHES[node], holds=HOLDS)
+            self.records.put(Worker.namespace, node, dump(worker))
+        else:
+            self.records.delete(Worker.namespace, node)
 
     @precondition(lambda self: self.requests)
     @rule(pick=st.integers(0, 99), crash=st.booleans())
@@ -114,6 +137,7 @@ class SamplingMachine(RuleBasedStateMachine):
             self.client.delete(keys.lease(request_id))
         else:
             self.oplog.put_off_sample(request_id, request.runner)
+            request.node = "" if request.runner and not request.over else request.node
         request.runner = ""
 
     @precondition(lambda self: self.requests)
@@ -182,12 +206,38 @@ class SamplingMachine(RuleBasedStateMachine):
         assert sorted(row.id for row in self.oplog.pending()) == sorted(waiting)
 
     @invariant()
+    def each_sampler_counts_exactly_what_went_there_and_is_not_over(self) -> None:
+        held = self.client.hgetall(f"{keys.PREFIX}placed:{QUEUE}")
+        placed = {node: self._placed(node) for node in BATCHES if self._placed(node)}
+        assert {node.decode(): int(rows) for node, rows in held.items()} == placed
+
+    @invariant()
     def nothing_is_kept_of_what_is_over_but_its_result(self) -> None:
         waiting = [id_ for id_, r in self.requests.items() if not r.over]
         kept = {key.decode() for key in self.client.keys(keys.PREFIX + "payload:*")}
         assert kept == {keys.payload(id_) for id_ in waiting}
         asked = {key.decode() for key in self.client.smembers(keys.PREFIX + "samplers_asked")}
         assert asked == {_sampler(self.requests[id_].session) for id_ in waiting}
+
+    def _placed(self, node: str) -> int:
+        return sum(request.sequences for request in self.requests.values() if request.node == node and not request.over)
+
+    def _pick_node(self, session: str) -> str:
+        """The home while it is up and has room, or nobody has and the other is no batch ahead; else the emptier one,
+        which is the home of who has none."""
+        room = {node: BATCHES[node] - self._placed(node) for node in sorted(self.up)}
+        taking = [node for node in room if self._placed(node) < HOLDS]
+        best = max(taking, key=lambda node: room[node], default="")
+        home = self.homes.get(session, "")
+        if home not in room:
+            self.homes.pop(session, None)
+            if best:
+                self.homes[session] = best
+            return best
+        if room[home] > 0:
+            return home
+        stays = home in taking and room[best] <= 0 and room[best] - room[home] < BATCHES[home]
+        return home if stays else best
 
     def _pick(self, pick: int) -> tuple[str, Request]:
         return list(self.requests.items())[pick % len(self.requests)]

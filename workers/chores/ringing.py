@@ -18,6 +18,8 @@ _SLICE = 500
 _MOST = 10_000
 # What a live worker began is likely still running; but it may have been dropped, after an error or an outage.
 _RUNNING_FACTOR = 6
+# One worker was rung, as it had room: so long it takes only if it is gone, or stands still.
+_AWAITED_S = 3.0
 # A message that was not lost but waits in a long queue must not be joined by another every few seconds.
 _LONGEST_PATIENCE_S = 60.0
 # Seqs given up in one round: a client that leaves out millions waits longer, not everybody else.
@@ -70,6 +72,8 @@ class Ringing:
         """For all that waits there: it is what one lost doorbell, or a lost broker, leaves behind."""
         factor = _RUNNING_FACTOR if pending.running else 1
         patience = self._settings.ring_again_s * factor
+        if pending.awaited:
+            patience = min(patience, _AWAITED_S)
         rung = self._rung.get(pending.id)
         if rung is None or (rung.seq, rung.running) != (pending.seq, pending.running):
             if pending.waited_s < patience:

@@ -39,11 +39,15 @@ class Presence:
         describe: Callable[[], Mapping[str, Any]],
         metrics_url: str,
         healthy: Callable[[], bool],
+        queue: str,
+        batch: int = 0,
+        holds: int = 0,
     ) -> None:
         self._records, self._node, self._role, self._info = records, node, role, info
         self._describe, self._metrics_url, self._healthy = describe, metrics_url, healthy
+        self._queue, self._batch, self._holds = queue, batch, holds
         self._started = time.time()
-        self._stopped = False
+        self._leaving = self._stopped = False
         self._wake = threading.Event()
 
     def start(self) -> None:
@@ -54,6 +58,11 @@ class Presence:
     def refresh(self) -> None:
         """Something changed that others should know soon; returns at once."""
         self._wake.set()
+
+    def leave(self) -> None:
+        """Others should bring nothing new. May be called from a signal handler."""
+        self._leaving = True
+        self.refresh()
 
     def stop(self) -> None:
         self._stopped = True
@@ -69,7 +78,10 @@ class Presence:
             describe=dict(self._describe()),
             metrics_url=self._metrics_url,
             started=self._started,
-            healthy=self._healthy(),
+            healthy=self._healthy() and not self._leaving,
+            queue=self._queue,
+            batch=self._batch,
+            holds=self._holds,
         )
         self._records.put(Worker.namespace, self._node, dump(worker), ttl_s=LIFE_S)
 

@@ -4,7 +4,8 @@
                               epoch_floor after a rebuild, and ended (deleted) once it is no more
     journal:<model>     ZSET  seq -> seq: Ops behind the snapshot (seq > snapshot_seq), applied or waiting
     op:<request>        HASH  kind, attempts, runner, admitted, doomed, spilled: one journalled Op or sampling request,
-                              and of the latter adapter, the prefix of the version it was admitted for
+                              of the latter adapter, the prefix of the version it was admitted for; rows, the
+                              sequences it asks for; node, where they count: the one that was rung for it, or began it
     payload:<request>   STR   its encoded content, as long as it may run or be replayed
     payload_bytes       STR   the bytes of all payload:* together
     spillable           ZSET  request whose payload is worth an object -> ms of its admission, 0 if it goes at once
@@ -17,6 +18,9 @@
     pending_queue       HASH  the same ids -> the queue to ring on
     sampling:<queue>    HASH  sampling request that is not finished -> the tokens it may take
     sampling_tokens     HASH  queue -> the sum of those
+    placed:<queue>      HASH  node -> the sequences of all unfinished requests that count there
+    home:<adapter>      STR   the node that an adapter's requests go to, by its prefix, or of the base by the sampler's
+                              id; expires an hour after the last one
     sampled:<sampler>   SET   its sampling requests that are not finished
     samplers_asked      SET   the samplers that have any
     completed:<target>  ZSET  sampling request whose result was not read yet -> its place among all that came to

@@ -183,17 +183,20 @@ class RedisOpLog:
         digest: str,
         tokens: int = 0,
         bounds: QueueBounds | None = None,
+        sequences: int = 1,
     ) -> Admission:
         self._check_size(payload)
         limits = (bounds.requests, bounds.tokens) if bounds else ("", "")
-        found = self._run("admit_sample", request_id, parent_id, owner, queue, payload, digest, tokens, *limits)
+        needed = tokens, sequences
+        found = self._run("admit_sample", request_id, parent_id, owner, queue, payload, digest, *needed, *limits)
         what, held = found[0].decode(), found[1]
         if what == "conflict":
             raise BadRequest(_REFUSALS[what].format(seq=request_id.rpartition(":")[2]))
         if bounds and what in _FULL_QUEUE:
             error, text = _FULL_QUEUE[what]
             raise error(text.format(queue=queue, held=held, tokens=tokens, bounds=bounds))
-        return Admission(request_id, what == "fresh", None)
+        fresh = what == "fresh"
+        return Admission(request_id, fresh, held.decode() or None if fresh else None)
 
     def claim_sample(self, request_id: str, worker: str) -> Entry | None:
         payload = self._to_run(request_id)
@@ -269,8 +272,9 @@ class RedisOpLog:
                 seq=int(seq) if seq else None,
                 kinds=tuple(kind.decode() for kind in kinds),
                 running=bool(running),
+                awaited=bool(awaited),
             )
-            for id_, queue, ms, seq, running, kinds in rows
+            for id_, queue, ms, seq, running, kinds, awaited in rows
         ]
 
     def heads(self, seqs: Mapping[str, int]) -> list[Head]:

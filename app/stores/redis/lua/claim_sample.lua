@@ -1,5 +1,6 @@
 #!lua flags=allow-oom
--- Start on a sampling request; one that another worker left running had an attempt. ARGV: request id, worker, lease in ms.
+-- Start on a sampling request; one that another worker left running had an attempt. ARGV: request id, worker
+-- ("node/boot"), lease in ms.
 -- Returns {attempts, ms since admission, adapter or false}; {} when it is terminal, or 0 while another worker runs it.
 local op = 'tinsmith:op:' .. ARGV[1]
 if redis.call('EXISTS', op) == 0 then return {} end
@@ -8,4 +9,10 @@ local runner = redis.call('HGET', op, 'runner')
 if runner and runner ~= ARGV[2] then redis.call('HINCRBY', op, 'attempts', 1) end
 redis.call('HSET', op, 'runner', ARGV[2])
 local found = redis.call('HMGET', op, 'attempts', 'admitted', 'adapter')
+local node = ARGV[2]:match('^(.*)/')
+local before = place(ARGV[1], redis.call('HGET', 'tinsmith:pending_queue', ARGV[1]), node)
+local key = home_of(ARGV[1], found[3])
+-- A home that did not take what it was rung for loses it to whoever did.
+local home = redis.call('GET', key)
+if not home or (home == before and node ~= before) then redis.call('SET', key, node, 'PX', HOME_MS) end
 return {tonumber(found[1]), now_ms() - found[2], found[3]}

@@ -1,4 +1,7 @@
 -- Put before every script, behind `LIMITS` (see scripts.py).
+-- So long after its last request an adapter's home is forgotten: by then its engine may well have evicted it.
+local HOME_MS = 3600000
+
 local function now_ms()
   local time = redis.call('TIME')
   return time[1] * 1000 + math.floor(time[2] / 1000)
@@ -100,11 +103,29 @@ local function no_room(size)
   end
 end
 
--- What a sampling request counted for in its queue and its sampler.
+-- Where it is remembered which node samples with an adapter; of requests for the base, with one sampler.
+local function home_of(request, adapter)
+  return 'tinsmith:home:' .. (adapter and adapter ~= '' and adapter or request:match('^(.*):%d+$'))
+end
+
+-- Have a sampling request's sequences count at one node; at none with ''. Returns the node where they counted before.
+local function place(request, queue, node)
+  local op, placed = 'tinsmith:op:' .. request, 'tinsmith:placed:' .. queue
+  local found = redis.call('HMGET', op, 'node', 'rows')
+  local before, rows = found[1] or '', found[2] or 1
+  if before == node then return before end
+  if before ~= '' and redis.call('HINCRBY', placed, before, -rows) == 0 then redis.call('HDEL', placed, before) end
+  if node ~= '' then redis.call('HINCRBY', placed, node, rows) end
+  redis.call('HSET', op, 'node', node)
+  return before
+end
+
+-- What a sampling request counted for in its queue, at its node and for its sampler: before its op:<request> goes.
 local function leave_queue(request, sampler)
   local queue = redis.call('HGET', 'tinsmith:pending_queue', request)
   local tokens = queue and redis.call('HGET', 'tinsmith:sampling:' .. queue, request)
   if tokens then
+    place(request, queue, '')
     redis.call('HDEL', 'tinsmith:sampling:' .. queue, request)
     redis.call('HINCRBY', 'tinsmith:sampling_tokens', queue, -tokens)
   end
@@ -133,8 +154,8 @@ local function close_sample(request, state, type, body, keep_s)
   local sampler, seq = request:match('^(.*):(%d+)$')
   note_completion(sampler, seq, request, keep_s)
   drop_payload(request)
-  redis.call('DEL', 'tinsmith:op:' .. request, 'tinsmith:lease:' .. request)
   leave_queue(request, sampler)
+  redis.call('DEL', 'tinsmith:op:' .. request, 'tinsmith:lease:' .. request)
   redis.call('PUBLISH', 'tinsmith:done', request)
   return true
 end

@@ -3,6 +3,7 @@
 local lease = 'tinsmith:lease:' .. ARGV[1]
 if redis.call('GET', lease) == ARGV[2] then
   redis.call('HDEL', 'tinsmith:op:' .. ARGV[1], 'runner')
+  place(ARGV[1], redis.call('HGET', 'tinsmith:pending_queue', ARGV[1]), '')
   redis.call('DEL', lease)
 end
 return 0

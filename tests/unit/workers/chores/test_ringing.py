@@ -178,3 +178,16 @@ def test_a_gap_within_its_time_holds_and_one_past_it_is_given_up(oplog):
     assert oplog.entry(MODEL, 1).doomed.startswith("seq_id 0 did not arrive")
     with pytest.raises(BadRequest):
         oplog.admit(MODEL, 0, "create_model", b"", "d")
+
+
+def test_a_request_its_sampler_does_not_begin_on_is_rung_for_all_within_seconds(oplog, client):
+    """It has room and died, or stands still: elsewhere the request must not wait as if it had been in a queue."""
+    client.hset("tinsmith:workers:a", mapping={"queue": '"sample.base"', "healthy": "true", "batch": "8", "holds": "8"})
+    client.zadd("tinsmith:index:workers", {"a": 0})
+    for seq, late in ((4, 3_000), (5, 0)):
+        request = f"s:sample:0:{seq}"
+        assert oplog.admit_sample(request, "s:sample:0", "me", "sample.base", b"", "d").node == "a"
+        client.zincrby(keys.PENDING, -late, request)
+    assert swept(oplog, PATIENT) == [("sample", "s:sample:0:4", "s:sample:0", "sample.base")]
+    oplog.claim_sample("s:sample:0:4", "a/1")
+    assert swept(oplog, PATIENT) == []

@@ -272,14 +272,18 @@ def test_while_the_store_is_away_nothing_moves_and_only_spilled_ops_wait(
     lease = own(oplog)
     assert oplog.next(lease, 0).payload == content(0, 50 * KB)
     oplog.commit(lease, 0, OK)
-    for call in (lambda: oplog.next(lease, 1), lambda: oplog.entry(MODEL, 1), lambda: oplog.claim_sample(sample, "w")):
+    for call in (
+        lambda: oplog.next(lease, 1),
+        lambda: oplog.entry(MODEL, 1),
+        lambda: oplog.claim_sample(sample, "w/1"),
+    ):
         with pytest.raises(Unavailable):
             call()
     assert client.hget(keys.op(f"{MODEL}:1"), "runner") is None, "it was not begun"
     assert not client.exists(keys.lease(sample))
     store.away = False
     assert oplog.next(lease, 1).payload == content(1, 50 * KB)
-    assert oplog.claim_sample(sample, "w").attempts == 0
+    assert oplog.claim_sample(sample, "w/1").attempts == 0
     assert payloads.remove_garbage() == 1, "the name of the try that failed"
 
 

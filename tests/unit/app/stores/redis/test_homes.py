@@ -1,0 +1,150 @@
+"""Where sampling requests go: to their adapter's home while there is room, then to another; never to who is gone."""
+
+from __future__ import annotations
+
+import pytest
+import redis
+
+from app.domain.records import Sampler, Session, Worker, dump
+from app.domain.results import Result
+from app.settings import EngineSettings
+from app.stores.redis import keys
+from app.stores.redis.oplog import RedisOpLog
+from app.stores.redis.records import RedisRecords
+
+QUEUE = "sample.base"
+BATCH, HOLDS = 4, 10
+BASE, TUNED, SAME, OTHER = (f"session:sample:{number}" for number in range(4))
+
+
+@pytest.fixture
+def records(client: redis.Redis) -> RedisRecords:
+    """Two samplers of the base, and workers that read other queues; `SAME` names the adapter of `TUNED` too."""
+    records = RedisRecords(client)
+    records.put_new(Session.namespace, "session", dump(Session("me", 0.0)))
+    for sampler, prefix in ((BASE, ""), (TUNED, "models/m/a"), (SAME, "models/m/a"), (OTHER, "models/m/b")):
+        records.put_new(Sampler.namespace, sampler, dump(Sampler("me", "session", "base", 0.0, prefix=prefix)))
+    start(records, "a", "b")
+    start(records, "0-other", queue="sample.other")
+    records.put(Worker.namespace, "0-trainer", dump(Worker("trainer", "base", {}, {}, "", 0.0, queue="train.base")))
+    return records
+
+
+@pytest.fixture
+def samples(client: redis.Redis, records: RedisRecords) -> RedisOpLog:
+    return RedisOpLog(client, EngineSettings())
+
+
+def start(records: RedisRecords, *nodes: str, queue: str = QUEUE, healthy: bool = True) -> None:
+    for node in nodes:
+        worker = Worker("sampler", "base", {}, {}, "", 0.0, healthy, queue, BATCH, HOLDS)
+        records.put(Worker.namespace, node, dump(worker))
+
+
+def admit(samples: RedisOpLog, seq: int, sampler: str = BASE, sequences: int = 1) -> str | None:
+    """The node it is rung at."""
+    request = f"{sampler}:{seq}"
+    return samples.admit_sample(request, sampler, "me", QUEUE, b"ask", "d", sequences=sequences).node
+
+
+def placed(client: redis.Redis) -> dict[str, int]:
+    return {node.decode(): int(rows) for node, rows in client.hgetall(f"{keys.PREFIX}placed:{QUEUE}").items()}
+
+
+def test_requests_of_a_session_go_to_one_sampler_and_those_of_others_to_the_emptier_one(samples):
+    assert [admit(samples, seq) for seq in range(3)] == ["a"] * 3
+    assert [admit(samples, seq, TUNED) for seq in range(2)] == ["b"] * 2
+
+
+def test_samplers_of_one_adapter_have_one_home(samples):
+    admit(samples, 0)
+    assert [admit(samples, 0, TUNED), admit(samples, 0, SAME), admit(samples, 1, TUNED)] == ["b"] * 3
+
+
+def test_a_full_home_sends_requests_on_and_gets_them_again_once_it_has_room(samples):
+    assert [admit(samples, seq) for seq in range(BATCH + 1)] == [*"aaaa", "b"]
+    samples.finish_sample(f"{BASE}:0", Result(b""))
+    assert [admit(samples, seq) for seq in range(5, 7)] == ["a", "b"]
+
+
+def test_a_request_fills_as_many_places_as_it_has_samples(samples):
+    assert admit(samples, 0, sequences=BATCH - 1) == "a"
+    assert [admit(samples, seq, sequences=2) for seq in (1, 2)] == ["a", "b"], "one place is enough to begin in"
+
+
+def test_while_nobody_has_room_requests_stay_at_home_until_that_is_a_batch_behind(client, samples):
+    admit(samples, 0, sequences=BATCH)
+    admit(samples, 0, TUNED, sequences=BATCH)
+    assert [admit(samples, seq) for seq in range(1, BATCH + 3)] == [*"aaaa", "b", "a"]
+    assert placed(client) == {"a": 2 * BATCH + 1, "b": BATCH + 1}
+
+
+def test_what_nobody_holds_is_whoevers_comes_first_and_counts_there(client, samples):
+    for sampler in (BASE, TUNED):
+        admit(samples, 0, sampler, sequences=HOLDS)
+    assert admit(samples, 1, OTHER) is None
+    assert placed(client) == {"a": HOLDS, "b": HOLDS}
+    samples.claim_sample(f"{OTHER}:1", "b/1")
+    assert placed(client) == {"a": HOLDS, "b": HOLDS + 1}
+    for sampler in (BASE, TUNED):
+        samples.finish_sample(f"{sampler}:0", Result(b""))
+    assert admit(samples, 2, OTHER) == "b", "who claimed it is its home"
+
+
+def test_nothing_goes_to_a_sampler_that_is_gone_or_not_well(samples, records):
+    assert admit(samples, 0) == "a"
+    records.delete(Worker.namespace, "a")
+    assert admit(samples, 1) == "b"
+    start(records, "a")
+    assert admit(samples, 2) == "b", "the home has moved"
+    start(records, "b", healthy=False)
+    assert admit(samples, 3) == "a"
+    records.delete(Worker.namespace, "a")
+    assert admit(samples, 4) is None
+
+
+def test_a_home_that_does_not_take_its_requests_loses_them_and_what_comes(client, samples):
+    """It died a moment ago: its record has not lapsed yet."""
+    assert [admit(samples, seq) for seq in range(2)] == ["a", "a"]
+    samples.claim_sample(f"{BASE}:0", "b/1")
+    assert placed(client) == {"a": 1, "b": 1}
+    assert admit(samples, 2) == "b"
+
+
+def test_what_another_one_takes_for_want_of_room_leaves_the_home_where_it_is(samples):
+    for seq in range(BATCH + 1):
+        admit(samples, seq)
+    samples.claim_sample(f"{BASE}:{BATCH}", "b/1")
+    samples.finish_sample(f"{BASE}:0", Result(b""))
+    assert admit(samples, 9) == "a"
+
+
+@pytest.mark.parametrize("end", ["finish", "cancel", "put off"])
+def test_what_ends_or_is_put_off_counts_nowhere(client, samples, end):
+    admit(samples, 0, sequences=3)
+    samples.claim_sample(f"{BASE}:0", "a/1")
+    if end == "finish":
+        samples.finish_sample(f"{BASE}:0", Result(b""))
+    elif end == "cancel":
+        samples.cancel_sample(f"{BASE}:0")
+    else:
+        samples.put_off_sample(f"{BASE}:0", "a/1")
+        assert not samples.pending()[0].awaited
+    assert placed(client) == {}
+
+
+def test_a_request_is_awaited_until_one_begins_on_it_and_again_when_that_one_is_lost(client, samples):
+    admit(samples, 0)
+    assert [row.awaited for row in samples.pending()] == [True]
+    samples.claim_sample(f"{BASE}:0", "a/1")
+    assert [row.awaited for row in samples.pending()] == [False]
+    client.delete(keys.lease(f"{BASE}:0"))
+    assert [row.awaited for row in samples.pending()] == [True]
+
+
+def test_a_home_is_forgotten_some_time_after_its_last_request(client, samples):
+    admit(samples, 0)
+    [home] = client.keys(f"{keys.PREFIX}home:*")
+    client.pexpire(home, 1000)
+    admit(samples, 1)
+    assert client.pttl(home) > 1000
