@@ -192,7 +192,8 @@ class Settings(_Section):
     @property
     def concurrent_samples(self) -> int:
         """How many samples a client that polls for each of them should have under way."""
-        return min([self.api.poll_capacity, *(base.sampler.queue_requests for base in self.base_models)])
+        sections = [section for base in self.base_models for section in (base.sampler, base.full_sampler)]
+        return min([self.api.poll_capacity, *(section.queue_requests for section in sections if section is not None)])
 
     @property
     def handover_dir(self) -> Path:

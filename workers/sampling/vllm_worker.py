@@ -34,6 +34,7 @@ class Extension:
     def replace_weights(self, folder: str) -> None:
         """Write all of a model's weights over those that are there, layer by layer."""
         self.reload_weights(weights_iterator=whole_weights.tensors_in(Path(folder)))
+        vllm_head.renew(self.model_runner.get_model())
 
 
 def _exit_with(pid: int) -> None:
