@@ -81,8 +81,9 @@ class SamplingService:
         if base not in (None, checkpoint.base_model):
             raise BadRequest(f"{path} was trained on {checkpoint.base_model}, not on {base[:200]!r}")
         check_sampled_role(path, critic=checkpoint.critic)
-        check_sampleable(full=checkpoint.full)
-        return Sampler(owner, session_id, checkpoint.base_model, time.time(), path, checkpoint.prefix)
+        name, prefix, full = checkpoint.base_model, checkpoint.prefix, checkpoint.full
+        check_sampleable(self._bases.settings(name), full=full)
+        return Sampler(owner, session_id, name, time.time(), path, prefix, full=full)
 
     def _is_there(self, sampler_id: str, asked: Mapping[str, Any]) -> bool:
         """A repeat finds its sampler even if the checkpoint has gone since. Raises BadRequest for another one's id."""
