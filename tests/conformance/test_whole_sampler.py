@@ -147,10 +147,12 @@ def test_a_folder_of_another_model_is_refused_and_what_is_there_stays(
 ) -> None:
     before = sampled("one", PROMPTS[1], temperature=0.0).tokens.tolist()
     (tmp_path / "empty").mkdir()
-    config = AutoConfig.from_pretrained(models["one"].folder)
-    config.num_hidden_layers, config.layer_types = 1, config.layer_types[:1]
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "shallow")
-    for folder in ("empty", "shallow"):
+    narrow, deep = (AutoConfig.from_pretrained(models["one"].folder) for _ in range(2))
+    narrow.intermediate_size //= 2
+    deep.num_hidden_layers, deep.layer_types = 3, [*deep.layer_types, deep.layer_types[0]]
+    AutoModelForCausalLM.from_config(narrow).save_pretrained(tmp_path / "narrow")
+    AutoModelForCausalLM.from_config(deep).save_pretrained(tmp_path / "deep")
+    for folder in ("empty", "narrow", "deep"):
         with pytest.raises(UserOpError, match=folder):
             whole.load(folder, tmp_path / folder)
     assert one(whole, "one", PROMPTS[1], temperature=0.0).tokens.tolist() == before
