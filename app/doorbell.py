@@ -38,8 +38,9 @@ def train_queue(base_model: str, *, full: bool = False) -> str:
     return f"{'full' if full else 'train'}.{base_model}"
 
 
-def sample_queue(base_model: str) -> str:
-    return f"sample.{base_model}"
+def sample_queue(base_model: str, *, full: bool = False) -> str:
+    """What the samplers of a base read, or with `full` those of models that were fine-tuned in full."""
+    return f"{'fullsample' if full else 'sample'}.{base_model}"
 
 
 def direct_queue(queue: str, node: str) -> str:

@@ -53,6 +53,7 @@ class TrainerSettings(_Section):
         0, ge=0, description="models that stay in GPU memory, the others in the host's until their next Op; 0: all"
     )
     max_models: int = Field(64, ge=1, description="models one trainer holds; the least recently used make room")
+    memory_share: float = Field(1.0, gt=0, le=1, description="share of its GPU's memory one rank may take")
     metrics_port: int = Field(0, description="Prometheus port of the first worker; 0 takes any free one")
 
 
@@ -92,12 +93,21 @@ class BaseModelSettings(_Section):
         None, description="trainers for full fine-tuning, one model to each; none unless given"
     )
     sampler: SamplerSettings = SamplerSettings()
+    full_sampler: SamplerSettings | None = Field(
+        None, description="samplers of models fine-tuned in full, one's weights at a time; none unless given"
+    )
 
     def for_full(self) -> BaseModelSettings:
         """The same as its trainers for full fine-tuning see it. Raises SetupError when it has none."""
         if self.full is None:
             raise SetupError(f"base model {self.name!r} has no section [base_models.full] in the settings")
         return self.model_copy(update={"trainer": self.full.model_copy(update={"max_models": 1})})
+
+    def for_full_sampler(self) -> BaseModelSettings:
+        """The same as its samplers of models fine-tuned in full see it. Raises SetupError when it has none."""
+        if self.full_sampler is None:
+            raise SetupError(f"base model {self.name!r} has no section [base_models.full_sampler] in the settings")
+        return self.model_copy(update={"sampler": self.full_sampler})
 
 
 class ApiSettings(_Section):
@@ -182,7 +192,8 @@ class Settings(_Section):
     @property
     def concurrent_samples(self) -> int:
         """How many samples a client that polls for each of them should have under way."""
-        return min([self.api.poll_capacity, *(base.sampler.queue_requests for base in self.base_models)])
+        sections = [section for base in self.base_models for section in (base.sampler, base.full_sampler)]
+        return min([self.api.poll_capacity, *(section.queue_requests for section in sections if section is not None)])
 
     @property
     def handover_dir(self) -> Path:

@@ -1,6 +1,7 @@
 """The Celery app of every worker and of Flower: `celery -A workers.celery_app worker|flower`.
 
-What a worker is follows from the queue it reads: `-Q train.<base>` makes a trainer, `-Q sample.<base>` a sampler.
+What a worker is follows from the queue it reads: `-Q train.<base>` makes a trainer, `-Q sample.<base>` a sampler,
+and full.<base> and fullsample.<base> those of full fine-tunes.
 Heavy libraries load only then, so Flower starts light.
 """
 

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import NoReturn, Protocol
 
@@ -20,7 +19,7 @@ from app import doorbell, ids
 from app.domain.checkpoints import Place
 from app.domain.results import Result
 from app.errors import SetupError
-from app.services.base_models import trainer_role
+from app.services.base_models import sampler_role, trainer_role
 from app.services.endings import Endings
 from app.settings import BaseModelSettings, Settings, TrainerSettings
 from app.stores import objects
@@ -151,8 +150,9 @@ def start(settings: Settings, celery: Celery, node_name: str, queues: list[str])
     """
     global _current
     role, base, queue = _role(settings, queues)
-    make = sampler if role == "sample" else partial(trainer, full=role == "full")
-    _current = make(settings, base, parts(settings, celery, node_name), node_name, queue)
+    make = sampler if role in ("sample", "fullsample") else trainer
+    full = role in ("full", "fullsample")
+    _current = make(settings, base, parts(settings, celery, node_name), node_name, queue, full=full)
     return doorbell.direct_queue(queue, node_name)
 
 
@@ -179,12 +179,12 @@ def _role(settings: Settings, queues: list[str]) -> tuple[str, BaseModelSettings
     for queue in queues:
         role, _, name = queue.partition(".")
         base = settings.base_model(name)
-        if role in ("train", "full", "sample") and base is not None:
+        if role in ("train", "full", "sample", "fullsample") and base is not None:
             return role, base, queue
     names = ", ".join(base.name for base in settings.base_models) or "none"
     raise SetupError(
-        f"-Q {','.join(queues)} names no base model: use train.<base>, full.<base> or sample.<base>; the settings have "
-        f"{names}"
+        f"-Q {','.join(queues)} names no base model: use train.<base>, full.<base>, sample.<base> or "
+        f"fullsample.<base>; the settings have {names}"
     )
 
 
@@ -264,10 +264,13 @@ def _merged_tokens(trainer: TrainerSettings, devices: Sequence[str]) -> int:
     return 0 if exact else trainer.merged_tokens
 
 
-def sampler(settings: Settings, base: BaseModelSettings, parts: Parts, node_name: str, queue: str) -> Runtime:
+def sampler(
+    settings: Settings, base: BaseModelSettings, parts: Parts, node_name: str, queue: str, *, full: bool = False
+) -> Runtime:
     from workers.sampling.factory import create
 
-    backend = create(base)
+    base = base.for_full_sampler() if full else base
+    backend = create(base, full=full)
     info = backend.open()
 
     def own_its_model(prefix: str) -> None:
@@ -275,7 +278,8 @@ def sampler(settings: Settings, base: BaseModelSettings, parts: Parts, node_name
         place = Place.parse(prefix)
         if place is not None:
             request_id = ids.request_id(place.model_id, place.seq)
-            parts.doorbell.ring(doorbell.CATCH_UP, request_id, place.model_id, doorbell.train_queue(base.name))
+            trainers = doorbell.train_queue(base.name, full=full)
+            parts.doorbell.ring(doorbell.CATCH_UP, request_id, place.model_id, trainers)
 
     files = AdapterFiles(
         parts.store,
@@ -285,8 +289,9 @@ def sampler(settings: Settings, base: BaseModelSettings, parts: Parts, node_name
         base.sampler.cache_bytes,
         own_its_model,
     )
-    turns = AdapterTurns(base.sampler.max_loras)
-    adapters = Adapters(backend, files, turns, _LOADED_PER_TURN * base.sampler.max_loras)
+    at_a_time = 1 if full else base.sampler.max_loras
+    loaded = 1 if full else _LOADED_PER_TURN * at_a_time
+    adapters = Adapters(backend, files, AdapterTurns(at_a_time), loaded)
     watches = Watches()
     # What it misses while the state server is away the leases tell, a third of their time later.
     Channel(connect(settings.redis.url), keys.ABORTED_CHANNEL, watches.abort).start()
@@ -295,11 +300,11 @@ def sampler(settings: Settings, base: BaseModelSettings, parts: Parts, node_name
     bell = doorbell.TickBell(parts.celery, doorbell.direct_queue(queue, node_name))
     # An orderly stop would wait for requests that never come back.
     pulse = Pulse(bell, backend.healthy, settings.engine.healthy_s, _exit)
-    metrics = telemetry.serve_metrics(base.sampler.metrics_port)
+    metrics, role = telemetry.serve_metrics(base.sampler.metrics_port), sampler_role(full=full)
     presence = Presence(
         parts.records,
         node_name,
-        "sampler",
+        role,
         info,
         backend.describe,
         metrics,

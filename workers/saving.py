@@ -112,6 +112,7 @@ class Saver:
             created=captured.created,
             prefix=prefix,
             follows=lease.model_id if op.inflight else "",
+            full=model.full,
         )
         writes = [(sampler.namespace, name, records.dump(sampler))]
         if op.inflight:

@@ -42,7 +42,8 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Sampler:
-    """A sampling session. `prefix` is where its adapter lies in the object store; empty for the base itself.
+    """A sampling session. `prefix` is where its adapter lies in the object store, or with `full` all of its weights;
+    empty for the base itself.
 
     `follows` is the model whose newest in-flight weights its requests are to have; empty where `prefix` stays for ever.
     """
@@ -55,6 +56,7 @@ class Sampler:
     model_path: str = ""
     prefix: str = ""
     follows: str = ""
+    full: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import logging
 from app import ids
 from app.domain import codec
 from app.domain.ops import Op, as_asked
-from app.domain.records import Model
+from app.domain.records import Model, Sampler
 from app.domain.sampling import SampleRequest
 from app.doorbell import CATCH_UP, Doorbell, direct_queue, sample_queue, train_queue
 from app.errors import NotFound
@@ -44,16 +44,16 @@ class AdmissionService:
             self._announce(op.kind, admission.request_id, model_id, seq, queue)
         return admission.request_id
 
-    def admit_sample(self, sampler_id: str, base_model: str, seq: int, owner: str, request: SampleRequest) -> str:
+    def admit_sample(self, sampler_id: str, sampler: Sampler, seq: int, owner: str, request: SampleRequest) -> str:
         """The request id of the sampling future; the same one for a repeat.
 
         Raises BadRequest for a seq used otherwise and for more tokens than the queue ever lets in, TooManyRequests
         while it is full, Unavailable while there is no room.
         """
         payload = codec.encode(request)
-        queue = sample_queue(base_model)
+        queue = sample_queue(sampler.base_model, full=sampler.full)
         request_id = ids.request_id(sampler_id, seq)
-        identity, bounds = codec.digest(payload), self._bounds(base_model)
+        identity, bounds = codec.digest(payload), self._bounds(sampler)
         admission = self._oplog.admit_sample(
             request_id, sampler_id, owner, queue, payload, identity, _most_tokens(request), bounds, request.num_samples
         )
@@ -74,9 +74,10 @@ class AdmissionService:
             queue = train_queue(model.base_model, full=model.full)
             self._doorbell.ring(CATCH_UP, ids.request_id(model_id, seq), model_id, queue)
 
-    def _bounds(self, base_model: str) -> QueueBounds | None:
-        base = self._settings.base_model(base_model)
-        return QueueBounds(base.sampler.queue_requests, base.sampler.queue_tokens) if base else None
+    def _bounds(self, sampler: Sampler) -> QueueBounds | None:
+        base = self._settings.base_model(sampler.base_model)
+        section = base and (base.full_sampler if sampler.full else base.sampler)
+        return QueueBounds(section.queue_requests, section.queue_tokens) if section else None
 
     def _announce(self, kind: str, request_id: str, parent_id: str, seq: int, queue: str) -> None:
         ADMISSIONS.labels(kind).inc()

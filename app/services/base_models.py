@@ -15,12 +15,17 @@ from app.settings import BaseModelSettings, Settings
 from app.stores.interfaces import Records
 
 ROLES = ("trainer", "sampler")
-FULL_TRAINER = "full_trainer"
+FULL_TRAINER, FULL_SAMPLER = "full_trainer", "full_sampler"
 
 
 def trainer_role(*, full: bool) -> str:
     """As workers' records name it: of a model's trainer."""
     return FULL_TRAINER if full else "trainer"
+
+
+def sampler_role(*, full: bool) -> str:
+    """As workers' records name it: of those that sample a model."""
+    return FULL_SAMPLER if full else "sampler"
 
 
 class BaseModels:
@@ -101,7 +106,8 @@ class BaseModels:
 
 
 def _roles(base: BaseModelSettings) -> Sequence[str]:
-    return (*ROLES, FULL_TRAINER) if base.full else ROLES
+    further = {FULL_TRAINER: base.full, FULL_SAMPLER: base.full_sampler}
+    return (*ROLES, *(role for role, section in further.items() if section is not None))
 
 
 def _info(fields: Mapping[str, Any]) -> BaseModelInfo:

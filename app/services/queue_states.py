@@ -9,7 +9,7 @@ from functools import lru_cache
 
 from app.domain import records
 from app.domain.records import Model, Sampler
-from app.services.base_models import BaseModels, trainer_role
+from app.services.base_models import BaseModels, sampler_role, trainer_role
 from app.stores.interfaces import Future, OpLog, Records
 
 _LOOK_S = 2.0
@@ -64,6 +64,7 @@ class QueueStates:
         if stored is None:
             return None
         if sample:
-            return "sampler", records.load(Sampler, stored).base_model
+            sampler = records.load(Sampler, stored)
+            return sampler_role(full=sampler.full), sampler.base_model
         model = records.load(Model, stored)
         return trainer_role(full=model.full), model.base_model

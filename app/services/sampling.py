@@ -12,7 +12,7 @@ from app.domain.records import Checkpoint, Sampler, Session
 from app.domain.sampling import Cells, SampleRequest
 from app.errors import BadRequest
 from app.services.admission import AdmissionService
-from app.services.base_models import BaseModels
+from app.services.base_models import BaseModels, sampler_role
 from app.services.checks.exports import check_adapter
 from app.services.checks.models import check_sampleable, check_sampled_role
 from app.services.checks.sampling import check_sample
@@ -62,11 +62,11 @@ class SamplingService:
         """A promise with the id of each sample to come. Raises NotFound (sampler), BadRequest or Unavailable."""
         sampler_id, seq = asked["sampling_session_id"], asked["seq_id"]
         sampler = load_owned(self._records, Sampler, sampler_id, owner)
-        info = self._bases.info("sampler", sampler.base_model)
+        info = self._bases.info(sampler_role(full=sampler.full), sampler.base_model)
         request_id = ids.request_id(sampler_id, seq)
         request = _request(asked, ids.stable_seed(request_id), info.max_context)
         check_sample(request, info)
-        self._admission.admit_sample(sampler_id, sampler.base_model, seq, owner, request)
+        self._admission.admit_sample(sampler_id, sampler, seq, owner, request)
         names = [f"{request_id}-{i}" for i in range(request.num_samples)]
         return {"request_id": request_id, "sample_sequence_ids": names}
 
@@ -81,8 +81,9 @@ class SamplingService:
         if base not in (None, checkpoint.base_model):
             raise BadRequest(f"{path} was trained on {checkpoint.base_model}, not on {base[:200]!r}")
         check_sampled_role(path, critic=checkpoint.critic)
-        check_sampleable(full=checkpoint.full)
-        return Sampler(owner, session_id, checkpoint.base_model, time.time(), path, checkpoint.prefix)
+        name, prefix, full = checkpoint.base_model, checkpoint.prefix, checkpoint.full
+        check_sampleable(self._bases.settings(name), full=full)
+        return Sampler(owner, session_id, name, time.time(), path, prefix, full=full)
 
     def _is_there(self, sampler_id: str, asked: Mapping[str, Any]) -> bool:
         """A repeat finds its sampler even if the checkpoint has gone since. Raises BadRequest for another one's id."""

@@ -77,7 +77,7 @@ class TrainingService:
             return self._save(owner, asked, "sampler_weights")
         if asked.get("sampling_session_seq_id") is None:
             raise BadRequest("save_weights_for_sampler needs either path or sampling_session_seq_id")
-        check_sampleable(full=model.full)
+        check_sampleable(self._bases.settings(model.base_model), full=model.full)
         session = ids.sampling_session_id(model.session_id, asked["sampling_session_seq_id"])
         self._check_free(session, asked)
         name, inflight = f"ephemeral-{asked['seq_id']}", asked["kind"] == "inflight"

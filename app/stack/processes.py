@@ -13,6 +13,7 @@ _WORKERS = {
     "trainer": ("workers.trainer",),
     "full-trainer": ("workers.trainer", "--full"),
     "sampler": ("workers.sampler",),
+    "full-sampler": ("workers.sampler", "--full"),
 }
 
 
@@ -27,7 +28,13 @@ def table(settings: Settings, settings_file: Path) -> Iterator[Command]:
 
 def _bases(settings: Settings, role: str) -> Iterator[str]:
     for base in settings.base_models:
-        section = {"trainer": base.trainer, "full-trainer": base.full, "sampler": base.sampler}[role]
+        sections = {
+            "trainer": base.trainer,
+            "full-trainer": base.full,
+            "sampler": base.sampler,
+            "full-sampler": base.full_sampler,
+        }
+        section = sections[role]
         yield from [base.name] * (section.count if section else 0)
 
 

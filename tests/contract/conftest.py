@@ -20,6 +20,7 @@ STACKS = {
         "trainer": 'backend = "deepspeed"\nzero_stage = 2',
         "sampler": 'backend = "transformers"',
         "full": 'backend = "torch"',
+        "full_sampler": 'backend = "transformers"',
     },
     "deepspeed-2-ranks-vllm": {
         "trainer": 'backend = "deepspeed"\nzero_stage = 3\nranks = 2',

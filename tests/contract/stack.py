@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,8 +30,8 @@ _START_S = 240
 
 @dataclass
 class Stack:
-    """A running stack. `trainer`, `sampler` and `full` are TOML lines for the base model's sections; no `full`, no
-    full fine-tuning.
+    """A running stack. `trainer`, `sampler`, `full` and `full_sampler` are TOML lines for the base model's sections; of
+    the last two each is there only if given.
 
     `program` is the module that takes the command line; every process computes with `threads` threads.
     """
@@ -44,6 +45,7 @@ class Stack:
     program: str = "app.cli"
     threads: int = 2
     full: str = ""
+    full_sampler: str = ""
     process: subprocess.Popen[str] | None = None
     url: str = ""
     output: list[str] = field(default_factory=list)
@@ -92,6 +94,8 @@ dtype = "float32"
 {self.sampler}
 {"[base_models.full]" if self.full else ""}
 {self.full}
+{"[base_models.full_sampler]" if self.full_sampler else ""}
+{self.full_sampler}
 """
 
     def _await_ready(self) -> str:
@@ -110,6 +114,16 @@ dtype = "float32"
     def _drain(self) -> None:
         assert self.process is not None and self.process.stdout is not None
         self.output.extend(self.process.stdout)
+
+
+def brought_home(training: tinker.TrainingClient, stack: Stack, folder: Path, name: str = "home") -> Path:
+    """The model as it is now, in the folder."""
+    path = training.save_weights_external(name).result().path
+    rest = tinker.RestClient(base_url=stack.url, api_key=API_KEY)
+    for file, url in rest.get_external_weights_urls(path).result().urls.items():
+        with urllib.request.urlopen(url) as answer:
+            (folder / file).write_bytes(answer.read())
+    return folder
 
 
 @contextlib.contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import urllib.request
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.contract.data import ADAM, datum, logprobs, sentences, supervised, train
-from tests.contract.stack import API_KEY, BASE, Stack
+from tests.contract.stack import BASE, Stack, brought_home
 
 pytestmark = pytest.mark.parametrize("stack", ["deepspeed-1-transformers"], indirect=True)
 
@@ -56,12 +55,7 @@ def test_the_downloaded_model_scores_as_the_trainer_does(
     full: tinker.TrainingClient, stack: Stack, base_path: Path, tmp_path: Path
 ) -> None:
     train(full, 2)
-    path = full.save_weights_external("home").result().path
-    rest = tinker.RestClient(base_url=stack.url, api_key=API_KEY)
-    for name, url in rest.get_external_weights_urls(path).result().urls.items():
-        with urllib.request.urlopen(url) as answer:
-            (tmp_path / name).write_bytes(answer.read())
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(brought_home(full, stack, tmp_path), dtype=torch.float32).eval()
     tokens = sentences(1)[0]
     with torch.no_grad():
         scores = model(torch.tensor([tokens])).logits.log_softmax(-1)[0]
@@ -79,4 +73,4 @@ def test_adapters_are_trained_beside_it(
         for client in (full, training)
     ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-    assert {worker.role for worker in stack.workers()} == {"trainer", "full_trainer", "sampler"}
+    assert {worker.role for worker in stack.workers()} == {"trainer", "full_trainer", "sampler", "full_sampler"}

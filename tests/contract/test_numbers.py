@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import urllib.request
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +10,7 @@ import tinker
 from tinker import types
 
 from tests.contract.data import logprobs, train
-from tests.contract.stack import API_KEY, Stack
+from tests.contract.stack import Stack, brought_home
 from tests.parity import datums as made
 from tests.parity.datums import Datum
 from tests.parity.reference import Reference, relative_error
@@ -48,13 +47,8 @@ def for_sdk(rows: list[Datum]) -> list[types.Datum]:
 
 def reference(training: tinker.TrainingClient, stack: Stack, folder: Path, name: str) -> Reference:
     """The model as it is now, brought home as PEFT files."""
-    path = training.save_weights_external(name).result().path
-    rest = tinker.RestClient(base_url=stack.url, api_key=API_KEY)
     folder.mkdir()
-    for file, url in rest.get_external_weights_urls(path).result().urls.items():
-        with urllib.request.urlopen(url) as answer:
-            (folder / file).write_bytes(answer.read())
-    return Reference(stack.base_path, folder)
+    return Reference(stack.base_path, brought_home(training, stack, folder, name))
 
 
 def weights(model: Reference) -> dict[str, np.ndarray]:

@@ -3,7 +3,11 @@
 `sample` blocks and is called from many threads at once; the engine batches them. Adapters are immutable: one adapter
 id always means the same weights, so a request can be run again anywhere. No torch type crosses this seam.
 
-Every implementation passes tests/conformance/test_sampler_*.py.
+One that is made to sample models fine-tuned in full takes all weights of a model for an adapter, and holds one model at
+a time: loading another waits until no request runs, and takes its place. Its caller sees to it that they take turns
+(workers/adapter_turns.py). The base is gone by then: None samples what is there, which tells whether the engine works.
+
+Every implementation passes tests/conformance/test_sampler_*.py, or test_whole_sampler.py there.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from workers.sampling.watch import Watch
 
 
 class SamplerBackend(Protocol):
-    """One base model and any number of adapters in PEFT files."""
+    """One base model and any number of adapters in PEFT files, or one whole model at a time."""
 
     def open(self) -> BaseModelInfo:
         """Load the engine. Called once, before anything else."""

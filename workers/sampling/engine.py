@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
 
 import torch
 from torch import nn
@@ -24,6 +26,7 @@ class Engine:
         self._batch = RunningBatch(model, device)
         self._waiting: deque[Job] = deque()
         self._unfinished: set[Job] = set()
+        self._for_idle: deque[tuple[Callable[[], None], Future[None]]] = deque()
         self._changed = threading.Condition()
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="sampler-engine", daemon=True)
@@ -36,12 +39,23 @@ class Engine:
     def submit(self, job: Job) -> None:
         """Queue a job; its future resolves later. Raises ServerOpError once the engine has stopped."""
         with self._changed:
-            if self._failure is not None:
-                raise ServerOpError(f"the sampler has stopped: {self._failure}")
+            self._check_alive()
             self._unfinished.add(job)
             self._waiting.append(job)
             self._changed.notify()
         job.future.add_done_callback(lambda _: self._unfinished.discard(job))
+
+    def when_idle(self, work: Callable[[], None]) -> None:
+        """Run `work` in the engine's thread once no sequence runs or waits, and return when it is done.
+
+        What it raises ends the engine: nobody knows what it left the model as. Raises ServerOpError then.
+        """
+        done: Future[None] = Future()
+        with self._changed:
+            self._check_alive()
+            self._for_idle.append((work, done))
+            self._changed.notify()
+        done.result()
 
     def stop(self) -> None:
         """Fail whatever is unfinished and end the thread."""
@@ -57,6 +71,8 @@ class Engine:
                     self._admit()
                     if self._batch.occupied:
                         self._batch.step()
+                    elif self._for_idle:
+                        self._work_idle()
         except BaseException as error:
             self._failure = error
         self._fail_all()
@@ -64,8 +80,18 @@ class Engine:
     def _has_work(self) -> bool:
         """Wait for work; False when stopped."""
         with self._changed:
-            self._changed.wait_for(lambda: self._failure or self._waiting or self._batch.occupied)
+            self._changed.wait_for(lambda: self._failure or self._waiting or self._batch.occupied or self._for_idle)
             return self._failure is None
+
+    def _check_alive(self) -> None:
+        if self._failure is not None:
+            raise ServerOpError(f"the sampler has stopped: {self._failure}")
+
+    def _work_idle(self) -> None:
+        work, done = self._for_idle[0]
+        work()
+        self._for_idle.popleft()
+        done.set_result(None)
 
     def _admit(self) -> None:
         while starting := self._next():
@@ -110,6 +136,9 @@ class Engine:
 
     def _fail_all(self) -> None:
         with self._changed:
-            jobs = list(self._unfinished)
+            jobs, unworked = list(self._unfinished), list(self._for_idle)
+        error = ServerOpError(f"the sampler has stopped: {self._failure}")
         for job in jobs:
-            job.fail(ServerOpError(f"the sampler has stopped: {self._failure}"))
+            job.fail(error)
+        for _, done in unworked:
+            done.set_exception(error)

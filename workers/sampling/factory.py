@@ -6,18 +6,20 @@ from app.settings import BaseModelSettings
 from workers.sampling.base import SamplerBackend
 
 
-def create(settings: BaseModelSettings) -> SamplerBackend:
+def create(settings: BaseModelSettings, *, full: bool = False) -> SamplerBackend:
     """The backend the settings ask for; "auto" is vLLM where there is a GPU, else transformers.
+
+    `full`: what it loads is all weights of a model, one at a time, in the place of its base's.
 
     Raises SetupError when vLLM is asked for and cannot run here.
     """
     if _backend(settings) == "vllm":
         from workers.sampling.vllm_backend import VllmSampler
 
-        return VllmSampler(settings)
+        return VllmSampler(settings, full=full)
     from workers.sampling.transformers_backend import TransformersSampler
 
-    return TransformersSampler(settings)
+    return TransformersSampler(settings, full=full)
 
 
 def _backend(settings: BaseModelSettings) -> str:

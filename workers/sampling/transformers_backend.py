@@ -1,4 +1,7 @@
-"""The sampler that needs nothing beyond transformers: continuous batching with adapters applied row by row."""
+"""The sampler that needs nothing beyond transformers: continuous batching with adapters applied row by row.
+
+With `full` its base's weights are those of one whole model at a time.
+"""
 
 from __future__ import annotations
 
@@ -6,53 +9,48 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
-
 from app.domain.base_models import BaseModelInfo
 from app.domain.sampling import SampleOutput, SampleRequest
-from app.errors import ServerOpError
 from app.settings import BaseModelSettings
 from workers import base_model, lora
 from workers.sampling import attention, vocabulary
 from workers.sampling.engine import Engine
 from workers.sampling.requests import check
 from workers.sampling.sequences import Job
+from workers.sampling.transformers_weights import Adapters, Weights, WholeModel
 from workers.sampling.watch import Aborted, Watch
 
 
 class TransformersSampler:
     """A SamplerBackend (workers/sampling/base.py) in this process, on the first GPU or the CPU."""
 
-    def __init__(self, settings: BaseModelSettings) -> None:
-        self._settings = settings
-        self._adapters: dict[str, lora.Adapter] = {}
+    _weights: Weights
+
+    def __init__(self, settings: BaseModelSettings, *, full: bool = False) -> None:
+        self._settings, self._full = settings, full
 
     def open(self) -> BaseModelInfo:
         self._base = base_model.load(self._settings)
         self._vocabulary = vocabulary.load(self._settings)
-        lora.wrap(self._base.model)
+        if not self._full:
+            lora.wrap(self._base.model)
         attention.use(self._base.model)
         self._engine = Engine(self._base.model, self._base.device, self._settings.sampler.max_batch)
+        self._weights = WholeModel(self._base, self._engine) if self._full else Adapters(self._base)
         return self._base.info
 
     def load(self, adapter_id: str, folder: Path) -> None:
-        if adapter_id in self._adapters:
-            return
-        adapter = lora.read_peft(folder)
-        lora.check_fits(adapter, self._base.model)
-        self._adapters[adapter_id] = _cast(adapter, self._base.device, self._base.dtype)
+        self._weights.load(adapter_id, folder)
 
     def evict(self, adapter_id: str) -> None:
-        self._adapters.pop(adapter_id, None)
+        self._weights.evict(adapter_id)
 
     def sample(self, adapter_id: str | None, request: SampleRequest, watch: Watch | None = None) -> SampleOutput:
         check(request, self._base.info)
-        adapter = self._adapters.get(adapter_id) if adapter_id is not None else None
-        if adapter_id is not None and adapter is None:
-            raise ServerOpError(f"adapter {adapter_id!r} is not loaded in this sampler")
         watch = watch or Watch()
-        job = Job(request, adapter_id or "", adapter, self._base.info, self._vocabulary, watch.drawn)
+        job = Job(
+            request, adapter_id or "", self._weights.find(adapter_id), self._base.info, self._vocabulary, watch.drawn
+        )
         watch.on_abort(lambda: job.fail(Aborted("the request was aborted")))
         self._engine.submit(job)
         return job.future.result()
@@ -68,15 +66,5 @@ class TransformersSampler:
             "sampler": type(self).__name__,
             "dtype": self._base.info.dtype,
             "devices": [str(self._base.device)],
-            "adapters": sorted(self._adapters),
+            "adapters": self._weights.ids(),
         }
-
-
-def _cast(adapter: lora.Adapter, device: torch.device, dtype: torch.dtype) -> lora.Adapter:
-    """The adapter in the base's dtype: cast once here instead of in every step."""
-
-    def cast(parameter: nn.Parameter) -> nn.Parameter:
-        return nn.Parameter(parameter.detach().to(device, dtype), requires_grad=False)
-
-    pairs = {path: lora.LoraPair(cast(pair.a), cast(pair.b)) for path, pair in adapter.pairs.items()}
-    return lora.Adapter(adapter.spec, pairs)

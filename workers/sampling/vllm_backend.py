@@ -1,10 +1,9 @@
-"""The sampler over vLLM: its engine batches, pages the cache and applies the adapters."""
+"""The sampler over vLLM: its engine batches, pages the cache and applies the adapters, or takes in whole models."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-import tempfile
 from collections.abc import Mapping
 from itertools import count
 from pathlib import Path
@@ -24,14 +23,17 @@ from workers.sampling.requests import check, token_limit
 from workers.sampling.vllm_adapters import VllmAdapters
 from workers.sampling.vllm_engine import EngineThread
 from workers.sampling.vllm_requests import Sample, may_read_cache
+from workers.sampling.vllm_whole import VllmWholeModel
 from workers.sampling.watch import Watch
 
 
 class VllmSampler:
     """A SamplerBackend (workers/sampling/base.py) over vLLM's own processes."""
 
-    def __init__(self, settings: BaseModelSettings) -> None:
-        self._settings = settings
+    _weights: VllmAdapters | VllmWholeModel
+
+    def __init__(self, settings: BaseModelSettings, *, full: bool = False) -> None:
+        self._settings, self._full = settings, full
         self._request_numbers = count(1)
 
     def open(self) -> BaseModelInfo:
@@ -40,33 +42,30 @@ class VllmSampler:
         skeleton = _skeleton(self._settings)
         info = _info(self._settings, skeleton)
         self._end_tokens = vocabulary.load(self._settings).end_tokens
-        self._engine = EngineThread(vllm_setup.engine_args(self._settings, info.max_context, info.dtype))
-        self._adapters = VllmAdapters(self._engine)
-        if not torch.cuda.is_available():
-            self._zero = tempfile.TemporaryDirectory(prefix="tinsmith-")
-            self._adapters.use_zero_for_base(skeleton, self._zero)
-        if not all(self._engine.call(lambda engine: engine.collective_rpc("adapts_head"))):
-            groups = tuple(group for group in info.trainable_groups if group != "unembed")
-            info = dataclasses.replace(info, trainable_groups=groups)
+        arguments = vllm_setup.engine_args(self._settings, info.max_context, info.dtype, full=self._full)
+        self._engine = EngineThread(arguments)
+        if self._full:
+            self._weights = VllmWholeModel(self._engine, skeleton)
+        else:
+            self._weights = self._adapters(skeleton)
+            info = self._adaptable(info)
         self._model_info = info
         return info
 
     def load(self, adapter_id: str, folder: Path) -> None:
         try:
-            self._adapters.load(adapter_id, folder)
-        except ServerOpError:
+            self._weights.load(adapter_id, folder)
+        except OpError:
             raise
         except Exception as error:
             raise self._op_error(error, f"the adapter in {folder.name} cannot be loaded", by_user=True) from error
 
     def evict(self, adapter_id: str) -> None:
-        self._adapters.evict(adapter_id)
+        self._weights.evict(adapter_id)
 
     def sample(self, adapter_id: str | None, request: SampleRequest, watch: Watch | None = None) -> SampleOutput:
         check(request, self._model_info)
-        adapter = self._adapters.base if adapter_id is None else self._adapters.by_id.get(adapter_id)
-        if adapter_id is not None and adapter is None:
-            raise ServerOpError(f"adapter {adapter_id!r} is not loaded in this sampler")
+        adapter = self._weights.base if adapter_id is None else self._weights.find(adapter_id)
         watch = watch or Watch()
         samples = self._run(adapter, request, watch, may_read_cache(request) and watch.drawn is None)
         if scoring.wanted(request) and samples[0].scores is None:
@@ -76,12 +75,11 @@ class VllmSampler:
         return scoring.output(request, sequences, samples[0].scores, samples[0].cached_tokens)
 
     def healthy(self) -> bool:
-        return self._engine.alive
+        return self._engine.alive and self._weights.healthy
 
     def close(self) -> None:
         self._engine.stop()
-        if not torch.cuda.is_available():
-            self._zero.cleanup()
+        self._weights.close()
 
     def describe(self) -> Mapping[str, Any]:
         config = self._engine.engine.vllm_config
@@ -90,8 +88,21 @@ class VllmSampler:
             "dtype": self._model_info.dtype,
             "devices": [config.device_config.device_type],
             "tensor_parallel": config.parallel_config.tensor_parallel_size,
-            "adapters": sorted(self._adapters.by_id),
+            "adapters": self._weights.ids(),
         }
+
+    def _adapters(self, skeleton: nn.Module) -> VllmAdapters:
+        adapters = VllmAdapters(self._engine)
+        if not torch.cuda.is_available():
+            adapters.use_zero_for_base(skeleton)
+        return adapters
+
+    def _adaptable(self, info: BaseModelInfo) -> BaseModelInfo:
+        """Without what vLLM takes no adapter for."""
+        if all(self._engine.call(lambda engine: engine.collective_rpc("adapts_head"))):
+            return info
+        groups = tuple(group for group in info.trainable_groups if group != "unembed")
+        return dataclasses.replace(info, trainable_groups=groups)
 
     def _run(self, adapter: Any, request: SampleRequest, watch: Watch, read_cache: bool) -> list[Sample]:
         """One vLLM request a sample, each with its own seed; the first one scores the prompt."""
@@ -124,7 +135,7 @@ class VllmSampler:
         return samples
 
     def _op_error(self, error: Exception, what: str, by_user: bool) -> OpError:
-        kind = UserOpError if by_user and self._engine.alive else ServerOpError
+        kind = UserOpError if by_user and self.healthy() else ServerOpError
         return kind(f"{what}: {error!r}")
 
 

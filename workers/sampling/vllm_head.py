@@ -1,4 +1,5 @@
-"""Adapters on lm_head for vLLM classes that do not declare it (Qwen2 and Mistral in vLLM 0.32), in its workers.
+"""What vLLM 0.32 leaves out for lm_head, in its workers: adapters on it for classes that do not declare it (Qwen2 and
+Mistral), and new weights for one that is tied.
 
 vLLM's LoRA code handles any lm_head that its class names in `embedding_modules`; those classes have one and just do
 not name it. A class without an lm_head of its own (Gemma's is the embedding) stays as it is.
@@ -21,3 +22,13 @@ def declare() -> None:
         return load(self, model, *args)
 
     LoRAModelRunnerMixin.load_lora_model = load_lora_model
+
+
+def renew(model: Any) -> None:
+    """Behind new weights: a tied head is a module without any of its own, which is passed over.
+
+    It has the embedding's parameter, but on a CPU a copy of that, packed for its kernel, to compute with.
+    """
+    head = getattr(model, "lm_head", None)
+    if model.config.tie_word_embeddings and hasattr(head, "quant_method"):
+        head.quant_method.process_weights_after_loading(head)

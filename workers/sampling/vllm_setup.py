@@ -56,8 +56,8 @@ def set_environment(settings: BaseModelSettings) -> None:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
-def engine_args(settings: BaseModelSettings, max_context: int, dtype: str) -> dict[str, Any]:
-    """vLLM's engine arguments; `settings.sampler.engine_args` wins."""
+def engine_args(settings: BaseModelSettings, max_context: int, dtype: str, *, full: bool = False) -> dict[str, Any]:
+    """vLLM's engine arguments; `settings.sampler.engine_args` wins. With `full` it takes no adapters."""
     sampler = settings.sampler
     on_gpu = torch.cuda.is_available()
     return {
@@ -67,15 +67,13 @@ def engine_args(settings: BaseModelSettings, max_context: int, dtype: str) -> di
         "max_model_len": max_context,
         "max_num_seqs": sampler.max_batch,
         "tensor_parallel_size": sampler.tensor_parallel,
-        "enable_lora": True,
-        "max_loras": sampler.max_loras + (not on_gpu),  # on a CPU the base takes one (see VllmAdapters)
-        "max_lora_rank": lora_rank(settings.max_rank),
         "enforce_eager": not on_gpu,  # compiling for the CPU takes 80 s and gains little
         "logprobs_mode": "raw_logprobs",
         "max_logprobs": MAX_TOP,  # its own is 20
         "disable_log_stats": True,
         "worker_extension_cls": f"{Extension.__module__}.{Extension.__name__}",
         **_memory(sampler.memory_share, on_gpu),
+        **({} if full else _adapters(settings, on_gpu)),
         **sampler.engine_args,
     }
 
@@ -86,6 +84,14 @@ def lora_rank(max_rank: int) -> int:
         if rank >= max_rank:
             return rank
     raise SetupError(f"max_rank is {max_rank} and vLLM takes at most {_RANKS[-1]}; lower it, or use transformers")
+
+
+def _adapters(settings: BaseModelSettings, on_gpu: bool) -> dict[str, Any]:
+    return {
+        "enable_lora": True,
+        "max_loras": settings.sampler.max_loras + (not on_gpu),  # on a CPU the base takes one (see VllmAdapters)
+        "max_lora_rank": lora_rank(settings.max_rank),
+    }
 
 
 def _memory(share: float, on_gpu: bool) -> dict[str, float]:

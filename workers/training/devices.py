@@ -13,7 +13,7 @@ from app.settings import TrainerSettings
 def rank_device(settings: TrainerSettings) -> torch.device:
     """The GPU named for LOCAL_RANK (the GPU of that number if none are named), or the CPU where there is no GPU.
 
-    Raises SetupError when it does not exist.
+    From then on torch takes no more of its memory than the settings' share. Raises SetupError when it does not exist.
     """
     if not torch.cuda.is_available():
         if settings.devices:
@@ -28,4 +28,5 @@ def rank_device(settings: TrainerSettings) -> torch.device:
         )
     device = torch.device("cuda", devices[local_rank])
     torch.cuda.set_device(device)
+    torch.cuda.set_per_process_memory_fraction(settings.memory_share, device)
     return device

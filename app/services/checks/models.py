@@ -9,6 +9,7 @@ from app.domain.base_models import BaseModelInfo
 from app.domain.ops import AdamParams, LoraSpec
 from app.errors import BadRequest
 from app.services.checks.values import in_range
+from app.settings import BaseModelSettings
 
 GROUPS = ("attn", "mlp", "unembed")
 ROLE = "model_role"
@@ -54,12 +55,13 @@ def check_sampled_role(what: str, *, critic: bool) -> None:
         )
 
 
-def check_sampleable(*, full: bool) -> None:
-    """Raises BadRequest for all weights of a model: the samplers apply adapters to their base."""
-    if full:
+def check_sampleable(base: BaseModelSettings, *, full: bool) -> None:
+    """Raises BadRequest for all weights of a model where no sampler takes them."""
+    if full and base.full_sampler is None:
         raise BadRequest(
             "this model was fine-tuned in full, which this server does not sample from: save it with "
-            "save_weights_external, download it, and serve that folder"
+            "save_weights_external, download it, and serve that folder, or have the server started with samplers for "
+            "it (base_models.full_sampler in its settings)"
         )
 
 

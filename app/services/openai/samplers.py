@@ -6,7 +6,7 @@ from app import ids
 from app.domain import records
 from app.domain.records import Checkpoint, Sampler, Session
 from app.errors import NotFound
-from app.services.base_models import BaseModels
+from app.services.base_models import BaseModels, sampler_role
 from app.services.sampling import SamplingService
 from app.stores.interfaces import Lifecycle, Records
 
@@ -44,12 +44,13 @@ class Samplers:
         self._records.put_new(Sampler.namespace, sampler_id, records.dump(sampler))
 
     def models(self, owner: str) -> list[tuple[str, float]]:
-        """(name, when it was made) of the base models with a live sampler, and of the owner's sampler checkpoints."""
+        """(name, when it was made) of the base models and the owner's sampler checkpoints that have a live sampler."""
         live, now = self._bases.live(), self._records.now()
         found = [(name, 0.0) for name in self._bases.names() if ("sampler", name) in live]
         for path, fields in self._records.list(Checkpoint.namespace):
             checkpoint = records.load(Checkpoint, fields)
-            if checkpoint.owner == owner and checkpoint.kind == _KIND and not checkpoint.is_expired(now):
+            sampled = (sampler_role(full=checkpoint.full), checkpoint.base_model) in live
+            if sampled and checkpoint.owner == owner and checkpoint.kind == _KIND and not checkpoint.is_expired(now):
                 found.append((path, checkpoint.created))
         return found
 

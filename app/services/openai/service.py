@@ -11,7 +11,7 @@ from typing import Any
 
 from app.domain.sampling import SampleRequest
 from app.services.admission import AdmissionService
-from app.services.base_models import BaseModels
+from app.services.base_models import BaseModels, sampler_role
 from app.services.holds import Holds
 from app.services.openai import tools
 from app.services.openai.answers import Form, Head, usage
@@ -100,7 +100,7 @@ class OpenAiService:
 
     def _model(self, owner: str, name: str) -> Target:
         sampler_id, sampler = self._samplers.of(owner, name)
-        info = self._bases.info("sampler", sampler.base_model)
+        info = self._bases.info(sampler_role(full=sampler.full), sampler.base_model)
         return Target(sampler_id, sampler, info, self._tokenizers.of(sampler.base_model))
 
     def _answer(
@@ -130,5 +130,5 @@ class OpenAiService:
     def _admit(self, model: Target, request: SampleRequest) -> Asked:
         """Under a number of its own: clients send none, so a call that is sent again is another one."""
         number, owner = secrets.randbits(62), model.sampler.owner
-        request_id = self._admission.admit_sample(model.sampler_id, model.sampler.base_model, number, owner, request)
+        request_id = self._admission.admit_sample(model.sampler_id, model.sampler, number, owner, request)
         return Asked(request_id, owner, request.stream)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -226,3 +227,32 @@ def test_a_storm_of_more_adapters_than_fit_gives_each_request_its_own_text(
     with ThreadPoolExecutor(3 * MANY) as pool:
         assert all(pool.map(one, 3 * prefixes))
     assert most <= 6, "4 that are kept, and for a moment the 2 that come in"
+
+
+class OneAtATime(RecordingBackend):
+    """Whole models: each takes the place of the one before."""
+
+    def load(self, adapter_id: str, folder: Path) -> None:
+        self.here.clear()
+        super().load(adapter_id, folder)
+
+    def evict(self, adapter_id: str) -> None:
+        self.here.discard(adapter_id)
+
+
+def test_whole_models_take_turns_and_none_is_swapped_under_who_uses_it(make: Make):
+    backend = OneAtATime()
+    models = make(backend, most=1, at_a_time=1)
+
+    def use(i: int) -> None:
+        with models.use("abc"[i % 3]) as wanted:
+            for _ in range(3):
+                assert backend.here == {wanted}
+                time.sleep(0.001)
+
+    with ThreadPoolExecutor(12) as pool:
+        list(pool.map(use, range(120)))
+    assert len(backend.loads) < 120, "those that came together share a turn"
+    last = backend.loads[-1]
+    with models.use(last):
+        assert backend.here == {last}

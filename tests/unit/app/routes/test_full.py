@@ -10,25 +10,44 @@ from flask import Flask
 
 from app import create_app
 from app.domain import codec, ops
-from app.domain.records import Worker
-from app.settings import Settings, TrainerSettings
+from app.domain.records import Sampler, Worker, load
+from app.routes.context import EXTENSION
+from app.settings import SamplerSettings, Settings, TrainerSettings
 from app.stores.redis.client import connect
 from tests.unit.app.conftest import BASE, Api, add_worker
 from tests.unit.app.routes.test_models import save_checkpoint
 
 FULL: dict[str, Any] = {"lora_config": None}
+PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]}
 
 
 @pytest.fixture(scope="module")
 def app(settings: Settings) -> Flask:
-    base = settings.base_models[0].model_copy(update={"full": TrainerSettings()})
-    return create_app(settings.model_copy(update={"base_models": (base,)}))
+    return create_app(offering(settings, full=TrainerSettings()))
+
+
+def offering(settings: Settings, **sections: Any) -> Settings:
+    base = settings.base_models[0].model_copy(update=sections)
+    return settings.model_copy(update={"base_models": (base,)})
 
 
 @pytest.fixture
 def api(api: Api) -> Api:
     add_worker(api.services, "full_trainer")
     return api
+
+
+@pytest.fixture(scope="module")
+def sampling_app(settings: Settings) -> Flask:
+    return create_app(offering(settings, full=TrainerSettings(), full_sampler=SamplerSettings(queue_requests=1)))
+
+
+@pytest.fixture
+def sampling(sampling_app: Flask, api: Api) -> Api:
+    """With samplers of full fine-tunes too."""
+    services = sampling_app.extensions[EXTENSION]
+    add_worker(services, "full_sampler")
+    return Api(sampling_app.test_client(), services)
 
 
 @pytest.mark.parametrize("asked", [FULL, {"lora_config": {"rank": 0}}])
@@ -101,5 +120,36 @@ def test_what_this_server_can_not_sample_is_refused_with_a_way_out(api: Api) -> 
     for answer in answers:
         assert answer.status_code == 400
         assert "save_weights_external" in answer.json["detail"]
+        assert "base_models.full_sampler" in answer.json["detail"]
     named = api.post("save_weights_for_sampler", {"model_id": model, "seq_id": 2, "path": "a"})
     assert named.status_code == 200
+
+
+def test_what_samples_it_reads_a_queue_of_its_own(sampling: Api) -> None:
+    """So no sampler of adapters ever has its weights, and its queue has bounds of its own."""
+    path = save_checkpoint(sampling, sampling.model(**FULL), "sampler_weights", lora={})
+    asked = {"session_id": sampling.session(), "sampling_session_seq_id": 0, "model_path": path}
+    sampler = sampling.post("create_sampling_session", asked).json["sampling_session_id"]
+    call = {"sampling_session_id": sampler, "seq_id": 1, "prompt": PROMPT, "sampling_params": {}}
+    assert sampling.post("asample", call).status_code == 200
+    assert [waiting.queue for waiting in sampling.services.oplog.pending()] == [f"fullsample.{BASE}"]
+    assert sampling.post("asample", {**call, "seq_id": 2}).status_code == 429
+    asked = {"session_id": sampling.session(), "sampling_session_seq_id": 0, "base_model": BASE}
+    of_base = sampling.post("create_sampling_session", asked).json["sampling_session_id"]
+    assert sampling.post("asample", {**call, "sampling_session_id": of_base}).status_code == 200
+    assert {waiting.queue for waiting in sampling.services.oplog.pending()} == {f"fullsample.{BASE}", f"sample.{BASE}"}
+    stored = sampling.services.records.get(Sampler.namespace, sampler)
+    assert stored is not None
+    assert load(Sampler, stored).full
+
+
+def test_new_weights_are_taken_for_sampling_without_a_name(sampling: Api) -> None:
+    model = sampling.model(**FULL)
+    asked = {"model_id": model, "seq_id": 1, "sampling_session_seq_id": 0}
+    assert sampling.post("save_weights_for_sampler", asked).status_code == 200
+
+
+def test_readiness_waits_for_its_samplers_too(sampling: Api) -> None:
+    assert sampling.services.bases.missing() == []
+    sampling.services.records.delete(Worker.namespace, "full_sampler-0")
+    assert sampling.services.bases.missing() == [f"full_sampler for {BASE}"]

@@ -12,7 +12,9 @@ BASE = "org/base"
 SAMPLE = Future("s:sample:0:1", "sample", "s:sample:0", "pending", None)
 STEP = Future("s:train:0:1", "optim_step", "s:train:0", "pending", None)
 FULL = Future("s:train:1:1", "optim_step", "s:train:1", "pending", None)
-ALL = {("sampler", BASE), ("trainer", BASE), ("full_trainer", BASE)}
+FULL_SAMPLE = Future("s:sample:1:1", "sample", "s:sample:1", "pending", None)
+FUTURES = (SAMPLE, STEP, FULL, FULL_SAMPLE)
+ALL = {(role, BASE) for role in ("sampler", "trainer", "full_trainer", "full_sampler")}
 
 
 class World:
@@ -25,6 +27,7 @@ class World:
         self.reads = 0
         self.records = {
             "s:sample:0": dump(Sampler("me", "s", BASE, 0.0)),
+            "s:sample:1": dump(Sampler("me", "s", BASE, 0.0, full=True)),
             "s:train:0": dump(Model("me", "s", BASE, 0.0)),
             "s:train:1": dump(Model("me", "s", BASE, 0.0, full=True)),
         }
@@ -47,7 +50,7 @@ def states(world: World) -> QueueStates:
 
 def test_with_its_worker_there_a_queue_is_active() -> None:
     found = states(World())
-    assert {found.of(future) for future in (SAMPLE, STEP, FULL)} == {ACTIVE}
+    assert {found.of(future) for future in FUTURES} == {ACTIVE}
 
 
 @pytest.mark.parametrize(
@@ -56,13 +59,14 @@ def test_with_its_worker_there_a_queue_is_active() -> None:
         ("sampler", SAMPLE, f"no sampler of {BASE} is running"),
         ("trainer", STEP, f"no trainer of {BASE} is running"),
         ("full_trainer", FULL, f"no full trainer of {BASE} is running"),
+        ("full_sampler", FULL_SAMPLE, f"no full sampler of {BASE} is running"),
     ],
 )
 def test_without_a_healthy_worker_only_what_it_would_run_is_paused(gone: str, future: Future, reason: str) -> None:
     world = World()
     world.workers.discard((gone, BASE))
     found = states(world)
-    for other in (SAMPLE, STEP, FULL):
+    for other in FUTURES:
         assert found.of(other) == (QueueState("paused_capacity", reason) if other is future else ACTIVE)
 
 

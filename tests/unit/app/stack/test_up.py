@@ -163,6 +163,7 @@ def test_the_table_starts_each_worker_once_under_a_name_of_its_own(tmp_path):
         name = "b"
         path = "org/b"
         full.count = 2
+        full_sampler.count = 2
         """
     )
     commands = list(processes.table(settings_module.parse(toml, "test"), tmp_path / "settings.toml"))
@@ -176,6 +177,9 @@ def test_the_table_starts_each_worker_once_under_a_name_of_its_own(tmp_path):
         ("full-trainer-1", "b"),
         ("sampler-0", "a"),
         ("sampler-1", "b"),
+        ("full-sampler-0", "b"),
+        ("full-sampler-1", "b"),
     ]
-    assert [command.name for command in commands if "--full" in command.argv] == ["full-trainer-0", "full-trainer-1"]
+    full = [command.name for command in commands if "--full" in command.argv]
+    assert full == ["full-trainer-0", "full-trainer-1", "full-sampler-0", "full-sampler-1"]
     assert all(command.environ["TINSMITH_SETTINGS"] == os.fspath(tmp_path / "settings.toml") for command in commands)

@@ -14,8 +14,10 @@ from app.domain.sampling import SampleRequest
 from app.errors import ServerOpError
 from app.settings import BaseModelSettings, SamplerSettings
 from tests.models import tiny_qwen3
+from workers.sampling import whole_weights
 from workers.sampling.transformers_backend import TransformersSampler
 from workers.sampling.watch import Aborted, Watch
+from workers.sampling.whole_weights import tensors_in
 
 POISON = 200
 
@@ -165,3 +167,43 @@ def test_closing_fails_what_is_unfinished(sampler):
     with pytest.raises(ServerOpError, match="shutting down"):
         future.result(60)
     started.shutdown()
+
+
+def test_new_weights_that_were_written_in_part_end_the_engine(folder, tmp_path, monkeypatch):
+    """Nobody knows what it would sample; the worker is started again with the base's."""
+    settings = BaseModelSettings(
+        name="tiny", path=str(folder), dtype="float32", sampler=SamplerSettings(backend="transformers")
+    )
+    backend = TransformersSampler(settings, full=True)
+    backend.open()
+    other = tiny_qwen3(tmp_path / "other", seed=1)
+
+    def torn(model, source):
+        yield next(iter(tensors_in(source)))
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr(whole_weights, "weights_for", torn)
+    with ThreadPoolExecutor(1) as pool:
+        begun = threading.Event()
+        running = pool.submit(backend.sample, None, ask(1, 2, max_tokens=200), Watch(lambda *_: begun.set()))
+        assert begun.wait(60)
+        with pytest.raises(ServerOpError, match=r"stopped.*the disk is gone"):
+            backend.load("other", other)
+        assert len(running.result().sequences[0].tokens) == 200, "what ran before is not harmed"
+    assert not backend.healthy()
+    with pytest.raises(ServerOpError, match="the disk is gone"):
+        backend.load("other", other)
+
+
+def test_who_waits_for_an_idle_engine_is_told_when_it_stops(sampler):
+    begun = threading.Event()
+    with ThreadPoolExecutor(2) as pool:
+        running = pool.submit(sampler.sample, None, ask(1, 2, max_tokens=400), Watch(lambda *_: begun.set()))
+        assert begun.wait(60)
+        waiting = pool.submit(sampler._engine.when_idle, lambda: pytest.fail("it is not idle"))
+        while not sampler._engine._for_idle:
+            time.sleep(0.001)
+        sampler.close()
+        for future in (running, waiting):
+            with pytest.raises(ServerOpError, match="shutting down"):
+                future.result(60)

@@ -1,0 +1,176 @@
+"""What every SamplerBackend promises that samples models fine-tuned in full, over both, against plain transformers."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from app.domain.sampling import SampledSequence
+from app.errors import OpError, ServerOpError, UserOpError
+from app.settings import BaseModelSettings
+from tests.conformance.samplers import BACKENDS, CONTEXT, PROMPTS, Reference, ask, one, tokens_of
+from tests.models import tiny_qwen3
+from workers.adapter_turns import AdapterTurns
+from workers.sampling.base import SamplerBackend
+from workers.sampling.factory import create
+from workers.sampling.watch import Aborted, Watch
+
+MODELS = ("one", "two")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Reference]:
+    """Of one architecture, each with random weights of its own; the base has none of them."""
+    folder = tmp_path_factory.mktemp("whole")
+    return {name: Reference(tiny_qwen3(folder / name, seed), {}) for seed, name in enumerate(MODELS, 1)}
+
+
+@pytest.fixture(scope="module", params=["transformers", "vllm"])
+def whole(
+    request: pytest.FixtureRequest, models: dict[str, Reference], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[SamplerBackend]:
+    base = tiny_qwen3(tmp_path_factory.mktemp("base"))
+    backend = create(
+        BaseModelSettings(
+            name="tiny", path=str(base), dtype="float32", max_context=CONTEXT, sampler=BACKENDS[request.param]
+        ),
+        full=True,
+    )
+    backend.open()
+    yield backend
+    backend.close()
+    assert not backend.healthy()
+
+
+Sampled = Callable[..., SampledSequence]
+
+
+@pytest.fixture
+def sampled(whole: SamplerBackend, models: dict[str, Reference]) -> Sampled:
+    def sample(name: str, prompt: np.ndarray, **fields: object) -> SampledSequence:
+        whole.load(name, models[name].folder)
+        return one(whole, name, prompt, **fields)
+
+    return sample
+
+
+def test_samples_are_those_of_the_model_that_is_there(sampled: Sampled, models: dict[str, Reference]) -> None:
+    """Back and forth, with prompts that the one before has left in the engine's cache."""
+    for name in (*MODELS, *MODELS):
+        for prompt in PROMPTS:
+            sequence = sampled(name, prompt, temperature=0.0)
+            assert sequence.tokens.tolist() == models[name].greedy(None, prompt, 12)
+            whole_text = np.concatenate([prompt, sequence.tokens])
+            np.testing.assert_allclose(sequence.logprobs, models[name].logprobs(None, whole_text)[-12:], atol=1e-3)
+
+
+def test_a_model_that_comes_back_gives_the_same_bits(sampled: Sampled) -> None:
+    first, _, again = (sampled(name, PROMPTS[3], seed=9) for name in ("one", "two", "one"))
+    assert first.tokens.tolist() == again.tokens.tolist()
+    assert first.logprobs.tobytes() == again.logprobs.tobytes()
+
+
+def test_prompt_logprobs_are_those_of_the_model_that_is_there(
+    whole: SamplerBackend, models: dict[str, Reference]
+) -> None:
+    for name in MODELS:
+        whole.load(name, models[name].folder)
+        found = whole.sample(name, ask(PROMPTS[3], prompt_logprobs=True, max_tokens=1)).prompt_logprobs
+        np.testing.assert_allclose(found[1:], models[name].logprobs(None, PROMPTS[3]), atol=1e-3)
+
+
+def test_requests_that_take_turns_have_each_their_own_model(whole: SamplerBackend, models: dict[str, Reference]):
+    turns = AdapterTurns(1)
+
+    def sample(name: str, seed: int) -> list[list[int]]:
+        with turns.turn(name):
+            whole.load(name, models[name].folder)
+            return tokens_of(whole.sample(name, ask(PROMPTS[1], num_samples=3, seed=seed)))
+
+    alone = {name: [sample(name, seed) for seed in range(6)] for name in MODELS}
+    assert alone["one"] != alone["two"]
+    with ThreadPoolExecutor(12) as pool:
+        running = [(name, seed, pool.submit(sample, name, seed)) for seed in range(6) for name in MODELS]
+        for name, seed, future in running:
+            assert future.result() == alone[name][seed]
+
+
+def test_another_model_waits_for_what_runs(whole: SamplerBackend, models: dict[str, Reference]) -> None:
+    whole.load("one", models["one"].folder)
+    request = ask(PROMPTS[0], num_samples=4, max_tokens=100)
+    alone = tokens_of(whole.sample("one", request))
+    begun = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(whole.sample, "one", request, Watch(lambda *_: begun.set()))
+        assert begun.wait(60)
+        whole.load("two", models["two"].folder)
+        assert tokens_of(running.result()) == alone
+
+
+def test_what_was_aborted_is_in_nobodys_way(whole: SamplerBackend, models: dict[str, Reference], sampled: Sampled):
+    for name, other in (MODELS, MODELS[::-1]):
+        whole.load(name, models[name].folder)
+        begun = threading.Event()
+        watch = Watch(lambda *_, begun=begun: begun.set())
+        with ThreadPoolExecutor(1) as pool:
+            running = pool.submit(whole.sample, name, ask(PROMPTS[3], num_samples=16, max_tokens=160), watch)
+            assert begun.wait(60)
+            watch.abort()
+            with pytest.raises(Aborted):
+                running.result()
+        assert sampled(other, PROMPTS[3], temperature=0.0).tokens.tolist() == models[other].greedy(None, PROMPTS[3], 12)
+
+
+def test_one_that_is_not_there_is_not_sampled(whole: SamplerBackend, models: dict[str, Reference]) -> None:
+    whole.load("one", models["one"].folder)
+    whole.load("two", models["two"].folder)
+    with pytest.raises(ServerOpError, match="'one' is not loaded"):
+        one(whole, "one", PROMPTS[0])
+    whole.evict("one")
+    assert whole.describe()["adapters"] == ["two"]
+    whole.evict("two")
+    assert whole.describe()["adapters"] == []
+    with pytest.raises(ServerOpError, match="'two' is not loaded"):
+        one(whole, "two", PROMPTS[0])
+
+
+def test_a_folder_of_another_model_is_refused_and_what_is_there_stays(
+    whole: SamplerBackend, sampled: Sampled, models: dict[str, Reference], tmp_path: Path
+) -> None:
+    before = sampled("one", PROMPTS[1], temperature=0.0).tokens.tolist()
+    (tmp_path / "empty").mkdir()
+    narrow, deep = (AutoConfig.from_pretrained(models["one"].folder) for _ in range(2))
+    narrow.intermediate_size //= 2
+    deep.num_hidden_layers, deep.layer_types = 3, [*deep.layer_types, deep.layer_types[0]]
+    AutoModelForCausalLM.from_config(narrow).save_pretrained(tmp_path / "narrow")
+    AutoModelForCausalLM.from_config(deep).save_pretrained(tmp_path / "deep")
+    for folder in ("empty", "narrow", "deep"):
+        with pytest.raises(UserOpError, match=folder):
+            whole.load(folder, tmp_path / folder)
+    assert one(whole, "one", PROMPTS[1], temperature=0.0).tokens.tolist() == before
+
+
+def test_weights_that_are_not_finite_harm_no_other_model(
+    whole: SamplerBackend, sampled: Sampled, models: dict[str, Reference], tmp_path: Path
+) -> None:
+    source = models["one"].folder
+    tensors = {name: tensor.fill_(torch.nan) for name, tensor in load_file(source / "model.safetensors").items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_bytes((source / "config.json").read_bytes())
+    whole.load("broken", tmp_path)
+    with pytest.raises(OpError, match="not finite"):
+        one(whole, "broken", PROMPTS[1])
+    assert sampled("two", PROMPTS[1], temperature=0.0).tokens.tolist() == models["two"].greedy(None, PROMPTS[1], 12)
+    assert whole.healthy()
+
+
+def test_whether_it_works_is_found_without_naming_a_model(whole: SamplerBackend) -> None:
+    assert len(one(whole, None, PROMPTS[0], max_tokens=1).tokens) == 1
