@@ -29,6 +29,6 @@ def renew(model: Any) -> None:
 
     It has the embedding's parameter, but on a CPU a copy of that, packed for its kernel, to compute with.
     """
-    head = getattr(model, "lm_head", None)
+    head: Any = getattr(model, "lm_head", None)
     if model.config.tie_word_embeddings and hasattr(head, "quant_method"):
         head.quant_method.process_weights_after_loading(head)
