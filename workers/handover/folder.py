@@ -100,6 +100,8 @@ class HandoverFolder:
                 shutil.rmtree(leftover, ignore_errors=True)
 
     def _write(self, target: Path, fill: Callable[[Path], None]) -> None:
+        if self._used() >= self.most_bytes:  # a whole model is much to write in vain
+            raise OSError(f"{self.root} holds engine.handover_bytes ({self.most_bytes}) already")
         with tempfile.TemporaryDirectory(dir=self.root, prefix=".new-") as temporary:
             files = Path(temporary) / "files"
             files.mkdir()

@@ -29,6 +29,7 @@ def renew(model: Any) -> None:
 
     It has the embedding's parameter, but on a CPU a copy of that, packed for its kernel, to compute with.
     """
-    head: Any = getattr(model, "lm_head", None)
-    if model.config.tie_word_embeddings and hasattr(head, "quant_method"):
-        head.quant_method.process_weights_after_loading(head)
+    if model.config.tie_word_embeddings and hasattr(model, "lm_head"):
+        method = getattr(model.lm_head, "quant_method", None)  # a rank of a pipeline may have a stand-in for the head
+        if method is not None:
+            method.process_weights_after_loading(model.lm_head)

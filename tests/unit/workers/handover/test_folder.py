@@ -75,6 +75,11 @@ def test_no_more_than_its_bytes_are_taken(tmp_path: Path):
     assert [path.name for path in folder.root.iterdir() if path.name.startswith(".")] == [], "and nothing is left of it"
 
 
+def test_one_that_may_hold_nothing_is_not_even_written_to(tmp_path: Path):
+    folder = HandoverFolder(tmp_path / "handover", 0)
+    assert not folder.write(prefix(1), lambda target: pytest.fail("it was"))
+
+
 def test_a_full_disk_is_no_error(folder: HandoverFolder):
     with full_disk(4096):
         assert not folder.write(prefix(1), sealed(b"x" * 10_000))
