@@ -4,6 +4,7 @@ long as it has not, at the sampler it goes to, and its client is told of it."""
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from dataclasses import dataclass
 
 import redis
@@ -225,9 +226,9 @@ class SamplingMachine(RuleBasedStateMachine):
     def _pick_node(self, session: str) -> str:
         """The home while it is up and has room, or nobody has and the other is no batch ahead; else the emptier one,
         which is the home of who has none."""
-        room = {node: BATCHES[node] - self._placed(node) for node in sorted(self.up)}
+        room = {node: BATCHES[node] - self._placed(node) for node in self.up}
         taking = [node for node in room if self._placed(node) < HOLDS]
-        best = max(taking, key=lambda node: room[node], default="")
+        best = min(taking, key=lambda node: (-room[node], _place(session, node)), default="")
         home = self.homes.get(session, "")
         if home not in room:
             self.homes.pop(session, None)
@@ -253,6 +254,11 @@ class SamplingMachine(RuleBasedStateMachine):
 
 def _sampler(session: str) -> str:
     return ids.sampling_session_id(session, 0)
+
+
+def _place(session: str, node: str) -> str:
+    """Of two that are equally empty the one where this is smaller."""
+    return hashlib.sha1(f"{keys.PREFIX}home:{_sampler(session)}{node}".encode()).hexdigest()
 
 
 def _target(session: str, clone: int) -> str:

@@ -14,12 +14,16 @@ local function look_at(node)
   return {node = node, room = found[3] - placed, batch = tonumber(found[3]), takes = placed < tonumber(found[4])}
 end
 
--- Of those that take another request the one with the most room.
-local function emptiest()
+-- Of those that take another request the one with the most room; of equals each has its share of the keys, always the
+-- same, so that adapters spread while little goes on and come back after a pause.
+local function emptiest(key)
   local best = {node = '', room = -math.huge}
   for _, node in ipairs(redis.call('ZRANGE', 'tinsmith:index:workers', 0, -1)) do
     local found = look_at(node)
-    if found and found.takes and found.room > best.room then best = found end
+    if found and found.takes then
+      found.place = redis.sha1hex(key .. node)
+      if found.room > best.room or (found.room == best.room and found.place < best.place) then best = found end
+    end
   end
   return best
 end
@@ -32,7 +36,7 @@ local function pick(adapter)
   local here = home and look_at(home)
   local chosen = here
   if not here or here.room <= 0 then
-    local best = emptiest()
+    local best = emptiest(key)
     local stays = here and here.takes and best.room <= 0 and best.room - here.room < here.batch
     if not stays then chosen = best end
   end

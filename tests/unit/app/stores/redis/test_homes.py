@@ -14,7 +14,8 @@ from app.stores.redis.records import RedisRecords
 
 QUEUE = "sample.base"
 BATCH, HOLDS = 4, 10
-BASE, TUNED, SAME, OTHER = (f"session:sample:{number}" for number in range(4))
+# Of two that are equally empty requests of `BASE` go to "a": which it is depends on the names alone.
+BASE, TUNED, SAME, OTHER = (f"session:sample:{number}" for number in range(1, 5))
 
 
 @pytest.fixture
@@ -54,6 +55,21 @@ def placed(client: redis.Redis) -> dict[str, int]:
 def test_requests_of_a_session_go_to_one_sampler_and_those_of_others_to_the_emptier_one(samples):
     assert [admit(samples, seq) for seq in range(3)] == ["a"] * 3
     assert [admit(samples, seq, TUNED) for seq in range(2)] == ["b"] * 2
+
+
+def test_while_little_goes_on_homes_are_shared_out_and_those_forgotten_are_the_same_again(client, samples):
+    def homes(seq: int) -> list[str | None]:
+        """Of sixteen sessions, each alone while it samples."""
+        found = []
+        for sampler in (f"session:sample:{number}" for number in range(100, 116)):
+            found.append(admit(samples, seq, sampler))
+            samples.finish_sample(f"{sampler}:{seq}", Result(b""))
+            client.delete(f"{keys.PREFIX}home:{sampler}")
+        return found
+
+    first = homes(0)
+    assert min(first.count("a"), first.count("b")) >= 4
+    assert homes(1) == first
 
 
 def test_samplers_of_one_adapter_have_one_home(samples):
