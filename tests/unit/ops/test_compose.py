@@ -135,6 +135,12 @@ def test_the_settings_are_valid_with_the_environment_of_each_service():
     assert settings.load(TOML, SERVICES["api"]["environment"]).api_keys == (settings.hash_key("tml-hush3"),)
 
 
+def test_new_weights_go_from_trainer_to_sampler_through_memory_they_share():
+    mounted = f"handover:{settings.load(TOML, {}).handover_dir}"
+    assert all(mounted in SERVICES[name]["volumes"] for name in ("trainer", "sampler"))
+    assert load(COMPOSE)["volumes"]["handover"]["driver_opts"]["type"] == "tmpfs"
+
+
 @pytest.mark.parametrize("name", ["trainer", "sampler"])
 def test_health_and_prometheus_ask_the_port_the_worker_serves_metrics_on(name: str):
     base = settings.load(TOML, {}).base_models[0]
