@@ -47,6 +47,7 @@ class AdapterTurns:
                 still_waiting.remove(let_in)
                 if not still_waiting:
                     del self._waiting[adapter_id]
+                    self._let_in()
                 raise Aborted(f"the request was stopped before the turn of {adapter_id}")
 
     def _leave(self, adapter_id: str) -> None:

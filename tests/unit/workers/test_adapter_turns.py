@@ -110,10 +110,11 @@ def test_streams_of_requests_for_more_adapters_than_fit_share_the_turns_evenly(t
 
 
 def test_a_request_that_is_stopped_while_it_waits_makes_way(two: Requests):
-    two.come("a1", "b1", "c1", "d1")
+    two.come("a1", "b1", "c1", "a2", "d1")
     two.abort("c1")
-    two.end("a1")
-    two.await_running("b1", "d1")
+    two.await_running("a1", "a2", "b1")
+    two.end("b1")
+    two.await_running("a1", "a2", "d1")
 
 
 def test_a_request_that_fails_gives_its_turn_back():

@@ -204,14 +204,19 @@ def test_without_room_a_save_is_uploaded_before_its_commit(world: World, store: 
 def test_what_is_uploaded_makes_room_for_what_comes(world: World, store: GatedStore):
     """A container's shared memory may be too small for two."""
     store.open.set()
-    worker = world.worker("a/1", store=store, handover_bytes=100_000)
-    handed_over(worker, world, 0)
+    worker = world.worker("a/1", store=store)
+    folder = worker.handovers._folder
+    prefix = handed_over(worker, world, 0)
     await_upload(world)
+    await_true(lambda: not worker.handovers._uploads.item(MODEL), "the upload has ended")
+    size = sum(path.stat().st_size for path in (folder.root / prefix.replace("/", ",")).iterdir())
+    object.__setattr__(folder, "most_bytes", size * 3 // 2)
     other = SaveWeights("sampler_weights", "ephemeral-4", sampling_session_id="session:sample:1")
     admit(world, other, first=4)
     store.open.clear()
     assert worker.handle(4, other.kind) is not None
     assert len(on_record(world)) == 1
+    assert folder.find(prefix) is None
 
 
 def test_without_room_what_was_lost_is_uploaded_as_the_model_comes_back(world: World, store: GatedStore):
