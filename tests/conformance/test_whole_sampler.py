@@ -91,7 +91,7 @@ def test_requests_that_take_turns_have_each_their_own_model(whole: SamplerBacken
     turns = AdapterTurns(1)
 
     def sample(name: str, seed: int) -> list[list[int]]:
-        with turns.turn(name):
+        with turns.turn(name, Watch()):
             whole.load(name, models[name].folder)
             return tokens_of(whole.sample(name, ask(PROMPTS[1], num_samples=3, seed=seed)))
 

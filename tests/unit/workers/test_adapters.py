@@ -245,7 +245,7 @@ def test_whole_models_take_turns_and_none_is_swapped_under_who_uses_it(make: Mak
     models = make(backend, most=1, at_a_time=1)
 
     def use(i: int) -> None:
-        with models.use("abc"[i % 3]) as wanted:
+        with models.use("abc"[i % 3], Watch()) as wanted:
             for _ in range(3):
                 assert backend.here == {wanted}
                 time.sleep(0.001)
@@ -254,5 +254,5 @@ def test_whole_models_take_turns_and_none_is_swapped_under_who_uses_it(make: Mak
         list(pool.map(use, range(120)))
     assert len(backend.loads) < 120, "those that came together share a turn"
     last = backend.loads[-1]
-    with models.use(last):
+    with models.use(last, Watch()):
         assert backend.here == {last}

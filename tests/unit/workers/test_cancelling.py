@@ -206,7 +206,7 @@ def test_a_sampler_as_it_is_started_hears_of_what_is_cancelled(
     samplers: Samplers, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     backend = HeldBackend()
-    monkeypatch.setattr("workers.sampling.factory.create", lambda _: backend)
+    monkeypatch.setattr("workers.sampling.factory.create", lambda base, full: backend)
     base = BaseModelSettings(name="base", path="x")
     silent = EngineSettings(lease_s=3600)  # so that its lease tells it nothing
     settings = Settings(
