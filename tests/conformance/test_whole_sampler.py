@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -108,10 +109,14 @@ def test_another_model_waits_for_what_runs(whole: SamplerBackend, models: dict[s
     request = ask(PROMPTS[0], num_samples=4, max_tokens=100)
     alone = tokens_of(whole.sample("one", request))
     begun = threading.Event()
-    with ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(2) as pool:
         running = pool.submit(whole.sample, "one", request, Watch(lambda *_: begun.set()))
         assert begun.wait(60)
-        whole.load("two", models["two"].folder)
+        swap = pool.submit(whole.load, "two", models["two"].folder)
+        while not swap.done():
+            assert whole.healthy(), "to wait is no fault"
+            time.sleep(0.001)
+        swap.result()
         assert tokens_of(running.result()) == alone
 
 

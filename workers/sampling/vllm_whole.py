@@ -28,7 +28,7 @@ class VllmWholeModel:
 
     @property
     def healthy(self) -> bool:
-        """False once weights were written in part."""
+        """False once weights may have been written in part."""
         return not self._torn
 
     def load(self, weights_id: str, folder: Path) -> None:
@@ -36,9 +36,13 @@ class VllmWholeModel:
             if weights_id == self._present:
                 return
             whole_weights.check_fits(folder, self._skeleton)
-            self._present, self._torn = None, True
-            self._engine.call(partial(_replace, folder))
-            self._present, self._torn = weights_id, False
+            self._present = None
+            try:
+                self._engine.call(partial(_replace, folder))
+            except BaseException:
+                self._torn = True
+                raise
+            self._present = weights_id
 
     def evict(self, weights_id: str) -> None:
         """What is there keeps its memory: the next takes its place."""
