@@ -117,7 +117,7 @@ class ApiSettings(_Section):
     poll_capacity: int = Field(1000, ge=1, description="polls held for poll_hold_s; beyond it holds get shorter")
     poll_hold_s: float = Field(30.0, gt=0, description="the SDK gives up on a poll after 45 s")
     batch_polls: bool = Field(
-        True, description="the SDK waits for all samples of a client in one poll, not in one connection each"
+        False, description="the SDK waits for all samples of a client in one poll, not in one connection each"
     )
     spare_threads: int = Field(200, ge=8, description="threads beside poll_capacity, kept for everything else")
     max_body_bytes: int = Field(64 * 2**20, ge=1)

@@ -18,20 +18,20 @@ def test_the_sdk_takes_the_config_and_its_sampling_limit_from_poll_capacity(api:
     assert config.sample_max_concurrent_requests == api.services.settings.api.poll_capacity
     assert config.custom_loss_server_side
     assert not (config.pjwt_auth_enabled or config.proto_compress_fwdbwd)
-    assert config.sample_use_retrieve_futures
+    assert not config.sample_use_retrieve_futures
     assert config.sample_join_sampling_session
     assert ClientDynamicConfigResponse(**api.post("client/dynamic_config", {}).json).sample_cancel_enabled
 
 
-def test_batch_polls_can_be_switched_off_and_a_client_never_has_more_under_way_than_its_queue_takes(
+def test_batch_polls_can_be_switched_on_and_a_client_never_has_more_under_way_than_its_queue_takes(
     settings: Settings,
 ) -> None:
     small = SamplerSettings(queue_requests=7)
     bases = (*settings.base_models, BaseModelSettings(name="small", path="x", sampler=small))
-    plain = settings.api.model_copy(update={"batch_polls": False})
-    app = create_app(settings.model_copy(update={"base_models": bases, "api": plain}))
+    batched = settings.api.model_copy(update={"batch_polls": True})
+    app = create_app(settings.model_copy(update={"base_models": bases, "api": batched}))
     answer = app.test_client().post(f"{API}/client/config", json={}, headers={"X-API-Key": KEY}).json
-    assert (answer["sample_use_retrieve_futures"], answer["sample_max_concurrent_requests"]) == (False, 7)
+    assert (answer["sample_use_retrieve_futures"], answer["sample_max_concurrent_requests"]) == (True, 7)
 
 
 def test_telemetry_is_accepted_whatever_it_holds(api: Api) -> None:
