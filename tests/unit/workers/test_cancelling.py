@@ -194,7 +194,7 @@ def test_what_is_cancelled_while_its_adapter_is_not_to_be_had_is_not_put_off(
     request = samplers.admit(0)
     runner = samplers.start(HeldBackend(), "s/1")
 
-    def away(prefix: str) -> None:
+    def away(*_: object) -> None:
         samplers.oplog.cancel_sample(request)
         raise Unavailable("the store is away")
 
