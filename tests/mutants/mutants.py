@@ -28,13 +28,17 @@ _OPENAI = "--confcutdir=tests/unit/app/services/openai tests/unit/app/services/o
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """`name` is the guard that is gone, `tests` what pytest is told to run."""
+    """`name` is the guard that is gone, `tests` what pytest is told to run.
+
+    A `slow` one's test waits a minute in vain before it fails: `make mutants` alone runs it.
+    """
 
     name: str
     file: str
     old: str
     new: str
     tests: str
+    slow: bool = False
 
 
 MUTANTS = (
@@ -239,6 +243,7 @@ MUTANTS = (
         "return bool(self.uncommitted) and self.uncommitted[0].attempt.done()",
         "return any(ran.attempt.done() for ran in self.uncommitted)",
         f"{_SAVES}::test_the_next_ops_run_while_a_save_is_written_and_are_committed_behind_it",
+        slow=True,
     ),
     Mutant(
         "saves: nothing runs ahead behind a failure",
@@ -425,6 +430,7 @@ MUTANTS = (
         "if local.seq >= before:",
         "if False:",
         f"{_HANDOVER}::test_a_local_snapshot_behind_a_lost_hand_over_is_passed_over",
+        slow=True,
     ),
     Mutant(
         "complete: what is there of a generation stays",
