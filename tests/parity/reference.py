@@ -81,12 +81,6 @@ class Reference:
         parts = [token_losses(loss_fn, self.scores(datum), datum, config or {}) for datum in datums]
         return sum(part.abs().sum().item() for part in parts)
 
-    def slope(self, datum: Datum, loss_fn: str, config: Mapping[str, float]) -> float:
-        """What a relative error of the datum's logprobs does to its loss: the sum of |logprob x dloss/dlogprob|."""
-        scores = self.scores(datum).detach().requires_grad_()
-        (slopes,) = torch.autograd.grad(token_losses(loss_fn, scores, datum, config).sum(), scores)
-        return float((slopes * scores).abs().sum())
-
     def gradients(self) -> dict[str, np.ndarray]:
         return {name: p.grad.numpy().copy() for name, p in self.parameters.items() if p.grad is not None}
 
