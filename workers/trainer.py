@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 from app import settings
 from app.doorbell import train_queue
@@ -39,6 +40,7 @@ def main() -> None:
             _follow(base, full=arguments.full)
         else:
             run_worker(train_queue(base.name, full=arguments.full), arguments.name, ["-P", "solo"])
+        _end()
     except SetupError as error:
         print(f"{arguments.name}: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
@@ -63,6 +65,12 @@ def _follow(base: settings.BaseModelSettings, *, full: bool) -> None:
     backend = create(base, full=full)
     backend.open()
     backend.follow()
+
+
+def _end() -> NoReturn:
+    from workers.training import ranks
+
+    ranks.end()
 
 
 if __name__ == "__main__":

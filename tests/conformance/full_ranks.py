@@ -16,7 +16,7 @@ from app.domain.results import Done, OptimStepOutput
 from app.errors import UserOpError
 from app.settings import BaseModelSettings
 from tests.conformance.training_ranks import BY_ONE, SFT, SHORT, STEP, VALUED, bad, capture_and_go_on, note, resume
-from workers.training import factory
+from workers.training import factory, ranks
 from workers.training.base import Create, Load
 from workers.training.trainer import Trainer
 from workers.training.whole import WholeState
@@ -75,11 +75,12 @@ def main(settings: str, folder: str) -> None:
     backend.open()  # together
     if os.environ["RANK"] != "0":
         backend.follow()
-        return
+        ranks.end()
     found = run(backend, Path(folder) / "checkpoint")
     (Path(folder) / "described.json").write_text(json.dumps({**backend.describe(), "held": held_share(backend)}))
     np.savez(Path(folder) / "found.npz", **found)
     backend.shutdown()
+    ranks.end()
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from app.errors import UserOpError
 from app.settings import BaseModelSettings
 from tests.parity.datums import batch, policy, supervised, valued
 from workers import lora
-from workers.training import factory
+from workers.training import factory, ranks
 from workers.training.base import Create, Load
 from workers.training.trainer import Trainer
 
@@ -182,7 +182,7 @@ def main(settings: str, folder: str, end: str) -> None:
     if os.environ["RANK"] != "0":
         read_late()
         backend.follow()
-        return
+        ranks.end()
     if end.endswith("reads nothing"):
         end_apart(backend, Path(folder) / "checkpoint")
     if end == "alone":
@@ -193,6 +193,7 @@ def main(settings: str, folder: str, end: str) -> None:
     (Path(folder) / "describe.json").write_text(json.dumps(backend.describe()))
     np.savez(Path(folder) / "found.npz", **found)
     backend.shutdown()
+    ranks.end()
 
 
 if __name__ == "__main__":
