@@ -50,11 +50,23 @@ class Reference:
         with torch.no_grad():
             return [self.scores(datum).numpy() for datum in datums]
 
-    def backward(self, datums: Sequence[Datum], loss_fn: str, config: Mapping[str, float] | None = None) -> float:
-        """Add the summed loss's gradient to the parameters' `.grad`; returns the loss."""
+    def backward(
+        self,
+        datums: Sequence[Datum],
+        loss_fn: str,
+        config: Mapping[str, float] | None = None,
+        at: Sequence[np.ndarray] | None = None,
+    ) -> float:
+        """Add the summed loss's gradient to the parameters' `.grad`; returns the loss.
+
+        `at`: scores at which the loss and its slope are taken, datum by datum, instead of the model's own.
+        """
         total = 0.0
-        for datum in datums:
-            value = loss(loss_fn, self.scores(datum), datum, config or {})
+        for i, datum in enumerate(datums):
+            scores = self.scores(datum)
+            if at is not None:
+                scores = torch.from_numpy(at[i]) + (scores - scores.detach())
+            value = loss(loss_fn, scores, datum, config or {})
             value.backward()
             total += value.item()
         return total

@@ -39,11 +39,13 @@ def run(trainer: Trainer, model: str, op: BackendOp) -> ForwardBackwardOutput:
     return output
 
 
-def reference_of(trainer: Trainer, model: str, base: Path, folder: Path) -> Reference:
+def reference_of(
+    trainer: Trainer, model: str, base: Path, folder: Path, dtype: torch.dtype = torch.float32
+) -> Reference:
     """`model` as it is now, from the PEFT files the trainer saves."""
     folder.mkdir()
     trainer.capture(model, optimizer=False)(folder)
-    return Reference(base, folder)
+    return Reference(base, folder, dtype)
 
 
 def state(trainer: Trainer, model: str, folder: Path) -> dict[str, bytes]:
