@@ -135,7 +135,9 @@ class StoreSettings(_Section):
 
 class RedisSettings(_Section):
     url: str = Field("", description="state: journal and futures; empty starts an embedded Valkey in data_dir")
-    broker_url: str = Field("", description="Celery messages; empty means database 1 of the state server")
+    broker_url: str = Field(
+        "", description="Celery messages and tokens on their way; empty means database 1 of the state server"
+    )
 
 
 class EngineSettings(_Section):

@@ -26,13 +26,14 @@ def valkey_binary() -> Path:
 
 
 @contextlib.contextmanager
-def start_valkey(folder: Path, port: int | None = None) -> Iterator[str]:
-    """A Valkey server with the production settings for state; yields its URL."""
+def start_valkey(folder: Path, port: int | None = None, *, durable: bool = True) -> Iterator[str]:
+    """A Valkey server with the production settings for state, or for a broker; yields its URL."""
     port = port or free_port()
     folder.mkdir(parents=True, exist_ok=True)
-    durable = ["--appendonly", "yes", "--appendfsync", "always", "--maxmemory-policy", "noeviction"]
+    kept = ["--appendonly", "yes", "--appendfsync", "always"] if durable else ["--appendonly", "no"]
+    options = ["--save", "", "--maxmemory-policy", "noeviction", *kept]
     process = subprocess.Popen(
-        [valkey_binary(), "--port", str(port), "--bind", "127.0.0.1", "--dir", folder, "--save", "", *durable],
+        [valkey_binary(), "--port", str(port), "--bind", "127.0.0.1", "--dir", folder, *options],
         stdout=subprocess.DEVNULL,
     )
     url = f"redis://127.0.0.1:{port}/0"

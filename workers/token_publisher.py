@@ -16,7 +16,7 @@ from app.stores.redis.token_streams import Drawn, TokenStreams
 from workers.sampling.watch import Drawn as Told
 
 log = logging.getLogger(__name__)
-# The state server syncs its disk for every write, and the API looks at every piece: 20 a second look smooth enough.
+# The API looks at every piece: 20 a second look smooth enough.
 _EVERY_S = 0.05
 # Tokens told of while Redis hangs; beyond, they are left to the result.
 _MOST_WAITING = 65_536

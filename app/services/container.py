@@ -77,7 +77,9 @@ def build(settings: Settings) -> Services:
     sampling = SamplingService(store, bases, admission)
     cancels = CancelService(futures, oplog)
     samplers = Samplers(store, lifecycle, bases, sampling)
-    follow = Following(futures, waiter, TokenStreams(client), samplers.keep_alive, cancels.cancel)
+    follow = Following(
+        futures, waiter, TokenStreams(connect(settings.broker_url), client), samplers.keep_alive, cancels.cancel
+    )
     return Services(
         settings,
         oplog,

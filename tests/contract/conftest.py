@@ -46,9 +46,10 @@ def stack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 def _outside(servers: contextlib.ExitStack, folder: Path) -> str:
     redis_url = servers.enter_context(start_valkey(folder / "redis"))
+    broker_url = servers.enter_context(start_valkey(folder / "broker", durable=False))
     s3 = servers.enter_context(start_s3(folder / "s3"))
     keys = f'access_key = "{s3.access_key}"\nsecret_key = "{s3.secret_key}"'
-    return f'[redis]\nurl = "{redis_url}"\n[store]\nurl = "{s3.url}"\n{keys}'
+    return f'[redis]\nurl = "{redis_url}"\nbroker_url = "{broker_url}"\n[store]\nurl = "{s3.url}"\n{keys}'
 
 
 @pytest.fixture

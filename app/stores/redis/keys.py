@@ -32,8 +32,8 @@
     <namespace>:<id>    HASH  sessions, samplers, handovers, checkpoints, losses, workers (app/domain/records.py);
                               a sampler's also counts the clients that joined it
     index:<namespace>   ZSET  the ids of a namespace, all of score 0, so that they are in order
-    stream:<request>    STREAM  tokens of a sampling request that is answered as they come: sample, place, tokens,
-                              logprobs; expires, and may be lost: the result holds them all
+    stream:<request>    STREAM  on the broker: tokens of a sampling request that is answered as they come: sample,
+                              place, tokens, logprobs; expires, and may be lost: the result holds them all
     taking_calls        STR   is there while an API process lives; expires
     done                pub/sub channel: a request id, once its result, or more of its stream, can be read
     aborted             pub/sub channel: a sampling request's id, once nobody wants it to go on

@@ -1,6 +1,8 @@
 """Tokens of sampling requests on their way to whoever waits for them, as they are drawn.
 
-Best effort: what is lost here is in the result. A sampler that runs a request again tells of its tokens again.
+Best effort: what is lost here is in the result. A sampler that runs a request again tells of its tokens again. So they
+go through the broker, which keeps nothing: the state server syncs its disk for every write, which on a busy machine was
+seen to take 1.2 s, and a piece every 50 ms would make everything else wait for that as well.
 """
 
 from __future__ import annotations
@@ -31,34 +33,37 @@ class Drawn:
 
 
 class TokenStreams:
-    """One Redis stream a request. Readers share the process's one pub/sub connection (waiting.Waiter), which every
-    `add` wakes: a blocking read each would be a connection each."""
+    """One Redis stream a request, on the broker. Readers share the process's one pub/sub connection to the state server
+    (waiting.Waiter), which every `add` wakes: a blocking read each would be a connection each."""
 
-    def __init__(self, client: redis.Redis) -> None:
-        self._redis = client
+    def __init__(self, broker: redis.Redis, state: redis.Redis) -> None:
+        self._broker, self._state = broker, state
 
     def add(self, drawn: Iterable[Drawn]) -> None:
-        """Append, in one round trip, and wake the readers."""
-        with self._redis.pipeline(transaction=False) as pipe:
-            requests = set()
+        """Append, in one round trip, and wake the readers in another."""
+        requests = set()
+        with self._broker.pipeline(transaction=False) as pipe:
             for piece in drawn:
                 pipe.xadd(keys.stream(piece.request_id), _fields(piece), maxlen=_MOST_ENTRIES)
                 requests.add(piece.request_id)
-            for request_id in sorted(requests):
+            for request_id in requests:
                 pipe.expire(keys.stream(request_id), _KEPT_S)
+            pipe.execute()
+        with self._state.pipeline(transaction=False) as pipe:
+            for request_id in requests:
                 pipe.publish(keys.DONE_CHANNEL, request_id)
             pipe.execute()
 
     def read(self, request_id: str, after: str) -> tuple[list[Drawn], str]:
         """What came behind the entry `after` ("0-0": all there is), and the newest entry's id."""
-        found = cast(Any, self._redis.xread({keys.stream(request_id): after}))
+        found = cast(Any, self._broker.xread({keys.stream(request_id): after}))
         entries = found[0][1] if found else []
         last = entries[-1][0].decode() if entries else after
         return [_drawn(request_id, fields) for _, fields in entries], last
 
     def drop(self, request_id: str) -> None:
         """Nobody reads it any more."""
-        self._redis.delete(keys.stream(request_id))
+        self._broker.delete(keys.stream(request_id))
 
 
 def _fields(piece: Drawn) -> dict[Any, Any]:

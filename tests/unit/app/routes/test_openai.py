@@ -136,13 +136,13 @@ def app(settings: Settings, tmp_path_factory: pytest.TempPathFactory) -> Flask:
 
 @pytest.fixture
 def openai(app: Flask, state_url: str) -> Iterator[OpenAi]:
-    with connect(state_url) as client:
+    services = app.extensions[EXTENSION]
+    with connect(state_url) as client, connect(services.settings.broker_url) as broker:
         client.flushall()
-        services = app.extensions[EXTENSION]
         add_worker(services, "trainer")
         add_worker(services, "sampler", CONTEXT)
         tokenizer = read(services.settings.base_models[0].path)
-        standin = Standin(services.oplog, TokenStreams(client), tokenizer)
+        standin = Standin(services.oplog, TokenStreams(broker, client), tokenizer)
         thread = threading.Thread(target=standin.run, daemon=True)
         thread.start()
         yield OpenAi(Api(app.test_client(), services), standin)

@@ -46,6 +46,11 @@ class Script:
         check()
 
 
+class WithoutBroker(Script):
+    def read(self, request_id: str, after: str) -> tuple[list[Drawn], str]:
+        raise redis.ConnectionError("away")
+
+
 def drawn(*tokens: int) -> list[Drawn]:
     return [Drawn(ASKED.request_id, 0, 0, np.array(tokens, np.int32), np.zeros(len(tokens), np.float32))]
 
@@ -78,6 +83,10 @@ def test_a_request_that_is_not_live_has_no_stream_to_read():
 def test_an_outage_is_waited_for():
     outages = [redis.ConnectionError("away"), redis.BusyLoadingError("loading")]
     assert len(list(follow(Script(*outages, drawn(5), redis.ConnectionError("again"), DONE)))) == 2
+
+
+def test_a_broker_that_is_away_holds_up_no_result():
+    assert len(list(follow(WithoutBroker(None, None, DONE)))) == 1
 
 
 def test_another_error_is_not():
