@@ -124,5 +124,9 @@ class Fenced(TinsmithError):
     """A commit or lease was refused: another worker owns the model, or the Op is not next."""
 
 
+class TriedOften(TinsmithError):
+    """A sampling request was not begun: too many workers died while they ran it."""
+
+
 class SetupError(TinsmithError):
     """The installation or its settings cannot work; the command line exits with 2."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 
 from app.domain import codec, records
 from app.domain.results import PROTOBUF, Result
-from app.errors import Fenced, OpError, ServerOpError, Unavailable
+from app.errors import Fenced, OpError, ServerOpError, TriedOften, Unavailable
 from app.stores.interfaces import Entry, OpLog, Records
 from app.wire.results import encode_sample
 from workers import results, telemetry
@@ -27,6 +28,9 @@ class SampleRunner:
     """`handle` blocks until the sample is there and is called from one thread a future.
 
     Whoever aborts a request's watch stops it: a cancelled one, or one whose lease was lost.
+
+    A worker that dies costs all it has begun an attempt, whichever of them it died of. So it never has two begun that
+    are at their last: the one that kills workers ends as failed, and the others do not with it.
     """
 
     def __init__(
@@ -42,29 +46,51 @@ class SampleRunner:
     ) -> None:
         self._oplog, self._records, self._backend, self._publisher = oplog, stored, backend, publisher
         self._adapters, self._keeper, self._worker, self._watches = adapters, keeper, worker, watches
+        self._at_their_last: dict[str, str] = {}  # request id -> sampling session; the eldest first
+        self._last_attempt = threading.Lock()
 
     def handle(self, request_id: str, sampling_session_id: str, kind: str) -> Result | None:
-        """The future's result; None when it no longer exists. Raises NotNow while another worker runs it, or the
-        object store that holds the request is away."""
-        # The watch comes first: what is cancelled once it was claimed is heard of.
-        with self._watches.watching(request_id) as watch:
-            self._run(request_id, sampling_session_id, watch)
+        """The future's result; None when it no longer exists. Raises NotNow while another worker runs it, others are
+        at their last attempt before it, or the object store that holds the request is away."""
+        try:
+            self._run(request_id, sampling_session_id, MAX_ATTEMPTS - 2)
+        except TriedOften:
+            self._at_their_last[request_id] = sampling_session_id
+            self._run_those_at_their_last()
+            if self._oplog.outcome(request_id) is None:
+                raise NotNow(f"{request_id} has to wait for its last attempt") from None
         return self._oplog.outcome(request_id)
 
-    def _run(self, request_id: str, sampling_session_id: str, watch: Watch) -> None:
-        asked = time.monotonic()
-        try:
-            entry = self._oplog.claim_sample(request_id, self._worker)
-        except (Fenced, Unavailable) as reason:
-            raise NotNow(str(reason)) from None
-        if entry is not None:
-            self._keeper.add(request_id, asked, watch.abort)
+    def _run_those_at_their_last(self) -> None:
+        """One after another, whoever brought them. Returns at once while another thread does it."""
+        while self._at_their_last and self._last_attempt.acquire(blocking=False):
             try:
-                self._finish(entry, sampling_session_id, watch)
-            except (Aborted, Unavailable) as reason:
-                self._leave(request_id, reason)
+                if self._at_their_last:
+                    request_id = next(iter(self._at_their_last))
+                    self._run(request_id, self._at_their_last.pop(request_id))
+            except NotNow as reason:
+                log.info("not at its last attempt yet: %s", reason)
             finally:
-                self._keeper.drop(request_id)
+                self._last_attempt.release()
+
+    def _run(self, request_id: str, sampling_session_id: str, most_attempts: int | None = None) -> None:
+        if not self._backend.healthy():  # what was begun now would have an attempt for nothing
+            raise NotNow(f"{request_id}: the engine has died, and this process is about to end")
+        # The watch comes first: what is cancelled once it was claimed is heard of.
+        with self._watches.watching(request_id) as watch:
+            asked = time.monotonic()
+            try:
+                entry = self._oplog.claim_sample(request_id, self._worker, most_attempts)
+            except (Fenced, Unavailable) as reason:
+                raise NotNow(str(reason)) from None
+            if entry is not None:
+                self._keeper.add(request_id, asked, watch.abort)
+                try:
+                    self._finish(entry, sampling_session_id, watch)
+                except (Aborted, Unavailable) as reason:
+                    self._leave(request_id, reason)
+                finally:
+                    self._keeper.drop(request_id)
 
     def _leave(self, request_id: str, reason: Exception) -> None:
         """It was cancelled, or is another worker's, or is to be run later. Raises NotNow unless it was cancelled."""

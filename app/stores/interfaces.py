@@ -234,10 +234,11 @@ class OpLog(Protocol):
         """
         ...
 
-    def claim_sample(self, request_id: str, worker: str) -> Entry | None:
+    def claim_sample(self, request_id: str, worker: str, most_attempts: int | None = None) -> Entry | None:
         """Start on a sampling request; None when it is terminal. It counts at this worker now, which becomes its
         adapter's home if there is none, or one that was rung and did not take it. Raises Fenced while another worker
-        runs it, and Unavailable, changing nothing, while its content is in an object store that is away."""
+        runs it, TriedOften if it had more than `most_attempts`, and Unavailable, changing nothing, while its content is
+        in an object store that is away."""
         ...
 
     def put_off_sample(self, request_id: str, worker: str) -> None:

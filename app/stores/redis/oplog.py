@@ -11,7 +11,17 @@ import redis
 
 from app import ids
 from app.domain.results import FutureState, Result
-from app.errors import BadRequest, Fenced, Gone, NotFound, RequestError, TooLarge, TooManyRequests, Unavailable
+from app.errors import (
+    BadRequest,
+    Fenced,
+    Gone,
+    NotFound,
+    RequestError,
+    TooLarge,
+    TooManyRequests,
+    TriedOften,
+    Unavailable,
+)
 from app.settings import EngineSettings
 from app.stores.interfaces import (
     Admission,
@@ -198,11 +208,14 @@ class RedisOpLog:
         fresh = what == "fresh"
         return Admission(request_id, fresh, held.decode() or None if fresh else None)
 
-    def claim_sample(self, request_id: str, worker: str) -> Entry | None:
+    def claim_sample(self, request_id: str, worker: str, most_attempts: int | None = None) -> Entry | None:
         payload = self._to_run(request_id)
-        found = self._run("claim_sample", request_id, worker, self._lease_ms)
+        most = "" if most_attempts is None else most_attempts
+        found = self._run("claim_sample", request_id, worker, self._lease_ms, most)
         if found == 0:
             raise Fenced(f"{request_id} runs on another worker")
+        if found == 1:
+            raise TriedOften(f"{request_id} had more than {most_attempts} attempts")
         if not found:
             return None
         payload = payload or self._to_run(request_id)

@@ -176,8 +176,8 @@ def test_what_is_cancelled_just_after_its_worker_took_it_is_stopped_too(
     runner = silent.start(HeldBackend(), "s/1", deaf=True)
     claim = samplers.oplog.claim_sample
 
-    def claimed_and_cancelled(request_id: str, worker: str) -> Entry | None:
-        entry = claim(request_id, worker)
+    def claimed_and_cancelled(request_id: str, *limits: object) -> Entry | None:
+        entry = claim(request_id, *limits)
         samplers.oplog.cancel_sample(request_id)
         runner._watches.abort(request_id)  # the message comes before anything else happens here
         return entry

@@ -1,12 +1,18 @@
 #!lua flags=allow-oom
 -- Start on a sampling request; one that another worker left running had an attempt. ARGV: request id, worker
--- ("node/boot"), lease in ms.
--- Returns {attempts, ms since admission, adapter or false}; {} when it is terminal, or 0 while another worker runs it.
+-- ("node/boot"), lease in ms, the most attempts it may have had or ''.
+-- Returns {attempts, ms since admission, adapter or false}; {} when it is terminal, 0 while another worker runs it, or 1
+-- when it had more attempts.
 local op = 'tinsmith:op:' .. ARGV[1]
 if redis.call('EXISTS', op) == 0 then return {} end
 if not redis.call('SET', 'tinsmith:lease:' .. ARGV[1], ARGV[2], 'NX', 'PX', ARGV[3]) then return 0 end
 local runner = redis.call('HGET', op, 'runner')
 if runner and runner ~= ARGV[2] then redis.call('HINCRBY', op, 'attempts', 1) end
+if ARGV[4] ~= '' and tonumber(redis.call('HGET', op, 'attempts')) > tonumber(ARGV[4]) then
+  redis.call('HDEL', op, 'runner')
+  redis.call('DEL', 'tinsmith:lease:' .. ARGV[1])
+  return 1
+end
 redis.call('HSET', op, 'runner', ARGV[2])
 local found = redis.call('HMGET', op, 'attempts', 'admitted', 'adapter')
 local node = ARGV[2]:match('^(.*)/')

@@ -6,7 +6,7 @@ import pytest
 
 from app.domain.records import Sampler, dump
 from app.domain.results import Result
-from app.errors import BadRequest, Fenced, Gone, NotFound
+from app.errors import BadRequest, Fenced, Gone, NotFound, TriedOften
 from app.stores.redis import keys
 from app.stores.redis.oplog import RedisOpLog
 from app.stores.redis.records import RedisRecords
@@ -78,6 +78,17 @@ def test_a_sample_that_was_put_off_had_no_attempt_and_is_free_for_anybody(oplog)
         attempts.append(oplog.claim_sample("s:sample:0:5", f"a/{boot}").attempts)
         oplog.put_off_sample("s:sample:0:5", f"a/{boot}")
     assert attempts == [0, 0, 0, 0, 0]
+
+
+def test_a_sample_tried_too_often_is_not_begun_and_has_no_further_attempt_by_that(oplog, client):
+    sample(oplog)
+    for boot in range(2):
+        oplog.claim_sample("s:sample:0:5", f"a/{boot}", 1)
+        client.delete(keys.lease("s:sample:0:5"))
+    for boot in range(3):
+        with pytest.raises(TriedOften):
+            oplog.claim_sample("s:sample:0:5", f"b/{boot}", 1)
+    assert oplog.claim_sample("s:sample:0:5", "b/3").attempts == 2
 
 
 def test_a_worker_that_lost_its_sample_puts_nothing_off(oplog, client):
