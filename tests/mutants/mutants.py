@@ -445,6 +445,7 @@ MUTANTS = (
         "if adapter_id not in self._running and len(self._running) >= self._most:\n                return",
         "if adapter_id not in self._running and len(self._running) >= self._most:\n                continue",
         "tests/unit/workers/test_adapter_turns.py::test_an_adapter_that_is_in_does_not_keep_the_others_out_for_ever",
+        slow=True,
     ),
     # Samples.
     Mutant(
