@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import hmac
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 from flask import g
 from werkzeug.datastructures import Headers
 
-from app.errors import Unauthorized
+from app.domain.identity import Caller, Scope
+from app.errors import Forbidden, Unauthorized
 from app.settings import hash_key
 
-_OWNER_DIGITS = 16
+_PROJECT_DIGITS = 16
+View = TypeVar("View", bound=Callable[..., Any])
 
 
-def authenticate(headers: Headers, digests: Sequence[str]) -> str:
-    """The owner behind the key in X-API-Key or `Authorization: Bearer`: a prefix of its digest.
+def authenticate(headers: Headers, digests: Sequence[str]) -> Caller:
+    """Who is behind the key in X-API-Key or `Authorization: Bearer`.
 
-    Raises Unauthorized. Every known digest is compared, in constant time.
+    A key of the settings is a project of its own, whose id is a prefix of the key's digest. Raises Unauthorized. Every
+    known digest is compared, in constant time.
     """
     key = headers.get("X-API-Key") or headers.get("Authorization", "").removeprefix("Bearer ")
     if not key:
@@ -25,10 +30,26 @@ def authenticate(headers: Headers, digests: Sequence[str]) -> str:
     digest = hash_key(key)
     if sum(hmac.compare_digest(digest, known) for known in digests) == 0:
         raise Unauthorized("this API key is not known here")
-    return digest[:_OWNER_DIGITS]
+    return Caller.alone(digest[:_PROJECT_DIGITS])
 
 
-def current_owner() -> str:
-    """The owner of the request at hand."""
-    owner: str = g.owner
-    return owner
+def current_caller() -> Caller:
+    """The caller of the request at hand."""
+    caller: Caller = g.caller
+    return caller
+
+
+def needs(*scopes: Scope) -> Callable[[View], View]:
+    """Goes right below the route of whatever changes something: a key must have one of the scopes. Raises Forbidden."""
+
+    def decorate(view: View) -> View:
+        @wraps(view)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            if current_caller().scopes.isdisjoint(scopes):
+                raise Forbidden(f"this key may not do this: it takes a key with the scope {' or '.join(scopes)}")
+            return view(*args, **kwargs)
+
+        wrapped.scopes = scopes  # type: ignore[attr-defined]
+        return cast(View, wrapped)
+
+    return decorate

@@ -33,9 +33,9 @@ def sampling_session_id(session_id: str, sampling_session_seq_id: int) -> str:
     return f"{session_id}:sample:{sampling_session_seq_id}"
 
 
-def openai_session_id(owner: str) -> str:
-    """The session that all of an owner's OpenAI-compatible calls are in."""
-    return str(uuid.uuid5(_OPENAI, owner))
+def openai_session_id(project: str) -> str:
+    """The session that all of a project's OpenAI-compatible calls are in."""
+    return str(uuid.uuid5(_OPENAI, project))
 
 
 def openai_sampler_id(session_id: str, base_model: str, prefix: str) -> str:

@@ -49,7 +49,7 @@ def _add_hooks(app: Flask, settings: Settings) -> None:
     def identify() -> None:
         g.started = time.perf_counter()
         if request.endpoint not in _PUBLIC:
-            g.owner = authenticate(request.headers, settings.api_keys)
+            g.caller = authenticate(request.headers, settings.api_keys)
 
     @app.after_request
     def measure(response: Response) -> Response:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from app.auth import current_owner
+from app.auth import current_caller, needs
 from app.routes.bodies import at_most
 from app.routes.context import blueprint as make
 from app.routes.context import services
@@ -17,9 +17,10 @@ _MAX_BODY = 512 * 1024
 
 
 @blueprint.route("/create_custom_loss", methods=["POST"])
+@needs("train")
 @at_most(_MAX_BODY)
 @blueprint.arguments(CreateCustomLoss())
 @blueprint.response(200, Promise)
 def create_custom_loss(asked: dict[str, Any]) -> dict[str, str]:
     """A loss function by its traced graph, to be named in forward_backward calls."""
-    return services().custom_losses.create(current_owner(), asked)
+    return services().custom_losses.create(current_caller(), asked)

@@ -6,7 +6,7 @@ from typing import Any
 
 from flask import Response
 
-from app.auth import current_owner
+from app.auth import current_caller, needs
 from app.routes.context import blueprint as make
 from app.routes.context import services
 from app.schemas.futures import CancelFuture, CompletedFutures, RetrieveFuture, RetrieveFutures, TryAgain
@@ -21,7 +21,7 @@ blueprint = make("futures", "Futures")
 @blueprint.alt_response(408, schema=TryAgain, description="Not ready within the hold: poll again at once")
 def retrieve_future(asked: dict[str, Any]) -> Response | tuple[dict[str, str], int]:
     """Wait for a future's result."""
-    future = services().polls.wait(asked["request_id"], current_owner())
+    future = services().polls.wait(asked["request_id"], current_caller())
     if future.result is None:
         state = services().queue_states.of(future)
         reason = {"queue_state_reason": state.reason} if state.reason else {}
@@ -34,16 +34,17 @@ def retrieve_future(asked: dict[str, Any]) -> Response | tuple[dict[str, str], i
 @blueprint.response(200, CompletedFutures)
 def retrieve_futures(asked: dict[str, Any]) -> dict[str, Any]:
     """Wait for any of a client's samples; what it tells of is then fetched with retrieve_future."""
-    found, cursor = services().batch_polls.wait(current_owner(), asked)
+    found, cursor = services().batch_polls.wait(current_caller(), asked)
     return {"completions": [_dump(completion) for completion in found], "cursor": cursor}
 
 
 @blueprint.route("/cancel_future", methods=["POST"])
+@needs("sample")
 @blueprint.arguments(CancelFuture())
 @blueprint.response(200)
 def cancel_future(asked: dict[str, Any]) -> dict[str, str]:
     """Stop a sample that nobody waits for any more."""
-    services().cancels.cancel(asked["request_id"], current_owner())
+    services().cancels.cancel(asked["request_id"], current_caller())
     return {}
 
 

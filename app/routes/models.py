@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from app.auth import current_owner
+from app.auth import current_caller, needs
 from app.routes.context import blueprint as make
 from app.routes.context import services
 from app.schemas.futures import Promise
@@ -14,11 +14,12 @@ blueprint = make("models", "Models")
 
 
 @blueprint.route("/create_model", methods=["POST"])
+@needs("train")
 @blueprint.arguments(CreateModel())
 @blueprint.response(200, Promise)
 def create_model(asked: dict[str, Any]) -> dict[str, str]:
     """A fresh LoRA adapter on a base model; with `lora_config` null all of its weights are trained."""
-    return services().models.create(current_owner(), asked)
+    return services().models.create(current_caller(), asked)
 
 
 @blueprint.route("/get_info", methods=["POST"])
@@ -26,4 +27,4 @@ def create_model(asked: dict[str, Any]) -> dict[str, str]:
 @blueprint.response(200, ModelInfo)
 def get_info(asked: dict[str, Any]) -> dict[str, Any]:
     """What a model is and which tokenizer it takes."""
-    return services().models.describe(asked["model_id"], current_owner())
+    return services().models.describe(asked["model_id"], current_caller())

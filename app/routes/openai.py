@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from flask import Response, copy_current_request_context, current_app, request
 
-from app.auth import current_owner
+from app.auth import current_caller, needs
 from app.routes import errors
 from app.routes.context import blueprint as make
 from app.routes.context import services
@@ -22,26 +22,28 @@ _STREAMED = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
 @blueprint.route("/completions", methods=["POST"])
+@needs("sample")
 @blueprint.arguments(Completion(), error_status_code=400)
 @blueprint.response(200, description="A text_completion; with `stream`, its chunks as server-sent events")
 def completions(asked: dict[str, Any]) -> Response | dict[str, Any]:
     """Go on with a text, or with tokens."""
-    return _answered(services().openai.complete(current_owner(), asked, _gone()), asked)
+    return _answered(services().openai.complete(current_caller(), asked, _gone()), asked)
 
 
 @blueprint.route("/chat/completions", methods=["POST"])
+@needs("sample")
 @blueprint.arguments(ChatCompletion(), error_status_code=400)
 @blueprint.response(200, description="A chat.completion; with `stream`, its chunks as server-sent events")
 def chat_completions(asked: dict[str, Any]) -> Response | dict[str, Any]:
     """Answer in a conversation, by the model's chat template."""
-    return _answered(services().openai.chat(current_owner(), asked, _gone()), asked)
+    return _answered(services().openai.chat(current_caller(), asked, _gone()), asked)
 
 
 @blueprint.route("/models", methods=["GET"])
 @blueprint.response(200, description="A list of model objects")
 def models() -> dict[str, Any]:
     """The base models that can be sampled now, and one's own sampler checkpoints."""
-    return {"object": "list", "data": services().openai.models(current_owner())}
+    return {"object": "list", "data": services().openai.models(current_caller())}
 
 
 def _answered(answer: Answer, asked: Mapping[str, Any]) -> Response | dict[str, Any]:

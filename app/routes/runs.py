@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from app.auth import current_owner
+from app.auth import current_caller, needs
 from app.ids import TinkerPath
 from app.routes.context import blueprint as make
 from app.routes.context import services
@@ -18,14 +18,15 @@ _CHECKPOINT = "/training_runs/<run>/checkpoints/<kind>/<name>"
 @blueprint.response(200, TrainingRun)
 def get_training_run(run: str) -> dict[str, Any]:
     """A run and its newest checkpoints."""
-    return services().checkpoints.describe_run(run, current_owner())
+    return services().checkpoints.describe_run(run, current_caller())
 
 
 @blueprint.route("/training_runs/<run>", methods=["DELETE"])
+@needs("manage")
 @blueprint.response(200)
 def delete_training_run(run: str) -> dict[str, str]:
     """End a run: its waiting calls fail and nothing is left of it but its saved checkpoints."""
-    services().models.delete(run, current_owner())
+    services().models.delete(run, current_caller())
     return {}
 
 
@@ -33,23 +34,25 @@ def delete_training_run(run: str) -> dict[str, str]:
 @blueprint.response(200, CheckpointList)
 def list_checkpoints(run: str) -> dict[str, Any]:
     """A run's checkpoints, newest first."""
-    return {"checkpoints": services().checkpoints.list_run(run, current_owner())}
+    return {"checkpoints": services().checkpoints.list_run(run, current_caller())}
 
 
 @blueprint.route(f"{_CHECKPOINT}/ttl", methods=["PUT"])
+@needs("manage")
 @blueprint.arguments(SetTtl())
 @blueprint.response(200)
 def set_checkpoint_ttl(asked: dict[str, Any], run: str, kind: str, name: str) -> dict[str, str]:
     """Let a checkpoint expire that many seconds from now, or never."""
-    services().checkpoints.set_ttl(_path(run, kind, name), current_owner(), asked["ttl_seconds"])
+    services().checkpoints.set_ttl(_path(run, kind, name), current_caller(), asked["ttl_seconds"])
     return {}
 
 
 @blueprint.route(_CHECKPOINT, methods=["DELETE"])
+@needs("manage")
 @blueprint.response(200)
 def delete_checkpoint(run: str, kind: str, name: str) -> dict[str, str]:
     """Delete a checkpoint and its files."""
-    services().checkpoints.delete(_path(run, kind, name), current_owner())
+    services().checkpoints.delete(_path(run, kind, name), current_caller())
     return {}
 
 
@@ -57,7 +60,7 @@ def delete_checkpoint(run: str, kind: str, name: str) -> dict[str, str]:
 @blueprint.response(200, ExternalUrls)
 def get_external_weights_urls(run: str, kind: str, name: str) -> dict[str, Any]:
     """Signed download URLs of an external checkpoint's files."""
-    return services().checkpoints.urls(_path(run, kind, name), current_owner())
+    return services().checkpoints.urls(_path(run, kind, name), current_caller())
 
 
 def _path(run: str, kind: str, name: str) -> TinkerPath:

@@ -9,7 +9,7 @@ from typing import Any
 from flask import request
 from werkzeug.exceptions import HTTPException
 
-from app.auth import current_owner
+from app.auth import current_caller
 from app.errors import BadRequest, RequestError
 from app.routes.context import services
 from app.routes.errors import describe
@@ -60,4 +60,4 @@ def _refuse(status: int | None, reason: str, gradient: bool) -> None:
     except (BadRequest, HTTPException):
         return
     kind: RefusalKind = "lost_batch" if gradient and not envelope.forward_only else "skip"
-    services().admission.refuse(envelope.model_id, envelope.seq, current_owner(), reason, kind)
+    services().admission.refuse(envelope.model_id, envelope.seq, current_caller(), reason, kind)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from app.auth import current_owner
+from app.auth import current_caller, needs
 from app.routes.context import blueprint as make
 from app.routes.context import services
 from app.routes.seqs import consumes_seq, read_envelope
@@ -20,18 +20,20 @@ _PROTOBUF_BODY = {
 
 
 @blueprint.route("/forward_backward", methods=["POST"])
+@needs("train")
 @blueprint.doc(requestBody=_PROTOBUF_BODY)
 @consumes_seq(gradient=True)
 @blueprint.response(200, Promise)
 def forward_backward() -> dict[str, str]:
     """Add a batch's gradient to the pending one, or only compute its logprobs."""
-    return services().training.forward_backward(current_owner(), read_envelope())
+    return services().training.forward_backward(current_caller(), read_envelope())
 
 
 @blueprint.route("/optim_step", methods=["POST"])
+@needs("train")
 @consumes_seq()
 @blueprint.arguments(OptimStep())
 @blueprint.response(200, Promise)
 def optim_step(asked: dict[str, Any]) -> dict[str, str]:
     """One AdamW step on the pending gradient."""
-    return services().training.optim_step(current_owner(), asked)
+    return services().training.optim_step(current_caller(), asked)

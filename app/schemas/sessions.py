@@ -11,6 +11,7 @@ class CreateSession(SdkSchema):
     tags = fields.List(fields.String(), load_default=list)
     user_metadata = metadata()
     sdk_version = fields.String()
+    project_id = fields.String(allow_none=True, validate=validate.Length(1, 256))
     display_name = fields.String(allow_none=True)
 
 

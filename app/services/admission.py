@@ -6,11 +6,12 @@ import logging
 
 from app import ids
 from app.domain import codec
+from app.domain.identity import Caller
 from app.domain.ops import Op, as_asked
 from app.domain.records import Model, Sampler
 from app.domain.sampling import SampleRequest
 from app.doorbell import CATCH_UP, Doorbell, direct_queue, sample_queue, train_queue
-from app.errors import NotFound
+from app.errors import Forbidden, NotFound
 from app.services.ownership import load_owned
 from app.settings import Settings
 from app.stores.interfaces import OpLog, QueueBounds, Record, Records, RefusalKind
@@ -44,7 +45,7 @@ class AdmissionService:
             self._announce(op.kind, admission.request_id, model_id, seq, queue)
         return admission.request_id
 
-    def admit_sample(self, sampler_id: str, sampler: Sampler, seq: int, owner: str, request: SampleRequest) -> str:
+    def admit_sample(self, sampler_id: str, sampler: Sampler, seq: int, request: SampleRequest) -> str:
         """The request id of the sampling future; the same one for a repeat.
 
         Raises BadRequest for a seq used otherwise and for more tokens than the queue ever lets in, TooManyRequests
@@ -55,18 +56,27 @@ class AdmissionService:
         request_id = ids.request_id(sampler_id, seq)
         identity, bounds = codec.digest(payload), self._bounds(sampler)
         admission = self._oplog.admit_sample(
-            request_id, sampler_id, owner, queue, payload, identity, _most_tokens(request), bounds, request.num_samples
+            request_id,
+            sampler_id,
+            sampler.owner,
+            queue,
+            payload,
+            identity,
+            _most_tokens(request),
+            bounds,
+            request.num_samples,
         )
         if admission.fresh:
             queue = direct_queue(queue, admission.node) if admission.node else queue
             self._announce("sample", request_id, sampler_id, seq, queue)
         return request_id
 
-    def refuse(self, model_id: str, seq: int, owner: str, reason: str, kind: RefusalKind) -> None:
-        """Consume the seq of a call its owner got a final 4xx for, so that later ones do not wait for it."""
+    def refuse(self, model_id: str, seq: int, caller: Caller, reason: str, kind: RefusalKind) -> None:
+        """Consume the seq of a call that got a final 4xx, so that later ones do not wait for it; nobody's who might not
+        have made it."""
         try:
-            model = load_owned(self._records, Model, model_id, owner)
-        except NotFound:
+            model = load_owned(self._records, Model, model_id, caller)
+        except (NotFound, Forbidden):
             return
         if 1 <= seq <= MAX_SEQ and self._oplog.refuse(model_id, seq, reason, kind):
             log.info("refused", extra={"model_id": model_id, "seq": seq})

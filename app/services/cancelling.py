@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from app.domain.identity import Caller
 from app.errors import BadRequest
+from app.services.ownership import check_role
 from app.services.polls import Futures, check_request_id
 from app.stores.interfaces import OpLog
 
@@ -13,10 +15,12 @@ class CancelService:
     def __init__(self, futures: Futures, oplog: OpLog) -> None:
         self._futures, self._oplog = futures, oplog
 
-    def cancel(self, request_id: str, owner: str) -> None:
-        """Fail it, unless its result is there. Raises NotFound or Gone as a poll does, BadRequest for other futures."""
+    def cancel(self, request_id: str, caller: Caller) -> None:
+        """Fail it, unless its result is there. Raises NotFound or Gone as a poll does, Forbidden, or BadRequest for
+        other futures."""
         check_request_id(request_id)
-        future = self._futures.future(request_id, owner)
+        future = self._futures.future(request_id, caller)
+        check_role(caller, future.owner)
         if future.kind != "sample":
             raise BadRequest(
                 f"{request_id} is the future of {future.kind}, and only sampling requests can be cancelled: what "

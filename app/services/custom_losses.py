@@ -14,10 +14,11 @@ from typing import Any
 from app import ids
 from app.domain import codec, records
 from app.domain.custom_losses import CustomLoss
+from app.domain.identity import Caller
 from app.domain.records import Loss, Session
 from app.domain.results import Result
 from app.errors import BadRequest, NotFound
-from app.services.ownership import load_owned
+from app.services.ownership import load_owned, load_readable
 from app.stores.interfaces import Future, OpLog, Records
 from app.wire import custom_loss
 
@@ -30,27 +31,27 @@ class CustomLossService:
     def __init__(self, store: Records) -> None:
         self._records = store
 
-    def create(self, owner: str, asked: Mapping[str, Any]) -> dict[str, str]:
+    def create(self, caller: Caller, asked: Mapping[str, Any]) -> dict[str, str]:
         """A promise of the loss's id; the same one for a repeat.
 
         Raises NotFound (session), BadRequest for a graph that is not allowed or a number used for another one, and
         Unavailable while there is no room.
         """
         session_id, seq = asked["session_id"], asked["custom_loss_seq_id"]
-        load_owned(self._records, Session, session_id, owner)
+        session = load_owned(self._records, Session, session_id, caller)
         loss = custom_loss.parse(asked["name"], asked["inputs"], asked["graph"])
         content = base64.b64encode(codec.encode(loss)).decode()
         loss_id = ids.loss_id(session_id, seq)
-        record = Loss(owner, session_id, time.time(), content)
+        record = Loss(session.owner, session_id, time.time(), content)
         fresh = self._records.put_new(Loss.namespace, loss_id, records.dump(record))
-        if not fresh and load_owned(self._records, Loss, loss_id, owner).content != content:
+        if not fresh and load_readable(self._records, Loss, loss_id, caller).content != content:
             raise BadRequest(f"custom_loss_seq_id {seq} was used before with other content")
         return {"request_id": loss_id}
 
-    def find(self, owner: str, loss_id: str) -> CustomLoss:
+    def find(self, caller: Caller, loss_id: str) -> CustomLoss:
         """Raises BadRequest: the call that names a loss which is not there is final, and its seq is consumed."""
         try:
-            record = load_owned(self._records, Loss, loss_id, owner)
+            record = load_readable(self._records, Loss, loss_id, caller)
         except NotFound as error:
             raise BadRequest(str(error)) from None
         loss: CustomLoss = codec.decode(base64.b64decode(record.content))
@@ -63,13 +64,13 @@ class Futures:
     def __init__(self, oplog: OpLog, store: Records) -> None:
         self._oplog, self._records = oplog, store
 
-    def future(self, request_id: str, owner: str) -> Future:
+    def future(self, request_id: str, caller: Caller) -> Future:
         """Raises NotFound for an unknown or foreign id (alike), Gone for an expired one."""
         if not ids.is_loss_id(request_id):
-            return self._oplog.future(request_id, owner)
+            return self._oplog.future(request_id, caller.roles.keys())
         try:
-            load_owned(self._records, Loss, request_id, owner)
+            loss = load_readable(self._records, Loss, request_id, caller)
         except NotFound:
             raise NotFound(f"no future {request_id!r}") from None
         body = json.dumps({"type": KIND, "loss_id": request_id}).encode()
-        return Future(request_id, KIND, "", "done", Result(body))
+        return Future(request_id, KIND, "", loss.owner, "done", Result(body))

@@ -9,6 +9,7 @@ from typing import Any
 
 from app import ids
 from app.domain import records
+from app.domain.identity import Caller
 from app.domain.ops import CreateModel, LoraSpec, ModelSpec
 from app.domain.records import Checkpoint, Model, Session
 from app.doorbell import train_queue
@@ -18,7 +19,7 @@ from app.services.base_models import BaseModels, trainer_role
 from app.services.checks.exports import check_loadable, check_same_role, exports_merged
 from app.services.checks.models import CRITIC, asked_role, check_lora, check_optimizer, check_sampled
 from app.services.endings import Endings
-from app.services.ownership import load_owned
+from app.services.ownership import load_owned, load_readable
 from app.stores.interfaces import Records
 
 
@@ -31,7 +32,7 @@ class ModelService:
         self._admission = admission
         self._endings = endings
 
-    def create(self, owner: str, asked: Mapping[str, Any]) -> dict[str, str]:
+    def create(self, caller: Caller, asked: Mapping[str, Any]) -> dict[str, str]:
         """A promise of a fresh model. Raises NotFound (session), BadRequest, or Unavailable without a trainer yet."""
         check_optimizer(asked.get("optimizer_config"))
         model_id = ids.model_id(asked["session_id"], asked["model_seq_id"])
@@ -39,13 +40,13 @@ class ModelService:
         lora = None if not config or config["rank"] == 0 else LoraSpec(**{"seed": ids.stable_seed(model_id), **config})
         if lora and critic:  # which has another head than the one that would be trained
             lora = replace(lora, train_unembed=False)
-        return self._admit(owner, asked, CreateModel(ModelSpec(asked["base_model"], lora, critic)))
+        return self._admit(caller, asked, CreateModel(ModelSpec(asked["base_model"], lora, critic)))
 
-    def create_from(self, owner: str, asked: Mapping[str, Any]) -> dict[str, str]:
+    def create_from(self, caller: Caller, asked: Mapping[str, Any]) -> dict[str, str]:
         """A promise of a model that starts as a checkpoint. Raises NotFound (session, checkpoint) or BadRequest."""
         check_optimizer(asked.get("optimizer_config"))
         path = ids.TinkerPath.parse(asked["path"])
-        checkpoint = load_owned(self._records, Checkpoint, str(path), owner)
+        checkpoint = load_readable(self._records, Checkpoint, str(path), caller)
         if asked.get("base_model", checkpoint.base_model) != checkpoint.base_model:
             raise BadRequest(f"{path} was trained on {checkpoint.base_model}, not on {asked['base_model'][:200]!r}")
         check_loadable(path, checkpoint, asked["optimizer"])
@@ -54,11 +55,11 @@ class ModelService:
             check_same_role(path, checkpoint, critic=role == CRITIC)
         lora = None if checkpoint.full else LoraSpec(**checkpoint.lora)
         spec = ModelSpec(checkpoint.base_model, lora, checkpoint.critic)
-        return self._admit(owner, asked, CreateModel(spec, str(path), asked["optimizer"], checkpoint.prefix))
+        return self._admit(caller, asked, CreateModel(spec, str(path), asked["optimizer"], checkpoint.prefix))
 
-    def describe(self, model_id: str, owner: str) -> dict[str, Any]:
+    def describe(self, model_id: str, caller: Caller) -> dict[str, Any]:
         """The body of get_info. Raises NotFound."""
-        model = load_owned(self._records, Model, model_id, owner)
+        model = load_readable(self._records, Model, model_id, caller)
         data = {"model_name": model.base_model, "tokenizer_id": self._bases.tokenizer(model.base_model)}
         arch = self._bases.arch(model.base_model)
         return {
@@ -69,16 +70,16 @@ class ModelService:
             **({"lora_rank": model.lora["rank"]} if model.lora else {}),
         }
 
-    def delete(self, model_id: str, owner: str) -> None:
+    def delete(self, model_id: str, caller: Caller) -> None:
         """End a run: its waiting calls fail, and nothing is left of it but its checkpoints. Again is fine.
 
         Raises NotFound.
         """
-        load_owned(self._records, Model, model_id, owner)
+        load_owned(self._records, Model, model_id, caller)
         self._endings.end(model_id)
 
-    def _admit(self, owner: str, asked: Mapping[str, Any], op: CreateModel) -> dict[str, str]:
-        load_owned(self._records, Session, asked["session_id"], owner)
+    def _admit(self, caller: Caller, asked: Mapping[str, Any], op: CreateModel) -> dict[str, str]:
+        session = load_owned(self._records, Session, asked["session_id"], caller)
         name = op.spec.base_model
         full = op.spec.lora is None
         if full and self._bases.settings(name).full is None:
@@ -93,7 +94,7 @@ class ModelService:
                 check_sampled(op.spec.lora, trainer, self._bases.known("sampler", name))
         model_id = ids.model_id(asked["session_id"], asked["model_seq_id"])
         model = Model(
-            owner,
+            session.owner,
             asked["session_id"],
             name,
             time.time(),

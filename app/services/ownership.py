@@ -1,24 +1,40 @@
-"""The one place where something is loaded for its owner; missing, foreign and expired look alike."""
+"""The one place where something is loaded for a caller; missing, foreign and expired look alike."""
 
 from __future__ import annotations
 
 from typing import TypeVar
 
 from app.domain import records
+from app.domain.identity import Caller, Role
 from app.domain.records import Checkpoint, Loss, Model, Sampler, Session
-from app.errors import NotFound
+from app.errors import Forbidden, NotFound
 from app.stores.interfaces import Records
 
 Owned = TypeVar("Owned", Session, Model, Sampler, Checkpoint, Loss)
 
 
-def load_owned(store: Records, cls: type[Owned], key: str, owner: str) -> Owned:
-    """Raises NotFound with a text that depends on nothing but what was asked for."""
+def load_owned(store: Records, cls: type[Owned], key: str, caller: Caller, role: Role = "member") -> Owned:
+    """What the caller is about to change, or to use up. Raises NotFound as `load_readable`, and Forbidden where he
+    may see it but his role in its project is below `role`."""
+    found = load_readable(store, cls, key, caller)
+    check_role(caller, found.owner, role)
+    return found
+
+
+def load_readable(store: Records, cls: type[Owned], key: str, caller: Caller) -> Owned:
+    """What the caller only looks at. Raises NotFound with a text that depends on nothing but what was asked for."""
     stored = store.get(cls.namespace, key)
     found = records.load(cls, stored) if stored else None
-    if found is None or found.owner != owner or _is_expired(found, store):
+    if found is None or not caller.sees(found.owner) or _is_expired(found, store):
         raise NotFound(f"{cls.__name__.lower()} {key[:200]!r} does not exist")
     return found
+
+
+def check_role(caller: Caller, project: str, role: Role = "member") -> None:
+    """Raises Forbidden; the project is one that the caller sees, or his key's."""
+    if not caller.may(role, project):
+        had = f"a {caller.roles[project]}" if caller.sees(project) else "not in it any more"
+        raise Forbidden(f"this takes a {role} of project {project}, and you are {had}")
 
 
 def _is_expired(found: Session | Model | Sampler | Checkpoint | Loss, store: Records) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from app import ids
+from app.domain.identity import Caller
 from app.domain.records import Sampler
 from app.errors import NotFound
 from app.services.holds import Holds
@@ -24,7 +25,7 @@ def check_request_id(text: str) -> None:
 
 
 class Futures(Protocol):
-    def future(self, request_id: str, owner: str) -> Future:
+    def future(self, request_id: str, caller: Caller) -> Future:
         """Raises NotFound for an unknown or foreign id (alike), Gone for an expired one."""
         ...
 
@@ -35,23 +36,23 @@ class PollService:
     def __init__(self, futures: Futures, waiter: Waiter, holds: Holds) -> None:
         self._futures, self._waiter, self._holds = futures, waiter, holds
 
-    def wait(self, request_id: str, owner: str) -> Future:
+    def wait(self, request_id: str, caller: Caller) -> Future:
         """The future, once it is terminal or the hold is over. Raises NotFound or Gone."""
         check_request_id(request_id)
         with self._holds.hold() as seconds:
-            return self._wait(request_id, owner, seconds)
+            return self._wait(request_id, caller, seconds)
 
-    def _wait(self, request_id: str, owner: str, seconds: float) -> Future:
+    def _wait(self, request_id: str, caller: Caller, seconds: float) -> Future:
         found = None
 
         def is_done() -> bool:
             nonlocal found
-            found = self._futures.future(request_id, owner)
+            found = self._futures.future(request_id, caller)
             return found.result is not None
 
         if seconds:
             self._waiter.wait(request_id, seconds, is_done)
-        return found if found and found.result else self._futures.future(request_id, owner)
+        return found if found and found.result else self._futures.future(request_id, caller)
 
 
 class BatchPollService:
@@ -60,14 +61,14 @@ class BatchPollService:
     def __init__(self, completions: Completions, store: Records, waiter: Waiter, holds: Holds) -> None:
         self._completions, self._records, self._waiter, self._holds = completions, store, waiter, holds
 
-    def wait(self, owner: str, asked: Mapping[str, Any]) -> tuple[list[Completion], int]:
+    def wait(self, caller: Caller, asked: Mapping[str, Any]) -> tuple[list[Completion], int]:
         """What came to its end behind `prev_cursor`, once there is something or the hold is over; and the next cursor.
 
         Raises NotFound (sampler).
         """
         sampler_id = asked["target"]["sampling_session_id"]
         with self._holds.hold() as seconds:
-            load_owned(self._records, Sampler, sampler_id, owner)
+            load_owned(self._records, Sampler, sampler_id, caller)
             own = f"{sampler_id}:"
             self._completions.acknowledge(id_ for id_ in asked["retrieved_request_ids"] if id_.startswith(own))
             target = ids.poll_target(sampler_id, asked["target"]["cloned_sampler_id"])

@@ -8,6 +8,7 @@ from typing import Any
 
 from app import ids
 from app.domain import records
+from app.domain.identity import Caller
 from app.domain.records import Checkpoint, Sampler, Session
 from app.domain.sampling import Cells, SampleRequest
 from app.errors import BadRequest
@@ -16,7 +17,7 @@ from app.services.base_models import BaseModels, sampler_role
 from app.services.checks.exports import check_adapter
 from app.services.checks.models import check_sampleable, check_sampled_role
 from app.services.checks.sampling import check_sample
-from app.services.ownership import load_owned
+from app.services.ownership import load_owned, load_readable
 from app.stores.interfaces import Records
 from app.wire.json_bodies import tensor, text_tokens
 from app.wire.tensors import to_cells
@@ -32,51 +33,52 @@ class SamplingService:
         self._bases = bases
         self._admission = admission
 
-    def create_session(self, owner: str, asked: Mapping[str, Any]) -> str:
+    def create_session(self, caller: Caller, asked: Mapping[str, Any]) -> str:
         """The id of a sampler for a base model or a checkpoint; the same one for a repeat.
 
         Raises NotFound (session, checkpoint), BadRequest, or Unavailable while there is no room for another.
         """
-        load_owned(self._records, Session, asked["session_id"], owner)
+        session = load_owned(self._records, Session, asked["session_id"], caller)
         if asked.get("model_path") is None and asked.get("base_model") is None:
             raise BadRequest("create_sampling_session needs model_path or base_model")
         sampler_id = ids.sampling_session_id(asked["session_id"], asked["sampling_session_seq_id"])
         if not self._is_there(sampler_id, asked):
-            sampler = self.resolve(owner, asked["session_id"], asked.get("base_model"), asked.get("model_path"))
+            base, path = asked.get("base_model"), asked.get("model_path")
+            sampler = self.resolve(caller, session.owner, asked["session_id"], base, path)
             if not self._records.put_new(Sampler.namespace, sampler_id, records.dump(sampler)):
                 self._is_there(sampler_id, asked)
         return sampler_id
 
-    def join(self, sampler_id: str, owner: str) -> int:
+    def join(self, sampler_id: str, caller: Caller) -> int:
         """The number of one more client, from 1 on: 0 is who made the sampler. Raises NotFound."""
-        load_owned(self._records, Sampler, sampler_id, owner)
+        load_owned(self._records, Sampler, sampler_id, caller)
         return self._records.join(sampler_id)
 
-    def describe(self, sampler_id: str, owner: str) -> dict[str, str]:
+    def describe(self, sampler_id: str, caller: Caller) -> dict[str, str]:
         """Raises NotFound."""
-        sampler = load_owned(self._records, Sampler, sampler_id, owner)
+        sampler = load_readable(self._records, Sampler, sampler_id, caller)
         path = {"model_path": sampler.model_path} if sampler.model_path else {}
         return {"sampler_id": sampler_id, "base_model": sampler.base_model, **path}
 
-    def sample(self, owner: str, asked: Mapping[str, Any]) -> dict[str, Any]:
+    def sample(self, caller: Caller, asked: Mapping[str, Any]) -> dict[str, Any]:
         """A promise with the id of each sample to come. Raises NotFound (sampler), BadRequest or Unavailable."""
         sampler_id, seq = asked["sampling_session_id"], asked["seq_id"]
-        sampler = load_owned(self._records, Sampler, sampler_id, owner)
+        sampler = load_owned(self._records, Sampler, sampler_id, caller)
         info = self._bases.info(sampler_role(full=sampler.full), sampler.base_model)
         request_id = ids.request_id(sampler_id, seq)
         request = _request(asked, ids.stable_seed(request_id), info.max_context)
         check_sample(request, info)
-        self._admission.admit_sample(sampler_id, sampler, seq, owner, request)
+        self._admission.admit_sample(sampler_id, sampler, seq, request)
         names = [f"{request_id}-{i}" for i in range(request.num_samples)]
         return {"request_id": request_id, "sample_sequence_ids": names}
 
-    def resolve(self, owner: str, session_id: str, base: str | None, path: str | None) -> Sampler:
-        """A sampler, not yet stored, of a checkpoint or, without a path, of a base model. Raises NotFound or
-        BadRequest."""
+    def resolve(self, caller: Caller, owner: str, session_id: str, base: str | None, path: str | None) -> Sampler:
+        """A sampler of project `owner`, not yet stored, of a checkpoint or, without a path, of a base model. Raises
+        NotFound or BadRequest."""
         if path is None:
             return Sampler(owner, session_id, self._bases.settings(base or "").name, time.time())
         parsed = ids.TinkerPath.parse(path)
-        checkpoint = load_owned(self._records, Checkpoint, str(parsed), owner)
+        checkpoint = load_readable(self._records, Checkpoint, str(parsed), caller)
         check_adapter(parsed, checkpoint)
         if base not in (None, checkpoint.base_model):
             raise BadRequest(f"{path} was trained on {checkpoint.base_model}, not on {base[:200]!r}")

@@ -10,6 +10,7 @@ from typing import Any
 from app import ids
 from app.domain import records
 from app.domain.checkpoints import Place
+from app.domain.identity import Caller
 from app.domain.losses import LOSSES
 from app.domain.ops import AdamParams, LoadWeights, Op, OptimStep, SaveWeights
 from app.domain.records import Checkpoint, Model, Sampler
@@ -22,7 +23,7 @@ from app.services.checks.exports import check_loadable, check_same_kind, check_s
 from app.services.checks.models import check_adam, check_optimizer, check_sampleable, check_sampled_role
 from app.services.checks.values import in_range
 from app.services.custom_losses import CustomLossService
-from app.services.ownership import load_owned
+from app.services.ownership import load_owned, load_readable
 from app.stores.interfaces import Records
 from app.wire.forward_backward import Envelope
 
@@ -32,7 +33,8 @@ _TEN_YEARS = 10 * 365 * 24 * _HOUR
 
 
 class TrainingService:
-    """Every method returns a promise, and raises NotFound for a model that is not the owner's, or BadRequest."""
+    """Every method returns a promise, and raises NotFound for a model that the caller does not see, Forbidden for
+    one he only sees, or BadRequest."""
 
     def __init__(
         self, store: Records, bases: BaseModels, admission: AdmissionService, custom_losses: CustomLossService
@@ -42,39 +44,39 @@ class TrainingService:
         self._admission = admission
         self._custom_losses = custom_losses
 
-    def forward_backward(self, owner: str, envelope: Envelope) -> Promise:
-        model = load_owned(self._records, Model, envelope.model_id, owner)
+    def forward_backward(self, caller: Caller, envelope: Envelope) -> Promise:
+        model = load_owned(self._records, Model, envelope.model_id, caller)
         in_range("seq_id", envelope.seq, 1, MAX_SEQ)
         info = self._bases.info(trainer_role(full=model.full), model.base_model)
-        op = envelope.decode(partial(self._custom_losses.find, owner))
+        op = envelope.decode(partial(self._custom_losses.find, caller))
         check_forward_backward(op, info, critic=model.critic)
         # The journal holds every setting in full, so that a later default can not change a replay.
         op = replace(op, loss_config={**LOSSES[op.loss_fn].config, **op.loss_config})
         return self._admit(model, envelope.model_id, envelope.seq, op)
 
-    def optim_step(self, owner: str, asked: Mapping[str, Any]) -> Promise:
-        model = load_owned(self._records, Model, asked["model_id"], owner)
+    def optim_step(self, caller: Caller, asked: Mapping[str, Any]) -> Promise:
+        model = load_owned(self._records, Model, asked["model_id"], caller)
         check_optimizer(asked.get("optimizer_params"))
         params = AdamParams(**asked["adam_params"])
         check_adam(params)
         return self._admit(model, asked["model_id"], asked["seq_id"], OptimStep(params))
 
-    def save_weights(self, owner: str, asked: Mapping[str, Any]) -> Promise:
-        return self._save(owner, asked, "weights")
+    def save_weights(self, caller: Caller, asked: Mapping[str, Any]) -> Promise:
+        return self._save(caller, asked, "weights")
 
-    def save_weights_external(self, owner: str, asked: Mapping[str, Any]) -> Promise:
+    def save_weights_external(self, caller: Caller, asked: Mapping[str, Any]) -> Promise:
         if asked.get("age_encryption_recipients"):
             raise BadRequest("age_encryption_recipients is not supported: ask for the files without encryption")
-        model = load_owned(self._records, Model, asked["model_id"], owner)
+        model = load_owned(self._records, Model, asked["model_id"], caller)
         merged = exports_merged(asked.get("format"), model)
-        return self._save(owner, asked, "external_weights", merged=merged)
+        return self._save(caller, asked, "external_weights", merged=merged)
 
-    def save_weights_for_sampler(self, owner: str, asked: Mapping[str, Any]) -> Promise:
+    def save_weights_for_sampler(self, caller: Caller, asked: Mapping[str, Any]) -> Promise:
         """Persisted under `path`, or ephemeral under a sampling session of its own. A critic's is a BadRequest."""
-        model = load_owned(self._records, Model, asked["model_id"], owner)
+        model = load_owned(self._records, Model, asked["model_id"], caller)
         check_sampled_role(asked["model_id"], critic=model.critic)
         if asked.get("path") is not None:
-            return self._save(owner, asked, "sampler_weights")
+            return self._save(caller, asked, "sampler_weights")
         if asked.get("sampling_session_seq_id") is None:
             raise BadRequest("save_weights_for_sampler needs either path or sampling_session_seq_id")
         check_sampleable(self._bases.settings(model.base_model), full=model.full)
@@ -84,12 +86,12 @@ class TrainingService:
         op = SaveWeights("sampler_weights", name, sampling_session_id=session, inflight=inflight)
         return self._admit(model, asked["model_id"], asked["seq_id"], op)
 
-    def load_weights(self, owner: str, asked: Mapping[str, Any]) -> Promise:
+    def load_weights(self, caller: Caller, asked: Mapping[str, Any]) -> Promise:
         """A checkpoint that is not there is a BadRequest: the call is final, and its seq is consumed."""
-        model = load_owned(self._records, Model, asked["model_id"], owner)
+        model = load_owned(self._records, Model, asked["model_id"], caller)
         path = ids.TinkerPath.parse(asked["path"])
         try:
-            checkpoint = load_owned(self._records, Checkpoint, str(path), owner)
+            checkpoint = load_readable(self._records, Checkpoint, str(path), caller)
         except NotFound as error:
             raise BadRequest(str(error)) from None
         check_loadable(path, checkpoint, asked["optimizer"])
@@ -100,8 +102,8 @@ class TrainingService:
         op = LoadWeights(str(path), asked["optimizer"], checkpoint.prefix)
         return self._admit(model, asked["model_id"], asked["seq_id"], op)
 
-    def _save(self, owner: str, asked: Mapping[str, Any], kind: str, *, merged: bool = False) -> Promise:
-        model = load_owned(self._records, Model, asked["model_id"], owner)
+    def _save(self, caller: Caller, asked: Mapping[str, Any], kind: str, *, merged: bool = False) -> Promise:
+        model = load_owned(self._records, Model, asked["model_id"], caller)
         check_ttl(asked.get("ttl_seconds"))
         op = SaveWeights(
             kind,

@@ -6,7 +6,7 @@ is only a doorbell; it may be lost, doubled, late or out of order and nothing he
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
@@ -71,11 +71,12 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Future:
-    """A future's state for its owner; `result` when terminal."""
+    """A future's state for those who see it; `result` when terminal."""
 
     request_id: str
     kind: str
     model_id: str
+    owner: str
     state: FutureState
     result: Result | None
 
@@ -258,8 +259,9 @@ class OpLog(Protocol):
         """A terminal future's result, for a worker; None while it is pending or when it is gone."""
         ...
 
-    def future(self, request_id: str, owner: str) -> Future:
-        """Raises NotFound for an unknown or foreign id (alike), Gone for an expired one."""
+    def future(self, request_id: str, owners: Set[str]) -> Future:
+        """`owners` are the projects it may be of. Raises NotFound for an unknown or foreign id (alike), Gone for an
+        expired one."""
         ...
 
     def shortage(self) -> str:

@@ -98,4 +98,4 @@ def test_each_of_10_000_calls_has_one_future_and_one_effect(clients: list[RedisO
     assert worker.ran == Counter(dict.fromkeys(calls, 1))
     assert clients[1].pending() == []
     for model, seq in rng.sample(calls, SAMPLES):
-        assert clients[1].future(f"{model}:{seq}", "me").result == Result(content((model, seq)))
+        assert clients[1].future(f"{model}:{seq}", {"me"}).result == Result(content((model, seq)))

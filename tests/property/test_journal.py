@@ -155,7 +155,7 @@ class JournalMachine(RuleBasedStateMachine):
     @rule(pick=st.integers(0, 99))
     def read(self, pick: int) -> None:
         seq = sorted(self.model.results)[pick % len(self.model.results)]
-        future = self.oplog.future(ids.request_id(MODEL, seq), "me")
+        future = self.oplog.future(ids.request_id(MODEL, seq), {"me"})
         assert future.result == self.seen.setdefault(seq, self.model.results[seq]), "a result changed"
 
     @precondition(lambda self: self.model.results)

@@ -189,7 +189,7 @@ class SamplingMachine(RuleBasedStateMachine):
     @rule(pick=st.integers(0, 99))
     def read(self, pick: int) -> None:
         request_id, request = self._pick(pick)
-        future = self.oplog.future(request_id, "me")
+        future = self.oplog.future(request_id, {"me"})
         assert (future.result is not None) == request.over
         if request.result is not None:
             assert future.result == request.result, "a result changed"

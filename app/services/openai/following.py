@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import redis
 
+from app.domain.identity import Caller
 from app.domain.results import Result
 from app.domain.sampling import SampleOutput
 from app.errors import ClientGone, RequestError, ServerOpError, Unavailable, UserOpError
@@ -30,20 +31,20 @@ class Asked:
     """An admitted request. `live`: its worker tells of tokens as they are drawn."""
 
     request_id: str
-    owner: str
+    caller: Caller
     live: bool
 
 
 class Following:
-    """`beat` keeps an owner's session alive, and is called now and then; `cancel` takes a request id and its owner."""
+    """`beat` keeps a caller's session alive, and is called now and then; `cancel` takes a request id and who asked."""
 
     def __init__(
         self,
         futures: Futures,
         waiter: Waiter,
         streams: TokenStreams,
-        beat: Callable[[str], None],
-        cancel: Callable[[str, str], None],
+        beat: Callable[[Caller], None],
+        cancel: Callable[[str, Caller], None],
     ) -> None:
         self._futures, self._waiter, self._streams = futures, waiter, streams
         self._beat, self._cancel = beat, cancel
@@ -71,13 +72,13 @@ class Following:
                 raise Unavailable(f"the sampler gave nothing for {_PATIENCE_S:.0f} s; try again later")
             if now - beat_at > _BEAT_S:
                 beat_at = now
-                self._beat(asked.owner)
+                self._beat(asked.caller)
 
     def leave(self, asked: Asked, *, ended: bool) -> None:
         """Nobody waits for it any more; it is cancelled unless it has ended. In an outage it is left to its end."""
         with contextlib.suppress(redis.RedisError, RequestError):
             if not ended:
-                self._cancel(asked.request_id, asked.owner)
+                self._cancel(asked.request_id, asked.caller)
             if asked.live:
                 self._streams.drop(asked.request_id)
 
@@ -87,7 +88,7 @@ class Following:
 
         def look() -> bool:
             nonlocal found
-            result = self._futures.future(asked.request_id, asked.owner).result
+            result = self._futures.future(asked.request_id, asked.caller).result
             drawn, last = self._streams.read(asked.request_id, after) if asked.live and result is None else ([], after)
             found = drawn, last, result
             return bool(drawn) or result is not None

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from itertools import chain
 from typing import Any
 
+from app.domain.identity import Caller
 from app.domain.sampling import SampleRequest
 from app.services.admission import AdmissionService
 from app.services.base_models import BaseModels, sampler_role
@@ -69,42 +70,43 @@ class OpenAiService:
         self._holds, self._follow = holds, follow
         self._tokenizers = Tokenizers(bases)
 
-    def models(self, owner: str) -> list[dict[str, Any]]:
+    def models(self, caller: Caller) -> list[dict[str, Any]]:
         """What can be asked for as `model`."""
         return [
             {"id": name, "object": "model", "created": int(created), "owned_by": "tinsmith"}
-            for name, created in self._samplers.models(owner)
+            for name, created in self._samplers.models(caller)
         ]
 
-    def complete(self, owner: str, asked: Mapping[str, Any], gone: Gone) -> Answer:
+    def complete(self, caller: Caller, asked: Mapping[str, Any], gone: Gone) -> Answer:
         """Raises NotFound, BadRequest, TooManyRequests or Unavailable; nothing is asked of a sampler then."""
-        model = self._model(owner, asked["model"])
+        model = self._model(caller, asked["model"])
         top, echo, most = asked["logprobs"], asked["echo"], asked["max_tokens"]
         options = Options(scores=top is not None, echo=echo, hidden=most == 0)
         requests = [
             model.request(asked, prompt, most, top=top or 0, score_prompt=echo and options.scores)
             for prompt in model.prompts(asked["prompt"])
         ]
-        return self._answer(model, asked, requests, CompletionForm(top), options, gone)
+        return self._answer(caller, model, asked, requests, CompletionForm(top), options, gone)
 
-    def chat(self, owner: str, asked: Mapping[str, Any], gone: Gone) -> Answer:
+    def chat(self, caller: Caller, asked: Mapping[str, Any], gone: Gone) -> Answer:
         """Raises the same."""
-        model = self._model(owner, asked["model"])
+        model = self._model(caller, asked["model"])
         offered = [] if asked["tool_choice"] == "none" else asked["tools"]
         prompt = model.tokenizer.encode_chat(for_template(asked["messages"]), offered)
         most = asked["max_completion_tokens"] or asked["max_tokens"]
         request = model.request(asked, prompt, most, top=asked["top_logprobs"])
         calls = bool(offered) and tools.are_understood(model.tokenizer.template(offered))
         form = ChatForm(scores=asked["logprobs"], tools=calls)
-        return self._answer(model, asked, [request], form, Options(scores=asked["logprobs"]), gone)
+        return self._answer(caller, model, asked, [request], form, Options(scores=asked["logprobs"]), gone)
 
-    def _model(self, owner: str, name: str) -> Target:
-        sampler_id, sampler = self._samplers.of(owner, name)
+    def _model(self, caller: Caller, name: str) -> Target:
+        sampler_id, sampler = self._samplers.of(caller, name)
         info = self._bases.info(sampler_role(full=sampler.full), sampler.base_model)
         return Target(sampler_id, sampler, info, self._tokenizers.of(sampler.base_model))
 
     def _answer(
         self,
+        caller: Caller,
         model: Target,
         asked: Mapping[str, Any],
         requests: Sequence[SampleRequest],
@@ -117,7 +119,7 @@ class OpenAiService:
             self._samplers.ensure(model.sampler_id, model.sampler)
             choices = []
             for place, request in enumerate(requests):
-                admitted = self._admit(model, request)
+                admitted = self._admit(caller, model, request)
                 choices.append(Choices(model.tokenizer, request, admitted, place * asked["n"], options))
                 undo.callback(self._leave, choices[-1])
             head = Head(choices[0].asked.request_id, int(time.time()), asked["model"])
@@ -127,8 +129,8 @@ class OpenAiService:
     def _leave(self, choices: Choices) -> None:
         self._follow.leave(choices.asked, ended=choices.ended)
 
-    def _admit(self, model: Target, request: SampleRequest) -> Asked:
+    def _admit(self, caller: Caller, model: Target, request: SampleRequest) -> Asked:
         """Under a number of its own: clients send none, so a call that is sent again is another one."""
-        number, owner = secrets.randbits(62), model.sampler.owner
-        request_id = self._admission.admit_sample(model.sampler_id, model.sampler, number, owner, request)
-        return Asked(request_id, owner, request.stream)
+        number = secrets.randbits(62)
+        request_id = self._admission.admit_sample(model.sampler_id, model.sampler, number, request)
+        return Asked(request_id, caller, request.stream)

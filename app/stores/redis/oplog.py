@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import cast
 
 import redis
@@ -238,18 +238,19 @@ class RedisOpLog:
         found = read_hash(self._redis, keys.future(request_id))
         return _result(found) if found.get(b"state") in (b"done", b"failed") else None
 
-    def future(self, request_id: str, owner: str) -> Future:
+    def future(self, request_id: str, owners: Set[str]) -> Future:
         found = read_hash(self._redis, keys.future(request_id))
         if b"state" not in found:
-            raise self._absence(request_id, owner)
-        if found[b"owner"].decode() != owner:
+            raise self._absence(request_id, owners)
+        owner = found[b"owner"].decode()
+        if owner not in owners:
             raise NotFound(f"no future {request_id!r}")
         state = cast(FutureState, found[b"state"].decode())
         result = None if state == "pending" else _result(found)
         kind = found[b"kind"].decode()
         if result is not None:
             self._note_read(request_id, kind, len(result.body))
-        return Future(request_id, kind, found[b"model"].decode(), state, result)
+        return Future(request_id, kind, found[b"model"].decode(), owner, state, result)
 
     def _note_read(self, request_id: str, kind: str, size: int) -> None:
         with self._redis.pipeline(transaction=False) as pipe:
@@ -326,12 +327,12 @@ class RedisOpLog:
         except NotFound:
             return b""
 
-    def _absence(self, request_id: str, owner: str) -> NotFound | Gone:
+    def _absence(self, request_id: str, owners: Set[str]) -> NotFound | Gone:
         """An id whose parent is the caller's was there once; anything else looks unknown."""
         parent, _, seq = request_id.rpartition(":")
         for namespace in ("models", "samplers"):
             stored, applied = self._redis.hmget(keys.record(namespace, parent), ["owner", "applied"])
-            if stored is not None and json.loads(stored) == owner and (applied is None or int(seq) <= int(applied)):
+            if stored is not None and json.loads(stored) in owners and (applied is None or int(seq) <= int(applied)):
                 return Gone(f"the result of {request_id!r} has expired")
         return NotFound(f"no future {request_id!r}")
 

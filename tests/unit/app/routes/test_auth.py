@@ -10,6 +10,19 @@ from tests.unit.app.conftest import API, KEY, Api, batch
 
 PUBLIC = {"/api/v1/healthz", "/readyz", "/metrics", "/openapi.json", "/docs", "/api/v1/objects/<path:key>"}
 
+# Whatever is sent there, nothing of a project's changes.
+READING = {
+    f"{API}/{name}"
+    for name in (
+        "client/config",
+        "client/dynamic_config",
+        "telemetry",
+        "get_info",
+        "retrieve_future",
+        "retrieve_futures",
+    )
+}
+
 
 def test_every_route_but_the_public_ones_wants_a_key(api: Api) -> None:
     tried = 0
@@ -24,6 +37,16 @@ def test_every_route_but_the_public_ones_wants_a_key(api: Api) -> None:
         assert set(answer.json) == ({"error"} if path.startswith("/oai/") else {"detail", "error"})
         tried += 1
     assert tried >= 20
+
+
+def test_every_route_that_is_no_plain_read_says_which_scope_it_takes(api: Api) -> None:
+    undeclared = {
+        rule.rule
+        for rule in api.client.application.url_map.iter_rules()
+        if (rule.methods or set()) - {"GET", "HEAD", "OPTIONS"}
+        and not hasattr(api.client.application.view_functions[rule.endpoint], "scopes")
+    }
+    assert undeclared == READING
 
 
 @pytest.mark.parametrize("path", ["/api/v1/healthz", "/readyz", "/metrics", "/openapi.json", "/docs"])

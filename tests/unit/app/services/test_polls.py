@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 import pytest
 import redis
 
+from app.domain.identity import Caller
 from app.domain.records import Sampler, dump
 from app.domain.results import Result
 from app.services.holds import Holds
@@ -16,10 +17,12 @@ from app.services.polls import BatchPollService, Futures, PollService
 from app.settings import ApiSettings
 from app.stores.interfaces import Completion, Future
 
+ME = Caller.alone("me")
+
 
 class PendingOpLog:
-    def future(self, request_id: str, owner: str) -> Future:
-        return Future(request_id, "sample", "m", "pending", None)
+    def future(self, request_id: str, caller: Caller) -> Future:
+        return Future(request_id, "sample", "m", "me", "pending", None)
 
 
 class RecordingWaiter:
@@ -49,26 +52,26 @@ def waiter() -> RecordingWaiter:
 
 def test_above_capacity_holds_get_shorter_and_half_the_spare_threads_stay_free(waiter: RecordingWaiter) -> None:
     polls = poll_service(PendingOpLog(), waiter, ApiSettings(poll_capacity=3, spare_threads=8, poll_hold_s=30))
-    threads = [threading.Thread(target=polls.wait, args=(f"m:{i}", "me"), daemon=True) for i in range(7)]
+    threads = [threading.Thread(target=polls.wait, args=(f"m:{i}", ME), daemon=True) for i in range(7)]
     for thread in threads:
         thread.start()
         assert waiter.arrived.acquire(timeout=30)
     assert waiter.holds == [30.0] * 3 + [1.0] * 4
-    assert polls.wait("m:8", "me").result is None, "answered at once, not refused"
+    assert polls.wait("m:8", ME).result is None, "answered at once, not refused"
     assert len(waiter.holds) == 7
     waiter.release.set()
     for thread in threads:
         thread.join(30)
-    polls.wait("m:9", "me")
+    polls.wait("m:9", ME)
     assert waiter.holds[-1] == 30.0, "room is given back"
 
 
 def test_a_finished_future_is_answered_without_waiting(waiter: RecordingWaiter) -> None:
     class DoneOpLog:
-        def future(self, request_id: str, owner: str) -> Future:
-            return Future(request_id, "sample", "m", "done", Result(b"x"))
+        def future(self, request_id: str, caller: Caller) -> Future:
+            return Future(request_id, "sample", "m", "me", "done", Result(b"x"))
 
-    future = poll_service(DoneOpLog(), waiter, ApiSettings()).wait("m:1", "me")
+    future = poll_service(DoneOpLog(), waiter, ApiSettings()).wait("m:1", ME)
     assert future.result == Result(b"x")
     assert waiter.holds == []
 
@@ -87,12 +90,12 @@ def test_a_poll_in_an_outage_is_held_a_moment_since_the_sdk_asks_again_at_once(
     waiter: RecordingWaiter, outage: redis.RedisError
 ) -> None:
     class AwayOpLog:
-        def future(self, request_id: str, owner: str) -> Future:
+        def future(self, request_id: str, caller: Caller) -> Future:
             raise outage
 
     started = time.monotonic()
     with pytest.raises(type(outage)):
-        poll_service(AwayOpLog(), waiter, ApiSettings(poll_hold_s=0.5)).wait("m:1", "me")
+        poll_service(AwayOpLog(), waiter, ApiSettings(poll_hold_s=0.5)).wait("m:1", ME)
     assert time.monotonic() - started >= 0.5
 
 
@@ -118,7 +121,7 @@ def test_a_batch_poll_is_held_no_longer_than_it_asks_for(
     waiter.release.set()
     polls = BatchPollService(NoCompletions(), OneSampler(), waiter, Holds(ApiSettings(poll_hold_s=30)))
     target = {"sampling_session_id": "s:sample:0", "cloned_sampler_id": 0}
-    found = polls.wait("me", {"target": target, "prev_cursor": 5, "retrieved_request_ids": [], **asked})
+    found = polls.wait(ME, {"target": target, "prev_cursor": 5, "retrieved_request_ids": [], **asked})
     assert (found, waiter.holds) == (([], 5), held)
 
 
@@ -127,10 +130,10 @@ def test_batch_polls_and_polls_share_one_capacity(waiter: RecordingWaiter) -> No
     batch = BatchPollService(NoCompletions(), OneSampler(), waiter, holds)
     target = {"sampling_session_id": "s:sample:0", "cloned_sampler_id": 0}
     asked = {"target": target, "prev_cursor": 0, "retrieved_request_ids": []}
-    held = threading.Thread(target=batch.wait, args=("me", asked), daemon=True)
+    held = threading.Thread(target=batch.wait, args=(ME, asked), daemon=True)
     held.start()
     assert waiter.arrived.acquire(timeout=30)
-    other = threading.Thread(target=PollService(PendingOpLog(), waiter, holds).wait, args=("m:1", "me"), daemon=True)
+    other = threading.Thread(target=PollService(PendingOpLog(), waiter, holds).wait, args=("m:1", ME), daemon=True)
     other.start()
     assert waiter.arrived.acquire(timeout=30)
     waiter.release.set()

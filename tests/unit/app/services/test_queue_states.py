@@ -9,10 +9,10 @@ from app.services.queue_states import ACTIVE, QueueState, QueueStates
 from app.stores.interfaces import Future
 
 BASE = "org/base"
-SAMPLE = Future("s:sample:0:1", "sample", "s:sample:0", "pending", None)
-STEP = Future("s:train:0:1", "optim_step", "s:train:0", "pending", None)
-FULL = Future("s:train:1:1", "optim_step", "s:train:1", "pending", None)
-FULL_SAMPLE = Future("s:sample:1:1", "sample", "s:sample:1", "pending", None)
+SAMPLE = Future("s:sample:0:1", "sample", "s:sample:0", "me", "pending", None)
+STEP = Future("s:train:0:1", "optim_step", "s:train:0", "me", "pending", None)
+FULL = Future("s:train:1:1", "optim_step", "s:train:1", "me", "pending", None)
+FULL_SAMPLE = Future("s:sample:1:1", "sample", "s:sample:1", "me", "pending", None)
 FUTURES = (SAMPLE, STEP, FULL, FULL_SAMPLE)
 ALL = {(role, BASE) for role in ("sampler", "trainer", "full_trainer", "full_sampler")}
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import redis
 
+from app.domain.identity import Caller
 from app.domain.results import PROTOBUF, Result
 from app.domain.sampling import SampledSequence, SampleOutput
 from app.errors import ClientGone, OpError, ServerOpError, Unavailable, UserOpError
@@ -18,7 +19,8 @@ from app.stores.interfaces import Future
 from app.stores.redis.token_streams import Drawn
 from app.wire.results import encode_sample
 
-ASKED = Asked("session:sample:0:1", "me", live=True)
+ME = Caller.alone("me")
+ASKED = Asked("session:sample:0:1", ME, live=True)
 OUTPUT = SampleOutput((SampledSequence(np.array([5, 6], np.int32), np.array([-1, -2], np.float32), True),))
 DONE = Result(encode_sample(OUTPUT), PROTOBUF)
 
@@ -31,12 +33,12 @@ class Script:
         self._tokens: list[Drawn] = []
         self.seen: list[str] = []
 
-    def future(self, request_id: str, owner: str) -> Future:
+    def future(self, request_id: str, caller: Caller) -> Future:
         look = next(self._looks)
         if isinstance(look, Exception):
             raise look
         self._tokens = look if isinstance(look, list) else []
-        return Future(request_id, "sample", "m", "done", look if isinstance(look, Result) else None)
+        return Future(request_id, "sample", "m", "me", "done", look if isinstance(look, Result) else None)
 
     def read(self, request_id: str, after: str) -> tuple[list[Drawn], str]:
         self.seen.append(after)
@@ -56,7 +58,7 @@ def drawn(*tokens: int) -> list[Drawn]:
 
 
 def follow(
-    script: Script, asked: Asked = ASKED, beat: Callable[[str], None] = lambda _: None, gone: bool = False
+    script: Script, asked: Asked = ASKED, beat: Callable[[Caller], None] = lambda _: None, gone: bool = False
 ) -> Iterator[Drawn | SampleOutput]:
     return Following(script, script, script, beat, lambda *_: None)(asked, lambda: gone)
 
@@ -76,7 +78,7 @@ def test_tokens_come_in_order_and_the_output_last():
 
 def test_a_request_that_is_not_live_has_no_stream_to_read():
     script = Script(None, DONE)
-    assert len(list(follow(script, Asked(ASKED.request_id, "me", live=False)))) == 1
+    assert len(list(follow(script, Asked(ASKED.request_id, ME, live=False)))) == 1
     assert script.seen == []
 
 
@@ -120,6 +122,6 @@ def test_silence_has_an_end_and_tokens_put_it_off(monkeypatch: pytest.MonkeyPatc
 def test_the_session_is_kept_alive_meanwhile(monkeypatch: pytest.MonkeyPatch):
     clock = iter(float(second) for second in range(0, 1000, 4))
     monkeypatch.setattr(following.time, "monotonic", lambda: next(clock))
-    owners: list[str] = []
-    list(follow(Script(*[None] * 20, DONE), beat=owners.append))
-    assert owners == ["me"] * 3
+    callers: list[Caller] = []
+    list(follow(Script(*[None] * 20, DONE), beat=callers.append))
+    assert callers == [ME] * 3

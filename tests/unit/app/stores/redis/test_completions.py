@@ -99,7 +99,7 @@ def test_the_cursor_goes_on_though_all_was_forgotten(client, samples, completion
 
 def test_what_was_read_is_not_kept_for_a_client_that_never_asks(client, samples, completions):
     for seq in range(3):
-        samples.future(finish(samples, seq), "me")
+        samples.future(finish(samples, seq), {"me"})
     assert client.exists(keys.completed(FIRST)) == 0
     finish(samples, 3)
     assert 0 < client.ttl(keys.completed(FIRST)) <= SETTINGS.result_unread_s
@@ -111,4 +111,4 @@ def test_an_acknowledged_result_goes_soon_and_an_unfinished_request_stays(client
     completions.acknowledge([done, pending, "s:sample:0:77"])
     assert 0 < client.ttl(keys.future(done)) <= 300 < before
     assert client.ttl(keys.future(pending)) == -1
-    assert samples.future(done, "me").result == Result(b"body"), "a second fetch still finds it"
+    assert samples.future(done, {"me"}).result == Result(b"body"), "a second fetch still finds it"

@@ -176,8 +176,8 @@ def test_what_waits_for_an_ended_model_fails_as_the_users_doing_and_results_stay
     admit(oplog, 1)
     oplog.commit(own(oplog), 0, OK)
     lifecycle.end_model(MODEL)
-    assert oplog.future(f"{MODEL}:0", "me").result == OK
-    failed = oplog.future(f"{MODEL}:1", "me").result
+    assert oplog.future(f"{MODEL}:0", {"me"}).result == OK
+    failed = oplog.future(f"{MODEL}:1", {"me"}).result
     assert failed is not None and failed.failed
     assert json.loads(failed.body)["category"] == "user"
 

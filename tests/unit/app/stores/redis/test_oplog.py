@@ -62,7 +62,7 @@ def test_a_commit_out_of_order_or_twice_is_fenced(oplog):
     oplog.commit(lease, 0, OK)
     with pytest.raises(Fenced):
         oplog.commit(lease, 0, Result(b"another"))
-    assert oplog.future(f"{MODEL}:0", "me").result == OK
+    assert oplog.future(f"{MODEL}:0", {"me"}).result == OK
 
 
 def test_one_node_owns_a_model_until_its_lease_ends(oplog):
@@ -102,7 +102,7 @@ def test_a_commit_records_and_result_appear_together(oplog, client):
     oplog.commit(lease, 0, Result(b"bytes", "application/x-protobuf"), [("models", MODEL, {"state": '"ready"'})])
     stored = RedisRecords(client).get("models", MODEL)
     assert stored is not None and load(Model, stored).state == "ready"
-    future = oplog.future(f"{MODEL}:0", "me")
+    future = oplog.future(f"{MODEL}:0", {"me"})
     assert future.state == "done"
     assert future.result == Result(b"bytes", "application/x-protobuf")
 
@@ -169,7 +169,7 @@ def test_a_failed_op_is_never_replayed(oplog):
     lease = own(oplog)
     oplog.commit(lease, 0, Result(b"{}", failed=True))
     assert oplog.entry(MODEL, 0).doomed
-    assert oplog.future(f"{MODEL}:0", "me").state == "failed"
+    assert oplog.future(f"{MODEL}:0", {"me"}).state == "failed"
 
 
 def test_an_attempt_counts_when_another_boot_left_the_op_running(oplog, client):

@@ -19,12 +19,12 @@ def test_foreign_and_unknown_futures_look_alike_and_an_expired_one_is_gone(oplog
     oplog.commit(lease, 0, OK)
     for request_id, owner in ((f"{MODEL}:0", "you"), ("nobody:train:0:0", "me"), (f"{MODEL}:7", "me"), ("x", "me")):
         with pytest.raises(NotFound, match="no future"):
-            oplog.future(request_id, owner)
+            oplog.future(request_id, {owner})
     client.delete(keys.future(f"{MODEL}:0"))
     with pytest.raises(Gone):
-        oplog.future(f"{MODEL}:0", "me")
+        oplog.future(f"{MODEL}:0", {"me"})
     with pytest.raises(NotFound):
-        oplog.future(f"{MODEL}:0", "you")
+        oplog.future(f"{MODEL}:0", {"you"})
 
 
 def test_a_result_lives_shorter_once_read(oplog, client):
@@ -32,7 +32,7 @@ def test_a_result_lives_shorter_once_read(oplog, client):
     lease = own(oplog)
     oplog.commit(lease, 0, OK)
     assert client.ttl(keys.future(f"{MODEL}:0")) > 3600
-    oplog.future(f"{MODEL}:0", "me")
+    oplog.future(f"{MODEL}:0", {"me"})
     assert 3000 < client.ttl(keys.future(f"{MODEL}:0")) <= 3600
 
 
@@ -40,16 +40,16 @@ def test_a_result_lives_shorter_once_read(oplog, client):
 def test_the_larger_a_read_result_the_shorter_it_lives(oplog, client, size, seconds):
     admit(oplog, 0)
     oplog.commit(own(oplog), 0, Result(bytes(size)))
-    oplog.future(f"{MODEL}:0", "me")
+    oplog.future(f"{MODEL}:0", {"me"})
     assert 0.8 * seconds < client.ttl(keys.future(f"{MODEL}:0")) <= seconds
 
 
 def test_a_result_that_is_read_again_lives_no_longer(oplog, client):
     admit(oplog, 0)
     oplog.commit(own(oplog), 0, OK)
-    oplog.future(f"{MODEL}:0", "me")
+    oplog.future(f"{MODEL}:0", {"me"})
     client.expire(keys.future(f"{MODEL}:0"), 60)
-    oplog.future(f"{MODEL}:0", "me")
+    oplog.future(f"{MODEL}:0", {"me"})
     assert client.ttl(keys.future(f"{MODEL}:0")) <= 60
 
 
@@ -66,7 +66,7 @@ def test_a_sample_is_deduplicated_claimed_once_and_its_first_result_stays(oplog)
     with pytest.raises(Fenced):
         oplog.claim_sample("s:sample:0:5", "b/1")
     assert [oplog.finish_sample("s:sample:0:5", Result(body)) for body in (b"one", b"two")] == [True, False]
-    assert oplog.future("s:sample:0:5", "me").result == Result(b"one")
+    assert oplog.future("s:sample:0:5", {"me"}).result == Result(b"one")
     assert oplog.claim_sample("s:sample:0:5", "b/1") is None
     assert oplog.pending() == []
 
@@ -104,4 +104,4 @@ def test_a_worker_that_lost_its_sample_puts_nothing_off(oplog, client):
 def test_a_lost_sample_is_gone_so_that_the_sdk_samples_again(oplog, client):
     RedisRecords(client).put("samplers", "s:sample:0", dump(Sampler("me", "s", "base", 0.0)))
     with pytest.raises(Gone):
-        oplog.future("s:sample:0:9", "me")
+        oplog.future("s:sample:0:9", {"me"})
