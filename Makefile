@@ -48,7 +48,7 @@ property: $(TEST_SETUP)  ## Random runs against models of what must hold, 2,000 
 	TINSMITH_PROPERTY_RUNS=$(RUNS) $(BIN)/python -m pytest --timeout 0 tests/property
 
 mutants: $(TEST_SETUP)  ## Take out each guard in turn: a test must miss it
-	TINSMITH_SLOW_MUTANTS=1 $(BIN)/python -m pytest --timeout 0 tests/mutants
+	TINSMITH_SLOW_MUTANTS=1 $(BIN)/python -m pytest --timeout 0 -n $(JOBS) --dist worksteal tests/mutants
 
 clean:  ## Remove .venv, caches and the demo's data
 	rm -rf $(VENV) data build *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

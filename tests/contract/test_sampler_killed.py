@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+import pytest
 import tinker
 
 from tests.contract.data import train
@@ -15,10 +16,12 @@ from tests.contract.test_restart import await_true, children
 from tests.contract.test_samplers import ask, drawn, told
 
 REQUESTS = 200
-# Found: 200 of 200 on vLLM and on transformers, in every run so far.
+# Found: 200 of 200, in every run so far.
 MATCH_RATE = 0.95
 
 
+# On transformers test_samplers.py asks for more: the same bits.
+@pytest.mark.parametrize("stack", ["deepspeed-2-ranks-vllm"], indirect=True)
 def test_all_requests_of_a_killed_sampler_end_once_and_nearly_all_with_the_same_tokens(
     training: tinker.TrainingClient, stack: Stack
 ):

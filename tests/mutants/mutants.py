@@ -13,7 +13,6 @@ _STORES = "--confcutdir=tests/unit/app/stores -p tests.unit.conftest tests/unit/
 _OPLOG, _RESULTS = f"{_STORES}/test_oplog.py", f"{_STORES}/test_results.py"
 _SAMPLES = f"{_STORES}/test_samples.py"
 _HOMES = f"{_STORES}/test_homes.py"
-_SAMPLING = "tests/property/test_sampling.py"
 _CANCELLING = "tests/unit/workers/test_cancelling.py"
 _JOURNAL = "tests/property/test_journal.py"
 _RECOVERY = "tests/property/test_recovery.py"
@@ -467,7 +466,7 @@ MUTANTS = (
         f"{_LUA}/prelude.lua",
         "  note_completion(sampler, seq, request, keep_s)\n",
         "",
-        _SAMPLING,
+        f"{_STORES}/test_completions.py",
     ),
     Mutant(
         "leave_queue: where it ran it counts no more",

@@ -7,10 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from queue import SimpleQueue
 
 import pytest
 
@@ -18,36 +15,27 @@ from tests.mutants.mutants import MUTANTS, Mutant
 
 _ROOT = Path(__file__).parents[2]
 _COPIED = ("app", "workers", "tests", "pyproject.toml")
-_AT_ONCE = 2
 _CHOSEN = [mutant for mutant in MUTANTS if not mutant.slow or "TINSMITH_SLOW_MUTANTS" in os.environ]
 _PASSED, _FAILED = 0, 1
 
 
 @pytest.fixture(scope="module")
-def outcomes(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[str, Future[None]]]:
-    """Those asked for, two at a time, each alone in a copy of the project."""
-    asked = [item.callspec.params.get("mutant") for item in request.session.items if hasattr(item, "callspec")]
-    copies: SimpleQueue[Path] = SimpleQueue()
-    for _ in range(_AT_ONCE):
-        copies.put(_copy(tmp_path_factory.mktemp("copy")))
-
-    def kill(mutant: Mutant) -> None:
-        copy = copies.get()
-        try:
-            _kill(copy, mutant)
-        finally:
-            copies.put(copy)
-
-    pool = ThreadPoolExecutor(_AT_ONCE)
-    yield {mutant.name: pool.submit(kill, mutant) for mutant in asked if isinstance(mutant, Mutant)}
-    pool.shutdown(cancel_futures=True)
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of the project, for one mutant after the other."""
+    return _copy(tmp_path_factory.mktemp("copy"))
 
 
 @pytest.mark.parametrize("mutant", _CHOSEN, ids=lambda mutant: mutant.name)
-def test_a_guard_that_is_taken_out_is_missed(outcomes: dict[str, Future[None]], mutant: Mutant):
-    outcomes[mutant.name].result()
+def test_a_guard_that_is_taken_out_is_missed(copy: Path, mutant: Mutant):
+    file = copy / mutant.file
+    text = file.read_text()
+    assert text.count(mutant.old) == 1, f"{mutant.file} must hold this once:\n{mutant.old}"
+    file.write_text(text.replace(mutant.old, mutant.new))
+    try:
+        status, output = _run(copy, mutant.tests)
+    finally:
+        file.write_text(text)
+    assert status == _FAILED, f"pytest ended with {status}:\n{output}"
 
 
 def test_the_copies_pass_where_no_guard_is_taken_out(tmp_path: Path):
@@ -70,18 +58,6 @@ def _copy(folder: Path) -> Path:
         else:
             shutil.copy(source, folder / name)
     return folder
-
-
-def _kill(copy: Path, mutant: Mutant) -> None:
-    file = copy / mutant.file
-    text = file.read_text()
-    assert text.count(mutant.old) == 1, f"{mutant.file} must hold this once:\n{mutant.old}"
-    file.write_text(text.replace(mutant.old, mutant.new))
-    try:
-        status, output = _run(copy, mutant.tests)
-    finally:
-        file.write_text(text)
-    assert status == _FAILED, f"pytest ended with {status}:\n{output}"
 
 
 def _run(copy: Path, tests: str) -> tuple[int, str]:
