@@ -95,7 +95,7 @@ class AccountService:
         self._records.update(Key.namespace, key, {"revoked_at": json.dumps(now)})
         return self._changed(Key, key, lambda was: replace(was, revoked_at=now))
 
-    def list(self, cls: type[A]) -> list[A]:
+    def all(self, cls: type[A]) -> list[A]:
         """Oldest first."""
         found = [records.load(cls, fields) for _, fields in self._records.list(cls.namespace)]
         return sorted(found, key=lambda account: account.created)

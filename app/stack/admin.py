@@ -37,7 +37,7 @@ def _add_organisation(accounts: AccountService, asked: Namespace) -> Iterator[st
 
 def _list_organisations(accounts: AccountService, _: Namespace) -> Iterator[str]:
     yield _row("id", "created", "name")
-    yield from (_row(found.id, _day(found.created), found.name) for found in accounts.list(Organisation))
+    yield from (_row(found.id, _day(found.created), found.name) for found in accounts.all(Organisation))
 
 
 def _add_project(accounts: AccountService, asked: Namespace) -> Iterator[str]:
@@ -46,7 +46,7 @@ def _add_project(accounts: AccountService, asked: Namespace) -> Iterator[str]:
 
 def _list_projects(accounts: AccountService, _: Namespace) -> Iterator[str]:
     yield _row("id", "organisation", "created", "name")
-    for found in accounts.list(Project):
+    for found in accounts.all(Project):
         yield _row(found.id, found.organisation, _day(found.created), found.name)
 
 
@@ -64,7 +64,7 @@ def _remove_user(accounts: AccountService, asked: Namespace) -> Iterator[str]:
 
 def _list_users(accounts: AccountService, _: Namespace) -> Iterator[str]:
     yield _row("id", "organisation", "created", "email", "roles")
-    for found in accounts.list(User):
+    for found in accounts.all(User):
         roles = "removed" if found.removed else _roles(found)
         yield _row(found.id, found.organisation, _day(found.created), found.email, roles)
 
@@ -90,7 +90,7 @@ def _revoke_key(accounts: AccountService, asked: Namespace) -> Iterator[str]:
 
 def _list_keys(accounts: AccountService, _: Namespace) -> Iterator[str]:
     yield _row("id", "user", "project", "created", "state", "scopes", "name")
-    for key in accounts.list(Key):
+    for key in accounts.all(Key):
         scopes = ",".join(key.scopes) or "none"
         yield _row(key.id, key.user, key.project, _day(key.created), _state(key), scopes, key.name)
 

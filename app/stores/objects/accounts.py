@@ -12,12 +12,12 @@ from typing import TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from app.domain.accounts import ACCOUNTS, Account, Key, Organisation, Project, User
+from app.domain.accounts import ACCOUNTS, Account
 from app.errors import NotFound, SetupError
 from app.stores.interfaces import ObjectStore
 
 ROOT = "accounts"
-A = TypeVar("A", Organisation, Project, User, Key)
+A = TypeVar("A", bound=Account)
 
 
 class AccountFiles:

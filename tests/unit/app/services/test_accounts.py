@@ -62,7 +62,7 @@ def make_key(accounts: AccountService, user: User, project: Project, **more) -> 
 
 
 def everything(accounts: AccountService) -> list:
-    return [account for cls in ACCOUNTS for account in accounts.list(cls)]
+    return [account for cls in ACCOUNTS for account in accounts.all(cls)]
 
 
 def test_a_key_is_its_users_with_his_roles_and_its_own_scopes(accounts, caller_of):
@@ -154,7 +154,7 @@ def test_a_state_server_that_was_set_back_learns_what_changed_since(accounts, cl
     accounts.set_role(user.id, project.id, "viewer")
     client.hset(f"tinsmith:users:{user.id}", mapping=old)
     assert accounts.rebuild() == (1, [])
-    assert accounts.list(User)[0].roles == {project.id: "viewer"}
+    assert accounts.all(User)[0].roles == {project.id: "viewer"}
 
 
 def test_an_object_store_that_was_set_back_takes_later_changes(accounts, objects):
@@ -162,7 +162,7 @@ def test_an_object_store_that_was_set_back_takes_later_changes(accounts, objects
     accounts.set_role(user.id, project.id, "viewer")
     objects.delete(objects.list(f"accounts/users/{user.id}/")[1:])
     assert accounts.set_role(user.id, project.id, "admin").version == 4
-    assert accounts.list(User)[0].roles == {project.id: "admin"}
+    assert accounts.all(User)[0].roles == {project.id: "admin"}
 
 
 def test_while_the_object_store_is_away_a_key_can_be_revoked_and_nothing_be_made(accounts, objects, caller_of, client):
@@ -175,7 +175,7 @@ def test_while_the_object_store_is_away_a_key_can_be_revoked_and_nothing_be_made
         caller_of(text)
     with pytest.raises(Unavailable):
         accounts.add_organisation("Smiths")
-    assert len(accounts.list(Organisation)) == 1
+    assert len(accounts.all(Organisation)) == 1
     objects.away = False
     accounts.rebuild()
     with pytest.raises(Unauthorized, match="revoked"):
@@ -201,7 +201,7 @@ def test_of_two_changes_at_once_none_is_lost(accounts, objects, client):
             return super().add(account)
 
     AccountService(Racing(objects), RedisRecords(client)).set_role(user.id, project.id, "admin")
-    assert accounts.list(User)[0].roles == {other.id: "viewer", project.id: "admin"}
+    assert accounts.all(User)[0].roles == {other.id: "viewer", project.id: "admin"}
 
 
 def test_a_role_is_only_had_in_ones_own_organisation(accounts):
