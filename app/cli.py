@@ -13,6 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NoReturn
 
+from app import cli_admin, cli_backup, cli_servers
 from app.errors import SetupError, TinsmithError
 
 _UP_EXAMPLES = """\
@@ -65,6 +66,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_up(commands)
     _add_demo(commands)
     _add_rebuild(commands)
+    cli_admin.add(commands)
+    cli_backup.add(commands)
     about = commands.add_parser("version", help="print the version", description="Print the version.")
     about.set_defaults(run=_version, parser=about)
     return parser
@@ -83,7 +86,7 @@ def _add_up(commands: argparse._SubParsersAction[_Parser]) -> None:
     up.set_defaults(run=_up, parser=up)
     _add_server_options(up)
     _add_model_options(up)
-    _add_outside_options(up)
+    cli_servers.add_outside_options(up)
 
 
 def _add_rebuild(commands: argparse._SubParsersAction[_Parser]) -> None:
@@ -96,16 +99,7 @@ def _add_rebuild(commands: argparse._SubParsersAction[_Parser]) -> None:
         allow_abbrev=False,
     )
     rebuild.set_defaults(run=_rebuild, parser=rebuild)
-    rebuild.add_argument(
-        "--config",
-        type=Path,
-        metavar="FILE",
-        help="TOML settings; the options here override it (default the file TINSMITH_SETTINGS names, if it is set)",
-    )
-    rebuild.add_argument(
-        "--data-dir", type=Path, metavar="DIR", help="the stack's data folder (default ./tinsmith-data)"
-    )
-    _add_outside_options(rebuild)
+    cli_servers.add_stack_options(rebuild)
 
 
 def _add_server_options(up: argparse.ArgumentParser) -> None:
@@ -144,18 +138,6 @@ def _add_model_options(up: argparse.ArgumentParser) -> None:
     group.add_argument("--samplers", type=_count, metavar="N", help="sampler workers for each base model (default 1)")
     group.add_argument("--ranks", type=_count, metavar="N", help="processes in one trainer (default 1)")
     group.add_argument("--zero-stage", type=int, choices=(0, 1, 2, 3), help="DeepSpeed ZeRO stage (default 2)")
-
-
-def _add_outside_options(up: argparse.ArgumentParser) -> None:
-    group = up.add_argument_group("servers of your own")
-    group.add_argument(
-        "--redis", metavar="URL", help="use this Redis, such as redis://host:6379/0, not an embedded Valkey"
-    )
-    group.add_argument(
-        "--s3",
-        metavar="URL",
-        help="keep checkpoints in this bucket, such as http://host:9000/tinsmith, not in the data dir",
-    )
 
 
 def _add_demo(commands: argparse._SubParsersAction[_Parser]) -> None:
@@ -198,11 +180,9 @@ def _up(arguments: argparse.Namespace) -> int:
 
 
 def _rebuild(arguments: argparse.Namespace) -> int:
-    from app.stack.config import Options
     from app.stack.rebuild import rebuild
 
-    given = {key: value for key, value in vars(arguments).items() if key not in ("run", "parser")}
-    return rebuild(Options(**given))
+    return rebuild(cli_servers.options(arguments))
 
 
 def _demo(arguments: argparse.Namespace) -> int:

@@ -4,6 +4,7 @@
     ├── RequestError            what a client can see at once, as an HTTP status
     │   ├── BadRequest          400  the content is wrong; sending it again will not help
     │   ├── Unauthorized        401
+    │   │   └── InvalidToken    401  a token that is too old, or not ours: another may do
     │   ├── Forbidden           403
     │   ├── NotFound            404  missing, or somebody else's: the two look alike
     │   ├── Gone                410  yours, but expired or lost
@@ -47,6 +48,10 @@ class Unauthorized(RequestError):
     """No API key, or not one of ours."""
 
     status = 401
+
+
+class InvalidToken(Unauthorized):
+    """A token that is no good any more; with the key there is a new one."""
 
 
 class Forbidden(RequestError):

@@ -119,6 +119,10 @@ class ApiSettings(_Section):
     batch_polls: bool = Field(
         False, description="the SDK waits for all samples of a client in one poll, not in one connection each"
     )
+    pjwt_auth_enabled: bool = Field(
+        False, description="the SDK changes its key into a token that it sends in the key's place; needs url_secret"
+    )
+    token_lifetime_s: float = Field(3600.0, ge=300, description="how long such a token is good; the SDK renews it")
     spare_threads: int = Field(200, ge=8, description="threads beside poll_capacity, kept for everything else")
     max_body_bytes: int = Field(64 * 2**20, ge=1)
 
@@ -181,7 +185,7 @@ class EngineSettings(_Section):
 class Settings(_Section):
     data_dir: Path = Path("tinsmith-data")
     api_keys: tuple[str, ...] = Field((), description="sha256 hex digests of the keys that may call")
-    url_secret: str = Field("", description="signs download URLs of the folder store")
+    url_secret: str = Field("", description="signs download URLs of the folder store, and tokens")
     api: ApiSettings = ApiSettings()
     redis: RedisSettings = RedisSettings()
     store: StoreSettings = StoreSettings()

@@ -7,10 +7,11 @@ import time
 from flask import Flask, Response, g, request
 
 from app import routes
-from app.auth import authenticate
+from app.auth import credential
 from app.routes import errors
 from app.routes.context import EXTENSION
 from app.services import container
+from app.services.container import Services
 from app.settings import Settings
 from app.telemetry import REQUEST_SECONDS
 
@@ -36,20 +37,20 @@ def build(settings: Settings) -> Flask:
         OPENAPI_VERSION="3.0.3",
         OPENAPI_URL_PREFIX="/",
     )
-    app.extensions[EXTENSION] = container.build(settings)
-    _add_hooks(app, settings)
+    services = app.extensions[EXTENSION] = container.build(settings)
+    _add_hooks(app, services)
     errors.register(app)
     with app.app_context():
         routes.register(errors.TinsmithApi(app))
     return app
 
 
-def _add_hooks(app: Flask, settings: Settings) -> None:
+def _add_hooks(app: Flask, services: Services) -> None:
     @app.before_request
     def identify() -> None:
         g.started = time.perf_counter()
         if request.endpoint not in _PUBLIC:
-            g.caller = authenticate(request.headers, settings.api_keys)
+            g.caller = services.callers(credential(request.headers))
 
     @app.after_request
     def measure(response: Response) -> Response:

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, TypeVar
 
+from app.domain.accounts import Account, Key, Organisation, Project, User
+
 
 @dataclass(frozen=True, slots=True)
 class Session:
@@ -137,10 +139,10 @@ class Worker:
     holds: int = 0
 
 
-R = TypeVar("R", Session, Model, Sampler, Handover, Checkpoint, Loss, Worker)
+R = TypeVar("R", Session, Model, Sampler, Handover, Checkpoint, Loss, Worker, Organisation, Project, User, Key)
 
 
-def dump(record: Session | Model | Sampler | Handover | Checkpoint | Loss | Worker) -> dict[str, str]:
+def dump(record: Session | Model | Sampler | Handover | Checkpoint | Loss | Worker | Account) -> dict[str, str]:
     """Each field as JSON text."""
     return {f.name: json.dumps(getattr(record, f.name)) for f in fields(record)}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from flask_smorest import Api
 
 from app.routes import (
+    auth,
     client,
     custom_losses,
     docs,
@@ -22,6 +23,7 @@ from app.routes import (
 
 _BLUEPRINTS = (
     client.blueprint,
+    auth.blueprint,
     sessions.blueprint,
     models.blueprint,
     custom_losses.blueprint,

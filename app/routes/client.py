@@ -17,7 +17,7 @@ def client_config() -> dict[str, Any]:
     """Which features of the SDK this server has."""
     settings = services().settings
     return {
-        "pjwt_auth_enabled": False,
+        "pjwt_auth_enabled": settings.api.pjwt_auth_enabled,
         "parallel_fwdbwd_chunks": True,
         "proto_compress_fwdbwd": False,
         "sample_use_retrieve_futures": settings.api.batch_polls,

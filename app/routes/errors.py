@@ -14,7 +14,7 @@ from flask import Flask, request
 from flask_smorest import Api
 from werkzeug.exceptions import HTTPException
 
-from app.errors import BadRequest, OpError, RequestError, Unavailable
+from app.errors import BadRequest, InvalidToken, OpError, RequestError, Unavailable
 from app.schemas.base import ErrorSchema
 from app.stores.redis.client import is_outage
 
@@ -24,6 +24,7 @@ Answer = tuple[dict[str, Any], int, dict[str, str]]
 _LONGEST_VALUE = 80
 _OPENAI_CODES = {
     "Unauthorized": "invalid_api_key",
+    "InvalidToken": "invalid_api_key",
     "NotFound": "model_not_found",
     "TooManyRequests": "rate_limit_exceeded",
 }
@@ -68,6 +69,9 @@ def _answer(detail: str, kind: str, status: int, headers: Mapping[str, str] | No
 
 def _request_error(error: RequestError) -> Answer:
     headers = {} if error.retry_after_s is None else {"Retry-After": f"{error.retry_after_s:g}"}
+    if isinstance(error, InvalidToken):
+        # By this the SDK knows to get another, and makes the call again.
+        headers["WWW-Authenticate"] = 'Bearer error="invalid_token"'
     return _answer(str(error) or type(error).__name__, type(error).__name__, error.status, headers)
 
 

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 
 from app.doorbell import Doorbell, celery_app
 from app.errors import SetupError
+from app.services.accounts import AccountService
 from app.services.admission import AdmissionService
 from app.services.base_models import BaseModels
+from app.services.callers import Callers
 from app.services.cancelling import CancelService
 from app.services.checkpoints import CheckpointService
 from app.services.custom_losses import CustomLossService, Futures
@@ -17,14 +19,17 @@ from app.services.models import ModelService
 from app.services.openai.following import Following
 from app.services.openai.samplers import Samplers
 from app.services.openai.service import OpenAiService
+from app.services.own_key import OwnKey
 from app.services.polls import BatchPollService, PollService
 from app.services.queue_states import QueueStates
 from app.services.sampling import SamplingService
 from app.services.sessions import SessionService
+from app.services.tokens import Tokens
 from app.services.training import TrainingService
 from app.settings import Settings
 from app.stores.interfaces import ObjectStore, OpLog, Records
 from app.stores.objects import create
+from app.stores.objects.accounts import AccountFiles
 from app.stores.redis.client import connect
 from app.stores.redis.completions import RedisCompletions
 from app.stores.redis.lifecycle import RedisLifecycle
@@ -42,6 +47,8 @@ class Services:
     """One of each, shared by all threads."""
 
     settings: Settings
+    callers: Callers
+    own_key: OwnKey
     oplog: OpLog
     records: Records
     objects: ObjectStore
@@ -80,8 +87,11 @@ def build(settings: Settings) -> Services:
     follow = Following(
         futures, waiter, TokenStreams(connect(settings.broker_url), client), samplers.keep_alive, cancels.cancel
     )
+    tokens = _tokens(settings)
     return Services(
         settings,
+        Callers(settings.api_keys, store, tokens),
+        OwnKey(store, AccountService(AccountFiles(objects), store), tokens),
         oplog,
         store,
         objects,
@@ -99,6 +109,14 @@ def build(settings: Settings) -> Services:
         cancels,
         OpenAiService(bases, samplers, admission, holds, follow),
     )
+
+
+def _tokens(settings: Settings) -> Tokens | None:
+    if not settings.api.pjwt_auth_enabled:
+        return None
+    if not settings.url_secret:
+        raise SetupError("api.pjwt_auth_enabled needs url_secret in the config file: set it to 32 random characters")
+    return Tokens(settings.url_secret, settings.api.token_lifetime_s)
 
 
 def _doorbell(settings: Settings) -> Doorbell:

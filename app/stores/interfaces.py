@@ -336,6 +336,10 @@ class Records(Protocol):
         """False when there is one already (it stays). Raises Unavailable while there is no room for another."""
         ...
 
+    def put_newer(self, namespace: str, key: str, version: int, fields: Record) -> bool:
+        """Set a record with a field `version`; False (nothing changes) when that version or a later one is there."""
+        ...
+
     def update(self, namespace: str, key: str, fields: Record) -> bool:
         """Set fields of a record; False when there is none (none is made)."""
         ...

@@ -31,6 +31,8 @@
     orphans             ZSET  object-store prefix -> ms since when nothing is known to refer to it
     <namespace>:<id>    HASH  sessions, samplers, handovers, checkpoints, losses, workers (app/domain/records.py);
                               a sampler's also counts the clients that joined it
+                              organisations, projects, users, keys (app/domain/accounts.py): a copy of what the object
+                              store holds, looked up at every request
     index:<namespace>   ZSET  the ids of a namespace, all of score 0, so that they are in order
     stream:<request>    STREAM  on the broker: tokens of a sampling request that is answered as they come: sample,
                               place, tokens, logprobs; expires, and may be lost: the result holds them all

@@ -34,6 +34,10 @@ class RedisRecords:
         flat = [part for pair in fields.items() for part in pair]
         return bool(self._run("put_new", namespace, key, *flat))
 
+    def put_newer(self, namespace: str, key: str, version: int, fields: Record) -> bool:
+        flat = [part for pair in fields.items() for part in pair]
+        return bool(self._run("put_newer", namespace, key, version, *flat))
+
     def update(self, namespace: str, key: str, fields: Record) -> bool:
         flat = [part for pair in fields.items() for part in pair]
         return bool(self._run("update", namespace, key, *flat))

@@ -17,6 +17,8 @@ READING = {
         "client/config",
         "client/dynamic_config",
         "telemetry",
+        "auth/token",
+        "auth/apikey/me",
         "get_info",
         "retrieve_future",
         "retrieve_futures",

@@ -1,0 +1,117 @@
+"""`tinsmith admin`: its arguments. What each action does is in app/stack/admin.py."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from app import cli_servers
+from app.domain.identity import ROLES, SCOPES
+
+if TYPE_CHECKING:
+    from app.cli_servers import Commands
+
+_NOBODY = "none"
+_DAY_S = 86_400
+
+
+def add(commands: Commands) -> None:
+    """Organisations have projects and users; a user has a role in each project he may use, and keys."""
+    about = "organisations, projects, users and API keys"
+    admin = commands.add_parser("admin", help=about, description=f"Make, change and list {about}.", allow_abbrev=False)
+    admin.set_defaults(parser=admin)
+    kinds = admin.add_subparsers(metavar="KIND", required=True)
+    _add_organisations(_kind(kinds, "org", "organisations"))
+    _add_projects(_kind(kinds, "project", "projects, which own runs and checkpoints"))
+    _add_users(_kind(kinds, "user", "users and their roles"))
+    _add_keys(_kind(kinds, "key", "API keys"))
+
+
+def _add_organisations(actions: Commands) -> None:
+    create = _action(actions, "create", "add_organisation", "make an organisation, and print its id")
+    create.add_argument("name", metavar="NAME")
+    _action(actions, "list", "list_organisations", "list organisations")
+
+
+def _add_projects(actions: Commands) -> None:
+    create = _action(actions, "create", "add_project", "make a project, and print its id")
+    create.add_argument("name", metavar="NAME")
+    create.add_argument("--org", required=True, metavar="ID")
+    _action(actions, "list", "list_projects", "list projects")
+
+
+def _add_users(actions: Commands) -> None:
+    create = _action(actions, "create", "add_user", "make a user, and print his id")
+    create.add_argument("email", metavar="EMAIL")
+    create.add_argument("--org", required=True, metavar="ID")
+    role = _action(actions, "role", "set_role", "say what a user may do in a project of his organisation")
+    role.add_argument("user", metavar="USER")
+    role.add_argument("project", metavar="PROJECT")
+    role.add_argument(
+        "role",
+        choices=[*ROLES, _NOBODY],
+        help="viewers only read, members also train, sample and save, admins do all there is; none: he is not in it",
+    )
+    remove = _action(actions, "remove", "remove_user", "remove a user: his keys stop working at once")
+    remove.add_argument("user", metavar="USER")
+    _action(actions, "list", "list_users", "list users with their roles")
+
+
+def _add_keys(actions: Commands) -> None:
+    create = _action(actions, "create", "add_key", "make a key, and print it: nobody can tell it again")
+    create.add_argument("--user", required=True, metavar="ID")
+    create.add_argument(
+        "--project", metavar="ID", help="where calls go that name no project (default the only one the user is in)"
+    )
+    create.add_argument(
+        "--scopes",
+        type=_scopes,
+        default=sorted(SCOPES),
+        metavar="NAME,...",
+        help=f"what it may change: some of {', '.join(sorted(SCOPES))}, or {_NOBODY}, as every key may read (default "
+        "all)",
+    )
+    create.add_argument("--days", type=_days, dest="lifetime_s", metavar="N", help="it expires after so many days")
+    create.add_argument("--name", default="", help="what to call it")
+    create.add_argument("--note", default="", help="what it is for")
+    revoke = _action(actions, "revoke", "revoke_key", "revoke a key: it stops working at once")
+    revoke.add_argument("key", metavar="KEY", help="its id, which is in the key before the dot")
+    _action(actions, "list", "list_keys", "list keys")
+
+
+def _kind(kinds: Commands, name: str, about: str) -> Commands:
+    kind = kinds.add_parser(name, help=about, description=about.capitalize() + ".", allow_abbrev=False)
+    kind.set_defaults(parser=kind)
+    actions: Commands = kind.add_subparsers(metavar="ACTION", required=True)
+    return actions
+
+
+def _action(actions: Commands, name: str, function: str, about: str) -> argparse.ArgumentParser:
+    said = about.capitalize() + "."
+    action: argparse.ArgumentParser = actions.add_parser(name, help=about, description=said, allow_abbrev=False)
+    cli_servers.add_stack_options(action)
+    action.set_defaults(run=_run, function=function, parser=action)
+    return action
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from app.stack import admin
+
+    return admin.run(cli_servers.options(arguments), arguments.function, arguments)
+
+
+def _scopes(text: str) -> list[str]:
+    names = [] if text == _NOBODY else text.split(",")
+    if unknown := set(names) - SCOPES:
+        raise argparse.ArgumentTypeError(f"{min(unknown)!r} is no scope: there are {', '.join(sorted(SCOPES))}")
+    return names
+
+
+def _days(text: str) -> float:
+    try:
+        days = float(text)
+    except ValueError:
+        days = 0.0
+    if not 0 < days < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of days above 0")
+    return days * _DAY_S

@@ -1,0 +1,147 @@
+"""Organisations, projects, users and keys: made, changed and listed, by whoever runs the server.
+
+A change is in the object store before the state server knows it, and so before it can be used. Only what takes a key
+away, or all of a user's, begins at the state server: it works at once, even while the object store is away. The call
+fails then, to be made again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import TypeVar
+
+from app.domain import records
+from app.domain.accounts import Account, Key, Organisation, Project, User
+from app.domain.identity import Role, Scope
+from app.errors import BadRequest, Unavailable
+from app.stores.interfaces import Records
+from app.stores.objects.accounts import AccountFiles
+
+KEY_PREFIX = "tml-"
+_SECRET_BYTES = 32
+_ID_BYTES = 6
+# Each lost race means that somebody else's change was made.
+_TRIES = 10
+A = TypeVar("A", Organisation, Project, User, Key)
+
+
+class AccountService:
+    """Every method raises Unavailable while a store is away."""
+
+    def __init__(self, files: AccountFiles, store: Records) -> None:
+        self._files, self._records = files, store
+
+    def add_organisation(self, name: str) -> Organisation:
+        return self._added(Organisation(_new_id("org-"), _named(name), self._records.now()))
+
+    def add_project(self, organisation: str, name: str) -> Project:
+        """Raises NotFound for the organisation."""
+        self._files.newest(Organisation, organisation)
+        return self._added(Project(_new_id("project-"), organisation, _named(name), self._records.now()))
+
+    def add_user(self, organisation: str, email: str) -> User:
+        """In no project yet. Raises NotFound for the organisation."""
+        self._files.newest(Organisation, organisation)
+        return self._added(User(_new_id("user-"), organisation, _named(email), self._records.now()))
+
+    def user(self, user: str) -> User:
+        """Raises NotFound."""
+        return self._files.newest(User, user)
+
+    def set_role(self, user: str, project: str, role: Role | None) -> User:
+        """None takes him out. Raises NotFound (user, project), or BadRequest for another organisation's project."""
+        organisation = self._files.newest(Project, project).organisation
+        if self._files.newest(User, user).organisation != organisation:
+            raise BadRequest(f"project {project} is of {organisation}, and user {user} is not")
+
+        def changed(was: User) -> User:
+            others = {id_: had for id_, had in was.roles.items() if id_ != project}
+            return replace(was, roles={**others, project: role} if role else others)
+
+        return self._changed(User, user, changed)
+
+    def remove_user(self, user: str) -> User:
+        """None of his keys works any more. Raises NotFound; again is fine."""
+        self._records.update(User.namespace, user, {"removed": json.dumps(True)})
+        return self._changed(User, user, lambda was: replace(was, removed=True))
+
+    def add_key(
+        self,
+        user: str,
+        project: str,
+        scopes: Iterable[Scope],
+        *,
+        name: str = "",
+        note: str = "",
+        lifetime_s: float | None = None,
+    ) -> tuple[Key, str]:
+        """A key and its text, which nobody can tell again. Raises NotFound (user), or BadRequest where he is not in the
+        project, or was removed."""
+        holder = self._files.newest(User, user)
+        if holder.removed or project not in holder.roles:
+            raise BadRequest(f"user {user} is not in project {project}: give him a role there first")
+        id_, secret, now = secrets.token_hex(_ID_BYTES), secrets.token_urlsafe(_SECRET_BYTES), self._records.now()
+        expires_at = None if lifetime_s is None else now + lifetime_s
+        key = Key(id_, user, project, hash_secret(secret), sorted(scopes), name, note, now, expires_at)
+        return self._added(key), f"{KEY_PREFIX}{id_}.{secret}"
+
+    def revoke(self, key: str) -> Key:
+        """It works no more. Raises NotFound; again is fine."""
+        now = self._records.now()
+        self._records.update(Key.namespace, key, {"revoked_at": json.dumps(now)})
+        return self._changed(Key, key, lambda was: replace(was, revoked_at=now))
+
+    def all(self, cls: type[A]) -> list[A]:
+        """Oldest first."""
+        found = [records.load(cls, fields) for _, fields in self._records.list(cls.namespace)]
+        return sorted(found, key=lambda account: account.created)
+
+    def rebuild(self) -> tuple[int, list[str]]:
+        """Bring to the state server what it does not know, or knows as it was earlier: how many that were, and the keys
+        of damaged objects."""
+        found = list(self._files.all())
+        damaged = [key for key, account in found if account is None]
+        return sum(self._show(account) for _, account in found if account is not None), damaged
+
+    def _added(self, account: A) -> A:
+        if not self._files.add(account):
+            raise BadRequest(f"{account.id} is taken")
+        self._show(account)
+        return account
+
+    def _changed(self, cls: type[A], id_: str, change: Callable[[A], A]) -> A:
+        for _ in range(_TRIES):
+            was = self._newest(cls, id_)
+            account = change(replace(was, version=was.version + 1))
+            if self._files.add(account):
+                self._show(account)
+                return account
+        raise Unavailable(f"{id_} was changed by others {_TRIES} times meanwhile: try again")
+
+    def _newest(self, cls: type[A], id_: str) -> A:
+        """The state server's, where the object store was set back to an older backup."""
+        kept, stored = self._files.newest(cls, id_), self._records.get(cls.namespace, id_)
+        known = records.load(cls, stored) if stored else kept
+        return max(kept, known, key=lambda account: account.version)
+
+    def _show(self, account: Account) -> bool:
+        return self._records.put_newer(account.namespace, account.id, account.version, records.dump(account))
+
+
+def hash_secret(secret: str) -> str:
+    """It holds 256 random bits, so a plain sha256 is enough at rest."""
+    return hashlib.sha256(secret.encode()).hexdigest()
+
+
+def _new_id(prefix: str) -> str:
+    return prefix + secrets.token_hex(_ID_BYTES)
+
+
+def _named(text: str) -> str:
+    if not text.strip() or len(text) > 200 or not text.isprintable():
+        raise BadRequest(f"{text[:80]!r} is not a name: give 1 to 200 printable characters")
+    return text

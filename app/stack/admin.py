@@ -1,0 +1,130 @@
+"""`tinsmith admin`: what each action does, and what it prints. Ids and keys stand alone on a line, for scripts."""
+
+from __future__ import annotations
+
+import time
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+
+from app.domain.accounts import Key, Organisation, Project, User
+from app.errors import BadRequest, NotFound, SetupError
+from app.services.accounts import AccountService
+from app.stack import checks
+from app.stack.config import Options
+from app.stack.running import account_service, reached, settings_of
+from app.stores.objects import create
+
+Action = Callable[[AccountService, Namespace], Iterator[str]]
+
+
+def run(options: Options, action: str, asked: Namespace) -> int:
+    """Raises SetupError for what cannot be done as asked, Unavailable when a store is away."""
+    settings = settings_of(options)
+    checks.redis_server(settings.redis.url)
+    accounts = account_service(settings, create(settings, may_be_away=True))
+    try:
+        with reached(settings):
+            print(*_ACTIONS[action](accounts, asked), sep="\n")
+    except (BadRequest, NotFound) as error:
+        raise SetupError(str(error)) from None
+    return 0
+
+
+def _add_organisation(accounts: AccountService, asked: Namespace) -> Iterator[str]:
+    yield accounts.add_organisation(asked.name).id
+
+
+def _list_organisations(accounts: AccountService, _: Namespace) -> Iterator[str]:
+    yield _row("id", "created", "name")
+    yield from (_row(found.id, _day(found.created), found.name) for found in accounts.all(Organisation))
+
+
+def _add_project(accounts: AccountService, asked: Namespace) -> Iterator[str]:
+    yield accounts.add_project(asked.org, asked.name).id
+
+
+def _list_projects(accounts: AccountService, _: Namespace) -> Iterator[str]:
+    yield _row("id", "organisation", "created", "name")
+    for found in accounts.all(Project):
+        yield _row(found.id, found.organisation, _day(found.created), found.name)
+
+
+def _add_user(accounts: AccountService, asked: Namespace) -> Iterator[str]:
+    yield accounts.add_user(asked.org, asked.email).id
+
+
+def _set_role(accounts: AccountService, asked: Namespace) -> Iterator[str]:
+    yield _roles(accounts.set_role(asked.user, asked.project, None if asked.role == "none" else asked.role))
+
+
+def _remove_user(accounts: AccountService, asked: Namespace) -> Iterator[str]:
+    yield f"{accounts.remove_user(asked.user).id} was removed"
+
+
+def _list_users(accounts: AccountService, _: Namespace) -> Iterator[str]:
+    yield _row("id", "organisation", "created", "email", "roles")
+    for found in accounts.all(User):
+        roles = "removed" if found.removed else _roles(found)
+        yield _row(found.id, found.organisation, _day(found.created), found.email, roles)
+
+
+def _add_key(accounts: AccountService, asked: Namespace) -> Iterator[str]:
+    project = asked.project or _only_project(accounts, asked.user)
+    _, text = accounts.add_key(
+        asked.user, project, asked.scopes, name=asked.name, note=asked.note, lifetime_s=asked.lifetime_s
+    )
+    yield text
+
+
+def _only_project(accounts: AccountService, user: str) -> str:
+    roles = accounts.user(user).roles
+    if len(roles) != 1:
+        raise BadRequest(f"user {user} is in {len(roles)} projects: say with --project which one the key is for")
+    return next(iter(roles))
+
+
+def _revoke_key(accounts: AccountService, asked: Namespace) -> Iterator[str]:
+    yield f"{accounts.revoke(asked.key).id} was revoked"
+
+
+def _list_keys(accounts: AccountService, _: Namespace) -> Iterator[str]:
+    yield _row("id", "user", "project", "created", "state", "scopes", "name")
+    for key in accounts.all(Key):
+        scopes = ",".join(key.scopes) or "none"
+        yield _row(key.id, key.user, key.project, _day(key.created), _state(key), scopes, key.name)
+
+
+def _state(key: Key) -> str:
+    if key.revoked_at is not None:
+        return f"revoked {_day(key.revoked_at)}"
+    if key.expires_at is None:
+        return "active"
+    return f"{'expired' if key.expires_at <= time.time() else 'until'} {_day(key.expires_at)}"
+
+
+def _roles(user: User) -> str:
+    return " ".join(f"{project}={role}" for project, role in user.roles.items()) or "in no project"
+
+
+def _day(unix: float) -> str:
+    return datetime.fromtimestamp(unix, UTC).date().isoformat()
+
+
+def _row(*cells: str) -> str:
+    return "\t".join(cells)
+
+
+_ACTIONS: dict[str, Action] = {
+    "add_organisation": _add_organisation,
+    "list_organisations": _list_organisations,
+    "add_project": _add_project,
+    "list_projects": _list_projects,
+    "add_user": _add_user,
+    "set_role": _set_role,
+    "remove_user": _remove_user,
+    "list_users": _list_users,
+    "add_key": _add_key,
+    "revoke_key": _revoke_key,
+    "list_keys": _list_keys,
+}

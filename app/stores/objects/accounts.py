@@ -1,0 +1,61 @@
+"""Accounts in the object store, where they are at home: `accounts/<kind>/<id>/<version>.json`, the highest counts.
+
+An object never changes, so a change is a new version, and of two at the same time only one is made.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from app.domain.accounts import ACCOUNTS, Account
+from app.errors import NotFound, SetupError
+from app.stores.interfaces import ObjectStore
+
+ROOT = "accounts"
+A = TypeVar("A", bound=Account)
+
+
+class AccountFiles:
+    """Every method raises Unavailable while the object store is away."""
+
+    def __init__(self, objects: ObjectStore) -> None:
+        self._objects = objects
+
+    def add(self, account: Account) -> bool:
+        """Keep a version; False (nothing changes) when there is one of that number."""
+        key = f"{_folder(type(account), account.id)}{account.version:08d}.json"
+        return self._objects.put_new(key, json.dumps(asdict(account)).encode())
+
+    def newest(self, cls: type[A], id_: str) -> A:
+        """Raises NotFound, and SetupError for one that cannot be understood."""
+        keys = self._objects.list(_folder(cls, id_))
+        if not keys:
+            raise NotFound(f"there is no {cls.__name__.lower()} {id_!r}")
+        try:
+            return _parse(cls, self._objects.read(keys[-1]))
+        except ValidationError:
+            raise SetupError(f"{keys[-1]} in the object store is damaged: restore it from a backup") from None
+
+    def all(self) -> Iterator[tuple[str, Account | None]]:
+        """The newest version of each by its object's key; None for one that cannot be understood."""
+        for cls in ACCOUNTS:
+            newest = {key.rpartition("/")[0]: key for key in self._objects.list(f"{ROOT}/{cls.namespace}/")}
+            for key in newest.values():
+                try:
+                    account = _parse(cls, self._objects.read(key))
+                except ValidationError:
+                    account = None
+                yield key, account
+
+
+def _folder(cls: type[Account], id_: str) -> str:
+    return f"{ROOT}/{cls.namespace}/{id_}/"
+
+
+def _parse(cls: type[A], content: bytes) -> A:
+    return TypeAdapter(cls).validate_json(content)

@@ -1,0 +1,173 @@
+"""`tinsmith admin`, `backup` and `restore`, as an operator types them."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import redis
+
+from app import cli
+from app.domain.identity import Caller
+from app.errors import Unauthorized
+from app.services.callers import Callers
+from app.stores.redis.records import RedisRecords
+
+Command = Callable[..., str]
+
+
+@pytest.fixture
+def tinsmith(client: redis.Redis, valkey: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Command:
+    """What a command printed."""
+
+    def run(*arguments: str | Path) -> str:
+        servers = ("--data-dir", str(tmp_path), "--redis", valkey)
+        code = cli.main([*map(str, arguments), *servers])
+        said = capsys.readouterr()
+        assert code == 0, said.err
+        return said.out.strip()
+
+    return run
+
+
+@pytest.fixture
+def caller_of(client: redis.Redis) -> Callers:
+    return Callers((), RedisRecords(client), None)
+
+
+def made(tinsmith: Command) -> tuple[str, str, str]:
+    """(project, user, key)."""
+    organisation = tinsmith("admin", "org", "create", "Tinkers")
+    project = tinsmith("admin", "project", "create", "kettles", "--org", organisation)
+    user = tinsmith("admin", "user", "create", "jo@example.org", "--org", organisation)
+    assert tinsmith("admin", "user", "role", user, project, "member") == f"{project}=member"
+    return project, user, tinsmith("admin", "key", "create", "--user", user, "--name", "laptop", "--scopes", "train")
+
+
+def test_ids_and_keys_are_printed_alone_and_work(tinsmith, caller_of):
+    project, user, key = made(tinsmith)
+    caller = caller_of(key)
+    assert (caller.user, caller.project, caller.roles, caller.scopes) == (user, project, {project: "member"}, {"train"})
+    everywhere = "\n".join(tinsmith("admin", kind, "list") for kind in ("org", "project", "user", "key"))
+    for said in (project, user, caller.key_id, "Tinkers", "kettles", "jo@example.org", f"{project}=member", "laptop"):
+        assert said in everywhere
+    assert key.partition(".")[2] not in everywhere
+
+
+def test_what_is_taken_away_stops(tinsmith, caller_of):
+    project, user, key = made(tinsmith)
+    for_reading = tinsmith("admin", "key", "create", "--user", user, "--scopes", "none", "--days", "0.5")
+    assert caller_of(for_reading).scopes == frozenset()
+    id_ = caller_of(key).key_id
+    assert tinsmith("admin", "key", "revoke", id_) == f"{id_} was revoked"
+    with pytest.raises(Unauthorized, match="revoked"):
+        caller_of(key)
+    assert tinsmith("admin", "user", "role", user, project, "none") == "in no project"
+    assert caller_of(for_reading).roles == {}
+    tinsmith("admin", "user", "remove", user)
+    with pytest.raises(Unauthorized, match="removed"):
+        caller_of(for_reading)
+    assert "revoked" in tinsmith("admin", "key", "list")
+    assert "removed" in tinsmith("admin", "user", "list")
+
+
+def test_rebuild_brings_accounts_back_to_an_emptied_state_server(tinsmith, caller_of, client):
+    _, _, key = made(tinsmith)
+    before = caller_of(key)
+    client.flushall()
+    assert "restored 4 organisations, projects, users and keys\n" in tinsmith("rebuild")
+    assert caller_of(key) == before
+
+
+def test_a_backup_brings_everything_back_where_both_stores_were_lost(tinsmith, caller_of, client, tmp_path):
+    _, user, key = made(tinsmith)
+    revoked = tinsmith("admin", "key", "create", "--user", user)
+    tinsmith("admin", "key", "revoke", caller_of(revoked).key_id)
+    before, lists = caller_of(key), [tinsmith("admin", kind, "list") for kind in ("org", "project", "user", "key")]
+    file = tmp_path / "accounts.jsonl"
+    assert tinsmith("backup", file).startswith("7 objects of ")
+    assert file.stat().st_mode & 0o077 == 0
+    assert key.partition(".")[2] not in file.read_text()
+
+    client.flushall()
+    shutil.rmtree(tmp_path / "objects")
+    assert "of 7 objects 7 were missing" in tinsmith("restore", file)
+    assert caller_of(key) == before
+    with pytest.raises(Unauthorized, match="revoked"):
+        caller_of(revoked)
+    assert [tinsmith("admin", kind, "list") for kind in ("org", "project", "user", "key")] == lists
+    assert "of 7 objects 0 were missing" in tinsmith("restore", file)
+
+
+def test_an_older_backup_undoes_nothing(tinsmith, caller_of, tmp_path):
+    _, _, key = made(tinsmith)
+    file = tmp_path / "accounts.jsonl"
+    tinsmith("backup", file)
+    tinsmith("admin", "key", "revoke", caller_of(key).key_id)
+    tinsmith("restore", file)
+    with pytest.raises(Unauthorized, match="revoked"):
+        caller_of(key)
+
+
+DAMAGES = {
+    "cut short": (lambda text: text[: len(text) // 2], "damaged"),
+    "without its end": (lambda text: text.rpartition('{"objects"')[0], "the file was cut short"),
+    "a line lost": (lambda text: "".join(text.splitlines(keepends=True)[:2] + text.splitlines(keepends=True)[3:]), ""),
+    "of another kind": (lambda text: "x" + text, "line 1 is not the head of a backup"),
+    "empty": (lambda text: "", "line 1 is not the head of a backup"),
+    "with other objects": (lambda text: text.replace("accounts/", "models/", 1), "which is not in a backup"),
+    "with a way out": (lambda text: text.replace("accounts/", "accounts/../", 1), "is not an object key"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_backup_changes_nothing(tinsmith, client, valkey, tmp_path, capsys, damage):
+    change, said = DAMAGES[damage]
+    made(tinsmith)
+    file = tmp_path / "accounts.jsonl"
+    tinsmith("backup", file)
+    file.write_text(change(file.read_text()))
+    client.flushall()
+    shutil.rmtree(tmp_path / "objects")
+    assert cli.main(["restore", str(file), "--data-dir", str(tmp_path), "--redis", valkey]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"tinsmith: cannot restore {file}: ") and said in error
+    assert not list((tmp_path / "objects").glob("[!.]*")) and client.dbsize() == 0
+
+
+def test_a_backup_never_replaces_a_file(tinsmith, valkey, tmp_path, capsys):
+    made(tinsmith)
+    file = tmp_path / "kept"
+    file.write_text("mine")
+    assert cli.main(["backup", str(file), "--data-dir", str(tmp_path), "--redis", valkey]) == 2
+    assert "name a file that does not" in capsys.readouterr().err
+    assert file.read_text() == "mine"
+
+
+WRONG = {
+    ("admin", "project", "create", "x", "--org", "org-0"): "there is no organisation 'org-0'",
+    ("admin", "user", "remove", "user-0"): "there is no user 'user-0'",
+    ("admin", "key", "create", "--user", "../x"): "is not an object key",
+    ("admin", "org", "create", ""): "'' is not a name",
+}
+
+
+@pytest.mark.parametrize("arguments", WRONG)
+def test_what_cannot_be_done_is_one_line_that_says_why(client, valkey, tmp_path, capsys, arguments):
+    assert cli.main([*arguments, "--data-dir", str(tmp_path), "--redis", valkey]) == 2
+    said = capsys.readouterr()
+    assert (said.out, len(said.err.splitlines()), WRONG[arguments] in said.err) == ("", 1, True)
+
+
+def test_a_key_for_one_of_several_projects_names_it(tinsmith, caller_of, valkey, tmp_path, capsys):
+    project, user, _ = made(tinsmith)
+    organisation = tinsmith("admin", "org", "list").splitlines()[1].split("\t")[0]
+    other = tinsmith("admin", "project", "create", "pans", "--org", organisation)
+    tinsmith("admin", "user", "role", user, other, "viewer")
+    create = ["admin", "key", "create", "--user", user]
+    assert cli.main([*create, "--data-dir", str(tmp_path), "--redis", valkey]) == 2
+    assert "is in 2 projects: say with --project" in capsys.readouterr().err
+    caller: Caller = caller_of(tinsmith(*create, "--project", project))
+    assert (caller.project, caller.roles) == (project, {project: "member", other: "viewer"})
