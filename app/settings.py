@@ -120,7 +120,24 @@ class ApiSettings(_Section):
         False, description="the SDK waits for all samples of a client in one poll, not in one connection each"
     )
     spare_threads: int = Field(200, ge=8, description="threads beside poll_capacity, kept for everything else")
-    max_body_bytes: int = Field(64 * 2**20, ge=1)
+    max_body_bytes: int = Field(
+        64 * 2**20, ge=1, description="a body with a batch or a prompt in it, also when unpacked"
+    )
+    compress_batches: bool = Field(
+        False, description="the SDK sends batches zstd-compressed: less to transfer, more to compute"
+    )
+
+
+class LimitSettings(_Section):
+    small_body_bytes: int = Field(
+        2 * 2**20, ge=2**16, description="a body without a batch or a prompt, where max_body_bytes is not lower"
+    )
+    json_values: int = Field(
+        2**20, ge=1000, description="values in a JSON body; a batch of an SDK that sends JSON has half as many"
+    )
+    json_depth: int = Field(64, ge=16, le=256, description="lists and objects in one another in a JSON body")
+    datums: int = Field(8192, ge=1, description="datums in one call; the SDK sends 1,024 at a time")
+    batch_tokens: int = Field(2**22, ge=1, description="tokens in one call's datums together")
 
 
 class StoreSettings(_Section):
@@ -128,8 +145,8 @@ class StoreSettings(_Section):
         "", description="file:///folder, or http(s)://host:port/bucket of an S3 server; empty: data_dir/objects"
     )
     public_url: str = Field("", description="url as clients reach it, for signed S3 URLs; empty means url")
-    access_key: str = ""
-    secret_key: str = ""
+    access_key: str = Field("", repr=False)
+    secret_key: str = Field("", repr=False)
     region: str = "us-east-1"
 
 
@@ -181,11 +198,12 @@ class EngineSettings(_Section):
 class Settings(_Section):
     data_dir: Path = Path("tinsmith-data")
     api_keys: tuple[str, ...] = Field((), description="sha256 hex digests of the keys that may call")
-    url_secret: str = Field("", description="signs download URLs of the folder store")
+    url_secret: str = Field("", repr=False, description="signs download URLs of the folder store")
     api: ApiSettings = ApiSettings()
     redis: RedisSettings = RedisSettings()
     store: StoreSettings = StoreSettings()
     engine: EngineSettings = EngineSettings()
+    limits: LimitSettings = LimitSettings()
     base_models: tuple[BaseModelSettings, ...] = ()
 
     def base_model(self, name: str) -> BaseModelSettings | None:

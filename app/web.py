@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 from flask import Flask, Response, g, request
 
 from app import routes
 from app.auth import authenticate
 from app.routes import errors
+from app.routes.bodies import SETTINGS
 from app.routes.context import EXTENSION
 from app.services import container
 from app.settings import Settings
@@ -29,19 +31,27 @@ _PUBLIC = frozenset(
 def build(settings: Settings) -> Flask:
     """Raises SetupError when the settings can not work."""
     app = Flask("app", static_folder=None)
-    app.config.update(
-        MAX_CONTENT_LENGTH=settings.api.max_body_bytes,
-        API_TITLE="Tinsmith",
-        API_VERSION="v1",
-        OPENAPI_VERSION="3.0.3",
-        OPENAPI_URL_PREFIX="/",
-    )
+    app.config[SETTINGS] = settings
+    app.config["MAX_CONTENT_LENGTH"] = min(settings.limits.small_body_bytes, settings.api.max_body_bytes)
     app.extensions[EXTENSION] = container.build(settings)
     _add_hooks(app, settings)
     errors.register(app)
-    with app.app_context():
-        routes.register(errors.TinsmithApi(app))
+    _add_routes(app)
     return app
+
+
+def openapi() -> dict[str, Any]:
+    """The OpenAPI document, which is the same for all settings."""
+    document: dict[str, Any] = _add_routes(Flask("app", static_folder=None)).spec.to_dict()
+    return document
+
+
+def _add_routes(app: Flask) -> errors.TinsmithApi:
+    app.config.update(API_TITLE="Tinsmith", API_VERSION="v1", OPENAPI_VERSION="3.0.3", OPENAPI_URL_PREFIX="/")
+    api = errors.TinsmithApi(app)
+    with app.app_context():
+        routes.register(api)
+    return api
 
 
 def _add_hooks(app: Flask, settings: Settings) -> None:
