@@ -151,9 +151,13 @@ class StoreSettings(_Section):
 
 
 class RedisSettings(_Section):
-    url: str = Field("", description="state: journal and futures; empty starts an embedded Valkey in data_dir")
+    url: str = Field(
+        "", repr=False, description="state: journal and futures; empty starts an embedded Valkey in data_dir"
+    )
     broker_url: str = Field(
-        "", description="Celery messages and tokens on their way; empty means database 1 of the state server"
+        "",
+        repr=False,
+        description="Celery messages and tokens on their way; empty means database 1 of the state server",
     )
 
 

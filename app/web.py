@@ -16,7 +16,7 @@ from app.services import container
 from app.settings import Settings
 from app.telemetry import REQUEST_SECONDS
 
-_PUBLIC = frozenset(
+PUBLIC = frozenset(
     {
         "client.healthz",
         "operations.readyz",
@@ -58,7 +58,7 @@ def _add_hooks(app: Flask, settings: Settings) -> None:
     @app.before_request
     def identify() -> None:
         g.started = time.perf_counter()
-        if request.endpoint not in _PUBLIC:
+        if request.endpoint not in PUBLIC:
             g.caller = authenticate(request.headers, settings.api_keys)
 
     @app.after_request
