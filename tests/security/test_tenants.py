@@ -101,6 +101,14 @@ def test_what_is_somebody_elses_is_as_if_it_were_not_there(api: Api, stranger: A
     assert {label for label, _ in mixed} == theirs.keys(), "a row without a foreign id shows nothing"
 
 
+def test_a_project_of_somebody_else_is_as_if_it_were_not_there(api: Api, stranger: Api) -> None:
+    session = api.session()
+    project = api.services.records.get("sessions", session)["owner"].strip('"')
+    foreign, missing = (stranger.post("create_session", {"project_id": id_}) for id_ in (project, "0" * len(project)))
+    assert foreign.status_code == missing.status_code == 404
+    assert foreign.data.replace(project.encode(), b"") == missing.data.replace(b"0" * len(project), b"")
+
+
 @pytest.mark.parametrize("headers", [{}, {"X-API-Key": "tml-revoked"}, {"Authorization": f"Basic {KEY}"}], ids=repr)
 def test_without_a_valid_key_every_route_says_the_same_of_everything(api: Api, headers: dict[str, str]) -> None:
     for label, call in calls(api).items():
