@@ -31,7 +31,7 @@ from tests.tokenizers import byte_tokenizer
 from tests.unit.app.conftest import BASE, KEY, Api, add_worker
 from tests.unit.app.routes.test_models import save_checkpoint
 
-REQUESTS = int(os.environ.get("TINSMITH_FUZZ_REQUESTS", "1500"))
+REQUESTS = int(os.environ.get("TINSMITH_FUZZ_REQUESTS", "600"))
 """How many all parts send together; `make fuzz` sends 20,000."""
 _RENEW_EVERY = 100
 _OPENAI = "/oai/"

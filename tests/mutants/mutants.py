@@ -556,7 +556,14 @@ MUTANTS = (
         "known = 0",
         "tests/unit/app/routes/test_openai.py::test_what_a_stream_lost_or_told_twice_is_made_good_from_the_result",
     ),
-    # Hostile input.
+    # Tenants and hostile input.
+    Mutant(
+        "what is somebody else's is not there",
+        "app/services/ownership.py",
+        "or not caller.sees(found.owner)",
+        "",
+        "tests/security/test_tenants.py::test_what_is_somebody_elses_is_as_if_it_were_not_there",
+    ),
     Mutant(
         "limits: the size a zstd frame says it has",
         "app/limits.py",
