@@ -586,7 +586,7 @@ MUTANTS = (
         f"{_LIMITS}::test_levels_are_counted_in_lists_and_objects_alike",
     ),
     Mutant(
-        "a checkpoint's files are safetensors and JSON",
+        "a checkpoint's files are of kinds that run nothing",
         "workers/checkpoints.py",
         "if not _FILE.fullmatch(name)",
         "if False",

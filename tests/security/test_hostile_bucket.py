@@ -1,4 +1,5 @@
-"""Whoever can write to the object store gets a worker to open nothing but safetensors and JSON, in its own folder."""
+"""Whoever can write to the object store gets a worker to open nothing but safetensors, JSON and a tokenizer's files, in
+its own folder."""
 
 from __future__ import annotations
 
@@ -48,20 +49,21 @@ def test_a_manifest_that_names_another_kind_of_file_or_place_is_refused(tmp_path
     store, cache = FolderStore(tmp_path / "objects", "secret", "http://localhost"), tmp_path / "cache"
     marker = tmp_path / "went-off"
     put(store, name, pickle.dumps(_Explosive(marker)))
-    with pytest.raises(ServerOpError, match="only safetensors and JSON"):
+    with pytest.raises(ServerOpError, match="only safetensors, JSON and tokenizers"):
         checkpoints.fetch(store, PREFIX, cache)
     assert not marker.exists()
     assert [path for path in cache.rglob("*") if path.is_file() and ".locks" not in path.parts] == []
 
 
-def test_what_lies_beside_a_checkpoint_without_being_named_is_not_even_fetched(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["adapter_config.json", "merges.txt", "chat_template.jinja", "tokenizer.model"])
+def test_what_lies_beside_a_checkpoint_without_being_named_is_not_even_fetched(tmp_path: Path, name: str) -> None:
     store, cache = FolderStore(tmp_path / "objects", "secret", "http://localhost"), tmp_path / "cache"
-    put(store, "adapter_config.json", b"{}")
+    put(store, name, b"{}")
     archive = io.BytesIO()
     with tarfile.open(fileobj=archive, mode="w") as tar:
         tar.addfile(tarfile.TarInfo("../../escaped"))
     store.put_new(f"{PREFIX}/adapter_model.bin", pickle.dumps(_Explosive(tmp_path / "went-off")))
     store.put_new(f"{PREFIX}/all.tar", archive.getvalue())
     folder = checkpoints.fetch(store, PREFIX, cache)
-    assert {path.name for path in folder.iterdir()} == {"adapter_config.json", "manifest.json"}
+    assert {path.name for path in folder.iterdir()} == {name, "manifest.json"}
     assert not (tmp_path / "went-off").exists()
