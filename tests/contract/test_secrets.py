@@ -45,7 +45,7 @@ def use(training: tinker.TrainingClient) -> None:
     """A step, and a sample, of a prompt that is easy to find."""
     training.forward_backward([datum(CANARY)], "cross_entropy").result()
     train(training, 1)
-    sampling = training.save_weights_and_get_sampling_client()
+    sampling = training.save_weights_and_get_sampling_client().result()
     sampling.sample(types.ModelInput.from_ints(CANARY), 1, types.SamplingParams(max_tokens=2)).result()
 
 

@@ -70,7 +70,7 @@ def test_a_body_with_anything_anywhere_in_it_is_never_a_5xx(fuzzed: World) -> No
         for value in values:
             if places := list(_places(body)):
                 container, key = draw.choice(places)
-                container[key] = value
+                container[key] = copy.deepcopy(value)
         fuzzed.send("POST", f"/api/v1/{path}", data=json.dumps(body), content_type=JSON)
 
     send()
