@@ -7,6 +7,7 @@ TORCH_ARGS ?=
 JOBS ?= 2
 MINUTES ?= 60
 RUNS ?= 2000
+REQUESTS ?= 20000
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
@@ -14,7 +15,7 @@ SETUP := $(VENV)/.setup-done
 TEST_SETUP := $(VENV)/.test-setup-done
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint bench chaos faults soak property mutants clean
+.PHONY: help setup demo test lint bench chaos faults soak property fuzz openapi mutants clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -46,6 +47,12 @@ soak: $(TEST_SETUP)  ## Serve sessions for an hour (MINUTES=60), and fail when m
 
 property: $(TEST_SETUP)  ## Random runs against models of what must hold, 2,000 of each (RUNS=2000)
 	TINSMITH_PROPERTY_RUNS=$(RUNS) $(BIN)/python -m pytest --timeout 0 tests/property
+
+fuzz: $(TEST_SETUP)  ## 20,000 hostile requests (REQUESTS=20000): none may be answered by a 5xx
+	TINSMITH_FUZZ_REQUESTS=$(REQUESTS) $(BIN)/python -m pytest --timeout 0 -s tests/fuzz
+
+openapi: $(TEST_SETUP)  ## Write docs/openapi.json as the routes and schemas are now
+	$(BIN)/python -m ops.openapi
 
 mutants: $(TEST_SETUP)  ## Take out each guard in turn: a test must miss it
 	TINSMITH_SLOW_MUTANTS=1 $(BIN)/python -m pytest --timeout 0 -n $(JOBS) --dist worksteal tests/mutants

@@ -16,8 +16,8 @@ from app.errors import BadRequest
 CHECKPOINT_KINDS = ("weights", "sampler_weights", "external_weights")
 _OPENAI = uuid.uuid5(uuid.NAMESPACE_URL, "/oai/api/v1")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
-_LOSS_ID = re.compile(r"[A-Za-z0-9-]{1,64}:loss:\d{1,10}")
-_MODEL_ID = re.compile(r"([A-Za-z0-9-]{1,64}):train:(\d{1,9})")
+_LOSS_ID = re.compile(r"[A-Za-z0-9-]{1,64}:loss:[0-9]{1,10}")
+_MODEL_ID = re.compile(r"([A-Za-z0-9-]{1,64}):train:([0-9]{1,9})")
 
 
 def new_session_id() -> str:

@@ -124,7 +124,24 @@ class ApiSettings(_Section):
     )
     token_lifetime_s: float = Field(3600.0, ge=300, description="how long such a token is good; the SDK renews it")
     spare_threads: int = Field(200, ge=8, description="threads beside poll_capacity, kept for everything else")
-    max_body_bytes: int = Field(64 * 2**20, ge=1)
+    max_body_bytes: int = Field(
+        64 * 2**20, ge=1, description="a body with a batch or a prompt in it, also when unpacked"
+    )
+    compress_batches: bool = Field(
+        False, description="the SDK sends batches zstd-compressed: less to transfer, more to compute"
+    )
+
+
+class LimitSettings(_Section):
+    small_body_bytes: int = Field(
+        2 * 2**20, ge=2**16, description="a body without a batch or a prompt, where max_body_bytes is not lower"
+    )
+    json_values: int = Field(
+        2**20, ge=1000, description="values in a JSON body; a batch of an SDK that sends JSON has half as many"
+    )
+    json_depth: int = Field(64, ge=16, le=256, description="lists and objects in one another in a JSON body")
+    datums: int = Field(8192, ge=1, description="datums in one call; the SDK sends 1,024 at a time")
+    batch_tokens: int = Field(2**22, ge=1, description="tokens in one call's datums together")
 
 
 class StoreSettings(_Section):
@@ -132,15 +149,19 @@ class StoreSettings(_Section):
         "", description="file:///folder, or http(s)://host:port/bucket of an S3 server; empty: data_dir/objects"
     )
     public_url: str = Field("", description="url as clients reach it, for signed S3 URLs; empty means url")
-    access_key: str = ""
-    secret_key: str = ""
+    access_key: str = Field("", repr=False)
+    secret_key: str = Field("", repr=False)
     region: str = "us-east-1"
 
 
 class RedisSettings(_Section):
-    url: str = Field("", description="state: journal and futures; empty starts an embedded Valkey in data_dir")
+    url: str = Field(
+        "", repr=False, description="state: journal and futures; empty starts an embedded Valkey in data_dir"
+    )
     broker_url: str = Field(
-        "", description="Celery messages and tokens on their way; empty means database 1 of the state server"
+        "",
+        repr=False,
+        description="Celery messages and tokens on their way; empty means database 1 of the state server",
     )
 
 
@@ -185,11 +206,12 @@ class EngineSettings(_Section):
 class Settings(_Section):
     data_dir: Path = Path("tinsmith-data")
     api_keys: tuple[str, ...] = Field((), description="sha256 hex digests of the keys that may call")
-    url_secret: str = Field("", description="signs download URLs of the folder store, and tokens")
+    url_secret: str = Field("", repr=False, description="signs download URLs of the folder store, and tokens")
     api: ApiSettings = ApiSettings()
     redis: RedisSettings = RedisSettings()
     store: StoreSettings = StoreSettings()
     engine: EngineSettings = EngineSettings()
+    limits: LimitSettings = LimitSettings()
     base_models: tuple[BaseModelSettings, ...] = ()
 
     def base_model(self, name: str) -> BaseModelSettings | None:

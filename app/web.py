@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 from flask import Flask, Response, g, request
 
 from app import routes
 from app.auth import credential
 from app.routes import errors
+from app.routes.bodies import SETTINGS
 from app.routes.context import EXTENSION
 from app.services import container
 from app.services.container import Services
 from app.settings import Settings
 from app.telemetry import REQUEST_SECONDS
 
-_PUBLIC = frozenset(
+PUBLIC = frozenset(
     {
         "client.healthz",
         "operations.readyz",
@@ -30,26 +32,34 @@ _PUBLIC = frozenset(
 def build(settings: Settings) -> Flask:
     """Raises SetupError when the settings can not work."""
     app = Flask("app", static_folder=None)
-    app.config.update(
-        MAX_CONTENT_LENGTH=settings.api.max_body_bytes,
-        API_TITLE="Tinsmith",
-        API_VERSION="v1",
-        OPENAPI_VERSION="3.0.3",
-        OPENAPI_URL_PREFIX="/",
-    )
+    app.config[SETTINGS] = settings
+    app.config["MAX_CONTENT_LENGTH"] = min(settings.limits.small_body_bytes, settings.api.max_body_bytes)
     services = app.extensions[EXTENSION] = container.build(settings)
     _add_hooks(app, services)
     errors.register(app)
-    with app.app_context():
-        routes.register(errors.TinsmithApi(app))
+    _add_routes(app)
     return app
+
+
+def openapi() -> dict[str, Any]:
+    """The OpenAPI document, which is the same for all settings."""
+    document: dict[str, Any] = _add_routes(Flask("app", static_folder=None)).spec.to_dict()
+    return document
+
+
+def _add_routes(app: Flask) -> errors.TinsmithApi:
+    app.config.update(API_TITLE="Tinsmith", API_VERSION="v1", OPENAPI_VERSION="3.0.3", OPENAPI_URL_PREFIX="/")
+    api = errors.TinsmithApi(app)
+    with app.app_context():
+        routes.register(api)
+    return api
 
 
 def _add_hooks(app: Flask, services: Services) -> None:
     @app.before_request
     def identify() -> None:
         g.started = time.perf_counter()
-        if request.endpoint not in _PUBLIC:
+        if request.endpoint not in PUBLIC:
             g.caller = services.callers(credential(request.headers))
 
     @app.after_request

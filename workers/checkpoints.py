@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -27,6 +28,9 @@ from workers.training.base import OPTIMIZER_FILE
 
 _CPU_INFO = Path("/proc/cpuinfo")
 _LOCKS = ".locks"
+# Whoever writes to the object store must not get a worker to unpickle or unpack anything, whatever a library looks for.
+# Text, templates and sentencepiece's models are those of a tokenizer, which lies beside all weights of a model.
+_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.(safetensors|json|txt|jinja|model)")
 
 
 def prefix_for(model_id: str, kind: str, name: str, generation: str) -> str:
@@ -206,6 +210,10 @@ def _bring(store: ObjectStore, prefix: str, folder: Path, cache_dir: Path, nearb
 
 def _download(store: ObjectStore, prefix: str, files: Path) -> None:
     manifest = read_manifest(store, prefix)
+    if strange := [name for name in manifest.files if not _FILE.fullmatch(name)]:
+        raise ServerOpError(
+            f"{prefix} names the file {strange[0][:80]!r}; only safetensors, JSON and tokenizers are read"
+        )
     for name, expected in manifest.files.items():
         downloads.fetch_file(store, f"{prefix}/{name}", files / name, expected)
     seal(files, manifest)

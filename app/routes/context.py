@@ -9,6 +9,7 @@ from flask import current_app
 from flask_smorest import Blueprint
 from marshmallow import Schema
 
+from app.routes.bodies import JsonParser
 from app.services.container import Services
 
 EXTENSION = "tinsmith"
@@ -31,6 +32,12 @@ class Resource(Protocol):
     def doc(self, **options: Any) -> Callable[[View], View]: ...
 
 
+class _Blueprint(Blueprint):  # type: ignore[misc]
+    """flask-smorest's, reading bodies within their limits."""
+
+    ARGUMENTS_PARSER = JsonParser()
+
+
 def services() -> Services:
     """Those of the application that serves this request."""
     found: Services = current_app.extensions[EXTENSION]
@@ -39,5 +46,5 @@ def services() -> Services:
 
 def blueprint(name: str, description: str, prefix: str = "/api/v1") -> Resource:
     """A blueprint whose routes are below `prefix`."""
-    made: Resource = Blueprint(name, f"app.routes.{name}", url_prefix=prefix, description=description)
+    made: Resource = _Blueprint(name, f"app.routes.{name}", url_prefix=prefix, description=description)
     return made

@@ -7,6 +7,7 @@ from typing import Any
 from flask import Response
 
 from app.auth import current_caller, needs
+from app.routes.bodies import large
 from app.routes.context import blueprint as make
 from app.routes.context import services
 from app.schemas.futures import CancelFuture, CompletedFutures, RetrieveFuture, RetrieveFutures, TryAgain
@@ -30,6 +31,7 @@ def retrieve_future(asked: dict[str, Any]) -> Response | tuple[dict[str, str], i
 
 
 @blueprint.route("/retrieve_futures", methods=["POST"])
+@large
 @blueprint.arguments(RetrieveFutures())
 @blueprint.response(200, CompletedFutures)
 def retrieve_futures(asked: dict[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from flask import Response, copy_current_request_context, current_app, request
 
 from app.auth import current_caller, needs
 from app.routes import errors
+from app.routes.bodies import large
 from app.routes.context import blueprint as make
 from app.routes.context import services
 from app.schemas.openai import ChatCompletion, Completion
@@ -23,6 +24,7 @@ _STREAMED = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 @blueprint.route("/completions", methods=["POST"])
 @needs("sample")
+@large
 @blueprint.arguments(Completion(), error_status_code=400)
 @blueprint.response(200, description="A text_completion; with `stream`, its chunks as server-sent events")
 def completions(asked: dict[str, Any]) -> Response | dict[str, Any]:
@@ -32,6 +34,7 @@ def completions(asked: dict[str, Any]) -> Response | dict[str, Any]:
 
 @blueprint.route("/chat/completions", methods=["POST"])
 @needs("sample")
+@large
 @blueprint.arguments(ChatCompletion(), error_status_code=400)
 @blueprint.response(200, description="A chat.completion; with `stream`, its chunks as server-sent events")
 def chat_completions(asked: dict[str, Any]) -> Response | dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from app.auth import current_caller, needs
+from app.routes.bodies import large
 from app.routes.context import blueprint as make
 from app.routes.context import services
 from app.schemas.futures import SamplePromise
@@ -47,6 +48,7 @@ def get_sampler(sampler_id: str) -> dict[str, str]:
 
 @blueprint.route("/asample", methods=["POST"])
 @needs("sample")
+@large
 @blueprint.arguments(Sample())
 @blueprint.response(200, SamplePromise)
 def asample(asked: dict[str, Any]) -> dict[str, Any]:

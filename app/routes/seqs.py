@@ -10,7 +10,8 @@ from flask import request
 from werkzeug.exceptions import HTTPException
 
 from app.auth import current_caller
-from app.errors import BadRequest, RequestError
+from app.errors import RequestError
+from app.routes.bodies import content, json_content
 from app.routes.context import services
 from app.routes.errors import describe
 from app.stores.interfaces import RefusalKind
@@ -46,10 +47,10 @@ def consumes_seq(*, gradient: bool = False) -> Callable[[View], View]:
 
 
 def read_envelope() -> Envelope:
-    """Whom the body at hand is for. Raises BadRequest."""
+    """Whom the body at hand is for. Raises BadRequest or TooLarge."""
     if request.is_json:
-        return json_bodies.open_envelope(json_bodies.parse(request.get_data()))
-    return forward_backward.open_envelope(request.get_data(), request.headers.get("Content-Encoding", ""))
+        return json_bodies.open_envelope(json_content())
+    return forward_backward.open_envelope(content())
 
 
 def _refuse(status: int | None, reason: str, gradient: bool) -> None:
@@ -57,7 +58,7 @@ def _refuse(status: int | None, reason: str, gradient: bool) -> None:
         return
     try:
         envelope = read_envelope()
-    except (BadRequest, HTTPException):
+    except (RequestError, HTTPException):
         return
     kind: RefusalKind = "lost_batch" if gradient and not envelope.forward_only else "skip"
     services().admission.refuse(envelope.model_id, envelope.seq, current_caller(), reason, kind)

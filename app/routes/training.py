@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from app.auth import current_caller, needs
+from app.routes.bodies import large
 from app.routes.context import blueprint as make
 from app.routes.context import services
 from app.routes.seqs import consumes_seq, read_envelope
@@ -14,7 +15,8 @@ from app.schemas.training import OptimStep
 blueprint = make("training", "Training")
 _PROTOBUF_BODY = {
     "required": True,
-    "description": "A ForwardBackwardRequest of app/wire/tinker.proto; its future's result is protobuf as well.",
+    "description": "A ForwardBackwardRequest of app/wire/tinker.proto, zstd-compressed if Content-Encoding says so; "
+    "its future's result is protobuf as well.",
     "content": {"application/x-protobuf": {"schema": {"type": "string", "format": "binary"}}},
 }
 
@@ -22,6 +24,7 @@ _PROTOBUF_BODY = {
 @blueprint.route("/forward_backward", methods=["POST"])
 @needs("train")
 @blueprint.doc(requestBody=_PROTOBUF_BODY)
+@large
 @consumes_seq(gradient=True)
 @blueprint.response(200, Promise)
 def forward_backward() -> dict[str, str]:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from marshmallow import EXCLUDE, Schema, fields, validate
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from marshmallow import EXCLUDE, Schema, ValidationError, fields, validate
 
 MAX_SEQ = 2**31 - 1
+MAX_METADATA_BYTES = 16 * 1024
+"""Of a session's, a model's or a checkpoint's user_metadata as JSON: it is kept with the record, and read with it."""
 
 
 class SdkSchema(Schema):
@@ -31,6 +37,18 @@ def identifier() -> fields.String:
     return fields.String(required=True, validate=validate.Length(1, 512))
 
 
+def label() -> fields.String:
+    """A short text that is only kept and shown."""
+    return fields.String(allow_none=True, validate=validate.Length(max=512))
+
+
 def metadata() -> fields.Dict:
     """Free text by key, empty by default."""
-    return fields.Dict(keys=fields.String(), values=fields.Raw(), load_default=dict)
+    return fields.Dict(keys=fields.String(), values=fields.Raw(), load_default=dict, validate=check_metadata)
+
+
+def check_metadata(value: Mapping[str, Any] | None) -> None:
+    """Raises ValidationError for more than is kept with a record."""
+    size = len(json.dumps(value))
+    if size > MAX_METADATA_BYTES:
+        raise ValidationError(f"Holds {size} bytes; at most {MAX_METADATA_BYTES} are kept.")

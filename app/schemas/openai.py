@@ -93,7 +93,7 @@ class Completion(Request):
         prompt = data["prompt"]
         if isinstance(prompt, str) or _all(prompt, int):
             return
-        if not (_all(prompt, str) or (isinstance(prompt, list) and all(_all(part, int) for part in prompt))):
+        if not (_all(prompt, str) or (_all(prompt, list) and all(_all(part, int) for part in prompt))):
             raise ValidationError("Must be a text, a list of token ids, or a list of one of them.", "prompt")
         if len(prompt) > MAX_PROMPTS:
             raise ValidationError(f"Holds {len(prompt)} prompts; at most {MAX_PROMPTS} are taken.", "prompt")

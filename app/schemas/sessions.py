@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from marshmallow import fields, validate
 
-from app.schemas.base import SdkSchema, identifier, metadata
+from app.schemas.base import SdkSchema, identifier, label, metadata
+
+_MOST_TAGS = 64
 
 
 class CreateSession(SdkSchema):
-    tags = fields.List(fields.String(), load_default=list)
+    tags = fields.List(
+        fields.String(validate=validate.Length(max=512)), load_default=list, validate=validate.Length(max=_MOST_TAGS)
+    )
     user_metadata = metadata()
     sdk_version = fields.String()
     project_id = fields.String(allow_none=True, validate=validate.Length(1, 256))
-    display_name = fields.String(allow_none=True)
+    display_name = label()
 
 
 class SessionCreated(SdkSchema):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from marshmallow import ValidationError, fields, validate, validates_schema
 
-from app.schemas.base import SdkSchema, counter, identifier, metadata
+from app.schemas.base import SdkSchema, check_metadata, counter, identifier, metadata
 from app.schemas.models import model_role
 
 
@@ -13,7 +13,7 @@ class _Save(SdkSchema):
     seq_id = counter(1)
     ttl_seconds = fields.Integer(strict=True, allow_none=True)
     overwrite = fields.Boolean(load_default=False)
-    user_metadata = fields.Dict(keys=fields.String(), values=fields.String(), allow_none=True)
+    user_metadata = fields.Dict(keys=fields.String(), values=fields.String(), allow_none=True, validate=check_metadata)
 
 
 class SaveWeights(_Save):

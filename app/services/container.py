@@ -100,7 +100,7 @@ def build(settings: Settings) -> Services:
         SessionService(store, lifecycle, endings),
         ModelService(store, bases, admission, endings),
         custom_losses,
-        TrainingService(store, bases, admission, custom_losses),
+        TrainingService(store, bases, admission, custom_losses, settings.limits),
         sampling,
         CheckpointService(store, objects),
         PollService(futures, waiter, holds),

@@ -16,6 +16,7 @@ from app.domain.ops import AdamParams, LoadWeights, Op, OptimStep, SaveWeights
 from app.domain.records import Checkpoint, Model, Sampler
 from app.doorbell import train_queue
 from app.errors import BadRequest, NotFound
+from app.limits import check_batch
 from app.services.admission import MAX_SEQ, AdmissionService
 from app.services.base_models import BaseModels, trainer_role
 from app.services.checks.batch import check_forward_backward
@@ -24,6 +25,7 @@ from app.services.checks.models import check_adam, check_optimizer, check_sample
 from app.services.checks.values import in_range
 from app.services.custom_losses import CustomLossService
 from app.services.ownership import load_owned, load_readable
+from app.settings import LimitSettings
 from app.stores.interfaces import Records
 from app.wire.forward_backward import Envelope
 
@@ -37,8 +39,14 @@ class TrainingService:
     one he only sees, or BadRequest."""
 
     def __init__(
-        self, store: Records, bases: BaseModels, admission: AdmissionService, custom_losses: CustomLossService
+        self,
+        store: Records,
+        bases: BaseModels,
+        admission: AdmissionService,
+        custom_losses: CustomLossService,
+        limits: LimitSettings,
     ) -> None:
+        self._limits = limits
         self._records = store
         self._bases = bases
         self._admission = admission
@@ -49,6 +57,7 @@ class TrainingService:
         in_range("seq_id", envelope.seq, 1, MAX_SEQ)
         info = self._bases.info(trainer_role(full=model.full), model.base_model)
         op = envelope.decode(partial(self._custom_losses.find, caller))
+        check_batch(op.batch, self._limits)
         check_forward_backward(op, info, critic=model.critic)
         # The journal holds every setting in full, so that a later default can not change a replay.
         op = replace(op, loss_config={**LOSSES[op.loss_fn].config, **op.loss_config})

@@ -40,18 +40,14 @@ def no_losses(loss_id: str) -> CustomLoss:
     raise BadRequest(f"loss {loss_id[:200]!r} does not exist")
 
 
-def decode_forward_backward(
-    body: bytes, content_encoding: str = "", find: FindLoss = no_losses
-) -> tuple[str, int, ForwardBackward]:
+def decode_forward_backward(body: bytes, find: FindLoss = no_losses) -> tuple[str, int, ForwardBackward]:
     """(model id, seq, Op) of a protobuf body. Raises BadRequest."""
-    envelope = open_envelope(body, content_encoding)
+    envelope = open_envelope(body)
     return envelope.model_id, envelope.seq, envelope.decode(find)
 
 
-def open_envelope(body: bytes, content_encoding: str = "") -> Envelope:
-    """Raises BadRequest when the body is compressed or is no ForwardBackwardRequest."""
-    if content_encoding not in ("", "identity"):
-        raise BadRequest(f"Content-Encoding {content_encoding!r} is not supported: send the protobuf uncompressed")
+def open_envelope(body: bytes) -> Envelope:
+    """Raises BadRequest when the body is no ForwardBackwardRequest."""
     try:
         request = pb.ForwardBackwardRequest.FromString(body)
     except DecodeError:

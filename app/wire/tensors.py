@@ -12,8 +12,8 @@ from app.domain.sampling import Cells
 from app.errors import BadRequest
 from app.wire import tinker_pb2 as pb
 
-MAX_SPARSE_ELEMENTS = 2**25
-"""Elements the sparse tensors of one column may unfold to: 256 MiB of int64. A few bytes of CSR can name any shape."""
+MAX_SPARSE_ELEMENTS = 2**22
+"""Elements the sparse tensors of one column may unfold to: 32 MiB of int64. A few bytes of CSR can name any shape."""
 
 _BFLOAT16 = np.dtype("<u2")
 _DTYPES: dict[int, np.dtype[Any]] = {

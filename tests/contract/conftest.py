@@ -37,7 +37,7 @@ def base_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session", params=list(STACKS))
 def stack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, base_path: Path) -> Iterator[Stack]:
     """The first keeps everything in its data folder; the second uses a state server and an S3 server from outside, and
-    its clients change their keys into tokens."""
+    its clients change their keys into tokens and compress their batches."""
     folder = tmp_path_factory.mktemp("stack")
     with contextlib.ExitStack() as servers:
         outside = "" if request.param == "deepspeed-1-transformers" else _outside(servers, folder)
@@ -50,8 +50,8 @@ def _outside(servers: contextlib.ExitStack, folder: Path) -> str:
     broker_url = servers.enter_context(start_valkey(folder / "broker", durable=False))
     s3 = servers.enter_context(start_s3(folder / "s3"))
     keys = f'access_key = "{s3.access_key}"\nsecret_key = "{s3.secret_key}"'
-    state = f'[redis]\nurl = "{redis_url}"\nbroker_url = "{broker_url}"'
-    return f'[api]\npjwt_auth_enabled = true\n{state}\n[store]\nurl = "{s3.url}"\n{keys}'
+    api = "[api]\npjwt_auth_enabled = true\ncompress_batches = true"
+    return f'{api}\n[redis]\nurl = "{redis_url}"\nbroker_url = "{broker_url}"\n[store]\nurl = "{s3.url}"\n{keys}'
 
 
 @pytest.fixture

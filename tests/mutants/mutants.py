@@ -23,6 +23,8 @@ _SAVES = "tests/unit/workers/test_saves.py"
 _HANDOVER = "tests/unit/workers/handover/test_handover.py"
 _PADDING = "--confcutdir=tests/unit/workers/training tests/unit/workers/training/test_jobs.py"
 _OPENAI = "--confcutdir=tests/unit/app/services/openai tests/unit/app/services/openai"
+_LIMITS = "--confcutdir=tests/unit/app/stores tests/unit/app/test_limits.py"
+_BUCKET = "--confcutdir=tests/unit/workers/training tests/security/test_hostile_bucket.py"
 
 
 @dataclass(frozen=True, slots=True)
@@ -552,5 +554,41 @@ MUTANTS = (
         "known = text.count - drawn.place",
         "known = 0",
         "tests/unit/app/routes/test_openai.py::test_what_a_stream_lost_or_told_twice_is_made_good_from_the_result",
+    ),
+    # Tenants and hostile input.
+    Mutant(
+        "what is somebody else's is not there",
+        "app/services/ownership.py",
+        "or not caller.sees(found.owner)",
+        "",
+        "tests/security/test_tenants.py::test_what_is_somebody_elses_is_as_if_it_were_not_there",
+    ),
+    Mutant(
+        "limits: the size a zstd frame says it has",
+        "app/limits.py",
+        "if size > most:",
+        "if False:",
+        f"{_LIMITS}::test_a_frame_larger_than_the_limit_is_refused_by_what_its_head_says",
+    ),
+    Mutant(
+        "limits: bytes behind a zstd frame",
+        "app/limits.py",
+        "allow_extra_data=False",
+        "allow_extra_data=True",
+        f"{_LIMITS}::test_half_a_frame_or_one_with_something_behind_it_is_never_taken_for_a_body",
+    ),
+    Mutant(
+        "limits: how deep JSON is nested",
+        "app/limits.py",
+        "if not level:",
+        "if level:",
+        f"{_LIMITS}::test_levels_are_counted_in_lists_and_objects_alike",
+    ),
+    Mutant(
+        "a checkpoint's files are of kinds that run nothing",
+        "workers/checkpoints.py",
+        "if not _FILE.fullmatch(name)",
+        "if False",
+        f"{_BUCKET}::test_a_manifest_that_names_another_kind_of_file_or_place_is_refused",
     ),
 )

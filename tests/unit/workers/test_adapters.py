@@ -43,7 +43,7 @@ class RecordingBackend:
         self.here: set[str] = set()
 
     def load(self, adapter_id: str, folder: Path) -> None:
-        assert (folder / "adapter.bin").read_bytes() == adapter_id.encode()
+        assert (folder / "adapter.safetensors").read_bytes() == adapter_id.encode()
         self.loads.append(adapter_id)
         self.here.add(adapter_id)
 
@@ -83,7 +83,7 @@ def store(tmp_path: Path) -> CountingStore:
     for name in "abc":
         folder = tmp_path / name
         folder.mkdir()
-        (folder / "adapter.bin").write_bytes(name.encode())
+        (folder / "adapter.safetensors").write_bytes(name.encode())
         manifest = checkpoints.describe(folder, **ABOUT, lora=LoraSpec(4), seq=1, epoch=1)
         checkpoints.upload(store, name, folder, manifest)
     return store

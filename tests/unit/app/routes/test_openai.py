@@ -389,6 +389,7 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "a bad prompt": ("completions", {"prompt": {"a": 1}}, "prompt"),
     "mixed prompts": ("completions", {"prompt": ["a", 1]}, "prompt"),
     "many prompts": ("completions", {"prompt": ["a"] * 257}, "257"),
+    "no prompt": ("completions", {"prompt": []}, "prompt"),
     "a token beyond": ("completions", {"prompt": [4000]}, "4000"),
     "a huge token": ("completions", {"prompt": [2**40]}, "32-bit"),
     "a long prompt": ("completions", {"prompt": "a" * CONTEXT}, str(CONTEXT)),

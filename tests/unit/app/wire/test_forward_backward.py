@@ -154,7 +154,6 @@ def test_a_few_bytes_of_csr_cannot_unfold_to_gigabytes() -> None:
         decode(request.SerializeToString())
 
 
-@pytest.mark.parametrize(("body", "encoding", "why"), [(b"\xff\xff", "", "not a Forward"), (MINIMAL, "zstd", "zstd")])
-def test_a_body_that_cannot_be_read_is_refused(body: bytes, encoding: str, why: str) -> None:
-    with pytest.raises(BadRequest, match=why):
-        decode_forward_backward(body, encoding)
+def test_a_body_that_cannot_be_read_is_refused() -> None:
+    with pytest.raises(BadRequest, match="not a Forward"):
+        decode_forward_backward(b"\xff\xff")

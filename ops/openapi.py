@@ -1,0 +1,19 @@
+"""Writes docs/openapi.json, which says what the API is: `make openapi`. A test compares it with the routes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from app import web
+
+PATH = Path(__file__).parents[1] / "docs" / "openapi.json"
+
+
+def text() -> str:
+    """The document as the file holds it."""
+    return json.dumps(web.openapi(), indent=1, sort_keys=True) + "\n"
+
+
+if __name__ == "__main__":
+    PATH.write_text(text())

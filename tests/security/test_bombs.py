@@ -1,0 +1,126 @@
+"""Few bytes that would become many: refused at once, by a real server, whose memory stays as it was."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import http.client
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+import zstandard
+
+from tests.api_server import BASE, KEY, ApiServer, start_api
+from tests.unit.app.conftest import batch
+
+MOST_MIB = 64
+_BODY = 16 * 2**20
+PROTOBUF, JSON = "application/x-protobuf", "application/json"
+PLAIN: Mapping[str, str] = {}
+ZSTD, GZIP = {"Content-Encoding": "zstd"}, {"Content-Encoding": "gzip"}
+SETTINGS = f"max_body_bytes = {_BODY}\nspare_threads = 8\npoll_capacity = 8"
+
+
+@dataclass
+class Server:
+    api: ApiServer
+    process: psutil.Process
+
+    def post(
+        self, route: str, body: bytes | Iterator[bytes], kind: str = JSON, encoding: Mapping[str, str] = PLAIN
+    ) -> tuple[int, dict[str, str]]:
+        """(status, JSON body) of a POST; an iterator is sent in chunks, without a length."""
+        headers = {"X-API-Key": KEY, "Content-Type": kind, **encoding}
+        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", self.api.port, timeout=30)) as connection:
+            # It may answer, and close, before all was sent.
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                connection.request("POST", f"/api/v1/{route}", body, headers, encode_chunked=True)
+            answer = connection.getresponse()
+            return answer.status, json.loads(answer.read())
+
+    def model(self) -> str:
+        session = self.post("create_session", b"{}")[1]["session_id"]
+        asked = {"session_id": session, "model_seq_id": 0, "base_model": BASE}
+        return self.post("create_model", json.dumps(asked).encode())[1]["model_id"]
+
+    def peak_mib(self) -> float:
+        """The most memory it ever held."""
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        return int(status.partition("VmHWM:")[2].split()[0]) / 1024
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with start_api(
+        tmp_path_factory.mktemp("api"), f"max_body_bytes = {_BODY}\nspare_threads = 8\npoll_capacity = 8"
+    ) as api:
+        (process,) = [
+            child
+            for parent in psutil.Process().children()
+            for child in parent.children()
+            if "gunicorn" in " ".join(child.cmdline())
+        ]
+        yield Server(api, process)
+
+
+def zeros(size: int, *, sized: bool) -> bytes:
+    """A zstd frame of so many zeros, which says its size or does not."""
+    packer = zstandard.ZstdCompressor(write_content_size=sized).compressobj(size=size if sized else -1)
+    piece = bytes(2**20)
+    return b"".join([*(packer.compress(piece) for _ in range(size // 2**20)), packer.flush()])
+
+
+def endless() -> Iterator[bytes]:
+    """More than is ever taken."""
+    for _ in range(4 * _BODY // 2**16):
+        yield bytes(2**16)
+
+
+def bombs(model: str) -> dict[str, tuple[str, bytes, str, Mapping[str, str]]]:
+    keys = json.dumps({f"k{i}": i for i in range(10**6)}).encode()
+    sparse = batch(model, 1)
+    tensor = sparse.data[0].loss_fn_inputs["target_tokens"]
+    tensor.Clear()
+    tensor.dtype, tensor.sparse_csr.crow_indices = 2, bytes(16)
+    tensor.shape.extend([1, 2**40])
+    return {
+        "zstd that says it is 256 MiB": ("forward_backward", zeros(2**28, sized=True), PROTOBUF, ZSTD),
+        "zstd that does not say": ("forward_backward", zeros(2**28, sized=False), PROTOBUF, ZSTD),
+        "zstd on a small route": ("session_heartbeat", zeros(2**28, sized=False), JSON, ZSTD),
+        "zstd in zstd": ("forward_backward", zstandard.compress(zeros(2**28, sized=False)), PROTOBUF, ZSTD),
+        "gzip": ("forward_backward", gzip.compress(bytes(10**8), 1), PROTOBUF, GZIP),
+        "gzip as JSON": ("asample", gzip.compress(b"[" * 10**8, 1), JSON, GZIP),
+        "depth 10^5": ("asample", b"[" * 10**5 + b"]" * 10**5, JSON, PLAIN),
+        "depth 900": ("create_session", b'{"user_metadata": {"a": ' + b"[" * 900 + b"]" * 900 + b"}}", JSON, PLAIN),
+        "10^6 keys": ("asample", keys, JSON, PLAIN),
+        "10^6 keys on a small route": ("create_session", keys, JSON, PLAIN),
+        "4 million lists": ("forward_backward", b"[" + b"[]," * 4 * 10**6 + b"[]]", JSON, PLAIN),
+        "a long number": ("asample", b'{"seq_id": ' + b"9" * 10**6 + b"}", JSON, PLAIN),
+        "1e309": ("optim_step", b'{"model_id": "m", "seq_id": 1, "adam_params": {"eps": 1e309}}', JSON, PLAIN),
+        "2^63 tokens": ("asample", b'{"sampling_session_id": "s", "seq_id": 9223372036854775808}', JSON, PLAIN),
+        "a body over the limit": ("asample", b" " * (_BODY + 1), JSON, PLAIN),
+        "a protobuf that names 2^40 elements": ("forward_backward", sparse.SerializeToString(), PROTOBUF, PLAIN),
+    }
+
+
+def test_no_bomb_goes_off(server: Server) -> None:
+    model = server.model()
+    made = bombs(model)
+    # The first batch loads code; what is measured is what a bomb adds.
+    assert server.post("forward_backward", batch(model, 2).SerializeToString(), PROTOBUF)[0] == 200
+    before = server.peak_mib()
+    answers = {name: server.post(route, body, *rest) for name, (route, body, *rest) in made.items()}
+    answers["chunks without end"] = server.post("asample", endless())
+    grown = server.peak_mib() - before
+    assert {name: status for name, (status, _) in answers.items() if status not in (400, 413, 422)} == {}
+    assert all(answer["detail"] for _, answer in answers.values())
+    assert grown < MOST_MIB
+    print(f"\n{len(answers)} bombs, {grown:.1f} MiB more at the peak")
+
+
+def test_the_server_works_after_them(server: Server) -> None:
+    assert server.post("create_session", b'{"tags": ["a"]}')[0] == 200

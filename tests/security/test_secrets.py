@@ -1,0 +1,132 @@
+"""Keys and secrets stay out of logs, answers, Redis and Celery's messages; so do prompts, but for the journal."""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+from collections.abc import Iterator
+from io import StringIO
+from pathlib import Path
+
+import pytest
+
+from app import create_app
+from app.routes.context import EXTENSION
+from app.settings import RedisSettings, Settings, StoreSettings, hash_key
+from app.stores.redis.client import connect
+from app.telemetry import JsonFormatter
+from tests.security.test_tenants import Call, calls, path_of
+from tests.servers import free_port
+from tests.unit.app.conftest import Api, add_worker, batch
+
+KEY_CANARY = "tml-canary-5a1e7b"
+WRONG_CANARY = "tml-wrong-canary-91c0"
+SECRET_CANARY = "url-secret-canary-77f2-0123456789abcdef"
+CANARIES = (KEY_CANARY, WRONG_CANARY, SECRET_CANARY)
+OURS, WRONG = {"X-API-Key": KEY_CANARY}, {"Authorization": f"Bearer {WRONG_CANARY}"}
+PROMPT = [101, 102, 103, 104, 105, 106]
+
+
+@pytest.fixture
+def lines() -> Iterator[StringIO]:
+    """All that is logged, at every level, as a production log has it."""
+    stream = StringIO()
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(JsonFormatter())
+    root = logging.getLogger()
+    level = root.level
+    root.addHandler(handler)
+    root.setLevel(logging.DEBUG)
+    yield stream
+    root.setLevel(level)
+    root.removeHandler(handler)
+
+
+@pytest.fixture
+def canary(settings: Settings, state_url: str) -> Api:
+    with connect(state_url) as state:
+        state.flushall()
+        # As it is, a long text in a dump would be compressed, and not be found.
+        state.config_set("rdbcompression", "no")
+    return started(settings)
+
+
+def started(settings: Settings, **changes: object) -> Api:
+    """An API whose key and secret are canaries."""
+    secrets = {"api_keys": (hash_key(KEY_CANARY),), "url_secret": SECRET_CANARY}
+    app = create_app(settings.model_copy(update={**secrets, **changes}))
+    services = app.extensions[EXTENSION]
+    for role in ("trainer", "sampler"):
+        add_worker(services, role)
+    return Api(app.test_client(), services, KEY_CANARY)
+
+
+def test_no_secret_is_in_any_log_answer_redis_key_or_message(canary: Api, state_url: str, lines: StringIO) -> None:
+    answers = [_answer(canary, label, call, key) for label, call in calls(canary).items() for key in (OURS, WRONG)]
+    canary.post("telemetry", {"events": [{"key": KEY_CANARY}]})
+    answers.append(canary.get("get_server_capabilities").data)
+    answers.extend(canary.client.get(path).data for path in ("/metrics", "/readyz", "/openapi.json"))
+    model = canary.model(canary.session())
+    canary.forward_backward(batch(model, 1, tokens=PROMPT, target_tokens=PROMPT))
+    stored = _dump(state_url) + _dump(canary.services.settings.broker_url)
+    assert model.encode() in stored, "the dump holds what is stored"
+    assert model in lines.getvalue(), "the log holds what is logged"
+    for secret in CANARIES:
+        for form in (secret.encode(), base64.b64encode(secret.encode()).rstrip(b"=")):
+            assert form not in stored
+            assert form.decode() not in lines.getvalue()
+            assert [answer for answer in answers if form in answer] == []
+
+
+def test_a_celery_message_names_the_call_and_holds_nothing_of_it(canary: Api) -> None:
+    model = canary.model()
+    with connect(canary.services.settings.broker_url) as broker:
+        broker.flushdb()
+        canary.forward_backward(batch(model, 1, tokens=PROMPT, target_tokens=PROMPT))
+        (queue,) = broker.scan_iter("train.*")
+        (message,) = [json.loads(entry) for entry in broker.lrange(queue, 0, -1)]
+    args, kwargs, _ = json.loads(base64.b64decode(message["body"]))
+    assert (args, kwargs) == ([], {"model_id": model})
+    assert message["content-type"] == "application/json"
+
+
+def test_prompts_are_in_no_log_line(canary: Api, lines: StringIO) -> None:
+    model = canary.model()
+    canary.forward_backward(batch(model, 1, tokens=PROMPT, target_tokens=[*PROMPT[1:], 10**6]))
+    canary.post("forward_backward", {"model_id": model, "seq_id": 2, "forward_backward_input": {"data": PROMPT}})
+    assert model in lines.getvalue()
+    assert str(PROMPT)[1:-1] not in lines.getvalue()
+
+
+def test_a_password_in_a_url_is_not_logged_when_its_server_is_away(canary: Api, lines: StringIO) -> None:
+    state = canary.services.settings.redis.url
+    away = f"redis://:{SECRET_CANARY}@127.0.0.1:{free_port()}/0"
+    started(canary.services.settings, redis=RedisSettings(url=state, broker_url=away)).model()
+    assert "could not ring" in lines.getvalue()
+    assert SECRET_CANARY not in lines.getvalue()
+
+
+def test_settings_do_not_show_their_secrets(tmp_path: Path) -> None:
+    shown = repr(
+        Settings(
+            data_dir=tmp_path,
+            url_secret=SECRET_CANARY,
+            redis=RedisSettings(url=f"redis://:{SECRET_CANARY}@redis:6379/0"),
+            store=StoreSettings(access_key="user", secret_key=SECRET_CANARY),
+        )
+    )
+    assert SECRET_CANARY not in shown
+
+
+def _answer(api: Api, label: str, call: Call, headers: dict[str, str]) -> bytes:
+    body: bytes = api.client.open(
+        path_of(label, call.names), method=label.split()[0], json=call.body, headers=headers
+    ).data
+    return body
+
+
+def _dump(url: str) -> bytes:
+    """Every key and value of a database."""
+    with connect(url) as client:
+        return b"".join(key + (client.dump(key) or b"") for key in client.scan_iter("*"))

@@ -1,0 +1,166 @@
+"""Somebody else's and a missing thing are the same, byte for byte, on every route: the rows come from the URL map."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from werkzeug.test import TestResponse
+
+from app.stores.redis.client import connect
+from app.web import PUBLIC
+from tests.unit.app.conftest import API, KEY, Api
+from tests.unit.app.routes.test_models import save_checkpoint
+from tests.unit.app.routes.test_odd_values import bodies
+
+OPENAI = "/oai/api/v1"
+NO_IDS = {
+    "POST /api/v1/client/config",
+    "POST /api/v1/client/dynamic_config",
+    "POST /api/v1/create_session",
+    "POST /api/v1/telemetry",
+    "GET /api/v1/get_server_capabilities",
+    "GET /oai/api/v1/models",
+}
+"""They take no id, or none that is looked up; what they list is the caller's own."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A request with every id a caller can name; `names` are path parts."""
+
+    body: dict[str, Any] | None
+    names: dict[str, str]
+
+
+def calls(api: Api) -> dict[str, Call]:
+    """One for every "METHOD rule" that takes ids, all of them this caller's own."""
+    made = bodies(api)
+    session = made["session_heartbeat"]["session_id"]
+    model = made["get_info"]["model_id"]
+    external = save_checkpoint(api, model, "external_weights").split("/")[-1]
+    sampler = api.sampler()
+    of_run = {"run": model}
+    of_checkpoint = {**of_run, "kind": "external_weights", "name": external}
+    checkpoint = "/api/v1/training_runs/<run>/checkpoints/<kind>/<name>"
+    creation = {"session_id": session, "model_seq_id": 8, "path": made["load_weights"]["path"]}
+    target = {"target": {"sampling_session_id": sampler}, "timeout": 0}
+    sampled = {"model": save_checkpoint(api, model, "sampler_weights")}
+    loss = api.post("create_custom_loss", made["create_custom_loss"]).json["request_id"]
+    custom = copy.deepcopy(made["forward_backward"])
+    custom["forward_backward_input"] |= {"loss_fn": "custom", "loss_fn_config": {"loss_id": loss}}
+    rows = {f"POST /api/v1/{path}": Call(body, {}) for path, body in made.items() if "/" not in path}
+    del rows["POST /api/v1/create_session"]
+    return rows | {
+        "POST /api/v1/sessions/<session_id>/finish": Call({"reason": {"type": "success"}}, {"session_id": session}),
+        "POST /api/v1/forward_backward#custom": Call(custom, {}),
+        "POST /api/v1/load_weights#new": Call(creation, {}),
+        "POST /api/v1/retrieve_futures": Call(target, {}),
+        "POST /api/v1/cancel_future": Call({"request_id": f"{model}:0"}, {}),
+        "POST /api/v1/join_sampling_session": Call({"sampling_session_id": sampler}, {}),
+        "GET /api/v1/samplers/<sampler_id>": Call(None, {"sampler_id": sampler}),
+        "GET /api/v1/training_runs/<run>": Call(None, of_run),
+        "DELETE /api/v1/training_runs/<run>": Call(None, of_run),
+        "GET /api/v1/training_runs/<run>/checkpoints": Call(None, of_run),
+        f"PUT {checkpoint}/ttl": Call({"ttl_seconds": 7200}, of_checkpoint),
+        f"DELETE {checkpoint}": Call(None, of_checkpoint),
+        f"GET {checkpoint}/external_weights_urls": Call(None, of_checkpoint),
+        f"POST {OPENAI}/completions": Call({**sampled, "prompt": "a"}, {}),
+        f"POST {OPENAI}/chat/completions": Call({**sampled, "messages": [{"role": "user", "content": "a"}]}, {}),
+    }
+
+
+def rules(api: Api) -> set[str]:
+    """Every "METHOD rule" that wants a key."""
+    found = [rule for rule in api.client.application.url_map.iter_rules() if rule.endpoint not in PUBLIC]
+    return {f"{method} {rule.rule}" for rule in found for method in (rule.methods or set()) - {"HEAD", "OPTIONS"}}
+
+
+def test_every_route_has_a_row(api: Api) -> None:
+    rows = {label.partition("#")[0] for label in calls(api)}
+    assert rules(api) == rows | NO_IDS
+
+
+def test_what_is_somebody_elses_is_as_if_it_were_not_there(api: Api, stranger: Api, state_url: str) -> None:
+    theirs, own = calls(api), calls(stranger)
+    session = theirs["POST /api/v1/session_heartbeat"].body["session_id"]
+    mixed = [(label, call) for label in theirs for call in _mixed(own[label], theirs[label])]
+    foreign = [_ask(stranger, label, call) for label, call in mixed]
+    with connect(state_url) as client:
+        others = {_session_of(text) for call in theirs.values() for text in _texts([call.body, call.names])} | {session}
+        for key in [key for other in filter(None, others) for key in client.scan_iter(f"*{other}*")]:
+            client.delete(key)
+    for (label, call), before in zip(mixed, foreign, strict=True):
+        missing = _ask(stranger, label, call)
+        assert (before.status_code, before.data) == (missing.status_code, missing.data), (label, call)
+        # A call on one's own model that names another's checkpoint is final, so that its seq is not waited for.
+        assert before.status_code == 404 or (before.status_code == 400 and b"does not exist" in before.data), label
+    assert {label for label, _ in mixed} == theirs.keys(), "a row without a foreign id shows nothing"
+
+
+def test_a_project_of_somebody_else_is_as_if_it_were_not_there(api: Api, stranger: Api) -> None:
+    session = api.session()
+    project = api.services.records.get("sessions", session)["owner"].strip('"')
+    foreign, missing = (stranger.post("create_session", {"project_id": id_}) for id_ in (project, "0" * len(project)))
+    assert foreign.status_code == missing.status_code == 404
+    assert foreign.data.replace(project.encode(), b"") == missing.data.replace(b"0" * len(project), b"")
+
+
+@pytest.mark.parametrize("headers", [{}, {"X-API-Key": "tml-revoked"}, {"Authorization": f"Basic {KEY}"}], ids=repr)
+def test_without_a_valid_key_every_route_says_the_same_of_everything(api: Api, headers: dict[str, str]) -> None:
+    for label, call in calls(api).items():
+        path, method = path_of(label, call.names), label.split()[0]
+        answer = api.client.open(path, method=method, json=call.body, headers=headers)
+        unknown = api.client.open(
+            path_of(label, dict.fromkeys(call.names, "x")), method=method, json={}, headers=headers
+        )
+        assert (answer.status_code, answer.data) == (401, unknown.data), label
+
+
+def _mixed(own: Call, theirs: Call) -> Iterator[Call]:
+    """The own call with one id of theirs in it, for each that it has; names belong together."""
+    if theirs.names:
+        yield Call(own.body, theirs.names)
+    for place, text in _leaves(theirs.body or {}):
+        if _session_of(text):
+            body = copy.deepcopy(own.body)
+            inner: Any = body
+            for key in place[:-1]:
+                inner = inner[key]
+            inner[place[-1]] = text
+            yield Call(body, own.names)
+
+
+def _leaves(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else None
+    if items is None:
+        yield place, value
+    for key, part in items or ():
+        yield from _leaves(part, (*place, key))
+
+
+def _texts(value: Any) -> Iterator[str]:
+    return (leaf for _, leaf in _leaves(value) if isinstance(leaf, str))
+
+
+def _session_of(text: Any) -> str:
+    """The session every id begins with, as a uuid; empty for what is no id."""
+    head = text.removeprefix("tinker://").partition(":")[0] if isinstance(text, str) else ""
+    return head if len(head) == 36 and head.count("-") == 4 else ""
+
+
+def _ask(who: Api, label: str, call: Call) -> TestResponse:
+    return who.client.open(
+        path_of(label, call.names), method=label.split()[0], json=call.body, headers={"X-API-Key": who.key}
+    )
+
+
+def path_of(label: str, names: dict[str, str]) -> str:
+    path = label.partition("#")[0].split()[1]
+    for name, value in names.items():
+        path = path.replace(f"<{name}>", value)
+    assert path.startswith((API, OPENAI))
+    return path

@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import zstandard
+
+from app.domain.batch import Batch, Ragged
+from app.errors import BadRequest, TooLarge
+from app.limits import check_batch, check_depth, check_values, unpack
+from app.settings import LimitSettings
+
+BODY = bytes(range(256)) * 40
+PACKED = zstandard.compress(BODY)
+UNSIZED = zstandard.ZstdCompressor(write_content_size=False).compress(BODY)
+
+
+@pytest.mark.parametrize(("body", "encoding"), [(BODY, ""), (BODY, "identity"), (PACKED, "zstd")])
+def test_a_body_up_to_the_limit_is_the_same_however_it_came(body: bytes, encoding: str) -> None:
+    assert unpack(body, encoding, len(BODY)) == BODY
+
+
+def test_a_frame_larger_than_the_limit_is_refused_by_what_its_head_says() -> None:
+    with pytest.raises(TooLarge, match=f"{len(BODY)} bytes"):
+        unpack(PACKED[:20], "zstd", len(BODY) - 1)
+
+
+def test_a_frame_that_lies_about_its_size_is_refused() -> None:
+    said = _in_head(len(BODY))
+    assert PACKED.count(said) == 1
+    for lie in (len(BODY) - 1, len(BODY) + 1, 256):
+        with pytest.raises(BadRequest):
+            unpack(PACKED.replace(said, _in_head(lie)), "zstd", 10 * len(BODY))
+
+
+@pytest.mark.parametrize("cut", [1, 4, 100])
+def test_half_a_frame_or_one_with_something_behind_it_is_never_taken_for_a_body(cut: int) -> None:
+    for body in (PACKED[:-cut], PACKED + b"x" * cut, PACKED + PACKED):
+        with pytest.raises(BadRequest):
+            unpack(body, "zstd", 10 * len(BODY))
+
+
+@pytest.mark.parametrize(
+    ("body", "encoding"), [(UNSIZED, "zstd"), (BODY, "gzip"), (BODY, "zstd"), (b"", "zstd"), (PACKED, "zstd, zstd")]
+)
+def test_nothing_else_is_unpacked(body: bytes, encoding: str) -> None:
+    with pytest.raises(BadRequest, match="zstd"):
+        unpack(body, encoding, 10 * len(BODY))
+
+
+def test_values_are_counted_before_they_are_made() -> None:
+    limits = LimitSettings(json_values=1000)
+    check_values(json.dumps([1] * 999).encode(), limits)
+    for body in (b"[" * 1001, b'{"a":1}' * 501, json.dumps([1] * 1001).encode()):
+        with pytest.raises(TooLarge, match="1000"):
+            check_values(body, limits)
+
+
+def test_levels_are_counted_in_lists_and_objects_alike() -> None:
+    limits = LimitSettings(json_depth=16)
+    nested: object = 1
+    for level in range(16):
+        nested = [nested] if level % 2 else {"a": nested, "b": 2}
+    check_depth(nested, limits)
+    with pytest.raises(BadRequest, match="16 levels"):
+        check_depth([nested], limits)
+
+
+def test_a_call_brings_so_many_datums_and_tokens_and_no_more() -> None:
+    def batch(*lengths: int) -> Batch:
+        return Batch(Ragged.of([np.zeros(length) for length in lengths], np.int32), {})
+
+    limits = LimitSettings(datums=3, batch_tokens=10)
+    check_batch(batch(5, 4, 1), limits)
+    with pytest.raises(BadRequest, match="4 datums; at most 3"):
+        check_batch(batch(1, 1, 1, 1), limits)
+    with pytest.raises(BadRequest, match="11 tokens; at most 10"):
+        check_batch(batch(5, 6), limits)
+
+
+def _in_head(size: int) -> bytes:
+    """How a frame's head holds a size of 256 to 65,791."""
+    return (size - 256).to_bytes(2, "little")
