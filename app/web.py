@@ -20,6 +20,7 @@ _PUBLIC = frozenset(
         "operations.readyz",
         "operations.metrics",
         "objects.get_object",
+        "archives.get_archive",
         "api-docs.openapi_json",
         "docs",
     }

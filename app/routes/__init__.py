@@ -5,6 +5,7 @@ from __future__ import annotations
 from flask_smorest import Api
 
 from app.routes import (
+    archives,
     client,
     custom_losses,
     docs,
@@ -31,6 +32,7 @@ _BLUEPRINTS = (
     sampling.blueprint,
     runs.blueprint,
     objects.blueprint,
+    archives.blueprint,
     openai.blueprint,
     operations.blueprint,
 )

@@ -15,6 +15,8 @@ from app.routes.context import EXTENSION
 from app.services.base_models import BaseModels
 from app.services.checks.models import check_sampled
 from app.settings import Settings
+from app.stores.redis.client import connect
+from app.stores.redis.lifecycle import RedisLifecycle
 from tests.unit.app.conftest import BASE, Api, add_worker
 
 LORA = {"rank": 8, "train_unembed": True, "train_mlp": True, "train_attn": True}
@@ -170,3 +172,31 @@ def test_optimizer_state_is_only_in_training_checkpoints(api: Api) -> None:
     body = {"session_id": api.session(), "model_seq_id": 0, "path": path}
     assert "optimizer state" in api.post("load_weights", {**body, "optimizer": True}).json["detail"]
     assert api.post("load_weights", {**body, "optimizer": False}).status_code == 200
+
+
+def test_an_unloaded_model_leaves_its_trainers_memory_once_nothing_waits_until_the_next_call(api: Api) -> None:
+    model = api.model()
+    unwanted = RedisLifecycle(connect(api.services.settings.redis.url), api.services.settings.engine).unwanted
+    api.post("optim_step", {"model_id": model, "seq_id": 1})
+    answer = api.post("unload_model", {"model_id": model, "type": "unload_model"})
+    poll = api.post("retrieve_future", {"request_id": answer.json["request_id"]})
+    assert (poll.status_code, poll.json) == (200, {"type": "unload_model", "model_id": model})
+    assert unwanted([model]) == set(), "what was acknowledged runs first"
+    api.commit(model, 1)
+    assert unwanted([model]) == {model}
+    assert api.post("optim_step", {"model_id": model, "seq_id": 2}).status_code == 200
+    api.commit(model, 2)
+    assert unwanted([model]) == set()
+
+
+def test_another_ones_model_can_not_be_unloaded_and_looks_missing(api: Api, stranger: Api) -> None:
+    def ask(who: Api) -> list[tuple[int, bytes]]:
+        asked = {"unload_model": {"model_id": model}, "retrieve_future": {"request_id": f"{model}:unload:0"}}
+        answers = [who.post(path, body) for path, body in asked.items()]
+        return [(answer.status_code, answer.data) for answer in answers]
+
+    model = api.model()
+    foreign = ask(stranger)
+    api.services.records.delete("models", model)
+    assert foreign == ask(api)
+    assert [status for status, _ in foreign] == [404, 404]
