@@ -65,7 +65,8 @@ def test_the_archive_holds_the_checkpoints_files_and_says_that_it_is_complete(ap
 
 def test_files_may_be_larger_than_the_8_gb_of_plain_tar(api: Api) -> None:
     model = stored(api, "checkpoints/large")
-    rewrite(api, "checkpoints/large", {"model.safetensors": FileEntry(2**40, "")})
+    small = FileEntry(len(FILES["adapter_config.json"]), "")
+    rewrite(api, "checkpoints/large", {"adapter_config.json": small, "model.safetensors": FileEntry(2**40, "")})
     url = where(api, model)
     assert api.client.get(f"{url.path}?{url.query}", buffered=False).content_length > 2**40
 
