@@ -42,9 +42,11 @@ def trained(training: tinker.TrainingClient) -> dict[str, Any]:
     def loss(data: list[types.Datum], logprobs: list[Any]) -> tuple[Any, dict[str, float]]:
         return -sum((row * row).sum() for row in logprobs), {"rows:sum": float(len(logprobs))}
 
-    custom = training.forward_backward_custom(batch, loss).result()
+    custom = training.forward_backward_custom(batch, loss).result().metrics
     training.optim_step(ADAM).result()
-    return {"before": scores(before), "losses": losses, "custom": [custom.metrics[k] for k in ("loss:sum", "rows:sum")]}
+    # Up to 0.25 what stands in for the custom loss on the server is reported as the loss itself.
+    stand_in = custom.get("surrogate_loss:sum", custom["loss:sum"])
+    return {"before": scores(before), "losses": losses, "custom": [stand_in, custom["rows:sum"]]}
 
 
 def restored(training: tinker.TrainingClient) -> dict[str, Any]:

@@ -50,7 +50,7 @@ def where(api: Api, model: str) -> SplitResult:
 
 
 def test_the_archive_holds_the_checkpoints_files_and_says_that_it_is_complete(api: Api) -> None:
-    model = stored(api, "checkpoints/whole")
+    model = stored(api, "archived/whole")
     url = where(api, model)
     assert f"{url.scheme}://{url.netloc}" == api.services.settings.public_url
     download = api.client.get(f"{url.path}?{url.query}")
@@ -64,16 +64,16 @@ def test_the_archive_holds_the_checkpoints_files_and_says_that_it_is_complete(ap
 
 
 def test_files_may_be_larger_than_the_8_gb_of_plain_tar(api: Api) -> None:
-    model = stored(api, "checkpoints/large")
+    model = stored(api, "archived/large")
     small = FileEntry(len(FILES["adapter_config.json"]), "")
-    rewrite(api, "checkpoints/large", {"adapter_config.json": small, "model.safetensors": FileEntry(2**40, "")})
+    rewrite(api, "archived/large", {"adapter_config.json": small, "model.safetensors": FileEntry(2**40, "")})
     url = where(api, model)
     assert api.client.get(f"{url.path}?{url.query}", buffered=False).content_length > 2**40
 
 
 def test_an_archive_that_cannot_be_finished_is_seen_to_be_cut_short(api: Api) -> None:
-    url = where(api, stored(api, "checkpoints/cut"))
-    api.services.objects.delete(["checkpoints/cut/optimizer.safetensors"])
+    url = where(api, stored(api, "archived/cut"))
+    api.services.objects.delete(["archived/cut/optimizer.safetensors"])
     answer = api.client.get(f"{url.path}?{url.query}", buffered=False)
     received = b""
     with pytest.raises(Exception, match="does not exist"):
@@ -84,7 +84,7 @@ def test_an_archive_that_cannot_be_finished_is_seen_to_be_cut_short(api: Api) ->
 
 
 def test_a_url_for_anything_else_is_refused(api: Api) -> None:
-    url = where(api, stored(api, "checkpoints/signed"))
+    url = where(api, stored(api, "archived/signed"))
     signature = f"signature={'0' * 64}"
     forged = [
         f"{url.path}?{url.query.partition('&')[0]}&{signature}",
@@ -97,12 +97,12 @@ def test_a_url_for_anything_else_is_refused(api: Api) -> None:
 
 def test_a_url_stops_working_when_it_expires(api: Api) -> None:
     settings = api.services.settings
-    url = urlsplit(UrlSigner(settings.url_secret, "").url("archives/checkpoints/late", int(time.time()) - 1))
+    url = urlsplit(UrlSigner(settings.url_secret, "").url("archives/archived/late", int(time.time()) - 1))
     assert api.client.get(f"{url.path}?{url.query}").status_code == 403
 
 
 def test_the_archive_of_a_checkpoint_deleted_since_is_not_found(api: Api) -> None:
-    model = stored(api, "checkpoints/deleted")
+    model = stored(api, "archived/deleted")
     url = where(api, model)
     path = f"/api/v1/training_runs/{model}/checkpoints/weights/a"
     assert api.client.delete(path, headers={"X-API-Key": api.key}).status_code == 200
@@ -111,8 +111,8 @@ def test_the_archive_of_a_checkpoint_deleted_since_is_not_found(api: Api) -> Non
 
 def test_a_manifest_that_was_damaged_is_said_to_be(api: Api) -> None:
     model = api.model()
-    api.services.objects.put_new(f"checkpoints/damaged/{MANIFEST}", b"{")
-    save_checkpoint(api, model, prefix="checkpoints/damaged")
+    api.services.objects.put_new(f"archived/damaged/{MANIFEST}", b"{")
+    save_checkpoint(api, model, prefix="archived/damaged")
     url = where(api, model)
     answer = api.client.get(f"{url.path}?{url.query}")
     assert (answer.status_code, "damaged" in answer.json["detail"]) == (503, True)
@@ -129,8 +129,8 @@ def test_another_ones_checkpoint_looks_missing(api: Api, stranger: Api) -> None:
 
 
 def test_the_name_of_a_manifests_file_never_leads_out_of_its_folder(api: Api) -> None:
-    model = stored(api, "checkpoints/odd")
-    rewrite(api, "checkpoints/odd", {"../../secret": FileEntry(1, "")})
+    model = stored(api, "archived/odd")
+    rewrite(api, "archived/odd", {"../../secret": FileEntry(1, "")})
     url = where(api, model)
     with pytest.raises(Exception, match="not an object key"):
         list(api.client.get(f"{url.path}?{url.query}", buffered=False).response)

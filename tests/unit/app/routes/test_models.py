@@ -38,6 +38,17 @@ def test_create_model_journals_seq_0_under_the_id_the_sdk_computes(api: Api) -> 
     assert op_of(api, model) == ops.CreateModel(ops.ModelSpec(BASE, ops.LoraSpec(rank=8, seed=seed)))
 
 
+def test_null_where_an_older_sdk_has_nothing_to_say_is_as_good_as_nothing(api: Api) -> None:
+    session, lora = api.session(), {**LORA, "seed": None}
+    asked = {"session_id": session, "model_seq_id": 0, "base_model": BASE, "lora_config": lora, "user_metadata": None}
+    model = api.post("create_model", asked).json["model_id"]
+    assert op_of(api, model).spec.lora == ops.LoraSpec(rank=8, seed=ids.stable_seed(model))
+    save = api.post("save_weights", {"model_id": model, "seq_id": 1, "path": "a", "ttl_seconds": None})
+    assert save.status_code == 200
+    missing = api.post("create_model", {**asked, "base_model": None})
+    assert (missing.status_code, "base_model" in missing.json["detail"]) == (422, True)
+
+
 def test_a_seed_of_the_client_is_kept(api: Api) -> None:
     model = api.model(lora_config={**LORA, "seed": 11})
     assert op_of(api, model).spec.lora.seed == 11
