@@ -17,6 +17,7 @@ CHECKPOINT_KINDS = ("weights", "sampler_weights", "external_weights")
 _OPENAI = uuid.uuid5(uuid.NAMESPACE_URL, "/oai/api/v1")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 _LOSS_ID = re.compile(r"[A-Za-z0-9-]{1,64}:loss:[0-9]{1,10}")
+_UNLOAD_ID = re.compile(r"([A-Za-z0-9-]{1,64}:train:[0-9]{1,9}):unload:0")
 _MODEL_ID = re.compile(r"([A-Za-z0-9-]{1,64}):train:([0-9]{1,9})")
 
 
@@ -47,6 +48,17 @@ def openai_sampler_id(session_id: str, base_model: str, prefix: str) -> str:
 def loss_id(session_id: str, custom_loss_seq_id: int) -> str:
     """A custom loss's id, and its creation's request id: the one call that can have made it."""
     return f"{session_id}:loss:{custom_loss_seq_id}"
+
+
+def unload_id(model_id: str) -> str:
+    """The request id of a model's unloading."""
+    return f"{model_id}:unload:0"
+
+
+def unloaded_by(request_id: str) -> str | None:
+    """The inverse; None for any other request id."""
+    match = _UNLOAD_ID.fullmatch(request_id)
+    return match and match[1]
 
 
 def model_prefix(session_id: str) -> str:

@@ -23,6 +23,7 @@ PUBLIC = frozenset(
         "operations.readyz",
         "operations.metrics",
         "objects.get_object",
+        "archives.get_archive",
         "api-docs.openapi_json",
         "docs",
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from flask_smorest import Api
 
 from app.routes import (
+    archives,
     auth,
     client,
     custom_losses,
@@ -33,6 +34,7 @@ _BLUEPRINTS = (
     sampling.blueprint,
     runs.blueprint,
     objects.blueprint,
+    archives.blueprint,
     openai.blueprint,
     operations.blueprint,
 )

@@ -19,7 +19,10 @@ def client_config() -> dict[str, Any]:
     return {
         "pjwt_auth_enabled": settings.api.pjwt_auth_enabled,
         "parallel_fwdbwd_chunks": True,
+        "proto_write_fwdbwd": True,
         "proto_compress_fwdbwd": settings.api.compress_batches,
+        "fwd_via_fwdbwd": True,
+        "create_model_via_load_weights": True,
         "sample_use_retrieve_futures": settings.api.batch_polls,
         "custom_loss_server_side": True,
         "sample_join_sampling_session": True,

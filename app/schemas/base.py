@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from marshmallow import EXCLUDE, Schema, ValidationError, fields, validate
+from marshmallow import EXCLUDE, Schema, ValidationError, fields, pre_load, validate
 
 MAX_SEQ = 2**31 - 1
 MAX_METADATA_BYTES = 16 * 1024
@@ -14,10 +14,20 @@ MAX_METADATA_BYTES = 16 * 1024
 
 
 class SdkSchema(Schema):
-    """A body the SDK sends or reads: newer SDKs add fields, so unknown ones are dropped."""
+    """A body the SDK sends or reads: newer SDKs add fields, so unknown ones are dropped. Older ones, to 0.6 at least,
+    send null for what newer ones leave out, so it is left out where it has no meaning of its own."""
 
     class Meta:
         unknown = EXCLUDE
+
+    @pre_load
+    def _leave_out_null(self, given: Any, **_: Any) -> Any:
+        if not isinstance(given, Mapping):
+            return given
+        return {name: value for name, value in given.items() if value is not None or self._takes_null(name)}
+
+    def _takes_null(self, name: str) -> bool:
+        return name in self.fields and self.fields[name].allow_none
 
 
 class ErrorSchema(Schema):

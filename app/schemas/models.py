@@ -35,6 +35,10 @@ class GetInfo(SdkSchema):
     model_id = identifier()
 
 
+class UnloadModel(SdkSchema):
+    model_id = identifier()
+
+
 class ModelData(SdkSchema):
     arch = fields.String()
     model_name = fields.String()

@@ -8,12 +8,14 @@ from app.doorbell import Doorbell, celery_app
 from app.errors import SetupError
 from app.services.accounts import AccountService
 from app.services.admission import AdmissionService
+from app.services.archives import ArchiveService
 from app.services.base_models import BaseModels
 from app.services.callers import Callers
 from app.services.cancelling import CancelService
 from app.services.checkpoints import CheckpointService
-from app.services.custom_losses import CustomLossService, Futures
+from app.services.custom_losses import CustomLossService
 from app.services.endings import Endings
+from app.services.futures import Futures
 from app.services.holds import Holds
 from app.services.models import ModelService
 from app.services.openai.following import Following
@@ -27,6 +29,7 @@ from app.services.sessions import SessionService
 from app.services.tokens import Tokens
 from app.services.training import TrainingService
 from app.settings import Settings
+from app.signing import UrlSigner
 from app.stores.interfaces import ObjectStore, OpLog, Records
 from app.stores.objects import create
 from app.stores.objects.accounts import AccountFiles
@@ -60,6 +63,7 @@ class Services:
     training: TrainingService
     sampling: SamplingService
     checkpoints: CheckpointService
+    archives: ArchiveService
     polls: PollService
     batch_polls: BatchPollService
     queue_states: QueueStates
@@ -103,6 +107,7 @@ def build(settings: Settings) -> Services:
         TrainingService(store, bases, admission, custom_losses, settings.limits),
         sampling,
         CheckpointService(store, objects),
+        ArchiveService(store, objects, UrlSigner(settings.url_secret, settings.public_url)),
         PollService(futures, waiter, holds),
         BatchPollService(RedisCompletions(client, settings.engine), store, waiter, holds),
         QueueStates(bases, store, oplog),

@@ -1,12 +1,11 @@
 """Custom losses: taken in, kept for their session, and looked up when a forward_backward names one.
 
-Nothing has to run to make one, so its future is no more than its record: done as long as that is there.
+Nothing has to run to make one, so its future is no more than its record (app/services/futures.py).
 """
 
 from __future__ import annotations
 
 import base64
-import json
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -16,13 +15,10 @@ from app.domain import codec, records
 from app.domain.custom_losses import CustomLoss
 from app.domain.identity import Caller
 from app.domain.records import Loss, Session
-from app.domain.results import Result
 from app.errors import BadRequest, NotFound
 from app.services.ownership import load_owned, load_readable
-from app.stores.interfaces import Future, OpLog, Records
+from app.stores.interfaces import Records
 from app.wire import custom_loss
-
-KIND = "create_custom_loss"
 
 
 class CustomLossService:
@@ -56,21 +52,3 @@ class CustomLossService:
             raise BadRequest(str(error)) from None
         loss: CustomLoss = codec.decode(base64.b64decode(record.content))
         return loss
-
-
-class Futures:
-    """Every future there is: those of the journal, and those of custom losses."""
-
-    def __init__(self, oplog: OpLog, store: Records) -> None:
-        self._oplog, self._records = oplog, store
-
-    def future(self, request_id: str, caller: Caller) -> Future:
-        """Raises NotFound for an unknown or foreign id (alike), Gone for an expired one."""
-        if not ids.is_loss_id(request_id):
-            return self._oplog.future(request_id, caller.roles.keys())
-        try:
-            loss = load_readable(self._records, Loss, request_id, caller)
-        except NotFound:
-            raise NotFound(f"no future {request_id!r}") from None
-        body = json.dumps({"type": KIND, "loss_id": request_id}).encode()
-        return Future(request_id, KIND, "", loss.owner, "done", Result(body))

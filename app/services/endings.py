@@ -26,9 +26,13 @@ class Endings:
     def finish(self, session_id: str, reason: str) -> None:
         """Its samples are cancelled. Its models leave the memory of whoever holds them; an Op brings one back."""
         self._lifecycle.finish(session_id, reason)
-        for holder in set(self._lifecycle.holders(self._models(session_id))):
-            self._wake(holder)
+        self._free(self._models(session_id))
         self._lifecycle.abort_samples()
+
+    def unload(self, model_id: str) -> None:
+        """It leaves the memory of whoever holds it once what waits has run; an Op brings it back."""
+        self._lifecycle.unload(model_id)
+        self._free([model_id])
 
     def end(self, model_id: str) -> None:
         """End a model whatever its session. What an outage leaves of its files is left to the orphans chore."""
@@ -52,6 +56,10 @@ class Endings:
             for model_id in self._models(session_id):
                 if not any(self._records.list(Checkpoint.namespace, f"tinker://{model_id}/")):
                     self._records.delete(Model.namespace, model_id)
+
+    def _free(self, model_ids: list[str]) -> None:
+        for holder in set(self._lifecycle.holders(model_ids)):
+            self._wake(holder)
 
     def _clear(self, model_id: str, holder: Holder) -> None:
         log.info("a run has ended", extra={"model_id": model_id})

@@ -70,6 +70,12 @@ class ModelService:
             **({"lora_rank": model.lora["rank"]} if model.lora else {}),
         }
 
+    def unload(self, model_id: str, caller: Caller) -> dict[str, str]:
+        """A promise, kept at once: its trainer has been told that it need not stay in memory. Raises NotFound."""
+        load_owned(self._records, Model, model_id, caller)
+        self._endings.unload(model_id)
+        return {"request_id": ids.unload_id(model_id), "model_id": model_id}
+
     def delete(self, model_id: str, caller: Caller) -> None:
         """End a run: its waiting calls fail, and nothing is left of it but its checkpoints. Again is fine.
 

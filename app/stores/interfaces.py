@@ -409,6 +409,10 @@ class Lifecycle(Protocol):
         """
         ...
 
+    def unload(self, model_id: str) -> None:
+        """Its client needs it in memory no more, until the next Op. Nothing for an unknown model."""
+        ...
+
     def end_sampler(self, sampler_id: str) -> bool:
         """Remove a sampler's record; False (and nothing changes) when its session is not retired any more."""
         ...
@@ -422,7 +426,8 @@ class Lifecycle(Protocol):
         ...
 
     def unwanted(self, model_ids: Iterable[str]) -> set[str]:
-        """Of these, those that were ended or are unknown, or whose session has ended and that have nothing to do."""
+        """Of these, those that were ended or are unknown; and of those with nothing to do the unloaded ones, and the
+        ones whose session has ended."""
         ...
 
     def loads(self, model_id: str) -> list[int]:

@@ -1,4 +1,4 @@
-"""The JSON form of a forward_backward body, which SDKs before 0.26 sent, to the same Op; JSON tokens and tensors."""
+"""The JSON form of a forward or forward_backward body, which SDKs up to 0.24 send, to the same Op; JSON tensors too."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from app.errors import BadRequest
 from app.wire import tinker_pb2 as pb
 from app.wire.forward_backward import Envelope, FindLoss, Head, build_op
 
+_FORWARD = "forward_input"
 _DTYPES = {"float32": pb.DTYPE_FLOAT32, "int64": pb.DTYPE_INT64}
 _NUMPY: dict[str, np.dtype[Any]] = {"float32": np.dtype("<f4"), "int64": np.dtype("<i8")}
 
@@ -32,7 +33,7 @@ def open_envelope(body: Any) -> Envelope:
     seq = body.get("seq_id")
     if not isinstance(seq, int) or isinstance(seq, bool):
         raise BadRequest(f"seq_id must be an integer (got {str(seq)[:80]!r})")
-    return Envelope(body["model_id"], seq, bool(body.get("forward_only")), lambda find: _to_op(body, find))
+    return Envelope(body["model_id"], seq, _FORWARD in body, lambda find: _to_op(body, find))
 
 
 def text_tokens(chunks: Any, what: str) -> np.ndarray:
@@ -54,10 +55,11 @@ def _chunk_tokens(chunk: Any, what: str) -> np.ndarray:
 
 
 def _to_op(body: Mapping[str, Any], find: FindLoss) -> ForwardBackward:
-    forward_only = "forward_input" in body
-    content = body.get("forward_input" if forward_only else "forward_backward_input")
+    forward_only = _FORWARD in body
+    name = _FORWARD if forward_only else "forward_backward_input"
+    content = body.get(name)
     if not isinstance(content, dict) or not isinstance(content.get("loss_fn"), str):
-        raise BadRequest("forward_backward_input must be an object with data and loss_fn")
+        raise BadRequest(f"{name} must be an object with data and loss_fn")
     data = _list(content.get("data"), "data")
     head = Head.of(content["loss_fn"], _loss_config(content.get("loss_fn_config")), forward_only, find)
     tokens = [_tokens(datum, i) for i, datum in enumerate(data)]

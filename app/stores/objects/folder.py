@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import io
 import os
 import shutil
@@ -12,9 +10,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
-from urllib.parse import quote
 
-from app.errors import Forbidden, NotFound, SetupError, Unavailable
+from app.errors import NotFound, SetupError, Unavailable
+from app.signing import UrlSigner
 from app.stores.objects.files import flush, flush_folder, temporary_file, whole_file
 from app.stores.objects.keys import check_key, check_prefix
 
@@ -35,8 +33,7 @@ class FolderStore:
     def __init__(self, root: Path, url_secret: str, public_url: str) -> None:
         self._root = root.absolute()
         self._unfinished = self._root / _UNFINISHED
-        self._secret = url_secret.encode()
-        self._public_url = public_url.rstrip("/")
+        self._signer = UrlSigner(url_secret, public_url)
         try:
             self._unfinished.mkdir(parents=True, exist_ok=True)
             with temporary_file(self._unfinished):
@@ -88,26 +85,15 @@ class FolderStore:
 
         Raises SetupError when the settings hold no url_secret.
         """
-        if not self._secret:
-            raise SetupError("signed URLs need url_secret in the config file: set it to 32 random characters or more")
-        expires = int(time.time()) + expires_s
-        query = f"expires={expires}&signature={self._sign(check_key(key), expires)}"
-        return f"{self._public_url}/api/v1/objects/{quote(key)}?{query}"
+        return self._signer.url(_route(check_key(key)), int(time.time()) + expires_s)
 
     def open_signed(self, key: str, expires: int, signature: str) -> Path:
         """The file behind a URL that `presign` made. Raises Forbidden (wrong or past) or NotFound."""
-        expected = self._sign(key, expires).encode()
-        if not self._secret or not hmac.compare_digest(expected, signature.encode()):
-            raise Forbidden("this download URL is not one of ours: its signature does not match")
-        if time.time() >= expires:
-            raise Forbidden("this download URL has expired: ask for a new one")
+        self._signer.check(_route(key), expires, signature)
         path = self._path(key)
         if not path.is_file():
             raise NotFound(f"object {key!r} does not exist")
         return path
-
-    def _sign(self, key: str, expires: int) -> str:
-        return hmac.new(self._secret, f"{key}\n{expires}".encode(), hashlib.sha256).hexdigest()
 
     def _path(self, key: str) -> Path:
         return self._root / check_key(key)
@@ -148,6 +134,10 @@ class FolderStore:
             if key and isinstance(error, FileNotFoundError | IsADirectoryError | NotADirectoryError):
                 raise NotFound(f"object {key!r} does not exist") from None
             raise Unavailable(f"the object store folder {self._root} failed: {error.strerror}") from error
+
+
+def _route(key: str) -> str:
+    return f"objects/{key}"
 
 
 def _reader(source: Path | bytes) -> BinaryIO:

@@ -1,7 +1,8 @@
 """Every Redis key, in one place. Scripts build the same texts from the ids they are given.
 
     models:<model>      HASH  the Model record, and the journal's head: applied, epoch, worker, snapshot, snapshot_seq,
-                              epoch_floor after a rebuild, and ended (deleted) once it is no more
+                              epoch_floor after a rebuild, last_request and unloaded (ms), and ended (deleted) once it
+                              is no more
     journal:<model>     ZSET  seq -> seq: Ops behind the snapshot (seq > snapshot_seq), applied or waiting
     op:<request>        HASH  kind, attempts, runner, admitted, doomed, spilled: one journalled Op or sampling request,
                               of the latter adapter, the prefix of the version it was admitted for; rows, the

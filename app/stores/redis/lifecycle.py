@@ -58,6 +58,9 @@ class RedisLifecycle:
         base_model, worker, full = (part.decode() for part in found)
         return Holder(base_model, worker.rpartition("/")[0], json.loads(full))
 
+    def unload(self, model_id: str) -> None:
+        self._run("unload", model_id)
+
     def end_sampler(self, sampler_id: str) -> bool:
         return bool(self._run("end_sampler", sampler_id, self._retain_ms))
 

@@ -1,10 +1,12 @@
 #!lua flags=allow-oom
--- Which models nobody needs in memory: ended, or of a session that has, with nothing waiting. ARGV: model ids.
+-- Which models nobody needs in memory: ended, or unloaded, or of a session that has ended, with nothing waiting.
+-- ARGV: model ids.
 local found = {}
 for _, model in ipairs(ARGV) do
-  local head = redis.call('HMGET', 'tinsmith:models:' .. model, 'session_id', 'ended')
+  local head = redis.call('HMGET', 'tinsmith:models:' .. model, 'session_id', 'ended', 'unloaded', 'last_request')
+  local unloaded = head[3] and tonumber(head[4] or 0) <= tonumber(head[3])
   local idle = head[1] and not redis.call('ZSCORE', 'tinsmith:pending', model)
-                       and redis.call('ZSCORE', 'tinsmith:sessions_ended', cjson.decode(head[1]))
+                       and (unloaded or redis.call('ZSCORE', 'tinsmith:sessions_ended', cjson.decode(head[1])))
   if not head[1] or head[2] or idle then found[#found + 1] = model end
 end
 return found

@@ -8,7 +8,15 @@ import pytest
 from app.telemetry import JsonFormatter
 from tests.unit.app.conftest import API, KEY, Api, batch
 
-PUBLIC = {"/api/v1/healthz", "/readyz", "/metrics", "/openapi.json", "/docs", "/api/v1/objects/<path:key>"}
+PUBLIC = {
+    "/api/v1/healthz",
+    "/readyz",
+    "/metrics",
+    "/openapi.json",
+    "/docs",
+    "/api/v1/archives/<path:prefix>",
+    "/api/v1/objects/<path:key>",
+}
 
 # Whatever is sent there, nothing of a project's changes.
 READING = {

@@ -4,16 +4,19 @@ import json
 import threading
 from typing import Any
 
+import numpy as np
 import pytest
 from tinker.types.futures_retrieve_response import FuturesRetrieveResponse
 from werkzeug.test import TestResponse
 
 from app import create_app
+from app.domain.batch import Ragged
 from app.domain.records import Worker
-from app.domain.results import PROTOBUF, Result
+from app.domain.results import PROTOBUF, ForwardBackwardOutput, Result
 from app.settings import RedisSettings, Settings
 from app.stores.redis import keys
 from app.stores.redis.client import connect
+from app.wire.results import encode_forward_backward
 from tests.servers import free_port
 from tests.unit.app.conftest import API, BASE, KEY, Api, add_worker, batch
 
@@ -40,6 +43,34 @@ def test_a_finished_result_comes_back_unchanged_and_again(api: Api) -> None:
     api.commit(model, 1, Result(b"\x00\xff bytes", PROTOBUF))
     assert poll(api, f"{model}:1") == (200, b"\x00\xff bytes", PROTOBUF)
     assert poll(api, f"{model}:1") == (200, b"\x00\xff bytes", PROTOBUF)
+
+
+@pytest.mark.parametrize(
+    ("accept", "content_type"),
+    [
+        ("application/json", "application/json"),
+        ("application/x-protobuf, application/json", PROTOBUF),
+        ("application/x-protobuf", PROTOBUF),
+        ("*/*", PROTOBUF),
+        (None, PROTOBUF),
+    ],
+)
+def test_a_client_that_would_rather_have_json_gets_the_same_result_as_json(
+    api: Api, accept: str | None, content_type: str
+) -> None:
+    model = api.model()
+    api.forward_backward(batch(model, 1))
+    output = ForwardBackwardOutput(Ragged.of([np.array([-0.5, -1.0, -2.0])], np.float32), {"loss:sum": 3.5})
+    stored = encode_forward_backward(output)
+    api.commit(model, 1, Result(stored, PROTOBUF))
+    headers = {"X-API-Key": KEY, **({"Accept": accept} if accept else {})}
+    answer = api.client.post(f"{API}/retrieve_future", json={"request_id": f"{model}:1"}, headers=headers)
+    assert answer.content_type == content_type
+    if content_type == PROTOBUF:
+        assert answer.data == stored
+    else:
+        assert answer.json["metrics"] == {"loss:sum": 3.5}
+        assert answer.json["loss_fn_outputs"][0]["logprobs"]["data"] == [-0.5, -1.0, -2.0]
 
 
 def test_a_failed_future_is_a_200_with_its_error(api: Api) -> None:

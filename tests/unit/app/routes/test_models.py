@@ -15,6 +15,8 @@ from app.routes.context import EXTENSION
 from app.services.base_models import BaseModels
 from app.services.checks.models import check_sampled
 from app.settings import Settings
+from app.stores.redis.client import connect
+from app.stores.redis.lifecycle import RedisLifecycle
 from tests.unit.app.conftest import BASE, Api, add_worker
 
 LORA = {"rank": 8, "train_unembed": True, "train_mlp": True, "train_attn": True}
@@ -34,6 +36,17 @@ def test_create_model_journals_seq_0_under_the_id_the_sdk_computes(api: Api) -> 
     assert answer.json == {"request_id": f"{model}:0", "model_id": model}
     seed = ids.stable_seed(model)
     assert op_of(api, model) == ops.CreateModel(ops.ModelSpec(BASE, ops.LoraSpec(rank=8, seed=seed)))
+
+
+def test_null_where_an_older_sdk_has_nothing_to_say_is_as_good_as_nothing(api: Api) -> None:
+    session, lora = api.session(), {**LORA, "seed": None}
+    asked = {"session_id": session, "model_seq_id": 0, "base_model": BASE, "lora_config": lora, "user_metadata": None}
+    model = api.post("create_model", asked).json["model_id"]
+    assert op_of(api, model).spec.lora == ops.LoraSpec(rank=8, seed=ids.stable_seed(model))
+    save = api.post("save_weights", {"model_id": model, "seq_id": 1, "path": "a", "ttl_seconds": None})
+    assert save.status_code == 200
+    missing = api.post("create_model", {**asked, "base_model": None})
+    assert (missing.status_code, "base_model" in missing.json["detail"]) == (422, True)
 
 
 def test_a_seed_of_the_client_is_kept(api: Api) -> None:
@@ -170,3 +183,31 @@ def test_optimizer_state_is_only_in_training_checkpoints(api: Api) -> None:
     body = {"session_id": api.session(), "model_seq_id": 0, "path": path}
     assert "optimizer state" in api.post("load_weights", {**body, "optimizer": True}).json["detail"]
     assert api.post("load_weights", {**body, "optimizer": False}).status_code == 200
+
+
+def test_an_unloaded_model_leaves_its_trainers_memory_once_nothing_waits_until_the_next_call(api: Api) -> None:
+    model = api.model()
+    unwanted = RedisLifecycle(connect(api.services.settings.redis.url), api.services.settings.engine).unwanted
+    api.post("optim_step", {"model_id": model, "seq_id": 1})
+    answer = api.post("unload_model", {"model_id": model, "type": "unload_model"})
+    poll = api.post("retrieve_future", {"request_id": answer.json["request_id"]})
+    assert (poll.status_code, poll.json) == (200, {"type": "unload_model", "model_id": model})
+    assert unwanted([model]) == set(), "what was acknowledged runs first"
+    api.commit(model, 1)
+    assert unwanted([model]) == {model}
+    assert api.post("optim_step", {"model_id": model, "seq_id": 2}).status_code == 200
+    api.commit(model, 2)
+    assert unwanted([model]) == set()
+
+
+def test_another_ones_model_can_not_be_unloaded_and_looks_missing(api: Api, stranger: Api) -> None:
+    def ask(who: Api) -> list[tuple[int, bytes]]:
+        asked = {"unload_model": {"model_id": model}, "retrieve_future": {"request_id": f"{model}:unload:0"}}
+        answers = [who.post(path, body) for path, body in asked.items()]
+        return [(answer.status_code, answer.data) for answer in answers]
+
+    model = api.model()
+    foreign = ask(stranger)
+    api.services.records.delete("models", model)
+    assert foreign == ask(api)
+    assert [status for status, _ in foreign] == [404, 404]

@@ -86,13 +86,15 @@ def test_its_ephemeral_sampler_is_gone_with_it(api: Api) -> None:
     assert api.services.records.get(Sampler.namespace, sampler) is None
 
 
-@pytest.mark.parametrize("how", ["finish", "delete"])
+@pytest.mark.parametrize("how", ["finish", "delete", "unload"])
 def test_the_trainer_that_holds_a_model_is_woken_to_free_it(api: Api, how: str) -> None:
     session = api.session()
     model = api.model(session)
     assert waiting_tasks(api) == []
     if how == "delete":
         delete(api, model)
+    elif how == "unload":
+        api.post("unload_model", {"model_id": model})
     else:
         api.post(f"sessions/{session}/finish", {"reason": {"type": "success"}})
     assert waiting_tasks(api) == [TICK]

@@ -310,13 +310,66 @@ def test_odd_seqs_do_no_harm(api: Api, seq: int) -> None:
     assert api.forward_backward(batch(model, 1)).status_code == 200
 
 
-def test_an_older_sdks_json_body_is_the_same_op(api: Api) -> None:
-    model = api.model()
+def json_batch(loss_fn: str = "cross_entropy") -> dict[str, Any]:
+    """What `batch` makes, as SDKs up to 0.24 send it."""
     tensor = {"data": [2, 3, 4], "dtype": "int64", "shape": [3]}
     item = {"model_input": {"chunks": [{"tokens": [1, 2, 3]}]}, "loss_fn_inputs": {"target_tokens": tensor}}
-    body = {"model_id": model, "seq_id": 1, "forward_backward_input": {"data": [item], "loss_fn": "cross_entropy"}}
+    return {"data": [item], "loss_fn": loss_fn}
+
+
+def test_an_older_sdks_json_body_is_the_same_op(api: Api) -> None:
+    model = api.model()
+    body = {"model_id": model, "seq_id": 1, "forward_backward_input": json_batch()}
     assert api.post("forward_backward", body).status_code == 200
     assert api.forward_backward(batch(model, 1)).json == {"request_id": f"{model}:1", "model_id": model}
+
+
+def test_an_older_sdks_forward_is_the_same_op_as_a_newer_ones(api: Api) -> None:
+    model = api.model()
+    body = {"model_id": model, "seq_id": 1, "forward_input": json_batch()}
+    assert api.post("forward", body).json == {"request_id": f"{model}:1", "model_id": model}
+    newer = batch(model, 1)
+    newer.forward_only = True
+    assert api.forward_backward(newer).json == {"request_id": f"{model}:1", "model_id": model}
+    assert op_of(api, model, 1).forward_only
+
+
+@pytest.mark.parametrize("route", ["forward", "forward_backward"])
+def test_a_refused_forward_costs_no_gradient(api: Api, route: str) -> None:
+    model = api.model()
+    answer = api.post(route, {"model_id": model, "seq_id": 1, "forward_input": json_batch("hinge")})
+    assert (answer.status_code, "hinge" in answer.json["detail"]) == (400, True)
+    assert api.services.oplog.entry(model, 1).kind == "skip"
+
+
+def test_forward_takes_no_batch_that_adds_a_gradient(api: Api) -> None:
+    model = api.model()
+    body = {"model_id": model, "seq_id": 1, "forward_backward_input": json_batch()}
+    answer = api.post("forward", body)
+    assert (answer.status_code, "forward_input" in answer.json["detail"]) == (400, True)
+    assert api.services.oplog.entry(model, 1).kind == "skip"
+
+
+@pytest.mark.parametrize(
+    "where", ["the call", "its batch", "a datum", "a tensor", "a chunk", "a step", "its optimizer"]
+)
+def test_fields_a_later_sdk_may_add_are_ignored(api: Api, where: str) -> None:
+    model = api.model()
+    content = json_batch()
+    item = content["data"][0]
+    body: dict[str, Any] = {"model_id": model, "seq_id": 1, "forward_input": content}
+    step: dict[str, Any] = {"model_id": model, "seq_id": 2, "adam_params": {}}
+    added = {
+        "the call": body,
+        "its batch": content,
+        "a datum": item,
+        "a tensor": item["loss_fn_inputs"]["target_tokens"],
+        "a chunk": item["model_input"]["chunks"][0],
+        "a step": step,
+        "its optimizer": step["adam_params"],
+    }
+    added[where]["of_a_later_sdk"] = {"deep": [1, None]}
+    assert [api.post("forward", body).status_code, api.post("optim_step", step).status_code] == [200, 200]
 
 
 BAD_JSON = {

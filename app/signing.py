@@ -1,0 +1,39 @@
+"""URLs of our own API that need no key: whoever has one may read what it names until it expires."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import time
+from urllib.parse import quote
+
+from app.errors import Forbidden, SetupError
+
+
+class UrlSigner:
+    """Signs paths below /api/v1; every process of one installation has the same secret."""
+
+    def __init__(self, secret: str, public_url: str) -> None:
+        self._secret = secret.encode()
+        self._public_url = public_url.rstrip("/")
+
+    def url(self, path: str, expires: int) -> str:
+        """The URL of `path` (as `objects/a/b`) until `expires`, in unix seconds.
+
+        Raises SetupError when the settings hold no url_secret.
+        """
+        if not self._secret:
+            raise SetupError("signed URLs need url_secret in the config file: set it to 32 random characters or more")
+        query = f"expires={expires}&signature={self._sign(path, expires)}"
+        return f"{self._public_url}/api/v1/{quote(path)}?{query}"
+
+    def check(self, path: str, expires: int, signature: str) -> None:
+        """Raises Forbidden for what `url` did not make, and for what it made but has expired."""
+        expected = self._sign(path, expires).encode()
+        if not self._secret or not hmac.compare_digest(expected, signature.encode()):
+            raise Forbidden("this download URL is not one of ours: its signature does not match")
+        if time.time() >= expires:
+            raise Forbidden("this download URL has expired: ask for a new one")
+
+    def _sign(self, path: str, expires: int) -> str:
+        return hmac.new(self._secret, f"{path}\n{expires}".encode(), hashlib.sha256).hexdigest()
