@@ -49,6 +49,11 @@ def loss_id(session_id: str, custom_loss_seq_id: int) -> str:
     return f"{session_id}:loss:{custom_loss_seq_id}"
 
 
+def hub_id(base_model: str) -> str:
+    """A base model's name as the SDK cuts it for Hugging Face's Hub: without a `:suffix` or a third part."""
+    return "/".join(base_model.split(":")[0].split("/")[:2])
+
+
 def model_prefix(session_id: str) -> str:
     """What the ids of all its models start with."""
     return f"{session_id}:train:"

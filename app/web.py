@@ -14,12 +14,14 @@ from app.services import container
 from app.settings import Settings
 from app.telemetry import REQUEST_SECONDS
 
+# Endpoints, and blueprints all of whose endpoints are.
 _PUBLIC = frozenset(
     {
         "client.healthz",
         "operations.readyz",
         "operations.metrics",
         "objects.get_object",
+        "hub",
         "api-docs.openapi_json",
         "docs",
     }
@@ -48,7 +50,7 @@ def _add_hooks(app: Flask, settings: Settings) -> None:
     @app.before_request
     def identify() -> None:
         g.started = time.perf_counter()
-        if request.endpoint not in _PUBLIC:
+        if _PUBLIC.isdisjoint((request.endpoint, request.blueprint)):
             g.caller = authenticate(request.headers, settings.api_keys)
 
     @app.after_request

@@ -9,6 +9,7 @@ from app.routes import (
     custom_losses,
     docs,
     futures,
+    hub,
     models,
     objects,
     openai,
@@ -32,6 +33,7 @@ _BLUEPRINTS = (
     runs.blueprint,
     objects.blueprint,
     openai.blueprint,
+    hub.blueprint,
     operations.blueprint,
 )
 

@@ -67,8 +67,12 @@ def _answer(detail: str, kind: str, status: int, headers: Mapping[str, str] | No
 
 
 def _request_error(error: RequestError) -> Answer:
-    headers = {} if error.retry_after_s is None else {"Retry-After": f"{error.retry_after_s:g}"}
-    return _answer(str(error) or type(error).__name__, type(error).__name__, error.status, headers)
+    kind = type(error).__name__
+    # huggingface_hub tells a missing file from a missing model by this header alone.
+    headers = {"X-Error-Code": kind}
+    if error.retry_after_s is not None:
+        headers["Retry-After"] = f"{error.retry_after_s:g}"
+    return _answer(str(error) or kind, kind, error.status, headers)
 
 
 def _op_error(error: OpError) -> Answer:
