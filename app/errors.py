@@ -7,6 +7,7 @@
     │   │   └── InvalidToken    401  a token that is too old, or not ours: another may do
     │   ├── Forbidden           403
     │   ├── NotFound            404  missing, or somebody else's: the two look alike
+    │   │   └── RepoNotFound, RevisionNotFound, EntryNotFound  of the Hub's routes, and by the Hub's names
     │   ├── Gone                410  yours, but expired or lost
     │   ├── TooLarge            413
     │   ├── Invalid             422  a field is missing or has the wrong type
@@ -64,6 +65,18 @@ class NotFound(RequestError):
     """There is no such thing, or it belongs to someone else."""
 
     status = 404
+
+
+class RepoNotFound(NotFound):
+    """No model of this name has a tokenizer here."""
+
+
+class RevisionNotFound(NotFound):
+    """The model is here, in another state."""
+
+
+class EntryNotFound(NotFound):
+    """The model is here, without such a file."""
 
 
 class Gone(RequestError):

@@ -61,6 +61,11 @@ def unloaded_by(request_id: str) -> str | None:
     return match and match[1]
 
 
+def hub_id(base_model: str) -> str:
+    """A base model's name as the SDK cuts it for Hugging Face's Hub: without a `:suffix` or a third part."""
+    return "/".join(base_model.split(":")[0].split("/")[:2])
+
+
 def model_prefix(session_id: str) -> str:
     """What the ids of all its models start with."""
     return f"{session_id}:train:"

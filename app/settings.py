@@ -12,6 +12,7 @@ import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -19,6 +20,7 @@ from app.errors import SetupError
 
 SETTINGS_VARIABLE = "TINSMITH_SETTINGS"
 _SHARED_MEMORY = Path("/dev/shm")
+_THIS_MACHINE = frozenset({"127.0.0.1", "localhost", "::1"})
 
 
 class _Section(BaseModel):
@@ -130,6 +132,12 @@ class ApiSettings(_Section):
     compress_batches: bool = Field(
         False, description="the SDK sends batches zstd-compressed: less to transfer, more to compute"
     )
+    tokenizers: Literal["auto", "served", "local"] = Field(
+        "auto",
+        description="served: on the Hub's routes, where clients look a local folder's up by the model's name, with "
+        "HF_ENDPOINT; local: not served, clients get the folder; auto: served, but while only this machine reaches the "
+        "API clients get the folder",
+    )
 
 
 class LimitSettings(_Section):
@@ -231,6 +239,13 @@ class Settings(_Section):
         if not os.access(_SHARED_MEMORY, os.W_OK):
             return self.data_dir / "handover"
         return _SHARED_MEMORY / f"tinsmith-{hashlib.sha256(bytes(self.data_dir.absolute())).hexdigest()[:16]}"
+
+    @property
+    def names_folders(self) -> bool:
+        """Whether clients load a local tokenizer from its folder, rather than by the model's name."""
+        if self.api.tokenizers != "auto":
+            return self.api.tokenizers == "local"
+        return {self.api.host, urlsplit(self.api.public_url).hostname or self.api.host} <= _THIS_MACHINE
 
     @property
     def public_url(self) -> str:

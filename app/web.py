@@ -17,6 +17,7 @@ from app.services.container import Services
 from app.settings import Settings
 from app.telemetry import REQUEST_SECONDS
 
+# Endpoints, and blueprints all of whose endpoints are.
 PUBLIC = frozenset(
     {
         "client.healthz",
@@ -24,6 +25,7 @@ PUBLIC = frozenset(
         "operations.metrics",
         "objects.get_object",
         "archives.get_archive",
+        "hub",
         "api-docs.openapi_json",
         "docs",
     }
@@ -60,7 +62,7 @@ def _add_hooks(app: Flask, services: Services) -> None:
     @app.before_request
     def identify() -> None:
         g.started = time.perf_counter()
-        if request.endpoint not in PUBLIC:
+        if PUBLIC.isdisjoint((request.endpoint, request.blueprint)):
             g.caller = services.callers(credential(request.headers))
 
     @app.after_request

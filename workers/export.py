@@ -17,21 +17,11 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers.utils import cached_file
 
+from app.domain.tokenizer_files import TOKENIZER_FILES
 from workers.training.base import Writer
 
 # vLLM and most stores are quicker with several files than with one large one.
 _SHARD = "5GB"
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "chat_template.jinja",
-)
 _GENERATION = "generation_config.json"
 
 
@@ -52,7 +42,7 @@ def huggingface_writer(base: Any, tensors: Mapping[str, Tensor], dtype: torch.dt
         skeleton = type(base)(config).to(dtype)
     _check_names(tensors, (name for name, _ in skeleton.named_parameters()))
     buffers = {name: base.get_buffer(name).cpu() for name in _persistent_buffers(skeleton)}
-    copied = [*_cached(base.name_or_path, [_GENERATION]), *_cached(tokenizer, _TOKENIZER_FILES)]
+    copied = [*_cached(base.name_or_path, [_GENERATION]), *_cached(tokenizer, TOKENIZER_FILES)]
 
     def write(folder: Path) -> None:
         state = {name: tensor.to(dtype) for name, tensor in tensors.items()}

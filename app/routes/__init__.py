@@ -11,6 +11,7 @@ from app.routes import (
     custom_losses,
     docs,
     futures,
+    hub,
     models,
     objects,
     openai,
@@ -36,6 +37,7 @@ _BLUEPRINTS = (
     objects.blueprint,
     archives.blueprint,
     openai.blueprint,
+    hub.blueprint,
     operations.blueprint,
 )
 

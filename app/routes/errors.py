@@ -68,11 +68,15 @@ def _answer(detail: str, kind: str, status: int, headers: Mapping[str, str] | No
 
 
 def _request_error(error: RequestError) -> Answer:
-    headers = {} if error.retry_after_s is None else {"Retry-After": f"{error.retry_after_s:g}"}
+    kind = type(error).__name__
+    # huggingface_hub tells a missing file from a missing model by this header alone.
+    headers = {"X-Error-Code": kind}
+    if error.retry_after_s is not None:
+        headers["Retry-After"] = f"{error.retry_after_s:g}"
     if isinstance(error, InvalidToken):
         # By this the SDK knows to get another, and makes the call again.
         headers["WWW-Authenticate"] = 'Bearer error="invalid_token"'
-    return _answer(str(error) or type(error).__name__, type(error).__name__, error.status, headers)
+    return _answer(str(error) or kind, kind, error.status, headers)
 
 
 def _op_error(error: OpError) -> Answer:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from app import ids
 from app.domain import records
 from app.domain.base_models import BaseModelInfo
 from app.domain.records import Worker
@@ -88,8 +89,13 @@ class BaseModels:
             for base in self._settings.base_models
         ]
 
+    def client_tokenizer(self, name: str) -> str:
+        """What a client loads its tokenizer from: a hub id, or an absolute folder if clients are on this machine."""
+        source = self.tokenizer(name)
+        return ids.hub_id(name) if Path(source).is_dir() and not self._settings.names_folders else source
+
     def tokenizer(self, name: str) -> str:
-        """What a client loads its tokenizer from: a hub id, or an absolute folder so that it works offline."""
+        """Where its tokenizer lies: a hub id, or an absolute folder."""
         base = self._settings.base_model(name)
         source = (base.tokenizer or base.path) if base else name
         folder = Path(source).expanduser()

@@ -17,6 +17,7 @@ from app.services.custom_losses import CustomLossService
 from app.services.endings import Endings
 from app.services.futures import Futures
 from app.services.holds import Holds
+from app.services.hub import HubService
 from app.services.models import ModelService
 from app.services.openai.following import Following
 from app.services.openai.samplers import Samplers
@@ -69,6 +70,7 @@ class Services:
     queue_states: QueueStates
     cancels: CancelService
     openai: OpenAiService
+    hub: HubService
 
 
 def build(settings: Settings) -> Services:
@@ -113,6 +115,7 @@ def build(settings: Settings) -> Services:
         QueueStates(bases, store, oplog),
         cancels,
         OpenAiService(bases, samplers, admission, holds, follow),
+        HubService(settings, bases),
     )
 
 

@@ -60,7 +60,7 @@ class ModelService:
     def describe(self, model_id: str, caller: Caller) -> dict[str, Any]:
         """The body of get_info. Raises NotFound."""
         model = load_readable(self._records, Model, model_id, caller)
-        data = {"model_name": model.base_model, "tokenizer_id": self._bases.tokenizer(model.base_model)}
+        data = {"model_name": model.base_model, "tokenizer_id": self._bases.client_tokenizer(model.base_model)}
         arch = self._bases.arch(model.base_model)
         return {
             "model_id": model_id,

@@ -75,7 +75,11 @@ def calls(api: Api) -> dict[str, Call]:
 
 def rules(api: Api) -> set[str]:
     """Every "METHOD rule" that wants a key."""
-    found = [rule for rule in api.client.application.url_map.iter_rules() if rule.endpoint not in PUBLIC]
+    found = [
+        rule
+        for rule in api.client.application.url_map.iter_rules()
+        if PUBLIC.isdisjoint((rule.endpoint, rule.endpoint.partition(".")[0]))
+    ]
     return {f"{method} {rule.rule}" for rule in found for method in (rule.methods or set()) - {"HEAD", "OPTIONS"}}
 
 

@@ -8,6 +8,13 @@ import pytest
 from app.telemetry import JsonFormatter
 from tests.unit.app.conftest import API, KEY, Api, batch
 
+HUB = {
+    "/<path:repo_id>/resolve/<revision>/<path:name>",
+    "/api/models/<path:repo_id>",
+    "/api/models/<path:repo_id>/revision/<revision>",
+    "/api/models/<path:repo_id>/tree/<revision>",
+    "/api/models/<path:repo_id>/tree/<revision>/<path:folder>",
+}
 PUBLIC = {
     "/api/v1/healthz",
     "/readyz",
@@ -16,7 +23,7 @@ PUBLIC = {
     "/docs",
     "/api/v1/archives/<path:prefix>",
     "/api/v1/objects/<path:key>",
-}
+} | HUB
 
 # Whatever is sent there, nothing of a project's changes.
 READING = {

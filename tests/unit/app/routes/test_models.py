@@ -14,7 +14,7 @@ from app.errors import BadRequest
 from app.routes.context import EXTENSION
 from app.services.base_models import BaseModels
 from app.services.checks.models import check_sampled
-from app.settings import Settings
+from app.settings import ApiSettings, Settings
 from app.stores.redis.client import connect
 from app.stores.redis.lifecycle import RedisLifecycle
 from tests.unit.app.conftest import BASE, Api, add_worker
@@ -127,7 +127,27 @@ def test_a_local_tokenizer_is_named_by_its_absolute_folder(
     monkeypatch.chdir(tmp_path)
     base = settings.base_models[0].model_copy(update={"path": "weights"})
     bases = BaseModels(settings.model_copy(update={"base_models": (base,)}), api.services.records)
-    assert bases.tokenizer(BASE) == str(tmp_path / "weights")
+    assert bases.client_tokenizer(BASE) == str(tmp_path / "weights")
+
+
+@pytest.mark.parametrize(
+    ("reached", "named"),
+    [
+        ({}, False),
+        ({"public_url": "http://localhost:80"}, False),
+        ({"host": "0.0.0.0"}, True),
+        ({"public_url": "https://tinsmith.example.org"}, True),
+        ({"host": "0.0.0.0", "tokenizers": "local"}, False),
+        ({"tokenizers": "served"}, True),
+    ],
+)
+def test_clients_elsewhere_are_told_a_local_tokenizers_name(
+    api: Api, settings: Settings, tmp_path: Path, reached: dict[str, str], named: bool
+) -> None:
+    base = settings.base_models[0].model_copy(update={"path": str(tmp_path), "name": "org/tiny:variant"})
+    mine = settings.model_copy(update={"base_models": (base,), "api": ApiSettings(**reached)})
+    told = BaseModels(mine, api.services.records).client_tokenizer("org/tiny:variant")
+    assert told == ("org/tiny" if named else str(tmp_path))
 
 
 def test_another_ones_model_looks_missing(api: Api, stranger: Api) -> None:

@@ -1,0 +1,49 @@
+"""The tokenizers of SDK and cookbook, on a machine that reaches nothing but the API, and shares no folder with it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from transformers import AutoTokenizer
+
+from app.domain.records import Model
+from app.domain.results import Result
+from app.stores.interfaces import HeldElsewhere
+from tests.api_server import BASE, KEY, ApiServer, start_api
+from tests.confined import surroundings
+from tests.contract.hub_client import tokens
+from tests.models import tiny_qwen3
+
+
+def make_ready(server: ApiServer) -> None:
+    """The first model that is asked for, as a trainer would."""
+    deadline = time.monotonic() + 120
+    while not (asked := list(server.records.list(Model.namespace))):
+        assert time.monotonic() < deadline, "no model was asked for"
+        time.sleep(0.05)
+    model_id = asked[0][0]
+    lease = server.oplog.acquire(model_id, "node/test")
+    assert not isinstance(lease, HeldElsewhere)
+    server.oplog.commit(lease, 0, Result(json.dumps({"model_id": model_id}).encode()), [])
+
+
+def test_the_sdks_and_the_cookbooks_tokenizers_are_the_base_models(tmp_path: Path):
+    # The API of the test serves the folder it lies in as its base model.
+    folder = tiny_qwen3(tmp_path / "server")
+    with start_api(folder, 'public_url = "http://tinsmith.example.org"') as server:
+        client = subprocess.Popen(
+            [sys.executable, "-m", "tests.contract.hub_client", server.url, KEY, BASE],
+            env=surroundings(server.url, tmp_path / "home", hidden=folder),
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        make_ready(server)
+        printed, said = client.communicate(timeout=120)
+    assert client.returncode == 0, said
+    assert json.loads(printed) == [tokens(AutoTokenizer.from_pretrained(folder))] * 3
