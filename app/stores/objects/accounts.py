@@ -28,12 +28,12 @@ class AccountFiles:
 
     def add(self, account: Account) -> bool:
         """Keep a version; False (nothing changes) when there is one of that number."""
-        key = f"{_folder(type(account), account.id)}{account.version:08d}.json"
+        key = f"{_folder(account.namespace, account.id)}{account.version:08d}.json"
         return self._objects.put_new(key, json.dumps(asdict(account)).encode())
 
     def newest(self, cls: type[A], id_: str) -> A:
         """Raises NotFound, and SetupError for one that cannot be understood."""
-        keys = self._objects.list(_folder(cls, id_))
+        keys = self._objects.list(_folder(cls.namespace, id_))
         if not keys:
             raise NotFound(f"there is no {cls.__name__.lower()} {id_!r}")
         try:
@@ -53,8 +53,8 @@ class AccountFiles:
                 yield key, account
 
 
-def _folder(cls: type[Account], id_: str) -> str:
-    return f"{ROOT}/{cls.namespace}/{id_}/"
+def _folder(namespace: str, id_: str) -> str:
+    return f"{ROOT}/{namespace}/{id_}/"
 
 
 def _parse(cls: type[A], content: bytes) -> A:
