@@ -26,6 +26,8 @@ CHANGES: dict[tuple[str, str], dict[str, Any] | None] = {
     ("POST", "create_model"): {"session_id": "{session}", "model_seq_id": 5, "base_model": BASE},
     ("POST", "create_custom_loss"): {"session_id": "{session}", "custom_loss_seq_id": 0, **GRAPH},
     ("POST", "forward_backward"): None,
+    ("POST", "forward"): {"model_id": "{model}", "seq_id": 1, "forward_input": {"data": []}},
+    ("POST", "unload_model"): {"model_id": "{model}"},
     ("POST", "optim_step"): {"model_id": "{model}", "seq_id": 1, "adam_params": {}},
     ("POST", "save_weights"): {"model_id": "{model}", "seq_id": 1, "path": "b"},
     ("POST", "save_weights_for_sampler"): {"model_id": "{model}", "seq_id": 1, "path": "b"},
