@@ -88,12 +88,12 @@ def bombs(model: str) -> dict[str, tuple[str, bytes, str, Mapping[str, str]]]:
     tensor.dtype, tensor.sparse_csr.crow_indices = 2, bytes(16)
     tensor.shape.extend([1, 2**40])
     return {
-        "zstd that says it is 256 MiB": ("forward_backward", zeros(2**28, sized=True), PROTOBUF, ZSTD),
-        "zstd that does not say": ("forward_backward", zeros(2**28, sized=False), PROTOBUF, ZSTD),
-        "zstd on a small route": ("session_heartbeat", zeros(2**28, sized=False), JSON, ZSTD),
-        "zstd in zstd": ("forward_backward", zstandard.compress(zeros(2**28, sized=False)), PROTOBUF, ZSTD),
-        "gzip": ("forward_backward", gzip.compress(bytes(10**8), 1), PROTOBUF, GZIP),
-        "gzip as JSON": ("asample", gzip.compress(b"[" * 10**8, 1), JSON, GZIP),
+        "zstd that says it is 128 MiB": ("forward_backward", zeros(2**27, sized=True), PROTOBUF, ZSTD),
+        "zstd that does not say": ("forward_backward", zeros(2**27, sized=False), PROTOBUF, ZSTD),
+        "zstd on a small route": ("session_heartbeat", zeros(2**27, sized=False), JSON, ZSTD),
+        "zstd in zstd": ("forward_backward", zstandard.compress(zeros(2**27, sized=False)), PROTOBUF, ZSTD),
+        "gzip": ("forward_backward", gzip.compress(bytes(10**7), 1), PROTOBUF, GZIP),
+        "gzip as JSON": ("asample", gzip.compress(b"[" * 10**7, 1), JSON, GZIP),
         "depth 10^5": ("asample", b"[" * 10**5 + b"]" * 10**5, JSON, PLAIN),
         "depth 900": ("create_session", b'{"user_metadata": {"a": ' + b"[" * 900 + b"]" * 900 + b"}}", JSON, PLAIN),
         "10^6 keys": ("asample", keys, JSON, PLAIN),
