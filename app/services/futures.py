@@ -12,7 +12,7 @@ from app.domain.identity import Caller
 from app.domain.records import Loss, Model
 from app.domain.results import Result
 from app.errors import NotFound
-from app.services.ownership import load_readable
+from app.services.ownership import Owned, load_readable
 from app.stores.interfaces import Future, OpLog, Records
 
 CUSTOM_LOSS, UNLOAD = "create_custom_loss", "unload_model"
@@ -31,9 +31,7 @@ class Futures:
             return self._done(request_id, caller, Loss, request_id, CUSTOM_LOSS, "loss_id")
         return self._oplog.future(request_id, caller.roles.keys())
 
-    def _done(
-        self, request_id: str, caller: Caller, cls: type[Loss] | type[Model], key: str, kind: str, named: str
-    ) -> Future:
+    def _done(self, request_id: str, caller: Caller, cls: type[Owned], key: str, kind: str, named: str) -> Future:
         try:
             owner = load_readable(self._records, cls, key, caller).owner
         except NotFound:
