@@ -38,6 +38,8 @@ def bodies(api: Api) -> dict[str, dict[str, Any]]:
         "get_info": {"model_id": model},
         "create_custom_loss": custom_loss(square, {"logprobs": 1}, session),
         "forward_backward": {"model_id": model, "seq_id": 1, "forward_backward_input": BATCH},
+        "forward": {"model_id": model, "seq_id": 1, "forward_input": BATCH},
+        "unload_model": {"model_id": model},
         "optim_step": {"model_id": model, "seq_id": 1, "adam_params": {"learning_rate": 0.1, "eps": 0.1}},
         "save_weights": {"model_id": model, **SAVE},
         "save_weights_external": {"model_id": model, **SAVE, "age_encryption_recipients": []},
