@@ -32,7 +32,7 @@ def findings(source: str) -> Iterator[str]:
             case ast.ImportFrom(module=str(module), names=names):
                 yield from (f"{node.lineno}: {name.name}" for name in names if f"{module}.{name.name}" in CALLS)
             case ast.Call(func=func, keywords=keywords):
-                if (called := ast.unparse(func)) in CALLS:
+                if (called := ast.unparse(func)) in CALLS or called.rpartition(".")[2] in METHODS:
                     yield f"{node.lineno}: {called}"
                 for keyword in keywords:
                     if keyword.arg in ARGUMENTS and ast.unparse(keyword.value) != "False":
@@ -62,6 +62,7 @@ def test_who_writes_archives_opens_none(name: str) -> None:
         "import pickle",
         "import shelve",
         "from tarfile import open",
+        "archive.extractall(folder)",
         "from torch import load",
         "torch.load(path)",
         "torch.load(path, weights_only=True)",

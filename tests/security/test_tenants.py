@@ -14,7 +14,7 @@ from app.stores.redis.client import connect
 from app.web import PUBLIC
 from tests.unit.app.conftest import API, KEY, Api
 from tests.unit.app.routes.test_models import save_checkpoint
-from tests.unit.app.routes.test_odd_values import bodies
+from tests.unit.app.routes.test_odd_values import BATCH, bodies
 
 OPENAI = "/oai/api/v1"
 NO_IDS = {
@@ -27,6 +27,9 @@ NO_IDS = {
     "DELETE /api/v1/auth/apikey/me",
     "GET /api/v1/get_server_capabilities",
     "GET /oai/api/v1/models",
+    "POST /api/v1/auth/token",
+    "GET /api/v1/auth/apikey/me",
+    "DELETE /api/v1/auth/apikey/me",
 }
 """They take no id, or none that is looked up; what they list is the caller's own."""
 
@@ -60,6 +63,9 @@ def calls(api: Api) -> dict[str, Call]:
     return rows | {
         "POST /api/v1/sessions/<session_id>/finish": Call({"reason": {"type": "success"}}, {"session_id": session}),
         "POST /api/v1/forward_backward#custom": Call(custom, {}),
+        "POST /api/v1/forward": Call({"model_id": model, "seq_id": 1, "forward_input": BATCH}, {}),
+        "POST /api/v1/unload_model": Call({"model_id": model}, {}),
+        f"GET {checkpoint}/archive": Call(None, of_checkpoint),
         "POST /api/v1/load_weights#new": Call(creation, {}),
         "POST /api/v1/retrieve_futures": Call(target, {}),
         "POST /api/v1/cancel_future": Call({"request_id": f"{model}:0"}, {}),
