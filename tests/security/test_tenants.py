@@ -22,9 +22,6 @@ NO_IDS = {
     "POST /api/v1/client/dynamic_config",
     "POST /api/v1/create_session",
     "POST /api/v1/telemetry",
-    "POST /api/v1/auth/token",
-    "GET /api/v1/auth/apikey/me",
-    "DELETE /api/v1/auth/apikey/me",
     "GET /api/v1/get_server_capabilities",
     "GET /oai/api/v1/models",
     "POST /api/v1/auth/token",
@@ -77,7 +74,6 @@ def calls(api: Api) -> dict[str, Call]:
         f"PUT {checkpoint}/ttl": Call({"ttl_seconds": 7200}, of_checkpoint),
         f"DELETE {checkpoint}": Call(None, of_checkpoint),
         f"GET {checkpoint}/external_weights_urls": Call(None, of_checkpoint),
-        f"GET {checkpoint}/archive": Call(None, of_checkpoint),
         f"POST {OPENAI}/completions": Call({**sampled, "prompt": "a"}, {}),
         f"POST {OPENAI}/chat/completions": Call({**sampled, "messages": [{"role": "user", "content": "a"}]}, {}),
     }
