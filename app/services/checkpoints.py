@@ -16,7 +16,7 @@ from app.errors import BadRequest
 from app.services.ownership import load_owned, load_readable
 from app.services.training import check_ttl
 from app.stores.interfaces import ObjectStore, Records
-from app.stores.objects.expiry import note_expiry
+from app.stores.objects.notes import note
 from app.stores.objects.removal import remove_checkpoint
 
 URL_SECONDS = 3600
@@ -61,7 +61,7 @@ class CheckpointService:
         check_ttl(ttl_seconds)
         now = self._records.now()
         expires = None if ttl_seconds is None else now + ttl_seconds
-        note_expiry(self._objects, checkpoint.prefix, now, expires)
+        note(self._objects, checkpoint.prefix, "expires_at", now, expires)
         self._records.update(Checkpoint.namespace, str(path), {"expires_at": json.dumps(expires)})
 
     def delete(self, path: ids.TinkerPath, caller: Caller) -> None:

@@ -16,7 +16,7 @@ from app.domain.checkpoints import MANIFEST, MODELS, SNAPSHOT, Manifest, Place
 from app.domain.records import Checkpoint, Model, Session
 from app.errors import BadRequest, NotFound
 from app.stores.interfaces import Lifecycle, ObjectStore, OpLog, Record, Records
-from app.stores.objects.expiry import read_expiry
+from app.stores.objects.notes import read_note
 
 log = logging.getLogger(__name__)
 Found = dict[Place, list[str]]
@@ -127,11 +127,12 @@ class Rebuild:
         return None
 
     def _manifest(self, place: Place, keys: list[str]) -> Manifest | None:
-        """With the expiry that was set last."""
+        """With what was set last of the things that may change."""
         try:
             written = Manifest.from_json(self._objects.read(f"{place}/{MANIFEST}"))
-            expires_at = read_expiry(self._objects, keys, written.expires_at)
-            manifest = _TYPED.validate_python(asdict(replace(written, expires_at=expires_at)))
+            expires_at = read_note(self._objects, keys, "expires_at", written.expires_at)
+            public = read_note(self._objects, keys, "public", written.public)
+            manifest = _TYPED.validate_python(asdict(replace(written, expires_at=expires_at, public=public)))
             _check(place, manifest)
         except (ValueError, TypeError, KeyError, AttributeError, BadRequest, NotFound) as error:
             log.warning("the manifest of %s cannot be understood: %s", place, error)
@@ -152,6 +153,7 @@ class Rebuild:
             expires_at=manifest.expires_at,
             user_metadata=dict(manifest.user_metadata),
             critic=manifest.critic,
+            public=manifest.public,
         )
         if checkpoint.is_expired(self._records.now()):
             restored.expired += 1

@@ -446,6 +446,11 @@ class ObjectStore(Protocol):
         """Store a file; False (nothing changes) when the key exists."""
         ...
 
+    def copy(self, source: str, target: str) -> None:
+        """Give an object a second key, under which nothing else is ever stored, without its bytes passing through here;
+        each goes by itself. A repeat changes nothing. Raises NotFound."""
+        ...
+
     def get(self, key: str, target: Path) -> None:
         """Fetch to a local file, whole or not at all. Raises NotFound."""
         ...
