@@ -20,7 +20,7 @@ if ARGV[4] == 'failed' then
 end
 local future = 'tinsmith:future:' .. request
 if redis.call('HEXISTS', future, 'state') == 1 then
-  redis.call('HSET', future, 'state', ARGV[4], 'type', ARGV[5], 'body', ARGV[6])
+  redis.call('HSET', future, 'state', ARGV[4], 'type', ARGV[5], 'body', ARGV[6], 'ended', now_ms())
 end
 redis.call('EXPIRE', future, ARGV[7])
 for _, write in ipairs(cjson.decode(ARGV[8])) do
