@@ -43,6 +43,8 @@ class Model:
     critic: bool = False
     inflight: str = ""
     """The prefix of the newest weights that were saved for in-flight sampling."""
+    copied_from: str = ""
+    """The path it holds a copy of, and nothing else."""
 
 
 @dataclass(frozen=True, slots=True)

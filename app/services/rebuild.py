@@ -16,6 +16,7 @@ from app.domain.checkpoints import MANIFEST, MODELS, SNAPSHOT, Manifest, Place
 from app.domain.records import Checkpoint, Model, Session
 from app.errors import BadRequest, NotFound
 from app.stores.interfaces import Lifecycle, ObjectStore, OpLog, Record, Records
+from app.stores.objects.moves import read_moves
 from app.stores.objects.notes import read_note
 
 log = logging.getLogger(__name__)
@@ -52,10 +53,11 @@ class Rebuild:
 
     def __init__(self, oplog: OpLog, lifecycle: Lifecycle, store: Records, objects: ObjectStore) -> None:
         self._oplog, self._lifecycle, self._records, self._objects = oplog, lifecycle, store, objects
+        self._moves: dict[str, str] = {}
 
     def __call__(self) -> Restored:
         """Raises Unavailable, when it can be run again."""
-        restored = Restored()
+        restored, self._moves = Restored(), read_moves(self._objects)
         for model_id, found in self._models().items():
             head = self._records.get(Model.namespace, model_id)
             if head is None:
@@ -132,7 +134,9 @@ class Rebuild:
             written = Manifest.from_json(self._objects.read(f"{place}/{MANIFEST}"))
             expires_at = read_note(self._objects, keys, "expires_at", written.expires_at)
             public = read_note(self._objects, keys, "public", written.public)
-            manifest = _TYPED.validate_python(asdict(replace(written, expires_at=expires_at, public=public)))
+            owner = self._moves.get(ids.session_of(place.model_id), written.owner)
+            newest = replace(written, expires_at=expires_at, public=public, owner=owner)
+            manifest = _TYPED.validate_python(asdict(newest))
             _check(place, manifest)
         except (ValueError, TypeError, KeyError, AttributeError, BadRequest, NotFound) as error:
             log.warning("the manifest of %s cannot be understood: %s", place, error)

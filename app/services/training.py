@@ -13,7 +13,7 @@ from app.domain.checkpoints import Place
 from app.domain.identity import Caller
 from app.domain.losses import LOSSES
 from app.domain.ops import AdamParams, LoadWeights, Op, OptimStep, SaveWeights
-from app.domain.records import Checkpoint, Model, Sampler
+from app.domain.records import Model, Sampler
 from app.doorbell import train_queue
 from app.errors import BadRequest, NotFound
 from app.limits import check_batch
@@ -30,7 +30,7 @@ from app.services.checks.exports import (
 from app.services.checks.models import check_adam, check_optimizer, check_sampleable, check_sampled_role
 from app.services.checks.values import in_range
 from app.services.custom_losses import CustomLossService
-from app.services.ownership import load_owned, load_readable
+from app.services.ownership import load_checkpoint, load_owned
 from app.settings import LimitSettings
 from app.stores.interfaces import Records
 from app.wire.forward_backward import Envelope
@@ -105,7 +105,7 @@ class TrainingService:
         model = load_owned(self._records, Model, asked["model_id"], caller)
         path = ids.TinkerPath.parse(asked["path"])
         try:
-            checkpoint = load_readable(self._records, Checkpoint, str(path), caller)
+            checkpoint = load_checkpoint(self._records, path, caller)
         except NotFound as error:
             raise BadRequest(str(error)) from None
         check_loadable(path, checkpoint, asked["optimizer"])

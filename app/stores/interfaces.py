@@ -294,6 +294,30 @@ class OpLog(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call whose future is still kept; unix times in seconds by the state server's clock, `ended` None while it has
+    not."""
+
+    request_id: str
+    kind: str
+    state: FutureState
+    admitted: float
+    ended: float | None
+
+
+class Calls(Protocol):
+    """What was called and when, as far as it is still known."""
+
+    def of_model(self, model_id: str) -> list[Call]:
+        """By seq, the newest 10,000."""
+        ...
+
+    def of_sampler(self, sampler_id: str) -> list[Call]:
+        """Those that run, or whose results nobody has read, by id; the newest 10,000 of each client."""
+        ...
+
+
 class Completions(Protocol):
     """Which sampling requests came to their end, in that order, by poll target (app/ids.py)."""
 
@@ -387,6 +411,11 @@ class Lifecycle(Protocol):
 
     def finish(self, session_id: str, reason: str) -> None:
         """Its client is done; the first reason stays as its status."""
+        ...
+
+    def move(self, session_id: str, project: str) -> None:
+        """Its owner, and that of all that is in it or is being saved there, is another project from now on. One that is
+        gone is left alone."""
         ...
 
     def expire(self) -> list[str]:

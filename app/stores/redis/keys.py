@@ -98,5 +98,9 @@ def index(namespace: str) -> str:
     return f"{PREFIX}index:{namespace}"
 
 
+def sampled(sampler_id: str) -> str:
+    return f"{PREFIX}sampled:{sampler_id}"
+
+
 def completed(target: str) -> str:
     return f"{PREFIX}completed:{target}"

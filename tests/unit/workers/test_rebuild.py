@@ -19,8 +19,8 @@ from app.errors import Gone
 from app.services.rebuild import Rebuild, Restored
 from app.settings import EngineSettings
 from app.stores.interfaces import Lease
-from app.stores.objects.notes import note
 from app.stores.objects.folder import FolderStore
+from app.stores.objects.notes import note
 from app.stores.redis import keys
 from app.stores.redis.lifecycle import RedisLifecycle
 from tests.unit.workers.conftest import BASE, LORA, MODEL, PROBE, Worker, World, logprob_bytes, probe, step, undisturbed
