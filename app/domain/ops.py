@@ -90,8 +90,8 @@ class SaveWeights:
     """Writes a checkpoint. `sampling_session_id` is set for an ephemeral one, which has no public path.
 
     `merged`: not the adapter but the model it makes of its base, as a Hugging Face folder. `inflight`: what the model's
-    in-flight sampling sessions, this one and earlier ones, use from now on. `recipients`: age public keys; who has one's
-    secret can read the files, and nobody else.
+    in-flight sampling sessions, this one and earlier ones, use from now on. `recipients`: age public keys; the files
+    are for those who have one's secret.
     """
 
     kind: ClassVar[str] = "save_weights"

@@ -1,4 +1,4 @@
-"""Copies of checkpoints, in another project or session: their own files, in a run of their own that is never trained."""
+"""Copies of checkpoints in another project or session: files of their own, in a run of their own that nobody trains."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class CopyService:
         source = load_checkpoint(self.records, path, caller)
         session_id, model_id, project = self._destination(caller, asked, key)
         target = ids.TinkerPath(model_id, path.kind, path.name)
+        self._register(session_id, model_id, project, str(path), source)
         if self.records.get(Checkpoint.namespace, str(target)) is None:
-            self._register(session_id, model_id, project, str(path), source)
             self._record(target, source, self._write(target, project, source, asked["ttl_seconds"]))
         return str(target)
 
