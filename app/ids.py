@@ -15,6 +15,7 @@ from app.errors import BadRequest
 
 CHECKPOINT_KINDS = ("weights", "sampler_weights", "external_weights")
 _OPENAI = uuid.uuid5(uuid.NAMESPACE_URL, "/oai/api/v1")
+_COPIES = uuid.uuid5(uuid.NAMESPACE_URL, "/api/v1/copy_weights")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 _LOSS_ID = re.compile(r"[A-Za-z0-9-]{1,64}:loss:[0-9]{1,10}")
 _UNLOAD_ID = re.compile(r"([A-Za-z0-9-]{1,64}:train:[0-9]{1,9}):unload:0")
@@ -32,6 +33,11 @@ def model_id(session_id: str, model_seq_id: int) -> str:
 
 def sampling_session_id(session_id: str, sampling_session_seq_id: int) -> str:
     return f"{session_id}:sample:{sampling_session_seq_id}"
+
+
+def copy_session_id(project: str, key: str | None) -> str:
+    """The session of a copy into a project; of a call that comes again under the same idempotency key the same one."""
+    return str(uuid.uuid5(_COPIES, f"{project}\n{key}")) if key else new_session_id()
 
 
 def openai_session_id(project: str) -> str:

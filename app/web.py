@@ -26,6 +26,7 @@ PUBLIC = frozenset(
         "objects.get_object",
         "archives.get_archive",
         "hub",
+        "sessions.get_trace",
         "api-docs.openapi_json",
         "docs",
     }

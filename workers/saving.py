@@ -19,6 +19,7 @@ from app.domain.results import Result
 from app.errors import NotFound, Unavailable, UserOpError
 from app.stores.interfaces import Lease, ObjectStore, Records, Write
 from workers import checkpoints, results
+from workers.encryption import encrypt
 from workers.handover.sending import Handovers
 from workers.training.base import TrainingBackend, Writer
 
@@ -168,6 +169,8 @@ class Saver:
         prefix = captured.prefix
         with _scratch() as folder:
             captured.write(folder)
+            if captured.op.recipients:
+                encrypt(folder, captured.op.recipients)
             manifest = self.describe(folder, captured.lease, captured.seq, path, captured.op.user_metadata, expires_at)
             return prefix, checkpoints.upload(self.store, prefix, folder, manifest)
 

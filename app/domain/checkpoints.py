@@ -51,7 +51,8 @@ class FileEntry:
 class Manifest:
     """`path` is its tinker:// address (empty for a snapshot or an ephemeral sampler adapter); `generation` tells an
     overwritten checkpoint from its successor. seq and epoch are the model's when it was written. `lora` is None for all
-    of a model's weights. `expires_at` (unix s) is what it was saved with; a change since lies beside it (see `Expiry`).
+    of a model's weights. `expires_at` (unix s) and `public` are what it was saved with; a change since lies beside it
+    (see app/stores/objects/notes.py).
     """
 
     path: str
@@ -70,6 +71,7 @@ class Manifest:
     user_metadata: Mapping[str, str] = field(default_factory=dict)
     expires_at: float | None = None
     critic: bool = False
+    public: bool = False
     schema_version: int = SCHEMA_VERSION
 
     def to_json(self) -> bytes:

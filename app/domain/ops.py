@@ -90,7 +90,8 @@ class SaveWeights:
     """Writes a checkpoint. `sampling_session_id` is set for an ephemeral one, which has no public path.
 
     `merged`: not the adapter but the model it makes of its base, as a Hugging Face folder. `inflight`: what the model's
-    in-flight sampling sessions, this one and earlier ones, use from now on.
+    in-flight sampling sessions, this one and earlier ones, use from now on. `recipients`: age public keys; the files
+    are for those who have one's secret.
     """
 
     kind: ClassVar[str] = "save_weights"
@@ -102,6 +103,7 @@ class SaveWeights:
     sampling_session_id: str | None = None
     merged: bool = False
     inflight: bool = False
+    recipients: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,9 @@ from typing import Any, ClassVar, TypeVar
 
 from app.domain.accounts import Account, Key, Organisation, Project, User
 
+ENCRYPTED = ".age"
+"""What the name of a file that was encrypted ends with."""
+
 
 @dataclass(frozen=True, slots=True)
 class Session:
@@ -40,6 +43,8 @@ class Model:
     critic: bool = False
     inflight: str = ""
     """The prefix of the newest weights that were saved for in-flight sampling."""
+    copied_from: str = ""
+    """The path it holds a copy of, and nothing else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +96,8 @@ class Checkpoint:
     expires_at: float | None = None
     user_metadata: dict[str, str] = field(default_factory=dict)
     critic: bool = False
+    public: bool = False
+    """Everybody with a key may read it."""
 
     @property
     def full(self) -> bool:
@@ -101,6 +108,11 @@ class Checkpoint:
     def merged(self) -> bool:
         """It holds a model for other programs, of which no adapter can be read any more."""
         return not self.full and "config.json" in self.files
+
+    @property
+    def encrypted(self) -> bool:
+        """Its files are for whoever holds a key that this server never saw."""
+        return any(name.endswith(ENCRYPTED) for name in self.files)
 
     def is_expired(self, now: float) -> bool:
         """`now` by the state server's clock."""

@@ -7,6 +7,7 @@ from flask_smorest import Api
 from app.routes import (
     archives,
     auth,
+    checkpoints,
     client,
     custom_losses,
     docs,
@@ -34,6 +35,7 @@ _BLUEPRINTS = (
     futures.blueprint,
     sampling.blueprint,
     runs.blueprint,
+    checkpoints.blueprint,
     objects.blueprint,
     archives.blueprint,
     openai.blueprint,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from marshmallow import fields
+from marshmallow import fields, validate
 
-from app.schemas.base import SdkSchema
+from app.schemas.base import SdkSchema, identifier
+from app.schemas.lists import MOST, Cursor, Paged, Scoped
 
 
 class Checkpoint(SdkSchema):
@@ -22,6 +23,10 @@ class CheckpointList(SdkSchema):
     checkpoints = fields.List(fields.Nested(Checkpoint))
 
 
+class CheckpointPage(CheckpointList):
+    cursor = fields.Nested(Cursor)
+
+
 class TrainingRun(SdkSchema):
     training_run_id = fields.String()
     base_model = fields.String()
@@ -34,6 +39,43 @@ class TrainingRun(SdkSchema):
     last_checkpoint = fields.Nested(Checkpoint, allow_none=True)
     last_sampler_checkpoint = fields.Nested(Checkpoint, allow_none=True)
     user_metadata = fields.Dict()
+
+
+class ListTrainingRuns(Paged, Scoped):
+    limit = fields.Integer(load_default=20, validate=validate.Range(1, MOST))
+    project_id = fields.String(validate=validate.Length(1, 256))
+
+
+class TrainingRunPage(SdkSchema):
+    training_runs = fields.List(fields.Nested(TrainingRun))
+    cursor = fields.Nested(Cursor)
+
+
+class WeightsInfoAsked(SdkSchema):
+    tinker_path = identifier()
+
+
+class WeightsInfo(SdkSchema):
+    base_model = fields.String()
+    is_lora = fields.Boolean()
+    lora_rank = fields.Integer()
+    train_attn = fields.Boolean()
+    train_mlp = fields.Boolean()
+    train_unembed = fields.Boolean()
+
+
+class CopyWeights(SdkSchema):
+    """Into a project, or as a run of a session (session_id and model_seq_id)."""
+
+    source_path = identifier()
+    destination_project_id = fields.String(load_default=None, validate=validate.Length(1, 256))
+    session_id = fields.String(load_default=None, validate=validate.Length(1, 512))
+    model_seq_id = fields.Integer(strict=True, load_default=None, validate=validate.Range(0, 10**9 - 1))
+    ttl_seconds = fields.Integer(strict=True, allow_none=True, load_default=None)
+
+
+class WeightsCopied(SdkSchema):
+    tinker_path = fields.String()
 
 
 class SetTtl(SdkSchema):

@@ -22,7 +22,9 @@ class SaveWeights(_Save):
 
 class SaveWeightsExternal(_Save):
     path = identifier()
-    age_encryption_recipients = fields.List(fields.String(), allow_none=True)
+    age_encryption_recipients = fields.List(
+        fields.String(validate=validate.Length(1, 128)), allow_none=True, validate=validate.Length(max=10)
+    )
     format = fields.String(
         allow_none=True,
         metadata={"description": "peft or huggingface; else what the model's user_metadata says as export_format"},

@@ -1,26 +1,25 @@
-"""Checkpoints as those see them who may: listed, kept, deleted, downloaded. An expired one is not there."""
+"""Checkpoints as those see them who may: listed, kept, published, deleted, downloaded. An expired one is not there."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
-from datetime import UTC, datetime
 from typing import Any
 
 from app import ids
 from app.domain import records
 from app.domain.identity import Caller
-from app.domain.records import Checkpoint, Model
+from app.domain.records import Checkpoint
 from app.errors import BadRequest
-from app.services.ownership import load_owned, load_readable
+from app.services.lists import Page, projects
+from app.services.ownership import load_checkpoint, load_owned
 from app.services.training import check_ttl
+from app.services.views import checkpoint_view, timestamp
 from app.stores.interfaces import ObjectStore, Records
-from app.stores.objects.expiry import note_expiry
+from app.stores.objects.notes import note
 from app.stores.objects.removal import remove_checkpoint
 
 URL_SECONDS = 3600
-_TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 
 
 class CheckpointService:
@@ -30,30 +29,21 @@ class CheckpointService:
         self._records = store
         self._objects = objects
 
-    def describe_run(self, model_id: str, caller: Caller) -> dict[str, Any]:
-        """A TrainingRun. Raises NotFound."""
-        model = load_readable(self._records, Model, model_id, caller)
-        stored = self._records.get(Model.namespace, model_id) or {}
-        last_request = float(stored.get("last_request", model.created * 1000)) / 1000
-        found = self._of(model_id, caller)
-        return {
-            "training_run_id": model_id,
-            "base_model": model.base_model,
-            "model_owner": model.owner,
-            "is_lora": not model.full,
-            "lora_rank": model.lora.get("rank"),
-            "corrupted": model.state == "failed",
-            "ended": "ended" in stored,
-            "last_request_time": _time(last_request),
-            "last_checkpoint": _newest(found, "training"),
-            "last_sampler_checkpoint": _newest(found, "sampler"),
-            "user_metadata": {key: str(value) for key, value in model.user_metadata.items()},
-        }
+    def list_all(self, caller: Caller, page: Page) -> dict[str, Any]:
+        """Those of all runs of the projects where the caller may work, newest first."""
+        within, now = projects(caller, "owned"), self._records.now()
+        stored = self._records.list(Checkpoint.namespace)
+        loaded = [(path, records.load(Checkpoint, fields)) for path, fields in stored]
+        found = [(path, one) for path, one in loaded if one.owner in within and not one.is_expired(now)]
+        shown, cursor = page.of(sorted(found, key=lambda pair: (-pair[1].created, pair[0])))
+        return {"checkpoints": [checkpoint_view(path, one) for path, one in shown], "cursor": cursor}
 
-    def list_run(self, model_id: str, caller: Caller) -> list[dict[str, Any]]:
-        """A run's checkpoints, newest first. Raises NotFound for the run."""
-        load_readable(self._records, Model, model_id, caller)
-        return self._of(model_id, caller)
+    def describe_weights(self, path: ids.TinkerPath, caller: Caller) -> dict[str, Any]:
+        """What a model has to be made as to load it: the body of weights_info. Raises NotFound."""
+        checkpoint = load_checkpoint(self._records, path, caller)
+        lora = {key: checkpoint.lora.get(key) for key in ("train_attn", "train_mlp", "train_unembed")}
+        adapter = {} if checkpoint.full else {"lora_rank": checkpoint.lora["rank"], **lora}
+        return {"base_model": checkpoint.base_model, "is_lora": not checkpoint.full, **adapter}
 
     def set_ttl(self, path: ids.TinkerPath, caller: Caller, ttl_seconds: int | None) -> None:
         """Counted from now; None keeps it for ever. Raises NotFound or BadRequest."""
@@ -61,8 +51,14 @@ class CheckpointService:
         check_ttl(ttl_seconds)
         now = self._records.now()
         expires = None if ttl_seconds is None else now + ttl_seconds
-        note_expiry(self._objects, checkpoint.prefix, now, expires)
+        note(self._objects, checkpoint.prefix, "expires_at", now, expires)
         self._records.update(Checkpoint.namespace, str(path), {"expires_at": json.dumps(expires)})
+
+    def publish(self, path: ids.TinkerPath, caller: Caller, *, public: bool) -> None:
+        """Let everybody with a key read it, or not any more. Again is fine. Raises NotFound."""
+        checkpoint = load_owned(self._records, Checkpoint, str(path), caller)
+        note(self._objects, checkpoint.prefix, "public", self._records.now(), public)
+        self._records.update(Checkpoint.namespace, str(path), {"public": json.dumps(public)})
 
     def delete(self, path: ids.TinkerPath, caller: Caller) -> None:
         """The record and the manifest first, so that nobody finds half a checkpoint. Raises NotFound."""
@@ -72,37 +68,8 @@ class CheckpointService:
 
     def urls(self, path: ids.TinkerPath, caller: Caller) -> dict[str, Any]:
         """Signed URLs of an external checkpoint's files. Raises NotFound or BadRequest."""
-        checkpoint = load_readable(self._records, Checkpoint, str(path), caller)
+        checkpoint = load_checkpoint(self._records, path, caller)
         if path.kind != "external_weights":
             raise BadRequest(f"{path} is not for download: save it with save_weights_external first")
         urls = {name: self._objects.presign(f"{checkpoint.prefix}/{name}", URL_SECONDS) for name in checkpoint.files}
-        return {"urls": urls, "expires": _time(time.time() + URL_SECONDS)}
-
-    def _of(self, model_id: str, caller: Caller) -> list[dict[str, Any]]:
-        now = self._records.now()
-        stored = self._records.list(Checkpoint.namespace, ids.checkpoint_prefix(model_id))
-        loaded = [(path, records.load(Checkpoint, fields)) for path, fields in stored]
-        mine = [(p, c) for p, c in loaded if caller.sees(c.owner) and not c.is_expired(now)]
-        return [_dump(path, found) for path, found in sorted(mine, key=lambda pair: -pair[1].created)]
-
-
-def _newest(checkpoints: list[dict[str, Any]], kind: str) -> dict[str, Any] | None:
-    return next((found for found in checkpoints if found["checkpoint_type"] == kind), None)
-
-
-def _dump(path: str, found: Checkpoint) -> dict[str, Any]:
-    fields: Mapping[str, Any] = {
-        "checkpoint_id": ids.TinkerPath.parse(path).checkpoint_id,
-        "checkpoint_type": _TYPES[found.kind],
-        "time": _time(found.created),
-        "tinker_path": path,
-        "size_bytes": found.size_bytes,
-        "public": False,
-        "user_metadata": found.user_metadata or None,
-        "expires_at": None if found.expires_at is None else _time(found.expires_at),
-    }
-    return {key: value for key, value in fields.items() if value is not None}
-
-
-def _time(unix: float) -> str:
-    return datetime.fromtimestamp(unix, UTC).isoformat()
+        return {"urls": urls, "expires": timestamp(time.time() + URL_SECONDS)}

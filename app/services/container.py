@@ -13,6 +13,7 @@ from app.services.base_models import BaseModels
 from app.services.callers import Callers
 from app.services.cancelling import CancelService
 from app.services.checkpoints import CheckpointService
+from app.services.copies import CopyService
 from app.services.custom_losses import CustomLossService
 from app.services.endings import Endings
 from app.services.futures import Futures
@@ -25,15 +26,19 @@ from app.services.openai.service import OpenAiService
 from app.services.own_key import OwnKey
 from app.services.polls import BatchPollService, PollService
 from app.services.queue_states import QueueStates
+from app.services.runs import RunService
 from app.services.sampling import SamplingService
+from app.services.session_search import SessionSearch
 from app.services.sessions import SessionService
 from app.services.tokens import Tokens
+from app.services.traces import TraceService
 from app.services.training import TrainingService
 from app.settings import Settings
 from app.signing import UrlSigner
 from app.stores.interfaces import ObjectStore, OpLog, Records
 from app.stores.objects import create
 from app.stores.objects.accounts import AccountFiles
+from app.stores.redis.calls import RedisCalls
 from app.stores.redis.client import connect
 from app.stores.redis.completions import RedisCompletions
 from app.stores.redis.lifecycle import RedisLifecycle
@@ -59,12 +64,16 @@ class Services:
     bases: BaseModels
     admission: AdmissionService
     sessions: SessionService
+    session_search: SessionSearch
+    traces: TraceService
     models: ModelService
     custom_losses: CustomLossService
     training: TrainingService
     sampling: SamplingService
+    runs: RunService
     checkpoints: CheckpointService
     archives: ArchiveService
+    copies: CopyService
     polls: PollService
     batch_polls: BatchPollService
     queue_states: QueueStates
@@ -94,6 +103,7 @@ def build(settings: Settings) -> Services:
         futures, waiter, TokenStreams(connect(settings.broker_url), client), samplers.keep_alive, cancels.cancel
     )
     tokens = _tokens(settings)
+    signer = UrlSigner(settings.url_secret, settings.public_url)
     return Services(
         settings,
         Callers(settings.api_keys, store, tokens),
@@ -103,13 +113,17 @@ def build(settings: Settings) -> Services:
         objects,
         bases,
         admission,
-        SessionService(store, lifecycle, endings),
+        SessionService(store, lifecycle, objects, endings),
+        SessionSearch(store),
+        TraceService(store, RedisCalls(client), signer),
         ModelService(store, bases, admission, endings),
         custom_losses,
         TrainingService(store, bases, admission, custom_losses, settings.limits),
         sampling,
+        RunService(store),
         CheckpointService(store, objects),
-        ArchiveService(store, objects, UrlSigner(settings.url_secret, settings.public_url)),
+        ArchiveService(store, objects, signer),
+        CopyService(store, oplog, lifecycle, objects),
         PollService(futures, waiter, holds),
         BatchPollService(RedisCompletions(client, settings.engine), store, waiter, holds),
         QueueStates(bases, store, oplog),

@@ -11,7 +11,7 @@ from app import ids
 from app.domain import records
 from app.domain.identity import Caller
 from app.domain.ops import CreateModel, LoraSpec, ModelSpec
-from app.domain.records import Checkpoint, Model, Session
+from app.domain.records import Model, Session
 from app.doorbell import train_queue
 from app.errors import BadRequest
 from app.services.admission import AdmissionService
@@ -19,7 +19,7 @@ from app.services.base_models import BaseModels, trainer_role
 from app.services.checks.exports import check_loadable, check_same_role, exports_merged
 from app.services.checks.models import CRITIC, asked_role, check_lora, check_optimizer, check_sampled
 from app.services.endings import Endings
-from app.services.ownership import load_owned, load_readable
+from app.services.ownership import load_checkpoint, load_owned, load_readable
 from app.stores.interfaces import Records
 
 
@@ -46,7 +46,7 @@ class ModelService:
         """A promise of a model that starts as a checkpoint. Raises NotFound (session, checkpoint) or BadRequest."""
         check_optimizer(asked.get("optimizer_config"))
         path = ids.TinkerPath.parse(asked["path"])
-        checkpoint = load_readable(self._records, Checkpoint, str(path), caller)
+        checkpoint = load_checkpoint(self._records, path, caller)
         if asked.get("base_model", checkpoint.base_model) != checkpoint.base_model:
             raise BadRequest(f"{path} was trained on {checkpoint.base_model}, not on {asked['base_model'][:200]!r}")
         check_loadable(path, checkpoint, asked["optimizer"])

@@ -8,6 +8,7 @@ from app.domain import records
 from app.domain.identity import Caller, Role
 from app.domain.records import Checkpoint, Loss, Model, Sampler, Session
 from app.errors import Forbidden, NotFound
+from app.ids import TinkerPath
 from app.stores.interfaces import Records
 
 Owned = TypeVar("Owned", Session, Model, Sampler, Checkpoint, Loss)
@@ -28,6 +29,21 @@ def load_readable(store: Records, cls: type[Owned], key: str, caller: Caller) ->
     if found is None or not caller.sees(found.owner) or _is_expired(found, store):
         raise NotFound(f"{cls.__name__.lower()} {key[:200]!r} does not exist")
     return found
+
+
+def load_checkpoint(store: Records, path: TinkerPath, caller: Caller) -> Checkpoint:
+    """A checkpoint to look at or to start from: the caller's, or one that is public. Raises NotFound as
+    `load_readable`."""
+    stored = store.get(Checkpoint.namespace, str(path))
+    found = records.load(Checkpoint, stored) if stored else None
+    if found is None or not found.public or _is_expired(found, store):
+        return load_readable(store, Checkpoint, str(path), caller)
+    return found
+
+
+def may_read(caller: Caller, found: Checkpoint) -> bool:
+    """As `load_checkpoint` sees it."""
+    return found.public or caller.sees(found.owner)
 
 
 def check_role(caller: Caller, project: str, role: Role = "member") -> None:

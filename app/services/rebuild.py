@@ -16,7 +16,8 @@ from app.domain.checkpoints import MANIFEST, MODELS, SNAPSHOT, Manifest, Place
 from app.domain.records import Checkpoint, Model, Session
 from app.errors import BadRequest, NotFound
 from app.stores.interfaces import Lifecycle, ObjectStore, OpLog, Record, Records
-from app.stores.objects.expiry import read_expiry
+from app.stores.objects.moves import read_moves
+from app.stores.objects.notes import read_note
 
 log = logging.getLogger(__name__)
 Found = dict[Place, list[str]]
@@ -52,10 +53,11 @@ class Rebuild:
 
     def __init__(self, oplog: OpLog, lifecycle: Lifecycle, store: Records, objects: ObjectStore) -> None:
         self._oplog, self._lifecycle, self._records, self._objects = oplog, lifecycle, store, objects
+        self._moves: dict[str, str] = {}
 
     def __call__(self) -> Restored:
         """Raises Unavailable, when it can be run again."""
-        restored = Restored()
+        restored, self._moves = Restored(), read_moves(self._objects)
         for model_id, found in self._models().items():
             head = self._records.get(Model.namespace, model_id)
             if head is None:
@@ -127,11 +129,14 @@ class Rebuild:
         return None
 
     def _manifest(self, place: Place, keys: list[str]) -> Manifest | None:
-        """With the expiry that was set last."""
+        """With what was set last of the things that may change."""
         try:
             written = Manifest.from_json(self._objects.read(f"{place}/{MANIFEST}"))
-            expires_at = read_expiry(self._objects, keys, written.expires_at)
-            manifest = _TYPED.validate_python(asdict(replace(written, expires_at=expires_at)))
+            expires_at = read_note(self._objects, keys, "expires_at", written.expires_at)
+            public = read_note(self._objects, keys, "public", written.public)
+            owner = self._moves.get(ids.session_of(place.model_id), written.owner)
+            newest = replace(written, expires_at=expires_at, public=public, owner=owner)
+            manifest = _TYPED.validate_python(asdict(newest))
             _check(place, manifest)
         except (ValueError, TypeError, KeyError, AttributeError, BadRequest, NotFound) as error:
             log.warning("the manifest of %s cannot be understood: %s", place, error)
@@ -152,6 +157,7 @@ class Rebuild:
             expires_at=manifest.expires_at,
             user_metadata=dict(manifest.user_metadata),
             critic=manifest.critic,
+            public=manifest.public,
         )
         if checkpoint.is_expired(self._records.now()):
             restored.expired += 1

@@ -9,7 +9,7 @@ from typing import Any
 from app import ids
 from app.domain import records
 from app.domain.identity import Caller
-from app.domain.records import Checkpoint, Sampler, Session
+from app.domain.records import Sampler, Session
 from app.domain.sampling import Cells, SampleRequest
 from app.errors import BadRequest
 from app.services.admission import AdmissionService
@@ -17,7 +17,7 @@ from app.services.base_models import BaseModels, sampler_role
 from app.services.checks.exports import check_adapter
 from app.services.checks.models import check_sampleable, check_sampled_role
 from app.services.checks.sampling import check_sample
-from app.services.ownership import load_owned, load_readable
+from app.services.ownership import load_checkpoint, load_owned, load_readable
 from app.stores.interfaces import Records
 from app.wire.json_bodies import tensor, text_tokens
 from app.wire.tensors import to_cells
@@ -78,7 +78,7 @@ class SamplingService:
         if path is None:
             return Sampler(owner, session_id, self._bases.settings(base or "").name, time.time())
         parsed = ids.TinkerPath.parse(path)
-        checkpoint = load_readable(self._records, Checkpoint, str(parsed), caller)
+        checkpoint = load_checkpoint(self._records, parsed, caller)
         check_adapter(parsed, checkpoint)
         if base not in (None, checkpoint.base_model):
             raise BadRequest(f"{path} was trained on {checkpoint.base_model}, not on {base[:200]!r}")

@@ -8,18 +8,20 @@ from typing import Any
 from app import ids
 from app.domain import records
 from app.domain.identity import Caller
-from app.domain.records import Session
-from app.errors import NotFound
+from app.domain.records import Model, Sampler, Session
 from app.services.endings import Endings
-from app.services.ownership import check_role, load_owned
-from app.stores.interfaces import Lifecycle, Records
+from app.services.lists import Page, Scope, check_writable, projects
+from app.services.ownership import check_role, load_owned, load_readable
+from app.services.views import texts
+from app.stores.interfaces import Lifecycle, ObjectStore, Records
+from app.stores.objects.moves import note_move
 
 
 class SessionService:
     """Opened, kept alive and finished; a session is only ever seen from its project."""
 
-    def __init__(self, store: Records, lifecycle: Lifecycle, endings: Endings) -> None:
-        self._records, self._lifecycle, self._endings = store, lifecycle, endings
+    def __init__(self, store: Records, lifecycle: Lifecycle, objects: ObjectStore, endings: Endings) -> None:
+        self._records, self._lifecycle, self._objects, self._endings = store, lifecycle, objects, endings
 
     def create(self, caller: Caller, asked: Mapping[str, Any]) -> str:
         """The id of a new session, in `project_id` or the caller's own project.
@@ -30,8 +32,7 @@ class SessionService:
         if project is None:
             project = caller.project
             check_role(caller, project)
-        elif not caller.may("member", project):
-            raise NotFound(f"project {project[:200]!r} does not exist")
+        check_writable(caller, project)
         session_id = ids.new_session_id()
         session = Session(
             project,
@@ -53,3 +54,30 @@ class SessionService:
         """Free what it holds in memory; the first reason given stays. Raises NotFound."""
         load_owned(self._records, Session, session_id, caller)
         self._endings.finish(session_id, reason)
+
+    def list_ids(self, caller: Caller, scope: Scope, page: Page) -> list[str]:
+        """Newest first."""
+        within = projects(caller, scope)
+        stored = [(id_, records.load(Session, fields)) for id_, fields in self._records.list(Session.namespace)]
+        found = sorted((-session.created, id_) for id_, session in stored if session.owner in within)
+        return [id_ for _, id_ in page.of(found)[0]]
+
+    def describe(self, session_id: str, caller: Caller) -> dict[str, Any]:
+        """What is in it. Raises NotFound."""
+        session = load_readable(self._records, Session, session_id, caller)
+        return {
+            "training_run_ids": [id_ for id_, _ in self._records.list(Model.namespace, ids.model_prefix(session_id))],
+            "sampler_ids": [id_ for id_, _ in self._records.list(Sampler.namespace, ids.sampler_prefix(session_id))],
+            "user_metadata": texts(session.user_metadata),
+            "display_name": session.display_name or None,
+        }
+
+    def move(self, session_id: str, caller: Caller, project: str) -> None:
+        """It goes to another project with all that is in it, checkpoints included. Again is fine.
+
+        Raises NotFound for either, as `create` does, and Forbidden where the caller only sees the session.
+        """
+        load_owned(self._records, Session, session_id, caller)
+        check_writable(caller, project)
+        note_move(self._objects, session_id, self._records.now(), project)
+        self._lifecycle.move(session_id, project)

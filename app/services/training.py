@@ -13,18 +13,24 @@ from app.domain.checkpoints import Place
 from app.domain.identity import Caller
 from app.domain.losses import LOSSES
 from app.domain.ops import AdamParams, LoadWeights, Op, OptimStep, SaveWeights
-from app.domain.records import Checkpoint, Model, Sampler
+from app.domain.records import Model, Sampler
 from app.doorbell import train_queue
 from app.errors import BadRequest, NotFound
 from app.limits import check_batch
 from app.services.admission import MAX_SEQ, AdmissionService
 from app.services.base_models import BaseModels, trainer_role
 from app.services.checks.batch import check_forward_backward
-from app.services.checks.exports import check_loadable, check_same_kind, check_same_role, exports_merged
+from app.services.checks.exports import (
+    check_loadable,
+    check_recipients,
+    check_same_kind,
+    check_same_role,
+    exports_merged,
+)
 from app.services.checks.models import check_adam, check_optimizer, check_sampleable, check_sampled_role
 from app.services.checks.values import in_range
 from app.services.custom_losses import CustomLossService
-from app.services.ownership import load_owned, load_readable
+from app.services.ownership import load_checkpoint, load_owned
 from app.settings import LimitSettings
 from app.stores.interfaces import Records
 from app.wire.forward_backward import Envelope
@@ -74,11 +80,10 @@ class TrainingService:
         return self._save(caller, asked, "weights")
 
     def save_weights_external(self, caller: Caller, asked: Mapping[str, Any]) -> Promise:
-        if asked.get("age_encryption_recipients"):
-            raise BadRequest("age_encryption_recipients is not supported: ask for the files without encryption")
         model = load_owned(self._records, Model, asked["model_id"], caller)
         merged = exports_merged(asked.get("format"), model)
-        return self._save(caller, asked, "external_weights", merged=merged)
+        recipients = check_recipients(asked.get("age_encryption_recipients") or ())
+        return self._save(caller, asked, "external_weights", merged=merged, recipients=recipients)
 
     def save_weights_for_sampler(self, caller: Caller, asked: Mapping[str, Any]) -> Promise:
         """Persisted under `path`, or ephemeral under a sampling session of its own. A critic's is a BadRequest."""
@@ -100,7 +105,7 @@ class TrainingService:
         model = load_owned(self._records, Model, asked["model_id"], caller)
         path = ids.TinkerPath.parse(asked["path"])
         try:
-            checkpoint = load_readable(self._records, Checkpoint, str(path), caller)
+            checkpoint = load_checkpoint(self._records, path, caller)
         except NotFound as error:
             raise BadRequest(str(error)) from None
         check_loadable(path, checkpoint, asked["optimizer"])
@@ -111,7 +116,15 @@ class TrainingService:
         op = LoadWeights(str(path), asked["optimizer"], checkpoint.prefix)
         return self._admit(model, asked["model_id"], asked["seq_id"], op)
 
-    def _save(self, caller: Caller, asked: Mapping[str, Any], kind: str, *, merged: bool = False) -> Promise:
+    def _save(
+        self,
+        caller: Caller,
+        asked: Mapping[str, Any],
+        kind: str,
+        *,
+        merged: bool = False,
+        recipients: tuple[str, ...] = (),
+    ) -> Promise:
         model = load_owned(self._records, Model, asked["model_id"], caller)
         check_ttl(asked.get("ttl_seconds"))
         op = SaveWeights(
@@ -121,6 +134,7 @@ class TrainingService:
             asked.get("overwrite", False),
             asked.get("user_metadata") or {},
             merged=merged,
+            recipients=recipients,
         )
         return self._admit(model, asked["model_id"], asked["seq_id"], op)
 

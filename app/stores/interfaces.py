@@ -294,6 +294,30 @@ class OpLog(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call whose future is still kept; unix times in seconds by the state server's clock, `ended` None while it has
+    not."""
+
+    request_id: str
+    kind: str
+    state: FutureState
+    admitted: float
+    ended: float | None
+
+
+class Calls(Protocol):
+    """What was called and when, as far as it is still known."""
+
+    def of_model(self, model_id: str) -> list[Call]:
+        """By seq, the newest 10,000."""
+        ...
+
+    def of_sampler(self, sampler_id: str) -> list[Call]:
+        """Those that run, or whose results nobody has read, by id; the newest 10,000 of each client."""
+        ...
+
+
 class Completions(Protocol):
     """Which sampling requests came to their end, in that order, by poll target (app/ids.py)."""
 
@@ -389,6 +413,11 @@ class Lifecycle(Protocol):
         """Its client is done; the first reason stays as its status."""
         ...
 
+    def move(self, session_id: str, project: str) -> None:
+        """Its owner, and that of all that is in it or is being saved there, is another project from now on. One that is
+        gone is left alone."""
+        ...
+
     def expire(self) -> list[str]:
         """End the silent sessions; returns their ids."""
         ...
@@ -444,6 +473,11 @@ class ObjectStore(Protocol):
 
     def put_new(self, key: str, source: Path | bytes) -> bool:
         """Store a file; False (nothing changes) when the key exists."""
+        ...
+
+    def copy(self, source: str, target: str) -> None:
+        """Give an object a second key, under which nothing else is ever stored, without its bytes passing through here;
+        each goes by itself. A repeat changes nothing. Raises NotFound."""
         ...
 
     def get(self, key: str, target: Path) -> None:

@@ -113,6 +113,25 @@ def test_a_missing_object_is_not_found(store: ObjectStore, tmp_path: Path):
     assert not (tmp_path / "target").exists()
 
 
+def test_a_copy_outlives_its_source(store: ObjectStore):
+    content = os.urandom(300_000)
+    store.put_new(KEY, content)
+    for _ in range(2):
+        store.copy(KEY, "models/other:train:0/weights/step-1/g1/adapter_model.safetensors")
+    store.delete([KEY])
+    assert store.read("models/other:train:0/weights/step-1/g1/adapter_model.safetensors") == content
+
+
+def test_the_copy_goes_alone_and_of_nothing_there_is_none(store: ObjectStore):
+    store.put_new(KEY, b"weights")
+    store.copy(KEY, "a/copy")
+    store.delete(["a/copy"])
+    assert store.read(KEY) == b"weights"
+    with pytest.raises(NotFound):
+        store.copy("no/such/key", "a/copy")
+    assert store.list("a/") == []
+
+
 def test_a_failed_fetch_leaves_the_old_file_and_no_litter(store: ObjectStore, tmp_path: Path):
     target = tmp_path / "cache" / "target"
     target.parent.mkdir()
@@ -158,6 +177,8 @@ def test_a_key_that_could_leave_the_store_is_refused(store: ObjectStore, key: st
         lambda: store.put_new(key, b""),
         lambda: store.get(key, tmp_path / "t"),
         lambda: store.read(key),
+        lambda: store.copy(key, "a/copy"),
+        lambda: store.copy(KEY, key),
         lambda: store.delete([key]),
         lambda: store.presign(key, 60),
     ):

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from pyrage import RecipientError, x25519
+
 from app import ids
 from app.domain.records import Checkpoint, Model
 from app.errors import BadRequest
@@ -27,6 +31,18 @@ def exports_merged(asked: str | None, model: Model) -> bool:
     return form == "huggingface" and not model.full
 
 
+def check_recipients(recipients: Sequence[str]) -> tuple[str, ...]:
+    """Each once, in order: a repeat of the call is the same call. Raises BadRequest for what is no age public key."""
+    for recipient in recipients:
+        try:
+            x25519.Recipient.from_str(recipient)
+        except RecipientError:
+            raise BadRequest(
+                f"{recipient[:80]!r} is not an age recipient: give a public key such as age-keygen prints (age1...)"
+            ) from None
+    return tuple(sorted(set(recipients)))
+
+
 def check_loadable(path: ids.TinkerPath, checkpoint: Checkpoint, optimizer: bool) -> None:
     """Raises BadRequest for a merged model, and for an optimizer state that only a training checkpoint holds."""
     check_adapter(path, checkpoint)
@@ -35,7 +51,9 @@ def check_loadable(path: ids.TinkerPath, checkpoint: Checkpoint, optimizer: bool
 
 
 def check_adapter(path: ids.TinkerPath, checkpoint: Checkpoint) -> None:
-    """Raises BadRequest for a merged model, of which no adapter can be read any more."""
+    """Raises BadRequest for a merged model and for encrypted files: no adapter can be read of them any more."""
+    if checkpoint.encrypted:
+        raise BadRequest(f"{path} is encrypted, for download alone: use a checkpoint that is not")
     if checkpoint.merged:
         raise BadRequest(f"{path} is a merged model, for download alone: use a checkpoint of its adapter")
 

@@ -66,6 +66,14 @@ class FolderStore:
         with self._outages(key):
             return self._path(key).read_bytes()
 
+    def copy(self, source: str, target: str) -> None:
+        """Give an object a second key; a repeat changes nothing. Raises NotFound. Both share one file's bytes."""
+        found, place = self._path(source), self._path(target)
+        with self._outages():
+            if not found.is_file():
+                raise NotFound(f"object {source!r} does not exist")
+            self._link(found, place)
+
     def list(self, prefix: str) -> list[str]:
         """Keys that start with `prefix`, sorted."""
         folder = self._root / check_prefix(prefix).rpartition("/")[0]

@@ -13,6 +13,7 @@ from urllib.parse import SplitResult, urlsplit
 
 import urllib3
 from minio import Minio
+from minio.commonconfig import CopySource
 from minio.deleteobjects import DeleteObject
 from minio.error import MinioException, S3Error
 from urllib3.exceptions import HTTPError
@@ -77,6 +78,12 @@ class S3Store:
         """A small object's bytes. Raises NotFound."""
         with self._reading(key) as answer:
             return answer.read()
+
+    def copy(self, source: str, target: str) -> None:
+        """Give an object a second key; a repeat changes nothing. Raises NotFound. The server copies, in parts if it is
+        large."""
+        with self._outages(source):
+            self._client.copy_object(self._bucket, check_key(target), CopySource(self._bucket, check_key(source)))
 
     def list(self, prefix: str) -> list[str]:
         """Keys that start with `prefix`, sorted."""

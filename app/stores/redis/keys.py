@@ -13,7 +13,8 @@
     spilling            ZSET  object being written for a payload -> ms of its begin
     spill_garbage       SET   objects of dropped payloads, to be deleted
     staged:<uuid>       STR   a large payload on its way into the journal; expires
-    future:<request>    HASH  kind, model, owner, digest, state, body, type, refused: what a poll reads; expires
+    future:<request>    HASH  kind, model, owner, digest, state, body, type, refused: what a poll reads; admitted
+                              and ended, in ms; expires
     lease:<id>          STR   "node/boot" of the worker that owns a model or runs a sampling request; expires
     pending             ZSET  model or sampling request -> ms of its last progress, while something waits
     pending_queue       HASH  the same ids -> the queue to ring on
@@ -95,6 +96,10 @@ def record(namespace: str, key: str) -> str:
 
 def index(namespace: str) -> str:
     return f"{PREFIX}index:{namespace}"
+
+
+def sampled(sampler_id: str) -> str:
+    return f"{PREFIX}sampled:{sampler_id}"
 
 
 def completed(target: str) -> str:

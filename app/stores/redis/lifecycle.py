@@ -38,6 +38,9 @@ class RedisLifecycle:
     def finish(self, session_id: str, reason: str) -> None:
         self._run("finish", session_id, json.dumps(reason))
 
+    def move(self, session_id: str, project: str) -> None:
+        self._run("move_session", session_id, json.dumps(project))
+
     def expire(self) -> list[str]:
         return [id_.decode() for id_ in self._run("expire", self._silence_ms, _SLICE)]
 

@@ -19,8 +19,8 @@ from app.errors import Gone
 from app.services.rebuild import Rebuild, Restored
 from app.settings import EngineSettings
 from app.stores.interfaces import Lease
-from app.stores.objects.expiry import note_expiry
 from app.stores.objects.folder import FolderStore
+from app.stores.objects.notes import note
 from app.stores.redis import keys
 from app.stores.redis.lifecycle import RedisLifecycle
 from tests.unit.workers.conftest import BASE, LORA, MODEL, PROBE, Worker, World, logprob_bytes, probe, step, undisturbed
@@ -222,8 +222,8 @@ def test_what_expired_does_not_come_back_and_what_was_kept_since_does(world: Wor
     restored = rebuild(world)
     assert (restored.checkpoints, restored.expired) == ([], 1)
     world.client.flushall()
-    note_expiry(objects(world), prefix, now - 3600, now - 1800)
-    note_expiry(objects(world), prefix, now, None)
+    note(objects(world), prefix, "expires_at", now - 3600, now - 1800)
+    note(objects(world), prefix, "expires_at", now, None)
     assert rebuild(world).checkpoints == [SAVED]
     assert json.loads((world.records.get(Checkpoint.namespace, SAVED) or {})["expires_at"]) is None
 

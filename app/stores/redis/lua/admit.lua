@@ -43,7 +43,7 @@ local function admit()
   redis.call('HSET', 'tinsmith:op:' .. request, 'kind', ARGV[4], 'attempts', 0, 'admitted', now)
   store(now)
   redis.call('HSET', 'tinsmith:future:' .. request, 'kind', ARGV[4], 'model', model,
-             'owner', cjson.decode(head[2]), 'digest', ARGV[6], 'state', 'pending')
+             'owner', cjson.decode(head[2]), 'digest', ARGV[6], 'state', 'pending', 'admitted', now)
   redis.call('ZADD', 'tinsmith:journal:' .. model, seq, seq)
   redis.call('HSET', 'tinsmith:models:' .. model, 'last_request', now)
   redis.call('ZADD', 'tinsmith:pending', 'NX', now, model)

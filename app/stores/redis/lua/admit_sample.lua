@@ -69,7 +69,7 @@ redis.call('HSET', 'tinsmith:op:' .. request, 'kind', 'sample', 'attempts', 0, '
 redis.call('SET', 'tinsmith:payload:' .. request, ARGV[5])
 count_payload(request, #ARGV[5], now)
 redis.call('HSET', 'tinsmith:future:' .. request, 'kind', 'sample', 'model', sampler, 'owner', ARGV[3],
-           'digest', ARGV[6], 'state', 'pending')
+           'digest', ARGV[6], 'state', 'pending', 'admitted', now)
 redis.call('ZADD', 'tinsmith:pending', now, request)
 redis.call('HSET', 'tinsmith:pending_queue', request, queue)
 redis.call('HSET', 'tinsmith:sampling:' .. queue, request, tokens)

@@ -3,7 +3,7 @@
 -- JSON list of {namespace, id, {field = value}} to record in the same step, why it failed. Returns 1, or 0 when fenced.
 local model, seq = ARGV[1], tonumber(ARGV[3])
 local key = 'tinsmith:models:' .. model
-local head = redis.call('HMGET', key, 'epoch', 'applied')
+local head = redis.call('HMGET', key, 'epoch', 'applied', 'owner')
 if head[1] ~= ARGV[2] or tonumber(head[2]) ~= seq - 1 then return 0 end
 local request = model .. ':' .. ARGV[3]
 local kind = redis.call('HGET', 'tinsmith:op:' .. request, 'kind')
@@ -20,12 +20,15 @@ if ARGV[4] == 'failed' then
 end
 local future = 'tinsmith:future:' .. request
 if redis.call('HEXISTS', future, 'state') == 1 then
-  redis.call('HSET', future, 'state', ARGV[4], 'type', ARGV[5], 'body', ARGV[6])
+  redis.call('HSET', future, 'state', ARGV[4], 'type', ARGV[5], 'body', ARGV[6], 'ended', now_ms())
 end
 redis.call('EXPIRE', future, ARGV[7])
 for _, write in ipairs(cjson.decode(ARGV[8])) do
   for field, value in pairs(write[3]) do
     redis.call('HSET', 'tinsmith:' .. write[1] .. ':' .. write[2], field, value)
+  end
+  if write[3].owner then
+    redis.call('HSET', 'tinsmith:' .. write[1] .. ':' .. write[2], 'owner', head[3])  -- it may have moved since
   end
   redis.call('ZADD', 'tinsmith:index:' .. write[1], 0, write[2])
 end

@@ -12,7 +12,7 @@ if ARGV[5] ~= '' and not is_retired(head[3], ARGV[5]) then return {} end
 local function fail(request)
   local future = 'tinsmith:future:' .. request
   if redis.call('HGET', future, 'state') == 'pending' then
-    redis.call('HSET', future, 'state', 'failed', 'type', ARGV[3], 'body', ARGV[4])
+    redis.call('HSET', future, 'state', 'failed', 'type', ARGV[3], 'body', ARGV[4], 'ended', now_ms())
     redis.call('PUBLISH', 'tinsmith:done', request)
   end
   redis.call('EXPIRE', future, ARGV[2], 'NX')  -- those of consumed seqs have no end yet either

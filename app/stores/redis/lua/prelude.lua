@@ -149,7 +149,7 @@ end
 local function close_sample(request, state, type, body, keep_s)
   local future = 'tinsmith:future:' .. request
   if redis.call('HGET', future, 'state') ~= 'pending' then return false end
-  redis.call('HSET', future, 'state', state, 'type', type, 'body', body)
+  redis.call('HSET', future, 'state', state, 'type', type, 'body', body, 'ended', now_ms())
   redis.call('EXPIRE', future, keep_s)
   local sampler, seq = request:match('^(.*):(%d+)$')
   note_completion(sampler, seq, request, keep_s)

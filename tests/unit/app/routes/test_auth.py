@@ -24,6 +24,8 @@ PUBLIC = {
     "/api/v1/archives/<path:prefix>",
     "/api/v1/objects/<path:key>",
 } | HUB
+    "/api/v1/sessions/<session_id>/trace",
+}
 
 # Whatever is sent there, nothing of a project's changes.
 READING = {
@@ -35,6 +37,8 @@ READING = {
         "auth/token",
         "auth/apikey/me",
         "get_info",
+        "weights_info",
+        "sessions/search",
         "retrieve_future",
         "retrieve_futures",
     )

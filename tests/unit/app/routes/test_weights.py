@@ -5,6 +5,7 @@ from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import urlsplit
 
+import pyrage
 import pytest
 from tinker.types.checkpoints_list_response import CheckpointsListResponse
 from tinker.types.training_run import TrainingRun
@@ -104,13 +105,38 @@ def test_a_merged_model_is_neither_loaded_nor_sampled(api: Api) -> None:
     ]
 
 
+def test_an_export_for_recipients_names_each_once(api: Api) -> None:
+    model = api.model()
+    first, second = sorted(str(pyrage.x25519.Identity.generate().to_public()) for _ in range(2))
+    body = {"model_id": model, "seq_id": 1, "path": "a"}
+    answers = [
+        api.post("save_weights_external", {**body, "age_encryption_recipients": asked})
+        for asked in ([second, first, second], [first, second])
+    ]
+    assert answers[0].json == answers[1].json, "the same call"
+    assert op_of(api, model, 1) == ops.SaveWeights("external_weights", "a", recipients=(first, second))
+
+
+def test_an_encrypted_checkpoint_is_neither_loaded_nor_sampled(api: Api) -> None:
+    model = api.model()
+    path = save_checkpoint(api, model, "external_weights", files=["adapter_model.safetensors.age"])
+    session = {"session_id": api.session()}
+    answers = [
+        api.post("load_weights", {"model_id": model, "seq_id": 1, "path": path}),
+        api.post("load_weights", {**session, "model_seq_id": 0, "path": path}),
+        api.post("create_sampling_session", {**session, "sampling_session_seq_id": 0, "model_path": path}),
+    ]
+    assert [(answer.status_code, "encrypted" in answer.json["detail"]) for answer in answers] == 3 * [(400, True)]
+
+
 BAD_SAVES: dict[str, tuple[str, dict[str, Any], int, str]] = {
     "name with a slash": ("save_weights", {"path": "a/b"}, 400, "a/b"),
     "dots": ("save_weights", {"path": ".."}, 400, ".."),
     "no name": ("save_weights", {}, 422, "path"),
     "short ttl": ("save_weights", {"path": "a", "ttl_seconds": 60}, 400, "ttl_seconds 60"),
     "metadata no text": ("save_weights", {"path": "a", "user_metadata": {"a": 1}}, 422, "user_metadata"),
-    "encryption": ("save_weights_external", {"path": "a", "age_encryption_recipients": ["age1x"]}, 400, "age_"),
+    "no age key": ("save_weights_external", {"path": "a", "age_encryption_recipients": ["age1x"]}, 400, "'age1x'"),
+    "too many readers": ("save_weights_external", {"path": "a", "age_encryption_recipients": ["a"] * 11}, 422, "age_"),
     "form": ("save_weights_external", {"path": "a", "format": "gguf"}, 400, "'gguf'"),
     "of an unknown kind": (
         "save_weights_for_sampler",

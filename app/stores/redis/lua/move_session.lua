@@ -1,0 +1,18 @@
+#!lua flags=allow-oom
+-- Give a session to another project, with all that is in it. ARGV: session id, project as JSON.
+local key = 'tinsmith:sessions:' .. ARGV[1]
+if redis.call('EXISTS', key) == 0 then return 0 end
+redis.call('HSET', key, 'owner', ARGV[2])
+
+local function move(namespace, prefix)
+  for _, id in ipairs(redis.call('ZRANGEBYLEX', 'tinsmith:index:' .. namespace, '[' .. prefix, '(' .. prefix .. '\255')) do
+    local record = 'tinsmith:' .. namespace .. ':' .. id
+    if redis.call('EXISTS', record) == 1 then redis.call('HSET', record, 'owner', ARGV[2]) end
+  end
+end
+
+move('models', ARGV[1] .. ':train:')
+move('samplers', ARGV[1] .. ':sample:')
+move('losses', ARGV[1] .. ':loss:')
+move('checkpoints', 'tinker://' .. ARGV[1] .. ':train:')
+return 1
