@@ -78,6 +78,7 @@ def attacks(api: Api, evil: str) -> Iterator[tuple[str, str, dict[str, Any] | No
         yield "PUT", f"training_runs/{run}/checkpoints/{checkpoint}/ttl", {"ttl_seconds": None}
         yield "DELETE", f"training_runs/{run}/checkpoints/{checkpoint}", None
     yield "GET", f"objects/{part}?expires=1&signature=x", None
+    yield "GET", f"archives/{part}?expires=1&signature=x", None
     yield "GET", f"samplers/{part}", None
     yield "DELETE", f"training_runs/{part}", None
 
