@@ -23,9 +23,8 @@ PUBLIC = {
     "/docs",
     "/api/v1/archives/<path:prefix>",
     "/api/v1/objects/<path:key>",
-} | HUB
     "/api/v1/sessions/<session_id>/trace",
-}
+} | HUB
 
 # Whatever is sent there, nothing of a project's changes.
 READING = {
