@@ -43,6 +43,10 @@ CHANGES: dict[tuple[str, str], dict[str, Any] | None] = {
     ("POST", "cancel_future"): {"request_id": "{sample}"},
     ("DELETE", "training_runs/{model}"): None,
     ("PUT", "training_runs/{model}/checkpoints/weights/a/ttl"): {"ttl_seconds": 3600},
+    ("POST", "training_runs/{model}/checkpoints/weights/a/publish"): None,
+    ("DELETE", "training_runs/{model}/checkpoints/weights/a/publish"): None,
+    ("POST", "copy_weights"): {"source_path": "{path}", "session_id": "{session}", "model_seq_id": 6},
+    ("PUT", "sessions/{session}/project"): {"project_id": "{project}"},
     ("DELETE", "training_runs/{model}/checkpoints/weights/a"): None,
     ("POST", "/oai/api/v1/completions"): {"model": BASE, "prompt": [1]},
     ("POST", "/oai/api/v1/chat/completions"): {"model": BASE, "messages": [{"role": "user", "content": "x"}]},
@@ -53,6 +57,9 @@ READS: dict[tuple[str, str], dict[str, Any] | None] = {
     ("GET", "samplers/{sampler}"): None,
     ("GET", "training_runs/{model}"): None,
     ("GET", "training_runs/{model}/checkpoints"): None,
+    ("GET", "sessions/{session}"): None,
+    ("GET", "sessions/{session}/trace_export"): None,
+    ("POST", "weights_info"): {"tinker_path": "{path}"},
     ("GET", "auth/apikey/me"): None,
 }
 
@@ -104,6 +111,7 @@ def owned(api: Api, accounts: AccountService) -> Place:
     model = member.model(session)
     path = save_checkpoint(member, model)
     place.ids = {"session": session, "model": model, "path": path, "sampler": sampler, "sample": sample}
+    place.ids["project"] = place.project
     return place
 
 
