@@ -171,7 +171,7 @@ def parts(settings: Settings, celery: Celery, node_name: str) -> Parts:
         doorbell.Doorbell(celery),
         celery,
         worker,
-        TokenStreams(connect(settings.broker_url), client),
+        TokenStreams(connect(settings.broker_url)),
     )
 
 

@@ -86,7 +86,7 @@ def build(settings: Settings) -> Services:
     """Raises SetupError when the settings name no state server or no usable object store."""
     if not settings.redis.url:
         raise SetupError("redis.url is empty: set it, or start everything with `tinsmith up`")
-    client = connect(settings.redis.url)
+    client, broker = connect(settings.redis.url), connect(settings.broker_url)
     oplog, store = RedisOpLog(client, settings.engine), RedisRecords(client, settings.engine)
     objects = create(settings, may_be_away=True)
     bases = BaseModels(settings, store)
@@ -94,14 +94,12 @@ def build(settings: Settings) -> Services:
     admission = AdmissionService(oplog, store, doorbell, settings)
     lifecycle = RedisLifecycle(client, settings.engine)
     custom_losses = CustomLossService(store)
-    futures, waiter, holds = Futures(oplog, store), Waiter(client), Holds(settings.api)
+    futures, waiter, holds = Futures(oplog, store), Waiter(client, broker), Holds(settings.api)
     endings = Endings(lifecycle, store, objects, doorbell.wake)
     sampling = SamplingService(store, bases, admission)
     cancels = CancelService(futures, oplog)
     samplers = Samplers(store, lifecycle, bases, sampling)
-    follow = Following(
-        futures, waiter, TokenStreams(connect(settings.broker_url), client), samplers.keep_alive, cancels.cancel
-    )
+    follow = Following(futures, waiter, TokenStreams(broker), samplers.keep_alive, cancels.cancel)
     tokens = _tokens(settings)
     signer = UrlSigner(settings.url_secret, settings.public_url)
     return Services(

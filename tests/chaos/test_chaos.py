@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -15,9 +14,14 @@ from tests.models import tiny_qwen3
 SEEDS = (1,)
 
 
+@pytest.fixture(autouse=True)
+def silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of its own outage the SDK reports for half a minute."""
+    monkeypatch.setenv("TINKER_TELEMETRY", "0")
+
+
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    os.environ["TINKER_TELEMETRY"] = "0"  # of its own outage the SDK reports for half a minute
     return tiny_qwen3(tmp_path_factory.mktemp("base"))
 
 

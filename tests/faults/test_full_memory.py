@@ -93,6 +93,7 @@ class Run:
         self.model = api.model(self.session)
         self.sampler = api.sampler()
         self.oplog, self.records = api.services.oplog, api.services.records
+        self.owner = self.records.get("models", self.model)["owner"]
         for seq in range(1, 7):
             assert api.forward_backward(batch(self.model, seq)).status_code == 200
         for seq in range(4):
@@ -144,7 +145,7 @@ class Run:
         assert self.oplog.lead("sweeper", OWNER)
         self.records.put(Worker.namespace, "w", dump(Worker("trainer", BASE, {}, {}, "", 0.0)), ttl_s=60)
         assert self.oplog.next(self.lease, waiting) is not None
-        written = ("checkpoints", f"tinker://{self.model}/weights/{step}", {"owner": '"me"'})
+        written = ("checkpoints", f"tinker://{self.model}/weights/{step}", {"owner": self.owner})
         self.oplog.commit(self.lease, waiting, Result(b"%d" % step), [written])
         assert self.result(f"{self.model}:{waiting}") == b"%d" % step
         assert self.records.get(*written[:2]) == written[2]

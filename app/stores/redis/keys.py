@@ -39,7 +39,7 @@
     stream:<request>    STREAM  on the broker: tokens of a sampling request that is answered as they come: sample,
                               place, tokens, logprobs; expires, and may be lost: the result holds them all
     taking_calls        STR   is there while an API process lives; expires
-    done                pub/sub channel: a request id, once its result, or more of its stream, can be read
+    done                pub/sub channel: a request id, once its result can be read; on the broker, more of its stream
     aborted             pub/sub channel: a sampling request's id, once nobody wants it to go on
 
 All times are the Redis server's own (TIME), so no two clocks are ever compared.

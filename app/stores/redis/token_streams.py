@@ -33,14 +33,14 @@ class Drawn:
 
 
 class TokenStreams:
-    """One Redis stream a request, on the broker. Readers share the process's one pub/sub connection to the state server
+    """One Redis stream a request, on the broker. Readers share the process's one pub/sub connection there
     (waiting.Waiter), which every `add` wakes: a blocking read each would be a connection each."""
 
-    def __init__(self, broker: redis.Redis, state: redis.Redis) -> None:
-        self._broker, self._state = broker, state
+    def __init__(self, broker: redis.Redis) -> None:
+        self._broker = broker
 
     def add(self, drawn: Iterable[Drawn]) -> None:
-        """Append, in one round trip, and wake the readers in another."""
+        """Append, in one round trip, and wake the readers."""
         requests = set()
         with self._broker.pipeline(transaction=False) as pipe:
             for piece in drawn:
@@ -48,9 +48,6 @@ class TokenStreams:
                 requests.add(piece.request_id)
             for request_id in requests:
                 pipe.expire(keys.stream(request_id), _KEPT_S)
-            pipe.execute()
-        with self._state.pipeline(transaction=False) as pipe:
-            for request_id in requests:
                 pipe.publish(keys.DONE_CHANNEL, request_id)
             pipe.execute()
 

@@ -18,13 +18,17 @@ from app.stores.redis.channel import Channel
 
 class Waiter:
     """Waits for a request id to become terminal, or for any request of a poll target (app/ids.py). Publications missed
-    during a reconnect wake everybody instead."""
+    during a reconnect wake everybody instead.
 
-    def __init__(self, client: redis.Redis) -> None:
+    On the broker, if given, more of a request's stream is published; who misses that reads it somewhat later."""
+
+    def __init__(self, client: redis.Redis, broker: redis.Redis | None = None) -> None:
         self._lock = threading.Lock()
         self._events: dict[str, set[threading.Event]] = defaultdict(set)
         self._done = Channel(client, keys.DONE_CHANNEL, self._wake, self._wake_all)
         self._done.start()
+        if broker is not None:
+            Channel(broker, keys.DONE_CHANNEL, self._wake).start()
 
     def wait(self, id_: str, timeout_s: float, check: Callable[[], bool]) -> None:
         """Return once `id_` is published, after `timeout_s`, or at once if `check()` says it is done.

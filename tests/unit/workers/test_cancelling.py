@@ -108,7 +108,7 @@ class Samplers:
         nearby = HandoverFolder(self.folder / "handover" / worker, 2**30)
         files = AdapterFiles(store, records, nearby, self.folder / "cache" / worker, 2**30, print)
         adapters = Adapters(backend, files, AdapterTurns(4), 4)
-        publisher = TokenPublisher(TokenStreams(self.client, self.client))
+        publisher = TokenPublisher(TokenStreams(self.client))
         return SampleRunner(self.oplog, records, backend, adapters, keeper, worker, watches, publisher)
 
     def admit(self, seq: int) -> str:

@@ -54,7 +54,7 @@ def runner(world: World, backend: SamplerBackend, worker: str) -> SampleRunner:
     nearby = HandoverFolder(world.folder / "handover" / worker, 2**30)
     files = AdapterFiles(store, world.records, nearby, world.folder / "cache", 2**30, print)
     adapters = Adapters(backend, files, AdapterTurns(4), 4)
-    publisher = TokenPublisher(TokenStreams(world.client, world.client))
+    publisher = TokenPublisher(TokenStreams(world.client))
     return SampleRunner(world.oplog, world.records, backend, adapters, keeper, worker, Watches(), publisher)
 
 
@@ -79,7 +79,7 @@ def test_a_sample_is_answered_with_every_sequence_and_its_logprobs(world: World,
 
 
 def test_a_streamed_request_tells_of_its_tokens_and_another_does_not(world: World, backend: SamplerBackend):
-    sampler, streams = runner(world, backend, "s/1"), TokenStreams(world.client, world.client)
+    sampler, streams = runner(world, backend, "s/1"), TokenStreams(world.client)
     streamed = admit(world, 0, replace(REQUEST, stream=True))
     result = sampler.handle(streamed, SESSION, "sample")
     other = sampler.handle(admit(world, 1), SESSION, "sample")

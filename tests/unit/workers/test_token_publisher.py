@@ -25,7 +25,7 @@ def tokens(drawn: Iterable[Drawn], request_id: str, index: int) -> list[int]:
 
 
 def test_what_was_drawn_can_be_read_in_order_and_from_where_one_left_off(client: redis.Redis):
-    streams = TokenStreams(client, client)
+    streams = TokenStreams(client)
     publisher = TokenPublisher(streams)
     told = publisher.watch("a:1")
     for token in range(50):
@@ -45,7 +45,7 @@ def test_what_was_drawn_can_be_read_in_order_and_from_where_one_left_off(client:
 
 
 def test_a_reader_is_woken_and_the_stream_goes_away_by_itself(client: redis.Redis):
-    publisher = TokenPublisher(TokenStreams(client, client))
+    publisher = TokenPublisher(TokenStreams(client))
     with client.pubsub() as channel:
         channel.subscribe(keys.DONE_CHANNEL)
         publisher.watch("a:1")(0, [1], [-1.0])
@@ -56,7 +56,7 @@ def test_a_reader_is_woken_and_the_stream_goes_away_by_itself(client: redis.Redi
 
 
 def test_what_waits_is_sent_before_the_end(client: redis.Redis):
-    streams = TokenStreams(client, client)
+    streams = TokenStreams(client)
     publisher = TokenPublisher(streams)
     publisher.watch("a:1")(0, [1, 2], [-1.0, -1.0])
     publisher.close()
@@ -67,7 +67,7 @@ class HangingStreams(TokenStreams):
     """A state server that hangs, then fails once, then works."""
 
     def __init__(self, client: redis.Redis) -> None:
-        super().__init__(client, client)
+        super().__init__(client)
         self.called, self.release, self.failures = threading.Event(), threading.Event(), 1
 
     def add(self, drawn: Iterable[Drawn]) -> None:

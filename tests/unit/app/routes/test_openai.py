@@ -142,7 +142,7 @@ def openai(app: Flask, state_url: str) -> Iterator[OpenAi]:
         add_worker(services, "trainer")
         add_worker(services, "sampler", CONTEXT)
         tokenizer = read(services.settings.base_models[0].path)
-        standin = Standin(services.oplog, TokenStreams(broker, client), tokenizer)
+        standin = Standin(services.oplog, TokenStreams(broker), tokenizer)
         thread = threading.Thread(target=standin.run, daemon=True)
         thread.start()
         yield OpenAi(Api(app.test_client(), services), standin)

@@ -26,23 +26,25 @@ DONE = Result(encode_sample(OUTPUT), PROTOBUF)
 
 
 class Script:
-    """What the state server says, one look after another: an error, a result, tokens, or nothing (None)."""
+    """What the servers say, one look after another: an error, a result, tokens, or nothing (None)."""
 
     def __init__(self, *looks: object) -> None:
-        self._looks = iter(looks)
-        self._tokens: list[Drawn] = []
+        self._looks = list(looks)
         self.seen: list[str] = []
 
     def future(self, request_id: str, caller: Caller) -> Future:
-        look = next(self._looks)
+        look = self._looks.pop(0)
         if isinstance(look, Exception):
             raise look
-        self._tokens = look if isinstance(look, list) else []
         return Future(request_id, "sample", "m", "me", "done", look if isinstance(look, Result) else None)
 
     def read(self, request_id: str, after: str) -> tuple[list[Drawn], str]:
         self.seen.append(after)
-        return self._tokens, f"{len(self.seen)}-0" if self._tokens else after
+        look = self._looks[0]
+        if not isinstance(look, list):
+            return [], after
+        self._looks.pop(0)
+        return look, f"{len(self.seen)}-0"
 
     def wait(self, request_id: str, timeout_s: float, check: Callable[[], bool]) -> None:
         check()
@@ -73,7 +75,7 @@ def test_tokens_come_in_order_and_the_output_last():
     *pieces, output = follow(script)
     assert [piece.tokens.tolist() for piece in pieces] == [[5], [6]]
     assert isinstance(output, SampleOutput) and output.sequences[0].tokens.tolist() == [5, 6]
-    assert script.seen == ["0-0", "1-0"], "it goes on from what it has"
+    assert script.seen == ["0-0", "1-0", "2-0"], "it goes on from what it has"
 
 
 def test_a_request_that_is_not_live_has_no_stream_to_read():
