@@ -12,9 +12,8 @@ from pathlib import Path
 from app import ids
 from app.domain.checkpoints import MANIFEST, Manifest
 from app.domain.identity import Caller
-from app.domain.records import Checkpoint
 from app.errors import NotFound, Unavailable
-from app.services.ownership import load_readable
+from app.services.ownership import load_checkpoint
 from app.signing import UrlSigner
 from app.stores.interfaces import ObjectStore, Records
 
@@ -42,7 +41,7 @@ class ArchiveService:
 
     def url(self, path: ids.TinkerPath, caller: Caller) -> tuple[str, int]:
         """A URL that needs no key, and when it expires (unix s). Raises NotFound."""
-        checkpoint = load_readable(self._records, Checkpoint, str(path), caller)
+        checkpoint = load_checkpoint(self._records, path, caller)
         expires = int(time.time()) + URL_SECONDS
         return self._signer.url(_route(checkpoint.prefix), expires), expires
 

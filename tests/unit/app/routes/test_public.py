@@ -44,6 +44,7 @@ READS: dict[str, Ask] = {
     "files": lambda api, run, path: api.get(
         f"training_runs/{run}/checkpoints/external_weights/a/external_weights_urls"
     ),
+    "its archive": lambda api, run, path: api.get(f"training_runs/{run}/checkpoints/external_weights/a/archive"),
 }
 
 
@@ -54,7 +55,7 @@ def test_it_is_read_by_a_stranger_as_long_as_it_is_public(api: Api, stranger: Ap
     refused = READS[read](stranger, run, path)
     assert refused.status_code == (400 if read == "a model" else 404)
     assert publish(api, path) == 200
-    assert READS[read](stranger, run, path).status_code == 200
+    assert READS[read](stranger, run, path).status_code == (302 if read == "its archive" else 200)
     assert publish(api, path, "DELETE") == 200
     assert READS[read](stranger, run, path).status_code == refused.status_code
 
