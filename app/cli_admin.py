@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import argparse
+from datetime import date
+from functools import partial
 from typing import TYPE_CHECKING
 
 from app import cli_servers
+from app.domain import limits
 from app.domain.identity import ROLES, SCOPES
 
 if TYPE_CHECKING:
     from app.cli_servers import Commands
 
-_NOBODY = "none"
+_NOBODY = _UNLIMITED = "none"
+_DEFAULT = "default"
 _DAY_S = 86_400
 
 
 def add(commands: Commands) -> None:
     """Organisations have projects and users; a user has a role in each project he may use, and keys."""
-    about = "organisations, projects, users and API keys"
+    about = "organisations, projects, users, API keys and limits"
     admin = commands.add_parser("admin", help=about, description=f"Make, change and list {about}.", allow_abbrev=False)
     admin.set_defaults(parser=admin)
     kinds = admin.add_subparsers(metavar="KIND", required=True)
@@ -25,6 +29,8 @@ def add(commands: Commands) -> None:
     _add_projects(_kind(kinds, "project", "projects, which own runs and checkpoints"))
     _add_users(_kind(kinds, "user", "users and their roles"))
     _add_keys(_kind(kinds, "key", "API keys"))
+    _add_limits(_kind(kinds, "limits", "limits of a project, or of a key"))
+    _add_audit(kinds)
 
 
 def _add_organisations(actions: Commands) -> None:
@@ -79,6 +85,29 @@ def _add_keys(actions: Commands) -> None:
     _action(actions, "list", "list_keys", "list keys")
 
 
+def _add_limits(actions: Commands) -> None:
+    change = _action(actions, "set", "set_limits", "change limits of a project or a key; those not named stay")
+    change.add_argument("id", metavar="ID")
+    for name in limits.NAMES:
+        change.add_argument(
+            f"--{name.replace('_', '-')}",
+            type=partial(_limit, int if name in limits.COUNTS else float),
+            default=argparse.SUPPRESS,
+            metavar="N",
+            help=f"a number, {_UNLIMITED}, or {_DEFAULT}: what limits.project in the settings says",
+        )
+    _action(actions, "list", "list_limits", "list projects and keys that have limits of their own")
+
+
+def _add_audit(kinds: Commands) -> None:
+    about = "who did what in a project or to an organisation, in a day"
+    audit = kinds.add_parser("audit", help=about, description=f"Print {about}.", allow_abbrev=False)
+    audit.add_argument("scope", metavar="ID", help="of the project or organisation")
+    audit.add_argument("--day", type=_date, metavar="YYYY-MM-DD", help="UTC (default today)")
+    cli_servers.add_stack_options(audit)
+    audit.set_defaults(run=_show_audit, parser=audit)
+
+
 def _kind(kinds: Commands, name: str, about: str) -> Commands:
     kind = kinds.add_parser(name, help=about, description=about.capitalize() + ".", allow_abbrev=False)
     kind.set_defaults(parser=kind)
@@ -100,11 +129,32 @@ def _run(arguments: argparse.Namespace) -> int:
     return admin.run(cli_servers.options(arguments), arguments.function, arguments)
 
 
+def _show_audit(arguments: argparse.Namespace) -> int:
+    from app.stack import audit
+
+    return audit.show(cli_servers.options(arguments), arguments.scope, arguments.day)
+
+
+def _date(text: str) -> date:
+    try:
+        return date.fromisoformat(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a day such as 2026-11-22") from None
+
+
 def _scopes(text: str) -> list[str]:
     names = [] if text == _NOBODY else text.split(",")
     if unknown := set(names) - SCOPES:
         raise argparse.ArgumentTypeError(f"{min(unknown)!r} is no scope: there are {', '.join(sorted(SCOPES))}")
     return names
+
+
+def _limit(number: type[int] | type[float], text: str) -> float | str | None:
+    try:
+        return text if text == _DEFAULT else None if text == _UNLIMITED else number(text)
+    except ValueError:
+        kind = "whole number" if number is int else "number"
+        raise argparse.ArgumentTypeError(f"{text!r} is no {kind}, nor {_UNLIMITED} or {_DEFAULT}") from None
 
 
 def _days(text: str) -> float:

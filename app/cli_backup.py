@@ -11,7 +11,7 @@ from app import cli_servers
 if TYPE_CHECKING:
     from app.cli_servers import Commands
 
-_ABOUT = "organisations, projects, users and keys"
+_ABOUT = "organisations, projects, users and keys, usage and audit log"
 
 
 def add(commands: Commands) -> None:
@@ -20,8 +20,8 @@ def add(commands: Commands) -> None:
         commands,
         "backup",
         f"write {_ABOUT} to a file",
-        f"Write {_ABOUT} to a new file. Checkpoints are not in it: the object store holds them, to be kept like any "
-        "data. Keys are in it as digests alone.",
+        f"Write {_ABOUT} to a new file, the last two up to this hour. Checkpoints are not in it: the object store "
+        "holds them, to be kept like any data. Keys are in it as digests alone.",
     )
     backup.set_defaults(run=_backup)
     restore = _file_command(

@@ -6,6 +6,7 @@
     │   ├── Unauthorized        401
     │   │   └── InvalidToken    401  a token that is too old, or not ours: another may do
     │   ├── Forbidden           403
+    │   │   └── LimitReached    403  a limit that does not pass by itself: something has to go first
     │   ├── NotFound            404  missing, or somebody else's: the two look alike
     │   │   └── RepoNotFound, RevisionNotFound, EntryNotFound  of the Hub's routes, and by the Hub's names
     │   ├── Gone                410  yours, but expired or lost
@@ -38,7 +39,7 @@ class RequestError(TinsmithError):
     """A request that is answered with `status`; the text is shown to the client."""
 
     status: ClassVar[int] = 400
-    retry_after_s: ClassVar[float | None] = None
+    retry_after_s: float | None = None
 
 
 class BadRequest(RequestError):
@@ -59,6 +60,10 @@ class Forbidden(RequestError):
     """The key is known but may not do this."""
 
     status = 403
+
+
+class LimitReached(Forbidden):
+    """As much is there as the project, or the key, may have."""
 
 
 class NotFound(RequestError):

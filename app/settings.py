@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from app.domain.limits import Limits
 from app.errors import SetupError
 
 SETTINGS_VARIABLE = "TINSMITH_SETTINGS"
@@ -150,6 +151,7 @@ class LimitSettings(_Section):
     json_depth: int = Field(64, ge=16, le=256, description="lists and objects in one another in a JSON body")
     datums: int = Field(8192, ge=1, description="datums in one call; the SDK sends 1,024 at a time")
     batch_tokens: int = Field(2**22, ge=1, description="tokens in one call's datums together")
+    project: Limits = Field(Limits(), description="what every project may take that has no other limits of its own")
 
 
 class StoreSettings(_Section):

@@ -7,7 +7,7 @@ import hmac
 import time
 from urllib.parse import quote
 
-from app.errors import Forbidden, SetupError
+from app.errors import Forbidden, NotFound
 
 
 class UrlSigner:
@@ -20,10 +20,13 @@ class UrlSigner:
     def url(self, path: str, expires: int) -> str:
         """The URL of `path` (as `objects/a/b`) until `expires`, in unix seconds.
 
-        Raises SetupError when the settings hold no url_secret.
+        Raises NotFound when the settings hold no url_secret.
         """
         if not self._secret:
-            raise SetupError("signed URLs need url_secret in the config file: set it to 32 random characters or more")
+            raise NotFound(
+                "this server gives out no download URLs: its operator has to set url_secret in the config file, to 32 "
+                "random characters or more"
+            )
         query = f"expires={expires}&signature={self._sign(path, expires)}"
         return f"{self._public_url}/api/v1/{quote(path)}?{query}"
 

@@ -29,8 +29,9 @@ class Adapters:
         self._loading: dict[str, threading.Lock] = {}
 
     @contextmanager
-    def use(self, prefix: str, watch: Watch) -> Iterator[str | None]:
-        """The adapter's id, in its turn and loaded for as long as the block; None for the base (an empty prefix).
+    def use(self, prefix: str, project: str, watch: Watch) -> Iterator[str | None]:
+        """The adapter's id, in its turn and loaded for as long as the block, for a request of `project`; None for the
+        base (an empty prefix).
 
         Raises ServerOpError when its files are gone or damaged, and Unavailable when they are not to be had now. What
         has to wait for its files keeps nobody else from his turn. Raises Aborted when `watch` is before its own.
@@ -38,7 +39,8 @@ class Adapters:
         if not prefix:
             yield None
             return
-        with self._files.use(prefix) as folder, self._turns.turn(prefix, watch), self._loaded_from(folder, prefix):
+        turn = self._turns.turn(prefix, project, watch)
+        with self._files.use(prefix) as folder, turn, self._loaded_from(folder, prefix):
             yield prefix
 
     @contextmanager

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from app.domain.results import Result
+from app.domain.usage import Usage
 from app.errors import OpError
 from app.stores.interfaces import Entry, Write
 from workers import results
@@ -15,16 +16,18 @@ from workers.saving import Outcome
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """`failure` is empty for success. `then` is to be called once it is committed."""
+    """`failure` is empty for success. `then` is to be called once it is committed, which
+    counts `usage`."""
 
     result: Result
     writes: Sequence[Write] = ()
     failure: str = ""
     then: Callable[[], None] = lambda: None
+    usage: Usage = field(default_factory=dict)
 
     @classmethod
     def of(cls, outcome: Outcome) -> Attempt:
-        return cls(outcome.result, outcome.writes, then=outcome.then)
+        return cls(outcome.result, outcome.writes, then=outcome.then, usage=outcome.usage)
 
     @classmethod
     def failed(cls, entry: Entry, error: OpError) -> Attempt:

@@ -16,6 +16,7 @@ from celery import signals
 
 from app import doorbell, settings
 from app.errors import SetupError
+from workers.starting import uncollected
 
 config = settings.from_environment()
 app = doorbell.celery_app(config)
@@ -35,10 +36,11 @@ def _become(sender: Any, **_: Any) -> None:
 
     Celery swallows what a signal handler raises, so whatever goes wrong here must end the process here.
     """
-    from workers import runtime
-
     try:
-        direct = runtime.start(config, app, sender.hostname, list(app.amqp.queues.consume_from))
+        with uncollected():
+            from workers import runtime
+
+            direct = runtime.start(config, app, sender.hostname, list(app.amqp.queues.consume_from))
     except SetupError as error:
         print(f"{sender.hostname}: {error}", file=sys.stderr, flush=True)
         os._exit(2)

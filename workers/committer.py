@@ -108,7 +108,8 @@ class Committer:
         attempt, entry = self._came_to(resident, ran), ran.entry
         started = time.monotonic()
         try:
-            self._oplog.commit(resident.lease, entry.seq, attempt.result, attempt.writes, attempt.failure)
+            told = attempt.result, attempt.writes, attempt.failure
+            self._oplog.commit(resident.lease, entry.seq, *told, attempt.usage)
         except Fenced:
             telemetry.commit_refused(entry, resident.lease.epoch)
             raise
@@ -172,7 +173,7 @@ class Committer:
     def _run_together(self, group: Sequence[Begun]) -> list[Future[Attempt]]:
         outcomes = self._executor.run_together({begun.resident.lease.model_id: begun.entry for begun in group})
         found = [(begun.entry, outcomes[begun.resident.lease.model_id]) for begun in group]
-        attempts = [Attempt.failed(entry, one) if isinstance(one, OpError) else Attempt(one) for entry, one in found]
+        attempts = [Attempt.failed(entry, one) if isinstance(one, OpError) else Attempt.of(one) for entry, one in found]
         return [attempt.at_once() for attempt in attempts]
 
 

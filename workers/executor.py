@@ -25,7 +25,8 @@ from app.domain.ops import (
     OptimStep,
     SaveWeights,
 )
-from app.domain.results import Done, Output, Result
+from app.domain.results import Done, Output
+from app.domain.usage import TRAINED
 from app.errors import NotFound, OpError, UserOpError
 from app.stores.interfaces import Entry, Lease, ObjectStore
 from workers import checkpoints, results, telemetry
@@ -58,13 +59,11 @@ class Executor:
             self.give_up(lease, entry)
             raise
 
-    def run_together(self, entries: Mapping[str, Entry]) -> dict[str, Result | OpError]:
+    def run_together(self, entries: Mapping[str, Entry]) -> dict[str, Outcome | OpError]:
         """One forward_backward, or one forward, of several models in one pass; none of them doomed."""
         ops: dict[str, ForwardBackward] = {model_id: codec.decode(entry.payload) for model_id, entry in entries.items()}
         outcomes = self.backend.apply(ops)
-        for op in ops.values():
-            _count(op)
-        return {m: o if isinstance(o, OpError) else results.of_output(o) for m, o in outcomes.items()}
+        return {m: o if isinstance(o, OpError) else _outcome(ops[m], o) for m, o in outcomes.items()}
 
     def give_up(self, lease: Lease, entry: Entry) -> None:
         """Leave a failed Op behind. A step's gradients go with it: sent again, none of them counts twice."""
@@ -79,13 +78,11 @@ class Executor:
         if isinstance(op, SaveWeights):
             return self.saver.save(lease, entry.seq, op)
         output = self._apply(lease.model_id, op)
-        if isinstance(op, ForwardBackward):
-            _count(op)
         if isinstance(op, CreateModel):
             ready = {"state": json.dumps("ready"), "lora": json.dumps(_fields(op.spec.lora))}
             created = results.of_json({"model_id": lease.model_id})
             return Outcome(created, [(records.Model.namespace, lease.model_id, ready)])
-        return Outcome(results.of_output(output))
+        return _outcome(op, output)
 
     def replay(self, lease: Lease, entry: Entry) -> None:
         """Forwards and saves changed nothing; failed Ops neither, but a step that failed dropped the gradients."""
@@ -156,8 +153,13 @@ def _fields(lora: LoraSpec | None) -> dict[str, Any]:
     return {} if lora is None else asdict(lora)
 
 
-def _count(op: ForwardBackward) -> None:
-    telemetry.TOKENS.labels("trained").inc(len(op.batch.tokens.values))
+def _outcome(op: Op, output: Output) -> Outcome:
+    """Of what a live run came to; what it used is counted once it is committed."""
+    if not isinstance(op, ForwardBackward):
+        return Outcome(results.of_output(output))
+    tokens = len(op.batch.tokens.values)
+    telemetry.TOKENS.labels("trained").inc(tokens)
+    return Outcome(results.of_output(output), usage={TRAINED: tokens})
 
 
 def doom(entry: Entry, window: Window) -> str:

@@ -16,8 +16,10 @@ log = logging.getLogger(__name__)
 
 
 class LeaseKeeper:
-    """Renews every id in hand three times a lease. One that could not be renewed in time, or is someone else's, is lost
-    until it is added again."""
+    """Renews every id in hand three times a lease, and so tells that this worker lives, even with none in hand.
+
+    One that could not be renewed in time, or is someone else's, is lost until it is added again.
+    """
 
     def __init__(self, oplog: OpLog, worker: str, lease_s: float) -> None:
         self._oplog, self._worker, self._lease_s = oplog, worker, lease_s
@@ -62,7 +64,7 @@ class LeaseKeeper:
         asked = time.monotonic()
         with self._lock:
             before = dict(self._renewed)
-        gone = set(self._oplog.renew(sorted(before), self._worker) if before else [])
+        gone = set(self._oplog.renew(sorted(before), self._worker))
         lost = []
         with self._lock:
             for id_, since in before.items():

@@ -28,13 +28,14 @@ MAX_ATTEMPTS = 3
 class Resident:
     """A model whose state here is exactly its journal up to `reached`: committed up to `applied`, and ahead of that
     while a save is being written, the first of the `uncommitted`. Last asked for at `used`, and last given a turn at
-    `served` (both monotonic)."""
+    `served` (both monotonic). Its next turn pays for the `debt_s` that bringing it back took."""
 
     lease: Lease
     applied: int
     window: Window
     used: float = field(default_factory=time.monotonic)
     served: float = 0.0
+    debt_s: float = 0.0
     uncommitted: deque[Ran] = field(default_factory=deque)
 
     @property
@@ -45,6 +46,10 @@ class Resident:
     def is_due(self) -> bool:
         """There is something to commit now."""
         return bool(self.uncommitted) and self.uncommitted[0].attempt.done()
+
+    def take_debt(self) -> float:
+        debt, self.debt_s = self.debt_s, 0.0
+        return debt
 
     def ran(self, ran: Ran) -> None:
         """The Op behind `reached`, which changed the state."""
@@ -109,6 +114,9 @@ class Owner:
         """By model id, the least recently used first."""
         return dict(sorted(self._residents.items(), key=lambda item: item[1].used))
 
+    def resident(self, model_id: str) -> Resident | None:
+        return self._residents.get(model_id)
+
     def own(self, model_id: str) -> Resident | HeldElsewhere:
         """The model, restored if new here. Raises NotFound for an unknown one; Exhausted, Unrestorable, Broken,
         Unavailable."""
@@ -124,13 +132,15 @@ class Owner:
         self._keeper.add(model_id, asked)
         try:
             self._make_room()
-            self._residents[model_id] = Resident(lease, lease.applied, self._restored(lease))
+            resident = Resident(lease, lease.applied, self._restored(lease))
         except BaseException:
             self.discard(model_id)
             raise
+        resident.debt_s = time.monotonic() - asked
+        self._residents[model_id] = resident
         self._count()
         log.info("owns a model", extra={"model_id": model_id, "epoch": lease.epoch, "applied": lease.applied})
-        return self._residents[model_id]
+        return resident
 
     def part_with(self, model_id: str) -> None:
         """Let go of a model in order: it comes back quickly, here or elsewhere."""
@@ -182,6 +192,9 @@ class Owner:
         """A death on the way counts as one of the Op that waits next: else a replay that kills would go on for ever."""
         entry = self._oplog.next(lease, lease.applied + 1)
         if entry is not None and entry.attempts >= MAX_ATTEMPTS:
+            if entry.in_doubt:
+                self._oplog.put_off(lease, entry.seq)
+                raise Unavailable(f"{entry.request_id}: a worker that tried it may be heard of yet")
             raise Exhausted(lease, entry)
         try:
             return self._restore(lease)

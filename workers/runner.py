@@ -60,7 +60,8 @@ class TrainingRunner:
         return self._handle(request_id, model_id, kind, in_turn=True)
 
     def leave(self) -> None:
-        """This worker is about to end: no doorbell waits for a save any longer. May be called from a signal handler."""
+        """This worker is about to end: no doorbell waits for a save, or for others' turns, any longer. May be called
+        from a signal handler."""
         self._leaving = True
 
     def see_to_saves(self, but: str = "") -> None:
@@ -94,7 +95,7 @@ class TrainingRunner:
 
     def _result(self, request_id: str, model_id: str, seq: int, kind: str, *, in_turn: bool) -> Result | None:
         """Goes on until `seq` is the applied one; every time round, the model may be ours anew, or no longer."""
-        served: set[str] = set()
+        served: dict[str, int] = {}
         while True:
             if in_turn:
                 self.see_to_saves(but=model_id)
@@ -115,7 +116,9 @@ class TrainingRunner:
             waiting = self._turns.waiting()
             first = self._turns.before(resident, waiting, served) if in_turn else None
             if first is not None:
-                served.add(first.model_id)
+                if self._leaving:
+                    raise NotNow(f"{request_id} is behind others, and this worker is about to end")
+                served[first.model_id] = first.seq
                 self._serve(first.model_id, first.seq, first.kind)
                 continue
             if not self._turns.is_held_up(resident, waiting):
@@ -157,11 +160,13 @@ class TrainingRunner:
         if entry is None:
             self._parked.park(model_id, seq, kind)
             raise NotNow(f"seq {resident.reached + 1} of {model_id} has not arrived")
-        others = [begun for head in company if (begun := self._begin(head))]
-        started = time.monotonic()
-        result = self._committer.run([*others, Begun(resident, entry)])
-        self._turns.took(entry.kind, time.monotonic() - started)
-        return result
+        self._turns.begin(entry.owner)
+        group = [*(begun for head in company if (begun := self._begin(head))), Begun(resident, entry)]
+        started = time.monotonic() - resident.take_debt()
+        try:
+            return self._committer.run(group)
+        finally:
+            self._turns.took([begun.entry for begun in group], time.monotonic() - started)
 
     def _begin(self, head: Head) -> Begun | None:
         """An Op that shares a pass; None when its model was lost meanwhile, which its own doorbell then sees to."""

@@ -8,11 +8,14 @@ import time
 
 from app.domain import codec, records
 from app.domain.results import PROTOBUF, Result
+from app.domain.usage import CACHED, NOTHING, PREFILLED, SAMPLED, Usage
 from app.errors import Fenced, OpError, ServerOpError, TriedOften, Unavailable
 from app.stores.interfaces import Entry, OpLog, Records
 from app.wire.results import encode_sample
 from workers import results, telemetry
 from workers.adapters import Adapters
+from workers.gate import Gate
+from workers.held import Held
 from workers.leases import LeaseKeeper
 from workers.outcome import NotNow
 from workers.sampling.base import SamplerBackend
@@ -43,15 +46,18 @@ class SampleRunner:
         worker: str,
         watches: Watches,
         publisher: TokenPublisher,
+        gate: Gate,
+        held: Held,
     ) -> None:
         self._oplog, self._records, self._backend, self._publisher = oplog, stored, backend, publisher
+        self._gate, self._held = gate, held
         self._adapters, self._keeper, self._worker, self._watches = adapters, keeper, worker, watches
         self._at_their_last: dict[str, str] = {}  # request id -> sampling session; the eldest first
         self._last_attempt = threading.Lock()
 
     def handle(self, request_id: str, sampling_session_id: str, kind: str) -> Result | None:
         """The future's result; None when it no longer exists. Raises NotNow while another worker runs it, others are
-        at their last attempt before it, or the object store that holds the request is away."""
+        at their last attempt before it, one that tried it may only be cut off, or the object store is away."""
         try:
             self._run(request_id, sampling_session_id, MAX_ATTEMPTS - 2)
         except TriedOften:
@@ -91,6 +97,7 @@ class SampleRunner:
                     self._leave(request_id, reason)
                 finally:
                     self._keeper.drop(request_id)
+                    self._held.ring_next()
 
     def _leave(self, request_id: str, reason: Exception) -> None:
         """It was cancelled, or is another worker's, or is to be run later. Raises NotNow unless it was cancelled."""
@@ -101,34 +108,41 @@ class SampleRunner:
 
     def _finish(self, entry: Entry, sampling_session_id: str, watch: Watch) -> None:
         started = time.monotonic()
-        result = self._attempt(entry, sampling_session_id, watch)
+        result, usage = self._attempt(entry, sampling_session_id, watch)
         ran = time.monotonic()
-        self._oplog.finish_sample(entry.request_id, result)
+        self._oplog.finish_sample(entry.request_id, result, usage)
         telemetry.op_done(entry, failed=result.failed, run_s=ran - started, commit_s=time.monotonic() - ran)
 
-    def _attempt(self, entry: Entry, sampling_session_id: str, watch: Watch) -> Result:
+    def _attempt(self, entry: Entry, sampling_session_id: str, watch: Watch) -> tuple[Result, Usage]:
         if entry.attempts >= MAX_ATTEMPTS:
-            return results.of_error(
-                ServerOpError(f"sampling did not come to an end in {MAX_ATTEMPTS} attempts; it was given up")
-            )
+            if entry.in_doubt:
+                raise Unavailable("a worker that tried it may be heard of yet")
+            why = f"sampling did not come to an end in {MAX_ATTEMPTS} attempts; it was given up"
+            return results.of_error(ServerOpError(why)), NOTHING
         try:
             return self._sample(entry, sampling_session_id, watch)
         except OpError as error:
             if not self._backend.healthy():
                 # The engine died under it: this process is about to end, and another one runs the request again.
                 raise NotNow(f"{entry.request_id}: {error}") from None
-            return results.of_error(error)
+            return results.of_error(error), NOTHING
 
-    def _sample(self, entry: Entry, sampling_session_id: str, watch: Watch) -> Result:
+    def _sample(self, entry: Entry, sampling_session_id: str, watch: Watch) -> tuple[Result, Usage]:
         stored = self._records.get(records.Sampler.namespace, sampling_session_id)
         if stored is None:
             raise ServerOpError(f"sampling session {sampling_session_id} is gone")
         request = codec.decode(entry.payload)
         if request.stream:
             watch.drawn = self._publisher.watch(entry.request_id)
-        pinned = records.load(records.Sampler, stored).prefix if entry.adapter is None else entry.adapter
-        with self._adapters.use(pinned, watch) as adapter_id:
+        sampler = records.load(records.Sampler, stored)
+        pinned = sampler.prefix if entry.adapter is None else entry.adapter
+        adapter, turn = self._adapters.use(pinned, sampler.owner, watch), self._gate.turn(sampler.owner, request, watch)
+        with adapter as adapter_id, turn as mine:
             output = self._backend.sample(adapter_id, request, watch)
-        telemetry.TOKENS.labels("prompt").inc(len(request.prompt))
-        telemetry.TOKENS.labels("sampled").inc(sum(len(sequence.tokens) for sequence in output.sequences))
-        return Result(encode_sample(output), PROTOBUF)
+            drawn = sum(len(sequence.tokens) for sequence in output.sequences)
+            mine.took = len(request.prompt) + drawn
+        prompt = len(request.prompt)
+        telemetry.TOKENS.labels("prompt").inc(prompt)
+        telemetry.TOKENS.labels("sampled").inc(drawn)
+        usage = {PREFILLED: prompt - output.cached_tokens, CACHED: output.cached_tokens, SAMPLED: drawn}
+        return Result(encode_sample(output), PROTOBUF), {kind: amount for kind, amount in usage.items() if amount}

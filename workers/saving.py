@@ -16,6 +16,7 @@ from app.domain import records
 from app.domain.checkpoints import Manifest, Place
 from app.domain.ops import LoraSpec, SaveWeights
 from app.domain.results import Result
+from app.domain.usage import NOTHING, SAVED, Usage
 from app.errors import NotFound, Unavailable, UserOpError
 from app.stores.interfaces import Lease, ObjectStore, Records, Write
 from workers import checkpoints, results
@@ -25,11 +26,12 @@ from workers.training.base import TrainingBackend, Writer
 
 
 class Outcome(NamedTuple):
-    """The answer, what the commit records, and what is to be done once it has."""
+    """The answer, what the commit records, what is to be done once it has, and what it counts."""
 
     result: Result
     writes: Sequence[Write] = ()
     then: Callable[[], None] = lambda: None
+    usage: Usage = NOTHING
 
 
 Unwritten = Callable[[], Outcome]
@@ -98,9 +100,10 @@ class Saver:
             expires_at=manifest.expires_at,
             user_metadata=dict(op.user_metadata),
             critic=model.critic,
+            key=model.key,
         )
         write = (checkpoint.namespace, str(path), records.dump(checkpoint))
-        return Outcome(results.of_json({"path": str(path)}), [write])
+        return Outcome(results.of_json({"path": str(path)}), [write], usage={SAVED: 1})
 
     def _ephemeral(self, captured: Captured) -> Outcome:
         """Handed over on this machine, and uploaded behind the commit; without room for that, uploaded before it."""

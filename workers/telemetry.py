@@ -7,6 +7,7 @@ import logging
 from prometheus_client import Counter, Gauge, Histogram, start_http_server
 
 from app.stores.interfaces import Entry
+from workers.health.pace import Pace
 
 log = logging.getLogger("tinsmith.ops")
 
@@ -18,6 +19,7 @@ OPS = Counter("tinsmith_ops_total", "Ops that became terminal here", ["kind", "s
 TOKENS = Counter("tinsmith_tokens_total", "Tokens trained on, read as prompts, or sampled", ["use"])
 PASS_OPS = Histogram("tinsmith_pass_ops", "Ops of different models in one pass", buckets=(1, 2, 4, 8, 16, 32, 64))
 MODELS = Gauge("tinsmith_resident_models", "Models this worker owns")
+PACE = Pace()
 REFUSED = Counter("tinsmith_refused_commits_total", "Commits refused, as another worker had taken the model over")
 
 
@@ -35,6 +37,7 @@ def commit_refused(entry: Entry, epoch: int) -> None:
 
 def op_done(entry: Entry, *, failed: bool, run_s: float, commit_s: float, ops_in_pass: int = 1) -> None:
     state = "failed" if failed else "done"
+    PACE.ended(run_s + commit_s)
     for stage, seconds in (("wait", entry.waited_s), ("run", run_s), ("commit", commit_s)):
         STAGE_SECONDS.labels(entry.kind, stage).observe(seconds)
     OPS.labels(entry.kind, state).inc()

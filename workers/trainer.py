@@ -19,6 +19,7 @@ from app.doorbell import train_queue
 from app.errors import SetupError
 from workers import multinode
 from workers.launch import run_worker
+from workers.starting import uncollected
 
 
 def main() -> None:
@@ -58,12 +59,13 @@ def _start_ranks(everything: settings.Settings, trainer: settings.TrainerSetting
 
 def _follow(base: settings.BaseModelSettings, *, full: bool) -> None:
     """Rank 0 says when to stop; a signal to the whole group must not end this rank in the middle of a pass."""
-    from workers.training.factory import create
-
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    backend = create(base, full=full)
-    backend.open()
+    with uncollected():
+        from workers.training.factory import create
+
+        backend = create(base, full=full)
+        backend.open()
     backend.follow()
 
 

@@ -1,18 +1,22 @@
 """Whose Op runs next among the models of a worker, and whose Ops share its pass.
 
 Doorbells come in the order of the calls, so a model with ten calls would be served ten times before one that called
-just behind it. Turns go round instead: what waited longest for one is served first.
+just behind it, and a project with ten models ten times as often as one with a single one. Turns go round instead: the
+project that had the least of the time, by its weight, is served first (workers/shares.py), and of its models the one
+that waited longest for a turn.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from app.domain.ops import FORWARD, FORWARD_BACKWARD, OptimStep
-from app.stores.interfaces import Head, OpLog
+from app.stores.interfaces import Entry, Head, OpLog
 from workers.ahead import Ahead
 from workers.owner import Owner, Resident
+from workers.shares import Shares
+from workers.unowned import Unowned
 
 # A token's id, target, and weight as the journal holds them; a policy loss has more, and so counts for more.
 _TOKEN_BYTES = 16
@@ -31,62 +35,99 @@ class Turns:
     A pass waits for the next Ops of models that were served lately: several clients in step would else take turns for
     ever, each just missing the other's pass. It waits up to `wait_s` (0: not at all), or a share of what the last pass
     took, if that is longer.
+
+    Models that nobody owns have turns like the others: else they would wait for their doorbells, behind all that a
+    project with many of them rang for.
     """
 
-    def __init__(self, oplog: OpLog, owner: Owner, ahead: Ahead, merged_tokens: int, wait_s: float) -> None:
-        self._oplog, self._owner, self._ahead = oplog, owner, ahead
+    def __init__(
+        self,
+        oplog: OpLog,
+        owner: Owner,
+        ahead: Ahead,
+        shares: Shares,
+        unowned: Unowned,
+        merged_tokens: int,
+        wait_s: float,
+    ) -> None:
+        self._oplog, self._owner, self._ahead, self._shares, self._unowned = oplog, owner, ahead, shares, unowned
         self._most_bytes, self._wait_s = merged_tokens * _TOKEN_BYTES, wait_s
         self._pass_s = 0.0
 
     def waiting(self) -> list[Head]:
-        """What waits next in the models held here, longest without a turn first; not looked up for a single one that
-        nothing holds up."""
+        """What waits next, in the order of its turns, in the models held here and in those that nobody owns; not looked
+        up for a single one that nothing holds up."""
         residents = self._owner.residents()
-        if len(residents) < 2 and not self._ahead.saves.running():
+        unowned = [head for head in self._unowned.heads() if head.model_id not in residents]
+        if len(residents) < 2 and not unowned and not self._ahead.saves.running():
             return []
         heads = self._oplog.heads({model_id: one.reached + 1 for model_id, one in residents.items()})
-        return sorted(heads, key=lambda head: residents[head.model_id].served)
+        return sorted([*heads, *unowned], key=self._turn)
 
-    def took(self, kind: str, seconds: float) -> None:
-        """How long an Op of that kind ran just now, with those that shared its pass."""
-        if kind in _PASSES:
+    def begin(self, project: str) -> None:
+        """It is the turn of one of this project's models."""
+        self._shares.begin(project)
+
+    def took(self, ran: Sequence[Entry], seconds: float) -> None:
+        """How long the Ops of a pass took just now, of which each project is charged its part by their bytes."""
+        if ran[0].kind in _PASSES:
             self._pass_s = seconds
+        whole = sum(len(entry.payload) for entry in ran)
+        for entry in ran:
+            part = len(entry.payload) / whole if whole else 1 / len(ran)
+            self._shares.charge(entry.owner, seconds * part)
 
     def is_held_up(self, asked: Resident, waiting: Sequence[Head]) -> bool:
         """Whether the next Op of `asked` has to wait for a save, or is to come while one is being written."""
         mine = _of(asked, waiting)
         return bool(asked.uncommitted) if mine is None else not self._ahead.may_run(asked, mine)
 
-    def before(self, asked: Resident, waiting: Sequence[Head], served: Collection[str]) -> Head | None:
-        """What has to run before the next Op of `asked`, except of the models `served` already; None when it is its
-        turn. While that is held up, everything else runs before it.
+    def before(self, asked: Resident, waiting: Sequence[Head], served: Mapping[str, int]) -> Head | None:
+        """What has to run before the next Op of `asked`, behind the seqs that were `served` already, by model; None
+        when it is its turn. While that is held up, everything else runs before it.
 
         An optim_step is let in before a shared pass, since the next batch behind it may then join. An Op that broke a
         worker, or was put off, waits for its own doorbell.
         """
-        residents = self._owner.residents()
         mine, held_up = _of(asked, waiting), self.is_held_up(asked, waiting)
         for head in waiting:
-            if head is not mine and head.model_id not in served and self._has_a_turn(head):
-                is_longer = residents[head.model_id].served < asked.served
-                if held_up or is_longer or (head.kind == OptimStep.kind and self._shares(mine)):
+            if head is not mine and head.seq > served.get(head.model_id, -1) and self._has_a_turn(head):
+                joins_later = head.kind == OptimStep.kind and head.model_id not in served and self._shares_pass(mine)
+                if held_up or (mine and self._is_before(head, mine)) or (joins_later and self._is_here(head)):
                     return head
         return None
 
     def company(self, asked: Resident, waiting: Sequence[Head]) -> list[Head]:
         """The Ops of others to share the pass of the next one of `asked`. One that broke a worker before runs alone."""
         mine = _of(asked, waiting)
-        if mine is None or not self._shares(mine):
+        if mine is None or not self._shares_pass(mine):
             return []
-        joining = (head for head in self._gathered(waiting) if _can_join(head, mine) and self._has_a_turn(head))
+        joining = (
+            head
+            for head in self._gathered(waiting)
+            if self._is_here(head) and _can_join(head, mine) and self._has_a_turn(head)
+        )
         return list(self._within_budget(joining))
 
-    def _has_a_turn(self, head: Head) -> bool:
-        resident = self._owner.residents()[head.model_id]
-        is_put_off = self._ahead.parked.is_put_off(head.model_id)
-        return head.fresh and not is_put_off and self._ahead.may_run(resident, head)
+    def _turn(self, head: Head) -> tuple[float, float]:
+        """The less, the sooner."""
+        resident = self._owner.resident(head.model_id)
+        return self._shares.place(head.owner), resident.served if resident else 0.0
 
-    def _shares(self, head: Head | None) -> bool:
+    def _is_before(self, head: Head, mine: Head) -> bool:
+        """One that nobody owns is before other projects' only: beside its own it would be taken in for ever where more
+        models are used than a trainer holds."""
+        return self._turn(head) < self._turn(mine) and (self._is_here(head) or head.owner != mine.owner)
+
+    def _is_here(self, head: Head) -> bool:
+        return self._owner.resident(head.model_id) is not None
+
+    def _has_a_turn(self, head: Head) -> bool:
+        resident = self._owner.resident(head.model_id)
+        is_put_off = self._ahead.parked.is_put_off(head.model_id)
+        return head.fresh and not is_put_off and (resident is None or self._ahead.may_run(resident, head))
+
+    def _shares_pass(self, head: Head | None) -> bool:
         return bool(self._most_bytes and head and head.fresh and head.kind in _PASSES)
 
     def _gathered(self, waiting: Sequence[Head]) -> Sequence[Head]:

@@ -25,7 +25,7 @@ class Organisation:
 
 @dataclass(frozen=True, slots=True)
 class Project:
-    """What owns sessions, runs and checkpoints."""
+    """What owns sessions, runs and checkpoints. `limits` hold in place of the settings' (app/domain/limits.py)."""
 
     namespace: ClassVar[str] = "projects"
     id: str
@@ -33,6 +33,7 @@ class Project:
     name: str
     created: float
     version: int = 1
+    limits: dict[str, int | float | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,7 @@ class User:
 @dataclass(frozen=True, slots=True)
 class Key:
     """An API key of a user. `digest` is the sha256 of its secret half, which nobody keeps; `project` is where its calls
-    go that do not say which. Times are unix seconds."""
+    go that do not say which. `limits` hold beside its project's. Times are unix seconds."""
 
     namespace: ClassVar[str] = "keys"
     id: str
@@ -66,6 +67,7 @@ class Key:
     expires_at: float | None = None
     revoked_at: float | None = None
     version: int = 1
+    limits: dict[str, int | float | None] = field(default_factory=dict)
 
 
 Account = Organisation | Project | User | Key

@@ -15,7 +15,8 @@ ENCRYPTED = ".age"
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """`status` is open, expired (nobody heard of it for long), or the reason its client finished it with."""
+    """`status` is open, expired (nobody heard of it for long), or the reason its client finished it with. `user` opened
+    it; empty for one that nobody did, as those that several use."""
 
     namespace: ClassVar[str] = "sessions"
     owner: str
@@ -24,6 +25,7 @@ class Session:
     display_name: str = ""
     tags: list[str] = field(default_factory=list)
     user_metadata: dict[str, Any] = field(default_factory=dict)
+    user: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,8 @@ class Model:
     """The prefix of the newest weights that were saved for in-flight sampling."""
     copied_from: str = ""
     """The path it holds a copy of, and nothing else."""
+    key: str = ""
+    """The id of the API key that made it, where that is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +102,8 @@ class Checkpoint:
     critic: bool = False
     public: bool = False
     """Everybody with a key may read it."""
+    key: str = ""
+    """The id of the API key that made it, or the run it is of, where that is known."""
 
     @property
     def full(self) -> bool:
@@ -135,7 +141,8 @@ class Worker:
     """A live worker, by node name; the record lapses when it stops beating. `info` holds BaseModelInfo's fields.
 
     One that is not `healthy` runs, but does not do what it is asked. `queue` is the one it reads with its peers. A
-    sampler decodes `batch` sequences at once, and holds requests for `holds` at least.
+    sampler decodes `batch` sequences at once, and holds requests for `holds` at least. `pace_s`: seconds from the end
+    of one call to that of the next while there was something to do, on average of the last; 0 while it ran none.
     """
 
     namespace: ClassVar[str] = "workers"
@@ -149,6 +156,7 @@ class Worker:
     queue: str = ""
     batch: int = 0
     holds: int = 0
+    pace_s: float = 0.0
 
 
 R = TypeVar("R", Session, Model, Sampler, Handover, Checkpoint, Loss, Worker, Organisation, Project, User, Key)

@@ -48,7 +48,10 @@ def json_content() -> Any:
 
 
 class JsonParser(FlaskParser):
-    """webargs' parser, reading bodies as everything here does."""
+    """webargs' parser, reading bodies as everything here does. What a schema says of unknown fields holds for a query
+    too."""
+
+    DEFAULT_UNKNOWN_BY_LOCATION = FlaskParser.DEFAULT_UNKNOWN_BY_LOCATION | {"query": None}
 
     def _raw_load_json(self, req: Request) -> Any:
         return json_content() if is_json_request(req) else core.missing

@@ -40,4 +40,5 @@ def weights_info(asked: dict[str, Any]) -> dict[str, Any]:
 def copy_weights(asked: dict[str, Any]) -> dict[str, str]:
     """Copy a checkpoint into a project or a session; again under the same X-Idempotency-Key it is the same copy."""
     key = request.headers.get("X-Idempotency-Key")
-    return {"tinker_path": services().copies.copy(current_caller(), asked, key)}
+    token = request.headers.get("X-Tinker-Weights-Access-Token", asked["weights_access_token"])
+    return {"tinker_path": services().copies.copy(current_caller(), asked, key, token)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from app.auth import current_caller
 from app.routes.context import blueprint as make
 from app.routes.context import services
 from app.schemas.client import ClientConfig, DynamicConfig, Health, ServerCapabilities, TelemetryAnswer
@@ -26,7 +27,9 @@ def client_config() -> dict[str, Any]:
         "sample_use_retrieve_futures": settings.api.batch_polls,
         "custom_loss_server_side": True,
         "sample_join_sampling_session": True,
-        "sample_max_concurrent_requests": settings.concurrent_samples,
+        "sample_max_concurrent_requests": services().allowances.most_samples(
+            current_caller(), settings.concurrent_samples
+        ),
         "use_pyqwest_transport": True,
     }
 

@@ -72,7 +72,7 @@ def _request_error(error: RequestError) -> Answer:
     # huggingface_hub tells a missing file from a missing model by this header alone.
     headers = {"X-Error-Code": kind}
     if error.retry_after_s is not None:
-        headers["Retry-After"] = f"{error.retry_after_s:g}"
+        headers["Retry-After"] = f"{error.retry_after_s:.10g}"
     if isinstance(error, InvalidToken):
         # By this the SDK knows to get another, and makes the call again.
         headers["WWW-Authenticate"] = 'Bearer error="invalid_token"'

@@ -1,4 +1,8 @@
-"""A call that gets a final 4xx has used its seq_id up: it will not come again, so later ones must not wait for it."""
+"""A call that gets a final 4xx has used its seq_id up: it will not come again, so later ones must not wait for it.
+
+So has one that is over a limit that does not pass (LimitReached), though other 403s leave the seq free: whoever may not
+train must not change what a run does.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ from flask import request
 from werkzeug.exceptions import HTTPException
 
 from app.auth import current_caller
-from app.errors import RequestError
+from app.errors import LimitReached, RequestError
 from app.routes.bodies import content, json_content
 from app.routes.context import services
 from app.routes.errors import describe
@@ -35,10 +39,12 @@ def consumes_seq(*, gradient: bool = False) -> Callable[[View], View]:
             try:
                 return view(*args, **kwargs)
             except RequestError as error:
-                _refuse(error.status, str(error), gradient)
+                if error.status in _FINAL or isinstance(error, LimitReached):
+                    _refuse(str(error), gradient)
                 raise
             except HTTPException as error:
-                _refuse(error.code, describe(error), gradient)
+                if error.code in _FINAL:
+                    _refuse(describe(error), gradient)
                 raise
 
         return wrapped
@@ -53,9 +59,7 @@ def read_envelope() -> Envelope:
     return forward_backward.open_envelope(content())
 
 
-def _refuse(status: int | None, reason: str, gradient: bool) -> None:
-    if status not in _FINAL:
-        return
+def _refuse(reason: str, gradient: bool) -> None:
     try:
         envelope = read_envelope()
     except (RequestError, HTTPException):

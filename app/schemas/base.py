@@ -52,6 +52,13 @@ def label() -> fields.String:
     return fields.String(allow_none=True, validate=validate.Length(max=512))
 
 
+def access_token(**options: Any) -> fields.String:
+    """A key to somebody else's checkpoint. Not validated here: a complaint would repeat it."""
+    return fields.String(
+        metadata={"description": "an API key, or a token of one, of somebody who may read the checkpoint"}, **options
+    )
+
+
 def metadata() -> fields.Dict:
     """Free text by key, empty by default."""
     return fields.Dict(keys=fields.String(), values=fields.Raw(), load_default=dict, validate=check_metadata)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from marshmallow import fields, validate
 
-from app.schemas.base import SdkSchema, identifier
+from app.schemas.base import SdkSchema, access_token, identifier
 from app.schemas.lists import MOST, Cursor, Paged, Scoped
 
 
@@ -72,6 +72,7 @@ class CopyWeights(SdkSchema):
     session_id = fields.String(load_default=None, validate=validate.Length(1, 512))
     model_seq_id = fields.Integer(strict=True, load_default=None, validate=validate.Range(0, 10**9 - 1))
     ttl_seconds = fields.Integer(strict=True, allow_none=True, load_default=None)
+    weights_access_token = access_token(load_default=None)
 
 
 class WeightsCopied(SdkSchema):

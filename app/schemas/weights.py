@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from marshmallow import ValidationError, fields, validate, validates_schema
 
-from app.schemas.base import SdkSchema, check_metadata, counter, identifier, metadata
+from app.schemas.base import SdkSchema, access_token, check_metadata, counter, identifier, metadata
 from app.schemas.models import model_role
 
 
@@ -54,6 +54,7 @@ class LoadWeights(SdkSchema):
     optimizer_config = fields.Dict(keys=fields.String())
     model_role = model_role()
     user_metadata = metadata()
+    weights_access_token = access_token()
 
     @validates_schema
     def _one_addressing(self, data: dict[str, object], **_: object) -> None:

@@ -16,8 +16,11 @@ from typing import TypeVar
 
 from app.domain import records
 from app.domain.accounts import Account, Key, Organisation, Project, User
-from app.domain.identity import Role, Scope
+from app.domain.identity import Caller, Role, Scope
+from app.domain.limits import Changes, Limits
 from app.errors import BadRequest, Unavailable
+from app.services import audit
+from app.services.views import user_urn
 from app.stores.interfaces import Records
 from app.stores.objects.accounts import AccountFiles
 
@@ -26,6 +29,8 @@ _SECRET_BYTES = 32
 _ID_BYTES = 6
 # Each lost race means that somebody else's change was made.
 _TRIES = 10
+_PROJECT = "project-"
+L = TypeVar("L", Project, Key)
 A = TypeVar("A", Organisation, Project, User, Key)
 
 
@@ -36,17 +41,24 @@ class AccountService:
         self._files, self._records = files, store
 
     def add_organisation(self, name: str) -> Organisation:
-        return self._added(Organisation(_new_id("org-"), _named(name), self._records.now()))
+        organisation = Organisation(_new_id("org-"), _named(name), self._records.now())
+        self._note(organisation.id, "organization_create", {})
+        return self._added(organisation)
 
     def add_project(self, organisation: str, name: str) -> Project:
         """Raises NotFound for the organisation."""
         self._files.newest(Organisation, organisation)
-        return self._added(Project(_new_id("project-"), organisation, _named(name), self._records.now()))
+        project = Project(_new_id(_PROJECT), organisation, _named(name), self._records.now())
+        for scope in (organisation, project.id):
+            self._note(scope, "project_create", {"subject": project.id})
+        return self._added(project)
 
     def add_user(self, organisation: str, email: str) -> User:
         """In no project yet. Raises NotFound for the organisation."""
         self._files.newest(Organisation, organisation)
-        return self._added(User(_new_id("user-"), organisation, _named(email), self._records.now()))
+        user = User(_new_id("user-"), organisation, _named(email), self._records.now())
+        self._note(organisation, "user_create", {"subject": user_urn(user.id)})
+        return self._added(user)
 
     def user(self, user: str) -> User:
         """Raises NotFound."""
@@ -58,6 +70,8 @@ class AccountService:
         if self._files.newest(User, user).organisation != organisation:
             raise BadRequest(f"project {project} is of {organisation}, and user {user} is not")
 
+        self._note(project, "project_role_set", {"subject": user_urn(user), "role": role})
+
         def changed(was: User) -> User:
             others = {id_: had for id_, had in was.roles.items() if id_ != project}
             return replace(was, roles={**others, project: role} if role else others)
@@ -66,6 +80,9 @@ class AccountService:
 
     def remove_user(self, user: str) -> User:
         """None of his keys works any more. Raises NotFound; again is fine."""
+        known = self._known(User, user)
+        for scope in (known.organisation, *known.roles):
+            self._note(scope, "user_remove", {"subject": user_urn(user)}, urgent=True)
         self._records.update(User.namespace, user, {"removed": json.dumps(True)})
         return self._changed(User, user, lambda was: replace(was, removed=True))
 
@@ -87,13 +104,37 @@ class AccountService:
         id_, secret, now = secrets.token_hex(_ID_BYTES), secrets.token_urlsafe(_SECRET_BYTES), self._records.now()
         expires_at = None if lifetime_s is None else now + lifetime_s
         key = Key(id_, user, project, hash_secret(secret), sorted(scopes), name, note, now, expires_at)
+        self._note(project, "key_create", {"subject": user_urn(user), "subject_key_id": id_})
         return self._added(key), f"{KEY_PREFIX}{id_}.{secret}"
 
-    def revoke(self, key: str) -> Key:
-        """It works no more. Raises NotFound; again is fine."""
-        now = self._records.now()
+    def revoke(self, key: str, by: Caller | None = None) -> Key:
+        """It works no more. `by`: whose call it was, None for the operator's. Raises NotFound; again is fine."""
+        known, now = self._known(Key, key), self._records.now()
+        about = {"subject": user_urn(known.user), "subject_key_id": key}
+        audit.note(self._records, by, known.project, "key_revoke", about, urgent=True)
         self._records.update(Key.namespace, key, {"revoked_at": json.dumps(now)})
         return self._changed(Key, key, lambda was: replace(was, revoked_at=now))
+
+    def set_limits(self, id_: str, limits: Changes, *, default: Iterable[str] = ()) -> Project | Key:
+        """Of a project, or a key; those named in `default` are the settings' again. Raises NotFound or BadRequest."""
+        given_up = frozenset(default)
+        if id_.startswith(_PROJECT):
+            return self._limited(Project, id_, limits, given_up)
+        return self._limited(Key, id_, limits, given_up)
+
+    def _limited(self, cls: type[L], id_: str, limits: Changes, default: frozenset[str]) -> L:
+        def changed(was: L) -> L:
+            own = {**{name: was.limits[name] for name in was.limits.keys() - default}, **limits}
+            try:
+                Limits().changed(own)
+            except ValueError as error:
+                raise BadRequest(str(error)) from None
+            event = f"{cls.__name__.lower()}_limits_set"
+            about = {"subject": id_, **limits, **dict.fromkeys(default, "default")}
+            audit.note(self._records, None, _project_of(was), event, about, once=f"{id_} {was.version}")
+            return replace(was, limits=own)
+
+        return self._changed(cls, id_, changed)
 
     def all(self, cls: type[A]) -> list[A]:
         """Oldest first."""
@@ -128,8 +169,21 @@ class AccountService:
         known = records.load(cls, stored) if stored else kept
         return max(kept, known, key=lambda account: account.version)
 
+    def _known(self, cls: type[A], id_: str) -> A:
+        """As the state server has it, which is enough to take it away while the object store is away. Raises
+        NotFound."""
+        stored = self._records.get(cls.namespace, id_)
+        return records.load(cls, stored) if stored else self._files.newest(cls, id_)
+
+    def _note(self, scope: str, event: str, about: audit.About, *, urgent: bool = False) -> None:
+        audit.note(self._records, None, scope, event, about, urgent=urgent)
+
     def _show(self, account: Account) -> bool:
         return self._records.put_newer(account.namespace, account.id, account.version, records.dump(account))
+
+
+def _project_of(account: Project | Key) -> str:
+    return account.project if isinstance(account, Key) else account.id
 
 
 def hash_secret(secret: str) -> str:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import logging
 
 from app import ids
-from app.domain import codec
+from app.domain import codec, records
 from app.domain.identity import Caller
-from app.domain.ops import Op, as_asked
+from app.domain.limits import Charge, Payer
+from app.domain.ops import CreateModel, ForwardBackward, Op, SaveWeights, as_asked
 from app.domain.records import Model, Sampler
 from app.domain.sampling import SampleRequest
 from app.doorbell import CATCH_UP, Doorbell, direct_queue, sample_queue, train_queue
 from app.errors import Forbidden, NotFound
+from app.services.limits import LimitsOf
 from app.services.ownership import load_owned
 from app.settings import Settings
-from app.stores.interfaces import OpLog, QueueBounds, Record, Records, RefusalKind
+from app.stores.interfaces import OpLog, QueueBounds, Records, RefusalKind
 from app.telemetry import ADMISSIONS
 
 log = logging.getLogger(__name__)
@@ -24,37 +26,43 @@ MAX_SEQ = 2**31 - 1
 class AdmissionService:
     """Journal first, ring second: a bell that is lost costs a moment, not the Op."""
 
-    def __init__(self, oplog: OpLog, store: Records, doorbell: Doorbell, settings: Settings) -> None:
+    def __init__(self, oplog: OpLog, store: Records, doorbell: Doorbell, limits: LimitsOf, settings: Settings) -> None:
         self._oplog = oplog
+        self._limits = limits
         self._settings = settings
         self._records = store
         self._doorbell = doorbell
 
-    def admit(self, model_id: str, queue: str, seq: int, op: Op, model: Record | None = None) -> str:
-        """The request id of the Op's future; the same one for a repeat. `queue` is the one the model's trainers read,
-        and `model` registers an unknown one.
+    def admit(self, caller: Caller, model_id: str, model: Model, seq: int, op: Op, audited: str = "") -> str:
+        """The request id of the Op's future; the same one for a repeat. The Op that creates a model registers it.
+        `audited`: its entry in the audit log, written in the same step.
 
-        Raises BadRequest for a seq used otherwise, Unavailable while there is no room.
+        Raises BadRequest for a seq used otherwise, Unavailable while there is no room, TooManyRequests or LimitReached
+        for what its project or the caller's key may not have.
         """
         payload = codec.encode(op)
         asked = as_asked(op)
         identity = codec.digest(payload if asked is op else codec.encode(asked))
-        admission = self._oplog.admit(model_id, seq, op.kind, payload, identity, model)
+        new = records.dump(model) if isinstance(op, CreateModel) else None
+        charge = _charge(op, self._limits.payers(caller, model.owner))
+        admission = self._oplog.admit(model_id, seq, op.kind, payload, identity, new, charge, audited)
         if admission.fresh:
+            queue = train_queue(model.base_model, full=model.full)
             queue = direct_queue(queue, admission.node) if admission.node else queue
             self._announce(op.kind, admission.request_id, model_id, seq, queue)
         return admission.request_id
 
-    def admit_sample(self, sampler_id: str, sampler: Sampler, seq: int, request: SampleRequest) -> str:
+    def admit_sample(self, caller: Caller, sampler_id: str, sampler: Sampler, seq: int, request: SampleRequest) -> str:
         """The request id of the sampling future; the same one for a repeat.
 
         Raises BadRequest for a seq used otherwise and for more tokens than the queue ever lets in, TooManyRequests
-        while it is full, Unavailable while there is no room.
+        while it is full or a limit of its project or the caller's key is reached, Unavailable while there is no room.
         """
         payload = codec.encode(request)
         queue = sample_queue(sampler.base_model, full=sampler.full)
         request_id = ids.request_id(sampler_id, seq)
-        identity, bounds = codec.digest(payload), self._bounds(sampler)
+        identity, bounds, tokens = codec.digest(payload), self._bounds(sampler), _most_tokens(request)
+        payers = self._limits.payers(caller, sampler.owner)
         admission = self._oplog.admit_sample(
             request_id,
             sampler_id,
@@ -62,13 +70,14 @@ class AdmissionService:
             queue,
             payload,
             identity,
-            _most_tokens(request),
+            tokens,
             bounds,
             request.num_samples,
+            Charge(payers, tokens, request.num_samples),
         )
         if admission.fresh:
             queue = direct_queue(queue, admission.node) if admission.node else queue
-            self._announce("sample", request_id, sampler_id, seq, queue)
+            self._announce("sample", request_id, sampler_id, seq, None if admission.held else queue)
         return request_id
 
     def refuse(self, model_id: str, seq: int, caller: Caller, reason: str, kind: RefusalKind) -> None:
@@ -89,10 +98,18 @@ class AdmissionService:
         section = base and (base.full_sampler if sampler.full else base.sampler)
         return QueueBounds(section.queue_requests, section.queue_tokens) if section else None
 
-    def _announce(self, kind: str, request_id: str, parent_id: str, seq: int, queue: str) -> None:
+    def _announce(self, kind: str, request_id: str, parent_id: str, seq: int, queue: str | None) -> None:
         ADMISSIONS.labels(kind).inc()
         log.info("admitted %s", kind, extra={"request_id": request_id, "model_id": parent_id, "seq": seq})
-        self._doorbell.ring(kind, request_id, parent_id, queue)
+        if queue is not None:
+            self._doorbell.ring(kind, request_id, parent_id, queue)
+
+
+def _charge(op: Op, payers: tuple[Payer, ...]) -> Charge:
+    """A save for one sampling session has no path, and goes with its run."""
+    tokens = int(op.batch.tokens.values.size) if isinstance(op, ForwardBackward) else 0
+    stores = isinstance(op, SaveWeights) and not op.sampling_session_id
+    return Charge(payers, tokens, models=int(isinstance(op, CreateModel)), stores=stores)
 
 
 def _most_tokens(request: SampleRequest) -> int:

@@ -14,8 +14,9 @@ from app.errors import BadRequest
 from app.stores.interfaces import ObjectStore
 from app.stores.objects import accounts
 from app.stores.objects.keys import check_key
+from app.stores.pages import BOOKS
 
-ROOTS = (accounts.ROOT,)
+ROOTS = (accounts.ROOT, *BOOKS)
 _HEAD = {"tinsmith": "backup", "version": 1}
 
 

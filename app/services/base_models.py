@@ -65,10 +65,14 @@ class BaseModels:
 
     def live(self) -> set[tuple[str, str]]:
         """(role, base model) of every worker that beats now and does what it is asked."""
-        workers = [records.load(Worker, fields) for _, fields in self._records.list(Worker.namespace)]
+        return {(worker.role, worker.base_model) for worker in self.workers().values()}
+
+    def workers(self) -> dict[str, Worker]:
+        """Those, by node."""
+        workers = {node: records.load(Worker, fields) for node, fields in self._records.list(Worker.namespace)}
         with self._lock:
-            self._known.update({(w.role, w.base_model): _info(w.info) for w in workers})
-        return {(w.role, w.base_model) for w in workers if w.healthy}
+            self._known.update({(w.role, w.base_model): _info(w.info) for w in workers.values()})
+        return {node: worker for node, worker in workers.items() if worker.healthy}
 
     def missing(self) -> list[str]:
         """What must still start before every served base model can be trained and sampled."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hmac
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from app.domain import records
 from app.domain.accounts import Key, User
@@ -20,17 +20,20 @@ _UNKNOWN = "this API key is not known here"
 
 
 class Callers:
-    """Keys are looked up at every request, so one that is revoked stops working at once, and its tokens with it.
+    """Keys are looked up at every request, so one that is revoked stops working at once, and its tokens with it. Before
+    one is turned away, `recall` brings back what a state server that was emptied does not know.
 
     `digests` are those of the settings' keys. Each of them is a project of its own, whose id is a prefix of the digest;
     so is the id of the key. Without `tokens` none is accepted.
     """
 
-    def __init__(self, digests: Sequence[str], store: Records, tokens: Tokens | None) -> None:
-        self._digests, self._records, self._tokens = digests, store, tokens
+    def __init__(
+        self, digests: Sequence[str], store: Records, tokens: Tokens | None, recall: Callable[[], bool] = lambda: False
+    ) -> None:
+        self._digests, self._records, self._tokens, self._recall = digests, store, tokens, recall
 
     def __call__(self, credential: str) -> Caller:
-        """Raises Unauthorized; InvalidToken when a new token would do."""
+        """Raises Unauthorized; InvalidToken when a new token would do; Unavailable while a key cannot be looked up."""
         if self._tokens and credential.startswith(_JWT_PREFIX):
             return self._by_id(self._tokens.key_of(credential))
         digest = hash_key(credential)
@@ -67,4 +70,6 @@ class Callers:
 
     def _key(self, id_: str) -> Key | None:
         stored = self._records.get(Key.namespace, id_)
+        if stored is None and self._recall():
+            stored = self._records.get(Key.namespace, id_)
         return records.load(Key, stored) if stored else None

@@ -23,8 +23,9 @@ class CancelService:
         check_role(caller, future.owner)
         if future.kind != "sample":
             raise BadRequest(
-                f"{request_id} is the future of {future.kind}, and only sampling requests can be cancelled: what "
-                "changes a model runs in its turn"
+                f"{request_id} is the future of {future.kind}, and only sampling requests can be cancelled: a model's "
+                "calls run in the order of their seqs, as those behind it were sent in the knowledge of it. To end all "
+                "that a run has waiting, delete the run (DELETE /api/v1/training_runs/<run>); its checkpoints stay"
             )
         if future.result is None:
             self._oplog.cancel_sample(request_id)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from types import MappingProxyType
 from typing import Any
 
 from app import ids
@@ -11,6 +12,8 @@ from app.domain import records
 from app.domain.identity import Caller
 from app.domain.records import Checkpoint
 from app.errors import BadRequest
+from app.services import audit
+from app.services.allowances import AllowanceService
 from app.services.lists import Page, projects
 from app.services.ownership import load_checkpoint, load_owned
 from app.services.training import check_ttl
@@ -25,8 +28,9 @@ URL_SECONDS = 3600
 class CheckpointService:
     """Reads and changes the records; the files are written by workers and only deleted here."""
 
-    def __init__(self, store: Records, objects: ObjectStore) -> None:
+    def __init__(self, store: Records, objects: ObjectStore, allowances: AllowanceService) -> None:
         self._records = store
+        self._allowances = allowances
         self._objects = objects
 
     def list_all(self, caller: Caller, page: Page) -> dict[str, Any]:
@@ -49,20 +53,25 @@ class CheckpointService:
         """Counted from now; None keeps it for ever. Raises NotFound or BadRequest."""
         checkpoint = load_owned(self._records, Checkpoint, str(path), caller)
         check_ttl(ttl_seconds)
+        self._allowances.take(caller, checkpoint.owner)
         now = self._records.now()
         expires = None if ttl_seconds is None else now + ttl_seconds
+        self._audit(caller, checkpoint, path, "checkpoint_set_ttl", {"ttl_seconds": ttl_seconds})
         note(self._objects, checkpoint.prefix, "expires_at", now, expires)
         self._records.update(Checkpoint.namespace, str(path), {"expires_at": json.dumps(expires)})
 
     def publish(self, path: ids.TinkerPath, caller: Caller, *, public: bool) -> None:
         """Let everybody with a key read it, or not any more. Again is fine. Raises NotFound."""
         checkpoint = load_owned(self._records, Checkpoint, str(path), caller)
+        self._allowances.take(caller, checkpoint.owner)
+        self._audit(caller, checkpoint, path, "checkpoint_publish" if public else "checkpoint_unpublish")
         note(self._objects, checkpoint.prefix, "public", self._records.now(), public)
         self._records.update(Checkpoint.namespace, str(path), {"public": json.dumps(public)})
 
     def delete(self, path: ids.TinkerPath, caller: Caller) -> None:
         """The record and the manifest first, so that nobody finds half a checkpoint. Raises NotFound."""
         checkpoint = load_owned(self._records, Checkpoint, str(path), caller)
+        self._audit(caller, checkpoint, path, "checkpoint_delete", urgent=True)
         self._records.delete(Checkpoint.namespace, str(path))
         remove_checkpoint(self._objects, checkpoint.prefix)
 
@@ -73,3 +82,16 @@ class CheckpointService:
             raise BadRequest(f"{path} is not for download: save it with save_weights_external first")
         urls = {name: self._objects.presign(f"{checkpoint.prefix}/{name}", URL_SECONDS) for name in checkpoint.files}
         return {"urls": urls, "expires": timestamp(time.time() + URL_SECONDS)}
+
+    def _audit(
+        self,
+        caller: Caller,
+        checkpoint: Checkpoint,
+        path: ids.TinkerPath,
+        event: str,
+        more: audit.About = MappingProxyType({}),
+        *,
+        urgent: bool = False,
+    ) -> None:
+        about = {"model_id": checkpoint.model_id, "tinker_path": str(path), **more}
+        audit.note(self._records, caller, checkpoint.owner, event, about, urgent=urgent)

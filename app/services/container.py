@@ -8,8 +8,11 @@ from app.doorbell import Doorbell, celery_app
 from app.errors import SetupError
 from app.services.accounts import AccountService
 from app.services.admission import AdmissionService
+from app.services.allowances import AllowanceService
 from app.services.archives import ArchiveService
+from app.services.audit import AuditService
 from app.services.base_models import BaseModels
+from app.services.books import Books
 from app.services.callers import Callers
 from app.services.cancelling import CancelService
 from app.services.checkpoints import CheckpointService
@@ -19,30 +22,40 @@ from app.services.endings import Endings
 from app.services.futures import Futures
 from app.services.holds import Holds
 from app.services.hub import HubService
+from app.services.limits import LimitsOf
 from app.services.models import ModelService
 from app.services.openai.following import Following
 from app.services.openai.samplers import Samplers
 from app.services.openai.service import OpenAiService
 from app.services.own_key import OwnKey
 from app.services.polls import BatchPollService, PollService
+from app.services.queue import QueueService
+from app.services.queue_looks import QueueLooks
 from app.services.queue_states import QueueStates
+from app.services.recall import Recall
 from app.services.runs import RunService
 from app.services.sampling import SamplingService
 from app.services.session_search import SessionSearch
 from app.services.sessions import SessionService
+from app.services.sources import Sources
 from app.services.tokens import Tokens
 from app.services.traces import TraceService
 from app.services.training import TrainingService
+from app.services.usage import UsageService
 from app.settings import Settings
 from app.signing import UrlSigner
 from app.stores.interfaces import ObjectStore, OpLog, Records
 from app.stores.objects import create
 from app.stores.objects.accounts import AccountFiles
+from app.stores.objects.pages import PageFiles
+from app.stores.redis.backlog import RedisBacklog
 from app.stores.redis.calls import RedisCalls
 from app.stores.redis.client import connect
 from app.stores.redis.completions import RedisCompletions
 from app.stores.redis.lifecycle import RedisLifecycle
+from app.stores.redis.limits import RedisAllowances
 from app.stores.redis.oplog import RedisOpLog
+from app.stores.redis.pages import RedisPages
 from app.stores.redis.records import RedisRecords
 from app.stores.redis.token_streams import TokenStreams
 from app.stores.redis.waiting import Waiter
@@ -63,6 +76,7 @@ class Services:
     objects: ObjectStore
     bases: BaseModels
     admission: AdmissionService
+    allowances: AllowanceService
     sessions: SessionService
     session_search: SessionSearch
     traces: TraceService
@@ -77,9 +91,12 @@ class Services:
     polls: PollService
     batch_polls: BatchPollService
     queue_states: QueueStates
+    queue: QueueService
     cancels: CancelService
     openai: OpenAiService
     hub: HubService
+    audit: AuditService
+    usage: UsageService
 
 
 def build(settings: Settings) -> Services:
@@ -91,43 +108,56 @@ def build(settings: Settings) -> Services:
     objects = create(settings, may_be_away=True)
     bases = BaseModels(settings, store)
     doorbell = _doorbell(settings)
-    admission = AdmissionService(oplog, store, doorbell, settings)
+    limits = LimitsOf(store, settings.limits.project)
+    allowances = AllowanceService(limits, RedisAllowances(client, settings.engine))
+    admission = AdmissionService(oplog, store, doorbell, limits, settings)
     lifecycle = RedisLifecycle(client, settings.engine)
-    custom_losses = CustomLossService(store)
+    custom_losses = CustomLossService(store, allowances)
     futures, waiter, holds = Futures(oplog, store), Waiter(client, broker), Holds(settings.api)
     endings = Endings(lifecycle, store, objects, doorbell.wake)
-    sampling = SamplingService(store, bases, admission)
+    sampling = SamplingService(store, bases, admission, allowances)
     cancels = CancelService(futures, oplog)
     samplers = Samplers(store, lifecycle, bases, sampling)
     follow = Following(futures, waiter, TokenStreams(broker), samplers.keep_alive, cancels.cancel)
+    books = Books(RedisPages(client, settings.engine), PageFiles(objects))
+    backlog, calls = RedisBacklog(client, settings.engine), RedisCalls(client)
+    looks = QueueLooks(bases, oplog, backlog, lambda project: limits.project(project).weight)
+    queue_states = QueueStates(looks, store)
     tokens = _tokens(settings)
+    accounts = AccountService(AccountFiles(objects), store)
+    callers = Callers(settings.api_keys, store, tokens, Recall(accounts, store))
+    sources = Sources(store, callers)
     signer = UrlSigner(settings.url_secret, settings.public_url)
     return Services(
         settings,
-        Callers(settings.api_keys, store, tokens),
-        OwnKey(store, AccountService(AccountFiles(objects), store), tokens),
+        callers,
+        OwnKey(store, accounts, tokens),
         oplog,
         store,
         objects,
         bases,
         admission,
-        SessionService(store, lifecycle, objects, endings),
+        allowances,
+        SessionService(store, lifecycle, objects, endings, allowances),
         SessionSearch(store),
-        TraceService(store, RedisCalls(client), signer),
-        ModelService(store, bases, admission, endings),
+        TraceService(store, calls, signer),
+        ModelService(store, bases, admission, endings, sources),
         custom_losses,
-        TrainingService(store, bases, admission, custom_losses, settings.limits),
+        TrainingService(store, bases, admission, custom_losses, settings.limits, sources),
         sampling,
         RunService(store),
-        CheckpointService(store, objects),
+        CheckpointService(store, objects, allowances),
         ArchiveService(store, objects, signer),
-        CopyService(store, oplog, lifecycle, objects),
+        CopyService(store, oplog, lifecycle, objects, allowances, sources),
         PollService(futures, waiter, holds),
         BatchPollService(RedisCompletions(client, settings.engine), store, waiter, holds),
-        QueueStates(bases, store, oplog),
+        queue_states,
+        QueueService(looks, queue_states, backlog, calls, store),
         cancels,
         OpenAiService(bases, samplers, admission, holds, follow),
         HubService(settings, bases),
+        AuditService(books, store),
+        UsageService(books, store),
     )
 
 

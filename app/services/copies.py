@@ -13,8 +13,11 @@ from app.domain.checkpoints import MANIFEST, Manifest, Place
 from app.domain.identity import Caller
 from app.domain.records import Checkpoint, Model, Session
 from app.errors import BadRequest
+from app.services import audit
+from app.services.allowances import AllowanceService
 from app.services.lists import check_writable
-from app.services.ownership import load_checkpoint, load_owned
+from app.services.ownership import load_owned
+from app.services.sources import Sources
 from app.services.training import check_ttl
 from app.stores.interfaces import Lifecycle, ObjectStore, OpLog, Records
 
@@ -31,20 +34,28 @@ class CopyService:
     oplog: OpLog
     lifecycle: Lifecycle
     objects: ObjectStore
+    allowances: AllowanceService
+    sources: Sources
 
-    def copy(self, caller: Caller, asked: Mapping[str, Any], key: str | None) -> str:
-        """The path of the copy; the same one for a repeat under the same `key`.
+    def copy(self, caller: Caller, asked: Mapping[str, Any], key: str | None, token: str | None = None) -> str:
+        """The path of the copy; the same one for a repeat under the same `key`. `token` as in Sources.
 
         Raises NotFound (checkpoint, project, session) or BadRequest.
         """
         path = ids.TinkerPath.parse(asked["source_path"])
         check_ttl(asked["ttl_seconds"])
-        source = load_checkpoint(self.records, path, caller)
+        source = self.sources.find(path, caller, token)
         session_id, model_id, project = self._destination(caller, asked, key)
         target = ids.TinkerPath(model_id, path.kind, path.name)
+        is_there = self.records.get(Checkpoint.namespace, str(target)) is not None
+        if not is_there:
+            self.allowances.copy(caller, project, source.size_bytes)
         self._register(session_id, model_id, project, str(path), source)
-        if self.records.get(Checkpoint.namespace, str(target)) is None:
-            self._record(target, source, self._write(target, project, source, asked["ttl_seconds"]))
+        if not is_there:
+            what = {"model_id": model_id, "tinker_path": str(target), "source_path": str(path)}
+            audit.note(self.records, caller, project, "checkpoint_copy", what)
+            manifest = self._write(target, project, source, asked["ttl_seconds"])
+            self._record(target, replace(source, key=caller.key_id), manifest)
         return str(target)
 
     def _destination(self, caller: Caller, asked: Mapping[str, Any], key: str | None) -> tuple[str, str, str]:
@@ -57,7 +68,8 @@ class CopyService:
             raise BadRequest("send destination_project_id, or session_id and model_seq_id")
         check_writable(caller, project)
         session_id = ids.copy_session_id(project, key)
-        session = Session(project, self.records.now(), display_name=f"copy of {asked['source_path']}")
+        now, name = self.records.now(), f"copy of {asked['source_path']}"
+        session = Session(project, now, display_name=name, user=caller.user)
         if self.records.put_new(Session.namespace, session_id, records.dump(session)):
             self.lifecycle.finish(session_id, "success")
         return session_id, ids.model_id(session_id, 0), project

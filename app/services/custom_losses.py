@@ -16,6 +16,7 @@ from app.domain.custom_losses import CustomLoss
 from app.domain.identity import Caller
 from app.domain.records import Loss, Session
 from app.errors import BadRequest, NotFound
+from app.services.allowances import AllowanceService
 from app.services.ownership import load_owned, load_readable
 from app.stores.interfaces import Records
 from app.wire import custom_loss
@@ -24,8 +25,8 @@ from app.wire import custom_loss
 class CustomLossService:
     """A loss never changes: its id is the session and the number its client gave it."""
 
-    def __init__(self, store: Records) -> None:
-        self._records = store
+    def __init__(self, store: Records, allowances: AllowanceService) -> None:
+        self._records, self._allowances = store, allowances
 
     def create(self, caller: Caller, asked: Mapping[str, Any]) -> dict[str, str]:
         """A promise of the loss's id; the same one for a repeat.
@@ -38,6 +39,8 @@ class CustomLossService:
         loss = custom_loss.parse(asked["name"], asked["inputs"], asked["graph"])
         content = base64.b64encode(codec.encode(loss)).decode()
         loss_id = ids.loss_id(session_id, seq)
+        if self._records.get(Loss.namespace, loss_id) is None:
+            self._allowances.take(caller, session.owner)
         record = Loss(session.owner, session_id, time.time(), content)
         fresh = self._records.put_new(Loss.namespace, loss_id, records.dump(record))
         if not fresh and load_readable(self._records, Loss, loss_id, caller).content != content:

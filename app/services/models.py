@@ -8,26 +8,29 @@ from dataclasses import replace
 from typing import Any
 
 from app import ids
-from app.domain import records
 from app.domain.identity import Caller
 from app.domain.ops import CreateModel, LoraSpec, ModelSpec
 from app.domain.records import Model, Session
-from app.doorbell import train_queue
 from app.errors import BadRequest
+from app.services import audit
 from app.services.admission import AdmissionService
 from app.services.base_models import BaseModels, trainer_role
 from app.services.checks.exports import check_loadable, check_same_role, exports_merged
 from app.services.checks.models import CRITIC, asked_role, check_lora, check_optimizer, check_sampled
 from app.services.endings import Endings
-from app.services.ownership import load_checkpoint, load_owned, load_readable
+from app.services.ownership import load_owned, load_readable
+from app.services.sources import Sources
 from app.stores.interfaces import Records
 
 
 class ModelService:
     """A model is registered together with its seq 0, so that what is known of it is what that call said."""
 
-    def __init__(self, store: Records, bases: BaseModels, admission: AdmissionService, endings: Endings) -> None:
+    def __init__(
+        self, store: Records, bases: BaseModels, admission: AdmissionService, endings: Endings, sources: Sources
+    ) -> None:
         self._records = store
+        self._sources = sources
         self._bases = bases
         self._admission = admission
         self._endings = endings
@@ -46,7 +49,7 @@ class ModelService:
         """A promise of a model that starts as a checkpoint. Raises NotFound (session, checkpoint) or BadRequest."""
         check_optimizer(asked.get("optimizer_config"))
         path = ids.TinkerPath.parse(asked["path"])
-        checkpoint = load_checkpoint(self._records, path, caller)
+        checkpoint = self._sources.find(path, caller, asked.get("weights_access_token"))
         if asked.get("base_model", checkpoint.base_model) != checkpoint.base_model:
             raise BadRequest(f"{path} was trained on {checkpoint.base_model}, not on {asked['base_model'][:200]!r}")
         check_loadable(path, checkpoint, asked["optimizer"])
@@ -81,7 +84,8 @@ class ModelService:
 
         Raises NotFound.
         """
-        load_owned(self._records, Model, model_id, caller)
+        model = load_owned(self._records, Model, model_id, caller)
+        audit.note(self._records, caller, model.owner, "run_delete", {"model_id": model_id}, urgent=True)
         self._endings.end(model_id)
 
     def _admit(self, caller: Caller, asked: Mapping[str, Any], op: CreateModel) -> dict[str, str]:
@@ -107,7 +111,10 @@ class ModelService:
             user_metadata=asked["user_metadata"],
             full=full,
             critic=op.spec.critic,
+            key=caller.key_id,
         )
         exports_merged(None, model)
-        request_id = self._admission.admit(model_id, train_queue(name, full=full), 0, op, records.dump(model))
+        made = {"model_id": model_id, "base_model": name, **({"source_path": op.source} if op.source else {})}
+        audited = audit.entry(caller, session.owner, "run_create", made)
+        request_id = self._admission.admit(caller, model_id, model, 0, op, audited)
         return {"request_id": request_id, "model_id": model_id}

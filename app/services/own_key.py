@@ -42,7 +42,7 @@ class OwnKey:
         """Raises Forbidden for a key of the settings."""
         if self._load(Key, caller.key_id) is None:
             raise Forbidden("this key stands in the server's settings (api_keys): it is revoked by taking it out there")
-        self._accounts.revoke(caller.key_id)
+        self._accounts.revoke(caller.key_id, by=caller)
 
     def token(self, caller: Caller) -> str:
         """Raises NotFound where the server takes none."""

@@ -13,6 +13,7 @@ from app.domain.records import Sampler, Session
 from app.domain.sampling import Cells, SampleRequest
 from app.errors import BadRequest
 from app.services.admission import AdmissionService
+from app.services.allowances import AllowanceService
 from app.services.base_models import BaseModels, sampler_role
 from app.services.checks.exports import check_adapter
 from app.services.checks.models import check_sampleable, check_sampled_role
@@ -28,8 +29,11 @@ TARGETS = "target_prompt_logprobs"
 class SamplingService:
     """A sampler is a name for immutable weights, so its requests need no order and may run again."""
 
-    def __init__(self, store: Records, bases: BaseModels, admission: AdmissionService) -> None:
+    def __init__(
+        self, store: Records, bases: BaseModels, admission: AdmissionService, allowances: AllowanceService
+    ) -> None:
         self._records = store
+        self._allowances = allowances
         self._bases = bases
         self._admission = admission
 
@@ -45,13 +49,14 @@ class SamplingService:
         if not self._is_there(sampler_id, asked):
             base, path = asked.get("base_model"), asked.get("model_path")
             sampler = self.resolve(caller, session.owner, asked["session_id"], base, path)
+            self._allowances.take(caller, session.owner)
             if not self._records.put_new(Sampler.namespace, sampler_id, records.dump(sampler)):
                 self._is_there(sampler_id, asked)
         return sampler_id
 
     def join(self, sampler_id: str, caller: Caller) -> int:
         """The number of one more client, from 1 on: 0 is who made the sampler. Raises NotFound."""
-        load_owned(self._records, Sampler, sampler_id, caller)
+        self._allowances.take(caller, load_owned(self._records, Sampler, sampler_id, caller).owner)
         return self._records.join(sampler_id)
 
     def describe(self, sampler_id: str, caller: Caller) -> dict[str, str]:
@@ -68,7 +73,7 @@ class SamplingService:
         request_id = ids.request_id(sampler_id, seq)
         request = _request(asked, ids.stable_seed(request_id), info.max_context)
         check_sample(request, info)
-        self._admission.admit_sample(sampler_id, sampler, seq, request)
+        self._admission.admit_sample(caller, sampler_id, sampler, seq, request)
         names = [f"{request_id}-{i}" for i in range(request.num_samples)]
         return {"request_id": request_id, "sample_sequence_ids": names}
 

@@ -8,7 +8,9 @@ from typing import Any
 from app import ids
 from app.domain import records
 from app.domain.identity import Caller
-from app.domain.records import Model, Sampler, Session
+from app.domain.records import Checkpoint, Model, Sampler, Session
+from app.services import audit
+from app.services.allowances import AllowanceService
 from app.services.endings import Endings
 from app.services.lists import Page, Scope, check_writable, projects
 from app.services.ownership import check_role, load_owned, load_readable
@@ -20,8 +22,16 @@ from app.stores.objects.moves import note_move
 class SessionService:
     """Opened, kept alive and finished; a session is only ever seen from its project."""
 
-    def __init__(self, store: Records, lifecycle: Lifecycle, objects: ObjectStore, endings: Endings) -> None:
+    def __init__(
+        self,
+        store: Records,
+        lifecycle: Lifecycle,
+        objects: ObjectStore,
+        endings: Endings,
+        allowances: AllowanceService,
+    ) -> None:
         self._records, self._lifecycle, self._objects, self._endings = store, lifecycle, objects, endings
+        self._allowances = allowances
 
     def create(self, caller: Caller, asked: Mapping[str, Any]) -> str:
         """The id of a new session, in `project_id` or the caller's own project.
@@ -33,6 +43,7 @@ class SessionService:
             project = caller.project
             check_role(caller, project)
         check_writable(caller, project)
+        self._allowances.take(caller, project)
         session_id = ids.new_session_id()
         session = Session(
             project,
@@ -40,6 +51,7 @@ class SessionService:
             display_name=asked.get("display_name") or "",
             tags=asked["tags"],
             user_metadata=asked["user_metadata"],
+            user=caller.user,
         )
         self._records.put_new(Session.namespace, session_id, records.dump(session))
         self._lifecycle.heartbeat(session_id)
@@ -77,7 +89,19 @@ class SessionService:
 
         Raises NotFound for either, as `create` does, and Forbidden where the caller only sees the session.
         """
-        load_owned(self._records, Session, session_id, caller)
+        session = load_owned(self._records, Session, session_id, caller)
         check_writable(caller, project)
+        if session.owner != project:
+            self._allowances.move(caller, project, *self._brings(session_id, session))
+        for scope in {session.owner, project}:
+            moved = {"session_id": session_id, "from_project_id": session.owner, "to_project_id": project}
+            audit.note(self._records, caller, scope, "session_move", moved)
         note_move(self._objects, session_id, self._records.now(), project)
         self._lifecycle.move(session_id, project)
+
+    def _brings(self, session_id: str, session: Session) -> tuple[int, int]:
+        """Its live models, and the bytes of its checkpoints."""
+        runs = self._records.list(Model.namespace, ids.model_prefix(session_id))
+        live = sum("ended" not in fields for _, fields in runs) if session.status == "open" else 0
+        stored = self._records.list(Checkpoint.namespace, f"tinker://{ids.model_prefix(session_id)}")
+        return live, sum(records.load(Checkpoint, fields).size_bytes for _, fields in stored)

@@ -8,6 +8,7 @@ import time
 
 from app.domain.identity import Caller
 from app.errors import InvalidToken
+from app.services.views import user_urn
 
 _ALGORITHM = "HS256"
 _ISSUER = "tinsmith"
@@ -33,7 +34,7 @@ class Tokens:
             "iss": _ISSUER,
             "iat": now,
             "exp": now + int(self._lifetime_s),
-            "sub": f"tml:user:{caller.user}",
+            "sub": user_urn(caller.user),
             "org_id": caller.organisation,
             "key": caller.key_id,
             **({"email": email} if email else {}),

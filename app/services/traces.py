@@ -9,7 +9,7 @@ from typing import Any
 from app import ids
 from app.domain.identity import Caller
 from app.domain.records import Model, Sampler, Session
-from app.errors import SetupError
+from app.errors import NotFound
 from app.services.ownership import load_readable
 from app.signing import UrlSigner
 from app.stores.interfaces import Call, Calls, Records
@@ -28,7 +28,7 @@ class TraceService:
         load_readable(self._records, Session, session_id, caller)
         try:
             url = self._signer.url(_route(session_id), int(time.time()) + _LINK_SECONDS)
-        except SetupError as error:
+        except NotFound as error:
             return {"status": "failed", "error": str(error)}
         return {"status": "ready", "url": url}
 

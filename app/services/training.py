@@ -14,9 +14,9 @@ from app.domain.identity import Caller
 from app.domain.losses import LOSSES
 from app.domain.ops import AdamParams, LoadWeights, Op, OptimStep, SaveWeights
 from app.domain.records import Model, Sampler
-from app.doorbell import train_queue
 from app.errors import BadRequest, NotFound
 from app.limits import check_batch
+from app.services import audit
 from app.services.admission import MAX_SEQ, AdmissionService
 from app.services.base_models import BaseModels, trainer_role
 from app.services.checks.batch import check_forward_backward
@@ -30,7 +30,8 @@ from app.services.checks.exports import (
 from app.services.checks.models import check_adam, check_optimizer, check_sampleable, check_sampled_role
 from app.services.checks.values import in_range
 from app.services.custom_losses import CustomLossService
-from app.services.ownership import load_checkpoint, load_owned
+from app.services.ownership import load_owned
+from app.services.sources import Sources
 from app.settings import LimitSettings
 from app.stores.interfaces import Records
 from app.wire.forward_backward import Envelope
@@ -42,7 +43,7 @@ _TEN_YEARS = 10 * 365 * 24 * _HOUR
 
 class TrainingService:
     """Every method returns a promise, and raises NotFound for a model that the caller does not see, Forbidden for
-    one he only sees, or BadRequest."""
+    one he only sees, BadRequest, or what AdmissionService raises."""
 
     def __init__(
         self,
@@ -51,12 +52,14 @@ class TrainingService:
         admission: AdmissionService,
         custom_losses: CustomLossService,
         limits: LimitSettings,
+        sources: Sources,
     ) -> None:
         self._limits = limits
         self._records = store
         self._bases = bases
         self._admission = admission
         self._custom_losses = custom_losses
+        self._sources = sources
 
     def forward_backward(self, caller: Caller, envelope: Envelope) -> Promise:
         model = load_owned(self._records, Model, envelope.model_id, caller)
@@ -67,14 +70,14 @@ class TrainingService:
         check_forward_backward(op, info, critic=model.critic)
         # The journal holds every setting in full, so that a later default can not change a replay.
         op = replace(op, loss_config={**LOSSES[op.loss_fn].config, **op.loss_config})
-        return self._admit(model, envelope.model_id, envelope.seq, op)
+        return self._admit(caller, model, envelope.model_id, envelope.seq, op)
 
     def optim_step(self, caller: Caller, asked: Mapping[str, Any]) -> Promise:
         model = load_owned(self._records, Model, asked["model_id"], caller)
         check_optimizer(asked.get("optimizer_params"))
         params = AdamParams(**asked["adam_params"])
         check_adam(params)
-        return self._admit(model, asked["model_id"], asked["seq_id"], OptimStep(params))
+        return self._admit(caller, model, asked["model_id"], asked["seq_id"], OptimStep(params))
 
     def save_weights(self, caller: Caller, asked: Mapping[str, Any]) -> Promise:
         return self._save(caller, asked, "weights")
@@ -98,14 +101,14 @@ class TrainingService:
         self._check_free(session, asked)
         name, inflight = f"ephemeral-{asked['seq_id']}", asked["kind"] == "inflight"
         op = SaveWeights("sampler_weights", name, sampling_session_id=session, inflight=inflight)
-        return self._admit(model, asked["model_id"], asked["seq_id"], op)
+        return self._admit(caller, model, asked["model_id"], asked["seq_id"], op)
 
     def load_weights(self, caller: Caller, asked: Mapping[str, Any]) -> Promise:
         """A checkpoint that is not there is a BadRequest: the call is final, and its seq is consumed."""
         model = load_owned(self._records, Model, asked["model_id"], caller)
         path = ids.TinkerPath.parse(asked["path"])
         try:
-            checkpoint = load_checkpoint(self._records, path, caller)
+            checkpoint = self._sources.find(path, caller, asked.get("weights_access_token"))
         except NotFound as error:
             raise BadRequest(str(error)) from None
         check_loadable(path, checkpoint, asked["optimizer"])
@@ -114,7 +117,7 @@ class TrainingService:
         check_same_role(path, checkpoint, critic=model.critic)
         check_same_kind(path, checkpoint, full=model.full)
         op = LoadWeights(str(path), asked["optimizer"], checkpoint.prefix)
-        return self._admit(model, asked["model_id"], asked["seq_id"], op)
+        return self._admit(caller, model, asked["model_id"], asked["seq_id"], op)
 
     def _save(
         self,
@@ -136,7 +139,9 @@ class TrainingService:
             merged=merged,
             recipients=recipients,
         )
-        return self._admit(model, asked["model_id"], asked["seq_id"], op)
+        model_id, seq = asked["model_id"], asked["seq_id"]
+        saved = {"model_id": model_id, "tinker_path": str(ids.TinkerPath(model_id, kind, op.name))}
+        return self._admit(caller, model, model_id, seq, op, audit.entry(caller, model.owner, "checkpoint_save", saved))
 
     def _check_free(self, sampler_id: str, asked: Mapping[str, Any]) -> None:
         """Raises BadRequest when a sampling session has this id that did not come from this very call."""
@@ -145,8 +150,8 @@ class TrainingService:
         if stored and (place is None or (place.model_id, place.seq) != (asked["model_id"], asked["seq_id"])):
             raise BadRequest(f"sampling_session_seq_id {asked['sampling_session_seq_id']} was used for another one")
 
-    def _admit(self, model: Model, model_id: str, seq: int, op: Op) -> Promise:
-        request_id = self._admission.admit(model_id, train_queue(model.base_model, full=model.full), seq, op)
+    def _admit(self, caller: Caller, model: Model, model_id: str, seq: int, op: Op, audited: str = "") -> Promise:
+        request_id = self._admission.admit(caller, model_id, model, seq, op, audited)
         return {"request_id": request_id, "model_id": model_id}
 
 

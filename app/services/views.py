@@ -35,3 +35,8 @@ def texts(metadata: Mapping[str, Any]) -> dict[str, str]:
 def timestamp(unix: float) -> str:
     """ISO 8601 with its zone, to the microsecond."""
     return datetime.fromtimestamp(unix, UTC).isoformat()
+
+
+def user_urn(user: str) -> str:
+    """A user as the SDK names him."""
+    return f"tml:user:{user}"

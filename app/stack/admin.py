@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 
 from app.domain.accounts import Key, Organisation, Project, User
+from app.domain.limits import NAMES
 from app.errors import BadRequest, NotFound, SetupError
 from app.services.accounts import AccountService
 from app.stack import checks
@@ -95,6 +96,24 @@ def _list_keys(accounts: AccountService, _: Namespace) -> Iterator[str]:
         yield _row(key.id, key.user, key.project, _day(key.created), _state(key), scopes, key.name)
 
 
+def _set_limits(accounts: AccountService, asked: Namespace) -> Iterator[str]:
+    said = {name: getattr(asked, name) for name in NAMES if hasattr(asked, name)}
+    default = {name for name, value in said.items() if value == "default"}
+    limits = {name: value for name, value in said.items() if name not in default}
+    yield _limits(accounts.set_limits(asked.id, limits, default=default))
+
+
+def _list_limits(accounts: AccountService, _: Namespace) -> Iterator[str]:
+    yield _row("id", "limits")
+    found: list[Project | Key] = [*accounts.all(Project), *accounts.all(Key)]
+    yield from (_row(account.id, _limits(account)) for account in found if account.limits)
+
+
+def _limits(account: Project | Key) -> str:
+    own = {name: "none" if value is None else f"{value}" for name, value in account.limits.items()}
+    return " ".join(f"{name}={own[name]}" for name in NAMES if name in own) or "those of the settings"
+
+
 def _state(key: Key) -> str:
     if key.revoked_at is not None:
         return f"revoked {_day(key.revoked_at)}"
@@ -127,4 +146,6 @@ _ACTIONS: dict[str, Action] = {
     "add_key": _add_key,
     "revoke_key": _revoke_key,
     "list_keys": _list_keys,
+    "set_limits": _set_limits,
+    "list_limits": _list_limits,
 }

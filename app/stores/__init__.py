@@ -1,1 +1,1 @@
-"""What Tinsmith keeps: interfaces.py states the promises, redis/ holds the journal, objects/ the checkpoints."""
+"""What Tinsmith keeps: interfaces/ states the promises, redis/ holds the journal, objects/ the checkpoints."""

@@ -21,6 +21,7 @@ from ops.bench import (
     api_body,
     api_start,
     ddp,
+    fairness,
     first_token,
     handover,
     machine,
@@ -57,6 +58,7 @@ BENCHES: Mapping[str, Callable[[Path], Outcome]] = {
     "first_token": first_token.run,
     "rl_loop": rl_loop.run,
     "handover": handover.run,
+    "fairness": fairness.run,
 }
 _OUT = Path(__file__).parent / "results"
 # Not the system's temporary folder: that may lie in memory, where the journal's fsync costs nothing.

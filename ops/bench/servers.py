@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -53,18 +53,27 @@ class Stack:
 
 @contextmanager
 def running_stack(
-    folder: Path, base: BaseModelSettings, engine: Mapping[str, Any] = MappingProxyType({})
+    folder: Path,
+    base: BaseModelSettings,
+    engine: Mapping[str, Any] = MappingProxyType({}),
+    keys: Sequence[str] = (API_KEY,),
 ) -> Iterator[Stack]:
-    """`tinsmith up` on one base model, with its defaults but for `engine`; its output goes to folder/up.log."""
+    """`tinsmith up` on one base model, with its defaults but for `engine`; its output goes to folder/up.log. Each
+    of the `keys` is a project of its own."""
     config, data_dir, log = folder / "tinsmith.toml", folder / "data", folder / "up.log"
     config.write_text(
-        tomli_w.dumps({"base_models": [base.model_dump(mode="json", exclude_none=True)], "engine": dict(engine)})
+        tomli_w.dumps(
+            {
+                "api_keys": [hash_key(key) for key in keys],
+                "base_models": [base.model_dump(mode="json", exclude_none=True)],
+                "engine": dict(engine),
+            }
+        )
     )
     parent = os.getpid()
     with log.open("wb") as stderr:
         process = subprocess.Popen(
             [sys.executable, "-m", "app.cli", "up", "--config", config, "--data-dir", data_dir, "--port", "0"],
-            env={**os.environ, "TINSMITH_API_KEY": API_KEY},
             stdout=subprocess.PIPE,
             stderr=stderr,
             text=True,

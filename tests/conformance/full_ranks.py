@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -81,7 +80,3 @@ def main(settings: str, folder: str) -> None:
     np.savez(Path(folder) / "found.npz", **found)
     backend.shutdown()
     ranks.end()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -105,7 +105,7 @@ def test_a_signed_url_starts_with_the_public_url(tmp_path: Path):
 def test_without_a_url_secret_nothing_can_be_signed(tmp_path: Path):
     store = create(Settings(data_dir=tmp_path))
     assert isinstance(store, FolderStore)
-    with pytest.raises(SetupError, match="url_secret"):
+    with pytest.raises(NotFound, match="url_secret"):
         store.presign(KEY, 60)
     signature = hmac.new(b"", f"objects/{KEY}\n{2**40}".encode(), hashlib.sha256).hexdigest()
     with pytest.raises(Forbidden):

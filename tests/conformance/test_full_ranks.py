@@ -12,7 +12,7 @@ import torch
 
 from app.settings import BaseModelSettings
 from tests.conformance import full_ranks
-from tests.conformance.test_training_ranks import run_group
+from tests.conformance.groups import run_group
 from tests.conformance.training_ranks import BY_ONE, SFT, STEP, resume
 from tests.models import tiny_qwen3
 from tests.parity.reference import relative_error
@@ -49,7 +49,7 @@ def test_two_ranks_equal_one_process(
     (tmp_path / BY_ONE).mkdir()
     alone.capture("d", optimizer=True)(tmp_path / BY_ONE)
     ranks = settings(base, zero_stage=stage, ranks=2, offload=offload).model_dump_json()
-    assert run_group("tests.conformance.full_ranks", ranks, str(tmp_path)) == [0, 0]
+    assert run_group(full_ranks.main, ranks, str(tmp_path)) == [0, 0]
     with np.load(tmp_path / "found.npz") as stored:
         found = dict(stored)
 

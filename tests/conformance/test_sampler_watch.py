@@ -49,6 +49,12 @@ def test_tokens_are_told_as_they_come_and_are_those_of_the_answer(sampler):
     assert [s.top.tokens.shape for s in output.sequences] == [(20, 2)] * 3
 
 
+def test_each_sample_that_ends_is_told_of_before_the_answer(sampler):
+    ended: list[None] = []
+    sampler.sample("one", ask(PROMPTS[1], num_samples=3, max_tokens=5), Watch(ended=lambda: ended.append(None)))
+    assert len(ended) == 3
+
+
 def test_a_token_that_stops_a_sample_is_told_too(sampler, reference):
     expected = reference.greedy(None, PROMPTS[1], 12)
     seen = Seen()

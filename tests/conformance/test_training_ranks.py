@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +14,7 @@ import torch
 from app.domain.ops import LoraSpec
 from app.settings import BaseModelSettings, Settings
 from tests.conformance import training_ranks
+from tests.conformance.groups import run_group
 from tests.hosts import install_ssh, write_hostfile
 from tests.models import tiny_qwen3
 from tests.parity.reference import relative_error
@@ -25,9 +22,6 @@ from workers.multinode import read_hostfile, run
 from workers.training import factory
 from workers.training.base import Create
 from workers.training.trainer import Trainer
-
-ROOT = Path(__file__).parents[2]
-DEADLINE_S = 240
 
 
 @pytest.fixture(scope="module")
@@ -53,29 +47,11 @@ def settings(base: Path, **trainer: Any) -> BaseModelSettings:
     return BaseModelSettings(name="tiny", path=str(base), dtype="float32", trainer=trainer)
 
 
-def run_ranks(base: Path, folder: Path, stage: int, end: str, *, offload: bool = False) -> list[int]:
+def run_ranks(base: Path, folder: Path, stage: int, end: str, *, offload: bool = False) -> list[int | None]:
     """Both ranks' exit codes."""
     trainer = {"backend": "deepspeed", "zero_stage": stage, "ranks": 2, "offload": offload, "device_models": 1}
     text = settings(base, **trainer).model_dump_json()
-    return run_group("tests.conformance.training_ranks", text, str(folder), end)
-
-
-def run_group(module: str, *arguments: str) -> list[int]:
-    """The exit codes of two ranks that run it."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    command = [sys.executable, "-m", module, *arguments]
-    common = {**os.environ, "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    ranks = [
-        subprocess.Popen(command, cwd=ROOT, env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)})
-        for rank in range(2)
-    ]
-    try:
-        return [rank.wait(DEADLINE_S) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
+    return run_group(training_ranks.main, text, str(folder), end)
 
 
 @pytest.mark.parametrize(("stage", "offload"), [(0, False), (1, False), (2, False), (3, False), (3, True)])

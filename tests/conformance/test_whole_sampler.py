@@ -23,6 +23,7 @@ from workers.adapter_turns import AdapterTurns
 from workers.sampling.base import SamplerBackend
 from workers.sampling.factory import create
 from workers.sampling.watch import Aborted, Watch
+from workers.shares import Shares
 
 MODELS = ("one", "two")
 
@@ -89,10 +90,10 @@ def test_prompt_logprobs_are_those_of_the_model_that_is_there(
 
 
 def test_requests_that_take_turns_have_each_their_own_model(whole: SamplerBackend, models: dict[str, Reference]):
-    turns = AdapterTurns(1)
+    turns = AdapterTurns(1, Shares())
 
     def sample(name: str, seed: int) -> list[list[int]]:
-        with turns.turn(name, Watch()):
+        with turns.turn(name, "me", Watch()):
             whole.load(name, models[name].folder)
             return tokens_of(whole.sample(name, ask(PROMPTS[1], num_samples=3, seed=seed)))
 

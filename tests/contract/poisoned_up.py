@@ -5,6 +5,7 @@ As `python -m tests.contract.poisoned_up trainer ...` it is one of these trainer
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -15,10 +16,13 @@ from typing import Any
 from app import cli
 from app.domain.ops import ForwardBackward
 from app.settings import Settings
-from app.stack import processes
+from app.stack import processes, up
 from app.stack.child import Command
+from app.stack.supervisor import RestartPolicy, Supervisor
 
 POISON = 298
+# Else the last of six restarts would wait ten seconds.
+_PATIENT = RestartPolicy(first_delay_s=0.2, longest_delay_s=0.2)
 
 
 def _poisoned_table(settings: Settings, settings_file: Path) -> Iterator[Command]:
@@ -52,4 +56,5 @@ if __name__ == "__main__":
         _trainer()
     else:
         _table, processes.table = processes.table, _poisoned_table
+        up.Supervisor = functools.partial(Supervisor, policy=_PATIENT)
         sys.exit(cli.main())

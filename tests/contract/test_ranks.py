@@ -25,8 +25,11 @@ def ranks(tmp_path_factory: pytest.TempPathFactory, base_path: Path) -> Iterator
     stack = Stack(
         folder, base_path, free_port(), trainer, 'backend = "transformers"', "[engine]\nlease_s = 3.0", threads=1
     )
-    with running(stack):
-        yield stack
+    with pytest.MonkeyPatch.context() as patch:
+        # A stopped rank hears no SIGTERM: torchrun kills it after this, and not after 30 s.
+        patch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "3")
+        with running(stack):
+            yield stack
 
 
 @pytest.fixture

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
+import urllib.request
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import tinker
+from click.testing import CliRunner, Result
+from tinker.cli.__main__ import main_cli
+from tinker.cli.exceptions import TinkerCliError
 
 from app import cli
-from tests.contract.data import train
+from tests.contract.data import supervised, train
 from tests.contract.stack import BASE, Stack
 
 Admin = Callable[..., str]
@@ -78,3 +86,91 @@ def test_who_one_is_comes_out_of_a_token(stack: Stack, admin: Admin):
     me = rest.whoami().result()
     assert (me.org_urn, me.email) == (f"tml:organization:{organisation}", "viewer@example.org")
     assert me.user_urn.startswith("tml:user:user-")
+
+
+def test_one_logs_in_with_a_key_is_told_who_one_is_and_logs_out(
+    stack: Stack, admin: Admin, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """Credentials are kept on the client; logging out leaves the key as it is."""
+    organisation = admin("org", "create", "Tinkers")
+    project = admin("project", "create", "kettles", "--org", organisation)
+    key = user_key(admin, organisation, project, "viewer", "--name", "laptop")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("TINKER_BASE_URL", stack.url)
+    monkeypatch.delenv("TINKER_API_KEY", raising=False)
+
+    def tinker_command(*arguments: str, given: str | None = None) -> Result:
+        return CliRunner().invoke(main_cli, arguments, input=given)
+
+    wrong = tinker_command("auth", "login", given="tml-nobody\n")
+    assert (wrong.exit_code, isinstance(wrong.exception, TinkerCliError)) == (1, True)
+    assert "not known here" in str(wrong.exception.details)
+    said = tinker_command("auth", "login", given=f"{key}\n").stdout
+    assert "Logged in as viewer@example.org (Tinkers). Stored API key 'laptop'" in said
+    # In a process of its own: one that found its server in the environment keeps to that one for good.
+    me = subprocess.run([sys.executable, "-m", "tinker.cli", "auth", "whoami"], capture_output=True, text=True)
+    if stack.settings().api.pjwt_auth_enabled:
+        assert f"tml:organization:{organisation}" in me.stdout
+        assert "viewer@example.org" in me.stdout
+    else:
+        assert (me.returncode, "JWT" in me.stderr) == (1, True)
+    assert "still active" in tinker_command("auth", "logout").stdout
+    assert tinker_command("auth", "logout").exit_code == 1
+    rest = tinker.RestClient(base_url=stack.url, api_key=key)
+    assert rest.get_server_capabilities().result().supported_models
+
+
+def test_a_checkpoint_is_loaded_and_copied_with_a_key_that_was_lent(stack: Stack, admin: Admin):
+    organisation, elsewhere = admin("org", "create", "Tinkers"), admin("org", "create", "Smiths")
+    project = admin("project", "create", "kettles", "--org", organisation)
+    others = admin("project", "create", "pans", "--org", elsewhere)
+    user = admin("user", "create", "jo@example.org", "--org", organisation)
+    admin("user", "role", user, project, "member")
+    own, lent = (admin("key", "create", "--user", user, *options) for options in ((), ("--scopes", "none")))
+    borrower = user_key(admin, elsewhere, others, "member")
+    with tinker.ServiceClient(base_url=stack.url, api_key=own) as lender:
+        training = lender.create_lora_training_client(base_model=BASE, rank=4).result()
+        train(training, 2)
+        path = training.save_state("lent").result().path
+        expected = _logprobs(training)
+    with tinker.ServiceClient(base_url=stack.url, api_key=borrower, project_id=others) as service:
+        with pytest.raises(tinker.NotFoundError):
+            service.create_training_client_from_state_with_optimizer(path).result()
+        with pytest.raises(tinker.BadRequestError, match="weights_access_token"):
+            service.create_training_client_from_state(path, weights_access_token="tml-nobody.s").result()
+        borrowed = service.create_training_client_from_state_with_optimizer(path, weights_access_token=lent).result()
+        assert _logprobs(borrowed) == expected
+        fresh = service.create_lora_training_client(base_model=BASE, rank=4).result()
+        fresh.load_state(path, weights_access_token=lent).result()
+        assert _logprobs(fresh) == expected
+        copied = service.copy_weights(path, weights_access_token=lent).result()
+        assert _logprobs(service.create_training_client_from_state(copied).result()) == expected
+
+
+def _logprobs(training: tinker.TrainingClient) -> list[list[float]]:
+    outputs = training.forward(supervised(), "cross_entropy").result().loss_fn_outputs
+    return [output["logprobs"].tolist() for output in outputs]
+
+
+def test_a_run_goes_on_when_a_limit_refuses_a_save_and_waits_where_one_passes(stack: Stack, admin: Admin):
+    organisation = admin("org", "create", "Tinkers")
+    project = admin("project", "create", "kettles", "--org", organisation)
+    admin("limits", "set", project, "--storage-bytes", "0", "--live-models", "1", "--tokens-per-s", "4.5")
+    key = user_key(admin, organisation, project, "member")
+    with tinker.ServiceClient(base_url=stack.url, api_key=key) as service:
+        training = service.create_lora_training_client(base_model=BASE, rank=4).result()
+        with pytest.raises(tinker.PermissionDeniedError, match="storage_bytes is 0"):
+            training.save_state("kept").result()
+        with pytest.raises(tinker.PermissionDeniedError, match="live_models is 1"):
+            service.create_lora_training_client(base_model=BASE, rank=4).result()
+        before = put_off(stack)
+        # 54 tokens each, of which one empties the bucket of 45; the SDK comes again with the second in two seconds.
+        assert len(train(training, 2)) == 2
+        assert put_off(stack) > before
+
+
+def put_off(stack: Stack) -> float:
+    """How many batches were answered with a 429."""
+    with urllib.request.urlopen(f"{stack.url}/metrics") as answer:
+        found = re.findall(r'_count\{route="/api/v1/forward_backward",status="429"\} (\S+)', answer.read().decode())
+    return sum(map(float, found))

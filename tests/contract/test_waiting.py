@@ -150,6 +150,21 @@ def test_a_client_that_closes_cancels_what_it_left(api: ApiServer):
     del asked
 
 
+def test_who_waits_behind_others_is_told_how_many_run_first(
+    api: ApiServer, sampling: tinker.SamplingClient, monkeypatch: pytest.MonkeyPatch
+):
+    """The SDK hands it on to whoever observes its queue, where it polls for each sample."""
+    told: list[str] = []
+    monkeypatch.setattr(
+        type(sampling), "on_queue_state_change", lambda _, state, reason: told.append(f"{state.name}: {reason}")
+    )
+    asked = [sample(sampling, token) for token in range(3)]
+    if not sampling.holder.get_client_config().sample_use_retrieve_futures:
+        await_true(lambda: "ACTIVE: about 2 calls run before it" in told, "it was not told")
+    with sampler(api):
+        assert [tokens(found) for found in asked] == [[0], [1], [2]]
+
+
 def test_without_a_sampler_the_sdk_tells_its_user_so(
     api: ApiServer, sampling: tinker.SamplingClient, caplog: pytest.LogCaptureFixture
 ):

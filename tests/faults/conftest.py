@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,8 +15,6 @@ from tests.servers import start_valkey
 from tests.servers_s3 import start_s3
 
 NewWorld = Callable[..., World]
-_SHARED_MEMORY = Path("/dev/shm")
-_ROOM_BYTES = 2 * 2**30
 
 
 @pytest.fixture(scope="package")
@@ -26,14 +23,12 @@ def base_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="package")
-def memory() -> Iterator[Path]:
-    """A folder in memory, where there is room: what a process left behind is there as on a disk, and an fsync is free.
+def memory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in memory, where there is room (tests/conftest.py).
 
     On a shared disk the fsyncs of some hundred runs took ten times as long as all else.
     """
-    room = _SHARED_MEMORY.is_dir() and shutil.disk_usage(_SHARED_MEMORY).free > _ROOM_BYTES
-    with tempfile.TemporaryDirectory(prefix="tinsmith-faults-", dir=_SHARED_MEMORY if room else None) as folder:
-        yield Path(folder)
+    return tmp_path_factory.mktemp("faults")
 
 
 @pytest.fixture(scope="package")

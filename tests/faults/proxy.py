@@ -102,6 +102,10 @@ class Proxy:
             writer.transport.abort()
             return
         ends = {writer, back}
+        if self._refusing:  # since it was asked for
+            for end in ends:
+                end.transport.abort()
+            return
         self._writers |= ends
         cut = self._dice.random() < self.cut_share
         left = self._dice.randrange(self._cut_within) if cut else None

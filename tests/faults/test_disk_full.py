@@ -27,7 +27,7 @@ def full_disk(worker: WorkerProcess) -> Iterator[None]:
 
 def test_a_full_disk_at_a_save_puts_it_off_until_there_is_room(new_world: NewWorld):
     world = new_world()
-    run, calm = world.run("run"), world.run("undisturbed")
+    run = world.run("run")
     service = Service.on(run, "a")
     service.run_to(run.admit(backward(0), optim_step()))
     save = run.admit(SaveWeights("weights", "kept"))
@@ -36,6 +36,8 @@ def test_a_full_disk_at_a_save_puts_it_off_until_there_is_room(new_world: NewWor
     run.check_objects()
     service.run_to(run.admit(backward(1), optim_step(), SaveWeights("weights", "final")))
     assert service.deaths == 0, "the model lived through it"
+    service.close()
+    calm = world.run("undisturbed")  # only now, or the first worker may take it in, since it is nobody's
     Service.on(calm, "b").run_to(
         calm.admit(backward(0), optim_step(), SaveWeights("weights", "kept"), backward(1), optim_step())
         and calm.admit(SaveWeights("weights", "final"))
@@ -45,7 +47,7 @@ def test_a_full_disk_at_a_save_puts_it_off_until_there_is_room(new_world: NewWor
 
 def test_a_full_disk_at_a_snapshot_leaves_the_old_one_and_the_run_goes_on(new_world: NewWorld):
     world = new_world(**EVERY_STEP)
-    run, calm = world.run("run"), world.run("undisturbed")
+    run = world.run("run")
     service = Service.on(run, "a", "b")
     service.run_to(run.admit(backward(0), optim_step()))
     run.await_snapshot(run.last, service.worker)
@@ -60,6 +62,8 @@ def test_a_full_disk_at_a_snapshot_leaves_the_old_one_and_the_run_goes_on(new_wo
     service.worker.kill()
     service.replace()
     service.run_to(run.admit(SaveWeights("weights", "final")))
+    service.close()
+    calm = world.run("undisturbed")
     reference = Service.on(calm, "c")
     for seed in range(4):
         reference.run_to(calm.admit(backward(seed), optim_step()))

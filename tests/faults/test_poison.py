@@ -26,7 +26,7 @@ class Poisoned(Service):
 
 @pytest.mark.parametrize("nodes", [("a",), ("a", "b")], ids=["one machine", "two machines"])
 def test_an_op_that_kills_its_worker_is_given_up_after_three_tries(new_world: NewWorld, nodes: tuple[str, ...]):
-    world = new_world()
+    world = new_world(lease_s=3.0)
     run = world.run("run")
     service = Poisoned(run, itertools.cycle(nodes))
     service.start()

@@ -20,7 +20,7 @@ SEED = 5
 def test_no_acknowledged_op_is_lost_with_the_state_server(new_world: NewWorld, memory: Path):
     with Valkey(memory / "killed") as valkey:
         world = new_world(redis_url=valkey.url, lease_s=3.0)
-        run, calm = world.run("run"), world.run("undisturbed")
+        run = world.run("run")
         service = Service.on(run, "a")
         service.run_to(0)
         over = threading.Event()
@@ -32,6 +32,8 @@ def test_no_acknowledged_op_is_lost_with_the_state_server(new_world: NewWorld, m
         assert kills_seen, "the run was longer than the kills"
         assert service.turned_away >= 1, "some kill hit a call of the worker"
         service.run_to(run.admit(SaveWeights("weights", "final")))
+        service.close()
+        calm = world.run("undisturbed")  # only now, or the first worker may take it in, since it is nobody's
         reference = Service.on(calm, "b")
         train(calm, reference, over, steps=(run.last - 1) // 3)
         reference.run_to(calm.admit(SaveWeights("weights", "final")))

@@ -17,7 +17,7 @@ from app.domain.ops import ForwardBackward
 from app.domain.results import ForwardBackwardOutput
 
 # What threads of their own do whenever their time comes, or what is asked only for show: no step of a run.
-_BESIDE = {"renew", "lead", "pending", "describe", "healthy", "heads"}
+_BESIDE = {"renew", "lead", "pending", "describe", "healthy", "heads", "unowned"}
 # Ids that differ between two runs: the model's, and the worker's "node/boot".
 _OWN_IDS = re.compile(r"[\w-]+:train:\d+|\S+/[0-9a-f]{8}$")
 EXIT_STATUS = 9
@@ -121,8 +121,8 @@ def _words(arg: Any) -> list[str]:
         return [text] if (text := _OWN_IDS.sub("", arg)) else []
     if isinstance(arg, int):
         return [str(arg)]
-    if isinstance(arg, Mapping):
-        return [_op(op) for op in arg.values()]
+    if isinstance(arg, Mapping):  # of a backend's Ops; or of what a commit counts, which tells nothing
+        return [_op(op) for op in arg.values() if not isinstance(op, int)]
     return []
 
 

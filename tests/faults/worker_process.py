@@ -18,13 +18,15 @@ import psutil
 from app import doorbell
 from app.settings import Settings
 from tests.faults.watching import Call, Fault, Watch
-from workers import runtime
 from workers.outcome import NotNow
+from workers.runtime import trainer
+from workers.runtime.parts import Parts
+from workers.runtime.running import Runtime
 from workers.training import factory
 
 Answer = tuple[Literal["done", "failed", "unknown", "not now", "error"], str]
 _WITHIN_S = 90
-_PRELOADED = ["__main__", __name__, "workers.training.torch_backend", "app.stores.objects.s3"]
+_PRELOADED = ["__main__", __name__, "workers.training.torch_backend", "app.stores.objects.s3", "tests.frozen"]
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(_PRELOADED)
 
@@ -122,8 +124,8 @@ def _serve(pipe: Connection, settings: Settings, node: str, faults: tuple[Fault,
                 return pipe.send("closed")
 
 
-def _trainer(settings: Settings, node: str, watch: Watch) -> runtime.Runtime:
-    parts = runtime.parts(settings, doorbell.celery_app(settings), node)
+def _trainer(settings: Settings, node: str, watch: Watch) -> Runtime:
+    parts = Parts.of(settings, doorbell.celery_app(settings), node)
     watched = replace(
         parts,
         oplog=watch.over("oplog", parts.oplog),
@@ -133,10 +135,10 @@ def _trainer(settings: Settings, node: str, watch: Watch) -> runtime.Runtime:
     create = factory.create
     factory.create = lambda base, **kind: watch.over("backend", create(base, **kind))
     base = settings.base_models[0]
-    return runtime.trainer(settings, base, watched, node, doorbell.train_queue(base.name))
+    return trainer.make(settings, base, watched, node, doorbell.train_queue(base.name))
 
 
-def _handle(worker: runtime.Runtime, request_id: str, model_id: str, kind: str) -> Answer:
+def _handle(worker: Runtime, request_id: str, model_id: str, kind: str) -> Answer:
     """As the Celery task does it: whatever goes wrong outside the Op is to be rung again."""
     try:
         result = worker.handle(request_id, model_id, kind)

@@ -28,6 +28,7 @@ from app.stores.redis.oplog import RedisOpLog
 from app.stores.redis.records import RedisRecords
 from tests.faults.watching import Fault
 from tests.faults.worker_process import Answer, Died, WorkerProcess
+from tests.pages import used
 from workers import checkpoints
 
 BASE = "base"
@@ -168,7 +169,8 @@ class Run:
 
     def lapse(self) -> None:
         """As time does to the lease of a worker that is no more."""
-        self.world.client.delete(keys.lease(self.model_id))
+        holder = self.world.client.get(keys.lease(self.model_id)) or b""
+        self.world.client.delete(keys.lease(self.model_id), keys.lease(holder.decode()))
 
     def await_snapshot(self, seq: int, worker: WorkerProcess) -> None:
         """Until the durable snapshot stands at `seq`, or the worker that was to take it is dead."""
@@ -182,7 +184,13 @@ class Run:
             "results": {(seq, kind): self.result(seq) for seq, kind in enumerate(self.kinds)},
             "checkpoints": {path.replace(self.model_id, "M"): self.files(self._stored_prefix(path)) for path in listed},
             "samplers": {name.rpartition(":")[2]: self.files(prefix) for name, prefix in self._samplers()},
+            "used": self.used(),
         }
+
+    def used(self) -> dict[str, int]:
+        """Amounts by kind."""
+        found = [(name.split(" "), amount) for name, amount in used(self.world.client).items()]
+        return {kind: amount for (kind, session, _), amount in found if session == ids.session_of(self.model_id)}
 
     def check_objects(self) -> None:
         """Nothing half-written is visible: whatever has a manifest is whole, and what is referred to has one."""

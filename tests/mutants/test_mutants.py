@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.mutants.mutants import MUTANTS, Mutant
+from tests.mutants.guards import MUTANTS
+from tests.mutants.mutant import Mutant
+from tests.mutants.warm import Warm, warm
 
 _ROOT = Path(__file__).parents[2]
 _COPIED = ("app", "workers", "tests", "pyproject.toml")
@@ -25,20 +26,26 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return _copy(tmp_path_factory.mktemp("copy"))
 
 
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Warm]:
+    with warm(tmp_path_factory.mktemp("warm") / "output") as process:
+        yield process
+
+
 @pytest.mark.parametrize("mutant", _CHOSEN, ids=lambda mutant: mutant.name)
-def test_a_guard_that_is_taken_out_is_missed(copy: Path, mutant: Mutant):
+def test_a_guard_that_is_taken_out_is_missed(python: Warm, copy: Path, mutant: Mutant):
     file = copy / mutant.file
     text = file.read_text()
     assert text.count(mutant.old) == 1, f"{mutant.file} must hold this once:\n{mutant.old}"
     file.write_text(text.replace(mutant.old, mutant.new))
     try:
-        status, output = _run(copy, mutant.tests)
+        status, output = _run(python, copy, mutant.tests)
     finally:
         file.write_text(text)
     assert status == _FAILED, f"pytest ended with {status}:\n{output}"
 
 
-def test_the_copies_pass_where_no_guard_is_taken_out(tmp_path: Path):
+def test_the_copies_pass_where_no_guard_is_taken_out(python: Warm, tmp_path: Path):
     """Else a copy in which no test can run would look as if all mutants died."""
     copy = _copy(tmp_path)
     by_options: defaultdict[str, list[str]] = defaultdict(list)
@@ -46,27 +53,22 @@ def test_the_copies_pass_where_no_guard_is_taken_out(tmp_path: Path):
         options, _, test = tests.rpartition(" ")
         by_options[options].append(test)
     for options, named in by_options.items():
-        status, output = _run(copy, f"{options} {' '.join(named)}")
+        status, output = _run(python, copy, f"{options} {' '.join(named)}")
         assert status == _PASSED, output
 
 
 def _copy(folder: Path) -> Path:
+    """With what is compiled already, which holds as long as a file keeps its time: no run writes any."""
     for name in _COPIED:
         source = _ROOT / name
         if source.is_dir():
-            shutil.copytree(source, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(source, folder / name, ignore=shutil.ignore_patterns("*.pyc.*"))
         else:
             shutil.copy(source, folder / name)
     return folder
 
 
-def _run(copy: Path, tests: str) -> tuple[int, str]:
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests.split()],
-        cwd=copy,
-        env={**os.environ, "PYTEST_ADDOPTS": "", "PYTHONDONTWRITEBYTECODE": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return done.returncode, done.stdout[-4000:] + done.stderr[-1000:]
+def _run(python: Warm, copy: Path, tests: str) -> tuple[int, str]:
+    options = ["-x", "-q", "-p", "no:cacheprovider", f"--basetemp={copy / 'temporary'}"]
+    status, output = python.run(copy, [*options, *tests.split()])
+    return status, output[-5000:]

@@ -15,8 +15,14 @@ class JournalledOp:
     kind: str
     payload: bytes = b""
     doomed: str = ""
-    attempts: int = 0
+    struck: int = 0
     runner: str = ""
+    former: dict[str, bool] = field(default_factory=dict)
+    """Who began it before and did not leave it: whether he was missed when it was begun last."""
+
+    @property
+    def attempts(self) -> int:
+        return self.struck + sum(self.former.values())
 
 
 @dataclass
@@ -27,6 +33,7 @@ class JournalModel:
     epoch: int = 0
     worker: str = ""
     holder: str = ""
+    heard: set[str] = field(default_factory=set)
     snapshot: str = ""
     snapshot_seq: int = -1
     ops: dict[int, JournalledOp] = field(default_factory=dict)
@@ -62,6 +69,21 @@ class JournalModel:
             self.worker = worker
             self.epoch += 1
         return True
+
+    def begin(self, seq: int, worker: str) -> bool:
+        """Whether one of the attempts is in doubt, as no lease passes here."""
+        op = self.ops[seq]
+        self.heard -= {boot for boot in self.heard if _node(boot) == _node(worker) and boot != worker}
+        others = {*op.former, op.runner} - {worker, ""}
+        op.former = {boot: boot not in self.heard for boot in others}
+        op.runner = worker
+        return any(missed and _node(boot) != _node(worker) for boot, missed in op.former.items())
+
+    def leave(self, seq: int, worker: str, epoch: int, strike: bool) -> None:
+        op = self.ops[seq]
+        op.former.pop(worker, None)
+        op.runner = "" if op.runner == worker else op.runner
+        op.struck += strike and epoch == self.epoch
 
     def commit(self, epoch: int, seq: int, result: Result, why: str) -> bool:
         if epoch != self.epoch or seq != self.applied + 1:

@@ -233,6 +233,7 @@ class EngineMachine(RuleBasedStateMachine):
                 self._ring(self.last, client, max(client.plan))
                 if self.world.applied(client.model) == max(client.plan):
                     break
+                self.world.outlast()
         self.what_was_applied_has_a_result()
         assert self.world.oplog.pending() == []
         for client in self.clients:

@@ -79,6 +79,12 @@ class JournalMachine(RuleBasedStateMachine):
     @rule(worker=WORKERS)
     def renew(self, worker: str) -> None:
         assert self.oplog.renew([MODEL], worker) == ([] if self.model.holder == worker else [MODEL])
+        self.model.heard.add(worker)
+
+    @rule(worker=WORKERS)
+    def fall_silent(self, worker: str) -> None:
+        self.client.delete(keys.lease(worker))
+        self.model.heard.discard(worker)
 
     @rule(worker=WORKERS)
     def release(self, worker: str) -> None:
@@ -106,9 +112,8 @@ class JournalMachine(RuleBasedStateMachine):
             return
         assert entry is not None
         assert (entry.kind, entry.payload, entry.doomed) == (op.kind, op.payload, op.doomed)
-        op.attempts += op.runner not in ("", lease.worker)
-        op.runner = lease.worker
-        assert entry.attempts == op.attempts, "each worker that left it running counts, and nothing else"
+        assert entry.in_doubt == self.model.begin(seq, lease.worker)
+        assert entry.attempts == op.attempts, "each worker that is missed with it counts, and nothing else"
 
     @precondition(lambda self: self.leases and self.model.ops)
     @rule(which=st.integers(0, 3), pick=OFFSETS, strike=st.booleans())
@@ -116,9 +121,7 @@ class JournalMachine(RuleBasedStateMachine):
         """An Op whose worker lives no longer runs: it broke something, or is put off."""
         lease, seq = self._lease(which), sorted(self.model.ops)[pick % len(self.model.ops)]
         (self.oplog.strike if strike else self.oplog.put_off)(lease, seq)
-        if lease.epoch == self.model.epoch:
-            self.model.ops[seq].attempts += strike
-            self.model.ops[seq].runner = ""
+        self.model.leave(seq, lease.worker, lease.epoch, strike)
 
     @precondition(lambda self: self.leases and self.model.applied + 1 in self.model.ops)
     @rule(which=st.integers(0, 3), result=RESULTS)

@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from app import ids
 from app.domain.records import Sampler, Session, Worker, dump
 from app.domain.results import Result
+from app.domain.usage import SAMPLED
 from app.errors import BadRequest, Fenced, TooManyRequests
 from app.settings import EngineSettings
 from app.stores.interfaces import QueueBounds
@@ -22,6 +23,7 @@ from app.stores.redis.completions import RedisCompletions
 from app.stores.redis.lifecycle import RedisLifecycle
 from app.stores.redis.oplog import RedisOpLog
 from app.stores.redis.records import RedisRecords
+from tests.pages import used
 from tests.property.runs import run_machine
 
 SESSIONS = ("one", "two")
@@ -40,6 +42,8 @@ class Request:
     digest: str
     sequences: int
     node: str
+    held: bool
+    off: bool = False
     runner: str = ""
     result: Result | None = None
     aborted: bool = False
@@ -73,7 +77,7 @@ class SamplingMachine(RuleBasedStateMachine):
         clone=st.sampled_from(CLONES),
         number=st.integers(0, 9),
         tokens=st.integers(1, 32),
-        sequences=st.integers(1, 3),
+        sequences=st.sampled_from([1, 2, 3, 40]),
     )
     def admit(self, session: str, clone: int, number: int, tokens: int, sequences: int) -> None:
         request_id = ids.request_id(_sampler(session), clone * 10**9 + number)
@@ -96,15 +100,31 @@ class SamplingMachine(RuleBasedStateMachine):
             found = type(error)
         assert found == outcome
         if found == "fresh":
-            node = self._pick_node(session)
-            assert (admission.node or "") == node
-            self.requests[request_id] = Request(session, tokens, digest, sequences, node)
+            held = self._holds_any() or not self._may_ring(sequences)
+            node = "" if held else self._pick_node(session)
+            assert (admission.held, admission.node or "") == (held, node)
+            self.requests[request_id] = Request(session, tokens, digest, sequences, node, held)
             self.ended.discard(session)
+
+    @rule()
+    def release(self) -> None:
+        found = dict(self.oplog.release_samples(QUEUE))
+        for request_id, node in found.items():
+            request = self.requests[request_id]
+            assert request.held
+            assert not request.over
+            assert self._may_ring(request.sequences)
+            request.node, request.held = self._pick_node(request.session), False
+            assert (node or "") == request.node
+        held = [r for r in self.requests.values() if r.held and not r.over]
+        assert not held or not all(self._may_ring(request.sequences) for request in held)
 
     @precondition(lambda self: self.requests)
     @rule(pick=st.integers(0, 99), worker=st.sampled_from(["a/1", "b/1"]))
     def claim(self, pick: int, worker: str) -> None:
         request_id, request = self._pick(pick)
+        if request.held and not request.over:
+            return  # nobody was rung for it
         try:
             entry = self.oplog.claim_sample(request_id, worker)
         except Fenced:
@@ -114,7 +134,7 @@ class SamplingMachine(RuleBasedStateMachine):
         assert (entry is None) == request.over
         if entry:
             assert not request.runner
-            request.runner = worker
+            request.runner, request.off = worker, False
             node = worker.partition("/")[0]
             if self.homes.get(request.session, request.node) == request.node:
                 self.homes[request.session] = node
@@ -138,7 +158,8 @@ class SamplingMachine(RuleBasedStateMachine):
             self.client.delete(keys.lease(request_id))
         else:
             self.oplog.put_off_sample(request_id, request.runner)
-            request.node = "" if request.runner and not request.over else request.node
+            if request.runner and not request.over:
+                request.node, request.off = "", True
         request.runner = ""
 
     @precondition(lambda self: self.requests)
@@ -146,7 +167,7 @@ class SamplingMachine(RuleBasedStateMachine):
     def finish(self, pick: int, failed: bool) -> None:
         request_id, request = self._pick(pick)
         result = Result(f"result of {len(self.requests)}".encode(), failed=failed)
-        assert self.oplog.finish_sample(request_id, result) == (not request.over)
+        assert self.oplog.finish_sample(request_id, result, {SAMPLED: request.tokens}) == (not request.over)
         if not request.over:
             request.result = result
             self._told_later(request_id)
@@ -207,10 +228,23 @@ class SamplingMachine(RuleBasedStateMachine):
         assert sorted(row.id for row in self.oplog.pending()) == sorted(waiting)
 
     @invariant()
+    def what_was_drawn_is_counted_once_and_only_where_it_came_to_something(self) -> None:
+        drawn = [r.tokens for r in self.requests.values() if r.result is not None and not r.result.failed]
+        assert sum(used(self.client).values()) == sum(drawn)
+
+    @invariant()
     def each_sampler_counts_exactly_what_went_there_and_is_not_over(self) -> None:
         held = self.client.hgetall(f"{keys.PREFIX}placed:{QUEUE}")
         placed = {node: self._placed(node) for node in BATCHES if self._placed(node)}
         assert {node.decode(): int(rows) for node, rows in held.items()} == placed
+
+    @invariant()
+    def a_project_counts_exactly_what_was_rung_for_and_is_not_over(self) -> None:
+        assert int(self.client.hget(f"{keys.PREFIX}rung:{QUEUE}", "me") or 0) == self._rung()
+        assert int(self.client.hget(f"{keys.PREFIX}rung_rows", QUEUE) or 0) == self._rung()
+        held = {id_ for id_, r in self.requests.items() if r.held and not r.over}
+        assert {row.id for row in self.oplog.pending() if row.held} == held
+        assert self.client.sismember(f"{keys.PREFIX}holding:{QUEUE}", "me") == bool(held)
 
     @invariant()
     def nothing_is_kept_of_what_is_over_but_its_result(self) -> None:
@@ -222,6 +256,18 @@ class SamplingMachine(RuleBasedStateMachine):
 
     def _placed(self, node: str) -> int:
         return sum(request.sequences for request in self.requests.values() if request.node == node and not request.over)
+
+    def _rung(self) -> int:
+        counted = (r for r in self.requests.values() if not (r.held or r.off or r.over))
+        return sum(request.sequences for request in counted)
+
+    def _holds_any(self) -> bool:
+        return any(request.held and not request.over for request in self.requests.values())
+
+    def _may_ring(self, sequences: int) -> bool:
+        """Of one project: something in any case, 64 sequences, or three batches."""
+        rung, batch = self._rung(), sum(BATCHES[node] for node in self.up)
+        return rung == 0 or rung + sequences <= 64 or rung < 3 * batch
 
     def _pick_node(self, session: str) -> str:
         """The home while it is up and has room, or nobody has and the other is no batch ahead; else the emptier one,

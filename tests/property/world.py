@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import math
 import random
 import shutil
@@ -44,10 +45,12 @@ from workers.owner import Owner, Resident
 from workers.parked import Parked
 from workers.runner import TrainingRunner
 from workers.saving import Saver
+from workers.shares import Shares
 from workers.snapshots.folder import SnapshotFolder
 from workers.snapshots.restore import Restore
 from workers.snapshots.schedule import Snapshots
 from workers.turns import Turns
+from workers.unowned import Unowned
 
 BASE = "base"
 MODEL = "session:train:0"
@@ -172,7 +175,8 @@ class TrainerWorld:
         parked = Parked(ring, f"{queue}@{node}")
         saves = background.saves
         committer = Committer(oplog, owner, executor, snapshots_of, saves)
-        turns = Turns(oplog, owner, Ahead(saves, parked), self.merged_tokens, wait_s=0.0)
+        unowned = Unowned(oplog, queue, math.inf)
+        turns = Turns(oplog, owner, Ahead(saves, parked), Shares(), unowned, self.merged_tokens, wait_s=0.0)
         runner = TrainingRunner(
             oplog, owner, committer, watched_backend.healthy, parked, turns, saves, ring, queue, end
         )
@@ -181,6 +185,12 @@ class TrainerWorld:
     def lapse(self) -> None:
         """The owners slept past their leases, and do not know."""
         self.client.delete(*map(keys.lease, self.models))
+
+    def outlast(self) -> None:
+        """Whoever is missed has been so for a lease."""
+        for key in self.client.scan_iter(keys.op("*")):
+            missed = json.loads(self.client.hget(key, "former") or "{}")
+            self.client.hset(key, "former", json.dumps({worker: min(since, 1) for worker, since in missed.items()}))
 
     def applied(self, model: str = MODEL) -> int:
         return int(self.client.hget(keys.model(model), "applied") or -1)

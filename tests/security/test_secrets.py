@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-import logging
 from collections.abc import Iterator
 from io import StringIO
 from pathlib import Path
@@ -15,7 +14,7 @@ from app import create_app
 from app.routes.context import EXTENSION
 from app.settings import RedisSettings, Settings, StoreSettings, hash_key
 from app.stores.redis.client import connect
-from app.telemetry import JsonFormatter
+from tests.logs import everything_logged
 from tests.security.test_tenants import Call, calls, path_of
 from tests.servers import free_port
 from tests.unit.app.conftest import Api, add_worker, batch
@@ -30,17 +29,8 @@ PROMPT = [101, 102, 103, 104, 105, 106]
 
 @pytest.fixture
 def lines() -> Iterator[StringIO]:
-    """All that is logged, at every level, as a production log has it."""
-    stream = StringIO()
-    handler = logging.StreamHandler(stream)
-    handler.setFormatter(JsonFormatter())
-    root = logging.getLogger()
-    level = root.level
-    root.addHandler(handler)
-    root.setLevel(logging.DEBUG)
-    yield stream
-    root.setLevel(level)
-    root.removeHandler(handler)
+    with everything_logged() as stream:
+        yield stream
 
 
 @pytest.fixture

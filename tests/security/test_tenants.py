@@ -30,7 +30,12 @@ NO_IDS = {
     "POST /api/v1/sessions/search",
     "POST /api/v1/auth/token",
     "GET /api/v1/auth/apikey/me",
+    "GET /api/v1/queue",
     "DELETE /api/v1/auth/apikey/me",
+    "GET /api/v1/limits",
+    "GET /api/v1/audit",
+    "GET /api/v1/billing/usage/events",
+    "GET /api/v1/billing/usage/checkpoints/current",
 }
 """They take no id, or none that is looked up; what they list is the caller's own."""
 
@@ -77,6 +82,7 @@ def calls(api: Api) -> dict[str, Call]:
         "POST /api/v1/load_weights#new": Call(creation, {}),
         "POST /api/v1/retrieve_futures": Call(target, {}),
         "POST /api/v1/cancel_future": Call({"request_id": f"{model}:0"}, {}),
+        "DELETE /api/v1/queue/<request_id>": Call(None, {"request_id": f"{model}:0"}),
         "POST /api/v1/join_sampling_session": Call({"sampling_session_id": sampler}, {}),
         "GET /api/v1/samplers/<sampler_id>": Call(None, {"sampler_id": sampler}),
         "GET /api/v1/training_runs/<run>": Call(None, of_run),
@@ -109,13 +115,13 @@ def test_what_is_somebody_elses_is_as_if_it_were_not_there(api: Api, stranger: A
     theirs, own = calls(api), calls(stranger)
     session = theirs["POST /api/v1/session_heartbeat"].body["session_id"]
     mixed = [(label, call) for label in theirs for call in _mixed(own[label], theirs[label])]
-    foreign = [_ask(stranger, label, call) for label, call in mixed]
+    foreign = [ask(stranger, label, call) for label, call in mixed]
     with connect(state_url) as client:
         others = {_session_of(text) for call in theirs.values() for text in _texts([call.body, call.names])} | {session}
         for key in [key for other in filter(None, others) for key in client.scan_iter(f"*{other}*")]:
             client.delete(key)
     for (label, call), before in zip(mixed, foreign, strict=True):
-        missing = _ask(stranger, label, call)
+        missing = ask(stranger, label, call)
         assert (before.status_code, before.data) == (missing.status_code, missing.data), (label, call)
         # A call on one's own model that names another's checkpoint is final, so that its seq is not waited for.
         assert before.status_code == 404 or (before.status_code == 400 and b"does not exist" in before.data), label
@@ -173,7 +179,7 @@ def _session_of(text: Any) -> str:
     return head if len(head) == 36 and head.count("-") == 4 else ""
 
 
-def _ask(who: Api, label: str, call: Call) -> TestResponse:
+def ask(who: Api, label: str, call: Call) -> TestResponse:
     return who.client.open(
         path_of(label, call.names), method=label.split()[0], json=call.body, headers={"X-API-Key": who.key}
     )

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from app import ids
 from app.settings import EngineSettings
 from app.stores.interfaces import OpLog, Pending
+from workers.held import Held
 
 log = logging.getLogger(__name__)
 # Rows asked for at once. A script looks at all of them in one go while everybody else waits for the server: 10 ms for
@@ -50,13 +51,17 @@ class Ringing:
         now = time.monotonic()
         if now - self._swept > _UNSEEN_S or not self._oplog.takes_calls():
             self._healthy_since = now
-        alive = set()
+        alive, holding = set(), set()
         for pending in self._waiting():
             alive.add(pending.id)
-            if pending.kinds:
+            if pending.held:
+                holding.add(pending.queue)
+            elif pending.kinds:
                 self._ring_again(pending, now)
             else:
                 self._give_up_gap(pending, now)
+        for queue in holding:  # whoever should have rung for the next of them may have died
+            Held(self._oplog, self._ring, queue).ring_next()
         self._rung = {id_: rung for id_, rung in self._rung.items() if id_ in alive}
         self._swept = time.monotonic()
 

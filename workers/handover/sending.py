@@ -97,7 +97,11 @@ class Handovers:
             self._folder.remove_older(prefix, self._is_on_record)
 
     def _remove_if_ended(self, model_id: str, prefix: str) -> None:
-        """The end of a run removes its files, but not what comes after it."""
+        """The end of a run removes its files, but not what comes after it.
+
+        An unknown model has ended and was forgotten, or the state server was emptied: then no rebuild brings back who
+        would sample this.
+        """
         model = self._index.get(Model.namespace, model_id)
         if model is None or model.get("ended"):
             remove_checkpoint(self._store, prefix)

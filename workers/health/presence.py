@@ -16,6 +16,7 @@ import redis
 from app.domain.base_models import BaseModelInfo
 from app.domain.records import Worker, dump
 from app.stores.interfaces import Records
+from workers import telemetry
 
 log = logging.getLogger(__name__)
 BEAT_S = 3.0
@@ -82,6 +83,7 @@ class Presence:
             queue=self._queue,
             batch=self._batch,
             holds=self._holds,
+            pace_s=telemetry.PACE.seconds(),
         )
         self._records.put(Worker.namespace, self._node, dump(worker), ttl_s=LIFE_S)
 

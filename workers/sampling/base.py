@@ -40,7 +40,8 @@ class SamplerBackend(Protocol):
         """Run one request; None is the base itself. Raises UserOpError for what only the engine can refuse.
 
         Raises Aborted soon after `watch.abort()`: the engine then works on it no more, nor begins if it has not.
-        `watch.drawn`, if set, is told of every token and its logprob before `sample` returns.
+        `watch.drawn`, if set, is told of every token and its logprob before `sample` returns, and `watch.ended` of each
+        sample that leaves its place in the batch to another, at least once.
         """
         ...
 

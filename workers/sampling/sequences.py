@@ -18,7 +18,7 @@ from workers.sampling import scoring
 from workers.sampling.requests import check_finite, sample_seed, token_limit
 from workers.sampling.stopping import StopText
 from workers.sampling.vocabulary import Vocabulary
-from workers.sampling.watch import Aborted, Drawn
+from workers.sampling.watch import Aborted, Drawn, Ended
 
 Top = tuple[np.ndarray, np.ndarray]
 """The likeliest tokens int32 [k] at a position, and their logprobs float32 [k]."""
@@ -37,6 +37,7 @@ class Job:
     info: BaseModelInfo
     vocabulary: Vocabulary
     drawn: Drawn | None = None
+    ended: Ended | None = None
     future: Future[SampleOutput] = field(default_factory=Future)
     started: int = 0
     scores: np.ndarray | None = None
@@ -62,6 +63,8 @@ class Job:
 
     def finish(self, index: int, sequence: SampledSequence) -> None:
         self._finished[index] = sequence
+        if self.ended is not None:
+            self.ended()
         if len(self._finished) == self.request.num_samples:
             sequences = [self._finished[i] for i in range(self.request.num_samples)]
             with suppress(InvalidStateError):

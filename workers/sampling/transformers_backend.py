@@ -48,9 +48,9 @@ class TransformersSampler:
     def sample(self, adapter_id: str | None, request: SampleRequest, watch: Watch | None = None) -> SampleOutput:
         check(request, self._base.info)
         watch = watch or Watch()
-        job = Job(
-            request, adapter_id or "", self._weights.find(adapter_id), self._base.info, self._vocabulary, watch.drawn
-        )
+        adapter = self._weights.find(adapter_id)
+        looked_on = watch.drawn, watch.ended
+        job = Job(request, adapter_id or "", adapter, self._base.info, self._vocabulary, *looked_on)
         watch.on_abort(lambda: job.fail(Aborted("the request was aborted")))
         self._engine.submit(job)
         return job.future.result()

@@ -119,6 +119,8 @@ class VllmSampler:
             name = str(next(self._request_numbers))
             async for result in engine.generate(prompt, params, name, lora_request=adapter):
                 sample.add(result)
+            if watch.ended is not None:
+                watch.ended()
 
         async def generate_all(engine: Any) -> None:
             async with asyncio.TaskGroup() as group:

@@ -18,6 +18,7 @@ class EngineThread:
     """Owns the loop and the engine in it. Raises SetupError when the engine does not start."""
 
     def __init__(self, engine_args: dict[str, Any]) -> None:
+        self._stopping = False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="vllm-loop", daemon=True)
         self._thread.start()
@@ -29,27 +30,32 @@ class EngineThread:
 
     @property
     def alive(self) -> bool:
-        return self._thread.is_alive() and not self.engine.errored
+        return not self._stopping and self._thread.is_alive() and not self.engine.errored
 
     def call(self, method: Callable[[Any], Awaitable[T]], watch: Watch | None = None) -> T:
         """Run `method(engine)` on the loop and wait for what it returns. Raises ServerOpError when stopped.
 
         Raises Aborted when `watch` is aborted; cancelling it is how vLLM is told to drop its requests.
         """
-        if self._loop.is_closed():
-            raise ServerOpError("the sampler has stopped: the worker is shutting down")
-        running = self._begin(method(self.engine))
-        if watch is not None:
-            watch.on_abort(running.cancel)
+        if self._stopping:
+            raise _stopped()
         try:
+            running = self._begin(method(self.engine))
+            if watch is not None:
+                watch.on_abort(running.cancel)
             return running.result()
         except CancelledError:
             if watch is not None and watch.aborted:
                 raise Aborted("the request was aborted") from None
-            raise ServerOpError("the sampler has stopped: the worker is shutting down") from None
+            raise _stopped() from None
+        except Exception:
+            if self._stopping:  # it was begun while the rest was stopped, and met an engine or a loop that ends
+                raise _stopped() from None
+            raise
 
     def stop(self) -> None:
         """Fail whatever is unfinished, then end vLLM's processes and the loop."""
+        self._stopping = True
         self._wait(_cancel_tasks())
         self.engine.shutdown()
         self._end_loop()
@@ -68,6 +74,10 @@ class EngineThread:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+
+def _stopped() -> ServerOpError:
+    return ServerOpError("the sampler has stopped: the worker is shutting down")
 
 
 async def _start(engine_args: dict[str, Any]) -> Any:

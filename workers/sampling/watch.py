@@ -9,6 +9,8 @@ from app.errors import TinsmithError
 
 Drawn = Callable[[int, Sequence[int], Sequence[float]], None]
 """Told of further tokens of sample i and their logprobs, in order, by the engine's thread: it must not block."""
+Ended = Callable[[], None]
+"""Told that one more sample has ended, by the engine's thread as well."""
 
 
 class Aborted(TinsmithError):
@@ -16,10 +18,11 @@ class Aborted(TinsmithError):
 
 
 class Watch:
-    """One request's. `drawn` is told of tokens as they come; without it nobody looks on. Safe from any thread."""
+    """One request's. `drawn` is told of tokens as they come, and `ended` of samples that are whole; without them nobody
+    looks on. Safe from any thread."""
 
-    def __init__(self, drawn: Drawn | None = None) -> None:
-        self.drawn = drawn
+    def __init__(self, drawn: Drawn | None = None, ended: Ended | None = None) -> None:
+        self.drawn, self.ended = drawn, ended
         self._lock = threading.Lock()
         self._aborted = False
         self._callbacks: list[Callable[[], object]] = []

@@ -132,5 +132,5 @@ class OpenAiService:
     def _admit(self, caller: Caller, model: Target, request: SampleRequest) -> Asked:
         """Under a number of its own: clients send none, so a call that is sent again is another one."""
         number = secrets.randbits(62)
-        request_id = self._admission.admit_sample(model.sampler_id, model.sampler, number, request)
+        request_id = self._admission.admit_sample(caller, model.sampler_id, model.sampler, number, request)
         return Asked(request_id, caller, request.stream)

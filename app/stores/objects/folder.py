@@ -91,7 +91,7 @@ class FolderStore:
     def presign(self, key: str, expires_s: int) -> str:
         """A URL of our API that needs no key and stops working after `expires_s`.
 
-        Raises SetupError when the settings hold no url_secret.
+        Raises NotFound when the settings hold no url_secret.
         """
         return self._signer.url(_route(check_key(key)), int(time.time()) + expires_s)
 

@@ -26,7 +26,7 @@ class RedisCalls:
         waiting = cast(list[bytes], self._redis.zrange(keys.journal(model_id), -1, -1))
         applied = cast("bytes | None", self._redis.hget(keys.model(model_id), "applied"))
         newest = max(int(seq) for seq in (applied or -1, *waiting))
-        return self._read(ids.request_id(model_id, seq) for seq in range(max(0, newest + 1 - _MOST), newest + 1))
+        return self.of(ids.request_id(model_id, seq) for seq in range(max(0, newest + 1 - _MOST), newest + 1))
 
     def of_sampler(self, sampler_id: str) -> list[Call]:
         joined = int(cast("bytes | None", self._redis.hget(keys.record("samplers", sampler_id), "joined")) or 0)
@@ -36,9 +36,9 @@ class RedisCalls:
             found.update(
                 one.decode() for one in cast(list[bytes], self._redis.zrange(keys.completed(target), -_MOST, -1))
             )
-        return self._read(sorted(found))
+        return self.of(sorted(found))
 
-    def _read(self, request_ids: Iterable[str]) -> list[Call]:
+    def of(self, request_ids: Iterable[str]) -> list[Call]:
         wanted, calls = list(request_ids), []
         for start in range(0, len(wanted), _SLICE):
             slice_ = wanted[start : start + _SLICE]

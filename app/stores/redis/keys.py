@@ -4,9 +4,12 @@
                               epoch_floor after a rebuild, last_request and unloaded (ms), and ended (deleted) once it
                               is no more
     journal:<model>     ZSET  seq -> seq: Ops behind the snapshot (seq > snapshot_seq), applied or waiting
-    op:<request>        HASH  kind, attempts, runner, admitted, doomed, spilled: one journalled Op or sampling request,
-                              of the latter adapter, the prefix of the version it was admitted for; rows, the
-                              sequences it asks for; node, where they count: the one that was rung for it, or began it
+    op:<request>        HASH  kind, attempts, runner, former, admitted, doomed, spilled: one journalled Op or sampling
+                              request; former are those that began it before and did not leave it, as JSON: worker ->
+                              ms since when it is missed, or 0. Of a sampling request adapter, the prefix of the
+                              version it was admitted for; rows, the sequences it asks for; node, where they count:
+                              the one that was rung for it, or began it; payers, whom they count for;
+                              ring: "rung", "held" while nobody is to be rung for it, or "off" once it was put off
     payload:<request>   STR   its encoded content, as long as it may run or be replayed
     payload_bytes       STR   the bytes of all payload:* together
     spillable           ZSET  request whose payload is worth an object -> ms of its admission, 0 if it goes at once
@@ -15,12 +18,22 @@
     staged:<uuid>       STR   a large payload on its way into the journal; expires
     future:<request>    HASH  kind, model, owner, digest, state, body, type, refused: what a poll reads; admitted
                               and ended, in ms; expires
-    lease:<id>          STR   "node/boot" of the worker that owns a model or runs a sampling request; expires
-    pending             ZSET  model or sampling request -> ms of its last progress, while something waits
+    lease:<id>          STR   "node/boot" of the worker that owns a model or runs a sampling request, or lives, under
+                              its own name; expires
+    pending             ZSET  model or sampling request -> ms of its last progress, while something waits; of one that
+                              is held 10^13 more
     pending_queue       HASH  the same ids -> the queue to ring on
     sampling:<queue>    HASH  sampling request that is not finished -> the tokens it may take
     sampling_tokens     HASH  queue -> the sum of those
     placed:<queue>      HASH  node -> the sequences of all unfinished requests that count there
+    rung:<queue>        HASH  project -> the sequences of its unfinished requests that were rung for
+    rung_rows           HASH  queue -> the sum of those
+    held:<queue>/<project>  ZSET  sampling request that nobody was rung for yet -> ms of its admission
+    holding:<queue>     SET   the projects that have any of those
+    sampling_of         HASH  payer ("project:<id>", "key:<id>") -> the sequences of all its unfinished requests
+    rates:<payer>       HASH  requests, tokens: what was missing in the bucket of that rate at requests_at, tokens_at
+                              (ms); expires when both are full again
+    stored              HASH  payer -> the bytes of its checkpoints
     home:<adapter>      STR   the node that an adapter's requests go to, by its prefix, or of the base by the sampler's
                               id; expires an hour after the last one
     sampled:<sampler>   SET   its sampling requests that are not finished
@@ -35,9 +48,15 @@
                               a sampler's also counts the clients that joined it
                               organisations, projects, users, keys (app/domain/accounts.py): a copy of what the object
                               store holds, looked up at every request
+    recalled:accounts   HASH  done: "true" once the state server holds all accounts that the object store holds
     index:<namespace>   ZSET  the ids of a namespace, all of score 0, so that they are in order
     stream:<request>    STREAM  on the broker: tokens of a sampling request that is answered as they come: sample,
                               place, tokens, logprobs; expires, and may be lost: the result holds them all
+    page:<page>         HASH  what was used, or done, in a project in an hour: "<book>/<project>/<hour>"
+                              (app/stores/pages.py); goes to the object store when that is over
+    pages               ZSET  the same names -> the hour
+    pages_closed        STR   the last hour of which nothing is written any more
+    storage_measured    STR   when the checkpoints' sizes were counted last, in unix seconds
     taking_calls        STR   is there while an API process lives; expires
     done                pub/sub channel: a request id, once its result can be read; on the broker, more of its stream
     aborted             pub/sub channel: a sampling request's id, once nobody wants it to go on
@@ -47,14 +66,19 @@ All times are the Redis server's own (TIME), so no two clocks are ever compared.
 
 from __future__ import annotations
 
+from app.stores.pages import Page
+
 PREFIX = "tinsmith:"
 DONE_CHANNEL = PREFIX + "done"
 ABORTED_CHANNEL = PREFIX + "aborted"
 TAKING_CALLS = PREFIX + "taking_calls"
 PENDING = PREFIX + "pending"
+PENDING_QUEUE = PREFIX + "pending_queue"
 SESSIONS_HEARD = PREFIX + "sessions_heard"
 SESSIONS_ENDED = PREFIX + "sessions_ended"
 ORPHANS = PREFIX + "orphans"
+PAGES = PREFIX + "pages"
+STORAGE_MEASURED = PREFIX + "storage_measured"
 SPILL_GARBAGE = PREFIX + "spill_garbage"
 
 
@@ -96,6 +120,14 @@ def record(namespace: str, key: str) -> str:
 
 def index(namespace: str) -> str:
     return f"{PREFIX}index:{namespace}"
+
+
+def page(page: Page) -> str:
+    return f"{PREFIX}page:{page}"
+
+
+def placed(queue: str) -> str:
+    return f"{PREFIX}placed:{queue}"
 
 
 def sampled(sampler_id: str) -> str:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Iterable, Mapping, Sequence, Set
-from typing import cast
+from typing import Any, cast
 
 import redis
 
 from app import ids
+from app.domain.limits import FREE, Charge
 from app.domain.results import FutureState, Result
+from app.domain.usage import NOTHING, Usage
 from app.errors import (
     BadRequest,
     Fenced,
@@ -37,7 +39,7 @@ from app.stores.interfaces import (
     RefusalKind,
     Write,
 )
-from app.stores.redis import keys
+from app.stores.redis import keys, limits
 from app.stores.redis.client import read_hash
 from app.stores.redis.payloads import RedisPayloads
 from app.stores.redis.scripts import Scripts
@@ -95,14 +97,24 @@ class RedisOpLog:
         return bool(self._run("create_model", model_id, *_flat(fields)))
 
     def admit(
-        self, model_id: str, seq: int, kind: str, payload: bytes, digest: str, model: Record | None = None
+        self,
+        model_id: str,
+        seq: int,
+        kind: str,
+        payload: bytes,
+        digest: str,
+        model: Record | None = None,
+        charge: Charge = FREE,
+        audited: str = "",
     ) -> Admission:
         request_id = ids.request_id(model_id, seq)
         self._check_size(payload)
         staged = self._stage(payload)
         inline = b"" if staged else payload
-        fields = _flat(model or {})
-        what, detail = _texts(self._run("admit", model_id, seq, request_id, kind, inline, digest, staged, *fields))
+        more = limits.of_op(charge), audited, *_flat(model or {})
+        found = self._run("admit", model_id, seq, request_id, kind, inline, digest, staged, *more)
+        limits.check(found)
+        what, detail = _texts(found)
         if what == "unknown":
             raise NotFound(f"no model {model_id!r}")
         if what == "ended":
@@ -134,21 +146,31 @@ class RedisOpLog:
     def next(self, lease: Lease, seq: int) -> Entry | None:
         request_id = ids.request_id(lease.model_id, seq)
         payload = self._to_run(request_id)
-        found = self._run("next", lease.model_id, lease.epoch, seq, lease.worker)
+        found = self._run("next", lease.model_id, lease.epoch, seq, lease.worker, self._lease_ms)
         if found == 0:
             raise Fenced(f"{lease.model_id} has an owner newer than epoch {lease.epoch}")
         if not found:
             return None
-        kind, doomed, attempts, waited_ms = found
+        kind, doomed, attempts, waited_ms, doubtful, owner = found
         # It may have been admitted, or spilled, since.
         payload = payload or self._to_run(request_id)
-        return Entry(seq, kind.decode(), request_id, payload, doomed.decode(), attempts, waited_ms / 1000)
+        return Entry(
+            seq,
+            kind.decode(),
+            request_id,
+            payload,
+            doomed.decode(),
+            attempts,
+            waited_ms / 1000,
+            in_doubt=bool(doubtful),
+            owner=json.loads(owner),
+        )
 
     def strike(self, lease: Lease, seq: int) -> None:
-        self._run("leave", lease.model_id, lease.epoch, seq, 1)
+        self._run("leave", lease.model_id, lease.epoch, seq, lease.worker, 1)
 
     def put_off(self, lease: Lease, seq: int) -> None:
-        self._run("leave", lease.model_id, lease.epoch, seq, 0)
+        self._run("leave", lease.model_id, lease.epoch, seq, lease.worker, 0)
 
     def entry(self, model_id: str, seq: int) -> Entry | None:
         request_id = ids.request_id(model_id, seq)
@@ -158,7 +180,15 @@ class RedisOpLog:
         kind, doomed = found[b"kind"].decode(), found.get(b"doomed", b"").decode()
         return Entry(seq, kind, request_id, self._payloads.get(request_id), doomed, int(found[b"attempts"]))
 
-    def commit(self, lease: Lease, seq: int, result: Result, writes: Iterable[Write] = (), why: str = "failed") -> None:
+    def commit(
+        self,
+        lease: Lease,
+        seq: int,
+        result: Result,
+        writes: Iterable[Write] = (),
+        why: str = "failed",
+        usage: Usage = NOTHING,
+    ) -> None:
         state = "failed" if result.failed else "done"
         records = json.dumps([[namespace, key, dict(fields)] for namespace, key, fields in writes])
         if not self._run(
@@ -172,6 +202,7 @@ class RedisOpLog:
             self._unread_s,
             records,
             why,
+            json.dumps(dict(usage)),
         ):
             raise Fenced(f"{lease.model_id} seq {seq} is not for epoch {lease.epoch} to commit")
 
@@ -194,19 +225,26 @@ class RedisOpLog:
         tokens: int = 0,
         bounds: QueueBounds | None = None,
         sequences: int = 1,
+        charge: Charge = FREE,
     ) -> Admission:
         self._check_size(payload)
-        limits = (bounds.requests, bounds.tokens) if bounds else ("", "")
+        most = (bounds.requests, bounds.tokens) if bounds else ("", "")
         needed = tokens, sequences
-        found = self._run("admit_sample", request_id, parent_id, owner, queue, payload, digest, *needed, *limits)
+        paid = limits.of_sample(charge)
+        found = self._run("admit_sample", request_id, parent_id, owner, queue, payload, digest, *needed, *most, *paid)
+        limits.check(found)
         what, held = found[0].decode(), found[1]
         if what == "conflict":
             raise BadRequest(_REFUSALS[what].format(seq=request_id.rpartition(":")[2]))
         if bounds and what in _FULL_QUEUE:
             error, text = _FULL_QUEUE[what]
             raise error(text.format(queue=queue, held=held, tokens=tokens, bounds=bounds))
-        fresh = what == "fresh"
-        return Admission(request_id, fresh, held.decode() or None if fresh else None)
+        fresh = what in ("fresh", "held")
+        return Admission(request_id, fresh, held.decode() or None if fresh else None, held=what == "held")
+
+    def release_samples(self, queue: str, last: Sequence[str] = ()) -> list[tuple[str, str | None]]:
+        rows = self._run("release_samples", queue, *last)
+        return [(request_id.decode(), node.decode() or None) for request_id, node in rows]
 
     def claim_sample(self, request_id: str, worker: str, most_attempts: int | None = None) -> Entry | None:
         payload = self._to_run(request_id)
@@ -219,16 +257,17 @@ class RedisOpLog:
         if not found:
             return None
         payload = payload or self._to_run(request_id)
-        attempts, waited_ms, adapter = found
+        attempts, doubtful, waited_ms, adapter = found
         pinned = None if adapter is None else adapter.decode()
-        return Entry(0, "sample", request_id, payload, "", attempts, waited_ms / 1000, pinned)
+        return Entry(0, "sample", request_id, payload, "", attempts, waited_ms / 1000, pinned, bool(doubtful))
 
     def put_off_sample(self, request_id: str, worker: str) -> None:
         self._run("put_off_sample", request_id, worker)
 
-    def finish_sample(self, request_id: str, result: Result) -> bool:
-        state = "failed" if result.failed else "done"
-        return bool(self._run("finish_sample", request_id, state, result.content_type, result.body, self._unread_s))
+    def finish_sample(self, request_id: str, result: Result, usage: Usage = NOTHING) -> bool:
+        state, used = "failed" if result.failed else "done", json.dumps(dict(usage))
+        answer = result.content_type, result.body
+        return bool(self._run("finish_sample", request_id, state, *answer, self._unread_s, used))
 
     def cancel_sample(self, request_id: str) -> bool:
         failed = Result.failure(CANCELLED)
@@ -287,17 +326,16 @@ class RedisOpLog:
                 kinds=tuple(kind.decode() for kind in kinds),
                 running=bool(running),
                 awaited=bool(awaited),
+                held=bool(held),
             )
-            for id_, queue, ms, seq, running, kinds, awaited in rows
+            for id_, queue, ms, seq, running, kinds, awaited, held in rows
         ]
 
     def heads(self, seqs: Mapping[str, int]) -> list[Head]:
-        places = list(seqs.items())
-        rows = self._run("heads", *(part for place in places for part in place))
-        return [
-            Head(places[index][0], places[index][1], kind.decode(), size, bool(fresh))
-            for index, kind, size, fresh in rows
-        ]
+        return _heads(self._run("heads", *(part for place in seqs.items() for part in place)))
+
+    def unowned(self, queue: str, among: int = 1000) -> list[Head]:
+        return _heads(self._run("unowned", queue, among))
 
     def waiting(self, model_id: str, seq: int, limit: int = 100) -> tuple[str, ...]:
         return tuple(_texts(self._run("waiting", model_id, seq, limit)))
@@ -343,6 +381,13 @@ def _flat(fields: Record) -> list[str]:
 
 def _texts(found: Sequence[bytes]) -> list[str]:
     return [part.decode() for part in found]
+
+
+def _heads(rows: Sequence[Sequence[Any]]) -> list[Head]:
+    return [
+        Head(model_id.decode(), seq, kind.decode(), size, bool(fresh), json.loads(owner))
+        for model_id, seq, kind, size, fresh, owner in filter(None, rows)
+    ]
 
 
 def _node(worker: str) -> str:

@@ -10,6 +10,7 @@ import redis
 from app.errors import NotFound
 from app.settings import EngineSettings
 from app.stores.interfaces import Record
+from app.stores.pages import Book
 from app.stores.redis import keys
 from app.stores.redis.client import read_hash, text_fields
 from app.stores.redis.scripts import Scripts
@@ -46,10 +47,7 @@ class RedisRecords:
         return text_fields(read_hash(self._redis, keys.record(namespace, key))) or None
 
     def delete(self, namespace: str, key: str) -> None:
-        with self._redis.pipeline() as pipe:
-            pipe.delete(keys.record(namespace, key))
-            pipe.zrem(keys.index(namespace), key)
-            pipe.execute()
+        self._run("delete", namespace, key)
 
     def delete_same(self, namespace: str, key: str, fields: Record) -> bool:
         flat = [part for pair in fields.items() for part in pair]
@@ -69,6 +67,9 @@ class RedisRecords:
                 else:
                     self._redis.zrem(index, key)
             after = f"({slice_[-1]}"
+
+    def note(self, book: Book, project: str, key: str, text: str, *, urgent: bool = False) -> None:
+        self._run("note", book, project, key, text, "urgent" if urgent else "")
 
     def join(self, sampler_id: str) -> int:
         number = int(self._run("join", sampler_id))

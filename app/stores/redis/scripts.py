@@ -13,6 +13,7 @@ from app.settings import EngineSettings
 _FULL = "FULL "
 # A smaller payload is not worth an object of its own.
 _SPILL_LEAST = 4096
+_BEFORE_ALL = ("prelude", "limits", "placing")
 
 
 class Scripts:
@@ -24,7 +25,7 @@ class Scripts:
 
     def __init__(self, client: redis.Redis, settings: EngineSettings) -> None:
         texts = {item.name.removesuffix(".lua"): item.read_text() for item in (files(__package__) / "lua").iterdir()}
-        prelude = _limits(settings) + texts.pop("prelude")
+        prelude = _limits(settings) + "".join(texts.pop(name) for name in _BEFORE_ALL)
         self._scripts = {name: client.register_script(_join(prelude, text)) for name, text in texts.items()}
 
     def __call__(self, name: str, *argv: bytes | str | float) -> Any:

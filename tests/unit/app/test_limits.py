@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -14,9 +15,25 @@ from app.settings import LimitSettings
 BODY = bytes(range(256)) * 40
 PACKED = zstandard.compress(BODY)
 UNSIZED = zstandard.ZstdCompressor(write_content_size=False).compress(BODY)
+CHECKED = zstandard.ZstdCompressor(write_content_size=False, write_checksum=True).compress(BODY)
 
 
-@pytest.mark.parametrize(("body", "encoding"), [(BODY, ""), (BODY, "identity"), (PACKED, "zstd")])
+def _in_pieces(content: bytes) -> bytes:
+    """As one packs what is still being made: its last block is empty."""
+    packer = zstandard.ZstdCompressor().compressobj()
+    made = []
+    for at in range(0, len(content), 1000):
+        made += [packer.compress(content[at : at + 1000]), packer.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK)]
+    return b"".join([*made, packer.flush()])
+
+
+PIECES = _in_pieces(BODY)
+BOMB = zstandard.ZstdCompressor(write_content_size=False).compress(bytes(2**25))
+
+
+@pytest.mark.parametrize(
+    ("body", "encoding"), [(BODY, ""), (BODY, "identity"), (PACKED, "zstd"), (UNSIZED, "zstd"), (PIECES, "zstd")]
+)
 def test_a_body_up_to_the_limit_is_the_same_however_it_came(body: bytes, encoding: str) -> None:
     assert unpack(body, encoding, len(BODY)) == BODY
 
@@ -24,6 +41,22 @@ def test_a_body_up_to_the_limit_is_the_same_however_it_came(body: bytes, encodin
 def test_a_frame_larger_than_the_limit_is_refused_by_what_its_head_says() -> None:
     with pytest.raises(TooLarge, match=f"{len(BODY)} bytes"):
         unpack(PACKED[:20], "zstd", len(BODY) - 1)
+
+
+def test_a_frame_that_does_not_say_its_size_is_unpacked_no_further_than_the_limit() -> None:
+    for body, most in ((UNSIZED, len(BODY) - 1), (PIECES, 0), (BOMB, 2**20)):
+        with pytest.raises(TooLarge, match=f"{most} are taken") as refusal:
+            unpack(body, "zstd", most)
+        found = re.search(r"at least (\d+) bytes", str(refusal.value))
+        assert most < int(found[1]) <= most + 2**16, "no more than a piece beyond"
+    assert unpack(BOMB, "zstd", 2**25) == bytes(2**25)
+
+
+def test_a_frame_that_does_not_say_its_size_has_a_window_of_8_mib_at_most() -> None:
+    wide = zstandard.ZstdCompressionParameters(window_log=24, write_content_size=False)
+    body = zstandard.ZstdCompressor(compression_params=wide).compress(bytes(2**25))
+    with pytest.raises(BadRequest, match="window"):
+        unpack(body, "zstd", 2**26)
 
 
 def test_a_frame_that_lies_about_its_size_is_refused() -> None:
@@ -36,14 +69,13 @@ def test_a_frame_that_lies_about_its_size_is_refused() -> None:
 
 @pytest.mark.parametrize("cut", [1, 4, 100])
 def test_half_a_frame_or_one_with_something_behind_it_is_never_taken_for_a_body(cut: int) -> None:
-    for body in (PACKED[:-cut], PACKED + b"x" * cut, PACKED + PACKED):
-        with pytest.raises(BadRequest):
-            unpack(body, "zstd", 10 * len(BODY))
+    for whole in (PACKED, UNSIZED, CHECKED, PIECES):
+        for body in (whole[:-cut], whole + b"x" * cut, whole + whole):
+            with pytest.raises(BadRequest):
+                unpack(body, "zstd", 10 * len(BODY))
 
 
-@pytest.mark.parametrize(
-    ("body", "encoding"), [(UNSIZED, "zstd"), (BODY, "gzip"), (BODY, "zstd"), (b"", "zstd"), (PACKED, "zstd, zstd")]
-)
+@pytest.mark.parametrize(("body", "encoding"), [(BODY, "gzip"), (BODY, "zstd"), (b"", "zstd"), (PACKED, "zstd, zstd")])
 def test_nothing_else_is_unpacked(body: bytes, encoding: str) -> None:
     with pytest.raises(BadRequest, match="zstd"):
         unpack(body, encoding, 10 * len(BODY))

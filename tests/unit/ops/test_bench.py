@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ops.bench import __main__ as command
-from ops.bench import api_body, metrics, report, side, timing
+from ops.bench import api_body, fairness, metrics, report, side, timing
 from ops.bench.report import Goal, Outcome
 
 FAST = Outcome({"post_ms": {"p50": 1.23456}}, (Goal("post", 1.23456, "at_most", 2.0, "ms"),))
@@ -72,6 +72,11 @@ def test_an_unknown_name_is_refused_with_the_known_ones(capsys: pytest.CaptureFi
         command.main(["real-step"])
     known = "api_start, api_body, overhead, real_step, merged, tenants, ragged, ddp, memory, recovery, snapshots"
     assert f"no bench 'real-step'; there are {known}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("got, index", [([3, 3, 3], 1.0), ([6, 0, 0], 1 / 3), ([1, 3], 0.8), ([0, 0], 0.0)])
+def test_jains_index_is_1_where_all_got_the_same_and_a_part_of_it_where_one_got_all(got: list[float], index: float):
+    assert fairness.jain(got) == pytest.approx(index)
 
 
 def test_sides_are_measured_in_turns():

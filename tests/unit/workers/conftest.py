@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import math
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,12 +38,14 @@ from workers.parked import Parked
 from workers.runner import TrainingRunner
 from workers.saves import Saves
 from workers.saving import Saver
+from workers.shares import Shares
 from workers.snapshots.folder import SnapshotFolder
 from workers.snapshots.restore import Restore
 from workers.snapshots.schedule import Snapshots
 from workers.training.base import Create, TrainingBackend
 from workers.training.factory import create
 from workers.turns import Turns
+from workers.unowned import Unowned
 
 BASE = "base"
 MODEL = "session:train:0"
@@ -87,7 +91,7 @@ class Worker:
 
 @dataclass
 class World:
-    """The shared state of several workers of one base."""
+    """The shared state of several workers of one base. `weights`: of projects, whose models are "me"'s if not said."""
 
     client: redis.Redis
     folder: Path
@@ -99,6 +103,7 @@ class World:
     keepers: list[LeaseKeeper] = field(default_factory=list)
     snapshots: list[Snapshots] = field(default_factory=list)
     handovers: list[Handovers] = field(default_factory=list)
+    weights: defaultdict[str, float] = field(default_factory=lambda: defaultdict(lambda: 1.0))
 
     def admit(self, seq: int, op: Op) -> str:
         payload = codec.encode(op)
@@ -158,7 +163,8 @@ class World:
         owner = Owner(self.oplog, backend, keeper, name, restore, settle, most, lost=handovers.give_up)
         parked = Parked(ring, f"train.{BASE}@{node}")
         saves = Saves()
-        turns = Turns(self.oplog, owner, Ahead(saves, parked), merged_tokens, wait_s)
+        shares, unowned = Shares(self.weights.__getitem__), Unowned(self.oplog, f"train.{BASE}", math.inf)
+        turns = Turns(self.oplog, owner, Ahead(saves, parked), shares, unowned, merged_tokens, wait_s)
         committer = Committer(self.oplog, owner, executor, snapshots, saves)
         queue = f"train.{BASE}"
 
@@ -204,9 +210,9 @@ def logprob_bytes(body: bytes) -> bytes:
     return output.loss_fn_outputs[0].fields["logprobs"].data
 
 
-def add_model(world: World, model_id: str) -> None:
+def add_model(world: World, model_id: str, project: str = "me") -> None:
     """A further model that nobody owns, with its creation waiting."""
-    world.oplog.create_model(model_id, dump(Model("me", "session", BASE, 0.0)))
+    world.oplog.create_model(model_id, dump(Model(project, "session", BASE, 0.0)))
     payload = codec.encode(CreateModel(ModelSpec(BASE, LORA)))
     world.oplog.admit(model_id, 0, CreateModel.kind, payload, codec.digest(payload))
 

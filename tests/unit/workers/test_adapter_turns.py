@@ -11,13 +11,15 @@ import pytest
 from tests.unit.workers.conftest import await_true
 from workers.adapter_turns import AdapterTurns
 from workers.sampling.watch import Aborted, Watch
+from workers.shares import Shares
 
 
 class Requests:
     """Each runs from when it is let in until it is told to end."""
 
-    def __init__(self, most: int) -> None:
-        self._turns = AdapterTurns(most)
+    def __init__(self, most: int, **project_of: str) -> None:
+        self.shares, self._project_of = Shares(), project_of
+        self._turns = AdapterTurns(most, self.shares)
         self._end: dict[str, threading.Event] = {}
         self._watches: defaultdict[str, Watch] = defaultdict(Watch)
         self._lock = threading.Lock()
@@ -50,7 +52,7 @@ class Requests:
         return waiting + len(self.order)
 
     def _run(self, name: str) -> None:
-        with suppress(Aborted), self._turns.turn(name[0], self._watches[name]):
+        with suppress(Aborted), self._turns.turn(name[0], self._project_of.get(name[0], "me"), self._watches[name]):
             with self._lock:
                 self.order.append(name)
                 self.running.append(name)
@@ -109,6 +111,23 @@ def test_streams_of_requests_for_more_adapters_than_fit_share_the_turns_evenly(t
     assert max(turns.values()) <= min(turns.values()) + 2, turns
 
 
+def test_the_project_that_had_least_is_first_and_its_adapters_are_in_the_order_they_came():
+    one = Requests(1, a="heavy", b="heavy", c="light", d="light")
+    one.shares.charge("heavy", 10.0)
+    one.come("a1", "b1", "c1", "d1")
+    for name, following in (("a1", "c1"), ("c1", "d1"), ("d1", "b1")):
+        one.end(name)
+        one.await_running(following)
+
+
+def test_what_comes_for_an_adapter_that_is_in_waits_behind_a_project_that_had_less():
+    one = Requests(1, a="heavy", b="light")
+    one.shares.charge("heavy", 10.0)
+    one.come("a1", "b1", "a2")
+    one.end("a1")
+    one.await_running("b1")
+
+
 def test_a_request_that_is_stopped_while_it_waits_makes_way(two: Requests):
     two.come("a1", "b1", "c1", "a2", "d1")
     two.abort("c1")
@@ -118,8 +137,8 @@ def test_a_request_that_is_stopped_while_it_waits_makes_way(two: Requests):
 
 
 def test_a_request_that_fails_gives_its_turn_back():
-    turns = AdapterTurns(1)
-    with pytest.raises(ValueError), turns.turn("a", Watch()):
+    turns = AdapterTurns(1, Shares())
+    with pytest.raises(ValueError), turns.turn("a", "me", Watch()):
         raise ValueError
     with ExitStack() as stack:
-        stack.enter_context(turns.turn("b", Watch()))
+        stack.enter_context(turns.turn("b", "me", Watch()))

@@ -30,6 +30,7 @@ from workers.handover.folder import HandoverFolder
 from workers.sampling.base import SamplerBackend
 from workers.sampling.transformers_backend import TransformersSampler
 from workers.sampling.watch import Watch
+from workers.shares import Shares
 
 MANY = 24
 ABOUT = {"path": "", "generation": "1", "model_id": "m", "owner": "o", "base_model": "b"}
@@ -97,7 +98,7 @@ def make(store: CountingStore, client: redis.Redis, tmp_path: Path) -> Make:
     def make(backend: SamplerBackend, most: int = 2, at_a_time: int = 2, cache_bytes: int = 2**30) -> Adapters:
         nearby = HandoverFolder(tmp_path / "handover", 2**30)
         files = AdapterFiles(store, RedisRecords(client), nearby, tmp_path / "cache", cache_bytes, print)
-        return Adapters(backend, files, AdapterTurns(at_a_time), most)
+        return Adapters(backend, files, AdapterTurns(at_a_time, Shares()), most)
 
     return make
 
@@ -106,10 +107,10 @@ def test_the_longest_unused_adapter_makes_room_and_comes_back_from_the_disk(make
     backend = RecordingBackend()
     adapters = make(backend)
     for prefix in ("a", "b", "a", "c"):
-        with adapters.use(prefix, Watch()) as adapter_id:
+        with adapters.use(prefix, "me", Watch()) as adapter_id:
             assert adapter_id in backend.here
     assert backend.here == {"a", "c"}
-    with adapters.use("b", Watch()):
+    with adapters.use("b", "me", Watch()):
         assert "b" in backend.here
     assert backend.loads == ["a", "b", "c", "b"]
     assert store.fetched == ["a", "b", "c"], "it was still on the disk"
@@ -119,12 +120,12 @@ def test_files_on_the_disk_are_bounded_and_come_back_from_the_store(make: Make, 
     backend = RecordingBackend()
     adapters = make(backend, most=1, cache_bytes=0)
     for prefix in ("a", "b"):
-        with adapters.use(prefix, Watch()):
+        with adapters.use(prefix, "me", Watch()):
             pass
     assert [path.name for path in (tmp_path / "cache").iterdir() if not path.name.startswith(".")] == ["b"], (
         "what is loaded keeps its files, and nothing else does"
     )
-    with adapters.use("a", Watch()):
+    with adapters.use("a", "me", Watch()):
         assert "a" in backend.here
     assert store.fetched == ["a", "b", "a"]
 
@@ -132,8 +133,8 @@ def test_files_on_the_disk_are_bounded_and_come_back_from_the_store(make: Make, 
 def test_an_adapter_in_use_is_never_evicted(make: Make):
     backend = RecordingBackend()
     adapters = make(backend, most=1, at_a_time=3)
-    with adapters.use("a", Watch()):
-        with adapters.use("b", Watch()), adapters.use("c", Watch()):
+    with adapters.use("a", "me", Watch()):
+        with adapters.use("b", "me", Watch()), adapters.use("c", "me", Watch()):
             assert backend.here == {"a", "b", "c"}
         assert backend.here == {"a"}
 
@@ -145,7 +146,7 @@ def test_concurrent_requests_load_an_adapter_once(make: Make):
 
     def request() -> None:
         together.wait()
-        with adapters.use("a", Watch()):
+        with adapters.use("a", "me", Watch()):
             pass
 
     threads = [threading.Thread(target=request) for _ in range(8)]
@@ -158,9 +159,9 @@ def test_concurrent_requests_load_an_adapter_once(make: Make):
 
 def test_the_base_needs_no_adapter_and_a_vanished_one_is_an_error(make: Make):
     adapters = make(RecordingBackend())
-    with adapters.use("", Watch()) as adapter_id:
+    with adapters.use("", "me", Watch()) as adapter_id:
         assert adapter_id is None
-    with pytest.raises(ServerOpError, match="gone"), adapters.use("nowhere", Watch()):
+    with pytest.raises(ServerOpError, match="gone"), adapters.use("nowhere", "me", Watch()):
         pass
 
 
@@ -172,9 +173,9 @@ def test_an_adapter_the_engine_refuses_keeps_nobody_from_his_turn(make: Make):
             super().load(adapter_id, folder)
 
     adapters = make(Choosy(), at_a_time=1)
-    with pytest.raises(UserOpError), adapters.use("a", Watch()):
+    with pytest.raises(UserOpError), adapters.use("a", "me", Watch()):
         pass
-    with adapters.use("b", Watch()) as adapter_id:
+    with adapters.use("b", "me", Watch()) as adapter_id:
         assert adapter_id == "b"
 
 
@@ -215,12 +216,12 @@ def test_a_storm_of_more_adapters_than_fit_gives_each_request_its_own_text(
     assert len({tuple(tokens) for tokens in alone.values()}) == MANY
     nearby = HandoverFolder(tmp_path / "handover", 2**30)
     files = AdapterFiles(store, RedisRecords(client), nearby, tmp_path / "cache", 0, print)
-    adapters = Adapters(sampler, files, AdapterTurns(2), 4)
+    adapters = Adapters(sampler, files, AdapterTurns(2, Shares()), 4)
     most = 0
 
     def one(prefix: str) -> bool:
         nonlocal most
-        with adapters.use(prefix, Watch()) as adapter_id:
+        with adapters.use(prefix, "me", Watch()) as adapter_id:
             most = max(most, len(sampler.describe()["adapters"]))
             return sampler.sample(adapter_id, request).sequences[0].tokens.tolist() == alone[prefix]
 
@@ -245,7 +246,7 @@ def test_whole_models_take_turns_and_none_is_swapped_under_who_uses_it(make: Mak
     models = make(backend, most=1, at_a_time=1)
 
     def use(i: int) -> None:
-        with models.use("abc"[i % 3], Watch()) as wanted:
+        with models.use("abc"[i % 3], "me", Watch()) as wanted:
             for _ in range(3):
                 assert backend.here == {wanted}
                 time.sleep(0.001)
@@ -254,5 +255,5 @@ def test_whole_models_take_turns_and_none_is_swapped_under_who_uses_it(make: Mak
         list(pool.map(use, range(120)))
     assert len(backend.loads) < 120, "those that came together share a turn"
     last = backend.loads[-1]
-    with models.use(last, Watch()):
+    with models.use(last, "me", Watch()):
         assert backend.here == {last}

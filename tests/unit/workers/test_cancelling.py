@@ -31,15 +31,19 @@ from app.stores.redis.oplog import RedisOpLog
 from app.stores.redis.records import RedisRecords
 from app.stores.redis.token_streams import TokenStreams
 from tests.unit.workers.conftest import await_true
-from workers import runtime
 from workers.adapter_files import AdapterFiles
 from workers.adapter_turns import AdapterTurns
 from workers.adapters import Adapters
+from workers.gate import Gate
 from workers.handover.folder import HandoverFolder
+from workers.held import Held
 from workers.leases import LeaseKeeper
 from workers.outcome import NotNow
+from workers.runtime import sampler
+from workers.runtime.parts import Parts
 from workers.sample_runner import SampleRunner
 from workers.sampling.watch import Aborted, Watch
+from workers.shares import Shares, equal
 from workers.token_publisher import TokenPublisher
 from workers.watches import Watches
 
@@ -107,9 +111,11 @@ class Samplers:
         records, store = RedisRecords(self.client), FolderStore(self.folder, "secret", "http://x")
         nearby = HandoverFolder(self.folder / "handover" / worker, 2**30)
         files = AdapterFiles(store, records, nearby, self.folder / "cache" / worker, 2**30, print)
-        adapters = Adapters(backend, files, AdapterTurns(4), 4)
+        shares = Shares()
+        adapters = Adapters(backend, files, AdapterTurns(4, shares), 4)
         publisher = TokenPublisher(TokenStreams(self.client))
-        return SampleRunner(self.oplog, records, backend, adapters, keeper, worker, watches, publisher)
+        gate, held = Gate(shares, equal, 64), Held(self.oplog, print, "sample.base", shares.ahead)
+        return SampleRunner(self.oplog, records, backend, adapters, keeper, worker, watches, publisher, gate, held)
 
     def admit(self, seq: int) -> str:
         payload = codec.encode(REQUEST)
@@ -212,8 +218,8 @@ def test_a_sampler_as_it_is_started_hears_of_what_is_cancelled(
     settings = Settings(
         data_dir=tmp_path, redis=RedisSettings(url=samplers.url), engine=silent, base_models=(base,), url_secret="s"
     )
-    parts = runtime.parts(settings, celery_app(settings), "s")
-    started = runtime.sampler(settings, base, parts, "s", "sample.base")
+    parts = Parts.of(settings, celery_app(settings), "s")
+    started = sampler.make(settings, base, parts, "s", "sample.base")
     request = samplers.admit(0)
     thread, came = in_thread(lambda: started.handle(request, SESSION, "sample"))
     await_true(lambda: backend.begun, "it never ran")

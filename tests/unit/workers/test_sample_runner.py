@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -24,13 +26,16 @@ from tests.unit.workers.conftest import BASE, World, await_true
 from workers.adapter_files import AdapterFiles
 from workers.adapter_turns import AdapterTurns
 from workers.adapters import Adapters
+from workers.gate import Gate
 from workers.handover.folder import HandoverFolder
+from workers.held import Held
 from workers.leases import LeaseKeeper
 from workers.outcome import NotNow
 from workers.sample_runner import SampleRunner
 from workers.sampling.base import SamplerBackend
 from workers.sampling.factory import create
 from workers.sampling.watch import Watch
+from workers.shares import Shares, equal
 from workers.token_publisher import TokenPublisher
 from workers.watches import Watches
 
@@ -47,22 +52,26 @@ def backend(base: BaseModelSettings) -> Iterator[SamplerBackend]:
     backend.close()
 
 
-def runner(world: World, backend: SamplerBackend, worker: str) -> SampleRunner:
+def runner(
+    world: World, backend: SamplerBackend, worker: str, ring: Callable[..., None] = lambda *ring: None
+) -> SampleRunner:
     keeper = LeaseKeeper(world.oplog, worker, world.settings.lease_s)
     world.keepers.append(keeper)
     store = FolderStore(world.folder / "objects", "secret", "http://x")
     nearby = HandoverFolder(world.folder / "handover" / worker, 2**30)
     files = AdapterFiles(store, world.records, nearby, world.folder / "cache", 2**30, print)
-    adapters = Adapters(backend, files, AdapterTurns(4), 4)
+    shares = Shares()
+    adapters = Adapters(backend, files, AdapterTurns(4, shares), 4)
     publisher = TokenPublisher(TokenStreams(world.client))
-    return SampleRunner(world.oplog, world.records, backend, adapters, keeper, worker, Watches(), publisher)
+    gate, held = Gate(shares, equal, 64), Held(world.oplog, ring, f"sample.{BASE}", shares.ahead)
+    return SampleRunner(world.oplog, world.records, backend, adapters, keeper, worker, Watches(), publisher, gate, held)
 
 
-def admit(world: World, seq: int, request: SampleRequest = REQUEST, prefix: str = "") -> str:
+def admit(world: World, seq: int, request: SampleRequest = REQUEST, prefix: str = "", sequences: int = 1) -> str:
     world.records.put("samplers", SESSION, dump(Sampler("me", "session", BASE, 0.0, prefix=prefix)))
     payload = codec.encode(request)
     return world.oplog.admit_sample(
-        f"{SESSION}:{seq}", SESSION, "me", f"sample.{BASE}", payload, codec.digest(payload)
+        f"{SESSION}:{seq}", SESSION, "me", f"sample.{BASE}", payload, codec.digest(payload), sequences=sequences
     ).request_id
 
 
@@ -128,7 +137,11 @@ def test_a_request_that_keeps_killing_samplers_is_given_up(world: World, backend
     for i in range(3):
         world.oplog.claim_sample(request, f"dead/{i}")
         world.client.delete(keys.lease(request))
-    result = runner(world, backend, "s/1").handle(request, SESSION, "sample")
+    heir = runner(world, backend, "s/1")
+    with pytest.raises(NotNow):  # the last of them may only be cut off
+        heir.handle(request, SESSION, "sample")
+    time.sleep(world.settings.lease_s)
+    result = heir.handle(request, SESSION, "sample")
     assert result is not None and result.failed
     assert "given up" in json.loads(result.body)["error"]
 
@@ -159,6 +172,58 @@ def test_a_request_whose_content_cannot_be_fetched_now_is_left_to_be_run_later(w
     world.oplog = RedisOpLog(world.client, world.settings, store)
     result = runner(world, backend, "s/2").handle(request, SESSION, "sample")
     assert result is not None and not result.failed
+
+
+def test_the_next_held_request_of_a_project_is_rung_for_as_one_ends(world: World, backend: SamplerBackend):
+    rung: list[tuple[str, ...]] = []
+    sampler = runner(world, backend, "s/1", lambda *ring: rung.append(ring))
+    first = admit(world, 0, sequences=64)
+    held = admit(world, 1, sequences=64)
+    sampler.handle(first, SESSION, "sample")
+    assert rung == [("sample", held, SESSION, f"sample.{BASE}")]
+    sampler.handle(held, SESSION, "sample")
+    assert len(rung) == 1
+
+
+def test_a_sample_is_charged_to_its_project_for_what_was_drawn(world: World, backend: SamplerBackend):
+    sampler = runner(world, backend, "s/1")
+    shares = sampler._gate._shares
+    shares.charge("other", 10**6)
+    sampler.handle(admit(world, 0, replace(REQUEST, max_tokens=4)), SESSION, "sample")
+    assert shares.place("me") - shares.place("new") == len(REQUEST.prompt) + 2 * 4
+
+
+def test_a_request_that_is_stopped_at_the_gate_never_reaches_the_engine(world: World, backend: SamplerBackend):
+    sampler = runner(world, Stuck(), "s/1")
+    sampler._gate._most = 1
+    requests = [admit(world, seq) for seq in range(2)]
+    threads = [threading.Thread(target=sampler.handle, args=(request, SESSION, "sample")) for request in requests]
+    for thread, count in zip(threads, (0, 1), strict=True):
+        thread.start()
+        await_true(lambda count=count: len(sampler._gate._waiting) == count, "it is at the gate")
+        await_true(lambda: Stuck.begun == 1, "the first is in")
+    world.oplog.cancel_sample(requests[1])
+    sampler._watches.abort(requests[1])
+    threads[1].join(60)
+    Stuck.free.set()
+    threads[0].join(60)
+    assert Stuck.begun == 1
+    outcomes = [world.oplog.outcome(request) for request in requests]
+    assert [outcome is not None and outcome.failed for outcome in outcomes] == [False, True]
+
+
+class Stuck:
+    """An engine whose requests run until `free`."""
+
+    begun, free = 0, threading.Event()
+
+    def sample(self, adapter_id: str | None, request: SampleRequest, watch: Watch | None = None) -> SampleOutput:
+        type(self).begun += 1
+        assert self.free.wait(60)
+        return SampleOutput(())
+
+    def healthy(self) -> bool:
+        return True
 
 
 class DyingBackend:

@@ -366,9 +366,9 @@ def test_no_snapshot_is_taken_of_a_state_that_ran_ahead_of_its_commits(world: Wo
     assert logprob_bytes(probe(world.worker("b/1"), world, 8)) == undisturbed(world, [0, 1, 2])
 
 
-@pytest.mark.parametrize("in_time", [True, False])
+@pytest.mark.parametrize(("in_time", "next_owner"), [(True, "b/1"), (False, "b/1"), (False, "a/2")])
 def test_a_model_that_is_let_go_leaves_nothing_undone_and_no_attempt(
-    world: World, store: GatedStore, ring: Ring, in_time: bool
+    world: World, store: GatedStore, ring: Ring, in_time: bool, next_owner: str
 ):
     worker = world.worker("a/1", store=store)
     admit(world, *step(0))
@@ -385,7 +385,7 @@ def test_a_model_that_is_let_go_leaves_nothing_undone_and_no_attempt(
     worker.drain.in_order(10.0 if in_time else 0.5)
     assert applied(world) == (5 if in_time else 2)
     assert len(worker.rung) == (0 if in_time else 3), "what waits is rung"
-    heir = world.worker("b/1", store=FolderStore(world.folder / "objects", "secret", "http://x"))
+    heir = world.worker(next_owner, store=FolderStore(world.folder / "objects", "secret", "http://x"))
     assert heir.handle(5, "optim_step") is not None
     assert [attempts(world, seq) for seq in (3, 4, 5)] == [0, 0, 0]
     assert logprob_bytes(probe(heir, world, 6)) == undisturbed(world, [0, 1])

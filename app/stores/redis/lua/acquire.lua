@@ -7,8 +7,7 @@ local key = 'tinsmith:models:' .. ARGV[1]
 if redis.call('EXISTS', key) == 0 then return {} end
 if redis.call('HEXISTS', key, 'ended') == 1 then return {'ended', ''} end
 local held = redis.call('GET', 'tinsmith:lease:' .. ARGV[1])
-local function node(worker) return string.match(worker, '^(.*)/') end
-if held and node(held) ~= node(ARGV[2]) then return {held} end
+if held and node_of(held) ~= node_of(ARGV[2]) then return {held} end
 redis.call('SET', 'tinsmith:lease:' .. ARGV[1], ARGV[2], 'PX', ARGV[3])
 if redis.call('HGET', key, 'worker') ~= ARGV[2] then
   redis.call('HINCRBY', key, 'epoch', 1)

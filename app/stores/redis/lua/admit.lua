@@ -1,11 +1,26 @@
 -- Journal an Op and its pending future, once. ARGV: model id, seq, request id, kind, payload, digest,
--- key the payload was staged under (or ''), and for a model to register in the same step: field, value, ...
--- Returns {what, lease holder}: fresh | repeat | conflict | refused (with its reason) | consumed | unknown | ended
+-- key the payload was staged under (or ''), charge (or ''), entry in its project's audit log (or ''), and for a model to
+-- register in the same step: field, value, ...
+-- Returns {what, lease holder}: fresh | repeat | conflict | refused (with its reason) | consumed | unknown | ended, or
+-- {'limited', ...} as `over_limit` in prelude.lua
 local model, seq, request, staged = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[7]
 
 -- Refusing what others wait for would keep them from ever draining.
 local function is_awaited(applied)
   return seq == applied + 1 and redis.call('ZCOUNT', 'tinsmith:journal:' .. model, '(' .. seq, '+inf') > 0
+end
+
+-- Of a large batch the SDK sends the first part last. The parts behind it were held to the rates themselves, which no
+-- other kind of call is; so many seqs on is no part of it, else one call far ahead would let all before it in.
+local PARTS = 128
+
+local function is_awaited_by_parts(applied)
+  if seq ~= applied + 1 then return false end
+  for _, later in ipairs(redis.call('ZRANGEBYSCORE', 'tinsmith:journal:' .. model, '(' .. seq, seq + PARTS)) do
+    local kind = redis.call('HGET', 'tinsmith:op:' .. model .. ':' .. later, 'kind')
+    if kind == 'forward_backward' or kind == 'forward' then return true end
+  end
+  return false
 end
 
 local function store(now)
@@ -21,7 +36,7 @@ end
 
 local function admit()
   local head = redis.call('HMGET', 'tinsmith:models:' .. model, 'applied', 'owner', 'ended')
-  if not head[1] and #ARGV < 8 then return {'unknown', ''} end
+  if not head[1] and #ARGV < 10 then return {'unknown', ''} end
   local holder = redis.call('GET', 'tinsmith:lease:' .. model) or ''
   local known = redis.call('HMGET', 'tinsmith:future:' .. request, 'digest', 'refused')
   if known[2] then return {'refused', known[2]} end
@@ -34,8 +49,10 @@ local function admit()
   end
   local refusal = no_room(staged == '' and #ARGV[5] or redis.call('STRLEN', staged))
   if refusal and not is_awaited(applied) then return refusal end
+  local limited = ARGV[8] ~= '' and take(cjson.decode(ARGV[8]), is_awaited_by_parts(applied))
+  if limited then return limited end
   if not head[1] then
-    register_model(model, 8)
+    register_model(model, 10)
     head = redis.call('HMGET', 'tinsmith:models:' .. model, 'applied', 'owner')
   end
   local now = now_ms()
@@ -46,6 +63,9 @@ local function admit()
              'owner', cjson.decode(head[2]), 'digest', ARGV[6], 'state', 'pending', 'admitted', now)
   redis.call('ZADD', 'tinsmith:journal:' .. model, seq, seq)
   redis.call('HSET', 'tinsmith:models:' .. model, 'last_request', now)
+  if ARGV[9] ~= '' then
+    redis.call('HSET', page_of('audit', cjson.decode(head[2]), hour_now()), request, string.format('%.0f ', now) .. ARGV[9])
+  end
   redis.call('ZADD', 'tinsmith:pending', 'NX', now, model)
   redis.call('HSET', 'tinsmith:pending_queue', model, train_queue(model))
   return {'fresh', holder}

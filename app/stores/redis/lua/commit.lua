@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
 -- Make seq the applied one and its result readable. ARGV: model id, epoch, seq, state, type, body, seconds to keep,
--- JSON list of {namespace, id, {field = value}} to record in the same step, why it failed. Returns 1, or 0 when fenced.
+-- JSON list of {namespace, id, {field = value}} to record in the same step, why it failed, JSON of what it used. Returns 1, or 0 when fenced.
 local model, seq = ARGV[1], tonumber(ARGV[3])
 local key = 'tinsmith:models:' .. model
 local head = redis.call('HMGET', key, 'epoch', 'applied', 'owner')
@@ -24,14 +24,17 @@ if redis.call('HEXISTS', future, 'state') == 1 then
 end
 redis.call('EXPIRE', future, ARGV[7])
 for _, write in ipairs(cjson.decode(ARGV[8])) do
-  for field, value in pairs(write[3]) do
-    redis.call('HSET', 'tinsmith:' .. write[1] .. ':' .. write[2], field, value)
-  end
-  if write[3].owner then
-    redis.call('HSET', 'tinsmith:' .. write[1] .. ':' .. write[2], 'owner', head[3])  -- it may have moved since
-  end
+  change_record(write[1], write[2], function()
+    for field, value in pairs(write[3]) do
+      redis.call('HSET', 'tinsmith:' .. write[1] .. ':' .. write[2], field, value)
+    end
+    if write[3].owner then
+      redis.call('HSET', 'tinsmith:' .. write[1] .. ':' .. write[2], 'owner', head[3])  -- it may have moved since
+    end
+  end)
   redis.call('ZADD', 'tinsmith:index:' .. write[1], 0, write[2])
 end
+if ARGV[4] == 'done' then count_usage(key, ARGV[10]) end
 local later = redis.call('ZRANGEBYSCORE', 'tinsmith:journal:' .. model, '(' .. seq, '+inf', 'LIMIT', 0, 1)
 if #later == 0 then
   redis.call('ZREM', 'tinsmith:pending', model)

@@ -4,6 +4,8 @@ local key = 'tinsmith:' .. ARGV[1] .. ':' .. ARGV[2]
 for i = 3, #ARGV, 2 do
   if redis.call('HGET', key, ARGV[i]) ~= ARGV[i + 1] then return 0 end
 end
-redis.call('DEL', key)
-redis.call('ZREM', 'tinsmith:index:' .. ARGV[1], ARGV[2])
+change_record(ARGV[1], ARGV[2], function()
+  redis.call('DEL', key)
+  redis.call('ZREM', 'tinsmith:index:' .. ARGV[1], ARGV[2])
+end)
 return 1

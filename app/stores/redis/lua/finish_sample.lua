@@ -1,4 +1,8 @@
 #!lua flags=allow-oom
--- Make a sample's result readable; the first one stays. ARGV: request id, state, type, body, seconds to keep.
--- Returns 1, or 0 when there was a result already.
-return close_sample(ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5]) and 1 or 0
+-- Make a sample's result readable; the first one stays, and what it used is counted. ARGV: request id, state, type, body,
+-- seconds to keep, JSON of what it used. Returns 1, or 0 when there was a result already.
+local charged = charged_for(ARGV[1])
+if not close_sample(ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5]) then return 0 end
+give_back(charged, ARGV[6])
+if ARGV[2] == 'done' then count_usage('tinsmith:samplers:' .. ARGV[1]:match('^(.*):%d+$'), ARGV[6]) end
+return 1

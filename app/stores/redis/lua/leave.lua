@@ -1,10 +1,11 @@
 #!lua flags=allow-oom
--- The Op at a seq no longer runs, though its worker lives. ARGV: model id, epoch, seq, attempts to add.
--- Returns 1, or 0 for a stale epoch.
-if redis.call('HGET', 'tinsmith:models:' .. ARGV[1], 'epoch') ~= ARGV[2] then return 0 end
+-- The Op at a seq no longer runs, though its worker lives, whoever owns the model by now. ARGV: model id, epoch, seq,
+-- worker, attempts to add, unless the epoch is stale.
 local op = 'tinsmith:op:' .. ARGV[1] .. ':' .. ARGV[3]
 if redis.call('EXISTS', op) == 1 then
-  redis.call('HDEL', op, 'runner')
-  redis.call('HINCRBY', op, 'attempts', ARGV[4])
+  leave(op, ARGV[4])
+  if redis.call('HGET', 'tinsmith:models:' .. ARGV[1], 'epoch') == ARGV[2] then
+    redis.call('HINCRBY', op, 'attempts', ARGV[5])
+  end
 end
-return 1
+return 0

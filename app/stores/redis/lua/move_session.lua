@@ -7,7 +7,9 @@ redis.call('HSET', key, 'owner', ARGV[2])
 local function move(namespace, prefix)
   for _, id in ipairs(redis.call('ZRANGEBYLEX', 'tinsmith:index:' .. namespace, '[' .. prefix, '(' .. prefix .. '\255')) do
     local record = 'tinsmith:' .. namespace .. ':' .. id
-    if redis.call('EXISTS', record) == 1 then redis.call('HSET', record, 'owner', ARGV[2]) end
+    if redis.call('EXISTS', record) == 1 then
+      change_record(namespace, id, function() redis.call('HSET', record, 'owner', ARGV[2]) end)
+    end
   end
 end
 

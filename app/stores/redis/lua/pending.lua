@@ -1,6 +1,7 @@
--- All that is not terminal, longest without progress first. ARGV: rows to leave out at the start, most rows, most kinds.
+-- All that is not terminal, longest without progress first, and what is held behind the others.
+-- ARGV: rows to leave out at the start, most rows, most kinds.
 -- Returns rows {id, queue, ms waited, next seq or '', 1 while a worker runs it, kinds of what waits from there on without
--- a gap, 1 while a sampling request waits for one node that has not begun on it}
+-- a gap, 1 while a sampling request waits for one node that has not begun on it, 1 while it is held}
 local now = now_ms()
 local rows, depth = {}, tonumber(ARGV[3])
 local waiting = redis.call('ZRANGE', 'tinsmith:pending', ARGV[1], ARGV[1] + ARGV[2] - 1, 'WITHSCORES')
@@ -9,7 +10,8 @@ for i = 1, #waiting, 2 do
   local holder = redis.call('GET', 'tinsmith:lease:' .. id)
   local applied = redis.call('HGET', 'tinsmith:models:' .. id, 'applied')
   local seq, running, kinds = '', holder, {'sample'}
-  local node = redis.call('HGET', 'tinsmith:op:' .. id, 'node')
+  local found = redis.call('HMGET', 'tinsmith:op:' .. id, 'node', 'ring')
+  local node, held = found[1], found[2] == 'held'
   if applied then
     seq, kinds = tonumber(applied) + 1, {}
     local op = 'tinsmith:op:' .. id .. ':'
@@ -20,8 +22,9 @@ for i = 1, #waiting, 2 do
       kinds[#kinds + 1] = kind
     end
   end
-  rows[#rows + 1] = {id, redis.call('HGET', 'tinsmith:pending_queue', id) or '', now - waiting[i + 1],
-                     tostring(seq), running and 1 or 0, kinds,
-                     node and node ~= '' and not holder and 1 or 0}
+  local since = waiting[i + 1] - (held and HELD_MS or 0)
+  rows[#rows + 1] = {id, redis.call('HGET', 'tinsmith:pending_queue', id) or '', now - since, tostring(seq),
+                     running and 1 or 0, kinds, node and node ~= '' and not holder and 1 or 0,
+                     held and 1 or 0}
 end
 return rows

@@ -1,10 +1,59 @@
 -- Put before every script, behind `LIMITS` (see scripts.py).
 -- So long after its last request an adapter's home is forgotten: by then its engine may well have evicted it.
 local HOME_MS = 3600000
+-- What is held stands so much later among what is pending: behind all that somebody may have to be rung for again, of
+-- which only so many are looked at.
+local HELD_MS = 1e13
 
 local function now_ms()
   local time = redis.call('TIME')
   return time[1] * 1000 + math.floor(time[2] / 1000)
+end
+
+-- Of a worker, "node/boot": the machine's part of its name, where it can be rung.
+local function node_of(worker) return worker:match('^(.*)/') end
+
+-- Whether somebody who began an Op, and did not say that he left it, lives: he renews a lease on his own name. Of a node
+-- that has started anew the process before is no more.
+local function is_heard(boot, worker)
+  local life = 'tinsmith:lease:' .. boot
+  if node_of(boot) == node_of(worker) then redis.call('DEL', life) end
+  return redis.call('EXISTS', life) == 1
+end
+
+-- Begin on an Op or a sampling request. Each worker that began it before and is not heard of is an attempt; one that is
+-- heard of again was only cut off, and is none any more. `former` are those workers -> ms when each was first missed, or 0.
+-- Returns the attempts there were, and 1 if one of them is of a worker missed for less than a lease, else 0.
+local function begin(op, worker, lease_ms)
+  local found = redis.call('HMGET', op, 'runner', 'former')
+  local former, now, more, doubtful = cjson.decode(found[2] or '{}'), now_ms(), 0, 0
+  if found[1] then former[found[1]] = former[found[1]] or 0 end
+  for boot, missed in pairs(former) do
+    if boot == worker or is_heard(boot, worker) then
+      if missed > 0 then more = more - 1 end
+      former[boot] = boot ~= worker and 0 or nil
+    else
+      if missed == 0 then
+        more = more + 1
+        former[boot] = now
+      end
+      if node_of(boot) ~= node_of(worker) and now - former[boot] < tonumber(lease_ms) then doubtful = 1 end
+    end
+  end
+  redis.call('HSET', op, 'runner', worker, 'former', cjson.encode(former))
+  return redis.call('HINCRBY', op, 'attempts', more), doubtful
+end
+
+-- A worker does not run an Op or a sampling request any longer, and lives: it is no attempt of his.
+local function leave(op, worker)
+  local found = redis.call('HMGET', op, 'runner', 'former')
+  if found[1] == worker then redis.call('HDEL', op, 'runner') end
+  local former = cjson.decode(found[2] or '{}')
+  if former[worker] then
+    if former[worker] > 0 then redis.call('HINCRBY', op, 'attempts', -1) end
+    former[worker] = nil
+    redis.call('HSET', op, 'former', cjson.encode(former))
+  end
 end
 
 -- A model with nothing applied; its fields are ARGV from `first` on: field, value, ...
@@ -18,6 +67,51 @@ end
 local function train_queue(model)
   local found = redis.call('HMGET', 'tinsmith:models:' .. model, 'base_model', 'full')
   return (found[2] == 'true' and 'full.' or 'train.') .. cjson.decode(found[1])
+end
+
+-- What a model waits with at a seq: {model id, seq, kind, bytes, 1 if it is fresh, owner as JSON}; nil if nothing came.
+local function head_of(model, seq)
+  local request = string.format('%s:%d', model, seq)
+  local op = redis.call('HMGET', 'tinsmith:op:' .. request, 'kind', 'doomed', 'attempts', 'runner', 'former')
+  if not op[1] then return nil end
+  local fresh = not op[2] and tonumber(op[3]) == 0 and not op[4] and (op[5] or '{}') == '{}'
+  local size = redis.call('STRLEN', 'tinsmith:payload:' .. request)
+  local owner = redis.call('HGET', 'tinsmith:models:' .. model, 'owner') or '""'
+  return {model, tonumber(seq), op[1], size, fresh and 1 or 0, owner}
+end
+
+-- The last hour whose pages are closed; -1 while none is.
+local function pages_closed()
+  return tonumber(redis.call('GET', 'tinsmith:pages_closed') or -1)
+end
+
+local function hour_now()
+  return math.floor(now_ms() / 3600000)
+end
+
+-- The key of a project's page of a book, for an hour; of the first one that is open still, where that hour is closed.
+local function page_of(book, project, hour)
+  hour = math.max(hour, pages_closed() + 1)
+  local name = book .. '/' .. project .. '/' .. hour
+  redis.call('ZADD', 'tinsmith:pages', hour, name)
+  return 'tinsmith:page:' .. name
+end
+
+-- Count what an Op or a sample took, for the project that has its model or sampler (a record's key) now. `usage`: JSON,
+-- amounts by kind. The page says of every session on it who opened it: the session's own record will be gone some day.
+local function count_usage(record, usage)
+  local found = usage ~= '{}' and redis.call('HMGET', record, 'owner', 'session_id', 'base_model')
+  if not found or not found[1] then return end
+  local session, base = cjson.decode(found[2]), cjson.decode(found[3])
+  local page = page_of('usage', cjson.decode(found[1]), hour_now())
+  for kind, amount in pairs(cjson.decode(usage)) do
+    redis.call('HINCRBY', page, kind .. ' ' .. session .. ' ' .. base, amount)
+  end
+  if redis.call('HEXISTS', page, 'session ' .. session) == 0 then
+    local about = redis.call('HMGET', 'tinsmith:sessions:' .. session, 'user', 'user_metadata')
+    local text = '{"user": ' .. (about[1] or '""') .. ', "user_metadata": ' .. (about[2] or '{}') .. '}'
+    redis.call('HSET', page, 'session ' .. session, text)
+  end
 end
 
 -- What already waits behind a lost gradient, up to and including the next optim_step, fails with `reason`.
@@ -103,6 +197,15 @@ local function no_room(size)
   end
 end
 
+-- Count the sequences that a sampling request draws for its payers, or no more.
+local function count_samples(request, sign)
+  local found = redis.call('HMGET', 'tinsmith:op:' .. request, 'payers', 'rows')
+  for payer in (found[1] or ''):gmatch('%S+') do
+    local held = redis.call('HINCRBY', 'tinsmith:sampling_of', payer, sign * (found[2] or 1))
+    if held == 0 then redis.call('HDEL', 'tinsmith:sampling_of', payer) end
+  end
+end
+
 -- Where it is remembered which node samples with an adapter; of requests for the base, with one sampler.
 local function home_of(request, adapter)
   return 'tinsmith:home:' .. (adapter and adapter ~= '' and adapter or request:match('^(.*):%d+$'))
@@ -120,12 +223,37 @@ local function place(request, queue, node)
   return before
 end
 
+-- A project's requests that nobody was rung for yet, the eldest first.
+local function held_key(queue, project) return 'tinsmith:held:' .. queue .. '/' .. project end
+
+-- A held request is held no more.
+local function unhold(request, queue, project)
+  local key = held_key(queue, project)
+  redis.call('ZREM', key, request)
+  if redis.call('EXISTS', key) == 0 then redis.call('SREM', 'tinsmith:holding:' .. queue, project) end
+end
+
+-- What a sampling request that was rung for, or is held, counted for its project; nothing of one that was put off.
+local function leave_project(request, queue)
+  local found = redis.call('HMGET', 'tinsmith:op:' .. request, 'ring', 'rows')
+  local project = redis.call('HGET', 'tinsmith:future:' .. request, 'owner')
+  if found[1] == 'rung' then
+    local rung = 'tinsmith:rung:' .. queue
+    if redis.call('HINCRBY', rung, project, -found[2]) == 0 then redis.call('HDEL', rung, project) end
+    redis.call('HINCRBY', 'tinsmith:rung_rows', queue, -found[2])
+  elseif found[1] == 'held' then
+    unhold(request, queue, project)
+  end
+end
+
 -- What a sampling request counted for in its queue, at its node and for its sampler: before its op:<request> goes.
 local function leave_queue(request, sampler)
   local queue = redis.call('HGET', 'tinsmith:pending_queue', request)
   local tokens = queue and redis.call('HGET', 'tinsmith:sampling:' .. queue, request)
   if tokens then
     place(request, queue, '')
+    leave_project(request, queue)
+    count_samples(request, -1)
     redis.call('HDEL', 'tinsmith:sampling:' .. queue, request)
     redis.call('HINCRBY', 'tinsmith:sampling_tokens', queue, -tokens)
   end

@@ -1,9 +1,13 @@
 #!lua flags=allow-oom
--- A sampling request that a live worker cannot run now: free for anybody, at no attempt. ARGV: request id, worker.
-local lease = 'tinsmith:lease:' .. ARGV[1]
+-- A sampling request that a live worker cannot run now: at no attempt of his, and free for anybody if it was his.
+-- ARGV: request id, worker.
+local op, lease = 'tinsmith:op:' .. ARGV[1], 'tinsmith:lease:' .. ARGV[1]
+leave(op, ARGV[2])
 if redis.call('GET', lease) == ARGV[2] then
-  redis.call('HDEL', 'tinsmith:op:' .. ARGV[1], 'runner')
-  place(ARGV[1], redis.call('HGET', 'tinsmith:pending_queue', ARGV[1]), '')
+  local queue = redis.call('HGET', 'tinsmith:pending_queue', ARGV[1])
+  place(ARGV[1], queue, '')
+  leave_project(ARGV[1], queue)  -- what cannot run keeps nothing from being rung for
+  redis.call('HSET', op, 'ring', 'off')
   redis.call('DEL', lease)
 end
 return 0

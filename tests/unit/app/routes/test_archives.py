@@ -95,6 +95,16 @@ def test_a_url_for_anything_else_is_refused(api: Api) -> None:
     assert api.client.get(url.path).status_code == 422
 
 
+def test_a_server_that_cannot_sign_says_so(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = stored(api, "archived/unsigned")
+    external = save_checkpoint(api, model, "external_weights")
+    monkeypatch.setattr(api.services.archives._signer, "_secret", b"")
+    monkeypatch.setattr(api.services.objects._signer, "_secret", b"")
+    for path in ("weights/a/archive", f"external_weights/{external.split('/')[-1]}/external_weights_urls"):
+        answer = api.get(f"training_runs/{model}/checkpoints/{path}")
+        assert (answer.status_code, "url_secret" in answer.json["detail"]) == (404, True)
+
+
 def test_a_url_stops_working_when_it_expires(api: Api) -> None:
     settings = api.services.settings
     url = urlsplit(UrlSigner(settings.url_secret, "").url("archives/archived/late", int(time.time()) - 1))

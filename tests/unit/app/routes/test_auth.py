@@ -1,11 +1,8 @@
 from __future__ import annotations
 
-import logging
-from io import StringIO
-
 import pytest
 
-from app.telemetry import JsonFormatter
+from tests.logs import everything_logged
 from tests.unit.app.conftest import API, KEY, Api, batch
 
 HUB = {
@@ -89,20 +86,10 @@ def test_a_bearer_token_is_the_same_caller(api: Api) -> None:
 
 
 def test_no_log_line_holds_a_key_or_tokens(api: Api) -> None:
-    stream = StringIO()
-    handler = logging.StreamHandler(stream)
-    handler.setFormatter(JsonFormatter())
-    root = logging.getLogger()
-    root.addHandler(handler)
-    level = root.level
-    root.setLevel(logging.DEBUG)
-    try:
+    with everything_logged() as stream:
         model = api.model()
         api.forward_backward(batch(model, 1, tokens=[123, 124, 125]))
         api.post("telemetry", {"events": [{"headers": {"x-api-key": KEY}}]})
-    finally:
-        root.setLevel(level)
-        root.removeHandler(handler)
     lines = stream.getvalue()
     assert f'"request_id": "{model}:1"' in lines
     assert KEY not in lines

@@ -81,12 +81,19 @@ def test_a_failed_future_is_a_200_with_its_error(api: Api) -> None:
     assert poll(api, f"{model}:1") == (200, body, "application/json")
 
 
-def test_a_poll_that_is_not_ready_says_try_again(api: Api) -> None:
+def test_a_poll_that_is_not_ready_says_try_again_and_what_runs_first(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.services.queue_states._LOOK_S", 0.0)
     model = api.model()
-    request_id = api.forward_backward(batch(model, 1)).json["request_id"]
+    api.forward_backward(batch(model, 1))
+    request_id = api.forward_backward(batch(model, 2)).json["request_id"]
     answer = api.post("retrieve_future", {"request_id": request_id})
     assert answer.status_code == 408
-    assert answer.json == {"type": "try_again", "request_id": request_id, "queue_state": "active"}
+    assert answer.json == {
+        "type": "try_again",
+        "request_id": request_id,
+        "queue_state": "active",
+        "queue_state_reason": "1 call runs before it",
+    }
 
 
 def test_a_poll_is_told_when_nobody_is_there_to_run_what_it_waits_for(
@@ -102,7 +109,7 @@ def test_a_poll_is_told_when_nobody_is_there_to_run_what_it_waits_for(
     )
     add_worker(api.services, "sampler")
     active = api.post("retrieve_future", {"request_id": request_id}).json
-    assert active == {"type": "try_again", "request_id": request_id, "queue_state": "active"}
+    assert (active["queue_state"], active["queue_state_reason"]) == ("active", "it runs, or is about to")
 
 
 def test_a_held_poll_wakes_when_the_result_is_committed(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from werkzeug.test import TestResponse
 
-from app.domain.identity import SCOPES, Role, Scope
+from app.domain.identity import SCOPES, Scope
 from app.services.accounts import AccountService
 from app.services.tokens import Tokens
-from app.stores.objects.accounts import AccountFiles
-from tests.unit.app.conftest import API, BASE, Api, batch
-from tests.unit.app.routes.test_models import save_checkpoint
+from app.stores.redis.client import connect
+from tests.unit.app.conftest import API, BASE, Api
+from tests.unit.app.places import SAMPLED, Place
 
-SAMPLED = {"prompt": {"chunks": [{"type": "encoded_text", "tokens": [1]}]}, "sampling_params": {}}
 GRAPH = {"name": "x", "inputs": [], "graph": {}}
 # Every route that takes a scope, as it is called on the things of `Place`: the body, or None for none.
 CHANGES: dict[tuple[str, str], dict[str, Any] | None] = {
@@ -41,6 +38,7 @@ CHANGES: dict[tuple[str, str], dict[str, Any] | None] = {
     ("POST", "join_sampling_session"): {"sampling_session_id": "{sampler}"},
     ("POST", "asample"): {"sampling_session_id": "{sampler}", "seq_id": 1, **SAMPLED},
     ("POST", "cancel_future"): {"request_id": "{sample}"},
+    ("DELETE", "queue/{sample}"): None,
     ("DELETE", "training_runs/{model}"): None,
     ("PUT", "training_runs/{model}/checkpoints/weights/a/ttl"): {"ttl_seconds": 3600},
     ("POST", "training_runs/{model}/checkpoints/weights/a/publish"): None,
@@ -61,68 +59,9 @@ READS: dict[tuple[str, str], dict[str, Any] | None] = {
     ("GET", "sessions/{session}/trace_export"): None,
     ("POST", "weights_info"): {"tinker_path": "{path}"},
     ("GET", "auth/apikey/me"): None,
+    ("GET", "limits?project_id={project}"): None,
+    ("GET", "queue"): None,
 }
-
-
-@dataclass
-class Place:
-    """A project with a run, its checkpoint and a sampler in a session, all of a member's."""
-
-    api: Api
-    accounts: AccountService
-    organisation: str
-    project: str
-    ids: dict[str, str]
-
-    def key(self, role: Role, scopes: Iterable[Scope] = SCOPES, project: str = "") -> str:
-        user = self.accounts.add_user(self.organisation, f"{role}@example.org")
-        self.accounts.set_role(user.id, project or self.project, role)
-        return self.accounts.add_key(user.id, project or self.project, scopes)[1]
-
-    def call(self, key: str, call: tuple[str, str], body: dict[str, Any] | None) -> TestResponse:
-        method, path = call
-        given: dict[str, Any] = {"json": {name: self._filled(value) for name, value in (body or {}).items()}}
-        if path == "forward_backward":
-            message = batch(self.ids["model"], 1).SerializeToString()
-            given = {"data": message, "content_type": "application/x-protobuf"}
-        return self.api.client.open(self.url(path), method=method, headers={"X-API-Key": key}, **given)
-
-    def url(self, path: str) -> str:
-        return self._filled(path if path.startswith("/") else f"{API}/{path}")
-
-    def state(self) -> dict[str, Any]:
-        """What the state server holds, but for the accounts and what passes by itself."""
-        client = self.api.services.oplog._redis
-        passing = (b":users", b":keys", b"index:", b"sessions_heard", b"taking_calls", b"workers")
-        names = [name for name in client.scan_iter("*") if not any(part in name for part in passing)]
-        return {name: client.dump(name) for name in sorted(names)}
-
-    def _filled(self, value: Any) -> Any:
-        return value.format(**self.ids) if isinstance(value, str) else value
-
-
-def owned(api: Api, accounts: AccountService) -> Place:
-    organisation = accounts.add_organisation("Tinkers").id
-    place = Place(api, accounts, organisation, accounts.add_project(organisation, "kettles").id, {})
-    member = replace(api, key=place.key("member"))
-    sampler = member.sampler()
-    sample = member.post("asample", {"sampling_session_id": sampler, "seq_id": 0, **SAMPLED}).json["request_id"]
-    session = member.session()
-    model = member.model(session)
-    path = save_checkpoint(member, model)
-    place.ids = {"session": session, "model": model, "path": path, "sampler": sampler, "sample": sample}
-    place.ids["project"] = place.project
-    return place
-
-
-@pytest.fixture
-def accounts(api: Api) -> AccountService:
-    return AccountService(AccountFiles(api.services.objects), api.services.records)
-
-
-@pytest.fixture
-def place(api: Api, accounts: AccountService) -> Place:
-    return owned(api, accounts)
 
 
 def test_what_is_made_is_of_the_keys_project(place: Place) -> None:
@@ -257,6 +196,17 @@ def test_a_key_revokes_itself_even_without_scopes(place: Place) -> None:
     assert place.call(key, ("DELETE", "auth/apikey/me"), None).status_code == 200
     answer = place.call(key, ("GET", "auth/apikey/me"), None)
     assert (answer.status_code, "revoked" in answer.json["detail"]) == (401, True)
+
+
+def test_a_key_works_on_after_the_state_server_was_emptied_and_a_revoked_one_does_not(place: Place) -> None:
+    works, revoked = place.key("member"), place.key("viewer")
+    assert place.call(revoked, ("DELETE", "auth/apikey/me"), None).status_code == 200
+    with connect(place.api.services.settings.redis.url) as client:
+        client.flushall()
+    asked = [place.call(key, ("GET", "auth/apikey/me"), None) for key in (works, revoked, "tml-000000000000.x")]
+    assert [answer.status_code for answer in asked] == [200, 401, 401]
+    assert asked[0].json["project_id"] == place.project
+    assert "revoked" in asked[1].json["detail"]
 
 
 def test_a_key_of_the_settings_says_where_it_stands(api: Api) -> None:

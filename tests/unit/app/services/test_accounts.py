@@ -4,45 +4,19 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import redis
 
 from app.domain.accounts import ACCOUNTS, Key, Organisation, Project, User
 from app.domain.identity import SCOPES, Caller
+from app.domain.limits import Limits
 from app.errors import BadRequest, NotFound, SetupError, Unauthorized, Unavailable
 from app.services.accounts import AccountService
 from app.services.callers import Callers
-from app.stores.objects import FolderStore
+from app.services.limits import LimitsOf
 from app.stores.objects.accounts import AccountFiles
 from app.stores.redis.records import RedisRecords
-
-
-class Store(FolderStore):
-    """`away`: neither reads nor writes."""
-
-    away = False
-
-    def put_new(self, key: str, source: Path | bytes) -> bool:
-        if self.away:
-            raise Unavailable("the store is away")
-        return super().put_new(key, source)
-
-    def list(self, prefix: str) -> list[str]:
-        if self.away:
-            raise Unavailable("the store is away")
-        return super().list(prefix)
-
-
-@pytest.fixture
-def objects(tmp_path: Path) -> Store:
-    return Store(tmp_path, "", "")
-
-
-@pytest.fixture
-def accounts(objects: Store, client: redis.Redis) -> AccountService:
-    return AccountService(AccountFiles(objects), RedisRecords(client))
 
 
 @pytest.fixture
@@ -250,3 +224,40 @@ def test_a_later_versions_account_is_not_cut_down(accounts, objects):
     later = json.dumps({**content, "version": 3, "shoe_size": 43}).encode()
     objects.put_new(f"accounts/users/{user.id}/00000003.json", later)
     assert accounts.user(user.id) == replace(user, version=3)
+
+
+def test_limits_of_projects_and_keys_are_part_of_them_and_come_back_with_them(accounts, objects, client):
+    user, project = member(accounts)
+    key, _ = make_key(accounts, user, project)
+    accounts.set_limits(project.id, {"tokens_per_s": 50.0, "live_models": 3, "weight": 2.0})
+    accounts.set_limits(project.id, {"live_models": None}, default=("weight",))
+    accounts.set_limits(key.id, {"requests_per_s": 0.5})
+    client.flushall()
+    accounts.rebuild()
+    limits = LimitsOf(RedisRecords(client), Limits(live_models=7, storage_bytes=10, weight=3.0))
+    assert limits.project(project.id) == Limits(tokens_per_s=50.0, storage_bytes=10, weight=3.0)
+    assert limits.project("one-of-the-settings") == Limits(live_models=7, storage_bytes=10, weight=3.0)
+    assert limits.key(key.id) == Limits(requests_per_s=0.5)
+    assert limits.key("one-of-the-settings") == Limits()
+
+
+def test_an_account_that_was_stored_before_there_were_limits_is_read(accounts, objects, client):
+    _, project = member(accounts)
+    stored = f"accounts/projects/{project.id}/00000001.json"
+    fields = {name: value for name, value in json.loads(objects.read(stored)).items() if name != "limits"}
+    objects.delete([stored])
+    objects.put_new(stored, json.dumps(fields).encode())
+    client.hdel(f"tinsmith:projects:{project.id}", "limits")
+    assert LimitsOf(RedisRecords(client), Limits()).project(project.id) == Limits()
+    assert accounts.set_limits(project.id, {"live_models": 3}).version == 2
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"tokens_per_s": 0}, {"live_models": -1}, {"tokens_per_s": float("inf")}, {"weight": None}]
+)
+def test_limits_nothing_could_meet_are_refused(accounts, wrong):
+    _, project = member(accounts)
+    with pytest.raises(BadRequest, match=next(iter(wrong))):
+        accounts.set_limits(project.id, wrong)
+    with pytest.raises(NotFound):
+        accounts.set_limits("project-nobodys", {"live_models": 1})

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from app.domain.records import Model, Sampler, dump
+from app.domain.records import Model, Sampler, Worker, dump
+from app.services.queue_looks import QueueLooks
 from app.services.queue_states import ACTIVE, QueueState, QueueStates
-from app.stores.interfaces import Future
+from app.stores.interfaces import Future, ModelLine, Unfinished, WaitingSample
 
 BASE = "org/base"
 SAMPLE = Future("s:sample:0:1", "sample", "s:sample:0", "me", "pending", None)
@@ -17,12 +18,17 @@ FUTURES = (SAMPLE, STEP, FULL, FULL_SAMPLE)
 ALL = {(role, BASE) for role in ("sampler", "trainer", "full_trainer", "full_sampler")}
 
 
+def equal(project: str) -> float:
+    return 1.0
+
+
 class World:
     """Workers and a store that count how often they are looked at."""
 
     def __init__(self) -> None:
         self.workers = set(ALL)
         self.lack = ""
+        self.waiting = Unfinished([], [], {})
         self.looks = 0
         self.reads = 0
         self.records = {
@@ -32,9 +38,12 @@ class World:
             "s:train:1": dump(Model("me", "s", BASE, 0.0, full=True)),
         }
 
-    def live(self) -> set[tuple[str, str]]:
+    def live(self) -> dict[str, Worker]:
         self.looks += 1
-        return self.workers
+        return {role: Worker(role, base, {}, {}, "", 0.0, queue="q", pace_s=2.0) for role, base in self.workers}
+
+    def unfinished(self, most: int) -> Unfinished:
+        return self.waiting
 
     def shortage(self) -> str:
         return self.lack
@@ -44,8 +53,13 @@ class World:
         return self.records.get(key)
 
 
+class Workers:
+    def __init__(self, world: World) -> None:
+        self.workers = world.live
+
+
 def states(world: World) -> QueueStates:
-    return QueueStates(world, world, world)
+    return QueueStates(QueueLooks(Workers(world), world, world, equal), world)  # type: ignore[arg-type]
 
 
 def test_with_its_worker_there_a_queue_is_active() -> None:
@@ -100,7 +114,7 @@ def test_an_outage_is_found_out_by_one_poll_not_by_all() -> None:
     world = World()
     found = states(world)
     found.of(SAMPLE)
-    found._looked = float("-inf")
+    found._looks._looked = float("-inf")
 
     def away() -> str:
         raise ConnectionError("away")
@@ -109,3 +123,43 @@ def test_an_outage_is_found_out_by_one_poll_not_by_all() -> None:
     with pytest.raises(ConnectionError):
         found.of(SAMPLE)
     assert found.of(SAMPLE) == ACTIVE
+
+
+def test_nothing_is_said_to_be_missing_before_anybody_could_look() -> None:
+    world = World()
+    found = states(world)
+    there = world.shortage
+
+    def away() -> str:
+        raise ConnectionError("away")
+
+    world.shortage = away  # type: ignore[method-assign]
+    with pytest.raises(ConnectionError):
+        found.of(SAMPLE)
+    world.shortage = there  # type: ignore[method-assign]
+    assert found.of(SAMPLE) == ACTIVE
+
+
+def test_who_waits_is_told_what_runs_before_it_and_for_how_long() -> None:
+    world = World()
+    world.waiting = Unfinished(
+        [ModelLine("s:train:0", "me", "q", "trainer", 0, 1, False, True), _line("other:train:0", "you")],
+        [WaitingSample("other:sample:0:1", "you", "s"), WaitingSample(SAMPLE.request_id, "me", "s")],
+        {},
+    )
+    found = states(world)
+    assert found.of(STEP).reason == "1 call runs before it, for about 2 s"
+    assert (found.of(SAMPLE).name, found.of(SAMPLE).reason) == ("active", "1 call runs before it")
+
+
+def test_why_it_is_paused_goes_before_its_place() -> None:
+    world = World()
+    world.waiting = Unfinished([_line("s:train:0", "me")], [], {})
+    world.workers.discard(("trainer", BASE))
+    state = states(world).of(STEP)
+    assert (state.name, state.reason) == ("paused_capacity", f"no trainer of {BASE} is running")
+    assert state.place is not None
+
+
+def _line(model_id: str, owner: str) -> ModelLine:
+    return ModelLine(model_id, owner, "q", "trainer", 0, 3, False, True)

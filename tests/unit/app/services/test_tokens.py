@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 
 import jwt
 import pytest
@@ -11,12 +10,9 @@ import redis
 
 from app.domain.identity import SCOPES, Caller
 from app.errors import InvalidToken, Unauthorized
-from app.services.accounts import AccountService
 from app.services.callers import Callers
 from app.services.tokens import Tokens
 from app.settings import hash_key
-from app.stores.objects import FolderStore
-from app.stores.objects.accounts import AccountFiles
 from app.stores.redis.records import RedisRecords
 
 KEY = "tml-of-the-settings"
@@ -30,11 +26,6 @@ def tokens() -> Tokens:
 @pytest.fixture
 def callers(client: redis.Redis, tokens: Tokens) -> Callers:
     return Callers((hash_key(KEY),), RedisRecords(client), tokens)
-
-
-@pytest.fixture
-def accounts(client: redis.Redis, tmp_path: Path) -> AccountService:
-    return AccountService(AccountFiles(FolderStore(tmp_path, "", "")), RedisRecords(client))
 
 
 def test_a_token_of_a_key_of_the_settings_is_the_same_caller(callers, tokens):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -11,9 +13,15 @@ import redis
 
 from app import cli
 from app.domain.identity import Caller
+from app.domain.usage import HOUR_S
 from app.errors import Unauthorized
 from app.services.callers import Callers
+from app.settings import EngineSettings
+from app.stores.objects import FolderStore
+from app.stores.objects.pages import PageFiles
+from app.stores.redis.pages import RedisPages
 from app.stores.redis.records import RedisRecords
+from tests.pages import age, in_mid_hour
 
 Command = Callable[..., str]
 
@@ -73,6 +81,22 @@ def test_what_is_taken_away_stops(tinsmith, caller_of):
     assert "removed" in tinsmith("admin", "user", "list")
 
 
+def test_limits_are_set_lifted_and_listed(tinsmith, caller_of):
+    project, _, key = made(tinsmith)
+    id_ = caller_of(key).key_id
+    said = tinsmith("admin", "limits", "set", project, "--live-models", "4", "--tokens-per-s", "none", "--weight", "2")
+    assert said == "tokens_per_s=none live_models=4 weight=2.0"
+    assert tinsmith("admin", "limits", "set", id_, "--requests-per-s", "0.5") == "requests_per_s=0.5"
+    left = tinsmith("admin", "limits", "set", project, "--tokens-per-s", "default", "--live-models", "5")
+    assert left == "live_models=5 weight=2.0"
+    assert tinsmith("admin", "limits", "list").splitlines()[1:] == [f"{project}\t{left}", f"{id_}\trequests_per_s=0.5"]
+    told = [line.split("\t")[1:] for line in tinsmith("admin", "audit", project).splitlines()][-3:]
+    assert [event for event, *_ in told] == ["project_limits_set", "key_limits_set", "project_limits_set"]
+    assert '"tokens_per_s": "default"' in told[-1][1]
+    with pytest.raises(SystemExit):
+        cli.main(["admin", "limits", "set", project, "--live-models", "few"])
+
+
 def test_rebuild_brings_accounts_back_to_an_emptied_state_server(tinsmith, caller_of, client):
     _, _, key = made(tinsmith)
     before = caller_of(key)
@@ -109,6 +133,36 @@ def test_an_older_backup_undoes_nothing(tinsmith, caller_of, tmp_path):
     tinsmith("restore", file)
     with pytest.raises(Unauthorized, match="revoked"):
         caller_of(key)
+
+
+def test_a_backup_holds_the_usage_and_the_audit_log_of_past_hours(tinsmith, client, tmp_path):
+    in_mid_hour()
+    project, _, _ = made(tinsmith)
+    [page] = [page for page in age(client, 48) if page.project == project]
+    day = f"{datetime.fromtimestamp(page.hour * HOUR_S, UTC):%Y-%m-%d}"
+    files = PageFiles(FolderStore(tmp_path / "objects", "", ""))
+    files.add(page, RedisPages(client, EngineSettings()).fields(page))
+    files.add(replace(page, book="usage"), {"training s b": "1"})
+    told = tinsmith("admin", "audit", project, "--day", day)
+    assert [line.split("\t")[1] for line in told.splitlines()] == ["project_create", "project_role_set", "key_create"]
+    tinsmith("backup", tmp_path / "file")
+    client.flushall()
+    shutil.rmtree(tmp_path / "objects")
+    tinsmith("restore", tmp_path / "file")
+    assert tinsmith("admin", "audit", project, "--day", day) == told
+    assert tinsmith("admin", "audit", project) == "", "nothing was done today"
+    assert files.find("usage", project, range(page.hour, page.hour + 1)) == {
+        replace(page, book="usage"): {"training s b": "1"}
+    }
+
+
+def test_what_an_operator_does_to_an_organisation_is_told_there(tinsmith):
+    in_mid_hour()
+    organisation = tinsmith("admin", "org", "create", "Tinkers")
+    tinsmith("admin", "user", "create", "jo@example.org", "--org", organisation)
+    told = tinsmith("admin", "audit", organisation)
+    assert [line.split("\t")[1] for line in told.splitlines()] == ["organization_create", "user_create"]
+    assert "jo@example.org" not in told
 
 
 DAMAGES = {

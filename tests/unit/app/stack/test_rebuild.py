@@ -67,7 +67,7 @@ def test_without_a_server_given_it_is_the_stack_that_runs_on_the_folder(
     )
     store_run(FolderStore(tmp_path / "elsewhere", "", ""))
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "settings.toml").write_text(tomli_w.dumps(running.model_dump(mode="json")))
+    (tmp_path / "run" / "settings.toml").write_text(tomli_w.dumps(running.model_dump(mode="json", exclude_none=True)))
     assert cli.main(["rebuild", "--data-dir", str(tmp_path)]) == 0
     assert is_restored(client)
 
@@ -77,7 +77,7 @@ def test_as_in_a_container_it_reads_the_settings_its_environment_names(
 ):
     store_run(FolderStore(tmp_path / "elsewhere", "", ""))
     written = Settings(store=StoreSettings(url=(tmp_path / "elsewhere").as_uri()))
-    (tmp_path / "tinsmith.toml").write_text(tomli_w.dumps(written.model_dump(mode="json")))
+    (tmp_path / "tinsmith.toml").write_text(tomli_w.dumps(written.model_dump(mode="json", exclude_none=True)))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TINSMITH_SETTINGS", str(tmp_path / "tinsmith.toml"))
     monkeypatch.setenv("TINSMITH_REDIS_URL", valkey)

@@ -9,6 +9,7 @@ import pytest
 import redis
 
 from app.domain.records import Model, dump
+from app.domain.results import Result
 from app.errors import BadRequest
 from app.settings import EngineSettings
 from app.stores.interfaces import Lease
@@ -191,3 +192,28 @@ def test_a_request_its_sampler_does_not_begin_on_is_rung_for_all_within_seconds(
     assert swept(oplog, PATIENT) == [("sample", "s:sample:0:4", "s:sample:0", "sample.base")]
     oplog.claim_sample("s:sample:0:4", "a/1")
     assert swept(oplog, PATIENT) == []
+
+
+def test_what_is_held_is_not_rung_until_there_is_room_and_then_once_by_the_sweeper(oplog, client):
+    """Whoever finished a request of its project died before he could ring for the next."""
+    sampler = "s:sample:0"
+    for seq in range(3):
+        oplog.admit_sample(f"{sampler}:{seq}", sampler, "me", "sample.base", b"", "d", sequences=64)
+    assert [ring[1] for ring in swept(oplog, HASTY)] == [f"{sampler}:0"]
+    oplog.finish_sample(f"{sampler}:0", Result(b""))
+    assert ("sample", f"{sampler}:1", sampler, "sample.base") in swept(oplog, PATIENT)
+    assert not [row for row in oplog.pending() if row.id == f"{sampler}:1" and row.held]
+    assert [row.id for row in oplog.pending() if row.held] == [f"{sampler}:2"]
+
+
+def test_what_a_dead_sampler_had_is_rung_again_however_much_is_held_since_before(oplog, client, monkeypatch):
+    """Else its project would wait for ever: what is held waits for an end of those, which nobody would begin again."""
+    monkeypatch.setattr("workers.chores.ringing._SLICE", 2)
+    monkeypatch.setattr("workers.chores.ringing._MOST", 4)
+    sampler = "s:sample:0"
+    for seq in range(7):
+        oplog.admit_sample(f"{sampler}:{seq}", sampler, "me", "sample.base", b"", "d", sequences=64)
+    oplog.finish_sample(f"{sampler}:0", Result(b""))
+    assert [request_id for request_id, _ in oplog.release_samples("sample.base")] == [f"{sampler}:1"]
+    assert f"{sampler}:1" in [ring[1] for ring in swept(oplog, HASTY)]
+    assert all(0 <= row.waited_s < 60 for row in oplog.pending())

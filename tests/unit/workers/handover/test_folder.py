@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 import time
 from collections.abc import Callable
@@ -45,6 +46,18 @@ def test_what_is_written_can_be_taken_and_outlives_its_removal(folder: HandoverF
     folder.remove(prefix(1))
     assert folder.find(prefix(1)) is None
     assert (tmp_path / "taken" / "adapter.bin").read_bytes() == b"weights"
+    assert checkpoints.verify(tmp_path / "taken").seq == 1
+
+
+def test_it_is_taken_onto_another_file_system_too(
+    folder: HandoverFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def refuse(target: Path, source: Path) -> None:
+        raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+    assert folder.write(prefix(1), sealed())
+    monkeypatch.setattr(Path, "hardlink_to", refuse)
+    assert folder.take(prefix(1), tmp_path / "taken")
     assert checkpoints.verify(tmp_path / "taken").seq == 1
 
 

@@ -10,9 +10,12 @@ import redis
 
 from app.domain.base_models import BaseModelInfo
 from app.domain.records import Worker, load
+from app.stores.interfaces import Entry
 from app.stores.redis import keys
 from app.stores.redis.records import RedisRecords
+from workers import telemetry
 from workers.health import presence
+from workers.health.pace import Pace
 from workers.health.presence import Presence
 
 INFO = BaseModelInfo("base", "Qwen3ForCausalLM", 320, 512, "float32", ("attn",))
@@ -44,6 +47,14 @@ def test_it_says_which_queue_is_read_and_how_much_is_taken_and_lapses_by_itself(
     worker = record(client)
     assert (worker.queue, worker.batch, worker.holds, worker.healthy) == ("sample.base", 4, 9, True)
     assert 0 < client.pttl(keys.record(Worker.namespace, "s")) <= presence.LIFE_S * 1000
+
+
+def test_it_says_how_long_a_call_takes_it(client, made, monkeypatch):
+    monkeypatch.setattr(telemetry, "PACE", Pace())
+    entry = Entry(1, "sample", "s:sample:0:1", b"", "", 0)
+    telemetry.op_done(entry, failed=False, run_s=3.0, commit_s=1.0)
+    made.refresh()
+    await_true(lambda: record(client) is not None and record(client).pace_s == 4.0)
 
 
 def test_a_worker_that_is_asked_to_end_is_sent_nothing_more_while_it_finishes(client, made):

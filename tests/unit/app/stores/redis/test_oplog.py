@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 
 import pytest
 
@@ -194,6 +195,59 @@ def test_a_strike_counts_once_and_what_was_put_off_not_at_all(oplog):
     assert oplog.next(own(oplog, "a/3"), 0).attempts == 1
 
 
+def begun(oplog, client, *workers):
+    """The Op at seq 0 as the last of these finds it, each having taken over from the one before."""
+    for worker in workers:
+        client.delete(keys.lease(MODEL))
+        lease = own(oplog, worker)
+        entry = oplog.next(lease, 0)
+    return lease, entry
+
+
+def test_a_worker_that_was_cut_off_had_no_attempt_unless_it_dies_later(oplog, client):
+    admit(oplog, 0)
+    begun(oplog, client, "a/1")
+    oplog.renew([], "a/1")
+    assert begun(oplog, client, "b/1")[1].attempts == 0, "it lives, though its lease lapsed"
+    client.delete(keys.lease("a/1"))
+    assert begun(oplog, client, "c/1")[1].attempts == 2, "both died with it"
+
+
+def test_a_worker_that_is_heard_of_again_takes_its_attempt_back(oplog, client):
+    admit(oplog, 0)
+    _, entry = begun(oplog, client, "a/1", "b/1")
+    assert (entry.attempts, entry.in_doubt) == (1, True)
+    oplog.renew([], "a/1")
+    _, entry = begun(oplog, client, "b/1")
+    assert (entry.attempts, entry.in_doubt) == (0, False)
+
+
+def test_a_worker_that_left_an_op_which_others_took_over_has_no_attempt_even_if_it_dies_later(oplog, client):
+    admit(oplog, 0)
+    fenced, _ = begun(oplog, client, "a/1")
+    begun(oplog, client, "b/1")
+    oplog.put_off(fenced, 0)
+    assert oplog.entry(MODEL, 0).attempts == 0
+    assert begun(oplog, client, "c/1")[1].attempts == 1, "that of b"
+
+
+def test_a_process_whose_node_has_started_anew_is_dead_whatever_was_heard_of_it(oplog, client):
+    admit(oplog, 0)
+    begun(oplog, client, "a/1")
+    oplog.renew([], "a/1")
+    _, entry = begun(oplog, client, "a/2")
+    assert (entry.attempts, entry.in_doubt) == (1, False)
+    assert begun(oplog, client, "b/1")[1].attempts == 2
+
+
+def test_an_attempt_is_in_doubt_until_its_worker_was_missed_for_a_lease(oplog, client):
+    admit(oplog, 0)
+    assert begun(oplog, client, "a/1", "b/1")[1].in_doubt
+    time.sleep(0.31)
+    assert not begun(oplog, client, "b/1")[1].in_doubt
+    assert begun(oplog, client, "c/1")[1].in_doubt, "b is missed only now"
+
+
 def test_an_older_owner_strikes_nothing(oplog):
     admit(oplog, 0)
     old, new = own(oplog, "a/1"), own(oplog, "a/2")
@@ -279,6 +333,30 @@ def test_the_head_behind_a_lost_gradient_is_not_fresh(oplog):
     admit(oplog, 2, "forward_backward")
     oplog.refuse(MODEL, 1, "never came", "drop_gradients")
     assert not oplog.heads({MODEL: 2})[0].fresh
+
+
+def test_a_head_and_what_is_about_to_run_tell_whose_they_are(oplog, client):
+    admit(oplog, 0)
+    assert oplog.heads({MODEL: 0})[0].owner == "me"
+    client.hset(keys.model(MODEL), "owner", '"another"')
+    entry = oplog.next(own(oplog), 0)
+    assert entry is not None and entry.owner == "another"
+    assert oplog.heads({MODEL: 0})[0].owner == "another"
+
+
+def test_unowned_are_the_models_of_a_queue_that_wait_and_have_no_live_owner(oplog, client):
+    assert oplog.unowned("train.base") == []
+    admit(oplog, 0)
+    assert oplog.unowned("train.other") == []
+    assert oplog.unowned("train.base") == oplog.heads({MODEL: 0})
+    lease = own(oplog)
+    assert oplog.unowned("train.base") == []
+    client.delete(keys.lease(MODEL))
+    assert len(oplog.unowned("train.base")) == 1, "its owner has died"
+    oplog.commit(lease, 0, OK)
+    assert oplog.unowned("train.base") == []
+    admit(oplog, 2)
+    assert oplog.unowned("train.base") == [], "a gap is before it"
 
 
 def test_pending_tells_gaps_and_what_runs(oplog):

@@ -91,6 +91,17 @@ def test_a_sample_tried_too_often_is_not_begun_and_has_no_further_attempt_by_tha
     assert oplog.claim_sample("s:sample:0:5", "b/3").attempts == 2
 
 
+def test_a_sampler_that_was_cut_off_had_no_attempt(oplog, client):
+    sample(oplog)
+    oplog.claim_sample("s:sample:0:5", "a/1")
+    client.delete(keys.lease("s:sample:0:5"))
+    oplog.renew([], "a/1")
+    assert oplog.claim_sample("s:sample:0:5", "b/1").attempts == 0
+    oplog.put_off_sample("s:sample:0:5", "a/1")
+    client.delete(keys.lease("s:sample:0:5"), keys.lease("a/1"))
+    assert oplog.claim_sample("s:sample:0:5", "c/1").attempts == 1, "that of b"
+
+
 def test_a_worker_that_lost_its_sample_puts_nothing_off(oplog, client):
     sample(oplog)
     oplog.claim_sample("s:sample:0:5", "a/1")

@@ -1,0 +1,79 @@
+"""Limits on Redis: lua/limits.lua decides, and this says what it is given, and in words what it found."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+
+import redis
+
+from app.domain.limits import Charge, Limits, Payer, Used
+from app.errors import LimitReached, TooManyRequests
+from app.settings import EngineSettings
+from app.stores.redis.scripts import Scripts
+
+_LIMITED = b"limited"
+_TEXTS = {
+    "requests_per_s": "{payer} made {used:.3g} calls a second, and its requests_per_s is {limit:g}",
+    "tokens_per_s": "{payer} sent {used:.3g} tokens a second, and its tokens_per_s is {limit:g}",
+    "concurrent_samples": "{payer} has {used:.0f} sequences that wait or are sampled, and its concurrent_samples is "
+    "{limit:.0f}",
+    "live_models": "{payer} has {used:.0f} live models, and its live_models is {limit:.0f}: finish a session, or "
+    "delete a run",
+    "storage_bytes": "{payer} has {used:.0f} bytes of checkpoints, and its storage_bytes is {limit:.0f}: delete some",
+}
+_SEEN = "GET /api/v1/limits shows what holds and what is used"
+
+
+class RedisAllowances:
+    """See app.stores.interfaces.Allowances."""
+
+    def __init__(self, client: redis.Redis, settings: EngineSettings) -> None:
+        self._run = Scripts(client, settings)
+
+    def take(self, charge: Charge) -> None:
+        if asked := of_op(charge):
+            check(self._run("take", asked))
+
+    def used(self, payer: Payer) -> Used:
+        rates = (payer.limits.requests_per_s, payer.limits.tokens_per_s)
+        asked = ["" if rate is None else rate for rate in rates]
+        models, stored, samples, *found = self._run("used", payer.kind, payer.id, *asked)
+        requests, tokens = (float(text) if text else None for text in found)
+        return Used(models, stored, samples, requests, tokens)
+
+
+def of_op(charge: Charge) -> str:
+    """What the scripts are given; empty where nothing limits it."""
+    payers = [
+        {"kind": payer.kind, "id": payer.id, "name": payer.name, "limits": said}
+        for payer in charge.payers
+        if (said := _said(payer.limits))
+    ]
+    return json.dumps({**asdict(charge), "payers": payers}) if payers else ""
+
+
+def of_sample(charge: Charge) -> tuple[str, str]:
+    """The same, and whom its sequences count for, limited or not."""
+    return of_op(charge), " ".join(payer.name for payer in charge.payers)
+
+
+def check(found: Sequence[bytes]) -> None:
+    """Raises what the scripts found a call to be over, if they did."""
+    if not found or found[0] != _LIMITED:
+        return
+    name, payer, used, limit, wait_ms = (part.decode() for part in found[1:])
+    wait = max(1, math.ceil(int(wait_ms) / 1000))
+    text = _TEXTS[name].format(payer=payer.replace(":", " ", 1), used=float(used), limit=float(limit))
+    if name in ("live_models", "storage_bytes"):
+        raise LimitReached(f"{text}; {_SEEN}")
+    error = TooManyRequests(f"{text}; try again in {wait} s; {_SEEN}")
+    error.retry_after_s = wait
+    raise error
+
+
+def _said(limits: Limits) -> dict[str, float]:
+    """cjson's null is a value of its own, and true."""
+    return {name: value for name, value in asdict(limits).items() if value is not None and name != "weight"}

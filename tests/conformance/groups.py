@@ -1,0 +1,47 @@
+"""Groups of two ranks, each a process forked from one that has imported torch and DeepSpeed: that takes it 5 s."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+from collections.abc import Callable
+
+DEADLINE_S = 240
+_HEAVY = [
+    *("deepspeed", "safetensors.torch", "torch.distributed.tensor"),
+    *("transformers.models.auto.modeling_auto", "transformers.models.qwen3.modeling_qwen3"),
+    "tests.frozen",
+]
+
+
+def run_group(main: Callable[..., object], *arguments: str) -> list[int | None]:
+    """The exit codes of two ranks that run it; None where one did not end in time."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_HEAVY)
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port(), "OMP_NUM_THREADS": "1"}
+    places = [{**place, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
+    ranks = [context.Process(target=_run, args=(place, main, arguments)) for place in places]
+    try:
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join(DEADLINE_S)
+        return [rank.exitcode for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
+def _run(place: dict[str, str], main: Callable[..., object], arguments: tuple[str, ...]) -> None:
+    import torch
+
+    os.environ.update(place)
+    torch.set_num_threads(1)  # OMP_NUM_THREADS was read before the fork
+    main(*arguments)
+
+
+def _free_port() -> str:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return str(free.getsockname()[1])

@@ -1,0 +1,137 @@
+"""Calls, their order and their owners, on the state server."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+_LUA = "app/stores/redis/lua"
+# Without the fixtures of the API's own tests, which take seconds to load.
+_STORES = "--confcutdir=tests/unit/app/stores -p tests.unit.conftest tests/unit/app/stores/redis"
+_OPLOG = f"{_STORES}/test_oplog.py"
+_JOURNAL = "tests/property/test_journal.py"
+_RECOVERY = "tests/property/test_recovery.py"
+
+MUTANTS = (
+    # Admission: a call is identified by model, seq and content.
+    Mutant(
+        "dedupe: other content under a used seq",
+        f"{_LUA}/admit.lua",
+        "known[1] == ARGV[6] and 'repeat' or 'conflict'",
+        "'repeat'",
+        f"{_OPLOG}::test_other_content_under_a_used_seq_is_a_400_and_changes_nothing",
+    ),
+    Mutant(
+        "consumed: a seq whose future has expired",
+        f"{_LUA}/admit.lua",
+        "if seq <= applied then return {'consumed', ''} end",
+        "",
+        f"{_OPLOG}::test_a_seq_whose_future_has_expired_is_not_run_again",
+    ),
+    Mutant(
+        "refused: a seq that was refused or given up",
+        f"{_LUA}/admit.lua",
+        "if known[2] then return {'refused', known[2]} end",
+        "",
+        f"{_OPLOG}::test_a_lost_batch_is_consumed_and_dooms_only_what_waited_up_to_the_next_optim_step",
+    ),
+    Mutant(
+        "refuse: a seq that is taken",
+        f"{_LUA}/refuse.lua",
+        "if redis.call('EXISTS', 'tinsmith:op:' .. request) == 1 then return 0 end",
+        "",
+        f"{_JOURNAL}::test_a_seq_that_is_taken_can_not_be_refused",
+    ),
+    # Order and ownership.
+    Mutant(
+        "commit: only applied + 1",
+        f"{_LUA}/commit.lua",
+        " or tonumber(head[2]) ~= seq - 1",
+        "",
+        f"{_OPLOG}::test_a_commit_out_of_order_or_twice_is_fenced",
+    ),
+    Mutant(
+        "commit: only the newest epoch",
+        f"{_LUA}/commit.lua",
+        "head[1] ~= ARGV[2] or ",
+        "",
+        f"{_OPLOG}::test_a_restarted_node_replaces_its_earlier_process_and_fences_it",
+    ),
+    Mutant(
+        "next: only the newest epoch",
+        f"{_LUA}/next.lua",
+        "if redis.call('HGET', 'tinsmith:models:' .. model, 'epoch') ~= ARGV[2] then return 0 end",
+        "",
+        f"{_OPLOG}::test_a_restarted_node_replaces_its_earlier_process_and_fences_it",
+    ),
+    Mutant(
+        "acquire: one node at a time",
+        f"{_LUA}/acquire.lua",
+        "if held and node_of(held) ~= node_of(ARGV[2]) then return {held} end",
+        "",
+        f"{_OPLOG}::test_one_node_owns_a_model_until_its_lease_ends",
+    ),
+    Mutant(
+        "acquire: a new owner has a new epoch",
+        f"{_LUA}/acquire.lua",
+        "redis.call('HINCRBY', key, 'epoch', 1)",
+        "",
+        f"{_OPLOG}::test_a_restarted_node_replaces_its_earlier_process_and_fences_it",
+    ),
+    Mutant(
+        "release: only one's own lease",
+        f"{_LUA}/release.lua",
+        "if redis.call('GET', key) == ARGV[2] then redis.call('DEL', key) end",
+        "redis.call('DEL', key)",
+        f"{_OPLOG}::test_one_node_owns_a_model_until_its_lease_ends",
+    ),
+    Mutant(
+        "leases: unheard for a lease, all are lost",
+        "workers/leases.py",
+        "time.monotonic() - self._renewed.get(id_, -math.inf) < self._lease_s",
+        "id_ in self._renewed",
+        "tests/property/test_leases.py",
+    ),
+    # Lost gradients.
+    Mutant(
+        "doom: up to the next optim_step only",
+        f"{_LUA}/prelude.lua",
+        "if redis.call('HGET', op, 'kind') == 'optim_step' then break end",
+        "",
+        f"{_OPLOG}::test_a_failed_forward_backward_dooms_what_waits_up_to_the_next_optim_step",
+    ),
+    Mutant(
+        "doom: the first reason stays",
+        f"{_LUA}/prelude.lua",
+        "redis.call('HSETNX', op, 'doomed', reason)",
+        "redis.call('HSET', op, 'doomed', reason)",
+        f"{_JOURNAL}::test_the_first_reason_an_op_fails_for_stays",
+    ),
+    Mutant(
+        "commit: a failed forward_backward dooms what waits",
+        f"{_LUA}/commit.lua",
+        "if kind == 'forward_backward' then doom(model, seq, ARGV[9]) end",
+        "",
+        f"{_OPLOG}::test_a_failed_forward_backward_dooms_what_waits_up_to_the_next_optim_step",
+    ),
+    Mutant(
+        "window: no step without all its gradients",
+        "workers/executor.py",
+        "if entry.kind == OptimStep.kind and window.missing:",
+        "if False:",
+        f"{_RECOVERY}::test_no_step_runs_behind_a_batch_that_failed_even_when_another_came",
+    ),
+    Mutant(
+        "window: nothing stands in for a batch that failed",
+        "workers/window.py",
+        "replace(self, added=True) if self.beyond_repair else Window(added=True)",
+        "Window(added=True)",
+        f"{_RECOVERY}::test_no_step_runs_behind_a_batch_that_failed_even_when_another_came",
+    ),
+    Mutant(
+        "window: nothing stands in for a refused batch behind others",
+        "workers/window.py",
+        "beyond_repair=self.beyond_repair or self.added",
+        "beyond_repair=self.beyond_repair",
+        f"{_RECOVERY}::test_a_refused_batch_may_be_sent_again_only_if_nothing_was_added_before_it",
+    ),
+)

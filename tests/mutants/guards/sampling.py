@@ -1,0 +1,132 @@
+"""Samples, also of OpenAI's clients."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+_LUA = "app/stores/redis/lua"
+# Without the fixtures of the API's own tests, which take seconds to load.
+_STORES = "--confcutdir=tests/unit/app/stores -p tests.unit.conftest tests/unit/app/stores/redis"
+_RESULTS = f"{_STORES}/test_results.py"
+_SAMPLES = f"{_STORES}/test_samples.py"
+_HOMES = f"{_STORES}/test_homes.py"
+_CANCELLING = "tests/unit/workers/test_cancelling.py"
+_OPENAI = "--confcutdir=tests/unit/app/services/openai tests/unit/app/services/openai"
+
+MUTANTS = (
+    # Samples.
+    Mutant(
+        "close_sample: the first result stays",
+        f"{_LUA}/prelude.lua",
+        "if redis.call('HGET', future, 'state') ~= 'pending' then return false end",
+        "",
+        f"{_RESULTS}::test_a_sample_is_deduplicated_claimed_once_and_its_first_result_stays",
+    ),
+    Mutant(
+        "leave_queue: what a request took is given back",
+        f"{_LUA}/prelude.lua",
+        "    redis.call('HINCRBY', 'tinsmith:sampling_tokens', queue, -tokens)\n",
+        "",
+        f"{_SAMPLES}::test_what_is_finished_makes_room_and_exactly_as_much_as_it_took",
+    ),
+    Mutant(
+        "note_completion: a client is told",
+        f"{_LUA}/prelude.lua",
+        "  note_completion(sampler, seq, request, keep_s)\n",
+        "",
+        f"{_STORES}/test_completions.py",
+    ),
+    Mutant(
+        "leave_queue: where it ran it counts no more",
+        f"{_LUA}/prelude.lua",
+        "    place(request, queue, '')\n",
+        "",
+        f"{_HOMES}::test_what_ends_or_is_put_off_counts_nowhere",
+    ),
+    Mutant(
+        "leave_queue: a project is rung for no more",
+        f"{_LUA}/prelude.lua",
+        "    leave_project(request, queue)\n",
+        "",
+        f"{_STORES}/test_held.py::test_cancelled_and_aborted_ones_are_held_no_more_and_make_room",
+        slow=True,
+    ),
+    Mutant(
+        "look_at: nothing for who is gone or not well",
+        f"{_LUA}/placing.lua",
+        " or found[2] ~= 'true' then",
+        " then",
+        f"{_HOMES}::test_nothing_goes_to_a_sampler_that_is_gone_or_not_well",
+    ),
+    Mutant(
+        "claim_sample: a home that did not take what it was rung for",
+        f"{_LUA}/claim_sample.lua",
+        "if not home or (home == before and node ~= before) then",
+        "if not home then",
+        f"{_HOMES}::test_a_home_that_does_not_take_its_requests_loses_them_and_what_comes",
+    ),
+    Mutant(
+        "abort_sample: its worker is told",
+        f"{_LUA}/prelude.lua",
+        "  if closed then redis.call('PUBLISH', 'tinsmith:aborted', request) end\n",
+        "",
+        f"{_SAMPLES}::test_a_cancelled_request_fails_as_the_users_doing_and_never_runs",
+    ),
+    Mutant(
+        "abort_samples: a session that lives again",
+        f"{_LUA}/abort_samples.lua",
+        "not session or redis.call('ZSCORE', 'tinsmith:sessions_ended', cjson.decode(session))",
+        "true",
+        f"{_SAMPLES}::test_a_session_that_a_new_sample_brought_back_keeps_what_waits",
+    ),
+    Mutant(
+        "acknowledge: unfinished requests stay",
+        "app/stores/redis/completions.py",
+        "xx=True, ",
+        "",
+        f"{_STORES}/test_completions.py::test_an_acknowledged_result_goes_soon_and_an_unfinished_request_stays",
+    ),
+    Mutant(
+        "leases: whoever lost one is told",
+        "workers/leases.py",
+        "        for tell in lost:\n            tell()\n",
+        "",
+        f"{_CANCELLING}::test_a_worker_that_missed_the_message_learns_of_it_from_its_lease",
+    ),
+    # OpenAI's clients.
+    Mutant(
+        "openai: chat templates run in a sandbox",
+        "app/services/openai/templates.py",
+        "    environment = ImmutableSandboxedEnvironment(",
+        "    from jinja2 import Environment\n    environment = Environment(",
+        f"{_OPENAI}/test_tokenizer.py::test_a_template_reaches_nothing_but_what_it_is_given",
+    ),
+    Mutant(
+        "openai: what may become a stop string is held back",
+        "app/services/openai/text.py",
+        "return len(self._text) - held_back(self._text[self._sent :], self._stops)",
+        "return len(self._text)",
+        f"{_OPENAI}/test_text.py::test_a_stop_string_is_cut_and_no_part_of_it_shown_before",
+    ),
+    Mutant(
+        "openai: an outage is waited for",
+        "app/services/openai/following.py",
+        "if not is_outage(error):\n                raise",
+        "raise",
+        f"{_OPENAI}/test_following.py::test_an_outage_is_waited_for",
+    ),
+    Mutant(
+        "openai: a request whose client left is cancelled",
+        "app/services/openai/following.py",
+        "if not ended:",
+        "if False:",
+        "tests/unit/app/routes/test_openai.py::test_a_request_whose_client_left_is_cancelled",
+    ),
+    Mutant(
+        "openai: streamed tokens go by their place",
+        "app/services/openai/generation.py",
+        "known = text.count - drawn.place",
+        "known = 0",
+        "tests/unit/app/routes/test_openai.py::test_what_a_stream_lost_or_told_twice_is_made_good_from_the_result",
+    ),
+)

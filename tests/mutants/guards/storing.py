@@ -1,0 +1,180 @@
+"""What is saved, and handed over."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+_LUA = "app/stores/redis/lua"
+# Without the fixtures of the API's own tests, which take seconds to load.
+_STORES = "--confcutdir=tests/unit/app/stores -p tests.unit.conftest tests/unit/app/stores/redis"
+_OPLOG = f"{_STORES}/test_oplog.py"
+_JOURNAL = "tests/property/test_journal.py"
+_RECOVERY = "tests/property/test_recovery.py"
+_CHECKPOINTS = "tests/property/test_checkpoints.py"
+_SAVES = "tests/unit/workers/test_saves.py"
+_HANDOVER = "tests/unit/workers/handover/test_handover.py"
+
+MUTANTS = (
+    # Snapshots and the journal behind them.
+    Mutant(
+        "set_snapshot: only the newest epoch",
+        f"{_LUA}/set_snapshot.lua",
+        "head[1] ~= ARGV[2] or ",
+        "",
+        f"{_OPLOG}::test_a_replaced_owner_sets_no_snapshot",
+    ),
+    Mutant(
+        "set_snapshot: never back",
+        f"{_LUA}/set_snapshot.lua",
+        "tonumber(ARGV[3]) <= tonumber(head[2]) or ",
+        "",
+        f"{_OPLOG}::test_a_snapshot_trims_the_journal_behind_it_and_only_moves_forward",
+    ),
+    Mutant(
+        "set_snapshot: never ahead of what was applied",
+        f"{_LUA}/set_snapshot.lua",
+        " or tonumber(ARGV[3]) > tonumber(head[4])",
+        "",
+        f"{_OPLOG}::test_a_snapshot_trims_the_journal_behind_it_and_only_moves_forward",
+    ),
+    Mutant(
+        "set_snapshot: trim only behind it",
+        f"{_LUA}/set_snapshot.lua",
+        "redis.call('ZREMRANGEBYSCORE', journal, '-inf', ARGV[3])",
+        "redis.call('DEL', journal)",
+        f"{_JOURNAL}::test_what_is_behind_a_snapshot_is_trimmed_and_the_rest_stays",
+    ),
+    Mutant(
+        "commit: keep what a replay runs",
+        f"{_LUA}/commit.lua",
+        "if ARGV[4] == 'failed' or kind == 'forward' or kind == 'save_weights' then",
+        "if true then",
+        f"{_JOURNAL}::test_what_a_replay_runs_is_kept_until_then",
+    ),
+    Mutant(
+        "replay: what failed has no effect",
+        "workers/executor.py",
+        "        elif entry.doomed:\n            self.give_up(lease, entry)\n",
+        "",
+        f"{_RECOVERY}::test_what_failed_has_no_effect_in_a_replay_either",
+    ),
+    # Saves beside the next Ops.
+    Mutant(
+        "saves: commits wait behind the save",
+        "workers/owner.py",
+        "return bool(self.uncommitted) and self.uncommitted[0].attempt.done()",
+        "return any(ran.attempt.done() for ran in self.uncommitted)",
+        f"{_SAVES}::test_the_next_ops_run_while_a_save_is_written_and_are_committed_behind_it",
+        slow=True,
+    ),
+    Mutant(
+        "saves: nothing runs ahead behind a failure",
+        "workers/ahead.py",
+        "            and not resident.uncommitted[-1].failure\n",
+        "",
+        f"{_SAVES}::test_what_fails_ahead_dooms_what_waits_as_it_would_have",
+    ),
+    Mutant(
+        "saves: what broke a worker never runs ahead",
+        "workers/ahead.py",
+        "            head.fresh\n            and ",
+        "            ",
+        f"{_SAVES}::test_what_broke_a_worker_never_runs_ahead",
+    ),
+    Mutant(
+        "saves: no snapshot of a state that ran ahead",
+        "workers/snapshots/schedule.py",
+        "            and not resident.uncommitted\n",
+        "",
+        f"{_SAVES}::test_no_snapshot_is_taken_of_a_state_that_ran_ahead_of_its_commits",
+    ),
+    Mutant(
+        "saves: a state ahead of a save that was put off goes",
+        "workers/committer.py",
+        "if len(resident.uncommitted) > 1:",
+        "if False:",
+        f"{_SAVES}::test_a_store_that_is_away_costs_what_ran_ahead_no_attempt_and_no_bit",
+    ),
+    Mutant(
+        "saves: what had begun is left at no attempt",
+        "workers/owner.py",
+        "self._oplog.put_off(resident.lease, ran.entry.seq)",
+        "pass",
+        f"{_SAVES}::test_a_model_that_is_let_go_leaves_nothing_undone_and_no_attempt",
+    ),
+    # Checkpoints.
+    Mutant(
+        "checkpoints: the manifest comes last",
+        "workers/checkpoints.py",
+        "    for name, entry in manifest.files.items():\n        _upload(",
+        "    store.put_new(f'{prefix}/{MANIFEST}', manifest.to_json())\n"
+        "    for name, entry in manifest.files.items():\n        _upload(",
+        f"{_CHECKPOINTS}::test_a_write_that_ends_at_any_call_leaves_no_checkpoint_or_a_whole_one_and_can_be_repeated",
+    ),
+    Mutant(
+        "checkpoints: a committed one is not written again",
+        "workers/checkpoints.py",
+        "    try:\n        return read_manifest(store, prefix)\n    except NotFound:\n        pass\n",
+        "",
+        f"{_CHECKPOINTS}::test_a_checkpoint_stays_what_it_was_whoever_writes_it_again",
+    ),
+    Mutant(
+        "checkpoints: what is removed loses its manifest first",
+        "app/stores/objects/removal.py",
+        "not key.endswith",
+        "key.endswith",
+        f"{_CHECKPOINTS}::test_a_removal_that_dies_in_the_middle_leaves_no_half_checkpoint",
+    ),
+    Mutant(
+        "folder store: create only",
+        "app/stores/objects/folder.py",
+        "os.link(temporary, target)",
+        "temporary.replace(target)",
+        "tests/conformance/test_object_store.py::test_of_concurrent_writers_of_one_key_exactly_one_wins[folder]",
+    ),
+    Mutant(
+        "downloads: sha256",
+        "workers/downloads.py",
+        "        if found == expected:\n",
+        "        if found.size == expected.size:\n",
+        f"{_CHECKPOINTS}::test_a_damaged_checkpoint_is_never_handed_out",
+    ),
+    # Hand-overs.
+    Mutant(
+        "set_snapshot: what was handed over may have to be made again",
+        f"{_LUA}/set_snapshot.lua",
+        "<= tonumber(ARGV[3]) then return 0 end",
+        "< 0 then return 0 end",
+        f"{_HANDOVER}::test_the_journal_reaches_back_before_what_is_not_uploaded_yet",
+    ),
+    Mutant(
+        "admit_sample: a follower's version is the newest",
+        f"{_LUA}/prelude.lua",
+        "cjson.decode(newest or found[1] or",
+        "cjson.decode(found[1] or",
+        f"{_HANDOVER}::test_in_flight_samplers_of_a_model_follow_its_newest_save_and_a_snapshot_stays",
+    ),
+    Mutant(
+        "restore: behind a lost hand-over no snapshot is of use",
+        "workers/snapshots/restore.py",
+        "if local.seq >= before:",
+        "if False:",
+        f"{_HANDOVER}::test_a_local_snapshot_behind_a_lost_hand_over_is_passed_over",
+        slow=True,
+    ),
+    Mutant(
+        "complete: what is there of a generation stays",
+        "workers/checkpoints.py",
+        "entry if store.put_new(key, folder / name) else _stored_entry(store, key)",
+        "entry if store.put_new(key, folder / name) else entry",
+        f"{_HANDOVER}::test_two_owners_that_upload_at_once_agree_on_one_of_their_copies",
+    ),
+    Mutant(
+        "adapter turns: newcomers come before more of the same",
+        "workers/adapter_turns.py",
+        "if adapter_id not in self._running and len(self._running) >= self._most:\n                return",
+        "if adapter_id not in self._running and len(self._running) >= self._most:\n                continue",
+        "tests/unit/workers/test_adapter_turns.py::test_an_adapter_that_is_in_does_not_keep_the_others_out_for_ever",
+        slow=True,
+    ),
+)

@@ -1,0 +1,85 @@
+"""Tenants, limits and hostile input."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+_LUA = "app/stores/redis/lua"
+# Without the fixtures of the API's own tests, which take seconds to load.
+_STORES = "--confcutdir=tests/unit/app/stores -p tests.unit.conftest tests/unit/app/stores/redis"
+_LIMITS = "--confcutdir=tests/unit/app/stores tests/unit/app/test_limits.py"
+_BUCKET = "--confcutdir=tests/unit/workers/training tests/security/test_hostile_bucket.py"
+
+MUTANTS = (
+    # Tenants and hostile input.
+    Mutant(
+        "what is somebody else's is not there",
+        "app/services/ownership.py",
+        "or not caller.sees(found.owner)",
+        "",
+        "tests/security/test_tenants.py::test_what_is_somebody_elses_is_as_if_it_were_not_there",
+    ),
+    Mutant(
+        "limits: the size a zstd frame says it has",
+        "app/limits.py",
+        "if size > most:",
+        "if False:",
+        f"{_LIMITS}::test_a_frame_larger_than_the_limit_is_refused_by_what_its_head_says",
+    ),
+    Mutant(
+        "limits: bytes behind a zstd frame",
+        "app/limits.py",
+        "allow_extra_data=False",
+        "allow_extra_data=True",
+        f"{_LIMITS}::test_half_a_frame_or_one_with_something_behind_it_is_never_taken_for_a_body",
+    ),
+    Mutant(
+        "limits: how deep JSON is nested",
+        "app/limits.py",
+        "if not level:",
+        "if level:",
+        f"{_LIMITS}::test_levels_are_counted_in_lists_and_objects_alike",
+    ),
+    Mutant(
+        "limits of projects: the seq of a call that is refused for good",
+        "app/routes/seqs.py",
+        " or isinstance(error, LimitReached)",
+        "",
+        "tests/unit/app/routes/test_limits.py::test_no_call_waits_for_a_save_that_was_over_the_limit",
+    ),
+    Mutant(
+        "limits of projects: what others wait for",
+        f"{_LUA}/admit.lua",
+        "take(cjson.decode(ARGV[8]), is_awaited_by_parts(applied))",
+        "take(cjson.decode(ARGV[8]))",
+        f"{_STORES}/test_limits.py::test_what_others_wait_for_passes_and_is_charged",
+    ),
+    Mutant(
+        "limits of projects: samples that ended",
+        f"{_LUA}/prelude.lua",
+        "count_samples(request, -1)",
+        "",
+        f"{_STORES}/test_limits.py::test_sequences_count_until_their_request_ends_however_it_ends",
+    ),
+    Mutant(
+        "a checkpoint's files are of kinds that run nothing",
+        "workers/checkpoints.py",
+        "if not _FILE.fullmatch(name)",
+        "if False",
+        f"{_BUCKET}::test_a_manifest_that_names_another_kind_of_file_or_place_is_refused",
+    ),
+    Mutant(
+        "usage: an Op that failed",
+        f"{_LUA}/commit.lua",
+        "if ARGV[4] == 'done' then count_usage(key, ARGV[10]) end",
+        "count_usage(key, ARGV[10])",
+        f"{_STORES}/test_pages.py::test_what_failed_counts_nothing",
+    ),
+    Mutant(
+        "usage and audit log: a page that is closed",
+        f"{_LUA}/prelude.lua",
+        "hour = math.max(hour, pages_closed() + 1)",
+        "",
+        f"{_STORES}/test_pages.py::test_nothing_is_written_on_a_closed_page_even_if_the_clock_is_set_back",
+    ),
+)

@@ -1,0 +1,174 @@
+"""Trainers: what they may keep and replay, and the losses."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+_LUA = "app/stores/redis/lua"
+# Without the fixtures of the API's own tests, which take seconds to load.
+_STORES = "--confcutdir=tests/unit/app/stores -p tests.unit.conftest tests/unit/app/stores/redis"
+_OPLOG = f"{_STORES}/test_oplog.py"
+_RECOVERY = "tests/property/test_recovery.py"
+_FORMULAS = "workers/training/losses"
+_LOSSES = "--confcutdir=tests/unit/workers/training tests/unit/workers/training/losses/test_losses.py"
+_OUTAGES = "tests/unit/workers/test_outages.py"
+_PADDING = "--confcutdir=tests/unit/workers/training tests/unit/workers/training/test_jobs.py"
+
+MUTANTS = (
+    # States that may not be used again.
+    Mutant(
+        "runner: a state whose commit is in doubt goes",
+        "workers/runner.py",
+        "        except Fenced as fenced:\n            self._owner.discard(model_id)\n",
+        "        except Fenced as fenced:\n",
+        f"{_RECOVERY}::test_a_state_whose_commit_is_in_doubt_is_never_used_again",
+    ),
+    Mutant(
+        "runner: all states go when the backend broke",
+        "workers/runner.py",
+        "        self._owner.discard_all()\n",
+        "",
+        f"{_RECOVERY}::test_a_state_beside_a_device_error_is_thrown_away",
+    ),
+    Mutant(
+        "owner: an Op has so many attempts",
+        "workers/owner.py",
+        "        if entry is not None and entry.attempts >= MAX_ATTEMPTS:",
+        "        if False:",
+        f"{_RECOVERY}::test_an_op_that_always_breaks_its_worker_is_given_up",
+    ),
+    Mutant(
+        "begin: an Op that killed its worker had an attempt",
+        f"{_LUA}/prelude.lua",
+        "if found[1] then former[found[1]] = former[found[1]] or 0 end",
+        "",
+        f"{_RECOVERY}::test_an_op_that_always_kills_its_worker_is_given_up",
+    ),
+    Mutant(
+        "begin: a worker that is heard of did not die",
+        f"{_LUA}/prelude.lua",
+        "if boot == worker or is_heard(boot, worker) then",
+        "if boot == worker then",
+        f"{_OPLOG}::test_a_worker_that_was_cut_off_had_no_attempt_unless_it_dies_later",
+    ),
+    Mutant(
+        "begin: the process before a new one of its node is dead",
+        f"{_LUA}/prelude.lua",
+        "if node_of(boot) == node_of(worker) then redis.call('DEL', life) end",
+        "",
+        f"{_OPLOG}::test_a_process_whose_node_has_started_anew_is_dead_whatever_was_heard_of_it",
+    ),
+    Mutant(
+        "leave: who left an Op did not die of it, whoever owns the model by now",
+        f"{_LUA}/prelude.lua",
+        "if former[worker] then",
+        "if false then",
+        f"{_OPLOG}::test_a_worker_that_left_an_op_which_others_took_over_has_no_attempt_even_if_it_dies_later",
+    ),
+    Mutant(
+        "owner: an Op is not given up while a worker may be cut off",
+        "workers/owner.py",
+        "            if entry.in_doubt:",
+        "            if False:",
+        f"{_OUTAGES}::test_an_op_is_given_up_only_when_those_that_tried_it_are_dead[True]",
+    ),
+    Mutant(
+        "samples: a request is not given up while a worker may be cut off",
+        "workers/sample_runner.py",
+        "            if entry.in_doubt:",
+        "            if False:",
+        "tests/unit/workers/test_sample_runner.py::test_a_request_that_keeps_killing_samplers_is_given_up",
+    ),
+    # Losses: each by a sign and by a mask.
+    Mutant(
+        "cross_entropy: the sign",
+        f"{_FORMULAS}/cross_entropy.py",
+        "LossValue(-weights * logprobs",
+        "LossValue(weights * logprobs",
+        f"{_LOSSES}::test_cross_entropy_takes_any_weight_and_none",
+    ),
+    Mutant(
+        "cross_entropy: what has no weight is not its own",
+        f"{_FORMULAS}/cross_entropy.py",
+        "(weights != 0).any(-1, keepdim=True)",
+        "(weights == weights).any(-1, keepdim=True)",
+        f"{_LOSSES}::test_a_position_with_any_weight_is_one_token_of_cross_entropy",
+    ),
+    Mutant(
+        "importance_sampling: the sign",
+        f"{_FORMULAS}/importance_sampling.py",
+        "policy_value(-ratio",
+        "policy_value(ratio",
+        f"{_LOSSES}::test_importance_sampling_weighs_advantages_by_the_ratio",
+    ),
+    Mutant(
+        "ppo: the sign",
+        f"{_FORMULAS}/ppo.py",
+        "policy_value(-objective",
+        "policy_value(objective",
+        f"{_LOSSES}::test_ppo_stops_the_gradient_only_where_clipping_is_the_worse_side",
+    ),
+    Mutant(
+        "cispo: the sign",
+        f"{_FORMULAS}/cispo.py",
+        "policy_value(-held",
+        "policy_value(held",
+        f"{_LOSSES}::test_cispo_keeps_a_gradient_of_the_clipped_ratio",
+    ),
+    Mutant(
+        "dro: the sign of the pull",
+        f"{_FORMULAS}/dro.py",
+        "policy_value(pull - logprobs",
+        "policy_value(-pull - logprobs",
+        f"{_LOSSES}::test_dro_pulls_every_token_back",
+    ),
+    Mutant(
+        "gspo: the sign",
+        f"{_FORMULAS}/gspo.py",
+        "policy_value(-objective",
+        "policy_value(objective",
+        f"{_LOSSES}::test_gspo_gives_every_token_the_sequence_ratio_and_its_own_gradient",
+    ),
+    Mutant(
+        "gspo: the ratio is that of the marked tokens",
+        f"{_FORMULAS}/gspo.py",
+        'inputs["sequence_ratio_mask"] != 0',
+        'inputs["advantages"] != 0',
+        f"{_LOSSES}::test_gspo_gives_every_token_the_sequence_ratio_and_its_own_gradient",
+    ),
+    Mutant(
+        "ppo_critic: the sign",
+        f"{_FORMULAS}/ppo_critic.py",
+        "loss = 0.5 * weights",
+        "loss = -0.5 * weights",
+        f"{_LOSSES}::test_ppo_critic_pulls_values_to_their_returns_unless_clipping_is_the_worse_side",
+    ),
+    Mutant(
+        "ppo_critic: the worse side counts",
+        f"{_FORMULAS}/ppo_critic.py",
+        "torch.maximum(squared_error",
+        "torch.minimum(squared_error",
+        f"{_LOSSES}::test_ppo_critic_pulls_values_to_their_returns_unless_clipping_is_the_worse_side",
+    ),
+    Mutant(
+        "ppo_critic: what has no weight is not its own",
+        f"{_FORMULAS}/ppo_critic.py",
+        "own, found = weights != 0,",
+        "own, found = weights == weights,",
+        f"{_LOSSES}::test_critic_metrics_are_over_tokens_with_a_weight_and_give_the_explained_variance",
+    ),
+    Mutant(
+        "policy losses: a prompt is not their own",
+        f"{_FORMULAS}/policy.py",
+        'own = inputs["advantages"] != 0',
+        'own = inputs["advantages"] == inputs["advantages"]',
+        f"{_LOSSES}::test_policy_metrics_leave_the_prompt_out",
+    ),
+    Mutant(
+        "losses: padding",
+        "workers/training/jobs.py",
+        "torch.where(real, value.per_token, 0.0).sum",
+        "value.per_token.sum",
+        _PADDING,
+    ),
+)

@@ -1,0 +1,48 @@
+"""Pages at a state server, as tests look at them and let time go by."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+
+import redis
+
+from app.domain.usage import HOUR_S
+from app.settings import EngineSettings
+from app.stores.pages import Page
+from app.stores.redis import keys
+from app.stores.redis.pages import RedisPages
+
+# No test takes that long between two looks at the hour.
+_SAFE_S = 5.0
+
+
+def in_mid_hour() -> None:
+    """Return when the hour does not end at once: what a test writes is to be on one page."""
+    left = HOUR_S - time.time() % HOUR_S
+    if left < _SAFE_S:
+        time.sleep(left + 0.1)
+
+
+def listed(client: redis.Redis) -> list[Page]:
+    return [Page.parse(name.decode()) for name in client.zrange(keys.PAGES, 0, -1)]
+
+
+def used(client: redis.Redis, project: str = "me") -> dict[str, int]:
+    """Amounts by "<kind> <session> <base model>", of all hours."""
+    pages, total = RedisPages(client, EngineSettings()), Counter[str]()
+    for page in listed(client):
+        if (page.book, page.project) == ("usage", project):
+            fields = pages.fields(page)
+            total.update({name: int(amount) for name, amount in fields.items() if not name.startswith("session ")})
+    return dict(total)
+
+
+def age(client: redis.Redis, hours: int = 1) -> list[Page]:
+    """All pages are of so many hours earlier, as the clock has gone on; those that are there now."""
+    for page in listed(client):
+        older = Page(page.book, page.project, page.hour - hours)
+        client.rename(keys.page(page), keys.page(older))
+        client.zrem(keys.PAGES, str(page))
+        client.zadd(keys.PAGES, {str(older): older.hour})
+    return listed(client)

@@ -1,0 +1,42 @@
+"""Which test runs where, with several processes (`--dist loadscope`).
+
+Tests that share something dear stay together, so that it is made once: a file's fixtures, and the stacks and samplers
+that several files share. The first process takes them in order, whole stacks before all. Every other one begins at the
+end, where what needs nothing but a processor is, so stacks, which wait a lot, seldom run beside each other; and the
+small files in between are what is left when the processes meet.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import PurePath
+
+from xdist.scheduler import LoadScopeScheduling
+from xdist.workermanage import WorkerController
+
+_FIRST = ("chaos", "contract", "conformance", "faults")
+_LAST = ("security", "parity", "property", "mutants")
+# A parameter of a fixture that several files of a folder share (tests/contract/conftest.py, tests/conformance/).
+_SHARED = re.compile(r"\b(deepspeed-1-transformers|deepspeed-2-ranks-vllm)\b|\[(transformers|vllm)\b")
+
+
+def place(nodeid: str) -> int:
+    """What tests are ordered by; those of a folder stay in their order."""
+    folder = "".join(PurePath(nodeid.partition("::")[0]).parent.parts[1:2])
+    if folder in _FIRST:
+        return _FIRST.index(folder) - len(_FIRST)
+    return _LAST.index(folder) + 1 if folder in _LAST else 0
+
+
+class Scheduling(LoadScopeScheduling):
+    """xdist's own, but for what belongs together and who begins where."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        path = nodeid.partition("::")[0]
+        shared = _SHARED.search(nodeid)
+        return f"{PurePath(path).parent} {shared[1] or shared[2]}" if shared else path
+
+    def _assign_work_unit(self, node: WorkerController) -> None:
+        if node is not self.nodes[0]:
+            self.workqueue.move_to_end(next(reversed(self.workqueue)), last=False)
+        super()._assign_work_unit(node)

@@ -1,0 +1,104 @@
+"""What waits, as a whole: where each model is, and the samples in the order they came."""
+
+from __future__ import annotations
+
+import pytest
+import redis
+
+from app.domain.records import Model, Sampler, dump
+from app.domain.results import Result
+from app.settings import EngineSettings
+from app.stores.interfaces import ModelLine, Unfinished, WaitingSample
+from app.stores.redis import backlog as module
+from app.stores.redis.backlog import RedisBacklog
+from app.stores.redis.oplog import RedisOpLog
+from app.stores.redis.records import RedisRecords
+from tests.unit.app.stores.redis.journal import MODEL, OK, admit, own
+
+SAMPLER = "session:sample:0"
+
+
+@pytest.fixture
+def backlog(client: redis.Redis) -> RedisBacklog:
+    RedisRecords(client).put("samplers", SAMPLER, dump(Sampler("me", "session", "base", 0.0)))
+    return RedisBacklog(client, EngineSettings())
+
+
+def ask(oplog: RedisOpLog, seq: int, sequences: int = 1) -> str:
+    request_id = f"{SAMPLER}:{seq}"
+    oplog.admit_sample(request_id, SAMPLER, "me", "sample.base", b"x", f"d{seq}", sequences=sequences)
+    return request_id
+
+
+def test_where_nothing_waits_there_is_nothing(backlog: RedisBacklog, oplog: RedisOpLog) -> None:
+    assert backlog.unfinished(10) == Unfinished([], [], {})
+    assert backlog.seqs([]) == {}
+    assert backlog.running([]) == set()
+
+
+def test_a_model_is_where_its_journal_is(backlog: RedisBacklog, oplog: RedisOpLog) -> None:
+    def line() -> ModelLine:
+        return backlog.unfinished(10).models[0]
+
+    admit(oplog, 0)
+    admit(oplog, 2)
+    assert line() == ModelLine(MODEL, "me", "train.base", "", -1, 2, running=False, come=True)
+    lease = own(oplog)
+    oplog.next(lease, 0)
+    assert line() == ModelLine(MODEL, "me", "train.base", "a", -1, 2, running=True, come=True)
+    oplog.commit(lease, 0, OK)
+    assert line() == ModelLine(MODEL, "me", "train.base", "a", 0, 1, running=False, come=False)
+    assert backlog.seqs([MODEL, "no:train:1"]) == {MODEL: [2], "no:train:1": []}
+
+
+def test_an_op_of_a_worker_that_is_gone_does_not_run(
+    backlog: RedisBacklog, oplog: RedisOpLog, client: redis.Redis
+) -> None:
+    admit(oplog, 0)
+    oplog.next(own(oplog), 0)
+    client.delete(f"tinsmith:lease:{MODEL}")
+    (line,) = backlog.unfinished(10).models
+    assert (line.node, line.running) == ("", False)
+
+
+def test_samples_stand_as_they_came_until_they_end(
+    backlog: RedisBacklog, oplog: RedisOpLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_SLICE", 2)
+    asked = [ask(oplog, seq) for seq in (3, 1, 2, 0)]
+    found = backlog.unfinished(10).samples
+    assert {sample.request_id for sample in found} == set(asked)
+    assert set(found) == {WaitingSample(request_id, "me", "sample.base") for request_id in asked}
+    assert oplog.claim_sample(asked[1], "s/1")
+    assert backlog.running(asked) == {asked[1]}
+    oplog.finish_sample(asked[1], Result(b""))
+    assert {sample.request_id for sample in backlog.unfinished(10).samples} == set(asked) - {asked[1]}
+    assert backlog.running(asked) == set()
+
+
+def test_the_sequences_of_a_queue_are_those_that_were_given_to_a_sampler(
+    backlog: RedisBacklog, oplog: RedisOpLog
+) -> None:
+    for seq in range(3):
+        ask(oplog, seq, sequences=4)
+    oplog.claim_sample(f"{SAMPLER}:0", "s/1")
+    oplog.claim_sample(f"{SAMPLER}:1", "t/1")
+    assert backlog.unfinished(10).sequences == {"sample.base": 8}
+
+
+def test_of_more_than_are_asked_for_the_first_are_told(backlog: RedisBacklog, oplog: RedisOpLog) -> None:
+    for seq in range(6):
+        ask(oplog, seq)
+    assert len(backlog.unfinished(4).samples) == 4
+
+
+def test_models_beyond_a_slice_are_all_there(
+    backlog: RedisBacklog, oplog: RedisOpLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_SLICE", 2)
+    for i in range(5):
+        oplog.create_model(f"s:train:{i}", dump(Model(f"owner {i}", "s", "base", 0.0)))
+        oplog.admit(f"s:train:{i}", 0, "create_model", b"", "d")
+    assert {(one.model_id, one.owner) for one in backlog.unfinished(10).models} == {
+        (f"s:train:{i}", f"owner {i}") for i in range(5)
+    }

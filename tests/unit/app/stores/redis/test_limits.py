@@ -1,0 +1,356 @@
+"""What limits let in, on a real server: buckets, counts and sums, and that nothing counts twice."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import redis
+
+from app.domain.limits import KEY, PROJECT, Charge, Limits, Payer, Used
+from app.domain.records import Checkpoint, Model, Sampler, Session, dump
+from app.domain.results import Result
+from app.errors import LimitReached, TooManyRequests
+from app.settings import EngineSettings
+from app.stores.interfaces import Lease
+from app.stores.redis.lifecycle import RedisLifecycle
+from app.stores.redis.limits import RedisAllowances
+from app.stores.redis.oplog import RedisOpLog
+from app.stores.redis.records import RedisRecords
+
+SETTINGS = EngineSettings()
+SESSION = "session"
+MODEL, SAMPLER = f"{SESSION}:train:0", f"{SESSION}:sample:0"
+NONE = Limits()
+# A call takes 4.9 of the 10 seconds a bucket holds: 3 pass at once, the next in 4.7 s, which even a slow machine keeps.
+SLOW = Limits(requests_per_s=1 / 4.9)
+
+
+@pytest.fixture
+def stored(client: redis.Redis) -> RedisRecords:
+    records = RedisRecords(client)
+    records.put_new(Session.namespace, SESSION, dump(Session("me", 0.0)))
+    records.put_new(Sampler.namespace, SAMPLER, dump(Sampler("me", SESSION, "base", 0.0)))
+    return records
+
+
+@pytest.fixture
+def oplog(client: redis.Redis, stored: RedisRecords) -> RedisOpLog:
+    log = RedisOpLog(client, SETTINGS)
+    assert log.create_model(MODEL, dump(Model("me", SESSION, "base", 0.0, key="k")))
+    RedisLifecycle(client, SETTINGS).heartbeat(SESSION)
+    return log
+
+
+@pytest.fixture
+def allowances(client: redis.Redis) -> RedisAllowances:
+    return RedisAllowances(client, SETTINGS)
+
+
+def mine(limits: Limits = NONE, key: Limits = NONE) -> tuple[Payer, Payer]:
+    return Payer(PROJECT, "me", limits), Payer(KEY, "k", key)
+
+
+def ask(oplog: RedisOpLog, seq: int, charge: Charge, kind: str = "forward_backward") -> bool:
+    return oplog.admit(MODEL, seq, kind, b"payload", f"digest {seq}", charge=charge).fresh
+
+
+def sample(oplog: RedisOpLog, seq: int, samples: int, payers: tuple[Payer, ...]) -> str:
+    request = f"{SAMPLER}:{seq}"
+    charge = Charge(payers, 1, samples)
+    oplog.admit_sample(request, SAMPLER, "me", "sample.base", b"ask", "d", 1, None, samples, charge)
+    return request
+
+
+def later(client: redis.Redis, payer: Payer, seconds: float) -> None:
+    """As if so much time had gone by."""
+    for name in client.hkeys(f"tinsmith:rates:{payer.name}"):
+        if name.endswith(b"_at"):
+            client.hincrby(f"tinsmith:rates:{payer.name}", name, -int(1000 * seconds))
+
+
+def passed(allowances: RedisAllowances, charge: Charge, most: int = 50) -> int:
+    """How many calls pass at once, one after another."""
+    for count in range(most):
+        try:
+            allowances.take(charge)
+        except TooManyRequests:
+            return count
+    return most
+
+
+def test_calls_pass_until_the_bucket_is_empty_and_at_the_rate_from_then_on(client, allowances):
+    charge = Charge(mine(SLOW))
+    assert passed(allowances, charge) == 3
+    with pytest.raises(TooManyRequests, match=r"project me made \S+ calls .* requests_per_s is 0\.20") as caught:
+        allowances.take(charge)
+    assert caught.value.retry_after_s in range(1, 6)
+    later(client, charge.payers[0], 300)
+    assert passed(allowances, charge) == 3, "what was not used for long is not saved up"
+    for _ in range(20):
+        later(client, charge.payers[0], 4.9)
+        assert passed(allowances, charge) == 1
+
+
+def test_a_call_larger_than_the_bucket_passes_and_the_debt_is_waited_for(client, allowances):
+    payers = mine(Limits(tokens_per_s=100))
+    allowances.take(Charge(payers, tokens=5000))
+    with pytest.raises(TooManyRequests, match="tokens_per_s is 100") as caught:
+        allowances.take(Charge(payers, tokens=1))
+    assert caught.value.retry_after_s == 40
+    allowances.take(Charge(payers))  # one without tokens waits for none
+    later(client, payers[0], 41)
+    allowances.take(Charge(payers, tokens=1))
+
+
+def test_a_new_limit_holds_at_once_for_what_was_taken_under_the_old_one(allowances):
+    allowances.take(Charge(mine(Limits(tokens_per_s=1)), tokens=1000))
+    with pytest.raises(TooManyRequests, match="in 990 s"):
+        allowances.take(Charge(mine(Limits(tokens_per_s=1)), tokens=1))
+    with pytest.raises(TooManyRequests, match="in 10 s"):
+        allowances.take(Charge(mine(Limits(tokens_per_s=50)), tokens=1))
+    allowances.take(Charge(mine(Limits(tokens_per_s=500)), tokens=1))
+
+
+def test_the_state_of_a_rate_goes_when_it_has_filled_up(client, allowances):
+    payers = mine(SLOW)
+    allowances.take(Charge(payers))
+    assert 0 < client.pttl(f"tinsmith:rates:{payers[0].name}") <= 7000
+
+
+def test_a_refused_call_is_charged_to_nobody(client, allowances):
+    payers = mine(SLOW, Limits(requests_per_s=0.01))
+    assert passed(allowances, Charge(payers)) == 1, "the key lets one in"
+    with pytest.raises(TooManyRequests, match="key k made"):
+        allowances.take(Charge(payers))
+    assert passed(allowances, Charge(mine(SLOW))) == 2, "of the project's 3"
+
+
+def test_each_project_and_each_key_has_a_bucket_of_its_own(allowances):
+    assert passed(allowances, Charge(mine(SLOW))) == 3
+    assert passed(allowances, Charge((Payer(PROJECT, "other", SLOW), Payer(KEY, "me", SLOW)))) == 3
+
+
+def test_a_repeat_of_what_was_admitted_is_never_refused_and_counts_once(client, oplog, allowances):
+    charge = Charge(mine(SLOW))
+    assert ask(oplog, 0, charge, "create_model")
+    for _ in range(9):
+        assert not ask(oplog, 0, charge, "create_model")
+    assert passed(allowances, charge) == 2
+    assert not ask(oplog, 0, charge, "create_model")
+
+
+def test_a_call_that_is_refused_leaves_its_seq_free(client, oplog, allowances):
+    charge = Charge(mine(SLOW))
+    passed(allowances, charge)
+    with pytest.raises(TooManyRequests):
+        ask(oplog, 1, charge)
+    assert oplog.entry(MODEL, 1) is None
+    later(client, charge.payers[0], 10)
+    assert ask(oplog, 1, charge)
+
+
+def test_what_others_wait_for_passes_and_is_charged(client, oplog, allowances):
+    charge = Charge(mine(SLOW))
+    assert ask(oplog, 1, charge)
+    passed(allowances, charge)
+    with pytest.raises(TooManyRequests):
+        ask(oplog, 2, charge)
+    assert ask(oplog, 0, charge), "seq 1 cannot run before it"
+    later(client, charge.payers[0], 4.9)
+    assert passed(allowances, charge) == 0, "a call more is to be waited for"
+
+
+@pytest.mark.parametrize("ahead", ["a step", "a batch far ahead", "a refused batch"])
+def test_no_call_ahead_keeps_those_before_it_from_waiting_for_a_rate(oplog, ahead):
+    """A step takes no tokens, a refused call takes nothing, and one call must not let in all that may ever come."""
+    charge = Charge(mine(Limits(tokens_per_s=0.01)), tokens=1000)
+    match ahead:
+        case "a step":
+            ask(oplog, 2, replace(charge, tokens=0), "optim_step")
+        case "a batch far ahead":
+            ask(oplog, 1000, replace(charge, tokens=0))
+        case "a refused batch":
+            oplog.refuse(MODEL, 2, "not finite", "lost_batch")
+    assert ask(oplog, 0, charge)
+    lease = oplog.acquire(MODEL, "a/1")
+    assert isinstance(lease, Lease)
+    oplog.commit(lease, 0, Result(b"{}"))
+    with pytest.raises(TooManyRequests):
+        ask(oplog, 1, charge)
+
+
+def test_sequences_count_until_their_request_ends_however_it_ends(client, oplog, stored, allowances):
+    payers = mine(Limits(concurrent_samples=4))
+    done, cancelled, aborted = (sample(oplog, seq, 1, payers) for seq in range(3))
+    with pytest.raises(TooManyRequests, match=r"project me has 3 .*concurrent_samples is 4") as caught:
+        sample(oplog, 3, 2, payers)
+    assert caught.value.retry_after_s == 1
+    assert oplog.outcome(f"{SAMPLER}:3") is None
+    sample(oplog, 0, 1, payers)  # a repeat is neither refused nor counted
+    assert [allowances.used(payer).concurrent_samples for payer in payers] == [3, 3]
+    for _ in range(2):
+        oplog.finish_sample(done, Result(b"{}"))
+        oplog.cancel_sample(cancelled)
+    assert [allowances.used(payer).concurrent_samples for payer in payers] == [1, 1]
+    sample(oplog, 3, 3, payers)
+    lifecycle = RedisLifecycle(client, SETTINGS)
+    lifecycle.finish(SESSION, "success")
+    assert lifecycle.abort_samples() == 2
+    assert oplog.outcome(aborted) is not None
+    assert [allowances.used(payer).concurrent_samples for payer in payers] == [0, 0]
+
+
+@pytest.mark.parametrize(("usage", "kept"), [({"prefill": 30, "drawn": 20}, 50), ({}, 0)], ids=("drawn", "failed"))
+def test_what_a_sample_did_not_draw_is_given_back_once(oplog, allowances, usage, kept):
+    payers = mine(Limits(tokens_per_s=0.001))
+    request = f"{SAMPLER}:0"
+    charge = Charge(payers, 1000, 1)
+    oplog.admit_sample(request, SAMPLER, "me", "sample.base", b"ask", "d", 1000, None, 1, charge)
+    assert allowances.used(payers[0]).tokens_per_s == pytest.approx(1000 / 10, rel=1e-3)
+    for _ in range(2):
+        oplog.finish_sample(request, Result(b"{}"), usage)
+    assert allowances.used(payers[0]).tokens_per_s == pytest.approx(kept / 10, rel=1e-2)
+
+
+@pytest.mark.parametrize(("begun", "kept"), [(False, 0), (True, 1000)], ids=("waiting", "begun"))
+def test_a_cancelled_sample_is_given_back_what_no_sampler_can_have_drawn(oplog, allowances, begun, kept):
+    payers = mine(Limits(tokens_per_s=0.001))
+    request = f"{SAMPLER}:0"
+    oplog.admit_sample(request, SAMPLER, "me", "sample.base", b"ask", "d", 1000, None, 1, Charge(payers, 1000, 1))
+    if begun:
+        assert oplog.claim_sample(request, "sampler/1")
+    assert [oplog.cancel_sample(request) for _ in range(2)] == [True, False]
+    assert allowances.used(payers[0]).tokens_per_s == pytest.approx(kept / 10, rel=1e-2)
+
+
+def test_more_sequences_than_there_may_be_pass_alone(oplog):
+    payers = mine(key=Limits(concurrent_samples=2))
+    large = sample(oplog, 0, 5, payers)
+    with pytest.raises(TooManyRequests, match="key k has 5 sequences"):
+        sample(oplog, 1, 1, payers)
+    oplog.finish_sample(large, Result(b"{}"))
+    sample(oplog, 1, 1, payers)
+
+
+def test_sequences_count_for_whom_they_were_admitted_when_their_session_moves(client, oplog, allowances):
+    request = sample(oplog, 0, 3, mine())
+    RedisLifecycle(client, SETTINGS).move(SESSION, "other")
+    oplog.finish_sample(request, Result(b"{}"))
+    payers = [*mine(), Payer(PROJECT, "other", Limits())]
+    assert [allowances.used(payer).concurrent_samples for payer in payers] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("payer", mine(), ids=("project", "key"))
+def test_a_model_is_live_until_it_or_its_session_ends(client, oplog, stored, allowances, payer):
+    lifecycle = RedisLifecycle(client, SETTINGS)
+
+    def live() -> int:
+        return allowances.used(payer).live_models
+
+    def made(name: str, **changes: Any) -> str:
+        model = f"{name}:train:0"
+        stored.put_new(Session.namespace, name, dump(Session("me", 0.0)))
+        lifecycle.heartbeat(name)
+        oplog.create_model(model, dump(replace(Model("me", name, "base", 0.0, key="k"), **changes)))
+        return model
+
+    assert live() == 1
+    unloaded, deleted, _ = made("a"), made("b"), made("c")
+    made("failed", state="failed")
+    client.hset(f"tinsmith:models:{made('copied')}", "ended", "copied")
+    other = Session("other", 0.0)
+    stored.put_new(Session.namespace, "d", dump(other))
+    made("d", owner="other", key="another")
+    assert live() == 4
+    lifecycle.unload(unloaded)
+    assert live() == 3
+    lifecycle.end_model(deleted)
+    assert live() == 2
+    lifecycle.finish("c", "success")
+    assert live() == 1
+    lifecycle.move(SESSION, "other")
+    assert live() == (1 if payer.kind == KEY else 0)
+
+
+def test_another_model_is_refused_when_there_are_as_many_as_may_be(client, oplog, stored):
+    charge = Charge(mine(Limits(live_models=1)), models=1)
+    fields = dump(Model("me", SESSION, "base", 0.0))
+    second = f"{SESSION}:train:1"
+    with pytest.raises(LimitReached, match="project me has 1 live models, and its live_models is 1: finish a session"):
+        oplog.admit(second, 0, "create_model", b"payload", "d", fields, charge)
+    assert stored.get(Model.namespace, second) is None
+    RedisLifecycle(client, SETTINGS).end_model(MODEL)
+    assert oplog.admit(second, 0, "create_model", b"payload", "d", fields, charge).fresh
+    assert not oplog.admit(second, 0, "create_model", b"payload", "d", fields, charge).fresh, "a repeat is let in"
+
+
+def checkpoint(size: int, owner: str = "me", key: str = "k") -> Checkpoint:
+    return Checkpoint(owner, MODEL, "weights", "base", "models/x", 1.0, size, {}, [], key=key)
+
+
+def path(name: object) -> str:
+    return f"tinker://{MODEL}/weights/{name}"
+
+
+def commit(oplog: RedisOpLog, seq: int, name: object, size: int) -> None:
+    ask(oplog, seq, Charge(), "save_weights")
+    lease = oplog.acquire(MODEL, "a/1")
+    assert isinstance(lease, Lease)
+    oplog.commit(lease, seq, Result(b"{}"), [(Checkpoint.namespace, path(name), dump(checkpoint(size)))])
+
+
+def test_the_bytes_of_checkpoints_are_those_that_are_there(client, oplog, stored, allowances):
+    """After any history of saves, overwrites, copies, deletions and moves."""
+    chance, seq = random.Random(1), 0
+    payers = [*mine(), Payer(PROJECT, "other", Limits()), Payer(KEY, "k2", Limits())]
+    for step in range(120):
+        name, size = path(chance.randrange(6)), chance.randrange(4) * 10
+        match chance.choice(["save", "put", "put_new", "delete", "delete_same", "move", "note"]):
+            case "save":
+                commit(oplog, seq, name.rpartition("/")[2], size)
+                seq += 1
+            case "put":
+                stored.put(Checkpoint.namespace, name, dump(checkpoint(size, key=chance.choice(["", "k2"]))))
+            case "put_new":
+                stored.put_new(Checkpoint.namespace, name, dump(checkpoint(size, "other")))
+            case "delete":
+                stored.delete(Checkpoint.namespace, name)
+            case "delete_same":
+                stored.delete_same(Checkpoint.namespace, name, dump(checkpoint(size)))
+            case "move":
+                RedisLifecycle(client, SETTINGS).move(SESSION, chance.choice(["me", "other"]))
+            case "note":
+                stored.update(Checkpoint.namespace, name, {"public": "true"})
+        if step == 60:
+            client.delete("tinsmith:stored")  # a state server of before there were sums: the next change makes them
+            continue
+        there = [fields for _, fields in stored.list(Checkpoint.namespace)]
+        for payer in payers:
+            field = "owner" if payer.kind == PROJECT else "key"
+            kept = [int(fields["size_bytes"]) for fields in there if fields[field] == f'"{payer.id}"']
+            assert allowances.used(payer).storage_bytes == sum(kept), (step, payer)
+
+
+def test_a_save_is_refused_when_the_bytes_are_used_up(oplog, stored):
+    stored.put_new(Checkpoint.namespace, path("a"), dump(checkpoint(100)))
+    for limit, size, passes in ((101, 0, True), (100, 0, False), (150, 50, True), (149, 50, False)):
+        charge = Charge(mine(key=Limits(storage_bytes=limit)), stores=True, stored=size)
+        if passes:
+            ask(oplog, limit, charge, "save_weights")
+        else:
+            with pytest.raises(LimitReached, match=f"key k has 100 bytes of .* storage_bytes is {limit}"):
+                ask(oplog, limit, charge, "save_weights")
+    charge = Charge(mine(Limits(storage_bytes=0)), stores=True)
+    assert not ask(oplog, 101, charge, "save_weights"), "a repeat is let in"
+
+
+def test_what_is_used_of_a_rate_is_in_its_own_unit(allowances):
+    project, key = mine(Limits(requests_per_s=2, tokens_per_s=100))
+    for _ in range(10):
+        allowances.take(Charge((project, key), tokens=30))
+    used = allowances.used(project)
+    assert used.requests_per_s == pytest.approx(1, abs=0.3) and used.tokens_per_s == pytest.approx(30, abs=9)
+    assert allowances.used(key) == Used(0, 0, 0, None, None)

@@ -1,0 +1,105 @@
+"""Lets sampling requests in to the engine: as many as keep its batch full, and of those that wait the fairest first.
+
+An engine serves what it was given in the order in which it came. So it is given no more than it can decode at once and
+a little, which keeps its batch full while the next is let in. All others wait here, where the project is first that had
+the least of the tokens, by weight.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from app.domain.sampling import SampleRequest
+from workers.sampling.watch import Aborted, Watch
+from workers.shares import Shares
+
+# One sequence more is let in for so many that a batch holds.
+_SLACK = 8
+
+
+@dataclass(eq=False)
+class Turn:
+    """One request's. `rows`: its sequences that have not ended. Its project is charged for `most` tokens when it is let
+    in; how many it `took` corrects that."""
+
+    project: str
+    weight: float
+    rows: int
+    most: int
+    took: int | None = None
+    let_in: threading.Event = field(default_factory=threading.Event)
+
+
+class Gate:
+    """Safe from any thread. `batch`: sequences that the engine decodes at once; `weight_of(project)` is over 0."""
+
+    def __init__(self, shares: Shares, weight_of: Callable[[str], float], batch: int) -> None:
+        self._shares, self._weight_of = shares, weight_of
+        self._most = batch + max(1, batch // _SLACK)
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._waiting: dict[str, deque[Turn]] = {}
+        """By project, in the order in which they came."""
+
+    @contextmanager
+    def turn(self, project: str, request: SampleRequest, watch: Watch) -> Iterator[Turn]:
+        """Waits for the request's turn: as long as the block, though each sequence makes room as `watch` is told of its
+        end. Raises Aborted if `watch` is before.
+
+        One with more sequences than there is room for goes in where there is any: else it might wait for ever.
+        """
+        most = len(request.prompt) + request.num_samples * request.max_tokens
+        mine = Turn(project, self._weight_of(project), request.num_samples, most)
+        watch.ended = lambda: self._make_room(mine, 1)
+        self._wait(mine, watch)
+        try:
+            yield mine
+        finally:
+            self._correct(mine)
+            self._make_room(mine, mine.rows)
+
+    def _wait(self, mine: Turn, watch: Watch) -> None:
+        with self._lock:
+            if mine.project not in self._waiting:
+                self._waiting[mine.project] = deque()
+                self._shares.enter(mine.project)
+            self._waiting[mine.project].append(mine)
+            self._let_in()
+        watch.on_abort(mine.let_in.set)
+        mine.let_in.wait()
+        with self._lock:
+            if mine in self._waiting.get(mine.project, ()):
+                self._take_out(mine)
+                raise Aborted("the request was stopped before its turn")
+
+    def _correct(self, mine: Turn) -> None:
+        took = mine.most if mine.took is None else mine.took
+        with self._lock:
+            self._shares.settle(mine.project, mine.most / mine.weight, took / mine.weight)
+
+    def _make_room(self, mine: Turn, rows: int) -> None:
+        with self._lock:
+            ended = min(rows, mine.rows)
+            mine.rows -= ended
+            self._inside -= ended
+            self._let_in()
+
+    def _let_in(self) -> None:
+        while self._waiting and self._inside < self._most:
+            mine = self._waiting[min(self._waiting, key=self._shares.place)][0]
+            self._shares.begin(mine.project)
+            self._shares.lend(mine.project, mine.most / mine.weight)
+            self._take_out(mine)
+            self._inside += mine.rows
+            mine.let_in.set()
+
+    def _take_out(self, mine: Turn) -> None:
+        waiting = self._waiting[mine.project]
+        waiting.remove(mine)
+        if not waiting:
+            del self._waiting[mine.project]
+            self._shares.leave(mine.project)
