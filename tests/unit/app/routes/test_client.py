@@ -19,6 +19,7 @@ def test_the_sdk_takes_the_config_and_its_sampling_limit_from_poll_capacity(api:
     assert config.custom_loss_server_side
     assert not (config.pjwt_auth_enabled or config.proto_compress_fwdbwd)
     assert not config.sample_use_retrieve_futures
+    assert config.use_pyqwest_transport
     assert config.sample_join_sampling_session
     assert ClientDynamicConfigResponse(**api.post("client/dynamic_config", {}).json).sample_cancel_enabled
 
@@ -32,6 +33,7 @@ def test_batch_polls_can_be_switched_on_and_a_client_never_has_more_under_way_th
     app = create_app(settings.model_copy(update={"base_models": bases, "api": batched}))
     answer = app.test_client().post(f"{API}/client/config", json={}, headers={"X-API-Key": KEY}).json
     assert (answer["sample_use_retrieve_futures"], answer["sample_max_concurrent_requests"]) == (True, 7)
+    assert not answer["use_pyqwest_transport"], "it can lose the cancellation that ends the client's poll"
 
 
 def test_telemetry_is_accepted_whatever_it_holds(api: Api) -> None:
