@@ -16,6 +16,8 @@ from tests.contract.stack import API_KEY, BASE, Stack
 
 PROMPT = "The village tinsmith"
 MESSAGES = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Grüße & <b>?"}]
+# On busy cores the broker was seen to get none for 1.9 s: the whole of a stream may come in one piece then.
+_STREAMS = 10
 GREEDY = {"model": BASE, "temperature": 0.0, "max_tokens": 24}
 
 
@@ -78,13 +80,16 @@ def test_a_chat_goes_through_the_template_as_transformers_applies_it(
 def test_a_stream_is_the_same_text_in_many_pieces(client: openai.OpenAI):
     asked = {"model": BASE, "prompt": PROMPT, "n": 4, "seed": 3, "max_tokens": 400}
     whole = client.completions.create(**asked)
-    chunks = list(client.completions.create(stream=True, stream_options={"include_usage": True}, **asked))
-    parts = [[part for chunk in chunks for part in chunk.choices if part.index == index] for index in range(4)]
-    for choice, own in zip(whole.choices, parts, strict=True):
-        assert "".join(part.text for part in own) == choice.text
-        assert own[-1].finish_reason == choice.finish_reason
-    assert max(sum(bool(part.text) for part in own) for own in parts) > 2, "it came at once"
-    assert chunks[-1].usage == whole.usage
+    for _ in range(_STREAMS):
+        chunks = list(client.completions.create(stream=True, stream_options={"include_usage": True}, **asked))
+        parts = [[part for chunk in chunks for part in chunk.choices if part.index == index] for index in range(4)]
+        for choice, own in zip(whole.choices, parts, strict=True):
+            assert "".join(part.text for part in own) == choice.text
+            assert own[-1].finish_reason == choice.finish_reason
+        assert chunks[-1].usage == whole.usage
+        if max(sum(bool(part.text) for part in own) for own in parts) > 2:
+            return
+    raise AssertionError("it came at once, every time")
 
 
 def test_a_streamed_chat_begins_with_its_role(client: openai.OpenAI):
