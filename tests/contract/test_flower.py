@@ -32,9 +32,10 @@ def flower(stack: Stack) -> Iterator[str]:
         },
     )
     try:
-        url = f"http://127.0.0.1:{port}/api/tasks"
-        await_answer(lambda: requests.get(url, timeout=5).ok)
-        yield url
+        # It answers before it listens, and never hears what was said until then: workers say every 2 s that they live.
+        url = f"http://127.0.0.1:{port}"
+        await_answer(lambda: requests.get(f"{url}/workers?json=1", timeout=5).json()["data"])
+        yield f"{url}/api/tasks"
     finally:
         process.terminate()
         process.wait(30)
