@@ -67,8 +67,8 @@ MUTANTS = (
     ),
     Mutant(
         "abort_sample: its worker is told",
-        f"{_LUA}/prelude.lua",
-        "  if closed then redis.call('PUBLISH', 'tinsmith:aborted', request) end\n",
+        f"{_LUA}/limits.lua",
+        "  redis.call('PUBLISH', 'tinsmith:aborted', request)\n",
         "",
         f"{_SAMPLES}::test_a_cancelled_request_fails_as_the_users_doing_and_never_runs",
     ),

@@ -132,3 +132,13 @@ local function give_back(charged, usage)
     if taken then redis.call('HSET', key, 'tokens', string.format('%.6f', math.max(0, taken - unused))) end
   end
 end
+
+-- Close a sampling request that nobody waits for, and tell the worker that may be running it. What it was charged for is
+-- given back, unless it was begun: what a sampler draws until it hears of it is never told. Returns as close_sample.
+local function abort_sample(request, keep_s, type, body)
+  local charged, began = charged_for(request), redis.call('EXISTS', 'tinsmith:lease:' .. request) == 1
+  if not close_sample(request, 'failed', type, body, keep_s) then return false end
+  if not began then give_back(charged, '{}') end
+  redis.call('PUBLISH', 'tinsmith:aborted', request)
+  return true
+end

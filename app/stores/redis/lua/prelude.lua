@@ -287,10 +287,3 @@ local function close_sample(request, state, type, body, keep_s)
   redis.call('PUBLISH', 'tinsmith:done', request)
   return true
 end
-
--- Close a sampling request that nobody waits for, and tell the worker that may be running it. Returns as close_sample.
-local function abort_sample(request, keep_s, type, body)
-  local closed = close_sample(request, 'failed', type, body, keep_s)
-  if closed then redis.call('PUBLISH', 'tinsmith:aborted', request) end
-  return closed
-end
