@@ -290,9 +290,9 @@ class OpLog(Protocol):
         """A terminal future's result, for a worker; None while it is pending or when it is gone."""
         ...
 
-    def future(self, request_id: str, owners: Set[str]) -> Future:
-        """`owners` are the projects it may be of. Raises NotFound for an unknown or foreign id (alike), Gone for an
-        expired one."""
+    def future(self, request_id: str, owners: Set[str], onlookers: Set[str] = frozenset()) -> Future:
+        """`owners` are the projects it may be of; a result of one of the `onlookers` among them is not noted as read,
+        by which it would go sooner. Raises NotFound for an unknown or foreign id (alike), Gone for an expired one."""
         ...
 
     def shortage(self) -> str:
