@@ -15,7 +15,7 @@ from werkzeug.exceptions import HTTPException
 
 from app.auth import current_caller
 from app.errors import LimitReached, RequestError
-from app.routes.bodies import content, json_content
+from app.routes.bodies import batch_content, json_content
 from app.routes.context import services
 from app.routes.errors import describe
 from app.stores.interfaces import RefusalKind
@@ -56,7 +56,7 @@ def read_envelope() -> Envelope:
     """Whom the body at hand is for. Raises BadRequest or TooLarge."""
     if request.is_json:
         return json_bodies.open_envelope(json_content())
-    return forward_backward.open_envelope(content())
+    return forward_backward.open_envelope(batch_content())
 
 
 def _refuse(reason: str, gradient: bool) -> None:
