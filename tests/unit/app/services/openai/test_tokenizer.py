@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,30 @@ def test_a_base_without_a_template_says_what_can_be_used(tmp_path: Path):
     (tmp_path / "tokenizer_config.json").unlink()
     with pytest.raises(BadRequest, match="/completions"):
         read(str(tmp_path)).encode_chat(ASK, [])
+
+
+def test_a_long_text_keeps_no_other_thread_from_running(tmp_path: Path):
+    tokenizer, ticks, over = read(str(byte_tokenizer(tmp_path))), 0, threading.Event()
+
+    def tick() -> None:
+        nonlocal ticks
+        while not over.wait(0.001):
+            ticks += 1
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    tokens = tokenizer.encode("a b " * 2**17)
+    over.set()
+    thread.join()
+    assert len(tokens) == 2**19 and ticks >= 8
+
+
+def test_a_text_that_no_context_holds_is_not_tokenized(tmp_path: Path):
+    tokenizer = read(str(byte_tokenizer(tmp_path)))
+    assert len(tokenizer.encode("a" * 160, 10)) == 160
+    for text in ("a" * 161, "\ud800" * 10**6):
+        with pytest.raises(BadRequest, match=f"{len(text)} characters, and the model's context 10 tokens"):
+            tokenizer.encode(text, 10)
 
 
 @pytest.mark.parametrize("source", ["/no/such/folder", "org/not-in-the-cache"])
