@@ -281,6 +281,30 @@ def test_a_model_is_live_until_it_or_its_session_ends(client, oplog, stored, all
     assert live() == 1
     lifecycle.move(SESSION, "other")
     assert live() == (1 if payer.kind == KEY else 0)
+    for key in client.scan_iter("tinsmith:runs*"):
+        client.delete(key)  # a state server of before there were lists: they are made when they are needed
+    assert live() == (1 if payer.kind == KEY else 0)
+    lifecycle.move(SESSION, "me")
+    assert live() == 1
+    lifecycle.end_model(MODEL)
+    assert live() == 0
+
+
+def test_what_others_have_is_not_looked_at_to_count_ones_own(client, oplog, stored, allowances):
+    def looks() -> int:
+        before = calls()
+        assert [allowances.used(payer).live_models for payer in mine()] == [1, 1]
+        return calls() - before
+
+    def calls() -> int:
+        return sum(said["calls"] for said in client.info("commandstats").values())
+
+    looks()
+    alone = looks()
+    for other in range(50):
+        RedisLifecycle(client, SETTINGS).heartbeat(f"other{other}")
+        oplog.create_model(f"other{other}:train:0", dump(Model("other", f"other{other}", "base", 0.0, key="else")))
+    assert looks() == alone
 
 
 def test_another_model_is_refused_when_there_are_as_many_as_may_be(client, oplog, stored):
