@@ -90,6 +90,8 @@ class Tokenizers:
 
     def of(self, base_model: str) -> BaseTokenizer:
         """Raises BadRequest for one that has no fast tokenizer here, Unavailable when it cannot be fetched now."""
+        if base_model in self._read:  # while another's may still be on its way
+            return self._read[base_model]
         with self._lock:
             if base_model not in self._read:
                 self._read[base_model] = read(self._bases.tokenizer(base_model))

@@ -7,11 +7,13 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from app.errors import BadRequest
-from app.services.openai.tokenizer import read
+from app.services.base_models import BaseModels
+from app.services.openai.tokenizer import Tokenizers, read
 from tests.tokenizers import PLAIN, WITH_TOOLS, byte_tokenizer
 
 ASK = [{"role": "user", "content": "hi"}]
@@ -91,6 +93,32 @@ def test_a_text_that_no_context_holds_is_not_tokenized(tmp_path: Path):
             tokenizer.encode(text, 10)
 
 
+def test_a_tokenizer_that_is_being_fetched_keeps_nobody_from_another(tmp_path: Path):
+    asked, over = threading.Event(), threading.Event()
+
+    class Bases:
+        def tokenizer(self, name: str) -> str:
+            if name == "slow":
+                asked.set()
+                over.wait(60)
+            return str(tmp_path)
+
+    byte_tokenizer(tmp_path)
+    tokenizers = Tokenizers(cast(BaseModels, Bases()))
+    known = tokenizers.of("fast")
+    thread = threading.Thread(target=tokenizers.of, args=("slow",))
+    thread.start()
+    assert asked.wait(60)
+    found: list[object] = []
+    other = threading.Thread(target=lambda: found.append(tokenizers.of("fast")), daemon=True)
+    other.start()
+    other.join(10)
+    meanwhile = list(found)
+    over.set()
+    thread.join()
+    assert meanwhile == [known]
+
+
 @pytest.mark.parametrize("source", ["/no/such/folder", "org/not-in-the-cache"])
 def test_a_tokenizer_that_cannot_be_read_is_named_with_the_remedy(source: str):
     with pytest.raises(BadRequest, match=rf"{source}.*tokenizer\.json.*base_models\.tokenizer"):
@@ -107,7 +135,8 @@ def test_reading_one_loads_no_gpu_library(tmp_path: Path):
     folder = byte_tokenizer(tmp_path)
     probe = f"""
 import sys
-from app.services.openai.tokenizer import read
+from app.services.base_models import BaseModels
+from app.services.openai.tokenizer import Tokenizers, read
 read({str(folder)!r}).encode_chat([{{"role": "user", "content": "hi"}}], [])
 print(sorted({{name.partition(".")[0] for name in sys.modules}} & {{"torch", "transformers", "vllm"}}))
 """
