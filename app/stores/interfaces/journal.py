@@ -251,9 +251,9 @@ class OpLog(Protocol):
         Its adapter's version is fixed here: its sampler's, or the newest of the model that this one follows. It goes
         where that was sampled before (of the base: for this sampler) while there is room in the batch, then where there
         is more (records.Worker), and while everybody holds all he can to whoever comes first. Raises
-        BadRequest on other content and for what `bounds` could never let in, TooLarge, TooManyRequests while the queue
-        is full or a limit of `charge` is reached, and Unavailable while there is no room. All but the first never hit a
-        repeat.
+        BadRequest on other content and for what `bounds` could never let in, NotFound where the sampler is gone,
+        TooLarge, TooManyRequests while the queue is full or a limit of `charge` is reached, and Unavailable while there
+        is no room. All but the first never hit a repeat.
 
         It is held where its owner has others held, or has enough under way: all owners together three batches of the
         queue's samplers, or this one its part of a batch.

@@ -234,6 +234,8 @@ class RedisOpLog:
         found = self._run("admit_sample", request_id, parent_id, owner, queue, payload, digest, *needed, *most, *paid)
         limits.check(found)
         what, held = found[0].decode(), found[1]
+        if what == "unknown":
+            raise NotFound(f"sampler {parent_id[:200]!r} does not exist")
         if what == "conflict":
             raise BadRequest(_REFUSALS[what].format(seq=request_id.rpartition(":")[2]))
         if bounds and what in _FULL_QUEUE:
