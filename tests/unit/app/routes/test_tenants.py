@@ -248,4 +248,7 @@ def test_a_token_that_is_too_old_asks_for_another(api: Api, monkeypatch: pytest.
     monkeypatch.setattr(tokens, "_lifetime_s", 3600)
     new = replace(api, key=api.post("auth/token", {}).json["jwt"])
     assert new.get("auth/apikey/me").json == api.get("auth/apikey/me").json
+    monkeypatch.setattr(tokens, "_lifetime_s", 7200)
+    other = new.post("auth/token", {}).json["jwt"]
+    assert tokens.key_of(other) == tokens.key_of(new.key), "one made with it ends with it"
     assert "WWW-Authenticate" not in replace(api, key="tml-x").get("auth/apikey/me").headers
