@@ -73,6 +73,13 @@ MUTANTS = (
         f"{_SAMPLES}::test_a_cancelled_request_fails_as_the_users_doing_and_never_runs",
     ),
     Mutant(
+        "admit_sample: a sampler that is gone",
+        f"{_LUA}/admit_sample.lua",
+        "if not session then return {'unknown', 0} end",
+        "",
+        "tests/unit/app/routes/test_sampling.py::test_a_sampler_that_goes_while_it_is_asked_samples_nothing",
+    ),
+    Mutant(
         "abort_samples: a session that lives again",
         f"{_LUA}/abort_samples.lua",
         "not session or redis.call('ZSCORE', 'tinsmith:sessions_ended', cjson.decode(session))",

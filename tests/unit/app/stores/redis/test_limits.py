@@ -290,6 +290,12 @@ def test_a_model_is_live_until_it_or_its_session_ends(client, oplog, stored, all
     assert live() == 0
 
 
+def test_a_run_that_ended_is_listed_no_more(client, oplog, stored, allowances):
+    assert [allowances.used(payer).live_models for payer in mine()] == [1, 1]
+    RedisLifecycle(client, SETTINGS).end_model(MODEL)
+    assert client.keys("tinsmith:runs:*") == []
+
+
 def test_what_others_have_is_not_looked_at_to_count_ones_own(client, oplog, stored, allowances):
     def looks() -> int:
         before = calls()
