@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import suppress
+from itertools import islice
 from typing import Any
 
 import zstandard
@@ -13,6 +16,10 @@ from app.settings import LimitSettings
 # What every decoder is asked to support (RFC 8878), and the zstd program's limit unless told otherwise (--long).
 _WINDOW = 2**23
 _PIECE = 2**16
+_DATA = 3
+"""The field of a ForwardBackwardRequest that holds its datums."""
+_PART = 4
+"""The values of JSON that take as much memory as one message within another."""
 
 
 def unpack(body: bytes, encoding: str, most: int) -> bytes:
@@ -66,6 +73,17 @@ def check_values(body: bytes, limits: LimitSettings) -> None:
         raise TooLarge(f"the JSON body holds about {values} values; at most {limits.json_values} are taken at a time")
 
 
+def check_parts(body: bytes, limits: LimitSettings) -> None:
+    """Raises TooLarge for a ForwardBackwardRequest that would become too many objects: datums, chunks and inputs, each
+    of which may be two bytes. What is malformed is left to the parser."""
+    most = left = limits.json_values // _PART
+    with suppress(IndexError):
+        for number, start, end in _fields(body, 0, len(body)):
+            left -= 1 + (sum(1 for _ in islice(_fields(body, start, end), left)) if number == _DATA else 0)
+            if left < 0:
+                raise TooLarge(f"the body holds more than {most} parts of datums; send fewer at a time")
+
+
 def check_depth(value: Any, limits: LimitSettings) -> None:
     """Raises BadRequest for what later, deeper in the stack, might not be read again."""
     level = [value]
@@ -76,13 +94,46 @@ def check_depth(value: Any, limits: LimitSettings) -> None:
     raise BadRequest(f"the JSON body is nested too deeply; at most {limits.json_depth} levels are taken")
 
 
+def check_datums(count: int, limits: LimitSettings) -> None:
+    """Raises BadRequest for more datums than one call may bring."""
+    if count > limits.datums:
+        raise BadRequest(f"data holds {count} datums; at most {limits.datums} are taken at a time")
+
+
 def check_batch(batch: Batch, limits: LimitSettings) -> None:
-    """Raises BadRequest for more datums or tokens than one call may bring."""
-    if len(batch) > limits.datums:
-        raise BadRequest(f"data holds {len(batch)} datums; at most {limits.datums} are taken at a time")
+    """Raises BadRequest for more tokens than one call may bring."""
     tokens = batch.tokens.values.size
     if tokens > limits.batch_tokens:
         raise BadRequest(f"data holds {tokens} tokens; at most {limits.batch_tokens} are taken at a time")
+
+
+def _fields(body: bytes, place: int, end: int) -> Iterator[tuple[int, int, int]]:
+    """Number, begin and end of all that is a text or a message in a protobuf message. Raises IndexError where it ends
+    too soon."""
+    while place < end:
+        tag, place = _varint(body, place)
+        kind = tag & 7
+        if kind == 2:
+            size, place = _varint(body, place)
+            yield tag >> 3, place, place + size
+            place += size
+        elif kind == 0:
+            _, place = _varint(body, place)
+        else:
+            place += {1: 8, 5: 4}.get(kind, 0)
+
+
+def _varint(body: bytes, place: int) -> tuple[int, int]:
+    """A number, and the place behind it. Raises IndexError for one of more than 64 bits too."""
+    number = shift = 0
+    while shift < 64:
+        byte = body[place]
+        place += 1
+        number |= (byte & 127) << shift
+        if byte < 128:
+            return number, place
+        shift += 7
+    raise IndexError
 
 
 def _parts(value: Any) -> Any:

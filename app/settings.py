@@ -146,7 +146,10 @@ class LimitSettings(_Section):
         2 * 2**20, ge=2**16, description="a body without a batch or a prompt, where max_body_bytes is not lower"
     )
     json_values: int = Field(
-        2**20, ge=1000, description="values in a JSON body; a batch of an SDK that sends JSON has half as many"
+        2**20,
+        ge=1000,
+        description="values in a JSON body, and four times the parts of a batch in protobuf; a batch of an SDK that "
+        "sends JSON has half as many",
     )
     json_depth: int = Field(64, ge=16, le=256, description="lists and objects in one another in a JSON body")
     datums: int = Field(8192, ge=1, description="datums in one call; the SDK sends 1,024 at a time")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 Role = Literal["viewer", "member", "admin"]
@@ -21,7 +21,8 @@ class Caller:
     """The key of a request, and whose it is.
 
     `roles` are those in every project it may use, by project id; a record's `owner` is one of these ids. What does not
-    say which project it is for goes to `project`.
+    say which project it is for goes to `project`. `token_ends`: when the
+    token ends (unix s) that he showed in the key's place.
     """
 
     key_id: str
@@ -30,6 +31,7 @@ class Caller:
     project: str
     roles: Mapping[str, Role]
     scopes: frozenset[Scope] = SCOPES
+    token_ends: int | None = field(default=None, compare=False)
 
     @classmethod
     def alone(cls, project: str) -> Caller:

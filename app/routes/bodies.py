@@ -10,7 +10,7 @@ from flask import Request, current_app, request
 from webargs import core
 from webargs.flaskparser import FlaskParser, is_json_request
 
-from app.limits import check_depth, check_values, unpack
+from app.limits import check_depth, check_parts, check_values, unpack
 from app.settings import Settings
 from app.wire import json_bodies
 
@@ -34,6 +34,13 @@ def content() -> bytes:
     most = request.max_content_length
     assert most is not None
     return unpack(request.get_data(), request.headers.get("Content-Encoding", ""), most)
+
+
+def batch_content() -> bytes:
+    """The body of a protobuf batch. Raises what `content` does, also for too many parts of it."""
+    body = content()
+    check_parts(body, _settings().limits)
+    return body
 
 
 def json_content() -> Any:

@@ -21,6 +21,7 @@ from app.stores.redis.client import is_outage
 log = logging.getLogger(__name__)
 OPENAI = "/oai/api/v1"
 Answer = tuple[dict[str, Any], int, dict[str, str]]
+NOT_UNICODE = "a text in the JSON body holds half of a surrogate pair"
 _LONGEST_VALUE = 80
 _OPENAI_CODES = {
     "Unauthorized": "invalid_api_key",
@@ -89,7 +90,7 @@ def _too_deep(_: RecursionError) -> Answer:
 
 
 def _not_unicode(_: UnicodeEncodeError) -> Answer:
-    return _request_error(BadRequest("a text in the JSON body holds half of a surrogate pair"))
+    return _request_error(BadRequest(NOT_UNICODE))
 
 
 def _state_server(error: redis.RedisError) -> Answer | HTTPException:

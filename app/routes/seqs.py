@@ -15,9 +15,9 @@ from werkzeug.exceptions import HTTPException
 
 from app.auth import current_caller
 from app.errors import LimitReached, RequestError
-from app.routes.bodies import content, json_content
+from app.routes.bodies import batch_content, json_content
 from app.routes.context import services
-from app.routes.errors import describe
+from app.routes.errors import NOT_UNICODE, describe
 from app.stores.interfaces import RefusalKind
 from app.wire import forward_backward, json_bodies
 from app.wire.forward_backward import Envelope
@@ -46,6 +46,9 @@ def consumes_seq(*, gradient: bool = False) -> Callable[[View], View]:
                 if error.code in _FINAL:
                     _refuse(describe(error), gradient)
                 raise
+            except UnicodeEncodeError:  # a 400 as well (app/routes/errors.py)
+                _refuse(NOT_UNICODE, gradient)
+                raise
 
         return wrapped
 
@@ -56,7 +59,7 @@ def read_envelope() -> Envelope:
     """Whom the body at hand is for. Raises BadRequest or TooLarge."""
     if request.is_json:
         return json_bodies.open_envelope(json_content())
-    return forward_backward.open_envelope(content())
+    return forward_backward.open_envelope(batch_content())
 
 
 def _refuse(reason: str, gradient: bool) -> None:
@@ -65,4 +68,5 @@ def _refuse(reason: str, gradient: bool) -> None:
     except (RequestError, HTTPException):
         return
     kind: RefusalKind = "lost_batch" if gradient and not envelope.forward_only else "skip"
-    services().admission.refuse(envelope.model_id, envelope.seq, current_caller(), reason, kind)
+    kept = reason.encode(errors="backslashreplace").decode()  # a field's name may be what is wrong
+    services().admission.refuse(envelope.model_id, envelope.seq, current_caller(), kept, kind)

@@ -82,12 +82,15 @@ class SearchCursor(SdkSchema):
 
 
 class SearchSessions(SdkSchema):
-    session_id = fields.String(load_default=None, allow_none=True)
+    session_id = fields.String(load_default=None, allow_none=True, validate=validate.Length(max=512))
     project_ids = fields.List(fields.String(), load_default=None, allow_none=True, validate=validate.Length(max=1000))
     user_metadata = fields.Dict(keys=fields.String(), values=fields.String(), load_default=dict)
-    display_name = fields.String(load_default=None, allow_none=True, validate=validate.Length(1))
+    # Every session is looked at for each of its words.
+    display_name = fields.String(load_default=None, allow_none=True, validate=validate.Length(1, 512))
     owner = fields.Nested(SearchOwner, load_default=lambda: SearchOwner().load({}))
-    statuses = fields.List(fields.Nested(SearchStatus), load_default=None, allow_none=True)
+    statuses = fields.List(
+        fields.Nested(SearchStatus), load_default=None, allow_none=True, validate=validate.Length(max=16)
+    )
     limit = fields.Integer(strict=True, load_default=50, validate=validate.Range(1, 200))
     cursor = fields.Nested(SearchCursor, load_default=None, allow_none=True)
 

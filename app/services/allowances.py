@@ -41,8 +41,9 @@ class AllowanceService:
         return min([most, *(limit for limit in own if limit is not None)])
 
     def describe(self, caller: Caller, project: str | None) -> dict[str, Any]:
-        """The body of GET limits, of his key and its project or another. Raises NotFound for one he does not see."""
-        named = caller.project if project is None else check_seen(caller, project)
+        """The body of GET limits, of his key and its project or another. Raises NotFound for one he does not see, as
+        his key's own once he was taken out of it."""
+        named = check_seen(caller, caller.project if project is None else project)
         return {payer.kind: self._view(payer) for payer in self._limits.payers(caller, named)}
 
     def _view(self, payer: Payer) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from app.domain import records
 from app.domain.accounts import Key, User
@@ -35,7 +36,8 @@ class Callers:
     def __call__(self, credential: str) -> Caller:
         """Raises Unauthorized; InvalidToken when a new token would do; Unavailable while a key cannot be looked up."""
         if self._tokens and credential.startswith(_JWT_PREFIX):
-            return self._by_id(self._tokens.key_of(credential))
+            key, ends = self._tokens.key_of(credential)
+            return replace(self._by_id(key), token_ends=ends)
         digest = hash_key(credential)
         # Every known digest is compared, in constant time.
         if sum(hmac.compare_digest(digest, known) for known in self._digests):

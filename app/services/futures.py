@@ -29,7 +29,9 @@ class Futures:
             return self._done(request_id, caller, Model, model_id, UNLOAD, "model_id")
         if ids.is_loss_id(request_id):
             return self._done(request_id, caller, Loss, request_id, CUSTOM_LOSS, "loss_id")
-        return self._oplog.future(request_id, caller.roles.keys())
+        # What a viewer reads is there as before for whoever waits for it.
+        viewed = {project for project in caller.roles if not caller.may("member", project)}
+        return self._oplog.future(request_id, caller.roles.keys(), viewed)
 
     def _done(self, request_id: str, caller: Caller, cls: type[Owned], key: str, kind: str, named: str) -> Future:
         try:

@@ -26,6 +26,7 @@ _TEMPLATES = f"{TEMPLATE_FOLDER}/*.jinja"
 # SDK and cookbook load this one for every model of the family, as Meta's own need a licence to be accepted.
 _LLAMA_3, _OPEN_LLAMA_3 = "meta-llama/Llama-3", "thinkingmachineslabinc/meta-llama-3-instruct-tokenizer"
 _TRY_AGAIN_S = 60.0
+_PATIENCE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,19 +85,27 @@ class HubService:
 
     def _fetch(self, source: str) -> Path:
         """The folder in the hub cache, filled if need be. Raises Unavailable."""
+        if source in self._fetched:
+            return self._fetched[source]
+        # Anybody may ask, and a Hub that is away keeps us waiting: one thread, and the others for a moment.
+        if not self._lock.acquire(timeout=_PATIENCE_S):
+            raise Unavailable(f"the tokenizer of {source} is being fetched; try again soon")
+        try:
+            return self._fetched.get(source) or self._fetch_now(source)
+        finally:
+            self._lock.release()
+
+    def _fetch_now(self, source: str) -> Path:
         from huggingface_hub import snapshot_download
 
-        with self._lock:
-            if source not in self._fetched:
-                # Anybody may ask, and a Hub that is away keeps us waiting.
-                if time.monotonic() < self._failed.get(source, 0.0):
-                    raise Unavailable(f"the tokenizer of {source} could not be fetched; try again in a minute")
-                try:
-                    self._fetched[source] = Path(snapshot_download(source, allow_patterns=[*_FILES, _TEMPLATES]))
-                except (OSError, ValueError) as error:
-                    self._failed[source] = time.monotonic() + _TRY_AGAIN_S
-                    raise Unavailable(f"the tokenizer of {source} cannot be fetched: {type(error).__name__}") from None
-            return self._fetched[source]
+        if time.monotonic() < self._failed.get(source, 0.0):
+            raise Unavailable(f"the tokenizer of {source} could not be fetched; try again in a minute")
+        try:
+            self._fetched[source] = Path(snapshot_download(source, allow_patterns=[*_FILES, _TEMPLATES]))
+        except (OSError, ValueError) as error:
+            self._failed[source] = time.monotonic() + _TRY_AGAIN_S
+            raise Unavailable(f"the tokenizer of {source} cannot be fetched: {type(error).__name__}") from None
+        return self._fetched[source]
 
 
 def _sources(bases: BaseModels) -> dict[str, Path]:

@@ -9,6 +9,7 @@ from app import ids
 from app.domain import records
 from app.domain.identity import Caller
 from app.domain.records import Checkpoint, Model, Sampler, Session
+from app.errors import BadRequest
 from app.services import audit
 from app.services.allowances import AllowanceService
 from app.services.endings import Endings
@@ -87,10 +88,13 @@ class SessionService:
     def move(self, session_id: str, caller: Caller, project: str) -> None:
         """It goes to another project with all that is in it, checkpoints included. Again is fine.
 
-        Raises NotFound for either, as `create` does, and Forbidden where the caller only sees the session.
+        Raises NotFound for either, as `create` does, Forbidden where the caller only sees the session, and BadRequest
+        for the one of a project's OpenAI-compatible calls: further ones would be made in it, and count for `project`.
         """
         session = load_owned(self._records, Session, session_id, caller)
         check_writable(caller, project)
+        if session_id == ids.openai_session_id(session.owner):
+            raise BadRequest(f"session {session_id} is that of its project's OpenAI-compatible calls, and stays there")
         if session.owner != project:
             self._allowances.move(caller, project, *self._brings(session_id, session))
         for scope in {session.owner, project}:

@@ -28,12 +28,14 @@ class Tokens:
         self._lifetime_s = lifetime_s
 
     def issue(self, caller: Caller, email: str) -> str:
-        """A token for the caller's key. The SDK's `whoami` reads sub, org_id and email out of it."""
+        """A token for the caller's key; one made with another token ends with that, else it need never end. The SDK's
+        `whoami` reads sub, org_id and email out of it."""
         now = int(time.time())
+        ends = now + int(self._lifetime_s)
         claims = {
             "iss": _ISSUER,
             "iat": now,
-            "exp": now + int(self._lifetime_s),
+            "exp": ends if caller.token_ends is None else min(ends, caller.token_ends),
             "sub": user_urn(caller.user),
             "org_id": caller.organisation,
             "key": caller.key_id,
@@ -41,8 +43,9 @@ class Tokens:
         }
         return self._jwt.encode(claims, self._key, algorithm=_ALGORITHM)
 
-    def key_of(self, token: str) -> str:
-        """The id of the key it stands for. Raises InvalidToken for one that is not ours, was changed or is too old."""
+    def key_of(self, token: str) -> tuple[str, int]:
+        """The id of the key it stands for, and when it ends (unix s). Raises InvalidToken for one that is not ours, was
+        changed or is too old."""
         required = ["iss", "exp", "key"]
         try:
             claims = self._jwt.decode(
@@ -55,4 +58,4 @@ class Tokens:
             )
         except self._jwt.InvalidTokenError as error:
             raise InvalidToken(f"this token is not good any more ({error}): get another with the API key") from None
-        return str(claims["key"])
+        return str(claims["key"]), int(claims["exp"])

@@ -15,7 +15,7 @@ from app.domain.losses import LOSSES
 from app.domain.ops import AdamParams, LoadWeights, Op, OptimStep, SaveWeights
 from app.domain.records import Model, Sampler
 from app.errors import BadRequest, NotFound
-from app.limits import check_batch
+from app.limits import check_batch, check_datums
 from app.services import audit
 from app.services.admission import MAX_SEQ, AdmissionService
 from app.services.base_models import BaseModels, trainer_role
@@ -65,6 +65,7 @@ class TrainingService:
         model = load_owned(self._records, Model, envelope.model_id, caller)
         in_range("seq_id", envelope.seq, 1, MAX_SEQ)
         info = self._bases.info(trainer_role(full=model.full), model.base_model)
+        check_datums(envelope.datums, self._limits)
         op = envelope.decode(partial(self._custom_losses.find, caller))
         check_batch(op.batch, self._limits)
         check_forward_backward(op, info, critic=model.critic)

@@ -27,11 +27,13 @@ _INT32 = np.dtype("<i4")
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """Whom a body is for. `decode` makes the Op; it raises BadRequest naming the datum and key at fault."""
+    """Whom a body is for, and how many datums it has. `decode` makes the Op; it raises BadRequest naming the datum and
+    key at fault."""
 
     model_id: str
     seq: int
     forward_only: bool
+    datums: int
     decode: Callable[[FindLoss], ForwardBackward]
 
 
@@ -52,7 +54,8 @@ def open_envelope(body: bytes) -> Envelope:
         request = pb.ForwardBackwardRequest.FromString(body)
     except DecodeError:
         raise BadRequest(f"the body of {len(body)} bytes is not a ForwardBackwardRequest protobuf") from None
-    return Envelope(request.model_id, request.seq_id, request.forward_only, lambda find: _to_op(request, find))
+    who = request.model_id, request.seq_id, request.forward_only
+    return Envelope(*who, len(request.data), lambda find: _to_op(request, find))
 
 
 @dataclass(frozen=True, slots=True)

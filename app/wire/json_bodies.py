@@ -33,7 +33,10 @@ def open_envelope(body: Any) -> Envelope:
     seq = body.get("seq_id")
     if not isinstance(seq, int) or isinstance(seq, bool):
         raise BadRequest(f"seq_id must be an integer (got {str(seq)[:80]!r})")
-    return Envelope(body["model_id"], seq, _FORWARD in body, lambda find: _to_op(body, find))
+    content = body.get(_input_of(body))
+    data = content.get("data") if isinstance(content, dict) else None
+    datums = len(data) if isinstance(data, list) else 0
+    return Envelope(body["model_id"], seq, _FORWARD in body, datums, lambda find: _to_op(body, find))
 
 
 def text_tokens(chunks: Any, what: str) -> np.ndarray:
@@ -55,8 +58,7 @@ def _chunk_tokens(chunk: Any, what: str) -> np.ndarray:
 
 
 def _to_op(body: Mapping[str, Any], find: FindLoss) -> ForwardBackward:
-    forward_only = _FORWARD in body
-    name = _FORWARD if forward_only else "forward_backward_input"
+    forward_only, name = _FORWARD in body, _input_of(body)
     content = body.get(name)
     if not isinstance(content, dict) or not isinstance(content.get("loss_fn"), str):
         raise BadRequest(f"{name} must be an object with data and loss_fn")
@@ -64,6 +66,10 @@ def _to_op(body: Mapping[str, Any], find: FindLoss) -> ForwardBackward:
     head = Head.of(content["loss_fn"], _loss_config(content.get("loss_fn_config")), forward_only, find)
     tokens = [_tokens(datum, i) for i, datum in enumerate(data)]
     return build_op(head, tokens, [_inputs(datum, head.taken, i) for i, datum in enumerate(data)])
+
+
+def _input_of(body: Mapping[str, Any]) -> str:
+    return _FORWARD if _FORWARD in body else "forward_backward_input"
 
 
 def _tokens(datum: Any, i: int) -> np.ndarray:

@@ -14,6 +14,10 @@ from app.wire import tinker_pb2 as pb
 
 MAX_SPARSE_ELEMENTS = 2**22
 """Elements the sparse tensors of one column may unfold to: 32 MiB of int64. A few bytes of CSR can name any shape."""
+MAX_RANK = 8
+"""Sizes a tensor may have; nothing here has more than two. The product of very many would take for ever."""
+_MAX_ELEMENTS = 2**48
+"""What no tensor holds, but a shape can name beside a 0; numpy takes no sizes whose product is beyond its integers."""
 
 _BFLOAT16 = np.dtype("<u2")
 _DTYPES: dict[int, np.dtype[Any]] = {
@@ -33,7 +37,8 @@ def buffer(data: bytes, dtype: np.dtype, what: str) -> np.ndarray:
 
 def check_unfolded(column: Sequence[pb.Tensor], name: str) -> None:
     """Raises BadRequest when the sparse tensors of a column are too large as dense ones."""
-    total = sum(prod(max(0, n) for n in t.shape) for t in column if t.WhichOneof("encoding") == "sparse_csr")
+    sparse = (tensor for tensor in column if tensor.WhichOneof("encoding") == "sparse_csr")
+    total = sum(prod(max(0, size) for size in _shape(tensor, name)) for tensor in sparse)
     if total > MAX_SPARSE_ELEMENTS:
         raise BadRequest(f"{name}: {total} elements when dense; at most {MAX_SPARSE_ELEMENTS} are allowed")
 
@@ -43,7 +48,7 @@ def to_array(tensor: pb.Tensor, what: str) -> np.ndarray:
     dtype = _DTYPES.get(tensor.dtype)
     if dtype is None:
         raise BadRequest(f"{what}: dtype {tensor.dtype} is unknown; known are FLOAT32, INT64, INT32 and BFLOAT16")
-    shape = tuple(tensor.shape)
+    shape = _shape(tensor, what)
     if tensor.WhichOneof("encoding") == "sparse_csr":
         return _densify(tensor.sparse_csr, dtype, shape, what)
     return _shaped(_widen(buffer(tensor.dense, dtype, what)), shape, what)
@@ -51,7 +56,7 @@ def to_array(tensor: pb.Tensor, what: str) -> np.ndarray:
 
 def to_cells(tensor: pb.Tensor, what: str) -> Cells:
     """A matrix of int64 in the layout it was sent in. Raises BadRequest for anything else, naming it by `what`."""
-    shape = tuple(tensor.shape)
+    shape = _shape(tensor, what)
     if tensor.dtype != pb.DTYPE_INT64 or len(shape) != 2:
         raise BadRequest(f"{what}: expected an int64 tensor of two sizes (got shape {list(shape)})")
     rows, width = shape
@@ -61,6 +66,15 @@ def to_cells(tensor: pb.Tensor, what: str) -> Cells:
     values, starts, columns = _csr(tensor.sparse_csr, _DTYPES[pb.DTYPE_INT64], what)
     _check_csr(values, starts, columns, shape, what)
     return Cells(values, starts, width, columns)
+
+
+def _shape(tensor: pb.Tensor, what: str) -> tuple[int, ...]:
+    if len(tensor.shape) > MAX_RANK:
+        raise BadRequest(f"{what}: a shape of {len(tensor.shape)} sizes; at most {MAX_RANK} are allowed")
+    shape = tuple(tensor.shape)
+    if prod(max(1, size) for size in shape) > _MAX_ELEMENTS:
+        raise BadRequest(f"{what}: no tensor has shape {list(shape)}")
+    return shape
 
 
 def _widen(values: np.ndarray) -> np.ndarray:

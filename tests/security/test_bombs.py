@@ -107,6 +107,20 @@ def bombs(model: str) -> dict[str, tuple[str, bytes, str, Mapping[str, str]]]:
     }
 
 
+def crowds(model: str) -> dict[str, bytes]:
+    """Batches that are small when packed."""
+    head, shaped = batch(model, 1), batch(model, 1)
+    del head.data[:]
+    shaped.data[0].loss_fn_inputs["target_tokens"].shape.extend([2**31] * 200_000)
+    made = {
+        "2 million datums": b"\x1a\x00" * 2**21,
+        "2 million chunks": b"\x1a\x80\x80\x80\x02" + b"\x0a\x00" * 2**21,
+        "50,000 datums": head.SerializeToString() + b"\x1a\x00" * 50_000,
+        "a shape of 200,000 sizes": shaped.SerializeToString(),
+    }
+    return {name: zstandard.compress(body) for name, body in made.items()}
+
+
 def test_no_bomb_goes_off(server: Server) -> None:
     model = server.model()
     made = bombs(model)
@@ -120,6 +134,18 @@ def test_no_bomb_goes_off(server: Server) -> None:
     assert all(answer["detail"] for _, answer in answers.values())
     assert grown < MOST_MIB
     print(f"\n{len(answers)} bombs, {grown:.1f} MiB more at the peak")
+
+
+def test_many_parts_in_few_bytes_are_refused_before_they_are_made(server: Server) -> None:
+    before, model = server.peak_mib(), server.model()
+    answers = {name: server.post("forward_backward", body, PROTOBUF, ZSTD) for name, body in crowds(model).items()}
+    assert {name: status for name, (status, _) in answers.items()} == {
+        "2 million datums": 413,
+        "2 million chunks": 413,
+        "50,000 datums": 400,
+        "a shape of 200,000 sizes": 400,
+    }
+    assert server.peak_mib() - before < MOST_MIB
 
 
 def test_the_server_works_after_them(server: Server) -> None:

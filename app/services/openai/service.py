@@ -92,7 +92,7 @@ class OpenAiService:
         """Raises the same."""
         model = self._model(caller, asked["model"])
         offered = [] if asked["tool_choice"] == "none" else asked["tools"]
-        prompt = model.tokenizer.encode_chat(for_template(asked["messages"]), offered)
+        prompt = model.tokenizer.encode_chat(for_template(asked["messages"]), offered, model.info.max_context)
         most = asked["max_completion_tokens"] or asked["max_tokens"]
         request = model.request(asked, prompt, most, top=asked["top_logprobs"])
         calls = bool(offered) and tools.are_understood(model.tokenizer.template(offered))

@@ -64,4 +64,6 @@ class Target:
         return request
 
     def _tokens(self, prompt: Any) -> np.ndarray:
-        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else text_tokens([{"tokens": prompt}], "prompt")
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt, self.info.max_context)
+        return text_tokens([{"tokens": prompt}], "prompt")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 # A template of its own for requests with tools, where a model has several by name.
 _WITH_TOOLS = "tool_use"
 _DEFAULT = "default"
+# A mebibyte of text takes half a second and 400 MB, and few texts have more than 5 to each token.
+_CHARACTERS = 16
 
 
 class BaseTokenizer:
@@ -32,21 +35,23 @@ class BaseTokenizer:
         self._templates = {name: compile_template(text) for name, text in templates.items()}
         self._special = special
 
-    def encode(self, text: str) -> np.ndarray:
-        """int32 [n], with the special tokens the model wants around a text. Raises UnicodeEncodeError for half a
-        surrogate pair."""
-        return self._ids(text, special=True)
+    def encode(self, text: str, context: int = sys.maxsize) -> np.ndarray:
+        """int32 [n], with the special tokens the model wants around a text. Raises BadRequest for one that is far too
+        long for a context of so many tokens, UnicodeEncodeError for half a surrogate pair."""
+        return self._ids(text, context, special=True)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> np.ndarray:
-        """int32 [n] of a conversation, up to where the assistant speaks. Raises BadRequest when the model has no chat
-        template, or its template refuses the messages."""
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], context: int = sys.maxsize
+    ) -> np.ndarray:
+        """int32 [n] of a conversation, up to where the assistant speaks. Raises what `encode` does, also BadRequest
+        when the model has no chat template, or its template refuses the messages."""
         from app.services.openai.templates import render
 
         template = self._templates.get(self._which(tools))
         if template is None:
             raise BadRequest("this model has no chat template: use /completions")
         text = render(template, messages, tools or None, self._special)
-        return self._ids(text, special=False)
+        return self._ids(text, context, special=False)
 
     def template(self, tools: Sequence[Mapping[str, Any]]) -> str:
         """The text of the chat template that would be used; empty for none."""
@@ -60,9 +65,16 @@ class BaseTokenizer:
         """One token as text, special or not; half a character is U+FFFD."""
         return self.core.decode([token], skip_special_tokens=False)
 
-    def _ids(self, text: str, *, special: bool) -> np.ndarray:
+    def _ids(self, text: str, context: int, *, special: bool) -> np.ndarray:
+        if len(text) > _CHARACTERS * context:
+            raise BadRequest(
+                f"the prompt has {len(text)} characters, and the model's context {context} tokens: more than "
+                f"{_CHARACTERS} to each are not taken"
+            )
         text.encode()  # the tokenizer itself has no words for what is no Unicode
-        return np.array(self.core.encode(text, add_special_tokens=special).ids, np.int32)
+        # `encode` would keep all other threads from running until it is done.
+        (found,) = self.core.encode_batch_fast([text], add_special_tokens=special)
+        return np.array(found.ids, np.int32)
 
     def _which(self, tools: Sequence[Mapping[str, Any]]) -> str:
         return _WITH_TOOLS if tools and _WITH_TOOLS in self._texts else _DEFAULT
@@ -78,6 +90,8 @@ class Tokenizers:
 
     def of(self, base_model: str) -> BaseTokenizer:
         """Raises BadRequest for one that has no fast tokenizer here, Unavailable when it cannot be fetched now."""
+        if base_model in self._read:  # while another's may still be on its way
+            return self._read[base_model]
         with self._lock:
             if base_model not in self._read:
                 self._read[base_model] = read(self._bases.tokenizer(base_model))

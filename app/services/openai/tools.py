@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import dataclass
 
 from app.services.openai.text import held_back
 
-_OPEN = "<tool_call>"
-_CALLS = re.compile(r"\s*<tool_call>\s*(.*?)\s*</tool_call>\s*", re.DOTALL)
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,18 +46,20 @@ class ToolText:
 def parse(text: str) -> list[ToolCall]:
     """The calls `text` consists of; none if it holds anything else, or a call that is not {"name": ..., "arguments":
     {...}}."""
-    if _CALLS.sub("", text):
+    *parts, rest = text.split(_CLOSE)  # no pattern: what a model says may take one for ever
+    inner = [part.strip() for part in parts]
+    if rest.strip() or not all(part.startswith(_OPEN) for part in inner):
         return []
-    calls = [_call(found[1]) for found in _CALLS.finditer(text)]
+    calls = [_call(part.removeprefix(_OPEN).strip()) for part in inner]
     return [call for call in calls if call] if all(calls) else []
 
 
 def _call(text: str) -> ToolCall | None:
     try:
         found = json.loads(text)
-    except ValueError:
-        return None
-    if not isinstance(found, dict) or not isinstance(found.get("name"), str):
-        return None
-    arguments = found.get("arguments", {})
-    return ToolCall(found["name"], json.dumps(arguments, ensure_ascii=False)) if isinstance(arguments, dict) else None
+        name, arguments = found["name"], found.get("arguments", {})
+        if isinstance(name, str) and isinstance(arguments, dict):
+            return ToolCall(name, json.dumps(arguments, ensure_ascii=False))
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
+        pass
+    return None

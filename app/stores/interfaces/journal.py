@@ -251,9 +251,9 @@ class OpLog(Protocol):
         Its adapter's version is fixed here: its sampler's, or the newest of the model that this one follows. It goes
         where that was sampled before (of the base: for this sampler) while there is room in the batch, then where there
         is more (records.Worker), and while everybody holds all he can to whoever comes first. Raises
-        BadRequest on other content and for what `bounds` could never let in, TooLarge, TooManyRequests while the queue
-        is full or a limit of `charge` is reached, and Unavailable while there is no room. All but the first never hit a
-        repeat.
+        BadRequest on other content and for what `bounds` could never let in, NotFound where the sampler is gone,
+        TooLarge, TooManyRequests while the queue is full or a limit of `charge` is reached, and Unavailable while there
+        is no room. All but the first never hit a repeat.
 
         It is held where its owner has others held, or has enough under way: all owners together three batches of the
         queue's samplers, or this one its part of a batch.
@@ -290,9 +290,9 @@ class OpLog(Protocol):
         """A terminal future's result, for a worker; None while it is pending or when it is gone."""
         ...
 
-    def future(self, request_id: str, owners: Set[str]) -> Future:
-        """`owners` are the projects it may be of. Raises NotFound for an unknown or foreign id (alike), Gone for an
-        expired one."""
+    def future(self, request_id: str, owners: Set[str], onlookers: Set[str] = frozenset()) -> Future:
+        """`owners` are the projects it may be of; a result of one of the `onlookers` among them is not noted as read,
+        by which it would go sooner. Raises NotFound for an unknown or foreign id (alike), Gone for an expired one."""
         ...
 
     def shortage(self) -> str:

@@ -234,6 +234,8 @@ class RedisOpLog:
         found = self._run("admit_sample", request_id, parent_id, owner, queue, payload, digest, *needed, *most, *paid)
         limits.check(found)
         what, held = found[0].decode(), found[1]
+        if what == "unknown":
+            raise NotFound(f"sampler {parent_id[:200]!r} does not exist")
         if what == "conflict":
             raise BadRequest(_REFUSALS[what].format(seq=request_id.rpartition(":")[2]))
         if bounds and what in _FULL_QUEUE:
@@ -277,7 +279,7 @@ class RedisOpLog:
         found = read_hash(self._redis, keys.future(request_id))
         return _result(found) if found.get(b"state") in (b"done", b"failed") else None
 
-    def future(self, request_id: str, owners: Set[str]) -> Future:
+    def future(self, request_id: str, owners: Set[str], onlookers: Set[str] = frozenset()) -> Future:
         found = read_hash(self._redis, keys.future(request_id))
         if b"state" not in found:
             raise self._absence(request_id, owners)
@@ -287,7 +289,7 @@ class RedisOpLog:
         state = cast(FutureState, found[b"state"].decode())
         result = None if state == "pending" else _result(found)
         kind = found[b"kind"].decode()
-        if result is not None:
+        if result is not None and owner not in onlookers:
             self._note_read(request_id, kind, len(result.body))
         return Future(request_id, kind, found[b"model"].decode(), owner, state, result)
 

@@ -67,10 +67,17 @@ MUTANTS = (
     ),
     Mutant(
         "abort_sample: its worker is told",
-        f"{_LUA}/prelude.lua",
-        "  if closed then redis.call('PUBLISH', 'tinsmith:aborted', request) end\n",
+        f"{_LUA}/limits.lua",
+        "  redis.call('PUBLISH', 'tinsmith:aborted', request)\n",
         "",
         f"{_SAMPLES}::test_a_cancelled_request_fails_as_the_users_doing_and_never_runs",
+    ),
+    Mutant(
+        "admit_sample: a sampler that is gone",
+        f"{_LUA}/admit_sample.lua",
+        "if not session then return {'unknown', 0} end",
+        "",
+        "tests/unit/app/routes/test_sampling.py::test_a_sampler_that_goes_while_it_is_asked_samples_nothing",
     ),
     Mutant(
         "abort_samples: a session that lives again",

@@ -41,6 +41,13 @@ MUTANTS = (
         f"{_LIMITS}::test_levels_are_counted_in_lists_and_objects_alike",
     ),
     Mutant(
+        "limits: parts of a protobuf body",
+        "app/limits.py",
+        "if left < 0:",
+        "if False:",
+        f"{_LIMITS}::test_parts_of_a_protobuf_body_are_counted_before_they_are_made",
+    ),
+    Mutant(
         "limits of projects: the seq of a call that is refused for good",
         "app/routes/seqs.py",
         " or isinstance(error, LimitReached)",
@@ -60,6 +67,20 @@ MUTANTS = (
         "count_samples(request, -1)",
         "",
         f"{_STORES}/test_limits.py::test_sequences_count_until_their_request_ends_however_it_ends",
+    ),
+    Mutant(
+        "limits of projects: samples that a sampler began on are not given back",
+        f"{_LUA}/limits.lua",
+        "  if not began then give_back(charged, '{}') end\n",
+        "  give_back(charged, '{}')\n",
+        f"{_STORES}/test_limits.py::test_a_sample_that_is_called_off_is_given_back_what_no_sampler_can_have_drawn",
+    ),
+    Mutant(
+        "limits of projects: a run that ended",
+        f"{_LUA}/end_model.lua",
+        "  list_run(model, 'SREM')\n",
+        "",
+        f"{_STORES}/test_limits.py::test_a_run_that_ended_is_listed_no_more",
     ),
     Mutant(
         "a checkpoint's files are of kinds that run nothing",

@@ -6,10 +6,11 @@ import re
 import numpy as np
 import pytest
 import zstandard
+from tinker.proto import tinker_public_pb2 as sdk
 
 from app.domain.batch import Batch, Ragged
 from app.errors import BadRequest, TooLarge
-from app.limits import check_batch, check_depth, check_values, unpack
+from app.limits import check_batch, check_datums, check_depth, check_parts, check_values, unpack
 from app.settings import LimitSettings
 
 BODY = bytes(range(256)) * 40
@@ -89,6 +90,31 @@ def test_values_are_counted_before_they_are_made() -> None:
             check_values(body, limits)
 
 
+def test_parts_of_a_protobuf_body_are_counted_before_they_are_made() -> None:
+    """Datums, what is in them, known to us or not, and what stands beside them."""
+    message = sdk.ForwardBackwardRequest(model_id="m", seq_id=2**31 - 1, loss_fn="x", forward_only=True)
+    message.loss_fn_config["beta"] = 1.0
+    for i in range(300):
+        datum = message.data.add()
+        datum.model_input.add().encoded_text.tokens = bytes(4 * i)
+        datum.loss_fn_inputs["target_tokens"].shape.extend([i, 2**40])
+        datum.model_input_spans.add()
+    parts = 300 * 4 + 3
+    body = message.SerializeToString()
+    check_parts(body, LimitSettings(json_values=4 * parts))
+    bombs = (body, b"\x1a\x00" * 1001, b"\x1a\xd2\x0f" + b"\x0a\x00" * 1001, b"\x9a\x80\x00\x00" * 1001)
+    for bomb in bombs:
+        with pytest.raises(TooLarge, match="parts"):
+            check_parts(bomb, LimitSettings(json_values=4 * (parts - 1 if bomb is body else 1000)))
+
+
+@pytest.mark.parametrize(
+    "body", [b"\x1a", b"\x1a\x05a", b"\x80" * 10**6, b"\x0d\x01", b"\x0b\x1a\x00\x0c", b"\xff\xff"]
+)
+def test_what_is_no_protobuf_is_left_to_the_parser(body: bytes) -> None:
+    check_parts(body, LimitSettings())
+
+
 def test_levels_are_counted_in_lists_and_objects_alike() -> None:
     limits = LimitSettings(json_depth=16)
     nested: object = 1
@@ -104,9 +130,10 @@ def test_a_call_brings_so_many_datums_and_tokens_and_no_more() -> None:
         return Batch(Ragged.of([np.zeros(length) for length in lengths], np.int32), {})
 
     limits = LimitSettings(datums=3, batch_tokens=10)
+    check_datums(3, limits)
     check_batch(batch(5, 4, 1), limits)
     with pytest.raises(BadRequest, match="4 datums; at most 3"):
-        check_batch(batch(1, 1, 1, 1), limits)
+        check_datums(4, limits)
     with pytest.raises(BadRequest, match="11 tokens; at most 10"):
         check_batch(batch(5, 6), limits)
 

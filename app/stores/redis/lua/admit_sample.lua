@@ -2,12 +2,14 @@
 -- ARGV: request id, parent id, owner, queue, payload, digest, tokens it may take, its sequences, most requests and most
 -- tokens that may be unfinished in its queue (or '' for any), charge, the names of its payers.
 -- Returns {'fresh', node to ring, '' for whoever comes first}, {'held', ''} when nobody is to be rung yet, or {what,
--- requests or tokens that are unfinished there}: repeat | conflict | too_large | requests | tokens; or {'limited', ...} as
--- `over_limit` in prelude.lua
+-- requests or tokens that are unfinished there}: repeat | conflict | unknown | too_large | requests | tokens; or
+-- {'limited', ...} as `over_limit` in limits.lua
 local request, sampler, queue, tokens = ARGV[1], ARGV[2], ARGV[4], tonumber(ARGV[7])
 
 local known = redis.call('HGET', 'tinsmith:future:' .. request, 'digest')
 if known then return {known == ARGV[6] and 'repeat' or 'conflict', 0} end
+local session = redis.call('HGET', 'tinsmith:samplers:' .. sampler, 'session_id')
+if not session then return {'unknown', 0} end  -- it went since it was looked up, and nobody knows of which adapter it was
 if ARGV[9] ~= '' then
   if tokens > tonumber(ARGV[10]) then return {'too_large', 0} end
   local requests = redis.call('HLEN', 'tinsmith:sampling:' .. queue)
@@ -20,7 +22,7 @@ if refusal then return refusal end
 local limited = ARGV[11] ~= '' and take(cjson.decode(ARGV[11]))
 if limited then return limited end
 local now = now_ms()
-hear(redis.call('HGET', 'tinsmith:samplers:' .. sampler, 'session_id'), now)
+hear(session, now)
 local adapter = adapter_of(sampler)
 redis.call('HSET', 'tinsmith:op:' .. request, 'kind', 'sample', 'attempts', 0, 'admitted', now, 'adapter', adapter,
            'rows', ARGV[8], 'payers', ARGV[12])

@@ -20,6 +20,7 @@ end
 
 local holder = redis.call('GET', 'tinsmith:lease:' .. model) or ''
 if not head[4] then
+  list_run(model, 'SREM')
   redis.call('HINCRBY', key, 'epoch', 1)
   redis.call('HSET', key, 'ended', 'deleted', 'worker', '', 'snapshot', '')
   local journal = 'tinsmith:journal:' .. model

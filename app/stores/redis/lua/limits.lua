@@ -23,27 +23,39 @@ local function bytes_stored(payer)
   return tonumber(redis.call('HGET', STORED, payer.name) or 0)
 end
 
--- Make, change or delete a record by `change`; a checkpoint's bytes count for whose it was, and then for whose it is.
+-- Make, change or delete a record by `change`; a checkpoint's bytes, and a run, count for whose it was, and then for whose
+-- it is.
 local function change_record(namespace, id, change)
-  if namespace ~= 'checkpoints' then return change() end
-  sum_stored()
-  add_stored(id, -1)
-  change()
-  add_stored(id, 1)
+  if namespace == 'checkpoints' then
+    sum_stored()
+    add_stored(id, -1)
+    change()
+    add_stored(id, 1)
+  elseif namespace == 'models' then
+    list_run(id, 'SREM')
+    change()
+    list_run(id, 'SADD')
+  else
+    change()
+  end
+end
+
+-- A state server that has no lists of runs yet gets them here.
+local function list_runs()
+  if redis.call('SETNX', 'tinsmith:runs_listed', now_ms()) == 0 then return end
+  for _, model in ipairs(redis.call('ZRANGE', 'tinsmith:index:models', 0, -1)) do list_run(model, 'SADD') end
 end
 
 -- How many runs of a payer are live: not ended nor unloaded nor failed, in a session that has not ended.
 local function live_models(payer)
-  local id, field = cjson.encode(payer.id), payer.kind == 'project' and 'owner' or 'key'
+  list_runs()
   local live = 0
-  for _, session in ipairs(redis.call('ZRANGE', 'tinsmith:sessions_heard', 0, -1)) do
-    if field == 'key' or redis.call('HGET', 'tinsmith:sessions:' .. session, 'owner') == id then
-      local prefix = session .. ':train:'
-      for _, model in ipairs(redis.call('ZRANGEBYLEX', 'tinsmith:index:models', '[' .. prefix, '(' .. prefix .. '\255')) do
-        local head = redis.call('HMGET', 'tinsmith:models:' .. model, field, 'ended', 'state', 'unloaded', 'last_request')
-        local unloaded = head[4] and tonumber(head[5] or 0) <= tonumber(head[4])
-        if head[1] == id and not head[2] and head[3] ~= '"failed"' and not unloaded then live = live + 1 end
-      end
+  for _, model in ipairs(redis.call('SMEMBERS', 'tinsmith:runs:' .. payer.name)) do
+    local head = redis.call('HMGET', 'tinsmith:models:' .. model, 'session_id', 'ended', 'state', 'unloaded', 'last_request')
+    local unloaded = head[4] and tonumber(head[5] or 0) <= tonumber(head[4])
+    if head[1] and not head[2] and head[3] ~= '"failed"' and not unloaded
+        and redis.call('ZSCORE', 'tinsmith:sessions_heard', cjson.decode(head[1])) then
+      live = live + 1
     end
   end
   return live
@@ -131,4 +143,14 @@ local function give_back(charged, usage)
     local taken = redis.call('HGET', key, 'tokens')
     if taken then redis.call('HSET', key, 'tokens', string.format('%.6f', math.max(0, taken - unused))) end
   end
+end
+
+-- Close a sampling request that nobody waits for, and tell the worker that may be running it. What it was charged for is
+-- given back, unless it was begun: what a sampler draws until it hears of it is never told. Returns as close_sample.
+local function abort_sample(request, keep_s, type, body)
+  local charged, began = charged_for(request), redis.call('EXISTS', 'tinsmith:lease:' .. request) == 1
+  if not close_sample(request, 'failed', type, body, keep_s) then return false end
+  if not began then give_back(charged, '{}') end
+  redis.call('PUBLISH', 'tinsmith:aborted', request)
+  return true
 end

@@ -56,11 +56,21 @@ local function leave(op, worker)
   end
 end
 
+-- Have a run counted for its project and its key, by 'SADD', or no more, by 'SREM'; one that has ended is not added.
+local function list_run(model, how)
+  local found = redis.call('HMGET', 'tinsmith:models:' .. model, 'owner', 'key', 'ended')
+  if not found[1] or (found[3] and how == 'SADD') then return end
+  redis.call(how, 'tinsmith:runs:project:' .. cjson.decode(found[1]), model)
+  local key = cjson.decode(found[2] or '""')
+  if key ~= '' then redis.call(how, 'tinsmith:runs:key:' .. key, model) end
+end
+
 -- A model with nothing applied; its fields are ARGV from `first` on: field, value, ...
 local function register_model(model, first)
   redis.call('HSET', 'tinsmith:models:' .. model, 'applied', -1, 'epoch', 0, 'worker', '', 'snapshot', '',
              'snapshot_seq', -1, unpack(ARGV, first))
   redis.call('ZADD', 'tinsmith:index:models', 0, model)
+  list_run(model, 'SADD')
 end
 
 -- The queue its trainers read; doorbell.train_queue says the same.
@@ -286,11 +296,4 @@ local function close_sample(request, state, type, body, keep_s)
   redis.call('DEL', 'tinsmith:op:' .. request, 'tinsmith:lease:' .. request)
   redis.call('PUBLISH', 'tinsmith:done', request)
   return true
-end
-
--- Close a sampling request that nobody waits for, and tell the worker that may be running it. Returns as close_sample.
-local function abort_sample(request, keep_s, type, body)
-  local closed = close_sample(request, 'failed', type, body, keep_s)
-  if closed then redis.call('PUBLISH', 'tinsmith:aborted', request) end
-  return closed
 end

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub
 import pytest
@@ -145,3 +147,28 @@ def test_a_hub_that_is_away_is_not_asked_again_for_every_stranger(
     answers = [client.get(f"/{BASE}/resolve/main/tokenizer.json") for _ in range(3)]
     assert [(answer.status_code, float(answer.headers["Retry-After"]) > 0) for answer in answers] == [(503, True)] * 3
     assert len(asked) == 1
+
+
+def test_strangers_do_not_wait_in_a_row_for_a_hub_that_is_slow(
+    serve: Serve, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, over = threading.Event(), threading.Event()
+
+    def slow(*_: Any, **__: Any) -> str:
+        asked.set()
+        over.wait(60)
+        return str(folder)
+
+    monkeypatch.setattr("app.services.hub._PATIENCE_S", 0.01)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", slow)
+    client = serve("other/source")
+    path, answers = f"/{BASE}/resolve/main/config.json", []
+    threads = [threading.Thread(target=lambda: answers.append(client.get(path)), daemon=True) for _ in range(2)]
+    threads[0].start()
+    assert asked.wait(60)
+    threads[1].start()
+    threads[1].join(30)
+    assert [(answer.status_code, "is being fetched" in answer.text) for answer in answers] == [(503, True)]
+    over.set()
+    threads[0].join(60)
+    assert answers[1].status_code == client.get(path).status_code == 200

@@ -229,6 +229,16 @@ def test_another_project_shows_its_limits_to_who_is_in_it(place: Place, accounts
     assert foreign.text.replace(elsewhere, "") == missing.text.replace("project-0", "")
 
 
+def test_whoever_was_taken_out_of_his_keys_project_sees_its_use_no_more(place: Place, accounts: AccountService) -> None:
+    user = accounts.add_user(place.organisation, "jo@example.org").id
+    accounts.set_role(user, place.project, "viewer")
+    key = accounts.add_key(user, place.project, ())[1]
+    assert place.call(key, ("GET", "limits"), None).status_code == 200
+    accounts.set_role(user, place.project, None)
+    unnamed, named = (place.call(key, ("GET", f"limits{query}"), None) for query in ("", "?project_id={project}"))
+    assert (unnamed.status_code, unnamed.data) == (404, named.data)
+
+
 @pytest.mark.parametrize("full", ["live_models", "storage_bytes"])
 def test_a_session_moves_only_where_there_is_room_for_all_of_it(
     place: Place,

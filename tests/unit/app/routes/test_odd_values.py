@@ -16,7 +16,7 @@ from tests.unit.app.routes.test_models import save_checkpoint
 from tests.unit.app.routes.test_sampling import body as sample_body
 
 ODD = [None, True, -1, 0, 10**400, 2**63, 1.5, 1e308, float("nan"), "", "\ud800", "x\x00y", "../..", "x" * 5000, [], {}]
-ODD += [[None], [[1]], {"a": {"b": 1}}, [10**400]]
+ODD += [[None], [[1]], {"a": {"b": 1}}, [10**400], [1] * 100]
 
 TENSOR = {"data": [1, 2], "dtype": "int64", "shape": [2]}
 DATUM = {"model_input": {"chunks": [{"tokens": [1, 2]}]}, "loss_fn_inputs": {"target_tokens": TENSOR}}

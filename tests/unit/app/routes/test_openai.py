@@ -393,6 +393,12 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "a token beyond": ("completions", {"prompt": [4000]}, "4000"),
     "a huge token": ("completions", {"prompt": [2**40]}, "32-bit"),
     "a long prompt": ("completions", {"prompt": "a" * CONTEXT}, str(CONTEXT)),
+    "a text for ever": ("completions", {"prompt": ["a", "a" * (16 * CONTEXT + 1)]}, "characters"),
+    "a chat for ever": (
+        "chat/completions",
+        {"messages": [{"role": "user", "content": "a" * (16 * CONTEXT)}]},
+        "characters",
+    ),
     "bad stop": ("completions", {"stop": [1]}, "stop"),
     "empty stop": ("completions", {"stop": [""]}, "empty"),
     "json": ("chat/completions", {"response_format": {"type": "json_object"}}, "response_format"),

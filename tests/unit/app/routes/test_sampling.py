@@ -51,6 +51,23 @@ def test_a_sample_is_admitted_with_an_id_for_each_sequence(api: Api) -> None:
     assert request.seed == ids.stable_seed(request_id)
 
 
+def test_a_sampler_that_goes_while_it_is_asked_samples_nothing(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody could say any more of which weights: the base's would be wrong."""
+    sampler, bases = api.sampler(), api.services.bases
+    known = bases.info
+
+    def info(role: str, name: str) -> Any:
+        api.services.records.delete("samplers", sampler)
+        return known(role, name)
+
+    monkeypatch.setattr(bases, "info", info)
+    meanwhile = api.post("asample", body(sampler))
+    monkeypatch.undo()
+    missing = api.post("asample", body(sampler))
+    assert (meanwhile.status_code, meanwhile.data) == (404, missing.data)
+    assert api.services.oplog.pending() == []
+
+
 def test_a_retried_sample_returns_the_original_future(api: Api) -> None:
     sampler = api.sampler()
     first, again = api.post("asample", body(sampler)), api.post("asample", body(sampler))

@@ -113,6 +113,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"limit": 201}, "limit"),
     ({"owner": {"type": "all"}}, "all"),
     ({"display_name": ""}, "display_name"),
+    ({"display_name": "a " * 300}, "display_name"),
+    ({"statuses": [{"type": "active"}] * 17}, "statuses"),
     ({"statuses": [{"type": "lost"}]}, "lost"),
     ({"cursor": {"last_created_at": "2026-01-01T00:00:00", "last_session_id": "x"}}, "last_created_at"),
 ]

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from app.domain.identity import SCOPES, Scope
+from app.domain.results import PROTOBUF, Result
 from app.services.accounts import AccountService
 from app.services.tokens import Tokens
+from app.stores.redis import keys
 from app.stores.redis.client import connect
 from tests.unit.app.conftest import API, BASE, Api
 from tests.unit.app.places import SAMPLED, Place
@@ -80,6 +82,20 @@ def test_a_viewer_reads_all_and_changes_nothing(place: Place) -> None:
     assert place.state() == before
     for call, body in READS.items():
         assert (call, place.call(viewer, call, body).status_code) == (call, 200)
+
+
+def test_a_result_that_a_viewer_read_is_there_as_before_for_whoever_waits_for_it(place: Place) -> None:
+    viewer, sample = place.key("viewer"), place.ids["sample"]
+    place.api.services.oplog.finish_sample(sample, Result(b"x", PROTOBUF))
+    with connect(place.api.services.settings.redis.url) as client:
+        before = place.state(), client.ttl(keys.future(sample))
+        assert place.call(viewer, ("POST", "retrieve_future"), {"request_id": "{sample}"}).data == b"x"
+        assert place.call(viewer, ("POST", "cancel_future"), {"request_id": "{sample}"}).status_code == 403
+        assert place.state() == before[0]
+        assert client.ttl(keys.future(sample)) > before[1] - 60
+    asked = {"target": {"sampling_session_id": place.ids["sampler"]}}
+    told = replace(place.api, key=place.key("member")).post("retrieve_futures", asked).json["completions"]
+    assert [completion["request_id"] for completion in told] == [sample]
 
 
 def test_a_key_without_scopes_reads_all_and_changes_nothing(place: Place) -> None:
@@ -232,4 +248,7 @@ def test_a_token_that_is_too_old_asks_for_another(api: Api, monkeypatch: pytest.
     monkeypatch.setattr(tokens, "_lifetime_s", 3600)
     new = replace(api, key=api.post("auth/token", {}).json["jwt"])
     assert new.get("auth/apikey/me").json == api.get("auth/apikey/me").json
+    monkeypatch.setattr(tokens, "_lifetime_s", 7200)
+    other = new.post("auth/token", {}).json["jwt"]
+    assert tokens.key_of(other) == tokens.key_of(new.key), "one made with it ends with it"
     assert "WWW-Authenticate" not in replace(api, key="tml-x").get("auth/apikey/me").headers

@@ -135,6 +135,13 @@ BAD_SAVES: dict[str, tuple[str, dict[str, Any], int, str]] = {
     "no name": ("save_weights", {}, 422, "path"),
     "short ttl": ("save_weights", {"path": "a", "ttl_seconds": 60}, 400, "ttl_seconds 60"),
     "metadata no text": ("save_weights", {"path": "a", "user_metadata": {"a": 1}}, 422, "user_metadata"),
+    "half of a pair": ("save_weights", {"path": "a", "user_metadata": {"a": "\ud800"}}, 400, "surrogate pair"),
+    "half of a pair by name": (
+        "save_weights",
+        {"path": "a", "user_metadata": {"\ud800": 1}},
+        422,
+        "user_metadata.\ud800",
+    ),
     "no age key": ("save_weights_external", {"path": "a", "age_encryption_recipients": ["age1x"]}, 400, "'age1x'"),
     "too many readers": ("save_weights_external", {"path": "a", "age_encryption_recipients": ["a"] * 11}, 422, "age_"),
     "form": ("save_weights_external", {"path": "a", "format": "gguf"}, 400, "'gguf'"),

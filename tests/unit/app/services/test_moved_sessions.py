@@ -6,10 +6,11 @@ import json
 
 import pytest
 
+from app import ids
 from app.domain.identity import Caller
-from app.domain.records import Sampler, dump
+from app.domain.records import Sampler, Session, dump
 from app.domain.results import Result
-from app.errors import Forbidden, NotFound
+from app.errors import BadRequest, Forbidden, NotFound
 from app.services.rebuild import Rebuild
 from app.stores.redis.client import connect
 from app.stores.redis.lifecycle import RedisLifecycle
@@ -51,6 +52,16 @@ def test_what_is_being_saved_meanwhile_goes_along(api: Api) -> None:
     api.services.sessions.move(session, caller(api, session), "new")
     api.commit(run, 1, Result(b"{}"), [("checkpoints", path, captured)])
     assert owner(api, "checkpoints", path) == "new"
+
+
+def test_that_of_a_projects_openai_calls_stays(api: Api) -> None:
+    """Its members' further calls would be made in it, and count for another project."""
+    here = owner(api, "sessions", api.session())
+    session = ids.openai_session_id(here)
+    api.services.records.put("sessions", session, dump(Session(here, 0.0)))
+    with pytest.raises(BadRequest, match="stays there"):
+        api.services.sessions.move(session, caller(api, session), "new")
+    assert owner(api, "sessions", session) == here
 
 
 def test_its_runs_go_on_in_the_new_project(api: Api) -> None:

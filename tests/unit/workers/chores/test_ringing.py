@@ -8,13 +8,14 @@ from itertools import pairwise
 import pytest
 import redis
 
-from app.domain.records import Model, dump
+from app.domain.records import Model, Sampler, dump
 from app.domain.results import Result
 from app.errors import BadRequest
 from app.settings import EngineSettings
 from app.stores.interfaces import Lease
 from app.stores.redis import keys
 from app.stores.redis.oplog import RedisOpLog
+from app.stores.redis.records import RedisRecords
 from workers.chores.ringing import Ringing
 
 MODEL = "session:train:0"
@@ -27,6 +28,7 @@ def oplog(client: redis.Redis) -> RedisOpLog:
     log = RedisOpLog(client, PATIENT)
     log.take_calls(600)
     log.create_model(MODEL, dump(Model("me", "session", "base", 0.0)))
+    RedisRecords(client).put_new(Sampler.namespace, "s:sample:0", dump(Sampler("me", "s", "base", 0.0)))
     return log
 
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from app.errors import BadRequest
-from app.services.openai.tokenizer import read
+from app.services.base_models import BaseModels
+from app.services.openai.tokenizer import Tokenizers, read
 from tests.tokenizers import PLAIN, WITH_TOOLS, byte_tokenizer
 
 ASK = [{"role": "user", "content": "hi"}]
@@ -66,6 +69,56 @@ def test_a_base_without_a_template_says_what_can_be_used(tmp_path: Path):
         read(str(tmp_path)).encode_chat(ASK, [])
 
 
+def test_a_long_text_keeps_no_other_thread_from_running(tmp_path: Path):
+    tokenizer, ticks, over = read(str(byte_tokenizer(tmp_path))), 0, threading.Event()
+
+    def tick() -> None:
+        nonlocal ticks
+        while not over.wait(0.001):
+            ticks += 1
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    tokens = tokenizer.encode("a b " * 2**17)
+    over.set()
+    thread.join()
+    assert len(tokens) == 2**19 and ticks >= 8
+
+
+def test_a_text_that_no_context_holds_is_not_tokenized(tmp_path: Path):
+    tokenizer = read(str(byte_tokenizer(tmp_path)))
+    assert len(tokenizer.encode("a" * 160, 10)) == 160
+    for text in ("a" * 161, "\ud800" * 10**6):
+        with pytest.raises(BadRequest, match=f"{len(text)} characters, and the model's context 10 tokens"):
+            tokenizer.encode(text, 10)
+
+
+def test_a_tokenizer_that_is_being_fetched_keeps_nobody_from_another(tmp_path: Path):
+    asked, over = threading.Event(), threading.Event()
+
+    class Bases:
+        def tokenizer(self, name: str) -> str:
+            if name == "slow":
+                asked.set()
+                over.wait(60)
+            return str(tmp_path)
+
+    byte_tokenizer(tmp_path)
+    tokenizers = Tokenizers(cast(BaseModels, Bases()))
+    known = tokenizers.of("fast")
+    thread = threading.Thread(target=tokenizers.of, args=("slow",))
+    thread.start()
+    assert asked.wait(60)
+    found: list[object] = []
+    other = threading.Thread(target=lambda: found.append(tokenizers.of("fast")), daemon=True)
+    other.start()
+    other.join(10)
+    meanwhile = list(found)
+    over.set()
+    thread.join()
+    assert meanwhile == [known]
+
+
 @pytest.mark.parametrize("source", ["/no/such/folder", "org/not-in-the-cache"])
 def test_a_tokenizer_that_cannot_be_read_is_named_with_the_remedy(source: str):
     with pytest.raises(BadRequest, match=rf"{source}.*tokenizer\.json.*base_models\.tokenizer"):
@@ -82,7 +135,8 @@ def test_reading_one_loads_no_gpu_library(tmp_path: Path):
     folder = byte_tokenizer(tmp_path)
     probe = f"""
 import sys
-from app.services.openai.tokenizer import read
+from app.services.base_models import BaseModels
+from app.services.openai.tokenizer import Tokenizers, read
 read({str(folder)!r}).encode_chat([{{"role": "user", "content": "hi"}}], [])
 print(sorted({{name.partition(".")[0] for name in sys.modules}} & {{"torch", "transformers", "vllm"}}))
 """

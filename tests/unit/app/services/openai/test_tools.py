@@ -24,6 +24,9 @@ NO_CALLS = {
     "no name": '<tool_call>{"arguments": {}}</tool_call>',
     "arguments that are no object": '<tool_call>{"name": "a", "arguments": "b"}</tool_call>',
     "one of two": f"{CALL}<tool_call>?</tool_call>",
+    "a list": "<tool_call>[]</tool_call>",
+    "deeper than can be read": f"<tool_call>{'[' * 10**5}</tool_call>",
+    "a line break for ever": "<tool_call>" + "\n" * 10**5,
     "nothing": "",
 }
 

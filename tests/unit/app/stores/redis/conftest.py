@@ -3,9 +3,10 @@ from __future__ import annotations
 import pytest
 import redis
 
-from app.domain.records import Model, dump
+from app.domain.records import Model, Sampler, dump
 from app.settings import EngineSettings
 from app.stores.redis.oplog import RedisOpLog
+from app.stores.redis.records import RedisRecords
 from tests.unit.app.stores.redis.journal import MODEL
 
 
@@ -13,4 +14,5 @@ from tests.unit.app.stores.redis.journal import MODEL
 def oplog(client: redis.Redis) -> RedisOpLog:
     log = RedisOpLog(client, EngineSettings(lease_s=0.3))
     assert log.create_model(MODEL, dump(Model("me", "session", "base", 0.0)))
+    RedisRecords(client).put_new(Sampler.namespace, "s:sample:0", dump(Sampler("me", "s", "base", 0.0)))
     return log

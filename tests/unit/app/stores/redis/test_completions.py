@@ -6,12 +6,14 @@ import pytest
 import redis
 
 from app import ids
+from app.domain.records import Sampler, dump
 from app.domain.results import Result
 from app.settings import EngineSettings
 from app.stores.interfaces import Completion
 from app.stores.redis import keys
 from app.stores.redis.completions import RedisCompletions
 from app.stores.redis.oplog import RedisOpLog
+from app.stores.redis.records import RedisRecords
 
 SAMPLER = "s:sample:0"
 FIRST, THIRD = ids.poll_target(SAMPLER, 0), ids.poll_target(SAMPLER, 3)
@@ -20,6 +22,7 @@ SETTINGS = EngineSettings()
 
 @pytest.fixture
 def samples(client: redis.Redis) -> RedisOpLog:
+    RedisRecords(client).put_new(Sampler.namespace, SAMPLER, dump(Sampler("me", "s", "base", 0.0)))
     return RedisOpLog(client, SETTINGS)
 
 

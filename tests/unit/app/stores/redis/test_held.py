@@ -22,12 +22,15 @@ MOST = 3 * BATCH
 OK = Result(b"{}")
 
 
+LIGHT = tuple(f"light{i}" for i in range(30))
+
+
 @pytest.fixture
 def samples(client: redis.Redis) -> RedisOpLog:
     worker = Worker("sampler", "base", {}, {}, "", 0.0, queue=QUEUE, batch=BATCH, holds=1000)
     records = RedisRecords(client)
     records.put(Worker.namespace, "a", dump(worker))
-    for project in ("heavy", "light", "other"):
+    for project in ("heavy", "light", "other", *LIGHT):
         records.put_new(Session.namespace, project, dump(Session(project, 0.0)))
         records.put_new(Sampler.namespace, f"{project}:sample:0", dump(Sampler(project, project, "base", 0.0)))
     return RedisOpLog(client, EngineSettings())
@@ -73,7 +76,7 @@ def test_a_light_project_is_rung_for_at_once_however_much_another_holds(samples)
 
 
 def test_however_many_projects_there_are_only_so_many_are_rung_for(samples):
-    projects = ["heavy", *(f"light{i}" for i in range(30))]
+    projects = ["heavy", *LIGHT]
     rung = sum(fill(samples, project, MOST) for project in projects)
     assert 2 * MOST <= rung <= 2 * MOST + len(projects), "twice what one has alone, and one of each in any case"
 

@@ -57,11 +57,15 @@ def test_requests_of_a_session_go_to_one_sampler_and_those_of_others_to_the_empt
     assert [admit(samples, seq, TUNED) for seq in range(2)] == ["b"] * 2
 
 
-def test_while_little_goes_on_homes_are_shared_out_and_those_forgotten_are_the_same_again(client, samples):
+def test_while_little_goes_on_homes_are_shared_out_and_those_forgotten_are_the_same_again(client, records, samples):
+    sessions = [f"session:sample:{number}" for number in range(100, 116)]
+    for sampler in sessions:
+        records.put_new(Sampler.namespace, sampler, dump(Sampler("me", "session", "base", 0.0)))
+
     def homes(seq: int) -> list[str | None]:
         """Of sixteen sessions, each alone while it samples."""
         found = []
-        for sampler in (f"session:sample:{number}" for number in range(100, 116)):
+        for sampler in sessions:
             found.append(admit(samples, seq, sampler))
             samples.finish_sample(f"{sampler}:{seq}", Result(b""))
             client.delete(f"{keys.PREFIX}home:{sampler}")

@@ -99,7 +99,7 @@ def test_a_call_larger_than_the_bucket_passes_and_the_debt_is_waited_for(client,
     allowances.take(Charge(payers, tokens=5000))
     with pytest.raises(TooManyRequests, match="tokens_per_s is 100") as caught:
         allowances.take(Charge(payers, tokens=1))
-    assert caught.value.retry_after_s == 40
+    assert caught.value.retry_after_s in range(30, 41)
     allowances.take(Charge(payers))  # one without tokens waits for none
     later(client, payers[0], 41)
     allowances.take(Charge(payers, tokens=1))
@@ -107,9 +107,9 @@ def test_a_call_larger_than_the_bucket_passes_and_the_debt_is_waited_for(client,
 
 def test_a_new_limit_holds_at_once_for_what_was_taken_under_the_old_one(allowances):
     allowances.take(Charge(mine(Limits(tokens_per_s=1)), tokens=1000))
-    with pytest.raises(TooManyRequests, match="in 990 s"):
+    with pytest.raises(TooManyRequests, match=r"in 9[89]\d s"):
         allowances.take(Charge(mine(Limits(tokens_per_s=1)), tokens=1))
-    with pytest.raises(TooManyRequests, match="in 10 s"):
+    with pytest.raises(TooManyRequests, match=r"in (\d|10) s"):
         allowances.take(Charge(mine(Limits(tokens_per_s=50)), tokens=1))
     allowances.take(Charge(mine(Limits(tokens_per_s=500)), tokens=1))
 
@@ -215,14 +215,22 @@ def test_what_a_sample_did_not_draw_is_given_back_once(oplog, allowances, usage,
     assert allowances.used(payers[0]).tokens_per_s == pytest.approx(kept / 10, rel=1e-2)
 
 
+@pytest.mark.parametrize("session_ends", [False, True], ids=("cancelled", "of a session that ends"))
 @pytest.mark.parametrize(("begun", "kept"), [(False, 0), (True, 1000)], ids=("waiting", "begun"))
-def test_a_cancelled_sample_is_given_back_what_no_sampler_can_have_drawn(oplog, allowances, begun, kept):
+def test_a_sample_that_is_called_off_is_given_back_what_no_sampler_can_have_drawn(
+    client, oplog, allowances, begun, kept, session_ends
+):
     payers = mine(Limits(tokens_per_s=0.001))
     request = f"{SAMPLER}:0"
     oplog.admit_sample(request, SAMPLER, "me", "sample.base", b"ask", "d", 1000, None, 1, Charge(payers, 1000, 1))
     if begun:
         assert oplog.claim_sample(request, "sampler/1")
-    assert [oplog.cancel_sample(request) for _ in range(2)] == [True, False]
+    if session_ends:
+        lifecycle = RedisLifecycle(client, SETTINGS)
+        lifecycle.finish(SESSION, "success")
+        assert [lifecycle.abort_samples() for _ in range(2)] == [1, 0]
+    else:
+        assert [oplog.cancel_sample(request) for _ in range(2)] == [True, False]
     assert allowances.used(payers[0]).tokens_per_s == pytest.approx(kept / 10, rel=1e-2)
 
 
@@ -273,6 +281,36 @@ def test_a_model_is_live_until_it_or_its_session_ends(client, oplog, stored, all
     assert live() == 1
     lifecycle.move(SESSION, "other")
     assert live() == (1 if payer.kind == KEY else 0)
+    for key in client.scan_iter("tinsmith:runs*"):
+        client.delete(key)  # a state server of before there were lists: they are made when they are needed
+    assert live() == (1 if payer.kind == KEY else 0)
+    lifecycle.move(SESSION, "me")
+    assert live() == 1
+    lifecycle.end_model(MODEL)
+    assert live() == 0
+
+
+def test_a_run_that_ended_is_listed_no_more(client, oplog, stored, allowances):
+    assert [allowances.used(payer).live_models for payer in mine()] == [1, 1]
+    RedisLifecycle(client, SETTINGS).end_model(MODEL)
+    assert client.keys("tinsmith:runs:*") == []
+
+
+def test_what_others_have_is_not_looked_at_to_count_ones_own(client, oplog, stored, allowances):
+    def looks() -> int:
+        before = calls()
+        assert [allowances.used(payer).live_models for payer in mine()] == [1, 1]
+        return calls() - before
+
+    def calls() -> int:
+        return sum(said["calls"] for said in client.info("commandstats").values())
+
+    looks()
+    alone = looks()
+    for other in range(50):
+        RedisLifecycle(client, SETTINGS).heartbeat(f"other{other}")
+        oplog.create_model(f"other{other}:train:0", dump(Model("other", f"other{other}", "base", 0.0, key="else")))
+    assert looks() == alone
 
 
 def test_another_model_is_refused_when_there_are_as_many_as_may_be(client, oplog, stored):
@@ -348,9 +386,9 @@ def test_a_save_is_refused_when_the_bytes_are_used_up(oplog, stored):
 
 
 def test_what_is_used_of_a_rate_is_in_its_own_unit(allowances):
-    project, key = mine(Limits(requests_per_s=2, tokens_per_s=100))
+    project, key = mine(Limits(requests_per_s=1, tokens_per_s=30))  # just enough: what passes meanwhile is little
     for _ in range(10):
         allowances.take(Charge((project, key), tokens=30))
     used = allowances.used(project)
-    assert used.requests_per_s == pytest.approx(1, abs=0.3) and used.tokens_per_s == pytest.approx(30, abs=9)
+    assert used.requests_per_s == pytest.approx(1, abs=0.5) and used.tokens_per_s == pytest.approx(30, abs=15)
     assert allowances.used(key) == Used(0, 0, 0, None, None)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from app.domain.records import Model, dump
+from app.domain.records import Model, Sampler, dump
 from app.domain.results import Result
 from app.errors import BadRequest, Fenced, TooLarge, Unavailable
 from app.settings import EngineSettings
@@ -21,6 +21,7 @@ from app.stores.redis import keys
 from app.stores.redis.lifecycle import RedisLifecycle
 from app.stores.redis.oplog import RedisOpLog
 from app.stores.redis.payloads import RedisPayloads
+from app.stores.redis.records import RedisRecords
 
 MODEL = "session:train:0"
 SAMPLER = "session:sample:0"
@@ -58,6 +59,7 @@ def store(tmp_path: Path) -> Store:
 def oplog(client: redis.Redis, store: Store) -> RedisOpLog:
     log = RedisOpLog(client, SETTINGS, store)
     assert log.create_model(MODEL, dump(Model("me", "session", "base", 0.0)))
+    RedisRecords(client).put_new(Sampler.namespace, SAMPLER, dump(Sampler("me", "session", "base", 0.0)))
     return log
 
 
