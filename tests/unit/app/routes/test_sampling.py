@@ -159,6 +159,7 @@ BAD: dict[str, tuple[dict[str, Any], int, list[str]]] = {
     "too many samples": ({"num_samples": 5000}, 400, ["5000", "1024"]),
     "no tokens": ({"sampling_params": {"max_tokens": 0}}, 400, ["max_tokens 0"]),
     "cold": ({"sampling_params": {"temperature": -0.1}}, 400, ["temperature -0.1"]),
+    "hot": ({"sampling_params": {"temperature": 2.5}}, 400, ["temperature 2.5", "at most 2"]),
     "top_p 0": ({"sampling_params": {"top_p": 0.0}}, 400, ["top_p 0.0"]),
     "top_p 2": ({"sampling_params": {"top_p": 2.0}}, 400, ["top_p 2.0"]),
     "top_k 0": ({"sampling_params": {"top_k": 0}}, 400, ["top_k 0"]),
