@@ -116,6 +116,7 @@ def test_a_doubled_doorbell_gives_the_first_result(world: World, backend: Sample
 def test_what_another_worker_runs_is_left_to_it_until_its_lease_ends(world: World, backend: SamplerBackend):
     request = admit(world, 0)
     world.oplog.claim_sample(request, "dead/1")
+    world.client.persist(keys.lease(request))
     heir = runner(world, backend, "s/1")
     with pytest.raises(NotNow):
         heir.handle(request, SESSION, "sample")
