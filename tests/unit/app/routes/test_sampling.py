@@ -186,6 +186,12 @@ BAD: dict[str, tuple[dict[str, Any], int, list[str]]] = {
     "targets of floats": ({"target_prompt_logprobs": {**TARGETS, "dtype": "float32"}}, 400, ["int64"]),
     "targets of one size": ({"target_prompt_logprobs": {**TARGETS, "shape": [4]}}, 400, ["[4]"]),
     "targets a row too many": ({"target_prompt_logprobs": {**TARGETS, "shape": [4, 1]}}, 400, ["4 rows", "needs 2"]),
+    # With as many rows as fit a shape, what says where they start took 16 GiB.
+    "targets without columns": (
+        {"target_prompt_logprobs": {**TARGETS, "data": [], "shape": [2, 0]}},
+        400,
+        ["[2, 0]", "no columns"],
+    ),
     "targets outside": (
         {"target_prompt_logprobs": {**TARGETS, "data": [1, 2, 3, VOCAB]}},
         400,
