@@ -393,6 +393,11 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "a token beyond": ("completions", {"prompt": [4000]}, "4000"),
     "a huge token": ("completions", {"prompt": [2**40]}, "32-bit"),
     "a long prompt": ("completions", {"prompt": "a" * CONTEXT}, str(CONTEXT)),
+    "much to repeat": (
+        "completions",
+        {"prompt": ["a" * 400] * 10, "n": 128, "echo": True, "logprobs": 20},
+        "echo with logprobs: 2688 at each of 4000 positions",
+    ),
     "bad stop": ("completions", {"stop": [1]}, "stop"),
     "empty stop": ("completions", {"stop": [""]}, "empty"),
     "json": ("chat/completions", {"response_format": {"type": "json_object"}}, "response_format"),
