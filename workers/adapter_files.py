@@ -110,7 +110,7 @@ class AdapterFiles:
                 return
             try:
                 checkpoints.forget(prefix, self._cache_dir)
-            except OSError as error:  # a full disk takes no renaming either; who has its result must not lose it for that
+            except OSError as error:  # a full disk takes no renaming either, and who has a result must not lose it
                 log.warning("files that nobody uses stay for now: %s", error)
                 return
             surplus -= self._sizes.pop(prefix)
