@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import Counter, OrderedDict, defaultdict
@@ -15,6 +16,7 @@ from app.stores.interfaces import ObjectStore, Records
 from workers import checkpoints
 from workers.handover.folder import HandoverFolder
 
+log = logging.getLogger(__name__)
 # An upload that goes on behind a commit is through by then; what takes longer needs more than a moment's patience.
 _PATIENCE_S = 3.0
 _LOOK_AGAIN_S = 0.05
@@ -106,5 +108,9 @@ class AdapterFiles:
         for prefix in [prefix for prefix in self._sizes if not self._in_use[prefix]]:
             if surplus <= 0:
                 return
+            try:
+                checkpoints.forget(prefix, self._cache_dir)
+            except OSError as error:  # a full disk takes no renaming either, and who has a result must not lose it
+                log.warning("files that nobody uses stay for now: %s", error)
+                return
             surplus -= self._sizes.pop(prefix)
-            checkpoints.forget(prefix, self._cache_dir)

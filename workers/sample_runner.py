@@ -6,6 +6,8 @@ import logging
 import threading
 import time
 
+import redis
+
 from app.domain import codec, records
 from app.domain.results import PROTOBUF, Result
 from app.domain.usage import CACHED, NOTHING, PREFILLED, SAMPLED, Usage
@@ -121,16 +123,20 @@ class SampleRunner:
             return results.of_error(ServerOpError(why)), NOTHING
         try:
             return self._sample(entry, sampling_session_id, watch)
-        except OpError as error:
+        except (Aborted, Unavailable, redis.RedisError, OSError):
+            raise
+        except Exception as error:
             if not self._backend.healthy():
                 # The engine died under it: this process is about to end, and another one runs the request again.
                 raise NotNow(f"{entry.request_id}: {error}") from None
-            return results.of_error(error), NOTHING
+            return results.of_error(_told(entry, error)), NOTHING
 
     def _sample(self, entry: Entry, sampling_session_id: str, watch: Watch) -> tuple[Result, Usage]:
         stored = self._records.get(records.Sampler.namespace, sampling_session_id)
         if stored is None:
             raise ServerOpError(f"sampling session {sampling_session_id} is gone")
+        if not entry.payload:
+            raise ServerOpError("what was asked for is lost with its object in the object store; ask again")
         request = codec.decode(entry.payload)
         if request.stream:
             watch.drawn = self._publisher.watch(entry.request_id)
@@ -146,3 +152,12 @@ class SampleRunner:
         telemetry.TOKENS.labels("sampled").inc(drawn)
         usage = {PREFILLED: prompt - output.cached_tokens, CACHED: output.cached_tokens, SAMPLED: drawn}
         return Result(encode_sample(output), PROTOBUF), {kind: amount for kind, amount in usage.items() if amount}
+
+
+def _told(entry: Entry, error: Exception) -> OpError:
+    """What its client is told. What nobody foresaw ends a request as well: another try would end in the same way, and
+    as its worker lives none would be the last."""
+    if isinstance(error, OpError):
+        return error
+    log.error("sampling failed", exc_info=error, extra={"request_id": entry.request_id})
+    return ServerOpError(f"sampling failed: {type(error).__name__}; the sampler's log says more")

@@ -60,6 +60,8 @@ def to_cells(tensor: pb.Tensor, what: str) -> Cells:
     if tensor.dtype != pb.DTYPE_INT64 or len(shape) != 2:
         raise BadRequest(f"{what}: expected an int64 tensor of two sizes (got shape {list(shape)})")
     rows, width = shape
+    if width < 1:  # without a value in it, a row costs its sender nothing, and there may be two billion
+        raise BadRequest(f"{what}: shape {list(shape)} has no columns")
     if tensor.WhichOneof("encoding") != "sparse_csr":
         values = _shaped(buffer(tensor.dense, _DTYPES[pb.DTYPE_INT64], what), shape, what)
         return Cells(values.reshape(-1), np.arange(rows + 1, dtype=np.int64) * width, width)

@@ -34,6 +34,7 @@ BACKENDS = {
         engine_args={"max_num_batched_tokens": 64, "block_size": 32},
     ),
 }
+BACKENDS["vllm on two ranks"] = BACKENDS["vllm"].model_copy(update={"tensor_parallel": 2})
 
 CONTEXT = 256
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]

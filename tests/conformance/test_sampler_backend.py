@@ -127,6 +127,14 @@ def test_text_of_the_prompt_completes_no_stop_string(sampler, reference):
     assert not one(sampler, None, prompt, stop_strings=("stop", "top"), max_tokens=3).stopped
 
 
+def test_text_of_a_prompt_that_ends_in_half_a_character_completes_none_either(sampler, reference):
+    tokenizer = Tokenizer.from_file(str(reference.folder / "tokenizer.json"))
+    prompt = np.array(tokenizer.encode("stop é").ids[:-1], np.int32)
+    free = one(sampler, None, prompt, max_tokens=12)
+    stopping = one(sampler, None, prompt, max_tokens=12, stop_strings=("stop",))
+    assert (stopping.tokens.tolist(), stopping.stopped) == (free.tokens.tolist(), False)
+
+
 def test_the_end_token_ends_a_sequence_unless_ignored(sampler, reference):
     end = int(AutoModelForCausalLM.from_pretrained(reference.folder).generation_config.eos_token_id)
     free = tokens_of(sampler.sample(None, ask(PROMPTS[1], num_samples=60, max_tokens=60, temperature=2.0)))

@@ -73,8 +73,10 @@ def top_logprobs(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 def tempered(logits: Tensor, temperature: Tensor) -> Tensor:
     """The probabilities of logits [B, V] at temperatures [B, 1] above 0."""
-    # Zero at the top first: a tiny temperature then gives -inf for the rest, never inf - inf.
-    return ((logits - logits.amax(-1, keepdim=True)) / temperature).softmax(-1)
+    # Zero at the top first: a tiny temperature then gives -inf for the rest, never inf - inf. One so tiny that float32
+    # takes it for 0 would give 0 / 0 at the top.
+    tiny = torch.finfo(logits.dtype).tiny
+    return ((logits - logits.amax(-1, keepdim=True)) / temperature.clamp(min=tiny)).softmax(-1)
 
 
 def pick(weights: Tensor, uniforms: Tensor) -> Tensor:

@@ -13,6 +13,8 @@ MAX_SAMPLES = 1024
 MAX_STOPS = 64
 MAX_STOP_BYTES = 1024
 """UTF-8 bytes of one stop string. What was sampled is searched for all of them at every token."""
+MAX_TEMPERATURE = 2
+"""vLLM takes no more, nor do OpenAI's clients ask for more."""
 MAX_TOP_K = 2**31 - 1
 MAX_CELLS = 2**22
 """Logprobs beside those of prompt and samples that one answer may hold: 32 MiB of it, half ids."""
@@ -23,7 +25,7 @@ def check_sample(request: SampleRequest, info: BaseModelInfo) -> None:
     check_prompt(request, info)
     in_range("num_samples", request.num_samples, 1, MAX_SAMPLES)
     in_range("sampling_params.max_tokens", request.max_tokens, 1)
-    in_range("sampling_params.temperature", request.temperature, 0)
+    in_range("sampling_params.temperature", request.temperature, 0, MAX_TEMPERATURE)
     in_range("sampling_params.top_p", request.top_p, 0, 1, open_ends="(")
     if request.top_k != -1:
         in_range("sampling_params.top_k", request.top_k, 1, MAX_TOP_K)

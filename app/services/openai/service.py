@@ -13,6 +13,7 @@ from app.domain.identity import Caller
 from app.domain.sampling import SampleRequest
 from app.services.admission import AdmissionService
 from app.services.base_models import BaseModels, sampler_role
+from app.services.checks.sampling import check_size
 from app.services.holds import Holds
 from app.services.openai import tools
 from app.services.openai.answers import Form, Head, usage
@@ -86,6 +87,8 @@ class OpenAiService:
             model.request(asked, prompt, most, top=top or 0, score_prompt=echo and options.scores)
             for prompt in model.prompts(asked["prompt"])
         ]
+        if echo and options.scores:  # every choice repeats its prompt
+            check_size("echo with logprobs", asked["n"] * (1 + top), sum(len(request.prompt) for request in requests))
         return self._answer(caller, model, asked, requests, CompletionForm(top), options, gone)
 
     def chat(self, caller: Caller, asked: Mapping[str, Any], gone: Gone) -> Answer:

@@ -36,7 +36,7 @@ def render(
     template refuses."""
     try:
         return template.render(messages=messages, tools=tools, documents=None, add_generation_prompt=True, **tokens)
-    except (TemplateError, TypeError, KeyError, AttributeError) as error:
+    except (TemplateError, TypeError, LookupError, AttributeError, ValueError, ArithmeticError) as error:
         raise BadRequest(f"the model's chat template cannot take these messages: {str(error)[:300]}") from None
 
 

@@ -130,6 +130,22 @@ def test_files_on_the_disk_are_bounded_and_come_back_from_the_store(make: Make, 
     assert store.fetched == ["a", "b", "a"]
 
 
+def test_files_that_cannot_be_removed_now_fail_no_request_and_go_later(make: Make, tmp_path: Path):
+    adapters = make(RecordingBackend(), most=1, cache_bytes=0)
+    with adapters.use("a", "me", Watch()):
+        pass
+    locks, away = tmp_path / "cache" / ".locks", tmp_path / "away"
+    with adapters.use("b", "me", Watch()):
+        locks.rename(away)
+        locks.write_bytes(b"")  # nothing can be locked
+    assert (tmp_path / "cache" / "a").is_dir()
+    locks.unlink()
+    away.rename(locks)
+    with adapters.use("b", "me", Watch()):
+        pass
+    assert not (tmp_path / "cache" / "a").exists()
+
+
 def test_an_adapter_in_use_is_never_evicted(make: Make):
     backend = RecordingBackend()
     adapters = make(backend, most=1, at_a_time=3)

@@ -116,6 +116,7 @@ def test_a_doubled_doorbell_gives_the_first_result(world: World, backend: Sample
 def test_what_another_worker_runs_is_left_to_it_until_its_lease_ends(world: World, backend: SamplerBackend):
     request = admit(world, 0)
     world.oplog.claim_sample(request, "dead/1")
+    world.client.persist(keys.lease(request))
     heir = runner(world, backend, "s/1")
     with pytest.raises(NotNow):
         heir.handle(request, SESSION, "sample")
@@ -172,6 +173,37 @@ def test_a_request_whose_content_cannot_be_fetched_now_is_left_to_be_run_later(w
     world.oplog = RedisOpLog(world.client, world.settings, store)
     result = runner(world, backend, "s/2").handle(request, SESSION, "sample")
     assert result is not None and not result.failed
+
+
+def test_a_request_whose_content_is_lost_fails_as_the_servers_fault(world: World, backend: SamplerBackend):
+    request = admit(world, 0)
+    store = FolderStore(world.folder / "objects", "secret", "http://x")
+    assert RedisPayloads(world.client, world.settings, store).spill(request)
+    spilled = world.client.hget(keys.op(request), "spilled")
+    assert spilled is not None
+    store.delete([spilled.decode()])
+    world.oplog = RedisOpLog(world.client, world.settings, store)
+    result = runner(world, backend, "s/1").handle(request, SESSION, "sample")
+    assert result is not None and result.failed
+    assert "is lost" in json.loads(result.body)["error"]
+
+
+def test_what_nobody_foresaw_ends_a_request_too(world: World, backend: SamplerBackend):
+    """As its worker lives, no try would be the last."""
+
+    class Surprising:
+        def sample(self, adapter_id: str | None, request: SampleRequest, watch: Watch | None = None) -> SampleOutput:
+            raise KeyError("nobody knows")
+
+        def healthy(self) -> bool:
+            return True
+
+    result = runner(world, Surprising(), "s/1").handle(admit(world, 0), SESSION, "sample")
+    assert result is not None and result.failed
+    assert json.loads(result.body) == {
+        "error": "sampling failed: KeyError; the sampler's log says more",
+        "category": "server",
+    }
 
 
 def test_the_next_held_request_of_a_project_is_rung_for_as_one_ends(world: World, backend: SamplerBackend):

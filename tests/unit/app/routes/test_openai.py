@@ -399,6 +399,11 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
         {"messages": [{"role": "user", "content": "a" * (16 * CONTEXT)}]},
         "characters",
     ),
+    "much to repeat": (
+        "completions",
+        {"prompt": ["a" * 400] * 10, "n": 128, "echo": True, "logprobs": 20},
+        "echo with logprobs: 2688 at each of 4000 positions",
+    ),
     "bad stop": ("completions", {"stop": [1]}, "stop"),
     "empty stop": ("completions", {"stop": [""]}, "empty"),
     "json": ("chat/completions", {"response_format": {"type": "json_object"}}, "response_format"),

@@ -176,6 +176,7 @@ BAD: dict[str, tuple[dict[str, Any], int, list[str]]] = {
     "too many samples": ({"num_samples": 5000}, 400, ["5000", "1024"]),
     "no tokens": ({"sampling_params": {"max_tokens": 0}}, 400, ["max_tokens 0"]),
     "cold": ({"sampling_params": {"temperature": -0.1}}, 400, ["temperature -0.1"]),
+    "hot": ({"sampling_params": {"temperature": 2.5}}, 400, ["temperature 2.5", "at most 2"]),
     "top_p 0": ({"sampling_params": {"top_p": 0.0}}, 400, ["top_p 0.0"]),
     "top_p 2": ({"sampling_params": {"top_p": 2.0}}, 400, ["top_p 2.0"]),
     "top_k 0": ({"sampling_params": {"top_k": 0}}, 400, ["top_k 0"]),
@@ -202,6 +203,12 @@ BAD: dict[str, tuple[dict[str, Any], int, list[str]]] = {
     "targets of floats": ({"target_prompt_logprobs": {**TARGETS, "dtype": "float32"}}, 400, ["int64"]),
     "targets of one size": ({"target_prompt_logprobs": {**TARGETS, "shape": [4]}}, 400, ["[4]"]),
     "targets a row too many": ({"target_prompt_logprobs": {**TARGETS, "shape": [4, 1]}}, 400, ["4 rows", "needs 2"]),
+    # With as many rows as fit a shape, what says where they start took 16 GiB.
+    "targets without columns": (
+        {"target_prompt_logprobs": {**TARGETS, "data": [], "shape": [2, 0]}},
+        400,
+        ["[2, 0]", "no columns"],
+    ),
     "targets outside": (
         {"target_prompt_logprobs": {**TARGETS, "data": [1, 2, 3, VOCAB]}},
         400,

@@ -36,6 +36,8 @@ LOGITS = torch.tensor([0.1, 0.4, 0.2, 0.3]).log()
         ({"top_p": 0.0}, [0, 1, 0, 0]),
         ({"temperature": 0.0}, [0, 1, 0, 0]),
         ({"temperature": 1e-30}, [0, 1, 0, 0]),
+        ({"temperature": 1e-50}, [0, 1, 0, 0]),
+        ({"temperature": 1e-50, "top_k": 3}, [0, 1, 0, 0]),
     ],
 )
 def test_tokens_are_drawn_with_the_odds_that_temperature_top_k_and_top_p_leave(fields, expected):

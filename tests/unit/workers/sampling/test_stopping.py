@@ -36,5 +36,11 @@ def test_a_stop_string_does_not_begin_in_the_prompt(tokenizer):
     assert completed_at(tokenizer, ("END",), "D END", prompt="EN") == 5
 
 
+def test_a_prompt_that_ends_in_half_a_character_is_not_searched(tokenizer):
+    prompt, rest = (tokenizer.encode(text).ids for text in ("the END 😀", "\n"))
+    watch = StopText(tokenizer, prompt[:-2], ("END", "\n"))
+    assert [watch.completes(token) for token in [*prompt[-2:], *rest]] == [False, False, True]
+
+
 def test_a_special_token_can_be_a_stop_string(tokenizer):
     assert completed_at(tokenizer, ("<|im_end|>",), "ab<|im_end|>") == 3

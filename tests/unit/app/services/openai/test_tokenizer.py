@@ -52,6 +52,16 @@ def test_what_a_template_refuses_is_the_clients_to_read(tmp_path: Path):
         tokenizer.encode_chat(ASK, [])
 
 
+FAILING = ["{{ messages[0].content.index('?') }}", "{{ 1 // 0 }}", "{{ messages[0].content[0].x.y }}"]
+
+
+@pytest.mark.parametrize("template", FAILING)
+def test_what_a_template_fails_of_is_the_clients_to_read(tmp_path: Path, template: str):
+    tokenizer = read(str(byte_tokenizer(tmp_path, template)))
+    with pytest.raises(BadRequest, match="cannot take these messages"):
+        tokenizer.encode_chat(ASK, [])
+
+
 HOSTILE = ["{{ messages.__class__.__mro__ }}", "{{ messages.append(1) }}", "{{ cycler.__init__.__globals__ }}"]
 
 

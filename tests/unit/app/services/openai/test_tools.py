@@ -25,8 +25,11 @@ NO_CALLS = {
     "arguments that are no object": '<tool_call>{"name": "a", "arguments": "b"}</tool_call>',
     "one of two": f"{CALL}<tool_call>?</tool_call>",
     "a list": "<tool_call>[]</tool_call>",
-    "deeper than can be read": f"<tool_call>{'[' * 10**5}</tool_call>",
-    "a line break for ever": "<tool_call>" + "\n" * 10**5,
+    "a second begin": f"<tool_call>{CALL}",
+    "too deep": f'<tool_call>{{"name": "a", "arguments": {"[" * 100_000}}}</tool_call>',
+    # With time by the square of it, let alone the cube, these would not end.
+    "no end of lines": "<tool_call>" + "\n" * 1_000_000,
+    "no end of begins": "<tool_call>" * 100_000,
     "nothing": "",
 }
 

@@ -12,7 +12,7 @@ from tests.unit.app.stores.redis.journal import MODEL
 
 @pytest.fixture
 def oplog(client: redis.Redis) -> RedisOpLog:
-    log = RedisOpLog(client, EngineSettings(lease_s=0.3))
+    log = RedisOpLog(client, EngineSettings(lease_s=60))
     assert log.create_model(MODEL, dump(Model("me", "session", "base", 0.0)))
     RedisRecords(client).put_new(Sampler.namespace, "s:sample:0", dump(Sampler("me", "s", "base", 0.0)))
     return log

@@ -1,0 +1,41 @@
+"""An engine over two ranks (sampler.tensor_parallel) answers as one of a single rank does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from app.domain.sampling import UNSCORED
+from tests.conformance.samplers import PROMPTS, Reference, ask, one, opened
+from workers.sampling.base import SamplerBackend
+
+
+@pytest.fixture(scope="module")
+def sampler(reference: Reference) -> Iterator[SamplerBackend]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")  # a core each
+        with opened("vllm on two ranks", reference) as backend:
+            yield backend
+
+
+def test_both_ranks_are_there(sampler):
+    assert sampler.describe()["tensor_parallel"] == 2
+
+
+@pytest.mark.parametrize("adapter", [None, "one", "two"])
+def test_tokens_and_logprobs_are_those_of_the_reference(sampler, reference, adapter):
+    prompt = PROMPTS[1]
+    sequence = one(sampler, adapter, prompt, temperature=0.0)
+    assert sequence.tokens.tolist() == reference.greedy(adapter, prompt, 12)
+    whole = np.concatenate([prompt, sequence.tokens])
+    np.testing.assert_allclose(sequence.logprobs, reference.logprobs(adapter, whole)[-12:], atol=1e-3)
+
+
+def test_a_prompt_in_chunks_is_scored_alike(sampler, reference):
+    output = sampler.sample("one", ask(PROMPTS[3], max_tokens=1, prompt_logprobs=True, prompt_top=3))
+    np.testing.assert_allclose(output.prompt_logprobs[1:], reference.logprobs("one", PROMPTS[3]), atol=1e-3)
+    table = reference.table("one", PROMPTS[3])[:-1]
+    np.testing.assert_allclose(output.prompt_top.logprobs[1:], table.topk(3).values, atol=1e-3)
+    assert (output.prompt_top.logprobs[0] == np.float32(UNSCORED)).all()
