@@ -33,7 +33,7 @@
     sampling_of         HASH  payer ("project:<id>", "key:<id>") -> the sequences of all its unfinished requests
     rates:<payer>       HASH  requests, tokens: what was missing in the bucket of that rate at requests_at, tokens_at
                               (ms); expires when both are full again
-    runs:<payer>        SET   its runs that have not ended
+    runs:<payer>        SET   its runs that have not ended, in sessions that have not
     runs_listed         STR   is there once all of them are
     stored              HASH  payer -> the bytes of its checkpoints
     home:<adapter>      STR   the node that an adapter's requests go to, by its prefix, or of the base by the sampler's

@@ -46,15 +46,16 @@ local function list_runs()
   for _, model in ipairs(redis.call('ZRANGE', 'tinsmith:index:models', 0, -1)) do list_run(model, 'SADD') end
 end
 
--- How many runs of a payer are live: not ended nor unloaded nor failed, in a session that has not ended.
+-- How many runs of a payer are live: not ended nor unloaded nor failed, in a session that has not ended. Those that ended,
+-- or whose session did, are taken out of its list; `hear` puts them back with their session.
 local function live_models(payer)
   list_runs()
-  local live = 0
-  for _, model in ipairs(redis.call('SMEMBERS', 'tinsmith:runs:' .. payer.name)) do
+  local listed, live = 'tinsmith:runs:' .. payer.name, 0
+  for _, model in ipairs(redis.call('SMEMBERS', listed)) do
     local head = redis.call('HMGET', 'tinsmith:models:' .. model, 'session_id', 'ended', 'state', 'unloaded', 'last_request')
-    local unloaded = head[4] and tonumber(head[5] or 0) <= tonumber(head[4])
-    if head[1] and not head[2] and head[3] ~= '"failed"' and not unloaded
-        and redis.call('ZSCORE', 'tinsmith:sessions_heard', cjson.decode(head[1])) then
+    if not head[1] or head[2] or not redis.call('ZSCORE', 'tinsmith:sessions_heard', cjson.decode(head[1])) then
+      redis.call('SREM', listed, model)
+    elseif head[3] ~= '"failed"' and not (head[4] and tonumber(head[5] or 0) <= tonumber(head[4])) then
       live = live + 1
     end
   end

@@ -157,7 +157,12 @@ end
 local function hear(session, now)
   if not session then return end
   local id = cjson.decode(session)
-  redis.call('ZADD', 'tinsmith:sessions_heard', now, id)
+  if redis.call('ZADD', 'tinsmith:sessions_heard', now, id) == 1 then
+    local prefix = id .. ':train:'  -- it may have ended before, and its runs have been taken out
+    for _, model in ipairs(redis.call('ZRANGEBYLEX', 'tinsmith:index:models', '[' .. prefix, '(' .. prefix .. '\255')) do
+      list_run(model, 'SADD')
+    end
+  end
   redis.call('ZREM', 'tinsmith:sessions_ended', id)
   local key = 'tinsmith:sessions:' .. id
   if redis.call('HGET', key, 'status') == '"expired"' then redis.call('HSET', key, 'status', '"open"') end

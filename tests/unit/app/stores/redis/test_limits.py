@@ -15,6 +15,7 @@ from app.domain.results import Result
 from app.errors import LimitReached, TooManyRequests
 from app.settings import EngineSettings
 from app.stores.interfaces import Lease
+from app.stores.redis import keys
 from app.stores.redis.lifecycle import RedisLifecycle
 from app.stores.redis.limits import RedisAllowances
 from app.stores.redis.oplog import RedisOpLog
@@ -294,6 +295,16 @@ def test_a_run_that_ended_is_listed_no_more(client, oplog, stored, allowances):
     assert [allowances.used(payer).live_models for payer in mine()] == [1, 1]
     RedisLifecycle(client, SETTINGS).end_model(MODEL)
     assert client.keys("tinsmith:runs:*") == []
+
+
+def test_runs_of_a_session_that_ended_are_looked_at_no_more_until_it_is_heard_again(client, oplog, stored, allowances):
+    lifecycle = RedisLifecycle(client, SETTINGS)
+    client.zadd(keys.SESSIONS_HEARD, {SESSION: 1})
+    assert lifecycle.expire() == [SESSION]
+    assert [allowances.used(payer).live_models for payer in mine()] == [0, 0]
+    assert client.keys("tinsmith:runs:*") == []
+    lifecycle.heartbeat(SESSION)
+    assert [allowances.used(payer).live_models for payer in mine()] == [1, 1]
 
 
 def test_what_others_have_is_not_looked_at_to_count_ones_own(client, oplog, stored, allowances):
