@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from app.domain.sampling import SampleRequest
-from workers.sampling.watch import Aborted, Watch
+from workers.sampling.watch import Aborted, Drawn, Watch
 from workers.shares import Shares
 
 # One sequence more is let in for so many that a batch holds.
@@ -24,12 +24,13 @@ _SLACK = 8
 @dataclass(eq=False)
 class Turn:
     """One request's. `rows`: its sequences that have not ended. Its project is charged for `most` tokens when it is let
-    in; how many it `took` corrects that."""
+    in; how many it `took` corrects that, or where nobody says so how many were `told` of, if they are."""
 
     project: str
     weight: float
     rows: int
     most: int
+    told: int | None = None
     took: int | None = None
     let_in: threading.Event = field(default_factory=threading.Event)
 
@@ -55,6 +56,8 @@ class Gate:
         most = len(request.prompt) + request.num_samples * request.max_tokens
         mine = Turn(project, self._weight_of(project), request.num_samples, most)
         watch.ended = lambda: self._make_room(mine, 1)
+        if watch.drawn is not None:
+            mine.told, watch.drawn = len(request.prompt), _counting(mine, watch.drawn)
         self._wait(mine, watch)
         try:
             yield mine
@@ -77,7 +80,7 @@ class Gate:
                 raise Aborted("the request was stopped before its turn")
 
     def _correct(self, mine: Turn) -> None:
-        took = mine.most if mine.took is None else mine.took
+        took = next(tokens for tokens in (mine.took, mine.told, mine.most) if tokens is not None)
         with self._lock:
             self._shares.settle(mine.project, mine.most / mine.weight, took / mine.weight)
 
@@ -103,3 +106,11 @@ class Gate:
         if not waiting:
             del self._waiting[mine.project]
             self._shares.leave(mine.project)
+
+
+def _counting(mine: Turn, tell: Drawn) -> Drawn:
+    def drawn(index: int, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
+        mine.told = (mine.told or 0) + len(tokens)
+        tell(index, tokens, logprobs)
+
+    return drawn

@@ -80,10 +80,12 @@ class TextStream:
             self._undecoded.clear()
             self._text += text
             if self._cut is None:
-                self._cut = self._find_stop()
+                self._cut = self._find_stop(len(text))
 
-    def _find_stop(self) -> int | None:
-        found = [place for stop in self._stops if (place := self._text.find(stop, self._sent)) >= 0]
+    def _find_stop(self, new: int) -> int | None:
+        """Where the first stop string begins that ends in the last `new` characters."""
+        begins = [(stop, max(self._sent, len(self._text) - new - len(stop) + 1)) for stop in self._stops]
+        found = [place for stop, begin in begins if (place := self._text.find(stop, begin)) >= 0]
         return min(found, default=None)
 
     def _sure(self) -> int:
@@ -104,8 +106,8 @@ class TextStream:
 
 def held_back(text: str, marks: Sequence[str]) -> int:
     """How many characters at the end of `text` may be the begin of one of `marks`."""
-    longest = max((len(mark) - 1 for mark in marks), default=0)
-    lengths = range(min(longest, len(text)), 0, -1)
+    longest, begins = max((len(mark) - 1 for mark in marks), default=0), {mark[0] for mark in marks}
+    lengths = (length for length in range(min(longest, len(text)), 0, -1) if text[-length] in begins)
     return next((length for length in lengths if any(mark.startswith(text[-length:]) for mark in marks)), 0)
 
 

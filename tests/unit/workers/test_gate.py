@@ -167,6 +167,22 @@ def test_what_is_stopped_while_it_waits_makes_way_and_is_not_charged(engine: Eng
     assert engine.shares.place("b") - engine.shares.place("new") < 100
 
 
+@pytest.mark.parametrize("streams", [True, False])
+def test_what_is_stopped_while_it_runs_is_charged_what_it_told_of_or_all_it_might_have_drawn(
+    engine: Engine, streams: bool
+):
+    told: list[int] = []
+    watch = Watch(lambda index, tokens, logprobs: told.extend(tokens)) if streams else Watch()
+    request = SampleRequest(np.zeros(3, np.int32), 2, 10**6, 0)
+    with pytest.raises(Aborted), engine._gate.turn("a", request, watch):
+        if watch.drawn is not None:
+            watch.drawn(0, [7, 8], [-1.0, -1.0])
+            watch.drawn(1, [9], [-1.0])
+        raise Aborted
+    assert told == ([7, 8, 9] if streams else [])
+    assert engine.shares.place("a") - engine.shares.place("new") == (3 + 3 if streams else 3 + 2 * 10**6)
+
+
 def test_one_that_fails_gives_its_place_back(engine: Engine):
     gate, request = engine._gate, SampleRequest(np.zeros(1, np.int32), 10 * BATCH, 5, 0)
     for _ in range(3):
