@@ -44,15 +44,17 @@ SAVE = SaveWeights("weights", "kept")
 
 
 class GatedStore(FolderStore):
-    """Takes no checkpoint until its gate is `open`, and then raises `error` if there is one; snapshots come through."""
+    """Takes no checkpoint until its gate is `open`, and then raises `error` if there is one; snapshots come through.
+    `asked`: somebody is at the gate, or was."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, "secret", "http://x")
-        self.open = threading.Event()
+        self.asked, self.open = threading.Event(), threading.Event()
         self.error: Exception | None = None
 
     def put_new(self, key: str, source: Path | bytes) -> bool:
         if "/snapshots/" not in key:
+            self.asked.set()
             assert self.open.wait(60), "nobody opened the gate"
             if self.error:
                 raise self.error

@@ -329,7 +329,7 @@ def test_the_end_of_a_run_ends_its_hand_overs(world: World, store: GatedStore):
     """Nobody waits for them for ever, and nothing of them is left."""
     worker = world.worker("a/1", store=store)
     prefix = handed_over(worker, world, 0)
-    await_true(lambda: not worker.handovers._uploads.ready(MODEL), "the upload is under way")
+    assert store.asked.wait(60), "the upload is under way"
     RedisLifecycle(world.client, world.settings).end_model(MODEL)
     assert on_record(world) == []
     with pytest.raises(ServerOpError, match="gone"), files(world, store, "b").use(prefix):
