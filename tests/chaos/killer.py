@@ -103,17 +103,22 @@ class Killer:
 
     def _seize(self, rng: random.Random, spare: int) -> tuple[Running, psutil.Process] | None:
         trainers = self.watch.trainers()
-        ops = [op for op in self._live() if op.node in trainers and op.attempts < _CRASHES_OF_AN_OP]
+        spared = self._spared()
+        ops = [op for op in self._live() if op.node in trainers and op.node not in spared]
         if len(trainers) <= spare or not ops:
             return None
         op = rng.choice(ops)
         time.sleep(rng.uniform(0, _INTO_AN_OP_S))
         process = trainers[op.node]
         process.suspend()
-        if op in self._live():
+        if op in self._live() and op.node not in self._spared():
             return op, process
         process.resume()
         return None
+
+    def _spared(self) -> set[str]:
+        """Nodes with an Op in hand, maybe beside others, that must not crash once more."""
+        return {op.node for op in self._live() if op.attempts >= _CRASHES_OF_AN_OP}
 
     def _kill_idle(self, rng: random.Random) -> str:
         node, process = await_true("an idle trainer beside another one", lambda: self._idle(rng))

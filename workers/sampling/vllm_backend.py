@@ -18,7 +18,7 @@ from app.domain.sampling import SampleOutput, SampleRequest
 from app.errors import OpError, ServerOpError, SetupError, UserOpError
 from app.settings import BaseModelSettings
 from workers import base_model
-from workers.sampling import scoring, vllm_requests, vllm_setup, vllm_stops, vocabulary
+from workers.sampling import scoring, vllm_pieces, vllm_requests, vllm_setup, vllm_stops, vocabulary
 from workers.sampling.requests import check, token_limit
 from workers.sampling.vllm_adapters import VllmAdapters
 from workers.sampling.vllm_engine import EngineThread
@@ -40,6 +40,7 @@ class VllmSampler:
         vllm_setup.check_install()
         vllm_setup.set_environment(self._settings)
         vllm_stops.repair()
+        vllm_pieces.repair()
         skeleton = _skeleton(self._settings)
         info = _info(self._settings, skeleton)
         self._end_tokens = vocabulary.load(self._settings).end_tokens
