@@ -21,8 +21,8 @@ class Caller:
     """The key of a request, and whose it is.
 
     `roles` are those in every project it may use, by project id; a record's `owner` is one of these ids. What does not
-    say which project it is for goes to `project`. `token_ends`: when the token ends (unix s) that he showed in the key's
-    place.
+    say which project it is for goes to `project`. `token_ends`: when the token ends (unix s) that he showed in the
+    key's place.
     """
 
     key_id: str
