@@ -9,6 +9,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +17,7 @@ import psutil
 
 from app.stores.redis.client import connect
 from tests.chaos.patience import patiently
-from tests.chaos.watch import Running, Watch, await_true
+from tests.chaos.watch import Running, Stalled, Watch, await_true
 from tests.contract.stack import Stack
 
 OWNER, IDLE, ZOMBIE, RANK, SAMPLER = "owner", "idle", "zombie", "rank", "sampler"
@@ -28,6 +29,9 @@ _CRASHES_OF_AN_OP = 2
 _PAUSES = (0, 2, 5, 10)
 # Up to this long into an Op: the median one takes about as long.
 _INTO_AN_OP_S = 0.1
+# A zombie stopped as its commit was on its way has no other one to be refused: then there is one more.
+_ZOMBIES = 5
+_REFUSED_WITHIN_S = 10.0
 
 
 @dataclass
@@ -86,16 +90,27 @@ class Killer:
         return f"rank {victim} of {_where(op)}"
 
     def _zombie(self, rng: random.Random) -> str:
-        """Stopped in an Op until another worker has committed it, and then let go on."""
-        op, process = self._seized(rng)
-        try:
-            await_true(
-                f"{op.model_id}:{op.seq} applied by another trainer",
-                lambda: self.watch.heads().models[op.model_id][1] >= op.seq,
+        """Stopped in an Op until another worker has committed it, then let go on; until one was refused a commit."""
+        for _ in range(_ZOMBIES):
+            op, process = self._seized(rng)
+            told = self.watch.log(op.node).stat().st_size
+            try:
+                await_true(
+                    f"{op.model_id}:{op.seq} applied by another trainer",
+                    lambda op=op: self.watch.heads().models[op.model_id][1] >= op.seq,
+                )
+            finally:
+                process.resume()
+            if self._refused(op.node, told):
+                return _where(op)
+        return f"{_where(op)}, and was not refused"
+
+    def _refused(self, node: str, since: int) -> bool:
+        with suppress(Stalled):
+            return await_true(
+                "a refused commit", lambda: self.watch.refused_commits(node, since) > 0, _REFUSED_WITHIN_S
             )
-        finally:
-            process.resume()
-        return _where(op)
+        return False
 
     def _seized(self, rng: random.Random, spare: int = 1) -> tuple[Running, psutil.Process]:
         """A trainer stopped in the middle of an Op, with `spare` others up."""

@@ -21,7 +21,6 @@ from tests.chaos.storm import Storm
 from tests.chaos.watch import Watch, await_true
 from tests.contract.stack import Stack
 
-_REFUSED = '"commit refused"'
 _SHARED = re.compile(r'"ops_in_pass": (?:[2-9]|\d\d)')
 _COMMITTED = re.compile(r'"logger": "tinsmith.ops", "message": "\w+ (?:done|failed)", "request_id": "([^"]+)"')
 
@@ -143,7 +142,7 @@ class Run:
     def _read_logs(self) -> None:
         """A commit is logged after it, so a killed worker's last may be missing; none may be there twice."""
         lines = [line for log in self._logs() for line in log.read_text(errors="replace").splitlines()]
-        self._report.refused_commits = sum(_REFUSED in line for line in lines)
+        self._report.refused_commits = sum(self._watch.refused_commits(log.stem) for log in self._logs())
         self._report.shared_ops = sum(bool(_SHARED.search(line)) for line in lines)
         committed = Counter(match[1] for line in lines if (match := _COMMITTED.search(line)))
         for request_id, count in committed.items():

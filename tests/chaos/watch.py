@@ -19,6 +19,8 @@ from tests.contract.stack import Stack
 
 T = TypeVar("T")
 
+_REFUSED = b'"commit refused"'
+
 
 @dataclass(frozen=True, slots=True)
 class Running:
@@ -77,9 +79,18 @@ class Watch:
     def processes(self, name: str) -> list[psutil.Process]:
         """All that the supervisor's child `name` consists of, parents first."""
         assert self._stack.process is not None
-        log = self._stack.data_dir / "logs" / f"{name}.log"
         found = psutil.Process(self._stack.process.pid).children(recursive=True)
-        return [process for process in found if writes(process, log)]
+        return [process for process in found if writes(process, self.log(name))]
+
+    def log(self, name: str) -> Path:
+        """Where the supervisor's child `name` writes."""
+        return self._stack.data_dir / "logs" / f"{name}.log"
+
+    def refused_commits(self, name: str, since: int = 0) -> int:
+        """How many the worker of that name has told of, after its log's first `since` bytes."""
+        with self.log(name).open("rb") as log:
+            log.seek(since)
+            return log.read().count(_REFUSED)
 
     def ranks(self, name: str) -> list[psutil.Process]:
         """The processes of the worker of that name, rank 0 first; without the launcher."""
