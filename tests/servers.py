@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import random
 import socket
 import subprocess
 import time
@@ -13,10 +15,20 @@ from pathlib import Path
 import redis
 
 
+# What the kernel hands out itself (from 32768 on) somebody else may get before the server listens. Each process of the
+# tests has its own of those below, and gives out none twice.
+_PROCESSES = 16
+_OWN = range(10_000 + int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % _PROCESSES, 32_000, _PROCESSES)
+_PORTS = iter(random.SystemRandom().sample(_OWN, len(_OWN)))
+
+
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A port that nobody listens on, and that nobody else is given."""
+    for port in _PORTS:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("every port is taken")
 
 
 def valkey_binary() -> Path:
@@ -46,7 +58,7 @@ def start_valkey(folder: Path, port: int | None = None, *, durable: bool = True)
 
 
 def _await_ping(url: str) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         with contextlib.suppress(redis.ConnectionError), redis.Redis.from_url(url) as client:
             if client.ping():

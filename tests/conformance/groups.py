@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import socket
 from collections.abc import Callable
+
+from tests.servers import free_port
 
 DEADLINE_S = 240
 _HEAVY = [
@@ -19,7 +20,7 @@ def run_group(main: Callable[..., object], *arguments: str) -> list[int | None]:
     """The exit codes of two ranks that run it; None where one did not end in time."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_HEAVY)
-    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port(), "OMP_NUM_THREADS": "1"}
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
     places = [{**place, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
     ranks = [context.Process(target=_run, args=(place, main, arguments)) for place in places]
     try:
@@ -39,9 +40,3 @@ def _run(place: dict[str, str], main: Callable[..., object], arguments: tuple[st
     os.environ.update(place)
     torch.set_num_threads(1)  # OMP_NUM_THREADS was read before the fork
     main(*arguments)
-
-
-def _free_port() -> str:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return str(free.getsockname()[1])
