@@ -14,7 +14,6 @@ from pathlib import Path
 
 import redis
 
-
 # What the kernel hands out itself (from 32768 on) somebody else may get before the server listens. Each process of the
 # tests has its own of those below, and gives out none twice.
 _PROCESSES = 16

@@ -22,7 +22,7 @@ from tests.contract.stack import BASE, Stack
 # Long enough to be hit in the middle, short enough that hundreds of them fit into a run.
 _ROWS, _LENGTH = 64, 64
 # A future that takes this long is lost: the longest outage here takes seconds.
-_PATIENCE_S = 300.0
+_PATIENCE_S = 600.0
 ROUNDS = 8
 
 Transcript = dict[str, Any]

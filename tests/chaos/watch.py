@@ -134,7 +134,7 @@ class Watch:
         return (self._redis.get(keys.lease(model)) or b"").decode()
 
 
-def await_true(what: str, condition: Callable[[], T], seconds: float = 120.0) -> T:
+def await_true(what: str, condition: Callable[[], T], seconds: float = 300.0) -> T:
     """`condition`'s first true answer. Raises Stalled."""
     deadline = time.monotonic() + seconds
     while not (found := condition()):

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from tests.servers import free_port
 
-DEADLINE_S = 240
+DEADLINE_S = 600
 _HEAVY = [
     *("deepspeed", "safetensors.torch", "torch.distributed.tensor"),
     *("transformers.models.auto.modeling_auto", "transformers.models.qwen3.modeling_qwen3"),

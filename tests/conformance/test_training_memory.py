@@ -12,7 +12,7 @@ import pytest
 from tests.models import tiny_qwen3
 
 ROOT = Path(__file__).parents[2]
-DEADLINE_S = 120
+DEADLINE_S = 600
 
 
 @pytest.mark.parametrize("stage", [None, 3])

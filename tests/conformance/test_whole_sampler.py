@@ -112,7 +112,7 @@ def test_another_model_waits_for_what_runs(whole: SamplerBackend, models: dict[s
     begun = threading.Event()
     with ThreadPoolExecutor(2) as pool:
         running = pool.submit(whole.sample, "one", request, Watch(lambda *_: begun.set()))
-        assert begun.wait(60)
+        assert begun.wait(240)
         swap = pool.submit(whole.load, "two", models["two"].folder)
         while not swap.done():
             assert whole.healthy(), "to wait is no fault"
@@ -128,7 +128,7 @@ def test_what_was_aborted_is_in_nobodys_way(whole: SamplerBackend, models: dict[
         watch = Watch(lambda *_, begun=begun: begun.set())
         with ThreadPoolExecutor(1) as pool:
             running = pool.submit(whole.sample, name, ask(PROMPTS[3], num_samples=16, max_tokens=160), watch)
-            assert begun.wait(60)
+            assert begun.wait(240)
             watch.abort()
             with pytest.raises(Aborted):
                 running.result()

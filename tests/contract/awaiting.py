@@ -1,15 +1,28 @@
-"""What the SDK waits for right now. A sample it is still asking for when it is given up, it cannot cancel."""
+"""Waiting for what has to come true, and for the SDK to wait. A sample it is still asking for when it is given up, it
+cannot cancel."""
 
 from __future__ import annotations
 
 import re
+import time
+from collections.abc import Callable
 
 import requests
 import tinker
 
+_WITHIN_S = 240
+
+
+def await_true(what: Callable[[], object], why: str) -> None:
+    """`why` says what went wrong when it does not."""
+    deadline = time.monotonic() + _WITHIN_S
+    while not what():
+        assert time.monotonic() < deadline, f"in vain for {_WITHIN_S} s: {why}"
+        time.sleep(0.02)
+
 
 def held_polls(url: str) -> int:
-    metrics = requests.get(f"{url}/metrics", timeout=30).text
+    metrics = requests.get(f"{url}/metrics", timeout=120).text
     found = re.search(r"^tinsmith_held_polls (\S+)", metrics, re.MULTILINE)
     assert found is not None
     return int(float(found[1]))

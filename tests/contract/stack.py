@@ -25,7 +25,7 @@ from app.stores.redis.records import RedisRecords
 BASE = "tests/tiny-qwen3"
 API_KEY = "tml-contract-tests"
 _READY = re.compile(r"^ready (http://\S+)")
-_START_S = 240
+_START_S = 600
 
 
 @dataclass
@@ -66,7 +66,7 @@ class Stack:
     def stop(self) -> int:
         assert self.process is not None
         self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(60)
+        return self.process.wait(240)
 
     def client(self) -> tinker.ServiceClient:
         return tinker.ServiceClient(base_url=self.url, api_key=API_KEY)

@@ -21,7 +21,7 @@ from tests.models import tiny_qwen3
 
 def make_ready(server: ApiServer) -> None:
     """The first model that is asked for, as a trainer would."""
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 600
     while not (asked := list(server.records.list(Model.namespace))):
         assert time.monotonic() < deadline, "no model was asked for"
         time.sleep(0.05)
@@ -44,6 +44,6 @@ def test_the_sdks_and_the_cookbooks_tokenizers_are_the_base_models(tmp_path: Pat
             text=True,
         )
         make_ready(server)
-        printed, said = client.communicate(timeout=120)
+        printed, said = client.communicate(timeout=600)
     assert client.returncode == 0, said
     assert json.loads(printed) == [tokens(AutoTokenizer.from_pretrained(folder))] * 3

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import socket
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
 from tests.api_server import BASE, KEY, ApiServer, start_api
+from tests.contract.awaiting import await_true
 from tests.tokenizers import byte_tokenizer
 
 
@@ -29,13 +29,6 @@ def call(api: ApiServer, **body: object) -> socket.socket:
     kind = f"Content-Type: application/json\r\nContent-Length: {len(content)}"
     connection.sendall(f"{head}{kind}\r\n\r\n{content}".encode())
     return connection
-
-
-def await_true(what: Callable[[], object], why: str) -> None:
-    deadline = time.monotonic() + 30
-    while not what():
-        assert time.monotonic() < deadline, f"in vain for 30 s: {why}"
-        time.sleep(0.02)
 
 
 @pytest.mark.parametrize("stream", [False, True])

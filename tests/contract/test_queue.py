@@ -8,9 +8,9 @@ import pytest
 import requests
 import tinker
 
+from tests.contract.awaiting import await_true
 from tests.contract.data import datum, sentences, train
 from tests.contract.stack import API_KEY, Stack
-from tests.unit.workers.conftest import await_true
 
 pytestmark = pytest.mark.parametrize("stack", ["deepspeed-1-transformers"], indirect=True)
 

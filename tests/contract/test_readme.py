@@ -23,7 +23,7 @@ def test_the_example_trains_and_samples(stack: Stack, tmp_path: Path):
     ):
         assert there in example
         example = example.replace(there, here)
-    ran = subprocess.run([sys.executable, "-c", example], capture_output=True, text=True, timeout=120)
+    ran = subprocess.run([sys.executable, "-c", example], capture_output=True, text=True, timeout=600)
     assert ran.returncode == 0, ran.stderr
     losses = [float(line.split()[1]) for line in ran.stdout.splitlines()[:5]]
     assert losses[-1] < losses[0]

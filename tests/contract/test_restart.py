@@ -63,7 +63,7 @@ def children(stack: Stack, words: str) -> list[psutil.Process]:
     return found
 
 
-def await_true(what: Callable[[], bool], seconds: float = 60) -> None:
+def await_true(what: Callable[[], bool], seconds: float = 240) -> None:
     deadline = time.monotonic() + seconds
     while not what():
         assert time.monotonic() < deadline, "it did not come true"

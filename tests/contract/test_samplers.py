@@ -86,7 +86,7 @@ def ask(client: tinker.SamplingClient, seed: int, tokens: int = 8) -> Future[typ
 
 
 def drawn(future: Future[types.SampleResponse]) -> Drawn:
-    [sequence] = future.result(180).sequences
+    [sequence] = future.result(600).sequences
     return tuple(sequence.tokens), tuple(sequence.logprobs or ())
 
 
@@ -196,7 +196,7 @@ def test_sampling_and_training_go_on_beside_each_other(training: tinker.Training
     drawn(ask(client, 1))
     assert not passes[-1].done(), "the sample came in the middle of training"
     for future in passes:
-        future.result(180)
+        future.result(600)
 
     samples = [ask(client, seed, 300) for seed in range(6)]
     await_true(lambda: len(running_ids(pair, "sample")) >= 2)

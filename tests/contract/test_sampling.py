@@ -11,10 +11,9 @@ import torch
 from tinker import types
 
 from app.stores.redis import keys
-from tests.contract.awaiting import awaited
+from tests.contract.awaiting import await_true, awaited
 from tests.contract.data import datum, logprobs, sentences, train
 from tests.contract.stack import BASE, Stack
-from tests.unit.workers.conftest import await_true
 
 PROMPT = types.ModelInput.from_ints(sentences(1)[0])
 GREEDY = types.SamplingParams(max_tokens=6, temperature=0.0, stop=[])

@@ -96,7 +96,7 @@ def test_a_future_is_awaited_in_every_form(training: tinker.TrainingClient):
         assert len({output.metrics["loss:sum"] for output in found}) == 1
 
     run(program())
-    assert training.forward(supervised(), "cross_entropy").result(timeout=60).metrics["loss:sum"] > 0
+    assert training.forward(supervised(), "cross_entropy").result(timeout=240).metrics["loss:sum"] > 0
 
 
 def test_the_loads_that_keep_a_model_give_back_what_was_saved(training: tinker.TrainingClient):

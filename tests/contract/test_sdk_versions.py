@@ -31,7 +31,7 @@ RELEASES = [
 ]
 ARCHIVES_UNTIL = Version("0.35")
 _AT_ONCE = 3
-_LONGEST_S = 300
+_LONGEST_S = 800
 
 
 def test_the_newest_of_the_pinned_releases_is_the_one_all_other_tests_use():

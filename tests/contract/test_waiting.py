@@ -20,8 +20,7 @@ from app.domain.sampling import SampledSequence, SampleOutput, SampleRequest
 from app.stores.interfaces import Pending
 from app.wire.results import encode_sample
 from tests.api_server import BASE, KEY, ApiServer, start_api
-from tests.contract.awaiting import awaited, held_polls
-from tests.unit.workers.conftest import await_true
+from tests.contract.awaiting import await_true, awaited, held_polls
 
 FORMS = {"one poll for all": "batch_polls = true", "a poll each": "batch_polls = false"}
 PARAMS = types.SamplingParams(max_tokens=4, temperature=1.0, stop=[])
@@ -77,7 +76,7 @@ def sampler(api: ApiServer) -> Iterator[None]:
 
 
 def tokens(found: concurrent.futures.Future[types.SampleResponse]) -> list[int]:
-    return list(found.result(60).sequences[0].tokens)
+    return list(found.result(240).sequences[0].tokens)
 
 
 def test_samples_that_are_put_off_come_back_and_every_one_has_its_own_result(
@@ -112,7 +111,7 @@ def test_a_failed_sample_tells_why(api: ApiServer, sampling: tinker.SamplingClie
     await_true(lambda: waiting(api), "it never came")
     api.oplog.finish_sample(waiting(api)[0].id, Result.failure("no such luck"))
     with pytest.raises(tinker.RequestFailedError, match="no such luck"):
-        asked.result(60)
+        asked.result(240)
 
 
 def test_a_sample_nobody_awaits_any_more_is_cancelled_and_the_others_go_on(

@@ -40,7 +40,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory, base_path: Path) -> Iterator[
 
 @pytest.fixture
 def service(pair: Stack) -> Iterator[tinker.ServiceClient]:
-    await_true(lambda: len(healthy_trainers(pair)) == 2, 120)
+    await_true(lambda: len(healthy_trainers(pair)) == 2)
     with pair.client() as client:
         yield client
 
@@ -109,7 +109,7 @@ def test_a_deaf_trainer_is_told_apart_and_started_again_and_its_models_go_on(
     assert all(future.result() for future in pending)
     found = logprobs(client.forward(supervised(seed=8), "cross_entropy").result())
     assert np.array_equal(found, expected)
-    await_true(lambda: len(healthy_trainers(pair)) == 2, 120)
+    await_true(lambda: len(healthy_trainers(pair)) == 2)
     assert trainers(pair)[node].started > started
 
 

@@ -25,7 +25,7 @@ from workers.runtime.running import Runtime
 from workers.training import factory
 
 Answer = tuple[Literal["done", "failed", "unknown", "not now", "error"], str]
-_WITHIN_S = 90
+_WITHIN_S = 240
 _PRELOADED = ["__main__", __name__, "workers.training.torch_backend", "app.stores.objects.s3", "tests.frozen"]
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(_PRELOADED)

@@ -35,7 +35,7 @@ class Server:
     ) -> tuple[int, dict[str, str]]:
         """(status, JSON body) of a POST; an iterator is sent in chunks, without a length."""
         headers = {"X-API-Key": KEY, "Content-Type": kind, **encoding}
-        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", self.api.port, timeout=30)) as connection:
+        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", self.api.port, timeout=120)) as connection:
             # It may answer, and close, before all was sent.
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 connection.request("POST", f"/api/v1/{route}", body, headers, encode_chunked=True)
