@@ -20,7 +20,9 @@ from tests.faults.watching import Fault
 from tests.faults.worker_process import WorkerProcess
 from tests.faults.world import EVERY_STEP, Run, Service, World, await_true, backward, optim_step
 
+# The first worker's. The others' is long, since whoever stands still is to be the first one alone.
 SHORT = {"lease_s": 2.0, **EVERY_STEP}
+_RINGS, _PAUSE_S = 200, 0.05
 TOKENS = 12
 FORWARD_BACKWARD = f"backend.apply ForwardBackward-{2 * TOKENS + 1}"
 POINTS = {
@@ -48,15 +50,26 @@ class Relay:
 
     def run_to(self, seq: int) -> None:
         if self.heir is None:
-            self.run.ring(self.zombie, seq)
-            await_true(lambda: self.zombie.answered or self.zombie.stopped, "an answer, or a stop")
-            if self.zombie.answered:
-                assert self.zombie.answer()[0] == "done"
+            if self._run_first_to(seq):
                 return
             self.owed = True
             self.take_over()
         assert self.heir is not None
         self.heir.run_to(seq)
+
+    def _run_first_to(self, seq: int) -> bool:
+        """False when it stands still. Where it gets no CPU its lease lapses as well, and it is rung again."""
+        for _ in range(_RINGS):
+            self.run.ring(self.zombie, seq)
+            await_true(lambda: self.zombie.answered or self.zombie.stopped, "an answer, or a stop")
+            if not self.zombie.answered:
+                return False
+            what, why = self.zombie.answer()
+            if what == "done":
+                return True
+            assert what in ("not now", "error"), why
+            time.sleep(_PAUSE_S)
+        raise AssertionError(f"seq {seq} did not end; last: {what}: {why}")
 
     def take_over(self) -> Service:
         """The heir; it gets the model once the lease has lapsed by itself."""
@@ -69,15 +82,14 @@ class Relay:
 
 @pytest.mark.parametrize("point", POINTS)
 def test_a_zombie_changes_nothing(new_world: NewWorld, point: str):
-    world = new_world(**SHORT)
-    zombie = world.worker("zombie", POINTS[point])
-    relay = Relay(world.run("run"), zombie)
+    zombie = new_world(**SHORT).worker("zombie", POINTS[point])
+    relay = Relay(new_world(**EVERY_STEP).run("run"), zombie)
     check_nothing_changes(relay, lambda: zombie.signal(signal.SIGCONT))
 
 
 def test_a_commit_that_the_network_kept_past_the_lease_changes_nothing(new_world: NewWorld, valkey: str):
     with Proxy(valkey) as proxy:
-        world, behind = new_world(**SHORT), new_world(redis_url=proxy.url, **SHORT)
+        world, behind = new_world(**EVERY_STEP), new_world(redis_url=proxy.url, **SHORT)
         zombie = behind.worker("zombie", Fault("oplog.commit 4", "before", "stop"))
 
         def send_and_keep() -> None:
