@@ -114,7 +114,7 @@ def opened(name: str, reference: Reference) -> Iterator[SamplerBackend]:
         backend.load(adapter, folder)
     yield backend
     with ThreadPoolExecutor(1) as pool:
-        unfinished = pool.submit(backend.sample, None, ask(PROMPTS[0], num_samples=64, max_tokens=200))
+        unfinished = pool.submit(backend.sample, None, ask(PROMPTS[0], num_samples=512, max_tokens=200))
         backend.close()
         with pytest.raises(ServerOpError, match="the worker is shutting down"):
             unfinished.result()

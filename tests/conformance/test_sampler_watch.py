@@ -13,6 +13,9 @@ from app.domain.sampling import SampleOutput
 from tests.conformance.samplers import PROMPTS, ask, one
 from workers.sampling.watch import Aborted, Watch
 
+# On a busy machine something may be over before anybody looks, but not every time.
+TRIES = 5
+
 
 class Seen:
     """Notes what is drawn of each sample."""
@@ -38,11 +41,14 @@ def all_of(output: SampleOutput) -> tuple[dict[int, list[int]], dict[int, list[f
 
 
 def test_tokens_are_told_as_they_come_and_are_those_of_the_answer(sampler):
-    seen = Seen()
     request = ask(PROMPTS[1], num_samples=3, max_tokens=20, prompt_logprobs=True, sample_top=2)
-    output = sampler.sample("one", request, Watch(seen))
-    assert (seen.tokens, seen.logprobs) == all_of(output)
-    assert seen.calls > 3
+    for _ in range(TRIES):
+        seen = Seen()
+        output = sampler.sample("one", request, Watch(seen))
+        assert (seen.tokens, seen.logprobs) == all_of(output)
+        if seen.calls > 3:
+            break
+    assert seen.calls > 3, "it came at once, every time"
     unseen = sampler.sample("one", request)
     assert all_of(unseen)[0] == seen.tokens
     assert output.prompt_logprobs[1:].tolist() == pytest.approx(unseen.prompt_logprobs[1:].tolist(), abs=1e-4)
@@ -63,17 +69,20 @@ def test_a_token_that_stops_a_sample_is_told_too(sampler, reference):
 
 
 def test_an_aborted_request_ends_and_no_other_does(sampler, reference):
-    seen, beside = Seen(), Seen()
-    watch = Watch(seen)
-    with ThreadPoolExecutor(2) as pool:
-        long = pool.submit(sampler.sample, "one", ask(PROMPTS[0], num_samples=8, max_tokens=240), watch)
-        other = pool.submit(sampler.sample, "two", ask(PROMPTS[1], temperature=0.0, max_tokens=60), Watch(beside))
-        assert seen.begun.wait(240)
-        assert beside.begun.wait(240)
-        watch.abort()
-        with pytest.raises(Aborted):
-            long.result(240)
-        assert other.result(240).sequences[0].tokens.tolist() == reference.greedy("two", PROMPTS[1], 60)
+    for _ in range(TRIES):
+        seen, beside = Seen(), Seen()
+        watch = Watch(seen)
+        with ThreadPoolExecutor(2) as pool:
+            long = pool.submit(sampler.sample, "one", ask(PROMPTS[0], num_samples=8, max_tokens=240), watch)
+            other = pool.submit(sampler.sample, "two", ask(PROMPTS[1], temperature=0.0, max_tokens=60), Watch(beside))
+            assert seen.begun.wait(240)
+            assert beside.begun.wait(240)
+            watch.abort()
+            error = long.exception(240)
+            assert other.result(240).sequences[0].tokens.tolist() == reference.greedy("two", PROMPTS[1], 60)
+        if error is not None:
+            break
+    assert isinstance(error, Aborted)
     assert sum(map(len, seen.tokens.values())) < 8 * 240
     one(sampler, "one", PROMPTS[0])  # whatever was on its way when it was aborted has come by now
     told = seen.calls
@@ -86,8 +95,8 @@ def test_a_request_aborted_while_it_waits_never_starts_and_the_one_behind_it_doe
     ahead, waiting = Seen(), Seen()
     watches = [Watch(ahead), Watch(waiting)]
     with ThreadPoolExecutor(3) as pool:
-        # 64 samples of 16 at a time.
-        first = pool.submit(sampler.sample, None, ask(PROMPTS[0], num_samples=64, max_tokens=200), watches[0])
+        # 512 samples of 16 at a time, which takes far longer than the rest.
+        first = pool.submit(sampler.sample, None, ask(PROMPTS[0], num_samples=512, max_tokens=200), watches[0])
         assert ahead.begun.wait(240)
         second = pool.submit(sampler.sample, None, ask(PROMPTS[0]), watches[1])
         third = pool.submit(one, sampler, "one", PROMPTS[1], temperature=0.0)

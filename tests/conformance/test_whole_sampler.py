@@ -127,7 +127,7 @@ def test_what_was_aborted_is_in_nobodys_way(whole: SamplerBackend, models: dict[
         begun = threading.Event()
         watch = Watch(lambda *_, begun=begun: begun.set())
         with ThreadPoolExecutor(1) as pool:
-            running = pool.submit(whole.sample, name, ask(PROMPTS[3], num_samples=16, max_tokens=160), watch)
+            running = pool.submit(whole.sample, name, ask(PROMPTS[3], num_samples=512, max_tokens=160), watch)
             assert begun.wait(240)
             watch.abort()
             with pytest.raises(Aborted):
