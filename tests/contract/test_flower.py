@@ -34,20 +34,20 @@ def flower(stack: Stack) -> Iterator[str]:
     try:
         # It answers before it listens, and never hears what was said until then: workers say every 2 s that they live.
         url = f"http://127.0.0.1:{port}"
-        await_answer(lambda: requests.get(f"{url}/workers?json=1", timeout=5).json()["data"])
+        await_answer(lambda: requests.get(f"{url}/workers?json=1", timeout=60).json()["data"])
         yield f"{url}/api/tasks"
     finally:
         process.terminate()
-        process.wait(30)
+        process.wait(120)
 
 
-def await_answer(check: Any, seconds: float = 60) -> Any:
+def await_answer(check: Any, seconds: float = 240) -> Any:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         try:
             if answer := check():
                 return answer
-        except requests.ConnectionError:
+        except (requests.ConnectionError, requests.Timeout):
             pass
         time.sleep(0.1)
     raise TimeoutError("Flower did not show it")
@@ -61,7 +61,7 @@ def test_every_future_is_a_task_with_its_name_model_state_and_runtime(flower: st
         training.forward_backward([bad], "importance_sampling").result()
 
     def mine() -> list[dict[str, Any]]:
-        tasks = requests.get(flower, timeout=10).json().values()
+        tasks = requests.get(flower, timeout=60).json().values()
         found = [task for task in tasks if training.model_id in (task["kwargs"] or "")]
         finished = [task for task in found if task["state"] in ("SUCCESS", "FAILURE")]
         return sorted(finished, key=lambda task: int(task["uuid"].rpartition(":")[2])) if len(finished) >= 4 else []

@@ -12,7 +12,7 @@ import tinker
 
 from tests.contract.data import ADAM, logprobs, supervised, train
 from tests.contract.stack import BASE, Stack, running
-from tests.contract.test_restart import children, undisturbed
+from tests.contract.test_restart import children, is_gone, undisturbed
 from tests.hosts import FIRST, SECOND, install_ssh, write_hostfile
 from tests.servers import free_port
 
@@ -64,5 +64,5 @@ def test_a_host_that_dies_takes_the_group_down_and_the_next_start_goes_on_to_the
     pending = [(client.forward_backward(supervised(), "cross_entropy"), client.optim_step(ADAM)) for _ in range(2)]
     before[SECOND].kill()
     assert all(forward.result() and step.result() for forward, step in pending)
-    assert not before[FIRST].is_running()
+    assert is_gone(before[FIRST])
     assert np.array_equal(logprobs(client.forward(supervised(seed=8), "cross_entropy").result()), expected)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 from transformers import AutoTokenizer
@@ -15,19 +14,18 @@ from app.domain.results import Result
 from app.stores.interfaces import HeldElsewhere
 from tests.api_server import BASE, KEY, ApiServer, start_api
 from tests.confined import surroundings
+from tests.contract.awaiting import await_true
 from tests.contract.hub_client import tokens
 from tests.models import tiny_qwen3
 
 
 def make_ready(server: ApiServer) -> None:
     """The first model that is asked for, as a trainer would."""
-    deadline = time.monotonic() + 600
-    while not (asked := list(server.records.list(Model.namespace))):
-        assert time.monotonic() < deadline, "no model was asked for"
-        time.sleep(0.05)
-    model_id = asked[0][0]
+    await_true(lambda: list(server.records.list(Model.namespace)), "no model was asked for")
+    [(model_id, _)] = server.records.list(Model.namespace)
     lease = server.oplog.acquire(model_id, "node/test")
     assert not isinstance(lease, HeldElsewhere)
+    await_true(lambda: server.oplog.next(lease, 0), "it was not journalled")
     server.oplog.commit(lease, 0, Result(json.dumps({"model_id": model_id}).encode()), [])
 
 

@@ -6,6 +6,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -55,12 +56,31 @@ def undisturbed(service: tinker.ServiceClient, steps: int) -> np.ndarray:
 
 
 def children(stack: Stack, words: str) -> list[psutil.Process]:
+    """Those there are to be; see found_children."""
+    found = found_children(stack, words)
+    assert found, f"no process of {words!r}"
+    return found
+
+
+def found_children(stack: Stack, words: str) -> list[psutil.Process]:
     """Known by their node names: Celery may put a title in the place of the command line, and both have the name."""
     assert stack.process is not None
     running = psutil.Process(stack.process.pid).children(recursive=True)
-    found = [child for child in running if words in " ".join(child.cmdline())]
-    assert found, f"no {words!r} among {[child.cmdline() for child in running]}"
-    return found
+    return [child for child in running if words in _command_line(child)]
+
+
+def _command_line(process: psutil.Process) -> str:
+    """Empty if it has ended meanwhile."""
+    with suppress(psutil.NoSuchProcess):
+        return " ".join(process.cmdline())
+    return ""
+
+
+def is_gone(process: psutil.Process) -> bool:
+    """Whether it has ended, though nobody may have asked how."""
+    with suppress(psutil.NoSuchProcess):
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    return True
 
 
 def await_true(what: Callable[[], bool], seconds: float = 240) -> None:
@@ -111,21 +131,14 @@ def test_a_stack_started_again_on_its_folder_goes_on_where_it_was(light: Stack, 
     client = service.create_lora_training_client(base_model=BASE, rank=4, seed=5).result()
     train(client, 3)
     path = client.save_state("kept").result().path
-    everything = [child.pid for child in children(light, "")]
+    everything = children(light, "")
     assert light.stop() == 0
-    assert not [pid for pid in everything if psutil.pid_exists(pid) and _alive(pid)]
+    assert [process for process in everything if not is_gone(process)] == []
     light.start()
     train(client, 3)
     found = logprobs(client.forward(supervised(seed=8), "cross_entropy").result())
     assert np.array_equal(found, expected)
     assert service.create_training_client_from_state(path).result().get_info().lora_rank == 4
-
-
-def _alive(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def test_weights_that_were_never_uploaded_are_made_again_when_a_sampler_misses_them(
@@ -147,4 +160,4 @@ def test_weights_that_were_never_uploaded_are_made_again_when_a_sampler_misses_t
         shutil.rmtree(light.data_dir / "objects" / prefix)
         shutil.rmtree(light.settings().handover_dir, ignore_errors=True)
         assert sampling.compute_logprobs(PROMPT).result() == scored
-        assert not list(records.list(Handover.namespace))
+        await_true(lambda: not list(records.list(Handover.namespace)))  # noted behind the upload

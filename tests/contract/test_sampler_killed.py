@@ -13,7 +13,7 @@ import tinker
 from tests.contract.data import train
 from tests.contract.stack import Stack
 from tests.contract.test_restart import await_true, children
-from tests.contract.test_samplers import ask, drawn, told
+from tests.contract.test_samplers import TRIES, ask, drawn, told
 
 REQUESTS = 200
 # Found by hand: 200 of 200.
@@ -28,16 +28,20 @@ def test_all_requests_of_a_killed_sampler_end_once_and_nearly_all_with_the_same_
     train(training, 3)
     client = training.save_weights_and_get_sampling_client().result()
     expected = [drawn(future) for future in [ask(client, seed, 16) for seed in range(REQUESTS)]]
-    with told(stack) as done:
-        futures = [ask(client, seed, 16) for seed in range(REQUESTS)]
-        await_true(lambda: len(done()) >= REQUESTS // 10)
-        for process in children(stack, "--name sampler"):
-            process.kill()
-        assert len(done()) < REQUESTS, "it was killed in the middle"
-        found = [drawn(future) for future in futures]
-        await_true(lambda: len(done()) >= REQUESTS)
-    assert Counter(done()) == Counter(set(done()))
-    assert len(done()) == REQUESTS
-    same = sum(mine[0] == theirs[0] for mine, theirs in zip(found, expected, strict=True))
-    print(f"{same} of {REQUESTS} have the tokens of the undisturbed run")
-    assert same >= MATCH_RATE * REQUESTS
+    for _ in range(TRIES):
+        with told(stack, client) as done:
+            futures = [ask(client, seed, 16) for seed in range(REQUESTS)]
+            await_true(lambda done=done: len(done()) >= REQUESTS // 10)
+            for process in children(stack, "--name sampler"):
+                process.kill()
+            in_the_middle = len(done()) < REQUESTS
+            found = [drawn(future) for future in futures]
+            await_true(lambda done=done: len(done()) >= REQUESTS)
+        assert Counter(done()) == Counter(set(done()))
+        assert len(done()) == REQUESTS
+        same = sum(mine[0] == theirs[0] for mine, theirs in zip(found, expected, strict=True))
+        print(f"{same} of {REQUESTS} have the tokens of the undisturbed run")
+        assert same >= MATCH_RATE * REQUESTS
+        if in_the_middle:
+            return
+    raise AssertionError("it was never killed in the middle")

@@ -164,8 +164,12 @@ def test_a_run_goes_on_when_a_limit_refuses_a_save_and_waits_where_one_passes(st
         with pytest.raises(tinker.PermissionDeniedError, match="live_models is 1"):
             service.create_lora_training_client(base_model=BASE, rank=4).result()
         before = put_off(stack)
-        # 54 tokens each, of which one empties the bucket of 45; the SDK comes again with the second in two seconds.
-        assert len(train(training, 2)) == 2
+        # 54 tokens each, of which one empties the bucket of 45; the SDK comes again with the second in two seconds. On
+        # a busy machine it may be sent so late that the bucket is full, but not every time.
+        for _ in range(5):
+            assert len(train(training, 2)) == 2
+            if put_off(stack) > before:
+                break
         assert put_off(stack) > before
 
 

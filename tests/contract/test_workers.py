@@ -24,7 +24,9 @@ from tests.contract.stack import BASE, Stack, running
 from tests.contract.test_restart import await_true, children, undisturbed
 from tests.servers import free_port
 
-HEALTHY_S = 8.0
+HEALTHY_S = 12.0
+# One that gets no CPU for seconds takes no new model, and does all there is before it hears that it is to stop.
+TRIES = 5
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +64,17 @@ def owner(stack: Stack, model_id: str) -> str:
     return held.decode().rpartition("/")[0] if held else ""
 
 
+def applied(stack: Stack, model_id: str) -> int:
+    with stack.redis() as client:
+        return int(client.hget(keys.model(model_id), "applied"))
+
+
+def is_anew(stack: Stack, node: str, started: float) -> bool:
+    """Whether it runs, and was started after that."""
+    now = trainers(stack).get(node)
+    return now is not None and now.healthy and now.started > started
+
+
 def process(stack: Stack, node: str) -> psutil.Process:
     [found] = children(stack, node.partition("@")[0])
     return found
@@ -69,28 +82,38 @@ def process(stack: Stack, node: str) -> psutil.Process:
 
 def is_ready(stack: Stack) -> bool:
     try:
-        with urllib.request.urlopen(f"{stack.url}/readyz", timeout=30) as answer:
+        with urllib.request.urlopen(f"{stack.url}/readyz", timeout=240) as answer:
             return bool(answer.status == 200)
     except urllib.error.HTTPError:
         return False
 
 
 def test_idle_trainers_share_new_models(service: tinker.ServiceClient, pair: Stack):
-    models = [service.create_lora_training_client(base_model=BASE, rank=4).result().model_id for _ in range(4)]
-    assert {owner(pair, model_id) for model_id in models} == set(trainers(pair))
+    for _ in range(TRIES):
+        models = [service.create_lora_training_client(base_model=BASE, rank=4).result().model_id for _ in range(4)]
+        owners = {owner(pair, model_id) for model_id in models}
+        if owners == set(trainers(pair)):
+            return
+    raise AssertionError(f"one took them all, every time: {owners}")
 
 
 def test_what_a_stopping_trainer_leaves_the_other_one_does_at_once(service: tinker.ServiceClient, pair: Stack):
-    expected = undisturbed(service, 6)
     client = service.create_lora_training_client(base_model=BASE, rank=4, seed=5).result()
-    train(client, 2)
-    node = owner(pair, client.model_id)
-    pending = [(client.forward_backward(supervised(), "cross_entropy"), client.optim_step(ADAM)) for _ in range(4)]
-    process(pair, node).send_signal(signal.SIGTERM)
-    assert all(forward.result() and step.result() for forward, step in pending)
+    for steps in range(6, 6 * TRIES, 6):
+        train(client, 2)
+        node = owner(pair, client.model_id)
+        started, stopping = trainers(pair)[node].started, process(pair, node)
+        pending = [(client.forward_backward(supervised(), "cross_entropy"), client.optim_step(ADAM)) for _ in range(4)]
+        stopping.send_signal(signal.SIGTERM)
+        left = applied(pair, client.model_id) < 2 * steps
+        assert all(forward.result() and step.result() for forward, step in pending)
+        if left:
+            break
+        await_true(lambda node=node, started=started: is_anew(pair, node, started))
+    assert left, "it had done it all, every time"
     found = logprobs(client.forward(supervised(seed=8), "cross_entropy").result())
-    assert np.array_equal(found, expected)
     assert owner(pair, client.model_id) not in (node, "")
+    assert np.array_equal(found, undisturbed(service, steps))
 
 
 def test_a_deaf_trainer_is_told_apart_and_started_again_and_its_models_go_on(
@@ -103,9 +126,10 @@ def test_a_deaf_trainer_is_told_apart_and_started_again_and_its_models_go_on(
     started = trainers(pair)[node].started
     control = celery.Celery(broker=pair.settings().broker_url, set_as_current=False).control
     for queue in (doorbell.train_queue(BASE), doorbell.direct_queue(doorbell.train_queue(BASE), node)):
-        assert control.cancel_consumer(queue, destination=[node], reply=True, timeout=60, limit=1)
+        assert control.cancel_consumer(queue, destination=[node], reply=True, timeout=240, limit=1)
     pending = client.forward_backward(supervised(), "cross_entropy"), client.optim_step(ADAM)
-    await_true(lambda: not trainers(pair)[node].healthy)
+    # It ends soon after it has been told apart.
+    await_true(lambda: node not in healthy_trainers(pair) or is_anew(pair, node, started))
     assert all(future.result() for future in pending)
     found = logprobs(client.forward(supervised(seed=8), "cross_entropy").result())
     assert np.array_equal(found, expected)
@@ -127,7 +151,7 @@ def test_ticks_are_no_events(service: tinker.ServiceClient, pair: Stack):
 
     with app.connection_for_read() as connection:
         receiver = app.events.Receiver(connection, handlers={"*": note})
-        receiver.capture(limit=None, timeout=60)
+        receiver.capture(limit=None, timeout=240)
     assert doorbell.TICK not in seen
     assert not any(name.startswith("task-") and "tick" in name for name in seen)
 
