@@ -82,6 +82,26 @@ def test_an_aborted_request_ends_and_no_other_does(sampler, reference):
     assert sampler.healthy()
 
 
+@pytest.mark.parametrize("streams", [True, False])
+def test_what_an_aborted_request_drew_is_known(sampler, streams):
+    seen = Seen()
+    watch, beside = Watch(seen if streams else None), Watch(Seen())
+    with ThreadPoolExecutor(2) as pool:
+        stopped = pool.submit(sampler.sample, "one", ask(PROMPTS[0], num_samples=2, max_tokens=240), watch)
+        pool.submit(sampler.sample, "one", ask(PROMPTS[0], max_tokens=30), beside).result(60)
+        watch.abort()
+        with pytest.raises(Aborted):
+            stopped.result(60)
+    assert 10 < watch.took < 2 * 240, "another drew 30 beside it"
+    assert sum(map(len, seen.tokens.values())) <= watch.took
+
+
+def test_a_request_that_ends_took_what_it_answers(sampler):
+    watch = Watch()
+    output = sampler.sample("one", ask(PROMPTS[1], num_samples=3, max_tokens=9), watch)
+    assert watch.took == sum(len(sequence.tokens) for sequence in output.sequences) == 27
+
+
 def test_a_request_aborted_while_it_waits_never_starts_and_the_one_behind_it_does(sampler, reference):
     ahead, waiting = Seen(), Seen()
     watches = [Watch(ahead), Watch(waiting)]

@@ -41,7 +41,8 @@ class SamplerBackend(Protocol):
 
         Raises Aborted soon after `watch.abort()`: the engine then works on it no more, nor begins if it has not.
         `watch.drawn`, if set, is told of every token and its logprob before `sample` returns, and `watch.ended` of each
-        sample that leaves its place in the batch to another, at least once.
+        sample that leaves its place in the batch to another, at least once. What was drawn is added to `watch.took` by
+        the time that `sample` returns or raises Aborted.
         """
         ...
 

@@ -115,22 +115,26 @@ class VllmSampler:
             for index in range(request.num_samples)
         ]
         samples = [Sample(request, index, watch.drawn) for index in range(request.num_samples)]
+        names = [str(next(self._request_numbers)) for _ in samples]
 
-        async def generate(engine: Any, params: Any, sample: Sample) -> None:
+        async def generate(engine: Any, name: str, params: Any, sample: Sample) -> None:
             prompt = {"prompt_token_ids": request.prompt.tolist()}
-            name = str(next(self._request_numbers))
+            if watch.aborted:
+                return
             async for result in engine.generate(prompt, params, name, lora_request=adapter):
-                sample.add(result)
+                watch.took += len(result.outputs[0].token_ids)
+                if not watch.aborted:
+                    sample.add(result)
             if watch.ended is not None:
                 watch.ended()
 
         async def generate_all(engine: Any) -> None:
             async with asyncio.TaskGroup() as group:
-                for each, sample in zip(params, samples, strict=True):
-                    group.create_task(generate(engine, each, sample))
+                for each in zip(names, params, samples, strict=True):
+                    group.create_task(generate(engine, *each))
 
         try:
-            self._engine.call(generate_all, watch)
+            self._engine.generate(generate_all, names, watch)
         except ExceptionGroup as group:
             error = group.exceptions[0]
             if isinstance(error, OpError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import CancelledError, Future
 from typing import Any, TypeVar
 
@@ -12,6 +12,7 @@ from app.errors import ServerOpError, SetupError
 from workers.sampling.watch import Aborted, Watch
 
 T = TypeVar("T")
+_AGAIN_S = 0.02
 
 
 class EngineThread:
@@ -32,21 +33,35 @@ class EngineThread:
     def alive(self) -> bool:
         return not self._stopping and self._thread.is_alive() and not self.engine.errored
 
-    def call(self, method: Callable[[Any], Awaitable[T]], watch: Watch | None = None) -> T:
-        """Run `method(engine)` on the loop and wait for what it returns. Raises ServerOpError when stopped.
+    def call(self, method: Callable[[Any], Awaitable[T]]) -> T:
+        """Run `method(engine)` on the loop and wait for what it returns. Raises ServerOpError when stopped."""
+        return self._result(lambda: self._begin(method(self.engine)))
 
-        Raises Aborted when `watch` is aborted; cancelling it is how vLLM is told to drop its requests.
-        """
+    def generate(self, method: Callable[[Any], Awaitable[T]], names: Sequence[str], watch: Watch) -> T:
+        """As `call`, of a method that runs requests of these names. Once `watch` is aborted vLLM is told to drop them,
+        and each ends with what was drawn of it; raises Aborted then."""
+
+        def begin() -> Future[T]:
+            running = self._begin(method(self.engine))
+
+            def drop() -> None:
+                if not running.done():
+                    self._begin(_drop(self.engine, names, running))
+
+            watch.on_abort(drop)
+            return running
+
+        result = self._result(begin)
+        if watch.aborted:
+            raise Aborted("the request was aborted")
+        return result
+
+    def _result(self, begin: Callable[[], Future[T]]) -> T:
         if self._stopping:
             raise _stopped()
         try:
-            running = self._begin(method(self.engine))
-            if watch is not None:
-                watch.on_abort(running.cancel)
-            return running.result()
+            return begin().result()
         except CancelledError:
-            if watch is not None and watch.aborted:
-                raise Aborted("the request was aborted") from None
             raise _stopped() from None
         except Exception:
             if self._stopping:  # it was begun while the rest was stopped, and met an engine or a loop that ends
@@ -85,6 +100,13 @@ async def _start(engine_args: dict[str, Any]) -> Any:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     return AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_args))
+
+
+async def _drop(engine: Any, names: Sequence[str], running: Future[Any]) -> None:
+    """Again and again: one that vLLM is just taking in is not known to it yet."""
+    while not running.done():
+        await engine.abort(names)
+        await asyncio.sleep(_AGAIN_S)
 
 
 async def _cancel_tasks() -> None:
