@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from app.domain.sampling import SampleOutput
+from app.errors import ServerOpError
 from tests.conformance.samplers import PROMPTS, ask, one
 from workers.sampling.watch import Aborted, Watch
 
@@ -140,14 +141,15 @@ def test_aborting_behind_the_end_changes_nothing(sampler):
     assert one(sampler, None, PROMPTS[0]).tokens.tolist() == before
 
 
-def test_whoever_looks_on_and_fails_fails_its_own_request_alone(sampler, reference):
+@pytest.mark.parametrize("kind", [RuntimeError, ValueError])
+def test_whoever_looks_on_and_fails_fails_its_own_request_alone_which_is_not_its_users_fault(sampler, reference, kind):
     def fail(index: int, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
-        raise RuntimeError("the listener is gone")
+        raise kind("the listener is gone")
 
     with ThreadPoolExecutor(2) as pool:
         bad = pool.submit(sampler.sample, None, ask(PROMPTS[0]), Watch(fail))
         good = pool.submit(one, sampler, "one", PROMPTS[1], temperature=0.0)
-        with pytest.raises(Exception, match="the listener is gone"):
+        with pytest.raises(ServerOpError, match="the listener is gone"):
             bad.result(60)
         assert good.result(60).tokens.tolist() == reference.greedy("one", PROMPTS[1], 12)
     assert sampler.healthy()

@@ -148,10 +148,10 @@ class VllmSampler:
 
 
 def _is_refusal(error: Exception) -> bool:
-    """Whether vLLM found the request itself at fault."""
-    from vllm.exceptions import VLLMClientError
+    """Whether vLLM found the request itself at fault. A plain ValueError is ours, or an accident of its own."""
+    from vllm.exceptions import VLLMValidationError
 
-    return isinstance(error, ValueError | VLLMClientError)
+    return isinstance(error, VLLMValidationError)
 
 
 def _skeleton(settings: BaseModelSettings) -> nn.Module:
