@@ -47,7 +47,8 @@ class SamplerBackend(Protocol):
         ...
 
     def healthy(self) -> bool:
-        """False once the engine cannot serve; the worker then exits to be restarted."""
+        """False once the engine cannot serve, or has drawn nothing of what it runs for `sampler.step_deadline_s`; the
+        worker then exits to be restarted."""
         ...
 
     def close(self) -> None:

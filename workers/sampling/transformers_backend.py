@@ -55,7 +55,7 @@ class TransformersSampler:
         return job.future.result()
 
     def healthy(self) -> bool:
-        return self._engine.alive
+        return self._engine.alive and self._engine.stands_still_s <= self._settings.sampler.step_deadline_s
 
     def close(self) -> None:
         self._engine.stop()

@@ -77,7 +77,8 @@ class VllmSampler:
         return scoring.output(request, sequences, samples[0].scores, samples[0].cached_tokens)
 
     def healthy(self) -> bool:
-        return self._engine.alive and self._weights.healthy
+        hangs = self._engine.stands_still_s > self._settings.sampler.step_deadline_s
+        return self._engine.alive and self._weights.healthy and not hangs
 
     def close(self) -> None:
         self._engine.stop()

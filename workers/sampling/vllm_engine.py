@@ -9,6 +9,7 @@ from concurrent.futures import CancelledError, Future
 from typing import Any, TypeVar
 
 from app.errors import ServerOpError, SetupError
+from workers.health.standstill import Standstill
 from workers.sampling.watch import Aborted, Watch
 
 T = TypeVar("T")
@@ -20,11 +21,13 @@ class EngineThread:
 
     def __init__(self, engine_args: dict[str, Any]) -> None:
         self._stopping = False
+        self._standstill = Standstill()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="vllm-loop", daemon=True)
         self._thread.start()
         try:
             self.engine = self._wait(_start(engine_args))
+            _tell_steps(self.engine, self._standstill.moved)
         except Exception as error:
             self._end_loop()
             raise SetupError(f"vLLM did not start: {error}; its own log above says more") from error
@@ -32,6 +35,11 @@ class EngineThread:
     @property
     def alive(self) -> bool:
         return not self._stopping and self._thread.is_alive() and not self.engine.errored
+
+    @property
+    def stands_still_s(self) -> float:
+        """How long vLLM has had requests and drawn nothing."""
+        return self._standstill.seconds
 
     def call(self, method: Callable[[Any], Awaitable[T]]) -> T:
         """Run `method(engine)` on the loop and wait for what it returns. Raises ServerOpError when stopped."""
@@ -41,8 +49,12 @@ class EngineThread:
         """As `call`, of a method that runs requests of these names. Once `watch` is aborted vLLM is told to drop them,
         and each ends with what was drawn of it; raises Aborted then."""
 
+        async def run() -> T:
+            with self._standstill.call():
+                return await method(self.engine)
+
         def begin() -> Future[T]:
-            running = self._begin(method(self.engine))
+            running = self._begin(run())
 
             def drop() -> None:
                 if not running.done():
@@ -100,6 +112,18 @@ async def _start(engine_args: dict[str, Any]) -> Any:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     return AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_args))
+
+
+def _tell_steps(engine: Any, moved: Callable[[], None]) -> None:
+    """Have vLLM call `moved`, in its loop, when it is handed what a step drew: of all its requests, told of or not."""
+    processor = engine.output_processor
+    process = processor.process_outputs
+
+    def process_and_tell(*args: Any, **named: Any) -> Any:
+        moved()
+        return process(*args, **named)
+
+    processor.process_outputs = process_and_tell
 
 
 async def _drop(engine: Any, names: Sequence[str], running: Future[Any]) -> None:
