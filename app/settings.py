@@ -77,6 +77,9 @@ class SamplerSettings(_Section):
         50_000_000, ge=1, description="tokens those may take, prompt + num_samples * max_tokens each (429)"
     )
     concurrency: int = Field(256, ge=1, description="requests one worker holds at once")
+    step_deadline_s: float = Field(
+        600.0, gt=0, description="a sampler that draws nothing of what its engine runs for this long starts anew"
+    )
     cache_bytes: int = Field(8 * 2**30, ge=0, description="adapter files kept on disk that are not in use")
     engine_args: dict[str, Any] = Field({}, description="further vLLM engine arguments, passed as they are")
     metrics_port: int = Field(0, description="Prometheus port of the first worker; 0 takes any free one")

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from app.domain.sampling import SampleRequest
-from workers.sampling.watch import Aborted, Drawn, Watch
+from workers.sampling.watch import Aborted, Watch
 from workers.shares import Shares
 
 # One sequence more is let in for so many that a batch holds.
@@ -24,14 +24,12 @@ _SLACK = 8
 @dataclass(eq=False)
 class Turn:
     """One request's. `rows`: its sequences that have not ended. Its project is charged for `most` tokens when it is let
-    in; how many it `took` corrects that, or where nobody says so how many were `told` of, if they are."""
+    in, which is corrected at its end."""
 
     project: str
     weight: float
     rows: int
     most: int
-    told: int | None = None
-    took: int | None = None
     let_in: threading.Event = field(default_factory=threading.Event)
 
 
@@ -47,22 +45,21 @@ class Gate:
         """By project, in the order in which they came."""
 
     @contextmanager
-    def turn(self, project: str, request: SampleRequest, watch: Watch) -> Iterator[Turn]:
+    def turn(self, project: str, request: SampleRequest, watch: Watch) -> Iterator[None]:
         """Waits for the request's turn: as long as the block, though each sequence makes room as `watch` is told of its
-        end. Raises Aborted if `watch` is before.
+        end. Its project pays for what it took by then, prompt and all. Raises Aborted if `watch` is before.
 
         One with more sequences than there is room for goes in where there is any: else it might wait for ever.
         """
         most = len(request.prompt) + request.num_samples * request.max_tokens
         mine = Turn(project, self._weight_of(project), request.num_samples, most)
         watch.ended = lambda: self._make_room(mine, 1)
-        if watch.drawn is not None:
-            mine.told, watch.drawn = len(request.prompt), _counting(mine, watch.drawn)
         self._wait(mine, watch)
+        watch.took += len(request.prompt)
         try:
-            yield mine
+            yield
         finally:
-            self._correct(mine)
+            self._correct(mine, watch.took)
             self._make_room(mine, mine.rows)
 
     def _wait(self, mine: Turn, watch: Watch) -> None:
@@ -79,8 +76,7 @@ class Gate:
                 self._take_out(mine)
                 raise Aborted("the request was stopped before its turn")
 
-    def _correct(self, mine: Turn) -> None:
-        took = next(tokens for tokens in (mine.took, mine.told, mine.most) if tokens is not None)
+    def _correct(self, mine: Turn, took: int) -> None:
         with self._lock:
             self._shares.settle(mine.project, mine.most / mine.weight, took / mine.weight)
 
@@ -106,11 +102,3 @@ class Gate:
         if not waiting:
             del self._waiting[mine.project]
             self._shares.leave(mine.project)
-
-
-def _counting(mine: Turn, tell: Drawn) -> Drawn:
-    def drawn(index: int, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
-        mine.told = (mine.told or 0) + len(tokens)
-        tell(index, tokens, logprobs)
-
-    return drawn

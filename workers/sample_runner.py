@@ -96,15 +96,15 @@ class SampleRunner:
                 try:
                     self._finish(entry, sampling_session_id, watch)
                 except (Aborted, Unavailable) as reason:
-                    self._leave(request_id, reason)
+                    self._leave(request_id, reason, watch.took)
                 finally:
                     self._keeper.drop(request_id)
                     self._held.ring_next()
 
-    def _leave(self, request_id: str, reason: Exception) -> None:
+    def _leave(self, request_id: str, reason: Exception, took: int) -> None:
         """It was cancelled, or is another worker's, or is to be run later. Raises NotNow unless it was cancelled."""
         log.info("sample stopped: %s", reason, extra={"request_id": request_id})
-        self._oplog.put_off_sample(request_id, self._worker)
+        self._oplog.put_off_sample(request_id, self._worker, took)
         if self._oplog.outcome(request_id) is None:
             raise NotNow(f"{request_id}: {reason}")
 
@@ -112,7 +112,8 @@ class SampleRunner:
         started = time.monotonic()
         result, usage = self._attempt(entry, sampling_session_id, watch)
         ran = time.monotonic()
-        self._oplog.finish_sample(entry.request_id, result, usage)
+        if not self._oplog.finish_sample(entry.request_id, result, usage):  # it was called off just before
+            self._oplog.put_off_sample(entry.request_id, self._worker, watch.took)
         telemetry.op_done(entry, failed=result.failed, run_s=ran - started, commit_s=time.monotonic() - ran)
 
     def _attempt(self, entry: Entry, sampling_session_id: str, watch: Watch) -> tuple[Result, Usage]:
@@ -143,11 +144,9 @@ class SampleRunner:
         sampler = records.load(records.Sampler, stored)
         pinned = sampler.prefix if entry.adapter is None else entry.adapter
         adapter, turn = self._adapters.use(pinned, sampler.owner, watch), self._gate.turn(sampler.owner, request, watch)
-        with adapter as adapter_id, turn as mine:
+        with adapter as adapter_id, turn:
             output = self._backend.sample(adapter_id, request, watch)
-            drawn = sum(len(sequence.tokens) for sequence in output.sequences)
-            mine.took = len(request.prompt) + drawn
-        prompt = len(request.prompt)
+        prompt, drawn = len(request.prompt), sum(len(sequence.tokens) for sequence in output.sequences)
         telemetry.TOKENS.labels("prompt").inc(prompt)
         telemetry.TOKENS.labels("sampled").inc(drawn)
         usage = {PREFILLED: prompt - output.cached_tokens, CACHED: output.cached_tokens, SAMPLED: drawn}

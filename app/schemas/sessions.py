@@ -8,6 +8,7 @@ from app.schemas.base import SdkSchema, identifier, label, metadata
 from app.schemas.lists import MOST, Paged, Scoped
 
 _MOST_TAGS = 64
+_NO_REASON = validate.NoneOf(("open", "expired"), error="Is what the server says of sessions that were not finished.")
 
 
 class CreateSession(SdkSchema):
@@ -29,7 +30,7 @@ class Heartbeat(SdkSchema):
 
 
 class FinishReason(SdkSchema):
-    type = fields.String(required=True, validate=validate.Length(1, 64))
+    type = fields.String(required=True, validate=[validate.Length(1, 64), _NO_REASON])
 
 
 class FinishSession(SdkSchema):

@@ -106,6 +106,12 @@ class SessionService:
     def _brings(self, session_id: str, session: Session) -> tuple[int, int]:
         """Its live models, and the bytes of its checkpoints."""
         runs = self._records.list(Model.namespace, ids.model_prefix(session_id))
-        live = sum("ended" not in fields for _, fields in runs) if session.status == "open" else 0
+        live = sum(_is_live(fields) for _, fields in runs) if session.status == "open" else 0
         stored = self._records.list(Checkpoint.namespace, f"tinker://{ids.model_prefix(session_id)}")
         return live, sum(records.load(Checkpoint, fields).size_bytes for _, fields in stored)
+
+
+def _is_live(run: Mapping[str, str]) -> bool:
+    """Whether a run of an open session counts for its project, as `live_models` of limits.lua says it does."""
+    unloaded = "unloaded" in run and float(run.get("last_request", 0)) <= float(run["unloaded"])
+    return "ended" not in run and run["state"] != '"failed"' and not unloaded

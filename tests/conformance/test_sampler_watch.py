@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from app.domain.sampling import SampleOutput
+from app.errors import ServerOpError
 from tests.conformance.samplers import PROMPTS, ask, one
 from workers.sampling.watch import Aborted, Watch
 
@@ -91,6 +92,26 @@ def test_an_aborted_request_ends_and_no_other_does(sampler, reference):
     assert sampler.healthy()
 
 
+@pytest.mark.parametrize("streams", [True, False])
+def test_what_an_aborted_request_drew_is_known(sampler, streams):
+    seen = Seen()
+    watch, beside = Watch(seen if streams else None), Watch(Seen())
+    with ThreadPoolExecutor(2) as pool:
+        stopped = pool.submit(sampler.sample, "one", ask(PROMPTS[0], num_samples=2, max_tokens=240), watch)
+        pool.submit(sampler.sample, "one", ask(PROMPTS[0], max_tokens=30), beside).result(60)
+        watch.abort()
+        with pytest.raises(Aborted):
+            stopped.result(60)
+    assert 10 < watch.took < 2 * 240, "another drew 30 beside it"
+    assert sum(map(len, seen.tokens.values())) <= watch.took
+
+
+def test_a_request_that_ends_took_what_it_answers(sampler):
+    watch = Watch()
+    output = sampler.sample("one", ask(PROMPTS[1], num_samples=3, max_tokens=9), watch)
+    assert watch.took == sum(len(sequence.tokens) for sequence in output.sequences) == 27
+
+
 def test_a_request_aborted_while_it_waits_never_starts_and_the_one_behind_it_does(sampler, reference):
     ahead, waiting = Seen(), Seen()
     watches = [Watch(ahead), Watch(waiting)]
@@ -129,14 +150,15 @@ def test_aborting_behind_the_end_changes_nothing(sampler):
     assert one(sampler, None, PROMPTS[0]).tokens.tolist() == before
 
 
-def test_whoever_looks_on_and_fails_fails_its_own_request_alone(sampler, reference):
+@pytest.mark.parametrize("kind", [RuntimeError, ValueError])
+def test_whoever_looks_on_and_fails_fails_its_own_request_alone_which_is_not_its_users_fault(sampler, reference, kind):
     def fail(index: int, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
-        raise RuntimeError("the listener is gone")
+        raise kind("the listener is gone")
 
     with ThreadPoolExecutor(2) as pool:
         bad = pool.submit(sampler.sample, None, ask(PROMPTS[0]), Watch(fail))
         good = pool.submit(one, sampler, "one", PROMPTS[1], temperature=0.0)
-        with pytest.raises(Exception, match="the listener is gone"):
+        with pytest.raises(ServerOpError, match="the listener is gone"):
             bad.result(240)
         assert good.result(240).tokens.tolist() == reference.greedy("one", PROMPTS[1], 12)
     assert sampler.healthy()

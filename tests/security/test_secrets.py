@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
+import socket
 from collections.abc import Iterator
 from io import StringIO
 from pathlib import Path
@@ -14,6 +16,7 @@ from app import create_app
 from app.routes.context import EXTENSION
 from app.settings import RedisSettings, Settings, StoreSettings, hash_key
 from app.stores.redis.client import connect
+from tests.api_server import start_api
 from tests.logs import everything_logged
 from tests.security.test_tenants import Call, calls, path_of
 from tests.servers import free_port
@@ -97,6 +100,27 @@ def test_a_password_in_a_url_is_not_logged_when_its_server_is_away(canary: Api, 
     assert SECRET_CANARY not in lines.getvalue()
 
 
+def test_a_request_that_gunicorn_cannot_read_is_not_logged(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    start = "POST /api/v1/asample HTTP/1.1\r\nHost: x\r\n"
+    unreadable = {
+        "no colon": f"{start}Authorization Bearer {KEY_CANARY}\r\n\r\n",
+        "no name": f"{start}X API Key: {KEY_CANARY}\r\n\r\n",
+        "folded": f"{start}Authorization: Bearer\r\n {KEY_CANARY}\r\n\r\n",
+        "key as method": f"{KEY_CANARY} / HTTP/1.1\r\n\r\n",
+        "key as line": f"X-API-Key: {KEY_CANARY}\r\n\r\n",
+        "key as version": f"GET / {KEY_CANARY}\r\n\r\n",
+        "key as coding": f"{start}Transfer-Encoding: {KEY_CANARY}\r\n\r\n",
+        "key as expectation": f"{start}Expect: {KEY_CANARY}\r\nContent-Length: 1\r\n\r\n",
+        "key as chunk": f"{start}Transfer-Encoding: chunked\r\n\r\n{KEY_CANARY}\r\n",
+    }
+    with start_api(tmp_path) as api:
+        answers = {what: _status(api.port, request) for what, request in unreadable.items()}
+    logged = capfd.readouterr().err
+    assert not {what: status for what, status in answers.items() if not 400 <= status <= 501}
+    assert "Invalid request from ip=127.0.0.1" in logged
+    assert KEY_CANARY not in logged
+
+
 def test_settings_do_not_show_their_secrets(tmp_path: Path) -> None:
     shown = repr(
         Settings(
@@ -114,6 +138,12 @@ def _answer(api: Api, label: str, call: Call, headers: dict[str, str]) -> bytes:
         path_of(label, call.names), method=label.split()[0], json=call.body, headers=headers
     ).data
     return body
+
+
+def _status(port: int, request: str) -> int:
+    with contextlib.closing(socket.create_connection(("127.0.0.1", port), timeout=30)) as connection:
+        connection.sendall(request.encode())
+        return int(connection.makefile("rb").readline().split()[1])
 
 
 def _dump(url: str) -> bytes:

@@ -41,12 +41,14 @@ class SamplerBackend(Protocol):
 
         Raises Aborted soon after `watch.abort()`: the engine then works on it no more, nor begins if it has not.
         `watch.drawn`, if set, is told of every token and its logprob before `sample` returns, and `watch.ended` of each
-        sample that leaves its place in the batch to another, at least once.
+        sample that leaves its place in the batch to another, at least once. What was drawn is added to `watch.took` by
+        the time that `sample` returns or raises Aborted.
         """
         ...
 
     def healthy(self) -> bool:
-        """False once the engine cannot serve; the worker then exits to be restarted."""
+        """False once the engine cannot serve, or has drawn nothing of what it runs for `sampler.step_deadline_s`; the
+        worker then exits to be restarted."""
         ...
 
     def close(self) -> None:

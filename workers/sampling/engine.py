@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from app.errors import ServerOpError
+from workers.health.standstill import Standstill
 from workers.sampling.batch import RunningBatch
 from workers.sampling.prefill import fits, prefill
 from workers.sampling.sequences import Job
@@ -29,12 +30,18 @@ class Engine:
         self._for_idle: deque[tuple[Callable[[], None], Future[None]]] = deque()
         self._changed = threading.Condition()
         self._failure: BaseException | None = None
+        self._standstill = Standstill()
         self._thread = threading.Thread(target=self._run, name="sampler-engine", daemon=True)
         self._thread.start()
 
     @property
     def alive(self) -> bool:
         return self._failure is None and self._thread.is_alive()
+
+    @property
+    def stands_still_s(self) -> float:
+        """How long it has had work and drawn nothing."""
+        return self._standstill.seconds
 
     def submit(self, job: Job) -> None:
         """Queue a job; its future resolves later. Raises ServerOpError once the engine has stopped."""
@@ -68,14 +75,18 @@ class Engine:
         try:
             with torch.inference_mode():
                 while self._has_work():
-                    self._admit()
-                    if self._batch.occupied:
-                        self._batch.step()
-                    elif self._for_idle:
-                        self._work_idle()
+                    with self._standstill.call():
+                        self._step()
         except BaseException as error:
             self._failure = error
         self._fail_all()
+
+    def _step(self) -> None:
+        self._admit()
+        if self._batch.occupied:
+            self._batch.step()
+        elif self._for_idle:
+            self._work_idle()
 
     def _has_work(self) -> bool:
         """Wait for work; False when stopped."""
@@ -96,6 +107,7 @@ class Engine:
     def _admit(self) -> None:
         while starting := self._next():
             self._start(starting)
+            self._standstill.moved()
 
     def _next(self) -> list[tuple[Job, int]]:
         """Jobs from the head of the queue whose prompts share a pass, with the samples there are rows for.

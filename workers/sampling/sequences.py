@@ -18,7 +18,7 @@ from workers.sampling import scoring
 from workers.sampling.requests import check_finite, sample_seed, token_limit
 from workers.sampling.stopping import StopText
 from workers.sampling.vocabulary import Vocabulary
-from workers.sampling.watch import Aborted, Drawn, Ended
+from workers.sampling.watch import Aborted, Watch
 
 Top = tuple[np.ndarray, np.ndarray]
 """The likeliest tokens int32 [k] at a position, and their logprobs float32 [k]."""
@@ -36,8 +36,7 @@ class Job:
     adapter: Adapter | None
     info: BaseModelInfo
     vocabulary: Vocabulary
-    drawn: Drawn | None = None
-    ended: Ended | None = None
+    watch: Watch = field(default_factory=Watch)
     future: Future[SampleOutput] = field(default_factory=Future)
     started: int = 0
     scores: np.ndarray | None = None
@@ -63,8 +62,8 @@ class Job:
 
     def finish(self, index: int, sequence: SampledSequence) -> None:
         self._finished[index] = sequence
-        if self.ended is not None:
-            self.ended()
+        if self.watch.ended is not None:
+            self.watch.ended()
         if len(self._finished) == self.request.num_samples:
             sequences = [self._finished[i] for i in range(self.request.num_samples)]
             with suppress(InvalidStateError):
@@ -124,8 +123,10 @@ class Row:
         self._logprobs.append(logprob)
         if top is not None:
             self._top.append(top)
-        if self.job.drawn is not None:
-            self.job.drawn(self._index, [token], [logprob])
+        watch = self.job.watch
+        watch.took += 1
+        if watch.drawn is not None:
+            watch.drawn(self._index, [token], [logprob])
         stopped = token in self._end_tokens or (self._stop_text is not None and self._stop_text.completes(token))
         if stopped or len(self.tokens) == self._limit:
             self._ended = True

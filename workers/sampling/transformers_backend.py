@@ -49,14 +49,13 @@ class TransformersSampler:
         check(request, self._base.info)
         watch = watch or Watch()
         adapter = self._weights.find(adapter_id)
-        looked_on = watch.drawn, watch.ended
-        job = Job(request, adapter_id or "", adapter, self._base.info, self._vocabulary, *looked_on)
+        job = Job(request, adapter_id or "", adapter, self._base.info, self._vocabulary, watch)
         watch.on_abort(lambda: job.fail(Aborted("the request was aborted")))
         self._engine.submit(job)
         return job.future.result()
 
     def healthy(self) -> bool:
-        return self._engine.alive
+        return self._engine.alive and self._engine.stands_still_s <= self._settings.sampler.step_deadline_s
 
     def close(self) -> None:
         self._engine.stop()

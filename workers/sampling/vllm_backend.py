@@ -77,7 +77,8 @@ class VllmSampler:
         return scoring.output(request, sequences, samples[0].scores, samples[0].cached_tokens)
 
     def healthy(self) -> bool:
-        return self._engine.alive and self._weights.healthy
+        hangs = self._engine.stands_still_s > self._settings.sampler.step_deadline_s
+        return self._engine.alive and self._weights.healthy and not hangs
 
     def close(self) -> None:
         self._engine.stop()
@@ -115,22 +116,26 @@ class VllmSampler:
             for index in range(request.num_samples)
         ]
         samples = [Sample(request, index, watch.drawn) for index in range(request.num_samples)]
+        names = [str(next(self._request_numbers)) for _ in samples]
 
-        async def generate(engine: Any, params: Any, sample: Sample) -> None:
+        async def generate(engine: Any, name: str, params: Any, sample: Sample) -> None:
             prompt = {"prompt_token_ids": request.prompt.tolist()}
-            name = str(next(self._request_numbers))
+            if watch.aborted:
+                return
             async for result in engine.generate(prompt, params, name, lora_request=adapter):
-                sample.add(result)
+                watch.took += len(result.outputs[0].token_ids)
+                if not watch.aborted:
+                    sample.add(result)
             if watch.ended is not None:
                 watch.ended()
 
         async def generate_all(engine: Any) -> None:
             async with asyncio.TaskGroup() as group:
-                for each, sample in zip(params, samples, strict=True):
-                    group.create_task(generate(engine, each, sample))
+                for each in zip(names, params, samples, strict=True):
+                    group.create_task(generate(engine, *each))
 
         try:
-            self._engine.call(generate_all, watch)
+            self._engine.generate(generate_all, names, watch)
         except ExceptionGroup as group:
             error = group.exceptions[0]
             if isinstance(error, OpError):
@@ -144,10 +149,10 @@ class VllmSampler:
 
 
 def _is_refusal(error: Exception) -> bool:
-    """Whether vLLM found the request itself at fault."""
-    from vllm.exceptions import VLLMClientError
+    """Whether vLLM found the request itself at fault. A plain ValueError is ours, or an accident of its own."""
+    from vllm.exceptions import VLLMValidationError
 
-    return isinstance(error, ValueError | VLLMClientError)
+    return isinstance(error, VLLMValidationError)
 
 
 def _skeleton(settings: BaseModelSettings) -> nn.Module:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import CancelledError, Future
 from typing import Any, TypeVar
 
 from app.errors import ServerOpError, SetupError
+from workers.health.standstill import Standstill
 from workers.sampling.watch import Aborted, Watch
 
 T = TypeVar("T")
+_AGAIN_S = 0.02
 
 
 class EngineThread:
@@ -19,11 +21,13 @@ class EngineThread:
 
     def __init__(self, engine_args: dict[str, Any]) -> None:
         self._stopping = False
+        self._standstill = Standstill()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="vllm-loop", daemon=True)
         self._thread.start()
         try:
             self.engine = self._wait(_start(engine_args))
+            _tell_steps(self.engine, self._standstill.moved)
         except Exception as error:
             self._end_loop()
             raise SetupError(f"vLLM did not start: {error}; its own log above says more") from error
@@ -32,21 +36,44 @@ class EngineThread:
     def alive(self) -> bool:
         return not self._stopping and self._thread.is_alive() and not self.engine.errored
 
-    def call(self, method: Callable[[Any], Awaitable[T]], watch: Watch | None = None) -> T:
-        """Run `method(engine)` on the loop and wait for what it returns. Raises ServerOpError when stopped.
+    @property
+    def stands_still_s(self) -> float:
+        """How long vLLM has had requests and drawn nothing."""
+        return self._standstill.seconds
 
-        Raises Aborted when `watch` is aborted; cancelling it is how vLLM is told to drop its requests.
-        """
+    def call(self, method: Callable[[Any], Awaitable[T]]) -> T:
+        """Run `method(engine)` on the loop and wait for what it returns. Raises ServerOpError when stopped."""
+        return self._result(lambda: self._begin(method(self.engine)))
+
+    def generate(self, method: Callable[[Any], Awaitable[T]], names: Sequence[str], watch: Watch) -> T:
+        """As `call`, of a method that runs requests of these names. Once `watch` is aborted vLLM is told to drop them,
+        and each ends with what was drawn of it; raises Aborted then."""
+
+        async def run() -> T:
+            with self._standstill.call():
+                return await method(self.engine)
+
+        def begin() -> Future[T]:
+            running = self._begin(run())
+
+            def drop() -> None:
+                if not running.done():
+                    self._begin(_drop(self.engine, names, running))
+
+            watch.on_abort(drop)
+            return running
+
+        result = self._result(begin)
+        if watch.aborted:
+            raise Aborted("the request was aborted")
+        return result
+
+    def _result(self, begin: Callable[[], Future[T]]) -> T:
         if self._stopping:
             raise _stopped()
         try:
-            running = self._begin(method(self.engine))
-            if watch is not None:
-                watch.on_abort(running.cancel)
-            return running.result()
+            return begin().result()
         except CancelledError:
-            if watch is not None and watch.aborted:
-                raise Aborted("the request was aborted") from None
             raise _stopped() from None
         except Exception:
             if self._stopping:  # it was begun while the rest was stopped, and met an engine or a loop that ends
@@ -85,6 +112,25 @@ async def _start(engine_args: dict[str, Any]) -> Any:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     return AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_args))
+
+
+def _tell_steps(engine: Any, moved: Callable[[], None]) -> None:
+    """Have vLLM call `moved`, in its loop, when it is handed what a step drew: of all its requests, told of or not."""
+    processor = engine.output_processor
+    process = processor.process_outputs
+
+    def process_and_tell(*args: Any, **named: Any) -> Any:
+        moved()
+        return process(*args, **named)
+
+    processor.process_outputs = process_and_tell
+
+
+async def _drop(engine: Any, names: Sequence[str], running: Future[Any]) -> None:
+    """Again and again: one that vLLM is just taking in is not known to it yet."""
+    while not running.done():
+        await engine.abort(names)
+        await asyncio.sleep(_AGAIN_S)
 
 
 async def _cancel_tasks() -> None:

@@ -19,10 +19,11 @@ class Aborted(TinsmithError):
 
 class Watch:
     """One request's. `drawn` is told of tokens as they come, and `ended` of samples that are whole; without them nobody
-    looks on. Safe from any thread."""
+    looks on. `took`: the tokens it has taken of the engine, those of its prompt included. Safe from any thread."""
 
     def __init__(self, drawn: Drawn | None = None, ended: Ended | None = None) -> None:
         self.drawn, self.ended = drawn, ended
+        self.took = 0
         self._lock = threading.Lock()
         self._aborted = False
         self._callbacks: list[Callable[[], object]] = []

@@ -19,6 +19,7 @@ from app.errors import OpError, ServerOpError, UserOpError
 from app.settings import BaseModelSettings
 from workers import lora
 from workers.base_model import LoadedBase
+from workers.health.standstill import Standstill
 from workers.training import messages
 from workers.training.adapted import AdapterModels
 from workers.training.base import BackendOp, Create, Load, Writer
@@ -27,7 +28,6 @@ from workers.training.jobs import Job
 from workers.training.memory import ran_out_of_memory
 from workers.training.passes import Pass
 from workers.training.residency import Residency
-from workers.training.standstill import Standstill
 from workers.training.state import Models, ModelState
 from workers.training.whole import ComputeCopy, WholeModels
 

@@ -272,8 +272,9 @@ class OpLog(Protocol):
         in an object store that is away."""
         ...
 
-    def put_off_sample(self, request_id: str, worker: str) -> None:
-        """Leave a sampling request that could not be run for no fault of its own; somebody else's stays his."""
+    def put_off_sample(self, request_id: str, worker: str, took: int = 0) -> None:
+        """Leave a sampling request that could not be run for no fault of its own; somebody else's stays his. One that
+        was called off while `worker` ran it is charged for the tokens it `took`, and no more for what it might have."""
         ...
 
     def finish_sample(self, request_id: str, result: Result, usage: Usage = NOTHING) -> bool:

@@ -31,6 +31,8 @@
     held:<queue>/<project>  ZSET  sampling request that nobody was rung for yet -> ms of its admission
     holding:<queue>     SET   the projects that have any of those
     sampling_of         HASH  payer ("project:<id>", "key:<id>") -> the sequences of all its unfinished requests
+    stopped:<request>   STR   what a sampling request that was called off while it ran was charged for, as JSON, until
+                              its runner says what it took of that; expires
     rates:<payer>       HASH  requests, tokens: what was missing in the bucket of that rate at requests_at, tokens_at
                               (ms); expires when both are full again
     runs:<payer>        SET   its runs that have not ended, in sessions that have not

@@ -263,8 +263,8 @@ class RedisOpLog:
         pinned = None if adapter is None else adapter.decode()
         return Entry(0, "sample", request_id, payload, "", attempts, waited_ms / 1000, pinned, bool(doubtful))
 
-    def put_off_sample(self, request_id: str, worker: str) -> None:
-        self._run("put_off_sample", request_id, worker)
+    def put_off_sample(self, request_id: str, worker: str, took: int = 0) -> None:
+        self._run("put_off_sample", request_id, worker, took)
 
     def finish_sample(self, request_id: str, result: Result, usage: Usage = NOTHING) -> bool:
         state, used = "failed" if result.failed else "done", json.dumps(dict(usage))

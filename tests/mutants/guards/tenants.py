@@ -69,11 +69,12 @@ MUTANTS = (
         f"{_STORES}/test_limits.py::test_sequences_count_until_their_request_ends_however_it_ends",
     ),
     Mutant(
-        "limits of projects: samples that a sampler began on are not given back",
+        "limits of projects: what a sample that is called off took is said by who runs it",
         f"{_LUA}/limits.lua",
-        "  if not began then give_back(charged, '{}') end\n",
-        "  give_back(charged, '{}')\n",
-        f"{_STORES}/test_limits.py::test_a_sample_that_is_called_off_is_given_back_what_no_sampler_can_have_drawn",
+        "  if charged.runner == worker then",
+        "  if charged.runner then",
+        f"{_STORES}/test_limits.py"
+        "::test_a_sample_that_is_called_off_while_it_runs_is_given_back_what_it_did_not_take_once",
     ),
     Mutant(
         "limits of projects: a run that ended",

@@ -16,6 +16,7 @@ import redis
 
 from app.domain import codec
 from app.domain.base_models import BaseModelInfo
+from app.domain.limits import FREE, PROJECT, Charge, Limits, Payer
 from app.domain.records import Sampler, dump
 from app.domain.results import Result
 from app.domain.sampling import SampledSequence, SampleOutput, SampleRequest
@@ -27,6 +28,7 @@ from app.stores.objects.folder import FolderStore
 from app.stores.redis import keys
 from app.stores.redis.channel import Channel
 from app.stores.redis.client import connect
+from app.stores.redis.limits import RedisAllowances
 from app.stores.redis.oplog import RedisOpLog
 from app.stores.redis.records import RedisRecords
 from app.stores.redis.token_streams import TokenStreams
@@ -49,6 +51,7 @@ from workers.watches import Watches
 
 SESSION = "session:sample:0"
 REQUEST = SampleRequest(np.array([5, 6, 7], dtype=np.int32), num_samples=1, max_tokens=4, seed=3)
+DRAWN = 2
 OUTPUT = SampleOutput((SampledSequence(np.array([1], np.int32), np.array([-1.0], np.float32), True),))
 
 
@@ -62,6 +65,7 @@ class HeldBackend:
 
     def sample(self, adapter_id: str | None, request: SampleRequest, watch: Watch | None = None) -> SampleOutput:
         assert watch is not None
+        watch.took += DRAWN
         self.begun.append(request.seed)
         stopped = threading.Event()
         watch.on_abort(stopped.set)
@@ -117,9 +121,10 @@ class Samplers:
         gate, held = Gate(shares, equal, 64), Held(self.oplog, print, "sample.base", shares.ahead)
         return SampleRunner(self.oplog, records, backend, adapters, keeper, worker, watches, publisher, gate, held)
 
-    def admit(self, seq: int) -> str:
-        payload = codec.encode(REQUEST)
-        return self.oplog.admit_sample(f"{SESSION}:{seq}", SESSION, "me", "sample.base", payload, f"{seq}").request_id
+    def admit(self, seq: int, tokens: int = 0, charge: Charge = FREE) -> str:
+        payload, request_id = codec.encode(REQUEST), f"{SESSION}:{seq}"
+        self.oplog.admit_sample(request_id, SESSION, "me", "sample.base", payload, f"{seq}", tokens, None, 1, charge)
+        return request_id
 
 
 @pytest.fixture
@@ -172,6 +177,25 @@ def test_a_cancelled_request_is_stopped_in_the_engine_and_nothing_more_is_writte
     assert is_cancelled(came[0])
     assert samplers.client.hgetall(keys.future(request)) == before
     assert samplers.client.keys("*op:*") == []
+
+
+@pytest.mark.parametrize("heard", [True, False], ids=("stopped", "at its end"))
+def test_a_request_that_is_cancelled_while_it_runs_is_charged_its_prompt_and_what_it_drew(
+    samplers: Samplers, heard: bool
+):
+    samplers.settings = EngineSettings(lease_s=3600)  # so that its lease tells it nothing
+    me, backend = Payer(PROJECT, "me", Limits(tokens_per_s=0.001)), HeldBackend()
+    request = samplers.admit(0, 1000, Charge((me,), 1000, 1))
+    runner = samplers.start(backend, "s/1", deaf=not heard)
+    thread, came = in_thread(lambda: runner.handle(request, SESSION, "sample"))
+    await_true(lambda: backend.begun, "it never ran")
+    samplers.oplog.cancel_sample(request)
+    if not heard:
+        backend.release.set()
+    thread.join(60)
+    assert is_cancelled(came[0])
+    used = RedisAllowances(samplers.client, samplers.settings).used(me).tokens_per_s
+    assert used == pytest.approx((len(REQUEST.prompt) + DRAWN) / 10, rel=1e-2)
 
 
 def test_what_is_cancelled_just_after_its_worker_took_it_is_stopped_too(

@@ -3,6 +3,8 @@
 -- seconds to keep, JSON of what it used. Returns 1, or 0 when there was a result already.
 local charged = charged_for(ARGV[1])
 if not close_sample(ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5]) then return 0 end
-give_back(charged, ARGV[6])
+local took = 0
+for _, amount in pairs(cjson.decode(ARGV[6])) do took = took + amount end
+give_back(charged, took)
 if ARGV[2] == 'done' then count_usage('tinsmith:samplers:' .. ARGV[1]:match('^(.*):%d+$'), ARGV[6]) end
 return 1

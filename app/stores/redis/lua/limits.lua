@@ -135,10 +135,9 @@ local function charged_for(request)
   return {payers = redis.call('HGET', 'tinsmith:op:' .. request, 'payers') or '', tokens = tonumber(tokens or 0)}
 end
 
--- Give back what a request did not take of the tokens it was charged for. `usage`: JSON, amounts by kind.
-local function give_back(charged, usage)
-  local unused = charged.tokens
-  for _, amount in pairs(cjson.decode(usage)) do unused = unused - amount end
+-- Give back what a request did not take of the tokens it was charged for.
+local function give_back(charged, took)
+  local unused = charged.tokens - took
   for payer in charged.payers:gmatch('%S+') do
     local key = 'tinsmith:rates:' .. payer
     local taken = redis.call('HGET', key, 'tokens')
@@ -147,11 +146,26 @@ local function give_back(charged, usage)
 end
 
 -- Close a sampling request that nobody waits for, and tell the worker that may be running it. What it was charged for is
--- given back, unless it was begun: what a sampler draws until it hears of it is never told. Returns as close_sample.
+-- given back: at once, or what it did not take once that worker says what it took. Returns as close_sample.
 local function abort_sample(request, keep_s, type, body)
-  local charged, began = charged_for(request), redis.call('EXISTS', 'tinsmith:lease:' .. request) == 1
+  local charged = charged_for(request)
+  charged.runner = redis.call('GET', 'tinsmith:lease:' .. request) or nil
   if not close_sample(request, 'failed', type, body, keep_s) then return false end
-  if not began then give_back(charged, '{}') end
+  if charged.runner then
+    redis.call('SET', 'tinsmith:stopped:' .. request, cjson.encode(charged), 'EX', keep_s)
+  else
+    give_back(charged, 0)
+  end
   redis.call('PUBLISH', 'tinsmith:aborted', request)
   return true
+end
+
+-- Whoever ran a request that was called off says how many tokens it took.
+local function settle_stopped(request, worker, took)
+  local key = 'tinsmith:stopped:' .. request
+  local charged = cjson.decode(redis.call('GET', key) or '{}')
+  if charged.runner == worker then
+    redis.call('DEL', key)
+    give_back(charged, took)
+  end
 end

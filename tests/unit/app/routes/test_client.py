@@ -56,6 +56,15 @@ def test_a_session_beats_and_keeps_its_first_finish(api: Api, state_url: str) ->
     assert stored().status == "errored"
 
 
+@pytest.mark.parametrize("reason", ["open", "expired", "", "x" * 65])
+def test_what_says_that_a_session_was_not_finished_is_no_reason_to_finish_it_with(api: Api, reason: str) -> None:
+    session = api.session()
+    answer = api.post(f"sessions/{session}/finish", {"reason": {"type": reason}})
+    assert answer.status_code == 422
+    assert load(Session, api.services.records.get("sessions", session)).status == "open"
+    assert api.post(f"sessions/{session}/finish", {"reason": {"type": "of a newer SDK"}}).status_code == 200
+
+
 @pytest.mark.parametrize("path", ["session_heartbeat", "finish"])
 def test_another_ones_session_looks_missing(api: Api, stranger: Api, path: str) -> None:
     def ask(who: Api, session: str) -> tuple[int, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 
 from app.domain.identity import SCOPES
 from app.domain.limits import Limits
+from app.domain.results import Result
 from app.services.accounts import AccountService
 from tests.security.test_tenants import ask, calls
 from tests.unit.app.conftest import BASE, Api, batch
@@ -237,6 +239,36 @@ def test_whoever_was_taken_out_of_his_keys_project_sees_its_use_no_more(place: P
     accounts.set_role(user, place.project, None)
     unnamed, named = (place.call(key, ("GET", f"limits{query}"), None) for query in ("", "?project_id={project}"))
     assert (unnamed.status_code, unnamed.data) == (404, named.data)
+
+
+@pytest.mark.parametrize("state", ["live", "called again", "unloaded", "deleted", "failed"])
+def test_a_session_that_moves_brings_the_runs_that_count(place: Place, accounts: AccountService, state: str) -> None:
+    target = accounts.add_project(place.organisation, "pans").id
+    user = accounts.add_user(place.organisation, "jo@example.org").id
+    for project in (place.project, target):
+        accounts.set_role(user, project, "member")
+    accounts.set_limits(target, {"live_models": 0})
+    api = replace(place.api, key=accounts.add_key(user, place.project, SCOPES)[1])
+    session = api.session()
+    if state == "failed":
+        asked = {"session_id": session, "model_seq_id": 0, "base_model": BASE}
+        model = api.post("create_model", asked).json["model_id"]
+        api.commit(model, 0, Result(b'{"error": "no", "category": "user"}', failed=True))
+    else:
+        model = api.model(session)
+    if state == "deleted":
+        assert api.client.delete(f"/api/v1/training_runs/{model}", headers={"X-API-Key": api.key}).status_code == 200
+    if state in ("unloaded", "called again"):
+        api.post("unload_model", {"model_id": model})
+    if state == "called again":
+        time.sleep(0.01)  # the state server's clock tells milliseconds
+        assert api.forward_backward(batch(model, 1)).status_code == 200
+    used = api.get("limits").json["project"]["used"]["live_models"] - 1  # one is there already
+    counts = state in ("live", "called again")
+    assert used == counts
+    path, headers = f"/api/v1/sessions/{session}/project", {"X-API-Key": api.key}
+    moved = api.client.put(path, json={"project_id": target}, headers=headers)
+    assert moved.status_code == (403 if counts else 200)
 
 
 @pytest.mark.parametrize("full", ["live_models", "storage_bytes"])

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ class Engine:
     """Says that it is dead to whoever it is taken from, as vLLM's does."""
 
     errored = False
+    output_processor = SimpleNamespace(process_outputs=print)
 
     def __init__(self) -> None:
         self.called = threading.Event()

@@ -216,23 +216,45 @@ def test_what_a_sample_did_not_draw_is_given_back_once(oplog, allowances, usage,
     assert allowances.used(payers[0]).tokens_per_s == pytest.approx(kept / 10, rel=1e-2)
 
 
+@pytest.fixture
+def called_off(client, oplog):
+    def call(request: str, session_ends: bool) -> None:
+        if session_ends:
+            lifecycle = RedisLifecycle(client, SETTINGS)
+            lifecycle.finish(SESSION, "success")
+            assert [lifecycle.abort_samples() for _ in range(2)] == [1, 0]
+        else:
+            assert [oplog.cancel_sample(request) for _ in range(2)] == [True, False]
+
+    return call
+
+
 @pytest.mark.parametrize("session_ends", [False, True], ids=("cancelled", "of a session that ends"))
-@pytest.mark.parametrize(("begun", "kept"), [(False, 0), (True, 1000)], ids=("waiting", "begun"))
-def test_a_sample_that_is_called_off_is_given_back_what_no_sampler_can_have_drawn(
-    client, oplog, allowances, begun, kept, session_ends
+def test_a_sample_that_is_called_off_before_a_sampler_began_it_is_given_all_back(
+    oplog, allowances, called_off, session_ends
 ):
     payers = mine(Limits(tokens_per_s=0.001))
     request = f"{SAMPLER}:0"
     oplog.admit_sample(request, SAMPLER, "me", "sample.base", b"ask", "d", 1000, None, 1, Charge(payers, 1000, 1))
-    if begun:
-        assert oplog.claim_sample(request, "sampler/1")
-    if session_ends:
-        lifecycle = RedisLifecycle(client, SETTINGS)
-        lifecycle.finish(SESSION, "success")
-        assert [lifecycle.abort_samples() for _ in range(2)] == [1, 0]
-    else:
-        assert [oplog.cancel_sample(request) for _ in range(2)] == [True, False]
-    assert allowances.used(payers[0]).tokens_per_s == pytest.approx(kept / 10, rel=1e-2)
+    called_off(request, session_ends)
+    assert allowances.used(payers[0]).tokens_per_s == pytest.approx(0, abs=1e-3)
+
+
+@pytest.mark.parametrize("session_ends", [False, True], ids=("cancelled", "of a session that ends"))
+def test_a_sample_that_is_called_off_while_it_runs_is_given_back_what_it_did_not_take_once(
+    client, oplog, allowances, called_off, session_ends
+):
+    payers = mine(Limits(tokens_per_s=0.001))
+    request = f"{SAMPLER}:0"
+    oplog.admit_sample(request, SAMPLER, "me", "sample.base", b"ask", "d", 1000, None, 1, Charge(payers, 1000, 1))
+    assert oplog.claim_sample(request, "sampler/1")
+    called_off(request, session_ends)
+    oplog.put_off_sample(request, "sampler/0", 7)  # which ran it before, and hears of it late
+    assert allowances.used(payers[0]).tokens_per_s == pytest.approx(1000 / 10, rel=1e-2)
+    for _ in range(2):
+        oplog.put_off_sample(request, "sampler/1", 50)
+        assert allowances.used(payers[0]).tokens_per_s == pytest.approx(50 / 10, rel=1e-2)
+    assert not client.exists(f"tinsmith:stopped:{request}")
 
 
 def test_more_sequences_than_there_may_be_pass_alone(oplog):

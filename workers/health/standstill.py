@@ -8,18 +8,23 @@ from contextlib import contextmanager
 
 
 class Standstill:
-    """Told by the thread that calls, asked from any."""
+    """Told by one thread, asked from any. Calls may overlap: what one moves, moves all of them."""
 
     def __init__(self) -> None:
+        self._running = 0
         self._since: float | None = None
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        self._since = time.monotonic()
+        if not self._running:
+            self._since = time.monotonic()
+        self._running += 1
         try:
             yield
         finally:
-            self._since = None
+            self._running -= 1
+            if not self._running:
+                self._since = None
 
     def moved(self) -> None:
         """A part of the call is done; nothing outside of one."""
@@ -28,6 +33,6 @@ class Standstill:
 
     @property
     def seconds(self) -> float:
-        """Since the running call last moved; 0 when none runs."""
+        """Since the running calls last moved; 0 when none runs."""
         since = self._since
         return 0.0 if since is None else time.monotonic() - since
