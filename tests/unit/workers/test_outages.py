@@ -16,7 +16,6 @@ from tests.unit.workers.conftest import MODEL, Worker, World, step
 from workers.outcome import NotNow
 from workers.owner import MAX_ATTEMPTS
 
-
 CUT_OFF = "b/1"
 
 
