@@ -72,11 +72,11 @@ def serve(
         yield server
     finally:
         process.terminate()
-        process.wait(30)
+        process.wait(120)
 
 
 def _await_health(port: int, process: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 180
     while time.monotonic() < deadline and process.poll() is None:
         with contextlib.suppress(OSError), contextlib.closing(http.client.HTTPConnection("127.0.0.1", port)) as probe:
             probe.request("GET", "/api/v1/healthz")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import secrets
 import socket
 import subprocess
 import time
@@ -12,11 +13,27 @@ from pathlib import Path
 
 import redis
 
+# Below those that Linux gives out by itself, to whoever asks for any or connects somewhere.
+_PORTS = range(20_000, 32_768)
+_claims: list[socket.socket] = []
+
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """One that nobody listens on, and that nobody else is told of as long as this process lives: whoever asked may take
+    seconds until he listens, or count on it that nobody does."""
+    first = secrets.randbelow(len(_PORTS))
+    for port in (*_PORTS[first:], *_PORTS[:first]):
+        claim = socket.socket(socket.AF_UNIX)
+        try:
+            claim.bind(f"\0tinsmith-tests-{port}")
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", port))
+        except OSError:
+            claim.close()
+            continue
+        _claims.append(claim)
+        return port
+    raise OSError(f"no port of {_PORTS} is free")
 
 
 def valkey_binary() -> Path:
@@ -38,17 +55,17 @@ def start_valkey(folder: Path, port: int | None = None, *, durable: bool = True)
     )
     url = f"redis://127.0.0.1:{port}/0"
     try:
-        _await_ping(url)
+        _await_ping(url, process)
         yield url
     finally:
         process.kill()
         process.wait()
 
 
-def _await_ping(url: str) -> None:
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline:
-        with contextlib.suppress(redis.ConnectionError), redis.Redis.from_url(url) as client:
+def _await_ping(url: str, process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None:
+        with contextlib.suppress(redis.ConnectionError, redis.TimeoutError), redis.Redis.from_url(url) as client:
             if client.ping():
                 return
         time.sleep(0.02)

