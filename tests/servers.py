@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import random
+import secrets
 import socket
 import subprocess
 import time
@@ -14,20 +13,27 @@ from pathlib import Path
 
 import redis
 
-# What the kernel hands out itself (from 32768 on) somebody else may get before the server listens. Each process of the
-# tests has its own of those below, and gives out none twice.
-_PROCESSES = 16
-_OWN = range(10_000 + int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % _PROCESSES, 32_000, _PROCESSES)
-_PORTS = iter(random.SystemRandom().sample(_OWN, len(_OWN)))
+# Below those that Linux gives out by itself, to whoever asks for any or connects somewhere.
+_PORTS = range(20_000, 32_768)
+_claims: list[socket.socket] = []
 
 
 def free_port() -> int:
-    """A port that nobody listens on, and that nobody else is given."""
-    for port in _PORTS:
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
-    raise AssertionError("every port is taken")
+    """One that nobody listens on, and that nobody else is told of as long as this process lives: whoever asked may take
+    seconds until he listens, or count on it that nobody does."""
+    first = secrets.randbelow(len(_PORTS))
+    for port in (*_PORTS[first:], *_PORTS[:first]):
+        claim = socket.socket(socket.AF_UNIX)
+        try:
+            claim.bind(f"\0tinsmith-tests-{port}")
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", port))
+        except OSError:
+            claim.close()
+            continue
+        _claims.append(claim)
+        return port
+    raise OSError(f"no port of {_PORTS} is free")
 
 
 def valkey_binary() -> Path:
@@ -49,17 +55,17 @@ def start_valkey(folder: Path, port: int | None = None, *, durable: bool = True)
     )
     url = f"redis://127.0.0.1:{port}/0"
     try:
-        _await_ping(url)
+        _await_ping(url, process)
         yield url
     finally:
         process.kill()
         process.wait()
 
 
-def _await_ping(url: str) -> None:
+def _await_ping(url: str, process: subprocess.Popen[bytes]) -> None:
     deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
-        with contextlib.suppress(redis.ConnectionError), redis.Redis.from_url(url) as client:
+    while time.monotonic() < deadline and process.poll() is None:
+        with contextlib.suppress(redis.ConnectionError, redis.TimeoutError), redis.Redis.from_url(url) as client:
             if client.ping():
                 return
         time.sleep(0.02)

@@ -25,7 +25,8 @@ SECRET_KEY = "testsecret1"
 def start_s3(folder: Path) -> Iterator[StoreSettings]:
     """A running server with its data in `folder`; the settings name a bucket that does not exist yet."""
     folder.mkdir(parents=True, exist_ok=True)
-    ports = {name: free_port() for name in ("s3", "master", "volume", "filer")}
+    names = ["s3", "master", "volume", "filer"]
+    ports = {name: free_port() for name in names}
     with (folder / "weed.log").open("wb") as log:
         server = subprocess.Popen(
             _command(folder, ports),
@@ -42,7 +43,7 @@ def start_s3(folder: Path) -> Iterator[StoreSettings]:
         )
     finally:
         server.kill()
-        server.wait(10)
+        server.wait()
 
 
 def _command(folder: Path, ports: dict[str, int]) -> list[str]:
@@ -71,7 +72,7 @@ def _wait_until_up(server: subprocess.Popen[bytes], port: int, log: Path) -> Non
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and server.poll() is None:
         try:
-            urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz", timeout=30)
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz", timeout=2)
             return
         except urllib.error.HTTPError:
             return

@@ -134,7 +134,11 @@ def _with_servers(settings: Settings, folder: DataFolder) -> tuple[Settings, tup
     if settings.redis.url:
         return settings, ()
     password = folder.kept_secret("valkey-password", lambda: secrets.token_urlsafe(32))
-    state, broker = checks.free_port("127.0.0.1", 0), checks.free_port("127.0.0.1", 0)
+    ports = [settings.api.port]  # nobody listens there yet: the same one may be found free again
+    while len(ports) < 3:
+        port = checks.free_port("127.0.0.1", 0)
+        ports += [port] if port not in ports else []
+    _, state, broker = ports
     urls = {"url": valkey.url(state, password), "broker_url": valkey.url(broker, password)}
     servers = (
         valkey.command("valkey", folder.valkey, folder.run / "valkey.conf", state, password, valkey.DURABLE),

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections import defaultdict
@@ -50,6 +51,8 @@ from workers.unowned import Unowned
 BASE = "base"
 MODEL = "session:train:0"
 LORA = LoraSpec(rank=4, seed=3)
+# No lease lapses and no snapshot is due because a machine stood still: a test says when.
+HOUR_S = 3600.0
 
 
 def batch(seed: int = 0) -> Batch:
@@ -112,6 +115,12 @@ class World:
     def head(self) -> dict[bytes, bytes]:
         return self.client.hgetall(keys.model(MODEL))
 
+    def outlast(self, request_id: str) -> None:
+        """Whoever of those that began it is missed has been so for a lease."""
+        former = json.loads(self.client.hget(keys.op(request_id), "former") or "{}")
+        former = {worker: min(since, 1) for worker, since in former.items()}
+        self.client.hset(keys.op(request_id), "former", json.dumps(former))
+
     def await_snapshot(self, seq: int) -> None:
         """Until the durable snapshot stands at `seq`."""
         await_true(lambda: int(self.head()[b"snapshot_seq"]) == seq, f"no durable snapshot at {seq}")
@@ -147,7 +156,7 @@ class World:
         snapshot_folder = SnapshotFolder(self.folder / "snapshots" / node, node)
         every_step = {"journal_bytes": 0} if share >= 1 else {}
         settings = self.settings.model_copy(update={"snapshot_share": share, **every_step, **engine})
-        snapshots = Snapshots(self.oplog, saver, snapshot_folder, settings, rest_s=30.0, retry_s=0.1)
+        snapshots = Snapshots(self.oplog, saver, snapshot_folder, settings, rest_s=HOUR_S, retry_s=0.1)
         self.snapshots.append(snapshots)
         restore = Restore(self.oplog, executor, snapshot_folder, snapshots)
         rung: list[tuple[str, str, str]] = []
@@ -234,7 +243,7 @@ def backends() -> dict[str, TrainingBackend]:
 def world(
     client: redis.Redis, tmp_path: Path, base: BaseModelSettings, backends: dict[str, TrainingBackend]
 ) -> Iterator[World]:
-    settings = EngineSettings(lease_s=2.0)
+    settings = EngineSettings(lease_s=HOUR_S)
     oplog = RedisOpLog(client, settings)
     oplog.create_model(MODEL, dump(Model("me", "session", BASE, 0.0)))
     world = World(client, tmp_path, base, settings, oplog, RedisRecords(client), backends)

@@ -25,19 +25,20 @@ class Requests:
         self._lock = threading.Lock()
         self.running: list[str] = []
         self.order: list[str] = []
+        self._come = 0
 
     def come(self, *names: str) -> None:
         """A name is its adapter's letter, and a number. Each has come before the next does."""
         for name in names:
             self._end[name] = threading.Event()
-            before = self._arrived()
+            self._come += 1
             threading.Thread(target=self._run, args=(name,), daemon=True).start()
-            await_true(lambda before=before: self._arrived() > before, f"{name} came")
+            await_true(lambda: self._arrived() == self._come, f"{name} came")
 
     def abort(self, name: str) -> None:
-        waiting = self._arrived()
+        self._come -= 1
         self._watches[name].abort()
-        await_true(lambda: self._arrived() < waiting, f"{name} gave up")
+        await_true(lambda: self._arrived() == self._come, f"{name} gave up")
 
     def end(self, *names: str) -> None:
         for name in names:
@@ -56,7 +57,7 @@ class Requests:
             with self._lock:
                 self.order.append(name)
                 self.running.append(name)
-            self._end[name].wait(60)
+            self._end[name].wait(600)
             self.running.remove(name)
 
 

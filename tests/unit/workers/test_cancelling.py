@@ -7,7 +7,7 @@ import random
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -103,15 +103,17 @@ class Samplers:
     oplog: RedisOpLog
     keepers: list[LeaseKeeper] = field(default_factory=list)
 
-    def start(self, backend: HeldBackend, worker: str, *, deaf: bool = False) -> SampleRunner:
-        """`deaf`: it hears of no cancelled request."""
-        keeper = LeaseKeeper(self.oplog, worker, self.settings.lease_s)
+    def start(
+        self, backend: HeldBackend, worker: str, *, deaf: bool = False, keeper_lease_s: float = 3600
+    ) -> SampleRunner:
+        """`deaf`: it hears of no cancelled request. It asks after its leases three times a `keeper_lease_s`."""
+        keeper = LeaseKeeper(self.oplog, worker, keeper_lease_s)
         self.keepers.append(keeper)
         watches = Watches()
         if not deaf:
             channel = Channel(connect(self.url), keys.ABORTED_CHANNEL, watches.abort)
             channel.start()
-            assert channel.listening.wait(10)
+            assert channel.listening.wait(60)
         records, store = RedisRecords(self.client), FolderStore(self.folder, "secret", "http://x")
         nearby = HandoverFolder(self.folder / "handover" / worker, 2**30)
         files = AdapterFiles(store, records, nearby, self.folder / "cache" / worker, 2**30, print)
@@ -129,7 +131,7 @@ class Samplers:
 
 @pytest.fixture
 def samplers(client: redis.Redis, valkey: str, tmp_path: Path) -> Iterator[Samplers]:
-    settings = EngineSettings(lease_s=3.0)  # a busy machine may keep a renewal waiting for a second
+    settings = EngineSettings(lease_s=3600)  # no request is lost, and none is learnt of, because a machine stood still
     RedisRecords(client).put_new(Sampler.namespace, SESSION, dump(Sampler("me", "session", "base", 0.0)))
     made = Samplers(client, valkey, tmp_path, settings, RedisOpLog(client, settings))
     yield made
@@ -201,9 +203,8 @@ def test_a_request_that_is_cancelled_while_it_runs_is_charged_its_prompt_and_wha
 def test_what_is_cancelled_just_after_its_worker_took_it_is_stopped_too(
     samplers: Samplers, monkeypatch: pytest.MonkeyPatch
 ):
-    silent = replace(samplers, settings=EngineSettings(lease_s=3600))  # so that its lease tells it nothing
     request = samplers.admit(0)
-    runner = silent.start(HeldBackend(), "s/1", deaf=True)
+    runner = samplers.start(HeldBackend(), "s/1", deaf=True)
     claim = samplers.oplog.claim_sample
 
     def claimed_and_cancelled(request_id: str, *limits: object) -> Entry | None:
@@ -214,7 +215,7 @@ def test_what_is_cancelled_just_after_its_worker_took_it_is_stopped_too(
 
     monkeypatch.setattr(samplers.oplog, "claim_sample", claimed_and_cancelled)
     thread, came = in_thread(lambda: runner.handle(request, SESSION, "sample"))
-    thread.join(30)
+    thread.join(60)
     assert is_cancelled(came[0])
 
 
@@ -238,9 +239,12 @@ def test_a_sampler_as_it_is_started_hears_of_what_is_cancelled(
     backend = HeldBackend()
     monkeypatch.setattr("workers.sampling.factory.create", lambda base, full: backend)
     base = BaseModelSettings(name="base", path="x")
-    silent = EngineSettings(lease_s=3600)  # so that its lease tells it nothing
     settings = Settings(
-        data_dir=tmp_path, redis=RedisSettings(url=samplers.url), engine=silent, base_models=(base,), url_secret="s"
+        data_dir=tmp_path,
+        redis=RedisSettings(url=samplers.url),
+        engine=samplers.settings,
+        base_models=(base,),
+        url_secret="s",
     )
     parts = Parts.of(settings, celery_app(settings), "s")
     started = sampler.make(settings, base, parts, "s", "sample.base")
@@ -274,7 +278,7 @@ def test_the_other_requests_of_the_engine_go_on(samplers: Samplers):
 def test_a_worker_that_missed_the_message_learns_of_it_from_its_lease(samplers: Samplers):
     backend = HeldBackend()
     request = samplers.admit(0)
-    runner = samplers.start(backend, "s/1", deaf=True)
+    runner = samplers.start(backend, "s/1", deaf=True, keeper_lease_s=0.3)
     thread, came = in_thread(lambda: runner.handle(request, SESSION, "sample"))
     await_true(lambda: backend.begun, "it never ran")
     samplers.oplog.cancel_sample(request)
@@ -285,10 +289,10 @@ def test_a_worker_that_missed_the_message_learns_of_it_from_its_lease(samplers: 
 def test_a_request_whose_lease_was_lost_stops_and_leaves_the_result_to_its_new_owner(samplers: Samplers):
     slow, quick = HeldBackend(), HeldBackend()
     request = samplers.admit(0)
-    runner = samplers.start(slow, "s/1")
+    runner = samplers.start(slow, "s/1", keeper_lease_s=0.3)
     thread, came = in_thread(lambda: runner.handle(request, SESSION, "sample"))
     await_true(lambda: slow.begun, "it never ran")
-    samplers.client.set(keys.lease(request), "s/2", px=60_000)  # s/1 was silent, and s/2 runs it
+    samplers.client.set(keys.lease(request), "s/2", px=3_600_000)  # s/1 was silent, and s/2 runs it
     thread.join(60)
     assert isinstance(came[0], NotNow), "its doorbell is not the end of the future"
     assert samplers.oplog.outcome(request) is None

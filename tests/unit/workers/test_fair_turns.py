@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import time
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
@@ -17,30 +16,49 @@ import pytest
 from app.domain import codec
 from app.domain.batch import Batch, Ragged
 from app.domain.ops import ForwardBackward
+from app.stores.interfaces import Lease
 from app.stores.redis import keys
 from tests.unit.workers.conftest import MODEL, PROBE, Worker, World, add_model, batch, step
 from tests.unit.workers.test_turns import MERGED, admit, applied, handle
-from workers import runner
+from workers import leases, owner, runner
 from workers.outcome import NotNow
+from workers.window import Window
 
 HEAVY = [f"session:train:{i}" for i in range(1, 5)]
 LIGHT, OTHER = "session:train:8", "session:train:9"
 
 
-class Passes:
-    """The models of each pass, in order; a pass takes a second by the runner's clock, and nothing else any time."""
+class Clock:
+    """The time, as far as turns go by it: of itself a microsecond from look to look, so that no two are the same."""
 
-    def __init__(self, worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._inner, self.ran, self.seconds = worker.backend, list[set[str]](), 0.0
+    now = 1000.0
+
+    def monotonic(self) -> float:
+        self.now += 1e-6
+        return self.now
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    for module in (runner, owner, leases):
+        monkeypatch.setattr(module, "time", clock)
+    return clock
+
+
+class Passes:
+    """The models of each pass, in order, which takes a second."""
+
+    def __init__(self, worker: Worker, clock: Clock) -> None:
+        self._inner, self._clock, self.ran = worker.backend, clock, list[set[str]]()
         object.__setattr__(worker.runner._committer._executor, "backend", self)
-        monkeypatch.setattr(runner, "time", SimpleNamespace(monotonic=lambda: 1000.0 + self.seconds))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
     def apply(self, ops: Mapping[str, Any]) -> Any:
         self.ran.append(set(ops))
-        self.seconds += 1.0
+        self._clock.now += 1.0
         return self._inner.apply(ops)
 
     def of(self, project: set[str]) -> list[int]:
@@ -83,13 +101,13 @@ def worker(world: World) -> Worker:
 
 
 def test_a_project_with_four_models_has_no_more_turns_than_one_with_a_single_one(
-    world: World, worker: Worker, monkeypatch: pytest.MonkeyPatch
+    world: World, worker: Worker, clock: Clock
 ):
     project_of(world, "heavy", *HEAVY)
     project_of(world, "light", LIGHT)
     own(worker, *HEAVY, LIGHT)
     fill(world, *HEAVY, LIGHT, calls=6)
-    passes = Passes(worker, monkeypatch)
+    passes = Passes(worker, clock)
     ring_in_order(worker, HEAVY, 6)
     lights = passes.of({LIGHT})
     assert len(lights) == 6, "all without a doorbell of its own"
@@ -98,24 +116,24 @@ def test_a_project_with_four_models_has_no_more_turns_than_one_with_a_single_one
     assert {Counter(model for ran in passes.ran for model in ran)[name] for name in HEAVY} == {6}
 
 
-def test_a_weight_is_a_share_of_the_turns(world: World, worker: Worker, monkeypatch: pytest.MonkeyPatch):
+def test_a_weight_is_a_share_of_the_turns(world: World, worker: Worker, clock: Clock):
     world.weights["light"] = 3.0
     project_of(world, "heavy", *HEAVY)
     project_of(world, "light", LIGHT)
     own(worker, *HEAVY, LIGHT)
     fill(world, *HEAVY, calls=3)
     fill(world, LIGHT, calls=12)
-    passes = Passes(worker, monkeypatch)
+    passes = Passes(worker, clock)
     ring_in_order(worker, HEAVY, 3)
     assert 11 <= len([at for at in passes.of({LIGHT}) if at < 16]) <= 12, "three of four, as long as it has any"
 
 
-def test_who_was_idle_has_no_credit_for_it(world: World, worker: Worker, monkeypatch: pytest.MonkeyPatch):
+def test_who_was_idle_has_no_credit_for_it(world: World, worker: Worker, clock: Clock):
     project_of(world, "heavy", HEAVY[0])
     project_of(world, "light", LIGHT)
     own(worker, HEAVY[0], LIGHT)
     fill(world, HEAVY[0], calls=30)
-    passes = Passes(worker, monkeypatch)
+    passes = Passes(worker, clock)
     for seq in range(1, 21):
         handle(worker, HEAVY[0], seq, "forward")
     fill(world, LIGHT, calls=10)
@@ -125,7 +143,7 @@ def test_who_was_idle_has_no_credit_for_it(world: World, worker: Worker, monkeyp
     assert max(b - a for a, b in itertools.pairwise(heavies)) <= 2, "they take turns, twenty passes behind or not"
 
 
-def test_a_shared_pass_is_charged_to_each_project_by_its_bytes(world: World, monkeypatch: pytest.MonkeyPatch):
+def test_a_shared_pass_is_charged_to_each_project_by_its_bytes(world: World, clock: Clock):
     worker = world.worker("a/1", merged_tokens=MERGED)
     project_of(world, "heavy", HEAVY[0])
     project_of(world, "light", LIGHT)
@@ -133,7 +151,7 @@ def test_a_shared_pass_is_charged_to_each_project_by_its_bytes(world: World, mon
     thrice = ForwardBackward(Batch(*_thrice(batch())), "cross_entropy", forward_only=True)
     admit(world, HEAVY[0], 1, thrice)
     admit(world, LIGHT, 1, PROBE)
-    passes = Passes(worker, monkeypatch)
+    passes = Passes(worker, clock)
     shares = worker.runner._turns._shares
     before = shares.place("light")
     handle(worker, HEAVY[0], 1, "forward")
@@ -143,13 +161,11 @@ def test_a_shared_pass_is_charged_to_each_project_by_its_bytes(world: World, mon
     assert shares.place("light") - before == pytest.approx(part, abs=0.02)
 
 
-def test_a_model_that_nobody_owns_waits_for_a_turn_and_not_for_its_doorbell(
-    world: World, worker: Worker, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_model_that_nobody_owns_waits_for_a_turn_and_not_for_its_doorbell(world: World, worker: Worker, clock: Clock):
     project_of(world, "heavy", *HEAVY)
     own(worker, *HEAVY)
     fill(world, *HEAVY, calls=6)
-    passes = Passes(worker, monkeypatch)
+    passes = Passes(worker, clock)
     handle(worker, HEAVY[0], 1, "forward")
     project_of(world, "light", LIGHT, OTHER)
     fill(world, LIGHT, OTHER, calls=2)
@@ -190,20 +206,18 @@ def test_an_op_whose_start_fails_is_tried_once_a_turn_not_for_ever(world: World,
     assert ("create_model", f"{LIGHT}:0", "train.base@b") in worker.rung
 
 
-def test_a_model_of_another_project_now_counts_for_that_one(
-    world: World, worker: Worker, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_model_of_another_project_now_counts_for_that_one(world: World, worker: Worker, clock: Clock):
     project_of(world, "heavy", *HEAVY[:2])
     own(worker, *HEAVY[:2])
     world.client.hset(keys.model(HEAVY[1]), "owner", json.dumps("light"))
     fill(world, *HEAVY[:2], calls=1)
-    Passes(worker, monkeypatch)
+    Passes(worker, clock)
     handle(worker, HEAVY[1], 1, "forward")
     assert worker.runner._turns._shares._places["light"] >= 1.0
 
 
 def test_bringing_a_model_back_is_paid_for_by_its_project(
-    world: World, worker: Worker, monkeypatch: pytest.MonkeyPatch
+    world: World, worker: Worker, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ):
     project_of(world, "heavy", HEAVY[0])
     own(worker, HEAVY[0])
@@ -212,22 +226,25 @@ def test_bringing_a_model_back_is_paid_for_by_its_project(
     handle(worker, HEAVY[0], 2)
     worker.owner.discard(HEAVY[0])
     restore = worker.owner._restore
-    monkeypatch.setattr(worker.owner, "_restore", lambda lease: (time.sleep(0.5), restore(lease))[1])
+
+    def restored(lease: Lease) -> Window:
+        clock.now += 0.5
+        return restore(lease)
+
+    monkeypatch.setattr(worker.owner, "_restore", restored)
     admit(world, HEAVY[0], 3, PROBE)
-    Passes(worker, monkeypatch)
+    Passes(worker, clock)
     handle(worker, HEAVY[0], 3, "forward")
-    assert worker.runner._turns._shares._places["heavy"] >= 1.5
+    assert worker.runner._turns._shares._places["heavy"] == pytest.approx(0.5 + 3 + 1, abs=0.01), "the replay's too"
 
 
-def test_a_worker_that_is_about_to_end_serves_nobody_before_a_doorbell(
-    world: World, worker: Worker, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_worker_that_is_about_to_end_serves_nobody_before_a_doorbell(world: World, worker: Worker, clock: Clock):
     """Turns of others may last long, and whoever ends it waits for the doorbell at hand."""
     project_of(world, "heavy", HEAVY[0])
     project_of(world, "light", LIGHT)
     own(worker, HEAVY[0], LIGHT)
     fill(world, HEAVY[0], LIGHT, calls=3)
-    passes = Passes(worker, monkeypatch)
+    passes = Passes(worker, clock)
     handle(worker, HEAVY[0], 1, "forward")
     ran = len(passes.ran)
     worker.runner.leave()

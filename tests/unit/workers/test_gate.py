@@ -29,15 +29,14 @@ class Engine:
         self.watches: list[Watch] = []
         self.inside: list[tuple[int, str]] = []
         self.order: list[str] = []
-        self._gone = 0
+        self._gone = self._stopped = 0
 
     def come(self, project: str, *, samples: int = 1, tokens: int = 10, took: int | None = None) -> int:
         number = len(self.watches)
         self.watches.append(Watch())
         request = SampleRequest(np.zeros(1, np.int32), samples, tokens, 0)
-        before = self._arrived()
         threading.Thread(target=self._run, args=(number, project, request, took), daemon=True).start()
-        await_true(lambda: self._arrived() > before, f"request {number} of {project} came")
+        await_true(lambda: self._arrived() == len(self.watches) - self._stopped, f"request {number} of {project} came")
         return number
 
     def end(self, *numbers: int) -> None:
@@ -47,6 +46,7 @@ class Engine:
 
     def abort(self, number: int) -> None:
         gone = self._gone
+        self._stopped += 1
         self.watches[number].abort()
         await_true(lambda: self._gone > gone, f"{number} gave up")
 
@@ -75,7 +75,7 @@ class Engine:
                 with self._lock:
                     self.inside.append((number, project))
                     self.order.append(project)
-                self._ends[number].wait(60)
+                self._ends[number].wait(600)
                 self.watches[number].took += request.max_tokens if took is None else took
                 self.inside.remove((number, project))
         finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
@@ -12,6 +13,7 @@ from app.domain import codec
 from app.domain.sampling import SampleOutput, SampleRequest
 from app.errors import ServerOpError
 from app.stores.redis import keys
+from tests.unit.workers.conftest import await_true
 from tests.unit.workers.test_cancelling import OUTPUT, REQUEST, SESSION, HeldBackend, Samplers, samplers
 from workers.outcome import NotNow
 from workers.sample_runner import SampleRunner
@@ -23,15 +25,18 @@ POISON = 3
 
 @dataclass
 class MortalBackend(HeldBackend):
-    """Dies with all that it runs, soon after it began the poison."""
+    """Dies with all that it runs, of the poison, once `together` requests were begun."""
 
+    together: int = 1
     dead: threading.Event = field(default_factory=threading.Event)
 
     def sample(self, adapter_id: str | None, request: SampleRequest, watch: Watch | None = None) -> SampleOutput:
         self.begun.append(request.seed)
-        if request.seed == POISON and not self.dead.wait(0.3):
+        if request.seed == POISON:
+            await_true(lambda: len(self.begun) >= self.together, "not all were begun")
+            time.sleep(0.3)  # whatever else would be begun meanwhile
             self.dead.set()
-        if self.dead.wait(0.6):
+        if self.dead.wait(60 if self.together > 1 else 0.6):
             raise ServerOpError("the engine died")
         return OUTPUT
 
@@ -52,7 +57,7 @@ def test_a_request_that_kills_samplers_is_given_up_and_takes_no_other_with_it(sa
         requests.append(admitted.request_id)
     begun = []
     for boot in range(4):
-        backend = MortalBackend()
+        backend = MortalBackend(together=8 if boot < 2 else 1)
         runner = samplers.start(backend, f"s/{boot}")
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(lambda request, to=runner: ring(to, request), requests))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -141,7 +140,7 @@ def test_a_request_that_keeps_killing_samplers_is_given_up(world: World, backend
     heir = runner(world, backend, "s/1")
     with pytest.raises(NotNow):  # the last of them may only be cut off
         heir.handle(request, SESSION, "sample")
-    time.sleep(world.settings.lease_s)
+    world.outlast(request)
     result = heir.handle(request, SESSION, "sample")
     assert result is not None and result.failed
     assert "given up" in json.loads(result.body)["error"]

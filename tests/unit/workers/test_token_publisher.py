@@ -48,6 +48,7 @@ def test_a_reader_is_woken_and_the_stream_goes_away_by_itself(client: redis.Redi
     publisher = TokenPublisher(TokenStreams(client))
     with client.pubsub() as channel:
         channel.subscribe(keys.DONE_CHANNEL)
+        assert channel.get_message(timeout=60)["type"] == "subscribe"
         publisher.watch("a:1")(0, [1], [-1.0])
         heard = (message["data"] for message in channel.listen() if message["type"] == "message")
         assert next(heard) == b"a:1"

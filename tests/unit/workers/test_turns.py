@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,7 +15,8 @@ from app.domain.batch import Batch, Ragged
 from app.domain.ops import ForwardBackward, Op
 from app.domain.results import Result
 from app.stores.redis import keys
-from tests.unit.workers.conftest import LORA, MODEL, PROBE, Worker, World, add_model, batch, logprob_bytes, step
+from tests.unit.workers.conftest import HOUR_S, LORA, MODEL, PROBE, Worker, World, add_model, batch, logprob_bytes, step
+from workers import turns
 from workers.outcome import NotNow
 from workers.training.base import Create
 
@@ -25,11 +25,10 @@ MERGED = 8192
 
 
 class Watched:
-    """Notes which models' Ops each pass runs; `poison` breaks every pass in which that model has a forward_backward.
-    The first takes `slow_s`."""
+    """Notes which models' Ops each pass runs; `poison` breaks every pass in which that model has a forward_backward."""
 
-    def __init__(self, worker: Worker, poison: str = "", slow_s: float = 0.0) -> None:
-        self._inner, self._poison, self._slow_s = worker.backend, poison, slow_s
+    def __init__(self, worker: Worker, poison: str = "") -> None:
+        self._inner, self._poison = worker.backend, poison
         self.passes: list[set[str]] = []
         object.__setattr__(worker.runner._committer._executor, "backend", self)
 
@@ -38,7 +37,6 @@ class Watched:
 
     def apply(self, ops: Mapping[str, Any]) -> Any:
         self.passes.append(set(ops))
-        time.sleep(self._slow_s if len(self.passes) == 1 else 0.0)
         if isinstance(ops.get(self._poison), ForwardBackward):
             raise RuntimeError("illegal memory access")
         return self._inner.apply(ops)
@@ -164,7 +162,8 @@ def test_a_batch_behind_a_step_joins_the_pass_too(world: World, merging: Worker)
     assert watched.passes == [{B}, {A, B}], "the step of B, then both batches"
 
 
-def test_a_pass_waits_for_the_next_op_of_a_model_that_was_served_lately(world: World):
+def test_a_pass_waits_for_the_next_op_of_a_model_that_was_served_lately(world: World, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(turns, "_LATELY_S", HOUR_S)
     worker = worker_of(world, "a/1", merged_tokens=MERGED, wait_s=60.0)
     for model_id in (B, C):
         admit(world, model_id, 1, gradient(1))
@@ -179,12 +178,14 @@ def test_a_pass_waits_for_the_next_op_of_a_model_that_was_served_lately(world: W
     assert watched.passes == [{A, B, C}]
 
 
-def test_behind_a_long_pass_the_next_waits_for_longer(world: World):
+def test_behind_a_long_pass_the_next_waits_for_longer(world: World, monkeypatch: pytest.MonkeyPatch):
     """A fifth of it, since who comes too late costs another."""
     worker = worker_of(world, "a/1", merged_tokens=MERGED, wait_s=1e-6)
     for model_id in (A, B, C):
         admit(world, model_id, 1, gradient(1))
-    watched = Watched(worker, slow_s=3.0)
+    watched = Watched(worker)
+    took = worker.runner._turns.took
+    monkeypatch.setattr(worker.runner._turns, "took", lambda ran, _: took(ran, 300.0))
     handle(worker, A, 1)
     for model_id in (A, B):
         admit(world, model_id, 2, gradient(2))

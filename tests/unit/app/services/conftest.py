@@ -27,7 +27,7 @@ class Store(FolderStore):
     def list(self, prefix: str) -> list[str]:
         self.reads += 1
         if self.gate is not None:
-            assert self.gate.wait(30)
+            assert self.gate.wait(120)
         self._need()
         return super().list(prefix)
 

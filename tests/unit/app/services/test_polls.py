@@ -38,7 +38,7 @@ class RecordingWaiter:
             return
         self.holds.append(timeout_s)
         self.arrived.release()
-        assert self.release.wait(30)
+        assert self.release.wait(120)
 
 
 def poll_service(futures: Futures, waiter: RecordingWaiter, settings: ApiSettings) -> PollService:
@@ -55,13 +55,13 @@ def test_above_capacity_holds_get_shorter_and_half_the_spare_threads_stay_free(w
     threads = [threading.Thread(target=polls.wait, args=(f"m:{i}", ME), daemon=True) for i in range(7)]
     for thread in threads:
         thread.start()
-        assert waiter.arrived.acquire(timeout=30)
+        assert waiter.arrived.acquire(timeout=60)
     assert waiter.holds == [30.0] * 3 + [1.0] * 4
     assert polls.wait("m:8", ME).result is None, "answered at once, not refused"
     assert len(waiter.holds) == 7
     waiter.release.set()
     for thread in threads:
-        thread.join(30)
+        thread.join(60)
     polls.wait("m:9", ME)
     assert waiter.holds[-1] == 30.0, "room is given back"
 
@@ -132,11 +132,11 @@ def test_batch_polls_and_polls_share_one_capacity(waiter: RecordingWaiter) -> No
     asked = {"target": target, "prev_cursor": 0, "retrieved_request_ids": []}
     held = threading.Thread(target=batch.wait, args=(ME, asked), daemon=True)
     held.start()
-    assert waiter.arrived.acquire(timeout=30)
+    assert waiter.arrived.acquire(timeout=60)
     other = threading.Thread(target=PollService(PendingOpLog(), waiter, holds).wait, args=("m:1", ME), daemon=True)
     other.start()
-    assert waiter.arrived.acquire(timeout=30)
+    assert waiter.arrived.acquire(timeout=60)
     waiter.release.set()
     for thread in (held, other):
-        thread.join(30)
+        thread.join(60)
     assert waiter.holds == [30.0, 1.0]

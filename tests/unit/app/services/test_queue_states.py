@@ -22,6 +22,12 @@ def equal(project: str) -> float:
     return 1.0
 
 
+@pytest.fixture(autouse=True)
+def looks_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However slow the machine."""
+    monkeypatch.setattr("app.services.queue_states._LOOK_S", 3600.0)
+
+
 class World:
     """Workers and a store that count how often they are looked at."""
 

@@ -75,6 +75,7 @@ def test_while_the_object_store_is_away_nobody_is_told_that_his_key_is_wrong(
 ) -> None:
     key = new_key(accounts)
     client.flushall()
+    monkeypatch.setattr("app.services.recall._RETRY_S", 3600.0)
     objects.away, reads = True, objects.reads
     for _ in range(50):
         with pytest.raises(Unavailable):

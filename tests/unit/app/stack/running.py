@@ -26,7 +26,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-def eventually(condition: Callable[[], bool], within_s: float = 30.0) -> bool:
+def eventually(condition: Callable[[], bool], within_s: float = 120.0) -> bool:
     deadline = time.monotonic() + within_s
     while not condition():
         if time.monotonic() > deadline:

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import stat
 import subprocess
 import sys
+import threading
 from contextlib import closing
 
 import pytest
@@ -17,8 +19,7 @@ import subprocess, sys
 from pathlib import Path
 from app.stack.folder import DataFolder
 folder = DataFolder(Path(sys.argv[1]))
-sleep = [sys.executable, "-c", "import time; time.sleep(1)"]
-left = subprocess.Popen(sleep, stdout=subprocess.DEVNULL, pass_fds=(folder.lock_fd,))
+left = subprocess.Popen(["sleep", "600"], stdout=subprocess.DEVNULL, pass_fds=(folder.lock_fd,))
 print(left.pid)
 """
 
@@ -44,6 +45,7 @@ def test_a_folder_is_not_free_before_the_last_process_of_a_killed_stack_is_gone(
     ended = subprocess.run([sys.executable, "-c", LEAVE_A_PROCESS, tmp_path], stdout=subprocess.PIPE, check=True)
     left = int(ended.stdout)
     assert alive(left)
+    threading.Timer(0.5, os.kill, (left, signal.SIGKILL)).start()
     DataFolder(tmp_path).close()
     assert not alive(left)
 

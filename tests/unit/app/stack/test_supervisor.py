@@ -37,7 +37,7 @@ def supervised(
 
 def stop(process: subprocess.Popen[str]) -> int:
     process.send_signal(signal.SIGTERM)
-    return process.wait(30)
+    return process.wait(120)
 
 
 def test_a_dead_child_is_started_again(tmp_path):
@@ -59,7 +59,7 @@ def test_a_killed_child_is_started_again(tmp_path):
 
 def test_a_child_that_keeps_dying_ends_the_stack_with_the_end_of_its_log(tmp_path):
     with supervised(tmp_path, ("worker", "import sys; sys.exit('out of luck')")) as process:
-        output, _ = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=120)
     assert process.returncode == 3
     assert "TinsmithError: worker ended with code 1, 3 times in a row" in output
     assert output.rstrip().endswith("out of luck")
@@ -89,7 +89,7 @@ def test_a_child_that_keeps_dying_does_not_end_a_stack_that_was_ready(tmp_path, 
 )
 def test_a_child_with_a_setup_error_ends_the_stack_with_what_it_said_in_one_line(tmp_path, said, shown):
     with supervised(tmp_path, ("worker", f"import sys; print({said!r}); sys.exit(2)")) as process:
-        output, _ = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=120)
     assert output.splitlines()[1:] == [f"SetupError: {shown}"]
     assert process.returncode == 3
 

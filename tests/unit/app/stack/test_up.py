@@ -11,6 +11,7 @@ import tomllib
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 import redis
@@ -18,12 +19,13 @@ import redis
 from app import settings as settings_module
 from app.domain.records import Worker
 from app.settings import Settings, hash_key
-from app.stack import processes
+from app.stack import checks, processes
 from app.stack.config import Options, resolve
 from app.stack.folder import DataFolder
 from app.stack.up import Plan, prepare
 from app.stores.redis.client import connect
 from app.stores.redis.records import RedisRecords
+from tests.servers import free_port
 from tests.unit.app.stack.running import alive, start
 
 
@@ -44,7 +46,8 @@ def plan(data_dir: Path, model: Path, **options) -> Plan:
 @contextmanager
 def stack(data_dir: Path, model: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A running `tinsmith up` and the first line it prints."""
-    process = start("up", "--port", "0", "--data-dir", str(data_dir), "--base-model", f"small={model}")
+    port = str(free_port())
+    process = start("up", "--port", port, "--data-dir", str(data_dir), "--base-model", f"small={model}")
     try:
         yield process, process.stdout.readline()
     finally:
@@ -70,6 +73,14 @@ def test_every_process_reads_the_settings_that_were_resolved(tmp_path, model):
     assert made.settings.base_models[0].trainer.zero_stage == 1
     assert made.settings.api.port > 0
     assert made.settings.data_dir.is_absolute()
+
+
+def test_no_two_servers_have_the_same_port_though_none_listens_yet(tmp_path, model, monkeypatch):
+    found = iter([7001, 7001, 7002, 7002, 7001, 7003])
+    monkeypatch.setattr(checks, "free_port", lambda host, port: next(found))
+    made = plan(tmp_path / "data", model)
+    ports = [urlsplit(url).port for url in (made.settings.redis.url, made.settings.broker_url)]
+    assert [made.settings.api.port, *ports] == [7001, 7002, 7003]
 
 
 def test_files_that_hold_secrets_are_readable_by_their_owner_only(tmp_path, model):
@@ -119,7 +130,7 @@ def test_ready_is_one_line_and_a_signal_ends_everything_with_0(tmp_path, model):
         with state_server(tmp_path / "data") as client:
             server = client.info("server")["process_id"]
         process.send_signal(signal.SIGINT)
-        rest, _ = process.communicate(timeout=30)
+        rest, _ = process.communicate(timeout=120)
         assert (process.returncode, rest) == (0, "")
         assert not alive(server)
 
@@ -130,7 +141,7 @@ def test_state_is_there_again_after_a_stop_and_after_a_kill(tmp_path, model):
             with state_server(tmp_path / "data") as client:
                 assert client.incr("rounds") == round_ + 1
             process.send_signal(ending)
-            process.wait(30)
+            process.wait(120)
 
 
 def test_a_killed_workers_record_does_not_make_the_next_stack_look_ready(tmp_path, model):
@@ -144,7 +155,7 @@ def test_a_killed_workers_record_does_not_make_the_next_stack_look_ready(tmp_pat
 def test_a_second_stack_on_the_same_folder_exits_with_2_and_one_line(tmp_path, model):
     with stack(tmp_path / "data", model) as (first, _):
         second = start("up", "--port", "0", "--data-dir", str(tmp_path / "data"), "--base-model", f"small={model}")
-        _, said = second.communicate(timeout=30)
+        _, said = second.communicate(timeout=120)
     assert second.returncode == 2
     assert said == (
         f"tinsmith: another stack uses the data folder {tmp_path / 'data'} (process {first.pid}); stop it, or choose "

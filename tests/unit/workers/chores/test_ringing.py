@@ -19,8 +19,8 @@ from app.stores.redis.records import RedisRecords
 from workers.chores.ringing import Ringing
 
 MODEL = "session:train:0"
-PATIENT = EngineSettings(lease_s=5, ring_again_s=60, gap_s=300)
-HASTY = EngineSettings(lease_s=5, ring_again_s=1e-6, gap_s=1e-6)
+PATIENT = EngineSettings(lease_s=3600, ring_again_s=60, gap_s=300)
+HASTY = EngineSettings(lease_s=3600, ring_again_s=1e-6, gap_s=1e-6)
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def test_however_long_it_waits_it_is_rung_again_every_minute(oplog, monkeypatch)
     clock = 1000.0
     monkeypatch.setattr(time, "monotonic", lambda: clock)
     rung: list[float] = []
-    settings = EngineSettings(lease_s=5, ring_again_s=1e-6, gap_s=300)
+    settings = EngineSettings(lease_s=3600, ring_again_s=1e-6, gap_s=300)
     ringing = Ringing(oplog, lambda *_: rung.append(clock), settings)
     for _ in range(1000):
         clock += 5
@@ -78,7 +78,7 @@ def test_an_op_whose_worker_died_is_rung_again_soon_however_long_it_had_run(oplo
     lease = oplog.acquire(MODEL, "node/1")
     oplog.next(lease, 0)
     rung: list[tuple[str, ...]] = []
-    settings = EngineSettings(lease_s=5, ring_again_s=1e-3, gap_s=300)
+    settings = EngineSettings(lease_s=3600, ring_again_s=1e-3, gap_s=300)
     ringing = Ringing(oplog, lambda *ring: rung.append(ring), settings)
     clock = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: clock)
@@ -187,7 +187,7 @@ def test_a_request_its_sampler_does_not_begin_on_is_rung_for_all_within_seconds(
     """It has room and died, or stands still: elsewhere the request must not wait as if it had been in a queue."""
     client.hset("tinsmith:workers:a", mapping={"queue": '"sample.base"', "healthy": "true", "batch": "8", "holds": "8"})
     client.zadd("tinsmith:index:workers", {"a": 0})
-    for seq, late in ((4, 3_000), (5, 0)):
+    for seq, late in ((4, 3_000), (5, -3_600_000)):
         request = f"s:sample:0:{seq}"
         assert oplog.admit_sample(request, "s:sample:0", "me", "sample.base", b"", "d").node == "a"
         client.zincrby(keys.PENDING, -late, request)

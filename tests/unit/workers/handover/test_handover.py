@@ -118,6 +118,7 @@ def test_the_journal_reaches_back_before_what_is_not_uploaded_yet(world: World, 
     """Else nothing could make it again."""
     worker = world.worker("a/1", share=math.inf, store=store)
     handed_over(worker, world, 0)
+    world.await_snapshot(2)
     admit(world, *step(1), first=4)
     worker.handle(5, "optim_step")
     await_true(lambda: store.list(f"models/{MODEL}/snapshots/5/5-1/{MANIFEST}"), "the snapshot behind it is stored")
@@ -264,7 +265,7 @@ def test_a_worker_that_is_asked_to_end_uploads_first_within_its_time(world: Worl
     worker = world.worker("a/1", store=store)
     prefix = handed_over(worker, world, 0)
     threading.Timer(0.2, store.open.set).start()
-    worker.drain.in_order(10.0)
+    worker.drain.in_order(120.0)
     assert on_record(world) == []
     assert stored_adapter(world, prefix) == expected(world, 0)
 
@@ -317,7 +318,8 @@ def test_a_sampler_elsewhere_waits_and_has_the_model_owned(world: World, store: 
         assert (folder / ADAPTER_FILE).read_bytes() == expected(world, 0)
 
 
-def test_an_upload_that_ends_meanwhile_is_waited_for(world: World, store: GatedStore):
+def test_an_upload_that_ends_meanwhile_is_waited_for(world: World, store: GatedStore, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(adapter_files, "_PATIENCE_S", 60.0)
     worker = world.worker("a/1", store=store)
     prefix = handed_over(worker, world, 0)
     threading.Timer(0.3, store.open.set).start()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -14,6 +13,7 @@ from app.domain.sampling import SampleRequest
 from app.errors import ServerOpError
 from app.settings import BaseModelSettings, SamplerSettings
 from tests.models import tiny_qwen3
+from tests.unit.workers.conftest import await_true
 from workers.sampling import whole_weights
 from workers.sampling.transformers_backend import TransformersSampler
 from workers.sampling.watch import Aborted, Watch
@@ -46,6 +46,11 @@ def ask(*prompt: int, **fields) -> SampleRequest:
 def on_forward(sampler: TransformersSampler, check) -> None:
     """Call `check(input_ids)` before every forward pass of the sampler's own model."""
     sampler._base.model.register_forward_pre_hook(lambda _m, _a, given: check(given["input_ids"]), with_kwargs=True)
+
+
+def hold(sampler: TransformersSampler, until) -> None:
+    """What was begun draws no further token before that, so it ends neither before its client nor before another's."""
+    on_forward(sampler, lambda input_ids: await_true(until, "a pass goes on") if input_ids.shape[1] == 1 else None)
 
 
 def refuse_poison(input_ids: torch.Tensor) -> None:
@@ -82,6 +87,7 @@ def test_a_failed_decode_step_fails_all_in_flight_and_health(sampler):
 
 
 def test_no_more_than_max_batch_sequences_are_decoded_together(sampler):
+    hold(sampler, lambda: len(sampler._engine._unfinished) == 5 or sizes)
     sizes = []
     on_forward(sampler, lambda input_ids: sizes.append(len(input_ids)) if input_ids.shape[1] == 1 else None)
     with ThreadPoolExecutor(5) as pool:
@@ -91,12 +97,15 @@ def test_no_more_than_max_batch_sequences_are_decoded_together(sampler):
 
 def test_requests_that_arrive_while_others_run_join_them(sampler):
     """A long request does not hold up a short one behind it, nor the other way round."""
-    running = ThreadPoolExecutor(1)
-    long = running.submit(sampler.sample, None, ask(1, 2, max_tokens=400))
-    assert len(sampler.sample(None, ask(1, 2, max_tokens=2)).sequences[0].tokens) == 2
-    assert not long.done()
-    assert len(long.result(60).sequences[0].tokens) == 400
-    running.shutdown()
+    hold(sampler, lambda: sampler._engine._waiting or rows)
+    rows = []
+    on_forward(sampler, lambda input_ids: rows.append(len(input_ids)) if input_ids.shape[1] == 1 else None)
+    with ThreadPoolExecutor(1) as running:
+        long = running.submit(sampler.sample, None, ask(1, 2, max_tokens=400))
+        await_true(lambda: sampler._engine._batch.occupied, "the long one runs")
+        assert len(sampler.sample(None, ask(1, 2, max_tokens=2)).sequences[0].tokens) == 2
+        assert len(long.result(60).sequences[0].tokens) == 400
+    assert rows == [1, 2] + [1] * 397, "the short one came and went in the middle of the long one"
 
 
 def test_a_long_prompt_is_run_in_bounded_passes(sampler, monkeypatch):
@@ -139,9 +148,7 @@ def test_the_rows_of_an_aborted_request_are_dropped_though_nobody_comes_behind_i
     batch.step = abort_behind_the_fifth
     with pytest.raises(Aborted):
         sampler.sample(None, ask(1, 2, num_samples=8, max_tokens=400), watch)
-    deadline = time.monotonic() + 30
-    while len(steps) < 6 and time.monotonic() < deadline:
-        time.sleep(0.01)
+    await_true(lambda: len(steps) >= 6, "a further step")
     assert steps == [True] * 5 + [False]
 
 
@@ -161,6 +168,7 @@ def test_closing_fails_what_is_unfinished(sampler):
     started = ThreadPoolExecutor(1)
     running = threading.Event()
     on_forward(sampler, lambda input_ids: running.set())
+    hold(sampler, lambda: sampler._engine._failure)
     future = started.submit(sampler.sample, None, ask(1, 2, max_tokens=500, num_samples=64))
     assert running.wait(60)
     sampler.close()
@@ -197,12 +205,12 @@ def test_new_weights_that_were_written_in_part_end_the_engine(folder, tmp_path, 
 
 def test_who_waits_for_an_idle_engine_is_told_when_it_stops(sampler):
     begun = threading.Event()
+    hold(sampler, lambda: sampler._engine._failure)
     with ThreadPoolExecutor(2) as pool:
         running = pool.submit(sampler.sample, None, ask(1, 2, max_tokens=400), Watch(lambda *_: begun.set()))
         assert begun.wait(60)
         waiting = pool.submit(sampler._engine.when_idle, lambda: pytest.fail("it is not idle"))
-        while not sampler._engine._for_idle:
-            time.sleep(0.001)
+        await_true(lambda: sampler._engine._for_idle, "it is asked for")
         sampler.close()
         for future in (running, waiting):
             with pytest.raises(ServerOpError, match="shutting down"):

@@ -87,12 +87,20 @@ def test_a_long_text_keeps_no_other_thread_from_running(tmp_path: Path):
         while not over.wait(0.001):
             ticks += 1
 
+    def encoded() -> int:
+        """How often the other thread ran meanwhile."""
+        before = ticks
+        assert len(tokenizer.encode("a b " * 2**17)) == 2**19
+        return ticks - before
+
     thread = threading.Thread(target=tick)
     thread.start()
-    tokens = tokenizer.encode("a b " * 2**17)
-    over.set()
-    thread.join()
-    assert len(tokens) == 2**19 and ticks >= 8
+    try:
+        # On a machine that stood still the other had no processor, once or twice.
+        assert any(encoded() >= 8 for _ in range(20))
+    finally:
+        over.set()
+        thread.join()
 
 
 def test_a_text_that_no_context_holds_is_not_tokenized(tmp_path: Path):
@@ -110,7 +118,7 @@ def test_a_tokenizer_that_is_being_fetched_keeps_nobody_from_another(tmp_path: P
         def tokenizer(self, name: str) -> str:
             if name == "slow":
                 asked.set()
-                over.wait(60)
+                over.wait(600)
             return str(tmp_path)
 
     byte_tokenizer(tmp_path)
@@ -122,7 +130,7 @@ def test_a_tokenizer_that_is_being_fetched_keeps_nobody_from_another(tmp_path: P
     found: list[object] = []
     other = threading.Thread(target=lambda: found.append(tokenizers.of("fast")), daemon=True)
     other.start()
-    other.join(10)
+    other.join(60)
     meanwhile = list(found)
     over.set()
     thread.join()

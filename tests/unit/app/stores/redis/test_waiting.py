@@ -10,7 +10,7 @@ from app.stores.redis.client import connect
 from app.stores.redis.waiting import Waiter
 from tests.servers import free_port, start_valkey
 
-NEVER = 60.0
+NEVER = 600.0
 
 
 def waiting_thread(waiter: Waiter, request_id: str, check=lambda: False) -> threading.Thread:
@@ -22,7 +22,7 @@ def waiting_thread(waiter: Waiter, request_id: str, check=lambda: False) -> thre
 
     thread = threading.Thread(target=waiter.wait, args=(request_id, NEVER, check_registered), daemon=True)
     thread.start()
-    assert registered.wait(10)
+    assert registered.wait(60)
     return thread
 
 
@@ -30,8 +30,8 @@ def test_a_publication_wakes_its_own_waiters_and_no_others(client: redis.Redis, 
     waiter = Waiter(connect(valkey))
     mine, also_mine, other = (waiting_thread(waiter, rid) for rid in ("a", "a", "b"))
     client.publish(keys.DONE_CHANNEL, "a")
-    mine.join(10)
-    also_mine.join(10)
+    mine.join(60)
+    also_mine.join(60)
     assert not mine.is_alive()
     assert not also_mine.is_alive()
     assert other.is_alive()
@@ -39,7 +39,7 @@ def test_a_publication_wakes_its_own_waiters_and_no_others(client: redis.Redis, 
 
 def test_a_result_that_was_there_before_is_not_waited_for(valkey: str):
     thread = waiting_thread(Waiter(connect(valkey)), "a", check=lambda: True)
-    thread.join(10)
+    thread.join(60)
     assert not thread.is_alive()
 
 
@@ -48,11 +48,11 @@ def test_a_restarted_server_wakes_everybody_and_later_publications_arrive(tmp_pa
     with start_valkey(tmp_path, port) as url:
         waiter = Waiter(connect(url))
         held = waiting_thread(waiter, "a")
-    held.join(10)
+    held.join(60)
     assert not held.is_alive()
     with start_valkey(tmp_path, port) as url, connect(url) as client:
         later = waiting_thread(waiter, "b")
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while later.is_alive() and time.monotonic() < deadline:
             client.publish(keys.DONE_CHANNEL, "b")
             later.join(0.1)
