@@ -59,7 +59,7 @@ def start_valkey(folder: Path, port: int | None = None, *, durable: bool = True)
 def _await_ping(url: str) -> None:
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
-        with contextlib.suppress(redis.ConnectionError), redis.Redis.from_url(url) as client:
+        with contextlib.suppress(redis.ConnectionError, redis.TimeoutError), redis.Redis.from_url(url) as client:
             if client.ping():
                 return
         time.sleep(0.02)
