@@ -27,7 +27,10 @@ INFO = BaseModelInfo(BASE, "Qwen3ForCausalLM", 320, 512, "float32", ("attn", "ml
 
 @dataclass(frozen=True)
 class ApiServer:
+    """`pid` is gunicorn's own process; that which answers is its child."""
+
     port: int
+    pid: int
     oplog: RedisOpLog
     records: RedisRecords
 
@@ -65,7 +68,7 @@ def serve(
     )
     client = connect(redis_url)
     try:
-        server = ApiServer(port, RedisOpLog(client, EngineSettings()), RedisRecords(client))
+        server = ApiServer(port, process.pid, RedisOpLog(client, EngineSettings()), RedisRecords(client))
         server.register_worker("trainer")
         server.register_worker("sampler")
         _await_health(port, process)

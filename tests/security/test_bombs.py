@@ -58,12 +58,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with start_api(
         tmp_path_factory.mktemp("api"), f"max_body_bytes = {_BODY}\nspare_threads = 8\npoll_capacity = 8"
     ) as api:
-        (process,) = [
-            child
-            for parent in psutil.Process().children()
-            for child in parent.children()
-            if "gunicorn" in " ".join(child.cmdline())
-        ]
+        (process,) = psutil.Process(api.pid).children()
         yield Server(api, process)
 
 
