@@ -130,7 +130,7 @@ MUTANTS = (
         "app/stores/objects/folder.py",
         "os.link(temporary, target)",
         "temporary.replace(target)",
-        "tests/conformance/test_object_store.py::test_of_concurrent_writers_of_one_key_exactly_one_wins[folder]",
+        "--confcutdir=tests/unit/app/stores tests/unit/app/stores/objects/test_folder.py",
     ),
     Mutant(
         "downloads: sha256",

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -255,3 +256,7 @@ def world(
         snapshots.close()
     for keeper in world.keepers:
         keeper.stop()
+    # Those were not waited for: what they are doing is over before the next test has models of the same names.
+    for thread in threading.enumerate():
+        if thread.name in ("hand-overs", "snapshot-writes", "snapshot-uploads"):
+            thread.join(60)

@@ -1,0 +1,22 @@
+"""What a folder promises where others write the same key; tests/conformance holds it to the rest."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+from app.stores.objects.folder import FolderStore
+
+
+def test_who_is_overtaken_while_he_writes_changes_nothing(tmp_path: Path):
+    """He had looked, and nothing was there. His source is a pipe, which says when he reads and holds him up."""
+    store, pipe, won = FolderStore(tmp_path / "objects", "secret", "http://x"), tmp_path / "pipe", list[bool]()
+    os.mkfifo(pipe)
+    slow = threading.Thread(target=lambda: won.append(store.put_new("a/key", pipe)), daemon=True)
+    slow.start()
+    with pipe.open("wb") as source:
+        assert store.put_new("a/key", b"first")
+        source.write(b"second")
+    slow.join(60)
+    assert (won, store.read("a/key")) == ([False], b"first")
