@@ -127,13 +127,13 @@ MUTANTS = (
         "app/services/openai/following.py",
         "if not ended:",
         "if False:",
-        "tests/unit/app/routes/test_openai.py::test_a_request_whose_client_left_is_cancelled",
+        "tests/unit/app/routes/openai/test_streams.py::test_a_request_whose_client_left_is_cancelled",
     ),
     Mutant(
         "openai: streamed tokens go by their place",
         "app/services/openai/generation.py",
         "known = text.count - drawn.place",
         "known = 0",
-        "tests/unit/app/routes/test_openai.py::test_what_a_stream_lost_or_told_twice_is_made_good_from_the_result",
+        "tests/unit/app/routes/openai/test_streams.py::test_what_a_stream_lost_or_told_twice_is_made_good_from_the_result",
     ),
 )
