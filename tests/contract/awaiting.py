@@ -21,15 +21,6 @@ def await_true(what: Callable[[], object], why: str) -> None:
         time.sleep(0.02)
 
 
-def seen(what: Callable[[], object], over: Callable[[], bool]) -> bool:
-    """Whether it came true before it was over: whoever looks may get no CPU meanwhile."""
-    while not over():
-        if what():
-            return True
-        time.sleep(0.01)
-    return False
-
-
 def held_polls(url: str) -> int:
     metrics = requests.get(f"{url}/metrics", timeout=120).text
     found = re.search(r"^tinsmith_held_polls (\S+)", metrics, re.MULTILINE)

@@ -25,7 +25,7 @@ from tests.contract.test_restart import await_true, children, undisturbed
 from tests.servers import free_port
 
 HEALTHY_S = 12.0
-# One that gets no CPU for seconds takes no new model, and does all there is before it hears that it is to stop.
+# One may do all there is before it hears that it is to stop.
 TRIES = 5
 
 
@@ -89,12 +89,8 @@ def is_ready(stack: Stack) -> bool:
 
 
 def test_idle_trainers_share_new_models(service: tinker.ServiceClient, pair: Stack):
-    for _ in range(TRIES):
-        models = [service.create_lora_training_client(base_model=BASE, rank=4).result().model_id for _ in range(4)]
-        owners = {owner(pair, model_id) for model_id in models}
-        if owners == set(trainers(pair)):
-            return
-    raise AssertionError(f"one took them all, every time: {owners}")
+    models = [service.create_lora_training_client(base_model=BASE, rank=4).result().model_id for _ in range(4)]
+    assert {owner(pair, model_id) for model_id in models} == set(trainers(pair))
 
 
 def test_what_a_stopping_trainer_leaves_the_other_one_does_at_once(service: tinker.ServiceClient, pair: Stack):

@@ -80,7 +80,7 @@ def test_special_tokens_are_no_text(tokenizer: BaseTokenizer):
     assert "".join(pieces(TextStream(tokenizer, [], []), ids(tokenizer, f"a{END}b{END}"))) == "ab"
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200, deadline=None)
 @given(
     tokens=st.lists(st.integers(0, 257), max_size=40),
     cuts=st.lists(st.integers(1, 5), min_size=40, max_size=40),
