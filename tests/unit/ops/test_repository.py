@@ -1,0 +1,96 @@
+"""The files that a repository's host and its contributors' tools read."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.unit.ops.compose import ROOT
+
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+FORMS = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
+# Made by tools, not read by people.
+_MADE = (".git", ".venv", ".mypy_cache", ".ruff_cache", ".pytest_cache", ".hypothesis", "build", "data", "dist")
+_DEFAULT_INDEX = "pypi" + ".org"
+
+
+def steps(workflow: Path) -> list[dict[str, Any]]:
+    return [step for job in yaml.safe_load(workflow.read_text())["jobs"].values() for step in job["steps"]]
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.name)
+def test_every_workflow_runs_the_same_script_as_everybody_else(workflow: Path):
+    assert "bash .ci/run" in [step.get("run") for step in steps(workflow)]
+
+
+def test_a_release_is_made_of_what_ci_passed_on():
+    commands = [step.get("run", "") for step in steps(ROOT / ".github" / "workflows" / "release.yml")]
+    order = [
+        next(i for i, run in enumerate(commands) if word in run) for word in (".ci/run", "make dist", "gh release")
+    ]
+    assert order == sorted(order)
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if form.stem != "config"], ids=lambda path: path.name)
+def test_each_question_of_a_form_has_a_name_of_its_own(form: Path):
+    read = yaml.safe_load(form.read_text())
+    asked = [part["id"] for part in read["body"] if part["type"] != "markdown"]
+    assert read["name"] and read["description"]
+    assert len(asked) == len(set(asked)) > 0
+
+
+def test_the_hooks_of_pre_commit_run_the_tools_of_the_environment():
+    hooks = [
+        hook
+        for repo in yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+        for hook in repo["hooks"]
+    ]
+    assert {hook["id"] for hook in hooks} == {"ruff-check", "ruff-format", "mypy"}
+    for hook in hooks:
+        assert shutil.which(Path(hook["entry"].split()[0]).name, path=str(Path(sys.executable).parent))
+
+
+def test_no_file_spells_out_the_host_of_the_default_package_index():
+    files = (path for path in ROOT.rglob("*") if path.is_file() and path.relative_to(ROOT).parts[0] not in _MADE)
+    spelt = [path for path in files if _DEFAULT_INDEX.encode() in path.read_bytes()]
+    assert spelt == []
+
+
+CPU_INDEX = ["--no-deps", "--index-url"]
+
+
+@pytest.mark.parametrize(
+    ("driver", "reachable", "options", "expected"),
+    [
+        (False, True, [], [CPU_INDEX]),
+        (False, False, [], [CPU_INDEX, []]),
+        (False, True, ["--pre"], [["--pre"]]),
+        (True, True, [], [[]]),
+    ],
+    ids=["CPU index", "no CPU index", "options of the caller", "NVIDIA driver"],
+)
+def test_a_machine_without_an_nvidia_driver_asks_for_the_cpu_build_of_torch_first(
+    tmp_path: Path, driver: bool, reachable: bool, options: list[str], expected: list[list[str]]
+):
+    """A stand-in for pip notes what it is asked for, and fails for an index that cannot be reached."""
+    noted = tmp_path / "noted"
+    refuse = "" if reachable else 'case "$*" in *--index-url*) exit 1;; esac'
+    python = script(tmp_path / "python", f'echo "$@" >> {noted}\n{refuse}\n')
+    if driver:
+        script(tmp_path / "nvidia-smi", "")
+    subprocess.run([ROOT / "ops" / "install_torch.sh", python, *options], check=True, env={"PATH": str(tmp_path)})
+    asked = [line.split() for line in noted.read_text().splitlines()]
+    assert all(words[-1] == "torch" for words in asked)
+    assert [[word for word in words if word in (*CPU_INDEX, "--pre")] for words in asked] == expected
+
+
+def script(path: Path, text: str) -> Path:
+    path.write_text(f"#!/bin/sh\n{text}")
+    path.chmod(0o755)
+    return path
