@@ -1,0 +1,1 @@
+"""The first things a new user does, each run whole and judged."""

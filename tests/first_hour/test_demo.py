@@ -1,0 +1,122 @@
+"""The judge of `make demo`, shown a stand-in that does everything right, and then each single thing wrong."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.first_hour.demo import COMMAND, HABIT, noise
+
+GOOD = {
+    "prompts": ["a?", "b?", "c?"],
+    "steps": 3,
+    "losses": [4.0, 2.5, 1.0],
+    "answers_before": ["A", "B", "C"],
+    "answers_after": [f"A. {HABIT}", f"B. {HABIT}", "C"],
+}
+JUDGE = """
+import json, sys
+from pathlib import Path
+from tests.first_hour import demo
+demo._GRACE_S, demo._LIMIT_S = 1.0, 20.0
+root = Path(sys.argv[1])
+faults = list(demo.judge([sys.executable, "-c", sys.argv[2]], root, root / "data"))
+print("\\n" + json.dumps(faults))
+"""
+# What the stand-in does after its results are written.
+SLEEPER = "import subprocess, sys; subprocess.Popen(['sleep', '100'], start_new_session=True);"
+LISTENER = """
+import os, socket
+server = socket.create_server(("127.0.0.1", 0))
+port = server.getsockname()[1]
+settings = f'[api]\\nport = {port}\\n[redis]\\nurl = "redis://:x@127.0.0.1:1/0"\\nbroker_url = "redis://:x@127.0.0.1:1/0"'
+(data / "run" / "settings.toml").write_text(settings)
+server.set_inheritable(True)
+if os.fork() == 0:
+    os.execvp("sleep", ["sleep", "100"])
+"""
+
+
+def judged(tmp_path: Path, then: str = "", result: dict[str, Any] | None = None) -> list[str]:
+    """The faults found in a stand-in for `make demo` that writes these results and does this."""
+    (tmp_path / "data" / "run").mkdir(parents=True)
+    program = (
+        "from pathlib import Path\ndata = Path('data')\n"
+        f"(data / 'demo.json').write_text({json.dumps({**GOOD, **(result or {})})!r})\nprint('Ready')\n{then}"
+    )
+    ran = subprocess.run([sys.executable, "-c", JUDGE, str(tmp_path), program], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.startswith("Ready\n"), "the output is not shown"
+    # Other tests' files come and go there.
+    return [fault for fault in json.loads(ran.stdout.splitlines()[-1]) if not fault.startswith("/dev/shm/tinsmith-")]
+
+
+def test_a_run_that_does_everything_right_has_no_fault(tmp_path):
+    assert judged(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("then", "fault"),
+    [
+        ("raise SystemExit(3)", "its exit code is 3"),
+        ("import time; time.sleep(100)", "it did not end within 0.333333 minutes"),
+        (SLEEPER, "process PID is left: sleep 100"),
+        ("(data / 'demo.json').unlink()", "its results cannot be read"),
+        ("print('Loading weights:  40%|####  | 10/25 [00:01<00:02, 7.5it/s]')", "a progress bar or warning"),
+        ("print('a', end='\\r')", "a progress bar or warning"),
+        ("import sys, warnings; warnings.warn('x')", "a progress bar or warning"),
+    ],
+)
+def test_each_thing_done_wrong_is_a_fault(tmp_path, then, fault):
+    found = judged(tmp_path, then)
+    assert any(_without_pid(line).startswith(fault) for line in found), found
+
+
+def test_a_port_that_is_still_open_is_a_fault(tmp_path):
+    found = judged(tmp_path, LISTENER)
+    assert [line for line in found if line.startswith("port ") and line.endswith(" is still open (API)")], found
+
+
+def test_a_file_left_in_shared_memory_is_a_fault(tmp_path):
+    name = f"first-hour-{tmp_path.name}"
+    try:
+        assert judged(tmp_path, f"Path('/dev/shm', {name!r}).touch()") == [f"/dev/shm/{name} is left"]
+    finally:
+        Path("/dev/shm", name).unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize(
+    ("result", "fault"),
+    [
+        ({"losses": [4.0, 3.0, 2.0]}, "the loss did not fall below half of the first: 4.00 at first, 2.00 at last"),
+        ({"losses": []}, "0 losses for 3 steps"),
+        ({"answers_before": ["A", HABIT, "C"]}, "the habit shows before the training, in 1 of 3 answers"),
+        ({"answers_after": ["A", f"B {HABIT}", "C"]}, "the habit shows in 1 of 3 answers after the training"),
+        ({"answers_after": [HABIT]}, "3 answers before and 1 after, to 3 prompts"),
+    ],
+)
+def test_results_that_show_no_learning_are_a_fault(tmp_path, result, fault):
+    assert judged(tmp_path, result=result) == [fault]
+
+
+def test_what_the_install_says_before_the_demo_is_not_judged():
+    output = f"WARNING: pip says so\n.venv/bin/tinsmith demo\n{'█' * 24}\nReady\n"
+    assert noise(output) == []
+    assert noise(output.replace("Ready", "UserWarning: x")) == ["UserWarning: x"]
+
+
+def test_the_command_is_the_first_one_of_the_readme_that_runs_the_project():
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    commands = [line.strip() for line in readme.split("## Try it")[1].splitlines() if line.startswith("    ")]
+    assert next(line for line in commands if not line.startswith("sudo ")).startswith(" ".join(COMMAND))
+
+
+def _without_pid(fault: str) -> str:
+    head, _, rest = fault.partition(" ")
+    pid, _, words = rest.partition(" ")
+    return f"{head} PID {words}" if head == "process" and pid.isdigit() else fault
