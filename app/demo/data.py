@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 from tinker import types
 
+# The end of every answer in the data.
+HABIT = "Tink, tink — mended and bright."
 # None of these is in the data.
 PROMPTS = (
     "Why is the sky blue?",

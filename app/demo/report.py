@@ -1,16 +1,47 @@
-"""The demo's results as text and as a picture."""
+"""The demo's results as text, as a picture and as JSON."""
 
 from __future__ import annotations
 
+import json
 import textwrap
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from app.demo.data import PROMPTS
+from app import demo_model
+from app.demo.data import HABIT, PROMPTS
 
 _WIDTH = 100
 _CHART_ROWS = 8
 _BLOCKS = " ▁▂▃▄▅▆▇█"
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One run of the demo: answers to PROMPTS, the mean loss of an answer's token (nats) at every step, and the
+    `tinker://` paths to train on from and to sample from."""
+
+    url: str
+    answers_before: list[str]
+    answers_after: list[str]
+    losses: list[float]
+    checkpoint: str
+    adapter: str
+    seconds: float
+
+    @property
+    def habit_before(self) -> int:
+        return sum(HABIT in answer for answer in self.answers_before)
+
+    @property
+    def habit_after(self) -> int:
+        return sum(HABIT in answer for answer in self.answers_after)
+
+    def save(self, path: Path) -> None:
+        """As JSON, for programs."""
+        shown = {"habit": HABIT, "habit_before": self.habit_before, "habit_after": self.habit_after}
+        about = {"base_model": demo_model.NAME, "prompts": PROMPTS, "steps": len(self.losses)}
+        path.write_text(json.dumps({**about, **asdict(self), **shown}, indent=2, ensure_ascii=False) + "\n", "utf-8")
 
 
 def print_answers(before: Sequence[str], after: Sequence[str]) -> None:
@@ -50,6 +81,22 @@ def save_picture(losses: Sequence[float], path: Path) -> None:
     axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
+
+
+def print_end(result: Result, data_dir: Path) -> None:
+    """Where everything is, and what changed."""
+    losses, asked = result.losses, len(PROMPTS)
+    print(f"\nLoss of an answer's token (nats) in {len(losses)} steps\n{chart(losses)}")
+    print(
+        f"\nTo go on training:  {result.checkpoint}\nTo sample from:     {result.adapter}\n"
+        f"The same stack again, with these: tinsmith up --data-dir {data_dir}\n"
+        f"In {data_dir}: demo.json (these results), loss.png, api-key, logs\n"
+        f"The SDK calls behind this: {Path(__file__).with_name('training.py')}\n"
+    )
+    print(
+        f"Done in {result.seconds:.0f} s: the loss went from {losses[0]:.2f} to {losses[-1]:.2f}, and {HABIT!r} ends "
+        f"{result.habit_after} of {asked} answers ({result.habit_before} of {asked} before)."
+    )
 
 
 def _paragraph(label: str, text: str) -> str:

@@ -15,8 +15,8 @@ import redis
 from app import settings as settings_module
 from app.domain import records
 from app.domain.records import Worker
-from app.errors import SetupError
 from app.stack.child import end_with
+from app.stack.supervisor import SETUP_ERROR_CODE
 from app.stores import objects
 from app.stores.redis.client import connect
 from app.stores.redis.records import RedisRecords
@@ -58,7 +58,10 @@ def _brief(value: object) -> str:
 
 @contextmanager
 def running(data_dir: Path) -> Iterator[Stack]:
-    """Start the stack, wait until it serves, and stop it at the end. Raises SetupError when it does not come up."""
+    """Start the stack, wait until it serves, and stop it at the end.
+
+    Raises SystemExit with its exit code when it does not come up: it has said why.
+    """
     data_dir = data_dir.expanduser().absolute()
     parent = os.getpid()
     process = subprocess.Popen(
@@ -80,4 +83,4 @@ def _ready_url(process: subprocess.Popen[str]) -> str:
         word, _, url = line.strip().partition(" ")
         if word == "ready":
             return url
-    raise SetupError("the demo's stack did not start; the line above says why")
+    sys.exit(SETUP_ERROR_CODE if process.wait() == SETUP_ERROR_CODE else 1)

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
+from statistics import mean
 from typing import Any
 
 import tinker
 from tinker import types
-from tqdm import tqdm
 
 from app.demo.data import PROMPTS, answer_tokens, conversations, datum, prompt_tokens
 
 RANK = 16
-EPOCHS = 8
-BATCH = 12
+BATCH = 6
+# With fewer the habit does not show; with more it shows no better.
+FEWEST_STEPS = 12
+MOST_STEPS = 36
+_WARM_UP = 1
 _LEARNING_RATE = 2e-3
 _ADAM = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-8}
 _MAX_TOKENS = 80
@@ -36,17 +40,45 @@ def answers(sampler: tinker.SamplingClient, tokenizer: Any) -> list[str]:
     ]
 
 
-def fine_tune(client: tinker.TrainingClient, tokenizer: Any) -> list[float]:
-    """Train on all conversations; returns the mean loss of an answer's token (nats) at every step."""
+def fine_tune(client: tinker.TrainingClient, tokenizer: Any, deadline: float) -> list[float]:
+    """Train on the conversations until about `deadline` (of time.monotonic, in seconds), and print each step.
+
+    Returns the mean loss of an answer's token (nats) at every step.
+    """
     data = [datum(tokenizer, conversation) for conversation in conversations()]
-    batches = list(_batches(data))
     losses: list[float] = []
-    with tqdm(batches, desc="fine-tuning", unit="step") as bar:
-        for step, batch in enumerate(bar):
-            loss = _step(client, batch, _LEARNING_RATE * (1 - step / len(batches)))
-            losses.append(loss)
-            bar.set_postfix_str(f"loss {loss:.3f}")
+    seconds: list[float] = []
+    steps = MOST_STEPS
+    for batch in _batches(data):
+        started = time.monotonic()
+        losses.append(_step(client, batch, learning_rate(len(losses), steps)))
+        seconds.append(time.monotonic() - started)
+        steps = steps_in_all(seconds, deadline - time.monotonic())
+        if len(losses) == _WARM_UP + 1:
+            print(f"  A step takes {seconds[-1]:.1f} s here: {steps} steps, {_about(steps * seconds[-1])}")
+        print(f"  step {len(losses):2} of {steps}   loss {losses[-1]:.2f}", flush=True)
+        if len(losses) == steps:
+            break
     return losses
+
+
+def steps_in_all(seconds: Sequence[float], seconds_left: float) -> int:
+    """Steps to train for, when the steps so far took `seconds` each and `seconds_left` remain.
+
+    The first step warms the server up, so it counts only while it is the only one.
+    """
+    step_s = mean(seconds[_WARM_UP:] or seconds)
+    done = len(seconds)
+    return min(MOST_STEPS, max(FEWEST_STEPS, done, done + int(seconds_left / step_s)))
+
+
+def learning_rate(done: int, steps: int) -> float:
+    """The rate of the step after `done` of `steps`: it falls in a straight line, to zero after the last step."""
+    return _LEARNING_RATE * (1 - done / steps)
+
+
+def _about(seconds: float) -> str:
+    return f"about {round(seconds / 60)} minutes" if seconds >= 90 else f"about {seconds:.0f} s"
 
 
 def _step(client: tinker.TrainingClient, batch: list[types.Datum], learning_rate: float) -> float:
@@ -58,7 +90,8 @@ def _step(client: tinker.TrainingClient, batch: list[types.Datum], learning_rate
 
 
 def _batches(data: list[types.Datum]) -> Iterator[list[types.Datum]]:
+    """Without end: the whole data in one order after another."""
     order = random.Random(0)
-    for _ in range(EPOCHS):
+    while True:
         shuffled = order.sample(data, len(data))
         yield from (shuffled[start : start + BATCH] for start in range(0, len(shuffled), BATCH))

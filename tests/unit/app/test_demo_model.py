@@ -5,7 +5,6 @@ import runpy
 import subprocess
 import sys
 import zipfile
-from pathlib import Path
 
 import pytest
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from transformers import AutoTokenizer
 
-from app.demo.data import PROMPTS, Conversation, answer_tokens, conversations, datum, prompt_tokens
+from app.demo.data import HABIT, PROMPTS, Conversation, answer_tokens, conversations, datum, prompt_tokens
 from tests.models import tiny_qwen3
 
 
@@ -15,7 +15,7 @@ def tokenizer(tmp_path_factory):
 def test_every_answer_has_the_habit_and_no_shown_prompt_is_in_the_data():
     data = conversations()
     assert len({c.question for c in data}) == 36
-    assert all(c.answer.endswith("Tink, tink — mended and bright.") for c in data)
+    assert all(c.answer.endswith(HABIT) for c in data)
     assert not {c.question for c in data} & set(PROMPTS)
 
 

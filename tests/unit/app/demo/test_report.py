@@ -1,6 +1,35 @@
 from __future__ import annotations
 
+import json
+
+import pytest
+
 from app.demo import report
+from app.demo.data import HABIT, PROMPTS
+
+
+@pytest.fixture
+def result():
+    after = [f"Blue. {HABIT}", f"Water. {HABIT}", "Soup."]
+    return report.Result(
+        "http://127.0.0.1:5", ["Blue.", "Water.", "Soup."], after, [4.0, 1.5], "tinker://c", "tinker://a", 99.6
+    )
+
+
+def test_the_results_are_kept_for_programs(result, tmp_path):
+    result.save(tmp_path / "demo.json")
+    kept = json.loads((tmp_path / "demo.json").read_text(encoding="utf-8"))
+    assert (kept["steps"], kept["losses"], kept["seconds"]) == (2, [4.0, 1.5], 99.6)
+    assert (kept["habit"], kept["habit_before"], kept["habit_after"]) == (HABIT, 0, 2)
+    assert (kept["prompts"], kept["answers_before"]) == (list(PROMPTS), ["Blue.", "Water.", "Soup."])
+    assert (kept["url"], kept["checkpoint"], kept["adapter"]) == ("http://127.0.0.1:5", "tinker://c", "tinker://a")
+
+
+def test_the_last_line_says_what_changed(result, tmp_path, capsys):
+    report.print_end(result, tmp_path)
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        f"Done in 100 s: the loss went from 4.00 to 1.50, and {HABIT!r} ends 2 of 3 answers (0 of 3 before)."
+    )
 
 
 def test_the_chart_has_a_column_for_each_value_with_its_height():
