@@ -41,7 +41,7 @@ def _run(data_dir: Path) -> None:
     with stack.running(data_dir) as running:
         _say(f"Ready at {running.url} after {time.monotonic() - started:.0f} s")
         with tinker.ServiceClient(base_url=running.url, api_key=running.api_key) as service:
-            client = service.create_lora_training_client(demo_model.NAME, rank=training.RANK).result()
+            client = service.create_lora_training_client(demo_model.NAME, rank=training.RANK, seed=0).result()
             tokenizer = client.get_tokenizer()
             asked = time.monotonic()
             _say(f"Asking {demo_model.NAME} three questions")

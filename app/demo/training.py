@@ -17,9 +17,9 @@ RANK = 16
 BATCH = 6
 # With fewer the habit does not show; with more it shows no better.
 FEWEST_STEPS = 12
-MOST_STEPS = 36
+MOST_STEPS = 24
 _WARM_UP = 1
-_LEARNING_RATE = 2e-3
+_LEARNING_RATE = 3e-3
 _ADAM = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-8}
 _MAX_TOKENS = 80
 

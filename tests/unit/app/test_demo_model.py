@@ -10,6 +10,7 @@ import pytest
 
 from app import demo_model
 from app.errors import SetupError
+from tests.full_disk import full_disk
 
 WEIGHTS = b"no real GGUF file, but long enough for its header"
 
@@ -126,12 +127,9 @@ def test_a_converter_that_is_killed_is_not_blamed_on_its_last_progress_line():
     assert demo_model._last_words(child) == "its process was ended by signal 9"
 
 
-def test_a_full_disk_is_the_one_thing_said(monkeypatch, tmp_path):
-    """A real conversion, but onto a disk (a limit of the process) that takes no more."""
-    from tests.full_disk import full_disk
-
-    target = tmp_path / "models"
-    target.mkdir()
-    with full_disk(1 << 20), pytest.raises(SetupError, match=r"cannot convert .*File too large"):
-        demo_model._convert(target / "model")
-    assert list(target.iterdir()) == []
+def test_a_full_disk_is_the_cause_that_is_named(tmp_path):
+    """The real model, onto a disk that takes no more (by a limit of the process)."""
+    demo_model.fetch()
+    with full_disk(1 << 20), pytest.raises(SetupError, match=r"cannot convert .*: File too large \(os error 27\); "):
+        demo_model._convert(tmp_path / "model")
+    assert list(tmp_path.iterdir()) == []

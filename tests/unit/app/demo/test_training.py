@@ -30,9 +30,9 @@ def test_the_first_step_counts_only_while_it_is_the_only_one():
 
 
 def test_a_machine_that_becomes_slower_ends_earlier_and_never_before_now():
-    fast = [2.0] * 20
+    fast = [2.0] * 15
     assert steps_in_all(fast, 100.0) == MOST_STEPS
-    assert len(fast) + 1 < steps_in_all([*fast, 50.0], 50.0) < MOST_STEPS
+    assert len(fast) + 1 < steps_in_all([*fast, 50.0], 30.0) < MOST_STEPS
     assert steps_in_all([*fast, 500.0], -400.0) == len(fast) + 1
 
 
@@ -64,7 +64,7 @@ class Clock:
         return 4.0
 
 
-@pytest.mark.parametrize(("step_s", "said"), [(1.0, "36 steps, about 36 s"), (8.0, "25 steps, about 3 minutes")])
+@pytest.mark.parametrize(("step_s", "said"), [(1.0, "24 steps, about 24 s"), (10.0, "20 steps, about 3 minutes")])
 def test_training_says_its_plan_and_every_step_and_ends_in_time(step_s, said, monkeypatch, capsys):
     clock = Clock(step_s)
     monkeypatch.setattr(training, "time", clock)
