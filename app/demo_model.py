@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -103,6 +104,8 @@ def _convert(target: Path) -> None:
         text=True,
         check=False,
     )
+    if child.returncode == -signal.SIGINT:
+        raise KeyboardInterrupt  # a terminal's Ctrl-C reaches the child as well
     if child.returncode:
         raise SetupError(f"cannot convert {NAME}: {_last_words(child)}; {_OWN_MODEL}")
 

@@ -127,6 +127,15 @@ def test_a_converter_that_is_killed_is_not_blamed_on_its_last_progress_line():
     assert demo_model._last_words(child) == "its process was ended by signal 9"
 
 
+def test_ctrl_c_while_it_converts_is_no_error_of_the_conversion(monkeypatch, tmp_path):
+    interrupted = tmp_path / "interrupted"
+    interrupted.write_text("#!/bin/sh\nkill -INT $$\n")
+    interrupted.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(interrupted))
+    with pytest.raises(KeyboardInterrupt):
+        demo_model._convert(tmp_path / "model")
+
+
 def test_a_full_disk_is_the_cause_that_is_named(tmp_path):
     """The real model, onto a disk that takes no more (by a limit of the process)."""
     demo_model.fetch()
