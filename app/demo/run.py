@@ -60,9 +60,9 @@ def _run(data_dir: Path) -> None:
         report.print_answers(before, after)
         report.print_parts(running.parts())
     result = report.Result(running.url, before, after, losses, checkpoint, adapter, time.monotonic() - started)
-    report.save_picture(losses, data_dir / "loss.png")
-    result.save(data_dir / "demo.json")
-    report.print_end(result, data_dir)
+    report.save_picture(losses, running.data_dir / "loss.png")
+    result.save(running.data_dir / "demo.json")
+    report.print_end(result, running.data_dir)
 
 
 def _say(line: str) -> None:
