@@ -19,7 +19,8 @@ Datum = Mapping[str, np.ndarray]
 
 
 class Reference:
-    """One adapter on one base, fp32, in the state its PEFT files hold; `dtype` float64 gives a yardstick for fp32."""
+    """One adapter on one base, in the state its PEFT files hold. float64 is a yardstick for fp32, and bfloat16 shows
+    how much is lost by it where no code of Tinsmith runs; scores and losses are at least fp32."""
 
     def __init__(self, base: Path, adapter: Path, dtype: torch.dtype = torch.float32) -> None:
         model = self.load(base)
@@ -39,8 +40,7 @@ class Reference:
         return self.logprobs(datum)
 
     def logits(self, datum: Datum) -> Tensor:
-        logits: Tensor = self.model(torch.from_numpy(datum["tokens"].astype(np.int64))[None]).logits[0]
-        return logits
+        return _widened(self.model(torch.from_numpy(datum["tokens"].astype(np.int64))[None]).logits[0])
 
     def logprobs(self, datum: Datum) -> Tensor:
         """Of every target, in the shape of target_tokens."""
@@ -94,7 +94,7 @@ class Reference:
         return sum(part.abs().sum().item() for part in parts)
 
     def gradients(self) -> dict[str, np.ndarray]:
-        return {name: p.grad.numpy().copy() for name, p in self.parameters.items() if p.grad is not None}
+        return {name: _widened(p.grad).numpy().copy() for name, p in self.parameters.items() if p.grad is not None}
 
     def take_gradients(self) -> dict[str, np.ndarray]:
         """`gradients`, which are zero afterwards."""
@@ -123,7 +123,13 @@ class Reference:
 
 
 class CriticReference(Reference):
-    """A critic: PEFT on transformers' sequence classifier of one label, whose head is applied to every token."""
+    """A critic: PEFT on transformers' sequence classifier of one label, whose head is applied to every token. The head
+    stays fp32 on a base in bfloat16."""
+
+    def __init__(self, base: Path, adapter: Path, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__(base, adapter, dtype)
+        if dtype is torch.bfloat16:
+            self.classifier.score.float()
 
     def load(self, base: Path) -> PreTrainedModel:
         return AutoModelForSequenceClassification.from_pretrained(
@@ -137,7 +143,7 @@ class CriticReference(Reference):
     def scores(self, datum: Datum) -> Tensor:
         classifier = self.classifier
         hidden = classifier.model(torch.from_numpy(datum["tokens"].astype(np.int64))[None]).last_hidden_state[0]
-        values: Tensor = classifier.score(hidden)[:, 0]
+        values: Tensor = classifier.score(_widened(hidden))[:, 0]
         return values
 
     def pooled(self, tokens: np.ndarray) -> float:
@@ -168,10 +174,10 @@ class CriticReference(Reference):
 
 
 class FullReference(Reference):
-    """All weights of a model, fp32, in the state its folder holds them."""
+    """All weights of a model, in the state its folder holds them."""
 
-    def __init__(self, folder: Path) -> None:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    def __init__(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
         self.model = model.eval()
         self.parameters = dict(self.model.named_parameters())
         self._adamw = torch.optim.AdamW(self.parameters.values())
@@ -263,6 +269,10 @@ def _at_targets(logits: Tensor, datum: Datum) -> Tensor:
     targets = torch.from_numpy(datum["target_tokens"])
     wide = targets if targets.ndim == 2 else targets[:, None]
     return torch.log_softmax(logits, -1).gather(-1, wide).view(targets.shape)
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype is torch.bfloat16 else tensor
 
 
 def _given(datum: Datum) -> dict[str, Tensor]:

@@ -18,6 +18,7 @@ from app.settings import BaseModelSettings
 from tests.parity import architectures
 from tests.parity.datums import batch, data, supervised, valued
 from tests.parity.reference import FullCriticReference, FullReference, relative_error
+from tests.parity.rounding import MANY_LENGTHS, Found, check_rounding
 from tests.parity.training import LENGTHS, apply, run
 from workers.training import factory
 from workers.training.base import Create, Load
@@ -124,14 +125,13 @@ def test_masters_keep_what_a_bfloat16_copy_cannot(tmp_path: Path) -> None:
         assert torch.equal(tensor, torch.from_numpy(end[name]).bfloat16())
 
 
-def test_gradients_in_bfloat16_stay_within_their_bound(tmp_path: Path) -> None:
+def test_bfloat16_is_as_near_to_fp32_as_transformers_itself(tmp_path: Path) -> None:
     base = architectures.build("llama, tied head", tmp_path / "base")
-    backend, reference = open_policy(base, "bfloat16"), FullReference(base)
-    datums = supervised(9, LENGTHS)
-    run(backend, "m", ForwardBackward(batch(datums), "cross_entropy"))
-    reference.backward(datums, "cross_entropy")
-    # As for adapters in test_bf16.py.
-    assert relative_error(backend.gradients("m"), reference.gradients()) < 0.1
+    backend = open_policy(base, "bfloat16")
+    datums = supervised(9, MANY_LENGTHS)
+    output = run(backend, "m", ForwardBackward(batch(datums), "cross_entropy"))
+    found = Found(list(output.logprobs), output.metrics["loss:sum"], backend.gradients("m"))
+    check_rounding(found, FullReference(base), FullReference(base, torch.bfloat16), datums, "cross_entropy")
 
 
 def test_layers_computed_again_give_the_same_gradients(tmp_path: Path) -> None:
