@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
-from collections.abc import Generator
+import traceback
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +55,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    report = yield
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A failure is always reported by name, also where pytest cannot format it: it would end the whole run."""
+    with _without_finalizers():
+        try:
+            report = yield
+        except Exception as error:
+            report = _plain_report(item, call, error)
     if report.skipped and not hasattr(report, "wasxfail") and not item.get_closest_marker("gpu"):
         _fail(report)
     return report
@@ -65,6 +75,34 @@ def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest
     if report.skipped:
         _fail(report)
     return report
+
+
+@contextmanager
+def _without_finalizers() -> Iterator[None]:
+    """A traceback is formatted by `ast.parse`. In CPython 3.11 that raises SystemError when a collection runs in its
+    middle, and a finalizer, or a thread that runs meanwhile, formats a traceback as well."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def _plain_report(item: pytest.Item, call: pytest.CallInfo[None], error: Exception) -> pytest.TestReport:
+    """Python's own traceback of what failed in the test, and why pytest could not format it."""
+    assert call.excinfo is not None
+    text = "".join(traceback.format_exception(call.excinfo.value))
+    return pytest.TestReport(
+        item.nodeid,
+        item.location,
+        {},
+        "failed",
+        f"{text}\npytest could not format this failure: {error!r}",
+        call.when,
+        duration=call.duration,
+        start=call.start,
+        stop=call.stop,
+    )
 
 
 def _fail(report: pytest.TestReport | pytest.CollectReport) -> None:

@@ -50,6 +50,19 @@ class Script:
         check()
 
 
+class Clock:
+    """It reads each of `times` in turn, and 0 after them. Nobody sleeps."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def monotonic(self) -> float:
+        return self.times.pop(0) if self.times else 0.0
+
+    def sleep(self, seconds: float) -> None:
+        pass
+
+
 class WithoutBroker(Script):
     def read(self, request_id: str, after: str) -> tuple[list[Drawn], str]:
         raise redis.ConnectionError("away")
@@ -66,8 +79,11 @@ def follow(
 
 
 @pytest.fixture(autouse=True)
-def no_time_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(following.time, "sleep", lambda _: None)
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The clock of `following` alone: other threads of this process read the real one."""
+    clock = Clock()
+    monkeypatch.setattr(following, "time", clock)
+    return clock
 
 
 def test_tokens_come_in_order_and_the_output_last():
@@ -110,9 +126,8 @@ def test_whoever_went_away_is_not_waited_for():
         list(follow(Script(None, None), gone=True))
 
 
-def test_silence_has_an_end_and_tokens_put_it_off(monkeypatch: pytest.MonkeyPatch):
-    clock = iter([0.0, 599.0, 1190.0, 1200.0])
-    monkeypatch.setattr(following.time, "monotonic", lambda: next(clock))
+def test_silence_has_an_end_and_tokens_put_it_off(clock: Clock):
+    clock.times = [0.0, 599.0, 1190.0, 1200.0]
     script = Script(drawn(5), None, None, None, None)
     waited = follow(script)
     assert isinstance(next(waited), Drawn)
@@ -121,9 +136,8 @@ def test_silence_has_an_end_and_tokens_put_it_off(monkeypatch: pytest.MonkeyPatc
     assert len(script.seen) == 1 + 2 * 2, "it looked until 1,200 s, twice a turn"
 
 
-def test_the_session_is_kept_alive_meanwhile(monkeypatch: pytest.MonkeyPatch):
-    clock = iter(float(second) for second in range(0, 1000, 4))
-    monkeypatch.setattr(following.time, "monotonic", lambda: next(clock))
+def test_the_session_is_kept_alive_meanwhile(clock: Clock):
+    clock.times = [float(second) for second in range(0, 1000, 4)]
     callers: list[Caller] = []
     list(follow(Script(*[None] * 20, DONE), beat=callers.append))
     assert callers == [ME] * 3
