@@ -94,15 +94,18 @@ def test_an_aborted_request_ends_and_no_other_does(sampler, reference):
 
 @pytest.mark.parametrize("streams", [True, False])
 def test_what_an_aborted_request_drew_is_known(sampler, streams):
-    seen = Seen()
-    watch, beside = Watch(seen if streams else None), Watch(Seen())
-    with ThreadPoolExecutor(2) as pool:
-        stopped = pool.submit(sampler.sample, "one", ask(PROMPTS[0], num_samples=2, max_tokens=240), watch)
-        pool.submit(sampler.sample, "one", ask(PROMPTS[0], max_tokens=30), beside).result(60)
-        watch.abort()
-        with pytest.raises(Aborted):
-            stopped.result(60)
-    assert 10 < watch.took < 2 * 240, "another drew 30 beside it"
+    for _ in range(TRIES):
+        seen = Seen()
+        watch, beside = Watch(seen if streams else None), Watch(Seen())
+        with ThreadPoolExecutor(2) as pool:
+            stopped = pool.submit(sampler.sample, "one", ask(PROMPTS[0], num_samples=2, max_tokens=240), watch)
+            pool.submit(sampler.sample, "one", ask(PROMPTS[0], max_tokens=60), beside).result(240)
+            watch.abort()
+            error = stopped.exception(240)
+        if error is not None:
+            break
+    assert isinstance(error, Aborted)
+    assert 10 < watch.took < 2 * 240, "another drew 60 beside it"
     assert sum(map(len, seen.tokens.values())) <= watch.took
 
 
