@@ -37,11 +37,18 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}; see `{self.prog} --help`\n")
 
 
+class _PrintVersion(argparse.Action):
+    """Does what the command `version` does, and ends the program."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, *_: object) -> NoReturn:
+        parser.exit(_version(namespace))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments, unknown = _parser().parse_known_args(argv)
-    if unknown:
-        arguments.parser.error(f"unknown option or argument {unknown[0]!r}")
     try:
+        arguments, unknown = _parser().parse_known_args(argv)
+        if unknown:
+            arguments.parser.error(f"unknown option or argument {unknown[0]!r}")
         return int(arguments.run(arguments))
     except SetupError as error:
         return _fail(error, 2)
@@ -62,6 +69,7 @@ def _parser() -> argparse.ArgumentParser:
         description="A self-hosted server for the Tinker fine-tuning API.",
         allow_abbrev=False,
     )
+    parser.add_argument("--version", action=_PrintVersion, nargs=0, default=argparse.SUPPRESS, help="print the version")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_up(commands)
     _add_demo(commands)

@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from app.domain.limits import Limits
 from app.errors import SetupError
+from app.settings_errors import describe
 
 SETTINGS_VARIABLE = "TINSMITH_SETTINGS"
 _SHARED_MEMORY = Path("/dev/shm")
@@ -221,7 +222,7 @@ class EngineSettings(_Section):
 
 class Settings(_Section):
     data_dir: Path = Path("tinsmith-data")
-    api_keys: tuple[str, ...] = Field((), description="sha256 hex digests of the keys that may call")
+    api_keys: tuple[str, ...] = Field((), repr=False, description="sha256 hex digests of the keys that may call")
     url_secret: str = Field("", repr=False, description="signs download URLs of the folder store, and tokens")
     api: ApiSettings = ApiSettings()
     redis: RedisSettings = RedisSettings()
@@ -275,6 +276,8 @@ def load(path: Path, environ: Mapping[str, str] = os.environ) -> Settings:
         raw = tomllib.loads(path.read_text())
     except OSError as error:
         raise SetupError(f"cannot read the config file {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise SetupError(f"the config file {path} is not UTF-8 text") from None
     except tomllib.TOMLDecodeError as error:
         raise SetupError(f"{path} is not valid TOML: {error}") from None
     return parse(_with_secrets(raw, environ), str(path))
@@ -286,15 +289,15 @@ def defaults(environ: Mapping[str, str] = os.environ) -> Settings:
 
 
 def parse(raw: Mapping[str, Any], source: str) -> Settings:
-    """Settings from plain values. Raises SetupError naming the first bad key and its value."""
+    """Settings from plain values. Raises SetupError naming every bad key: in one line, or on a line each below the
+    first."""
     try:
         return Settings.model_validate(raw)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        # An unknown key may be a misspelt secret's.
-        got = "" if first["type"] == "extra_forbidden" else f" (got {first['input']!r})"
-        raise SetupError(f"{source}: {where}: {first['msg']}{got}") from None
+        mistakes = describe(error, Settings)
+    if len(mistakes) == 1:
+        raise SetupError(f"{source}: {mistakes[0]}")
+    raise SetupError("\n  ".join([f"{source} has {len(mistakes)} mistakes:", *mistakes]))
 
 
 def from_environment(environ: Mapping[str, str] = os.environ) -> Settings:
@@ -312,10 +315,12 @@ def _with_secrets(raw: dict[str, Any], environ: Mapping[str, str]) -> dict[str, 
         ("TINSMITH_S3_ACCESS_KEY", "store", "access_key"),
         ("TINSMITH_S3_SECRET_KEY", "store", "secret_key"),
     ):
-        if variable in environ:
-            raw.setdefault(section, {})[key] = environ[variable]
-    if "TINSMITH_API_KEY" in environ:
-        raw["api_keys"] = [*raw.get("api_keys", ()), hash_key(environ["TINSMITH_API_KEY"])]
+        values = raw.setdefault(section, {}) if variable in environ else None
+        if isinstance(values, dict):  # what is no section is refused later
+            values[key] = environ[variable]
+    keys = raw.get("api_keys", [])
+    if "TINSMITH_API_KEY" in environ and isinstance(keys, list):
+        raw["api_keys"] = [*keys, hash_key(environ["TINSMITH_API_KEY"])]
     return raw
 
 

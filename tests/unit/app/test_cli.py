@@ -3,6 +3,7 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+from importlib.metadata import version
 
 import pytest
 
@@ -60,15 +61,82 @@ def test_what_cannot_work_is_one_line_with_the_remedy_and_exit_code_2(arguments,
     assert len(output.err.splitlines()) == 1
 
 
-@pytest.mark.parametrize("text", ['[store]\nsecret_kye = "hunter2"', 'secret = {key = "hunter2"}'])
-def test_the_value_of_a_misspelt_setting_is_not_shown(text, tmp_path, capsys):
-    """It may be a secret."""
+WRONG = """
+api_keys = "tml-hunter2"
+[api]
+prot = 1
+port = 70000
+[redis]
+url = 5551234
+[store]
+secret_kye = "hunter2"
+[[base_models]]
+path = "/models/small"
+trainer = {backend = "jax", zero_stage = 9, exact = "maybe"}
+full = "hunter2"
+[limits.project]
+weight = 5000
+"""
+
+
+def test_all_mistakes_of_a_config_file_are_said_at_once_and_no_value_that_may_be_a_secrets(tmp_path, capsys):
+    config = tmp_path / "tinsmith.toml"
+    config.write_text(WRONG)
+    assert run("up", "--config", str(config)) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        f"tinsmith: {config} has 11 mistakes:",
+        "  api_keys: Input should be a list",
+        "  api.port: Input should be less than or equal to 65535 (got 70000)",
+        "  api.prot: there is no such setting; did you mean 'port'?",
+        "  redis.url: Input should be a valid string",
+        "  store.secret_kye: there is no such setting; did you mean 'secret_key'?",
+        "  limits.project: weight is 5000.0: give a number from 0.001 to 1000",
+        "  base_models.0.name: Field required",
+        "  base_models.0.trainer.backend: Input should be 'deepspeed' or 'torch' (got 'jax')",
+        "  base_models.0.trainer.zero_stage: Input should be 0, 1, 2 or 3 (got 9)",
+        "  base_models.0.trainer.exact: Input should be a valid boolean, unable to interpret input or Input should be "
+        "'auto' (got 'maybe')",
+        "  base_models.0.full: this is a section of settings, not one value",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (b"[api]\nprot = 1", "api.prot: there is no such setting; did you mean 'port'?"),
+        (b'secret = {key = "hunter2"}', "secret: there is no such setting; did you mean 'url_secret'?"),
+        (b"[limits.project]\nweigth = 2", "limits.project.weigth: there is no such setting; did you mean 'weight'?"),
+        (b"xyz = 1", "xyz: there is no such setting\n"),
+        (b"[api]\nport = 1\nport = 2", "is not valid TOML: Cannot overwrite a value"),
+        (b"[api\nport = 1", "is not valid TOML: "),
+        (b"[api]\nhost = '\xff'", "is not UTF-8 text"),
+    ],
+)
+def test_one_mistake_of_a_config_file_is_one_line(text, said, tmp_path, capsys):
+    config = tmp_path / "tinsmith.toml"
+    config.write_bytes(text)
+    assert run("up", "--config", str(config)) == 2
+    error = capsys.readouterr().err
+    assert str(config) in error and said in error and "hunter2" not in error
+    assert len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize("text", ["redis = 5", "api_keys = 5", "store = ['s']"])
+def test_a_secret_from_the_environment_does_not_hide_that_its_section_is_wrong(text, tmp_path, monkeypatch, capsys):
+    for variable in ("TINSMITH_REDIS_URL", "TINSMITH_S3_SECRET_KEY", "TINSMITH_API_KEY"):
+        monkeypatch.setenv(variable, "tml-hunter2")
     config = tmp_path / "tinsmith.toml"
     config.write_text(text)
     assert run("up", "--config", str(config)) == 2
-    said = capsys.readouterr().err
-    assert "Extra inputs are not permitted" in said
-    assert "hunter2" not in said
+    error = capsys.readouterr().err
+    assert f"{config}: {text.split()[0]}: " in error and "hunter2" not in error
+
+
+def test_the_option_version_prints_what_the_command_does(capsys):
+    assert run("version") == 0
+    printed = capsys.readouterr().out
+    assert run("--version") == 0
+    assert capsys.readouterr().out == printed == f"tinsmith {version('tinsmith')}\n"
 
 
 def test_a_busy_port_is_exit_code_2_before_anything_is_made(tmp_path, capsys):

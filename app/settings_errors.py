@@ -1,0 +1,79 @@
+"""Every mistake of a config file, one sentence each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from difflib import get_close_matches
+from typing import Any, NamedTuple, get_args
+
+from pydantic import BaseModel, ValidationError
+
+_UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
+_NOT_A_SECTION = ("model_type", "dataclass_type")
+
+
+class _Place(NamedTuple):
+    """`path` is the whole key as in the file; `section` is the settings class that has, or lacks, the field `key`."""
+
+    path: str
+    section: Any
+    key: str
+
+
+def describe(error: ValidationError, settings: type[BaseModel]) -> list[str]:
+    """One sentence for each wrong key of `settings`: its path, what is wrong, and its value unless it may be secret."""
+    found: dict[_Place, list[Any]] = {}
+    for each in error.errors():
+        # A value that fits no member of a union is one mistake, which pydantic reports once for each member.
+        found.setdefault(_place(each["loc"], settings), []).append(each)
+    return [f"{place.path}: {_sentence(place, errors)}" for place, errors in found.items()]
+
+
+def _place(location: tuple[int | str, ...], settings: type[BaseModel]) -> _Place:
+    path: list[str] = []
+    section, key = settings, ""
+    inner: Any = settings
+    for part in location:
+        if isinstance(part, int):
+            path.append(str(part))
+        elif inner is not None:  # behind a plain value pydantic adds names of union members
+            path.append(part)
+            section, key = inner, part
+            inner = next(_sections(_annotations(section).get(key)), None)
+    return _Place(".".join(path), section, key)
+
+
+def _sentence(place: _Place, errors: list[Any]) -> str:
+    kind, value = errors[0]["type"], errors[0]["input"]
+    if kind in _UNKNOWN:  # its value is not shown: the key may be a misspelt secret's
+        near = get_close_matches(place.key, _annotations(place.section), n=1)
+        return "there is no such setting" + "".join(f"; did you mean {name!r}?" for name in near)
+    if kind in _NOT_A_SECTION:
+        return "this is a section of settings, not one value"
+    shown = "" if _is_secret(place) or isinstance(value, Mapping) else f" (got {value!r})"
+    return " or ".join(_message(each) for each in errors) + shown
+
+
+def _message(error: Any) -> str:
+    if error["type"] == "tuple_type":  # TOML has lists only
+        return "Input should be a list"
+    return str(error["ctx"]["error"] if error["type"] == "value_error" else error["msg"])
+
+
+def _is_secret(place: _Place) -> bool:
+    return issubclass(place.section, BaseModel) and not place.section.model_fields[place.key].repr
+
+
+def _annotations(section: Any) -> dict[str, Any]:
+    if is_dataclass(section):
+        return {field.name: field.type for field in fields(section)}
+    return {name: field.annotation for name, field in section.model_fields.items()}
+
+
+def _sections(annotation: Any) -> Iterator[Any]:
+    """The settings classes in a field's type, such as `Section | None` or `tuple[Section, ...]`."""
+    if isinstance(annotation, type) and (is_dataclass(annotation) or issubclass(annotation, BaseModel)):
+        yield annotation
+    for argument in get_args(annotation):
+        yield from _sections(argument)
