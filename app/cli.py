@@ -140,7 +140,7 @@ def _add_model_options(up: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--sampler",
         choices=("vllm", "transformers"),
-        help="sampling backend (default vllm on a GPU, transformers on a CPU)",
+        help="sampling backend (default vllm where it is installed and there is a GPU, else transformers)",
     )
     group.add_argument("--trainers", type=_count, metavar="N", help="trainer workers for each base model (default 1)")
     group.add_argument("--samplers", type=_count, metavar="N", help="sampler workers for each base model (default 1)")

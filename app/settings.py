@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError
 
 from app.domain.limits import Limits
 from app.errors import SetupError
@@ -38,7 +38,9 @@ class TrainerSettings(_Section):
     )
     zero_stage: Literal[0, 1, 2, 3] = Field(2, description="DeepSpeed ZeRO stage")
     offload: bool = Field(False, description="keep in CPU memory: ZeRO-3's base; when fine-tuned in full, all else")
-    devices: tuple[int, ...] = Field((), description="GPU indices, one for each rank; empty means the CPU, or GPU 0..")
+    devices: tuple[NonNegativeInt, ...] = Field(
+        (), description="GPU indices, one for each rank; empty means the CPU, or GPU 0.."
+    )
     micro_batch_tokens: int = Field(1024, ge=1, description="tokens in one forward/backward pass: bounds its memory")
     exact: bool | Literal["auto"] = Field(
         "auto", description="every Op in a pass of its own, so that its bits depend on nothing else; auto: on a CPU"
@@ -63,10 +65,10 @@ class TrainerSettings(_Section):
 
 class SamplerSettings(_Section):
     backend: Literal["auto", "vllm", "transformers"] = Field(
-        "auto", description="auto: vllm on a GPU, else transformers"
+        "auto", description="auto: vllm on a GPU where it is installed, else transformers"
     )
     count: int = Field(1, ge=1, description="sampler workers on this machine")
-    devices: tuple[int, ...] = Field((), description="GPU indices for one worker")
+    devices: tuple[NonNegativeInt, ...] = Field((), description="GPU indices for one worker")
     tensor_parallel: int = Field(1, ge=1, description="vLLM tensor parallel size")
     memory_share: float = Field(0.85, gt=0, le=1, description="share of GPU memory (of 4 GiB on a CPU) vLLM may take")
     max_loras: int = Field(8, ge=1, description="adapters that run at a time; the others wait for their turns")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
@@ -16,6 +17,7 @@ from transformers.utils import logging as transformers_logging
 from app.domain.base_models import BaseModelInfo
 from app.errors import SetupError
 from app.settings import BaseModelSettings
+from workers.loading import explained, local_path
 from workers.lora import targets
 from workers.training.memory import ran_out_of_memory
 
@@ -42,7 +44,9 @@ def load(settings: BaseModelSettings, device: torch.device | None = None) -> Loa
     """
     device = device or torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     dtype = choose_dtype(settings.dtype, device)
-    model = _from_pretrained(settings, dtype).to(device)
+    with explained(settings):
+        model = _from_pretrained(settings, dtype)
+    model = model.to(device)
     model.eval().requires_grad_(False)
     return LoadedBase(model, settings.tokenizer or settings.path, describe(settings, model, dtype), device, dtype)
 
@@ -54,7 +58,7 @@ def read_weights(source: str, model: Any) -> dict[str, Tensor]:
     """
     try:
         found, report = type(model).from_pretrained(
-            str(Path(source).expanduser()) if source.startswith("~") else source,
+            local_path(source),
             config=deepcopy(model.config),
             dtype=torch.float32,
             attn_implementation="eager",
@@ -70,23 +74,37 @@ def read_weights(source: str, model: Any) -> dict[str, Tensor]:
     return {name: parameter.detach() for name, parameter in found.named_parameters()}
 
 
+def read_config(settings: BaseModelSettings) -> Any:
+    """The model's transformers config. Without `trust_remote_code` given, transformers would ask on the terminal."""
+    return AutoConfig.from_pretrained(local_path(settings.path), trust_remote_code=False)
+
+
+def check_weights(settings: BaseModelSettings) -> None:
+    """Raises SetupError when files of a local folder are missing or cut off. What loads them later need not say so."""
+    folder = Path(local_path(settings.path))
+    if folder.is_dir():
+        with explained(settings):
+            for name in _weight_files(folder):
+                with safe_open(folder / name, "pt"):
+                    pass
+
+
+def _weight_files(folder: Path) -> set[str]:
+    index = folder / "model.safetensors.index.json"
+    return set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else {"model.safetensors"}
+
+
 def _from_pretrained(settings: BaseModelSettings, dtype: torch.dtype) -> nn.Module:
-    path = settings.path
-    if path.startswith(("/", "./", "../", "~")) and not Path(path).expanduser().exists():
-        raise SetupError(f"base model {settings.name!r}: there is no folder {path!r}; correct its path")
     transformers_logging.disable_progress_bar()
-    source = str(Path(path).expanduser()) if path.startswith("~") else path
-    try:
-        config = AutoConfig.from_pretrained(source)
-        model: nn.Module = AutoModelForCausalLM.from_pretrained(
-            source,
-            config=config,
-            dtype=dtype,
-            attn_implementation=_attention(config),
-            use_safetensors=True,
-        )
-    except (OSError, ValueError, SafetensorError) as error:
-        raise SetupError(f"base model {settings.name!r} cannot be loaded from {path!r}: {error}") from None
+    config = read_config(settings)
+    model: nn.Module = AutoModelForCausalLM.from_pretrained(
+        local_path(settings.path),
+        config=config,
+        dtype=dtype,
+        attn_implementation=_attention(config),
+        use_safetensors=True,
+        trust_remote_code=False,
+    )
     return model
 
 
@@ -111,6 +129,8 @@ def _cpu_is_fast_at_bfloat16() -> bool:
 def describe(settings: BaseModelSettings, model: nn.Module, dtype: torch.dtype) -> BaseModelInfo:
     """What the API needs to know of `model`. Raises SetupError when max_context is over the model's own."""
     config: Any = model.config
+    if not config.architectures:
+        raise SetupError(f"base model {settings.name!r}: its config.json names no architectures; add them")
     text = config.get_text_config()
     own = text.max_position_embeddings
     if settings.max_context > own:

@@ -8,7 +8,6 @@ Heavy libraries load only then, so Flower starts light.
 from __future__ import annotations
 
 import os
-import sys
 import traceback
 from typing import Any
 
@@ -16,7 +15,7 @@ from celery import signals
 
 from app import doorbell, settings
 from app.errors import SetupError
-from workers.starting import uncollected
+from workers.starting import refuse, uncollected
 
 config = settings.from_environment()
 app = doorbell.celery_app(config)
@@ -42,8 +41,7 @@ def _become(sender: Any, **_: Any) -> None:
 
             direct = runtime.start(config, app, sender.hostname, list(app.amqp.queues.consume_from))
     except SetupError as error:
-        print(f"{sender.hostname}: {error}", file=sys.stderr, flush=True)
-        os._exit(2)
+        refuse(sender.hostname.partition("@")[0], error)
     except BaseException:
         traceback.print_exc()
         os._exit(1)

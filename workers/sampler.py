@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 
 from app import settings
 from app.doorbell import sample_queue
 from app.errors import SetupError
 from workers.launch import run_worker
+from workers.starting import refuse
 
 
 def main() -> None:
@@ -30,8 +30,7 @@ def main() -> None:
         queue = sample_queue(base.name, full=arguments.full)
         run_worker(queue, arguments.name, ["-P", "threads", "-c", concurrency])
     except SetupError as error:
-        print(f"{arguments.name}: {error}", file=sys.stderr, flush=True)
-        sys.exit(2)
+        refuse(arguments.name, error)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from app.doorbell import train_queue
 from app.errors import SetupError
 from workers import multinode
 from workers.launch import run_worker
-from workers.starting import uncollected
+from workers.starting import refuse, uncollected
 
 
 def main() -> None:
@@ -43,8 +43,7 @@ def main() -> None:
             run_worker(train_queue(base.name, full=arguments.full), arguments.name, ["-P", "solo"])
         _end()
     except SetupError as error:
-        print(f"{arguments.name}: {error}", file=sys.stderr, flush=True)
-        sys.exit(2)
+        refuse(arguments.name, error)
 
 
 def _start_ranks(everything: settings.Settings, trainer: settings.TrainerSettings, name: str) -> None:
@@ -53,7 +52,7 @@ def _start_ranks(everything: settings.Settings, trainer: settings.TrainerSetting
         hosts = multinode.read_hostfile(Path(trainer.hostfile), trainer.ranks)
         sys.exit(multinode.run(hosts, everything, name, "workers.trainer", sys.argv[1:]))
     if trainer.ranks > 1:
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(trainer.ranks)]
+        launcher = ["-m", "workers.torchrun", "--standalone", "--nproc-per-node", str(trainer.ranks)]
         os.execv(sys.executable, [sys.executable, *launcher, "-m", "workers.trainer", *sys.argv[1:]])
 
 

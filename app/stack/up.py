@@ -52,6 +52,8 @@ def up(options: Options) -> int:
     checks.listen_port(settings.api)
     with closing(DataFolder(settings.data_dir)) as folder, _stop_signals() as stopping:
         plan = prepare(settings, options, folder)
+        if checks.lacks_vllm(plan.settings):
+            _say(checks.NO_VLLM)
         _say(f"data in {folder.root}, logs in {folder.logs}{_key_notice(settings, folder)}")
         with (
             _handover_cleared(plan.settings),

@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from app.domain.base_models import BaseModelInfo
 from app.domain.sampling import SampleOutput, SampleRequest
-from app.errors import OpError, ServerOpError, SetupError, UserOpError
+from app.errors import OpError, ServerOpError, UserOpError
 from app.settings import BaseModelSettings
 from workers import base_model
+from workers.loading import explained
 from workers.sampling import scoring, vllm_pieces, vllm_requests, vllm_setup, vllm_stops, vocabulary
 from workers.sampling.requests import check, token_limit
 from workers.sampling.vllm_adapters import VllmAdapters
@@ -39,6 +40,7 @@ class VllmSampler:
     def open(self) -> BaseModelInfo:
         vllm_setup.check_install()
         vllm_setup.set_environment(self._settings)
+        vllm_setup.check_import()
         vllm_stops.repair()
         vllm_pieces.repair()
         skeleton = _skeleton(self._settings)
@@ -157,12 +159,9 @@ def _is_refusal(error: Exception) -> bool:
 
 def _skeleton(settings: BaseModelSettings) -> nn.Module:
     """The model without its weights, which are vLLM's to load. Raises SetupError when there is no such model."""
-    try:
-        config = AutoConfig.from_pretrained(vocabulary.local_path(settings.path))
-    except (OSError, ValueError) as error:
-        raise SetupError(f"base model {settings.name!r} cannot be loaded from {settings.path!r}: {error}") from None
-    with torch.device("meta"):
-        model: nn.Module = AutoModelForCausalLM.from_config(config)
+    with explained(settings), torch.device("meta"):
+        model: nn.Module = AutoModelForCausalLM.from_config(base_model.read_config(settings), trust_remote_code=False)
+    base_model.check_weights(settings)
     return model
 
 

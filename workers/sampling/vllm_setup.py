@@ -13,8 +13,8 @@ import torch
 from app.domain.sampling import MAX_TOP
 from app.errors import SetupError
 from app.settings import BaseModelSettings
+from workers.loading import local_path
 from workers.sampling.vllm_worker import SAMPLER_PID_VARIABLE, Extension
-from workers.sampling.vocabulary import local_path
 
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 _STRAYS = ("torchvision", "torchaudio", "torchcodec")
@@ -33,6 +33,19 @@ def check_install() -> None:
             f"{', '.join(strays)} came with vLLM, built for CUDA, and breaks it beside this CPU build of torch; "
             f"run: pip uninstall -y {' '.join(_STRAYS)}"
         )
+
+
+def check_import() -> None:
+    """Raises SetupError when vLLM is installed but broken, as where its build does not fit torch or a library misses.
+
+    Call it behind `set_environment`, which vLLM reads as it is imported.
+    """
+    try:
+        import vllm  # noqa: F401
+    except (ImportError, OSError, RuntimeError) as error:
+        raise SetupError(
+            f"vLLM is installed but cannot be imported: {error}; install it anew, or use transformers"
+        ) from error
 
 
 def _is_stray(package: str) -> bool:

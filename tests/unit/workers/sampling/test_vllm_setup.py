@@ -11,6 +11,7 @@ from app.domain.sampling import MAX_TOP
 from app.errors import SetupError
 from app.settings import BaseModelSettings, SamplerSettings
 from workers.sampling.vllm_setup import check_install, engine_args, lora_rank, set_environment
+from workers.sampling.vllm_worker import SAMPLER_PID_VARIABLE
 
 
 def install(site: Path, package: str, version: str) -> None:
@@ -35,6 +36,15 @@ def test_a_cpu_build_beside_it_is_fine(tmp_path, monkeypatch):
     install(tmp_path, "torchvision", "0.28.0+cpu")
     monkeypatch.syspath_prepend(tmp_path)
     check_install()
+
+
+def test_a_vllm_that_cannot_be_imported_is_a_setup_error_that_names_the_cause(tmp_path):
+    (tmp_path / "vllm.py").write_text("raise ImportError('libcudart.so.99: cannot open shared object file')")
+    code = "from workers.sampling import vllm_setup\nvllm_setup.check_install()\nvllm_setup.check_import()"
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path(__file__).parents[4])])}
+    environ.pop(SAMPLER_PID_VARIABLE, None)  # of a test before, which would make the process a worker of vLLM's
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environ)
+    assert "SetupError: vLLM is installed but cannot be imported: libcudart.so.99: cannot open" in run.stderr
 
 
 def test_the_rank_is_rounded_up_to_one_vllm_takes():

@@ -1,0 +1,95 @@
+"""One line for a model or tokenizer that cannot be loaded: which, from where, why, and what to do.
+
+transformers raises errors of any type, and some with paragraphs of advice that does not hold here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+from app.errors import SetupError
+from app.settings import BaseModelSettings
+from workers.training.memory import ran_out_of_memory
+
+_SHOWN_CHARACTERS = 300
+_PLAIN = {
+    "trust_remote_code": "it needs Python code of its own, and Tinsmith runs none but its libraries'",
+    "ignore_mismatched_sizes": "its weights do not have the shapes that its config.json gives",
+    "does not recognize this architecture": "the installed transformers does not know its architecture",
+    "for this kind of AutoModel": "its architecture is not one that generates text",
+    "key in its config.json": "its config.json names no model_type",
+    "no file named model.safetensors": "there is no model.safetensors in it, and other formats are not read",
+    "not appear to have a file named model.safetensors": "it has no model.safetensors, and other formats are not read",
+}
+
+
+def local_path(path: str) -> str:
+    """A folder's path with ~ resolved; a hub id as it is."""
+    return str(Path(path).expanduser())
+
+
+@contextmanager
+def explained(settings: BaseModelSettings, *, tokenizer: bool = False) -> Iterator[None]:
+    """Raises SetupError when the block cannot load the base model, or its tokenizer. Only running out of memory, which
+    may pass, stays what it is."""
+    source = settings.tokenizer or settings.path if tokenizer else settings.path
+    what = f"the tokenizer of base model {settings.name!r}" if tokenizer else f"base model {settings.name!r}"
+    is_there = Path(local_path(source)).exists()
+    if source.startswith(("/", "./", "../", "~")) and not is_there:
+        raise SetupError(f"{what}: there is no folder {source!r}; correct its path")
+    try:
+        yield
+    except SetupError:
+        raise
+    except Exception as error:
+        if ran_out_of_memory(error):
+            raise
+        if is_there:
+            raise SetupError(f"{what} cannot be loaded from {source!r}: {_cause(error)}") from error
+        raise SetupError(
+            f"{what} cannot be loaded from {source!r} on the Hugging Face hub: {_cause(error)}; or give a folder of "
+            f"this machine: {_local_form(settings, tokenizer=tokenizer and bool(settings.tokenizer))}"
+        ) from error
+
+
+def _local_form(settings: BaseModelSettings, *, tokenizer: bool) -> str:
+    return 'tokenizer = "/path/to/folder"' if tokenizer else f"--base-model {settings.name}=/path/to/folder"
+
+
+def _cause(error: Exception) -> str:
+    chain = list(_chain(error))
+    for index, each in enumerate(chain):
+        if isinstance(each, GatedRepoError):
+            return "it is gated: ask for access there, and set HF_TOKEN to a token that has it"
+        if isinstance(each, RepositoryNotFoundError):
+            return "there is no such model, or it is private and HF_TOKEN may not read it"
+        if isinstance(each, LocalEntryNotFoundError):
+            return _away(chain[index + 1 :])
+    text = " ".join(str(error).split())
+    for marker, said in _PLAIN.items():
+        if marker in text:
+            return said
+    return _short(error)
+
+
+def _away(reasons: list[BaseException]) -> str:
+    if not reasons:
+        return "HF_HUB_OFFLINE is set, and this machine's cache does not have it"
+    return f"the hub cannot be reached ({_short(reasons[0])})"
+
+
+def _short(error: BaseException) -> str:
+    """Its first lines as one, under the error's type unless that only says that it is an error."""
+    text = " ".join(str(error).split())
+    said = text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]} ..."
+    return said if isinstance(error, OSError | ValueError) and said else f"{type(error).__name__}: {said}"
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
