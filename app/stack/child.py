@@ -7,9 +7,10 @@ import os
 import signal
 import subprocess
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from app.stack import strays
 
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -66,10 +67,9 @@ class Child:
             self._process.terminate()
 
     def kill_group(self) -> None:
-        """End the process and all of its group at once, also what outlived it."""
+        """End the process and its group, also what outlived it; only resource trackers live until `strays.kill`."""
         if self._process:
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+            strays.kill_group(self._process.pid)
             self._process.wait()
 
     def tail(self, lines: int) -> list[str]:

@@ -10,7 +10,7 @@ from app.settings import BaseModelSettings, Settings
 from app.stores.redis import keys
 from app.stores.redis.channel import Channel
 from app.stores.redis.client import connect
-from workers import telemetry
+from workers import shared_memory, telemetry
 from workers.adapter_files import AdapterFiles
 from workers.adapter_turns import AdapterTurns
 from workers.adapters import Adapters
@@ -38,7 +38,10 @@ def make(
 
     base = base.for_full_sampler() if full else base
     backend = create(base, full=full)
+    noted = settings.data_dir / "run" / f"{node_name}.shared-memory"
+    shared_memory.remove_noted(noted)
     info = backend.open()
+    shared_memory.note(noted)
 
     def own_its_model(prefix: str) -> None:
         """Whoever answers may be anybody: it is enough that somebody owns it."""

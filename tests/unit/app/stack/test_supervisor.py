@@ -137,6 +137,33 @@ def test_what_a_dead_child_leaves_behind_is_ended_before_it_starts_again(tmp_pat
         assert alive(second) and len(living) <= 2
 
 
+SHARE = (
+    NOTE_PID
+    + """
+import multiprocessing.shared_memory, signal
+segment = multiprocessing.shared_memory.SharedMemory(create=True, size=4096)
+print("segment", segment.name, flush=True)
+"""
+)
+
+
+@pytest.mark.parametrize("ending", ["is killed", "is killed by the supervisor"])
+def test_the_shared_memory_of_a_child_that_is_killed_is_removed(tmp_path, ending):
+    """By Python's resource tracker, which is in the child's process group and gets the time it needs."""
+    pids, log = tmp_path / "pids", tmp_path / "worker.log"
+    ignore = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+    with supervised(tmp_path, ("worker", SHARE + ignore + "time.sleep(600)", str(pids))) as process:
+        assert eventually(lambda: log.exists() and "segment" in log.read_text())
+        segment = Path("/dev/shm", log.read_text().split()[1])
+        assert segment.exists()
+        if ending == "is killed":
+            subprocess.run(["kill", "-9", str(numbers(pids)[0])], check=True)
+            assert eventually(lambda: len(numbers(pids)) == 2)
+        else:
+            assert stop(process) == 0
+        assert not segment.exists()
+
+
 def test_a_child_that_ignores_sigterm_is_killed(tmp_path):
     pids = tmp_path / "pids"
     with supervised(tmp_path, ("worker", IGNORE_SIGTERM, str(pids))) as process:
