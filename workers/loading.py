@@ -73,20 +73,19 @@ def _cause(error: Exception) -> str:
     for marker, said in _PLAIN.items():
         if marker in text:
             return said
-    return _short(error)
+    return _shown(error) if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {_shown(error)}"
 
 
 def _away(reasons: list[BaseException]) -> str:
     if not reasons:
         return "HF_HUB_OFFLINE is set, and this machine's cache does not have it"
-    return f"the hub cannot be reached ({_short(reasons[0])})"
+    return f"the hub cannot be reached ({_shown(reasons[0])})"
 
 
-def _short(error: BaseException) -> str:
-    """Its first lines as one, under the error's type unless that only says that it is an error."""
-    text = " ".join(str(error).split())
-    said = text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]} ..."
-    return said if isinstance(error, OSError | ValueError) and said else f"{type(error).__name__}: {said}"
+def _shown(error: BaseException) -> str:
+    """Its text in one line that is not too long."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]} ..."
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
