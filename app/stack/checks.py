@@ -76,6 +76,15 @@ def ranks(base: BaseModelSettings) -> None:
                 )
 
 
+def training(base: BaseModelSettings) -> None:
+    """The libraries of its trainers and of every sampler are installed."""
+    backends = {section.backend for section in (base.trainer, base.full) if section is not None}
+    needed = ("torch", "transformers", *(["deepspeed"] if "deepspeed" in backends else []))
+    missing = [name for name in needed if _version(name) is None]
+    if missing:
+        raise SetupError(f"{' and '.join(missing)} must be installed: run `pip install 'tinsmith[train]'`")
+
+
 def vllm(base: BaseModelSettings) -> None:
     """vLLM is there if it will be used, and its CPU build has no CUDA builds of torchvision & co. beside it."""
     if "vllm" not in (section.backend for section in (base.sampler, base.full_sampler) if section is not None):
@@ -141,6 +150,7 @@ def everything(settings: Settings) -> None:
     """All that needs no port and no model file."""
     for base in settings.base_models:
         ranks(base)
+        training(base)
         vllm(base)
     memory_shares(settings)
     if settings.redis.url:

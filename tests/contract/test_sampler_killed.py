@@ -5,7 +5,9 @@ Who is beside whom in a batch rounds logprobs otherwise, so a draw at the edge o
 
 from __future__ import annotations
 
+import json
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import tinker
@@ -22,6 +24,12 @@ REQUESTS, TOKENS = 200, 16
 MATCH_RATE = 0.95
 
 
+def engine_memory(stack: Stack) -> set[Path]:
+    """The shared memory of the sampler's engine, as the sampler noted it."""
+    [note] = (stack.data_dir / "run").glob("sampler-0@*.shared-memory")
+    return {Path("/dev/shm", name) for name in json.loads(note.read_text())}
+
+
 # On transformers test_samplers.py asks for more: the same bits.
 @pytest.mark.parametrize("stack", ["deepspeed-2-ranks-vllm"], indirect=True)
 def test_all_requests_of_a_killed_sampler_end_once_and_nearly_all_with_the_same_tokens(
@@ -31,6 +39,8 @@ def test_all_requests_of_a_killed_sampler_end_once_and_nearly_all_with_the_same_
     client = training.save_weights_and_get_sampling_client().result()
     expected = [drawn(future) for future in [ask(client, seed, TOKENS) for seed in range(REQUESTS)]]
     for _ in range(TRIES):
+        segments = engine_memory(stack)
+        assert sum(segment.stat().st_size for segment in segments) > 2**20
         with told(stack, client) as done:
             futures = [ask(client, seed, TOKENS) for seed in range(REQUESTS)]
             await_true(lambda done=done: len(done()) >= REQUESTS // 10)
@@ -41,6 +51,7 @@ def test_all_requests_of_a_killed_sampler_end_once_and_nearly_all_with_the_same_
             await_true(lambda done=done: len(done()) >= REQUESTS)
         assert Counter(done()) == Counter(set(done()))
         assert len(done()) == REQUESTS
+        assert not [segment for segment in segments if segment.exists()]
         same = sum(mine[0] == theirs[0] for mine, theirs in zip(found, expected, strict=True))
         print(f"{same} of {REQUESTS} have the tokens of the undisturbed run")
         assert same >= MATCH_RATE * REQUESTS

@@ -30,7 +30,7 @@ class EngineThread:
             _tell_steps(self.engine, self._standstill.moved)
         except Exception as error:
             self._end_loop()
-            raise SetupError(f"vLLM did not start: {error}; its own log above says more") from error
+            raise SetupError(f"vLLM did not start: {error}; its log says more") from error
 
     @property
     def alive(self) -> bool:

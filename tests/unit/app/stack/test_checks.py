@@ -151,6 +151,16 @@ def test_what_names_no_gpu_is_not_taken_to_share_one():
     checks.memory_shares(Settings(base_models=(base_model(full=TrainerSettings()),)))
 
 
+@pytest.mark.parametrize(
+    ("backend", "missing"), [("deepspeed", "torch and transformers and deepspeed"), ("torch", "torch and transformers")]
+)
+def test_an_install_that_has_no_libraries_to_train_with_is_told_the_command(backend, missing, monkeypatch):
+    monkeypatch.setattr(checks, "_version", lambda name: None)
+    settings = Settings(base_models=(base_model(trainer=TrainerSettings(backend=backend)),))
+    with pytest.raises(SetupError, match=rf"^{missing} must be installed: run `pip install 'tinsmith\[train\]'`"):
+        checks.everything(settings)
+
+
 def test_a_sampler_of_full_fine_tunes_needs_its_vllm_too(installed, monkeypatch):
     monkeypatch.setattr(checks, "_version", lambda name: None)
     with pytest.raises(SetupError, match="not installed"):
