@@ -32,8 +32,8 @@ demo: $(SETUP)  ## Fine-tune the bundled SmolLM2-135M through the tinker SDK, an
 test: $(TEST_SETUP) lint  ## Linters, types and all tests, vLLM's CPU build included
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadscope --no-loadscope-reorder
 
-extras: dist  ## Install the wheel into a fresh environment for each extra, and use it there
-	$(BIN)/python -m tests.install
+extras: $(SETUP) dist  ## Install the wheel into a fresh environment for each extra, and use it there
+	$(BIN)/python -m tests.first_hour.extras
 
 lint: $(TEST_SETUP)  ## ruff, formatting, mypy
 	$(BIN)/ruff check .

@@ -1,4 +1,7 @@
-"""`python -m tests.install [EXTRA ...]`: all extras, or some. Exit code 1 when one does not stand alone."""
+"""`python -m tests.first_hour.extras [EXTRA ...]` installs each extra alone and uses it.
+
+Each environment is fresh and lies outside the checkout; dist/ has the wheel. Exit code 1: one does not stand alone.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.install import jobs
-from tests.install.environment import ROOT, Environment, InstallError, install, resolve_gpu
+from tests.first_hour import jobs
+from tests.first_hour.environment import ROOT, Environment, InstallError, install, resolve_gpu
 
 
 class Extra(NamedTuple):

@@ -12,7 +12,7 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.install.environment import ROOT, Environment, InstallError, run
+from tests.first_hour.environment import ROOT, Environment, InstallError, run
 from tests.servers import free_port, start_valkey
 
 _PATIENCE_S = 900.0

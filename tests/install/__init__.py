@@ -1,1 +1,0 @@
-"""`make extras`: each extra of the wheel is installed alone in a fresh environment, outside the checkout, and used."""
