@@ -77,7 +77,8 @@ clean:  ## Remove .venv, caches and the demo's data
 	rm -rf $(VENV) data build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# torch comes first and alone, so that no later requirement picks another build of it.
+# torch comes first and alone, so that no later requirement picks another build of it. The last line fetches the demo's
+# model, so that nothing needs a network later.
 $(SETUP): pyproject.toml $(CONSTRAINTS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet --upgrade pip
