@@ -1,4 +1,5 @@
-# A trainer or a sampler, for a CPU. For GPUs: --build-arg TORCH_INDEX_URL=https://pypi.org/simple and EXTRAS=train,vllm.
+# A trainer or a sampler, for a CPU. For GPUs: --build-arg TORCH_INDEX_URL= (empty: pip's own index, which has the CUDA
+# build of torch) and --build-arg EXTRAS=train,vllm.
 FROM python:3.11.15-slim-bookworm AS build
 ARG EXTRAS=train
 ARG TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu
@@ -7,7 +8,11 @@ RUN python -m venv /opt/tinsmith
 WORKDIR /src
 COPY constraints.txt ./
 # First and alone: by far the largest layer, which then survives every change to our code.
-RUN /opt/tinsmith/bin/pip install --no-cache-dir -c constraints.txt --index-url "${TORCH_INDEX_URL}" torch
+# One retry and a short timeout: where that index cannot be reached, pip's own configuration decides within seconds.
+RUN if [ -z "${TORCH_INDEX_URL}" ] || ! /opt/tinsmith/bin/pip install --no-cache-dir -c constraints.txt \
+        --retries 1 --timeout 15 --index-url "${TORCH_INDEX_URL}" torch; then \
+        /opt/tinsmith/bin/pip install --no-cache-dir -c constraints.txt torch; \
+    fi
 COPY pyproject.toml README.md LICENSE ./
 COPY app app
 COPY workers workers
