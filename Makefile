@@ -20,6 +20,7 @@ TEST_SETUP := $(VENV)/.test-setup-done
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test extras lint dist bench chaos faults soak property recipes fuzz openapi mutants clean
+.PHONY: images compose-up compose-train compose-down
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -72,6 +73,18 @@ dist:  ## Build the source archive and the wheel into dist/
 	$(PIP) install --quiet -c constraints.txt build
 	rm -rf dist
 	$(BIN)/python -m build --outdir dist .
+
+images: $(TEST_SETUP)  ## Build the images; without Docker, by an engine of our own (root on Debian)
+	$(BIN)/python -m ops.containers images
+
+compose-up: images  ## Start docker-compose.yml on a tiny model, as a project of its own
+	$(BIN)/python -m ops.containers up
+
+compose-train: images  ## Train through the compose stack with the SDK while its services are killed
+	$(BIN)/python -m ops.containers train
+
+compose-down:  ## Remove the stack of compose-up, its volumes included
+	$(BIN)/python -m ops.containers down
 
 clean:  ## Remove .venv, caches and the demo's data
 	rm -rf $(VENV) data build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -5,6 +5,7 @@ transformers raises errors of any type, and some with paragraphs of advice that 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -42,6 +43,8 @@ def explained(settings: BaseModelSettings, *, tokenizer: bool = False) -> Iterat
     if source.startswith(("/", "./", "../", "~")) and not is_there:
         raise SetupError(f"{what}: there is no folder {source!r}; correct its path")
     try:
+        if is_there:
+            _check_readable(Path(local_path(source)))
         yield
     except SetupError:
         raise
@@ -54,6 +57,16 @@ def explained(settings: BaseModelSettings, *, tokenizer: bool = False) -> Iterat
             f"{what} cannot be loaded from {source!r} on the Hugging Face hub: {_cause(error)}; or give a folder of "
             f"this machine: {_local_form(settings, tokenizer=tokenizer and bool(settings.tokenizer))}"
         ) from error
+
+
+def _check_readable(folder: Path) -> None:
+    """safetensors calls a file that it may not read a missing one."""
+    for file in folder.glob("*"):
+        if not os.access(file, os.R_OK):
+            raise PermissionError(
+                f"user {os.getuid()} cannot read {file.name}; correct its permissions or, if it is a link, put the "
+                "file itself there"
+            )
 
 
 def _local_form(settings: BaseModelSettings, *, tokenizer: bool) -> str:

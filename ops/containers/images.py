@@ -63,7 +63,8 @@ def _import_base(engine: Engine, image: str) -> None:
         copy = f'cp --recursive --parents {" ".join(map(str, _pip_files()))} "$1"' if _pip_files() else "true"
         hook = f"--customize-hook={copy}"
         run(["mmdebstrap", "--variant=minbase", f"--include={_BASE_PACKAGES}", hook, "bookworm", archive])
-        engine.docker("import", f"--change=ENV {_PATH}", *changes, archive, image)
+        label = '--change=LABEL stand-in="an image on Debian\'s own Python"'
+        engine.docker("import", f"--change=ENV {_PATH}", label, *changes, archive, image)
 
 
 def _pip_environment() -> dict[str, str]:

@@ -36,16 +36,16 @@ class HandoverFolder:
     most_bytes: int
 
     def write(self, prefix: str, fill: Callable[[Path], None]) -> bool:
-        """Have what `fill` writes there; what is there already stays. False when there is no room for it."""
+        """Have what `fill` writes there; what is there already stays. False, and a warning, when that cannot be."""
         target = self._at(prefix)
         try:
             self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
             if not self._is_ours():
-                return False
+                raise PermissionError(f"{self.root} belongs to user {self.root.stat().st_uid}, not to {os.getuid()}")
             if not target.is_dir():
                 self._write(target, fill)
         except OSError as error:
-            log.warning("no room to hand over %s: %s", prefix, error)
+            log.warning("%s is not handed over: %s", prefix, error)
             return False
         return True
 

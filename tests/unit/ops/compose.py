@@ -13,6 +13,7 @@ from compose_spec import PyCompose
 ROOT = Path(__file__).parents[3]
 COMPOSE = ROOT / "docker-compose.yml"
 GPU_OVERRIDE = ROOT / "ops" / "compose.gpu.yml"
+SECOND_TRAINER = ROOT / "ops" / "compose.second-trainer.yml"
 SECRETS = {
     "REDIS_PASSWORD": "hush1",
     "MINIO_ROOT_USER": "minio-user",

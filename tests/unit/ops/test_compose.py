@@ -10,15 +10,24 @@ import pytest
 import yaml
 
 from app import settings
-from app.doorbell import sample_queue, train_queue
-from tests.unit.ops.compose import COMPOSE, GPU_OVERRIDE, ROOT, SECRETS, VALUES, interpolate, load, validate
+from tests.unit.ops.compose import (
+    COMPOSE,
+    GPU_OVERRIDE,
+    ROOT,
+    SECOND_TRAINER,
+    SECRETS,
+    VALUES,
+    interpolate,
+    load,
+    validate,
+)
 
 SERVICES: dict[str, dict[str, Any]] = load(COMPOSE)["services"]
 TOML = ROOT / "ops" / "docker" / "tinsmith.toml"
-MODULES = ("gunicorn", "celery")
+MODULES = ("gunicorn", "celery", "workers.trainer", "workers.sampler")
 
 
-@pytest.mark.parametrize("path", [COMPOSE, GPU_OVERRIDE], ids=lambda path: path.name)
+@pytest.mark.parametrize("path", [COMPOSE, GPU_OVERRIDE, SECOND_TRAINER], ids=lambda path: path.name)
 def test_the_file_meets_the_compose_specification(path: Path):
     validate(interpolate(path.read_text(), VALUES))
 
@@ -117,11 +126,29 @@ def test_every_command_names_modules_that_exist(name: str):
         assert (ROOT / f"{module.replace('.', '/')}.py").is_file(), module
 
 
-def test_the_workers_read_the_queues_that_the_api_rings():
-    base = tomllib.loads(TOML.read_text())["base_models"][0]["name"]
-    assert _after("-Q", "trainer") == train_queue(base)
-    assert _after("-Q", "sampler") == sample_queue(base)
-    assert (_after("-P", "trainer"), _after("-P", "sampler")) == ("solo", "threads")
+@pytest.mark.parametrize("name", ["trainer", "sampler"])
+def test_the_workers_serve_the_base_model_of_the_settings(name: str):
+    (base,) = tomllib.loads(TOML.read_text())["base_models"]
+    command = ["python", "-m", f"workers.{name}", "--base", base["name"], "--name", f"{name}-0"]
+    assert SERVICES[name]["command"] == command
+
+
+def test_a_second_trainer_is_the_first_with_a_name_and_a_volume_of_its_own():
+    (added,) = load(SECOND_TRAINER)["services"].values()
+    assert added.pop("extends") == {"file": f"../{COMPOSE.name}", "service": "trainer"}
+    first = SERVICES["trainer"]
+    assert added.keys() == {"container_name", "hostname", "command", "volumes"}
+    assert all(added[key] != first[key] for key in added)
+    assert added["command"][:-1] == first["command"][:-1]
+    assert [volume.split(":")[0] for volume in added["volumes"]] == list(load(SECOND_TRAINER)["volumes"])
+
+
+def test_nothing_is_looked_up_on_the_internet():
+    """Every container that needs the model or its tokenizer has both in a folder."""
+    (base,) = settings.load(TOML, {}).base_models
+    mounted = f"{VALUES['TINSMITH_MODEL_DIR']}:{base.path}:ro"
+    assert all(mounted in SERVICES[name]["volumes"] for name in ("api", "trainer", "sampler"))
+    assert not base.tokenizer
 
 
 def test_the_settings_are_valid_with_the_environment_of_each_service():
@@ -138,7 +165,9 @@ def test_the_settings_are_valid_with_the_environment_of_each_service():
 def test_new_weights_go_from_trainer_to_sampler_through_memory_they_share():
     mounted = f"handover:{settings.load(TOML, {}).handover_dir}"
     assert all(mounted in SERVICES[name]["volumes"] for name in ("trainer", "sampler"))
-    assert load(COMPOSE)["volumes"]["handover"]["driver_opts"]["type"] == "tmpfs"
+    options = load(COMPOSE)["volumes"]["handover"]["driver_opts"]
+    assert options["type"] == "tmpfs"
+    assert "uid=10001" in options["o"].split(","), "the workers use only what belongs to their own user"
 
 
 @pytest.mark.parametrize("name", ["trainer", "sampler"])
@@ -158,7 +187,6 @@ def test_the_gpu_override_reserves_a_gpu_for_each_worker():
         assert (device["driver"], device["capabilities"]) == ("nvidia", ["gpu"])
 
 
-def _after(option: str, service: str) -> str:
-    command = SERVICES[service]["command"]
-    found: str = command[command.index(option) + 1]
-    return found
+def test_images_for_gpus_take_torch_from_the_index_that_pip_is_configured_with():
+    for service in load(GPU_OVERRIDE)["services"].values():
+        assert service["build"]["args"]["TORCH_INDEX_URL"] == ""

@@ -13,6 +13,10 @@ import pytest
 from tests.unit.ops.compose import ROOT
 
 DOCKERFILES = sorted((ROOT / "ops").rglob("*.Dockerfile"))
+STAND_INS = sorted((ROOT / "ops").rglob("Dockerfile"))
+WORKER = ROOT / "ops" / "docker" / "worker.Dockerfile"
+# Spelled so that this file does not name it either.
+DEFAULT_INDEX = ".".join(("pypi", "org"))
 
 
 def hadolint(path: Path) -> subprocess.CompletedProcess[str]:
@@ -21,7 +25,7 @@ def hadolint(path: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([binary, "--no-color", path], capture_output=True, text=True, timeout=60)
 
 
-@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", [*DOCKERFILES, *STAND_INS], ids=lambda path: str(path.relative_to(ROOT)))
 def test_the_dockerfile_is_clean(path: Path):
     found = hadolint(path)
     assert (found.returncode, found.stdout) == (0, "")
@@ -66,3 +70,50 @@ def test_every_extra_and_every_copied_file_exists(path: Path):
 
 def test_the_api_image_holds_the_base_package_alone():
     assert 'ARG EXTRAS=""' in (ROOT / "ops" / "docker" / "api.Dockerfile").read_text()
+
+
+@pytest.mark.parametrize(
+    "path",
+    [path for path in [*ROOT.glob("*.yml"), *(ROOT / "ops").rglob("*")] if path.is_file()],
+    ids=lambda path: str(path.relative_to(ROOT)),
+)
+def test_no_file_names_the_host_of_the_default_package_index(path: Path):
+    """Where pip looks is for the machine that builds to say."""
+    assert DEFAULT_INDEX.encode() not in path.read_bytes()
+
+
+def torch_calls(tmp_path: Path, index: str, *, reachable: bool) -> list[str]:
+    """The calls of pip by which the worker image gets torch: the step of its Dockerfile, run with a pip that keeps notes.
+
+    `reachable` says whether one with an index named works.
+    """
+    step = re.search(r"^RUN (if .*?\n) *fi$", WORKER.read_text(), re.M | re.S)
+    assert step
+    notes, pip = tmp_path / "notes", tmp_path / "pip"
+    refused = "" if reachable else 'case "$*" in *--index-url*) exit 1;; esac\n'
+    pip.write_text(f'#!/bin/sh\necho "$*" >> {notes}\n{refused}')
+    pip.chmod(0o755)
+    script = f"{step[1]}fi".replace("\\\n", "").replace("/opt/tinsmith/bin/pip", str(pip))
+    subprocess.run(["sh", "-ec", script], env={"TORCH_INDEX_URL": index}, check=True)
+    return notes.read_text().splitlines()
+
+
+def test_torch_comes_from_the_index_that_is_named(tmp_path: Path):
+    (call,) = torch_calls(tmp_path, "https://index.example/cpu", reachable=True)
+    assert "--index-url https://index.example/cpu" in call
+
+
+def test_torch_comes_from_pips_own_index_when_none_is_named(tmp_path: Path):
+    (call,) = torch_calls(tmp_path, "", reachable=True)
+    assert "--index-url" not in call
+    assert call.endswith(" torch")
+
+
+def test_torch_comes_from_pips_own_index_when_the_other_cannot_be_reached(tmp_path: Path):
+    first, second = torch_calls(tmp_path, "https://index.example/cpu", reachable=False)
+    assert "--retries 1 --timeout 15" in first, "an index out of reach costs seconds"
+    assert "--index-url" not in second
+
+
+def test_the_worker_image_is_for_a_cpu_unless_it_is_told_otherwise():
+    assert re.search(r"^ARG TORCH_INDEX_URL=https://\S+/cpu$", WORKER.read_text(), re.M)

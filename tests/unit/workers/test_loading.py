@@ -72,6 +72,12 @@ def one_shard_missing(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text('{"metadata": {}, "weight_map": {"a": "missing.safetensors"}}')
 
 
+def linked_out_of_the_container(folder: Path) -> None:
+    """As a folder of the hub's cache, mounted into a container: its links lead nowhere there."""
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").symlink_to("/elsewhere/model.safetensors")
+
+
 CUSTOM = {"AutoConfig": "configuration_own.Own", "AutoModelForCausalLM": "modeling_own.Own"}
 BOTH = {
     "no JSON": (text("config.json", "{oops"), "is not a valid JSON file"),
@@ -83,6 +89,7 @@ BOTH = {
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors"),
     "pickled": (pickled, "model.safetensors"),
     "cut off": (cut_off, "file not fully covered"),
+    "link": (linked_out_of_the_container, f"user {os.getuid()} cannot read model.safetensors"),
     "shard": (one_shard_missing, "missing.safetensors"),
 }
 

@@ -100,12 +100,13 @@ def test_a_full_disk_is_no_error(folder: HandoverFolder):
 
 
 def test_a_folder_somebody_else_made_under_its_name_is_not_used(
-    folder: HandoverFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: HandoverFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     folder.write(prefix(1), sealed())
     user = os.getuid()
     monkeypatch.setattr(os, "getuid", lambda: user + 1)
     assert not folder.write(prefix(2), sealed())
+    assert f"{folder.root} belongs to user {user}, not to {user + 1}" in caplog.text
     assert not folder.take(prefix(1), tmp_path / "taken")
 
 
