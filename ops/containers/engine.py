@@ -57,6 +57,9 @@ class Engine:
         """Run `docker ARGUMENTS` with its output on the terminal. Raises CalledProcessError."""
         run(["docker", *arguments], self._environ)
 
+    def logs(self, container: str) -> str:
+        return answer(["sh", "-c", 'docker logs "$1" 2>&1', "sh", container], self._environ)
+
     def has_image(self, name: str) -> bool:
         return succeeds(["docker", "image", "inspect", name], self._environ)
 

@@ -135,7 +135,7 @@ def test_the_workers_serve_the_base_model_of_the_settings(name: str):
 
 def test_a_second_trainer_is_the_first_with_a_name_and_a_volume_of_its_own():
     (added,) = load(SECOND_TRAINER)["services"].values()
-    assert added.pop("extends") == {"file": f"../{COMPOSE.name}", "service": "trainer"}
+    assert added.pop("extends") == {"file": COMPOSE.name, "service": "trainer"}
     first = SERVICES["trainer"]
     assert added.keys() == {"container_name", "hostname", "command", "volumes"}
     assert all(added[key] != first[key] for key in added)
