@@ -39,7 +39,7 @@ def _provide_others(engine: Engine) -> None:
     """Pull what we do not build, or make its stand-in."""
     services = stack.services(engine)
     makers = {
-        _base_image(): _import_base,
+        base_image(): _import_base,
         services["redis"]["image"]: _build_valkey,
         services["minio"]["image"]: _build_minio,
     }
@@ -49,7 +49,7 @@ def _provide_others(engine: Engine) -> None:
             make(engine, image)
 
 
-def _base_image() -> str:
+def base_image() -> str:
     files = (ROOT / "ops" / "docker").glob("*.Dockerfile")
     (image,) = {str(found) for file in files for found in re.findall(r"^FROM (\S+)", file.read_text(), re.M)}
     return image

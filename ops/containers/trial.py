@@ -188,24 +188,13 @@ class Trial:
         self._compose("up", "--detach", "--no-build", "--remove-orphans")
 
     def _ranks(self, expected: Played) -> None:
-        stack.up((self._two_ranks(),))
+        stack.up((two_ranks(),))
         ranks = self._in("trainer", _RANKS).split()
         assert set(ranks) == {"0", "1"}, f"ranks: {ranks}"
         played = client.play()
         np.testing.assert_allclose(played.losses, expected.losses, rtol=1e-3)
         self._note("ranks = 2: two processes train together, with the losses of one")
         self._killed("rank 1", "trainer", played, lambda _: self._in("trainer", _RANKS, "kill"))
-
-    def _two_ranks(self) -> Path:
-        """docker-compose.yml with settings that differ in one line."""
-        settings = (ROOT / "ops" / "docker" / "tinsmith.toml").read_text()
-        section = "[base_models.trainer]\n"
-        assert section in settings
-        (FOLDER / "ranks.toml").write_text(settings.replace(section, f"{section}ranks = 2\n"))
-        mounted = [f"{FOLDER / 'ranks.toml'}:/etc/tinsmith/tinsmith.toml:ro"]
-        override = FOLDER / "ranks.yml"
-        override.write_text(json.dumps({"services": {name: {"volumes": mounted} for name in OURS}}))
-        return override
 
     @contextmanager
     def _killer(self) -> Iterator[Callable[[str], object]]:
@@ -251,6 +240,17 @@ class Trial:
         print(text, flush=True)
         with _LOG.open("a") as log:
             log.write(f"{text}\n")
+
+
+def two_ranks() -> Path:
+    """Writes what comes on top of docker-compose.yml to have other settings, different in one line."""
+    settings = (ROOT / "ops" / "docker" / "tinsmith.toml").read_text()
+    section = "[base_models.trainer]\n"
+    (FOLDER / "ranks.toml").write_text(settings.replace(section, f"{section}ranks = 2\n"))
+    mounted = [f"{FOLDER / 'ranks.toml'}:/etc/tinsmith/tinsmith.toml:ro"]
+    override = FOLDER / "ranks.yml"
+    override.write_text(json.dumps({"services": {name: {"volumes": mounted} for name in OURS}}))
+    return override
 
 
 def main() -> None:

@@ -83,7 +83,7 @@ def test_no_file_names_the_host_of_the_default_package_index(path: Path):
 
 
 def torch_calls(tmp_path: Path, index: str, *, reachable: bool) -> list[str]:
-    """The calls of pip by which the worker image gets torch: the step of its Dockerfile, run with a pip that keeps notes.
+    """The calls of pip by which the worker image gets torch: that step of its Dockerfile, run with a pip of our own.
 
     `reachable` says whether one with an index named works.
     """
