@@ -15,6 +15,7 @@ from tests.models import tiny_qwen3
 # Not "tinsmith": its volumes go at the end, and a stack in use must keep its own.
 PROJECT = "tinsmith-trial"
 MAIN_FILE = ROOT / "docker-compose.yml"
+SECOND_TRAINER = ROOT / "ops" / "compose.second-trainer.yml"
 _ENV_FILE = FOLDER / "env"
 _MODEL = FOLDER / "model"
 # The engine that builds has no network for containers, but that of the machine.
@@ -46,7 +47,7 @@ def down() -> None:
     """Remove containers and volumes, and stop an engine of our own."""
     engine = engines.running()
     if engine:
-        compose(engine, "down", "--volumes", "--remove-orphans", "--timeout", "60")
+        compose(engine, "down", "--volumes", "--remove-orphans", files=(SECOND_TRAINER,))
     engines.stop()
 
 

@@ -7,6 +7,7 @@ ops/containers/results/compose-train.log.
 from __future__ import annotations
 
 import json
+import os
 import platform
 import threading
 import time
@@ -26,7 +27,6 @@ from ops.containers.shell import FOLDER, ROOT, wait_until
 _LOG = Path(__file__).with_name("results") / "compose-train.log"
 OURS = ("api", "flower", "trainer", "sampler")
 KILLED = ("redis", "broker", "minio", "api", "trainer", "sampler", "flower")
-SECOND_TRAINER = ROOT / "ops" / "compose.second-trainer.yml"
 _ABOUT = '{{.Names}}: {{.Image}}{{with .Label "stand-in"}} (in its stead: {{.}}){{end}}, {{.Status}}'
 _KILLED_AFTER = 5
 _PROJECT = f"label=com.docker.compose.project={stack.PROJECT}"
@@ -79,9 +79,10 @@ class Trial:
         self._note("everything was as promised")
 
     def _about(self) -> None:
-        versions = self._engine.docker("version", "--format", "{{.Server.Version}}")
-        self._note(f"{time.strftime('%Y-%m-%d')} make compose-train; {platform.platform()}")
-        self._note(f"Docker {versions}, Compose {self._engine.docker('compose', 'version', '--short')}")
+        docker = self._engine.docker("version", "--format", "{{.Server.Version}}")
+        compose = self._engine.docker("compose", "version", "--short")
+        self._note(f"{time.strftime('%Y-%m-%d')} make compose-train; {platform.platform()}, {os.cpu_count()} CPUs")
+        self._note(f"Docker {docker}, Compose {compose}, SDK {tinker.__version__}")
         for line in self._engine.docker("ps", "--format", _ABOUT).splitlines():
             self._note(line)
 
@@ -103,7 +104,7 @@ class Trial:
         first, last = played.losses[0], played.losses[-1]
         assert last < 0.9 * first, f"the loss went from {first} to {last}"
         assert played.samples[:2] != played.samples[2:], "later weights sample the same as earlier ones"
-        self._note(f"SDK {tinker.__version__}: {client.STEPS} steps, loss {first:.2f} -> {last:.2f}")
+        self._note(f"{client.STEPS} steps of training, loss {first:.2f} -> {last:.2f}")
         stored = [name for name in self._stored() if f"{played.run}/weights/half/" in name]
         assert stored, f"{played.checkpoint} is not in the bucket"
         self._note(f"checkpoint saved and loaded, {len(stored)} files of it in the bucket")
@@ -160,10 +161,7 @@ class Trial:
 
     def _restarted(self, expected: Played) -> None:
         self._compose("down")
-        left = self._engine.docker(
-            "ps", "--all", "--quiet", "--filter", f"label=com.docker.compose.project={stack.PROJECT}"
-        )
-        assert not left, "down left containers"
+        assert not self._engine.docker("ps", "--all", "--quiet", "--filter", _PROJECT), "down left containers"
         stack.up()
         with client.connect() as service:
             runs = client.rest().list_training_runs(limit=100).result().training_runs
@@ -173,7 +171,7 @@ class Trial:
         self._note("down and up again: run, checkpoint and weights are still there, and score and sample the same")
 
     def _second_trainer(self, expected: Played) -> None:
-        stack.up((SECOND_TRAINER,))
+        stack.up((stack.SECOND_TRAINER,))
         with client.connect() as service:
             clients = [client.create(service) for _ in range(8)]
             losses = [[client.train(training) for _ in range(3)] for training in clients]
