@@ -1,22 +1,24 @@
 # A trainer or a sampler, for a CPU. For GPUs: --build-arg TORCH_INDEX_URL= (empty: pip's own index, which has the CUDA
-# build of torch) and --build-arg EXTRAS=train,vllm.
+# build of torch), --build-arg EXTRAS=vllm and --build-arg CONSTRAINTS=constraints-gpu.txt.
 FROM python:3.11.15-slim-bookworm AS build
 ARG EXTRAS=train
 ARG TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu
+ARG CONSTRAINTS=constraints.txt
 ENV DS_BUILD_OPS=0
 RUN python -m venv /opt/tinsmith
 WORKDIR /src
-COPY constraints.txt ./
-# First and alone: by far the largest layer, which then survives every change to our code.
-# One retry and a short timeout: where that index cannot be reached, pip's own configuration decides within seconds.
-RUN if [ -z "${TORCH_INDEX_URL}" ] || ! /opt/tinsmith/bin/pip install --no-cache-dir -c constraints.txt \
-        --retries 1 --timeout 15 --index-url "${TORCH_INDEX_URL}" torch; then \
-        /opt/tinsmith/bin/pip install --no-cache-dir -c constraints.txt torch; \
+COPY constraints.txt constraints-gpu.txt ./
+# First and alone: by far the largest layer, which then survives every change to our code. PyTorch's index has nothing
+# else in our versions, so what torch depends on comes later. One retry and a short timeout: where the index cannot be
+# reached, pip's own configuration decides within seconds.
+RUN if [ -z "${TORCH_INDEX_URL}" ] || ! /opt/tinsmith/bin/pip install --no-cache-dir -c "${CONSTRAINTS}" \
+        --no-deps --retries 1 --timeout 15 --index-url "${TORCH_INDEX_URL}" torch; then \
+        /opt/tinsmith/bin/pip install --no-cache-dir -c "${CONSTRAINTS}" torch; \
     fi
 COPY pyproject.toml README.md LICENSE ./
 COPY app app
 COPY workers workers
-RUN /opt/tinsmith/bin/pip install --no-cache-dir -c constraints.txt ".[${EXTRAS}]"
+RUN /opt/tinsmith/bin/pip install --no-cache-dir -c "${CONSTRAINTS}" ".[${EXTRAS}]"
 
 FROM python:3.11.15-slim-bookworm
 # DeepSpeed and vLLM compile small extensions on first use; the volume on /var/lib/tinsmith keeps them.
