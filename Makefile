@@ -23,7 +23,7 @@ TEST_SETUP := $(VENV)/.test-setup-done
 .PHONY: images compose-up compose-train compose-down
 
 help:  ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(SETUP)  ## Make .venv with everything `tinsmith` needs (minutes, once); GPU=1 adds vLLM for CUDA
 
