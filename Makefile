@@ -10,6 +10,8 @@ JOBS ?= 3
 MINUTES ?= 60
 RUNS ?= 2000
 REQUESTS ?= 20000
+# Levels of torch (ATEN_CPU_CAPABILITY) and oneDNN (ONEDNN_MAX_CPU_ISA) that `make isa` plays.
+ISA ?= default:SSE41 avx2:AVX2 avx512:AVX512_CORE
 VENV := .venv
 comma := ,
 BIN := $(VENV)/bin
@@ -20,7 +22,7 @@ TEST_SETUP := $(VENV)/.test-setup-done
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test extras lint dist bench chaos faults soak property recipes fuzz openapi mutants clean
-.PHONY: images compose-up compose-train compose-down
+.PHONY: isa images compose-up compose-train compose-down
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -73,6 +75,16 @@ dist:  ## Build the source archive and the wheel into dist/
 	$(PIP) install --quiet -c constraints.txt build
 	rm -rf dist
 	$(BIN)/python -m build --outdir dist .
+
+# Each level compiles its kernels into caches of its own: those of another level do not load.
+isa: $(TEST_SETUP)  ## Parity, conformance and chaos as on processors with fewer instructions (ISA="avx2:AVX2" for one)
+	for level in $(ISA); do \
+	  caches=$(CURDIR)/build/isa/$${level%:*}; \
+	  ATEN_CPU_CAPABILITY=$${level%:*} ONEDNN_MAX_CPU_ISA=$${level#*:} \
+	  TORCHINDUCTOR_CACHE_DIR=$$caches/inductor VLLM_CACHE_ROOT=$$caches/vllm \
+	  $(BIN)/python -m pytest -n $(JOBS) --dist loadscope --no-loadscope-reorder \
+	    tests/parity tests/conformance tests/chaos || exit 1; \
+	done
 
 images: $(TEST_SETUP)  ## Build the images; without Docker, by an engine of our own (root on Debian)
 	$(BIN)/python -m ops.containers images
