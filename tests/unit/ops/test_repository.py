@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -27,6 +28,11 @@ def steps(workflow: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.name)
 def test_every_workflow_runs_the_same_script_as_everybody_else(workflow: Path):
     assert "bash .ci/run" in [step.get("run") for step in steps(workflow)]
+
+
+def test_the_script_of_ci_runs_programs_that_are_there():
+    programs = re.findall(r"^(?:python3|bash|sh) (\S+)", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
+    assert programs and all((ROOT / program).is_file() for program in programs)
 
 
 def test_a_release_is_made_of_what_ci_passed_on():
