@@ -16,16 +16,16 @@ from app.stack import strays
 from app.stack.folder import write_private
 
 _FOLDER = Path("/dev/shm")
-# Python's, torch's and NCCL's; hand-overs have folders, and those of the CUDA driver are for all of its processes.
-_KINDS = ("psm_", "sem.", "torch_", "nccl-")
+# Python's, torch's, NCCL's, and those of vLLM's ranks on a CPU. Hand-overs have folders, and those of the CUDA driver
+# are for all of its processes.
+_KINDS = ("psm_", "sem.", "torch_", "nccl-", "vllm_dist_")
 
 
 def note(file: Path) -> None:
     """Write down which shared memory this process and its descendants have mapped."""
     mapped = {inode for pid in strays.family(os.getpid()) for inode in _mapped(pid)}
-    found = {segment.name: segment.stat().st_ino for segment in _FOLDER.iterdir() if segment.name.startswith(_KINDS)}
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_private(file, json.dumps({name: inode for name, inode in found.items() if inode in mapped}))
+    write_private(file, json.dumps({name: inode for name, inode in _segments() if inode in mapped}))
 
 
 def remove_noted(file: Path) -> None:
@@ -37,6 +37,14 @@ def remove_noted(file: Path) -> None:
             if (_FOLDER / name).stat().st_ino == inode:
                 (_FOLDER / name).unlink()
     file.unlink()
+
+
+def _segments() -> Iterator[tuple[str, int]]:
+    """Name and inode of everything of these kinds in shared memory, whoever made it; nothing where there is none."""
+    for segment in _FOLDER.glob("*"):
+        if segment.name.startswith(_KINDS):
+            with suppress(FileNotFoundError):  # its owner has just removed it
+                yield segment.name, segment.stat().st_ino
 
 
 def _mapped(pid: int) -> Iterator[int]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from mmap import PROT_READ, mmap
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
@@ -99,6 +101,35 @@ def test_a_segment_that_got_the_name_of_one_that_is_gone_stays(tmp_path: Path):
 def test_without_a_note_nothing_is_removed(own: str, tmp_path: Path):
     shared_memory.remove_noted(tmp_path / "none")
     assert own in in_shared_memory()
+
+
+@pytest.mark.parametrize("name", ["psm_0", "sem.0", "torch_0", "nccl-0", "vllm_dist_0-tp:0-[0-1]-cpushm_0"])
+def test_each_kind_that_an_engine_maps_is_noted(name: str, tmp_path: Path):
+    file = SHARED / f"{name}-{os.getpid()}"
+    file.write_bytes(bytes(4096))
+    try:
+        with file.open("rb") as opened, mmap(opened.fileno(), 0, prot=PROT_READ):
+            shared_memory.note(tmp_path / "note")
+    finally:
+        file.unlink()
+    assert file.name in json.loads((tmp_path / "note").read_text())
+
+
+def test_what_its_owner_removes_meanwhile_is_no_error(tmp_path: Path):
+    """Others make and remove shared memory all the time. A dangling link is listed, but has no inode either."""
+    gone = SHARED / f"psm_gone_{os.getpid()}"
+    gone.symlink_to("nowhere")
+    try:
+        shared_memory.note(tmp_path / "note")
+    finally:
+        gone.unlink()
+    assert gone.name not in (tmp_path / "note").read_text()
+
+
+def test_a_machine_without_shared_memory_notes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(shared_memory, "_FOLDER", tmp_path / "none")
+    shared_memory.note(tmp_path / "note")
+    assert (tmp_path / "note").read_text() == "{}"
 
 
 def test_only_what_is_mapped_is_noted(own: str, tmp_path: Path):
