@@ -38,6 +38,7 @@ class Child:
         self._inherited_fds = inherited_fds
         self._log_start = 0
         self._process: subprocess.Popen[bytes] | None = None
+        self._group_ended = False
 
     @property
     def pid(self) -> int | None:
@@ -57,6 +58,7 @@ class Child:
                 preexec_fn=lambda: end_with(parent),
                 pass_fds=self._inherited_fds,
             )
+        self._group_ended = False
 
     def exit_code(self) -> int | None:
         """None while it runs; negative is the signal that ended it."""
@@ -67,10 +69,14 @@ class Child:
             self._process.terminate()
 
     def kill_group(self) -> None:
-        """End the process and its group, also what outlived it; only resource trackers live until `strays.kill`."""
-        if self._process:
+        """End the process and its group, also what outlived it; only resource trackers live until `strays.kill`.
+
+        It does so once for each start: later the group's number may belong to somebody else.
+        """
+        if self._process and not self._group_ended:
             strays.kill_group(self._process.pid)
             self._process.wait()
+            self._group_ended = True
 
     def tail(self, lines: int) -> list[str]:
         """The last lines that are not blank of its log since it was last started."""
