@@ -62,7 +62,7 @@ def explained(settings: BaseModelSettings, *, tokenizer: bool = False) -> Iterat
 def _check_readable(folder: Path) -> None:
     """safetensors calls a file that it may not read a missing one."""
     for file in folder.glob("*"):
-        if not os.access(file, os.R_OK):
+        if not file.is_dir() and not os.access(file, os.R_OK):
             raise PermissionError(
                 f"user {os.getuid()} cannot read {file.name}; correct its permissions or, if it is a link, put the "
                 "file itself there"

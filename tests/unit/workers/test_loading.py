@@ -125,6 +125,15 @@ def test_a_tokenizer_that_cannot_be_loaded_is_named(folder: Path, whole: Path) -
         assert message.startswith(f"the tokenizer of base model 'tiny' cannot be loaded from '{folder}': ")
 
 
+def test_a_folder_beside_the_files_that_its_user_may_not_read_is_no_error(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As lost+found is, where the model has a disk of its own. Root may read anything, so os.access is stood in for."""
+    (folder / "lost+found").mkdir()
+    monkeypatch.setattr(os, "access", lambda path, mode: path.name != "lost+found")
+    assert base_model.load(settings(folder)).info.name == "tiny"
+
+
 @pytest.mark.parametrize("path", ["/no/such/folder", "./no-such-folder"])
 def test_a_missing_folder_is_not_looked_for_on_the_hub(path: str) -> None:
     for load in (base_model.load, vllm_backend._skeleton):
