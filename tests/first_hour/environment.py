@@ -68,9 +68,9 @@ def _check(made: Environment) -> None:
     checked = subprocess.run(
         [made.python, "-m", "pip", "check"], capture_output=True, text=True, env=made.variables(), check=False
     )
-    found = [line for line in checked.stdout.splitlines() if line != _WRONG_TAG]
-    if checked.returncode and found != []:
-        raise InstallError(f"pip check: {'; '.join(found)}")
+    found = checked.stdout.splitlines()
+    if checked.returncode and found != [_WRONG_TAG]:
+        raise InstallError(f"pip check: {'; '.join(found) or checked.stderr}")
 
 
 def run(command: Sequence[str | Path], cwd: Path, variables: dict[str, str]) -> str:
