@@ -1,20 +1,20 @@
 #!/bin/sh
-# Installs torch with the pip of an environment: `ops/install_torch.sh PYTHON [PIP OPTIONS]`.
+# Installs torch alone with the pip of an environment: `ops/install_torch.sh PYTHON [PIP OPTIONS]`. What torch depends on
+# comes with what is installed after it: PyTorch's indexes do not have it in our versions.
 #
 # A machine without an NVIDIA driver (no nvidia-smi) gets PyTorch's CPU build, which saves gigabytes of CUDA libraries.
-# PyTorch's index has no other packages in our versions, so torch comes from there alone. If that index cannot be
-# reached, or if the caller gives pip options, pip looks where it looks by default.
+# If PyTorch's index cannot be reached, or if the caller gives pip options, pip looks where it looks by default.
 set -eu
 python=$1
 shift
 constraints=${0%/*}/../constraints.txt
 
 install() {
-    "$python" -m pip --disable-pip-version-check --no-input install --quiet -c "$constraints" "$@" torch
+    "$python" -m pip --disable-pip-version-check --no-input install --quiet --no-deps -c "$constraints" "$@" torch
 }
 
 if [ $# -eq 0 ] && ! command -v nvidia-smi >/dev/null; then
-    install --no-deps --retries 2 --timeout 15 --index-url https://download.pytorch.org/whl/cpu && exit
+    install --retries 2 --timeout 15 --index-url https://download.pytorch.org/whl/cpu && exit
     echo "PyTorch's CPU index cannot be used: taking pip's default build of torch" >&2
 fi
 install "$@"

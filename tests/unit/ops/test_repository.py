@@ -68,7 +68,7 @@ def test_no_file_spells_out_the_host_of_the_default_package_index():
     assert spelt == []
 
 
-CPU_INDEX = ["--no-deps", "--index-url"]
+CPU_INDEX = ["--index-url"]
 
 
 @pytest.mark.parametrize(
@@ -77,9 +77,10 @@ CPU_INDEX = ["--no-deps", "--index-url"]
         (False, True, [], [CPU_INDEX]),
         (False, False, [], [CPU_INDEX, []]),
         (False, True, ["--pre"], [["--pre"]]),
+        (False, True, ["--index-url", "URL"], [["--index-url"]]),
         (True, True, [], [[]]),
     ],
-    ids=["CPU index", "no CPU index", "options of the caller", "NVIDIA driver"],
+    ids=["CPU index", "no CPU index", "options of the caller", "index of the caller", "NVIDIA driver"],
 )
 def test_a_machine_without_an_nvidia_driver_asks_for_the_cpu_build_of_torch_first(
     tmp_path: Path, driver: bool, reachable: bool, options: list[str], expected: list[list[str]]
@@ -92,7 +93,7 @@ def test_a_machine_without_an_nvidia_driver_asks_for_the_cpu_build_of_torch_firs
         script(tmp_path / "nvidia-smi", "")
     subprocess.run([ROOT / "ops" / "install_torch.sh", python, *options], check=True, env={"PATH": str(tmp_path)})
     asked = [line.split() for line in noted.read_text().splitlines()]
-    assert all(words[-1] == "torch" for words in asked)
+    assert all("--no-deps" in words and words[-1] == "torch" for words in asked), "no index but pip's has all of it"
     assert [[word for word in words if word in (*CPU_INDEX, "--pre")] for words in asked] == expected
 
 
