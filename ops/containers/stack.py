@@ -67,10 +67,9 @@ def _prepare() -> None:
     FOLDER.mkdir(parents=True, exist_ok=True)
     if not _MODEL.exists():
         tiny_qwen3(_MODEL)
+        # safetensors writes files that nobody else may read, and the workers have a user of their own.
         for file in _MODEL.iterdir():
-            file.chmod(
-                0o644
-            )  # safetensors writes files that nobody else may read, and the workers have a user of their own
+            file.chmod(0o644)
     if not _ENV_FILE.exists():
         values = {
             "REDIS_PASSWORD": secrets.token_hex(24),

@@ -15,7 +15,6 @@ from tests.unit.ops.compose import ROOT
 DOCKERFILES = sorted((ROOT / "ops").rglob("*.Dockerfile"))
 STAND_INS = sorted((ROOT / "ops").rglob("Dockerfile"))
 WORKER = ROOT / "ops" / "docker" / "worker.Dockerfile"
-# Spelled so that this file does not name it either.
 
 
 def hadolint(path: Path) -> subprocess.CompletedProcess[str]:
