@@ -56,7 +56,10 @@ def judge(command: Sequence[str], root: Path, data: Path) -> Iterator[str]:
         yield f"its exit code is {code}"
     left = _descendants_after_grace()
     yield from (f"process {pid} is left: {name}" for pid, name in left.items())
-    yield from (f"port {port} is still open ({part})" for part, port in _ports(data) if _is_open(port))
+    try:
+        yield from (f"port {port} is still open ({part})" for part, port in _ports(data) if _is_open(port))
+    except OSError as error:
+        yield f"its ports are not known: {error}"
     yield from (f"{path} is left" for path in sorted(set(_SHARED_MEMORY.iterdir()) - shared))
     _end(left)
     yield from (f"a progress bar or warning in its output: {line!r}" for line in noise(output))
@@ -155,11 +158,8 @@ def _end(pids: Mapping[int, str]) -> None:
 
 
 def _ports(data: Path) -> Iterator[tuple[str, int]]:
-    """Where the demo's stack listened, as its settings say."""
-    try:
-        settings = tomllib.loads((data / "run" / "settings.toml").read_text(encoding="utf-8"))
-    except OSError:
-        return
+    """Where the demo's stack listened, as its settings say. Raises OSError when there are none."""
+    settings = tomllib.loads((data / "run" / "settings.toml").read_text(encoding="utf-8"))
     yield "API", settings["api"]["port"]
     yield "state server", urlsplit(settings["redis"]["url"]).port or 0
     yield "broker", urlsplit(settings["redis"]["broker_url"]).port or 0

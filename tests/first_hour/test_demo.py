@@ -29,14 +29,20 @@ demo._SHARED_MEMORY = root / "shm"  # other tests' files come and go in the real
 faults = list(demo.judge([sys.executable, "-c", sys.argv[2]], root, root / "data"))
 print("\\n" + json.dumps(faults))
 """
+SETTINGS = """
+[api]
+port = 1
+[redis]
+url = "redis://:x@127.0.0.1:1/0"
+broker_url = "redis://:x@127.0.0.1:1/0"
+"""
 # What the stand-in does after its results are written.
 SLEEPER = "import subprocess, sys; subprocess.Popen(['sleep', '100'], start_new_session=True);"
 LISTENER = """
 import os, socket
 server = socket.create_server(("127.0.0.1", 0))
-port = server.getsockname()[1]
-settings = f'[api]\\nport = {port}\\n[redis]\\nurl = "redis://:x@127.0.0.1:1/0"\\nbroker_url = "redis://:x@127.0.0.1:1/0"'
-(data / "run" / "settings.toml").write_text(settings)
+settings = data / "run" / "settings.toml"
+settings.write_text(settings.read_text().replace("port = 1", f"port = {server.getsockname()[1]}"))
 server.set_inheritable(True)
 if os.fork() == 0:
     os.execvp("sleep", ["sleep", "100"])
@@ -46,6 +52,7 @@ if os.fork() == 0:
 def judged(tmp_path: Path, then: str = "", result: dict[str, Any] | None = None) -> list[str]:
     """The faults found in a stand-in for `make demo` that writes these results and does this."""
     (tmp_path / "data" / "run").mkdir(parents=True)
+    (tmp_path / "data" / "run" / "settings.toml").write_text(SETTINGS)
     (tmp_path / "shm").mkdir()
     program = (
         "from pathlib import Path\ndata = Path('data')\n"
@@ -68,6 +75,7 @@ def test_a_run_that_does_everything_right_has_no_fault(tmp_path):
         ("import time; time.sleep(100)", "it did not end within 0.333333 minutes"),
         (SLEEPER, "process PID is left: sleep 100"),
         ("(data / 'demo.json').unlink()", "its results cannot be read"),
+        ("(data / 'run' / 'settings.toml').unlink()", "its ports are not known"),
         ("print('Loading weights:  40%|####  | 10/25 [00:01<00:02, 7.5it/s]')", "a progress bar or warning"),
         ("print('a', end='\\r')", "a progress bar or warning"),
         ("import sys, warnings; warnings.warn('x')", "a progress bar or warning"),
