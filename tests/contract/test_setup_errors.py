@@ -1,4 +1,4 @@
-"""What no second try can mend ends `tinsmith up` with exit code 2 and one line, before anything is started again."""
+"""A setup that cannot work ends `tinsmith up` with exit code 2 and one line, and nothing is started again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `pip check` says of an environment, by a stand-in for its Python."""
+"""The judge of `pip check`, by a stand-in for an environment's Python."""
 
 from __future__ import annotations
 
