@@ -1,4 +1,4 @@
-"""What a user does with the SDK, and all he gets for it: the same every time."""
+"""A user's program for the SDK, and all that it gets back: the same every time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ROWS, _LENGTH = 8, 24
 
 @dataclass
 class Played:
-    """What came back. `run` and the paths differ from play to play, the rest may not."""
+    """Everything that came back. `run` and the paths differ from play to play, the rest may not."""
 
     run: str = field(compare=False)
     losses: list[float] = field(default_factory=list)
