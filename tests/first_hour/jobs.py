@@ -6,6 +6,7 @@ import contextlib
 import re
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -70,6 +71,9 @@ def _up(environment: Environment, sampler: str) -> None:
     options = ["--base-model", f"{_MODEL}={model}", "--sampler", sampler, "--port", "0", "--data-dir", "stack"]
     with _started(environment, ["-m", "app.cli", "up", *options], None) as stack:
         assert stack.stdout is not None
+        stop = threading.Timer(_PATIENCE_S, stack.terminate)
+        stop.daemon = True
+        stop.start()
         if not any(line.startswith("ready ") for line in stack.stdout):
             raise InstallError(f"`tinsmith up` ended with {stack.wait()}: {_log(environment)[-2000:]}")
 
