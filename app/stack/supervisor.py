@@ -35,15 +35,12 @@ class RestartPolicy:
 
 
 class _Watched:
-    """A child with its history: when it started, how often in a row it died young and found the setup wrong, when to
-    start it again, and whether it is not to be."""
+    """A child with its history: when it started, how often in a row it died young, when to start it again."""
 
     def __init__(self, child: Child) -> None:
         self.child = child
         self.started = 0.0
         self.failures = 0
-        self.refusals = 0
-        self.given_up = False
         self.due: float | None = None
 
     def start(self) -> None:
@@ -104,8 +101,8 @@ class Supervisor:
         """The same until a stop is asked for, but a child that keeps dying does not end the others.
 
         It is started again for ever: what kills it may be one client's Op, which is given up after three tries, or
-        something that comes back. A child that exits with 2 `tries` times in a row stays down: it ran with this setup
-        before, so a GPU's memory may not be free yet, but somebody has to see to it if that does not help.
+        something that comes back. That holds for exit code 2 as well, since the child ran with this setup before: the
+        memory of a GPU may not be free yet, or a file server may be out of reach.
         """
         self._run_until(lambda: False, patient=True)
 
@@ -134,8 +131,6 @@ class Supervisor:
         return [watched for tier in self._tiers for watched in tier]
 
     def _look_after(self, watched: _Watched, patient: bool) -> None:
-        if watched.given_up:
-            return
         if watched.due is not None:
             if time.monotonic() >= watched.due:
                 watched.start()
@@ -149,26 +144,21 @@ class Supervisor:
         child.kill_group()
         strays.kill([w.child.pid for w in self._all() if w.child.pid])
         if code == SETUP_ERROR_CODE and not patient:
-            raise SetupError(_setup_error(child))
-        watched.refusals = watched.refusals + 1 if code == SETUP_ERROR_CODE else 0
-        if watched.refusals >= self._policy.tries:
-            watched.given_up = True
-            self._report(f"{_setup_error(child)}; it stays down until `tinsmith up` is started anew")
-            return
+            raise SetupError(f"{_setup_error(child)} (log: {child.log})")
         watched.failures = watched.failures + 1 if now - watched.started < self._policy.window_s else 1
         if watched.failures >= self._policy.tries and not patient:
             raise TinsmithError(_gave_up(child, code, watched.failures))
         delay = self._policy.delay_s(watched.failures)
         watched.due = now + delay
-        self._report(f"{child.command.name} {_ended(code)}; starting it again in {delay:g} s (log: {child.log})")
+        cause = _setup_error(child) if code == SETUP_ERROR_CODE else f"{child.command.name} {_ended(code)}"
+        self._report(f"{cause}; starting it again in {delay:g} s (log: {child.log})")
 
 
 def _setup_error(child: Child) -> str:
     """A worker's last words are a line that begins with its name."""
     lines = child.tail(_SEARCHED_LINES)
     named = [line for line in lines if line.startswith(f"{child.command.name}: ")]
-    words = (named or lines or [f"{child.command.name} cannot start"])[-1]
-    return f"{words} (log: {child.log})"
+    return (named or lines or [f"{child.command.name} cannot start"])[-1]
 
 
 def _ended(code: int) -> str:

@@ -33,15 +33,15 @@ EXTRAS = (
 
 def main(names: Sequence[str]) -> int:
     wheel = next((ROOT / "dist").glob("*.whl"))
-    failed = 0
-    for extra in EXTRAS:
-        title = extra.name or "base"
-        if names and title not in names:
-            continue
-        failed += not _try(title, lambda folder, extra=extra: _stand_alone(folder, wheel, extra))
-    if not names or "vllm" in names:
-        failed += not _try("vllm", lambda folder: resolve_gpu(folder, wheel))
-    return 1 if failed else 0
+    checks: dict[str, Callable[[Path], None]] = {
+        extra.name or "base": lambda folder, extra=extra: _stand_alone(folder, wheel, extra) for extra in EXTRAS
+    }
+    checks["vllm"] = lambda folder: resolve_gpu(folder, wheel)
+    if unknown := set(names) - checks.keys():
+        print(f"there is no extra {', '.join(sorted(unknown))}; there are {', '.join(checks)}", file=sys.stderr)
+        return 2
+    stood = [_try(title, checks[title]) for title in names or checks]
+    return 0 if all(stood) else 1
 
 
 def _try(title: str, check: Callable[[Path], None]) -> bool:

@@ -79,28 +79,16 @@ def test_a_child_that_keeps_dying_does_not_end_a_stack_that_was_ready(tmp_path):
         assert stop(process) == 0
 
 
-def test_a_child_with_a_setup_error_stays_down_after_a_few_tries_in_a_stack_that_was_ready(tmp_path):
-    """`later` dies of something else, and is started again for ever: it shows that time has passed."""
-    refusals, deaths = tmp_path / "refusals", tmp_path / "deaths"
+def test_a_child_with_a_setup_error_is_started_again_in_a_stack_that_was_ready(tmp_path):
+    """What it ran with before may be back soon, such as a GPU's memory. Each time, its own words say why it ended."""
+    starts = tmp_path / "starts"
     refuse = NOTE_PID + "print('worker: no such model'); sys.exit(2)"
-    programs = ("worker", refuse, str(refusals)), ("later", NOTE_PID + "sys.exit(1)", str(deaths))
-    with supervised(tmp_path, *programs, ready="ready") as process:
-        assert eventually(lambda: len(numbers(refusals)) == 3)
-        seen = len(numbers(deaths))
-        assert eventually(lambda: len(numbers(deaths)) > seen + 6)
+    with supervised(tmp_path, ("worker", refuse, str(starts)), ready="ready") as process:
+        assert eventually(lambda: len(numbers(starts)) > 6)
         process.terminate()
         _, reports = process.communicate(timeout=120)
     assert process.returncode == 0
-    assert len(numbers(refusals)) == 3
-    assert f"worker: no such model (log: {tmp_path / 'worker.log'}); it stays down until" in reports
-
-
-def test_a_child_that_died_of_something_else_between_setup_errors_is_started_again(tmp_path):
-    """As a sampler is whose GPU's memory was not free yet."""
-    starts = tmp_path / "starts"
-    turns = NOTE_PID + "n = len(open(sys.argv[1]).readlines()); sys.exit(2 if n % 3 else 1)"
-    with supervised(tmp_path, ("worker", turns, str(starts)), ready="ready"):
-        assert eventually(lambda: len(numbers(starts)) > 7)
+    assert reports.count("worker: no such model; starting it again in ") >= 6
 
 
 @pytest.mark.parametrize(
