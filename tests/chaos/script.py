@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +23,6 @@ from tests.contract.stack import BASE, Stack
 _ROWS, _LENGTH = 64, 64
 # A future that takes this long is lost: the longest outage here takes seconds.
 _PATIENCE_S = 600.0
-# The SDK's own close may wait for good (seen with 0.38's transport), after every answer is in.
-_CLOSE_S = 60.0
 ROUNDS = 8
 
 Transcript = dict[str, Any]
@@ -34,7 +30,7 @@ Transcript = dict[str, Any]
 
 def play(stack: Stack, seed: int, rounds: int = ROUNDS) -> Transcript:
     """Train, save, load and sample on a model of its own; name -> what came back."""
-    with _closed(stack.client()) as service:
+    with stack.client() as service:
         client = service.create_lora_training_client(base_model=BASE, rank=4, seed=seed).result(_PATIENCE_S)
         found: Transcript = {}
         for number in range(rounds):
@@ -43,16 +39,6 @@ def play(stack: Stack, seed: int, rounds: int = ROUNDS) -> Transcript:
         found["forward"] = _output(client.forward(_batch(seed), "cross_entropy").result(_PATIENCE_S))
         found.update(_files(stack, client.save_state("end").result(_PATIENCE_S).path, "end"))
         return found
-
-
-@contextmanager
-def _closed(service: tinker.ServiceClient) -> Iterator[tinker.ServiceClient]:
-    try:
-        yield service
-    finally:
-        closing = threading.Thread(target=service.__exit__, args=(None, None, None), daemon=True)
-        closing.start()
-        closing.join(_CLOSE_S)
 
 
 def _train(client: tinker.TrainingClient, seed: int, number: int) -> Iterator[tuple[str, Any]]:
