@@ -1,4 +1,4 @@
-"""How a worker's process starts, and how it ends when it cannot."""
+"""The start of a worker's process, and its end when the setup is wrong."""
 
 from __future__ import annotations
 

@@ -98,11 +98,11 @@ class Supervisor:
         return self._run_until(condition, patient=False)
 
     def run(self) -> None:
-        """The same until a stop is asked for, but a child that keeps dying does not end the others.
+        """Watch and restart until a stop is asked for; a child that keeps dying does not end the others.
 
-        It is started again for ever: what kills it may be one client's Op, which is given up after three tries, or
-        something that comes back. That holds for exit code 2 as well, since the child ran with this setup before: the
-        memory of a GPU may not be free yet, or a file server may be out of reach.
+        The supervisor restarts it without limit. The cause may be one client's Op, which fails after three tries, or it
+        may pass. Exit code 2 is treated alike, because the child ran with this setup before: the memory of a GPU may
+        not be free yet, or a file server may be out of reach.
         """
         self._run_until(lambda: False, patient=True)
 

@@ -46,11 +46,11 @@ class Engine:
 
     @property
     def enter(self) -> tuple[str, ...]:
-        """What a command begins with that is to reach the ports the containers publish."""
+        """The prefix of a command that needs to reach the published ports of the containers."""
         return ("nsenter", "--net", "--target", str(self.pid)) if self.pid else ()
 
     def docker(self, *arguments: str | Path) -> str:
-        """What `docker ARGUMENTS` writes. Raises RuntimeError with its output when it fails."""
+        """Run `docker ARGUMENTS` and return its output. Raises RuntimeError with the output when it fails."""
         return answer(["docker", *arguments], self._environ)
 
     def show(self, *arguments: str | Path) -> None:

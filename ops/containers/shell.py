@@ -18,7 +18,7 @@ def run(command: Sequence[str | Path], environ: Mapping[str, str] | None = None)
 
 
 def answer(command: Sequence[str | Path], environ: Mapping[str, str] | None = None) -> str:
-    """What it writes to stdout. Raises RuntimeError with all of its output when it fails."""
+    """Run a command and return its stdout. Raises RuntimeError with all of its output when it fails."""
     done = subprocess.run(command, cwd=ROOT, env={**os.environ, **(environ or {})}, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{' '.join(map(str, command))} ended with {done.returncode}: {done.stdout}{done.stderr}")

@@ -78,7 +78,7 @@ def noise(output: str) -> list[str]:
 
 
 def wrong_results(result: Mapping[str, Any]) -> Iterator[str]:
-    """What of demo.json shows that the model did not learn."""
+    """Each sign in demo.json that the model did not learn."""
     losses = result["losses"]
     if len(losses) != result["steps"] or not losses:
         yield f"{len(losses)} losses for {result['steps']} steps"

@@ -80,7 +80,7 @@ def test_a_child_that_keeps_dying_does_not_end_a_stack_that_was_ready(tmp_path):
 
 
 def test_a_child_with_a_setup_error_is_started_again_in_a_stack_that_was_ready(tmp_path):
-    """What it ran with before may be back soon, such as a GPU's memory. Each time, its own words say why it ended."""
+    """The cause may pass, such as a GPU's memory that is not free yet. Each report gives the child's own last words."""
     starts = tmp_path / "starts"
     refuse = NOTE_PID + "print('worker: no such model'); sys.exit(2)"
     with supervised(tmp_path, ("worker", refuse, str(starts)), ready="ready") as process:
