@@ -51,6 +51,8 @@ def _sentence(place: _Place, errors: list[Any]) -> str:
         return "there is no such setting" + "".join(f"; did you mean {name!r}?" for name in near)
     if kind in _NOT_A_SECTION:
         return "this is a section of settings, not one value"
+    if kind == "tuple_type" and isinstance(value, Mapping):
+        return f"this is a list of sections; write [[{place.path}]]"
     shown = "" if _is_secret(place) or isinstance(value, Mapping) else f" (got {value!r})"
     return " or ".join(_message(each) for each in errors) + shown
 
