@@ -10,18 +10,21 @@ JOBS ?= 3
 MINUTES ?= 60
 RUNS ?= 2000
 REQUESTS ?= 20000
+# A file, folder or test for `make test`; empty for all.
+T :=
 # Levels of torch (ATEN_CPU_CAPABILITY) and oneDNN (ONEDNN_MAX_CPU_ISA) that `make isa` plays.
 ISA ?= default:SSE41 avx2:AVX2 avx512:AVX512_CORE
 VENV := .venv
 comma := ,
 BIN := $(VENV)/bin
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadscope --no-loadscope-reorder
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 CONSTRAINTS := constraints$(if $(filter 1,$(GPU)),-gpu).txt
 SETUP := $(VENV)/.setup-done$(if $(filter 1,$(GPU)),-gpu)
 TEST_SETUP := $(VENV)/.test-setup-done
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test extras lint dist bench chaos faults soak property recipes fuzz openapi mutants clean
+.PHONY: help setup demo test unit extras lint dist bench chaos faults soak property recipes fuzz openapi mutants clean
 .PHONY: isa images compose-up compose-train compose-down
 
 help:  ## Show this list
@@ -32,8 +35,11 @@ setup: $(SETUP)  ## Make .venv with everything `tinsmith` needs (minutes, once);
 demo: $(SETUP)  ## Fine-tune the bundled SmolLM2-135M through the tinker SDK, and show what changed
 	$(BIN)/tinsmith demo
 
-test: $(TEST_SETUP) lint  ## Linters, types and all tests, vLLM's CPU build included
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadscope --no-loadscope-reorder
+test: $(TEST_SETUP) $(if $(T),,lint)  ## Linters, types and all tests; T=tests/unit/app for some tests alone
+	$(PYTEST) $(T)
+
+unit: $(TEST_SETUP)  ## The unit tests
+	$(PYTEST) tests/unit
 
 extras: dist  ## Install the wheel into a fresh environment for each extra, and use it there
 	$(BIN)/python -m tests.first_hour.extras
@@ -81,8 +87,7 @@ isa: $(TEST_SETUP)  ## Parity, conformance and chaos as on processors with fewer
 	  caches=$(CURDIR)/build/isa/$${level%:*}; \
 	  ATEN_CPU_CAPABILITY=$${level%:*} ONEDNN_MAX_CPU_ISA=$${level#*:} \
 	  TORCHINDUCTOR_CACHE_DIR=$$caches/inductor VLLM_CACHE_ROOT=$$caches/vllm \
-	  $(BIN)/python -m pytest -n $(JOBS) --dist loadscope --no-loadscope-reorder \
-	    tests/parity tests/conformance tests/chaos || exit 1; \
+	  $(PYTEST) tests/parity tests/conformance tests/chaos || exit 1; \
 	done
 
 images: $(TEST_SETUP)  ## Build the images; without Docker, by an engine of our own (root on Debian)

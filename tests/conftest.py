@@ -47,6 +47,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: place(item.nodeid))
+    for item in items:
+        *tier, _ = item.path.relative_to(Path(__file__).parent).parts
+        if tier:
+            item.add_marker(tier[0])
     if any(Path("/dev").glob("nvidia[0-9]*")):
         return
     for item in items:
