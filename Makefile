@@ -12,8 +12,9 @@ RUNS ?= 2000
 REQUESTS ?= 20000
 # A file, folder or test for `make test`; empty for all.
 T :=
-# Levels of torch (ATEN_CPU_CAPABILITY) and oneDNN (ONEDNN_MAX_CPU_ISA) that `make isa` plays.
-ISA ?= default:SSE41 avx2:AVX2 avx512:AVX512_CORE
+# Levels of torch (ATEN_CPU_CAPABILITY) and oneDNN (ONEDNN_MAX_CPU_ISA) that `make isa` plays: up to this processor's,
+# as torch takes a higher one at its word and dies of an illegal instruction.
+ISA ?= default:SSE41 avx2:AVX2 $(if $(shell grep -m 1 avx512f /proc/cpuinfo),avx512:AVX512_CORE)
 VENV := .venv
 comma := ,
 BIN := $(VENV)/bin
