@@ -19,7 +19,6 @@ def test_the_sdk_takes_the_config_and_its_sampling_limit_from_poll_capacity(api:
     assert config.custom_loss_server_side
     assert not (config.pjwt_auth_enabled or config.proto_compress_fwdbwd)
     assert not config.sample_use_retrieve_futures
-    assert config.use_pyqwest_transport
     assert config.sample_join_sampling_session
     assert ClientDynamicConfigResponse(**api.post("client/dynamic_config", {}).json).sample_cancel_enabled
 
@@ -33,7 +32,17 @@ def test_batch_polls_can_be_switched_on_and_a_client_never_has_more_under_way_th
     app = create_app(settings.model_copy(update={"base_models": bases, "api": batched}))
     answer = app.test_client().post(f"{API}/client/config", json={}, headers={"X-API-Key": KEY}).json
     assert (answer["sample_use_retrieve_futures"], answer["sample_max_concurrent_requests"]) == (True, 7)
-    assert not answer["use_pyqwest_transport"], "it can lose the cancellation that ends the client's poll"
+
+
+@pytest.mark.parametrize("batch_polls", [False, True])
+def test_every_sdk_is_told_to_use_the_transport_that_loses_no_cancellation(
+    settings: Settings, batch_polls: bool
+) -> None:
+    """`ServiceClient.close` waits for tasks it has cancelled: heartbeat, flags, token, polls. pyqwest can lose that."""
+    app = create_app(settings.model_copy(update={"api": settings.api.model_copy(update={"batch_polls": batch_polls})}))
+    answer = app.test_client().post(f"{API}/client/config", json={}, headers={"X-API-Key": KEY}).json
+    assert ClientConfigResponse().use_pyqwest_transport, "the SDK's own default, should nothing be said"
+    assert not ClientConfigResponse(**answer).use_pyqwest_transport
 
 
 def test_telemetry_is_accepted_whatever_it_holds(api: Api) -> None:
