@@ -15,6 +15,8 @@ T :=
 # Levels of torch (ATEN_CPU_CAPABILITY) and oneDNN (ONEDNN_MAX_CPU_ISA) that `make isa` plays: up to this processor's,
 # as torch takes a higher one at its word and dies of an illegal instruction.
 ISA ?= default:SSE41 avx2:AVX2 $(if $(shell grep -m 1 avx512f /proc/cpuinfo),avx512:AVX512_CORE)
+# The commit that `make upgrade` comes from.
+FROM ?= ecb7b39
 VENV := .venv
 comma := ,
 BIN := $(VENV)/bin
@@ -26,10 +28,10 @@ TEST_SETUP := $(VENV)/.test-setup-done
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test unit extras lint dist bench chaos faults soak property recipes fuzz openapi mutants clean
-.PHONY: isa images compose-up compose-train compose-down
+.PHONY: upgrade upgrade-fixture isa images compose-up compose-train compose-down
 
 help:  ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(SETUP)  ## Make .venv with everything `tinsmith` needs (minutes, once); GPU=1 adds vLLM for CUDA
 
@@ -70,6 +72,12 @@ recipes: $(TEST_SETUP)  ## tinker-cookbook's recipes, unmodified, on the bundled
 
 fuzz: $(TEST_SETUP)  ## 20,000 hostile requests (REQUESTS=20000): none may be answered by a 5xx
 	TINSMITH_FUZZ_REQUESTS=$(REQUESTS) $(BIN)/python -m pytest --timeout 0 -s tests/fuzz
+
+upgrade: $(TEST_SETUP)  ## Old and new processes side by side while clients train (FROM=commit; needs its history)
+	TINSMITH_UPGRADE_FROM=$(FROM) $(BIN)/python -m pytest tests/upgrade
+
+upgrade-fixture: $(TEST_SETUP)  ## A data folder that FROM=commit leaves when it is killed, for tests/upgrade/fixtures
+	$(BIN)/python -m tests.upgrade.make $(FROM)
 
 openapi: $(TEST_SETUP)  ## Write docs/openapi.json as the routes and schemas are now
 	$(BIN)/python -m ops.openapi

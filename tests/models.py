@@ -6,6 +6,7 @@ head_dim is 32 because vLLM's CPU attention refuses 16; the head is tied because
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -20,16 +21,20 @@ _CHAT_TEMPLATE = (
 )
 
 
-def tiny_qwen3(folder: Path, seed: int = 0) -> Path:
-    """Save a random Qwen3 (fp32, vocab 320, 2 layers of width 64, tied head) and a byte-level tokenizer in `folder`."""
+def tiny_qwen3(folder: Path, seed: int = 0, **sizes: int) -> Path:
+    """Save a random Qwen3 (fp32, vocab 320, 2 layers of width 64, tied head) and a byte-level tokenizer in `folder`;
+    `sizes` are fields of Qwen3Config that are to be others."""
+    shape: dict[str, Any] = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+    }
     config = Qwen3Config(
         vocab_size=VOCAB_SIZE,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
+        **{**shape, **sizes},
         max_position_embeddings=512,
         tie_word_embeddings=True,
         eos_token_id=_token_ids()[EOS_TOKEN],

@@ -33,7 +33,8 @@ class Stack:
     """A running stack. `trainer`, `sampler`, `full` and `full_sampler` are TOML lines for the base model's sections; of
     the last two each is there only if given.
 
-    `program` is the module that takes the command line; every process computes with `threads` threads.
+    `program` is the module that takes the command line; every process computes with `threads` threads. `tree` is the
+    folder whose code runs, if it is not this one's.
     """
 
     data_dir: Path
@@ -46,6 +47,7 @@ class Stack:
     threads: int = 2
     full: str = ""
     full_sampler: str = ""
+    tree: Path | None = None
     process: subprocess.Popen[str] | None = None
     url: str = ""
     output: list[str] = field(default_factory=list)
@@ -59,7 +61,8 @@ class Stack:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env={**os.environ, "OMP_NUM_THREADS": str(self.threads)},
+            cwd=self.tree,
+            env={**os.environ, **code_of(self.tree), "OMP_NUM_THREADS": str(self.threads)},
         )
         self.url = self._await_ready()
 
@@ -114,6 +117,11 @@ dtype = "float32"
     def _drain(self) -> None:
         assert self.process is not None and self.process.stdout is not None
         self.output.extend(self.process.stdout)
+
+
+def code_of(tree: Path | None) -> dict[str, str]:
+    """What makes a Python process take `app` and `workers` from the folder, and all it starts as well."""
+    return {} if tree is None else {"PYTHONPATH": str(tree)}
 
 
 def brought_home(training: tinker.TrainingClient, stack: Stack, folder: Path, name: str = "home") -> Path:

@@ -1,0 +1,174 @@
+"""An API, trainers and samplers of several commits at once, on one state server and one object folder.
+
+Redis keys are spelt out here: they are what no commit may change.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import redis
+import tinker
+import tomli_w
+
+from tests.contract.awaiting import await_true
+from tests.contract.stack import API_KEY, BASE, code_of
+from tests.servers import free_port, start_valkey
+
+# A process that is left alone ends within it: engines hand over what they hold.
+_ENDS_S = 120
+_OPS = b'"logger": "tinsmith.ops"'
+
+
+@dataclass
+class Process:
+    """A started one, leader of its own group. `name` is a worker's node name without the host."""
+
+    name: str
+    log: Path
+    process: subprocess.Popen[bytes]
+
+    def stop(self) -> None:
+        """As for an upgrade."""
+        self.process.send_signal(signal.SIGTERM)
+        self.process.wait(_ENDS_S)
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    @property
+    def served(self) -> int:
+        """How many calls it has ended, by its log."""
+        return self.log.read_bytes().count(_OPS)
+
+
+@dataclass
+class Fleet:
+    """What tests/chaos/script.py plays on, in the place of a stack."""
+
+    folder: Path
+    base: Path
+    state_url: str
+    broker_url: str
+    port: int = field(default_factory=free_port)
+    processes: list[Process] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.data_dir = self.folder / "data"
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._settings = self.folder / "settings.toml"
+        self._settings.write_text(tomli_w.dumps(self._toml()))
+
+    def api(self, tree: Path | None) -> Process:
+        """There is one at a time, on the same port."""
+        api = self._start("api", tree, "gunicorn", "-c", "python:app.gunicorn_conf", "app.wsgi:application")
+        await_true(lambda: self._answers(api), "the API answers")
+        return api
+
+    def trainer(self, tree: Path | None) -> Process:
+        return self._worker("trainer", tree)
+
+    def sampler(self, tree: Path | None) -> Process:
+        return self._worker("sampler", tree)
+
+    def client(self) -> tinker.ServiceClient:
+        return tinker.ServiceClient(base_url=self.url, api_key=API_KEY)
+
+    def redis(self) -> redis.Redis:
+        return redis.Redis.from_url(self.state_url)
+
+    def owners(self) -> dict[str, str]:
+        """The name of the trainer that owned each model last, by model."""
+        with self.redis() as state:
+            heads = {key: state.hget(key, "worker") for key in state.scan_iter("tinsmith:models:*")}
+        return {key.decode(): worker.decode().partition("@")[0] for key, worker in heads.items() if worker}
+
+    def lost(self) -> list[str]:
+        """Futures that wait though nobody asks any more."""
+        with self.redis() as state:
+            futures = list(state.scan_iter("tinsmith:future:*"))
+            return [key.decode() for key in futures if state.hget(key, "state") == b"pending"]
+
+    def _worker(self, role: str, tree: Path | None) -> Process:
+        name = f"{role}-{len(self.processes)}"
+        worker = self._start(name, tree, f"workers.{role}", "--base", BASE, "--name", name)
+        await_true(lambda: self._is_up(worker), f"{name} is up")
+        return worker
+
+    def _start(self, name: str, tree: Path | None, module: str, *arguments: str) -> Process:
+        log = self.folder / f"{name}-{len(self.processes)}.log"
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-m", module, *arguments],
+                cwd=tree,
+                # One thread repeats anywhere, and leaves room for the others.
+                env={**os.environ, **code_of(tree), "OMP_NUM_THREADS": "1", "TINSMITH_SETTINGS": str(self._settings)},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self.processes.append(Process(name, log, process))
+        return self.processes[-1]
+
+    def _answers(self, api: Process) -> bool:
+        assert api.process.poll() is None, api.log.read_text()
+        with contextlib.suppress(urllib.error.URLError, ConnectionError):
+            return bool(urllib.request.urlopen(f"{self.url}/api/v1/healthz", timeout=5).status == 200)
+        return False
+
+    def _is_up(self, worker: Process) -> bool:
+        assert worker.process.poll() is None, worker.log.read_text()
+        with self.redis() as state:
+            return any(
+                node.startswith(f"{worker.name}@".encode()) for node in state.zrange("tinsmith:index:workers", 0, -1)
+            )
+
+    def _toml(self) -> dict[str, object]:
+        return {
+            "data_dir": str(self.data_dir),
+            "api_keys": [hashlib.sha256(API_KEY.encode()).hexdigest()],
+            "url_secret": "secret",
+            "api": {"port": self.port},
+            "redis": {"url": self.state_url, "broker_url": self.broker_url},
+            "engine": {
+                "lease_s": 2.0,
+                "ring_again_s": 1.0,
+                "snapshot_share": 0.05,
+                "handover_dir": str(self.folder / "handover"),
+            },
+            "base_models": [
+                {
+                    "name": BASE,
+                    "path": str(self.base),
+                    "dtype": "float32",
+                    "trainer": {"backend": "torch"},
+                    # One sequence at a time: in a batch its last bits would depend on who shares it.
+                    "sampler": {"backend": "transformers", "max_batch": 1},
+                }
+            ],
+        }
+
+
+@contextlib.contextmanager
+def fleet(folder: Path, base: Path) -> Iterator[Fleet]:
+    """Without any process but the state server and the broker; all that were started are killed at the end."""
+    folder.mkdir(exist_ok=True)
+    with start_valkey(folder / "state") as state, start_valkey(folder / "broker", durable=False) as broker:
+        found = Fleet(folder, base, state, broker)
+        try:
+            yield found
+        finally:
+            for process in found.processes:
+                process.kill()

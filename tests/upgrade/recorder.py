@@ -1,0 +1,106 @@
+"""A proxy between the SDK and the API that keeps every acknowledged call, and the results that were given."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from http.client import HTTPConnection
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import ClassVar
+from urllib.parse import urlsplit
+
+from tests.upgrade.calls import Call, Result
+
+_POLL = "/api/v1/retrieve_future"
+_HOPS = frozenset({"host", "connection", "content-length", "accept-encoding", "transfer-encoding", "date", "server"})
+# Longer than a poll is held.
+_TIMEOUT_S = 120
+
+
+class Recorder:
+    """`calls` are in the order in which they were acknowledged."""
+
+    def __init__(self) -> None:
+        self.url = ""
+        self._calls: dict[str, Call] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def calls(self) -> list[Call]:
+        with self._lock:
+            return list(self._calls.values())
+
+    def note(self, path: str, content_type: str, body: bytes, result: Result) -> None:
+        """An exchange that went well."""
+        with self._lock:
+            if path == _POLL:
+                request_id = json.loads(body)["request_id"]
+                self._calls[request_id] = replace(self._calls[request_id], result=result)
+            elif result.content_type.startswith("application/json") and "request_id" in result.fields:
+                call = Call(path, content_type, body, result.fields)
+                self._calls.setdefault(call.request_id, call)
+
+
+@contextmanager
+def recording(api: str) -> Iterator[Recorder]:
+    """A recorder on a port of its own, before the API at `api`."""
+    recorder = Recorder()
+
+    class Handler(_Handler):
+        target, keeper = urlsplit(api).netloc, recorder
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        server.daemon_threads = True
+        recorder.url = f"http://127.0.0.1:{server.server_port}"
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        try:
+            yield recorder
+        finally:
+            server.shutdown()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    target: ClassVar[str]
+    keeper: ClassVar[Recorder]
+
+    def do_GET(self) -> None:
+        self._pass_on()
+
+    def do_POST(self) -> None:
+        self._pass_on()
+
+    def do_PUT(self) -> None:
+        self._pass_on()
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing: the API logs."""
+
+    def _pass_on(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        kept = {name: value for name, value in self.headers.items() if name.lower() not in _HOPS}
+        connection = HTTPConnection(self.target, timeout=_TIMEOUT_S)
+        try:
+            connection.request(self.command, self.path, body, kept)
+            response = connection.getresponse()
+            answer = response.read()
+        except OSError:
+            # The API was killed, as it is to be: so does this connection break.
+            self.close_connection = True
+            return
+        finally:
+            connection.close()
+        if response.status == 200:
+            result = Result(response.headers["Content-Type"], answer)
+            self.keeper.note(self.path, self.headers.get("Content-Type", ""), body, result)
+        self.send_response(response.status)
+        for name, value in response.headers.items():
+            if name.lower() not in _HOPS:
+                self.send_header(name, value)
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
