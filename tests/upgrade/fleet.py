@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -27,6 +28,7 @@ from tests.servers import free_port, start_valkey
 
 # A process that is left alone ends within it: engines hand over what they hold.
 _ENDS_S = 120
+_WORKS_WITHIN_S = 240
 _OPS = b'"logger": "tinsmith.ops"'
 
 
@@ -37,13 +39,17 @@ class Process:
     name: str
     log: Path
     process: subprocess.Popen[bytes]
+    ended: bool = False
+    """By a test."""
 
     def stop(self) -> None:
         """As for an upgrade."""
+        self.ended = True
         self.process.send_signal(signal.SIGTERM)
         self.process.wait(_ENDS_S)
 
     def kill(self) -> None:
+        self.ended = True
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -73,9 +79,7 @@ class Fleet:
 
     def api(self, tree: Path | None) -> Process:
         """There is one at a time, on the same port."""
-        api = self._start("api", tree, "gunicorn", "-c", "python:app.gunicorn_conf", "app.wsgi:application")
-        await_true(lambda: self._answers(api), "the API answers")
-        return api
+        return self._start("api", tree, "gunicorn", "-c", "python:app.gunicorn_conf", "app.wsgi:application")
 
     def trainer(self, tree: Path | None) -> Process:
         return self._worker("trainer", tree)
@@ -89,11 +93,34 @@ class Fleet:
     def redis(self) -> redis.Redis:
         return redis.Redis.from_url(self.state_url)
 
-    def owners(self) -> dict[str, str]:
-        """The name of the trainer that owned each model last, by model."""
+    def await_up(self) -> None:
+        """Until all that were started and not ended by a test take calls."""
+        for process in self.processes:
+            await_true(lambda process=process: process.ended or self._is_up(process), f"{process.name} is up")
+
+    def taken_by(self, name: str) -> set[str]:
+        """Models and sampling requests with something unfinished, that the worker of that name has begun."""
         with self.redis() as state:
-            heads = {key: state.hget(key, "worker") for key in state.scan_iter("tinsmith:models:*")}
-        return {key.decode(): worker.decode().partition("@")[0] for key, worker in heads.items() if worker}
+            waiting = [member.decode() for member in state.zrange("tinsmith:pending", 0, -1)]
+            holders = {
+                one: state.hget(f"tinsmith:models:{one}", "worker") or state.hget(f"tinsmith:op:{one}", "runner")
+                for one in waiting
+            }
+        return {one for one, holder in holders.items() if holder and holder.decode().partition("@")[0] == name}
+
+    def kill_at_work(self, worker: Process) -> set[str]:
+        """What it had in hand when it was killed; it is stopped first, so that it can end nothing meanwhile."""
+        deadline = time.monotonic() + _WORKS_WITHIN_S
+        while not (taken := self._stopped(worker)):
+            os.killpg(worker.process.pid, signal.SIGCONT)
+            assert time.monotonic() < deadline, f"{worker.name} never had anything in hand"
+            time.sleep(0.02)
+        worker.kill()
+        return taken
+
+    def _stopped(self, worker: Process) -> set[str]:
+        os.killpg(worker.process.pid, signal.SIGSTOP)
+        return self.taken_by(worker.name)
 
     def lost(self) -> list[str]:
         """Futures that wait though nobody asks any more."""
@@ -103,9 +130,7 @@ class Fleet:
 
     def _worker(self, role: str, tree: Path | None) -> Process:
         name = f"{role}-{len(self.processes)}"
-        worker = self._start(name, tree, f"workers.{role}", "--base", BASE, "--name", name)
-        await_true(lambda: self._is_up(worker), f"{name} is up")
-        return worker
+        return self._start(name, tree, f"workers.{role}", "--base", BASE, "--name", name)
 
     def _start(self, name: str, tree: Path | None, module: str, *arguments: str) -> Process:
         log = self.folder / f"{name}-{len(self.processes)}.log"
@@ -122,18 +147,15 @@ class Fleet:
         self.processes.append(Process(name, log, process))
         return self.processes[-1]
 
-    def _answers(self, api: Process) -> bool:
-        assert api.process.poll() is None, api.log.read_text()
-        with contextlib.suppress(urllib.error.URLError, ConnectionError):
-            return bool(urllib.request.urlopen(f"{self.url}/api/v1/healthz", timeout=5).status == 200)
-        return False
-
-    def _is_up(self, worker: Process) -> bool:
-        assert worker.process.poll() is None, worker.log.read_text()
+    def _is_up(self, process: Process) -> bool:
+        assert process.process.poll() is None, process.log.read_text()
+        if process.name == "api":
+            with contextlib.suppress(urllib.error.URLError, ConnectionError):
+                return bool(urllib.request.urlopen(f"{self.url}/api/v1/healthz", timeout=5).status == 200)
+            return False
         with self.redis() as state:
-            return any(
-                node.startswith(f"{worker.name}@".encode()) for node in state.zrange("tinsmith:index:workers", 0, -1)
-            )
+            workers = state.zrange("tinsmith:index:workers", 0, -1)
+        return any(name.startswith(f"{process.name}@".encode()) for name in workers)
 
     def _toml(self) -> dict[str, object]:
         return {

@@ -50,6 +50,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory, base: Path) -> dict[int, 
         alone.api(_NEW)
         alone.trainer(_NEW)
         alone.sampler(_NEW)
+        alone.await_up()
         return played(alone)
 
 
@@ -107,6 +108,7 @@ def test_an_old_api_serves_clients_through_new_workers(mixed: Fleet, expected: d
     mixed.api(old)
     mixed.trainer(_NEW)
     mixed.sampler(_NEW)
+    mixed.await_up()
     check(mixed, expected, played(mixed))
 
 
@@ -114,44 +116,42 @@ def test_a_new_api_serves_clients_through_old_workers(mixed: Fleet, expected: di
     mixed.api(_NEW)
     mixed.trainer(old)
     mixed.sampler(old)
+    mixed.await_up()
     check(mixed, expected, played(mixed))
 
 
-def test_models_move_between_old_and_new_trainers_that_are_killed(
+def test_a_model_moves_between_old_and_new_trainers_that_are_killed(
     mixed: Fleet, expected: dict[int, Transcript], old: Path
 ):
     mixed.api(_NEW)
     mixed.sampler(_NEW)
-    trees = (_NEW, old)
-    trainers = [mixed.trainer(tree) for tree in trees]
-    moved = []
-    with clients(mixed, expected) as plays:
-        for turn in (0, 1, 0, 1):
-            serves(trainers[turn], plays)
-            held = {model for model, owner in mixed.owners().items() if owner == trainers[turn].name}
-            trainers[turn].kill()
-            other = trainers[1 - turn]
-            serves(other, plays)
-            taken = {model for model, owner in mixed.owners().items() if owner == other.name}
-            moved.append(len(held & taken))
-            trainers[turn] = mixed.trainer(trees[turn])
-    assert moved[0] + moved[2] > 0, "from new to old"
-    assert moved[1] + moved[3] > 0, "from old to new"
+    take_over_from_each_other(mixed, expected, mixed.trainer, [_NEW, old])
 
 
-def test_old_and_new_samplers_share_what_is_asked_and_take_over_from_each_other(
+def test_old_and_new_samplers_take_over_requests_from_each_other(
     mixed: Fleet, expected: dict[int, Transcript], old: Path
 ):
     mixed.api(_NEW)
     mixed.trainer(_NEW)
-    trees = (_NEW, old)
-    samplers = [mixed.sampler(tree) for tree in trees]
+    take_over_from_each_other(mixed, expected, mixed.sampler, [_NEW, old])
+
+
+def take_over_from_each_other(
+    mixed: Fleet, expected: dict[int, Transcript], start: Callable[[Path | None], Process], trees: list[Path | None]
+) -> None:
+    """A worker of each tree: each is killed with something in hand, which only the other can go on with."""
+    workers = [start(tree) for tree in trees]
+    mixed.await_up()
     with clients(mixed, expected) as plays:
-        for turn in (0, 1):
-            samplers[turn].kill()
-            serves(samplers[1 - turn], plays, 3)
-            samplers[turn] = mixed.sampler(trees[turn])
-            serves(samplers[turn], plays, 1)
+        for turn in (0, 1, 0, 1):
+            killed = workers[turn]
+            taken = mixed.kill_at_work(killed)
+            await_true(
+                lambda killed=killed, taken=taken: plays() >= 0 and not taken & mixed.taken_by(killed.name),
+                f"what {killed.name} had in hand is taken over",
+            )
+            workers[turn] = start(trees[turn])
+            mixed.await_up()
 
 
 @pytest.mark.parametrize("back", [False, True], ids=["upgrade", "downgrade"])
@@ -160,14 +160,15 @@ def test_every_process_is_exchanged_while_clients_work(
 ):
     before, after = (_NEW, old) if back else (old, _NEW)
     api, trainer, sampler = mixed.api(before), mixed.trainer(before), mixed.sampler(before)
+    mixed.await_up()
     with clients(mixed, expected) as plays:
         serves(trainer, plays)
-        newer = mixed.trainer(after)
+        newer = mixed.trainer(after), mixed.sampler(after)
+        mixed.await_up()
         trainer.stop()
-        serves(newer, plays)
+        sampler.stop()
+        serves(newer[0], plays)
         api.stop()
         mixed.api(after)
-        serves(newer, plays)
-        sampling = mixed.sampler(after)
-        sampler.stop()
-        serves(sampling, plays, 3)
+        for process in newer:
+            serves(process, plays)
