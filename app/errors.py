@@ -15,6 +15,7 @@
     │   ├── TooManyRequests     429  retry later
     │   ├── ClientGone          499  nobody is there to read the answer
     │   └── Unavailable         503  retry later
+    │       └── NewerContent    503  only a newer version of ours can read it; a process of that version will
     ├── OpError                 what only running an Op can tell, as a failed future
     │   ├── UserOpError         category "user": the Op's content is at fault
     │   └── ServerOpError       category "server": we are at fault
@@ -123,6 +124,10 @@ class Unavailable(RequestError):
 
     status = 503
     retry_after_s = 5.0
+
+
+class NewerContent(Unavailable):
+    """A newer version of Tinsmith stored this, and this one cannot read it: a newer process can."""
 
 
 class OpError(TinsmithError):

@@ -146,8 +146,9 @@ class Committer:
                 return self._run_together(group)
             return [self._run_alone(group[0])]
         except Unavailable:
-            # The object store is away and the model as it was.
-            self._oplog.put_off(group[0].resident.lease, group[0].entry.seq)
+            # The object store is away, or this worker too old for the last of them; the models are as they were.
+            for begun in group:
+                self._oplog.put_off(begun.resident.lease, begun.entry.seq)
             raise
         except (Fenced, redis.RedisError):
             raise

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 
 import redis
 
-from app.errors import Fenced, NotFound, OpError, TinsmithError, Unavailable
+from app.domain import codec
+from app.errors import Fenced, NewerContent, NotFound, OpError, TinsmithError, Unavailable
 from app.stores.interfaces import Entry, HeldElsewhere, Lease, OpLog
 from workers import telemetry
 from workers.attempt import Ran
@@ -191,6 +192,9 @@ class Owner:
     def _restored(self, lease: Lease) -> Window:
         """A death on the way counts as one of the Op that waits next: else a replay that kills would go on for ever."""
         entry = self._oplog.next(lease, lease.applied + 1)
+        if entry is not None and not entry.doomed and codec.is_newer(entry.payload):
+            self._oplog.put_off(lease, entry.seq)
+            raise NewerContent(f"{entry.request_id} is of a newer version of Tinsmith")
         if entry is not None and entry.attempts >= MAX_ATTEMPTS:
             if entry.in_doubt:
                 self._oplog.put_off(lease, entry.seq)

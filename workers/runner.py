@@ -15,8 +15,9 @@ from typing import NoReturn
 import redis
 
 from app import doorbell, ids
+from app.domain import codec
 from app.domain.results import Result
-from app.errors import Fenced, Gone, NotFound, ServerOpError, Unavailable
+from app.errors import Fenced, Gone, NewerContent, NotFound, ServerOpError, Unavailable
 from app.stores.interfaces import Entry, Head, HeldElsewhere, OpLog
 from workers.attempt import Attempt
 from workers.committer import Begun, Committer
@@ -79,6 +80,8 @@ class TrainingRunner:
         except (NotFound, Gone):
             self._parked.forget(model_id)
             return self._oplog.outcome(request_id)
+        except NewerContent as newer:
+            return self._leave_to_newer(request_id, model_id, kind, newer)
         except Unavailable as error:
             self._parked.put_off(model_id, seq, kind)
             raise NotNow(f"{request_id}: {error}") from error
@@ -169,11 +172,15 @@ class TrainingRunner:
             self._turns.took([begun.entry for begun in group], time.monotonic() - started)
 
     def _begin(self, head: Head) -> Begun | None:
-        """An Op that shares a pass; None when its model was lost meanwhile, which its own doorbell then sees to."""
+        """An Op that shares a pass; None when its model was lost meanwhile, or only a newer worker can read it: its own
+        doorbell then sees to that."""
         resident = self._owner.residents()[head.model_id]
         try:
             entry = self._oplog.next(resident.lease, head.seq)
         except (Fenced, Unavailable):
+            return None
+        if entry is not None and codec.is_newer(entry.payload):
+            self._oplog.put_off(resident.lease, entry.seq)
             return None
         resident.served = time.monotonic()
         return Begun(resident, entry) if entry is not None else None
@@ -190,6 +197,18 @@ class TrainingRunner:
             failure = Attempt.failed(entry, ServerOpError(str(lost)))
             self._oplog.commit(lost.lease, at, failure.result, (), failure.failure)
         return self._oplog.outcome(ids.request_id(lost.lease.model_id, seq))
+
+    def _leave_to_newer(self, request_id: str, model_id: str, kind: str, newer: NewerContent) -> Result | None:
+        """Let go of a model that only a newer worker can go on with, which the sweeper rings. The result, if there is
+        one by now; else it is looked at again in a while, as no newer worker may be there yet."""
+        self._owner.part_with(model_id)
+        result = self._oplog.outcome(request_id)
+        if result is not None:
+            self._parked.forget(model_id)
+            return result
+        log.warning("left to a newer worker: %s", newer, extra={"request_id": request_id, "model_id": model_id})
+        self._parked.put_off(model_id, int(request_id.rpartition(":")[2]), kind)
+        raise NotNow(f"{request_id}: {newer}") from newer
 
     def _start_over(self, broken: Broken) -> None:
         """The backend's promise: after anything but an OpError every state it holds is suspect, or it all is."""

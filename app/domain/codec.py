@@ -1,59 +1,48 @@
 """Ops to bytes and back: what the journal stores, what a digest is taken over, what ranks send each other.
 
-msgpack with two extension types: numpy arrays (dtype, shape, raw little-endian bytes), and the tag that makes a list
-one of the dataclasses in `_TYPES`, by field order. Decoding builds only those, so nothing in a journal can run code.
+msgpack with three extension types: numpy arrays (dtype, shape, raw little-endian bytes); the tag that makes a list one
+of the dataclasses in `TYPES`, by field order; and the version of an encoding that is not the first. Decoding builds
+only those, so nothing in a journal can run code.
+
+Bytes that were written once stay as they are, and so do their digests. So a tag is no class's name, even where the two
+read the same, and the fields that a type has beside those of version 1 are left out while they have their defaults.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, fields
 from typing import Any
 
 import msgpack
 import numpy as np
 
 from app.domain import batch, custom_losses, ops, sampling
+from app.errors import NewerContent
 
-_ARRAY, _DATACLASS = 1, 2
-_TYPES: dict[str, type] = {
-    t.__name__: t
-    for t in (
-        batch.Ragged,
-        batch.Batch,
-        custom_losses.LossInput,
-        custom_losses.LossCall,
-        custom_losses.CustomLoss,
-        ops.LoraSpec,
-        ops.ModelSpec,
-        ops.AdamParams,
-        ops.CreateModel,
-        ops.ForwardBackward,
-        ops.OptimStep,
-        ops.SaveWeights,
-        ops.LoadWeights,
-        ops.DropGradients,
-        sampling.Cells,
-        sampling.SampleRequest,
-    )
+_ARRAY, _DATACLASS, _VERSION = 1, 2, 3
+
+# Tag -> class, and how many fields it had in version 1: those are always written. More may be added behind them, each
+# with a default. A tag is never used for anything else.
+TYPES: Mapping[str, tuple[type, int]] = {
+    "Ragged": (batch.Ragged, 2),
+    "Batch": (batch.Batch, 2),
+    "LossInput": (custom_losses.LossInput, 3),
+    "LossCall": (custom_losses.LossCall, 5),
+    "CustomLoss": (custom_losses.CustomLoss, 5),
+    "LoraSpec": (ops.LoraSpec, 6),
+    "ModelSpec": (ops.ModelSpec, 3),
+    "AdamParams": (ops.AdamParams, 6),
+    "CreateModel": (ops.CreateModel, 4),
+    "ForwardBackward": (ops.ForwardBackward, 5),
+    "OptimStep": (ops.OptimStep, 1),
+    "SaveWeights": (ops.SaveWeights, 9),
+    "LoadWeights": (ops.LoadWeights, 3),
+    "DropGradients": (ops.DropGradients, 0),
+    "Cells": (sampling.Cells, 4),
+    "SampleRequest": (sampling.SampleRequest, 17),
 }
-
-
-def encode(value: Any) -> bytes:
-    """Bytes for an Op or a SampleRequest; equal values give equal bytes."""
-    data: bytes = msgpack.packb(value, default=_plain, strict_types=True)
-    return data
-
-
-def decode(data: bytes) -> Any:
-    """The inverse of `encode`; arrays are read-only views. Raises ValueError on anything else."""
-    return msgpack.unpackb(data, ext_hook=_extension, list_hook=_value, strict_map_key=False)
-
-
-def digest(encoded: bytes) -> str:
-    """The identity of an Op's content: sha256 over its encoding, so the wire format does not matter."""
-    return hashlib.sha256(encoded).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,21 +52,86 @@ class _Tag:
     name: str
 
 
-def _plain(value: Any) -> Any:
-    """What msgpack can pack itself, one level down; nested packing would copy a batch once a level."""
-    if isinstance(value, np.ndarray):
-        head = msgpack.packb((value.dtype.str, value.shape))
-        return msgpack.ExtType(_ARRAY, b"".join((head, np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)))
-    if isinstance(value, tuple):  # strict_types sends tuples here
-        return list(value)
-    name = type(value).__name__
-    if is_dataclass(value) and _TYPES.get(name) is type(value):
-        return [msgpack.ExtType(_DATACLASS, name.encode()), *(_sorted(getattr(value, f.name)) for f in fields(value))]
-    raise TypeError(f"{name} has no place in a journal")
+class Codec:
+    """`types` as in TYPES, which is what this version knows."""
+
+    def __init__(self, types: Mapping[str, tuple[type, int]]) -> None:
+        self._types = types
+        self._tags = {known: tag for tag, (known, _) in types.items()}
+
+    def encode(self, value: Any) -> bytes:
+        """Bytes for an Op or a SampleRequest; equal values give equal bytes."""
+        data: bytes = msgpack.packb(value, default=self._plain, strict_types=True)
+        return data
+
+    def decode(self, data: bytes) -> Any:
+        """The inverse of `encode`; arrays are read-only views.
+
+        Raises NewerContent on what only a newer version can have written, and ValueError or TypeError on anything else.
+        """
+        return msgpack.unpackb(data, ext_hook=_extension, list_hook=self._value, strict_map_key=False)
+
+    def _plain(self, value: Any) -> Any:
+        """What msgpack can pack itself, one level down; nested packing would copy a batch once a level."""
+        if isinstance(value, np.ndarray):
+            head = msgpack.packb((value.dtype.str, value.shape))
+            return msgpack.ExtType(
+                _ARRAY, b"".join((head, np.ascontiguousarray(value).reshape(-1).view(np.uint8).data))
+            )
+        if isinstance(value, tuple):  # strict_types sends tuples here
+            return list(value)
+        tag = self._tags.get(type(value))
+        if tag is None:
+            raise TypeError(f"{type(value).__name__} has no place in a journal")
+        return [msgpack.ExtType(_DATACLASS, tag.encode()), *(_sorted(part) for part in self._parts(value, tag))]
+
+    def _parts(self, value: Any, tag: str) -> list[Any]:
+        """Its fields' values, without those at the end that were added since version 1 and have their defaults."""
+        present = fields(value)
+        parts = [getattr(value, field.name) for field in present]
+        least = self._types[tag][1]
+        while len(parts) > least and self.encode(parts[-1]) == self.encode(_default(present[len(parts) - 1])):
+            parts.pop()
+        return parts
+
+    def _value(self, items: list[Any]) -> Any:
+        if not items or not isinstance(items[0], _Tag):
+            return tuple(items)
+        tag = items[0].name
+        if tag not in self._types:
+            raise NewerContent(f"there is no {tag[:100]!r} in this version of Tinsmith")
+        known = self._types[tag][0]
+        if len(items) - 1 > len(fields(known)):
+            raise NewerContent(f"{tag} has {len(items) - 1} fields, in this version of Tinsmith {len(fields(known))}")
+        return known(*items[1:])
+
+
+_codec = Codec(TYPES)
+encode, decode = _codec.encode, _codec.decode
+
+
+def digest(encoded: bytes) -> str:
+    """The identity of an Op's content: sha256 over its encoding, so the wire format does not matter."""
+    return hashlib.sha256(encoded).hexdigest()
+
+
+def is_newer(data: bytes) -> bool:
+    """Whether `decode` would raise NewerContent, and no other error: that one is met when the Op is run."""
+    try:
+        decode(data)
+    except NewerContent:
+        return True
+    except Exception:
+        return False
+    return False
 
 
 def _sorted(value: Any) -> Any:
     return dict(sorted(value.items())) if isinstance(value, Mapping) else value
+
+
+def _default(field: Field[Any]) -> Any:
+    return field.default if field.default_factory is MISSING else field.default_factory()
 
 
 def _extension(code: int, data: bytes) -> Any:
@@ -88,10 +142,6 @@ def _extension(code: int, data: bytes) -> Any:
         return np.frombuffer(data, dtype=dtype, offset=unpacker.tell()).reshape(shape)
     if code == _DATACLASS:
         return _Tag(data.decode())
-    raise ValueError(f"unknown extension type {code}")
-
-
-def _value(items: list[Any]) -> Any:
-    if items and isinstance(items[0], _Tag):
-        return _TYPES[items[0].name](*items[1:])
-    return tuple(items)
+    if code == _VERSION:
+        raise NewerContent(f"this version of Tinsmith reads version 1 of the encoding, not {data[:100]!r}")
+    raise NewerContent(f"there is no extension type {code} in this version of Tinsmith")

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from app.domain import codec, records
 from app.domain.checkpoints import MODELS, SNAPSHOT, Place
 from app.domain.records import Checkpoint, Model, Sampler
+from app.errors import NewerContent
 from app.settings import EngineSettings
 from app.stores.interfaces import Lifecycle, ObjectStore, OpLog, Records
 from app.stores.objects.removal import remove_checkpoint
@@ -59,7 +60,10 @@ class Orphans:
     def sweep(self) -> None:
         if time.monotonic() >= self._next:
             self._remove_expired()
-            self._collect()
+            try:
+                self._collect()
+            except NewerContent as newer:
+                log.warning("no orphan is removed, as there is a call that may need it: %s", newer)
             self._next = time.monotonic() + self._period_s
 
     def _remove_expired(self) -> None:
