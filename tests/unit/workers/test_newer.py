@@ -172,10 +172,11 @@ def test_what_shares_a_pass_is_not_held_up_by_a_newer_op(world: World):
     result = worker.handle(1)
     assert result is not None and not result.failed
     assert attempts(world, unread) == 0 and not world.client.hexists(keys.op(unread), "runner")
-    world.admit(2, gradient)
+    company = world.admit(2, gradient)
     with pytest.raises(NotNow):  # and the other way round: the one that is asked for cannot be read
         worker.runner.handle(unread, OTHER, gradient.kind)
-    assert attempts(world, unread) == 0
+    for request in (unread, company):
+        assert attempts(world, request) == 0 and not world.client.hexists(keys.op(request), "runner")
     result = worker.handle(2)
     assert result is not None and not result.failed
 
