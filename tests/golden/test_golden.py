@@ -1,0 +1,112 @@
+"""Today's contracts are those of ecb7b39, and what was added since."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import pytest
+
+from app.domain import codec, records
+from app.domain.checkpoints import Manifest
+from tests.golden import names, public, scripts, values
+from tests.golden.added import ADDED, CHANGED
+from tests.servers import start_valkey
+
+FROZEN = {path.stem: json.loads(path.read_text()) for path in (Path(__file__).parent / "ecb7b39").glob("*.json")}
+ENTRIES = ("workers.celery_app", "workers.trainer", "workers.sampler", "workers.node", "app.wsgi")
+
+
+def as_json(found: Any) -> Any:
+    return json.loads(json.dumps(found))
+
+
+@pytest.fixture(scope="module")
+def found_in_public() -> dict[str, Any]:
+    return dict(as_json(public.goldens()))
+
+
+@pytest.fixture(scope="module")
+def found_in_names() -> dict[str, Any]:
+    return dict(as_json(names.goldens()))
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    with start_valkey(tmp_path_factory.mktemp("valkey"), durable=False) as url:
+        return dict(as_json(scripts.goldens(url)))
+
+
+@pytest.mark.parametrize("name", FROZEN["codec"])
+def test_a_value_is_encoded_to_the_same_bytes_and_digest(name: str):
+    assert values.goldens()[name] == FROZEN["codec"][name]
+
+
+@pytest.mark.parametrize("name", FROZEN["codec"])
+def test_bytes_written_then_are_read_as_the_value_they_were_made_of(name: str):
+    frozen = bytes.fromhex(FROZEN["codec"][name]["bytes"])
+    assert values.same(values.VALUES[name], codec.decode(frozen))
+    assert codec.encode(codec.decode(frozen)) == frozen
+
+
+def test_every_tag_is_frozen():
+    """A type that comes anew needs a value in values.py, and its golden: see added.py."""
+    seen: set[str] = set()
+
+    def tag(code: int, data: bytes) -> str:
+        seen.update({data.decode()} if code == 2 else ())
+        return ""
+
+    for golden in FROZEN["codec"].values():
+        msgpack.unpackb(bytes.fromhex(golden["bytes"]), ext_hook=tag, strict_map_key=False)
+    assert seen == codec.TYPES.keys() - ADDED.get("codec", set())
+
+
+@pytest.mark.parametrize("contract", FROZEN["names"])
+def test_names_and_stored_forms_are_the_same(contract: str, found_in_names: dict[str, Any]):
+    assert found_in_names[contract] == FROZEN["names"][contract]
+
+
+@pytest.mark.parametrize("name", FROZEN["names"]["records"])
+def test_a_record_written_then_is_read_as_what_it_was(name: str):
+    stored = dict(FROZEN["names"]["records"][name])
+    assert records.load(type(names.RECORDS[name]), stored) == names.RECORDS[name]
+
+
+@pytest.mark.parametrize("name", FROZEN["names"]["manifests"])
+def test_a_manifest_written_then_is_read_as_what_it_was(name: str):
+    assert Manifest.from_json(FROZEN["names"]["manifests"][name].encode()) == names.MANIFESTS[name]
+
+
+@pytest.mark.parametrize("scenario", FROZEN["scripts"])
+def test_scripts_answer_the_same_and_leave_the_same_behind(scenario: str, played: dict[str, Any]):
+    steps, frozen = played[scenario], FROZEN["scripts"][scenario]
+    for step, expected in zip(steps, frozen, strict=True):
+        assert step == expected
+
+
+@pytest.mark.parametrize("contract", FROZEN["public"])
+def test_nothing_public_is_gone_or_differs_but_what_is_listed(contract: str, found_in_public: dict[str, Any]):
+    frozen, found = FROZEN["public"][contract], found_in_public[contract]
+    changed = CHANGED.get(contract, {})
+    assert changed.keys() <= frozen.keys(), "what was changed was there"
+    assert {name: found.get(name) for name in frozen} == {**frozen, **changed}
+
+
+@pytest.mark.parametrize("contract", FROZEN["public"])
+def test_what_was_added_to_a_contract_is_listed(contract: str, found_in_public: dict[str, Any]):
+    assert found_in_public[contract].keys() - FROZEN["public"][contract].keys() == ADDED.get(contract, set())
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_a_module_that_is_started_by_its_name_is_there(entry: str):
+    assert importlib.util.find_spec(entry) is not None
+
+
+def test_the_contracts_name_no_module_but_those_that_are_started():
+    named = re.findall(r"\b(?:app|workers)\.[a-z_]+(?:\.[a-z_]+)*", json.dumps(FROZEN))
+    assert set(named) <= set(ENTRIES)
