@@ -39,7 +39,7 @@ def goldens() -> dict[str, Any]:
         "ids": _ids(),
         "keys": _keys(),
         "celery": _celery(),
-        "records": {name: list(records.dump(record).items()) for name, record in RECORDS.items()},
+        "records": {name: [one.namespace, list(records.dump(one).items())] for name, one in RECORDS.items()},
         "manifests": {name: manifest.to_json().decode() for name, manifest in MANIFESTS.items()},
         "objects": _objects(),
     }

@@ -73,7 +73,7 @@ def test_names_and_stored_forms_are_the_same(contract: str, found_in_names: dict
 
 @pytest.mark.parametrize("name", FROZEN["names"]["records"])
 def test_a_record_written_then_is_read_as_what_it_was(name: str):
-    stored = dict(FROZEN["names"]["records"][name])
+    stored = dict(FROZEN["names"]["records"][name][1])
     assert records.load(type(names.RECORDS[name]), stored) == names.RECORDS[name]
 
 

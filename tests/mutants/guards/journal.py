@@ -9,6 +9,7 @@ _LUA = "app/stores/redis/lua"
 _STORES = "--confcutdir=tests/unit/app/stores -p tests.unit.conftest tests/unit/app/stores/redis"
 _OPLOG = f"{_STORES}/test_oplog.py"
 _JOURNAL = "tests/property/test_journal.py"
+_CODEC, _NEWER = "tests/unit/app/domain/test_codec.py", "tests/unit/workers/test_newer.py"
 _RECOVERY = "tests/property/test_recovery.py"
 
 MUTANTS = (
@@ -40,6 +41,35 @@ MUTANTS = (
         "if redis.call('EXISTS', 'tinsmith:op:' .. request) == 1 then return 0 end",
         "",
         f"{_JOURNAL}::test_a_seq_that_is_taken_can_not_be_refused",
+    ),
+    # Stored forms: what an older version wrote, and what a newer one may write.
+    Mutant(
+        "codec: a field that was added has its default",
+        "app/domain/codec.py",
+        "while len(parts) > least and",
+        "while False and",
+        f"{_CODEC}::test_added_fields_that_have_their_defaults_leave_the_bytes_and_so_the_digest_as_they_were",
+    ),
+    Mutant(
+        "codec: more fields than are known here",
+        "app/domain/codec.py",
+        "if len(items) - 1 > len(fields(known)):",
+        "if False:",
+        f"{_CODEC}::test_what_only_a_newer_version_can_have_written_is_known_as_that",
+    ),
+    Mutant(
+        "newer: the model is let go of",
+        "workers/runner.py",
+        "        self._owner.part_with(model_id)\n",
+        "",
+        f"{_NEWER}::test_a_newer_op_is_left_without_an_attempt_and_its_model_free_for_a_newer_worker",
+    ),
+    Mutant(
+        "newer: no model is brought back for it",
+        "workers/owner.py",
+        "not entry.doomed and codec.is_newer(entry.payload)",
+        "False",
+        f"{_NEWER}::test_an_old_worker_does_not_bring_a_model_back_for_what_it_cannot_read",
     ),
     # Order and ownership.
     Mutant(
