@@ -14,7 +14,7 @@ from pathlib import PurePath
 from xdist.scheduler import LoadScopeScheduling
 from xdist.workermanage import WorkerController
 
-_FIRST = ("chaos", "contract", "conformance", "faults")
+_FIRST = ("chaos", "upgrade", "contract", "conformance", "faults")
 _LAST = ("security", "parity", "property", "mutants")
 # A parameter of a fixture that several files of a folder share (tests/contract/conftest.py, tests/conformance/).
 _SHARED = re.compile(r"\b(deepspeed-1-transformers|deepspeed-2-ranks-vllm)\b|\[(transformers|vllm)\b")
