@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -112,7 +113,9 @@ def send(url: str, call: Call) -> dict[str, Any]:
 def result(url: str, request_id: str) -> Result:
     """The future's result, polled for as the SDK does."""
     headers = {"Accept": f"{_PROTOBUF}, {_JSON}", "X-API-Key": API_KEY}
+    deadline = time.monotonic() + _PATIENCE_S
     while True:
+        assert time.monotonic() < deadline, f"{request_id} has no result after {_PATIENCE_S} s"
         response = requests.post(
             f"{url}/api/v1/retrieve_future", json={"request_id": request_id}, headers=headers, timeout=_PATIENCE_S
         )

@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -150,7 +149,7 @@ class Fleet:
     def _is_up(self, process: Process) -> bool:
         assert process.process.poll() is None, process.log.read_text()
         if process.name == "api":
-            with contextlib.suppress(urllib.error.URLError, ConnectionError):
+            with contextlib.suppress(OSError):
                 return bool(urllib.request.urlopen(f"{self.url}/api/v1/healthz", timeout=5).status == 200)
             return False
         with self.redis() as state:
