@@ -1,7 +1,7 @@
 """Models that train all of the base's weights: fp32 masters outside the engine, whose parameters are a copy of them.
 
 To the optimizer such a model is an adapter whose tensors are the base's own. What a rank holds of them, and why
-DeepSpeed's optimizers do not: see ARCHITECTURE.md, "Full fine-tuning".
+DeepSpeed's optimizers do not: see docs/decisions/0009-full-fine-tuning.md.
 """
 
 from __future__ import annotations
