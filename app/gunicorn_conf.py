@@ -1,7 +1,7 @@
 """gunicorn's settings: `python -m gunicorn -c python:app.gunicorn_conf app.wsgi:application`.
 
 One process, because a held poll is a waiting thread and one pub/sub connection wakes them all. Poll threads and spare
-threads come from one pool; app/services/polls.py sees to it that polls never take all of it.
+threads come from one pool; app/services/polling.py sees to it that polls never take all of it.
 """
 
 from __future__ import annotations

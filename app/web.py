@@ -1,4 +1,4 @@
-"""The Flask application: settings, services, hooks and routes put together."""
+"""The Flask application: settings, services, blueprints, hooks and routes put together."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ import time
 from typing import Any
 
 from flask import Flask, Response, g, request
+from flask_smorest import Api
 
-from app import routes
-from app.auth import credential
-from app.routes import errors
-from app.routes.bodies import SETTINGS
-from app.routes.context import EXTENSION
+from app.api import account, checkpoints, client, errors, futures, hub, models, openai, sampling, sessions, training
+from app.api.context import EXTENSION, SETTINGS, credential
 from app.services import container
 from app.services.container import Services
 from app.settings import Settings
@@ -30,6 +28,29 @@ PUBLIC = frozenset(
         "api-docs.openapi_json",
         "docs",
     }
+)
+
+_BLUEPRINTS = (
+    client.client_blueprint,
+    account.auth_blueprint,
+    sessions.blueprint,
+    models.blueprint,
+    training.custom_losses_blueprint,
+    training.training_blueprint,
+    training.weights_blueprint,
+    futures.futures_blueprint,
+    futures.queue_blueprint,
+    sampling.blueprint,
+    checkpoints.runs_blueprint,
+    checkpoints.checkpoints_blueprint,
+    checkpoints.objects_blueprint,
+    checkpoints.archives_blueprint,
+    account.limits_blueprint,
+    openai.blueprint,
+    account.audit_blueprint,
+    account.billing_blueprint,
+    hub.blueprint,
+    client.operations_blueprint,
 )
 
 
@@ -55,7 +76,7 @@ def _add_routes(app: Flask) -> errors.TinsmithApi:
     app.config.update(API_TITLE="Tinsmith", API_VERSION="v1", OPENAPI_VERSION="3.0.3", OPENAPI_URL_PREFIX="/")
     api = errors.TinsmithApi(app)
     with app.app_context():
-        routes.register(api)
+        register_blueprints(api)
     return api
 
 
@@ -71,3 +92,10 @@ def _add_hooks(app: Flask, services: Services) -> None:
         route = request.url_rule.rule if request.url_rule else "unknown"
         REQUEST_SECONDS.labels(route, response.status_code).observe(time.perf_counter() - g.started)
         return response
+
+
+def register_blueprints(api: Api) -> None:
+    """Add every route of the API, and the page that lists them."""
+    for blueprint in _BLUEPRINTS:
+        api.register_blueprint(blueprint)
+    client.register_docs(api)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from app import create_app
-from app.routes.context import EXTENSION
-from app.services import presence
+from app.api.context import EXTENSION
+from app.services import admission
 from app.settings import from_environment
 from app.telemetry import configure_logging
 
 configure_logging()
 application = create_app(from_environment())
-presence.beat_for_ever(application.extensions[EXTENSION].oplog)
+admission.beat_for_ever(application.extensions[EXTENSION].oplog)

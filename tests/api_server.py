@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from app.domain.base_models import BaseModelInfo
+from app.domain.base_model import BaseModelInfo
 from app.domain.records import Worker, dump
 from app.settings import SETTINGS_VARIABLE, EngineSettings, hash_key
 from app.stores.redis.client import connect
-from app.stores.redis.oplog import RedisOpLog
+from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.records import RedisRecords
 from tests.servers import free_port, start_valkey
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.scheduling import Scheduling, place
-from workers.starting import uncollected
+from workers.process.startup import uncollected
 
 # Two cores are shared by servers, ranks and the test itself.
 os.environ.setdefault("OMP_NUM_THREADS", "2")

@@ -13,13 +13,13 @@ from typing import Any
 
 from celery import signals
 
-from app import doorbell, settings
+from app import dispatch, settings
 from app.errors import SetupError
-from workers.starting import refuse, uncollected
+from workers.process.startup import refuse, uncollected
 
 config = settings.from_environment()
-app = doorbell.celery_app(config)
-app.conf.include = ["workers.tasks"]
+app = dispatch.celery_app(config)
+app.conf.include = ["workers.process.tasks"]
 
 
 @signals.setup_logging.connect
@@ -37,9 +37,9 @@ def _become(sender: Any, **_: Any) -> None:
     """
     try:
         with uncollected():
-            from workers import runtime
+            from workers.process import assembly
 
-            direct = runtime.start(config, app, sender.hostname, list(app.amqp.queues.consume_from))
+            direct = assembly.start(config, app, sender.hostname, list(app.amqp.queues.consume_from))
     except SetupError as error:
         refuse(sender.hostname.partition("@")[0], error)
     except BaseException:
@@ -50,20 +50,20 @@ def _become(sender: Any, **_: Any) -> None:
 
 @signals.worker_ready.connect
 def _announce(**_: Any) -> None:
-    from workers import runtime
+    from workers.process import assembly
 
-    runtime.current().announce()
+    assembly.current().announce()
 
 
 @signals.worker_shutting_down.connect
 def _leave(**_: Any) -> None:
-    from workers import runtime
+    from workers.process import assembly
 
-    runtime.current().leave()
+    assembly.current().leave()
 
 
 @signals.worker_shutdown.connect
 def _stop(**_: Any) -> None:
-    from workers import runtime
+    from workers.process import assembly
 
-    runtime.current().stop()
+    assembly.current().stop()

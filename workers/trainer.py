@@ -1,78 +1,8 @@
-"""`python -m workers.trainer --base NAME --name NAME [--full]`: one trainer, however many ranks it takes.
-
-With one rank it is a Celery worker. With more it starts itself once a rank, under torchrun or on the hosts of
-`trainer.hostfile`; the whole group goes down when one rank dies. Rank 0 is the Celery worker, the others follow its
-calls.
-"""
+"""`python -m workers.trainer --base NAME --name NAME [--full]`: starts one trainer, however many ranks it takes."""
 
 from __future__ import annotations
 
-import argparse
-import os
-import signal
-import sys
-from pathlib import Path
-from typing import NoReturn
-
-from app import settings
-from app.doorbell import train_queue
-from app.errors import SetupError
-from workers import multinode
-from workers.launch import run_worker
-from workers.starting import refuse, uncollected
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m workers.trainer")
-    parser.add_argument("--base", required=True, help="name of the base model in the settings")
-    parser.add_argument("--full", action="store_true", help="train all of its weights, not adapters")
-    parser.add_argument("--name", required=True, help="name of this worker, unique among the running ones")
-    arguments = parser.parse_args()
-    try:
-        everything = settings.from_environment()
-        base = everything.base_model(arguments.base)
-        if base is None:
-            raise SetupError(f"the settings have no base model {arguments.base!r}")
-        if arguments.full:
-            base = base.for_full()
-        if "RANK" not in os.environ:
-            _start_ranks(everything, base.trainer, arguments.name)
-        if os.environ.get("RANK", "0") != "0":
-            _follow(base, full=arguments.full)
-        else:
-            run_worker(train_queue(base.name, full=arguments.full), arguments.name, ["-P", "solo"])
-        _end()
-    except SetupError as error:
-        refuse(arguments.name, error)
-
-
-def _start_ranks(everything: settings.Settings, trainer: settings.TrainerSettings, name: str) -> None:
-    """Returns only when this process is the one rank there is."""
-    if trainer.hostfile:
-        hosts = multinode.read_hostfile(Path(trainer.hostfile), trainer.ranks)
-        sys.exit(multinode.run(hosts, everything, name, "workers.trainer", sys.argv[1:]))
-    if trainer.ranks > 1:
-        launcher = ["-m", "workers.torchrun", "--standalone", "--nproc-per-node", str(trainer.ranks)]
-        os.execv(sys.executable, [sys.executable, *launcher, "-m", "workers.trainer", *sys.argv[1:]])
-
-
-def _follow(base: settings.BaseModelSettings, *, full: bool) -> None:
-    """Rank 0 says when to stop; a signal to the whole group must not end this rank in the middle of a pass."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with uncollected():
-        from workers.training.factory import create
-
-        backend = create(base, full=full)
-        backend.open()
-    backend.follow()
-
-
-def _end() -> NoReturn:
-    from workers.training import ranks
-
-    ranks.end()
-
+from workers.cli import run_trainer
 
 if __name__ == "__main__":
-    main()
+    run_trainer()

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from app import demo_model
+from app.demo import model
 from app.demo.data import HABIT, PROMPTS
 
 _WIDTH = 100
@@ -40,7 +40,7 @@ class Result:
     def save(self, path: Path) -> None:
         """As JSON, for programs."""
         shown = {"habit": HABIT, "habit_before": self.habit_before, "habit_after": self.habit_after}
-        about = {"base_model": demo_model.NAME, "prompts": PROMPTS, "steps": len(self.losses)}
+        about = {"base_model": model.NAME, "prompts": PROMPTS, "steps": len(self.losses)}
         path.write_text(json.dumps({**about, **asdict(self), **shown}, indent=2, ensure_ascii=False) + "\n", "utf-8")
 
 

@@ -10,15 +10,15 @@ import time
 import warnings
 from pathlib import Path
 
-from app import demo_model
+from app.demo import model
 
-_PACKAGES = ("tinker", "matplotlib", "deepspeed", *demo_model.PACKAGES)
+_PACKAGES = ("tinker", "matplotlib", "deepspeed", *model.PACKAGES)
 _BUDGET_S = 300.0
 
 
 def demo(data_dir: Path) -> None:
     """Raises SetupError when a package is missing, SystemExit when the stack does not start."""
-    demo_model.check_packages(_PACKAGES)
+    model.check_packages(_PACKAGES)
     # The tokenizer lies in the data folder; nothing is fetched.
     os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", TQDM_DISABLE="1")
     # On a busy machine threads that spin while they wait make a step take several times as long.
@@ -41,11 +41,11 @@ def _run(data_dir: Path) -> None:
     with stack.running(data_dir) as running:
         _say(f"Ready at {running.url} after {time.monotonic() - started:.0f} s")
         with tinker.ServiceClient(base_url=running.url, api_key=running.api_key) as service:
-            client = service.create_lora_training_client(demo_model.NAME, rank=training.RANK, seed=0).result()
+            client = service.create_lora_training_client(model.NAME, rank=training.RANK, seed=0).result()
             tokenizer = client.get_tokenizer()
             asked = time.monotonic()
-            _say(f"Asking {demo_model.NAME} three questions")
-            base = service.create_sampling_client(base_model=demo_model.NAME).result()
+            _say(f"Asking {model.NAME} three questions")
+            base = service.create_sampling_client(base_model=model.NAME).result()
             before = training.answers(base, tokenizer)
             # Saving, loading and asking again take up to twice as long as asking now.
             reserve_s = 2 * (time.monotonic() - asked)

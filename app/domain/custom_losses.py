@@ -1,4 +1,9 @@
-"""A custom loss as data: what the client's function reads, the calls it makes, and what it returns."""
+"""A custom loss as data: its inputs, its calls, its results, and the operations it may call.
+
+workers/backends/training/losses/custom.py runs the operations. Every one is deterministic, reads no memory it was not
+given (no `empty`), writes in place nowhere and stays in torch. A journalled loss may be replayed long after: names
+are added, never taken away.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +25,7 @@ class LossInput:
 
 @dataclass(frozen=True, slots=True)
 class LossCall:
-    """`kind` is FUNCTION or METHOD, `target` a name of app/domain/custom_ops.py.
+    """`kind` is FUNCTION or METHOD, `target` a name of app/domain/custom_losses.py.
 
     An argument is None, a bool, int, float or text, a tuple (which stands for a list), or a dict of one key: ref (the
     name of an earlier node), tuple, dict, slice, ellipsis, float, dtype, device, layout or memory_format.
@@ -47,3 +52,75 @@ class CustomLoss:
     def columns(self) -> dict[str, int]:
         """The loss_fn_inputs each datum needs, and their ranks; logprobs have the shape of the target_tokens."""
         return {"target_tokens": self.inputs[0].rank} | {given.name: given.rank for given in self.inputs[1:]}
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+OPERATORS = _names(
+    "abs add and_ eq floordiv ge getitem gt invert le lt matmul mod mul ne neg or_ pos pow sub truediv xor"
+)
+"""Of Python's `operator`."""
+
+
+MATH = _names("ceil exp expm1 floor log log1p sqrt")
+"""Of Python's `math`, on numbers such as a size."""
+
+
+ATTRIBUTES = _names("T device dtype indices mT ndim shape values")
+"""What `getattr` may ask for."""
+
+
+_EVERYWHERE = """
+    abs add addcdiv addcmul all amax amin any argmax argmin argsort atan bmm ceil clamp clamp_max clamp_min clip cos
+    cosh count_nonzero cummax cummin cumprod cumsum diff div divide dot eq erf erfc exp exp2 expm1 flatten flip floor
+    fmax fmin fmod frac gather ge greater greater_equal gt hypot index_select isclose isfinite isinf isnan le lerp less
+    less_equal lgamma log log10 log1p log2 log_softmax logaddexp logaddexp2 logcumsumexp logical_and logical_not
+    logical_or logical_xor logit logsumexp lt masked_fill matmul max maximum mean median min minimum mm mul multiply mv
+    nan_to_num nanmean nansum narrow ne neg negative not_equal numel outer permute pow prod reciprocal relu remainder
+    reshape roll round rsqrt scatter scatter_add select sigmoid sign sin sinh softmax sort sqrt square squeeze std sub
+    subtract sum t take_along_dim tan tanh tile topk transpose tril triu true_divide trunc unsqueeze var where xlogy
+"""
+
+
+METHODS = _names(
+    f"""{_EVERYWHERE}
+    bool clone contiguous detach dim double expand expand_as float int long new_full new_ones new_zeros norm repeat
+    reshape_as size to type_as view view_as
+    """
+)
+"""Of torch.Tensor."""
+
+
+_TORCH = f"""{_EVERYWHERE}
+    arange broadcast_to cat concat concatenate full full_like linspace ones ones_like stack zeros zeros_like
+"""
+
+
+_FUNCTIONAL = """
+    binary_cross_entropy binary_cross_entropy_with_logits elu huber_loss kl_div l1_loss leaky_relu log_softmax
+    margin_ranking_loss mse_loss normalize pad relu silu smooth_l1_loss softmax softmin softsign
+"""
+
+
+FUNCTIONS = frozenset(
+    {
+        "getattr",
+        "torch.functional.norm",
+        *(f"operator.{name}" for name in OPERATORS),
+        *(f"math.{name}" for name in MATH),
+        *(f"torch.{name}" for name in _names(_TORCH)),
+        *(f"torch.nn.functional.{name}" for name in _names(_FUNCTIONAL)),
+        *(f"torch._C._nn.{name}" for name in _names("gelu log_sigmoid one_hot softplus")),
+        *(f"torch._C._special.special_{name}" for name in _names("entr expit expm1 log1p logit logsumexp xlogy")),
+    }
+)
+"""By qualified name, as torch.fx writes it: torch.nn.functional.logsigmoid is torch._C._nn.log_sigmoid there."""
+
+
+DTYPES = _names("bfloat16 bool float16 float32 float64 int16 int32 int64 int8 uint8")
+
+
+TEXTS = _names("batchmean circular constant cpu floor fro mean none reflect replicate sum trunc")
+"""The texts an argument may be, beside the names in ATTRIBUTES: no other changes what an operation here does."""

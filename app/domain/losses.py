@@ -1,4 +1,4 @@
-"""The losses by name: which inputs and settings each takes. The formulas live in workers/training/losses/."""
+"""The losses by name: which inputs and settings each takes. The formulas live in workers/backends/training/losses/."""
 
 from __future__ import annotations
 

@@ -1,16 +1,37 @@
-"""What an Op comes to. Backends give typed outputs; a worker turns them into the bytes a poll returns unchanged."""
+"""The results of Ops, and the usage they are accounted with.
+
+Backends give typed outputs; a worker turns them into the bytes a poll returns unchanged.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Literal
 
 from app.domain.batch import Ragged
 
 JSON = "application/json"
 PROTOBUF = "application/x-protobuf"
+
+TRAINED = "training"
+"""Tokens of forwards and forward_backwards."""
+PREFILLED = "sampling_prefill"
+"""Tokens of prompts that were computed."""
+CACHED = "sampling_prefill_cached"
+"""Tokens of prompts that an engine still had."""
+SAMPLED = "sampling_sample"
+"""Tokens drawn."""
+SAVED = "checkpoint"
+"""Checkpoints saved under a path."""
+STORED = "storage"
+"""Byte-seconds of checkpoints."""
+HOUR_S = 3600
+Usage = Mapping[str, int]
+"""Amounts by kind."""
+NOTHING: Usage = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)

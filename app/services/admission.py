@@ -1,26 +1,35 @@
-"""From a checked Op to a journalled one: the only way work gets into the system."""
+"""Admission: turns a checked Op into a journalled one; no other way leads work into the system."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import threading
+import time
+
+import redis
 
 from app import ids
+from app.dispatch import CATCH_UP, Doorbell, direct_queue, sample_queue, train_queue
 from app.domain import codec, records
-from app.domain.identity import Caller
+from app.domain.accounts import Caller
 from app.domain.limits import Charge, Payer
 from app.domain.ops import CreateModel, ForwardBackward, Op, SaveWeights, as_asked
 from app.domain.records import Model, Sampler
 from app.domain.sampling import SampleRequest
-from app.doorbell import CATCH_UP, Doorbell, direct_queue, sample_queue, train_queue
 from app.errors import Forbidden, NotFound
-from app.services.limits import LimitsOf
-from app.services.ownership import load_owned
+from app.services.tenants.access import load_owned
+from app.services.tenants.limits import LimitsOf
 from app.settings import Settings
-from app.stores.interfaces import OpLog, QueueBounds, Records, RefusalKind
+from app.stores.interfaces.journal import OpLog, QueueBounds, RefusalKind
+from app.stores.interfaces.records import Records
 from app.telemetry import ADMISSIONS
 
 log = logging.getLogger(__name__)
 MAX_SEQ = 2**31 - 1
+
+_BEAT_S = 3.0
+_LIFE_S = 10.0
 
 
 class AdmissionService:
@@ -114,3 +123,15 @@ def _charge(op: Op, payers: tuple[Payer, ...]) -> Charge:
 
 def _most_tokens(request: SampleRequest) -> int:
     return len(request.prompt) + request.num_samples * request.max_tokens
+
+
+def beat_for_ever(oplog: OpLog) -> None:
+    """In a thread, as long as this process lives. It may fail: Redis away, or full, is no time to come in."""
+
+    def loop() -> None:
+        while True:
+            with contextlib.suppress(redis.RedisError, OSError):
+                oplog.take_calls(_LIFE_S)
+            time.sleep(_BEAT_S)
+
+    threading.Thread(target=loop, name="presence", daemon=True).start()

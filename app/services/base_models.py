@@ -9,11 +9,11 @@ from typing import Any
 
 from app import ids
 from app.domain import records
-from app.domain.base_models import BaseModelInfo
+from app.domain.base_model import BaseModelInfo
 from app.domain.records import Worker
 from app.errors import BadRequest, Unavailable
 from app.settings import BaseModelSettings, Settings
-from app.stores.interfaces import Records
+from app.stores.interfaces.records import Records
 
 ROLES = ("trainer", "sampler")
 FULL_TRAINER, FULL_SAMPLER = "full_trainer", "full_sampler"

@@ -1,28 +1,48 @@
-"""Checkpoints as those see them who may: listed, kept, published, deleted, downloaded. An expired one is not there."""
+"""Lists, publishes, expires, copies, downloads and deletes checkpoints. An expired one counts as gone.
+
+A copy has files of its own, in a run of its own that nobody trains.
+
+An archive is a checkpoint's files as one tar, for SDKs up to 0.34. It is made while it is sent, and never read here.
+"""
 
 from __future__ import annotations
 
 import json
+import tarfile
+import tempfile
 import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from app import ids
 from app.domain import records
-from app.domain.identity import Caller
-from app.domain.records import Checkpoint
-from app.errors import BadRequest
-from app.services import audit
-from app.services.allowances import AllowanceService
-from app.services.lists import Page, projects
-from app.services.ownership import load_checkpoint, load_owned
+from app.domain.accounts import Caller
+from app.domain.checkpoints import MANIFEST, Manifest, Place
+from app.domain.records import Checkpoint, Model, Session
+from app.errors import BadRequest, NotFound, Unavailable
+from app.services.tenants import audit
+from app.services.tenants.access import Sources, load_checkpoint, load_owned
+from app.services.tenants.limits import AllowanceService
 from app.services.training import check_ttl
-from app.services.views import checkpoint_view, timestamp
-from app.stores.interfaces import ObjectStore, Records
-from app.stores.objects.notes import note
-from app.stores.objects.removal import remove_checkpoint
+from app.services.views import Page, check_writable, checkpoint_view, projects, timestamp
+from app.signing import UrlSigner
+from app.stores.interfaces.journal import OpLog
+from app.stores.interfaces.records import Lifecycle, Records
+from app.stores.objects.base import ObjectStore
+from app.stores.objects.notes import note, remove_checkpoint
 
 URL_SECONDS = 3600
+
+# What was never trained has no history: its only checkpoint is of the first seq under the first epoch.
+_SEQ, _EPOCH = 1, 1
+
+COMPLETE = "checkpoint_complete"
+"""An empty file at the end: `tinker checkpoint push-hf` takes an archive without it for one that was cut short."""
+_CHUNK_BYTES = 2**20
 
 
 class CheckpointService:
@@ -95,3 +115,177 @@ class CheckpointService:
     ) -> None:
         about = {"model_id": checkpoint.model_id, "tinker_path": str(path), **more}
         audit.note(self._records, caller, checkpoint.owner, event, about, urgent=urgent)
+
+
+@dataclass(frozen=True, slots=True)
+class CopyService:
+    """The run comes first, so that files of a copy that broke off belong to one the sweeper knows; then the files, the
+    manifest, and the record, by which it is there. Made again under the same key, it goes on where it broke off."""
+
+    records: Records
+    oplog: OpLog
+    lifecycle: Lifecycle
+    objects: ObjectStore
+    allowances: AllowanceService
+    sources: Sources
+
+    def copy(self, caller: Caller, asked: Mapping[str, Any], key: str | None, token: str | None = None) -> str:
+        """The path of the copy; the same one for a repeat under the same `key`. `token` as in Sources.
+
+        Raises NotFound (checkpoint, project, session) or BadRequest.
+        """
+        path = ids.TinkerPath.parse(asked["source_path"])
+        check_ttl(asked["ttl_seconds"])
+        source = self.sources.find(path, caller, token)
+        session_id, model_id, project = self._destination(caller, asked, key)
+        target = ids.TinkerPath(model_id, path.kind, path.name)
+        is_there = self.records.get(Checkpoint.namespace, str(target)) is not None
+        if not is_there:
+            self.allowances.copy(caller, project, source.size_bytes)
+        self._register(session_id, model_id, project, str(path), source)
+        if not is_there:
+            what = {"model_id": model_id, "tinker_path": str(target), "source_path": str(path)}
+            audit.note(self.records, caller, project, "checkpoint_copy", what)
+            manifest = self._write(target, project, source, asked["ttl_seconds"])
+            self._record(target, replace(source, key=caller.key_id), manifest)
+        return str(target)
+
+    def _destination(self, caller: Caller, asked: Mapping[str, Any], key: str | None) -> tuple[str, str, str]:
+        """Session, run and project."""
+        session_id, seq, project = asked["session_id"], asked["model_seq_id"], asked["destination_project_id"]
+        if session_id is not None and seq is not None and project is None:
+            owner = load_owned(self.records, Session, session_id, caller).owner
+            return session_id, ids.model_id(session_id, seq), owner
+        if session_id is not None or seq is not None or project is None:
+            raise BadRequest("send destination_project_id, or session_id and model_seq_id")
+        check_writable(caller, project)
+        session_id = ids.copy_session_id(project, key)
+        now, name = self.records.now(), f"copy of {asked['source_path']}"
+        session = Session(project, now, display_name=name, user=caller.user)
+        if self.records.put_new(Session.namespace, session_id, records.dump(session)):
+            self.lifecycle.finish(session_id, "success")
+        return session_id, ids.model_id(session_id, 0), project
+
+    def _register(self, session_id: str, model_id: str, project: str, path: str, source: Checkpoint) -> None:
+        stored = self.records.get(Model.namespace, source.model_id)
+        model = Model(
+            project,
+            session_id,
+            source.base_model,
+            self.records.now(),
+            "ready",
+            source.lora,
+            records.load(Model, stored).user_metadata if stored else {},
+            full=source.full,
+            critic=source.critic,
+            copied_from=path,
+        )
+        head = {"applied": str(_SEQ), "epoch": str(_EPOCH), "ended": "copied"}
+        if not self.oplog.create_model(model_id, {**records.dump(model), **head}):
+            there = self.records.get(Model.namespace, model_id)
+            if there is not None and records.load(Model, there).copied_from != path:
+                raise BadRequest(f"{model_id} was used for another one; copy into another model_seq_id")
+
+    def _write(self, target: ids.TinkerPath, project: str, source: Checkpoint, ttl_seconds: int | None) -> Manifest:
+        prefix, now = str(_place(target)), self.records.now()
+        for name in source.files:
+            self.objects.copy(f"{source.prefix}/{name}", f"{prefix}/{name}")
+        manifest = replace(
+            Manifest.from_json(self.objects.read(f"{source.prefix}/{MANIFEST}")),
+            path=str(target),
+            generation=f"{_SEQ}-{_EPOCH}",
+            model_id=target.model_id,
+            owner=project,
+            seq=_SEQ,
+            epoch=_EPOCH,
+            created=datetime.fromtimestamp(now, UTC).isoformat(timespec="milliseconds"),
+            expires_at=None if ttl_seconds is None else now + ttl_seconds,
+        )
+        if self.objects.put_new(f"{prefix}/{MANIFEST}", manifest.to_json()):
+            return manifest
+        return Manifest.from_json(self.objects.read(f"{prefix}/{MANIFEST}"))
+
+    def _record(self, target: ids.TinkerPath, source: Checkpoint, manifest: Manifest) -> None:
+        copy = replace(
+            source,
+            owner=manifest.owner,
+            model_id=target.model_id,
+            prefix=str(_place(target)),
+            created=datetime.fromisoformat(manifest.created).timestamp(),
+            expires_at=manifest.expires_at,
+            public=False,
+        )
+        self.records.put_new(Checkpoint.namespace, str(target), records.dump(copy))
+
+
+def _place(target: ids.TinkerPath) -> Place:
+    return Place(target.model_id, target.kind, target.name, _EPOCH, _SEQ)
+
+
+@dataclass(frozen=True, slots=True)
+class Archive:
+    """`size` bytes, as `chunks` gives them. Raises NotFound or Unavailable midway when a file cannot be had, so that
+    fewer come."""
+
+    size: int
+    chunks: Iterator[bytes]
+
+
+class ArchiveService:
+    """The URL names the files' folder in the object store, which never changes, so an archive is of the version that
+    was asked for, however late it is fetched."""
+
+    def __init__(self, store: Records, objects: ObjectStore, signer: UrlSigner) -> None:
+        self._records, self._objects, self._signer = store, objects, signer
+
+    def url(self, path: ids.TinkerPath, caller: Caller) -> tuple[str, int]:
+        """A URL that needs no key, and when it expires (unix s). Raises NotFound."""
+        checkpoint = load_checkpoint(self._records, path, caller)
+        expires = int(time.time()) + URL_SECONDS
+        return self._signer.url(_route(checkpoint.prefix), expires), expires
+
+    def open(self, prefix: str, expires: int, signature: str) -> Archive:
+        """Raises Forbidden for a URL that is not one of ours, or has expired; NotFound, Unavailable."""
+        self._signer.check(_route(prefix), expires, signature)
+        try:
+            manifest = Manifest.from_json(self._objects.read(f"{prefix}/{MANIFEST}"))
+        except NotFound:
+            raise NotFound("this checkpoint was deleted") from None
+        except (ValueError, TypeError, KeyError, AttributeError):
+            raise Unavailable(f"the manifest of {prefix} is damaged: restore it in the object store") from None
+        sizes = {name: entry.size for name, entry in manifest.files.items()}
+        padded = (_padded(size) for size in sizes.values())
+        size = len(_header(COMPLETE, 0)) + len(_END) + sum(padded) + sum(len(_header(*file)) for file in sizes.items())
+        return Archive(size, self._chunks(prefix, sizes))
+
+    def _chunks(self, prefix: str, sizes: dict[str, int]) -> Iterator[bytes]:
+        with tempfile.TemporaryDirectory(prefix="tinsmith-archive-") as folder:
+            for name, size in sizes.items():
+                fetched = Path(folder) / "file"
+                self._objects.get(f"{prefix}/{name}", fetched)
+                if fetched.stat().st_size != size:
+                    raise Unavailable(f"{name} of {prefix} came with {fetched.stat().st_size} of {size} bytes")
+                yield _header(name, size)
+                with fetched.open("rb") as data:
+                    yield from iter(lambda: data.read(_CHUNK_BYTES), b"")
+                yield bytes(_padded(size) - size)
+        yield _header(COMPLETE, 0)
+        yield _END
+
+
+def _route(prefix: str) -> str:
+    return f"archives/{prefix}"
+
+
+_END = bytes(2 * tarfile.BLOCKSIZE)
+
+
+def _header(name: str, size: int) -> bytes:
+    """Only a name and a size; GNU's form holds any size."""
+    member = tarfile.TarInfo(name)
+    member.size = size
+    return member.tobuf(tarfile.GNU_FORMAT)
+
+
+def _padded(size: int) -> int:
+    return -(-size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE

@@ -4,61 +4,42 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from app.doorbell import Doorbell, celery_app
+from app.dispatch import Doorbell, celery_app
 from app.errors import SetupError
-from app.services.accounts import AccountService
 from app.services.admission import AdmissionService
-from app.services.allowances import AllowanceService
-from app.services.archives import ArchiveService
-from app.services.audit import AuditService
 from app.services.base_models import BaseModels
-from app.services.books import Books
-from app.services.callers import Callers
-from app.services.cancelling import CancelService
-from app.services.checkpoints import CheckpointService
-from app.services.copies import CopyService
-from app.services.custom_losses import CustomLossService
-from app.services.endings import Endings
-from app.services.futures import Futures
-from app.services.holds import Holds
+from app.services.checkpoints import ArchiveService, CheckpointService, CopyService
 from app.services.hub import HubService
-from app.services.limits import LimitsOf
-from app.services.models import ModelService
-from app.services.openai.following import Following
-from app.services.openai.samplers import Samplers
-from app.services.openai.service import OpenAiService
-from app.services.own_key import OwnKey
-from app.services.polls import BatchPollService, PollService
-from app.services.queue import QueueService
-from app.services.queue_looks import QueueLooks
-from app.services.queue_states import QueueStates
-from app.services.recall import Recall
-from app.services.runs import RunService
+from app.services.models import ModelService, RunService
+from app.services.openai.service import OpenAiService, Samplers
+from app.services.openai.streaming import Following
+from app.services.polling import BatchPollService, CancelService, Futures, Holds, PollService
+from app.services.queue import QueueLooks, QueueService, QueueStates
 from app.services.sampling import SamplingService
-from app.services.session_search import SessionSearch
-from app.services.sessions import SessionService
-from app.services.sources import Sources
-from app.services.tokens import Tokens
-from app.services.traces import TraceService
-from app.services.training import TrainingService
-from app.services.usage import UsageService
+from app.services.sessions import SessionSearch, SessionService, TraceService
+from app.services.teardown import Endings
+from app.services.tenants.access import Sources
+from app.services.tenants.accounts import AccountService, Recall
+from app.services.tenants.audit import AuditService
+from app.services.tenants.authentication import Callers, OwnKey, Tokens
+from app.services.tenants.limits import AllowanceService, LimitsOf
+from app.services.tenants.usage import UsageService
+from app.services.training import CustomLossService, TrainingService
 from app.settings import Settings
 from app.signing import UrlSigner
-from app.stores.interfaces import ObjectStore, OpLog, Records
+from app.stores.interfaces.journal import OpLog
+from app.stores.interfaces.records import Records
 from app.stores.objects import create
 from app.stores.objects.accounts import AccountFiles
-from app.stores.objects.pages import PageFiles
-from app.stores.redis.backlog import RedisBacklog
-from app.stores.redis.calls import RedisCalls
-from app.stores.redis.client import connect
-from app.stores.redis.completions import RedisCompletions
+from app.stores.objects.base import ObjectStore
+from app.stores.pages import Books, PageFiles
+from app.stores.redis.backlog import RedisBacklog, RedisCalls
+from app.stores.redis.client import Waiter, connect
+from app.stores.redis.completions import RedisCompletions, TokenStreams
+from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.lifecycle import RedisLifecycle
 from app.stores.redis.limits import RedisAllowances
-from app.stores.redis.oplog import RedisOpLog
-from app.stores.redis.pages import RedisPages
-from app.stores.redis.records import RedisRecords
-from app.stores.redis.token_streams import TokenStreams
-from app.stores.redis.waiting import Waiter
+from app.stores.redis.records import RedisPages, RedisRecords
 
 # By kombu's defaults a publish to a broker that is away takes 6 s, which every admission would wait for.
 _ONE_TRY = {"max_retries": 1, "interval_start": 0, "interval_step": 0, "interval_max": 0}

@@ -1,7 +1,7 @@
 """Base models' tokenizers in the form of repositories of Hugging Face's Hub, for clients without a way to it.
 
 Whoever asks needs no key, since Hub clients have none of ours. So nothing but the files named in
-app/domain/tokenizer_files.py is ever there, and no path is made of what was asked.
+app/domain/base_model.py is ever there, and no path is made of what was asked.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from app import ids
-from app.domain.tokenizer_files import CONFIG_FILE, TEMPLATE_FOLDER, TOKENIZER_FILES
+from app.domain.base_model import CONFIG_FILE, TEMPLATE_FOLDER, TOKENIZER_FILES
 from app.errors import EntryNotFound, RepoNotFound, RevisionNotFound, Unavailable
 from app.services.base_models import BaseModels
 from app.settings import Settings

@@ -1,21 +1,35 @@
-"""What a caller's projects have waiting, each call with its place. Others' calls are in it as counts and no more."""
+"""The queue as a caller sees it: its waiting calls with their places, and the state a pending future is in."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, Protocol
 
 from app import ids
-from app.domain.identity import Caller
+from app.domain import records
+from app.domain.accounts import Caller
+from app.domain.records import Model, Sampler, Worker
 from app.errors import Unavailable
-from app.services.lists import Page
-from app.services.queue_looks import Look, QueueLooks
-from app.services.queue_states import QueueState, QueueStates
-from app.stores.interfaces import Backlog, Call, Calls, Records
+from app.services.base_models import sampler_role, trainer_role
+from app.services.queue_position import Place, Standings, describe
+from app.services.views import Page
+from app.stores.interfaces.journal import Future
+from app.stores.interfaces.queues import Backlog, Call, Calls, Unfinished
+from app.stores.interfaces.records import Records
 
 # A look may take tens of milliseconds: whoever asks all the time gets two a second.
 _LOOK_S = 0.5
 _SAMPLE = "sample"
+
+_STATE_LOOK_S = 2.0
+_PARENTS = 4096
+
+# With so many waiting a look takes some 50 ms, most of them here; who stands behind that is told no place.
+_MOST_PLACES = 10_000
 
 
 class QueueService:
@@ -63,3 +77,97 @@ def _waiting(state: QueueState) -> dict[str, Any]:
     place = state.place
     where = {"position": place.before + 1, "estimated_start_s": place.starts_in_s} if place else {}
     return {"state": "waiting" if state.name == "active" else state.name, "reason": state.reason, **where}
+
+
+@dataclass(frozen=True, slots=True)
+class QueueState:
+    """`reason` is for the user: why it is paused, or what runs before it. The SDK logs it while it is paused."""
+
+    name: str
+    reason: str = ""
+    place: Place | None = None
+
+
+ACTIVE = QueueState("active")
+
+
+class QueueStates:
+    """Asked only when a hold ends, of which 2,000 may do so within seconds: a look at everything serves all polls for a
+    moment, and whose worker a future needs never changes."""
+
+    def __init__(self, looks: QueueLooks, store: Records) -> None:
+        self._looks, self._records = looks, store
+        self._needs = lru_cache(_PARENTS)(self._find_needed)
+
+    def of(self, future: Future) -> QueueState:
+        """Of a future that is still pending."""
+        look = self._looks.newest(_STATE_LOOK_S)
+        return self.at(look, future.request_id, future.kind, future.model_id) if look else ACTIVE
+
+    def at(self, look: Look, request_id: str, kind: str, parent_id: str) -> QueueState:
+        """The same, as of a look; `parent_id` is its model or sampler."""
+        needed = self._needs(kind == "sample", parent_id)
+        place = look.standings.of(request_id)
+        if needed and needed not in look.live:
+            role, base = needed
+            return QueueState("paused_capacity", f"no {role.replace('_', ' ')} of {base} is running", place)
+        if look.shortage:
+            return QueueState("paused_capacity", f"the server takes in no more work for now: {look.shortage}", place)
+        return QueueState(ACTIVE.name, describe(place), place) if place else ACTIVE
+
+    def _find_needed(self, sample: bool, parent_id: str) -> tuple[str, str] | None:
+        """(role, base model) of the workers that run it."""
+        stored = self._records.get(Sampler.namespace if sample else Model.namespace, parent_id)
+        if stored is None:
+            return None
+        if sample:
+            sampler = records.load(Sampler, stored)
+            return sampler_role(full=sampler.full), sampler.base_model
+        model = records.load(Model, stored)
+        return trainer_role(full=model.full), model.base_model
+
+
+class Workers(Protocol):
+    def workers(self) -> dict[str, Worker]:
+        """Those that beat now and do what they are asked, by node."""
+        ...
+
+
+class Rooms(Protocol):
+    def shortage(self) -> str:
+        """Why no call is taken in at present; empty while there is room."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """`live`: (role, base model) of the workers that are there. `shortage`: why no call is taken in; empty if it is."""
+
+    live: frozenset[tuple[str, str]]
+    shortage: str
+    unfinished: Unfinished
+    standings: Standings = field(repr=False)
+
+
+class QueueLooks:
+    """One look serves all who ask within a moment: 2,000 held polls may end within seconds. `weight_of` a project."""
+
+    def __init__(self, workers: Workers, rooms: Rooms, backlog: Backlog, weight_of: Callable[[str], float]) -> None:
+        self._workers, self._rooms, self._backlog, self._weight_of = workers, rooms, backlog, weight_of
+        self._lock = threading.Lock()
+        self._looked = float("-inf")
+        self._newest: Look | None = None
+
+    def newest(self, age_s: float) -> Look | None:
+        """One that is about `age_s` old at most; None while none ever succeeded."""
+        with self._lock:
+            if time.monotonic() - self._looked > age_s:
+                # Noted first: in an outage one caller in a while finds out, and not one behind the other.
+                self._looked = time.monotonic()
+                self._newest = self._look()
+            return self._newest
+
+    def _look(self) -> Look:
+        workers, unfinished = self._workers.workers(), self._backlog.unfinished(_MOST_PLACES)
+        live = frozenset((worker.role, worker.base_model) for worker in workers.values())
+        return Look(live, self._rooms.shortage(), unfinished, Standings(unfinished, workers, self._weight_of))

@@ -8,20 +8,19 @@ from typing import Any
 
 from app import ids
 from app.domain import records
-from app.domain.identity import Caller
+from app.domain.accounts import Caller
 from app.domain.records import Sampler, Session
 from app.domain.sampling import Cells, SampleRequest
 from app.errors import BadRequest
 from app.services.admission import AdmissionService
-from app.services.allowances import AllowanceService
 from app.services.base_models import BaseModels, sampler_role
-from app.services.checks.exports import check_adapter
-from app.services.checks.models import check_sampleable, check_sampled_role
-from app.services.checks.sampling import check_sample
-from app.services.ownership import load_checkpoint, load_owned, load_readable
-from app.stores.interfaces import Records
-from app.wire.json_bodies import tensor, text_tokens
-from app.wire.tensors import to_cells
+from app.services.tenants.access import load_checkpoint, load_owned, load_readable
+from app.services.tenants.limits import AllowanceService
+from app.services.validation.models import check_adapter, check_sampleable, check_sampled_role
+from app.services.validation.sampling import check_sample
+from app.stores.interfaces.records import Records
+from app.wire.forward_backward import to_cells
+from app.wire.json_forms import tensor, text_tokens
 
 TARGETS = "target_prompt_logprobs"
 

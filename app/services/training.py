@@ -1,39 +1,48 @@
-"""The calls that change or save a model: check, make the Op, admit it."""
+"""Training calls: check, make the Op, admit it. Custom losses are kept here until a batch names one.
+
+Nothing has to run to make a custom loss, so its future is no more than its record (app/services/polling.py).
+"""
 
 from __future__ import annotations
 
+import base64
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from app import ids
-from app.domain import records
+from app.domain import codec, records
+from app.domain.accounts import Caller
 from app.domain.checkpoints import Place
-from app.domain.identity import Caller
+from app.domain.custom_losses import CustomLoss
 from app.domain.losses import LOSSES
 from app.domain.ops import AdamParams, LoadWeights, Op, OptimStep, SaveWeights
-from app.domain.records import Model, Sampler
+from app.domain.records import Loss, Model, Sampler, Session
 from app.errors import BadRequest, NotFound
-from app.limits import check_batch, check_datums
-from app.services import audit
 from app.services.admission import MAX_SEQ, AdmissionService
 from app.services.base_models import BaseModels, trainer_role
-from app.services.checks.batch import check_forward_backward
-from app.services.checks.exports import (
+from app.services.tenants import audit
+from app.services.tenants.access import Sources, load_owned, load_readable
+from app.services.tenants.limits import AllowanceService
+from app.services.validation.batch import check_forward_backward
+from app.services.validation.models import (
+    check_adam,
     check_loadable,
+    check_optimizer,
     check_recipients,
     check_same_kind,
     check_same_role,
+    check_sampleable,
+    check_sampled_role,
     exports_merged,
+    in_range,
 )
-from app.services.checks.models import check_adam, check_optimizer, check_sampleable, check_sampled_role
-from app.services.checks.values import in_range
-from app.services.custom_losses import CustomLossService
-from app.services.ownership import load_owned
-from app.services.sources import Sources
 from app.settings import LimitSettings
-from app.stores.interfaces import Records
+from app.stores.interfaces.records import Records
+from app.wire import custom_loss
+from app.wire.body_limits import check_batch, check_datums
 from app.wire.forward_backward import Envelope
 
 Promise = dict[str, str]
@@ -160,3 +169,38 @@ def check_ttl(ttl_seconds: int | None) -> None:
     """An hour to ten years; None keeps for ever."""
     if ttl_seconds is not None:
         in_range("ttl_seconds", ttl_seconds, _HOUR, _TEN_YEARS)
+
+
+class CustomLossService:
+    """A loss never changes: its id is the session and the number its client gave it."""
+
+    def __init__(self, store: Records, allowances: AllowanceService) -> None:
+        self._records, self._allowances = store, allowances
+
+    def create(self, caller: Caller, asked: Mapping[str, Any]) -> dict[str, str]:
+        """A promise of the loss's id; the same one for a repeat.
+
+        Raises NotFound (session), BadRequest for a graph that is not allowed or a number used for another one, and
+        Unavailable while there is no room.
+        """
+        session_id, seq = asked["session_id"], asked["custom_loss_seq_id"]
+        session = load_owned(self._records, Session, session_id, caller)
+        loss = custom_loss.parse(asked["name"], asked["inputs"], asked["graph"])
+        content = base64.b64encode(codec.encode(loss)).decode()
+        loss_id = ids.loss_id(session_id, seq)
+        if self._records.get(Loss.namespace, loss_id) is None:
+            self._allowances.take(caller, session.owner)
+        record = Loss(session.owner, session_id, time.time(), content)
+        fresh = self._records.put_new(Loss.namespace, loss_id, records.dump(record))
+        if not fresh and load_readable(self._records, Loss, loss_id, caller).content != content:
+            raise BadRequest(f"custom_loss_seq_id {seq} was used before with other content")
+        return {"request_id": loss_id}
+
+    def find(self, caller: Caller, loss_id: str) -> CustomLoss:
+        """Raises BadRequest: the call that names a loss which is not there is final, and its seq is consumed."""
+        try:
+            record = load_readable(self._records, Loss, loss_id, caller)
+        except NotFound as error:
+            raise BadRequest(str(error)) from None
+        loss: CustomLoss = codec.decode(base64.b64decode(record.content))
+        return loss

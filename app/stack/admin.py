@@ -1,20 +1,25 @@
-"""`tinsmith admin`: what each action does, and what it prints. Ids and keys stand alone on a line, for scripts."""
+"""`tinsmith admin`: its actions and their output. Ids and keys stand alone on a line, for scripts."""
 
 from __future__ import annotations
 
+import json
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from datetime import UTC, datetime
+from datetime import UTC, date, datetime
 
 from app.domain.accounts import Key, Organisation, Project, User
 from app.domain.limits import NAMES
 from app.errors import BadRequest, NotFound, SetupError
-from app.services.accounts import AccountService
+from app.services.tenants.accounts import AccountService
+from app.services.tenants.audit import AuditService
 from app.stack import checks
 from app.stack.config import Options
-from app.stack.running import account_service, reached, settings_of
+from app.stack.connection import account_service, reached, settings_of
 from app.stores.objects import create
+from app.stores.pages import Books, PageFiles
+from app.stores.redis.client import connect
+from app.stores.redis.records import RedisPages, RedisRecords
 
 Action = Callable[[AccountService, Namespace], Iterator[str]]
 
@@ -149,3 +154,18 @@ _ACTIONS: dict[str, Action] = {
     "set_limits": _set_limits,
     "list_limits": _list_limits,
 }
+
+
+def show(options: Options, scope: str, day: date | None) -> int:
+    """What was done in a project, or to an organisation, in a day (UTC; None: today). Raises SetupError, or Unavailable
+    when a store is away."""
+    settings = settings_of(options)
+    checks.redis_server(settings.redis.url)
+    client, objects = connect(settings.redis.url), create(settings)
+    records = RedisRecords(client, settings.engine)
+    log = AuditService(Books(RedisPages(client, settings.engine), PageFiles(objects)), records)
+    with reached(settings):
+        asked = day or datetime.fromtimestamp(records.now(), UTC).date()
+        for entry in log.of([scope], "all", asked):
+            print(entry["timestamp"], entry["event"], json.dumps(entry["event_details"]), sep="\t")
+    return 0

@@ -18,13 +18,13 @@ from pathlib import Path
 
 import tomli_w
 
-from app import demo_model
+from app.demo import model
 from app.domain.records import Worker
 from app.settings import BaseModelSettings, Settings, hash_key
 from app.stack import checks, config, processes, valkey
 from app.stack.child import Command
 from app.stack.config import Options
-from app.stack.folder import DataFolder, write_private
+from app.stack.data_folder import DataFolder, write_private
 from app.stack.supervisor import Supervisor
 from app.stores.redis.client import connect
 from app.stores.redis.records import RedisRecords
@@ -67,12 +67,12 @@ def prepare(settings: Settings, options: Options, folder: DataFolder) -> Plan:
     """Complete the settings (model, port, secrets, embedded server), check them and write them for the processes."""
     bundled = not settings.base_models
     if bundled:
-        base = BaseModelSettings(name=demo_model.NAME, path=str(demo_model.folder(folder.models)))
+        base = BaseModelSettings(name=model.NAME, path=str(model.folder(folder.models)))
         settings = settings.model_copy(update={"base_models": (base,)})
     settings = _with_secrets(config.for_every_base_model(_absolute(settings, folder), options), folder)
     checks.everything(settings)
     if bundled:
-        demo_model.ensure(folder.models, _say)
+        model.ensure(folder.models, _say)
     else:
         checks.model_paths(settings)
     settings, servers = _with_servers(settings, folder)

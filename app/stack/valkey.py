@@ -14,7 +14,7 @@ import redis
 
 from app.errors import SetupError
 from app.stack.child import Command
-from app.stack.folder import write_private
+from app.stack.data_folder import write_private
 
 # Valkey refuses writes at this share of the machine's memory.
 _MEMORY_SHARE = 0.25

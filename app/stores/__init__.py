@@ -1,1 +1,1 @@
-"""What Tinsmith keeps: interfaces/ states the promises, redis/ holds the journal, objects/ the checkpoints."""
+"""The stores: interfaces/ states the promises, redis/ holds the journal, objects/ the checkpoints."""

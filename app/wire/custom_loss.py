@@ -1,7 +1,7 @@
 """The graph of a custom loss, as the SDK traces it with torch.fx and sends it as JSON, to a CustomLoss.
 
-Everything in it is data: a call is a name out of app/domain/custom_ops.py, an argument a constant out of a closed set
-or the result of an earlier call. What is not provably so is refused here.
+Everything in it is data: a call is a name out of app/domain/custom_losses.py, an argument a constant out of a closed
+set or the result of an earlier call. What is not provably so is refused here.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from app.domain import codec, custom_ops
+from app.domain import codec, custom_losses
 from app.domain.custom_losses import FUNCTION, METHOD, CustomLoss, LossCall, LossInput
 from app.errors import BadRequest
 
@@ -29,7 +29,7 @@ _NODE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
 _METRIC = re.compile(r"custom/[a-z0-9_./-]{1,64}:(sum|mean)")
 _CONSTANTS: Mapping[str, frozenset[str]] = {
     "float": frozenset({"inf", "-inf", "nan"}),
-    "dtype": custom_ops.DTYPES,
+    "dtype": custom_losses.DTYPES,
     "device": frozenset({"cpu"}),
     "layout": frozenset({"strided"}),
     "memory_format": frozenset({"contiguous_format", "preserve_format"}),
@@ -104,7 +104,7 @@ class _Reader:
         op, target = node["op"], node["target"]
         if op not in (FUNCTION, METHOD):
             raise _fault(node, f"op {_shown(op)} is not possible here; a loss is placeholders, calls and one output")
-        if target not in (custom_ops.FUNCTIONS if op == FUNCTION else custom_ops.METHODS):
+        if target not in (custom_losses.FUNCTIONS if op == FUNCTION else custom_losses.METHODS):
             what = "a function" if op == FUNCTION else "a tensor method"
             raise _fault(node, f"{_shown(target)} is not {what} a custom loss may call; {DOCS} lists those it may")
         self.refs = set()
@@ -145,8 +145,8 @@ class _Reader:
         raise _fault(node, f"metric {key} must be a ref to an earlier node")
 
     def _attribute(self, node: Mapping[str, Any], args: Sequence[Any]) -> tuple[Any, ...]:
-        if len(args) != 2 or args[1] not in tuple(custom_ops.ATTRIBUTES):
-            allowed = ", ".join(sorted(custom_ops.ATTRIBUTES))
+        if len(args) != 2 or args[1] not in tuple(custom_losses.ATTRIBUTES):
+            allowed = ", ".join(sorted(custom_losses.ATTRIBUTES))
             raise _fault(node, f"getattr takes a node and one of {allowed} (got {_shown(args[1:])})")
         return self._value(node, args[0]), args[1]
 
@@ -161,7 +161,7 @@ class _Reader:
                 return value
             case float() if math.isfinite(value):
                 return value
-            case str() if value in custom_ops.TEXTS:
+            case str() if value in custom_losses.TEXTS:
                 return value
             case list():
                 return tuple(self._value(node, inner, depth + 1) for inner in value)

@@ -1,12 +1,16 @@
-"""A forward_backward body to its Op, in two steps: who it is for, then what is in it.
+"""A forward_backward body to its Op, in two steps: the model it is for, then its content.
 
 The first step must succeed before anything can be blamed on a model; a fault found in the second consumes the seq.
+
+A Tensor message becomes a numpy array: dense buffers as views, sparse rows filled with zeros, or as they are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
+from typing import Any
 
 import numpy as np
 from google.protobuf.message import DecodeError
@@ -15,14 +19,27 @@ from app.domain.batch import Batch, Ragged
 from app.domain.custom_losses import CustomLoss
 from app.domain.losses import CUSTOM, LOSSES
 from app.domain.ops import ForwardBackward
+from app.domain.sampling import Cells
 from app.errors import BadRequest
-from app.wire import tensors
 from app.wire import tinker_pb2 as pb
 
 FindLoss = Callable[[str], CustomLoss]
 """The custom loss behind a loss_id. Raises BadRequest when the caller has none by that id."""
-
 _INT32 = np.dtype("<i4")
+
+MAX_SPARSE_ELEMENTS = 2**22
+"""Elements the sparse tensors of one column may unfold to: 32 MiB of int64. A few bytes of CSR can name any shape."""
+MAX_RANK = 8
+"""Sizes a tensor may have; nothing here has more than two. The product of very many would take for ever."""
+_MAX_ELEMENTS = 2**48
+"""What no tensor holds, but a shape can name beside a 0; numpy takes no sizes whose product is beyond its integers."""
+_BFLOAT16 = np.dtype("<u2")
+_DTYPES: dict[int, np.dtype[Any]] = {
+    pb.DTYPE_FLOAT32: np.dtype("<f4"),
+    pb.DTYPE_INT64: np.dtype("<i8"),
+    pb.DTYPE_INT32: np.dtype("<i4"),
+    pb.DTYPE_BFLOAT16: _BFLOAT16,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +121,8 @@ def _column(name: str, inputs: Sequence[Mapping[str, pb.Tensor]], custom: Custom
     missing = next((i for i, datum in enumerate(inputs) if name not in datum), None)
     if missing is not None:
         raise BadRequest(f"datum {missing}: {name} is missing, while other datums have it")
-    tensors.check_unfolded([datum[name] for datum in inputs], name)
-    arrays = [tensors.to_array(datum[name], f"datum {i}: {name}") for i, datum in enumerate(inputs)]
+    check_unfolded([datum[name] for datum in inputs], name)
+    arrays = [to_array(datum[name], f"datum {i}: {name}") for i, datum in enumerate(inputs)]
     if name == "target_tokens":
         return _targets(arrays)
     return Ragged.of(arrays, np.float32) if custom is None else _custom_column(name, arrays, custom.columns[name])
@@ -139,7 +156,7 @@ def _tokens(datum: pb.Datum, i: int) -> np.ndarray:
         if chunk.WhichOneof("chunk") != "encoded_text":
             raise BadRequest(f"datum {i}: a {chunk.WhichOneof('chunk') or 'missing'} chunk; only text is supported")
     data = b"".join(chunk.encoded_text.tokens for chunk in datum.model_input)
-    return tensors.buffer(data, _INT32, f"datum {i}: model_input")
+    return buffer(data, _INT32, f"datum {i}: model_input")
 
 
 def _loss_config(request: pb.ForwardBackwardRequest) -> dict[str, float | str]:
@@ -155,3 +172,96 @@ def _setting(key: str, value: pb.LossConfigValue) -> float | str:
         case "text":
             return value.text
     raise BadRequest(f"loss_fn_config {key[:80]!r} has no value")
+
+
+def buffer(data: bytes, dtype: np.dtype, what: str) -> np.ndarray:
+    """A view [n] of raw little-endian numbers. Raises BadRequest when the length is no multiple of the item's."""
+    if len(data) % dtype.itemsize:
+        raise BadRequest(f"{what}: {len(data)} bytes are not a whole number of {dtype.name}")
+    return np.frombuffer(data, dtype=dtype)
+
+
+def check_unfolded(column: Sequence[pb.Tensor], name: str) -> None:
+    """Raises BadRequest when the sparse tensors of a column are too large as dense ones."""
+    sparse = (tensor for tensor in column if tensor.WhichOneof("encoding") == "sparse_csr")
+    total = sum(prod(max(0, size) for size in _shape(tensor, name)) for tensor in sparse)
+    if total > MAX_SPARSE_ELEMENTS:
+        raise BadRequest(f"{name}: {total} elements when dense; at most {MAX_SPARSE_ELEMENTS} are allowed")
+
+
+def to_array(tensor: pb.Tensor, what: str) -> np.ndarray:
+    """float32, int64 or int32 of the tensor's shape; bfloat16 is widened. `what` names it in BadRequest's message."""
+    dtype = _DTYPES.get(tensor.dtype)
+    if dtype is None:
+        raise BadRequest(f"{what}: dtype {tensor.dtype} is unknown; known are FLOAT32, INT64, INT32 and BFLOAT16")
+    shape = _shape(tensor, what)
+    if tensor.WhichOneof("encoding") == "sparse_csr":
+        return _densify(tensor.sparse_csr, dtype, shape, what)
+    return _shaped(_widen(buffer(tensor.dense, dtype, what)), shape, what)
+
+
+def to_cells(tensor: pb.Tensor, what: str) -> Cells:
+    """A matrix of int64 in the layout it was sent in. Raises BadRequest for anything else, naming it by `what`."""
+    shape = _shape(tensor, what)
+    if tensor.dtype != pb.DTYPE_INT64 or len(shape) != 2:
+        raise BadRequest(f"{what}: expected an int64 tensor of two sizes (got shape {list(shape)})")
+    rows, width = shape
+    if width < 1:  # without a value in it, a row costs its sender nothing, and there may be two billion
+        raise BadRequest(f"{what}: shape {list(shape)} has no columns")
+    if tensor.WhichOneof("encoding") != "sparse_csr":
+        values = _shaped(buffer(tensor.dense, _DTYPES[pb.DTYPE_INT64], what), shape, what)
+        return Cells(values.reshape(-1), np.arange(rows + 1, dtype=np.int64) * width, width)
+    values, starts, columns = _csr(tensor.sparse_csr, _DTYPES[pb.DTYPE_INT64], what)
+    _check_csr(values, starts, columns, shape, what)
+    return Cells(values, starts, width, columns)
+
+
+def _shape(tensor: pb.Tensor, what: str) -> tuple[int, ...]:
+    if len(tensor.shape) > MAX_RANK:
+        raise BadRequest(f"{what}: a shape of {len(tensor.shape)} sizes; at most {MAX_RANK} are allowed")
+    shape = tuple(tensor.shape)
+    if prod(max(1, size) for size in shape) > _MAX_ELEMENTS:
+        raise BadRequest(f"{what}: no tensor has shape {list(shape)}")
+    return shape
+
+
+def _widen(values: np.ndarray) -> np.ndarray:
+    if values.dtype != _BFLOAT16:
+        return values
+    return (values.astype("<u4") << 16).view("<f4")
+
+
+def _shaped(values: np.ndarray, shape: tuple[int, ...], what: str) -> np.ndarray:
+    if not shape or shape == values.shape:
+        return values
+    if min(shape) < 0 or prod(shape) != values.size:
+        raise BadRequest(f"{what}: shape {list(shape)} does not fit its {values.size} values")
+    return values.reshape(shape)
+
+
+def _densify(csr: pb.SparseCsr, dtype: np.dtype, shape: Sequence[int], what: str) -> np.ndarray:
+    if len(shape) != 2 or min(shape) < 0:
+        raise BadRequest(f"{what}: a sparse tensor needs a shape of two sizes (got {list(shape)})")
+    values, starts, columns = _csr(csr, dtype, what)
+    _check_csr(values, starts, columns, shape, what)
+    dense = np.zeros(shape, dtype=values.dtype)
+    dense[np.repeat(np.arange(shape[0]), np.diff(starts)), columns] = values
+    return dense
+
+
+def _csr(csr: pb.SparseCsr, dtype: np.dtype, what: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The values, where each row of them starts, and the column of each."""
+    indices = _DTYPES[pb.DTYPE_INT64]
+    return (
+        _widen(buffer(csr.values, dtype, what)),
+        buffer(csr.crow_indices, indices, what),
+        buffer(csr.col_indices, indices, what),
+    )
+
+
+def _check_csr(values: np.ndarray, starts: np.ndarray, columns: np.ndarray, shape: Sequence[int], what: str) -> None:
+    rows, width = shape
+    if len(starts) != rows + 1 or starts[0] != 0 or starts[-1] != len(values) or (np.diff(starts) < 0).any():
+        raise BadRequest(f"{what}: crow_indices do not rise from 0 to {len(values)} in {rows} rows")
+    if len(columns) != len(values) or ((columns < 0) | (columns >= width)).any():
+        raise BadRequest(f"{what}: col_indices are not {len(values)} columns in 0..{width - 1}")

@@ -1,4 +1,4 @@
-"""Typed outputs to the bytes a poll returns: protobuf for forward_backward and sample, JSON for the rest."""
+"""Typed outputs to the bytes a poll returns, protobuf or JSON, and a sampling result read again."""
 
 from __future__ import annotations
 
@@ -95,3 +95,30 @@ def _alternatives(drawn: TokenLogprobs) -> pb.PromptAltTokens:
 
 def _raw(values: np.ndarray, dtype: str) -> bytes:
     return np.ascontiguousarray(values, dtype=dtype).tobytes()
+
+
+def decode_sample(body: bytes) -> SampleOutput:
+    """Without prompt_targets and prompt_alternatives. Raises google.protobuf.message.DecodeError."""
+    message = pb.SampleResponse.FromString(body)
+    scores = message.prompt_logprobs if message.HasField("prompt_logprobs") else None
+    return SampleOutput(
+        tuple(_read_sequence(sequence) for sequence in message.sequences),
+        None if scores is None else np.frombuffer(scores, "<f4"),
+        prompt_top=_read_top(message.topk_prompt_logprobs) if message.HasField("topk_prompt_logprobs") else None,
+    )
+
+
+def _read_sequence(sequence: pb.SampledSequence) -> SampledSequence:
+    return SampledSequence(
+        np.frombuffer(sequence.tokens, "<i4"),
+        np.frombuffer(sequence.logprobs, "<f4"),
+        sequence.stop_reason == pb.STOP_REASON_STOP,
+        _read_top(sequence.topk_sampled_logprobs) if sequence.HasField("topk_sampled_logprobs") else None,
+    )
+
+
+def _read_top(found: pb.TopkLogprobs) -> TokenLogprobs:
+    shape = (found.length, found.k)
+    return TokenLogprobs(
+        np.frombuffer(found.token_ids, "<i4").reshape(shape), np.frombuffer(found.logprobs, "<f4").reshape(shape)
+    )

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from app import ids
+from app.dispatch import Doorbell, celery_app, train_queue
 from app.domain import codec
-from app.domain.base_models import BaseModelInfo
-from app.doorbell import Doorbell, celery_app, train_queue
-from app.services.checks.batch import check_forward_backward
+from app.domain.base_model import BaseModelInfo
+from app.services.validation.batch import check_forward_backward
 from app.stores.redis.client import connect
-from app.stores.redis.oplog import RedisOpLog
+from app.stores.redis.journal import RedisOpLog
 from app.wire.forward_backward import no_losses, open_envelope
 from ops.bench import batches, servers, timing
 from ops.bench.client import Client

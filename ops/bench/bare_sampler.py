@@ -19,9 +19,8 @@ from app.domain.ops import LoraSpec
 from app.domain.sampling import SampleRequest
 from app.settings import BaseModelSettings
 from ops.bench import batches, side, timing
-from workers import lora
-from workers.sampling.base import SamplerBackend
-from workers.sampling.factory import create
+from workers.backends.sampling.base import SamplerBackend, create
+from workers.models import lora
 
 PROMPTS, SAMPLES, TOKENS = 16, 4, 64
 _PROMPT_TOKENS = 32

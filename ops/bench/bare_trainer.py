@@ -8,8 +8,8 @@ from app.domain.ops import DropGradients, LoraSpec
 from app.errors import OpError
 from app.settings import BaseModelSettings
 from ops.bench import timing
-from workers.training.base import BackendOp, Create, TrainingBackend
-from workers.training.factory import create
+from workers.backends.training.backends import create
+from workers.backends.training.base import BackendOp, Create, TrainingBackend
 
 
 class BareTrainer:

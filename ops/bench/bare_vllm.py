@@ -17,7 +17,7 @@ from transformers import AutoConfig
 from app.settings import BaseModelSettings
 from ops.bench import side, timing
 from ops.bench.bare_sampler import requests, write_adapters
-from workers.sampling import vllm_setup
+from workers.backends.sampling.vllm import engine as vllm_engine
 
 Samples = dict[str, list[float]]
 
@@ -25,13 +25,13 @@ Samples = dict[str, list[float]]
 def prepare() -> Callable[[int], Samples]:
     """Returns measure(count): ms of the prompts with four samples each, and of one call with as many single ones."""
     settings = BaseModelSettings.model_validate_json(sys.argv[1])
-    vllm_setup.check_install()
-    vllm_setup.set_environment(settings)
+    vllm_engine.check_install()
+    vllm_engine.set_environment(settings)
     from vllm import LLM
     from vllm.lora.request import LoRARequest
 
     config = AutoConfig.from_pretrained(settings.path)
-    engine = LLM(**vllm_setup.engine_args(settings, config.max_position_embeddings, settings.dtype))
+    engine = LLM(**vllm_engine.engine_args(settings, config.max_position_embeddings, settings.dtype))
     folder = Path(tempfile.mkdtemp(prefix="tinsmith-bench-"))
     adapter = LoRARequest("a0", 1, str(write_adapters(settings.path, folder)["a0"]))
     asked = requests(config.vocab_size)

@@ -19,7 +19,7 @@ from app.settings import BaseModelSettings
 from ops.bench import batches, models, real_step, side, timing
 from ops.bench.bare_trainer import BareTrainer
 from ops.bench.report import Goal, Outcome
-from workers.training.factory import create
+from workers.backends.training.backends import create
 
 RANKS = 2
 _GOAL = 1.0

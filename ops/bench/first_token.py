@@ -19,7 +19,7 @@ from app.settings import BaseModelSettings
 from ops.bench import batches, models, servers, side, timing
 from ops.bench.client import Client
 from ops.bench.report import Goal, Outcome
-from workers.sampling.factory import create
+from workers.backends.sampling.base import create
 
 _GOAL_MS = 15.0
 # A step this small gains nothing from a second thread, which on two cores would take the API's.

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from app import demo_model
+from app.demo import model
 from app.settings import BaseModelSettings, SamplerSettings
 
 _TINY_BUILDER = Path(__file__).parents[2] / "tests" / "models.py"
@@ -29,6 +29,6 @@ def bundled() -> BaseModelSettings:
     """SmolLM2-135M-Instruct in bfloat16."""
     models = _KEPT.absolute()
     models.mkdir(parents=True, exist_ok=True)
-    demo_model.ensure(models, lambda line: print(line, file=sys.stderr, flush=True))
-    path = demo_model.folder(models)
-    return BaseModelSettings(name=demo_model.NAME, path=str(path), dtype="bfloat16", sampler=_SAMPLER)
+    model.ensure(models, lambda line: print(line, file=sys.stderr, flush=True))
+    path = model.folder(models)
+    return BaseModelSettings(name=model.NAME, path=str(path), dtype="bfloat16", sampler=_SAMPLER)

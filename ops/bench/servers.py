@@ -18,7 +18,7 @@ import tomli_w
 
 from app import settings as settings_module
 from app.domain import records
-from app.domain.base_models import BaseModelInfo
+from app.domain.base_model import BaseModelInfo
 from app.domain.records import Worker
 from app.settings import BaseModelSettings, Settings, hash_key
 from app.stack import checks, processes, valkey

@@ -158,6 +158,6 @@ def writes(process: psutil.Process, log: Path) -> bool:
 def _rank(process: psutil.Process) -> int:
     """Of a worker's process; -1 for the launcher of several, and for one that has just ended."""
     with suppress(psutil.NoSuchProcess):
-        if "workers.torchrun" not in process.cmdline():
+        if "workers.process.torchrun" not in process.cmdline():
             return int(process.environ().get("RANK", "0"))
     return -1

@@ -10,7 +10,7 @@ from tests.servers_s3 import start_s3
 
 if TYPE_CHECKING:  # torch takes seconds to import, which tests of stores need not
     from tests.conformance.samplers import Reference
-    from workers.sampling.base import SamplerBackend
+    from workers.backends.sampling.base import SamplerBackend
 
 
 @pytest.fixture(scope="session")

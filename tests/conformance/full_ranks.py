@@ -15,10 +15,10 @@ from app.domain.results import Done, OptimStepOutput
 from app.errors import UserOpError
 from app.settings import BaseModelSettings
 from tests.conformance.training_ranks import BY_ONE, SFT, SHORT, STEP, VALUED, bad, capture_and_go_on, note, resume
-from workers.training import factory, ranks
-from workers.training.base import Create, Load
-from workers.training.trainer import Trainer
-from workers.training.whole import WholeState
+from workers.backends.training import backends, ranks
+from workers.backends.training.base import Create, Load
+from workers.backends.training.full_state import WholeState
+from workers.backends.training.trainer import Trainer
 
 
 def run(backend: Trainer, folder: Path) -> dict[str, np.ndarray]:
@@ -70,7 +70,7 @@ def held_share(backend: Trainer) -> float:
 
 def main(settings: str, folder: str) -> None:
     torch.set_num_threads(1)
-    backend = factory.create(BaseModelSettings.model_validate_json(settings), full=True)
+    backend = backends.create(BaseModelSettings.model_validate_json(settings), full=True)
     backend.open()  # together
     if os.environ["RANK"] != "0":
         backend.follow()

@@ -20,8 +20,7 @@ from app.domain.sampling import SampledSequence, SampleOutput, SampleRequest
 from app.errors import ServerOpError
 from app.settings import BaseModelSettings, SamplerSettings
 from tests.models import VOCAB_SIZE, tiny_qwen3
-from workers.sampling.base import SamplerBackend
-from workers.sampling.factory import create
+from workers.backends.sampling.base import SamplerBackend, create
 
 BACKENDS = {
     "transformers": SamplerSettings(backend="transformers", max_batch=16, max_loras=2),

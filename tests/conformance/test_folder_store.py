@@ -13,7 +13,8 @@ import pytest
 
 from app.errors import Forbidden, NotFound, SetupError, Unavailable
 from app.settings import Settings, StoreSettings
-from app.stores.objects import FolderStore, create
+from app.stores.objects import create
+from app.stores.objects.folder import FolderStore
 from tests.conformance.object_stores import KEY, PUBLIC, folder_settings
 
 

@@ -16,9 +16,9 @@ from tests.conformance.groups import run_group
 from tests.conformance.training_ranks import BY_ONE, SFT, STEP, resume
 from tests.models import tiny_qwen3
 from tests.parity.reference import relative_error
-from workers.training import factory
-from workers.training.base import Create
-from workers.training.trainer import Trainer
+from workers.backends.training import backends
+from workers.backends.training.base import Create
+from workers.backends.training.trainer import Trainer
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def alone(base: Path) -> Trainer:
     torch.set_num_threads(1)
-    backend = factory.create(settings(base, backend="torch"), full=True)
+    backend = backends.create(settings(base, backend="torch"), full=True)
     backend.open()
     return backend
 

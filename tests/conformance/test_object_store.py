@@ -17,8 +17,9 @@ import pytest
 
 from app.errors import BadRequest, Forbidden, NotFound
 from app.settings import Settings, StoreSettings
-from app.stores.interfaces import ObjectStore
-from app.stores.objects import FolderStore, create
+from app.stores.objects import create
+from app.stores.objects.base import ObjectStore
+from app.stores.objects.folder import FolderStore
 from tests.conformance.object_stores import KEY, folder_settings
 
 

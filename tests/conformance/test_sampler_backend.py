@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from app.errors import OpError, UserOpError
 from tests.conformance.samplers import ADAPTERS, CONTEXT, PROMPTS, ask, one, tokens_of
 from tests.models import VOCAB_SIZE
-from workers.sampling.base import SamplerBackend
+from workers.backends.sampling.base import SamplerBackend
 
 
 @pytest.mark.parametrize("adapter", [None, "one"])

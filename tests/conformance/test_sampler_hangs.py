@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from tests.conformance.samplers import PROMPTS, one
-from workers.sampling.transformers_backend import TransformersSampler
+from workers.backends.sampling.transformers.backend import TransformersSampler
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import torch
 from app.domain.sampling import UNSCORED, Cells, SampleOutput, TokenLogprobs
 from tests.conformance.samplers import PROMPTS, ask
 from tests.models import VOCAB_SIZE
-from workers.sampling.base import SamplerBackend
+from workers.backends.sampling.base import SamplerBackend
 
 LONG = np.random.default_rng(9).integers(0, 256, size=200).astype(np.int32)
 EVERYTHING: dict[str, Any] = {"prompt_logprobs": True, "prompt_top": 3, "prompt_alternatives": 2, "sample_top": 4}

@@ -9,7 +9,7 @@ import pytest
 
 from app.domain.sampling import UNSCORED
 from tests.conformance.samplers import PROMPTS, Reference, ask, one, opened
-from workers.sampling.base import SamplerBackend
+from workers.backends.sampling.base import SamplerBackend
 
 
 @pytest.fixture(scope="module")

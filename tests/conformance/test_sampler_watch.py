@@ -12,7 +12,7 @@ import pytest
 from app.domain.sampling import SampleOutput
 from app.errors import ServerOpError
 from tests.conformance.samplers import PROMPTS, ask, one
-from workers.sampling.watch import Aborted, Watch
+from workers.backends.sampling.base import Aborted, Watch
 
 # On a busy machine something may be over before anybody looks, but not every time.
 TRIES = 5

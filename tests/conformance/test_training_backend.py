@@ -1,4 +1,5 @@
-"""What every TrainingBackend promises (workers/training/base.py), over plain torch and DeepSpeed at each ZeRO stage.
+"""What every TrainingBackend promises (workers/backends/training/base.py), over plain torch and DeepSpeed at each ZeRO
+stage.
 
 Two ranks are in test_training_ranks.py, the numbers themselves in tests/parity/.
 """
@@ -28,9 +29,9 @@ from tests.models import VOCAB_SIZE, tiny_qwen3
 from tests.parity import architectures
 from tests.parity.datums import batch, policy, supervised, valued
 from tests.parity.reference import relative_error
-from workers.training import factory
-from workers.training.base import ADAPTER_FILE, OPTIMIZER_FILE, Create, Load, Writer
-from workers.training.trainer import Trainer
+from workers.backends.training import backends
+from workers.backends.training.base import ADAPTER_FILE, OPTIMIZER_FILE, Create, Load, Writer
+from workers.backends.training.trainer import Trainer
 
 OF_ADAPTERS: dict[str, dict[str, Any]] = {
     "torch": {"backend": "torch"},
@@ -61,7 +62,7 @@ def backend(request: pytest.FixtureRequest, base: Path) -> Iterator[Trainer]:
     torch.set_num_threads(1)
     trainer = {**TRAINERS[request.param], "micro_batch_tokens": 64}
     settings = BaseModelSettings(name="tiny", path=str(base), dtype="float32", trainer=trainer)
-    backend = factory.create(settings, full=request.param in OF_WEIGHTS)
+    backend = backends.create(settings, full=request.param in OF_WEIGHTS)
     backend.open()
     yield backend
 

@@ -18,10 +18,10 @@ from tests.conformance.groups import run_group
 from tests.hosts import install_ssh, write_hostfile
 from tests.models import tiny_qwen3
 from tests.parity.reference import relative_error
-from workers.multinode import read_hostfile, run
-from workers.training import factory
-from workers.training.base import Create
-from workers.training.trainer import Trainer
+from workers.backends.training import backends
+from workers.backends.training.base import Create
+from workers.backends.training.trainer import Trainer
+from workers.process.multinode import read_hostfile, run
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def alone(base: Path) -> Trainer:
     torch.set_num_threads(1)
-    backend = factory.create(settings(base, backend="torch"))
+    backend = backends.create(settings(base, backend="torch"))
     backend.open()
     return backend
 

@@ -19,11 +19,9 @@ from app.errors import OpError, ServerOpError, UserOpError
 from app.settings import BaseModelSettings
 from tests.conformance.samplers import BACKENDS, CONTEXT, PROMPTS, Reference, ask, one, tokens_of
 from tests.models import tiny_qwen3
-from workers.adapter_turns import AdapterTurns
-from workers.sampling.base import SamplerBackend
-from workers.sampling.factory import create
-from workers.sampling.watch import Aborted, Watch
-from workers.shares import Shares
+from workers.backends.sampling.base import Aborted, SamplerBackend, Watch, create
+from workers.process.fair_queue import Shares
+from workers.sample.adapters import AdapterTurns
 
 MODELS = ("one", "two")
 

@@ -16,9 +16,9 @@ from app.errors import UserOpError
 from app.settings import BaseModelSettings
 from tests.conformance.test_training_backend import TRAINERS
 from tests.parity.datums import batch, supervised
-from workers.training import factory
-from workers.training.base import Create
-from workers.training.trainer import Trainer
+from workers.backends.training import backends
+from workers.backends.training.base import Create
+from workers.backends.training.trainer import Trainer
 
 BUDGET = 20_000
 GOOD = ForwardBackward(batch(supervised(1, (9, 30, 4))), "cross_entropy")
@@ -53,7 +53,7 @@ def check_failed(result: Any) -> None:
 def main(base: str, trainer: str) -> None:
     torch.set_num_threads(1)
     settings = {**TRAINERS[trainer], "micro_batch_tokens": BUDGET}
-    backend = factory.create(BaseModelSettings(name="tiny", path=base, dtype="float32", trainer=settings))
+    backend = backends.create(BaseModelSettings(name="tiny", path=base, dtype="float32", trainer=settings))
     backend.open()
     spec = LoraSpec(rank=4, seed=1)
     backend.apply({model: Create(spec) for model in ("large", "neighbour", "alone")})

@@ -20,10 +20,10 @@ from app.domain.results import CriticOutput, ForwardBackwardOutput, OptimStepOut
 from app.errors import UserOpError
 from app.settings import BaseModelSettings
 from tests.parity.datums import batch, policy, supervised, valued
-from workers import lora
-from workers.training import factory, ranks
-from workers.training.base import Create, Load
-from workers.training.trainer import Trainer
+from workers.backends.training import backends, ranks
+from workers.backends.training.base import Create, Load
+from workers.backends.training.trainer import Trainer
+from workers.models import lora
 
 BY_ONE = "written by one process"
 STEP = OptimStep(AdamParams(learning_rate=1e-2, eps=1e-8, grad_clip_norm=5.0))
@@ -172,7 +172,7 @@ def end_apart(backend: Trainer, folder: Path) -> None:
 
 def main(settings: str, folder: str, end: str) -> None:
     torch.set_num_threads(1)
-    backend = factory.create(BaseModelSettings.model_validate_json(settings))
+    backend = backends.create(BaseModelSettings.model_validate_json(settings))
     pid = Path(folder) / "follower"
     if os.environ["RANK"] != "0":
         pid.write_text(str(os.getpid()))

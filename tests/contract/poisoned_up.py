@@ -35,8 +35,8 @@ def _poisoned_table(settings: Settings, settings_file: Path) -> Iterator[Command
 
 
 def _trainer() -> None:
-    from workers import trainer
-    from workers.training.trainer import Trainer
+    from workers import cli as workers_cli
+    from workers.backends.training.trainer import Trainer
 
     run = Trainer.apply
 
@@ -47,7 +47,7 @@ def _trainer() -> None:
         return run(self, ops)
 
     Trainer.apply = apply
-    trainer.main()
+    workers_cli.run_trainer()
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ def service(ranks: Stack) -> Iterator[tinker.ServiceClient]:
 
 def group(stack: Stack) -> tuple[psutil.Process, psutil.Process]:
     """The processes of rank 0, of which Celery changes the title, and of rank 1."""
-    [launcher] = children(stack, "workers.torchrun")
+    [launcher] = children(stack, "workers.process.torchrun")
     leader, follower = sorted(launcher.children(), key=lambda child: child.environ().get("RANK") == "1")
     return leader, follower
 

@@ -15,7 +15,7 @@ import psutil
 import pytest
 import tinker
 
-from app import doorbell
+from app import dispatch
 from app.domain.records import Worker, load
 from app.stores.redis import keys
 from app.stores.redis.records import RedisRecords
@@ -121,7 +121,7 @@ def test_a_deaf_trainer_is_told_apart_and_started_again_and_its_models_go_on(
     node = owner(pair, client.model_id)
     started = trainers(pair)[node].started
     control = celery.Celery(broker=pair.settings().broker_url, set_as_current=False).control
-    for queue in (doorbell.train_queue(BASE), doorbell.direct_queue(doorbell.train_queue(BASE), node)):
+    for queue in (dispatch.train_queue(BASE), dispatch.direct_queue(dispatch.train_queue(BASE), node)):
         assert control.cancel_consumer(queue, destination=[node], reply=True, timeout=240, limit=1)
     pending = client.forward_backward(supervised(), "cross_entropy"), client.optim_step(ADAM)
     # It ends soon after it has been told apart.
@@ -148,7 +148,7 @@ def test_ticks_are_no_events(service: tinker.ServiceClient, pair: Stack):
     with app.connection_for_read() as connection:
         receiver = app.events.Receiver(connection, handlers={"*": note})
         receiver.capture(limit=None, timeout=240)
-    assert doorbell.TICK not in seen
+    assert dispatch.TICK not in seen
     assert not any(name.startswith("task-") and "tick" in name for name in seen)
 
 

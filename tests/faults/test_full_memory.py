@@ -11,11 +11,11 @@ import redis
 from werkzeug.test import TestResponse
 
 from app import create_app
+from app.api.context import EXTENSION
 from app.domain.records import Worker, dump
 from app.domain.results import Result
-from app.routes.context import EXTENSION
 from app.settings import BaseModelSettings, EngineSettings, RedisSettings, Settings, hash_key
-from app.stores.interfaces import Lease
+from app.stores.interfaces.journal import Lease
 from app.stores.redis.client import connect
 from tests.servers import start_valkey
 from tests.unit.app.conftest import BASE, KEY, Api, add_worker, batch

@@ -15,18 +15,17 @@ from typing import Any, Literal
 
 import psutil
 
-from app import doorbell
+from app import dispatch
 from app.settings import Settings
 from tests.faults.watching import Call, Fault, Watch
-from workers.outcome import NotNow
-from workers.runtime import trainer
-from workers.runtime.parts import Parts
-from workers.runtime.running import Runtime
-from workers.training import factory
+from workers.backends.training import backends
+from workers.process import assembly
+from workers.process.parts import Parts, Runtime
+from workers.process.results import NotNow
 
 Answer = tuple[Literal["done", "failed", "unknown", "not now", "error"], str]
 _WITHIN_S = 240
-_PRELOADED = ["__main__", __name__, "workers.training.torch_backend", "app.stores.objects.s3", "tests.frozen"]
+_PRELOADED = ["__main__", __name__, "workers.backends.training.backends", "app.stores.objects.s3", "tests.frozen"]
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(_PRELOADED)
 
@@ -125,17 +124,17 @@ def _serve(pipe: Connection, settings: Settings, node: str, faults: tuple[Fault,
 
 
 def _trainer(settings: Settings, node: str, watch: Watch) -> Runtime:
-    parts = Parts.of(settings, doorbell.celery_app(settings), node)
+    parts = Parts.of(settings, dispatch.celery_app(settings), node)
     watched = replace(
         parts,
         oplog=watch.over("oplog", parts.oplog),
         records=watch.over("records", parts.records),
         store=watch.over("store", parts.store),
     )
-    create = factory.create
-    factory.create = lambda base, **kind: watch.over("backend", create(base, **kind))
+    create = backends.create
+    backends.create = lambda base, **kind: watch.over("backend", create(base, **kind))
     base = settings.base_models[0]
-    return trainer.make(settings, base, watched, node, doorbell.train_queue(base.name))
+    return assembly.assemble_trainer(settings, base, watched, node, dispatch.train_queue(base.name))
 
 
 def _handle(worker: Runtime, request_id: str, model_id: str, kind: str) -> Answer:

@@ -24,12 +24,12 @@ from app.settings import Settings
 from app.stores import objects
 from app.stores.redis import keys
 from app.stores.redis.client import connect, text_fields
-from app.stores.redis.oplog import RedisOpLog
+from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.records import RedisRecords
 from tests.faults.watching import Fault
 from tests.faults.worker_process import Answer, Died, WorkerProcess
 from tests.pages import used
-from workers import checkpoints
+from workers.checkpoints import transfer
 
 BASE = "base"
 LORA = LoraSpec(rank=4, seed=3)
@@ -240,9 +240,9 @@ class Run:
     def files(self, prefix: str) -> dict[str, str]:
         """Names and sha256 of a checkpoint's files, which are verified on the way."""
         cache = self.world.folder / "verified"
-        checkpoints.fetch(self.world.objects, prefix, cache)
-        checkpoints.forget(prefix, cache)
-        manifest = checkpoints.read_manifest(self.world.objects, prefix)
+        transfer.fetch(self.world.objects, prefix, cache)
+        transfer.forget(prefix, cache)
+        manifest = transfer.read_manifest(self.world.objects, prefix)
         return {name: entry.sha256 for name, entry in manifest.files.items()}
 
 

@@ -56,7 +56,9 @@ def sample_with_vllm(environment: Environment) -> None:
 
 def convert_demo_model(environment: Environment) -> None:
     """`demo`: the bundled model is fetched and converted, and the demo finds all that it needs."""
-    environment.run("-c", "from app import demo_model; from pathlib import Path; demo_model.ensure(Path('.'), print)")
+    environment.run(
+        "-c", "from app.demo import model as demo_model; from pathlib import Path; demo_model.ensure(Path('.'), print)"
+    )
     converted = environment.folder / "SmolLM2-135M-Instruct"
     if not (converted / "model.safetensors").is_file():
         raise InstallError(f"{converted} has no model.safetensors")

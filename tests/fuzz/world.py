@@ -18,18 +18,18 @@ from hypothesis import HealthCheck, Phase, settings
 from werkzeug.test import TestResponse
 
 from app import create_app, ids
+from app.api.context import EXTENSION
 from app.domain import codec
 from app.domain.results import PROTOBUF, Result
 from app.domain.sampling import SampledSequence, SampleOutput
 from app.errors import Fenced
-from app.routes.context import EXTENSION
 from app.settings import ApiSettings, BaseModelSettings, RedisSettings, Settings, hash_key
 from app.stores.redis.client import connect
 from app.wire.results import encode_sample
 from tests.servers import start_valkey
 from tests.tokenizers import byte_tokenizer
+from tests.unit.app.api.test_models import save_checkpoint
 from tests.unit.app.conftest import BASE, KEY, Api, add_worker
-from tests.unit.app.routes.test_models import save_checkpoint
 
 REQUESTS = int(os.environ.get("TINSMITH_FUZZ_REQUESTS", "600"))
 """How many all parts send together; `make fuzz` sends 20,000."""

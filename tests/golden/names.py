@@ -10,23 +10,22 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from app import doorbell, ids
+from app import dispatch, ids
 from app.domain import records
 from app.domain.accounts import Key, Organisation, Project, User
 from app.domain.checkpoints import FileEntry, Manifest, Place
 from app.domain.ops import LoraSpec
 from app.domain.records import Checkpoint, Handover, Loss, Model, Sampler, Session, Worker
-from app.services.accounts import hash_secret
+from app.services.tenants.accounts import hash_secret
 from app.settings import Settings, hash_key
 from app.signing import UrlSigner
-from app.stores.objects import moves, notes
+from app.stores.objects import notes
 from app.stores.objects.accounts import AccountFiles
 from app.stores.objects.folder import FolderStore
-from app.stores.objects.pages import PageFiles
-from app.stores.pages import Page
+from app.stores.pages import Page, PageFiles
 from app.stores.redis import keys
-from workers import checkpoints
-from workers.snapshots.folder import SnapshotFolder
+from workers.checkpoints import transfer
+from workers.checkpoints.snapshot_upload import SnapshotFolder
 
 ROOT = Path(__file__).parents[2]
 MODEL, SAMPLER = "session:train:0", "session:sample:0"
@@ -109,14 +108,14 @@ def _keys() -> dict[str, str]:
 
 
 def _celery() -> dict[str, Any]:
-    conf = doorbell.celery_app(Settings()).conf
-    trains, samples = doorbell.train_queue, doorbell.sample_queue
+    conf = dispatch.celery_app(Settings()).conf
+    trains, samples = dispatch.train_queue, dispatch.sample_queue
     return {
-        "kinds": list(doorbell.KINDS),
-        "tasks": {kind: doorbell.task_name(kind) for kind in (*doorbell.KINDS, "drop_gradients", "skip", "unheard")},
-        "tick": doorbell.TICK,
+        "kinds": list(dispatch.KINDS),
+        "tasks": {kind: dispatch.task_name(kind) for kind in (*dispatch.KINDS, "drop_gradients", "skip", "unheard")},
+        "tick": dispatch.TICK,
         "queues": [queue("Qwen/Qwen3-0.6B", full=full) for queue in (trains, samples) for full in (False, True)],
-        "direct queue": doorbell.direct_queue(trains("base"), "trainer-1"),
+        "direct queue": dispatch.direct_queue(trains("base"), "trainer-1"),
         "settings": {name: conf[name] for name in _CONF},
         "worker": _worker(),
     }
@@ -199,13 +198,13 @@ def _objects() -> dict[str, Any]:
                 AccountFiles(store).add(record)
         PageFiles(store).add(Page("usage", "me", 472_222), {"training base key": "5"})
         PageFiles(store).add(Page("audit", "me", 472_222), {"id": "1700000000000 {}"})
-        moves.note_move(store, "session", _AT, "other")
-        prefix = checkpoints.prefix_for(MODEL, "weights", "a", "3-1")
+        notes.note_move(store, "session", _AT, "other")
+        prefix = transfer.prefix_for(MODEL, "weights", "a", "3-1")
         notes.note(store, prefix, "expires_at", _AT, _AT + 60)
         notes.note(store, prefix, "public", _AT, True)
         (root / "sealed").mkdir()
         (root / "sealed" / "adapter_model.safetensors").write_bytes(b"abc")
-        checkpoints.upload(store, prefix, root / "sealed", MANIFESTS["checkpoint"])
+        transfer.upload(store, prefix, root / "sealed", MANIFESTS["checkpoint"])
         place = Place.parse(f"{prefix}/manifest.json")
         assert place is not None
         local = SnapshotFolder(root / "snapshots", "node").write(MODEL, 3, 1, lambda into: None)

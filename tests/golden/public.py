@@ -15,8 +15,8 @@ from unittest.mock import patch
 from prometheus_client import REGISTRY, CollectorRegistry
 
 from app import cli, settings, telemetry, web
-from workers import sampler, trainer
-from workers import telemetry as worker_telemetry
+from workers import cli as workers_cli
+from workers.process import telemetry as worker_telemetry
 
 ROOT = Path(__file__).parents[2]
 _VARIABLES = (
@@ -31,7 +31,11 @@ def goldens() -> dict[str, Any]:
         "setting values": dict(_flat("", _example().model_dump(mode="json"))),
         "environment": _environment(),
         "metrics": {**_metrics(telemetry.REGISTRY, "api"), **_metrics(REGISTRY, "worker")},
-        "command line": {**_commands(cli.main), **_commands(trainer.main), **_commands(sampler.main)},
+        "command line": {
+            **_commands(cli.main),
+            **_commands(workers_cli.run_trainer),
+            **_commands(workers_cli.run_sampler),
+        },
         "openapi": dict(_operations(web.openapi())),
     }
 

@@ -12,25 +12,22 @@ from typing import Any
 
 import numpy as np
 
-from app import doorbell
+from app import dispatch
 from app.domain import records
 from app.domain.limits import Charge, Limits, Payer
 from app.domain.records import Checkpoint, Handover, Model, Sampler, Session, Worker
 from app.domain.results import Result
 from app.settings import EngineSettings, RedisSettings, Settings
-from app.stores.interfaces import Lease, QueueBounds
+from app.stores.interfaces.journal import Lease, QueueBounds
 from app.stores.objects.folder import FolderStore
 from app.stores.pages import Held, Page
-from app.stores.redis.backlog import RedisBacklog
-from app.stores.redis.calls import RedisCalls
-from app.stores.redis.completions import RedisCompletions
+from app.stores.redis.backlog import RedisBacklog, RedisCalls
+from app.stores.redis.completions import Drawn, RedisCompletions, TokenStreams
+from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.lifecycle import RedisLifecycle
 from app.stores.redis.limits import RedisAllowances
-from app.stores.redis.oplog import RedisOpLog
-from app.stores.redis.pages import RedisPages
 from app.stores.redis.payloads import RedisPayloads
-from app.stores.redis.records import RedisRecords
-from app.stores.redis.token_streams import Drawn, TokenStreams
+from app.stores.redis.records import RedisPages, RedisRecords
 from tests.golden.recording import Recorded, Scenario
 
 M, N, S = "session:train:0", "session:train:1", "session:sample:0"
@@ -322,9 +319,9 @@ def _tokens(step: Scenario, url: str) -> None:
 
 def _ringing(step: Scenario, url: str) -> None:
     """A task's message: its name, its id and what it is called with."""
-    with doorbell.celery_app(Settings(redis=RedisSettings(url=url, broker_url=url))) as celery:
-        doorbell.Doorbell(celery).ring("forward_backward", f"{M}:1", M, "train.base")
-        doorbell.TickBell(celery, "train.base@a").ring()
+    with dispatch.celery_app(Settings(redis=RedisSettings(url=url, broker_url=url))) as celery:
+        dispatch.Doorbell(celery).ring("forward_backward", f"{M}:1", M, "train.base")
+        dispatch.TickBell(celery, "train.base@a").ring()
     for queue, keep in (("train.base", ("task", "id")), ("train.base@a", ("task",))):
         (data,) = step.client.lrange(queue, 0, -1)
         step.steps.append({"queue": queue, **_message(data, keep)})

@@ -46,7 +46,8 @@ CASES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("Gemma3Text", {"sliding_window": _WINDOW, "query_pre_attn_scalar": 16}),
     "gemma3, capped": ("Gemma3Text", {**_GEMMA, "sliding_window": _WINDOW}),
     "granite": ("Granite", _GRANITE),
-    # Not in workers/training/architectures.py: padded, on whole logits, here with a scale transformers applies itself.
+    # Not in workers/backends/training/lm_head.py: padded, on whole logits, here with a scale transformers applies
+    # itself.
     "cohere (unlisted)": ("Cohere", {"logit_scale": 0.5}),
     "olmo2 (unlisted)": ("Olmo2", {}),
 }

@@ -14,8 +14,8 @@ from tests.models import tiny_qwen3
 from tests.parity.datums import batch, supervised
 from tests.parity.reference import Reference
 from tests.parity.training import LENGTHS, STEP, apply, open_trainer, reference_of
-from workers.training.base import Create
-from workers.training.trainer import Trainer
+from workers.backends.training.base import Create
+from workers.backends.training.trainer import Trainer
 
 SPEC = LoraSpec(rank=4, seed=1)
 _numbers = count()

@@ -15,7 +15,7 @@ from tests.parity import architectures
 from tests.parity.datums import batch, supervised
 from tests.parity.reference import Reference, relative_error
 from tests.parity.training import open_trainer
-from workers.training.base import Create
+from workers.backends.training.base import Create
 
 LENGTHS = (23, 7, 40, 2, 31, 7)
 

@@ -13,8 +13,8 @@ from tests.parity.datums import Datum, batch, data, supervised
 from tests.parity.reference import Reference, relative_error
 from tests.parity.rounding import MANY_LENGTHS, Found, check_rounding
 from tests.parity.training import LENGTHS, LOSSES, STEP, apply, open_trainer, reference_of, run
-from workers.training.base import Create
-from workers.training.trainer import Trainer
+from workers.backends.training.base import Create
+from workers.backends.training.trainer import Trainer
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from app.services.openai.messages import for_template
+from app.services.openai.chat_templates import for_template
 from app.services.openai.tokenizer import read
 from tests.tokenizers import BEGIN, END, PLAIN, WITH_TOOLS, byte_tokenizer
 

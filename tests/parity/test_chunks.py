@@ -14,7 +14,7 @@ from app.wire.results import encode_forward_backward
 from tests.parity.datums import Datum, batch, data, supervised
 from tests.parity.reference import relative_error
 from tests.parity.training import LENGTHS, LOSSES, run
-from workers.training.trainer import Trainer
+from workers.backends.training.trainer import Trainer
 
 # Of the second chunk no token has an advantage, of the third one datum is a single token.
 CUTS = ((0, 2), (3, 4), (2, 3), (4, 6))

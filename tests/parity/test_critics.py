@@ -29,8 +29,8 @@ from tests.parity.reference import CriticReference, relative_error
 from tests.parity.rounding import MANY_LENGTHS, Found, check_rounding
 from tests.parity.test_random_batches import FLOOR, length
 from tests.parity.training import LENGTHS, STEP, apply, open_trainer, state
-from workers.training.base import Create
-from workers.training.trainer import Trainer
+from workers.backends.training.base import Create
+from workers.backends.training.trainer import Trainer
 
 SPEC = LoraSpec(rank=4, seed=1)
 CASES: dict[str, dict[str, float]] = {

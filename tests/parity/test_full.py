@@ -20,9 +20,9 @@ from tests.parity.datums import batch, data, supervised, valued
 from tests.parity.reference import FullCriticReference, FullReference, relative_error
 from tests.parity.rounding import MANY_LENGTHS, Found, check_rounding
 from tests.parity.training import LENGTHS, apply, run
-from workers.training import factory
-from workers.training.base import Create, Load
-from workers.training.trainer import Trainer
+from workers.backends.training import backends
+from workers.backends.training.base import Create, Load
+from workers.backends.training.trainer import Trainer
 
 # Heads tied and untied, logits capped and scaled, stacked experts, and one of which autograd makes all gradients.
 CASES = ("llama", "llama, tied head", "gemma2", "granite", "qwen3-moe", "cohere (unlisted)")
@@ -37,7 +37,7 @@ BOUND = 1e-3
 def open_full(base: Path, dtype: str = "float32", **trainer: Any) -> Trainer:
     torch.set_num_threads(1)
     trainer = {"backend": "torch", "micro_batch_tokens": 64, **trainer}
-    backend = factory.create(BaseModelSettings(name="tiny", path=str(base), dtype=dtype, trainer=trainer), full=True)
+    backend = backends.create(BaseModelSettings(name="tiny", path=str(base), dtype=dtype, trainer=trainer), full=True)
     backend.open()
     return backend
 

@@ -17,9 +17,9 @@ from app.settings import BaseModelSettings
 from tests.models import tiny_qwen3
 from tests.parity.datums import batch, supervised
 from tests.parity.reference import relative_error
-from workers.training import factory
-from workers.training.base import Create
-from workers.training.trainer import Trainer
+from workers.backends.training import backends
+from workers.backends.training.base import Create
+from workers.backends.training.trainer import Trainer
 
 LENGTHS = (23, 7, 40, 2, 31, 60, 60)
 
@@ -33,7 +33,7 @@ def opened(base: Path, dtype: str = "float32", **trainer: Any) -> Trainer:
     """With two models, of unlike adapters, a step from their start."""
     torch.set_num_threads(1)
     trainer = {"backend": "torch", "micro_batch_tokens": 128, **trainer}
-    backend = factory.create(BaseModelSettings(name="tiny", path=str(base), dtype=dtype, trainer=trainer))
+    backend = backends.create(BaseModelSettings(name="tiny", path=str(base), dtype=dtype, trainer=trainer))
     backend.open()
     backend.apply({"a": Create(LoraSpec(rank=4, seed=1)), "b": Create(LoraSpec(rank=8, seed=2, train_mlp=False))})
     both(backend, 0)

@@ -6,9 +6,8 @@ import torch
 from torch import nn
 
 from app.domain.ops import AdamParams
-from workers.training.optimizer import ShardedAdamW
-from workers.training.ranks import RankGroup
-from workers.training.shards import Shards
+from workers.backends.training.optimizer import ShardedAdamW
+from workers.backends.training.ranks import RankGroup, Shards
 
 SCHEDULE = (
     AdamParams(learning_rate=1e-2, eps=1e-8),

@@ -13,12 +13,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from app.domain.ops import ForwardBackward, LoraSpec
+from app.domain.ops import DropGradients, ForwardBackward, LoraSpec
 from tests.parity.datums import Datum, batch, supervised
 from tests.parity.reference import Reference
 from tests.parity.training import LENGTHS, LOSSES, STEP, apply, reference_of, run
-from workers.training.base import Create, DropGradients
-from workers.training.trainer import Trainer
+from workers.backends.training.base import Create
+from workers.backends.training.trainer import Trainer
 
 # Below its smallest normal number, which weights drawn near it reach, fp32 has no relative precision.
 FLOOR = float(np.finfo(np.float32).tiny)

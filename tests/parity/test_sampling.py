@@ -13,9 +13,9 @@ from app.domain.ops import ForwardBackward, LoraSpec
 from app.domain.sampling import SampleRequest
 from app.settings import BaseModelSettings, SamplerSettings
 from tests.parity.training import run
-from workers.sampling.base import SamplerBackend
-from workers.sampling.factory import create as create_sampler
-from workers.training.trainer import Trainer
+from workers.backends.sampling.base import SamplerBackend
+from workers.backends.sampling.base import create as create_sampler
+from workers.backends.training.trainer import Trainer
 
 # Prompts of mixed lengths, and every way of shaping the draw: the logprobs are the model's own all the same.
 SHAPES = [{}, {"temperature": 0.5}, {"top_p": 0.7}, {"top_k": 5}, {"temperature": 0.0}]

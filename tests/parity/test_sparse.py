@@ -18,7 +18,7 @@ from app.wire.forward_backward import decode_forward_backward
 from tests.parity.datums import Datum
 from tests.parity.reference import Reference, relative_error
 from tests.parity.training import run
-from workers.training.trainer import Trainer
+from workers.backends.training.trainer import Trainer
 
 
 def distillation(seed: int, lengths: tuple[int, ...], width: int = 40) -> list[Datum]:

@@ -14,8 +14,8 @@ from app.domain.results import ForwardBackwardOutput
 from tests.parity.datums import batch, data, supervised
 from tests.parity.reference import relative_error
 from tests.parity.training import LOSSES, apply, run, state
-from workers.training.base import ADAPTER_FILE, OPTIMIZER_FILE
-from workers.training.trainer import Trainer
+from workers.backends.training.base import ADAPTER_FILE, OPTIMIZER_FILE
+from workers.backends.training.trainer import Trainer
 
 # Targets differ too. Eight adapters on 2 x 7 + 1 linears.
 SPECS = [

@@ -14,7 +14,7 @@ from app.errors import UserOpError
 from tests.parity.datums import Datum, batch, data, policy, sequences, supervised, thresholds
 from tests.parity.reference import Reference, relative_error
 from tests.parity.training import LENGTHS, LOSSES, apply, reference_of, run, state
-from workers.training.trainer import Trainer
+from workers.backends.training.trainer import Trainer
 
 CLIPPED = ("ppo", "cispo", "gspo")
 TOKEN_RANGE = {"clip_low_threshold": 0.3, "clip_high_threshold": 3.0}

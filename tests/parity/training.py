@@ -11,9 +11,9 @@ from app.domain.ops import AdamParams, OptimStep
 from app.domain.results import ForwardBackwardOutput
 from app.settings import BaseModelSettings
 from tests.parity.reference import Reference
-from workers.training import factory
-from workers.training.base import BackendOp
-from workers.training.trainer import Trainer
+from workers.backends.training import backends
+from workers.backends.training.base import BackendOp
+from workers.backends.training.trainer import Trainer
 
 LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo")
 LENGTHS = (23, 7, 40, 2, 31)
@@ -23,7 +23,7 @@ STEP = OptimStep(AdamParams(learning_rate=1e-2, eps=1e-8, weight_decay=0.1, grad
 def open_trainer(base: Path, dtype: str = "float32", *, micro_batch_tokens: int = 64) -> Trainer:
     torch.set_num_threads(1)
     settings = {"backend": "torch", "micro_batch_tokens": micro_batch_tokens}
-    trainer = factory.create(BaseModelSettings(name="tiny", path=str(base), dtype=dtype, trainer=settings))
+    trainer = backends.create(BaseModelSettings(name="tiny", path=str(base), dtype=dtype, trainer=settings))
     trainer.open()
     return trainer
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from workers.saves import Saves
+from workers.train.committer import Saves
 
 Item = TypeVar("Item")
 
@@ -20,7 +20,7 @@ class Background:
         self._workers: list[Work] = []
 
     def latest(self, name: str, work: Callable[[str, Item], None], retry_s: float) -> Work[Item]:
-        """In the place of workers.snapshots.background.Latest."""
+        """In the place of workers.checkpoints.coalescing.Latest."""
         self._workers.append(Work(self, work))
         return self._workers[-1]
 

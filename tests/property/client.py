@@ -14,13 +14,13 @@ from app.domain.ops import LoadWeights, Op, SaveWeights
 from app.domain.records import Checkpoint, Handover, Sampler, load
 from app.domain.results import Result
 from app.errors import BadRequest
-from app.stores.interfaces import RefusalKind
+from app.stores.interfaces.journal import RefusalKind
 from app.stores.redis import keys
 from tests.property.reference import Reference
 from tests.property.vector_backend import BREAKING, POISON, State, backward, optim_step
 from tests.property.world import CREATE, TrainerWorld
-from workers import checkpoints
-from workers.training.base import ADAPTER_FILE
+from workers.backends.training.base import ADAPTER_FILE
+from workers.checkpoints import transfer
 
 # Of a gradient's size, for passes that were shared.
 _BOUND = 1e-5
@@ -85,7 +85,7 @@ class Client:
         behind = client.zcount(keys.journal(self.model), f"({at}", applied)
         assert behind == applied - int(at), "an Op is in no snapshot and no journal"
         if snapshot != self._snapshot:
-            manifest = checkpoints.read_manifest(self.world.store, snapshot)
+            manifest = transfer.read_manifest(self.world.store, snapshot)
             assert manifest.seq == int(at)
             for name, entry in manifest.files.items():
                 assert len(self.world.store.read(f"{snapshot}/{name}")) == entry.size
@@ -129,7 +129,7 @@ class Client:
         stored = self.world.records.get(Sampler.namespace, sampler)
         assert stored is not None, f"{sampler} is not known"
         prefix = load(Sampler, stored).prefix
-        manifest = checkpoints.read_manifest(self.world.store, prefix)
+        manifest = transfer.read_manifest(self.world.store, prefix)
         content = self.world.store.read(f"{prefix}/{ADAPTER_FILE}")
         assert hashlib.sha256(content).hexdigest() == manifest.files[ADAPTER_FILE].sha256, "two writers' files"
         adapter = json.loads(content)

@@ -9,7 +9,7 @@ import redis
 
 from app.stores.redis.client import connect
 from tests.servers import start_valkey
-from workers import downloads
+from workers.checkpoints import transfer
 
 
 @pytest.fixture(scope="session")
@@ -37,4 +37,4 @@ def no_power_cut(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     """A download that failed is tried again at once."""
-    monkeypatch.setattr(downloads, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(transfer, "_PAUSE_S", 0.0)

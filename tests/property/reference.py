@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from app.domain.ops import CreateModel, DropGradients, ForwardBackward, LoadWeights, Op, OptimStep, SaveWeights
 from app.domain.results import Result
 from tests.property.vector_backend import State, VectorBackend
-from workers import results
-from workers.training.base import Create
+from workers.backends.training.base import Create
+from workers.process import results
 
 
 @dataclass

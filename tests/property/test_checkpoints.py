@@ -16,14 +16,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from app.domain.checkpoints import MANIFEST, Manifest
 from app.domain.ops import LoraSpec
 from app.errors import Fenced, NotFound, ServerOpError, Unavailable
-from app.stores.interfaces import ObjectStore
+from app.stores.objects.base import ObjectStore
 from app.stores.objects.folder import FolderStore
-from app.stores.objects.removal import remove_checkpoint
+from app.stores.objects.notes import remove_checkpoint
 from app.stores.objects.s3 import S3Store
 from tests.property.faults import Crash, Fault, Faults
 from tests.property.runs import run_machine
 from tests.servers_s3 import start_s3
-from workers import checkpoints, downloads
+from workers.checkpoints import transfer
 
 MODEL = "session:train:0"
 FILES = ("adapter_config.json", "adapter_model.safetensors", "optimizer.safetensors")
@@ -79,7 +79,7 @@ class CheckpointMachine(RuleBasedStateMachine):
         cache = self.place / f"cache-{next(self.numbers)}"
         with self._failing(fault, at, lambda: None) as store:
             try:
-                found = checkpoints.fetch(store, self._prefix(generation), cache)
+                found = transfer.fetch(store, self._prefix(generation), cache)
             except NotFound:
                 assert generation not in self.committed or generation in self.damaged
             except ServerOpError:
@@ -87,7 +87,7 @@ class CheckpointMachine(RuleBasedStateMachine):
             else:
                 assert generation not in self.damaged
                 assert {path.name: path.read_bytes() for path in found.iterdir()} == self.committed[generation]
-                checkpoints.forget(self._prefix(generation), cache)
+                transfer.forget(self._prefix(generation), cache)
         assert not (cache / self._prefix(generation)).exists()
 
     @precondition(lambda self: self.committed)
@@ -131,7 +131,7 @@ class CheckpointMachine(RuleBasedStateMachine):
                     continue
                 found[name] = self.store.read(f"{self._prefix(generation)}/{name}")
                 (self.place / "copy").write_bytes(found[name])
-                assert downloads.file_entry(self.place / "copy") == expected
+                assert transfer.file_entry(self.place / "copy") == expected
             assert sorted(found) == sorted([MANIFEST, *FILES])
             assert found == self.committed.setdefault(generation, found)
 
@@ -140,7 +140,7 @@ class CheckpointMachine(RuleBasedStateMachine):
         folder.mkdir()
         for name in FILES:
             (folder / name).write_text(f"{name} {generation} {content}" * 20)
-        manifest = checkpoints.describe(
+        manifest = transfer.describe(
             folder,
             path="",
             generation=str(generation),
@@ -151,7 +151,7 @@ class CheckpointMachine(RuleBasedStateMachine):
             seq=generation,
             epoch=1,
         )
-        written = checkpoints.upload(store, self._prefix(generation), folder, manifest)
+        written = transfer.upload(store, self._prefix(generation), folder, manifest)
         assert written.to_json() == self._manifest(generation), "what is there is what counts"
 
     def _failing(self, fault: Fault, at: int, meanwhile: Callable[[], None]) -> _Failing:
@@ -164,7 +164,7 @@ class CheckpointMachine(RuleBasedStateMachine):
             self.store.put_new(key, data)
 
     def _prefix(self, generation: int) -> str:
-        return checkpoints.prefix_for(MODEL, "weights", "step-1", f"{generation}-1")
+        return transfer.prefix_for(MODEL, "weights", "step-1", f"{generation}-1")
 
     def _manifest(self, generation: int) -> bytes | None:
         try:

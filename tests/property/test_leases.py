@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import redis
 
-from workers.leases import LeaseKeeper
+from workers.process.leases import LeaseKeeper
 
 
 class Silent:

@@ -15,7 +15,7 @@ from app.stores.redis import keys
 from tests.property.faults import Fault
 from tests.property.vector_backend import BREAKING, POISON, State, backward, optim_step
 from tests.property.world import CREATE, MODEL, Trainer, TrainerWorld
-from workers.runner import MAX_ATTEMPTS
+from workers.train.owner import MAX_ATTEMPTS
 
 
 @pytest.fixture

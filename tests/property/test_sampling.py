@@ -13,15 +13,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from app import ids
 from app.domain.records import Sampler, Session, Worker, dump
-from app.domain.results import Result
-from app.domain.usage import SAMPLED
+from app.domain.results import SAMPLED, Result
 from app.errors import BadRequest, Fenced, TooManyRequests
 from app.settings import EngineSettings
-from app.stores.interfaces import QueueBounds
+from app.stores.interfaces.journal import QueueBounds
 from app.stores.redis import keys
 from app.stores.redis.completions import RedisCompletions
+from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.lifecycle import RedisLifecycle
-from app.stores.redis.oplog import RedisOpLog
 from app.stores.redis.records import RedisRecords
 from tests.pages import used
 from tests.property.runs import run_machine

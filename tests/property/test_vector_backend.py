@@ -13,7 +13,7 @@ from app.domain.ops import AdamParams, DropGradients, ForwardBackward, LoraSpec,
 from app.domain.results import Done
 from app.errors import UserOpError
 from tests.property import vector_backend as vector
-from workers.training.base import Create, Load, TrainingBackend
+from workers.backends.training.base import Create, Load, TrainingBackend
 
 SPEC = LoraSpec(rank=4, seed=1)
 STEP = OptimStep(AdamParams(learning_rate=1e-2, eps=1e-8))
@@ -51,12 +51,12 @@ def torch_case(folder: Path) -> Case:
     from app.settings import BaseModelSettings
     from tests.models import tiny_qwen3
     from tests.parity.datums import batch, policy, supervised
-    from workers.training import factory
+    from workers.backends.training import backends
 
     base = BaseModelSettings(
         name="tiny", path=str(tiny_qwen3(folder / "base")), dtype="float32", trainer={"backend": "torch"}
     )
-    backend = factory.create(base)
+    backend = backends.create(base)
     backend.open()
     datums = policy(2, (12, 25, 3))
     datums[1]["logprobs"][-1] = -1e4

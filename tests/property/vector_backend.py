@@ -19,13 +19,21 @@ from typing import Any
 
 import numpy as np
 
-from app.domain.base_models import BaseModelInfo
+from app.domain.base_model import BaseModelInfo
 from app.domain.batch import Batch, Ragged
 from app.domain.ops import AdamParams, DropGradients, ForwardBackward, OptimStep
 from app.domain.results import Done, ForwardBackwardOutput, OptimStepOutput, Output
 from app.errors import OpError, UserOpError
 from tests.property.faults import DeviceError
-from workers.training.base import ADAPTER_CONFIG_FILE, ADAPTER_FILE, OPTIMIZER_FILE, BackendOp, Create, Load, Writer
+from workers.backends.training.base import (
+    ADAPTER_CONFIG_FILE,
+    ADAPTER_FILE,
+    OPTIMIZER_FILE,
+    BackendOp,
+    Create,
+    Load,
+    Writer,
+)
 
 POISON, BREAKING = "poison", "breaking"
 # What each further model in a pass adds to a gradient.

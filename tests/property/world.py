@@ -25,32 +25,27 @@ from app.domain.records import Model, dump
 from app.domain.results import Result
 from app.errors import Fenced
 from app.settings import EngineSettings
-from app.stores.interfaces import ObjectStore
+from app.stores.objects.base import ObjectStore
 from app.stores.objects.folder import FolderStore
 from app.stores.redis import keys
-from app.stores.redis.oplog import RedisOpLog
+from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.records import RedisRecords
 from tests.property.background import Background
 from tests.property.faults import Crash, Fault, Faults
 from tests.property.vector_backend import VectorBackend
-from workers.ahead import Ahead
-from workers.committer import Committer
-from workers.drain import Drain
-from workers.executor import Executor
-from workers.handover.folder import HandoverFolder
-from workers.handover.sending import Handovers
-from workers.leases import LeaseKeeper
-from workers.outcome import NotNow
-from workers.owner import Owner, Resident
-from workers.parked import Parked
-from workers.runner import TrainingRunner
-from workers.saving import Saver
-from workers.shares import Shares
-from workers.snapshots.folder import SnapshotFolder
-from workers.snapshots.restore import Restore
-from workers.snapshots.schedule import Snapshots
-from workers.turns import Turns
-from workers.unowned import Unowned
+from workers.checkpoints.shm_transfer import HandoverFolder, Handovers
+from workers.checkpoints.snapshot_upload import SnapshotFolder
+from workers.checkpoints.snapshots import Restore, Snapshots
+from workers.checkpoints.writer import Saver
+from workers.process.fair_queue import Shares
+from workers.process.leases import LeaseKeeper
+from workers.process.results import NotNow
+from workers.train.committer import Committer
+from workers.train.executor import Executor
+from workers.train.owner import Owner, Resident
+from workers.train.rebalance import Drain
+from workers.train.runner import TrainingRunner
+from workers.train.scheduler import Ahead, Parked, Turns, Unowned
 
 BASE = "base"
 MODEL = "session:train:0"
@@ -137,7 +132,7 @@ class TrainerWorld:
         keeper = LeaseKeeper(self.oplog, name, _LEASE_S)
         self.keepers.append(keeper)
         machine = self.folder / ("machine b" if node == "b" else "machine a")
-        with mock.patch("workers.handover.sending.Latest", background.latest):
+        with mock.patch("workers.checkpoints.shm_transfer.Latest", background.latest):
             handovers = Handovers(store, self.records, HandoverFolder(machine / "handover", 2**30))
         make_again = handovers.resume
 
@@ -151,7 +146,7 @@ class TrainerWorld:
         executor = Executor(watched_backend, store, self.folder / "cache" / name, saver)
         folder = SnapshotFolder(machine / "snapshots", node)
         engine = self.settings.model_copy(update={"snapshot_share": math.inf})
-        with mock.patch("workers.snapshots.pipeline.Latest", background.latest):
+        with mock.patch("workers.checkpoints.snapshot_upload.Latest", background.latest):
             snapshots_of = Snapshots(oplog, saver, folder, engine, rest_s=0.0 if snapshots else math.inf)
         rung: list[tuple[str, str]] = []
 

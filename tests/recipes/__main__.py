@@ -6,7 +6,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from app import demo_model
+from app.demo import model
 from app.demo.stack import running
 from tests.recipes.data import lay_out
 from tests.recipes.programs import METRICS, metrics
@@ -20,7 +20,7 @@ def main() -> int:
     shutil.rmtree(folder / "work", ignore_errors=True)
     with running(folder / "server") as stack:
         print(f"logs in {folder / 'work'}", flush=True)
-        code = run(stack.url, stack.api_key, demo_model.NAME, "long", lay_out(folder / "work"))
+        code = run(stack.url, stack.api_key, model.NAME, "long", lay_out(folder / "work"))
     for name, metric in METRICS.items():
         values = metrics(folder / "work" / name, metric)
         print(f"{name:13} {metric}: {' '.join(f'{value:.3f}' for value in values)}")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from app.doorbell import celery_app
+from app.dispatch import celery_app
 from app.settings import RedisSettings, Settings
 from tests.unit.ops.compose import COMPOSE, GPU_OVERRIDE, ROOT, load
 

@@ -14,10 +14,10 @@ import pytest
 from app.domain.checkpoints import FileEntry, Manifest
 from app.domain.ops import LoraSpec
 from app.errors import BadRequest, ServerOpError
-from app.stores.objects import FolderStore
-from workers import checkpoints
+from app.stores.objects.folder import FolderStore
+from workers.checkpoints import transfer
 
-PREFIX = checkpoints.prefix_for("s:train:0", "weights", "a", "1-1")
+PREFIX = transfer.prefix_for("s:train:0", "weights", "a", "1-1")
 NAMES = ["adapter_model.bin", "weights.pt", "x.pkl", "all.tar", "model.py", "../up.json", "/tmp/x.json", "a/b.json"]
 NAMES += [".hidden.json", "..json", "a.json\n", "a.json\x00.safetensors", "x.safetensors.pt"]
 
@@ -50,7 +50,7 @@ def test_a_manifest_that_names_another_kind_of_file_or_place_is_refused(tmp_path
     marker = tmp_path / "went-off"
     put(store, name, pickle.dumps(_Explosive(marker)))
     with pytest.raises(ServerOpError, match="only safetensors, JSON and tokenizers"):
-        checkpoints.fetch(store, PREFIX, cache)
+        transfer.fetch(store, PREFIX, cache)
     assert not marker.exists()
     assert [path for path in cache.rglob("*") if path.is_file() and ".locks" not in path.parts] == []
 
@@ -64,6 +64,6 @@ def test_what_lies_beside_a_checkpoint_without_being_named_is_not_even_fetched(t
         tar.addfile(tarfile.TarInfo("../../escaped"))
     store.put_new(f"{PREFIX}/adapter_model.bin", pickle.dumps(_Explosive(tmp_path / "went-off")))
     store.put_new(f"{PREFIX}/all.tar", archive.getvalue())
-    folder = checkpoints.fetch(store, PREFIX, cache)
+    folder = transfer.fetch(store, PREFIX, cache)
     assert {path.name for path in folder.iterdir()} == {name, "manifest.json"}
     assert not (tmp_path / "went-off").exists()

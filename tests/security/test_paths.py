@@ -13,10 +13,10 @@ from urllib.parse import quote
 import pytest
 
 from app.errors import BadRequest
-from app.stores.objects import FolderStore
+from app.stores.objects.folder import FolderStore
+from tests.unit.app.api.test_models import save_checkpoint
+from tests.unit.app.api.test_sampling import body as sample
 from tests.unit.app.conftest import BASE, Api, batch
-from tests.unit.app.routes.test_models import save_checkpoint
-from tests.unit.app.routes.test_sampling import body as sample
 
 EVIL = [
     "..",

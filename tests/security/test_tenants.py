@@ -12,9 +12,9 @@ from werkzeug.test import TestResponse
 
 from app.stores.redis.client import connect
 from app.web import PUBLIC
+from tests.unit.app.api.test_models import save_checkpoint
+from tests.unit.app.api.test_odd_values import BATCH, bodies
 from tests.unit.app.conftest import API, KEY, Api
-from tests.unit.app.routes.test_models import save_checkpoint
-from tests.unit.app.routes.test_odd_values import BATCH, bodies
 
 OPENAI = "/oai/api/v1"
 NO_IDS = {

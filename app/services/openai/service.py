@@ -1,4 +1,4 @@
-"""OpenAI's calls as sampling requests, and their results as its answers."""
+"""OpenAI's calls as sampling requests, each for the sampler its model names, and their results as its answers."""
 
 from __future__ import annotations
 
@@ -6,28 +6,39 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from app.domain.identity import Caller
+import numpy as np
+
+from app import ids
+from app.domain import records
+from app.domain.accounts import Caller
+from app.domain.base_model import BaseModelInfo
+from app.domain.records import Checkpoint, Sampler, Session
 from app.domain.sampling import SampleRequest
+from app.errors import NotFound
 from app.services.admission import AdmissionService
 from app.services.base_models import BaseModels, sampler_role
-from app.services.checks.sampling import check_size
-from app.services.holds import Holds
-from app.services.openai import tools
-from app.services.openai.answers import Form, Head, usage
-from app.services.openai.chats import ChatForm
-from app.services.openai.completions import CompletionForm
-from app.services.openai.following import Asked, Following
+from app.services.openai import answers
+from app.services.openai.answers import ChatForm, CompletionForm, Form, Head, usage
+from app.services.openai.chat_templates import for_template
 from app.services.openai.generation import Choices, Delta, Options
-from app.services.openai.messages import for_template
-from app.services.openai.samplers import Samplers
-from app.services.openai.targets import Target
-from app.services.openai.tokenizer import Tokenizers
+from app.services.openai.streaming import Asked, Following
+from app.services.openai.tokenizer import BaseTokenizer, Tokenizers
+from app.services.polling import Holds
+from app.services.sampling import SamplingService
+from app.services.tenants.access import check_role
+from app.services.validation.sampling import check_sample, check_size
+from app.stores.interfaces.records import Lifecycle, Records
+from app.wire.json_forms import text_tokens
 
 Gone = Callable[[], bool]
 """Whether the client went away."""
+
+_SCHEME = "tinker://"
+_KIND = "sampler_weights"
 
 
 class Answer:
@@ -98,7 +109,7 @@ class OpenAiService:
         prompt = model.tokenizer.encode_chat(for_template(asked["messages"]), offered, model.info.max_context)
         most = asked["max_completion_tokens"] or asked["max_tokens"]
         request = model.request(asked, prompt, most, top=asked["top_logprobs"])
-        calls = bool(offered) and tools.are_understood(model.tokenizer.template(offered))
+        calls = bool(offered) and answers.are_understood(model.tokenizer.template(offered))
         form = ChatForm(scores=asked["logprobs"], tools=calls)
         return self._answer(caller, model, asked, [request], form, Options(scores=asked["logprobs"]), gone)
 
@@ -137,3 +148,110 @@ class OpenAiService:
         number = secrets.randbits(62)
         request_id = self._admission.admit_sample(caller, model.sampler_id, model.sampler, number, request)
         return Asked(request_id, caller, request.stream)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """`info` is what a live sampler says of the base model."""
+
+    sampler_id: str
+    sampler: Sampler
+    info: BaseModelInfo
+    tokenizer: BaseTokenizer
+
+    def prompts(self, given: Any) -> list[np.ndarray]:
+        """int32 [n] each, of a text, of token ids, or of a list of either. Raises BadRequest for what is no int32."""
+        several = isinstance(given, list) and not isinstance(given[0], int)
+        return [self._tokens(prompt) for prompt in (given if several else [given])]
+
+    def request(
+        self,
+        asked: Mapping[str, Any],
+        prompt: np.ndarray,
+        most: int | None,
+        *,
+        top: int = 0,
+        score_prompt: bool = False,
+    ) -> SampleRequest:
+        """A checked request for at most `most` tokens (None: as many as the context holds), with the `top` likeliest
+        at each place. Raises BadRequest.
+
+        Only the sampled tokens themselves are told of as they come, so a request for more is not streamed.
+        """
+        room = max(1, self.info.max_context - len(prompt))
+        stop = asked["stop"] or ()
+        request = SampleRequest(
+            prompt=prompt,
+            num_samples=asked["n"],
+            max_tokens=room if most is None else min(room, max(1, most)),
+            seed=secrets.randbits(31) if asked["seed"] is None else asked["seed"],
+            temperature=asked["temperature"],
+            top_p=asked["top_p"],
+            stop_strings=(stop,) if isinstance(stop, str) else tuple(stop),
+            prompt_logprobs=score_prompt,
+            prompt_top=top if score_prompt else 0,
+            sample_top=top,
+            stream=asked["stream"] and not (top or score_prompt) and most != 0,
+        )
+        check_sample(request, self.info)
+        return request
+
+    def _tokens(self, prompt: Any) -> np.ndarray:
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt, self.info.max_context)
+        return text_tokens([{"tokens": prompt}], "prompt")
+
+
+class Samplers:
+    """All of a project's are in one session, which every request keeps alive."""
+
+    def __init__(self, store: Records, lifecycle: Lifecycle, bases: BaseModels, sampling: SamplingService) -> None:
+        self._records, self._lifecycle, self._bases, self._sampling = store, lifecycle, bases, sampling
+
+    def of(self, caller: Caller, model: str) -> tuple[str, Sampler]:
+        """(id, sampler) of a base model, a tinker:// path, or "<base>;<path>"; nothing is stored.
+
+        Another save under a path is another sampler. Raises Forbidden, NotFound (model, foreign and missing paths
+        alike) or BadRequest for a path that cannot be sampled.
+        """
+        check_role(caller, caller.project)
+        base, path = _parts(model)
+        served = self._bases.names()
+        if base is not None and base not in served:
+            raise NotFound(f"model {base[:200]!r} is not served here; known are: {', '.join(served)}")
+        session_id = ids.openai_session_id(caller.project)
+        sampler = self._sampling.resolve(caller, caller.project, session_id, base, path)
+        return ids.openai_sampler_id(session_id, sampler.base_model, sampler.prefix), sampler
+
+    def ensure(self, sampler_id: str, sampler: Sampler) -> None:
+        """Store it, unless it is there. Raises Unavailable while there is no room for another."""
+        if self._records.get(Sampler.namespace, sampler_id) is not None:
+            return
+        session = Session(sampler.owner, self._records.now(), display_name="OpenAI-compatible calls")
+        self._records.put_new(Session.namespace, sampler.session_id, records.dump(session))
+        self._lifecycle.heartbeat(sampler.session_id)
+        self._records.put_new(Sampler.namespace, sampler_id, records.dump(sampler))
+
+    def models(self, caller: Caller) -> list[tuple[str, float]]:
+        """(name, when it was made) of the base models and the caller's sampler checkpoints that have a live sampler."""
+        live, now = self._bases.live(), self._records.now()
+        found = [(name, 0.0) for name in self._bases.names() if ("sampler", name) in live]
+        for path, fields in self._records.list(Checkpoint.namespace):
+            checkpoint = records.load(Checkpoint, fields)
+            sampled = (sampler_role(full=checkpoint.full), checkpoint.base_model) in live
+            theirs = checkpoint.kind == _KIND and caller.sees(checkpoint.owner)
+            if sampled and theirs and not checkpoint.is_expired(now):
+                found.append((path, checkpoint.created))
+        return found
+
+    def keep_alive(self, caller: Caller) -> None:
+        """While a request runs, its session does not expire."""
+        self._lifecycle.heartbeat(ids.openai_session_id(caller.project))
+
+
+def _parts(model: str) -> tuple[str | None, str | None]:
+    """(base model, path), each None if it was not given."""
+    if model.startswith(_SCHEME):
+        return None, model
+    base, between, path = model.partition(f";{_SCHEME}")
+    return base, _SCHEME + path if between else None

@@ -1,17 +1,18 @@
-"""Base models' tokenizers in the API process, by the `tokenizers` package alone: text to tokens, and back."""
+"""Base models' tokenizers in the API process, by the `tokenizers` package alone, and the files they lie in."""
 
 from __future__ import annotations
 
+import json
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from app.errors import BadRequest
+from app.errors import BadRequest, Unavailable
 from app.services.base_models import BaseModels
-from app.services.openai.tokenizer_files import Find, find_in, read_json
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -22,13 +23,16 @@ _DEFAULT = "default"
 # A mebibyte of text takes half a second and 400 MB, and few texts have more than 5 to each token.
 _CHARACTERS = 16
 
+Find = Callable[[str], Path | None]
+"""A file of the tokenizer by its name, or None when it has no such file."""
+
 
 class BaseTokenizer:
     """One base model's; safe from any thread."""
 
     def __init__(self, tokenizer: Tokenizer, templates: Mapping[str, str], special: Mapping[str, str]) -> None:
         """templates: chat templates by name; special: tokens by the names templates know them by (eos_token, ...)."""
-        from app.services.openai.templates import compile_template
+        from app.services.openai.chat_templates import compile_template
 
         self.core = tokenizer
         self._texts = templates
@@ -45,7 +49,7 @@ class BaseTokenizer:
     ) -> np.ndarray:
         """int32 [n] of a conversation, up to where the assistant speaks. Raises what `encode` does, also BadRequest
         when the model has no chat template, or its template refuses the messages."""
-        from app.services.openai.templates import render
+        from app.services.openai.chat_templates import render
 
         template = self._templates.get(self._which(tools))
         if template is None:
@@ -136,3 +140,35 @@ def _special(config: Mapping[str, Any]) -> dict[str, str]:
     tokens = {name: value for name, value in config.items() if name.endswith("_token")}
     texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in tokens.items()}
     return {name: text for name, text in texts.items() if isinstance(text, str)}
+
+
+def find_in(source: str) -> Find:
+    """`source`: a folder, or a hub id, whose files are fetched unless HF_HUB_OFFLINE is set."""
+    if source.startswith(("/", ".", "~")) or Path(source).is_dir():
+        folder = Path(source).expanduser()
+        return lambda name: folder / name if (folder / name).is_file() else None
+    return lambda name: _from_hub(source, name)
+
+
+def read_json(find: Find, name: str) -> dict[str, Any]:
+    """Empty when there is no such file."""
+    path = find(name)
+    found = json.loads(path.read_text()) if path else {}
+    return found if isinstance(found, dict) else {}
+
+
+def _from_hub(source: str, name: str) -> Path | None:
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(hf_hub_download(source, name))
+    except LocalEntryNotFoundError:
+        # Offline, the cache cannot tell a file it has not fetched from one there is not.
+        return None
+    except EntryNotFoundError:
+        return None
+    except HFValidationError:
+        raise BadRequest(f"the tokenizer {source!r} is neither a folder here nor a hub id") from None
+    except (HfHubHTTPError, OSError) as error:
+        raise Unavailable(f"the tokenizer {source!r} cannot be fetched: {type(error).__name__}") from None

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from app.domain.limits import FREE, Charge
-from app.domain.results import FutureState, Result
-from app.domain.usage import NOTHING, Usage
+from app.domain.results import NOTHING, FutureState, Result, Usage
 from app.stores.interfaces.records import Record, Write
 
 

@@ -7,7 +7,7 @@ from urllib.parse import unquote, urlsplit
 
 from app.errors import SetupError
 from app.settings import Settings
-from app.stores.interfaces import ObjectStore
+from app.stores.objects.base import ObjectStore
 from app.stores.objects.folder import FolderStore
 
 __all__ = ["FolderStore", "create"]

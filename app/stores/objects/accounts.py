@@ -14,7 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from app.domain.accounts import ACCOUNTS, Account
 from app.errors import NotFound, SetupError
-from app.stores.interfaces import ObjectStore
+from app.stores.objects.base import ObjectStore
 
 ROOT = "accounts"
 A = TypeVar("A", bound=Account)

@@ -13,8 +13,7 @@ from typing import BinaryIO
 
 from app.errors import NotFound, SetupError, Unavailable
 from app.signing import UrlSigner
-from app.stores.objects.files import flush, flush_folder, temporary_file, whole_file
-from app.stores.objects.keys import check_key, check_prefix
+from app.stores.objects.base import check_key, check_prefix, flush, flush_folder, temporary_file, whole_file
 
 _UNFINISHED = ".unfinished"
 # Longer than any copy takes; a younger one may belong to a live process.

@@ -1,5 +1,10 @@
-"""What of a checkpoint may change after it was saved: small objects beside it, as its manifest never changes. Only
-`tinsmith rebuild` reads them; the state server's record is what counts."""
+"""Notes beside checkpoints and of moved sessions, and the removal of a checkpoint's files.
+
+Only `tinsmith rebuild` reads the notes; the state server's records are what counts.
+
+A checkpoint's manifest never changes; the small objects beside it hold what may. The manifests of a session that was
+given to another project still say what they did when it was saved.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +12,13 @@ import json
 from collections.abc import Iterable
 from typing import Any, Literal
 
-from app.stores.interfaces import ObjectStore
+from app.domain.checkpoints import MANIFEST
+from app.stores.objects.base import ObjectStore
 
 Field = Literal["expires_at", "public"]
 _NAMES: dict[Field, str] = {"expires_at": "expiry-", "public": "public-"}
+
+_PREFIX = "moves"
 
 
 def note(store: ObjectStore, prefix: str, field: Field, now: float, value: Any) -> None:
@@ -22,3 +30,20 @@ def read_note(store: ObjectStore, keys: Iterable[str], field: Field, saved_with:
     """The newest value among a checkpoint's keys, else what it was saved with."""
     notes = [key for key in keys if key.rpartition("/")[2].startswith(_NAMES[field])]
     return json.loads(store.read(max(notes)))[field] if notes else saved_with
+
+
+def note_move(store: ObjectStore, session_id: str, now: float, project: str) -> None:
+    """`now` is a unix time in seconds; of several moves the latest counts."""
+    store.put_new(f"{_PREFIX}/{session_id}/{int(now * 1e6):020d}.json", json.dumps({"owner": project}).encode())
+
+
+def read_moves(store: ObjectStore) -> dict[str, str]:
+    """The project of each session that was ever moved."""
+    newest = {key.split("/")[1]: key for key in store.list(f"{_PREFIX}/")}  # sorted: the last one stays
+    return {session_id: json.loads(store.read(key))["owner"] for session_id, key in newest.items()}
+
+
+def remove_checkpoint(store: ObjectStore, prefix: str) -> None:
+    """Remove everything below `prefix`, the manifest first, so that what is there is never seen half."""
+    keys = store.list(f"{prefix}/")
+    store.delete(sorted(keys, key=lambda key: not key.endswith(f"/{MANIFEST}")))

@@ -1,15 +1,19 @@
-"""Objects on an S3 server, with plain S3 calls only: any server that honours If-None-Match will do."""
+"""Objects on an S3 server, with plain S3 calls only: any server that honours If-None-Match will do.
+
+Of a large object in parts nothing is visible before the last request, which is create-only like a plain PUT.
+"""
 
 from __future__ import annotations
 
 import io
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import BinaryIO
 from urllib.parse import SplitResult, urlsplit
+from xml.etree import ElementTree
 
 import urllib3
 from minio import Minio
@@ -20,9 +24,7 @@ from urllib3.exceptions import HTTPError
 
 from app.errors import NotFound, SetupError, Unavailable
 from app.settings import StoreSettings
-from app.stores.objects import s3_parts
-from app.stores.objects.files import whole_file
-from app.stores.objects.keys import check_key, check_prefix
+from app.stores.objects.base import check_key, check_prefix, whole_file
 
 log = logging.getLogger(__name__)
 # Held in memory while it is sent. S3 takes 5 GiB in one request, and 10,000 parts of this size are 640 GiB.
@@ -33,6 +35,9 @@ _TIMEOUT = urllib3.Timeout(connect=3, read=60)
 _RETRIES = urllib3.Retry(total=2, backoff_factor=0.2, status_forcelist=[500, 502, 503, 504])
 _MISSING = ("NoSuchKey", "NoSuchObject")
 _TAKEN = ("BucketAlreadyOwnedByYou", "BucketAlreadyExists")
+
+Sign = Callable[[str, Mapping[str, str]], str]
+"""(method, query parameters) to a signed URL of the object."""
 
 
 class S3Store:
@@ -119,7 +124,7 @@ class S3Store:
         size = data.seek(0, io.SEEK_END)
         data.seek(0)
         if size > self._part_bytes:
-            return s3_parts.upload(self._http, sign, data, self._part_bytes)
+            return upload_parts(self._http, sign, data, self._part_bytes)
         headers = {"If-None-Match": "*", "Content-Length": str(size)}
         return self._http.request("PUT", sign("PUT", {}), body=data, headers=headers).status
 
@@ -200,3 +205,48 @@ def _reader(source: Path | bytes) -> BinaryIO:
 def _reason(error: Exception) -> str:
     """The last cause alone: the whole text of a urllib3 error holds the URL with its signature."""
     return type(getattr(error, "reason", None) or error).__name__
+
+
+def upload_parts(http: urllib3.PoolManager, sign: Sign, data: BinaryIO, part_bytes: int) -> int:
+    """The HTTP status that decided: 200, 412 when the key exists, else the server's refusal.
+
+    S3 wants parts of 5 MiB or more, at most 10,000 of them. Raises urllib3's HTTPError when the server is away.
+    """
+    started = http.request("POST", sign("POST", {"uploads": ""}))
+    if started.status != 200:
+        return started.status
+    query = {"uploadId": ElementTree.fromstring(started.data).findtext("{*}UploadId") or ""}
+    status = 0
+    try:
+        status = _send(http, sign, query, data, part_bytes)
+        return status
+    finally:
+        if status != 200:
+            http.request("DELETE", sign("DELETE", query))
+
+
+def _send(http: urllib3.PoolManager, sign: Sign, query: Mapping[str, str], data: BinaryIO, part_bytes: int) -> int:
+    etags = []
+    for number, part in enumerate(_parts(data, part_bytes), 1):
+        sent = http.request("PUT", sign("PUT", {**query, "partNumber": str(number)}), body=part)
+        if sent.status != 200:
+            return sent.status
+        etags.append(sent.headers["ETag"])
+    done = http.request("POST", sign("POST", query), body=_completion(etags), headers={"If-None-Match": "*"})
+    # Joining takes long enough that a server may say 200 first and put the error into the body.
+    failed_late = done.status == 200 and ElementTree.fromstring(done.data).tag.endswith("Error")
+    return 500 if failed_late else done.status
+
+
+def _parts(data: BinaryIO, part_bytes: int) -> Iterator[bytes]:
+    while part := data.read(part_bytes):
+        yield part
+
+
+def _completion(etags: list[str]) -> bytes:
+    root = ElementTree.Element("CompleteMultipartUpload")
+    for number, etag in enumerate(etags, 1):
+        part = ElementTree.SubElement(root, "Part")
+        ElementTree.SubElement(part, "PartNumber").text = str(number)
+        ElementTree.SubElement(part, "ETag").text = etag
+    return ElementTree.tostring(root)

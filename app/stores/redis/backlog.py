@@ -1,4 +1,7 @@
-"""What waits, as a whole: read in slices, so that others are answered in between."""
+"""The backlog on Redis: all that waits, and the calls of models and samplers by their futures.
+
+Both are read in slices, so that others are answered in between.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,17 @@ from typing import TypeVar, cast
 import redis
 
 from app import ids
+from app.domain.results import FutureState
 from app.settings import EngineSettings
-from app.stores.interfaces import ModelLine, Unfinished, WaitingSample
+from app.stores.interfaces.queues import Call, ModelLine, Unfinished, WaitingSample
 from app.stores.redis import keys
 from app.stores.redis.scripts import Scripts
 
 _SLICE = 1000
 T = TypeVar("T")
+
+_MOST = 10_000
+_CALLS_SLICE = 500
 
 
 class RedisBacklog:
@@ -85,3 +92,48 @@ class RedisBacklog:
 
 def _slices(items: Sequence[T]) -> Iterator[Sequence[T]]:
     return (items[start : start + _SLICE] for start in range(0, len(items), _SLICE))
+
+
+class RedisCalls:
+    """See app.stores.interfaces.Calls."""
+
+    def __init__(self, client: redis.Redis) -> None:
+        self._redis = client
+
+    def of_model(self, model_id: str) -> list[Call]:
+        waiting = cast(list[bytes], self._redis.zrange(keys.journal(model_id), -1, -1))
+        applied = cast("bytes | None", self._redis.hget(keys.model(model_id), "applied"))
+        newest = max(int(seq) for seq in (applied or -1, *waiting))
+        return self.of(ids.request_id(model_id, seq) for seq in range(max(0, newest + 1 - _MOST), newest + 1))
+
+    def of_sampler(self, sampler_id: str) -> list[Call]:
+        joined = int(cast("bytes | None", self._redis.hget(keys.record("samplers", sampler_id), "joined")) or 0)
+        targets = [ids.poll_target(sampler_id, clone) for clone in range(joined + 1)]
+        found = {request.decode() for request in cast(set[bytes], self._redis.smembers(keys.sampled(sampler_id)))}
+        for target in targets:
+            found.update(
+                one.decode() for one in cast(list[bytes], self._redis.zrange(keys.completed(target), -_MOST, -1))
+            )
+        return self.of(sorted(found))
+
+    def of(self, request_ids: Iterable[str]) -> list[Call]:
+        wanted, calls = list(request_ids), []
+        for start in range(0, len(wanted), _CALLS_SLICE):
+            slice_ = wanted[start : start + _CALLS_SLICE]
+            with self._redis.pipeline(transaction=False) as pipe:
+                for request_id in slice_:
+                    pipe.hmget(keys.future(request_id), "kind", "state", "admitted", "ended")
+                found = pipe.execute()
+            calls += [_call(request_id, fields) for request_id, fields in zip(slice_, found, strict=True) if fields[2]]
+        return calls
+
+
+def _call(request_id: str, fields: list[bytes]) -> Call:
+    kind, state, admitted, ended = fields
+    return Call(
+        request_id,
+        kind.decode(),
+        cast(FutureState, state.decode()),
+        int(admitted) / 1000,
+        int(ended) / 1000 if ended else None,
+    )

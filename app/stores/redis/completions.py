@@ -1,18 +1,33 @@
-"""Completions on Redis: one sorted set a poll target, by a count that goes through all of them and never goes back."""
+"""Completions by poll target, and the tokens of sampling requests while they are drawn.
+
+Completions are one sorted set a poll target, by a count that goes through all of them and never goes back.
+
+Token streams are best effort: what is lost here is in the result, and a sampler that runs a request again tells of
+its tokens again. So they go through the broker, which keeps nothing: the state server syncs its disk for every write,
+which on a busy machine was seen to take 1.2 s, and a piece every 50 ms would make everything else wait for that as
+well.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, cast
 
+import numpy as np
 import redis
 
 from app.settings import EngineSettings
-from app.stores.interfaces import Completion
+from app.stores.interfaces.queues import Completion
 from app.stores.redis import keys
 from app.stores.redis.scripts import Scripts
 
 _SLICE = 1000
 _ACKNOWLEDGED_S = 300
+
+# A reader that is this far behind takes the rest from the result.
+_MOST_ENTRIES = 4096
+_KEPT_S = 120
 
 
 class RedisCompletions:
@@ -35,3 +50,59 @@ class RedisCompletions:
                 # XX: what is not finished has no end yet, and must not get one.
                 pipe.expire(keys.future(request_id), self._kept_s, xx=True, lt=True)
             pipe.execute()
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """Further tokens of sample `index`, the first of them its `place`-th: tokens int32 [n], logprobs float32 [n]."""
+
+    request_id: str
+    index: int
+    place: int
+    tokens: np.ndarray
+    logprobs: np.ndarray
+
+
+class TokenStreams:
+    """One Redis stream a request, on the broker. Readers share the process's one pub/sub connection there
+    (waiting.Waiter), which every `add` wakes: a blocking read each would be a connection each."""
+
+    def __init__(self, broker: redis.Redis) -> None:
+        self._broker = broker
+
+    def add(self, drawn: Iterable[Drawn]) -> None:
+        """Append, in one round trip, and wake the readers."""
+        requests = set()
+        with self._broker.pipeline(transaction=False) as pipe:
+            for piece in drawn:
+                pipe.xadd(keys.stream(piece.request_id), _fields(piece), maxlen=_MOST_ENTRIES)
+                requests.add(piece.request_id)
+            for request_id in requests:
+                pipe.expire(keys.stream(request_id), _KEPT_S)
+                pipe.publish(keys.DONE_CHANNEL, request_id)
+            pipe.execute()
+
+    def read(self, request_id: str, after: str) -> tuple[list[Drawn], str]:
+        """What came behind the entry `after` ("0-0": all there is), and the newest entry's id."""
+        found = cast(Any, self._broker.xread({keys.stream(request_id): after}))
+        entries = found[0][1] if found else []
+        last = entries[-1][0].decode() if entries else after
+        return [_drawn(request_id, fields) for _, fields in entries], last
+
+    def drop(self, request_id: str) -> None:
+        """Nobody reads it any more."""
+        self._broker.delete(keys.stream(request_id))
+
+
+def _fields(piece: Drawn) -> dict[Any, Any]:
+    return {
+        "index": piece.index,
+        "place": piece.place,
+        "tokens": piece.tokens.astype("<i4").tobytes(),
+        "logprobs": piece.logprobs.astype("<f4").tobytes(),
+    }
+
+
+def _drawn(request_id: str, fields: dict[bytes, bytes]) -> Drawn:
+    tokens, logprobs = np.frombuffer(fields[b"tokens"], "<i4"), np.frombuffer(fields[b"logprobs"], "<f4")
+    return Drawn(request_id, int(fields[b"index"]), int(fields[b"place"]), tokens, logprobs)

@@ -10,9 +10,9 @@ import redis
 
 from app.domain.results import Result
 from app.settings import EngineSettings
-from app.stores.interfaces import Holder
+from app.stores.interfaces.records import Holder
 from app.stores.redis import keys
-from app.stores.redis.oplog import ENDED
+from app.stores.redis.journal import ENDED
 from app.stores.redis.scripts import Scripts
 
 SAMPLING_ENDED = "cancelled: its session has ended"

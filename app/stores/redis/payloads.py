@@ -15,7 +15,7 @@ import redis
 
 from app.errors import Unavailable
 from app.settings import EngineSettings
-from app.stores.interfaces import ObjectStore
+from app.stores.objects.base import ObjectStore
 from app.stores.redis import keys
 from app.stores.redis.scripts import Scripts
 

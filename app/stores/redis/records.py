@@ -1,16 +1,17 @@
-"""Records on Redis: one hash each, and the ids of a namespace in a sorted set, so that they can be read in slices."""
+"""Records on Redis, each a hash listed in a sorted set, and the open pages of books."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterable, Iterator
 from typing import cast
 
 import redis
 
 from app.errors import NotFound
 from app.settings import EngineSettings
-from app.stores.interfaces import Record
-from app.stores.pages import Book
+from app.stores.interfaces.records import Record
+from app.stores.pages import Book, Fields, Held, Page
 from app.stores.redis import keys
 from app.stores.redis.client import read_hash, text_fields
 from app.stores.redis.scripts import Scripts
@@ -86,3 +87,38 @@ def _ids(client: redis.Redis, index: str, after: str, prefix: str) -> list[str]:
     last = b"[" + prefix.encode() + b"\xff"
     found = client.zrangebylex(index, after, cast(str, last), 0, _SLICE)
     return [key.decode() for key in cast(list[bytes], found)]
+
+
+class RedisPages:
+    """See app.stores.pages.Pages."""
+
+    def __init__(self, client: redis.Redis, settings: EngineSettings) -> None:
+        self._redis = client
+        self._run = Scripts(client, settings)
+
+    def close(self, limit: int) -> list[Page]:
+        return [Page.parse(name.decode()) for name in self._run("close_pages", limit)]
+
+    def drop(self, page: Page) -> None:
+        with self._redis.pipeline() as pipe:
+            pipe.delete(keys.page(page))
+            pipe.zrem(keys.PAGES, str(page))
+            pipe.execute()
+
+    def find(self, book: Book, projects: Iterable[str], hours: range) -> dict[Page, Fields]:
+        of = set(projects)
+        listed = cast(list[bytes], self._redis.zrangebyscore(keys.PAGES, hours.start, f"({hours.stop}"))
+        pages = [page for name in listed if (page := Page.parse(name.decode())).book == book and page.project in of]
+        return {page: self.fields(page) for page in pages}
+
+    def fields(self, page: Page) -> Fields:
+        return text_fields(read_hash(self._redis, keys.page(page)))
+
+    def measured(self) -> float | None:
+        found = cast(bytes | None, self._redis.get(keys.STORAGE_MEASURED))
+        return None if found is None else float(found)
+
+    def measure(self, before: float | None, now: float, held: Iterable[Held]) -> bool:
+        # As text: a script's own numbers are exact only up to 2^53, ten terabytes for a quarter of an hour.
+        rows = [[each.project, each.base_model, each.hour, str(each.byte_seconds)] for each in held]
+        return bool(self._run("measure_storage", "" if before is None else repr(before), repr(now), json.dumps(rows)))

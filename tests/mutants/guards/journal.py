@@ -7,9 +7,9 @@ from tests.mutants.mutant import Mutant
 _LUA = "app/stores/redis/lua"
 # Without the fixtures of the API's own tests, which take seconds to load.
 _STORES = "--confcutdir=tests/unit/app/stores -p tests.unit.conftest tests/unit/app/stores/redis"
-_OPLOG = f"{_STORES}/test_oplog.py"
+_OPLOG = f"{_STORES}/test_journal.py"
 _JOURNAL = "tests/property/test_journal.py"
-_CODEC, _NEWER = "tests/unit/app/domain/test_codec.py", "tests/unit/workers/test_newer.py"
+_CODEC, _NEWER = "tests/unit/app/domain/test_codec.py", "tests/unit/workers/train/test_newer.py"
 _RECOVERY = "tests/property/test_recovery.py"
 
 MUTANTS = (
@@ -59,14 +59,14 @@ MUTANTS = (
     ),
     Mutant(
         "newer: the model is let go of",
-        "workers/runner.py",
+        "workers/train/runner.py",
         "        self._owner.part_with(model_id)\n",
         "",
         f"{_NEWER}::test_a_newer_op_is_left_without_an_attempt_and_its_model_free_for_a_newer_worker",
     ),
     Mutant(
         "newer: no model is brought back for it",
-        "workers/owner.py",
+        "workers/train/owner.py",
         "not entry.doomed and codec.is_newer(entry.payload)",
         "False",
         f"{_NEWER}::test_an_old_worker_does_not_bring_a_model_back_for_what_it_cannot_read",
@@ -116,7 +116,7 @@ MUTANTS = (
     ),
     Mutant(
         "leases: unheard for a lease, all are lost",
-        "workers/leases.py",
+        "workers/process/leases.py",
         "time.monotonic() - self._renewed.get(id_, -math.inf) < self._lease_s",
         "id_ in self._renewed",
         "tests/property/test_leases.py",
@@ -145,21 +145,21 @@ MUTANTS = (
     ),
     Mutant(
         "window: no step without all its gradients",
-        "workers/executor.py",
+        "workers/train/executor.py",
         "if entry.kind == OptimStep.kind and window.missing:",
         "if False:",
         f"{_RECOVERY}::test_no_step_runs_behind_a_batch_that_failed_even_when_another_came",
     ),
     Mutant(
         "window: nothing stands in for a batch that failed",
-        "workers/window.py",
+        "workers/train/executor.py",
         "replace(self, added=True) if self.beyond_repair else Window(added=True)",
         "Window(added=True)",
         f"{_RECOVERY}::test_no_step_runs_behind_a_batch_that_failed_even_when_another_came",
     ),
     Mutant(
         "window: nothing stands in for a refused batch behind others",
-        "workers/window.py",
+        "workers/train/executor.py",
         "beyond_repair=self.beyond_repair or self.added",
         "beyond_repair=self.beyond_repair",
         f"{_RECOVERY}::test_a_refused_batch_may_be_sent_again_only_if_nothing_was_added_before_it",

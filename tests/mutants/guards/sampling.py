@@ -10,7 +10,7 @@ _STORES = "--confcutdir=tests/unit/app/stores -p tests.unit.conftest tests/unit/
 _RESULTS = f"{_STORES}/test_results.py"
 _SAMPLES = f"{_STORES}/test_samples.py"
 _HOMES = f"{_STORES}/test_homes.py"
-_CANCELLING = "tests/unit/workers/test_cancelling.py"
+_CANCELLING = "tests/unit/workers/sample/test_cancelling.py"
 _OPENAI = "--confcutdir=tests/unit/app/services/openai tests/unit/app/services/openai"
 
 MUTANTS = (
@@ -77,7 +77,7 @@ MUTANTS = (
         f"{_LUA}/admit_sample.lua",
         "if not session then return {'unknown', 0} end",
         "",
-        "tests/unit/app/routes/test_sampling.py::test_a_sampler_that_goes_while_it_is_asked_samples_nothing",
+        "tests/unit/app/api/test_sampling.py::test_a_sampler_that_goes_while_it_is_asked_samples_nothing",
     ),
     Mutant(
         "abort_samples: a session that lives again",
@@ -95,7 +95,7 @@ MUTANTS = (
     ),
     Mutant(
         "leases: whoever lost one is told",
-        "workers/leases.py",
+        "workers/process/leases.py",
         "        for tell in lost:\n            tell()\n",
         "",
         f"{_CANCELLING}::test_a_worker_that_missed_the_message_learns_of_it_from_its_lease",
@@ -103,37 +103,37 @@ MUTANTS = (
     # OpenAI's clients.
     Mutant(
         "openai: chat templates run in a sandbox",
-        "app/services/openai/templates.py",
+        "app/services/openai/chat_templates.py",
         "    environment = ImmutableSandboxedEnvironment(",
         "    from jinja2 import Environment\n    environment = Environment(",
         f"{_OPENAI}/test_tokenizer.py::test_a_template_reaches_nothing_but_what_it_is_given",
     ),
     Mutant(
         "openai: what may become a stop string is held back",
-        "app/services/openai/text.py",
+        "app/services/openai/generation.py",
         "return len(self._text) - held_back(self._text[self._sent :], self._stops)",
         "return len(self._text)",
-        f"{_OPENAI}/test_text.py::test_a_stop_string_is_cut_and_no_part_of_it_shown_before",
+        f"{_OPENAI}/test_generation.py::test_a_stop_string_is_cut_and_no_part_of_it_shown_before",
     ),
     Mutant(
         "openai: an outage is waited for",
-        "app/services/openai/following.py",
+        "app/services/openai/streaming.py",
         "if not is_outage(error):\n                raise",
         "raise",
-        f"{_OPENAI}/test_following.py::test_an_outage_is_waited_for",
+        f"{_OPENAI}/test_streaming.py::test_an_outage_is_waited_for",
     ),
     Mutant(
         "openai: a request whose client left is cancelled",
-        "app/services/openai/following.py",
+        "app/services/openai/streaming.py",
         "if not ended:",
         "if False:",
-        "tests/unit/app/routes/openai/test_streams.py::test_a_request_whose_client_left_is_cancelled",
+        "tests/unit/app/api/openai/test_streams.py::test_a_request_whose_client_left_is_cancelled",
     ),
     Mutant(
         "openai: streamed tokens go by their place",
         "app/services/openai/generation.py",
         "known = text.count - drawn.place",
         "known = 0",
-        "tests/unit/app/routes/openai/test_streams.py::test_what_a_stream_lost_or_told_twice_is_made_good_from_the_result",
+        "tests/unit/app/api/openai/test_streams.py::test_what_a_stream_lost_or_told_twice_is_made_good_from_the_result",
     ),
 )

@@ -7,12 +7,12 @@ from tests.mutants.mutant import Mutant
 _LUA = "app/stores/redis/lua"
 # Without the fixtures of the API's own tests, which take seconds to load.
 _STORES = "--confcutdir=tests/unit/app/stores -p tests.unit.conftest tests/unit/app/stores/redis"
-_OPLOG = f"{_STORES}/test_oplog.py"
+_OPLOG = f"{_STORES}/test_journal.py"
 _JOURNAL = "tests/property/test_journal.py"
 _RECOVERY = "tests/property/test_recovery.py"
 _CHECKPOINTS = "tests/property/test_checkpoints.py"
-_SAVES = "tests/unit/workers/test_saves.py"
-_HANDOVER = "tests/unit/workers/handover/test_handover.py"
+_SAVES = "tests/unit/workers/train/test_committer.py"
+_HANDOVER = "tests/unit/workers/checkpoints/test_handover.py"
 
 MUTANTS = (
     # Snapshots and the journal behind them.
@@ -53,7 +53,7 @@ MUTANTS = (
     ),
     Mutant(
         "replay: what failed has no effect",
-        "workers/executor.py",
+        "workers/train/executor.py",
         "        elif entry.doomed:\n            self.give_up(lease, entry)\n",
         "",
         f"{_RECOVERY}::test_what_failed_has_no_effect_in_a_replay_either",
@@ -61,7 +61,7 @@ MUTANTS = (
     # Saves beside the next Ops.
     Mutant(
         "saves: commits wait behind the save",
-        "workers/owner.py",
+        "workers/train/owner.py",
         "return bool(self.uncommitted) and self.uncommitted[0].attempt.done()",
         "return any(ran.attempt.done() for ran in self.uncommitted)",
         f"{_SAVES}::test_the_next_ops_run_while_a_save_is_written_and_are_committed_behind_it",
@@ -69,35 +69,35 @@ MUTANTS = (
     ),
     Mutant(
         "saves: nothing runs ahead behind a failure",
-        "workers/ahead.py",
+        "workers/train/scheduler.py",
         "            and not resident.uncommitted[-1].failure\n",
         "",
         f"{_SAVES}::test_what_fails_ahead_dooms_what_waits_as_it_would_have",
     ),
     Mutant(
         "saves: what broke a worker never runs ahead",
-        "workers/ahead.py",
+        "workers/train/scheduler.py",
         "            head.fresh\n            and ",
         "            ",
         f"{_SAVES}::test_what_broke_a_worker_never_runs_ahead",
     ),
     Mutant(
         "saves: no snapshot of a state that ran ahead",
-        "workers/snapshots/schedule.py",
+        "workers/checkpoints/snapshots.py",
         "            and not resident.uncommitted\n",
         "",
         f"{_SAVES}::test_no_snapshot_is_taken_of_a_state_that_ran_ahead_of_its_commits",
     ),
     Mutant(
         "saves: a state ahead of a save that was put off goes",
-        "workers/committer.py",
+        "workers/train/committer.py",
         "if len(resident.uncommitted) > 1:",
         "if False:",
         f"{_SAVES}::test_a_store_that_is_away_costs_what_ran_ahead_no_attempt_and_no_bit",
     ),
     Mutant(
         "saves: what had begun is left at no attempt",
-        "workers/owner.py",
+        "workers/train/owner.py",
         "self._oplog.put_off(resident.lease, ran.entry.seq)",
         "pass",
         f"{_SAVES}::test_a_model_that_is_let_go_leaves_nothing_undone_and_no_attempt",
@@ -105,7 +105,7 @@ MUTANTS = (
     # Checkpoints.
     Mutant(
         "checkpoints: the manifest comes last",
-        "workers/checkpoints.py",
+        "workers/checkpoints/transfer.py",
         "    for name, entry in manifest.files.items():\n        _upload(",
         "    store.put_new(f'{prefix}/{MANIFEST}', manifest.to_json())\n"
         "    for name, entry in manifest.files.items():\n        _upload(",
@@ -113,14 +113,14 @@ MUTANTS = (
     ),
     Mutant(
         "checkpoints: a committed one is not written again",
-        "workers/checkpoints.py",
+        "workers/checkpoints/transfer.py",
         "    try:\n        return read_manifest(store, prefix)\n    except NotFound:\n        pass\n",
         "",
         f"{_CHECKPOINTS}::test_a_checkpoint_stays_what_it_was_whoever_writes_it_again",
     ),
     Mutant(
         "checkpoints: what is removed loses its manifest first",
-        "app/stores/objects/removal.py",
+        "app/stores/objects/notes.py",
         "not key.endswith",
         "key.endswith",
         f"{_CHECKPOINTS}::test_a_removal_that_dies_in_the_middle_leaves_no_half_checkpoint",
@@ -134,7 +134,7 @@ MUTANTS = (
     ),
     Mutant(
         "downloads: sha256",
-        "workers/downloads.py",
+        "workers/checkpoints/transfer.py",
         "        if found == expected:\n",
         "        if found.size == expected.size:\n",
         f"{_CHECKPOINTS}::test_a_damaged_checkpoint_is_never_handed_out",
@@ -156,7 +156,7 @@ MUTANTS = (
     ),
     Mutant(
         "restore: behind a lost hand-over no snapshot is of use",
-        "workers/snapshots/restore.py",
+        "workers/checkpoints/snapshots.py",
         "if local.seq >= before:",
         "if False:",
         f"{_HANDOVER}::test_a_local_snapshot_behind_a_lost_hand_over_is_passed_over",
@@ -164,17 +164,17 @@ MUTANTS = (
     ),
     Mutant(
         "complete: what is there of a generation stays",
-        "workers/checkpoints.py",
+        "workers/checkpoints/transfer.py",
         "entry if store.put_new(key, folder / name) else _stored_entry(store, key)",
         "entry if store.put_new(key, folder / name) else entry",
         f"{_HANDOVER}::test_two_owners_that_upload_at_once_agree_on_one_of_their_copies",
     ),
     Mutant(
         "adapter turns: newcomers come before more of the same",
-        "workers/adapter_turns.py",
+        "workers/sample/adapters.py",
         "if adapter_id not in self._running and len(self._running) >= self._most:\n                return",
         "if adapter_id not in self._running and len(self._running) >= self._most:\n                continue",
-        "tests/unit/workers/test_adapter_turns.py::test_an_adapter_that_is_in_does_not_keep_the_others_out_for_ever",
+        "tests/unit/workers/sample/test_adapter_turns.py::test_an_adapter_that_is_in_does_not_keep_the_others_out_for_ever",
         slow=True,
     ),
 )

@@ -7,52 +7,52 @@ from tests.mutants.mutant import Mutant
 _LUA = "app/stores/redis/lua"
 # Without the fixtures of the API's own tests, which take seconds to load.
 _STORES = "--confcutdir=tests/unit/app/stores -p tests.unit.conftest tests/unit/app/stores/redis"
-_LIMITS = "--confcutdir=tests/unit/app/stores tests/unit/app/test_limits.py"
-_BUCKET = "--confcutdir=tests/unit/workers/training tests/security/test_hostile_bucket.py"
+_LIMITS = "--confcutdir=tests/unit/app/stores tests/unit/app/wire/test_body_limits.py"
+_BUCKET = "--confcutdir=tests/unit/workers/backends/training tests/security/test_hostile_bucket.py"
 
 MUTANTS = (
     # Tenants and hostile input.
     Mutant(
         "what is somebody else's is not there",
-        "app/services/ownership.py",
+        "app/services/tenants/access.py",
         "or not caller.sees(found.owner)",
         "",
         "tests/security/test_tenants.py::test_what_is_somebody_elses_is_as_if_it_were_not_there",
     ),
     Mutant(
         "limits: the size a zstd frame says it has",
-        "app/limits.py",
+        "app/wire/body_limits.py",
         "if size > most:",
         "if False:",
         f"{_LIMITS}::test_a_frame_larger_than_the_limit_is_refused_by_what_its_head_says",
     ),
     Mutant(
         "limits: bytes behind a zstd frame",
-        "app/limits.py",
+        "app/wire/body_limits.py",
         "allow_extra_data=False",
         "allow_extra_data=True",
         f"{_LIMITS}::test_half_a_frame_or_one_with_something_behind_it_is_never_taken_for_a_body",
     ),
     Mutant(
         "limits: how deep JSON is nested",
-        "app/limits.py",
+        "app/wire/body_limits.py",
         "if not level:",
         "if level:",
         f"{_LIMITS}::test_levels_are_counted_in_lists_and_objects_alike",
     ),
     Mutant(
         "limits: parts of a protobuf body",
-        "app/limits.py",
+        "app/wire/body_limits.py",
         "if left < 0:",
         "if False:",
         f"{_LIMITS}::test_parts_of_a_protobuf_body_are_counted_before_they_are_made",
     ),
     Mutant(
         "limits of projects: the seq of a call that is refused for good",
-        "app/routes/seqs.py",
+        "app/api/training.py",
         " or isinstance(error, LimitReached)",
         "",
-        "tests/unit/app/routes/test_limits.py::test_no_call_waits_for_a_save_that_was_over_the_limit",
+        "tests/unit/app/api/test_limits.py::test_no_call_waits_for_a_save_that_was_over_the_limit",
     ),
     Mutant(
         "limits of projects: what others wait for",
@@ -85,7 +85,7 @@ MUTANTS = (
     ),
     Mutant(
         "a checkpoint's files are of kinds that run nothing",
-        "workers/checkpoints.py",
+        "workers/checkpoints/transfer.py",
         "if not _FILE.fullmatch(name)",
         "if False",
         f"{_BUCKET}::test_a_manifest_that_names_another_kind_of_file_or_place_is_refused",

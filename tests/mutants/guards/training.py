@@ -7,32 +7,32 @@ from tests.mutants.mutant import Mutant
 _LUA = "app/stores/redis/lua"
 # Without the fixtures of the API's own tests, which take seconds to load.
 _STORES = "--confcutdir=tests/unit/app/stores -p tests.unit.conftest tests/unit/app/stores/redis"
-_OPLOG = f"{_STORES}/test_oplog.py"
+_OPLOG = f"{_STORES}/test_journal.py"
 _RECOVERY = "tests/property/test_recovery.py"
-_FORMULAS = "workers/training/losses"
-_LOSSES = "--confcutdir=tests/unit/workers/training tests/unit/workers/training/losses/test_losses.py"
-_OUTAGES = "tests/unit/workers/test_outages.py"
-_PADDING = "--confcutdir=tests/unit/workers/training tests/unit/workers/training/test_jobs.py"
+_FORMULAS = "workers/backends/training/losses"
+_LOSSES = "--confcutdir=tests/unit/workers/backends/training tests/unit/workers/backends/training/losses/test_losses.py"
+_OUTAGES = "tests/unit/workers/train/test_outages.py"
+_PADDING = "--confcutdir=tests/unit/workers/backends/training tests/unit/workers/backends/training/test_batch_ops.py"
 
 MUTANTS = (
     # States that may not be used again.
     Mutant(
         "runner: a state whose commit is in doubt goes",
-        "workers/runner.py",
+        "workers/train/runner.py",
         "        except Fenced as fenced:\n            self._owner.discard(model_id)\n",
         "        except Fenced as fenced:\n",
         f"{_RECOVERY}::test_a_state_whose_commit_is_in_doubt_is_never_used_again",
     ),
     Mutant(
         "runner: all states go when the backend broke",
-        "workers/runner.py",
+        "workers/train/runner.py",
         "        self._owner.discard_all()\n",
         "",
         f"{_RECOVERY}::test_a_state_beside_a_device_error_is_thrown_away",
     ),
     Mutant(
         "owner: an Op has so many attempts",
-        "workers/owner.py",
+        "workers/train/owner.py",
         "        if entry is not None and entry.attempts >= MAX_ATTEMPTS:",
         "        if False:",
         f"{_RECOVERY}::test_an_op_that_always_breaks_its_worker_is_given_up",
@@ -67,92 +67,92 @@ MUTANTS = (
     ),
     Mutant(
         "owner: an Op is not given up while a worker may be cut off",
-        "workers/owner.py",
+        "workers/train/owner.py",
         "            if entry.in_doubt:",
         "            if False:",
         f"{_OUTAGES}::test_an_op_is_given_up_only_when_those_that_tried_it_are_dead[True]",
     ),
     Mutant(
         "samples: a request is not given up while a worker may be cut off",
-        "workers/sample_runner.py",
+        "workers/sample/runner.py",
         "            if entry.in_doubt:",
         "            if False:",
-        "tests/unit/workers/test_sample_runner.py::test_a_request_that_keeps_killing_samplers_is_given_up",
+        "tests/unit/workers/sample/test_runner.py::test_a_request_that_keeps_killing_samplers_is_given_up",
     ),
     # Losses: each by a sign and by a mask.
     Mutant(
         "cross_entropy: the sign",
-        f"{_FORMULAS}/cross_entropy.py",
+        f"{_FORMULAS}/supervised.py",
         "LossValue(-weights * logprobs",
         "LossValue(weights * logprobs",
         f"{_LOSSES}::test_cross_entropy_takes_any_weight_and_none",
     ),
     Mutant(
         "cross_entropy: what has no weight is not its own",
-        f"{_FORMULAS}/cross_entropy.py",
+        f"{_FORMULAS}/supervised.py",
         "(weights != 0).any(-1, keepdim=True)",
         "(weights == weights).any(-1, keepdim=True)",
         f"{_LOSSES}::test_a_position_with_any_weight_is_one_token_of_cross_entropy",
     ),
     Mutant(
         "importance_sampling: the sign",
-        f"{_FORMULAS}/importance_sampling.py",
+        f"{_FORMULAS}/policy.py",
         "policy_value(-ratio",
         "policy_value(ratio",
         f"{_LOSSES}::test_importance_sampling_weighs_advantages_by_the_ratio",
     ),
     Mutant(
         "ppo: the sign",
-        f"{_FORMULAS}/ppo.py",
-        "policy_value(-objective",
-        "policy_value(objective",
+        f"{_FORMULAS}/policy.py",
+        "    return policy_value(-objective, logprobs, inputs, ratio, held)\n\n\ndef cispo",
+        "    return policy_value(objective, logprobs, inputs, ratio, held)\n\n\ndef cispo",
         f"{_LOSSES}::test_ppo_stops_the_gradient_only_where_clipping_is_the_worse_side",
     ),
     Mutant(
         "cispo: the sign",
-        f"{_FORMULAS}/cispo.py",
+        f"{_FORMULAS}/policy.py",
         "policy_value(-held",
         "policy_value(held",
         f"{_LOSSES}::test_cispo_keeps_a_gradient_of_the_clipped_ratio",
     ),
     Mutant(
         "dro: the sign of the pull",
-        f"{_FORMULAS}/dro.py",
+        f"{_FORMULAS}/policy.py",
         "policy_value(pull - logprobs",
         "policy_value(-pull - logprobs",
         f"{_LOSSES}::test_dro_pulls_every_token_back",
     ),
     Mutant(
         "gspo: the sign",
-        f"{_FORMULAS}/gspo.py",
-        "policy_value(-objective",
-        "policy_value(objective",
+        f"{_FORMULAS}/policy.py",
+        "    return policy_value(-objective, logprobs, inputs, ratio, held)\n\n\ndef dro",
+        "    return policy_value(objective, logprobs, inputs, ratio, held)\n\n\ndef dro",
         f"{_LOSSES}::test_gspo_gives_every_token_the_sequence_ratio_and_its_own_gradient",
     ),
     Mutant(
         "gspo: the ratio is that of the marked tokens",
-        f"{_FORMULAS}/gspo.py",
+        f"{_FORMULAS}/policy.py",
         'inputs["sequence_ratio_mask"] != 0',
         'inputs["advantages"] != 0',
         f"{_LOSSES}::test_gspo_gives_every_token_the_sequence_ratio_and_its_own_gradient",
     ),
     Mutant(
         "ppo_critic: the sign",
-        f"{_FORMULAS}/ppo_critic.py",
+        f"{_FORMULAS}/supervised.py",
         "loss = 0.5 * weights",
         "loss = -0.5 * weights",
         f"{_LOSSES}::test_ppo_critic_pulls_values_to_their_returns_unless_clipping_is_the_worse_side",
     ),
     Mutant(
         "ppo_critic: the worse side counts",
-        f"{_FORMULAS}/ppo_critic.py",
+        f"{_FORMULAS}/supervised.py",
         "torch.maximum(squared_error",
         "torch.minimum(squared_error",
         f"{_LOSSES}::test_ppo_critic_pulls_values_to_their_returns_unless_clipping_is_the_worse_side",
     ),
     Mutant(
         "ppo_critic: what has no weight is not its own",
-        f"{_FORMULAS}/ppo_critic.py",
+        f"{_FORMULAS}/supervised.py",
         "own, found = weights != 0,",
         "own, found = weights == weights,",
         f"{_LOSSES}::test_critic_metrics_are_over_tokens_with_a_weight_and_give_the_explained_variance",
@@ -166,7 +166,7 @@ MUTANTS = (
     ),
     Mutant(
         "losses: padding",
-        "workers/training/jobs.py",
+        "workers/backends/training/batch_ops.py",
         "torch.where(real, value.per_token, 0.0).sum",
         "value.per_token.sum",
         _PADDING,

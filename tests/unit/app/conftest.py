@@ -15,14 +15,15 @@ from tinker.proto import tinker_public_pb2 as sdk
 from werkzeug.test import TestResponse
 
 from app import create_app
+from app.api.context import EXTENSION
 from app.domain import records
-from app.domain.base_models import BaseModelInfo
+from app.domain.base_model import BaseModelInfo
 from app.domain.records import Worker
 from app.domain.results import Result
-from app.routes.context import EXTENSION
 from app.services.container import Services
 from app.settings import ApiSettings, BaseModelSettings, RedisSettings, Settings, hash_key
-from app.stores.interfaces import HeldElsewhere, Record
+from app.stores.interfaces.journal import HeldElsewhere
+from app.stores.interfaces.records import Record
 from app.stores.redis.client import connect
 from tests.servers import start_valkey
 

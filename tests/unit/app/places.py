@@ -8,10 +8,10 @@ from typing import Any
 
 from werkzeug.test import TestResponse
 
-from app.domain.identity import SCOPES, Role, Scope
-from app.services.accounts import AccountService
+from app.domain.accounts import SCOPES, Role, Scope
+from app.services.tenants.accounts import AccountService
+from tests.unit.app.api.test_models import save_checkpoint
 from tests.unit.app.conftest import API, Api, batch
-from tests.unit.app.routes.test_models import save_checkpoint
 
 SAMPLED = {"prompt": {"chunks": [{"type": "encoded_text", "tokens": [1]}]}, "sampling_params": {}}
 

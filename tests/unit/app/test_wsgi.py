@@ -8,7 +8,7 @@ from pathlib import Path
 
 from app.settings import EngineSettings
 from app.stores.redis.client import connect
-from app.stores.redis.oplog import RedisOpLog
+from app.stores.redis.journal import RedisOpLog
 from tests.api_server import serve
 from tests.servers import start_valkey
 

@@ -21,33 +21,27 @@ from app.domain.ops import AdamParams, CreateModel, ForwardBackward, LoraSpec, M
 from app.domain.records import Model, dump
 from app.domain.results import ForwardBackwardOutput
 from app.settings import BaseModelSettings, EngineSettings
-from app.stores.interfaces import ObjectStore
+from app.stores.objects.base import ObjectStore
 from app.stores.objects.folder import FolderStore
 from app.stores.redis import keys
-from app.stores.redis.oplog import RedisOpLog
+from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.records import RedisRecords
 from app.wire import tinker_pb2 as pb
 from tests.models import tiny_qwen3
-from workers.ahead import Ahead
-from workers.committer import Committer
-from workers.drain import Drain
-from workers.executor import Executor
-from workers.handover.folder import HandoverFolder
-from workers.handover.sending import Handovers
-from workers.leases import LeaseKeeper
-from workers.owner import Owner, Resident
-from workers.parked import Parked
-from workers.runner import TrainingRunner
-from workers.saves import Saves
-from workers.saving import Saver
-from workers.shares import Shares
-from workers.snapshots.folder import SnapshotFolder
-from workers.snapshots.restore import Restore
-from workers.snapshots.schedule import Snapshots
-from workers.training.base import Create, TrainingBackend
-from workers.training.factory import create
-from workers.turns import Turns
-from workers.unowned import Unowned
+from workers.backends.training.backends import create
+from workers.backends.training.base import Create, TrainingBackend
+from workers.checkpoints.shm_transfer import HandoverFolder, Handovers
+from workers.checkpoints.snapshot_upload import SnapshotFolder
+from workers.checkpoints.snapshots import Restore, Snapshots
+from workers.checkpoints.writer import Saver
+from workers.process.fair_queue import Shares
+from workers.process.leases import LeaseKeeper
+from workers.train.committer import Committer, Saves
+from workers.train.executor import Executor
+from workers.train.owner import Owner, Resident
+from workers.train.rebalance import Drain
+from workers.train.runner import TrainingRunner
+from workers.train.scheduler import Ahead, Parked, Turns, Unowned
 
 BASE = "base"
 MODEL = "session:train:0"

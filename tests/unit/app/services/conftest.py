@@ -7,9 +7,9 @@ import pytest
 import redis
 
 from app.errors import Unavailable
-from app.services.accounts import AccountService
-from app.stores.objects import FolderStore
+from app.services.tenants.accounts import AccountService
 from app.stores.objects.accounts import AccountFiles
+from app.stores.objects.folder import FolderStore
 from app.stores.redis.records import RedisRecords
 
 

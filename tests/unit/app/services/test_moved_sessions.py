@@ -7,16 +7,16 @@ import json
 import pytest
 
 from app import ids
-from app.domain.identity import Caller
+from app.domain.accounts import Caller
 from app.domain.records import Sampler, Session, dump
 from app.domain.results import Result
 from app.errors import BadRequest, Forbidden, NotFound
-from app.services.rebuild import Rebuild
+from app.services.recovery import Rebuild
 from app.stores.redis.client import connect
 from app.stores.redis.lifecycle import RedisLifecycle
+from tests.unit.app.api.test_copies import saved
+from tests.unit.app.api.test_models import save_checkpoint
 from tests.unit.app.conftest import BASE, Api, batch
-from tests.unit.app.routes.test_copies import saved
-from tests.unit.app.routes.test_models import save_checkpoint
 
 
 def owner(api: Api, namespace: str, key: str) -> str:

@@ -5,7 +5,7 @@ import threading
 import pytest
 import redis
 
-from app.services import presence
+from app.services import admission
 
 
 class Faltering:
@@ -25,7 +25,7 @@ class Faltering:
 
 
 def test_the_beat_goes_on_for_ever_and_after_an_outage(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(presence, "_BEAT_S", 0.01)
+    monkeypatch.setattr(admission, "_BEAT_S", 0.01)
     journal = Faltering()
-    presence.beat_for_ever(journal)
+    admission.beat_for_ever(journal)
     assert journal.heard.wait(60)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from app.domain.records import Model, Sampler, Worker, dump
-from app.services.queue_looks import QueueLooks
-from app.services.queue_states import ACTIVE, QueueState, QueueStates
-from app.stores.interfaces import Future, ModelLine, Unfinished, WaitingSample
+from app.services.queue import ACTIVE, QueueLooks, QueueState, QueueStates
+from app.stores.interfaces.journal import Future
+from app.stores.interfaces.queues import ModelLine, Unfinished, WaitingSample
 
 BASE = "org/base"
 SAMPLE = Future("s:sample:0:1", "sample", "s:sample:0", "me", "pending", None)
@@ -25,7 +25,7 @@ def equal(project: str) -> float:
 @pytest.fixture(autouse=True)
 def looks_last(monkeypatch: pytest.MonkeyPatch) -> None:
     """However slow the machine."""
-    monkeypatch.setattr("app.services.queue_states._LOOK_S", 3600.0)
+    monkeypatch.setattr("app.services.queue._STATE_LOOK_S", 3600.0)
 
 
 class World:
@@ -110,7 +110,7 @@ def test_2000_polls_that_end_together_cost_one_look_and_one_read_a_parent() -> N
 def test_a_look_grows_old(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World()
     found = states(world)
-    monkeypatch.setattr("app.services.queue_states._LOOK_S", 0.0)
+    monkeypatch.setattr("app.services.queue._STATE_LOOK_S", 0.0)
     assert found.of(SAMPLE) == ACTIVE
     world.workers.discard(("sampler", BASE))
     assert found.of(SAMPLE).name == "paused_capacity"

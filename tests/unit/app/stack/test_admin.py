@@ -12,15 +12,14 @@ import pytest
 import redis
 
 from app import cli
-from app.domain.identity import Caller
-from app.domain.usage import HOUR_S
+from app.domain.accounts import Caller
+from app.domain.results import HOUR_S
 from app.errors import Unauthorized
-from app.services.callers import Callers
+from app.services.tenants.authentication import Callers
 from app.settings import EngineSettings
-from app.stores.objects import FolderStore
-from app.stores.objects.pages import PageFiles
-from app.stores.redis.pages import RedisPages
-from app.stores.redis.records import RedisRecords
+from app.stores.objects.folder import FolderStore
+from app.stores.pages import PageFiles
+from app.stores.redis.records import RedisPages, RedisRecords
 from tests.pages import age, in_mid_hour
 
 Command = Callable[..., str]

@@ -21,7 +21,7 @@ from app.domain.records import Worker
 from app.settings import Settings, hash_key
 from app.stack import checks, processes
 from app.stack.config import Options, resolve
-from app.stack.folder import DataFolder
+from app.stack.data_folder import DataFolder
 from app.stack.up import Plan, prepare
 from app.stores.redis.client import connect
 from app.stores.redis.records import RedisRecords

@@ -1,4 +1,4 @@
-"""What a custom loss's graph may be; tests/unit/workers/training/losses/test_custom.py runs those that may."""
+"""What a custom loss's graph may be; tests/unit/workers/backends/training/losses/test_custom.py runs those that may."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from app.domain import codec, custom_ops
+from app.domain import codec, custom_losses
 from app.domain.custom_losses import CustomLoss
 from app.errors import BadRequest
 from app.wire import custom_loss
@@ -61,9 +61,15 @@ def test_every_kind_of_argument_the_sdk_encodes_is_read() -> None:
 
 def test_the_page_a_refusal_points_to_lists_every_name() -> None:
     listed = set(re.findall(r"[\w.]+", (Path(__file__).parents[4] / custom_loss.DOCS).read_text()))
-    short = {name.rpartition(".")[2].removeprefix("special_") for name in custom_ops.FUNCTIONS - {"getattr"}}
-    operators = {name for name in custom_ops.OPERATORS if name != "abs"}
-    written = (short - operators) | custom_ops.METHODS | custom_ops.ATTRIBUTES | custom_ops.DTYPES | custom_ops.TEXTS
+    short = {name.rpartition(".")[2].removeprefix("special_") for name in custom_losses.FUNCTIONS - {"getattr"}}
+    operators = {name for name in custom_losses.OPERATORS if name != "abs"}
+    written = (
+        (short - operators)
+        | custom_losses.METHODS
+        | custom_losses.ATTRIBUTES
+        | custom_losses.DTYPES
+        | custom_losses.TEXTS
+    )
     assert {name.replace("log_sigmoid", "logsigmoid") for name in written} - listed == set()
 
 

@@ -5,7 +5,7 @@ import redis
 
 from app.domain.records import Model, Sampler, dump
 from app.settings import EngineSettings
-from app.stores.redis.oplog import RedisOpLog
+from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.records import RedisRecords
 from tests.unit.app.stores.redis.journal import MODEL
 

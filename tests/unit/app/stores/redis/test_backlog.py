@@ -8,10 +8,10 @@ import redis
 from app.domain.records import Model, Sampler, dump
 from app.domain.results import Result
 from app.settings import EngineSettings
-from app.stores.interfaces import ModelLine, Unfinished, WaitingSample
+from app.stores.interfaces.queues import ModelLine, Unfinished, WaitingSample
 from app.stores.redis import backlog as module
 from app.stores.redis.backlog import RedisBacklog
-from app.stores.redis.oplog import RedisOpLog
+from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.records import RedisRecords
 from tests.unit.app.stores.redis.journal import MODEL, OK, admit, own
 

@@ -9,10 +9,10 @@ from app import ids
 from app.domain.records import Sampler, dump
 from app.domain.results import Result
 from app.settings import EngineSettings
-from app.stores.interfaces import Completion
+from app.stores.interfaces.queues import Completion
 from app.stores.redis import keys
 from app.stores.redis.completions import RedisCompletions
-from app.stores.redis.oplog import RedisOpLog
+from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.records import RedisRecords
 
 SAMPLER = "s:sample:0"

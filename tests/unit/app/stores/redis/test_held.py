@@ -12,8 +12,8 @@ from app.domain.records import Sampler, Session, Worker, dump
 from app.domain.results import Result
 from app.settings import EngineSettings
 from app.stores.redis import keys
+from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.lifecycle import RedisLifecycle
-from app.stores.redis.oplog import RedisOpLog
 from app.stores.redis.records import RedisRecords
 
 QUEUE = "sample.base"

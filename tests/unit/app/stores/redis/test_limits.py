@@ -16,11 +16,11 @@ from app.domain.records import Checkpoint, Model, Sampler, Session, dump
 from app.domain.results import Result
 from app.errors import LimitReached, TooManyRequests
 from app.settings import EngineSettings
-from app.stores.interfaces import Lease
+from app.stores.interfaces.journal import Lease
 from app.stores.redis import keys
+from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.lifecycle import RedisLifecycle
 from app.stores.redis.limits import RedisAllowances
-from app.stores.redis.oplog import RedisOpLog
 from app.stores.redis.records import RedisRecords
 
 SETTINGS = EngineSettings()

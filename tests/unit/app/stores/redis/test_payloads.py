@@ -15,11 +15,12 @@ from app.domain.records import Model, Sampler, dump
 from app.domain.results import Result
 from app.errors import BadRequest, Fenced, TooLarge, Unavailable
 from app.settings import EngineSettings
-from app.stores.interfaces import Lease, ObjectStore
+from app.stores.interfaces.journal import Lease
+from app.stores.objects.base import ObjectStore
 from app.stores.objects.folder import FolderStore
 from app.stores.redis import keys
+from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.lifecycle import RedisLifecycle
-from app.stores.redis.oplog import RedisOpLog
 from app.stores.redis.payloads import RedisPayloads
 from app.stores.redis.records import RedisRecords
 

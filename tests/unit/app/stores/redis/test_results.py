@@ -8,7 +8,7 @@ from app.domain.records import Sampler, dump
 from app.domain.results import Result
 from app.errors import BadRequest, Fenced, Gone, NotFound, TriedOften
 from app.stores.redis import keys
-from app.stores.redis.oplog import RedisOpLog
+from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.records import RedisRecords
 from tests.unit.app.stores.redis.journal import MODEL, OK, admit, own
 

@@ -11,10 +11,10 @@ from app.domain.records import Sampler, Session, dump
 from app.domain.results import Result
 from app.errors import BadRequest, TooManyRequests, Unavailable
 from app.settings import EngineSettings
-from app.stores.interfaces import QueueBounds
+from app.stores.interfaces.journal import QueueBounds
 from app.stores.redis import keys
+from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.lifecycle import RedisLifecycle
-from app.stores.redis.oplog import RedisOpLog
 from app.stores.redis.records import RedisRecords
 
 SESSION = "session"

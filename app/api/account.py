@@ -1,0 +1,205 @@
+"""The caller's own key, the limits on it, and a project's usage and audit log."""
+
+from __future__ import annotations
+
+from datetime import UTC
+from typing import Any
+
+from marshmallow import Schema, fields, validate
+
+from app.api.context import blueprint as make
+from app.api.context import current_caller, services
+from app.api.schemas import SdkSchema
+
+auth_blueprint = make("auth", "Keys and tokens")
+
+limits_blueprint = make("limits", "Limits")
+
+billing_blueprint = make("billing", "Usage")
+
+audit_blueprint = make("audit", "Audit log")
+
+
+class Token(SdkSchema):
+    """Keys and tokens."""
+
+    jwt = fields.String()
+
+
+@auth_blueprint.route("/auth/token", methods=["POST"])
+@auth_blueprint.response(200, Token)
+def create_token() -> dict[str, str]:
+    """A token that stands for the key for a while."""
+    return {"jwt": services().own_key.token(current_caller())}
+
+
+class _Addressed(SdkSchema):
+    email = fields.String()
+
+
+class _Named(SdkSchema):
+    name = fields.String()
+
+
+class _Details(SdkSchema):
+    org_details = fields.Nested(_Named)
+    user_details = fields.Nested(_Addressed)
+
+
+class OwnKey(SdkSchema):
+    key_id = fields.Integer()
+    name = fields.String()
+    note = fields.String()
+    project_id = fields.String()
+    scopes = fields.List(fields.String())
+    details = fields.Nested(_Details)
+
+
+@auth_blueprint.route("/auth/apikey/me", methods=["GET"])
+@auth_blueprint.response(200, OwnKey)
+def get_own_key() -> dict[str, Any]:
+    """Whose key this is."""
+    return services().own_key.describe(current_caller())
+
+
+@auth_blueprint.route("/auth/apikey/me", methods=["DELETE"])
+@auth_blueprint.response(200)
+def revoke_own_key() -> dict[str, str]:
+    """The key works no more."""
+    services().own_key.revoke(current_caller())
+    return {}
+
+
+class LimitsAsked(Schema):
+    """Limits and what is used of them."""
+
+    project_id = fields.String(metadata={"description": "one that the key may use; its own by default"})
+
+
+class _Limits(Schema):
+    """None: not limited."""
+
+    requests_per_s = fields.Float(allow_none=True)
+    tokens_per_s = fields.Float(allow_none=True)
+    live_models = fields.Integer(allow_none=True)
+    storage_bytes = fields.Integer(allow_none=True)
+    concurrent_samples = fields.Integer(allow_none=True)
+    weight = fields.Float()
+
+
+class _Used(Schema):
+    """Rates as averages over the last seconds; None where they are not limited."""
+
+    requests_per_s = fields.Float(allow_none=True)
+    tokens_per_s = fields.Float(allow_none=True)
+    live_models = fields.Integer()
+    storage_bytes = fields.Integer()
+    concurrent_samples = fields.Integer()
+
+
+class _Payer(Schema):
+    id = fields.String()
+    limits = fields.Nested(_Limits)
+    used = fields.Nested(_Used)
+
+
+class LimitsShown(Schema):
+    project = fields.Nested(_Payer)
+    key = fields.Nested(_Payer)
+
+
+@limits_blueprint.route("/limits", methods=["GET"])
+@limits_blueprint.arguments(LimitsAsked(), location="query")
+@limits_blueprint.response(200, LimitsShown)
+def get_limits(asked: dict[str, Any]) -> dict[str, Any]:
+    """What holds for a project and for the key, and what is used of it now."""
+    return services().allowances.describe(current_caller(), asked.get("project_id"))
+
+
+class UsageAsked(SdkSchema):
+    """Usage, as the SDK's billing methods ask for it. There are no prices here, so what costs stand in is left out."""
+
+    starting_on = fields.AwareDateTime(required=True, default_timezone=UTC)
+    ending_before = fields.AwareDateTime(required=True, default_timezone=UTC)
+
+
+class UsageEvent(SdkSchema):
+    bucket_start = fields.String()
+    bucket_end = fields.String()
+    base_model = fields.String()
+    user_id = fields.String(allow_none=True)
+    user_name = fields.String(allow_none=True)
+    session_id = fields.String(allow_none=True)
+    project_id = fields.String()
+    event_info = fields.Dict()
+
+
+class UsageSession(SdkSchema):
+    user_metadata = fields.Dict(allow_none=True)
+
+
+class UsageEvents(SdkSchema):
+    data = fields.List(fields.Nested(UsageEvent))
+    sessions = fields.Dict(keys=fields.String(), values=fields.Nested(UsageSession))
+
+
+@billing_blueprint.route("/billing/usage/events", methods=["GET"])
+@billing_blueprint.arguments(UsageAsked(), location="query")
+@billing_blueprint.response(200, UsageEvents)
+def get_usage_events(asked: dict[str, Any]) -> dict[str, Any]:
+    """What was used in each hour of a window, in the projects where the caller is an admin."""
+    return services().usage.events(current_caller(), asked["starting_on"], asked["ending_before"])
+
+
+class StorageItem(SdkSchema):
+    project_id = fields.String()
+    org_user_urn = fields.String(allow_none=True)
+    user_email = fields.String(allow_none=True)
+    checkpoint_count = fields.Integer()
+    size_bytes = fields.Integer()
+    size_gigabytes = fields.Float()
+
+
+class Storage(SdkSchema):
+    data = fields.List(fields.Nested(StorageItem))
+
+
+class StorageAsked(SdkSchema):
+    project_id = fields.String(load_default=None, validate=validate.Length(1, 256))
+
+
+@billing_blueprint.route("/billing/usage/checkpoints/current", methods=["GET"])
+@billing_blueprint.arguments(StorageAsked(), location="query")
+@billing_blueprint.response(200, Storage)
+def get_current_storage(asked: dict[str, Any]) -> dict[str, Any]:
+    """The checkpoints there are, in number and size, of the projects where the caller is an admin, or of one."""
+    return {"data": services().usage.stored(current_caller(), asked["project_id"])}
+
+
+class AuditAsked(SdkSchema):
+    """The audit log."""
+
+    event_type = fields.String(
+        load_default="all", validate=validate.OneOf(("all", "checkpoints", "projects", "teams", "organizations"))
+    )
+    day = fields.Date(load_default=None, metadata={"description": "UTC; today if it is left out"})
+
+
+class AuditEntry(SdkSchema):
+    timestamp = fields.String()
+    event = fields.String()
+    event_details = fields.Dict()
+    model_id = fields.String()
+    tinker_path = fields.String()
+
+
+class AuditLog(SdkSchema):
+    entries = fields.List(fields.Nested(AuditEntry))
+
+
+@audit_blueprint.route("/audit", methods=["GET"])
+@audit_blueprint.arguments(AuditAsked(), location="query")
+@audit_blueprint.response(200, AuditLog)
+def get_audit_log(asked: dict[str, Any]) -> dict[str, Any]:
+    """What was done in a day in the projects where the caller is an admin, oldest first."""
+    return {"entries": services().audit.read(current_caller(), asked["event_type"], asked["day"])}

@@ -1,0 +1,256 @@
+"""Training runs and their checkpoints: lists, publishing, expiry, copies and downloads.
+
+A checkpoint's id is `<kind>/<name>`, with its slash, in the path.
+
+Archives (for SDKs up to 0.34) and objects of the folder store need no key: the signature in the URL is the
+permission.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flask import Response, request, send_file
+from marshmallow import fields, validate
+from werkzeug.http import http_date
+
+from app.api.context import blueprint as make
+from app.api.context import current_caller, needs, services
+from app.api.schemas import MOST, Cursor, Paged, Scoped, SdkSchema, access_token, identifier
+from app.errors import NotFound
+from app.ids import TinkerPath
+from app.services.views import Page
+from app.stores.objects.folder import FolderStore
+
+runs_blueprint = make("runs", "Training runs and checkpoints")
+_CHECKPOINT = "/training_runs/<run>/checkpoints/<kind>/<name>"
+
+checkpoints_blueprint = make("checkpoints", "Checkpoints of all runs")
+
+archives_blueprint = make("archives", "Checkpoint archives")
+
+objects_blueprint = make("objects", "Downloads")
+
+
+class ListTrainingRuns(Paged, Scoped):
+    limit = fields.Integer(load_default=20, validate=validate.Range(1, MOST))
+    project_id = fields.String(validate=validate.Length(1, 256))
+
+
+class Checkpoint(SdkSchema):
+    """Training runs and their checkpoints."""
+
+    checkpoint_id = fields.String()
+    checkpoint_type = fields.String()
+    time = fields.String()
+    tinker_path = fields.String()
+    size_bytes = fields.Integer()
+    public = fields.Boolean()
+    user_metadata = fields.Dict()
+    expires_at = fields.String()
+
+
+class TrainingRun(SdkSchema):
+    training_run_id = fields.String()
+    base_model = fields.String()
+    model_owner = fields.String()
+    is_lora = fields.Boolean()
+    lora_rank = fields.Integer(allow_none=True)
+    corrupted = fields.Boolean()
+    ended = fields.Boolean()
+    last_request_time = fields.String()
+    last_checkpoint = fields.Nested(Checkpoint, allow_none=True)
+    last_sampler_checkpoint = fields.Nested(Checkpoint, allow_none=True)
+    user_metadata = fields.Dict()
+
+
+class TrainingRunPage(SdkSchema):
+    training_runs = fields.List(fields.Nested(TrainingRun))
+    cursor = fields.Nested(Cursor)
+
+
+@runs_blueprint.route("/training_runs", methods=["GET"])
+@runs_blueprint.arguments(ListTrainingRuns(), location="query")
+@runs_blueprint.response(200, TrainingRunPage)
+def list_training_runs(asked: dict[str, Any]) -> dict[str, Any]:
+    """Runs, newest first."""
+    page = Page(asked["offset"], asked["limit"])
+    return services().runs.list_runs(current_caller(), asked["access_scope"], asked.get("project_id"), page)
+
+
+@runs_blueprint.route("/training_runs/<run>", methods=["GET"])
+@runs_blueprint.arguments(Scoped(), location="query")
+@runs_blueprint.response(200, TrainingRun)
+def get_training_run(asked: dict[str, Any], run: str) -> dict[str, Any]:
+    """A run and its newest checkpoints; with access_scope accessible also one that published a checkpoint."""
+    return services().runs.describe(run, current_caller(), asked["access_scope"])
+
+
+@runs_blueprint.route("/training_runs/<run>", methods=["DELETE"])
+@needs("manage")
+@runs_blueprint.response(200)
+def delete_training_run(run: str) -> dict[str, str]:
+    """End a run: its waiting calls fail and nothing is left of it but its saved checkpoints."""
+    services().models.delete(run, current_caller())
+    return {}
+
+
+class CheckpointList(SdkSchema):
+    checkpoints = fields.List(fields.Nested(Checkpoint))
+
+
+@runs_blueprint.route("/training_runs/<run>/checkpoints", methods=["GET"])
+@runs_blueprint.response(200, CheckpointList)
+def list_checkpoints(run: str) -> dict[str, Any]:
+    """A run's checkpoints, newest first; of somebody else's run the public ones."""
+    return {"checkpoints": services().runs.list_checkpoints(run, current_caller())}
+
+
+@runs_blueprint.route(f"{_CHECKPOINT}/publish", methods=["POST"])
+@needs("manage")
+@runs_blueprint.response(200)
+def publish_checkpoint(run: str, kind: str, name: str) -> dict[str, str]:
+    """Let everybody with a key read a checkpoint, and what its run is."""
+    services().checkpoints.publish(_path(run, kind, name), current_caller(), public=True)
+    return {}
+
+
+@runs_blueprint.route(f"{_CHECKPOINT}/publish", methods=["DELETE"])
+@needs("manage")
+@runs_blueprint.response(200)
+def unpublish_checkpoint(run: str, kind: str, name: str) -> dict[str, str]:
+    """Let nobody else read a checkpoint any more."""
+    services().checkpoints.publish(_path(run, kind, name), current_caller(), public=False)
+    return {}
+
+
+class SetTtl(SdkSchema):
+    ttl_seconds = fields.Integer(strict=True, allow_none=True, load_default=None)
+
+
+@runs_blueprint.route(f"{_CHECKPOINT}/ttl", methods=["PUT"])
+@needs("manage")
+@runs_blueprint.arguments(SetTtl())
+@runs_blueprint.response(200)
+def set_checkpoint_ttl(asked: dict[str, Any], run: str, kind: str, name: str) -> dict[str, str]:
+    """Let a checkpoint expire that many seconds from now, or never."""
+    services().checkpoints.set_ttl(_path(run, kind, name), current_caller(), asked["ttl_seconds"])
+    return {}
+
+
+@runs_blueprint.route(_CHECKPOINT, methods=["DELETE"])
+@needs("manage")
+@runs_blueprint.response(200)
+def delete_checkpoint(run: str, kind: str, name: str) -> dict[str, str]:
+    """Delete a checkpoint and its files."""
+    services().checkpoints.delete(_path(run, kind, name), current_caller())
+    return {}
+
+
+class ExternalUrls(SdkSchema):
+    urls = fields.Dict(keys=fields.String(), values=fields.String())
+    expires = fields.String()
+
+
+@runs_blueprint.route(f"{_CHECKPOINT}/external_weights_urls", methods=["GET"])
+@runs_blueprint.response(200, ExternalUrls)
+def get_external_weights_urls(run: str, kind: str, name: str) -> dict[str, Any]:
+    """Signed download URLs of an external checkpoint's files."""
+    return services().checkpoints.urls(_path(run, kind, name), current_caller())
+
+
+def _path(run: str, kind: str, name: str) -> TinkerPath:
+    return TinkerPath.parse(f"tinker://{run}/{kind}/{name}")
+
+
+class CheckpointPage(CheckpointList):
+    cursor = fields.Nested(Cursor)
+
+
+@checkpoints_blueprint.route("/checkpoints", methods=["GET"])
+@checkpoints_blueprint.arguments(Paged(), location="query")
+@checkpoints_blueprint.response(200, CheckpointPage)
+def list_all_checkpoints(asked: dict[str, Any]) -> dict[str, Any]:
+    """Checkpoints of all runs, newest first."""
+    return services().checkpoints.list_all(current_caller(), Page(asked["offset"], asked["limit"]))
+
+
+class WeightsInfo(SdkSchema):
+    base_model = fields.String()
+    is_lora = fields.Boolean()
+    lora_rank = fields.Integer()
+    train_attn = fields.Boolean()
+    train_mlp = fields.Boolean()
+    train_unembed = fields.Boolean()
+
+
+class WeightsInfoAsked(SdkSchema):
+    tinker_path = identifier()
+
+
+@checkpoints_blueprint.route("/weights_info", methods=["POST"])
+@checkpoints_blueprint.arguments(WeightsInfoAsked())
+@checkpoints_blueprint.response(200, WeightsInfo)
+def weights_info(asked: dict[str, Any]) -> dict[str, Any]:
+    """What a checkpoint holds, and what a model must be to load it."""
+    return services().checkpoints.describe_weights(TinkerPath.parse(asked["tinker_path"]), current_caller())
+
+
+class CopyWeights(SdkSchema):
+    """Into a project, or as a run of a session (session_id and model_seq_id)."""
+
+    source_path = identifier()
+    destination_project_id = fields.String(load_default=None, validate=validate.Length(1, 256))
+    session_id = fields.String(load_default=None, validate=validate.Length(1, 512))
+    model_seq_id = fields.Integer(strict=True, load_default=None, validate=validate.Range(0, 10**9 - 1))
+    ttl_seconds = fields.Integer(strict=True, allow_none=True, load_default=None)
+    weights_access_token = access_token(load_default=None)
+
+
+class WeightsCopied(SdkSchema):
+    tinker_path = fields.String()
+
+
+@checkpoints_blueprint.route("/copy_weights", methods=["POST"])
+@needs("manage")
+@checkpoints_blueprint.arguments(CopyWeights())
+@checkpoints_blueprint.response(200, WeightsCopied)
+def copy_weights(asked: dict[str, Any]) -> dict[str, str]:
+    """Copy a checkpoint into a project or a session; again under the same X-Idempotency-Key it is the same copy."""
+    key = request.headers.get("X-Idempotency-Key")
+    token = request.headers.get("X-Tinker-Weights-Access-Token", asked["weights_access_token"])
+    return {"tinker_path": services().copies.copy(current_caller(), asked, key, token)}
+
+
+class SignedUrl(SdkSchema):
+    expires = fields.Integer(required=True)
+    signature = fields.String(required=True)
+
+
+@archives_blueprint.route("/training_runs/<run>/checkpoints/<kind>/<name>/archive", methods=["GET"])
+@archives_blueprint.response(302, description="Location is the archive, until Expires")
+def get_checkpoint_archive(run: str, kind: str, name: str) -> Response:
+    """Where to download a checkpoint's files as one tar."""
+    url, expires = services().archives.url(TinkerPath.parse(f"tinker://{run}/{kind}/{name}"), current_caller())
+    return Response(status=302, headers={"Location": url, "Expires": http_date(expires)})
+
+
+@archives_blueprint.route("/archives/<path:prefix>", methods=["GET"])
+@archives_blueprint.arguments(SignedUrl(), location="query")
+@archives_blueprint.response(200, description="The tar", content_type="application/x-tar")
+def get_archive(asked: dict[str, Any], prefix: str) -> Response:
+    """An archive behind a signed URL."""
+    archive = services().archives.open(prefix, asked["expires"], asked["signature"])
+    return Response(archive.chunks, mimetype="application/x-tar", headers={"Content-Length": str(archive.size)})
+
+
+@objects_blueprint.route("/objects/<path:key>", methods=["GET"])
+@objects_blueprint.arguments(SignedUrl(), location="query")
+@objects_blueprint.response(200, description="The file", content_type="application/octet-stream")
+def get_object(asked: dict[str, Any], key: str) -> Response:
+    """A file behind a signed URL."""
+    store = services().objects
+    if not isinstance(store, FolderStore):
+        raise NotFound(f"object {key[:200]!r} does not exist")
+    path = store.open_signed(key, asked["expires"], asked["signature"])
+    return send_file(path, mimetype="application/octet-stream")

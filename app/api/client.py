@@ -1,0 +1,155 @@
+"""The calls an SDK makes at its start, its telemetry, and pages for operators: readiness, metrics and the docs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from html import escape
+from typing import Any
+
+from flask import Response, current_app
+from flask_smorest import Api
+from marshmallow import fields
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+from app.api.context import blueprint as make
+from app.api.context import current_caller, services
+from app.api.schemas import SdkSchema
+from app.telemetry import REGISTRY, set_queues
+
+client_blueprint = make("client", "Start-up and telemetry")
+
+operations_blueprint = make("operations", "Operations", prefix="/")
+
+_DOCS_PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>Tinsmith API</title>
+<style>body{{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}}
+td{{padding:.2rem 1rem .2rem 0;vertical-align:top}}code{{font-size:.95em}}</style>
+<h1>Tinsmith API</h1><p>Schemas: <a href="openapi.json">openapi.json</a>. Send your key in <code>X-API-Key</code>.</p>
+<table>{rows}</table></html>"""
+
+
+class ClientConfig(SdkSchema):
+    """Advanced features of the SDK, all off but those served here.
+
+    Three of them later SDKs have for good: batches as protobuf (0.20 to 0.24), the same for forward ones, and models
+    made of a checkpoint in one call (0.24 to 0.37).
+    """
+
+    pjwt_auth_enabled = fields.Boolean()
+    parallel_fwdbwd_chunks = fields.Boolean()
+    proto_write_fwdbwd = fields.Boolean()
+    proto_compress_fwdbwd = fields.Boolean()
+    fwd_via_fwdbwd = fields.Boolean()
+    create_model_via_load_weights = fields.Boolean()
+    sample_use_retrieve_futures = fields.Boolean()
+    custom_loss_server_side = fields.Boolean()
+    sample_join_sampling_session = fields.Boolean()
+    sample_max_concurrent_requests = fields.Integer()
+    use_pyqwest_transport = fields.Boolean()
+
+
+@client_blueprint.route("/client/config", methods=["POST"])
+@client_blueprint.response(200, ClientConfig)
+def client_config() -> dict[str, Any]:
+    """Which features of the SDK this server has."""
+    settings = services().settings
+    return {
+        "pjwt_auth_enabled": settings.api.pjwt_auth_enabled,
+        "parallel_fwdbwd_chunks": True,
+        "proto_write_fwdbwd": True,
+        "proto_compress_fwdbwd": settings.api.compress_batches,
+        "fwd_via_fwdbwd": True,
+        "create_model_via_load_weights": True,
+        "sample_use_retrieve_futures": settings.api.batch_polls,
+        "custom_loss_server_side": True,
+        "sample_join_sampling_session": True,
+        "sample_max_concurrent_requests": services().allowances.most_samples(
+            current_caller(), settings.concurrent_samples
+        ),
+        # The SDK's default, pyqwest, can lose the cancellation of the SDK's heartbeat (Python 3.11), and `close` waits
+        # for that task for good: 70 of 300 closes at a heartbeat every 0.05 s, none of 1,000 with httpx.
+        "use_pyqwest_transport": False,
+    }
+
+
+class DynamicConfig(SdkSchema):
+    sample_cancel_enabled = fields.Boolean()
+
+
+@client_blueprint.route("/client/dynamic_config", methods=["POST"])
+@client_blueprint.response(200, DynamicConfig)
+def dynamic_config() -> dict[str, Any]:
+    """What a client asks for again while it runs."""
+    return {"sample_cancel_enabled": True}
+
+
+class TelemetryAnswer(SdkSchema):
+    status = fields.String()
+
+
+@client_blueprint.route("/telemetry", methods=["POST"])
+@client_blueprint.response(200, TelemetryAnswer)
+def telemetry() -> dict[str, str]:
+    """Accepted and dropped unread: events may hold API keys and tracebacks."""
+    return {"status": "accepted"}
+
+
+class SupportedModel(SdkSchema):
+    model_name = fields.String()
+    max_context_length = fields.Integer(allow_none=True)
+    trainable = fields.Boolean()
+    sampleable = fields.Boolean()
+
+
+class ServerCapabilities(SdkSchema):
+    supported_models = fields.List(fields.Nested(SupportedModel))
+
+
+@client_blueprint.route("/get_server_capabilities", methods=["GET"])
+@client_blueprint.response(200, ServerCapabilities)
+def get_server_capabilities() -> dict[str, Any]:
+    """The base models served here, and whether their workers are up."""
+    return {"supported_models": services().bases.capabilities()}
+
+
+class Health(SdkSchema):
+    status = fields.String()
+
+
+@client_blueprint.route("/healthz", methods=["GET"])
+@client_blueprint.response(200, Health)
+def healthz() -> dict[str, str]:
+    """The process answers; see /readyz for whether it can work."""
+    return {"status": "ok"}
+
+
+@operations_blueprint.route("/readyz", methods=["GET"])
+@operations_blueprint.response(200)
+def readyz() -> tuple[dict[str, Any], int]:
+    """200 once every base model has a live trainer and sampler; else 503 with what is missing."""
+    missing = services().bases.missing()
+    return {"ready": not missing, "missing": missing}, 503 if missing else 200
+
+
+@operations_blueprint.route("/metrics", methods=["GET"])
+@operations_blueprint.response(200, content_type="text/plain")
+def metrics() -> Response:
+    """Prometheus metrics of the API process and of the queues."""
+    set_queues(services().oplog.pending(depth=1))
+    return Response(generate_latest(REGISTRY), content_type=CONTENT_TYPE_LATEST)
+
+
+def register_docs(api: Api) -> None:
+    """Serve the page at /docs."""
+
+    def docs() -> Response:
+        return Response(_DOCS_PAGE.format(rows="".join(_rows(api.spec.to_dict()))), mimetype="text/html")
+
+    current_app.add_url_rule("/docs", "docs", docs)
+
+
+def _rows(spec: dict[str, Any]) -> Iterator[str]:
+    for path, operations in sorted(spec["paths"].items()):
+        for method, operation in operations.items():
+            if isinstance(operation, dict):
+                summary = escape(operation.get("summary", ""))
+                yield f"<tr><td><code>{method.upper()} {escape(path)}</code><td>{summary}"

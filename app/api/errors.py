@@ -1,0 +1,124 @@
+"""Every error as a JSON body: {"detail": what is wrong, "error": its kind}. Never empty, never a traceback.
+
+Below OPENAI it has the form OpenAI's clients read: {"error": {"message", "type", "param", "code"}}.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import redis
+from flask import Flask, request
+from flask_smorest import Api
+from werkzeug.exceptions import HTTPException
+
+from app.api.schemas import ErrorSchema
+from app.errors import BadRequest, InvalidToken, OpError, RequestError, Unavailable
+from app.stores.redis.client import is_outage
+
+log = logging.getLogger(__name__)
+OPENAI = "/oai/api/v1"
+Answer = tuple[dict[str, Any], int, dict[str, str]]
+NOT_UNICODE = "a text in the JSON body holds half of a surrogate pair"
+_LONGEST_VALUE = 80
+_OPENAI_CODES = {
+    "Unauthorized": "invalid_api_key",
+    "InvalidToken": "invalid_api_key",
+    "NotFound": "model_not_found",
+    "TooManyRequests": "rate_limit_exceeded",
+}
+_NAMELESS = ("json", "query", "_schema")
+
+
+class TinsmithApi(Api):  # type: ignore[misc]
+    """flask-smorest with our error bodies."""
+
+    ERROR_SCHEMA = ErrorSchema
+
+    def handle_http_exception(self, error: HTTPException) -> Answer:
+        return _answer(describe(error), error.name, error.code or 500)
+
+
+def describe(error: HTTPException) -> str:
+    """One line; for a schema's complaint every field with the value it got."""
+    messages = (getattr(error, "data", None) or {}).get("messages")
+    if not messages:
+        return error.description or error.name
+    sources = {"json": request.get_json(silent=True), "query": request.args}
+    return "; ".join(_complaints(messages, sources))
+
+
+def register(app: Flask) -> None:
+    """HTTPExceptions are flask-smorest's; these are the rest."""
+    app.register_error_handler(RequestError, _request_error)
+    app.register_error_handler(OpError, _op_error)
+    app.register_error_handler(RecursionError, _too_deep)
+    app.register_error_handler(UnicodeEncodeError, _not_unicode)
+    app.register_error_handler(redis.RedisError, _state_server)
+    app.register_error_handler(Exception, _unexpected)
+
+
+def _answer(detail: str, kind: str, status: int, headers: Mapping[str, str] | None = None) -> Answer:
+    body: dict[str, Any] = {"detail": detail, "error": kind}
+    if request.path.startswith(f"{OPENAI}/"):
+        where = "server_error" if status >= 500 else "invalid_request_error"
+        body = {"error": {"message": detail, "type": where, "param": None, "code": _OPENAI_CODES.get(kind)}}
+    return body, status, dict(headers or {})
+
+
+def _request_error(error: RequestError) -> Answer:
+    kind = type(error).__name__
+    # huggingface_hub tells a missing file from a missing model by this header alone.
+    headers = {"X-Error-Code": kind}
+    if error.retry_after_s is not None:
+        headers["Retry-After"] = f"{error.retry_after_s:.10g}"
+    if isinstance(error, InvalidToken):
+        # By this the SDK knows to get another, and makes the call again.
+        headers["WWW-Authenticate"] = 'Bearer error="invalid_token"'
+    return _answer(str(error) or kind, kind, error.status, headers)
+
+
+def _op_error(error: OpError) -> Answer:
+    """Of a call that waits for its Op: what a poll would have told."""
+    return _answer(str(error), type(error).__name__, 400 if error.category == "user" else 500)
+
+
+def _too_deep(_: RecursionError) -> Answer:
+    return _request_error(BadRequest("the JSON body is nested too deeply"))
+
+
+def _not_unicode(_: UnicodeEncodeError) -> Answer:
+    return _request_error(BadRequest(NOT_UNICODE))
+
+
+def _state_server(error: redis.RedisError) -> Answer | HTTPException:
+    if not is_outage(error):
+        return _unexpected(error)
+    log.warning("the state server failed: %s", type(error).__name__)
+    return _request_error(Unavailable("the state server is away or full; try again soon"))
+
+
+def _unexpected(error: Exception) -> Answer | HTTPException:
+    if isinstance(error, HTTPException):
+        return error
+    log.error("unexpected error", exc_info=error)
+    return _answer("the server failed; its log says why", "InternalServerError", 500)
+
+
+def _complaints(messages: Any, value: Any, path: str = "") -> Iterator[str]:
+    if isinstance(messages, Mapping):
+        for key, inner in messages.items():
+            inner_path = path if key in _NAMELESS else f"{path}.{key}".lstrip(".")
+            yield from _complaints(inner, _part(value, key), inner_path)
+    else:
+        got = "" if value is None or isinstance(value, dict | list) else f" (got {repr(value)[:_LONGEST_VALUE]})"
+        yield f"{path}: {' '.join(map(str, messages))}{got}".lstrip(": ")
+
+
+def _part(value: Any, key: Any) -> Any:
+    try:
+        return value[key]
+    except (KeyError, IndexError, TypeError):
+        return None

@@ -1,0 +1,173 @@
+"""Promises, the polls that redeem them, and the queue they wait in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flask import Response, request
+from marshmallow import RAISE, Schema, fields, validate
+
+from app.api.context import blueprint as make
+from app.api.context import current_caller, large, needs, services
+from app.api.schemas import Cursor, Paged, SdkSchema, identifier
+from app.domain.results import JSON, PROTOBUF
+from app.services.views import Page
+from app.stores.interfaces.queues import Completion
+from app.wire import json_forms
+
+futures_blueprint = make("futures", "Futures")
+
+_MOST_RETRIEVED = 100_000
+
+queue_blueprint = make("queue", "The queue")
+
+
+class RetrieveFuture(SdkSchema):
+    request_id = identifier()
+
+
+class TryAgain(SdkSchema):
+    type = fields.String()
+    request_id = fields.String()
+    queue_state = fields.String()
+    queue_state_reason = fields.String()
+
+
+@futures_blueprint.route("/retrieve_future", methods=["POST"])
+@futures_blueprint.arguments(RetrieveFuture())
+@futures_blueprint.response(
+    200,
+    description="The result, as the worker stored it: protobuf for forward_backward and sample, or JSON for whoever "
+    "would rather have that",
+)
+@futures_blueprint.alt_response(408, schema=TryAgain, description="Not ready within the hold: poll again at once")
+def retrieve_future(asked: dict[str, Any]) -> Response | tuple[dict[str, str], int]:
+    """Wait for a future's result."""
+    future = services().polls.wait(asked["request_id"], current_caller())
+    if future.result is None:
+        state = services().queue_states.of(future)
+        reason = {"queue_state_reason": state.reason} if state.reason else {}
+        return {"type": "try_again", "request_id": future.request_id, "queue_state": state.name, **reason}, 408
+    if future.result.content_type == PROTOBUF and _prefers_json():
+        return Response(json_forms.translate(future.kind, future.result.body), content_type=JSON)
+    return Response(future.result.body, content_type=future.result.content_type)
+
+
+class Completed(SdkSchema):
+    state = fields.String()
+    request_id = fields.String()
+    response_payload_uncompressed_size = fields.Integer()
+
+
+class CompletedFutures(SdkSchema):
+    completions = fields.List(fields.Nested(Completed))
+    cursor = fields.Integer()
+
+
+class Target(SdkSchema):
+    type = fields.String(load_default="sampling_session", validate=validate.Equal("sampling_session"))
+    sampling_session_id = identifier()
+    cloned_sampler_id = fields.Integer(strict=True, load_default=0, validate=validate.Range(0, 2**63 - 1))
+
+
+class RetrieveFutures(SdkSchema):
+    target = fields.Nested(Target, required=True)
+    prev_cursor = fields.Integer(strict=True, load_default=0, validate=validate.Range(0, 2**53))
+    timeout = fields.Float(allow_none=True, validate=validate.Range(0))
+    retrieved_request_ids = fields.List(
+        fields.String(validate=validate.Length(1, 512)),
+        load_default=list,
+        validate=validate.Length(max=_MOST_RETRIEVED),
+    )
+
+
+@futures_blueprint.route("/retrieve_futures", methods=["POST"])
+@large
+@futures_blueprint.arguments(RetrieveFutures())
+@futures_blueprint.response(200, CompletedFutures)
+def retrieve_futures(asked: dict[str, Any]) -> dict[str, Any]:
+    """Wait for any of a client's samples; what it tells of is then fetched with retrieve_future."""
+    found, cursor = services().batch_polls.wait(current_caller(), asked)
+    return {"completions": [_dump(completion) for completion in found], "cursor": cursor}
+
+
+class CancelFuture(SdkSchema):
+    request_id = identifier()
+
+
+@futures_blueprint.route("/cancel_future", methods=["POST"])
+@needs("sample")
+@futures_blueprint.arguments(CancelFuture())
+@futures_blueprint.response(200)
+def cancel_future(asked: dict[str, Any]) -> dict[str, str]:
+    """Stop a sample that nobody waits for any more."""
+    services().cancels.cancel(asked["request_id"], current_caller())
+    return {}
+
+
+def _prefers_json() -> bool:
+    """SDKs up to 0.17 do; later ones name protobuf first, and no word on it means that anything will do."""
+    return request.accept_mimetypes.best_match([PROTOBUF, JSON], default=PROTOBUF) == JSON
+
+
+def _dump(completion: Completion) -> dict[str, Any]:
+    if completion.failed:
+        return {"state": "failed", "request_id": completion.request_id}
+    size = {"response_payload_uncompressed_size": completion.size}
+    return {"state": "finished", "request_id": completion.request_id, **size}
+
+
+class Promise(SdkSchema):
+    """Promises, and the polls that redeem them."""
+
+    request_id = fields.String()
+    model_id = fields.String()
+
+
+class SamplePromise(SdkSchema):
+    request_id = fields.String()
+    sample_sequence_ids = fields.List(fields.String())
+
+
+class AskedQueue(Paged):
+    """Ours alone, so what it does not know is a mistake."""
+
+    class Meta:
+        unknown = RAISE
+
+
+class WaitingCall(Schema):
+    request_id = fields.String()
+    kind = fields.String(metadata={"description": "create_model, forward_backward, ..., sample"})
+    model_id = fields.String(metadata={"description": "of a training call"})
+    sampling_session_id = fields.String(metadata={"description": "of a sampling request"})
+    seq_id = fields.Integer()
+    waited_s = fields.Float(metadata={"description": "since it was admitted"})
+    state = fields.String(metadata={"description": "running, waiting, or paused_capacity: nobody runs it just now"})
+    position = fields.Integer(metadata={"description": "1 is the next to run, as turns go now"})
+    estimated_start_s = fields.Float(
+        allow_none=True, metadata={"description": "from now, at the workers' pace; null while that is not known"}
+    )
+    reason = fields.String(metadata={"description": "what runs before it, or why nothing does"})
+
+
+class Queue(Schema):
+    calls = fields.List(fields.Nested(WaitingCall))
+    cursor = fields.Nested(Cursor)
+
+
+@queue_blueprint.route("/queue", methods=["GET"])
+@queue_blueprint.arguments(AskedQueue(), location="query")
+@queue_blueprint.response(200, Queue)
+def get_queue(asked: dict[str, Any]) -> dict[str, Any]:
+    """The calls of one's projects that wait or run, each with its place."""
+    return services().queue.list(current_caller(), Page(asked["offset"], asked["limit"]))
+
+
+@queue_blueprint.route("/queue/<request_id>", methods=["DELETE"])
+@needs("sample")
+@queue_blueprint.response(200)
+def leave_queue(request_id: str) -> dict[str, str]:
+    """Stop a sample, as cancel_future does. Calls that train run in their order; deleting their run ends them."""
+    services().cancels.cancel(request_id, current_caller())
+    return {}

@@ -1,0 +1,88 @@
+"""Models: created, described and unloaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from marshmallow import fields, validate
+
+from app.api.context import blueprint as make
+from app.api.context import current_caller, needs, services
+from app.api.futures import Promise
+from app.api.schemas import SdkSchema, counter, identifier, metadata
+
+blueprint = make("models", "Models")
+
+
+class LoraConfig(SdkSchema):
+    """Models: create_model and get_info."""
+
+    rank = fields.Integer(strict=True, load_default=32)
+    train_unembed = fields.Boolean(load_default=True)
+    train_mlp = fields.Boolean(load_default=True)
+    train_attn = fields.Boolean(load_default=True)
+    seed = fields.Integer(strict=True, validate=validate.Range(0, 2**63 - 1))
+
+
+def model_role() -> fields.String:
+    """The SDK, which has no such argument, sends it in user_metadata."""
+    return fields.String(allow_none=True, metadata={"description": "policy, the default, or critic"})
+
+
+class CreateModel(SdkSchema):
+    session_id = identifier()
+    model_seq_id = counter(0, 10**9 - 1)
+    base_model = identifier()
+    # null, and a rank of 0, ask for all weights to be trained.
+    lora_config = fields.Nested(LoraConfig, load_default=lambda: LoraConfig().load({}), allow_none=True)
+    optimizer_config = fields.Dict(keys=fields.String())
+    model_role = model_role()
+    user_metadata = metadata()
+
+
+@blueprint.route("/create_model", methods=["POST"])
+@needs("train")
+@blueprint.arguments(CreateModel())
+@blueprint.response(200, Promise)
+def create_model(asked: dict[str, Any]) -> dict[str, str]:
+    """A fresh LoRA adapter on a base model; with `lora_config` null all of its weights are trained."""
+    return services().models.create(current_caller(), asked)
+
+
+class GetInfo(SdkSchema):
+    model_id = identifier()
+
+
+class ModelData(SdkSchema):
+    arch = fields.String()
+    model_name = fields.String()
+    tokenizer_id = fields.String()
+
+
+class ModelInfo(SdkSchema):
+    model_id = fields.String()
+    model_data = fields.Nested(ModelData)
+    model_name = fields.String()
+    is_lora = fields.Boolean()
+    lora_rank = fields.Integer()
+
+
+@blueprint.route("/get_info", methods=["POST"])
+@blueprint.arguments(GetInfo())
+@blueprint.response(200, ModelInfo)
+def get_info(asked: dict[str, Any]) -> dict[str, Any]:
+    """What a model is and which tokenizer it takes."""
+    return services().models.describe(asked["model_id"], current_caller())
+
+
+class UnloadModel(SdkSchema):
+    model_id = identifier()
+
+
+@blueprint.route("/unload_model", methods=["POST"])
+@needs("train")
+@blueprint.arguments(UnloadModel())
+@blueprint.response(200, Promise)
+def unload_model(asked: dict[str, Any]) -> dict[str, str]:
+    """Let a model leave its trainer's memory, as SDKs up to 0.24 ask for; the next call brings it back."""
+    return services().models.unload(asked["model_id"], current_caller())

@@ -1,0 +1,234 @@
+"""Completions and chats for OpenAI's clients, whole or as server-sent events.
+
+In a body null means left out; an unknown field is an error.
+"""
+
+from __future__ import annotations
+
+import json
+import select
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, cast
+
+from flask import Response, copy_current_request_context, current_app, request
+from marshmallow import RAISE, Schema, ValidationError, fields, pre_load, validate, validates_schema
+
+from app.api import errors
+from app.api.context import blueprint as make
+from app.api.context import current_caller, large, needs, services
+from app.api.schemas import identifier
+from app.services.openai.service import Answer
+
+blueprint = make("openai", "OpenAI-compatible calls", prefix=errors.OPENAI)
+_STREAMED = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+
+MAX_SEED = 2**63 - 1
+MAX_CHOICES = 128
+MAX_PROMPTS = 256
+MAX_TOP = 20
+
+
+class Ignored(fields.Field[Any]):
+    """Changes nothing of the answer: labels, caching and billing."""
+
+
+class StreamOptions(Schema):
+    include_usage = fields.Boolean(load_default=False)
+    include_obfuscation = Ignored()
+
+
+class Unsupported(fields.Field[Any]):
+    """Refuses whatever would change the answer, were it followed; `neutral` values are fine."""
+
+    def __init__(self, *neutral: Any) -> None:
+        super().__init__(load_default=None)
+        self._neutral = neutral
+
+    def _deserialize(self, value: Any, attr: str | None, data: Mapping[str, Any] | None, **kwargs: Any) -> Any:
+        if value not in self._neutral:
+            raise ValidationError("Not supported here; leave it out.")
+        return None
+
+
+class Request(Schema):
+    """What both kinds share."""
+
+    class Meta:
+        unknown = RAISE
+
+    model = identifier()
+    n = fields.Integer(strict=True, load_default=1, validate=validate.Range(1, MAX_CHOICES))
+    seed = fields.Integer(strict=True, load_default=None, validate=validate.Range(0, MAX_SEED))
+    stop = fields.Raw(load_default=None)
+    stream = fields.Boolean(load_default=False)
+    stream_options = fields.Nested(StreamOptions, load_default=lambda: StreamOptions().load({}))
+    temperature = fields.Float(load_default=1.0, validate=validate.Range(0, 2))
+    top_p = fields.Float(load_default=1.0, validate=validate.Range(0, 1, min_inclusive=False))
+    frequency_penalty = Unsupported(0)
+    presence_penalty = Unsupported(0)
+    logit_bias = Unsupported({})
+    user = Ignored()
+    metadata = Ignored()
+    store = Ignored()
+    service_tier = Ignored()
+    safety_identifier = Ignored()
+    prompt_cache_key = Ignored()
+    prompt_cache_retention = Ignored()
+
+    @pre_load
+    def leave_nulls_out(self, data: Any, **_: Any) -> Any:
+        return {key: value for key, value in data.items() if value is not None} if isinstance(data, dict) else data
+
+    @validates_schema
+    def check_stop(self, data: Mapping[str, Any], **_: Any) -> None:
+        stop = data["stop"]
+        if not (stop is None or isinstance(stop, str) or _all(stop, str)):
+            raise ValidationError("Must be a string or a list of strings.", "stop")
+
+
+class Completion(Request):
+    prompt = fields.Raw(required=True)
+    max_tokens = fields.Integer(strict=True, load_default=16, validate=validate.Range(0))
+    logprobs = fields.Integer(strict=True, load_default=None, validate=validate.Range(0, MAX_TOP))
+    echo = fields.Boolean(load_default=False)
+    best_of = fields.Integer(strict=True, load_default=None)
+    suffix = Unsupported("")
+
+    @validates_schema
+    def check_fit(self, data: Mapping[str, Any], **_: Any) -> None:
+        if data["best_of"] not in (None, data["n"]):
+            raise ValidationError("Not supported beyond n; leave it out.", "best_of")
+        if data["max_tokens"] == 0 and not data["echo"]:
+            raise ValidationError("Must be at least 1, unless with echo.", "max_tokens")
+
+    @validates_schema
+    def check_prompt(self, data: Mapping[str, Any], **_: Any) -> None:
+        prompt = data["prompt"]
+        if isinstance(prompt, str) or _all(prompt, int):
+            return
+        if not (_all(prompt, str) or (_all(prompt, list) and all(_all(part, int) for part in prompt))):
+            raise ValidationError("Must be a text, a list of token ids, or a list of one of them.", "prompt")
+        if len(prompt) > MAX_PROMPTS:
+            raise ValidationError(f"Holds {len(prompt)} prompts; at most {MAX_PROMPTS} are taken.", "prompt")
+
+
+def _all(value: Any, kind: type) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(entry) is kind for entry in value)
+
+
+@blueprint.route("/completions", methods=["POST"])
+@needs("sample")
+@large
+@blueprint.arguments(Completion(), error_status_code=400)
+@blueprint.response(200, description="A text_completion; with `stream`, its chunks as server-sent events")
+def completions(asked: dict[str, Any]) -> Response | dict[str, Any]:
+    """Go on with a text, or with tokens."""
+    return _answered(services().openai.complete(current_caller(), asked, _gone()), asked)
+
+
+class Message(Schema):
+    role = fields.String(required=True, validate=validate.OneOf(["system", "developer", "user", "assistant", "tool"]))
+    content = fields.Raw(load_default=None, allow_none=True)
+    name = fields.String(allow_none=True)
+    tool_calls = fields.List(fields.Dict(), allow_none=True)
+    tool_call_id = fields.String(allow_none=True)
+    reasoning_content = fields.String(allow_none=True)
+    refusal = Ignored(allow_none=True)
+    annotations = Ignored(allow_none=True)
+    audio = Unsupported(None)
+
+
+class ChatCompletion(Request):
+    messages = fields.List(fields.Nested(Message), required=True, validate=validate.Length(1))
+    max_tokens = fields.Integer(strict=True, load_default=None, validate=validate.Range(1))
+    max_completion_tokens = fields.Integer(strict=True, load_default=None, validate=validate.Range(1))
+    logprobs = fields.Boolean(load_default=False)
+    top_logprobs = fields.Integer(strict=True, load_default=0, validate=validate.Range(0, MAX_TOP))
+    tools = fields.List(fields.Dict(), load_default=list)
+    tool_choice = fields.Raw(load_default="auto")
+    parallel_tool_calls = Unsupported(True)
+    response_format = Unsupported({"type": "text"})
+    modalities = Unsupported(["text"])
+    functions = Unsupported([])
+    function_call = Unsupported("none")
+    audio = Unsupported()
+    prediction = Unsupported()
+    reasoning_effort = Unsupported()
+    verbosity = Unsupported()
+    web_search_options = Unsupported()
+
+    @validates_schema
+    def check_fit(self, data: Mapping[str, Any], **_: Any) -> None:
+        if data["top_logprobs"] and not data["logprobs"]:
+            raise ValidationError("Needs logprobs to be true.", "top_logprobs")
+        if data["tool_choice"] not in ("auto", "none"):
+            raise ValidationError("Must be 'auto' or 'none': nothing makes the model call a tool.", "tool_choice")
+
+
+@blueprint.route("/chat/completions", methods=["POST"])
+@needs("sample")
+@large
+@blueprint.arguments(ChatCompletion(), error_status_code=400)
+@blueprint.response(200, description="A chat.completion; with `stream`, its chunks as server-sent events")
+def chat_completions(asked: dict[str, Any]) -> Response | dict[str, Any]:
+    """Answer in a conversation, by the model's chat template."""
+    return _answered(services().openai.chat(current_caller(), asked, _gone()), asked)
+
+
+@blueprint.route("/models", methods=["GET"])
+@blueprint.response(200, description="A list of model objects")
+def models() -> dict[str, Any]:
+    """The base models that can be sampled now, and one's own sampler checkpoints."""
+    return {"object": "list", "data": services().openai.models(current_caller())}
+
+
+def _answered(answer: Answer, asked: Mapping[str, Any]) -> Response | dict[str, Any]:
+    if asked["stream"]:
+        chunks = answer.chunks(with_usage=asked["stream_options"]["include_usage"])
+        events = _events(chunks, copy_current_request_context(_failure))
+        response = Response(events, mimetype="text/event-stream", headers=_STREAMED)
+        # Called even if nothing was read of it.
+        response.call_on_close(answer.close)
+        return response
+    try:
+        return answer.whole()
+    finally:
+        answer.close()
+
+
+def _events(chunks: Iterator[dict[str, Any]], failure: Callable[[Exception], Mapping[str, Any]]) -> Iterator[str]:
+    """With the status sent, an error can only be an event; the client raises it."""
+    try:
+        for chunk in chunks:
+            yield _event(chunk)
+    except Exception as error:
+        yield _event(failure(error))
+    else:
+        yield "data: [DONE]\n\n"
+
+
+def _failure(error: Exception) -> Mapping[str, Any]:
+    body, *_ = cast(errors.Answer, current_app.handle_user_exception(error))
+    return body
+
+
+def _event(content: Mapping[str, Any]) -> str:
+    return f"data: {json.dumps(content)}\n\n"
+
+
+def _gone() -> Callable[[], bool]:
+    """Tells whether the client of this request has closed its connection, where the server shows it (gunicorn does)."""
+    connection: socket.socket | None = request.environ.get("gunicorn.socket")
+
+    def gone() -> bool:
+        if connection is None:
+            return False
+        readable = select.poll()
+        readable.register(connection, select.POLLIN)
+        try:
+            return bool(readable.poll(0)) and connection.recv(1, socket.MSG_PEEK) == b""
+        except OSError:
+            return True
+
+    return gone

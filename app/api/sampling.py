@@ -1,0 +1,103 @@
+"""Sampling sessions, and asample on them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from marshmallow import fields, validate
+
+from app.api.context import blueprint as make
+from app.api.context import current_caller, large, needs, services
+from app.api.futures import SamplePromise
+from app.api.schemas import SdkSchema, counter, identifier
+
+blueprint = make("sampling", "Sampling")
+
+
+class CreateSamplingSession(SdkSchema):
+    """Sampling sessions and asample."""
+
+    session_id = identifier()
+    sampling_session_seq_id = counter(0, 10**9)
+    model_path = fields.String(allow_none=True)
+    base_model = fields.String(allow_none=True)
+
+
+class SamplingSessionCreated(SdkSchema):
+    sampling_session_id = fields.String()
+
+
+@blueprint.route("/create_sampling_session", methods=["POST"])
+@needs("sample")
+@blueprint.arguments(CreateSamplingSession())
+@blueprint.response(200, SamplingSessionCreated)
+def create_sampling_session(asked: dict[str, Any]) -> dict[str, str]:
+    """A sampler for a base model or a checkpoint."""
+    return {"sampling_session_id": services().sampling.create_session(current_caller(), asked)}
+
+
+class JoinSamplingSession(SdkSchema):
+    sampling_session_id = identifier()
+
+
+class SamplingSessionJoined(SdkSchema):
+    client_counter = fields.Integer()
+
+
+@blueprint.route("/join_sampling_session", methods=["POST"])
+@needs("sample")
+@blueprint.arguments(JoinSamplingSession())
+@blueprint.response(200, SamplingSessionJoined)
+def join_sampling_session(asked: dict[str, Any]) -> dict[str, int]:
+    """A number for one more client of a sampler, whose seq_ids start at 10^9 times it."""
+    return {"client_counter": services().sampling.join(asked["sampling_session_id"], current_caller())}
+
+
+class Sampler(SdkSchema):
+    sampler_id = fields.String()
+    base_model = fields.String()
+    model_path = fields.String()
+
+
+@blueprint.route("/samplers/<sampler_id>", methods=["GET"])
+@blueprint.response(200, Sampler)
+def get_sampler(sampler_id: str) -> dict[str, str]:
+    """What a sampler samples from."""
+    return services().sampling.describe(sampler_id, current_caller())
+
+
+class Prompt(SdkSchema):
+    chunks = fields.List(fields.Raw(), required=True)
+
+
+class SamplingParams(SdkSchema):
+    max_tokens = fields.Integer(strict=True, allow_none=True)
+    seed = fields.Integer(strict=True, allow_none=True, validate=validate.Range(0, 2**63 - 1))
+    stop = fields.Raw(allow_none=True)
+    temperature = fields.Float(load_default=1.0)
+    top_k = fields.Integer(strict=True, load_default=-1)
+    top_p = fields.Float(load_default=1.0)
+
+
+class Sample(SdkSchema):
+    sampling_session_id = identifier()
+    seq_id = counter(0, 2**63 - 1)
+    num_samples = fields.Integer(strict=True, load_default=1)
+    prompt = fields.Nested(Prompt, required=True)
+    sampling_params = fields.Nested(SamplingParams, load_default=lambda: SamplingParams().load({}))
+    prompt_logprobs = fields.Boolean(load_default=False, allow_none=True)
+    topk_prompt_logprobs = fields.Integer(strict=True, load_default=None, allow_none=True)
+    topk_sample_logprobs = fields.Integer(strict=True, load_default=None, allow_none=True)
+    prompt_alt_tokens_k = fields.Integer(strict=True, load_default=None, allow_none=True)
+    prompt_logprobs_last_n = fields.Integer(strict=True, load_default=None, allow_none=True)
+    target_prompt_logprobs = fields.Raw(load_default=None, allow_none=True)
+
+
+@blueprint.route("/asample", methods=["POST"])
+@needs("sample")
+@large
+@blueprint.arguments(Sample())
+@blueprint.response(200, SamplePromise)
+def asample(asked: dict[str, Any]) -> dict[str, Any]:
+    """Sample sequences, or only score a prompt."""
+    return services().sampling.sample(current_caller(), asked)

@@ -1,0 +1,92 @@
+"""The parts that all schemas share: common fields, error bodies, and the pages of lists."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from marshmallow import EXCLUDE, Schema, ValidationError, fields, pre_load, validate
+
+MAX_SEQ = 2**31 - 1
+MAX_METADATA_BYTES = 16 * 1024
+"""Of a session's, a model's or a checkpoint's user_metadata as JSON: it is kept with the record, and read with it."""
+
+MOST = 1000
+
+
+class SdkSchema(Schema):
+    """A body the SDK sends or reads: newer SDKs add fields, so unknown ones are dropped. Older ones, to 0.6 at least,
+    send null for what newer ones leave out, so it is left out where it has no meaning of its own."""
+
+    class Meta:
+        unknown = EXCLUDE
+
+    @pre_load
+    def _leave_out_null(self, given: Any, **_: Any) -> Any:
+        if not isinstance(given, Mapping):
+            return given
+        return {name: value for name, value in given.items() if value is not None or self._takes_null(name)}
+
+    def _takes_null(self, name: str) -> bool:
+        return name in self.fields and self.fields[name].allow_none
+
+
+class ErrorSchema(Schema):
+    """Every error's body."""
+
+    detail = fields.String(required=True, metadata={"description": "what is wrong, with which value"})
+    error = fields.String(required=True, metadata={"description": "the kind of error"})
+
+
+def counter(low: int = 0, high: int = MAX_SEQ) -> fields.Integer:
+    """A required count, such as a seq_id."""
+    return fields.Integer(required=True, strict=True, validate=validate.Range(low, high))
+
+
+def identifier() -> fields.String:
+    """A required id or path."""
+    return fields.String(required=True, validate=validate.Length(1, 512))
+
+
+def label() -> fields.String:
+    """A short text that is only kept and shown."""
+    return fields.String(allow_none=True, validate=validate.Length(max=512))
+
+
+def access_token(**options: Any) -> fields.String:
+    """A key to somebody else's checkpoint. Not validated here: a complaint would repeat it."""
+    return fields.String(
+        metadata={"description": "an API key, or a token of one, of somebody who may read the checkpoint"}, **options
+    )
+
+
+def metadata() -> fields.Dict:
+    """Free text by key, empty by default."""
+    return fields.Dict(keys=fields.String(), values=fields.Raw(), load_default=dict, validate=check_metadata)
+
+
+def check_metadata(value: Mapping[str, Any] | None) -> None:
+    """Raises ValidationError for more than is kept with a record."""
+    size = len(json.dumps(value))
+    if size > MAX_METADATA_BYTES:
+        raise ValidationError(f"Holds {size} bytes; at most {MAX_METADATA_BYTES} are kept.")
+
+
+class Paged(SdkSchema):
+    offset = fields.Integer(load_default=0, validate=validate.Range(0, 2**53))
+    limit = fields.Integer(load_default=100, validate=validate.Range(1, MOST))
+
+
+class Scoped(SdkSchema):
+    access_scope = fields.String(
+        load_default="owned",
+        validate=validate.OneOf(("owned", "accessible")),
+        metadata={"description": "owned: of projects where you may work; accessible: of all you see"},
+    )
+
+
+class Cursor(SdkSchema):
+    offset = fields.Integer()
+    limit = fields.Integer()
+    total_count = fields.Integer()

@@ -1,0 +1,277 @@
+"""Training calls: batches and steps, saving and loading weights, and custom losses.
+
+SDKs up to 0.24 send batches as JSON, or forward ones to a route of their own.
+
+A call that gets a final 4xx has used its seq_id up: it will not come again, so later ones must not wait for it. So
+has one that is over a limit that does not pass (LimitReached), though other 403s leave the seq free: whoever may not
+train must not change what a run does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+from flask import request
+from marshmallow import ValidationError, fields, validate, validates_schema
+from werkzeug.exceptions import HTTPException
+
+from app.api.context import at_most, batch_content, current_caller, json_content, large, needs, services
+from app.api.context import blueprint as make
+from app.api.errors import NOT_UNICODE, describe
+from app.api.futures import Promise
+from app.api.models import model_role
+from app.api.schemas import SdkSchema, access_token, check_metadata, counter, identifier, metadata
+from app.domain.ops import AdamParams
+from app.errors import BadRequest, LimitReached, RequestError
+from app.stores.interfaces.journal import RefusalKind
+from app.wire import forward_backward as wire
+from app.wire import json_forms
+from app.wire.forward_backward import Envelope
+
+training_blueprint = make("training", "Training")
+_JSON = {"application/json": {"schema": {"type": "object"}}}
+_BATCH_BODY = {
+    "required": True,
+    "description": "A ForwardBackwardRequest of app/wire/tinker.proto, or the same as JSON, as older SDKs send it; "
+    "zstd-compressed if Content-Encoding says so.",
+    "content": {"application/x-protobuf": {"schema": {"type": "string", "format": "binary"}}, **_JSON},
+}
+_FORWARD_BODY = {"required": True, "description": "model_id, seq_id, and forward_input with a batch.", "content": _JSON}
+
+_ADAM_DEFAULTS = AdamParams()
+
+weights_blueprint = make("weights", "Weights")
+
+custom_losses_blueprint = make("custom_losses", "Custom losses")
+# The JSON of a loss is about twice what the journal holds of it (MAX_BYTES of app/wire/custom_loss.py).
+_MAX_LOSS_BODY = 512 * 1024
+
+_FINAL_STATUSES = (400, 413, 422)
+View = Callable[..., Any]
+
+
+def consumes_seq(*, gradient: bool = False) -> Callable[[View], View]:
+    """Goes right below the route, outside of body parsing, so that its 422 counts too.
+
+    `gradient`: what the call would have added is then missing from the next optim_step.
+    A 400 for a seq used before changes nothing: the journal refuses only seqs that are free.
+    """
+
+    def decorate(view: View) -> View:
+        @wraps(view)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return view(*args, **kwargs)
+            except RequestError as error:
+                if error.status in _FINAL_STATUSES or isinstance(error, LimitReached):
+                    _refuse_seq(str(error), gradient)
+                raise
+            except HTTPException as error:
+                if error.code in _FINAL_STATUSES:
+                    _refuse_seq(describe(error), gradient)
+                raise
+            except UnicodeEncodeError:  # a 400 as well (app/api/errors.py)
+                _refuse_seq(NOT_UNICODE, gradient)
+                raise
+
+        return wrapped
+
+    return decorate
+
+
+@training_blueprint.route("/forward_backward", methods=["POST"])
+@needs("train")
+@training_blueprint.doc(requestBody=_BATCH_BODY)
+@large
+@consumes_seq(gradient=True)
+@training_blueprint.response(200, Promise)
+def forward_backward() -> dict[str, str]:
+    """Add a batch's gradient to the pending one, or only compute its logprobs."""
+    return services().training.forward_backward(current_caller(), read_envelope())
+
+
+@training_blueprint.route("/forward", methods=["POST"])
+@needs("train")
+@training_blueprint.doc(requestBody=_FORWARD_BODY)
+@large
+@consumes_seq()
+@training_blueprint.response(200, Promise)
+def forward() -> dict[str, str]:
+    """Only compute a batch's logprobs; newer SDKs ask forward_backward for that."""
+    envelope = read_envelope()
+    if not envelope.forward_only:
+        raise BadRequest("forward takes its batch as forward_input: send what adds a gradient to forward_backward")
+    return services().training.forward_backward(current_caller(), envelope)
+
+
+class Adam(SdkSchema):
+    """optim_step; forward_backward is protobuf and lives in app/wire."""
+
+    learning_rate = fields.Float(load_default=_ADAM_DEFAULTS.learning_rate)
+    beta1 = fields.Float(load_default=_ADAM_DEFAULTS.beta1)
+    beta2 = fields.Float(load_default=_ADAM_DEFAULTS.beta2)
+    eps = fields.Float(load_default=_ADAM_DEFAULTS.eps)
+    weight_decay = fields.Float(load_default=_ADAM_DEFAULTS.weight_decay)
+    grad_clip_norm = fields.Float(load_default=_ADAM_DEFAULTS.grad_clip_norm)
+
+
+class OptimStep(SdkSchema):
+    model_id = identifier()
+    seq_id = counter(1)
+    adam_params = fields.Nested(Adam, load_default=lambda: Adam().load({}))
+    optimizer_params = fields.Dict(
+        keys=fields.String(), metadata={"description": "other optimizers than AdamW, none of which is supported"}
+    )
+
+
+@training_blueprint.route("/optim_step", methods=["POST"])
+@needs("train")
+@consumes_seq()
+@training_blueprint.arguments(OptimStep())
+@training_blueprint.response(200, Promise)
+def optim_step(asked: dict[str, Any]) -> dict[str, str]:
+    """One AdamW step on the pending gradient."""
+    return services().training.optim_step(current_caller(), asked)
+
+
+class _Save(SdkSchema):
+    model_id = identifier()
+    seq_id = counter(1)
+    ttl_seconds = fields.Integer(strict=True, allow_none=True)
+    overwrite = fields.Boolean(load_default=False)
+    user_metadata = fields.Dict(keys=fields.String(), values=fields.String(), allow_none=True, validate=check_metadata)
+
+
+class SaveWeights(_Save):
+    """Saving and loading."""
+
+    path = identifier()
+
+
+@weights_blueprint.route("/save_weights", methods=["POST"])
+@needs("train")
+@consumes_seq()
+@weights_blueprint.arguments(SaveWeights())
+@weights_blueprint.response(200, Promise)
+def save_weights(asked: dict[str, Any]) -> dict[str, str]:
+    """A training checkpoint: weights and optimizer state."""
+    return services().training.save_weights(current_caller(), asked)
+
+
+class SaveWeightsForSampler(_Save):
+    path = fields.String(allow_none=True)
+    sampling_session_seq_id = fields.Integer(strict=True, allow_none=True, validate=validate.Range(0, 10**9))
+    kind = fields.String(
+        load_default="snapshot",
+        validate=validate.OneOf(("snapshot", "inflight")),
+        metadata={"description": "snapshot: these weights for ever; inflight: the newest ones saved so"},
+    )
+
+
+@weights_blueprint.route("/save_weights_for_sampler", methods=["POST"])
+@needs("train")
+@consumes_seq()
+@weights_blueprint.arguments(SaveWeightsForSampler())
+@weights_blueprint.response(200, Promise)
+def save_weights_for_sampler(asked: dict[str, Any]) -> dict[str, str]:
+    """Weights to sample from, kept under a path or for one sampling session."""
+    return services().training.save_weights_for_sampler(current_caller(), asked)
+
+
+class SaveWeightsExternal(_Save):
+    path = identifier()
+    age_encryption_recipients = fields.List(
+        fields.String(validate=validate.Length(1, 128)), allow_none=True, validate=validate.Length(max=10)
+    )
+    format = fields.String(
+        allow_none=True,
+        metadata={"description": "peft or huggingface; else what the model's user_metadata says as export_format"},
+    )
+
+
+@weights_blueprint.route("/save_weights_external", methods=["POST"])
+@needs("train")
+@consumes_seq()
+@weights_blueprint.arguments(SaveWeightsExternal())
+@weights_blueprint.response(200, Promise)
+def save_weights_external(asked: dict[str, Any]) -> dict[str, str]:
+    """Files to download: PEFT, or the merged model."""
+    return services().training.save_weights_external(current_caller(), asked)
+
+
+class LoadWeights(SdkSchema):
+    """Either a model's next Op (model_id, seq_id), or a new model (session_id, model_seq_id)."""
+
+    path = identifier()
+    optimizer = fields.Boolean(load_default=False)
+    model_id = fields.String()
+    seq_id = fields.Integer(strict=True)
+    session_id = fields.String()
+    model_seq_id = fields.Integer(strict=True)
+    base_model = fields.String()
+    optimizer_config = fields.Dict(keys=fields.String())
+    model_role = model_role()
+    user_metadata = metadata()
+    weights_access_token = access_token()
+
+    @validates_schema
+    def _one_addressing(self, data: dict[str, object], **_: object) -> None:
+        model = data.get("model_id") is not None and in_counter(data.get("seq_id"), 1)
+        session = data.get("session_id") is not None and in_counter(data.get("model_seq_id"), 0)
+        if model == session:
+            raise ValidationError("send model_id and seq_id (from 1), or session_id and model_seq_id (from 0)")
+
+
+def in_counter(value: object, low: int) -> bool:
+    return isinstance(value, int) and low <= value < 10**9
+
+
+@weights_blueprint.route("/load_weights", methods=["POST"])
+@needs("train")
+@consumes_seq()
+@weights_blueprint.arguments(LoadWeights())
+@weights_blueprint.response(200, Promise)
+def load_weights(asked: dict[str, Any]) -> dict[str, str]:
+    """Load a checkpoint into a model, or make a new model from one."""
+    if asked.get("model_id") is not None:
+        return services().training.load_weights(current_caller(), asked)
+    return services().models.create_from(current_caller(), asked)
+
+
+class CreateCustomLoss(SdkSchema):
+    """create_custom_loss; what is in its graph is for app/wire/custom_loss.py to say."""
+
+    session_id = identifier()
+    custom_loss_seq_id = counter(0, 10**9 - 1)
+    name = fields.String(required=True, validate=validate.Length(1, 128))
+    inputs = fields.List(fields.Raw(), required=True, metadata={"description": "name and rank of each, logprobs first"})
+    graph = fields.Dict(required=True, metadata={"description": "format 1: the nodes of a torch.fx graph, in order"})
+
+
+@custom_losses_blueprint.route("/create_custom_loss", methods=["POST"])
+@needs("train")
+@at_most(_MAX_LOSS_BODY)
+@custom_losses_blueprint.arguments(CreateCustomLoss())
+@custom_losses_blueprint.response(200, Promise)
+def create_custom_loss(asked: dict[str, Any]) -> dict[str, str]:
+    """A loss function by its traced graph, to be named in forward_backward calls."""
+    return services().custom_losses.create(current_caller(), asked)
+
+
+def read_envelope() -> Envelope:
+    """Whom the body at hand is for. Raises BadRequest or TooLarge."""
+    if request.is_json:
+        return json_forms.open_envelope(json_content())
+    return wire.open_envelope(batch_content())
+
+
+def _refuse_seq(reason: str, gradient: bool) -> None:
+    try:
+        envelope = read_envelope()
+    except (RequestError, HTTPException):
+        return
+    kind: RefusalKind = "lost_batch" if gradient and not envelope.forward_only else "skip"
+    kept = reason.encode(errors="backslashreplace").decode()  # a field's name may be what is wrong
+    services().admission.refuse(envelope.model_id, envelope.seq, current_caller(), kept, kind)

@@ -1,0 +1,130 @@
+"""Celery as a doorbell: one named task a future, its id the request id, no payload.
+
+Losing, doubling or reordering these messages changes nothing (the journal is the truth), so ringing is best effort.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+
+import redis
+from celery import Celery
+from kombu.exceptions import OperationalError
+
+from app.settings import Settings
+from app.stores.interfaces.records import Holder
+from app.stores.redis.client import connect
+
+log = logging.getLogger(__name__)
+
+# A consumed seq has no future of its own, but what waits behind it has to move: that is catch_up.
+CATCH_UP = "catch_up"
+KINDS = (
+    *("create_model", "forward_backward", "forward", "optim_step", "save_weights", "load_weights", "sample"),
+    CATCH_UP,
+)
+TICK = "tinsmith.tick"
+_CONTROL_REPLY_S = 60
+
+
+def task_name(kind: str) -> str:
+    """The Celery task of a journalled kind."""
+    return f"tinsmith.{kind if kind in KINDS else CATCH_UP}"
+
+
+def train_queue(base_model: str, *, full: bool = False) -> str:
+    """What the trainers of a base read, or with `full` those that train all of its weights."""
+    return f"{'full' if full else 'train'}.{base_model}"
+
+
+def sample_queue(base_model: str, *, full: bool = False) -> str:
+    """What the samplers of a base read, or with `full` those of models that were fine-tuned in full."""
+    return f"{'fullsample' if full else 'sample'}.{base_model}"
+
+
+def direct_queue(queue: str, node: str) -> str:
+    """The queue only one node reads, for models it owns."""
+    return f"{queue}@{node}"
+
+
+def celery_app(settings: Settings) -> Celery:
+    """The one Celery configuration, for the API that rings and the workers that listen."""
+    app = Celery("tinsmith", broker=settings.broker_url)
+    app.conf.update(
+        task_ignore_result=True,
+        task_serializer="json",
+        accept_content=["json"],
+        task_acks_late=True,
+        task_reject_on_worker_lost=True,
+        task_publish_retry=False,
+        task_send_sent_event=True,
+        task_create_missing_queues=True,
+        worker_prefetch_multiplier=1,
+        worker_send_task_events=True,
+        worker_enable_remote_control=True,
+        worker_hijack_root_logger=False,
+        # Reply queues of Flower and `celery inspect` otherwise pile up for ever (celery issue 6089).
+        control_queue_expires=_CONTROL_REPLY_S,
+        control_queue_ttl=_CONTROL_REPLY_S,
+        broker_connection_retry_on_startup=True,
+        broker_pool_limit=32,
+        broker_transport_options={
+            "visibility_timeout": 12 * 3600,
+            "unacked_restore_interval": 5,
+            "unacked_restore_throttle": 1,
+            "health_check_interval": 10,
+            "socket_connect_timeout": 2,
+        },
+    )
+    return app
+
+
+class Doorbell:
+    """Rings for a future that waits in the journal."""
+
+    def __init__(self, celery: Celery) -> None:
+        self._celery = celery
+
+    def ring(self, kind: str, request_id: str, parent_id: str, queue: str) -> None:
+        """Never raises for a broker that is away: the sweeper rings again.
+
+        `parent_id` is the model or sampling session, shown beside the task's name in Flower.
+        """
+        try:
+            self._celery.send_task(
+                task_name(kind), kwargs={"model_id": parent_id}, task_id=request_id, queue=queue, retry=False
+            )
+        except (OperationalError, OSError) as error:
+            log.warning("could not ring for %s: %s", request_id, error, extra={"request_id": request_id})
+
+    def wake(self, holder: Holder) -> None:
+        """Have a trainer look at once for what it may free."""
+        queue = train_queue(holder.base_model, full=holder.full)
+        TickBell(self._celery, direct_queue(queue, holder.node)).ring()
+
+
+class TickBell:
+    """Rings a worker through its own direct queue, quietly: Flower hears nothing of it."""
+
+    def __init__(self, celery: Celery, queue: str) -> None:
+        self._celery, self._queue = celery, queue
+        self._broker = connect(celery.conf.broker_url)
+
+    def waiting(self) -> int | None:
+        """Messages in the queue; None while the broker is away."""
+        try:
+            return self._broker.llen(self._queue)
+        except (redis.RedisError, OSError):
+            return None
+
+    def ring(self) -> bool:
+        """False when the broker takes nothing: it is away, or full."""
+        message = self._celery.amqp.as_task_v2(uuid.uuid4().hex, TICK, (), {}, ignore_result=True)
+        try:
+            with self._celery.producer_or_acquire() as producer:
+                self._celery.amqp.send_task_message(producer, TICK, message, queue=self._queue, retry=False)
+        except (OperationalError, redis.RedisError, OSError) as error:
+            log.warning("could not ring ourselves: %s", error)
+            return False
+        return True

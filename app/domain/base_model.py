@@ -1,0 +1,39 @@
+"""A base model: the facts a trainer or sampler reports of it, and the files of its tokenizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tokenizer.model",
+    "spm.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tiktoken.model",
+    "tekken.json",
+)
+CONFIG_FILE = "config.json"
+"""transformers chooses a tokenizer's class by it."""
+TEMPLATE_FOLDER = "additional_chat_templates"
+"""Further chat templates, one <name>.jinja each."""
+
+
+@dataclass(frozen=True, slots=True)
+class BaseModelInfo:
+    """`dtype` is the name of the base's torch dtype; `trainable_groups` of attn, mlp, unembed have linears here."""
+
+    name: str
+    arch: str
+    vocab_size: int
+    max_context: int
+    dtype: str
+    trainable_groups: tuple[str, ...]

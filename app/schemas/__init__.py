@@ -1,1 +1,0 @@
-"""What bodies look like. Types are checked here; ranges and ownership in app/services."""

@@ -1,0 +1,199 @@
+"""Polls: finds futures, holds a poll while there is room, and cancels requests nobody waits for."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+import redis
+
+from app import ids
+from app.domain.accounts import Caller
+from app.domain.records import Loss, Model, Sampler
+from app.domain.results import Result
+from app.errors import BadRequest, NotFound, TooManyRequests
+from app.services.tenants.access import Owned, check_role, load_owned, load_readable
+from app.settings import ApiSettings
+from app.stores.interfaces.journal import Future, OpLog
+from app.stores.interfaces.queues import Completion, Completions
+from app.stores.interfaces.records import Records
+from app.stores.redis.client import Waiter, is_outage
+from app.telemetry import HELD_POLLS
+
+_REQUEST_ID = re.compile(r".+:\d{1,19}")
+
+CUSTOM_LOSS, UNLOAD = "create_custom_loss", "unload_model"
+
+_SHORT_HOLD_S = 1.0
+
+
+def check_request_id(text: str) -> None:
+    """Raises NotFound for what no future can be called."""
+    if not _REQUEST_ID.fullmatch(text):
+        raise NotFound(f"no future {text[:200]!r}")
+
+
+class FutureLookup(Protocol):
+    def future(self, request_id: str, caller: Caller) -> Future:
+        """Raises NotFound for an unknown or foreign id (alike), Gone for an expired one."""
+        ...
+
+
+class PollService:
+    """`waiter` wakes a poll when its result is there."""
+
+    def __init__(self, futures: FutureLookup, waiter: Waiter, holds: Holds) -> None:
+        self._futures, self._waiter, self._holds = futures, waiter, holds
+
+    def wait(self, request_id: str, caller: Caller) -> Future:
+        """The future, once it is terminal or the hold is over. Raises NotFound or Gone."""
+        check_request_id(request_id)
+        with self._holds.hold() as seconds:
+            return self._wait(request_id, caller, seconds)
+
+    def _wait(self, request_id: str, caller: Caller, seconds: float) -> Future:
+        found = None
+
+        def is_done() -> bool:
+            nonlocal found
+            found = self._futures.future(request_id, caller)
+            return found.result is not None
+
+        if seconds:
+            self._waiter.wait(request_id, seconds, is_done)
+        return found if found and found.result else self._futures.future(request_id, caller)
+
+
+class BatchPollService:
+    """One poll for all requests of a client, so that it needs one connection however many samples it waits for."""
+
+    def __init__(self, completions: Completions, store: Records, waiter: Waiter, holds: Holds) -> None:
+        self._completions, self._records, self._waiter, self._holds = completions, store, waiter, holds
+
+    def wait(self, caller: Caller, asked: Mapping[str, Any]) -> tuple[list[Completion], int]:
+        """What came to its end behind `prev_cursor`, once there is something or the hold is over; and the next cursor.
+
+        Raises NotFound (sampler).
+        """
+        sampler_id = asked["target"]["sampling_session_id"]
+        with self._holds.hold() as seconds:
+            load_owned(self._records, Sampler, sampler_id, caller)
+            own = f"{sampler_id}:"
+            self._completions.acknowledge(id_ for id_ in asked["retrieved_request_ids"] if id_.startswith(own))
+            target = ids.poll_target(sampler_id, asked["target"]["cloned_sampler_id"])
+            timeout = asked.get("timeout")
+            return self._wait(target, asked["prev_cursor"], seconds if timeout is None else min(seconds, timeout))
+
+    def _wait(self, target: str, cursor: int, seconds: float) -> tuple[list[Completion], int]:
+        found: tuple[list[Completion], int] = [], cursor
+
+        def is_any() -> bool:
+            nonlocal found
+            found = self._completions.since(target, cursor)
+            return bool(found[0])
+
+        if seconds:
+            self._waiter.wait(target, seconds, is_any)
+        return found if found[0] else self._completions.since(target, cursor)
+
+
+class Futures:
+    """Every future there is: those of the journal, and those of calls for which nothing has to run.
+
+    The latter have no more than the record they made or marked, and are done as long as it is there.
+    """
+
+    def __init__(self, oplog: OpLog, store: Records) -> None:
+        self._oplog, self._records = oplog, store
+
+    def future(self, request_id: str, caller: Caller) -> Future:
+        """Raises NotFound for an unknown or foreign id (alike), Gone for an expired one."""
+        model_id = ids.unloaded_by(request_id)
+        if model_id is not None:
+            return self._done(request_id, caller, Model, model_id, UNLOAD, "model_id")
+        if ids.is_loss_id(request_id):
+            return self._done(request_id, caller, Loss, request_id, CUSTOM_LOSS, "loss_id")
+        # What a viewer reads is there as before for whoever waits for it.
+        viewed = {project for project in caller.roles if not caller.may("member", project)}
+        return self._oplog.future(request_id, caller.roles.keys(), viewed)
+
+    def _done(self, request_id: str, caller: Caller, cls: type[Owned], key: str, kind: str, named: str) -> Future:
+        try:
+            owner = load_readable(self._records, cls, key, caller).owner
+        except NotFound:
+            raise NotFound(f"no future {request_id!r}") from None
+        return Future(request_id, kind, "", owner, "done", Result(json.dumps({"type": kind, named: key}).encode()))
+
+
+class Holds:
+    """Counts the polls that are held. A poll is never refused; beyond the capacity it is answered sooner."""
+
+    def __init__(self, settings: ApiSettings) -> None:
+        self._settings = settings
+        self._held = 0
+        self._lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def hold(self) -> Iterator[float]:
+        """The seconds that the poll which runs in the block may wait.
+
+        While Redis is away it is held for a moment all the same: the SDK polls again at once after a 5xx.
+        """
+        with self._lock:
+            self._held += 1
+            seconds = self._seconds(self._held)
+        HELD_POLLS.inc()
+        try:
+            yield seconds
+        except redis.RedisError as error:
+            if is_outage(error):
+                time.sleep(min(seconds, _SHORT_HOLD_S))
+            raise
+        finally:
+            with self._lock:
+                self._held -= 1
+            HELD_POLLS.dec()
+
+    @contextlib.contextmanager
+    def occupy(self) -> Iterator[None]:
+        """Count an answer that takes as long as its result as a held poll. Raises TooManyRequests above the capacity:
+        whoever waits in it cannot be told to poll again."""
+        with self.hold():
+            if self._held > self._settings.poll_capacity:
+                raise TooManyRequests(f"{self._settings.poll_capacity} calls wait for results here; try again soon")
+            yield
+
+    def _seconds(self, held: int) -> float:
+        """Of the poll that makes it `held` polls; the other half of the spare threads stays free."""
+        if held <= self._settings.poll_capacity:
+            return self._settings.poll_hold_s
+        if held <= self._settings.poll_capacity + self._settings.spare_threads // 2:
+            return min(_SHORT_HOLD_S, self._settings.poll_hold_s)
+        return 0.0
+
+
+class CancelService:
+    """A cancelled request is a failed one: nothing of it runs any more, and its place is free at once."""
+
+    def __init__(self, futures: FutureLookup, oplog: OpLog) -> None:
+        self._futures, self._oplog = futures, oplog
+
+    def cancel(self, request_id: str, caller: Caller) -> None:
+        """Fail it, unless its result is there. Raises NotFound or Gone as a poll does, Forbidden, or BadRequest for
+        other futures."""
+        check_request_id(request_id)
+        future = self._futures.future(request_id, caller)
+        check_role(caller, future.owner)
+        if future.kind != "sample":
+            raise BadRequest(
+                f"{request_id} is the future of {future.kind}, and only sampling requests can be cancelled: a model's "
+                "calls run in the order of their seqs, as those behind it were sent in the knowledge of it. To end all "
+                "that a run has waiting, delete the run (DELETE /api/v1/training_runs/<run>); its checkpoints stay"
+            )
+        if future.result is None:
+            self._oplog.cancel_sample(request_id)

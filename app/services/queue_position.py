@@ -1,0 +1,152 @@
+"""Where a call that waits stands in its queue: what runs before it, and when its own turn may come.
+
+Turns go round: over the projects by their weights, then over the models of one (workers/train/scheduler.py). So of
+another project's calls as many run before a call as it has before it of its own, and one: times what its weight is to
+theirs. That is the most for calls that take alike. Turns are of time, so a project of short calls has more of them in
+its own.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from math import ceil
+
+from app.domain.records import Worker
+from app.stores.interfaces.queues import ModelLine, Unfinished
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """`before`: calls that run first. `starts_in_s`: so long from now at the workers' pace; None while that is
+    not known. `missing`: the seq of its model that has to come first."""
+
+    before: int
+    starts_in_s: float | None
+    running: bool = False
+    missing: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Crew:
+    """The workers that read one queue. `rate`: calls a second, of those that ran any lately."""
+
+    paces: Mapping[str, float]
+    batch: int
+
+    @property
+    def rate(self) -> float:
+        return sum(1 / pace for pace in self.paces.values() if pace)
+
+    def seconds(self, calls: int, node: str = "") -> float | None:
+        """Until so many have ended: at `node` if it is one of them, else anywhere."""
+        if calls <= 0:
+            return 0.0
+        rate = 1 / pace if (pace := self.paces.get(node)) else self.rate
+        return calls / rate if rate else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Lane:
+    """What waits where a model is: of each project its models' calls, and their sum."""
+
+    models: Mapping[str, Mapping[str, int]]
+    waiting: Mapping[str, int]
+
+
+class Standings:
+    """As of one moment. `workers` are those that do what they are asked, by node; a project's weight is over 0."""
+
+    def __init__(self, found: Unfinished, workers: Mapping[str, Worker], weight_of: Callable[[str], float]) -> None:
+        self._workers, self._weight_of = workers, weight_of
+        self._lines = {line.model_id: line for line in found.models}
+        self._lanes: dict[tuple[str, str], _Lane] = {}
+        self._samples: dict[str, tuple[str, str, int]] = {}
+        self._sampled: dict[str, Counter[str]] = defaultdict(Counter)
+        for sample in found.samples:
+            of_queue = self._sampled[sample.queue]
+            self._samples[sample.request_id] = sample.queue, sample.owner, of_queue[sample.owner]
+            of_queue[sample.owner] += 1
+        self._sequences = found.sequences
+        self._crews: dict[str, _Crew] = {}
+
+    def of(self, request_id: str) -> Place | None:
+        """None for a call that was not waiting then, or so far behind that nobody counted."""
+        if request_id in self._samples:
+            return self._of_sample(*self._samples[request_id])
+        model_id, _, seq = request_id.rpartition(":")
+        line = self._lines.get(model_id)
+        return self._of_model(line, int(seq) - line.applied - 1) if line else None
+
+    def _of_model(self, line: ModelLine, earlier: int) -> Place | None:
+        """The place of a call behind `earlier` ones of its own model."""
+        if earlier < 0:
+            return None
+        lane = self._lane(line.queue, line.node)
+        mine = ((count, 1.0) for other, count in lane.models[line.owner].items() if other != line.model_id)
+        before = self._behind_others(_behind(earlier, mine), line.owner, lane.waiting)
+        if line.running and not earlier:
+            return Place(0, 0.0, running=True)
+        if not line.come:
+            return Place(before, None, missing=line.applied + 1)
+        return Place(before, self._crew(line.queue).seconds(before, line.node))
+
+    def _of_sample(self, queue: str, owner: str, earlier: int) -> Place:
+        """The place of a request behind `earlier` ones of its own project; what fits into the batches runs at once."""
+        waiting = self._sampled[queue]
+        before = self._behind_others(earlier, owner, waiting)
+        crew = self._crew(queue)
+        rows = max(1.0, self._sequences.get(queue, 0) / waiting.total())
+        return Place(before, crew.seconds(before + 1 - int(crew.batch / rows)))
+
+    def _behind_others(self, earlier: int, owner: str, waiting: Mapping[str, int]) -> int:
+        own = self._weight_of(owner)
+        return _behind(
+            earlier, ((count, self._weight_of(other) / own) for other, count in waiting.items() if other != owner)
+        )
+
+    def _lane(self, queue: str, node: str) -> _Lane:
+        if (queue, node) not in self._lanes:
+            models: dict[str, dict[str, int]] = defaultdict(dict)
+            for line in self._lines.values():
+                if line.queue == queue and _share_a_worker(line.node, node):
+                    models[line.owner][line.model_id] = line.waiting
+            self._lanes[queue, node] = _Lane(models, {owner: sum(own.values()) for owner, own in models.items()})
+        return self._lanes[queue, node]
+
+    def _crew(self, queue: str) -> _Crew:
+        if queue not in self._crews:
+            own = {node: worker for node, worker in self._workers.items() if worker.queue == queue}
+            paces = {node: worker.pace_s for node, worker in own.items()}
+            self._crews[queue] = _Crew(paces, sum(worker.batch for worker in own.values()))
+        return self._crews[queue]
+
+
+def _behind(own: int, others: Iterable[tuple[int, float]]) -> int:
+    """What runs before a call with `own` ones of its own before it, where each of the others has so many waiting and so
+    many turns for one of its."""
+    return own + sum(min(waiting, ceil((own + 1) * turns)) for waiting, turns in others)
+
+
+def _share_a_worker(node: str, other: str) -> bool:
+    """Of two models, by the nodes that hold them: what nobody holds may come to any."""
+    return node == other or not node or not other
+
+
+def describe(place: Place) -> str:
+    """In words, for its user."""
+    if place.running:
+        return "it runs now"
+    if place.missing is not None:
+        return f"seq {place.missing} of its model has not come, and runs before it"
+    if not place.before or place.starts_in_s == 0:
+        return "it runs, or is about to"
+    known = "" if place.starts_in_s is None else f", for about {_duration(place.starts_in_s)}"
+    return f"{'1 call runs' if place.before == 1 else f'about {place.before} calls run'} before it{known}"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 1:
+        return "a second"
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"

@@ -1,0 +1,279 @@
+"""Recovery: rebuilds runs and checkpoints from manifests, and backs up the objects no manifest can replace.
+
+A backup has one JSON text a line: a head, an object each, and last how many there were, so that a file that was cut
+short is told from a whole one.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from datetime import datetime
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from app import ids
+from app.domain import records
+from app.domain.checkpoints import MANIFEST, MODELS, SNAPSHOT, Manifest, Place
+from app.domain.records import Checkpoint, Model, Session
+from app.errors import BadRequest, NotFound
+from app.stores.interfaces.journal import OpLog
+from app.stores.interfaces.records import Lifecycle, Record, Records
+from app.stores.objects import accounts
+from app.stores.objects.base import ObjectStore, check_key
+from app.stores.objects.notes import read_moves, read_note
+from app.stores.pages import BOOKS
+
+log = logging.getLogger(__name__)
+Found = dict[Place, list[str]]
+"""The keys of each place of one model."""
+_TYPED = TypeAdapter(Manifest)
+# Owners that wrote nothing but local snapshots left no trace of their epochs; no run sees a million of them.
+_FAR = 2**20
+
+ROOTS = (accounts.ROOT, *BOOKS)
+_HEAD = {"tinsmith": "backup", "version": 1}
+
+
+@dataclass
+class Restored:
+    """What was restored: runs by the seq they go on behind, runs of which only checkpoints are left, paths.
+
+    `known` runs were there and are as they were; those `set_back` were known as they had been earlier. `expired`
+    checkpoints and `damaged` places were left out.
+    """
+
+    runs: dict[str, int] = field(default_factory=dict)
+    ended: list[str] = field(default_factory=list)
+    checkpoints: list[str] = field(default_factory=list)
+    known: int = 0
+    set_back: list[str] = field(default_factory=list)
+    expired: int = 0
+    damaged: list[str] = field(default_factory=list)
+
+
+class Rebuild:
+    """Adds what is not there and changes nothing that is, so it may run at any time, and again.
+
+    Only a run whose later history is lost changes: its paths lead to what was saved last, and it gets a new epoch far
+    beyond. The epoch is also its floor: what else was written in the lost history is never taken for the new one's.
+    """
+
+    def __init__(self, oplog: OpLog, lifecycle: Lifecycle, store: Records, objects: ObjectStore) -> None:
+        self._oplog, self._lifecycle, self._records, self._objects = oplog, lifecycle, store, objects
+        self._moves: dict[str, str] = {}
+
+    def __call__(self) -> Restored:
+        """Raises Unavailable, when it can be run again."""
+        restored, self._moves = Restored(), read_moves(self._objects)
+        for model_id, found in self._models().items():
+            head = self._records.get(Model.namespace, model_id)
+            if head is None:
+                self._restore(model_id, found, restored)
+            elif lost := [place for place in found if self._is_lost(place, head)]:
+                self._catch_up(model_id, head, found, lost, restored)
+            else:
+                restored.known += 1
+        return restored
+
+    def _models(self) -> dict[str, Found]:
+        models: defaultdict[str, Found] = defaultdict(dict)
+        for key in self._objects.list(f"{MODELS}/"):
+            place = Place.parse(key)
+            if place is not None:
+                models[place.model_id].setdefault(place, []).append(key)
+        return models
+
+    def _is_lost(self, place: Place, head: Record) -> bool:
+        """Whether it was written behind what the state server knows of its run. What is being saved now is journalled;
+        the objects were listed before `head` was read, so they cannot be ahead of it otherwise."""
+        epoch = int(head["epoch"])
+        if place.epoch != epoch or place.seq <= int(head["applied"]):
+            return place.epoch > epoch
+        return not self._oplog.waiting(place.model_id, place.seq, 1)
+
+    def _catch_up(self, model_id: str, head: Record, found: Found, lost: list[Place], restored: Restored) -> None:
+        """The new epoch comes last: by it nothing is lost any more."""
+        for place, manifest in self._newest_of_each(lost, found, restored):
+            if manifest.path:
+                self._restore_checkpoint(place, manifest, restored)
+        epoch = str(max(place.epoch for place in lost) + _FAR)
+        self._records.update(Model.namespace, model_id, {"epoch": epoch, "epoch_floor": epoch})
+        restored.set_back.append(model_id)
+
+    def _restore(self, model_id: str, found: Found, restored: Restored) -> None:
+        """Its record comes last: whatever has one was restored whole."""
+        snapshot, manifests = None, []
+        for place, manifest in self._newest_of_each(found, found, restored):
+            manifests.append(manifest)
+            if place.kind == SNAPSHOT:
+                snapshot = place
+            elif manifest.path:
+                self._restore_checkpoint(place, manifest, restored)
+        if manifests:
+            self._restore_run(model_id, manifests, snapshot, max(place.epoch for place in found) + _FAR, restored)
+
+    def _newest_of_each(
+        self, places: Iterable[Place], found: Found, restored: Restored
+    ) -> Iterable[tuple[Place, Manifest]]:
+        """The newest snapshot, and the newest generation of each checkpoint."""
+        by_name: defaultdict[tuple[str, str], list[Place]] = defaultdict(list)
+        for place in places:
+            by_name[place.kind, "" if place.kind == SNAPSHOT else place.name].append(place)
+        for _, generations in sorted(by_name.items()):
+            newest = self._newest(generations, found, restored)
+            if newest is not None:
+                yield newest
+
+    def _newest(self, places: Iterable[Place], found: Found, restored: Restored) -> tuple[Place, Manifest] | None:
+        """The newest that is whole; half-written ones have no manifest."""
+        for place in sorted(places, key=lambda place: (place.epoch, place.seq), reverse=True):
+            if f"{place}/{MANIFEST}" not in found[place]:
+                continue
+            manifest = self._manifest(place, found[place])
+            if manifest is not None and all(f"{place}/{name}" in found[place] for name in manifest.files):
+                return place, manifest
+            restored.damaged.append(str(place))
+        return None
+
+    def _manifest(self, place: Place, keys: list[str]) -> Manifest | None:
+        """With what was set last of the things that may change."""
+        try:
+            written = Manifest.from_json(self._objects.read(f"{place}/{MANIFEST}"))
+            expires_at = read_note(self._objects, keys, "expires_at", written.expires_at)
+            public = read_note(self._objects, keys, "public", written.public)
+            owner = self._moves.get(ids.session_of(place.model_id), written.owner)
+            newest = replace(written, expires_at=expires_at, public=public, owner=owner)
+            manifest = _TYPED.validate_python(asdict(newest))
+            _check(place, manifest)
+        except (ValueError, TypeError, KeyError, AttributeError, BadRequest, NotFound) as error:
+            log.warning("the manifest of %s cannot be understood: %s", place, error)
+            return None
+        return manifest
+
+    def _restore_checkpoint(self, place: Place, manifest: Manifest, restored: Restored) -> None:
+        checkpoint = Checkpoint(
+            owner=manifest.owner,
+            model_id=place.model_id,
+            kind=place.kind,
+            base_model=manifest.base_model,
+            prefix=str(place),
+            created=_unix(manifest.created),
+            size_bytes=sum(entry.size for entry in manifest.files.values()),
+            lora=asdict(manifest.lora) if manifest.lora else {},
+            files=sorted(manifest.files),
+            expires_at=manifest.expires_at,
+            user_metadata=dict(manifest.user_metadata),
+            critic=manifest.critic,
+            public=manifest.public,
+        )
+        if checkpoint.is_expired(self._records.now()):
+            restored.expired += 1
+        elif self._record(manifest.path, checkpoint):
+            restored.checkpoints.append(manifest.path)
+
+    def _record(self, path: str, checkpoint: Checkpoint) -> bool:
+        """False when what was saved there last is recorded."""
+        fields = records.dump(checkpoint)
+        if self._records.put_new(Checkpoint.namespace, path, fields):
+            return True
+        stored = self._records.get(Checkpoint.namespace, path)
+        if stored is not None and records.load(Checkpoint, stored).created >= checkpoint.created:
+            return False
+        self._records.put(Checkpoint.namespace, path, fields)
+        return True
+
+    def _restore_run(
+        self, model_id: str, manifests: list[Manifest], snapshot: Place | None, epoch: int, restored: Restored
+    ) -> None:
+        """Without a snapshot nothing can go on: the run has ended, and its checkpoints are what is left."""
+        last = max(manifests, key=lambda manifest: (manifest.epoch, manifest.seq))
+        session_id = ids.session_of(model_id)
+        created = min(_unix(manifest.created) for manifest in manifests)
+        if self._records.put_new(Session.namespace, session_id, records.dump(Session(last.owner, created))):
+            self._lifecycle.heartbeat(session_id)
+        model = Model(
+            last.owner,
+            session_id,
+            last.base_model,
+            created,
+            "ready",
+            asdict(last.lora) if last.lora else {},
+            full=last.lora is None,
+            critic=last.critic,
+        )
+        head = {"epoch": str(epoch), "epoch_floor": str(epoch)}
+        if snapshot is None:
+            head |= {"applied": str(last.seq), "ended": "deleted"}
+        else:
+            seq = str(snapshot.seq)
+            head |= {"applied": seq, "snapshot_seq": seq, "snapshot": str(snapshot)}
+        if not self._oplog.create_model(model_id, {**records.dump(model), **head}):
+            restored.known += 1
+        elif snapshot is None:
+            restored.ended.append(model_id)
+        else:
+            restored.runs[model_id] = snapshot.seq
+
+
+def _check(place: Place, manifest: Manifest) -> None:
+    """Raises ValueError, or BadRequest, for one that was not written for this place."""
+    if not ids.is_model_id(place.model_id):
+        raise ValueError(f"{place.model_id!r} is not a run's id")
+    path = "" if place.kind == SNAPSHOT else f"tinker://{place.model_id}/{place.kind}/{place.name}"
+    if path:
+        ids.TinkerPath.parse(path)
+    if manifest.path not in ("", path):
+        raise ValueError(f"it says that it is {manifest.path!r}")
+    if (manifest.model_id, manifest.seq, manifest.epoch) != (place.model_id, place.seq, place.epoch):
+        raise ValueError(f"it is of {manifest.model_id!r}, seq {manifest.seq}, epoch {manifest.epoch}")
+    if datetime.fromisoformat(manifest.created).tzinfo is None:
+        raise ValueError(f"its time {manifest.created!r} has no zone")
+
+
+def _unix(moment: str) -> float:
+    return datetime.fromisoformat(moment).timestamp()
+
+
+def backup_lines(objects: ObjectStore) -> Iterator[str]:
+    """A backup's lines. Raises Unavailable while the store is away."""
+    yield json.dumps(_HEAD)
+    keys = [key for root in ROOTS for key in objects.list(f"{root}/")]
+    for key in keys:
+        yield json.dumps({"key": key, "content": objects.read(key).decode()})
+    yield json.dumps({"objects": len(keys)})
+
+
+def check_backup(backup: Iterable[str]) -> int:
+    """How many objects it holds. Raises BadRequest, naming the line, for what `lines` did not write."""
+    rest = enumerate(backup, 1)
+    if _parsed(next(rest, (1, ""))[1]) != _HEAD:
+        raise BadRequest("line 1 is not the head of a backup of this version")
+    count = 0
+    for number, text in rest:
+        found = _parsed(text)
+        if found == {"objects": count}:
+            return count
+        if not isinstance(found, dict) or not all(isinstance(found.get(name), str) for name in ("key", "content")):
+            raise BadRequest(f"line {number} is damaged")
+        if check_key(found["key"]).split("/")[0] not in ROOTS:
+            raise BadRequest(f"line {number} holds {found['key']!r}, which is not in a backup")
+        count += 1
+    raise BadRequest(f"it ends after {count} objects, before its last line: the file was cut short")
+
+
+def restore_backup(backup: Iterable[str], objects: ObjectStore) -> int:
+    """Store what is not there, of a checked backup; how many that were. What is there is never changed."""
+    found = (_parsed(text) for text in backup)
+    return sum(objects.put_new(each["key"], each["content"].encode()) for each in found if "key" in each)
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None

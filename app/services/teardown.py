@@ -1,0 +1,85 @@
+"""The end of a run: nothing of it is left but the checkpoints its owner saved."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from app import ids
+from app.domain import records
+from app.domain.records import Checkpoint, Loss, Model, Sampler
+from app.errors import Unavailable
+from app.stores.interfaces.records import Holder, Lifecycle, Records
+from app.stores.objects.base import ObjectStore
+from app.stores.objects.notes import remove_checkpoint
+
+log = logging.getLogger(__name__)
+
+
+class Endings:
+    """`wake` makes the trainer that holds a model look at once for what it may free."""
+
+    def __init__(
+        self, lifecycle: Lifecycle, store: Records, objects: ObjectStore, wake: Callable[[Holder], None]
+    ) -> None:
+        self._lifecycle, self._records, self._objects, self._wake = lifecycle, store, objects, wake
+
+    def finish(self, session_id: str, reason: str) -> None:
+        """Its samples are cancelled. Its models leave the memory of whoever holds them; an Op brings one back."""
+        self._lifecycle.finish(session_id, reason)
+        self._free(self._models(session_id))
+        self._lifecycle.abort_samples()
+
+    def unload(self, model_id: str) -> None:
+        """It leaves the memory of whoever holds it once what waits has run; an Op brings it back."""
+        self._lifecycle.unload(model_id)
+        self._free([model_id])
+
+    def end(self, model_id: str) -> None:
+        """End a model whatever its session. What an outage leaves of its files is left to the orphans chore."""
+        holder = self._lifecycle.end_model(model_id)
+        if holder is not None:
+            self._clear(model_id, holder)
+            self._lifecycle.abort_samples()
+
+    def retire(self, session_id: str) -> None:
+        """End what is left of a session that has ended long ago; what has not gone stays if it lives again."""
+        for model_id in self._models(session_id):
+            holder = self._lifecycle.end_model(model_id, retired=True)
+            if holder is not None:
+                self._clear(model_id, holder)
+        for sampler_id, _ in self._samplers(session_id):
+            self._lifecycle.end_sampler(sampler_id)
+        if self._lifecycle.forget(session_id):
+            # Without its session none of these ids can come back. A run with a checkpoint stays listed beside it.
+            for loss_id, _ in self._records.list(Loss.namespace, ids.loss_prefix(session_id)):
+                self._records.delete(Loss.namespace, loss_id)
+            for model_id in self._models(session_id):
+                if not any(self._records.list(Checkpoint.namespace, f"tinker://{model_id}/")):
+                    self._records.delete(Model.namespace, model_id)
+
+    def _free(self, model_ids: list[str]) -> None:
+        for holder in set(self._lifecycle.holders(model_ids)):
+            self._wake(holder)
+
+    def _clear(self, model_id: str, holder: Holder) -> None:
+        log.info("a run has ended", extra={"model_id": model_id})
+        if holder.node:
+            self._wake(holder)
+        prefixes = [f"models/{model_id}/snapshots"]
+        for sampler_id, sampler in self._samplers(ids.session_of(model_id)):
+            if sampler.prefix.startswith(f"models/{model_id}/") and not sampler.model_path:
+                self._records.delete(Sampler.namespace, sampler_id)
+                prefixes.append(sampler.prefix)
+        try:
+            for prefix in prefixes:
+                remove_checkpoint(self._objects, prefix)
+        except Unavailable as error:
+            log.warning("files of an ended run stay for now: %s", error, extra={"model_id": model_id})
+
+    def _models(self, session_id: str) -> list[str]:
+        return [model_id for model_id, _ in self._records.list(Model.namespace, ids.model_prefix(session_id))]
+
+    def _samplers(self, session_id: str) -> list[tuple[str, Sampler]]:
+        stored = self._records.list(Sampler.namespace, ids.sampler_prefix(session_id))
+        return [(sampler_id, records.load(Sampler, fields)) for sampler_id, fields in stored]

@@ -1,0 +1,1 @@
+"""Tenants: their accounts and keys, and what each caller may see, do and use."""

@@ -1,0 +1,249 @@
+"""Accounts: organisations, projects, users and keys, and their return after the state server was emptied.
+
+A change is in the object store before the state server knows it, and so before it can be used. Only what takes a key
+away, or all of a user's, begins at the state server: it works at once, even while the object store is away. The call
+fails then, to be made again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import TypeVar
+
+from app.domain import records
+from app.domain.accounts import Account, Caller, Key, Organisation, Project, Role, Scope, User
+from app.domain.limits import Changes, Limits
+from app.errors import BadRequest, Unavailable
+from app.services.tenants import audit
+from app.services.views import user_urn
+from app.stores.interfaces.records import Records
+from app.stores.objects.accounts import AccountFiles
+
+log = logging.getLogger(__name__)
+KEY_PREFIX = "tml-"
+_SECRET_BYTES = 32
+_ID_BYTES = 6
+# Each lost race means that somebody else's change was made.
+_TRIES = 10
+_PROJECT = "project-"
+L = TypeVar("L", Project, Key)
+A = TypeVar("A", Organisation, Project, User, Key)
+
+_NAMESPACE, _KEY = "recalled", "accounts"
+_RETRY_S = 5.0
+
+
+class AccountService:
+    """Every method raises Unavailable while a store is away."""
+
+    def __init__(self, files: AccountFiles, store: Records) -> None:
+        self._files, self._records = files, store
+
+    def add_organisation(self, name: str) -> Organisation:
+        organisation = Organisation(_new_id("org-"), _named(name), self._records.now())
+        self._note(organisation.id, "organization_create", {})
+        return self._added(organisation)
+
+    def add_project(self, organisation: str, name: str) -> Project:
+        """Raises NotFound for the organisation."""
+        self._files.newest(Organisation, organisation)
+        project = Project(_new_id(_PROJECT), organisation, _named(name), self._records.now())
+        for scope in (organisation, project.id):
+            self._note(scope, "project_create", {"subject": project.id})
+        return self._added(project)
+
+    def add_user(self, organisation: str, email: str) -> User:
+        """In no project yet. Raises NotFound for the organisation."""
+        self._files.newest(Organisation, organisation)
+        user = User(_new_id("user-"), organisation, _named(email), self._records.now())
+        self._note(organisation, "user_create", {"subject": user_urn(user.id)})
+        return self._added(user)
+
+    def user(self, user: str) -> User:
+        """Raises NotFound."""
+        return self._files.newest(User, user)
+
+    def set_role(self, user: str, project: str, role: Role | None) -> User:
+        """None takes him out. Raises NotFound (user, project), or BadRequest for another organisation's project."""
+        organisation = self._files.newest(Project, project).organisation
+        if self._files.newest(User, user).organisation != organisation:
+            raise BadRequest(f"project {project} is of {organisation}, and user {user} is not")
+
+        self._note(project, "project_role_set", {"subject": user_urn(user), "role": role})
+
+        def changed(was: User) -> User:
+            others = {id_: had for id_, had in was.roles.items() if id_ != project}
+            return replace(was, roles={**others, project: role} if role else others)
+
+        return self._changed(User, user, changed)
+
+    def remove_user(self, user: str) -> User:
+        """None of his keys works any more. Raises NotFound; again is fine."""
+        known = self._known(User, user)
+        for scope in (known.organisation, *known.roles):
+            self._note(scope, "user_remove", {"subject": user_urn(user)}, urgent=True)
+        self._records.update(User.namespace, user, {"removed": json.dumps(True)})
+        return self._changed(User, user, lambda was: replace(was, removed=True))
+
+    def add_key(
+        self,
+        user: str,
+        project: str,
+        scopes: Iterable[Scope],
+        *,
+        name: str = "",
+        note: str = "",
+        lifetime_s: float | None = None,
+    ) -> tuple[Key, str]:
+        """A key and its text, which nobody can tell again. Raises NotFound (user), or BadRequest where he is not in the
+        project, or was removed."""
+        holder = self._files.newest(User, user)
+        if holder.removed or project not in holder.roles:
+            raise BadRequest(f"user {user} is not in project {project}: give him a role there first")
+        id_, secret, now = secrets.token_hex(_ID_BYTES), secrets.token_urlsafe(_SECRET_BYTES), self._records.now()
+        expires_at = None if lifetime_s is None else now + lifetime_s
+        key = Key(id_, user, project, hash_secret(secret), sorted(scopes), name, note, now, expires_at)
+        self._note(project, "key_create", {"subject": user_urn(user), "subject_key_id": id_})
+        return self._added(key), f"{KEY_PREFIX}{id_}.{secret}"
+
+    def revoke(self, key: str, by: Caller | None = None) -> Key:
+        """It works no more. `by`: whose call it was, None for the operator's. Raises NotFound; again is fine."""
+        known, now = self._known(Key, key), self._records.now()
+        about = {"subject": user_urn(known.user), "subject_key_id": key}
+        audit.note(self._records, by, known.project, "key_revoke", about, urgent=True)
+        self._records.update(Key.namespace, key, {"revoked_at": json.dumps(now)})
+        return self._changed(Key, key, lambda was: replace(was, revoked_at=now))
+
+    def set_limits(self, id_: str, limits: Changes, *, default: Iterable[str] = ()) -> Project | Key:
+        """Of a project, or a key; those named in `default` are the settings' again. Raises NotFound or BadRequest."""
+        given_up = frozenset(default)
+        if id_.startswith(_PROJECT):
+            return self._limited(Project, id_, limits, given_up)
+        return self._limited(Key, id_, limits, given_up)
+
+    def _limited(self, cls: type[L], id_: str, limits: Changes, default: frozenset[str]) -> L:
+        def changed(was: L) -> L:
+            own = {**{name: was.limits[name] for name in was.limits.keys() - default}, **limits}
+            try:
+                Limits().changed(own)
+            except ValueError as error:
+                raise BadRequest(str(error)) from None
+            event = f"{cls.__name__.lower()}_limits_set"
+            about = {"subject": id_, **limits, **dict.fromkeys(default, "default")}
+            audit.note(self._records, None, _project_of(was), event, about, once=f"{id_} {was.version}")
+            return replace(was, limits=own)
+
+        return self._changed(cls, id_, changed)
+
+    def all(self, cls: type[A]) -> list[A]:
+        """Oldest first."""
+        found = [records.load(cls, fields) for _, fields in self._records.list(cls.namespace)]
+        return sorted(found, key=lambda account: account.created)
+
+    def rebuild(self) -> tuple[int, list[str]]:
+        """Bring to the state server what it does not know, or knows as it was earlier: how many that were, and the keys
+        of damaged objects."""
+        found = list(self._files.all())
+        damaged = [key for key, account in found if account is None]
+        return sum(self._show(account) for _, account in found if account is not None), damaged
+
+    def _added(self, account: A) -> A:
+        if not self._files.add(account):
+            raise BadRequest(f"{account.id} is taken")
+        self._show(account)
+        return account
+
+    def _changed(self, cls: type[A], id_: str, change: Callable[[A], A]) -> A:
+        for _ in range(_TRIES):
+            was = self._newest(cls, id_)
+            account = change(replace(was, version=was.version + 1))
+            if self._files.add(account):
+                self._show(account)
+                return account
+        raise Unavailable(f"{id_} was changed by others {_TRIES} times meanwhile: try again")
+
+    def _newest(self, cls: type[A], id_: str) -> A:
+        """The state server's, where the object store was set back to an older backup."""
+        kept, stored = self._files.newest(cls, id_), self._records.get(cls.namespace, id_)
+        known = records.load(cls, stored) if stored else kept
+        return max(kept, known, key=lambda account: account.version)
+
+    def _known(self, cls: type[A], id_: str) -> A:
+        """As the state server has it, which is enough to take it away while the object store is away. Raises
+        NotFound."""
+        stored = self._records.get(cls.namespace, id_)
+        return records.load(cls, stored) if stored else self._files.newest(cls, id_)
+
+    def _note(self, scope: str, event: str, about: audit.About, *, urgent: bool = False) -> None:
+        audit.note(self._records, None, scope, event, about, urgent=urgent)
+
+    def _show(self, account: Account) -> bool:
+        return self._records.put_newer(account.namespace, account.id, account.version, records.dump(account))
+
+
+def _project_of(account: Project | Key) -> str:
+    return account.project if isinstance(account, Key) else account.id
+
+
+def hash_secret(secret: str) -> str:
+    """It holds 256 random bits, so a plain sha256 is enough at rest."""
+    return hashlib.sha256(secret.encode()).hexdigest()
+
+
+def _new_id(prefix: str) -> str:
+    return prefix + secrets.token_hex(_ID_BYTES)
+
+
+def _named(text: str) -> str:
+    if not text.strip() or len(text) > 200 or not text.isprintable():
+        raise BadRequest(f"{text[:80]!r} is not a name: give 1 to 200 printable characters")
+    return text
+
+
+class Recall:
+    """All accounts at once, and once: that they are there is noted beside them, and goes with them. So keys that never
+    were cost the object store nothing, however many are tried."""
+
+    def __init__(self, accounts: AccountService, store: Records) -> None:
+        self._accounts, self._records = accounts, store
+        self._lock = threading.Lock()
+        self._failed = float("-inf")
+
+    def __call__(self) -> bool:
+        """Bring them back; False when they are there. Raises Unavailable while that cannot be done, or is underway."""
+        if self._is_done():
+            return False
+        if not self._lock.acquire(blocking=False):
+            raise Unavailable("the accounts are being read from the object store; try again soon")
+        try:
+            if not self._is_done():
+                self._recall()
+        finally:
+            self._lock.release()
+        return True
+
+    def _is_done(self) -> bool:
+        noted = self._records.get(_NAMESPACE, _KEY)
+        return noted is not None and noted["done"] == "true"
+
+    def _recall(self) -> None:
+        if time.monotonic() - self._failed < _RETRY_S:
+            raise Unavailable("the object store, which has the accounts, is away; try again soon")
+        self._records.put(_NAMESPACE, _KEY, {"done": "false"})
+        try:
+            found, damaged = self._accounts.rebuild()
+        except Unavailable:
+            self._failed = time.monotonic()
+            raise
+        # No update of what is gone: the server may have been emptied meanwhile.
+        self._records.update(_NAMESPACE, _KEY, {"done": "true"})
+        log.info("accounts were brought back from the object store: %d", found)
+        if damaged:
+            log.warning("damaged accounts, to be restored in the object store: %s", ", ".join(damaged))

@@ -1,0 +1,105 @@
+"""Who was let do what to what lasts: runs, checkpoints, sessions that move, projects, users and keys.
+
+An entry is written once a call may do what it asks, and before it does; a journalled call's in the step that admits it.
+Nothing is done without one. It holds ids and settings, never contents. `<resource>_<action>` is what happened.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, date, datetime
+from typing import Any, Literal
+
+from app.domain.accounts import Caller
+from app.domain.results import HOUR_S
+from app.errors import Forbidden
+from app.services.views import timestamp, user_urn
+from app.stores.interfaces.records import Records
+from app.stores.pages import Books
+
+EventType = Literal["all", "checkpoints", "projects", "teams", "organizations"]
+About = Mapping[str, str | float | None]
+"""What an event is about, and with which settings."""
+OPERATOR = "operator"
+"""Whoever runs the server, at its command line."""
+_RESOURCES: dict[EventType, tuple[str, ...]] = {
+    "checkpoints": ("checkpoint", "run"),
+    "projects": ("project", "session"),
+    "teams": ("user", "key"),
+    "organizations": ("organization",),
+}
+_DAY_H = 24
+
+
+def note(
+    store: Records,
+    by: Caller | None,
+    scope: str,
+    event: str,
+    about: About,
+    *,
+    once: str = "",
+    urgent: bool = False,
+) -> None:
+    """Write an entry of a project, or of an organisation. `by` is None for the operator. Calls told from others
+    by `once` have one entry, however often they come within the hour, as long as they ask for the same: one that was
+    put off may come again with other content. Raises Unavailable while there is no room, unless `urgent`, as what lets
+    go of something is."""
+    text = entry(by, scope, event, about)
+    key = f"{once} {hashlib.sha256(text.encode()).hexdigest()}" if once else uuid.uuid4().hex
+    store.note("audit", scope, key, text, urgent=urgent)
+
+
+def entry(by: Caller | None, scope: str, event: str, about: About) -> str:
+    """What is written of an event; arguments as `note`'s."""
+    who = {"user_id": OPERATOR} if by is None else {"user_id": user_urn(by.user), "key_id": by.key_id}
+    return json.dumps({"event": event, "event_details": {**who, "project_id": scope, **about}})
+
+
+@dataclass(frozen=True, slots=True)
+class AuditService:
+    """Reads the log for those who are admins."""
+
+    books: Books
+    records: Records
+
+    def read(self, caller: Caller, event_type: EventType, day: date | None) -> list[dict[str, Any]]:
+        """The entries of a day (UTC; None: today by the state server's clock) about the projects where the caller is an
+        admin, oldest first. Raises Forbidden where he is none anywhere, and Unavailable."""
+        asked = datetime.fromtimestamp(self.records.now(), UTC).date() if day is None else day
+        return self.of(admin_projects(caller), event_type, asked)
+
+    def of(self, scopes: list[str], event_type: EventType, day: date) -> list[dict[str, Any]]:
+        """The same of any projects and organisations."""
+        first = int(datetime(day.year, day.month, day.day, tzinfo=UTC).timestamp()) // HOUR_S
+        pages = self.books.read("audit", scopes, range(first, first + _DAY_H))
+        found = sorted((_parsed(text) for fields in pages.values() for text in fields.values()), key=lambda one: one[0])
+        return [_view(ms, entry) for ms, entry in found if _is_of(entry["event"], event_type)]
+
+
+def admin_projects(caller: Caller) -> list[str]:
+    """Raises Forbidden where there is none."""
+    found = [project for project in caller.roles if caller.may("admin", project)]
+    if not found:
+        raise Forbidden("this takes an admin of a project, and you are one of none")
+    return found
+
+
+def _is_of(event: str, asked: EventType) -> bool:
+    return asked == "all" or event.startswith(tuple(f"{resource}_" for resource in _RESOURCES[asked]))
+
+
+def _parsed(text: str) -> tuple[int, dict[str, Any]]:
+    ms, _, entry = text.partition(" ")
+    return int(ms), json.loads(entry)
+
+
+def _view(ms: int, entry: dict[str, Any]) -> dict[str, Any]:
+    """The SDK's AuditLogEntry, with the two fields that older ones read."""
+    details = entry["event_details"]
+    older = {name: details[name] for name in ("model_id", "tinker_path") if name in details}
+    return {"timestamp": timestamp(ms / 1000), **entry, **older}

@@ -1,0 +1,178 @@
+"""Authentication: finds the caller behind a key or a token, makes tokens, and lets a key act on itself.
+
+Tokens (JWTs) stand for a key for a while, so that the key itself travels less. They are signed by this server alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from app.domain import records
+from app.domain.accounts import Caller, Key, Organisation, User
+from app.errors import Forbidden, InvalidToken, NotFound, Unauthorized
+from app.services.tenants.accounts import KEY_PREFIX, AccountService, hash_secret
+from app.services.views import user_urn
+from app.settings import hash_key
+from app.stores.interfaces.records import Records
+
+_PROJECT_DIGITS = 16
+_JWT_PREFIX = "eyJ"
+_UNKNOWN = "this API key is not known here"
+
+_ALGORITHM = "HS256"
+_ISSUER = "tinsmith"
+# Between the clocks of two API hosts.
+_LEEWAY_S = 30
+
+# The SDK wants a number; these are 48 bits of the id.
+_NUMBER_DIGITS = 12
+
+
+class Callers:
+    """Keys are looked up at every request, so one that is revoked stops working at once, and its tokens with it. Before
+    one is turned away, `recall` brings back what a state server that was emptied does not know.
+
+    `digests` are those of the settings' keys. Each of them is a project of its own, whose id is a prefix of the digest;
+    so is the id of the key. Without `tokens` none is accepted.
+    """
+
+    def __init__(
+        self, digests: Sequence[str], store: Records, tokens: Tokens | None, recall: Callable[[], bool] = lambda: False
+    ) -> None:
+        self._digests, self._records, self._tokens, self._recall = digests, store, tokens, recall
+
+    def __call__(self, credential: str) -> Caller:
+        """Raises Unauthorized; InvalidToken when a new token would do; Unavailable while a key cannot be looked up."""
+        if self._tokens and credential.startswith(_JWT_PREFIX):
+            key, ends = self._tokens.key_of(credential)
+            return replace(self._by_id(key), token_ends=ends)
+        digest = hash_key(credential)
+        # Every known digest is compared, in constant time.
+        if sum(hmac.compare_digest(digest, known) for known in self._digests):
+            return Caller.alone(digest[:_PROJECT_DIGITS])
+        return self._by_secret(*credential.removeprefix(KEY_PREFIX).partition(".")[::2])
+
+    def _by_id(self, id_: str) -> Caller:
+        if id_ in (digest[:_PROJECT_DIGITS] for digest in self._digests):
+            return Caller.alone(id_)
+        key = self._key(id_)
+        if key is None:
+            raise Unauthorized(_UNKNOWN)
+        return self._holder_of(key)
+
+    def _by_secret(self, id_: str, secret: str) -> Caller:
+        """Only who knows a key's secret is told what is wrong with it."""
+        key = self._key(id_)
+        if not hmac.compare_digest(hash_secret(secret), key.digest if key else "") or key is None:
+            raise Unauthorized(_UNKNOWN)
+        return self._holder_of(key)
+
+    def _holder_of(self, key: Key) -> Caller:
+        if key.revoked_at is not None:
+            raise Unauthorized("this API key was revoked")
+        if key.expires_at is not None and key.expires_at <= self._records.now():
+            raise Unauthorized("this API key has expired")
+        stored = self._records.get(User.namespace, key.user)
+        user = records.load(User, stored) if stored else None
+        if user is None or user.removed:
+            raise Unauthorized("the user of this API key was removed")
+        return Caller(key.id, user.id, user.organisation, key.project, user.roles, frozenset(key.scopes))
+
+    def _key(self, id_: str) -> Key | None:
+        stored = self._records.get(Key.namespace, id_)
+        if stored is None and self._recall():
+            stored = self._records.get(Key.namespace, id_)
+        return records.load(Key, stored) if stored else None
+
+
+class Tokens:
+    """`secret` is the server's own; what signs is derived from it. `lifetime_s`: seconds a token is good for."""
+
+    def __init__(self, secret: str, lifetime_s: float) -> None:
+        # A tenth of a second, which a server without tokens should not pay.
+        import jwt
+
+        self._jwt = jwt
+        self._key = hmac.new(secret.encode(), b"tokens", hashlib.sha256).digest()
+        self._lifetime_s = lifetime_s
+
+    def issue(self, caller: Caller, email: str) -> str:
+        """A token for the caller's key; one made with another token ends with that, else it need never end. The SDK's
+        `whoami` reads sub, org_id and email out of it."""
+        now = int(time.time())
+        ends = now + int(self._lifetime_s)
+        claims = {
+            "iss": _ISSUER,
+            "iat": now,
+            "exp": ends if caller.token_ends is None else min(ends, caller.token_ends),
+            "sub": user_urn(caller.user),
+            "org_id": caller.organisation,
+            "key": caller.key_id,
+            **({"email": email} if email else {}),
+        }
+        return self._jwt.encode(claims, self._key, algorithm=_ALGORITHM)
+
+    def key_of(self, token: str) -> tuple[str, int]:
+        """The id of the key it stands for, and when it ends (unix s). Raises InvalidToken for one that is not ours, was
+        changed or is too old."""
+        required = ["iss", "exp", "key"]
+        try:
+            claims = self._jwt.decode(
+                token,
+                self._key,
+                algorithms=[_ALGORITHM],
+                issuer=_ISSUER,
+                leeway=_LEEWAY_S,
+                options={"require": required},
+            )
+        except self._jwt.InvalidTokenError as error:
+            raise InvalidToken(f"this token is not good any more ({error}): get another with the API key") from None
+        return str(claims["key"]), int(claims["exp"])
+
+
+class OwnKey:
+    """Keys of the settings have no account: there is less to say of them, and they are revoked there."""
+
+    def __init__(self, store: Records, accounts: AccountService, tokens: Tokens | None) -> None:
+        self._records, self._accounts, self._tokens = store, accounts, tokens
+
+    def describe(self, caller: Caller) -> dict[str, Any]:
+        """The body of GET auth/apikey/me."""
+        key = self._load(Key, caller.key_id)
+        organisation = self._load(Organisation, caller.organisation)
+        return {
+            "key_id": int(caller.key_id[:_NUMBER_DIGITS], 16),
+            "name": key.name if key else "a key of the server's settings",
+            "note": key.note if key else "",
+            "project_id": caller.project,
+            "scopes": sorted(caller.scopes),
+            "details": {
+                "org_details": {"name": organisation.name if organisation else caller.organisation},
+                "user_details": {"email": self._email(caller)},
+            },
+        }
+
+    def revoke(self, caller: Caller) -> None:
+        """Raises Forbidden for a key of the settings."""
+        if self._load(Key, caller.key_id) is None:
+            raise Forbidden("this key stands in the server's settings (api_keys): it is revoked by taking it out there")
+        self._accounts.revoke(caller.key_id, by=caller)
+
+    def token(self, caller: Caller) -> str:
+        """Raises NotFound where the server takes none."""
+        if self._tokens is None:
+            raise NotFound("this server takes no tokens: send the API key itself (api.pjwt_auth_enabled is off)")
+        return self._tokens.issue(caller, self._email(caller))
+
+    def _email(self, caller: Caller) -> str:
+        user = self._load(User, caller.user)
+        return user.email if user else ""
+
+    def _load(self, cls: type[records.R], id_: str) -> records.R | None:
+        stored = self._records.get(cls.namespace, id_)
+        return records.load(cls, stored) if stored else None

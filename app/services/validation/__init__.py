@@ -1,0 +1,1 @@
+"""Checks of a request before it is journalled. Each raises BadRequest naming the mistake."""

@@ -1,0 +1,169 @@
+"""Checks of a model: its base and LoRA settings, its optimizer steps, its exports, and ranges of numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pyrage import RecipientError, x25519
+
+from app import ids
+from app.domain.base_model import BaseModelInfo
+from app.domain.ops import AdamParams, LoraSpec
+from app.domain.records import Checkpoint, Model
+from app.errors import BadRequest
+from app.settings import BaseModelSettings
+
+GROUPS = ("attn", "mlp", "unembed")
+ROLE = "model_role"
+POLICY, CRITIC = "policy", "critic"
+
+FORMATS = ("peft", "huggingface")
+METADATA_KEY = "export_format"
+
+
+def check_lora(lora: LoraSpec, max_rank: int, info: BaseModelInfo) -> None:
+    """The rank is allowed, and something is left to train."""
+    in_range("lora_config.rank", lora.rank, 1, max_rank)
+    asked = [group for group in GROUPS if getattr(lora, f"train_{group}")]
+    if not set(asked) & set(info.trainable_groups):
+        wanted = ", ".join(f"train_{group}" for group in info.trainable_groups)
+        raise BadRequest(f"lora_config leaves nothing to train: set at least one of {wanted} for {info.name}")
+
+
+def check_sampled(lora: LoraSpec, trainer: BaseModelInfo, sampler: BaseModelInfo | None) -> None:
+    """What the sampler, if there is one, could not apply is refused before it is trained."""
+    trained = [group for group in trainer.trainable_groups if getattr(lora, f"train_{group}")]
+    for group in trained:
+        if sampler is not None and group not in sampler.trainable_groups:
+            raise BadRequest(f"the sampler of {sampler.name} takes no adapter there: set train_{group} to false")
+
+
+def asked_role(asked: Mapping[str, Any]) -> str | None:
+    """POLICY or CRITIC, as the field model_role or that of user_metadata says (the SDK can send only the latter); None
+    where neither is given."""
+    given = [role for role in (asked.get(ROLE), asked["user_metadata"].get(ROLE)) if role is not None]
+    for role in given:
+        if role not in (POLICY, CRITIC):
+            raise BadRequest(f"{ROLE} {str(role)[:80]!r} is unknown; it can be {POLICY} or {CRITIC}")
+    if len(set(given)) > 1:
+        raise BadRequest(
+            f"{ROLE} is {given[0]}, but {given[1]} in user_metadata; send one of them, or the same in both"
+        )
+    return given[0] if given else None
+
+
+def check_sampled_role(what: str, *, critic: bool) -> None:
+    """Only a policy is sampled from."""
+    if critic:
+        raise BadRequest(
+            f"{what} is a critic, which gives values and cannot be sampled from; save it with save_weights"
+        )
+
+
+def check_sampleable(base: BaseModelSettings, *, full: bool) -> None:
+    """Raises BadRequest for all weights of a model where no sampler takes them."""
+    if full and base.full_sampler is None:
+        raise BadRequest(
+            "this model was fine-tuned in full, which this server does not sample from: save it with "
+            "save_weights_external, download it, and serve that folder, or have the server started with samplers for "
+            "it (base_models.full_sampler in its settings)"
+        )
+
+
+def check_optimizer(config: Mapping[str, Any] | None) -> None:
+    """AdamW is the only optimizer."""
+    kind = (config or {}).get("type", "adamw")
+    if kind != "adamw":
+        raise BadRequest(f"optimizer {str(kind)[:80]!r} is not supported; use adamw")
+
+
+def check_adam(params: AdamParams) -> None:
+    """Finite, and where torch.optim.AdamW takes them; a zero eps would divide by zero on a zero gradient."""
+    in_range("adam_params.learning_rate", params.learning_rate, 0)
+    in_range("adam_params.beta1", params.beta1, 0, 1, open_ends=")")
+    in_range("adam_params.beta2", params.beta2, 0, 1, open_ends=")")
+    in_range("adam_params.eps", params.eps, 0, open_ends="(")
+    in_range("adam_params.weight_decay", params.weight_decay, 0)
+    in_range("adam_params.grad_clip_norm", params.grad_clip_norm, 0)
+
+
+def exports_merged(asked: str | None, model: Model) -> bool:
+    """Whether an export is to hold the whole model where only an adapter was trained.
+
+    `asked`, else what `model` was made with under METADATA_KEY, since the SDK's call has no argument for it; else PEFT
+    files. Raises BadRequest where the model has no such form.
+    """
+    form = asked or model.user_metadata.get(METADATA_KEY) or ("huggingface" if model.full else "peft")
+    if form not in FORMATS:
+        raise BadRequest(f"export format {str(form)[:80]!r} is unknown: ask for one of {', '.join(FORMATS)}")
+    if form == "peft" and model.full:
+        raise BadRequest("all of this model's weights are trained, so it has no PEFT files: export it as huggingface")
+    if form == "huggingface" and model.critic and not model.full:
+        raise BadRequest("a critic's value head is no part of a Hugging Face causal model: export it as peft")
+    return form == "huggingface" and not model.full
+
+
+def check_recipients(recipients: Sequence[str]) -> tuple[str, ...]:
+    """Each once, in order: a repeat of the call is the same call. Raises BadRequest for what is no age public key."""
+    for recipient in recipients:
+        try:
+            x25519.Recipient.from_str(recipient)
+        except RecipientError:
+            raise BadRequest(
+                f"{recipient[:80]!r} is not an age recipient: give a public key such as age-keygen prints (age1...)"
+            ) from None
+    return tuple(sorted(set(recipients)))
+
+
+def check_loadable(path: ids.TinkerPath, checkpoint: Checkpoint, optimizer: bool) -> None:
+    """Raises BadRequest for a merged model, and for an optimizer state that only a training checkpoint holds."""
+    check_adapter(path, checkpoint)
+    if optimizer and path.kind != "weights":
+        raise BadRequest(f"{path} holds no optimizer state: load it without, or load one saved with save_weights")
+
+
+def check_adapter(path: ids.TinkerPath, checkpoint: Checkpoint) -> None:
+    """Raises BadRequest for a merged model and for encrypted files: no adapter can be read of them any more."""
+    if checkpoint.encrypted:
+        raise BadRequest(f"{path} is encrypted, for download alone: use a checkpoint that is not")
+    if checkpoint.merged:
+        raise BadRequest(f"{path} is a merged model, for download alone: use a checkpoint of its adapter")
+
+
+def check_same_role(path: ids.TinkerPath, checkpoint: Checkpoint, *, critic: bool) -> None:
+    """A critic is loaded from a critic's checkpoint, a policy from a policy's: their heads differ."""
+    if checkpoint.critic != critic:
+        found, wanted = (CRITIC, POLICY) if checkpoint.critic else (POLICY, CRITIC)
+        raise BadRequest(f"{path} is a {found}'s, with another head than a {wanted} has; load a {wanted}'s checkpoint")
+
+
+def check_same_kind(path: ids.TinkerPath, checkpoint: Checkpoint, *, full: bool) -> None:
+    """An adapter is loaded from an adapter, all of a model's weights from all of them."""
+    if checkpoint.full != full:
+        kinds = {True: "all weights of a model", False: "a LoRA adapter"}
+        raise BadRequest(
+            f"{path} holds {kinds[checkpoint.full]}, and this model trains {kinds[full]}; create a new model from the "
+            "checkpoint instead"
+        )
+
+
+def in_range(name: str, value: float, low: float, high: float = math.inf, *, open_ends: str = "") -> None:
+    """`open_ends` holds "(" where `low` itself is refused and ")" where `high` is."""
+    above = value > low if "(" in open_ends else value >= low
+    below = value < high if ")" in open_ends else value <= high
+    finite = isinstance(value, int) or math.isfinite(value)  # isfinite overflows on an int beyond 1e308
+    if not (finite and above and below):
+        raise BadRequest(f"{name} {_short(value)} is out of range: it must be {_words(low, high, open_ends)}")
+
+
+def _short(value: float) -> str:
+    return f"{value!r:.40}"
+
+
+def _words(low: float, high: float, open_ends: str) -> str:
+    lower = f"above {low}" if "(" in open_ends else f"at least {low}"
+    if high == math.inf:
+        return f"finite and {lower}"
+    return f"{lower} and {'below' if ')' in open_ends else 'at most'} {high}"

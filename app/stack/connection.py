@@ -1,0 +1,68 @@
+"""Which servers a command is about that works on a stack from outside, and how it names them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import redis
+
+from app import settings as settings_module
+from app.errors import SetupError
+from app.services.tenants.accounts import AccountService
+from app.settings import SETTINGS_VARIABLE, Settings
+from app.stack import config
+from app.stack.config import Options
+from app.stores.objects.accounts import AccountFiles
+from app.stores.objects.base import ObjectStore
+from app.stores.redis.client import connect
+from app.stores.redis.records import RedisRecords
+
+
+def settings_of(options: Options) -> Settings:
+    """Of the stack that runs on the data folder, unless a state server is given. As every process of a stack, it reads
+    the file TINSMITH_SETTINGS names unless told otherwise. Raises SetupError where there is none."""
+    named = os.environ.get(SETTINGS_VARIABLE)
+    if options.config is None and named:
+        options = replace(options, config=Path(named))
+    settings = config.resolve(options, os.environ)
+    if settings.redis.url:
+        return settings
+    written = settings.data_dir.expanduser() / "run" / "settings.toml"
+    if not written.exists():
+        raise SetupError(
+            f"no stack has run on {settings.data_dir}: start `tinsmith up` on it first, or name the state server "
+            "with --redis"
+        )
+    running = settings_module.load(written)
+    if options.s3 is None:
+        return running
+    return running.model_copy(update={"store": running.store.model_copy(update={"url": options.s3})})
+
+
+def account_service(settings: Settings, objects: ObjectStore) -> AccountService:
+    """Nothing is asked of the state server yet."""
+    return AccountService(AccountFiles(objects), RedisRecords(connect(settings.redis.url), settings.engine))
+
+
+@contextmanager
+def reached(settings: Settings) -> Iterator[None]:
+    """Raises SetupError when the state server fails on the way."""
+    try:
+        yield
+    except redis.RedisError as error:
+        raise SetupError(
+            f"the state server {shown(settings.redis.url)} failed: {error}; mend it and run this again"
+        ) from None
+
+
+def store_name(settings: Settings) -> str:
+    return shown(settings.store.url) if settings.store.url else str(settings.data_dir / "objects")
+
+
+def shown(url: str) -> str:
+    """Without its password."""
+    return url.rpartition("@")[2] or url

@@ -1,0 +1,104 @@
+"""`tinsmith rebuild`, `backup` and `restore`: their actions and their output."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from app.errors import BadRequest, SetupError
+from app.services import recovery
+from app.services.recovery import Rebuild, Restored
+from app.settings import Settings
+from app.stack import checks
+from app.stack.config import Options
+from app.stack.connection import account_service, reached, settings_of, shown, store_name
+from app.stores.objects import create
+from app.stores.objects.base import ObjectStore, whole_file
+from app.stores.redis.client import connect
+from app.stores.redis.journal import RedisOpLog
+from app.stores.redis.lifecycle import RedisLifecycle
+from app.stores.redis.records import RedisRecords
+
+_LOST = """\
+not restored, as it was in the state server alone:
+  calls behind a run's newest snapshot: the run goes on from there, with the seq after it
+  results of calls and samples
+  sampling sessions, and adapters saved for one only
+  names, tags and metadata of sessions, and metadata of runs"""
+
+
+def rebuild(options: Options) -> int:
+    """Raises SetupError when a server cannot be reached, Unavailable when one fails on the way."""
+    settings = settings_of(options)
+    checks.redis_server(settings.redis.url)
+    objects = create(settings)
+    state = shown(settings.redis.url)
+    print(f"from the object store {store_name(settings)} into the state server {state}", flush=True)
+    with reached(settings):
+        restored = _rebuild(settings, objects)
+        accounts, damaged = account_service(settings, objects).rebuild()
+    restored.damaged.extend(damaged)
+    print(*report(restored, accounts), sep="\n")
+    return 0
+
+
+def _rebuild(settings: Settings, objects: ObjectStore) -> Restored:
+    client = connect(settings.redis.url)
+    oplog, lifecycle = RedisOpLog(client, settings.engine), RedisLifecycle(client, settings.engine)
+    return Rebuild(oplog, lifecycle, RedisRecords(client, settings.engine), objects)()
+
+
+def report(restored: Restored, accounts: int) -> Iterator[str]:
+    runs = len(restored.runs) + len(restored.ended)
+    yield f"restored {runs} runs and {len(restored.checkpoints)} checkpoints"
+    for model_id, seq in restored.runs.items():
+        yield f"  run {model_id} goes on behind seq {seq}"
+    for model_id in restored.ended:
+        yield f"  run {model_id} has checkpoints but no snapshot to go on from: its calls get 410"
+    yield from (f"  checkpoint {path}" for path in restored.checkpoints)
+    for model_id in restored.set_back:
+        yield f"  run {model_id} was set back: what it saved since is there again, its calls since are lost"
+    if accounts:
+        yield f"restored {accounts} organisations, projects, users and keys"
+    if restored.known:
+        yield f"{restored.known} runs were there already and are as they were"
+    if restored.expired:
+        yield f"{restored.expired} checkpoints have expired"
+    yield from (f"damaged, left out: {prefix}" for prefix in restored.damaged)
+    yield _LOST
+
+
+def backup(options: Options, file: Path) -> int:
+    """Into a new file that only its owner can read. Raises SetupError, or Unavailable when the store is away."""
+    settings = settings_of(options)
+    if file.exists():
+        raise SetupError(f"{file} exists: name a file that does not")
+    objects = create(settings)
+    try:
+        with whole_file(file) as target:
+            written = [target.write(line.encode() + b"\n") for line in recovery.backup_lines(objects)]
+    except OSError as error:
+        raise SetupError(f"cannot write {file}: {error.strerror}") from None
+    print(f"{len(written) - 2} objects of {store_name(settings)} in {file}")
+    return 0
+
+
+def restore(options: Options, file: Path) -> int:
+    """Raises SetupError for a file that is no whole backup, and nothing has changed then; Unavailable when a store is
+    away, when it can be run again."""
+    settings = settings_of(options)
+    checks.redis_server(settings.redis.url)
+    objects = create(settings)
+    try:
+        with file.open(encoding="utf-8") as text:
+            count = recovery.check_backup(text)
+        with file.open(encoding="utf-8") as text:
+            restored = recovery.restore_backup(text, objects)
+    except (OSError, UnicodeDecodeError, BadRequest) as error:
+        raise SetupError(f"cannot restore {file}: {error}") from None
+    print(f"of {count} objects {restored} were missing in {store_name(settings)}")
+    with reached(settings):
+        accounts, damaged = account_service(settings, objects).rebuild()
+    print(f"restored {accounts} organisations, projects, users and keys in {shown(settings.redis.url)}")
+    print(*(f"damaged, left out: {key}" for key in damaged), sep="\n", end="\n" if damaged else "")
+    return 0

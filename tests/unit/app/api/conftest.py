@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from app.services.tenants.accounts import AccountService
+from app.stores.objects.accounts import AccountFiles
+from tests.pages import in_mid_hour
+from tests.unit.app.conftest import Api
+from tests.unit.app.places import Place, owned
+
+
+@pytest.fixture
+def accounts(api: Api) -> AccountService:
+    return AccountService(AccountFiles(api.services.objects), api.services.records)
+
+
+@pytest.fixture
+def place(api: Api, accounts: AccountService) -> Place:
+    in_mid_hour()
+    return owned(api, accounts)
+
+
+@pytest.fixture
+def admin(api: Api, accounts: AccountService) -> Api:
+    """The only user of a new project, as the object store outlives a test."""
+    in_mid_hour()
+    organisation = accounts.add_organisation("Tinkers").id
+    project = accounts.add_project(organisation, "p").id
+    return replace(api, key=Place(api, accounts, organisation, project, {}).key("admin"))

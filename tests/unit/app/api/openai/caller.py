@@ -1,0 +1,117 @@
+"""A caller of OpenAI's paths, and a thread that answers as a sampler would."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from werkzeug.test import TestResponse
+
+from app.domain import codec
+from app.domain.results import PROTOBUF, Result
+from app.domain.sampling import SampledSequence, SampleOutput, SampleRequest
+from app.errors import Fenced
+from app.services.openai.tokenizer import BaseTokenizer
+from app.stores.interfaces.journal import OpLog
+from app.stores.redis.completions import Drawn, TokenStreams
+from app.wire.results import encode_sample
+from tests.unit.app.conftest import BASE, KEY, Api
+
+OAI = "/oai/api/v1"
+CAPACITY = 3
+CONTEXT = 512
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+Answer = Callable[[str, SampleRequest], SampleOutput | Result | None]
+
+
+@dataclass
+class Standin:
+    """Answers what is admitted with `answer` (None: not yet), one request after another, and keeps what it saw."""
+
+    oplog: OpLog
+    streams: TokenStreams
+    tokenizer: BaseTokenizer
+    answer: Answer | None = None
+    seen: list[SampleRequest] = field(default_factory=list)
+    over: threading.Event = field(default_factory=threading.Event)
+
+    def says(self, *texts: str, stopped: bool = True) -> None:
+        """Every sample i of a request is texts[i], and if `stopped` an end token."""
+        self.answer = lambda _, request: SampleOutput(
+            tuple(self.sequence(texts[i % len(texts)], stopped) for i in range(request.num_samples))
+        )
+
+    def sequence(self, text: str, stopped: bool = True) -> SampledSequence:
+        tokens = np.array([*self.tokenizer.encode(text), *([257] if stopped else [])], np.int32)
+        return SampledSequence(tokens, np.linspace(-1, -2, len(tokens), dtype=np.float32), stopped)
+
+    def draw(self, request_id: str, text: str, place: int = 0, index: int = 0) -> None:
+        tokens = self.tokenizer.encode(text)
+        self.streams.add([Drawn(request_id, index, place, tokens, np.zeros(len(tokens), np.float32))])
+
+    def run(self) -> None:
+        while not self.over.wait(0.005):
+            for waiting in self.oplog.pending() if self.answer else []:
+                self._finish(waiting.id)
+
+    def _finish(self, request_id: str) -> None:
+        try:
+            entry = self.oplog.claim_sample(request_id, "node/test")
+        except Fenced:
+            return
+        if entry is not None:
+            self.seen.append(codec.decode(entry.payload))
+            result = self.answer(request_id, self.seen[-1])
+            if isinstance(result, SampleOutput):
+                result = Result(encode_sample(result), PROTOBUF)
+            if result is not None:
+                self.oplog.finish_sample(request_id, result)
+
+
+@dataclass
+class OpenAi:
+    """One caller of OpenAI's paths."""
+
+    api: Api
+    standin: Standin
+    key: str = KEY
+
+    def post(self, path: str, **body: Any) -> TestResponse:
+        headers = {"Authorization": f"Bearer {self.key}"}
+        return self.api.client.post(f"{OAI}/{path}", json={"model": BASE, **body}, headers=headers)
+
+    def completion(self, **body: Any) -> dict[str, Any]:
+        answer = self.post("completions", **{"prompt": "ab", "max_tokens": 20, **body})
+        assert answer.status_code == 200, answer.text
+        return answer.json
+
+    def chat(self, **body: Any) -> dict[str, Any]:
+        answer = self.post("chat/completions", **{"messages": [{"role": "user", "content": "hi"}], **body})
+        assert answer.status_code == 200, answer.text
+        return answer.json
+
+    def models(self) -> list[str]:
+        answer = self.api.client.get(f"{OAI}/models", headers={"Authorization": f"Bearer {self.key}"})
+        return [model["id"] for model in answer.json["data"]]
+
+
+def whole(answer: TestResponse) -> str:
+    """All of a stream."""
+    with answer:
+        return answer.text
+
+
+def events(answer: TestResponse) -> list[dict[str, Any]]:
+    """The chunks of a stream that ended well."""
+    assert answer.mimetype == "text/event-stream"
+    *lines, last, empty = whole(answer).split("\n\n")
+    assert (last, empty) == ("data: [DONE]", "")
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+def streamed(chunks: list[dict[str, Any]]) -> str:
+    return "".join(chunk["choices"][0]["text"] for chunk in chunks if chunk["choices"])

@@ -1,0 +1,43 @@
+"""An API whose base model has a tokenizer of bytes, and nobody's session yet."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+from flask import Flask
+
+from app import create_app
+from app.api.context import EXTENSION
+from app.services.openai.tokenizer import read
+from app.settings import ApiSettings, Settings
+from app.stores.redis.client import connect
+from app.stores.redis.completions import TokenStreams
+from tests.tokenizers import byte_tokenizer
+from tests.unit.app.api.openai.caller import CAPACITY, CONTEXT, OpenAi, Standin
+from tests.unit.app.conftest import Api, add_worker
+
+
+@pytest.fixture(scope="module")
+def app(settings: Settings, tmp_path_factory: pytest.TempPathFactory) -> Flask:
+    folder = byte_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+    base = settings.base_models[0].model_copy(update={"path": str(folder)})
+    limits = ApiSettings(poll_hold_s=0.3, poll_capacity=CAPACITY)
+    return create_app(settings.model_copy(update={"base_models": (base,), "api": limits}))
+
+
+@pytest.fixture
+def openai(app: Flask, state_url: str) -> Iterator[OpenAi]:
+    services = app.extensions[EXTENSION]
+    with connect(state_url) as client, connect(services.settings.broker_url) as broker:
+        client.flushall()
+        add_worker(services, "trainer")
+        add_worker(services, "sampler", CONTEXT)
+        tokenizer = read(services.settings.base_models[0].path)
+        standin = Standin(services.oplog, TokenStreams(broker), tokenizer)
+        thread = threading.Thread(target=standin.run, daemon=True)
+        thread.start()
+        yield OpenAi(Api(app.test_client(), services), standin)
+        standin.over.set()
+        thread.join(30)

@@ -1,0 +1,64 @@
+"""What OpenAI's calls may name as a model, and whose sessions they are in."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from app import ids
+from app.domain import records
+from app.domain.records import Sampler, Session
+from app.stores.redis import keys
+from app.stores.redis.client import connect
+from tests.unit.app.api.openai.caller import OpenAi
+from tests.unit.app.api.test_models import save_checkpoint
+from tests.unit.app.conftest import BASE, OTHER_KEY
+
+
+def test_ones_own_checkpoint_is_a_model_and_anothers_looks_missing(openai: OpenAi):
+    openai.standin.says("cd")
+    path = save_checkpoint(openai.api, openai.api.model(), "sampler_weights", prefix="models/x")
+    stranger = replace(openai, key=OTHER_KEY)
+    for name in (path, f"{BASE};{path}"):
+        assert openai.completion(model=name)["choices"][0]["text"] == "cd"
+        foreign = stranger.post("completions", model=name, prompt="ab")
+        assert (foreign.status_code, foreign.json["error"]["code"]) == (404, "model_not_found")
+    no_path = f"{path}-b"
+    missing = openai.post("completions", model=no_path, prompt="ab")
+    assert missing.json["error"]["message"].replace(no_path, path) == foreign.json["error"]["message"]
+    assert openai.models() == [BASE, path]
+    assert stranger.models() == [BASE]
+    prefixes = {records.load(Sampler, stored).prefix for _, stored in openai.api.services.records.list("samplers")}
+    assert prefixes == {"models/x"}
+
+
+def test_a_path_saved_anew_is_sampled_as_it_is_now(openai: OpenAi):
+    openai.standin.says("cd")
+    model = openai.api.model()
+    for prefix in ("models/old", "models/new"):
+        openai.completion(model=save_checkpoint(openai.api, model, "sampler_weights", prefix=prefix))
+    stored = [records.load(Sampler, fields).prefix for _, fields in openai.api.services.records.list("samplers")]
+    assert sorted(stored) == ["models/new", "models/old"]
+
+
+def test_all_calls_of_an_owner_are_in_one_session_that_they_keep_alive(openai: OpenAi):
+    openai.standin.says("cd")
+    for _ in range(2):
+        openai.completion()
+    replace(openai, key=OTHER_KEY).completion()
+    owners = [records.load(Session, stored).owner for _, stored in openai.api.services.records.list("sessions")]
+    assert len(set(owners)) == len(owners) == 2
+    with connect(openai.api.services.settings.redis.url) as client:
+        for owner in owners:
+            assert client.zscore(keys.SESSIONS_HEARD, ids.openai_session_id(owner)) is not None
+
+
+def test_an_unknown_model_is_named_with_those_there_are(openai: OpenAi):
+    answer = openai.post("completions", model="gpt-4o", prompt="ab")
+    assert (answer.status_code, answer.json["error"]["code"]) == (404, "model_not_found")
+    assert BASE in answer.json["error"]["message"]
+
+
+def test_a_model_is_listed_while_its_sampler_lives(openai: OpenAi):
+    assert openai.models() == [BASE]
+    openai.api.services.records.delete("workers", "sampler-0")
+    assert openai.models() == []

@@ -1,0 +1,75 @@
+"""What OpenAI's paths refuse, in OpenAI's words."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.unit.app.api.openai.caller import CONTEXT, TOOLS, OpenAi
+
+BAD: dict[str, tuple[str, dict[str, Any], str]] = {
+    "best_of": ("completions", {"best_of": 5}, "best_of"),
+    "suffix": ("completions", {"suffix": "x"}, "suffix"),
+    "bias": ("completions", {"logit_bias": {"1": 5}}, "logit_bias"),
+    "penalty": ("completions", {"presence_penalty": 0.5}, "presence_penalty"),
+    "unknown": ("completions", {"top_kk": 5}, "top_kk"),
+    "hot": ("completions", {"temperature": 2.5}, "temperature"),
+    "no tokens": ("completions", {"max_tokens": 0}, "max_tokens"),
+    "too many logprobs": ("completions", {"logprobs": 21}, "logprobs"),
+    "a bad prompt": ("completions", {"prompt": {"a": 1}}, "prompt"),
+    "mixed prompts": ("completions", {"prompt": ["a", 1]}, "prompt"),
+    "many prompts": ("completions", {"prompt": ["a"] * 257}, "257"),
+    "no prompt": ("completions", {"prompt": []}, "prompt"),
+    "a token beyond": ("completions", {"prompt": [4000]}, "4000"),
+    "a huge token": ("completions", {"prompt": [2**40]}, "32-bit"),
+    "a long prompt": ("completions", {"prompt": "a" * CONTEXT}, str(CONTEXT)),
+    "a text for ever": ("completions", {"prompt": ["a", "a" * (16 * CONTEXT + 1)]}, "characters"),
+    "a chat for ever": (
+        "chat/completions",
+        {"messages": [{"role": "user", "content": "a" * (16 * CONTEXT)}]},
+        "characters",
+    ),
+    "much to repeat": (
+        "completions",
+        {"prompt": ["a" * 400] * 10, "n": 128, "echo": True, "logprobs": 20},
+        "echo with logprobs: 2688 at each of 4000 positions",
+    ),
+    "bad stop": ("completions", {"stop": [1]}, "stop"),
+    "empty stop": ("completions", {"stop": [""]}, "empty"),
+    "json": ("chat/completions", {"response_format": {"type": "json_object"}}, "response_format"),
+    "required": ("chat/completions", {"tools": TOOLS, "tool_choice": "required"}, "tool_choice"),
+    "an image": ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "image_url"),
+    "a role": ("chat/completions", {"messages": [{"role": "king", "content": "x"}]}, "role"),
+    "half a surrogate pair": ("completions", {"prompt": "\ud800"}, "surrogate"),
+    "half of one in a chat": ("chat/completions", {"messages": [{"role": "user", "content": "\ud800"}]}, "surrogate"),
+    "no messages": ("chat/completions", {"messages": []}, "messages"),
+    "top without": ("chat/completions", {"top_logprobs": 2}, "logprobs"),
+    "bad arguments": (
+        "chat/completions",
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
+        "arguments",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_cannot_be_done_is_a_400_by_name_and_nothing_is_enqueued(openai: OpenAi, case: str):
+    path, change, named = BAD[case]
+    given = {"prompt": "ab"} if path == "completions" else {"messages": [{"role": "user", "content": "hi"}]}
+    answer = openai.post(path, **{**given, **change})
+    assert answer.status_code == 400, answer.text
+    assert answer.json["error"].keys() == {"message", "type", "param", "code"}
+    assert named in answer.json["error"]["message"]
+    assert openai.api.services.oplog.pending() == []
+    assert list(openai.api.services.records.list("samplers")) == []
+
+
+def test_a_wrong_key_is_refused_in_openais_words(openai: OpenAi):
+    answer = replace(openai, key="tml-wrong").post("completions", prompt="ab")
+    assert (answer.status_code, answer.json["error"]["code"]) == (401, "invalid_api_key")
+
+
+def test_other_paths_keep_their_own_form_of_errors(openai: OpenAi):
+    assert openai.api.post("asample", {}).json.keys() == {"detail", "error"}

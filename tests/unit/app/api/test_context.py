@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import zstandard
+from flask import Flask
+from werkzeug.test import TestResponse
+
+from app import create_app
+from app.api.context import EXTENSION
+from app.settings import LimitSettings, Settings
+from app.stores.redis.client import connect
+from tests.unit.app.api.test_sampling import body as sample
+from tests.unit.app.conftest import Api, add_worker, batch
+
+SMALL = 2**16
+JSON = "application/json"
+
+
+@pytest.fixture(scope="module")
+def limited(settings: Settings) -> Flask:
+    """An application whose limits are near."""
+    limits = LimitSettings(small_body_bytes=SMALL, json_values=20_000, json_depth=16, datums=2, batch_tokens=50)
+    return create_app(settings.model_copy(update={"limits": limits}))
+
+
+@pytest.fixture
+def near(limited: Flask, state_url: str) -> Api:
+    with connect(state_url) as client:
+        client.flushall()
+    services = limited.extensions[EXTENSION]
+    for role in ("trainer", "sampler"):
+        add_worker(services, role)
+    return Api(limited.test_client(), services)
+
+
+def packed(api: Api, path: str, body: bytes, content_type: str = "application/x-protobuf") -> TestResponse:
+    headers = {"X-API-Key": api.key, "Content-Encoding": "zstd"}
+    return api.client.post(f"/api/v1/{path}", data=body, content_type=content_type, headers=headers)
+
+
+def test_a_compressed_batch_is_the_same_call_as_the_plain_one(api: Api) -> None:
+    message = batch(api.model(), 1)
+    first = packed(api, "forward_backward", zstandard.compress(message.SerializeToString()))
+    again = api.forward_backward(message)
+    assert (first.status_code, first.json) == (200, again.json)
+    message.data[0].model_input[0].encoded_text.tokens += bytes(4)
+    assert api.forward_backward(message).status_code == 400
+
+
+def test_a_compressed_json_body_is_read_as_well(api: Api) -> None:
+    answer = packed(api, "create_session", zstandard.compress(b'{"tags": ["a"]}'), "application/json")
+    assert answer.status_code == 200
+
+
+def test_a_fault_in_a_compressed_batch_consumes_its_seq_and_half_of_one_does_not(api: Api) -> None:
+    model = api.model()
+    whole = zstandard.compress(batch(model, 1, tokens=[10**6]).SerializeToString())
+    assert packed(api, "forward_backward", whole[:-3]).status_code == 400
+    assert api.ops(model) == [0]
+    answer = packed(api, "forward_backward", whole)
+    assert (answer.status_code, "token 1000000" in answer.json["detail"]) == (400, True)
+    assert api.ops(model) == [0, 1]
+
+
+def test_only_a_call_with_a_batch_or_a_prompt_may_be_large(near: Api) -> None:
+    padding = " " * SMALL
+    model = near.model()
+    for path in ("create_session", "optim_step", "get_info", "save_weights"):
+        answer = near.post(path, data=json.dumps({"model_id": model, "seq_id": 1}) + padding, content_type=JSON)
+        assert (path, answer.status_code) == (path, 413)
+    assert near.post("asample", data=json.dumps(sample(near.sampler())) + padding, content_type=JSON).status_code == 200
+    assert near.forward_backward(batch(model, 1)).status_code == 200
+
+
+REFUSED: dict[str, tuple[Any, int, str]] = {
+    "deep": ({"user_metadata": {"a": [[[[[[[[[[[[[[[1]]]]]]]]]]]]]]]}}, 400, "16 levels"),
+    "many values": ({"tags": [1] * 2, "user_metadata": {"a": [1] * 20_001}}, 413, "20000"),
+    "long metadata": ({"user_metadata": {"a": "x" * 17_000}}, 422, "16384"),
+    "many tags": ({"tags": ["a"] * 65}, 422, "tags"),
+    "a long tag": ({"tags": ["a" * 513]}, 422, "tags"),
+    "a long name": ({"display_name": "a" * 513}, 422, "display_name"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_session_is_described_within_limits(near: Api, case: str) -> None:
+    body, status, why = REFUSED[case]
+    body = json.dumps(body, separators=(",", ":"))
+    answer = packed(near, "create_session", zstandard.compress(body.encode()), JSON)
+    assert (answer.status_code, why in answer.json["detail"]) == (status, True), answer.json
+
+
+def test_a_batch_over_the_limits_is_refused_and_its_seq_consumed(near: Api) -> None:
+    model = near.model()
+    many = batch(model, 1)
+    for _ in range(2):
+        many.data.add().CopyFrom(many.data[0])
+    long = batch(model, 2, tokens=[1] * 51, target_tokens=[1] * 51)
+    for message, why in ((many, "3 datums; at most 2"), (long, "51 tokens; at most 50")):
+        answer = near.forward_backward(message)
+        assert (answer.status_code, why in answer.json["detail"]) == (400, True)
+    assert near.ops(model) == [0, 1, 2]
+
+
+def test_the_sdk_is_told_to_compress_only_when_asked_to(settings: Settings, api: Api) -> None:
+    assert api.post("client/config", {}).json["proto_compress_fwdbwd"] is False
+    on = settings.model_copy(update={"api": settings.api.model_copy(update={"compress_batches": True})})
+    client = create_app(on).test_client()
+    answer = client.post("/api/v1/client/config", json={}, headers={"X-API-Key": api.key})
+    assert answer.json["proto_compress_fwdbwd"] is True

@@ -1,0 +1,197 @@
+"""A copied checkpoint: files of its own, in a run of its own that cannot be trained on."""
+
+from __future__ import annotations
+
+import uuid
+from datetime import datetime
+from typing import Any
+
+import pytest
+from werkzeug.test import TestResponse
+
+from app import ids
+from app.domain.checkpoints import FileEntry, Manifest
+from app.domain.ops import LoraSpec
+from app.errors import Unavailable
+from app.services.recovery import Rebuild
+from app.stores.redis.client import connect
+from app.stores.redis.lifecycle import RedisLifecycle
+from tests.unit.app.api.test_models import save_checkpoint
+from tests.unit.app.conftest import BASE, KEY, OTHER_KEY, Api, batch
+
+FILES = {"adapter_config.json": b"{}", "adapter_model.safetensors": b"tensors"}
+
+
+def saved(api: Api, **changes: Any) -> str:
+    """A checkpoint whose files are there."""
+    run = api.model(user_metadata={"renderer_name": "qwen3"})
+    prefix = f"models/{run}/weights/a/1-1"
+    size = sum(map(len, FILES.values()))
+    record = {"prefix": prefix, "files": sorted(FILES), "size_bytes": size, "user_metadata": {"step": "7"}}
+    path = save_checkpoint(api, run, **record, **changes)
+    for name, data in FILES.items():
+        api.services.objects.put_new(f"{prefix}/{name}", data)
+    files = {name: FileEntry(len(data), "0") for name, data in FILES.items()}
+    owner = project(api)
+    manifest = Manifest(
+        path, "1-1", run, owner, BASE, LoraSpec(4), 1, 1, "2026-01-01T00:00:00+00:00", files, 1, "cpu",
+        user_metadata={"step": "7"}, expires_at=changes.get("expires_at"),
+    )  # fmt: skip
+    api.services.objects.put_new(f"{prefix}/manifest.json", manifest.to_json())
+    return path
+
+
+def project(api: Api) -> str:
+    session = api.session()
+    owner = api.services.records.get("sessions", session)["owner"].strip('"')
+    api.services.records.delete("sessions", session)
+    return owner
+
+
+def copy(api: Api, path: str, key: str = "", **asked: Any) -> TestResponse:
+    body = {"source_path": path, **(asked or {"destination_project_id": project(api)})}
+    headers = {"X-API-Key": api.key, "X-Idempotency-Key": key or str(uuid.uuid4())}
+    return api.client.post("/api/v1/copy_weights", json=body, headers=headers)
+
+
+def contents(api: Api, path: str) -> dict[str, bytes]:
+    record = api.services.records.get("checkpoints", path)
+    prefix = record["prefix"].strip('"')
+    return {name: api.services.objects.read(f"{prefix}/{name}") for name in FILES}
+
+
+def delete(api: Api, path: str) -> None:
+    url = f"/api/v1/training_runs/{path.removeprefix('tinker://').replace('/', '/checkpoints/', 1)}"
+    assert api.client.delete(url, headers={"X-API-Key": api.key}).status_code == 200
+
+
+def test_a_copy_is_a_checkpoint_like_its_source_in_a_run_of_its_own(api: Api) -> None:
+    source = saved(api, expires_at=9e9)
+    path = copy(api, source).json["tinker_path"]
+    assert path != source
+    assert (ids.TinkerPath.parse(path).kind, ids.TinkerPath.parse(path).name) == ("weights", "a")
+    assert contents(api, path) == FILES
+    run = ids.TinkerPath.parse(path).model_id
+    described = api.get(f"training_runs/{run}").json
+    assert (described["base_model"], described["lora_rank"], described["ended"]) == (BASE, 4, True)
+    assert described["user_metadata"] == {"renderer_name": "qwen3"}
+    [listed] = api.get(f"training_runs/{run}/checkpoints").json["checkpoints"]
+    assert (listed["tinker_path"], listed["user_metadata"], listed["public"]) == (path, {"step": "7"}, False)
+    assert "expires_at" not in listed, "its source's end is not its own"
+
+
+@pytest.mark.parametrize("gone", ["source", "copy"])
+def test_each_outlives_the_other(api: Api, gone: str) -> None:
+    source = saved(api)
+    path = copy(api, source).json["tinker_path"]
+    delete(api, source if gone == "source" else path)
+    left = path if gone == "source" else source
+    assert contents(api, left) == FILES
+    body = {"session_id": api.session(), "model_seq_id": 0, "path": left}
+    assert api.post("load_weights", body).status_code == 200
+
+
+def test_a_retried_copy_is_the_same_one_and_another_is_another(api: Api) -> None:
+    source = saved(api)
+    first, again, other = (copy(api, source, key).json["tinker_path"] for key in ("a", "a", "b"))
+    assert first == again
+    assert first != other
+    assert len(api.get("checkpoints").json["checkpoints"]) == 3
+
+
+def test_a_key_that_was_used_for_another_checkpoint_is_refused(api: Api) -> None:
+    assert copy(api, saved(api), "used").status_code == 200
+    answer = copy(api, saved(api), "used")
+    assert (answer.status_code, "used for another one" in answer.json["detail"]) == (400, True)
+
+
+def test_a_copy_that_broke_off_is_not_there_and_is_made_whole_by_the_next_try(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = saved(api)
+    store = type(api.services.objects)
+    works = store.put_new
+
+    def away(*_: object) -> bool:
+        raise Unavailable("the object store is away")
+
+    monkeypatch.setattr(store, "put_new", away)
+    assert copy(api, source, "broken").status_code == 503
+    assert len(api.get("checkpoints").json["checkpoints"]) == 1
+    monkeypatch.setattr(store, "put_new", works)
+    assert contents(api, copy(api, source, "broken").json["tinker_path"]) == FILES
+
+
+def test_a_copy_cannot_be_trained_on(api: Api) -> None:
+    run = ids.TinkerPath.parse(copy(api, saved(api)).json["tinker_path"]).model_id
+    answer = api.forward_backward(batch(run, 2))
+    assert (answer.status_code, "create a new model" in answer.json["detail"]) == (410, True)
+
+
+def test_a_copy_lives_as_long_as_was_asked(api: Api) -> None:
+    source = saved(api)
+    asked = {"destination_project_id": project(api), "ttl_seconds": 7200}
+    path = copy(api, source, **asked).json["tinker_path"]
+    [listed] = [one for one in api.get("checkpoints").json["checkpoints"] if one["tinker_path"] == path]
+    lives = datetime.fromisoformat(listed["expires_at"]) - datetime.fromisoformat(listed["time"])
+    assert 7199 < lives.total_seconds() < 7201
+    assert copy(api, source, **{**asked, "ttl_seconds": 5}).status_code == 400
+
+
+def test_a_copy_can_be_a_run_of_a_session(api: Api) -> None:
+    source, session = saved(api), api.session()
+    answers = [copy(api, source, key, session_id=session, model_seq_id=4) for key in ("a", "b")]
+    assert [answer.json["tinker_path"] for answer in answers] == [f"tinker://{session}:train:4/weights/a"] * 2
+    taken = api.model(session)
+    save_checkpoint(api, taken)
+    answer = copy(api, source, session_id=session, model_seq_id=0)
+    assert (answer.status_code, taken in answer.json["detail"]) == (400, True)
+
+
+def test_a_public_checkpoint_is_copied_by_a_stranger_and_a_private_one_looks_missing(api: Api, stranger: Api) -> None:
+    source = saved(api)
+    refused = copy(stranger, source)
+    assert refused.status_code == 404
+    api.services.records.update("checkpoints", source, {"public": "true"})
+    path = copy(stranger, source).json["tinker_path"]
+    assert contents(stranger, path) == FILES
+    assert [one["tinker_path"] for one in stranger.get("checkpoints").json["checkpoints"]] == [path]
+    assert api.post("weights_info", {"tinker_path": path}).status_code == 404, "the copy is not public"
+    api.services.records.delete("checkpoints", source)
+    assert copy(api, source).data == refused.data
+
+
+@pytest.mark.parametrize("key", [KEY, OTHER_KEY])
+def test_nothing_is_copied_to_where_one_may_not_write(api: Api, stranger: Api, key: str) -> None:
+    source = saved(api)
+    elsewhere = project(stranger) if key == KEY else "no-such-project"
+    answer = copy(api, source, destination_project_id=elsewhere)
+    assert (answer.status_code, answer.json["detail"]) == (404, f"project {elsewhere!r} does not exist")
+    assert copy(api, source, session_id=stranger.session(), model_seq_id=0).status_code == 404
+
+
+BAD_PLACES: list[dict[str, Any]] = [
+    {"ttl_seconds": 7200},
+    {"session_id": "x"},
+    {"model_seq_id": 1},
+    {"session_id": "x", "destination_project_id": "y"},
+]
+
+
+@pytest.mark.parametrize("asked", BAD_PLACES)
+def test_a_copy_to_nowhere_or_to_two_places_is_refused(api: Api, asked: dict[str, Any]) -> None:
+    answer = copy(api, saved(api), **asked)
+    assert (answer.status_code, "destination_project_id" in answer.json["detail"]) == (400, True)
+
+
+def test_a_copy_comes_back_into_an_emptied_state_server(api: Api, state_url: str) -> None:
+    path = copy(api, saved(api)).json["tinker_path"]
+    before = api.get("checkpoints").json["checkpoints"]
+    with connect(state_url) as client:
+        client.flushall()
+        services = api.services
+        lifecycle = RedisLifecycle(client, services.settings.engine)
+        restored = Rebuild(services.oplog, lifecycle, services.records, services.objects)()
+    assert path in restored.checkpoints
+    after = api.get("checkpoints").json["checkpoints"]
+    assert [one for one in after if one["tinker_path"] == path] == [one for one in before if one["tinker_path"] == path]

@@ -1,0 +1,92 @@
+"""Runs, checkpoints and sessions in pages: the newest first, a caller's own, and how many there are."""
+
+from __future__ import annotations
+
+import pytest
+from tinker.types.checkpoints_list_response import CheckpointsListResponse
+from tinker.types.get_session_response import GetSessionResponse
+from tinker.types.list_sessions_response import ListSessionsResponse
+from tinker.types.training_runs_response import TrainingRunsResponse
+
+from tests.unit.app.api.test_models import save_checkpoint
+from tests.unit.app.conftest import Api
+
+
+def aged(api: Api, namespace: str, ids: list[str]) -> list[str]:
+    """Created a second after each other; the newest first."""
+    for second, id_ in enumerate(ids):
+        api.services.records.update(namespace, id_, {"created": str(1000.0 + second)})
+    return ids[::-1]
+
+
+def test_runs_come_newest_first_a_page_at_a_time(api: Api, stranger: Api) -> None:
+    stranger.model()
+    runs = aged(api, "models", [api.model() for _ in range(3)])
+    pages = [
+        TrainingRunsResponse.model_validate(api.get(f"training_runs?limit=2&offset={offset}").json) for offset in (0, 2)
+    ]
+    assert [run.training_run_id for page in pages for run in page.training_runs] == runs
+    assert [page.cursor.model_dump() for page in pages] == [
+        {"offset": offset, "limit": 2, "total_count": 3} for offset in (0, 2)
+    ]
+
+
+def test_a_listed_run_is_what_it_is_when_asked_for_alone(api: Api) -> None:
+    model = api.model(user_metadata={"renderer_name": "qwen3"})
+    save_checkpoint(api, model)
+    listed = api.get("training_runs").json["training_runs"]
+    assert listed == [api.get(f"training_runs/{model}").json]
+    assert listed[0]["last_checkpoint"]["checkpoint_id"] == "weights/a"
+
+
+def test_runs_of_a_project_alone_and_none_of_one_that_is_not_seen(api: Api, stranger: Api) -> None:
+    model = api.model()
+    project = api.get(f"training_runs/{model}").json["model_owner"]
+    assert len(api.get(f"training_runs?project_id={project}").json["training_runs"]) == 1
+    foreign = stranger.get(f"training_runs?project_id={project}")
+    missing = stranger.get("training_runs?project_id=no-such-project")
+    assert (foreign.status_code, missing.status_code) == (404, 404)
+    assert foreign.data.replace(project.encode(), b"no-such-project") == missing.data
+
+
+def test_checkpoints_of_all_runs_come_newest_first_and_without_those_that_expired(api: Api, stranger: Api) -> None:
+    save_checkpoint(stranger, stranger.model())
+    paths = [save_checkpoint(api, api.model(), created=float(n), user_metadata={"step": str(n)}) for n in (1, 3, 2)]
+    save_checkpoint(api, api.model(), expires_at=1.0)
+    first = CheckpointsListResponse.model_validate(api.get("checkpoints?limit=2").json)
+    assert [found.tinker_path for found in first.checkpoints] == [paths[1], paths[2]]
+    assert first.checkpoints[0].user_metadata == {"step": "3"}
+    assert first.cursor is not None
+    assert first.cursor.total_count == 3
+    rest = api.get("checkpoints?limit=2&offset=2").json["checkpoints"]
+    assert [found["tinker_path"] for found in rest] == [paths[0]]
+
+
+def test_sessions_come_newest_first_and_say_what_is_in_them(api: Api, stranger: Api) -> None:
+    stranger.session()
+    sessions = aged(api, "sessions", [api.session() for _ in range(3)])
+    assert ListSessionsResponse.model_validate(api.get("sessions?limit=2").json).sessions == sessions[:2]
+    assert api.get("sessions?offset=2").json["sessions"] == sessions[2:]
+    asked = {"user_metadata": {"n": 1}, "display_name": "nightly"}
+    session = api.post("create_session", asked).json["session_id"]
+    model = api.model(session)
+    found = GetSessionResponse.model_validate(api.get(f"sessions/{session}").json)
+    assert (found.training_run_ids, found.sampler_ids) == ([model], [])
+    assert (found.user_metadata, found.display_name) == ({"n": "1"}, "nightly")
+
+
+def test_another_ones_session_looks_missing(api: Api, stranger: Api) -> None:
+    session = api.session()
+    for tail in ("", "/trace_export"):
+        foreign = stranger.get(f"sessions/{session}{tail}")
+        missing = stranger.get(f"sessions/{'0' * len(session)}{tail}")
+        assert foreign.status_code == missing.status_code == 404
+        assert foreign.data.replace(session.encode(), b"0" * len(session)) == missing.data
+
+
+@pytest.mark.parametrize("query", ["limit=0", "limit=1001", "limit=many", "offset=-1", "offset=1e3"])
+@pytest.mark.parametrize("path", ["training_runs", "checkpoints", "sessions"])
+def test_a_page_that_cannot_be_is_refused_by_value(api: Api, path: str, query: str) -> None:
+    answer = api.get(f"{path}?{query}")
+    assert answer.status_code == 422
+    assert query.partition("=")[2] in answer.json["detail"]

@@ -1,0 +1,126 @@
+"""Sessions are found by what was said of them, a page at a time, and by nobody else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tinker.types.session_search_response import SessionSearchResponse
+
+from app.api.sessions import SearchSessions
+from app.domain.accounts import Caller
+from tests.unit.app.api.test_models import save_checkpoint
+from tests.unit.app.conftest import Api
+
+
+def search(api: Api, **asked: Any) -> SessionSearchResponse:
+    answer = api.post("sessions/search", asked)
+    assert answer.status_code == 200, answer.json
+    return SessionSearchResponse.model_validate(answer.json)
+
+
+def found(api: Api, **asked: Any) -> set[str]:
+    return {session.session_id for session in search(api, **asked).sessions}
+
+
+@pytest.fixture
+def sessions(api: Api) -> dict[str, str]:
+    """By name: one that goes on, one that its client finished, one nobody heard of for long."""
+    made = {}
+    for name in ("Nightly SFT", "nightly RL", "debug"):
+        metadata = {"team": name.split()[0].lower(), "lr": 0.1}
+        body = {"display_name": name, "user_metadata": metadata}
+        made[name] = api.post("create_session", body).json["session_id"]
+    api.post(f"sessions/{made['nightly RL']}/finish", {"reason": {"type": "errored"}})
+    api.services.records.update("sessions", made["debug"], {"status": '"expired"'})
+    return made
+
+
+def test_a_summary_says_what_a_session_is_and_what_it_stores(api: Api, sessions: dict[str, str]) -> None:
+    save_checkpoint(api, api.model(sessions["nightly RL"]))
+    [summary] = search(api, session_id=sessions["nightly RL"]).sessions
+    assert (summary.checkpoints_count, summary.checkpoint_storage_bytes) == (1, 10)
+    assert (summary.display_name, summary.user_metadata) == ("nightly RL", {"team": "nightly", "lr": "0.1"})
+    assert summary.status is not None
+    assert summary.status.model_dump()["reason"] == {"type": "errored"}
+    assert summary.owner == summary.project_id
+
+
+FILTERS: dict[str, tuple[dict[str, Any], set[str]]] = {
+    "nothing": ({}, {"Nightly SFT", "nightly RL", "debug"}),
+    "words of the name": ({"display_name": "rl NIGHT"}, {"nightly RL"}),
+    "metadata": ({"user_metadata": {"team": "nightly", "lr": "0.1"}}, {"Nightly SFT", "nightly RL"}),
+    "metadata that differs": ({"user_metadata": {"team": "nightly", "lr": "0.2"}}, set()),
+    "active": ({"statuses": [{"type": "active"}]}, {"Nightly SFT"}),
+    "finished": ({"statuses": [{"type": "client_finished"}]}, {"nightly RL"}),
+    "finished otherwise": ({"statuses": [{"type": "client_finished", "reasons": ["success"]}]}, set()),
+    "either": ({"statuses": [{"type": "active"}, {"type": "client_finished"}]}, {"Nightly SFT", "nightly RL"}),
+    "failed, which none ever is": ({"statuses": [{"type": "failed"}]}, set()),
+    "another user's": ({"owner": {"type": "user", "owner_urns": ["somebody"]}}, set()),
+    "accessible": ({"owner": {"type": "accessible"}}, {"Nightly SFT", "nightly RL", "debug"}),
+}
+
+
+@pytest.mark.parametrize("case", FILTERS)
+def test_a_filter_finds_what_fits(api: Api, sessions: dict[str, str], case: str) -> None:
+    asked, names = FILTERS[case]
+    assert found(api, **asked) == {sessions[name] for name in names}
+
+
+def test_an_id_or_a_name_is_enough(api: Api, sessions: dict[str, str]) -> None:
+    both = found(api, session_id=sessions["debug"], display_name="sft")
+    assert both == {sessions["debug"], sessions["Nightly SFT"]}
+
+
+def test_pages_follow_each_other_to_the_last_and_no_session_comes_twice(api: Api) -> None:
+    for n in range(5):
+        session = api.session()
+        # Two of them were made in the same microsecond.
+        api.services.records.update("sessions", session, {"created": str(1000.000001 + n // 2)})
+    seen, cursor = [], None
+    for _ in range(3):
+        page = search(api, limit=2, **({"cursor": cursor} if cursor else {}))
+        seen += [(session.created_at, session.session_id) for session in page.sessions]
+        cursor = page.next_cursor and page.next_cursor.model_dump(mode="json")
+    assert cursor is None
+    assert seen == sorted(set(seen), reverse=True)
+    assert len(seen) == 5
+
+
+def test_a_stranger_finds_nothing_and_names_no_project_of_others(api: Api, stranger: Api) -> None:
+    session = api.session()
+    project = search(api).sessions[0].project_id
+    assert found(stranger) == found(stranger, session_id=session) == set()
+    assert found(stranger, owner={"type": "accessible"}) == set()
+    assert stranger.post("sessions/search", {"project_ids": [project]}).status_code == 404
+    assert found(api, project_ids=[project]) == {session}
+
+
+def test_where_one_only_looks_is_accessible_and_not_ones_own(api: Api) -> None:
+    session = api.session()
+    project = search(api).sessions[0].project_id
+    viewer = Caller("key", "user", "org", "mine", {"mine": "admin", project: "viewer"})
+
+    def ids(**asked: Any) -> list[str]:
+        result = api.services.session_search(viewer, SearchSessions().load(asked))
+        return [one["session_id"] for one in result["sessions"]]
+
+    assert (ids(), ids(owner={"type": "accessible"})) == ([], [session])
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"limit": 0}, "limit"),
+    ({"limit": 201}, "limit"),
+    ({"owner": {"type": "all"}}, "all"),
+    ({"display_name": ""}, "display_name"),
+    ({"display_name": "a " * 300}, "display_name"),
+    ({"statuses": [{"type": "active"}] * 17}, "statuses"),
+    ({"statuses": [{"type": "lost"}]}, "lost"),
+    ({"cursor": {"last_created_at": "2026-01-01T00:00:00", "last_session_id": "x"}}, "last_created_at"),
+]
+
+
+@pytest.mark.parametrize(("asked", "named"), BAD)
+def test_a_search_that_cannot_be_is_refused_by_value(api: Api, asked: dict[str, Any], named: str) -> None:
+    answer = api.post("sessions/search", asked)
+    assert (answer.status_code, named in answer.json["detail"]) == (422, True)

@@ -1,0 +1,117 @@
+"""A state server that was emptied: keys of accounts work on, and wrong ones cost the object store nothing."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import redis
+
+from app.errors import Unauthorized, Unavailable
+from app.services.tenants.accounts import AccountService, Recall
+from app.services.tenants.authentication import Callers, Tokens
+from app.stores.redis.records import RedisRecords
+
+
+@pytest.fixture
+def tokens() -> Tokens:
+    return Tokens("s" * 32, 3600)
+
+
+@pytest.fixture
+def recall(accounts: AccountService, client: redis.Redis) -> Recall:
+    return Recall(accounts, RedisRecords(client))
+
+
+@pytest.fixture
+def callers(recall: Recall, tokens: Tokens, client: redis.Redis) -> Callers:
+    return Callers((), RedisRecords(client), tokens, recall)
+
+
+def new_key(accounts: AccountService) -> str:
+    organisation = accounts.add_organisation("Tinkers").id
+    project = accounts.add_project(organisation, "kettles").id
+    user = accounts.add_user(organisation, "jo@example.org").id
+    accounts.set_role(user, project, "member")
+    return accounts.add_key(user, project, {"train"})[1]
+
+
+def test_a_key_is_the_same_caller_after_the_state_server_was_emptied(accounts, callers, tokens, client) -> None:
+    key = new_key(accounts)
+    before = callers(key)
+    client.flushall()
+    assert callers(key) == before
+    client.flushall()
+    assert callers(tokens.issue(before, "")) == before, "and so is a token of it"
+
+
+def test_a_revoked_key_stays_revoked(accounts, callers, client) -> None:
+    key = new_key(accounts)
+    accounts.revoke(key.removeprefix("tml-").partition(".")[0])
+    client.flushall()
+    with pytest.raises(Unauthorized, match="revoked"):
+        callers(key)
+
+
+def test_wrong_keys_are_looked_for_once_however_many_come(accounts, callers, objects, client) -> None:
+    key = new_key(accounts)
+    client.flushall()
+    with pytest.raises(Unauthorized, match="not known"):
+        callers("tml-000000000000.wrong")
+    reads = objects.reads
+    assert reads > 0
+    for i in range(1000):
+        with pytest.raises(Unauthorized, match="not known"):
+            callers(f"tml-{i:012x}.wrong")
+    assert objects.reads == reads
+    assert callers(key)
+    assert objects.reads == reads, "all came back at once"
+
+
+def test_while_the_object_store_is_away_nobody_is_told_that_his_key_is_wrong(
+    accounts, callers, objects, client, monkeypatch
+) -> None:
+    key = new_key(accounts)
+    client.flushall()
+    monkeypatch.setattr("app.services.tenants.accounts._RETRY_S", 3600.0)
+    objects.away, reads = True, objects.reads
+    for _ in range(50):
+        with pytest.raises(Unavailable):
+            callers(key)
+    assert objects.reads == reads + 1, "it is asked once in a while"
+    objects.away = False
+    monkeypatch.setattr("app.services.tenants.accounts._RETRY_S", 0.0)
+    assert callers(key)
+
+
+def test_while_one_reads_the_others_are_told_to_come_again(accounts, callers, objects, client) -> None:
+    key = new_key(accounts)
+    client.flushall()
+    objects.gate = threading.Event()
+    reads, found = objects.reads, []
+    first = threading.Thread(target=lambda: found.append(callers(key)), daemon=True)
+    first.start()
+    while objects.reads == reads:
+        first.join(0.01)
+    with pytest.raises(Unavailable, match="try again"):
+        callers(key)
+    objects.gate.set()
+    first.join(30)
+    assert found == [callers(key)]
+
+
+def test_one_that_was_emptied_in_the_middle_is_read_again(accounts, callers, client, monkeypatch) -> None:
+    key = new_key(accounts)
+    client.flushall()
+    rebuild = accounts.rebuild
+
+    def emptied() -> tuple[int, list[str]]:
+        done = rebuild()
+        client.flushall()
+        return done
+
+    monkeypatch.setattr(accounts, "rebuild", emptied)
+    with pytest.raises(Unauthorized):
+        callers(key)
+    monkeypatch.setattr(accounts, "rebuild", rebuild)
+    assert callers(key)

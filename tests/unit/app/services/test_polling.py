@@ -1,0 +1,142 @@
+"""How long a poll is held, by how many are held already."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+
+import pytest
+import redis
+
+from app.domain.accounts import Caller
+from app.domain.records import Sampler, dump
+from app.domain.results import Result
+from app.services.polling import BatchPollService, FutureLookup, Holds, PollService
+from app.settings import ApiSettings
+from app.stores.interfaces.journal import Future
+from app.stores.interfaces.queues import Completion
+
+ME = Caller.alone("me")
+
+
+class PendingOpLog:
+    def future(self, request_id: str, caller: Caller) -> Future:
+        return Future(request_id, "sample", "m", "me", "pending", None)
+
+
+class RecordingWaiter:
+    """Holds every poll until released, and keeps the hold it was given."""
+
+    def __init__(self) -> None:
+        self.holds: list[float] = []
+        self.release = threading.Event()
+        self.arrived = threading.Semaphore(0)
+
+    def wait(self, request_id: str, timeout_s: float, check: Callable[[], bool]) -> None:
+        if check():
+            return
+        self.holds.append(timeout_s)
+        self.arrived.release()
+        assert self.release.wait(120)
+
+
+def poll_service(futures: FutureLookup, waiter: RecordingWaiter, settings: ApiSettings) -> PollService:
+    return PollService(futures, waiter, Holds(settings))
+
+
+@pytest.fixture
+def waiter() -> RecordingWaiter:
+    return RecordingWaiter()
+
+
+def test_above_capacity_holds_get_shorter_and_half_the_spare_threads_stay_free(waiter: RecordingWaiter) -> None:
+    polls = poll_service(PendingOpLog(), waiter, ApiSettings(poll_capacity=3, spare_threads=8, poll_hold_s=30))
+    threads = [threading.Thread(target=polls.wait, args=(f"m:{i}", ME), daemon=True) for i in range(7)]
+    for thread in threads:
+        thread.start()
+        assert waiter.arrived.acquire(timeout=60)
+    assert waiter.holds == [30.0] * 3 + [1.0] * 4
+    assert polls.wait("m:8", ME).result is None, "answered at once, not refused"
+    assert len(waiter.holds) == 7
+    waiter.release.set()
+    for thread in threads:
+        thread.join(60)
+    polls.wait("m:9", ME)
+    assert waiter.holds[-1] == 30.0, "room is given back"
+
+
+def test_a_finished_future_is_answered_without_waiting(waiter: RecordingWaiter) -> None:
+    class DoneOpLog:
+        def future(self, request_id: str, caller: Caller) -> Future:
+            return Future(request_id, "sample", "m", "me", "done", Result(b"x"))
+
+    future = poll_service(DoneOpLog(), waiter, ApiSettings()).wait("m:1", ME)
+    assert future.result == Result(b"x")
+    assert waiter.holds == []
+
+
+OUTAGES = [
+    redis.ConnectionError("away"),
+    redis.BusyLoadingError("Valkey is loading the dataset in memory"),
+    redis.ReadOnlyError("You can't write against a read only replica."),
+    redis.OutOfMemoryError("command not allowed when used memory > 'maxmemory'."),
+    redis.ResponseError("MISCONF Errors writing to the AOF file: No space left on device"),
+]
+
+
+@pytest.mark.parametrize("outage", OUTAGES, ids=lambda outage: type(outage).__name__)
+def test_a_poll_in_an_outage_is_held_a_moment_since_the_sdk_asks_again_at_once(
+    waiter: RecordingWaiter, outage: redis.RedisError
+) -> None:
+    class AwayOpLog:
+        def future(self, request_id: str, caller: Caller) -> Future:
+            raise outage
+
+    started = time.monotonic()
+    with pytest.raises(type(outage)):
+        poll_service(AwayOpLog(), waiter, ApiSettings(poll_hold_s=0.5)).wait("m:1", ME)
+    assert time.monotonic() - started >= 0.5
+
+
+class NoCompletions:
+    """Nothing ever ends."""
+
+    def since(self, target: str, cursor: int) -> tuple[list[Completion], int]:
+        return [], cursor
+
+    def acknowledge(self, request_ids: Iterable[str]) -> None:
+        list(request_ids)
+
+
+class OneSampler:
+    def get(self, namespace: str, key: str) -> dict[str, str]:
+        return dump(Sampler("me", "s", "base", 0.0))
+
+
+@pytest.mark.parametrize(("asked", "held"), [({}, [30.0]), ({"timeout": 2.0}, [2.0]), ({"timeout": 0.0}, [])])
+def test_a_batch_poll_is_held_no_longer_than_it_asks_for(
+    waiter: RecordingWaiter, asked: dict[str, float], held: list[float]
+) -> None:
+    waiter.release.set()
+    polls = BatchPollService(NoCompletions(), OneSampler(), waiter, Holds(ApiSettings(poll_hold_s=30)))
+    target = {"sampling_session_id": "s:sample:0", "cloned_sampler_id": 0}
+    found = polls.wait(ME, {"target": target, "prev_cursor": 5, "retrieved_request_ids": [], **asked})
+    assert (found, waiter.holds) == (([], 5), held)
+
+
+def test_batch_polls_and_polls_share_one_capacity(waiter: RecordingWaiter) -> None:
+    holds = Holds(ApiSettings(poll_capacity=1, spare_threads=8, poll_hold_s=30))
+    batch = BatchPollService(NoCompletions(), OneSampler(), waiter, holds)
+    target = {"sampling_session_id": "s:sample:0", "cloned_sampler_id": 0}
+    asked = {"target": target, "prev_cursor": 0, "retrieved_request_ids": []}
+    held = threading.Thread(target=batch.wait, args=(ME, asked), daemon=True)
+    held.start()
+    assert waiter.arrived.acquire(timeout=60)
+    other = threading.Thread(target=PollService(PendingOpLog(), waiter, holds).wait, args=("m:1", ME), daemon=True)
+    other.start()
+    assert waiter.arrived.acquire(timeout=60)
+    waiter.release.set()
+    for thread in (held, other):
+        thread.join(60)
+    assert waiter.holds == [30.0, 1.0]

@@ -1,0 +1,142 @@
+"""`tinsmith rebuild` from its options to what it prints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import redis
+import tomli_w
+
+from app import cli
+from app.domain.checkpoints import MANIFEST, FileEntry, Manifest
+from app.domain.ops import LoraSpec
+from app.domain.records import Checkpoint, Model
+from app.settings import RedisSettings, Settings, StoreSettings
+from app.stores.objects.base import ObjectStore
+from app.stores.objects.folder import FolderStore
+from app.stores.objects.s3 import S3Store
+from app.stores.redis.records import RedisRecords
+from tests.servers_s3 import start_s3
+
+MODEL = "session:train:0"
+PATH = f"tinker://{MODEL}/weights/a"
+
+
+def store_run(store: ObjectStore) -> None:
+    """A snapshot at seq 6 and a checkpoint saved at seq 7."""
+    for rest, path, seq in (("snapshots/6", "", 6), ("weights/a", PATH, 7)):
+        prefix = f"models/{MODEL}/{rest}/{seq}-1"
+        manifest = Manifest(
+            path, f"{seq}-1", MODEL, "me", "base", LoraSpec(4), seq, 1, "2026-01-01T00:00:00.000+00:00",
+            {"adapter": FileEntry(1, "0")}, 2, "cpu",
+        )  # fmt: skip
+        store.put_new(f"{prefix}/adapter", b"x")
+        store.put_new(f"{prefix}/{MANIFEST}", manifest.to_json())
+
+
+def is_restored(client: redis.Redis) -> bool:
+    records = RedisRecords(client)
+    return bool(records.get(Checkpoint.namespace, PATH) and records.get(Model.namespace, MODEL))
+
+
+def test_it_says_what_it_restored_and_what_it_cannot(client: redis.Redis, valkey: str, tmp_path: Path, capsys):
+    store_run(FolderStore(tmp_path / "objects", "", ""))
+    arguments = ["rebuild", "--data-dir", str(tmp_path), "--redis", valkey]
+    assert cli.main(arguments) == 0
+    assert is_restored(client)
+    said = capsys.readouterr().out
+    places = f"from the object store {tmp_path / 'objects'} into the state server {valkey}\n"
+    assert said.startswith(f"{places}restored 1 runs and 1 checkpoints\n")
+    assert f"run {MODEL} goes on behind seq 6\n" in said
+    assert f"checkpoint {PATH}\n" in said
+    for lost in ("calls behind a run's newest snapshot", "results", "sampling sessions", "metadata of sessions"):
+        assert lost in said.replace("names, tags and ", "")
+    assert cli.main(arguments) == 0
+    assert "/snapshots" not in said
+    assert "restored 0 runs and 0 checkpoints\n1 runs were there already" in capsys.readouterr().out
+
+
+def test_without_a_server_given_it_is_the_stack_that_runs_on_the_folder(
+    client: redis.Redis, valkey: str, tmp_path: Path
+):
+    running = Settings(
+        data_dir=tmp_path,
+        redis=RedisSettings(url=valkey),
+        store=StoreSettings(url=(tmp_path / "elsewhere").as_uri()),
+    )
+    store_run(FolderStore(tmp_path / "elsewhere", "", ""))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "settings.toml").write_text(tomli_w.dumps(running.model_dump(mode="json", exclude_none=True)))
+    assert cli.main(["rebuild", "--data-dir", str(tmp_path)]) == 0
+    assert is_restored(client)
+
+
+def test_as_in_a_container_it_reads_the_settings_its_environment_names(
+    client: redis.Redis, valkey: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    store_run(FolderStore(tmp_path / "elsewhere", "", ""))
+    written = Settings(store=StoreSettings(url=(tmp_path / "elsewhere").as_uri()))
+    (tmp_path / "tinsmith.toml").write_text(tomli_w.dumps(written.model_dump(mode="json", exclude_none=True)))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TINSMITH_SETTINGS", str(tmp_path / "tinsmith.toml"))
+    monkeypatch.setenv("TINSMITH_REDIS_URL", valkey)
+    assert cli.main(["rebuild"]) == 0
+    assert is_restored(client)
+
+
+def test_a_password_is_not_shown(client: redis.Redis, valkey: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    server = valkey.removeprefix("redis://")
+    assert cli.main(["rebuild", "--data-dir", str(tmp_path), "--redis", f"redis://default:hunter2@{server}"]) == 0
+    said = capsys.readouterr().out
+    assert f"into the state server {server}\n" in said
+    assert "hunter2" not in said
+
+
+def test_a_run_that_was_set_back_is_named(
+    client: redis.Redis, valkey: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    store_run(FolderStore(tmp_path / "objects", "", ""))
+    arguments = ["rebuild", "--data-dir", str(tmp_path), "--redis", valkey]
+    assert cli.main(arguments) == 0
+    records = RedisRecords(client)
+    records.update(Model.namespace, MODEL, {"epoch": "1", "applied": "5"})
+    records.delete(Checkpoint.namespace, PATH)
+    assert cli.main(arguments) == 0
+    assert is_restored(client)
+    assert f"run {MODEL} was set back: " in capsys.readouterr().out
+
+
+def test_a_state_server_that_takes_no_writes_is_one_line_and_exit_code_2(
+    client: redis.Redis, valkey: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    store_run(FolderStore(tmp_path / "objects", "", ""))
+    client.config_set("min-replicas-to-write", 1)
+    try:
+        assert cli.main(["rebuild", "--data-dir", str(tmp_path), "--redis", valkey]) == 2
+    finally:
+        client.config_set("min-replicas-to-write", 0)
+    said = capsys.readouterr().err
+    assert "NOREPLICAS" in said
+    assert len(said.splitlines()) == 1
+
+
+def test_the_manifests_may_lie_on_s3(client: redis.Redis, valkey: str, tmp_path: Path, monkeypatch):
+    with start_s3(tmp_path / "s3") as s3:
+        store_run(S3Store(s3))
+        monkeypatch.setenv("TINSMITH_S3_ACCESS_KEY", s3.access_key)
+        monkeypatch.setenv("TINSMITH_S3_SECRET_KEY", s3.secret_key)
+        arguments = ["rebuild", "--data-dir", str(tmp_path / "data"), "--redis", valkey, "--s3", s3.url]
+        assert cli.main(arguments) == 0
+    assert is_restored(client)
+
+
+def test_a_folder_with_a_damaged_manifest_is_named_and_the_rest_restored(
+    client: redis.Redis, valkey: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    store = FolderStore(tmp_path / "objects", "", "")
+    store_run(store)
+    store.put_new(f"models/{MODEL}/weights/b/8-1/{MANIFEST}", b"not json")
+    assert cli.main(["rebuild", "--data-dir", str(tmp_path), "--redis", valkey]) == 0
+    assert is_restored(client)
+    assert f"damaged, left out: models/{MODEL}/weights/b/8-1\n" in capsys.readouterr().out

@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import threading
+import time
+
+import redis
+
+from app.stores.redis import keys
+from app.stores.redis.client import Waiter, connect
+from tests.servers import free_port, start_valkey
+
+NEVER = 600.0
+
+
+def waiting_thread(waiter: Waiter, request_id: str, check=lambda: False) -> threading.Thread:
+    registered = threading.Event()
+
+    def check_registered() -> bool:
+        registered.set()
+        return check()
+
+    thread = threading.Thread(target=waiter.wait, args=(request_id, NEVER, check_registered), daemon=True)
+    thread.start()
+    assert registered.wait(60)
+    return thread
+
+
+def test_a_publication_wakes_its_own_waiters_and_no_others(client: redis.Redis, valkey: str):
+    waiter = Waiter(connect(valkey))
+    mine, also_mine, other = (waiting_thread(waiter, rid) for rid in ("a", "a", "b"))
+    client.publish(keys.DONE_CHANNEL, "a")
+    mine.join(60)
+    also_mine.join(60)
+    assert not mine.is_alive()
+    assert not also_mine.is_alive()
+    assert other.is_alive()
+
+
+def test_a_result_that_was_there_before_is_not_waited_for(valkey: str):
+    thread = waiting_thread(Waiter(connect(valkey)), "a", check=lambda: True)
+    thread.join(60)
+    assert not thread.is_alive()
+
+
+def test_a_restarted_server_wakes_everybody_and_later_publications_arrive(tmp_path):
+    port = free_port()
+    with start_valkey(tmp_path, port) as url:
+        waiter = Waiter(connect(url))
+        held = waiting_thread(waiter, "a")
+    held.join(60)
+    assert not held.is_alive()
+    with start_valkey(tmp_path, port) as url, connect(url) as client:
+        later = waiting_thread(waiter, "b")
+        deadline = time.monotonic() + 60
+        while later.is_alive() and time.monotonic() < deadline:
+            client.publish(keys.DONE_CHANNEL, "b")
+            later.join(0.1)
+        assert not later.is_alive()

@@ -1,0 +1,68 @@
+"""What ringing does where the broker takes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import redis
+from celery import Celery
+
+from app.dispatch import Doorbell, TickBell, celery_app
+from app.settings import RedisSettings, Settings
+from app.stores.interfaces.records import Holder
+from app.stores.redis.client import connect
+from tests.servers import free_port, start_valkey
+
+QUEUE = "train.base@a"
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A broker of our own, as these tests fill it."""
+    with start_valkey(tmp_path_factory.mktemp("valkey")) as url:
+        yield url
+
+
+@pytest.fixture
+def broker(url: str) -> Iterator[redis.Redis]:
+    with connect(url) as client:
+        yield client
+        client.config_set("maxmemory", 0)
+        client.flushall()
+
+
+def at(url: str, tmp_path: Path) -> Celery:
+    return celery_app(Settings(data_dir=tmp_path, redis=RedisSettings(url=url)))
+
+
+def away(tmp_path: Path) -> Celery:
+    return at(f"redis://127.0.0.1:{free_port()}/0", tmp_path)
+
+
+def test_a_worker_that_rings_itself_knows_what_waits(url: str, broker: redis.Redis, tmp_path: Path):
+    bell = TickBell(at(url, tmp_path), QUEUE)
+    assert bell.waiting() == 0
+    assert bell.ring()
+    assert bell.waiting() == 1
+
+
+def test_a_worker_that_rings_itself_is_told_that_the_broker_is_full(url: str, broker: redis.Redis, tmp_path: Path):
+    bell = TickBell(at(url, tmp_path), QUEUE)
+    broker.config_set("maxmemory", 1)
+    assert not bell.ring()
+    assert bell.waiting() == 0
+
+
+def test_a_worker_that_rings_itself_is_told_that_the_broker_is_away(tmp_path: Path):
+    bell = TickBell(away(tmp_path), QUEUE)
+    assert not bell.ring()
+    assert bell.waiting() is None
+
+
+def test_ringing_where_the_broker_is_full_or_away_fails_nobody(url: str, broker: redis.Redis, tmp_path: Path):
+    broker.config_set("maxmemory", 1)
+    for celery in (at(url, tmp_path), away(tmp_path)):
+        Doorbell(celery).ring("forward", "session:train:0:1", "session:train:0", "train.base")
+        Doorbell(celery).wake(Holder("base", "a"))

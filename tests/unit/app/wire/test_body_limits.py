@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+import json
+import re
+
+import numpy as np
+import pytest
+import zstandard
+from tinker.proto import tinker_public_pb2 as sdk
+
+from app.domain.batch import Batch, Ragged
+from app.errors import BadRequest, TooLarge
+from app.settings import LimitSettings
+from app.wire.body_limits import check_batch, check_datums, check_depth, check_parts, check_values, unpack
+
+BODY = bytes(range(256)) * 40
+PACKED = zstandard.compress(BODY)
+UNSIZED = zstandard.ZstdCompressor(write_content_size=False).compress(BODY)
+CHECKED = zstandard.ZstdCompressor(write_content_size=False, write_checksum=True).compress(BODY)
+
+
+def _in_pieces(content: bytes) -> bytes:
+    """As one packs what is still being made: its last block is empty."""
+    packer = zstandard.ZstdCompressor().compressobj()
+    made = []
+    for at in range(0, len(content), 1000):
+        made += [packer.compress(content[at : at + 1000]), packer.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK)]
+    return b"".join([*made, packer.flush()])
+
+
+PIECES = _in_pieces(BODY)
+BOMB = zstandard.ZstdCompressor(write_content_size=False).compress(bytes(2**25))
+
+
+@pytest.mark.parametrize(
+    ("body", "encoding"), [(BODY, ""), (BODY, "identity"), (PACKED, "zstd"), (UNSIZED, "zstd"), (PIECES, "zstd")]
+)
+def test_a_body_up_to_the_limit_is_the_same_however_it_came(body: bytes, encoding: str) -> None:
+    assert unpack(body, encoding, len(BODY)) == BODY
+
+
+def test_a_frame_larger_than_the_limit_is_refused_by_what_its_head_says() -> None:
+    with pytest.raises(TooLarge, match=f"{len(BODY)} bytes"):
+        unpack(PACKED[:20], "zstd", len(BODY) - 1)
+
+
+def test_a_frame_that_does_not_say_its_size_is_unpacked_no_further_than_the_limit() -> None:
+    for body, most in ((UNSIZED, len(BODY) - 1), (PIECES, 0), (BOMB, 2**20)):
+        with pytest.raises(TooLarge, match=f"{most} are taken") as refusal:
+            unpack(body, "zstd", most)
+        found = re.search(r"at least (\d+) bytes", str(refusal.value))
+        assert most < int(found[1]) <= most + 2**16, "no more than a piece beyond"
+    assert unpack(BOMB, "zstd", 2**25) == bytes(2**25)
+
+
+def test_a_frame_that_does_not_say_its_size_has_a_window_of_8_mib_at_most() -> None:
+    wide = zstandard.ZstdCompressionParameters(window_log=24, write_content_size=False)
+    body = zstandard.ZstdCompressor(compression_params=wide).compress(bytes(2**25))
+    with pytest.raises(BadRequest, match="window"):
+        unpack(body, "zstd", 2**26)
+
+
+def test_a_frame_that_lies_about_its_size_is_refused() -> None:
+    said = _in_head(len(BODY))
+    assert PACKED.count(said) == 1
+    for lie in (len(BODY) - 1, len(BODY) + 1, 256):
+        with pytest.raises(BadRequest):
+            unpack(PACKED.replace(said, _in_head(lie)), "zstd", 10 * len(BODY))
+
+
+@pytest.mark.parametrize("cut", [1, 4, 100])
+def test_half_a_frame_or_one_with_something_behind_it_is_never_taken_for_a_body(cut: int) -> None:
+    for whole in (PACKED, UNSIZED, CHECKED, PIECES):
+        for body in (whole[:-cut], whole + b"x" * cut, whole + whole):
+            with pytest.raises(BadRequest):
+                unpack(body, "zstd", 10 * len(BODY))
+
+
+@pytest.mark.parametrize(("body", "encoding"), [(BODY, "gzip"), (BODY, "zstd"), (b"", "zstd"), (PACKED, "zstd, zstd")])
+def test_nothing_else_is_unpacked(body: bytes, encoding: str) -> None:
+    with pytest.raises(BadRequest, match="zstd"):
+        unpack(body, encoding, 10 * len(BODY))
+
+
+def test_values_are_counted_before_they_are_made() -> None:
+    limits = LimitSettings(json_values=1000)
+    check_values(json.dumps([1] * 999).encode(), limits)
+    for body in (b"[" * 1001, b'{"a":1}' * 501, json.dumps([1] * 1001).encode()):
+        with pytest.raises(TooLarge, match="1000"):
+            check_values(body, limits)
+
+
+def test_parts_of_a_protobuf_body_are_counted_before_they_are_made() -> None:
+    """Datums, what is in them, known to us or not, and what stands beside them."""
+    message = sdk.ForwardBackwardRequest(model_id="m", seq_id=2**31 - 1, loss_fn="x", forward_only=True)
+    message.loss_fn_config["beta"] = 1.0
+    for i in range(300):
+        datum = message.data.add()
+        datum.model_input.add().encoded_text.tokens = bytes(4 * i)
+        datum.loss_fn_inputs["target_tokens"].shape.extend([i, 2**40])
+        datum.model_input_spans.add()
+    parts = 300 * 4 + 3
+    body = message.SerializeToString()
+    check_parts(body, LimitSettings(json_values=4 * parts))
+    bombs = (body, b"\x1a\x00" * 1001, b"\x1a\xd2\x0f" + b"\x0a\x00" * 1001, b"\x9a\x80\x00\x00" * 1001)
+    for bomb in bombs:
+        with pytest.raises(TooLarge, match="parts"):
+            check_parts(bomb, LimitSettings(json_values=4 * (parts - 1 if bomb is body else 1000)))
+
+
+@pytest.mark.parametrize(
+    "body", [b"\x1a", b"\x1a\x05a", b"\x80" * 10**6, b"\x0d\x01", b"\x0b\x1a\x00\x0c", b"\xff\xff"]
+)
+def test_what_is_no_protobuf_is_left_to_the_parser(body: bytes) -> None:
+    check_parts(body, LimitSettings())
+
+
+def test_levels_are_counted_in_lists_and_objects_alike() -> None:
+    limits = LimitSettings(json_depth=16)
+    nested: object = 1
+    for level in range(16):
+        nested = [nested] if level % 2 else {"a": nested, "b": 2}
+    check_depth(nested, limits)
+    with pytest.raises(BadRequest, match="16 levels"):
+        check_depth([nested], limits)
+
+
+def test_a_call_brings_so_many_datums_and_tokens_and_no_more() -> None:
+    def batch(*lengths: int) -> Batch:
+        return Batch(Ragged.of([np.zeros(length) for length in lengths], np.int32), {})
+
+    limits = LimitSettings(datums=3, batch_tokens=10)
+    check_datums(3, limits)
+    check_batch(batch(5, 4, 1), limits)
+    with pytest.raises(BadRequest, match="4 datums; at most 3"):
+        check_datums(4, limits)
+    with pytest.raises(BadRequest, match="11 tokens; at most 10"):
+        check_batch(batch(5, 6), limits)
+
+
+def _in_head(size: int) -> bytes:
+    """How a frame's head holds a size of 256 to 65,791."""
+    return (size - 256).to_bytes(2, "little")

@@ -1,0 +1,66 @@
+"""All of a model's weights out of a folder, whatever transformers calls them there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from app.errors import UserOpError
+from tests.parity.architectures import build
+from workers.backends.sampling.full_weights import check_fits, tensors_in, weights_for
+from workers.backends.training.base import OPTIMIZER_FILE
+from workers.checkpoints.export import huggingface_writer
+
+
+def copied(source: Path, folder: Path) -> tuple[Path, Mapping[str, Tensor]]:
+    """A folder as a trainer writes it, and its weights by the names of a model in memory."""
+    model = AutoModelForCausalLM.from_pretrained(source)
+    weights = {name: torch.randn_like(parameter) for name, parameter in model.named_parameters()}
+    folder.mkdir()
+    huggingface_writer(model, dict(weights), torch.float32, str(source))(folder)
+    return folder, weights
+
+
+@pytest.mark.parametrize("case", ["llama", "llama, tied head", "qwen3-moe"])
+def test_every_weight_is_found_as_it_was_written(case: str, tmp_path: Path) -> None:
+    """Experts have other names in files than in memory."""
+    base = build(case, tmp_path / "base")
+    folder, written = copied(base, tmp_path / "copy")
+    model = AutoModelForCausalLM.from_pretrained(base)
+    check_fits(folder, model)
+    found = dict(weights_for(model, folder))
+    assert found.keys() == written.keys()
+    assert all(torch.equal(found[name], written[name]) for name in written)
+
+
+def test_weights_of_one_name_in_files_and_memory_are_read_one_at_a_time(tmp_path: Path) -> None:
+    base = build("llama", tmp_path / "base")
+    assert isinstance(weights_for(AutoModelForCausalLM.from_pretrained(base), base), Iterator)
+
+
+def test_an_optimizers_tensors_are_no_weights(tmp_path: Path) -> None:
+    base = build("llama", tmp_path / "base")
+    names = [name for name, _ in tensors_in(base)]
+    save_file({"moment": torch.zeros(1)}, base / OPTIMIZER_FILE)
+    assert [name for name, _ in tensors_in(base)] == names
+
+
+@pytest.mark.parametrize("other", ["llama, tied head", "qwen3"])
+def test_a_folder_of_another_model_is_refused(other: str, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(build("llama", tmp_path / "base"))
+    with pytest.raises(UserOpError, match="no weights of this base model"):
+        check_fits(build(other, tmp_path / "other"), model)
+
+
+def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
+    base = build("llama", tmp_path / "base")
+    model = AutoModelForCausalLM.from_pretrained(base)
+    (base / "model.safetensors").unlink()
+    with pytest.raises(UserOpError, match="no weights of this base model"):
+        check_fits(base, model)

@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+import pytest
+from transformers import AutoTokenizer
+
+from tests.models import tiny_qwen3
+from workers.backends.sampling.requests import StopText
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return AutoTokenizer.from_pretrained(tiny_qwen3(tmp_path_factory.mktemp("base"))).backend_tokenizer
+
+
+def completed_at(tokenizer, stops: tuple[str, ...], text: str, prompt: str = "Hi") -> int | None:
+    """How many tokens it took, one a byte."""
+    watch = StopText(tokenizer, tokenizer.encode(prompt).ids, stops)
+    return next((n for n, token in enumerate(tokenizer.encode(text).ids, 1) if watch.completes(token)), None)
+
+
+def test_the_token_that_completes_a_stop_string_is_found(tokenizer):
+    assert completed_at(tokenizer, ("END",), "an END here") == 6
+    assert completed_at(tokenizer, ("zzz", "n E"), "an END here") == 4
+    assert completed_at(tokenizer, ("x",), "axb") == 2
+
+
+def test_a_stop_string_that_is_not_there_is_not_found(tokenizer):
+    assert completed_at(tokenizer, ("END",), "EN D, E ND") is None
+
+
+def test_a_stop_string_of_several_bytes_a_character_is_found_at_its_last_byte(tokenizer):
+    assert completed_at(tokenizer, ("é…",), "caf" + "é…") == 3 + 2 + 3
+
+
+def test_a_stop_string_does_not_begin_in_the_prompt(tokenizer):
+    assert completed_at(tokenizer, ("END",), "D END", prompt="EN") == 5
+
+
+def test_a_prompt_that_ends_in_half_a_character_is_not_searched(tokenizer):
+    prompt, rest = (tokenizer.encode(text).ids for text in ("the END 😀", "\n"))
+    watch = StopText(tokenizer, prompt[:-2], ("END", "\n"))
+    assert [watch.completes(token) for token in [*prompt[-2:], *rest]] == [False, False, True]
+
+
+def test_a_special_token_can_be_a_stop_string(tokenizer):
+    assert completed_at(tokenizer, ("<|im_end|>",), "ab<|im_end|>") == 3

@@ -1,0 +1,45 @@
+"""Prompts that share a pass; that their scores are right is held by tests/conformance."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from app.domain.sampling import SampleRequest
+from app.settings import BaseModelSettings
+from tests.models import tiny_qwen3
+from workers.backends.sampling import requests as sampling_requests
+from workers.backends.sampling.transformers import batch
+from workers.backends.sampling.transformers.batch import Job
+from workers.models import base_model, lora
+
+LENGTHS = (5, 60, 2, 33)
+ASKS = (
+    {"prompt_logprobs": True},
+    {"prompt_logprobs": True, "prompt_last_n": 7, "prompt_top": 3},
+    {"prompt_alternatives": 2},
+    {"prompt_top": 4},
+)
+
+
+@pytest.mark.parametrize("columns", [1, 3, 256])
+def test_prompts_of_mixed_lengths_and_asks_share_passes_and_score_as_alone(tmp_path, monkeypatch, columns):
+    settings = BaseModelSettings(name="tiny", path=str(tiny_qwen3(tmp_path)), dtype="float32")
+    base, words = base_model.load(settings), sampling_requests.load_vocabulary(settings)
+    lora.wrap(base.model)
+
+    def jobs() -> list[Job]:
+        prompts = [np.random.default_rng(n).integers(0, 256, n).astype(np.int32) for n in LENGTHS]
+        requests = [SampleRequest(prompt, 1, 1, 9, **ask) for prompt, ask in zip(prompts, ASKS, strict=True)]
+        return [Job(request, "", None, base.info, words) for request in requests]
+
+    alone, together = jobs(), jobs()
+    with torch.inference_mode():
+        logits = [batch.prefill(base.model, base.device, [job]).logits[0] for job in alone]
+        monkeypatch.setattr(batch, "SCORED_PASS_TOKENS", columns * len(LENGTHS))
+        prefilled = batch.prefill(base.model, base.device, together)
+    torch.testing.assert_close(prefilled.logits, torch.stack(logits), atol=1e-4, rtol=0)
+    for one, other in zip(alone, together, strict=True):
+        assert one.scores is not None
+        np.testing.assert_allclose(other.scores, one.scores, atol=1e-4)

@@ -1,0 +1,217 @@
+"""The engine's promises about failure and size; what it computes is held by tests/conformance."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+
+from app.domain.sampling import SampleRequest
+from app.errors import ServerOpError
+from app.settings import BaseModelSettings, SamplerSettings
+from tests.models import tiny_qwen3
+from tests.unit.workers.conftest import await_true
+from workers.backends.sampling import full_weights
+from workers.backends.sampling.base import Aborted, Watch
+from workers.backends.sampling.full_weights import tensors_in
+from workers.backends.sampling.transformers.backend import TransformersSampler
+
+POISON = 200
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_qwen3(tmp_path_factory.mktemp("base"))
+
+
+@pytest.fixture
+def sampler(folder):
+    settings = BaseModelSettings(
+        name="tiny", path=str(folder), dtype="float32", sampler=SamplerSettings(max_batch=8, backend="transformers")
+    )
+    backend = TransformersSampler(settings)
+    backend.open()
+    yield backend
+    backend.close()
+
+
+def ask(*prompt: int, **fields) -> SampleRequest:
+    fields = {"num_samples": 1, "max_tokens": 6, "seed": 3, "ignore_eos": True, **fields}
+    return SampleRequest(prompt=np.array(prompt, np.int32), **fields)
+
+
+def on_forward(sampler: TransformersSampler, check) -> None:
+    """Call `check(input_ids)` before every forward pass of the sampler's own model."""
+    sampler._base.model.register_forward_pre_hook(lambda _m, _a, given: check(given["input_ids"]), with_kwargs=True)
+
+
+def hold(sampler: TransformersSampler, until) -> None:
+    """What was begun draws no further token before that, so it ends neither before its client nor before another's."""
+    on_forward(sampler, lambda input_ids: await_true(until, "a pass goes on") if input_ids.shape[1] == 1 else None)
+
+
+def refuse_poison(input_ids: torch.Tensor) -> None:
+    if input_ids.shape[1] > 1 and (input_ids == POISON).any():
+        raise RuntimeError("out of memory")
+
+
+def test_a_prompt_that_cannot_run_fails_alone_though_it_shares_a_pass(sampler):
+    on_forward(sampler, refuse_poison)
+    with ThreadPoolExecutor(12) as pool:
+        bad = [pool.submit(sampler.sample, None, ask(1, POISON, num_samples=20)) for _ in range(4)]
+        good = [pool.submit(sampler.sample, None, ask(1, token)) for token in range(8)]
+        assert [len(future.result(60).sequences[0].tokens) for future in good] == [6] * 8
+        for future in bad:
+            with pytest.raises(ServerOpError, match="out of memory"):
+                future.result(60)
+    assert sampler.healthy()
+
+
+def test_a_failed_decode_step_fails_all_in_flight_and_health(sampler):
+    def fail_in_decode(input_ids: torch.Tensor) -> None:
+        if input_ids.shape[1] == 1:
+            raise RuntimeError("the device is gone")
+
+    on_forward(sampler, fail_in_decode)
+    with ThreadPoolExecutor(4) as pool:
+        futures = [pool.submit(sampler.sample, None, ask(1, i, num_samples=10)) for i in range(4)]
+        for future in futures:
+            with pytest.raises(ServerOpError, match=r"stopped.*the device is gone"):
+                future.result(60)
+    assert not sampler.healthy()
+    with pytest.raises(ServerOpError, match="the device is gone"):
+        sampler.sample(None, ask(1, 2))
+
+
+def test_no_more_than_max_batch_sequences_are_decoded_together(sampler):
+    hold(sampler, lambda: len(sampler._engine._unfinished) == 5 or sizes)
+    sizes = []
+    on_forward(sampler, lambda input_ids: sizes.append(len(input_ids)) if input_ids.shape[1] == 1 else None)
+    with ThreadPoolExecutor(5) as pool:
+        list(pool.map(lambda i: sampler.sample(None, ask(1, 2, num_samples=7, max_tokens=3 + i)), range(5)))
+    assert max(sizes) == 8
+
+
+def test_requests_that_arrive_while_others_run_join_them(sampler):
+    """A long request does not hold up a short one behind it, nor the other way round."""
+    hold(sampler, lambda: sampler._engine._waiting or rows)
+    rows = []
+    on_forward(sampler, lambda input_ids: rows.append(len(input_ids)) if input_ids.shape[1] == 1 else None)
+    with ThreadPoolExecutor(1) as running:
+        long = running.submit(sampler.sample, None, ask(1, 2, max_tokens=400))
+        await_true(lambda: sampler._engine._batch.occupied, "the long one runs")
+        assert len(sampler.sample(None, ask(1, 2, max_tokens=2)).sequences[0].tokens) == 2
+        assert len(long.result(60).sequences[0].tokens) == 400
+    assert rows == [1, 2] + [1] * 397, "the short one came and went in the middle of the long one"
+
+
+def test_a_long_prompt_is_run_in_bounded_passes(sampler, monkeypatch):
+    from workers.backends.sampling.transformers import batch
+
+    prompt = tuple(range(100))
+    whole = sampler.sample(None, ask(*prompt, prompt_logprobs=True))
+    widths = []
+    on_forward(sampler, lambda input_ids: widths.append(input_ids.numel()))
+    monkeypatch.setattr(batch, "SCORED_PASS_TOKENS", 16)
+    pieces = sampler.sample(None, ask(*prompt, prompt_logprobs=True))
+    assert max(widths) == 16
+    np.testing.assert_allclose(pieces.prompt_logprobs, whole.prompt_logprobs, atol=1e-5)
+    assert pieces.sequences[0].tokens.tolist() == whole.sequences[0].tokens.tolist()
+
+
+def test_the_part_of_a_prompt_that_is_not_scored_is_run_in_larger_passes(sampler, monkeypatch):
+    from workers.backends.sampling.transformers import batch
+
+    prompt = tuple(range(100))
+    whole = sampler.sample(None, ask(*prompt, prompt_logprobs=True))
+    monkeypatch.setattr(batch, "SCORED_PASS_TOKENS", 8)
+    widths = []
+    on_forward(sampler, lambda input_ids: widths.append(input_ids.shape[1]))
+    end = sampler.sample(None, ask(*prompt, prompt_logprobs=True, prompt_last_n=10, max_tokens=1))
+    assert widths == [89, 8, 3]
+    np.testing.assert_allclose(end.prompt_logprobs[-10:], whole.prompt_logprobs[-10:], atol=1e-5)
+
+
+def test_the_rows_of_an_aborted_request_are_dropped_though_nobody_comes_behind_it(sampler):
+    watch, steps, batch = Watch(), [], sampler._engine._batch
+    step = batch.step
+
+    def abort_behind_the_fifth() -> None:
+        step()
+        steps.append(batch.occupied)
+        if len(steps) == 5:
+            watch.abort()
+
+    batch.step = abort_behind_the_fifth
+    with pytest.raises(Aborted):
+        sampler.sample(None, ask(1, 2, num_samples=8, max_tokens=400), watch)
+    await_true(lambda: len(steps) >= 6, "a further step")
+    assert steps == [True] * 5 + [False]
+
+
+def test_a_job_whose_rows_cannot_be_set_up_fails_alone(sampler, monkeypatch):
+    from workers.backends.sampling.transformers import batch
+
+    def refuse(*_args: object) -> None:
+        raise RuntimeError("no stream")
+
+    monkeypatch.setattr(batch, "StopText", refuse)
+    with pytest.raises(ServerOpError, match="no stream"):
+        sampler.sample(None, ask(1, 2, stop_strings=("x",)))
+    assert len(sampler.sample(None, ask(1, 2)).sequences[0].tokens) == 6
+
+
+def test_closing_fails_what_is_unfinished(sampler):
+    started = ThreadPoolExecutor(1)
+    running = threading.Event()
+    on_forward(sampler, lambda input_ids: running.set())
+    hold(sampler, lambda: sampler._engine._failure)
+    future = started.submit(sampler.sample, None, ask(1, 2, max_tokens=500, num_samples=64))
+    assert running.wait(60)
+    sampler.close()
+    with pytest.raises(ServerOpError, match="shutting down"):
+        future.result(60)
+    started.shutdown()
+
+
+def test_new_weights_that_were_written_in_part_end_the_engine(folder, tmp_path, monkeypatch):
+    """Nobody knows what it would sample; the worker is started again with the base's."""
+    settings = BaseModelSettings(
+        name="tiny", path=str(folder), dtype="float32", sampler=SamplerSettings(backend="transformers")
+    )
+    backend = TransformersSampler(settings, full=True)
+    backend.open()
+    other = tiny_qwen3(tmp_path / "other", seed=1)
+
+    def torn(model, source):
+        yield next(iter(tensors_in(source)))
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr(full_weights, "weights_for", torn)
+    with ThreadPoolExecutor(1) as pool:
+        begun = threading.Event()
+        running = pool.submit(backend.sample, None, ask(1, 2, max_tokens=200), Watch(lambda *_: begun.set()))
+        assert begun.wait(60)
+        with pytest.raises(ServerOpError, match=r"stopped.*the disk is gone"):
+            backend.load("other", other)
+        assert len(running.result().sequences[0].tokens) == 200, "what ran before is not harmed"
+    assert not backend.healthy()
+    with pytest.raises(ServerOpError, match="the disk is gone"):
+        backend.load("other", other)
+
+
+def test_who_waits_for_an_idle_engine_is_told_when_it_stops(sampler):
+    begun = threading.Event()
+    hold(sampler, lambda: sampler._engine._failure)
+    with ThreadPoolExecutor(2) as pool:
+        running = pool.submit(sampler.sample, None, ask(1, 2, max_tokens=400), Watch(lambda *_: begun.set()))
+        assert begun.wait(60)
+        waiting = pool.submit(sampler._engine.when_idle, lambda: pytest.fail("it is not idle"))
+        await_true(lambda: sampler._engine._for_idle, "it is asked for")
+        sampler.close()
+        for future in (running, waiting):
+            with pytest.raises(ServerOpError, match="shutting down"):
+                future.result(60)

@@ -1,0 +1,73 @@
+"""Whole models in vLLM when something goes wrong; that they are sampled right is held by tests/conformance."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from app.errors import ServerOpError
+from tests.models import tiny_qwen3
+from workers.backends.sampling.vllm.backend import VllmWholeModel
+from workers.backends.sampling.vllm.engine import EngineThread
+
+
+class Engine:
+    """vLLM's, as it is told of new weights; it fails as it is told to."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+        self.fails = False
+
+    async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
+        self.told.append(f"pause {mode} {clear_cache}")
+
+    async def collective_rpc(self, method: str, args: tuple[str]) -> None:
+        self.told.append(method)
+        if self.fails:
+            raise RuntimeError("a worker died")
+
+    async def resume_generation(self) -> None:
+        self.told.append("resume")
+
+
+class Thread:
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    def call(self, method: Callable[[Any], Awaitable[None]]) -> None:
+        async def run() -> None:
+            await method(self.engine)
+
+        asyncio.run(run())
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tiny_qwen3(tmp_path)
+
+
+def test_weights_are_written_while_nothing_runs_and_its_cache_is_forgotten(folder: Path) -> None:
+    engine = Engine()
+    whole = VllmWholeModel(cast(EngineThread, Thread(engine)), AutoModelForCausalLM.from_pretrained(folder))
+    for _ in range(2):
+        whole.load("one", folder)
+    assert engine.told == ["pause wait True", "replace_weights", "resume"]
+    assert (whole.ids(), whole.healthy) == (["one"], True)
+
+
+def test_weights_that_may_be_written_in_part_are_nobodys_and_the_engine_is_of_no_further_use(folder: Path) -> None:
+    engine = Engine()
+    whole = VllmWholeModel(cast(EngineThread, Thread(engine)), AutoModelForCausalLM.from_pretrained(folder))
+    whole.load("one", folder)
+    engine.fails = True
+    with pytest.raises(RuntimeError, match="a worker died"):
+        whole.load("two", folder)
+    assert not whole.healthy
+    for name in ("one", "two"):
+        with pytest.raises(ServerOpError, match="not loaded"):
+            whole.find(name)

@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from app.domain.sampling import MAX_TOP
+from app.errors import SetupError
+from app.settings import BaseModelSettings, SamplerSettings
+from workers.backends.sampling.vllm.engine import check_install, engine_args, lora_rank, set_environment
+from workers.backends.sampling.vllm.worker import SAMPLER_PID_VARIABLE
+
+
+def install(site: Path, package: str, version: str) -> None:
+    info = site / f"{package}-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
+
+
+def test_a_sound_install_passes():
+    check_install()
+
+
+@pytest.mark.parametrize("package", ["torchvision", "torchaudio", "torchcodec"])
+def test_a_cuda_build_beside_a_cpu_torch_is_refused_with_the_remedy(package, tmp_path, monkeypatch):
+    install(tmp_path, package, "0.28.0")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(SetupError, match=f"{package}.*pip uninstall -y torchvision torchaudio torchcodec"):
+        check_install()
+
+
+def test_a_cpu_build_beside_it_is_fine(tmp_path, monkeypatch):
+    install(tmp_path, "torchvision", "0.28.0+cpu")
+    monkeypatch.syspath_prepend(tmp_path)
+    check_install()
+
+
+def test_a_vllm_that_cannot_be_imported_is_a_setup_error_that_names_the_cause(tmp_path):
+    (tmp_path / "vllm.py").write_text("raise ImportError('libcudart.so.99: cannot open shared object file')")
+    code = (
+        "from workers.backends.sampling.vllm.engine import check_import, check_install\ncheck_install()\ncheck_import()"
+    )
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path(__file__).parents[6])])}
+    environ.pop(SAMPLER_PID_VARIABLE, None)  # of a test before, which would make the process a worker of vLLM's
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environ)
+    assert "SetupError: vLLM is installed but cannot be imported: libcudart.so.99: cannot open" in run.stderr
+
+
+def test_the_rank_is_rounded_up_to_one_vllm_takes():
+    assert [lora_rank(rank) for rank in (1, 8, 9, 64, 65, 257, 512)] == [8, 8, 16, 64, 128, 320, 512]
+    with pytest.raises(SetupError, match="max_rank is 513"):
+        lora_rank(513)
+
+
+def test_the_operators_engine_arguments_win():
+    sampler = SamplerSettings(max_loras=3, max_batch=5, memory_share=0.5, engine_args={"max_num_seqs": 9, "seed": 1})
+    args = engine_args(BaseModelSettings(name="n", path="~/m", max_rank=20, sampler=sampler), 100, "float32")
+    assert args["model"] == str(Path.home() / "m")
+    assert (args["max_num_seqs"], args["seed"], args["max_model_len"], args["max_lora_rank"]) == (9, 1, 100, 32)
+    # On a CPU the base takes a fourth slot, and half of 4 GiB is 2.
+    assert (args["max_loras"], args["kv_cache_memory_bytes"]) == (4, 2 * 2**30)
+
+
+def test_likeliest_tokens_beyond_vllms_own_20_are_given():
+    args = engine_args(BaseModelSettings(name="n", path="~/m"), 100, "float32")
+    assert args["max_logprobs"] == MAX_TOP >= 100
+
+
+def test_an_engine_that_dies_does_not_log_what_it_was_asked(monkeypatch, tmp_path):
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    set_environment(BaseModelSettings(name="n", path=str(tmp_path)))
+    code = """
+from vllm.config.logging import LoggingConfig
+from vllm.logger import configure_logging, init_logger
+configure_logging(LoggingConfig())  # as every process of its engine does
+init_logger("vllm.logging_utils.dump_input").error("SECRET")
+init_logger("vllm.v1.engine.core").error("DIED")
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=dict(os.environ), check=True)
+    assert "ERROR" in run.stdout
+    assert "DIED" in run.stdout
+    assert "SECRET" not in run.stdout + run.stderr

@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+import pytest
+
+from workers.backends import failures
+from workers.backends.failures import Standstill
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [1000.0]
+    monkeypatch.setattr(failures.time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_what_does_not_run_does_not_stand_still(clock: list[float]):
+    still = Standstill()
+    still.moved()
+    clock[0] += 50
+    assert still.seconds == 0
+    with still.call():
+        clock[0] += 5
+        assert still.seconds == 5
+    clock[0] += 50
+    assert still.seconds == 0
+
+
+def test_calls_that_overlap_stand_still_since_any_of_them_moved(clock: list[float]):
+    still = Standstill()
+    with still.call():
+        clock[0] += 10
+        with still.call():
+            assert still.seconds == 10, "one that comes moves nothing"
+            clock[0] += 10
+            still.moved()
+            clock[0] += 3
+            assert still.seconds == 3
+        clock[0] += 4
+        assert still.seconds == 7

@@ -1,0 +1,157 @@
+"""A custom loss never takes more memory or work than it may, whatever it is written to do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from torch import Tensor
+
+from app.domain.custom_losses import CustomLoss
+from app.errors import UserOpError
+from tests.unit.workers.backends.training.losses.custom_graphs import (
+    INPUTS,
+    LOGPROBS,
+    MATRIX,
+    L,
+    M,
+    W,
+    X,
+    graph,
+    node,
+    run,
+)
+from workers.backends.training.losses import custom_budget
+
+HUGE = 2**40
+SIZE = node("n0", "torch.numel", L)
+ALONE = node("a", "torch.neg", L)
+long_row = node("long", "torch.arange", 100_000)
+BOMBS: dict[str, list[dict[str, Any]]] = {
+    "ones": [node("a", "torch.ones", HUGE)],
+    "ones in two sizes": [node("a", "torch.ones", {"tuple": [2**20, 2**20]})],
+    "arange": [node("a", "torch.arange", HUGE)],
+    "linspace": [node("a", "torch.linspace", 0, 1, HUGE)],
+    "full": [node("a", "torch.full", {"tuple": [HUGE]}, 1.0)],
+    "new_zeros": [node("a", "new_zeros", L, {"tuple": [HUGE]}, method=True)],
+    "expand": [node("u", "unsqueeze", L, 0, method=True), node("a", "expand", {"ref": "u"}, HUGE, 4, method=True)],
+    "repeat": [node("a", "repeat", L, HUGE, method=True)],
+    "tile": [node("a", "torch.tile", L, {"tuple": [HUGE]})],
+    "broadcast_to": [node("a", "torch.broadcast_to", L, {"tuple": [HUGE, 4]})],
+    "one_hot": [node("a", "torch._C._nn.one_hot", X, HUGE)],
+    "pad": [node("a", "torch.nn.functional.pad", L, {"tuple": [0, HUGE]})],
+    "outer": [long_row, node("a", "torch.outer", {"ref": "long"}, {"ref": "long"})],
+    "broadcast": [
+        long_row,
+        node("u", "unsqueeze", {"ref": "long"}, 1, method=True),
+        node("a", "operator.mul", {"ref": "u"}, {"ref": "long"}),
+    ],
+    "matmul": [
+        long_row,
+        node("f", "float", {"ref": "long"}, method=True),
+        node("u", "unsqueeze", {"ref": "f"}, 1, method=True),
+        node("v", "unsqueeze", {"ref": "f"}, 0, method=True),
+        node("a", "operator.matmul", {"ref": "u"}, {"ref": "v"}),
+    ],
+    "index": [
+        long_row,
+        node("z", "torch.zeros_like", {"ref": "long"}),
+        node("e", "expand", {"ref": "z"}, 1_000, 100_000, method=True),
+        node("a", "operator.getitem", L, {"ref": "e"}),
+    ],
+}
+RUNAWAYS: dict[str, list[dict[str, Any]]] = {
+    "expand beyond 64 bits": [
+        node("u", "reshape", L, {"tuple": [4, 1, 1]}, method=True),
+        node("a", "expand", {"ref": "u"}, 4, HUGE, HUGE, method=True),
+    ],
+    "integers that grow": [
+        SIZE,
+        *(node(f"n{i + 1}", "operator.mul", {"ref": f"n{i}"}, {"ref": f"n{i}"}) for i in range(9)),
+        ALONE,
+    ],
+    "a tensor to write into": [
+        node("z", "torch.zeros_like", M),
+        node("a", "torch.nn.functional.normalize", M, 2, 0, 0.5, {"ref": "z"}),
+    ],
+    "a huge power": [SIZE, node("p", "operator.pow", {"ref": "n0"}, HUGE), ALONE],
+    "a list that repeats": [node("p", "operator.mul", [1], HUGE), ALONE],
+    "a text that grows": [node("p", "operator.mod", "mean", HUGE), ALONE],
+    "a size that repeats": [
+        node("s", "getattr", L, "shape"),
+        node("p", "operator.mul", {"ref": "s"}, HUGE),
+        ALONE,
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BOMBS)
+def test_what_would_not_fit_is_refused_before_it_is_made(case: str) -> None:
+    peak = peak_bytes()
+    with pytest.raises(UserOpError, match=r"node a \(.*: LimitReached: .* elements for one datum"):
+        run(graph(*BOMBS[case]), INPUTS).differentiate(0, LOGPROBS)
+    assert peak_bytes() - peak < 64 * 2**20
+
+
+@pytest.mark.parametrize("case", RUNAWAYS)
+def test_what_python_would_let_grow_is_refused(case: str) -> None:
+    with pytest.raises(UserOpError, match=r"TypeError|OverflowError|RuntimeError"):
+        run(graph(*RUNAWAYS[case]), INPUTS).differentiate(0, LOGPROBS)
+
+
+def peak_bytes() -> int:
+    status = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))
+
+
+def evaluated(loss: CustomLoss, datums: int) -> Tensor:
+    """The losses of that many equal datums of one Op."""
+    found = run(loss, *[INPUTS] * datums).evaluate(np.arange(datums), LOGPROBS.expand(datums, 4)[:, :, None])
+    return found[0]
+
+
+def test_many_small_results_count_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    loss = graph(*(node(f"a{i}", "torch.exp", M) for i in range(20)))
+    assert evaluated(loss, 1).isfinite().all()
+    monkeypatch.setattr("workers.backends.training.losses.custom_budget.MAX_ELEMENTS", 15 * MATRIX.numel())
+    with pytest.raises(UserOpError, match=r"node a1\d \(torch.exp\): LimitReached: .* elements for one datum"):
+        run(loss, INPUTS).differentiate(0, LOGPROBS)
+
+
+def test_the_backward_pass_counts_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    loss = graph(node("a", "torch.cumprod", W, 0), node("b", "torch.cumprod", L, 0))
+    monkeypatch.setattr("workers.backends.training.losses.custom_budget.MAX_ELEMENTS", 100)
+    with pytest.raises(UserOpError, match=r"node loss \(the loss\): LimitReached"):
+        run(loss, INPUTS).differentiate(0, LOGPROBS)
+
+
+def test_an_ops_work_is_shared_by_its_datums_so_that_time_is_bounded_without_a_clock(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loss = graph(node("a", "torch.exp", L))
+    monkeypatch.setattr("workers.backends.training.losses.custom.MAX_WORK", 64 * custom_budget.CALL_WORK)
+    assert evaluated(loss, 2).isfinite().all()
+    assert evaluated(loss, 64).isnan().all()
+    with pytest.raises(UserOpError, match=r"datum 7: .* LimitReached: .* send fewer datums"):
+        run(loss, *[INPUTS] * 64).explain(7, LOGPROBS.repeat(64))
+
+
+def test_the_multiplications_of_a_matrix_product_are_work() -> None:
+    product = [
+        node("a", "torch.ones", {"tuple": [3000, 3000]}),
+        node("b", "operator.matmul", {"ref": "a"}, {"ref": "a"}),
+    ]
+    with pytest.raises(UserOpError, match=r"node b \(operator.matmul\): LimitReached: it takes more work"):
+        run(graph(*product), INPUTS).differentiate(0, LOGPROBS)
+
+
+@pytest.mark.parametrize(("method", "fits"), [("exp", True), ("flip", True), ("softmax", False), ("sort", False)])
+def test_an_element_counts_for_what_it_costs(monkeypatch: pytest.MonkeyPatch, method: str, fits: bool) -> None:
+    monkeypatch.setattr("workers.backends.training.losses.custom.MAX_WORK", 64 * custom_budget.CALL_WORK)
+    many = node("a", "torch.full", {"tuple": [100_000]}, 0.5)
+    loss = graph(
+        many, node("b", method, {"ref": "a"}, *([] if method == "exp" else [0]), method=True), ALONE | {"name": "c"}
+    )
+    assert bool(evaluated(loss, 1).isfinite()) == fits

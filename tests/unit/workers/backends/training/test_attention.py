@@ -1,0 +1,68 @@
+"""Packed attention against the textbook formula in fp64, one datum and one head at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from workers.backends.training.attention import packed_attention, runs_of
+
+HEADS, KV_HEADS, WIDTH = 6, 2, 16
+SCALING = 0.3
+LENGTHS = (5, 5, 1, 12)
+
+
+def by_hand(
+    query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int], window: int | None, softcap: float | None
+) -> Tensor:
+    out = torch.zeros(query.shape[2], HEADS, WIDTH, dtype=torch.float64)
+    start = 0
+    for length in lengths:
+        for head in range(HEADS):
+            q = query[0, head, start : start + length].double()
+            k, v = (tensor[0, head // 3, start : start + length].double() for tensor in (key, value))
+            for i in range(length):
+                first = 0 if window is None else max(0, i - window + 1)
+                scores = k[first : i + 1] @ q[i] * SCALING
+                scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+                out[start + i, head] = torch.softmax(scores, -1) @ v[first : i + 1]
+        start += length
+    return out
+
+
+def tensors(seed: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(1, sum(LENGTHS), heads, WIDTH) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    return [torch.randn(shape, generator=generator).transpose(1, 2).to(dtype) for shape in shapes]
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, window: int | None, softcap: float | None) -> Tensor:
+    settings = {"runs": runs_of(LENGTHS), "scaling": SCALING, "sliding_window": window, "softcap": softcap}
+    out, _ = packed_attention(nn.Module(), query, key, value, None, **settings)
+    return out[0]
+
+
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize("window", [None, 3, 12])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
+def test_a_token_sees_its_own_datums_past_alone(
+    window: int | None, softcap: float | None, dtype: torch.dtype, bound: float
+) -> None:
+    query, key, value = tensors(0, dtype)
+    found = attend(query, key, value, window, softcap)
+    wanted = by_hand(query, key, value, LENGTHS, window, softcap)
+    assert found.dtype is dtype
+    assert (found.double() - wanted).norm() < bound * wanted.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_datum_gives_no_gradient_to_another(dtype: torch.dtype) -> None:
+    leaves = [tensor.requires_grad_() for tensor in tensors(0, dtype)]
+    attend(*leaves, None, None)[:5].sum().backward()
+    for leaf in leaves:
+        assert leaf.grad is not None
+        assert leaf.grad[:, :, :5].any()
+        assert not leaf.grad[:, :, 5:].any()

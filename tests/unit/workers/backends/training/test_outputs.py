@@ -1,0 +1,136 @@
+"""Logprobs and gradients of a head against log_softmax on whole fp64 logits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from app.domain.ops import LoraSpec
+from workers.backends.training import outputs
+from workers.backends.training.lm_head import Head, LogitRule
+from workers.backends.training.outputs import Reading
+from workers.models.lora import Adapter, LoraPair
+
+ROWS, WIDTH, VOCAB = 23, 8, 50
+RULES = {"plain": LogitRule(), "scaled": LogitRule(scale=0.25), "capped": LogitRule(scale=2.0, cap=3.0)}
+
+
+def adapter(seed: int, rank: int) -> Adapter:
+    torch.manual_seed(seed)
+    pair = LoraPair(nn.Parameter(torch.randn(rank, WIDTH)), nn.Parameter(torch.randn(VOCAB, rank)))
+    return Adapter(LoraSpec(rank, alpha=2.0), {"lm_head": pair})
+
+
+def by_hand(
+    hidden: Tensor, weight: Tensor, targets: Tensor, segments: Sequence[tuple[Adapter, int]], rule: LogitRule
+) -> Tensor:
+    """Differentiable, all at once."""
+    shares = torch.split(hidden, [count for _, count in segments])
+    logits = hidden @ weight.t() + torch.cat(
+        [
+            one.scaling * x @ one.pairs["lm_head"].a.to(x.dtype).t() @ one.pairs["lm_head"].b.to(x.dtype).t()
+            if one.pairs
+            else x.new_zeros(len(x), VOCAB)
+            for (one, _), x in zip(segments, shares, strict=True)
+        ]
+    )
+    logits = logits * rule.scale
+    if rule.cap is not None:
+        logits = rule.cap * torch.tanh(logits / rule.cap)
+    return torch.log_softmax(logits, -1).gather(-1, targets)
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize("zeros", [0, 3, 20])
+@pytest.mark.parametrize(("chunk", "kept"), [(64, 2**26), (7, 2**26), (7, 0)], ids=["one", "several", "made again"])
+def test_logprobs_and_all_gradients_equal_log_softmax(
+    monkeypatch: pytest.MonkeyPatch, rule: LogitRule, width: int, zeros: int, chunk: int, kept: int
+) -> None:
+    monkeypatch.setitem(outputs.CHUNK_ROWS, "cpu", chunk)
+    monkeypatch.setattr(outputs, "_KEPT_ELEMENTS", kept)
+    torch.manual_seed(0)
+    weight, hidden = torch.randn(VOCAB, WIDTH), torch.randn(ROWS, WIDTH)
+    targets, seed = torch.randint(0, VOCAB, (ROWS, width)), torch.randn(ROWS, width)
+    targets[:, -1] = targets[:, 0]  # one token twice
+    seed[torch.randperm(ROWS)[:zeros]] = 0
+    seed[-1, 0] = -seed[-1, 1:].sum() if width > 1 else 1.0  # a row whose gradients cancel
+    segments = [(adapter(1, 4), 10), (Adapter(LoraSpec(1), {}), 5), (adapter(2, 2), ROWS - 15)]
+    with torch.no_grad():
+        read = Reading(Head(weight, "lm_head", rule), hidden, targets, segments, keep=True)
+        gradient = read.gradient(seed)
+    found = {
+        "hidden": gradient,
+        **{f"{i}.{part}": getattr(segments[i][0].pairs["lm_head"], part).grad for i in (0, 2) for part in "ab"},
+    }
+    for i in (0, 2):
+        for tensor in (segments[i][0].pairs["lm_head"].a, segments[i][0].pairs["lm_head"].b):
+            tensor.grad = None
+    leaf = hidden.double().requires_grad_()
+    wanted = by_hand(leaf, weight.double(), targets, segments, rule)
+    torch.testing.assert_close(read.scores.double(), wanted, rtol=1e-5, atol=1e-5)
+    wanted.backward(seed.double())
+    expected = {
+        "hidden": leaf.grad,
+        **{f"{i}.{part}": getattr(segments[i][0].pairs["lm_head"], part).grad for i in (0, 2) for part in "ab"},
+    }
+    for name, value in found.items():
+        torch.testing.assert_close(value.double(), expected[name].double(), rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_given_logits_are_read_like_a_heads_and_left_alone() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(ROWS, VOCAB).mul_(5)
+    before = logits.clone()
+    targets, seed = torch.randint(0, VOCAB, (ROWS, 2)), torch.randn(ROWS, 2)
+    leaf = logits.double().requires_grad_()
+    wanted = torch.log_softmax(leaf, -1).gather(-1, targets)
+    wanted.backward(seed.double())
+    read = Reading(Head(None, "lm_head", LogitRule()), logits, targets, [(Adapter(LoraSpec(1), {}), ROWS)], keep=True)
+    torch.testing.assert_close(read.scores.double(), wanted.detach(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(read.gradient(seed).double(), leaf.grad, rtol=1e-5, atol=1e-6)
+    assert torch.equal(logits, before)
+
+
+def test_bfloat16_logits_are_reduced_in_fp32_and_confident_targets_keep_their_gradient() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(ROWS, 4096).bfloat16()
+    targets = torch.randint(0, 4096, (ROWS, 1))
+    logits.scatter_(1, targets, 18.0)  # probabilities within 1e-4 of 1
+    read = Reading(Head(None, "lm_head", LogitRule()), logits, targets, [(Adapter(LoraSpec(1), {}), ROWS)], keep=True)
+    leaf = logits.double().requires_grad_()
+    wanted = torch.log_softmax(leaf, -1).gather(-1, targets)
+    assert read.scores.dtype is torch.float32
+    # fp32 numbers about 18, from which the scores are subtracted, are 2^-19 = 1.9e-6 apart.
+    torch.testing.assert_close(read.scores.double(), wanted.detach(), rtol=1e-4, atol=2e-6)
+    wanted.sum().backward()
+    found = read.gradient(torch.ones(ROWS, 1)).double()
+    assert leaf.grad is not None
+    assert (found - leaf.grad).norm() < 0.01 * leaf.grad.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_entropy_is_that_of_the_whole_distribution(
+    monkeypatch: pytest.MonkeyPatch, rule: LogitRule, dtype: torch.dtype
+) -> None:
+    monkeypatch.setitem(outputs.CHUNK_ROWS, "cpu", 7)
+    torch.manual_seed(0)
+    given, targets = torch.randn(ROWS, VOCAB).mul(5).to(dtype), torch.randint(0, VOCAB, (ROWS, 1))
+    found = Reading(Head(None, "lm_head", rule), given, targets, [], keep=False, entropy=True).entropy
+    logits = given.double() * rule.scale
+    if rule.cap is not None:
+        logits = rule.cap * torch.tanh(logits / rule.cap)
+    assert found is not None
+    torch.testing.assert_close(found[:, 0], torch.distributions.Categorical(logits=logits).entropy().float())
+
+
+def test_an_entropy_without_choice_is_zero() -> None:
+    certain = torch.tensor([[0.0, -torch.inf, -torch.inf], [300.0, 0.0, -300.0]])
+    targets = torch.zeros(2, 1, dtype=torch.int64)
+    found = Reading(Head(None, "lm_head", LogitRule()), certain, targets, [], keep=False, entropy=True).entropy
+    assert found is not None
+    assert found.flatten().tolist() == [0.0, 0.0]

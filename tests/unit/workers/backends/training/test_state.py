@@ -1,0 +1,148 @@
+"""The longest unused models leave the device, and come back on their next Op, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from app.domain.ops import AdamParams, DropGradients, ForwardBackward, LoraSpec, OptimStep
+from app.settings import BaseModelSettings
+from tests.models import tiny_qwen3
+from tests.parity.datums import batch, supervised, valued
+from tests.parity.training import state
+from workers.backends.training import backends
+from workers.backends.training.base import Create
+from workers.backends.training.state import Residency
+from workers.backends.training.trainer import Trainer
+
+CPU = torch.device("cpu")
+MODELS = ("a", "b", "c")
+
+
+class State:
+    """Two tensors; a move, even to the same kind of device, gives them other storage."""
+
+    def __init__(self) -> None:
+        self.tensors = [torch.arange(4.0), torch.ones(3)]
+        self.at = self.places()
+
+    def held(self) -> Iterator[Tensor]:
+        return iter(self.tensors)
+
+    def places(self) -> list[int]:
+        return [tensor.untyped_storage().data_ptr() for tensor in self.tensors]
+
+    def moved(self) -> bool:
+        """Since it was last asked."""
+        before, self.at = self.at, self.places()
+        return before != self.at
+
+
+def moved(states: dict[str, State]) -> str:
+    return "".join(name for name, one in states.items() if one.moved())
+
+
+def test_the_longest_unused_leave_and_come_back_on_their_next_use() -> None:
+    states = {name: State() for name in "abcd"}
+    residency = Residency(CPU, 2)
+    for use, wanted, count in (
+        ("a", "", 1),
+        ("b", "", 2),
+        ("a", "", 2),
+        ("c", "b", 2),  # b was unused for longest
+        ("a", "", 2),
+        ("b", "bc", 2),
+        ("abd", "", 3),  # a pass takes what it needs
+        ("d", "a", 2),
+        ("abcd", "ac", 4),
+    ):
+        residency.bring(states, use)
+        assert (moved(states), len(residency)) == (wanted, count), use
+    assert all(one.tensors[0].tolist() == [0.0, 1.0, 2.0, 3.0] for one in states.values())
+
+
+def test_without_a_limit_nothing_moves() -> None:
+    states = {name: State() for name in "abcd"}
+    residency = Residency(CPU, 0)
+    for use in ("a", "bcd", "b", "a"):
+        residency.bring(states, use)
+    assert (moved(states), len(residency)) == ("", 4)
+
+
+def test_room_is_made_for_a_model_that_is_yet_to_come_and_a_closed_one_takes_none() -> None:
+    states = {"a": State()}
+    residency = Residency(CPU, 1)
+    residency.bring(states, "a")
+    residency.bring(states, "b")
+    assert moved(states) == "a"
+    states["b"] = State()
+    del states["a"]
+    residency.forget("a")
+    residency.bring(states, "a")
+    states["a"] = State()
+    assert moved(states) == "b", "what has a known name is not taken for what went away"
+    residency.forget("a")
+    residency.bring(states, "b")
+    assert (moved(states), len(residency)) == ("b", 1)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_qwen3(tmp_path_factory.mktemp("base"))
+
+
+def opened(base: Path, most: int) -> Trainer:
+    torch.set_num_threads(1)
+    trainer = {"backend": "torch", "micro_batch_tokens": 64, "device_models": most}
+    backend = backends.create(BaseModelSettings(name="tiny", path=str(base), dtype="float32", trainer=trainer))
+    backend.open()
+    return backend
+
+
+def test_models_that_come_and_go_train_to_the_same_bits(base: Path, tmp_path: Path) -> None:
+    """With pending gradients and optimizer state on the way, a critic among them."""
+    ends = []
+    for most in (1, 0):
+        backend = opened(base, most)
+        for i, model in enumerate(MODELS):
+            backend.apply({model: Create(LoraSpec(rank=2 + i, seed=i), critic=model == "c")})
+        for turn in range(3):
+            for model in MODELS:
+                backend.apply({model: work(model, turn)})
+            for model in MODELS:
+                backend.apply({model: replace(work(model, turn + 5), forward_only=turn == 1)})
+            for model in MODELS[turn:]:
+                backend.apply({model: DropGradients() if turn == 1 else STEP})
+        assert backend.describe()["models_on_device"] == (most or len(MODELS))
+        ends.append([state(backend, model, tmp_path / f"{most}-{model}") for model in MODELS])
+        for model in MODELS:
+            backend.close(model)
+        assert backend.describe()["models_on_device"] == 0
+    assert ends[0] == ends[1]
+
+
+STEP = OptimStep(AdamParams(learning_rate=1e-2, eps=1e-8))
+
+
+def work(model: str, seed: int) -> ForwardBackward:
+    if model == "c":
+        return ForwardBackward(batch(valued(seed, (9, 14))), "ppo_critic")
+    return ForwardBackward(batch(supervised(seed, (9, 14))), "cross_entropy")
+
+
+def test_all_of_a_model_leaves_the_device(base: Path) -> None:
+    backend = opened(base, 1)
+    backend.apply({"a": Create(LoraSpec(rank=2))})
+    backend.apply({"a": work("a", 0)})
+    tensors = list(backend._states["a"].held())
+    before = [tensor.untyped_storage().data_ptr() for tensor in tensors]
+    backend.apply({"b": Create(LoraSpec(rank=2))})
+    after = [tensor.untyped_storage().data_ptr() for tensor in tensors]
+    assert all(old != new for old, new in zip(before, after, strict=True))
+    # A pair on each of 15 linears, three more numbers for each of Adam's, and the pending gradient.
+    assert len(tensors) == 30 * (1 + 3 + 1)

@@ -1,0 +1,221 @@
+"""What waits too long is rung again; gaps end."""
+
+from __future__ import annotations
+
+import time
+from itertools import pairwise
+
+import pytest
+import redis
+
+from app.domain.records import Model, Sampler, dump
+from app.domain.results import Result
+from app.errors import BadRequest
+from app.settings import EngineSettings
+from app.stores.interfaces.journal import Lease
+from app.stores.redis import keys
+from app.stores.redis.journal import RedisOpLog
+from app.stores.redis.records import RedisRecords
+from workers.maintenance.redispatch import Ringing
+
+MODEL = "session:train:0"
+PATIENT = EngineSettings(lease_s=3600, ring_again_s=60, gap_s=300)
+HASTY = EngineSettings(lease_s=3600, ring_again_s=1e-6, gap_s=1e-6)
+
+
+@pytest.fixture
+def oplog(client: redis.Redis) -> RedisOpLog:
+    log = RedisOpLog(client, PATIENT)
+    log.take_calls(600)
+    log.create_model(MODEL, dump(Model("me", "session", "base", 0.0)))
+    RedisRecords(client).put_new(Sampler.namespace, "s:sample:0", dump(Sampler("me", "s", "base", 0.0)))
+    return log
+
+
+def swept(oplog: RedisOpLog, settings: EngineSettings, times: int = 1) -> list[tuple[str, ...]]:
+    while any(pending.waited_s == 0 for pending in oplog.pending()):
+        time.sleep(0.001)  # the server counts milliseconds
+    rung: list[tuple[str, ...]] = []
+    ringing = Ringing(oplog, lambda *ring: rung.append(ring), settings)
+    time.sleep(0.001)  # what it has not watched itself does not count for a gap
+    for _ in range(times):
+        ringing.sweep()
+    return rung
+
+
+def test_an_op_whose_doorbell_was_lost_is_rung_again(oplog):
+    oplog.admit(MODEL, 0, "create_model", b"", "d")
+    oplog.admit_sample("s:sample:0:4", "s:sample:0", "me", "sample.base", b"", "d")
+    assert sorted(swept(oplog, HASTY)) == [
+        ("create_model", f"{MODEL}:0", MODEL, "train.base"),
+        ("sample", "s:sample:0:4", "s:sample:0", "sample.base"),
+    ]
+
+
+def test_everything_whose_doorbells_were_lost_is_rung_at_once_and_then_ever_more_rarely(oplog):
+    for seq in range(5):
+        oplog.admit(MODEL, seq, "forward_backward", b"", f"d{seq}")
+    rung = swept(oplog, HASTY.model_copy(update={"ring_again_s": 1e-4}), times=20)
+    assert [request for _, request, _, _ in rung[:5]] == [f"{MODEL}:{seq}" for seq in range(5)]
+    assert len(rung) < 5 * 20
+
+
+def test_however_long_it_waits_it_is_rung_again_every_minute(oplog, monkeypatch):
+    oplog.admit(MODEL, 0, "create_model", b"", "d")
+    clock = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: clock)
+    rung: list[float] = []
+    settings = EngineSettings(lease_s=3600, ring_again_s=1e-6, gap_s=300)
+    ringing = Ringing(oplog, lambda *_: rung.append(clock), settings)
+    for _ in range(1000):
+        clock += 5
+        ringing.sweep()
+    assert {after - before for before, after in pairwise(rung[-5:])} == {60}
+
+
+def test_an_op_whose_worker_died_is_rung_again_soon_however_long_it_had_run(oplog, client, monkeypatch):
+    oplog.admit(MODEL, 0, "create_model", b"", "d")
+    lease = oplog.acquire(MODEL, "node/1")
+    oplog.next(lease, 0)
+    rung: list[tuple[str, ...]] = []
+    settings = EngineSettings(lease_s=3600, ring_again_s=1e-3, gap_s=300)
+    ringing = Ringing(oplog, lambda *ring: rung.append(ring), settings)
+    clock = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: clock)
+    for _ in range(200):
+        ringing.sweep()
+        clock += 5
+    oplog.release(MODEL, "node/1")
+    rung.clear()
+    ringing.sweep()
+    assert rung == [("create_model", f"{MODEL}:0", MODEL, "train.base")]
+
+
+def test_what_waits_briefly_is_left_alone(oplog):
+    oplog.admit(MODEL, 0, "create_model", b"", "d")
+    assert swept(oplog, PATIENT) == []
+
+
+def test_an_op_that_runs_is_given_six_times_as_long(oplog, client):
+    oplog.admit(MODEL, 0, "create_model", b"", "d")
+    lease = oplog.acquire(MODEL, "a/1")
+    assert isinstance(lease, Lease)
+    oplog.next(lease, 0)
+    client.zincrby(keys.PENDING, -180_000, MODEL)  # it waits for three minutes
+    assert swept(oplog, PATIENT) == []
+    client.zincrby(keys.PENDING, -180_000, MODEL)
+    assert len(swept(oplog, PATIENT)) == 1
+
+
+def test_an_op_that_a_dead_worker_had_begun_is_rung_again(oplog, client):
+    oplog.admit(MODEL, 0, "create_model", b"", "d")
+    lease = oplog.acquire(MODEL, "a/1")
+    assert isinstance(lease, Lease)
+    oplog.next(lease, 0)
+    client.delete(keys.lease(MODEL))
+    assert len(swept(oplog, HASTY)) == 1
+
+
+def test_an_op_that_an_earlier_process_of_its_owner_had_begun_is_rung_again(oplog):
+    oplog.admit(MODEL, 0, "create_model", b"", "d")
+    lease = oplog.acquire(MODEL, "a/1")
+    assert isinstance(lease, Lease)
+    oplog.next(lease, 0)
+    oplog.acquire(MODEL, "a/2")
+    assert len(swept(oplog, HASTY)) == 1
+
+
+def test_all_of_very_many_models_are_rung(oplog, monkeypatch):
+    monkeypatch.setattr("workers.maintenance.redispatch._SLICE", 3)
+    models = {f"session:train:{i}" for i in range(10)}
+    for model_id in models:
+        oplog.create_model(model_id, dump(Model("me", "session", "base", 0.0)))
+        oplog.admit(model_id, 0, "create_model", b"", "d")
+    assert {model_id for _, _, model_id, _ in swept(oplog, HASTY)} == models
+
+
+def test_time_the_chore_did_not_see_does_not_count_for_a_gap(oplog, monkeypatch):
+    oplog.admit(MODEL, 1, "forward_backward", b"", "d")
+    clock = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: clock)
+    ringing = Ringing(oplog, lambda *_: None, PATIENT.model_copy(update={"gap_s": 1e-3}))
+    ringing.sweep()
+    clock += 3600
+    ringing.sweep()
+    assert oplog.pending()[0].kinds == (), "an hour's outage was no time to come in"
+    clock += 1
+    ringing.sweep()
+    assert oplog.pending()[0].kinds
+
+
+def test_time_in_which_no_api_was_there_does_not_count_for_a_gap(oplog, client):
+    oplog.admit(MODEL, 1, "forward_backward", b"", "d")
+    client.delete(keys.TAKING_CALLS)
+    assert swept(oplog, HASTY, times=2) == []
+    oplog.take_calls(600)
+    assert len(swept(oplog, HASTY, times=2)) == 2
+
+
+def test_all_that_is_missing_in_a_row_is_given_up_together(oplog):
+    oplog.admit(MODEL, 5, "optim_step", b"", "d")
+    assert [request for _, request, _, _ in swept(oplog, HASTY, times=2)] == [f"{MODEL}:{seq}" for seq in range(6)]
+    assert oplog.entry(MODEL, 6) is None, "nothing waits behind it"
+
+
+def test_of_very_many_that_are_missing_only_so_many_are_given_up_in_one_round(oplog, monkeypatch):
+    monkeypatch.setattr("workers.maintenance.redispatch._GAP_MOST", 3)
+    oplog.admit(MODEL, 5, "optim_step", b"", "d")
+    swept(oplog, HASTY)
+    assert [oplog.entry(MODEL, seq) is not None for seq in range(6)] == [True, True, True, False, False, True]
+
+
+def test_a_gap_within_its_time_holds_and_one_past_it_is_given_up(oplog):
+    oplog.admit(MODEL, 1, "forward_backward", b"", "d")
+    assert swept(oplog, PATIENT) == []
+    assert oplog.pending()[0].kinds == ()
+    rung = swept(oplog, HASTY, times=2)
+    assert rung == [
+        ("drop_gradients", f"{MODEL}:0", MODEL, "train.base"),
+        ("forward_backward", f"{MODEL}:1", MODEL, "train.base"),
+    ]
+    assert oplog.entry(MODEL, 1).doomed.startswith("seq_id 0 did not arrive")
+    with pytest.raises(BadRequest):
+        oplog.admit(MODEL, 0, "create_model", b"", "d")
+
+
+def test_a_request_its_sampler_does_not_begin_on_is_rung_for_all_within_seconds(oplog, client):
+    """It has room and died, or stands still: elsewhere the request must not wait as if it had been in a queue."""
+    client.hset("tinsmith:workers:a", mapping={"queue": '"sample.base"', "healthy": "true", "batch": "8", "holds": "8"})
+    client.zadd("tinsmith:index:workers", {"a": 0})
+    for seq, late in ((4, 3_000), (5, -3_600_000)):
+        request = f"s:sample:0:{seq}"
+        assert oplog.admit_sample(request, "s:sample:0", "me", "sample.base", b"", "d").node == "a"
+        client.zincrby(keys.PENDING, -late, request)
+    assert swept(oplog, PATIENT) == [("sample", "s:sample:0:4", "s:sample:0", "sample.base")]
+    oplog.claim_sample("s:sample:0:4", "a/1")
+    assert swept(oplog, PATIENT) == []
+
+
+def test_what_is_held_is_not_rung_until_there_is_room_and_then_once_by_the_sweeper(oplog, client):
+    """Whoever finished a request of its project died before he could ring for the next."""
+    sampler = "s:sample:0"
+    for seq in range(3):
+        oplog.admit_sample(f"{sampler}:{seq}", sampler, "me", "sample.base", b"", "d", sequences=64)
+    assert [ring[1] for ring in swept(oplog, HASTY)] == [f"{sampler}:0"]
+    oplog.finish_sample(f"{sampler}:0", Result(b""))
+    assert ("sample", f"{sampler}:1", sampler, "sample.base") in swept(oplog, PATIENT)
+    assert not [row for row in oplog.pending() if row.id == f"{sampler}:1" and row.held]
+    assert [row.id for row in oplog.pending() if row.held] == [f"{sampler}:2"]
+
+
+def test_what_a_dead_sampler_had_is_rung_again_however_much_is_held_since_before(oplog, client, monkeypatch):
+    """Else its project would wait for ever: what is held waits for an end of those, which nobody would begin again."""
+    monkeypatch.setattr("workers.maintenance.redispatch._SLICE", 2)
+    monkeypatch.setattr("workers.maintenance.redispatch._MOST", 4)
+    sampler = "s:sample:0"
+    for seq in range(7):
+        oplog.admit_sample(f"{sampler}:{seq}", sampler, "me", "sample.base", b"", "d", sequences=64)
+    oplog.finish_sample(f"{sampler}:0", Result(b""))
+    assert [request_id for request_id, _ in oplog.release_samples("sample.base")] == [f"{sampler}:1"]
+    assert f"{sampler}:1" in [ring[1] for ring in swept(oplog, HASTY)]
+    assert all(0 <= row.waited_s < 60 for row in oplog.pending())

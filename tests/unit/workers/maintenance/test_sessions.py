@@ -1,0 +1,208 @@
+"""What sessions leave behind goes, and nothing else."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import redis
+
+from app.domain.records import Checkpoint, Loss, Model, Sampler, Session, dump, load
+from app.errors import Gone, Unavailable
+from app.services.teardown import Endings
+from app.settings import EngineSettings
+from app.stores.interfaces.journal import Lease
+from app.stores.interfaces.records import Holder
+from app.stores.objects.folder import FolderStore
+from app.stores.redis import keys
+from app.stores.redis.journal import RedisOpLog
+from app.stores.redis.lifecycle import RedisLifecycle
+from app.stores.redis.records import RedisRecords
+from workers.maintenance.leader import Sessions
+
+SESSION, OTHER = "session", "session2"
+MODEL, OTHER_MODEL = f"{SESSION}:train:0", f"{OTHER}:train:0"
+PATIENT = EngineSettings()
+HASTY = EngineSettings(session_s=0.001, retain_s=0.001)
+
+
+@dataclass
+class Place:
+    """Two sessions with a model each, whose snapshot, checkpoint and ephemeral adapter are stored."""
+
+    client: redis.Redis
+    oplog: RedisOpLog
+    records: RedisRecords
+    store: FolderStore
+    woken: list[Holder] = field(default_factory=list)
+
+    def endings(self, settings: EngineSettings = PATIENT) -> Endings:
+        lifecycle = RedisLifecycle(self.client, settings)
+        return Endings(lifecycle, self.records, self.store, self.woken.append)
+
+    def sweep(self, settings: EngineSettings, rounds: int = 1) -> None:
+        chore = Sessions(RedisLifecycle(self.client, settings), self.endings(settings))
+        for _ in range(rounds):
+            time.sleep(0.01)
+            chore.sweep()
+
+    def status(self, session: str = SESSION) -> str:
+        return load(Session, self.records.get(Session.namespace, session) or {}).status
+
+    def samplers(self) -> list[str]:
+        return [sampler for sampler, _ in self.records.list(Sampler.namespace)]
+
+    def ended(self, model: str = MODEL) -> bool:
+        try:
+            self.oplog.acquire(model, "probe/1")
+        except Gone:
+            return True
+        self.oplog.release(model, "probe/1")
+        return False
+
+
+@pytest.fixture
+def place(client: redis.Redis, tmp_path: Path) -> Place:
+    store = FolderStore(tmp_path, "secret", "http://x")
+    made = Place(client, RedisOpLog(client, PATIENT), RedisRecords(client), store)
+    for session, model in ((SESSION, MODEL), (OTHER, OTHER_MODEL)):
+        made.records.put_new(Session.namespace, session, dump(Session("me", 0.0)))
+        made.oplog.create_model(model, dump(Model("me", session, "base", 0.0)))
+        RedisLifecycle(client, PATIENT).heartbeat(session)
+        prefixes = [f"models/{model}/{rest}" for rest in ("snapshots/2/2-1", "weights/a/3-1", "sampler_weights/e/4-1")]
+        for prefix in prefixes:
+            store.put_new(f"{prefix}/manifest.json", b"{}")
+        path = f"tinker://{model}/weights/a"
+        kept = Checkpoint("me", model, "weights", "base", prefixes[1], 0.0, 2, {}, ["manifest.json"])
+        made.records.put_new(Checkpoint.namespace, path, dump(kept))
+        for name, sampler in (
+            (f"{session}:sample:0", Sampler("me", session, "base", 0.0, prefix=prefixes[2])),
+            (f"{session}:sample:1", Sampler("me", session, "base", 0.0, path, prefixes[1])),
+        ):
+            made.records.put_new(Sampler.namespace, name, dump(sampler))
+    return made
+
+
+def test_a_silent_session_expires_and_loses_nothing(place: Place):
+    place.sweep(PATIENT)
+    assert place.status() == "open"
+    place.sweep(HASTY.model_copy(update={"retain_s": 3600}), rounds=2)
+    assert place.status() == "expired"
+    assert not place.ended()
+    assert len(place.store.list("models/")) == 6
+
+
+def test_long_after_its_session_a_model_is_ended_and_only_what_was_saved_stays(place: Place):
+    place.endings().finish(SESSION, "success")
+    place.sweep(PATIENT)
+    assert not place.ended()
+    place.sweep(PATIENT.model_copy(update={"retain_s": 0.001}))
+    assert place.ended()
+    assert place.store.list(f"models/{MODEL}/") == [f"models/{MODEL}/weights/a/3-1/manifest.json"]
+    assert place.records.get(Checkpoint.namespace, f"tinker://{MODEL}/weights/a")
+    assert not [sampler for sampler in place.samplers() if sampler.startswith(f"{SESSION}:")]
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_of_a_retired_session_a_run_stays_listed_only_beside_its_checkpoints(place: Place, kept: bool):
+    if not kept:
+        place.records.delete(Checkpoint.namespace, f"tinker://{MODEL}/weights/a")
+    place.endings().finish(SESSION, "success")
+    place.sweep(PATIENT.model_copy(update={"retain_s": 0.001}))
+    assert place.records.get(Session.namespace, SESSION) is None
+    assert (place.records.get(Model.namespace, MODEL) is not None) == kept
+    assert place.records.get(Model.namespace, OTHER_MODEL)
+
+
+def test_the_end_of_one_session_takes_nothing_of_another(place: Place):
+    place.endings().finish(SESSION, "success")
+    place.sweep(PATIENT.model_copy(update={"retain_s": 0.001}))
+    assert not place.ended(OTHER_MODEL)
+    assert place.status(OTHER) == "open"
+    assert len(place.store.list(f"models/{OTHER_MODEL}/")) == 3
+    assert place.samplers() == [f"{OTHER}:sample:0", f"{OTHER}:sample:1"]
+
+
+def test_custom_losses_go_with_their_session(place: Place):
+    for session in (SESSION, OTHER):
+        place.records.put_new(Loss.namespace, f"{session}:loss:0", dump(Loss("me", session, 0.0, "")))
+    place.endings().finish(SESSION, "success")
+    place.sweep(PATIENT)
+    assert place.records.get(Loss.namespace, f"{SESSION}:loss:0"), "its models can still be used"
+    place.sweep(PATIENT.model_copy(update={"retain_s": 0.001}))
+    assert [loss_id for loss_id, _ in place.records.list(Loss.namespace)] == [f"{OTHER}:loss:0"]
+
+
+def test_a_session_is_retired_once(place: Place):
+    place.endings().finish(SESSION, "success")
+    settings = PATIENT.model_copy(update={"retain_s": 0.001})
+    place.sweep(settings)
+    assert RedisLifecycle(place.client, settings).retired() == []
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_what_belongs_to_a_session_that_came_back_in_between_stays(place: Place, saved: bool):
+    if not saved:
+        place.records.delete(Checkpoint.namespace, f"tinker://{MODEL}/weights/a")
+    before = place.samplers()
+    place.endings(HASTY).retire(SESSION)
+    assert place.records.get(Model.namespace, MODEL)
+    assert not place.ended()
+    assert place.samplers() == before
+
+
+def test_a_finish_wakes_each_trainer_that_holds_one_of_its_models_and_no_other(place: Place):
+    for i in (1, 2):
+        place.oplog.create_model(f"{SESSION}:train:{i}", dump(Model("me", SESSION, "base", 0.0)))
+    for model, worker in ((MODEL, "a/1"), (f"{SESSION}:train:1", "a/1"), (OTHER_MODEL, "b/1")):
+        assert isinstance(place.oplog.acquire(model, worker), Lease)
+    place.endings().finish(SESSION, "success")
+    assert place.woken == [Holder("base", "a")]
+
+
+def test_the_end_of_a_model_wakes_its_trainer(place: Place):
+    place.oplog.acquire(MODEL, "a/1")
+    place.endings().end(MODEL)
+    place.endings().end(OTHER_MODEL)
+    assert place.woken == [Holder("base", "a")]
+
+
+def test_a_deleted_model_takes_its_own_ephemeral_adapters_and_leaves_other_samplers(place: Place):
+    siblings = Sampler("me", SESSION, "base", 0.0, prefix=f"models/{SESSION}:train:1/sampler_weights/e/4-1")
+    place.records.put_new(Sampler.namespace, f"{SESSION}:sample:2", dump(siblings))
+    place.endings().end(MODEL)
+    left = {f"{SESSION}:sample:1", f"{SESSION}:sample:2", f"{OTHER}:sample:0", f"{OTHER}:sample:1"}
+    assert set(place.samplers()) == left
+    assert place.store.list(f"models/{MODEL}/") == [f"models/{MODEL}/weights/a/3-1/manifest.json"]
+    assert place.status() == "open"
+
+
+def test_a_model_ends_though_the_object_store_is_away_and_its_files_go_when_asked_again(place: Place, monkeypatch):
+    with monkeypatch.context() as away:
+
+        def down(_: str) -> list[str]:
+            raise Unavailable("down")
+
+        away.setattr(place.store, "list", down)
+        place.endings().end(MODEL)
+    assert place.ended()
+    place.endings().end(MODEL)
+    assert not place.store.list(f"models/{MODEL}/snapshots/")
+
+
+@pytest.mark.parametrize("how", ["silent", "finished"])
+def test_the_samples_of_an_ended_session_are_cancelled_also_if_nobody_got_to_it_then(place: Place, how: str):
+    sampler, other = f"{SESSION}:sample:0", f"{OTHER}:sample:0"
+    for name in (sampler, other):
+        place.oplog.admit_sample(f"{name}:0", name, "me", "sample.base", b"ask", "d")
+    if how == "finished":
+        RedisLifecycle(place.client, PATIENT).finish(SESSION, "success")  # and its API process died
+        place.sweep(PATIENT)
+    else:
+        place.client.zadd(keys.SESSIONS_HEARD, {SESSION: 1})
+        place.sweep(PATIENT)
+    result = place.oplog.outcome(f"{sampler}:0")
+    assert result is not None and result.failed
+    assert place.oplog.outcome(f"{other}:0") is None

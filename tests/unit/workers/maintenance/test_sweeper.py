@@ -1,0 +1,68 @@
+"""Chores are done by one worker at a time, each whatever becomes of the others."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import redis
+
+from app.errors import Unavailable
+from app.settings import EngineSettings
+from app.stores.redis.journal import RedisOpLog
+from workers.maintenance import leader
+from workers.maintenance.leader import Sweeper
+
+
+class Count:
+    def __init__(self, fails: Exception | None = None) -> None:
+        self.rounds, self.fails = 0, fails
+
+    def sweep(self) -> None:
+        self.rounds += 1
+        if self.fails:
+            raise self.fails
+
+
+@pytest.fixture
+def oplog(client: redis.Redis) -> RedisOpLog:
+    return RedisOpLog(client, EngineSettings(lease_s=60))
+
+
+def test_only_the_leader_does_a_chore(oplog):
+    chores = Count(), Count()
+    for worker, chore in zip(("w/1", "w/2"), chores, strict=True):
+        Sweeper(oplog, {"chore": chore}, worker).sweep()
+    assert [chore.rounds for chore in chores] == [1, 0]
+
+
+@pytest.mark.parametrize(
+    "error", [redis.ConnectionError("gone"), Unavailable("down"), OSError("full"), ValueError("a fault of ours")]
+)
+def test_a_chore_that_fails_keeps_no_other_from_running_and_is_tried_again(oplog, error):
+    failing, other = Count(error), Count()
+    made = Sweeper(oplog, {"failing": failing, "other": other}, "w/1")
+    made.sweep()
+    made.sweep()
+    assert (failing.rounds, other.rounds) == (2, 2)
+
+
+def test_a_chore_that_hangs_keeps_no_other_from_running(oplog, monkeypatch):
+    monkeypatch.setattr(leader, "_PERIOD_S", 0.01)
+    free, other = threading.Event(), Count()
+
+    class Hanging:
+        def sweep(self) -> None:
+            free.wait()
+
+    made = Sweeper(oplog, {"hanging": Hanging(), "other": other}, "w/1")
+    made.start()
+    try:
+        deadline = time.monotonic() + 60
+        while other.rounds < 3 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert other.rounds >= 3
+    finally:
+        free.set()
+        made.stop()

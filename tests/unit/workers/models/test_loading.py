@@ -1,0 +1,202 @@
+"""A model that nobody can load is a SetupError of one line, for the trainer and both samplers alike."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from app.errors import SetupError
+from app.settings import BaseModelSettings
+from tests.models import tiny_qwen3
+from workers.backends.sampling import requests
+from workers.backends.sampling.vllm import backend
+from workers.models import base_model
+from workers.models.base_model import explained
+
+Break = Callable[[Path], None]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_qwen3(tmp_path_factory.mktemp("base"))
+
+
+@pytest.fixture
+def folder(whole: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(whole, tmp_path / "model")
+
+
+def settings(path: Path | str, **given: Any) -> BaseModelSettings:
+    return BaseModelSettings(name="tiny", path=str(path), dtype="float32", **given)
+
+
+def refusal(load: Callable[[BaseModelSettings], Any], path: Path | str, **given: Any) -> str:
+    with pytest.raises(SetupError) as caught:
+        load(settings(path, **given))
+    return str(caught.value)
+
+
+def config(**changes: Any) -> Break:
+    def change(folder: Path) -> None:
+        file = folder / "config.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+    return change
+
+
+def text(name: str, written: str) -> Break:
+    return lambda folder: (folder / name).write_text(written) and None
+
+
+def cut_off(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+
+
+def pickled(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def one_shard_missing(folder: Path) -> None:
+    pickled(folder)
+    (folder / "model.safetensors.index.json").write_text('{"metadata": {}, "weight_map": {"a": "missing.safetensors"}}')
+
+
+def linked_out_of_the_container(folder: Path) -> None:
+    """As a folder of the hub's cache, mounted into a container: its links lead nowhere there."""
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").symlink_to("/elsewhere/model.safetensors")
+
+
+CUSTOM = {"AutoConfig": "configuration_own.Own", "AutoModelForCausalLM": "modeling_own.Own"}
+BOTH = {
+    "no JSON": (text("config.json", "{oops"), "is not a valid JSON file"),
+    "empty": (text("config.json", "{}"), "its config.json names no model_type"),
+    "unknown": (config(model_type="unheard-of"), "the installed transformers does not know its architecture"),
+    "custom": (config(model_type="own", auto_map=CUSTOM), "it needs Python code of its own"),
+    "no text": (config(model_type="clip"), "its architecture is not one that generates text"),
+    "wrong type": (config(num_hidden_layers="two"), "Field 'num_hidden_layers' expected int, got str"),
+    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors"),
+    "pickled": (pickled, "model.safetensors"),
+    "cut off": (cut_off, "file not fully covered"),
+    "link": (linked_out_of_the_container, f"user {os.getuid()} cannot read model.safetensors"),
+    "shard": (one_shard_missing, "missing.safetensors"),
+}
+
+
+@pytest.mark.parametrize("load", [base_model.load, backend._skeleton])
+@pytest.mark.parametrize("case", BOTH)
+def test_a_folder_that_cannot_be_loaded_is_named_with_the_cause(load: Any, case: str, folder: Path) -> None:
+    break_it, said = BOTH[case]
+    break_it(folder)
+    message = refusal(load, folder)
+    assert message.startswith(f"base model 'tiny' cannot be loaded from '{folder}': ")
+    assert said in message
+    assert "\n" not in message and len(message) < 500
+
+
+@pytest.mark.parametrize(
+    ("break_it", "said"),
+    [
+        (config(hidden_size=128), "its weights do not have the shapes that its config.json gives"),
+        (config(quantization_config={"quant_method": "gptq", "bits": 4}), "requires optimum"),
+        (config(architectures=None), "its config.json names no architectures"),
+    ],
+)
+def test_weights_that_do_not_fit_are_named_with_the_cause(break_it: Break, said: str, folder: Path) -> None:
+    break_it(folder)
+    assert said in refusal(base_model.load, folder)
+
+
+def test_a_tokenizer_that_cannot_be_loaded_is_named(folder: Path, whole: Path) -> None:
+    (folder / "tokenizer.json").write_text("{")
+    for given in ({"path": folder}, {"path": whole, "tokenizer": str(folder)}):
+        message = refusal(requests.load_vocabulary, **given)
+        assert message.startswith(f"the tokenizer of base model 'tiny' cannot be loaded from '{folder}': ")
+
+
+def test_a_folder_beside_the_files_that_its_user_may_not_read_is_no_error(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As lost+found is, where the model has a disk of its own. Root may read anything, so os.access is stood in for."""
+    (folder / "lost+found").mkdir()
+    monkeypatch.setattr(os, "access", lambda path, mode: path.name != "lost+found")
+    assert base_model.load(settings(folder)).info.name == "tiny"
+
+
+@pytest.mark.parametrize("path", ["/no/such/folder", "./no-such-folder"])
+def test_a_missing_folder_is_not_looked_for_on_the_hub(path: str) -> None:
+    for load in (base_model.load, backend._skeleton):
+        assert refusal(load, path) == f"base model 'tiny': there is no folder {path!r}; correct its path"
+
+
+def test_a_hub_id_that_is_not_in_the_cache_of_an_offline_machine_names_the_local_form() -> None:
+    message = refusal(base_model.load, "no-such-owner/no-such-model")
+    assert message == (
+        "base model 'tiny' cannot be loaded from 'no-such-owner/no-such-model' on the Hugging Face hub: HF_HUB_OFFLINE "
+        "is set, and this machine's cache does not have it; or give a folder of this machine: --base-model "
+        "tiny=/path/to/folder"
+    )
+
+
+class Hub(BaseHTTPRequestHandler):
+    """Refuses every file of a model, in the way that the hub does."""
+
+    def do_HEAD(self) -> None:
+        status, error = (403, "GatedRepo") if self.path.startswith("/org/gated/") else (401, "RepoNotFound")
+        self.send_response(status)
+        self.send_header("X-Error-Code", error)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+ASK = """
+from app.errors import SetupError
+from app.settings import BaseModelSettings
+from workers.models import base_model
+for path in ("org/gated", "org/unknown"):
+    try:
+        base_model.load(BaseModelSettings(name="tiny", path=path))
+    except SetupError as error:
+        print(error)
+"""
+
+
+def test_a_model_that_the_hub_does_not_give_is_named_with_the_cause_and_the_local_form(tmp_path: Path) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        endpoint = f"http://127.0.0.1:{server.server_port}"
+        # Its address is read as huggingface_hub is imported.
+        own = {"HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path)}
+        done = subprocess.run([sys.executable, "-c", ASK], capture_output=True, text=True, env={**os.environ, **own})
+        server.shutdown()
+    gated, unknown = done.stdout.splitlines()
+    assert "from 'org/gated' on the Hugging Face hub: it is gated: ask for access there, and set HF_TOKEN" in gated
+    assert "from 'org/unknown' on the Hugging Face hub: there is no such model, or it is private" in unknown
+    assert all(line.endswith("--base-model tiny=/path/to/folder") for line in (gated, unknown))
+
+
+def test_a_hub_tokenizer_names_the_setting_that_takes_a_folder(whole: Path) -> None:
+    message = refusal(requests.load_vocabulary, whole, tokenizer="no-such-owner/no-such-model")
+    assert "the tokenizer of base model 'tiny' cannot be loaded from 'no-such-owner/no-such-model'" in message
+    assert message.endswith('tokenizer = "/path/to/folder"')
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("full"), MemoryError()])
+def test_running_out_of_memory_may_pass_so_it_is_no_setup_error(error: Exception, whole: Path) -> None:
+    with pytest.raises(type(error)), explained(settings(whole)):
+        raise error

@@ -1,0 +1,68 @@
+"""A worker's record says what it is good for, for as long as it is."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import redis
+
+from app.domain.base_model import BaseModelInfo
+from app.domain.records import Worker, load
+from app.stores.interfaces.journal import Entry
+from app.stores.redis import keys
+from app.stores.redis.records import RedisRecords
+from workers.process import heartbeat, telemetry
+from workers.process.heartbeat import Presence
+from workers.process.telemetry import Pace
+
+INFO = BaseModelInfo("base", "Qwen3ForCausalLM", 320, 512, "float32", ("attn",))
+
+
+@pytest.fixture
+def made(client: redis.Redis) -> Iterator[Presence]:
+    records = RedisRecords(client)
+    made = Presence(records, "s", "sampler", INFO, dict, "", lambda: True, "sample.base", batch=4, holds=9)
+    made.start()
+    yield made
+    made.stop()
+
+
+def record(client: redis.Redis) -> Worker | None:
+    stored = RedisRecords(client).get(Worker.namespace, "s")
+    return load(Worker, stored) if stored else None
+
+
+def await_true(what: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not what():
+        assert time.monotonic() < deadline, "it did not come true"
+        time.sleep(0.01)
+
+
+def test_it_says_which_queue_is_read_and_how_much_is_taken_and_lapses_by_itself(client, made):
+    await_true(lambda: record(client) is not None)
+    worker = record(client)
+    assert (worker.queue, worker.batch, worker.holds, worker.healthy) == ("sample.base", 4, 9, True)
+    assert 0 < client.pttl(keys.record(Worker.namespace, "s")) <= heartbeat.LIFE_S * 1000
+
+
+def test_it_says_how_long_a_call_takes_it(client, made, monkeypatch):
+    monkeypatch.setattr(telemetry, "PACE", Pace())
+    entry = Entry(1, "sample", "s:sample:0:1", b"", "", 0)
+    telemetry.op_done(entry, failed=False, run_s=3.0, commit_s=1.0)
+    made.refresh()
+    await_true(lambda: record(client) is not None and record(client).pace_s == 4.0)
+
+
+def test_a_worker_that_is_asked_to_end_is_sent_nothing_more_while_it_finishes(client, made):
+    await_true(lambda: record(client) is not None)
+    made.leave()
+    await_true(lambda: not record(client).healthy)
+
+
+def test_one_that_ended_is_gone_at_once(client, made):
+    await_true(lambda: record(client) is not None)
+    made.stop()
+    assert record(client) is None

@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from app.errors import SetupError
+from app.settings import Settings
+from tests.hosts import FIRST, SECOND, install_ssh, write_hostfile
+from workers.process import multinode
+
+# Writes its process id where the test looks for it; then what the argument says, in the rank it names.
+PROGRAM = """
+import os, sys, time
+rank, folder, end = os.environ["RANK"], sys.argv[1], sys.argv[2]
+open(f"{folder}/{rank}.part", "w").write(str(os.getpid()))
+os.rename(f"{folder}/{rank}.part", f"{folder}/{rank}")
+if end == rank:
+    sys.exit(7)
+time.sleep(600)
+"""
+
+
+def test_a_hostfile_gives_slots_by_host_in_its_order(tmp_path: Path) -> None:
+    hosts = multinode.read_hostfile(write_hostfile(tmp_path / "hosts", 2, 1), ranks=3)
+    assert list(hosts.items()) == [(FIRST, 2), (SECOND, 1)]
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (None, "cannot be read: No such file"),
+        ("one slots=1\ntwo slots=2\n", r"trainer.ranks is 2 .* 3 slots \(one 1, two 2\)"),
+        ("one slots=1\none slots=1\n", "'one slots=1' is not"),
+        ("one\n", "'one' is not"),
+        ("one slots=0\n", "'one slots=0' is not"),
+        ("", r"0 slots \(none\)"),
+    ],
+)
+def test_a_hostfile_that_is_not_of_that_many_ranks_is_a_setup_error(tmp_path: Path, text: str | None, why: str) -> None:
+    if text is not None:
+        (tmp_path / "hosts").write_text(text)
+    with pytest.raises(SetupError, match=why):
+        multinode.read_hostfile(tmp_path / "hosts", ranks=2)
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PATH", install_ssh(tmp_path / "bin")["PATH"])
+    return "program"
+
+
+def test_when_a_rank_fails_the_others_end_and_its_code_is_the_groups(tmp_path: Path, module: str) -> None:
+    code = multinode.run({FIRST: 1, SECOND: 1}, Settings(data_dir=tmp_path), "group", module, [str(tmp_path), "1"])
+    assert code == 7
+    assert not any(psutil.pid_exists(int((tmp_path / rank).read_text())) for rank in ("0", "1"))
+
+
+def test_a_node_whose_starter_is_killed_ends_its_ranks(tmp_path: Path, module: str) -> None:
+    start = (
+        "from pathlib import Path; from app.settings import Settings; from workers.process import multinode;"
+        f"multinode.run({{{FIRST!r}: 1, {SECOND!r}: 1}}, Settings(data_dir=Path({str(tmp_path)!r})), 'group',"
+        f" 'program', [{str(tmp_path)!r}, 'none'])"
+    )
+    with subprocess.Popen([sys.executable, "-c", start]) as starter:
+        pids = [await_pid(tmp_path / rank) for rank in ("0", "1")]
+        starter.kill()
+    deadline = time.monotonic() + 60
+    while any(psutil.pid_exists(pid) for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def await_pid(path: Path) -> int:
+    deadline = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    return int(path.read_text())
+
+
+def test_a_host_that_does_not_share_the_data_folder_is_a_setup_error(
+    tmp_path: Path, module: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    read = Path.write_text
+    monkeypatch.setattr(Path, "write_text", lambda path, text: read(path, "another's"))
+    code = multinode.run({FIRST: 1}, Settings(data_dir=tmp_path), "group", module, [str(tmp_path), "none"])
+    said = capfd.readouterr().err
+    assert code == 2
+    assert said.startswith("group: ")
+    assert f"does not see the data folder {tmp_path}" in said

@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from app.domain.sampling import SampledSequence, SampleOutput, SampleRequest
+from app.errors import ServerOpError
+from workers.process import liveness
+from workers.process.liveness import Probe, Pulse
+
+
+@dataclass
+class Sampler:
+    """Notes what it is asked; fails when told to."""
+
+    fails: bool = False
+    asked: list[SampleRequest] = field(default_factory=list)
+
+    def sample(self, adapter_id: str | None, request: SampleRequest) -> SampleOutput:
+        assert adapter_id is None
+        self.asked.append(request)
+        if self.fails:
+            raise ServerOpError("the sampler has stopped")
+        return SampleOutput((SampledSequence(np.zeros(1, np.int32), np.zeros(1, np.float32), False),))
+
+
+class _Bell:
+    def waiting(self) -> int:
+        return 0
+
+    def ring(self) -> None:
+        pass
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [1000.0]
+    monkeypatch.setattr(liveness.time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_an_idle_sampler_samples_one_token_now_and_then(clock: list[float]):
+    sampler, pulse = Sampler(), Pulse(_Bell(), lambda: True, 30.0, print)
+    tick = Probe(sampler, pulse, every_s=30.0)
+    for _ in range(100):
+        clock[0] += 3.1
+        tick()
+    assert len(sampler.asked) == 10
+    assert {request.max_tokens * request.num_samples for request in sampler.asked} == {1}
+
+
+def test_a_sampler_with_requests_in_hand_is_left_alone(clock: list[float]):
+    sampler, pulse = Sampler(), Pulse(_Bell(), lambda: True, 30.0, print)
+    tick = Probe(sampler, pulse, every_s=30.0)
+    with pulse.working():
+        clock[0] += 1000.0
+        tick()
+    assert sampler.asked == []
+
+
+def test_a_sampler_that_cannot_sample_leaves_its_tick_unanswered(clock: list[float]):
+    sampler, pulse = Sampler(fails=True), Pulse(_Bell(), lambda: True, 30.0, print)
+    tick = Probe(sampler, pulse, every_s=30.0)
+    clock[0] += 31.0
+    for _ in range(2):
+        with pytest.raises(ServerOpError):
+            tick()

@@ -1,0 +1,273 @@
+"""Adapters are loaded when they are needed and evicted when they are not, and none is ever missed."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import redis
+import torch
+from torch import nn
+
+from app.domain.base_model import BaseModelInfo
+from app.domain.ops import LoraSpec
+from app.domain.sampling import SampleOutput, SampleRequest
+from app.errors import ServerOpError, UserOpError
+from app.settings import BaseModelSettings
+from app.stores.objects.folder import FolderStore
+from app.stores.redis.records import RedisRecords
+from workers.backends.sampling.base import SamplerBackend, Watch
+from workers.backends.sampling.transformers.backend import TransformersSampler
+from workers.checkpoints import transfer
+from workers.checkpoints.shm_transfer import HandoverFolder
+from workers.models import base_model, lora
+from workers.process.fair_queue import Shares
+from workers.sample.adapters import AdapterFiles, Adapters, AdapterTurns
+
+MANY = 24
+ABOUT = {"path": "", "generation": "1", "model_id": "m", "owner": "o", "base_model": "b"}
+
+
+class RecordingBackend:
+    """Notes what is loaded, and that its folder was there."""
+
+    def __init__(self) -> None:
+        self.loads: list[str] = []
+        self.here: set[str] = set()
+
+    def load(self, adapter_id: str, folder: Path) -> None:
+        assert (folder / "adapter.safetensors").read_bytes() == adapter_id.encode()
+        self.loads.append(adapter_id)
+        self.here.add(adapter_id)
+
+    def evict(self, adapter_id: str) -> None:
+        self.here.remove(adapter_id)
+
+    def open(self) -> BaseModelInfo:
+        raise AssertionError("not called")
+
+    def sample(self, adapter_id: str | None, request: SampleRequest, watch: Watch | None = None) -> SampleOutput:
+        raise AssertionError("not called")
+
+    def healthy(self) -> bool:
+        return True
+
+    def close(self) -> None: ...
+
+    def describe(self) -> Mapping[str, Any]:
+        return {}
+
+
+class CountingStore(FolderStore):
+    """Counts how often each adapter is fetched."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, "secret", "http://x")
+        self.fetched: list[str] = []
+
+    def get(self, key: str, target: Path) -> None:
+        self.fetched.append(key.partition("/")[0])
+        super().get(key, target)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CountingStore:
+    store = CountingStore(tmp_path / "objects")
+    for name in "abc":
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "adapter.safetensors").write_bytes(name.encode())
+        manifest = transfer.describe(folder, **ABOUT, lora=LoraSpec(4), seq=1, epoch=1)
+        transfer.upload(store, name, folder, manifest)
+    return store
+
+
+Make = Callable[..., Adapters]
+
+
+@pytest.fixture
+def make(store: CountingStore, client: redis.Redis, tmp_path: Path) -> Make:
+    def make(backend: SamplerBackend, most: int = 2, at_a_time: int = 2, cache_bytes: int = 2**30) -> Adapters:
+        nearby = HandoverFolder(tmp_path / "handover", 2**30)
+        files = AdapterFiles(store, RedisRecords(client), nearby, tmp_path / "cache", cache_bytes, print)
+        return Adapters(backend, files, AdapterTurns(at_a_time, Shares()), most)
+
+    return make
+
+
+def test_the_longest_unused_adapter_makes_room_and_comes_back_from_the_disk(make: Make, store: CountingStore):
+    backend = RecordingBackend()
+    adapters = make(backend)
+    for prefix in ("a", "b", "a", "c"):
+        with adapters.use(prefix, "me", Watch()) as adapter_id:
+            assert adapter_id in backend.here
+    assert backend.here == {"a", "c"}
+    with adapters.use("b", "me", Watch()):
+        assert "b" in backend.here
+    assert backend.loads == ["a", "b", "c", "b"]
+    assert store.fetched == ["a", "b", "c"], "it was still on the disk"
+
+
+def test_files_on_the_disk_are_bounded_and_come_back_from_the_store(make: Make, store: CountingStore, tmp_path: Path):
+    backend = RecordingBackend()
+    adapters = make(backend, most=1, cache_bytes=0)
+    for prefix in ("a", "b"):
+        with adapters.use(prefix, "me", Watch()):
+            pass
+    assert [path.name for path in (tmp_path / "cache").iterdir() if not path.name.startswith(".")] == ["b"], (
+        "what is loaded keeps its files, and nothing else does"
+    )
+    with adapters.use("a", "me", Watch()):
+        assert "a" in backend.here
+    assert store.fetched == ["a", "b", "a"]
+
+
+def test_files_that_cannot_be_removed_now_fail_no_request_and_go_later(make: Make, tmp_path: Path):
+    adapters = make(RecordingBackend(), most=1, cache_bytes=0)
+    with adapters.use("a", "me", Watch()):
+        pass
+    locks, away = tmp_path / "cache" / ".locks", tmp_path / "away"
+    with adapters.use("b", "me", Watch()):
+        locks.rename(away)
+        locks.write_bytes(b"")  # nothing can be locked
+    assert (tmp_path / "cache" / "a").is_dir()
+    locks.unlink()
+    away.rename(locks)
+    with adapters.use("b", "me", Watch()):
+        pass
+    assert not (tmp_path / "cache" / "a").exists()
+
+
+def test_an_adapter_in_use_is_never_evicted(make: Make):
+    backend = RecordingBackend()
+    adapters = make(backend, most=1, at_a_time=3)
+    with adapters.use("a", "me", Watch()):
+        with adapters.use("b", "me", Watch()), adapters.use("c", "me", Watch()):
+            assert backend.here == {"a", "b", "c"}
+        assert backend.here == {"a"}
+
+
+def test_concurrent_requests_load_an_adapter_once(make: Make):
+    backend = RecordingBackend()
+    adapters = make(backend)
+    together = threading.Barrier(8)
+
+    def request() -> None:
+        together.wait()
+        with adapters.use("a", "me", Watch()):
+            pass
+
+    threads = [threading.Thread(target=request) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert backend.loads == ["a"]
+
+
+def test_the_base_needs_no_adapter_and_a_vanished_one_is_an_error(make: Make):
+    adapters = make(RecordingBackend())
+    with adapters.use("", "me", Watch()) as adapter_id:
+        assert adapter_id is None
+    with pytest.raises(ServerOpError, match="gone"), adapters.use("nowhere", "me", Watch()):
+        pass
+
+
+def test_an_adapter_the_engine_refuses_keeps_nobody_from_his_turn(make: Make):
+    class Choosy(RecordingBackend):
+        def load(self, adapter_id: str, folder: Path) -> None:
+            if adapter_id == "a":
+                raise UserOpError("it does not fit")
+            super().load(adapter_id, folder)
+
+    adapters = make(Choosy(), at_a_time=1)
+    with pytest.raises(UserOpError), adapters.use("a", "me", Watch()):
+        pass
+    with adapters.use("b", "me", Watch()) as adapter_id:
+        assert adapter_id == "b"
+
+
+@pytest.fixture(scope="module")
+def sampler(base: BaseModelSettings) -> Iterator[TransformersSampler]:
+    sampler = TransformersSampler(base)
+    sampler.open()
+    yield sampler
+    sampler.close()
+
+
+def _write_adapter(model: nn.Module, seed: int, folder: Path) -> None:
+    """One that gives other texts than any other."""
+    adapter = lora.new_adapter(model, LoraSpec(rank=4, seed=seed))
+    generator = torch.Generator().manual_seed(seed)
+    for pair in adapter.pairs.values():
+        pair.b.data = torch.randn(pair.b.shape, generator=generator)
+    folder.mkdir()
+    lora.write_peft(adapter, folder, "base")
+
+
+def test_a_storm_of_more_adapters_than_fit_gives_each_request_its_own_text(
+    base: BaseModelSettings, sampler: TransformersSampler, client: redis.Redis, tmp_path: Path
+):
+    """24 adapters for an engine that runs 2 and keeps 4, on a disk that keeps none it need not."""
+    store = FolderStore(tmp_path / "objects", "secret", "http://x")
+    prefixes = [f"storm-{number:02}" for number in range(MANY)]
+    request = SampleRequest(np.array([5, 6, 7], np.int32), 1, 6, seed=1, temperature=0.0, ignore_eos=True)
+    model, alone = base_model.load(base).model, {}
+    for number, prefix in enumerate(prefixes):
+        folder = tmp_path / prefix
+        _write_adapter(model, number, folder)
+        manifest = transfer.describe(folder, **ABOUT, lora=LoraSpec(4), seq=1, epoch=1)
+        transfer.upload(store, prefix, folder, manifest)
+        sampler.load(prefix, folder)
+        alone[prefix] = sampler.sample(prefix, request).sequences[0].tokens.tolist()
+        sampler.evict(prefix)
+    assert len({tuple(tokens) for tokens in alone.values()}) == MANY
+    nearby = HandoverFolder(tmp_path / "handover", 2**30)
+    files = AdapterFiles(store, RedisRecords(client), nearby, tmp_path / "cache", 0, print)
+    adapters = Adapters(sampler, files, AdapterTurns(2, Shares()), 4)
+    most = 0
+
+    def one(prefix: str) -> bool:
+        nonlocal most
+        with adapters.use(prefix, "me", Watch()) as adapter_id:
+            most = max(most, len(sampler.describe()["adapters"]))
+            return sampler.sample(adapter_id, request).sequences[0].tokens.tolist() == alone[prefix]
+
+    with ThreadPoolExecutor(3 * MANY) as pool:
+        assert all(pool.map(one, 3 * prefixes))
+    assert most <= 6, "4 that are kept, and for a moment the 2 that come in"
+
+
+class OneAtATime(RecordingBackend):
+    """Whole models: each takes the place of the one before."""
+
+    def load(self, adapter_id: str, folder: Path) -> None:
+        self.here.clear()
+        super().load(adapter_id, folder)
+
+    def evict(self, adapter_id: str) -> None:
+        self.here.discard(adapter_id)
+
+
+def test_whole_models_take_turns_and_none_is_swapped_under_who_uses_it(make: Make):
+    backend = OneAtATime()
+    models = make(backend, most=1, at_a_time=1)
+
+    def use(i: int) -> None:
+        with models.use("abc"[i % 3], "me", Watch()) as wanted:
+            for _ in range(3):
+                assert backend.here == {wanted}
+                time.sleep(0.001)
+
+    with ThreadPoolExecutor(12) as pool:
+        list(pool.map(use, range(120)))
+    assert len(backend.loads) < 120, "those that came together share a turn"
+    last = backend.loads[-1]
+    with models.use(last, "me", Watch()):
+        assert backend.here == {last}

@@ -1,0 +1,357 @@
+"""Sampling requests that are cancelled while they wait, while they run, and when they are done."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+import redis
+
+from app.dispatch import celery_app
+from app.domain import codec
+from app.domain.base_model import BaseModelInfo
+from app.domain.limits import FREE, PROJECT, Charge, Limits, Payer
+from app.domain.records import Sampler, dump
+from app.domain.results import Result
+from app.domain.sampling import SampledSequence, SampleOutput, SampleRequest
+from app.errors import Unavailable
+from app.settings import BaseModelSettings, EngineSettings, RedisSettings, Settings
+from app.stores.interfaces.journal import Entry
+from app.stores.objects.folder import FolderStore
+from app.stores.redis import keys
+from app.stores.redis.client import Channel, connect
+from app.stores.redis.completions import TokenStreams
+from app.stores.redis.journal import RedisOpLog
+from app.stores.redis.limits import RedisAllowances
+from app.stores.redis.records import RedisRecords
+from tests.unit.workers.conftest import await_true
+from workers.backends.sampling.base import Aborted, Watch
+from workers.checkpoints.shm_transfer import HandoverFolder
+from workers.process import assembly
+from workers.process.fair_queue import Shares, equal
+from workers.process.leases import LeaseKeeper
+from workers.process.parts import Parts
+from workers.process.results import NotNow
+from workers.sample.adapters import AdapterFiles, Adapters, AdapterTurns
+from workers.sample.admission import Gate, Held
+from workers.sample.runner import SampleRunner, Watches
+from workers.sample.token_stream import TokenPublisher
+
+SESSION = "session:sample:0"
+REQUEST = SampleRequest(np.array([5, 6, 7], dtype=np.int32), num_samples=1, max_tokens=4, seed=3)
+DRAWN = 2
+OUTPUT = SampleOutput((SampledSequence(np.array([1], np.int32), np.array([-1.0], np.float32), True),))
+
+
+@dataclass
+class HeldBackend:
+    """Runs a request until it is released or aborted, as an engine does."""
+
+    release: threading.Event = field(default_factory=threading.Event)
+    begun: list[int] = field(default_factory=list)
+    aborted: list[int] = field(default_factory=list)
+
+    def sample(self, adapter_id: str | None, request: SampleRequest, watch: Watch | None = None) -> SampleOutput:
+        assert watch is not None
+        watch.took += DRAWN
+        self.begun.append(request.seed)
+        stopped = threading.Event()
+        watch.on_abort(stopped.set)
+        while not (stopped.is_set() or self.release.is_set()):
+            stopped.wait(0.005)
+        if watch.aborted:
+            self.aborted.append(request.seed)
+            raise Aborted("stopped")
+        return OUTPUT
+
+    def open(self) -> BaseModelInfo:
+        return BaseModelInfo("base", "Qwen3ForCausalLM", 320, 512, "float32", ())
+
+    def healthy(self) -> bool:
+        return True
+
+    def describe(self) -> dict[str, object]:
+        return {}
+
+    def close(self) -> None: ...
+
+    def load(self, adapter_id: str, folder: Path) -> None: ...
+
+    def evict(self, adapter_id: str) -> None: ...
+
+
+@dataclass
+class Samplers:
+    """Sampler processes of one base, put together as the runtime does it."""
+
+    client: redis.Redis
+    url: str
+    folder: Path
+    settings: EngineSettings
+    oplog: RedisOpLog
+    keepers: list[LeaseKeeper] = field(default_factory=list)
+
+    def start(
+        self, backend: HeldBackend, worker: str, *, deaf: bool = False, keeper_lease_s: float = 3600
+    ) -> SampleRunner:
+        """`deaf`: it hears of no cancelled request. It asks after its leases three times a `keeper_lease_s`."""
+        keeper = LeaseKeeper(self.oplog, worker, keeper_lease_s)
+        self.keepers.append(keeper)
+        watches = Watches()
+        if not deaf:
+            channel = Channel(connect(self.url), keys.ABORTED_CHANNEL, watches.abort)
+            channel.start()
+            assert channel.listening.wait(60)
+        records, store = RedisRecords(self.client), FolderStore(self.folder, "secret", "http://x")
+        nearby = HandoverFolder(self.folder / "handover" / worker, 2**30)
+        files = AdapterFiles(store, records, nearby, self.folder / "cache" / worker, 2**30, print)
+        shares = Shares()
+        adapters = Adapters(backend, files, AdapterTurns(4, shares), 4)
+        publisher = TokenPublisher(TokenStreams(self.client))
+        gate, held = Gate(shares, equal, 64), Held(self.oplog, print, "sample.base", shares.ahead)
+        return SampleRunner(self.oplog, records, backend, adapters, keeper, worker, watches, publisher, gate, held)
+
+    def admit(self, seq: int, tokens: int = 0, charge: Charge = FREE) -> str:
+        payload, request_id = codec.encode(REQUEST), f"{SESSION}:{seq}"
+        self.oplog.admit_sample(request_id, SESSION, "me", "sample.base", payload, f"{seq}", tokens, None, 1, charge)
+        return request_id
+
+
+@pytest.fixture
+def samplers(client: redis.Redis, valkey: str, tmp_path: Path) -> Iterator[Samplers]:
+    settings = EngineSettings(lease_s=3600)  # no request is lost, and none is learnt of, because a machine stood still
+    RedisRecords(client).put_new(Sampler.namespace, SESSION, dump(Sampler("me", "session", "base", 0.0)))
+    made = Samplers(client, valkey, tmp_path, settings, RedisOpLog(client, settings))
+    yield made
+    for keeper in made.keepers:
+        keeper.stop()
+
+
+def in_thread(call: Callable[[], object]) -> tuple[threading.Thread, list[object]]:
+    """The thread that makes a call, and what it came to."""
+    came: list[object] = []
+
+    def run() -> None:
+        try:
+            came.append(call())
+        except NotNow as error:
+            came.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread, came
+
+
+def is_cancelled(result: Result | None) -> bool:
+    return result is not None and result.failed and "cancelled" in json.loads(result.body)["error"]
+
+
+def test_a_request_that_was_cancelled_while_it_waited_never_runs(samplers: Samplers):
+    backend = HeldBackend()
+    request = samplers.admit(0)
+    samplers.oplog.cancel_sample(request)
+    assert is_cancelled(samplers.start(backend, "s/1").handle(request, SESSION, "sample"))
+    assert backend.begun == []
+
+
+def test_a_cancelled_request_is_stopped_in_the_engine_and_nothing_more_is_written(samplers: Samplers):
+    backend = HeldBackend()
+    request = samplers.admit(0)
+    runner = samplers.start(backend, "s/1")
+    thread, came = in_thread(lambda: runner.handle(request, SESSION, "sample"))
+    await_true(lambda: backend.begun, "it never ran")
+    samplers.oplog.cancel_sample(request)
+    before = samplers.client.hgetall(keys.future(request))
+    thread.join(60)
+    assert backend.aborted == [REQUEST.seed]
+    assert is_cancelled(came[0])
+    assert samplers.client.hgetall(keys.future(request)) == before
+    assert samplers.client.keys("*op:*") == []
+
+
+@pytest.mark.parametrize("heard", [True, False], ids=("stopped", "at its end"))
+def test_a_request_that_is_cancelled_while_it_runs_is_charged_its_prompt_and_what_it_drew(
+    samplers: Samplers, heard: bool
+):
+    samplers.settings = EngineSettings(lease_s=3600)  # so that its lease tells it nothing
+    me, backend = Payer(PROJECT, "me", Limits(tokens_per_s=0.001)), HeldBackend()
+    request = samplers.admit(0, 1000, Charge((me,), 1000, 1))
+    runner = samplers.start(backend, "s/1", deaf=not heard)
+    thread, came = in_thread(lambda: runner.handle(request, SESSION, "sample"))
+    await_true(lambda: backend.begun, "it never ran")
+    samplers.oplog.cancel_sample(request)
+    if not heard:
+        backend.release.set()
+    thread.join(60)
+    assert is_cancelled(came[0])
+    used = RedisAllowances(samplers.client, samplers.settings).used(me).tokens_per_s
+    assert used == pytest.approx((len(REQUEST.prompt) + DRAWN) / 10, rel=1e-2)
+
+
+def test_what_is_cancelled_just_after_its_worker_took_it_is_stopped_too(
+    samplers: Samplers, monkeypatch: pytest.MonkeyPatch
+):
+    request = samplers.admit(0)
+    runner = samplers.start(HeldBackend(), "s/1", deaf=True)
+    claim = samplers.oplog.claim_sample
+
+    def claimed_and_cancelled(request_id: str, *limits: object) -> Entry | None:
+        entry = claim(request_id, *limits)
+        samplers.oplog.cancel_sample(request_id)
+        runner._watches.abort(request_id)  # the message comes before anything else happens here
+        return entry
+
+    monkeypatch.setattr(samplers.oplog, "claim_sample", claimed_and_cancelled)
+    thread, came = in_thread(lambda: runner.handle(request, SESSION, "sample"))
+    thread.join(60)
+    assert is_cancelled(came[0])
+
+
+def test_what_is_cancelled_while_its_adapter_is_not_to_be_had_is_not_put_off(
+    samplers: Samplers, monkeypatch: pytest.MonkeyPatch
+):
+    request = samplers.admit(0)
+    runner = samplers.start(HeldBackend(), "s/1")
+
+    def away(*_: object) -> None:
+        samplers.oplog.cancel_sample(request)
+        raise Unavailable("the store is away")
+
+    monkeypatch.setattr(runner._adapters, "use", away)
+    assert is_cancelled(runner.handle(request, SESSION, "sample"))
+
+
+def test_a_sampler_as_it_is_started_hears_of_what_is_cancelled(
+    samplers: Samplers, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    backend = HeldBackend()
+    monkeypatch.setattr("workers.backends.sampling.base.create", lambda base, full: backend)
+    base = BaseModelSettings(name="base", path="x")
+    settings = Settings(
+        data_dir=tmp_path,
+        redis=RedisSettings(url=samplers.url),
+        engine=samplers.settings,
+        base_models=(base,),
+        url_secret="s",
+    )
+    parts = Parts.of(settings, celery_app(settings), "s")
+    started = assembly.assemble_sampler(settings, base, parts, "s", "sample.base")
+    request = samplers.admit(0)
+    thread, came = in_thread(lambda: started.handle(request, SESSION, "sample"))
+    await_true(lambda: backend.begun, "it never ran")
+    samplers.oplog.cancel_sample(request)
+    thread.join(60)
+    backend.release.set()
+    started.close()
+    assert backend.aborted == [REQUEST.seed]
+    assert is_cancelled(came[0])
+
+
+def test_the_other_requests_of_the_engine_go_on(samplers: Samplers):
+    backend = HeldBackend()
+    runner = samplers.start(backend, "s/1")
+    cancelled, other = samplers.admit(0), samplers.admit(1)
+    first, second = (
+        in_thread(lambda id_=request: runner.handle(id_, SESSION, "sample")) for request in (cancelled, other)
+    )
+    await_true(lambda: len(backend.begun) == 2, "both never ran")
+    samplers.oplog.cancel_sample(cancelled)
+    first[0].join(60)
+    assert len(backend.aborted) == 1
+    backend.release.set()
+    second[0].join(60)
+    assert not second[1][0].failed
+
+
+def test_a_worker_that_missed_the_message_learns_of_it_from_its_lease(samplers: Samplers):
+    backend = HeldBackend()
+    request = samplers.admit(0)
+    runner = samplers.start(backend, "s/1", deaf=True, keeper_lease_s=0.3)
+    thread, came = in_thread(lambda: runner.handle(request, SESSION, "sample"))
+    await_true(lambda: backend.begun, "it never ran")
+    samplers.oplog.cancel_sample(request)
+    thread.join(60)
+    assert is_cancelled(came[0])
+
+
+def test_a_request_whose_lease_was_lost_stops_and_leaves_the_result_to_its_new_owner(samplers: Samplers):
+    slow, quick = HeldBackend(), HeldBackend()
+    request = samplers.admit(0)
+    runner = samplers.start(slow, "s/1", keeper_lease_s=0.3)
+    thread, came = in_thread(lambda: runner.handle(request, SESSION, "sample"))
+    await_true(lambda: slow.begun, "it never ran")
+    samplers.client.set(keys.lease(request), "s/2", px=3_600_000)  # s/1 was silent, and s/2 runs it
+    thread.join(60)
+    assert isinstance(came[0], NotNow), "its doorbell is not the end of the future"
+    assert samplers.oplog.outcome(request) is None
+    samplers.client.delete(keys.lease(request))
+    quick.release.set()
+    result = samplers.start(quick, "s/2").handle(request, SESSION, "sample")
+    assert result is not None and not result.failed
+
+
+def test_a_request_that_ends_just_as_it_is_cancelled_has_one_result(samplers: Samplers):
+    """Whichever came first, on both sides of the race."""
+    backend = HeldBackend()
+    runner = samplers.start(backend, "s/1")
+    for seq in range(30):
+        backend.release.clear()
+        begun = len(backend.begun)
+        request = samplers.admit(seq)
+        thread, came = in_thread(lambda id_=request: runner.handle(id_, SESSION, "sample"))
+        await_true(lambda since=begun: len(backend.begun) > since, "it never ran")
+        canceller, won = in_thread(lambda id_=request: samplers.oplog.cancel_sample(id_))
+        backend.release.set()
+        canceller.join(60)
+        thread.join(60)
+        assert is_cancelled(samplers.oplog.outcome(request)) == won[0]
+        assert came == [samplers.oplog.outcome(request)]
+
+
+def test_a_storm_of_200_requests_half_of_them_cancelled_loses_none(samplers: Samplers):
+    """Two workers, doorbells doubled and in any order, one worker dead with requests in hand; cancelled at any time."""
+    dice = random.Random(5)
+    backend = HeldBackend()
+    backend.release.set()
+    requests = [samplers.admit(seq) for seq in range(200)]
+    unwanted = set(dice.sample(requests, 100))
+    for request in requests[::10]:
+        samplers.oplog.claim_sample(request, "dead/1")
+        samplers.client.delete(keys.lease(request))
+    runners = [samplers.start(backend, f"s/{i}") for i in range(2)]
+    bells: list[Callable[[], object]] = [
+        lambda id_=request, to=runner: _ring(to, id_) for request in requests for runner in runners
+    ]
+    bells += [lambda id_=request: samplers.oplog.cancel_sample(id_) for request in unwanted]
+    dice.shuffle(bells)
+    with ThreadPoolExecutor(16) as pool:
+        won = list(pool.map(lambda bell: bell(), bells))
+    _ring_what_waits(samplers, runners[0])
+    outcomes = {request: samplers.oplog.outcome(request) for request in requests}
+    assert all(outcomes.values()), "every future is terminal"
+    cancelled = {request for request, result in outcomes.items() if is_cancelled(result)}
+    assert cancelled <= unwanted
+    assert sum(found is True for found in won) == len(cancelled), "a cancel that won is a cancelled future"
+    assert not any(outcomes[request].failed for request in set(requests) - cancelled)
+    assert samplers.oplog.pending() == []
+    assert samplers.client.exists(keys.PREFIX + "sampling:sample.base") == 0
+
+
+def _ring(runner: SampleRunner, request: str) -> Result | NotNow | None:
+    try:
+        return runner.handle(request, SESSION, "sample")
+    except NotNow as error:
+        return error
+
+
+def _ring_what_waits(samplers: Samplers, runner: SampleRunner) -> None:
+    """As the sweeper does."""
+    for waiting in samplers.oplog.pending():
+        _ring(runner, waiting.id)

@@ -1,0 +1,270 @@
+"""A sampling future runs once at a time, anywhere, and again after a crash, with one result."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from app.domain import codec
+from app.domain.records import Sampler, dump
+from app.domain.sampling import SampleOutput, SampleRequest
+from app.errors import ServerOpError, Unavailable
+from app.settings import BaseModelSettings
+from app.stores.objects.folder import FolderStore
+from app.stores.redis import keys
+from app.stores.redis.completions import TokenStreams
+from app.stores.redis.journal import RedisOpLog
+from app.stores.redis.payloads import RedisPayloads
+from app.wire import tinker_pb2 as pb
+from tests.unit.workers.conftest import BASE, World, await_true
+from workers.backends.sampling.base import SamplerBackend, Watch, create
+from workers.checkpoints.shm_transfer import HandoverFolder
+from workers.process.fair_queue import Shares, equal
+from workers.process.leases import LeaseKeeper
+from workers.process.results import NotNow
+from workers.sample.adapters import AdapterFiles, Adapters, AdapterTurns
+from workers.sample.admission import Gate, Held
+from workers.sample.runner import SampleRunner, Watches
+from workers.sample.token_stream import TokenPublisher
+
+SESSION = "session:sample:0"
+REQUEST = SampleRequest(np.array([5, 6, 7], dtype=np.int32), num_samples=2, max_tokens=4, seed=3, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def backend(base: BaseModelSettings) -> Iterator[SamplerBackend]:
+    sampler = base.sampler.model_copy(update={"backend": "transformers"})
+    backend = create(base.model_copy(update={"sampler": sampler}))
+    backend.open()
+    yield backend
+    backend.close()
+
+
+def runner(
+    world: World, backend: SamplerBackend, worker: str, ring: Callable[..., None] = lambda *ring: None
+) -> SampleRunner:
+    keeper = LeaseKeeper(world.oplog, worker, world.settings.lease_s)
+    world.keepers.append(keeper)
+    store = FolderStore(world.folder / "objects", "secret", "http://x")
+    nearby = HandoverFolder(world.folder / "handover" / worker, 2**30)
+    files = AdapterFiles(store, world.records, nearby, world.folder / "cache", 2**30, print)
+    shares = Shares()
+    adapters = Adapters(backend, files, AdapterTurns(4, shares), 4)
+    publisher = TokenPublisher(TokenStreams(world.client))
+    gate, held = Gate(shares, equal, 64), Held(world.oplog, ring, f"sample.{BASE}", shares.ahead)
+    return SampleRunner(world.oplog, world.records, backend, adapters, keeper, worker, Watches(), publisher, gate, held)
+
+
+def admit(world: World, seq: int, request: SampleRequest = REQUEST, prefix: str = "", sequences: int = 1) -> str:
+    world.records.put("samplers", SESSION, dump(Sampler("me", "session", BASE, 0.0, prefix=prefix)))
+    payload = codec.encode(request)
+    return world.oplog.admit_sample(
+        f"{SESSION}:{seq}", SESSION, "me", f"sample.{BASE}", payload, codec.digest(payload), sequences=sequences
+    ).request_id
+
+
+def tokens(body: bytes) -> list[bytes]:
+    return [sequence.tokens for sequence in pb.SampleResponse.FromString(body).sequences]
+
+
+def test_a_sample_is_answered_with_every_sequence_and_its_logprobs(world: World, backend: SamplerBackend):
+    result = runner(world, backend, "s/1").handle(admit(world, 0), SESSION, "sample")
+    assert result is not None and not result.failed
+    sequences = pb.SampleResponse.FromString(result.body).sequences
+    assert [len(sequence.tokens) for sequence in sequences] == [16, 16]
+    assert all(len(sequence.logprobs) == 16 for sequence in sequences)
+
+
+def test_a_streamed_request_tells_of_its_tokens_and_another_does_not(world: World, backend: SamplerBackend):
+    sampler, streams = runner(world, backend, "s/1"), TokenStreams(world.client)
+    streamed = admit(world, 0, replace(REQUEST, stream=True))
+    result = sampler.handle(streamed, SESSION, "sample")
+    other = sampler.handle(admit(world, 1), SESSION, "sample")
+    assert result is not None and other is not None
+    expected = tokens(result.body)
+    found: dict[int, bytes] = {}
+
+    def all_there() -> bool:
+        found.update({0: b"", 1: b""})
+        for drawn in streams.read(streamed, "0-0")[0]:
+            found[drawn.index] += drawn.tokens.tobytes()
+        return list(found.values()) == expected
+
+    await_true(all_there, "the stream has the tokens of the result")
+    assert expected == tokens(other.body), "a streamed request draws the same"
+    assert not world.client.exists(keys.stream(f"{SESSION}:1"))
+
+
+def test_a_doubled_doorbell_gives_the_first_result(world: World, backend: SamplerBackend):
+    request = admit(world, 0)
+    first = runner(world, backend, "s/1").handle(request, SESSION, "sample")
+    assert runner(world, backend, "s/2").handle(request, SESSION, "sample") == first
+
+
+def test_what_another_worker_runs_is_left_to_it_until_its_lease_ends(world: World, backend: SamplerBackend):
+    request = admit(world, 0)
+    world.oplog.claim_sample(request, "dead/1")
+    world.client.persist(keys.lease(request))
+    heir = runner(world, backend, "s/1")
+    with pytest.raises(NotNow):
+        heir.handle(request, SESSION, "sample")
+    world.client.delete(keys.lease(request))
+    again = heir.handle(request, SESSION, "sample")
+    other = heir.handle(admit(world, 1), SESSION, "sample")
+    assert again is not None and other is not None
+    assert tokens(again.body) == tokens(other.body), "the same seed draws the same tokens wherever it runs"
+
+
+def test_a_lost_adapter_fails_its_own_request_as_the_servers_fault(world: World, backend: SamplerBackend):
+    result = runner(world, backend, "s/1").handle(admit(world, 0, prefix="models/gone"), SESSION, "sample")
+    assert result is not None and result.failed
+    assert json.loads(result.body)["category"] == "server"
+
+
+def test_a_request_that_keeps_killing_samplers_is_given_up(world: World, backend: SamplerBackend):
+    request = admit(world, 0)
+    for i in range(3):
+        world.oplog.claim_sample(request, f"dead/{i}")
+        world.client.delete(keys.lease(request))
+    heir = runner(world, backend, "s/1")
+    with pytest.raises(NotNow):  # the last of them may only be cut off
+        heir.handle(request, SESSION, "sample")
+    world.outlast(request)
+    result = heir.handle(request, SESSION, "sample")
+    assert result is not None and result.failed
+    assert "given up" in json.loads(result.body)["error"]
+
+
+def test_a_store_that_is_away_costs_a_request_no_attempt(world: World, backend: SamplerBackend, monkeypatch):
+    request = admit(world, 0)
+
+    def away(*_: object) -> None:
+        raise Unavailable("the store is away")
+
+    for boot in range(5):  # more than a request has attempts, each in another process
+        sampler = runner(world, backend, f"s/{boot}")
+        with monkeypatch.context() as patch:
+            patch.setattr(sampler._adapters, "use", away)
+            with pytest.raises(NotNow):
+                sampler.handle(request, SESSION, "sample")
+    result = runner(world, backend, "s/5").handle(request, SESSION, "sample")
+    assert result is not None and not result.failed
+
+
+def test_a_request_whose_content_cannot_be_fetched_now_is_left_to_be_run_later(world: World, backend: SamplerBackend):
+    request = admit(world, 0)
+    store = FolderStore(world.folder / "objects", "secret", "http://x")
+    assert RedisPayloads(world.client, world.settings, store).spill(request)
+    with pytest.raises(NotNow, match="object store"):
+        runner(world, backend, "s/1").handle(request, SESSION, "sample")  # its journal has no store to read from
+    assert not world.client.exists(keys.lease(request))
+    world.oplog = RedisOpLog(world.client, world.settings, store)
+    result = runner(world, backend, "s/2").handle(request, SESSION, "sample")
+    assert result is not None and not result.failed
+
+
+def test_a_request_whose_content_is_lost_fails_as_the_servers_fault(world: World, backend: SamplerBackend):
+    request = admit(world, 0)
+    store = FolderStore(world.folder / "objects", "secret", "http://x")
+    assert RedisPayloads(world.client, world.settings, store).spill(request)
+    spilled = world.client.hget(keys.op(request), "spilled")
+    assert spilled is not None
+    store.delete([spilled.decode()])
+    world.oplog = RedisOpLog(world.client, world.settings, store)
+    result = runner(world, backend, "s/1").handle(request, SESSION, "sample")
+    assert result is not None and result.failed
+    assert "is lost" in json.loads(result.body)["error"]
+
+
+def test_what_nobody_foresaw_ends_a_request_too(world: World, backend: SamplerBackend):
+    """As its worker lives, no try would be the last."""
+
+    class Surprising:
+        def sample(self, adapter_id: str | None, request: SampleRequest, watch: Watch | None = None) -> SampleOutput:
+            raise KeyError("nobody knows")
+
+        def healthy(self) -> bool:
+            return True
+
+    result = runner(world, Surprising(), "s/1").handle(admit(world, 0), SESSION, "sample")
+    assert result is not None and result.failed
+    assert json.loads(result.body) == {
+        "error": "sampling failed: KeyError; the sampler's log says more",
+        "category": "server",
+    }
+
+
+def test_the_next_held_request_of_a_project_is_rung_for_as_one_ends(world: World, backend: SamplerBackend):
+    rung: list[tuple[str, ...]] = []
+    sampler = runner(world, backend, "s/1", lambda *ring: rung.append(ring))
+    first = admit(world, 0, sequences=64)
+    held = admit(world, 1, sequences=64)
+    sampler.handle(first, SESSION, "sample")
+    assert rung == [("sample", held, SESSION, f"sample.{BASE}")]
+    sampler.handle(held, SESSION, "sample")
+    assert len(rung) == 1
+
+
+def test_a_sample_is_charged_to_its_project_for_what_was_drawn(world: World, backend: SamplerBackend):
+    sampler = runner(world, backend, "s/1")
+    shares = sampler._gate._shares
+    shares.charge("other", 10**6)
+    sampler.handle(admit(world, 0, replace(REQUEST, max_tokens=4)), SESSION, "sample")
+    assert shares.place("me") - shares.place("new") == len(REQUEST.prompt) + 2 * 4
+
+
+def test_a_request_that_is_stopped_at_the_gate_never_reaches_the_engine(world: World, backend: SamplerBackend):
+    sampler = runner(world, Stuck(), "s/1")
+    sampler._gate._most = 1
+    requests = [admit(world, seq) for seq in range(2)]
+    threads = [threading.Thread(target=sampler.handle, args=(request, SESSION, "sample")) for request in requests]
+    for thread, count in zip(threads, (0, 1), strict=True):
+        thread.start()
+        await_true(lambda count=count: len(sampler._gate._waiting) == count, "it is at the gate")
+        await_true(lambda: Stuck.begun == 1, "the first is in")
+    world.oplog.cancel_sample(requests[1])
+    sampler._watches.abort(requests[1])
+    threads[1].join(60)
+    Stuck.free.set()
+    threads[0].join(60)
+    assert Stuck.begun == 1
+    outcomes = [world.oplog.outcome(request) for request in requests]
+    assert [outcome is not None and outcome.failed for outcome in outcomes] == [False, True]
+
+
+class Stuck:
+    """An engine whose requests run until `free`."""
+
+    begun, free = 0, threading.Event()
+
+    def sample(self, adapter_id: str | None, request: SampleRequest, watch: Watch | None = None) -> SampleOutput:
+        type(self).begun += 1
+        assert self.free.wait(60)
+        return SampleOutput(())
+
+    def healthy(self) -> bool:
+        return True
+
+
+class DyingBackend:
+    """An engine that dies under the first request, as vLLM's does when its process is killed."""
+
+    def sample(self, adapter_id: str | None, request: SampleRequest, watch: Watch | None = None) -> SampleOutput:
+        raise ServerOpError("the engine died")
+
+    def healthy(self) -> bool:
+        return False
+
+
+def test_a_request_outlives_the_engine_that_died_under_it(world: World, backend: SamplerBackend):
+    request = admit(world, 0)
+    with pytest.raises(NotNow):
+        runner(world, DyingBackend(), "s/1").handle(request, SESSION, "sample")
+    world.client.delete(keys.lease(request))
+    result = runner(world, backend, "s/2").handle(request, SESSION, "sample")
+    assert result is not None and not result.failed

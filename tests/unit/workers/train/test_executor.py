@@ -1,0 +1,45 @@
+"""No optim_step runs on part of its gradients."""
+
+from __future__ import annotations
+
+import pytest
+
+from app.domain.ops import FORWARD, FORWARD_BACKWARD
+from app.stores.interfaces.journal import Entry
+from workers.train.executor import Window
+
+GOOD, STEP, LOAD, EVAL = (FORWARD_BACKWARD, ""), ("optim_step", ""), ("load_weights", ""), (FORWARD, "")
+FAILED, REFUSED, GAP = (FORWARD_BACKWARD, "infinite"), ("lost_batch", ""), ("drop_gradients", "")
+
+
+def window(*history: tuple[str, str]) -> Window:
+    found = Window()
+    for kind, failure in history:
+        found = found.after(
+            Entry(1, kind, "r", b"", "lost" if kind in ("lost_batch", "drop_gradients") else "", 1), failure
+        )
+    return found
+
+
+@pytest.mark.parametrize(
+    ("history", "may_step"),
+    [
+        ([GOOD], True),
+        ([FAILED], False),
+        ([REFUSED], False),
+        ([GAP], False),
+        ([FAILED, EVAL], False),
+        ([FAILED, GOOD], False),  # sent again, or sent before the failure was known?
+        ([REFUSED, GOOD], True),  # sent again
+        ([REFUSED, REFUSED, GOOD], True),
+        ([GOOD, FAILED, GOOD], False),  # sent again whole, or a further part? The first would count twice
+        ([GOOD, REFUSED, GOOD, GOOD], False),
+        ([GOOD, GAP, GOOD], True),  # the gap dropped what was there
+        ([GOOD, FAILED, STEP, GOOD], True),  # the failed step ended it
+        ([FAILED, STEP, GOOD], True),
+        ([GOOD, FAILED, LOAD, GOOD], True),
+        ([GOOD, FAILED, ("load_weights", "no such checkpoint"), GOOD], False),
+    ],
+)
+def test_a_step_runs_only_on_whole_gradients(history, may_step):
+    assert (not window(*history).missing) == may_step

@@ -1,0 +1,63 @@
+"""A worker that is cut off from the state server looks dead until it is heard of again: nothing may come of that."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from app.domain.ops import ForwardBackward
+from app.stores.redis import keys
+from app.stores.redis.client import connect
+from app.stores.redis.journal import RedisOpLog
+from app.stores.redis.records import RedisRecords
+from tests.faults.proxy import Proxy
+from tests.unit.workers.conftest import MODEL, Worker, World, step
+from workers.process.results import NotNow
+from workers.train.owner import MAX_ATTEMPTS
+
+CUT_OFF = "b/1"
+
+
+class CutOff:
+    """A backend whose worker loses its way to the state server in the middle of an Op, for longer than its leases."""
+
+    def __init__(self, worker: Worker, world: World, proxy: Proxy) -> None:
+        self._inner, self._world, self._proxy = worker.backend, world, proxy
+        object.__setattr__(worker.runner._committer._executor, "backend", self)
+
+    def __getattr__(self, name: str):
+        return getattr(self._inner, name)
+
+    def apply(self, ops):
+        if any(isinstance(op, ForwardBackward) for op in ops.values()):
+            self._proxy.refuse()
+            assert self._world.client.delete(keys.lease(MODEL), keys.lease(CUT_OFF)) == 2
+        return self._inner.apply(ops)
+
+
+@pytest.mark.parametrize("lives", [True, False])
+def test_an_op_is_given_up_only_when_those_that_tried_it_are_dead(world: World, valkey: str, lives: bool):
+    world.worker("a/1").handle(0)
+    request = world.admit(1, step()[0])
+    world.client.hset(keys.op(request), "attempts", MAX_ATTEMPTS - 1)
+    world.client.delete(keys.lease(MODEL))
+    with Proxy(valkey) as proxy:
+        client = connect(proxy.url)
+        behind = replace(world, oplog=RedisOpLog(client, world.settings), records=RedisRecords(client))
+        cut_off = behind.worker(CUT_OFF)
+        cut_off.keeper._renew()
+        CutOff(cut_off, world, proxy)
+        with pytest.raises(NotNow, match="in doubt"):
+            cut_off.handle(1)
+        heir = world.worker("c/1")
+        for _ in range(2):
+            with pytest.raises(NotNow, match="heard of yet"):
+                heir.handle(1)
+        if lives:
+            proxy.go_on()
+            cut_off.keeper._renew()
+        else:
+            world.outlast(request)
+        result = heir.handle(1)
+    assert result is not None and result.failed == (not lives)

@@ -1,0 +1,201 @@
+"""What a runner does when a replay, a commit or a doorbell goes wrong in a way the Op itself does not show."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import redis
+
+from app.domain.ops import ForwardBackward, SaveWeights
+from app.domain.records import Model
+from app.domain.results import Result
+from app.errors import NotFound
+from app.stores.interfaces.journal import Lease
+from app.stores.redis import keys
+from app.stores.redis.lifecycle import RedisLifecycle
+from tests.unit.workers.conftest import BASE, MODEL, Worker, World, step
+from workers.process.results import NotNow
+
+
+class Dead(BaseException):
+    """The process ended here."""
+
+
+class NoReplay:
+    """A backend that cannot do a forward_backward."""
+
+    def __init__(self, worker: Worker, error: BaseException) -> None:
+        self._inner, self._error = worker.backend, error
+        object.__setattr__(worker.runner._committer._executor, "backend", self)
+
+    def __getattr__(self, name: str):
+        return getattr(self._inner, name)
+
+    def apply(self, ops):
+        if any(isinstance(op, ForwardBackward) for op in ops.values()):
+            raise self._error
+        return self._inner.apply(ops)
+
+
+def fail_three_times(worker: Worker) -> None:
+    """On the replay before seq 2."""
+    NoReplay(worker, RuntimeError("no memory on the device"))
+    for _ in range(3):
+        with pytest.raises(NotNow):
+            worker.handle(2, "optim_step")
+
+
+@pytest.fixture
+def handed_over(world: World) -> World:
+    """seq 1, a gradient, is applied and has to be replayed; seq 2 waits."""
+    first = world.worker("a/1")
+    first.handle(0, "create_model")
+    gradient, optim_step = step()
+    world.admit(1, gradient)
+    first.handle(1)
+    world.admit(2, optim_step)
+    first.drain.hand_over()
+    return world
+
+
+def error_of(result: Result | None) -> str:
+    assert result is not None and result.failed
+    return str(json.loads(result.body)["error"])
+
+
+def test_an_op_behind_a_replay_that_breaks_the_backend_is_given_up(handed_over: World):
+    heir = handed_over.worker("b/1")
+    fail_three_times(heir)
+    assert "3 attempts" in error_of(heir.handle(2, "optim_step"))
+
+
+def test_a_late_doorbell_answers_with_its_own_result_when_a_later_op_is_given_up(handed_over: World):
+    heir = handed_over.worker("b/1")
+    fail_three_times(heir)
+    late = heir.handle(1)
+    assert late == handed_over.oplog.outcome(f"{MODEL}:1")
+    assert late is not None and not late.failed
+    assert "3 attempts" in error_of(handed_over.oplog.outcome(f"{MODEL}:2"))
+
+
+def test_an_op_behind_a_replay_that_kills_the_process_is_given_up(handed_over: World):
+    for boot in range(3):
+        heir = handed_over.worker(f"b/{boot}")
+        NoReplay(heir, Dead())
+        with pytest.raises(Dead):
+            heir.handle(2, "optim_step")
+    assert "3 attempts" in error_of(handed_over.worker("b/4").handle(2, "optim_step"))
+
+
+def test_a_state_whose_commit_ended_oddly_is_thrown_away(world: World, monkeypatch: pytest.MonkeyPatch):
+    worker = world.worker("a/1")
+    worker.handle(0, "create_model")
+    world.admit(1, step()[0])
+
+    def odd(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(worker.runner._oplog, "commit", odd)
+        with pytest.raises(MemoryError):
+            worker.handle(1)
+    assert not worker.owner.residents()
+
+
+def test_an_op_whose_commit_is_in_doubt_is_rung_again_at_once(world: World, monkeypatch: pytest.MonkeyPatch):
+    worker = world.worker("a/1")
+    worker.handle(0, "create_model")
+    world.admit(1, step()[0])
+
+    def away(*_: object) -> None:
+        raise redis.ConnectionError("away")
+
+    with monkeypatch.context() as outage:
+        outage.setattr(worker.runner._oplog, "commit", away)
+        with pytest.raises(NotNow, match="in doubt"):
+            worker.handle(1)
+    assert worker.rung == [("forward_backward", f"{MODEL}:1", f"train.{BASE}")]
+    assert not worker.owner.residents()
+
+
+def test_an_outage_in_the_middle_of_an_op_leaves_it_free_for_anybody(world: World, monkeypatch: pytest.MonkeyPatch):
+    worker = world.worker("a/1")
+    worker.handle(0, "create_model")
+    world.admit(1, SaveWeights("weights", "kept"))
+
+    def away(*_: object) -> None:
+        raise redis.ConnectionError("away")
+
+    with monkeypatch.context() as outage:
+        outage.setattr(world.records, "get", away)
+        with pytest.raises(redis.ConnectionError):
+            worker.handle(1, "save_weights")
+    assert [pending.running for pending in world.oplog.pending()] == [False]
+    saved = world.worker("b/1").handle(1, "save_weights")
+    assert saved is not None and not saved.failed
+
+
+def test_a_snapshot_that_was_replaced_while_it_was_fetched_is_not_lost(
+    handed_over: World, monkeypatch: pytest.MonkeyPatch
+):
+    heir = handed_over.worker("b/1")
+
+    def replaced(lease: Lease) -> None:
+        handed_over.oplog.set_snapshot(lease, lease.applied, "newer")
+        raise NotFound("the older one is gone")
+
+    monkeypatch.setattr(heir.owner, "_restore", replaced)
+    with pytest.raises(NotNow, match="moved on"):
+        heir.handle(2, "optim_step")
+    assert heir.rung == [("optim_step", f"{MODEL}:2", f"train.{BASE}")]
+    lease = handed_over.oplog.acquire(MODEL, "c/1")
+    assert isinstance(lease, Lease)
+    handed_over.oplog.next(lease, 2)
+    assert handed_over.client.hget(keys.op(f"{MODEL}:2"), "attempts") == b"0", "nobody died"
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_what_was_put_off_is_forgotten_once_it_ran_elsewhere_or_its_model_is_no_more(world: World, ended: bool):
+    worker, other = world.worker("a/1"), world.worker("b/1")
+    worker.handle(0, "create_model")
+    world.admit(1, step()[0])
+    worker.parked.put_off(MODEL, 1, "forward_backward")
+    worker.drain.hand_over()
+    worker.owner.discard_all()
+    if ended:
+        RedisLifecycle(world.client, world.settings).end_model(MODEL)
+    else:
+        other.handle(1)
+        other.owner.discard_all()
+    worker.handle(1)
+    assert worker.parked.forget(MODEL) == {}
+
+
+def test_what_was_put_off_is_forgotten_once_its_model_is_not_even_known(world: World):
+    worker = world.worker("a/1")
+    worker.handle(0, "create_model")
+    world.admit(1, step()[0])
+    worker.parked.put_off(MODEL, 1, "forward_backward")
+    worker.owner.discard_all()
+    RedisLifecycle(world.client, world.settings).end_model(MODEL)
+    world.records.delete(Model.namespace, MODEL)
+    assert "run has ended" in error_of(worker.handle(1))
+    assert worker.parked.forget(MODEL) == {}
+
+
+def test_what_was_put_off_is_forgotten_once_its_model_is_owned_elsewhere(world: World):
+    worker = world.worker("a/1")
+    world.worker("b/1").handle(0, "create_model")
+    world.admit(1, step()[0])
+    worker.parked.put_off(MODEL, 1, "forward_backward")
+    with pytest.raises(NotNow, match="owned by b"):
+        worker.handle(1)
+    assert worker.parked.forget(MODEL) == {}
+
+
+def test_a_payload_that_lapsed_on_its_way_in_leaves_nothing_behind(world: World, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(world.oplog, "_stage", lambda payload: keys.staged("gone"))
+    with pytest.raises(Exception, match="lapsed"):
+        world.admit(1, step()[0])
+    assert world.oplog.entry(MODEL, 1) is None

@@ -1,0 +1,165 @@
+"""The sampler that needs nothing beyond transformers: continuous batching, adapters applied row by row.
+
+With `full` its base's weights are those of one whole model at a time.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from app.domain.base_model import BaseModelInfo
+from app.domain.sampling import SampleOutput, SampleRequest
+from app.errors import ServerOpError
+from app.settings import BaseModelSettings
+from workers.backends.sampling import full_weights, requests
+from workers.backends.sampling.base import Aborted, Watch
+from workers.backends.sampling.requests import check
+from workers.backends.sampling.transformers import kv_cache
+from workers.backends.sampling.transformers.batch import Job
+from workers.backends.sampling.transformers.engine import Engine
+from workers.models import base_model, lora
+from workers.models.base_model import LoadedBase
+
+
+class TransformersSampler:
+    """A SamplerBackend (workers/backends/sampling/base.py) in this process, on the first GPU or the CPU."""
+
+    _weights: Weights
+
+    def __init__(self, settings: BaseModelSettings, *, full: bool = False) -> None:
+        self._settings, self._full = settings, full
+
+    def open(self) -> BaseModelInfo:
+        self._base = base_model.load(self._settings)
+        self._vocabulary = requests.load_vocabulary(self._settings)
+        if not self._full:
+            lora.wrap(self._base.model)
+        kv_cache.use_decode_attention(self._base.model)
+        self._engine = Engine(self._base.model, self._base.device, self._settings.sampler.max_batch)
+        self._weights = WholeModel(self._base, self._engine) if self._full else Adapters(self._base)
+        return self._base.info
+
+    def load(self, adapter_id: str, folder: Path) -> None:
+        self._weights.load(adapter_id, folder)
+
+    def evict(self, adapter_id: str) -> None:
+        self._weights.evict(adapter_id)
+
+    def sample(self, adapter_id: str | None, request: SampleRequest, watch: Watch | None = None) -> SampleOutput:
+        check(request, self._base.info)
+        watch = watch or Watch()
+        adapter = self._weights.find(adapter_id)
+        job = Job(request, adapter_id or "", adapter, self._base.info, self._vocabulary, watch)
+        watch.on_abort(lambda: job.fail(Aborted("the request was aborted")))
+        self._engine.submit(job)
+        return job.future.result()
+
+    def healthy(self) -> bool:
+        return self._engine.alive and self._engine.stands_still_s <= self._settings.sampler.step_deadline_s
+
+    def close(self) -> None:
+        self._engine.stop()
+
+    def describe(self) -> Mapping[str, Any]:
+        return {
+            "sampler": type(self).__name__,
+            "dtype": self._base.info.dtype,
+            "devices": [str(self._base.device)],
+            "adapters": self._weights.ids(),
+        }
+
+
+class Weights(Protocol):
+    """By the id that SamplerBackend.load was given."""
+
+    def load(self, weights_id: str, folder: Path) -> None: ...
+
+    def evict(self, weights_id: str) -> None: ...
+
+    def find(self, weights_id: str | None) -> lora.Adapter | None:
+        """The adapter to apply, if any. Raises ServerOpError for an id that is not loaded."""
+        ...
+
+    def ids(self) -> Sequence[str]: ...
+
+
+class Adapters:
+    """Any number, in the base's dtype."""
+
+    def __init__(self, base: LoadedBase) -> None:
+        self._base = base
+        self._adapters: dict[str, lora.Adapter] = {}
+
+    def load(self, weights_id: str, folder: Path) -> None:
+        if weights_id in self._adapters:
+            return
+        adapter = lora.read_peft(folder)
+        lora.check_fits(adapter, self._base.model)
+        self._adapters[weights_id] = _cast(adapter, self._base.device, self._base.dtype)
+
+    def evict(self, weights_id: str) -> None:
+        self._adapters.pop(weights_id, None)
+
+    def find(self, weights_id: str | None) -> lora.Adapter | None:
+        adapter = self._adapters.get(weights_id) if weights_id is not None else None
+        if weights_id is not None and adapter is None:
+            raise ServerOpError(f"adapter {weights_id!r} is not loaded in this sampler")
+        return adapter
+
+    def ids(self) -> Sequence[str]:
+        return sorted(self._adapters)
+
+
+class WholeModel:
+    """One at a time: another's weights are written over the present ones once nothing runs on those."""
+
+    def __init__(self, base: LoadedBase, engine: Engine) -> None:
+        self._model, self._engine = base.model, engine
+        self._loading = threading.Lock()
+        self._present: str | None = None
+
+    def load(self, weights_id: str, folder: Path) -> None:
+        with self._loading:
+            if weights_id == self._present:
+                return
+            full_weights.check_fits(folder, self._model)
+            weights = full_weights.weights_for(self._model, folder)
+            self._present = None
+            self._engine.when_idle(lambda: _write(self._model, weights))
+            self._present = weights_id
+
+    def evict(self, weights_id: str) -> None:
+        """What is present keeps its memory: the next takes its place."""
+        with self._loading:
+            if weights_id == self._present:
+                self._present = None
+
+    def find(self, weights_id: str | None) -> lora.Adapter | None:
+        if weights_id not in (None, self._present):
+            raise ServerOpError(f"model {weights_id!r} is not loaded in this sampler")
+        return None
+
+    def ids(self) -> Sequence[str]:
+        return [] if self._present is None else [self._present]
+
+
+def _cast(adapter: lora.Adapter, device: torch.device, dtype: torch.dtype) -> lora.Adapter:
+    """The adapter in the base's dtype: cast once here instead of in every step."""
+
+    def cast(parameter: nn.Parameter) -> nn.Parameter:
+        return nn.Parameter(parameter.detach().to(device, dtype), requires_grad=False)
+
+    pairs = {path: lora.LoraPair(cast(pair.a), cast(pair.b)) for path, pair in adapter.pairs.items()}
+    return lora.Adapter(adapter.spec, pairs)
+
+
+def _write(model: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
+    parameters = dict(model.named_parameters())
+    for name, tensor in weights:
+        parameters[name].copy_(tensor)

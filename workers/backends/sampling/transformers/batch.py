@@ -1,0 +1,320 @@
+"""The sequences decoded together, one token a step, from the prefill of their prompts to their results."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from app.domain.base_model import BaseModelInfo
+from app.domain.sampling import SampledSequence, SampleOutput, SampleRequest, TokenLogprobs
+from app.errors import OpError, ServerOpError
+from workers.backends.sampling import prompt_scores
+from workers.backends.sampling.base import Aborted, Watch
+from workers.backends.sampling.prompt_scores import PromptScorer
+from workers.backends.sampling.requests import StopText, Vocabulary, check_finite, sample_seed, token_limit
+from workers.backends.sampling.token_sampler import Drawer, top_logprobs
+from workers.backends.sampling.transformers import kv_cache
+from workers.models import lora
+from workers.models.lora import Adapter
+
+# Padded tokens in one pass. Scoring needs the logits of its tokens: 256 of a 150k vocabulary are 150 MB of float32.
+PASS_TOKENS = 2048
+SCORED_PASS_TOKENS = 256
+
+Top = tuple[np.ndarray, np.ndarray]
+"""The likeliest tokens int32 [k] at a position, and their logprobs float32 [k]."""
+
+
+class RunningBatch:
+    """Rows sorted by adapter, so that each adapter is one segment, over one right-aligned cache.
+
+    Rows that ended stay as idle ones until a quarter are: dropping a row copies the whole cache.
+    """
+
+    def __init__(self, model: Any, device: torch.device) -> None:
+        self._model = model
+        self._device = device
+        self._rows: list[Row] = []
+        self._width: int
+        self._cache: Cache
+        self._starts: Tensor
+        self._drawer: Drawer
+        self._segments: lora.Segments
+
+    @property
+    def live(self) -> int:
+        return sum(row.live for row in self._rows)
+
+    def add(self, starting: Sequence[tuple[Job, int]], prefilled: Prefilled) -> None:
+        """Draw the first token of starting[i][1] new samples of each prefilled job; those that go on join the batch."""
+        rows = [(place, row) for place, (job, count) in enumerate(starting) for row in job.start(count)]
+        logits = prefilled.logits[torch.tensor([place for place, _ in rows], dtype=torch.long, device=self._device)]
+        drawn = [row for _, row in rows]
+        push(drawn, Drawer([row.job.request for row in drawn], self._device), logits)
+        self._compose([(prefilled.cache, place, row) for place, row in rows if row.live])
+
+    @property
+    def occupied(self) -> bool:
+        """Whether there are rows, of which some or all may have ended."""
+        return bool(self._rows)
+
+    def step(self) -> None:
+        """One more token for every row; without a live one they are dropped."""
+        if not self.live:
+            self._compose([])
+            return
+        width = self._width + 1
+        with lora.use(self._segments):
+            logits = self._model(
+                input_ids=torch.tensor([[row.tokens[-1]] for row in self._rows], device=self._device),
+                attention_mask=kv_cache.visible(self._starts, width),
+                position_ids=(self._width - self._starts)[:, None],
+                past_key_values=self._cache,
+                use_cache=True,
+                logits_to_keep=1,
+            ).logits[:, -1]
+        self._width = width
+        push(self._rows, self._drawer, logits)
+        if self.live <= 0.75 * len(self._rows):
+            self._compose([])
+
+    def _compose(self, new: list[tuple[Cache, int, Row]]) -> None:
+        """Put the live rows and new ones, each with its place in a cache, into a fresh cache without idle columns."""
+        taken = [(self._cache, place, row) for place, row in enumerate(self._rows) if row.live] + new
+        taken.sort(key=lambda entry: entry[2].job.adapter_id)
+        self._rows = [row for _, _, row in taken]
+        if not taken:
+            self._cache = kv_cache.empty()
+            return
+        self._width = max(row.cached for row in self._rows)
+        self._cache = kv_cache.arrange(_parts(taken), self._width)
+        self._starts = torch.tensor([self._width - row.cached for row in self._rows], device=self._device)
+        self._drawer = Drawer([row.job.request for row in self._rows], self._device)
+        self._segments = segments([row.job for row in self._rows])
+
+
+def push(rows: Sequence[Row], drawer: Drawer, logits: Tensor) -> None:
+    """Draw the next token of every row from logits [B, V] and hand it to those that are live."""
+    uniforms = torch.tensor([row.uniform() for row in rows], dtype=torch.float64, device=logits.device)
+    tokens, logprobs = drawer.draw(logits, uniforms)
+    top = _top(rows, logits)
+    for place, (row, token, logprob) in enumerate(zip(rows, tokens.tolist(), logprobs.tolist(), strict=True)):
+        if row.live:
+            row.push(token, logprob, top.get(place))
+
+
+def _top(rows: Sequence[Row], logits: Tensor) -> dict[int, Top]:
+    """The likeliest tokens of the rows that ask for them, each as many as it asks for."""
+    asked = {place: row.job.request.sample_top for place, row in enumerate(rows) if row.job.request.sample_top}
+    if not asked:
+        return {}
+    tokens, logprobs = top_logprobs(logits[list(asked)], max(asked.values()))
+    found = zip(tokens.int().cpu().numpy(), logprobs.cpu().numpy(), strict=True)
+    return {place: (ids[:k], values[:k]) for (place, k), (ids, values) in zip(asked.items(), found, strict=True)}
+
+
+def _parts(taken: Sequence[tuple[Cache, int, Row]]) -> list[kv_cache.Part]:
+    """What `arrange` needs, one part a cache."""
+    parts: dict[int, kv_cache.Part] = {}
+    for target, (cache, place, _) in enumerate(taken):
+        part = parts.setdefault(id(cache), kv_cache.Part(cache, [], []))
+        part.rows.append(place)
+        part.to.append(target)
+    return list(parts.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """The prompts' cache, one row each, and the logits [J, V] of the token that follows each."""
+
+    cache: Cache
+    logits: Tensor
+
+
+def fits(jobs: Sequence[Job], job: Job) -> bool:
+    """Whether `job` may share the prompts' pass: jobs that score and jobs that do not stay apart."""
+    longest = max(len(other.request.prompt) for other in [*jobs, job])
+    return not jobs or (job.wants_scores == jobs[0].wants_scores and (len(jobs) + 1) * longest <= PASS_TOKENS)
+
+
+def prefill(model: Any, device: torch.device, jobs: Sequence[Job]) -> Prefilled:
+    """Run the prompts of `jobs`, which are sorted by adapter, and set the scores they want."""
+    tokens, begins = _pad([job.request.prompt for job in jobs], device)
+    rows, width = tokens.shape
+    starts = torch.tensor(begins, device=device)
+    scorers = [PromptScorer(job.request, device) for job in jobs] if jobs[0].wants_scores else []
+    first = min((begin + scorer.first_row for begin, scorer in zip(begins, scorers, strict=False)), default=width)
+    cache = kv_cache.empty()
+    logits = torch.empty(0)
+    with lora.use(segments(jobs)):
+        for begin, end in _pieces(rows, width, first):
+            positions = torch.arange(begin, end, device=device) - starts[:, None]
+            logits = model(
+                input_ids=tokens[:, begin:end],
+                attention_mask=kv_cache.visible(starts, end),
+                position_ids=positions.clamp_(min=0),
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=end - begin if begin >= first else 1,
+            ).logits
+            if begin >= first:
+                _score(scorers, begins, begin, logits[:, : width - 1 - begin])
+    for job, scorer in zip(jobs, scorers, strict=False):
+        job.scores = scorer.flat().numpy()
+    return Prefilled(cache, logits[:, -1])
+
+
+def _pieces(rows: int, width: int, first: int) -> Iterator[tuple[int, int]]:
+    """The columns [begin, end) of each pass: larger ones before column `first`, the first whose logits are wanted."""
+    begin = 0
+    while begin < width:
+        size, limit = (PASS_TOKENS, first) if begin < first else (SCORED_PASS_TOKENS, width)
+        end = min(begin + max(1, size // rows), limit)
+        yield begin, end
+        begin = end
+
+
+def _score(scorers: Sequence[PromptScorer], begins: Sequence[int], column: int, logits: Tensor) -> None:
+    """Give each its own rows of logits [J, n, V], which are those of the columns from `column` on."""
+    for scorer, begin, own in zip(scorers, begins, logits, strict=True):
+        skipped = max(0, begin + scorer.first_row - column)
+        scorer.add(column + skipped - begin, own[skipped:])
+
+
+def _pad(prompts: Sequence[np.ndarray], device: torch.device) -> tuple[Tensor, list[int]]:
+    """Left-padded tokens int64 [J, longest], and the column each prompt begins at."""
+    width = max(map(len, prompts))
+    tokens = np.zeros((len(prompts), width), np.int64)
+    for row, prompt in zip(tokens, prompts, strict=True):
+        row[width - len(prompt) :] = prompt
+    return torch.from_numpy(tokens).to(device), [width - len(prompt) for prompt in prompts]
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A request with its adapter, and the future its caller waits on. `started` counts samples that got a row.
+
+    scores: what a PromptScorer found, float32 [n].
+    """
+
+    request: SampleRequest
+    adapter_id: str
+    adapter: Adapter | None
+    info: BaseModelInfo
+    vocabulary: Vocabulary
+    watch: Watch = field(default_factory=Watch)
+    future: Future[SampleOutput] = field(default_factory=Future)
+    started: int = 0
+    scores: np.ndarray | None = None
+    _finished: dict[int, SampledSequence] = field(default_factory=dict)
+
+    @property
+    def wants_scores(self) -> bool:
+        return self.scores is None and prompt_scores.wanted(self.request)
+
+    @property
+    def unstarted(self) -> int:
+        return self.request.num_samples - self.started
+
+    def start(self, count: int) -> list[Row]:
+        """Rows for the next `count` samples; none when they cannot be set up, which fails the job alone."""
+        try:
+            rows = [Row(self, index) for index in range(self.started, self.started + count)]
+        except Exception as error:
+            self.fail(error)
+            return []
+        self.started += count
+        return rows
+
+    def finish(self, index: int, sequence: SampledSequence) -> None:
+        self._finished[index] = sequence
+        if self.watch.ended is not None:
+            self.watch.ended()
+        if len(self._finished) == self.request.num_samples:
+            sequences = [self._finished[i] for i in range(self.request.num_samples)]
+            with suppress(InvalidStateError):
+                self.future.set_result(prompt_scores.output(self.request, sequences, self.scores))
+
+    def fail(self, error: BaseException) -> None:
+        """End it so, unless it has ended. From any thread; its rows are idle from then on."""
+        known = isinstance(error, OpError | Aborted)
+        with suppress(InvalidStateError):
+            self.future.set_exception(error if known else ServerOpError(f"sampling failed: {error!r}"))
+
+
+class Row:
+    """One sample in the making."""
+
+    def __init__(self, job: Job, index: int) -> None:
+        request = job.request
+        self.job = job
+        self.tokens: list[int] = []
+        self._logprobs: list[float] = []
+        self._top: list[Top] = []
+        self._index = index
+        self._limit = token_limit(request, job.info)
+        self._uniforms = np.random.default_rng(sample_seed(request.seed, index)).random(self._limit)
+        ends = frozenset() if request.ignore_eos else job.vocabulary.end_tokens
+        self._end_tokens = ends.union(request.stop_tokens)
+        self._stop_text = (
+            StopText(job.vocabulary.tokenizer, request.prompt.tolist(), request.stop_strings)
+            if request.stop_strings
+            else None
+        )
+        self._ended = False
+
+    @property
+    def live(self) -> bool:
+        return not self._ended and not self.job.future.done()
+
+    @property
+    def cached(self) -> int:
+        """Columns it has in the cache: all but its newest token."""
+        return len(self.job.request.prompt) + len(self.tokens) - 1
+
+    def uniform(self) -> float:
+        """The random number in [0, 1) its next token is drawn with."""
+        return float(self._uniforms[len(self.tokens)]) if self.live else 0.0
+
+    def push(self, token: int, logprob: float, top: Top | None = None) -> None:
+        """Take the next token, and the likeliest if those are asked for. An error fails the row's own job alone."""
+        try:
+            self._push(token, logprob, top)
+        except Exception as error:
+            self.job.fail(error)
+
+    def _push(self, token: int, logprob: float, top: Top | None) -> None:
+        check_finite(logprob)
+        self.tokens.append(token)
+        self._logprobs.append(logprob)
+        if top is not None:
+            self._top.append(top)
+        watch = self.job.watch
+        watch.took += 1
+        if watch.drawn is not None:
+            watch.drawn(self._index, [token], [logprob])
+        stopped = token in self._end_tokens or (self._stop_text is not None and self._stop_text.completes(token))
+        if stopped or len(self.tokens) == self._limit:
+            self._ended = True
+            tokens, logprobs = np.array(self.tokens, np.int32), np.array(self._logprobs, np.float32)
+            self.job.finish(self._index, SampledSequence(tokens, logprobs, stopped, self._all_top()))
+
+    def _all_top(self) -> TokenLogprobs | None:
+        if not self._top:
+            return None
+        ids, logprobs = zip(*self._top, strict=True)
+        return TokenLogprobs(np.array(ids, np.int32), np.array(logprobs, np.float32))
+
+
+def segments(jobs: Sequence[Job]) -> list[tuple[Adapter | None, int]]:
+    """Runs of neighbours with one adapter, as workers.models.lora.use takes them."""
+    return [(run[0].adapter, len(run)) for _, group in groupby(jobs, lambda job: job.adapter_id) for run in [[*group]]]

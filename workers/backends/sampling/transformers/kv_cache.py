@@ -1,0 +1,146 @@
+"""The keys and values of a running batch, and attention of one new token a row over them.
+
+Rows are right-aligned: a shorter row has zeros on its left, which the attention mask hides.
+
+Attention of one new token a row over the rows' cache, where torch's own is slow.
+
+On a CPU its kernel takes 8 times as long as the plain formula there (SmolLM2-135M, 64 rows of 100 columns, bfloat16:
+4.3 ms a layer against 0.5), a third of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.cache_utils import Cache, DynamicLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+_SPARE_COLUMNS = 64
+
+_NAME = "tinsmith_decode"
+
+
+class _Columns:
+    """A tensor [rows, heads, columns, size] that grows at the end without a copy in most steps."""
+
+    def __init__(self, rows: int, width: int, like: Tensor) -> None:
+        # Zeros, not garbage: attention multiplies hidden columns by 0, and 0 times NaN is NaN.
+        self._store = like.new_zeros(rows, like.shape[1], width + _SPARE_COLUMNS, like.shape[3])
+        self._width = width
+
+    @property
+    def used(self) -> Tensor:
+        return self._store[:, :, : self._width]
+
+    def append(self, new: Tensor) -> Tensor:
+        start, self._width = self._width, self._width + new.shape[2]
+        if self._width > self._store.shape[2]:
+            grown = new.new_zeros(*self._store.shape[:2], self._width + _SPARE_COLUMNS, new.shape[3])
+            grown[:, :, :start] = self._store[:, :, :start]
+            self._store = grown
+        self._store[:, :, start : self._width] = new
+        return self.used
+
+    def put(self, source: Tensor, rows: list[int], to: list[int]) -> None:
+        """Copy `rows` of `source` to rows `to`, right-aligned, without columns that do not fit."""
+        width = min(self._width, source.shape[2])
+        self.used[to, :, self._width - width :] = source[rows, :, source.shape[2] - width :]
+
+
+class GrowingLayer(DynamicLayer):  # type: ignore[misc]
+    """One layer's share of the cache, as transformers' models use it."""
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.reserve(key_states.shape[0], 0, key_states, value_states)
+
+    def reserve(self, rows: int, width: int, keys: Tensor, values: Tensor) -> None:
+        """Start with `width` zero columns, shaped like `keys` and `values` otherwise."""
+        self.dtype, self.device = keys.dtype, keys.device
+        self._keys, self._values = _Columns(rows, width, keys), _Columns(rows, width, values)
+        self.keys, self.values = self._keys.used, self._values.used
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self.keys, self.values = self._keys.append(key_states), self._values.append(value_states)
+        return self.keys, self.values
+
+    def put(self, source: GrowingLayer, rows: list[int], to: list[int]) -> None:
+        self._keys.put(source.keys, rows, to)
+        self._values.put(source.values, rows, to)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Row rows[i] of `cache` becomes row to[i] of the new one. A row may be taken several times."""
+
+    cache: Cache
+    rows: list[int]
+    to: list[int]
+
+
+def empty() -> Cache:
+    """A cache a model fills. Full columns in every layer: a sliding window is a matter of the mask alone."""
+    return Cache(layer_class_to_replicate=GrowingLayer)
+
+
+def arrange(parts: Sequence[Part], width: int) -> Cache:
+    """A new cache of `width` columns from rows of others."""
+    total = sum(len(part.rows) for part in parts)
+    layers = []
+    for index, like in enumerate(parts[0].cache.layers):
+        layer = GrowingLayer()
+        layer.reserve(total, width, like.keys, like.values)
+        for part in parts:
+            layer.put(part.cache.layers[index], part.rows, part.to)
+        layers.append(layer)
+    return Cache(layers=layers)
+
+
+def visible(starts: Tensor, width: int) -> Tensor:
+    """The attention mask int64 [rows, width] of rows that begin at column starts[i]."""
+    return (torch.arange(width, device=starts.device) >= starts[:, None]).long()
+
+
+def use_decode_attention(model: Any) -> None:
+    """Have `model` decode with it, unless it needs what only transformers' eager attention does."""
+    if model.config.get_text_config()._attn_implementation == "sdpa":
+        model.set_attn_implementation(_NAME)
+
+
+def decode_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """query [B, heads, T, D], key and value [B, kv heads, W, D], mask bool [B, 1, T, W] -> [B, T, heads, D]."""
+    if query.shape[2] > 1 or query.device.type != "cpu":
+        attended: Tensor = sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, **options
+        )[0]
+        return attended, None
+    rows, heads, _, width = query.shape
+    # The query heads that share a key head are further rows of one product.
+    shared = query.view(rows, key.shape[1], -1, width)
+    scores = torch.matmul(shared, key.transpose(2, 3)).float().mul_(width**-0.5 if scaling is None else scaling)
+    if attention_mask is not None:
+        scores.masked_fill_(~attention_mask, float("-inf"))
+    return torch.matmul(scores.softmax(-1).to(value.dtype), value).view(rows, 1, heads, width), None
+
+
+AttentionInterface.register(_NAME, decode_attention)
+
+
+AttentionMaskInterface.register(_NAME, sdpa_mask)

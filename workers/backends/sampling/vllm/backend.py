@@ -1,0 +1,290 @@
+"""The sampler over vLLM: its engine batches, pages the cache and applies adapters, or takes in whole models."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from app.domain.base_model import BaseModelInfo
+from app.domain.ops import LoraSpec
+from app.domain.sampling import SampleOutput, SampleRequest
+from app.errors import OpError, ServerOpError, UserOpError
+from app.settings import BaseModelSettings
+from workers.backends.sampling import full_weights, prompt_scores, requests
+from workers.backends.sampling.base import Watch
+from workers.backends.sampling.requests import check, token_limit
+from workers.backends.sampling.vllm import engine as vllm_engine
+from workers.backends.sampling.vllm import patches
+from workers.backends.sampling.vllm import requests as vllm_requests
+from workers.backends.sampling.vllm.engine import EngineThread
+from workers.backends.sampling.vllm.requests import Sample, may_read_cache
+from workers.models import base_model, lora
+from workers.models.base_model import explained
+
+
+class VllmSampler:
+    """A SamplerBackend (workers/backends/sampling/base.py) over vLLM's own processes."""
+
+    _weights: VllmAdapters | VllmWholeModel
+
+    def __init__(self, settings: BaseModelSettings, *, full: bool = False) -> None:
+        self._settings, self._full = settings, full
+        self._request_numbers = count(1)
+
+    def open(self) -> BaseModelInfo:
+        vllm_engine.check_install()
+        vllm_engine.set_environment(self._settings)
+        vllm_engine.check_import()
+        patches.repair_stops()
+        patches.repair_pieces()
+        skeleton = _skeleton(self._settings)
+        info = _info(self._settings, skeleton)
+        self._end_tokens = requests.load_vocabulary(self._settings).end_tokens
+        arguments = vllm_engine.engine_args(self._settings, info.max_context, info.dtype, full=self._full)
+        self._engine = EngineThread(arguments)
+        if self._full:
+            self._weights = VllmWholeModel(self._engine, skeleton)
+        else:
+            self._weights = self._adapters(skeleton)
+            info = self._adaptable(info)
+        self._model_info = info
+        return info
+
+    def load(self, adapter_id: str, folder: Path) -> None:
+        try:
+            self._weights.load(adapter_id, folder)
+        except OpError:
+            raise
+        except Exception as error:
+            raise self._op_error(error, f"the adapter in {folder.name} cannot be loaded", by_user=True) from error
+
+    def evict(self, adapter_id: str) -> None:
+        self._weights.evict(adapter_id)
+
+    def sample(self, adapter_id: str | None, request: SampleRequest, watch: Watch | None = None) -> SampleOutput:
+        check(request, self._model_info)
+        adapter = self._weights.base if adapter_id is None else self._weights.find(adapter_id)
+        watch = watch or Watch()
+        samples = self._run(adapter, request, watch, may_read_cache(request) and watch.drawn is None)
+        if prompt_scores.wanted(request) and samples[0].scores is None:
+            # The cache held a row that is asked for.
+            samples = self._run(adapter, request, watch, read_cache=False)
+        sequences = [sample.sequence() for sample in samples]
+        return prompt_scores.output(request, sequences, samples[0].scores, samples[0].cached_tokens)
+
+    def healthy(self) -> bool:
+        hangs = self._engine.stands_still_s > self._settings.sampler.step_deadline_s
+        return self._engine.alive and self._weights.healthy and not hangs
+
+    def close(self) -> None:
+        self._engine.stop()
+        self._weights.close()
+
+    def describe(self) -> Mapping[str, Any]:
+        config = self._engine.engine.vllm_config
+        return {
+            "sampler": type(self).__name__,
+            "dtype": self._model_info.dtype,
+            "devices": [config.device_config.device_type],
+            "tensor_parallel": config.parallel_config.tensor_parallel_size,
+            "adapters": self._weights.ids(),
+        }
+
+    def _adapters(self, skeleton: nn.Module) -> VllmAdapters:
+        adapters = VllmAdapters(self._engine)
+        if not torch.cuda.is_available():
+            adapters.use_zero_for_base(skeleton)
+        return adapters
+
+    def _adaptable(self, info: BaseModelInfo) -> BaseModelInfo:
+        """Without what vLLM takes no adapter for."""
+        if all(self._engine.call(lambda engine: engine.collective_rpc("adapts_head"))):
+            return info
+        groups = tuple(group for group in info.trainable_groups if group != "unembed")
+        return dataclasses.replace(info, trainable_groups=groups)
+
+    def _run(self, adapter: Any, request: SampleRequest, watch: Watch, read_cache: bool) -> list[Sample]:
+        """One vLLM request a sample, each with its own seed; the first one scores the prompt."""
+        ends = frozenset() if request.ignore_eos else self._end_tokens
+        limit, streams = token_limit(request, self._model_info), watch.drawn is not None
+        params = [
+            vllm_requests.sampling_params(request, index, limit, ends, streams=streams, read_cache=read_cache)
+            for index in range(request.num_samples)
+        ]
+        samples = [Sample(request, index, watch.drawn) for index in range(request.num_samples)]
+        names = [str(next(self._request_numbers)) for _ in samples]
+
+        async def generate(engine: Any, name: str, params: Any, sample: Sample) -> None:
+            prompt = {"prompt_token_ids": request.prompt.tolist()}
+            if watch.aborted:
+                return
+            async for result in engine.generate(prompt, params, name, lora_request=adapter):
+                watch.took += len(result.outputs[0].token_ids)
+                if not watch.aborted:
+                    sample.add(result)
+            if watch.ended is not None:
+                watch.ended()
+
+        async def generate_all(engine: Any) -> None:
+            async with asyncio.TaskGroup() as group:
+                for each in zip(names, params, samples, strict=True):
+                    group.create_task(generate(engine, *each))
+
+        try:
+            self._engine.generate(generate_all, names, watch)
+        except ExceptionGroup as group:
+            error = group.exceptions[0]
+            if isinstance(error, OpError):
+                raise error from None
+            raise self._op_error(error, "sampling failed", by_user=_is_refusal(error)) from group
+        return samples
+
+    def _op_error(self, error: Exception, what: str, by_user: bool) -> OpError:
+        kind = UserOpError if by_user and self.healthy() else ServerOpError
+        return kind(f"{what}: {error!r}")
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Whether vLLM found the request itself at fault. A plain ValueError is ours, or an accident of its own."""
+    from vllm.exceptions import VLLMValidationError
+
+    return isinstance(error, VLLMValidationError)
+
+
+def _skeleton(settings: BaseModelSettings) -> nn.Module:
+    """The model without its weights, which are vLLM's to load. Raises SetupError when there is no such model."""
+    with explained(settings), torch.device("meta"):
+        model: nn.Module = AutoModelForCausalLM.from_config(base_model.read_config(settings), trust_remote_code=False)
+    base_model.check_weights(settings)
+    return model
+
+
+def _info(settings: BaseModelSettings, skeleton: nn.Module) -> BaseModelInfo:
+    device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    return base_model.describe(settings, skeleton, base_model.choose_dtype(settings.dtype, device))
+
+
+class VllmAdapters:
+    """`base` is what a request without an adapter uses: None, or an adapter that changes nothing.
+
+    vLLM caches an adapter under its number, so a number is never used again.
+    """
+
+    healthy = True
+
+    def __init__(self, engine: EngineThread) -> None:
+        self.base: Any = None
+        self._engine = engine
+        self._numbers = count(1)
+        self._by_id: dict[str, Any] = {}
+        self._loading = threading.Lock()
+        self._zero: tempfile.TemporaryDirectory[str] | None = None
+
+    def load(self, adapter_id: str, folder: Path) -> None:
+        with self._loading:
+            if adapter_id not in self._by_id:
+                self._by_id[adapter_id] = self._add(adapter_id, folder)
+
+    def evict(self, adapter_id: str) -> None:
+        adapter = self._by_id.pop(adapter_id, None)
+        if adapter is not None:
+            self._engine.call(lambda engine: engine.remove_lora(adapter.lora_int_id))
+
+    def find(self, adapter_id: str) -> Any:
+        """Raises ServerOpError for one that is not loaded."""
+        adapter = self._by_id.get(adapter_id)
+        if adapter is None:
+            raise ServerOpError(f"adapter {adapter_id!r} is not loaded in this sampler")
+        return adapter
+
+    def ids(self) -> Sequence[str]:
+        return sorted(self._by_id)
+
+    def close(self) -> None:
+        """The engine has ended."""
+        if self._zero is not None:
+            self._zero.cleanup()
+
+    def use_zero_for_base(self, skeleton: nn.Module) -> None:
+        """Give the base an adapter whose B is zero.
+
+        vLLM 0.32's CPU path marks rows without an adapter by slot -1, which its torch operators read as the last
+        slot: once that is taken, the base's rows get another request's adapter.
+        """
+        spec = LoraSpec(rank=1, train_mlp=False, train_unembed=False)
+        self._zero = tempfile.TemporaryDirectory(prefix="tinsmith-")
+        lora.write_peft(lora.new_adapter(skeleton, spec), Path(self._zero.name), "")
+        self.base = self._add("", Path(self._zero.name))
+
+    def _add(self, name: str, folder: Path) -> Any:
+        from vllm.lora.request import LoRARequest
+
+        number = next(self._numbers)
+        adapter = LoRARequest(name or "base", number, str(folder))
+        self._engine.call(lambda engine: engine.add_lora(adapter))
+        return adapter
+
+
+class VllmWholeModel:
+    """No request needs an adapter for it."""
+
+    base = None
+
+    def __init__(self, engine: EngineThread, skeleton: nn.Module) -> None:
+        self._engine, self._skeleton = engine, skeleton
+        self._loading = threading.Lock()
+        self._present: str | None = None
+        self._torn = False
+
+    @property
+    def healthy(self) -> bool:
+        """False once weights may have been written in part."""
+        return not self._torn
+
+    def load(self, weights_id: str, folder: Path) -> None:
+        with self._loading:
+            if weights_id == self._present:
+                return
+            full_weights.check_fits(folder, self._skeleton)
+            self._present = None
+            try:
+                self._engine.call(partial(_replace, folder))
+            except BaseException:
+                self._torn = True
+                raise
+            self._present = weights_id
+
+    def evict(self, weights_id: str) -> None:
+        """What is there keeps its memory: the next takes its place."""
+        with self._loading:
+            if weights_id == self._present:
+                self._present = None
+
+    def find(self, weights_id: str) -> None:
+        """Raises ServerOpError for one that is not there."""
+        if weights_id != self._present:
+            raise ServerOpError(f"model {weights_id!r} is not loaded in this sampler")
+
+    def ids(self) -> Sequence[str]:
+        return [] if self._present is None else [self._present]
+
+    def close(self) -> None:
+        """The engine has ended."""
+
+
+async def _replace(folder: Path, engine: Any) -> None:
+    """Once no request runs, which is when vLLM also forgets the prefixes in its cache."""
+    await engine.pause_generation(mode="wait", clear_cache=True)
+    await engine.collective_rpc("replace_weights", args=(str(folder),))
+    await engine.resume_generation()

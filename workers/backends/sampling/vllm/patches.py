@@ -1,0 +1,199 @@
+"""Repairs of vLLM 0.32: in its worker processes, and in the sampler's own.
+
+**Prompts in chunks under a seed.** While a prompt is on its way in chunks, vLLM draws a token behind each, throws it
+away, and winds the request's generator back by its offset. Those of a CPU have none, so the engine dies of the first
+chunked prompt with a seed, and ours all have one. Here, a row whose token is thrown away draws without its generator,
+which then needs no winding.
+
+**Blocks that held NaN.** The attention of a CPU multiplies what is behind the end of a sequence in its last block by 0,
+and 0 times NaN is NaN: a request that is given a block of one whose adapter overflowed fails with it. vLLM can clear
+blocks as it hands them out, and does so for caches of mixed precision alone; here, always.
+
+**lm_head.** vLLM lacks adapters on lm_head for classes that do not declare it (Qwen2 and Mistral), and new weights for
+one that is tied. Its LoRA code handles any lm_head that its class names in `embedding_modules`; those classes have one
+and just do not name it. A class without an lm_head of its own (Gemma's is the embedding) stays as it is.
+
+**prompt_logprobs under an adapter on lm_head.** vLLM maps rows of the head's input to adapters by the tokens it
+samples, one for each request. To score a prompt it runs the head over a slice of the batch's hidden states with that
+same mapping: on a CPU the shapes clash and the engine dies, on a GPU rows silently get another adapter or none. The
+slice is a view, so where it begins says which tokens of the batch it holds, and vLLM has the adapter of each of those.
+
+**Pieces of a streamed answer that nobody has fetched yet**, in the sampler's own process. vLLM makes one piece of them,
+each position's logprobs by way of a dict. A sampled token that is among the likeliest too is in there once, and that
+position has an entry less than it should.
+
+**Stop strings behind a prompt that ends in half a character**, in the sampler's own process. With the character's end
+vLLM takes all of the prompt's text for the sample's, and stops at what it finds there.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers.decoders import DecodeStream
+from torch import Tensor
+
+from workers.backends.sampling.requests import seen
+
+
+def repair_cpu() -> None:
+    """Repair vLLM's model runner for CPUs."""
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    _keep_generators(CPUModelRunner)
+    _clear_blocks(CPUModelRunner)
+
+
+def _keep_generators(runner: Any) -> None:
+    sample_tokens = runner.sample_tokens
+
+    def sample_tokens_without(self: Any, *args: Any) -> Any:
+        generators = self.input_batch.generators
+        discarded = np.flatnonzero(self.discard_request_mask.np[: self.input_batch.num_reqs]).tolist()
+        kept_out = {row: generators.pop(row) for row in discarded if row in generators}
+        try:
+            return sample_tokens(self, *args)
+        finally:
+            generators.update(kept_out)
+
+    runner.sample_tokens = sample_tokens_without
+
+
+def _clear_blocks(runner: Any) -> None:
+    update_states = runner._update_states
+
+    def update_states_on_clear_blocks(self: Any, scheduled: Any) -> Any:
+        self._zero_block_ids(new_blocks(scheduled, self.cache_config.block_size))
+        return update_states(self, scheduled)
+
+    runner._update_states = update_states_on_clear_blocks
+
+
+def new_blocks(scheduled: Any, size: int) -> list[int]:
+    """The cache blocks of `size` tokens that a step's requests are given and have not filled before.
+
+    A request that starts, or comes back, is told all of its blocks: the first may be from the prefix cache.
+    """
+    given = [(new.block_ids, new.num_computed_tokens) for new in scheduled.scheduled_new_reqs]
+    running = scheduled.scheduled_cached_reqs
+    for request_id, groups, computed in zip(
+        running.req_ids, running.new_block_ids, running.num_computed_tokens, strict=True
+    ):
+        given.append((groups or (), computed if request_id in running.resumed_req_ids else 0))
+    return [block for groups, computed in given for blocks in groups for block in blocks[computed // size :]]
+
+
+def declare_lm_heads() -> None:
+    """Make vLLM name lm_head in models that have one, before it looks for what adapters can sit on."""
+    from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
+
+    load = LoRAModelRunnerMixin.load_lora_model
+
+    def load_lora_model(self: Any, model: Any, *args: Any) -> Any:
+        if hasattr(model, "lm_head") and hasattr(model, "logits_processor"):
+            model.embedding_modules = {**model.embedding_modules, "lm_head": "output_embeddings"}
+        return load(self, model, *args)
+
+    LoRAModelRunnerMixin.load_lora_model = load_lora_model
+
+
+def renew_lm_head(model: Any) -> None:
+    """Behind new weights: a tied head is a module without any of its own, which is passed over.
+
+    It has the embedding's parameter, but on a CPU a copy of that, packed for its kernel, to compute with.
+    """
+    if model.config.tie_word_embeddings and hasattr(model, "lm_head"):
+        method = getattr(model.lm_head, "quant_method", None)  # a rank of a pipeline may have a stand-in for the head
+        if method is not None:
+            method.process_weights_after_loading(model.lm_head)
+
+
+def repair_prompt_scores() -> None:
+    """Make vLLM's LoRA kernels add the right adapter to scored prompt tokens."""
+    from vllm.lora.punica_wrapper.punica_base import PunicaWrapperBase
+    from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
+    from vllm.lora.punica_wrapper.punica_gpu import PunicaWrapperGPU
+
+    kernels: list[type[PunicaWrapperBase]] = [PunicaWrapperCPU, PunicaWrapperGPU]
+    for wrapper in kernels:
+        _repair(wrapper)
+
+
+def _repair(wrapper: Any) -> None:
+    sampled = wrapper.add_lora_logits
+
+    def add_lora_logits(
+        self: Any, y: Tensor, x: Tensor, lora_a_stacked: Tensor, lora_b_stacked: Tensor, scale: float, **kwargs: Any
+    ) -> Any:
+        if not is_slice(x, len(self.sampler_indices)):
+            return sampled(self, y, x, lora_a_stacked, lora_b_stacked, scale, **kwargs)
+        first = x.storage_offset() // x.stride(0)
+        add_by_row(y, x, lora_a_stacked, lora_b_stacked, self.token_lora_indices[first : first + len(x)])
+        return y
+
+    wrapper.add_lora_logits = add_lora_logits
+
+
+def is_slice(hidden: Tensor, sampled: int) -> bool:
+    """Whether rows [n, H] are a slice of the batch, and not a copy of its `sampled` rows that are sampled from.
+
+    Only a slice that is the whole batch fills its memory as a copy does; it has `sampled` rows only when every token
+    is sampled from, and then the two mean the same.
+    """
+    return len(hidden) != sampled or hidden.untyped_storage().nbytes() != hidden.numel() * hidden.element_size()
+
+
+def add_by_row(logits: Tensor, hidden: Tensor, a: Tensor, b: Tensor, slots: Tensor) -> None:
+    """Add each row's adapter in place: logits [n, V], hidden [n, H], a [S, 1, r, H], b [S, 1, V, r], slots [n].
+
+    A slot of -1 is no adapter. The scaling is part of b.
+    """
+    for slot in sorted(set(slots.tolist())):
+        if slot >= 0:
+            rows = slots == slot
+            low = hidden[rows].to(torch.float32) @ a[slot, 0].to(torch.float32).t()
+            logits[rows] += (low @ b[slot, 0].to(torch.float32).t()).to(logits.dtype)
+
+
+@cache
+def repair_pieces() -> None:
+    """Have vLLM put them together as they are. Once a process."""
+    from vllm.logprobs import FlatLogprobs
+
+    extend = FlatLogprobs.extend
+
+    def extend_whole(self: Any, more: Any) -> None:
+        if not isinstance(more, FlatLogprobs):
+            extend(self, more)
+            return
+        behind = len(self.logprobs)
+        self.start_indices += [behind + start for start in more.start_indices]
+        self.end_indices += [behind + end for end in more.end_indices]
+        self.token_ids += more.token_ids
+        self.logprobs += more.logprobs
+        self.ranks += more.ranks
+        self.decoded_tokens += more.decoded_tokens
+
+    FlatLogprobs.extend = extend_whole
+
+
+@cache
+def repair_stops() -> None:
+    """Have vLLM begin behind such a prompt as StopText does. Once a process."""
+    from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer
+
+    _begin_behind_prompts(FastIncrementalDetokenizer)
+
+
+def _begin_behind_prompts(detokenizer: Any) -> None:
+    begin = detokenizer.__init__
+
+    def begin_behind_prompt(self: Any, tokenizer: Any, request: Any) -> None:
+        begin(self, tokenizer, request)
+        if not seen(self.tokenizer, request.prompt_token_ids):
+            self.stream = DecodeStream(skip_special_tokens=self.skip_special_tokens)
+
+    detokenizer.__init__ = begin_behind_prompt

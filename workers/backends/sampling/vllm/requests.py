@@ -1,0 +1,198 @@
+"""Sampling requests in vLLM's words, its answers in ours, and the scores of prompts in its worker processes.
+
+vLLM 0.32 itself gives a prompt's own and likeliest logprobs as Python lists, at every position or none, over a whole
+chunk's logits at once (2,048 x 150,000 float32 are 1.2 GB); ids of one's own choice on a GPU alone; and no draws. So
+a request's scores are taken here from the hidden states, 256 positions at a time, and go back as the one tensor that
+vLLM keeps for such scores (`prompt_token_id_logprobs`), which it passes on as it is. Both of its model runners are
+covered: the CPU has the first, a GPU the second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from app.domain import codec
+from app.domain.sampling import SampledSequence, SampleRequest, TokenLogprobs
+from workers.backends.sampling import prompt_scores
+from workers.backends.sampling.base import Drawn
+from workers.backends.sampling.prompt_scores import PromptScorer
+from workers.backends.sampling.requests import check_finite, sample_seed
+
+SCORES_KEY = "tinsmith_request"
+_ROWS = 256
+Head = Callable[[Tensor], Tensor]
+
+
+def sampling_params(
+    request: SampleRequest, index: int, limit: int, ends: frozenset[int], *, streams: bool, read_cache: bool
+) -> Any:
+    """vLLM's SamplingParams for sample `index`, of at most `limit` tokens. The first one scores the prompt, from the
+    prefix cache too if `read_cache`."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    scores = index == 0 and prompt_scores.wanted(request)
+    return SamplingParams(
+        max_tokens=limit,
+        # torch.Generator, which vLLM seeds with it, takes 63 bits without wrapping.
+        seed=int(sample_seed(request.seed, index).generate_state(1, np.uint64)[0] >> 1),
+        temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=max(request.top_k, 0),
+        stop=list(request.stop_strings),
+        stop_token_ids=sorted(ends.union(request.stop_tokens)),
+        ignore_eos=True,  # they are among the stop tokens
+        logprobs=request.sample_top,
+        flat_logprobs=True,
+        detokenize=bool(request.stop_strings),
+        skip_special_tokens=False,
+        output_kind=RequestOutputKind.DELTA if streams else RequestOutputKind.FINAL_ONLY,
+        extra_args={SCORES_KEY: codec.encode(request)} if scores else None,
+        skip_reading_prefix_cache=scores and not read_cache,
+    )
+
+
+def may_read_cache(request: SampleRequest) -> bool:
+    """Whether the prefix cache may be used though the prompt is to be scored.
+
+    It may hold a row that is asked for, and the request must then run again without it. So only where that is
+    unlikely, the end of a prompt being asked for, and costs one token.
+    """
+    return request.prompt_last_n > 0 and request.max_tokens == request.num_samples == 1
+
+
+class Sample:
+    """One sample as vLLM gives it: piece by piece to whoever looks on, at once otherwise."""
+
+    def __init__(self, request: SampleRequest, index: int, drawn: Drawn | None) -> None:
+        self._index, self._drawn = index, drawn
+        self._width = request.sample_top + 1
+        self._ids: list[np.ndarray] = []
+        self._logprobs: list[np.ndarray] = []
+        self._stopped = False
+        self.scores: np.ndarray | None = None
+        self.cached_tokens = 0
+
+    def add(self, result: Any) -> None:
+        """Take a RequestOutput. Raises UserOpError where logits were not finite."""
+        piece = result.outputs[0]
+        tokens = np.array(piece.token_ids, np.int32)
+        # At each position the sampled token comes first, then the likeliest.
+        ids = np.array(piece.logprobs.token_ids, np.int32).reshape(len(tokens), self._width)
+        logprobs = np.array(piece.logprobs.logprobs, np.float32).reshape(len(tokens), self._width)
+        check_finite(float(logprobs[:, 0].sum()))
+        self._ids.append(ids)
+        self._logprobs.append(logprobs)
+        self._stopped = piece.finish_reason == "stop"
+        self.cached_tokens = result.num_cached_tokens or 0
+        if result.prompt_token_id_logprobs is not None:
+            self.scores = result.prompt_token_id_logprobs
+        if self._drawn is not None:
+            self._drawn(self._index, tokens.tolist(), logprobs[:, 0].tolist())
+
+    def sequence(self) -> SampledSequence:
+        ids, logprobs = np.concatenate(self._ids), np.concatenate(self._logprobs)
+        top = TokenLogprobs(ids[:, 1:], logprobs[:, 1:]) if self._width > 1 else None
+        return SampledSequence(ids[:, 0], logprobs[:, 0], self._stopped, top)
+
+
+class PromptInChunks:
+    """One request's prompt, which the engine runs in one step or several."""
+
+    def __init__(self, request: SampleRequest, device: torch.device) -> None:
+        self._length = len(request.prompt)
+        self._scorer: PromptScorer | None = PromptScorer(request, device)
+        self._next = self._scorer.first_row
+
+    def add(self, begin: int, hidden: Tensor, head: Head) -> Tensor | None:
+        """Score a chunk, hidden states [n, H] of the tokens from `begin` on; once, the scores when all are there.
+
+        None for ever where the engine left out a row that is asked for, because it had the prompt in its cache.
+        """
+        scorer, end = self._scorer, begin + len(hidden)
+        if scorer is None or end <= self._next:
+            return None
+        if begin > self._next:
+            self._scorer = None
+            return None
+        for row in range(self._next, min(end, self._length - 1), _ROWS):
+            stop = min(row + _ROWS, end, self._length - 1)
+            scorer.add(row, head(hidden[row - begin : stop - begin]))
+        self._next = end
+        if end < self._length:
+            return None
+        self._scorer = None
+        return scorer.flat()
+
+
+def install_scoring() -> None:
+    """Make both of vLLM's model runners score the prompts of requests that hold ours."""
+    from vllm.v1.worker.gpu.sample.prompt_logprob import PromptLogprobsWorker
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    _install_first(GPUModelRunner)
+    _install_second(PromptLogprobsWorker)
+
+
+def _install_first(runner: Any) -> None:
+    prompt_logprobs, sample_tokens = runner._get_prompt_logprobs_dict, runner.sample_tokens
+
+    def get_prompt_logprobs_dict(self: Any, hidden_states: Tensor, scheduled: Mapping[str, int]) -> Any:
+        self.tinsmith_scores = _score_step(self, hidden_states, scheduled)
+        return prompt_logprobs(self, hidden_states, scheduled)
+
+    def sample_tokens_with_scores(self: Any, *args: Any) -> Any:
+        self.tinsmith_scores = {}
+        output = sample_tokens(self, *args)
+        if self.tinsmith_scores:
+            result = getattr(output, "_model_runner_output", output)  # it is inside another when scheduling is async
+            result.prompt_token_id_logprobs_dict = self.tinsmith_scores
+        return output
+
+    runner._get_prompt_logprobs_dict, runner.sample_tokens = get_prompt_logprobs_dict, sample_tokens_with_scores
+
+
+def _score_step(runner: Any, hidden_states: Tensor, scheduled: Mapping[str, int]) -> dict[str, Tensor]:
+    """By request id, of prompts that end in this step."""
+    found = {}
+    for request_id, count in scheduled.items():
+        state = runner.requests[request_id]
+        if not hasattr(state, SCORES_KEY):
+            setattr(state, SCORES_KEY, _prompt(state.sampling_params, runner.device))
+        if (prompt := getattr(state, SCORES_KEY)) is not None:
+            at = runner.query_start_loc.np[runner.input_batch.req_id_to_index[request_id]].item()
+            chunk = hidden_states[at : at + count]
+            if (scores := prompt.add(state.num_computed_tokens, chunk, runner.model.compute_logits)) is not None:
+                found[request_id] = scores
+    return found
+
+
+def _install_second(worker: Any) -> None:
+    add_request = worker.add_request
+
+    def add_request_with_ours(self: Any, request_id: str, index: int, params: Any) -> None:
+        add_request(self, request_id, index, params)
+        if (prompt := _prompt(params, self.device)) is not None:
+            self.token_id_scores[request_id] = prompt  # which its remove_request empties
+
+    def compute(self: Any, head: Head, hidden_states: Tensor, batch: Any, prompt_lens: Any) -> dict[str, Tensor]:
+        found = {}
+        for i, request_id in enumerate(batch.req_ids if self.token_id_scores else ()):
+            if (prompt := self.token_id_scores.get(request_id)) is not None:
+                at, count = int(batch.query_start_loc_np[i]), int(batch.num_scheduled_tokens[i])
+                begin = int(batch.num_computed_prefill_tokens_np[i])
+                if (scores := prompt.add(begin, hidden_states[at : at + count], head)) is not None:
+                    found[request_id] = scores
+        return found
+
+    worker.add_request, worker.compute_prompt_token_id_logprobs = add_request_with_ours, compute
+
+
+def _prompt(params: Any, device: torch.device) -> PromptInChunks | None:
+    payload = (params.extra_args or {}).get(SCORES_KEY) if params is not None else None
+    return None if payload is None else PromptInChunks(codec.decode(payload), device)

@@ -1,0 +1,64 @@
+"""The extension vLLM's own worker processes load (its `worker_extension_cls`) before they load the model.
+
+It lets adapters sit on any lm_head there, takes in whole models, scores prompts, repairs what vLLM 0.32 has wrong,
+and lets no process outlive the sampler: vLLM's engine process ends when its workers do, but notices nothing when the
+sampler that started it is killed.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from workers.backends.sampling import full_weights
+from workers.backends.sampling.vllm import patches
+from workers.backends.sampling.vllm import requests as vllm_requests
+
+SAMPLER_PID_VARIABLE = "TINSMITH_SAMPLER_PID"
+
+
+class Extension:
+    """vLLM adds this class to its worker's bases, and its methods to what the engine can call there."""
+
+    model_runner: Any
+    reload_weights: Callable[..., None]
+
+    def adapts_head(self) -> bool:
+        """Whether adapters may sit on lm_head."""
+        return "lm_head" in self.model_runner.lora_manager.embedding_modules
+
+    def replace_weights(self, folder: str) -> None:
+        """Write all of a model's weights over those that are there, layer by layer."""
+        self.reload_weights(weights_iterator=full_weights.tensors_in(Path(folder)))
+        patches.renew_lm_head(self.model_runner.get_model())
+
+
+def _exit_with(pid: int) -> None:
+    try:
+        alive = os.pidfd_open(pid)
+    except ProcessLookupError:
+        os._exit(1)
+    poll = select.poll()
+    poll.register(alive, select.POLLIN)
+    poll.poll()
+    os._exit(1)
+
+
+def _in_worker() -> bool:
+    """The sampler itself imports this file too, for its names."""
+    return os.environ.get(SAMPLER_PID_VARIABLE, str(os.getpid())) != str(os.getpid())
+
+
+if _in_worker():
+    patches.declare_lm_heads()
+    patches.repair_prompt_scores()
+    vllm_requests.install_scoring()
+    if not torch.cuda.is_available():
+        patches.repair_cpu()
+    threading.Thread(target=_exit_with, args=(int(os.environ[SAMPLER_PID_VARIABLE]),), daemon=True).start()

@@ -1,0 +1,1 @@
+"""Training backends behind one protocol (base.py): plain torch, and DeepSpeed ZeRO."""

@@ -1,0 +1,198 @@
+"""The training backends, plain torch and DeepSpeed, and `create`, which makes the one the settings name.
+
+Plain torch is one process; the others are measured against it.
+
+The DeepSpeed trainer: the base in a DeepSpeed engine at ZeRO stage 0 to 3, on one or more ranks.
+
+Stage 3 splits the base over the ranks and gathers a layer while it is used. What stages 1 and 2 split, optimizer
+state and gradients, belongs here to the models, which live outside the engine so that many tenants of any rank can
+share it: workers/backends/training/ranks.py splits the optimizer state from stage 1 on, and from stage 2 on the
+gradients of all weights (workers/backends/training/full_state.py); those of adapters are small and stay whole.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext, redirect_stdout
+from dataclasses import dataclass
+from datetime import timedelta
+from io import StringIO
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from app.errors import SetupError
+from app.settings import BaseModelSettings, TrainerSettings
+from workers.backends.training.engine import Engine, TorchEngine, Trunk, elements_held
+from workers.backends.training.ranks import COMPUTE_DEADLINE, RankGroup, control_group, default_environment
+from workers.backends.training.trainer import Trainer
+from workers.models import base_model
+from workers.models.base_model import LoadedBase
+
+
+def create(settings: BaseModelSettings, *, full: bool = False) -> Trainer:
+    """A TrainingBackend, not yet opened. With several ranks, rank 0 uses it and the others `open` and `follow` it.
+
+    `full`: its models train the base's own weights.
+
+    A launcher (torchrun) sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; without one there is one rank.
+    """
+    if settings.trainer.backend == "torch":
+        return TorchBackend(settings, full=full)
+    return DeepSpeedBackend(settings, full=full)
+
+
+class TorchBackend(Trainer):
+    """A TrainingBackend in one process."""
+
+    def start_engine(self) -> Engine:
+        if self._settings.trainer.ranks > 1:
+            raise SetupError("the torch trainer has one rank; set trainer.backend to deepspeed for more")
+        base = base_model.load(self._settings, rank_device(self._settings.trainer))
+        trained = self.prepare(base)
+        trunk = Trunk(base.model, self._settings.trainer)
+        return TorchEngine(base=base, trunk=trunk, ranks=RankGroup(), trained=trained)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DeepSpeedEngine(Engine):
+    """The trunk inside `engine` (deepspeed.DeepSpeedEngine), whose hooks on it gather and release the base.
+
+    It is called directly: `engine(...)` would refuse a plain backward at stage 3.
+    """
+
+    engine: Any
+
+    def whole(self, parameter: Tensor) -> AbstractContextManager[None]:
+        if self.engine.zero_optimization_stage() < 3:
+            return nullcontext()
+        return _deepspeed().zero.GatheredParameters([parameter])  # type: ignore[no-any-return]
+
+    def write(self, parameter: nn.Parameter, value: Tensor | None, owner: int) -> None:
+        if not hasattr(parameter, "ds_id"):  # stage 3 gives its parameters one; a critic's value head is none of them
+            super().write(parameter, value, owner)
+            return
+        with _deepspeed().zero.GatheredParameters([parameter], modifier_rank=owner):
+            if value is not None:
+                parameter.data.copy_(value)
+
+    def rest(self) -> None:
+        if self.engine.zero_optimization_stage() == 3:
+            # Not the engine's own call of this name, which also collects garbage: 0.7 s of a pass over a tiny model.
+            self.engine.optimizer.empty_partition_cache()
+
+    def describe(self) -> Mapping[str, Any]:
+        return {
+            "trainer": type(self.engine).__name__,
+            "zero_stage": self.engine.zero_optimization_stage(),
+            "base_elements_held": elements_held(self.engine.module),
+        }
+
+
+class DeepSpeedBackend(Trainer):
+    """A TrainingBackend in one rank group, whose RANK, WORLD_SIZE, ... a launcher has set (see torchrun)."""
+
+    def start_engine(self) -> Engine:
+        with default_environment():
+            return self._start_engine()
+
+    def _start_engine(self) -> Engine:
+        trainer = self._settings.trainer
+        device = rank_device(trainer)
+        ranks = _join(trainer, device)
+        base = base_model.load(self._settings, device)
+        trained = self.prepare(base)
+        in_step = trainer.zero_stage == 3 and ranks.size > 1
+        if in_step and not trained:
+            # Else a pass over an adapter on the upper layers alone would gather fewer layers than another rank's.
+            base.model.enable_input_require_grads()
+        trunk = Trunk(base.model, trainer)
+        return DeepSpeedEngine(
+            base=base,
+            trunk=trunk,
+            ranks=ranks,
+            engine=_initialize(base, trunk, trainer),
+            trained=trained,
+            shards_optimizer=trainer.zero_stage > 0,
+            shards_gradients=trainer.zero_stage > 1,
+            in_step=in_step,
+        )
+
+
+def _join(trainer: TrainerSettings, device: torch.device) -> RankGroup:
+    if device.type == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    if int(os.environ["WORLD_SIZE"]) != trainer.ranks:
+        raise SetupError(f"trainer.ranks is {trainer.ranks} but WORLD_SIZE is {os.environ['WORLD_SIZE']}")
+    deepspeed = _deepspeed()
+    backend = "gloo" if device.type == "cpu" else "nccl"
+    # A standstill ends the process first; see Trainer.healthy.
+    deadline = max(COMPUTE_DEADLINE, timedelta(seconds=2 * trainer.rank_deadline_s))
+    deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, timeout=deadline, verbose=False)
+    size = dist.get_world_size()
+    return RankGroup(dist.get_rank(), size, control_group() if size > 1 else None)
+
+
+def _initialize(base: LoadedBase, trunk: Trunk, trainer: TrainerSettings) -> Any:
+    """The base in a DeepSpeed engine. Its fp32 buffers stay fp32: DeepSpeed's bf16 mode would round RoPE's angles."""
+    buffers = {name: buffer.clone() for name, buffer in base.model.named_buffers()}
+    zero: dict[str, Any] = {"stage": trainer.zero_stage}
+    if trainer.offload and trainer.zero_stage == 3:
+        zero["offload_param"] = {"device": "cpu"}
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": zero,
+        "bf16": {"enabled": base.dtype is torch.bfloat16},
+        "zero_allow_untested_optimizer": True,
+    }
+    optimizer = _placeholder(trunk, base) if trainer.zero_stage in (1, 2) else None
+    with redirect_stdout(StringIO()):  # it prints memory reports and build notes whatever its log level
+        engine, *_ = _deepspeed().initialize(model=trunk, config=config, optimizer=optimizer)
+    for name, buffer in base.model.named_buffers():
+        buffer.data = buffers[name]
+    return engine
+
+
+def _placeholder(trunk: Trunk, base: LoadedBase) -> torch.optim.Optimizer:
+    """An optimizer of one element that is never stepped: DeepSpeed refuses to start stages 1 and 2 without one."""
+    parameter = nn.Parameter(torch.zeros(1, dtype=base.dtype, device=base.device))
+    trunk.register_parameter("zero_placeholder", parameter)  # not on the base: it is no part of that
+    return torch.optim.AdamW([parameter])
+
+
+def _deepspeed() -> Any:
+    """DeepSpeed, imported once DS_ACCELERATOR is set, its reports of every setting and buffer left out of the log."""
+    import deepspeed
+    from deepspeed.utils import logger
+
+    logger.setLevel(logging.WARNING)
+    # Its shared-memory all-reduce, which nothing here calls, is compiled at first use (33 s), under a lock file that a
+    # killed process leaves behind: every later start would wait for it for ever.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return deepspeed
+
+
+def rank_device(settings: TrainerSettings) -> torch.device:
+    """The GPU named for LOCAL_RANK (the GPU of that number if none are named), or the CPU where there is no GPU.
+
+    From then on torch takes no more of its memory than the settings' share. Raises SetupError when it does not exist.
+    """
+    if not torch.cuda.is_available():
+        if settings.devices:
+            raise SetupError(f"trainer.devices is {list(settings.devices)} but torch sees no GPU here")
+        return torch.device("cpu")
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    devices = settings.devices or tuple(range(torch.cuda.device_count()))
+    if local_rank >= len(devices) or devices[local_rank] >= torch.cuda.device_count():
+        raise SetupError(
+            f"rank {local_rank} has no GPU: trainer.devices is {list(devices)} and torch sees "
+            f"{torch.cuda.device_count()}; lower trainer.ranks or correct the list"
+        )
+    device = torch.device("cuda", devices[local_rank])
+    torch.cuda.set_device(device)
+    torch.cuda.set_per_process_memory_fraction(settings.memory_share, device)
+    return device

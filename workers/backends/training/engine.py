@@ -1,0 +1,173 @@
+"""The base, ready to be run up to its hidden states: the shared part of plain torch and DeepSpeed."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from app.errors import SetupError
+from app.settings import TrainerSettings
+from workers.backends.training import attention
+from workers.backends.training.lm_head import Head, LogitRule, WeightGradient, logit_rule
+from workers.backends.training.ranks import RankGroup
+from workers.models import lora
+from workers.models.base_model import LoadedBase
+from workers.models.lora import Adapter, LoraLinear
+
+_HEAD = "lm_head"
+
+Owners = Sequence[tuple[Adapter | None, int]]
+"""Consecutive datums by whose adapter they run under: (adapter, number of datums)."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Engine(ABC):
+    """A loaded base: frozen, its linears wrapped (workers/models/lora.py), or itself trained.
+
+    `trained`: the base's own parameters by name, if they are. `shards_optimizer`: the ranks share out each model's
+    optimizer state, and with `shards_gradients` the gradients of the base's parameters. `in_step`: every rank must run
+    the same number of passes, because a forward or backward is itself a collective.
+    """
+
+    base: LoadedBase
+    trunk: Trunk
+    ranks: RankGroup
+    trained: Mapping[str, nn.Parameter] = field(default_factory=dict)
+    shards_optimizer: bool = False
+    shards_gradients: bool = False
+    in_step: bool = False
+    head_gradient: WeightGradient = field(default_factory=WeightGradient)
+
+    @contextmanager
+    def head(self) -> Iterator[Head]:
+        """What makes logprobs of the trunk's output; its weight is whole within the block, so this is a collective."""
+        rule = logit_rule(self.base.model)
+        if rule is None:
+            yield Head(None, _HEAD, LogitRule())
+            return
+        linear = self.base.model.get_submodule(_HEAD)
+        weight = (linear.base if isinstance(linear, LoraLinear) else linear).weight
+        with self.whole(weight):
+            yield Head(weight.detach(), _HEAD, rule, self.head_gradient if self.trained else None)
+
+    def head_name(self) -> str:
+        """What `trained` calls the head's weight: that of the embedding where they are tied."""
+        weight = self.base.model.get_output_embeddings().weight
+        return next(name for name, parameter in self.trained.items() if parameter is weight)
+
+    def whole(self, parameter: Tensor) -> AbstractContextManager[None]:
+        """Within it, all of `parameter` is on this rank."""
+        return nullcontext()
+
+    def write(self, parameter: nn.Parameter, value: Tensor | None, owner: int) -> None:
+        """Every rank's `parameter` becomes `value`, cast; only rank `owner` need give one. A collective."""
+        with torch.no_grad():
+            if value is not None:
+                parameter.copy_(value)
+        if self.shards_optimizer:
+            self.ranks.broadcast_([parameter], owner)
+
+    def rest(self) -> None:
+        """Called after a pass: free what only the next one needs."""
+        return
+
+    @abstractmethod
+    def describe(self) -> Mapping[str, Any]:
+        """The trainer's class, ZeRO stage (None without DeepSpeed) and base elements held here, read live."""
+
+
+class TorchEngine(Engine):
+    """transformers' model as it is, in one process."""
+
+    def describe(self) -> Mapping[str, Any]:
+        return {
+            "trainer": type(self.base.model).__name__,
+            "zero_stage": None,
+            "base_elements_held": elements_held(self.base.model),
+        }
+
+
+def elements_held(model: nn.Module) -> int:
+    """Elements of the model's parameters that this process holds now; ZeRO-3 empties them between uses."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+class Trunk(nn.Module):
+    """Gives the last hidden states where the architecture is known (workers/backends/training/lm_head.py) or they are
+    all that is wanted; else logits.
+
+    `packed`: datums lie end to end and no token is padding; else they are padded on the right to the longest.
+    """
+
+    def __init__(self, model: Any, trainer: TrainerSettings) -> None:
+        """`model` is a transformers PreTrainedModel; a known one computes attention as in
+        workers/backends/training/attention.py from here on.
+
+        Raises SetupError when `trainer` wants activation checkpointing and the model has no layers made for it.
+        """
+        super().__init__()
+        self.model = model
+        self.packed = logit_rule(model) is not None
+        if self.packed:
+            model.set_attn_implementation(attention.NAME)
+        if trainer.activation_checkpointing:
+            _checkpoint_layers(model)
+
+    def forward(self, tokens: Tensor, lengths: Sequence[int], owners: Owners, *, hidden: bool = False) -> Tensor:
+        """int64 [T], the datums' tokens end to end -> [T, hidden size], or [T, vocabulary] unless `hidden`."""
+        return self._packed(tokens, lengths, owners) if self.packed else self._padded(tokens, lengths, owners, hidden)
+
+    def _packed(self, tokens: Tensor, lengths: Sequence[int], owners: Owners) -> Tensor:
+        positions = torch.cat([torch.arange(length, device=tokens.device) for length in lengths])
+        with lora.use(_segments(owners, lengths)):
+            output = self.model.base_model(
+                tokens[None], position_ids=positions[None], use_cache=False, runs=attention.runs_of(lengths)
+            )
+        return output.last_hidden_state[0]  # type: ignore[no-any-return]
+
+    def _padded(self, tokens: Tensor, lengths: Sequence[int], owners: Owners, hidden: bool) -> Tensor:
+        longest = max(lengths)
+        real = torch.arange(longest) < torch.tensor(lengths)[:, None]
+        real = real.to(tokens.device)
+        rows = torch.zeros(real.shape, dtype=tokens.dtype, device=tokens.device).masked_scatter_(real, tokens)
+        with lora.use(_segments(owners, [longest] * len(lengths))):
+            if hidden:
+                return self.model.base_model(rows, use_cache=False).last_hidden_state[real]  # type: ignore[no-any-return]
+            return self.model(rows, use_cache=False).logits[real]  # type: ignore[no-any-return]
+
+
+def _checkpoint_layers(model: Any) -> None:
+    """Keep a layer's input alone from forward to backward, which then runs the layer again under the same adapters.
+
+    Only the layers go to train mode, not what is in them: there is no dropout here.
+    """
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise SetupError(f"{type(model).__name__} cannot run with trainer.activation_checkpointing; turn it off")
+    call = partial(
+        torch.utils.checkpoint.checkpoint, use_reentrant=False, context_fn=_contexts, preserve_rng_state=False
+    )
+    for layer in layers:
+        layer.training, layer.gradient_checkpointing = True, True
+        layer._gradient_checkpointing_func = call
+
+
+def _contexts() -> tuple[Any, Any]:
+    """The autograd thread of a GPU has context variables of its own, hence the second."""
+    return nullcontext(), lora.use(lora.in_use())
+
+
+def _segments(owners: Owners, lengths: Sequence[int]) -> list[tuple[Adapter | None, int]]:
+    """Owners by tokens."""
+    ends = torch.tensor([count for _, count in owners]).cumsum(0).tolist()
+    starts = [0, *ends]
+    return [(adapter, sum(lengths[start:end])) for (adapter, _), start, end in zip(owners, starts, ends, strict=False)]

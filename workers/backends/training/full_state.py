@@ -1,0 +1,281 @@
+"""Models that train all of the base's weights: fp32 masters outside the engine, whose parameters are a copy of them.
+
+To the optimizer such a model is an adapter whose tensors are the base's own. What a rank holds of them, and why
+DeepSpeed's optimizers do not: see docs/decisions/0009-full-fine-tuning.md.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import AutoModelForSequenceClassification
+
+from app.domain.ops import AdamParams, LoraSpec
+from app.errors import UserOpError
+from workers.backends.training.base import OPTIMIZER_FILE, Create, Writer
+from workers.backends.training.engine import Engine
+from workers.backends.training.optimizer import ShardedAdamW
+from workers.backends.training.ranks import Shards
+from workers.backends.training.state import ModelState, read_optimizer, write_nothing
+from workers.checkpoints.export import huggingface_writer
+from workers.models import base_model, lora
+from workers.models.base_model import LoadedBase
+from workers.models.lora import Adapter
+
+# As transformers' sequence classifiers name it.
+VALUE_HEAD = "score.weight"
+
+
+class ComputeCopy:
+    """The engine's parameters, which are a copy of one model's masters at a time, cast to the base's dtype."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._of: object = None
+
+    def show(self, state: WholeState) -> None:
+        """Make it that state's copy, if it is not."""
+        if self._of is not state.identity:
+            self.refresh(state)
+
+    def refresh(self, state: WholeState) -> None:
+        """The state's masters have changed. Every rank gets its owners' values, tensor by tensor."""
+        for name, parameter in state.copies.items():
+            mine = state.masters[name].detach() if state.shards.owns(name) else None
+            self._engine.write(parameter, mine, state.shards.owners[name])
+        self._of = state.identity
+
+    def take_gradients(self, state: WholeState) -> dict[str, Tensor]:
+        """What backward passes have left on this rank, in the base's dtype (the head's in fp32), which is then gone."""
+        found = {}
+        for name, parameter in state.copies.items():
+            if parameter.grad is not None:
+                found[name] = parameter.grad
+                parameter.grad = None
+        of_head = self._engine.head_gradient.take()
+        if of_head is not None:
+            name = self._engine.head_name()
+            found[name] = of_head.add_(found[name]) if name in found else of_head
+        return found
+
+
+class WholeState:
+    """See ModelState. Masters, moments and gradients lie on one device: the engine's, or the CPU if offloaded.
+
+    The optimizer's state and the masters are split as `shards` says. A pass's gradient is too once it is summed; until
+    then every rank sums up its own, unless the engine's ranks share out gradients: then each round's goes to its owner
+    at once.
+    """
+
+    def __init__(
+        self, engine: Engine, copy: ComputeCopy, form: Any, masters: Mapping[str, nn.Parameter], shards: Shards
+    ) -> None:
+        """`form`: a transformers model of the class that is saved, asked for no values (see huggingface_writer)."""
+        self.masters, self.shards = masters, shards
+        self.adapter = _value_head(masters[VALUE_HEAD].shape, engine.base.device) if VALUE_HEAD in masters else None
+        self.copies = {name: self._copy_of(name, engine) for name in masters}
+        self.optimizer = ShardedAdamW(masters, shards)
+        self.identity = object()
+        self._engine, self._copy, self._form = engine, copy, form
+        self._home = next((masters[name].device for name in shards.mine()), engine.base.device)
+        self._found: dict[str, Tensor] = {}
+        self._pending: dict[str, Tensor] | None = None
+
+    @property
+    def critic(self) -> bool:
+        return self.adapter is not None
+
+    def held(self) -> Iterator[Tensor]:
+        """None: it has its trainer to itself, and `trainer.offload` keeps it in host memory."""
+        return iter(())
+
+    def begin(self) -> None:
+        self._copy.show(self)
+
+    def collect(self) -> None:
+        mine = self._copy.take_gradients(self)
+        if self._sums_every_round:
+            self._sum(mine)
+        else:
+            for name, gradient in mine.items():
+                self._add(name, gradient)
+
+    def sum_found(self) -> None:
+        if not self._sums_every_round:
+            mine, self._found = self._found, {}
+            self._sum(mine)
+
+    def keep(self) -> None:
+        if not self.shards.norm(self._found).isfinite():
+            raise UserOpError("every loss is finite but the gradient is not; nothing was added to the pending gradient")
+        if self._pending is None:
+            self._pending = self._found
+        else:
+            torch._foreach_add_([*self._pending.values()], [self._found[name] for name in self._pending])
+        self._found = {}
+
+    def drop_found(self) -> None:
+        self._copy.take_gradients(self)
+        self._found = {}
+
+    def drop_pending(self) -> None:
+        self._pending = None
+
+    def pending_gradients(self) -> Mapping[str, Tensor]:
+        return self._pending or {}
+
+    def step(self, params: AdamParams) -> dict[str, float]:
+        gradients = self._pending or {n: torch.zeros_like(self.masters[n].detach()) for n in self.shards.mine()}
+        norm = self.optimizer.step(gradients, params)
+        self._pending = None
+        self._copy.refresh(self)
+        weights = {name: master.detach() for name, master in self.masters.items()}
+        return {
+            "grad_norm": norm,
+            "learning_rate": params.learning_rate,
+            "param_norm": float(self.shards.norm(weights)),
+        }
+
+    def capture(self, *, optimizer: bool) -> Writer:
+        """The model as a Hugging Face folder: fp32 with the optimizer, to go on from, else in the base's dtype."""
+        weights = self.shards.gathered(self.masters)
+        moments = self.optimizer.state() if optimizer else None
+        if self.shards.ranks.rank != 0:
+            return write_nothing
+        return _writer(self._engine.base, self._form, weights, moments)
+
+    def export(self) -> Writer:
+        return self.capture(optimizer=False)
+
+    def check_same_shape(self, other: ModelState) -> None:
+        """Both have the base's shapes, and the role is looked at when files are read."""
+        return
+
+    def _copy_of(self, name: str, engine: Engine) -> nn.Parameter:
+        if self.adapter is not None and self.adapter.value_head is not None and name == VALUE_HEAD:
+            return self.adapter.value_head
+        return engine.trained[name]
+
+    @property
+    def _sums_every_round(self) -> bool:
+        return self._engine.shards_gradients and self.shards.split
+
+    def _sum(self, mine: Mapping[str, Tensor]) -> None:
+        """Add the sum over the ranks to what was found: on the tensors' owners, or everywhere if nothing is split."""
+        for name, master in self.masters.items():
+            gradient = mine.get(name)
+            if self.shards.ranks.size > 1:
+                gradient = self._summed(name, master.shape, gradient)
+            if self.shards.owns(name):
+                self._add(name, gradient if gradient is not None else torch.zeros_like(master.detach()))
+
+    def _summed(self, name: str, shape: torch.Size, mine: Tensor | None) -> Tensor:
+        device = self.shards.device
+        summed = torch.zeros(shape, device=device) if mine is None else mine.to(device).float().contiguous()
+        if self.shards.split:
+            self.shards.ranks.sum_on_(summed, self.shards.owners[name])
+        else:
+            self.shards.ranks.sum_([summed])
+        return summed
+
+    def _add(self, name: str, gradient: Tensor) -> None:
+        gradient = gradient.to(self._home).float()
+        known = self._found.get(name)
+        self._found[name] = gradient if known is None else known.add_(gradient)
+
+
+@dataclass(frozen=True, slots=True)
+class WholeModels:
+    """See Models. `source` is where the base was loaded from, and `home` where masters lie."""
+
+    engine: Engine
+    copy: ComputeCopy
+    source: str
+    home: torch.device
+    share_passes: bool = False
+
+    def fresh(self, op: Create) -> WholeState:
+        """The base's weights in their files' own precision, which may be finer than what the engine computes in."""
+        if op.lora is not None:
+            raise UserOpError("this trainer trains the base's own weights, not LoRA adapters")
+        form = self._form(op.critic)
+        weights = base_model.read_weights(self.source, self.engine.base.model)
+        if op.critic:
+            weights[VALUE_HEAD] = lora.new_value_head(self.engine.base.model, torch.Generator("cpu").manual_seed(0))
+        return self._state_of(weights, form)
+
+    def read(self, folder: Path, *, optimizer: bool, critic: bool) -> WholeState:
+        form = self._form(critic)
+        try:
+            _check_class(folder, form)
+            state = self._state_of(base_model.read_weights(str(folder), form), form)
+        except (OSError, ValueError, KeyError) as error:
+            raise UserOpError(f"{folder.name} holds no weights for this model: {error}") from None
+        if optimizer:
+            state.optimizer.restore(read_optimizer(folder))
+        return state
+
+    def _form(self, critic: bool) -> Any:
+        """A model of the class that is saved. Raises UserOpError where transformers has none for a critic."""
+        base = self.engine.base
+        if not critic:
+            return base.model
+        classifier = _classifier(base.model)
+        names = set() if classifier is None else classifier.state_dict().keys()
+        if VALUE_HEAD not in names or not names <= {*self.engine.trained, VALUE_HEAD}:
+            raise UserOpError(f"transformers has no sequence classifier to save a critic on {base.info.arch} as")
+        return classifier
+
+    def _state_of(self, weights: Mapping[str, Tensor], form: Any) -> WholeState:
+        """All of the form's weights; what a critic has no use for is left out."""
+        sizes = {name: weights[name].numel() for name, _ in form.named_parameters()}
+        shards = Shards.of(sizes, self.engine.ranks, self.engine.base.device, split=self.engine.shards_optimizer)
+        masters = {name: nn.Parameter(weights[name].to(self.home if shards.owns(name) else "meta")) for name in sizes}
+        return WholeState(self.engine, self.copy, form, masters, shards)
+
+
+def _value_head(shape: torch.Size, device: torch.device) -> Adapter:
+    """An adapter of nothing but a critic's head."""
+    return Adapter(LoraSpec(rank=1), {}, nn.Parameter(torch.zeros(shape, device=device)))
+
+
+def _classifier(model: Any) -> Any:
+    """transformers' sequence classifier of one label on this architecture, without memory; None if it has none."""
+    config = deepcopy(model.config)
+    config.num_labels = 1
+    try:
+        with torch.device("meta"):
+            return AutoModelForSequenceClassification.from_config(config)
+    except ValueError:
+        return None
+
+
+def _check_class(folder: Path, form: Any) -> None:
+    """Raises ValueError when the folder's model is of another class, as a critic's is than a policy's."""
+    (found,) = json.loads((folder / "config.json").read_text())["architectures"]
+    if found != type(form).__name__:
+        raise ValueError(f"it is a {found}, not a {type(form).__name__}")
+
+
+def _writer(base: LoadedBase, form: Any, weights: Mapping[str, Tensor], moments: Mapping[str, Tensor] | None) -> Writer:
+    dtype = base.dtype if moments is None else torch.float32
+    write_model = huggingface_writer(form, weights, dtype, base.tokenizer)
+
+    def write(folder: Path) -> None:
+        write_model(folder)
+        try:
+            if moments is not None:
+                save_file(dict(moments), folder / OPTIMIZER_FILE)
+        except SafetensorError as error:
+            raise OSError(f"{folder.name} was not written: {error}") from error
+
+    return write

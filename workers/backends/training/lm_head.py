@@ -1,0 +1,251 @@
+"""Target logprobs from hidden states, and the way back, without the [tokens, vocabulary] logits being whole.
+
+What is kept of a chunk's logits is their exponentials, in the base's dtype and in the logits' own memory. The
+gradient in the logits differs from them by a factor a row and in the targets' elements: the way back is matrix
+products alone. Everything is computed by hand, without autograd: the loss that gives the upstream gradient is known
+between the two.
+
+The architectures whose attention may be packed, and whose logits may be made piece by piece.
+
+Everything not listed still trains, but padded, and with the logits of a micro-batch held whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from workers.models.lora import Adapter
+
+# fp32 elements worked on at once, which should stay in a core's cache: 1 MB.
+_WORK_ELEMENTS = 2**18
+Segments = Sequence[tuple[Adapter | None, int]]
+"""(adapter or None for the head alone, consecutive rows that are its own)."""
+
+
+@dataclass(slots=True, eq=False)
+class WeightGradient:
+    """That of the head's own weight, where it is trained: fp32 [V, hidden]; None for zero."""
+
+    found: Tensor | None = None
+
+    def add(self, product: Tensor) -> None:
+        self.found = product.float() if self.found is None else self.found.add_(product)
+
+    def take(self) -> Tensor | None:
+        found, self.found = self.found, None
+        return found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """One adapter's share in a chunk: `rows` of it, their product with A, and A and B in the base's dtype."""
+
+    adapter: Adapter
+    rows: slice
+    low: Tensor
+    a: Tensor
+    b: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scored:
+    """A chunk of T rows with K targets each. logprobs: fp32 [T, K].
+
+    With y the logits, z what the head gave, and top the row's greatest y: `exps` [T, V] is exp(y - top) · dy/dz, and
+    `total` fp32 [T, 1] the sum of exp(y - top); `slopes` fp32 [T, K] is dy/dz at the targets. `entropy`: fp32 [T, 1] in
+    nats, of the whole distribution, if it was asked for.
+    """
+
+    hidden: Tensor
+    targets: Tensor
+    logprobs: Tensor
+    exps: Tensor
+    total: Tensor
+    slopes: Tensor
+    parts: Sequence[Part]
+    entropy: Tensor | None = None
+
+    def only(self, chosen: Tensor) -> Scored:
+        """Of the rows that bool [T] `chosen` names."""
+        ends = [0, *chosen.cumsum(0).tolist()]
+        parts = [
+            replace(part, rows=slice(ends[part.rows.start], ends[part.rows.stop]), low=part.low[chosen[part.rows]])
+            for part in self.parts
+        ]
+        return Scored(
+            self.hidden[chosen],
+            self.targets[chosen],
+            self.logprobs[chosen],
+            self.exps[chosen],
+            self.total[chosen],
+            self.slopes[chosen],
+            parts,
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Head:
+    """logits = rule(h Wᵀ + adapters). `weight` is [V, hidden]; None where "hidden" states already are logits.
+
+    `path` is the head's module path, under which an adapter holds its pair. `gradient`: where the weight's own goes, if
+    it is trained.
+    """
+
+    weight: Tensor | None
+    path: str
+    rule: LogitRule
+    gradient: WeightGradient | None = None
+
+    def score(self, hidden: Tensor, targets: Tensor, segments: Segments, *, entropy: bool = False) -> Scored:
+        """hidden [T, hidden size]; targets int64 [T, K]; the segments add up to T."""
+        products, parts = self._products(hidden, segments)
+        picked, picked_slopes = self._logits_(products.gather(-1, targets).float())
+        total = torch.empty(len(hidden), 1, dtype=torch.float32, device=hidden.device)
+        norm = torch.empty_like(total)
+        entropies = torch.empty_like(total) if entropy else None
+        for rows in _slices(len(products), _WORK_ELEMENTS // products.shape[1]):
+            y, slopes = self._logits_(products[rows].float())
+            top = y.amax(-1, keepdim=True)
+            y.sub_(top)
+            below = y.clone() if entropies is not None else y
+            torch.sum(y.exp_(), -1, keepdim=True, out=total[rows])
+            if entropies is not None:
+                entropies[rows] = _entropy(below, y, total[rows])
+            torch.add(total[rows].log(), top, out=norm[rows])
+            products[rows] = y if slopes is None else y.mul_(slopes)
+        slopes = torch.ones_like(picked) if picked_slopes is None else picked_slopes
+        return Scored(hidden, targets, picked - norm, products, total, slopes, parts, entropies)
+
+    def backward(self, scored: Scored, gradient: Tensor) -> Tensor:
+        """The gradient in `scored.hidden`, of its dtype, from that in the logprobs (fp32 [T, K]); `scored` is used up.
+
+        Adds the gradients of the adapters' pairs to their `.grad`, and the weight's to `self.gradient`.
+        """
+        factor = self._seed_(scored, gradient)
+        if self.weight is None:
+            return scored.exps.mul_(factor)
+        if self.gradient is not None:
+            self.gradient.add(scored.exps.t() @ (scored.hidden.float() * factor).to(scored.hidden.dtype))
+        found = (scored.exps @ self.weight).float().mul_(factor)
+        for part in scored.parts:
+            found[part.rows] += self._back_through(part, scored, factor[part.rows])
+        return found.to(scored.hidden.dtype)
+
+    def _products(self, hidden: Tensor, segments: Segments) -> tuple[Tensor, list[Part]]:
+        if self.weight is None:
+            return hidden.clone(), []  # the backward of what made them may need them
+        products = hidden @ self.weight.t()
+        parts = list(self._parts(hidden, segments))
+        for part in parts:
+            products[part.rows].addmm_(part.low, part.b.t())
+        return products, parts
+
+    def _parts(self, hidden: Tensor, segments: Segments) -> Iterator[Part]:
+        start = 0
+        for adapter, count in segments:
+            rows = slice(start, start + count)
+            start += count
+            pair = None if adapter is None else adapter.pairs.get(self.path)
+            if adapter is not None and pair is not None:
+                a, b = pair.a.to(hidden.dtype), pair.b.to(hidden.dtype)
+                yield Part(adapter, rows, (hidden[rows] @ a.t()) * adapter.scaling, a, b)
+
+    def _logits_(self, z: Tensor) -> tuple[Tensor, Tensor | None]:
+        """y and dy/dz up to the rule's scale (None for 1), from fp32 z, in its memory."""
+        if self.rule.scale != 1:
+            z.mul_(self.rule.scale)
+        if self.rule.cap is None:
+            return z, None
+        bent = z.div_(self.rule.cap).tanh_()
+        slopes = 1 - bent.square()
+        return bent.mul_(self.rule.cap), slopes
+
+    def _seed_(self, scored: Scored, gradient: Tensor) -> Tensor:
+        """Makes of `exps` the gradient in z but for a factor a row, fp32 [T, 1], which is returned.
+
+        d loss / d y_v = sum over k of g_k (1[v = target_k] - p_v). The targets' elements come from fp32: in bf16 the
+        difference of two numbers near 1 would be lost. With one target a row no other element need be touched.
+        """
+        if gradient.shape[1] == 1:
+            every = torch.arange(len(gradient), device=gradient.device)[:, None]
+            at_targets = torch.expm1(scored.logprobs) * scored.total * scored.slopes
+            # Not scatter_, which takes 15 times as long as this on a CPU.
+            scored.exps[every, scored.targets] = at_targets.to(scored.exps.dtype)
+            return (gradient / scored.total).mul_(-self.rule.scale)
+        share = gradient.sum(-1, keepdim=True).div_(scored.total)
+        at_targets = gradient * scored.slopes
+        for rows in _slices(len(gradient), _WORK_ELEMENTS // scored.exps.shape[1]):
+            whole = scored.exps[rows].float().mul_(-share[rows])
+            scored.exps[rows] = whole.scatter_add_(-1, scored.targets[rows], at_targets[rows]).to(scored.exps.dtype)
+        return torch.full_like(share, self.rule.scale)
+
+    def _back_through(self, part: Part, scored: Scored, factor: Tensor) -> Tensor:
+        """A pair's share of the gradient in the hidden states, fp32; its own gradient goes to `.grad`."""
+        pair = part.adapter.pairs[self.path]
+        exps, hidden = scored.exps[part.rows], scored.hidden[part.rows]
+        low_gradient = ((exps @ part.b).float() * (factor * part.adapter.scaling)).to(hidden.dtype)
+        _add_grad(pair.a, low_gradient.t() @ hidden)
+        _add_grad(pair.b, exps.t() @ (part.low.float() * factor).to(hidden.dtype))
+        return (low_gradient @ part.a).float()
+
+
+def _entropy(below: Tensor, exps: Tensor, total: Tensor) -> Tensor:
+    """log Z - sum over v of p_v (y_v - top), from y - top [T, V], its exponential, and the sum Z of that [T, 1]."""
+    mean = (exps * below.clamp_min_(torch.finfo(below.dtype).min)).sum(-1, keepdim=True) / total
+    return total.log() - mean
+
+
+def _add_grad(parameter: Tensor, gradient: Tensor) -> None:
+    parameter.grad = gradient.float() if parameter.grad is None else parameter.grad.add_(gradient)
+
+
+def _slices(count: int, step: int) -> Iterator[slice]:
+    step = max(1, step)
+    return (slice(start, min(start + step, count)) for start in range(0, count, step))
+
+
+@dataclass(frozen=True, slots=True)
+class LogitRule:
+    """logits = cap · tanh(scale · lm_head(h) / cap), without the tanh where `cap` is None."""
+
+    scale: float = 1.0
+    cap: float | None = None
+
+
+def _plain(config: Any) -> LogitRule:
+    return LogitRule()
+
+
+def _capped(config: Any) -> LogitRule:
+    return LogitRule(cap=config.final_logit_softcapping)
+
+
+def _scaled(config: Any) -> LogitRule:
+    return LogitRule(scale=1 / config.logits_scaling)
+
+
+# Each is compared with transformers' own forward in tests/parity/test_architectures.py; add the two together.
+_RULES: Mapping[str, Callable[[Any], LogitRule]] = {
+    "LlamaForCausalLM": _plain,
+    "MistralForCausalLM": _plain,
+    "Qwen2ForCausalLM": _plain,
+    "Qwen3ForCausalLM": _plain,
+    "Qwen3MoeForCausalLM": _plain,
+    "GemmaForCausalLM": _plain,
+    "Gemma2ForCausalLM": _capped,
+    "Gemma3ForCausalLM": _capped,
+    "GraniteForCausalLM": _scaled,
+}
+
+
+def logit_rule(model: Any) -> LogitRule | None:
+    """How `model` (a transformers PreTrainedModel) makes logits of hidden states; None when it is not known here."""
+    rule = _RULES.get(type(model).__name__)
+    if rule is None or getattr(model.config, "use_bidirectional_attention", False):
+        return None
+    return rule(model.config)

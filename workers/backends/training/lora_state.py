@@ -1,0 +1,195 @@
+"""Models that train a LoRA adapter beside the frozen base, and the whole model an adapter merges to.
+
+Every rank holds all of an adapter and of its gradient.
+
+The merged model is W + scaling · B A for every linear the adapter sits on (Hu et al. 2021, LoRA, section 4.1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.nn.utils import get_total_norm
+
+from app.domain.ops import AdamParams, LoraSpec
+from app.errors import UserOpError
+from workers.backends.training.base import OPTIMIZER_FILE, Create, Writer
+from workers.backends.training.engine import Engine
+from workers.backends.training.optimizer import ShardedAdamW
+from workers.backends.training.ranks import Shards
+from workers.backends.training.state import ModelState, read_optimizer, write_nothing
+from workers.checkpoints.export import huggingface_writer
+from workers.models import lora
+from workers.models.lora import Adapter, LoraPair
+
+
+@dataclass(slots=True, eq=False)
+class AdapterState:
+    """See ModelState. What a pass finds is in the parameters' `.grad`.
+
+    `pending`: fp32 sums of the gradients since the last step, by the names of `adapter.tensors()`; None for zero.
+    """
+
+    engine: Engine
+    adapter: Adapter
+    shards: Shards
+    optimizer: ShardedAdamW
+    base_path: str
+    pending: dict[str, Tensor] | None = None
+
+    @property
+    def critic(self) -> bool:
+        return self.adapter.critic
+
+    def held(self) -> Iterator[Tensor]:
+        yield from self.adapter.tensors().values()
+        yield from self.optimizer.held()
+        yield from self.pending_gradients().values()
+
+    def begin(self) -> None:
+        return
+
+    def collect(self) -> None:
+        return
+
+    def sum_found(self) -> None:
+        """Zeros where no backward pass came by: with several ranks, one may have had no datum of this adapter."""
+        self.shards.ranks.sum_([*self._found().values()])
+
+    def keep(self) -> None:
+        found = self._found()
+        if not get_total_norm(found.values()).isfinite():
+            raise UserOpError("every loss is finite but the gradient is not; nothing was added to the pending gradient")
+        if self.pending is None:
+            self.pending = found
+        else:
+            torch._foreach_add_([*self.pending.values()], [*found.values()])
+
+    def drop_found(self) -> None:
+        self.adapter.drop_gradients()
+
+    def drop_pending(self) -> None:
+        self.pending = None
+
+    def pending_gradients(self) -> dict[str, Tensor]:
+        return self.pending or {}
+
+    def step(self, params: AdamParams) -> dict[str, float]:
+        parameters = self.adapter.tensors()
+        gradients = self.pending or {n: torch.zeros_like(p, requires_grad=False) for n, p in parameters.items()}
+        norm = self.optimizer.step(gradients, params)
+        self.pending = None
+        self.shards.share_(parameters)
+        return {
+            "grad_norm": norm,
+            "learning_rate": params.learning_rate,
+            "param_norm": float(get_total_norm([p.detach() for p in parameters.values()])),
+        }
+
+    def capture(self, *, optimizer: bool) -> Writer:
+        """Copies of the adapter and its optimizer's state, to be written as PEFT files and OPTIMIZER_FILE."""
+        adapter = self.adapter.to(torch.device("cpu"))
+        moments = self.optimizer.state() if optimizer else None
+
+        def write(folder: Path) -> None:
+            try:
+                lora.write_peft(adapter, folder, self.base_path)
+                if moments is not None:
+                    save_file(moments, folder / OPTIMIZER_FILE)
+            except SafetensorError as error:
+                # What is left to go wrong is the disk: it is full, or the file too large for it.
+                raise OSError(f"{folder.name} was not written: {error}") from error
+
+        return write
+
+    def export(self) -> Writer:
+        if self.critic:
+            raise UserOpError("a critic's value head is no part of a Hugging Face causal model; export its adapter")
+        base, whole = self.engine.base, merged(self.engine, self.adapter)
+        if self.engine.ranks.rank != 0:
+            return write_nothing
+        return huggingface_writer(base.model, whole, base.dtype, base.tokenizer)
+
+    def check_same_shape(self, other: ModelState) -> None:
+        assert other.adapter is not None
+        mine, theirs = ({n: tuple(p.shape) for n, p in a.tensors().items()} for a in (self.adapter, other.adapter))
+        if mine != theirs:
+            raise UserOpError(
+                f"the checkpoint holds a rank {other.adapter.spec.rank} adapter on {len(other.adapter.pairs)} linears, "
+                f"this model a rank {self.adapter.spec.rank} one on {len(self.adapter.pairs)}; "
+                "create a new model from the checkpoint instead"
+            )
+
+    def _found(self) -> dict[str, Tensor]:
+        found = {}
+        for name, parameter in self.adapter.tensors().items():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            found[name] = parameter.grad
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterModels:
+    """See Models."""
+
+    engine: Engine
+    base_path: str
+    share_passes: bool = True
+
+    def fresh(self, op: Create) -> AdapterState:
+        if op.lora is None:
+            raise UserOpError("this trainer trains LoRA adapters, not the base's own weights")
+        return self._state_of(lora.new_adapter(self.engine.base.model, op.lora, critic=op.critic))
+
+    def read(self, folder: Path, *, optimizer: bool, critic: bool) -> AdapterState:
+        adapter = lora.read_peft(folder)
+        lora.check_role(adapter, critic=critic)
+        lora.check_fits(adapter, self.engine.base.model)
+        state = self._state_of(adapter)
+        if optimizer:
+            state.optimizer.restore(read_optimizer(folder))
+        return state
+
+    def _state_of(self, adapter: Adapter) -> AdapterState:
+        if not adapter.pairs:
+            raise UserOpError(f"{_groups(adapter.spec)} chooses no linear of {self.engine.base.info.arch}; train more")
+        device = self.engine.base.device
+        adapter = adapter.to(device)
+        sizes = {name: p.numel() for name, p in adapter.tensors().items()}
+        shards = Shards.of(sizes, self.engine.ranks, device, split=self.engine.shards_optimizer)
+        return AdapterState(self.engine, adapter, shards, ShardedAdamW(adapter.tensors(), shards), self.base_path)
+
+
+def _groups(spec: LoraSpec) -> str:
+    return f"train_attn={spec.train_attn}, train_mlp={spec.train_mlp}, train_unembed={spec.train_unembed}"
+
+
+@torch.no_grad()
+def merged(engine: Engine, adapter: Adapter) -> dict[str, Tensor]:
+    """Every parameter by its name in an unwrapped model, on the CPU of rank 0; nothing on the others. A collective.
+
+    Computed in fp32 and rounded once, to the base's dtype. A tied head has an entry only when the adapter sits on it.
+    """
+    model = engine.base.model
+    found: dict[str, Tensor] = {}
+    for wrapped, parameter in model.named_parameters(remove_duplicate=False):
+        name = lora.unwrapped_name(model, wrapped)
+        pair = adapter.pairs.get(name.removesuffix(".weight"))
+        if pair is None and name in model.all_tied_weights_keys:
+            continue
+        with engine.whole(parameter):
+            if engine.ranks.rank == 0:
+                whole = parameter if pair is None else _added(parameter, pair, adapter.scaling)
+                found[name] = whole.detach().to("cpu")  # no copy on a CPU: the base is frozen
+    return found
+
+
+def _added(weight: Tensor, pair: LoraPair, scaling: float) -> Tensor:
+    return torch.addmm(weight.float(), pair.b, pair.a, alpha=scaling).to(weight.dtype)

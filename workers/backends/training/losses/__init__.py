@@ -1,0 +1,23 @@
+"""The losses: a pure function each, formulas as in the public Tinker documentation, sums over tokens.
+
+To add one: a function here, a line in LOSS_FNS, and its inputs and settings in app/domain/losses.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from workers.backends.training.losses.policy import LossFn, LossValue, cispo, dro, gspo, importance_sampling, ppo
+from workers.backends.training.losses.supervised import cross_entropy, ppo_critic
+
+LOSS_FNS: Mapping[str, LossFn] = {
+    "cross_entropy": cross_entropy,
+    "importance_sampling": importance_sampling,
+    "ppo": ppo,
+    "cispo": cispo,
+    "dro": dro,
+    "gspo": gspo,
+    "ppo_critic": ppo_critic,
+}
+
+__all__ = ["LOSS_FNS", "LossFn", "LossValue"]

@@ -1,0 +1,274 @@
+"""Runs custom losses: a client's graph, datum by datum on the CPU, through a fixed table of operations.
+
+The same as `run_loss_handle` and `backward` in the SDK (tinker 0.38, lib/public_interfaces/custom_loss.py), which
+call the traced function once a datum and add up the losses. There is no eval here: a call is looked up in a fixed
+table.
+
+The table holds a function for each name of app/domain/custom_losses.py, made of our own names alone.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from app.domain import custom_losses
+from app.domain.batch import Batch
+from app.domain.custom_losses import FUNCTION, CustomLoss, LossCall
+from app.errors import UserOpError
+from workers.backends.training.losses.custom_budget import MAX_WORK, Budget
+
+_LONGEST_TEXT = 300
+
+Function = Callable[..., Any]
+_LARGEST_EXPONENT = 64
+
+
+@dataclass(frozen=True, slots=True)
+class DatumValue:
+    """`loss` is a number, `gradient` fp32 of the shape of the datum's logprobs; all finite."""
+
+    loss: float
+    metrics: Mapping[str, float]
+    gradient: Tensor
+
+
+class CustomLossRun:
+    """A custom loss on the datums of one Op. What it finds depends on nothing but the datum and their number."""
+
+    def __init__(self, loss: CustomLoss, batch: Batch) -> None:
+        self.metrics = tuple(loss.metrics)
+        self._loss = loss
+        self._shapes = batch.inputs["target_tokens"].shapes
+        self._starts = batch.inputs["target_tokens"].offsets()
+        self._columns = [list(batch.inputs[given.name]) for given in loss.inputs[1:]]
+        self._work = MAX_WORK // max(1, len(batch))
+
+    def evaluate(self, datums: np.ndarray, logprobs: Tensor) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+        """(losses [n], each metric [n], gradient [n, L, K]) on the device of `logprobs`, fp32 [n, L, K] with padding.
+
+        A datum that fails has a loss of NaN and no gradient; `explain` says why.
+        """
+        host = logprobs.detach().cpu()
+        gradient = torch.zeros_like(host)
+        losses = torch.full((len(datums),), torch.nan)
+        metrics = {name: torch.zeros(len(datums)) for name in self.metrics}
+        for row, datum in enumerate(datums.tolist()):
+            where = self._where(row, datum)
+            try:
+                found = self.differentiate(datum, host[where].contiguous())
+            except UserOpError:
+                continue
+            losses[row] = found.loss
+            gradient[where] = found.gradient
+            for name, value in found.metrics.items():
+                metrics[name][row] = value
+        device = logprobs.device
+        return losses.to(device), {name: found.to(device) for name, found in metrics.items()}, gradient.to(device)
+
+    def explain(self, datum: int, logprobs: Tensor) -> None:
+        """Raises the UserOpError that made a datum fail; `logprobs` are those of the Op, end to end."""
+        start, stop = self._starts[datum : datum + 2]
+        self.differentiate(datum, logprobs[start:stop].detach().cpu().reshape(self._shapes[datum]))
+
+    def differentiate(self, datum: int, logprobs: Tensor) -> DatumValue:
+        """Raises UserOpError naming the datum and the node that could not be computed."""
+        leaf = logprobs.clone().requires_grad_()
+        inputs = [torch.tensor(column[datum]) for column in self._columns]
+        try:
+            with torch.enable_grad(), Budget(self._work):
+                return _differentiate(self._loss, leaf, inputs)
+        except _NodeFailed as error:
+            raise UserOpError(
+                f"datum {datum}: the custom loss {self._loss.name} fails: {error}. The model is unchanged"
+            ) from None
+
+    def _where(self, row: int, datum: int) -> tuple[int | slice, ...]:
+        """Where the datum's logprobs are in a padded block: [N] in its first lane, [N, K] in as many."""
+        length, *width = self._shapes[datum]
+        return (row, slice(length), slice(width[0]) if width else 0)
+
+
+class _NodeFailed(Exception):
+    """Why a datum's loss could not be computed; the text names the node."""
+
+
+def _differentiate(custom: CustomLoss, leaf: Tensor, inputs: Sequence[Tensor]) -> DatumValue:
+    nodes: dict[str, Any] = {given.node: value for given, value in zip(custom.inputs, (leaf, *inputs), strict=True)}
+    for call in custom.calls:
+        with _blaming(call.name, call.target):
+            nodes[call.name] = _checked(_call(call, nodes))
+    with _blaming(custom.loss, "the loss"):
+        gradient = _gradient(nodes[custom.loss], leaf)
+        loss = _finite(nodes[custom.loss])
+    metrics = {}
+    for name, node in custom.metrics.items():
+        with _blaming(node, name):
+            metrics[name] = _finite(nodes[node])
+    return DatumValue(loss, metrics, gradient)
+
+
+@contextmanager
+def _blaming(node: str, what: str) -> Iterator[None]:
+    """A client's graph may make torch raise anything; whatever it is, the graph is at fault."""
+    try:
+        yield
+    except Exception as error:
+        text = str(error).partition("\n")[0][:_LONGEST_TEXT] or "no reason given"
+        raise _NodeFailed(f"node {node} ({what}): {type(error).__name__}: {text}") from None
+
+
+def _call(call: LossCall, nodes: Mapping[str, Any]) -> Any:
+    function = (FUNCTIONS if call.kind == FUNCTION else METHODS)[call.target]
+    args = [_argument(value, nodes) for value in call.args]
+    return function(*args, **{key: _argument(value, nodes) for key, value in call.kwargs.items()})
+
+
+def _argument(value: Any, nodes: Mapping[str, Any]) -> Any:
+    if isinstance(value, tuple):
+        return [_argument(part, nodes) for part in value]
+    if not isinstance(value, Mapping):
+        return value
+    ((kind, inner),) = value.items()
+    match kind:
+        case "ref":
+            return nodes[inner]
+        case "tuple":
+            return tuple(_argument(part, nodes) for part in inner)
+        case "slice":
+            return slice(*(_argument(part, nodes) for part in inner))
+        case "dict":
+            return {key: _argument(part, nodes) for key, part in inner.items()}
+        case "ellipsis":
+            return ...
+        case "float":
+            return float(inner)
+    return _CONSTANTS[kind, inner]
+
+
+_CONSTANTS: Mapping[tuple[str, str], Any] = {
+    **{("dtype", name): getattr(torch, name) for name in custom_losses.DTYPES},
+    ("device", "cpu"): torch.device("cpu"),
+    ("layout", "strided"): torch.strided,
+    ("memory_format", "contiguous_format"): torch.contiguous_format,
+    ("memory_format", "preserve_format"): torch.preserve_format,
+}
+
+
+def _checked(value: Any) -> Any:
+    """Integers grow without bound in Python; here they stay within what a tensor's size can be."""
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise OverflowError("an integer beyond 64 bits")
+    return value
+
+
+def _gradient(loss: Any, leaf: Tensor) -> Tensor:
+    if not isinstance(loss, Tensor) or loss.ndim:
+        got = f"shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise ValueError(f"the loss must be a scalar tensor, got {got}")
+    if not loss.requires_grad:
+        raise ValueError("the loss does not depend on logprobs")
+    (gradient,) = torch.autograd.grad(loss, leaf, allow_unused=True)
+    if gradient is None:
+        raise ValueError("the loss does not depend on logprobs")
+    if not gradient.isfinite().all():
+        raise ValueError("the loss's gradient in the logprobs is not finite")
+    return gradient.detach()
+
+
+def _finite(value: Any) -> float:
+    """Raises ValueError for what is no single finite number."""
+    number = float(value.detach() if isinstance(value, Tensor) else value)
+    if not np.isfinite(np.float32(number)):
+        raise ValueError(f"it is {number}, which is no finite number of 32 bits")
+    return number
+
+
+def _numeric(function: Function) -> Function:
+    """Of tensors and numbers only: on texts and lists the same operators repeat and format, at any size."""
+
+    def guarded(*operands: Any) -> Any:
+        for operand in operands:
+            if not isinstance(operand, Tensor | int | float):
+                raise TypeError(f"{function.__name__} takes tensors and numbers, not a {type(operand).__name__}")
+        return function(*operands)
+
+    return guarded
+
+
+def _power(base: Any, exponent: Any) -> Any:
+    if isinstance(base, int) and isinstance(exponent, int) and abs(exponent) > _LARGEST_EXPONENT:
+        raise OverflowError(f"an exponent of {exponent} is too large for an integer")
+    return _numeric(operator.pow)(base, exponent)
+
+
+def _item(container: Any, key: Any) -> Any:
+    """Of a tensor, a size, a list, or the pair that a call such as max(dim=0) gives.
+
+    A mask becomes the positions it marks, as torch itself does inside, so that the result's size can be foretold.
+    """
+    if isinstance(container, tuple | list):
+        return container[key]
+    if not isinstance(container, Tensor):
+        raise TypeError(f"only tensors and lists of them have items, not a {type(container).__name__}")
+    keys = key if isinstance(key, tuple) else (key,)
+    return container[tuple(position for part in keys for position in _positions(part))]
+
+
+def _positions(key: Any) -> tuple[Any, ...]:
+    if not isinstance(key, Tensor) or key.dtype != torch.bool:
+        return (key,)
+    if not key.ndim:
+        raise IndexError("a mask must have at least one dimension")
+    return torch.nonzero(key, as_tuple=True)
+
+
+_ATTRIBUTES: Mapping[str, Function] = {
+    "T": lambda value: value.T,
+    "device": lambda value: value.device,
+    "dtype": lambda value: value.dtype,
+    "indices": lambda value: value.indices,
+    "mT": lambda value: value.mT,
+    "ndim": lambda value: value.ndim,
+    "shape": lambda value: value.shape,
+    "values": lambda value: value.values,
+}
+
+
+def _attribute(value: Any, name: str) -> Any:
+    return _ATTRIBUTES[name](value)
+
+
+def _named(name: str) -> Function:
+    """torch.nn.functional.relu by that name; every name is a constant of app/domain/custom_losses.py."""
+    found: Any = torch
+    for part in name.split(".")[1:]:
+        found = getattr(found, part)
+    function: Function = found
+    return function
+
+
+_SPECIAL: Mapping[str, Function] = {
+    "getattr": _attribute,
+    **{f"operator.{name}": _numeric(getattr(operator, name)) for name in custom_losses.OPERATORS},
+    **{f"math.{name}": getattr(math, name) for name in custom_losses.MATH},
+    "operator.pow": _power,
+    "operator.getitem": _item,
+}
+
+
+FUNCTIONS: Mapping[str, Function] = {
+    **_SPECIAL,
+    **{name: _named(name) for name in custom_losses.FUNCTIONS if name.startswith("torch.")},
+}
+
+
+METHODS: Mapping[str, Function] = {name: getattr(Tensor, name) for name in custom_losses.METHODS}

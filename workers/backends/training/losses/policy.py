@@ -1,0 +1,123 @@
+"""The policy losses, and the parts they share: the ratio to the sampling policy, its clipping, its drift."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from app.domain.losses import CLIP_HIGH, CLIP_LOW
+
+
+@dataclass(frozen=True, slots=True)
+class LossValue:
+    """`per_token`: fp32 [n, L, K], the shape of the scores; a datum's loss is its sum, never a mean.
+
+    `own`: bool [n, L, 1], the tokens the loss is about (those with a weight or an advantage); None for all.
+
+    `metrics`: per-token tensors of the scores' shape, keyed `name:reduction`, the reduction `sum`, `max` or `min`,
+    over every token of a request. Where a token is not the loss's own, padding included, the value must change nothing.
+    """
+
+    per_token: Tensor
+    metrics: Mapping[str, Tensor] = field(default_factory=dict)
+    own: Tensor | None = None
+
+
+LossFn = Callable[[Tensor, Mapping[str, Tensor], Mapping[str, float]], LossValue]
+"""(scores [n, L, K], the datums' inputs in that shape, the loss's settings) -> LossValue; all fp32.
+
+Scores are the logprobs of the targets, or a critic's values with K = 1.
+
+Padding holds 0 in every input, so a formula must stay finite on it.
+"""
+
+
+def log_ratio(logprobs: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
+    """log r = lp - q, with q the logprob under which the token was sampled."""
+    return logprobs - inputs["logprobs"]
+
+
+def clip(ratio: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]) -> Tensor:
+    """r held to [clip_low_threshold, clip_high_threshold], of the token where it is an input, else of the settings."""
+    low, high = (inputs.get(name, config[name]) for name in (CLIP_LOW, CLIP_HIGH))
+    return ratio.clamp(min=low).clamp(max=high)
+
+
+def policy_value(
+    per_token: Tensor, logprobs: Tensor, inputs: Mapping[str, Tensor], ratio: Tensor, held: Tensor | None = None
+) -> LossValue:
+    """The loss with its metrics. `ratio` is the one it weighs advantages with, `held` the same after clipping.
+
+    All are over the tokens with an advantage, since a prompt's q is a placeholder: `ratio:sum`, `:max` (0 where there
+    is no such token) and `:min` (infinite there); `clipped:sum`, how many ratios clipping changed; `kl:sum`, the sum of
+    q - lp, which estimates KL(sampled policy || trained model) without bias (k1 in J. Schulman, "Approximating KL
+    Divergence", 2020) and may be negative.
+    """
+    own = inputs["advantages"] != 0
+    ratio, log_r = ratio.detach(), log_ratio(logprobs.detach(), inputs)
+    metrics = {
+        "ratio:sum": torch.where(own, ratio, 0.0),
+        "ratio:max": torch.where(own, ratio, 0.0),
+        "ratio:min": torch.where(own, ratio, torch.inf),
+        "kl:sum": torch.where(own, -log_r, 0.0),
+    }
+    if held is not None:
+        metrics["clipped:sum"] = ((held.detach() != ratio) & own).float()
+    return LossValue(per_token, metrics, own)
+
+
+def importance_sampling(logprobs: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]) -> LossValue:
+    """-sum r A, r = exp(lp - q): the policy gradient corrected for tokens sampled under another policy."""
+    ratio = log_ratio(logprobs, inputs).exp()
+    return policy_value(-ratio * inputs["advantages"], logprobs, inputs, ratio)
+
+
+def ppo(logprobs: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]) -> LossValue:
+    """-sum min(r A, clip(r) A), r = exp(lp - q); the clip thresholds are bounds of r itself (0.8, 1.2), not offsets.
+
+    Schulman et al. 2017, arXiv 1707.06347, equation 7.
+    """
+    ratio, advantages = log_ratio(logprobs, inputs).exp(), inputs["advantages"]
+    held = clip(ratio, inputs, config)
+    objective = torch.minimum(ratio * advantages, held * advantages)
+    return policy_value(-objective, logprobs, inputs, ratio, held)
+
+
+def cispo(logprobs: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]) -> LossValue:
+    """-sum sg(clip(r)) lp A, r = exp(lp - q): the clipped ratio is a constant weight, so every token keeps a gradient.
+
+    MiniMax-M1, arXiv 2506.13585; the sum is not divided by the number of tokens.
+    """
+    ratio = log_ratio(logprobs.detach(), inputs).exp()
+    held = clip(ratio, inputs, config)
+    return policy_value(-held * logprobs * inputs["advantages"], logprobs, inputs, ratio, held)
+
+
+def gspo(logprobs: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]) -> LossValue:
+    """-sum min(s_t A, clip(s_t) A), s_t = sg(s) exp(lp - sg(lp)), s the geometric mean of a sequence's ratios exp(lp -
+    q).
+
+    GSPO-token, arXiv 2507.18071, section 4.3: every token has the value of the sequence's one ratio and the gradient of
+    its own logprob. The mean is over the tokens whose `sequence_ratio_mask` is not 0, whatever its sign or size, as in
+    Tinker's documentation of the loss; the sum is over all tokens, and not divided by their number.
+    """
+    constant, advantages = logprobs.detach(), inputs["advantages"]
+    marked = inputs["sequence_ratio_mask"] != 0
+    total = torch.where(marked, log_ratio(constant, inputs), 0.0).sum((1, 2), keepdim=True)
+    ratio = (total / marked.sum((1, 2), keepdim=True) + (logprobs - constant)).exp()
+    held = clip(ratio, inputs, config)
+    objective = torch.minimum(ratio * advantages, held * advantages)
+    return policy_value(-objective, logprobs, inputs, ratio, held)
+
+
+def dro(logprobs: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]) -> LossValue:
+    """-sum (lp A - beta/2 (lp - q)²): a policy gradient with a quadratic pull back to the policy that sampled.
+
+    The pull is on every token, those without an advantage included. Direct Reward Optimisation, arXiv 2405.19107.
+    """
+    log_r = log_ratio(logprobs, inputs)
+    pull = 0.5 * config["beta"] * log_r.square()
+    return policy_value(pull - logprobs * inputs["advantages"], logprobs, inputs, log_r.exp())

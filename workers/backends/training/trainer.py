@@ -1,0 +1,314 @@
+"""The trainer both backends share. Rank 0 is called; the other ranks `follow` its calls, sent as bytes."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from app.domain import codec
+from app.domain.base_model import BaseModelInfo
+from app.domain.ops import DropGradients, ForwardBackward, OptimStep
+from app.domain.results import Done, OptimStepOutput, Output
+from app.errors import OpError, ServerOpError, UserOpError
+from app.settings import BaseModelSettings
+from workers.backends.failures import Standstill, ran_out_of_memory
+from workers.backends.training.base import BackendOp, Create, Load, Writer
+from workers.backends.training.batch_ops import Job
+from workers.backends.training.engine import Engine
+from workers.backends.training.full_state import ComputeCopy, WholeModels
+from workers.backends.training.lora_state import AdapterModels
+from workers.backends.training.passes import Pass
+from workers.backends.training.state import Models, ModelState, Residency
+from workers.models import lora
+from workers.models.base_model import LoadedBase
+
+Results = dict[str, Output | OpError]
+
+Call = tuple[Any, ...]
+"""A method's name, then its arguments."""
+
+
+class Trainer(ABC):
+    """A TrainingBackend over an Engine. Calls come one at a time; `describe` and `healthy` may come from any thread."""
+
+    def __init__(self, settings: BaseModelSettings, *, full: bool = False) -> None:
+        """`full`: its models train the base's own weights, not adapters."""
+        self._settings, self._full = settings, full
+        self._states: dict[str, ModelState] = {}
+        self._engine: Engine
+        self._models: Models
+        self._residency: Residency
+        self._standstill = Standstill()
+        self._broken = False
+
+    @abstractmethod
+    def start_engine(self) -> Engine:
+        """Load and wrap the base. Raises SetupError."""
+
+    def prepare(self, base: LoadedBase) -> Mapping[str, nn.Parameter]:
+        """Have `base`, just loaded, take adapters, or train its own parameters: those by name."""
+        if not self._full:
+            lora.wrap(base.model)
+            return {}
+        return dict(base.model.requires_grad_(True).named_parameters())
+
+    def open(self) -> BaseModelInfo:
+        """Every rank calls it itself."""
+        self._engine = self.start_engine()
+        self._models = self._made_by(self._engine)
+        self._residency = Residency(self._engine.base.device, self._settings.trainer.device_models)
+        return self._engine.base.info
+
+    def apply(self, ops: Mapping[str, BackendOp]) -> Mapping[str, Output | OpError]:
+        with self._guarded():
+            if self._engine.ranks.size > 1:  # a batch takes time and memory to encode
+                self._engine.ranks.send(encode_apply(ops))
+            return self._apply(ops)
+
+    def capture(self, model_id: str, *, optimizer: bool) -> Writer:
+        with self._guarded():
+            self._engine.ranks.send(encode_call("capture", model_id, optimizer))
+            return self._state(model_id).capture(optimizer=optimizer)
+
+    def export(self, model_id: str) -> Writer:
+        with self._guarded():
+            self._engine.ranks.send(encode_call("export", model_id))
+            return self._export(model_id)
+
+    def close(self, model_id: str) -> None:
+        self._forget(model_id)
+        if not self._broken:
+            with self._guarded():
+                self._engine.ranks.send(encode_call("close", model_id))
+
+    def healthy(self) -> bool:
+        return not self._broken and self._standstill.seconds <= self._settings.trainer.rank_deadline_s
+
+    def shutdown(self) -> None:
+        """Let the other ranks return from `follow`; nothing may be called afterwards. A broken group ends by itself."""
+        if self._broken:
+            return
+        with suppress(RuntimeError), self._guarded():
+            self._engine.ranks.send(encode_call("shutdown"))
+            self._engine.ranks.leave()
+
+    def describe(self) -> Mapping[str, Any]:
+        base, ranks = self._engine.base, self._engine.ranks
+        return {
+            "backend": self._settings.trainer.backend,
+            "ranks": ranks.size,
+            "dtype": base.info.dtype,
+            "devices": [str(base.device)] * ranks.size if base.device.type == "cpu" else self._gpus(ranks.size),
+            "models": len(self._states),
+            "models_on_device": len(self._residency),
+            **self._engine.describe(),
+        }
+
+    def follow(self) -> None:
+        """What every rank but 0 does after `open`: take part in rank 0's calls until its `shutdown`.
+
+        Raises when rank 0 is gone or a pass failed here; the process must then end, and with it the group.
+        """
+        while True:
+            match decode(self._engine.ranks.receive()):
+                case ("apply", ops):
+                    self._apply(ops)
+                case ("capture", model_id, optimizer):
+                    with suppress(OpError):  # rank 0 raises the same
+                        self._state(model_id).capture(optimizer=optimizer)
+                case ("export", model_id):
+                    with suppress(OpError):
+                        self._export(model_id)
+                case ("close", model_id):
+                    self._forget(model_id)
+                case _:
+                    return self._engine.ranks.leave()
+
+    def gradients(self, model_id: str) -> dict[str, Any]:
+        """The pending gradient, as far as this rank holds it, as fp32 numpy arrays by PEFT name or parameter; empty
+        when there is none; for tests and debugging."""
+        return {name: g.cpu().numpy().copy() for name, g in self._states[model_id].pending_gradients().items()}
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """A call of rank 0, after which this process may be of no use: ranks out of step, a device that is lost."""
+        try:
+            with self._standstill.call():
+                yield
+        except OpError:
+            raise
+        except Exception as error:
+            lost = self._engine.ranks.size > 1 or isinstance(error, torch.AcceleratorError)
+            self._broken = self._broken or lost
+            raise
+
+    def _apply(self, ops: Mapping[str, BackendOp]) -> Results:
+        self._residency.bring(self._states, ops)
+        results: Results = {}
+        batches: defaultdict[tuple[bool, bool], dict[str, ForwardBackward]] = defaultdict(dict)
+        for model_id, op in ops.items():
+            try:
+                if isinstance(op, ForwardBackward):
+                    critic = self._state(model_id).critic
+                    batches[op.forward_only, critic][model_id] = op
+                else:
+                    results[model_id] = self._apply_alone(model_id, op)
+            except OpError as error:
+                results[model_id] = error
+        for batch in batches.values():
+            results |= self._forward_backward(batch)
+        return {model_id: results[model_id] for model_id in ops}
+
+    def _apply_alone(self, model_id: str, op: Create | Load | OptimStep | DropGradients) -> Output:
+        match op:
+            case Create():
+                self._states[model_id] = self._create(op)
+            case Load():
+                self._load(model_id, op)
+            case OptimStep():
+                return OptimStepOutput(self._state(model_id).step(op.params))
+            case DropGradients():
+                self._state(model_id).drop_pending()
+        return Done()
+
+    def _forward_backward(self, ops: Mapping[str, ForwardBackward]) -> Results:
+        if len(ops) > 1 and not self._models.share_passes:
+            return self._one_by_one(ops)
+        jobs = self._run(ops)
+        if jobs is not None:
+            return {model_id: self._finish(job) for model_id, job in jobs.items()}
+        if len(ops) > 1:  # the one that is too large must fail nobody else
+            return self._one_by_one(ops)
+        return {model_id: self._too_large(op) for model_id, op in ops.items()}
+
+    def _one_by_one(self, ops: Mapping[str, ForwardBackward]) -> Results:
+        return {m: result for m, op in ops.items() for result in self._forward_backward({m: op}).values()}
+
+    def _run(self, ops: Mapping[str, ForwardBackward]) -> dict[str, Job] | None:
+        """None when memory ran out, which leaves all as it was. Several ranks would be out of step: there it raises."""
+        states = {model_id: self._state(model_id) for model_id in ops}
+        for state in states.values():
+            state.begin()
+        try:
+            jobs = {m: Job.of(op, states[m], self._engine.base.device) for m, op in ops.items()}
+            one = Pass(self._engine, list(jobs.values()), self._settings.trainer.micro_batch_tokens)
+            one.run(self._standstill.moved)
+        except (RuntimeError, MemoryError) as error:
+            if not ran_out_of_memory(error) or self._engine.ranks.size > 1:
+                raise
+            for state in states.values():
+                state.drop_found()
+            return None
+        return jobs
+
+    def _too_large(self, op: ForwardBackward) -> UserOpError:
+        longest, budget = max(n for (n,) in op.batch.tokens.shapes), self._settings.trainer.micro_batch_tokens
+        return UserOpError(
+            f"memory ran out in a pass of at most {max(longest, budget)} tokens (the trainer's micro_batch_tokens is "
+            f"{budget}, the longest datum has {longest}); the model is unchanged. Send shorter datums, or have "
+            "trainer.micro_batch_tokens lowered or trainer.activation_checkpointing turned on"
+        )
+
+    def _finish(self, job: Job) -> Output | OpError:
+        try:
+            job.check_finite()
+            if not job.op.forward_only:
+                job.state.keep()
+            return job.output()
+        except UserOpError as error:
+            return error
+        finally:
+            job.state.drop_found()
+
+    def _create(self, op: Create) -> ModelState:
+        if op.source is not None:
+            return self._read(op.source, optimizer=op.optimizer, critic=op.critic)
+        return self._models.fresh(op)
+
+    def _load(self, model_id: str, op: Load) -> None:
+        state = self._state(model_id)
+        loaded = self._read(op.source, optimizer=op.optimizer, critic=state.critic)
+        state.check_same_shape(loaded)
+        self._states[model_id] = loaded
+
+    def _read(self, folder: Path, *, optimizer: bool, critic: bool) -> ModelState:
+        """Every rank has read `folder` when this returns, since its owner may remove it then. Raises UserOpError."""
+        state, failure = None, None
+        try:
+            state = self._models.read(folder, optimizer=optimizer, critic=critic)
+        except UserOpError as error:
+            failure = error
+        readers = self._engine.ranks.count(state is not None)
+        if failure is not None and readers == 0:
+            raise failure
+        if state is None or readers < self._engine.ranks.size:
+            raise RuntimeError(f"{readers} of {self._engine.ranks.size} ranks could read {folder}: {failure}")
+        return state
+
+    def _made_by(self, engine: Engine) -> Models:
+        if not self._full:
+            return AdapterModels(engine, self._settings.path)
+        home = torch.device("cpu") if self._settings.trainer.offload else engine.base.device
+        return WholeModels(engine, ComputeCopy(engine), self._settings.path, home)
+
+    def _export(self, model_id: str) -> Writer:
+        self._residency.bring(self._states, [model_id])
+        return self._state(model_id).export()
+
+    def _forget(self, model_id: str) -> None:
+        self._states.pop(model_id, None)
+        self._residency.forget(model_id)
+
+    def _state(self, model_id: str) -> ModelState:
+        state = self._states.get(model_id)
+        if state is None:
+            raise ServerOpError(f"model {model_id} is not loaded in this trainer")
+        return state
+
+    def _gpus(self, count: int) -> Sequence[str]:
+        return [f"cuda:{index}" for index in self._settings.trainer.devices or range(count)]
+
+
+def encode_apply(ops: Mapping[str, BackendOp]) -> bytes:
+    """Calls of a backend as bytes, for the other ranks of its group: the journal's codec plus Create and Load."""
+    return codec.encode(["apply", [[model_id, _pack(op)] for model_id, op in ops.items()]])
+
+
+def encode_call(method: str, *arguments: str | bool) -> bytes:
+    return codec.encode([method, *arguments])
+
+
+def decode(data: bytes) -> Call:
+    """The inverse of both; an apply's Ops come back as a dict in their order."""
+    method, *arguments = codec.decode(data)
+    if method == "apply":
+        return method, {model_id: _unpack(packed) for model_id, packed in arguments[0]}
+    return method, *arguments
+
+
+def _pack(op: BackendOp) -> list[Any]:
+    match op:
+        case Create():
+            return ["create", op.lora, None if op.source is None else str(op.source), op.optimizer, op.critic]
+        case Load():
+            return ["load", str(op.source), op.optimizer]
+        case _:
+            return ["op", op]
+
+
+def _unpack(packed: tuple[Any, ...]) -> BackendOp:
+    match packed:
+        case ("create", lora, source, optimizer, critic):
+            return Create(lora, None if source is None else Path(source), optimizer, critic)
+        case ("load", source, optimizer):
+            return Load(Path(source), optimizer)
+        case (_, op):
+            return op  # type: ignore[no-any-return]
+    raise ValueError(f"not a packed Op: {packed[:1]!r}")

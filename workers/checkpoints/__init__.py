@@ -1,0 +1,1 @@
+"""Checkpoints and snapshots: written, moved, handed over and restored."""

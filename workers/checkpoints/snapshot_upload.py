@@ -1,0 +1,230 @@
+"""The way of a snapshot: a copy in memory, files on this machine's disk, then the object store.
+
+One thread writes to the disk, from where a restart takes it; another moves it to the object store and sets the
+pointer, which makes it durable. So training waits for neither, and a store that is away does not keep anything off
+the disk.
+
+Snapshots on this machine's disk, `<root>/<model>/<seq>-<epoch>/`: each is there whole or not at all.
+
+They outlive the process, so that a restart needs no object store. One is valid because it is taken only behind a
+commit. Its epoch tells what an owner wrote from what its successor did; nobody touches what is newer than his own.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from app.domain.checkpoints import SNAPSHOT, Manifest
+from app.errors import Fenced, NotFound, ServerOpError
+from app.stores.interfaces.journal import Lease, OpLog
+from app.stores.objects.base import check_key, flush_folder
+from app.stores.objects.notes import remove_checkpoint
+from workers.backends.training.base import Writer
+from workers.checkpoints import transfer
+from workers.checkpoints.coalescing import Latest
+from workers.checkpoints.writer import Saver
+
+log = logging.getLogger(__name__)
+_CLOSE_S = 2.0
+_HANDED_OVER_S = 2.0
+_CLEAR_EVERY_S = 60.0
+
+_NAME = re.compile(r"([0-9]+)-([0-9]+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """A copy of the state behind `seq`, in memory. `durable` is called once it, or what was written of it, is."""
+
+    lease: Lease
+    seq: int
+    write: Writer
+    durable: Callable[[], None]
+    at_once: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A snapshot on this machine's disk."""
+
+    lease: Lease
+    local: Local
+    durable: Callable[[], None]
+
+
+class SnapshotPipeline:
+    """What fails is tried again, unless a newer snapshot of the model came; what was durable stays until the next is.
+
+    `clear` is called now and then, when the disk has filled up a little more.
+    """
+
+    def __init__(
+        self, oplog: OpLog, saver: Saver, folder: SnapshotFolder, clear: Callable[[], None], retry_s: float
+    ) -> None:
+        self._oplog, self._saver, self._folder, self._clear = oplog, saver, folder, clear
+        self._clear_at = 0.0
+        self._writes = Latest("snapshot-writes", self._write, retry_s)
+        self._uploads = Latest("snapshot-uploads", self._upload, retry_s)
+
+    def put(self, taken: Taken) -> None:
+        self._writes.put(taken.lease.model_id, taken, at_once=taken.at_once)
+
+    def resume(self, lease: Lease, local: Local, durable: Callable[[], None]) -> None:
+        """Make durable what an earlier process left on the disk."""
+        self._uploads.put(lease.model_id, Written(lease, local, durable), at_once=True)
+
+    def ready(self, model_id: str) -> bool:
+        """The disk has taken all it was given of the model, and has had its rest."""
+        return self._writes.ready(model_id)
+
+    def finish(self, model_id: str, within_s: float) -> None:
+        """Returns when all of the model is durable, or something failed, or after `within_s`."""
+        deadline = time.monotonic() + within_s
+        self._writes.finish(model_id, within_s)
+        self._uploads.finish(model_id, max(0.0, deadline - time.monotonic()))
+
+    def drop(self, model_id: str) -> None:
+        """Forget what waits of the model."""
+        self._writes.drop(model_id)
+        self._uploads.drop(model_id)
+
+    def close(self) -> None:
+        """Ends the threads behind what they are doing, if that is soon; the next start goes on with what is on disk."""
+        self._writes.close(_CLOSE_S)
+        self._uploads.close(_CLOSE_S)
+
+    def _write(self, model_id: str, taken: Taken) -> None:
+        def fill(folder: Path) -> None:
+            taken.write(folder)
+            transfer.seal(folder, self._saver.describe(folder, taken.lease, taken.seq))
+
+        try:
+            local = self._folder.write(model_id, taken.seq, taken.lease.epoch, fill)
+        except NotFound:
+            return  # the model is no more
+        self._uploads.put(model_id, Written(taken.lease, local, taken.durable), at_once=taken.at_once)
+        sent = self._uploads.item(model_id)
+        self._folder.prune(model_id, local, keep=sent.local if sent is not None else None)
+        if time.monotonic() >= self._clear_at:
+            self._clear()
+            self._clear_at = time.monotonic() + _CLEAR_EVERY_S
+
+    def _upload(self, model_id: str, written: Written) -> None:
+        manifest = self._verified(model_id, written.local)
+        if manifest is None:
+            return
+        # Under the epoch that will point at it, which may be a later one than wrote it: nobody else touches that.
+        epoch = written.lease.epoch
+        manifest = replace(manifest, generation=f"{manifest.seq}-{epoch}", epoch=epoch)
+        prefix = transfer.prefix_for(model_id, SNAPSHOT, str(manifest.seq), manifest.generation)
+        try:
+            transfer.upload(self._saver.store, prefix, written.local.path, manifest)
+            # The journal is not trimmed before that; this saves coming back for it.
+            self._saver.handovers.finish(model_id, _HANDED_OVER_S)
+            replaced = self._oplog.set_snapshot(written.lease, manifest.seq, prefix)
+        except Fenced as fenced:
+            # What was uploaded is swept as an orphan.
+            log.info("a snapshot came too late: %s", fenced, extra={"model_id": model_id})
+            return
+        written.durable()
+        self._folder.prune(model_id, written.local)
+        if replaced not in ("", prefix):
+            remove_checkpoint(self._saver.store, replaced)
+
+    def _verified(self, model_id: str, local: Local) -> Manifest | None:
+        try:
+            return transfer.verify(local.path)
+        except FileNotFoundError:
+            pass  # the model is no more, or another trainer on this machine is further
+        except ServerOpError as error:
+            log.error("a local snapshot is of no use: %s", error, extra={"model_id": model_id})
+            self._folder.remove(local)
+        return None
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Local:
+    """A snapshot's folder. In order of age: first by seq, then by the epoch of the owner that wrote it."""
+
+    seq: int
+    epoch: int
+    path: Path
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotFolder:
+    """`node` tells this trainer from the others that may share `root`; one thread of it writes at a time."""
+
+    root: Path
+    node: str
+
+    def write(self, model_id: str, seq: int, epoch: int, fill: Callable[[Path], None]) -> Local:
+        """A snapshot with the files that `fill` writes, on disk; one that is there already stays. Raises OSError."""
+        target = self._of(model_id) / f"{seq}-{epoch}"
+        if not target.is_dir():
+            unfinished = target.parent / f".{self.node}"
+            shutil.rmtree(unfinished, ignore_errors=True)
+            try:
+                unfinished.mkdir(parents=True)
+                fill(unfinished)
+                _flush(unfinished)
+                unfinished.rename(target)
+            finally:
+                shutil.rmtree(unfinished, ignore_errors=True)
+            flush_folder(target.parent)
+        return Local(seq, epoch, target)
+
+    def usable(self, lease: Lease) -> Iterator[tuple[Local, Manifest]]:
+        """What `lease` may be restored from, newest first and verified. What can never be used again is removed."""
+        for local in sorted(self._all(lease.model_id), reverse=True):
+            if local.epoch > lease.epoch:
+                continue  # our successor's
+            if local.seq < lease.snapshot_seq or local.seq > lease.applied or local.epoch < lease.epoch_floor:
+                # Behind the trimmed journal; ahead of one that was set back to an earlier state; or of a lost one.
+                self.remove(local)
+                continue
+            try:
+                yield local, transfer.verify(local.path)
+            except (ServerOpError, OSError) as error:
+                log.warning("a local snapshot cannot be used: %s", error, extra={"model_id": lease.model_id})
+                self.remove(local)
+
+    def prune(self, model_id: str, newest: Local, keep: Local | None = None) -> None:
+        """Remove what is older than `newest`, but `keep`."""
+        for local in self._all(model_id):
+            if local < newest and local != keep:
+                self.remove(local)
+
+    def remove(self, local: Local) -> None:
+        shutil.rmtree(local.path, ignore_errors=True)
+
+    def forget(self, model_id: str) -> None:
+        shutil.rmtree(self._of(model_id), ignore_errors=True)
+
+    def models(self) -> list[str]:
+        """Ids of those that have a folder here."""
+        return sorted(path.name for path in self.root.iterdir()) if self.root.is_dir() else []
+
+    def _of(self, model_id: str) -> Path:
+        return self.root / check_key(model_id)
+
+    def _all(self, model_id: str) -> list[Local]:
+        try:
+            paths = list(self._of(model_id).iterdir())
+        except FileNotFoundError:
+            return []
+        return [Local(int(m[1]), int(m[2]), path) for path in paths if (m := _NAME.fullmatch(path.name))]
+
+
+def _flush(folder: Path) -> None:
+    for path in folder.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    flush_folder(folder)

@@ -1,0 +1,228 @@
+"""Snapshots of models: taken after an optim_step, when gradients are zero, and restored from.
+
+Snapshots bound how much of a journal a new owner replays, and let the journal be trimmed. All that is done in the
+step's way is a copy of the state; snapshot_upload.py takes it from there.
+
+A model is brought back from its newest snapshot, here or in the object store, and then the journal behind it,
+silently.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+from functools import partial
+
+from app.domain import codec, records
+from app.domain.ops import FORWARD, CreateModel, LoadWeights, OptimStep, SaveWeights
+from app.errors import Fenced, OpError
+from app.settings import EngineSettings
+from app.stores.interfaces.journal import Entry, Lease, OpLog
+from workers.checkpoints.snapshot_upload import Local, SnapshotFolder, SnapshotPipeline, Taken
+from workers.checkpoints.writer import Saver
+from workers.train.executor import Executor, Window
+from workers.train.owner import Resident
+
+log = logging.getLogger(__name__)
+# What takes longer goes on by itself; only a process that ends cannot wait for it.
+_SETTLE_S = 5.0
+
+
+@dataclass(slots=True)
+class Track:
+    """One model since it was brought back here. The marks are payload bytes that its journal had taken up until then:
+    now, when the newest snapshot was taken, and when the newest durable one was."""
+
+    next: float
+    used: float
+    total: int = 0
+    taken: int = 0
+    durable: int = 0
+    unsaved: bool = False
+    """Something changed the weights behind the newest snapshot."""
+
+    @classmethod
+    def begun(cls, rest_s: float) -> Track:
+        now = time.monotonic()
+        return cls(now + rest_s, now)
+
+    @property
+    def is_durable(self) -> bool:
+        return not self.unsaved and self.durable == self.taken
+
+    def made_durable(self, mark: int) -> None:
+        self.durable = mark
+
+    def add(self, entry: Entry) -> None:
+        """An Op that succeeded, in the journal to stay until it is trimmed."""
+        self.used = time.monotonic()
+        if entry.kind not in (FORWARD, SaveWeights.kind):
+            self.total += len(entry.payload)
+        self.unsaved = self.unsaved or entry.kind == OptimStep.kind or _is_load(entry)
+
+
+class Snapshots:
+    """Copies take at most `snapshot_share` of the time: behind one that took c seconds come c / share without, and
+    `rest_s` at least: replaying less is not worth one. None is taken while another of the model waits for the disk.
+
+    Whatever this says, a load is followed by a snapshot at once, since its checkpoint may be deleted and a replay must
+    not need it; and so is the next optim_step where the journal has grown by more than `journal_bytes` since the last.
+    """
+
+    def __init__(
+        self,
+        oplog: OpLog,
+        saver: Saver,
+        folder: SnapshotFolder,
+        settings: EngineSettings,
+        rest_s: float = 10.0,
+        retry_s: float = 5.0,
+    ) -> None:
+        self._saver, self._folder = saver, folder
+        self._share, self._journal_bytes, self._rest_s = settings.snapshot_share, settings.journal_bytes, rest_s
+        self._tracks: dict[str, Track] = {}
+        # Its owner lets go of a model after `idle_s`; should it not have, what goes is no more than a copy.
+        self._unused_s = 2 * settings.idle_s
+        self._pipeline = SnapshotPipeline(oplog, saver, folder, self.clear, retry_s)
+
+    def begin(self, lease: Lease, local: Local | None) -> None:
+        """A model is being brought back, from `local` if there is one; what is replayed behind it comes next."""
+        track = self._tracks[lease.model_id] = Track.begun(self._rest_s)
+        if local is not None and local.seq > lease.snapshot_seq:
+            track.durable = -1
+            self._pipeline.resume(lease, local, partial(track.made_durable, 0))
+
+    def replayed(self, model_id: str, entry: Entry) -> None:
+        if not entry.doomed:
+            self._track(model_id).add(entry)
+
+    def after(self, resident: Resident, entry: Entry, *, failed: bool) -> None:
+        """Called behind every commit, on the thread that runs the Ops.
+
+        A state that ran ahead of its commits is not the one behind `entry`: the snapshot waits for the next step.
+        """
+        if failed:
+            return
+        model_id = resident.lease.model_id
+        track = self._track(model_id)
+        track.add(entry)
+        urgent = track.total - track.durable > self._journal_bytes
+        if _is_load(entry):
+            self._take(resident, track, at_once=True)
+        elif (
+            entry.kind == OptimStep.kind
+            and not resident.uncommitted
+            and (
+                track.total - track.taken > self._journal_bytes
+                or (time.monotonic() >= track.next and self._pipeline.ready(model_id))
+            )
+        ):
+            self._take(resident, track, at_once=urgent)
+
+    def settle(self, resident: Resident, *, within_s: float = _SETTLE_S) -> None:
+        """Make what the model has come to durable before its state is thrown away, as far as that can be done now.
+
+        Nothing depends on it: without, its next owner replays more. What is not done in time goes on by itself. Where
+        gradients are pending there is nothing to take, and they are replayed in any case; so is what ran ahead of its
+        commit.
+        """
+        model_id = resident.lease.model_id
+        track = self._track(model_id)
+        if track.unsaved and resident.window == Window() and not resident.uncommitted:
+            self._take(resident, track, at_once=True)
+        self._pipeline.finish(model_id, within_s)
+
+    def forget(self, model_id: str) -> None:
+        """Keep nothing here of a model that is no more."""
+        self._tracks.pop(model_id, None)
+        self._pipeline.drop(model_id)
+        self._folder.forget(model_id)
+
+    def clear(self) -> None:
+        """Clear this machine's disk of models that are no more, and of what is durable of those long unused."""
+        for model_id in self._folder.models():
+            model = self._saver.index.get(records.Model.namespace, model_id)
+            if model is None or model.get("ended"):
+                self.forget(model_id)
+        unused = time.monotonic() - self._unused_s
+        for model_id, track in list(self._tracks.items()):
+            if track.used < unused and track.is_durable:
+                self.forget(model_id)
+
+    def close(self) -> None:
+        """Ends the threads behind what they are doing, if that is soon; the next start goes on with what is on disk."""
+        self._pipeline.close()
+
+    def _track(self, model_id: str) -> Track:
+        return self._tracks.setdefault(model_id, Track.begun(self._rest_s))
+
+    def _take(self, resident: Resident, track: Track, *, at_once: bool) -> None:
+        model_id = resident.lease.model_id
+        started = time.monotonic()
+        try:
+            write = self._saver.backend.capture(model_id, optimizer=True)
+        except Exception:
+            # Training can do without; a backend that this broke says so itself (healthy).
+            log.exception("no snapshot could be taken", extra={"model_id": model_id})
+            track.next = started + self._rest_s
+            return
+        now = time.monotonic()
+        track.next = now + max(self._rest_s, (now - started) / self._share)
+        track.taken, track.unsaved = track.total, False
+        durable = partial(track.made_durable, track.total)
+        self._pipeline.put(Taken(resident.lease, resident.applied, write, durable, at_once))
+
+
+def _is_load(entry: Entry) -> bool:
+    if entry.kind == CreateModel.kind:
+        return codec.decode(entry.payload).source is not None
+    return entry.kind == LoadWeights.kind
+
+
+@dataclass(frozen=True, slots=True)
+class Restore:
+    """Rebuilds a model at its applied seq."""
+
+    oplog: OpLog
+    executor: Executor
+    folder: SnapshotFolder
+    snapshots: Snapshots
+
+    def __call__(self, lease: Lease) -> Window:
+        """A snapshot stands where the window is empty. Raises Fenced, Unavailable; NotFound and OpError when it or the
+        journal behind it is lost.
+
+        It stands before what was handed over and got lost, if anything did, so that the replay comes past it.
+        """
+        handovers = self.executor.saver.handovers
+        to_make = handovers.resume(lease.model_id)
+        local = self._from_this_machine(lease, min(to_make, default=lease.applied + 1))
+        if local is None and lease.snapshot:
+            self.executor.restore(lease.model_id, lease.snapshot)
+        self.snapshots.begin(lease, local)
+        window = Window()
+        for seq in range((local.seq if local else lease.snapshot_seq) + 1, lease.applied + 1):
+            entry = self.oplog.entry(lease.model_id, seq)
+            if entry is None:
+                raise Fenced(f"{lease.model_id} seq {seq} is no longer in the journal: another owner moved on")
+            self.executor.replay(lease, entry)
+            if seq in to_make:
+                self.executor.saver.save_again(lease, to_make[seq])
+            self.snapshots.replayed(lease.model_id, entry)
+            window = window.after(entry, entry.doomed)
+        handovers.send(lease.model_id)
+        return window
+
+    def _from_this_machine(self, lease: Lease, before: int) -> Local | None:
+        for local, manifest in self.folder.usable(lease):
+            if local.seq >= before:
+                continue
+            try:
+                self.executor.restore_from(lease.model_id, local.path, manifest)
+            except OpError as error:
+                log.warning("a local snapshot cannot be loaded: %s", error, extra={"model_id": lease.model_id})
+                self.folder.remove(local)
+            else:
+                return local
+        return None

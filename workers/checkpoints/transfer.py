@@ -1,0 +1,297 @@
+"""Checkpoints between local folders and the object store: manifest last, verified before use.
+
+A checkpoint is the files of one flat folder under `prefix`, and `prefix/manifest.json`. Without a manifest it does
+not exist; with one it never changes.
+
+An object that was cut short on its way is asked for again; one that is wrong twice is damaged.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import re
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+from app.domain.checkpoints import MANIFEST, FileEntry, Manifest
+from app.domain.ops import LoraSpec
+from app.errors import Fenced, NotFound, ServerOpError, Unavailable
+from app.stores.objects.base import ObjectStore, check_key, flush_folder
+from workers.backends.training.base import OPTIMIZER_FILE
+
+_CPU_INFO = Path("/proc/cpuinfo")
+_LOCKS = ".locks"
+# Whoever writes to the object store must not get a worker to unpickle or unpack anything, whatever a library looks for.
+# Text, templates and sentencepiece's models are those of a tokenizer, which lies beside all weights of a model.
+_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.(safetensors|json|txt|jinja|model)")
+
+_TRIES = 4
+_PAUSE_S = 0.1
+# A store that needs this long for its answers is away for longer; who asked puts the Op off and comes back.
+_WITHIN_S = 10.0
+
+
+def prefix_for(model_id: str, kind: str, name: str, generation: str) -> str:
+    """Where a checkpoint lies. `generation` must differ for every attempt that may write other bytes, so it holds the
+    lease's epoch: an owner that was replaced can then never touch its successor's files."""
+    return f"models/{model_id}/{kind}/{name}/{generation}"
+
+
+def describe(
+    folder: Path,
+    *,
+    path: str,
+    generation: str,
+    model_id: str,
+    owner: str,
+    base_model: str,
+    lora: LoraSpec | None,
+    seq: int,
+    epoch: int,
+    user_metadata: Mapping[str, str] | None = None,
+    expires_at: float | None = None,
+    critic: bool = False,
+) -> Manifest:
+    """The manifest of the files in `folder`; the other arguments are its fields."""
+    files = {source.name: file_entry(source) for source in sorted(folder.iterdir())}
+    return Manifest(
+        path=path,
+        generation=generation,
+        model_id=model_id,
+        owner=owner,
+        base_model=base_model,
+        lora=lora,
+        seq=seq,
+        epoch=epoch,
+        created=datetime.now(UTC).isoformat(timespec="milliseconds"),
+        files=files,
+        threads=host_threads(),
+        cpu=host_cpu(),
+        has_optimizer=OPTIMIZER_FILE in files,
+        user_metadata=dict(user_metadata or {}),
+        expires_at=expires_at,
+        critic=critic,
+    )
+
+
+def upload(store: ObjectStore, prefix: str, folder: Path, manifest: Manifest) -> Manifest:
+    """Upload the files of `folder` and commit them with their manifest.
+
+    A repeat of a committed generation uploads nothing and returns the manifest that is there. Raises Fenced when
+    somebody else is writing this very generation.
+    """
+    try:
+        return read_manifest(store, prefix)
+    except NotFound:
+        pass
+    for name, entry in manifest.files.items():
+        _upload(store, f"{prefix}/{name}", folder / name, entry)
+    if store.put_new(f"{prefix}/{MANIFEST}", manifest.to_json()):
+        return manifest
+    return read_manifest(store, prefix)
+
+
+def complete(store: ObjectStore, prefix: str, folder: Path) -> None:
+    """Upload the sealed checkpoint in `folder`, unless it is there.
+
+    Several owners of a model may do so at once, each with a copy of the same state whose last bits may differ. So what
+    is there of this generation stays, and the manifest describes it. That suits a checkpoint with one file of tensors.
+    """
+    if is_there(store, prefix):
+        return
+    manifest, entries = manifest_in(folder), {}
+    for name, entry in manifest.files.items():
+        key = f"{prefix}/{name}"
+        entries[name] = entry if store.put_new(key, folder / name) else _stored_entry(store, key)
+    store.put_new(f"{prefix}/{MANIFEST}", replace(manifest, files=entries).to_json())
+
+
+def is_there(store: ObjectStore, prefix: str) -> bool:
+    """Whether a checkpoint was committed there."""
+    try:
+        read_manifest(store, prefix)
+    except NotFound:
+        return False
+    return True
+
+
+def read_manifest(store: ObjectStore, prefix: str) -> Manifest:
+    """Raises NotFound when no checkpoint was committed there, ServerOpError when its manifest cannot be understood."""
+    return fetch_manifest(store, f"{prefix}/{MANIFEST}")
+
+
+def seal(folder: Path, manifest: Manifest) -> None:
+    """Make a local folder a checkpoint: its manifest goes in last."""
+    (folder / MANIFEST).write_bytes(manifest.to_json())
+
+
+def manifest_in(folder: Path) -> Manifest:
+    """Raises ServerOpError when the manifest in a local folder cannot be understood, OSError when it cannot be read."""
+    return parse_manifest((folder / MANIFEST).read_bytes(), f"in {folder}")
+
+
+def verify(folder: Path) -> Manifest:
+    """The manifest in a local folder. Raises ServerOpError when a size or sha256 is not what it says, OSError."""
+    manifest = manifest_in(folder)
+    for name, expected in manifest.files.items():
+        if file_entry(folder / name) != expected:
+            raise ServerOpError(f"{folder / name} is damaged: it is not what its manifest says")
+    return manifest
+
+
+Nearby = Callable[[str, Path], bool]
+"""(prefix, folder): makes the folder and puts a checkpoint's files and manifest there; False where there is none."""
+
+
+def fetch(store: ObjectStore, prefix: str, cache_dir: Path, nearby: Nearby = lambda prefix, folder: False) -> Path:
+    """A local folder with the checkpoint's files and manifest: those `nearby` has, or downloaded, once for each
+    `cache_dir`.
+
+    It appears after every downloaded size and sha256 was found right, however many threads and processes ask. It stays
+    until `forget`. Raises NotFound when there is no such checkpoint, ServerOpError when what is stored is damaged, and
+    Unavailable when it cannot be read now, or the local disk is full.
+    """
+    folder = cache_dir / check_key(prefix)
+    if folder.is_dir():
+        return folder
+    try:
+        with _lock(cache_dir, prefix):
+            if not folder.is_dir():
+                _bring(store, prefix, folder, cache_dir, nearby)
+    except OSError as error:
+        raise Unavailable(f"{prefix} cannot be kept in {cache_dir}: {error.strerror or error}") from error
+    return folder
+
+
+def forget(prefix: str, cache_dir: Path) -> None:
+    """Remove a fetched checkpoint from the cache; a missing one is fine. Nobody may be reading its files."""
+    with _lock(cache_dir, prefix), tempfile.TemporaryDirectory(dir=cache_dir, prefix=".gone-") as gone:
+        try:
+            (cache_dir / check_key(prefix)).rename(Path(gone) / "files")
+        except FileNotFoundError:
+            return
+
+
+def host_threads() -> int:
+    """How many threads torch computes with here: OMP_NUM_THREADS, else the cores this process may use."""
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    return int(given) if given.isdigit() and int(given) else len(os.sched_getaffinity(0))
+
+
+def host_cpu() -> str:
+    """The processor's model name; with the thread count it says where a replay gives the same bits."""
+    for line in _CPU_INFO.read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() == "model name":
+            return value.strip()
+    return os.uname().machine
+
+
+def _upload(store: ObjectStore, key: str, source: Path, entry: FileEntry) -> None:
+    if store.put_new(key, source) or _stored_entry(store, key) == entry:
+        return
+    # Left by an attempt that never wrote its manifest, so no one reads it.
+    store.delete([key])
+    if not store.put_new(key, source):
+        raise Fenced(f"another worker is writing {key}")
+
+
+def _bring(store: ObjectStore, prefix: str, folder: Path, cache_dir: Path, nearby: Nearby) -> None:
+    with tempfile.TemporaryDirectory(dir=cache_dir, prefix=".fetch-") as temporary:
+        files = Path(temporary) / "files"
+        if not nearby(prefix, files):
+            _download(store, prefix, files)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        files.rename(folder)
+        flush_folder(folder.parent)
+
+
+def _download(store: ObjectStore, prefix: str, files: Path) -> None:
+    manifest = read_manifest(store, prefix)
+    if strange := [name for name in manifest.files if not _FILE.fullmatch(name)]:
+        raise ServerOpError(
+            f"{prefix} names the file {strange[0][:80]!r}; only safetensors, JSON and tokenizers are read"
+        )
+    for name, expected in manifest.files.items():
+        fetch_file(store, f"{prefix}/{name}", files / name, expected)
+    seal(files, manifest)
+
+
+def _stored_entry(store: ObjectStore, key: str) -> FileEntry:
+    with tempfile.TemporaryDirectory() as folder:
+        target = Path(folder) / "stored"
+        store.get(key, target)
+        return file_entry(target)
+
+
+@contextmanager
+def _lock(cache_dir: Path, prefix: str) -> Iterator[None]:
+    """One thread of one process at a time for a checkpoint. Each opens the file anew, so flock tells threads apart."""
+    locks = cache_dir / _LOCKS
+    locks.mkdir(parents=True, exist_ok=True)
+    with (locks / hashlib.sha256(prefix.encode()).hexdigest()[:2]).open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def fetch_file(store: ObjectStore, key: str, target: Path, expected: FileEntry) -> None:
+    """Raises NotFound, Unavailable when it does not come whole, ServerOpError when it is damaged: whole, but wrong."""
+    failure, wrong = Unavailable(), 0
+    for _ in _tries():
+        try:
+            store.get(key, target)
+        except Unavailable as error:
+            failure = error
+            continue
+        found = file_entry(target)
+        if found == expected:
+            return
+        wrong += found.size == expected.size
+        if wrong == 2:
+            raise ServerOpError(
+                f"checkpoint file {key} is damaged: it has sha256 {found.sha256}, not {expected.sha256}; restore it in "
+                "the object store or use another checkpoint"
+            )
+        failure = Unavailable(f"{key} came with {found.size} of {expected.size} bytes")
+    raise failure
+
+
+def fetch_manifest(store: ObjectStore, key: str) -> Manifest:
+    """Raises NotFound, Unavailable, and ServerOpError when it cannot be understood however often it is read."""
+    failure: Unavailable | ServerOpError = Unavailable()
+    for _ in _tries():
+        try:
+            return parse_manifest(store.read(key), key)
+        except (Unavailable, ServerOpError) as error:
+            failure = error
+    raise failure
+
+
+def parse_manifest(data: bytes, name: str) -> Manifest:
+    """Raises ServerOpError when it cannot be understood."""
+    try:
+        return Manifest.from_json(data)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ServerOpError(f"the manifest {name} cannot be understood: {error}") from None
+
+
+def file_entry(file: Path) -> FileEntry:
+    with file.open("rb") as data:
+        digest = hashlib.file_digest(data, "sha256").hexdigest()
+    return FileEntry(file.stat().st_size, digest)
+
+
+def _tries() -> Iterator[None]:
+    started = time.monotonic()
+    for attempt in range(_TRIES):
+        if attempt and time.monotonic() - started > _WITHIN_S:
+            return
+        time.sleep(_PAUSE_S * attempt)
+        yield

@@ -1,0 +1,219 @@
+"""Writes a model out for its owner: checkpoints and sampler adapters, encrypted for their recipients if asked.
+
+Encrypted files are in the age format (age-encryption.org): `age -d` reads them anywhere.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import pyrage
+
+from app import ids
+from app.domain import records
+from app.domain.checkpoints import Manifest, Place
+from app.domain.ops import LoraSpec, SaveWeights
+from app.domain.records import ENCRYPTED
+from app.domain.results import NOTHING, SAVED, Result, Usage
+from app.errors import NotFound, Unavailable, UserOpError
+from app.stores.interfaces.journal import Lease
+from app.stores.interfaces.records import Records, Write
+from app.stores.objects.base import ObjectStore
+from workers.backends.training.base import TrainingBackend, Writer
+from workers.checkpoints import transfer
+from workers.checkpoints.shm_transfer import Handovers
+from workers.process import results
+
+
+class Outcome(NamedTuple):
+    """The answer, what the commit records, what is to be done once it has, and what it counts."""
+
+    result: Result
+    writes: Sequence[Write] = ()
+    then: Callable[[], None] = lambda: None
+    usage: Usage = NOTHING
+
+
+Unwritten = Callable[[], Outcome]
+"""Writes and uploads what was captured, from any thread. Raises Unavailable, Fenced, NotFound (the model is gone)."""
+
+
+_WITH_OPTIMIZER = "weights"
+
+
+@contextmanager
+def _scratch() -> Iterator[Path]:
+    """A folder to write into. A full disk passes, like a store that is away, and says nothing of the model."""
+    try:
+        with tempfile.TemporaryDirectory(prefix="tinsmith-save-") as temporary:
+            yield Path(temporary)
+    except OSError as error:
+        raise Unavailable(f"the weights cannot be written: {error.strerror or error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """A copy of a model as it was when `op`, its Op at `seq`, ran: at `created`, by the state server's clock."""
+
+    lease: Lease
+    seq: int
+    op: SaveWeights
+    model: records.Model
+    created: float
+    write: Writer
+
+    @property
+    def prefix(self) -> str:
+        generation = f"{self.seq}-{self.lease.epoch}"
+        return transfer.prefix_for(self.lease.model_id, self.op.checkpoint_kind, self.op.name, generation)
+
+
+@dataclass(frozen=True, slots=True)
+class Saver:
+    backend: TrainingBackend
+    index: Records
+    store: ObjectStore
+    handovers: Handovers
+
+    def save(self, lease: Lease, seq: int, op: SaveWeights) -> Unwritten:
+        """Copy the model as it is, to be written beside the next Ops. Raises UserOpError for a name that is taken."""
+        path = ids.TinkerPath(lease.model_id, op.checkpoint_kind, op.name)
+        if not op.sampling_session_id and not op.overwrite and self._taken(str(path)):
+            raise UserOpError(f"{path} is there already; pass overwrite, or save under another name")
+        model, now = self._model(lease.model_id), self.index.now()
+        captured = Captured(lease, seq, op, model, now, self._capture(lease.model_id, op))
+        return partial(self._ephemeral, captured) if op.sampling_session_id else partial(self._named, captured, path)
+
+    def _named(self, captured: Captured, path: ids.TinkerPath) -> Outcome:
+        """The files first, then what the commit records."""
+        op, model, created = captured.op, captured.model, captured.created
+        expires_at = None if op.ttl_seconds is None else created + op.ttl_seconds
+        prefix, manifest = self._write(captured, str(path), expires_at)
+        checkpoint = records.Checkpoint(
+            owner=model.owner,
+            model_id=captured.lease.model_id,
+            kind=op.checkpoint_kind,
+            base_model=model.base_model,
+            prefix=prefix,
+            created=created,
+            size_bytes=sum(entry.size for entry in manifest.files.values()),
+            lora=model.lora,
+            files=sorted(manifest.files),
+            expires_at=manifest.expires_at,
+            user_metadata=dict(op.user_metadata),
+            critic=model.critic,
+            key=model.key,
+        )
+        write = (checkpoint.namespace, str(path), records.dump(checkpoint))
+        return Outcome(results.of_json({"path": str(path)}), [write], usage={SAVED: 1})
+
+    def _ephemeral(self, captured: Captured) -> Outcome:
+        """Handed over on this machine, and uploaded behind the commit; without room for that, uploaded before it."""
+        lease, seq, op, model = captured.lease, captured.seq, captured.op, captured.model
+        prefix, name = captured.prefix, op.sampling_session_id or ""
+        sampler = records.Sampler(
+            owner=model.owner,
+            session_id=model.session_id,
+            base_model=model.base_model,
+            created=captured.created,
+            prefix=prefix,
+            follows=lease.model_id if op.inflight else "",
+            full=model.full,
+        )
+        writes = [(sampler.namespace, name, records.dump(sampler))]
+        if op.inflight:
+            writes.append((records.Model.namespace, lease.model_id, {"inflight": json.dumps(prefix)}))
+        result = results.of_json({"sampling_session_id": name})
+        if not self.handovers.give(prefix, partial(self._seal, captured)):
+            self._write(captured)
+            return Outcome(result, writes)
+        handover = records.Handover(lease.model_id, seq)
+        writes.append((handover.namespace, prefix, records.dump(handover)))
+        return Outcome(result, writes, partial(self.handovers.send, lease.model_id))
+
+    def save_again(self, lease: Lease, prefix: str) -> None:
+        """Make anew, from the model as it is, what was handed over and never uploaded. Raises NotFound, Unavailable."""
+        place = Place.parse(prefix)
+        assert place is not None, f"{prefix} is no prefix of ours"
+        op = SaveWeights(place.kind, place.name)
+        model, then = self._model(lease.model_id), replace(lease, epoch=place.epoch)
+        captured = Captured(then, place.seq, op, model, self.index.now(), self._capture(lease.model_id, op))
+        if not self.handovers.give(prefix, partial(self._seal, captured)):
+            with _scratch() as folder:
+                self._seal(captured, folder)
+                transfer.complete(self.store, prefix, folder)
+            self.handovers.sent(prefix)
+
+    def describe(
+        self,
+        folder: Path,
+        lease: Lease,
+        seq: int,
+        path: str = "",
+        user_metadata: Mapping[str, str] | None = None,
+        expires_at: float | None = None,
+    ) -> Manifest:
+        """The manifest of files written in `folder`, of the model as it was behind `seq`. Raises NotFound."""
+        model = self._model(lease.model_id)
+        return transfer.describe(
+            folder,
+            path=path,
+            generation=f"{seq}-{lease.epoch}",
+            model_id=lease.model_id,
+            owner=model.owner,
+            base_model=model.base_model,
+            lora=None if model.full else LoraSpec(**model.lora),
+            critic=model.critic,
+            seq=seq,
+            epoch=lease.epoch,
+            user_metadata=user_metadata,
+            expires_at=expires_at,
+        )
+
+    def _write(self, captured: Captured, path: str = "", expires_at: float | None = None) -> tuple[str, Manifest]:
+        prefix = captured.prefix
+        with _scratch() as folder:
+            captured.write(folder)
+            if captured.op.recipients:
+                encrypt(folder, captured.op.recipients)
+            manifest = self.describe(folder, captured.lease, captured.seq, path, captured.op.user_metadata, expires_at)
+            return prefix, transfer.upload(self.store, prefix, folder, manifest)
+
+    def _seal(self, captured: Captured, folder: Path) -> None:
+        """Fill a folder that is to be a checkpoint without an address."""
+        captured.write(folder)
+        transfer.seal(folder, self.describe(folder, captured.lease, captured.seq))
+
+    def _capture(self, model_id: str, op: SaveWeights) -> Writer:
+        if op.merged:
+            return self.backend.export(model_id)
+        return self.backend.capture(model_id, optimizer=op.checkpoint_kind == _WITH_OPTIMIZER)
+
+    def _taken(self, path: str) -> bool:
+        stored = self.index.get(records.Checkpoint.namespace, path)
+        return stored is not None and not records.load(records.Checkpoint, stored).is_expired(self.index.now())
+
+    def _model(self, model_id: str) -> records.Model:
+        stored = self.index.get(records.Model.namespace, model_id)
+        if stored is None:
+            raise NotFound(f"no model {model_id!r}")
+        return records.load(records.Model, stored)
+
+
+def encrypt(folder: Path, recipients: Iterable[str]) -> None:
+    """Every file of `folder` becomes `<name>.age`, which each of `recipients` (public keys, checked before) can read.
+
+    Raises OSError when the disk is full, which pyrage's own `encrypt_file` would not notice.
+    """
+    keys = [pyrage.x25519.Recipient.from_str(recipient) for recipient in recipients]
+    for source in sorted(folder.iterdir()):
+        with source.open("rb") as data, source.with_name(source.name + ENCRYPTED).open("wb") as target:
+            pyrage.encrypt_io(data, target, keys)
+        source.unlink()

@@ -1,1 +1,0 @@
-"""What the leading worker does for the whole installation, one file a chore."""

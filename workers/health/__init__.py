@@ -1,1 +1,0 @@
-"""Whether this worker is well, and how others see it."""

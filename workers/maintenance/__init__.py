@@ -1,0 +1,1 @@
+"""Maintenance of the whole installation, done by one leading worker."""

@@ -1,0 +1,67 @@
+"""Counts what checkpoints take of the store, and brings the pages of past hours to the object store."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+
+from app.domain import records
+from app.domain.records import Checkpoint
+from app.domain.results import HOUR_S
+from app.stores.interfaces.records import Records
+from app.stores.pages import Held, PageFiles, Pages
+
+# A checkpoint that comes or goes counts to within this; ten thousand are read in a third of a second.
+_MEASURED_S = 300.0
+# Longer than that nothing was measured because nothing ran.
+_LONGEST_S = 86_400.0
+# So many pages a round: between two of them the lead may pass to another worker.
+_BATCH = 256
+
+
+class Accounting:
+    """Whatever it does it may do again: a measurement counts once, and a page is kept once."""
+
+    def __init__(self, pages: Pages, files: PageFiles, store: Records) -> None:
+        self._pages, self._files, self._records = pages, files, store
+        self._due, self._hour = 0.0, -1
+
+    def sweep(self) -> None:
+        """Raises Unavailable; what is to be kept then stays at the state server."""
+        self._measure()
+        for page in self._pages.close(_BATCH):
+            fields = self._pages.fields(page)
+            if fields:  # else another leader has kept it
+                self._files.add(page, fields)
+            self._pages.drop(page)
+
+    def _measure(self) -> None:
+        """Every few minutes, and before the pages of an hour are closed."""
+        now = self._records.now()
+        hour = int(now // HOUR_S)
+        if hour == self._hour and time.monotonic() < self._due:
+            return
+        before = self._pages.measured()
+        now = now if before is None else max(before, now)  # a clock that was set back must not count a time twice
+        held = [] if before is None else list(_held(self._sizes(now), max(before, now - _LONGEST_S), now))
+        self._pages.measure(before, now, held)
+        self._due, self._hour = time.monotonic() + _MEASURED_S, hour
+
+    def _sizes(self, now: float) -> Counter[tuple[str, str]]:
+        """Bytes by project and base model."""
+        sizes: Counter[tuple[str, str]] = Counter()
+        for _, fields in self._records.list(Checkpoint.namespace):
+            checkpoint = records.load(Checkpoint, fields)
+            if not checkpoint.is_expired(now):
+                sizes[checkpoint.owner, checkpoint.base_model] += checkpoint.size_bytes
+        return sizes
+
+
+def _held(sizes: Counter[tuple[str, str]], begin: float, end: float) -> Iterator[Held]:
+    """As if these sizes had been there all the time, hour by hour."""
+    for hour in range(int(begin // HOUR_S), int(end // HOUR_S) + 1):
+        seconds = min(end, (hour + 1) * HOUR_S) - max(begin, hour * HOUR_S)
+        for (project, base_model), size in sizes.items():
+            if seconds > 0 and size:
+                yield Held(project, base_model, hour, round(size * seconds))

@@ -1,0 +1,95 @@
+"""Maintenance of the whole installation: every worker runs a thread for each chore; one leader does it.
+
+Every worker runs a thread for each chore, and of all workers the one that holds its lead does it. A chore that fails
+or takes long so keeps no other from running.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping
+from typing import Protocol
+
+import redis
+
+from app.errors import Unavailable
+from app.services.teardown import Endings
+from app.stores.interfaces.journal import OpLog
+from app.stores.interfaces.records import Lifecycle, Payloads
+
+log = logging.getLogger(__name__)
+_PERIOD_S = 2.0
+
+# One batch a round: between two of them the lead may pass to another worker.
+_BATCH = 64
+
+
+class Sweeper:
+    """`chores` by their role's name. A chore may run twice at once, when the lead changes in the middle of a round."""
+
+    def __init__(self, oplog: OpLog, chores: Mapping[str, Chore], worker: str) -> None:
+        self._oplog, self._chores, self._worker = oplog, chores, worker
+        self._stop = threading.Event()
+
+    def start(self) -> None:
+        for role in self._chores:
+            threading.Thread(target=self._loop, args=(role,), name=role, daemon=True).start()
+
+    def stop(self) -> None:
+        self._stop.set()
+
+    def sweep(self) -> None:
+        """One round of every chore."""
+        for role in self._chores:
+            self._round(role)
+
+    def _loop(self, role: str) -> None:
+        while not self._stop.wait(_PERIOD_S):
+            self._round(role)
+
+    def _round(self, role: str) -> None:
+        try:
+            if self._oplog.lead(role, self._worker):
+                self._chores[role].sweep()
+        except (redis.RedisError, OSError, Unavailable) as error:
+            log.warning("%s: %s", role, error)
+        except Exception:
+            log.exception("%s failed", role)
+
+
+class Chore(Protocol):
+    def sweep(self) -> None:
+        """One round, every few seconds. It may raise: the next round tries again."""
+        ...
+
+
+class Sessions:
+    """What a silent session holds in memory is freed by its owners, who ask for it (Lifecycle.unwanted)."""
+
+    def __init__(self, lifecycle: Lifecycle, endings: Endings) -> None:
+        self._lifecycle, self._endings = lifecycle, endings
+
+    def sweep(self) -> None:
+        expired = self._lifecycle.expire()
+        if expired:
+            log.info("%d sessions expired", len(expired))
+        for session_id in self._lifecycle.retired():
+            self._endings.retire(session_id)
+        aborted = self._lifecycle.abort_samples()
+        if aborted:
+            log.info("%d samples of ended sessions were cancelled", aborted)
+
+
+class Spilling:
+    """While the object store is away nothing moves, and nothing is lost."""
+
+    def __init__(self, payloads: Payloads) -> None:
+        self._payloads = payloads
+
+    def sweep(self) -> None:
+        """Raises Unavailable."""
+        self._payloads.remove_garbage()
+        moved = sum(self._payloads.spill(request_id) for request_id in self._payloads.due(_BATCH))
+        if moved:
+            log.info("moved %d payloads to the object store", moved)

@@ -1,0 +1,107 @@
+"""Removes stored files that nothing refers to: overwritten and expired checkpoints, half-written ones, old snapshots.
+
+Mark and sweep, by the state server's clock alone: what nothing refers to in every round for `engine.orphan_s` goes.
+That time covers who has read a reference but not yet noted his own. What is being written right now has no reference
+yet; it is told by its generation, `seq-epoch`: only under the model's newest epoch, and only at a seq beyond the
+committed one, can a reference still appear. A newer epoch than the model's is one of a state server that was set back
+to an earlier state: what was saved there waits for `tinsmith rebuild`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from app.domain import codec, records
+from app.domain.checkpoints import MODELS, SNAPSHOT, Place
+from app.domain.records import Checkpoint, Model, Sampler
+from app.errors import NewerContent
+from app.settings import EngineSettings
+from app.stores.interfaces.journal import OpLog
+from app.stores.interfaces.records import Lifecycle, Records
+from app.stores.objects.base import ObjectStore
+from app.stores.objects.notes import remove_checkpoint
+
+log = logging.getLogger(__name__)
+# Rounds in the time a file must be unreferenced: hourly by default, as each lists the whole store.
+_ROUNDS = 24
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """Of a model: which epoch may write, and up to which seq its files are committed."""
+
+    epoch: int
+    applied: int
+    snapshot: str
+    snapshot_seq: int
+
+    @classmethod
+    def of(cls, fields: Mapping[str, str]) -> Head:
+        return cls(int(fields["epoch"]), int(fields["applied"]), fields["snapshot"], int(fields["snapshot_seq"]))
+
+    def awaits(self, place: Place) -> bool:
+        """Whether a commit, or a rebuild, may still refer to it."""
+        committed = self.snapshot_seq if place.kind == SNAPSHOT else self.applied
+        return place.epoch > self.epoch or (place.epoch == self.epoch and place.seq > committed)
+
+
+class Orphans:
+    """Leaves alone what belongs to a model the state server does not know: it may have been emptied."""
+
+    def __init__(
+        self, oplog: OpLog, lifecycle: Lifecycle, store: Records, objects: ObjectStore, settings: EngineSettings
+    ) -> None:
+        self._oplog, self._lifecycle, self._records, self._objects = oplog, lifecycle, store, objects
+        self._period_s = settings.orphan_s / _ROUNDS
+        self._next = 0.0
+
+    def sweep(self) -> None:
+        if time.monotonic() >= self._next:
+            self._remove_expired()
+            try:
+                self._collect()
+            except NewerContent as newer:
+                log.warning("no orphan is removed, as there is a call that may need it: %s", newer)
+            self._next = time.monotonic() + self._period_s
+
+    def _remove_expired(self) -> None:
+        """Their records; by that the files become orphans."""
+        now = self._records.now()
+        for path, fields in self._records.list(Checkpoint.namespace):
+            if records.load(Checkpoint, fields).is_expired(now):
+                self._records.delete_same(Checkpoint.namespace, path, fields)
+
+    def _collect(self) -> None:
+        overdue = self._lifecycle.overdue(self._unreferenced())
+        pinned = set(self._pinned()) if overdue else set()
+        for prefix in overdue:
+            if prefix not in pinned:
+                remove_checkpoint(self._objects, prefix)
+                log.info("removed an orphan: %s", prefix)
+
+    def _unreferenced(self) -> Iterator[str]:
+        """In this order: what was committed since the heads were read is found among the records."""
+        places = {place for key in self._objects.list(f"{MODELS}/") if (place := Place.parse(key))}
+        heads = {model_id: Head.of(fields) for model_id, fields in self._records.list(Model.namespace)}
+        referenced = {head.snapshot for head in heads.values()}
+        for namespace in (Checkpoint.namespace, Sampler.namespace):
+            referenced.update(json.loads(fields["prefix"]) for _, fields in self._records.list(namespace))
+        unknown = {place.model_id for place in places} - heads.keys()
+        if unknown:
+            log.warning("files of %d runs unknown to the state server are kept: see `tinsmith rebuild`", len(unknown))
+        for place in places:
+            head = heads.get(place.model_id)
+            if head and str(place) not in referenced and not head.awaits(place):
+                yield str(place)
+
+    def _pinned(self) -> Iterator[str]:
+        """What Ops that still run, or may be replayed, load."""
+        for model_id, _ in self._records.list(Model.namespace):
+            for seq in self._lifecycle.loads(model_id):
+                entry = self._oplog.entry(model_id, seq)
+                if entry is not None and entry.payload:
+                    yield codec.decode(entry.payload).prefix

@@ -1,0 +1,1 @@
+"""Models in memory: loading a base, and the LoRA adapters beside it."""

@@ -1,0 +1,245 @@
+"""Loads a base model with transformers, for trainers and the transformers sampler, and explains a failure.
+
+One line for a model or tokenizer that cannot be loaded: which, from where, why, and what to do.
+
+transformers raises errors of any type, and some with paragraphs of advice that does not hold here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from app.domain.base_model import BaseModelInfo
+from app.errors import SetupError
+from app.settings import BaseModelSettings
+from workers.backends.failures import ran_out_of_memory
+from workers.models.lora import targets
+
+_SHOWN_CHARACTERS = 300
+_PLAIN = {
+    "trust_remote_code": "it needs Python code of its own, and Tinsmith runs none but its libraries'",
+    "ignore_mismatched_sizes": "its weights do not have the shapes that its config.json gives",
+    "does not recognize this architecture": "the installed transformers does not know its architecture",
+    "for this kind of AutoModel": "its architecture is not one that generates text",
+    "key in its config.json": "its config.json names no model_type",
+    "no file named model.safetensors": "there is no model.safetensors in it, and other formats are not read",
+    "not appear to have a file named model.safetensors": "it has no model.safetensors, and other formats are not read",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedBase:
+    """`model` (a transformers PreTrainedModel) is frozen, until someone trains it, and in eval mode.
+
+    `tokenizer` is the path or hub id its tokenizer loads from.
+    """
+
+    model: Any
+    tokenizer: str
+    info: BaseModelInfo
+    device: torch.device
+    dtype: torch.dtype
+
+
+def load(settings: BaseModelSettings, device: torch.device | None = None) -> LoadedBase:
+    """Load a local folder or a hub id onto `device` (default: the first GPU, else the CPU).
+
+    Only safetensors files are read and no code of the model's repository is run. Raises SetupError when the path is
+    missing or cannot be loaded, or max_context is over the model's own.
+    """
+    device = device or torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    dtype = choose_dtype(settings.dtype, device)
+    with explained(settings):
+        model = _from_pretrained(settings, dtype)
+    model = model.to(device)
+    model.eval().requires_grad_(False)
+    return LoadedBase(model, settings.tokenizer or settings.path, describe(settings, model, dtype), device, dtype)
+
+
+def read_weights(source: str, model: Any) -> dict[str, Tensor]:
+    """All parameters of a model like `model`, by name, as a folder or hub id holds them: fp32, on the CPU.
+
+    Raises ValueError or OSError when files are missing or damaged, or hold a model of other shapes.
+    """
+    try:
+        found, report = type(model).from_pretrained(
+            local_path(source),
+            config=deepcopy(model.config),
+            dtype=torch.float32,
+            attn_implementation="eager",
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    except (RuntimeError, SafetensorError) as error:
+        if ran_out_of_memory(error):
+            raise
+        raise ValueError(str(error)) from None
+    if report["missing_keys"]:
+        raise ValueError(f"{min(report['missing_keys'])} is missing")
+    return {name: parameter.detach() for name, parameter in found.named_parameters()}
+
+
+def read_config(settings: BaseModelSettings) -> Any:
+    """The model's transformers config. Without `trust_remote_code` given, transformers would ask on the terminal."""
+    return AutoConfig.from_pretrained(local_path(settings.path), trust_remote_code=False)
+
+
+def check_weights(settings: BaseModelSettings) -> None:
+    """Raises SetupError when files of a local folder are missing or cut off. What loads them later need not say so."""
+    folder = Path(local_path(settings.path))
+    if folder.is_dir():
+        with explained(settings):
+            for name in _weight_files(folder):
+                with safe_open(folder / name, "pt"):
+                    pass
+
+
+def _weight_files(folder: Path) -> set[str]:
+    index = folder / "model.safetensors.index.json"
+    return set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else {"model.safetensors"}
+
+
+def _from_pretrained(settings: BaseModelSettings, dtype: torch.dtype) -> nn.Module:
+    transformers_logging.disable_progress_bar()
+    config = read_config(settings)
+    model: nn.Module = AutoModelForCausalLM.from_pretrained(
+        local_path(settings.path),
+        config=config,
+        dtype=dtype,
+        attn_implementation=_attention(config),
+        use_safetensors=True,
+        trust_remote_code=False,
+    )
+    return model
+
+
+def _attention(config: Any) -> str:
+    """transformers' SDPA leaves out Gemma 2's cap on attention scores without a word."""
+    return "eager" if getattr(config.get_text_config(), "attn_logit_softcapping", None) else "sdpa"
+
+
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The dtype a setting of that name means on `device`."""
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" or _cpu_is_fast_at_bfloat16() else torch.float32
+    return torch.bfloat16 if name == "bfloat16" else torch.float32
+
+
+def _cpu_is_fast_at_bfloat16() -> bool:
+    """On SmolLM2-135M bf16 is 1.5x to 3.6x as fast as fp32 with these instructions, and far slower without."""
+    capabilities = torch.cpu.get_capabilities()
+    return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
+
+
+def describe(settings: BaseModelSettings, model: nn.Module, dtype: torch.dtype) -> BaseModelInfo:
+    """What the API needs to know of `model`. Raises SetupError when max_context is over the model's own."""
+    config: Any = model.config
+    if not config.architectures:
+        raise SetupError(f"base model {settings.name!r}: its config.json names no architectures; add them")
+    text = config.get_text_config()
+    own = text.max_position_embeddings
+    if settings.max_context > own:
+        raise SetupError(
+            f"base model {settings.name!r}: max_context {settings.max_context} is over the model's own {own}; lower it"
+        )
+    return BaseModelInfo(
+        name=settings.name,
+        arch=config.architectures[0],
+        vocab_size=text.vocab_size,
+        max_context=settings.max_context or own,
+        dtype=str(dtype).removeprefix("torch."),
+        trainable_groups=tuple(group for group, paths in targets(model).items() if paths),
+    )
+
+
+def local_path(path: str) -> str:
+    """A folder's path with ~ resolved; a hub id as it is."""
+    return str(Path(path).expanduser())
+
+
+@contextmanager
+def explained(settings: BaseModelSettings, *, tokenizer: bool = False) -> Iterator[None]:
+    """Raises SetupError when the block cannot load the base model, or its tokenizer. Only running out of memory, which
+    may pass, stays what it is."""
+    source = settings.tokenizer or settings.path if tokenizer else settings.path
+    what = f"the tokenizer of base model {settings.name!r}" if tokenizer else f"base model {settings.name!r}"
+    is_there = Path(local_path(source)).exists()
+    if source.startswith(("/", "./", "../", "~")) and not is_there:
+        raise SetupError(f"{what}: there is no folder {source!r}; correct its path")
+    try:
+        if is_there:
+            _check_readable(Path(local_path(source)))
+        yield
+    except SetupError:
+        raise
+    except Exception as error:
+        if ran_out_of_memory(error):
+            raise
+        if is_there:
+            raise SetupError(f"{what} cannot be loaded from {source!r}: {_cause(error)}") from error
+        raise SetupError(
+            f"{what} cannot be loaded from {source!r} on the Hugging Face hub: {_cause(error)}; or give a folder of "
+            f"this machine: {_local_form(settings, tokenizer=tokenizer and bool(settings.tokenizer))}"
+        ) from error
+
+
+def _check_readable(folder: Path) -> None:
+    """safetensors calls a file that it may not read a missing one."""
+    for file in folder.glob("*"):
+        if not file.is_dir() and not os.access(file, os.R_OK):
+            raise PermissionError(
+                f"user {os.getuid()} cannot read {file.name}; correct its permissions or, if it is a link, put the "
+                "file itself there"
+            )
+
+
+def _local_form(settings: BaseModelSettings, *, tokenizer: bool) -> str:
+    return 'tokenizer = "/path/to/folder"' if tokenizer else f"--base-model {settings.name}=/path/to/folder"
+
+
+def _cause(error: Exception) -> str:
+    chain = list(_chain(error))
+    for index, each in enumerate(chain):
+        if isinstance(each, GatedRepoError):
+            return "it is gated: ask for access there, and set HF_TOKEN to a token that has it"
+        if isinstance(each, RepositoryNotFoundError):
+            return "there is no such model, or it is private and HF_TOKEN may not read it"
+        if isinstance(each, LocalEntryNotFoundError):
+            return _away(chain[index + 1 :])
+    text = " ".join(str(error).split())
+    for marker, said in _PLAIN.items():
+        if marker in text:
+            return said
+    return _shown(error) if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {_shown(error)}"
+
+
+def _away(reasons: list[BaseException]) -> str:
+    if not reasons:
+        return "HF_HUB_OFFLINE is set, and this machine's cache does not have it"
+    return f"the hub cannot be reached ({_shown(reasons[0])})"
+
+
+def _shown(error: BaseException) -> str:
+    """Its text in one line that is not too long."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]} ..."
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__

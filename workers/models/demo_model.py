@@ -1,0 +1,41 @@
+"""`python -m workers.models.demo_model GGUF TARGET`: the bundled GGUF model as a Hugging Face folder.
+
+transformers keeps a GGUF model's quantization_config and then refuses to save it, so the dequantised weights move
+into a fresh model of the same config.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+_DROPPED = ("quantization_config", "dtype")
+
+
+def convert(source: Path, target: Path) -> None:
+    """Write weights (float32, as dequantised), config, tokenizer and chat template; `target` appears whole."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    loaded = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
+    config = {key: value for key, value in loaded.config.to_dict().items() if key not in _DROPPED and key[0] != "_"}
+    model = LlamaForCausalLM(LlamaConfig(**config))
+    model.load_state_dict(loaded.state_dict())
+    model.tie_weights()
+    partial = target.with_name(target.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        model.save_pretrained(partial)
+        AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(partial)
+        partial.rename(target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    try:
+        convert(Path(sys.argv[1]), Path(sys.argv[2]))
+    except Exception as error:
+        # The last line is what the user reads: one line, and no traceback.
+        sys.exit(f"{type(error).__name__}: {' '.join(str(error).split())}")

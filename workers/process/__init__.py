@@ -1,0 +1,1 @@
+"""The worker process: its start, its parts, its liveness, and its end."""

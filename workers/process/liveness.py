@@ -1,0 +1,137 @@
+"""The worker's own liveness: it exits when its own heartbeat task is not consumed in time.
+
+An idle sampler samples a token now and then as well, as proof that its engine works.
+
+A Celery worker can be alive and deaf: its consumer lost the broker and did not notice, or its task thread hangs.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import numpy as np
+
+from app.domain.sampling import SampleRequest
+from workers.backends.sampling.base import SamplerBackend
+
+_AWAY_S = 1.0
+
+_ONE_TOKEN = SampleRequest(np.zeros(1, np.int32), num_samples=1, max_tokens=1, seed=0, temperature=0.0)
+
+
+class Bell(Protocol):
+    """Rings this worker itself (app/dispatch.py)."""
+
+    def waiting(self) -> int | None:
+        """Ticks that were rung and not taken yet; None while the broker is away."""
+        ...
+
+    def ring(self) -> bool:
+        """False when the broker takes nothing."""
+        ...
+
+
+class Pulse:
+    """`answered` is called when a tick is done, `working` is around everything else that is done.
+
+    A worker that does something, or whose broker is away, is not deaf. One that is deaf for two `healthy_s`, or whose
+    engine is not `sound`, ends: `end(why)` must not return. One tick is underway at a time; a lost one is rung again.
+    """
+
+    def __init__(self, bell: Bell, sound: Callable[[], bool], healthy_s: float, end: Callable[[str], object]) -> None:
+        self._bell, self._sound, self._healthy_s, self._end = bell, sound, healthy_s, end
+        self._lock = threading.Lock()
+        self._running = 0
+        self._alive = self._beat_at = time.monotonic()
+        self._unanswered: float | None = None
+        self._rung: float | None = None
+        self._stop = threading.Event()
+
+    def start(self) -> None:
+        threading.Thread(target=self._loop, name="pulse", daemon=True).start()
+
+    def stop(self) -> None:
+        self._stop.set()
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        with self._lock:
+            self._running += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._running -= 1
+                self._alive = time.monotonic()
+
+    def answered(self) -> None:
+        self._alive = time.monotonic()
+        self._rung = None
+
+    @property
+    def busy(self) -> bool:
+        return self._running > 0
+
+    def healthy(self) -> bool:
+        """May be called from any thread, and never waits."""
+        return self._sound() and self.deaf_s() <= self._healthy_s
+
+    def deaf_s(self) -> float:
+        asked = self._unanswered
+        if self._running or (asked is not None and time.monotonic() - asked > _AWAY_S):
+            return 0.0
+        return time.monotonic() - self._alive
+
+    def beat(self) -> None:
+        """One round."""
+        now = time.monotonic()
+        if now - self._beat_at > self._healthy_s / 2:
+            self._alive = now  # this thread was stopped too, or waited for the broker
+        self._beat_at = now
+        if not self._sound():
+            self._end("the engine is of no further use")
+        elif self.deaf_s() > 2 * self._healthy_s:
+            self._end(f"nothing was done for {self.deaf_s():.0f} s, though the worker was rung")
+        else:
+            self._ring_if_due(now)
+
+    def _ring_if_due(self, now: float) -> None:
+        self._unanswered = self._unanswered or now
+        if not self._reaches_broker(now):
+            return
+        if now - self._unanswered > _AWAY_S:
+            self._alive = time.monotonic()
+        self._unanswered = None
+
+    def _reaches_broker(self, now: float) -> bool:
+        waiting = self._bell.waiting()
+        if waiting is None:
+            return False
+        lost = self._rung is not None and now - self._rung > self._healthy_s / 2
+        if self._rung is None or (lost and waiting == 0):
+            self._rung = None
+            if not self._bell.ring():
+                return False
+            self._rung = now
+        return True
+
+    def _loop(self) -> None:
+        while not self._stop.wait(self._healthy_s / 10):
+            self.beat()
+
+
+class Probe:
+    """Not while requests run: one behind a full batch would tell nothing, and an engine that died says so itself."""
+
+    def __init__(self, backend: SamplerBackend, pulse: Pulse, every_s: float) -> None:
+        self._backend, self._pulse, self._every_s = backend, pulse, every_s
+        self._last = time.monotonic()
+
+    def __call__(self) -> None:
+        if not self._pulse.busy and time.monotonic() - self._last > self._every_s:
+            self._backend.sample(None, _ONE_TOKEN)
+            self._last = time.monotonic()

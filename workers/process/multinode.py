@@ -1,0 +1,153 @@
+"""One rank group over the hosts of a DeepSpeed hostfile.
+
+The trainer's process starts a node (workers/process/node.py) on each host over ssh and watches them: when one ends they
+all do, and when this process is gone, however it went, so is the pipe each node hangs on. DeepSpeed's own launcher for
+several nodes, pdsh, gives neither, and stops a group by `pkill -f` of every DeepSpeed launch of its user.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import re
+import secrets
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from app.errors import SetupError
+from app.settings import Settings
+
+BEAT_S = 1.0
+# A node gives its ranks 30 s (deepspeed.launcher.launch) before it kills them.
+_GRACE_S = 45.0
+_SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=10", "-o", "ServerAliveCountMax=3")
+# What the ranks of one machine would inherit. Secrets are in the settings, and these travel inside ssh's channel.
+_EXPORTED = ("OMP_", "MKL_", "GLOO_", "NCCL_", "UCX_", "TORCH", "HF_", "DS_", "PYTHON")
+
+
+def read_hostfile(path: Path, ranks: int) -> dict[str, int]:
+    """Slots by host, in the file's order. Raises SetupError unless they are `ranks` in all.
+
+    DeepSpeed's own reader would bring torch into a process that holds pipes: 300 MB, and seconds at every start.
+    """
+    try:
+        lines = [line for line in map(str.strip, path.read_text().splitlines()) if line and line[0] != "#"]
+    except OSError as error:
+        raise SetupError(f"trainer.hostfile {str(path)!r} cannot be read: {error.strerror}") from None
+    hosts: dict[str, int] = {}
+    for line in lines:
+        found = re.fullmatch(r"(\S+)\s+slots=([1-9]\d*)", line)
+        if found is None or found[1] in hosts:
+            raise SetupError(f"trainer.hostfile {str(path)!r}: {line!r} is not 'host slots=n', one line for a host")
+        hosts[found[1]] = int(found[2])
+    if sum(hosts.values()) != ranks:
+        raise SetupError(
+            f"trainer.ranks is {ranks} but the hosts of {str(path)!r} have {sum(hosts.values())} slots "
+            f"({', '.join(f'{host} {slots}' for host, slots in hosts.items()) or 'none'}); make them equal"
+        )
+    return hosts
+
+
+def run(hosts: Mapping[str, int], settings: Settings, name: str, module: str, arguments: Iterable[str]) -> int:
+    """`python -m module arguments` once a slot, under RANK, WORLD_SIZE, ...; returns when the whole group has ended.
+
+    The code is 0 after a SIGTERM or SIGINT, else that of the node which ended first. `name` is the group's.
+    """
+    # Handlers only set an event; the loop below does the rest.
+    with _stop_signals() as stopping, _witness(settings, name) as witness:
+        nodes = [_start(host) for host in hosts]
+        for node, order in zip(nodes, _orders(hosts, settings, [module, *arguments]), strict=True):
+            _tell(node, json.dumps({"name": name, "witness": witness, **order}).encode())
+        while not stopping.wait(BEAT_S) and all(node.poll() is None for node in nodes):
+            for node in nodes:
+                _tell(node, b"")
+        ended = next((node.returncode for node in nodes if node.poll() is not None), 0)
+        _end(nodes)
+        return 0 if stopping.is_set() else ended
+
+
+def _start(host: str) -> subprocess.Popen[bytes]:
+    node = f"cd {shlex.quote(str(Path.cwd()))} && exec {shlex.quote(sys.executable)} -m workers.node"
+    return subprocess.Popen([*_SSH, host, node], stdin=subprocess.PIPE)
+
+
+def _orders(hosts: Mapping[str, int], settings: Settings, command: list[str]) -> Iterator[dict[str, Any]]:
+    """What each node is told on its first line."""
+    world = json.dumps({host: list(range(slots)) for host, slots in hosts.items()}).encode()
+    place = [
+        f"--world_info={base64.urlsafe_b64encode(world).decode()}",
+        f"--master_addr={next(iter(hosts))}",
+        f"--master_port={_free_port()}",
+    ]
+    shared = {
+        "settings": tomli_w.dumps(settings.model_dump(mode="json", exclude_none=True)),
+        "environ": {key: value for key, value in os.environ.items() if key.startswith(_EXPORTED)},
+    }
+    for rank in range(len(hosts)):
+        launch = [*place, f"--node_rank={rank}", "--no_local_rank", "--module", *command]
+        yield {**shared, "launch": launch}
+
+
+def _tell(node: subprocess.Popen[bytes], line: bytes) -> None:
+    assert node.stdin is not None
+    with suppress(BrokenPipeError):  # it has ended, which the loop sees
+        node.stdin.write(line + b"\n")
+        node.stdin.flush()
+
+
+def _end(nodes: list[subprocess.Popen[bytes]]) -> None:
+    """Let go of the nodes, which end their ranks then."""
+    for node in nodes:
+        assert node.stdin is not None
+        with suppress(BrokenPipeError):
+            node.stdin.close()
+    deadline = time.monotonic() + _GRACE_S
+    for node in nodes:
+        try:
+            node.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            node.kill()
+
+
+@contextmanager
+def _witness(settings: Settings, name: str) -> Iterator[dict[str, str]]:
+    """A file by which a node sees that it shares the data folder: every rank reads the checkpoints rank 0 fetched."""
+    path = settings.data_dir.absolute() / "run" / f"{name}.witness"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    token = secrets.token_hex()
+    path.write_text(token)
+    try:
+        yield {"path": str(path), "token": token}
+    finally:
+        path.unlink(missing_ok=True)
+
+
+@contextmanager
+def _stop_signals() -> Iterator[threading.Event]:
+    stopping = threading.Event()
+    before = {n: signal.signal(n, lambda *_: stopping.set()) for n in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield stopping
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _free_port() -> int:
+    """Free here; the first host is this machine, or most likely has it free too: else the group starts again."""
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port: int = free.getsockname()[1]
+        return port

@@ -1,0 +1,168 @@
+"""The parts common to trainers and samplers, the worker they make, and the end of its process."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn, Protocol
+
+from celery import Celery
+
+from app import dispatch
+from app.domain.results import Result
+from app.services.teardown import Endings
+from app.settings import Settings
+from app.stores import objects
+from app.stores.interfaces.journal import OpLog
+from app.stores.interfaces.records import Lifecycle, Payloads, Records
+from app.stores.objects.base import ObjectStore
+from app.stores.pages import PageFiles, Pages
+from app.stores.redis.client import connect
+from app.stores.redis.completions import TokenStreams
+from app.stores.redis.journal import RedisOpLog
+from app.stores.redis.lifecycle import RedisLifecycle
+from app.stores.redis.payloads import RedisPayloads
+from app.stores.redis.records import RedisPages, RedisRecords
+from workers.checkpoints.shm_transfer import HandoverFolder
+from workers.maintenance.accounting import Accounting
+from workers.maintenance.leader import Chore, Sessions, Spilling, Sweeper
+from workers.maintenance.orphans import Orphans
+from workers.maintenance.redispatch import Ringing
+from workers.process.heartbeat import Presence, worker_name
+from workers.process.leases import LeaseKeeper
+from workers.process.liveness import Pulse
+
+log = logging.getLogger(__name__)
+_STOP_S = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What trainers and samplers are both made from."""
+
+    oplog: OpLog
+    records: Records
+    lifecycle: Lifecycle
+    payloads: Payloads
+    pages: Pages
+    store: ObjectStore
+    keeper: LeaseKeeper
+    doorbell: dispatch.Doorbell
+    celery: Celery
+    worker: str
+    streams: TokenStreams
+
+    @classmethod
+    def of(cls, settings: Settings, celery: Celery, node_name: str) -> Parts:
+        client = connect(settings.redis.url)
+        store = objects.create(settings, may_be_away=True)
+        oplog = RedisOpLog(client, settings.engine, store)
+        worker = worker_name(node_name)
+        return cls(
+            oplog,
+            RedisRecords(client),
+            RedisLifecycle(client, settings.engine),
+            RedisPayloads(client, settings.engine, store),
+            RedisPages(client, settings.engine),
+            store,
+            LeaseKeeper(oplog, worker, settings.engine.lease_s),
+            dispatch.Doorbell(celery),
+            celery,
+            worker,
+            TokenStreams(connect(settings.broker_url)),
+        )
+
+
+def handover_folder(settings: Settings) -> HandoverFolder:
+    return HandoverFolder(settings.handover_dir, settings.engine.handover_bytes)
+
+
+def empty_cache(settings: Settings, node_name: str) -> Path:
+    """Fetched files of this process alone; what an earlier one left is of no use."""
+    cache = settings.data_dir / "cache" / node_name
+    shutil.rmtree(cache, ignore_errors=True)
+    return cache
+
+
+def sweeper(settings: Settings, parts: Parts) -> Sweeper:
+    endings = Endings(parts.lifecycle, parts.records, parts.store, parts.doorbell.wake)
+    chores: dict[str, Chore] = {
+        "ringing": Ringing(parts.oplog, parts.doorbell.ring, settings.engine),
+        "sessions": Sessions(parts.lifecycle, endings),
+        "orphans": Orphans(parts.oplog, parts.lifecycle, parts.records, parts.store, settings.engine),
+        "spilling": Spilling(parts.payloads),
+        "accounting": Accounting(parts.pages, PageFiles(parts.store), parts.records),
+    }
+    return Sweeper(parts.oplog, chores, parts.worker)
+
+
+class Handler(Protocol):
+    """A worker that is put together, and the end of its process."""
+
+    def handle(self, request_id: str, model_id: str, kind: str) -> Result | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Runtime:
+    """What a task needs, and what ends with the worker.
+
+    `shared` handles doorbells of `queue`, which all workers of the kind read; `handler` those for this one alone.
+    """
+
+    handler: Handler
+    shared: Handler
+    queue: str
+    presence: Presence
+    pulse: Pulse
+    sweeper: Sweeper
+    tidy: Callable[[], None]
+    close: Callable[[], None]
+    leave: Callable[[], None] = lambda: None
+    """Told, as soon as the worker is asked to end, that what runs is the last. May be called from a signal handler."""
+
+    def handle(self, request_id: str, model_id: str, kind: str, queue: str = "") -> Result | None:
+        handler = self.shared if queue == self.queue else self.handler
+        with self.pulse.working():
+            return handler.handle(request_id, model_id, kind)
+
+    def tick(self) -> None:
+        self.tidy()
+        self.pulse.answered()
+
+    def announce(self) -> None:
+        self.presence.start()
+        self.pulse.start()
+        self.sweeper.start()
+
+    def stop(self) -> None:
+        """The running task has ended, and no other begins."""
+        with end_in_any_case():
+            self.pulse.stop()
+            self.sweeper.stop()
+            self.presence.stop()
+            self.close()
+
+
+@contextmanager
+def end_in_any_case() -> Iterator[None]:
+    """Ends the process if the block hangs, as it may on a rank or a server that is gone."""
+    late = threading.Timer(_STOP_S, exit_process, [f"it did not stop within {_STOP_S:.0f} s"])
+    late.daemon = True
+    late.start()
+    try:
+        yield
+    finally:
+        late.cancel()
+
+
+def exit_process(why: str) -> NoReturn:
+    """With a status that says it was not asked for, so that whoever looks after this process starts it again."""
+    log.error("ending, to be started again: %s", why)
+    logging.shutdown()
+    os._exit(1)

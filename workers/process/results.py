@@ -1,0 +1,34 @@
+"""The results of requests: typed outputs as the bytes a poll returns, or NotNow for one that is put off."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from app.domain.results import PROTOBUF, CriticOutput, Done, ForwardBackwardOutput, OptimStepOutput, Output, Result
+from app.errors import OpError, TinsmithError
+from app.wire.results import encode_forward_backward
+
+
+def of_output(output: Output) -> Result:
+    """Typed outputs to the bytes a poll returns unchanged."""
+    match output:
+        case ForwardBackwardOutput() | CriticOutput():
+            return Result(encode_forward_backward(output), PROTOBUF)
+        case OptimStepOutput():
+            return of_json({"metrics": dict(output.metrics)})
+        case Done():
+            return of_json({})
+
+
+def of_json(body: Mapping[str, Any]) -> Result:
+    return Result(json.dumps(body).encode())
+
+
+def of_error(error: OpError) -> Result:
+    return Result(json.dumps({"error": str(error), "category": error.category}).encode(), failed=True)
+
+
+class NotNow(TinsmithError):
+    """The future is not terminal yet, and something else will ring for it again."""

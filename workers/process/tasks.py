@@ -1,0 +1,47 @@
+"""The Celery tasks: one name a kind of future, the task's id is the request id, and nothing rides along.
+
+A task ends as its future does (succeeded, failed), or as RETRY when it has to be rung again.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from celery import Task, shared_task
+from celery.exceptions import Retry
+
+from app.dispatch import KINDS, TICK, task_name
+from app.errors import OpError
+from workers.process import assembly
+from workers.process.results import NotNow
+
+log = logging.getLogger(__name__)
+
+
+class FutureFailed(OpError):
+    """The future failed; its text is in the result a poll returns."""
+
+
+def _handle(task: Task, model_id: str) -> None:
+    request_id = task.request.id
+    queue = task.request.delivery_info["routing_key"]
+    try:
+        result = assembly.current().handle(request_id, model_id, task.name.rpartition(".")[2], queue)
+    except NotNow as reason:
+        # Raised directly: task.retry() would publish a second message, and what is missing rings by itself.
+        raise Retry(str(reason)) from None
+    except Exception as error:
+        # The future is not terminal, so neither may the task be; the sweeper rings again.
+        log.exception("could not handle a future", extra={"request_id": request_id})
+        raise Retry(f"{request_id}: {type(error).__name__}") from error
+    if result is not None and result.failed:
+        raise FutureFailed(f"{request_id} failed")
+
+
+def _tick() -> None:
+    assembly.current().tick()
+
+
+shared_task(name=TICK, send_events=False)(_tick)
+for _kind in KINDS:
+    shared_task(bind=True, name=task_name(_kind), throws=(FutureFailed,))(_handle)

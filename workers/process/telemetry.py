@@ -1,0 +1,87 @@
+"""Worker metrics (Prometheus), one log line an Op, and the time a call takes here."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from prometheus_client import Counter, Gauge, Histogram, start_http_server
+
+from app.stores.interfaces.journal import Entry
+
+log = logging.getLogger("tinsmith.ops")
+_BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
+STAGE_SECONDS = Histogram(
+    "tinsmith_op_stage_seconds", "Time of an Op in each stage: wait, run, commit", ["kind", "stage"], buckets=_BUCKETS
+)
+OPS = Counter("tinsmith_ops_total", "Ops that became terminal here", ["kind", "state"])
+TOKENS = Counter("tinsmith_tokens_total", "Tokens trained on, read as prompts, or sampled", ["use"])
+PASS_OPS = Histogram("tinsmith_pass_ops", "Ops of different models in one pass", buckets=(1, 2, 4, 8, 16, 32, 64))
+MODELS = Gauge("tinsmith_resident_models", "Models this worker owns")
+REFUSED = Counter("tinsmith_refused_commits_total", "Commits refused, as another worker had taken the model over")
+
+# Of what was known, at each call: the last 50 make up two thirds of the average.
+_KEPT = 0.98
+
+
+class Pace:
+    """Calls that run together, in one pass or one batch, end together: so what counts is the time between their ends,
+    without that in which nothing ran. May be called from any thread."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._ended = float("-inf")
+        self._busy_s = self._calls = 0.0
+
+    def ended(self, took_s: float) -> None:
+        """A call that began so long ago has ended just now."""
+        with self._lock:
+            now = self._clock()
+            self._busy_s = _KEPT * self._busy_s + min(took_s, now - self._ended)
+            self._calls = _KEPT * self._calls + 1
+            self._ended = now
+
+    def seconds(self) -> float:
+        """A call's share of the busy time, on average of the last; 0 before the first."""
+        with self._lock:
+            return self._busy_s / self._calls if self._calls else 0.0
+
+
+PACE = Pace()
+
+
+def serve_metrics(port: int) -> str:
+    """Start the /metrics endpoint on `port` (0: any free one); returns its URL."""
+    server, _ = start_http_server(port, addr="127.0.0.1" if port == 0 else "0.0.0.0")
+    return f"http://127.0.0.1:{server.server_port}/metrics"
+
+
+def commit_refused(entry: Entry, epoch: int) -> None:
+    REFUSED.inc()
+    where = {"model_id": entry.request_id.rpartition(":")[0], "seq": entry.seq, "epoch": epoch}
+    log.warning("commit refused", extra={"request_id": entry.request_id, **where})
+
+
+def op_done(entry: Entry, *, failed: bool, run_s: float, commit_s: float, ops_in_pass: int = 1) -> None:
+    state = "failed" if failed else "done"
+    PACE.ended(run_s + commit_s)
+    for stage, seconds in (("wait", entry.waited_s), ("run", run_s), ("commit", commit_s)):
+        STAGE_SECONDS.labels(entry.kind, stage).observe(seconds)
+    OPS.labels(entry.kind, state).inc()
+    log.info(
+        "%s %s",
+        entry.kind,
+        state,
+        extra={
+            "request_id": entry.request_id,
+            "model_id": entry.request_id.rpartition(":")[0],
+            "seq": entry.seq,
+            "waited_s": round(entry.waited_s, 4),
+            "run_s": round(run_s, 4),
+            "commit_s": round(commit_s, 4),
+            "ops_in_pass": ops_in_pass,
+        },
+    )

@@ -1,0 +1,26 @@
+"""`python -m workers.process.torchrun ...`: torchrun, but its exit code says whether a rank found the setup wrong.
+
+torchrun itself ends with 1 whatever its ranks ended with, and what started it would try again.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.run import main as torchrun
+
+from app.stack.supervisor import SETUP_ERROR_CODE
+
+
+def main() -> int:
+    try:
+        torchrun()
+    except ChildFailedError as error:
+        codes = {failure.exitcode for failure in error.failures.values()}
+        return SETUP_ERROR_CODE if SETUP_ERROR_CODE in codes else 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

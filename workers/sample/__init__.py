@@ -1,0 +1,1 @@
+"""Sampling requests: admitted fairly, run, streamed and cancelled."""

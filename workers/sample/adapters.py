@@ -1,0 +1,245 @@
+"""Adapters of a sampler's engine: loaded on first use, run in turns, their files brought to this machine.
+
+At most so many different adapters run at a time, the others in turns. First are those of the project that had the
+least (workers/process/fair_queue.py), and of a project's those that came first. An engine that holds so many in a
+batch would swap them for every request were more let in. So an adapter that is let in takes along all that waits for
+it, and as long as nobody else waits, all that comes. Once others do wait, what comes for it later waits behind them:
+it leaves when what is in has ended, and comes round again.
+
+Files come from where they were handed over, else from the object store.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from app.domain.records import Handover
+from app.errors import NotFound, ServerOpError, Unavailable
+from app.stores.interfaces.records import Records
+from app.stores.objects.base import ObjectStore
+from workers.backends.sampling.base import Aborted, SamplerBackend, Watch
+from workers.checkpoints import transfer
+from workers.checkpoints.shm_transfer import HandoverFolder
+from workers.process.fair_queue import Shares
+
+log = logging.getLogger(__name__)
+# An upload that goes on behind a commit is through by then; what takes longer needs more than a moment's patience.
+_PATIENCE_S = 3.0
+_LOOK_AGAIN_S = 0.05
+
+
+class Adapters:
+    """Loaded adapters by object-store prefix, which is their id: a prefix always means the same weights.
+
+    `most` stay loaded, at least as many as `turns` lets run at a time; one that is evicted leaves its files to
+    `files`, and is loaded again when it is asked for.
+    """
+
+    def __init__(self, backend: SamplerBackend, files: AdapterFiles, turns: AdapterTurns, most: int) -> None:
+        self._backend, self._files, self._turns, self._most = backend, files, turns, most
+        self._lock = threading.Lock()
+        self._loaded: OrderedDict[str, None] = OrderedDict()
+        self._in_use: Counter[str] = Counter()
+        self._loading: dict[str, threading.Lock] = {}
+
+    @contextmanager
+    def use(self, prefix: str, project: str, watch: Watch) -> Iterator[str | None]:
+        """The adapter's id, in its turn and loaded for as long as the block, for a request of `project`; None for the
+        base (an empty prefix).
+
+        Raises ServerOpError when its files are gone or damaged, and Unavailable when they are not to be had now. What
+        has to wait for its files keeps nobody else from his turn. Raises Aborted when `watch` is before its own.
+        """
+        if not prefix:
+            yield None
+            return
+        turn = self._turns.turn(prefix, project, watch)
+        with self._files.use(prefix) as folder, turn, self._loaded_from(folder, prefix):
+            yield prefix
+
+    @contextmanager
+    def _loaded_from(self, folder: Path, prefix: str) -> Iterator[None]:
+        with self._lock:
+            self._in_use[prefix] += 1
+            loading = self._loading.setdefault(prefix, threading.Lock())
+        try:
+            with loading:
+                self._load(prefix, folder)
+            yield
+        finally:
+            with self._lock:
+                self._in_use[prefix] -= 1
+            self._evict_unused()
+
+    def _load(self, prefix: str, folder: Path) -> None:
+        with self._lock:
+            if prefix in self._loaded:
+                self._loaded.move_to_end(prefix)
+                return
+        self._backend.load(prefix, folder)
+        self._files.hold(prefix)
+        with self._lock:
+            self._loaded[prefix] = None
+
+    def _evict_unused(self) -> None:
+        with self._lock:
+            surplus = len(self._loaded) - self._most
+            unused = [prefix for prefix in self._loaded if not self._in_use[prefix]][: max(surplus, 0)]
+            for prefix in unused:
+                del self._loaded[prefix], self._loading[prefix], self._in_use[prefix]
+                self._backend.evict(prefix)
+                self._files.let_go(prefix)
+
+
+class AdapterTurns:
+    """Safe from any thread. Who is charged for what runs here is the gate's to say (workers/sample/admission.py)."""
+
+    def __init__(self, most: int, shares: Shares) -> None:
+        self._most, self._shares = most, shares
+        self._lock = threading.Lock()
+        self._running: Counter[str] = Counter()
+        self._waiting: dict[tuple[str, str], list[threading.Event]] = {}
+        """By project and adapter, in the order in which the first of each came."""
+
+    @contextmanager
+    def turn(self, adapter_id: str, project: str, watch: Watch) -> Iterator[None]:
+        """Waits until the adapter may run, which it does as long as the block, for a request of `project`. Raises
+        Aborted if `watch` is before."""
+        self._wait(adapter_id, project, watch)
+        try:
+            yield
+        finally:
+            self._leave(adapter_id)
+
+    def _wait(self, adapter_id: str, project: str, watch: Watch) -> None:
+        let_in, group = threading.Event(), (project, adapter_id)
+        with self._lock:
+            self._waiting.setdefault(group, []).append(let_in)
+            self._let_in()
+        watch.on_abort(let_in.set)
+        let_in.wait()
+        with self._lock:
+            still_waiting = self._waiting.get(group, [])
+            if let_in in still_waiting:
+                still_waiting.remove(let_in)
+                if not still_waiting:
+                    del self._waiting[group]
+                    self._let_in()
+                raise Aborted(f"the request was stopped before the turn of {adapter_id}")
+
+    def _leave(self, adapter_id: str) -> None:
+        with self._lock:
+            self._running[adapter_id] -= 1
+            if not self._running[adapter_id]:
+                del self._running[adapter_id]
+            self._let_in()
+
+    def _let_in(self) -> None:
+        """Those whose turn it is, as long as there is room for their adapters."""
+        for group in sorted(self._waiting, key=lambda group: self._shares.place(group[0])):
+            adapter_id = group[1]
+            if adapter_id not in self._running and len(self._running) >= self._most:
+                return
+            for let_in in self._waiting.pop(group):
+                self._running[adapter_id] += 1
+                let_in.set()
+
+
+class AdapterFiles:
+    """By object-store prefix. Those in use stay; of the others `most_bytes`, those used last.
+
+    `own_its_model(prefix)` is called when somebody has to own the adapter's model, to upload it or make it again.
+    """
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        index: Records,
+        nearby: HandoverFolder,
+        cache_dir: Path,
+        most_bytes: int,
+        own_its_model: Callable[[str], None],
+    ) -> None:
+        self._store, self._index, self._nearby = store, index, nearby
+        self._cache_dir, self._most_bytes, self._own_its_model = cache_dir, most_bytes, own_its_model
+        self._lock = threading.Lock()
+        self._sizes: OrderedDict[str, int] = OrderedDict()
+        """What is here, the longest unused first."""
+        self._in_use: Counter[str] = Counter()
+        self._fetching: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
+        self._missed: dict[str, float] = {}
+
+    @contextmanager
+    def use(self, prefix: str) -> Iterator[Path]:
+        """The files, for as long as the block; see `hold`."""
+        folder = self.hold(prefix)
+        try:
+            yield folder
+        finally:
+            self.let_go(prefix)
+
+    def hold(self, prefix: str) -> Path:
+        """Raises ServerOpError when they are gone or damaged, and Unavailable when they are not to be had now."""
+        with self._lock:
+            self._in_use[prefix] += 1
+            fetching = self._fetching[prefix]
+        try:
+            with fetching:
+                folder = self._fetch(prefix)
+        except BaseException:
+            self.let_go(prefix)
+            raise
+        with self._lock:
+            if prefix not in self._sizes:
+                self._sizes[prefix] = sum(path.stat().st_size for path in folder.iterdir())
+            self._sizes.move_to_end(prefix)
+        return folder
+
+    def let_go(self, prefix: str) -> None:
+        with self._lock:
+            self._in_use[prefix] -= 1
+            if not self._in_use[prefix]:
+                del self._in_use[prefix], self._fetching[prefix]
+            self._forget_unused()
+
+    def _fetch(self, prefix: str) -> Path:
+        """One that is not there and on record as handed over is waited for, or put off. The record goes when the upload
+        has ended, so without one there is a last look."""
+        on_record = True
+        while True:
+            try:
+                folder = transfer.fetch(self._store, prefix, self._cache_dir, self._nearby.take)
+            except NotFound:
+                if not on_record:
+                    raise ServerOpError("the adapter's files are gone; save the weights again") from None
+            else:
+                self._missed.pop(prefix, None)
+                return folder
+            on_record = self._index.get(Handover.namespace, prefix) is not None
+            if on_record:
+                self._wait_for(prefix)
+
+    def _wait_for(self, prefix: str) -> None:
+        since = self._missed.setdefault(prefix, time.monotonic())
+        if time.monotonic() - since > _PATIENCE_S:
+            self._own_its_model(prefix)
+            raise Unavailable(f"{prefix} is not in the object store yet")
+        time.sleep(_LOOK_AGAIN_S)
+
+    def _forget_unused(self) -> None:
+        surplus = sum(self._sizes.values()) - self._most_bytes
+        for prefix in [prefix for prefix in self._sizes if not self._in_use[prefix]]:
+            if surplus <= 0:
+                return
+            try:
+                transfer.forget(prefix, self._cache_dir)
+            except OSError as error:  # a full disk takes no renaming either, and who has a result must not lose it
+                log.warning("files that nobody uses stay for now: %s", error)
+                return
+            surplus -= self._sizes.pop(prefix)

@@ -1,0 +1,191 @@
+"""Runs sampling requests and cancels them: an immutable adapter and a seed let any worker run one again."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import redis
+
+from app.domain import codec, records
+from app.domain.results import CACHED, NOTHING, PREFILLED, PROTOBUF, SAMPLED, Result, Usage
+from app.errors import Fenced, OpError, ServerOpError, TriedOften, Unavailable
+from app.stores.interfaces.journal import Entry, OpLog
+from app.stores.interfaces.records import Records
+from app.wire.results import encode_sample
+from workers.backends.sampling.base import Aborted, SamplerBackend, Watch
+from workers.process import results, telemetry
+from workers.process.leases import LeaseKeeper
+from workers.process.results import NotNow
+from workers.sample.adapters import Adapters
+from workers.sample.admission import Gate, Held
+from workers.sample.token_stream import TokenPublisher
+
+log = logging.getLogger(__name__)
+MAX_ATTEMPTS = 3
+
+
+class SampleRunner:
+    """`handle` blocks until the sample is there and is called from one thread a future.
+
+    Whoever aborts a request's watch stops it: a cancelled one, or one whose lease was lost.
+
+    A worker that dies costs all it has begun an attempt, whichever of them it died of. So it never has two begun that
+    are at their last: the one that kills workers ends as failed, and the others do not with it.
+    """
+
+    def __init__(
+        self,
+        oplog: OpLog,
+        stored: Records,
+        backend: SamplerBackend,
+        adapters: Adapters,
+        keeper: LeaseKeeper,
+        worker: str,
+        watches: Watches,
+        publisher: TokenPublisher,
+        gate: Gate,
+        held: Held,
+    ) -> None:
+        self._oplog, self._records, self._backend, self._publisher = oplog, stored, backend, publisher
+        self._gate, self._held = gate, held
+        self._adapters, self._keeper, self._worker, self._watches = adapters, keeper, worker, watches
+        self._at_their_last: dict[str, str] = {}  # request id -> sampling session; the eldest first
+        self._last_attempt = threading.Lock()
+
+    def handle(self, request_id: str, sampling_session_id: str, kind: str) -> Result | None:
+        """The future's result; None when it no longer exists. Raises NotNow while another worker runs it, others are
+        at their last attempt before it, one that tried it may only be cut off, or the object store is away."""
+        try:
+            self._run(request_id, sampling_session_id, MAX_ATTEMPTS - 2)
+        except TriedOften:
+            self._at_their_last[request_id] = sampling_session_id
+            self._run_those_at_their_last()
+            if self._oplog.outcome(request_id) is None:
+                raise NotNow(f"{request_id} has to wait for its last attempt") from None
+        return self._oplog.outcome(request_id)
+
+    def _run_those_at_their_last(self) -> None:
+        """One after another, whoever brought them. Returns at once while another thread does it."""
+        while self._at_their_last and self._last_attempt.acquire(blocking=False):
+            try:
+                if self._at_their_last:
+                    request_id = next(iter(self._at_their_last))
+                    self._run(request_id, self._at_their_last.pop(request_id))
+            except NotNow as reason:
+                log.info("not at its last attempt yet: %s", reason)
+            finally:
+                self._last_attempt.release()
+
+    def _run(self, request_id: str, sampling_session_id: str, most_attempts: int | None = None) -> None:
+        if not self._backend.healthy():  # what was begun now would have an attempt for nothing
+            raise NotNow(f"{request_id}: the engine has died, and this process is about to end")
+        # The watch comes first: what is cancelled once it was claimed is heard of.
+        with self._watches.watching(request_id) as watch:
+            asked = time.monotonic()
+            try:
+                entry = self._oplog.claim_sample(request_id, self._worker, most_attempts)
+            except (Fenced, Unavailable) as reason:
+                raise NotNow(str(reason)) from None
+            if entry is not None:
+                self._keeper.add(request_id, asked, watch.abort)
+                try:
+                    self._finish(entry, sampling_session_id, watch)
+                except (Aborted, Unavailable) as reason:
+                    self._leave(request_id, reason, watch.took)
+                finally:
+                    self._keeper.drop(request_id)
+                    self._held.ring_next()
+
+    def _leave(self, request_id: str, reason: Exception, took: int) -> None:
+        """It was cancelled, or is another worker's, or is to be run later. Raises NotNow unless it was cancelled."""
+        log.info("sample stopped: %s", reason, extra={"request_id": request_id})
+        self._oplog.put_off_sample(request_id, self._worker, took)
+        if self._oplog.outcome(request_id) is None:
+            raise NotNow(f"{request_id}: {reason}")
+
+    def _finish(self, entry: Entry, sampling_session_id: str, watch: Watch) -> None:
+        started = time.monotonic()
+        result, usage = self._attempt(entry, sampling_session_id, watch)
+        ran = time.monotonic()
+        if not self._oplog.finish_sample(entry.request_id, result, usage):  # it was called off just before
+            self._oplog.put_off_sample(entry.request_id, self._worker, watch.took)
+        telemetry.op_done(entry, failed=result.failed, run_s=ran - started, commit_s=time.monotonic() - ran)
+
+    def _attempt(self, entry: Entry, sampling_session_id: str, watch: Watch) -> tuple[Result, Usage]:
+        if entry.attempts >= MAX_ATTEMPTS:
+            if entry.in_doubt:
+                raise Unavailable("a worker that tried it may be heard of yet")
+            why = f"sampling did not come to an end in {MAX_ATTEMPTS} attempts; it was given up"
+            return results.of_error(ServerOpError(why)), NOTHING
+        try:
+            return self._sample(entry, sampling_session_id, watch)
+        except (Aborted, Unavailable, redis.RedisError, OSError):
+            raise
+        except Exception as error:
+            if not self._backend.healthy():
+                # The engine died under it: this process is about to end, and another one runs the request again.
+                raise NotNow(f"{entry.request_id}: {error}") from None
+            return results.of_error(_told(entry, error)), NOTHING
+
+    def _sample(self, entry: Entry, sampling_session_id: str, watch: Watch) -> tuple[Result, Usage]:
+        stored = self._records.get(records.Sampler.namespace, sampling_session_id)
+        if stored is None:
+            raise ServerOpError(f"sampling session {sampling_session_id} is gone")
+        if not entry.payload:
+            raise ServerOpError("what was asked for is lost with its object in the object store; ask again")
+        request = codec.decode(entry.payload)
+        if request.stream:
+            watch.drawn = self._publisher.watch(entry.request_id)
+        sampler = records.load(records.Sampler, stored)
+        pinned = sampler.prefix if entry.adapter is None else entry.adapter
+        adapter, turn = self._adapters.use(pinned, sampler.owner, watch), self._gate.turn(sampler.owner, request, watch)
+        with adapter as adapter_id, turn:
+            output = self._backend.sample(adapter_id, request, watch)
+        prompt, drawn = len(request.prompt), sum(len(sequence.tokens) for sequence in output.sequences)
+        telemetry.TOKENS.labels("prompt").inc(prompt)
+        telemetry.TOKENS.labels("sampled").inc(drawn)
+        usage = {PREFILLED: prompt - output.cached_tokens, CACHED: output.cached_tokens, SAMPLED: drawn}
+        return Result(encode_sample(output), PROTOBUF), {kind: amount for kind, amount in usage.items() if amount}
+
+
+def _told(entry: Entry, error: Exception) -> OpError:
+    """What its client is told. What nobody foresaw ends a request as well: another try would end in the same way, and
+    as its worker lives none would be the last."""
+    if isinstance(error, OpError):
+        return error
+    log.error("sampling failed", exc_info=error, extra={"request_id": entry.request_id})
+    return ServerOpError(f"sampling failed: {type(error).__name__}; the sampler's log says more")
+
+
+class Watches:
+    """`abort` may come from any thread, for any request of any worker."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running: dict[str, set[Watch]] = defaultdict(set)
+
+    @contextmanager
+    def watching(self, request_id: str) -> Iterator[Watch]:
+        """A watch that is aborted if the request is while the block runs. A doubled doorbell has one of its own."""
+        watch = Watch()
+        with self._lock:
+            self._running[request_id].add(watch)
+        try:
+            yield watch
+        finally:
+            with self._lock:
+                self._running[request_id].discard(watch)
+                if not self._running[request_id]:
+                    del self._running[request_id]
+
+    def abort(self, request_id: str) -> None:
+        """Stop the request, if it runs here."""
+        with self._lock:
+            watches = tuple(self._running.get(request_id, ()))
+        for watch in watches:
+            watch.abort()

@@ -1,0 +1,90 @@
+"""Sends what streamed requests draw to whoever waits for it, from a thread of its own: no engine waits for Redis."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+import redis
+
+from app.stores.redis.completions import Drawn, TokenStreams
+from workers.backends.sampling.base import Drawn as Told
+
+log = logging.getLogger(__name__)
+# The API looks at every piece: 20 a second look smooth enough.
+_EVERY_S = 0.05
+# Tokens told of while Redis hangs; beyond, they are left to the result.
+_MOST_WAITING = 65_536
+
+
+class TokenPublisher:
+    """`watch` gives what a request's Watch calls. Whatever cannot be sent is dropped: the result holds it."""
+
+    def __init__(self, streams: TokenStreams) -> None:
+        self._streams = streams
+        self._waiting: queue.Queue[Drawn | None] = queue.Queue(_MOST_WAITING)
+        self._thread = threading.Thread(target=self._run, name="token-publisher", daemon=True)
+        self._thread.start()
+
+    def watch(self, request_id: str) -> Told:
+        """Takes a request's tokens from the engine's thread; it never blocks."""
+        places: Counter[int] = Counter()
+        lost: set[int] = set()
+
+        def told(index: int, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
+            if index in lost:  # behind a gap they are of no use to its reader
+                return
+            drawn = Drawn(request_id, index, places[index], np.array(tokens, np.int32), np.array(logprobs, np.float32))
+            places[index] += len(tokens)
+            try:
+                self._waiting.put_nowait(drawn)
+            except queue.Full:
+                lost.add(index)
+                log.warning("too many tokens wait to be sent: %s ends with its result", request_id)
+
+        return told
+
+    def close(self) -> None:
+        """Send what waits, and end the thread."""
+        self._waiting.put(None)
+        self._thread.join(5)
+
+    def _run(self) -> None:
+        going_on = True
+        while going_on:
+            batch = [self._waiting.get()]
+            while not self._waiting.empty():
+                batch.append(self._waiting.get_nowait())
+            going_on = None not in batch
+            self._send([drawn for drawn in batch if drawn is not None])
+            time.sleep(_EVERY_S)
+
+    def _send(self, batch: Sequence[Drawn]) -> None:
+        try:
+            self._streams.add(joined(batch))
+        except (redis.RedisError, OSError) as error:
+            log.warning("%d tokens were not sent: %s", sum(len(drawn.tokens) for drawn in batch), error)
+
+
+def joined(batch: Sequence[Drawn]) -> list[Drawn]:
+    """The same tokens in as few pieces as may be: those of one sample that follow each other become one."""
+    runs: list[list[Drawn]] = []
+    newest: dict[tuple[str, int], list[Drawn]] = {}
+    for drawn in batch:
+        run = newest.get((drawn.request_id, drawn.index))
+        if run is None or drawn.place != run[-1].place + len(run[-1].tokens):
+            run = newest[drawn.request_id, drawn.index] = []
+            runs.append(run)
+        run.append(drawn)
+    return [_one(run) for run in runs]
+
+
+def _one(run: Sequence[Drawn]) -> Drawn:
+    tokens = np.concatenate([drawn.tokens for drawn in run])
+    logprobs = np.concatenate([drawn.logprobs for drawn in run])
+    return Drawn(run[0].request_id, run[0].index, run[0].place, tokens, logprobs)

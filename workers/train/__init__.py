@@ -1,0 +1,1 @@
+"""Training Ops: in order, owned, fenced, and shared out fairly."""

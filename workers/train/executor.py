@@ -1,0 +1,215 @@
+"""Runs one journalled Op on the backend, records its commit, and tracks gradients that no step has used.
+
+No optim_step may run on part of its gradients. The SDK sends optim_step without waiting for the forward_backward
+before it, so a step behind a lost gradient is the usual case, not a rare one. The state follows from the journal
+alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from app.domain import codec, records
+from app.domain.checkpoints import Manifest
+from app.domain.ops import (
+    FORWARD,
+    FORWARD_BACKWARD,
+    CreateModel,
+    DropGradients,
+    ForwardBackward,
+    LoadWeights,
+    LoraSpec,
+    Op,
+    OptimStep,
+    SaveWeights,
+)
+from app.domain.results import TRAINED, Done, Output
+from app.errors import NotFound, OpError, UserOpError
+from app.stores.interfaces.journal import Entry, Lease
+from app.stores.objects.base import ObjectStore
+from workers.backends.training.base import BackendOp, Create, Load, TrainingBackend
+from workers.checkpoints import transfer
+from workers.checkpoints.writer import Outcome, Saver, Unwritten
+from workers.process import results, telemetry
+
+LOST_BATCH = "lost_batch"
+
+
+# Seqs that were refused or never came; they have no payload.
+CONSUMED = ("skip", LOST_BATCH, DropGradients.kind)
+
+
+@dataclass(frozen=True, slots=True)
+class Executor:
+    """Runs one journalled Op on the backend: what it does to the model, and what its commit records.
+
+    In a replay the same Op goes through `replay`: the same change to the model, nothing written and nothing answered.
+    """
+
+    backend: TrainingBackend
+    store: ObjectStore
+    cache_dir: Path
+    saver: Saver
+
+    def run(self, lease: Lease, entry: Entry, window: Window) -> Outcome | Unwritten:
+        """For a save, what is left to do beside the next Op.
+
+        Raises OpError; the model is then as it was before, but that a step that fails drops the gradients.
+        """
+        if entry.kind in CONSUMED:
+            self._consume(lease.model_id, entry)
+            return Outcome(results.of_output(Done()))
+        try:
+            return self._run(lease, entry, window)
+        except OpError:
+            self.give_up(lease, entry)
+            raise
+
+    def run_together(self, entries: Mapping[str, Entry]) -> dict[str, Outcome | OpError]:
+        """One forward_backward, or one forward, of several models in one pass; none of them doomed."""
+        ops: dict[str, ForwardBackward] = {model_id: codec.decode(entry.payload) for model_id, entry in entries.items()}
+        outcomes = self.backend.apply(ops)
+        return {m: o if isinstance(o, OpError) else _outcome(ops[m], o) for m, o in outcomes.items()}
+
+    def give_up(self, lease: Lease, entry: Entry) -> None:
+        """Leave a failed Op behind. A step's gradients go with it: sent again, none of them counts twice."""
+        if entry.kind == OptimStep.kind:
+            self._apply(lease.model_id, DropGradients())
+
+    def _run(self, lease: Lease, entry: Entry, window: Window) -> Outcome | Unwritten:
+        failure = doom(entry, window)
+        if failure:
+            raise UserOpError(failure)
+        op: Op = codec.decode(entry.payload)
+        if isinstance(op, SaveWeights):
+            return self.saver.save(lease, entry.seq, op)
+        output = self._apply(lease.model_id, op)
+        if isinstance(op, CreateModel):
+            ready = {"state": json.dumps("ready"), "lora": json.dumps(_fields(op.spec.lora))}
+            created = results.of_json({"model_id": lease.model_id})
+            return Outcome(created, [(records.Model.namespace, lease.model_id, ready)])
+        return _outcome(op, output)
+
+    def replay(self, lease: Lease, entry: Entry) -> None:
+        """Forwards and saves changed nothing; failed Ops neither, but a step that failed dropped the gradients."""
+        if entry.kind in CONSUMED:
+            self._consume(lease.model_id, entry)
+        elif entry.doomed:
+            self.give_up(lease, entry)
+        elif entry.kind not in (SaveWeights.kind, FORWARD):
+            self._apply(lease.model_id, codec.decode(entry.payload))
+
+    def restore(self, model_id: str, prefix: str) -> None:
+        """Bring a model back from a durable snapshot. Raises NotFound, Unavailable, OpError."""
+        with self._fetched(prefix) as folder:
+            self.restore_from(model_id, folder, transfer.manifest_in(folder))
+
+    def restore_from(self, model_id: str, folder: Path, manifest: Manifest) -> None:
+        """Bring a model back from a snapshot's folder, dropping whatever state it had here. Raises OpError."""
+        self._backend_apply(model_id, Create(manifest.lora, folder, optimizer=True, critic=manifest.critic))
+
+    def _consume(self, model_id: str, entry: Entry) -> None:
+        if entry.kind == DropGradients.kind:
+            self._apply(model_id, DropGradients())
+
+    def _apply(self, model_id: str, op: Op) -> Output:
+        match op:
+            case CreateModel():
+                spec = op.spec
+                if op.source is None:
+                    return self._backend_apply(model_id, Create(spec.lora, critic=spec.critic))
+                with self._source(op.source, op.prefix) as folder:
+                    return self._backend_apply(model_id, Create(spec.lora, folder, op.optimizer, spec.critic))
+            case LoadWeights():
+                with self._source(op.source, op.prefix) as folder:
+                    return self._backend_apply(model_id, Load(folder, op.optimizer))
+            case SaveWeights():
+                raise TypeError("a save is no change to a model")
+            case _:
+                return self._backend_apply(model_id, op)
+
+    def _backend_apply(self, model_id: str, op: BackendOp) -> Output:
+        outcome = self.backend.apply({model_id: op})[model_id]
+        if isinstance(outcome, OpError):
+            raise outcome
+        return outcome
+
+    @contextmanager
+    def _source(self, path: str, prefix: str) -> Iterator[Path]:
+        """The files `path` named when the call was made; what is read once is not worth keeping on disk."""
+        try:
+            with self._fetched(prefix) as folder:
+                yield folder
+        except NotFound:
+            raise UserOpError(
+                f"no checkpoint at {path}: it was deleted or has expired; list what there is and load another"
+            ) from None
+
+    @contextmanager
+    def _fetched(self, prefix: str) -> Iterator[Path]:
+        try:
+            yield transfer.fetch(self.store, prefix, self.cache_dir)
+        finally:
+            # On a full disk even this may fail; what stays is right, and gone with the next start.
+            with suppress(OSError):
+                transfer.forget(prefix, self.cache_dir)
+
+
+def _fields(lora: LoraSpec | None) -> dict[str, Any]:
+    return {} if lora is None else asdict(lora)
+
+
+def _outcome(op: Op, output: Output) -> Outcome:
+    """Of what a live run came to; what it used is counted once it is committed."""
+    if not isinstance(op, ForwardBackward):
+        return Outcome(results.of_output(output))
+    tokens = len(op.batch.tokens.values)
+    telemetry.TOKENS.labels("trained").inc(tokens)
+    return Outcome(results.of_output(output), usage={TRAINED: tokens})
+
+
+def doom(entry: Entry, window: Window) -> str:
+    """Why `entry` must fail instead of running; empty when it may run."""
+    if entry.kind == OptimStep.kind and window.missing:
+        return (
+            f"no step was taken, since a gradient it needs is missing ({window.missing}); the others were dropped: "
+            "run the batch again"
+        )
+    return entry.doomed
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """`missing` says which call's gradient was lost; an optim_step then fails with it.
+
+    A forward_backward that was refused at once may be sent again, and stands in for the lost one if nothing else had
+    been added: else we cannot tell a batch sent again from a further part of it, and what was added might count twice.
+    After one that failed when it ran nothing stands in, as its client may have sent the next part before it knew.
+    """
+
+    added: bool = False
+    missing: str = ""
+    beyond_repair: bool = False
+
+    def after(self, entry: Entry, failure: str) -> Window:
+        """The window once `entry` has run; `failure` is empty for success."""
+        if entry.kind == FORWARD_BACKWARD:
+            return Window(True, failure, beyond_repair=True) if failure else self._add()
+        if entry.kind == LOST_BATCH:
+            return self._lose(entry.doomed)
+        if entry.kind == DropGradients.kind:
+            return Window(missing=entry.doomed)
+        if entry.kind == OptimStep.kind or (entry.kind in (CreateModel.kind, LoadWeights.kind) and not failure):
+            return Window()
+        return self
+
+    def _add(self) -> Window:
+        return replace(self, added=True) if self.beyond_repair else Window(added=True)
+
+    def _lose(self, reason: str) -> Window:
+        return replace(self, missing=reason, beyond_repair=self.beyond_repair or self.added)

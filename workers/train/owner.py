@@ -1,0 +1,270 @@
+"""The models this worker owns: a lease and a live state each, gained together and thrown away together."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import redis
+
+from app.domain import codec
+from app.domain.results import Result, Usage
+from app.errors import Fenced, NewerContent, NotFound, OpError, TinsmithError, Unavailable
+from app.stores.interfaces.journal import Entry, HeldElsewhere, Lease, OpLog
+from app.stores.interfaces.records import Write
+from workers.backends.training.base import TrainingBackend
+from workers.checkpoints.writer import Outcome
+from workers.process import results, telemetry
+from workers.process.leases import LeaseKeeper
+from workers.train.executor import Window
+
+log = logging.getLogger(__name__)
+_SETTLE_S = 5.0
+MAX_ATTEMPTS = 3
+
+
+@dataclass
+class Resident:
+    """A model whose state here is exactly its journal up to `reached`: committed up to `applied`, and ahead of that
+    while a save is being written, the first of the `uncommitted`. Last asked for at `used`, and last given a turn at
+    `served` (both monotonic). Its next turn pays for the `debt_s` that bringing it back took."""
+
+    lease: Lease
+    applied: int
+    window: Window
+    used: float = field(default_factory=time.monotonic)
+    served: float = 0.0
+    debt_s: float = 0.0
+    uncommitted: deque[Ran] = field(default_factory=deque)
+
+    @property
+    def reached(self) -> int:
+        return self.applied + len(self.uncommitted)
+
+    @property
+    def is_due(self) -> bool:
+        """There is something to commit now."""
+        return bool(self.uncommitted) and self.uncommitted[0].attempt.done()
+
+    def take_debt(self) -> float:
+        debt, self.debt_s = self.debt_s, 0.0
+        return debt
+
+    def ran(self, ran: Ran) -> None:
+        """The Op behind `reached`, which changed the state."""
+        self.uncommitted.append(ran)
+        self.window = self.window.after(ran.entry, ran.failure)
+
+    def committed(self) -> None:
+        """The first of the uncommitted was."""
+        self.applied = self.uncommitted.popleft().entry.seq
+
+
+class Unrestorable(TinsmithError):
+    """A model's snapshot or journal cannot be used. `lease` is the one that was gained, and given up again."""
+
+    def __init__(self, lease: Lease, why: str) -> None:
+        super().__init__(why)
+        self.lease = lease
+
+
+class Exhausted(TinsmithError):
+    """The Op that waits next was begun so often, by workers that died of it, that it must not be begun again."""
+
+    def __init__(self, lease: Lease, entry: Entry) -> None:
+        super().__init__(f"{entry.request_id} was tried {entry.attempts} times")
+        self.lease, self.entry = lease, entry
+
+
+class Broken(TinsmithError):
+    """An exception other than an OpError came out of the backend for these Ops: all its states are suspect."""
+
+    def __init__(self, why: str, *ops: tuple[Lease, int]) -> None:
+        super().__init__(why)
+        self.ops = ops
+
+
+class Owner:
+    """`restore(lease)` must bring the backend to the lease's applied seq, whatever was there before. `settle(resident,
+    seconds)` saves a state that is about to be thrown away, so that bringing it back is quick, as far as it can.
+    `lost(model id)` is told of one that nothing can bring back.
+
+    At most `most` models are held; `changed` is called when one came or went.
+    """
+
+    def __init__(
+        self,
+        oplog: OpLog,
+        backend: TrainingBackend,
+        keeper: LeaseKeeper,
+        worker: str,
+        restore: Callable[[Lease], Window],
+        settle: Callable[[Resident, float], None],
+        most: int,
+        changed: Callable[[], None] = lambda: None,
+        lost: Callable[[str], None] = lambda model_id: None,
+    ) -> None:
+        self._oplog, self._backend, self._keeper = oplog, backend, keeper
+        self._worker, self._restore, self._settle = worker, restore, settle
+        self._most, self._changed, self._lost = most, changed, lost
+        self._residents: dict[str, Resident] = {}
+
+    def residents(self) -> dict[str, Resident]:
+        """By model id, the least recently used first."""
+        return dict(sorted(self._residents.items(), key=lambda item: item[1].used))
+
+    def resident(self, model_id: str) -> Resident | None:
+        return self._residents.get(model_id)
+
+    def own(self, model_id: str) -> Resident | HeldElsewhere:
+        """The model, restored if new here. Raises NotFound for an unknown one; Exhausted, Unrestorable, Broken,
+        Unavailable."""
+        resident = self._residents.get(model_id)
+        if resident is not None and self._keeper.holds(model_id):
+            resident.used = time.monotonic()
+            return resident
+        self.discard(model_id)
+        asked = time.monotonic()
+        lease = self._oplog.acquire(model_id, self._worker)
+        if isinstance(lease, HeldElsewhere):
+            return lease
+        self._keeper.add(model_id, asked)
+        try:
+            self._make_room()
+            resident = Resident(lease, lease.applied, self._restored(lease))
+        except BaseException:
+            self.discard(model_id)
+            raise
+        resident.debt_s = time.monotonic() - asked
+        self._residents[model_id] = resident
+        self._count()
+        log.info("owns a model", extra={"model_id": model_id, "epoch": lease.epoch, "applied": lease.applied})
+        return resident
+
+    def part_with(self, model_id: str) -> None:
+        """Let go of a model in order: it comes back quickly, here or elsewhere."""
+        try:
+            self.settle(model_id, _SETTLE_S)
+        finally:
+            self.discard(model_id)
+
+    def settle(self, model_id: str, seconds: float) -> None:
+        """Save a state, if that can be done in about so long; it stays as it is."""
+        resident = self._residents.get(model_id)
+        if resident is not None and self._keeper.holds(model_id):
+            self._settle(resident, seconds)
+
+    def discard(self, model_id: str) -> None:
+        """Throw a state away; the journal brings it back when it is asked for again."""
+        known = self._residents.pop(model_id, None)
+        try:
+            self._backend.close(model_id)
+        finally:
+            self._release(model_id, known)
+        if known:
+            self._count()
+
+    def discard_all(self) -> None:
+        for model_id in list(self._residents):
+            self.discard(model_id)
+
+    def release_all(self) -> None:
+        """Give every lease up and leave the states as they are, for a process that ends."""
+        for model_id, resident in list(self._residents.items()):
+            self._release(model_id, resident)
+
+    def _release(self, model_id: str, resident: Resident | None) -> None:
+        """What ran and was not committed is left for whoever is next, at no attempt: this process lives."""
+        with contextlib.suppress(redis.RedisError):  # it lapses by itself
+            if resident is not None:
+                for ran in list(resident.uncommitted):
+                    self._oplog.put_off(resident.lease, ran.entry.seq)
+            if self._keeper.holds(model_id):
+                self._oplog.release(model_id, self._worker)
+        self._keeper.drop(model_id)
+
+    def _make_room(self) -> None:
+        for model_id in list(self.residents())[: max(0, len(self._residents) - self._most + 1)]:
+            self.part_with(model_id)
+
+    def _restored(self, lease: Lease) -> Window:
+        """A death on the way counts as one of the Op that waits next: else a replay that kills would go on for ever."""
+        entry = self._oplog.next(lease, lease.applied + 1)
+        if entry is not None and not entry.doomed and codec.is_newer(entry.payload):
+            self._oplog.put_off(lease, entry.seq)
+            raise NewerContent(f"{entry.request_id} is of a newer version of Tinsmith")
+        if entry is not None and entry.attempts >= MAX_ATTEMPTS:
+            if entry.in_doubt:
+                self._oplog.put_off(lease, entry.seq)
+                raise Unavailable(f"{entry.request_id}: a worker that tried it may be heard of yet")
+            raise Exhausted(lease, entry)
+        try:
+            return self._restore(lease)
+        except (NotFound, OpError) as error:
+            if self._oplog.acquire(lease.model_id, self._worker) != lease:
+                # A snapshot that was replaced in between, by a new owner or by our own upload, is gone; not lost.
+                self._oplog.put_off(lease, lease.applied + 1)
+                raise Fenced(f"{lease.model_id} moved on while it was brought back: {error}") from error
+            self._lost(lease.model_id)
+            raise Unrestorable(lease, f"{lease.model_id} cannot be brought back: {error}") from error
+        except Unavailable:
+            self._oplog.put_off(lease, lease.applied + 1)
+            raise
+        except (Fenced, redis.RedisError):
+            raise
+        except Exception as error:
+            raise Broken(f"restoring {lease.model_id} broke the backend", (lease, lease.applied + 1)) from error
+
+    def _count(self) -> None:
+        telemetry.MODELS.set(len(self._residents))
+        self._changed()
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """`failure` is empty for success. `then` is to be called once it is committed, which
+    counts `usage`."""
+
+    result: Result
+    writes: Sequence[Write] = ()
+    failure: str = ""
+    then: Callable[[], None] = lambda: None
+    usage: Usage = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, outcome: Outcome) -> Attempt:
+        return cls(outcome.result, outcome.writes, then=outcome.then, usage=outcome.usage)
+
+    @classmethod
+    def failed(cls, entry: Entry, error: OpError) -> Attempt:
+        return cls(results.of_error(error), (), f"{entry.kind} seq {entry.seq} failed: {error}")
+
+    def at_once(self) -> Future[Attempt]:
+        """As the future of an Op that has nothing to wait for."""
+        future: Future[Attempt] = Future()
+        future.set_result(self)
+        return future
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """An Op that ran and is not committed yet; `attempt` is not done while it is a save that is being written.
+
+    `run_s`: seconds for which it, and the other `ops_in_pass` - 1 Ops of its pass, kept everything else waiting.
+    """
+
+    entry: Entry
+    attempt: Future[Attempt]
+    run_s: float
+    ops_in_pass: int
+
+    @property
+    def failure(self) -> str:
+        """Empty for success, and while it is being written."""
+        is_written = self.attempt.done() and self.attempt.exception() is None
+        return self.attempt.result().failure if is_written else ""

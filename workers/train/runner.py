@@ -1,0 +1,226 @@
+"""Runs models' journals in order. A doorbell for seq k runs the contiguous journal up to k and answers with k's result.
+
+What makes an effect happen exactly once is here: only applied + 1 runs, its commit is fenced, and a state whose commit
+is in doubt is thrown away and rebuilt from the journal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+import redis
+
+from app import dispatch, ids
+from app.domain import codec
+from app.domain.results import Result
+from app.errors import Fenced, Gone, NewerContent, NotFound, ServerOpError, Unavailable
+from app.stores.interfaces.journal import Entry, Head, HeldElsewhere, OpLog
+from workers.process.results import NotNow
+from workers.train.committer import Begun, Committer, Saves
+from workers.train.owner import MAX_ATTEMPTS, Attempt, Broken, Exhausted, Owner, Resident, Unrestorable
+from workers.train.scheduler import Parked, Turns
+
+log = logging.getLogger(__name__)
+# While a save is being written: what comes meanwhile is seen so soon.
+_LOOK_AGAIN_S = 0.01
+
+
+class TrainingRunner:
+    """`ring(kind, request id, model id, queue)` is the doorbell; `queue` is the one all trainers of the base read.
+
+    `end(why)` ends this process, to be started again; it is called when the backend is not `healthy` any more.
+    """
+
+    def __init__(
+        self,
+        oplog: OpLog,
+        owner: Owner,
+        committer: Committer,
+        healthy: Callable[[], bool],
+        parked: Parked,
+        turns: Turns,
+        saves: Saves,
+        ring: Callable[[str, str, str, str], None],
+        queue: str,
+        end: Callable[[str], NoReturn],
+    ) -> None:
+        self._oplog, self._owner, self._committer, self._healthy = oplog, owner, committer, healthy
+        self._parked, self._turns, self._saves = parked, turns, saves
+        self._ring, self._queue, self._end = ring, queue, end
+        self._leaving = False
+
+    def handle(self, request_id: str, model_id: str, kind: str) -> Result | None:
+        """The future's result; None when it no longer exists. Raises NotNow when it must be rung again."""
+        return self._handle(request_id, model_id, kind, in_turn=True)
+
+    def leave(self) -> None:
+        """This worker is about to end: no doorbell waits for a save, or for others' turns, any longer. May be called
+        from a signal handler."""
+        self._leaving = True
+
+    def see_to_saves(self, but: str = "") -> None:
+        """Commit the saves that were written meanwhile, and what ran ahead of them; of all models but one."""
+        for model_id, resident in self._owner.residents().items():
+            if model_id != but and resident.is_due:
+                first = resident.uncommitted[0].entry
+                self._serve(model_id, first.seq, first.kind)
+
+    def _handle(self, request_id: str, model_id: str, kind: str, *, in_turn: bool) -> Result | None:
+        """Behind what has to run before it, if `in_turn`; else at once, and then without waiting for a save."""
+        seq = int(request_id.rpartition(":")[2])
+        try:
+            return self._result(request_id, model_id, seq, kind, in_turn=in_turn)
+        except (NotFound, Gone):
+            self._parked.forget(model_id)
+            return self._oplog.outcome(request_id)
+        except NewerContent as newer:
+            return self._leave_to_newer(request_id, model_id, kind, newer)
+        except Unavailable as error:
+            self._parked.put_off(model_id, seq, kind)
+            raise NotNow(f"{request_id}: {error}") from error
+        except Fenced as fenced:
+            self._owner.discard(model_id)
+            raise self._again(request_id, model_id, kind, str(fenced)) from None
+        except Broken as broken:
+            self._start_over(broken)
+            raise self._again(request_id, model_id, kind, str(broken)) from None
+        except redis.RedisError:
+            # Else the lease would go on telling the sweeper that the Op runs here.
+            self._owner.discard(model_id)
+            raise
+
+    def _result(self, request_id: str, model_id: str, seq: int, kind: str, *, in_turn: bool) -> Result | None:
+        """Goes on until `seq` is the applied one; every time round, the model may be ours anew, or no longer."""
+        served: dict[str, int] = {}
+        while True:
+            if in_turn:
+                self.see_to_saves(but=model_id)
+            try:
+                resident = self._own(model_id, request_id, kind)
+            except Unrestorable as lost:
+                return self._fail_through(lost, seq)
+            except Exhausted as spent:
+                failure = _given_up(spent.entry)
+                self._oplog.commit(spent.lease, spent.entry.seq, failure.result, (), failure.failure)
+                if seq > spent.entry.seq:
+                    continue
+                return self._oplog.outcome(request_id)
+            self._committer.commit(resident)
+            if seq <= resident.applied:
+                self._parked.moved_on(model_id)
+                return self._oplog.outcome(request_id)
+            waiting = self._turns.waiting()
+            first = self._turns.before(resident, waiting, served) if in_turn else None
+            if first is not None:
+                if self._leaving:
+                    raise NotNow(f"{request_id} is behind others, and this worker is about to end")
+                served[first.model_id] = first.seq
+                self._serve(first.model_id, first.seq, first.kind)
+                continue
+            if not self._turns.is_held_up(resident, waiting):
+                served.clear()
+                result = self._run_next(resident, seq, kind, self._turns.company(resident, waiting))
+                if seq == resident.applied:
+                    self._parked.moved_on(model_id)
+                    return result
+            elif served:
+                served.clear()
+            elif in_turn:
+                self._await_saves(request_id)
+            if not in_turn:
+                return None
+
+    def _await_saves(self, request_id: str) -> None:
+        if self._leaving:
+            raise NotNow(f"{request_id} is behind a save, and this worker is about to end")
+        self._saves.await_any(_LOOK_AGAIN_S)
+
+    def _own(self, model_id: str, request_id: str, kind: str) -> Resident:
+        resident = self._owner.own(model_id)
+        if isinstance(resident, HeldElsewhere):
+            self._parked.forget(model_id)
+            self._ring(kind, request_id, model_id, dispatch.direct_queue(self._queue, resident.node))
+            raise NotNow(f"{model_id} is owned by {resident.node}")
+        return resident
+
+    def _serve(self, model_id: str, seq: int, kind: str) -> None:
+        """Another model's turn. What goes wrong there is seen to as if its own doorbell had come."""
+        with contextlib.suppress(NotNow):
+            self._handle(ids.request_id(model_id, seq), model_id, kind, in_turn=False)
+
+    def _run_next(self, resident: Resident, seq: int, kind: str, company: Sequence[Head]) -> Result | None:
+        """The result of the model's next Op, which may share its pass with `company`; None while its commit waits."""
+        model_id = resident.lease.model_id
+        resident.served = time.monotonic()
+        entry = self._oplog.next(resident.lease, resident.reached + 1)
+        if entry is None:
+            self._parked.park(model_id, seq, kind)
+            raise NotNow(f"seq {resident.reached + 1} of {model_id} has not arrived")
+        self._turns.begin(entry.owner)
+        group = [*(begun for head in company if (begun := self._begin(head))), Begun(resident, entry)]
+        started = time.monotonic() - resident.take_debt()
+        try:
+            return self._committer.run(group)
+        finally:
+            self._turns.took([begun.entry for begun in group], time.monotonic() - started)
+
+    def _begin(self, head: Head) -> Begun | None:
+        """An Op that shares a pass; None when its model was lost meanwhile, or only a newer worker can read it: its own
+        doorbell then sees to that."""
+        resident = self._owner.residents()[head.model_id]
+        try:
+            entry = self._oplog.next(resident.lease, head.seq)
+        except (Fenced, Unavailable):
+            return None
+        if entry is not None and codec.is_newer(entry.payload):
+            self._oplog.put_off(resident.lease, entry.seq)
+            return None
+        resident.served = time.monotonic()
+        return Begun(resident, entry) if entry is not None else None
+
+    def _fail_through(self, lost: Unrestorable, seq: int) -> Result | None:
+        """Nothing that waits can ever run: after as many attempts as any Op has, it fails and says why."""
+        for at in range(lost.lease.applied + 1, seq + 1):
+            entry = self._oplog.next(lost.lease, at)
+            if entry is None:
+                raise NotNow(str(lost))
+            if entry.attempts + 1 < MAX_ATTEMPTS:
+                self._oplog.strike(lost.lease, at)
+                raise NotNow(str(lost))
+            failure = Attempt.failed(entry, ServerOpError(str(lost)))
+            self._oplog.commit(lost.lease, at, failure.result, (), failure.failure)
+        return self._oplog.outcome(ids.request_id(lost.lease.model_id, seq))
+
+    def _leave_to_newer(self, request_id: str, model_id: str, kind: str, newer: NewerContent) -> Result | None:
+        """Let go of a model that only a newer worker can go on with, which the sweeper rings. The result, if there is
+        one by now; else it is looked at again in a while, as no newer worker may be there yet."""
+        self._owner.part_with(model_id)
+        result = self._oplog.outcome(request_id)
+        if result is not None:
+            self._parked.forget(model_id)
+            return result
+        log.warning("left to a newer worker: %s", newer, extra={"request_id": request_id, "model_id": model_id})
+        self._parked.put_off(model_id, int(request_id.rpartition(":")[2]), kind)
+        raise NotNow(f"{request_id}: {newer}") from newer
+
+    def _start_over(self, broken: Broken) -> None:
+        """The backend's promise: after anything but an OpError every state it holds is suspect, or it all is."""
+        with contextlib.suppress(redis.RedisError):
+            for lease, seq in broken.ops:
+                self._oplog.strike(lease, seq)
+        if not self._healthy():
+            self._end(str(broken))
+        self._owner.discard_all()
+
+    def _again(self, request_id: str, model_id: str, kind: str, why: str) -> NotNow:
+        self._ring(kind, request_id, model_id, self._queue)
+        return NotNow(why)
+
+
+def _given_up(entry: Entry) -> Attempt:
+    text = f"{entry.kind} seq {entry.seq} could not be run in {MAX_ATTEMPTS} attempts; it was given up"
+    return Attempt.failed(entry, ServerOpError(text))

@@ -1,1 +1,0 @@
-"""Training backends behind one protocol (base.py): plain torch, and DeepSpeed ZeRO over ranks."""
