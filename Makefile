@@ -47,10 +47,12 @@ unit: $(TEST_SETUP)  ## The unit tests
 extras: dist  ## Install the wheel into a fresh environment for each extra, and use it there
 	$(BIN)/python -m tests.first_hour.extras
 
-lint: $(TEST_SETUP)  ## ruff, formatting, mypy
+lint: $(TEST_SETUP)  ## ruff, formatting, mypy, imports between folders, house rules
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache --no-logo
+	$(BIN)/python -m ops.house_rules
 
 bench: $(TEST_SETUP)  ## Measure against the goals, JSON in ops/bench/results; BENCH="overhead ..." for some alone
 	$(BIN)/python -m ops.bench $(BENCH)

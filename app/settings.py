@@ -21,6 +21,11 @@ from app.errors import SetupError
 from app.settings_errors import describe
 
 SETTINGS_VARIABLE = "TINSMITH_SETTINGS"
+# Said where the backend "auto" chooses transformers beside a GPU.
+NO_VLLM = (
+    "vLLM is not installed, so the slower transformers sampler is used beside this machine's GPU; for vLLM run "
+    '`pip install "tinsmith[vllm]"`, or `make setup GPU=1` in a checkout'
+)
 _SHARED_MEMORY = Path("/dev/shm")
 _THIS_MACHINE = frozenset({"127.0.0.1", "localhost", "::1"})
 

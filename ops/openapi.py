@@ -1,4 +1,4 @@
-"""Writes docs/openapi.json, which says what the API is: `make openapi`. A test compares it with the routes."""
+"""Writes docs/openapi.json, the description of the API: `make openapi`. A test compares the file with the routes."""
 
 from __future__ import annotations
 

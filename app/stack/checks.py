@@ -23,10 +23,6 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _ROUNDING = 1e-9
 _STRAYS = ("torchvision", "torchaudio", "torchcodec")
 _NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
-NO_VLLM = (
-    "vLLM is not installed, so the slower transformers sampler is used beside this machine's GPU; for vLLM run "
-    '`pip install "tinsmith[vllm]"`, or `make setup GPU=1` in a checkout'
-)
 
 
 def free_port(host: str, port: int) -> int:

@@ -20,7 +20,7 @@ import tomli_w
 
 from app.demo import model
 from app.domain.records import Worker
-from app.settings import BaseModelSettings, Settings, hash_key
+from app.settings import NO_VLLM, BaseModelSettings, Settings, hash_key
 from app.stack import checks, config, processes, valkey
 from app.stack.child import Command
 from app.stack.config import Options
@@ -53,7 +53,7 @@ def up(options: Options) -> int:
     with closing(DataFolder(settings.data_dir)) as folder, _stop_signals() as stopping:
         plan = prepare(settings, options, folder)
         if checks.lacks_vllm(plan.settings):
-            _say(checks.NO_VLLM)
+            _say(NO_VLLM)
         _say(f"data in {folder.root}, logs in {folder.logs}{_key_notice(settings, folder)}")
         with (
             _handover_cleared(plan.settings),

@@ -1,5 +1,5 @@
-"""Benches of the service against what it wraps: `python -m ops.bench [NAME...]`, one JSON file each.
+"""Benchmarks of the service against the libraries it wraps: `python -m ops.bench [NAME...]`, one JSON file each.
 
-Both sides of a comparison are measured in one run, in turns, the other side idle. Times are wall-clock seconds from
-`time.perf_counter`, reported in milliseconds.
+Both sides of a comparison are measured in one run. They alternate, and one is idle while the other runs. Times are
+wall-clock seconds from `time.perf_counter`, reported in milliseconds.
 """

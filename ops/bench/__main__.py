@@ -1,6 +1,6 @@
-"""`python -m ops.bench [NAME...] [--out FOLDER]`: run benches, write their JSON, print a table.
+"""`python -m ops.bench [NAME...] [--out FOLDER]`: runs benchmarks, writes their JSON and prints a table.
 
-Exit code 1 when a goal was missed.
+The exit code is 1 when a goal is missed.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What adapters cost when sampling on a CPU: the transformers sampler beside its own base rate, and beside vLLM.
+"""Cost of LoRA adapters in CPU sampling: the transformers sampler against its own base-model rate and against vLLM.
 
-SmolLM2-135M-Instruct in bfloat16, 16 prompts x 4 samples x 64 tokens, adapters of rank 32 on every linear.
+SmolLM2-135M-Instruct in bfloat16, 16 prompts x 4 samples x 64 tokens, adapters of rank 32 on every linear layer.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How long the API takes to answer a forward_backward of 5 MB, journalled and rung for; no worker runs it."""
+"""Time of the API to answer a forward_backward of 5 MB, journaled and dispatched. No worker runs the call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long the API takes to start, in a fresh process each time (compiled bytecode is there)."""
+"""Start-up time of the API, in a fresh process each time. Compiled bytecode is already present."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bare side of `overhead`: a training backend called directly. `python -m ops.bench.bare_backend SETTINGS_JSON`"""
+"""The bare side of `overhead`: calls a training backend directly. `python -m ops.bench.bare_backend SETTINGS_JSON`"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bare side of `real_step`: transformers, PEFT and torch.optim.AdamW, as one would write it without a service.
+"""The bare side of `real_step`: a training loop of transformers, PEFT and torch.optim.AdamW, without a service.
 
 `python -m ops.bench.bare_loop MODEL_FOLDER`
 """

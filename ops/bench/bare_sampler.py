@@ -1,4 +1,4 @@
-"""A sampler backend in a process of its own, called directly: base, one adapter, four adapters mixed.
+"""Calls a sampler backend directly, in its own process: base model, one adapter, four adapters mixed.
 
 `python -m ops.bench.bare_sampler BASE_MODEL_JSON` is the side that measures.
 """

@@ -1,4 +1,4 @@
-"""A training backend in this process, for the sides of benches that need no service."""
+"""Runs a training backend in this process, for the benchmark sides that need no service."""
 
 from __future__ import annotations
 

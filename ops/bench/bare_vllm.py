@@ -1,6 +1,6 @@
-"""vLLM's own offline `LLM.generate`, with the engine arguments our sampler gives it.
+"""vLLM's own offline `LLM.generate`, with the engine arguments that the Tinsmith sampler gives it.
 
-`python -m ops.bench.bare_vllm BASE_MODEL_JSON` is the side that measures; the adapter is one of bare_sampler.py's.
+`python -m ops.bench.bare_vllm BASE_MODEL_JSON` is the side that measures. The adapter comes from bare_sampler.py.
 """
 
 from __future__ import annotations

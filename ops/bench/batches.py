@@ -1,4 +1,4 @@
-"""One batch of random tokens in each of the forms the sides take it in."""
+"""One batch of random tokens, in each form that the sides take."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The wire without the SDK: one kept connection, one call at a time."""
+"""HTTP client without the SDK: one kept-alive connection, one call at a time."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Two ranks with one thread each: the trainer at ZeRO-2 against torch's DistributedDataParallel on the same batches.
 
-SmolLM2-135M-Instruct in bfloat16 with a LoRA adapter on every linear, head included; 16 x 256 random tokens a step, of
-which each rank computes half.
+SmolLM2-135M-Instruct in bfloat16 with a LoRA adapter on every linear layer, head included. A step has 16 x 256 random
+tokens, and each rank computes half of them.
 
 `python -m ops.bench.ddp BASE_MODEL_JSON` is the trainer's side, ddp_loop.py the other.
 """

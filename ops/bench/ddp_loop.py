@@ -1,4 +1,4 @@
-"""The bare side of `ddp`: bare_loop's model and step under torch's DistributedDataParallel, over gloo.
+"""The bare side of `ddp`: the model and step of bare_loop under torch's DistributedDataParallel, over gloo.
 
 `python -m ops.bench.ddp_loop MODEL_FOLDER`
 """

@@ -1,8 +1,9 @@
-"""Ten tenants of one trainer and of one sampler: one that wants as much as all others together, and nine light ones.
+"""Fairness among ten tenants of one trainer and one sampler: one heavy tenant and nine light ones.
 
-SmolLM2-135M-Instruct. The heavy one trains four models, each with calls of four steps under way, and keeps a hundred
-samples under way; a light one has one model and waits for each of its steps, and keeps four samples under way, which is
-still more than a tenth of the batch. So each should get a tenth: Jain's index of what they got, 1 if all got the same.
+SmolLM2-135M-Instruct. The heavy tenant wants as much as all others together: it trains four models, each with calls of
+four steps under way, and keeps a hundred samples under way. A light tenant has one model, waits for each of its steps,
+and keeps four samples under way, which is still more than a tenth of the batch. So each tenant should get a tenth. The
+figure is Jain's index of the tenants' throughput, which is 1 if all got the same.
 """
 
 from __future__ import annotations

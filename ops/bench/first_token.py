@@ -1,6 +1,7 @@
-"""What the service adds to the first token of a sample: one request at a time, of a model that computes next to none.
+"""Latency that the service adds to the first token of a sample: one request at a time, on a model with almost no
+compute.
 
-`python -m ops.bench.first_token BASE_MODEL_JSON` is the bare side: the sampler's backend called directly.
+`python -m ops.bench.first_token BASE_MODEL_JSON` is the bare side: it calls the sampler's backend directly.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""How soon new weights can be sampled: from the call that saves them to their first token, less a token drawn anyway.
+"""Delay until new weights can be sampled: from the save call to their first token, less the time of an ordinary token.
 
-SmolLM2-135M-Instruct with a rank-32 adapter, through the SDK, behind an `optim_step` that has its result. In it are the
-copy of the state, its way through shared memory ("write"), the commit, and the sampler's reading of it.
+SmolLM2-135M-Instruct with a rank-32 adapter, through the SDK, after an `optim_step` that has its result. The delay
+includes the copy of the state, its transfer through shared memory ("write"), the commit, and the sampler's read.
 """
 
 from __future__ import annotations

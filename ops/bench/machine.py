@@ -1,4 +1,4 @@
-"""What figures depend on beside the code: the machine, the versions, the revision."""
+"""Facts beside the code that the figures depend on: the machine, the versions, the revision."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Peak memory of a trainer's process over a forward_backward of 16 x 256 tokens, base and libraries included.
+"""Peak memory of a trainer process over a forward_backward of 16 x 256 tokens, base model and libraries included.
 
 `python -m ops.bench.memory BASE_MODEL_JSON` is the side that measures.
 """

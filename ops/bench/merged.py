@@ -1,4 +1,6 @@
-"""Eight tenants in one pass: small batches against one tenant's eight times as large, full ones against one by one.
+"""Cross-model batching of eight tenants in one pass, with small batches and with full ones.
+
+Small batches are compared with one tenant's batch eight times as large, full ones with eight passes one by one.
 
 `python -m ops.bench.merged BASE_MODEL_JSON` is the side that measures.
 """

@@ -1,4 +1,4 @@
-"""The base models of the benches."""
+"""Base models of the benchmarks."""
 
 from __future__ import annotations
 

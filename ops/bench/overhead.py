@@ -1,7 +1,7 @@
-"""What the service adds to an operation: each call awaited, on a model that computes next to nothing.
+"""Overhead of the service per operation: each call is awaited, on a model with almost no compute.
 
-Three sides: plain HTTP against `tinsmith up`, whose difference to the third is what the service adds; the same calls
-through the SDK, whose own work on the same two cores comes on top; and the training backend called directly.
+There are three sides. Plain HTTP against `tinsmith up`: its difference to the third side is the service's overhead. The
+same calls through the SDK: its own work on the same two cores is added. The training backend called directly.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Datums of 32 to 512 tokens through a trainer: as they are, and padded.
+"""Datums of 32 to 512 tokens through a trainer: unpadded, and padded.
 
-Padded means: in the order given, four rows a micro-batch, each filled up to the longest of the four with tokens that
-weigh nothing; beside it, to the longest of the batch. The trainer cannot know, so all sides run the same code, and even
-padding costs its head no backward. Only real tokens count.
+Padded rows are in the given order, four rows a micro-batch. Each row is filled up with tokens of weight 0, to the
+longest of the four; a second variant pads to the longest of the batch. The trainer cannot tell padding from real
+tokens, so all sides run the same code, and even padding costs its head no backward. Only real tokens count.
 
 `python -m ops.bench.ragged BASE_MODEL_JSON` is the side that measures.
 """

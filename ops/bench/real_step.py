@@ -1,6 +1,7 @@
 """Training throughput on a real model: the SDK against `tinsmith up` with DeepSpeed, and a bare loop of the same step.
 
-SmolLM2-135M-Instruct in bfloat16 with a LoRA adapter on every linear, head included; 16 x 256 random tokens a step.
+SmolLM2-135M-Instruct in bfloat16 with a LoRA adapter on every linear layer, head included; 16 x 256 random tokens a
+step.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""How long a model stands still when its owner is killed (SIGKILL): beside a stand-by trainer, and with one alone.
+"""Downtime of a model when its owner is killed (SIGKILL): with a stand-by trainer, and with a lone trainer.
 
-With a stand-by the dead owner's lease has to lapse first; a lone trainer is started again by the supervisor and takes
-its models back at once. The tiny model makes the restore short, so this is what the service adds; lease, sweeper and
-all else are the defaults.
+With a stand-by, the dead owner's lease must expire first. A lone trainer is restarted by the supervisor and takes its
+models back at once. The tiny model makes the restore short, so the figure is the service's own time. Lease, sweeper and
+all other settings are the defaults.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a bench found: its figures, held against its goals, as a JSON file and as a table."""
+"""Report of a benchmark: its figures against its goals, as a JSON file and as a table."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""A reinforcement learning loop through the SDK: how much of its time is not the model's own.
+"""A reinforcement learning loop through the SDK: the share of its time that is not the model's own.
 
-SmolLM2-135M-Instruct in bfloat16 with an adapter of rank 32. A step hands new weights over, samples groups, scores them
-by a sum over their tokens, and trains on them. Sampling and training wait for each other, as in the cookbook's rl_loop.
+SmolLM2-135M-Instruct in bfloat16 with an adapter of rank 32. A step transfers new weights to the sampler, samples
+groups, scores them by a sum over their tokens, and trains on them. Sampling and training wait for each other, as in the
+cookbook's rl_loop.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Sampling through the SDK from a stack with vLLM, beside vLLM's own offline batch.
+"""Sampling through the SDK from a stack with vLLM, against vLLM's own offline batch.
 
 SmolLM2-135M-Instruct in bfloat16 with an adapter of rank 32: 16 prompts x 4 samples x 64 tokens, and 64 single samples
-asked for from 64 threads.
+requested from 64 threads.
 """
 
 from __future__ import annotations

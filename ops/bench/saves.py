@@ -1,7 +1,7 @@
-"""What of a save is in the way of other Ops: a step, a save, and a save with a step, in turns.
+"""Part of a save that blocks other Ops: a step, a save, and a save with a step, in alternation.
 
-In the way is the copy alone (the stage "run"); "write", hashing and uploading, goes on beside. Where both take all of
-the same cores, as here, that hides little of the whole ("hidden"), but nobody stands still for it.
+Only the copy (the stage "run") blocks. "write", hashing and uploading continue in the background. Here both take all of
+the same cores, so this hides little of the total time ("hidden"), but no Op waits for it.
 
 SmolLM2-135M-Instruct with a rank-32 adapter, saved with its optimizer state; 4 x 256 tokens a step.
 """

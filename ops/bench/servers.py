@@ -1,4 +1,4 @@
-"""The servers under measurement, as users start them: the whole stack, or the API alone on its Valkey."""
+"""Servers under measurement, started as users start them: the whole stack, or the API alone on its Valkey."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A side of a comparison in a process of its own, which computes only while it is asked to.
+"""One side of a comparison in its own process. It computes only on request.
 
-It reads a count a line from stdin and answers with one line of JSON on stdout.
+It reads one count per line from stdin and answers with one line of JSON on stdout.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
-"""What snapshots cost a step: the same steps on two stacks in turns, one with the default share of time for snapshots
-and one that takes next to none."""
+"""Cost of snapshots per step: the same steps on two stacks in alternation.
+
+One stack has the default share of time for snapshots, the other takes almost no snapshots.
+"""
 
 from __future__ import annotations
 

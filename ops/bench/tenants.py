@@ -1,7 +1,7 @@
-"""Eight tenants on one trainer whose passes they share, against one tenant with all their datums.
+"""Eight tenants on one trainer that share passes, against one tenant with all their datums.
 
-SmolLM2-135M-Instruct in bfloat16, each tenant with an SDK client and a LoRA adapter of its own. Small batches (1 x 64)
-must not cost more for coming from eight tenants; full ones (4 x 256) no more than one tenant after another.
+SmolLM2-135M-Instruct in bfloat16; each tenant has its own SDK client and LoRA adapter. Small batches (1 x 64) must not
+cost more because they come from eight tenants. Full batches (4 x 256) must cost no more than one tenant after another.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Samples of times, and taking them in turns."""
+"""Time samples, taken from several sides in alternation."""
 
 from __future__ import annotations
 

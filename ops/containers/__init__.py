@@ -1,1 +1,1 @@
-"""Builds the images, starts docker-compose.yml and tries it: `python -m ops.containers images|up|train|down`."""
+"""Builds the images, starts docker-compose.yml and tests it: `python -m ops.containers images|up|train|down`."""

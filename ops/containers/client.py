@@ -1,4 +1,4 @@
-"""A user's program for the SDK, and all that it gets back: the same every time."""
+"""A user program for the SDK, and all results it gets. They are the same in every run."""
 
 from __future__ import annotations
 

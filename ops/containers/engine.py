@@ -1,8 +1,9 @@
-"""The Docker engine to work with: the one that runs on this machine, or else one of our own.
+"""Docker engine of the container checks: the machine's own if it runs, else a private one.
 
-Our own is Debian's docker.io, with its data in build/containers. It runs in a network namespace, so that it touches no
-address, port or firewall rule of the machine; from there it reaches nothing outside. Images are therefore built by the
-same engine in the machine's own network, without any network for containers. One of the two runs at a time.
+The private engine is Debian's docker.io, with its data in build/containers. It runs in a network namespace, so that it
+touches no address, port or firewall rule of the machine; from there it reaches nothing outside. Images are therefore
+built by the same engine in the machine's own network, without any network for containers. Only one of the two runs at a
+time.
 """
 
 from __future__ import annotations

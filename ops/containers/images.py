@@ -1,7 +1,7 @@
-"""The images that docker-compose.yml names: ours are built, the others pulled.
+"""Images that docker-compose.yml names: builds Tinsmith's own and pulls the others.
 
-An engine of our own is for machines without Docker, which may have no registry in reach either. What cannot be pulled
-there is stood in for, under the same name: the base image by Debian's Python, Valkey and MinIO by what pip installs.
+A private engine is for machines without Docker, which may reach no registry either. There, images that cannot be pulled
+are replaced under the same name: the base image by Debian's Python, Valkey and MinIO by packages that pip installs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Debian packages for an engine of our own. Needs root."""
+"""Debian packages for a private Docker engine. Needs root."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Commands as child processes, and the folder that everything made here lies in."""
+"""Child processes for commands, and the folder that holds all files made here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docker-compose.yml as a project of its own, on a tiny random model, with secrets made for it."""
+"""docker-compose.yml as a separate Compose project, on a tiny random model, with generated secrets."""
 
 from __future__ import annotations
 

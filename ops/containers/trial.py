@@ -1,6 +1,6 @@
-"""`python -m ops.containers.trial`: the running stack does what docs/containers.md says of it, whatever is killed.
+"""`python -m ops.containers.trial`: checks that the running stack does what docs/containers.md says, through kills.
 
-It runs in the network that the containers' ports are published in. Every line it prints is kept in
+It runs in the network where the containers' ports are published. Every printed line is kept in
 ops/containers/results/compose-train.log.
 """
 

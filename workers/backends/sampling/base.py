@@ -25,8 +25,7 @@ from typing import Any, Protocol
 from app.domain.base_model import BaseModelInfo
 from app.domain.sampling import SampleOutput, SampleRequest
 from app.errors import SetupError, TinsmithError
-from app.settings import BaseModelSettings
-from app.stack.checks import NO_VLLM
+from app.settings import NO_VLLM, BaseModelSettings
 
 log = logging.getLogger(__name__)
 Drawn = Callable[[int, Sequence[int], Sequence[float]], None]
