@@ -1,1 +1,1 @@
-"""What the API does, without HTTP: checks, admission, waiting. Imports no Flask."""
+"""The API's behaviour without HTTP: validation, admission and long polls. Imports no Flask."""

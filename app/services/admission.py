@@ -1,4 +1,4 @@
-"""Admission: turns a checked Op into a journalled one; no other way leads work into the system."""
+"""Admission: turns a checked Op into a journaled Op. All work enters the system here."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _LIFE_S = 10.0
 
 
 class AdmissionService:
-    """Journal first, ring second: a bell that is lost costs a moment, not the Op."""
+    """Journals an Op first and dispatches it second. A lost dispatch delays the Op for a moment, but never loses it."""
 
     def __init__(self, oplog: OpLog, store: Records, doorbell: Doorbell, limits: LimitsOf, settings: Settings) -> None:
         self._oplog = oplog
@@ -43,11 +43,11 @@ class AdmissionService:
         self._doorbell = doorbell
 
     def admit(self, caller: Caller, model_id: str, model: Model, seq: int, op: Op, audited: str = "") -> str:
-        """The request id of the Op's future; the same one for a repeat. The Op that creates a model registers it.
-        `audited`: its entry in the audit log, written in the same step.
+        """Admits a training Op, and returns the request id of its future; a repeat returns the same id. The Op that
+        creates a model also registers the model. `audited`: the Op's audit log entry, written in the same step.
 
-        Raises BadRequest for a seq used otherwise, Unavailable while there is no room, TooManyRequests or LimitReached
-        for what its project or the caller's key may not have.
+        Raises BadRequest for a seq already used for another call, Unavailable while there is no room, and
+        TooManyRequests or LimitReached for a limit of the project or of the caller's key.
         """
         payload = codec.encode(op)
         asked = as_asked(op)
@@ -62,10 +62,11 @@ class AdmissionService:
         return admission.request_id
 
     def admit_sample(self, caller: Caller, sampler_id: str, sampler: Sampler, seq: int, request: SampleRequest) -> str:
-        """The request id of the sampling future; the same one for a repeat.
+        """Admits a sampling request, and returns the request id of its future; a repeat returns the same id.
 
-        Raises BadRequest for a seq used otherwise and for more tokens than the queue ever lets in, TooManyRequests
-        while it is full or a limit of its project or the caller's key is reached, Unavailable while there is no room.
+        Raises BadRequest for a seq already used for another call and for more tokens than the queue ever accepts,
+        TooManyRequests while the queue is full or a limit of the project or of the caller's key is reached, and
+        Unavailable while there is no room.
         """
         payload = codec.encode(request)
         queue = sample_queue(sampler.base_model, full=sampler.full)
@@ -90,15 +91,15 @@ class AdmissionService:
         return request_id
 
     def refuse(self, model_id: str, seq: int, caller: Caller, reason: str, kind: RefusalKind) -> None:
-        """Consume the seq of a call that got a final 4xx, so that later ones do not wait for it; nobody's who might not
-        have made it."""
+        """Consumes the seq of a call that got a final 4xx, so that later calls do not wait for it. Does nothing if the
+        caller was not allowed to make the call."""
         try:
             model = load_owned(self._records, Model, model_id, caller)
         except (NotFound, Forbidden):
             return
         if 1 <= seq <= MAX_SEQ and self._oplog.refuse(model_id, seq, reason, kind):
             log.info("refused", extra={"model_id": model_id, "seq": seq})
-            # What waits behind it was turned away once already.
+            # The calls that wait behind it were dispatched and turned away once already.
             queue = train_queue(model.base_model, full=model.full)
             self._doorbell.ring(CATCH_UP, ids.request_id(model_id, seq), model_id, queue)
 
@@ -115,7 +116,8 @@ class AdmissionService:
 
 
 def _charge(op: Op, payers: tuple[Payer, ...]) -> Charge:
-    """A save for one sampling session has no path, and goes with its run."""
+    """The charge of an Op. A save for one sampling session has no path and is deleted with its run, so it stores
+    nothing."""
     tokens = int(op.batch.tokens.values.size) if isinstance(op, ForwardBackward) else 0
     stores = isinstance(op, SaveWeights) and not op.sampling_session_id
     return Charge(payers, tokens, models=int(isinstance(op, CreateModel)), stores=stores)
@@ -126,7 +128,8 @@ def _most_tokens(request: SampleRequest) -> int:
 
 
 def beat_for_ever(oplog: OpLog) -> None:
-    """In a thread, as long as this process lives. It may fail: Redis away, or full, is no time to come in."""
+    """Sends the heartbeat of this API process from a thread, as long as the process lives. The heartbeat may fail:
+    while Redis is away or full, no calls can be accepted."""
 
     def loop() -> None:
         while True:

@@ -1,4 +1,4 @@
-"""The base models this installation serves, as its settings and its live workers tell."""
+"""The base models that this installation serves, from its settings and the records of its live workers."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ FULL_TRAINER, FULL_SAMPLER = "full_trainer", "full_sampler"
 
 
 def trainer_role(*, full: bool) -> str:
-    """As workers' records name it: of a model's trainer."""
+    """The role of a model's trainer, as in the worker records."""
     return FULL_TRAINER if full else "trainer"
 
 
 def sampler_role(*, full: bool) -> str:
-    """As workers' records name it: of those that sample a model."""
+    """The role of a model's samplers, as in the worker records."""
     return FULL_SAMPLER if full else "sampler"
 
 
 class BaseModels:
-    """A worker's facts stay known while it restarts: they belong to the base model, and its Ops wait in the journal."""
+    """Settings and worker-reported facts of the base models served. Facts stay known while a worker restarts: they
+    belong to the base model, and the waiting Ops stay in the journal."""
 
     def __init__(self, settings: Settings, store: Records) -> None:
         self._settings = settings
@@ -39,18 +40,20 @@ class BaseModels:
         self._lock = threading.Lock()
 
     def names(self) -> list[str]:
-        """Those served, whether their workers are up or not."""
+        """Names of the base models served, whether their workers are up or not."""
         return [base.name for base in self._settings.base_models]
 
     def settings(self, name: str) -> BaseModelSettings:
-        """Raises BadRequest for a name that is not served, naming those that are."""
+        """The settings of base model `name`. Raises BadRequest for a name that is not served, and lists the served
+        names."""
         found = self._settings.base_model(name)
         if found is None:
             raise BadRequest(f"base_model {name[:200]!r} is not served here; known are: {', '.join(self.names())}")
         return found
 
     def info(self, role: str, name: str) -> BaseModelInfo:
-        """What a trainer or sampler said of `name`. Raises BadRequest, or Unavailable until the first is up."""
+        """The facts that a trainer or sampler reported about `name`. Raises BadRequest, or Unavailable until the first
+        such worker is up."""
         self.settings(name)
         found = self.known(role, name)
         if found is None:
@@ -58,24 +61,24 @@ class BaseModels:
         return found
 
     def known(self, role: str, name: str) -> BaseModelInfo | None:
-        """The same, or None while nothing was said."""
+        """The same facts, or None while no worker has reported any."""
         if (role, name) not in self._known:
             self.live()
         return self._known.get((role, name))
 
     def live(self) -> set[tuple[str, str]]:
-        """(role, base model) of every worker that beats now and does what it is asked."""
+        """(role, base model) of every worker with a current heartbeat that is healthy."""
         return {(worker.role, worker.base_model) for worker in self.workers().values()}
 
     def workers(self) -> dict[str, Worker]:
-        """Those, by node."""
+        """Healthy workers with a current heartbeat, by node."""
         workers = {node: records.load(Worker, fields) for node, fields in self._records.list(Worker.namespace)}
         with self._lock:
             self._known.update({(w.role, w.base_model): _info(w.info) for w in workers.values()})
         return {node: worker for node, worker in workers.items() if worker.healthy}
 
     def missing(self) -> list[str]:
-        """What must still start before every served base model can be trained and sampled."""
+        """The workers that must still start before every served base model can be trained and sampled."""
         live = self.live()
         needed = [(role, base.name) for base in self._settings.base_models for role in _roles(base)]
         return [f"{role} for {name}" for role, name in needed if (role, name) not in live]
@@ -94,19 +97,20 @@ class BaseModels:
         ]
 
     def client_tokenizer(self, name: str) -> str:
-        """What a client loads its tokenizer from: a hub id, or an absolute folder if clients are on this machine."""
+        """The source from which a client loads the tokenizer: a hub id, or an absolute folder if clients are on this
+        machine."""
         source = self.tokenizer(name)
         return ids.hub_id(name) if Path(source).is_dir() and not self._settings.names_folders else source
 
     def tokenizer(self, name: str) -> str:
-        """Where its tokenizer lies: a hub id, or an absolute folder."""
+        """The location of the model's tokenizer: a hub id, or an absolute folder."""
         base = self._settings.base_model(name)
         source = (base.tokenizer or base.path) if base else name
         folder = Path(source).expanduser()
         return str(folder.resolve()) if folder.is_dir() else source
 
     def arch(self, name: str) -> str | None:
-        """The architecture, once a worker has told it."""
+        """The architecture, or None until a worker has reported it."""
         found = self._known.get(("trainer", name)) or self._known.get(("sampler", name))
         return found.arch if found else None
 

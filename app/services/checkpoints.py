@@ -1,8 +1,9 @@
-"""Lists, publishes, expires, copies, downloads and deletes checkpoints. An expired one counts as gone.
+"""Lists, publishes, expires, copies, downloads and deletes checkpoints. An expired checkpoint counts as deleted.
 
-A copy has files of its own, in a run of its own that nobody trains.
+A copy has its own files, in a separate run that is never trained.
 
-An archive is a checkpoint's files as one tar, for SDKs up to 0.34. It is made while it is sent, and never read here.
+An archive is one tar of a checkpoint's files, for SDKs up to 0.34. The tar is generated while it is sent, and this
+server never reads one.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from app.stores.objects.notes import note, remove_checkpoint
 
 URL_SECONDS = 3600
 
-# What was never trained has no history: its only checkpoint is of the first seq under the first epoch.
+# A run that was never trained has no history: its only checkpoint has the first seq and the first epoch.
 _SEQ, _EPOCH = 1, 1
 
 COMPLETE = "checkpoint_complete"
@@ -46,7 +47,7 @@ _CHUNK_BYTES = 2**20
 
 
 class CheckpointService:
-    """Reads and changes the records; the files are written by workers and only deleted here."""
+    """Reads and changes checkpoint records. Workers write the files; this class only deletes them."""
 
     def __init__(self, store: Records, objects: ObjectStore, allowances: AllowanceService) -> None:
         self._records = store
@@ -54,7 +55,7 @@ class CheckpointService:
         self._objects = objects
 
     def list_all(self, caller: Caller, page: Page) -> dict[str, Any]:
-        """Those of all runs of the projects where the caller may work, newest first."""
+        """Checkpoints of all runs in the projects where the caller may work, newest first."""
         within, now = projects(caller, "owned"), self._records.now()
         stored = self._records.list(Checkpoint.namespace)
         loaded = [(path, records.load(Checkpoint, fields)) for path, fields in stored]
@@ -63,14 +64,15 @@ class CheckpointService:
         return {"checkpoints": [checkpoint_view(path, one) for path, one in shown], "cursor": cursor}
 
     def describe_weights(self, path: ids.TinkerPath, caller: Caller) -> dict[str, Any]:
-        """What a model has to be made as to load it: the body of weights_info. Raises NotFound."""
+        """The model settings needed to load the checkpoint: the body of weights_info. Raises NotFound."""
         checkpoint = load_checkpoint(self._records, path, caller)
         lora = {key: checkpoint.lora.get(key) for key in ("train_attn", "train_mlp", "train_unembed")}
         adapter = {} if checkpoint.full else {"lora_rank": checkpoint.lora["rank"], **lora}
         return {"base_model": checkpoint.base_model, "is_lora": not checkpoint.full, **adapter}
 
     def set_ttl(self, path: ids.TinkerPath, caller: Caller, ttl_seconds: int | None) -> None:
-        """Counted from now; None keeps it for ever. Raises NotFound or BadRequest."""
+        """Sets the time to live, counted from now; None keeps the checkpoint for ever. Raises NotFound or
+        BadRequest."""
         checkpoint = load_owned(self._records, Checkpoint, str(path), caller)
         check_ttl(ttl_seconds)
         self._allowances.take(caller, checkpoint.owner)
@@ -81,7 +83,8 @@ class CheckpointService:
         self._records.update(Checkpoint.namespace, str(path), {"expires_at": json.dumps(expires)})
 
     def publish(self, path: ids.TinkerPath, caller: Caller, *, public: bool) -> None:
-        """Let everybody with a key read it, or not any more. Again is fine. Raises NotFound."""
+        """Makes the checkpoint readable for everybody with a key, or private again. A repeat is harmless. Raises
+        NotFound."""
         checkpoint = load_owned(self._records, Checkpoint, str(path), caller)
         self._allowances.take(caller, checkpoint.owner)
         self._audit(caller, checkpoint, path, "checkpoint_publish" if public else "checkpoint_unpublish")
@@ -89,7 +92,8 @@ class CheckpointService:
         self._records.update(Checkpoint.namespace, str(path), {"public": json.dumps(public)})
 
     def delete(self, path: ids.TinkerPath, caller: Caller) -> None:
-        """The record and the manifest first, so that nobody finds half a checkpoint. Raises NotFound."""
+        """Deletes a checkpoint: the record and the manifest first, so that no reader finds half a checkpoint. Raises
+        NotFound."""
         checkpoint = load_owned(self._records, Checkpoint, str(path), caller)
         self._audit(caller, checkpoint, path, "checkpoint_delete", urgent=True)
         self._records.delete(Checkpoint.namespace, str(path))
@@ -119,8 +123,9 @@ class CheckpointService:
 
 @dataclass(frozen=True, slots=True)
 class CopyService:
-    """The run comes first, so that files of a copy that broke off belong to one the sweeper knows; then the files, the
-    manifest, and the record, by which it is there. Made again under the same key, it goes on where it broke off."""
+    """Copies checkpoints. The order is: the run first, so that files of an interrupted copy belong to a run that
+    maintenance knows; then the files, the manifest, and last the record, which makes the copy visible. A repeat under
+    the same key resumes an interrupted copy."""
 
     records: Records
     oplog: OpLog
@@ -130,7 +135,8 @@ class CopyService:
     sources: Sources
 
     def copy(self, caller: Caller, asked: Mapping[str, Any], key: str | None, token: str | None = None) -> str:
-        """The path of the copy; the same one for a repeat under the same `key`. `token` as in Sources.
+        """Copies a checkpoint, and returns the copy's path; a repeat under the same `key` returns the same path.
+        `token`: as in Sources.
 
         Raises NotFound (checkpoint, project, session) or BadRequest.
         """
@@ -151,7 +157,7 @@ class CopyService:
         return str(target)
 
     def _destination(self, caller: Caller, asked: Mapping[str, Any], key: str | None) -> tuple[str, str, str]:
-        """Session, run and project."""
+        """The copy's session, run and project."""
         session_id, seq, project = asked["session_id"], asked["model_seq_id"], asked["destination_project_id"]
         if session_id is not None and seq is not None and project is None:
             owner = load_owned(self.records, Session, session_id, caller).owner
@@ -224,28 +230,29 @@ def _place(target: ids.TinkerPath) -> Place:
 
 @dataclass(frozen=True, slots=True)
 class Archive:
-    """`size` bytes, as `chunks` gives them. Raises NotFound or Unavailable midway when a file cannot be had, so that
-    fewer come."""
+    """An archive of `size` bytes, produced by `chunks`. `chunks` raises NotFound or Unavailable midway when a file is
+    not available, so that fewer bytes come."""
 
     size: int
     chunks: Iterator[bytes]
 
 
 class ArchiveService:
-    """The URL names the files' folder in the object store, which never changes, so an archive is of the version that
-    was asked for, however late it is fetched."""
+    """Creates archive URLs and streams archives. The URL names the checkpoint's folder in the object store, which never
+    changes. So an archive holds the requested version, however late it is downloaded."""
 
     def __init__(self, store: Records, objects: ObjectStore, signer: UrlSigner) -> None:
         self._records, self._objects, self._signer = store, objects, signer
 
     def url(self, path: ids.TinkerPath, caller: Caller) -> tuple[str, int]:
-        """A URL that needs no key, and when it expires (unix s). Raises NotFound."""
+        """A URL that needs no key, and its expiry (Unix seconds). Raises NotFound."""
         checkpoint = load_checkpoint(self._records, path, caller)
         expires = int(time.time()) + URL_SECONDS
         return self._signer.url(_route(checkpoint.prefix), expires), expires
 
     def open(self, prefix: str, expires: int, signature: str) -> Archive:
-        """Raises Forbidden for a URL that is not one of ours, or has expired; NotFound, Unavailable."""
+        """The archive for a signed URL. Raises Forbidden for a URL that this server did not sign or that has expired;
+        NotFound, Unavailable."""
         self._signer.check(_route(prefix), expires, signature)
         try:
             manifest = Manifest.from_json(self._objects.read(f"{prefix}/{MANIFEST}"))
@@ -281,7 +288,7 @@ _END = bytes(2 * tarfile.BLOCKSIZE)
 
 
 def _header(name: str, size: int) -> bytes:
-    """Only a name and a size; GNU's form holds any size."""
+    """A tar header with only a name and a size; GNU's format holds any size."""
     member = tarfile.TarInfo(name)
     member.size = size
     return member.tobuf(tarfile.GNU_FORMAT)

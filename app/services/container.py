@@ -1,4 +1,4 @@
-"""Everything the routes need, built once a process."""
+"""Builds every service that the routes use, once per process."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ from app.stores.redis.lifecycle import RedisLifecycle
 from app.stores.redis.limits import RedisAllowances
 from app.stores.redis.records import RedisPages, RedisRecords
 
-# By kombu's defaults a publish to a broker that is away takes 6 s, which every admission would wait for.
+# With kombu's defaults, a publish to a broker that is away takes 6 s, and every admission would wait for it.
 _ONE_TRY = {"max_retries": 1, "interval_start": 0, "interval_step": 0, "interval_max": 0}
 
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """One of each, shared by all threads."""
+    """One instance of each service, shared by all threads of the process."""
 
     settings: Settings
     callers: Callers
@@ -81,7 +81,7 @@ class Services:
 
 
 def build(settings: Settings) -> Services:
-    """Raises SetupError when the settings name no state server or no usable object store."""
+    """Builds all services. Raises SetupError when the settings name no state server or no usable object store."""
     if not settings.redis.url:
         raise SetupError("redis.url is empty: set it, or start everything with `tinsmith up`")
     client, broker = connect(settings.redis.url), connect(settings.broker_url)

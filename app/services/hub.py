@@ -1,7 +1,7 @@
-"""Base models' tokenizers in the form of repositories of Hugging Face's Hub, for clients without a way to it.
+"""Serves base models' tokenizers as Hugging Face Hub repositories, for clients without access to the Hub.
 
-Whoever asks needs no key, since Hub clients have none of ours. So nothing but the files named in
-app/domain/base_model.py is ever there, and no path is made of what was asked.
+These requests need no key, since Hub clients have none of ours. So only the files named in app/domain/base_model.py are
+served, and no path is built from the request.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from app.settings import Settings
 _BRANCH = "main"
 _FILES = (CONFIG_FILE, *TOKENIZER_FILES)
 _TEMPLATES = f"{TEMPLATE_FOLDER}/*.jinja"
-# SDK and cookbook load this one for every model of the family, as Meta's own need a licence to be accepted.
+# SDK and cookbook load this tokenizer for every model of the family, because Meta's own repositories require accepting
+# a licence.
 _LLAMA_3, _OPEN_LLAMA_3 = "meta-llama/Llama-3", "thinkingmachineslabinc/meta-llama-3-instruct-tokenizer"
 _TRY_AGAIN_S = 60.0
 _PATIENCE_S = 5.0
@@ -31,7 +32,7 @@ _PATIENCE_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class HubFile:
-    """One file; `oid` is the id git gives its content."""
+    """One file; `oid` is the git object id of its content."""
 
     path: Path
     size: int
@@ -40,20 +41,21 @@ class HubFile:
 
 @dataclass(frozen=True, slots=True)
 class Repository:
-    """A model's files by name; `commit` changes with any of them."""
+    """A model's files by name; `commit` changes when any file changes."""
 
     id: str
     commit: str
     files: Mapping[str, HubFile]
 
     def file(self, name: str) -> HubFile:
-        """Raises EntryNotFound."""
+        """The file with this name. Raises EntryNotFound."""
         if name not in self.files:
             raise EntryNotFound(f"{self.id} has no file {name[:200]!r} here: only its tokenizer is served")
         return self.files[name]
 
     def below(self, folder: str) -> dict[str, HubFile]:
-        """Those in a folder, however deep; empty for all. Raises EntryNotFound when there are none."""
+        """The files in a folder and its subfolders; an empty folder name means all files. Raises EntryNotFound when
+        there are none."""
         found = {name: file for name, file in self.files.items() if not folder or name.startswith(f"{folder}/")}
         if not found:
             raise EntryNotFound(f"{self.id} has no folder {folder[:200]!r} here: only its tokenizer is served")
@@ -61,7 +63,8 @@ class Repository:
 
 
 class HubService:
-    """Files may change while we run: they are looked at for every request, and read again if they did."""
+    """Serves tokenizer repositories. Files may change while the server runs: every request checks them, and changed
+    files are read again."""
 
     def __init__(self, settings: Settings, bases: BaseModels) -> None:
         served = settings.api.tokenizers != "local"
@@ -84,10 +87,11 @@ class HubService:
         return Repository(repo_id, commit, files)
 
     def _fetch(self, source: str) -> Path:
-        """The folder in the hub cache, filled if need be. Raises Unavailable."""
+        """The tokenizer's folder in the hub cache, downloaded if needed. Raises Unavailable."""
         if source in self._fetched:
             return self._fetched[source]
-        # Anybody may ask, and a Hub that is away keeps us waiting: one thread, and the others for a moment.
+        # Anybody may send this request, and a Hub that is away is slow to fail. So one thread waits for the Hub, and
+        # the others wait only for a moment.
         if not self._lock.acquire(timeout=_PATIENCE_S):
             raise Unavailable(f"the tokenizer of {source} is being fetched; try again soon")
         try:
@@ -109,7 +113,8 @@ class HubService:
 
 
 def _sources(bases: BaseModels) -> dict[str, Path]:
-    """By every id a client may ask for; a base model's own name goes before what others are cut to."""
+    """Tokenizer sources by every id that a client may request. A base model's full name takes precedence over a
+    shortened hub id."""
     sources = {name: Path(bases.tokenizer(name)) for name in bases.names()}
     served = dict(sources)
     for name, source in sources.items():

@@ -1,4 +1,4 @@
-"""Models, which are training runs: created from a base or a checkpoint, described and listed."""
+"""Models, which are training runs: created from a base model or a checkpoint, described, listed and deleted."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ from app.stores.interfaces.records import Record, Records
 
 
 class ModelService:
-    """A model is registered together with its seq 0, so that what is known of it is what that call said."""
+    """Creates, describes, unloads and deletes models. A model is registered together with its seq 0, so its record
+    always matches that call."""
 
     def __init__(
         self, store: Records, bases: BaseModels, admission: AdmissionService, endings: Endings, sources: Sources
@@ -45,17 +46,19 @@ class ModelService:
         self._endings = endings
 
     def create(self, caller: Caller, asked: Mapping[str, Any]) -> dict[str, str]:
-        """A promise of a fresh model. Raises NotFound (session), BadRequest, or Unavailable without a trainer yet."""
+        """Creates a fresh model, and returns a future. Raises NotFound (session), BadRequest, or Unavailable without a
+        trainer yet."""
         check_optimizer(asked.get("optimizer_config"))
         model_id = ids.model_id(asked["session_id"], asked["model_seq_id"])
         config, critic = asked["lora_config"], asked_role(asked) == CRITIC
         lora = None if not config or config["rank"] == 0 else LoraSpec(**{"seed": ids.stable_seed(model_id), **config})
-        if lora and critic:  # which has another head than the one that would be trained
+        if lora and critic:  # a critic has a value head, so the unembedding is not trained
             lora = replace(lora, train_unembed=False)
         return self._admit(caller, asked, CreateModel(ModelSpec(asked["base_model"], lora, critic)))
 
     def create_from(self, caller: Caller, asked: Mapping[str, Any]) -> dict[str, str]:
-        """A promise of a model that starts as a checkpoint. Raises NotFound (session, checkpoint) or BadRequest."""
+        """Creates a model from a checkpoint, and returns a future. Raises NotFound (session, checkpoint) or
+        BadRequest."""
         check_optimizer(asked.get("optimizer_config"))
         path = ids.TinkerPath.parse(asked["path"])
         checkpoint = self._sources.find(path, caller, asked.get("weights_access_token"))
@@ -83,13 +86,14 @@ class ModelService:
         }
 
     def unload(self, model_id: str, caller: Caller) -> dict[str, str]:
-        """A promise, kept at once: its trainer has been told that it need not stay in memory. Raises NotFound."""
+        """Asks the trainer to release the model from its memory, and returns a future that is done at once. Raises
+        NotFound."""
         load_owned(self._records, Model, model_id, caller)
         self._endings.unload(model_id)
         return {"request_id": ids.unload_id(model_id), "model_id": model_id}
 
     def delete(self, model_id: str, caller: Caller) -> None:
-        """End a run: its waiting calls fail, and nothing is left of it but its checkpoints. Again is fine.
+        """Ends a run: its waiting calls fail, and only its checkpoints stay. A repeat is harmless.
 
         Raises NotFound.
         """
@@ -130,25 +134,26 @@ class ModelService:
 
 
 class RunService:
-    """A run is its Model record, and the checkpoints below its id."""
+    """Describes and lists runs. A run consists of its Model record and the checkpoints under its id."""
 
     def __init__(self, store: Records) -> None:
         self._records = store
 
     def describe(self, model_id: str, caller: Caller, scope: Scope) -> dict[str, Any]:
-        """A TrainingRun; "accessible" is also one of somebody else that has a public checkpoint. Raises NotFound."""
+        """A TrainingRun. The scope "accessible" includes another project's run that has a public checkpoint. Raises
+        NotFound."""
         try:
             load_readable(self._records, Model, model_id, caller)
         except NotFound:
             if scope == "owned" or not self._checkpoints(model_id, caller):
                 raise
         stored = self._records.get(Model.namespace, model_id)
-        if stored is None:  # a public checkpoint may outlive all else
+        if stored is None:  # a public checkpoint may outlive its run's record
             raise NotFound(f"model {model_id[:200]!r} does not exist")
         return self._view(model_id, stored, caller)
 
     def list_runs(self, caller: Caller, scope: Scope, project: str | None, page: Page) -> dict[str, Any]:
-        """Newest first. Raises NotFound for a project the caller does not see."""
+        """The runs of a project or scope, newest first. Raises NotFound for a project that the caller does not see."""
         within = projects(caller, scope, project)
         stored = [(id_, fields, records.load(Model, fields)) for id_, fields in self._records.list(Model.namespace)]
         found = [run for run in stored if run[2].owner in within]
@@ -156,8 +161,8 @@ class RunService:
         return {"training_runs": [self._view(id_, fields, caller) for id_, fields, _ in shown], "cursor": cursor}
 
     def list_checkpoints(self, model_id: str, caller: Caller) -> list[dict[str, Any]]:
-        """A run's checkpoints, newest first; of somebody else's run the public ones. Raises NotFound for a run of which
-        the caller sees nothing."""
+        """A run's checkpoints, newest first; of another project's run only the public ones. Raises NotFound for a run
+        of which the caller sees nothing."""
         found = self._checkpoints(model_id, caller)
         if not found:
             load_readable(self._records, Model, model_id, caller)

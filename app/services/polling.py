@@ -1,4 +1,4 @@
-"""Polls: finds futures, holds a poll while there is room, and cancels requests nobody waits for."""
+"""Polls: finds futures, limits how long polls are held, and cancels sampling requests that no client waits for."""
 
 from __future__ import annotations
 
@@ -33,25 +33,26 @@ _SHORT_HOLD_S = 1.0
 
 
 def check_request_id(text: str) -> None:
-    """Raises NotFound for what no future can be called."""
+    """Raises NotFound for a text that cannot be a future's id."""
     if not _REQUEST_ID.fullmatch(text):
         raise NotFound(f"no future {text[:200]!r}")
 
 
 class FutureLookup(Protocol):
     def future(self, request_id: str, caller: Caller) -> Future:
-        """Raises NotFound for an unknown or foreign id (alike), Gone for an expired one."""
+        """The future. Raises NotFound for an unknown or foreign id (with the same text), and Gone for an expired
+        one."""
         ...
 
 
 class PollService:
-    """`waiter` wakes a poll when its result is there."""
+    """Long polls for one future. `waiter` wakes a poll when the result is there."""
 
     def __init__(self, futures: FutureLookup, waiter: Waiter, holds: Holds) -> None:
         self._futures, self._waiter, self._holds = futures, waiter, holds
 
     def wait(self, request_id: str, caller: Caller) -> Future:
-        """The future, once it is terminal or the hold is over. Raises NotFound or Gone."""
+        """The future, once it is terminal or the hold time is over. Raises NotFound or Gone."""
         check_request_id(request_id)
         with self._holds.hold() as seconds:
             return self._wait(request_id, caller, seconds)
@@ -70,13 +71,14 @@ class PollService:
 
 
 class BatchPollService:
-    """One poll for all requests of a client, so that it needs one connection however many samples it waits for."""
+    """One long poll for all requests of a client, so that the client needs one connection however many samples it waits
+    for."""
 
     def __init__(self, completions: Completions, store: Records, waiter: Waiter, holds: Holds) -> None:
         self._completions, self._records, self._waiter, self._holds = completions, store, waiter, holds
 
     def wait(self, caller: Caller, asked: Mapping[str, Any]) -> tuple[list[Completion], int]:
-        """What came to its end behind `prev_cursor`, once there is something or the hold is over; and the next cursor.
+        """The completions after `prev_cursor`, once there is one or the hold time is over; and the next cursor.
 
         Raises NotFound (sampler).
         """
@@ -103,22 +105,24 @@ class BatchPollService:
 
 
 class Futures:
-    """Every future there is: those of the journal, and those of calls for which nothing has to run.
+    """Finds any future: those of the journal, and those of calls for which nothing has to run.
 
-    The latter have no more than the record they made or marked, and are done as long as it is there.
+    A call of the second kind has only the record that it created or marked, and its future is done while that record
+    exists.
     """
 
     def __init__(self, oplog: OpLog, store: Records) -> None:
         self._oplog, self._records = oplog, store
 
     def future(self, request_id: str, caller: Caller) -> Future:
-        """Raises NotFound for an unknown or foreign id (alike), Gone for an expired one."""
+        """The future. Raises NotFound for an unknown or foreign id (with the same text), and Gone for an expired
+        one."""
         model_id = ids.unloaded_by(request_id)
         if model_id is not None:
             return self._done(request_id, caller, Model, model_id, UNLOAD, "model_id")
         if ids.is_loss_id(request_id):
             return self._done(request_id, caller, Loss, request_id, CUSTOM_LOSS, "loss_id")
-        # What a viewer reads is there as before for whoever waits for it.
+        # A read by a viewer leaves the result in place for the client that waits for it.
         viewed = {project for project in caller.roles if not caller.may("member", project)}
         return self._oplog.future(request_id, caller.roles.keys(), viewed)
 
@@ -131,7 +135,7 @@ class Futures:
 
 
 class Holds:
-    """Counts the polls that are held. A poll is never refused; beyond the capacity it is answered sooner."""
+    """Limits and counts long polls. A poll is never refused; above the capacity it is answered sooner."""
 
     def __init__(self, settings: ApiSettings) -> None:
         self._settings = settings
@@ -140,9 +144,9 @@ class Holds:
 
     @contextlib.contextmanager
     def hold(self) -> Iterator[float]:
-        """The seconds that the poll which runs in the block may wait.
+        """The seconds that the poll in this block may wait.
 
-        While Redis is away it is held for a moment all the same: the SDK polls again at once after a 5xx.
+        While Redis is away the poll is still held for a moment, because the SDK polls again at once after a 5xx.
         """
         with self._lock:
             self._held += 1
@@ -161,15 +165,15 @@ class Holds:
 
     @contextlib.contextmanager
     def occupy(self) -> Iterator[None]:
-        """Count an answer that takes as long as its result as a held poll. Raises TooManyRequests above the capacity:
-        whoever waits in it cannot be told to poll again."""
+        """Counts an answer that stays open until its result is there as a held poll. Raises TooManyRequests above the
+        capacity, because a client of such an answer cannot be asked to poll again."""
         with self.hold():
             if self._held > self._settings.poll_capacity:
                 raise TooManyRequests(f"{self._settings.poll_capacity} calls wait for results here; try again soon")
             yield
 
     def _seconds(self, held: int) -> float:
-        """Of the poll that makes it `held` polls; the other half of the spare threads stays free."""
+        """The hold time of a poll that raises the count to `held`. The other half of the spare threads stays free."""
         if held <= self._settings.poll_capacity:
             return self._settings.poll_hold_s
         if held <= self._settings.poll_capacity + self._settings.spare_threads // 2:
@@ -178,14 +182,15 @@ class Holds:
 
 
 class CancelService:
-    """A cancelled request is a failed one: nothing of it runs any more, and its place is free at once."""
+    """Cancels sampling requests. A cancelled request counts as failed: it stops running, and its queue capacity is free
+    at once."""
 
     def __init__(self, futures: FutureLookup, oplog: OpLog) -> None:
         self._futures, self._oplog = futures, oplog
 
     def cancel(self, request_id: str, caller: Caller) -> None:
-        """Fail it, unless its result is there. Raises NotFound or Gone as a poll does, Forbidden, or BadRequest for
-        other futures."""
+        """Fails the request unless its result is there. Raises NotFound or Gone as a poll does, Forbidden, or
+        BadRequest for other futures."""
         check_request_id(request_id)
         future = self._futures.future(request_id, caller)
         check_role(caller, future.owner)

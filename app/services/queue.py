@@ -1,4 +1,4 @@
-"""The queue as a caller sees it: its waiting calls with their places, and the state a pending future is in."""
+"""The queue as a caller sees it: the caller's waiting calls with their positions, and the state of a pending future."""
 
 from __future__ import annotations
 
@@ -21,26 +21,28 @@ from app.stores.interfaces.journal import Future
 from app.stores.interfaces.queues import Backlog, Call, Calls, Unfinished
 from app.stores.interfaces.records import Records
 
-# A look may take tens of milliseconds: whoever asks all the time gets two a second.
+# A snapshot of the queue may take tens of milliseconds, so a client that polls constantly gets two a second.
 _LOOK_S = 0.5
 _SAMPLE = "sample"
 
 _STATE_LOOK_S = 2.0
 _PARENTS = 4096
 
-# With so many waiting a look takes some 50 ms, most of them here; who stands behind that is told no place.
+# With this many calls waiting, a snapshot takes about 50 ms, most of it in this process. A call further behind gets no
+# position.
 _MOST_PLACES = 10_000
 
 
 class QueueService:
-    """As of half a second ago at most, but nothing that has ended since."""
+    """Lists a caller's waiting calls. Positions are at most half a second old, and calls that have ended since are left
+    out."""
 
     def __init__(self, looks: QueueLooks, states: QueueStates, backlog: Backlog, calls: Calls, store: Records) -> None:
         self._looks, self._states, self._backlog, self._calls = looks, states, backlog, calls
         self._records = store
 
     def list(self, caller: Caller, page: Page) -> dict[str, Any]:
-        """The body of GET queue: training calls by model and seq, then sampling requests by their admission. Raises
+        """The body of GET queue: training calls by model and seq, then sampling requests by admission. Raises
         Unavailable."""
         look = self._looks.newest(_LOOK_S)
         if look is None:
@@ -73,7 +75,7 @@ class QueueService:
 
 
 def _waiting(state: QueueState) -> dict[str, Any]:
-    """Position 1 is the next to run, or runs."""
+    """The row of a call that waits. The call at position 1 runs next, or runs already."""
     place = state.place
     where = {"position": place.before + 1, "estimated_start_s": place.starts_in_s} if place else {}
     return {"state": "waiting" if state.name == "active" else state.name, "reason": state.reason, **where}
@@ -81,7 +83,8 @@ def _waiting(state: QueueState) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class QueueState:
-    """`reason` is for the user: why it is paused, or what runs before it. The SDK logs it while it is paused."""
+    """The state of a pending call. `reason` is for the user: the cause of a pause, or the calls that run first. The SDK
+    logs the reason of a paused call."""
 
     name: str
     reason: str = ""
@@ -92,20 +95,21 @@ ACTIVE = QueueState("active")
 
 
 class QueueStates:
-    """Asked only when a hold ends, of which 2,000 may do so within seconds: a look at everything serves all polls for a
-    moment, and whose worker a future needs never changes."""
+    """Computes the queue state of pending futures. It is used only when a long poll times out, and 2,000 polls may do
+    so within seconds. So one snapshot serves all polls for a moment, and the worker role that a future needs is cached,
+    because it never changes."""
 
     def __init__(self, looks: QueueLooks, store: Records) -> None:
         self._looks, self._records = looks, store
         self._needs = lru_cache(_PARENTS)(self._find_needed)
 
     def of(self, future: Future) -> QueueState:
-        """Of a future that is still pending."""
+        """The state of a future that is still pending."""
         look = self._looks.newest(_STATE_LOOK_S)
         return self.at(look, future.request_id, future.kind, future.model_id) if look else ACTIVE
 
     def at(self, look: Look, request_id: str, kind: str, parent_id: str) -> QueueState:
-        """The same, as of a look; `parent_id` is its model or sampler."""
+        """The same state in a given snapshot; `parent_id` is the request's model or sampler."""
         needed = self._needs(kind == "sample", parent_id)
         place = look.standings.of(request_id)
         if needed and needed not in look.live:
@@ -116,7 +120,7 @@ class QueueStates:
         return QueueState(ACTIVE.name, describe(place), place) if place else ACTIVE
 
     def _find_needed(self, sample: bool, parent_id: str) -> tuple[str, str] | None:
-        """(role, base model) of the workers that run it."""
+        """(role, base model) of the workers that run the call."""
         stored = self._records.get(Sampler.namespace if sample else Model.namespace, parent_id)
         if stored is None:
             return None
@@ -129,19 +133,20 @@ class QueueStates:
 
 class Workers(Protocol):
     def workers(self) -> dict[str, Worker]:
-        """Those that beat now and do what they are asked, by node."""
+        """Healthy workers with a current heartbeat, by node."""
         ...
 
 
 class Rooms(Protocol):
     def shortage(self) -> str:
-        """Why no call is taken in at present; empty while there is room."""
+        """The reason why no call is admitted at present; empty while there is room."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """`live`: (role, base model) of the workers that are there. `shortage`: why no call is taken in; empty if it is."""
+    """A snapshot of the queue. `live`: (role, base model) of the live workers. `shortage`: the reason why no call is
+    admitted; empty while there is room."""
 
     live: frozenset[tuple[str, str]]
     shortage: str
@@ -150,7 +155,8 @@ class Look:
 
 
 class QueueLooks:
-    """One look serves all who ask within a moment: 2,000 held polls may end within seconds. `weight_of` a project."""
+    """Takes and caches snapshots of the queue. One snapshot serves all polls within a moment, as 2,000 long polls may
+    end within seconds. `weight_of` returns a project's weight."""
 
     def __init__(self, workers: Workers, rooms: Rooms, backlog: Backlog, weight_of: Callable[[str], float]) -> None:
         self._workers, self._rooms, self._backlog, self._weight_of = workers, rooms, backlog, weight_of
@@ -159,10 +165,11 @@ class QueueLooks:
         self._newest: Look | None = None
 
     def newest(self, age_s: float) -> Look | None:
-        """One that is about `age_s` old at most; None while none ever succeeded."""
+        """A snapshot at most about `age_s` old; None while none ever succeeded."""
         with self._lock:
             if time.monotonic() - self._looked > age_s:
-                # Noted first: in an outage one caller in a while finds out, and not one behind the other.
+                # The time is set first, so that in an outage only one caller per interval waits for the failure,
+                # instead of all callers one after another.
                 self._looked = time.monotonic()
                 self._newest = self._look()
             return self._newest

@@ -1,9 +1,9 @@
-"""Where a call that waits stands in its queue: what runs before it, and when its own turn may come.
+"""Queue position of a waiting call: the number of calls that run before it, and an estimate of its start.
 
-Turns go round: over the projects by their weights, then over the models of one (workers/train/scheduler.py). So of
-another project's calls as many run before a call as it has before it of its own, and one: times what its weight is to
-theirs. That is the most for calls that take alike. Turns are of time, so a project of short calls has more of them in
-its own.
+The fair queue goes round: over the projects by their weights, then over the models of one project
+(workers/train/scheduler.py). With n calls of its own project ahead, at most ceil((n + 1) * w_other / w_own) calls of
+each other project run first. This maximum holds for calls of equal duration. A turn is an amount of time, so a project
+with short calls runs more of them in each turn.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from app.stores.interfaces.queues import ModelLine, Unfinished
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """`before`: calls that run first. `starts_in_s`: so long from now at the workers' pace; None while that is
-    not known. `missing`: the seq of its model that has to come first."""
+    """The queue position of one call. `before`: number of calls that run first. `starts_in_s`: seconds until its start
+    at the workers' current service time; None while that is unknown. `missing`: the seq of the same model that must
+    arrive first."""
 
     before: int
     starts_in_s: float | None
@@ -30,7 +31,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class _Crew:
-    """The workers that read one queue. `rate`: calls a second, of those that ran any lately."""
+    """The workers that read one queue. `rate`: calls per second, over the workers that ran any calls recently."""
 
     paces: Mapping[str, float]
     batch: int
@@ -40,7 +41,7 @@ class _Crew:
         return sum(1 / pace for pace in self.paces.values() if pace)
 
     def seconds(self, calls: int, node: str = "") -> float | None:
-        """Until so many have ended: at `node` if it is one of them, else anywhere."""
+        """Seconds until this many calls have ended: at `node` if it is one of these workers, else at any of them."""
         if calls <= 0:
             return 0.0
         rate = 1 / pace if (pace := self.paces.get(node)) else self.rate
@@ -49,14 +50,14 @@ class _Crew:
 
 @dataclass(frozen=True, slots=True)
 class _Lane:
-    """What waits where a model is: of each project its models' calls, and their sum."""
+    """The waiting calls at one node: per project the calls of each model, and their sum."""
 
     models: Mapping[str, Mapping[str, int]]
     waiting: Mapping[str, int]
 
 
 class Standings:
-    """As of one moment. `workers` are those that do what they are asked, by node; a project's weight is over 0."""
+    """Queue positions at one moment. `workers`: the healthy workers, by node. A project's weight is greater than 0."""
 
     def __init__(self, found: Unfinished, workers: Mapping[str, Worker], weight_of: Callable[[str], float]) -> None:
         self._workers, self._weight_of = workers, weight_of
@@ -72,7 +73,7 @@ class Standings:
         self._crews: dict[str, _Crew] = {}
 
     def of(self, request_id: str) -> Place | None:
-        """None for a call that was not waiting then, or so far behind that nobody counted."""
+        """The position of a call; None if the call was not waiting then, or is beyond the counted part of the queue."""
         if request_id in self._samples:
             return self._of_sample(*self._samples[request_id])
         model_id, _, seq = request_id.rpartition(":")
@@ -80,7 +81,7 @@ class Standings:
         return self._of_model(line, int(seq) - line.applied - 1) if line else None
 
     def _of_model(self, line: ModelLine, earlier: int) -> Place | None:
-        """The place of a call behind `earlier` ones of its own model."""
+        """The position of a call behind `earlier` calls of its own model."""
         if earlier < 0:
             return None
         lane = self._lane(line.queue, line.node)
@@ -93,7 +94,8 @@ class Standings:
         return Place(before, self._crew(line.queue).seconds(before, line.node))
 
     def _of_sample(self, queue: str, owner: str, earlier: int) -> Place:
-        """The place of a request behind `earlier` ones of its own project; what fits into the batches runs at once."""
+        """The position of a request behind `earlier` requests of its own project. Requests that fit into the batches
+        run at once."""
         waiting = self._sampled[queue]
         before = self._behind_others(earlier, owner, waiting)
         crew = self._crew(queue)
@@ -124,18 +126,18 @@ class Standings:
 
 
 def _behind(own: int, others: Iterable[tuple[int, float]]) -> int:
-    """What runs before a call with `own` ones of its own before it, where each of the others has so many waiting and so
-    many turns for one of its."""
+    """The number of calls that run before a call with `own` earlier calls of its own. `others` holds, for each other
+    project or model, its waiting calls and its turns per turn of this one."""
     return own + sum(min(waiting, ceil((own + 1) * turns)) for waiting, turns in others)
 
 
 def _share_a_worker(node: str, other: str) -> bool:
-    """Of two models, by the nodes that hold them: what nobody holds may come to any."""
+    """True if models at these two nodes can run on the same worker. A model that no node holds can go to any worker."""
     return node == other or not node or not other
 
 
 def describe(place: Place) -> str:
-    """In words, for its user."""
+    """The position in words, for the user."""
     if place.running:
         return "it runs now"
     if place.missing is not None:

@@ -1,7 +1,7 @@
-"""Recovery: rebuilds runs and checkpoints from manifests, and backs up the objects no manifest can replace.
+"""Recovery: rebuilds runs and checkpoints from manifests, and backs up the objects that no manifest can replace.
 
-A backup has one JSON text a line: a head, an object each, and last how many there were, so that a file that was cut
-short is told from a whole one.
+A backup file has one JSON text per line: a head, one line per object, and last the number of objects. The last line
+shows that the file was not cut short.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 Found = dict[Place, list[str]]
 """The keys of each place of one model."""
 _TYPED = TypeAdapter(Manifest)
-# Owners that wrote nothing but local snapshots left no trace of their epochs; no run sees a million of them.
+# Owners that wrote only local snapshots left no trace of their epochs in the object store. No run has a million epochs.
 _FAR = 2**20
 
 ROOTS = (accounts.ROOT, *BOOKS)
@@ -41,10 +41,11 @@ _HEAD = {"tinsmith": "backup", "version": 1}
 
 @dataclass
 class Restored:
-    """What was restored: runs by the seq they go on behind, runs of which only checkpoints are left, paths.
+    """The result of a rebuild. `runs` maps each restored run to the seq after which it continues. `ended` lists the
+    runs of which only checkpoints are left. `checkpoints` lists the restored paths.
 
-    `known` runs were there and are as they were; those `set_back` were known as they had been earlier. `expired`
-    checkpoints and `damaged` places were left out.
+    `known` counts runs that were already there and did not change. `set_back` lists runs that were known only in an
+    earlier state. `expired` checkpoints and `damaged` places were left out.
     """
 
     runs: dict[str, int] = field(default_factory=dict)
@@ -57,10 +58,11 @@ class Restored:
 
 
 class Rebuild:
-    """Adds what is not there and changes nothing that is, so it may run at any time, and again.
+    """Adds missing runs and checkpoints and changes nothing else, so it can run at any time and more than once.
 
-    Only a run whose later history is lost changes: its paths lead to what was saved last, and it gets a new epoch far
-    beyond. The epoch is also its floor: what else was written in the lost history is never taken for the new one's.
+    The one exception is a run that has lost its later history. Its paths then point to the newest saved checkpoints,
+    and the run gets a new, much higher epoch. That epoch is also the run's floor: files from the lost history are never
+    taken for files of the new history.
     """
 
     def __init__(self, oplog: OpLog, lifecycle: Lifecycle, store: Records, objects: ObjectStore) -> None:
@@ -68,7 +70,7 @@ class Rebuild:
         self._moves: dict[str, str] = {}
 
     def __call__(self) -> Restored:
-        """Raises Unavailable, when it can be run again."""
+        """Rebuilds everything. Raises Unavailable, after which it can be run again."""
         restored, self._moves = Restored(), read_moves(self._objects)
         for model_id, found in self._models().items():
             head = self._records.get(Model.namespace, model_id)
@@ -89,15 +91,16 @@ class Rebuild:
         return models
 
     def _is_lost(self, place: Place, head: Record) -> bool:
-        """Whether it was written behind what the state server knows of its run. What is being saved now is journalled;
-        the objects were listed before `head` was read, so they cannot be ahead of it otherwise."""
+        """True if the place was written after the state that the state server has of its run. A save in progress is
+        journaled, and the objects were listed before `head` was read, so the objects cannot be ahead of `head` for
+        another reason."""
         epoch = int(head["epoch"])
         if place.epoch != epoch or place.seq <= int(head["applied"]):
             return place.epoch > epoch
         return not self._oplog.waiting(place.model_id, place.seq, 1)
 
     def _catch_up(self, model_id: str, head: Record, found: Found, lost: list[Place], restored: Restored) -> None:
-        """The new epoch comes last: by it nothing is lost any more."""
+        """Restores a run that was set back. The new epoch is written last, because after it nothing counts as lost."""
         for place, manifest in self._newest_of_each(lost, found, restored):
             if manifest.path:
                 self._restore_checkpoint(place, manifest, restored)
@@ -106,7 +109,7 @@ class Rebuild:
         restored.set_back.append(model_id)
 
     def _restore(self, model_id: str, found: Found, restored: Restored) -> None:
-        """Its record comes last: whatever has one was restored whole."""
+        """Restores a missing run. Its record is written last, so a run that has a record was restored completely."""
         snapshot, manifests = None, []
         for place, manifest in self._newest_of_each(found, found, restored):
             manifests.append(manifest)
@@ -130,7 +133,7 @@ class Rebuild:
                 yield newest
 
     def _newest(self, places: Iterable[Place], found: Found, restored: Restored) -> tuple[Place, Manifest] | None:
-        """The newest that is whole; half-written ones have no manifest."""
+        """The newest complete place; a half-written place has no manifest."""
         for place in sorted(places, key=lambda place: (place.epoch, place.seq), reverse=True):
             if f"{place}/{MANIFEST}" not in found[place]:
                 continue
@@ -141,7 +144,7 @@ class Rebuild:
         return None
 
     def _manifest(self, place: Place, keys: list[str]) -> Manifest | None:
-        """With what was set last of the things that may change."""
+        """The manifest with the latest values of the fields that may change; None if it is damaged."""
         try:
             written = Manifest.from_json(self._objects.read(f"{place}/{MANIFEST}"))
             expires_at = read_note(self._objects, keys, "expires_at", written.expires_at)
@@ -177,7 +180,7 @@ class Rebuild:
             restored.checkpoints.append(manifest.path)
 
     def _record(self, path: str, checkpoint: Checkpoint) -> bool:
-        """False when what was saved there last is recorded."""
+        """Records the checkpoint. False when the newest save at this path is recorded already."""
         fields = records.dump(checkpoint)
         if self._records.put_new(Checkpoint.namespace, path, fields):
             return True
@@ -190,7 +193,8 @@ class Rebuild:
     def _restore_run(
         self, model_id: str, manifests: list[Manifest], snapshot: Place | None, epoch: int, restored: Restored
     ) -> None:
-        """Without a snapshot nothing can go on: the run has ended, and its checkpoints are what is left."""
+        """Restores the run's record. Without a snapshot the run cannot continue: it has ended, and only its checkpoints
+        are left."""
         last = max(manifests, key=lambda manifest: (manifest.epoch, manifest.seq))
         session_id = ids.session_of(model_id)
         created = min(_unix(manifest.created) for manifest in manifests)
@@ -221,7 +225,7 @@ class Rebuild:
 
 
 def _check(place: Place, manifest: Manifest) -> None:
-    """Raises ValueError, or BadRequest, for one that was not written for this place."""
+    """Raises ValueError or BadRequest for a manifest that was not written for this place."""
     if not ids.is_model_id(place.model_id):
         raise ValueError(f"{place.model_id!r} is not a run's id")
     path = "" if place.kind == SNAPSHOT else f"tinker://{place.model_id}/{place.kind}/{place.name}"
@@ -240,7 +244,7 @@ def _unix(moment: str) -> float:
 
 
 def backup_lines(objects: ObjectStore) -> Iterator[str]:
-    """A backup's lines. Raises Unavailable while the store is away."""
+    """The lines of a backup. Raises Unavailable while the store is away."""
     yield json.dumps(_HEAD)
     keys = [key for root in ROOTS for key in objects.list(f"{root}/")]
     for key in keys:
@@ -249,7 +253,8 @@ def backup_lines(objects: ObjectStore) -> Iterator[str]:
 
 
 def check_backup(backup: Iterable[str]) -> int:
-    """How many objects it holds. Raises BadRequest, naming the line, for what `lines` did not write."""
+    """The number of objects in the backup. Raises BadRequest, naming the line, for anything that `backup_lines` did not
+    write."""
     rest = enumerate(backup, 1)
     if _parsed(next(rest, (1, ""))[1]) != _HEAD:
         raise BadRequest("line 1 is not the head of a backup of this version")
@@ -267,7 +272,8 @@ def check_backup(backup: Iterable[str]) -> int:
 
 
 def restore_backup(backup: Iterable[str], objects: ObjectStore) -> int:
-    """Store what is not there, of a checked backup; how many that were. What is there is never changed."""
+    """Stores the objects of a checked backup that are missing, and returns their number. Existing objects never
+    change."""
     found = (_parsed(text) for text in backup)
     return sum(objects.put_new(each["key"], each["content"].encode()) for each in found if "key" in each)
 

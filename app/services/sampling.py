@@ -1,4 +1,4 @@
-"""Sampling sessions and the requests on them."""
+"""Samplers (sampling sessions) and the sampling requests on them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ TARGETS = "target_prompt_logprobs"
 
 
 class SamplingService:
-    """A sampler is a name for immutable weights, so its requests need no order and may run again."""
+    """Creates samplers and admits sampling requests. A sampler names immutable weights, so its requests need no order
+    and can safely run again."""
 
     def __init__(
         self, store: Records, bases: BaseModels, admission: AdmissionService, allowances: AllowanceService
@@ -37,9 +38,9 @@ class SamplingService:
         self._admission = admission
 
     def create_session(self, caller: Caller, asked: Mapping[str, Any]) -> str:
-        """The id of a sampler for a base model or a checkpoint; the same one for a repeat.
+        """Creates a sampler for a base model or a checkpoint, and returns its id; a repeat returns the same id.
 
-        Raises NotFound (session, checkpoint), BadRequest, or Unavailable while there is no room for another.
+        Raises NotFound (session, checkpoint), BadRequest, or Unavailable while there is no room for another sampler.
         """
         session = load_owned(self._records, Session, asked["session_id"], caller)
         if asked.get("model_path") is None and asked.get("base_model") is None:
@@ -54,18 +55,20 @@ class SamplingService:
         return sampler_id
 
     def join(self, sampler_id: str, caller: Caller) -> int:
-        """The number of one more client, from 1 on: 0 is who made the sampler. Raises NotFound."""
+        """The number of one more client of the sampler, from 1 on; 0 is the client that created the sampler. Raises
+        NotFound."""
         self._allowances.take(caller, load_owned(self._records, Sampler, sampler_id, caller).owner)
         return self._records.join(sampler_id)
 
     def describe(self, sampler_id: str, caller: Caller) -> dict[str, str]:
-        """Raises NotFound."""
+        """The sampler's id, base model and checkpoint path. Raises NotFound."""
         sampler = load_readable(self._records, Sampler, sampler_id, caller)
         path = {"model_path": sampler.model_path} if sampler.model_path else {}
         return {"sampler_id": sampler_id, "base_model": sampler.base_model, **path}
 
     def sample(self, caller: Caller, asked: Mapping[str, Any]) -> dict[str, Any]:
-        """A promise with the id of each sample to come. Raises NotFound (sampler), BadRequest or Unavailable."""
+        """Admits a sampling request, and returns a future with the id of each sample. Raises NotFound (sampler),
+        BadRequest or Unavailable."""
         sampler_id, seq = asked["sampling_session_id"], asked["seq_id"]
         sampler = load_owned(self._records, Sampler, sampler_id, caller)
         info = self._bases.info(sampler_role(full=sampler.full), sampler.base_model)
@@ -77,8 +80,8 @@ class SamplingService:
         return {"request_id": request_id, "sample_sequence_ids": names}
 
     def resolve(self, caller: Caller, owner: str, session_id: str, base: str | None, path: str | None) -> Sampler:
-        """A sampler of project `owner`, not yet stored, of a checkpoint or, without a path, of a base model. Raises
-        NotFound or BadRequest."""
+        """A sampler of project `owner` for a checkpoint, or for a base model if there is no path. The sampler is not
+        stored. Raises NotFound or BadRequest."""
         if path is None:
             return Sampler(owner, session_id, self._bases.settings(base or "").name, time.time())
         parsed = ids.TinkerPath.parse(path)
@@ -92,7 +95,8 @@ class SamplingService:
         return Sampler(owner, session_id, name, time.time(), path, prefix, full=full)
 
     def _is_there(self, sampler_id: str, asked: Mapping[str, Any]) -> bool:
-        """A repeat finds its sampler even if the checkpoint has gone since. Raises BadRequest for another one's id."""
+        """True if the sampler exists already; a repeat finds it even if the checkpoint has been deleted since. Raises
+        BadRequest if the id belongs to a different sampler."""
         stored = self._records.get(Sampler.namespace, sampler_id)
         if stored is None:
             return False
@@ -105,7 +109,8 @@ class SamplingService:
 
 
 def _request(asked: Mapping[str, Any], seed: int, max_context: int) -> SampleRequest:
-    """`max_tokens` ends at the context's end, which is also its default."""
+    """The decoded sampling request. The context length caps `max_tokens`, and the rest of the context is its
+    default."""
     params = asked["sampling_params"]
     prompt = text_tokens(asked["prompt"]["chunks"], "prompt")
     room = max(1, max_context - len(prompt))
@@ -132,7 +137,8 @@ def _request(asked: Mapping[str, Any], seed: int, max_context: int) -> SampleReq
 
 
 def _last_n(asked: int | None) -> int:
-    """0 where all tokens are to be scored, which a client asks for by sending none: its 0 is a mistake."""
+    """The number of prompt tokens to score, or 0 for all. A client asks for all by sending nothing, so a 0 from a
+    client is a mistake. Raises BadRequest."""
     if asked is not None and asked < 1:
         raise BadRequest(f"prompt_logprobs_last_n {asked} is out of range: leave it out to score the whole prompt")
     return asked or 0

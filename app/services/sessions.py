@@ -1,4 +1,4 @@
-"""Sessions: the frame a client's models and samplers live in; their search, and their calls as a trace."""
+"""Sessions: create, keep alive, finish, move, search and trace. A session holds a client's models and samplers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _LINK_SECONDS = 3600
 
 
 class SessionService:
-    """Opened, kept alive and finished; a session is only ever seen from its project."""
+    """Creates, keeps alive, finishes, describes and moves sessions. A session is visible only from its project."""
 
     def __init__(
         self,
@@ -44,9 +44,10 @@ class SessionService:
         self._allowances = allowances
 
     def create(self, caller: Caller, asked: Mapping[str, Any]) -> str:
-        """The id of a new session, in `project_id` or the caller's own project.
+        """Creates a session in `project_id` or the caller's own project, and returns its id.
 
-        Raises NotFound for a project where he may open none, whether it exists or not; Forbidden where his own is one.
+        Raises NotFound for a `project_id` where the caller may not create sessions, whether that project exists or not.
+        Without `project_id`, raises Forbidden if the caller may not create sessions in the own project.
         """
         project = asked.get("project_id")
         if project is None:
@@ -68,24 +69,24 @@ class SessionService:
         return session_id
 
     def heartbeat(self, session_id: str, caller: Caller) -> None:
-        """Raises NotFound."""
+        """Keeps the session alive. Raises NotFound."""
         load_owned(self._records, Session, session_id, caller)
         self._lifecycle.heartbeat(session_id)
 
     def finish(self, session_id: str, caller: Caller, reason: str) -> None:
-        """Free what it holds in memory; the first reason given stays. Raises NotFound."""
+        """Finishes the session and frees its memory; the first reason given is kept. Raises NotFound."""
         load_owned(self._records, Session, session_id, caller)
         self._endings.finish(session_id, reason)
 
     def list_ids(self, caller: Caller, scope: Scope, page: Page) -> list[str]:
-        """Newest first."""
+        """Session ids, newest first."""
         within = projects(caller, scope)
         stored = [(id_, records.load(Session, fields)) for id_, fields in self._records.list(Session.namespace)]
         found = sorted((-session.created, id_) for id_, session in stored if session.owner in within)
         return [id_ for _, id_ in page.of(found)[0]]
 
     def describe(self, session_id: str, caller: Caller) -> dict[str, Any]:
-        """What is in it. Raises NotFound."""
+        """The session's models, samplers and metadata. Raises NotFound."""
         session = load_readable(self._records, Session, session_id, caller)
         return {
             "training_run_ids": [id_ for id_, _ in self._records.list(Model.namespace, ids.model_prefix(session_id))],
@@ -95,10 +96,11 @@ class SessionService:
         }
 
     def move(self, session_id: str, caller: Caller, project: str) -> None:
-        """It goes to another project with all that is in it, checkpoints included. Again is fine.
+        """Moves the session, with its checkpoints and everything else in it, to another project. A repeat is harmless.
 
-        Raises NotFound for either, as `create` does, Forbidden where the caller only sees the session, and BadRequest
-        for the one of a project's OpenAI-compatible calls: further ones would be made in it, and count for `project`.
+        Raises NotFound for the session or the project, as `create` does. Raises Forbidden if the caller may only view
+        the session. Raises BadRequest for the session of a project's OpenAI-compatible calls: later calls would still
+        be made in that session and would count for `project`.
         """
         session = load_owned(self._records, Session, session_id, caller)
         check_writable(caller, project)
@@ -113,7 +115,7 @@ class SessionService:
         self._lifecycle.move(session_id, project)
 
     def _brings(self, session_id: str, session: Session) -> tuple[int, int]:
-        """Its live models, and the bytes of its checkpoints."""
+        """The session's number of live models, and the bytes of its checkpoints."""
         runs = self._records.list(Model.namespace, ids.model_prefix(session_id))
         live = sum(_is_live(fields) for _, fields in runs) if session.status == "open" else 0
         stored = self._records.list(Checkpoint.namespace, f"tinker://{ids.model_prefix(session_id)}")
@@ -121,19 +123,21 @@ class SessionService:
 
 
 def _is_live(run: Mapping[str, str]) -> bool:
-    """Whether a run of an open session counts for its project, as `live_models` of limits.lua says it does."""
+    """True if a run of an open session counts as live for its project, by the same rule as `live_models` in
+    limits.lua."""
     unloaded = "unloaded" in run and float(run.get("last_request", 0)) <= float(run["unloaded"])
     return "ended" not in run and run["state"] != '"failed"' and not unloaded
 
 
 class SessionSearch:
-    """Newest first, a page at a time; a page goes on right behind the last session of the one before."""
+    """Searches sessions, newest first, one page at a time. A page starts right after the last session of the previous
+    page."""
 
     def __init__(self, store: Records) -> None:
         self._records = store
 
     def __call__(self, caller: Caller, asked: Mapping[str, Any]) -> dict[str, Any]:
-        """The body of sessions/search. Raises NotFound for a project the caller does not see."""
+        """The body of sessions/search. Raises NotFound for a project that the caller does not see."""
         fits = _filter(caller, asked)
         stored = ((id_, records.load(Session, fields)) for id_, fields in self._records.list(Session.namespace))
         found = sorted((pair for pair in stored if fits(pair)), key=_place, reverse=True)
@@ -184,7 +188,8 @@ def _filter(caller: Caller, asked: Mapping[str, Any]) -> Callable[[Found], bool]
 
 
 def _is_named(found: Found, session_id: str | None, name: str | None) -> bool:
-    """By its id or by each of the words of its name; anything fits where neither is asked for."""
+    """True if the session has this id, or its name contains each word of `name`. Any session fits if neither is
+    given."""
     if session_id is None and name is None:
         return True
     called = found[1].display_name.casefold()
@@ -201,7 +206,7 @@ def _has_status(session: Session, statuses: list[dict[str, Any]] | None) -> bool
 
 
 def _status(session: Session) -> dict[str, Any] | None:
-    """None for one that nobody has heard of for long, and did not finish."""
+    """The session's status; None if its heartbeats stopped long ago and it was not finished."""
     if session.status == "open":
         return {"type": "active"}
     return {"type": "client_finished", "reason": {"type": session.status}} if session.status in _REASONS else None
@@ -216,7 +221,8 @@ def _after(cursor: Mapping[str, Any]) -> tuple[datetime, str]:
 
 
 class TraceService:
-    """Nothing is built beforehand or kept: the link leads to the trace as it is when it is followed."""
+    """Exports a session's calls as a trace. Nothing is built beforehand or stored: the link returns the trace as it is
+    when the link is followed."""
 
     def __init__(self, store: Records, calls: Calls, signer: UrlSigner) -> None:
         self._records, self._calls, self._signer = store, calls, signer
@@ -231,12 +237,13 @@ class TraceService:
         return {"status": "ready", "url": url}
 
     def read(self, session_id: str, expires: int, signature: str) -> dict[str, Any]:
-        """The trace behind a link. Raises Forbidden."""
+        """The trace for a signed link. Raises Forbidden."""
         self._signer.check(_route(session_id), expires, signature)
         return {"displayTimeUnit": "ms", "traceEvents": list(self._events(session_id))}
 
     def _events(self, session_id: str) -> Iterator[dict[str, Any]]:
-        """One process for each run and each sampler; its calls overlap, as they are sent before the last has ended."""
+        """Trace events, one process for each run and each sampler. Calls of a process overlap, because a client sends a
+        call before the previous one has ended."""
         models = [id_ for id_, _ in self._records.list(Model.namespace, ids.model_prefix(session_id))]
         samplers = [id_ for id_, _ in self._records.list(Sampler.namespace, ids.sampler_prefix(session_id))]
         calls = [(id_, self._calls.of_model(id_)) for id_ in models]
@@ -248,7 +255,7 @@ class TraceService:
 
 
 def _span(process: int, call: Call) -> Iterator[dict[str, Any]]:
-    """From its admission to its result; open where there is none yet."""
+    """Events of one call, from its admission to its result. The span stays open while there is no result."""
     common = {"name": call.kind, "cat": "call", "id": call.request_id, "pid": process, "tid": 0}
     yield {**common, "ph": "b", "ts": round(call.admitted * 1e6), "args": {"state": call.state}}
     if call.ended is not None:

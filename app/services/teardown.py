@@ -1,4 +1,4 @@
-"""The end of a run: nothing of it is left but the checkpoints its owner saved."""
+"""Teardown of runs and sessions: an ended run keeps only the checkpoints that its owner saved."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ log = logging.getLogger(__name__)
 
 
 class Endings:
-    """`wake` makes the trainer that holds a model look at once for what it may free."""
+    """Tears down runs and sessions. `wake` makes the trainer that holds a model check at once which memory it can
+    free."""
 
     def __init__(
         self, lifecycle: Lifecycle, store: Records, objects: ObjectStore, wake: Callable[[Holder], None]
@@ -25,25 +26,28 @@ class Endings:
         self._lifecycle, self._records, self._objects, self._wake = lifecycle, store, objects, wake
 
     def finish(self, session_id: str, reason: str) -> None:
-        """Its samples are cancelled. Its models leave the memory of whoever holds them; an Op brings one back."""
+        """Finishes a session: cancels its samples and releases its models from their trainers' memory. A later Op loads
+        a model again."""
         self._lifecycle.finish(session_id, reason)
         self._free(self._models(session_id))
         self._lifecycle.abort_samples()
 
     def unload(self, model_id: str) -> None:
-        """It leaves the memory of whoever holds it once what waits has run; an Op brings it back."""
+        """Releases the model from its trainer's memory once its waiting Ops have run. A later Op loads it again."""
         self._lifecycle.unload(model_id)
         self._free([model_id])
 
     def end(self, model_id: str) -> None:
-        """End a model whatever its session. What an outage leaves of its files is left to the orphans chore."""
+        """Ends a model in any session. Files that remain after an outage are deleted by the orphans maintenance
+        task."""
         holder = self._lifecycle.end_model(model_id)
         if holder is not None:
             self._clear(model_id, holder)
             self._lifecycle.abort_samples()
 
     def retire(self, session_id: str) -> None:
-        """End what is left of a session that has ended long ago; what has not gone stays if it lives again."""
+        """Tears down the rest of a session that ended long ago. The parts not yet deleted stay if the session becomes
+        active again."""
         for model_id in self._models(session_id):
             holder = self._lifecycle.end_model(model_id, retired=True)
             if holder is not None:
@@ -51,7 +55,8 @@ class Endings:
         for sampler_id, _ in self._samplers(session_id):
             self._lifecycle.end_sampler(sampler_id)
         if self._lifecycle.forget(session_id):
-            # Without its session none of these ids can come back. A run with a checkpoint stays listed beside it.
+            # Without the session none of these ids can be used again. A run with a checkpoint stays listed beside that
+            # checkpoint.
             for loss_id, _ in self._records.list(Loss.namespace, ids.loss_prefix(session_id)):
                 self._records.delete(Loss.namespace, loss_id)
             for model_id in self._models(session_id):

@@ -1,6 +1,7 @@
-"""Training calls: check, make the Op, admit it. Custom losses are kept here until a batch names one.
+"""Training calls: each is validated, turned into an Op and admitted. Custom losses are stored here until a batch names
+one.
 
-Nothing has to run to make a custom loss, so its future is no more than its record (app/services/polling.py).
+Creating a custom loss runs nothing, so its future is just its record (app/services/polling.py).
 """
 
 from __future__ import annotations
@@ -51,8 +52,9 @@ _TEN_YEARS = 10 * 365 * 24 * _HOUR
 
 
 class TrainingService:
-    """Every method returns a promise, and raises NotFound for a model that the caller does not see, Forbidden for
-    one he only sees, BadRequest, or what AdmissionService raises."""
+    """Validates and admits training calls. Every method returns a future, and raises NotFound for a model that the
+    caller does not see, Forbidden for one that the caller may only view, BadRequest, or an error of
+    AdmissionService."""
 
     def __init__(
         self,
@@ -78,7 +80,7 @@ class TrainingService:
         op = envelope.decode(partial(self._custom_losses.find, caller))
         check_batch(op.batch, self._limits)
         check_forward_backward(op, info, critic=model.critic)
-        # The journal holds every setting in full, so that a later default can not change a replay.
+        # The journal stores every setting explicitly, so that a changed default cannot change a replay.
         op = replace(op, loss_config={**LOSSES[op.loss_fn].config, **op.loss_config})
         return self._admit(caller, model, envelope.model_id, envelope.seq, op)
 
@@ -99,7 +101,8 @@ class TrainingService:
         return self._save(caller, asked, "external_weights", merged=merged, recipients=recipients)
 
     def save_weights_for_sampler(self, caller: Caller, asked: Mapping[str, Any]) -> Promise:
-        """Persisted under `path`, or ephemeral under a sampling session of its own. A critic's is a BadRequest."""
+        """Saves weights for sampling: persistent under `path`, or ephemeral under a new sampling session. Raises
+        BadRequest for a critic."""
         model = load_owned(self._records, Model, asked["model_id"], caller)
         check_sampled_role(asked["model_id"], critic=model.critic)
         if asked.get("path") is not None:
@@ -114,7 +117,8 @@ class TrainingService:
         return self._admit(caller, model, asked["model_id"], asked["seq_id"], op)
 
     def load_weights(self, caller: Caller, asked: Mapping[str, Any]) -> Promise:
-        """A checkpoint that is not there is a BadRequest: the call is final, and its seq is consumed."""
+        """Loads a checkpoint into the model. A missing checkpoint is a BadRequest, because the call is final and its
+        seq is consumed."""
         model = load_owned(self._records, Model, asked["model_id"], caller)
         path = ids.TinkerPath.parse(asked["path"])
         try:
@@ -154,7 +158,7 @@ class TrainingService:
         return self._admit(caller, model, model_id, seq, op, audit.entry(caller, model.owner, "checkpoint_save", saved))
 
     def _check_free(self, sampler_id: str, asked: Mapping[str, Any]) -> None:
-        """Raises BadRequest when a sampling session has this id that did not come from this very call."""
+        """Raises BadRequest if a sampling session with this id exists and was not created by this same call."""
         stored = self._records.get(Sampler.namespace, sampler_id)
         place = Place.parse(records.load(Sampler, stored).prefix) if stored else None
         if stored and (place is None or (place.model_id, place.seq) != (asked["model_id"], asked["seq_id"])):
@@ -166,22 +170,23 @@ class TrainingService:
 
 
 def check_ttl(ttl_seconds: int | None) -> None:
-    """An hour to ten years; None keeps for ever."""
+    """Accepts one hour to ten years; None keeps the checkpoint for ever. Raises BadRequest."""
     if ttl_seconds is not None:
         in_range("ttl_seconds", ttl_seconds, _HOUR, _TEN_YEARS)
 
 
 class CustomLossService:
-    """A loss never changes: its id is the session and the number its client gave it."""
+    """Stores custom losses. A loss never changes: its id consists of the session and the number that the client gave
+    it."""
 
     def __init__(self, store: Records, allowances: AllowanceService) -> None:
         self._records, self._allowances = store, allowances
 
     def create(self, caller: Caller, asked: Mapping[str, Any]) -> dict[str, str]:
-        """A promise of the loss's id; the same one for a repeat.
+        """Stores a custom loss, and returns a future of its id; a repeat returns the same id.
 
-        Raises NotFound (session), BadRequest for a graph that is not allowed or a number used for another one, and
-        Unavailable while there is no room.
+        Raises NotFound (session), BadRequest for a graph that is not allowed or a number already used for another loss,
+        and Unavailable while there is no room.
         """
         session_id, seq = asked["session_id"], asked["custom_loss_seq_id"]
         session = load_owned(self._records, Session, session_id, caller)
@@ -197,7 +202,8 @@ class CustomLossService:
         return {"request_id": loss_id}
 
     def find(self, caller: Caller, loss_id: str) -> CustomLoss:
-        """Raises BadRequest: the call that names a loss which is not there is final, and its seq is consumed."""
+        """The custom loss with this id. Raises BadRequest if it is missing: the call that names it is final, and its
+        seq is consumed."""
         try:
             record = load_readable(self._records, Loss, loss_id, caller)
         except NotFound as error:

@@ -1,4 +1,4 @@
-"""The form in which stored things reach clients: views of records, and slices of lists."""
+"""Client-facing forms of stored data: views of records, and pages of lists."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def checkpoint_view(path: str, found: Checkpoint) -> dict[str, Any]:
-    """The SDK's Checkpoint."""
+    """A checkpoint in the form of the SDK's Checkpoint."""
     fields: Mapping[str, Any] = {
         "checkpoint_id": ids.TinkerPath.parse(path).checkpoint_id,
         "checkpoint_type": _TYPES[found.kind],
@@ -34,50 +34,50 @@ def checkpoint_view(path: str, found: Checkpoint) -> dict[str, Any]:
 
 
 def texts(metadata: Mapping[str, Any]) -> dict[str, str]:
-    """The SDK reads nothing but texts where it let its user write anything."""
+    """The metadata with every value as text: the SDK reads only texts, although its user may store any value."""
     return {key: str(value) for key, value in metadata.items()}
 
 
 def timestamp(unix: float) -> str:
-    """ISO 8601 with its zone, to the microsecond."""
+    """ISO 8601 with a time zone, to the microsecond."""
     return datetime.fromtimestamp(unix, UTC).isoformat()
 
 
 def user_urn(user: str) -> str:
-    """A user as the SDK names him."""
+    """A user's name in the SDK's form."""
     return f"tml:user:{user}"
 
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """`limit` items from the `offset`-th on."""
+    """A page of a list: `limit` items from index `offset` on."""
 
     offset: int
     limit: int
 
     def of(self, items: Sequence[T]) -> tuple[Sequence[T], dict[str, int]]:
-        """The slice, and the cursor that tells how many there are in all."""
+        """The slice, and a cursor with the total number of items."""
         cursor = {"offset": self.offset, "limit": self.limit, "total_count": len(items)}
         return items[self.offset : self.offset + self.limit], cursor
 
 
 def projects(caller: Caller, scope: Scope, only: str | None = None) -> Set[str]:
-    """Those whose things are listed: where the caller may work, or ("accessible") also where he may only look; or the
-    one that he names. Raises NotFound for one he does not see."""
+    """The projects to list from: those where the caller may work, or with "accessible" also those that the caller may
+    only view; or only the named one. Raises NotFound for a project that the caller does not see."""
     if only is not None:
         return {check_seen(caller, only)}
     return {project for project in caller.roles if scope == "accessible" or caller.may("member", project)}
 
 
 def check_seen(caller: Caller, project: str) -> str:
-    """The project. Raises NotFound where the caller does not see it, whether it exists or not."""
+    """The project. Raises NotFound if the caller does not see it, whether it exists or not."""
     if not caller.sees(project):
         raise no_project(project)
     return project
 
 
 def check_writable(caller: Caller, project: str) -> str:
-    """The project. Raises NotFound where the caller may put nothing, whether it exists or not."""
+    """The project. Raises NotFound if the caller may not write to it, whether it exists or not."""
     if not caller.may("member", project):
         raise no_project(project)
     return project
