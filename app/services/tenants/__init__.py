@@ -1,1 +1,1 @@
-"""Tenants: their accounts and keys, and what each caller may see, do and use."""
+"""Tenants: their accounts and keys, and each caller's permissions, limits and usage."""

@@ -1,4 +1,4 @@
-"""Access: the one place that loads a record for a caller. Missing, foreign and expired look alike."""
+"""Access: the only place that loads a record for a caller. Missing, foreign and expired records give the same error."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ Owned = TypeVar("Owned", Session, Model, Sampler, Checkpoint, Loss)
 
 
 def load_owned(store: Records, cls: type[Owned], key: str, caller: Caller, role: Role = "member") -> Owned:
-    """What the caller is about to change, or to use up. Raises NotFound as `load_readable`, and Forbidden where he
-    may see it but his role in its project is below `role`."""
+    """A record that the caller is about to change or to use up. Raises NotFound as `load_readable` does, and Forbidden
+    if the caller may see the record but has a role below `role` in its project."""
     found = load_readable(store, cls, key, caller)
     check_role(caller, found.owner, role)
     return found
 
 
 def load_readable(store: Records, cls: type[Owned], key: str, caller: Caller) -> Owned:
-    """What the caller only looks at. Raises NotFound with a text that depends on nothing but what was asked for."""
+    """A record that the caller only reads. Raises NotFound with a text that depends only on the request."""
     stored = store.get(cls.namespace, key)
     found = records.load(cls, stored) if stored else None
     if found is None or not caller.sees(found.owner) or _is_expired(found, store):
@@ -34,8 +34,8 @@ def load_readable(store: Records, cls: type[Owned], key: str, caller: Caller) ->
 
 
 def load_checkpoint(store: Records, path: TinkerPath, caller: Caller) -> Checkpoint:
-    """A checkpoint to look at or to start from: the caller's, or one that is public. Raises NotFound as
-    `load_readable`."""
+    """A checkpoint to read or to start from: one of the caller's, or a public one. Raises NotFound as `load_readable`
+    does."""
     stored = store.get(Checkpoint.namespace, str(path))
     found = records.load(Checkpoint, stored) if stored else None
     if found is None or not found.public or _is_expired(found, store):
@@ -44,32 +44,35 @@ def load_checkpoint(store: Records, path: TinkerPath, caller: Caller) -> Checkpo
 
 
 def may_read(caller: Caller, found: Checkpoint) -> bool:
-    """As `load_checkpoint` sees it."""
+    """True if `load_checkpoint` would return the checkpoint to the caller."""
     return found.public or caller.sees(found.owner)
 
 
 def check_role(caller: Caller, project: str, role: Role = "member") -> None:
-    """Raises Forbidden; the project is one that the caller sees, or his key's."""
+    """Raises Forbidden if the caller's role is below `role`. The caller sees the project, or it is the project of the
+    caller's key."""
     if not caller.may(role, project):
         had = f"a {caller.roles[project]}" if caller.sees(project) else "not in it any more"
         raise Forbidden(f"this takes a {role} of project {project}, and you are {had}")
 
 
 def _is_expired(found: Session | Model | Sampler | Checkpoint | Loss, store: Records) -> bool:
-    """Only checkpoints expire, and most do not: only one that may costs asking for the time."""
+    """True for an expired checkpoint. Only checkpoints expire, and most have no expiry; the time is read only for one
+    that has."""
     return isinstance(found, Checkpoint) and found.expires_at is not None and found.is_expired(store.now())
 
 
 class Sources:
-    """A weights_access_token is an API key of somebody else, or a token made from one: what its holder may read may be
-    loaded or copied with it, as by him. It needs no scope, since every key may read; and it is kept nowhere."""
+    """Finds the source checkpoint of a load or a copy. A weights_access_token is another user's API key, or a token
+    made from one. A checkpoint that the key's owner may read can be loaded or copied with it. The token needs no scope,
+    since every key may read, and it is stored nowhere."""
 
     def __init__(self, store: Records, callers: Callable[[str], Caller]) -> None:
         self._records, self._callers = store, callers
 
     def find(self, path: ids.TinkerPath, caller: Caller, token: str | None) -> Checkpoint:
-        """Raises NotFound with the same text for what is missing and what neither of them may read; BadRequest for a
-        token that is no key, and Unavailable."""
+        """The checkpoint. Raises NotFound with the same text for a missing checkpoint and for one that neither the
+        caller nor the token may read, BadRequest for a token that is no key, and Unavailable."""
         try:
             return load_checkpoint(self._records, path, caller)
         except NotFound:

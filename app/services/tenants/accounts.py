@@ -1,8 +1,8 @@
-"""Accounts: organisations, projects, users and keys, and their return after the state server was emptied.
+"""Accounts: organisations, projects, users and keys, and their recovery after the state server was emptied.
 
-A change is in the object store before the state server knows it, and so before it can be used. Only what takes a key
-away, or all of a user's, begins at the state server: it works at once, even while the object store is away. The call
-fails then, to be made again.
+A change is written to the object store first and to the state server second, so it is stored before it can be used. The
+exception is a change that takes away a key, or all keys of a user. It is written to the state server first, so it works
+at once, even while the object store is away. In that case the call fails and must be repeated.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 KEY_PREFIX = "tml-"
 _SECRET_BYTES = 32
 _ID_BYTES = 6
-# Each lost race means that somebody else's change was made.
+# Each lost race means that another change succeeded.
 _TRIES = 10
 _PROJECT = "project-"
 L = TypeVar("L", Project, Key)
@@ -41,7 +41,7 @@ _RETRY_S = 5.0
 
 
 class AccountService:
-    """Every method raises Unavailable while a store is away."""
+    """Creates and changes accounts. Every method raises Unavailable while a store is away."""
 
     def __init__(self, files: AccountFiles, store: Records) -> None:
         self._files, self._records = files, store
@@ -52,7 +52,7 @@ class AccountService:
         return self._added(organisation)
 
     def add_project(self, organisation: str, name: str) -> Project:
-        """Raises NotFound for the organisation."""
+        """Creates a project. Raises NotFound for the organisation."""
         self._files.newest(Organisation, organisation)
         project = Project(_new_id(_PROJECT), organisation, _named(name), self._records.now())
         for scope in (organisation, project.id):
@@ -60,18 +60,19 @@ class AccountService:
         return self._added(project)
 
     def add_user(self, organisation: str, email: str) -> User:
-        """In no project yet. Raises NotFound for the organisation."""
+        """Creates a user without any project. Raises NotFound for the organisation."""
         self._files.newest(Organisation, organisation)
         user = User(_new_id("user-"), organisation, _named(email), self._records.now())
         self._note(organisation, "user_create", {"subject": user_urn(user.id)})
         return self._added(user)
 
     def user(self, user: str) -> User:
-        """Raises NotFound."""
+        """The user's account. Raises NotFound."""
         return self._files.newest(User, user)
 
     def set_role(self, user: str, project: str, role: Role | None) -> User:
-        """None takes him out. Raises NotFound (user, project), or BadRequest for another organisation's project."""
+        """Sets a user's role in a project; None removes the user from it. Raises NotFound (user, project), or
+        BadRequest for another organisation's project."""
         organisation = self._files.newest(Project, project).organisation
         if self._files.newest(User, user).organisation != organisation:
             raise BadRequest(f"project {project} is of {organisation}, and user {user} is not")
@@ -85,7 +86,7 @@ class AccountService:
         return self._changed(User, user, changed)
 
     def remove_user(self, user: str) -> User:
-        """None of his keys works any more. Raises NotFound; again is fine."""
+        """Removes a user, so that none of the user's keys works any more. Raises NotFound. A repeat is harmless."""
         known = self._known(User, user)
         for scope in (known.organisation, *known.roles):
             self._note(scope, "user_remove", {"subject": user_urn(user)}, urgent=True)
@@ -102,8 +103,8 @@ class AccountService:
         note: str = "",
         lifetime_s: float | None = None,
     ) -> tuple[Key, str]:
-        """A key and its text, which nobody can tell again. Raises NotFound (user), or BadRequest where he is not in the
-        project, or was removed."""
+        """Creates a key, and returns it with its text, which is never shown again. Raises NotFound (user), or
+        BadRequest if the user is not in the project or was removed."""
         holder = self._files.newest(User, user)
         if holder.removed or project not in holder.roles:
             raise BadRequest(f"user {user} is not in project {project}: give him a role there first")
@@ -114,7 +115,7 @@ class AccountService:
         return self._added(key), f"{KEY_PREFIX}{id_}.{secret}"
 
     def revoke(self, key: str, by: Caller | None = None) -> Key:
-        """It works no more. `by`: whose call it was, None for the operator's. Raises NotFound; again is fine."""
+        """Revokes a key. `by`: the caller, or None for the operator. Raises NotFound. A repeat is harmless."""
         known, now = self._known(Key, key), self._records.now()
         about = {"subject": user_urn(known.user), "subject_key_id": key}
         audit.note(self._records, by, known.project, "key_revoke", about, urgent=True)
@@ -122,7 +123,8 @@ class AccountService:
         return self._changed(Key, key, lambda was: replace(was, revoked_at=now))
 
     def set_limits(self, id_: str, limits: Changes, *, default: Iterable[str] = ()) -> Project | Key:
-        """Of a project, or a key; those named in `default` are the settings' again. Raises NotFound or BadRequest."""
+        """Sets limits of a project or a key; the limits named in `default` return to those of the settings. Raises
+        NotFound or BadRequest."""
         given_up = frozenset(default)
         if id_.startswith(_PROJECT):
             return self._limited(Project, id_, limits, given_up)
@@ -143,13 +145,13 @@ class AccountService:
         return self._changed(cls, id_, changed)
 
     def all(self, cls: type[A]) -> list[A]:
-        """Oldest first."""
+        """All accounts of one class, oldest first."""
         found = [records.load(cls, fields) for _, fields in self._records.list(cls.namespace)]
         return sorted(found, key=lambda account: account.created)
 
     def rebuild(self) -> tuple[int, list[str]]:
-        """Bring to the state server what it does not know, or knows as it was earlier: how many that were, and the keys
-        of damaged objects."""
+        """Writes to the state server every account that it lacks or has in an older version. Returns the number of
+        these accounts, and the keys of damaged objects."""
         found = list(self._files.all())
         damaged = [key for key, account in found if account is None]
         return sum(self._show(account) for _, account in found if account is not None), damaged
@@ -170,13 +172,14 @@ class AccountService:
         raise Unavailable(f"{id_} was changed by others {_TRIES} times meanwhile: try again")
 
     def _newest(self, cls: type[A], id_: str) -> A:
-        """The state server's, where the object store was set back to an older backup."""
+        """The newest version of the account: the state server's, if the object store was set back to an older
+        backup."""
         kept, stored = self._files.newest(cls, id_), self._records.get(cls.namespace, id_)
         known = records.load(cls, stored) if stored else kept
         return max(kept, known, key=lambda account: account.version)
 
     def _known(self, cls: type[A], id_: str) -> A:
-        """As the state server has it, which is enough to take it away while the object store is away. Raises
+        """The account from the state server, which is enough to take it away while the object store is away. Raises
         NotFound."""
         stored = self._records.get(cls.namespace, id_)
         return records.load(cls, stored) if stored else self._files.newest(cls, id_)
@@ -193,7 +196,7 @@ def _project_of(account: Project | Key) -> str:
 
 
 def hash_secret(secret: str) -> str:
-    """It holds 256 random bits, so a plain sha256 is enough at rest."""
+    """The secret's digest. The secret has 256 random bits, so a plain sha256 is enough at rest."""
     return hashlib.sha256(secret.encode()).hexdigest()
 
 
@@ -208,8 +211,8 @@ def _named(text: str) -> str:
 
 
 class Recall:
-    """All accounts at once, and once: that they are there is noted beside them, and goes with them. So keys that never
-    were cost the object store nothing, however many are tried."""
+    """Account recovery: restores all accounts at once, and only once. A note beside the accounts says that they are
+    there, and it is lost together with them. So unknown keys never reach the object store, however many are tried."""
 
     def __init__(self, accounts: AccountService, store: Records) -> None:
         self._accounts, self._records = accounts, store
@@ -217,7 +220,8 @@ class Recall:
         self._failed = float("-inf")
 
     def __call__(self) -> bool:
-        """Bring them back; False when they are there. Raises Unavailable while that cannot be done, or is underway."""
+        """Restores the accounts; False when they are there already. Raises Unavailable while that is impossible or in
+        progress."""
         if self._is_done():
             return False
         if not self._lock.acquire(blocking=False):
@@ -242,7 +246,7 @@ class Recall:
         except Unavailable:
             self._failed = time.monotonic()
             raise
-        # No update of what is gone: the server may have been emptied meanwhile.
+        # The update does nothing if the note is gone, because the server may have been emptied meanwhile.
         self._records.update(_NAMESPACE, _KEY, {"done": "true"})
         log.info("accounts were brought back from the object store: %d", found)
         if damaged:

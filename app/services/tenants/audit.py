@@ -1,7 +1,8 @@
-"""Who was let do what to what lasts: runs, checkpoints, sessions that move, projects, users and keys.
+"""Audit log of changes to persistent resources: runs, checkpoints, moved sessions, projects, users and keys.
 
-An entry is written once a call may do what it asks, and before it does; a journalled call's in the step that admits it.
-Nothing is done without one. It holds ids and settings, never contents. `<resource>_<action>` is what happened.
+An entry is written after a call is authorised and before it takes effect. The entry of a journaled call is written in
+the step that admits the call. Nothing takes effect without an entry. Entries hold ids and settings, never contents.
+Event names have the form `<resource>_<action>`.
 """
 
 from __future__ import annotations
@@ -45,36 +46,36 @@ def note(
     once: str = "",
     urgent: bool = False,
 ) -> None:
-    """Write an entry of a project, or of an organisation. `by` is None for the operator. Calls told from others
-    by `once` have one entry, however often they come within the hour, as long as they ask for the same: one that was
-    put off may come again with other content. Raises Unavailable while there is no room, unless `urgent`, as what lets
-    go of something is."""
+    """Writes an audit entry of a project or of an organisation. `by` is None for the operator. Calls with the same
+    `once` value get one entry, however often they are repeated within the hour, as long as their content is the same; a
+    call that was refused for now may be repeated with other content. Raises Unavailable while there is no room, unless
+    `urgent`, as for a call that deletes or revokes."""
     text = entry(by, scope, event, about)
     key = f"{once} {hashlib.sha256(text.encode()).hexdigest()}" if once else uuid.uuid4().hex
     store.note("audit", scope, key, text, urgent=urgent)
 
 
 def entry(by: Caller | None, scope: str, event: str, about: About) -> str:
-    """What is written of an event; arguments as `note`'s."""
+    """The text of an entry; arguments as in `note`."""
     who = {"user_id": OPERATOR} if by is None else {"user_id": user_urn(by.user), "key_id": by.key_id}
     return json.dumps({"event": event, "event_details": {**who, "project_id": scope, **about}})
 
 
 @dataclass(frozen=True, slots=True)
 class AuditService:
-    """Reads the log for those who are admins."""
+    """Reads the audit log for admins."""
 
     books: Books
     records: Records
 
     def read(self, caller: Caller, event_type: EventType, day: date | None) -> list[dict[str, Any]]:
-        """The entries of a day (UTC; None: today by the state server's clock) about the projects where the caller is an
-        admin, oldest first. Raises Forbidden where he is none anywhere, and Unavailable."""
+        """The entries of a day (UTC; None: today by the state server's clock) for the projects where the caller is an
+        admin, oldest first. Raises Forbidden if the caller is an admin of no project, and Unavailable."""
         asked = datetime.fromtimestamp(self.records.now(), UTC).date() if day is None else day
         return self.of(admin_projects(caller), event_type, asked)
 
     def of(self, scopes: list[str], event_type: EventType, day: date) -> list[dict[str, Any]]:
-        """The same of any projects and organisations."""
+        """The same entries for any projects and organisations."""
         first = int(datetime(day.year, day.month, day.day, tzinfo=UTC).timestamp()) // HOUR_S
         pages = self.books.read("audit", scopes, range(first, first + _DAY_H))
         found = sorted((_parsed(text) for fields in pages.values() for text in fields.values()), key=lambda one: one[0])
@@ -82,7 +83,7 @@ class AuditService:
 
 
 def admin_projects(caller: Caller) -> list[str]:
-    """Raises Forbidden where there is none."""
+    """The projects where the caller is an admin. Raises Forbidden if there is none."""
     found = [project for project in caller.roles if caller.may("admin", project)]
     if not found:
         raise Forbidden("this takes an admin of a project, and you are one of none")
@@ -99,7 +100,7 @@ def _parsed(text: str) -> tuple[int, dict[str, Any]]:
 
 
 def _view(ms: int, entry: dict[str, Any]) -> dict[str, Any]:
-    """The SDK's AuditLogEntry, with the two fields that older ones read."""
+    """The SDK's AuditLogEntry, with the two fields that older SDKs read."""
     details = entry["event_details"]
     older = {name: details[name] for name in ("model_id", "tinker_path") if name in details}
     return {"timestamp": timestamp(ms / 1000), **entry, **older}

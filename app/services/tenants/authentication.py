@@ -1,6 +1,7 @@
-"""Authentication: finds the caller behind a key or a token, makes tokens, and lets a key act on itself.
+"""Authentication: finds the caller of a key or a token, issues tokens, and lets a key manage itself.
 
-Tokens (JWTs) stand for a key for a while, so that the key itself travels less. They are signed by this server alone.
+Tokens (JWTs) stand for a key for a limited time, so that the key itself is sent less often. Only this server signs
+them.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _UNKNOWN = "this API key is not known here"
 
 _ALGORITHM = "HS256"
 _ISSUER = "tinsmith"
-# Between the clocks of two API hosts.
+# Allowed difference between the clocks of two API hosts.
 _LEEWAY_S = 30
 
 # The SDK wants a number; these are 48 bits of the id.
@@ -34,11 +35,11 @@ _NUMBER_DIGITS = 12
 
 
 class Callers:
-    """Keys are looked up at every request, so one that is revoked stops working at once, and its tokens with it. Before
-    one is turned away, `recall` brings back what a state server that was emptied does not know.
+    """Finds the caller of a credential. Keys are looked up at every request, so a revoked key and its tokens stop
+    working at once. Before an unknown key is rejected, `recall` restores the accounts if the state server was emptied.
 
-    `digests` are those of the settings' keys. Each of them is a project of its own, whose id is a prefix of the digest;
-    so is the id of the key. Without `tokens` none is accepted.
+    `digests` are those of the settings' keys. Each such key is a project of its own; a prefix of the digest is the id
+    of both the project and the key. Without `tokens`, no token is accepted.
     """
 
     def __init__(
@@ -47,7 +48,8 @@ class Callers:
         self._digests, self._records, self._tokens, self._recall = digests, store, tokens, recall
 
     def __call__(self, credential: str) -> Caller:
-        """Raises Unauthorized; InvalidToken when a new token would do; Unavailable while a key cannot be looked up."""
+        """The caller. Raises Unauthorized; InvalidToken when a new token would help; Unavailable while a key cannot be
+        looked up."""
         if self._tokens and credential.startswith(_JWT_PREFIX):
             key, ends = self._tokens.key_of(credential)
             return replace(self._by_id(key), token_ends=ends)
@@ -66,7 +68,8 @@ class Callers:
         return self._holder_of(key)
 
     def _by_secret(self, id_: str, secret: str) -> Caller:
-        """Only who knows a key's secret is told what is wrong with it."""
+        """The caller of a key, by its id and secret. Only a client that knows the secret learns the reason of a
+        rejection."""
         key = self._key(id_)
         if not hmac.compare_digest(hash_secret(secret), key.digest if key else "") or key is None:
             raise Unauthorized(_UNKNOWN)
@@ -91,10 +94,11 @@ class Callers:
 
 
 class Tokens:
-    """`secret` is the server's own; what signs is derived from it. `lifetime_s`: seconds a token is good for."""
+    """Issues and checks tokens. The signing key is derived from `secret`, the server's own secret. `lifetime_s`:
+    seconds that a token is valid."""
 
     def __init__(self, secret: str, lifetime_s: float) -> None:
-        # A tenth of a second, which a server without tokens should not pay.
+        # This import takes a tenth of a second, which a server without tokens should not pay.
         import jwt
 
         self._jwt = jwt
@@ -102,8 +106,8 @@ class Tokens:
         self._lifetime_s = lifetime_s
 
     def issue(self, caller: Caller, email: str) -> str:
-        """A token for the caller's key; one made with another token ends with that, else it need never end. The SDK's
-        `whoami` reads sub, org_id and email out of it."""
+        """A token for the caller's key. A token made with another token ends when that one does, so that tokens cannot
+        be renewed for ever. The SDK's `whoami` reads sub, org_id and email from it."""
         now = int(time.time())
         ends = now + int(self._lifetime_s)
         claims = {
@@ -118,8 +122,8 @@ class Tokens:
         return self._jwt.encode(claims, self._key, algorithm=_ALGORITHM)
 
     def key_of(self, token: str) -> tuple[str, int]:
-        """The id of the key it stands for, and when it ends (unix s). Raises InvalidToken for one that is not ours, was
-        changed or is too old."""
+        """The id of the token's key, and the token's expiry (Unix seconds). Raises InvalidToken for a token that this
+        server did not sign, that was changed, or that is too old."""
         required = ["iss", "exp", "key"]
         try:
             claims = self._jwt.decode(
@@ -136,7 +140,8 @@ class Tokens:
 
 
 class OwnKey:
-    """Keys of the settings have no account: there is less to say of them, and they are revoked there."""
+    """Describes and revokes the caller's own key, and issues tokens for it. A key of the settings has no account: it
+    has fewer details, and it is revoked in the settings."""
 
     def __init__(self, store: Records, accounts: AccountService, tokens: Tokens | None) -> None:
         self._records, self._accounts, self._tokens = store, accounts, tokens
@@ -158,13 +163,13 @@ class OwnKey:
         }
 
     def revoke(self, caller: Caller) -> None:
-        """Raises Forbidden for a key of the settings."""
+        """Revokes the caller's key. Raises Forbidden for a key of the settings."""
         if self._load(Key, caller.key_id) is None:
             raise Forbidden("this key stands in the server's settings (api_keys): it is revoked by taking it out there")
         self._accounts.revoke(caller.key_id, by=caller)
 
     def token(self, caller: Caller) -> str:
-        """Raises NotFound where the server takes none."""
+        """A token for the caller's key. Raises NotFound if the server accepts no tokens."""
         if self._tokens is None:
             raise NotFound("this server takes no tokens: send the API key itself (api.pjwt_auth_enabled is off)")
         return self._tokens.issue(caller, self._email(caller))

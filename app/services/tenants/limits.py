@@ -1,4 +1,4 @@
-"""Limits: finds the ones that hold for a caller, charges calls that have no journal entry, and shows the rest."""
+"""Limits: finds the limits of a caller, charges calls that have no journal entry, and shows limits and use."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ A = TypeVar("A", Project, Key)
 
 
 class LimitsOf:
-    """Asked at every call, and by workers: what was found holds for some seconds, in which a change is not seen.
+    """Finds the limits of projects and keys. Every call and the workers use it, so results are cached for some seconds,
+    and a change takes effect only after that.
 
-    `default` are those of every project. A key has none of its own unless it was given some.
+    `default` are the limits of every project. A key has no limits of its own unless some were set.
     """
 
     def __init__(self, store: Records, default: Limits) -> None:
@@ -28,19 +29,20 @@ class LimitsOf:
         self._found: dict[tuple[str, str], tuple[float, Limits]] = {}
 
     def project(self, project: str) -> Limits:
-        """Also of one that is no account: a key of the settings is a project of its own."""
+        """The project's limits; also for a project without an account, because each key of the settings is its own
+        project."""
         return self._cached(Project, project, self._default)
 
     def key(self, key: str) -> Limits:
-        """By its id."""
+        """The key's limits, by its id."""
         return self._cached(Key, key, _NONE)
 
     def payers(self, caller: Caller, project: str) -> tuple[Payer, ...]:
-        """Whom a call of the caller's counts for that is about something of `project`."""
+        """The payers of a caller's call on something of `project`: that project and the caller's key."""
         return self.payer(project), Payer(KEY, caller.key_id, self.key(caller.key_id))
 
     def payer(self, project: str) -> Payer:
-        """The project alone."""
+        """The project as the only payer."""
         return Payer(PROJECT, project, self.project(project))
 
     def _cached(self, cls: type[A], id_: str, default: Limits) -> Limits:
@@ -53,36 +55,40 @@ class LimitsOf:
 
 
 class AllowanceService:
-    """What reads counts for nothing, nor what lets go of something: a limit must not keep it from going.
+    """Charges calls against limits. Reads cost nothing, and neither do calls that free something, because a limit must
+    not prevent freeing.
 
-    The first three raise TooManyRequests where the call may come again, LimitReached where something has to go first.
+    The first three methods raise TooManyRequests if the call can be repeated later, and LimitReached if something must
+    be freed first.
     """
 
     def __init__(self, limits: LimitsOf, allowances: Allowances) -> None:
         self._limits, self._allowances = limits, allowances
 
     def take(self, caller: Caller, project: str) -> None:
-        """A call that makes or changes something in `project`."""
+        """Charges a call that creates or changes something in `project`."""
         self._allowances.take(Charge(self._limits.payers(caller, project)))
 
     def copy(self, caller: Caller, project: str, size: int) -> None:
-        """One that makes a checkpoint of `size` bytes there."""
+        """Charges a call that creates a checkpoint of `size` bytes in `project`."""
         self._allowances.take(Charge(self._limits.payers(caller, project), stores=True, stored=size))
 
     def move(self, caller: Caller, project: str, models: int, size: int) -> None:
-        """One that brings what another project had; what is in it counts for the keys that made it, as before."""
+        """Charges a call that moves another project's session to `project`. Its models and checkpoints still count for
+        the keys that created them."""
         payer, key = self._limits.payers(caller, project)
         rates = replace(key, limits=key.limits.changed({"live_models": None, "storage_bytes": None}))
         self._allowances.take(Charge((payer, rates), models=models, stores=size > 0, stored=size))
 
     def most_samples(self, caller: Caller, most: int) -> int:
-        """How many samples a client should have under way, where the server has places for `most`."""
+        """The number of samples that a client should have in flight, at most `most`, the server's capacity."""
         own = [payer.limits.concurrent_samples for payer in self._limits.payers(caller, caller.project)]
         return min([most, *(limit for limit in own if limit is not None)])
 
     def describe(self, caller: Caller, project: str | None) -> dict[str, Any]:
-        """The body of GET limits, of his key and its project or another. Raises NotFound for one he does not see, as
-        his key's own once he was taken out of it."""
+        """The body of GET limits, for the caller's key and for its own or another project. Raises NotFound for a
+        project that the caller does not see; this includes the key's own project once the caller was removed from
+        it."""
         named = check_seen(caller, caller.project if project is None else project)
         return {payer.kind: self._view(payer) for payer in self._limits.payers(caller, named)}
 

@@ -28,13 +28,13 @@ _SESSION = "session"
 
 @dataclass(frozen=True, slots=True)
 class UsageService:
-    """For admins, of the projects where they are."""
+    """Usage and storage reports for admins, about the projects where they are admins."""
 
     books: Books
     records: Records
 
     def events(self, caller: Caller, start: datetime, end: datetime) -> dict[str, Any]:
-        """The SDK's BillingUsageResponse of the hours from `start` up to `end`. Usage stays with the project that had
+        """The SDK's BillingUsageResponse for the hours from `start` up to `end`. Usage stays with the project that had
         the run or the sampler at the time. Raises Forbidden, BadRequest, and Unavailable."""
         hours = range(_hour(start, "starting_on"), _hour(end, "ending_before"))
         if not timedelta() < end - start <= LONGEST:
@@ -53,8 +53,8 @@ class UsageService:
         }
 
     def stored(self, caller: Caller, project: str | None) -> list[dict[str, Any]]:
-        """The SDK's CurrentCheckpointStorageUsageItems, by project and who opened the session. Raises NotFound for a
-        project that the caller does not see, and Forbidden."""
+        """The SDK's CurrentCheckpointStorageUsageItems, by project and by the user who opened the session. Raises
+        NotFound for a project that the caller does not see, and Forbidden."""
         if project is None:
             projects = admin_projects(caller)
         else:
@@ -84,7 +84,7 @@ class UsageService:
         ]
 
     def _emails(self, users: set[str]) -> dict[str, str]:
-        """Of those who have an account."""
+        """Emails of the users that have an account."""
         stored = {user: self.records.get(User.namespace, user) for user in users if user}
         return {user: records.load(User, fields).email for user, fields in stored.items() if fields}
 
@@ -124,7 +124,7 @@ def _events(
 
 
 def _info(kind: str, amount: int) -> dict[str, Any]:
-    """What the SDK has of each kind."""
+    """The SDK's fields for each kind of usage."""
     if kind in (TRAINED, SAMPLED):
         return {"type": kind, "token_count": amount}
     if kind in (PREFILLED, CACHED):
@@ -135,5 +135,5 @@ def _info(kind: str, amount: int) -> dict[str, Any]:
 
 
 def _order(event: dict[str, Any]) -> tuple[str, int]:
-    """By hour, and then most tokens first."""
+    """Sort key: by hour, then most tokens first."""
     return event["bucket_start"], -event["event_info"].get("token_count", 0)

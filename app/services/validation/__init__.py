@@ -1,1 +1,1 @@
-"""Checks of a request before it is journalled. Each raises BadRequest naming the mistake."""
+"""Validation of a request before it is journaled. Each check raises BadRequest and names the mistake."""

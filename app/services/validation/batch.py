@@ -1,4 +1,5 @@
-"""Checks of a forward_backward: a few numpy calls for the whole batch; the culprit is looked for only on failure."""
+"""Checks of a forward_backward: a few numpy calls for the whole batch. The faulty datum is searched for only on
+failure."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ _LARGEST = float(np.finfo(np.float32).max)
 
 
 def check_forward_backward(op: ForwardBackward, info: BaseModelInfo, *, critic: bool) -> None:
-    """Raises BadRequest when `op` could not run on this base model, by a policy or a `critic`."""
+    """Raises BadRequest when `op` cannot run on this base model, with a policy or a `critic`."""
     spec = check_loss(op.loss_fn, critic=critic)
     check_lengths(op.batch, info.max_context)
     check_tokens("model_input", op.batch.tokens, info.vocab_size)
@@ -38,7 +39,7 @@ def check_forward_backward(op: ForwardBackward, info: BaseModelInfo, *, critic: 
 
 
 def check_loss(loss_fn: str, *, critic: bool) -> LossSpec:
-    """The loss by that name, which is one for a policy or one for a critic."""
+    """The loss with that name, for a policy or for a critic. Raises BadRequest."""
     if loss_fn in NOT_OFFERED:
         raise BadRequest(f"loss_fn {loss_fn} is not offered: {NOT_OFFERED[loss_fn]}")
     if loss_fn not in LOSSES:
@@ -51,7 +52,7 @@ def check_loss(loss_fn: str, *, critic: bool) -> LossSpec:
 
 
 def check_lengths(batch: Batch, max_context: int) -> None:
-    """At least one datum, each of 1..max_context tokens."""
+    """Requires at least one datum, each of 1..max_context tokens."""
     if not len(batch):
         raise BadRequest("data is empty: send at least one datum")
     for i, (length,) in enumerate(batch.tokens.shapes):
@@ -60,7 +61,7 @@ def check_lengths(batch: Batch, max_context: int) -> None:
 
 
 def check_tokens(key: str, column: Ragged, vocab_size: int) -> None:
-    """Every id in 0..vocab_size-1."""
+    """Requires every id in 0..vocab_size-1."""
     values = column.values
     if values.size and (values.min() < 0 or values.max() >= vocab_size):
         index = int(np.argmax((values < 0) | (values >= vocab_size)))
@@ -68,7 +69,7 @@ def check_tokens(key: str, column: Ragged, vocab_size: int) -> None:
 
 
 def check_targets(targets: Ragged, vocab_size: int) -> None:
-    """Ids of the vocabulary, and no more of them at a position than there are."""
+    """Requires ids of the vocabulary, and at most vocab_size of them at each position."""
     check_tokens("target_tokens", targets, vocab_size)
     for i, (_, *width) in enumerate(targets.shapes):
         if width and width[0] > vocab_size:
@@ -79,7 +80,8 @@ def check_targets(targets: Ragged, vocab_size: int) -> None:
 
 
 def check_inputs(batch: Batch, loss_fn: str, spec: LossSpec) -> None:
-    """Every required input is there; all are as long as the tokens and, but for wide losses, one-dimensional."""
+    """Requires every input of the loss. All inputs are as long as the tokens and, except for wide losses,
+    one-dimensional."""
     _check_there(batch, loss_fn, spec)
     targets = batch.inputs["target_tokens"].shapes
     for i, ((length,), shape) in enumerate(zip(batch.tokens.shapes, targets, strict=True)):
@@ -91,7 +93,8 @@ def check_inputs(batch: Batch, loss_fn: str, spec: LossSpec) -> None:
 
 
 def check_critic_inputs(op: ForwardBackward, spec: LossSpec) -> None:
-    """Every input is there, unless values alone are asked for, and as long as the tokens."""
+    """Requires every input as long as the tokens; a forward-only call, which returns only values, may leave inputs
+    out."""
     if not op.forward_only:
         _check_there(op.batch, op.loss_fn, spec)
     for name, column in op.batch.inputs.items():
@@ -99,7 +102,7 @@ def check_critic_inputs(op: ForwardBackward, spec: LossSpec) -> None:
 
 
 def check_finite(batch: Batch) -> None:
-    """No NaN and no infinity in any input."""
+    """Rejects NaN and infinity in any input."""
     for name, column in batch.inputs.items():
         if column.values.dtype.kind == "f" and not np.isfinite(column.values).all():
             index = int(np.argmin(np.isfinite(column.values)))
@@ -107,7 +110,7 @@ def check_finite(batch: Batch) -> None:
 
 
 def check_loss_config(config: Mapping[str, float], loss_fn: str, spec: LossSpec) -> None:
-    """Only settings the loss has, none negative, each a number fp32 can hold."""
+    """Accepts only settings of this loss, none negative, each a number that fp32 can hold."""
     for key, value in config.items():
         if key not in spec.config:
             known = ", ".join(spec.config) or "none"
@@ -117,7 +120,7 @@ def check_loss_config(config: Mapping[str, float], loss_fn: str, spec: LossSpec)
 
 
 def check_clip(batch: Batch, settings: Mapping[str, float]) -> None:
-    """The clip thresholds are in order at every token, none below 0; an input stands before the setting."""
+    """Requires ordered clip thresholds at every token, none below 0. An input takes precedence over the setting."""
     given = [name for name in (CLIP_LOW, CLIP_HIGH) if name in batch.inputs]
     low, high = (_thresholds(batch, settings, name) for name in (CLIP_LOW, CLIP_HIGH))
     low, high = np.broadcast_arrays(low, high)
@@ -129,7 +132,7 @@ def check_clip(batch: Batch, settings: Mapping[str, float]) -> None:
 
 
 def check_ratio_mask(batch: Batch) -> None:
-    """Every datum marks a token whose ratio counts, else gspo's mean is over none."""
+    """Requires at least one marked token in every datum, because gspo's mean over no tokens is undefined."""
     column = batch.inputs.get("sequence_ratio_mask")
     for i, mask in enumerate(column or ()):
         if not mask.any():
@@ -140,7 +143,7 @@ def check_ratio_mask(batch: Batch) -> None:
 
 
 def _thresholds(batch: Batch, settings: Mapping[str, float], name: str) -> np.ndarray:
-    """fp32, as the loss computes with them: one for each token, or a single one."""
+    """Thresholds in fp32, as the loss computes with them: one for each token, or a single one."""
     return batch.inputs[name].values if name in batch.inputs else np.array([settings.get(name, 0.0)], np.float32)
 
 
@@ -158,16 +161,16 @@ def _check_same_shapes(name: str, column: Ragged, wanted: tuple[tuple[int, ...],
 
 
 def _place(column: Ragged, index: int, key: str) -> str:
-    """Which datum and position a flat index is in."""
+    """The datum and the position of a flat index, as text."""
     offsets = column.offsets()
     datum = bisect_right(offsets, index) - 1
     return f"datum {datum}: {key} at position {index - offsets[datum]}"
 
 
 def check_custom_inputs(batch: Batch, loss: CustomLoss) -> None:
-    """Every input the loss names is there at its rank, and the targets are as long as the tokens.
+    """Requires every input that the loss names, at its rank, and targets as long as the tokens.
 
-    Sizes are the loss's own business, as they are on the client: it may slice, or read a column of another length.
+    Sizes are checked by the loss itself, as on the client: a loss may slice, or read a column of another length.
     """
     for name, rank in loss.columns.items():
         if name not in batch.inputs:

@@ -1,4 +1,4 @@
-"""Checks of a model: its base and LoRA settings, its optimizer steps, its exports, and ranges of numbers."""
+"""Checks of models: base model and LoRA settings, optimizer steps, exports, and ranges of numbers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ METADATA_KEY = "export_format"
 
 
 def check_lora(lora: LoraSpec, max_rank: int, info: BaseModelInfo) -> None:
-    """The rank is allowed, and something is left to train."""
+    """Requires an allowed rank, and at least one group to train."""
     in_range("lora_config.rank", lora.rank, 1, max_rank)
     asked = [group for group in GROUPS if getattr(lora, f"train_{group}")]
     if not set(asked) & set(info.trainable_groups):
@@ -33,7 +33,7 @@ def check_lora(lora: LoraSpec, max_rank: int, info: BaseModelInfo) -> None:
 
 
 def check_sampled(lora: LoraSpec, trainer: BaseModelInfo, sampler: BaseModelInfo | None) -> None:
-    """What the sampler, if there is one, could not apply is refused before it is trained."""
+    """Rejects an adapter that the sampler, if there is one, could not apply, before the adapter is trained."""
     trained = [group for group in trainer.trainable_groups if getattr(lora, f"train_{group}")]
     for group in trained:
         if sampler is not None and group not in sampler.trainable_groups:
@@ -41,8 +41,8 @@ def check_sampled(lora: LoraSpec, trainer: BaseModelInfo, sampler: BaseModelInfo
 
 
 def asked_role(asked: Mapping[str, Any]) -> str | None:
-    """POLICY or CRITIC, as the field model_role or that of user_metadata says (the SDK can send only the latter); None
-    where neither is given."""
+    """POLICY or CRITIC, from the field model_role or from model_role in user_metadata (the SDK can send only the
+    latter); None if neither is given."""
     given = [role for role in (asked.get(ROLE), asked["user_metadata"].get(ROLE)) if role is not None]
     for role in given:
         if role not in (POLICY, CRITIC):
@@ -55,7 +55,7 @@ def asked_role(asked: Mapping[str, Any]) -> str | None:
 
 
 def check_sampled_role(what: str, *, critic: bool) -> None:
-    """Only a policy is sampled from."""
+    """Rejects a critic: only a policy can be sampled from."""
     if critic:
         raise BadRequest(
             f"{what} is a critic, which gives values and cannot be sampled from; save it with save_weights"
@@ -63,7 +63,7 @@ def check_sampled_role(what: str, *, critic: bool) -> None:
 
 
 def check_sampleable(base: BaseModelSettings, *, full: bool) -> None:
-    """Raises BadRequest for all weights of a model where no sampler takes them."""
+    """Raises BadRequest for a fully fine-tuned model if no sampler of this server loads full weights."""
     if full and base.full_sampler is None:
         raise BadRequest(
             "this model was fine-tuned in full, which this server does not sample from: save it with "
@@ -73,14 +73,15 @@ def check_sampleable(base: BaseModelSettings, *, full: bool) -> None:
 
 
 def check_optimizer(config: Mapping[str, Any] | None) -> None:
-    """AdamW is the only optimizer."""
+    """Rejects every optimizer except AdamW."""
     kind = (config or {}).get("type", "adamw")
     if kind != "adamw":
         raise BadRequest(f"optimizer {str(kind)[:80]!r} is not supported; use adamw")
 
 
 def check_adam(params: AdamParams) -> None:
-    """Finite, and where torch.optim.AdamW takes them; a zero eps would divide by zero on a zero gradient."""
+    """Requires finite settings in the ranges of torch.optim.AdamW. An eps of zero would divide by zero on a zero
+    gradient."""
     in_range("adam_params.learning_rate", params.learning_rate, 0)
     in_range("adam_params.beta1", params.beta1, 0, 1, open_ends=")")
     in_range("adam_params.beta2", params.beta2, 0, 1, open_ends=")")
@@ -90,10 +91,10 @@ def check_adam(params: AdamParams) -> None:
 
 
 def exports_merged(asked: str | None, model: Model) -> bool:
-    """Whether an export is to hold the whole model where only an adapter was trained.
+    """True if an export holds the whole model although only an adapter was trained.
 
-    `asked`, else what `model` was made with under METADATA_KEY, since the SDK's call has no argument for it; else PEFT
-    files. Raises BadRequest where the model has no such form.
+    The format is `asked`, or the value that `model` was created with under METADATA_KEY, since the SDK's call has no
+    argument for it, or PEFT. Raises BadRequest if the model cannot be exported in that format.
     """
     form = asked or model.user_metadata.get(METADATA_KEY) or ("huggingface" if model.full else "peft")
     if form not in FORMATS:
@@ -106,7 +107,8 @@ def exports_merged(asked: str | None, model: Model) -> bool:
 
 
 def check_recipients(recipients: Sequence[str]) -> tuple[str, ...]:
-    """Each once, in order: a repeat of the call is the same call. Raises BadRequest for what is no age public key."""
+    """The recipients without repeats, in order, so that a repeated call is the same call. Raises BadRequest for a text
+    that is no age public key."""
     for recipient in recipients:
         try:
             x25519.Recipient.from_str(recipient)
@@ -133,14 +135,15 @@ def check_adapter(path: ids.TinkerPath, checkpoint: Checkpoint) -> None:
 
 
 def check_same_role(path: ids.TinkerPath, checkpoint: Checkpoint, *, critic: bool) -> None:
-    """A critic is loaded from a critic's checkpoint, a policy from a policy's: their heads differ."""
+    """Requires a critic's checkpoint for a critic and a policy's checkpoint for a policy, because their heads
+    differ."""
     if checkpoint.critic != critic:
         found, wanted = (CRITIC, POLICY) if checkpoint.critic else (POLICY, CRITIC)
         raise BadRequest(f"{path} is a {found}'s, with another head than a {wanted} has; load a {wanted}'s checkpoint")
 
 
 def check_same_kind(path: ids.TinkerPath, checkpoint: Checkpoint, *, full: bool) -> None:
-    """An adapter is loaded from an adapter, all of a model's weights from all of them."""
+    """Requires a LoRA adapter's checkpoint for an adapter, and a full checkpoint for full fine-tuning."""
     if checkpoint.full != full:
         kinds = {True: "all weights of a model", False: "a LoRA adapter"}
         raise BadRequest(
@@ -150,7 +153,7 @@ def check_same_kind(path: ids.TinkerPath, checkpoint: Checkpoint, *, full: bool)
 
 
 def in_range(name: str, value: float, low: float, high: float = math.inf, *, open_ends: str = "") -> None:
-    """`open_ends` holds "(" where `low` itself is refused and ")" where `high` is."""
+    """Requires `low` <= `value` <= `high`. `open_ends` holds "(" if `low` itself is refused and ")" if `high` is."""
     above = value > low if "(" in open_ends else value >= low
     below = value < high if ")" in open_ends else value <= high
     finite = isinstance(value, int) or math.isfinite(value)  # isfinite overflows on an int beyond 1e308

@@ -21,7 +21,7 @@ MAX_CELLS = 2**22
 
 
 def check_sample(request: SampleRequest, info: BaseModelInfo) -> None:
-    """Raises BadRequest when `request` could not run on this base model."""
+    """Raises BadRequest when `request` cannot run on this base model."""
     check_prompt(request, info)
     in_range("num_samples", request.num_samples, 1, MAX_SAMPLES)
     in_range("sampling_params.max_tokens", request.max_tokens, 1)
@@ -34,7 +34,7 @@ def check_sample(request: SampleRequest, info: BaseModelInfo) -> None:
 
 
 def check_prompt(request: SampleRequest, info: BaseModelInfo) -> None:
-    """Ids in the vocabulary, and room for one more token in the context."""
+    """Requires ids in the vocabulary, and room for one more token in the context."""
     prompt = request.prompt
     if not 1 <= len(prompt) < info.max_context:
         raise BadRequest(
@@ -48,7 +48,7 @@ def check_prompt(request: SampleRequest, info: BaseModelInfo) -> None:
 
 
 def check_stops(request: SampleRequest, info: BaseModelInfo) -> None:
-    """Few and short enough, none empty, ids in the vocabulary."""
+    """Limits the number and the length of the stop entries. None is empty, and ids are in the vocabulary."""
     count = len(request.stop_strings) + len(request.stop_tokens)
     if count > MAX_STOPS:
         raise BadRequest(f"sampling_params.stop has {count} entries; at most {MAX_STOPS} are allowed")
@@ -65,7 +65,7 @@ def check_stops(request: SampleRequest, info: BaseModelInfo) -> None:
 
 
 def check_scores(request: SampleRequest, info: BaseModelInfo) -> None:
-    """What is asked beside the samples themselves: there to be given, and few enough logprobs in all."""
+    """Requires that the model can give every requested logprob, and limits the number of logprobs in one answer."""
     rows = len(request.prompt) - 1
     if request.prompt_last_n:
         if not request.prompt_logprobs:
@@ -83,7 +83,8 @@ def check_scores(request: SampleRequest, info: BaseModelInfo) -> None:
 
 
 def check_targets(targets: Cells, rows: int, vocab_size: int) -> int:
-    """The most ids at one position. A row for each position but the first; at least one id, all of the vocabulary."""
+    """The largest number of ids at one position. There is a row for each position except the first, and at least one
+    id; all ids are in the vocabulary."""
     if len(targets.starts) != rows + 1:
         raise BadRequest(
             f"target_prompt_logprobs has {len(targets.starts) - 1} rows; the prompt has {rows + 1} tokens, so it needs "
@@ -103,7 +104,7 @@ def check_targets(targets: Cells, rows: int, vocab_size: int) -> int:
 
 
 def check_size(name: str, width: int, positions: int) -> None:
-    """Raises BadRequest where `width` logprobs at so many positions make too large an answer."""
+    """Raises BadRequest if `width` logprobs at each of `positions` positions make the answer too large."""
     if width * positions > MAX_CELLS:
         raise BadRequest(
             f"{name}: {width} at each of {positions} positions is {width * positions} logprobs; one answer holds at "
