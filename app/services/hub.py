@@ -74,7 +74,8 @@ class HubService:
         self._lock = threading.Lock()
 
     def repository(self, repo_id: str, revision: str = _BRANCH) -> Repository:
-        """Raises RepoNotFound, RevisionNotFound, or Unavailable when the files cannot be fetched from the Hub now."""
+        """The repository with this id. Raises RepoNotFound, RevisionNotFound, or Unavailable when the files cannot be
+        fetched from the Hub now."""
         source = self._sources.get(repo_id)
         if source is None:
             raise RepoNotFound(f"no tokenizer of {repo_id[:200]!r} is served here")

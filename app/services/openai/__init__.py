@@ -1,1 +1,1 @@
-"""Completions and chats as OpenAI's clients ask for them: the same sampling requests as asample's, as text."""
+"""OpenAI-compatible completions and chats as text. They run as the same sampling requests as asample's."""

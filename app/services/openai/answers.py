@@ -1,6 +1,6 @@
-"""The forms of an answer: chat.completion, with its tool calls, and text_completion.
+"""Answer formats: chat.completion, with its tool calls, and text_completion.
 
-Tool calls are read as Qwen's and Hermes' templates teach them: JSON between <tool_call> tags.
+Tool calls are parsed in the form that Qwen's and Hermes' templates teach: JSON between <tool_call> tags.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """`id` ends with the request id of the first prompt, as logs and Flower show it."""
+    """The fields common to all parts of an answer. The answer's `id` ends with the request id of the first prompt, as
+    logs and Flower show it."""
 
     request_id: str
     created: int
@@ -30,23 +31,23 @@ class Head:
 
 
 class Form(Protocol):
-    """How a kind of answer is written."""
+    """The format of one kind of answer."""
 
     def whole(self, head: Head, deltas: Iterable[Delta]) -> dict[str, Any]:
-        """All at once."""
+        """The whole answer at once."""
         ...
 
     def chunks(self, head: Head, deltas: Iterable[Delta]) -> Iterator[dict[str, Any]]:
-        """One by one, as the deltas come."""
+        """The answer's chunks one by one, as the deltas come."""
         ...
 
     def last(self, head: Head) -> dict[str, Any]:
-        """A chunk without choices, for the usage."""
+        """A chunk without choices, which carries the usage."""
         ...
 
 
 def merged(deltas: Iterable[Delta]) -> list[Delta]:
-    """One for each choice, in order."""
+    """One merged delta for each choice, in order."""
     choices: dict[int, list[Delta]] = {}
     for delta in deltas:
         choices.setdefault(delta.choice, []).append(delta)
@@ -63,7 +64,7 @@ def _joined(index: int, parts: list[Delta]) -> Delta:
 
 
 class ChatForm:
-    """See answers.Form. tools: calls are looked for in the text."""
+    """Formats chat answers (see Form). `tools`: the text is searched for tool calls."""
 
     def __init__(self, *, scores: bool, tools: bool) -> None:
         self._scores = scores
@@ -132,12 +133,13 @@ def _logprob(token: ScoredToken) -> dict[str, Any]:
 
 
 def _scored(text: str, logprob: float | None) -> dict[str, Any]:
-    """Half a character has no text, and its bytes are not known here."""
+    """A token and its logprob. Half a character has no text, and its bytes are not known here."""
     return {"token": text, "logprob": logprob, "bytes": None if _UNFINISHED in text else list(text.encode())}
 
 
 class CompletionForm:
-    """See answers.Form. top: how many of the likeliest tokens were asked for; None for no logprobs at all."""
+    """Formats completion answers (see Form). `top`: the number of most likely tokens requested; None for no logprobs at
+    all."""
 
     def __init__(self, top: int | None) -> None:
         self._top = top
@@ -177,31 +179,32 @@ def _logprobs(tokens: Iterable[ScoredToken], *, with_top: bool) -> dict[str, Any
 
 
 def _top(token: ScoredToken) -> dict[str, float] | None:
-    """The chosen token is among them even if it is not among the likeliest."""
+    """The most likely tokens with their logprobs. The sampled token is included even if it is not among them."""
     return None if token.logprob is None else {**dict(reversed(token.top)), token.text: token.logprob}
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """`arguments` is JSON text."""
+    """A tool call; `arguments` is JSON text."""
 
     name: str
     arguments: str
 
 
 def are_understood(template: str) -> bool:
-    """Whether the model is told of these tags."""
+    """True if the template teaches the model these tags."""
     return _OPEN in template
 
 
 class ToolText:
-    """Lets text pass up to the first tag. What follows is kept until it is whole, since it may be no call after all."""
+    """Separates tool calls from text. Text passes up to the first tag. Everything after it is kept until it is
+    complete, because it may still turn out not to be a call."""
 
     def __init__(self) -> None:
         self._kept = ""
 
     def push(self, text: str) -> str:
-        """What is sure to be no call."""
+        """Adds text, and returns the text that is certainly not part of a call."""
         self._kept += text
         start = self._kept.find(_OPEN)
         upto = len(self._kept) - held_back(self._kept, [_OPEN]) if start < 0 else start
@@ -209,17 +212,17 @@ class ToolText:
         return passed
 
     def finish(self) -> tuple[str, list[ToolCall]]:
-        """(further text, calls): the one or the other."""
+        """(remaining text, calls); one of the two is empty."""
         calls = parse(self._kept)
         return ("", calls) if calls else (self._kept, [])
 
 
 def parse(text: str) -> list[ToolCall]:
-    """The calls `text` consists of; none if it holds anything else, or a call that is not {"name": ..., "arguments":
-    {...}}.
+    """The calls that make up `text`. None are returned if the text holds anything else, or a call that is not {"name":
+    ..., "arguments": {...}}.
 
-    A model may say anything for long. This takes time in proportion to it; a regular expression took that to the power
-    of three, and held up all other threads.
+    A model may generate any text, of any length. This parser takes linear time; a regular expression took cubic time,
+    and blocked all other threads.
     """
     *parts, behind = text.split(_CLOSE)
     calls = [_call(part.strip()) for part in parts]

@@ -1,4 +1,4 @@
-"""Chat templates: conversations in the form they take, and their rendering in jinja2's sandbox."""
+"""Chat templates: converts conversations to the templates' form, and renders them in jinja2's sandbox."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _KEPT = ("name", "tool_call_id", "reasoning_content")
 
 
 def compile_template(text: str) -> Template:
-    """Raises jinja2.TemplateError when `text` is no template."""
+    """The compiled template. Raises jinja2.TemplateError when `text` is not a valid template."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
     )
@@ -34,8 +34,8 @@ def render(
     tools: Sequence[Mapping[str, Any]] | None,
     tokens: Mapping[str, str],
 ) -> str:
-    """A conversation up to where the assistant speaks; `tokens`: special ones by name. Raises BadRequest for what the
-    template refuses."""
+    """The text of a conversation, up to the point where the assistant answers. `tokens`: special tokens by name. Raises
+    BadRequest for messages that the template refuses."""
     try:
         return template.render(messages=messages, tools=tools, documents=None, add_generation_prompt=True, **tokens)
     except (TemplateError, TypeError, LookupError, AttributeError, ValueError, ArithmeticError) as error:
@@ -43,7 +43,8 @@ def render(
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks what the assistant says, for training on it; here its content is all that counts."""
+    """The tag `{% generation %}`, which marks the assistant's text for training. Here only the tag's content is
+    rendered."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -59,7 +60,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """jinja2's own escapes HTML, which models were not trained on."""
+    """JSON text without HTML escapes. jinja2's own filter escapes HTML, which models were not trained on."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -72,8 +73,8 @@ def _now(form: str) -> str:
 
 
 def for_template(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Parts of a text are joined by line breaks, and a tool call's arguments are an object. Raises BadRequest for parts
-    that are no text, naming the message."""
+    """The messages in the templates' form: text parts are joined by line breaks, and a tool call's arguments become an
+    object. Raises BadRequest for parts that are not text, and names the message."""
     return [_message(message, f"messages.{place}") for place, message in enumerate(messages)]
 
 

@@ -1,6 +1,7 @@
-"""The choices of a call, delta by delta, and their tokens as text: the same whether sent piecemeal or whole.
+"""The choices of a call, delta by delta, with their tokens as text. The text is the same whether streamed or sent at
+once.
 
-Text never ends in half a character, nor in part of a stop string.
+Text never ends in half a character, or in part of a stop string.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ if TYPE_CHECKING:
 
 Top = Sequence[tuple[str, float]]
 
-# A first word's leading space depends on what stands before it, and on no more than the last few tokens.
+# The leading space of a first word depends on the text before it, but only on the last few tokens.
 _CONTEXT = 8
 _UNFINISHED = "\ufffd"
 
 
 @dataclass(frozen=True, slots=True)
 class ScoredToken:
-    """A token as text, where it begins in its choice's text, and the likeliest ones at its place. The first token of a
-    prompt has no logprob."""
+    """A token as text, its offset in its choice's text, and the most likely tokens at its position. The first token of
+    a prompt has no logprob."""
 
     text: str
     logprob: float | None
@@ -39,7 +40,7 @@ class ScoredToken:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What a choice goes on with; `finish` (stop or length) ends it."""
+    """The next part of a choice; `finish` (stop or length) ends the choice."""
 
     choice: int
     text: str
@@ -49,7 +50,8 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What is told of the tokens. `hidden`: the one token drawn is nobody's, since max_tokens was 0."""
+    """The token details that an answer includes. `hidden`: the one sampled token is left out, since max_tokens was
+    0."""
 
     scores: bool = False
     echo: bool = False
@@ -57,7 +59,7 @@ class Options:
 
 
 class Choices:
-    """The choices of one prompt. `sampled_tokens` are counted once the request has `ended`."""
+    """The choices of one prompt. `sampled_tokens` is final once the request has `ended`."""
 
     def __init__(
         self, tokenizer: BaseTokenizer, request: SampleRequest, asked: Asked, first: int, options: Options
@@ -73,7 +75,7 @@ class Choices:
         self.ended = False
 
     def deltas(self, follow: Following, gone: Callable[[], bool]) -> Iterator[Delta]:
-        """Raises what `follow` does."""
+        """The deltas as they come. Raises the errors of `follow`."""
         if self._options.echo and not self._options.scores:
             yield from self._echo(None, None)
         for news in follow(self.asked, gone):
@@ -134,7 +136,7 @@ class Choices:
 
 @dataclass(frozen=True, slots=True)
 class TextToken:
-    """A token and where its text begins among all of its sample's; `place` is the token's own."""
+    """A token, and the offset of its text in the text of its sample; `place` is the token's own index."""
 
     place: int
     id: int
@@ -144,14 +146,14 @@ class TextToken:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Text that is sure to be part of the answer, and the tokens that are."""
+    """Text that is certainly part of the answer, and the tokens that certainly are."""
 
     text: str
     tokens: Sequence[TextToken]
 
 
 class TextStream:
-    """One sample's. What it gives, put together, is the same however the tokens were cut into pieces."""
+    """The text of one sample. The pieces together give the same text, however the tokens were split into calls."""
 
     def __init__(self, tokenizer: BaseTokenizer, prompt: Sequence[int], stops: Sequence[str]) -> None:
         self._tokenizer = tokenizer
@@ -166,11 +168,12 @@ class TextStream:
 
     @property
     def stopped(self) -> bool:
-        """A stop string has come; nothing behind it is part of the answer."""
+        """True once a stop string has come; nothing after it is part of the answer."""
         return self._cut is not None
 
     def push(self, tokens: Sequence[int], logprobs: Sequence[float]) -> Piece:
-        """Take further tokens; returns what is sure by now. The newest token never is: it may be the one that stops."""
+        """Adds tokens, and returns the text and tokens that are certain by now. The newest token is never certain,
+        because it may be the stop token."""
         for token, logprob in zip(tokens, logprobs, strict=True):
             self._take(token, logprob)
         text = self._pass_on(self._sure())
@@ -179,7 +182,7 @@ class TextStream:
         return Piece(text, done)
 
     def finish(self, stopped: bool) -> Piece:
-        """The rest. `stopped`: its last token is a stop token, or completed a stop string."""
+        """The rest of the text. `stopped`: the last token is a stop token, or completed a stop string."""
         if not self.stopped:
             self._text += self._tokenizer.decode(self._undecoded) if self._undecoded else ""
         text = self._pass_on(len(self._text) if self._cut is None else self._cut)
@@ -199,13 +202,13 @@ class TextStream:
                 self._cut = self._find_stop(len(text))
 
     def _find_stop(self, new: int) -> int | None:
-        """Where the first stop string begins that ends in the last `new` characters."""
+        """The start of the first stop string that ends within the last `new` characters."""
         begins = [(stop, max(self._sent, len(self._text) - new - len(stop) + 1)) for stop in self._stops]
         found = [place for stop, begin in begins if (place := self._text.find(stop, begin)) >= 0]
         return min(found, default=None)
 
     def _sure(self) -> int:
-        """How much of the text cannot become part of a stop string any more."""
+        """The length of the text that can no longer become part of a stop string."""
         if self._cut is not None:
             return self._cut
         return len(self._text) - held_back(self._text[self._sent :], self._stops)
@@ -215,13 +218,13 @@ class TextStream:
         return text
 
     def _end(self, token: TextToken) -> int:
-        """Where the text of the token behind begins; `token` is a held one, and not the last."""
+        """The start of the next token's text; `token` is a held one, and not the last."""
         following = self._held[token.place - self._held[0].place + 1]
         return following.start
 
 
 def held_back(text: str, marks: Sequence[str]) -> int:
-    """How many characters at the end of `text` may be the begin of one of `marks`."""
+    """The number of characters at the end of `text` that may be the start of one of `marks`."""
     longest, begins = max((len(mark) - 1 for mark in marks), default=0), {mark[0] for mark in marks}
     lengths = (length for length in range(min(longest, len(text)), 0, -1) if text[-length] in begins)
     return next((length for length in lengths if any(mark.startswith(text[-length:]) for mark in marks)), 0)
@@ -232,6 +235,7 @@ def _decoder(tokenizer: BaseTokenizer, prompt: Sequence[int]) -> DecodeStream:
 
     context = list(prompt[-_CONTEXT:])
     if tokenizer.decode(context).endswith(_UNFINISHED):
-        # The decoder would wait for the character's end and then give the prompt's text along with it.
+        # With this context, the decoder would wait for the end of the character and then return the prompt's text with
+        # it.
         context = []
     return DecodeStream(ids=context, skip_special_tokens=True)

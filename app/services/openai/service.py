@@ -1,4 +1,5 @@
-"""OpenAI's calls as sampling requests, each for the sampler its model names, and their results as its answers."""
+"""OpenAI-compatible calls: turns each into sampling requests on the sampler that its model names, and their results
+into answers."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ _KIND = "sampler_weights"
 
 
 class Answer:
-    """One call's. Take `whole` or `chunks`, once, and close it in any case."""
+    """The answer of one call. Use `whole` or `chunks`, once, and always close it."""
 
     def __init__(
         self, head: Head, form: Form, choices: Sequence[Choices], deltas: Iterator[Delta], close: Callable[[], None]
@@ -50,12 +51,12 @@ class Answer:
         self._head, self._form, self._choices, self._deltas, self.close = head, form, choices, deltas, close
 
     def whole(self) -> dict[str, Any]:
-        """Raises UserOpError, ServerOpError, ClientGone or Unavailable."""
+        """The whole answer. Raises UserOpError, ServerOpError, ClientGone or Unavailable."""
         answer = self._form.whole(self._head, self._deltas)
         return {**answer, "usage": self._usage()}
 
     def chunks(self, *, with_usage: bool) -> Iterator[dict[str, Any]]:
-        """Raises the same on the way."""
+        """The answer's chunks as they come. Raises the same errors midway."""
         empty = {"usage": None} if with_usage else {}
         for chunk in self._form.chunks(self._head, self._deltas):
             yield {**chunk, **empty}
@@ -68,7 +69,8 @@ class Answer:
 
 
 class OpenAiService:
-    """Every prompt is a sampling request of its own, journalled and retried like asample's."""
+    """Runs OpenAI-compatible calls. Every prompt is a separate sampling request, journaled and retried like
+    asample's."""
 
     def __init__(
         self,
@@ -83,14 +85,15 @@ class OpenAiService:
         self._tokenizers = Tokenizers(bases)
 
     def models(self, caller: Caller) -> list[dict[str, Any]]:
-        """What can be asked for as `model`."""
+        """The models that a call can name as `model`."""
         return [
             {"id": name, "object": "model", "created": int(created), "owned_by": "tinsmith"}
             for name, created in self._samplers.models(caller)
         ]
 
     def complete(self, caller: Caller, asked: Mapping[str, Any], gone: Gone) -> Answer:
-        """Raises NotFound, BadRequest, TooManyRequests or Unavailable; nothing is asked of a sampler then."""
+        """The answer of a completion. Raises NotFound, BadRequest, TooManyRequests or Unavailable; no sampler runs the
+        call then."""
         model = self._model(caller, asked["model"])
         top, echo, most = asked["logprobs"], asked["echo"], asked["max_tokens"]
         options = Options(scores=top is not None, echo=echo, hidden=most == 0)
@@ -103,7 +106,7 @@ class OpenAiService:
         return self._answer(caller, model, asked, requests, CompletionForm(top), options, gone)
 
     def chat(self, caller: Caller, asked: Mapping[str, Any], gone: Gone) -> Answer:
-        """Raises the same."""
+        """The answer of a chat. Raises the same errors."""
         model = self._model(caller, asked["model"])
         offered = [] if asked["tool_choice"] == "none" else asked["tools"]
         prompt = model.tokenizer.encode_chat(for_template(asked["messages"]), offered, model.info.max_context)
@@ -144,7 +147,7 @@ class OpenAiService:
         self._follow.leave(choices.asked, ended=choices.ended)
 
     def _admit(self, caller: Caller, model: Target, request: SampleRequest) -> Asked:
-        """Under a number of its own: clients send none, so a call that is sent again is another one."""
+        """Admits the request under a random number. OpenAI's clients send none, so a repeated call is a new call."""
         number = secrets.randbits(62)
         request_id = self._admission.admit_sample(caller, model.sampler_id, model.sampler, number, request)
         return Asked(request_id, caller, request.stream)
@@ -152,7 +155,7 @@ class OpenAiService:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """`info` is what a live sampler says of the base model."""
+    """The sampler of a call. `info` is reported by a live sampler of the base model."""
 
     sampler_id: str
     sampler: Sampler
@@ -160,7 +163,8 @@ class Target:
     tokenizer: BaseTokenizer
 
     def prompts(self, given: Any) -> list[np.ndarray]:
-        """int32 [n] each, of a text, of token ids, or of a list of either. Raises BadRequest for what is no int32."""
+        """int32 [n] for each prompt, from a text, from token ids, or from a list of either. Raises BadRequest for token
+        ids that are not int32."""
         several = isinstance(given, list) and not isinstance(given[0], int)
         return [self._tokens(prompt) for prompt in (given if several else [given])]
 
@@ -173,10 +177,10 @@ class Target:
         top: int = 0,
         score_prompt: bool = False,
     ) -> SampleRequest:
-        """A checked request for at most `most` tokens (None: as many as the context holds), with the `top` likeliest
-        at each place. Raises BadRequest.
+        """A checked request for at most `most` tokens (None: as many as the context holds), with the `top` most likely
+        tokens at each position. Raises BadRequest.
 
-        Only the sampled tokens themselves are told of as they come, so a request for more is not streamed.
+        Only the sampled tokens themselves are streamed, so a request for more than those is not streamed.
         """
         room = max(1, self.info.max_context - len(prompt))
         stop = asked["stop"] or ()
@@ -203,7 +207,8 @@ class Target:
 
 
 class Samplers:
-    """All of a project's are in one session, which every request keeps alive."""
+    """Finds and stores the samplers of OpenAI-compatible calls. All of a project's samplers are in one session, which
+    every request keeps alive."""
 
     def __init__(self, store: Records, lifecycle: Lifecycle, bases: BaseModels, sampling: SamplingService) -> None:
         self._records, self._lifecycle, self._bases, self._sampling = store, lifecycle, bases, sampling
@@ -211,8 +216,8 @@ class Samplers:
     def of(self, caller: Caller, model: str) -> tuple[str, Sampler]:
         """(id, sampler) of a base model, a tinker:// path, or "<base>;<path>"; nothing is stored.
 
-        Another save under a path is another sampler. Raises Forbidden, NotFound (model, foreign and missing paths
-        alike) or BadRequest for a path that cannot be sampled.
+        A new save under the same path is a different sampler. Raises Forbidden, NotFound (model, and foreign and
+        missing paths with the same text), or BadRequest for a path that cannot be sampled.
         """
         check_role(caller, caller.project)
         base, path = _parts(model)
@@ -224,7 +229,7 @@ class Samplers:
         return ids.openai_sampler_id(session_id, sampler.base_model, sampler.prefix), sampler
 
     def ensure(self, sampler_id: str, sampler: Sampler) -> None:
-        """Store it, unless it is there. Raises Unavailable while there is no room for another."""
+        """Stores the sampler, unless it exists. Raises Unavailable while there is no room for another."""
         if self._records.get(Sampler.namespace, sampler_id) is not None:
             return
         session = Session(sampler.owner, self._records.now(), display_name="OpenAI-compatible calls")
@@ -233,7 +238,7 @@ class Samplers:
         self._records.put_new(Sampler.namespace, sampler_id, records.dump(sampler))
 
     def models(self, caller: Caller) -> list[tuple[str, float]]:
-        """(name, when it was made) of the base models and the caller's sampler checkpoints that have a live sampler."""
+        """(name, creation time) of the base models and the caller's sampler checkpoints that have a live sampler."""
         live, now = self._bases.live(), self._records.now()
         found = [(name, 0.0) for name in self._bases.names() if ("sampler", name) in live]
         for path, fields in self._records.list(Checkpoint.namespace):
@@ -245,7 +250,7 @@ class Samplers:
         return found
 
     def keep_alive(self, caller: Caller) -> None:
-        """While a request runs, its session does not expire."""
+        """Keeps the caller's session alive while a request runs."""
         self._lifecycle.heartbeat(ids.openai_session_id(caller.project))
 
 

@@ -1,4 +1,4 @@
-"""Waiting for a sampling request in the call that made it, with its tokens as they come."""
+"""Result stream of one sampling request: its tokens as they come, read inside the HTTP call that made the request."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from app.wire.results import decode_sample
 
 _TURN_S = 1.0
 _BEAT_S = 10.0
-# As long as OpenAI's own client waits for an answer, or for the next part of one.
+# OpenAI's own client waits this long for an answer, or for the next part of one.
 _PATIENCE_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """An admitted request. `live`: its worker tells of tokens as they are drawn."""
+    """An admitted request. `live`: its worker publishes tokens as they are sampled."""
 
     request_id: str
     caller: Caller
@@ -35,7 +35,8 @@ class Asked:
 
 
 class Following:
-    """`beat` keeps a caller's session alive, and is called now and then; `cancel` takes a request id and who asked."""
+    """Reads the result stream of a request. `beat` keeps a caller's session alive and is called periodically. `cancel`
+    takes a request id and the caller."""
 
     def __init__(
         self,
@@ -49,11 +50,11 @@ class Following:
         self._beat, self._cancel = beat, cancel
 
     def __call__(self, asked: Asked, gone: Callable[[], bool]) -> Iterator[Drawn | SampleOutput]:
-        """Tokens as they come, and last the whole output; outages are waited for.
+        """Yields tokens as they come, and the whole output last. An outage does not end the stream.
 
-        A request that runs again tells of its tokens again, the same ones: they go by their place. `gone` tells whether
-        the client went away. Raises UserOpError or ServerOpError as the request failed, ClientGone, or Unavailable when
-        nothing comes for long.
+        A request that runs again publishes the same tokens again, identified by their position. `gone` returns True
+        once the client has disconnected. Raises UserOpError or ServerOpError if the request failed, ClientGone, or
+        Unavailable when nothing comes for `_PATIENCE_S`.
         """
         after = "0-0"
         news_at = beat_at = time.monotonic()
@@ -74,7 +75,8 @@ class Following:
                 self._beat(asked.caller)
 
     def leave(self, asked: Asked, *, ended: bool) -> None:
-        """Nobody waits for it any more; it is cancelled unless it has ended. In an outage it is left to its end."""
+        """Stops waiting for the request, and cancels it unless it has ended. In an outage the request is not cancelled
+        and runs to its end."""
         with contextlib.suppress(redis.RedisError, RequestError):
             if not ended:
                 self._cancel(asked.request_id, asked.caller)
@@ -82,7 +84,7 @@ class Following:
                 self._streams.drop(asked.request_id)
 
     def _news(self, asked: Asked, after: str) -> tuple[list[Drawn], str, Result | None]:
-        """What there is, waiting a turn for it."""
+        """The available news, after a wait of at most one turn."""
         found: tuple[list[Drawn], str, Result | None] = ([], after, None)
 
         def look() -> bool:
@@ -103,8 +105,8 @@ class Following:
         return found
 
     def _drawn(self, asked: Asked, after: str) -> tuple[list[Drawn], str]:
-        """Tokens first: they need not wait for the state server's disk, and while the broker is away the result has
-        them all."""
+        """The tokens sampled since `after`. Tokens are read before the result, because they do not wait for the state
+        server's disk. While the broker is away, the result still has all tokens."""
         if asked.live:
             with contextlib.suppress(redis.RedisError):
                 return self._streams.read(asked.request_id, after)

@@ -1,4 +1,5 @@
-"""Base models' tokenizers in the API process, by the `tokenizers` package alone, and the files they lie in."""
+"""Base models' tokenizers in the API process, with the `tokenizers` package alone, and the files that they are read
+from."""
 
 from __future__ import annotations
 
@@ -17,10 +18,11 @@ from app.services.base_models import BaseModels
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-# A template of its own for requests with tools, where a model has several by name.
+# The name of the separate template for requests with tools, if a model has several templates.
 _WITH_TOOLS = "tool_use"
 _DEFAULT = "default"
-# A mebibyte of text takes half a second and 400 MB, and few texts have more than 5 to each token.
+# The most characters per context token. To encode a mebibyte of text takes half a second and 400 MB, and few texts have
+# more than 5 characters per token.
 _CHARACTERS = 16
 
 Find = Callable[[str], Path | None]
@@ -28,10 +30,11 @@ Find = Callable[[str], Path | None]
 
 
 class BaseTokenizer:
-    """One base model's; safe from any thread."""
+    """The tokenizer of one base model; safe to use from any thread."""
 
     def __init__(self, tokenizer: Tokenizer, templates: Mapping[str, str], special: Mapping[str, str]) -> None:
-        """templates: chat templates by name; special: tokens by the names templates know them by (eos_token, ...)."""
+        """`templates`: chat templates by name. `special`: special tokens by their names in templates (eos_token,
+        ...)."""
         from app.services.openai.chat_templates import compile_template
 
         self.core = tokenizer
@@ -40,15 +43,15 @@ class BaseTokenizer:
         self._special = special
 
     def encode(self, text: str, context: int = sys.maxsize) -> np.ndarray:
-        """int32 [n], with the special tokens the model wants around a text. Raises BadRequest for one that is far too
-        long for a context of so many tokens, UnicodeEncodeError for half a surrogate pair."""
+        """int32 [n], with the special tokens that the model expects around a text. Raises BadRequest for a text far too
+        long for a context of `context` tokens, and UnicodeEncodeError for half a surrogate pair."""
         return self._ids(text, context, special=True)
 
     def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], context: int = sys.maxsize
     ) -> np.ndarray:
-        """int32 [n] of a conversation, up to where the assistant speaks. Raises what `encode` does, also BadRequest
-        when the model has no chat template, or its template refuses the messages."""
+        """int32 [n] of a conversation, up to the point where the assistant answers. Raises the errors of `encode`. Also
+        raises BadRequest when the model has no chat template, or when its template refuses the messages."""
         from app.services.openai.chat_templates import render
 
         template = self._templates.get(self._which(tools))
@@ -58,15 +61,15 @@ class BaseTokenizer:
         return self._ids(text, context, special=False)
 
     def template(self, tools: Sequence[Mapping[str, Any]]) -> str:
-        """The text of the chat template that would be used; empty for none."""
+        """The text of the chat template that these tools select; empty if there is none."""
         return self._texts.get(self._which(tools), "")
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of whole tokens, special ones left out."""
+        """The text of complete tokens, without special tokens."""
         return self.core.decode(tokens, skip_special_tokens=True)
 
     def token(self, token: int) -> str:
-        """One token as text, special or not; half a character is U+FFFD."""
+        """The text of one token, special or not; half a character is U+FFFD."""
         return self.core.decode([token], skip_special_tokens=False)
 
     def _ids(self, text: str, context: int, *, special: bool) -> np.ndarray:
@@ -75,8 +78,8 @@ class BaseTokenizer:
                 f"the prompt has {len(text)} characters, and the model's context {context} tokens: more than "
                 f"{_CHARACTERS} to each are not taken"
             )
-        text.encode()  # the tokenizer itself has no words for what is no Unicode
-        # `encode` would keep all other threads from running until it is done.
+        text.encode()  # raises UnicodeEncodeError; the tokenizer itself does not explain invalid Unicode
+        # `encode` would block all other threads until it returns.
         (found,) = self.core.encode_batch_fast([text], add_special_tokens=special)
         return np.array(found.ids, np.int32)
 
@@ -85,7 +88,7 @@ class BaseTokenizer:
 
 
 class Tokenizers:
-    """Those of the base models served, each read on first use."""
+    """The tokenizers of the base models served, each read on first use."""
 
     def __init__(self, bases: BaseModels) -> None:
         self._bases = bases
@@ -93,8 +96,9 @@ class Tokenizers:
         self._lock = threading.Lock()
 
     def of(self, base_model: str) -> BaseTokenizer:
-        """Raises BadRequest for one that has no fast tokenizer here, Unavailable when it cannot be fetched now."""
-        if base_model in self._read:  # while another's may still be on its way
+        """The model's tokenizer. Raises BadRequest for a model without a fast tokenizer here, and Unavailable when the
+        tokenizer cannot be fetched now."""
+        if base_model in self._read:  # no lock here: another model's tokenizer may still be loading
             return self._read[base_model]
         with self._lock:
             if base_model not in self._read:
@@ -127,7 +131,8 @@ def read(source: str) -> BaseTokenizer:
 
 
 def _templates(find: Find, config: Mapping[str, Any]) -> dict[str, str]:
-    """By name. A file of its own goes before the setting in tokenizer_config.json, as transformers reads them."""
+    """Chat templates by name. A separate template file takes precedence over tokenizer_config.json, as in
+    transformers."""
     given = config.get("chat_template") or {}
     named = {_DEFAULT: given} if isinstance(given, str) else {}
     if isinstance(given, list):
@@ -143,7 +148,8 @@ def _special(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def find_in(source: str) -> Find:
-    """`source`: a folder, or a hub id, whose files are fetched unless HF_HUB_OFFLINE is set."""
+    """A function that finds a file of the tokenizer. `source`: a folder, or a hub id; a hub id's files are fetched
+    unless HF_HUB_OFFLINE is set."""
     if source.startswith(("/", ".", "~")) or Path(source).is_dir():
         folder = Path(source).expanduser()
         return lambda name: folder / name if (folder / name).is_file() else None
@@ -151,7 +157,7 @@ def find_in(source: str) -> Find:
 
 
 def read_json(find: Find, name: str) -> dict[str, Any]:
-    """Empty when there is no such file."""
+    """The JSON object in a file; empty when there is no such file."""
     path = find(name)
     found = json.loads(path.read_text()) if path else {}
     return found if isinstance(found, dict) else {}
@@ -164,7 +170,7 @@ def _from_hub(source: str, name: str) -> Path | None:
     try:
         return Path(hf_hub_download(source, name))
     except LocalEntryNotFoundError:
-        # Offline, the cache cannot tell a file it has not fetched from one there is not.
+        # Offline, the cache cannot distinguish a file that was never fetched from a file that does not exist.
         return None
     except EntryNotFoundError:
         return None

@@ -127,7 +127,8 @@ def check_loadable(path: ids.TinkerPath, checkpoint: Checkpoint, optimizer: bool
 
 
 def check_adapter(path: ids.TinkerPath, checkpoint: Checkpoint) -> None:
-    """Raises BadRequest for a merged model and for encrypted files: no adapter can be read of them any more."""
+    """Raises BadRequest for a merged model and for encrypted files, because no adapter can be read from them any
+    more."""
     if checkpoint.encrypted:
         raise BadRequest(f"{path} is encrypted, for download alone: use a checkpoint that is not")
     if checkpoint.merged:
