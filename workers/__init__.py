@@ -1,1 +1,1 @@
-"""The GPU side: Celery workers that run what the journal holds. May import app; app never imports this."""
+"""The GPU side: Celery workers that run the journal's requests. It may import app; app never imports workers."""

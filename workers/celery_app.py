@@ -1,8 +1,8 @@
 """The Celery app of every worker and of Flower: `celery -A workers.celery_app worker|flower`.
 
-What a worker is follows from the queue it reads: `-Q train.<base>` makes a trainer, `-Q sample.<base>` a sampler,
-and full.<base> and fullsample.<base> those of full fine-tunes.
-Heavy libraries load only then, so Flower starts light.
+The queue that a worker reads decides its role: `-Q train.<base>` makes a trainer and `-Q sample.<base>` a sampler.
+full.<base> and fullsample.<base> make those of full fine-tunes. Heavy libraries load only when a worker starts, so
+Flower starts light.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def _log_as_json(**_: Any) -> None:
 
 @signals.worker_init.connect
 def _become(sender: Any, **_: Any) -> None:
-    """Build the runtime before the first task; a wrong setup ends the process with one line and status 2.
+    """Builds the runtime before the first task; a wrong setup ends the process with one line and status 2.
 
-    Celery swallows what a signal handler raises, so whatever goes wrong here must end the process here.
+    Celery swallows an exception that a signal handler raises. So every failure here must end the process here.
     """
     try:
         with uncollected():

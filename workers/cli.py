@@ -18,11 +18,11 @@ from workers.process.startup import refuse, uncollected
 
 
 def run_trainer() -> None:
-    """`python -m workers.trainer --base NAME --name NAME [--full]`: one trainer, however many ranks it takes.
+    """`python -m workers.trainer --base NAME --name NAME [--full]`: starts one trainer with any number of ranks.
 
-    With one rank it is a Celery worker. With more it starts itself once a rank, under torchrun or on the hosts of
-    `trainer.hostfile`; the whole group goes down when one rank dies. Rank 0 is the Celery worker, the others follow its
-    calls.
+    With one rank it is a Celery worker. With more ranks it starts itself once for each rank, under torchrun or on the
+    hosts of `trainer.hostfile`; the whole group ends when one rank dies. Rank 0 is the Celery worker; the other ranks
+    follow its calls.
     """
     parser = argparse.ArgumentParser(prog="python -m workers.trainer")
     parser.add_argument("--base", required=True, help="name of the base model in the settings")
@@ -48,7 +48,7 @@ def run_trainer() -> None:
 
 
 def _start_ranks(everything: settings.Settings, trainer: settings.TrainerSettings, name: str) -> None:
-    """Returns only when this process is the one rank there is."""
+    """Returns only when this process is the only rank."""
     if trainer.hostfile:
         hosts = multinode.read_hostfile(Path(trainer.hostfile), trainer.ranks)
         sys.exit(multinode.run(hosts, everything, name, "workers.trainer", sys.argv[1:]))
@@ -58,7 +58,7 @@ def _start_ranks(everything: settings.Settings, trainer: settings.TrainerSetting
 
 
 def _follow(base: settings.BaseModelSettings, *, full: bool) -> None:
-    """Rank 0 says when to stop; a signal to the whole group must not end this rank in the middle of a pass."""
+    """Follows rank 0, which says when to stop; a signal to the whole group must not end this rank during a pass."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with uncollected():
@@ -76,8 +76,8 @@ def _end() -> NoReturn:
 
 
 def run_sampler() -> None:
-    """`python -m workers.sampler --base NAME --name NAME [--full]`: one sampler: a Celery worker, a thread a
-    request."""
+    """`python -m workers.sampler --base NAME --name NAME [--full]`: starts one sampler, a Celery worker with a thread
+    for each request."""
     parser = argparse.ArgumentParser(prog="python -m workers.sampler")
     parser.add_argument("--base", required=True, help="name of the base model in the settings")
     parser.add_argument("--full", action="store_true", help="sample models fine-tuned in full, not adapters")
@@ -99,7 +99,7 @@ def run_sampler() -> None:
 
 
 def run_worker(queue: str, node: str, pool: Sequence[str]) -> None:
-    """Does not return before the worker has shut down. Gossip and mingle are for worker-to-worker news we don't use."""
+    """Returns after the worker has shut down. Gossip and mingle carry worker-to-worker news that we do not use."""
     from workers.celery_app import app
 
     app.worker_main(

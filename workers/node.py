@@ -1,4 +1,4 @@
-"""`python -m workers.node`: one host's share of a rank group, started over ssh."""
+"""`python -m workers.node`: runs one host's ranks of a rank group; started over ssh."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m workers.trainer --base NAME --name NAME [--full]`: starts one trainer, however many ranks it takes."""
+"""`python -m workers.trainer --base NAME --name NAME [--full]`: starts one trainer with any number of ranks."""
 
 from __future__ import annotations
 

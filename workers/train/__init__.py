@@ -1,1 +1,1 @@
-"""Training Ops: in order, owned, fenced, and shared out fairly."""
+"""Training Ops: run in order by the model's owner, fenced, and scheduled fairly."""

@@ -1,4 +1,4 @@
-"""Runs Ops that have begun, alone or several models' in one pass, and commits each in its model's order."""
+"""Runs Ops that have begun, one alone or several models' in one pass, and commits each in its model's order."""
 
 from __future__ import annotations
 
@@ -23,31 +23,33 @@ from workers.train.executor import Executor
 from workers.train.owner import Attempt, Broken, Owner, Ran, Resident
 
 log = logging.getLogger(__name__)
-# Each holds a copy of what it saves until it is uploaded: an adapter, which is little, or a merged model, which is as
-# much as the base. With two, an upload that hangs leaves room for the others.
+# Each save holds a copy of the saved state until it is uploaded. An adapter is small; a merged model is as large as the
+# base. With two saves, an upload that hangs leaves room for the others.
 _MOST_SAVES = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """An Op that the journal knows to be running here."""
+    """An Op that the journal records as running here."""
 
     resident: Resident
     entry: Entry
 
 
 class Committer:
-    """A state whose commit was refused, or is in doubt, is to be thrown away: here, but for the one asked for."""
+    """Runs and commits Ops. When a commit is refused or in doubt, the state must be discarded: here for the shared Ops
+    of a pass, by the caller for the requested Op."""
 
     def __init__(self, oplog: OpLog, owner: Owner, executor: Executor, snapshots: Snapshots, saves: Saves) -> None:
         self._oplog, self._owner, self._executor, self._snapshots = oplog, owner, executor, snapshots
         self._saves = saves
 
     def run(self, group: Sequence[Begun]) -> Result | None:
-        """Run the Ops of a pass and commit them. Returns the result of the last, the one that was asked for; None while
-        its commit has to wait for a save that is being written.
+        """Runs the Ops of a pass and commits them. Returns the result of the last one, which is the requested Op; None
+        while its commit waits for a save that is still being written.
 
-        Raises what `commit` does for that one; another's concerns its own doorbell alone.
+        Raises the errors of `commit` for the requested Op. An error of another Op concerns only the dispatch of that
+        Op.
         """
         started = time.monotonic()
         attempts = self._attempts(group)
@@ -69,9 +71,9 @@ class Committer:
         return attempts[-1].result().result if asked.resident.applied == asked.entry.seq else None
 
     def commit(self, resident: Resident) -> None:
-        """Commit what ran of a model, up to a save that is still being written.
+        """Commits the uncommitted Ops of a model, up to a save that is still being written.
 
-        Raises Fenced; Unavailable for a save that was put off; and Broken and NotFound, the state being thrown away.
+        Raises Fenced; Unavailable for a save that was put off; Broken and NotFound after discarding the state.
         """
         try:
             while resident.is_due:
@@ -86,9 +88,9 @@ class Committer:
             raise
 
     def finish(self, resident: Resident, within_s: float) -> None:
-        """Commit what ran of a model that is about to be let go, if that can be done in about so long.
+        """Commits the uncommitted Ops of a model before it is released, if that takes at most about `within_s` seconds.
 
-        Whatever goes wrong, the journal has it all, and whoever is next.
+        If this fails, nothing is lost: the journal has every Op, and the next owner runs them.
         """
         if resident.uncommitted:
             self._saves.finish(resident.lease.model_id, within_s)
@@ -96,7 +98,8 @@ class Committer:
                 self.commit(resident)
 
     def _put_off(self, resident: Resident) -> None:
-        """The object store is away, and the model as it was: but for what ran ahead, which the journal brings back."""
+        """Puts the Op off: the object store is away and the model is unchanged. If Ops ran ahead, discards the state;
+        the journal restores it."""
         if len(resident.uncommitted) > 1:
             self._owner.discard(resident.lease.model_id)
         else:
@@ -116,7 +119,7 @@ class Committer:
             telemetry.commit_refused(entry, resident.lease.epoch)
             raise
         except redis.RedisError as error:
-            # Committed or not, we cannot know: the journal will tell whoever reads it next.
+            # The commit may or may not have happened; the next reader of the journal will see.
             raise Fenced(f"the commit of {entry.request_id} is in doubt: {error}") from error
         resident.committed()
         attempt.then()
@@ -142,13 +145,13 @@ class Committer:
             raise Broken(f"no snapshot of {resident.lease.model_id}: {error}", (resident.lease, entry.seq)) from error
 
     def _attempts(self, group: Sequence[Begun]) -> list[Future[Attempt]]:
-        """What running the Ops of a pass comes to, in their order."""
+        """The attempts that running the Ops of a pass leads to, in the order of the Ops."""
         try:
             if len(group) > 1:
                 return self._run_together(group)
             return [self._run_alone(group[0])]
         except Unavailable:
-            # The object store is away, or this worker too old for the last of them; the models are as they were.
+            # The object store is away, or this worker is too old for the last Op. The models are unchanged.
             for begun in group:
                 self._oplog.put_off(begun.resident.lease, begun.entry.seq)
             raise
@@ -169,7 +172,7 @@ class Committer:
             return Attempt.of(came_to).at_once()
         written = self._saves.start(lease.model_id, partial(_written, entry, came_to))
         if entry.attempts:
-            # It broke a worker before: should it do so again, then nothing else with it.
+            # This Op broke a worker before. If it does so again, nothing else must run beside it.
             self._saves.finish(lease.model_id)
         return written
 
@@ -181,7 +184,7 @@ class Committer:
 
 
 def _written(entry: Entry, write: Unwritten) -> Attempt:
-    """Runs in a thread of its own."""
+    """Writes a save; runs in its own thread."""
     try:
         with telemetry.STAGE_SECONDS.labels(entry.kind, "write").time():
             return Attempt.of(write())
@@ -190,9 +193,10 @@ def _written(entry: Entry, write: Unwritten) -> Attempt:
 
 
 class Saves:
-    """Told and asked by the thread that runs the Ops.
+    """The background saves. Used only from the op thread.
 
-    One whose model was thrown away meanwhile goes on, and counts until it ends: nobody will refer to what it writes.
+    If a model's state is discarded meanwhile, its save continues and counts until it ends; nothing refers to the files
+    it writes.
     """
 
     def __init__(self) -> None:
@@ -206,31 +210,32 @@ class Saves:
             try:
                 future.set_result(write())
             except BaseException as error:
-                # For whoever commits it.
+                # The commit raises it.
                 future.set_exception(error)
 
         self.spawn(model_id, run)
         return future
 
     def spawn(self, model_id: str, run: Callable[[], None]) -> None:
-        """In a thread that ends with the process: one that hangs must not keep it."""
+        """Runs `run` in a daemon thread, so that a save that hangs does not keep the process alive."""
         threading.Thread(target=run, name="save", daemon=True).start()
 
     def running(self) -> set[str]:
-        """Ids of the models."""
+        """Ids of the models whose save is still being written."""
         self._futures = {model_id: future for model_id, future in self._futures.items() if not future.done()}
         return set(self._futures)
 
     def has_room(self, model_id: str) -> bool:
-        """For one more, of this model. Two of a model might write the same generation, with different bits."""
+        """Whether one more save may start, of this model. Two saves of one model might write the same generation with
+        different bits."""
         running = self.running()
         return len(running) < _MOST_SAVES and model_id not in running
 
     def await_any(self, seconds: float) -> None:
-        """Returns when one has ended, or after so long."""
+        """Returns when one save has ended, or after `seconds`."""
         wait(self._futures.values(), seconds, FIRST_COMPLETED)
 
     def finish(self, model_id: str, seconds: float | None = None) -> None:
-        """Returns when that of the model has ended, or after so long."""
+        """Returns when the model's save has ended, or after `seconds`."""
         if model_id in self._futures:
             wait([self._futures[model_id]], seconds)

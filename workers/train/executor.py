@@ -1,8 +1,7 @@
-"""Runs one journalled Op on the backend, records its commit, and tracks gradients that no step has used.
+"""Runs one journalled Op on the backend, builds what its commit records, and tracks gradients that no step has used.
 
-No optim_step may run on part of its gradients. The SDK sends optim_step without waiting for the forward_backward
-before it, so a step behind a lost gradient is the usual case, not a rare one. The state follows from the journal
-alone.
+No optim_step may run on part of its gradients. The SDK sends optim_step without waiting for the forward_backward before
+it, so a step behind a lost gradient is the usual case. The state follows from the journal alone.
 """
 
 from __future__ import annotations
@@ -40,15 +39,16 @@ from workers.process import results, telemetry
 LOST_BATCH = "lost_batch"
 
 
-# Seqs that were refused or never came; they have no payload.
+# Kinds of seqs that were refused or never arrived; these have no payload.
 CONSUMED = ("skip", LOST_BATCH, DropGradients.kind)
 
 
 @dataclass(frozen=True, slots=True)
 class Executor:
-    """Runs one journalled Op on the backend: what it does to the model, and what its commit records.
+    """Runs one journalled Op on the backend: changes the model, and returns what its commit records.
 
-    In a replay the same Op goes through `replay`: the same change to the model, nothing written and nothing answered.
+    In a replay the same Op goes through `replay`: it makes the same change to the model, writes nothing and answers
+    nothing.
     """
 
     backend: TrainingBackend
@@ -57,9 +57,9 @@ class Executor:
     saver: Saver
 
     def run(self, lease: Lease, entry: Entry, window: Window) -> Outcome | Unwritten:
-        """For a save, what is left to do beside the next Op.
+        """Runs the Op. For a save, returns the function that writes it, to be run beside the next Op.
 
-        Raises OpError; the model is then as it was before, but that a step that fails drops the gradients.
+        Raises OpError. The model is then unchanged, except that a failed optim_step drops the gradients.
         """
         if entry.kind in CONSUMED:
             self._consume(lease.model_id, entry)
@@ -71,13 +71,13 @@ class Executor:
             raise
 
     def run_together(self, entries: Mapping[str, Entry]) -> dict[str, Outcome | OpError]:
-        """One forward_backward, or one forward, of several models in one pass; none of them doomed."""
+        """Runs one forward_backward, or one forward, of several models in one pass; none of the Ops is doomed."""
         ops: dict[str, ForwardBackward] = {model_id: codec.decode(entry.payload) for model_id, entry in entries.items()}
         outcomes = self.backend.apply(ops)
         return {m: o if isinstance(o, OpError) else _outcome(ops[m], o) for m, o in outcomes.items()}
 
     def give_up(self, lease: Lease, entry: Entry) -> None:
-        """Leave a failed Op behind. A step's gradients go with it: sent again, none of them counts twice."""
+        """Skips a failed Op. A failed step also drops its gradients; when they are sent again, none counts twice."""
         if entry.kind == OptimStep.kind:
             self._apply(lease.model_id, DropGradients())
 
@@ -96,7 +96,8 @@ class Executor:
         return _outcome(op, output)
 
     def replay(self, lease: Lease, entry: Entry) -> None:
-        """Forwards and saves changed nothing; failed Ops neither, but a step that failed dropped the gradients."""
+        """Repeats the Op's change to the model. Forwards, saves and failed Ops changed nothing, but a failed step
+        dropped the gradients."""
         if entry.kind in CONSUMED:
             self._consume(lease.model_id, entry)
         elif entry.doomed:
@@ -105,12 +106,12 @@ class Executor:
             self._apply(lease.model_id, codec.decode(entry.payload))
 
     def restore(self, model_id: str, prefix: str) -> None:
-        """Bring a model back from a durable snapshot. Raises NotFound, Unavailable, OpError."""
+        """Restores a model from a durable snapshot. Raises NotFound, Unavailable, OpError."""
         with self._fetched(prefix) as folder:
             self.restore_from(model_id, folder, transfer.manifest_in(folder))
 
     def restore_from(self, model_id: str, folder: Path, manifest: Manifest) -> None:
-        """Bring a model back from a snapshot's folder, dropping whatever state it had here. Raises OpError."""
+        """Restores a model from a snapshot's folder and drops the state it had here. Raises OpError."""
         self._backend_apply(model_id, Create(manifest.lora, folder, optimizer=True, critic=manifest.critic))
 
     def _consume(self, model_id: str, entry: Entry) -> None:
@@ -141,7 +142,7 @@ class Executor:
 
     @contextmanager
     def _source(self, path: str, prefix: str) -> Iterator[Path]:
-        """The files `path` named when the call was made; what is read once is not worth keeping on disk."""
+        """The files that `path` named when the call was made. They are read once, so they are not kept on disk."""
         try:
             with self._fetched(prefix) as folder:
                 yield folder
@@ -155,7 +156,7 @@ class Executor:
         try:
             yield transfer.fetch(self.store, prefix, self.cache_dir)
         finally:
-            # On a full disk even this may fail; what stays is right, and gone with the next start.
+            # On a full disk even this may fail. The remaining files are correct, and the next start removes them.
             with suppress(OSError):
                 transfer.forget(prefix, self.cache_dir)
 
@@ -165,7 +166,7 @@ def _fields(lora: LoraSpec | None) -> dict[str, Any]:
 
 
 def _outcome(op: Op, output: Output) -> Outcome:
-    """Of what a live run came to; what it used is counted once it is committed."""
+    """The outcome of a live run; its usage is counted once it is committed."""
     if not isinstance(op, ForwardBackward):
         return Outcome(results.of_output(output))
     tokens = len(op.batch.tokens.values)
@@ -174,7 +175,7 @@ def _outcome(op: Op, output: Output) -> Outcome:
 
 
 def doom(entry: Entry, window: Window) -> str:
-    """Why `entry` must fail instead of running; empty when it may run."""
+    """The reason why `entry` must fail instead of running; empty when it may run."""
     if entry.kind == OptimStep.kind and window.missing:
         return (
             f"no step was taken, since a gradient it needs is missing ({window.missing}); the others were dropped: "
@@ -185,11 +186,12 @@ def doom(entry: Entry, window: Window) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """`missing` says which call's gradient was lost; an optim_step then fails with it.
+    """The gradient accumulation window. `missing` names the call whose gradient was lost; an optim_step then fails.
 
-    A forward_backward that was refused at once may be sent again, and stands in for the lost one if nothing else had
-    been added: else we cannot tell a batch sent again from a further part of it, and what was added might count twice.
-    After one that failed when it ran nothing stands in, as its client may have sent the next part before it knew.
+    A forward_backward that was refused at once may be sent again. It replaces the lost one if nothing else was added.
+    Otherwise a batch sent again looks the same as a further part of the batch, and the gradients already added might
+    count twice. Nothing replaces a forward_backward that failed when it ran, as its client may have sent the next part
+    before it knew.
     """
 
     added: bool = False
@@ -197,7 +199,7 @@ class Window:
     beyond_repair: bool = False
 
     def after(self, entry: Entry, failure: str) -> Window:
-        """The window once `entry` has run; `failure` is empty for success."""
+        """The window after `entry` has run; `failure` is empty for success."""
         if entry.kind == FORWARD_BACKWARD:
             return Window(True, failure, beyond_repair=True) if failure else self._add()
         if entry.kind == LOST_BATCH:

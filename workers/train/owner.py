@@ -1,4 +1,4 @@
-"""The models this worker owns: a lease and a live state each, gained together and thrown away together."""
+"""The models this worker owns: each has a lease and a live state, which are gained and discarded together."""
 
 from __future__ import annotations
 
@@ -30,9 +30,12 @@ MAX_ATTEMPTS = 3
 
 @dataclass
 class Resident:
-    """A model whose state here is exactly its journal up to `reached`: committed up to `applied`, and ahead of that
-    while a save is being written, the first of the `uncommitted`. Last asked for at `used`, and last given a turn at
-    `served` (both monotonic). Its next turn pays for the `debt_s` that bringing it back took."""
+    """A model whose state here equals its journal up to `reached`. It is committed up to `applied`; while a save is
+    being written it is ahead of that, and the save is the first of the `uncommitted`.
+
+    `used` is the time of its last request and `served` that of its last turn (both monotonic). Its next turn is charged
+    `debt_s`, the seconds its restore took.
+    """
 
     lease: Lease
     applied: int
@@ -48,7 +51,7 @@ class Resident:
 
     @property
     def is_due(self) -> bool:
-        """There is something to commit now."""
+        """Whether there is something to commit now."""
         return bool(self.uncommitted) and self.uncommitted[0].attempt.done()
 
     def take_debt(self) -> float:
@@ -56,17 +59,17 @@ class Resident:
         return debt
 
     def ran(self, ran: Ran) -> None:
-        """The Op behind `reached`, which changed the state."""
+        """Records that the Op after `reached` ran and changed the state."""
         self.uncommitted.append(ran)
         self.window = self.window.after(ran.entry, ran.failure)
 
     def committed(self) -> None:
-        """The first of the uncommitted was."""
+        """Records that the first of the uncommitted Ops was committed."""
         self.applied = self.uncommitted.popleft().entry.seq
 
 
 class Unrestorable(TinsmithError):
-    """A model's snapshot or journal cannot be used. `lease` is the one that was gained, and given up again."""
+    """A model's snapshot or journal cannot be used. `lease` was acquired and released again."""
 
     def __init__(self, lease: Lease, why: str) -> None:
         super().__init__(why)
@@ -74,7 +77,7 @@ class Unrestorable(TinsmithError):
 
 
 class Exhausted(TinsmithError):
-    """The Op that waits next was begun so often, by workers that died of it, that it must not be begun again."""
+    """The next Op was begun too often by workers that died of it; it must not begin again."""
 
     def __init__(self, lease: Lease, entry: Entry) -> None:
         super().__init__(f"{entry.request_id} was tried {entry.attempts} times")
@@ -82,7 +85,7 @@ class Exhausted(TinsmithError):
 
 
 class Broken(TinsmithError):
-    """An exception other than an OpError came out of the backend for these Ops: all its states are suspect."""
+    """The backend raised an exception other than an OpError for these Ops: all of its states are suspect."""
 
     def __init__(self, why: str, *ops: tuple[Lease, int]) -> None:
         super().__init__(why)
@@ -90,11 +93,13 @@ class Broken(TinsmithError):
 
 
 class Owner:
-    """`restore(lease)` must bring the backend to the lease's applied seq, whatever was there before. `settle(resident,
-    seconds)` saves a state that is about to be thrown away, so that bringing it back is quick, as far as it can.
-    `lost(model id)` is told of one that nothing can bring back.
+    """Acquires, keeps and releases the models of this worker.
 
-    At most `most` models are held; `changed` is called when one came or went.
+    `restore(lease)` must bring the backend to the lease's applied seq, whatever was there before. `settle(resident,
+    seconds)` saves a state before it is discarded, as far as it can in that time, so that restoring the model is quick.
+    `lost(model id)` is called for a model that nothing can restore.
+
+    At most `most` models are held; `changed` is called when one is added or removed.
     """
 
     def __init__(
@@ -115,15 +120,15 @@ class Owner:
         self._residents: dict[str, Resident] = {}
 
     def residents(self) -> dict[str, Resident]:
-        """By model id, the least recently used first."""
+        """The owned models by model id, the least recently used first."""
         return dict(sorted(self._residents.items(), key=lambda item: item[1].used))
 
     def resident(self, model_id: str) -> Resident | None:
         return self._residents.get(model_id)
 
     def own(self, model_id: str) -> Resident | HeldElsewhere:
-        """The model, restored if new here. Raises NotFound for an unknown one; Exhausted, Unrestorable, Broken,
-        Unavailable."""
+        """Returns the model, restored if it is new here. Raises NotFound for an unknown model; Exhausted, Unrestorable,
+        Broken, Unavailable."""
         resident = self._residents.get(model_id)
         if resident is not None and self._keeper.holds(model_id):
             resident.used = time.monotonic()
@@ -147,20 +152,20 @@ class Owner:
         return resident
 
     def part_with(self, model_id: str) -> None:
-        """Let go of a model in order: it comes back quickly, here or elsewhere."""
+        """Settles and releases a model, so that it can be restored quickly here or elsewhere."""
         try:
             self.settle(model_id, _SETTLE_S)
         finally:
             self.discard(model_id)
 
     def settle(self, model_id: str, seconds: float) -> None:
-        """Save a state, if that can be done in about so long; it stays as it is."""
+        """Saves a state, if that takes at most about `seconds`; the state itself does not change."""
         resident = self._residents.get(model_id)
         if resident is not None and self._keeper.holds(model_id):
             self._settle(resident, seconds)
 
     def discard(self, model_id: str) -> None:
-        """Throw a state away; the journal brings it back when it is asked for again."""
+        """Discards a state; the journal restores it when the model is requested again."""
         known = self._residents.pop(model_id, None)
         try:
             self._backend.close(model_id)
@@ -174,12 +179,13 @@ class Owner:
             self.discard(model_id)
 
     def release_all(self) -> None:
-        """Give every lease up and leave the states as they are, for a process that ends."""
+        """Releases every lease and leaves the states as they are, for a process that ends."""
         for model_id, resident in list(self._residents.items()):
             self._release(model_id, resident)
 
     def _release(self, model_id: str, resident: Resident | None) -> None:
-        """What ran and was not committed is left for whoever is next, at no attempt: this process lives."""
+        """Releases the lease. Leaves uncommitted Ops to the next owner and counts no attempt for them, as this process
+        lives."""
         with contextlib.suppress(redis.RedisError):  # it lapses by itself
             if resident is not None:
                 for ran in list(resident.uncommitted):
@@ -193,7 +199,8 @@ class Owner:
             self.part_with(model_id)
 
     def _restored(self, lease: Lease) -> Window:
-        """A death on the way counts as one of the Op that waits next: else a replay that kills would go on for ever."""
+        """Restores the model. A death during the restore counts as an attempt of the next Op; otherwise a replay that
+        kills its worker would repeat forever."""
         entry = self._oplog.next(lease, lease.applied + 1)
         if entry is not None and not entry.doomed and codec.is_newer(entry.payload):
             self._oplog.put_off(lease, entry.seq)
@@ -207,7 +214,7 @@ class Owner:
             return self._restore(lease)
         except (NotFound, OpError) as error:
             if self._oplog.acquire(lease.model_id, self._worker) != lease:
-                # A snapshot that was replaced in between, by a new owner or by our own upload, is gone; not lost.
+                # A snapshot that a new owner or our own upload replaced meanwhile is gone, but the model is not lost.
                 self._oplog.put_off(lease, lease.applied + 1)
                 raise Fenced(f"{lease.model_id} moved on while it was brought back: {error}") from error
             self._lost(lease.model_id)
@@ -227,7 +234,7 @@ class Owner:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """`failure` is empty for success. `then` is to be called once it is committed, which
+    """The result of running an Op. `failure` is empty for success. `then` is to be called after the commit, which
     counts `usage`."""
 
     result: Result
@@ -245,7 +252,7 @@ class Attempt:
         return cls(results.of_error(error), (), f"{entry.kind} seq {entry.seq} failed: {error}")
 
     def at_once(self) -> Future[Attempt]:
-        """As the future of an Op that has nothing to wait for."""
+        """This attempt as a future that is already done, for an Op with nothing to wait for."""
         future: Future[Attempt] = Future()
         future.set_result(self)
         return future
@@ -253,9 +260,9 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """An Op that ran and is not committed yet; `attempt` is not done while it is a save that is being written.
+    """A pending commit: an Op that ran and is not committed yet. `attempt` is not done while a save is being written.
 
-    `run_s`: seconds for which it, and the other `ops_in_pass` - 1 Ops of its pass, kept everything else waiting.
+    `run_s`: seconds for which this Op and the other `ops_in_pass` - 1 Ops of its pass kept everything else waiting.
     """
 
     entry: Entry
@@ -265,6 +272,6 @@ class Ran:
 
     @property
     def failure(self) -> str:
-        """Empty for success, and while it is being written."""
+        """The failure text; empty for success, and while a save is being written."""
         is_written = self.attempt.done() and self.attempt.exception() is None
         return self.attempt.result().failure if is_written else ""

@@ -1,6 +1,6 @@
-"""Moves models between trainers: spreads them, drains a trainer that ends, and evicts those nobody uses.
+"""Rebalances models between trainers, drains a trainer that ends, and evicts idle models.
 
-A trainer that is rung first every time would take all models.
+Without this, a trainer that always takes the first dispatch would own all models.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ _AT_ONCE_S = 5.0
 
 
 class Spread:
-    """Handles doorbells of the queue that all trainers read: passes a model nobody has to the one with the fewest.
+    """Rebalances models. Handles dispatches of the queue that all trainers read, and forwards a model without an owner
+    to the trainer with the fewest models.
 
-    What the Worker records say is up to a beat old, and a trainer they name may just have died. So a model is passed on
-    once, to a queue of that trainer alone, and the sweeper sees to one that is not there to listen.
+    The Worker records may be one heartbeat old, and a trainer they name may have just died. So a model is forwarded
+    once, to a queue that only that trainer reads. The redispatch task handles a trainer that is not there.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class Spread:
         self._role, self._queue = trainer_role(full=full), dispatch.train_queue(base_model, full=full)
 
     def handle(self, request_id: str, model_id: str, kind: str) -> Result | None:
-        """See TrainingRunner.handle."""
+        """Handles one dispatch; see TrainingRunner.handle."""
         lighter = self._lighter(model_id)
         if lighter is None:
             return self._runner.handle(request_id, model_id, kind)
@@ -67,7 +68,7 @@ class Spread:
         return lightest if others.get(lightest, len(mine)) < len(mine) else None
 
     def _others(self) -> dict[str, int]:
-        """Models of each other healthy trainer of the base."""
+        """Number of models of each other healthy trainer of the base."""
         workers = ((node, records.load(Worker, fields)) for node, fields in self._records.list(Worker.namespace))
         return {
             node: int(worker.describe.get("models", 0))
@@ -80,7 +81,10 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """`ring(kind, request id, model id, queue)` is the doorbell; `queue` is the one all trainers of the base read."""
+    """Releases all models of a trainer that ends, and dispatches their waiting Ops again.
+
+    `ring(kind, request id, model id, queue)` dispatches a request; all trainers of the base read `queue`.
+    """
 
     oplog: OpLog
     owner: Owner
@@ -88,7 +92,7 @@ class Drain:
     queue: str
 
     def in_order(self, seconds: float) -> None:
-        """Settle the models for about `seconds` in all, those used last first, then hand them over."""
+        """Settles the models, the last used first, for about `seconds` in all; then releases them."""
         deadline = time.monotonic() + seconds
         for model_id in reversed(self.owner.residents()):
             left = deadline - time.monotonic()
@@ -101,9 +105,11 @@ class Drain:
         self.hand_over()
 
     def hand_over(self) -> None:
-        """Release all and ring for what waits there, so that nobody waits for a lease. Leaves the backend alone.
+        """Releases all models and dispatches their waiting Ops, so that none waits for a lease. Leaves the backend
+        alone.
 
-        An Op admitted before its lease was released is among what waits; one that comes later finds no owner to ring.
+        An Op admitted before the release is among the waiting ones. An Op admitted later finds no owner to be
+        dispatched to.
         """
         residents = self.owner.residents()
         self.owner.release_all()
@@ -117,8 +123,11 @@ class Drain:
 
 @dataclass(frozen=True, slots=True)
 class Tidying:
-    """`unwanted(model ids)` names those whose session is over, and those that were deleted; `incomplete()` those whose
-    journal has to run again, since something was lost that it alone can make anew."""
+    """Idle eviction, and the restart of models whose journal has to run again.
+
+    `unwanted(model ids)` returns the deleted models and those whose session is over. `incomplete()` returns the models
+    whose journal has to run again, because only the journal can rebuild something that was lost.
+    """
 
     owner: Owner
     parked: Parked
@@ -133,7 +142,8 @@ class Tidying:
         self._let_go()
 
     def _let_go(self) -> None:
-        """Saving states takes time in which nothing else runs here, so what takes long is left for the next tick."""
+        """Evicts unwanted and idle models. Nothing else runs here while a state is saved, so slow evictions wait for
+        the next tick."""
         residents = self.owner.residents()
         unwanted = self.unwanted(residents) if residents else set()
         started = time.monotonic()

@@ -1,7 +1,7 @@
-"""Runs models' journals in order. A doorbell for seq k runs the contiguous journal up to k and answers with k's result.
+"""Runs models' journals in order. A dispatch of seq k runs the contiguous journal up to k and returns k's result.
 
-What makes an effect happen exactly once is here: only applied + 1 runs, its commit is fenced, and a state whose commit
-is in doubt is thrown away and rebuilt from the journal.
+This module makes each effect happen exactly once: only applied + 1 runs, its commit is fenced, and a state whose commit
+is in doubt is discarded and rebuilt from the journal.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ from workers.train.owner import MAX_ATTEMPTS, Attempt, Broken, Exhausted, Owner,
 from workers.train.scheduler import Parked, Turns
 
 log = logging.getLogger(__name__)
-# While a save is being written: what comes meanwhile is seen so soon.
+# Poll interval in seconds for new Ops while a save is being written.
 _LOOK_AGAIN_S = 0.01
 
 
 class TrainingRunner:
-    """`ring(kind, request id, model id, queue)` is the doorbell; `queue` is the one all trainers of the base read.
+    """Handles the dispatches of a trainer.
 
-    `end(why)` ends this process, to be started again; it is called when the backend is not `healthy` any more.
+    `ring(kind, request id, model id, queue)` dispatches a request; all trainers of the base read `queue`. `end(why)`
+    ends this process, which is then started again; it is called when the backend is no longer `healthy`.
     """
 
     def __init__(
@@ -54,23 +55,25 @@ class TrainingRunner:
         self._leaving = False
 
     def handle(self, request_id: str, model_id: str, kind: str) -> Result | None:
-        """The future's result; None when it no longer exists. Raises NotNow when it must be rung again."""
+        """Returns the future's result; None when the future no longer exists. Raises NotNow when it must be dispatched
+        again."""
         return self._handle(request_id, model_id, kind, in_turn=True)
 
     def leave(self) -> None:
-        """This worker is about to end: no doorbell waits for a save, or for others' turns, any longer. May be called
-        from a signal handler."""
+        """Announces that this worker is about to end: no dispatch waits any longer for a save or for others' turns. May
+        be called from a signal handler."""
         self._leaving = True
 
     def see_to_saves(self, but: str = "") -> None:
-        """Commit the saves that were written meanwhile, and what ran ahead of them; of all models but one."""
+        """Commits the saves that have been written and the Ops that ran ahead of them, for all models except `but`."""
         for model_id, resident in self._owner.residents().items():
             if model_id != but and resident.is_due:
                 first = resident.uncommitted[0].entry
                 self._serve(model_id, first.seq, first.kind)
 
     def _handle(self, request_id: str, model_id: str, kind: str, *, in_turn: bool) -> Result | None:
-        """Behind what has to run before it, if `in_turn`; else at once, and then without waiting for a save."""
+        """Handles one dispatch. With `in_turn`, runs what has to run first; without it, runs at once and does not wait
+        for a save."""
         seq = int(request_id.rpartition(":")[2])
         try:
             return self._result(request_id, model_id, seq, kind, in_turn=in_turn)
@@ -89,12 +92,13 @@ class TrainingRunner:
             self._start_over(broken)
             raise self._again(request_id, model_id, kind, str(broken)) from None
         except redis.RedisError:
-            # Else the lease would go on telling the sweeper that the Op runs here.
+            # Otherwise the lease would go on telling the redispatch task that the Op runs here.
             self._owner.discard(model_id)
             raise
 
     def _result(self, request_id: str, model_id: str, seq: int, kind: str, *, in_turn: bool) -> Result | None:
-        """Goes on until `seq` is the applied one; every time round, the model may be ours anew, or no longer."""
+        """Loops until `seq` is the applied one. In each round the model may have been restored, or may be owned
+        elsewhere."""
         served: dict[str, int] = {}
         while True:
             if in_turn:
@@ -148,12 +152,13 @@ class TrainingRunner:
         return resident
 
     def _serve(self, model_id: str, seq: int, kind: str) -> None:
-        """Another model's turn. What goes wrong there is seen to as if its own doorbell had come."""
+        """Gives another model its turn. Errors there are handled as if its own dispatch had arrived."""
         with contextlib.suppress(NotNow):
             self._handle(ids.request_id(model_id, seq), model_id, kind, in_turn=False)
 
     def _run_next(self, resident: Resident, seq: int, kind: str, company: Sequence[Head]) -> Result | None:
-        """The result of the model's next Op, which may share its pass with `company`; None while its commit waits."""
+        """Returns the result of the model's next Op, which may share its pass with `company`; None while its commit
+        waits."""
         model_id = resident.lease.model_id
         resident.served = time.monotonic()
         entry = self._oplog.next(resident.lease, resident.reached + 1)
@@ -169,8 +174,8 @@ class TrainingRunner:
             self._turns.took([begun.entry for begun in group], time.monotonic() - started)
 
     def _begin(self, head: Head) -> Begun | None:
-        """An Op that shares a pass; None when its model was lost meanwhile, or only a newer worker can read it: its own
-        doorbell then sees to that."""
+        """Begins an Op that shares a pass. Returns None when its model was lost meanwhile, or when only a newer worker
+        can read it; the dispatch of that Op then handles this."""
         resident = self._owner.residents()[head.model_id]
         try:
             entry = self._oplog.next(resident.lease, head.seq)
@@ -183,7 +188,7 @@ class TrainingRunner:
         return Begun(resident, entry) if entry is not None else None
 
     def _fail_through(self, lost: Unrestorable, seq: int) -> Result | None:
-        """Nothing that waits can ever run: after as many attempts as any Op has, it fails and says why."""
+        """Fails waiting Ops that can never run. Each fails with the reason after as many attempts as any Op has."""
         for at in range(lost.lease.applied + 1, seq + 1):
             entry = self._oplog.next(lost.lease, at)
             if entry is None:
@@ -196,8 +201,8 @@ class TrainingRunner:
         return self._oplog.outcome(ids.request_id(lost.lease.model_id, seq))
 
     def _leave_to_newer(self, request_id: str, model_id: str, kind: str, newer: NewerContent) -> Result | None:
-        """Let go of a model that only a newer worker can go on with, which the sweeper rings. The result, if there is
-        one by now; else it is looked at again in a while, as no newer worker may be there yet."""
+        """Releases a model that only a newer worker can continue; the redispatch task then dispatches it.
+        Returns the result if there is one by now. Otherwise the Op is tried again later, as there may be no newer worker yet."""
         self._owner.part_with(model_id)
         result = self._oplog.outcome(request_id)
         if result is not None:
@@ -208,7 +213,8 @@ class TrainingRunner:
         raise NotNow(f"{request_id}: {newer}") from newer
 
     def _start_over(self, broken: Broken) -> None:
-        """The backend's promise: after anything but an OpError every state it holds is suspect, or it all is."""
+        """Discards all states, as the backend's contract asks: after anything but an OpError every state it holds is
+        suspect. Ends the process if the whole backend is."""
         with contextlib.suppress(redis.RedisError):
             for lease, seq in broken.ops:
                 self._oplog.strike(lease, seq)

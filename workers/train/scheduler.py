@@ -1,14 +1,14 @@
-"""The scheduler of a trainer's models: the next Op to run, the Ops that share its pass, and those put off.
+"""The scheduler of a trainer's models: picks the next Op, the Ops that share its pass, and the Ops to retry later.
 
-Doorbells come in the order of the calls, so a model with ten calls would be served ten times before one that called
-just behind it, and a project with ten models ten times as often as one with a single one. Turns go round instead: the
-project that had the least of the time, by its weight, is served first (workers/process/fair_queue.py), and of its
-models the one that waited longest for a turn.
+Dispatches arrive in the order of the calls. In that order, a model with ten calls would be served ten times before a
+model that called just after it, and a project with ten models ten times as often as a project with one. So the
+scheduler uses a fair queue instead: the project that had the least of the time, by its weight, is served first
+(workers/process/fair_queue.py), and of its models the one that waited longest for a turn.
 
-Doorbells are put off at a gap in the journal, or because the object store is away.
+An Op behind a gap in the journal waits until its model has advanced. An Op is retried with a backoff while the object
+store is away.
 
-Models that no trainer owns are looked for in the backlog: their doorbells may be behind many others in the queue that
-all read.
+The backlog scan finds models that no trainer owns: their dispatches may be behind many others in the shared queue.
 """
 
 from __future__ import annotations
@@ -25,33 +25,35 @@ from workers.process.fair_queue import Shares
 from workers.train.committer import Saves
 from workers.train.owner import Owner, Resident
 
-# A token's id, target, and weight as the journal holds them; a policy loss has more, and so counts for more.
+# Bytes of a token's id, target and weight in the journal. A policy loss stores more, and so counts for more.
 _TOKEN_BYTES = 16
-# A client that was answered sends its next call within milliseconds; what was quiet for longer is not waited for.
+# A client sends its next call within milliseconds of an answer. The pass does not wait for a model that was quiet for
+# longer than this.
 _LATELY_S = 1.0
-# Of the last pass's time: who comes too late costs a pass of its own. Eight SDK clients of one process need some 150 ms
-# to send their calls; with SmolLM2-135M on two cores a pass over 8 x 64 tokens takes 1.2 s.
+# Longest wait, as a share of the last pass's time; a later Op costs a pass of its own. Eight SDK clients of one process
+# need some 150 ms to send their calls; with SmolLM2-135M on two cores a pass over 8 x 64 tokens takes 1.2 s.
 _WORTH_WAITING = 0.2
 _PASSES = (FORWARD, FORWARD_BACKWARD)
 _LOOK_AGAIN_S = 0.001
 
-# A load and another save wait, as does what the journal consumed.
+# Only these kinds run ahead. A load and another save wait, as do seqs that the journal consumed.
 _AHEAD_KINDS = (FORWARD, FORWARD_BACKWARD, OptimStep.kind)
-# Their results are in memory until they are committed, and they have to run again should the save not come through.
+# Results of Ops that ran ahead stay in memory until they are committed, and the Ops run again if the save fails.
 _MOST_AHEAD = 16
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2.0, 60.0
 
 
 class Turns:
-    """Others may add `merged_tokens` to a pass; with 0 every Op has one of its own, and its bits depend on no other.
+    """The scheduler. Other Ops may add up to `merged_tokens` to a pass; with 0 each Op runs in its own pass, and its
+    bits depend on no other Op.
 
-    A pass waits for the next Ops of models that were served lately: several clients in step would else take turns for
-    ever, each just missing the other's pass. It waits up to `wait_s` (0: not at all), or a share of what the last pass
-    took, if that is longer.
+    A pass waits for the next Ops of recently served models. Otherwise several clients in step would take turns forever,
+    each just missing the other's pass. It waits up to `wait_s` (0: not at all), or a share of the last pass's time if
+    that is longer.
 
-    Models that nobody owns have turns like the others: else they would wait for their doorbells, behind all that a
-    project with many of them rang for.
+    Models without an owner get turns like the others. Otherwise they would wait for their dispatches, behind all the
+    dispatches of a project with many models.
     """
 
     def __init__(
@@ -69,8 +71,8 @@ class Turns:
         self._pass_s = 0.0
 
     def waiting(self) -> list[Head]:
-        """What waits next, in the order of its turns, in the models held here and in those that nobody owns; not looked
-        up for a single one that nothing holds up."""
+        """The next Ops in the order of their turns, of the models held here and of those without an owner. Empty,
+        without a journal read, when there is only one model and no save holds it up."""
         residents = self._owner.residents()
         unowned = [head for head in self._unowned.heads() if head.model_id not in residents]
         if len(residents) < 2 and not unowned and not self._ahead.saves.running():
@@ -79,11 +81,11 @@ class Turns:
         return sorted([*heads, *unowned], key=self._turn)
 
     def begin(self, project: str) -> None:
-        """It is the turn of one of this project's models."""
+        """Records that one of this project's models has its turn."""
         self._shares.begin(project)
 
     def took(self, ran: Sequence[Entry], seconds: float) -> None:
-        """How long the Ops of a pass took just now, of which each project is charged its part by their bytes."""
+        """Charges each project its part of the pass's `seconds`, by the bytes of its Ops."""
         if ran[0].kind in _PASSES:
             self._pass_s = seconds
         whole = sum(len(entry.payload) for entry in ran)
@@ -92,16 +94,17 @@ class Turns:
             self._shares.charge(entry.owner, seconds * part)
 
     def is_held_up(self, asked: Resident, waiting: Sequence[Head]) -> bool:
-        """Whether the next Op of `asked` has to wait for a save, or is to come while one is being written."""
+        """Whether the next Op of `asked` has to wait for a save, or has not arrived while a save is being written."""
         mine = _of(asked, waiting)
         return bool(asked.uncommitted) if mine is None else not self._ahead.may_run(asked, mine)
 
     def before(self, asked: Resident, waiting: Sequence[Head], served: Mapping[str, int]) -> Head | None:
-        """What has to run before the next Op of `asked`, behind the seqs that were `served` already, by model; None
-        when it is its turn. While that is held up, everything else runs before it.
+        """The Op that has to run before the next Op of `asked`; None when it is the turn of `asked`. `served` holds, by
+        model, the seqs that have already been served. While the next Op of `asked` is held up, all others run before
+        it.
 
-        An optim_step is let in before a shared pass, since the next batch behind it may then join. An Op that broke a
-        worker, or was put off, waits for its own doorbell.
+        An optim_step runs before a shared pass, since the next batch after it may then join the pass. An Op that broke
+        a worker, or was put off, waits for its own dispatch.
         """
         mine, held_up = _of(asked, waiting), self.is_held_up(asked, waiting)
         for head in waiting:
@@ -112,7 +115,8 @@ class Turns:
         return None
 
     def company(self, asked: Resident, waiting: Sequence[Head]) -> list[Head]:
-        """The Ops of others to share the pass of the next one of `asked`. One that broke a worker before runs alone."""
+        """The other models' Ops that share the pass of the next Op of `asked`. An Op that broke a worker before runs
+        alone."""
         mine = _of(asked, waiting)
         if mine is None or not self._shares_pass(mine):
             return []
@@ -124,13 +128,15 @@ class Turns:
         return list(self._within_budget(joining))
 
     def _turn(self, head: Head) -> tuple[float, float]:
-        """The less, the sooner."""
+        """The sort key of a turn; the least comes first."""
         resident = self._owner.resident(head.model_id)
         return self._shares.place(head.owner), resident.served if resident else 0.0
 
     def _is_before(self, head: Head, mine: Head) -> bool:
-        """One that nobody owns is before other projects' only: beside its own it would be taken in for ever where more
-        models are used than a trainer holds."""
+        """Whether `head` runs before `mine`. A model without an owner goes before other projects' models only. Before
+        its own project's, such models would be restored without end where a project uses more models than a trainer
+        holds.
+        """
         return self._turn(head) < self._turn(mine) and (self._is_here(head) or head.owner != mine.owner)
 
     def _is_here(self, head: Head) -> bool:
@@ -175,9 +181,11 @@ def _can_join(head: Head, mine: Head) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Ahead:
-    """A save is in the way of the next step only for the time of a copy. Commits stay in order, so until the save is
-    through a result of what ran ahead is nobody's to read, and the journal alone says what the model is: whatever goes
-    wrong, the state that ran ahead is thrown away and the journal brings it back."""
+    """Run ahead: the next steps run while a save is being written, so a save delays them only by the time of a copy.
+
+    Commits stay in order. Until the save is committed, nobody can read a result of an Op that ran ahead, and the
+    journal alone defines the model. On any failure the state that ran ahead is discarded, and the journal restores it.
+    """
 
     saves: Saves
     parked: Parked
@@ -185,8 +193,8 @@ class Ahead:
     def may_run(self, resident: Resident, head: Head) -> bool:
         """Whether the model's next Op may run now, as far as saves are concerned.
 
-        Nothing runs ahead that broke a worker before; nor behind a failure, which dooms what waits only when it is
-        committed; nor behind a save that was put off, which may be so again and again.
+        An Op that broke a worker before does not run ahead. Nothing runs ahead behind a failure, which dooms later Ops
+        only when it is committed; nor behind a save that was put off, which may be put off again and again.
         """
         if head.kind == SaveWeights.kind and not self.saves.has_room(head.model_id):
             return False
@@ -206,7 +214,10 @@ class _Pause:
 
 
 class Parked:
-    """`ring(kind, request id, model id, queue)` is the doorbell; `queue` is the one only this worker reads."""
+    """Ops that wait for their model, and the retry backoff of those that were put off.
+
+    `ring(kind, request id, model id, queue)` dispatches a request; only this worker reads `queue`.
+    """
 
     def __init__(self, ring: Callable[[str, str, str, str], None], queue: str) -> None:
         self._ring, self._queue = ring, queue
@@ -214,11 +225,11 @@ class Parked:
         self._pauses: dict[str, _Pause] = {}
 
     def park(self, model_id: str, seq: int, kind: str) -> None:
-        """To be rung once the model has moved on."""
+        """Keeps an Op, to be dispatched once the model has advanced."""
         self._kinds[model_id][seq] = kind
 
     def put_off(self, model_id: str, seq: int, kind: str) -> None:
-        """To be rung again and again, with longer and longer pauses, until the model has moved on."""
+        """Keeps an Op and dispatches it repeatedly, with longer and longer pauses, until the model has advanced."""
         self.park(model_id, seq, kind)
         self._pauses.setdefault(model_id, _Pause(time.monotonic() + _FIRST_PAUSE_S, _FIRST_PAUSE_S))
 
@@ -226,18 +237,18 @@ class Parked:
         return model_id in self._pauses
 
     def moved_on(self, model_id: str) -> None:
-        """Ring for all that waits there."""
+        """Dispatches all Ops that wait for the model."""
         waiting = self.forget(model_id)
         for seq in sorted(waiting):
             self._ring_for(model_id, seq, waiting[seq])
 
     def forget(self, model_id: str) -> dict[int, str]:
-        """The model is elsewhere. Returns what waited: kinds by seq."""
+        """Drops the waiting Ops of a model that is owned elsewhere. Returns them: kinds by seq."""
         self._pauses.pop(model_id, None)
         return self._kinds.pop(model_id, {})
 
     def ring_due(self) -> None:
-        """Ring for the first of each model whose pause is over; the others follow it."""
+        """Dispatches the first Op of each model whose pause is over; the others follow it."""
         now = time.monotonic()
         for model_id, pause in list(self._pauses.items()):
             if now >= pause.due:
@@ -252,8 +263,8 @@ class Parked:
 
 @dataclass
 class Unowned:
-    """Of a queue's models. A look takes 0.2 ms, or 2 where a thousand things wait; at most `share` of the time goes
-    into that."""
+    """The backlog scan: finds a queue's models that no trainer owns. A scan takes 0.2 ms, or 2 ms where a thousand
+    requests wait; at most `share` of the time goes into scans."""
 
     oplog: OpLog
     queue: str
@@ -261,7 +272,7 @@ class Unowned:
     _next: float = 0.0
 
     def heads(self) -> list[Head]:
-        """Their next Ops, longest without progress first; nothing when it was looked lately."""
+        """The next Ops of models without an owner, longest without progress first; nothing soon after the last scan."""
         began = time.monotonic()
         if began < self._next:
             return []
