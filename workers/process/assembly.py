@@ -1,4 +1,4 @@
-"""Puts the worker of this process together: a trainer or a sampler, made when Celery starts."""
+"""Assembles the worker of this process, a trainer or a sampler, when Celery starts."""
 
 from __future__ import annotations
 
@@ -41,20 +41,21 @@ _current: Runtime | None = None
 
 _SETTLE_S = 5.0
 
-# Adapters a sampler keeps loaded for each that may run: one that comes back soon need not be read again.
+# A sampler keeps this many adapters loaded for each that may run: one that comes back soon is not read again.
 _LOADED_PER_TURN = 4
 
 
 def current() -> Runtime:
-    """The worker of this process: backend, journal, leases, pulse, sweeper. Made when Celery starts."""
+    """The worker of this process: backend, journal, leases, watchdog, maintenance. Created when Celery starts."""
     assert _current is not None, "tasks run only after start()"
     return _current
 
 
 def start(settings: Settings, celery: Celery, node_name: str, queues: list[str]) -> str:
-    """Become the trainer or sampler that `queues` says; returns the further queue only this node reads.
+    """Becomes the trainer or sampler that `queues` names; returns the name of the second queue, which only this node
+    reads.
 
-    Raises SetupError when the queues name no base model of the settings, or its engine cannot start.
+    Raises SetupError when the queues name no base model of the settings, or when its engine cannot start.
     """
     global _current
     role, base, queue = _role(settings, queues)
@@ -80,7 +81,7 @@ def _role(settings: Settings, queues: list[str]) -> tuple[str, BaseModelSettings
 def assemble_trainer(
     settings: Settings, base: BaseModelSettings, parts: Parts, node_name: str, queue: str, *, full: bool = False
 ) -> Runtime:
-    """Puts a trainer together."""
+    """Assembles a trainer."""
     from workers.backends.training.backends import create
 
     base = base.for_full() if full else base
@@ -104,7 +105,7 @@ def assemble_trainer(
     def settle(resident: Resident, seconds: float) -> None:
         deadline = time.monotonic() + seconds
         committer.finish(resident, seconds)
-        # A store that hangs leaves time for the snapshot on the disk.
+        # An object store that hangs must leave time for the snapshot on the disk.
         handovers.finish(resident.lease.model_id, max(0.0, deadline - time.monotonic()) / 2)
         snapshots.settle(resident, within_s=max(0.0, deadline - time.monotonic()))
 
@@ -151,7 +152,8 @@ def assemble_trainer(
 
 
 def _merged_tokens(trainer: TrainerSettings, devices: Sequence[str]) -> int:
-    """A GPU promises no bits, and small passes leave most of it idle."""
+    """Returns the most tokens that other Ops may add to a pass; 0 for an exact trainer. A GPU promises no bits, and
+    small passes leave most of it idle."""
     exact = set(devices) == {"cpu"} if trainer.exact == "auto" else trainer.exact
     return 0 if exact else trainer.merged_tokens
 
@@ -159,7 +161,7 @@ def _merged_tokens(trainer: TrainerSettings, devices: Sequence[str]) -> int:
 def assemble_sampler(
     settings: Settings, base: BaseModelSettings, parts: Parts, node_name: str, queue: str, *, full: bool = False
 ) -> Runtime:
-    """Puts a sampler together."""
+    """Assembles a sampler."""
     from workers.backends.sampling.base import create
 
     base = base.for_full_sampler() if full else base
@@ -170,7 +172,7 @@ def assemble_sampler(
     shared_memory.note(noted)
 
     def own_its_model(prefix: str) -> None:
-        """Whoever answers may be anybody: it is enough that somebody owns it."""
+        """Makes a trainer own the adapter's model. Any trainer will do, as long as one owns it."""
         place = Place.parse(prefix)
         if place is not None:
             request_id = ids.request_id(place.model_id, place.seq)
@@ -192,7 +194,8 @@ def assemble_sampler(
     gate = Gate(shares, Weights(LimitsOf(parts.records, settings.limits.project)), base.sampler.max_batch)
     held = Held(parts.oplog, parts.doorbell.ring, queue, shares.ahead)
     watches = Watches()
-    # What it misses while the state server is away the leases tell, a third of their time later.
+    # While the state server is away this channel misses cancellations. The lease renewal reports them, a third of the
+    # lease time later.
     Channel(connect(settings.redis.url), keys.ABORTED_CHANNEL, watches.abort).start()
     publisher = TokenPublisher(parts.streams)
     runner = SampleRunner(

@@ -1,4 +1,4 @@
-"""This worker as others see it: a name, a record that lapses when it dies, a metrics address."""
+"""This worker's heartbeat: a name, a record that expires when the worker dies, and a metrics address."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ LIFE_S = 15.0
 
 
 def worker_name(node: str) -> str:
-    """ "node/boot": the node is where it can be rung, the boot tells this process from the one before."""
+    """Returns "node/boot": requests are dispatched to the node; the boot tells this process from the one before."""
     return f"{node}/{uuid.uuid4().hex[:8]}"
 
 
 class Presence:
-    """Keeps the Worker record alive from `start` until `stop`."""
+    """The heartbeat: keeps the Worker record alive from `start` until `stop`."""
 
     def __init__(
         self,
@@ -52,23 +52,24 @@ class Presence:
         self._wake = threading.Event()
 
     def start(self) -> None:
-        """The first beat comes at once, from the thread: a state server that is away must not keep us from starting."""
+        """Starts the heartbeat thread. It sends the first heartbeat at once, so that a state server that is away does
+        not stop this worker from starting."""
         self.refresh()
         threading.Thread(target=self._loop, name="presence", daemon=True).start()
 
     def refresh(self) -> None:
-        """Something changed that others should know soon; returns at once."""
+        """Publishes a change soon; returns at once."""
         self._wake.set()
 
     def leave(self) -> None:
-        """Others should bring nothing new. May be called from a signal handler."""
+        """Tells others to send nothing new. May be called from a signal handler."""
         self._leaving = True
         self.refresh()
 
     def stop(self) -> None:
         self._stopped = True
         self._wake.set()
-        with suppress(redis.RedisError):  # it lapses by itself
+        with suppress(redis.RedisError):  # it expires by itself
             self._records.delete(Worker.namespace, self._node)
 
     def _beat(self) -> None:

@@ -1,4 +1,4 @@
-"""Keeps this worker's leases alive from a thread of its own, so that GPU work cannot let them lapse."""
+"""Renews this worker's leases from a thread of its own, so that GPU work cannot let them lapse."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ log = logging.getLogger(__name__)
 
 
 class LeaseKeeper:
-    """Renews every id in hand three times a lease, and so tells that this worker lives, even with none in hand.
+    """Renews every held id three times per lease time. The renewal also shows that this worker lives, even when it
+    holds none.
 
-    One that could not be renewed in time, or is someone else's, is lost until it is added again.
+    A lease that could not be renewed in time, or that someone else holds, is lost until it is added again.
     """
 
     def __init__(self, oplog: OpLog, worker: str, lease_s: float) -> None:
@@ -31,9 +32,10 @@ class LeaseKeeper:
         self._thread.start()
 
     def add(self, id_: str, asked: float, lost: Callable[[], None] = lambda: None) -> None:
-        """A lease that was asked for at `asked` (monotonic) and gained: the server counted from about then.
+        """Adds a lease that was requested at `asked` (monotonic) and gained; the server counts its time from about
+        then.
 
-        `lost` is called, from the renewing thread, if a renewal finds that it is ours no more.
+        The renewing thread calls `lost` if a renewal finds that the lease is no longer ours.
         """
         with self._lock:
             self._renewed[id_] = asked
@@ -45,7 +47,7 @@ class LeaseKeeper:
             self._lost.pop(id_, None)
 
     def holds(self, id_: str) -> bool:
-        """Whether the lease was ours within its time, as far as we heard."""
+        """Whether the lease is ours and within its time, as far as this process knows."""
         with self._lock:
             return time.monotonic() - self._renewed.get(id_, -math.inf) < self._lease_s
 
@@ -68,7 +70,7 @@ class LeaseKeeper:
         lost = []
         with self._lock:
             for id_, since in before.items():
-                # What was dropped meanwhile stays so, and what was gained anew is not what was asked about.
+                # A lease dropped meanwhile stays dropped. A lease acquired anew is not the one that was renewed.
                 if self._renewed.get(id_) == since:
                     if id_ in gone:
                         del self._renewed[id_]

@@ -1,6 +1,6 @@
-"""The worker's own liveness: it exits when its own heartbeat task is not consumed in time.
+"""The watchdog: this worker exits when its own heartbeat task is not consumed in time.
 
-An idle sampler samples a token now and then as well, as proof that its engine works.
+An idle sampler also samples a token now and then, as proof that its engine works.
 
 A Celery worker can be alive and deaf: its consumer lost the broker and did not notice, or its task thread hangs.
 """
@@ -24,22 +24,23 @@ _ONE_TOKEN = SampleRequest(np.zeros(1, np.int32), num_samples=1, max_tokens=1, s
 
 
 class Bell(Protocol):
-    """Rings this worker itself (app/dispatch.py)."""
+    """Dispatches heartbeat tasks (ticks) to this worker itself (app/dispatch.py)."""
 
     def waiting(self) -> int | None:
-        """Ticks that were rung and not taken yet; None while the broker is away."""
+        """Number of ticks that were dispatched and not consumed yet; None while the broker is away."""
         ...
 
     def ring(self) -> bool:
-        """False when the broker takes nothing."""
+        """Dispatches a tick. Returns False when the broker takes nothing."""
         ...
 
 
 class Pulse:
-    """`answered` is called when a tick is done, `working` is around everything else that is done.
+    """The watchdog. `answered` is called when a tick is done; `working` surrounds all other work.
 
-    A worker that does something, or whose broker is away, is not deaf. One that is deaf for two `healthy_s`, or whose
-    engine is not `sound`, ends: `end(why)` must not return. One tick is underway at a time; a lost one is rung again.
+    A worker that does something, or whose broker is away, is not deaf. A worker that is deaf for two `healthy_s`, or
+    whose engine is not `sound`, ends: `end(why)` must not return. One tick is under way at a time; a lost tick is
+    dispatched again.
     """
 
     def __init__(self, bell: Bell, sound: Callable[[], bool], healthy_s: float, end: Callable[[str], object]) -> None:
@@ -77,7 +78,7 @@ class Pulse:
         return self._running > 0
 
     def healthy(self) -> bool:
-        """May be called from any thread, and never waits."""
+        """Whether the engine is sound and the worker is not deaf. May be called from any thread, and never waits."""
         return self._sound() and self.deaf_s() <= self._healthy_s
 
     def deaf_s(self) -> float:
@@ -87,7 +88,7 @@ class Pulse:
         return time.monotonic() - self._alive
 
     def beat(self) -> None:
-        """One round."""
+        """Runs one round of the watchdog."""
         now = time.monotonic()
         if now - self._beat_at > self._healthy_s / 2:
             self._alive = now  # this thread was stopped too, or waited for the broker
@@ -125,7 +126,8 @@ class Pulse:
 
 
 class Probe:
-    """Not while requests run: one behind a full batch would tell nothing, and an engine that died says so itself."""
+    """Samples one token now and then, while no request runs. A token behind a full batch would show nothing, and an
+    engine that died reports it itself."""
 
     def __init__(self, backend: SamplerBackend, pulse: Pulse, every_s: float) -> None:
         self._backend, self._pulse, self._every_s = backend, pulse, every_s

@@ -1,8 +1,8 @@
-"""One rank group over the hosts of a DeepSpeed hostfile.
+"""Runs one rank group over the hosts of a DeepSpeed hostfile.
 
-The trainer's process starts a node (workers/process/node.py) on each host over ssh and watches them: when one ends they
-all do, and when this process is gone, however it went, so is the pipe each node hangs on. DeepSpeed's own launcher for
-several nodes, pdsh, gives neither, and stops a group by `pkill -f` of every DeepSpeed launch of its user.
+The trainer's process starts a node (workers/process/node.py) on each host over ssh and watches the nodes. When one node
+ends, all end. When this process ends, however it ends, each node loses its pipe and ends too. DeepSpeed's own launcher
+for several nodes, pdsh, does neither, and stops a group by `pkill -f` of every DeepSpeed launch of its user.
 """
 
 from __future__ import annotations
@@ -33,14 +33,15 @@ BEAT_S = 1.0
 # A node gives its ranks 30 s (deepspeed.launcher.launch) before it kills them.
 _GRACE_S = 45.0
 _SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=10", "-o", "ServerAliveCountMax=3")
-# What the ranks of one machine would inherit. Secrets are in the settings, and these travel inside ssh's channel.
+# Environment variables that the ranks of one machine would inherit. Secrets are in the settings; both travel inside
+# ssh's channel.
 _EXPORTED = ("OMP_", "MKL_", "GLOO_", "NCCL_", "UCX_", "TORCH", "HF_", "DS_", "PYTHON")
 
 
 def read_hostfile(path: Path, ranks: int) -> dict[str, int]:
-    """Slots by host, in the file's order. Raises SetupError unless they are `ranks` in all.
+    """Returns the slots by host, in the file's order. Raises SetupError unless they are `ranks` in all.
 
-    DeepSpeed's own reader would bring torch into a process that holds pipes: 300 MB, and seconds at every start.
+    DeepSpeed's own reader would load torch into a process that holds pipes: 300 MB, and seconds at every start.
     """
     try:
         lines = [line for line in map(str.strip, path.read_text().splitlines()) if line and line[0] != "#"]
@@ -61,9 +62,10 @@ def read_hostfile(path: Path, ranks: int) -> dict[str, int]:
 
 
 def run(hosts: Mapping[str, int], settings: Settings, name: str, module: str, arguments: Iterable[str]) -> int:
-    """`python -m module arguments` once a slot, under RANK, WORLD_SIZE, ...; returns when the whole group has ended.
+    """Runs `python -m module arguments` once per slot, under RANK, WORLD_SIZE, ...; returns when the whole group has
+    ended.
 
-    The code is 0 after a SIGTERM or SIGINT, else that of the node which ended first. `name` is the group's.
+    The code is 0 after a SIGTERM or SIGINT, else that of the node which ended first. `name` is the group's name.
     """
     # Handlers only set an event; the loop below does the rest.
     with _stop_signals() as stopping, _witness(settings, name) as witness:
@@ -84,7 +86,7 @@ def _start(host: str) -> subprocess.Popen[bytes]:
 
 
 def _orders(hosts: Mapping[str, int], settings: Settings, command: list[str]) -> Iterator[dict[str, Any]]:
-    """What each node is told on its first line."""
+    """The first line that each node receives, in the order of the hosts."""
     world = json.dumps({host: list(range(slots)) for host, slots in hosts.items()}).encode()
     place = [
         f"--world_info={base64.urlsafe_b64encode(world).decode()}",
@@ -108,7 +110,7 @@ def _tell(node: subprocess.Popen[bytes], line: bytes) -> None:
 
 
 def _end(nodes: list[subprocess.Popen[bytes]]) -> None:
-    """Let go of the nodes, which end their ranks then."""
+    """Closes the pipes of the nodes, which then end their ranks."""
     for node in nodes:
         assert node.stdin is not None
         with suppress(BrokenPipeError):
@@ -123,7 +125,7 @@ def _end(nodes: list[subprocess.Popen[bytes]]) -> None:
 
 @contextmanager
 def _witness(settings: Settings, name: str) -> Iterator[dict[str, str]]:
-    """A file by which a node sees that it shares the data folder: every rank reads the checkpoints rank 0 fetched."""
+    """A file that shows a node that it shares the data folder: every rank reads the checkpoints rank 0 fetched."""
     path = settings.data_dir.absolute() / "run" / f"{name}.witness"
     path.parent.mkdir(parents=True, exist_ok=True)
     token = secrets.token_hex()
@@ -146,7 +148,8 @@ def _stop_signals() -> Iterator[threading.Event]:
 
 
 def _free_port() -> int:
-    """Free here; the first host is this machine, or most likely has it free too: else the group starts again."""
+    """A port that is free here. The first host is this machine, or most likely has it free too; else the group starts
+    again."""
     with socket.socket() as free:
         free.bind(("", 0))
         port: int = free.getsockname()[1]

@@ -1,8 +1,8 @@
-"""`python -m workers.node`: one host's share of a rank group. Started over ssh by workers/process/multinode.py.
+"""`python -m workers.node`: runs one host's ranks of a rank group. Started over ssh by workers/process/multinode.py.
 
-The first line on stdin says what to run; settings and secrets come that way, on no command line and in no environment
-another process can read. The lines after it are beats. When stdin ends, or falls silent, the ranks here end too: an
-orderly end for rank 0, which lets the others go, and a kill for what is left.
+The first line on stdin says what to run. It also carries settings and secrets, so that they are on no command line and
+in no environment another process can read. The lines after it are heartbeats. When stdin ends, or falls silent, the
+ranks here end too: rank 0 ends in order and releases the others, and the remaining ranks are killed.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from app.stack.child import end_with
 from app.stack.supervisor import SETUP_ERROR_CODE
 
 _TICK_S = 0.2
-# ssh says that its connection is lost after 30 s; this is for a host that says nothing.
+# ssh reports a lost connection after 30 s; this limit is for a host that says nothing.
 SILENCE_S = 60.0
 
 
 class Lifeline:
-    """A pipe whose other end says something now and then."""
+    """A pipe whose other end sends heartbeats."""
 
     def __init__(self, pipe: FileIO) -> None:
         self._pipe = pipe
@@ -48,7 +48,7 @@ class Lifeline:
 
 
 def main() -> int:
-    # Without a buffer, whose lock the lifeline's thread would still hold when this process exits.
+    # No buffer: the lifeline's thread would still hold its lock when this process exits.
     pipe = FileIO(sys.stdin.fileno(), closefd=False)
     order = json.loads(pipe.readline())
     if not _shares_data(order["witness"]):
@@ -70,7 +70,7 @@ def main() -> int:
 
 
 def _launch(arguments: list[str], environ: Mapping[str, str], pipe: FileIO) -> int:
-    """DeepSpeed's launcher for one node: it ends all of its ranks when one of them fails, or it gets a SIGTERM."""
+    """Runs DeepSpeed's launcher for one node: it ends all of its ranks when one of them fails, or it gets a SIGTERM."""
     me = os.getpid()
     launcher = subprocess.Popen(
         [sys.executable, "-u", "-m", "deepspeed.launcher.launch", *arguments],

@@ -1,4 +1,4 @@
-"""The parts common to trainers and samplers, the worker they make, and the end of its process."""
+"""The parts common to trainers and samplers, the worker they form, and the end of its process."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _STOP_S = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What trainers and samplers are both made from."""
+    """The parts that trainers and samplers share."""
 
     oplog: OpLog
     records: Records
@@ -84,7 +84,7 @@ def handover_folder(settings: Settings) -> HandoverFolder:
 
 
 def empty_cache(settings: Settings, node_name: str) -> Path:
-    """Fetched files of this process alone; what an earlier one left is of no use."""
+    """The cache folder of the files this process fetches; files of an earlier process are of no use and are removed."""
     cache = settings.data_dir / "cache" / node_name
     shutil.rmtree(cache, ignore_errors=True)
     return cache
@@ -103,16 +103,17 @@ def sweeper(settings: Settings, parts: Parts) -> Sweeper:
 
 
 class Handler(Protocol):
-    """A worker that is put together, and the end of its process."""
+    """Handles the requests that are dispatched to a worker."""
 
     def handle(self, request_id: str, model_id: str, kind: str) -> Result | None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Runtime:
-    """What a task needs, and what ends with the worker.
+    """The assembled worker: everything a task needs, and everything that ends with the worker.
 
-    `shared` handles doorbells of `queue`, which all workers of the kind read; `handler` those for this one alone.
+    `shared` handles dispatches of `queue`, which all workers of the role read; `handler` handles dispatches for this
+    worker alone.
     """
 
     handler: Handler
@@ -141,7 +142,7 @@ class Runtime:
         self.sweeper.start()
 
     def stop(self) -> None:
-        """The running task has ended, and no other begins."""
+        """Ends the worker's parts. Called after the running task has ended; no other begins."""
         with end_in_any_case():
             self.pulse.stop()
             self.sweeper.stop()
@@ -162,7 +163,7 @@ def end_in_any_case() -> Iterator[None]:
 
 
 def exit_process(why: str) -> NoReturn:
-    """With a status that says it was not asked for, so that whoever looks after this process starts it again."""
+    """Ends the process with status 1: the end was not requested, so its supervisor starts it again."""
     log.error("ending, to be started again: %s", why)
     logging.shutdown()
     os._exit(1)

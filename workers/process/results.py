@@ -1,4 +1,4 @@
-"""The results of requests: typed outputs as the bytes a poll returns, or NotNow for one that is put off."""
+"""The results of requests: typed outputs as the bytes a poll returns, or NotNow for a request that is put off."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from app.wire.results import encode_forward_backward
 
 
 def of_output(output: Output) -> Result:
-    """Typed outputs to the bytes a poll returns unchanged."""
+    """Converts typed outputs to the bytes a poll returns unchanged."""
     match output:
         case ForwardBackwardOutput() | CriticOutput():
             return Result(encode_forward_backward(output), PROTOBUF)
@@ -31,4 +31,4 @@ def of_error(error: OpError) -> Result:
 
 
 class NotNow(TinsmithError):
-    """The future is not terminal yet, and something else will ring for it again."""
+    """Requeue: the future is not terminal yet, and something else will dispatch it again."""

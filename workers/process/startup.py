@@ -17,23 +17,24 @@ from app.stack.supervisor import SETUP_ERROR_CODE
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Nothing is collected meanwhile, and what is there then is never looked through: a worker's start makes millions
-    of objects, and nearly all stay until its end. Of the 5.2 s of CPU time in which a trainer imports what it needs,
-    collections took 0.9."""
+    """Turns the garbage collector off in the block, and then freezes all objects. A worker's start makes millions of
+    objects, and nearly all of them stay until its end. Of the 5.2 s of CPU time in which a trainer imports its modules,
+    collections took 0.9 s.
+    """
     gc.disable()
     try:
         yield
     finally:
         gc.freeze()
         gc.enable()
-        # Else libraries report it as leaked when the process ends.
+        # Otherwise libraries report these objects as leaked when the process ends.
         atexit.register(gc.unfreeze)
 
 
 def refuse(name: str, error: SetupError) -> NoReturn:
-    """End this process with status 2, its last words one line that begins with its `name`.
+    """Ends this process with status 2. Its last output is one line that begins with its `name`.
 
-    Not with SystemExit, which Celery swallows in a handler, and on whose way out a rank of a group may abort.
+    It does not raise SystemExit: Celery swallows that in a handler, and a rank of a group may abort on the way out.
     """
     if error.__cause__ is not None:
         traceback.print_exception(error.__cause__)

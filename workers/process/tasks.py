@@ -1,6 +1,6 @@
-"""The Celery tasks: one name a kind of future, the task's id is the request id, and nothing rides along.
+"""The Celery tasks: one name for each kind of future. The task's id is the request id, and no payload is sent along.
 
-A task ends as its future does (succeeded, failed), or as RETRY when it has to be rung again.
+A task ends as its future does (succeeded, failed), or as RETRY when the request has to be dispatched again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 class FutureFailed(OpError):
-    """The future failed; its text is in the result a poll returns."""
+    """The future failed; the result that a poll returns holds its text."""
 
 
 def _handle(task: Task, model_id: str) -> None:
@@ -28,10 +28,11 @@ def _handle(task: Task, model_id: str) -> None:
     try:
         result = assembly.current().handle(request_id, model_id, task.name.rpartition(".")[2], queue)
     except NotNow as reason:
-        # Raised directly: task.retry() would publish a second message, and what is missing rings by itself.
+        # Raised directly: task.retry() would publish a second message, and the missing part dispatches the request
+        # itself.
         raise Retry(str(reason)) from None
     except Exception as error:
-        # The future is not terminal, so neither may the task be; the sweeper rings again.
+        # The future is not terminal, so the task must not be either; the redispatch task dispatches the request again.
         log.exception("could not handle a future", extra={"request_id": request_id})
         raise Retry(f"{request_id}: {type(error).__name__}") from error
     if result is not None and result.failed:

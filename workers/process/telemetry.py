@@ -1,4 +1,4 @@
-"""Worker metrics (Prometheus), one log line an Op, and the time a call takes here."""
+"""Worker metrics (Prometheus), one log line for each Op, and the service time of calls here."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ PASS_OPS = Histogram("tinsmith_pass_ops", "Ops of different models in one pass",
 MODELS = Gauge("tinsmith_resident_models", "Models this worker owns")
 REFUSED = Counter("tinsmith_refused_commits_total", "Commits refused, as another worker had taken the model over")
 
-# Of what was known, at each call: the last 50 make up two thirds of the average.
+# Weight of the earlier calls at each call: the last 50 calls make up two thirds of the average.
 _KEPT = 0.98
 
 
 class Pace:
-    """Calls that run together, in one pass or one batch, end together: so what counts is the time between their ends,
-    without that in which nothing ran. May be called from any thread."""
+    """The service time of calls. Calls that run together, in one pass or one batch, end together. So the measure is the
+    time between their ends, without the time in which nothing ran. May be called from any thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -37,7 +37,7 @@ class Pace:
         self._busy_s = self._calls = 0.0
 
     def ended(self, took_s: float) -> None:
-        """A call that began so long ago has ended just now."""
+        """Records that a call which began `took_s` seconds ago has just ended."""
         with self._lock:
             now = self._clock()
             self._busy_s = _KEPT * self._busy_s + min(took_s, now - self._ended)
@@ -45,7 +45,7 @@ class Pace:
             self._ended = now
 
     def seconds(self) -> float:
-        """A call's share of the busy time, on average of the last; 0 before the first."""
+        """Seconds of busy time per call, averaged over the last calls; 0 before the first."""
         with self._lock:
             return self._busy_s / self._calls if self._calls else 0.0
 
@@ -54,7 +54,7 @@ PACE = Pace()
 
 
 def serve_metrics(port: int) -> str:
-    """Start the /metrics endpoint on `port` (0: any free one); returns its URL."""
+    """Starts the /metrics endpoint on `port` (0: any free one); returns its URL."""
     server, _ = start_http_server(port, addr="127.0.0.1" if port == 0 else "0.0.0.0")
     return f"http://127.0.0.1:{server.server_port}/metrics"
 

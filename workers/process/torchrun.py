@@ -1,6 +1,6 @@
-"""`python -m workers.process.torchrun ...`: torchrun, but its exit code says whether a rank found the setup wrong.
+"""`python -m workers.process.torchrun ...`: torchrun, with an exit code that says whether a rank found the setup wrong.
 
-torchrun itself ends with 1 whatever its ranks ended with, and what started it would try again.
+torchrun itself ends with 1, whatever code its ranks ended with; the process that started it would then try again.
 """
 
 from __future__ import annotations

@@ -202,7 +202,10 @@ class TrainingRunner:
 
     def _leave_to_newer(self, request_id: str, model_id: str, kind: str, newer: NewerContent) -> Result | None:
         """Releases a model that only a newer worker can continue; the redispatch task then dispatches it.
-        Returns the result if there is one by now. Otherwise the Op is tried again later, as there may be no newer worker yet."""
+
+        Returns the result if there is one by now. Otherwise the Op is tried again later, as there may be no newer
+        worker yet.
+        """
         self._owner.part_with(model_id)
         result = self._oplog.outcome(request_id)
         if result is not None:
