@@ -1,4 +1,4 @@
-"""Counts what checkpoints take of the store, and brings the pages of past hours to the object store."""
+"""Measures the storage that checkpoints use, and moves the usage pages of past hours to the object store."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from app.domain.results import HOUR_S
 from app.stores.interfaces.records import Records
 from app.stores.pages import Held, PageFiles, Pages
 
-# A checkpoint that comes or goes counts to within this; ten thousand are read in a third of a second.
+# A checkpoint that comes or goes counts within this time; ten thousand are read in a third of a second.
 _MEASURED_S = 300.0
-# Longer than that nothing was measured because nothing ran.
+# A gap longer than this between two measurements means that nothing ran.
 _LONGEST_S = 86_400.0
-# So many pages a round: between two of them the lead may pass to another worker.
+# Pages in one round: between two rounds the lead may pass to another worker.
 _BATCH = 256
 
 
 class Accounting:
-    """Whatever it does it may do again: a measurement counts once, and a page is kept once."""
+    """Accounting of storage. Every step may be repeated: a measurement counts once, and a page is stored once."""
 
     def __init__(self, pages: Pages, files: PageFiles, store: Records) -> None:
         self._pages, self._files, self._records = pages, files, store
         self._due, self._hour = 0.0, -1
 
     def sweep(self) -> None:
-        """Raises Unavailable; what is to be kept then stays at the state server."""
+        """Runs one round. Raises Unavailable; the pages to be stored then stay at the state server."""
         self._measure()
         for page in self._pages.close(_BATCH):
             fields = self._pages.fields(page)
-            if fields:  # else another leader has kept it
+            if fields:  # else another leader has stored it
                 self._files.add(page, fields)
             self._pages.drop(page)
 
     def _measure(self) -> None:
-        """Every few minutes, and before the pages of an hour are closed."""
+        """Measures every few minutes, and before the pages of an hour are closed."""
         now = self._records.now()
         hour = int(now // HOUR_S)
         if hour == self._hour and time.monotonic() < self._due:
@@ -59,7 +59,7 @@ class Accounting:
 
 
 def _held(sizes: Counter[tuple[str, str]], begin: float, end: float) -> Iterator[Held]:
-    """As if these sizes had been there all the time, hour by hour."""
+    """Splits the time from `begin` to `end` by hours, as if these sizes had been there all the time."""
     for hour in range(int(begin // HOUR_S), int(end // HOUR_S) + 1):
         seconds = min(end, (hour + 1) * HOUR_S) - max(begin, hour * HOUR_S)
         for (project, base_model), size in sizes.items():

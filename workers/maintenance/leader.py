@@ -1,7 +1,7 @@
-"""Maintenance of the whole installation: every worker runs a thread for each chore; one leader does it.
+"""Maintenance of the whole installation, run by elected leaders.
 
-Every worker runs a thread for each chore, and of all workers the one that holds its lead does it. A chore that fails
-or takes long so keeps no other from running.
+Every worker runs a thread for each maintenance task; among all workers, the leader of a task does it. So a task that
+fails or takes long does not stop the others.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from app.stores.interfaces.records import Lifecycle, Payloads
 log = logging.getLogger(__name__)
 _PERIOD_S = 2.0
 
-# One batch a round: between two of them the lead may pass to another worker.
+# One batch in each round: between two rounds the lead may pass to another worker.
 _BATCH = 64
 
 
 class Sweeper:
-    """`chores` by their role's name. A chore may run twice at once, when the lead changes in the middle of a round."""
+    """Runs the maintenance tasks. `chores` holds them by the name of their role. A task may run twice at once, when the
+    lead changes in the middle of a round."""
 
     def __init__(self, oplog: OpLog, chores: Mapping[str, Chore], worker: str) -> None:
         self._oplog, self._chores, self._worker = oplog, chores, worker
@@ -40,7 +41,7 @@ class Sweeper:
         self._stop.set()
 
     def sweep(self) -> None:
-        """One round of every chore."""
+        """Runs one round of every task."""
         for role in self._chores:
             self._round(role)
 
@@ -60,12 +61,13 @@ class Sweeper:
 
 class Chore(Protocol):
     def sweep(self) -> None:
-        """One round, every few seconds. It may raise: the next round tries again."""
+        """Runs one round, every few seconds. It may raise: the next round tries again."""
         ...
 
 
 class Sessions:
-    """What a silent session holds in memory is freed by its owners, who ask for it (Lifecycle.unwanted)."""
+    """Expires silent sessions and ends their requests. The owners of their models ask for unwanted ones
+    (Lifecycle.unwanted) and free the memory."""
 
     def __init__(self, lifecycle: Lifecycle, endings: Endings) -> None:
         self._lifecycle, self._endings = lifecycle, endings
@@ -82,13 +84,13 @@ class Sessions:
 
 
 class Spilling:
-    """While the object store is away nothing moves, and nothing is lost."""
+    """Moves payloads to the object store. While the object store is away nothing moves, and nothing is lost."""
 
     def __init__(self, payloads: Payloads) -> None:
         self._payloads = payloads
 
     def sweep(self) -> None:
-        """Raises Unavailable."""
+        """Runs one round. Raises Unavailable."""
         self._payloads.remove_garbage()
         moved = sum(self._payloads.spill(request_id) for request_id in self._payloads.due(_BATCH))
         if moved:

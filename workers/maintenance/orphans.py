@@ -1,10 +1,12 @@
-"""Removes stored files that nothing refers to: overwritten and expired checkpoints, half-written ones, old snapshots.
+"""Removes stored files without a reference: overwritten, expired and half-written checkpoints, and old snapshots.
 
-Mark and sweep, by the state server's clock alone: what nothing refers to in every round for `engine.orphan_s` goes.
-That time covers who has read a reference but not yet noted his own. What is being written right now has no reference
-yet; it is told by its generation, `seq-epoch`: only under the model's newest epoch, and only at a seq beyond the
-committed one, can a reference still appear. A newer epoch than the model's is one of a state server that was set back
-to an earlier state: what was saved there waits for `tinsmith rebuild`.
+Mark and sweep, by the state server's clock alone: files are removed when nothing refers to them in every round for
+`engine.orphan_s`. That time covers a reader that has read a reference and not yet written its own.
+
+Files that are being written now have no reference yet. Their generation, `seq-epoch`, identifies them: a reference can
+still appear only under the model's newest epoch, and only at a seq beyond the committed one. A generation with a newer
+epoch than the model's comes from before the state server was set back to an earlier state; its files wait for `tinsmith
+rebuild`.
 """
 
 from __future__ import annotations
@@ -26,13 +28,13 @@ from app.stores.objects.base import ObjectStore
 from app.stores.objects.notes import remove_checkpoint
 
 log = logging.getLogger(__name__)
-# Rounds in the time a file must be unreferenced: hourly by default, as each lists the whole store.
+# Rounds in the time a file must be unreferenced: hourly by default, as each round lists the whole store.
 _ROUNDS = 24
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """Of a model: which epoch may write, and up to which seq its files are committed."""
+    """A model's head: the epoch that may write, and the seqs up to which its files are committed."""
 
     epoch: int
     applied: int
@@ -44,13 +46,14 @@ class Head:
         return cls(int(fields["epoch"]), int(fields["applied"]), fields["snapshot"], int(fields["snapshot_seq"]))
 
     def awaits(self, place: Place) -> bool:
-        """Whether a commit, or a rebuild, may still refer to it."""
+        """Whether a commit, or a rebuild, may still refer to the files at `place`."""
         committed = self.snapshot_seq if place.kind == SNAPSHOT else self.applied
         return place.epoch > self.epoch or (place.epoch == self.epoch and place.seq > committed)
 
 
 class Orphans:
-    """Leaves alone what belongs to a model the state server does not know: it may have been emptied."""
+    """Removes orphans. Keeps files of a model that the state server does not know: the state server may have been
+    emptied."""
 
     def __init__(
         self, oplog: OpLog, lifecycle: Lifecycle, store: Records, objects: ObjectStore, settings: EngineSettings
@@ -69,7 +72,7 @@ class Orphans:
             self._next = time.monotonic() + self._period_s
 
     def _remove_expired(self) -> None:
-        """Their records; by that the files become orphans."""
+        """Deletes the records of expired checkpoints; their files then become orphans."""
         now = self._records.now()
         for path, fields in self._records.list(Checkpoint.namespace):
             if records.load(Checkpoint, fields).is_expired(now):
@@ -84,7 +87,8 @@ class Orphans:
                 log.info("removed an orphan: %s", prefix)
 
     def _unreferenced(self) -> Iterator[str]:
-        """In this order: what was committed since the heads were read is found among the records."""
+        """The prefixes that nothing refers to. The order of the reads matters: a commit made after the heads were read
+        is found among the records."""
         places = {place for key in self._objects.list(f"{MODELS}/") if (place := Place.parse(key))}
         heads = {model_id: Head.of(fields) for model_id, fields in self._records.list(Model.namespace)}
         referenced = {head.snapshot for head in heads.values()}
@@ -99,7 +103,7 @@ class Orphans:
                 yield str(place)
 
     def _pinned(self) -> Iterator[str]:
-        """What Ops that still run, or may be replayed, load."""
+        """Prefixes that Ops load which still run, or may be replayed."""
         for model_id, _ in self._records.list(Model.namespace):
             for seq in self._lifecycle.loads(model_id):
                 entry = self._oplog.entry(model_id, seq)

@@ -1,4 +1,4 @@
-"""Rings again for what waits too long, and gives up gaps: the answer to every lost Celery message."""
+"""Dispatches requests again that wait too long, and gives up gaps: this repairs every lost Celery message."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from app.stores.interfaces.journal import OpLog, Pending
 from workers.sample.admission import Held
 
 log = logging.getLogger(__name__)
-# Rows asked for at once. A script looks at all of them in one go while everybody else waits for the server: 10 ms for
-# these, where 10,000 rows with all their kinds took a second.
+# Rows in one query. The script reads all rows at once while everybody else waits for the server: 10 ms for this many,
+# while 10,000 rows with all their kinds took a second.
 _SLICE = 500
 _MOST = 10_000
-# What a live worker began is likely still running; but it may have been dropped, after an error or an outage.
+# An Op that a live worker began is likely still running; but it may have been dropped, after an error or an outage.
 _RUNNING_FACTOR = 6
-# One worker was rung, as it had room: so long it takes only if it is gone, or stands still.
+# The request was dispatched to one worker, as that had room. It takes longer than this only if the worker is gone or
+# stalled.
 _AWAITED_S = 3.0
-# A message that was not lost but waits in a long queue must not be joined by another every few seconds.
+# A message that was not lost but waits in a long queue must not be duplicated every few seconds.
 _LONGEST_PATIENCE_S = 60.0
-# Seqs given up in one round: a client that leaves out millions waits longer, not everybody else.
+# Seqs given up in one round. A client that leaves out millions waits longer, instead of everybody else.
 _GAP_MOST = 1_000
 # A round that comes later than this follows an outage, or another leader's time.
 _UNSEEN_S = 10.0
@@ -31,7 +32,7 @@ _UNSEEN_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Rung:
-    """When it was rung last, for which seq and whether that ran then, and how long until the next time."""
+    """The last redispatch: its time, its seq, whether that seq ran then, and the wait in seconds until the next one."""
 
     at: float
     patience: float
@@ -40,7 +41,7 @@ class Rung:
 
 
 class Ringing:
-    """`ring(kind, request id, parent id, queue)` is the doorbell."""
+    """The redispatch task. `ring(kind, request id, parent id, queue)` dispatches a request."""
 
     def __init__(self, oplog: OpLog, ring: Callable[[str, str, str, str], None], settings: EngineSettings) -> None:
         self._oplog, self._ring, self._settings = oplog, ring, settings
@@ -60,13 +61,14 @@ class Ringing:
                 self._ring_again(pending, now)
             else:
                 self._give_up_gap(pending, now)
-        for queue in holding:  # whoever should have rung for the next of them may have died
+        for queue in holding:  # the worker that should have dispatched the next one may have died
             Held(self._oplog, self._ring, queue).ring_next()
         self._rung = {id_: rung for id_, rung in self._rung.items() if id_ in alive}
         self._swept = time.monotonic()
 
     def _waiting(self) -> Iterator[Pending]:
-        """In slices; what moves on in between may be missed, until the next round."""
+        """The waiting requests, read in slices. A request that moves on between two slices may be missed until the next
+        round."""
         for start in range(0, _MOST, _SLICE):
             found = self._oplog.pending(_SLICE, start, depth=1)
             yield from found
@@ -74,7 +76,8 @@ class Ringing:
                 return
 
     def _ring_again(self, pending: Pending, now: float) -> None:
-        """For all that waits there: it is what one lost doorbell, or a lost broker, leaves behind."""
+        """Dispatches all waiting requests of `pending` again: one lost dispatch, or a lost broker, may leave all of
+        them."""
         factor = _RUNNING_FACTOR if pending.running else 1
         patience = self._settings.ring_again_s * factor
         if pending.awaited:
@@ -93,7 +96,7 @@ class Ringing:
             self._ring(kind, request_id, parent_id, pending.queue)
 
     def _futures(self, pending: Pending) -> Iterator[tuple[str, str, str]]:
-        """(kind, request id, parent id) of each that waits."""
+        """(kind, request id, parent id) of each waiting request."""
         if pending.seq is None:
             yield pending.kinds[0], pending.id, pending.id.rpartition(":")[0]
             return
@@ -101,7 +104,8 @@ class Ringing:
             yield kind, ids.request_id(pending.id, seq), pending.id
 
     def _give_up_gap(self, pending: Pending, now: float) -> None:
-        """Only time in which the Op could have been admitted counts: none of an outage of Redis or of the API."""
+        """Gives up a gap in the journal after `gap_s`. Only time in which the Op could have been admitted counts, so no
+        outage of Redis or of the API does."""
         if min(pending.waited_s, now - self._healthy_since) < self._settings.gap_s or pending.seq is None:
             return
         for seq in range(pending.seq, pending.seq + _GAP_MOST):
@@ -110,5 +114,5 @@ class Ringing:
                 "dropped, and this call with them; run the batch again"
             )
             if not self._oplog.refuse(pending.id, seq, reason, "drop_gradients"):
-                return  # the first that is there
+                return  # the first seq that has arrived
             log.warning("gave up a gap", extra={"model_id": pending.id, "seq": seq})

@@ -1,12 +1,12 @@
 """Adapters of a sampler's engine: loaded on first use, run in turns, their files brought to this machine.
 
-At most so many different adapters run at a time, the others in turns. First are those of the project that had the
-least (workers/process/fair_queue.py), and of a project's those that came first. An engine that holds so many in a
-batch would swap them for every request were more let in. So an adapter that is let in takes along all that waits for
-it, and as long as nobody else waits, all that comes. Once others do wait, what comes for it later waits behind them:
-it leaves when what is in has ended, and comes round again.
+Only a limited number of different adapters run at a time; the others take turns. The project that had the least service
+goes first (workers/process/fair_queue.py), and within a project the adapter that came first. With more adapters
+admitted than the engine holds in a batch, the engine would swap adapters for every request. So an admitted adapter
+takes along all requests that wait for it, and, as long as no other adapter waits, all new ones. Once others wait, later
+requests for it wait behind them: the adapter leaves when its running requests have ended, and gets another turn later.
 
-Files come from where they were handed over, else from the object store.
+Files come from the shared-memory transfer, else from the object store.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from workers.checkpoints.shm_transfer import HandoverFolder
 from workers.process.fair_queue import Shares
 
 log = logging.getLogger(__name__)
-# An upload that goes on behind a commit is through by then; what takes longer needs more than a moment's patience.
+# An upload that continues behind a commit has ended by then. A longer upload needs more than a short wait.
 _PATIENCE_S = 3.0
 _LOOK_AGAIN_S = 0.05
 
@@ -37,8 +37,8 @@ _LOOK_AGAIN_S = 0.05
 class Adapters:
     """Loaded adapters by object-store prefix, which is their id: a prefix always means the same weights.
 
-    `most` stay loaded, at least as many as `turns` lets run at a time; one that is evicted leaves its files to
-    `files`, and is loaded again when it is asked for.
+    `most` adapters stay loaded, at least as many as `turns` lets run at a time. An evicted adapter leaves its files to
+    `files`, and is loaded again when it is requested.
     """
 
     def __init__(self, backend: SamplerBackend, files: AdapterFiles, turns: AdapterTurns, most: int) -> None:
@@ -50,11 +50,11 @@ class Adapters:
 
     @contextmanager
     def use(self, prefix: str, project: str, watch: Watch) -> Iterator[str | None]:
-        """The adapter's id, in its turn and loaded for as long as the block, for a request of `project`; None for the
-        base (an empty prefix).
+        """Yields the adapter's id, for a request of `project`: in the adapter's turn, and loaded for as long as the
+        block. Yields None for the base model (an empty prefix).
 
-        Raises ServerOpError when its files are gone or damaged, and Unavailable when they are not to be had now. What
-        has to wait for its files keeps nobody else from his turn. Raises Aborted when `watch` is before its own.
+        Raises ServerOpError when its files are gone or damaged, and Unavailable when they cannot be read now. A request
+        that waits for files does not delay the turns of others. Raises Aborted when `watch` is aborted before the turn.
         """
         if not prefix:
             yield None
@@ -98,7 +98,8 @@ class Adapters:
 
 
 class AdapterTurns:
-    """Safe from any thread. Who is charged for what runs here is the gate's to say (workers/sample/admission.py)."""
+    """The turns of adapters. Safe from any thread. Batch admission decides which project is charged
+    (workers/sample/admission.py)."""
 
     def __init__(self, most: int, shares: Shares) -> None:
         self._most, self._shares = most, shares
@@ -109,8 +110,8 @@ class AdapterTurns:
 
     @contextmanager
     def turn(self, adapter_id: str, project: str, watch: Watch) -> Iterator[None]:
-        """Waits until the adapter may run, which it does as long as the block, for a request of `project`. Raises
-        Aborted if `watch` is before."""
+        """Waits for the adapter's turn, for a request of `project`; the turn lasts as long as the block. Raises Aborted
+        if `watch` is aborted before."""
         self._wait(adapter_id, project, watch)
         try:
             yield
@@ -141,7 +142,7 @@ class AdapterTurns:
             self._let_in()
 
     def _let_in(self) -> None:
-        """Those whose turn it is, as long as there is room for their adapters."""
+        """Admits the requests whose turn it is, as long as there is room for their adapters."""
         for group in sorted(self._waiting, key=lambda group: self._shares.place(group[0])):
             adapter_id = group[1]
             if adapter_id not in self._running and len(self._running) >= self._most:
@@ -152,9 +153,11 @@ class AdapterTurns:
 
 
 class AdapterFiles:
-    """By object-store prefix. Those in use stay; of the others `most_bytes`, those used last.
+    """Adapter files on this machine, by object-store prefix. Files in use stay; of the others, the last used stay, up
+    to `most_bytes`.
 
-    `own_its_model(prefix)` is called when somebody has to own the adapter's model, to upload it or make it again.
+    `own_its_model(prefix)` is called when some trainer has to own the adapter's model, to upload the adapter or rebuild
+    it.
     """
 
     def __init__(
@@ -177,7 +180,7 @@ class AdapterFiles:
 
     @contextmanager
     def use(self, prefix: str) -> Iterator[Path]:
-        """The files, for as long as the block; see `hold`."""
+        """Yields the folder of the files and keeps it for as long as the block; see `hold`."""
         folder = self.hold(prefix)
         try:
             yield folder
@@ -185,7 +188,8 @@ class AdapterFiles:
             self.let_go(prefix)
 
     def hold(self, prefix: str) -> Path:
-        """Raises ServerOpError when they are gone or damaged, and Unavailable when they are not to be had now."""
+        """Returns the folder of the files and keeps it until `let_go`. Raises ServerOpError when they are gone or
+        damaged, and Unavailable when they cannot be read now."""
         with self._lock:
             self._in_use[prefix] += 1
             fetching = self._fetching[prefix]
@@ -209,8 +213,8 @@ class AdapterFiles:
             self._forget_unused()
 
     def _fetch(self, prefix: str) -> Path:
-        """One that is not there and on record as handed over is waited for, or put off. The record goes when the upload
-        has ended, so without one there is a last look."""
+        """Fetches the files. If they are missing and their shared-memory transfer is on record, waits for them or puts
+        the request off. The record is deleted when the upload has ended, so without a record there is one last try."""
         on_record = True
         while True:
             try:
@@ -239,7 +243,7 @@ class AdapterFiles:
                 return
             try:
                 transfer.forget(prefix, self._cache_dir)
-            except OSError as error:  # a full disk takes no renaming either, and who has a result must not lose it
+            except OSError as error:  # renaming fails on a full disk too, and a finished request must keep its result
                 log.warning("files that nobody uses stay for now: %s", error)
                 return
             surplus -= self._sizes.pop(prefix)

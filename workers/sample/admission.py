@@ -1,10 +1,10 @@
-"""Admission of sampling requests to the engine, the fairest first, and dispatch of those held back.
+"""Batch admission of sampling requests to the engine, the fairest first, and throttled dispatch.
 
-An engine serves what it was given in the order in which it came. So it is given no more than it can decode at once
-and a little, which keeps its batch full while the next is let in. All others wait here, where the project is first
-that had the least of the tokens, by weight.
+An engine serves its requests in the order in which it received them. So it receives only as many as it can decode at
+once, and a few more, which keep its batch full while the next request is admitted. All others wait here; the project
+that had the least of the tokens, by weight, goes first.
 
-Requests of a project that has enough under way are held back; they are rung for as others end.
+Requests of a project that has enough under way are throttled; they are dispatched as others end.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from workers.backends.sampling.base import Aborted, Watch
 from workers.process.fair_queue import Shares
 
 log = logging.getLogger(__name__)
-# One sequence more is let in for so many that a batch holds.
+# One extra sequence is admitted for this many sequences of a batch.
 _SLACK = 8
 
 
 @dataclass(eq=False)
 class Turn:
-    """One request's. `rows`: its sequences that have not ended. Its project is charged for `most` tokens when it is let
-    in, which is corrected at its end."""
+    """One request's turn. `rows`: its sequences that have not ended. At admission its project is charged for `most`
+    tokens; the end of the turn corrects the charge."""
 
     project: str
     weight: float
@@ -42,7 +42,8 @@ class Turn:
 
 
 class Gate:
-    """Safe from any thread. `batch`: sequences that the engine decodes at once; `weight_of(project)` is over 0."""
+    """Batch admission. Safe from any thread. `batch`: sequences that the engine decodes at once; `weight_of(project)`
+    is over 0."""
 
     def __init__(self, shares: Shares, weight_of: Callable[[str], float], batch: int) -> None:
         self._shares, self._weight_of = shares, weight_of
@@ -54,10 +55,12 @@ class Gate:
 
     @contextmanager
     def turn(self, project: str, request: SampleRequest, watch: Watch) -> Iterator[None]:
-        """Waits for the request's turn: as long as the block, though each sequence makes room as `watch` is told of its
-        end. Its project pays for what it took by then, prompt and all. Raises Aborted if `watch` is before.
+        """Waits for the request's turn, which lasts as long as the block. Each sequence makes room as soon as `watch`
+        reports its end. At the end the project pays for the tokens used by then, including the prompt. Raises Aborted
+        if `watch` is aborted before the turn.
 
-        One with more sequences than there is room for goes in where there is any: else it might wait for ever.
+        A request with more sequences than there is room for is admitted when there is any room: otherwise it might wait
+        forever.
         """
         most = len(request.prompt) + request.num_samples * request.max_tokens
         mine = Turn(project, self._weight_of(project), request.num_samples, most)
@@ -114,8 +117,11 @@ class Gate:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Of a queue. `ring(kind, request id, sampling session id, queue)` is the doorbell; `ahead()` names the projects
-    whose turns are not due, the one that had most last."""
+    """Throttled dispatch of a queue's requests.
+
+    `ring(kind, request id, sampling session id, queue)` dispatches a request. `ahead()` returns the projects whose
+    turns are not due, the one that had most last.
+    """
 
     oplog: OpLog
     ring: Callable[[str, str, str, str], None]
@@ -123,7 +129,8 @@ class Held:
     ahead: Callable[[], Sequence[str]] = tuple
 
     def ring_next(self) -> None:
-        """As many as there is room for. While the state server is away none: the sweeper does the same later."""
+        """Dispatches as many requests as there is room for. Dispatches none while the state server is away; the
+        redispatch task does it later."""
         try:
             due = self.oplog.release_samples(self.queue, self.ahead())
         except redis.RedisError as error:

@@ -1,4 +1,5 @@
-"""Runs sampling requests and cancels them: an immutable adapter and a seed let any worker run one again."""
+"""Runs and cancels sampling requests: the adapter is immutable and the seed is given, so any worker can run one
+again."""
 
 from __future__ import annotations
 
@@ -30,12 +31,13 @@ MAX_ATTEMPTS = 3
 
 
 class SampleRunner:
-    """`handle` blocks until the sample is there and is called from one thread a future.
+    """Runs sampling requests. `handle` blocks until the sample is ready; each future is handled in its own thread.
 
-    Whoever aborts a request's watch stops it: a cancelled one, or one whose lease was lost.
+    Aborting a request's watch stops the request: when it was cancelled, or when its lease was lost.
 
-    A worker that dies costs all it has begun an attempt, whichever of them it died of. So it never has two begun that
-    are at their last: the one that kills workers ends as failed, and the others do not with it.
+    A worker that dies costs each request it has begun one attempt, whichever request killed it. So a worker never runs
+    two requests in their last attempt at once: the request that kills workers ends as failed, and the others do not
+    fail with it.
     """
 
     def __init__(
@@ -54,12 +56,15 @@ class SampleRunner:
         self._oplog, self._records, self._backend, self._publisher = oplog, stored, backend, publisher
         self._gate, self._held = gate, held
         self._adapters, self._keeper, self._worker, self._watches = adapters, keeper, worker, watches
-        self._at_their_last: dict[str, str] = {}  # request id -> sampling session; the eldest first
+        self._at_their_last: dict[str, str] = {}  # request id -> sampling session; the oldest first
         self._last_attempt = threading.Lock()
 
     def handle(self, request_id: str, sampling_session_id: str, kind: str) -> Result | None:
-        """The future's result; None when it no longer exists. Raises NotNow while another worker runs it, others are
-        at their last attempt before it, one that tried it may only be cut off, or the object store is away."""
+        """Returns the future's result; None when the future no longer exists.
+
+        Raises NotNow while another worker runs it, while others are at their last attempt before it, while a worker
+        that tried it may only be cut off, or while the object store is away.
+        """
         try:
             self._run(request_id, sampling_session_id, MAX_ATTEMPTS - 2)
         except TriedOften:
@@ -70,7 +75,7 @@ class SampleRunner:
         return self._oplog.outcome(request_id)
 
     def _run_those_at_their_last(self) -> None:
-        """One after another, whoever brought them. Returns at once while another thread does it."""
+        """Runs the last attempts one after another, from any thread. Returns at once while another thread does it."""
         while self._at_their_last and self._last_attempt.acquire(blocking=False):
             try:
                 if self._at_their_last:
@@ -82,9 +87,9 @@ class SampleRunner:
                 self._last_attempt.release()
 
     def _run(self, request_id: str, sampling_session_id: str, most_attempts: int | None = None) -> None:
-        if not self._backend.healthy():  # what was begun now would have an attempt for nothing
+        if not self._backend.healthy():  # a request begun now would lose an attempt for nothing
             raise NotNow(f"{request_id}: the engine has died, and this process is about to end")
-        # The watch comes first: what is cancelled once it was claimed is heard of.
+        # Register the watch first, so that a cancellation that comes after the claim is not missed.
         with self._watches.watching(request_id) as watch:
             asked = time.monotonic()
             try:
@@ -102,7 +107,8 @@ class SampleRunner:
                     self._held.ring_next()
 
     def _leave(self, request_id: str, reason: Exception, took: int) -> None:
-        """It was cancelled, or is another worker's, or is to be run later. Raises NotNow unless it was cancelled."""
+        """Gives up a request that was cancelled, belongs to another worker, or runs later. Raises NotNow unless it was
+        cancelled."""
         log.info("sample stopped: %s", reason, extra={"request_id": request_id})
         self._oplog.put_off_sample(request_id, self._worker, took)
         if self._oplog.outcome(request_id) is None:
@@ -112,7 +118,7 @@ class SampleRunner:
         started = time.monotonic()
         result, usage = self._attempt(entry, sampling_session_id, watch)
         ran = time.monotonic()
-        if not self._oplog.finish_sample(entry.request_id, result, usage):  # it was called off just before
+        if not self._oplog.finish_sample(entry.request_id, result, usage):  # it was cancelled just before
             self._oplog.put_off_sample(entry.request_id, self._worker, watch.took)
         telemetry.op_done(entry, failed=result.failed, run_s=ran - started, commit_s=time.monotonic() - ran)
 
@@ -128,7 +134,8 @@ class SampleRunner:
             raise
         except Exception as error:
             if not self._backend.healthy():
-                # The engine died under it: this process is about to end, and another one runs the request again.
+                # The engine died during the request: this process is about to end, and another one runs the request
+                # again.
                 raise NotNow(f"{entry.request_id}: {error}") from None
             return results.of_error(_told(entry, error)), NOTHING
 
@@ -154,8 +161,8 @@ class SampleRunner:
 
 
 def _told(entry: Entry, error: Exception) -> OpError:
-    """What its client is told. What nobody foresaw ends a request as well: another try would end in the same way, and
-    as its worker lives none would be the last."""
+    """The error that the client receives. An unexpected error also ends the request: another try would fail in the same
+    way, and as the worker survives, no attempt would be the last."""
     if isinstance(error, OpError):
         return error
     log.error("sampling failed", exc_info=error, extra={"request_id": entry.request_id})
@@ -163,7 +170,7 @@ def _told(entry: Entry, error: Exception) -> OpError:
 
 
 class Watches:
-    """`abort` may come from any thread, for any request of any worker."""
+    """Cancellation of running requests. `abort` may come from any thread, for any request of any worker."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -171,7 +178,8 @@ class Watches:
 
     @contextmanager
     def watching(self, request_id: str) -> Iterator[Watch]:
-        """A watch that is aborted if the request is while the block runs. A doubled doorbell has one of its own."""
+        """Yields a watch that is aborted if the request is cancelled while the block runs. A duplicate dispatch gets
+        its own."""
         watch = Watch()
         with self._lock:
             self._running[request_id].add(watch)
@@ -184,7 +192,7 @@ class Watches:
                     del self._running[request_id]
 
     def abort(self, request_id: str) -> None:
-        """Stop the request, if it runs here."""
+        """Stops the request, if it runs here."""
         with self._lock:
             watches = tuple(self._running.get(request_id, ()))
         for watch in watches:

@@ -1,7 +1,7 @@
-"""The shared memory of a sampler's engine, which stays taken when all of its processes are killed at once.
+"""The shared memory of a sampler's engine, which stays allocated when all of its processes are killed at once.
 
-vLLM's is hundreds of MB. Python's resource tracker removes it if that process lives on; else the sampler's next process
-does, by a note of what there was.
+vLLM allocates hundreds of MB. Python's resource tracker removes them if the tracker process survives; otherwise the
+sampler's next process removes them, from a list that the earlier process wrote.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from app.stack import strays
 from app.stack.data_folder import write_private
 
 _FOLDER = Path("/dev/shm")
-# Python's, torch's, NCCL's, and those of vLLM's ranks on a CPU. Hand-overs have folders, and those of the CUDA driver
-# are for all of its processes.
+# Prefixes of Python's, torch's and NCCL's segments, and of those of vLLM's ranks on a CPU. Shared-memory transfers use
+# folders, and the CUDA driver's segments belong to all of its processes.
 _KINDS = ("psm_", "sem.", "torch_", "nccl-", "vllm_dist_")
 
 
 def note(file: Path) -> None:
-    """Write down which shared memory this process and its descendants have mapped."""
+    """Writes down which shared memory this process and its descendants have mapped."""
     mapped = {inode for pid in strays.family(os.getpid()) for inode in _mapped(pid)}
     file.parent.mkdir(parents=True, exist_ok=True)
     write_private(file, json.dumps({name: inode for name, inode in _segments() if inode in mapped}))
 
 
 def remove_noted(file: Path) -> None:
-    """Remove what an earlier process wrote down, if it is still the same."""
+    """Removes the shared memory that an earlier process wrote down, if it is still the same."""
     if not file.exists():
         return
     for name, inode in json.loads(file.read_text()).items():
@@ -40,7 +40,8 @@ def remove_noted(file: Path) -> None:
 
 
 def _segments() -> Iterator[tuple[str, int]]:
-    """Name and inode of everything of these kinds in shared memory, whoever made it; nothing where there is none."""
+    """Name and inode of every segment of these kinds in shared memory, from any process; nothing where there is
+    none."""
     for segment in _FOLDER.glob("*"):
         if segment.name.startswith(_KINDS):
             with suppress(FileNotFoundError):  # its owner has just removed it
@@ -48,7 +49,7 @@ def _segments() -> Iterator[tuple[str, int]]:
 
 
 def _mapped(pid: int) -> Iterator[int]:
-    """Inodes of the files in shared memory that a process has mapped; none of one that has ended."""
+    """Inodes of the files in shared memory that a process has mapped; none for a process that has ended."""
     with suppress(OSError):
         for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
             *_, inode, path = [*line.split(maxsplit=5), ""][:6]

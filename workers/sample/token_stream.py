@@ -1,4 +1,4 @@
-"""Sends what streamed requests draw to whoever waits for it, from a thread of its own: no engine waits for Redis."""
+"""Publishes the tokens of streamed requests from a thread of its own, so that no engine waits for Redis."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from app.stores.redis.completions import Drawn, TokenStreams
 from workers.backends.sampling.base import Drawn as Told
 
 log = logging.getLogger(__name__)
-# The API looks at every piece: 20 a second look smooth enough.
+# The API reads every piece: 20 pieces a second look smooth enough.
 _EVERY_S = 0.05
-# Tokens told of while Redis hangs; beyond, they are left to the result.
+# Most token pieces that wait while Redis hangs; the result delivers any further ones.
 _MOST_WAITING = 65_536
 
 
 class TokenPublisher:
-    """`watch` gives what a request's Watch calls. Whatever cannot be sent is dropped: the result holds it."""
+    """Publishes sampled tokens. `watch` returns the callback for a request's Watch. Pieces that cannot be sent are
+    dropped: the result holds their tokens."""
 
     def __init__(self, streams: TokenStreams) -> None:
         self._streams = streams
@@ -32,12 +33,12 @@ class TokenPublisher:
         self._thread.start()
 
     def watch(self, request_id: str) -> Told:
-        """Takes a request's tokens from the engine's thread; it never blocks."""
+        """Returns a callback that takes a request's tokens from the engine's thread; it never blocks."""
         places: Counter[int] = Counter()
         lost: set[int] = set()
 
         def told(index: int, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
-            if index in lost:  # behind a gap they are of no use to its reader
+            if index in lost:  # the reader cannot use tokens behind a gap
                 return
             drawn = Drawn(request_id, index, places[index], np.array(tokens, np.int32), np.array(logprobs, np.float32))
             places[index] += len(tokens)
@@ -50,7 +51,7 @@ class TokenPublisher:
         return told
 
     def close(self) -> None:
-        """Send what waits, and end the thread."""
+        """Sends the waiting tokens and ends the thread."""
         self._waiting.put(None)
         self._thread.join(5)
 
@@ -72,7 +73,7 @@ class TokenPublisher:
 
 
 def joined(batch: Sequence[Drawn]) -> list[Drawn]:
-    """The same tokens in as few pieces as may be: those of one sample that follow each other become one."""
+    """The same tokens in as few pieces as possible: consecutive pieces of one sample become one."""
     runs: list[list[Drawn]] = []
     newest: dict[tuple[str, int], list[Drawn]] = {}
     for drawn in batch:
