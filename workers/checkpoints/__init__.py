@@ -1,1 +1,1 @@
-"""Checkpoints and snapshots: written, moved, handed over and restored."""
+"""Checkpoints and snapshots: written, transferred and restored."""

@@ -1,4 +1,4 @@
-"""A thread that works on the newest item of every key, and tries again what failed."""
+"""A coalescing worker: a thread that works on the newest item of every key and retries failed work."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from app.errors import TinsmithError
 
 log = logging.getLogger(__name__)
 _EXPECTED = (TinsmithError, OSError, redis.RedisError)
-# After an item that took t seconds its key rests for 9 t: no key ever takes more than a tenth of the thread.
+# After an item that took t seconds its key rests for 9 t, so no key takes more than a tenth of the thread's time.
 _REST = 9.0
 
 Item = TypeVar("Item")
 
 
 class Latest(Generic[Item]):
-    """`work(key, item)` runs in one thread, an item at a time; a newer item takes the place of one that still waits.
+    """A coalescing worker. `work(key, item)` runs in one thread, one item at a time; a newer item replaces a waiting
+    one.
 
-    Work that raised is done again after `retry_s`, unless a newer item came. Nothing is kept beyond the process.
+    Work that raised is retried after `retry_s`, unless a newer item came. Nothing is kept beyond the process.
     """
 
     def __init__(self, name: str, work: Callable[[str, Item], None], retry_s: float) -> None:
@@ -38,7 +39,7 @@ class Latest(Generic[Item]):
         self._thread.start()
 
     def put(self, key: str, item: Item, *, at_once: bool = False) -> None:
-        """`at_once`: without the rest its key may owe."""
+        """Puts the newest item of `key`. With `at_once` it does not wait until the key has rested."""
         with self._changed:
             self._waiting[key] = item
             if at_once:
@@ -46,18 +47,19 @@ class Latest(Generic[Item]):
             self._changed.notify_all()
 
     def ready(self, key: str) -> bool:
-        """Nothing of `key` waits or is worked on, and it has rested."""
+        """Whether no item of `key` waits or is in work, and the key has rested."""
         with self._changed:
             rested = self._rests.get(key, 0.0) <= time.monotonic()
             return rested and key not in self._waiting and not self._busy_with(key)
 
     def item(self, key: str) -> Item | None:
-        """What is worked on for `key` right now."""
+        """The item of `key` that is in work right now."""
         with self._changed:
             return self._current[1] if self._current is not None and self._current[0] == key else None
 
     def finish(self, key: str, timeout_s: float) -> None:
-        """Do what waits for `key` now. Returns when it is done or has failed once more, or after `timeout_s`."""
+        """Works on the waiting item of `key` now. Returns when it is done or has failed once more, or after
+        `timeout_s`."""
         with self._changed:
             if key in self._waiting:
                 self._urgent.add(key)
@@ -65,7 +67,7 @@ class Latest(Generic[Item]):
             self._changed.wait_for(lambda: self._stopped or not self._pressed(key), timeout_s)
 
     def drop(self, key: str) -> None:
-        """Forget what waits for `key`. What is worked on goes on."""
+        """Drops the waiting item of `key`. An item in work continues."""
         with self._changed:
             self._waiting.pop(key, None)
             self._rests.pop(key, None)
@@ -73,7 +75,7 @@ class Latest(Generic[Item]):
             self._changed.notify_all()
 
     def close(self, timeout_s: float) -> None:
-        """End the thread behind what it works on, waiting at most `timeout_s`; what waits is dropped."""
+        """Ends the thread after its current item, waiting at most `timeout_s`; waiting items are dropped."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
@@ -93,7 +95,7 @@ class Latest(Generic[Item]):
             self._put_down(*job, done, ended + (_REST * (ended - started) if done else self._retry_s))
 
     def _take(self) -> tuple[str, Item] | None:
-        """The next item whose time has come, waited for; None when the thread is to end."""
+        """Waits for the next due item and returns it; None when the thread is to end."""
         with self._changed:
             while not self._stopped:
                 now = time.monotonic()
@@ -110,7 +112,7 @@ class Latest(Generic[Item]):
         try:
             self._work(key, item)
         except Exception as error:
-            # The thread must outlive whatever it is given.
+            # The thread must survive every exception of its work.
             known = isinstance(error, _EXPECTED)
             text = f"{self._name} put off for {self._retry_s:.0f} s: {type(error).__name__}: {error}"
             log.warning(text, exc_info=not known, extra={"model_id": key})

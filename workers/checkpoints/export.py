@@ -1,7 +1,8 @@
-"""All of a model's weights as a Hugging Face folder, which `AutoModelForCausalLM.from_pretrained` loads.
+"""Writes all of a model's weights as a Hugging Face folder, which `AutoModelForCausalLM.from_pretrained` loads.
 
-transformers writes it, from a model of the same class without memory of its own: how a checkpoint differs from the
-model in memory (experts are stacked only there), which tensors are one, and what is too large for a file it knows.
+transformers writes the folder, from a model of the same class without memory of its own. transformers knows how a
+checkpoint differs from the model in memory (experts are stacked only there), which tensors are tied, and what is too
+large for one file.
 """
 
 from __future__ import annotations
@@ -20,25 +21,25 @@ from transformers.utils import cached_file
 from app.domain.base_model import TOKENIZER_FILES
 from workers.backends.training.base import Writer
 
-# vLLM and most stores are quicker with several files than with one large one.
+# vLLM and most stores are quicker with several files than with one large file.
 _SHARD = "5GB"
 _GENERATION = "generation_config.json"
 
 
 def huggingface_writer(base: Any, tensors: Mapping[str, Tensor], dtype: torch.dtype, tokenizer: str) -> Writer:
-    """Writes safetensors of `dtype`, the configuration and the tokenizer into a folder without subfolders.
+    """Returns a writer of safetensors of `dtype`, the configuration and the tokenizer, for a folder without subfolders.
 
-    `base` (a transformers PreTrainedModel, its linears wrapped or its parameters split over ranks as may be) is asked
-    for its class, configuration and buffers alone. `tensors` are all of its parameters by their names in an unwrapped
-    model, on the CPU, and the writer's from now on; one tied to another is left out, or else the written model has it
-    untied. `tokenizer` is a folder or a hub id that was loaded before; nothing is downloaded.
+    `base` is a transformers PreTrainedModel; its linears may be wrapped and its parameters split over ranks. Only its
+    class, configuration and buffers are read. `tensors` are all of its parameters by their names in an unwrapped model,
+    on the CPU; the writer owns them from now on. A tensor tied to another is left out; otherwise the written model has
+    it untied. `tokenizer` is a folder or a hub id that was loaded before; nothing is downloaded.
 
     Raises ValueError when a parameter is missing or unknown. The writer raises OSError when the disk is full.
     """
     config = deepcopy(base.config)
     if tensors.keys() & base.all_tied_weights_keys.keys():
         config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
-    with torch.device("meta"):  # it has neither memory nor values
+    with torch.device("meta"):  # the skeleton has neither memory nor values
         skeleton = type(base)(config).to(dtype)
     _check_names(tensors, (name for name, _ in skeleton.named_parameters()))
     buffers = {name: base.get_buffer(name).cpu() for name in _persistent_buffers(skeleton)}
@@ -49,7 +50,7 @@ def huggingface_writer(base: Any, tensors: Mapping[str, Tensor], dtype: torch.dt
         try:
             skeleton.save_pretrained(folder, state_dict=state | buffers, max_shard_size=_SHARD)
         except SafetensorError as error:
-            # What is left to go wrong is the disk: it is full, or the file too large for it.
+            # Only the disk can still fail: it is full, or the file is too large for it.
             raise OSError(f"{folder.name} was not written: {error}") from error
         for source in copied:
             shutil.copyfile(source, folder / source.name)
@@ -69,7 +70,7 @@ def _persistent_buffers(model: Any) -> list[str]:
 
 
 def _cached(source: str, names: Iterable[str]) -> list[Path]:
-    """Those of `names` that a folder has, or the hub cache holds."""
+    """The files among `names` that a folder has, or the hub cache holds."""
     found = (
         cached_file(
             Path(source).expanduser() if source.startswith("~") else source,

@@ -1,8 +1,8 @@
-"""New weights on their way to samplers: through this machine's memory, and behind that to the object store.
+"""Shared-memory transfer of new weights to samplers, followed by the upload to the object store.
 
 The folder in shared memory has a folder for each adapter, named after its object-store prefix, with a checkpoint's
-files and manifest, there whole or not at all. What is missed here is found in the object store, or made again from
-the journal.
+files and manifest; it is there whole or not at all. An adapter that is missing here is in the object store, or is
+rebuilt from the journal.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from workers.checkpoints.coalescing import Latest
 log = logging.getLogger(__name__)
 _CLOSE_S = 2.0
 
-# Its commit follows within seconds, or never: nobody refers to what is older and has no hand-over record.
+# A commit follows a write within seconds, or never. Nothing refers to an older folder without a transfer record.
 _STALE_S = 60.0
-# No key has it.
+# No object-store key contains it.
 _SLASH = ","
 
 
 class Handovers:
-    """Adapters that samplers may use before they are in the object store. Its thread uploads, and tries again.
+    """Adapters that samplers may use before they are in the object store. A thread uploads them and retries.
 
-    A hand-over is on record from its commit until its upload has ended (records.Handover). Whoever owns the model then
-    answers for it: its files are in this machine's folder, or the journal makes them again.
+    A transfer is on record from its commit until its upload has ended (records.Handover). The model's owner is
+    responsible for it meanwhile: its files are in this machine's folder, or the journal rebuilds them.
     """
 
     def __init__(self, store: ObjectStore, index: Records, folder: HandoverFolder, retry_s: float = 5.0) -> None:
@@ -49,9 +49,10 @@ class Handovers:
         self._uploads: Latest[None] = Latest("hand-overs", self._upload, retry_s)
 
     def begin(self) -> None:
-        """Upload what an earlier process of this machine left in the folder, whoever owns those models now.
+        """Uploads the adapters that an earlier process of this machine left in the folder, whoever owns those models
+        now.
 
-        With the state server away it is left for the next owner to go on with.
+        While the state server is away they are left to the next owner.
         """
         with suppress(redis.RedisError):
             self._folder.make_room(self._is_on_record)
@@ -60,32 +61,33 @@ class Handovers:
                     self.send(_place(prefix).model_id)
 
     def give(self, prefix: str, fill: Callable[[Path], None]) -> bool:
-        """Put a checkpoint where samplers of this machine find it; False when there is no room for it here."""
+        """Puts a checkpoint where samplers of this machine find it. Returns False when there is no room for it here."""
         if self._folder.write(prefix, fill):
             return True
         self._folder.make_room(self._is_on_record)
         return self._folder.write(prefix, fill)
 
     def send(self, model_id: str) -> None:
-        """Upload what is on record of a model."""
+        """Uploads the recorded transfers of a model."""
         self._uploads.put(model_id, None, at_once=True)
 
     def sent(self, prefix: str) -> None:
-        """It is in the object store."""
+        """Deletes the transfer record: the adapter is in the object store."""
         self._index.delete(Handover.namespace, prefix)
 
     def resume(self, model_id: str) -> dict[int, str]:
-        """By seq, the prefixes of what has to be made again for a model that is being brought back here."""
+        """The prefixes, by seq, that have to be rebuilt for a model that is being restored here."""
         self._lost.discard(model_id)
         missing = [prefix for prefix in self._on_record(model_id) if self._folder.find(prefix) is None]
         return {_place(prefix).seq: prefix for prefix in missing}
 
     def lost(self) -> set[str]:
-        """Models of which the folder lost something that was not uploaded: they have to be brought back anew."""
+        """Models whose folder lost an adapter that was not uploaded; these models have to be restored again."""
         return set(self._lost)
 
     def give_up(self, model_id: str) -> None:
-        """Nothing can bring the model back: whoever waits for one of its adapters is told so."""
+        """Deletes the transfer records of a model that nothing can restore, so that a request for its adapters
+        fails."""
         for prefix in self._on_record(model_id):
             log.error("an adapter that was handed over is lost: %s", prefix)
             self.sent(prefix)
@@ -95,7 +97,7 @@ class Handovers:
         self._uploads.finish(model_id, within_s)
 
     def close(self) -> None:
-        """Ends the thread behind what it is doing, if that is soon; the rest stays on record."""
+        """Ends the thread after its current upload, if that is soon; the other transfers stay on record."""
         self._uploads.close(_CLOSE_S)
 
     def _upload(self, model_id: str, _: None) -> None:
@@ -112,10 +114,10 @@ class Handovers:
             self._folder.remove_older(prefix, self._is_on_record)
 
     def _remove_if_ended(self, model_id: str, prefix: str) -> None:
-        """The end of a run removes its files, but not what comes after it.
+        """Removes an uploaded adapter of an ended run: the end of a run removes its files, but not later uploads.
 
-        An unknown model has ended and was forgotten, or the state server was emptied: then no rebuild brings back who
-        would sample this.
+        An unknown model has ended and was forgotten, or the state server was emptied. In both cases no rebuild restores
+        a sampling session that would use this adapter.
         """
         model = self._index.get(Model.namespace, model_id)
         if model is None or model.get("ended"):
@@ -137,13 +139,15 @@ def _place(prefix: str) -> Place:
 
 @dataclass(frozen=True, slots=True)
 class HandoverFolder:
-    """Holds at most `most_bytes`; writers that meet may pass that by what each of them writes."""
+    """The transfer folder. Holds at most `most_bytes`; concurrent writers may exceed that by the size of their
+    writes."""
 
     root: Path
     most_bytes: int
 
     def write(self, prefix: str, fill: Callable[[Path], None]) -> bool:
-        """Have what `fill` writes there; what is there already stays. False, and a warning, when that cannot be."""
+        """Writes the files that `fill` creates; an existing folder stays. Returns False, and logs a warning, when it
+        cannot."""
         target = self._at(prefix)
         try:
             self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -161,7 +165,7 @@ class HandoverFolder:
         return folder if self._is_ours() and folder.is_dir() else None
 
     def take(self, prefix: str, target: Path) -> bool:
-        """Link or copy the files, manifest included, into a new folder; False when they are not here (any more)."""
+        """Links or copies the files, manifest included, into a new folder; False when they are not here (any more)."""
         source = self.find(prefix)
         if source is None:
             return False
@@ -180,17 +184,17 @@ class HandoverFolder:
             yield manifest.parent.name.replace(_SLASH, "/")
 
     def remove(self, prefix: str) -> None:
-        """Nobody sees a part of it."""
+        """Removes a checkpoint; no reader sees a part of it."""
         with suppress(FileNotFoundError), tempfile.TemporaryDirectory(dir=self.root, prefix=".gone-") as gone:
             self._at(prefix).rename(Path(gone) / "files")
 
     def release(self, prefix: str) -> None:
-        """It is elsewhere too, and may go when room is needed."""
+        """Marks a checkpoint that is also elsewhere; it may be removed when room is needed."""
         with suppress(FileNotFoundError):
             os.utime(self._at(prefix), (0, 0))
 
     def remove_older(self, prefix: str, is_needed: Callable[[str], bool]) -> None:
-        """Remove the earlier versions of the same model that are not needed any more."""
+        """Removes the earlier versions of the same model that are not needed any more."""
         model_id, *newest = _version(prefix)
         for other in list(self.prefixes()):
             its_model, *version = _version(other)
@@ -198,7 +202,8 @@ class HandoverFolder:
                 self.remove(other)
 
     def make_room(self, is_needed: Callable[[str], bool]) -> None:
-        """Remove what is not needed, and what a process left half-written; of what is recent only what was released."""
+        """Removes unneeded checkpoints and half-written ones. Of the recent ones, removes only those that were
+        released."""
         for prefix in list(self.prefixes()):
             if _is_stale(self._at(prefix)) and not is_needed(prefix):
                 self.remove(prefix)
@@ -207,7 +212,7 @@ class HandoverFolder:
                 shutil.rmtree(leftover, ignore_errors=True)
 
     def _write(self, target: Path, fill: Callable[[Path], None]) -> None:
-        if self._used() >= self.most_bytes:  # a whole model is much to write in vain
+        if self._used() >= self.most_bytes:  # writing a full model in vain costs much
             raise OSError(f"{self.root} holds engine.handover_bytes ({self.most_bytes}) already")
         with tempfile.TemporaryDirectory(dir=self.root, prefix=".new-") as temporary:
             files = Path(temporary) / "files"
@@ -229,12 +234,12 @@ class HandoverFolder:
         return sizes
 
     def _is_ours(self) -> bool:
-        """Anybody may make a folder in shared memory, under this name too."""
+        """Whether the folder belongs to this user. Any user can make a folder of this name in shared memory."""
         return self.root.is_dir() and self.root.stat().st_uid == os.getuid()
 
 
 def _version(prefix: str) -> tuple[str, int, int]:
-    """The model, and what grows with each of its versions."""
+    """The model id, and the epoch and seq, which grow with each of its versions."""
     place = Place.parse(prefix)
     return (place.model_id, place.epoch, place.seq) if place else ("", 0, 0)
 

@@ -1,13 +1,13 @@
 """The way of a snapshot: a copy in memory, files on this machine's disk, then the object store.
 
-One thread writes to the disk, from where a restart takes it; another moves it to the object store and sets the
-pointer, which makes it durable. So training waits for neither, and a store that is away does not keep anything off
+One thread writes to the disk, from which a restart reads it. Another thread uploads it to the object store and sets the
+pointer, which makes it durable. So training waits for neither, and a store that is away does not delay the writes to
 the disk.
 
 Snapshots on this machine's disk, `<root>/<model>/<seq>-<epoch>/`: each is there whole or not at all.
 
-They outlive the process, so that a restart needs no object store. One is valid because it is taken only behind a
-commit. Its epoch tells what an owner wrote from what its successor did; nobody touches what is newer than his own.
+They outlive the process, so that a restart needs no object store. A snapshot is valid because it is taken only after a
+commit. Its epoch separates an owner's snapshots from those of its successor; no owner touches a newer one than its own.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ _NAME = re.compile(r"([0-9]+)-([0-9]+)")
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """A copy of the state behind `seq`, in memory. `durable` is called once it, or what was written of it, is."""
+    """A copy in memory of the state after `seq`. `durable` is called once the copy, or the file written from it, is
+    durable."""
 
     lease: Lease
     seq: int
@@ -60,7 +61,8 @@ class Written:
 
 
 class SnapshotPipeline:
-    """What fails is tried again, unless a newer snapshot of the model came; what was durable stays until the next is.
+    """Writes and uploads snapshots. A failed step is retried, unless a newer snapshot of the model came. The previous
+    durable snapshot stays until the next one is durable.
 
     `clear` is called now and then, when the disk has filled up a little more.
     """
@@ -77,11 +79,11 @@ class SnapshotPipeline:
         self._writes.put(taken.lease.model_id, taken, at_once=taken.at_once)
 
     def resume(self, lease: Lease, local: Local, durable: Callable[[], None]) -> None:
-        """Make durable what an earlier process left on the disk."""
+        """Makes durable a snapshot that an earlier process left on the disk."""
         self._uploads.put(lease.model_id, Written(lease, local, durable), at_once=True)
 
     def ready(self, model_id: str) -> bool:
-        """The disk has taken all it was given of the model, and has had its rest."""
+        """Whether the disk has taken all snapshots of the model, and its rest is over."""
         return self._writes.ready(model_id)
 
     def finish(self, model_id: str, within_s: float) -> None:
@@ -91,12 +93,13 @@ class SnapshotPipeline:
         self._uploads.finish(model_id, max(0.0, deadline - time.monotonic()))
 
     def drop(self, model_id: str) -> None:
-        """Forget what waits of the model."""
+        """Drops the waiting snapshots of the model."""
         self._writes.drop(model_id)
         self._uploads.drop(model_id)
 
     def close(self) -> None:
-        """Ends the threads behind what they are doing, if that is soon; the next start goes on with what is on disk."""
+        """Ends the threads after their current work, if that is soon; the next start continues with the files on
+        disk."""
         self._writes.close(_CLOSE_S)
         self._uploads.close(_CLOSE_S)
 
@@ -108,7 +111,7 @@ class SnapshotPipeline:
         try:
             local = self._folder.write(model_id, taken.seq, taken.lease.epoch, fill)
         except NotFound:
-            return  # the model is no more
+            return  # the model has been deleted
         self._uploads.put(model_id, Written(taken.lease, local, taken.durable), at_once=taken.at_once)
         sent = self._uploads.item(model_id)
         self._folder.prune(model_id, local, keep=sent.local if sent is not None else None)
@@ -120,17 +123,17 @@ class SnapshotPipeline:
         manifest = self._verified(model_id, written.local)
         if manifest is None:
             return
-        # Under the epoch that will point at it, which may be a later one than wrote it: nobody else touches that.
+        # The pointer's epoch may be later than the epoch that wrote the snapshot. No other owner touches its prefix.
         epoch = written.lease.epoch
         manifest = replace(manifest, generation=f"{manifest.seq}-{epoch}", epoch=epoch)
         prefix = transfer.prefix_for(model_id, SNAPSHOT, str(manifest.seq), manifest.generation)
         try:
             transfer.upload(self._saver.store, prefix, written.local.path, manifest)
-            # The journal is not trimmed before that; this saves coming back for it.
+            # The journal is not trimmed before the transfers have ended; waiting here saves a second attempt.
             self._saver.handovers.finish(model_id, _HANDED_OVER_S)
             replaced = self._oplog.set_snapshot(written.lease, manifest.seq, prefix)
         except Fenced as fenced:
-            # What was uploaded is swept as an orphan.
+            # The orphan sweep removes the uploaded files.
             log.info("a snapshot came too late: %s", fenced, extra={"model_id": model_id})
             return
         written.durable()
@@ -142,7 +145,7 @@ class SnapshotPipeline:
         try:
             return transfer.verify(local.path)
         except FileNotFoundError:
-            pass  # the model is no more, or another trainer on this machine is further
+            pass  # the model has been deleted, or another trainer on this machine has a newer one
         except ServerOpError as error:
             log.error("a local snapshot is of no use: %s", error, extra={"model_id": model_id})
             self._folder.remove(local)
@@ -151,7 +154,7 @@ class SnapshotPipeline:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Local:
-    """A snapshot's folder. In order of age: first by seq, then by the epoch of the owner that wrote it."""
+    """A snapshot's folder. Ordered by age: first by seq, then by the epoch of the owner that wrote it."""
 
     seq: int
     epoch: int
@@ -160,13 +163,15 @@ class Local:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotFolder:
-    """`node` tells this trainer from the others that may share `root`; one thread of it writes at a time."""
+    """The snapshots on this machine's disk. `node` tells this trainer from others that may share `root`; one thread of
+    it writes at a time."""
 
     root: Path
     node: str
 
     def write(self, model_id: str, seq: int, epoch: int, fill: Callable[[Path], None]) -> Local:
-        """A snapshot with the files that `fill` writes, on disk; one that is there already stays. Raises OSError."""
+        """Writes a snapshot with the files that `fill` creates and flushes it; an existing one stays. Raises
+        OSError."""
         target = self._of(model_id) / f"{seq}-{epoch}"
         if not target.is_dir():
             unfinished = target.parent / f".{self.node}"
@@ -182,12 +187,14 @@ class SnapshotFolder:
         return Local(seq, epoch, target)
 
     def usable(self, lease: Lease) -> Iterator[tuple[Local, Manifest]]:
-        """What `lease` may be restored from, newest first and verified. What can never be used again is removed."""
+        """Yields the snapshots that `lease` may be restored from, newest first and verified. Removes those that can
+        never be used again."""
         for local in sorted(self._all(lease.model_id), reverse=True):
             if local.epoch > lease.epoch:
-                continue  # our successor's
+                continue  # the snapshot of our successor
             if local.seq < lease.snapshot_seq or local.seq > lease.applied or local.epoch < lease.epoch_floor:
-                # Behind the trimmed journal; ahead of one that was set back to an earlier state; or of a lost one.
+                # It is behind the trimmed journal, ahead of a journal that was set back to an earlier state, or of a
+                # lost journal.
                 self.remove(local)
                 continue
             try:
@@ -197,7 +204,7 @@ class SnapshotFolder:
                 self.remove(local)
 
     def prune(self, model_id: str, newest: Local, keep: Local | None = None) -> None:
-        """Remove what is older than `newest`, but `keep`."""
+        """Removes the snapshots older than `newest`, except `keep`."""
         for local in self._all(model_id):
             if local < newest and local != keep:
                 self.remove(local)
@@ -209,7 +216,7 @@ class SnapshotFolder:
         shutil.rmtree(self._of(model_id), ignore_errors=True)
 
     def models(self) -> list[str]:
-        """Ids of those that have a folder here."""
+        """Ids of the models that have a folder here."""
         return sorted(path.name for path in self.root.iterdir()) if self.root.is_dir() else []
 
     def _of(self, model_id: str) -> Path:

@@ -1,10 +1,10 @@
-"""Snapshots of models: taken after an optim_step, when gradients are zero, and restored from.
+"""Takes snapshots of models after an optim_step, when gradients are zero, and restores models from them.
 
-Snapshots bound how much of a journal a new owner replays, and let the journal be trimmed. All that is done in the
-step's way is a copy of the state; snapshot_upload.py takes it from there.
+Snapshots limit how much of a journal a new owner replays, and let the journal be trimmed. A snapshot delays a step only
+by a copy of the state; snapshot_upload.py does the rest.
 
-A model is brought back from its newest snapshot, here or in the object store, and then the journal behind it,
-silently.
+A model is restored from its newest snapshot, here or in the object store, and then from the journal after it, which is
+replayed without answers.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from workers.train.executor import Executor, Window
 from workers.train.owner import Resident
 
 log = logging.getLogger(__name__)
-# What takes longer goes on by itself; only a process that ends cannot wait for it.
+# A longer settle continues in the background; only a process that ends cannot wait for it.
 _SETTLE_S = 5.0
 
 
 @dataclass(slots=True)
 class Track:
-    """One model since it was brought back here. The marks are payload bytes that its journal had taken up until then:
-    now, when the newest snapshot was taken, and when the newest durable one was."""
+    """One model since it was restored here. The marks are the payload bytes that its journal had received: now, when
+    the newest snapshot was taken, and when the newest durable snapshot was taken."""
 
     next: float
     used: float
@@ -55,7 +55,7 @@ class Track:
         self.durable = mark
 
     def add(self, entry: Entry) -> None:
-        """An Op that succeeded, in the journal to stay until it is trimmed."""
+        """Records an Op that succeeded; its entry stays in the journal until it is trimmed."""
         self.used = time.monotonic()
         if entry.kind not in (FORWARD, SaveWeights.kind):
             self.total += len(entry.payload)
@@ -63,11 +63,15 @@ class Track:
 
 
 class Snapshots:
-    """Copies take at most `snapshot_share` of the time: behind one that took c seconds come c / share without, and
-    `rest_s` at least: replaying less is not worth one. None is taken while another of the model waits for the disk.
+    """Takes snapshots and makes them durable.
 
-    Whatever this says, a load is followed by a snapshot at once, since its checkpoint may be deleted and a replay must
-    not need it; and so is the next optim_step where the journal has grown by more than `journal_bytes` since the last.
+    Copies take at most `snapshot_share` of the time: after a copy of c seconds the next one waits for c / share, and
+    for at least `rest_s`, as a shorter replay is not worth a snapshot. No snapshot is taken while another one of the
+    model waits for the disk.
+
+    Regardless of these limits, a load is followed by a snapshot at once, since its checkpoint may be deleted and a
+    replay must not need it. The next optim_step also takes one at once when the journal has grown by more than
+    `journal_bytes` since the last.
     """
 
     def __init__(
@@ -82,12 +86,13 @@ class Snapshots:
         self._saver, self._folder = saver, folder
         self._share, self._journal_bytes, self._rest_s = settings.snapshot_share, settings.journal_bytes, rest_s
         self._tracks: dict[str, Track] = {}
-        # Its owner lets go of a model after `idle_s`; should it not have, what goes is no more than a copy.
+        # The owner evicts a model after `idle_s`. If it did not, only a copy is removed here.
         self._unused_s = 2 * settings.idle_s
         self._pipeline = SnapshotPipeline(oplog, saver, folder, self.clear, retry_s)
 
     def begin(self, lease: Lease, local: Local | None) -> None:
-        """A model is being brought back, from `local` if there is one; what is replayed behind it comes next."""
+        """Starts a track for a model that is being restored, from `local` if there is one; the replayed Ops come
+        next."""
         track = self._tracks[lease.model_id] = Track.begun(self._rest_s)
         if local is not None and local.seq > lease.snapshot_seq:
             track.durable = -1
@@ -98,9 +103,9 @@ class Snapshots:
             self._track(model_id).add(entry)
 
     def after(self, resident: Resident, entry: Entry, *, failed: bool) -> None:
-        """Called behind every commit, on the thread that runs the Ops.
+        """Counts an Op and takes a snapshot if one is due. Called after every commit, on the op thread.
 
-        A state that ran ahead of its commits is not the one behind `entry`: the snapshot waits for the next step.
+        A state that ran ahead of its commits is not the state after `entry`: the snapshot waits for the next step.
         """
         if failed:
             return
@@ -121,11 +126,11 @@ class Snapshots:
             self._take(resident, track, at_once=urgent)
 
     def settle(self, resident: Resident, *, within_s: float = _SETTLE_S) -> None:
-        """Make what the model has come to durable before its state is thrown away, as far as that can be done now.
+        """Makes the model's state durable before it is discarded, as far as that can be done now.
 
-        Nothing depends on it: without, its next owner replays more. What is not done in time goes on by itself. Where
-        gradients are pending there is nothing to take, and they are replayed in any case; so is what ran ahead of its
-        commit.
+        Nothing depends on it: without it, the next owner replays more. Unfinished work continues in the background.
+        While gradients are pending no snapshot is taken, as they are replayed in any case; the same holds for Ops that
+        ran ahead of their commit.
         """
         model_id = resident.lease.model_id
         track = self._track(model_id)
@@ -134,13 +139,13 @@ class Snapshots:
         self._pipeline.finish(model_id, within_s)
 
     def forget(self, model_id: str) -> None:
-        """Keep nothing here of a model that is no more."""
+        """Removes everything kept here of a deleted model."""
         self._tracks.pop(model_id, None)
         self._pipeline.drop(model_id)
         self._folder.forget(model_id)
 
     def clear(self) -> None:
-        """Clear this machine's disk of models that are no more, and of what is durable of those long unused."""
+        """Removes from this machine's disk the deleted models, and the durable snapshots of models long unused."""
         for model_id in self._folder.models():
             model = self._saver.index.get(records.Model.namespace, model_id)
             if model is None or model.get("ended"):
@@ -151,7 +156,8 @@ class Snapshots:
                 self.forget(model_id)
 
     def close(self) -> None:
-        """Ends the threads behind what they are doing, if that is soon; the next start goes on with what is on disk."""
+        """Ends the threads after their current work, if that is soon; the next start continues with the files on
+        disk."""
         self._pipeline.close()
 
     def _track(self, model_id: str) -> Track:
@@ -163,7 +169,7 @@ class Snapshots:
         try:
             write = self._saver.backend.capture(model_id, optimizer=True)
         except Exception:
-            # Training can do without; a backend that this broke says so itself (healthy).
+            # Training continues without the snapshot; if the error broke the backend, the backend reports it (healthy).
             log.exception("no snapshot could be taken", extra={"model_id": model_id})
             track.next = started + self._rest_s
             return
@@ -190,10 +196,10 @@ class Restore:
     snapshots: Snapshots
 
     def __call__(self, lease: Lease) -> Window:
-        """A snapshot stands where the window is empty. Raises Fenced, Unavailable; NotFound and OpError when it or the
-        journal behind it is lost.
+        """Restores the model and returns its window. A snapshot is taken only where the window is empty. Raises Fenced,
+        Unavailable; NotFound and OpError when the snapshot or the journal after it is lost.
 
-        It stands before what was handed over and got lost, if anything did, so that the replay comes past it.
+        If a transferred adapter was lost, the restore starts from a snapshot before it, so that the replay rebuilds it.
         """
         handovers = self.executor.saver.handovers
         to_make = handovers.resume(lease.model_id)

@@ -1,9 +1,9 @@
-"""Checkpoints between local folders and the object store: manifest last, verified before use.
+"""Transfers checkpoints between local folders and the object store: manifest last, verified before use.
 
-A checkpoint is the files of one flat folder under `prefix`, and `prefix/manifest.json`. Without a manifest it does
-not exist; with one it never changes.
+A checkpoint is the files of one flat folder under `prefix`, and `prefix/manifest.json`. Without a manifest it does not
+exist; with one it never changes.
 
-An object that was cut short on its way is asked for again; one that is wrong twice is damaged.
+An object that arrives truncated is requested again; an object that is wrong twice is damaged.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from workers.backends.training.base import OPTIMIZER_FILE
 
 _CPU_INFO = Path("/proc/cpuinfo")
 _LOCKS = ".locks"
-# Whoever writes to the object store must not get a worker to unpickle or unpack anything, whatever a library looks for.
-# Text, templates and sentencepiece's models are those of a tokenizer, which lies beside all weights of a model.
+# A user who can write to the object store must not make a worker unpickle or unpack anything, whatever file a library
+# looks for. Text, templates and sentencepiece models belong to a tokenizer, which lies beside full model weights.
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.(safetensors|json|txt|jinja|model)")
 
 _TRIES = 4
 _PAUSE_S = 0.1
-# A store that needs this long for its answers is away for longer; who asked puts the Op off and comes back.
+# A store that takes this long to answer is away for longer; the caller puts the Op off and tries again later.
 _WITHIN_S = 10.0
 
 
 def prefix_for(model_id: str, kind: str, name: str, generation: str) -> str:
-    """Where a checkpoint lies. `generation` must differ for every attempt that may write other bytes, so it holds the
-    lease's epoch: an owner that was replaced can then never touch its successor's files."""
+    """The prefix of a checkpoint. `generation` must differ for every attempt that may write other bytes, so it holds
+    the lease's epoch: a replaced owner can then never touch its successor's files."""
     return f"models/{model_id}/{kind}/{name}/{generation}"
 
 
@@ -82,10 +82,10 @@ def describe(
 
 
 def upload(store: ObjectStore, prefix: str, folder: Path, manifest: Manifest) -> Manifest:
-    """Upload the files of `folder` and commit them with their manifest.
+    """Uploads the files of `folder` and commits them with their manifest.
 
-    A repeat of a committed generation uploads nothing and returns the manifest that is there. Raises Fenced when
-    somebody else is writing this very generation.
+    A repeat of a committed generation uploads nothing and returns the stored manifest. Raises Fenced when another
+    worker is writing the same generation.
     """
     try:
         return read_manifest(store, prefix)
@@ -99,10 +99,11 @@ def upload(store: ObjectStore, prefix: str, folder: Path, manifest: Manifest) ->
 
 
 def complete(store: ObjectStore, prefix: str, folder: Path) -> None:
-    """Upload the sealed checkpoint in `folder`, unless it is there.
+    """Uploads the sealed checkpoint in `folder`, unless it is there.
 
-    Several owners of a model may do so at once, each with a copy of the same state whose last bits may differ. So what
-    is there of this generation stays, and the manifest describes it. That suits a checkpoint with one file of tensors.
+    Several owners of a model may do so at once, each with a copy of the same state whose last bits may differ. So
+    stored files of this generation stay, and the manifest describes them. That suits a checkpoint with one file of
+    tensors.
     """
     if is_there(store, prefix):
         return
@@ -123,22 +124,25 @@ def is_there(store: ObjectStore, prefix: str) -> bool:
 
 
 def read_manifest(store: ObjectStore, prefix: str) -> Manifest:
-    """Raises NotFound when no checkpoint was committed there, ServerOpError when its manifest cannot be understood."""
+    """Reads the manifest at `prefix`. Raises NotFound when no checkpoint was committed there, ServerOpError when its
+    manifest cannot be understood."""
     return fetch_manifest(store, f"{prefix}/{MANIFEST}")
 
 
 def seal(folder: Path, manifest: Manifest) -> None:
-    """Make a local folder a checkpoint: its manifest goes in last."""
+    """Makes a local folder a checkpoint: writes its manifest last."""
     (folder / MANIFEST).write_bytes(manifest.to_json())
 
 
 def manifest_in(folder: Path) -> Manifest:
-    """Raises ServerOpError when the manifest in a local folder cannot be understood, OSError when it cannot be read."""
+    """Reads the manifest in a local folder. Raises ServerOpError when it cannot be understood, OSError when it cannot
+    be read."""
     return parse_manifest((folder / MANIFEST).read_bytes(), f"in {folder}")
 
 
 def verify(folder: Path) -> Manifest:
-    """The manifest in a local folder. Raises ServerOpError when a size or sha256 is not what it says, OSError."""
+    """Verifies a local folder and returns its manifest. Raises ServerOpError when a size or sha256 differs from it,
+    OSError."""
     manifest = manifest_in(folder)
     for name, expected in manifest.files.items():
         if file_entry(folder / name) != expected:
@@ -151,12 +155,12 @@ Nearby = Callable[[str, Path], bool]
 
 
 def fetch(store: ObjectStore, prefix: str, cache_dir: Path, nearby: Nearby = lambda prefix, folder: False) -> Path:
-    """A local folder with the checkpoint's files and manifest: those `nearby` has, or downloaded, once for each
-    `cache_dir`.
+    """Returns a local folder with the checkpoint's files and manifest: taken from `nearby`, or downloaded, once for
+    each `cache_dir`.
 
-    It appears after every downloaded size and sha256 was found right, however many threads and processes ask. It stays
-    until `forget`. Raises NotFound when there is no such checkpoint, ServerOpError when what is stored is damaged, and
-    Unavailable when it cannot be read now, or the local disk is full.
+    The folder appears after every downloaded size and sha256 was verified, however many threads and processes ask for
+    it. It stays until `forget`. Raises NotFound when there is no such checkpoint, ServerOpError when the stored files
+    are damaged, and Unavailable when it cannot be read now, or the local disk is full.
     """
     folder = cache_dir / check_key(prefix)
     if folder.is_dir():
@@ -171,7 +175,7 @@ def fetch(store: ObjectStore, prefix: str, cache_dir: Path, nearby: Nearby = lam
 
 
 def forget(prefix: str, cache_dir: Path) -> None:
-    """Remove a fetched checkpoint from the cache; a missing one is fine. Nobody may be reading its files."""
+    """Removes a fetched checkpoint from the cache; a missing one is fine. Nobody may be reading its files."""
     with _lock(cache_dir, prefix), tempfile.TemporaryDirectory(dir=cache_dir, prefix=".gone-") as gone:
         try:
             (cache_dir / check_key(prefix)).rename(Path(gone) / "files")
@@ -180,13 +184,13 @@ def forget(prefix: str, cache_dir: Path) -> None:
 
 
 def host_threads() -> int:
-    """How many threads torch computes with here: OMP_NUM_THREADS, else the cores this process may use."""
+    """The number of threads torch computes with here: OMP_NUM_THREADS, else the cores this process may use."""
     given = os.environ.get("OMP_NUM_THREADS", "")
     return int(given) if given.isdigit() and int(given) else len(os.sched_getaffinity(0))
 
 
 def host_cpu() -> str:
-    """The processor's model name; with the thread count it says where a replay gives the same bits."""
+    """The processor's model name; with the thread count it identifies hosts where a replay gives the same bits."""
     for line in _CPU_INFO.read_text().splitlines():
         name, _, value = line.partition(":")
         if name.strip() == "model name":
@@ -197,7 +201,7 @@ def host_cpu() -> str:
 def _upload(store: ObjectStore, key: str, source: Path, entry: FileEntry) -> None:
     if store.put_new(key, source) or _stored_entry(store, key) == entry:
         return
-    # Left by an attempt that never wrote its manifest, so no one reads it.
+    # An attempt that never wrote its manifest left this file, so no one reads it.
     store.delete([key])
     if not store.put_new(key, source):
         raise Fenced(f"another worker is writing {key}")
@@ -233,7 +237,8 @@ def _stored_entry(store: ObjectStore, key: str) -> FileEntry:
 
 @contextmanager
 def _lock(cache_dir: Path, prefix: str) -> Iterator[None]:
-    """One thread of one process at a time for a checkpoint. Each opens the file anew, so flock tells threads apart."""
+    """Locks a checkpoint for one thread of one process. Each call opens the file anew, so flock separates threads
+    too."""
     locks = cache_dir / _LOCKS
     locks.mkdir(parents=True, exist_ok=True)
     with (locks / hashlib.sha256(prefix.encode()).hexdigest()[:2]).open("w") as file:
@@ -242,7 +247,8 @@ def _lock(cache_dir: Path, prefix: str) -> Iterator[None]:
 
 
 def fetch_file(store: ObjectStore, key: str, target: Path, expected: FileEntry) -> None:
-    """Raises NotFound, Unavailable when it does not come whole, ServerOpError when it is damaged: whole, but wrong."""
+    """Fetches and verifies one file. Raises NotFound; Unavailable when it does not arrive whole; ServerOpError when it
+    is damaged, which means whole, but wrong."""
     failure, wrong = Unavailable(), 0
     for _ in _tries():
         try:
@@ -264,7 +270,8 @@ def fetch_file(store: ObjectStore, key: str, target: Path, expected: FileEntry) 
 
 
 def fetch_manifest(store: ObjectStore, key: str) -> Manifest:
-    """Raises NotFound, Unavailable, and ServerOpError when it cannot be understood however often it is read."""
+    """Fetches a manifest. Raises NotFound, Unavailable; ServerOpError when it cannot be understood in any of several
+    reads."""
     failure: Unavailable | ServerOpError = Unavailable()
     for _ in _tries():
         try:
@@ -275,7 +282,7 @@ def fetch_manifest(store: ObjectStore, key: str) -> Manifest:
 
 
 def parse_manifest(data: bytes, name: str) -> Manifest:
-    """Raises ServerOpError when it cannot be understood."""
+    """Parses a manifest. Raises ServerOpError when it cannot be understood."""
     try:
         return Manifest.from_json(data)
     except (ValueError, TypeError, KeyError, AttributeError) as error:

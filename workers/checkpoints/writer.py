@@ -1,4 +1,4 @@
-"""Writes a model out for its owner: checkpoints and sampler adapters, encrypted for their recipients if asked.
+"""Writes a model out for its owner: checkpoints and sampler adapters, encrypted for their recipients if requested.
 
 Encrypted files are in the age format (age-encryption.org): `age -d` reads them anywhere.
 """
@@ -33,7 +33,7 @@ from workers.process import results
 
 
 class Outcome(NamedTuple):
-    """The answer, what the commit records, what is to be done once it has, and what it counts."""
+    """The answer, the records of the commit, a function to call after it, and the usage it counts."""
 
     result: Result
     writes: Sequence[Write] = ()
@@ -50,7 +50,8 @@ _WITH_OPTIMIZER = "weights"
 
 @contextmanager
 def _scratch() -> Iterator[Path]:
-    """A folder to write into. A full disk passes, like a store that is away, and says nothing of the model."""
+    """Yields a folder to write into. Raises Unavailable for a full disk: it passes, like a store that is away, and says
+    nothing about the model."""
     try:
         with tempfile.TemporaryDirectory(prefix="tinsmith-save-") as temporary:
             yield Path(temporary)
@@ -60,7 +61,7 @@ def _scratch() -> Iterator[Path]:
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """A copy of a model as it was when `op`, its Op at `seq`, ran: at `created`, by the state server's clock."""
+    """A copy of a model at the time when `op`, its Op at `seq`, ran: at `created`, by the state server's clock."""
 
     lease: Lease
     seq: int
@@ -83,7 +84,8 @@ class Saver:
     handovers: Handovers
 
     def save(self, lease: Lease, seq: int, op: SaveWeights) -> Unwritten:
-        """Copy the model as it is, to be written beside the next Ops. Raises UserOpError for a name that is taken."""
+        """Copies the model's state and returns a function that writes it beside the next Ops. Raises UserOpError for a
+        name that is taken."""
         path = ids.TinkerPath(lease.model_id, op.checkpoint_kind, op.name)
         if not op.sampling_session_id and not op.overwrite and self._taken(str(path)):
             raise UserOpError(f"{path} is there already; pass overwrite, or save under another name")
@@ -92,7 +94,7 @@ class Saver:
         return partial(self._ephemeral, captured) if op.sampling_session_id else partial(self._named, captured, path)
 
     def _named(self, captured: Captured, path: ids.TinkerPath) -> Outcome:
-        """The files first, then what the commit records."""
+        """Writes the files of a named checkpoint, then returns the records of its commit."""
         op, model, created = captured.op, captured.model, captured.created
         expires_at = None if op.ttl_seconds is None else created + op.ttl_seconds
         prefix, manifest = self._write(captured, str(path), expires_at)
@@ -115,7 +117,8 @@ class Saver:
         return Outcome(results.of_json({"path": str(path)}), [write], usage={SAVED: 1})
 
     def _ephemeral(self, captured: Captured) -> Outcome:
-        """Handed over on this machine, and uploaded behind the commit; without room for that, uploaded before it."""
+        """Writes a sampler adapter. It goes through shared memory and is uploaded after the commit; without room for
+        that, it is uploaded before the commit."""
         lease, seq, op, model = captured.lease, captured.seq, captured.op, captured.model
         prefix, name = captured.prefix, op.sampling_session_id or ""
         sampler = records.Sampler(
@@ -139,7 +142,8 @@ class Saver:
         return Outcome(result, writes, partial(self.handovers.send, lease.model_id))
 
     def save_again(self, lease: Lease, prefix: str) -> None:
-        """Make anew, from the model as it is, what was handed over and never uploaded. Raises NotFound, Unavailable."""
+        """Rebuilds, from the current model, an adapter that was transferred and never uploaded. Raises NotFound,
+        Unavailable."""
         place = Place.parse(prefix)
         assert place is not None, f"{prefix} is no prefix of ours"
         op = SaveWeights(place.kind, place.name)
@@ -160,7 +164,7 @@ class Saver:
         user_metadata: Mapping[str, str] | None = None,
         expires_at: float | None = None,
     ) -> Manifest:
-        """The manifest of files written in `folder`, of the model as it was behind `seq`. Raises NotFound."""
+        """The manifest of the files in `folder`, for the model at `seq`. Raises NotFound."""
         model = self._model(lease.model_id)
         return transfer.describe(
             folder,
@@ -187,7 +191,7 @@ class Saver:
             return prefix, transfer.upload(self.store, prefix, folder, manifest)
 
     def _seal(self, captured: Captured, folder: Path) -> None:
-        """Fill a folder that is to be a checkpoint without an address."""
+        """Fills a folder for a checkpoint without an address and seals it."""
         captured.write(folder)
         transfer.seal(folder, self.describe(folder, captured.lease, captured.seq))
 
@@ -208,7 +212,8 @@ class Saver:
 
 
 def encrypt(folder: Path, recipients: Iterable[str]) -> None:
-    """Every file of `folder` becomes `<name>.age`, which each of `recipients` (public keys, checked before) can read.
+    """Encrypts every file of `folder` to `<name>.age`, which each of `recipients` (public keys, checked before) can
+    read.
 
     Raises OSError when the disk is full, which pyrage's own `encrypt_file` would not notice.
     """
