@@ -1,1 +1,1 @@
-"""Models in memory: loading a base, and the LoRA adapters beside it."""
+"""Models in memory: loads a base model, and adds LoRA adapters to it."""

@@ -1,8 +1,8 @@
 """Loads a base model with transformers, for trainers and the transformers sampler, and explains a failure.
 
-One line for a model or tokenizer that cannot be loaded: which, from where, why, and what to do.
+A model or tokenizer that cannot be loaded gives an error of one line: which model, from where, why, and what to do.
 
-transformers raises errors of any type, and some with paragraphs of advice that does not hold here.
+transformers raises errors of any type, and some contain paragraphs of advice that does not apply here.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ _PLAIN = {
 
 @dataclass(frozen=True, slots=True)
 class LoadedBase:
-    """`model` (a transformers PreTrainedModel) is frozen, until someone trains it, and in eval mode.
+    """A loaded base model. `model` (a transformers PreTrainedModel) is frozen, until someone trains it, and in eval
+    mode.
 
     `tokenizer` is the path or hub id its tokenizer loads from.
     """
@@ -56,10 +57,10 @@ class LoadedBase:
 
 
 def load(settings: BaseModelSettings, device: torch.device | None = None) -> LoadedBase:
-    """Load a local folder or a hub id onto `device` (default: the first GPU, else the CPU).
+    """Loads a local folder or a hub id onto `device` (default: the first GPU, else the CPU).
 
-    Only safetensors files are read and no code of the model's repository is run. Raises SetupError when the path is
-    missing or cannot be loaded, or max_context is over the model's own.
+    Only safetensors files are read, and no code of the model's repository is run. Raises SetupError when the path is
+    missing or cannot be loaded, or when max_context is over the model's own.
     """
     device = device or torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     dtype = choose_dtype(settings.dtype, device)
@@ -71,7 +72,7 @@ def load(settings: BaseModelSettings, device: torch.device | None = None) -> Loa
 
 
 def read_weights(source: str, model: Any) -> dict[str, Tensor]:
-    """All parameters of a model like `model`, by name, as a folder or hub id holds them: fp32, on the CPU.
+    """Reads all parameters of a model like `model`, by name, from a folder or hub id: fp32, on the CPU.
 
     Raises ValueError or OSError when files are missing or damaged, or hold a model of other shapes.
     """
@@ -94,12 +95,12 @@ def read_weights(source: str, model: Any) -> dict[str, Tensor]:
 
 
 def read_config(settings: BaseModelSettings) -> Any:
-    """The model's transformers config. Without `trust_remote_code` given, transformers would ask on the terminal."""
+    """Reads the model's transformers config. Without `trust_remote_code`, transformers would ask on the terminal."""
     return AutoConfig.from_pretrained(local_path(settings.path), trust_remote_code=False)
 
 
 def check_weights(settings: BaseModelSettings) -> None:
-    """Raises SetupError when files of a local folder are missing or cut off. What loads them later need not say so."""
+    """Raises SetupError when files of a local folder are missing or truncated, so that a later load need not check."""
     folder = Path(local_path(settings.path))
     if folder.is_dir():
         with explained(settings):
@@ -128,25 +129,26 @@ def _from_pretrained(settings: BaseModelSettings, dtype: torch.dtype) -> nn.Modu
 
 
 def _attention(config: Any) -> str:
-    """transformers' SDPA leaves out Gemma 2's cap on attention scores without a word."""
+    """The attention implementation. transformers' SDPA silently leaves out Gemma 2's cap on attention scores."""
     return "eager" if getattr(config.get_text_config(), "attn_logit_softcapping", None) else "sdpa"
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The dtype a setting of that name means on `device`."""
+    """The dtype that a setting of this name means on `device`."""
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" or _cpu_is_fast_at_bfloat16() else torch.float32
     return torch.bfloat16 if name == "bfloat16" else torch.float32
 
 
 def _cpu_is_fast_at_bfloat16() -> bool:
-    """On SmolLM2-135M bf16 is 1.5x to 3.6x as fast as fp32 with these instructions, and far slower without."""
+    """Whether the CPU has bf16 instructions. With them, bf16 is 1.5x to 3.6x as fast as fp32 on SmolLM2-135M; without
+    them it is far slower."""
     capabilities = torch.cpu.get_capabilities()
     return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
 
 
 def describe(settings: BaseModelSettings, model: nn.Module, dtype: torch.dtype) -> BaseModelInfo:
-    """What the API needs to know of `model`. Raises SetupError when max_context is over the model's own."""
+    """The description of `model` for the API. Raises SetupError when max_context is over the model's own."""
     config: Any = model.config
     if not config.architectures:
         raise SetupError(f"base model {settings.name!r}: its config.json names no architectures; add them")
@@ -167,14 +169,14 @@ def describe(settings: BaseModelSettings, model: nn.Module, dtype: torch.dtype) 
 
 
 def local_path(path: str) -> str:
-    """A folder's path with ~ resolved; a hub id as it is."""
+    """A folder's path with ~ resolved; a hub id is returned unchanged."""
     return str(Path(path).expanduser())
 
 
 @contextmanager
 def explained(settings: BaseModelSettings, *, tokenizer: bool = False) -> Iterator[None]:
-    """Raises SetupError when the block cannot load the base model, or its tokenizer. Only running out of memory, which
-    may pass, stays what it is."""
+    """Raises SetupError when the block cannot load the base model, or its tokenizer. An out-of-memory error may pass,
+    so it is raised unchanged."""
     source = settings.tokenizer or settings.path if tokenizer else settings.path
     what = f"the tokenizer of base model {settings.name!r}" if tokenizer else f"base model {settings.name!r}"
     is_there = Path(local_path(source)).exists()
@@ -198,7 +200,7 @@ def explained(settings: BaseModelSettings, *, tokenizer: bool = False) -> Iterat
 
 
 def _check_readable(folder: Path) -> None:
-    """safetensors calls a file that it may not read a missing one."""
+    """Raises PermissionError for a file that may not be read; safetensors would call it missing."""
     for file in folder.glob("*"):
         if not file.is_dir() and not os.access(file, os.R_OK):
             raise PermissionError(
@@ -234,7 +236,7 @@ def _away(reasons: list[BaseException]) -> str:
 
 
 def _shown(error: BaseException) -> str:
-    """Its text in one line that is not too long."""
+    """The error's text in one line of limited length."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]} ..."
 

@@ -1,7 +1,7 @@
-"""`python -m workers.models.demo_model GGUF TARGET`: the bundled GGUF model as a Hugging Face folder.
+"""`python -m workers.models.demo_model GGUF TARGET`: writes the bundled GGUF model as a Hugging Face folder.
 
-transformers keeps a GGUF model's quantization_config and then refuses to save it, so the dequantised weights move
-into a fresh model of the same config.
+transformers keeps a GGUF model's quantization_config and then refuses to save it. So the dequantised weights are moved
+into a new model of the same config.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _DROPPED = ("quantization_config", "dtype")
 
 
 def convert(source: Path, target: Path) -> None:
-    """Write weights (float32, as dequantised), config, tokenizer and chat template; `target` appears whole."""
+    """Writes weights (float32, as dequantised), config, tokenizer and chat template; `target` appears whole."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -37,5 +37,5 @@ if __name__ == "__main__":
     try:
         convert(Path(sys.argv[1]), Path(sys.argv[2]))
     except Exception as error:
-        # The last line is what the user reads: one line, and no traceback.
+        # The user reads the last line: one line, and no traceback.
         sys.exit(f"{type(error).__name__}: {' '.join(str(error).split())}")

@@ -1,8 +1,8 @@
-"""LoRA adapters beside a frozen base: many of them, of any rank, picked token by token inside one forward pass.
+"""LoRA adapters beside a frozen base: many adapters of any rank, chosen token by token inside one forward pass.
 
 `wrap` puts a `LoraLinear` around every linear an adapter may sit on; `use` says which tokens belong to which adapter.
-The choice is a context variable, so passes in different threads do not see each other. An adapter is kept as
-fp32 masters and cast to the activation's dtype in compute. On disk it is what the `peft` library reads.
+The choice is a context variable, so passes in different threads do not see each other. An adapter is kept as fp32
+masters and cast to the activation's dtype in compute. On disk it has the format of the `peft` library.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "unembed": ("lm_head",),
 }
 _KEY_PREFIX = "base_model.model."
-# What transformers names the head of a sequence classifier, and PEFT, which keeps it beside the adapter, after it.
+# The name that transformers gives to the head of a sequence classifier. PEFT keeps this head beside the adapter, under
+# the same name.
 _SCORE = "score"
 _SCORE_KEY = f"{_KEY_PREFIX}{_SCORE}.weight"
 
 
 @dataclass(frozen=True, slots=True)
 class LoraPair:
-    """One linear's share of an adapter, fp32: `a` [rank, in_features], `b` [out_features, rank]."""
+    """One linear's part of an adapter, fp32: `a` [rank, in_features], `b` [out_features, rank]."""
 
     a: nn.Parameter
     b: nn.Parameter
@@ -65,8 +66,8 @@ class Adapter:
         return self.spec.alpha / self.spec.rank
 
     def tensors(self) -> dict[str, nn.Parameter]:
-        """Every parameter by its name in a PEFT file, sorted by path: an adapter read from files then has the order
-        of a fresh one, and with it the last bit of its gradients' norm. The value head comes last."""
+        """Every parameter by its name in a PEFT file, sorted by path, and the value head last. So an adapter read from
+        files has the order of a new one, and its gradients' norm has the same last bit."""
         found = {
             f"{_KEY_PREFIX}{path}.lora_{part}.weight": parameter
             for path, pair in sorted(self.pairs.items())
@@ -75,7 +76,7 @@ class Adapter:
         return found if self.value_head is None else {**found, _SCORE_KEY: self.value_head}
 
     def drop_gradients(self) -> None:
-        """Remove every parameter's `.grad`."""
+        """Removes every parameter's `.grad`."""
         for parameter in self.tensors().values():
             parameter.grad = None
 
@@ -95,9 +96,9 @@ _segments: ContextVar[Segments] = ContextVar("lora_segments", default=())
 
 @contextmanager
 def use(segments: Segments) -> Iterator[None]:
-    """Within it, consecutive shares of a forward's tokens belong to these (adapter, how many).
+    """Within the block, consecutive shares of a forward's tokens belong to these (adapter, how many).
 
-    They are counted in tokens, or in rows of equally many; None is the base alone.
+    Shares are counted in tokens, or in rows of equally many tokens; None is the base alone.
     """
     token = _segments.set(tuple(segments))
     try:
@@ -107,12 +108,12 @@ def use(segments: Segments) -> Iterator[None]:
 
 
 def in_use() -> Segments:
-    """What `use` was given here."""
+    """The segments that `use` set in this context."""
     return _segments.get()
 
 
 class LoraLinear(nn.Module):
-    """A frozen linear plus whatever adapters `use` names. The linear stays a submodule, so hooks on it still run."""
+    """A frozen linear plus the adapters that `use` names. The linear stays a submodule, so hooks on it still run."""
 
     def __init__(self, base: nn.Linear, path: str) -> None:
         super().__init__()
@@ -134,7 +135,8 @@ class LoraLinear(nn.Module):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Run:
-    """`rows` of x: equally many to each of these pairs of one shape and scaling, or none has an adapter."""
+    """`rows` of x. Each of `pairs`, which share one shape and scaling, gets equally many of them; without pairs the
+    rows have no adapter."""
 
     rows: slice
     pairs: Sequence[LoraPair]
@@ -160,13 +162,13 @@ def _runs(segments: Segments, path: str, tokens: int) -> Iterator[_Run]:
 class _AddProducts(torch.autograd.Function):
     """out + scaling · x Aᵀ Bᵀ, run by run of the rows.
 
-    By hand, since to autograd every adapter would be a handful of nodes and copies in each of hundreds of linears; and
-    in batched products, since eight of 64 tokens in turn take twice as long.
+    The backward pass is written by hand: with autograd every adapter would add a handful of nodes and copies in each of
+    hundreds of linears. The products are batched: eight adapters of 64 tokens one after another take twice as long.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, out: Tensor, runs: Sequence[_Run], *tensors: Tensor) -> Tensor:
-        """`tensors` are the runs' A, B, A, B, ..., which autograd must see."""
+        """Computes the output. `tensors` are the runs' A, B, A, B, ..., which autograd must see."""
         added = torch.empty_like(out)
         saved = []
         for run in runs:
@@ -197,10 +199,10 @@ class _AddProducts(torch.autograd.Function):
 
 
 def _add_in_place(x: Tensor, out: Tensor, runs: Sequence[_Run]) -> Tensor:
-    """The same where nothing is learnt: without a copy of the output, or of a single adapter's weights.
+    """Adds the products without gradients, and without a copy of the output or of a single adapter's weights.
 
-    Those of several are copied into one product: on two cores four of rank 32 over 64 rows of SmolLM2-135M take 0.1 ms
-    a linear so, and 0.2 one by one, since each small product has a price of its own.
+    Weights of several adapters are copied into one product. On two cores, four adapters of rank 32 over 64 rows of
+    SmolLM2-135M take 0.1 ms a linear this way, and 0.2 ms one by one, since each small product has a fixed cost.
     """
     for run in runs:
         if len(run.pairs) == 1:
@@ -213,20 +215,20 @@ def _add_in_place(x: Tensor, out: Tensor, runs: Sequence[_Run]) -> Tensor:
 
 
 def _lowered(x: Tensor, run: _Run) -> tuple[Tensor, Tensor, Tensor]:
-    """scaling · x Aᵀ [pairs, rows of each, rank] of a run with pairs; and their A [pairs, rank, in] and B
-    [pairs, out, rank], all in x's dtype."""
+    """Computes scaling · x Aᵀ [pairs, rows of each, rank] of a run with pairs. Also returns their A [pairs, rank, in]
+    and B [pairs, out, rank]; all are in x's dtype."""
     a = torch.stack([pair.a for pair in run.pairs]).to(x.dtype)
     b = torch.stack([pair.b for pair in run.pairs]).to(x.dtype)
     return torch.bmm(_split(x, run), a.mT).mul_(run.scaling), a, b
 
 
 def _split(tensor: Tensor, run: _Run) -> Tensor:
-    """The run's rows of it, [pairs, rows of each, features]."""
+    """The run's rows of `tensor`, [pairs, rows of each, features]."""
     return tensor[run.rows].view(len(run.pairs), -1, tensor.shape[1])
 
 
 def wrap(model: nn.Module) -> None:
-    """Replace, in place, every linear `targets` names by a LoraLinear around it."""
+    """Replaces, in place, every linear `targets` names by a LoraLinear around it."""
     for path in [path for paths in targets(model).values() for path in paths]:
         parent, _, name = path.rpartition(".")
         linear = model.get_submodule(path)
@@ -235,7 +237,7 @@ def wrap(model: nn.Module) -> None:
 
 
 def unwrapped_name(model: nn.Module, parameter: str) -> str:
-    """What a parameter's name was before `wrap`."""
+    """The name that a parameter had before `wrap`."""
     path, _, leaf = parameter.rpartition(".")
     outer = path.rpartition(".")[0]
     return f"{outer}.{leaf}" if isinstance(model.get_submodule(outer), LoraLinear) else parameter
@@ -248,11 +250,13 @@ def targets(model: nn.Module) -> dict[str, list[str]]:
 
 
 def new_adapter(model: nn.Module, spec: LoraSpec, *, critic: bool = False) -> Adapter:
-    """A fresh adapter on the CPU, for a wrapped or bare model. It changes no output until trained, since B is zero.
+    """Returns a new adapter on the CPU, for a wrapped or bare model. It changes no output until trained, since B is
+    zero.
 
-    A is kaiming_uniform(a=sqrt(5)), drawn on the CPU from `spec.seed` alone, so every device and rank has the same. A
-    critic has no pair on the head it does not use. Its own is N(0, 1/(hidden size + 1)), as OpenRLHF draws it: values
-    start next to 0, where returns mostly are, but not at it, since a zero head would give the adapter no gradient.
+    A is kaiming_uniform(a=sqrt(5)), sampled on the CPU from `spec.seed` alone, so every device and rank has the same A.
+    A critic has no pair on the head it does not use. Its own value head is N(0, 1/(hidden size + 1)), as in OpenRLHF:
+    values start next to 0, where returns mostly are, but not at 0, since a zero head would give the adapter no
+    gradient.
     """
     spec = replace(spec, train_unembed=False) if critic else spec
     generator = torch.Generator("cpu").manual_seed(spec.seed)
@@ -265,7 +269,7 @@ def new_adapter(model: nn.Module, spec: LoraSpec, *, critic: bool = False) -> Ad
 
 
 def new_value_head(model: nn.Module, generator: torch.Generator) -> nn.Parameter:
-    """fp32 [1, hidden size], on the CPU; see new_adapter."""
+    """Returns a new value head, fp32 [1, hidden size], on the CPU; see new_adapter."""
     width = _hidden_size(model)
     return nn.Parameter(torch.empty(1, width).normal_(0.0, 1 / (width + 1), generator=generator))
 
@@ -288,7 +292,7 @@ def check_fits(adapter: Adapter, model: nn.Module) -> None:
 
 
 def check_role(adapter: Adapter, *, critic: bool) -> None:
-    """Raises UserOpError unless the adapter, read from a checkpoint, is a critic's or a policy's as asked."""
+    """Raises UserOpError unless the adapter, read from a checkpoint, is a critic's or a policy's, as `critic` asks."""
     if adapter.critic != critic:
         found, wanted = ("critic", "policy") if adapter.critic else ("policy", "critic")
         raise UserOpError(
@@ -298,9 +302,9 @@ def check_role(adapter: Adapter, *, critic: bool) -> None:
 
 
 def write_peft(adapter: Adapter, folder: Path, base_model_name: str) -> None:
-    """Write `adapter` as PEFT's two files. On a tied head the pair is the head's alone; the embedding has none.
+    """Writes `adapter` as PEFT's two files. On a tied head the pair belongs to the head alone; the embedding has none.
 
-    A critic is a sequence classifier of one label there.
+    A critic is stored as a sequence classifier with one label.
     """
     config = {
         "peft_type": "LORA",
@@ -321,7 +325,7 @@ def write_peft(adapter: Adapter, folder: Path, base_model_name: str) -> None:
 
 
 def read_peft(folder: Path) -> Adapter:
-    """The adapter in `folder`, on the CPU; its spec's seed is 0, for nothing is drawn any more.
+    """Reads the adapter in `folder`, on the CPU. Its spec's seed is 0, as nothing is sampled from it any more.
 
     Raises UserOpError when the files are missing, damaged, or use PEFT features other than plain LoRA and a critic's
     value head.
@@ -358,13 +362,13 @@ def _pairs_of(stored: dict[str, Tensor], rank: int) -> dict[str, LoraPair]:
 
 
 def _chosen(model: nn.Module, spec: LoraSpec) -> list[str]:
-    """The target paths a spec asks for, in the model's order."""
+    """The target paths that a spec asks for, in the model's order."""
     wanted = {"attn": spec.train_attn, "mlp": spec.train_mlp, "unembed": spec.train_unembed}
     return [path for group, paths in targets(model).items() if wanted[group] for path in paths]
 
 
 def _features(linear: nn.Module) -> tuple[int, int]:
-    """(in, out): ZeRO-3 empties the weight's shape, so the module's own record is used."""
+    """(in, out) features of the linear. ZeRO-3 empties the weight's shape, so the module's own record is used."""
     core = linear.base if isinstance(linear, LoraLinear) else linear
     assert isinstance(core, nn.Linear)
     return core.in_features, core.out_features

@@ -42,8 +42,8 @@ class Shares:
         return known if project in self._in_line else max(known, self._now)
 
     def enter(self, project: str) -> None:
-        """Marks the project as waiting until it leaves. Meanwhile it keeps what it is given back, wherever the others
-        are."""
+        """Marks the project as waiting until it leaves. Meanwhile it keeps the cost it is given back, wherever the
+        others are."""
         self._places = {**self._places, project: self.place(project)}
         self._in_line.add(project)
 
