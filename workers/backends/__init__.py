@@ -1,1 +1,1 @@
-"""The backends that compute, behind one protocol for training and one for sampling."""
+"""Training and sampling backends, each behind one protocol."""

@@ -1,4 +1,4 @@
-"""Failures of a backend: a call that makes no progress, and a pass too large for the memory."""
+"""Failures of a backend: a stall detector, and a test for passes that do not fit in memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ import torch
 
 
 class Standstill:
-    """Told by one thread, asked from any. Calls may overlap: what one moves, moves all of them."""
+    """Stall detector: measures the time since the running calls last made progress.
+
+    One thread reports progress; any thread may read it. Calls may overlap: progress of one counts for all of them.
+    """
 
     def __init__(self) -> None:
         self._running = 0
@@ -29,17 +32,17 @@ class Standstill:
                 self._since = None
 
     def moved(self) -> None:
-        """A part of the call is done; nothing outside of one."""
+        """Reports that a part of the call is done. Does nothing while no call runs."""
         if self._since is not None:
             self._since = time.monotonic()
 
     @property
     def seconds(self) -> float:
-        """Since the running calls last moved; 0 when none runs."""
+        """Seconds since the running calls last made progress; 0 when no call runs."""
         since = self._since
         return 0.0 if since is None else time.monotonic() - since
 
 
 def ran_out_of_memory(error: Exception) -> bool:
-    """Whether an allocation failed: on a GPU torch has a class for it; on a CPU, a RuntimeError of its allocator."""
+    """Returns whether an allocation failed: torch's own class on a GPU, a RuntimeError of the allocator on a CPU."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)

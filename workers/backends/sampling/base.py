@@ -1,16 +1,16 @@
-"""The seam between sampling futures and the engine that computes them, and the choice of that engine.
+"""The sampling backend protocol, and the choice of the engine behind it.
 
-`sample` blocks and is called from many threads at once; the engine batches them. Adapters are immutable: one adapter
-id always means the same weights, so a request can be run again anywhere. No torch type crosses this seam.
+`sample` blocks and is called from many threads at once; the engine batches the calls. Adapters are immutable: one
+adapter id always means the same weights, so a request can run again anywhere. No torch type crosses this protocol.
 
-One that is made to sample models fine-tuned in full takes all weights of a model for an adapter, and holds one model
-at a time: loading another waits until no request runs, and takes its place. Its caller sees to it that they take
-turns (workers/sample/adapters.py). The base is gone by then: None samples what is there, which tells whether the
-engine works.
+A backend for full fine-tuning takes all weights of a model as an adapter, and holds one model at a time. Loading
+another model waits until no request runs, then replaces the present one. The caller makes models take turns
+(workers/sample/adapters.py). The base is gone by then: None samples the present model, which shows whether the engine
+works.
 
 Every implementation passes tests/conformance/test_sampler_*.py, or test_whole_sampler.py there.
 
-A Watch sees the tokens of a request while it runs, and stops it.
+A Watch observes the tokens of a request while it runs, and cancels it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Ended = Callable[[], None]
 
 
 class SamplerBackend(Protocol):
-    """One base model and any number of adapters in PEFT files, or one whole model at a time."""
+    """One base model and any number of adapters in PEFT files, or one fully fine-tuned model at a time."""
 
     def open(self) -> BaseModelInfo:
         """Load the engine. Called once, before anything else."""
@@ -50,36 +50,41 @@ class SamplerBackend(Protocol):
         ...
 
     def sample(self, adapter_id: str | None, request: SampleRequest, watch: Watch | None = None) -> SampleOutput:
-        """Run one request; None is the base itself. Raises UserOpError for what only the engine can refuse.
+        """Runs one request; None is the base itself. Raises UserOpError for requests that only the engine can refuse.
 
-        Raises Aborted soon after `watch.abort()`: the engine then works on it no more, nor begins if it has not.
-        `watch.drawn`, if set, is told of every token and its logprob before `sample` returns, and `watch.ended` of each
-        sample that leaves its place in the batch to another, at least once. What was drawn is added to `watch.took` by
-        the time that `sample` returns or raises Aborted.
+        Raises Aborted soon after `watch.abort()`: the engine then stops the request, or does not start it.
+        `watch.drawn`, if set, is called with every token and its logprob before `sample` returns. `watch.ended` is
+        called, at least once, for each sample that frees its row in the batch. The tokens generated are added to
+        `watch.took` by the time that `sample` returns or raises Aborted.
         """
         ...
 
     def healthy(self) -> bool:
-        """False once the engine cannot serve, or has drawn nothing of what it runs for `sampler.step_deadline_s`; the
-        worker then exits to be restarted."""
+        """Returns False once the engine cannot serve, or has requests but no token for `sampler.step_deadline_s`.
+
+        The worker then exits and is restarted.
+        """
         ...
 
     def close(self) -> None:
-        """Stop the engine and its processes."""
+        """Stops the engine and its processes."""
         ...
 
     def describe(self) -> Mapping[str, Any]:
-        """What really runs, as JSON: sampler class, dtype, devices, adapters loaded."""
+        """Returns the running configuration as JSON: sampler class, dtype, devices, adapters loaded."""
         ...
 
 
 class Aborted(TinsmithError):
-    """The request was stopped because nobody wants its result any more."""
+    """The request was cancelled because its result is no longer wanted."""
 
 
 class Watch:
-    """One request's. `drawn` is told of tokens as they come, and `ended` of samples that are whole; without them nobody
-    looks on. `took`: the tokens it has taken of the engine, those of its prompt included. Safe from any thread."""
+    """Cancellation handle and progress of one request. Safe from any thread.
+
+    `drawn` is called with new tokens, and `ended` when a sample is complete; both are optional. `took`: the engine
+    tokens used so far, those of the prompt included.
+    """
 
     def __init__(self, drawn: Drawn | None = None, ended: Ended | None = None) -> None:
         self.drawn, self.ended = drawn, ended
@@ -93,14 +98,14 @@ class Watch:
         return self._aborted
 
     def abort(self) -> None:
-        """Stop the request soon; again, or behind its end, changes nothing."""
+        """Cancels the request soon. A second call, or a call after its end, changes nothing."""
         with self._lock:
             callbacks, self._callbacks, self._aborted = self._callbacks, [], True
         for callback in callbacks:
             callback()
 
     def on_abort(self, callback: Callable[[], object]) -> None:
-        """Call it once, from the thread that aborts; at once if that has been."""
+        """Calls `callback` once, from the thread that cancels; at once if the request is cancelled already."""
         with self._lock:
             if not self._aborted:
                 self._callbacks.append(callback)
@@ -109,9 +114,9 @@ class Watch:
 
 
 def create(settings: BaseModelSettings, *, full: bool = False) -> SamplerBackend:
-    """The backend the settings ask for; "auto" is vLLM where there is a GPU and vLLM is installed, else transformers.
+    """Makes the backend the settings ask for; "auto" is vLLM with a GPU and vLLM installed, else transformers.
 
-    `full`: what it loads is all weights of a model, one at a time, in the place of its base's.
+    `full`: it loads all weights of a model, one model at a time, in the place of the base's weights.
 
     Raises SetupError when a GPU is asked for that is not there. `open` does when vLLM is asked for and cannot run here.
     """
@@ -129,7 +134,10 @@ def create(settings: BaseModelSettings, *, full: bool = False) -> SamplerBackend
 
 
 def choose(asked: str, gpus: int, *, vllm: bool) -> str:
-    """The backend on a machine with so many GPUs, and with vLLM or without; says so when a GPU has to do without."""
+    """Returns the backend for a machine with `gpus` GPUs, with or without vLLM.
+
+    Logs a warning when there is a GPU but no vLLM to use it.
+    """
     if asked != "auto":
         return asked
     if gpus and not vllm:
@@ -138,7 +146,7 @@ def choose(asked: str, gpus: int, *, vllm: bool) -> str:
 
 
 def check_devices(named: tuple[int, ...], gpus: int) -> None:
-    """`gpus`: how many torch sees, which are among those named. Raises SetupError when some are missing."""
+    """Raises SetupError when a named GPU is missing. `gpus` counts the named GPUs that torch sees."""
     if len(named) > gpus:
         seen = f"only {gpus} of them" if gpus else "no GPU"
         raise SetupError(f"sampler.devices is {list(named)} but torch sees {seen} here; correct the list")

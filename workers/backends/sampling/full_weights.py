@@ -1,5 +1,4 @@
-"""All of a model's weights from a folder that a trainer wrote (workers/checkpoints/export.py), for an engine that takes
-them in."""
+"""Reads all weights of a model from a folder that a trainer wrote (workers/checkpoints/export.py), for a sampler."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from workers.models import base_model
 
 
 def check_fits(folder: Path, model: Any) -> None:
-    """Raises UserOpError unless the folder is of a model that has the same parameters as `model`."""
+    """Raises UserOpError unless the folder's model has the same parameters as `model`."""
     try:
         config = AutoConfig.from_pretrained(folder)
         with torch.device("meta"):
@@ -29,7 +28,7 @@ def check_fits(folder: Path, model: Any) -> None:
 
 
 def tensors_in(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """Each tensor by its name in the files, on the CPU; one at a time is in memory."""
+    """Yields each tensor by its name in the files, on the CPU; one at a time is in memory."""
     for path in _files(folder):
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 - a handle of safetensors is no dict
@@ -37,9 +36,9 @@ def tensors_in(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def weights_for(model: Any, folder: Path) -> Iterable[tuple[str, Tensor]]:
-    """By their names in a transformers model: read one by one, or all at once where the files name them otherwise.
+    """Returns tensors by their names in a transformers model: one by one, or all at once where the files' names differ.
 
-    They do for experts, which are one tensor in memory alone. Raises UserOpError when some are missing.
+    The names differ for experts, which are one tensor only in memory. Raises UserOpError when some are missing.
     """
     wanted = dict(model.named_parameters()).keys()
     if wanted <= _names_in(folder):
@@ -51,7 +50,7 @@ def weights_for(model: Any, folder: Path) -> Iterable[tuple[str, Tensor]]:
 
 
 def _files(folder: Path) -> list[Path]:
-    """A training checkpoint has its optimizer's tensors beside them."""
+    """Lists the weight files. In a training checkpoint the optimizer's tensors lie beside them."""
     return sorted(folder.glob("model*.safetensors"))
 
 

@@ -1,4 +1,4 @@
-"""What a request asks of its prompt's logits, taken from them a few rows at a time. The same in both samplers.
+"""Scores of a request's prompt, computed from its logits a few rows at a time. Both samplers use it.
 
 Row i of a prompt's logits is the model's distribution over prompt token i + 1, so a prompt of L tokens has L - 1 rows.
 """
@@ -22,13 +22,13 @@ _BLOCK = 32
 
 
 def wanted(request: SampleRequest) -> bool:
-    """Whether anything is asked of the prompt that its logits must tell."""
+    """Returns whether the request asks for scores that need the prompt's logits."""
     asks = request.prompt_logprobs or request.prompt_top or request.prompt_alternatives
     return len(request.prompt) > 1 and bool(asks or request.prompt_targets is not None)
 
 
 class PromptScorer:
-    """Collects one request's scores. Holds them alone, never the logits they come from."""
+    """Collects one request's scores. Keeps only the scores, never the logits they come from."""
 
     def __init__(self, request: SampleRequest, device: torch.device) -> None:
         rows = len(request.prompt) - 1
@@ -48,13 +48,13 @@ class PromptScorer:
         self.first_row = _first_row(request, ids, self._first_own)
 
     def add(self, row: int, logits: Tensor) -> None:
-        """Take what is asked of rows `row`.. from their logits [n, V]; those before `first_row` need not come."""
+        """Scores rows `row`.. from their logits [n, V]; rows before `first_row` may be left out."""
         for start in range(0, len(logits), _BLOCK):
             block = logits[start : start + _BLOCK].float()
             self._add(slice(row + start, row + start + len(block)), block)
 
     def flat(self) -> Tensor:
-        """All of it, float32 [n] on the CPU, as `output` takes it apart; ids are int32 in the bits of float32."""
+        """Returns all scores, float32 [n] on the CPU, laid out for `output`; ids are int32 in the bits of float32."""
         parts = [self._own] if self._request.prompt_logprobs else []
         parts += [self._top_ids.view(torch.float32), self._top]
         if self._request.prompt_targets is not None:
@@ -92,9 +92,9 @@ class PromptScorer:
 def output(
     request: SampleRequest, sequences: Sequence[SampledSequence], flat: np.ndarray | None, cached_tokens: int = 0
 ) -> SampleOutput:
-    """The answer, from its samples and what a PromptScorer found: float32 [n], or None where nothing was `wanted`.
+    """Builds the answer from its samples and the PromptScorer's scores: float32 [n], or None if nothing was `wanted`.
 
-    Raises ServerOpError where something was and is not there.
+    Raises ServerOpError where wanted scores are missing.
     """
     if flat is None and wanted(request):
         raise ServerOpError("the engine ran the prompt and gave no scores of it")
@@ -114,7 +114,7 @@ def output(
 
 
 def _first_row(request: SampleRequest, target_ids: np.ndarray, first_own: int) -> int:
-    """The first row that anything is asked of."""
+    """Returns the first row that the request needs."""
     firsts = [len(target_ids)]
     if request.prompt_logprobs or request.prompt_top:
         firsts.append(first_own)
@@ -126,14 +126,14 @@ def _first_row(request: SampleRequest, target_ids: np.ndarray, first_own: int) -
 
 
 def _given(cells: Cells) -> np.ndarray:
-    """bool [rows, K]: the cells that are given, moved to the left of their rows; K is the most in a row."""
+    """Returns bool [rows, K]: the given cells, moved to the left of their rows; K is the most in a row."""
     counts = np.diff(cells.starts)
     given: np.ndarray = np.arange(counts.max(initial=0)) < counts[:, None]
     return given
 
 
 def _padded(cells: Cells) -> np.ndarray:
-    """int64 [rows, K]: the ids of each row, and -1 behind them."""
+    """Returns int64 [rows, K]: the ids of each row, and -1 after them."""
     given = _given(cells)
     ids = np.full(given.shape, -1, np.int64)
     ids[given] = cells.values
@@ -145,7 +145,7 @@ def _ids(bits: np.ndarray, width: int) -> np.ndarray:
 
 
 def _below_unscored(top: TokenLogprobs) -> TokenLogprobs:
-    """With a row for the first token, before which there is nothing."""
+    """Adds a row for the first token, which has no token before it and so no score."""
     k = top.tokens.shape[1]
     return TokenLogprobs(
         np.concatenate([np.zeros((1, k), np.int32), top.tokens]),

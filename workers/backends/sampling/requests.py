@@ -1,4 +1,4 @@
-"""The parts of a request both samplers treat alike: its checks, its bounds, its seeds and its stops.
+"""Request handling that both samplers share: checks, limits, seeds and stop conditions.
 
 A sequence ends at an end token, at a stop string, or at its limit.
 """
@@ -21,12 +21,12 @@ from app.settings import BaseModelSettings
 from workers.models.base_model import explained, local_path, read_config
 
 _UNFINISHED = "\ufffd"
-# A character has at most so many bytes, and hardly a token less than one.
+# A character has at most this many bytes, and a token has hardly ever less than one byte.
 _CHARACTER = 4
 
 
 def check(request: SampleRequest, info: BaseModelInfo) -> None:
-    """Raises UserOpError for a request the model cannot take."""
+    """Raises UserOpError for a request that the model cannot take."""
     if min(request.num_samples, request.max_tokens) < 1:
         raise UserOpError(
             f"num_samples is {request.num_samples} and max_tokens is {request.max_tokens}; both must be at least 1"
@@ -43,23 +43,23 @@ def check(request: SampleRequest, info: BaseModelInfo) -> None:
 
 
 def check_finite(logprob: float) -> None:
-    """Raises UserOpError for the NaN that non-finite logits leave."""
+    """Raises UserOpError for NaN, the result of non-finite logits."""
     if isnan(logprob):
         raise UserOpError("the model's logits are not finite; the adapter holds NaN, infinite or huge weights")
 
 
 def token_limit(request: SampleRequest, info: BaseModelInfo) -> int:
-    """How many tokens a sample may have: max_tokens, or what the context leaves."""
+    """Returns the token limit of a sample: max_tokens, or the space left in the context."""
     return min(request.max_tokens, info.max_context - len(request.prompt))
 
 
 def sample_seed(seed: int, index: int) -> np.random.SeedSequence:
-    """The seed of sample `index` of a call: independent streams, whatever the seeds and however many samples."""
+    """Returns the seed of sample `index` of a call: independent streams, for any seeds and any number of samples."""
     return np.random.SeedSequence([seed % 2**64, index])
 
 
 def alternatives_seed(seed: int) -> np.random.SeedSequence:
-    """The seed of a call's draws at its prompt's positions: a stream beside those of its samples."""
+    """Returns the seed for token sampling at a call's prompt positions: a stream apart from those of its samples."""
     return sample_seed(seed, 2**32)
 
 
@@ -76,7 +76,7 @@ class StopText:
         self._keep = max(map(len, stops)) - 1
 
     def completes(self, token: int) -> bool:
-        """Whether `token` completes a stop string."""
+        """Returns whether `token` completes a stop string."""
         self._tail += self._stream.step(self._tokenizer, token) or ""
         if any(stop in self._tail for stop in self._stops):
             return True
@@ -85,9 +85,9 @@ class StopText:
 
 
 def seen(tokenizer: Tokenizer, prompt: Sequence[int]) -> list[int]:
-    """What of the prompt a DecodeStream is to begin behind: all of it, or nothing where it ends in half a character.
+    """Returns the part of the prompt that primes a DecodeStream: all, or nothing if it ends in half a character.
 
-    The stream would wait for that character's end and then give the whole prompt's text along with it.
+    With half a character, the stream would wait for its end and then return the prompt's full text along with it.
     """
     end = tokenizer.decode(list(prompt[-_CHARACTER:]), skip_special_tokens=False)
     return [] if end.endswith(_UNFINISHED) else list(prompt)
@@ -102,7 +102,7 @@ class Vocabulary:
 
 
 def load_vocabulary(settings: BaseModelSettings) -> Vocabulary:
-    """The model's tokenizer, with every end token that it or the model's generation config names.
+    """Loads the model's tokenizer, and every end token that the tokenizer or the model's generation config names.
 
     Raises SetupError for one that cannot be loaded, or without a fast implementation.
     """
@@ -120,5 +120,5 @@ def load_vocabulary(settings: BaseModelSettings) -> Vocabulary:
 def _generation_config(settings: BaseModelSettings) -> GenerationConfig:
     try:
         return GenerationConfig.from_pretrained(local_path(settings.path))
-    except OSError:  # older models have none, and name the end token in the model's own config
+    except OSError:  # older models have no generation config, and name the end token in the model's own config
         return GenerationConfig.from_model_config(read_config(settings))

@@ -1,7 +1,7 @@
-"""Causal attention over datums that lie end to end in one row, none seeing another: no padding, and no mask to build.
+"""Causal attention over datums that lie end to end in one row. No datum sees another: no padding, and no mask to build.
 
-transformers calls it in place of its own (`NAME` is registered with it); `runs` travels there as a keyword argument of
-the model's forward. With a name transformers has no mask for, it makes none.
+transformers calls it in place of its own attention (`NAME` is registered with it). `runs` reaches it as a keyword
+argument of the model's forward. transformers makes no mask for a name that it does not know.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ NAME = "tinsmith_packed"
 Run = tuple[int, int]
 """(datums, tokens of each): neighbours of one length are one call."""
 
-# In bf16 torch's CPU kernel takes 1.7 (512 tokens) to 6 times (64) as long as the plain formula, forward and backward;
-# beyond this length the [tokens, tokens] scores the formula keeps are the greater cost.
+# In bf16 torch's CPU kernel takes 1.7 (512 tokens) to 6 times (64) as long as the plain formula, forward and backward.
+# Beyond this length the [tokens, tokens] scores that the formula keeps cost more.
 _PLAIN_UP_TO = 512
 
 
 def runs_of(lengths: Sequence[int]) -> list[Run]:
-    """The runs of datums of these token counts."""
+    """Returns the runs for datums of these token counts."""
     return [(len([*group]), length) for length, group in groupby(lengths)]
 
 
@@ -42,7 +42,7 @@ def packed_attention(
     softcap: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """query [1, heads, T, D], key and value [1, kv heads, T, D] -> [1, T, heads, D]; the runs add up to T."""
+    """Maps query [1, heads, T, D], key and value [1, kv heads, T, D] to [1, T, heads, D]; the runs add up to T."""
     cut = zip(*(_cut(tensor[0], runs) for tensor in (query, key, value)), strict=True)
     parts = [_attend(q, k, v, scaling, sliding_window, softcap).transpose(1, 2).flatten(0, 1) for q, k, v in cut]
     return (parts[0] if len(parts) == 1 else torch.cat(parts))[None], None
@@ -52,14 +52,14 @@ AttentionInterface.register(NAME, packed_attention)
 
 
 def _cut(tensor: Tensor, runs: Sequence[Run]) -> Iterator[Tensor]:
-    """[heads, T, D] -> [datums, heads, length, D] for each run, views of it."""
+    """Yields views of [heads, T, D]: [datums, heads, length, D] for each run."""
     parts = torch.split(tensor, [count * length for count, length in runs], dim=1)
     for part, (count, length) in zip(parts, runs, strict=True):
         yield part.view(len(part), count, length, -1).transpose(0, 1)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None, softcap: float | None) -> Tensor:
-    """[datums, heads, length, D]."""
+    """Returns attention [datums, heads, length, D]."""
     length = q.shape[2]
     windowed = window is not None and window < length
     fast_plain = q.device.type == "cpu" and q.dtype is torch.bfloat16 and length <= _PLAIN_UP_TO
@@ -72,7 +72,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None,
 
 
 def _plain(q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None, softcap: float | None) -> Tensor:
-    """softmax(q kᵀ · scaling) v. The query heads that share a key head are further rows of one product."""
+    """Computes softmax(q kᵀ · scaling) v. The query heads that share a key head are further rows of one product."""
     count, heads, length, width = q.shape
     kv_heads = k.shape[1]
     rows = q.reshape(count * kv_heads, heads // kv_heads * length, width)
@@ -88,6 +88,6 @@ def _plain(q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None, 
 
 
 def _visible(length: int, window: int | None, device: torch.device) -> Tensor:
-    """bool [length, length]: True where row i sees column j, that is j <= i and i - j < window."""
+    """Returns bool [length, length]: True where row i sees column j, that is j <= i and i - j < window."""
     seen = torch.ones(length, length, dtype=torch.bool, device=device).tril_()
     return seen if window is None else seen.triu_(1 - window)

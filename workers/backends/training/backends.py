@@ -1,13 +1,14 @@
-"""The training backends, plain torch and DeepSpeed, and `create`, which makes the one the settings name.
+"""The training backends, plain torch and DeepSpeed, and `create`, which makes the one that the settings name.
 
-Plain torch is one process; the others are measured against it.
+Plain torch runs in one process; the others are measured against it.
 
-The DeepSpeed trainer: the base in a DeepSpeed engine at ZeRO stage 0 to 3, on one or more ranks.
+The DeepSpeed trainer puts the base in a DeepSpeed engine at ZeRO stage 0 to 3, on one or more ranks.
 
-Stage 3 splits the base over the ranks and gathers a layer while it is used. What stages 1 and 2 split, optimizer
-state and gradients, belongs here to the models, which live outside the engine so that many tenants of any rank can
-share it: workers/backends/training/ranks.py splits the optimizer state from stage 1 on, and from stage 2 on the
-gradients of all weights (workers/backends/training/full_state.py); those of adapters are small and stay whole.
+Stage 3 splits the base over the ranks and gathers a layer while it is used. Stages 1 and 2 split optimizer state and
+gradients. Here both belong to the models, which live outside the engine, so that many tenants of any LoRA rank can
+share it. workers/backends/training/ranks.py splits the optimizer state from stage 1 on.
+workers/backends/training/full_state.py splits the gradients of full fine-tuning from stage 2 on. Gradients of adapters
+are small and are not split.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ from workers.models.base_model import LoadedBase
 
 
 def create(settings: BaseModelSettings, *, full: bool = False) -> Trainer:
-    """A TrainingBackend, not yet opened. With several ranks, rank 0 uses it and the others `open` and `follow` it.
+    """Makes a TrainingBackend, not yet opened.
 
-    `full`: its models train the base's own weights.
+    With several ranks, rank 0 uses it and the others `open` and `follow` it. `full`: its models are fully fine-tuned.
 
     A launcher (torchrun) sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; without one there is one rank.
     """
@@ -60,9 +61,9 @@ class TorchBackend(Trainer):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DeepSpeedEngine(Engine):
-    """The trunk inside `engine` (deepspeed.DeepSpeedEngine), whose hooks on it gather and release the base.
+    """The base inside `engine` (deepspeed.DeepSpeedEngine). The engine's hooks on it gather and release the base.
 
-    It is called directly: `engine(...)` would refuse a plain backward at stage 3.
+    The base is called directly: `engine(...)` would refuse a plain backward at stage 3.
     """
 
     engine: Any
@@ -73,7 +74,7 @@ class DeepSpeedEngine(Engine):
         return _deepspeed().zero.GatheredParameters([parameter])  # type: ignore[no-any-return]
 
     def write(self, parameter: nn.Parameter, value: Tensor | None, owner: int) -> None:
-        if not hasattr(parameter, "ds_id"):  # stage 3 gives its parameters one; a critic's value head is none of them
+        if not hasattr(parameter, "ds_id"):  # stage 3 gives its parameters one; a critic's value head has none
             super().write(parameter, value, owner)
             return
         with _deepspeed().zero.GatheredParameters([parameter], modifier_rank=owner):
@@ -82,7 +83,7 @@ class DeepSpeedEngine(Engine):
 
     def rest(self) -> None:
         if self.engine.zero_optimization_stage() == 3:
-            # Not the engine's own call of this name, which also collects garbage: 0.7 s of a pass over a tiny model.
+            # The engine's own method of this name also collects garbage: 0.7 s of a pass over a tiny model.
             self.engine.optimizer.empty_partition_cache()
 
     def describe(self) -> Mapping[str, Any]:
@@ -94,7 +95,7 @@ class DeepSpeedEngine(Engine):
 
 
 class DeepSpeedBackend(Trainer):
-    """A TrainingBackend in one rank group, whose RANK, WORLD_SIZE, ... a launcher has set (see torchrun)."""
+    """A TrainingBackend in one rank group. A launcher (see torchrun) has set RANK, WORLD_SIZE, ..."""
 
     def start_engine(self) -> Engine:
         with default_environment():
@@ -130,7 +131,7 @@ def _join(trainer: TrainerSettings, device: torch.device) -> RankGroup:
         raise SetupError(f"trainer.ranks is {trainer.ranks} but WORLD_SIZE is {os.environ['WORLD_SIZE']}")
     deepspeed = _deepspeed()
     backend = "gloo" if device.type == "cpu" else "nccl"
-    # A standstill ends the process first; see Trainer.healthy.
+    # The stall detector ends the process first; see Trainer.healthy.
     deadline = max(COMPUTE_DEADLINE, timedelta(seconds=2 * trainer.rank_deadline_s))
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, timeout=deadline, verbose=False)
     size = dist.get_world_size()
@@ -138,7 +139,7 @@ def _join(trainer: TrainerSettings, device: torch.device) -> RankGroup:
 
 
 def _initialize(base: LoadedBase, trunk: Trunk, trainer: TrainerSettings) -> Any:
-    """The base in a DeepSpeed engine. Its fp32 buffers stay fp32: DeepSpeed's bf16 mode would round RoPE's angles."""
+    """Puts the base in a DeepSpeed engine, its fp32 buffers still in fp32: the bf16 mode would round RoPE's angles."""
     buffers = {name: buffer.clone() for name, buffer in base.model.named_buffers()}
     zero: dict[str, Any] = {"stage": trainer.zero_stage}
     if trainer.offload and trainer.zero_stage == 3:
@@ -150,7 +151,7 @@ def _initialize(base: LoadedBase, trunk: Trunk, trainer: TrainerSettings) -> Any
         "zero_allow_untested_optimizer": True,
     }
     optimizer = _placeholder(trunk, base) if trainer.zero_stage in (1, 2) else None
-    with redirect_stdout(StringIO()):  # it prints memory reports and build notes whatever its log level
+    with redirect_stdout(StringIO()):  # DeepSpeed prints memory reports and build notes at any log level
         engine, *_ = _deepspeed().initialize(model=trunk, config=config, optimizer=optimizer)
     for name, buffer in base.model.named_buffers():
         buffer.data = buffers[name]
@@ -158,28 +159,28 @@ def _initialize(base: LoadedBase, trunk: Trunk, trainer: TrainerSettings) -> Any
 
 
 def _placeholder(trunk: Trunk, base: LoadedBase) -> torch.optim.Optimizer:
-    """An optimizer of one element that is never stepped: DeepSpeed refuses to start stages 1 and 2 without one."""
+    """Makes an optimizer of one element, never stepped: DeepSpeed refuses to start stages 1 and 2 without one."""
     parameter = nn.Parameter(torch.zeros(1, dtype=base.dtype, device=base.device))
-    trunk.register_parameter("zero_placeholder", parameter)  # not on the base: it is no part of that
+    trunk.register_parameter("zero_placeholder", parameter)  # not on the base: the placeholder is no part of the base
     return torch.optim.AdamW([parameter])
 
 
 def _deepspeed() -> Any:
-    """DeepSpeed, imported once DS_ACCELERATOR is set, its reports of every setting and buffer left out of the log."""
+    """Imports DeepSpeed once DS_ACCELERATOR is set. Keeps its reports of every setting and buffer out of the log."""
     import deepspeed
     from deepspeed.utils import logger
 
     logger.setLevel(logging.WARNING)
-    # Its shared-memory all-reduce, which nothing here calls, is compiled at first use (33 s), under a lock file that a
-    # killed process leaves behind: every later start would wait for it for ever.
+    # Nothing here calls DeepSpeed's shared-memory all-reduce. It is compiled at first use (33 s), under a lock file
+    # that a killed process leaves behind: every later start would then wait for ever.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
 
 
 def rank_device(settings: TrainerSettings) -> torch.device:
-    """The GPU named for LOCAL_RANK (the GPU of that number if none are named), or the CPU where there is no GPU.
+    """Returns the GPU named for LOCAL_RANK (the GPU of that number if none are named), or the CPU without a GPU.
 
-    From then on torch takes no more of its memory than the settings' share. Raises SetupError when it does not exist.
+    From then on torch takes no more than the settings' share of its memory. Raises SetupError when it does not exist.
     """
     if not torch.cuda.is_available():
         if settings.devices:

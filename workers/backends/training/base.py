@@ -1,8 +1,8 @@
-"""The seam between what must be exact (journal, order, fences) and what computes.
+"""The training backend protocol: it separates exact bookkeeping (journal, order, fences) from computation.
 
-The worker decides *which* Op runs; a backend only runs it. `apply` is the one way to change a model, so a live run, a
-replay after a crash and a pass merged over several tenants are the same code. A backend does no Redis, no object
-store and no seq bookkeeping; paths it is given are local folders. No torch type crosses this seam.
+The worker decides *which* Op runs; a backend only runs it. `apply` is the one way to change a model. So a live run, a
+replay after a crash and a pass merged over several tenants run the same code. A backend does no Redis, no object
+store and no seq bookkeeping; the paths it receives are local folders. No torch type crosses this protocol.
 
 Every implementation passes tests/conformance/test_training_backend.py.
 """
@@ -26,9 +26,9 @@ OPTIMIZER_FILE = "optimizer.safetensors"
 
 @dataclass(frozen=True, slots=True)
 class Create:
-    """A fresh adapter from its spec, or from a folder that was captured into (then the spec is the checkpoint's).
+    """Creates a fresh adapter from its spec, or from a captured folder (then the spec is the checkpoint's).
 
-    `lora` is None where the base's own weights are trained. A `critic` has a value head in the place of the base's.
+    `lora` is None for full fine-tuning. A `critic` has a value head in the place of the base's head.
     """
 
     lora: LoraSpec | None
@@ -39,7 +39,7 @@ class Create:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Replace weights from a folder that was captured into; optimizer state too if `optimizer`, else it is reset.
+    """Replaces weights from a captured folder. Loads the optimizer state too if `optimizer`; else it is reset.
 
     Pending gradients are dropped. A folder of another shape (rank, targets) is a UserOpError and changes nothing.
     """
@@ -55,53 +55,58 @@ Writer = Callable[[Path], None]
 
 
 class TrainingBackend(Protocol):
-    """One base model, and adapters beside it or models of all its weights, in one process or one rank group."""
+    """One base model with many adapters, or with fully fine-tuned models, in one process or one rank group."""
 
     def open(self) -> BaseModelInfo:
-        """Load the base. Called once, before anything else."""
+        """Loads the base model. Called once, before anything else."""
         ...
 
     def apply(self, ops: Mapping[str, BackendOp]) -> Mapping[str, Output | OpError]:
-        """Run at most one Op for each model id, all-or-nothing an Op: an OpError left that model untouched.
+        """Runs at most one Op for each model id. Each Op is all-or-nothing: an OpError leaves that model untouched.
 
-        Ops of different models may share a pass. With one Op in `ops` its bits depend on nothing but the Op and the
-        model's own state. An exception other than a returned OpError means every state here is suspect.
+        Ops of different models may share a pass. With one Op in `ops`, the resulting bits depend only on the Op and the
+        model's own state. An exception other than a returned OpError means that every state here is suspect.
         """
         ...
 
     def capture(self, model_id: str, *, optimizer: bool) -> Writer:
-        """Copy the model as it is now, with `optimizer` its moments and step count too; later Ops do not change it.
+        """Copies the model as it is now, with `optimizer` its moments and step count too; later Ops do not change it.
 
         The files are an adapter as PEFT files (ADAPTER_FILE, ADAPTER_CONFIG_FILE), or all weights as a Hugging Face
-        folder, and OPTIMIZER_FILE. Loading them with the optimizer gives the same bits. Pending gradients are not in
-        them.
+        folder, and OPTIMIZER_FILE. Loading them with the optimizer gives the same bits. They hold no pending gradients.
         """
         ...
 
     def export(self, model_id: str) -> Writer:
-        """Copy the whole model as it is now, adapter merged into base, to be written as a Hugging Face folder.
+        """Copies the full model as it is now, the adapter merged into the base, to be written as a Hugging Face folder.
 
-        It has the base's dtype and loads without PEFT. Raises UserOpError for a critic, whose head no such model has.
+        The folder has the base's dtype and loads without PEFT. Raises UserOpError for a critic, because no such folder
+        has a value head.
         """
         ...
 
     def close(self, model_id: str) -> None:
-        """Forget a model and free what it held; unknown ids are fine, and so is a backend that is not healthy."""
+        """Forgets a model and frees its memory. Accepts unknown ids, and works on a backend that is not healthy."""
         ...
 
     def healthy(self) -> bool:
-        """False once this process is of no further use: its ranks are out of step, a device is lost, or a call stands
-        still. The worker then ends, to be started again. May be called from any thread."""
+        """Returns False once this process cannot go on: its ranks are out of step, a device is lost, or a call stalls.
+
+        The worker then exits and is restarted. May be called from any thread.
+        """
         ...
 
     def follow(self) -> None:
-        """What every rank but the first does after `open`: take part in its calls until its `shutdown`."""
+        """Takes part in the calls of rank 0 until its `shutdown`. Every other rank runs this after `open`."""
         ...
 
     def shutdown(self) -> None:
-        """Let the other ranks go; nothing may be called afterwards. Never waits for a backend that is not healthy."""
+        """Releases the other ranks. Nothing may be called afterwards. Never waits for a backend that is not healthy."""
         ...
 
     def describe(self) -> Mapping[str, Any]:
-        """What really runs, as JSON: trainer class, ZeRO stage read from the engine, ranks, dtype, devices, models."""
+        """Returns the running configuration as JSON.
+
+        It names trainer class, ZeRO stage (read from the engine), ranks, dtype, devices and models.
+        """
         ...

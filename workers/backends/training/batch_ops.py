@@ -1,4 +1,4 @@
-"""One Op of a pass: its columns, what its loss comes to datum by datum, and the output its future carries."""
+"""One Op of a pass: its input columns, its losses datum by datum, and the output of its future."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Evaluation:
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """One Op of the pass, and what has been found for it.
+    """One Op of the pass, with its results so far.
 
     scores: fp32 [all elements of `scored`], the logprobs of the targets, or a critic's values; `datums` holds fp32
     [number of datums] arrays: "bad" (not 0 where the loss, its gradient or a sum among its metrics is not finite),
@@ -54,7 +54,7 @@ class Job:
         inputs = {name: Column(ragged) for name, ragged in op.batch.inputs.items() if name in wanted}
         scores = torch.zeros(len(_scored(op).values), device=device)
         custom = CustomLossRun(op.custom, op.batch) if op.custom else None
-        # A rank without a datum of this Op sums with those that have some, so the names are fixed beforehand.
+        # The metric names are fixed beforehand: a rank without a datum of this Op sums with the ranks that have some.
         metrics = custom.metrics if custom else _metrics(op, inputs)
         datums = {name: torch.zeros(len(op.batch), device=device) for name in ("bad", "loss:sum", *metrics)}
         return cls(op, state, Column(op.batch.tokens), inputs, scores, datums, custom)
@@ -69,7 +69,7 @@ class Job:
 
     @property
     def scored(self) -> Column:
-        """What has a score for each of its elements: the targets, or where a critic gives values the tokens."""
+        """The column with one score for each element: the targets, or the tokens where a critic gives values."""
         return self.tokens if self.critic else self.inputs["target_tokens"]
 
     def evaluate(
@@ -80,13 +80,13 @@ class Job:
         real: Tensor,
         entropy: Tensor | None,
     ) -> Evaluation:
-        """The loss on these datums (indices); the rest as for `evaluate` below."""
+        """Computes the loss on these datums (indices); the other arguments as for `evaluate` below."""
         if self.custom is not None:
             return Evaluation(*self.custom.evaluate(datums, scores))
         return evaluate(self.op, scores, inputs, real, entropy)
 
     def note(self, datums: Tensor, found: Evaluation) -> Tensor:
-        """Keep what was found for these datums (indices); returns the gradient, with zeros for the bad ones."""
+        """Keeps the results for these datums (indices); returns the gradient, with zeros for the bad ones."""
         sums = [values for name, values in found.metrics.items() if name.endswith(":sum")]
         bad = ~(torch.stack([found.losses, *sums]).isfinite().all(0) & found.gradient.isfinite().all(-1).all(-1))
         self.datums["bad"][datums] = bad.float()
@@ -109,7 +109,7 @@ class Job:
             )
 
     def output(self) -> ForwardBackwardOutput | CriticOutput:
-        """What the Op's future carries."""
+        """Returns the output of the Op's future."""
         found = {name: t.double().cpu() for name, t in self.datums.items() if name != "bad"}
         metrics = {name: float(_reduce(name, t, 0)) if len(t) else 0.0 for name, t in found.items()}
         metrics["tokens:sum"] = float(sum(self.tokens.lengths))
@@ -124,9 +124,9 @@ def asks_entropy(op: ForwardBackward) -> bool:
 def evaluate(
     op: ForwardBackward, scores: Tensor, inputs: dict[str, Tensor], real: Tensor, entropy: Tensor | None
 ) -> Evaluation:
-    """The Op's loss on some of its datums, on the small tensors only.
+    """Computes the Op's loss on some of its datums, from the small tensors only.
 
-    scores: fp32 [n, L, K], without a graph; `inputs`: by name, of that shape; `real`: where it is no padding;
+    scores: fp32 [n, L, K], without a graph; `inputs`: by name, of that shape; `real`: True where it is no padding;
     entropy: fp32 [n, L, 1], None unless asked for.
     """
     config = {**LOSSES[op.loss_fn].config, **op.loss_config}
@@ -151,17 +151,17 @@ _REDUCTIONS: Mapping[str, Callable[..., Tensor]] = {
 
 
 def _reduce(name: str, values: Tensor, dims: int | tuple[int, ...]) -> Tensor:
-    """By the suffix of a metric's name; a mean is a custom loss's alone, over datums."""
+    """Reduces by the suffix of the metric's name. Only custom losses have a mean, over datums."""
     return _REDUCTIONS[name.rpartition(":")[2]](values, dims)
 
 
 def _scored(op: ForwardBackward) -> Ragged:
-    """As for `Job.scored`."""
+    """Returns the ragged data of `Job.scored`."""
     return op.batch.tokens if LOSSES[op.loss_fn].critic else op.batch.inputs["target_tokens"]
 
 
 def _metrics(op: ForwardBackward, inputs: Mapping[str, Column]) -> Iterable[str]:
-    """The names of the loss's metrics."""
+    """Returns the names of the loss's metrics."""
     blank = torch.zeros(0, 1, 1)
     entropy = blank if asks_entropy(op) else None
     return evaluate(op, blank, dict.fromkeys(inputs, blank), blank.bool(), entropy).metrics

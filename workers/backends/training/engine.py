@@ -1,4 +1,4 @@
-"""The base, ready to be run up to its hidden states: the shared part of plain torch and DeepSpeed."""
+"""The engine that runs the base up to its hidden states: the shared part of plain torch and DeepSpeed."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ Owners = Sequence[tuple[Adapter | None, int]]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Engine(ABC):
-    """A loaded base: frozen, its linears wrapped (workers/models/lora.py), or itself trained.
+    """A loaded base: frozen with wrapped linears (workers/models/lora.py), or itself trained.
 
-    `trained`: the base's own parameters by name, if they are. `shards_optimizer`: the ranks share out each model's
+    `trained`: the base's own parameters by name, in full fine-tuning. `shards_optimizer`: the ranks split each model's
     optimizer state, and with `shards_gradients` the gradients of the base's parameters. `in_step`: every rank must run
     the same number of passes, because a forward or backward is itself a collective.
     """
@@ -49,7 +49,10 @@ class Engine(ABC):
 
     @contextmanager
     def head(self) -> Iterator[Head]:
-        """What makes logprobs of the trunk's output; its weight is whole within the block, so this is a collective."""
+        """Yields the head, which computes logprobs from hidden states.
+
+        All of its weight is on this rank within the block, so this is a collective.
+        """
         rule = logit_rule(self.base.model)
         if rule is None:
             yield Head(None, _HEAD, LogitRule())
@@ -60,16 +63,16 @@ class Engine(ABC):
             yield Head(weight.detach(), _HEAD, rule, self.head_gradient if self.trained else None)
 
     def head_name(self) -> str:
-        """What `trained` calls the head's weight: that of the embedding where they are tied."""
+        """Returns the name of the head's weight in `trained`: the name of the embedding where the two are tied."""
         weight = self.base.model.get_output_embeddings().weight
         return next(name for name, parameter in self.trained.items() if parameter is weight)
 
     def whole(self, parameter: Tensor) -> AbstractContextManager[None]:
-        """Within it, all of `parameter` is on this rank."""
+        """Keeps all of `parameter` on this rank within the block."""
         return nullcontext()
 
     def write(self, parameter: nn.Parameter, value: Tensor | None, owner: int) -> None:
-        """Every rank's `parameter` becomes `value`, cast; only rank `owner` need give one. A collective."""
+        """Writes `value`, cast, to `parameter` on every rank; only rank `owner` needs to give a value. A collective."""
         with torch.no_grad():
             if value is not None:
                 parameter.copy_(value)
@@ -77,16 +80,16 @@ class Engine(ABC):
             self.ranks.broadcast_([parameter], owner)
 
     def rest(self) -> None:
-        """Called after a pass: free what only the next one needs."""
+        """Frees memory that only the next pass needs. Called after a pass."""
         return
 
     @abstractmethod
     def describe(self) -> Mapping[str, Any]:
-        """The trainer's class, ZeRO stage (None without DeepSpeed) and base elements held here, read live."""
+        """Returns the trainer's class, ZeRO stage (None without DeepSpeed) and base elements held here, read live."""
 
 
 class TorchEngine(Engine):
-    """transformers' model as it is, in one process."""
+    """An Engine over the unchanged transformers model, in one process."""
 
     def describe(self) -> Mapping[str, Any]:
         return {
@@ -97,22 +100,23 @@ class TorchEngine(Engine):
 
 
 def elements_held(model: nn.Module) -> int:
-    """Elements of the model's parameters that this process holds now; ZeRO-3 empties them between uses."""
+    """Counts the elements of the model's parameters that this process holds now; ZeRO-3 empties them between uses."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 
 class Trunk(nn.Module):
-    """Gives the last hidden states where the architecture is known (workers/backends/training/lm_head.py) or they are
-    all that is wanted; else logits.
+    """Computes the last hidden states of known architectures (workers/backends/training/lm_head.py); else logits.
 
-    `packed`: datums lie end to end and no token is padding; else they are padded on the right to the longest.
+    Other architectures give hidden states too where nothing else is wanted.
+
+    `packed`: datums lie end to end and no token is padding. Otherwise datums are padded on the right to the longest.
     """
 
     def __init__(self, model: Any, trainer: TrainerSettings) -> None:
-        """`model` is a transformers PreTrainedModel; a known one computes attention as in
-        workers/backends/training/attention.py from here on.
+        """Prepares `model`, a transformers PreTrainedModel.
 
-        Raises SetupError when `trainer` wants activation checkpointing and the model has no layers made for it.
+        From here on, a known model computes attention with workers/backends/training/attention.py. Raises SetupError
+        when `trainer` wants activation checkpointing and the model has no layers made for it.
         """
         super().__init__()
         self.model = model
@@ -123,7 +127,7 @@ class Trunk(nn.Module):
             _checkpoint_layers(model)
 
     def forward(self, tokens: Tensor, lengths: Sequence[int], owners: Owners, *, hidden: bool = False) -> Tensor:
-        """int64 [T], the datums' tokens end to end -> [T, hidden size], or [T, vocabulary] unless `hidden`."""
+        """Maps int64 [T], the datums' tokens end to end, to [T, hidden size], or to [T, vocabulary] unless `hidden`."""
         return self._packed(tokens, lengths, owners) if self.packed else self._padded(tokens, lengths, owners, hidden)
 
     def _packed(self, tokens: Tensor, lengths: Sequence[int], owners: Owners) -> Tensor:
@@ -146,9 +150,9 @@ class Trunk(nn.Module):
 
 
 def _checkpoint_layers(model: Any) -> None:
-    """Keep a layer's input alone from forward to backward, which then runs the layer again under the same adapters.
+    """Keeps only a layer's input from forward to backward, which then runs the layer again under the same adapters.
 
-    Only the layers go to train mode, not what is in them: there is no dropout here.
+    Only the layers themselves go to train mode, not their submodules: there is no dropout here.
     """
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
@@ -162,12 +166,14 @@ def _checkpoint_layers(model: Any) -> None:
 
 
 def _contexts() -> tuple[Any, Any]:
-    """The autograd thread of a GPU has context variables of its own, hence the second."""
+    """Returns the contexts of forward and recomputation. The second is needed because the autograd thread of a GPU has
+    context variables of its own.
+    """
     return nullcontext(), lora.use(lora.in_use())
 
 
 def _segments(owners: Owners, lengths: Sequence[int]) -> list[tuple[Adapter | None, int]]:
-    """Owners by tokens."""
+    """Converts owners from counts of datums to counts of tokens."""
     ends = torch.tensor([count for _, count in owners]).cumsum(0).tolist()
     starts = [0, *ends]
     return [(adapter, sum(lengths[start:end])) for (adapter, _), start, end in zip(owners, starts, ends, strict=False)]

@@ -1,7 +1,7 @@
-"""Models that train all of the base's weights: fp32 masters outside the engine, whose parameters are a copy of them.
+"""State of fully fine-tuned models: fp32 masters outside the engine, whose parameters are a copy of them.
 
-To the optimizer such a model is an adapter whose tensors are the base's own. What a rank holds of them, and why
-DeepSpeed's optimizers do not: see docs/decisions/0009-full-fine-tuning.md.
+The optimizer treats such a model as an adapter whose tensors are the base's own. The page
+docs/decisions/0009-full-fine-tuning.md says which part each rank holds, and why DeepSpeed's optimizers hold none.
 """
 
 from __future__ import annotations
@@ -31,31 +31,31 @@ from workers.models import base_model, lora
 from workers.models.base_model import LoadedBase
 from workers.models.lora import Adapter
 
-# As transformers' sequence classifiers name it.
+# The name that transformers' sequence classifiers use.
 VALUE_HEAD = "score.weight"
 
 
 class ComputeCopy:
-    """The engine's parameters, which are a copy of one model's masters at a time, cast to the base's dtype."""
+    """The engine's parameters: a copy of one model's masters at a time, cast to the base's dtype."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._of: object = None
 
     def show(self, state: WholeState) -> None:
-        """Make it that state's copy, if it is not."""
+        """Copies the masters of `state`, unless the engine holds them already."""
         if self._of is not state.identity:
             self.refresh(state)
 
     def refresh(self, state: WholeState) -> None:
-        """The state's masters have changed. Every rank gets its owners' values, tensor by tensor."""
+        """Copies the changed masters of `state`. Every rank gets the owners' values, tensor by tensor."""
         for name, parameter in state.copies.items():
             mine = state.masters[name].detach() if state.shards.owns(name) else None
             self._engine.write(parameter, mine, state.shards.owners[name])
         self._of = state.identity
 
     def take_gradients(self, state: WholeState) -> dict[str, Tensor]:
-        """What backward passes have left on this rank, in the base's dtype (the head's in fp32), which is then gone."""
+        """Returns and removes this rank's gradients of backward passes, in the base's dtype (the head's in fp32)."""
         found = {}
         for name, parameter in state.copies.items():
             if parameter.grad is not None:
@@ -69,17 +69,17 @@ class ComputeCopy:
 
 
 class WholeState:
-    """See ModelState. Masters, moments and gradients lie on one device: the engine's, or the CPU if offloaded.
+    """A ModelState of all weights. Masters, moments and gradients lie on one device: the engine's, or the CPU (offload).
 
-    The optimizer's state and the masters are split as `shards` says. A pass's gradient is too once it is summed; until
-    then every rank sums up its own, unless the engine's ranks share out gradients: then each round's goes to its owner
-    at once.
+    The optimizer's state and the masters are split as `shards` says. The gradient of a pass is split too once it is
+    summed. Until then every rank sums up its own gradient. If the engine's ranks shard gradients, each round's gradient
+    goes to its owner at once.
     """
 
     def __init__(
         self, engine: Engine, copy: ComputeCopy, form: Any, masters: Mapping[str, nn.Parameter], shards: Shards
     ) -> None:
-        """`form`: a transformers model of the class that is saved, asked for no values (see huggingface_writer)."""
+        """`form`: a transformers model of the class that is saved; its values are not read (see huggingface_writer)."""
         self.masters, self.shards = masters, shards
         self.adapter = _value_head(masters[VALUE_HEAD].shape, engine.base.device) if VALUE_HEAD in masters else None
         self.copies = {name: self._copy_of(name, engine) for name in masters}
@@ -95,7 +95,7 @@ class WholeState:
         return self.adapter is not None
 
     def held(self) -> Iterator[Tensor]:
-        """None: it has its trainer to itself, and `trainer.offload` keeps it in host memory."""
+        """Yields nothing: this model is alone on its trainer, and `trainer.offload` keeps it in host memory."""
         return iter(())
 
     def begin(self) -> None:
@@ -146,7 +146,7 @@ class WholeState:
         }
 
     def capture(self, *, optimizer: bool) -> Writer:
-        """The model as a Hugging Face folder: fp32 with the optimizer, to go on from, else in the base's dtype."""
+        """Copies the model as a Hugging Face folder: fp32 with the optimizer, to resume; else in the base's dtype."""
         weights = self.shards.gathered(self.masters)
         moments = self.optimizer.state() if optimizer else None
         if self.shards.ranks.rank != 0:
@@ -157,7 +157,7 @@ class WholeState:
         return self.capture(optimizer=False)
 
     def check_same_shape(self, other: ModelState) -> None:
-        """Both have the base's shapes, and the role is looked at when files are read."""
+        """Accepts any state: both have the base's shapes, and reading the files checks the role."""
         return
 
     def _copy_of(self, name: str, engine: Engine) -> nn.Parameter:
@@ -170,7 +170,7 @@ class WholeState:
         return self._engine.shards_gradients and self.shards.split
 
     def _sum(self, mine: Mapping[str, Tensor]) -> None:
-        """Add the sum over the ranks to what was found: on the tensors' owners, or everywhere if nothing is split."""
+        """Adds the sum over the ranks to the found gradient: on the owners, or everywhere if nothing is split."""
         for name, master in self.masters.items():
             gradient = mine.get(name)
             if self.shards.ranks.size > 1:
@@ -195,7 +195,7 @@ class WholeState:
 
 @dataclass(frozen=True, slots=True)
 class WholeModels:
-    """See Models. `source` is where the base was loaded from, and `home` where masters lie."""
+    """The Models of a full fine-tuning trainer. `source` is the base's folder; `home` is the device of the masters."""
 
     engine: Engine
     copy: ComputeCopy
@@ -204,7 +204,7 @@ class WholeModels:
     share_passes: bool = False
 
     def fresh(self, op: Create) -> WholeState:
-        """The base's weights in their files' own precision, which may be finer than what the engine computes in."""
+        """Loads the base's weights in their files' own precision, which may be finer than the engine's."""
         if op.lora is not None:
             raise UserOpError("this trainer trains the base's own weights, not LoRA adapters")
         form = self._form(op.critic)
@@ -225,7 +225,7 @@ class WholeModels:
         return state
 
     def _form(self, critic: bool) -> Any:
-        """A model of the class that is saved. Raises UserOpError where transformers has none for a critic."""
+        """Returns a model of the class that is saved. Raises UserOpError where transformers has none for a critic."""
         base = self.engine.base
         if not critic:
             return base.model
@@ -236,7 +236,7 @@ class WholeModels:
         return classifier
 
     def _state_of(self, weights: Mapping[str, Tensor], form: Any) -> WholeState:
-        """All of the form's weights; what a critic has no use for is left out."""
+        """Makes a state of all of the form's weights; leaves out those that a critic does not use."""
         sizes = {name: weights[name].numel() for name, _ in form.named_parameters()}
         shards = Shards.of(sizes, self.engine.ranks, self.engine.base.device, split=self.engine.shards_optimizer)
         masters = {name: nn.Parameter(weights[name].to(self.home if shards.owns(name) else "meta")) for name in sizes}
@@ -244,12 +244,12 @@ class WholeModels:
 
 
 def _value_head(shape: torch.Size, device: torch.device) -> Adapter:
-    """An adapter of nothing but a critic's head."""
+    """Makes an adapter that holds only a critic's head."""
     return Adapter(LoraSpec(rank=1), {}, nn.Parameter(torch.zeros(shape, device=device)))
 
 
 def _classifier(model: Any) -> Any:
-    """transformers' sequence classifier of one label on this architecture, without memory; None if it has none."""
+    """Makes transformers' sequence classifier of one label on this architecture, without memory; None without one."""
     config = deepcopy(model.config)
     config.num_labels = 1
     try:
@@ -260,7 +260,7 @@ def _classifier(model: Any) -> Any:
 
 
 def _check_class(folder: Path, form: Any) -> None:
-    """Raises ValueError when the folder's model is of another class, as a critic's is than a policy's."""
+    """Raises ValueError when the folder's model is of another class: a critic's class differs from a policy's."""
     (found,) = json.loads((folder / "config.json").read_text())["architectures"]
     if found != type(form).__name__:
         raise ValueError(f"it is a {found}, not a {type(form).__name__}")

@@ -1,13 +1,13 @@
-"""Target logprobs from hidden states, and the way back, without the [tokens, vocabulary] logits being whole.
+"""Target logprobs from hidden states, and their backward pass, without the full [tokens, vocabulary] logits.
 
-What is kept of a chunk's logits is their exponentials, in the base's dtype and in the logits' own memory. The
-gradient in the logits differs from them by a factor a row and in the targets' elements: the way back is matrix
-products alone. Everything is computed by hand, without autograd: the loss that gives the upstream gradient is known
-between the two.
+Of a chunk's logits, their exponentials are kept, in the base's dtype and in the logits' own memory. The gradient in
+the logits differs from them by a factor a row and in the targets' elements: the backward pass is matrix products
+alone. Everything is computed by hand, without autograd: the loss that gives the upstream gradient is known between
+the two passes.
 
-The architectures whose attention may be packed, and whose logits may be made piece by piece.
+The module also lists the architectures with packed attention and logits made piece by piece.
 
-Everything not listed still trains, but padded, and with the logits of a micro-batch held whole.
+Every other architecture still trains, but padded, and with the full logits of a micro-batch in memory.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from workers.models.lora import Adapter
 
-# fp32 elements worked on at once, which should stay in a core's cache: 1 MB.
+# fp32 elements worked on at once: 1 MB, which should stay in a core's cache.
 _WORK_ELEMENTS = 2**18
 Segments = Sequence[tuple[Adapter | None, int]]
 """(adapter or None for the head alone, consecutive rows that are its own)."""
@@ -29,7 +29,7 @@ Segments = Sequence[tuple[Adapter | None, int]]
 
 @dataclass(slots=True, eq=False)
 class WeightGradient:
-    """That of the head's own weight, where it is trained: fp32 [V, hidden]; None for zero."""
+    """The gradient of the head's own weight, where it is trained: fp32 [V, hidden]; None for zero."""
 
     found: Tensor | None = None
 
@@ -43,7 +43,7 @@ class WeightGradient:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """One adapter's share in a chunk: `rows` of it, their product with A, and A and B in the base's dtype."""
+    """One adapter's share in a chunk: `rows` of the chunk, their product with A, and A and B in the base's dtype."""
 
     adapter: Adapter
     rows: slice
@@ -54,11 +54,11 @@ class Part:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scored:
-    """A chunk of T rows with K targets each. logprobs: fp32 [T, K].
+    """The logprobs, fp32 [T, K], of a chunk of T rows with K targets each.
 
-    With y the logits, z what the head gave, and top the row's greatest y: `exps` [T, V] is exp(y - top) · dy/dz, and
+    With y the logits, z the head's output, and top the row's greatest y: `exps` [T, V] is exp(y - top) · dy/dz, and
     `total` fp32 [T, 1] the sum of exp(y - top); `slopes` fp32 [T, K] is dy/dz at the targets. `entropy`: fp32 [T, 1] in
-    nats, of the whole distribution, if it was asked for.
+    nats, of the full distribution, if it was asked for.
     """
 
     hidden: Tensor
@@ -71,7 +71,7 @@ class Scored:
     entropy: Tensor | None = None
 
     def only(self, chosen: Tensor) -> Scored:
-        """Of the rows that bool [T] `chosen` names."""
+        """Returns the rows that bool [T] `chosen` marks."""
         ends = [0, *chosen.cumsum(0).tolist()]
         parts = [
             replace(part, rows=slice(ends[part.rows.start], ends[part.rows.stop]), low=part.low[chosen[part.rows]])
@@ -92,8 +92,8 @@ class Scored:
 class Head:
     """logits = rule(h Wᵀ + adapters). `weight` is [V, hidden]; None where "hidden" states already are logits.
 
-    `path` is the head's module path, under which an adapter holds its pair. `gradient`: where the weight's own goes, if
-    it is trained.
+    `path` is the head's module path, the key of an adapter's pair. `gradient` collects the weight's own gradient, if
+    the weight is trained.
     """
 
     weight: Tensor | None
@@ -102,7 +102,7 @@ class Head:
     gradient: WeightGradient | None = None
 
     def score(self, hidden: Tensor, targets: Tensor, segments: Segments, *, entropy: bool = False) -> Scored:
-        """hidden [T, hidden size]; targets int64 [T, K]; the segments add up to T."""
+        """Computes the logprobs of targets, int64 [T, K], from hidden [T, hidden size]; the segments add up to T."""
         products, parts = self._products(hidden, segments)
         picked, picked_slopes = self._logits_(products.gather(-1, targets).float())
         total = torch.empty(len(hidden), 1, dtype=torch.float32, device=hidden.device)
@@ -122,9 +122,10 @@ class Head:
         return Scored(hidden, targets, picked - norm, products, total, slopes, parts, entropies)
 
     def backward(self, scored: Scored, gradient: Tensor) -> Tensor:
-        """The gradient in `scored.hidden`, of its dtype, from that in the logprobs (fp32 [T, K]); `scored` is used up.
+        """Returns the gradient in `scored.hidden`, of its dtype, from the gradient in the logprobs (fp32 [T, K]).
 
-        Adds the gradients of the adapters' pairs to their `.grad`, and the weight's to `self.gradient`.
+        Uses up `scored`. Adds the gradients of the adapters' pairs to their `.grad`, and the weight's to
+        `self.gradient`.
         """
         factor = self._seed_(scored, gradient)
         if self.weight is None:
@@ -138,7 +139,7 @@ class Head:
 
     def _products(self, hidden: Tensor, segments: Segments) -> tuple[Tensor, list[Part]]:
         if self.weight is None:
-            return hidden.clone(), []  # the backward of what made them may need them
+            return hidden.clone(), []  # the backward pass of the operation that made them may need them
         products = hidden @ self.weight.t()
         parts = list(self._parts(hidden, segments))
         for part in parts:
@@ -156,7 +157,7 @@ class Head:
                 yield Part(adapter, rows, (hidden[rows] @ a.t()) * adapter.scaling, a, b)
 
     def _logits_(self, z: Tensor) -> tuple[Tensor, Tensor | None]:
-        """y and dy/dz up to the rule's scale (None for 1), from fp32 z, in its memory."""
+        """Computes y, and dy/dz up to the rule's scale (None for 1), from fp32 z, in the memory of z."""
         if self.rule.scale != 1:
             z.mul_(self.rule.scale)
         if self.rule.cap is None:
@@ -166,15 +167,15 @@ class Head:
         return bent.mul_(self.rule.cap), slopes
 
     def _seed_(self, scored: Scored, gradient: Tensor) -> Tensor:
-        """Makes of `exps` the gradient in z but for a factor a row, fp32 [T, 1], which is returned.
+        """Turns `exps` into the gradient in z, except for a factor a row, fp32 [T, 1], which is returned.
 
         d loss / d y_v = sum over k of g_k (1[v = target_k] - p_v). The targets' elements come from fp32: in bf16 the
-        difference of two numbers near 1 would be lost. With one target a row no other element need be touched.
+        difference of two numbers near 1 would be lost. With one target a row, no other element needs a change.
         """
         if gradient.shape[1] == 1:
             every = torch.arange(len(gradient), device=gradient.device)[:, None]
             at_targets = torch.expm1(scored.logprobs) * scored.total * scored.slopes
-            # Not scatter_, which takes 15 times as long as this on a CPU.
+            # scatter_ takes 15 times as long as this on a CPU.
             scored.exps[every, scored.targets] = at_targets.to(scored.exps.dtype)
             return (gradient / scored.total).mul_(-self.rule.scale)
         share = gradient.sum(-1, keepdim=True).div_(scored.total)
@@ -185,7 +186,7 @@ class Head:
         return torch.full_like(share, self.rule.scale)
 
     def _back_through(self, part: Part, scored: Scored, factor: Tensor) -> Tensor:
-        """A pair's share of the gradient in the hidden states, fp32; its own gradient goes to `.grad`."""
+        """Returns a pair's share of the gradient in the hidden states, fp32; its own gradient goes to `.grad`."""
         pair = part.adapter.pairs[self.path]
         exps, hidden = scored.exps[part.rows], scored.hidden[part.rows]
         low_gradient = ((exps @ part.b).float() * (factor * part.adapter.scaling)).to(hidden.dtype)
@@ -195,7 +196,7 @@ class Head:
 
 
 def _entropy(below: Tensor, exps: Tensor, total: Tensor) -> Tensor:
-    """log Z - sum over v of p_v (y_v - top), from y - top [T, V], its exponential, and the sum Z of that [T, 1]."""
+    """Returns log Z - sum over v of p_v (y_v - top), from y - top [T, V], its exponential, and their sum Z [T, 1]."""
     mean = (exps * below.clamp_min_(torch.finfo(below.dtype).min)).sum(-1, keepdim=True) / total
     return total.log() - mean
 
@@ -211,7 +212,7 @@ def _slices(count: int, step: int) -> Iterator[slice]:
 
 @dataclass(frozen=True, slots=True)
 class LogitRule:
-    """logits = cap · tanh(scale · lm_head(h) / cap), without the tanh where `cap` is None."""
+    """The rule logits = cap · tanh(scale · lm_head(h) / cap), without the tanh where `cap` is None."""
 
     scale: float = 1.0
     cap: float | None = None
@@ -229,7 +230,7 @@ def _scaled(config: Any) -> LogitRule:
     return LogitRule(scale=1 / config.logits_scaling)
 
 
-# Each is compared with transformers' own forward in tests/parity/test_architectures.py; add the two together.
+# tests/parity/test_architectures.py compares each rule with transformers' own forward; add to both together.
 _RULES: Mapping[str, Callable[[Any], LogitRule]] = {
     "LlamaForCausalLM": _plain,
     "MistralForCausalLM": _plain,
@@ -244,7 +245,10 @@ _RULES: Mapping[str, Callable[[Any], LogitRule]] = {
 
 
 def logit_rule(model: Any) -> LogitRule | None:
-    """How `model` (a transformers PreTrainedModel) makes logits of hidden states; None when it is not known here."""
+    """Returns the rule by which `model` (a transformers PreTrainedModel) makes logits of hidden states, or None.
+
+    None means that the architecture is not known here.
+    """
     rule = _RULES.get(type(model).__name__)
     if rule is None or getattr(model.config, "use_bidirectional_attention", False):
         return None

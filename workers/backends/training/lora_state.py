@@ -1,4 +1,4 @@
-"""Models that train a LoRA adapter beside the frozen base, and the whole model an adapter merges to.
+"""State of models that train a LoRA adapter beside the frozen base, and the full model that an adapter merges to.
 
 Every rank holds all of an adapter and of its gradient.
 
@@ -31,7 +31,7 @@ from workers.models.lora import Adapter, LoraPair
 
 @dataclass(slots=True, eq=False)
 class AdapterState:
-    """See ModelState. What a pass finds is in the parameters' `.grad`.
+    """A ModelState of one LoRA adapter. A pass leaves its gradient in the parameters' `.grad`.
 
     `pending`: fp32 sums of the gradients since the last step, by the names of `adapter.tensors()`; None for zero.
     """
@@ -59,7 +59,10 @@ class AdapterState:
         return
 
     def sum_found(self) -> None:
-        """Zeros where no backward pass came by: with several ranks, one may have had no datum of this adapter."""
+        """Sums the gradient over the ranks; a parameter without one counts as zero.
+
+        With several ranks, one rank may have had no datum of this adapter.
+        """
         self.shards.ranks.sum_([*self._found().values()])
 
     def keep(self) -> None:
@@ -93,7 +96,7 @@ class AdapterState:
         }
 
     def capture(self, *, optimizer: bool) -> Writer:
-        """Copies of the adapter and its optimizer's state, to be written as PEFT files and OPTIMIZER_FILE."""
+        """Copies the adapter and its optimizer's state, to be written as PEFT files and OPTIMIZER_FILE."""
         adapter = self.adapter.to(torch.device("cpu"))
         moments = self.optimizer.state() if optimizer else None
 
@@ -103,7 +106,7 @@ class AdapterState:
                 if moments is not None:
                     save_file(moments, folder / OPTIMIZER_FILE)
             except SafetensorError as error:
-                # What is left to go wrong is the disk: it is full, or the file too large for it.
+                # The only failure left is the disk: it is full, or the file is too large for it.
                 raise OSError(f"{folder.name} was not written: {error}") from error
 
         return write
@@ -137,7 +140,7 @@ class AdapterState:
 
 @dataclass(frozen=True, slots=True)
 class AdapterModels:
-    """See Models."""
+    """The Models of a trainer of LoRA adapters."""
 
     engine: Engine
     base_path: str
@@ -173,7 +176,7 @@ def _groups(spec: LoraSpec) -> str:
 
 @torch.no_grad()
 def merged(engine: Engine, adapter: Adapter) -> dict[str, Tensor]:
-    """Every parameter by its name in an unwrapped model, on the CPU of rank 0; nothing on the others. A collective.
+    """Returns every parameter by its name in an unwrapped model, on the CPU of rank 0; nothing elsewhere. A collective.
 
     Computed in fp32 and rounded once, to the base's dtype. A tied head has an entry only when the adapter sits on it.
     """

@@ -1,4 +1,4 @@
-"""Cutting the datums of a pass into micro-batches, and these into blocks."""
+"""Cuts the datums of a pass into micro-batches, and these into blocks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _Row = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The datums of one Op, by index, that are in a micro-batch; `lengths` are their token counts."""
+    """The datums of one Op, by index, in one micro-batch; `lengths` are their token counts."""
 
     op: int
     datums: np.ndarray
@@ -31,7 +31,7 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Whole datums, share after share, whose tokens lie end to end."""
+    """Whole datums, share after share, with their tokens end to end."""
 
     shares: tuple[Share, ...]
 
@@ -40,7 +40,7 @@ class MicroBatch:
         return [length for share in self.shares for length in share.lengths]
 
     def blocks(self, limit: int) -> Iterator[tuple[slice, MicroBatch]]:
-        """Consecutive datums of at most `limit` tokens (a longer datum goes alone), with where these tokens lie."""
+        """Yields consecutive datums of at most `limit` tokens (a longer datum goes alone), with their tokens' slice."""
         rows = [
             (share.op, int(datum), length)
             for share in self.shares
@@ -53,10 +53,10 @@ class MicroBatch:
 
 
 def cut(lengths: Sequence[Sequence[int]], limit: int, *, packed: bool) -> list[MicroBatch]:
-    """Every datum once, longest first, at most `limit` tokens a micro-batch (a longer datum goes alone).
+    """Takes every datum once, longest first, at most `limit` tokens a micro-batch (a longer datum goes alone).
 
     `lengths` holds the datums' token counts, Op by Op. Unless `packed`, a datum counts as the longest beside it. With
-    one Op the cut depends on its own lengths alone, and neighbours are of like length.
+    one Op the cut depends on its own lengths alone, and neighbours are of similar length.
     """
     rows = [(op, datum, n) for op, ns in enumerate(lengths) for datum, n in enumerate(ns)]
     rows.sort(key=lambda row: (-row[2], row[0], row[1]))
@@ -79,7 +79,7 @@ def _grouped(rows: Sequence[_Row], limit: int, *, packed: bool) -> Iterator[list
 
 
 def _micro_batch(rows: Sequence[_Row]) -> MicroBatch:
-    """By Op; within one, the order of `rows` is kept."""
+    """Groups the rows by Op; within one Op, the order of `rows` is kept."""
     shares = []
     for op, group in groupby(sorted(rows, key=lambda row: row[0]), key=lambda row: row[0]):
         _, datums, lengths = zip(*group, strict=True)
@@ -88,7 +88,7 @@ def _micro_batch(rows: Sequence[_Row]) -> MicroBatch:
 
 
 class Column:
-    """One input of all datums of an Op, from which padded blocks are read. Arrays are [n] or [n, k]."""
+    """One input of all datums of an Op, read as padded blocks. Arrays are [n] or [n, k]."""
 
     def __init__(self, ragged: Ragged) -> None:
         self._ragged = ragged
@@ -101,15 +101,15 @@ class Column:
         return [shape[0] for shape in self._ragged.shapes]
 
     def width(self, datums: np.ndarray) -> int:
-        """The widest k of these datums, 1 for arrays [n]."""
+        """Returns the widest k of these datums, 1 for arrays [n]."""
         return int(self._widths[datums].max())
 
     def flat(self, datums: np.ndarray) -> np.ndarray:
-        """The arrays of these datums, each [n], end to end."""
+        """Returns the arrays of these datums, each [n], end to end."""
         return np.concatenate([self._ragged.values[self._starts[i] : self._starts[i + 1]] for i in datums])
 
     def positions(self, datums: np.ndarray, length: int) -> np.ndarray:
-        """int64 [datums, length, widest k]: where in the ragged values each element lies, -1 for padding."""
+        """Returns int64 [datums, length, widest k]: the index of each element in the ragged values, -1 for padding."""
         widths = self._widths[datums, None, None]
         row, lane = np.arange(length)[None, :, None], np.arange(self.width(datums))[None, None, :]
         within = row * widths + lane
@@ -117,7 +117,7 @@ class Column:
         return np.where(real, self._starts[datums, None, None] + within, -1)
 
     def block(self, datums: np.ndarray, length: int) -> np.ndarray:
-        """[datums, length, widest k] with 0 for padding, in the column's dtype."""
+        """Returns [datums, length, widest k] with 0 for padding, in the column's dtype."""
         where = self.positions(datums, length)
         values = self._ragged.values
         return np.where(where >= 0, values[where], values.dtype.type(0)) if len(values) else np.zeros_like(where)

@@ -1,7 +1,7 @@
-"""AdamW over fp32 parameters, its state split over the ranks by whole tensors.
+"""AdamW over fp32 parameters, with its state split over the ranks by whole tensors.
 
 Each rank steps the tensors it owns (workers/backends/training/ranks.py). A saved state is gathered, so it does not
-depend on how many ranks wrote it.
+depend on the number of ranks that wrote it.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class ShardedAdamW:
-    """torch.optim.AdamW (fused) with the settings given anew at every step."""
+    """torch.optim.AdamW (fused) that takes its settings anew at every step."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], shards: Shards) -> None:
-        """`parameters` are named as in `shards`; those this rank does not own may be on the meta device."""
+        """`parameters` have the names of `shards`; those that this rank does not own may be on the meta device."""
         self._parameters, self._shards = parameters, shards
         self._mine = {name: parameters[name] for name in shards.mine()}
         self._adamw = torch.optim.AdamW([{"params": [*self._mine.values()]}], fused=True) if self._mine else None
@@ -35,7 +35,7 @@ class ShardedAdamW:
         self.steps = 0
 
     def step(self, gradients: Mapping[str, Tensor], params: AdamParams) -> float:
-        """One step, here of the parameters this rank owns, on their gradients by name, which may be scaled in place.
+        """Takes one step of the parameters this rank owns. `gradients`, by name, may be scaled in place.
 
         Returns the L2 norm of all gradients before clipping. Raises UserOpError, having changed nothing, when it is not
         finite. A collective.
@@ -60,8 +60,10 @@ class ShardedAdamW:
         return float(norm)
 
     def state(self) -> dict[str, Tensor]:
-        """Every rank's state, copied to the CPU of rank 0 (elsewhere nothing but the step): `moment.parameter` fp32,
-        `step` int64. A collective."""
+        """Copies every rank's state to the CPU of rank 0: `moment.parameter` fp32, `step` int64. A collective.
+
+        The other ranks get only the step.
+        """
         found = {"step": torch.tensor(self.steps)}
         for moment in _MOMENTS:
             held = {name: self._state(p)[moment] if name in self._mine else p for name, p in self._parameters.items()}
@@ -69,12 +71,12 @@ class ShardedAdamW:
         return found
 
     def held(self) -> Iterator[Tensor]:
-        """The tensors of the state that this rank holds."""
+        """Yields the tensors of the state that this rank holds."""
         for parameter in self._mine.values():
             yield from self._state(parameter).values()
 
     def restore(self, stored: Mapping[str, Tensor]) -> None:
-        """Take over what `state` gave. Raises UserOpError, half done, when a tensor is missing or misshapen."""
+        """Restores the result of `state`. Raises UserOpError, half done, when a tensor is missing or misshapen."""
         try:
             self.steps = int(stored["step"])
             for name, parameter in self._mine.items():
@@ -86,6 +88,6 @@ class ShardedAdamW:
             raise UserOpError(f"the optimizer state does not belong to this model: {error}") from None
 
     def _state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        assert self._adamw is not None  # there is a parameter
+        assert self._adamw is not None  # there is at least one parameter
         state: dict[str, Tensor] = self._adamw.state[parameter]
         return state

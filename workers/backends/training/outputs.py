@@ -1,6 +1,6 @@
-"""Logprobs of a policy and values of a critic from hidden states, chunk by chunk, and the way back.
+"""Policy outputs (logprobs) and value outputs of a critic from hidden states, chunk by chunk, and their backward pass.
 
-First come the outputs of a chunk, then, the loss being known, the way back.
+The outputs of a chunk come first; the backward pass follows once the loss is known.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from torch import Tensor
 from workers.backends.training.lm_head import Head, Scored, Segments
 from workers.models.lora import Adapter
 
-# Rows whose logits are made at once. On a CPU more gain nothing, and fewer stream the head's weight too often; a GPU
+# Rows of logits made at once. On a CPU more rows gain nothing, and fewer rows read the head's weight too often; a GPU
 # wants larger products.
 CHUNK_ROWS = {"cpu": 256, "cuda": 2048}
-# Elements of a block's logits that are kept until its loss is known: 128 MB in bf16. Those of more are made again.
+# Elements of a block's logits that are kept until its loss is known: 128 MB in bf16. Beyond this they are recomputed.
 _KEPT_ELEMENTS = 2**26
-# Picking rows copies them, which pays once a quarter of them are left out.
+# Picking rows copies them. The copy pays once a quarter of the rows are left out.
 _WORTH_PICKING = 0.75
 
 
 class Reading:
-    """hidden [T, hidden size] and targets int64 [T, K]; the segments add up to T.
+    """Policy outputs of hidden [T, hidden size] for targets int64 [T, K]; the segments add up to T.
 
     `scores`: the logprobs, fp32 [T, K]; `entropy`: fp32 [T, 1] if it was asked for.
     """
@@ -38,7 +38,7 @@ class Reading:
         keep: bool,
         entropy: bool = False,
     ) -> None:
-        """`keep`: `gradient` will be asked for."""
+        """`keep`: `gradient` will be called."""
         self._head, self._hidden, self._targets, self._segments = head, hidden, targets, segments
         self._kept: list[Scored] = []
         step = CHUNK_ROWS[hidden.device.type]
@@ -54,9 +54,9 @@ class Reading:
         self.entropy = torch.cat([one for one in entropies if one is not None]) if entropy else None
 
     def gradient(self, seed: Tensor) -> Tensor:
-        """The one in `hidden`, of its dtype, from that in the logprobs, fp32 [T, K]; asked for once.
+        """Returns the gradient in `hidden`, of its dtype, from the gradient in the logprobs, fp32 [T, K]. Called once.
 
-        Rows where `seed` is 0 (prompts) cost nothing. What is trained of the head gets its gradient: see Head.backward.
+        Rows where `seed` is 0 (prompts) cost nothing. Trained parts of the head get their gradient: see Head.backward.
         """
         found = torch.zeros_like(self._hidden)
         for i, rows in enumerate(self._chunks):
@@ -75,7 +75,7 @@ class Reading:
         return self._head.score(self._hidden[rows], self._targets[rows], list(self._owners(rows)))
 
     def _owners(self, rows: slice) -> Iterator[tuple[Adapter | None, int]]:
-        """The segments within `rows`."""
+        """Yields the segments within `rows`."""
         start = 0
         for adapter, count in self._segments:
             within = min(start + count, rows.stop) - max(start, rows.start)
@@ -85,9 +85,10 @@ class Reading:
 
 
 class Valuing:
-    """hidden [T, hidden size]; the segments add up to T, and their adapters are critics. Computed in fp32.
+    """Value outputs of hidden [T, hidden size]. The segments add up to T, and their adapters are critics.
 
-    `scores`: the values, fp32 [T, 1]; `entropy`: None, since there is no distribution. As for a Reading.
+    Computed in fp32. `scores`: the values, fp32 [T, 1]; `entropy`: None, since there is no distribution. Used like a
+    Reading.
     """
 
     entropy: Tensor | None = None
@@ -97,9 +98,9 @@ class Valuing:
         self.scores = torch.cat([hidden[rows].float() @ head.t() for head, rows in self._heads()])
 
     def gradient(self, seed: Tensor) -> Tensor:
-        """The one in `hidden`, of its dtype, from that in the values, fp32 [T, 1].
+        """Returns the gradient in `hidden`, of its dtype, from the gradient in the values, fp32 [T, 1].
 
-        The heads' own gradients are added to their `.grad`.
+        Adds the heads' own gradients to their `.grad`.
         """
         found = torch.empty_like(self._hidden)
         for head, rows in self._heads():

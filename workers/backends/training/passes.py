@@ -1,6 +1,6 @@
-"""One pass: the datums of several ForwardBackward Ops through the base together, each Op under its own adapter.
+"""One pass: the datums of several ForwardBackward Ops run through the base together, each Op under its own adapter.
 
-A datum's tokens never see another's, so a bad Op cannot touch its neighbours: its loss is cut from the backward pass
+A datum's tokens never see another's, so a bad Op cannot affect its neighbours: its loss is cut from the backward pass
 and its gradient is thrown away.
 """
 
@@ -26,8 +26,10 @@ Read = Callable[[MicroBatch, Tensor], Reading | Valuing]
 
 
 class Pass:
-    """Runs jobs that are all forward-only, or all not, and all of critics, or none, on this rank's share of the
-    micro-batches."""
+    """Runs jobs on this rank's share of the micro-batches.
+
+    All jobs are forward-only or none is; all are critics or none is.
+    """
 
     def __init__(self, engine: Engine, jobs: Sequence[Job], micro_batch_tokens: int) -> None:
         self._engine = engine
@@ -39,7 +41,7 @@ class Pass:
         self._batches = cut(lengths, micro_batch_tokens, packed=engine.trunk.packed)
 
     def run(self, moved: Callable[[], None]) -> None:
-        """Fill every job's scores and datums, and unless forward-only its state's found gradient, from all ranks.
+        """Fills every job's scores and datums, and unless forward-only the found gradient of its state, from all ranks.
 
         `moved` is called after each micro-batch.
         """
@@ -76,7 +78,10 @@ class Pass:
 
     @contextmanager
     def _reader(self) -> Iterator[Read]:
-        """For policies this is a collective (see Engine.head); a critic makes no logits."""
+        """Yields the function that computes policy or value outputs.
+
+        For policies this is a collective (see Engine.head); a critic makes no logits.
+        """
         if self._critics:
             yield self._values
             return
@@ -95,7 +100,7 @@ class Pass:
         return [(self._jobs[share.op].adapter, share.tokens) for share in block.shares]
 
     def _targets(self, block: MicroBatch) -> Tensor:
-        """int64 [T, widest K], 0 where a datum's K is smaller."""
+        """Returns int64 [T, widest K], 0 where a datum's K is smaller."""
         parts = []
         for share in block.shares:
             column = self._jobs[share.op].inputs["target_tokens"]
@@ -104,7 +109,7 @@ class Pass:
         return torch.cat([nn.functional.pad(part, (0, widest - part.shape[1])) for part in parts])
 
     def _losses(self, block: MicroBatch, scores: Tensor, entropy: Tensor | None) -> Tensor:
-        """Note what the losses of these scores come to; returns the gradient in them, fp32 [T, K]."""
+        """Records the losses of these scores; returns their gradient in the scores, fp32 [T, K]."""
         seed = torch.zeros_like(scores)
         start = 0
         for share in block.shares:
@@ -117,7 +122,7 @@ class Pass:
         return seed
 
     def _loss(self, job: Job, share: Share, scores: Tensor, entropy: Tensor | None) -> Tensor:
-        """Note the results of one share; returns the loss's gradient in its scores, zero for bad datums."""
+        """Records the results of one share; returns the loss's gradient in its scores, zero for bad datums."""
         real_rows = self._real(share)
         padded = _padded(scores, real_rows)
         where = self._moved(job.scored.positions(share.datums, max(share.lengths)))
@@ -132,14 +137,14 @@ class Pass:
         return self._moved(column.block(share.datums, max(share.lengths)))
 
     def _real(self, share: Share) -> Tensor:
-        """bool [datums, longest]: where a token is."""
+        """Returns bool [datums, longest]: True where a token is."""
         return self._moved(np.arange(max(share.lengths)) < np.array(share.lengths)[:, None])
 
     def _moved(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self._device)
 
     def _keep_in_step(self) -> None:
-        """A pass over one token that counts for nothing, so that this rank takes part in the others' collectives."""
+        """Runs a pass over one token and drops the result, so that this rank joins the others' collectives."""
         with torch.set_grad_enabled(self._backward):
             hidden = self._engine.trunk(self._moved(np.zeros(1, np.int64)), [1], [(None, 1)], hidden=self._critics)
         with self._reader():
@@ -152,7 +157,7 @@ class Pass:
             job.state.collect()
 
     def _gather(self) -> None:
-        """Each datum was computed on one rank and is zero on the others, so a sum is a gather, to the bit."""
+        """Gathers by a sum, exact to the bit: each datum was computed on one rank and is zero on the others."""
         ranks = self._engine.ranks
         ranks.sum_([found for job in self._jobs for found in (job.scores, *job.datums.values())])
         if self._backward:
@@ -161,7 +166,7 @@ class Pass:
 
 
 def _padded(rows: Tensor, real: Tensor) -> Tensor:
-    """[T, K] by datum, [n, L, K] with 0 for padding; bool [n, L] says where a token is."""
+    """Splits [T, K] by datum into [n, L, K], with 0 for padding; bool [n, L] says where a token is."""
     padded = rows.new_zeros(*real.shape, rows.shape[1])
     padded[real] = rows
     return padded

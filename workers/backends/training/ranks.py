@@ -1,8 +1,8 @@
-"""The processes that train one base model together, their messages, and the tensors each of them owns.
+"""The processes that train one base model together, their messages, and the tensors that each process owns.
 
-Rank 0 is called; it sends every call to the others as bytes over a control group, on which they may wait for ever.
-The sums and broadcasts of a pass go over the default group. There a rank that died is an error; one that hangs is
-noticed as a standstill (Trainer.healthy), and at last by the group's own deadline.
+Callers use rank 0. It sends every call to the others as bytes over a control group, on which they may wait for ever.
+The sums and broadcasts of a pass go over the default group. There a dead rank is an error; the stall detector notices
+a rank that hangs (Trainer.healthy), and at last the group's own deadline does.
 """
 
 from __future__ import annotations
@@ -25,39 +25,42 @@ from torch.nn.utils import get_total_norm
 COMPUTE_DEADLINE = timedelta(minutes=10)
 _CONTROL_DEADLINE = timedelta(days=365)
 
-# fp32 elements on their way at once: 64 MB.
+# fp32 elements sent at once: 64 MB.
 _BUNDLE_ELEMENTS = 2**24
 
 
 @dataclass(frozen=True, slots=True)
 class RankGroup:
-    """`control` is a gloo process group, and None when there is one rank; then every method here does nothing."""
+    """The ranks of one trainer. `control` is a gloo process group.
+
+    With one rank it is None; then every method here does nothing.
+    """
 
     rank: int = 0
     size: int = 1
     control: Any = None
 
     def sum_(self, tensors: Sequence[Tensor]) -> None:
-        """Replace each tensor, in place, by its sum over the ranks; one collective for all of them."""
+        """Replaces each tensor, in place, by its sum over the ranks; one collective for all of them."""
         if self.size > 1 and tensors:
             flat = _flatten(tensors)
             dist.all_reduce(flat)
             _unflatten(flat, tensors)
 
     def sum_on_(self, tensor: Tensor, target: int) -> None:
-        """Replace `tensor`, in place, by its sum over the ranks on rank `target`; on the others it is lost."""
+        """Replaces `tensor`, in place, by its sum over the ranks on rank `target`; the others lose its content."""
         if self.size > 1:
             dist.reduce(tensor, target)
 
     def broadcast_(self, tensors: Sequence[Tensor], source: int) -> None:
-        """Replace each tensor, in place, by rank `source`'s; one collective for all of them."""
+        """Replaces each tensor, in place, by the tensor of rank `source`; one collective for all of them."""
         if self.size > 1 and tensors:
             flat = _flatten(tensors)
             dist.broadcast(flat, source)
             _unflatten(flat, tensors)
 
     def count(self, mine: bool) -> int:
-        """On how many ranks `mine` is true: a collective, so no rank returns before every rank has come here."""
+        """Counts the ranks where `mine` is true. A collective: no rank returns before every rank has called it."""
         if self.size == 1:
             return int(mine)
         votes = torch.tensor([int(mine)])
@@ -65,13 +68,13 @@ class RankGroup:
         return int(votes)
 
     def send(self, message: bytes) -> None:
-        """Give `message` to every other rank's `receive`."""
+        """Sends `message` to the `receive` of every other rank."""
         if self.size > 1:
             dist.broadcast(torch.tensor([len(message)]), 0, self.control)
             dist.broadcast(torch.frombuffer(bytearray(message), dtype=torch.uint8), 0, self.control)
 
     def receive(self) -> bytes:
-        """The next message of rank 0. Raises RuntimeError when rank 0 is gone."""
+        """Returns the next message of rank 0. Raises RuntimeError when rank 0 is gone."""
         size = torch.empty(1, dtype=torch.int64)
         dist.broadcast(size, 0, self.control)
         message = torch.empty(int(size), dtype=torch.uint8)
@@ -79,21 +82,21 @@ class RankGroup:
         return message.numpy().tobytes()
 
     def leave(self) -> None:
-        """End the group here; the process has yet to `end`."""
+        """Ends the group here; the process must still `end`."""
         if self.size > 1:
             dist.destroy_process_group()
 
 
 def control_group() -> Any:
-    """A gloo group over all ranks; a collective, after the default group is there."""
+    """Makes a gloo group over all ranks. A collective; the default group must exist."""
     return dist.new_group(backend="gloo", timeout=_CONTROL_DEADLINE)
 
 
 def end() -> NoReturn:
-    """End a process that was a rank, as one that did what was asked of it.
+    """Ends a process that was a rank, with the exit status of success.
 
-    Not by the interpreter's own way out: the groups that DeepSpeed made outlive `leave` with three threads each, and a
-    process that exits while they live now and then aborts (SIGABRT).
+    It skips the interpreter's normal exit: the groups that DeepSpeed made outlive `leave` with three threads each, and
+    a process that exits while they live sometimes aborts (SIGABRT).
     """
     logging.shutdown()
     sys.stdout.flush()
@@ -103,9 +106,9 @@ def end() -> NoReturn:
 
 @contextmanager
 def default_environment() -> Iterator[None]:
-    """What torch.distributed reads, for a process no launcher started: one rank, and a port nobody listens on.
+    """Sets the variables that torch.distributed reads, for a process without a launcher: one rank, and an unused port.
 
-    Only as long as the block runs: a child of this process must not take itself for a rank of our group. LOCAL_RANK
+    They last only for the block: a child of this process must not take itself for a rank of this group. LOCAL_RANK
     stays, since DeepSpeed reads it again in every ZeRO-3 pass.
     """
     if "RANK" in os.environ:
@@ -135,10 +138,11 @@ def _unflatten(flat: Tensor, tensors: Sequence[Tensor]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Shards:
-    """`owners`: the rank of each name, in the tensors' order; where nothing is split, every rank owns all.
+    """Ownership of tensors by ranks. `owners`: the rank of each name, in the tensors' order.
 
-    The methods are collectives, between `device` and `device`. They take tensors by name, of which a rank need hold its
-    own alone: the others may be on torch's meta device, to say their shape.
+    Where nothing is split, every rank owns all tensors. The methods are collectives, between `device` and `device`.
+    They take tensors by name. A rank needs to hold only its own tensors: the others may be on torch's meta device, to
+    give their shape.
     """
 
     owners: Mapping[str, int]
@@ -148,7 +152,10 @@ class Shards:
 
     @classmethod
     def of(cls, sizes: Mapping[str, int], ranks: RankGroup, device: torch.device, *, split: bool) -> Shards:
-        """`sizes` in elements. Split: largest first, each to the rank that holds least; the same on every rank."""
+        """Assigns tensors to ranks; `sizes` in elements.
+
+        With `split`, largest first, each to the rank that holds least. The result is the same on every rank.
+        """
         split = split and ranks.size > 1
         if not split:
             return cls(dict.fromkeys(sizes, ranks.rank), ranks, device, split)
@@ -165,7 +172,7 @@ class Shards:
         return [name for name in self.owners if self.owns(name)]
 
     def norm(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """The L2 norm of all together, fp32: the same bits however they are split."""
+        """Returns the L2 norm of all tensors together, fp32: the same bits however they are split."""
         if not self.split:
             return get_total_norm([tensors[name] for name in self.owners])
         norms = torch.zeros(len(self.owners), device=self.device)
@@ -176,13 +183,13 @@ class Shards:
         return get_total_norm([norms])
 
     def share_(self, tensors: Mapping[str, Tensor]) -> None:
-        """Each becomes, in place and on every rank, what it is on its owner."""
+        """Replaces each tensor, in place and on every rank, by its owner's."""
         if self.split:
             for owner, names in self._bundles(tensors):
                 self.ranks.broadcast_([tensors[name] for name in names], owner)
 
     def gathered(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copies of all of them on the CPU of rank 0; nothing on the others."""
+        """Copies all tensors to the CPU of rank 0; returns nothing on the others."""
         found: dict[str, Tensor] = {}
         for owner, names in self._bundles(tensors):
             parts = [self._sent(tensors[name], mine=self.owns(name)) for name in names]
@@ -198,7 +205,7 @@ class Shards:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
 
     def _bundles(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[int, Sequence[str]]]:
-        """(owner, names of tensors that are small enough to travel together), the same on every rank."""
+        """Yields (owner, names of tensors small enough to travel together), the same on every rank."""
         for owner in sorted(set(self.owners.values())):
             bundle: list[str] = []
             room = _BUNDLE_ELEMENTS

@@ -1,6 +1,6 @@
-"""The states of a trainer's models, and the residency of those used last on the device.
+"""The state of a trainer's models, and the residency of the last used ones on the device.
 
-Models that were not used last wait in host memory, and lose no bit by it.
+Other models wait in host memory; the move changes no bit.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _HOST = torch.device("cpu")
 
 
 class ModelState(Protocol):
-    """One model's weights, optimizer and pending gradient, and while a pass runs the gradient it has found so far.
+    """One model's weights, optimizer and pending gradient; during a pass, also the gradient found so far.
 
     Every rank calls the same methods in the same order: `collect`, `sum_found`, `keep`, `step`, `capture` and
     `export` are collectives.
@@ -32,61 +32,62 @@ class ModelState(Protocol):
 
     @property
     def adapter(self) -> Adapter | None:
-        """What its tokens run under; None for the base as it is."""
+        """The adapter its tokens run under; None for the plain base."""
         ...
 
     @property
     def critic(self) -> bool:
-        """It has a value head in the place of the base's."""
+        """True if the model has a value head in the place of the base's head."""
         ...
 
     def held(self) -> Iterator[Tensor]:
-        """Every tensor that may be moved, by its `data`, while no call is under way
-        (workers/backends/training/state.py)."""
+        """Yields every tensor that may be moved, by its `data`, while no call runs
+        (workers/backends/training/state.py).
+        """
         ...
 
     def begin(self) -> None:
-        """The next pass is over this model."""
+        """Prepares the engine for a pass over this model."""
         ...
 
     def collect(self) -> None:
-        """Every rank is through with a round of micro-batches, backward too."""
+        """Collects the gradients of a round of micro-batches. Every rank has finished the round, backward too."""
         ...
 
     def sum_found(self) -> None:
-        """The pass is over: sum up what the ranks have found."""
+        """Sums the found gradient over the ranks at the end of a pass."""
         ...
 
     def keep(self) -> None:
-        """Add what was found to the pending gradient. Raises UserOpError, nothing added, when it is not finite."""
+        """Adds the found gradient to the pending gradient. Raises UserOpError, nothing added, when it is not finite."""
         ...
 
     def drop_found(self) -> None:
-        """Forget what was found."""
+        """Drops the found gradient."""
         ...
 
     def drop_pending(self) -> None:
-        """Forget the pending gradient."""
+        """Drops the pending gradient."""
         ...
 
     def pending_gradients(self) -> Mapping[str, Tensor]:
-        """fp32 by name, as far as this rank holds them; empty for zero."""
+        """Returns the pending gradient that this rank holds, fp32 by name; empty for zero."""
         ...
 
     def step(self, params: AdamParams) -> dict[str, float]:
-        """AdamW on the pending gradient, which is then zero. Raises UserOpError, nothing changed.
+        """Runs AdamW on the pending gradient, which is then zero. Raises UserOpError, nothing changed.
 
-        Returns grad_norm (L2, before clipping), learning_rate and param_norm (L2 of all that is trained, after it): the
-        same bits on every rank.
+        Returns grad_norm (L2, before clipping), learning_rate and param_norm (L2 of all trained weights, after the
+        step): the same bits on every rank.
         """
         ...
 
     def capture(self, *, optimizer: bool) -> Writer:
-        """See TrainingBackend.capture; only rank 0's writes."""
+        """See TrainingBackend.capture. Only the Writer of rank 0 writes."""
         ...
 
     def export(self) -> Writer:
-        """See TrainingBackend.export; only rank 0's writes."""
+        """See TrainingBackend.export. Only the Writer of rank 0 writes."""
         ...
 
     def check_same_shape(self, other: ModelState) -> None:
@@ -99,24 +100,24 @@ class Models(Protocol):
 
     @property
     def share_passes(self) -> bool:
-        """Whether several of them may be in one pass."""
+        """True if several of these models may share a pass."""
         ...
 
     def fresh(self, op: Create) -> ModelState:
-        """Raises UserOpError for what this trainer does not train."""
+        """Makes a new model. Raises UserOpError for a kind of model that this trainer does not train."""
         ...
 
     def read(self, folder: Path, *, optimizer: bool, critic: bool) -> ModelState:
-        """From files `capture` wrote, on this rank. Raises UserOpError when they are missing, damaged or do not fit."""
+        """Reads files of `capture`, on this rank. Raises UserOpError when they are missing, damaged or do not fit."""
         ...
 
 
 def write_nothing(folder: Path) -> None:
-    """The Writer of a rank that has nothing to write."""
+    """Writes nothing: the Writer of every rank but 0."""
 
 
 def read_optimizer(folder: Path) -> dict[str, Tensor]:
-    """Raises UserOpError when `folder` holds no readable optimizer state."""
+    """Reads the optimizer state. Raises UserOpError when `folder` holds no readable one."""
     try:
         return dict(load_file(folder / OPTIMIZER_FILE))
     except (OSError, SafetensorError):
@@ -124,15 +125,15 @@ def read_optimizer(folder: Path) -> dict[str, Tensor]:
 
 
 class Movable(Protocol):
-    """A model's state."""
+    """A state with tensors that can move between devices."""
 
     def held(self) -> Iterator[Tensor]:
-        """Every tensor of it: weights, optimizer, pending gradient."""
+        """Yields every tensor of the state: weights, optimizer, pending gradient."""
         ...
 
 
 class Residency:
-    """At most `most` models on `device` (0: all of them), or as many as one pass needs."""
+    """Keeps at most `most` models on `device` (0: all of them), or as many as one pass needs."""
 
     def __init__(self, device: torch.device, most: int) -> None:
         self._device, self._most = device, most
@@ -140,13 +141,13 @@ class Residency:
         self._away: set[str] = set()
 
     def __len__(self) -> int:
-        """How many are on the device."""
+        """The number of models on the device."""
         return len(self._here)
 
     def bring(self, states: Mapping[str, Movable], wanted: Collection[str]) -> None:
-        """Have these on the device, or room for them if they are yet to be made.
+        """Brings the wanted models to the device, or makes room for those that do not exist yet.
 
-        Others leave first, the longest unused before the rest. What leaves or comes keeps its tensors' identity.
+        Other models leave first, the least recently used before the rest. Moved tensors keep their identity.
         """
         for model_id in wanted:
             self._here[model_id] = None
@@ -162,7 +163,7 @@ class Residency:
             self._away.remove(model_id)
 
     def forget(self, model_id: str) -> None:
-        """Its state is gone."""
+        """Forgets a model that no longer has a state."""
         self._here.pop(model_id, None)
         self._away.discard(model_id)
 

@@ -1,4 +1,4 @@
-"""The trainer both backends share. Rank 0 is called; the other ranks `follow` its calls, sent as bytes."""
+"""The trainer that both backends share. Callers use rank 0; the other ranks `follow` its calls, sent as bytes."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ Call = tuple[Any, ...]
 
 
 class Trainer(ABC):
-    """A TrainingBackend over an Engine. Calls come one at a time; `describe` and `healthy` may come from any thread."""
+    """A TrainingBackend over an Engine. Calls come one at a time; any thread may call `describe` and `healthy`."""
 
     def __init__(self, settings: BaseModelSettings, *, full: bool = False) -> None:
-        """`full`: its models train the base's own weights, not adapters."""
+        """`full`: the models are fully fine-tuned, without adapters."""
         self._settings, self._full = settings, full
         self._states: dict[str, ModelState] = {}
         self._engine: Engine
@@ -50,17 +50,17 @@ class Trainer(ABC):
 
     @abstractmethod
     def start_engine(self) -> Engine:
-        """Load and wrap the base. Raises SetupError."""
+        """Loads and wraps the base. Raises SetupError."""
 
     def prepare(self, base: LoadedBase) -> Mapping[str, nn.Parameter]:
-        """Have `base`, just loaded, take adapters, or train its own parameters: those by name."""
+        """Prepares `base`, just loaded, for adapters or full fine-tuning; returns its trained parameters by name."""
         if not self._full:
             lora.wrap(base.model)
             return {}
         return dict(base.model.requires_grad_(True).named_parameters())
 
     def open(self) -> BaseModelInfo:
-        """Every rank calls it itself."""
+        """Loads the base. Every rank calls this itself."""
         self._engine = self.start_engine()
         self._models = self._made_by(self._engine)
         self._residency = Residency(self._engine.base.device, self._settings.trainer.device_models)
@@ -68,7 +68,7 @@ class Trainer(ABC):
 
     def apply(self, ops: Mapping[str, BackendOp]) -> Mapping[str, Output | OpError]:
         with self._guarded():
-            if self._engine.ranks.size > 1:  # a batch takes time and memory to encode
+            if self._engine.ranks.size > 1:  # encoding a batch takes time and memory
                 self._engine.ranks.send(encode_apply(ops))
             return self._apply(ops)
 
@@ -92,7 +92,7 @@ class Trainer(ABC):
         return not self._broken and self._standstill.seconds <= self._settings.trainer.rank_deadline_s
 
     def shutdown(self) -> None:
-        """Let the other ranks return from `follow`; nothing may be called afterwards. A broken group ends by itself."""
+        """Lets the other ranks leave `follow`; nothing may be called afterwards. A broken group ends by itself."""
         if self._broken:
             return
         with suppress(RuntimeError), self._guarded():
@@ -112,7 +112,7 @@ class Trainer(ABC):
         }
 
     def follow(self) -> None:
-        """What every rank but 0 does after `open`: take part in rank 0's calls until its `shutdown`.
+        """Takes part in rank 0's calls until its `shutdown`. Every other rank runs this after `open`.
 
         Raises when rank 0 is gone or a pass failed here; the process must then end, and with it the group.
         """
@@ -132,13 +132,15 @@ class Trainer(ABC):
                     return self._engine.ranks.leave()
 
     def gradients(self, model_id: str) -> dict[str, Any]:
-        """The pending gradient, as far as this rank holds it, as fp32 numpy arrays by PEFT name or parameter; empty
-        when there is none; for tests and debugging."""
+        """Returns the pending gradient that this rank holds: fp32 numpy arrays by PEFT name or parameter name.
+
+        Empty when there is none. For tests and debugging.
+        """
         return {name: g.cpu().numpy().copy() for name, g in self._states[model_id].pending_gradients().items()}
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
-        """A call of rank 0, after which this process may be of no use: ranks out of step, a device that is lost."""
+        """Wraps a call of rank 0. Marks this process broken when its ranks are out of step or a device is lost."""
         try:
             with self._standstill.call():
                 yield
@@ -184,7 +186,7 @@ class Trainer(ABC):
         jobs = self._run(ops)
         if jobs is not None:
             return {model_id: self._finish(job) for model_id, job in jobs.items()}
-        if len(ops) > 1:  # the one that is too large must fail nobody else
+        if len(ops) > 1:  # an Op that is too large must not fail the others
             return self._one_by_one(ops)
         return {model_id: self._too_large(op) for model_id, op in ops.items()}
 
@@ -192,7 +194,10 @@ class Trainer(ABC):
         return {m: result for m, op in ops.items() for result in self._forward_backward({m: op}).values()}
 
     def _run(self, ops: Mapping[str, ForwardBackward]) -> dict[str, Job] | None:
-        """None when memory ran out, which leaves all as it was. Several ranks would be out of step: there it raises."""
+        """Runs one pass. Returns None when memory ran out; the state is then unchanged.
+
+        With several ranks it raises instead, because the ranks would be out of step.
+        """
         states = {model_id: self._state(model_id) for model_id in ops}
         for state in states.values():
             state.begin()
@@ -239,7 +244,10 @@ class Trainer(ABC):
         self._states[model_id] = loaded
 
     def _read(self, folder: Path, *, optimizer: bool, critic: bool) -> ModelState:
-        """Every rank has read `folder` when this returns, since its owner may remove it then. Raises UserOpError."""
+        """Reads a model's files. Raises UserOpError.
+
+        Returns only after every rank has read `folder`, because the owner may remove the folder then.
+        """
         state, failure = None, None
         try:
             state = self._models.read(folder, optimizer=optimizer, critic=critic)
@@ -277,7 +285,7 @@ class Trainer(ABC):
 
 
 def encode_apply(ops: Mapping[str, BackendOp]) -> bytes:
-    """Calls of a backend as bytes, for the other ranks of its group: the journal's codec plus Create and Load."""
+    """Encodes backend calls as bytes for the other ranks of the group: the journal's codec plus Create and Load."""
     return codec.encode(["apply", [[model_id, _pack(op)] for model_id, op in ops.items()]])
 
 
@@ -286,7 +294,7 @@ def encode_call(method: str, *arguments: str | bool) -> bytes:
 
 
 def decode(data: bytes) -> Call:
-    """The inverse of both; an apply's Ops come back as a dict in their order."""
+    """Decodes the bytes of both encoders. An apply's Ops come back as a dict in their order."""
     method, *arguments = codec.decode(data)
     if method == "apply":
         return method, {model_id: _unpack(packed) for model_id, packed in arguments[0]}

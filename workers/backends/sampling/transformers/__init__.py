@@ -1,1 +1,1 @@
-"""The sampler over transformers."""
+"""The sampling backend over transformers."""

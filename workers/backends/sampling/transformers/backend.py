@@ -1,6 +1,6 @@
 """The sampler that needs nothing beyond transformers: continuous batching, adapters applied row by row.
 
-With `full` its base's weights are those of one whole model at a time.
+With `full`, one fully fine-tuned model at a time replaces the base's weights.
 """
 
 from __future__ import annotations
@@ -76,21 +76,21 @@ class TransformersSampler:
 
 
 class Weights(Protocol):
-    """By the id that SamplerBackend.load was given."""
+    """Loads and finds weights by the id that SamplerBackend.load was given."""
 
     def load(self, weights_id: str, folder: Path) -> None: ...
 
     def evict(self, weights_id: str) -> None: ...
 
     def find(self, weights_id: str | None) -> lora.Adapter | None:
-        """The adapter to apply, if any. Raises ServerOpError for an id that is not loaded."""
+        """Returns the adapter to apply, if any. Raises ServerOpError for an id that is not loaded."""
         ...
 
     def ids(self) -> Sequence[str]: ...
 
 
 class Adapters:
-    """Any number, in the base's dtype."""
+    """Weights of any number of adapters, in the base's dtype."""
 
     def __init__(self, base: LoadedBase) -> None:
         self._base = base
@@ -117,7 +117,10 @@ class Adapters:
 
 
 class WholeModel:
-    """One at a time: another's weights are written over the present ones once nothing runs on those."""
+    """Weights of one fully fine-tuned model at a time.
+
+    Another model's weights are written over the present ones once no request uses those.
+    """
 
     def __init__(self, base: LoadedBase, engine: Engine) -> None:
         self._model, self._engine = base.model, engine
@@ -135,7 +138,7 @@ class WholeModel:
             self._present = weights_id
 
     def evict(self, weights_id: str) -> None:
-        """What is present keeps its memory: the next takes its place."""
+        """Forgets the model. Its memory stays: the next model overwrites it."""
         with self._loading:
             if weights_id == self._present:
                 self._present = None
@@ -150,7 +153,7 @@ class WholeModel:
 
 
 def _cast(adapter: lora.Adapter, device: torch.device, dtype: torch.dtype) -> lora.Adapter:
-    """The adapter in the base's dtype: cast once here instead of in every step."""
+    """Casts the adapter to the base's dtype: once here instead of in every step."""
 
     def cast(parameter: nn.Parameter) -> nn.Parameter:
         return nn.Parameter(parameter.detach().to(device, dtype), requires_grad=False)

@@ -1,4 +1,4 @@
-"""The sequences decoded together, one token a step, from the prefill of their prompts to their results."""
+"""The batch of sequences that decode together, one token a step, from the prefill of their prompts to their results."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Top = tuple[np.ndarray, np.ndarray]
 class RunningBatch:
     """Rows sorted by adapter, so that each adapter is one segment, over one right-aligned cache.
 
-    Rows that ended stay as idle ones until a quarter are: dropping a row copies the whole cache.
+    Ended rows stay as idle rows until a quarter of all rows are idle: dropping a row copies the full cache.
     """
 
     def __init__(self, model: Any, device: torch.device) -> None:
@@ -55,7 +55,9 @@ class RunningBatch:
         return sum(row.live for row in self._rows)
 
     def add(self, starting: Sequence[tuple[Job, int]], prefilled: Prefilled) -> None:
-        """Draw the first token of starting[i][1] new samples of each prefilled job; those that go on join the batch."""
+        """Samples the first token of starting[i][1] new samples of each prefilled job. Unfinished samples join the
+        batch.
+        """
         rows = [(place, row) for place, (job, count) in enumerate(starting) for row in job.start(count)]
         logits = prefilled.logits[torch.tensor([place for place, _ in rows], dtype=torch.long, device=self._device)]
         drawn = [row for _, row in rows]
@@ -64,11 +66,11 @@ class RunningBatch:
 
     @property
     def occupied(self) -> bool:
-        """Whether there are rows, of which some or all may have ended."""
+        """True if there are rows, of which some or all may have ended."""
         return bool(self._rows)
 
     def step(self) -> None:
-        """One more token for every row; without a live one they are dropped."""
+        """Adds one more token to every row. Drops the rows when none is live."""
         if not self.live:
             self._compose([])
             return
@@ -88,7 +90,7 @@ class RunningBatch:
             self._compose([])
 
     def _compose(self, new: list[tuple[Cache, int, Row]]) -> None:
-        """Put the live rows and new ones, each with its place in a cache, into a fresh cache without idle columns."""
+        """Puts the live rows and new ones, each with its place in a cache, into a fresh cache without idle columns."""
         taken = [(self._cache, place, row) for place, row in enumerate(self._rows) if row.live] + new
         taken.sort(key=lambda entry: entry[2].job.adapter_id)
         self._rows = [row for _, _, row in taken]
@@ -103,7 +105,7 @@ class RunningBatch:
 
 
 def push(rows: Sequence[Row], drawer: Drawer, logits: Tensor) -> None:
-    """Draw the next token of every row from logits [B, V] and hand it to those that are live."""
+    """Samples the next token of every row from logits [B, V] and gives it to the live rows."""
     uniforms = torch.tensor([row.uniform() for row in rows], dtype=torch.float64, device=logits.device)
     tokens, logprobs = drawer.draw(logits, uniforms)
     top = _top(rows, logits)
@@ -113,7 +115,7 @@ def push(rows: Sequence[Row], drawer: Drawer, logits: Tensor) -> None:
 
 
 def _top(rows: Sequence[Row], logits: Tensor) -> dict[int, Top]:
-    """The likeliest tokens of the rows that ask for them, each as many as it asks for."""
+    """Returns the likeliest tokens of the rows that ask for them, as many as each asks for."""
     asked = {place: row.job.request.sample_top for place, row in enumerate(rows) if row.job.request.sample_top}
     if not asked:
         return {}
@@ -123,7 +125,7 @@ def _top(rows: Sequence[Row], logits: Tensor) -> dict[int, Top]:
 
 
 def _parts(taken: Sequence[tuple[Cache, int, Row]]) -> list[kv_cache.Part]:
-    """What `arrange` needs, one part a cache."""
+    """Returns the input of `arrange`, one part a cache."""
     parts: dict[int, kv_cache.Part] = {}
     for target, (cache, place, _) in enumerate(taken):
         part = parts.setdefault(id(cache), kv_cache.Part(cache, [], []))
@@ -134,20 +136,20 @@ def _parts(taken: Sequence[tuple[Cache, int, Row]]) -> list[kv_cache.Part]:
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
-    """The prompts' cache, one row each, and the logits [J, V] of the token that follows each."""
+    """The prompts' cache, one row each, and the logits [J, V] of the token that follows each prompt."""
 
     cache: Cache
     logits: Tensor
 
 
 def fits(jobs: Sequence[Job], job: Job) -> bool:
-    """Whether `job` may share the prompts' pass: jobs that score and jobs that do not stay apart."""
+    """Returns whether `job` may share the prompts' pass: scoring and non-scoring jobs never share one."""
     longest = max(len(other.request.prompt) for other in [*jobs, job])
     return not jobs or (job.wants_scores == jobs[0].wants_scores and (len(jobs) + 1) * longest <= PASS_TOKENS)
 
 
 def prefill(model: Any, device: torch.device, jobs: Sequence[Job]) -> Prefilled:
-    """Run the prompts of `jobs`, which are sorted by adapter, and set the scores they want."""
+    """Runs the prompts of `jobs`, which are sorted by adapter, and sets their scores."""
     tokens, begins = _pad([job.request.prompt for job in jobs], device)
     rows, width = tokens.shape
     starts = torch.tensor(begins, device=device)
@@ -174,7 +176,7 @@ def prefill(model: Any, device: torch.device, jobs: Sequence[Job]) -> Prefilled:
 
 
 def _pieces(rows: int, width: int, first: int) -> Iterator[tuple[int, int]]:
-    """The columns [begin, end) of each pass: larger ones before column `first`, the first whose logits are wanted."""
+    """Yields the columns [begin, end) of each pass: larger ones before column `first`, the first that needs logits."""
     begin = 0
     while begin < width:
         size, limit = (PASS_TOKENS, first) if begin < first else (SCORED_PASS_TOKENS, width)
@@ -184,14 +186,14 @@ def _pieces(rows: int, width: int, first: int) -> Iterator[tuple[int, int]]:
 
 
 def _score(scorers: Sequence[PromptScorer], begins: Sequence[int], column: int, logits: Tensor) -> None:
-    """Give each its own rows of logits [J, n, V], which are those of the columns from `column` on."""
+    """Gives each scorer its own rows of logits [J, n, V], which belong to the columns from `column` on."""
     for scorer, begin, own in zip(scorers, begins, logits, strict=True):
         skipped = max(0, begin + scorer.first_row - column)
         scorer.add(column + skipped - begin, own[skipped:])
 
 
 def _pad(prompts: Sequence[np.ndarray], device: torch.device) -> tuple[Tensor, list[int]]:
-    """Left-padded tokens int64 [J, longest], and the column each prompt begins at."""
+    """Returns left-padded tokens int64 [J, longest], and the column where each prompt begins."""
     width = max(map(len, prompts))
     tokens = np.zeros((len(prompts), width), np.int64)
     for row, prompt in zip(tokens, prompts, strict=True):
@@ -201,9 +203,9 @@ def _pad(prompts: Sequence[np.ndarray], device: torch.device) -> tuple[Tensor, l
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A request with its adapter, and the future its caller waits on. `started` counts samples that got a row.
+    """A request with its adapter, and the future that its caller waits on. `started` counts samples that got a row.
 
-    scores: what a PromptScorer found, float32 [n].
+    scores: the PromptScorer's result, float32 [n].
     """
 
     request: SampleRequest
@@ -226,7 +228,7 @@ class Job:
         return self.request.num_samples - self.started
 
     def start(self, count: int) -> list[Row]:
-        """Rows for the next `count` samples; none when they cannot be set up, which fails the job alone."""
+        """Returns rows for the next `count` samples; none when their set-up fails, which fails the job alone."""
         try:
             rows = [Row(self, index) for index in range(self.started, self.started + count)]
         except Exception as error:
@@ -245,14 +247,14 @@ class Job:
                 self.future.set_result(prompt_scores.output(self.request, sequences, self.scores))
 
     def fail(self, error: BaseException) -> None:
-        """End it so, unless it has ended. From any thread; its rows are idle from then on."""
+        """Fails the job, unless it has ended. Callable from any thread; its rows are idle from then on."""
         known = isinstance(error, OpError | Aborted)
         with suppress(InvalidStateError):
             self.future.set_exception(error if known else ServerOpError(f"sampling failed: {error!r}"))
 
 
 class Row:
-    """One sample in the making."""
+    """One sample in progress."""
 
     def __init__(self, job: Job, index: int) -> None:
         request = job.request
@@ -278,15 +280,15 @@ class Row:
 
     @property
     def cached(self) -> int:
-        """Columns it has in the cache: all but its newest token."""
+        """Number of its columns in the cache: all but its newest token."""
         return len(self.job.request.prompt) + len(self.tokens) - 1
 
     def uniform(self) -> float:
-        """The random number in [0, 1) its next token is drawn with."""
+        """Returns the random number in [0, 1) for sampling the next token."""
         return float(self._uniforms[len(self.tokens)]) if self.live else 0.0
 
     def push(self, token: int, logprob: float, top: Top | None = None) -> None:
-        """Take the next token, and the likeliest if those are asked for. An error fails the row's own job alone."""
+        """Adds the next token, and the likeliest ones if asked for. An error fails the row's own job alone."""
         try:
             self._push(token, logprob, top)
         except Exception as error:
@@ -316,5 +318,5 @@ class Row:
 
 
 def segments(jobs: Sequence[Job]) -> list[tuple[Adapter | None, int]]:
-    """Runs of neighbours with one adapter, as workers.models.lora.use takes them."""
+    """Returns runs of neighbours with one adapter, as workers.models.lora.use takes them."""
     return [(run[0].adapter, len(run)) for _, group in groupby(jobs, lambda job: job.adapter_id) for run in [[*group]]]

@@ -38,11 +38,11 @@ class Engine:
 
     @property
     def stands_still_s(self) -> float:
-        """How long it has had work and drawn nothing."""
+        """Seconds that the engine has had work without producing a token."""
         return self._standstill.seconds
 
     def submit(self, job: Job) -> None:
-        """Queue a job; its future resolves later. Raises ServerOpError once the engine has stopped."""
+        """Queues a job; its future resolves later. Raises ServerOpError once the engine has stopped."""
         with self._changed:
             self._check_alive()
             self._unfinished.add(job)
@@ -51,9 +51,9 @@ class Engine:
         job.future.add_done_callback(lambda _: self._unfinished.discard(job))
 
     def when_idle(self, work: Callable[[], None]) -> None:
-        """Run `work` in the engine's thread once no sequence runs or waits, and return when it is done.
+        """Runs `work` in the engine's thread once no sequence runs or waits, and returns when it is done.
 
-        What it raises ends the engine: nobody knows what it left the model as. Raises ServerOpError then.
+        An error in `work` ends the engine, because the model's state is then unknown. Raises ServerOpError then.
         """
         done: Future[None] = Future()
         with self._changed:
@@ -63,7 +63,7 @@ class Engine:
         done.result()
 
     def stop(self) -> None:
-        """Fail whatever is unfinished and end the thread."""
+        """Fails all unfinished jobs and ends the thread."""
         with self._changed:
             self._failure = self._failure or ServerOpError("the worker is shutting down")
             self._changed.notify()
@@ -87,7 +87,7 @@ class Engine:
             self._work_idle()
 
     def _has_work(self) -> bool:
-        """Wait for work; False when stopped."""
+        """Waits for work; returns False when stopped."""
         with self._changed:
             self._changed.wait_for(lambda: self._failure or self._waiting or self._batch.occupied or self._for_idle)
             return self._failure is None
@@ -108,9 +108,9 @@ class Engine:
             self._standstill.moved()
 
     def _next(self) -> list[tuple[Job, int]]:
-        """Jobs from the head of the queue whose prompts share a pass, with the samples there are rows for.
+        """Returns jobs from the head of the queue that share a pass over their prompts, with a sample count for each.
 
-        A job with more samples than rows stays at the head, and its prompt runs again when rows are free.
+        A job with more samples than free rows stays at the head; its prompt runs again when rows are free.
         """
         free = self._max_batch - self._batch.live
         starting: list[tuple[Job, int]] = []
@@ -137,7 +137,7 @@ class Engine:
             self._batch.add(starting, prefilled)
 
     def _start_alone(self, starting: list[tuple[Job, int]], error: Exception) -> None:
-        """One prompt failed the pass: find it, so that it fails nobody else."""
+        """Runs each prompt alone after a failed pass, so that the failing prompt fails no other."""
         if len(starting) > 1:
             for entry in starting:
                 self._start([entry])

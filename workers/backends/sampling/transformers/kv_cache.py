@@ -1,11 +1,9 @@
-"""The keys and values of a running batch, and attention of one new token a row over them.
+"""The KV cache of a running batch, and decode attention of one new token a row over it.
 
 Rows are right-aligned: a shorter row has zeros on its left, which the attention mask hides.
 
-Attention of one new token a row over the rows' cache, where torch's own is slow.
-
-On a CPU its kernel takes 8 times as long as the plain formula there (SmolLM2-135M, 64 rows of 100 columns, bfloat16:
-4.3 ms a layer against 0.5), a third of a step.
+Decode attention replaces torch's own where that is slow. On a CPU torch's kernel takes 8 times as long as the plain
+formula (SmolLM2-135M, 64 rows of 100 columns, bfloat16: 4.3 ms a layer against 0.5), a third of a step.
 """
 
 from __future__ import annotations
@@ -48,19 +46,19 @@ class _Columns:
         return self.used
 
     def put(self, source: Tensor, rows: list[int], to: list[int]) -> None:
-        """Copy `rows` of `source` to rows `to`, right-aligned, without columns that do not fit."""
+        """Copies `rows` of `source` to rows `to`, right-aligned, without columns that do not fit."""
         width = min(self._width, source.shape[2])
         self.used[to, :, self._width - width :] = source[rows, :, source.shape[2] - width :]
 
 
 class GrowingLayer(DynamicLayer):  # type: ignore[misc]
-    """One layer's share of the cache, as transformers' models use it."""
+    """One layer of the cache, in the form that transformers' models use."""
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.reserve(key_states.shape[0], 0, key_states, value_states)
 
     def reserve(self, rows: int, width: int, keys: Tensor, values: Tensor) -> None:
-        """Start with `width` zero columns, shaped like `keys` and `values` otherwise."""
+        """Starts with `width` zero columns, otherwise shaped like `keys` and `values`."""
         self.dtype, self.device = keys.dtype, keys.device
         self._keys, self._values = _Columns(rows, width, keys), _Columns(rows, width, values)
         self.keys, self.values = self._keys.used, self._values.used
@@ -87,12 +85,12 @@ class Part:
 
 
 def empty() -> Cache:
-    """A cache a model fills. Full columns in every layer: a sliding window is a matter of the mask alone."""
+    """Returns an empty cache for a model to fill. Every layer keeps all columns: only the mask has a sliding window."""
     return Cache(layer_class_to_replicate=GrowingLayer)
 
 
 def arrange(parts: Sequence[Part], width: int) -> Cache:
-    """A new cache of `width` columns from rows of others."""
+    """Makes a new cache of `width` columns from rows of others."""
     total = sum(len(part.rows) for part in parts)
     layers = []
     for index, like in enumerate(parts[0].cache.layers):
@@ -105,12 +103,12 @@ def arrange(parts: Sequence[Part], width: int) -> Cache:
 
 
 def visible(starts: Tensor, width: int) -> Tensor:
-    """The attention mask int64 [rows, width] of rows that begin at column starts[i]."""
+    """Returns the attention mask int64 [rows, width] of rows that begin at column starts[i]."""
     return (torch.arange(width, device=starts.device) >= starts[:, None]).long()
 
 
 def use_decode_attention(model: Any) -> None:
-    """Have `model` decode with it, unless it needs what only transformers' eager attention does."""
+    """Makes `model` use decode_attention, unless it needs a feature of transformers' eager attention."""
     if model.config.get_text_config()._attn_implementation == "sdpa":
         model.set_attn_implementation(_NAME)
 
@@ -125,7 +123,7 @@ def decode_attention(
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """query [B, heads, T, D], key and value [B, kv heads, W, D], mask bool [B, 1, T, W] -> [B, T, heads, D]."""
+    """Maps query [B, heads, T, D], key and value [B, kv heads, W, D], mask bool [B, 1, T, W] to [B, T, heads, D]."""
     if query.shape[2] > 1 or query.device.type != "cpu":
         attended: Tensor = sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **options

@@ -1,1 +1,1 @@
-"""The sampler over vLLM."""
+"""The sampling backend over vLLM."""

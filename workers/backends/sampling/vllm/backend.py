@@ -1,4 +1,4 @@
-"""The sampler over vLLM: its engine batches, pages the cache and applies adapters, or takes in whole models."""
+"""The sampler over vLLM. vLLM batches, pages the cache and applies adapters, or loads fully fine-tuned models."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class VllmSampler:
         watch = watch or Watch()
         samples = self._run(adapter, request, watch, may_read_cache(request) and watch.drawn is None)
         if prompt_scores.wanted(request) and samples[0].scores is None:
-            # The cache held a row that is asked for.
+            # The prefix cache held a row that the request needs.
             samples = self._run(adapter, request, watch, read_cache=False)
         sequences = [sample.sequence() for sample in samples]
         return prompt_scores.output(request, sequences, samples[0].scores, samples[0].cached_tokens)
@@ -108,14 +108,14 @@ class VllmSampler:
         return adapters
 
     def _adaptable(self, info: BaseModelInfo) -> BaseModelInfo:
-        """Without what vLLM takes no adapter for."""
+        """Removes the parts of the model that vLLM takes no adapter for."""
         if all(self._engine.call(lambda engine: engine.collective_rpc("adapts_head"))):
             return info
         groups = tuple(group for group in info.trainable_groups if group != "unembed")
         return dataclasses.replace(info, trainable_groups=groups)
 
     def _run(self, adapter: Any, request: SampleRequest, watch: Watch, read_cache: bool) -> list[Sample]:
-        """One vLLM request a sample, each with its own seed; the first one scores the prompt."""
+        """Runs one vLLM request a sample, each with its own seed; the first one scores the prompt."""
         ends = frozenset() if request.ignore_eos else self._end_tokens
         limit, streams = token_limit(request, self._model_info), watch.drawn is not None
         params = [
@@ -156,14 +156,14 @@ class VllmSampler:
 
 
 def _is_refusal(error: Exception) -> bool:
-    """Whether vLLM found the request itself at fault. A plain ValueError is ours, or an accident of its own."""
+    """Returns whether vLLM found the request itself at fault. A plain ValueError is our fault or vLLM's own failure."""
     from vllm.exceptions import VLLMValidationError
 
     return isinstance(error, VLLMValidationError)
 
 
 def _skeleton(settings: BaseModelSettings) -> nn.Module:
-    """The model without its weights, which are vLLM's to load. Raises SetupError when there is no such model."""
+    """Builds the model without its weights, which vLLM loads. Raises SetupError when there is no such model."""
     with explained(settings), torch.device("meta"):
         model: nn.Module = AutoModelForCausalLM.from_config(base_model.read_config(settings), trust_remote_code=False)
     base_model.check_weights(settings)
@@ -176,9 +176,10 @@ def _info(settings: BaseModelSettings, skeleton: nn.Module) -> BaseModelInfo:
 
 
 class VllmAdapters:
-    """`base` is what a request without an adapter uses: None, or an adapter that changes nothing.
+    """Weights of many adapters in vLLM.
 
-    vLLM caches an adapter under its number, so a number is never used again.
+    `base` is used by a request without an adapter: None, or an adapter that changes nothing. vLLM caches an adapter
+    under its number, so a number is never used again.
     """
 
     healthy = True
@@ -202,7 +203,7 @@ class VllmAdapters:
             self._engine.call(lambda engine: engine.remove_lora(adapter.lora_int_id))
 
     def find(self, adapter_id: str) -> Any:
-        """Raises ServerOpError for one that is not loaded."""
+        """Returns a loaded adapter. Raises ServerOpError for one that is not loaded."""
         adapter = self._by_id.get(adapter_id)
         if adapter is None:
             raise ServerOpError(f"adapter {adapter_id!r} is not loaded in this sampler")
@@ -212,15 +213,15 @@ class VllmAdapters:
         return sorted(self._by_id)
 
     def close(self) -> None:
-        """The engine has ended."""
+        """Frees the base's adapter folder once the engine has ended."""
         if self._zero is not None:
             self._zero.cleanup()
 
     def use_zero_for_base(self, skeleton: nn.Module) -> None:
-        """Give the base an adapter whose B is zero.
+        """Gives the base an adapter whose B is zero.
 
-        vLLM 0.32's CPU path marks rows without an adapter by slot -1, which its torch operators read as the last
-        slot: once that is taken, the base's rows get another request's adapter.
+        vLLM 0.32's CPU path marks rows without an adapter by slot -1. Its torch operators read -1 as the last slot:
+        once that slot is taken, the base's rows get another request's adapter.
         """
         spec = LoraSpec(rank=1, train_mlp=False, train_unembed=False)
         self._zero = tempfile.TemporaryDirectory(prefix="tinsmith-")
@@ -237,7 +238,7 @@ class VllmAdapters:
 
 
 class VllmWholeModel:
-    """No request needs an adapter for it."""
+    """Weights of one fully fine-tuned model at a time in vLLM. Its requests need no adapter."""
 
     base = None
 
@@ -266,13 +267,13 @@ class VllmWholeModel:
             self._present = weights_id
 
     def evict(self, weights_id: str) -> None:
-        """What is there keeps its memory: the next takes its place."""
+        """Forgets the model. Its memory stays: the next model overwrites it."""
         with self._loading:
             if weights_id == self._present:
                 self._present = None
 
     def find(self, weights_id: str) -> None:
-        """Raises ServerOpError for one that is not there."""
+        """Raises ServerOpError for a model that is not loaded."""
         if weights_id != self._present:
             raise ServerOpError(f"model {weights_id!r} is not loaded in this sampler")
 
@@ -280,11 +281,11 @@ class VllmWholeModel:
         return [] if self._present is None else [self._present]
 
     def close(self) -> None:
-        """The engine has ended."""
+        """Does nothing: there is nothing to free once the engine has ended."""
 
 
 async def _replace(folder: Path, engine: Any) -> None:
-    """Once no request runs, which is when vLLM also forgets the prefixes in its cache."""
+    """Replaces the weights once no request runs. vLLM then also forgets the prefixes in its cache."""
     await engine.pause_generation(mode="wait", clear_cache=True)
     await engine.collective_rpc("replace_weights", args=(str(folder),))
     await engine.resume_generation()

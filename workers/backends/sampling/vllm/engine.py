@@ -1,4 +1,4 @@
-"""vLLM's AsyncLLM on an asyncio loop of its own, and the environment and arguments it starts with."""
+"""Runs vLLM's AsyncLLM on its own asyncio loop, with the environment and arguments it starts with."""
 
 from __future__ import annotations
 
@@ -52,16 +52,18 @@ class EngineThread:
 
     @property
     def stands_still_s(self) -> float:
-        """How long vLLM has had requests and drawn nothing."""
+        """Seconds that vLLM has had requests without producing a token."""
         return self._standstill.seconds
 
     def call(self, method: Callable[[Any], Awaitable[T]]) -> T:
-        """Run `method(engine)` on the loop and wait for what it returns. Raises ServerOpError when stopped."""
+        """Runs `method(engine)` on the loop and waits for its result. Raises ServerOpError when stopped."""
         return self._result(lambda: self._begin(method(self.engine)))
 
     def generate(self, method: Callable[[Any], Awaitable[T]], names: Sequence[str], watch: Watch) -> T:
-        """As `call`, of a method that runs requests of these names. Once `watch` is aborted vLLM is told to drop them,
-        and each ends with what was drawn of it; raises Aborted then."""
+        """Runs `method` as `call` does, for a method that runs the requests named `names`.
+
+        Once `watch` is aborted, vLLM drops the requests, and each ends with the tokens it has. Then raises Aborted.
+        """
 
         async def run() -> T:
             with self._standstill.call():
@@ -90,12 +92,12 @@ class EngineThread:
         except CancelledError:
             raise _stopped() from None
         except Exception:
-            if self._stopping:  # it was begun while the rest was stopped, and met an engine or a loop that ends
+            if self._stopping:  # the call began during the shutdown, and met an engine or a loop that ends
                 raise _stopped() from None
             raise
 
     def stop(self) -> None:
-        """Fail whatever is unfinished, then end vLLM's processes and the loop."""
+        """Fails all unfinished calls, then ends vLLM's processes and the loop."""
         self._stopping = True
         self._wait(_cancel_tasks())
         self.engine.shutdown()
@@ -129,7 +131,10 @@ async def _start(engine_args: dict[str, Any]) -> Any:
 
 
 def _tell_steps(engine: Any, moved: Callable[[], None]) -> None:
-    """Have vLLM call `moved`, in its loop, when it is handed what a step drew: of all its requests, told of or not."""
+    """Makes vLLM call `moved` in its loop when it receives the tokens of a step.
+
+    This counts the steps of all requests, streamed or not.
+    """
     processor = engine.output_processor
     process = processor.process_outputs
 
@@ -141,14 +146,14 @@ def _tell_steps(engine: Any, moved: Callable[[], None]) -> None:
 
 
 async def _drop(engine: Any, names: Sequence[str], running: Future[Any]) -> None:
-    """Again and again: one that vLLM is just taking in is not known to it yet."""
+    """Drops the requests again and again: vLLM does not yet know a request that it is just taking in."""
     while not running.done():
         await engine.abort(names)
         await asyncio.sleep(_AGAIN_S)
 
 
 async def _cancel_tasks() -> None:
-    """Let every other task of this loop end, so that nothing is left pending when it closes."""
+    """Ends every other task of this loop, so that nothing is pending when it closes."""
     tasks = asyncio.all_tasks() - {asyncio.current_task()}
     for task in tasks:
         task.cancel()
@@ -170,9 +175,9 @@ def check_install() -> None:
 
 
 def check_import() -> None:
-    """Raises SetupError when vLLM is installed but broken, as where its build does not fit torch or a library misses.
+    """Raises SetupError when vLLM is installed but broken: its build does not fit torch, or a library is missing.
 
-    Call it behind `set_environment`, which vLLM reads as it is imported.
+    Call it after `set_environment`, which vLLM reads as it is imported.
     """
     try:
         import vllm  # noqa: F401
@@ -183,7 +188,7 @@ def check_import() -> None:
 
 
 def _is_stray(package: str) -> bool:
-    """PyPI's Linux builds for CUDA have no local version; a CPU build says +cpu."""
+    """Returns whether `package` is a CUDA build: PyPI's CUDA builds for Linux have no local version; a CPU build has +cpu."""
     try:
         return not version(package).endswith("+cpu")
     except PackageNotFoundError:
@@ -191,10 +196,10 @@ def _is_stray(package: str) -> bool:
 
 
 def set_environment(settings: BaseModelSettings) -> None:
-    """For vLLM's processes, which inherit it. What the operator set stays."""
+    """Sets the environment that vLLM's processes inherit. Variables that the operator set stay."""
     os.environ[SAMPLER_PID_VARIABLE] = str(os.getpid())
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    # As its own, but for one logger: an engine that dies would write out what it was asked, stop strings included.
+    # vLLM's own logging config, except for one logger: a dying engine would log its requests, stop strings included.
     os.environ.setdefault("VLLM_LOGGING_CONFIG_PATH", str(Path(__file__).with_name("vllm_logging.json")))
     # A forked child of a process with threads can hang.
     os.environ.setdefault("VLLM_WORKER_MULTIPROCESSING_METHOD", "spawn")
@@ -204,7 +209,7 @@ def set_environment(settings: BaseModelSettings) -> None:
 
 
 def engine_args(settings: BaseModelSettings, max_context: int, dtype: str, *, full: bool = False) -> dict[str, Any]:
-    """vLLM's engine arguments; `settings.sampler.engine_args` wins. With `full` it takes no adapters."""
+    """Returns vLLM's engine arguments; `settings.sampler.engine_args` wins. With `full` it takes no adapters."""
     sampler = settings.sampler
     on_gpu = torch.cuda.is_available()
     return {
@@ -216,7 +221,7 @@ def engine_args(settings: BaseModelSettings, max_context: int, dtype: str, *, fu
         "tensor_parallel_size": sampler.tensor_parallel,
         "enforce_eager": not on_gpu,  # compiling for the CPU takes 80 s and gains little
         "logprobs_mode": "raw_logprobs",
-        "max_logprobs": MAX_TOP,  # its own is 20
+        "max_logprobs": MAX_TOP,  # vLLM's own limit is 20
         "disable_log_stats": True,
         "worker_extension_cls": f"{Extension.__module__}.{Extension.__name__}",
         **_memory(sampler.memory_share, on_gpu),
@@ -226,7 +231,7 @@ def engine_args(settings: BaseModelSettings, max_context: int, dtype: str, *, fu
 
 
 def lora_rank(max_rank: int) -> int:
-    """The least rank vLLM can be set to that holds `max_rank`. Raises SetupError beyond its greatest."""
+    """Returns vLLM's smallest rank setting that holds `max_rank`. Raises SetupError beyond its greatest."""
     for rank in _RANKS:
         if rank >= max_rank:
             return rank
@@ -236,7 +241,7 @@ def lora_rank(max_rank: int) -> int:
 def _adapters(settings: BaseModelSettings, on_gpu: bool) -> dict[str, Any]:
     return {
         "enable_lora": True,
-        "max_loras": settings.sampler.max_loras + (not on_gpu),  # on a CPU the base takes one (see VllmAdapters)
+        "max_loras": settings.sampler.max_loras + (not on_gpu),  # on a CPU the base takes one slot (see VllmAdapters)
         "max_lora_rank": lora_rank(settings.max_rank),
     }
 

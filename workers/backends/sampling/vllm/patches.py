@@ -1,13 +1,13 @@
-"""Repairs of vLLM 0.32: in its worker processes, and in the sampler's own.
+"""Repairs of vLLM 0.32: in its worker processes, and in the sampler's own process.
 
-**Prompts in chunks under a seed.** While a prompt is on its way in chunks, vLLM draws a token behind each, throws it
-away, and winds the request's generator back by its offset. Those of a CPU have none, so the engine dies of the first
-chunked prompt with a seed, and ours all have one. Here, a row whose token is thrown away draws without its generator,
-which then needs no winding.
+**Prompts in chunks under a seed.** While a prompt is processed in chunks, vLLM samples a token after each chunk, throws
+it away, and winds the request's generator back by its offset. CPU generators have no offset, so the engine dies of the
+first chunked prompt with a seed, and all our requests have one. Here, a row with a discarded token is sampled without
+its generator, which then needs no winding.
 
-**Blocks that held NaN.** The attention of a CPU multiplies what is behind the end of a sequence in its last block by 0,
-and 0 times NaN is NaN: a request that is given a block of one whose adapter overflowed fails with it. vLLM can clear
-blocks as it hands them out, and does so for caches of mixed precision alone; here, always.
+**Blocks that held NaN.** CPU attention multiplies the rest of a sequence's last block, after its end, by 0, and 0 times
+NaN is NaN: a request fails when it gets a block of a request whose adapter overflowed. vLLM can clear blocks as it
+assigns them, and does so for caches of mixed precision alone; here, always.
 
 **lm_head.** vLLM lacks adapters on lm_head for classes that do not declare it (Qwen2 and Mistral), and new weights for
 one that is tied. Its LoRA code handles any lm_head that its class names in `embedding_modules`; those classes have one
@@ -15,15 +15,15 @@ and just do not name it. A class without an lm_head of its own (Gemma's is the e
 
 **prompt_logprobs under an adapter on lm_head.** vLLM maps rows of the head's input to adapters by the tokens it
 samples, one for each request. To score a prompt it runs the head over a slice of the batch's hidden states with that
-same mapping: on a CPU the shapes clash and the engine dies, on a GPU rows silently get another adapter or none. The
-slice is a view, so where it begins says which tokens of the batch it holds, and vLLM has the adapter of each of those.
+same mapping: on a CPU the shapes clash and the engine dies; on a GPU rows silently get another adapter or none. The
+slice is a view, so its start gives its tokens in the batch, and vLLM has the adapter of each of those tokens.
 
-**Pieces of a streamed answer that nobody has fetched yet**, in the sampler's own process. vLLM makes one piece of them,
-each position's logprobs by way of a dict. A sampled token that is among the likeliest too is in there once, and that
-position has an entry less than it should.
+**Unread pieces of a streamed answer**, in the sampler's own process. vLLM joins them into one piece, and keeps each
+position's logprobs in a dict meanwhile. A sampled token that is also among the likeliest is in the dict only once, so
+that position has an entry less than it should.
 
-**Stop strings behind a prompt that ends in half a character**, in the sampler's own process. With the character's end
-vLLM takes all of the prompt's text for the sample's, and stops at what it finds there.
+**Stop strings after a prompt that ends in half a character**, in the sampler's own process. With the character's end
+vLLM takes all of the prompt's text for the sample's text, and stops at a stop string it finds there.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from workers.backends.sampling.requests import seen
 
 
 def repair_cpu() -> None:
-    """Repair vLLM's model runner for CPUs."""
+    """Repairs vLLM's model runner for CPUs."""
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
     _keep_generators(CPUModelRunner)
@@ -73,9 +73,9 @@ def _clear_blocks(runner: Any) -> None:
 
 
 def new_blocks(scheduled: Any, size: int) -> list[int]:
-    """The cache blocks of `size` tokens that a step's requests are given and have not filled before.
+    """Returns the cache blocks of `size` tokens that a step's requests receive and have not filled before.
 
-    A request that starts, or comes back, is told all of its blocks: the first may be from the prefix cache.
+    A request that starts, or comes back, receives the list of all its blocks: the first may be from the prefix cache.
     """
     given = [(new.block_ids, new.num_computed_tokens) for new in scheduled.scheduled_new_reqs]
     running = scheduled.scheduled_cached_reqs
@@ -87,7 +87,7 @@ def new_blocks(scheduled: Any, size: int) -> list[int]:
 
 
 def declare_lm_heads() -> None:
-    """Make vLLM name lm_head in models that have one, before it looks for what adapters can sit on."""
+    """Makes vLLM name lm_head in models that have one, before it looks for modules that adapters can sit on."""
     from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
 
     load = LoRAModelRunnerMixin.load_lora_model
@@ -101,18 +101,18 @@ def declare_lm_heads() -> None:
 
 
 def renew_lm_head(model: Any) -> None:
-    """Behind new weights: a tied head is a module without any of its own, which is passed over.
+    """Updates a tied lm_head after new weights: it has no weights of its own, so vLLM passes it over.
 
-    It has the embedding's parameter, but on a CPU a copy of that, packed for its kernel, to compute with.
+    It shares the embedding's parameter, but on a CPU it computes with a copy of that, packed for its kernel.
     """
     if model.config.tie_word_embeddings and hasattr(model, "lm_head"):
-        method = getattr(model.lm_head, "quant_method", None)  # a rank of a pipeline may have a stand-in for the head
+        method = getattr(model.lm_head, "quant_method", None)  # a rank of a pipeline may have a stand-in for it
         if method is not None:
             method.process_weights_after_loading(model.lm_head)
 
 
 def repair_prompt_scores() -> None:
-    """Make vLLM's LoRA kernels add the right adapter to scored prompt tokens."""
+    """Makes vLLM's LoRA kernels add the right adapter to scored prompt tokens."""
     from vllm.lora.punica_wrapper.punica_base import PunicaWrapperBase
     from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
     from vllm.lora.punica_wrapper.punica_gpu import PunicaWrapperGPU
@@ -138,16 +138,16 @@ def _repair(wrapper: Any) -> None:
 
 
 def is_slice(hidden: Tensor, sampled: int) -> bool:
-    """Whether rows [n, H] are a slice of the batch, and not a copy of its `sampled` rows that are sampled from.
+    """Returns whether rows [n, H] are a slice of the batch, and not a copy of the `sampled` rows that are sampled from.
 
-    Only a slice that is the whole batch fills its memory as a copy does; it has `sampled` rows only when every token
-    is sampled from, and then the two mean the same.
+    A copy fills its memory. A slice fills its memory only when it is the whole batch. It then has `sampled` rows only
+    when every token is sampled from, and the two mean the same.
     """
     return len(hidden) != sampled or hidden.untyped_storage().nbytes() != hidden.numel() * hidden.element_size()
 
 
 def add_by_row(logits: Tensor, hidden: Tensor, a: Tensor, b: Tensor, slots: Tensor) -> None:
-    """Add each row's adapter in place: logits [n, V], hidden [n, H], a [S, 1, r, H], b [S, 1, V, r], slots [n].
+    """Adds each row's adapter in place: logits [n, V], hidden [n, H], a [S, 1, r, H], b [S, 1, V, r], slots [n].
 
     A slot of -1 is no adapter. The scaling is part of b.
     """
@@ -160,7 +160,7 @@ def add_by_row(logits: Tensor, hidden: Tensor, a: Tensor, b: Tensor, slots: Tens
 
 @cache
 def repair_pieces() -> None:
-    """Have vLLM put them together as they are. Once a process."""
+    """Makes vLLM join pieces unchanged, without a dict. Called once a process."""
     from vllm.logprobs import FlatLogprobs
 
     extend = FlatLogprobs.extend
@@ -182,7 +182,7 @@ def repair_pieces() -> None:
 
 @cache
 def repair_stops() -> None:
-    """Have vLLM begin behind such a prompt as StopText does. Once a process."""
+    """Makes vLLM begin after such a prompt as StopText does. Called once a process."""
     from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer
 
     _begin_behind_prompts(FastIncrementalDetokenizer)

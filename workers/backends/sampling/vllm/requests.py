@@ -1,10 +1,10 @@
-"""Sampling requests in vLLM's words, its answers in ours, and the scores of prompts in its worker processes.
+"""Converts sampling requests to vLLM's form and its results to ours, and scores prompts in vLLM's worker processes.
 
 vLLM 0.32 itself gives a prompt's own and likeliest logprobs as Python lists, at every position or none, over a whole
-chunk's logits at once (2,048 x 150,000 float32 are 1.2 GB); ids of one's own choice on a GPU alone; and no draws. So
-a request's scores are taken here from the hidden states, 256 positions at a time, and go back as the one tensor that
-vLLM keeps for such scores (`prompt_token_id_logprobs`), which it passes on as it is. Both of its model runners are
-covered: the CPU has the first, a GPU the second.
+chunk's logits at once (2,048 x 150,000 float32 are 1.2 GB). It scores chosen ids on a GPU alone, and samples no
+alternatives. So a request's scores are computed here from the hidden states, 256 positions at a time. They return as
+the one tensor that vLLM keeps for such scores (`prompt_token_id_logprobs`), which it passes on unchanged. Both of its
+model runners are covered: the CPU has the first, a GPU the second.
 """
 
 from __future__ import annotations
@@ -31,22 +31,24 @@ Head = Callable[[Tensor], Tensor]
 def sampling_params(
     request: SampleRequest, index: int, limit: int, ends: frozenset[int], *, streams: bool, read_cache: bool
 ) -> Any:
-    """vLLM's SamplingParams for sample `index`, of at most `limit` tokens. The first one scores the prompt, from the
-    prefix cache too if `read_cache`."""
+    """Returns vLLM's SamplingParams for sample `index`, of at most `limit` tokens.
+
+    The first sample scores the prompt, from the prefix cache too if `read_cache`.
+    """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     scores = index == 0 and prompt_scores.wanted(request)
     return SamplingParams(
         max_tokens=limit,
-        # torch.Generator, which vLLM seeds with it, takes 63 bits without wrapping.
+        # vLLM seeds torch.Generator with it, which takes 63 bits without wrapping.
         seed=int(sample_seed(request.seed, index).generate_state(1, np.uint64)[0] >> 1),
         temperature=request.temperature,
         top_p=request.top_p,
         top_k=max(request.top_k, 0),
         stop=list(request.stop_strings),
         stop_token_ids=sorted(ends.union(request.stop_tokens)),
-        ignore_eos=True,  # they are among the stop tokens
+        ignore_eos=True,  # end tokens are among the stop tokens
         logprobs=request.sample_top,
         flat_logprobs=True,
         detokenize=bool(request.stop_strings),
@@ -58,16 +60,16 @@ def sampling_params(
 
 
 def may_read_cache(request: SampleRequest) -> bool:
-    """Whether the prefix cache may be used though the prompt is to be scored.
+    """Returns whether the prefix cache may be used for a prompt with scores.
 
-    It may hold a row that is asked for, and the request must then run again without it. So only where that is
-    unlikely, the end of a prompt being asked for, and costs one token.
+    The cache may hold a row that the request needs, and the request must then run again without the cache. So the cache
+    is used only where that is unlikely (the request asks for the end of the prompt) and costs one token.
     """
     return request.prompt_last_n > 0 and request.max_tokens == request.num_samples == 1
 
 
 class Sample:
-    """One sample as vLLM gives it: piece by piece to whoever looks on, at once otherwise."""
+    """Collects one sample from vLLM: piece by piece when a watch observes it, at once otherwise."""
 
     def __init__(self, request: SampleRequest, index: int, drawn: Drawn | None) -> None:
         self._index, self._drawn = index, drawn
@@ -79,10 +81,10 @@ class Sample:
         self.cached_tokens = 0
 
     def add(self, result: Any) -> None:
-        """Take a RequestOutput. Raises UserOpError where logits were not finite."""
+        """Adds a RequestOutput. Raises UserOpError where logits were not finite."""
         piece = result.outputs[0]
         tokens = np.array(piece.token_ids, np.int32)
-        # At each position the sampled token comes first, then the likeliest.
+        # At each position the sampled token comes first, then the likeliest ones.
         ids = np.array(piece.logprobs.token_ids, np.int32).reshape(len(tokens), self._width)
         logprobs = np.array(piece.logprobs.logprobs, np.float32).reshape(len(tokens), self._width)
         check_finite(float(logprobs[:, 0].sum()))
@@ -110,9 +112,10 @@ class PromptInChunks:
         self._next = self._scorer.first_row
 
     def add(self, begin: int, hidden: Tensor, head: Head) -> Tensor | None:
-        """Score a chunk, hidden states [n, H] of the tokens from `begin` on; once, the scores when all are there.
+        """Scores a chunk: hidden states [n, H] of the tokens from `begin` on.
 
-        None for ever where the engine left out a row that is asked for, because it had the prompt in its cache.
+        Returns the scores once, when all are there. Returns None for ever where the engine skipped a needed row, because
+        the row was in its cache.
         """
         scorer, end = self._scorer, begin + len(hidden)
         if scorer is None or end <= self._next:
@@ -131,7 +134,7 @@ class PromptInChunks:
 
 
 def install_scoring() -> None:
-    """Make both of vLLM's model runners score the prompts of requests that hold ours."""
+    """Makes both of vLLM's model runners score the prompts of requests that carry our request."""
     from vllm.v1.worker.gpu.sample.prompt_logprob import PromptLogprobsWorker
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -150,7 +153,7 @@ def _install_first(runner: Any) -> None:
         self.tinsmith_scores = {}
         output = sample_tokens(self, *args)
         if self.tinsmith_scores:
-            result = getattr(output, "_model_runner_output", output)  # it is inside another when scheduling is async
+            result = getattr(output, "_model_runner_output", output)  # async scheduling puts it inside another
             result.prompt_token_id_logprobs_dict = self.tinsmith_scores
         return output
 
@@ -158,7 +161,7 @@ def _install_first(runner: Any) -> None:
 
 
 def _score_step(runner: Any, hidden_states: Tensor, scheduled: Mapping[str, int]) -> dict[str, Tensor]:
-    """By request id, of prompts that end in this step."""
+    """Returns the scores by request id, of prompts that end in this step."""
     found = {}
     for request_id, count in scheduled.items():
         state = runner.requests[request_id]
@@ -178,7 +181,7 @@ def _install_second(worker: Any) -> None:
     def add_request_with_ours(self: Any, request_id: str, index: int, params: Any) -> None:
         add_request(self, request_id, index, params)
         if (prompt := _prompt(params, self.device)) is not None:
-            self.token_id_scores[request_id] = prompt  # which its remove_request empties
+            self.token_id_scores[request_id] = prompt  # vLLM's remove_request empties this dict
 
     def compute(self: Any, head: Head, hidden_states: Tensor, batch: Any, prompt_lens: Any) -> dict[str, Tensor]:
         found = {}

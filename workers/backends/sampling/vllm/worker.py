@@ -1,8 +1,8 @@
-"""The extension vLLM's own worker processes load (its `worker_extension_cls`) before they load the model.
+"""The extension that vLLM's own worker processes load (its `worker_extension_cls`) before they load the model.
 
-It lets adapters sit on any lm_head there, takes in whole models, scores prompts, repairs what vLLM 0.32 has wrong,
-and lets no process outlive the sampler: vLLM's engine process ends when its workers do, but notices nothing when the
-sampler that started it is killed.
+It lets adapters sit on any lm_head, loads fully fine-tuned models, scores prompts and repairs faults of vLLM 0.32.
+It also ends its process when the sampler dies: vLLM's engine process ends when its workers do, but does not notice
+when the sampler that started it is killed.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ SAMPLER_PID_VARIABLE = "TINSMITH_SAMPLER_PID"
 
 
 class Extension:
-    """vLLM adds this class to its worker's bases, and its methods to what the engine can call there."""
+    """vLLM adds this class to its worker's bases; the engine can then call its methods there."""
 
     model_runner: Any
     reload_weights: Callable[..., None]
 
     def adapts_head(self) -> bool:
-        """Whether adapters may sit on lm_head."""
+        """Returns whether adapters may sit on lm_head."""
         return "lm_head" in self.model_runner.lora_manager.embedding_modules
 
     def replace_weights(self, folder: str) -> None:
-        """Write all of a model's weights over those that are there, layer by layer."""
+        """Overwrites all of a model's weights, layer by layer."""
         self.reload_weights(weights_iterator=full_weights.tensors_in(Path(folder)))
         patches.renew_lm_head(self.model_runner.get_model())
 
@@ -51,7 +51,7 @@ def _exit_with(pid: int) -> None:
 
 
 def _in_worker() -> bool:
-    """The sampler itself imports this file too, for its names."""
+    """Returns whether this is a vLLM worker process: the sampler itself imports this file too, for its names."""
     return os.environ.get(SAMPLER_PID_VARIABLE, str(os.getpid())) != str(os.getpid())
 
 

@@ -1,6 +1,6 @@
-"""The losses: a pure function each, formulas as in the public Tinker documentation, sums over tokens.
+"""The losses: one pure function each. Formulas follow the public Tinker documentation; sums are over tokens.
 
-To add one: a function here, a line in LOSS_FNS, and its inputs and settings in app/domain/losses.py.
+To add a loss: a function here, a line in LOSS_FNS, and its inputs and settings in app/domain/losses.py.
 """
 
 from __future__ import annotations

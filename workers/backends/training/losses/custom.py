@@ -1,10 +1,10 @@
 """Runs custom losses: a client's graph, datum by datum on the CPU, through a fixed table of operations.
 
-The same as `run_loss_handle` and `backward` in the SDK (tinker 0.38, lib/public_interfaces/custom_loss.py), which
-call the traced function once a datum and add up the losses. There is no eval here: a call is looked up in a fixed
+It equals `run_loss_handle` and `backward` in the SDK (tinker 0.38, lib/public_interfaces/custom_loss.py), which
+call the traced function once a datum and add up the losses. There is no eval here: each call is looked up in a fixed
 table.
 
-The table holds a function for each name of app/domain/custom_losses.py, made of our own names alone.
+The table holds a function for each name of app/domain/custom_losses.py, built from our own names alone.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _LARGEST_EXPONENT = 64
 
 @dataclass(frozen=True, slots=True)
 class DatumValue:
-    """`loss` is a number, `gradient` fp32 of the shape of the datum's logprobs; all finite."""
+    """The result of one datum: `loss` is a number, `gradient` fp32 of the shape of the datum's logprobs; all finite."""
 
     loss: float
     metrics: Mapping[str, float]
@@ -42,7 +42,7 @@ class DatumValue:
 
 
 class CustomLossRun:
-    """A custom loss on the datums of one Op. What it finds depends on nothing but the datum and their number."""
+    """A custom loss on the datums of one Op. A datum's result depends only on the datum and the number of datums."""
 
     def __init__(self, loss: CustomLoss, batch: Batch) -> None:
         self.metrics = tuple(loss.metrics)
@@ -53,9 +53,10 @@ class CustomLossRun:
         self._work = MAX_WORK // max(1, len(batch))
 
     def evaluate(self, datums: np.ndarray, logprobs: Tensor) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-        """(losses [n], each metric [n], gradient [n, L, K]) on the device of `logprobs`, fp32 [n, L, K] with padding.
+        """Returns (losses [n], each metric [n], gradient [n, L, K]) on the device of `logprobs`.
 
-        A datum that fails has a loss of NaN and no gradient; `explain` says why.
+        `logprobs` are fp32 [n, L, K] with padding. A datum that fails has a loss of NaN and no gradient; `explain`
+        gives the reason.
         """
         host = logprobs.detach().cpu()
         gradient = torch.zeros_like(host)
@@ -80,7 +81,7 @@ class CustomLossRun:
         self.differentiate(datum, logprobs[start:stop].detach().cpu().reshape(self._shapes[datum]))
 
     def differentiate(self, datum: int, logprobs: Tensor) -> DatumValue:
-        """Raises UserOpError naming the datum and the node that could not be computed."""
+        """Computes the loss and gradient of a datum. Raises UserOpError naming the datum and the node that failed."""
         leaf = logprobs.clone().requires_grad_()
         inputs = [torch.tensor(column[datum]) for column in self._columns]
         try:
@@ -92,13 +93,13 @@ class CustomLossRun:
             ) from None
 
     def _where(self, row: int, datum: int) -> tuple[int | slice, ...]:
-        """Where the datum's logprobs are in a padded block: [N] in its first lane, [N, K] in as many."""
+        """Returns the index of the datum's logprobs in a padded block: [N] in its first lane, [N, K] in K lanes."""
         length, *width = self._shapes[datum]
         return (row, slice(length), slice(width[0]) if width else 0)
 
 
 class _NodeFailed(Exception):
-    """Why a datum's loss could not be computed; the text names the node."""
+    """A datum's loss could not be computed; the text names the node."""
 
 
 def _differentiate(custom: CustomLoss, leaf: Tensor, inputs: Sequence[Tensor]) -> DatumValue:
@@ -118,7 +119,7 @@ def _differentiate(custom: CustomLoss, leaf: Tensor, inputs: Sequence[Tensor]) -
 
 @contextmanager
 def _blaming(node: str, what: str) -> Iterator[None]:
-    """A client's graph may make torch raise anything; whatever it is, the graph is at fault."""
+    """Turns any error into _NodeFailed: a client's graph may make torch raise anything, and the graph is at fault."""
     try:
         yield
     except Exception as error:
@@ -164,7 +165,7 @@ _CONSTANTS: Mapping[tuple[str, str], Any] = {
 
 
 def _checked(value: Any) -> Any:
-    """Integers grow without bound in Python; here they stay within what a tensor's size can be."""
+    """Keeps integers within the range of a tensor's size; Python's grow without bound. Raises OverflowError."""
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
         raise OverflowError("an integer beyond 64 bits")
     return value
@@ -185,7 +186,7 @@ def _gradient(loss: Any, leaf: Tensor) -> Tensor:
 
 
 def _finite(value: Any) -> float:
-    """Raises ValueError for what is no single finite number."""
+    """Returns a single finite number. Raises ValueError for anything else."""
     number = float(value.detach() if isinstance(value, Tensor) else value)
     if not np.isfinite(np.float32(number)):
         raise ValueError(f"it is {number}, which is no finite number of 32 bits")
@@ -193,7 +194,7 @@ def _finite(value: Any) -> float:
 
 
 def _numeric(function: Function) -> Function:
-    """Of tensors and numbers only: on texts and lists the same operators repeat and format, at any size."""
+    """Restricts an operator to tensors and numbers: on texts and lists it would repeat and format, at any size."""
 
     def guarded(*operands: Any) -> Any:
         for operand in operands:
@@ -211,9 +212,9 @@ def _power(base: Any, exponent: Any) -> Any:
 
 
 def _item(container: Any, key: Any) -> Any:
-    """Of a tensor, a size, a list, or the pair that a call such as max(dim=0) gives.
+    """Gets an item of a tensor, a size, a list, or the pair that a call such as max(dim=0) gives.
 
-    A mask becomes the positions it marks, as torch itself does inside, so that the result's size can be foretold.
+    A mask becomes the positions it marks, as torch itself does inside, so that the result's size can be computed ahead.
     """
     if isinstance(container, tuple | list):
         return container[key]
@@ -248,7 +249,10 @@ def _attribute(value: Any, name: str) -> Any:
 
 
 def _named(name: str) -> Function:
-    """torch.nn.functional.relu by that name; every name is a constant of app/domain/custom_losses.py."""
+    """Returns the function of that name, such as torch.nn.functional.relu.
+
+    Every name is a constant of app/domain/custom_losses.py.
+    """
     found: Any = torch
     for part in name.split(".")[1:]:
         found = getattr(found, part)

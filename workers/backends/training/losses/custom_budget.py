@@ -1,7 +1,7 @@
-"""What one datum of a custom loss may take: foretold before every torch operation, so that none too large ever starts.
+"""Resource budget of one datum of a custom loss, checked before every torch operation: none too large ever starts.
 
-Work is counted instead of time, since a replay must end as the live run did, on however busy a machine. The limits may
-grow, but not shrink, for the same reason.
+It counts work instead of time, since a replay must end as the live run did, on however busy a machine. For the same
+reason the limits may grow, but not shrink.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CALL_WORK = 2**15
 
 _ATEN = torch.ops.aten
 
-# Their results have no more elements than their tensors have together; for these the answer need not be computed.
+# Their results have no more elements than their tensors have together, so their results need not be computed ahead.
 _NO_LARGER_NAMES = """
     _log_softmax _log_softmax_backward_data _softmax _softmax_backward_data _to_copy alias all amax amin any argmax
     argmin cat clone copy count_nonzero cummax cummin cumprod cumsum detach flip gather index_put log_sigmoid_backward
@@ -34,8 +34,8 @@ _NO_LARGER_NAMES = """
 _NO_LARGER = frozenset(getattr(_ATEN, name) for name in _NO_LARGER_NAMES.split())
 _PRODUCTS = frozenset({_ATEN.mm, _ATEN.bmm, _ATEN.addmm, _ATEN.baddbmm})
 
-# What an element costs, in streamed ones: those that look elements up, or work in short rows, took up to 40 ns, and
-# sorting 4 million up to 150.
+# Cost of an element, in streamed elements. Operations that look elements up, or work in short rows, took up to 40 ns
+# an element; sorting 4 million took up to 150 ns an element.
 _SORTED, _LOOKED_UP = 64, 16
 _SORTS = frozenset({_ATEN.sort, _ATEN.topk, _ATEN.median, _ATEN.nanmedian})
 _STREAMED_NAMES = """
@@ -46,11 +46,11 @@ _STREAMED = frozenset(getattr(_ATEN, name) for name in _STREAMED_NAMES.split()) 
 
 
 class LimitReached(Exception):
-    """The loss would take more than a datum may."""
+    """The loss would exceed the budget of a datum."""
 
 
 class Budget(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Within it, every torch operation is counted first, those of autograd's backward pass too; one datum's."""
+    """Counts every torch operation of one datum before it runs, autograd's backward pass included."""
 
     def __init__(self, work: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -80,9 +80,9 @@ class Budget(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _foretold(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], inputs: Sequence[Tensor]) -> int:
-    """The most elements its results can have."""
+    """Returns an upper bound of the elements in the operation's results."""
     if any(argument.is_out for argument in func._schema.arguments):
-        raise TypeError("out is not possible")  # it would grow to whatever size the result has
+        raise TypeError("out is not possible")  # `out` would grow to the size of the result
     if func._schema.is_mutable or func is _ATEN._local_scalar_dense.default:
         return 0
     if torch.Tag.pointwise in func.tags and inputs:
@@ -101,7 +101,7 @@ def _pace(func: OpOverload) -> int:
 
 
 def _on_meta(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The result without its content. Raises what torch raises where an operation's size depends on content."""
+    """Returns the result without its content. Raises torch's error where an operation's size depends on content."""
     named = {key: _meta(value) for key, value in kwargs.items()}
     if any(argument.name == "device" for argument in func._schema.arguments):
         named["device"] = torch.device("meta")
@@ -123,5 +123,5 @@ def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:
 
 
 def _elements(tensors: Sequence[Tensor] | Iterator[Tensor]) -> int:
-    """Exact, where numel() of an expanded tensor may overflow."""
+    """Counts elements exactly, where numel() of an expanded tensor may overflow."""
     return sum(prod(tensor.shape) for tensor in tensors)

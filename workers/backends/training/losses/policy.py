@@ -1,4 +1,4 @@
-"""The policy losses, and the parts they share: the ratio to the sampling policy, its clipping, its drift."""
+"""The policy losses, and their shared parts: the ratio to the sampling policy, its clipping, its drift."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from app.domain.losses import CLIP_HIGH, CLIP_LOW
 
 @dataclass(frozen=True, slots=True)
 class LossValue:
-    """`per_token`: fp32 [n, L, K], the shape of the scores; a datum's loss is its sum, never a mean.
+    """The result of a loss.
 
-    `own`: bool [n, L, 1], the tokens the loss is about (those with a weight or an advantage); None for all.
+    `per_token`: fp32 [n, L, K], the shape of the scores; a datum's loss is its sum, never a mean.
+
+    `own`: bool [n, L, 1], the tokens that the loss covers (those with a weight or an advantage); None for all.
 
     `metrics`: per-token tensors of the scores' shape, keyed `name:reduction`, the reduction `sum`, `max` or `min`,
     over every token of a request. Where a token is not the loss's own, padding included, the value must change nothing.
@@ -36,12 +38,12 @@ Padding holds 0 in every input, so a formula must stay finite on it.
 
 
 def log_ratio(logprobs: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
-    """log r = lp - q, with q the logprob under which the token was sampled."""
+    """Returns log r = lp - q, with q the logprob under which the token was sampled."""
     return logprobs - inputs["logprobs"]
 
 
 def clip(ratio: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]) -> Tensor:
-    """r held to [clip_low_threshold, clip_high_threshold], of the token where it is an input, else of the settings."""
+    """Clips r to [clip_low_threshold, clip_high_threshold]: the token's where they are inputs, else the settings'."""
     low, high = (inputs.get(name, config[name]) for name in (CLIP_LOW, CLIP_HIGH))
     return ratio.clamp(min=low).clamp(max=high)
 
@@ -49,12 +51,12 @@ def clip(ratio: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float
 def policy_value(
     per_token: Tensor, logprobs: Tensor, inputs: Mapping[str, Tensor], ratio: Tensor, held: Tensor | None = None
 ) -> LossValue:
-    """The loss with its metrics. `ratio` is the one it weighs advantages with, `held` the same after clipping.
+    """Returns the loss with its metrics. `ratio` weighs the advantages; `held` is the ratio after clipping.
 
-    All are over the tokens with an advantage, since a prompt's q is a placeholder: `ratio:sum`, `:max` (0 where there
-    is no such token) and `:min` (infinite there); `clipped:sum`, how many ratios clipping changed; `kl:sum`, the sum of
-    q - lp, which estimates KL(sampled policy || trained model) without bias (k1 in J. Schulman, "Approximating KL
-    Divergence", 2020) and may be negative.
+    All metrics are over the tokens with an advantage, since a prompt's q is a placeholder: `ratio:sum`, `:max` (0 where
+    there is no such token) and `:min` (infinite there); `clipped:sum`, the number of ratios that clipping changed;
+    `kl:sum`, the sum of q - lp, which estimates KL(sampled policy || trained model) without bias (k1 in J. Schulman,
+    "Approximating KL Divergence", 2020) and may be negative.
     """
     own = inputs["advantages"] != 0
     ratio, log_r = ratio.detach(), log_ratio(logprobs.detach(), inputs)
@@ -97,11 +99,10 @@ def cispo(logprobs: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, f
 
 
 def gspo(logprobs: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]) -> LossValue:
-    """-sum min(s_t A, clip(s_t) A), s_t = sg(s) exp(lp - sg(lp)), s the geometric mean of a sequence's ratios exp(lp -
-    q).
+    """-sum min(s_t A, clip(s_t) A), s_t = sg(s) exp(lp - sg(lp)), s the geometric mean of a sequence's exp(lp - q).
 
     GSPO-token, arXiv 2507.18071, section 4.3: every token has the value of the sequence's one ratio and the gradient of
-    its own logprob. The mean is over the tokens whose `sequence_ratio_mask` is not 0, whatever its sign or size, as in
+    its own logprob. The mean is over the tokens with a nonzero `sequence_ratio_mask`, whatever its sign or size, as in
     Tinker's documentation of the loss; the sum is over all tokens, and not divided by their number.
     """
     constant, advantages = logprobs.detach(), inputs["advantages"]
@@ -116,7 +117,7 @@ def gspo(logprobs: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, fl
 def dro(logprobs: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]) -> LossValue:
     """-sum (lp A - beta/2 (lp - q)²): a policy gradient with a quadratic pull back to the policy that sampled.
 
-    The pull is on every token, those without an advantage included. Direct Reward Optimisation, arXiv 2405.19107.
+    The pull acts on every token, those without an advantage included. Direct Reward Optimisation, arXiv 2405.19107.
     """
     log_r = log_ratio(logprobs, inputs)
     pull = 0.5 * config["beta"] * log_r.square()

@@ -1,10 +1,11 @@
 """The losses against given targets: cross-entropy of tokens, and a critic's loss on returns.
 
-½ Σ w max((v - R)², (clip(v) - R)²), v a critic's values and clip(v) held to v_old ± value_clip.
+The critic's loss is ½ Σ w max((v - R)², (clip(v) - R)²), with v the critic's values and clip(v) clipped to
+v_old ± value_clip.
 
-The value loss of PPO's implementations: S. Huang et al., "The 37 Implementation Details of Proximal Policy
-Optimization", 2022, detail 9, and with it the half; OpenRLHF and SkyRL have the same. The sum is not divided by the
-number of tokens.
+It is the value loss of PPO's implementations: S. Huang et al., "The 37 Implementation Details of Proximal Policy
+Optimization", 2022, detail 9, from which the half comes too; OpenRLHF and SkyRL have the same. The sum is not divided
+by the number of tokens.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ def cross_entropy(logprobs: Tensor, inputs: Mapping[str, Tensor], config: Mappin
 
 
 def ppo_critic(values: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]) -> LossValue:
-    """All metrics are over the tokens with a weight. With n of them, e = return:sum - value:sum and s =
+    """½ sum w max((v - R)², (clip(v) - R)²); see the module docstring.
+
+    All metrics are over the tokens with a weight. With n of them, e = return:sum - value:sum and s =
     squared_error:sum, the explained variance 1 - Var(R - v) / Var(R) is
     1 - (s - e²/n) / (squared_return:sum - return:sum²/n).
     """
