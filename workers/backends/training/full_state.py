@@ -69,7 +69,9 @@ class ComputeCopy:
 
 
 class WholeState:
-    """A ModelState of all weights. Masters, moments and gradients lie on one device: the engine's, or the CPU (offload).
+    """A ModelState of all weights.
+
+    Masters, moments and gradients lie on one device: the engine's, or the CPU if offloaded.
 
     The optimizer's state and the masters are split as `shards` says. The gradient of a pass is split too once it is
     summed. Until then every rank sums up its own gradient. If the engine's ranks shard gradients, each round's gradient

@@ -1,4 +1,4 @@
-"""AdamW over fp32 parameters, with its state split over the ranks by whole tensors.
+"""AdamW over fp32 parameters, with its state split over the ranks, tensor by tensor.
 
 Each rank steps the tensors it owns (workers/backends/training/ranks.py). A saved state is gathered, so it does not
 depend on the number of ranks that wrote it.

@@ -50,7 +50,7 @@ class Trainer(ABC):
 
     @abstractmethod
     def start_engine(self) -> Engine:
-        """Loads and wraps the base. Raises SetupError."""
+        """Loads the base and wraps it in an Engine. Raises SetupError."""
 
     def prepare(self, base: LoadedBase) -> Mapping[str, nn.Parameter]:
         """Prepares `base`, just loaded, for adapters or full fine-tuning; returns its trained parameters by name."""

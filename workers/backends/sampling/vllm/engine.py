@@ -146,7 +146,7 @@ def _tell_steps(engine: Any, moved: Callable[[], None]) -> None:
 
 
 async def _drop(engine: Any, names: Sequence[str], running: Future[Any]) -> None:
-    """Drops the requests again and again: vLLM does not yet know a request that it is just taking in."""
+    """Drops the requests again and again: vLLM does not yet know a request that it is just accepting."""
     while not running.done():
         await engine.abort(names)
         await asyncio.sleep(_AGAIN_S)
@@ -188,7 +188,10 @@ def check_import() -> None:
 
 
 def _is_stray(package: str) -> bool:
-    """Returns whether `package` is a CUDA build: PyPI's CUDA builds for Linux have no local version; a CPU build has +cpu."""
+    """Returns whether `package` is a CUDA build.
+
+    PyPI's Linux builds for CUDA have no local version; a CPU build says +cpu.
+    """
     try:
         return not version(package).endswith("+cpu")
     except PackageNotFoundError:

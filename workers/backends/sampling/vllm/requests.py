@@ -114,8 +114,8 @@ class PromptInChunks:
     def add(self, begin: int, hidden: Tensor, head: Head) -> Tensor | None:
         """Scores a chunk: hidden states [n, H] of the tokens from `begin` on.
 
-        Returns the scores once, when all are there. Returns None for ever where the engine skipped a needed row, because
-        the row was in its cache.
+        Returns the scores once, when all are there. Returns None for ever where the engine skipped a needed row: the
+        row was in its cache.
         """
         scorer, end = self._scorer, begin + len(hidden)
         if scorer is None or end <= self._next:
