@@ -1,1 +1,1 @@
-"""The stores: interfaces/ states the promises, redis/ holds the journal, objects/ the checkpoints."""
+"""The stores: redis/ holds the journal and the records, objects/ holds the checkpoints."""

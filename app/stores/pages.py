@@ -1,8 +1,8 @@
-"""Books of usage and of the audit log: a project has one page of each for every hour.
+"""Hourly pages of the usage ledger and of the audit log: one page of each for every project and hour.
 
-The state server holds the pages that are written; once its hour is over a page is closed, and goes to the object
-store as it is, `<book>/<project>/<day>/<hour>.json`. A page's fields are those that lua/prelude.lua (usage) and
-app/services/tenants/audit.py (audit) write.
+The state server holds the pages that are still written. A page is closed when its hour is over. It then moves
+unchanged to the object store, as `<book>/<project>/<day>/<hour>.json`. lua/prelude.lua writes the fields of a usage
+page, and app/services/tenants/audit.py those of an audit page.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Fields = Mapping[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """`hour`: hours since the beginning of 1970, UTC."""
+    """The name of one page. `hour` counts hours since the beginning of 1970, UTC."""
 
     book: Book
     project: str
@@ -33,7 +33,7 @@ class Page:
 
     @classmethod
     def parse(cls, text: str) -> Page:
-        """The inverse of `str`."""
+        """Parses the text that `str` makes of a page."""
         book, project, hour = text.split("/")
         return cls("usage" if book == "usage" else "audit", project, int(hour))
 
@@ -43,7 +43,7 @@ class Page:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """So many byte-seconds of a project's checkpoints of a base model, in an hour."""
+    """The byte-seconds that a project's checkpoints of one base model took in one hour."""
 
     project: str
     base_model: str
@@ -52,45 +52,46 @@ class Held:
 
 
 class Pages(Protocol):
-    """The pages at the state server. All hours are those of its clock."""
+    """The pages at the state server. All hours are hours of the state server's clock."""
 
     def close(self, limit: int) -> list[Page]:
-        """Close the pages of past hours, for good; so many of those that are closed."""
+        """Closes the pages of past hours for good. Returns at most `limit` of the closed pages."""
         ...
 
     def drop(self, page: Page) -> None:
-        """A closed page has been kept elsewhere."""
+        """Removes a closed page, which is stored elsewhere by now."""
         ...
 
     def find(self, book: Book, projects: Iterable[str], hours: range) -> dict[Page, Fields]:
-        """What is there of these projects and hours."""
+        """The pages of these projects and hours that the state server holds, with their fields."""
         ...
 
     def fields(self, page: Page) -> Fields:
-        """Empty for a page that is not there."""
+        """The fields of a page; empty for a page that does not exist."""
         ...
 
     def measured(self) -> float | None:
-        """When the checkpoints' sizes were counted last, in unix seconds; None for never."""
+        """The time of the last measurement of the checkpoints' sizes, in unix seconds; None before the first one."""
         ...
 
     def measure(self, before: float | None, now: float, held: Iterable[Held]) -> bool:
-        """Count what was held between two measurements; False (nothing changes) when `before` was not the last one."""
+        """Adds the storage held between two measurements; False (nothing changes) if `before` was not the last one."""
         ...
 
 
 class PageFiles:
-    """Both methods raise Unavailable while the object store is away."""
+    """The closed pages in the object store. Both methods raise Unavailable while the object store is away."""
 
     def __init__(self, objects: ObjectStore) -> None:
         self._objects = objects
 
     def add(self, page: Page, fields: Fields) -> None:
-        """Keep a page. One that is there stays: it was kept before, and the state server was set back since."""
+        """Stores a page. A page that exists already stays: it was stored before the state server was set back to an
+        earlier state."""
         self._objects.put_new(_key(page), json.dumps(dict(fields), sort_keys=True).encode())
 
     def find(self, book: Book, project: str, hours: range) -> dict[Page, Fields]:
-        """What is kept of these hours. What is damaged there is left out, and logged."""
+        """The stored pages of these hours. Leaves out a damaged page, and logs it."""
         wanted = {_key(page): page for page in (Page(book, project, hour) for hour in hours)}
         listed = (key for month in _months(hours) for key in self._objects.list(f"{book}/{project}/{month}"))
         found = {wanted[key]: self._read(key) for key in listed if key in wanted}
@@ -112,7 +113,7 @@ def _key(page: Page) -> str:
 
 
 def _months(hours: range) -> Iterator[str]:
-    """One listing each, however many hours are asked for."""
+    """The months that contain `hours`: one listing each, for any number of hours."""
     return iter(sorted({f"{_begin(hour):%Y-%m}" for hour in hours}))
 
 
@@ -122,14 +123,18 @@ def _begin(hour: int) -> datetime:
 
 @dataclass(frozen=True, slots=True)
 class Books:
-    """Pages still at the state server, and those in the object store."""
+    """All pages: those at the state server and those in the object store."""
 
     pages: Pages
     files: PageFiles
 
     def read(self, book: Book, projects: Iterable[str], hours: range) -> dict[Page, Fields]:
-        """Every page once. The state server is asked first, or one on its way would be missed; one that is in both, on
-        its way or because the state server was set back, is as the object store has it. Raises Unavailable."""
+        """Reads each page once. Raises Unavailable.
+
+        The state server is read first; in the other order, a page that moves meanwhile would be missed. A page can be
+        in both places: while it moves, or after the state server was set back to an earlier state. The object store's
+        copy counts then.
+        """
         of = list(projects)
         found = self.pages.find(book, of, hours)
         for project in of:

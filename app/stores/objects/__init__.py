@@ -1,4 +1,4 @@
-"""Object stores: a local folder, or an S3 server. `create` picks the one the settings name."""
+"""Object stores: a local folder or an S3 server. `create` makes the one that the settings name."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ __all__ = ["FolderStore", "create"]
 
 
 def create(settings: Settings, *, may_be_away: bool = False) -> ObjectStore:
-    """The store of `settings.store.url`. Raises SetupError saying what to change when it cannot be written, or does not
-    answer, unless it `may_be_away` for now."""
+    """The store of `settings.store.url`.
+
+    Raises SetupError, which says what to change, when the store cannot be written or does not answer. With
+    `may_be_away`, a server that does not answer is no error.
+    """
     url = settings.store.url
     scheme = urlsplit(url).scheme
     if scheme in ("", "file"):
         return FolderStore(_folder(settings), settings.url_secret, settings.public_url)
     if scheme in ("http", "https"):
-        # The minio client takes a third of a second to import, which a folder store should not pay.
+        # The import of the minio client takes a third of a second; a folder store does not need it.
         from app.stores.objects.s3 import S3Store
 
         return S3Store(settings.store, may_be_away=may_be_away)

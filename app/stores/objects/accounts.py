@@ -1,6 +1,7 @@
-"""Accounts in the object store, where they are at home: `accounts/<kind>/<id>/<version>.json`, the highest counts.
+"""Accounts in the object store, their durable place: `accounts/<kind>/<id>/<version>.json`.
 
-An object never changes, so a change is a new version, and of two at the same time only one is made.
+The highest version counts. An object never changes, so each change writes a new version. Of two changes at the same
+time only one succeeds.
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ A = TypeVar("A", bound=Account)
 
 
 class AccountFiles:
-    """Every method raises Unavailable while the object store is away."""
+    """Reads and writes the versions of accounts. Every method raises Unavailable while the object store is away."""
 
     def __init__(self, objects: ObjectStore) -> None:
         self._objects = objects
 
     def add(self, account: Account) -> bool:
-        """Keep a version; False (nothing changes) when there is one of that number."""
+        """Stores a version; False (nothing changes) when a version with that number exists."""
         key = f"{_folder(account.namespace, account.id)}{account.version:08d}.json"
         return self._objects.put_new(key, json.dumps(asdict(account)).encode())
 
     def newest(self, cls: type[A], id_: str) -> A:
-        """Raises NotFound, and SetupError for one that cannot be understood."""
+        """The newest version of an account. Raises NotFound, and SetupError when that version cannot be parsed."""
         keys = self._objects.list(_folder(cls.namespace, id_))
         if not keys:
             raise NotFound(f"there is no {cls.__name__.lower()} {id_!r}")
@@ -42,7 +43,7 @@ class AccountFiles:
             raise SetupError(f"{keys[-1]} in the object store is damaged: restore it from a backup") from None
 
     def all(self) -> Iterator[tuple[str, Account | None]]:
-        """The newest version of each by its object's key; None for one that cannot be understood."""
+        """The newest version of each account, with its object's key; None for a version that cannot be parsed."""
         for cls in ACCOUNTS:
             newest = {key.rpartition("/")[0]: key for key in self._objects.list(f"{ROOT}/{cls.namespace}/")}
             for key in newest.values():

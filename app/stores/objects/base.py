@@ -1,8 +1,8 @@
-"""Object stores: their promises, the keys they allow, and local files that appear whole or not at all.
+"""The ObjectStore protocol, the keys that all stores allow, and atomic writes of local files.
 
-Every store allows the same keys, so that moving from a folder to S3 never fails on a name.
+Every store allows the same keys, so that a move from a folder to S3 never fails on a name.
 
-Local files stay after a power cut.
+A local file appears whole or not at all, and survives a power cut.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import BinaryIO, Protocol
 
 from app.errors import BadRequest
 
-# S3 allows 1,024 bytes; the rest is left for the store's own folder.
+# S3 allows 1,024 bytes; the difference is left for the store's own folder.
 _LONGEST = 900
 # A leading dot is refused, which covers "." and ".." and keeps the folder store's own files out of reach.
 _PART = re.compile(r"[A-Za-z0-9_:=@+-][A-Za-z0-9_:=@+.-]{0,254}")
@@ -27,20 +27,22 @@ class ObjectStore(Protocol):
     """Immutable files by key. A key appears whole or not at all; there is no rename and no append."""
 
     def put_new(self, key: str, source: Path | bytes) -> bool:
-        """Store a file; False (nothing changes) when the key exists."""
+        """Stores a file; False (nothing changes) when the key exists."""
         ...
 
     def copy(self, source: str, target: str) -> None:
-        """Give an object a second key, under which nothing else is ever stored, without its bytes passing through here;
-        each goes by itself. A repeat changes nothing. Raises NotFound."""
+        """Gives an object a second key, without its bytes passing through this process. Raises NotFound.
+
+        Nothing else is ever stored under `target`. Each key is deleted by itself. A repeat changes nothing.
+        """
         ...
 
     def get(self, key: str, target: Path) -> None:
-        """Fetch to a local file, whole or not at all. Raises NotFound."""
+        """Fetches an object to a local file, whole or not at all. Raises NotFound."""
         ...
 
     def read(self, key: str) -> bytes:
-        """A small object's bytes. Raises NotFound."""
+        """The bytes of a small object. Raises NotFound."""
         ...
 
     def list(self, prefix: str) -> list[str]:
@@ -48,11 +50,11 @@ class ObjectStore(Protocol):
         ...
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Missing keys are fine."""
+        """Deletes objects. A missing key is no error."""
         ...
 
     def presign(self, key: str, expires_s: int) -> str:
-        """A URL that needs no key and stops working after `expires_s`."""
+        """A URL that needs no credentials and stops working after `expires_s` seconds."""
         ...
 
 
@@ -67,7 +69,7 @@ def check_key(key: str) -> str:
 
 
 def check_prefix(prefix: str) -> str:
-    """The prefix, unchanged. Raises BadRequest when no key could start with it; empty means every key."""
+    """The prefix, unchanged. Raises BadRequest when no key could start with it. An empty prefix means every key."""
     if prefix:
         check_key(prefix.removesuffix("/"))
     return prefix
@@ -75,7 +77,7 @@ def check_prefix(prefix: str) -> str:
 
 @contextmanager
 def whole_file(target: Path) -> Iterator[BinaryIO]:
-    """A file to write; `target` is replaced by it, on disk, when the block ends well, and untouched otherwise."""
+    """A file to write. It replaces `target`, on disk, when the block ends without an error; else `target` stays."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with temporary_file(target.parent) as (file, path):
         yield file
@@ -86,7 +88,7 @@ def whole_file(target: Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def temporary_file(folder: Path) -> Iterator[tuple[BinaryIO, Path]]:
-    """A new file in `folder` with a name of its own, gone at the end unless it was renamed."""
+    """A new file in `folder` with a unique name. It is deleted at the end unless it was renamed."""
     handle, name = tempfile.mkstemp(dir=folder, prefix=".tmp-")
     path = Path(name)
     try:
@@ -102,7 +104,7 @@ def flush(file: BinaryIO) -> None:
 
 
 def flush_folder(folder: Path) -> None:
-    """Make the names in `folder` last; without it a new file can vanish with the power."""
+    """Makes the names in `folder` durable; without this call a new file can vanish in a power cut."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""Objects as files under one local folder, with signed URLs that our own API serves."""
+"""An object store in one local folder: one file per object, with signed URLs that our own API serves."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from app.signing import UrlSigner
 from app.stores.objects.base import check_key, check_prefix, flush, flush_folder, temporary_file, whole_file
 
 _UNFINISHED = ".unfinished"
-# Longer than any copy takes; a younger one may belong to a live process.
+# Longer than any copy takes; a younger file may belong to a live process.
 _ABANDONED_S = 86_400
-# A delete may remove the folder we are about to link into; each try meets at most one such delete.
+# A delete may remove the folder that the next link goes into; each try meets at most one such delete.
 _TRIES = 20
 
 
 class FolderStore:
-    """An ObjectStore under `root`. A key that is a folder of another key is refused as Unavailable.
+    """An ObjectStore under `root`. Raises Unavailable for a key that is a folder of another key.
 
-    Writes go to `root/.unfinished` first and are linked into place, which is atomic and fails when the key exists.
+    A write goes to `root/.unfinished` first. The file is then linked into place, which is atomic and fails when the
+    key exists.
     Raises SetupError when `root` cannot be written.
     """
 
@@ -45,7 +46,7 @@ class FolderStore:
         _remove_abandoned(self._unfinished)
 
     def put_new(self, key: str, source: Path | bytes) -> bool:
-        """Store a file; False (nothing changes) when the key exists. On disk when it returns."""
+        """Stores a file; False (nothing changes) when the key exists. The file is on disk when the call returns."""
         target = self._path(key)
         with self._outages():
             if target.exists():
@@ -56,17 +57,17 @@ class FolderStore:
                 return self._link(temporary, target)
 
     def get(self, key: str, target: Path) -> None:
-        """Fetch to a local file, whole or not at all. Raises NotFound."""
+        """Fetches an object to a local file, whole or not at all. Raises NotFound."""
         with self._outages(key), self._path(key).open("rb") as data, whole_file(target) as file:
             shutil.copyfileobj(data, file, 2**20)
 
     def read(self, key: str) -> bytes:
-        """A small object's bytes. Raises NotFound."""
+        """The bytes of a small object. Raises NotFound."""
         with self._outages(key):
             return self._path(key).read_bytes()
 
     def copy(self, source: str, target: str) -> None:
-        """Give an object a second key; a repeat changes nothing. Raises NotFound. Both share one file's bytes."""
+        """Gives an object a second key: a hard link to the same file. A repeat changes nothing. Raises NotFound."""
         found, place = self._path(source), self._path(target)
         with self._outages():
             if not found.is_file():
@@ -80,7 +81,10 @@ class FolderStore:
         return sorted(key for key in keys if key.startswith(prefix))
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Missing keys are fine. Folders left empty go too, or a long run would leave one for each snapshot."""
+        """Deletes objects. A missing key is no error.
+
+        Empty folders are removed too; otherwise a long run would leave one folder for each snapshot.
+        """
         for key in keys:
             path = self._path(key)
             with self._outages():
@@ -88,14 +92,14 @@ class FolderStore:
             self._remove_empty(path.parent)
 
     def presign(self, key: str, expires_s: int) -> str:
-        """A URL of our API that needs no key and stops working after `expires_s`.
+        """A URL of our API that needs no credentials and stops working after `expires_s` seconds.
 
         Raises NotFound when the settings hold no url_secret.
         """
         return self._signer.url(_route(check_key(key)), int(time.time()) + expires_s)
 
     def open_signed(self, key: str, expires: int, signature: str) -> Path:
-        """The file behind a URL that `presign` made. Raises Forbidden (wrong or past) or NotFound."""
+        """The file behind a URL of `presign`. Raises Forbidden (wrong signature, or expired) or NotFound."""
         self._signer.check(_route(key), expires, signature)
         path = self._path(key)
         if not path.is_file():
@@ -122,7 +126,7 @@ class FolderStore:
         if folder == self._root or folder.is_dir():
             return
         self._make_folder(folder.parent)
-        # Should a file have this name, linking into it fails; FileExistsError must only mean that the key exists.
+        # If a file has this name, the later link fails. FileExistsError must only mean that the key exists.
         with suppress(FileExistsError):
             folder.mkdir()
         flush_folder(folder.parent)

@@ -1,9 +1,9 @@
-"""Notes beside checkpoints and of moved sessions, and the removal of a checkpoint's files.
+"""Notes on checkpoints and on moved sessions, and the removal of a checkpoint's files.
 
-Only `tinsmith rebuild` reads the notes; the state server's records are what counts.
+Only `tinsmith rebuild` reads the notes; in all other cases the state server's records count.
 
-A checkpoint's manifest never changes; the small objects beside it hold what may. The manifests of a session that was
-given to another project still say what they did when it was saved.
+A checkpoint's manifest never changes; small objects beside it, the notes, hold the fields that may change. When a
+session moves to another project, its manifests keep the project under which each checkpoint was saved.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ _PREFIX = "moves"
 
 
 def note(store: ObjectStore, prefix: str, field: Field, now: float, value: Any) -> None:
-    """`now` is a unix time in seconds; of several notes of a field the latest counts."""
+    """Stores a field's new value. `now` is a unix time in seconds; of several notes of a field the latest counts."""
     store.put_new(f"{prefix}/{_NAMES[field]}{int(now * 1e6):020d}.json", json.dumps({field: value}).encode())
 
 
 def read_note(store: ObjectStore, keys: Iterable[str], field: Field, saved_with: Any) -> Any:
-    """The newest value among a checkpoint's keys, else what it was saved with."""
+    """The field's newest value among the notes in a checkpoint's keys, else `saved_with`."""
     notes = [key for key in keys if key.rpartition("/")[2].startswith(_NAMES[field])]
     return json.loads(store.read(max(notes)))[field] if notes else saved_with
 
 
 def note_move(store: ObjectStore, session_id: str, now: float, project: str) -> None:
-    """`now` is a unix time in seconds; of several moves the latest counts."""
+    """Stores a session's new project. `now` is a unix time in seconds; of several moves the latest counts."""
     store.put_new(f"{_PREFIX}/{session_id}/{int(now * 1e6):020d}.json", json.dumps({"owner": project}).encode())
 
 
 def read_moves(store: ObjectStore) -> dict[str, str]:
-    """The project of each session that was ever moved."""
+    """The newest project of each session that was ever moved."""
     newest = {key.split("/")[1]: key for key in store.list(f"{_PREFIX}/")}  # sorted: the last one stays
     return {session_id: json.loads(store.read(key))["owner"] for session_id, key in newest.items()}
 
 
 def remove_checkpoint(store: ObjectStore, prefix: str) -> None:
-    """Remove everything below `prefix`, the manifest first, so that what is there is never seen half."""
+    """Removes everything below `prefix`, the manifest first, so that nobody ever sees half a checkpoint."""
     keys = store.list(f"{prefix}/")
     store.delete(sorted(keys, key=lambda key: not key.endswith(f"/{MANIFEST}")))

@@ -1,6 +1,7 @@
-"""Objects on an S3 server, with plain S3 calls only: any server that honours If-None-Match will do.
+"""An object store on an S3 server, with plain S3 calls only: any server that honours If-None-Match works.
 
-Of a large object in parts nothing is visible before the last request, which is create-only like a plain PUT.
+A large object is uploaded in parts. Nothing of it is visible before the last request, which is create-only like a
+plain PUT.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from app.settings import StoreSettings
 from app.stores.objects.base import check_key, check_prefix, whole_file
 
 log = logging.getLogger(__name__)
-# Held in memory while it is sent. S3 takes 5 GiB in one request, and 10,000 parts of this size are 640 GiB.
+# A part is in memory while it is sent. S3 takes 5 GiB in one request, and 10,000 parts of this size are 640 GiB.
 _PART_BYTES = 64 * 2**20
 _PUT_WITHIN = timedelta(hours=1)
 _TIMEOUT = urllib3.Timeout(connect=3, read=60)
-# Three tries within about a second: a caller holds a lease or a client meanwhile, and tries again itself.
+# Three tries within about a second: the caller meanwhile holds a lease, or a client waits, and it retries itself.
 _RETRIES = urllib3.Retry(total=2, backoff_factor=0.2, status_forcelist=[500, 502, 503, 504])
 _MISSING = ("NoSuchKey", "NoSuchObject")
 _TAKEN = ("BucketAlreadyOwnedByYou", "BucketAlreadyExists")
@@ -41,13 +42,15 @@ Sign = Callable[[str, Mapping[str, str]], str]
 
 
 class S3Store:
-    """An ObjectStore in one bucket, which is made if it is missing.
+    """An ObjectStore in one bucket. A missing bucket is created.
 
-    Create-only is the server's If-None-Match. For a file in parts SeaweedFS 4.48 checks it before it joins them, so of
-    two writers at the same moment both may be told yes; what decides between them is a manifest, which is one request.
+    The server's If-None-Match makes a write create-only. For a file in parts, SeaweedFS 4.48 checks it before it joins
+    the parts. So two writers at the same moment may both succeed. The manifest, which is one request, decides between
+    them.
 
-    Raises SetupError when the server refuses the credentials, or cannot be reached, unless it `may_be_away`: a process
-    that starts during an outage has work that needs no store. Outages are Unavailable from then on.
+    Raises SetupError when the server refuses the credentials, or cannot be reached. With `may_be_away`, a server that
+    cannot be reached is no error: a process that starts during an outage has work that needs no store. After the
+    start, an outage raises Unavailable.
     """
 
     def __init__(self, settings: StoreSettings, part_bytes: int = _PART_BYTES, *, may_be_away: bool = False) -> None:
@@ -64,7 +67,7 @@ class S3Store:
         self._open(may_be_away)
 
     def put_new(self, key: str, source: Path | bytes) -> bool:
-        """Store a file; False (nothing changes) when the key exists."""
+        """Stores a file; False (nothing changes) when the key exists."""
         check_key(key)
         with self._outages(), _reader(source) as data:
             self._make_bucket()
@@ -74,19 +77,21 @@ class S3Store:
         raise Unavailable(f"{self._where} answered {status} when storing {key!r}")
 
     def get(self, key: str, target: Path) -> None:
-        """Fetch to a local file, whole or not at all. Raises NotFound."""
+        """Fetches an object to a local file, whole or not at all. Raises NotFound."""
         with self._reading(key) as answer, whole_file(target) as file:
             for chunk in answer.stream(2**20):
                 file.write(chunk)
 
     def read(self, key: str) -> bytes:
-        """A small object's bytes. Raises NotFound."""
+        """The bytes of a small object. Raises NotFound."""
         with self._reading(key) as answer:
             return answer.read()
 
     def copy(self, source: str, target: str) -> None:
-        """Give an object a second key; a repeat changes nothing. Raises NotFound. The server copies, in parts if it is
-        large."""
+        """Gives an object a second key; a repeat changes nothing. Raises NotFound.
+
+        The server copies the bytes, a large object in parts.
+        """
         with self._outages(source):
             self._client.copy_object(self._bucket, check_key(target), CopySource(self._bucket, check_key(source)))
 
@@ -98,7 +103,7 @@ class S3Store:
             return sorted(item.object_name for item in found if not item.is_dir)
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Missing keys are fine. Raises Unavailable when the server kept one."""
+        """Deletes objects. A missing key is no error. Raises Unavailable when the server kept an object."""
         doomed = [DeleteObject(check_key(key)) for key in keys]
         with self._outages():
             kept = [error.name for error in self._client.remove_objects(self._bucket, doomed)]
@@ -106,14 +111,17 @@ class S3Store:
             raise Unavailable(f"{self._where} did not delete {len(kept)} objects, the first is {kept[0]!r}")
 
     def presign(self, key: str, expires_s: int) -> str:
-        """A URL of the S3 server (by its public_url, if set) that stops working after `expires_s`, at most 7 days."""
+        """A URL of the S3 server (its public_url, if set), valid for `expires_s` seconds, at most 7 days."""
         url: str = self._signer.get_presigned_url(
             "GET", self._bucket, check_key(key), expires=timedelta(seconds=expires_s)
         )
         return url
 
     def _put(self, key: str, data: BinaryIO) -> int:
-        """The client's own put_object cannot send If-None-Match; a signed URL takes any plain header."""
+        """Uploads by a signed URL and returns the HTTP status.
+
+        The client's own put_object cannot send If-None-Match; a signed URL takes any plain header.
+        """
 
         def sign(method: str, query: Mapping[str, str]) -> str:
             url: str = self._client.get_presigned_url(
@@ -145,7 +153,7 @@ class S3Store:
             raise SetupError(f"store.url does not name a usable S3 bucket: {error}") from None
 
     def _make_bucket(self) -> None:
-        """Once; another process may make it at the same time."""
+        """Makes the bucket once. Another process may make it at the same time."""
         if self._has_bucket:
             return
         try:
@@ -203,14 +211,14 @@ def _reader(source: Path | bytes) -> BinaryIO:
 
 
 def _reason(error: Exception) -> str:
-    """The last cause alone: the whole text of a urllib3 error holds the URL with its signature."""
+    """The class name of the last cause: the full text of a urllib3 error contains the URL with its signature."""
     return type(getattr(error, "reason", None) or error).__name__
 
 
 def upload_parts(http: urllib3.PoolManager, sign: Sign, data: BinaryIO, part_bytes: int) -> int:
-    """The HTTP status that decided: 200, 412 when the key exists, else the server's refusal.
+    """Uploads in parts. Returns 200, 412 when the key exists, or the status of the request that the server refused.
 
-    S3 wants parts of 5 MiB or more, at most 10,000 of them. Raises urllib3's HTTPError when the server is away.
+    S3 requires parts of at least 5 MiB, and at most 10,000 of them. Raises urllib3's HTTPError when the server is away.
     """
     started = http.request("POST", sign("POST", {"uploads": ""}))
     if started.status != 200:
@@ -233,7 +241,7 @@ def _send(http: urllib3.PoolManager, sign: Sign, query: Mapping[str, str], data:
             return sent.status
         etags.append(sent.headers["ETag"])
     done = http.request("POST", sign("POST", query), body=_completion(etags), headers={"If-None-Match": "*"})
-    # Joining takes long enough that a server may say 200 first and put the error into the body.
+    # Joining the parts takes long; a server may send status 200 first and put the error into the body.
     failed_late = done.status == 200 and ElementTree.fromstring(done.data).tag.endswith("Error")
     return 500 if failed_late else done.status
 
