@@ -1,1 +1,1 @@
-"""The journal, the futures and the small records in Redis. Every state change is one Lua script in lua/."""
+"""The journal, the futures and the small records in Redis. Each state change is one Lua script in lua/."""

@@ -1,6 +1,6 @@
-"""The backlog on Redis: all that waits, and the calls of models and samplers by their futures.
+"""The backlog on Redis: all waiting calls, and the calls of a model or a sampler, found by their futures.
 
-Both are read in slices, so that others are answered in between.
+Both are read in slices, so that the server can answer other clients in between.
 """
 
 from __future__ import annotations
@@ -67,13 +67,13 @@ class RedisBacklog:
 
     def _samples(self, request_ids: Sequence[str]) -> list[WaitingSample]:
         parents = [id_.rpartition(":")[0] for id_ in request_ids]
-        # All requests of a sampler are in one queue; the last of them is the least likely to have ended meanwhile.
+        # All requests of a sampler are in one queue; the last request is the least likely to have ended meanwhile.
         whose = self._places(dict(zip(parents, request_ids, strict=True)))
         pairs = zip(parents, request_ids, strict=True)
         return [WaitingSample(id_, *whose[parent]) for parent, id_ in pairs if parent in whose]
 
     def _places(self, requests: Mapping[str, str]) -> dict[str, tuple[str, str]]:
-        """(owner, queue) of samplers, of each of which one request is given."""
+        """(owner, queue) by sampler id. `requests` gives one request of each sampler."""
         found = {}
         for slice_ in _slices(list(requests.items())):
             with self._redis.pipeline(transaction=False) as pipe:

@@ -1,8 +1,7 @@
-"""Connections to the state server, and the pub/sub channel that wakes held polls.
+"""Connections to the state server, and the pub/sub channel that wakes long polls.
 
-Waking held polls: one pub/sub connection a process, one Event a waiter.
-
-A connection for every held poll would cost 1,000 sockets at 1,000 polls; this costs one.
+Each process has one pub/sub connection, and each waiting long poll has one Event. One connection per long poll would
+cost 1,000 sockets at 1,000 polls; this design costs one.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from app import ids
 from app.stores.redis import keys
 
 log = logging.getLogger(__name__)
-# redis-py's own pool raises at its 100th connection; 1,200 threads that wait their turn need far fewer.
+# redis-py's own pool raises at its 100th connection; 1,200 threads that wait for a free one need far fewer.
 _CONNECTIONS = 64
 _WAIT_S = 10
 _OUTAGES = (
@@ -30,16 +29,17 @@ _OUTAGES = (
     redis.ReadOnlyError,
     redis.exceptions.MasterDownError,
 )
-# Answers redis-py has no class for: a full disk under the append-only file, missing replicas, a slow script.
+# Replies that redis-py has no class for: a full disk under the append-only file, missing replicas, a slow script.
 _PASSING = ("MISCONF ", "NOREPLICAS ", "BUSY ")
 
 _RECONNECT_S = 0.2
 
 
 def connect(url: str) -> redis.Redis:
-    """A thread-safe client. Raises redis.ConnectionError only at use.
+    """A thread-safe client. Raises redis.ConnectionError only when it is used.
 
-    No socket timeout: redis-py 8 defaults to 5 s, which cuts pub/sub and slow saves. Keepalive finds dead peers.
+    It has no socket timeout: the default of redis-py 8, 5 s, cuts off pub/sub and slow saves. Keepalive finds dead
+    peers.
     """
     pool = redis.BlockingConnectionPool.from_url(
         url,
@@ -54,12 +54,13 @@ def connect(url: str) -> redis.Redis:
 
 
 def is_outage(error: redis.RedisError) -> bool:
-    """Whether it passes: the server is away, still loading, full, or may not write just now."""
+    """Returns True for a temporary error: the server is away, still loads, is full, or cannot write at the moment."""
     return isinstance(error, _OUTAGES) or str(error).startswith(_PASSING)
 
 
 def read_hash(client: redis.Redis, key: str) -> dict[bytes, bytes]:
-    """A hash's fields; the client's types also allow for text answers, which `connect` never asks for."""
+    """The fields of a hash. The cast is needed since the client's types allow text replies; `connect` never asks for
+    these."""
     return cast(dict[bytes, bytes], client.hgetall(key))
 
 
@@ -68,8 +69,11 @@ def text_fields(fields: Mapping[bytes, bytes]) -> dict[str, str]:
 
 
 class Channel:
-    """Tells `heard` of every message, and `missed` when some may have been lost: at each loss and each new beginning of
-    the connection. Both are called from the thread and must not block."""
+    """A thread that listens to one pub/sub channel and reconnects by itself.
+
+    It calls `heard` with every message. It calls `missed` when messages may have been lost: each time the connection is
+    lost, and each time it is made again. Neither callback may block the thread.
+    """
 
     def __init__(
         self, client: redis.Redis, name: str, heard: Callable[[str], None], missed: Callable[[], None] = lambda: None
@@ -103,10 +107,13 @@ class Channel:
 
 
 class Waiter:
-    """Waits for a request id to become terminal, or for any request of a poll target (app/ids.py). Publications missed
-    during a reconnect wake everybody instead.
+    """Waits until a request id, or any request of a poll target (app/ids.py), becomes terminal.
 
-    On the broker, if given, more of a request's stream is published; who misses that reads it somewhat later."""
+    Publications may be lost during a reconnect; all waiters are woken then.
+
+    The broker, if given, publishes that a request's token stream has more entries. A reader that misses this message
+    reads the entries somewhat later.
+    """
 
     def __init__(self, client: redis.Redis, broker: redis.Redis | None = None) -> None:
         self._lock = threading.Lock()
@@ -117,9 +124,9 @@ class Waiter:
             Channel(broker, keys.DONE_CHANNEL, self._wake).start()
 
     def wait(self, id_: str, timeout_s: float, check: Callable[[], bool]) -> None:
-        """Return once `id_` is published, after `timeout_s`, or at once if `check()` says it is done.
+        """Returns once `id_` is published, after `timeout_s` seconds, or at once if `check()` returns True.
 
-        `check` runs after the waiter is registered, so a result that lands in between is not missed.
+        `check` runs after the waiter is registered, so a result that arrives in between is not missed.
         """
         event = threading.Event()
         with self._lock:

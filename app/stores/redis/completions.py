@@ -1,11 +1,12 @@
-"""Completions by poll target, and the tokens of sampling requests while they are drawn.
+"""Completions by poll target, and the token streams of sampling requests.
 
-Completions are one sorted set a poll target, by a count that goes through all of them and never goes back.
+Each poll target has one sorted set of completions. Its scores come from one counter for all targets, which never goes
+back.
 
-Token streams are best effort: what is lost here is in the result, and a sampler that runs a request again tells of
-its tokens again. So they go through the broker, which keeps nothing: the state server syncs its disk for every write,
-which on a busy machine was seen to take 1.2 s, and a piece every 50 ms would make everything else wait for that as
-well.
+Token streams are best effort: the result contains all tokens, so also the lost ones. A sampler that runs a request
+again publishes its tokens again. The streams therefore go through the broker, which persists nothing. The state
+server syncs its disk for every write; on a busy machine a sync was seen to take 1.2 s. With new tokens every 50 ms,
+all other writes would have to wait for these syncs too.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from app.stores.redis.scripts import Scripts
 _SLICE = 1000
 _ACKNOWLEDGED_S = 300
 
-# A reader that is this far behind takes the rest from the result.
+# A reader that is further behind takes the rest from the result.
 _MOST_ENTRIES = 4096
 _KEPT_S = 120
 
@@ -47,14 +48,14 @@ class RedisCompletions:
     def acknowledge(self, request_ids: Iterable[str]) -> None:
         with self._redis.pipeline(transaction=False) as pipe:
             for request_id in request_ids:
-                # XX: what is not finished has no end yet, and must not get one.
+                # XX: the future of an unfinished request has no expiry yet, and must not get one.
                 pipe.expire(keys.future(request_id), self._kept_s, xx=True, lt=True)
             pipe.execute()
 
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """Further tokens of sample `index`, the first of them its `place`-th: tokens int32 [n], logprobs float32 [n]."""
+    """The next tokens of sample `index`, from its `place`-th token on: tokens int32 [n], logprobs float32 [n]."""
 
     request_id: str
     index: int
@@ -64,14 +65,17 @@ class Drawn:
 
 
 class TokenStreams:
-    """One Redis stream a request, on the broker. Readers share the process's one pub/sub connection there
-    (waiting.Waiter), which every `add` wakes: a blocking read each would be a connection each."""
+    """Token streams on the broker: one Redis stream per request.
+
+    All readers of a process share its one pub/sub connection to the broker (client.Waiter), and every `add` wakes
+    them. Blocking reads would need one connection per reader.
+    """
 
     def __init__(self, broker: redis.Redis) -> None:
         self._broker = broker
 
     def add(self, drawn: Iterable[Drawn]) -> None:
-        """Append, in one round trip, and wake the readers."""
+        """Appends the tokens in one round trip, and wakes the readers."""
         requests = set()
         with self._broker.pipeline(transaction=False) as pipe:
             for piece in drawn:
@@ -83,14 +87,14 @@ class TokenStreams:
             pipe.execute()
 
     def read(self, request_id: str, after: str) -> tuple[list[Drawn], str]:
-        """What came behind the entry `after` ("0-0": all there is), and the newest entry's id."""
+        """The entries behind the entry `after` ("0-0" for all entries), and the id of the newest entry."""
         found = cast(Any, self._broker.xread({keys.stream(request_id): after}))
         entries = found[0][1] if found else []
         last = entries[-1][0].decode() if entries else after
         return [_drawn(request_id, fields) for _, fields in entries], last
 
     def drop(self, request_id: str) -> None:
-        """Nobody reads it any more."""
+        """Deletes a request's stream, which nobody reads any more."""
         self._broker.delete(keys.stream(request_id))
 
 

@@ -1,4 +1,4 @@
-"""OpLog on Redis: each method is one script in lua/, or one read."""
+"""The journal of training Ops and sampling requests on Redis: each method is one script in lua/, or one read."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ CANCELLED = "cancelled: its client asked for that"
 
 _STAGED_BYTES = 64 * 1024
 _STAGED_S = 600
-# Results up to this size stay the whole of result_read_s; the SDK asks again within seconds, if it does.
+# Results up to this size stay for all of result_read_s; if the SDK asks again, it does so within seconds.
 _READ_BYTES = 64 * 1024
 _READ_LEAST_S = 300
 
@@ -82,7 +82,7 @@ class RedisOpLog:
     """See app.stores.interfaces.OpLog."""
 
     def __init__(self, client: redis.Redis, settings: EngineSettings, store: ObjectStore | None = None) -> None:
-        """`store` holds the spilled payloads; a process that runs no Ops needs none."""
+        """`store` holds the spilled payloads; a process that runs no Ops needs no store."""
         self._redis = client
         self._run = Scripts(client, settings)
         self._payloads = RedisPayloads(client, settings, store)
@@ -150,7 +150,7 @@ class RedisOpLog:
         if not found:
             return None
         kind, doomed, attempts, waited_ms, doubtful, owner = found
-        # It may have been admitted, or spilled, since.
+        # The Op may have been admitted, or its payload spilled, since the first read.
         payload = payload or self._to_run(request_id)
         return Entry(
             seq,
@@ -295,12 +295,12 @@ class RedisOpLog:
         with self._redis.pipeline(transaction=False) as pipe:
             pipe.expire(keys.future(request_id), self._kept_s(size), lt=True)
             if kind == "sample":
-                # Whoever waits for all of a client's requests together reads a result only once told that it is there.
+                # A poll for all requests of a client reads a result only after the completion was reported to it.
                 pipe.zrem(keys.completed(ids.target_of(request_id)), request_id)
             pipe.execute()
 
     def _kept_s(self, size: int) -> int:
-        """How long a result of so many bytes stays once it was read: the larger, the shorter, as memory is bounded."""
+        """The seconds that a result of `size` bytes stays once read; a larger one goes sooner, as memory is bounded."""
         return min(self._read_s, max(_READ_LEAST_S, self._read_s * _READ_BYTES // max(size, 1)))
 
     def shortage(self) -> str:
@@ -341,14 +341,17 @@ class RedisOpLog:
         return tuple(_texts(self._run("waiting", model_id, seq, limit)))
 
     def _check_size(self, payload: bytes) -> None:
-        """What could never fit must not be told to come again."""
+        """Raises TooLarge for a payload over the budget: a retry of it could never succeed."""
         if len(payload) > self._budget:
             raise TooLarge(
                 f"the call takes {len(payload)} bytes, over engine.payload_budget_bytes ({self._budget}): split it"
             )
 
     def _stage(self, payload: bytes) -> str:
-        """A large payload's key, or "". Handing 5 MB to a script took four times a plain SET."""
+        """Stores a large payload and returns its key; "" for a small one.
+
+        To pass 5 MB to a script took four times as long as a plain SET.
+        """
         if len(payload) < _STAGED_BYTES:
             return ""
         key = keys.staged(uuid.uuid4().hex)
@@ -356,9 +359,9 @@ class RedisOpLog:
         return key
 
     def _to_run(self, request_id: str) -> bytes:
-        """A call's content, read before its start is noted: an object store that is away must not count as a try.
+        """A call's content. It is read before the start is noted: an object store that is away must not use an attempt.
 
-        Lost content is empty, so that running it fails, and after its attempts the Op.
+        Lost content is empty. Each run then fails, and after the last attempt the Op fails.
         """
         try:
             return self._payloads.get(request_id)
@@ -366,7 +369,10 @@ class RedisOpLog:
             return b""
 
     def _absence(self, request_id: str, owners: Set[str]) -> NotFound | Gone:
-        """An id whose parent is the caller's was there once; anything else looks unknown."""
+        """The error for a missing future.
+
+        An id whose parent is the caller's existed once: Gone. Every other id looks unknown: NotFound.
+        """
         parent, _, seq = request_id.rpartition(":")
         for namespace in ("models", "samplers"):
             stored, applied = self._redis.hmget(keys.record(namespace, parent), ["owner", "applied"])

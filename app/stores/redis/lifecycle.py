@@ -1,4 +1,4 @@
-"""Lifecycle on Redis: sessions by when they were heard of, the end of models, and what nobody refers to any more."""
+"""Lifecycle on Redis: expiry of silent sessions, teardown of models and samplers, and unreferenced objects."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from app.stores.redis.scripts import Scripts
 
 SAMPLING_ENDED = "cancelled: its session has ended"
 _SLICE = 1000
-# A script ends so many in 12 ms, while everybody else waits for the server.
+# One script ends this many requests in 12 ms; all other clients of the server wait meanwhile.
 _ABORTED_AT_ONCE = 100
 
 

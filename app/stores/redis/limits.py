@@ -1,4 +1,4 @@
-"""Limits on Redis: lua/limits.lua decides, and this says what it is given, and in words what it found."""
+"""Limits on Redis: lua/limits.lua decides; this module builds its input and turns its answers into errors."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class RedisAllowances:
 
 
 def of_op(charge: Charge) -> str:
-    """What the scripts are given; empty where nothing limits it."""
+    """The charge as JSON, the input of the scripts; empty when no payer has a limit."""
     payers = [
         {"kind": payer.kind, "id": payer.id, "name": payer.name, "limits": said}
         for payer in charge.payers
@@ -56,12 +56,12 @@ def of_op(charge: Charge) -> str:
 
 
 def of_sample(charge: Charge) -> tuple[str, str]:
-    """The same, and whom its sequences count for, limited or not."""
+    """The charge as in `of_op`, and the names of all payers that its sequences count for, limited or not."""
     return of_op(charge), " ".join(payer.name for payer in charge.payers)
 
 
 def check(found: Sequence[bytes]) -> None:
-    """Raises what the scripts found a call to be over, if they did."""
+    """Raises LimitReached or TooManyRequests when the scripts found a call to be over a limit."""
     if not found or found[0] != _LIMITED:
         return
     name, payer, used, limit, wait_ms = (part.decode() for part in found[1:])
@@ -75,5 +75,5 @@ def check(found: Sequence[bytes]) -> None:
 
 
 def _said(limits: Limits) -> dict[str, float]:
-    """cjson's null is a value of its own, and true."""
+    """The limits that are set, by name. An unset one is left out: cjson's null is a value that counts as true."""
     return {name: value for name, value in asdict(limits).items() if value is not None and name != "weight"}

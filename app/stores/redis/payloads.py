@@ -1,9 +1,11 @@
-"""Where an Op's encoded content lies: in Redis, counted against a budget, or spilled to the object store.
+"""Payloads, the encoded content of Ops: in Redis, counted against a budget, or spilled to the object store.
 
-A payload moves only in that direction. Its object has a name of its own for every try, so nothing is ever overwritten:
-the name is noted in `spilling` first, the object written, and then one script swaps, if the Op is still there and still
-has that payload. A name that stays in `spilling` for long belongs to a try that died: it becomes garbage, and its swap
-is refused from then on. Two workers may spill the same payload at once: the later swap finds it gone.
+A payload moves only in that direction. Every try writes an object with a unique name, so nothing is ever overwritten.
+A try has three steps. It notes the object's name in `spilling`. It writes the object. Then one script replaces the
+payload by the object, if the Op still exists and still has that payload.
+
+A name that stays in `spilling` for long belongs to a try that died. The name becomes garbage, and from then on the
+script refuses its replacement. Two workers may spill the same payload at once: the later script finds it gone.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from app.stores.redis.scripts import Scripts
 
 PREFIX = "payloads"
 _GARBAGE_AT_ONCE = 500
-# No store goes on with a write for longer.
+# No store continues a write for longer than this.
 _ABANDONED_MS = 3_600_000
 
 

@@ -1,4 +1,4 @@
-"""Records on Redis, each a hash listed in a sorted set, and the open pages of books."""
+"""Records on Redis, each a hash that a sorted set lists, and the open pages of the usage ledger and the audit log."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from app.stores.redis import keys
 from app.stores.redis.client import read_hash, text_fields
 from app.stores.redis.scripts import Scripts
 
-# Records read in one round trip: the server answers others in between, and 10,000 of them never lie in memory at once.
+# Records per round trip: the server answers other clients in between, and 10,000 records are never in memory at once.
 _SLICE = 500
 _DEFAULTS = EngineSettings()
 
@@ -55,7 +55,7 @@ class RedisRecords:
         return bool(self._run("delete_same", namespace, key, *flat))
 
     def list(self, namespace: str, prefix: str = "") -> Iterator[tuple[str, dict[str, str]]]:
-        """Expired ids are dropped from the index on the way."""
+        """Lists a namespace's records by id prefix. Removes the ids of expired records from the index on the way."""
         index, after = keys.index(namespace), f"[{prefix}"
         while slice_ := _ids(self._redis, index, after, prefix):
             with self._redis.pipeline(transaction=False) as pipe:
@@ -119,6 +119,6 @@ class RedisPages:
         return None if found is None else float(found)
 
     def measure(self, before: float | None, now: float, held: Iterable[Held]) -> bool:
-        # As text: a script's own numbers are exact only up to 2^53, ten terabytes for a quarter of an hour.
+        # As text: numbers in a script are exact only up to 2^53, which is ten terabytes for a quarter of an hour.
         rows = [[each.project, each.base_model, each.hour, str(each.byte_seconds)] for each in held]
         return bool(self._run("measure_storage", "" if before is None else repr(before), repr(now), json.dumps(rows)))

@@ -1,4 +1,4 @@
-"""Loads lua/*.lua. A script's text is its name's only definition; Redis caches it by hash."""
+"""Loads lua/*.lua. The file lua/<name>.lua is the only definition of a script; Redis caches its text by hash."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from app.errors import Unavailable
 from app.settings import EngineSettings
 
 _FULL = "FULL "
-# A smaller payload is not worth an object of its own.
+# A smaller payload is not worth a separate object.
 _SPILL_LEAST = 4096
 _BEFORE_ALL = ("prelude", "limits", "placing")
 
 
 class Scripts:
-    """Calls a script by name: `scripts("admit", ...)`. All input goes through ARGV; keys are built from ids inside.
+    """Calls a script by name: `scripts("admit", ...)`. All input goes through ARGV; the script builds keys from ids.
 
-    A script that drains work starts with the line `#!lua flags=allow-oom`, and runs above maxmemory too; one that
-    takes work in asks `no_room` first, which is raised here as Unavailable.
+    A script that drains work starts with the line `#!lua flags=allow-oom`, and also runs above maxmemory. A script
+    that admits work calls `no_room` first. Its refusal is raised here as Unavailable.
     """
 
     def __init__(self, client: redis.Redis, settings: EngineSettings) -> None:
@@ -48,7 +48,7 @@ def _limits(settings: EngineSettings) -> str:
 
 
 def _join(prelude: str, text: str) -> str:
-    """A shebang must stay the first line."""
+    """Puts the prelude before a script's text; a shebang stays the first line."""
     if not text.startswith("#!"):
         return prelude + text
     shebang, rest = text.split("\n", 1)
