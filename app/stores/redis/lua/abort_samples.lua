@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
--- End the unfinished requests of samplers that are gone, or whose session has ended and was not brought back since.
--- ARGV: most requests, seconds to keep, type and body of their result. Returns how many were ended.
+-- End the unfinished requests of samplers that no longer exist, or whose session has ended and has not been reopened.
+-- ARGV: most requests, seconds to keep, type and body of their result. Returns the number of requests ended.
 local ended, most = 0, tonumber(ARGV[1])
 
 local function is_over(sampler)

@@ -1,8 +1,8 @@
 #!lua flags=allow-oom
--- Own a model. ARGV: model id, worker ("node/boot"), lease in ms.
+-- Take the lease of a model. ARGV: model id, worker ("node/boot"), lease in ms.
 -- Returns {epoch, applied, snapshot, snapshot_seq, epoch_floor}; {} for an unknown model; {holder} while another node
--- owns it; {'ended', ''} for one that is no more.
--- An older process of the same node is replaced at once: node names are unique, and the new epoch fences it.
+-- owns the model; {'ended', ''} for a model that has ended.
+-- An older process of the same node is replaced at once: node names are unique, and the new epoch fences that process.
 local key = 'tinsmith:models:' .. ARGV[1]
 if redis.call('EXISTS', key) == 0 then return {} end
 if redis.call('HEXISTS', key, 'ended') == 1 then return {'ended', ''} end

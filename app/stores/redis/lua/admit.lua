@@ -1,17 +1,18 @@
 -- Journal an Op and its pending future, once. ARGV: model id, seq, request id, kind, payload, digest,
--- key the payload was staged under (or ''), charge (or ''), entry in its project's audit log (or ''), and for a model to
+-- key of a staged payload (or ''), charge (or ''), entry in its project's audit log (or ''), and for a model to
 -- register in the same step: field, value, ...
--- Returns {what, lease holder}: fresh | repeat | conflict | refused (with its reason) | consumed | unknown | ended, or
--- {'limited', ...} as `over_limit` in prelude.lua
+-- Returns {outcome, lease holder}; the outcome is fresh | repeat | conflict | refused (with its reason instead of the
+-- holder) | consumed | unknown | ended. Returns {'limited', ...} as `over_limit` in limits.lua does.
 local model, seq, request, staged = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[7]
 
--- Refusing what others wait for would keep them from ever draining.
+-- If later Ops wait for this one, its refusal would keep them from ever draining.
 local function is_awaited(applied)
   return seq == applied + 1 and redis.call('ZCOUNT', 'tinsmith:journal:' .. model, '(' .. seq, '+inf') > 0
 end
 
--- Of a large batch the SDK sends the first part last. The parts behind it were held to the rates themselves, which no
--- other kind of call is; so many seqs on is no part of it, else one call far ahead would let all before it in.
+-- The SDK sends the first part of a large batch last. The later parts passed the rate limits themselves; later calls
+-- of other kinds did not, and do not count here. A call more than PARTS seqs ahead is no part of the batch; otherwise
+-- one call far ahead would exempt all calls before it from the rates.
 local PARTS = 128
 
 local function is_awaited_by_parts(applied)

@@ -1,9 +1,9 @@
--- Take in a sampling request, once, and with it the version of the adapter it is to have and the node that is to run it.
+-- Journal a sampling request, once, with the adapter version that it uses and the node that it is dispatched to.
 -- ARGV: request id, parent id, owner, queue, payload, digest, tokens it may take, its sequences, most requests and most
--- tokens that may be unfinished in its queue (or '' for any), charge, the names of its payers.
--- Returns {'fresh', node to ring, '' for whoever comes first}, {'held', ''} when nobody is to be rung yet, or {what,
--- requests or tokens that are unfinished there}: repeat | conflict | unknown | too_large | requests | tokens; or
--- {'limited', ...} as `over_limit` in limits.lua
+-- tokens that may be unfinished in its queue (or '' for no bound), charge, the names of its payers.
+-- Returns {'fresh', node to dispatch to, or '' for any node}, or {'held', ''} when the request is throttled. Else
+-- returns {repeat | conflict | unknown | too_large | requests | tokens, unfinished requests or tokens in the queue}, or
+-- {'limited', ...} as `over_limit` in limits.lua does.
 local request, sampler, queue, tokens = ARGV[1], ARGV[2], ARGV[4], tonumber(ARGV[7])
 
 local known = redis.call('HGET', 'tinsmith:future:' .. request, 'digest')

@@ -1,6 +1,7 @@
 #!lua flags=allow-oom
--- Make seq the applied one and its result readable. ARGV: model id, epoch, seq, state, type, body, seconds to keep,
--- JSON list of {namespace, id, {field = value}} to record in the same step, why it failed, JSON of what it used. Returns 1, or 0 when fenced.
+-- Commit an Op: seq becomes the applied seq, and its result can be read. ARGV: model id, epoch, seq, state, type, body,
+-- seconds to keep, JSON list of {namespace, id, {field = value}} to record in the same step, reason of a failure, JSON
+-- of its usage. Returns 1, or 0 when fenced.
 local model, seq = ARGV[1], tonumber(ARGV[3])
 local key = 'tinsmith:models:' .. model
 local head = redis.call('HMGET', key, 'epoch', 'applied', 'owner')
@@ -13,7 +14,7 @@ if ARGV[4] == 'failed' or kind == 'forward' or kind == 'save_weights' then
   drop_payload(request)  -- no replay runs it
 end
 if ARGV[4] == 'failed' then
-  -- It left the model as it was, so a replay must not run it.
+  -- A failed Op left the model as it was, so a replay must not run it.
   redis.call('HSETNX', 'tinsmith:op:' .. request, 'doomed', ARGV[9])
   if kind == 'forward_backward' then doom(model, seq, ARGV[9]) end
   if kind == 'create_model' then redis.call('HSET', key, 'state', '"failed"') end

@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
--- Which requests of a poll target came to their end behind a cursor; what is not behind it goes.
--- ARGV: target, cursor, most requests. Returns {cursor of the last, request id, state, bytes, ...}
+-- List the requests of a poll target that finished after a cursor; entries up to the cursor are deleted.
+-- ARGV: target, cursor, most requests. Returns {cursor of the last one, request id, state, bytes, ...}
 local key = 'tinsmith:completed:' .. ARGV[1]
 local cursor = ARGV[2]
 local newest = redis.call('GET', 'tinsmith:completions') or '0'

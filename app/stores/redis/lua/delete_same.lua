@@ -1,5 +1,6 @@
 #!lua flags=allow-oom
--- Delete a record that still has these fields. ARGV: namespace, id, field, value, ... Returns 1, or 0 when it has not.
+-- Delete a record that still has these fields. ARGV: namespace, id, field, value, ...
+-- Returns 1, or 0 when the record is different.
 local key = 'tinsmith:' .. ARGV[1] .. ':' .. ARGV[2]
 for i = 3, #ARGV, 2 do
   if redis.call('HGET', key, ARGV[i]) ~= ARGV[i + 1] then return 0 end

@@ -1,5 +1,5 @@
--- Payloads that should move to the object store: large ones, and the oldest while over half the budget is used.
--- ARGV: most rows. Returns request ids, the first to go first.
+-- List the payloads that should move to the object store: the large ones, and the oldest while over half the budget is
+-- used. ARGV: most rows. Returns request ids in the order in which they should move.
 local held = tonumber(redis.call('GET', 'tinsmith:payload_bytes') or 0)
 local due = {}
 local listed = redis.call('ZRANGE', 'tinsmith:spillable', 0, ARGV[1] - 1, 'WITHSCORES')

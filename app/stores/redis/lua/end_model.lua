@@ -1,8 +1,9 @@
 #!lua flags=allow-oom
--- End a model for good: its owner is fenced, its journal and snapshot pointer go, what waits fails.
+-- End a model for good: its owner is fenced, its journal and snapshot pointer are deleted, and its waiting calls fail.
 -- ARGV: model id, seconds to keep results, type and body of a waiting future's result,
--- ms that its session must have ended ago (or '' to end it whatever its session).
--- Returns {base model, lease holder or '', 'true' for a full one}; {} when there is no such model, or its session lives again.
+-- ms since which its session must have ended (or '' to end the model in any case).
+-- Returns {base model, lease holder or '', 'true' for full fine-tuning}; {} when the model does not exist, or when its
+-- session is open again.
 local model = ARGV[1]
 local key = 'tinsmith:models:' .. model
 local head = redis.call('HMGET', key, 'applied', 'base_model', 'session_id', 'ended', 'full')

@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- End the sessions that were not heard of for long. ARGV: ms of silence, most sessions. Returns their ids.
+-- End the sessions without a heartbeat or call for so long. ARGV: ms of silence, most sessions. Returns their ids.
 local now = now_ms()
 local silent = redis.call('ZRANGEBYSCORE', 'tinsmith:sessions_heard', '-inf', now - ARGV[1], 'LIMIT', 0, ARGV[2])
 for _, id in ipairs(silent) do

@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- A session's client is done with it; the first reason stays. ARGV: session id, reason as JSON.
+-- Finish a session for its client; the first reason stays. ARGV: session id, reason as JSON.
 local key = 'tinsmith:sessions:' .. ARGV[1]
 local status = redis.call('HGET', key, 'status')
 if status == '"open"' or status == '"expired"' then redis.call('HSET', key, 'status', ARGV[2]) end

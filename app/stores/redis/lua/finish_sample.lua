@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
--- Make a sample's result readable; the first one stays, and what it used is counted. ARGV: request id, state, type, body,
--- seconds to keep, JSON of what it used. Returns 1, or 0 when there was a result already.
+-- Store a sampling request's result; the first result stays, and its usage is counted. ARGV: request id, state, type,
+-- body, seconds to keep, JSON of its usage. Returns 1, or 0 when the request had a result already.
 local charged = charged_for(ARGV[1])
 if not close_sample(ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5]) then return 0 end
 local took = 0

@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
--- A session's client says that it is there. ARGV: session id.
--- A session its client finished stays finished, but is kept for as long again.
+-- Note a heartbeat of a session's client. ARGV: session id.
+-- A session that its client finished stays finished, but its time until removal starts again.
 local now = now_ms()
 local status = redis.call('HGET', 'tinsmith:sessions:' .. ARGV[1], 'status')
 if status ~= '"expired"' and redis.call('ZSCORE', 'tinsmith:sessions_ended', ARGV[1]) then

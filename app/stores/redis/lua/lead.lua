@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- Take or keep the lead in a role. ARGV: role, worker, lease in ms. Returns 1 while it is ours, else 0.
+-- Take or keep the lead in a role. ARGV: role, worker, lease in ms. Returns 1 while this worker leads, else 0.
 local key = 'tinsmith:lease:' .. ARGV[1]
 local holder = redis.call('GET', key)
 if holder and holder ~= ARGV[2] then return 0 end

@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
--- The Op at a seq no longer runs, though its worker lives, whoever owns the model by now. ARGV: model id, epoch, seq,
--- worker, attempts to add, unless the epoch is stale.
+-- Note that a live worker no longer runs the Op at a seq, also when another worker owns the model by now. ARGV: model
+-- id, epoch, seq, worker, attempts to add. The attempts are not added when the epoch is stale.
 local op = 'tinsmith:op:' .. ARGV[1] .. ':' .. ARGV[3]
 if redis.call('EXISTS', op) == 1 then
   leave(op, ARGV[4])

@@ -1,6 +1,6 @@
--- Put before every script, behind prelude.lua: what payers have, and what their limits let in (app/domain/limits.py).
+-- A part of every script, behind prelude.lua: the usage and the limits of payers (app/domain/limits.py).
 
--- Where the bytes of all checkpoints are summed up by payer. A state server that has no sums yet gets them here.
+-- The key of the bytes of all checkpoints by payer. `sum_stored` makes these sums on a state server that has none yet.
 local STORED = 'tinsmith:stored'
 
 local function add_stored(path, sign)
@@ -23,8 +23,8 @@ local function bytes_stored(payer)
   return tonumber(redis.call('HGET', STORED, payer.name) or 0)
 end
 
--- Make, change or delete a record by `change`; a checkpoint's bytes, and a run, count for whose it was, and then for whose
--- it is.
+-- Make, change or delete a record by `change`. The bytes of a checkpoint, and a run, move in the counts from the owner
+-- before the change to the owner after it.
 local function change_record(namespace, id, change)
   if namespace == 'checkpoints' then
     sum_stored()
@@ -40,14 +40,14 @@ local function change_record(namespace, id, change)
   end
 end
 
--- A state server that has no lists of runs yet gets them here.
+-- Make the lists of runs on a state server that has none yet.
 local function list_runs()
   if redis.call('SETNX', 'tinsmith:runs_listed', now_ms()) == 0 then return end
   for _, model in ipairs(redis.call('ZRANGE', 'tinsmith:index:models', 0, -1)) do list_run(model, 'SADD') end
 end
 
--- How many runs of a payer are live: not ended nor unloaded nor failed, in a session that has not ended. Those that ended,
--- or whose session did, are taken out of its list; `hear` puts them back with their session.
+-- The number of a payer's live runs: not ended, not unloaded and not failed, in a session that has not ended. Runs that
+-- ended, or whose session ended, are removed from the payer's list; `hear` adds them again with their session.
 local function live_models(payer)
   list_runs()
   local listed, live = 'tinsmith:runs:' .. payer.name, 0
@@ -62,20 +62,21 @@ local function live_models(payer)
   return live
 end
 
--- Each rate has a bucket of what it gives in so many seconds. A call passes while anything is left, and takes all it takes:
--- so a large one leaves a debt, and no other can keep it out for ever.
+-- Each rate has a token bucket of BURST_S seconds. A call passes while anything is left in the bucket, and always takes
+-- its full amount. So a large call leaves a debt, and other calls cannot keep it out for ever.
 local BURST_S = 10
 
 local function rate_key(payer) return 'tinsmith:rates:' .. payer.name end
 
--- What is missing in a bucket, in calls or tokens. It is kept as it was at the last call, so that a new limit holds at once.
+-- The amount missing in a bucket, in calls or tokens. The state of the last call is stored, so that a new limit holds
+-- at once.
 local function missing(payer, rate, limit, now)
   local found = redis.call('HMGET', rate_key(payer), rate, rate .. '_at')
   return found[1] and math.max(0, found[1] - (now - found[2]) / 1000 * limit) or 0
 end
 
--- The first limit of a payer that does not let a charge in: {'limited', its name, payer, what is used, the limit, ms to
--- wait}; nil if there is none. Whom parts of its batch wait for does not wait for a rate.
+-- The first limit of a payer that refuses a charge: {'limited', its name, payer, amount used, the limit, ms to wait};
+-- nil if no limit refuses it. A call that later parts of its batch depend on (`awaited`) skips the rate limits.
 local function over_limit(payer, charge, awaited, now)
   local limits = payer.limits
   local function over(name, used, wait)
@@ -118,7 +119,7 @@ local function pay(payer, charge, now)
   if longest > 0 then redis.call('EXPIRE', rate_key(payer), string.format('%.0f', longest + 1)) end
 end
 
--- Charge a call to all its payers, or to none: returns what `over_limit` says.
+-- Charge a call to all its payers, or to none. Returns the refusal of `over_limit`, or nil.
 local function take(charge, awaited)
   local now = now_ms()
   for _, payer in ipairs(charge.payers) do
@@ -135,7 +136,7 @@ local function charged_for(request)
   return {payers = redis.call('HGET', 'tinsmith:op:' .. request, 'payers') or '', tokens = tonumber(tokens or 0)}
 end
 
--- Give back what a request did not take of the tokens it was charged for.
+-- Refund the tokens that a request was charged for and did not use.
 local function give_back(charged, took)
   local unused = charged.tokens - took
   for payer in charged.payers:gmatch('%S+') do
@@ -145,8 +146,8 @@ local function give_back(charged, took)
   end
 end
 
--- Close a sampling request that nobody waits for, and tell the worker that may be running it. What it was charged for is
--- given back: at once, or what it did not take once that worker says what it took. Returns as close_sample.
+-- Cancel a sampling request, and notify the worker that may be running it. Without such a worker, its whole charge is
+-- refunded at once; else the unused part, when the worker reports its usage. Returns as close_sample does.
 local function abort_sample(request, keep_s, type, body)
   local charged = charged_for(request)
   charged.runner = redis.call('GET', 'tinsmith:lease:' .. request) or nil
@@ -160,7 +161,7 @@ local function abort_sample(request, keep_s, type, body)
   return true
 end
 
--- Whoever ran a request that was called off says how many tokens it took.
+-- Refund a cancelled request when the worker that ran it reports the tokens it used.
 local function settle_stopped(request, worker, took)
   local key = 'tinsmith:stopped:' .. request
   local charged = cjson.decode(redis.call('GET', key) or '{}')

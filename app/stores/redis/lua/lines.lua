@@ -1,6 +1,6 @@
--- How far the models have come whose calls wait. ARGV: model ids.
--- Returns for each {owner as JSON, queue, node that holds it or '', applied seq, calls behind that, 1 while the next one
--- runs, 1 once it has come}; {} where nothing waits any more.
+-- Read the progress of models with waiting calls. ARGV: model ids.
+-- Returns for each model {owner as JSON, queue, node that owns it or '', applied seq, calls behind that seq, 1 while
+-- the next call runs, 1 once the next call has arrived}; {} where no call waits any more.
 local rows = {}
 for i, model in ipairs(ARGV) do
   local head = redis.call('HMGET', 'tinsmith:models:' .. model, 'owner', 'applied')

@@ -1,7 +1,7 @@
 #!lua flags=allow-oom
--- Count what checkpoints took of the store between two measurements, once. ARGV: when the last one was ('' for never),
--- when this one is, JSON list of {project, base model, hour, byte-seconds as text}. Returns 1, or 0 when the last one was
--- another.
+-- Add the storage that checkpoints took between two measurements to the usage pages, once. ARGV: time of the last
+-- measurement ('' for none), time of this one, JSON list of {project, base model, hour, byte-seconds as text}.
+-- Returns 1, or 0 when another measurement was the last one.
 if (redis.call('GET', 'tinsmith:storage_measured') or '') ~= ARGV[1] then return 0 end
 redis.call('SET', 'tinsmith:storage_measured', ARGV[2])
 for _, held in ipairs(cjson.decode(ARGV[3])) do

@@ -1,5 +1,6 @@
 #!lua flags=allow-oom
--- Give a session to another project, with all that is in it. ARGV: session id, project as JSON.
+-- Move a session, with its models, samplers, losses and checkpoints, to another project.
+-- ARGV: session id, project as JSON.
 local key = 'tinsmith:sessions:' .. ARGV[1]
 if redis.call('EXISTS', key) == 0 then return 0 end
 redis.call('HSET', key, 'owner', ARGV[2])

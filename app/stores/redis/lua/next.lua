@@ -1,7 +1,7 @@
 #!lua flags=allow-oom
--- The Op at a seq, about to run. ARGV: model id, epoch, seq, worker, lease in ms.
--- Returns {kind, doomed, attempts, ms since admission, 1 if an attempt is in doubt, the model's owner as JSON}, {} when it
--- has not come, or 0 for a stale epoch.
+-- Start the Op at a seq. ARGV: model id, epoch, seq, worker, lease in ms.
+-- Returns {kind, doomed, attempts, ms since admission, 1 if an attempt is in doubt, the model's owner as JSON}, {} when
+-- the Op has not arrived, or 0 for a stale epoch.
 local model = ARGV[1]
 if redis.call('HGET', 'tinsmith:models:' .. model, 'epoch') ~= ARGV[2] then return 0 end
 local op = 'tinsmith:op:' .. model .. ':' .. ARGV[3]

@@ -1,7 +1,7 @@
--- All that is not terminal, longest without progress first, and what is held behind the others.
--- ARGV: rows to leave out at the start, most rows, most kinds.
--- Returns rows {id, queue, ms waited, next seq or '', 1 while a worker runs it, kinds of what waits from there on without
--- a gap, 1 while a sampling request waits for one node that has not begun on it, 1 while it is held}
+-- List all models and sampling requests with unfinished calls: the longest without progress first, throttled ones last.
+-- ARGV: rows to skip at the start, most rows, most kinds.
+-- Returns rows {id, queue, ms waited, next seq or '', 1 while a worker runs it, kinds of the waiting calls from that
+-- seq up to a gap, 1 while a sampling request waits for its node to begin, 1 while it is throttled}
 local now = now_ms()
 local rows, depth = {}, tonumber(ARGV[3])
 local waiting = redis.call('ZRANGE', 'tinsmith:pending', ARGV[1], ARGV[1] + ARGV[2] - 1, 'WITHSCORES')

@@ -1,7 +1,8 @@
--- Put before every script, behind prelude.lua: where sampling requests go, and which of them are rung for.
+-- A part of every script, behind prelude.lua: the choice of a node for sampling requests, and their throttled dispatch.
 
--- A sampler as a request finds it: for how many more sequences its batch has room (below 0: so many wait for some), how
--- many make a batch, and whether it begins on another request; nil when it is gone, not well, or reads another queue.
+-- The load of a sampler: `room`, the sequences that still fit into its batch (below 0: so many sequences wait for
+-- room); `batch`, the sequences of a full batch; `takes`, true if it begins another request. nil when the sampler is
+-- gone, unhealthy, or reads another queue.
 local function look_at(node, queue)
   local found = redis.call('HMGET', 'tinsmith:workers:' .. node, 'queue', 'healthy', 'batch', 'holds')
   if not found[1] or cjson.decode(found[1]) ~= queue or found[2] ~= 'true' then return nil end
@@ -9,8 +10,8 @@ local function look_at(node, queue)
   return {node = node, room = found[3] - placed, batch = tonumber(found[3]), takes = placed < tonumber(found[4])}
 end
 
--- Of those that take another request the one with the most room; of equals each has its share of the keys, always the
--- same, so that adapters spread while little goes on and come back after a pause.
+-- The node with the most room among those that take another request. Among equals a hash of key and node decides: each
+-- node always gets the same share of the keys. So adapters spread at low load, and return to their node after a pause.
 local function emptiest(key, queue)
   local best = {node = '', room = -math.huge}
   for _, node in ipairs(redis.call('ZRANGE', 'tinsmith:index:workers', 0, -1)) do
@@ -23,8 +24,9 @@ local function emptiest(key, queue)
   return best
 end
 
--- Where this adapter was sampled before, as long as there is room: then where there is some. While there is none at all
--- it stays at home unless another is a whole batch ahead. Its home is another one only when that is lost.
+-- The node for a request. The node with the adapter's affinity is chosen while it has room, else a node that has room.
+-- While no node has room, the node with affinity stays, unless another node is a whole batch ahead. The affinity moves
+-- only when its node is lost.
 local function pick(request, queue, adapter)
   local key = home_of(request, adapter)
   local home = redis.call('GET', key)
@@ -45,13 +47,14 @@ local function pick(request, queue, adapter)
   return chosen.node
 end
 
--- So many batches of sequences are rung for at once: one that is decoded, and two whose requests are ready, or have ended
--- in part. So many sequences always are.
+-- RUNG_BATCHES batches of sequences are dispatched at once: one that is decoded, and two whose requests are ready, or
+-- have finished in part. Up to RUNG_LEAST sequences are always dispatched.
 local RUNG_BATCHES, RUNG_LEAST = 3, 64
 
 local batches_of = {}
 
--- How many sequences all samplers of a queue decode at once; looked up once a script, which may ask for every project.
+-- The sequences that all samplers of a queue decode at once. It is read once per script, which may need it for every
+-- project.
 local function batches(queue)
   if batches_of[queue] then return batches_of[queue] end
   local sum = 0
@@ -63,9 +66,11 @@ local function batches(queue)
   return sum
 end
 
--- Whether a project may have a request of so many sequences rung for: while there are not enough of all together, or it
--- has less than its part of as many and there are not twice as many; one request in any case. With less than its part,
--- who has few under way would wait for what another rang for before, and come too late for the batch that begins then.
+-- Returns true if a project's request of `rows` sequences may be dispatched, which is so in four cases. The project has
+-- no dispatched request. The total stays within RUNG_LEAST. All projects together have less than enough dispatched
+-- sequences. Or they have less than twice enough, and the project stays within its equal part of enough. Without the
+-- last case, a project with few requests would wait for earlier ones of another project, and come too late for the
+-- batch that begins then.
 local function may_ring(queue, project, rows)
   local mine = tonumber(redis.call('HGET', 'tinsmith:rung:' .. queue, project) or 0)
   local all = tonumber(redis.call('HGET', 'tinsmith:rung_rows', queue) or 0)
@@ -82,7 +87,7 @@ local function hold(request, queue, project, now)
   redis.call('SADD', 'tinsmith:holding:' .. queue, project)
 end
 
--- Count a request as rung for, for its project, until it ends or is put off.
+-- Count a request as dispatched for its project, until it finishes or is requeued.
 local function count_rung(request, queue, project)
   local op = 'tinsmith:op:' .. request
   local rows = redis.call('HGET', op, 'rows')
@@ -91,7 +96,7 @@ local function count_rung(request, queue, project)
   redis.call('HINCRBY', 'tinsmith:rung_rows', queue, rows)
 end
 
--- Have a request rung for. Returns the node to ring, or ''.
+-- Dispatch a request. Returns the node to dispatch to, or ''.
 local function ring(request, queue, project)
   count_rung(request, queue, project)
   local node = pick(request, queue, redis.call('HGET', 'tinsmith:op:' .. request, 'adapter'))

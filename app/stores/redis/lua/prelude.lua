@@ -1,8 +1,8 @@
--- Put before every script, behind `LIMITS` (see scripts.py).
--- So long after its last request an adapter's home is forgotten: by then its engine may well have evicted it.
+-- The first part of every script, behind `LIMITS` (see scripts.py).
+-- An adapter's affinity expires so long after its last request: by then its engine may well have evicted the adapter.
 local HOME_MS = 3600000
--- What is held stands so much later among what is pending: behind all that somebody may have to be rung for again, of
--- which only so many are looked at.
+-- Added to a throttled request's score in `pending`. It sorts behind all entries that may need a redispatch; redispatch
+-- reads only a limited number of entries.
 local HELD_MS = 1e13
 
 local function now_ms()
@@ -10,20 +10,20 @@ local function now_ms()
   return time[1] * 1000 + math.floor(time[2] / 1000)
 end
 
--- Of a worker, "node/boot": the machine's part of its name, where it can be rung.
+-- The node of a worker "node/boot": the part of its name that names the machine, the target of a dispatch.
 local function node_of(worker) return worker:match('^(.*)/') end
 
--- Whether somebody who began an Op, and did not say that he left it, lives: he renews a lease on his own name. Of a node
--- that has started anew the process before is no more.
+-- Returns true if a worker that began an Op, and did not report that it left the Op, is alive: it renews a lease on its
+-- own name. When `worker` is a new process of the same node, the process before it is dead.
 local function is_heard(boot, worker)
   local life = 'tinsmith:lease:' .. boot
   if node_of(boot) == node_of(worker) then redis.call('DEL', life) end
   return redis.call('EXISTS', life) == 1
 end
 
--- Begin on an Op or a sampling request. Each worker that began it before and is not heard of is an attempt; one that is
--- heard of again was only cut off, and is none any more. `former` are those workers -> ms when each was first missed, or 0.
--- Returns the attempts there were, and 1 if one of them is of a worker missed for less than a lease, else 0.
+-- Begin an Op or a sampling request. Each worker that began it before and is missed counts as an attempt. A worker that
+-- is alive again was only cut off, and no longer counts. `former` maps these workers to the ms when each was first
+-- missed, or to 0. Returns the number of attempts, and 1 if one is of a worker missed for less than a lease, else 0.
 local function begin(op, worker, lease_ms)
   local found = redis.call('HMGET', op, 'runner', 'former')
   local former, now, more, doubtful = cjson.decode(found[2] or '{}'), now_ms(), 0, 0
@@ -44,7 +44,7 @@ local function begin(op, worker, lease_ms)
   return redis.call('HINCRBY', op, 'attempts', more), doubtful
 end
 
--- A worker does not run an Op or a sampling request any longer, and lives: it is no attempt of his.
+-- Note that a live worker no longer runs an Op or a sampling request: its start does not count as an attempt.
 local function leave(op, worker)
   local found = redis.call('HMGET', op, 'runner', 'former')
   if found[1] == worker then redis.call('HDEL', op, 'runner') end
@@ -56,7 +56,7 @@ local function leave(op, worker)
   end
 end
 
--- Have a run counted for its project and its key, by 'SADD', or no more, by 'SREM'; one that has ended is not added.
+-- Add a run to the runs of its project and its key ('SADD'), or remove it ('SREM'). An ended run is not added.
 local function list_run(model, how)
   local found = redis.call('HMGET', 'tinsmith:models:' .. model, 'owner', 'key', 'ended')
   if not found[1] or (found[3] and how == 'SADD') then return end
@@ -65,7 +65,7 @@ local function list_run(model, how)
   if key ~= '' then redis.call(how, 'tinsmith:runs:key:' .. key, model) end
 end
 
--- A model with nothing applied; its fields are ARGV from `first` on: field, value, ...
+-- Register a model with nothing applied. Its fields are ARGV from `first` on: field, value, ...
 local function register_model(model, first)
   redis.call('HSET', 'tinsmith:models:' .. model, 'applied', -1, 'epoch', 0, 'worker', '', 'snapshot', '',
              'snapshot_seq', -1, unpack(ARGV, first))
@@ -73,13 +73,13 @@ local function register_model(model, first)
   list_run(model, 'SADD')
 end
 
--- The queue its trainers read; doorbell.train_queue says the same.
+-- The queue that a model's trainers read; train_queue in app/dispatch.py must agree.
 local function train_queue(model)
   local found = redis.call('HMGET', 'tinsmith:models:' .. model, 'base_model', 'full')
   return (found[2] == 'true' and 'full.' or 'train.') .. cjson.decode(found[1])
 end
 
--- What a model waits with at a seq: {model id, seq, kind, bytes, 1 if it is fresh, owner as JSON}; nil if nothing came.
+-- The waiting Op of a model at a seq: {model id, seq, kind, bytes, 1 if it is fresh, owner as JSON}; nil without an Op.
 local function head_of(model, seq)
   local request = string.format('%s:%d', model, seq)
   local op = redis.call('HMGET', 'tinsmith:op:' .. request, 'kind', 'doomed', 'attempts', 'runner', 'former')
@@ -90,7 +90,7 @@ local function head_of(model, seq)
   return {model, tonumber(seq), op[1], size, fresh and 1 or 0, owner}
 end
 
--- The last hour whose pages are closed; -1 while none is.
+-- The last hour whose pages are closed; -1 while no page is closed.
 local function pages_closed()
   return tonumber(redis.call('GET', 'tinsmith:pages_closed') or -1)
 end
@@ -99,7 +99,7 @@ local function hour_now()
   return math.floor(now_ms() / 3600000)
 end
 
--- The key of a project's page of a book, for an hour; of the first one that is open still, where that hour is closed.
+-- The key of a project's page of a book for an hour; for a closed hour, of the first page that is still open.
 local function page_of(book, project, hour)
   hour = math.max(hour, pages_closed() + 1)
   local name = book .. '/' .. project .. '/' .. hour
@@ -107,8 +107,9 @@ local function page_of(book, project, hour)
   return 'tinsmith:page:' .. name
 end
 
--- Count what an Op or a sample took, for the project that has its model or sampler (a record's key) now. `usage`: JSON,
--- amounts by kind. The page says of every session on it who opened it: the session's own record will be gone some day.
+-- Count the usage of an Op or a sample for the project that owns its model or sampler (`record` is that record's key)
+-- now. `usage`: JSON, amounts by kind. The page stores the user of every session on it, because the session's own
+-- record is deleted some day.
 local function count_usage(record, usage)
   local found = usage ~= '{}' and redis.call('HMGET', record, 'owner', 'session_id', 'base_model')
   if not found or not found[1] then return end
@@ -124,7 +125,7 @@ local function count_usage(record, usage)
   end
 end
 
--- What already waits behind a lost gradient, up to and including the next optim_step, fails with `reason`.
+-- Doom the Ops that wait behind a lost gradient, up to and including the next optim_step: they fail with `reason`.
 local function doom(model, seq, reason)
   for _, later in ipairs(redis.call('ZRANGEBYSCORE', 'tinsmith:journal:' .. model, '(' .. seq, '+inf')) do
     local op = 'tinsmith:op:' .. model .. ':' .. later
@@ -133,13 +134,13 @@ local function doom(model, seq, reason)
   end
 end
 
--- The prefixes of a model's adapters that are not in the object store yet. '0' is what follows '/'.
+-- The prefixes of a model's adapters that are not in the object store yet. '0' is the character after '/'.
 local function handed_over(model)
   local prefix = 'models/' .. model
   return redis.call('ZRANGEBYLEX', 'tinsmith:index:handovers', '[' .. prefix .. '/', '(' .. prefix .. '0')
 end
 
--- The object-store prefix of the adapter that a sampler's next request is to have; '' for the base.
+-- The object-store prefix of the adapter for a sampler's next request; '' for the base model.
 local function adapter_of(sampler)
   local found = redis.call('HMGET', 'tinsmith:samplers:' .. sampler, 'prefix', 'follows')
   local follows = cjson.decode(found[2] or '""')
@@ -147,13 +148,14 @@ local function adapter_of(sampler)
   return cjson.decode(newest or found[1] or '""')
 end
 
--- Whether a session (its id as JSON) ended `least` ms ago or earlier, and nobody brought it back since.
+-- Returns true if a session (its id as JSON) ended at least `least` ms ago and was not reopened since.
 local function is_retired(session, least)
   local ended = redis.call('ZSCORE', 'tinsmith:sessions_ended', cjson.decode(session))
   return ended and now_ms() - ended >= tonumber(least)
 end
 
--- An Op of a session (its id as JSON, or false) shows that it lives: it is open again, unless its client finished it.
+-- Note that a session (its id as JSON, or false) is in use. An expired session is open again; one that its client
+-- finished keeps that status.
 local function hear(session, now)
   if not session then return end
   local id = cjson.decode(session)
@@ -168,7 +170,7 @@ local function hear(session, now)
   if redis.call('HGET', key, 'status') == '"expired"' then redis.call('HSET', key, 'status', '"open"') end
 end
 
--- Count a payload that was just stored; one worth an object of its own is listed for spilling, the large ones first.
+-- Count a payload that was just stored. A payload worth a separate object is listed for spilling, the large ones first.
 local function count_payload(request, size, now)
   redis.call('INCRBY', 'tinsmith:payload_bytes', size)
   if size >= LIMITS.spill_least then
@@ -176,7 +178,8 @@ local function count_payload(request, size, now)
   end
 end
 
--- Drop what nobody will run or replay again: before its op:<request> goes, since that says where a spilled one lies.
+-- Drop the payload of a request that is never run or replayed again. Call it before op:<request> is deleted: that hash
+-- has the key of a spilled payload.
 local function drop_payload(request)
   local key = 'tinsmith:payload:' .. request
   local size = redis.call('STRLEN', key)
@@ -192,13 +195,13 @@ local function drop_payload(request)
   end
 end
 
--- A number of INFO's text; the plain search is many times faster than one pattern would be.
+-- Reads a number from INFO's text; the plain search is many times faster than a single pattern.
 local function number(info, name)
   local _, last = info:find('\n' .. name .. ':', 1, true)
   return tonumber(info:match('^%d+', last + 1))
 end
 
--- The error that refuses a payload of `size` bytes, or a record of none; nil while there is room.
+-- The error that refuses a payload of `size` bytes, or a record (size 0); nil while there is room.
 local function no_room(size)
   local held = tonumber(redis.call('GET', 'tinsmith:payload_bytes') or 0)
   if size > 0 and held + size > LIMITS.payload_budget then
@@ -212,7 +215,7 @@ local function no_room(size)
   end
 end
 
--- Count the sequences that a sampling request draws for its payers, or no more.
+-- Count a sampling request's sequences for its payers (sign 1), or stop counting them (sign -1).
 local function count_samples(request, sign)
   local found = redis.call('HMGET', 'tinsmith:op:' .. request, 'payers', 'rows')
   for payer in (found[1] or ''):gmatch('%S+') do
@@ -221,12 +224,12 @@ local function count_samples(request, sign)
   end
 end
 
--- Where it is remembered which node samples with an adapter; of requests for the base, with one sampler.
+-- The key of an adapter's affinity, the node that samples with it. Requests for the base model use the sampler's id.
 local function home_of(request, adapter)
   return 'tinsmith:home:' .. (adapter and adapter ~= '' and adapter or request:match('^(.*):%d+$'))
 end
 
--- Have a sampling request's sequences count at one node; at none with ''. Returns the node where they counted before.
+-- Count a sampling request's sequences at one node; with '', at no node. Returns the node where they counted before.
 local function place(request, queue, node)
   local op, placed = 'tinsmith:op:' .. request, 'tinsmith:placed:' .. queue
   local found = redis.call('HMGET', op, 'node', 'rows')
@@ -238,17 +241,17 @@ local function place(request, queue, node)
   return before
 end
 
--- A project's requests that nobody was rung for yet, the eldest first.
+-- The key of a project's throttled requests, the oldest first.
 local function held_key(queue, project) return 'tinsmith:held:' .. queue .. '/' .. project end
 
--- A held request is held no more.
+-- Remove a request from the throttled ones.
 local function unhold(request, queue, project)
   local key = held_key(queue, project)
   redis.call('ZREM', key, request)
   if redis.call('EXISTS', key) == 0 then redis.call('SREM', 'tinsmith:holding:' .. queue, project) end
 end
 
--- What a sampling request that was rung for, or is held, counted for its project; nothing of one that was put off.
+-- Stop counting a dispatched or throttled sampling request for its project. A requeued request counts for none.
 local function leave_project(request, queue)
   local found = redis.call('HMGET', 'tinsmith:op:' .. request, 'ring', 'rows')
   local project = redis.call('HGET', 'tinsmith:future:' .. request, 'owner')
@@ -261,7 +264,7 @@ local function leave_project(request, queue)
   end
 end
 
--- What a sampling request counted for in its queue, at its node and for its sampler: before its op:<request> goes.
+-- Stop counting a sampling request in its queue, at its node and for its sampler; call before op:<request> is deleted.
 local function leave_queue(request, sampler)
   local queue = redis.call('HGET', 'tinsmith:pending_queue', request)
   local tokens = queue and redis.call('HGET', 'tinsmith:sampling:' .. queue, request)
@@ -280,15 +283,15 @@ local function leave_queue(request, sampler)
   redis.call('HDEL', 'tinsmith:pending_queue', request)
 end
 
--- Note that a request of a sampler came to its end, for whoever asks about all of one clone's; ids.target_of says the same.
+-- Note that a sampler's request finished, for polls of all requests of one clone; ids.target_of must agree on the key.
 local function note_completion(sampler, seq, request, keep_s)
   local key = 'tinsmith:completed:' .. sampler .. '/' .. (#seq > 9 and seq:sub(1, -10) or '0')
   redis.call('ZADD', key, redis.call('INCR', 'tinsmith:completions'), request)
   redis.call('EXPIRE', key, keep_s)
 end
 
--- Make a sampling request's result readable and let go of all else that is kept of it; the first result stays.
--- Returns whether this was the first.
+-- Store a sampling request's result and delete all its other state; the first result stays.
+-- Returns true if this result was the first.
 local function close_sample(request, state, type, body, keep_s)
   local future = 'tinsmith:future:' .. request
   if redis.call('HGET', future, 'state') ~= 'pending' then return false end

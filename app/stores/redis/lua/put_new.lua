@@ -1,4 +1,4 @@
--- Set a record unless it is there. ARGV: namespace, id, field, value, ... Returns 1, or 0 when it is there.
+-- Set a record unless it exists. ARGV: namespace, id, field, value, ... Returns 1, or 0 when it exists.
 local key = 'tinsmith:' .. ARGV[1] .. ':' .. ARGV[2]
 if redis.call('EXISTS', key) == 1 then return 0 end
 local refusal = no_room(0)

@@ -1,6 +1,7 @@
 #!lua flags=allow-oom
--- A sampling request that a live worker cannot run now: at no attempt of his, and free for anybody if it was his.
--- One that was called off while he ran it is given back what it did not take. ARGV: request id, worker, tokens it took.
+-- Requeue a sampling request that a live worker cannot run now. It costs no attempt. If that worker held its lease, any
+-- worker may take it. For a request that was cancelled while the worker ran it, the unused tokens are refunded.
+-- ARGV: request id, worker, tokens it used.
 local op, lease = 'tinsmith:op:' .. ARGV[1], 'tinsmith:lease:' .. ARGV[1]
 settle_stopped(ARGV[1], ARGV[2], ARGV[3])
 leave(op, ARGV[2])

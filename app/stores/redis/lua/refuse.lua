@@ -1,5 +1,6 @@
--- Consume a seq that will never run; where that loses a gradient, doom what waits behind it up to the next optim_step.
--- ARGV: model id, seq, reason, kind to journal (skip | lost_batch | drop_gradients). Returns 1, or 0 when the seq is taken.
+-- Consume a seq that will never run. If that loses a gradient, doom the Ops behind it, up to the next optim_step.
+-- ARGV: model id, seq, reason, kind to journal (skip | lost_batch | drop_gradients).
+-- Returns 1, or 0 when the seq is taken.
 local model, seq, reason = ARGV[1], tonumber(ARGV[2]), ARGV[3]
 local applied = redis.call('HGET', 'tinsmith:models:' .. model, 'applied')
 if not applied or seq <= tonumber(applied) then return 0 end

@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
--- Have as many held requests of a queue rung for as there is room for, one of each project at a time. ARGV: queue,
--- projects that come behind the others, in this order. Returns {request id, node or ''} of each.
+-- Dispatch as many throttled requests of a queue as there is room for, in rounds of one request per project.
+-- ARGV: queue, projects that come after the others, in this order. Returns {request id, node or ''} of each.
 local queue, rank, due = ARGV[1], {}, {}
 for i = 2, #ARGV do rank[ARGV[i]] = i end
 local projects = redis.call('SMEMBERS', 'tinsmith:holding:' .. queue)
@@ -9,7 +9,7 @@ table.sort(projects, function(a, b)
   return first < second or (first == second and a < b)
 end)
 
--- The eldest of a project, if there is room for it; returns whether there was.
+-- Dispatch the oldest request of a project, if there is room for it. Returns true if there was room.
 local function release(project)
   local request = redis.call('ZRANGE', held_key(queue, project), 0, 0)[1]
   if not request then return false end

@@ -1,6 +1,7 @@
 #!lua flags=allow-oom
--- Extend the leases that are still ours, and say that we live. ARGV: worker, lease in ms, ids... Returns the ids that are
--- not. Whoever dies with an Op is missed when its lease lapses, not later: both are renewed in one step.
+-- Extend the leases that the worker still holds, and the lease on its own name, which shows that it lives. ARGV:
+-- worker, lease in ms, ids... Returns the ids whose leases are lost. All are renewed in one step, so that a worker that
+-- dies with an Op is missed when the Op's lease lapses, not later.
 redis.call('SET', 'tinsmith:lease:' .. ARGV[1], ARGV[1], 'PX', ARGV[2])
 local lost = {}
 for i = 3, #ARGV do

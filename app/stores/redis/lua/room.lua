@@ -1,4 +1,4 @@
 #!lua flags=allow-oom
--- Why no call is taken in just now, or ''.
+-- Returns the reason why no call is admitted now, or ''.
 local refusal = no_room(1)
 return refusal and refusal.err or ''

@@ -1,7 +1,7 @@
 #!lua flags=allow-oom
 -- Point a model at a durable snapshot and trim the journal behind it. ARGV: model id, epoch, seq, reference.
--- Returns the reference replaced (its own for a repeat), 0 while what it would trim is needed to make an adapter again
--- that is not in the object store yet, or false for a stale epoch or a snapshot that is not newer.
+-- Returns the replaced reference (its own for a repeat). Returns 0 while an adapter that is not in the object store yet
+-- could only be made again from the Ops to trim. Returns false for a stale epoch or a snapshot that is not newer.
 local key = 'tinsmith:models:' .. ARGV[1]
 local head = redis.call('HMGET', key, 'epoch', 'snapshot_seq', 'snapshot', 'applied')
 if head[1] == ARGV[2] and head[3] == ARGV[4] then return ARGV[4] end  -- a repeat, whose answer was lost

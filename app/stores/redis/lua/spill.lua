@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
 -- Replace a payload by the object that holds it. ARGV: request id, object key, when the Op was admitted.
--- Returns 1; 0 when the object was given up meanwhile, or has become garbage because the payload is gone.
+-- Returns 1; 0 when the object was given up meanwhile, or became garbage because the payload is gone.
 if redis.call('ZREM', 'tinsmith:spilling', ARGV[2]) == 0 then return 0 end
 local op = 'tinsmith:op:' .. ARGV[1]
 local is_there = redis.call('EXISTS', 'tinsmith:payload:' .. ARGV[1]) == 1

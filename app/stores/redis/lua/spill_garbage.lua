@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
--- Objects nobody needs, those of tries that never ended included. ARGV: ms after which a try has ended, most rows.
--- Returns their keys.
+-- List the objects that nobody needs, also those of tries that never ended. ARGV: ms after which a try counts as dead,
+-- most rows. Returns their keys.
 for _, key in ipairs(redis.call('ZRANGEBYSCORE', 'tinsmith:spilling', '-inf', now_ms() - ARGV[1])) do
   redis.call('ZREM', 'tinsmith:spilling', key)
   redis.call('SADD', 'tinsmith:spill_garbage', key)

@@ -1,2 +1,2 @@
--- Charge a call that is not journalled. ARGV: charge. Returns {}, or why it is not let in (`over_limit` in prelude.lua).
+-- Charge a call that is not journalled. ARGV: charge. Returns {}, or the refusal of `over_limit` in limits.lua.
 return take(cjson.decode(ARGV[1])) or {}

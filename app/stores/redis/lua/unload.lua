@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- A model's client is done with it: whoever holds it may let go of it once nothing waits, until an Op comes.
+-- Note that a model's client is done with it: its owner may release the model once no Op waits, until a new Op arrives.
 -- ARGV: model id.
 local key = 'tinsmith:models:' .. ARGV[1]
 if redis.call('EXISTS', key) == 1 then redis.call('HSET', key, 'unloaded', now_ms()) end

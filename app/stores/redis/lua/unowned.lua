@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
--- What waits next in the models of a queue that nobody owns, longest without progress first. ARGV: queue, how many of all
--- that is pending to look at. Returns a row for each, as `head_of` makes it.
+-- Read the next waiting Op of each model of a queue that no worker owns, the longest without progress first. ARGV:
+-- queue, how many entries of `pending` to scan. Returns a row of `head_of` for each.
 local rows = {}
 local ids = redis.call('ZRANGE', 'tinsmith:pending', 0, ARGV[2] - 1)
 if #ids == 0 then return rows end

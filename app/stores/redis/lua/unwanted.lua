@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
--- Which models nobody needs in memory: ended, or unloaded, or of a session that has ended, with nothing waiting.
--- ARGV: model ids.
+-- List the models that nobody needs in memory: ended models, and models without waiting Ops that are unloaded or whose
+-- session has ended. ARGV: model ids.
 local found = {}
 for _, model in ipairs(ARGV) do
   local head = redis.call('HMGET', 'tinsmith:models:' .. model, 'session_id', 'ended', 'unloaded', 'last_request')

@@ -1,6 +1,7 @@
 #!lua flags=allow-oom
--- What a payer has and takes. ARGV: its kind, its id, the limits of its calls and tokens a second, or ''.
--- Returns {live models, bytes of checkpoints, sequences being sampled, calls a second (as text; '' without a limit), tokens}
+-- Read a payer's usage of its limits. ARGV: its kind, its id, its limits of calls and of tokens per second, or ''.
+-- Returns {live models, bytes of checkpoints, unfinished sequences, calls per second, tokens per second}; both rates
+-- are text, '' without a limit.
 local payer = {kind = ARGV[1], id = ARGV[2], name = ARGV[1] .. ':' .. ARGV[2]}
 local now = now_ms()
 
