@@ -13,8 +13,8 @@ from celery import Celery
 from kombu.exceptions import OperationalError
 
 from app.settings import Settings
-from app.stores.interfaces.records import Holder
 from app.stores.redis.client import connect
+from app.stores.redis.types import Holder
 
 log = logging.getLogger(__name__)
 
@@ -112,7 +112,7 @@ class TickBell:
         self._broker = connect(celery.conf.broker_url)
 
     def waiting(self) -> int | None:
-        """Messages in the queue; None while the broker is away."""
+        """Ticks that were rung and not taken yet: the messages in the queue. None while the broker is away."""
         try:
             return self._broker.llen(self._queue)
         except (redis.RedisError, OSError):

@@ -15,7 +15,7 @@ from typing import TextIO
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 
-from app.stores.interfaces.journal import Pending
+from app.stores.redis.types import Pending
 
 LOG_FIELDS = ("request_id", "model_id", "seq", "epoch", "applied", "waited_s", "run_s", "commit_s", "ops_in_pass")
 

@@ -11,7 +11,7 @@ from app.domain.results import HOUR_S
 from app.settings import EngineSettings
 from app.stores.pages import Page
 from app.stores.redis import keys
-from app.stores.redis.records import RedisPages
+from app.stores.redis.pages import RedisPages
 
 # No test takes that long between two looks at the hour, even on a machine that stands still for a while.
 _SAFE_S = 60.0

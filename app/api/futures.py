@@ -12,7 +12,7 @@ from app.api.context import current_caller, large, needs, services
 from app.api.schemas import Cursor, Paged, SdkSchema, identifier
 from app.domain.results import JSON, PROTOBUF
 from app.services.views import Page
-from app.stores.interfaces.queues import Completion
+from app.stores.redis.types import Completion
 from app.wire import json_forms
 
 futures_blueprint = make("futures", "Futures")

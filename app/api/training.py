@@ -25,7 +25,7 @@ from app.api.models import model_role
 from app.api.schemas import SdkSchema, access_token, check_metadata, counter, identifier, metadata
 from app.domain.ops import AdamParams
 from app.errors import BadRequest, LimitReached, RequestError
-from app.stores.interfaces.journal import RefusalKind
+from app.stores.redis.types import RefusalKind
 from app.wire import forward_backward as wire
 from app.wire import json_forms
 from app.wire.forward_backward import Envelope

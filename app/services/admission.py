@@ -21,8 +21,9 @@ from app.errors import Forbidden, NotFound
 from app.services.tenants.access import load_owned
 from app.services.tenants.limits import LimitsOf
 from app.settings import Settings
-from app.stores.interfaces.journal import OpLog, QueueBounds, RefusalKind
-from app.stores.interfaces.records import Records
+from app.stores.redis.journal import RedisOpLog
+from app.stores.redis.records import RedisRecords
+from app.stores.redis.types import QueueBounds, RefusalKind
 from app.telemetry import ADMISSIONS
 
 log = logging.getLogger(__name__)
@@ -35,7 +36,9 @@ _LIFE_S = 10.0
 class AdmissionService:
     """Journals an Op first and dispatches it second. A lost dispatch delays the Op for a moment, but never loses it."""
 
-    def __init__(self, oplog: OpLog, store: Records, doorbell: Doorbell, limits: LimitsOf, settings: Settings) -> None:
+    def __init__(
+        self, oplog: RedisOpLog, store: RedisRecords, doorbell: Doorbell, limits: LimitsOf, settings: Settings
+    ) -> None:
         self._oplog = oplog
         self._limits = limits
         self._settings = settings
@@ -127,7 +130,7 @@ def _most_tokens(request: SampleRequest) -> int:
     return len(request.prompt) + request.num_samples * request.max_tokens
 
 
-def beat_for_ever(oplog: OpLog) -> None:
+def beat_for_ever(oplog: RedisOpLog) -> None:
     """Sends the heartbeat of this API process from a thread, as long as the process lives. The heartbeat may fail:
     while Redis is away or full, no calls can be accepted."""
 

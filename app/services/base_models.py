@@ -13,7 +13,7 @@ from app.domain.base_model import BaseModelInfo
 from app.domain.records import Worker
 from app.errors import BadRequest, Unavailable
 from app.settings import BaseModelSettings, Settings
-from app.stores.interfaces.records import Records
+from app.stores.redis.records import RedisRecords
 
 ROLES = ("trainer", "sampler")
 FULL_TRAINER, FULL_SAMPLER = "full_trainer", "full_sampler"
@@ -33,7 +33,7 @@ class BaseModels:
     """Settings and worker-reported facts of the base models served. Facts stay known while a worker restarts: they
     belong to the base model, and the waiting Ops stay in the journal."""
 
-    def __init__(self, settings: Settings, store: Records) -> None:
+    def __init__(self, settings: Settings, store: RedisRecords) -> None:
         self._settings = settings
         self._records = store
         self._known: dict[tuple[str, str], BaseModelInfo] = {}

@@ -31,10 +31,11 @@ from app.services.tenants.limits import AllowanceService
 from app.services.training import check_ttl
 from app.services.views import Page, check_writable, checkpoint_view, projects, timestamp
 from app.signing import UrlSigner
-from app.stores.interfaces.journal import OpLog
-from app.stores.interfaces.records import Lifecycle, Records
 from app.stores.objects.base import ObjectStore
 from app.stores.objects.notes import note, remove_checkpoint
+from app.stores.redis.journal import RedisOpLog
+from app.stores.redis.lifecycle import RedisLifecycle
+from app.stores.redis.records import RedisRecords
 
 URL_SECONDS = 3600
 
@@ -49,7 +50,7 @@ _CHUNK_BYTES = 2**20
 class CheckpointService:
     """Reads and changes checkpoint records. Workers write the files; this class only deletes them."""
 
-    def __init__(self, store: Records, objects: ObjectStore, allowances: AllowanceService) -> None:
+    def __init__(self, store: RedisRecords, objects: ObjectStore, allowances: AllowanceService) -> None:
         self._records = store
         self._allowances = allowances
         self._objects = objects
@@ -127,9 +128,9 @@ class CopyService:
     maintenance knows; then the files, the manifest, and last the record, which makes the copy visible. A repeat under
     the same key resumes an interrupted copy."""
 
-    records: Records
-    oplog: OpLog
-    lifecycle: Lifecycle
+    records: RedisRecords
+    oplog: RedisOpLog
+    lifecycle: RedisLifecycle
     objects: ObjectStore
     allowances: AllowanceService
     sources: Sources
@@ -241,7 +242,7 @@ class ArchiveService:
     """Creates archive URLs and streams archives. The URL names the checkpoint's folder in the object store, which never
     changes. So an archive holds the requested version, however late it is downloaded."""
 
-    def __init__(self, store: Records, objects: ObjectStore, signer: UrlSigner) -> None:
+    def __init__(self, store: RedisRecords, objects: ObjectStore, signer: UrlSigner) -> None:
         self._records, self._objects, self._signer = store, objects, signer
 
     def url(self, path: ids.TinkerPath, caller: Caller) -> tuple[str, int]:

@@ -27,19 +27,18 @@ from app.services.tenants.usage import UsageService
 from app.services.training import CustomLossService, TrainingService
 from app.settings import Settings
 from app.signing import UrlSigner
-from app.stores.interfaces.journal import OpLog
-from app.stores.interfaces.records import Records
 from app.stores.objects import create
 from app.stores.objects.accounts import AccountFiles
 from app.stores.objects.base import ObjectStore
-from app.stores.pages import Books, PageFiles
+from app.stores.pages import PageFiles
 from app.stores.redis.backlog import RedisBacklog, RedisCalls
 from app.stores.redis.client import Waiter, connect
 from app.stores.redis.completions import RedisCompletions, TokenStreams
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.lifecycle import RedisLifecycle
 from app.stores.redis.limits import RedisAllowances
-from app.stores.redis.records import RedisPages, RedisRecords
+from app.stores.redis.pages import Books, RedisPages
+from app.stores.redis.records import RedisRecords
 
 # With kombu's defaults, a publish to a broker that is away takes 6 s, and every admission would wait for it.
 _ONE_TRY = {"max_retries": 1, "interval_start": 0, "interval_step": 0, "interval_max": 0}
@@ -52,8 +51,8 @@ class Services:
     settings: Settings
     callers: Callers
     own_key: OwnKey
-    oplog: OpLog
-    records: Records
+    oplog: RedisOpLog
+    records: RedisRecords
     objects: ObjectStore
     bases: BaseModels
     admission: AdmissionService

@@ -29,7 +29,8 @@ from app.services.validation.models import (
     exports_merged,
 )
 from app.services.views import Page, Scope, checkpoint_view, projects, texts, timestamp
-from app.stores.interfaces.records import Record, Records
+from app.stores.redis.records import RedisRecords
+from app.stores.redis.types import Record
 
 
 class ModelService:
@@ -37,7 +38,7 @@ class ModelService:
     always matches that call."""
 
     def __init__(
-        self, store: Records, bases: BaseModels, admission: AdmissionService, endings: Endings, sources: Sources
+        self, store: RedisRecords, bases: BaseModels, admission: AdmissionService, endings: Endings, sources: Sources
     ) -> None:
         self._records = store
         self._sources = sources
@@ -136,7 +137,7 @@ class ModelService:
 class RunService:
     """Describes and lists runs. A run consists of its Model record and the checkpoints under its id."""
 
-    def __init__(self, store: Records) -> None:
+    def __init__(self, store: RedisRecords) -> None:
         self._records = store
 
     def describe(self, model_id: str, caller: Caller, scope: Scope) -> dict[str, Any]:

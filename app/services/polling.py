@@ -8,7 +8,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import redis
 
@@ -19,10 +19,11 @@ from app.domain.results import Result
 from app.errors import BadRequest, NotFound, TooManyRequests
 from app.services.tenants.access import Owned, check_role, load_owned, load_readable
 from app.settings import ApiSettings
-from app.stores.interfaces.journal import Future, OpLog
-from app.stores.interfaces.queues import Completion, Completions
-from app.stores.interfaces.records import Records
 from app.stores.redis.client import Waiter, is_outage
+from app.stores.redis.completions import RedisCompletions
+from app.stores.redis.journal import RedisOpLog
+from app.stores.redis.records import RedisRecords
+from app.stores.redis.types import Completion, Future
 from app.telemetry import HELD_POLLS
 
 _REQUEST_ID = re.compile(r".+:\d{1,19}")
@@ -38,17 +39,10 @@ def check_request_id(text: str) -> None:
         raise NotFound(f"no future {text[:200]!r}")
 
 
-class FutureLookup(Protocol):
-    def future(self, request_id: str, caller: Caller) -> Future:
-        """The future. Raises NotFound for an unknown or foreign id (with the same text), and Gone for an expired
-        one."""
-        ...
-
-
 class PollService:
     """Long polls for one future. `waiter` wakes a poll when the result is there."""
 
-    def __init__(self, futures: FutureLookup, waiter: Waiter, holds: Holds) -> None:
+    def __init__(self, futures: Futures, waiter: Waiter, holds: Holds) -> None:
         self._futures, self._waiter, self._holds = futures, waiter, holds
 
     def wait(self, request_id: str, caller: Caller) -> Future:
@@ -74,7 +68,7 @@ class BatchPollService:
     """One long poll for all requests of a client, so that the client needs one connection however many samples it waits
     for."""
 
-    def __init__(self, completions: Completions, store: Records, waiter: Waiter, holds: Holds) -> None:
+    def __init__(self, completions: RedisCompletions, store: RedisRecords, waiter: Waiter, holds: Holds) -> None:
         self._completions, self._records, self._waiter, self._holds = completions, store, waiter, holds
 
     def wait(self, caller: Caller, asked: Mapping[str, Any]) -> tuple[list[Completion], int]:
@@ -111,7 +105,7 @@ class Futures:
     exists.
     """
 
-    def __init__(self, oplog: OpLog, store: Records) -> None:
+    def __init__(self, oplog: RedisOpLog, store: RedisRecords) -> None:
         self._oplog, self._records = oplog, store
 
     def future(self, request_id: str, caller: Caller) -> Future:
@@ -185,7 +179,7 @@ class CancelService:
     """Cancels sampling requests. A cancelled request counts as failed: it stops running, and its queue capacity is free
     at once."""
 
-    def __init__(self, futures: FutureLookup, oplog: OpLog) -> None:
+    def __init__(self, futures: Futures, oplog: RedisOpLog) -> None:
         self._futures, self._oplog = futures, oplog
 
     def cancel(self, request_id: str, caller: Caller) -> None:

@@ -7,19 +7,20 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 from app import ids
 from app.domain import records
 from app.domain.accounts import Caller
-from app.domain.records import Model, Sampler, Worker
+from app.domain.records import Model, Sampler
 from app.errors import Unavailable
-from app.services.base_models import sampler_role, trainer_role
+from app.services.base_models import BaseModels, sampler_role, trainer_role
 from app.services.queue_position import Place, Standings, describe
 from app.services.views import Page
-from app.stores.interfaces.journal import Future
-from app.stores.interfaces.queues import Backlog, Call, Calls, Unfinished
-from app.stores.interfaces.records import Records
+from app.stores.redis.backlog import RedisBacklog, RedisCalls
+from app.stores.redis.journal import RedisOpLog
+from app.stores.redis.records import RedisRecords
+from app.stores.redis.types import Call, Future, Unfinished
 
 # A snapshot of the queue may take tens of milliseconds, so a client that polls constantly gets two a second.
 _LOOK_S = 0.5
@@ -37,7 +38,9 @@ class QueueService:
     """Lists a caller's waiting calls. Positions are at most half a second old, and calls that have ended since are left
     out."""
 
-    def __init__(self, looks: QueueLooks, states: QueueStates, backlog: Backlog, calls: Calls, store: Records) -> None:
+    def __init__(
+        self, looks: QueueLooks, states: QueueStates, backlog: RedisBacklog, calls: RedisCalls, store: RedisRecords
+    ) -> None:
         self._looks, self._states, self._backlog, self._calls = looks, states, backlog, calls
         self._records = store
 
@@ -99,7 +102,7 @@ class QueueStates:
     so within seconds. So one snapshot serves all polls for a moment, and the worker role that a future needs is cached,
     because it never changes."""
 
-    def __init__(self, looks: QueueLooks, store: Records) -> None:
+    def __init__(self, looks: QueueLooks, store: RedisRecords) -> None:
         self._looks, self._records = looks, store
         self._needs = lru_cache(_PARENTS)(self._find_needed)
 
@@ -131,18 +134,6 @@ class QueueStates:
         return trainer_role(full=model.full), model.base_model
 
 
-class Workers(Protocol):
-    def workers(self) -> dict[str, Worker]:
-        """Healthy workers with a current heartbeat, by node."""
-        ...
-
-
-class Rooms(Protocol):
-    def shortage(self) -> str:
-        """The reason why no call is admitted at present; empty while there is room."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class Look:
     """A snapshot of the queue. `live`: (role, base model) of the live workers. `shortage`: the reason why no call is
@@ -158,8 +149,10 @@ class QueueLooks:
     """Takes and caches snapshots of the queue. One snapshot serves all polls within a moment, as 2,000 long polls may
     end within seconds. `weight_of` returns a project's weight."""
 
-    def __init__(self, workers: Workers, rooms: Rooms, backlog: Backlog, weight_of: Callable[[str], float]) -> None:
-        self._workers, self._rooms, self._backlog, self._weight_of = workers, rooms, backlog, weight_of
+    def __init__(
+        self, bases: BaseModels, oplog: RedisOpLog, backlog: RedisBacklog, weight_of: Callable[[str], float]
+    ) -> None:
+        self._bases, self._oplog, self._backlog, self._weight_of = bases, oplog, backlog, weight_of
         self._lock = threading.Lock()
         self._looked = float("-inf")
         self._newest: Look | None = None
@@ -175,6 +168,6 @@ class QueueLooks:
             return self._newest
 
     def _look(self) -> Look:
-        workers, unfinished = self._workers.workers(), self._backlog.unfinished(_MOST_PLACES)
+        workers, unfinished = self._bases.workers(), self._backlog.unfinished(_MOST_PLACES)
         live = frozenset((worker.role, worker.base_model) for worker in workers.values())
-        return Look(live, self._rooms.shortage(), unfinished, Standings(unfinished, workers, self._weight_of))
+        return Look(live, self._oplog.shortage(), unfinished, Standings(unfinished, workers, self._weight_of))

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from app.domain.records import Worker
-from app.stores.interfaces.queues import ModelLine, Unfinished
+from app.stores.redis.types import ModelLine, Unfinished
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,12 +21,14 @@ from app.domain import records
 from app.domain.checkpoints import MANIFEST, MODELS, SNAPSHOT, Manifest, Place
 from app.domain.records import Checkpoint, Model, Session
 from app.errors import BadRequest, NotFound
-from app.stores.interfaces.journal import OpLog
-from app.stores.interfaces.records import Lifecycle, Record, Records
 from app.stores.objects import accounts
 from app.stores.objects.base import ObjectStore, check_key
 from app.stores.objects.notes import read_moves, read_note
 from app.stores.pages import BOOKS
+from app.stores.redis.journal import RedisOpLog
+from app.stores.redis.lifecycle import RedisLifecycle
+from app.stores.redis.records import RedisRecords
+from app.stores.redis.types import Record
 
 log = logging.getLogger(__name__)
 Found = dict[Place, list[str]]
@@ -65,7 +67,7 @@ class Rebuild:
     taken for files of the new history.
     """
 
-    def __init__(self, oplog: OpLog, lifecycle: Lifecycle, store: Records, objects: ObjectStore) -> None:
+    def __init__(self, oplog: RedisOpLog, lifecycle: RedisLifecycle, store: RedisRecords, objects: ObjectStore) -> None:
         self._oplog, self._lifecycle, self._records, self._objects = oplog, lifecycle, store, objects
         self._moves: dict[str, str] = {}
 

@@ -18,7 +18,7 @@ from app.services.tenants.access import load_checkpoint, load_owned, load_readab
 from app.services.tenants.limits import AllowanceService
 from app.services.validation.models import check_adapter, check_sampleable, check_sampled_role
 from app.services.validation.sampling import check_sample
-from app.stores.interfaces.records import Records
+from app.stores.redis.records import RedisRecords
 from app.wire.forward_backward import to_cells
 from app.wire.json_forms import tensor, text_tokens
 
@@ -30,7 +30,7 @@ class SamplingService:
     and can safely run again."""
 
     def __init__(
-        self, store: Records, bases: BaseModels, admission: AdmissionService, allowances: AllowanceService
+        self, store: RedisRecords, bases: BaseModels, admission: AdmissionService, allowances: AllowanceService
     ) -> None:
         self._records = store
         self._allowances = allowances

@@ -18,10 +18,12 @@ from app.services.tenants.access import check_role, load_owned, load_readable
 from app.services.tenants.limits import AllowanceService
 from app.services.views import Page, Scope, check_seen, check_writable, projects, texts, timestamp
 from app.signing import UrlSigner
-from app.stores.interfaces.queues import Call, Calls
-from app.stores.interfaces.records import Lifecycle, Records
 from app.stores.objects.base import ObjectStore
 from app.stores.objects.notes import note_move
+from app.stores.redis.backlog import RedisCalls
+from app.stores.redis.lifecycle import RedisLifecycle
+from app.stores.redis.records import RedisRecords
+from app.stores.redis.types import Call
 
 Found = tuple[str, Session]
 _REASONS = ("success", "errored", "interrupted")
@@ -34,8 +36,8 @@ class SessionService:
 
     def __init__(
         self,
-        store: Records,
-        lifecycle: Lifecycle,
+        store: RedisRecords,
+        lifecycle: RedisLifecycle,
         objects: ObjectStore,
         endings: Endings,
         allowances: AllowanceService,
@@ -133,7 +135,7 @@ class SessionSearch:
     """Searches sessions, newest first, one page at a time. A page starts right after the last session of the previous
     page."""
 
-    def __init__(self, store: Records) -> None:
+    def __init__(self, store: RedisRecords) -> None:
         self._records = store
 
     def __call__(self, caller: Caller, asked: Mapping[str, Any]) -> dict[str, Any]:
@@ -224,7 +226,7 @@ class TraceService:
     """Exports a session's calls as a trace. Nothing is built beforehand or stored: the link returns the trace as it is
     when the link is followed."""
 
-    def __init__(self, store: Records, calls: Calls, signer: UrlSigner) -> None:
+    def __init__(self, store: RedisRecords, calls: RedisCalls, signer: UrlSigner) -> None:
         self._records, self._calls, self._signer = store, calls, signer
 
     def export(self, session_id: str, caller: Caller) -> dict[str, str]:

@@ -9,9 +9,11 @@ from app import ids
 from app.domain import records
 from app.domain.records import Checkpoint, Loss, Model, Sampler
 from app.errors import Unavailable
-from app.stores.interfaces.records import Holder, Lifecycle, Records
 from app.stores.objects.base import ObjectStore
 from app.stores.objects.notes import remove_checkpoint
+from app.stores.redis.lifecycle import RedisLifecycle
+from app.stores.redis.records import RedisRecords
+from app.stores.redis.types import Holder
 
 log = logging.getLogger(__name__)
 
@@ -21,7 +23,7 @@ class Endings:
     free."""
 
     def __init__(
-        self, lifecycle: Lifecycle, store: Records, objects: ObjectStore, wake: Callable[[Holder], None]
+        self, lifecycle: RedisLifecycle, store: RedisRecords, objects: ObjectStore, wake: Callable[[Holder], None]
     ) -> None:
         self._lifecycle, self._records, self._objects, self._wake = lifecycle, store, objects, wake
 

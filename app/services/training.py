@@ -41,7 +41,7 @@ from app.services.validation.models import (
     in_range,
 )
 from app.settings import LimitSettings
-from app.stores.interfaces.records import Records
+from app.stores.redis.records import RedisRecords
 from app.wire import custom_loss
 from app.wire.body_limits import check_batch, check_datums
 from app.wire.forward_backward import Envelope
@@ -58,7 +58,7 @@ class TrainingService:
 
     def __init__(
         self,
-        store: Records,
+        store: RedisRecords,
         bases: BaseModels,
         admission: AdmissionService,
         custom_losses: CustomLossService,
@@ -179,7 +179,7 @@ class CustomLossService:
     """Stores custom losses. A loss never changes: its id consists of the session and the number that the client gave
     it."""
 
-    def __init__(self, store: Records, allowances: AllowanceService) -> None:
+    def __init__(self, store: RedisRecords, allowances: AllowanceService) -> None:
         self._records, self._allowances = store, allowances
 
     def create(self, caller: Caller, asked: Mapping[str, Any]) -> dict[str, str]:

@@ -17,9 +17,10 @@ from app.stack import checks
 from app.stack.config import Options
 from app.stack.connection import account_service, reached, settings_of
 from app.stores.objects import create
-from app.stores.pages import Books, PageFiles
+from app.stores.pages import PageFiles
 from app.stores.redis.client import connect
-from app.stores.redis.records import RedisPages, RedisRecords
+from app.stores.redis.pages import Books, RedisPages
+from app.stores.redis.records import RedisRecords
 
 Action = Callable[[AccountService, Namespace], Iterator[str]]
 

@@ -1,1 +1,1 @@
-"""The stores: redis/ holds the journal and the records, objects/ holds the checkpoints."""
+"""The stores: redis/ holds the journal and the records, objects/ the checkpoints, pages.py the hourly pages."""

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Literal, Protocol, get_args
+from typing import Literal, get_args
 
 from app.domain.results import HOUR_S
 from app.stores.objects.base import ObjectStore
@@ -49,34 +49,6 @@ class Held:
     base_model: str
     hour: int
     byte_seconds: int
-
-
-class Pages(Protocol):
-    """The pages at the state server. All hours are hours of the state server's clock."""
-
-    def close(self, limit: int) -> list[Page]:
-        """Closes the pages of past hours for good. Returns at most `limit` of the closed pages."""
-        ...
-
-    def drop(self, page: Page) -> None:
-        """Removes a closed page, which is stored elsewhere by now."""
-        ...
-
-    def find(self, book: Book, projects: Iterable[str], hours: range) -> dict[Page, Fields]:
-        """The pages of these projects and hours that the state server holds, with their fields."""
-        ...
-
-    def fields(self, page: Page) -> Fields:
-        """The fields of a page; empty for a page that does not exist."""
-        ...
-
-    def measured(self) -> float | None:
-        """The time of the last measurement of the checkpoints' sizes, in unix seconds; None before the first one."""
-        ...
-
-    def measure(self, before: float | None, now: float, held: Iterable[Held]) -> bool:
-        """Adds the storage held between two measurements; False (nothing changes) if `before` was not the last one."""
-        ...
 
 
 class PageFiles:
@@ -119,24 +91,3 @@ def _months(hours: range) -> Iterator[str]:
 
 def _begin(hour: int) -> datetime:
     return datetime.fromtimestamp(hour * HOUR_S, UTC)
-
-
-@dataclass(frozen=True, slots=True)
-class Books:
-    """All pages: those at the state server and those in the object store."""
-
-    pages: Pages
-    files: PageFiles
-
-    def read(self, book: Book, projects: Iterable[str], hours: range) -> dict[Page, Fields]:
-        """Reads each page once. Raises Unavailable.
-
-        The state server is read first; in the other order, a page that moves meanwhile would be missed. A page can be
-        in both places: while it moves, or after the state server was set back to an earlier state. The object store's
-        copy counts then.
-        """
-        of = list(projects)
-        found = self.pages.find(book, of, hours)
-        for project in of:
-            found.update(self.files.find(book, project, hours))
-        return found

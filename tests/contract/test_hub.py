@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from app.domain.records import Model
 from app.domain.results import Result
-from app.stores.interfaces.journal import HeldElsewhere
+from app.stores.redis.types import HeldElsewhere
 from tests.api_server import BASE, KEY, ApiServer, start_api
 from tests.confined import surroundings
 from tests.contract.awaiting import await_true

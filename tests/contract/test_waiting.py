@@ -20,7 +20,7 @@ from app.domain import codec
 from app.domain.records import Worker
 from app.domain.results import PROTOBUF, Result
 from app.domain.sampling import SampledSequence, SampleOutput, SampleRequest
-from app.stores.interfaces.journal import Pending
+from app.stores.redis.types import Pending
 from app.wire.results import encode_sample
 from tests.api_server import BASE, KEY, ApiServer, start_api
 from tests.contract.awaiting import await_true, awaited, held_polls

@@ -11,7 +11,7 @@ import pytest
 
 from app.domain.records import Checkpoint, dump
 from app.domain.results import Result
-from app.stores.interfaces.journal import Lease
+from app.stores.redis.types import Lease
 from tests.api_server import BASE, ApiServer, serve
 from tests.faults import calls
 from tests.servers import free_port, start_valkey

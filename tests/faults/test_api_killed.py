@@ -10,7 +10,7 @@ import pytest
 import requests
 
 from app.domain.results import Result
-from app.stores.interfaces.journal import Lease
+from app.stores.redis.types import Lease
 from tests.api_server import ApiServer, serve
 from tests.faults import calls
 from tests.faults.fuse import BEFORE_JOURNAL, BEFORE_RING, Fuse

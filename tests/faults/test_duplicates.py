@@ -13,9 +13,9 @@ import pytest
 from app.domain.records import Model, dump
 from app.domain.results import Result
 from app.settings import EngineSettings
-from app.stores.interfaces.journal import Lease
 from app.stores.redis.client import connect
 from app.stores.redis.journal import RedisOpLog
+from app.stores.redis.types import Lease
 
 MODELS = 10
 OPS = 1000

@@ -15,8 +15,8 @@ from app.api.context import EXTENSION
 from app.domain.records import Worker, dump
 from app.domain.results import Result
 from app.settings import BaseModelSettings, EngineSettings, RedisSettings, Settings, hash_key
-from app.stores.interfaces.journal import Lease
 from app.stores.redis.client import connect
+from app.stores.redis.types import Lease
 from tests.servers import start_valkey
 from tests.unit.app.conftest import BASE, KEY, Api, add_worker, batch
 

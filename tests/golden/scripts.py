@@ -18,7 +18,6 @@ from app.domain.limits import Charge, Limits, Payer
 from app.domain.records import Checkpoint, Handover, Model, Sampler, Session, Worker
 from app.domain.results import Result
 from app.settings import EngineSettings, RedisSettings, Settings
-from app.stores.interfaces.journal import Lease, QueueBounds
 from app.stores.objects.folder import FolderStore
 from app.stores.pages import Held, Page
 from app.stores.redis.backlog import RedisBacklog, RedisCalls
@@ -26,8 +25,10 @@ from app.stores.redis.completions import Drawn, RedisCompletions, TokenStreams
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.lifecycle import RedisLifecycle
 from app.stores.redis.limits import RedisAllowances
+from app.stores.redis.pages import RedisPages
 from app.stores.redis.payloads import RedisPayloads
-from app.stores.redis.records import RedisPages, RedisRecords
+from app.stores.redis.records import RedisRecords
+from app.stores.redis.types import Lease, QueueBounds
 from tests.golden.recording import Recorded, Scenario
 
 M, N, S = "session:train:0", "session:train:1", "session:sample:0"

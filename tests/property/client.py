@@ -14,8 +14,8 @@ from app.domain.ops import LoadWeights, Op, SaveWeights
 from app.domain.records import Checkpoint, Handover, Sampler, load
 from app.domain.results import Result
 from app.errors import BadRequest
-from app.stores.interfaces.journal import RefusalKind
 from app.stores.redis import keys
+from app.stores.redis.types import RefusalKind
 from tests.property.reference import Reference
 from tests.property.vector_backend import BREAKING, POISON, State, backward, optim_step
 from tests.property.world import CREATE, TrainerWorld

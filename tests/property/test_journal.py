@@ -14,9 +14,9 @@ from app.domain.records import Model, dump
 from app.domain.results import Result
 from app.errors import BadRequest, Fenced
 from app.settings import EngineSettings
-from app.stores.interfaces.journal import HeldElsewhere, Lease, RefusalKind
 from app.stores.redis import keys
 from app.stores.redis.journal import RedisOpLog
+from app.stores.redis.types import HeldElsewhere, Lease, RefusalKind
 from tests.property.journal_model import JournalModel
 from tests.property.runs import run_machine
 

@@ -16,12 +16,12 @@ from app.domain.records import Sampler, Session, Worker, dump
 from app.domain.results import SAMPLED, Result
 from app.errors import BadRequest, Fenced, TooManyRequests
 from app.settings import EngineSettings
-from app.stores.interfaces.journal import QueueBounds
 from app.stores.redis import keys
 from app.stores.redis.completions import RedisCompletions
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.lifecycle import RedisLifecycle
 from app.stores.redis.records import RedisRecords
+from app.stores.redis.types import QueueBounds
 from tests.pages import used
 from tests.property.runs import run_machine
 

@@ -21,9 +21,9 @@ import redis
 
 from app.domain.checkpoints import MANIFEST, MODELS, Place
 from app.domain.records import Handover, Model
-from app.stores.interfaces.records import Records
 from app.stores.objects.base import ObjectStore, check_key
 from app.stores.objects.notes import remove_checkpoint
+from app.stores.redis.records import RedisRecords
 from workers.checkpoints import transfer
 from workers.checkpoints.coalescing import Latest
 
@@ -43,7 +43,7 @@ class Handovers:
     responsible for it meanwhile: its files are in this machine's folder, or the journal rebuilds them.
     """
 
-    def __init__(self, store: ObjectStore, index: Records, folder: HandoverFolder, retry_s: float = 5.0) -> None:
+    def __init__(self, store: ObjectStore, index: RedisRecords, folder: HandoverFolder, retry_s: float = 5.0) -> None:
         self._store, self._index, self._folder = store, index, folder
         self._lost: set[str] = set()
         self._uploads: Latest[None] = Latest("hand-overs", self._upload, retry_s)

@@ -23,9 +23,10 @@ from pathlib import Path
 
 from app.domain.checkpoints import SNAPSHOT, Manifest
 from app.errors import Fenced, NotFound, ServerOpError
-from app.stores.interfaces.journal import Lease, OpLog
 from app.stores.objects.base import check_key, flush_folder
 from app.stores.objects.notes import remove_checkpoint
+from app.stores.redis.journal import RedisOpLog
+from app.stores.redis.types import Lease
 from workers.backends.training.base import Writer
 from workers.checkpoints import transfer
 from workers.checkpoints.coalescing import Latest
@@ -68,7 +69,7 @@ class SnapshotPipeline:
     """
 
     def __init__(
-        self, oplog: OpLog, saver: Saver, folder: SnapshotFolder, clear: Callable[[], None], retry_s: float
+        self, oplog: RedisOpLog, saver: Saver, folder: SnapshotFolder, clear: Callable[[], None], retry_s: float
     ) -> None:
         self._oplog, self._saver, self._folder, self._clear = oplog, saver, folder, clear
         self._clear_at = 0.0

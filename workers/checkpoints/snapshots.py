@@ -18,7 +18,8 @@ from app.domain import codec, records
 from app.domain.ops import FORWARD, CreateModel, LoadWeights, OptimStep, SaveWeights
 from app.errors import Fenced, OpError
 from app.settings import EngineSettings
-from app.stores.interfaces.journal import Entry, Lease, OpLog
+from app.stores.redis.journal import RedisOpLog
+from app.stores.redis.types import Entry, Lease
 from workers.checkpoints.snapshot_upload import Local, SnapshotFolder, SnapshotPipeline, Taken
 from workers.checkpoints.writer import Saver
 from workers.train.executor import Executor, Window
@@ -76,7 +77,7 @@ class Snapshots:
 
     def __init__(
         self,
-        oplog: OpLog,
+        oplog: RedisOpLog,
         saver: Saver,
         folder: SnapshotFolder,
         settings: EngineSettings,
@@ -190,7 +191,7 @@ def _is_load(entry: Entry) -> bool:
 class Restore:
     """Rebuilds a model at its applied seq."""
 
-    oplog: OpLog
+    oplog: RedisOpLog
     executor: Executor
     folder: SnapshotFolder
     snapshots: Snapshots

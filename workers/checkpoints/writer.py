@@ -23,9 +23,9 @@ from app.domain.ops import LoraSpec, SaveWeights
 from app.domain.records import ENCRYPTED
 from app.domain.results import NOTHING, SAVED, Result, Usage
 from app.errors import NotFound, Unavailable, UserOpError
-from app.stores.interfaces.journal import Lease
-from app.stores.interfaces.records import Records, Write
 from app.stores.objects.base import ObjectStore
+from app.stores.redis.records import RedisRecords
+from app.stores.redis.types import Lease, Write
 from workers.backends.training.base import TrainingBackend, Writer
 from workers.checkpoints import transfer
 from workers.checkpoints.shm_transfer import Handovers
@@ -79,7 +79,7 @@ class Captured:
 @dataclass(frozen=True, slots=True)
 class Saver:
     backend: TrainingBackend
-    index: Records
+    index: RedisRecords
     store: ObjectStore
     handovers: Handovers
 

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from app.domain import records
 from app.domain.records import Checkpoint
 from app.domain.results import HOUR_S
-from app.stores.interfaces.records import Records
-from app.stores.pages import Held, PageFiles, Pages
+from app.stores.pages import Held, PageFiles
+from app.stores.redis.pages import RedisPages
+from app.stores.redis.records import RedisRecords
 
 # A checkpoint that comes or goes counts within this time; ten thousand are read in a third of a second.
 _MEASURED_S = 300.0
@@ -23,7 +24,7 @@ _BATCH = 256
 class Accounting:
     """Accounting of storage. Every step may be repeated: a measurement counts once, and a page is stored once."""
 
-    def __init__(self, pages: Pages, files: PageFiles, store: Records) -> None:
+    def __init__(self, pages: RedisPages, files: PageFiles, store: RedisRecords) -> None:
         self._pages, self._files, self._records = pages, files, store
         self._due, self._hour = 0.0, -1
 

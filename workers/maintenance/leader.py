@@ -15,8 +15,9 @@ import redis
 
 from app.errors import Unavailable
 from app.services.teardown import Endings
-from app.stores.interfaces.journal import OpLog
-from app.stores.interfaces.records import Lifecycle, Payloads
+from app.stores.redis.journal import RedisOpLog
+from app.stores.redis.lifecycle import RedisLifecycle
+from app.stores.redis.payloads import RedisPayloads
 
 log = logging.getLogger(__name__)
 _PERIOD_S = 2.0
@@ -29,7 +30,7 @@ class Sweeper:
     """Runs the maintenance tasks. `chores` holds them by the name of their role. A task may run twice at once, when the
     lead changes in the middle of a round."""
 
-    def __init__(self, oplog: OpLog, chores: Mapping[str, Chore], worker: str) -> None:
+    def __init__(self, oplog: RedisOpLog, chores: Mapping[str, Chore], worker: str) -> None:
         self._oplog, self._chores, self._worker = oplog, chores, worker
         self._stop = threading.Event()
 
@@ -67,9 +68,9 @@ class Chore(Protocol):
 
 class Sessions:
     """Expires silent sessions and ends their requests. The owners of their models ask for unwanted ones
-    (Lifecycle.unwanted) and free the memory."""
+    (RedisLifecycle.unwanted) and free the memory."""
 
-    def __init__(self, lifecycle: Lifecycle, endings: Endings) -> None:
+    def __init__(self, lifecycle: RedisLifecycle, endings: Endings) -> None:
         self._lifecycle, self._endings = lifecycle, endings
 
     def sweep(self) -> None:
@@ -86,7 +87,7 @@ class Sessions:
 class Spilling:
     """Moves payloads to the object store. While the object store is away nothing moves, and nothing is lost."""
 
-    def __init__(self, payloads: Payloads) -> None:
+    def __init__(self, payloads: RedisPayloads) -> None:
         self._payloads = payloads
 
     def sweep(self) -> None:

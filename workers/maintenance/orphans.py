@@ -22,10 +22,11 @@ from app.domain.checkpoints import MODELS, SNAPSHOT, Place
 from app.domain.records import Checkpoint, Model, Sampler
 from app.errors import NewerContent
 from app.settings import EngineSettings
-from app.stores.interfaces.journal import OpLog
-from app.stores.interfaces.records import Lifecycle, Records
 from app.stores.objects.base import ObjectStore
 from app.stores.objects.notes import remove_checkpoint
+from app.stores.redis.journal import RedisOpLog
+from app.stores.redis.lifecycle import RedisLifecycle
+from app.stores.redis.records import RedisRecords
 
 log = logging.getLogger(__name__)
 # Rounds in the time a file must be unreferenced: hourly by default, as each round lists the whole store.
@@ -56,7 +57,12 @@ class Orphans:
     emptied."""
 
     def __init__(
-        self, oplog: OpLog, lifecycle: Lifecycle, store: Records, objects: ObjectStore, settings: EngineSettings
+        self,
+        oplog: RedisOpLog,
+        lifecycle: RedisLifecycle,
+        store: RedisRecords,
+        objects: ObjectStore,
+        settings: EngineSettings,
     ) -> None:
         self._oplog, self._lifecycle, self._records, self._objects = oplog, lifecycle, store, objects
         self._period_s = settings.orphan_s / _ROUNDS

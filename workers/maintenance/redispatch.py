@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from app import ids
 from app.settings import EngineSettings
-from app.stores.interfaces.journal import OpLog, Pending
+from app.stores.redis.journal import RedisOpLog
+from app.stores.redis.types import Pending
 from workers.sample.admission import Held
 
 log = logging.getLogger(__name__)
@@ -43,7 +44,7 @@ class Rung:
 class Ringing:
     """The redispatch task. `ring(kind, request id, parent id, queue)` dispatches a request."""
 
-    def __init__(self, oplog: OpLog, ring: Callable[[str, str, str, str], None], settings: EngineSettings) -> None:
+    def __init__(self, oplog: RedisOpLog, ring: Callable[[str, str, str, str], None], settings: EngineSettings) -> None:
         self._oplog, self._ring, self._settings = oplog, ring, settings
         self._rung: dict[str, Rung] = {}
         self._healthy_since = self._swept = time.monotonic()

@@ -15,7 +15,7 @@ import redis
 
 from app.domain.base_model import BaseModelInfo
 from app.domain.records import Worker, dump
-from app.stores.interfaces.records import Records
+from app.stores.redis.records import RedisRecords
 from workers.process import telemetry
 
 log = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ class Presence:
 
     def __init__(
         self,
-        records: Records,
+        records: RedisRecords,
         node: str,
         role: str,
         info: BaseModelInfo,

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import redis
 
-from app.stores.interfaces.journal import OpLog
+from app.stores.redis.journal import RedisOpLog
 
 log = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ class LeaseKeeper:
     A lease that could not be renewed in time, or that someone else holds, is lost until it is added again.
     """
 
-    def __init__(self, oplog: OpLog, worker: str, lease_s: float) -> None:
+    def __init__(self, oplog: RedisOpLog, worker: str, lease_s: float) -> None:
         self._oplog, self._worker, self._lease_s = oplog, worker, lease_s
         self._lock = threading.Lock()
         self._renewed: dict[str, float] = {}

@@ -19,16 +19,15 @@ from app.domain.results import Result
 from app.services.teardown import Endings
 from app.settings import Settings
 from app.stores import objects
-from app.stores.interfaces.journal import OpLog
-from app.stores.interfaces.records import Lifecycle, Payloads, Records
 from app.stores.objects.base import ObjectStore
-from app.stores.pages import PageFiles, Pages
+from app.stores.pages import PageFiles
 from app.stores.redis.client import connect
 from app.stores.redis.completions import TokenStreams
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.lifecycle import RedisLifecycle
+from app.stores.redis.pages import RedisPages
 from app.stores.redis.payloads import RedisPayloads
-from app.stores.redis.records import RedisPages, RedisRecords
+from app.stores.redis.records import RedisRecords
 from workers.checkpoints.shm_transfer import HandoverFolder
 from workers.maintenance.accounting import Accounting
 from workers.maintenance.leader import Chore, Sessions, Spilling, Sweeper
@@ -46,11 +45,11 @@ _STOP_S = 20.0
 class Parts:
     """The parts that trainers and samplers share."""
 
-    oplog: OpLog
-    records: Records
-    lifecycle: Lifecycle
-    payloads: Payloads
-    pages: Pages
+    oplog: RedisOpLog
+    records: RedisRecords
+    lifecycle: RedisLifecycle
+    payloads: RedisPayloads
+    pages: RedisPages
     store: ObjectStore
     keeper: LeaseKeeper
     doorbell: dispatch.Doorbell

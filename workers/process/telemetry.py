@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from prometheus_client import Counter, Gauge, Histogram, start_http_server
 
-from app.stores.interfaces.journal import Entry
+from app.stores.redis.types import Entry
 
 log = logging.getLogger("tinsmith.ops")
 _BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)

@@ -21,8 +21,8 @@ from pathlib import Path
 
 from app.domain.records import Handover
 from app.errors import NotFound, ServerOpError, Unavailable
-from app.stores.interfaces.records import Records
 from app.stores.objects.base import ObjectStore
+from app.stores.redis.records import RedisRecords
 from workers.backends.sampling.base import Aborted, SamplerBackend, Watch
 from workers.checkpoints import transfer
 from workers.checkpoints.shm_transfer import HandoverFolder
@@ -163,7 +163,7 @@ class AdapterFiles:
     def __init__(
         self,
         store: ObjectStore,
-        index: Records,
+        index: RedisRecords,
         nearby: HandoverFolder,
         cache_dir: Path,
         most_bytes: int,

@@ -20,7 +20,7 @@ import redis
 
 from app import dispatch
 from app.domain.sampling import SampleRequest
-from app.stores.interfaces.journal import OpLog
+from app.stores.redis.journal import RedisOpLog
 from workers.backends.sampling.base import Aborted, Watch
 from workers.process.fair_queue import Shares
 
@@ -123,7 +123,7 @@ class Held:
     turns are not due, the one that had most last.
     """
 
-    oplog: OpLog
+    oplog: RedisOpLog
     ring: Callable[[str, str, str, str], None]
     queue: str
     ahead: Callable[[], Sequence[str]] = tuple

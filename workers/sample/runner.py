@@ -15,8 +15,9 @@ import redis
 from app.domain import codec, records
 from app.domain.results import CACHED, NOTHING, PREFILLED, PROTOBUF, SAMPLED, Result, Usage
 from app.errors import Fenced, OpError, ServerOpError, TriedOften, Unavailable
-from app.stores.interfaces.journal import Entry, OpLog
-from app.stores.interfaces.records import Records
+from app.stores.redis.journal import RedisOpLog
+from app.stores.redis.records import RedisRecords
+from app.stores.redis.types import Entry
 from app.wire.results import encode_sample
 from workers.backends.sampling.base import Aborted, SamplerBackend, Watch
 from workers.process import results, telemetry
@@ -42,8 +43,8 @@ class SampleRunner:
 
     def __init__(
         self,
-        oplog: OpLog,
-        stored: Records,
+        oplog: RedisOpLog,
+        stored: RedisRecords,
         backend: SamplerBackend,
         adapters: Adapters,
         keeper: LeaseKeeper,

@@ -15,7 +15,8 @@ import redis
 
 from app.domain.results import Result
 from app.errors import Fenced, NotFound, OpError, TinsmithError, Unavailable
-from app.stores.interfaces.journal import Entry, OpLog
+from app.stores.redis.journal import RedisOpLog
+from app.stores.redis.types import Entry
 from workers.checkpoints.snapshots import Snapshots
 from workers.checkpoints.writer import Outcome, Unwritten
 from workers.process import telemetry
@@ -40,7 +41,7 @@ class Committer:
     """Runs and commits Ops. When a commit is refused or in doubt, the state must be discarded: here for the shared Ops
     of a pass, by the caller for the requested Op."""
 
-    def __init__(self, oplog: OpLog, owner: Owner, executor: Executor, snapshots: Snapshots, saves: Saves) -> None:
+    def __init__(self, oplog: RedisOpLog, owner: Owner, executor: Executor, snapshots: Snapshots, saves: Saves) -> None:
         self._oplog, self._owner, self._executor, self._snapshots = oplog, owner, executor, snapshots
         self._saves = saves
 

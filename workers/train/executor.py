@@ -29,8 +29,8 @@ from app.domain.ops import (
 )
 from app.domain.results import TRAINED, Done, Output
 from app.errors import NotFound, OpError, UserOpError
-from app.stores.interfaces.journal import Entry, Lease
 from app.stores.objects.base import ObjectStore
+from app.stores.redis.types import Entry, Lease
 from workers.backends.training.base import BackendOp, Create, Load, TrainingBackend
 from workers.checkpoints import transfer
 from workers.checkpoints.writer import Outcome, Saver, Unwritten

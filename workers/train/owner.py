@@ -15,8 +15,8 @@ import redis
 from app.domain import codec
 from app.domain.results import Result, Usage
 from app.errors import Fenced, NewerContent, NotFound, OpError, TinsmithError, Unavailable
-from app.stores.interfaces.journal import Entry, HeldElsewhere, Lease, OpLog
-from app.stores.interfaces.records import Write
+from app.stores.redis.journal import RedisOpLog
+from app.stores.redis.types import Entry, HeldElsewhere, Lease, Write
 from workers.backends.training.base import TrainingBackend
 from workers.checkpoints.writer import Outcome
 from workers.process import results, telemetry
@@ -104,7 +104,7 @@ class Owner:
 
     def __init__(
         self,
-        oplog: OpLog,
+        oplog: RedisOpLog,
         backend: TrainingBackend,
         keeper: LeaseKeeper,
         worker: str,

@@ -17,8 +17,8 @@ from app.domain import records
 from app.domain.records import Worker
 from app.domain.results import Result
 from app.services.base_models import trainer_role
-from app.stores.interfaces.journal import OpLog
-from app.stores.interfaces.records import Records
+from app.stores.redis.journal import RedisOpLog
+from app.stores.redis.records import RedisRecords
 from workers.process.results import NotNow
 from workers.train.owner import Owner
 from workers.train.runner import TrainingRunner
@@ -40,7 +40,7 @@ class Spread:
         self,
         runner: TrainingRunner,
         owner: Owner,
-        stored: Records,
+        stored: RedisRecords,
         ring: Callable[[str, str, str, str], None],
         base_model: str,
         node: str,
@@ -86,7 +86,7 @@ class Drain:
     `ring(kind, request id, model id, queue)` dispatches a request; all trainers of the base read `queue`.
     """
 
-    oplog: OpLog
+    oplog: RedisOpLog
     owner: Owner
     ring: Callable[[str, str, str, str], None]
     queue: str

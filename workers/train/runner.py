@@ -18,7 +18,8 @@ from app import dispatch, ids
 from app.domain import codec
 from app.domain.results import Result
 from app.errors import Fenced, Gone, NewerContent, NotFound, ServerOpError, Unavailable
-from app.stores.interfaces.journal import Entry, Head, HeldElsewhere, OpLog
+from app.stores.redis.journal import RedisOpLog
+from app.stores.redis.types import Entry, Head, HeldElsewhere
 from workers.process.results import NotNow
 from workers.train.committer import Begun, Committer, Saves
 from workers.train.owner import MAX_ATTEMPTS, Attempt, Broken, Exhausted, Owner, Resident, Unrestorable
@@ -38,7 +39,7 @@ class TrainingRunner:
 
     def __init__(
         self,
-        oplog: OpLog,
+        oplog: RedisOpLog,
         owner: Owner,
         committer: Committer,
         healthy: Callable[[], bool],

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 
 from app import ids
 from app.domain.ops import FORWARD, FORWARD_BACKWARD, OptimStep, SaveWeights
-from app.stores.interfaces.journal import Entry, Head, OpLog
+from app.stores.redis.journal import RedisOpLog
+from app.stores.redis.types import Entry, Head
 from workers.process.fair_queue import Shares
 from workers.train.committer import Saves
 from workers.train.owner import Owner, Resident
@@ -58,7 +59,7 @@ class Turns:
 
     def __init__(
         self,
-        oplog: OpLog,
+        oplog: RedisOpLog,
         owner: Owner,
         ahead: Ahead,
         shares: Shares,
@@ -266,7 +267,7 @@ class Unowned:
     """The backlog scan: finds a queue's models that no trainer owns. A scan takes 0.2 ms, or 2 ms where a thousand
     requests wait; at most `share` of the time goes into scans."""
 
-    oplog: OpLog
+    oplog: RedisOpLog
     queue: str
     share: float = 0.01
     _next: float = 0.0

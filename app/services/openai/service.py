@@ -32,7 +32,8 @@ from app.services.polling import Holds
 from app.services.sampling import SamplingService
 from app.services.tenants.access import check_role
 from app.services.validation.sampling import check_sample, check_size
-from app.stores.interfaces.records import Lifecycle, Records
+from app.stores.redis.lifecycle import RedisLifecycle
+from app.stores.redis.records import RedisRecords
 from app.wire.json_forms import text_tokens
 
 Gone = Callable[[], bool]
@@ -210,7 +211,9 @@ class Samplers:
     """Finds and stores the samplers of OpenAI-compatible calls. All of a project's samplers are in one session, which
     every request keeps alive."""
 
-    def __init__(self, store: Records, lifecycle: Lifecycle, bases: BaseModels, sampling: SamplingService) -> None:
+    def __init__(
+        self, store: RedisRecords, lifecycle: RedisLifecycle, bases: BaseModels, sampling: SamplingService
+    ) -> None:
         self._records, self._lifecycle, self._bases, self._sampling = store, lifecycle, bases, sampling
 
     def of(self, caller: Caller, model: str) -> tuple[str, Sampler]:

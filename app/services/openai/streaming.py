@@ -14,7 +14,7 @@ from app.domain.accounts import Caller
 from app.domain.results import Result
 from app.domain.sampling import SampleOutput
 from app.errors import ClientGone, RequestError, ServerOpError, Unavailable, UserOpError
-from app.services.polling import FutureLookup
+from app.services.polling import Futures
 from app.stores.redis.client import Waiter, is_outage
 from app.stores.redis.completions import Drawn, TokenStreams
 from app.wire.results import decode_sample
@@ -40,7 +40,7 @@ class Following:
 
     def __init__(
         self,
-        futures: FutureLookup,
+        futures: Futures,
         waiter: Waiter,
         streams: TokenStreams,
         beat: Callable[[Caller], None],

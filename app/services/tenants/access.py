@@ -11,12 +11,12 @@ from app.domain.accounts import Caller, Role
 from app.domain.records import Checkpoint, Loss, Model, Sampler, Session
 from app.errors import BadRequest, Forbidden, NotFound, Unauthorized
 from app.ids import TinkerPath
-from app.stores.interfaces.records import Records
+from app.stores.redis.records import RedisRecords
 
 Owned = TypeVar("Owned", Session, Model, Sampler, Checkpoint, Loss)
 
 
-def load_owned(store: Records, cls: type[Owned], key: str, caller: Caller, role: Role = "member") -> Owned:
+def load_owned(store: RedisRecords, cls: type[Owned], key: str, caller: Caller, role: Role = "member") -> Owned:
     """A record that the caller is about to change or to use up. Raises NotFound as `load_readable` does, and Forbidden
     if the caller may see the record but has a role below `role` in its project."""
     found = load_readable(store, cls, key, caller)
@@ -24,7 +24,7 @@ def load_owned(store: Records, cls: type[Owned], key: str, caller: Caller, role:
     return found
 
 
-def load_readable(store: Records, cls: type[Owned], key: str, caller: Caller) -> Owned:
+def load_readable(store: RedisRecords, cls: type[Owned], key: str, caller: Caller) -> Owned:
     """A record that the caller only reads. Raises NotFound with a text that depends only on the request."""
     stored = store.get(cls.namespace, key)
     found = records.load(cls, stored) if stored else None
@@ -33,7 +33,7 @@ def load_readable(store: Records, cls: type[Owned], key: str, caller: Caller) ->
     return found
 
 
-def load_checkpoint(store: Records, path: TinkerPath, caller: Caller) -> Checkpoint:
+def load_checkpoint(store: RedisRecords, path: TinkerPath, caller: Caller) -> Checkpoint:
     """A checkpoint to read or to start from: one of the caller's, or a public one. Raises NotFound as `load_readable`
     does."""
     stored = store.get(Checkpoint.namespace, str(path))
@@ -56,7 +56,7 @@ def check_role(caller: Caller, project: str, role: Role = "member") -> None:
         raise Forbidden(f"this takes a {role} of project {project}, and you are {had}")
 
 
-def _is_expired(found: Session | Model | Sampler | Checkpoint | Loss, store: Records) -> bool:
+def _is_expired(found: Session | Model | Sampler | Checkpoint | Loss, store: RedisRecords) -> bool:
     """True for an expired checkpoint. Only checkpoints expire, and most have no expiry; the time is read only for one
     that has."""
     return isinstance(found, Checkpoint) and found.expires_at is not None and found.is_expired(store.now())
@@ -67,7 +67,7 @@ class Sources:
     made from one. A checkpoint that the key's owner may read can be loaded or copied with it. The token needs no scope,
     since every key may read, and it is stored nowhere."""
 
-    def __init__(self, store: Records, callers: Callable[[str], Caller]) -> None:
+    def __init__(self, store: RedisRecords, callers: Callable[[str], Caller]) -> None:
         self._records, self._callers = store, callers
 
     def find(self, path: ids.TinkerPath, caller: Caller, token: str | None) -> Checkpoint:

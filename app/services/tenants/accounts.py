@@ -23,8 +23,8 @@ from app.domain.limits import Changes, Limits
 from app.errors import BadRequest, Unavailable
 from app.services.tenants import audit
 from app.services.views import user_urn
-from app.stores.interfaces.records import Records
 from app.stores.objects.accounts import AccountFiles
+from app.stores.redis.records import RedisRecords
 
 log = logging.getLogger(__name__)
 KEY_PREFIX = "tml-"
@@ -43,7 +43,7 @@ _RETRY_S = 5.0
 class AccountService:
     """Creates and changes accounts. Every method raises Unavailable while a store is away."""
 
-    def __init__(self, files: AccountFiles, store: Records) -> None:
+    def __init__(self, files: AccountFiles, store: RedisRecords) -> None:
         self._files, self._records = files, store
 
     def add_organisation(self, name: str) -> Organisation:
@@ -214,7 +214,7 @@ class Recall:
     """Account recovery: restores all accounts at once, and only once. A note beside the accounts says that they are
     there, and it is lost together with them. So unknown keys never reach the object store, however many are tried."""
 
-    def __init__(self, accounts: AccountService, store: Records) -> None:
+    def __init__(self, accounts: AccountService, store: RedisRecords) -> None:
         self._accounts, self._records = accounts, store
         self._lock = threading.Lock()
         self._failed = float("-inf")

@@ -19,8 +19,8 @@ from app.domain.accounts import Caller
 from app.domain.results import HOUR_S
 from app.errors import Forbidden
 from app.services.views import timestamp, user_urn
-from app.stores.interfaces.records import Records
-from app.stores.pages import Books
+from app.stores.redis.pages import Books
+from app.stores.redis.records import RedisRecords
 
 EventType = Literal["all", "checkpoints", "projects", "teams", "organizations"]
 About = Mapping[str, str | float | None]
@@ -37,7 +37,7 @@ _DAY_H = 24
 
 
 def note(
-    store: Records,
+    store: RedisRecords,
     by: Caller | None,
     scope: str,
     event: str,
@@ -66,7 +66,7 @@ class AuditService:
     """Reads the audit log for admins."""
 
     books: Books
-    records: Records
+    records: RedisRecords
 
     def read(self, caller: Caller, event_type: EventType, day: date | None) -> list[dict[str, Any]]:
         """The entries of a day (UTC; None: today by the state server's clock) for the projects where the caller is an

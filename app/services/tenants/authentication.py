@@ -19,7 +19,7 @@ from app.errors import Forbidden, InvalidToken, NotFound, Unauthorized
 from app.services.tenants.accounts import KEY_PREFIX, AccountService, hash_secret
 from app.services.views import user_urn
 from app.settings import hash_key
-from app.stores.interfaces.records import Records
+from app.stores.redis.records import RedisRecords
 
 _PROJECT_DIGITS = 16
 _JWT_PREFIX = "eyJ"
@@ -43,7 +43,11 @@ class Callers:
     """
 
     def __init__(
-        self, digests: Sequence[str], store: Records, tokens: Tokens | None, recall: Callable[[], bool] = lambda: False
+        self,
+        digests: Sequence[str],
+        store: RedisRecords,
+        tokens: Tokens | None,
+        recall: Callable[[], bool] = lambda: False,
     ) -> None:
         self._digests, self._records, self._tokens, self._recall = digests, store, tokens, recall
 
@@ -143,7 +147,7 @@ class OwnKey:
     """Describes and revokes the caller's own key, and issues tokens for it. A key of the settings has no account: it
     has fewer details, and it is revoked in the settings."""
 
-    def __init__(self, store: Records, accounts: AccountService, tokens: Tokens | None) -> None:
+    def __init__(self, store: RedisRecords, accounts: AccountService, tokens: Tokens | None) -> None:
         self._records, self._accounts, self._tokens = store, accounts, tokens
 
     def describe(self, caller: Caller) -> dict[str, Any]:

@@ -10,7 +10,8 @@ from app.domain import records
 from app.domain.accounts import Caller, Key, Project
 from app.domain.limits import KEY, PROJECT, Charge, Limits, Payer
 from app.services.views import check_seen
-from app.stores.interfaces.records import Allowances, Records
+from app.stores.redis.limits import RedisAllowances
+from app.stores.redis.records import RedisRecords
 
 _CACHED_S = 5.0
 _NONE = Limits()
@@ -24,7 +25,7 @@ class LimitsOf:
     `default` are the limits of every project. A key has no limits of its own unless some were set.
     """
 
-    def __init__(self, store: Records, default: Limits) -> None:
+    def __init__(self, store: RedisRecords, default: Limits) -> None:
         self._records, self._default = store, default
         self._found: dict[tuple[str, str], tuple[float, Limits]] = {}
 
@@ -62,7 +63,7 @@ class AllowanceService:
     be freed first.
     """
 
-    def __init__(self, limits: LimitsOf, allowances: Allowances) -> None:
+    def __init__(self, limits: LimitsOf, allowances: RedisAllowances) -> None:
         self._limits, self._allowances = limits, allowances
 
     def take(self, caller: Caller, project: str) -> None:

@@ -18,8 +18,9 @@ from app.errors import BadRequest
 from app.services.tenants.access import check_role
 from app.services.tenants.audit import admin_projects
 from app.services.views import check_seen, texts, timestamp, user_urn
-from app.stores.interfaces.records import Records
-from app.stores.pages import Books, Fields, Page
+from app.stores.pages import Fields, Page
+from app.stores.redis.pages import Books
+from app.stores.redis.records import RedisRecords
 
 LONGEST = timedelta(days=14)
 _GB = 10**9
@@ -31,7 +32,7 @@ class UsageService:
     """Usage and storage reports for admins, about the projects where they are admins."""
 
     books: Books
-    records: Records
+    records: RedisRecords
 
     def events(self, caller: Caller, start: datetime, end: datetime) -> dict[str, Any]:
         """The SDK's BillingUsageResponse for the hours from `start` up to `end`. Usage stays with the project that had

@@ -15,9 +15,9 @@ import redis
 from app import ids
 from app.domain.results import FutureState
 from app.settings import EngineSettings
-from app.stores.interfaces.queues import Call, ModelLine, Unfinished, WaitingSample
 from app.stores.redis import keys
 from app.stores.redis.scripts import Scripts
+from app.stores.redis.types import Call, ModelLine, Unfinished, WaitingSample
 
 _SLICE = 1000
 T = TypeVar("T")
@@ -27,13 +27,15 @@ _CALLS_SLICE = 500
 
 
 class RedisBacklog:
-    """See app.stores.interfaces.Backlog."""
+    """All work that waits or runs, of every project. It moves on between reads, so parts may be some milliseconds
+    apart."""
 
     def __init__(self, client: redis.Redis, settings: EngineSettings) -> None:
         self._redis = client
         self._run = Scripts(client, settings)
 
     def unfinished(self, most: int) -> Unfinished:
+        """The `most` models and samples that waited longest without progress."""
         found = [id_.decode() for id_ in cast(list[bytes], self._redis.zrange(keys.PENDING, 0, most - 1))]
         models = list(filter(ids.is_model_id, found))
         samples = self._samples(list(filterfalse(ids.is_model_id, found)))
@@ -41,6 +43,7 @@ class RedisBacklog:
         return Unfinished(self._lines(models), samples, {queue: self._sequences(queue) for queue in queues})
 
     def seqs(self, model_ids: Iterable[str]) -> dict[str, list[int]]:
+        """The seqs that wait of each model, in order; consumed ones too."""
         found = {}
         for model_id in model_ids:
             applied = cast("bytes | None", self._redis.hget(keys.model(model_id), "applied"))
@@ -50,6 +53,7 @@ class RedisBacklog:
         return found
 
     def running(self, request_ids: Sequence[str]) -> set[str]:
+        """The sampling requests among these that a sampler has begun."""
         with self._redis.pipeline(transaction=False) as pipe:
             for request_id in request_ids:
                 pipe.exists(keys.lease(request_id))
@@ -95,18 +99,20 @@ def _slices(items: Sequence[T]) -> Iterator[Sequence[T]]:
 
 
 class RedisCalls:
-    """See app.stores.interfaces.Calls."""
+    """The calls of a model or a sampler with their times, as far as their futures are kept."""
 
     def __init__(self, client: redis.Redis) -> None:
         self._redis = client
 
     def of_model(self, model_id: str) -> list[Call]:
+        """By seq, the newest 10,000."""
         waiting = cast(list[bytes], self._redis.zrange(keys.journal(model_id), -1, -1))
         applied = cast("bytes | None", self._redis.hget(keys.model(model_id), "applied"))
         newest = max(int(seq) for seq in (applied or -1, *waiting))
         return self.of(ids.request_id(model_id, seq) for seq in range(max(0, newest + 1 - _MOST), newest + 1))
 
     def of_sampler(self, sampler_id: str) -> list[Call]:
+        """Those that run, or have results that nobody has read, by id; the newest 10,000 of each client."""
         joined = int(cast("bytes | None", self._redis.hget(keys.record("samplers", sampler_id), "joined")) or 0)
         targets = [ids.poll_target(sampler_id, clone) for clone in range(joined + 1)]
         found = {request.decode() for request in cast(set[bytes], self._redis.smembers(keys.sampled(sampler_id)))}
@@ -117,6 +123,7 @@ class RedisCalls:
         return self.of(sorted(found))
 
     def of(self, request_ids: Iterable[str]) -> list[Call]:
+        """Those of them that are known, in their order."""
         wanted, calls = list(request_ids), []
         for start in range(0, len(wanted), _CALLS_SLICE):
             slice_ = wanted[start : start + _CALLS_SLICE]

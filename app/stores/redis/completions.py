@@ -19,9 +19,9 @@ import numpy as np
 import redis
 
 from app.settings import EngineSettings
-from app.stores.interfaces.queues import Completion
 from app.stores.redis import keys
 from app.stores.redis.scripts import Scripts
+from app.stores.redis.types import Completion
 
 _SLICE = 1000
 _ACKNOWLEDGED_S = 300
@@ -32,7 +32,7 @@ _KEPT_S = 120
 
 
 class RedisCompletions:
-    """See app.stores.interfaces.Completions."""
+    """The sampling requests that came to their end, in that order, by poll target (app/ids.py)."""
 
     def __init__(self, client: redis.Redis, settings: EngineSettings) -> None:
         self._redis = client
@@ -40,12 +40,17 @@ class RedisCompletions:
         self._kept_s = min(_ACKNOWLEDGED_S, settings.result_read_s)
 
     def since(self, target: str, cursor: int) -> tuple[list[Completion], int]:
+        """The completions behind `cursor` (0: all) with results that nobody read, and the cursor to go on from.
+
+        Oldest first, a slice at most. Completions up to `cursor` are forgotten.
+        """
         last, *rows = self._run("completions", target, cursor, _SLICE)
         ended = zip(rows[::3], rows[1::3], rows[2::3], strict=True)
         found = [Completion(request.decode(), state == b"failed", size) for request, state, size in ended]
         return found, int(last)
 
     def acknowledge(self, request_ids: Iterable[str]) -> None:
+        """Their results were fetched and may go soon; those of unfinished or unknown requests are left alone."""
         with self._redis.pipeline(transaction=False) as pipe:
             for request_id in request_ids:
                 # XX: the future of an unfinished request has no expiry yet, and must not get one.

@@ -28,16 +28,20 @@ _SEEN = "GET /api/v1/limits shows what holds and what is used"
 
 
 class RedisAllowances:
-    """See app.stores.interfaces.Allowances."""
+    """The limits of projects and keys, and their use. A journalled call is charged as it is admitted
+    (RedisOpLog.admit)."""
 
     def __init__(self, client: redis.Redis, settings: EngineSettings) -> None:
         self._run = Scripts(client, settings)
 
     def take(self, charge: Charge) -> None:
+        """Charge all payers of a call, or none. Raises TooManyRequests where it may come again, and LimitReached where
+        something has to go first."""
         if asked := of_op(charge):
             check(self._run("take", asked))
 
     def used(self, payer: Payer) -> Used:
+        """The payer's use that counts against its limits now."""
         rates = (payer.limits.requests_per_s, payer.limits.tokens_per_s)
         asked = ["" if rate is None else rate for rate in rates]
         models, stored, samples, *found = self._run("used", payer.kind, payer.id, *asked)

@@ -28,7 +28,10 @@ _ABANDONED_MS = 3_600_000
 
 
 class RedisPayloads:
-    """See app.stores.interfaces.Payloads. `store` is None in a process that runs no Ops and spills nothing."""
+    """The encoded content of journalled calls: in Redis, or moved ("spilled") to the object store, one object each.
+
+    `store` is None in a process that runs no Ops and spills nothing.
+    """
 
     def __init__(self, client: redis.Redis, settings: EngineSettings, store: ObjectStore | None) -> None:
         self._redis = client
@@ -36,6 +39,7 @@ class RedisPayloads:
         self._store = store
 
     def get(self, request_id: str) -> bytes:
+        """Empty for an Op that has none or is gone. Raises Unavailable (store), NotFound when its object was lost."""
         payload = cast("bytes | None", self._redis.get(keys.payload(request_id)))
         if payload is not None:
             return payload
@@ -43,9 +47,11 @@ class RedisPayloads:
         return self._objects.read(spilled.decode()) if spilled else b""
 
     def due(self, limit: int) -> list[str]:
+        """Request ids of the payloads to move now: large ones, and the oldest while over half the budget is used."""
         return [request_id.decode() for request_id in self._run("due_to_spill", limit)]
 
     def spill(self, request_id: str) -> bool:
+        """Move one; False when it was dropped meanwhile. Raises Unavailable, and it then stays where it is."""
         admitted = cast("bytes | None", self._redis.hget(keys.op(request_id), "admitted"))
         payload = cast("bytes | None", self._redis.get(keys.payload(request_id)))
         if admitted is None or payload is None:
@@ -56,6 +62,7 @@ class RedisPayloads:
         return bool(self._run("spill", request_id, key, admitted))
 
     def remove_garbage(self) -> int:
+        """Delete objects of dropped payloads, and of moves that never ended; returns how many. Raises Unavailable."""
         garbage = cast(list[bytes], self._run("spill_garbage", _ABANDONED_MS, _GARBAGE_AT_ONCE))
         if garbage:
             self._objects.delete([key.decode() for key in garbage])

@@ -22,9 +22,8 @@ from app.domain.records import Worker
 from app.domain.results import Result
 from app.services.container import Services
 from app.settings import ApiSettings, BaseModelSettings, RedisSettings, Settings, hash_key
-from app.stores.interfaces.journal import HeldElsewhere
-from app.stores.interfaces.records import Record
 from app.stores.redis.client import connect
+from app.stores.redis.types import HeldElsewhere, Record
 from tests.servers import start_valkey
 
 KEY, OTHER_KEY = "tml-one", "tml-two"

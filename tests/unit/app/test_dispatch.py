@@ -11,8 +11,8 @@ from celery import Celery
 
 from app.dispatch import Doorbell, TickBell, celery_app
 from app.settings import RedisSettings, Settings
-from app.stores.interfaces.records import Holder
 from app.stores.redis.client import connect
+from app.stores.redis.types import Holder
 from tests.servers import free_port, start_valkey
 
 QUEUE = "train.base@a"

@@ -9,9 +9,9 @@ from typing import Any
 from tinker.types import BillingUsageResponse, CurrentCheckpointStorageUsageResponse
 
 from app.domain.results import Result, Usage
-from app.stores.interfaces.journal import Lease
 from app.stores.pages import PageFiles
-from app.stores.redis.records import RedisPages
+from app.stores.redis.pages import RedisPages
+from app.stores.redis.types import Lease
 from tests.pages import age
 from tests.unit.app.api.test_models import save_checkpoint
 from tests.unit.app.conftest import BASE, Api, batch

@@ -12,10 +12,9 @@ import redis
 from app.domain.accounts import Caller
 from app.domain.records import Sampler, dump
 from app.domain.results import Result
-from app.services.polling import BatchPollService, FutureLookup, Holds, PollService
+from app.services.polling import BatchPollService, Futures, Holds, PollService
 from app.settings import ApiSettings
-from app.stores.interfaces.journal import Future
-from app.stores.interfaces.queues import Completion
+from app.stores.redis.types import Completion, Future
 
 ME = Caller.alone("me")
 
@@ -41,7 +40,7 @@ class RecordingWaiter:
         assert self.release.wait(120)
 
 
-def poll_service(futures: FutureLookup, waiter: RecordingWaiter, settings: ApiSettings) -> PollService:
+def poll_service(futures: Futures, waiter: RecordingWaiter, settings: ApiSettings) -> PollService:
     return PollService(futures, waiter, Holds(settings))
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from app.domain.records import Worker
 from app.services.queue_position import Place, Standings, describe
-from app.stores.interfaces.queues import ModelLine, Unfinished, WaitingSample
+from app.stores.redis.types import ModelLine, Unfinished, WaitingSample
 
 T = TypeVar("T")
 TRAIN, SAMPLE = "train.b", "sample.b"

@@ -6,8 +6,7 @@ import pytest
 
 from app.domain.records import Model, Sampler, Worker, dump
 from app.services.queue import ACTIVE, QueueLooks, QueueState, QueueStates
-from app.stores.interfaces.journal import Future
-from app.stores.interfaces.queues import ModelLine, Unfinished, WaitingSample
+from app.stores.redis.types import Future, ModelLine, Unfinished, WaitingSample
 
 BASE = "org/base"
 SAMPLE = Future("s:sample:0:1", "sample", "s:sample:0", "me", "pending", None)

@@ -19,7 +19,8 @@ from app.services.tenants.authentication import Callers
 from app.settings import EngineSettings
 from app.stores.objects.folder import FolderStore
 from app.stores.pages import PageFiles
-from app.stores.redis.records import RedisPages, RedisRecords
+from app.stores.redis.pages import RedisPages
+from app.stores.redis.records import RedisRecords
 from tests.pages import age, in_mid_hour
 
 Command = Callable[..., str]

@@ -18,11 +18,11 @@ from app.domain.results import Result
 from app.errors import Gone
 from app.services.recovery import Rebuild, Restored
 from app.settings import EngineSettings
-from app.stores.interfaces.journal import Lease
 from app.stores.objects.folder import FolderStore
 from app.stores.objects.notes import note
 from app.stores.redis import keys
 from app.stores.redis.lifecycle import RedisLifecycle
+from app.stores.redis.types import Lease
 from tests.unit.workers.conftest import BASE, LORA, MODEL, PROBE, Worker, World, logprob_bytes, probe, step, undisturbed
 from workers.maintenance.orphans import Orphans
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from app.domain.ops import LoraSpec
-from app.stores.interfaces.journal import Lease
+from app.stores.redis.types import Lease
 from tests.full_disk import full_disk
 from workers.checkpoints import transfer
 from workers.checkpoints.snapshot_upload import Local, SnapshotFolder

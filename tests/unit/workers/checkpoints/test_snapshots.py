@@ -12,9 +12,9 @@ import pytest
 from app.domain import codec
 from app.domain.ops import SaveWeights
 from app.errors import Unavailable
-from app.stores.interfaces.journal import Lease
 from app.stores.objects.folder import FolderStore
 from app.stores.redis import keys
+from app.stores.redis.types import Lease
 from tests.full_disk import full_disk
 from tests.unit.workers.conftest import MODEL, Worker, World, await_true, logprob_bytes, probe, step, undisturbed
 from workers.checkpoints import transfer

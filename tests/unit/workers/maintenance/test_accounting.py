@@ -12,8 +12,9 @@ from app.domain.records import Checkpoint, dump
 from app.errors import Unavailable
 from app.settings import EngineSettings
 from app.stores.objects.folder import FolderStore
-from app.stores.pages import Books, Fields, Page, PageFiles
-from app.stores.redis.records import RedisPages, RedisRecords
+from app.stores.pages import Fields, Page, PageFiles
+from app.stores.redis.pages import Books, RedisPages
+from app.stores.redis.records import RedisRecords
 from tests.pages import age, in_mid_hour, listed, used
 from workers.maintenance.accounting import Accounting
 

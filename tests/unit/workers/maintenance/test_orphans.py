@@ -16,13 +16,13 @@ from app.domain.ops import CreateModel, LoadWeights, LoraSpec, ModelSpec, Op
 from app.domain.records import Checkpoint, Model, Sampler, dump
 from app.domain.results import Result
 from app.settings import EngineSettings, StoreSettings
-from app.stores.interfaces.journal import Lease
 from app.stores.objects.base import ObjectStore
 from app.stores.objects.folder import FolderStore
 from app.stores.objects.s3 import S3Store
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.lifecycle import RedisLifecycle
 from app.stores.redis.records import RedisRecords
+from app.stores.redis.types import Lease
 from tests.servers_s3 import start_s3
 from workers.maintenance.orphans import Orphans
 

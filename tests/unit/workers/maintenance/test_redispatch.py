@@ -12,10 +12,10 @@ from app.domain.records import Model, Sampler, dump
 from app.domain.results import Result
 from app.errors import BadRequest
 from app.settings import EngineSettings
-from app.stores.interfaces.journal import Lease
 from app.stores.redis import keys
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.records import RedisRecords
+from app.stores.redis.types import Lease
 from workers.maintenance.redispatch import Ringing
 
 MODEL = "session:train:0"

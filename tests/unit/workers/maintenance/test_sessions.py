@@ -13,13 +13,12 @@ from app.domain.records import Checkpoint, Loss, Model, Sampler, Session, dump, 
 from app.errors import Gone, Unavailable
 from app.services.teardown import Endings
 from app.settings import EngineSettings
-from app.stores.interfaces.journal import Lease
-from app.stores.interfaces.records import Holder
 from app.stores.objects.folder import FolderStore
 from app.stores.redis import keys
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.lifecycle import RedisLifecycle
 from app.stores.redis.records import RedisRecords
+from app.stores.redis.types import Holder, Lease
 from workers.maintenance.leader import Sessions
 
 SESSION, OTHER = "session", "session2"

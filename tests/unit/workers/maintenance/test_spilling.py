@@ -9,10 +9,10 @@ from app.domain.records import Model, dump
 from app.domain.results import Result
 from app.errors import Unavailable
 from app.settings import EngineSettings
-from app.stores.interfaces.journal import Lease
 from app.stores.objects.folder import FolderStore
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.payloads import RedisPayloads
+from app.stores.redis.types import Lease
 from workers.maintenance.leader import Spilling
 
 MODEL = "session:train:0"

@@ -10,9 +10,9 @@ import redis
 
 from app.domain.base_model import BaseModelInfo
 from app.domain.records import Worker, load
-from app.stores.interfaces.journal import Entry
 from app.stores.redis import keys
 from app.stores.redis.records import RedisRecords
+from app.stores.redis.types import Entry
 from workers.process import heartbeat, telemetry
 from workers.process.heartbeat import Presence
 from workers.process.telemetry import Pace

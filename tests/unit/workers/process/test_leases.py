@@ -10,10 +10,10 @@ import redis
 
 from app.domain.records import Model, dump
 from app.settings import EngineSettings
-from app.stores.interfaces.journal import HeldElsewhere, Lease
 from app.stores.redis import keys
 from app.stores.redis.client import connect
 from app.stores.redis.journal import RedisOpLog
+from app.stores.redis.types import HeldElsewhere, Lease
 from tests.servers import start_valkey
 from workers.process import leases
 from workers.process.leases import LeaseKeeper

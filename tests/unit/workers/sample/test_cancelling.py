@@ -23,7 +23,6 @@ from app.domain.results import Result
 from app.domain.sampling import SampledSequence, SampleOutput, SampleRequest
 from app.errors import Unavailable
 from app.settings import BaseModelSettings, EngineSettings, RedisSettings, Settings
-from app.stores.interfaces.journal import Entry
 from app.stores.objects.folder import FolderStore
 from app.stores.redis import keys
 from app.stores.redis.client import Channel, connect
@@ -31,6 +30,7 @@ from app.stores.redis.completions import TokenStreams
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.limits import RedisAllowances
 from app.stores.redis.records import RedisRecords
+from app.stores.redis.types import Entry
 from tests.unit.workers.conftest import await_true
 from workers.backends.sampling.base import Aborted, Watch
 from workers.checkpoints.shm_transfer import HandoverFolder

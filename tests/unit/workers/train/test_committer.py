@@ -17,10 +17,10 @@ from app.domain import codec, records
 from app.domain.ops import LoadWeights, Op, SaveWeights
 from app.domain.results import Result
 from app.errors import NotFound, Unavailable
-from app.stores.interfaces.journal import Lease
 from app.stores.objects.folder import FolderStore
 from app.stores.redis import keys
 from app.stores.redis.lifecycle import RedisLifecycle
+from app.stores.redis.types import Lease
 from tests.unit.workers.conftest import (
     LORA,
     MODEL,

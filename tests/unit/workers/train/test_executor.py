@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from app.domain.ops import FORWARD, FORWARD_BACKWARD
-from app.stores.interfaces.journal import Entry
+from app.stores.redis.types import Entry
 from workers.train.executor import Window
 
 GOOD, STEP, LOAD, EVAL = (FORWARD_BACKWARD, ""), ("optim_step", ""), ("load_weights", ""), (FORWARD, "")

@@ -16,8 +16,8 @@ import pytest
 from app.domain import codec
 from app.domain.batch import Batch, Ragged
 from app.domain.ops import ForwardBackward
-from app.stores.interfaces.journal import Lease
 from app.stores.redis import keys
+from app.stores.redis.types import Lease
 from tests.unit.workers.conftest import MODEL, PROBE, Worker, World, add_model, batch, step
 from tests.unit.workers.train.test_turns import MERGED, admit, applied, handle
 from workers.process import leases

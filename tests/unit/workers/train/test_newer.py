@@ -10,10 +10,10 @@ import pytest
 from app import ids
 from app.domain import codec
 from app.domain.ops import OptimStep
-from app.stores.interfaces.journal import Lease
 from app.stores.objects.folder import FolderStore
 from app.stores.redis import keys
 from app.stores.redis.lifecycle import RedisLifecycle
+from app.stores.redis.types import Lease
 from tests.unit.workers import newer
 from tests.unit.workers.conftest import BASE, MODEL, Worker, World, add_model, logprob_bytes, probe, step, undisturbed
 from workers.maintenance.orphans import Orphans

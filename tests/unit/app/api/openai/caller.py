@@ -16,8 +16,8 @@ from app.domain.results import PROTOBUF, Result
 from app.domain.sampling import SampledSequence, SampleOutput, SampleRequest
 from app.errors import Fenced
 from app.services.openai.tokenizer import BaseTokenizer
-from app.stores.interfaces.journal import OpLog
 from app.stores.redis.completions import Drawn, TokenStreams
+from app.stores.redis.journal import RedisOpLog
 from app.wire.results import encode_sample
 from tests.unit.app.conftest import BASE, KEY, Api
 
@@ -32,7 +32,7 @@ Answer = Callable[[str, SampleRequest], SampleOutput | Result | None]
 class Standin:
     """Answers what is admitted with `answer` (None: not yet), one request after another, and keeps what it saw."""
 
-    oplog: OpLog
+    oplog: RedisOpLog
     streams: TokenStreams
     tokenizer: BaseTokenizer
     answer: Answer | None = None

@@ -15,8 +15,8 @@ from app.domain.sampling import SampledSequence, SampleOutput
 from app.errors import ClientGone, OpError, ServerOpError, Unavailable, UserOpError
 from app.services.openai import streaming
 from app.services.openai.streaming import Asked, Following
-from app.stores.interfaces.journal import Future
 from app.stores.redis.completions import Drawn
+from app.stores.redis.types import Future
 from app.wire.results import encode_sample
 
 ME = Caller.alone("me")

@@ -11,7 +11,7 @@ from app.domain.accounts import Caller, Role
 from app.domain.records import Session
 from app.errors import Forbidden, NotFound
 from app.services.tenants.access import load_owned, load_readable
-from app.stores.interfaces.records import Records
+from app.stores.redis.records import RedisRecords
 from tests.unit.app.conftest import BASE, Api
 
 OURS, THEIRS = "ours", "theirs"
@@ -24,14 +24,14 @@ def caller(role: Role, project: str = OURS) -> Caller:
 
 
 @pytest.fixture
-def store(api: Api) -> Records:
+def store(api: Api) -> RedisRecords:
     for project in (OURS, THEIRS):
         api.services.records.put(Session.namespace, project, records.dump(Session(project, 0.0)))
     return api.services.records
 
 
 @pytest.mark.parametrize("load", [load_owned, load_readable])
-def test_what_is_foreign_looks_missing_to_the_byte(store: Records, load) -> None:
+def test_what_is_foreign_looks_missing_to_the_byte(store: RedisRecords, load) -> None:
     texts = []
     for name in (THEIRS, "absent"):
         with pytest.raises(NotFound) as error:
@@ -41,13 +41,13 @@ def test_what_is_foreign_looks_missing_to_the_byte(store: Records, load) -> None
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_everybody_in_a_project_sees_what_is_in_it(store: Records, role: Role) -> None:
+def test_everybody_in_a_project_sees_what_is_in_it(store: RedisRecords, role: Role) -> None:
     assert load_readable(store, Session, OURS, caller(role)).owner == OURS
 
 
 @pytest.mark.parametrize("needed", ROLES)
 @pytest.mark.parametrize("role", ROLES)
-def test_a_role_may_do_what_the_ones_below_it_may(store: Records, role: Role, needed: Role) -> None:
+def test_a_role_may_do_what_the_ones_below_it_may(store: RedisRecords, role: Role, needed: Role) -> None:
     if ROLES.index(role) >= ROLES.index(needed):
         assert load_owned(store, Session, OURS, caller(role), needed).owner == OURS
     else:
@@ -55,7 +55,7 @@ def test_a_role_may_do_what_the_ones_below_it_may(store: Records, role: Role, ne
             load_owned(store, Session, OURS, caller(role), needed)
 
 
-def test_a_viewer_changes_nothing_unless_he_is_let(store: Records) -> None:
+def test_a_viewer_changes_nothing_unless_he_is_let(store: RedisRecords) -> None:
     with pytest.raises(Forbidden):
         load_owned(store, Session, OURS, caller("viewer"))
 

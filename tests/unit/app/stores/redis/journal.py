@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from app.domain.results import Result
-from app.stores.interfaces.journal import Lease
 from app.stores.redis.journal import RedisOpLog
+from app.stores.redis.types import Lease
 
 MODEL = "session:train:0"
 OK = Result(b"{}")

@@ -9,11 +9,11 @@ from app import ids
 from app.domain.records import Sampler, dump
 from app.domain.results import Result
 from app.settings import EngineSettings
-from app.stores.interfaces.queues import Completion
 from app.stores.redis import keys
 from app.stores.redis.completions import RedisCompletions
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.records import RedisRecords
+from app.stores.redis.types import Completion
 
 SAMPLER = "s:sample:0"
 FIRST, THIRD = ids.poll_target(SAMPLER, 0), ids.poll_target(SAMPLER, 3)

@@ -12,10 +12,10 @@ from app.domain.records import Model, load
 from app.domain.results import Result
 from app.errors import BadRequest, Fenced, NotFound
 from app.settings import EngineSettings
-from app.stores.interfaces.journal import HeldElsewhere
 from app.stores.redis import keys
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.records import RedisRecords
+from app.stores.redis.types import HeldElsewhere
 from tests.unit.app.stores.redis.journal import MODEL, OK, admit, commit_through, own
 
 

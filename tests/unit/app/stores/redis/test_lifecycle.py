@@ -12,12 +12,11 @@ from app.domain.records import Model, Sampler, Session, dump, load
 from app.domain.results import Result
 from app.errors import Fenced, Gone, NotFound
 from app.settings import EngineSettings
-from app.stores.interfaces.journal import Lease
-from app.stores.interfaces.records import Holder
 from app.stores.redis import keys
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.lifecycle import RedisLifecycle
 from app.stores.redis.records import RedisRecords
+from app.stores.redis.types import Holder, Lease
 
 SESSION = "session"
 MODEL = f"{SESSION}:train:0"

@@ -16,12 +16,12 @@ from app.domain.records import Checkpoint, Model, Sampler, Session, dump
 from app.domain.results import Result
 from app.errors import LimitReached, TooManyRequests
 from app.settings import EngineSettings
-from app.stores.interfaces.journal import Lease
 from app.stores.redis import keys
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.lifecycle import RedisLifecycle
 from app.stores.redis.limits import RedisAllowances
 from app.stores.redis.records import RedisRecords
+from app.stores.redis.types import Lease
 
 SETTINGS = EngineSettings()
 SESSION = "session"

@@ -15,7 +15,8 @@ from app.settings import EngineSettings
 from app.stores.pages import Held, Page
 from app.stores.redis import keys
 from app.stores.redis.lifecycle import RedisLifecycle
-from app.stores.redis.records import RedisPages, RedisRecords
+from app.stores.redis.pages import RedisPages
+from app.stores.redis.records import RedisRecords
 from tests.pages import age, in_mid_hour, listed, used
 from tests.unit.app.stores.redis.journal import MODEL, OK, admit, own
 from tests.unit.app.stores.redis.test_samples import admit as admit_sample

@@ -15,7 +15,6 @@ from app.domain.records import Model, Sampler, dump
 from app.domain.results import Result
 from app.errors import BadRequest, Fenced, TooLarge, Unavailable
 from app.settings import EngineSettings
-from app.stores.interfaces.journal import Lease
 from app.stores.objects.base import ObjectStore
 from app.stores.objects.folder import FolderStore
 from app.stores.redis import keys
@@ -23,6 +22,7 @@ from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.lifecycle import RedisLifecycle
 from app.stores.redis.payloads import RedisPayloads
 from app.stores.redis.records import RedisRecords
+from app.stores.redis.types import Lease
 
 MODEL = "session:train:0"
 SAMPLER = "session:sample:0"

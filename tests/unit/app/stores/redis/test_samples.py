@@ -11,11 +11,11 @@ from app.domain.records import Sampler, Session, dump
 from app.domain.results import Result
 from app.errors import BadRequest, TooManyRequests, Unavailable
 from app.settings import EngineSettings
-from app.stores.interfaces.journal import QueueBounds
 from app.stores.redis import keys
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.lifecycle import RedisLifecycle
 from app.stores.redis.records import RedisRecords
+from app.stores.redis.types import QueueBounds
 
 SESSION = "session"
 SAMPLER, OTHER = f"{SESSION}:sample:0", "session2:sample:0"

@@ -1,1 +1,0 @@
-"""The stores' promises. Every implementation passes the suites in tests/conformance/."""

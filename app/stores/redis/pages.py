@@ -1,0 +1,74 @@
+"""Open pages of usage and of the audit log on Redis, and whole books: these pages and those in the object store."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import cast
+
+import redis
+
+from app.settings import EngineSettings
+from app.stores.pages import Book, Fields, Held, Page, PageFiles
+from app.stores.redis import keys
+from app.stores.redis.client import read_hash, text_fields
+from app.stores.redis.scripts import Scripts
+
+
+class RedisPages:
+    """The pages at the state server. All hours are those of its clock."""
+
+    def __init__(self, client: redis.Redis, settings: EngineSettings) -> None:
+        self._redis = client
+        self._run = Scripts(client, settings)
+
+    def close(self, limit: int) -> list[Page]:
+        """Close the pages of past hours, for good; returns so many of those that are closed."""
+        return [Page.parse(name.decode()) for name in self._run("close_pages", limit)]
+
+    def drop(self, page: Page) -> None:
+        """Forget a closed page that has been kept elsewhere."""
+        with self._redis.pipeline() as pipe:
+            pipe.delete(keys.page(page))
+            pipe.zrem(keys.PAGES, str(page))
+            pipe.execute()
+
+    def find(self, book: Book, projects: Iterable[str], hours: range) -> dict[Page, Fields]:
+        """The pages of these projects and hours that are there."""
+        of = set(projects)
+        listed = cast(list[bytes], self._redis.zrangebyscore(keys.PAGES, hours.start, f"({hours.stop}"))
+        pages = [page for name in listed if (page := Page.parse(name.decode())).book == book and page.project in of]
+        return {page: self.fields(page) for page in pages}
+
+    def fields(self, page: Page) -> Fields:
+        """Empty for a page that is not there."""
+        return text_fields(read_hash(self._redis, keys.page(page)))
+
+    def measured(self) -> float | None:
+        """The time of the last count of the checkpoints' sizes, in unix seconds; None for never."""
+        found = cast(bytes | None, self._redis.get(keys.STORAGE_MEASURED))
+        return None if found is None else float(found)
+
+    def measure(self, before: float | None, now: float, held: Iterable[Held]) -> bool:
+        # As text: a script's own numbers are exact only up to 2^53, ten terabytes for a quarter of an hour.
+        """Count the bytes held between two measurements; False (nothing changes) when `before` was not the last one."""
+        rows = [[each.project, each.base_model, each.hour, str(each.byte_seconds)] for each in held]
+        return bool(self._run("measure_storage", "" if before is None else repr(before), repr(now), json.dumps(rows)))
+
+
+@dataclass(frozen=True, slots=True)
+class Books:
+    """Pages still at the state server, and those in the object store."""
+
+    pages: RedisPages
+    files: PageFiles
+
+    def read(self, book: Book, projects: Iterable[str], hours: range) -> dict[Page, Fields]:
+        """Every page once. The state server is asked first, or one on its way would be missed; one that is in both, on
+        its way or because the state server was set back, is as the object store has it. Raises Unavailable."""
+        of = list(projects)
+        found = self.pages.find(book, of, hours)
+        for project in of:
+            found.update(self.files.find(book, project, hours))
+        return found
