@@ -11,28 +11,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
 import numpy as np
 
+from app.dispatch import TickBell
 from app.domain.sampling import SampleRequest
 from workers.backends.sampling.base import SamplerBackend
 
 _AWAY_S = 1.0
 
 _ONE_TOKEN = SampleRequest(np.zeros(1, np.int32), num_samples=1, max_tokens=1, seed=0, temperature=0.0)
-
-
-class Bell(Protocol):
-    """Dispatches heartbeat tasks (ticks) to this worker itself (app/dispatch.py)."""
-
-    def waiting(self) -> int | None:
-        """Number of ticks that were dispatched and not consumed yet; None while the broker is away."""
-        ...
-
-    def ring(self) -> bool:
-        """Dispatches a tick. Returns False when the broker takes nothing."""
-        ...
 
 
 class Pulse:
@@ -43,7 +31,9 @@ class Pulse:
     dispatched again.
     """
 
-    def __init__(self, bell: Bell, sound: Callable[[], bool], healthy_s: float, end: Callable[[str], object]) -> None:
+    def __init__(
+        self, bell: TickBell, sound: Callable[[], bool], healthy_s: float, end: Callable[[str], object]
+    ) -> None:
         self._bell, self._sound, self._healthy_s, self._end = bell, sound, healthy_s, end
         self._lock = threading.Lock()
         self._running = 0

@@ -41,9 +41,8 @@ class ModelState(Protocol):
         ...
 
     def held(self) -> Iterator[Tensor]:
-        """Yields every tensor that may be moved, by its `data`, while no call runs
-        (workers/backends/training/state.py).
-        """
+        """Yields every tensor of the state: weights, optimizer, pending gradient. Their `data` may move while no call
+        runs."""
         ...
 
     def begin(self) -> None:
@@ -124,14 +123,6 @@ def read_optimizer(folder: Path) -> dict[str, Tensor]:
         raise UserOpError(f"checkpoint {folder.name} holds no optimizer state; load it without its optimizer") from None
 
 
-class Movable(Protocol):
-    """A state with tensors that can move between devices."""
-
-    def held(self) -> Iterator[Tensor]:
-        """Yields every tensor of the state: weights, optimizer, pending gradient."""
-        ...
-
-
 class Residency:
     """Keeps at most `most` models on `device` (0: all of them), or as many as one pass needs."""
 
@@ -144,7 +135,7 @@ class Residency:
         """The number of models on the device."""
         return len(self._here)
 
-    def bring(self, states: Mapping[str, Movable], wanted: Collection[str]) -> None:
+    def bring(self, states: Mapping[str, ModelState], wanted: Collection[str]) -> None:
         """Brings the wanted models to the device, or makes room for those that do not exist yet.
 
         Other models leave first, the least recently used before the rest. Moved tensors keep their identity.
@@ -168,6 +159,6 @@ class Residency:
         self._away.discard(model_id)
 
 
-def _move(state: Movable, device: torch.device) -> None:
+def _move(state: ModelState, device: torch.device) -> None:
     for tensor in state.held():
         tensor.data = tensor.data.to(device, copy=True)
