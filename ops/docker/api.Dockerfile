@@ -1,4 +1,4 @@
-# The API, from the base package alone. Flower is the same with --build-arg EXTRAS=[flower].
+# The image of the API, from the base package alone. Flower uses the same file with --build-arg EXTRAS=[flower].
 FROM python:3.11.15-slim-bookworm AS build
 ARG EXTRAS=""
 RUN python -m venv /opt/tinsmith

@@ -1,5 +1,5 @@
-# A trainer or a sampler, for a CPU. For GPUs: --build-arg TORCH_INDEX_URL= (empty: pip's own index, which has the CUDA
-# build of torch), --build-arg EXTRAS=vllm and --build-arg CONSTRAINTS=constraints-gpu.txt.
+# The image of a trainer or a sampler, for a CPU. For GPUs: --build-arg TORCH_INDEX_URL= (empty: pip's own index, which
+# has the CUDA build of torch), --build-arg EXTRAS=vllm and --build-arg CONSTRAINTS=constraints-gpu.txt.
 FROM python:3.11.15-slim-bookworm AS build
 ARG EXTRAS=train
 ARG TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu
@@ -8,9 +8,9 @@ ENV DS_BUILD_OPS=0
 RUN python -m venv /opt/tinsmith
 WORKDIR /src
 COPY constraints.txt constraints-gpu.txt ./
-# First and alone: by far the largest layer, which then survives every change to our code. PyTorch's index has nothing
-# else in our versions, so what torch depends on comes later. One retry and a short timeout: where the index cannot be
-# reached, pip's own configuration decides within seconds.
+# torch is installed first and alone: it is by far the largest layer, and no change to our code rebuilds it. PyTorch's
+# index has nothing else in our versions, so the packages that torch depends on are installed later. One retry and a short
+# timeout: if the index cannot be reached, pip's own configuration decides within seconds.
 RUN if [ -z "${TORCH_INDEX_URL}" ] || ! /opt/tinsmith/bin/pip install --no-cache-dir -c "${CONSTRAINTS}" \
         --no-deps --retries 1 --timeout 15 --index-url "${TORCH_INDEX_URL}" torch; then \
         /opt/tinsmith/bin/pip install --no-cache-dir -c "${CONSTRAINTS}" torch; \
@@ -27,7 +27,7 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/* \
     && useradd --system --uid 10001 --home-dir /var/lib/tinsmith --create-home tinsmith
 COPY --from=build /opt/tinsmith /opt/tinsmith
-# /tmp is memory there, too small for a checkpoint and not executable.
+# In the containers /tmp is in memory: too small for a checkpoint, and not executable.
 ENV PATH=/opt/tinsmith/bin:$PATH \
     PYTHONUNBUFFERED=1 \
     PYTHONDONTWRITEBYTECODE=1 \
