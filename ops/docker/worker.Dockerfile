@@ -9,8 +9,8 @@ RUN python -m venv /opt/tinsmith
 WORKDIR /src
 COPY constraints.txt constraints-gpu.txt ./
 # torch is installed first and alone: it is by far the largest layer, and no change to our code rebuilds it. PyTorch's
-# index has nothing else in our versions, so the packages that torch depends on are installed later. One retry and a short
-# timeout: if the index cannot be reached, pip's own configuration decides within seconds.
+# index has nothing else in our versions, so the packages that torch depends on are installed later. One retry and a
+# short timeout: if the index cannot be reached, pip's own configuration decides within seconds.
 RUN if [ -z "${TORCH_INDEX_URL}" ] || ! /opt/tinsmith/bin/pip install --no-cache-dir -c "${CONSTRAINTS}" \
         --no-deps --retries 1 --timeout 15 --index-url "${TORCH_INDEX_URL}" torch; then \
         /opt/tinsmith/bin/pip install --no-cache-dir -c "${CONSTRAINTS}" torch; \
