@@ -1,7 +1,7 @@
-"""Latency that the service adds to the first token of a sample: one request at a time, on a model with almost no
-compute.
+"""Latency that the service adds to the first token of a sample, on a model with almost no compute.
 
-`python -m ops.bench.first_token BASE_MODEL_JSON` is the bare side: it calls the sampler's backend directly.
+Requests run one at a time. `python -m ops.bench.first_token BASE_MODEL_JSON` is the bare side: it calls the sampler's
+backend directly.
 """
 
 from __future__ import annotations
