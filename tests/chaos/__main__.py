@@ -1,5 +1,7 @@
-"""`python -m tests.chaos [--seed N] [--short]`: the long run, its figures as JSON. Exit code 1 when anything was lost,
-doubled or different, or when less was dealt out than the form says."""
+"""`python -m tests.chaos [--seed N] [--short]`: runs the long chaos run and prints its figures as JSON.
+
+The exit code is 1 when anything is lost, doubled or different, or when fewer faults are injected than the form says.
+"""
 
 from __future__ import annotations
 

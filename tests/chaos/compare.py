@@ -1,4 +1,4 @@
-"""Whether two runs gave the same: to the bit, or within a bound where passes held several models' Ops."""
+"""Compares two runs: bit for bit, or within a bound where passes held Ops of several models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much is dealt out: a short form for every change of the code, a long one for the figures we publish."""
+"""Number of injected faults: a short form for every code change, a long form for the published figures."""
 
 from __future__ import annotations
 

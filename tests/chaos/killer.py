@@ -1,6 +1,6 @@
-"""The seeded killer: what dies, in which order and how soon after the last one.
+"""The seeded killer: which process dies, in which order, and how soon after the last kill.
 
-The seed fixes the plan. Where exactly in an Op a signal lands is up to the machine.
+The seed fixes the plan. The machine decides at which point of an Op a signal arrives.
 """
 
 from __future__ import annotations

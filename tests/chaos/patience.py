@@ -1,4 +1,4 @@
-"""Waiting for what may be away for a moment, since this very process had it killed."""
+"""Retries against servers that may be down for a moment, because this process had them killed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A chaos run: what undisturbed clients get, and whether disturbed ones get the same."""
+"""A chaos run: compares the results of disturbed clients with those of undisturbed ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one SDK client does, and all it gets for it: the same every time for the same seed, whatever dies meanwhile."""
+"""Calls of one SDK client and all their results: the same every time for the same seed, through every kill."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The stack that is killed: plain-torch trainers and the light sampler, so that processes die here and not kernels."""
+"""The stack that is killed: plain-torch trainers and the light sampler.
+
+With them, processes die here and not kernels.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""Calls posted over and over, in any order, by many threads: what retries, proxies and several API processes make of
-them. Plain HTTP, so that the very same bytes are sent again."""
+"""Calls posted again and again, in any order, by many threads.
+
+This imitates retries, proxies and several API processes. Plain HTTP is used, so that the very same bytes are sent
+again.
+"""
 
 from __future__ import annotations
 

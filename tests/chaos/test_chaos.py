@@ -1,4 +1,4 @@
-"""The short form of `make chaos`, with a fixed seed; a seed that ever failed is added to the list."""
+"""The short form of `make chaos`, with a fixed seed. Any seed that ever fails is added to the list."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`tinsmith up` whose supervisor hardly waits: here somebody kills its children all the time."""
+"""`tinsmith up` with a supervisor that restarts with almost no delay, because its children are killed all the time."""
 
 from __future__ import annotations
 

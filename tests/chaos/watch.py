@@ -1,4 +1,4 @@
-"""What runs where, read from outside: the journals' heads in Redis, the processes by their command lines."""
+"""Outside view of the running work: journal heads in Redis, processes by their command lines."""
 
 from __future__ import annotations
 
