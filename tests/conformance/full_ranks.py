@@ -1,4 +1,4 @@
-"""What test_full_ranks.py runs: one scenario of full fine-tuning, in one process or in each rank of a group."""
+"""Program of test_full_ranks.py: one scenario of full fine-tuning, in one process or in each rank of a group."""
 
 from __future__ import annotations
 

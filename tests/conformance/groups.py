@@ -1,4 +1,4 @@
-"""Groups of two ranks, each a process forked from one that has imported torch and DeepSpeed: that takes it 5 s."""
+"""Groups of two ranks. Each rank is forked from a process that has imported torch and DeepSpeed, which takes 5 s."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the suites of object stores share."""
+"""Helpers that the object-store suites share."""
 
 from __future__ import annotations
 

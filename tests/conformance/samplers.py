@@ -1,4 +1,4 @@
-"""Both samplers, and what they should say by plain transformers and PEFT."""
+"""Both samplers, and the answers expected from them by plain transformers and PEFT."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the folder store promises beside what every ObjectStore does."""
+"""Promises of the folder store beyond those of every ObjectStore."""
 
 from __future__ import annotations
 

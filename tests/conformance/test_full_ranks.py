@@ -1,4 +1,4 @@
-"""Full fine-tuning on two DeepSpeed ranks is what it is in one process of plain torch, at every ZeRO stage."""
+"""Full fine-tuning on two DeepSpeed ranks matches one process of plain torch, at every ZeRO stage."""
 
 from __future__ import annotations
 

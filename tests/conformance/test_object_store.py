@@ -1,4 +1,4 @@
-"""What every ObjectStore promises, over a folder and over a real S3 server."""
+"""Promises of every ObjectStore, tested on a folder and on a real S3 server."""
 
 from __future__ import annotations
 

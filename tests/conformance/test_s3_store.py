@@ -1,4 +1,4 @@
-"""What the S3 store promises beside what every ObjectStore does."""
+"""Promises of the S3 store beyond those of every ObjectStore."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every SamplerBackend promises, over both of ours, against plain transformers and PEFT."""
+"""Promises of every SamplerBackend, tested on both backends against plain transformers and PEFT."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine that lives and does nothing, over both samplers."""
+"""An engine that is alive but makes no progress, in both samplers."""
 
 from __future__ import annotations
 

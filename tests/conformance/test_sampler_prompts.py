@@ -1,4 +1,4 @@
-"""What a request may ask of its prompt and of its samples' positions, against transformers and PEFT."""
+"""Scores of prompts and of sampled positions (top tokens, alternatives, given ids), against transformers and PEFT."""
 
 from __future__ import annotations
 

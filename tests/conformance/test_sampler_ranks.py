@@ -1,4 +1,4 @@
-"""An engine over two ranks (sampler.tensor_parallel) answers as one of a single rank does."""
+"""An engine over two ranks (sampler.tensor_parallel) gives the answers of a single-rank engine."""
 
 from __future__ import annotations
 

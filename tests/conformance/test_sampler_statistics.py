@@ -1,4 +1,4 @@
-"""Draws of both samplers against the distribution that a request describes: chi-square, on a vocabulary of 320."""
+"""Token sampling of both samplers against the requested distribution: chi-square, on a vocabulary of 320."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a watch sees and stops of a request, over both samplers."""
+"""Token events and cancellation of a request through its Watch, in both samplers."""
 
 from __future__ import annotations
 

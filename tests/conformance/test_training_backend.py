@@ -1,7 +1,7 @@
-"""What every TrainingBackend promises (workers/backends/training/base.py), over plain torch and DeepSpeed at each ZeRO
-stage.
+"""Promises of every TrainingBackend, on plain torch and DeepSpeed at each ZeRO stage.
 
-Two ranks are in test_training_ranks.py, the numbers themselves in tests/parity/.
+The promises are in workers/backends/training/base.py. test_training_ranks.py covers two ranks, tests/parity/ the
+numbers themselves.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""An Op too large for the memory there is fails alone, and the trainer goes on. In a process that may be limited."""
+"""An Op that exceeds memory fails alone, and the trainer goes on. It runs in a process with a memory limit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two DeepSpeed ranks (gloo) compute what one process of plain torch does, at ZeRO stages that split something."""
+"""Two DeepSpeed ranks (gloo) compute what one process of plain torch computes, at ZeRO stages that partition state."""
 
 from __future__ import annotations
 

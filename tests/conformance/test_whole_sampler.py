@@ -1,4 +1,4 @@
-"""What every SamplerBackend promises that samples models fine-tuned in full, over both, against plain transformers."""
+"""Promises of every SamplerBackend for fully fine-tuned models, on both backends, against plain transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m tests.conformance.training_memory BASE TRAINER`: run out of memory for real, and go on."""
+"""`python -m tests.conformance.training_memory BASE TRAINER`: really runs out of memory, and goes on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What test_training_ranks.py runs: one scenario, here in one process or as `python -m` in each rank of a group."""
+"""Program of test_training_ranks.py: one scenario, in one process or as `python -m` in each rank of a group."""
 
 from __future__ import annotations
 
