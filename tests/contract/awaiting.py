@@ -1,5 +1,7 @@
-"""Waiting for what has to come true, and for the SDK to wait. A sample it is still asking for when it is given up, it
-cannot cancel."""
+"""Waits until a condition holds, or until the SDK waits for its samples.
+
+If a sample is given up while the SDK still asks for it, the SDK cannot cancel it.
+"""
 
 from __future__ import annotations
 

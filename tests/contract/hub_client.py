@@ -1,4 +1,4 @@
-"""What a client elsewhere does: it gets the tokenizers, and prints what they make of a text and a chat as JSON."""
+"""Program of a remote client: loads the tokenizers and prints their encodings of a text and a chat as JSON."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""`tinsmith up` whose trainers die of a batch that begins with POISON, however often they are started.
+"""`tinsmith up` with trainers that die on every batch that begins with POISON, however often they are restarted.
 
-As `python -m tests.contract.poisoned_up trainer ...` it is one of these trainers.
+Run as `python -m tests.contract.poisoned_up trainer ...`, it is one of these trainers.
 """
 
 from __future__ import annotations

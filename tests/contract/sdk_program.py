@@ -1,7 +1,7 @@
-"""A user's program, written so that every SDK since 0.6 can run it: train, save, restore, sample, look, download.
+"""A user program that every SDK since 0.6 can run: train, save, restore, sample, list, download.
 
-It runs alone, with whichever `tinker` comes first on its path; the arguments are the server's URL, a key and a base
-model. What it saw goes to stdout as one line of JSON.
+It runs in its own process, with the `tinker` that comes first on its path. The arguments are the server's URL, a key
+and a base model. Its observations go to stdout as one line of JSON.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`tinsmith up` as a user starts it: a real process with real parts, on a tiny random base model."""
+"""`tinsmith up` as a user starts it: real processes and real parts, on a tiny random base model."""
 
 from __future__ import annotations
 

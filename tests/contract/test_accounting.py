@@ -1,4 +1,4 @@
-"""What administrators ask for: usage, storage and the audit log, through the SDK in both of its forms and the CLI."""
+"""Usage, storage and the audit log for administrators: through the SDK, sync and async, and the CLI."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The `tinker` command against the stack: what each of its commands prints, and what it changes."""
+"""The `tinker` command against the stack: the output and the effect of each command."""
 
 from __future__ import annotations
 

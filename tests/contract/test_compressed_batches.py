@@ -1,6 +1,6 @@
-"""The SDK compresses its batches where the settings say so, which changes nothing of what comes of them.
+"""The SDK compresses its batches where the settings ask for it, and the results do not change.
 
-The stack whose servers are outside says so, and all other tests of training run against it as well.
+The stack with external servers asks for it, and all other training tests run against that stack as well.
 """
 
 from __future__ import annotations

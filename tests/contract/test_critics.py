@@ -1,4 +1,4 @@
-"""A critic through the real SDK: asked for by metadata, read by `forward`, trained, saved, resumed; not sampled."""
+"""A critic through the real SDK: requested by metadata, read by `forward`, trained, saved, resumed; not sampled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Losses the server runs itself, against the SDK's own way of running them: forward, loss on the client, backward."""
+"""Server-side custom losses, against the SDK's own way to run them: forward, loss on the client, backward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Taking a model home behind signed URLs: PEFT files for a real `peft`, or the merged model for transformers alone."""
+"""Downloads of a model behind signed URLs: PEFT files for a real `peft`, or the merged model for transformers alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flower is a user: each future is a task there, with its name, model, state and runtime."""
+"""Flower shows each future as a task, with its name, model, state and runtime."""
 
 from __future__ import annotations
 

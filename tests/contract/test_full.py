@@ -1,4 +1,4 @@
-"""Full fine-tuning through the SDK, which asks for it by a LoRA rank of 0: train, save, resume, take the model home."""
+"""Full fine-tuning through the SDK, requested by a LoRA rank of 0: train, save, resume, download."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sampling from full fine-tunes through the SDK: its calls are those for adapters, and nobody else is disturbed."""
+"""Sampling from full fine-tunes through the SDK: the calls are those for adapters, and no other tenant is disturbed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""New weights for sampling, by the real SDK: fixed ones, and those that follow the model."""
+"""New weights for sampling, through the real SDK: fixed weights, and weights that follow the model."""
 
 from __future__ import annotations
 

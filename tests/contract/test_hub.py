@@ -1,4 +1,4 @@
-"""The tokenizers of SDK and cookbook, on a machine that reaches nothing but the API, and shares no folder with it."""
+"""Tokenizers of the SDK and the cookbook, on a machine that reaches only the API and shares no folder with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The service's numbers against the reference, from weights exported over HTTP: nothing of workers/ is imported."""
+"""The service's numbers against the reference, from weights exported over HTTP. Nothing of workers/ is imported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls whose clients go away, against the API as gunicorn serves it."""
+"""Clients that disconnect during a call, against the API as gunicorn serves it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""R15: an Op that kills its trainer every time costs its own run one call, and nobody else anything."""
+"""R15: an Op that kills its trainer every time costs its own run one call, and affects no other run."""
 
 from __future__ import annotations
 

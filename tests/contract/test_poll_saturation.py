@@ -1,4 +1,4 @@
-"""Held polls never starve the rest of the API."""
+"""Long polls never starve the rest of the API."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What waits on a running stack, as `GET /api/v1/queue` tells it."""
+"""`GET /api/v1/queue` lists the waiting calls of a running stack."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank group in which a rank dies or hangs: the group starts anew, and the run ends as if nothing had happened."""
+"""A rank group with a rank that dies or hangs: the group restarts, and the run ends as if nothing had happened."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The example a newcomer copies runs as it stands, but for the names of the model, the server and the key's file."""
+"""The README example runs unchanged, except for the names of the model, the server and the key file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""tinker-cookbook's own recipes, unmodified, on local data: each runs to its end and does what it is for."""
+"""tinker-cookbook's own recipes, unmodified, on local data: each runs to its end and reaches its purpose."""
 
 from __future__ import annotations
 

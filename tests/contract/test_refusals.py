@@ -1,4 +1,4 @@
-"""Bad input: a clear 4xx, nothing enqueued, and the model lives on."""
+"""Bad input gets a clear 4xx, enqueues nothing, and leaves the model usable."""
 
 from __future__ import annotations
 

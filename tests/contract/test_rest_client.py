@@ -1,4 +1,4 @@
-"""What the SDK's RestClient reads and changes, in both of its forms: a future, and its older twin `..._async`."""
+"""Reads and changes of the SDK's RestClient, in both of its forms: a future, and its older twin `..._async`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes come and go; runs, checkpoints and keys stay."""
+"""Processes stop and start again; runs, checkpoints and keys stay."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A loop as the cookbook's rl_loop: hand new weights over, sample groups, train on what they were worth."""
+"""A loop as the cookbook's rl_loop: transfer new weights, sample groups, train on their rewards."""
 
 from __future__ import annotations
 

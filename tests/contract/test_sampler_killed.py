@@ -1,6 +1,6 @@
-"""A sampler that batches freely is killed: nothing is lost or told twice, and nearly all tokens are the same.
+"""A sampler with free batching is killed: no sample is lost or reported twice, and nearly all tokens are the same.
 
-Who is beside whom in a batch rounds logprobs otherwise, so a draw at the edge of two tokens may fall to the other.
+The other requests of a batch change the rounding of logprobs, so a draw at the edge of two tokens may differ.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Two samplers of one base: what goes where, what becomes of the requests of one that is killed, and beside training.
+"""Two samplers of one base model: routing, requests of a sampler that is killed, and sampling beside training.
 
-Each decodes one sequence at a time, so that a sample has the same bits wherever and beside whatever it runs.
+Each decodes one sequence at a time, so that a sample has the same bits on either sampler and beside any other work.
 """
 
 from __future__ import annotations

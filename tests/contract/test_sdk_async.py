@@ -1,4 +1,4 @@
-"""A run from its first call to its last through the SDK's `..._async` methods, which older programs are written in."""
+"""A complete run through the SDK's `..._async` methods, which older programs use."""
 
 from __future__ import annotations
 

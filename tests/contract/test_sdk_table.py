@@ -1,5 +1,7 @@
-"""docs/sdk.md names a test for each public method of the SDK's clients and each command of its CLI. What there is, is
-asked of the SDK itself, so that a new one without a row fails here."""
+"""docs/sdk.md names a test for each public method of the SDK's clients and each command of its CLI.
+
+The list of methods and commands comes from the SDK itself, so that a new one without a row fails here.
+"""
 
 from __future__ import annotations
 

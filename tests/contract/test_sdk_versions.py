@@ -1,7 +1,7 @@
 """One program under every pinned release of the SDK (sdk_versions.txt).
 
-An SDK is installed without its dependencies into a folder of its own, which its process looks into first: what all of
-them need is what the newest needs, and each wheel is asked whether the versions here will do.
+Each SDK is installed without its dependencies into a separate folder, which comes first on its process' path. The
+dependencies are those of the newest SDK, and each wheel's metadata is checked against the versions installed here.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The key that a client used against a running stack, and the stack's own secrets, are nowhere they need not be."""
+"""The key of a client on a running stack, and the stack's own secrets, appear only where they are needed."""
 
 from __future__ import annotations
 

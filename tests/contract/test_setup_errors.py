@@ -1,4 +1,4 @@
-"""A setup that cannot work ends `tinsmith up` with exit code 2 and one line, and nothing is started again."""
+"""A setup that cannot work ends `tinsmith up` with exit code 2 and one line, and no process is restarted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the SDK waits for samples, gives them up and is put off, against the real API; tests stand in for the sampler."""
+"""The SDK's waiting, cancellation and backoff for samples, against the real API. The tests stand in for the sampler."""
 
 from __future__ import annotations
 
