@@ -1,4 +1,4 @@
-"""Calls as the SDK makes them: the same one again for as long as the answer is none, or says that it passes."""
+"""Calls as the SDK makes them: the same call is repeated while there is no answer, or while the answer is temporary."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The API as gunicorn serves it, with a fuse: `gunicorn tests.faults.dying_api:application`."""
+"""The API as gunicorn serves it, with a fuse that kills it: `gunicorn tests.faults.dying_api:application`."""
 
 from __future__ import annotations
 

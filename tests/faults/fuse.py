@@ -1,4 +1,4 @@
-"""Where an API process under test kills itself, once."""
+"""Kill point of an API process under test: the process kills itself there, once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A TCP proxy that can be told to be a bad network, from any thread."""
+"""A TCP proxy that imitates a bad network on request, from any thread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A state server that can be killed, and started again on what it had written."""
+"""A state server that can be killed, and restarted on the data it wrote."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The API and a trainer as they are run, each a process of its own: gunicorn, and a Celery worker."""
+"""The API and a trainer as in production, each a separate process: gunicorn, and a Celery worker."""
 
 from __future__ import annotations
 

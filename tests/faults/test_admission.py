@@ -1,4 +1,4 @@
-"""One call, one future: from either of two API processes, and through kill -9 of the state server."""
+"""One call makes one future: from either of two API processes, and through kill -9 of the state server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""R17 and R10 on the processes that are really run: connections drop, and a worker is killed in the middle of an Op."""
+"""R17 and R10 on production processes: connections drop, and a worker is killed in the middle of an Op."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""10,000 admissions, each made one to three times and out of order, by many threads through two clients (R5)."""
+"""R5: 10,000 admissions, each made one to three times and out of order, by many threads through two clients."""
 
 from __future__ import annotations
 

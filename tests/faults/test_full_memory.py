@@ -1,4 +1,4 @@
-"""The state server fills up (R11): new work is put off, everything else goes on, and nothing is lost or evicted."""
+"""R11: the state server fills up. New work is refused for now, everything else goes on, nothing is lost or evicted."""
 
 from __future__ import annotations
 

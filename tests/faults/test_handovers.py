@@ -1,4 +1,4 @@
-"""The object store hangs while weights are sampled that it does not have yet; whatever happens then, it gets them."""
+"""The object store hangs while weights are sampled that it does not have yet; in every case it gets them later."""
 
 from __future__ import annotations
 

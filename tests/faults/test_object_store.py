@@ -1,4 +1,4 @@
-"""R9: the object store is away, slow, or breaks off in the middle. Training goes on, and what is stored is whole."""
+"""R9: the object store is away, slow, or breaks off in the middle. Training goes on; stored objects are complete."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""R15: an Op that kills its worker every time is given up after three tries, and holds nobody else up."""
+"""R15: an Op that kills its worker every time is given up after three tries, and delays no other Op."""
 
 from __future__ import annotations
 

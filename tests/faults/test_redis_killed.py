@@ -1,4 +1,4 @@
-"""R3: the state server is killed in the middle of training and started again: what it acknowledged is not lost."""
+"""R3: the state server is killed in the middle of training and restarted: no acknowledged write is lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A save hangs in the object store while the next steps run; whatever happens then, nothing is lost or doubled."""
+"""A save hangs in the object store while the next steps run. In every case nothing is lost or doubled."""
 
 from __future__ import annotations
 

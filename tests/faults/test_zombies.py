@@ -1,6 +1,6 @@
-"""R4: a worker that stood still past its lease, anywhere in its work, changes nothing when it goes on.
+"""R4: a worker that was paused past its lease, anywhere in its work, changes nothing when it resumes.
 
-Its successor has taken over and gone on by then. The zombie serves again later, with right results.
+Its successor has taken over and made progress by then. The zombie serves again later, with right results.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Recording proxies around a worker's stores and backend, which can end or stop the process at any call."""
+"""Recording proxies around a worker's stores and backend. They can end or stop the process at any call."""
 
 from __future__ import annotations
 

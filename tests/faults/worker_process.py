@@ -1,6 +1,6 @@
-"""A real trainer process without Celery, rung through a pipe: forked in milliseconds from a process that has torch.
+"""A real trainer process without Celery, dispatched through a pipe: forked in milliseconds from a process with torch.
 
-The forkserver imports torch and starts no thread, so that what it forks may compute; each worker checks that.
+The forkserver imports torch and starts no thread, so that its forks may compute; each worker checks that.
 """
 
 from __future__ import annotations

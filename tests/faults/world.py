@@ -1,4 +1,4 @@
-"""What all workers share, and runs on it: journalled as the API does it, and read as a client and an operator do."""
+"""Shared state of all workers and a run on it: journals like the API, and reads like a client and an operator."""
 
 from __future__ import annotations
 
