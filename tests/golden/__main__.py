@@ -1,4 +1,4 @@
-"""`python -m tests.golden FOLDER`: write what the present code makes of every frozen contract."""
+"""`python -m tests.golden FOLDER`: writes every frozen contract as the present code makes it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What came, or was changed on purpose, since ecb7b39: nothing else may differ from it.
+"""Additions and deliberate changes since ecb7b39. Nothing else may differ from that commit.
 
-To add to a contract: list the new name here, with today's value where there was another. Stored forms (codec, names,
-scripts) may only gain values of new kinds; what is there is read by other versions.
+To add to a contract, list the new name here, with today's value if there was another. Stored forms (codec, names,
+scripts) may only gain values of new kinds, because other versions read the existing ones.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Ids, Redis keys, object keys and what the objects hold, queues and tasks, records and manifests."""
+"""Ids, Redis keys, object keys and contents, queues and tasks, records and manifests."""
 
 from __future__ import annotations
 

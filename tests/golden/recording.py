@@ -1,7 +1,7 @@
-"""What the state server's scripts answer, and what they leave behind, without what differs from run to run.
+"""Records the replies of the state server's scripts and the keys they leave, without values that differ between runs.
 
-Times and random names are masked; a length of time only where a step says so. How long a key is kept is rounded up to
-ten minutes, so a scenario may take nearly as long.
+Times and random names are masked; a duration is masked only where a step says so. The time to live of a key is rounded
+up to ten minutes, so a scenario may take nearly as long.
 """
 
 from __future__ import annotations

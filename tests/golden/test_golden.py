@@ -1,4 +1,4 @@
-"""Today's contracts are those of ecb7b39, and what was added since."""
+"""Today's contracts are those of ecb7b39, plus the listed additions."""
 
 from __future__ import annotations
 

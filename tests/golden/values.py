@@ -1,4 +1,4 @@
-"""Values of every type that the codec knows, and what their encodings are."""
+"""Values of every type that the codec knows, and their encodings."""
 
 from __future__ import annotations
 
