@@ -1,4 +1,4 @@
-"""Tiny random models of every architecture training is tested on: two layers of width 64, vocab 320, fp32."""
+"""Tiny random models of every architecture that training is tested on: two layers of width 64, vocab 320, fp32."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One trainer on a tiny base for all files here; every test makes models of its own in it."""
+"""One trainer on a tiny base model for all files here; every test makes its own models in it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random datums as plain numpy arrays, and as the Batch a backend takes."""
+"""Random datums as plain numpy arrays, and as the Batch that a backend takes."""
 
 from __future__ import annotations
 

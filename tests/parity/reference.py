@@ -1,7 +1,7 @@
-"""What training should compute, by transformers, the real PEFT and torch's AdamW alone.
+"""Reference results of training, by transformers, the real PEFT and torch's AdamW alone.
 
 Imports nothing of Tinsmith. It starts from a base folder and PEFT files, takes one datum at a time (no padding, no
-batching, no shared pass), and writes the published formulas out again.
+batching, no shared pass), and implements the published formulas independently.
 """
 
 from __future__ import annotations

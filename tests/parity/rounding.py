@@ -1,6 +1,6 @@
 """Compares the bfloat16 error of a pass with that of transformers' own model in bfloat16.
 
-The reference runs in the same test on the same machine, since processors round bfloat16 in different places.
+The reference runs in the same test on the same machine, because processors round bfloat16 in different places.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
-"""Every architecture against transformers + PEFT: datums end to end in one row, each as if it were alone; and the
-merged model without PEFT."""
+"""Every architecture against transformers + PEFT: packed datums, each as if it were alone; and the merged model.
+
+The datums lie end to end in one row. The merged model runs without PEFT.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A base in bfloat16 under fp32 adapters, against the same base in fp32."""
+"""A base model in bfloat16 under fp32 adapters, against the same base model in fp32."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chats are tokenized without transformers as transformers tokenizes them."""
+"""Chats are tokenized without transformers exactly as transformers tokenizes them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A request in chunks, put together by the SDK's own merge, against the same request whole."""
+"""A request in chunks, merged by the SDK's own code, against the same request in one piece."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A critic's numbers against PEFT on transformers' sequence classifier, from the PEFT files the trainer saves."""
+"""A critic's numbers against PEFT on transformers' sequence classifier, from the PEFT files that the trainer saves."""
 
 from __future__ import annotations
 

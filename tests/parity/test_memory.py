@@ -1,4 +1,4 @@
-"""Layers that are computed again save memory and change no result."""
+"""Recomputed layers save memory and change no result."""
 
 from __future__ import annotations
 

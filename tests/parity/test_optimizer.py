@@ -1,4 +1,4 @@
-"""The optimizer alone, on gradients given to it, against torch.optim.AdamW with clip_grad_norm_."""
+"""The optimizer alone, on given gradients, against torch.optim.AdamW with clip_grad_norm_."""
 
 from __future__ import annotations
 

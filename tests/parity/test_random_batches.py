@@ -1,4 +1,4 @@
-"""Batches drawn at random, of every loss, against the reference."""
+"""Random batches of every loss against the reference."""
 
 from __future__ import annotations
 

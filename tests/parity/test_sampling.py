@@ -1,4 +1,4 @@
-"""What a sampler says of the tokens it sampled, against what the trainer whose weights it has says of them."""
+"""Logprobs of sampled tokens: the sampler's against those of the trainer that holds the same weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Eight tenants of eight ranks in one pass, each under a loss of its own, against each alone."""
+"""Eight tenants with eight LoRA ranks in one pass, each with its own loss, against each alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests here do with a trainer."""
+"""Trainer helpers of the parity tests."""
 
 from __future__ import annotations
 
