@@ -1,4 +1,4 @@
-"""Random runs against small models of what must hold.
+"""Random runs against small models of the promises.
 
 Only the backend's own tests load torch, so that a mutant dies fast.
 """

@@ -1,4 +1,4 @@
-"""Stands in for the threads behind a trainer: the same work at moments the test says, so that a run can be repeated."""
+"""Stand-ins for the threads behind a trainer: the same work at times the test sets, so that a run can be repeated."""
 
 from __future__ import annotations
 

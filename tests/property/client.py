@@ -1,4 +1,4 @@
-"""One model's calls as its client makes them, and what must hold of them whatever happens to the workers."""
+"""Calls of one model, as its client makes them, and the promises that hold for them whatever happens to the workers."""
 
 from __future__ import annotations
 

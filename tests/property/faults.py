@@ -1,4 +1,4 @@
-"""What goes wrong at a worker's calls to the outside: it dies, an answer is lost, or it sleeps while others go on."""
+"""Faults at a worker's calls to the outside: it dies, an answer is lost, or it sleeps while others go on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a journal must do, as plainly as it can be said: dictionaries and a list of rules, no Redis."""
+"""Model of a journal, as simple as possible: dictionaries and a list of rules, no Redis."""
 
 from __future__ import annotations
 

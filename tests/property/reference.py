@@ -1,4 +1,4 @@
-"""What the results of a run say the model must be: each Op whose result is a success, once, in order."""
+"""Expected state of a model from the results of a run: each Op with a successful result counts once, in order."""
 
 from __future__ import annotations
 

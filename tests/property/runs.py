@@ -1,4 +1,4 @@
-"""How many random runs a machine gets: a short form for CI, and `make property`."""
+"""Number of random runs per machine: a short form for CI, and `make property`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A checkpoint is whole or not there, and never changes, whoever dies at whichever call to the store."""
+"""A checkpoint is complete or absent, and never changes, whichever process dies at whichever call to the store."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Workers crash, sleep, lose answers and stores, clients send in any order: each Op still has its effect once.
+"""Workers crash, sleep, lose answers and stores; clients send in any order. Each Op still has its effect exactly once.
 
-Several models share the workers: their Ops take turns, and passes where that is on, and saves are written beside them.
+Several models share the workers: their Ops alternate, share passes where that is on, and run beside background saves.
 """
 
 from __future__ import annotations

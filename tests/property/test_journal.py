@@ -1,4 +1,4 @@
-"""The journal on a real server does what the model of it says, whatever is called in whatever order."""
+"""The journal on a real server behaves like its model, for any calls in any order."""
 
 from __future__ import annotations
 

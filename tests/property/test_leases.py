@@ -1,4 +1,4 @@
-"""A worker that does not hear of its leases gives them up by itself: someone else may have them."""
+"""A worker that cannot renew its leases gives them up by itself, because another worker may have them."""
 
 from __future__ import annotations
 

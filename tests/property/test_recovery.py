@@ -1,4 +1,4 @@
-"""Cases that random runs reach too seldom, as scripts. The backend is noisy, so that a missing guard cannot hide."""
+"""Scripted cases that random runs reach too seldom. The backend is noisy, so that a missing guard cannot hide."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Sampling requests on a real server: whatever is called in whatever order, each ends once, is counted for exactly as
-long as it has not, at the sampler it goes to, and its client is told of it."""
+"""Sampling requests on a real server: each ends exactly once, for any calls in any order.
+
+Each request counts at its assigned sampler exactly until it ends, and its client receives its completion.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the engine's tests need of a backend, held by the real one and by the one they run on."""
+"""Backend promises that the engine's tests rely on, checked on the real backend and on the one the tests use."""
 
 from __future__ import annotations
 

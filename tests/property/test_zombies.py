@@ -1,4 +1,4 @@
-"""A worker that sleeps past its lease, at each point of an Op, and goes on when another has finished the run.
+"""A worker sleeps past its lease, at each point of an Op, and resumes when another has finished the run.
 
 The backend is noisy: a zombie's own results are never the visible ones, so a missing guard cannot hide.
 """

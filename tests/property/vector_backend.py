@@ -1,8 +1,8 @@
-"""A TrainingBackend of three numbers a model: microseconds an Op, exact to the bit, or noisy on demand.
+"""A TrainingBackend with three numbers per model: microseconds per Op, exact to the bit, or noisy on demand.
 
-With noise each run of a forward_backward gives other gradients, as a GPU may. Only then does a missing guard show: a
-deterministic zombie computes the same bits again and hides it. A pass that is shared rounds a little differently. Each
-state also tells which batches it was made from, so that every effect can be counted. It passes test_vector_backend.py,
+With noise, each run of a forward_backward gives different gradients, as a GPU may. Only then does a missing guard show:
+a deterministic zombie computes the same bits again and hides it. A shared pass rounds a little differently. Each state
+also lists the batches it was made from, so that every effect can be counted. The backend passes test_vector_backend.py,
 as the real one does.
 """
 

@@ -1,5 +1,7 @@
-"""Several workers of a few models: the product's own runner, owner, executor and snapshots on a real server and a real
-folder store, with a backend of three numbers, and every call to the outside watched."""
+"""Several workers of a few models: the product's own runner, owner, executor and snapshots.
+
+They use a real server, a real folder store and a backend of three numbers. Every call to the outside is watched.
+"""
 
 from __future__ import annotations
 
