@@ -1,4 +1,4 @@
-"""Few bytes that would become many: refused at once, by a real server, whose memory stays as it was."""
+"""Small bodies that expand to huge ones: a real server refuses them at once, and its memory stays the same."""
 
 from __future__ import annotations
 

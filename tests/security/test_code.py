@@ -1,4 +1,4 @@
-"""Nothing in our code unpickles, evaluates or unpacks what it was given, or hands a shell a text."""
+"""No code of ours unpickles, evaluates or unpacks input, or passes a command string to a shell."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What docker-compose.yml and the Dockerfiles leave open; tests/unit/ops shows that they are well-formed and pinned."""
+"""Exposure of docker-compose.yml and the Dockerfiles; tests/unit/ops shows that they are well-formed and pinned."""
 
 from __future__ import annotations
 

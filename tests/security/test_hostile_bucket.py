@@ -1,5 +1,7 @@
-"""Whoever can write to the object store gets a worker to open nothing but safetensors, JSON and a tokenizer's files, in
-its own folder."""
+"""A hostile object store: an attacker who can write to it makes a worker open only harmless files.
+
+These are safetensors, JSON and a tokenizer's files, in the folder that the worker reads.
+"""
 
 from __future__ import annotations
 

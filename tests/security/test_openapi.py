@@ -1,4 +1,4 @@
-"""docs/openapi.json says what the API is: whoever changes a route or a schema shows it there."""
+"""docs/openapi.json describes the API: every change of a route or a schema must appear there."""
 
 from __future__ import annotations
 

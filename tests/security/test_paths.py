@@ -1,4 +1,4 @@
-"""Names, paths and ids as an attacker would write them: no object but those of the caller's own run is asked for."""
+"""Hostile names, paths and ids: only objects of the caller's own run are requested from the store."""
 
 from __future__ import annotations
 

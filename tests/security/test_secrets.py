@@ -1,4 +1,4 @@
-"""Keys and secrets stay out of logs, answers, Redis and Celery's messages; so do prompts, but for the journal."""
+"""Keys and secrets stay out of logs, answers, Redis and Celery's messages. So do prompts, except for the journal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Somebody else's and a missing thing are the same, byte for byte, on every route: the rows come from the URL map."""
+"""Another tenant's resource and a missing one give the same answer, byte for byte, on every route of the URL map."""
 
 from __future__ import annotations
 
