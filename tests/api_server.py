@@ -1,4 +1,4 @@
-"""The API alone, as gunicorn serves it: real server, real Valkey, no workers (their records are put by hand)."""
+"""The API alone, served by gunicorn: real server, real Valkey, no workers. Tests write the workers' records by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A process as on another machine: it reaches one server, and does not see a folder."""
+"""Confines a process as if on another machine: it reaches one server only, and cannot read one folder."""
 
 from __future__ import annotations
 

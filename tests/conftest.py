@@ -1,4 +1,4 @@
-"""Rules for every test: none is skipped, except those marked `gpu` where there is no GPU."""
+"""Rules for every test: no test is skipped, except those marked `gpu` where there is no GPU."""
 
 from __future__ import annotations
 

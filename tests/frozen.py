@@ -1,4 +1,7 @@
-"""Imported last by a process that forks: in a fork nothing looks through what is there now, and copies its pages."""
+"""Freezes the garbage collector. A process that forks imports this last.
+
+The collector of a fork then skips all existing objects, and does not copy their memory pages.
+"""
 
 import gc
 

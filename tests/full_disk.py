@@ -1,4 +1,4 @@
-"""A disk that takes no more, for this process alone: a write beyond the limit fails as on a full one (EFBIG)."""
+"""A full disk for this process alone: a write beyond the limit fails with EFBIG, as on a full disk."""
 
 from __future__ import annotations
 

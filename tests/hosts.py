@@ -1,4 +1,4 @@
-"""Several hosts on one machine: loopback addresses, and an `ssh` that runs the command here as sshd would there."""
+"""Several hosts on one machine: loopback addresses, and an `ssh` that runs the command locally as sshd would."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The part of the Hugging Face Hub that takes an upload in: who calls, a new repository, one commit with its files."""
+"""Stand-in for uploads to the Hugging Face Hub: caller's identity, a new repository, a commit with its files."""
 
 from __future__ import annotations
 

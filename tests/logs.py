@@ -1,4 +1,4 @@
-"""All that is logged, as a production log has it."""
+"""Captures all log records, in the format of a production log."""
 
 from __future__ import annotations
 

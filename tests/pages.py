@@ -1,4 +1,4 @@
-"""Pages at a state server, as tests look at them and let time go by."""
+"""Usage and audit pages at a state server: tests read them and let time pass."""
 
 from __future__ import annotations
 

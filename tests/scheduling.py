@@ -1,9 +1,9 @@
-"""Which test runs where, with several processes (`--dist loadscope`).
+"""Assigns tests to processes (`--dist loadscope`).
 
-Tests that share something dear stay together, so that it is made once: a file's fixtures, and the stacks and samplers
-that several files share. The first process takes them in order, whole stacks before all. Every other one begins at the
-end, where what needs nothing but a processor is, so stacks, which wait a lot, seldom run beside each other; and the
-small files in between are what is left when the processes meet.
+Tests that share an expensive resource stay together, so that it is made once: a file's fixtures, and the stacks and
+samplers that several files share. The first process takes the scopes in order, with all stacks first. Every other
+process begins at the end, where the tests need nothing but a processor. So stacks, which wait a lot, seldom run beside
+each other. The small files in between are what is left when the processes meet.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A real S3 server (SeaweedFS) for tests, on ports of its own so that several can run."""
+"""A real S3 server (SeaweedFS) for tests. It has its own ports, so that several can run."""
 
 from __future__ import annotations
 

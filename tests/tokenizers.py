@@ -1,4 +1,4 @@
-"""A small tokenizer in files, made without transformers: one token a byte, then the special ones."""
+"""A small tokenizer in files, made without transformers: one token per byte, then the special tokens."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The first things a new user does, each run whole and judged."""
+"""First steps of a new user, each run completely and checked."""

@@ -1,7 +1,8 @@
-"""`python3 tests/first_hour/demo.py` runs `make demo` whole, in the checkout, and judges what it did and left behind.
+"""`python3 tests/first_hour/demo.py` runs `make demo` completely, in the checkout, and checks its output and leftovers.
 
-It needs Python 3.11 and nothing else, so that the demo has only what its own install gives it. Exit code 0: everything
-is as promised; 1: each fault is a line. What appears in /dev/shm meanwhile counts as the demo's: run nothing beside it.
+It needs Python 3.11 and nothing else, so that the demo has only the packages of its own install. Exit code 0: every
+promise holds; 1: each fault is a line. Anything that appears in /dev/shm meanwhile counts as the demo's: run nothing
+beside it.
 """
 
 from __future__ import annotations

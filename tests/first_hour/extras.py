@@ -1,6 +1,6 @@
 """`python -m tests.first_hour.extras [EXTRA ...]` installs each extra alone and uses it.
 
-Each environment is fresh and lies outside the checkout; dist/ has the wheel. Exit code 1: one does not stand alone.
+Each environment is fresh and lies outside the checkout; dist/ has the wheel. Exit code 1: an extra does not work alone.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The judge of `make demo`, shown a stand-in that does everything right, and then each single thing wrong."""
+"""The checks of `make demo`, run on a stand-in that does everything right, and then with each single fault."""
 
 from __future__ import annotations
 

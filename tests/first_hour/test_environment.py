@@ -1,4 +1,4 @@
-"""The judge of `pip check`, by a stand-in for an environment's Python."""
+"""The check of `pip check`, with a stand-in for an environment's Python."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""forward_backward bodies that are right but for a few things, so that what is wrong is met as deep as it can be."""
+"""forward_backward bodies that are valid except for a few fields, so that errors are found as deep as possible."""
 
 from __future__ import annotations
 

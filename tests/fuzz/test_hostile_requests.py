@@ -1,4 +1,4 @@
-"""Whatever is sent to a route is answered, and never by a 5xx: `make fuzz` sends 20,000 requests, CI a few of them."""
+"""Every request to a route is answered, and never with a 5xx: `make fuzz` sends 20,000 requests, CI a few of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The whole API in this process, on a real Valkey, with a sampler's stand-in: sends what it is given, and judges it."""
+"""The whole API in this process, on a real Valkey, with a stand-in sampler: sends requests and checks the answers."""
 
 from __future__ import annotations
 

@@ -1,1 +1,4 @@
-"""Every guard, taken out once: a test must fail. One that nothing misses is no guard, or has no test."""
+"""Mutation tests: each guard is removed once, and a test must fail.
+
+A guard without a failing test is no guard, or has no test.
+"""

@@ -1,4 +1,4 @@
-"""A guard that is taken out."""
+"""A mutant: the code with one guard removed."""
 
 from __future__ import annotations
 

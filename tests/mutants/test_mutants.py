@@ -1,4 +1,4 @@
-"""Each mutant dies: the tests named for it pass without it and fail with it."""
+"""Each mutant dies: the tests named for it pass on the real code and fail on the mutant."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Runs pytest over and over, each time in a fork of a process that has imported what takes seconds: torch and the like.
+"""Runs pytest again and again, each time in a fork of a process that has imported the slow packages, such as torch.
 
-Nothing of the project is imported before the fork, so every run sees its files as they are then. This file is started
-by its path, and a line on its stdin is one run.
+Nothing of the project is imported before the fork, so every run reads its files in their current state. This file is
+started by its path, and each line on its stdin is one run.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`python -m tests.recipes`: the cookbook's recipes on the bundled SmolLM2-135M. Exit code 1 when one fails."""
+"""`python -m tests.recipes`: the cookbook's recipes on the bundled SmolLM2-135M. The exit code is 1 when one fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Data sets in folders named as the recipes name them on the Hub: `datasets` looks in the working directory first."""
+"""Data sets in folders with the names the recipes use on the Hub: `datasets` searches the working directory first."""
 
 from __future__ import annotations
 

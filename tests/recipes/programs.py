@@ -1,8 +1,8 @@
-"""The cookbook's own programs, one after another in one process, told where to go by their command lines alone.
+"""The cookbook's own programs, run in sequence in one process. Command-line arguments alone point them at the server.
 
     python -m tests.recipes.programs URL BASE_MODEL SIZE
 
-In the working directory lies the data (data.py); each recipe logs into a folder of its own name there.
+The working directory holds the data (data.py); each recipe logs into a folder of its own name there.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Starts the recipes in a process of their own."""
+"""Starts the recipes in a separate process."""
 
 from __future__ import annotations
 

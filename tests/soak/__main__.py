@@ -1,4 +1,7 @@
-"""`python -m tests.soak [--minutes 60]`: sessions come and go, and nothing may grow. Exit code 1 when something did."""
+"""`python -m tests.soak [--minutes 60]`: sessions start and end, and no measurement may grow.
+
+The exit code is 1 when one grows.
+"""
 
 from __future__ import annotations
 

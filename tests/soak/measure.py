@@ -1,4 +1,4 @@
-"""What must stay flat: Redis' keys and memory; every process' memory, file descriptors and threads."""
+"""Measurements that must stay flat: Redis' keys and memory; every process' memory, file descriptors and threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does a series of measurements grow? Medians of quarters, so that neither a spike nor the warm-up decides."""
+"""Decides if a series of measurements grows. It compares medians of quarters, so that no spike or warm-up decides."""
 
 from __future__ import annotations
 

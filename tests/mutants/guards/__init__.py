@@ -1,6 +1,6 @@
-"""All mutants, by what they take the guard of.
+"""All mutants, grouped by the subject of the guard they remove.
 
-To add a guard's: write the smallest change that takes it out, and name the fastest test that misses it.
+To add the mutant of a guard, write the smallest change that removes it, and name the fastest test that then fails.
 """
 
 from tests.mutants.guards import journal, sampling, storing, tenants, training

@@ -1,4 +1,4 @@
-"""Calls, their order and their owners, on the state server."""
+"""Guards of calls, their order and their owners, on the state server."""
 
 from __future__ import annotations
 

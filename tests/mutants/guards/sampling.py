@@ -1,4 +1,4 @@
-"""Samples, also of OpenAI's clients."""
+"""Guards of samples, including those of OpenAI's clients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is saved, and handed over."""
+"""Guards of saves and of shared-memory transfers."""
 
 from __future__ import annotations
 

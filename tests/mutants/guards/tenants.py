@@ -1,4 +1,4 @@
-"""Tenants, limits and hostile input."""
+"""Guards of tenants, limits and hostile input."""
 
 from __future__ import annotations
 

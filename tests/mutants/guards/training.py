@@ -1,4 +1,4 @@
-"""Trainers: what they may keep and replay, and the losses."""
+"""Guards of trainers (kept state and replays) and of the losses."""
 
 from __future__ import annotations
 
