@@ -1,4 +1,4 @@
-"""The rules of tests/conftest.py, each tried in a pytest run of its own."""
+"""The rules of tests/conftest.py, each tested in a separate pytest run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls of clients, kept with all their bytes: sent again as they were, or to another model."""
+"""Calls of clients, recorded with all their bytes: replayed unchanged, or sent to another model."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A data folder that another commit's stack left behind when it was killed, and what its clients had asked for.
+"""Fixture of an upgrade: the data folder of another commit's stack that was killed, and its clients' calls.
 
-One archive holds `data/`, without logs and secrets, `base/`, as a random model differs between kinds of processors, and
-`asked.json`.
+One archive holds `data/`, without logs and secrets, `base/`, because a random model differs between kinds of
+processors, and `asked.json`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """An API, trainers and samplers of several commits at once, on one state server and one object folder.
 
-Redis keys are spelt out here: they are what no commit may change.
+Redis keys are written out here, because no commit may change them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A proxy between the SDK and the API that keeps every acknowledged call, and the results that were given."""
+"""A proxy between the SDK and the API that records every acknowledged call and its results."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What an earlier commit's stack left behind when it was killed goes on under this code, to the same bits.
+"""The data of an earlier commit's killed stack continues under this code, to the same bits.
 
-The reference is made here and now, as another kind of processor has other bits: new models load the checkpoints that
-the runs kept, and are sent the very calls that came behind those, finished or waiting.
+The reference is computed during the test, because other kinds of processors give other bits. New models load the
+checkpoints that the runs kept, and receive exactly the calls that followed them, finished or waiting.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The API through Flask's test client, on a real Valkey and a real folder store; tests stand in for the workers."""
+"""The API through Flask's test client, on a real Valkey and a real folder store. The tests stand in for the workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A project of an organisation, with things of its own, and keys to it."""
+"""A project of an organisation, with its own resources, and keys to it."""
 
 from __future__ import annotations
 

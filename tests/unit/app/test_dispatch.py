@@ -1,4 +1,4 @@
-"""What ringing does where the broker takes nothing."""
+"""Dispatch while the broker is full or down."""
 
 from __future__ import annotations
 

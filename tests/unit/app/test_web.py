@@ -1,4 +1,4 @@
-"""The API process as it is started."""
+"""Start of the API process."""
 
 from __future__ import annotations
 

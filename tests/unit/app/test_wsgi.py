@@ -1,4 +1,4 @@
-"""What the API process does beside answering."""
+"""Heartbeat of the API process."""
 
 from __future__ import annotations
 

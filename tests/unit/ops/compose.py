@@ -1,4 +1,4 @@
-"""Reading a Compose file as Docker does: variables first, then the specification."""
+"""Reads a Compose file as Docker does: variables first, then the specification."""
 
 from __future__ import annotations
 

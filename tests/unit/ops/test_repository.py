@@ -1,4 +1,4 @@
-"""The files that a repository's host and its contributors' tools read."""
+"""Files that a repository's host and its contributors' tools read."""
 
 from __future__ import annotations
 

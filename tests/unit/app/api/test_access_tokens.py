@@ -1,4 +1,4 @@
-"""Somebody else's checkpoint, for whoever was lent a key to it: loaded and copied, and the key is kept nowhere."""
+"""Access to another project's checkpoint by a lent key: it is loaded and copied, and the key is stored nowhere."""
 
 from __future__ import annotations
 

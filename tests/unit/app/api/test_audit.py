@@ -1,4 +1,4 @@
-"""The audit log: whatever is done to what lasts has one entry, that says by whom; and who may read it."""
+"""The audit log: every change of a persistent resource has one entry with its author. Some roles may read it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Usage and storage at the API: what the SDK's methods for administrators ask for, and who may."""
+"""Usage and storage at the API: the SDK's methods for administrators, and their permissions."""
 
 from __future__ import annotations
 

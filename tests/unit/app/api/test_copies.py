@@ -1,4 +1,4 @@
-"""A copied checkpoint: files of its own, in a run of its own that cannot be trained on."""
+"""A copied checkpoint has its own files, in its own run, which cannot be trained on."""
 
 from __future__ import annotations
 

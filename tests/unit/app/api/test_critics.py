@@ -1,4 +1,4 @@
-"""What a critic may be asked for, and by whom it may not be mistaken for a policy."""
+"""Requests for critics: the valid ones, and the calls that must not confuse a critic with a policy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""create_custom_loss, and the forward_backward calls that name what it made."""
+"""create_custom_loss, and the forward_backward calls that name its result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Full fine-tuning as the API sees it: a model without an adapter, whose Ops wait for trainers of their own."""
+"""Full fine-tuning at the API: a model without an adapter, and Ops that wait for separate trainers."""
 
 from __future__ import annotations
 

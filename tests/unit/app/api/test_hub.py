@@ -1,4 +1,4 @@
-"""A base model's tokenizer can be had as from Hugging Face's Hub, by anybody; nothing else of its folder can."""
+"""A base model's tokenizer is public, as on Hugging Face's Hub. No other file of its folder is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Limits at the API: what counts and what never does, what a refusal says, and that no run waits for a refused call."""
+"""Limits at the API: the calls that count, the text of a refusal, and no run that waits for a refused call."""
 
 from __future__ import annotations
 

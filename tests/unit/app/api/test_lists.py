@@ -1,4 +1,4 @@
-"""Runs, checkpoints and sessions in pages: the newest first, a caller's own, and how many there are."""
+"""Runs, checkpoints and sessions in pages: the newest first, only the caller's own, with their total."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever keeps the state server from answering for a while is a 503, never a 500: the SDK then calls again."""
+"""Every outage of the state server is a 503, never a 500: the SDK then calls again."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""A published checkpoint can be read and started from by everybody with a key, and by nobody without; changed by its
-owner alone."""
+"""A published checkpoint can be read and loaded by everybody with a key, and changed by its owner alone.
+
+Nobody without a key can read it.
+"""
 
 from __future__ import annotations
 

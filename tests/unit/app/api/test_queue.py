@@ -1,4 +1,4 @@
-"""What waits, as its owner sees it and nobody else; calling one off, and all that a session holds."""
+"""The queue as its owner sees it, and nobody else; cancellation of one call, and of all calls of a session."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run is deleted by its owner, once and for all."""
+"""A run is deleted by its owner, once and permanently."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sessions are found by what was said of them, a page at a time, and by nobody else."""
+"""Sessions are found by their metadata, one page at a time, and only by their owner."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys of accounts at the API: each sees its projects' things, and changes what its role and its scopes let it."""
+"""Account keys at the API: each sees the resources of its projects, and changes what its role and its scopes allow."""
 
 from __future__ import annotations
 

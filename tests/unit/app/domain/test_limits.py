@@ -1,4 +1,4 @@
-"""Limits, and the section of the settings that gives every project its own."""
+"""Limits, and the settings section that gives every project its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the bell rings, and that a broker that is away keeps nobody from admitting work."""
+"""Dispatch at admission: one task per future, on the right queue. A broker that is down never blocks admission."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A session goes to another project with all that is in it, and stays there when the state server is lost."""
+"""A session moves to another project with all its resources, and stays there when the state server is lost."""
 
 from __future__ import annotations
 

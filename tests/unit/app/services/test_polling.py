@@ -1,4 +1,4 @@
-"""How long a poll is held, by how many are held already."""
+"""Duration of a long poll, by the number of polls already held."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said to run before a call, against turns that really go round."""
+"""Queue position: the reported number of earlier calls, compared with the order of a real fair queue."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a pending future is said to wait for, and how seldom that is looked up."""
+"""Queue state of a pending future, and the low number of lookups it costs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rebuild makes of odd objects, and of a state server that was set back to an earlier state."""
+"""Rebuild from odd objects, and with a state server that was set back to an earlier state."""
 
 from __future__ import annotations
 

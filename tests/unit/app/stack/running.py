@@ -1,4 +1,4 @@
-"""Start stand_in.py, and look at processes from outside."""
+"""Starts stand_in.py, and inspects processes from outside."""
 
 from __future__ import annotations
 

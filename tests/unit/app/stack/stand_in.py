@@ -1,6 +1,6 @@
-"""Run as a program: a Supervisor, or all of `tinsmith up`, over small stand-in commands.
+"""Program that runs a Supervisor, or all of `tinsmith up`, over small stand-in commands.
 
-A process of its own, because a supervisor adopts and kills stray descendants of the process it runs in.
+It is a separate process, because a supervisor adopts and kills stray descendants of the process it runs in.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`tinsmith rebuild` from its options to what it prints."""
+"""`tinsmith rebuild`, from its options to its output."""
 
 from __future__ import annotations
 

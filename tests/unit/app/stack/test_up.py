@@ -1,4 +1,4 @@
-"""`tinsmith up` with the processes replaced by one small web server; settings, Valkey and supervision are real."""
+"""`tinsmith up` with its processes replaced by one small web server. Settings, Valkey and supervision are real."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What a custom loss's graph may be; tests/unit/workers/backends/training/losses/test_custom.py runs those that may."""
+"""Graphs of custom losses: the valid and the invalid ones.
+
+tests/unit/workers/backends/training/losses/test_custom.py runs the valid ones.
+"""
 
 from __future__ import annotations
 

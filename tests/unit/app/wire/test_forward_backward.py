@@ -1,4 +1,4 @@
-"""Bodies as the real SDK writes them come out as the arrays the user put in."""
+"""Bodies written by the real SDK decode to the arrays that the user put in."""
 
 from __future__ import annotations
 

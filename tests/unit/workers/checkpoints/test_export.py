@@ -1,4 +1,4 @@
-"""An exported model is what transformers loads: the same logits, whatever the architecture does to its checkpoints."""
+"""transformers loads an exported model and computes the same logits, for every architecture's checkpoint format."""
 
 from __future__ import annotations
 

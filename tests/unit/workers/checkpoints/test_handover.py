@@ -1,4 +1,4 @@
-"""New weights can be sampled before they are in the object store, and get there whatever happens meanwhile."""
+"""New weights can be sampled before they are in the object store, and reach it whatever happens meanwhile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The state server was emptied: what the object store holds brings runs and checkpoints back."""
+"""Recovery of runs and checkpoints from the object store, after the state server was emptied."""
 
 from __future__ import annotations
 

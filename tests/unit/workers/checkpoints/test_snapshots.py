@@ -1,4 +1,4 @@
-"""What is kept of a model beside its journal, on this machine's disk and in the object store, whatever fails."""
+"""Snapshots of a model beside its journal, on the local disk and in the object store, through every failure."""
 
 from __future__ import annotations
 

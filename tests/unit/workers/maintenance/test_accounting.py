@@ -1,4 +1,4 @@
-"""Pages of past hours come to the object store once, whole, and stay when the state server loses everything."""
+"""Pages of past hours reach the object store once, complete, and stay when the state server loses everything."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files nobody refers to go; referenced ones, pinned ones and what is being written now never do."""
+"""Files without a reference are removed; referenced files, pinned files and files being written never are."""
 
 from __future__ import annotations
 

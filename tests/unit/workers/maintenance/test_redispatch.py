@@ -1,4 +1,4 @@
-"""What waits too long is rung again; gaps end."""
+"""Redispatch of calls that wait too long, and the end of gaps."""
 
 from __future__ import annotations
 

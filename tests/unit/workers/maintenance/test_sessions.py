@@ -1,4 +1,4 @@
-"""What sessions leave behind goes, and nothing else."""
+"""Cleanup after sessions removes their leftovers, and nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chores are done by one worker at a time, each whatever becomes of the others."""
+"""Maintenance jobs run on one worker at a time, and a job that fails does not stop the others."""
 
 from __future__ import annotations
 

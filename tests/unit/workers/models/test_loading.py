@@ -1,4 +1,4 @@
-"""A model that nobody can load is a SetupError of one line, for the trainer and both samplers alike."""
+"""A model that cannot be loaded is a SetupError of one line, for the trainer and both samplers alike."""
 
 from __future__ import annotations
 

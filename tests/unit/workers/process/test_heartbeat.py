@@ -1,4 +1,4 @@
-"""A worker's record says what it is good for, for as long as it is."""
+"""A worker's record states its capabilities, for as long as they hold."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a worker counts as deaf, on a clock and a bell of the test's own."""
+"""Watchdog of a worker: the time at which it counts as unresponsive, on a clock and a dispatch of the test's own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Start-time fair queueing: whose turn is next, given what everybody was served."""
+"""Start-time fair queueing: the next project, given the service that each project received."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A start is not looked through for garbage, neither while it lasts nor later."""
+"""The garbage collector never scans the objects of a start-up, neither during it nor later."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a call is said to take, for calls that run alone, together and after a pause."""
+"""Reported service time of a call, for calls that run alone, together and after a pause."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a project's share is worth: what its limits say, also while they cannot be read."""
+"""Weight of a project in the fair queue: as its limits say, even while they cannot be read."""
 
 from __future__ import annotations
 

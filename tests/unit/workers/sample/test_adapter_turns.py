@@ -1,4 +1,4 @@
-"""At most so many adapters run at a time; the others have their turns in order, and none is kept out for ever."""
+"""The number of running adapters is limited. The others take turns in order, and none waits forever."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adapters are loaded when they are needed and evicted when they are not, and none is ever missed."""
+"""Adapters are loaded when needed and evicted when unused, and no request lacks its adapter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is let in to a sampler's engine: a batch and a little, the fairest first, and never a project's fill of all."""
+"""Batch admission to a sampler's engine: a batch and a little more, the fairest first, never filled by one project."""
 
 from __future__ import annotations
 

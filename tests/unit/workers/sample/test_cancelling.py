@@ -1,4 +1,4 @@
-"""Sampling requests that are cancelled while they wait, while they run, and when they are done."""
+"""Cancellation of sampling requests while they wait, while they run, and after they end."""
 
 from __future__ import annotations
 

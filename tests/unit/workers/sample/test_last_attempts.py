@@ -1,4 +1,4 @@
-"""A sampler dies of one request and has begun others: which of them it was is found out, and they are not given up."""
+"""A sampler dies of one of several requests it has begun: that one is identified, and the others are not given up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sampling requests that a newer version journalled: an older sampler leaves them to a newer one."""
+"""Sampling requests journaled by a newer version: an older sampler leaves them to a newer one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A sampling future runs once at a time, anywhere, and again after a crash, with one result."""
+"""A sampling future runs once at a time, on any worker, and again after a crash, with one result."""
 
 from __future__ import annotations
 

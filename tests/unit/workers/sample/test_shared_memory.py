@@ -1,4 +1,4 @@
-"""Shared memory whose processes were all killed goes with the next start; that of others stays."""
+"""The next start removes shared memory of processes that were all killed, and keeps that of others."""
 
 from __future__ import annotations
 

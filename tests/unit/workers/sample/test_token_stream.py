@@ -1,4 +1,4 @@
-"""Tokens on their way out of a sampler: in order, in few pieces, and never in the engine's way."""
+"""Tokens on their way out of a sampler: in order, in few messages, and without delay for the engine."""
 
 from __future__ import annotations
 

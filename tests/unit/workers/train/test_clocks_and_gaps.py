@@ -1,4 +1,4 @@
-"""Time as workers see it: clocks that jump change nothing, and a call that never comes is given up, late or not."""
+"""Clocks that jump change nothing. A call that never comes is given up, and one that comes late closes its gap."""
 
 from __future__ import annotations
 

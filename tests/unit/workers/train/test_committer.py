@@ -1,4 +1,4 @@
-"""A save holds up the next step only for a copy of the state; what is committed, and when, stays as if it had not."""
+"""A save delays the next step only for a copy of the state. Content and time of each commit stay as without it."""
 
 from __future__ import annotations
 

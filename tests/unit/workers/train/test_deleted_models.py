@@ -1,4 +1,4 @@
-"""A deleted model is gone for whoever holds it, and no later model starts from anything of it."""
+"""A deleted model is gone for every worker that holds it, and no later model starts from any part of it."""
 
 from __future__ import annotations
 

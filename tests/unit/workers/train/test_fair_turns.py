@@ -1,4 +1,4 @@
-"""Several projects on one trainer: each has its share of the time, however many models and calls another has."""
+"""Several projects on one trainer: each has its share of the time, for any number of models and calls of the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Full fine-tuning by a worker: what dies is brought back bit for bit, and models take turns on a trainer of one."""
+"""Full fine-tuning by a worker: a dead run is restored bit for bit, and models alternate on a trainer of one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What a newer worker journalled, or may run, waits for such a one: an older one cannot read it and does it no harm."""
+"""Ops of a newer version wait for a newer worker. An older worker cannot read them and does no harm to them.
+
+Ops that only a newer worker may run wait in the same way.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worker that is cut off from the state server looks dead until it is heard of again: nothing may come of that."""
+"""A worker without a connection to the state server looks dead until it is back, and no Op suffers from that."""
 
 from __future__ import annotations
 

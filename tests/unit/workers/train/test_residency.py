@@ -1,5 +1,7 @@
-"""More models than a trainer holds, or its device: the least recently used make room, and come back on their next Op,
-bit for bit."""
+"""More models than a trainer or its device holds: the least recently used are evicted.
+
+They come back on their next Op, bit for bit.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a runner does when a replay, a commit or a doorbell goes wrong in a way the Op itself does not show."""
+"""Faults of a replay, a commit or a dispatch that the Op itself does not show, and the runner's reaction."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several models of one worker: whose turn it is, and what shares a pass."""
+"""Scheduler of several models on one worker: the next model, and the Ops that share a pass."""
 
 from __future__ import annotations
 

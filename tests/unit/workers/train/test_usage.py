@@ -1,4 +1,4 @@
-"""What a run and its samples used is counted as if nothing had died, been replayed or been run together."""
+"""Usage of a run and its samples is counted as if nothing had died, been replayed or been run together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A caller of OpenAI's paths, and a thread that answers as a sampler would."""
+"""A caller of OpenAI's paths, and a thread that answers as a sampler does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An API whose base model has a tokenizer of bytes, and nobody's session yet."""
+"""An API with a byte tokenizer for its base model, and without any session."""
 
 from __future__ import annotations
 

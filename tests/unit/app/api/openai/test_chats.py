@@ -1,4 +1,4 @@
-"""OpenAI's chats, and the tools that are called in them."""
+"""OpenAI's chat completions, and the tool calls in them."""
 
 from __future__ import annotations
 

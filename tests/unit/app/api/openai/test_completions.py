@@ -1,4 +1,4 @@
-"""OpenAI's completions, whole."""
+"""OpenAI's completions, without streaming."""
 
 from __future__ import annotations
 

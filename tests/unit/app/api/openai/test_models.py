@@ -1,4 +1,4 @@
-"""What OpenAI's calls may name as a model, and whose sessions they are in."""
+"""Model names in OpenAI's calls, and the sessions that own these calls."""
 
 from __future__ import annotations
 

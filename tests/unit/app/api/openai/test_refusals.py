@@ -1,4 +1,4 @@
-"""What OpenAI's paths refuse, in OpenAI's words."""
+"""Refusals of OpenAI's paths, in OpenAI's error format."""
 
 from __future__ import annotations
 

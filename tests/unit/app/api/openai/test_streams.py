@@ -1,4 +1,4 @@
-"""OpenAI's calls whose tokens are told as they come, and whose clients leave."""
+"""Streamed answers of OpenAI's calls, and clients that disconnect."""
 
 from __future__ import annotations
 

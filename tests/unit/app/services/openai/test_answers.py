@@ -1,4 +1,4 @@
-"""Which texts are tool calls, and what is shown of them on the way."""
+"""Recognition of tool calls in generated text, and the text that is streamed before them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text as it comes: whole characters, no part of a stop string, and the same however it was cut."""
+"""Streamed text: complete characters, no part of a stop string, and the same for every split of the tokens."""
 
 from __future__ import annotations
 

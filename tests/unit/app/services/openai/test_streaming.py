@@ -1,4 +1,4 @@
-"""Waiting for a sampling request: through outages, and not for ever."""
+"""Waiting for a sampling request: through outages, and with a time limit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is read of a tokenizer's files, and what is said when they cannot be."""
+"""Reading of a tokenizer's files, and the errors for unreadable ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a caller may see and do, by his role in the project it belongs to."""
+"""Permissions of a caller, by his role in the resource's project."""
 
 from __future__ import annotations
 

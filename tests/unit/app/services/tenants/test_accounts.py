@@ -1,4 +1,4 @@
-"""Accounts: kept in the object store, looked up in the state server, and there again after that was emptied."""
+"""Accounts: stored in the object store, looked up in the state server, and restored after that was emptied."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokens stand for a key as long as it is good, and no longer."""
+"""A token is valid exactly as long as its API key."""
 
 from __future__ import annotations
 

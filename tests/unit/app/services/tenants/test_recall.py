@@ -1,4 +1,7 @@
-"""A state server that was emptied: keys of accounts work on, and wrong ones cost the object store nothing."""
+"""Account recovery after the state server was emptied: account keys still work.
+
+Wrong keys cost the object store nothing.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a folder promises where others write the same key; tests/conformance holds it to the rest."""
+"""Concurrent writes of one key in a folder store. tests/conformance covers its other promises."""
 
 from __future__ import annotations
 

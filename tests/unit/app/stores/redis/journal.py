@@ -1,4 +1,4 @@
-"""One model's journal, moved along by hand."""
+"""One model's journal, advanced by hand."""
 
 from __future__ import annotations
 

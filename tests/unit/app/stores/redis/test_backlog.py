@@ -1,4 +1,4 @@
-"""What waits, as a whole: where each model is, and the samples in the order they came."""
+"""Snapshot of the queue: the position of each model's journal, and the samples in order of arrival."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What came to its end, by client, in order, and until it was read."""
+"""Completions per client: in order, and kept until they are read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which sampling requests are rung for: what keeps the samplers busy, and of no project so many that others wait."""
+"""Throttled dispatch of sampling requests: it keeps the samplers busy, and no project makes the others wait."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where sampling requests go: to their adapter's home while there is room, then to another; never to who is gone."""
+"""Adapter affinity of sampling requests: to the adapter's sampler while it has room, else to another live one."""
 
 from __future__ import annotations
 

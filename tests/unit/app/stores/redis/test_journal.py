@@ -1,4 +1,4 @@
-"""The journal's promises, on a real server."""
+"""Promises of the journal, on a real server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sessions and models come to their end, on a real server."""
+"""Ends of sessions and models, on a real server."""
 
 from __future__ import annotations
 

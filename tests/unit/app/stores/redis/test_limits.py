@@ -1,4 +1,4 @@
-"""What limits let in, on a real server: buckets, counts and sums, and that nothing counts twice."""
+"""Admission by limits, on a real server: buckets, counts and sums. Nothing counts twice."""
 
 from __future__ import annotations
 

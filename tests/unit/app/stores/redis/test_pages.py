@@ -1,4 +1,4 @@
-"""What was used is counted once, in the step that ends it; and an hour's page is closed for good."""
+"""Usage is counted once, in the script that ends the call. The page of a past hour is closed permanently."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Payloads: what they take up is counted exactly, what is over the limit is put off, and what is spilled comes back."""
+"""Payloads: their size is counted exactly, new work over the limit is refused for now, and spilled ones come back."""
 
 from __future__ import annotations
 

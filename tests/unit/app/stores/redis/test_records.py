@@ -1,4 +1,4 @@
-"""Small records, and lists of very many of them."""
+"""Small records, and very long lists of them."""
 
 from __future__ import annotations
 

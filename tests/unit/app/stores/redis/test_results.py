@@ -1,4 +1,4 @@
-"""What becomes of results: who reads them and how long they live; and samples, whose first result stays."""
+"""Results: their readers and their lifetimes. The first result of a sample stays."""
 
 from __future__ import annotations
 

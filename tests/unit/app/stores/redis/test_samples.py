@@ -1,4 +1,4 @@
-"""Sampling requests: how many a queue lets in, and how they end without a result of their own."""
+"""Sampling requests: the capacity of a queue, and ends without a result of their own."""
 
 from __future__ import annotations
 

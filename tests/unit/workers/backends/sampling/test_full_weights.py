@@ -1,4 +1,4 @@
-"""All of a model's weights out of a folder, whatever transformers calls them there."""
+"""Reads all weights of a model from a folder, under any names that transformers gives them there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which device a rank takes, and how much of it. There is no GPU here: torch's calls are stood in for."""
+"""Device choice of a rank, and its share of that device. There is no GPU here: stand-ins replace torch's calls."""
 
 from __future__ import annotations
 

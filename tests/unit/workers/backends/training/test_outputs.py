@@ -1,4 +1,4 @@
-"""Logprobs and gradients of a head against log_softmax on whole fp64 logits."""
+"""Logprobs and gradients of an LM head against log_softmax on complete fp64 logits."""
 
 from __future__ import annotations
 

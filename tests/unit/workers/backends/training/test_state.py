@@ -1,4 +1,4 @@
-"""The longest unused models leave the device, and come back on their next Op, bit for bit."""
+"""The least recently used models leave the device, and come back on their next Op, bit for bit."""
 
 from __future__ import annotations
 

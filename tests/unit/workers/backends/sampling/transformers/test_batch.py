@@ -1,4 +1,4 @@
-"""Prompts that share a pass; that their scores are right is held by tests/conformance."""
+"""Prompts that share a pass. tests/conformance checks their scores."""
 
 from __future__ import annotations
 

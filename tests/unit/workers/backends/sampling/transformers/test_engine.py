@@ -1,4 +1,4 @@
-"""The engine's promises about failure and size; what it computes is held by tests/conformance."""
+"""Failures and sizes of the engine. tests/conformance checks its results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole models in vLLM when something goes wrong; that they are sampled right is held by tests/conformance."""
+"""Failures of fully fine-tuned models in vLLM. tests/conformance checks that they are sampled correctly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a prompt that vLLM runs in chunks is scored in its workers; the whole way is held by tests/conformance."""
+"""Scoring of a prompt that vLLM runs in chunks, in its workers. tests/conformance checks the complete path."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which blocks and generators the repairs of vLLM on a CPU touch; tests/conformance shows that they are needed."""
+"""Blocks and generators that the vLLM patches for CPU touch. tests/conformance shows that the patches are needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The thread that owns vLLM's engine, with a stand-in for the engine: what it says of calls while it ends."""
+"""The thread that owns vLLM's engine, with a stand-in engine: its answers to calls while it shuts down."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What we add to vLLM's worker processes, seen in a sampler of its own: one start of vLLM, killed at the end."""
+"""Additions to vLLM's worker processes, tested in a separate sampler: one start of vLLM, killed at the end."""
 
 from __future__ import annotations
 

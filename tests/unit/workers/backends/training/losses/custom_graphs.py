@@ -1,4 +1,4 @@
-"""Graphs of custom losses, made by hand, and datums to run them on."""
+"""Hand-made graphs of custom losses, and datums to run them on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Custom losses run as on the client, for everything they may call, and say why where they cannot."""
+"""Custom losses give the client's results for every operation they may call, and explain each failure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A custom loss never takes more memory or work than it may, whatever it is written to do."""
+"""No custom loss, even a hostile one, exceeds its limits of memory and work."""
 
 from __future__ import annotations
 

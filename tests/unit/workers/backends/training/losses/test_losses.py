@@ -1,4 +1,4 @@
-"""The formulas against numbers worked out by hand; tests/parity/ has them against an independent implementation."""
+"""Loss formulas against numbers worked out by hand. tests/parity/ compares them with an independent implementation."""
 
 from __future__ import annotations
 
