@@ -61,7 +61,7 @@ BENCHES: Mapping[str, Callable[[Path], Outcome]] = {
     "fairness": fairness.run,
 }
 _OUT = Path(__file__).parent / "results"
-# Not the system's temporary folder: that may lie in memory, where the journal's fsync costs nothing.
+# Not the system's temporary folder: it may lie in memory, where the journal's fsync costs nothing.
 _SCRATCH = Path("data/bench")
 
 

@@ -13,7 +13,7 @@ from ops.bench import batches, models, side
 from ops.bench.bare_sampler import PROMPTS, SAMPLES, TOKENS
 from ops.bench.report import Goal, Outcome
 
-# A round of vLLM's takes minutes, and it is no side of the close comparisons.
+# A vLLM round takes minutes, and vLLM is not a side of the close comparisons.
 _ROUNDS = {"transformers": 3, "vllm": 1}
 _OF_BASE_GOAL, _MIXED_GOAL, _OVER_VLLM_GOAL = 0.8, 0.75, 4.0
 _DRAWN = PROMPTS * SAMPLES * TOKENS
@@ -27,7 +27,7 @@ def run(folder: Path) -> Outcome:
 
 
 def _measured(folder: Path, backend: str) -> Samples:
-    """One after the other: vLLM's processes wait for work by spinning."""
+    """Measures one side after the other, because idle vLLM processes spin."""
     base = models.bundled()
     base = base.model_copy(update={"sampler": base.sampler.model_copy(update={"backend": backend})})
     with side.running("ops.bench.bare_sampler", base.model_dump_json(), folder / f"{backend}.log") as bare:
@@ -36,7 +36,7 @@ def _measured(folder: Path, backend: str) -> Samples:
 
 
 def _outcome(found: Mapping[str, Samples]) -> Outcome:
-    """Ratios of the best rounds: on a shared machine noise only ever adds time."""
+    """Ratios of the best rounds: on a shared machine, noise only ever adds time."""
     best = {backend: {name: min(ms) for name, ms in samples.items()} for backend, samples in found.items()}
     ours = best["transformers"]
     ratios = {

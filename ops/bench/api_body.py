@@ -50,7 +50,7 @@ def run(folder: Path, rows: int = _ROWS, rounds: int = _ROUNDS) -> Outcome:
 
 
 class _Bodies:
-    """Bodies for one model, each with a seq_id of its own."""
+    """Bodies for one model, each with its own seq_id."""
 
     def __init__(self, client: Client, rows: int) -> None:
         self._client = client
@@ -65,13 +65,13 @@ class _Bodies:
         return self._request.SerializeToString()
 
     def post(self) -> float:
-        """ms from the first byte sent to the answer read."""
+        """Returns the ms from the first byte sent to the complete answer."""
         body = self.next()
         return timing.timed_ms(lambda: self._client.send(body))
 
 
 class _Parts:
-    """What the API does with a body, called one by one in this process; the rest of a POST is HTTP and Flask."""
+    """Steps of the API on a body, called one by one in this process. The rest of a POST is HTTP and Flask."""
 
     def __init__(self, api: servers.Api, bodies: _Bodies) -> None:
         self._bodies = bodies
@@ -79,7 +79,7 @@ class _Parts:
         self._doorbell = Doorbell(celery_app(api.settings))
 
     def measure(self) -> dict[str, float]:
-        """ms of each part."""
+        """Returns the ms of each part."""
         body = self._bodies.next()
         found: dict[str, float] = {}
 

@@ -39,7 +39,7 @@ def run(folder: Path, rounds: int = _ROUNDS) -> Outcome:
 
 
 def _create_app(api: servers.Api) -> float:
-    """ms that a fresh interpreter takes, its own start not counted."""
+    """Returns the ms of create_app in a fresh interpreter, without the interpreter's own start."""
     environ = {**os.environ, SETTINGS_VARIABLE: str(api.settings_file)}
     found = subprocess.run([sys.executable, "-c", _CREATE], env=environ, capture_output=True, text=True, check=True)
     return float(found.stdout)

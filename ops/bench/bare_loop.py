@@ -45,7 +45,7 @@ def prepare() -> Callable[[int], dict[str, list[float]]]:
 
 
 def adapted(folder: str) -> Any:
-    """Adapters in the base's dtype: the faster of PEFT's two ways, and so the harder one to compare with."""
+    """Adds adapters in the base model's dtype: the faster of PEFT's two ways, and so the harder one to compare with."""
     base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="sdpa")
     config = LoraConfig(r=real_step.RANK, lora_alpha=32, target_modules=_LINEARS)
     model = get_peft_model(base, config, autocast_adapter_dtype=False)
@@ -57,7 +57,7 @@ def adapted(folder: str) -> Any:
 
 
 def optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    """AdamW as the service's clients ask for it, on what is trained."""
+    """AdamW over the trained parameters, with the hyperparameters of the service's clients."""
     adam = batches.ADAM
     return torch.optim.AdamW(
         [parameter for parameter in model.parameters() if parameter.requires_grad],

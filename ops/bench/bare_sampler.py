@@ -26,19 +26,19 @@ PROMPTS, SAMPLES, TOKENS = 16, 4, 64
 _PROMPT_TOKENS = 32
 _RANK = 32
 _ADAPTERS = ("a0", "a1", "a2", "a3")
-# As large as a few hundred steps at 1e-4 make B.
+# Size of B after a few hundred steps at 1e-4.
 _B_STD = 0.01
 Samples = dict[str, list[float]]
 
 
 def requests(vocab_size: int) -> list[SampleRequest]:
-    """Each of TOKENS tokens, whatever is drawn."""
+    """Requests of TOKENS tokens each, whatever is sampled."""
     rows = batches.random_tokens(PROMPTS, _PROMPT_TOKENS, vocab_size)
     return [SampleRequest(row, SAMPLES, TOKENS, seed, ignore_eos=True) for seed, row in enumerate(rows)]
 
 
 def write_adapters(path: str, folder: Path) -> dict[str, Path]:
-    """PEFT folders of adapters on every linear, head included, whose B is not zero."""
+    """Writes PEFT folders of adapters on every linear layer, head included, with a non-zero B."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
     written = {}
@@ -54,7 +54,7 @@ def write_adapters(path: str, folder: Path) -> dict[str, Path]:
 
 
 def prepare() -> Callable[[int], Samples]:
-    """Returns measure(count): ms of all requests at once, in turns."""
+    """Returns measure(count): ms of all requests at once, for each kind in turn."""
     settings = BaseModelSettings.model_validate_json(sys.argv[1])
     backend = create(settings)
     info = backend.open()
@@ -70,7 +70,7 @@ def prepare() -> Callable[[int], Samples]:
 
 
 def _sample_ms(backend: SamplerBackend, asked: Sequence[SampleRequest], adapters: Sequence[str | None]) -> float:
-    """Request i under adapters[i mod n], from a thread each."""
+    """Runs request i under adapters[i mod n], each in its own thread."""
     with ThreadPoolExecutor(len(asked)) as threads:
         chosen = [adapters[i % len(adapters)] for i in range(len(asked))]
         return timing.timed_ms(lambda: list(threads.map(backend.sample, chosen, asked)))

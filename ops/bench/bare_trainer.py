@@ -22,14 +22,14 @@ class BareTrainer:
             self.apply({name: Create(LoraSpec(rank))})
 
     def apply(self, *passes: Mapping[str, BackendOp]) -> None:
-        """One after another. Raises the first error any Op ends with."""
+        """Runs the Ops one after another. Raises the first error of any Op."""
         for ops in passes:
             for outcome in self._backend.apply(ops).values():
                 if isinstance(outcome, OpError):
                     raise outcome
 
     def timed_ms(self, *passes: Mapping[str, BackendOp]) -> float:
-        """What they take, each model's gradients starting at zero, as behind an optim_step."""
+        """Returns the ms of the Ops. Each model's gradients start at zero, as after an optim_step."""
         for name in {name for ops in passes for name in ops}:
             self.apply({name: DropGradients()})
         return timing.timed_ms(lambda: self.apply(*passes))

@@ -23,7 +23,7 @@ Samples = dict[str, list[float]]
 
 
 def prepare() -> Callable[[int], Samples]:
-    """Returns measure(count): ms of the prompts with four samples each, and of one call with as many single ones."""
+    """Returns measure(count): ms of the prompts with four samples each, and of one call with as many single samples."""
     settings = BaseModelSettings.model_validate_json(sys.argv[1])
     vllm_engine.check_install()
     vllm_engine.set_environment(settings)

@@ -18,30 +18,30 @@ ADAM = AdamParams(learning_rate=1e-4, eps=1e-8)
 
 
 def random_tokens(rows: int, length: int, vocab_size: int) -> np.ndarray:
-    """int32 [rows, length], always the same."""
+    """Returns int32 [rows, length], the same on every call."""
     return np.random.default_rng(0).integers(0, vocab_size, size=(rows, length), dtype=np.int32)
 
 
 def targets(tokens: np.ndarray) -> np.ndarray:
-    """int64 [rows, length]: the next token; the last one's counts for nothing (see `weights`)."""
+    """Returns int64 [rows, length]: the next token. The last token's target has weight 0 (see `weights`)."""
     return np.roll(tokens, -1, axis=1).astype(np.int64)
 
 
 def weights(tokens: np.ndarray) -> np.ndarray:
-    """float32 [rows, length]: 1, and 0 for the last token, whose successor is not known."""
+    """Returns float32 [rows, length]: 1, and 0 for the last token, whose successor is unknown."""
     found = np.ones(tokens.shape, dtype=np.float32)
     found[:, -1] = 0
     return found
 
 
 def rates(tokens: int, samples_ms: Sequence[float]) -> dict[str, float]:
-    """Tokens a second in the best and in the median of passes over `tokens`."""
+    """Tokens per second in the best and in the median pass over `tokens`."""
     found = [tokens / ms * 1000 for ms in samples_ms]
     return {"best": max(found), "median": median(found)}
 
 
 def datums(tokens: np.ndarray) -> list[types.Datum]:
-    """For the SDK."""
+    """Datums for the SDK."""
     return [
         types.Datum(
             model_input=types.ModelInput.from_ints(row.tolist()),
@@ -59,7 +59,7 @@ def sdk_adam() -> types.AdamParams:
 
 
 def operation(tokens: np.ndarray) -> ForwardBackward:
-    """For a training backend."""
+    """Operation for a training backend."""
     inputs = {
         "target_tokens": Ragged.of(list(targets(tokens)), np.int64),
         "weights": Ragged.of(list(weights(tokens)), np.float32),
@@ -68,7 +68,7 @@ def operation(tokens: np.ndarray) -> ForwardBackward:
 
 
 def request(tokens: np.ndarray, model_id: str) -> pb.ForwardBackwardRequest:
-    """For the wire; every call sets a seq_id of its own."""
+    """Body for the HTTP API; every call sets its own seq_id."""
     return pb.ForwardBackwardRequest(
         model_id=model_id,
         loss_fn=LOSS,

@@ -17,7 +17,7 @@ _JSON, _PROTOBUF = "application/json", "application/x-protobuf"
 
 
 class Client:
-    """Any answer but 200, and a poll's 408, is an error: a bench must not measure refusals."""
+    """HTTP client that raises on every answer but 200 and a poll's 408: a bench must not measure refusals."""
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
@@ -27,7 +27,7 @@ class Client:
         self._connection.close()
 
     def admit_model(self, base: str, rank: int) -> tuple[str, str]:
-        """(model id, request id of its create_model)."""
+        """Returns (model id, request id of its create_model)."""
         session = self.call("create_session", {"sdk_version": "0.38.0", "tags": []})["session_id"]
         asked = {"session_id": session, "model_seq_id": 0, "base_model": base, "lora_config": {"rank": rank}}
         return ids.model_id(session, 0), self.call("create_model", asked)["request_id"]
@@ -37,7 +37,7 @@ class Client:
         return self.send(request.SerializeToString())
 
     def send(self, body: bytes) -> str:
-        """A forward_backward whose body is ready."""
+        """Sends a forward_backward with a prepared body."""
         request_id: str = json.loads(self._post("forward_backward", body, _PROTOBUF))["request_id"]
         return request_id
 
@@ -48,7 +48,7 @@ class Client:
         return request_id
 
     def result(self, request_id: str) -> bytes:
-        """Raises TimeoutError when it takes minutes: something is broken, and the log says what."""
+        """Waits for a result. Raises TimeoutError after minutes: something is broken, and the log names it."""
         body = json.dumps({"request_id": request_id, "allow_metadata_only": False}).encode()
         deadline = time.monotonic() + _PATIENCE_S
         while time.monotonic() < deadline:

@@ -17,7 +17,7 @@ from ops.bench import bare_loop, ddp, real_step, side, timing
 
 
 def prepare() -> Callable[[int], list[float]]:
-    """Rank 0's; returns measure(count): ms of each step."""
+    """Prepares rank 0 and returns measure(count): ms of each step."""
     step = _step()
 
     def measure(count: int) -> list[float]:
@@ -37,7 +37,7 @@ def _follow() -> None:
 
 
 def _step() -> Callable[[], None]:
-    """A step on this rank's share of the batch; gradients are summed with the last micro-batch alone."""
+    """A step on this rank's share of the batch. Gradients are all-reduced with the last micro-batch alone."""
     dist.init_process_group("gloo")
     model = DistributedDataParallel(bare_loop.adapted(sys.argv[1]))
     optimizer = bare_loop.optimizer(model)

@@ -33,20 +33,20 @@ _SAMPLES, _LIGHT_SAMPLES = 100, 4
 _BATCH, _TOKENS = 16, 16
 _WARM_S, _MEASURED_S = 15.0, 60.0
 _JAIN_GOAL = 0.95
-# A light tenant waits for one turn of each other and has its own: a step is two Ops, a batch and its optim_step.
+# A light tenant waits for one turn of each other tenant and has its own. A step is two Ops: a batch and an optim_step.
 _WAIT_GOAL = 15.0
 
 
 @dataclass
 class Tenant:
-    """Whoever calls with a key of his own; `done` has (when it ended, seconds it took) of each unit of his work."""
+    """A caller with its own key. `done` has (end time, duration in seconds) of each of its work units."""
 
     service: tinker.ServiceClient
     heavy: bool
     done: list[tuple[float, float]] = field(default_factory=list)
 
     def keep(self, count: int, start: Callable[[], Any], stop: threading.Event) -> None:
-        """So many under way, the next as the eldest ends."""
+        """Keeps this many units under way and starts the next when the oldest ends."""
         pending: deque[tuple[float, Any]] = deque()
         while not stop.is_set() or pending:
             while not stop.is_set() and len(pending) < count:
@@ -115,7 +115,7 @@ def _measured(services: Sequence[tinker.ServiceClient], work_of: Callable[[Tenan
 
 
 def _figures(done: Sequence[Sequence[float]], seconds: float) -> dict[str, Any]:
-    """Of the units that each tenant had done, the heavy one's first. All units are of one size."""
+    """Figures from the finished units of each tenant, the heavy tenant first. All units have the same size."""
     counts = [len(units) for units in done]
     turn = seconds / max(1, sum(counts))
     waits = [took for units in done[1:] for took in units] or [float("inf")]
@@ -128,7 +128,7 @@ def _figures(done: Sequence[Sequence[float]], seconds: float) -> dict[str, Any]:
 
 
 def jain(got: Sequence[float]) -> float:
-    """1 where all got the same, 1 / n where one got everything."""
+    """Jain's index: 1 if all got the same, 1 / n if one tenant got everything."""
     squares = sum(one * one for one in got)
     return sum(got) ** 2 / (len(got) * squares) if squares else 0.0
 

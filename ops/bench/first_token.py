@@ -23,7 +23,7 @@ from ops.bench.report import Goal, Outcome
 from workers.backends.sampling.base import create
 
 _GOAL_MS = 15.0
-# A step this small gains nothing from a second thread, which on two cores would take the API's.
+# A step this small gains nothing from a second thread, which would take the API's core on a two-core machine.
 _THREADS = 1
 _ROUNDS, _CALLS = 10, 20
 _PROMPT_TOKENS = 32
@@ -51,7 +51,7 @@ def run(folder: Path) -> Outcome:
 
 
 class _Http:
-    """A sampling session of the base, on one connection."""
+    """A sampling session of the base model, on one connection."""
 
     def __init__(self, url: str, base: str) -> None:
         self._client = Client(url)

@@ -49,7 +49,7 @@ class _Rounds:
         self._prompt = types.ModelInput.from_ints(list(range(100, 100 + _PROMPT)))
 
     def run(self) -> tuple[float, float, float]:
-        """ms until the new weights have a client, until their first token, and of a token of theirs after that."""
+        """Measures the ms until the new weights have a client, until their first token, and of one more token."""
         self._training.forward_backward(self._data, batches.LOSS).result()
         self._training.optim_step(batches.sdk_adam()).result()
         clients: list[tinker.SamplingClient] = []

@@ -27,7 +27,7 @@ _PACKAGES = (
 
 
 def surroundings(command: str) -> dict[str, Any]:
-    """Taken before a bench starts, so that the load is other people's."""
+    """Facts of the machine, taken before a bench starts, so that the load shown is not the bench's own."""
     return {
         "machine": {
             "cpu": _cpu_model(),
@@ -51,7 +51,7 @@ def _cpu_model() -> str:
 
 
 def _versions() -> Iterator[tuple[str, str]]:
-    """Of what is installed; vLLM is one of two packages."""
+    """Versions of the installed packages; vLLM is one of two packages."""
     for package in _PACKAGES:
         try:
             yield package, version(package)
@@ -60,7 +60,7 @@ def _versions() -> Iterator[tuple[str, str]]:
 
 
 def _git_revision() -> str:
-    """The commit, with `-dirty` when the tree differs from it; `unknown` outside of a clone."""
+    """Returns the commit, with `-dirty` when the tree differs from it; `unknown` outside of a clone."""
     try:
         found = subprocess.run(
             ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],

@@ -36,7 +36,7 @@ def _measured(base: BaseModelSettings, log: Path) -> dict[str, float]:
 
 
 def prepare() -> Callable[[int], dict[str, float]]:
-    """Returns measure(count): the process's peak in GB before, and over, `count` passes."""
+    """Returns measure(count): the process's peak in GB before `count` passes, and over them."""
     settings = BaseModelSettings.model_validate_json(sys.argv[1])
     trainer = BareTrainer(settings, models=1, rank=real_step.RANK)
     op = batches.operation(real_step.tokens(vocab_size=1000))

@@ -59,7 +59,7 @@ def _figures(tokens: int, found: Samples, merged: str, alone: str) -> dict[str, 
 
 
 def prepare() -> Callable[[int], Samples]:
-    """Returns measure(count): ms of the forward_backward on each side, in turns; `full` ones in fewer rounds."""
+    """Returns measure(count): ms of the forward_backward on each side, in turns; `full` batches run in fewer rounds."""
     settings = BaseModelSettings.model_validate_json(sys.argv[1])
     trainer = BareTrainer(settings, models=_TENANTS, rank=_RANK)
     vocab_size = 1000

@@ -12,7 +12,7 @@ STAGES = ("wait", "run", "commit")
 
 
 def read(url: str) -> Reading:
-    """Every sample by name and labels."""
+    """Reads every sample, keyed by name and labels."""
     with urllib.request.urlopen(url, timeout=10) as answer:
         families = text_string_to_metric_families(answer.read().decode())
     return {
@@ -23,7 +23,7 @@ def read(url: str) -> Reading:
 
 
 def mean_ms(before: Reading, after: Reading, histogram: str, **labels: str) -> float:
-    """What was observed between the readings, on average; nan for nothing."""
+    """Mean of the observations between the readings; nan if there are none."""
     key = frozenset(labels.items())
     total, count = (
         after.get((histogram + part, key), 0.0) - before.get((histogram + part, key), 0.0)
@@ -33,5 +33,5 @@ def mean_ms(before: Reading, after: Reading, histogram: str, **labels: str) -> f
 
 
 def stages_ms(before: Reading, after: Reading, kind: str) -> dict[str, float]:
-    """Means of a trainer's stages: wait (journalled until taken), run (decode, backend, encode) and commit."""
+    """Means of a trainer's stages: wait (journaled until taken), run (decode, backend, encode) and commit."""
     return {stage: mean_ms(before, after, "tinsmith_op_stage_seconds", kind=kind, stage=stage) for stage in STAGES}

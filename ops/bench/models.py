@@ -18,8 +18,10 @@ TINY_VOCAB_SIZE = 320
 
 
 def tiny(folder: Path) -> BaseModelSettings:
-    """The tests' random Qwen3, fp32: a step of it costs next to nothing. Made by a process of its own, so that torch's
-    threads are not in the one that measures."""
+    """The tests' random Qwen3, fp32: a step of it has almost no compute.
+
+    A separate process makes it, so that torch's threads are not in the process that measures.
+    """
     command = [sys.executable, "-c", _BUILD, str(_TINY_BUILDER), str(folder)]
     subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
     return BaseModelSettings(name="bench/tiny-qwen3", path=str(folder), dtype="float32", sampler=_SAMPLER)

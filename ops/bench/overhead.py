@@ -23,7 +23,7 @@ from ops.bench.timing import summary
 
 RANK = 8
 _GOAL_MS = 10.0
-# A step this small gains nothing from a second thread, which on two cores would take the API's.
+# A step this small gains nothing from a second thread, which would take the API's core on a two-core machine.
 _THREADS = 1
 _ROUNDS = 10
 _CALLS = 20
@@ -64,7 +64,7 @@ class _Sdk:
         self._data, self._adam = batches.datums(tokens()), batches.sdk_adam()
 
     def measure(self, count: int) -> Samples:
-        """ms of each call, until its result is there."""
+        """Returns the ms of each call, until its result arrives."""
         found: Samples = {kind: [] for kind in _KINDS}
         for _ in range(count):
             found["forward_backward"].append(timing.timed_ms(self._forward_backward))
@@ -79,7 +79,7 @@ class _Sdk:
 
 
 class _Http:
-    """A model of its own, on one connection."""
+    """A separate model on one connection."""
 
     def __init__(self, url: str, base: str) -> None:
         self._client = Client(url)
@@ -89,7 +89,7 @@ class _Http:
         self._seq = 0
 
     def measure(self, count: int) -> Samples:
-        """ms of each call's POST (`kind.post`) and poll (`kind.poll`), and of both (`kind`)."""
+        """Returns the ms of each call's POST (`kind.post`) and poll (`kind.poll`), and of both (`kind`)."""
         found: Samples = {f"{kind}{part}": [] for kind in _KINDS for part in ("", ".post", ".poll")}
         for _ in range(count):
             for kind in _KINDS:
@@ -119,7 +119,7 @@ def _readings(stack: servers.Stack) -> Readings:
 
 
 def _inside(kind: str, readings: Sequence[Readings]) -> dict[str, float]:
-    """What the processes measured themselves, over the SDK's and the plain calls: the median of the rounds' means."""
+    """Metrics of the processes themselves, over the SDK's and the plain calls: the median of the rounds' means."""
     rounds = [
         {"api_post": _api_post_ms(api_before, api_after, kind), **metrics.stages_ms(before, after, kind)}
         for (before, api_before), (after, api_after) in pairwise(readings)

@@ -84,13 +84,13 @@ def _lengths() -> list[int]:
 
 
 def _padded_lengths(rows: int) -> list[int]:
-    """Of every datum, when it is as long as the longest of its `rows`."""
+    """Length of every datum, when it is padded to the longest of its `rows`."""
     real = _lengths()
     return [max(real[i - i % rows :][:rows]) for i in range(len(real))]
 
 
 def _operation(real: Sequence[int], lengths: Sequence[int]) -> ForwardBackward:
-    """Datums of `lengths`, of which the first real[i] tokens count."""
+    """Datums of `lengths`; only the first real[i] tokens of datum i count."""
     rng = np.random.default_rng(1)
     tokens = [rng.integers(0, 1000, n, dtype=np.int32) for n in lengths]
     weights = [(np.arange(n) < counted).astype(np.float32) for n, counted in zip(lengths, real, strict=True)]

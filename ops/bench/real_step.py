@@ -58,7 +58,9 @@ class _Sdk:
         self._data, self._adam = data, batches.sdk_adam()
 
     def measure(self, count: int) -> Samples:
-        """ms and loss (nats a token) of each step; both calls of one are submitted at once, as the cookbook does."""
+        """Returns ms and loss (nats a token) of each step. Both calls of a step are submitted at once, as in the
+        cookbook.
+        """
         found: Samples = {"ms": [], "loss": []}
         for _ in range(count):
             started = time.perf_counter()
@@ -74,7 +76,7 @@ class _Sdk:
 def _outcome(
     rounds: Mapping[str, Sequence[Samples]], first_loss: Mapping[str, float], inside: Mapping[str, dict[str, float]]
 ) -> Outcome:
-    """The goal is for the best step of each side: on a shared machine noise only ever adds time."""
+    """The goal is for the best step of each side: on a shared machine, noise only ever adds time."""
     sdk, bare = ([sample["ms"][0] for sample in rounds[name]] for name in ("sdk", "bare"))
     efficiency = min(bare) / min(sdk)
     figures: dict[str, Any] = {

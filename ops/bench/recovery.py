@@ -69,12 +69,12 @@ def _measure(folder: Path, base: BaseModelSettings, rounds: int) -> list[dict[st
 
 
 def _round(service: tinker.ServiceClient, base: str, model: _Model) -> dict[str, float]:
-    """Seconds of each part, on a model of its own with some steps behind it and many to come."""
+    """Seconds of each part, on a separate model with some steps done and many to come."""
     client = service.create_lora_training_client(base_model=base, rank=8).result()
     data, adam = batches.datums(batches.random_tokens(4, 12, models.TINY_VOCAB_SIZE)), batches.sdk_adam()
 
     def steps(count: int) -> list[Any]:
-        """The futures of `count` steps, submitted at once."""
+        """Submits `count` steps at once and returns their futures."""
         return [call() for _ in range(count) for call in (backward, step)]
 
     def backward() -> Any:
@@ -96,7 +96,7 @@ def _round(service: tinker.ServiceClient, base: str, model: _Model) -> dict[str,
 
 @dataclass
 class _Model:
-    """What Redis says of a model, and the process that owns it."""
+    """A model's record in Redis, and the process that owns it."""
 
     client: redis.Redis
     logs: Path
@@ -127,7 +127,7 @@ class _Model:
         return time.perf_counter()
 
     def _head(self) -> tuple[int, int]:
-        """(epoch, applied)."""
+        """Returns (epoch, applied)."""
         epoch, applied = self._fields("epoch", "applied")
         return int(epoch), int(applied)
 
@@ -140,7 +140,7 @@ def _text(stored: Any) -> str:
 
 
 def _pid(log: Path) -> int:
-    """Of the process that writes `log`. Its command line will not do: Celery writes over it."""
+    """Pid of the process that writes `log`. Its command line does not help: Celery overwrites it."""
     return next(int(process.name) for process in Path("/proc").glob("[0-9]*") if _writes(process, log))
 
 

@@ -30,7 +30,7 @@ class Goal:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """`figures` is nested plain data, its units in the keys."""
+    """Result of a bench. `figures` is nested plain data, with units in the keys."""
 
     figures: Mapping[str, Any]
     goals: tuple[Goal, ...]
@@ -41,7 +41,7 @@ class Outcome:
 
 
 def write(folder: Path, name: str, outcome: Outcome, surroundings: Mapping[str, Any]) -> Path:
-    """`folder`/`name`.json, replaced if it is there."""
+    """Writes `folder`/`name`.json, and replaces an old one."""
     folder.mkdir(parents=True, exist_ok=True)
     content = {
         "bench": name,
@@ -56,7 +56,7 @@ def write(folder: Path, name: str, outcome: Outcome, surroundings: Mapping[str, 
 
 
 def table(outcomes: Mapping[str, Outcome]) -> str:
-    """A line a goal."""
+    """A table with one line per goal."""
     header = ("bench", "figure", "value", "goal", "")
     rows = [header, *(row for name, outcome in outcomes.items() for row in _rows(name, outcome))]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -83,7 +83,10 @@ def _goal(goal: Goal) -> dict[str, Any]:
 
 
 def _rounded(value: Any) -> Any:
-    """Floats to 4 significant digits: more is noise, and makes two result files hard to compare. JSON has no nan."""
+    """Rounds floats to 4 significant digits.
+
+    More digits are noise, and make two result files hard to compare. JSON has no nan.
+    """
     if isinstance(value, Mapping):
         return {key: _rounded(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):

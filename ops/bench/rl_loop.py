@@ -62,7 +62,7 @@ def _step(client: tinker.TrainingClient, prompts: np.ndarray) -> None:
 
 
 def _datums(prompt: list[int], sequences: list[types.SampledSequence]) -> list[types.Datum]:
-    """A group, each sequence's reward against the group's mean."""
+    """Datums of a group: each sequence's reward minus the group's mean."""
     rewards = np.array([np.mean(np.array(sequence.tokens) % 7) for sequence in sequences])
     return [
         _datum(prompt, sequence, float(advantage))
@@ -91,7 +91,7 @@ def _readings(stack: servers.Stack) -> Readings:
 
 
 def _outcome(wall_ms: float, before: Readings, after: Readings) -> Outcome:
-    """A step's requests are sampled together, so the mean of their times is no more than what all of them took."""
+    """A step's requests are sampled together, so the mean of their times is at most the time of all of them."""
 
     def run_ms(role: str, kind: str) -> float:
         return metrics.stages_ms(before[role], after[role], kind)["run"]

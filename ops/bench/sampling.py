@@ -22,7 +22,7 @@ from ops.bench.bare_sampler import PROMPTS, SAMPLES, TOKENS, requests
 from ops.bench.report import Goal, Outcome
 
 _RANK = 32
-# Each side takes vLLM's CPU path 80 s, which is long enough to be steady.
+# Each side takes vLLM's CPU path 80 s, which is long enough for a stable rate.
 _ROUNDS = 1
 _GOALS = {"four each": 0.95, "single": 0.90}
 _DRAWN = PROMPTS * SAMPLES * TOKENS
@@ -50,7 +50,7 @@ def run(folder: Path) -> Outcome:
 
 
 def _sampling_client(service: tinker.ServiceClient, base: str) -> tinker.SamplingClient:
-    """Of an adapter that was trained for a step."""
+    """A sampling client of an adapter that was trained for one step."""
     training = service.create_lora_training_client(base_model=base, rank=_RANK).result()
     data = batches.datums(batches.random_tokens(2, 32, 1000))
     training.forward_backward(data, batches.LOSS).result()
@@ -64,7 +64,7 @@ class _Sdk:
     ) -> None:
         self._client, self._threads = client, threads
         self._prompts = [types.ModelInput.from_ints(request.prompt.tolist()) for request in asked]
-        # [] stops at nothing, not even the end token.
+        # With [] nothing stops a sample, not even the end token.
         self._params = types.SamplingParams(max_tokens=TOKENS, stop=[])
 
     def four_each(self) -> None:
@@ -85,7 +85,7 @@ def _check(results: Sequence[types.SampleResponse]) -> None:
 
 
 def _outcome(found: dict[str, tuple[list[float], list[float]]]) -> Outcome:
-    """The goals are for the best round of each side: on a shared machine noise only ever adds time."""
+    """The goals are for the best round of each side: on a shared machine, noise only ever adds time."""
     figures: dict[str, Any] = {"rounds": _ROUNDS, "threads": side.CORES, "tokens": _DRAWN}
     goals = []
     for name, (sdk, bare) in found.items():

@@ -56,7 +56,7 @@ class _Calls:
         self._names = map("save-{}".format, itertools.count())
 
     def measure(self, what: str) -> float:
-        """ms until all has its result; sent at once."""
+        """Sends all calls at once and returns the ms until all results have arrived."""
         return timing.timed_ms(lambda: [future.result() for future in self._send(what)])
 
     def _send(self, what: str) -> list[Any]:

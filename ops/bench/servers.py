@@ -40,11 +40,11 @@ class Stack:
 
     @property
     def settings_file(self) -> Path:
-        """The settings as every process of the stack reads them."""
+        """Settings file that every process of the stack reads."""
         return self.data_dir / "run" / "settings.toml"
 
     def metrics_url(self, role: str) -> str:
-        """Of a worker: role is trainer or sampler."""
+        """Metrics URL of a worker; role is trainer or sampler."""
         settings = settings_module.load(self.settings_file)
         with connect(settings.redis.url) as client:
             workers = [records.load(Worker, found) for _, found in RedisRecords(client).list(Worker.namespace)]
@@ -58,8 +58,10 @@ def running_stack(
     engine: Mapping[str, Any] = MappingProxyType({}),
     keys: Sequence[str] = (API_KEY,),
 ) -> Iterator[Stack]:
-    """`tinsmith up` on one base model, with its defaults but for `engine`; its output goes to folder/up.log. Each
-    of the `keys` is a project of its own."""
+    """Runs `tinsmith up` on one base model, with the defaults except for `engine`.
+
+    Its output goes to folder/up.log. Each of the `keys` is a separate project.
+    """
     config, data_dir, log = folder / "tinsmith.toml", folder / "data", folder / "up.log"
     config.write_text(
         tomli_w.dumps(
@@ -97,7 +99,7 @@ def _ready_url(process: subprocess.Popen[str], log: Path) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Api:
-    """What the API process is started with, and where it answers then."""
+    """Start arguments of the API process, and its address."""
 
     settings: Settings
     settings_file: Path
@@ -110,7 +112,7 @@ class Api:
 
 @contextmanager
 def prepared_api(folder: Path, info: BaseModelInfo) -> Iterator[Api]:
-    """A Valkey server, and settings for an API on it that believes in a trainer for the base model of `info`."""
+    """A Valkey server, and settings for an API on it that sees a trainer for the base model of `info`."""
     redis_port, password = checks.free_port("127.0.0.1", 0), "bench"
     config = folder / "valkey.conf"
     command = valkey.command("valkey", folder, config, redis_port, password, valkey.DURABLE)
@@ -127,7 +129,7 @@ def prepared_api(folder: Path, info: BaseModelInfo) -> Iterator[Api]:
 
 @contextmanager
 def running_api(api: Api) -> Iterator[None]:
-    """gunicorn with the API, from its start until a request is answered."""
+    """Runs gunicorn with the API; yields after it has answered a request."""
     child = Child(api.command, api.settings.data_dir / "api.log")
     child.start()
     try:

@@ -35,14 +35,14 @@ def threads(count: int) -> Iterator[None]:
 
 
 class Side:
-    """`measure(n)` runs the side n times and returns what it reports."""
+    """One side: `measure(n)` runs it n times and returns its report."""
 
     def __init__(self, process: subprocess.Popen[str], log: Path) -> None:
         self._process = process
         self._log = log
 
     def measure(self, count: int) -> Any:
-        """Raises RuntimeError with the end of its log when the process has died."""
+        """Raises RuntimeError with the end of the side's log when its process has died."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"{count}\n")
         self._process.stdin.flush()
@@ -58,7 +58,7 @@ class Side:
 
 @contextmanager
 def running(module: str, argument: str, log: Path) -> Iterator[Side]:
-    """`python -m module argument`, once it is ready; it ends with the block, or with this process."""
+    """Starts `python -m module argument` and yields when it is ready. It ends with the block, or with this process."""
     parent = os.getpid()
     with log.open("wb") as stderr:
         process = subprocess.Popen(
@@ -79,14 +79,14 @@ def running(module: str, argument: str, log: Path) -> Iterator[Side]:
 
 
 def measured(module: str, argument: str, log: Path, rounds: int) -> Any:
-    """What a side with every core to itself reports of `rounds` rounds, behind one to warm up."""
+    """Report of `rounds` rounds of a side that has every core to itself, after one warm-up round."""
     with threads(CORES), running(module, argument, log) as alone:
         alone.measure(1)
         return alone.measure(rounds)
 
 
 def serve(prepare: Callable[[], Callable[[int], Any]]) -> None:
-    """The other end, for the module's `__main__`: prepare, say so, then measure on demand until stdin ends."""
+    """Serves in the side's `__main__`: prepares, reports that it is ready, measures on demand until stdin ends."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # libraries print
     measure = prepare()
@@ -98,9 +98,9 @@ def serve(prepare: Callable[[], Callable[[int], Any]]) -> None:
 def serve_ranks(
     count: int, module: str, prepare: Callable[[], Callable[[int], Any]], follow: Callable[[], None]
 ) -> None:
-    """The same for a side of `count` processes under torchrun: rank 0 serves, the others `follow` it.
+    """Serves a side of `count` processes under torchrun: rank 0 serves, the others `follow` it.
 
-    What starts them is killed at the end: rank 0 then finds its stdin closed, and the others find it gone.
+    The launcher is killed at the end: rank 0 then finds its stdin closed, and the others find rank 0 gone.
     """
     if "RANK" not in os.environ:
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]

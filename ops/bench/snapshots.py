@@ -26,7 +26,7 @@ _STEPS = 200
 _THREADS = 1
 _DEFAULT = EngineSettings().snapshot_share
 _OFF = 1e-9
-# The budget of 2 %, and what the noise of a shared machine adds to a mean of this many steps.
+# The budget of 2 %, and the noise that a shared machine adds to a mean of this many steps.
 _GOAL = 1.05
 
 
@@ -57,7 +57,10 @@ class _Steps:
         self._adam = batches.sdk_adam()
 
     def measure(self, count: int) -> float:
-        """ms a step, all of them submitted at once: what holds up the trainer shows, the client's waits do not."""
+        """Returns the ms per step.
+
+        All steps are submitted at once, so that delays of the trainer show and client waits do not.
+        """
         started = time.perf_counter()
         pending: list[Any] = []
         for _ in range(count):
@@ -67,7 +70,7 @@ class _Steps:
         return 1000 * (time.perf_counter() - started) / count
 
     def snapshot_seq(self) -> int:
-        """The newest durable snapshot's, -1 for none."""
+        """Seq of the newest durable snapshot, -1 if there is none."""
         with connect(settings_module.load(self._stack.settings_file).redis.url) as client:
             return int(client.hget(keys.model(self._client.model_id), "snapshot_seq") or -1)
 

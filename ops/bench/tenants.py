@@ -57,7 +57,7 @@ def _client(stack: servers.Stack, base: str, open_: ExitStack) -> tinker.Trainin
 
 
 def _step_ms(clients: Sequence[tinker.TrainingClient], data: list[tinker.Datum], steps: int = _STEPS) -> float:
-    """ms a step in which every client trains on `data`: all submit both calls, then wait for both."""
+    """Returns the ms of a step in which every client trains on `data`: all submit both calls, then wait for both."""
     adam = batches.sdk_adam()
     started = time.perf_counter()
     for _ in range(steps):
@@ -69,7 +69,7 @@ def _step_ms(clients: Sequence[tinker.TrainingClient], data: list[tinker.Datum],
 
 
 def _outcome(rounds: dict[str, list[float]]) -> Outcome:
-    """The goals are for the best step of each side: on a shared machine noise only ever adds time."""
+    """The goals are for the best step of each side: on a shared machine, noise only ever adds time."""
     pairs = {"small": ("small_together", "small_one_tenant"), "full": ("full_together", "full_one_by_one")}
     ratios: dict[str, dict[str, float]] = {}
     for name, (together, other) in pairs.items():

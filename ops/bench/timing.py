@@ -18,13 +18,13 @@ def timed_ms(call: Callable[[], object]) -> float:
 
 
 def summary(samples: Sequence[float]) -> dict[str, float]:
-    """p50, p95 and the best of `samples`, and how many they are."""
+    """p50, p95, best and number of `samples`."""
     p50, p95 = np.percentile(samples, (50, 95))
     return {"p50": float(p50), "p95": float(p95), "best": min(samples), "count": len(samples)}
 
 
 def alternate(rounds: int, sides: Mapping[str, Callable[[], T]]) -> dict[str, list[T]]:
-    """Call every side once a round, so that a noisy stretch of time falls on all of them."""
+    """Calls every side once per round, so that a noisy period affects all of them."""
     found: dict[str, list[T]] = {name: [] for name in sides}
     for _ in range(rounds):
         for name, measure in sides.items():

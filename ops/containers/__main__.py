@@ -24,7 +24,7 @@ def main() -> None:
 
 
 def train() -> None:
-    """Start the stack, try it from the network its ports are in, and remove it."""
+    """Starts the stack, tests it from the network of its ports, and removes it."""
     engine = stack.up()
     try:
         run([*engine.enter, sys.executable, "-m", "ops.containers.trial"])

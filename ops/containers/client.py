@@ -22,7 +22,7 @@ _ROWS, _LENGTH = 8, 24
 
 @dataclass
 class Played:
-    """Everything that came back. `run` and the paths differ from play to play, the rest may not."""
+    """All results of a run of the program. `run` and the paths differ between runs, the rest must not."""
 
     run: str = field(compare=False)
     losses: list[float] = field(default_factory=list)
@@ -42,7 +42,7 @@ def rest() -> tinker.RestClient:
 
 
 def play(after_step: Callable[[int], None] = lambda step: None) -> Played:
-    """Train, sample, save, load; `after_step` is called with the number of steps done, from 1 on."""
+    """Trains, samples, saves, loads; `after_step` is called with the number of steps done, from 1 on."""
     with connect() as service:
         client = create(service)
         played = Played(client.model_id)
@@ -59,12 +59,12 @@ def play(after_step: Callable[[int], None] = lambda step: None) -> Played:
 
 
 def create(service: tinker.ServiceClient) -> tinker.TrainingClient:
-    """The same adapter every time."""
+    """Creates the same adapter every time."""
     return service.create_lora_training_client(base_model=BASE, rank=8, seed=7).result(_PATIENCE_S)
 
 
 def train(client: tinker.TrainingClient) -> float:
-    """One step on always the same batch; returns its loss."""
+    """Runs one step, always on the same batch; returns its loss."""
     backward = client.forward_backward(_batch(), "cross_entropy")
     client.optim_step(ADAM).result(_PATIENCE_S)
     loss: float = backward.result(_PATIENCE_S).metrics["loss:sum"]
@@ -72,7 +72,7 @@ def train(client: tinker.TrainingClient) -> float:
 
 
 def sample(client: tinker.SamplingClient) -> list[tuple[list[int], list[float]]]:
-    """Tokens and logprobs of two sequences."""
+    """Returns tokens and logprobs of two sequences."""
     prompt = types.ModelInput.from_ints(sentences(1)[0])
     params = types.SamplingParams(max_tokens=16, temperature=1.0, seed=11)
     found = client.sample(prompt, 2, params).result(_PATIENCE_S).sequences
@@ -80,23 +80,23 @@ def sample(client: tinker.SamplingClient) -> list[tuple[list[int], list[float]]]
 
 
 def score(client: tinker.TrainingClient) -> list[float]:
-    """The logprobs of the batch."""
+    """Returns the logprobs of the batch."""
     scores: list[float] = logprobs(client.forward(_batch(), "cross_entropy").result(_PATIENCE_S)).tolist()
     return scores
 
 
 def sample_from(service: tinker.ServiceClient, weights: str) -> list[tuple[list[int], list[float]]]:
-    """The same from saved weights."""
+    """The same samples from saved weights."""
     return sample(service.create_sampling_client(model_path=weights).result(_PATIENCE_S))
 
 
 def score_from(service: tinker.ServiceClient, checkpoint: str) -> list[float]:
-    """The logprobs of the batch, by a new run that begins at the checkpoint."""
+    """Logprobs of the batch, by a new run that starts from the checkpoint."""
     return score(service.create_training_client_from_state_with_optimizer(checkpoint).result(_PATIENCE_S))
 
 
 def download(training: tinker.TrainingClient) -> dict[str, int]:
-    """The sizes in bytes of the files that the API has a client fetch from the object store, by name."""
+    """Sizes in bytes of the files that a client downloads from the object store through the API, by name."""
     path = training.save_weights_external("home").result(_PATIENCE_S).path
     sizes = {}
     for name, url in rest().get_external_weights_urls(path).result().urls.items():

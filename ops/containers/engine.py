@@ -40,22 +40,22 @@ _OPTIONS = {
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """`pid` is that of our own engine, and None for the machine's, which does any task."""
+    """A running Docker engine. `pid` is that of the private engine, and None for the machine's, which fits any task."""
 
     pid: int | None = None
     task: Task = Task.RUN
 
     @property
     def enter(self) -> tuple[str, ...]:
-        """The prefix of a command that needs to reach the published ports of the containers."""
+        """Prefix of a command that must reach the published ports of the containers."""
         return ("nsenter", "--net", "--target", str(self.pid)) if self.pid else ()
 
     def docker(self, *arguments: str | Path) -> str:
-        """Run `docker ARGUMENTS` and return its output. Raises RuntimeError with the output when it fails."""
+        """Runs `docker ARGUMENTS` and returns its output. Raises RuntimeError with the output when it fails."""
         return answer(["docker", *arguments], self._environ)
 
     def show(self, *arguments: str | Path) -> None:
-        """Run `docker ARGUMENTS` with its output on the terminal. Raises CalledProcessError."""
+        """Runs `docker ARGUMENTS` with its output on the terminal. Raises CalledProcessError."""
         run(["docker", *arguments], self._environ)
 
     def logs(self, container: str) -> str:
@@ -73,7 +73,7 @@ class Engine:
 
 
 def get(task: Task) -> Engine:
-    """The engine for the task, started if need be. Raises RuntimeError when it does not start."""
+    """Returns the engine for the task, and starts it if needed. Raises RuntimeError when it does not start."""
     engine = running()
     if engine and (engine.pid is None or engine.task is task):
         return engine
@@ -84,12 +84,12 @@ def get(task: Task) -> Engine:
 
 
 def running() -> Engine | None:
-    """The engine that runs now: the machine's, or else our own."""
+    """The running engine: the machine's, or else the private one."""
     return Engine() if succeeds(["docker", "info"]) else _ours()
 
 
 def stop() -> None:
-    """Stop our own engine and with it all of its containers, if it runs. Stopping it twice is fine."""
+    """Stops the private engine, if it runs, with all of its containers. A second stop does nothing."""
     engine = _ours()
     if engine and engine.pid:
         os.kill(engine.pid, signal.SIGTERM)
@@ -123,7 +123,7 @@ def _start(task: Task) -> Engine:
 
 
 def _ours() -> Engine | None:
-    """Our own, as far as it is alive: its pid may have gone to somebody else."""
+    """The private engine, if it is alive: its pid may belong to another process now."""
     try:
         record = json.loads(_RECORD.read_text())
         command = Path(f"/proc/{record['pid']}/cmdline").read_bytes()

@@ -24,7 +24,7 @@ _BASE_PACKAGES = "ca-certificates,python3,python3-venv,python-is-python3,netbase
 
 
 def build() -> None:
-    """Every image that docker-compose.yml needs. An engine of our own is stopped again."""
+    """Builds every image that docker-compose.yml needs. A private engine is stopped afterwards."""
     engine = get(Task.BUILD)
     try:
         if engine.pid:
@@ -36,7 +36,7 @@ def build() -> None:
 
 
 def _provide_others(engine: Engine) -> None:
-    """Pull what we do not build, or make its stand-in."""
+    """Pulls the other images, or makes their stand-ins."""
     services = stack.services(engine)
     makers = {
         base_image(): _import_base,
@@ -56,7 +56,7 @@ def base_image() -> str:
 
 
 def _import_base(engine: Engine, image: str) -> None:
-    """Debian with Python, and with this machine's own settings of pip, which builds need to reach a package index."""
+    """Imports Debian with Python, and this machine's own pip settings, which builds need to reach a package index."""
     changes = [f'--change=ENV {name}="{value}"' for name, value in _pip_environment().items()]
     with tempfile.TemporaryDirectory() as folder:
         archive = Path(folder) / "base.tar"
@@ -72,7 +72,7 @@ def _pip_environment() -> dict[str, str]:
 
 
 def _pip_files() -> list[Path]:
-    """The configuration, and what it and the environment name."""
+    """The pip configuration, and the files that it and the environment name."""
     named = [os.environ.get("SSL_CERT_FILE", ""), *os.environ.get("PIP_FIND_LINKS", "").split()]
     return [path for path in map(Path, ["/etc/pip.conf", *named]) if path.is_absolute() and path.exists()]
 

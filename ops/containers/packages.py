@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ops.containers.shell import answer, run
 
-# By the program that shows that a package is there.
+# Keyed by the program that shows that the package is installed.
 _PACKAGES = {
     "dockerd": "docker.io",
     "docker": "docker.io",
@@ -24,7 +24,7 @@ _COMPOSE = "docker-compose"
 
 
 def install() -> None:
-    """Install what is missing. Raises RuntimeError when this machine has no apt-get, and CalledProcessError."""
+    """Installs missing packages. Raises RuntimeError when this machine has no apt-get, and CalledProcessError."""
     missing = sorted({package for program, package in _PACKAGES.items() if not shutil.which(program)})
     if not missing:
         return
@@ -35,7 +35,7 @@ def install() -> None:
 
 
 def install_compose(config: Path) -> None:
-    """Make Compose a plugin of the docker client that has `config` as its folder."""
+    """Makes Compose a plugin of the docker client with the folder `config`."""
     plugin = config / "cli-plugins" / _COMPOSE
     if plugin.exists():
         return
@@ -49,7 +49,7 @@ def install_compose(config: Path) -> None:
 
 
 def _download_compose(folder: Path) -> None:
-    """With package lists of its own, so that apt on this machine goes on knowing one release alone."""
+    """Downloads with separate package lists, so that apt on this machine still knows one release alone."""
     release = platform.freedesktop_os_release()["VERSION_CODENAME"]
     for number, source in enumerate(_sources()):
         text = source.read_text().replace(release, _RELEASE_WITH_COMPOSE)
@@ -59,7 +59,7 @@ def _download_compose(folder: Path) -> None:
     options |= {"Dir::Cache": folder, "APT::Sandbox::User": "root"}
     given = [f"--option={name}={value}" for name, value in options.items()]
     run(["apt-get", *given, "update", "--quiet"])
-    # It downloads into the working directory.
+    # apt-get downloads into the working directory.
     answer(["env", "--chdir", folder, "apt-get", *given, "download", _COMPOSE])
 
 

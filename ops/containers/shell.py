@@ -13,12 +13,12 @@ FOLDER = ROOT / "build" / "containers"
 
 
 def run(command: Sequence[str | Path], environ: Mapping[str, str] | None = None) -> None:
-    """Raises CalledProcessError when it fails."""
+    """Runs a command. Raises CalledProcessError when it fails."""
     subprocess.run(command, cwd=ROOT, env={**os.environ, **(environ or {})}, check=True)
 
 
 def answer(command: Sequence[str | Path], environ: Mapping[str, str] | None = None) -> str:
-    """Run a command and return its stdout. Raises RuntimeError with all of its output when it fails."""
+    """Runs a command and returns its stdout. Raises RuntimeError with all of its output when it fails."""
     done = subprocess.run(command, cwd=ROOT, env={**os.environ, **(environ or {})}, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{' '.join(map(str, command))} ended with {done.returncode}: {done.stdout}{done.stderr}")
@@ -34,7 +34,7 @@ def succeeds(command: Sequence[str | Path], environ: Mapping[str, str] | None = 
 
 
 def wait_until(what: str, condition: Callable[[], bool], seconds: float = 300.0) -> None:
-    """Raises TimeoutError."""
+    """Polls until the condition holds. Raises TimeoutError."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:

@@ -12,24 +12,24 @@ from ops.containers.engine import Engine, Task
 from ops.containers.shell import FOLDER, ROOT
 from tests.models import tiny_qwen3
 
-# Not "tinsmith": its volumes go at the end, and a stack in use must keep its own.
+# Not "tinsmith": its volumes are removed at the end, and a stack in use must keep its own.
 PROJECT = "tinsmith-trial"
 MAIN_FILE = ROOT / "docker-compose.yml"
 SECOND_TRAINER = ROOT / "ops" / "compose.second-trainer.yml"
 _ENV_FILE = FOLDER / "env"
 _MODEL = FOLDER / "model"
-# The engine that builds has no network for containers, but that of the machine.
+# The building engine has no network for containers, except the machine's own.
 _BUILD_FILE = Path(__file__).with_name("build.yml")
 
 
 def compose(engine: Engine, *arguments: str, files: tuple[Path, ...] = ()) -> None:
-    """Run `docker compose ARGUMENTS` with docker-compose.yml and `files` on top. Raises CalledProcessError."""
+    """Runs `docker compose ARGUMENTS` with docker-compose.yml and `files` on top. Raises CalledProcessError."""
     _prepare()
     engine.show(*_options(engine, files), *arguments)
 
 
 def services(engine: Engine) -> dict[str, dict[str, Any]]:
-    """The services of docker-compose.yml, every variable replaced."""
+    """Services of docker-compose.yml, with every variable replaced."""
     _prepare()
     found = json.loads(engine.docker(*_options(engine, ()), "config", "--format", "json"))
     named: dict[str, dict[str, Any]] = found["services"]
@@ -37,14 +37,14 @@ def services(engine: Engine) -> dict[str, dict[str, Any]]:
 
 
 def up(files: tuple[Path, ...] = ()) -> Engine:
-    """Returns when every service is healthy."""
+    """Starts the services and returns when every one is healthy."""
     engine = engines.get(Task.RUN)
     compose(engine, "up", "--detach", "--no-build", "--wait", "--wait-timeout", "600", files=files)
     return engine
 
 
 def down() -> None:
-    """Remove containers and volumes, and stop an engine of our own."""
+    """Removes containers and volumes, and stops a private engine."""
     engine = engines.running()
     if engine:
         compose(engine, "down", "--volumes", "--remove-orphans", files=(SECOND_TRAINER,))
@@ -52,7 +52,7 @@ def down() -> None:
 
 
 def secret(name: str) -> str:
-    """A value of the environment file."""
+    """Reads a value of the environment file."""
     return dict(line.split("=", 1) for line in _ENV_FILE.read_text().splitlines())[name]
 
 
@@ -67,7 +67,7 @@ def _prepare() -> None:
     FOLDER.mkdir(parents=True, exist_ok=True)
     if not _MODEL.exists():
         tiny_qwen3(_MODEL)
-        # safetensors writes files that nobody else may read, and the workers have a user of their own.
+        # safetensors writes files that only their owner can read, and the workers run as another user.
         for file in _MODEL.iterdir():
             file.chmod(0o644)
     if not _ENV_FILE.exists():

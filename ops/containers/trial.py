@@ -30,7 +30,7 @@ KILLED = ("redis", "broker", "minio", "api", "trainer", "sampler", "flower")
 _ABOUT = '{{.Names}}: {{.Image}}{{with .Label "stand-in"}} (in its stead: {{.}}){{end}}, {{.Status}}'
 _KILLED_AFTER = 5
 _PROJECT = f"label=com.docker.compose.project={stack.PROJECT}"
-# Prints what Linux says of every process of the container, and whether its files can be written to.
+# Prints Linux' view of every process of the container, and if its files are writable.
 _LOOK = """
 import glob, json, os
 names = ("Uid", "CapPrm", "CapEff", "CapBnd", "NoNewPrivs", "Seccomp")
@@ -46,7 +46,7 @@ for folder in ("/", "/etc", "/opt/tinsmith"):
         refused.append(error.strerror)
 print(json.dumps([found, refused]))
 """
-# Prints the rank of every process that is one, and kills the second if asked to.
+# Prints the rank of every rank process, and kills the second one on request.
 _RANKS = r"""
 import glob, os, sys
 for path in glob.glob("/proc/[0-9]*/environ"):
@@ -59,7 +59,7 @@ for path in glob.glob("/proc/[0-9]*/environ"):
 
 
 class Trial:
-    """One run of everything. A promise that is broken is an AssertionError."""
+    """One run of all checks. Each broken promise raises AssertionError."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -115,7 +115,7 @@ class Trial:
         return played
 
     def _handed_over(self) -> None:
-        """Without an object store, new weights can reach the sampler through memory alone."""
+        """Without an object store, new weights can reach the sampler through shared memory alone."""
         with client.connect() as service:
             training = client.create(service)
             client.train(training)
@@ -130,7 +130,7 @@ class Trial:
         self._note("with the object store stopped, the sampler drew from new weights: they came through /handover")
 
     def _killed(self, what: str, service: str, expected: Played, kill: Callable[[str], object]) -> None:
-        """`kill` is called with the service's container while a client trains, and makes it end."""
+        """Ends the service's container with `kill` while a client trains. The results must be those `expected`."""
         reached = threading.Event()
         steps: list[int] = []
 
@@ -196,8 +196,10 @@ class Trial:
 
     @contextmanager
     def _killer(self) -> Iterator[Callable[[str], object]]:
-        """Kills a container's first process from outside, as a crash would: what `docker kill` kills, Docker does not
-        start again."""
+        """Kills a container's first process from outside, like a crash.
+
+        After `docker kill` Docker does not restart the container.
+        """
         name = f"{stack.PROJECT}-killer"
         options = ["--rm", "--pid=host", "--user=0", "--security-opt=apparmor=unconfined", f"--name={name}"]
         image = self._engine.docker("inspect", "--format", "{{.Config.Image}}", self._container("redis"))
@@ -228,7 +230,7 @@ class Trial:
         return self._engine.docker("exec", self._container(service), "python", "-c", program, *arguments)
 
     def _stored(self) -> list[str]:
-        """The names of all objects in the bucket."""
+        """Names of all objects in the bucket."""
         keys = stack.secret("MINIO_ROOT_USER"), stack.secret("MINIO_ROOT_PASSWORD")
         store = minio.Minio("localhost:9000", *keys, secure=False)
         return [str(found.object_name) for found in store.list_objects("tinsmith", recursive=True)]
@@ -241,7 +243,7 @@ class Trial:
 
 
 def two_ranks() -> Path:
-    """Writes what comes on top of docker-compose.yml to have other settings, different in one line."""
+    """Writes an override of docker-compose.yml with other settings, different in one line."""
     settings = (ROOT / "ops" / "docker" / "tinsmith.toml").read_text()
     section = "[base_models.trainer]\n"
     (FOLDER / "ranks.toml").write_text(settings.replace(section, f"{section}ranks = 2\n"))
