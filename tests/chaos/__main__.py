@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(made: Stack, seed: int, form: Form) -> Report:
-    """From the stack's start to its end."""
+    """Runs the chaos run from the stack's start to its end."""
     made.data_dir.parent.mkdir(parents=True, exist_ok=True)
     with running(made):
         chaos = Run(made, seed, form)
@@ -73,7 +73,7 @@ def run(made: Stack, seed: int, form: Form) -> Report:
 
 
 def judge(report: Report, form: Form) -> list[str]:
-    """What the run must not have shown, and what it must have: a run that hit nothing proves nothing."""
+    """Lists the faults of a run. A run without enough injected faults fails too, because it proves nothing."""
     return [*report.faults, *_missing(report, form)]
 
 
@@ -100,7 +100,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _quieten() -> None:
-    os.environ["TINKER_TELEMETRY"] = "0"  # of its own outage the SDK reports for half a minute
+    os.environ["TINKER_TELEMETRY"] = "0"  # the SDK reports its own outage for half a minute
     os.environ["HF_HUB_OFFLINE"] = "1"
     warnings.filterwarnings("ignore", message="DEPRECATED", category=FutureWarning)
     logging.getLogger("tinker").setLevel(logging.ERROR)

@@ -9,13 +9,13 @@ import numpy as np
 
 
 def differences(expected: Mapping[str, Any], found: Mapping[str, Any], bound: float = 0.0) -> list[str]:
-    """What is not the same: its name, and both values, cut short. `bound` is relative to an array's greatest value."""
+    """Lists the differences: name and both values, cut short. `bound` is relative to an array's greatest value."""
     names = [name for name in sorted({*expected, *found}) if not same(expected.get(name), found.get(name), bound)]
     return [f"{name}: {str(expected.get(name))[-200:]} != {str(found.get(name))[-200:]}" for name in names]
 
 
 def same(expected: Any, found: Any, bound: float = 0.0) -> bool:
-    """Numbers and arrays within `bound`, anything else equal; containers part by part."""
+    """Compares numbers and arrays within `bound`, anything else exactly, and containers part by part."""
     if isinstance(expected, np.ndarray | float) and isinstance(found, np.ndarray | float):
         return _close(np.asarray(expected), np.asarray(found), bound)
     if isinstance(expected, Mapping) and isinstance(found, Mapping):
@@ -32,7 +32,7 @@ def _close(expected: np.ndarray, found: np.ndarray, bound: float) -> bool:
 
 
 def distance(expected: Any, found: Any) -> float:
-    """The greatest relative difference of any array or number in them, where the rest is the same."""
+    """Greatest relative difference of any array or number in two results that are otherwise equal."""
     if isinstance(expected, np.ndarray | float) and isinstance(found, np.ndarray | float):
         old, new = np.asarray(expected), np.asarray(found)
         return float(np.abs(old - new).max(initial=0.0) / max(np.abs(old).max(initial=0.0), 1e-30))

@@ -10,9 +10,11 @@ from tests.chaos import killer
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """`dose`: how often each thing happens. `slots` SDK clients play scripts of `rounds` rounds at a time, beside a
-    storm of `calls`, each posted `copies` times. `changes` of owner, `refused` commits and Ops that `shared` a pass are
-    the least that must have come of it. `bound`: see compare.py; 0 is to the bit.
+    """Size of a chaos run.
+
+    `dose`: how often each fault happens. `slots` SDK clients run scripts of `rounds` rounds at a time, beside a storm
+    of `calls`, each posted `copies` times. `changes` (of owner), `refused` (commits) and `shared` (Ops in a shared
+    pass) are the minimum counts that the run must reach. `bound`: see compare.py; 0 is to the bit.
     """
 
     slots: int
@@ -62,9 +64,9 @@ LONG = Form(
     changes=150,
     refused=6,
 )
-# One trainer of two ranks: each blow takes the whole group down, and it starts again.
+# One trainer of two ranks: each kill takes the whole group down, and the group restarts.
 RANKS = Form(slots=2, rounds=4, dose={killer.RANK: 2, killer.KILL_STATE: 1}, calls=0, copies=0, changes=2, refused=0)
-# What a pass rounds depends on who shares it, and Adam's steps carry that on.
+# The rounding of a pass depends on the Ops that share it, and Adam's steps carry that on.
 MERGED = Form(
     slots=4,
     rounds=4,

@@ -23,20 +23,23 @@ from tests.contract.stack import Stack
 OWNER, IDLE, ZOMBIE, RANK, SAMPLER = "owner", "idle", "zombie", "rank", "sampler"
 KILL_API, KILL_STATE, KILL_BROKER, FLUSH = "api", "state", "broker", "flush"
 
-# An Op that crashes three workers is given up by design: we stop at two. `attempts` counts the crashes before this one.
+# An Op that crashes three workers is given up by design: we stop at two. `attempts` counts the earlier crashes.
 _CRASHES_OF_AN_OP = 2
-# Ops applied between one blow and the next; none at all makes two blows fall together.
+# Ops applied between two kills; with 0, two kills coincide.
 _PAUSES = (0, 2, 5, 10)
-# Up to this long into an Op: the median one takes about as long.
+# Longest delay into an Op: the median Op takes about as long.
 _INTO_AN_OP_S = 0.1
-# A zombie stopped as its commit was on its way has no other one to be refused: then there is one more.
+# A zombie stopped with its commit already sent has no commit left to be refused. Then another zombie is made.
 _ZOMBIES = 5
 _REFUSED_WITHIN_S = 10.0
 
 
 @dataclass
 class Killer:
-    """`dose`: how often each thing is to happen. `done` is the share of it that has, 0 to 1."""
+    """Injects the planned faults.
+
+    `dose`: how often each fault is to happen. `done` is the share that has happened, 0 to 1.
+    """
 
     stack: Stack
     watch: Watch
@@ -48,7 +51,7 @@ class Killer:
     _dead: set[str] = field(default_factory=set)
 
     def run(self) -> None:
-        """The whole plan. Raises Stalled when the stack makes no progress in between."""
+        """Runs the whole plan. Raises Stalled when the stack makes no progress in between."""
         rng = random.Random(self.seed)
         plan = [name for name, count in sorted(self.dose.items()) for _ in range(count)]
         rng.shuffle(plan)
@@ -80,7 +83,7 @@ class Killer:
         return _where(op)
 
     def _kill_rank(self, rng: random.Random) -> str:
-        """Any rank of a group of which rank 0 is in the middle of an Op."""
+        """Kills any rank of a group whose rank 0 is in the middle of an Op."""
         op, process = self._seized(rng, spare=0)
         ranks = self.watch.ranks(op.node)
         victim = rng.randrange(len(ranks))
@@ -90,7 +93,10 @@ class Killer:
         return f"rank {victim} of {_where(op)}"
 
     def _zombie(self, rng: random.Random) -> str:
-        """Stopped in an Op until another worker has committed it, then let go on; until one was refused a commit."""
+        """Stops a trainer in an Op, and resumes it after another worker has committed that Op.
+
+        Repeats this until one commit was refused.
+        """
         for _ in range(_ZOMBIES):
             op, process = self._seized(rng)
             told = self.watch.log(op.node).stat().st_size
@@ -113,7 +119,7 @@ class Killer:
         return False
 
     def _seized(self, rng: random.Random, spare: int = 1) -> tuple[Running, psutil.Process]:
-        """A trainer stopped in the middle of an Op, with `spare` others up."""
+        """Stops a trainer in the middle of an Op, with `spare` other trainers up, and returns it."""
         return await_true("an Op to be run where another trainer is up", lambda: self._seize(rng, spare))
 
     def _seize(self, rng: random.Random, spare: int) -> tuple[Running, psutil.Process] | None:
@@ -132,7 +138,7 @@ class Killer:
         return None
 
     def _spared(self) -> set[str]:
-        """Nodes with an Op in hand, maybe beside others, that must not crash once more."""
+        """Nodes that run an Op, alone or in a shared pass, that must not crash once more."""
         return {op.node for op in self._live() if op.attempts >= _CRASHES_OF_AN_OP}
 
     def _kill_idle(self, rng: random.Random) -> str:
@@ -155,7 +161,7 @@ class Killer:
         return node, process
 
     def _live(self) -> list[Running]:
-        """What a dead worker was running stays in Redis until another one takes it."""
+        """Ops run by live workers: a dead worker's Op stays in Redis until another worker takes it."""
         return [op for op in self.watch.running() if op.worker not in self._dead]
 
     def _bury(self, process: psutil.Process, node: str) -> None:
@@ -163,7 +169,7 @@ class Killer:
         self._dead |= {worker for worker in self.watch.holders() if worker.partition("@")[0] == node}
 
     def _kill_api(self, rng: random.Random) -> str:
-        """gunicorn's master, or the process that answers."""
+        """Kills gunicorn's master, or the process that answers."""
         process = rng.choice(await_true("the API's two processes", lambda: self._two("api")))
         process.kill()
         return f"pid {process.pid}"

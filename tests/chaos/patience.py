@@ -14,7 +14,7 @@ _POLL_S = 0.02
 
 
 def patiently(read: Callable[[], T]) -> T:
-    """What `read` returns once Redis answers. Raises its last error when that takes minutes."""
+    """Retries `read` until Redis answers, and returns its value. Raises its last error after minutes."""
     deadline = time.monotonic() + _AWAY_S
     while True:
         try:

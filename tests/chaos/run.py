@@ -27,7 +27,7 @@ _COMMITTED = re.compile(r'"logger": "tinsmith.ops", "message": "\w+ (?:done|fail
 
 @dataclass
 class Report:
-    """What happened, for assertions and for the JSON file."""
+    """Report of a run, for assertions and for the JSON file."""
 
     seed: int
     dealt: Mapping[str, int] = field(default_factory=dict)
@@ -47,14 +47,14 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """What undisturbed clients got: each slot's transcript, and the storm's results in order."""
+    """Results of undisturbed clients: each slot's transcript, and the storm's results in order."""
 
     transcripts: Mapping[int, Transcript]
     storm: list[Any]
 
 
 class Run:
-    """One stack, one seed, one form. Its notes are written beside the stack's data folder."""
+    """A run with one stack, one seed, one form. Its notes are written beside the stack's data folder."""
 
     def __init__(self, stack: Stack, seed: int, form: Form) -> None:
         self._stack, self._seed, self._form = stack, seed, form
@@ -67,13 +67,13 @@ class Run:
         self._lock = threading.Lock()
 
     def reference(self) -> Reference:
-        """As long as nothing dies."""
+        """Runs the clients while nothing dies."""
         with ThreadPoolExecutor(len(self._slots)) as pool:
             transcripts = dict(zip(self._slots, pool.map(self._play, self._slots), strict=True))
         return Reference(transcripts, self._storm.in_order() if self._form.calls else [])
 
     def disturbed(self, expected: Reference) -> Report:
-        """Clients play over and over, and calls come in a storm, while the killer deals out the form's dose."""
+        """Runs clients repeatedly beside a storm of calls, while the killer injects the form's faults."""
         started, before, posted = time.monotonic(), self._watch.heads(), self._storm.posted
         killer = Killer(self._stack, self._watch, self._seed, self._form.dose, self._note)
         over = threading.Event()
@@ -123,7 +123,7 @@ class Run:
         self._noting("storm", blow)
 
     def _noting(self, who: str, what: Callable[[], object]) -> bool:
-        """False when it failed, which is a fault of the run's."""
+        """Runs `what`. Returns False when it failed, which is a fault of the run."""
         try:
             what()
         except Exception as error:
@@ -140,7 +140,10 @@ class Run:
             notes.write(f"{time.strftime('%H:%M:%S')} {time.monotonic() - self._started:8.2f} {line}\n")
 
     def _read_logs(self) -> None:
-        """A commit is logged after it, so a killed worker's last may be missing; none may be there twice."""
+        """Reads the commits from the logs.
+
+        A commit is logged after it happens, so a killed worker's last one may be missing. No commit may appear twice.
+        """
         lines = [line for log in self._logs() for line in log.read_text(errors="replace").splitlines()]
         self._report.refused_commits = sum(self._watch.refused_commits(log.stem) for log in self._logs())
         self._report.shared_ops = sum(bool(_SHARED.search(line)) for line in lines)

@@ -19,7 +19,7 @@ from tests.chaos.patience import patiently
 from tests.contract.data import ADAM, datum, logprobs, sentences
 from tests.contract.stack import BASE, Stack
 
-# Long enough to be hit in the middle, short enough that hundreds of them fit into a run.
+# Long enough to be hit in the middle, short enough that hundreds of plays fit into a run.
 _ROWS, _LENGTH = 64, 64
 # A future that takes this long is lost: the longest outage here takes seconds.
 _PATIENCE_S = 600.0
@@ -29,7 +29,7 @@ Transcript = dict[str, Any]
 
 
 def play(stack: Stack, seed: int, rounds: int = ROUNDS) -> Transcript:
-    """Train, save, load and sample on a model of its own; name -> what came back."""
+    """Trains, saves, loads and samples on a separate model; returns the results by name."""
     with stack.client() as service:
         client = service.create_lora_training_client(base_model=BASE, rank=4, seed=seed).result(_PATIENCE_S)
         found: Transcript = {}
@@ -42,7 +42,7 @@ def play(stack: Stack, seed: int, rounds: int = ROUNDS) -> Transcript:
 
 
 def _train(client: tinker.TrainingClient, seed: int, number: int) -> Iterator[tuple[str, Any]]:
-    """A step of two batches, its calls sent before any is answered, as the cookbook does."""
+    """A step of two batches. Its calls are sent before any is answered, as in the cookbook."""
     parts = [
         client.forward_backward(_batch(seed, 2 * number), "cross_entropy"),
         client.forward_backward(_policy(seed, 2 * number + 1), "importance_sampling"),
@@ -54,7 +54,7 @@ def _train(client: tinker.TrainingClient, seed: int, number: int) -> Iterator[tu
 
 
 def _further(stack: Stack, client: tinker.TrainingClient, seed: int, number: int) -> Iterator[tuple[str, Any]]:
-    """What else a run does, each in a round of its own."""
+    """Further calls of a run, each in a separate round."""
     match number % 4:
         case 0:
             yield from _custom(client, seed, number)
@@ -71,7 +71,7 @@ def _further(stack: Stack, client: tinker.TrainingClient, seed: int, number: int
 
 
 def _custom(client: tinker.TrainingClient, seed: int, number: int) -> Iterator[tuple[str, Any]]:
-    """A loss of the client's own takes two passes: its gradient is computed from the first one's logprobs."""
+    """A custom loss on the client takes two passes: its gradient is computed from the first pass' logprobs."""
 
     def squared(data: list[types.Datum], scores: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
         loss = torch.stack([row.square().mean() for row in scores]).sum()
@@ -92,7 +92,7 @@ def _samples(client: tinker.TrainingClient, seed: int) -> list[tuple[Any, ...]]:
 
 
 def _files(stack: Stack, path: str, name: str) -> Iterator[tuple[str, Any]]:
-    """Weights and optimizer state, as their files are stored."""
+    """Weights and optimizer state, as the bytes of their files."""
     with stack.redis() as redis:
         stored = patiently(lambda: RedisRecords(redis).get(Checkpoint.namespace, path))
     assert stored is not None, f"{path} was saved and is not recorded"
@@ -100,7 +100,7 @@ def _files(stack: Stack, path: str, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def _contents(folder: Path) -> dict[str, Any]:
-    """By file; the manifest says when and by whom it was written, so it may differ."""
+    """Contents by file, without the manifest's time and author, which may differ."""
     files = sorted(path for path in folder.iterdir() if path.name != MANIFEST)
     assert files, f"{folder} is empty"
     return {path.name: load_file(path) if path.suffix == ".safetensors" else path.read_bytes() for path in files}
@@ -115,6 +115,6 @@ def _batch(seed: int, number: int = 0) -> list[types.Datum]:
 
 
 def _policy(seed: int, number: int) -> list[types.Datum]:
-    """Its behaviour logprobs are made up; they need not come from the model."""
+    """A batch for policy losses with made-up behaviour logprobs; they need not come from the model."""
     rows = sentences(_ROWS, _LENGTH, seed=10_000 * seed + number)
     return [datum(row, logprobs=[-5.5] * len(row), advantages=[(-1.0) ** at for at in range(len(row))]) for row in rows]

@@ -12,9 +12,9 @@ from tests.servers import free_port
 
 TRAINERS = 3
 LEASE_S = 2.0
-# One sequence at a time: in a batch the last bits of its logprobs would depend on who shares it.
+# One sequence at a time: in a batch, the last bits of its logprobs would depend on the other sequences.
 _SAMPLER = 'backend = "transformers"\nmax_batch = 1'
-# Threads beyond the cores' only make a stopped trainer's share unpredictable; one is also what repeats anywhere.
+# More threads than cores only make a stopped trainer's share unpredictable; one thread also repeats on any machine.
 _THREADS = 1
 
 
@@ -23,18 +23,18 @@ def engine(lease_s: float = LEASE_S) -> str:
 
 
 def light(folder: Path, base: Path) -> Stack:
-    """Three one-rank trainers and a sampler, with data in `folder`/data."""
+    """Starts three one-rank trainers and a sampler, with data in `folder`/data."""
     trainer = f'backend = "torch"\ncount = {TRAINERS}'
     return _stack(folder, base, trainer)
 
 
 def merging(folder: Path, base: Path) -> Stack:
-    """Two trainers whose passes take the Ops of several models."""
+    """Starts two trainers with cross-model batching."""
     return _stack(folder, base, 'backend = "torch"\ncount = 2\nexact = false')
 
 
 def ranked(folder: Path, base: Path) -> Stack:
-    """One DeepSpeed trainer of two ranks, which live and die together."""
+    """Starts one DeepSpeed trainer of two ranks, which live and die together."""
     return _stack(folder, base, 'backend = "deepspeed"\nzero_stage = 2\nranks = 2')
 
 

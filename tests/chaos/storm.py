@@ -29,7 +29,7 @@ from tests.models import VOCAB_SIZE
 _PATIENCE_S = 600.0
 _PAUSE_S = 0.05
 _THREADS = 8
-# Two batches and a step make three calls, and a wave holds ten of those: far more than arrive at once from an SDK.
+# Two batches and a step make three calls, and a wave holds ten of those: far more than an SDK sends at once.
 _WAVE = 30
 _ADAM = {"learning_rate": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
 _JSON, _PROTOBUF = "application/json", "application/x-protobuf"
@@ -37,7 +37,7 @@ _JSON, _PROTOBUF = "application/json", "application/x-protobuf"
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call's bytes; `seq` counts from 1."""
+    """Bytes of one call; `seq` counts from 1."""
 
     seq: int
     path: str
@@ -47,7 +47,7 @@ class Call:
 
 @dataclass
 class Storm:
-    """`calls` on a model of its own, each posted `copies` times."""
+    """A storm of `calls` on a separate model, each posted `copies` times."""
 
     stack: Stack
     seed: int
@@ -59,14 +59,14 @@ class Storm:
     _local: threading.local = field(default_factory=threading.local)
 
     def in_order(self) -> list[Any]:
-        """Every result when each call is posted once."""
+        """Returns every result when each call is posted once."""
         model_id = self._model()
         return [_content(self._result(self._post(call))) for call in self._calls(model_id)]
 
     def shuffled(self, share: Callable[[], float]) -> list[Any]:
-        """The same from many copies, its waves spread over the time in which `share` goes from 0 to 1.
+        """Returns the results from many copies, with waves spread over the time in which `share` goes from 0 to 1.
 
-        A result that was read once and is another at the end is a fault.
+        A result that changes after it was read once is a fault.
         """
         rng = random.Random(self.seed)
         model_id = self._model()
@@ -121,7 +121,7 @@ class Storm:
         return json.loads(self._exchange(path, json.dumps(body).encode(), _JSON))
 
     def _results(self, model_id: str, calls: list[Call]) -> dict[int, bytes]:
-        """By seq."""
+        """Results by seq."""
         return {call.seq: self._result(ids.request_id(model_id, call.seq)) for call in calls}
 
     def _result(self, request_id: str) -> bytes:
@@ -129,7 +129,7 @@ class Storm:
         return self._exchange("retrieve_future", body, _JSON)
 
     def _exchange(self, path: str, body: bytes, content_type: str) -> bytes:
-        """The body of a 200. What a client would send again (no answer, 408, 5xx) is sent again."""
+        """Posts until it gets a 200, and returns the body. It resends whatever a client would (no answer, 408, 5xx)."""
         deadline = time.monotonic() + _PATIENCE_S
         last = ""
         while time.monotonic() < deadline:

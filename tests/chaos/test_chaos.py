@@ -16,7 +16,7 @@ SEEDS = (1,)
 
 @pytest.fixture(autouse=True)
 def silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of its own outage the SDK reports for half a minute."""
+    """Silences the SDK, which reports its own outage for half a minute."""
     monkeypatch.setenv("TINKER_TELEMETRY", "0")
 
 

@@ -34,13 +34,13 @@ class Running:
 
     @property
     def node(self) -> str:
-        """As in a command line: without Celery's host part."""
+        """Node name as in a command line: without Celery's host part."""
         return self.worker.partition("@")[0]
 
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """Every model's (epoch, applied); each epoch but a model's first is a change of owner."""
+    """(epoch, applied) of every model. Each epoch except a model's first is a change of owner."""
 
     models: dict[str, tuple[int, int]]
 
@@ -54,46 +54,46 @@ class Heads:
 
 
 class Watch:
-    """Every read waits for Redis to be back, if it is away."""
+    """Reads the state of the stack. Every read waits until Redis is back, if it is down."""
 
     def __init__(self, stack: Stack) -> None:
         self._stack = stack
         self._redis = stack.redis()
 
     def heads(self) -> Heads:
-        """Of all models."""
+        """Heads of all models."""
         return Heads({model: (epoch, applied) for model, epoch, applied in patiently(self._read_heads)})
 
     def running(self) -> list[Running]:
-        """What is being run right now, by workers of which some may be dead."""
+        """Ops that are running now. Some of their workers may be dead."""
         return patiently(lambda: list(self._running()))
 
     def holders(self) -> set[str]:
-        """ "node/boot" of all that own a model."""
+        """ "node/boot" of every worker that owns a model."""
         return patiently(lambda: {worker for model, _, _ in self._read_heads() if (worker := self._holder(model))})
 
     def waiting(self) -> int:
-        """Models and samples with something not terminal."""
+        """Models and samples with unfinished work."""
         return patiently(lambda: int(self._redis.zcard(keys.PENDING)))
 
     def processes(self, name: str) -> list[psutil.Process]:
-        """All that the supervisor's child `name` consists of, parents first."""
+        """All processes of the supervisor's child `name`, parents first."""
         assert self._stack.process is not None
         found = psutil.Process(self._stack.process.pid).children(recursive=True)
         return [process for process in found if writes(process, self.log(name))]
 
     def log(self, name: str) -> Path:
-        """Where the supervisor's child `name` writes."""
+        """Log file of the supervisor's child `name`."""
         return self._stack.data_dir / "logs" / f"{name}.log"
 
     def refused_commits(self, name: str, since: int = 0) -> int:
-        """How many the worker of that name has told of, after its log's first `since` bytes."""
+        """Number of refused commits that the worker of that name has logged, after its log's first `since` bytes."""
         with self.log(name).open("rb") as log:
             log.seek(since)
             return log.read().count(_REFUSED)
 
     def ranks(self, name: str) -> list[psutil.Process]:
-        """The processes of the worker of that name, rank 0 first; without the launcher."""
+        """Processes of the worker of that name, rank 0 first; without the launcher."""
         found = [(rank, process) for process in self.processes(name) if (rank := _rank(process)) is not None]
         return [process for _, process in sorted(found, key=lambda pair: pair[0])]
 
@@ -102,7 +102,7 @@ class Watch:
         return next(iter(self.ranks(name)), None)
 
     def trainers(self) -> dict[str, psutil.Process]:
-        """Those that take Ops: alive, started up and not stopped."""
+        """Trainers that take Ops: alive, started up and not stopped."""
         return patiently(lambda: dict(self._trainers()))
 
     def _trainers(self) -> Iterator[tuple[str, psutil.Process]]:
@@ -110,12 +110,12 @@ class Watch:
             worker = load(Worker, stored)
             process = self.node(name.partition("@")[0]) if worker.role == "trainer" else None
             with suppress(psutil.NoSuchProcess):
-                # A record outlives its process by seconds, so it may be that of the one before.
+                # A record outlives its process by seconds, so it may belong to the previous process.
                 if process and worker.started > process.create_time() and process.status() != psutil.STATUS_STOPPED:
                     yield name.partition("@")[0], process
 
     def _read_heads(self) -> list[tuple[str, int, int]]:
-        """A model's record holds the head of its journal, too."""
+        """Reads the heads from the models' records, which contain their journals' heads."""
         models = RedisRecords(self._redis).list(Model.namespace)
         return [(model, int(head["epoch"]), int(head["applied"])) for model, head in models]
 
@@ -135,7 +135,7 @@ class Watch:
 
 
 def await_true(what: str, condition: Callable[[], T], seconds: float = 300.0) -> T:
-    """`condition`'s first true answer. Raises Stalled."""
+    """Returns the first true answer of `condition`. Raises Stalled."""
     deadline = time.monotonic() + seconds
     while not (found := condition()):
         if time.monotonic() > deadline:
@@ -145,18 +145,18 @@ def await_true(what: str, condition: Callable[[], T], seconds: float = 300.0) ->
 
 
 class Stalled(AssertionError):
-    """What should have happened did not, although there was time."""
+    """An expected event did not happen in time."""
 
 
 def writes(process: psutil.Process, log: Path) -> bool:
-    """Whether `log` is its output: command lines will not do, as Celery, gunicorn and Valkey write over theirs."""
+    """Tells if the process writes to `log`: Celery, gunicorn and Valkey overwrite their command lines."""
     with suppress(OSError):
         return Path(f"/proc/{process.pid}/fd/1").readlink() == log
     return False
 
 
 def _rank(process: psutil.Process) -> int:
-    """Of a worker's process; -1 for the launcher of several, and for one that has just ended."""
+    """Rank of a worker's process; -1 for the launcher of several ranks, and for a process that has just ended."""
     with suppress(psutil.NoSuchProcess):
         if "workers.process.torchrun" not in process.cmdline():
             return int(process.environ().get("RANK", "0"))

@@ -15,12 +15,12 @@ TENSOR = {"data": [2, 3, 4], "dtype": "int64", "shape": [3]}
 
 
 def post(api: ApiServer, path: str, body: dict[str, Any]) -> requests.Response:
-    """One try."""
+    """Posts once."""
     return requests.post(f"{api.url}/api/v1/{path}", json=body, headers={"X-API-Key": KEY}, timeout=60)
 
 
 def persist(api: ApiServer, path: str, body: dict[str, Any]) -> requests.Response:
-    """The first answer that stays."""
+    """Returns the first answer that is not temporary."""
     deadline = time.monotonic() + _PATIENCE_S
     while True:
         try:

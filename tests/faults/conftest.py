@@ -24,7 +24,7 @@ def base_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="package")
 def memory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder in memory, where there is room (tests/conftest.py).
+    """A folder in memory, if there is room (tests/conftest.py).
 
     On a shared disk the fsyncs of some hundred runs took ten times as long as all else.
     """
@@ -46,7 +46,7 @@ def server(memory: Path) -> Iterator[StoreSettings]:
 
 @pytest.fixture
 def new_world(memory: Path, valkey: str, base_path: Path) -> Iterator[NewWorld]:
-    """Makes worlds of the given store and engine settings; all their workers end with the test."""
+    """Makes worlds with the given store and engine settings; all their workers end with the test."""
     with connect(valkey) as client:
         client.flushall()
     worlds: list[World] = []

@@ -11,7 +11,7 @@ BEFORE_RING = "between journal and ring"
 
 
 class Fuse:
-    """A file that names the place; burnt by the first call that comes there."""
+    """A file that names the kill point. The first call that reaches it removes the file and dies."""
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / "fuse"

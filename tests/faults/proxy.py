@@ -15,10 +15,10 @@ _CHUNK = 65536
 
 
 class Proxy:
-    """In front of the server of `target`, a URL; `url` is the same through the proxy.
+    """A proxy in front of the server of `target`, a URL; `url` is the same through the proxy.
 
-    `cut_share` of the connections made from now on end after a few of `cut_within` bytes, in mid-message. `cut` and
-    `dropped` count those, and the ones `drop` ended.
+    `cut_share` of the connections made from now on end after a few of `cut_within` bytes, in mid-message. `cut` counts
+    those, and `dropped` counts the ones that `drop` ended.
     """
 
     def __init__(self, target: str, cut_within: int = 50_000, seed: int = 1) -> None:
@@ -48,20 +48,20 @@ class Proxy:
         self._loop.close()
 
     def refuse(self) -> None:
-        """Down: connections end, and new ones end at once."""
+        """Goes down: connections end, and new ones end at once."""
         self._refusing = True
         self.drop()
 
     def drop(self) -> None:
-        """End every connection there is."""
+        """Ends every open connection."""
         self._do(self._drop())
 
     def stall(self) -> None:
-        """Take bytes and pass none on."""
+        """Takes bytes and forwards none."""
         self._do(self._stall())
 
     def go_on(self) -> None:
-        """As if nothing were wrong; what was held back arrives now."""
+        """Returns to normal; the held-back bytes arrive now."""
         self._refusing = False
         self._do(self._open())
 
@@ -102,7 +102,7 @@ class Proxy:
             writer.transport.abort()
             return
         ends = {writer, back}
-        if self._refusing:  # since it was asked for
+        if self._refusing:  # after the request
             for end in ends:
                 end.transport.abort()
             return
@@ -119,7 +119,7 @@ class Proxy:
         self._writers -= ends
 
     async def _pump(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, left: int | None) -> None:
-        """Until the source ends; or until `left` bytes went through, which is in the middle of something."""
+        """Forwards until the source ends, or until `left` bytes have passed, which is in mid-message."""
         while data := await source.read(_CHUNK):
             await self._flowing.wait()
             sink.write(data if left is None else data[:left])

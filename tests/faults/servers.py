@@ -10,7 +10,7 @@ from tests.servers import free_port, start_valkey
 
 
 class Valkey:
-    """`url` stays the same over restarts."""
+    """A Valkey server whose `url` stays the same over restarts."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._port = folder, free_port()
@@ -18,7 +18,7 @@ class Valkey:
         self.url = self._running.enter_context(start_valkey(folder, self._port))
 
     def kill(self) -> None:
-        """kill -9; nothing is flushed."""
+        """Sends kill -9; nothing is flushed."""
         self._running.close()
 
     def start(self) -> None:

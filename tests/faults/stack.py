@@ -24,8 +24,11 @@ _KEY = "tml-faults"
 
 
 class Stack:
-    """`state` and `broker` are where the processes look for them; `direct` is the state server itself. `store` are the
-    object store's settings, if it is not to be a folder."""
+    """A running API and trainer.
+
+    `state` and `broker` are the addresses that the processes use; `direct` is the state server itself. `store` are the
+    object store's settings, if it is not a folder.
+    """
 
     def __init__(
         self, folder: Path, base_path: Path, state: str, broker: str, direct: str, store: dict[str, str] | None = None

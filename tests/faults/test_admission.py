@@ -18,7 +18,7 @@ from tests.servers import free_port, start_valkey
 
 
 class Site:
-    """Two API processes on one state server, which can be killed and started again on the same files."""
+    """Two API processes on one state server, which can be killed and restarted on the same files."""
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self._folder, self._port, self._state = folder, free_port(), ExitStack()
@@ -36,7 +36,7 @@ class Site:
         return self._state.enter_context(start_valkey(self._folder / "valkey", self._port))
 
     def everywhere(self, path: str, body: dict[str, Any]) -> set[tuple[int, str]]:
-        """The (status, body) of each process; one element if they agree."""
+        """Asks each process; returns their (status, body), one element if they agree."""
         answers = [calls.persist(api, path, body) for api in self.apis]
         return {(answer.status_code, answer.text) for answer in answers}
 
@@ -144,7 +144,7 @@ def test_while_the_state_server_is_dead_a_call_is_a_503_that_uses_nothing_up(sit
 
 
 def test_a_poll_through_a_death_of_the_state_server_finds_its_result(site: Site, session: str):
-    """What was acknowledged is there again, and a poll is told to come back until it is."""
+    """Acknowledged results are there again, and a poll is asked to retry until then."""
     request_id = calls.persist(site.apis[0], "create_model", calls.create_model(session)).json()["request_id"]
     site.kill_state_server()
     answers = [calls.post(api, "retrieve_future", {"request_id": request_id}) for api in site.apis]

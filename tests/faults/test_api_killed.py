@@ -43,7 +43,7 @@ def the_call(kind: str, session: str) -> tuple[str, dict[str, Any], str]:
 
 
 def effects(api: ApiServer, kind: str, session: str) -> int:
-    """Run all that waits there as a worker would, and count it."""
+    """Runs all waiting work as a worker would, and counts it."""
     if kind == "sample":
         entry = api.oplog.claim_sample(f"{session}:sample:0:5", "w/1")
         return int(entry is not None and api.oplog.finish_sample(entry.request_id, Result(b"{}")))

@@ -23,7 +23,7 @@ from tests.servers_s3 import start_s3
 
 DROPS = 50
 SEED = 7
-# On a busy machine an Op may be over before the test sees that it was begun.
+# On a busy machine an Op may be over before the test sees that it has begun.
 TRIES = 5
 
 
@@ -86,7 +86,7 @@ def test_no_dropped_connection_loses_or_doubles_an_op_or_leaves_anybody_deaf(
         steps += 2
     dropper.join()
     print(f"seed {SEED}: {state.dropped + broker.dropped - before} connections dropped, {steps} steps")
-    train(client, 2)  # nobody is deaf
+    train(client, 2)  # no worker is unresponsive
     found = outcome(client)
     admitted = 2 * (steps + 2) + 2  # with create_model, and the forward of the outcome
     assert applied(stack, client) == admitted - 1
@@ -105,7 +105,7 @@ def drop(state: Proxy, broker: Proxy, over: threading.Event) -> None:
 
 
 def test_a_worker_killed_in_the_middle_of_an_op_loses_nothing(service: tinker.ServiceClient, stack: Stack):
-    """As the kernel does it when memory runs out."""
+    """Kills the worker like the kernel does when memory runs out."""
     long = [datum(tokens) for tokens in sentences(64, length=400)]
     client = new_model(service)
     train(client, 2)
@@ -129,7 +129,7 @@ def test_a_worker_killed_in_the_middle_of_an_op_loses_nothing(service: tinker.Se
 
 
 def kill_in(stack: Stack, client: tinker.TrainingClient, seq: int) -> bool:
-    """Whether the trainer died in the middle of it."""
+    """Tells if the trainer died in the middle of the Op."""
     op = keys.op(f"{client.model_id}:{seq}")
     await_true(lambda: stack.client.hget(op, "runner") or applied(stack, client) >= seq, "the worker begins on it")
     stack.trainer.send_signal(signal.SIGKILL)
@@ -138,7 +138,10 @@ def kill_in(stack: Stack, client: tinker.TrainingClient, seq: int) -> bool:
 
 
 def test_a_worker_asked_to_end_does_not_wait_for_a_save_that_hangs(memory: Path, base_path: Path):
-    """Its heir writes it, and nothing is held against it. On servers of its own: the other stack's trainer listens."""
+    """The worker's successor writes the save, and the failure does not count against it.
+
+    The test uses separate servers, because the other stack's trainer listens on the shared ones.
+    """
     with start_s3(memory / "s3-celery") as store, Proxy(store.url) as far, ExitStack() as running:
         settings = {**store.model_dump(), "url": far.url}
         state, broker = (
@@ -154,7 +157,7 @@ def test_a_worker_asked_to_end_does_not_wait_for_a_save_that_hangs(memory: Path,
         save, last = (keys.op(f"{client.model_id}:{seq}") for seq in (3, 5))
         await_true(lambda: stack.client.hget(last, "runner"), "the steps behind the save have begun")
         stack.trainer.send_signal(signal.SIGTERM)
-        stack.trainer.wait(timeout=100)  # the store is given 180
+        stack.trainer.wait(timeout=100)  # the store's limit is 180
         assert stack.client.hget(save, "runner") is None, "it was left in order"
         far.go_on()
         stack.trainer = stack.start_trainer()

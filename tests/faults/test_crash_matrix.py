@@ -16,11 +16,11 @@ from tests.faults.conftest import NewWorld
 from tests.faults.watching import Call, Fault
 from tests.faults.world import EVERY_STEP, Run, Service, World, backward, optim_step
 
-# All of it takes minutes; the short form takes so many, by a seed that a failure prints.
+# The full matrix takes minutes. The short form takes this many points, by a seed that a failure prints.
 _ALL = bool(os.environ.get("TINSMITH_FAULTS_ALL"))
 _SEED = int(os.environ.get("TINSMITH_FAULTS_SEED", "1"))
 _AT_ONCE = 2
-# A snapshot that another overtakes is not taken: on a busy machine not every run comes to every call.
+# A snapshot that is overtaken by another is not taken: on a busy machine not every run reaches every call.
 _TRIES = 3
 _LIMIT_S = 3600 if _ALL else 900
 
@@ -28,9 +28,9 @@ Train = Callable[[World, str, tuple[Fault, ...]], Service]
 
 
 def train(world: World, name: str, faults: tuple[Fault, ...] = ()) -> Service:
-    """One of everything, with a snapshot in between; its first worker has the faults."""
+    """Runs one Op of every kind, with a snapshot in between; its first worker has the faults."""
     run = world.run(name)
-    # Every other run goes on elsewhere: without what the first worker left on its own disk.
+    # Every other run continues on another node: without the first worker's files on its disk.
     machines = (f"{name}-a", f"{name}-b") if name.endswith(tuple("02468")) else (f"{name}-a",)
     service = Service.on(run, *machines, faults=faults)
     _train_and_save(run, service)
@@ -39,12 +39,12 @@ def train(world: World, name: str, faults: tuple[Fault, ...] = ()) -> Service:
 
 
 def inherit(world: World, name: str, faults: tuple[Fault, ...] = ()) -> Service:
-    """The same, but that its first worker is killed, and the one that brings the run back elsewhere has the faults."""
+    """The same run, but its first worker is killed, and the worker that restores the run elsewhere has the faults."""
     return _inherit(world, name, (f"{name}-a", f"{name}-b"), faults)
 
 
 def inherit_here(world: World, name: str, faults: tuple[Fault, ...] = ()) -> Service:
-    """The same, but that it is brought back from the first worker's own disk."""
+    """The same run, but it is restored from the first worker's own disk."""
     return _inherit(world, name, (f"{name}-a",), faults)
 
 
@@ -88,14 +88,16 @@ def test_an_heir_that_dies_at_any_call_changes_nothing(worlds: list[World], trai
 
 @pytest.fixture
 def worlds(new_world: NewWorld, valkey: str) -> list[World]:
-    """One for each of the runs that go on at a time: in another's, its worker might take in this one's model, which is
-    nobody's at first."""
+    """One world for each concurrent run.
+
+    In a shared world, a worker might take another run's model, which has no owner at first.
+    """
     server, _, _ = valkey.rpartition("/")
     return [new_world(redis_url=f"{server}/{database}", **EVERY_STEP) for database in range(_AT_ONCE)]
 
 
 def _faulty(worlds: list[World], training: Train, short: int) -> dict[Fault, str]:
-    """Each fault after which something was not as in the undisturbed run."""
+    """Lists each fault after which something differs from the undisturbed run."""
     free: SimpleQueue[World] = SimpleQueue()
     for world in worlds:
         free.put(world)
@@ -128,7 +130,7 @@ def _faulty(worlds: list[World], training: Train, short: int) -> dict[Fault, str
 
 
 def _chosen(calls: Sequence[Call], short: int) -> list[Fault]:
-    """Before and after each call; in the short form `short` of those."""
+    """Points before and after each call; in the short form `short` of them."""
     faults = [Fault(call.name, when, nth=call.nth) for call in calls for when in ("before", "after")]
     return faults if _ALL else random.Random(_SEED).sample(faults, short)
 

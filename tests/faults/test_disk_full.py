@@ -37,7 +37,7 @@ def test_a_full_disk_at_a_save_puts_it_off_until_there_is_room(new_world: NewWor
     service.run_to(run.admit(backward(1), optim_step(), SaveWeights("weights", "final")))
     assert service.deaths == 0, "the model lived through it"
     service.close()
-    calm = world.run("undisturbed")  # only now, or the first worker may take it in, since it is nobody's
+    calm = world.run("undisturbed")  # only now, or the first worker may take the model, which has no owner yet
     Service.on(calm, "b").run_to(
         calm.admit(backward(0), optim_step(), SaveWeights("weights", "kept"), backward(1), optim_step())
         and calm.admit(SaveWeights("weights", "final"))

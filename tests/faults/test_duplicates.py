@@ -28,14 +28,14 @@ Call = tuple[str, int]
 
 
 def shuffled(calls: list[Call], rng: random.Random) -> list[Call]:
-    """Each one to three times, and at most a window away from where it belongs."""
+    """Repeats each item one to three times, and moves it at most a window away from its place."""
     doubled = [call for call in calls for _ in range(rng.randint(1, 3))]
     order = sorted(range(len(doubled)), key=lambda i: i + rng.uniform(0, WINDOW))
     return [doubled[i] for i in order]
 
 
 class Scripted:
-    """A worker that runs whatever comes, and counts what it ran."""
+    """A worker that runs everything it receives, and counts its runs."""
 
     def __init__(self, oplog: RedisOpLog) -> None:
         self._oplog, self.ran = oplog, Counter[Call]()

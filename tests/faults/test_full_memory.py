@@ -36,13 +36,13 @@ class FullServer:
         self._pieces = 0
 
     def fill_to_soft_limit(self) -> None:
-        """And a little beyond: what its connections have buffered comes and goes."""
+        """Fills a little beyond the limit, because the buffers of the connections grow and shrink."""
         while self._used() < (SOFT + 0.05) * MAX_MEMORY:
             self._add()
         assert self._used() < 0.95 * MAX_MEMORY
 
     def fill_to_hard_limit(self) -> None:
-        """And a little beyond, so that what drains meanwhile makes no room."""
+        """Fills a little beyond the limit, so that work that drains meanwhile makes no room."""
         with pytest.raises(redis.OutOfMemoryError):
             while True:
                 self._add()
@@ -86,7 +86,7 @@ def api(server: FullServer, tmp_path: Path) -> Api:
 
 
 class Run:
-    """A model with an owner, a sampler, calls that wait (seqs 1 to 6, samples 0 to 3), and calls not yet made."""
+    """A model with an owner, a sampler, waiting calls (seqs 1 to 6, samples 0 to 3), and calls not yet made."""
 
     def __init__(self, api: Api) -> None:
         self.api = api
@@ -102,7 +102,7 @@ class Run:
         self.lease = self.own(OWNER)
 
     def own(self, worker: str) -> Lease:
-        """From any other process of the one node there is."""
+        """Owns the model, from any process of the only node."""
         lease = self.oplog.acquire(self.model, worker)
         assert isinstance(lease, Lease)
         return lease
@@ -112,7 +112,7 @@ class Run:
         return self.api.post("asample", {"sampling_session_id": self.sampler, "seq_id": seq, "prompt": prompt})
 
     def new_work(self) -> dict[str, Callable[[], TestResponse]]:
-        """None of it was there before; the batch of the last call is large enough to be staged."""
+        """Makes only new calls; the batch of the last call is large enough to be staged."""
         model = {"session_id": self.session, "model_seq_id": 1, "base_model": BASE}
         sampler = {"session_id": self.session, "sampling_session_seq_id": 1, "base_model": BASE}
         step: dict[str, Any] = {"model_id": self.model, "seq_id": 8, "adam_params": {"learning_rate": 0.1}}
@@ -135,7 +135,7 @@ class Run:
         assert self.there() == before, "nothing is consumed, registered or left behind"
 
     def goes_on(self, step: int) -> None:
-        """Repeats, reads, and one step of every kind of work."""
+        """Checks repeats, reads, and one step of every kind of work."""
         waiting = self.lease.applied + step
         assert self.api.forward_backward(batch(self.model, 6)).json["request_id"] == f"{self.model}:6"
         assert self.sample(3).json["request_id"] == f"{self.sampler}:3"

@@ -21,7 +21,7 @@ def proxy(server: StoreSettings) -> Iterator[Proxy]:
 
 @pytest.fixture
 def world(new_world: NewWorld, server: StoreSettings, proxy: Proxy) -> World:
-    """The workers reach the store through the proxy, the test straight."""
+    """Workers reach the store through the proxy, the test reaches it directly."""
     return new_world(store=server.model_dump(), store_url=proxy.url, **EVERY_STEP)
 
 
@@ -47,7 +47,7 @@ def dies(run: Run, service: Service, proxy: Proxy) -> None:
 
 
 def dies_with_its_memory(run: Run, service: Service, proxy: Proxy) -> None:
-    """As when the machine is started again: what was on the disk is still there."""
+    """Simulates a restart of the machine: memory is lost, files on the disk remain."""
     service.worker.kill()
     service.deaths += 1
     shutil.rmtree(run.world.folder / service.worker.node / "handover")
@@ -56,12 +56,12 @@ def dies_with_its_memory(run: Run, service: Service, proxy: Proxy) -> None:
 
 
 def ends_in_order(run: Run, service: Service, proxy: Proxy) -> None:
-    """What it cannot upload within its time is left to the next."""
+    """Ends in order. Uploads that do not finish in time are left to the next worker."""
     proxy.refuse()
     service.worker.close()
     proxy.go_on()
     service.start()
-    service.deaths += 1  # nobody rings that one
+    service.deaths += 1  # no dispatch reaches that one
 
 
 def loses_the_store(run: Run, service: Service, proxy: Proxy) -> None:
@@ -70,7 +70,7 @@ def loses_the_store(run: Run, service: Service, proxy: Proxy) -> None:
 
 
 def loses_its_lease(run: Run, service: Service, proxy: Proxy) -> None:
-    """What it had begun to upload arrives while the heir makes it again."""
+    """Loses its lease. Its unfinished upload arrives while the successor uploads the same weights again."""
     run.lapse()
     heir = Service.on(run, "heir")
     heir.deaths += 1

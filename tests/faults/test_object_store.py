@@ -27,7 +27,7 @@ def proxy(server: StoreSettings) -> Iterator[Proxy]:
 
 @pytest.fixture
 def world(new_world: NewWorld, server: StoreSettings, proxy: Proxy) -> World:
-    """The workers reach the store through the proxy, the test straight."""
+    """Workers reach the store through the proxy, the test reaches it directly."""
     return new_world(store=server.model_dump(), store_url=proxy.url, **EVERY_STEP)
 
 
@@ -91,7 +91,7 @@ def test_connections_that_break_off_leave_no_half_of_anything(world: World, prox
         service.run_to(run.admit(SaveWeights("weights", f"round-{seed}")))
         if seed % 3 == 2:
             service.worker.kill()
-            service.replace()  # which reads its snapshot back over the same network
+            service.replace()  # it reads its snapshot back over the same network
     proxy.cut_share = 0.0
     service.run_to(run.admit(SaveWeights("weights", "kept")))
     end(run, service)
@@ -114,7 +114,7 @@ def train(run: Run, seed: int) -> int:
 
 
 def end(run: Run, service: Service) -> None:
-    """Load what was kept, and save what comes of it."""
+    """Loads the kept checkpoint, and saves the state that follows from it."""
     service.run_to(run.admit(LoadWeights(run.path("kept"), optimizer=True, prefix=run.prefix("kept"))))
     train(run, 99)
     service.run_to(run.admit(SaveWeights("weights", "final")))

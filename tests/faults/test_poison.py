@@ -18,7 +18,7 @@ TRIES = 3
 
 
 class Poisoned(Service):
-    """Every worker of it dies of the poison."""
+    """A world where every worker dies of the poison."""
 
     def start(self, faults: tuple[Fault, ...] = ()) -> None:
         super().start((POISON, *faults))
@@ -42,12 +42,12 @@ def test_an_op_that_kills_its_worker_is_given_up_after_three_tries(new_world: Ne
 
 
 def test_other_models_of_the_worker_go_on(new_world: NewWorld):
-    """What is promised to them: every result, no attempt at any of their Ops, one restart at most.
+    """Other models are promised every result, no attempt at any of their Ops, one restart at most.
 
-    That one cannot be promised away. An Op that nobody tried yet has its turn under whatever doorbell is being handled,
-    or a model with few calls would wait for all of one with many; and nothing tells a first try that will kill. Where
-    every Op has a pass of its own, the other's next Op has not begun by then. From its second try on, the poison runs
-    under its own doorbells alone.
+    That one restart cannot be avoided. An Op without an attempt runs under whatever dispatch is being handled;
+    otherwise a model with few calls would wait for all calls of a model with many. And nothing identifies a first
+    attempt that will kill. Where every Op has its own pass, the other model's next Op has not begun by then. From its
+    second attempt on, the poison runs under its own dispatches alone.
     """
     world = new_world()
     poisoned, other = world.run("run"), world.run("other")
@@ -75,7 +75,7 @@ def attempts(run: Run, seq: int) -> int:
 
 
 def end(service: Service) -> dict[str, str]:
-    """The files of the model after one more step."""
+    """Files of the model after one more step."""
     run: Run = service.run
     service.run_to(run.admit(backward(5), optim_step(), SaveWeights("weights", "final")))
     service.worker.kill()

@@ -34,7 +34,7 @@ def test_no_acknowledged_op_is_lost_with_the_state_server(new_world: NewWorld, m
         assert service.turned_away >= 1, "some kill hit a call of the worker"
         service.run_to(run.admit(SaveWeights("weights", "final")))
         service.close()
-        calm = world.run("undisturbed")  # only now, or the first worker may take it in, since it is nobody's
+        calm = world.run("undisturbed")  # only now, or the first worker may take the model, which has no owner yet
         reference = Service.on(calm, "b")
         train(calm, reference, over, steps=(run.last - 1) // 3)
         reference.run_to(calm.admit(SaveWeights("weights", "final")))
@@ -43,7 +43,7 @@ def test_no_acknowledged_op_is_lost_with_the_state_server(new_world: NewWorld, m
 
 
 def train(run: Run, service: Service, over: threading.Event, steps: int = 0) -> bool:
-    """As many steps, or at least STEPS and until the kills are over; whether those were."""
+    """Runs `steps` steps, or at least STEPS and until the kills are over. Returns True when they are over."""
     seed = 0
     while seed < (steps or STEPS) or (not steps and not over.is_set()):
         service.run_to(run.admit(backward(seed), backward(seed + 1), optim_step()))
@@ -52,7 +52,7 @@ def train(run: Run, service: Service, over: threading.Event, steps: int = 0) -> 
 
 
 def kill_and_restart(valkey: Valkey, over: threading.Event, hit: Callable[[], bool]) -> None:
-    """So often, and until one hit something."""
+    """Kills and restarts the server KILLS times, and then until one kill hits something, at most MOST_KILLS times."""
     dice = random.Random(SEED)
     for number in range(MOST_KILLS):
         if number >= KILLS and hit():

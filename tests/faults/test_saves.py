@@ -22,7 +22,7 @@ def proxy(server: StoreSettings) -> Iterator[Proxy]:
 
 @pytest.fixture
 def world(new_world: NewWorld, server: StoreSettings, proxy: Proxy) -> World:
-    """The workers reach the store through the proxy, the test straight."""
+    """Workers reach the store through the proxy, the test reaches it directly."""
     return new_world(store=server.model_dump(), store_url=proxy.url, **EVERY_STEP)
 
 
@@ -35,7 +35,7 @@ def save_and_go_on(run: Run) -> int:
 
 
 def end(run: Run, service: Service) -> None:
-    """Load what was kept, and save what comes of it."""
+    """Loads the kept checkpoint, and saves the state that follows from it."""
     load = LoadWeights(run.path("kept"), optimizer=True, prefix=run.prefix("kept"))
     service.run_to(run.admit(load, backward(3), optim_step(), SaveWeights("weights", "final")))
 
@@ -50,7 +50,7 @@ def undisturbed(world: World) -> object:
 
 
 def in_mid_save(run: Run, service: Service, proxy: Proxy) -> int:
-    """Until the last of four Ops has begun beside a save that hangs. Returns the save's seq."""
+    """Runs until the last of four Ops has begun beside a save that hangs. Returns the save's seq."""
     save = begin(run) + 1
     service.run_to(save - 1)
     service.await_snapshot(save - 1)
@@ -63,7 +63,7 @@ def in_mid_save(run: Run, service: Service, proxy: Proxy) -> int:
 
 
 def attempts(run: Run, save: int) -> list[int]:
-    """As far as the journal holds them still."""
+    """Attempts, as far as the journal still holds them."""
     found = (run.world.client.hget(keys.op(run.request_id(seq)), "attempts") for seq in range(save, run.last + 1))
     return [int(count) for count in found if count is not None]
 
@@ -75,7 +75,7 @@ def dies(run: Run, service: Service, proxy: Proxy) -> None:
 
 
 def ends_in_order(run: Run, service: Service, proxy: Proxy) -> None:
-    """Its connections break as it ends."""
+    """Ends in order. Its connections break as it ends."""
     proxy.refuse()
     assert service.worker.answer()[0] == "not now"
     service.worker.close()
@@ -90,7 +90,7 @@ def loses_the_store(run: Run, service: Service, proxy: Proxy) -> None:
 
 
 def loses_its_lease(run: Run, service: Service, proxy: Proxy) -> None:
-    """What it had begun to upload arrives when the heir is done."""
+    """Loses its lease. Its unfinished upload arrives when the successor is done."""
     run.lapse()
     heir = Service.on(run, "heir")
     proxy.go_on()

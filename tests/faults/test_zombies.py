@@ -20,7 +20,7 @@ from tests.faults.watching import Fault
 from tests.faults.worker_process import WorkerProcess
 from tests.faults.world import EVERY_STEP, Run, Service, World, await_true, backward, optim_step
 
-# The first worker's. The others' is long, since whoever stands still is to be the first one alone.
+# The first worker's lease. The others' is long, because only the first worker is to lose its lease.
 SHORT = {"lease_s": 2.0, **EVERY_STEP}
 _RINGS, _PAUSE_S = 200, 0.05
 TOKENS = 12
@@ -41,7 +41,7 @@ POINTS = {
 
 
 class Relay:
-    """A run whose first worker is rung until it stands still; its heir is rung from then on."""
+    """A run whose first worker gets dispatches until it is stopped; its successor gets them from then on."""
 
     def __init__(self, run: Run, zombie: WorkerProcess, on_stop: Callable[[], None] = lambda: None) -> None:
         self.run, self.zombie, self._on_stop = run, zombie, on_stop
@@ -58,7 +58,10 @@ class Relay:
         self.heir.run_to(seq)
 
     def _run_first_to(self, seq: int) -> bool:
-        """False when it stands still. Where it gets no CPU its lease lapses as well, and it is rung again."""
+        """Returns False when the worker is stopped.
+
+        If the worker gets no CPU, its lease expires as well, and it is dispatched again.
+        """
         for _ in range(_RINGS):
             self.run.ring(self.zombie, seq)
             await_true(lambda: self.zombie.answered or self.zombie.stopped, "an answer, or a stop")
@@ -72,7 +75,7 @@ class Relay:
         raise AssertionError(f"seq {seq} did not end; last: {what}: {why}")
 
     def take_over(self) -> Service:
-        """The heir; it gets the model once the lease has lapsed by itself."""
+        """Starts the successor, which gets the model once the lease has expired by itself."""
         if self.heir is None:
             await_true(lambda: self.zombie.stopped, "the first worker stands still")
             self._on_stop()
@@ -100,7 +103,7 @@ def test_a_commit_that_the_network_kept_past_the_lease_changes_nothing(new_world
 
 
 def begin(run: Run, run_to: Callable[[int], None]) -> None:
-    """Seq 1 to 6: what the points name."""
+    """Journals seq 1 to 6, which the points name."""
     run_to(run.admit(backward(0), optim_step(), SaveWeights("weights", "kept")))
     run_to(run.admit(backward(1, TOKENS), optim_step()))
     run_to(run.admit(LoadWeights(run.path("kept"), optimizer=True, prefix=run.prefix("kept"))))
@@ -146,13 +149,13 @@ def undisturbed(world: World) -> dict[str, Any]:
 
 
 def visible(run: Run) -> dict[str, Any]:
-    """Everything there is of the run, the files of its snapshot included."""
+    """Everything visible of the run, the files of its snapshot included."""
     head = run.head()
     return {"head": head, "snapshot": run.files(head["snapshot"]) if head["snapshot"] else {}, **run.state()}
 
 
 def await_quiet(worker: WorkerProcess) -> None:
-    """Until what it had begun, in any thread, is over."""
+    """Waits until the worker's unfinished work, in any thread, is over."""
     seen = -1
     while seen != (seen := len(worker.calls())):
         time.sleep(0.3)

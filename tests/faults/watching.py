@@ -16,7 +16,7 @@ from typing import Any, Literal
 from app.domain.ops import ForwardBackward
 from app.domain.results import ForwardBackwardOutput
 
-# What threads of their own do whenever their time comes, or what is asked only for show: no step of a run.
+# Calls of background threads at any time, or calls for display only: they are no step of a run.
 _BESIDE = {"renew", "lead", "pending", "describe", "healthy", "heads", "unowned"}
 # Ids that differ between two runs: the model's, and the worker's "node/boot".
 _OWN_IDS = re.compile(r"[\w-]+:train:\d+|\S+/[0-9a-f]{8}$")
@@ -25,7 +25,7 @@ EXIT_STATUS = 9
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """The `nth` call (from 1) of this name: part, method, and what tells one use from another, such as a seq."""
+    """The `nth` call (from 1) of this name: part, method, and a detail that tells uses apart, such as a seq."""
 
     name: str
     nth: int = 1
@@ -33,10 +33,10 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What happens at a call: before it has any effect, or after its effect but before its answer is seen.
+    """A fault at a call: before it has any effect, or after its effect but before its answer is seen.
 
-    `name` may hold `*`; `nth` 0 means every such call. "stop" is SIGSTOP; after "stray" the next batch gives other
-    numbers too, for a guard that is missing must not hide behind a backend that computes the same bits again.
+    `name` may hold `*`; `nth` 0 means every such call. "stop" is SIGSTOP. After "stray" the next batch gives different
+    numbers too, because a missing guard must not hide behind a backend that computes the same bits again.
     """
 
     name: str
@@ -49,7 +49,10 @@ class Fault:
 
 
 class Watch:
-    """`calls` is every call seen, in order; threads may be interleaved in any way, names and numbers stay the same."""
+    """Records every call in order in `calls`.
+
+    Threads may be interleaved in any way; names and numbers stay the same.
+    """
 
     def __init__(self, faults: tuple[Fault, ...]) -> None:
         self._faults = faults
@@ -59,7 +62,7 @@ class Watch:
         self.calls: list[Call] = []
 
     def over(self, part: str, target: Any) -> Any:
-        """`target`, watched."""
+        """Wraps `target` in a recording proxy."""
         return _Watched(self, part, target)
 
     def wrap(self, part: str, method: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -121,12 +124,12 @@ def _words(arg: Any) -> list[str]:
         return [text] if (text := _OWN_IDS.sub("", arg)) else []
     if isinstance(arg, int):
         return [str(arg)]
-    if isinstance(arg, Mapping):  # of a backend's Ops; or of what a commit counts, which tells nothing
+    if isinstance(arg, Mapping):  # of a backend's Ops; or a commit's counts, which identify nothing
         return [_op(op) for op in arg.values() if not isinstance(op, int)]
     return []
 
 
 def _op(op: Any) -> str:
-    """A backend is told no seq; the batch's length tells one forward_backward from another."""
+    """A backend gets no seq; the batch's length tells one forward_backward from another."""
     tokens = f"-{len(op.batch.tokens.values)}" if isinstance(op, ForwardBackward) else ""
     return f"{type(op).__name__}{tokens}"

@@ -39,7 +39,7 @@ class Died(Exception):
 
 
 class WorkerProcess:
-    """One trainer of the first base model in `settings`, and what is to happen to it."""
+    """One trainer of the first base model in `settings`, and the faults that are to hit it."""
 
     def __init__(self, settings: Settings, node: str, *faults: Fault) -> None:
         self.node = node
@@ -58,11 +58,11 @@ class WorkerProcess:
         return self._process.is_alive()
 
     def ring(self, request_id: str, model_id: str, kind: str) -> None:
-        """Like a doorbell: returns at once."""
+        """Dispatches a request and returns at once."""
         self._send(("ring", request_id, model_id, kind))
 
     def answer(self, within_s: float = _WITHIN_S) -> Any:
-        """What the last message came to. Raises Died."""
+        """Returns the outcome of the last message. Raises Died."""
         try:
             assert self._pipe.poll(within_s), f"the worker {self.node} gave no answer in {within_s} s"
             return self._pipe.recv()
@@ -74,14 +74,14 @@ class WorkerProcess:
         return self.answer()
 
     def close(self) -> None:
-        """End in order, as a worker does that was asked to. Raises Died."""
+        """Closes in order, like a worker that is asked to stop. Raises Died."""
         self._send(("close",))
         self.answer()
         self._process.join(_WITHIN_S)
 
     @property
     def stopped(self) -> bool:
-        """Whether all of its threads stand still (SIGSTOP)."""
+        """Tells if all threads of the worker are stopped (SIGSTOP)."""
         return psutil.Process(self.pid).status() == psutil.STATUS_STOPPED
 
     @property
@@ -138,7 +138,7 @@ def _trainer(settings: Settings, node: str, watch: Watch) -> Runtime:
 
 
 def _handle(worker: Runtime, request_id: str, model_id: str, kind: str) -> Answer:
-    """As the Celery task does it: whatever goes wrong outside the Op is to be rung again."""
+    """Handles a dispatch as the Celery task does: every failure outside the Op causes a redispatch."""
     try:
         result = worker.handle(request_id, model_id, kind)
     except NotNow as reason:

@@ -34,7 +34,7 @@ from workers.checkpoints import transfer
 BASE = "base"
 LORA = LoraSpec(rank=4, seed=3)
 WITHIN_S = 240
-# A budget no journal keeps to, so that every optim_step is followed by a durable snapshot.
+# A budget that no journal keeps to, so that every optim_step is followed by a durable snapshot.
 EVERY_STEP = {"journal_bytes": 1}
 
 
@@ -63,11 +63,10 @@ def await_true(what: Callable[[], Any], why: str) -> None:
 
 @dataclass
 class World:
-    """`engine` overrides the engine's settings, and `store` those of a folder; workers reach it at `store_url`.
+    """Shared servers and folders of the workers.
 
-    Each node is a machine: it has a data folder of its own.
-
-    Whoever uses it rings by himself; what workers ring is heard by nobody.
+    `engine` overrides the engine's settings, and `store` those of a folder; workers reach it at `store_url`. Each node
+    is a machine with its own data folder. Tests dispatch by themselves; the workers' own dispatches are ignored.
     """
 
     folder: Path
@@ -128,7 +127,7 @@ class Run:
         return len(self.kinds) - 1
 
     def admit(self, *ops: Op) -> int:
-        """Journal them behind one another; the last one's seq."""
+        """Journals the Ops in sequence; returns the last one's seq."""
         for op in ops:
             self._admit(len(self.kinds), op)
             self.kinds.append(op.kind)
@@ -145,13 +144,13 @@ class Run:
         return text_fields(self.world.client.hgetall(keys.model(self.model_id)))
 
     def error(self, seq: int) -> dict[str, str]:
-        """What a failed future says: its text, and its category."""
+        """Error of a failed future: its text, and its category."""
         found = self.world.oplog.outcome(self.request_id(seq))
         assert found is not None and found.failed, f"seq {seq} did not fail"
         return json.loads(found.body)
 
     def result(self, seq: int) -> bytes:
-        """What a poll reads, with ids that differ between runs taken out."""
+        """Result of a poll, without the ids that differ between runs."""
         found = self.world.oplog.outcome(self.request_id(seq))
         assert found is not None, f"seq {seq} has no result"
         text = b"failed " if found.failed else b"done "
@@ -159,7 +158,7 @@ class Run:
         return text + found.body.replace(self.model_id.encode(), b"M").replace(f'"{session}:'.encode(), b'"S:')
 
     def prefix(self, name: str, kind: str = "weights") -> str:
-        """Where a named checkpoint lies."""
+        """Prefix of a named checkpoint in the store."""
         stored = self.world.records.get(Checkpoint.namespace, self.path(name, kind))
         assert stored is not None, f"{name} is not listed"
         return str(json.loads(stored["prefix"]))
@@ -168,16 +167,16 @@ class Run:
         return str(ids.TinkerPath(self.model_id, kind, name))
 
     def lapse(self) -> None:
-        """As time does to the lease of a worker that is no more."""
+        """Expires the lease of a dead worker, as time would."""
         holder = self.world.client.get(keys.lease(self.model_id)) or b""
         self.world.client.delete(keys.lease(self.model_id), keys.lease(holder.decode()))
 
     def await_snapshot(self, seq: int, worker: WorkerProcess) -> None:
-        """Until the durable snapshot stands at `seq`, or the worker that was to take it is dead."""
+        """Waits until the durable snapshot is at `seq`, or until the worker that was to take it is dead."""
         await_true(lambda: not worker.alive or int(self.head()["snapshot_seq"]) >= seq, f"no snapshot at {seq}")
 
     def state(self) -> dict[str, Any]:
-        """All that anybody can see of it, the same for two runs that went alike."""
+        """All visible state, the same for two runs that went alike."""
         listed = [path for path, _ in self.world.records.list(Checkpoint.namespace) if self.model_id in path]
         return {
             "applied": self.head()["applied"],
@@ -193,7 +192,10 @@ class Run:
         return {kind: amount for (kind, session, _), amount in found if session == ids.session_of(self.model_id)}
 
     def check_objects(self) -> None:
-        """Nothing half-written is visible: whatever has a manifest is whole, and what is referred to has one."""
+        """Checks that nothing half-written is visible.
+
+        Every object folder with a manifest is complete, and every referenced one has a manifest.
+        """
         prefix = f"models/{self.model_id}/"
         visible = {key.removesuffix(f"/{MANIFEST}") for key in self._keys(prefix) if key.endswith(f"/{MANIFEST}")}
         listed = {
@@ -206,7 +208,7 @@ class Run:
             assert self.files(checkpoint)
 
     def _admit(self, seq: int, op: Op) -> None:
-        """As the API's client does it: again and again until it is told that it is on disk."""
+        """Journals as the API's client does it: repeats the call until the write is acknowledged as on disk."""
         payload = codec.encode(op)
         deadline = time.monotonic() + WITHIN_S
         while time.monotonic() < deadline:
@@ -217,12 +219,12 @@ class Run:
         raise AssertionError(f"seq {seq} could not be admitted")
 
     def hand_over(self, number: int) -> SaveWeights:
-        """A save for a sampling session of this number."""
+        """Admits a save for a sampling session of this number."""
         session = ids.sampling_session_id(ids.session_of(self.model_id), number)
         return SaveWeights("sampler_weights", f"ephemeral-{number}", sampling_session_id=session)
 
     def waiting_uploads(self) -> list[str]:
-        """Prefixes of what was handed over and is not in the object store yet."""
+        """Prefixes of the shared-memory transfers that are not in the object store yet."""
         return [prefix for prefix, _ in self.world.records.list(Handover.namespace, f"models/{self.model_id}/")]
 
     def _samplers(self) -> list[tuple[str, str]]:
@@ -238,7 +240,7 @@ class Run:
         return self.world.objects.list(prefix)
 
     def files(self, prefix: str) -> dict[str, str]:
-        """Names and sha256 of a checkpoint's files, which are verified on the way."""
+        """Names and sha256 of a checkpoint's files, which are verified during the read."""
         cache = self.world.folder / "verified"
         transfer.fetch(self.world.objects, prefix, cache)
         transfer.forget(prefix, cache)
@@ -247,7 +249,7 @@ class Run:
 
 
 def differences(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, Any]:
-    """What of two runs' states is not alike; short enough to be read."""
+    """Differences between two runs' states; short enough to read."""
     return {
         part: {key: (value, wanted.get(key)) for key, value in found[part].items() if value != wanted.get(key)}
         for part, wanted in expected.items()
@@ -257,9 +259,9 @@ def differences(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, An
 
 @dataclass
 class Service:
-    """A worker that is started again whenever it dies: on the same machine, or the next of `nodes`.
+    """A worker that is restarted whenever it dies: on the same machine, or on the next of `nodes`.
 
-    What was put off or refused is rung again, as the doorbells and the sweeper do; `turned_away` counts that.
+    Requeued or refused calls are dispatched again, as in production; `turned_away` counts them.
     """
 
     run: Run
@@ -277,12 +279,12 @@ class Service:
         self.worker = self.run.world.worker(next(self.nodes), *faults)
 
     def replace(self, faults: tuple[Fault, ...] = ()) -> None:
-        """The worker is gone; its lease lapses, and another one starts."""
+        """Removes the worker, expires its lease, and starts another one."""
         self.run.lapse()
         self.start(faults)
 
     def try_to(self, seq: int) -> Answer:
-        """Ring once; a death is an answer too, and the next worker is there."""
+        """Dispatches once. A death also counts as an answer, and starts the next worker."""
         try:
             self.run.ring(self.worker, seq)
             return self.worker.answer()
@@ -292,7 +294,7 @@ class Service:
             return "error", str(death)
 
     def run_to(self, seq: int) -> None:
-        """Ring until `seq` is terminal."""
+        """Dispatches until `seq` is terminal."""
         deadline = time.monotonic() + WITHIN_S
         while time.monotonic() < deadline:
             what, why = self.try_to(seq)
@@ -303,13 +305,15 @@ class Service:
         raise AssertionError(f"seq {seq} did not end; last: {what}: {why}")
 
     def await_snapshot(self, seq: int) -> None:
-        """Only a worker nothing happened to owes one."""
+        """Waits for a snapshot only if nothing happened to the worker."""
         if not self.deaths:
             self.run.await_snapshot(seq, self.worker)
 
     def await_uploads(self) -> None:
-        """Until all that was handed over is in the object store. For a worker that died the model is rung, as a sampler
-        does that misses something."""
+        """Waits until all transfers are in the object store.
+
+        For a worker that died, the model is dispatched, as a sampler that misses weights does.
+        """
         if not self.deaths:
             waits = self.run.waiting_uploads
             await_true(lambda: not self.worker.alive or not waits(), f"{waits()} are uploaded")
