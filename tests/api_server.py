@@ -27,7 +27,7 @@ INFO = BaseModelInfo(BASE, "Qwen3ForCausalLM", 320, 512, "float32", ("attn", "ml
 
 @dataclass(frozen=True)
 class ApiServer:
-    """`pid` is gunicorn's own process; that which answers is its child."""
+    """The running API. `pid` is gunicorn's master process; its child answers."""
 
     port: int
     pid: int
@@ -45,7 +45,7 @@ class ApiServer:
 
 @contextlib.contextmanager
 def start_api(folder: Path, extra: str = "", sampler: str = "") -> Iterator[ApiServer]:
-    """`extra` and `sampler` are TOML for the [api] and [base_models.sampler] sections."""
+    """Starts the API. `extra` and `sampler` are TOML for the [api] and [base_models.sampler] sections."""
     with start_valkey(folder / "valkey") as redis_url, serve(folder, redis_url, extra, sampler=sampler) as server:
         yield server
 
@@ -54,7 +54,7 @@ def start_api(folder: Path, extra: str = "", sampler: str = "") -> Iterator[ApiS
 def serve(
     folder: Path, redis_url: str, extra: str = "", application: str = "app.wsgi:application", sampler: str = ""
 ) -> Iterator[ApiServer]:
-    """One more API process on a state server that runs already."""
+    """Starts one more API process on a running state server."""
     port = free_port()
     config = folder / f"settings-{port}.toml"
     config.write_text(

@@ -14,7 +14,7 @@ _LOOKS = ("open", "os.listdir", "os.scandir")
 
 
 def surroundings(url: str, home: Path, hidden: Path | None = None) -> Mapping[str, str]:
-    """The environment of a process that calls `confine`: the server is its Hub too, and nothing is in its caches."""
+    """Environment of a process that calls `confine`: the server is also its Hub, and its caches are empty."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TINKER_"))}
     return {
         **inherited,
@@ -28,7 +28,7 @@ def surroundings(url: str, home: Path, hidden: Path | None = None) -> Mapping[st
 
 
 def confine() -> None:
-    """From now on whatever goes elsewhere is an error. (What the SDK's own transport does is not seen here.)"""
+    """Makes every connection elsewhere an error from now on. (The SDK's own transport is not seen here.)"""
     server, hidden = urlsplit(os.environ[_SERVER]), os.environ[_HIDDEN]
 
     def refuse(event: str, arguments: tuple[Any, ...]) -> None:

@@ -16,15 +16,15 @@ import pytest
 from tests.scheduling import Scheduling, place
 from workers.process.startup import uncollected
 
-# Two cores are shared by servers, ranks and the test itself.
+# Servers, ranks and the test itself share two cores.
 os.environ.setdefault("OMP_NUM_THREADS", "2")
-# Threads that wait must not spin: with two cores they spin away what the others wait for.
+# Waiting threads must not spin: with two cores they take the time of the threads they wait for.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-# Temporary folders are in memory, where there is room: what a process left behind is there as on a disk, and an fsync
-# is free. On a shared disk it takes 5 ms, and a state server makes one for every call.
+# Temporary folders are in memory, if there is room: files of a dead process remain there as on a disk, and an fsync
+# costs nothing. On a shared disk it takes 5 ms, and a state server makes one for every call.
 _MEMORY, _ROOM_BYTES = Path("/dev/shm"), 4 * 2**30
 if _MEMORY.is_dir() and shutil.disk_usage(_MEMORY).free > _ROOM_BYTES:
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(_MEMORY))
@@ -34,8 +34,11 @@ _SKIPPED = "was skipped, and only tests marked `gpu` may be: "
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Thousands of tests and all that they import stay. With no collection that looks through them a run takes a sixth
-    less of the processors' time."""
+    """Freezes the garbage collector after collection.
+
+    Thousands of tests and all their imports stay in memory. Without collections that scan them, a run takes a sixth
+    less CPU time.
+    """
     with uncollected():
         return (yield)
 
@@ -62,7 +65,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """A failure is always reported by name, also where pytest cannot format it: it would end the whole run."""
+    """Reports every failure by name, even if pytest cannot format it. Otherwise that would end the whole run."""
     with _without_finalizers():
         try:
             report = yield
@@ -83,8 +86,11 @@ def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest
 
 @contextmanager
 def _without_finalizers() -> Iterator[None]:
-    """A traceback is formatted by `ast.parse`. In CPython 3.11 that raises SystemError when a collection runs in its
-    middle, and a finalizer, or a thread that runs meanwhile, formats a traceback as well."""
+    """Formats a traceback with the garbage collector off.
+
+    pytest formats with `ast.parse`. In CPython 3.11 that raises SystemError when a collection runs in its middle and a
+    finalizer, or a thread that runs meanwhile, formats a traceback as well.
+    """
     gc.disable()
     try:
         yield
@@ -93,7 +99,7 @@ def _without_finalizers() -> Iterator[None]:
 
 
 def _plain_report(item: pytest.Item, call: pytest.CallInfo[None], error: Exception) -> pytest.TestReport:
-    """Python's own traceback of what failed in the test, and why pytest could not format it."""
+    """Python's own traceback of the test's failure, and the reason why pytest could not format it."""
     assert call.excinfo is not None
     text = "".join(traceback.format_exception(call.excinfo.value))
     return pytest.TestReport(

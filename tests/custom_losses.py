@@ -42,7 +42,7 @@ def square(logprobs: Tensor) -> Returned:
 
 
 def body(fn: Callable[..., Any], ranks: Mapping[str, int], session_id: str = "session", seq: int = 0) -> dict[str, Any]:
-    """The request of create_custom_loss, as the SDK sends it."""
+    """Request body of create_custom_loss, as the SDK sends it."""
     handle = trace_loss(fn, ranks, session_id)
     return {
         "session_id": session_id,
@@ -55,7 +55,7 @@ def body(fn: Callable[..., Any], ranks: Mapping[str, int], session_id: str = "se
 
 
 def parsed(fn: Callable[..., Any], ranks: Mapping[str, int]) -> CustomLoss:
-    """What the server makes of it."""
+    """The server's parsed form of the loss."""
     sent = body(fn, ranks)
     return custom_loss.parse(sent["name"], sent["inputs"], sent["graph"])
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def full_disk(limit_bytes: int) -> Iterator[None]:
-    """No file may grow beyond `limit_bytes` within the block, by whatever thread."""
+    """Limits every file to `limit_bytes` within the block, for writes by any thread."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, hard))
     try:

@@ -14,7 +14,7 @@ exec env -i HOME="$HOME" PATH="$PATH" SSH_CONNECTION="$host" sh -c "$*"
 
 
 def install_ssh(folder: Path) -> dict[str, str]:
-    """Put the stand-in in `folder`; the environment in which it is found."""
+    """Puts the stand-in in `folder`; returns the environment in which it is found."""
     folder.mkdir()
     (folder / "ssh").write_text(_SSH)
     (folder / "ssh").chmod(0o755)

@@ -16,7 +16,7 @@ TOKEN = "hf_stand_in"
 
 @dataclass
 class Hub:
-    """`repos`: the files of each, by name; `private`: those that were made so."""
+    """The stand-in's state. `repos`: the files of each repository, by name; `private`: the private repositories."""
 
     url: str = ""
     repos: dict[str, dict[str, bytes]] = field(default_factory=dict)
@@ -87,6 +87,6 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
                 self.wfile.write(data)
 
         def log_message(self, *_: object) -> None:
-            """Says nothing."""
+            """Logs nothing."""
 
     return Handler

@@ -12,7 +12,7 @@ from app.telemetry import JsonFormatter
 
 @contextmanager
 def everything_logged() -> Iterator[StringIO]:
-    """At every level, line by line."""
+    """Captures every level, line by line."""
     stream = StringIO()
     handler = logging.StreamHandler(stream)
     handler.setFormatter(JsonFormatter())

@@ -22,8 +22,10 @@ _CHAT_TEMPLATE = (
 
 
 def tiny_qwen3(folder: Path, seed: int = 0, **sizes: int) -> Path:
-    """Save a random Qwen3 (fp32, vocab 320, 2 layers of width 64, tied head) and a byte-level tokenizer in `folder`;
-    `sizes` are fields of Qwen3Config that are to be others."""
+    """Saves a random Qwen3 and a byte-level tokenizer in `folder`.
+
+    The model is fp32 with vocab 320, 2 layers of width 64 and a tied head. `sizes` override fields of Qwen3Config.
+    """
     shape: dict[str, Any] = {
         "hidden_size": 64,
         "intermediate_size": 128,
@@ -57,7 +59,7 @@ def _token_ids() -> dict[str, int]:
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:
-    """One token a byte, then the special ones; ids 259..319 are never produced."""
+    """A tokenizer with one token per byte, then the special tokens; ids 259..319 are never produced."""
     core = Tokenizer(models.BPE(vocab=_token_ids(), merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()

@@ -13,12 +13,12 @@ from app.stores.pages import Page
 from app.stores.redis import keys
 from app.stores.redis.pages import RedisPages
 
-# No test takes that long between two looks at the hour, even on a machine that stands still for a while.
+# No test takes that long between two reads of the hour, even on a machine that stands still for a while.
 _SAFE_S = 60.0
 
 
 def in_mid_hour() -> None:
-    """Return when the hour does not end at once: what a test writes is to be on one page."""
+    """Returns when the hour does not end soon, so that all writes of a test go to one page."""
     left = HOUR_S - time.time() % HOUR_S
     if left < _SAFE_S:
         time.sleep(left + 0.1)
@@ -29,7 +29,7 @@ def listed(client: redis.Redis) -> list[Page]:
 
 
 def used(client: redis.Redis, project: str = "me") -> dict[str, int]:
-    """Amounts by "<kind> <session> <base model>", of all hours."""
+    """Amounts by "<kind> <session> <base model>", over all hours."""
     pages, total = RedisPages(client, EngineSettings()), Counter[str]()
     for page in listed(client):
         if (page.book, page.project) == ("usage", project):
@@ -39,7 +39,7 @@ def used(client: redis.Redis, project: str = "me") -> dict[str, int]:
 
 
 def age(client: redis.Redis, hours: int = 1) -> list[Page]:
-    """All pages are of so many hours earlier, as the clock has gone on; those that are there now."""
+    """Moves all existing pages so many hours back, as if that time had passed."""
     for page in listed(client):
         older = Page(page.book, page.project, page.hour - hours)
         client.rename(keys.page(page), keys.page(older))

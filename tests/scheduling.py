@@ -21,7 +21,7 @@ _SHARED = re.compile(r"\b(deepspeed-1-transformers|deepspeed-2-ranks-vllm)\b|\[(
 
 
 def place(nodeid: str) -> int:
-    """What tests are ordered by; those of a folder stay in their order."""
+    """Sort key of tests; those of a folder stay in their order."""
     folder = "".join(PurePath(nodeid.partition("::")[0]).parent.parts[1:2])
     if folder in _FIRST:
         return _FIRST.index(folder) - len(_FIRST)
@@ -29,7 +29,7 @@ def place(nodeid: str) -> int:
 
 
 class Scheduling(LoadScopeScheduling):
-    """xdist's own, but for what belongs together and who begins where."""
+    """xdist's own scheduling, except for the grouping of tests and the start of each process."""
 
     def _split_scope(self, nodeid: str) -> str:
         path = nodeid.partition("::")[0]

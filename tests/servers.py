@@ -13,14 +13,16 @@ from pathlib import Path
 
 import redis
 
-# Below those that Linux gives out by itself, to whoever asks for any or connects somewhere.
+# Below the range that Linux assigns by itself to listeners and connections.
 _PORTS = range(20_000, 32_768)
 _claims: list[socket.socket] = []
 
 
 def free_port() -> int:
-    """One that nobody listens on, and that nobody else is told of as long as this process lives: whoever asked may take
-    seconds until he listens, or count on it that nobody does."""
+    """Finds a free port and reserves it among test processes as long as this process lives.
+
+    The caller may take seconds until it listens, or rely on the fact that nobody listens there.
+    """
     first = secrets.randbelow(len(_PORTS))
     for port in (*_PORTS[first:], *_PORTS[:first]):
         claim = socket.socket(socket.AF_UNIX)
@@ -44,7 +46,7 @@ def valkey_binary() -> Path:
 
 @contextlib.contextmanager
 def start_valkey(folder: Path, port: int | None = None, *, durable: bool = True) -> Iterator[str]:
-    """A Valkey server with the production settings for state, or for a broker; yields its URL."""
+    """Starts a Valkey server with the production settings for state, or for a broker; yields its URL."""
     port = port or free_port()
     folder.mkdir(parents=True, exist_ok=True)
     kept = ["--appendonly", "yes", "--appendfsync", "always"] if durable else ["--appendonly", "no"]

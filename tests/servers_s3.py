@@ -23,7 +23,7 @@ SECRET_KEY = "testsecret1"
 
 @contextlib.contextmanager
 def start_s3(folder: Path) -> Iterator[StoreSettings]:
-    """A running server with its data in `folder`; the settings name a bucket that does not exist yet."""
+    """Starts a server with its data in `folder`; the settings name a bucket that does not exist yet."""
     folder.mkdir(parents=True, exist_ok=True)
     ports = {name: free_port() for name in ("s3", "master", "volume", "filer", "admin")}
     with (folder / "weed.log").open("wb") as log:

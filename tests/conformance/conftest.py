@@ -8,7 +8,7 @@ import pytest
 from app.settings import StoreSettings
 from tests.servers_s3 import start_s3
 
-if TYPE_CHECKING:  # torch takes seconds to import, which tests of stores need not
+if TYPE_CHECKING:  # torch takes seconds to import, and the store tests do not need it
     from tests.conformance.samplers import Reference
     from workers.backends.sampling.base import SamplerBackend
 

@@ -22,7 +22,7 @@ from workers.backends.training.trainer import Trainer
 
 
 def run(backend: Trainer, folder: Path) -> dict[str, np.ndarray]:
-    """Two models by turns, through every kind of Op, behind a critic; what was computed, by name."""
+    """Runs two models in alternation, through every kind of Op, after a critic. Returns the results by name."""
     found = criticize(backend)
     backend.apply({"a": Create(None)})
     backend.apply({"b": Create(None)})
@@ -51,7 +51,7 @@ def run(backend: Trainer, folder: Path) -> dict[str, np.ndarray]:
 
 
 def criticize(backend: Trainer) -> dict[str, np.ndarray]:
-    """A critic's first Op and step, and its values behind them."""
+    """Runs a critic's first Op and step; returns its values after them."""
     found: dict[str, np.ndarray] = {}
     assert backend.apply({"v": Create(None, critic=True)}) == {"v": Done()}
     note(found, "turn 0", backend.apply({"v": VALUED}))
@@ -63,7 +63,7 @@ def criticize(backend: Trainer) -> dict[str, np.ndarray]:
 
 
 def held_share(backend: Trainer) -> float:
-    """Of all masters, how many elements are in this rank's memory."""
+    """Number of elements of all fp32 masters in this rank's memory."""
     (masters,) = (state.masters.values() for state in backend._states.values() if isinstance(state, WholeState))
     return sum(m.numel() for m in masters if not m.is_meta) / sum(m.numel() for m in masters)
 

@@ -17,7 +17,7 @@ _HEAVY = [
 
 
 def run_group(main: Callable[..., object], *arguments: str) -> list[int | None]:
-    """The exit codes of two ranks that run it; None where one did not end in time."""
+    """Exit codes of two ranks that run it; None for a rank that did not end in time."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_HEAVY)
     place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}

@@ -45,19 +45,19 @@ PROMPTS = [
 
 @dataclass(frozen=True, eq=False)
 class Reference:
-    """The base and each adapter by plain transformers and PEFT."""
+    """The base model and each adapter in plain transformers and PEFT."""
 
     folder: Path
     adapters: dict[str, Path]
 
     @cache  # noqa: B019 - one a module
     def model(self, adapter: str | None) -> Any:
-        # Not merged: on a tied head that would change the embedding too.
+        # Not merged: with a tied head, a merge would change the embedding too.
         base = AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32)
         return base if adapter is None else PeftModel.from_pretrained(base, self.adapters[adapter])
 
     def table(self, adapter: str | None, tokens: np.ndarray) -> torch.Tensor:
-        """The log-softmax float32 [L, V] after each token."""
+        """Returns the log-softmax after each token, float32 [L, V]."""
         with torch.no_grad():
             logits = self.model(adapter)(torch.from_numpy(tokens.astype(np.int64))[None]).logits
         return logits[0].float().log_softmax(-1)
@@ -70,13 +70,13 @@ class Reference:
         return out[0, len(prompt) :].tolist()
 
     def logprobs(self, adapter: str | None, tokens: np.ndarray) -> np.ndarray:
-        """float32 [L-1]: of each token but the first, given those before it."""
+        """Returns the logprob of each token but the first, given those before it, float32 [L-1]."""
         following = torch.from_numpy(tokens[1:].astype(np.int64))[:, None]
         return self.table(adapter, tokens)[:-1].gather(-1, following)[:, 0].numpy()
 
 
 def make_reference(parent: Path) -> Reference:
-    """A base in `parent` and an adapter for each of ADAPTERS."""
+    """Makes a base model in `parent` and an adapter for each of ADAPTERS."""
     torch.set_num_threads(2)
     folder = tiny_qwen3(parent)
     adapters = {name: _save_adapter(folder, folder / name, seed) for seed, name in enumerate(ADAPTERS)}
@@ -96,7 +96,7 @@ def _save_adapter(base: Path, folder: Path, seed: int) -> Path:
 
 @contextmanager
 def opened(name: str, reference: Reference) -> Iterator[SamplerBackend]:
-    """The sampler of BACKENDS by that name with every adapter; it is closed in the middle of a request."""
+    """Opens the sampler of BACKENDS by that name with every adapter; closes it in the middle of a request."""
     settings = BaseModelSettings(
         name="tiny",
         path=str(reference.folder),

@@ -55,7 +55,7 @@ def test_two_ranks_equal_one_process(
 
     check_resumed(alone, tmp_path / BY_ONE, "d", found)
     check_resumed(alone, tmp_path / "checkpoint", "b", found)
-    # Rank 0 tells of the gradients it holds.
+    # Rank 0 reports the gradients it holds.
     here = {name for name in wanted if name in found or not name.startswith("grad")}
     assert (len(here) == len(wanted)) == (stage == 0)
     first = {name: wanted[name] for name in here if name.startswith(("turn 0", "grad 0", "step 0"))}
@@ -66,7 +66,7 @@ def test_two_ranks_equal_one_process(
     described = json.loads((tmp_path / "described.json").read_text())
     assert (described["zero_stage"], described["ranks"]) == (stage, 2)
     assert (described["base_elements_held"] == 0) == (stage == 3)
-    # From stage 1 on a rank holds its share alone; half of these weights are in one tensor.
+    # From stage 1 on a rank holds only its share; half of these weights are in one tensor.
     assert described["held"] == 1 if stage == 0 else 0.3 < described["held"] < 0.7
 
 
@@ -76,7 +76,10 @@ def settings(base: Path, **trainer: Any) -> BaseModelSettings:
 
 
 def check_resumed(alone: Trainer, folder: Path, model: str, found: dict[str, np.ndarray]) -> None:
-    """One process and two ranks resume a checkpoint to the same, whichever wrote it and its optimizer state."""
+    """One process and two ranks resume a checkpoint with the same results.
+
+    This holds for checkpoints and optimizer states written by either of them.
+    """
     alone.apply({model: Create(None, source=folder, optimizer=True)})
     resumed = resume(alone, model)
     assert relative_error({name: found[name] for name in resumed}, resumed) < 1e-5

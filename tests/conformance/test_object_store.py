@@ -40,7 +40,7 @@ def store(settings: Settings) -> Iterator[ObjectStore]:
 
 @pytest.fixture
 def download(store: ObjectStore) -> Callable[[str], bytes]:
-    """Follow a signed URL as a client without a key would; raises Forbidden where the server refuses."""
+    """Follows a signed URL as a client without a key does. Raises Forbidden when the server refuses."""
 
     def through_api(url: str) -> bytes:
         parts = urlsplit(url)
@@ -93,7 +93,7 @@ def test_an_object_is_never_replaced(store: ObjectStore):
 
 
 def test_of_concurrent_writers_of_one_key_exactly_one_wins(store: ObjectStore):
-    """Of each of some keys, since on a fast disk a race may be missed."""
+    """Checks this for several keys, because a fast disk may miss a race."""
     contents = [bytes([i]) * 300_000 for i in range(8)]
     barrier = threading.Barrier(len(contents))
 

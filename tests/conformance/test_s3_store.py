@@ -81,7 +81,7 @@ def test_signed_urls_name_the_public_address(s3_settings: StoreSettings):
 
 
 def test_a_large_file_goes_up_in_parts_whole_and_only_once(s3_settings: StoreSettings, tmp_path: Path):
-    """At the same moment SeaweedFS 4.48 lets two completions through now and then: the winner is still whole."""
+    """SeaweedFS 4.48 sometimes accepts two completions at the same moment: the winner is still complete."""
     store = S3Store(s3_settings, part_bytes=5 * 2**20)
     contents = [os.urandom(11 * 2**20) for _ in range(3)]
     for i, content in enumerate(contents):

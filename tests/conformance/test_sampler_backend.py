@@ -113,7 +113,7 @@ def test_a_stop_string_over_several_tokens_ends_the_sequence_with_the_token_that
 
 
 def _ascii_output(sampler: SamplerBackend, tokenizer: Tokenizer) -> tuple[int, list[int]]:
-    """A seed, and four tokens it gives that are one ASCII character each, so that text and tokens line up."""
+    """Returns a seed, and its four tokens of one ASCII character each, so that text and tokens line up."""
     for seed in range(500):
         tokens = one(sampler, None, PROMPTS[1], seed=seed, max_tokens=4).tokens.tolist()
         if len(tokenizer.decode(tokens)) == 4 and tokenizer.decode(tokens).isascii():
@@ -216,7 +216,7 @@ def test_an_adapter_with_nan_weights_fails_its_own_requests_alone(sampler, refer
         assert sound.result().tokens.tolist() == reference.greedy("two", PROMPTS[1], 12)
         with pytest.raises(UserOpError, match="not finite"):
             broken.result()
-    # Nor does it leave anything behind in the cache, whose memory these are given.
+    # It also leaves nothing behind in the cache, whose memory these requests get.
     for prompt in PROMPTS:
         assert one(sampler, None, prompt, temperature=0.0).tokens.tolist() == reference.greedy(None, prompt, 12)
     sampler.evict("broken")

@@ -17,7 +17,7 @@ from workers.backends.sampling.transformers.backend import TransformersSampler
 
 @contextmanager
 def hung(sampler, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Its model computes nothing until the block ends."""
+    """Makes the sampler's model compute nothing until the block ends."""
     if isinstance(sampler, TransformersSampler):
         model, goes_on = sampler._base.model, threading.Event()
         forward = model.forward

@@ -28,12 +28,12 @@ def dense(rows: list[list[int]]) -> Cells:
 
 
 def at(table: torch.Tensor, tokens: np.ndarray) -> torch.Tensor:
-    """The logprobs [n, k] that a table [n, V] has for tokens [n, k]."""
+    """Looks up tokens [n, k] in a table of logprobs [n, V]; returns [n, k]."""
     return table.gather(1, torch.from_numpy(tokens.astype(np.int64)))
 
 
 def check_top(found: TokenLogprobs, table: torch.Tensor, k: int) -> None:
-    """The k largest of each row of the table [n, V], and each the logprob of the token it stands beside."""
+    """Checks the k largest of each row of the table [n, V], and each logprob beside its token."""
     assert found.tokens.shape == found.logprobs.shape == (len(table), k)
     assert (found.tokens.dtype, found.logprobs.dtype) == (np.int32, np.float32)
     np.testing.assert_allclose(found.logprobs, table.topk(k).values, atol=1e-3)
@@ -75,7 +75,7 @@ def test_requests_with_different_k_in_one_batch_get_each_their_own(sampler, refe
 @pytest.mark.parametrize("prompt", [PROMPTS[1], LONG], ids=["40 tokens", "200 tokens"])
 @pytest.mark.parametrize("last", [1, 17, 39])
 def test_only_the_last_tokens_of_a_prompt_are_scored_when_asked_so(sampler, reference, prompt, last):
-    for _ in range(2):  # the second time the engine may have the prompt in its cache
+    for _ in range(2):  # for the second request the engine may have the prompt in its cache
         output = scored(sampler, "one", prompt, prompt_logprobs=True, prompt_last_n=last, prompt_top=2)
         assert np.isnan(output.prompt_logprobs[:-last]).all()
         np.testing.assert_allclose(output.prompt_logprobs[-last:], reference.logprobs("one", prompt)[-last:], atol=1e-3)
@@ -169,7 +169,7 @@ def test_what_the_cache_holds_of_a_prompt_is_said_and_changes_no_score(sampler, 
     assert whole.cached_tokens == 0
     np.testing.assert_allclose(whole.prompt_logprobs[1:], reference.logprobs("two", prompt), atol=1e-3)
     other = scored(sampler, "one", prompt, prompt_logprobs=True, prompt_last_n=10)
-    assert other.cached_tokens == 0  # another adapter's
+    assert other.cached_tokens == 0  # of another adapter
     end = scored(sampler, "two", prompt, prompt_logprobs=True, prompt_last_n=10)
     assert end.cached_tokens == second.cached_tokens
     np.testing.assert_allclose(end.prompt_logprobs[-10:], reference.logprobs("two", prompt)[-10:], atol=1e-3)

@@ -15,7 +15,7 @@ from workers.backends.sampling.base import SamplerBackend
 @pytest.fixture(scope="module")
 def sampler(reference: Reference) -> Iterator[SamplerBackend]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")  # a core each
+        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")  # one core each
         with opened("vllm on two ranks", reference) as backend:
             yield backend
 

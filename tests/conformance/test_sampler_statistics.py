@@ -23,7 +23,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def expected(logprobs: torch.Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> np.ndarray:
-    """float64 [V]: what temperature leaves, then the top_k largest of it, then the fewest of those that make top_p."""
+    """Expected probabilities, float64 [V]: after temperature, then top_k, then the smallest set that reaches top_p."""
     odds = torch.softmax(logprobs.double() / temperature, 0).numpy()
     order = np.argsort(-odds)
     if top_k:
@@ -38,7 +38,8 @@ def expected(logprobs: torch.Tensor, temperature: float = 1.0, top_k: int = 0, t
 def deviation(tokens: list[int], odds: np.ndarray) -> float:
     """Pearson's chi-square of the counts, as standard deviations from its mean (Wilson and Hilferty's cube root).
 
-    Tokens in order of their odds; from where fewer than 5 of all that follow are expected, they are counted as one.
+    Tokens are in order of their odds. From the token where all the remaining ones together expect fewer than 5, they
+    are counted as one.
     """
     counts = np.bincount(tokens, minlength=len(odds))
     assert not counts[odds == 0].any(), "a token was drawn that had been cut"
@@ -64,7 +65,7 @@ def test_draws_follow_the_distribution_that_temperature_top_k_and_top_p_describe
 
 
 def test_a_second_tokens_draws_follow_the_first(sampler, reference):
-    """The streams of a call are independent of each other, and so are a stream's own draws."""
+    """The streams of a call are independent of each other, and so are the draws within a stream."""
     request = ask(PROMPTS[1], num_samples=DRAWS, max_tokens=2, seed=4, top_k=2)
     pairs = [tuple(tokens) for tokens in tokens_of(sampler.sample(None, request))]
     odds = np.zeros(4)

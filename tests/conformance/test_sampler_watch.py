@@ -14,12 +14,12 @@ from app.errors import ServerOpError
 from tests.conformance.samplers import PROMPTS, ask, one
 from workers.backends.sampling.base import Aborted, Watch
 
-# On a busy machine something may be over before anybody looks, but not every time.
+# On a busy machine a request may be over before the test sees it, but not every time.
 TRIES = 5
 
 
 class Seen:
-    """Notes what is drawn of each sample."""
+    """Records the sampled tokens of each sample."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -85,7 +85,7 @@ def test_an_aborted_request_ends_and_no_other_does(sampler, reference):
             break
     assert isinstance(error, Aborted)
     assert sum(map(len, seen.tokens.values())) < 8 * 240
-    one(sampler, "one", PROMPTS[0])  # whatever was on its way when it was aborted has come by now
+    one(sampler, "one", PROMPTS[0])  # tokens under way at the abort have arrived by now
     told = seen.calls
     assert len(one(sampler, "one", PROMPTS[0], max_tokens=100).tokens) == 100
     assert seen.calls == told

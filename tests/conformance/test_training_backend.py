@@ -77,7 +77,7 @@ def create(backend: Trainer) -> Iterator[Callable[..., str]]:
     made: list[str] = []
 
     def make(spec: LoraSpec = SPEC, **source: Any) -> str:
-        """A model some way from its start, or as `source` says; of adapters alone also as `spec` does."""
+        """Makes a model some steps from its start, or as `source` says; of adapters alone also as `spec` says."""
         made.append(f"model-{next(_numbers)}")
         assert apply(backend, made[-1], Create(None if backend._full else spec, **source)) == Done()
         if "source" not in source:
@@ -95,7 +95,7 @@ def apply(backend: Trainer, model: str, op: Any) -> Any:
 
 
 def state(backend: Trainer, model: str, folder: Path) -> dict[str, bytes]:
-    """Adapter, optimizer and pending gradient, to the bit."""
+    """Adapter, optimizer state and pending gradient, to the bit."""
     folder.mkdir(parents=True)
     backend.capture(model, optimizer=True)(folder)
     pending = {name: gradient.tobytes() for name, gradient in backend.gradients(model).items()}
@@ -428,7 +428,7 @@ def test_a_trainer_makes_models_of_its_own_kind_alone(backend: Trainer) -> None:
 
 
 def check_refused(backend: Trainer, model: str, folder: Path, *, optimizer: bool = True) -> None:
-    """`model` does not load it, and is as it was."""
+    """Checks that `model` refuses to load it, and is unchanged."""
     tmp_path = folder.with_name(f"states-{next(_numbers)}")
     apply(backend, model, GOOD)
     before = state(backend, model, tmp_path / "before")
@@ -546,7 +546,7 @@ def test_a_critic_resumes_bit_for_bit(backend: Trainer, create: Callable[..., st
 def test_weights_of_the_other_role_change_nothing(
     backend: Trainer, create: Callable[..., str], tmp_path: Path, critic: bool
 ) -> None:
-    # Without the head's pair a policy's adapter differs in the value head alone.
+    # Without the head's LoRA pair, a policy's adapter differs only in the value head.
     spec = replace(SPEC, train_unembed=False)
     backend.capture(create(spec, critic=critic), optimizer=True)(tmp_path)
     model = create(spec, critic=not critic)

@@ -48,7 +48,7 @@ def settings(base: Path, **trainer: Any) -> BaseModelSettings:
 
 
 def run_ranks(base: Path, folder: Path, stage: int, end: str, *, offload: bool = False) -> list[int | None]:
-    """Both ranks' exit codes."""
+    """Runs both ranks and returns their exit codes."""
     trainer = {"backend": "deepspeed", "zero_stage": stage, "ranks": 2, "offload": offload, "device_models": 1}
     text = settings(base, **trainer).model_dump_json()
     return run_group(training_ranks.main, text, str(folder), end)
@@ -94,7 +94,7 @@ def test_two_hosts_equal_one_process(
 
 
 def written_by_one(alone: Trainer, folder: Path) -> None:
-    """A checkpoint with an optimizer state, for two ranks to resume."""
+    """Writes a checkpoint with an optimizer state in one process, for two ranks to resume."""
     alone.apply({"d": Create(LoraSpec(rank=4, seed=9))})
     for op in (training_ranks.SFT, training_ranks.STEP):
         alone.apply({"d": op})
@@ -111,7 +111,10 @@ def check_exported(alone: Trainer, folder: Path, exported: Path) -> None:
 
 
 def check_resumed(alone: Trainer, folder: Path, model: str, found: dict[str, np.ndarray]) -> None:
-    """One process and two ranks resume a checkpoint to the same, whichever wrote it and its optimizer state."""
+    """One process and two ranks resume a checkpoint with the same results.
+
+    This holds for checkpoints and optimizer states written by either of them.
+    """
     alone.apply({model: Create(LoraSpec(1), source=folder, optimizer=True)})
     resumed = training_ranks.resume(alone, model)
     assert relative_error({name: found[name] for name in resumed}, resumed) < 1e-5

@@ -28,7 +28,7 @@ MODELS = ("one", "two")
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Reference]:
-    """Of one architecture, each with random weights of its own; the base has none of them."""
+    """Models of one architecture with different random weights; the base model has none of these."""
     folder = tmp_path_factory.mktemp("whole")
     return {name: Reference(tiny_qwen3(folder / name, seed), {}) for seed, name in enumerate(MODELS, 1)}
 
@@ -63,7 +63,7 @@ def sampled(whole: SamplerBackend, models: dict[str, Reference]) -> Sampled:
 
 
 def test_samples_are_those_of_the_model_that_is_there(sampled: Sampled, models: dict[str, Reference]) -> None:
-    """Back and forth, with prompts that the one before has left in the engine's cache."""
+    """Alternates between models, with prompts that the previous model has left in the engine's cache."""
     for name in (*MODELS, *MODELS):
         for prompt in PROMPTS:
             sequence = sampled(name, prompt, temperature=0.0)

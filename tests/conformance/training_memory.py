@@ -22,16 +22,16 @@ from workers.backends.training.trainer import Trainer
 
 BUDGET = 20_000
 GOOD = ForwardBackward(batch(supervised(1, (9, 30, 4))), "cross_entropy")
-# Its activations in a pass come to more than 100 MB.
+# Its activations in a pass need more than 100 MB.
 LARGE = ForwardBackward(batch(supervised(2, [500] * 40)), "cross_entropy")
-# Here it is the last datum's targets, when the head has gradients of the first.
+# The last datum's targets fail here, when the head has gradients of the first datum.
 WIDE = ForwardBackward(batch([*supervised(3, [500]), *supervised(3, [20], width=200_000)]), "cross_entropy")
 _ROOM = 48 * 2**20
 
 
 @contextmanager
 def little_memory() -> Iterator[None]:
-    """As in a machine with room for a small pass and no more."""
+    """Limits memory as on a machine with room for a small pass and no more."""
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     before = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (used + _ROOM, before[1]))

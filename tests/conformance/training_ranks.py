@@ -29,14 +29,14 @@ BY_ONE = "written by one process"
 STEP = OptimStep(AdamParams(learning_rate=1e-2, eps=1e-8, grad_clip_norm=5.0))
 SFT = ForwardBackward(batch(supervised(1, (9, 30, 4, 22, 17))), "cross_entropy")
 RL = ForwardBackward(batch(policy(2, (12, 25, 3))), "ppo")
-# One micro-batch for two ranks, so the second has to keep in step with nothing to do.
+# One micro-batch for two ranks, so the second rank has to keep step without work.
 SHORT = ForwardBackward(batch(supervised(3, (6,))), "cross_entropy")
 VALUED = ForwardBackward(batch(valued(4, (9, 30, 4, 22, 17))), "ppo_critic")
 SHORT_VALUED = ForwardBackward(batch(valued(5, (6,))), "ppo_critic")
 
 
 def run(backend: Trainer, folder: Path) -> dict[str, np.ndarray]:
-    """Two adapters of different ranks and reach, through every kind of Op; what was computed, by name."""
+    """Runs two adapters of different ranks and targets through every kind of Op. Returns the results by name."""
     found = criticize(backend)
     backend.apply({"a": Create(LoraSpec(rank=4, seed=1)), "b": Create(LoraSpec(8, train_attn=False, train_mlp=False))})
     for turn, ops in enumerate(({"a": SFT, "b": RL}, {"b": SFT, "a": SHORT}, {"b": SHORT})):
@@ -61,7 +61,7 @@ def run(backend: Trainer, folder: Path) -> dict[str, np.ndarray]:
 
 
 def criticize(backend: Trainer) -> dict[str, np.ndarray]:
-    """Two critics and a policy: the first Op of each, a step, and the values behind it."""
+    """Runs two critics and a policy: the first Op of each, a step, and the values after it."""
     backend.apply({"v": Create(LoraSpec(4, seed=1), critic=True), "w": Create(LoraSpec(8), critic=True)})
     backend.apply({"p": Create(LoraSpec(4, seed=1))})
     found: dict[str, np.ndarray] = {}
@@ -76,7 +76,7 @@ def criticize(backend: Trainer) -> dict[str, np.ndarray]:
 
 
 def resume_by_one(backend: Trainer, folder: Path) -> dict[str, np.ndarray]:
-    """What was written by one process, if it is there."""
+    """Resumes a checkpoint that one process wrote, if there is one."""
     if not folder.exists():
         return {}
     backend.apply({"d": Create(LoraSpec(1), source=folder, optimizer=True)})
@@ -85,7 +85,7 @@ def resume_by_one(backend: Trainer, folder: Path) -> dict[str, np.ndarray]:
 
 
 def capture_and_go_on(backend: Trainer, saved: Path) -> None:
-    """What is captured of "a" now, and written when it has moved on, is what was just saved, bit for bit."""
+    """Captures "a", runs more Ops, and then writes: the files are those of the last save, bit for bit."""
     write = backend.capture("a", optimizer=True)
     for op in (SFT, STEP):
         backend.apply({"a": op})
@@ -97,7 +97,7 @@ def capture_and_go_on(backend: Trainer, saved: Path) -> None:
 
 
 def resume(backend: Trainer, model: str) -> dict[str, np.ndarray]:
-    """The next step of a model and what it says then."""
+    """Runs the next step of a model; returns the results after it."""
     found: dict[str, np.ndarray] = {}
     backend.apply({model: SFT})
     backend.apply({model: STEP})
@@ -120,7 +120,7 @@ def note(found: dict[str, np.ndarray], name: str, results: Any) -> None:
 
 
 def read_late() -> None:
-    """This rank reads checkpoints when rank 0 would long be through."""
+    """Delays this rank's checkpoint reads beyond the end of rank 0's."""
     read = lora.read_peft
 
     def late(folder: Path) -> lora.Adapter:
@@ -131,7 +131,10 @@ def read_late() -> None:
 
 
 def end_alone(backend: Trainer, follower: int) -> None:
-    """Go on and close when the other rank is gone: what needs it fails at once, and nothing waits for it."""
+    """Trains and closes after the other rank is gone.
+
+    Calls that need the other rank fail at once, and nothing waits for it.
+    """
     backend.apply({"a": Create(LoraSpec(rank=4, seed=1)), "b": Create(LoraSpec(rank=4, seed=1))})
     assert backend.healthy()
     os.kill(follower, signal.SIGKILL)
@@ -147,7 +150,7 @@ def end_alone(backend: Trainer, follower: int) -> None:
 
 
 def read_nothing() -> None:
-    """This rank finds every checkpoint unreadable."""
+    """Makes every checkpoint unreadable for this rank."""
 
     def unreadable(folder: Path) -> lora.Adapter:
         raise UserOpError(f"{folder} cannot be read here")
@@ -156,7 +159,7 @@ def read_nothing() -> None:
 
 
 def end_apart(backend: Trainer, folder: Path) -> None:
-    """One rank has read a checkpoint and the other has not: they are of no use together."""
+    """One rank has read a checkpoint and the other has not: the group is not healthy any more."""
     backend.apply({"a": Create(LoraSpec(rank=4, seed=1))})
     folder.mkdir()
     backend.capture("a", optimizer=True)(folder)
