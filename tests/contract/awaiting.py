@@ -16,7 +16,7 @@ _WITHIN_S = 240
 
 
 def await_true(what: Callable[[], object], why: str) -> None:
-    """`why` says what went wrong when it does not."""
+    """Waits until `what` is true. `why` names the fault when it never is."""
     deadline = time.monotonic() + _WITHIN_S
     while not what():
         assert time.monotonic() < deadline, f"in vain for {_WITHIN_S} s: {why}"
@@ -31,7 +31,7 @@ def held_polls(url: str) -> int:
 
 
 def awaited(url: str, client: tinker.SamplingClient) -> int:
-    """The client's samples, in one poll for all or in one each; no other client may hold polls of its own."""
+    """The client's waiting samples: one poll holds all, or one poll holds each. No other client may hold polls."""
     if client._futures_poller is not None:
         return len(client._futures_poller._events)
     return held_polls(url)

@@ -36,8 +36,11 @@ def base_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session", params=list(STACKS))
 def stack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, base_path: Path) -> Iterator[Stack]:
-    """The first keeps everything in its data folder; the second uses a state server and an S3 server from outside, and
-    its clients change their keys into tokens and compress their batches."""
+    """Two stacks.
+
+    The first keeps everything in its data folder. The second uses an external state server and S3 server, and its
+    clients exchange their keys for tokens and compress their batches.
+    """
     folder = tmp_path_factory.mktemp("stack")
     with contextlib.ExitStack() as servers:
         outside = "" if request.param == "deepspeed-1-transformers" else _outside(servers, folder)

@@ -10,7 +10,7 @@ ADAM = types.AdamParams(learning_rate=1e-2, beta1=0.9, beta2=0.95, eps=1e-8)
 
 
 def datum(tokens: list[int], **inputs: object) -> types.Datum:
-    """Next-token targets, with every position weighted unless `inputs` says otherwise."""
+    """Datum with next-token targets; every position has weight 1 unless `inputs` says otherwise."""
     targets = [*tokens[1:], 1]
     return types.Datum(
         model_input=types.ModelInput.from_ints(tokens),
@@ -28,7 +28,7 @@ def supervised(count: int = 4, seed: int = 0) -> list[types.Datum]:
 
 
 def policy(count: int = 3, seed: int = 1) -> list[types.Datum]:
-    """With behaviour logprobs near those of a random model, so that ratios are near 1."""
+    """Datum for policy losses, with behaviour logprobs near those of a random model, so that ratios are near 1."""
     generator = np.random.default_rng(seed)
     rows = []
     for tokens in sentences(count, seed=seed):
@@ -42,7 +42,7 @@ def logprobs(output: types.ForwardBackwardOutput) -> np.ndarray:
 
 
 def train(client: tinker.TrainingClient, steps: int, data: list[types.Datum] | None = None) -> list[float]:
-    """Pipelined steps, as the cookbook submits them; returns the losses."""
+    """Runs pipelined steps, as the cookbook submits them; returns the losses."""
     batch = data or supervised()
     pairs = [(client.forward_backward(batch, "cross_entropy"), client.optim_step(ADAM)) for _ in range(steps)]
     return [forward.result().metrics["loss:sum"] for forward, step in pairs if step.result() is not None]

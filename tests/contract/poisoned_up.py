@@ -21,7 +21,7 @@ from app.stack.child import Command
 from app.stack.supervisor import RestartPolicy, Supervisor
 
 POISON = 298
-# Else the last of six restarts would wait ten seconds.
+# Otherwise the last of six restarts would wait ten seconds.
 _PATIENT = RestartPolicy(first_delay_s=0.2, longest_delay_s=0.2)
 
 

@@ -30,7 +30,7 @@ def scores(output: types.ForwardBackwardOutput) -> list[list[float]]:
 
 
 def trained(training: tinker.TrainingClient) -> dict[str, Any]:
-    """Steps submitted before the results of earlier ones, with every kind of loss an SDK has."""
+    """Trains with steps submitted before the results of earlier ones, with every kind of loss that an SDK has."""
     batch = [datum(tokens) for tokens in TOKENS]
     before = training.forward(batch, "cross_entropy").result()
     policy = [datum(tokens, logprobs=[-5.8] * len(tokens), advantages=[0.1] * len(tokens)) for tokens in TOKENS]
@@ -44,13 +44,13 @@ def trained(training: tinker.TrainingClient) -> dict[str, Any]:
 
     custom = training.forward_backward_custom(batch, loss).result().metrics
     training.optim_step(ADAM).result()
-    # Up to 0.25 what stands in for the custom loss on the server is reported as the loss itself.
+    # SDKs up to 0.25 report the loss of the server-side stand-in as the custom loss itself.
     stand_in = custom.get("surrogate_loss:sum", custom["loss:sum"])
     return {"before": scores(before), "losses": losses, "custom": [stand_in, custom["rows:sum"]]}
 
 
 def restored(training: tinker.TrainingClient) -> dict[str, Any]:
-    """What was saved comes back, in this client."""
+    """Restores the saves in this client and returns the results."""
     batch = [datum(tokens) for tokens in TOKENS]
     path = training.save_state("state").result().path
     saved = scores(training.forward(batch, "cross_entropy").result())
@@ -76,7 +76,7 @@ def sampled(training: tinker.TrainingClient) -> dict[str, Any]:
 
 
 def looked(service: tinker.ServiceClient, training: tinker.TrainingClient, path: str) -> dict[str, Any]:
-    """What there is, by REST; an SDK that can download archives does so."""
+    """Lists runs and checkpoints by REST. An SDK that can download archives also does so."""
     rest = service.create_rest_client()
     run = path.removeprefix("tinker://").split("/")[0]
     seen: dict[str, Any] = {

@@ -30,11 +30,11 @@ _START_S = 600
 
 @dataclass
 class Stack:
-    """A running stack. `trainer`, `sampler`, `full` and `full_sampler` are TOML lines for the base model's sections; of
-    the last two each is there only if given.
+    """A running stack.
 
-    `program` is the module that takes the command line; every process computes with `threads` threads. `tree` is the
-    folder whose code runs, if it is not this one's.
+    `trainer`, `sampler`, `full` and `full_sampler` are TOML lines for the base model's sections; `full` and
+    `full_sampler` exist only if given. `program` is the module that takes the command line; every process computes with
+    `threads` threads. `tree` is the folder with the code, if it is not this one.
     """
 
     data_dir: Path
@@ -120,12 +120,12 @@ dtype = "float32"
 
 
 def code_of(tree: Path | None) -> dict[str, str]:
-    """What makes a Python process take `app` and `workers` from the folder, and all it starts as well."""
+    """Environment in which a Python process and its children take `app` and `workers` from the folder."""
     return {} if tree is None else {"PYTHONPATH": str(tree)}
 
 
 def brought_home(training: tinker.TrainingClient, stack: Stack, folder: Path, name: str = "home") -> Path:
-    """The model as it is now, in the folder."""
+    """Downloads the current model into the folder."""
     path = training.save_weights_external(name).result().path
     rest = tinker.RestClient(base_url=stack.url, api_key=API_KEY)
     for file, url in rest.get_external_weights_urls(path).result().urls.items():

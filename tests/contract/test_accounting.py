@@ -34,7 +34,7 @@ def awaited(of: Coroutine[Any, Any, Any]) -> Any:
 
 
 def window() -> tuple[str, str]:
-    """From the last hour to the end of this one, as the texts its methods take."""
+    """From the last hour to the end of this one, as strings for the SDK's methods."""
     now = datetime.fromtimestamp(time.time() // 3600 * 3600, UTC)
     return (now - HOUR).isoformat(), (now + HOUR).isoformat()
 
@@ -51,7 +51,7 @@ def rest(stack: Stack) -> tinker.RestClient:
 
 @pytest.fixture(scope="module")
 def saved(stack: Stack) -> str:
-    """The path of a checkpoint of a run that was trained, and whose base was sampled, in one session."""
+    """Checkpoint path of a run that was trained, with its base model sampled in the same session."""
     with tinker.ServiceClient(base_url=stack.url, api_key=API_KEY, user_metadata={"team": "a"}) as client:
         training = client.create_lora_training_client(base_model=BASE, rank=8).result()
         train(training, STEPS)
@@ -66,7 +66,7 @@ def session_of(path: str) -> str:
 
 
 def amounts(usage: types.BillingUsageResponse, session: str) -> Counter[str]:
-    """What a session used, by the events' type, over all hours."""
+    """Usage of a session by event type, over all hours."""
     found: Counter[str] = Counter()
     for event in usage.data:
         if event.session_id == session:

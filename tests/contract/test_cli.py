@@ -26,7 +26,7 @@ Cli = Callable[..., Any]
 
 @pytest.fixture
 def cli(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> Cli:
-    """Runs a command; its output as JSON, or as text with `text`."""
+    """Runs a command; returns its output as JSON, or as text with `text`."""
     monkeypatch.setenv("TINKER_BASE_URL", stack.url)
     monkeypatch.setenv("TINKER_API_KEY", API_KEY)
 
@@ -42,7 +42,7 @@ def cli(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> Cli:
 
 @pytest.fixture(scope="module")
 def saved(stack: Stack) -> dict[str, str]:
-    """The paths of a run's checkpoints, by kind."""
+    """Paths of a run's checkpoints, by kind."""
     with stack.client() as client:
         training = client.create_lora_training_client(base_model=BASE, rank=8, seed=3).result()
         train(training, 1)
@@ -58,7 +58,7 @@ def run_of(path: str) -> str:
 
 
 def one(cli: Cli, path: str) -> dict[str, Any]:
-    """A checkpoint as the list of its run has it."""
+    """One checkpoint, as the list of its run shows it."""
     listed = cli("checkpoint", "list", "--run-id", run_of(path))["checkpoints"]
     return next(found for found in listed if found["tinker_path"] == path)
 

@@ -21,7 +21,7 @@ def critic(service: tinker.ServiceClient) -> tinker.TrainingClient:
 
 
 def datums(**inputs: list[np.ndarray]) -> list[types.Datum]:
-    """The sentences with each input's array for them."""
+    """Datums of the sentences, with each input's array."""
     return [
         types.Datum(
             model_input=types.ModelInput.from_ints(tokens),
@@ -32,7 +32,7 @@ def datums(**inputs: list[np.ndarray]) -> list[types.Datum]:
 
 
 def values(critic: tinker.TrainingClient) -> list[np.ndarray]:
-    """What a rollout reads: values need no returns yet."""
+    """Values for a rollout: they need no returns yet."""
     output = critic.forward(datums(), "ppo_critic").result()
     assert output.metrics["loss:sum"] == 0.0
     return [row["values"].to_numpy() for row in output.loss_fn_outputs]

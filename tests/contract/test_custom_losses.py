@@ -31,7 +31,7 @@ def pairs() -> list[types.Datum]:
 
 
 def candidates() -> list[types.Datum]:
-    """Three candidates a token, and what the teacher thinks of them."""
+    """Three candidates per token, with the teacher's scores."""
     generator = np.random.default_rng(5)
     found = []
     for tokens in sentences(4, seed=5):
@@ -53,7 +53,7 @@ def datum(tokens: list[int], targets: np.ndarray, **inputs: np.ndarray) -> types
 
 
 def trained(service: tinker.ServiceClient) -> tinker.TrainingClient:
-    """One of two equal models: B starts at zero, and half of the gradient with it."""
+    """Trains one of two equal models; B starts at zero, and half of the gradient with it."""
     client = service.create_lora_training_client(base_model=BASE, rank=8, seed=3).result()
     train(client, 2)
     return client

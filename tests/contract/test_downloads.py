@@ -62,7 +62,7 @@ def test_a_client_that_asks_for_it_at_the_start_downloads_the_merged_model(
 
 
 def check_scores(model: torch.nn.Module, training: tinker.TrainingClient) -> None:
-    """It gives the logprobs the trainer gives."""
+    """Checks that the downloaded model gives the trainer's logprobs."""
     tokens = sentences(1)[0]
     with torch.no_grad():
         scores = model(torch.tensor([tokens])).logits.log_softmax(-1)[0]

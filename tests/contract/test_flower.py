@@ -32,7 +32,8 @@ def flower(stack: Stack) -> Iterator[str]:
         },
     )
     try:
-        # It answers before it listens, and never hears what was said until then: workers say every 2 s that they live.
+        # Flower answers HTTP before it listens to events, and misses earlier events: workers send a heartbeat every 2
+        # s.
         url = f"http://127.0.0.1:{port}"
         await_answer(lambda: requests.get(f"{url}/workers?json=1", timeout=60).json()["data"])
         yield f"{url}/api/tasks"

@@ -41,7 +41,7 @@ def test_a_run_resumed_from_its_checkpoint_goes_on_bit_for_bit(
 
 
 def test_two_full_models_by_turns_are_as_each_alone(service: tinker.ServiceClient) -> None:
-    """One trainer holds one of them at a time."""
+    """One trainer holds one of the models at a time."""
     alone, one, two = (service.create_lora_training_client(base_model=BASE, rank=0).result() for _ in range(3))
     wanted = [train(alone, 1)[0] for _ in range(2)]
     found: dict[int, list[float]] = {0: [], 1: []}

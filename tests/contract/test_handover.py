@@ -11,7 +11,7 @@ PROMPT = types.ModelInput.from_ints(sentences(1)[0])
 
 
 def scores(client: tinker.SamplingClient) -> list[float]:
-    """Of a fixed prompt: they tell one version of the weights from another."""
+    """Logprobs of a fixed prompt: they tell one version of the weights from another."""
     return [value for value in client.compute_logprobs(PROMPT).result() if value is not None]
 
 

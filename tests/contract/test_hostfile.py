@@ -37,7 +37,10 @@ def service(hosts: Stack) -> Iterator[tinker.ServiceClient]:
 
 
 def ranks(stack: Stack) -> dict[str, psutil.Process]:
-    """By the host each runs on. Celery writes its title over rank 0's environment, so what started it is asked."""
+    """Ranks by host.
+
+    Celery writes its title over rank 0's environment, so the host is read from its parent process.
+    """
     launchers = children(stack, "-m deepspeed.launcher.launch")
     return {launcher.environ()["SSH_CONNECTION"]: rank for launcher in launchers for rank in launcher.children()}
 

@@ -20,7 +20,7 @@ from tests.models import tiny_qwen3
 
 
 def make_ready(server: ApiServer) -> None:
-    """The first model that is asked for, as a trainer would."""
+    """Makes the first requested model, as a trainer would."""
     await_true(lambda: list(server.records.list(Model.namespace)), "no model was asked for")
     [(model_id, _)] = server.records.list(Model.namespace)
     lease = server.oplog.acquire(model_id, "node/test")
@@ -30,7 +30,7 @@ def make_ready(server: ApiServer) -> None:
 
 
 def test_the_sdks_and_the_cookbooks_tokenizers_are_the_base_models(tmp_path: Path):
-    # The API of the test serves the folder it lies in as its base model.
+    # The API of the test uses its own folder as its base model.
     folder = tiny_qwen3(tmp_path / "server")
     with start_api(folder, 'public_url = "http://tinsmith.example.org"') as server:
         client = subprocess.Popen(

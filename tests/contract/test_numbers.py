@@ -46,7 +46,7 @@ def for_sdk(rows: list[Datum]) -> list[types.Datum]:
 
 
 def reference(training: tinker.TrainingClient, stack: Stack, folder: Path, name: str) -> Reference:
-    """The model as it is now, brought home as PEFT files."""
+    """Reference from the current model, downloaded as PEFT files."""
     folder.mkdir()
     return Reference(stack.base_path, brought_home(training, stack, folder, name))
 

@@ -16,7 +16,7 @@ from tests.contract.stack import API_KEY, BASE, Stack
 
 PROMPT = "The village tinsmith"
 MESSAGES = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Grüße & <b>?"}]
-# On busy cores the broker was seen to get none for 1.9 s: the whole of a stream may come in one piece then.
+# On busy cores the broker once got no CPU for 1.9 s: a complete stream may then arrive in one piece.
 _STREAMS = 10
 GREEDY = {"model": BASE, "temperature": 0.0, "max_tokens": 24}
 
@@ -34,7 +34,7 @@ def tokenizer(stack: Stack) -> PreTrainedTokenizerFast:
 
 @pytest.fixture(scope="module")
 def trained(stack: Stack) -> Iterator[tuple[str, tinker.SamplingClient]]:
-    """The path of an adapter that says something else than its base, and the SDK's client of the same."""
+    """Path of an adapter whose output differs from its base's, and the SDK's client of the same."""
     with stack.client() as service:
         training = service.create_lora_training_client(base_model=BASE, rank=8, seed=3).result()
         train(training, 6, [datum([7] * 24)])

@@ -22,7 +22,7 @@ def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
 
 
 def call(api: ApiServer, **body: object) -> socket.socket:
-    """A call whose answer is never read."""
+    """Sends a call and never reads its answer."""
     content = json.dumps({"model": BASE, "prompt": "ab", **body})
     head = f"POST /oai/api/v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n"
     connection = socket.create_connection(("127.0.0.1", api.port))

@@ -32,14 +32,14 @@ def post(api: ApiServer, path: str, body: dict[str, object]) -> requests.Respons
 
 
 def pending_future(api: ApiServer) -> tuple[str, str, str]:
-    """(session, model, request id) of a create_model that no trainer will take."""
+    """Returns (session, model, request id) of a create_model that no trainer takes."""
     session = post(api, "create_session", {"sdk_version": "0.38.0", "tags": []}).json()["session_id"]
     body = {"session_id": session, "model_seq_id": 0, "base_model": BASE, "lora_config": {"rank": 4}}
     return session, f"{session}:train:0", post(api, "create_model", body).json()["request_id"]
 
 
 def hold(api: ApiServer, request_id: str) -> socket.socket:
-    """Send a poll and leave its answer unread."""
+    """Sends a poll and leaves its answer unread."""
     body = json.dumps({"request_id": request_id, "allow_metadata_only": False})
     poll = socket.create_connection(("127.0.0.1", api.port))
     head = f"POST /api/v1/retrieve_future HTTP/1.1\r\nHost: x\r\nX-API-Key: {KEY}\r\nContent-Type: application/json\r\n"
@@ -48,7 +48,7 @@ def hold(api: ApiServer, request_id: str) -> socket.socket:
 
 
 def answer(poll: socket.socket) -> bytes:
-    """Its body, once it is there."""
+    """Body of the answer, once it arrives."""
     with http.client.HTTPResponse(poll) as response:
         response.begin()
         return response.read()

@@ -12,7 +12,7 @@ from tests.contract.awaiting import await_true
 from tests.contract.data import datum, sentences, train
 from tests.contract.stack import API_KEY, Stack
 
-# Whoever looks may get no CPU until they have run.
+# The reader of the queue may get no CPU until the calls have run.
 TRIES = 5
 
 pytestmark = pytest.mark.parametrize("stack", ["deepspeed-1-transformers"], indirect=True)
@@ -25,7 +25,7 @@ def waiting(stack: Stack, model: str) -> list[dict[str, Any]]:
 
 
 def looks(stack: Stack, training: tinker.TrainingClient) -> list[list[dict[str, Any]]]:
-    """What waits while ten calls run, again and again until they have."""
+    """Reads the queue again and again while ten calls run."""
     batch = [datum(tokens) for tokens in sentences(count=8, length=300)]
     sent = [training.forward_backward(batch, "cross_entropy").future() for _ in range(10)]
     seen = []

@@ -26,7 +26,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory, base_path: Path) -> Iterator
         folder, base_path, free_port(), trainer, 'backend = "transformers"', "[engine]\nlease_s = 3.0", threads=1
     )
     with pytest.MonkeyPatch.context() as patch:
-        # A stopped rank hears no SIGTERM: torchrun kills it after this, and not after 30 s.
+        # A stopped rank does not handle SIGTERM: torchrun kills it after this time instead of 30 s.
         patch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "3")
         with running(stack):
             yield stack
@@ -39,14 +39,14 @@ def service(ranks: Stack) -> Iterator[tinker.ServiceClient]:
 
 
 def group(stack: Stack) -> tuple[psutil.Process, psutil.Process]:
-    """The processes of rank 0, of which Celery changes the title, and of rank 1."""
+    """Processes of rank 0, whose title Celery changes, and of rank 1."""
     [launcher] = children(stack, "workers.process.torchrun")
     leader, follower = sorted(launcher.children(), key=lambda child: child.environ().get("RANK") == "1")
     return leader, follower
 
 
 def attempts(stack: Stack, model_id: str) -> list[int]:
-    """Of each Op of the model that is still journalled."""
+    """Attempts of each journaled Op of the model."""
     with stack.redis() as client:
         found = list(client.scan_iter(keys.op(f"{model_id}:*")))
         assert found
@@ -67,7 +67,7 @@ def test_a_run_survives_a_rank_that_ends_in_the_middle_of_an_op(
     train(client, 2)
     leader, follower = group(ranks)
     follower.suspend()
-    # Each of them rings, and so might have been an attempt.
+    # Each of them dispatches, and so might have been an attempt.
     pending = [(client.forward_backward(supervised(), "cross_entropy"), client.optim_step(ADAM)) for _ in range(2)]
     await_running(ranks, client.model_id, seq=5)
     if end == "dies":

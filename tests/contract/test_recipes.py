@@ -52,7 +52,7 @@ def test_dpo_starts_at_its_reference_and_leaves_it(logs: Path):
 
 
 def test_distillation_is_scored_by_its_teacher_and_samples_what_it_trained(logs: Path):
-    # The teacher is what the first recipe came to: far from the base that the student begins as.
+    # The teacher is the result of the first recipe: far from the base model that the student starts from.
     apart = metrics(logs / "distillation", "teacher_kl")
     assert len(apart) == STEPS
     assert min(apart) > 0.5
@@ -74,7 +74,7 @@ def test_a_recipes_model_comes_home_merged_and_scores_as_the_sampler(
 def test_the_cookbooks_own_merge_scores_as_the_sampler(
     service: tinker.ServiceClient, stack: Stack, base_path: Path, tmp_path: Path
 ):
-    # It has no place for the head of a base whose head is its embedding (docs/tokenizers.md).
+    # The cookbook's merge has no place for the head of a base model with a tied head (docs/tokenizers.md).
     training = service.create_lora_training_client(BASE, rank=8, train_unembed=False).result()
     train(training, 2)
     adapter = download(training, stack, tmp_path / "adapter")
@@ -83,7 +83,7 @@ def test_the_cookbooks_own_merge_scores_as_the_sampler(
 
 
 def download(training: tinker.TrainingClient, stack: Stack, folder: Path) -> Path:
-    """As the cookbook does it."""
+    """Downloads as the cookbook does it."""
     path = training.save_weights_external("recipe").result().path
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("TINKER_API_KEY", API_KEY)

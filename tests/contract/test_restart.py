@@ -28,7 +28,7 @@ PROMPT = types.ModelInput.from_ints(sentences(1)[0])
 
 @pytest.fixture(scope="module")
 def light(tmp_path_factory: pytest.TempPathFactory, base_path: Path) -> Iterator[Stack]:
-    """Two plain-torch trainers and the light sampler: the processes die here, not the kernels."""
+    """Two plain-torch trainers and the light sampler: processes die here, not kernels."""
     folder = tmp_path_factory.mktemp("light") / "data"
     trainer = 'backend = "torch"\ncount = 2'
     stack = Stack(
@@ -56,28 +56,31 @@ def undisturbed(service: tinker.ServiceClient, steps: int) -> np.ndarray:
 
 
 def children(stack: Stack, words: str) -> list[psutil.Process]:
-    """Those there are to be; see found_children."""
+    """Returns the processes of found_children; there must be at least one."""
     found = found_children(stack, words)
     assert found, f"no process of {words!r}"
     return found
 
 
 def found_children(stack: Stack, words: str) -> list[psutil.Process]:
-    """Known by their node names: Celery may put a title in the place of the command line, and both have the name."""
+    """Finds children by their node names.
+
+    Celery may replace the command line with a title, and both contain the name.
+    """
     assert stack.process is not None
     running = psutil.Process(stack.process.pid).children(recursive=True)
     return [child for child in running if words in _command_line(child)]
 
 
 def _command_line(process: psutil.Process) -> str:
-    """Empty if it has ended meanwhile."""
+    """Command line; empty if the process has ended meanwhile."""
     with suppress(psutil.NoSuchProcess):
         return " ".join(process.cmdline())
     return ""
 
 
 def is_gone(process: psutil.Process) -> bool:
-    """Whether it has ended, though nobody may have asked how."""
+    """Tells if the process has ended, even if its parent has not waited for it."""
     with suppress(psutil.NoSuchProcess):
         return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
     return True
@@ -144,7 +147,7 @@ def test_a_stack_started_again_on_its_folder_goes_on_where_it_was(light: Stack, 
 def test_weights_that_were_never_uploaded_are_made_again_when_a_sampler_misses_them(
     service: tinker.ServiceClient, light: Stack
 ):
-    """As if everything had been killed between their commit and their upload, and the machine started again."""
+    """Simulates a kill of all processes between commit and upload, and a restart of the machine."""
     client = service.create_lora_training_client(base_model=BASE, rank=4, seed=7).result()
     train(client, 2)
     sampling = client.save_weights_and_get_sampling_client().result()
@@ -160,4 +163,4 @@ def test_weights_that_were_never_uploaded_are_made_again_when_a_sampler_misses_t
         shutil.rmtree(light.data_dir / "objects" / prefix)
         shutil.rmtree(light.settings().handover_dir, ignore_errors=True)
         assert sampling.compute_logprobs(PROMPT).result() == scored
-        await_true(lambda: not list(records.list(Handover.namespace)))  # noted behind the upload
+        await_true(lambda: not list(records.list(Handover.namespace)))  # noted after the upload

@@ -14,7 +14,7 @@ ADAM = types.AdamParams(learning_rate=2e-2, beta1=0.9, beta2=0.95, eps=1e-8)
 
 
 def reward(tokens: list[int]) -> float:
-    """The share of tokens that three divides; a third, to begin with."""
+    """Share of tokens divisible by three; a third at the start."""
     return float(np.mean(np.array(tokens) % 3 == 0))
 
 
@@ -31,7 +31,7 @@ def rollout(prompt: list[int], sequence: types.SampledSequence, advantage: float
 
 
 def step(training: tinker.TrainingClient, prompts: list[list[int]]) -> tuple[float, float]:
-    """The mean reward, and how far what the sampler says of its tokens is from what the trainer does, on average."""
+    """Returns the mean reward, and the mean difference between the sampler's and the trainer's logprobs."""
     sampling = training.save_weights_and_get_sampling_client().result()
     asked = [sampling.sample(types.ModelInput.from_ints(prompt), GROUP, PARAMS) for prompt in prompts]
     groups = [found.result().sequences for found in asked]

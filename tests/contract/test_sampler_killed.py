@@ -25,12 +25,12 @@ MATCH_RATE = 0.95
 
 
 def engine_memory(stack: Stack) -> set[Path]:
-    """The shared memory of the sampler's engine, as the sampler noted it."""
+    """Shared memory of the sampler's engine, as recorded by the sampler."""
     [note] = (stack.data_dir / "run").glob("sampler-0@*.shared-memory")
     return {Path("/dev/shm", name) for name in json.loads(note.read_text())}
 
 
-# On transformers test_samplers.py asks for more: the same bits.
+# For transformers, test_samplers.py asks for more: the same bits.
 @pytest.mark.parametrize("stack", ["deepspeed-2-ranks-vllm"], indirect=True)
 def test_all_requests_of_a_killed_sampler_end_once_and_nearly_all_with_the_same_tokens(
     training: tinker.TrainingClient, stack: Stack

@@ -29,7 +29,7 @@ PROMPT = types.ModelInput.from_ints(sentences(1)[0])
 NODES = ("sampler-0", "sampler-1")
 STORM_ADAPTERS, STORM_ROUNDS = 24, 2
 KILLED_REQUESTS = 200
-# On a busy machine a sampler may be killed when it has done it all; not every time.
+# On a busy machine a sampler may have finished when it is killed, but not every time.
 TRIES = 5
 
 Drawn = tuple[tuple[int, ...], tuple[float, ...]]
@@ -58,21 +58,21 @@ def training(service: tinker.ServiceClient) -> tinker.TrainingClient:
 
 
 def samplers(stack: Stack) -> dict[str, Worker]:
-    """The healthy ones, by the names they were started with."""
+    """Healthy samplers, by the names they were started with."""
     with stack.redis() as client:
         workers = {node: load(Worker, fields) for node, fields in RedisRecords(client).list(Worker.namespace)}
     return {node.partition("@")[0]: w for node, w in workers.items() if w.role == "sampler" and w.healthy}
 
 
 def process(stack: Stack, node: str) -> psutil.Process:
-    """Once it runs."""
+    """Process of the sampler, once it runs."""
     await_true(lambda: found_children(stack, f"--name {node}"))
     [found] = found_children(stack, f"--name {node}")
     return found
 
 
 def holders(stack: Stack) -> dict[str, set[str]]:
-    """The samplers that each adapter is loaded in, as they say from now on."""
+    """Samplers that have each adapter loaded, as they report from now on."""
     with stack.redis() as client:
         for node in client.zrange(keys.index(Worker.namespace), 0, -1):
             client.delete(keys.record(Worker.namespace, node.decode()))
@@ -100,13 +100,13 @@ def call(stack: Stack, path: str, body: object = None) -> requests.Response:
 
 
 def is_sampled(stack: Stack) -> tuple[bool, bool]:
-    """Whether everything is up, and whether the base can be sampled, as the API says."""
+    """Returns the API's readiness, and if the base model can be sampled."""
     [model] = call(stack, "api/v1/get_server_capabilities").json()["supported_models"]
     return call(stack, "readyz").status_code == 200, model["sampleable"]
 
 
 def waiting_for(stack: Stack) -> str:
-    """Why a poll of what waits is told that it does; empty while that moves on."""
+    """Reason that a poll of waiting work gets; empty while work moves on."""
     with stack.redis() as client:
         pending = client.zrange(keys.PENDING, 0, 0)
     if not pending:
@@ -116,7 +116,7 @@ def waiting_for(stack: Stack) -> str:
 
 
 def running_ids(stack: Stack, kind: str) -> set[str]:
-    """The requests of a kind that a worker has begun and not ended."""
+    """Requests of a kind that a worker has begun and not ended."""
     with stack.redis() as client:
         begun = {key.decode(): client.hmget(key, "kind", "runner") for key in client.scan_iter(keys.op("*"))}
     return {
@@ -126,8 +126,10 @@ def running_ids(stack: Stack, kind: str) -> set[str]:
 
 @contextmanager
 def told(stack: Stack, client: tinker.SamplingClient) -> Iterator[Callable[[], list[str]]]:
-    """What of the client's has been published so far as done, in order: a result that is written is published, and only
-    then."""
+    """Published completions of the client so far, in order.
+
+    A completion is published exactly when its result is written.
+    """
     everything: list[str] = []
 
     def heard() -> list[str]:
@@ -188,7 +190,7 @@ def test_requests_of_a_killed_sampler_end_once_and_to_the_bit_as_undisturbed(
 
 
 def test_twice_as_many_adapters_as_both_hold_sample_their_own_texts(training: tinker.TrainingClient, pair: Stack):
-    """Each loads eight, of which two run at a time."""
+    """Each sampler loads eight adapters, of which two run at a time."""
     paths = []
     for step in range(STORM_ADAPTERS):
         train(training, 1, [datum(tokens) for tokens in sentences(2, seed=step)])
@@ -202,7 +204,7 @@ def test_twice_as_many_adapters_as_both_hold_sample_their_own_texts(training: ti
 
 
 def test_sampling_and_training_go_on_beside_each_other(training: tinker.TrainingClient, pair: Stack):
-    """Of whatever runs long of the one, the other does not wait for the end."""
+    """Neither sampling nor training waits for the end of the other's long calls."""
     client = training.save_weights_and_get_sampling_client().result()
     batch = [datum(tokens) for tokens in sentences(20, 60)]
     passes = [training.forward_backward(batch, "cross_entropy").future() for _ in range(20)]

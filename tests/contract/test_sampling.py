@@ -178,6 +178,6 @@ def test_a_sample_that_is_given_up_stops_in_the_engine_and_the_next_one_runs(
 
 
 def stopped(stack: Stack, request_id: str) -> bool:
-    """Whether its sampler says so."""
+    """Tells if its sampler reports that."""
     lines = (line for log in (stack.data_dir / "logs").glob("sampler*") for line in log.read_text().splitlines())
     return any("sample stopped" in line and request_id in line for line in lines)

@@ -51,7 +51,7 @@ def rows() -> dict[str, str]:
 
 @cache
 def top_level(file: str) -> dict[str, ast.AST]:
-    """What a test's module defines, by name."""
+    """Top-level definitions of a test's module, by name."""
     found: dict[str, ast.AST] = {}
     for node in ast.parse((ROOT / "tests" / "contract" / file).read_text()).body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -63,7 +63,7 @@ def top_level(file: str) -> dict[str, ast.AST]:
 
 
 def said_by(file: str, test: str) -> tuple[set[str], set[str]]:
-    """The attributes a test uses and the words it writes, itself or in what it uses of its module."""
+    """Attributes and words that a test uses, directly or through definitions of its module."""
     names, attributes, words, seen = [test], set(), set(), set()
     while names:
         name = names.pop()

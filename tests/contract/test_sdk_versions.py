@@ -59,25 +59,25 @@ def test_a_program_sees_the_same_to_the_bit_whichever_release_of_the_sdk_it_runs
 
 
 def check(seen: dict[str, Any]) -> None:
-    """The program did what it is for."""
+    """Checks the results of the program."""
     assert seen["losses"][2] < seen["losses"][0]
     assert seen["loaded"] == seen["saved"] != seen["before"]
     assert seen["custom"][1] == 4.0
     assert [len(tokens) for tokens in seen["tokens"]] == [len(scores) for scores in seen["logprobs"]]
-    # The prompt's scores by the sampler are the trainer's.
+    # The sampler's scores of the prompt are the trainer's.
     np.testing.assert_allclose(seen["prompt"][1:], seen["saved"][0][:-1], atol=1e-3)
     assert [len(row or []) for row in seen["top"]] == [0] + [3] * (len(seen["top"]) - 1)
 
 
 def flat(nested: Any) -> list[float]:
-    """Without the None of what was not scored."""
+    """Flattens the scores, without the None of unscored tokens."""
     if isinstance(nested, list):
         return [number for part in nested for number in flat(part)]
     return [] if nested is None else [nested]
 
 
 def run(folder: Path, url: str, release: Version) -> dict[str, Any]:
-    """What the program saw."""
+    """Runs the program and returns its observations."""
     home = folder / str(release)
     execute = partial(subprocess.run, capture_output=True, text=True, timeout=_LONGEST_S, check=False)
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", "install", "--quiet", "--no-deps"]

@@ -44,7 +44,7 @@ def test_a_file_that_holds_a_secret_is_its_owners_alone(stack: Stack) -> None:
 
 
 def use(training: tinker.TrainingClient) -> None:
-    """A step, and a sample, of a prompt that is easy to find."""
+    """Runs a step and a sample, with a prompt that is easy to find."""
     training.forward_backward([datum(CANARY)], "cross_entropy").result()
     train(training, 1)
     sampling = training.save_weights_and_get_sampling_client().result()
@@ -52,13 +52,13 @@ def use(training: tinker.TrainingClient) -> None:
 
 
 def files(folder: Path) -> Iterator[Path]:
-    """The stack goes on meanwhile: some may be gone when they are looked at."""
+    """All files of the stack. The stack keeps running, so some may be gone when they are read."""
     found = (Path(parent) / name for parent, _, names in os.walk(folder) for name in names)
     return (path for path in found if path.is_file() and not path.is_symlink())
 
 
 def content(path: Path) -> bytes:
-    """Nothing of one that is gone."""
+    """Content of a file; empty if the file is gone."""
     with suppress(FileNotFoundError):
         return path.read_bytes()
     return b""

@@ -12,7 +12,7 @@ import pytest
 
 
 def up(folder: Path, base: Path | str, toml: str = "", **environ: str) -> tuple[int, list[str]]:
-    """The exit code, and the lines that `tinsmith up` said behind its first, which is about the data folder."""
+    """Exit code and lines of `tinsmith up`, without its first line, which is about the data folder."""
     config = folder / "tinsmith.toml"
     config.write_text(f'[[base_models]]\nname = "tiny"\npath = "{base}"\n{toml}')
     command = ["up", "--config", str(config), "--data-dir", str(folder / "data"), "--port", "0"]
@@ -20,7 +20,7 @@ def up(folder: Path, base: Path | str, toml: str = "", **environ: str) -> tuple[
         [sys.executable, "-m", "app.cli", *command],
         capture_output=True,
         text=True,
-        # As on a machine without a GPU, whatever this one has.
+        # Simulates a machine without a GPU.
         env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **environ},
         timeout=600,
     )

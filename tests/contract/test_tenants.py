@@ -24,7 +24,7 @@ Admin = Callable[..., str]
 
 @pytest.fixture
 def admin(stack: Stack, capsys: pytest.CaptureFixture[str]) -> Admin:
-    """What an action printed."""
+    """Output of an action."""
 
     def run(*arguments: str) -> str:
         assert cli.main(["admin", *arguments, "--data-dir", str(stack.data_dir)]) == 0
@@ -75,7 +75,7 @@ def test_a_key_that_is_revoked_stops_a_client_that_runs(stack: Stack, admin: Adm
 
 
 def test_who_one_is_comes_out_of_a_token(stack: Stack, admin: Admin):
-    """One of the stacks has its clients change their keys into tokens, so all its tests are called with them."""
+    """Clients of one of the stacks exchange their keys for tokens, so all its tests run with tokens."""
     organisation = admin("org", "create", "Tinkers")
     project = admin("project", "create", "kettles", "--org", organisation)
     rest = tinker.RestClient(base_url=stack.url, api_key=user_key(admin, organisation, project, "viewer"))
@@ -91,7 +91,7 @@ def test_who_one_is_comes_out_of_a_token(stack: Stack, admin: Admin):
 def test_one_logs_in_with_a_key_is_told_who_one_is_and_logs_out(
     stack: Stack, admin: Admin, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
-    """Credentials are kept on the client; logging out leaves the key as it is."""
+    """Credentials are kept on the client; a logout leaves the key valid."""
     organisation = admin("org", "create", "Tinkers")
     project = admin("project", "create", "kettles", "--org", organisation)
     key = user_key(admin, organisation, project, "viewer", "--name", "laptop")
@@ -107,7 +107,7 @@ def test_one_logs_in_with_a_key_is_told_who_one_is_and_logs_out(
     assert "not known here" in str(wrong.exception.details)
     said = tinker_command("auth", "login", given=f"{key}\n").stdout
     assert "Logged in as viewer@example.org (Tinkers). Stored API key 'laptop'" in said
-    # In a process of its own: one that found its server in the environment keeps to that one for good.
+    # A separate process, because a process keeps the server that it found in its environment.
     me = subprocess.run([sys.executable, "-m", "tinker.cli", "auth", "whoami"], capture_output=True, text=True)
     if stack.settings().api.pjwt_auth_enabled:
         assert f"tml:organization:{organisation}" in me.stdout
@@ -174,7 +174,7 @@ def test_a_run_goes_on_when_a_limit_refuses_a_save_and_waits_where_one_passes(st
 
 
 def put_off(stack: Stack) -> float:
-    """How many batches were answered with a 429."""
+    """Number of batches that were answered with a 429."""
     with urllib.request.urlopen(f"{stack.url}/metrics") as answer:
         found = re.findall(r'_count\{route="/api/v1/forward_backward",status="429"\} (\S+)', answer.read().decode())
     return sum(map(float, found))

@@ -51,7 +51,7 @@ def waiting(api: ApiServer) -> list[Pending]:
 
 
 def answer(api: ApiServer, request_id: str) -> None:
-    """As a sampler does: the prompt comes back as the sample."""
+    """Answers as a sampler does: the prompt is returned as the sample."""
     entry = api.oplog.claim_sample(request_id, "s/1")
     if entry is not None:
         request: SampleRequest = codec.decode(entry.payload)
@@ -61,7 +61,7 @@ def answer(api: ApiServer, request_id: str) -> None:
 
 @contextmanager
 def sampler(api: ApiServer) -> Iterator[None]:
-    """Answers whatever waits."""
+    """Answers all waiting requests."""
     stop = threading.Event()
 
     def run() -> None:
@@ -79,8 +79,10 @@ def sampler(api: ApiServer) -> Iterator[None]:
 
 
 class Hasty:
-    """The asyncio module with pauses of 20 ms at most: the SDK's heartbeat and refresh of flags, at 10 s otherwise, are
-    under way at most closes."""
+    """The asyncio module with pauses of at most 20 ms.
+
+    The SDK's heartbeat and refresh of flags, otherwise every 10 s, are then under way at most closes.
+    """
 
     def __getattr__(self, name: str) -> Any:
         return getattr(asyncio, name)
@@ -96,7 +98,7 @@ def tokens(found: concurrent.futures.Future[types.SampleResponse]) -> list[int]:
 def test_samples_that_are_put_off_come_back_and_every_one_has_its_own_result(
     api: ApiServer, sampling: tinker.SamplingClient
 ):
-    """20 at once where 8 may wait: the SDK sends those that got a 429 again under the same seq."""
+    """20 samples at once, where 8 may wait: the SDK sends those that got a 429 again under the same seq."""
     asked = [sample(sampling, token) for token in range(20)]
     await_true(lambda: len(waiting(api)) == 8, "the queue never filled")
     with sampler(api):
@@ -166,7 +168,7 @@ def test_a_client_that_closes_cancels_what_it_left(api: ApiServer):
 def test_who_waits_behind_others_is_told_how_many_run_first(
     api: ApiServer, sampling: tinker.SamplingClient, monkeypatch: pytest.MonkeyPatch
 ):
-    """The SDK hands it on to whoever observes its queue, where it polls for each sample."""
+    """The SDK passes the number to its queue observer, if it polls for each sample."""
     told: list[str] = []
     monkeypatch.setattr(
         type(sampling), "on_queue_state_change", lambda _, state, reason: told.append(f"{state.name}: {reason}")
@@ -181,7 +183,7 @@ def test_who_waits_behind_others_is_told_how_many_run_first(
 def test_without_a_sampler_the_sdk_tells_its_user_so(
     api: ApiServer, sampling: tinker.SamplingClient, caplog: pytest.LogCaptureFixture
 ):
-    """Where it polls for each sample: an answer to a batch poll has no place for it."""
+    """This needs a poll for each sample: the answer to a batch poll has no field for it."""
     asked = sample(sampling, 1)
     await_true(lambda: waiting(api), "it never came")
     record = api.records.get(Worker.namespace, "sampler-0@test")

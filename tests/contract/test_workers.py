@@ -25,7 +25,7 @@ from tests.contract.test_restart import await_true, children, undisturbed
 from tests.servers import free_port
 
 HEALTHY_S = 12.0
-# One may do all there is before it hears that it is to stop.
+# A worker may finish all its work before it handles the stop signal.
 TRIES = 5
 
 
@@ -48,7 +48,7 @@ def service(pair: Stack) -> Iterator[tinker.ServiceClient]:
 
 
 def trainers(stack: Stack) -> dict[str, Worker]:
-    """By node."""
+    """Trainers by node."""
     with stack.redis() as client:
         workers = {node: load(Worker, fields) for node, fields in RedisRecords(client).list(Worker.namespace)}
     return {node: worker for node, worker in workers.items() if worker.role == "trainer"}
@@ -70,7 +70,7 @@ def applied(stack: Stack, model_id: str) -> int:
 
 
 def is_anew(stack: Stack, node: str, started: float) -> bool:
-    """Whether it runs, and was started after that."""
+    """Tells if the node runs, and was started after that time."""
     now = trainers(stack).get(node)
     return now is not None and now.healthy and now.started > started
 
@@ -124,7 +124,7 @@ def test_a_deaf_trainer_is_told_apart_and_started_again_and_its_models_go_on(
     for queue in (dispatch.train_queue(BASE), dispatch.direct_queue(dispatch.train_queue(BASE), node)):
         assert control.cancel_consumer(queue, destination=[node], reply=True, timeout=240, limit=1)
     pending = client.forward_backward(supervised(), "cross_entropy"), client.optim_step(ADAM)
-    # It ends soon after it has been told apart.
+    # It ends soon after it is recognised.
     await_true(lambda: node not in healthy_trainers(pair) or is_anew(pair, node, started))
     assert all(future.result() for future in pending)
     found = logprobs(client.forward(supervised(seed=8), "cross_entropy").result())
@@ -134,7 +134,7 @@ def test_a_deaf_trainer_is_told_apart_and_started_again_and_its_models_go_on(
 
 
 def test_ticks_are_no_events(service: tinker.ServiceClient, pair: Stack):
-    """Else Flower would show little else, and forget the futures over it."""
+    """Otherwise Flower would show little else, and forget the futures."""
     seen: list[str] = []
     app = celery.Celery(broker=pair.settings().broker_url, set_as_current=False)
     client = service.create_lora_training_client(base_model=BASE, rank=4).result()
