@@ -11,9 +11,9 @@ if TYPE_CHECKING:
 
 
 def create_app(settings: Settings) -> Flask:
-    """The WSGI application. Flask is imported here, so that workers can use app.domain without it.
+    """Builds the WSGI application. Flask is imported here, so that workers can use app.domain without it.
 
-    Raises SetupError when the settings can not work.
+    Raises SetupError when the settings cannot work.
     """
     from app.web import build
 

@@ -1,7 +1,8 @@
-"""The `tinsmith` command. Only arguments and exit codes live here; what a command does is imported when it runs.
+"""The `tinsmith` command. This module holds only arguments and exit codes; the code of a command is imported when it
+runs.
 
-Exit codes: 0 done or stopped, 1 a process kept failing, 2 something must be changed first (one line on stderr says
-what).
+Exit codes: 0 done or stopped, 1 a process kept failing, 2 something must be changed first (one line on stderr names
+it).
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ TINSMITH_S3_ACCESS_KEY, TINSMITH_S3_SECRET_KEY. Ctrl-C stops everything; the sam
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line instead of printing the whole usage before it."""
+    """An argument parser that reports an error in one line, without printing the usage first."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}; see `{self.prog} --help`\n")
 
 
 class _PrintVersion(argparse.Action):
-    """Does what the command `version` does, and ends the program."""
+    """The `--version` option: prints the version as the command `version` does, and ends the program."""
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, *_: object) -> NoReturn:
         parser.exit(_version(namespace))

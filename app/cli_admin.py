@@ -1,4 +1,4 @@
-"""The arguments of `tinsmith admin`, `backup` and `restore`, which work on a stack from outside.
+"""The arguments of `tinsmith admin`, `backup` and `restore`. These commands work on a stack from outside.
 
 app/stack/admin.py and app/stack/recovery.py do the work; they are imported when a command runs.
 """
@@ -27,7 +27,7 @@ _ABOUT = "organisations, projects, users and keys, usage and audit log"
 
 
 def add_stack_options(parser: argparse.ArgumentParser) -> None:
-    """Without --redis it is the stack that runs on the data folder."""
+    """Adds the options that select a stack. Without --redis it is the stack that runs on the data folder."""
     parser.add_argument(
         "--config",
         type=Path,
@@ -53,14 +53,15 @@ def add_outside_options(parser: argparse.ArgumentParser) -> None:
 
 
 def options(arguments: argparse.Namespace) -> Options:
-    """What `add_stack_options` asked for."""
+    """Returns the values of the options that `add_stack_options` adds."""
     from app.stack.config import Options
 
     return Options(config=arguments.config, data_dir=arguments.data_dir, redis=arguments.redis, s3=arguments.s3)
 
 
 def add_admin(commands: Commands) -> None:
-    """Organisations have projects and users; a user has a role in each project he may use, and keys."""
+    """Adds `tinsmith admin`. An organisation has projects and users. A user has keys, and a role in each project he may
+    use."""
     about = "organisations, projects, users, API keys and limits"
     admin = commands.add_parser("admin", help=about, description=f"Make, change and list {about}.", allow_abbrev=False)
     admin.set_defaults(parser=admin)
@@ -208,7 +209,7 @@ def _days(text: str) -> float:
 
 
 def add_backup(commands: Commands) -> None:
-    """Both take a file, and the servers they are about."""
+    """Adds `backup` and `restore`. Both take a file and the options that select the servers."""
     backup = _file_command(
         commands,
         "backup",

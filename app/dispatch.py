@@ -1,6 +1,6 @@
-"""Celery as a doorbell: one named task a future, its id the request id, no payload.
+"""Dispatch through Celery: one named task for each future. The task id is the request id; the task has no payload.
 
-Losing, doubling or reordering these messages changes nothing (the journal is the truth), so ringing is best effort.
+Dispatch is best effort: the journal is the truth, so a lost, doubled or reordered message changes nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from app.stores.redis.types import Holder
 
 log = logging.getLogger(__name__)
 
-# A consumed seq has no future of its own, but what waits behind it has to move: that is catch_up.
+# A consumed seq has no future of its own, but the calls that wait behind it must go on. The kind catch_up does that.
 CATCH_UP = "catch_up"
 KINDS = (
     *("create_model", "forward_backward", "forward", "optim_step", "save_weights", "load_weights", "sample"),
@@ -29,27 +29,27 @@ _CONTROL_REPLY_S = 60
 
 
 def task_name(kind: str) -> str:
-    """The Celery task of a journalled kind."""
+    """The name of the Celery task of a journalled kind."""
     return f"tinsmith.{kind if kind in KINDS else CATCH_UP}"
 
 
 def train_queue(base_model: str, *, full: bool = False) -> str:
-    """What the trainers of a base read, or with `full` those that train all of its weights."""
+    """The queue of a base model's trainers, or with `full` of its trainers for full fine-tuning."""
     return f"{'full' if full else 'train'}.{base_model}"
 
 
 def sample_queue(base_model: str, *, full: bool = False) -> str:
-    """What the samplers of a base read, or with `full` those of models that were fine-tuned in full."""
+    """The queue of a base model's samplers, or with `full` of its samplers for fully fine-tuned models."""
     return f"{'fullsample' if full else 'sample'}.{base_model}"
 
 
 def direct_queue(queue: str, node: str) -> str:
-    """The queue only one node reads, for models it owns."""
+    """The queue that only one node reads, for the models it owns."""
     return f"{queue}@{node}"
 
 
 def celery_app(settings: Settings) -> Celery:
-    """The one Celery configuration, for the API that rings and the workers that listen."""
+    """The one Celery configuration, for the API that dispatches tasks and the workers that consume them."""
     app = Celery("tinsmith", broker=settings.broker_url)
     app.conf.update(
         task_ignore_result=True,
@@ -81,15 +81,15 @@ def celery_app(settings: Settings) -> Celery:
 
 
 class Doorbell:
-    """Rings for a future that waits in the journal."""
+    """Dispatches futures that wait in the journal."""
 
     def __init__(self, celery: Celery) -> None:
         self._celery = celery
 
     def ring(self, kind: str, request_id: str, parent_id: str, queue: str) -> None:
-        """Never raises for a broker that is away: the sweeper rings again.
+        """Dispatches one future. Does not raise when the broker is away: the sweeper dispatches the future again.
 
-        `parent_id` is the model or sampling session, shown beside the task's name in Flower.
+        `parent_id` is the model or sampling session. It is shown beside the task's name in Flower.
         """
         try:
             self._celery.send_task(
@@ -99,27 +99,27 @@ class Doorbell:
             log.warning("could not ring for %s: %s", request_id, error, extra={"request_id": request_id})
 
     def wake(self, holder: Holder) -> None:
-        """Have a trainer look at once for what it may free."""
+        """Makes a trainer check at once which models it may free."""
         queue = train_queue(holder.base_model, full=holder.full)
         TickBell(self._celery, direct_queue(queue, holder.node)).ring()
 
 
 class TickBell:
-    """Rings a worker through its own direct queue, quietly: Flower hears nothing of it."""
+    """Sends tick messages to a worker through its own direct queue, without events: Flower does not show them."""
 
     def __init__(self, celery: Celery, queue: str) -> None:
         self._celery, self._queue = celery, queue
         self._broker = connect(celery.conf.broker_url)
 
     def waiting(self) -> int | None:
-        """Ticks that were rung and not taken yet: the messages in the queue. None while the broker is away."""
+        """The number of messages in the queue; None while the broker is away."""
         try:
             return self._broker.llen(self._queue)
         except (redis.RedisError, OSError):
             return None
 
     def ring(self) -> bool:
-        """False when the broker takes nothing: it is away, or full."""
+        """Sends one tick. Returns False when the broker does not accept it because it is away or full."""
         message = self._celery.amqp.as_task_v2(uuid.uuid4().hex, TICK, (), {}, ignore_result=True)
         try:
             with self._celery.producer_or_acquire() as producer:

@@ -1,26 +1,26 @@
-"""Every error Tinsmith raises on purpose, and the one table that maps it outward.
+"""Every error that Tinsmith raises on purpose, with its HTTP status or its category of a failed future.
 
     TinsmithError
-    ├── RequestError            what a client can see at once, as an HTTP status
-    │   ├── BadRequest          400  the content is wrong; sending it again will not help
+    ├── RequestError            answered at once, as an HTTP status
+    │   ├── BadRequest          400  the content is wrong; sending it again does not help
     │   ├── Unauthorized        401
-    │   │   └── InvalidToken    401  a token that is too old, or not ours: another may do
+    │   │   └── InvalidToken    401  the token is too old, or not ours; another one may work
     │   ├── Forbidden           403
-    │   │   └── LimitReached    403  a limit that does not pass by itself: something has to go first
-    │   ├── NotFound            404  missing, or somebody else's: the two look alike
-    │   │   └── RepoNotFound, RevisionNotFound, EntryNotFound  of the Hub's routes, and by the Hub's names
-    │   ├── Gone                410  yours, but expired or lost
+    │   │   └── LimitReached    403  a limit that does not pass by itself: something must be deleted or ended first
+    │   ├── NotFound            404  missing, or somebody else's; the answer is the same for both
+    │   │   └── RepoNotFound, RevisionNotFound, EntryNotFound  raised by the Hub's routes, named as the Hub does
+    │   ├── Gone                410  the caller's own, but expired or lost
     │   ├── TooLarge            413
     │   ├── Invalid             422  a field is missing or has the wrong type
     │   ├── TooManyRequests     429  retry later
-    │   ├── ClientGone          499  nobody is there to read the answer
+    │   ├── ClientGone          499  the client has gone and does not read the answer
     │   └── Unavailable         503  retry later
-    │       └── NewerContent    503  only a newer version of ours can read it; a process of that version will
-    ├── OpError                 what only running an Op can tell, as a failed future
+    │       └── NewerContent    503  only a newer version of Tinsmith can read it; a process of that version does
+    ├── OpError                 found only by running an Op, and answered as a failed future
     │   ├── UserOpError         category "user": the Op's content is at fault
-    │   └── ServerOpError       category "server": we are at fault
-    ├── Fenced                  another worker owns the model now; throw the state away
-    └── SetupError              the operator must change something; the message says what
+    │   └── ServerOpError       category "server": the server is at fault
+    ├── Fenced                  another worker owns the model now; discard the state
+    └── SetupError              the operator must change something, which the message names
 
 409 is missing on purpose: the SDK retries it for five minutes.
 To add one: pick the parent that says who must act, write one sentence, and give it a status if a client sees it.
@@ -33,11 +33,11 @@ from typing import ClassVar
 
 
 class TinsmithError(Exception):
-    """The base of all."""
+    """The base class of all errors here."""
 
 
 class RequestError(TinsmithError):
-    """A request that is answered with `status`; the text is shown to the client."""
+    """A failed request. It is answered with `status`, and the text is shown to the client."""
 
     status: ClassVar[int] = 400
     retry_after_s: float | None = None
@@ -48,13 +48,13 @@ class BadRequest(RequestError):
 
 
 class Unauthorized(RequestError):
-    """No API key, or not one of ours."""
+    """The request has no API key, or one that this server does not know."""
 
     status = 401
 
 
 class InvalidToken(Unauthorized):
-    """A token that is no good any more; with the key there is a new one."""
+    """The token is no longer valid; the client can get a new one with its key."""
 
 
 class Forbidden(RequestError):
@@ -64,29 +64,29 @@ class Forbidden(RequestError):
 
 
 class LimitReached(Forbidden):
-    """As much is there as the project, or the key, may have."""
+    """The project or the key already has as much as it may have."""
 
 
 class NotFound(RequestError):
-    """There is no such thing, or it belongs to someone else."""
+    """The object does not exist, or it belongs to someone else."""
 
     status = 404
 
 
 class RepoNotFound(NotFound):
-    """No model of this name has a tokenizer here."""
+    """No model of this name has a tokenizer on this server."""
 
 
 class RevisionNotFound(NotFound):
-    """The model is here, in another state."""
+    """The model is on this server, but in another revision."""
 
 
 class EntryNotFound(NotFound):
-    """The model is here, without such a file."""
+    """The model is on this server, but it has no such file."""
 
 
 class Gone(RequestError):
-    """It was there and is no more; the SDK samples again on this status."""
+    """The object existed and exists no longer; the SDK samples again on this status."""
 
     status = 410
 
@@ -104,22 +104,22 @@ class Invalid(RequestError):
 
 
 class TooManyRequests(RequestError):
-    """A limit is reached; it passes."""
+    """A limit is reached that passes with time."""
 
     status = 429
     retry_after_s = 1.0
 
 
 class ClientGone(RequestError):
-    """The client went away before its answer; nobody reads this one."""
+    """The client closed its connection before the answer; nobody reads this error."""
 
     status = 499
 
 
 class Unavailable(RequestError):
-    """A part we need is down or full; it passes.
+    """A part that the server needs is down or full; this passes with time.
 
-    The SDK gives some calls 11 tries in all: with 1 s between them its patience would end after 10 s, not a minute.
+    The SDK makes 11 tries in all for some calls: with 1 s between them it would give up after 10 s, not a minute.
     """
 
     status = 503
@@ -127,11 +127,11 @@ class Unavailable(RequestError):
 
 
 class NewerContent(Unavailable):
-    """A newer version of Tinsmith stored this, and this one cannot read it: a newer process can."""
+    """A newer version of Tinsmith stored the content. This version cannot read it; a newer process can."""
 
 
 class OpError(TinsmithError):
-    """An Op that ran and failed; the future carries the text and `category`."""
+    """An Op ran and failed; the future carries the text and `category`."""
 
     category: ClassVar[str] = "unknown"
 
@@ -153,7 +153,7 @@ class Fenced(TinsmithError):
 
 
 class TriedOften(TinsmithError):
-    """A sampling request was not begun: too many workers died while they ran it."""
+    """A sampling request is not started, because too many workers died while they ran it."""
 
 
 class SetupError(TinsmithError):

@@ -1,7 +1,7 @@
 """gunicorn's settings: `python -m gunicorn -c python:app.gunicorn_conf app.wsgi:application`.
 
-One process, because a held poll is a waiting thread and one pub/sub connection wakes them all. Poll threads and spare
-threads come from one pool; app/services/polling.py sees to it that polls never take all of it.
+There is one process, because a held poll is a waiting thread and one pub/sub connection wakes all of them. Poll threads
+and spare threads come from one pool. app/services/polling.py ensures that polls never take the whole pool.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ threads = _settings.api.poll_capacity + _settings.api.spare_threads
 worker_connections = 4 * threads
 backlog = 4096
 keepalive = 75
-# Held polls end when clients poll again; a stop must not wait 30 s for them.
+# A held poll ends with the stop, and its client polls again; a stop must not wait 30 s for it.
 graceful_timeout = 3
 control_socket_disable = True
 logconfig_dict = {

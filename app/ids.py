@@ -1,7 +1,7 @@
-"""The text of every id, made and taken apart in one place.
+"""Builds and parses the text of every id.
 
-Request ids are derived, not drawn: a repeated call has the same id in every API process and after every restart,
-and the id in Flower or in a log line says which model and seq it is.
+Request ids are derived, not random: a repeated call has the same id in every API process and after every restart.
+The id in Flower or in a log line names the model and the seq.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ def new_session_id() -> str:
 
 
 def model_id(session_id: str, model_seq_id: int) -> str:
-    """The SDK computes this text itself when it creates a model from a checkpoint, so it is fixed."""
+    """A model's id. The SDK computes this text itself when it creates a model from a checkpoint, so the form is
+    fixed."""
     return f"{session_id}:train:{model_seq_id}"
 
 
@@ -36,23 +37,24 @@ def sampling_session_id(session_id: str, sampling_session_seq_id: int) -> str:
 
 
 def copy_session_id(project: str, key: str | None) -> str:
-    """The session of a copy into a project; of a call that comes again under the same idempotency key the same one."""
+    """The session of a copy into a project. A repeat of the call under the same idempotency key gets the same
+    session."""
     return str(uuid.uuid5(_COPIES, f"{project}\n{key}")) if key else new_session_id()
 
 
 def openai_session_id(project: str) -> str:
-    """The session that all of a project's OpenAI-compatible calls are in."""
+    """The session of all OpenAI-compatible calls of a project."""
     return str(uuid.uuid5(_OPENAI, project))
 
 
 def openai_sampler_id(session_id: str, base_model: str, prefix: str) -> str:
-    """The sampler there of an adapter's files (or, with an empty prefix, of a base model)."""
+    """The id of the sampler in that session for an adapter's files (with an empty prefix, for the base model)."""
     digest = hashlib.sha256(f"{base_model}\n{prefix}".encode()).digest()
     return sampling_session_id(session_id, int.from_bytes(digest[:8], "big") >> 1)
 
 
 def loss_id(session_id: str, custom_loss_seq_id: int) -> str:
-    """A custom loss's id, and its creation's request id: the one call that can have made it."""
+    """The id of a custom loss. It is also the request id of the call that creates it."""
     return f"{session_id}:loss:{custom_loss_seq_id}"
 
 
@@ -62,33 +64,33 @@ def unload_id(model_id: str) -> str:
 
 
 def unloaded_by(request_id: str) -> str | None:
-    """The inverse; None for any other request id."""
+    """The model that the unloading with this request id unloads; None for any other request id."""
     match = _UNLOAD_ID.fullmatch(request_id)
     return match and match[1]
 
 
 def hub_id(base_model: str) -> str:
-    """A base model's name as the SDK cuts it for Hugging Face's Hub: without a `:suffix` or a third part."""
+    """A base model's name as the SDK shortens it for Hugging Face's Hub: without a `:suffix` or a third part."""
     return "/".join(base_model.split(":")[0].split("/")[:2])
 
 
 def model_prefix(session_id: str) -> str:
-    """What the ids of all its models start with."""
+    """The prefix of the ids of all models of a session."""
     return f"{session_id}:train:"
 
 
 def sampler_prefix(session_id: str) -> str:
-    """What the ids of all its samplers start with."""
+    """The prefix of the ids of all samplers of a session."""
     return f"{session_id}:sample:"
 
 
 def loss_prefix(session_id: str) -> str:
-    """What the ids of all its custom losses start with."""
+    """The prefix of the ids of all custom losses of a session."""
     return f"{session_id}:loss:"
 
 
 def checkpoint_prefix(model_id: str) -> str:
-    """What the paths of all its checkpoints start with."""
+    """The prefix of the paths of all checkpoints of a model."""
     return f"tinker://{model_id}/"
 
 
@@ -97,23 +99,24 @@ def session_of(model_id: str) -> str:
 
 
 def request_id(parent_id: str, seq_id: int) -> str:
-    """`parent_id` is a model id or a sampling session id."""
+    """The id of a call. `parent_id` is a model id or a sampling session id."""
     return f"{parent_id}:{seq_id}"
 
 
 def poll_target(sampler_id: str, clone: int | str) -> str:
-    """All requests of one client of a sampling session, which it may wait for together. Never shown to anybody."""
+    """The key of all requests of one client of a sampling session. The client may wait for them together. The key is
+    internal."""
     return f"{sampler_id}/{clone}"
 
 
 def target_of(request_id: str) -> str:
-    """The poll target a sampling request belongs to. The seqs of clone n are those from n * 10^9 on."""
+    """The poll target of a sampling request. The seqs of clone n start at n * 10^9."""
     sampler_id, _, seq = request_id.rpartition(":")
     return poll_target(sampler_id, seq[:-9] or "0")
 
 
 def stable_seed(text: str) -> int:
-    """A seed in [0, 2^31) for an id, so that a retry or a replay draws the same numbers."""
+    """A seed in [0, 2^31) derived from an id, so that a retry or a replay draws the same random numbers."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") >> 1
 
 
@@ -155,7 +158,7 @@ class TinkerPath:
 
 
 def check_name(name: str) -> str:
-    """A checkpoint's name, unchanged. Raises BadRequest when it could not be a path part."""
+    """Returns a checkpoint's name unchanged. Raises BadRequest when the name cannot be part of a path."""
     if not _NAME.fullmatch(name):
         raise BadRequest(
             f"{name[:200]!r} is not a checkpoint name: use 1 to 128 letters, digits, '.', '_' or '-', "

@@ -1,4 +1,4 @@
-"""Every setting, typed and frozen. One TOML file holds them; unknown keys are errors.
+"""Every setting, typed and frozen. One TOML file holds the settings; an unknown key is an error.
 
 Secrets may come from the environment instead of the file, so that compose and Kubernetes can mount them:
 TINSMITH_REDIS_URL, TINSMITH_BROKER_URL, TINSMITH_S3_ACCESS_KEY, TINSMITH_S3_SECRET_KEY, TINSMITH_API_KEY.
@@ -112,13 +112,15 @@ class BaseModelSettings(_Section):
     )
 
     def for_full(self) -> BaseModelSettings:
-        """The same as its trainers for full fine-tuning see it. Raises SetupError when it has none."""
+        """The base model's settings for its trainers for full fine-tuning. Raises SetupError when it has no such
+        trainers."""
         if self.full is None:
             raise SetupError(f"base model {self.name!r} has no section [base_models.full] in the settings")
         return self.model_copy(update={"trainer": self.full.model_copy(update={"max_models": 1})})
 
     def for_full_sampler(self) -> BaseModelSettings:
-        """The same as its samplers of models fine-tuned in full see it. Raises SetupError when it has none."""
+        """The base model's settings for its samplers of fully fine-tuned models. Raises SetupError when it has no such
+        samplers."""
         if self.full_sampler is None:
             raise SetupError(f"base model {self.name!r} has no section [base_models.full_sampler] in the settings")
         return self.model_copy(update={"sampler": self.full_sampler})
@@ -243,13 +245,14 @@ class Settings(_Section):
 
     @property
     def concurrent_samples(self) -> int:
-        """How many samples a client that polls for each of them should have under way."""
+        """The number of samples that a client should have under way when it polls for each of them."""
         sections = [section for base in self.base_models for section in (base.sampler, base.full_sampler)]
         return min([self.api.poll_capacity, *(section.queue_requests for section in sections if section is not None)])
 
     @property
     def handover_dir(self) -> Path:
-        """`engine.handover_dir`, or one of its own for every data folder."""
+        """The folder for shared-memory transfer: `engine.handover_dir`, or by default a separate folder for each data
+        folder."""
         if self.engine.handover_dir:
             return Path(self.engine.handover_dir)
         if not os.access(_SHARED_MEMORY, os.W_OK):
@@ -258,7 +261,7 @@ class Settings(_Section):
 
     @property
     def names_folders(self) -> bool:
-        """Whether clients load a local tokenizer from its folder, rather than by the model's name."""
+        """True when clients load a local tokenizer from its folder, and not by the model's name."""
         if self.api.tokenizers != "auto":
             return self.api.tokenizers == "local"
         return {self.api.host, urlsplit(self.api.public_url).hostname or self.api.host} <= _THIS_MACHINE
@@ -273,12 +276,13 @@ class Settings(_Section):
 
 
 def hash_key(api_key: str) -> str:
-    """Keys hold 256 random bits, so a plain sha256 is enough at rest."""
+    """The sha256 digest of a key. Keys hold 256 random bits, so a plain sha256 is enough for storage."""
     return hashlib.sha256(api_key.encode()).hexdigest()
 
 
 def load(path: Path, environ: Mapping[str, str] = os.environ) -> Settings:
-    """Settings from a TOML file with secrets from the environment on top. Raises SetupError naming what is wrong."""
+    """Loads settings from a TOML file; secrets from the environment override it. Raises SetupError naming the
+    mistake."""
     try:
         raw = tomllib.loads(path.read_text())
     except OSError as error:
@@ -291,13 +295,13 @@ def load(path: Path, environ: Mapping[str, str] = os.environ) -> Settings:
 
 
 def defaults(environ: Mapping[str, str] = os.environ) -> Settings:
-    """The settings of an empty file, with secrets from the environment on top."""
+    """The settings of an empty file, with the secrets from the environment."""
     return parse(_with_secrets({}, environ), "the environment")
 
 
 def parse(raw: Mapping[str, Any], source: str) -> Settings:
-    """Settings from plain values. Raises SetupError naming every bad key: in one line, or on a line each below the
-    first."""
+    """Builds settings from plain values. Raises SetupError naming every bad key: one in a single line, several on a
+    line each below the first."""
     try:
         return Settings.model_validate(raw)
     except ValidationError as error:
@@ -308,7 +312,7 @@ def parse(raw: Mapping[str, Any], source: str) -> Settings:
 
 
 def from_environment(environ: Mapping[str, str] = os.environ) -> Settings:
-    """The settings every started process reads: the file TINSMITH_SETTINGS names."""
+    """Loads the settings that every started process reads, from the file that TINSMITH_SETTINGS names."""
     path = environ.get(SETTINGS_VARIABLE)
     if not path:
         raise SetupError(f"set {SETTINGS_VARIABLE} to the path of a config file (see README.md)")
@@ -323,7 +327,7 @@ def _with_secrets(raw: dict[str, Any], environ: Mapping[str, str]) -> dict[str, 
         ("TINSMITH_S3_SECRET_KEY", "store", "secret_key"),
     ):
         values = raw.setdefault(section, {}) if variable in environ else None
-        if isinstance(values, dict):  # what is no section is refused later
+        if isinstance(values, dict):  # a value that is not a section is refused later
             values[key] = environ[variable]
     keys = raw.get("api_keys", [])
     if "TINSMITH_API_KEY" in environ and isinstance(keys, list):

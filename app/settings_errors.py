@@ -1,4 +1,4 @@
-"""Every mistake of a config file, one sentence each."""
+"""Describes every mistake of a config file in one sentence each."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ _NOT_A_SECTION = ("model_type", "dataclass_type")
 
 
 class _Place(NamedTuple):
-    """`path` is the whole key as in the file; `section` is the settings class that has, or lacks, the field `key`."""
+    """The place of a mistake: `path` is the whole key as in the file; `section` is the settings class that has, or
+    lacks, the field `key`."""
 
     path: str
     section: Any
@@ -22,10 +23,10 @@ class _Place(NamedTuple):
 
 
 def describe(error: ValidationError, settings: type[BaseModel]) -> list[str]:
-    """One sentence for each wrong key of `settings`: its path, what is wrong, and its value unless it may be secret."""
+    """One sentence for each wrong key of `settings`: its path, the mistake, and its value unless it may be secret."""
     found: dict[_Place, list[Any]] = {}
     for each in error.errors():
-        # A value that fits no member of a union is one mistake, which pydantic reports once for each member.
+        # A value that fits no member of a union is one mistake; pydantic reports it once for each member.
         found.setdefault(_place(each["loc"], settings), []).append(each)
     return [f"{place.path}: {_sentence(place, errors)}" for place, errors in found.items()]
 
@@ -37,7 +38,7 @@ def _place(location: tuple[int | str, ...], settings: type[BaseModel]) -> _Place
     for part in location:
         if isinstance(part, int):
             path.append(str(part))
-        elif inner is not None:  # behind a plain value pydantic adds names of union members
+        elif inner is not None:  # after a plain value pydantic adds names of union members
             path.append(part)
             section, key = inner, part
             inner = next(_sections(_annotations(section).get(key)), None)
@@ -46,7 +47,7 @@ def _place(location: tuple[int | str, ...], settings: type[BaseModel]) -> _Place
 
 def _sentence(place: _Place, errors: list[Any]) -> str:
     kind, value = errors[0]["type"], errors[0]["input"]
-    if kind in _UNKNOWN:  # its value is not shown: the key may be a misspelt secret's
+    if kind in _UNKNOWN:  # the value is not shown: the key may be the misspelt name of a secret
         near = get_close_matches(place.key, _annotations(place.section), n=1)
         return "there is no such setting" + "".join(f"; did you mean {name!r}?" for name in near)
     if kind in _NOT_A_SECTION:
@@ -58,7 +59,7 @@ def _sentence(place: _Place, errors: list[Any]) -> str:
 
 
 def _message(error: Any) -> str:
-    if error["type"] == "tuple_type":  # TOML has lists only
+    if error["type"] == "tuple_type":  # TOML has only lists, no tuples
         return "Input should be a list"
     return str(error["ctx"]["error"] if error["type"] == "value_error" else error["msg"])
 

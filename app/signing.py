@@ -1,4 +1,4 @@
-"""URLs of our own API that need no key: whoever has one may read what it names until it expires."""
+"""Signed URLs of this API. A signed URL needs no key: anyone who has it may read its target until it expires."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from app.errors import Forbidden, NotFound
 
 
 class UrlSigner:
-    """Signs paths below /api/v1; every process of one installation has the same secret."""
+    """Signs paths below /api/v1. Every process of one installation has the same secret."""
 
     def __init__(self, secret: str, public_url: str) -> None:
         self._secret = secret.encode()
         self._public_url = public_url.rstrip("/")
 
     def url(self, path: str, expires: int) -> str:
-        """The URL of `path` (as `objects/a/b`) until `expires`, in unix seconds.
+        """The signed URL of `path` (such as `objects/a/b`), valid until `expires` in unix seconds.
 
         Raises NotFound when the settings hold no url_secret.
         """
@@ -31,7 +31,7 @@ class UrlSigner:
         return f"{self._public_url}/api/v1/{quote(path)}?{query}"
 
     def check(self, path: str, expires: int, signature: str) -> None:
-        """Raises Forbidden for what `url` did not make, and for what it made but has expired."""
+        """Raises Forbidden for a signature that `url` did not make, and for one that has expired."""
         expected = self._sign(path, expires).encode()
         if not self._secret or not hmac.compare_digest(expected, signature.encode()):
             raise Forbidden("this download URL is not one of ours: its signature does not match")

@@ -1,6 +1,7 @@
 """Logs as JSON lines and metrics for Prometheus: one format and one registry for every process.
 
-A log line may carry what `LOG_FIELDS` names through `extra`. Keys, prompts and payloads are never passed to a logger.
+A log line may carry the fields named in `LOG_FIELDS`, passed through `extra`. Keys, prompts and payloads are never
+passed to a logger.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ QUEUE_AGE = Gauge("tinsmith_queue_age_seconds", "Longest time without progress",
 
 
 def set_queues(pending: Iterable[Pending]) -> None:
-    """Replace what the queue gauges say."""
+    """Replaces the values of the queue gauges."""
     QUEUE_DEPTH.clear()
     QUEUE_AGE.clear()
     ages: dict[str, float] = {}
@@ -45,7 +46,8 @@ def set_queues(pending: Iterable[Pending]) -> None:
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: time, level, logger, message, the ids, and the traceback if there is one."""
+    """Formats a record as one JSON object on one line: time, level, logger, message, the ids, and the traceback if
+    there is one."""
 
     def format(self, record: logging.LogRecord) -> str:
         line = {
@@ -61,7 +63,8 @@ class JsonFormatter(logging.Formatter):
 
 
 class WithoutRequests(logging.Filter):
-    """Cuts off what gunicorn shows of a request it cannot read: a header that lacks its colon may hold a key."""
+    """Removes the request text that gunicorn logs for a request it cannot read: a header without its colon may hold a
+    key."""
 
     _SAID = re.compile(r"(Invalid request from ip=\S+): .*", re.DOTALL)
 
@@ -73,7 +76,7 @@ class WithoutRequests(logging.Filter):
 
 
 def configure_logging(level: int = logging.INFO, stream: TextIO = sys.stderr) -> None:
-    """Send every logger of this process through one JSON handler."""
+    """Sends the output of every logger of this process through one JSON handler."""
     handler = logging.StreamHandler(stream)
     handler.setFormatter(JsonFormatter())
     root = logging.getLogger()

@@ -1,4 +1,4 @@
-"""The Flask application: settings, services, blueprints, hooks and routes put together."""
+"""Assembles the Flask application from settings, services, blueprints, hooks and routes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from app.services.container import Services
 from app.settings import Settings
 from app.telemetry import REQUEST_SECONDS
 
-# Endpoints, and blueprints all of whose endpoints are.
+# Endpoints that need no key, and blueprints in which no endpoint needs one.
 PUBLIC = frozenset(
     {
         "client.healthz",
@@ -55,7 +55,7 @@ _BLUEPRINTS = (
 
 
 def build(settings: Settings) -> Flask:
-    """Raises SetupError when the settings can not work."""
+    """Builds the application. Raises SetupError when the settings cannot work."""
     app = Flask("app", static_folder=None)
     app.config[SETTINGS] = settings
     app.config["MAX_CONTENT_LENGTH"] = min(settings.limits.small_body_bytes, settings.api.max_body_bytes)
@@ -67,7 +67,7 @@ def build(settings: Settings) -> Flask:
 
 
 def openapi() -> dict[str, Any]:
-    """The OpenAPI document, which is the same for all settings."""
+    """The OpenAPI document. It is the same for all settings."""
     document: dict[str, Any] = _add_routes(Flask("app", static_folder=None)).spec.to_dict()
     return document
 
@@ -95,7 +95,7 @@ def _add_hooks(app: Flask, services: Services) -> None:
 
 
 def register_blueprints(api: Api) -> None:
-    """Add every route of the API, and the page that lists them."""
+    """Adds every route of the API, and the page that lists the routes."""
     for blueprint in _BLUEPRINTS:
         api.register_blueprint(blueprint)
     client.register_docs(api)

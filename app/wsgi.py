@@ -1,4 +1,4 @@
-"""The application as a WSGI server loads it: `python -m gunicorn -c python:app.gunicorn_conf app.wsgi:application`."""
+"""The application, as a WSGI server loads it: `python -m gunicorn -c python:app.gunicorn_conf app.wsgi:application`."""
 
 from __future__ import annotations
 
