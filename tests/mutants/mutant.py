@@ -9,7 +9,7 @@ from dataclasses import dataclass
 class Mutant:
     """`old` stands in `file` exactly once; without it (`new` in its place) one of `tests` fails.
 
-    `name` is the guard that is gone, `tests` what pytest is told to run.
+    `name` is the guard that is gone, `tests` the arguments for pytest.
 
     A `slow` one's test waits a minute in vain before it fails: `make mutants` alone runs it.
     """

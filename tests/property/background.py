@@ -12,7 +12,8 @@ Item = TypeVar("Item")
 
 class Background:
     """Of one process. While it `lags` its work waits for `catch_up`; otherwise it is done where it is handed in. Saves
-    are always late. `writes` is told which model's is about to be written."""
+    are always late. `writes` is called with the model whose save is
+    about to be written."""
 
     def __init__(self, writes: Callable[[str], None]) -> None:
         self.lags = False

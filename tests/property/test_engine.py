@@ -104,7 +104,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule(model=PICKS, kinds=st.lists(KINDS, min_size=1, max_size=3))
     def call(self, model: int, kinds: list[str]) -> None:
-        """Calls whose doorbells are lost, or have not come yet."""
+        """Admits calls whose dispatch is lost, or has not arrived yet."""
         client = self._client(model)
         for kind in kinds:
             client.admit(client.call(kind))
@@ -118,7 +118,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule(kinds=st.lists(KINDS, min_size=1, max_size=3), node=RUNG, fault=FAULTS, at=CALLS)
     def all_call_and_ring(self, kinds: list[str], node: str, fault: Fault, at: int) -> None:
-        """Clients in step; what goes wrong does at the first doorbell that finds all their calls."""
+        """Clients in step. A fault happens at the first dispatch that finds the calls of all of them."""
         for client in self.clients:
             self._ring_with(node, client)
         for number in range(len(self.clients)):

@@ -58,7 +58,7 @@ _LEASE_S = 3600.0
 
 @dataclass
 class Trainer:
-    """One process. `rung` are the doorbells it rang: (request id, queue)."""
+    """One process. `rung` lists its dispatches: (request id, queue)."""
 
     name: str
     runner: TrainingRunner
@@ -72,7 +72,7 @@ class Trainer:
     rung: list[tuple[str, str]]
 
     def ring(self, seq: int, kind: str = "forward_backward", model: str = MODEL) -> Result | None:
-        """What the doorbell ends as; None for all that is no result, which leaves it to be rung again.
+        """Returns the result of a dispatch; None if there is no result and the Op is dispatched again.
 
         Fenced comes from a restore that was overtaken by another owner's snapshot.
         """

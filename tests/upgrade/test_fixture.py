@@ -44,7 +44,7 @@ class Upgraded:
         return self.stack.url
 
     def files(self, path: str) -> dict[str, bytes]:
-        """A checkpoint's, but its manifest, which says when and by whom it was written."""
+        """A checkpoint's files, except for the manifest, which names its writer and the time."""
         with self.stack.redis() as state:
             prefix = json.loads(state.hget(f"tinsmith:checkpoints:{path}", "prefix"))
         folder = self.stack.data_dir / "objects" / prefix

@@ -107,7 +107,7 @@ def test_a_call_that_was_put_off_is_taken_in_later_under_its_seq_and_counts_once
 
 
 def test_no_call_waits_for_a_save_that_was_over_the_limit(api: Api, limit: Limit) -> None:
-    """Its client is told so for good, so its seq will not come again."""
+    """The refusal is final for the client, so it does not send this seq again."""
     model = api.model()
     save_checkpoint(api, model)
     limit(storage_bytes=10)

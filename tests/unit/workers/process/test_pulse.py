@@ -15,7 +15,7 @@ BEAT_S = HEALTHY_S / 10
 
 @dataclass
 class Worker:
-    """A worker that takes a tick when it is told to. `waiting` None: the broker is away; `full`: it takes nothing."""
+    """Takes a tick when a test asks for it. `waiting` None: the broker is away; `full`: it takes nothing."""
 
     waiting: int | None = 0
     full: bool = False

@@ -15,7 +15,7 @@ from workers.sample.adapters import AdapterTurns
 
 
 class Requests:
-    """Each runs from when it is let in until it is told to end."""
+    """Requests: each runs from its admission until the test ends it."""
 
     def __init__(self, most: int, **project_of: str) -> None:
         self.shares, self._project_of = Shares(), project_of

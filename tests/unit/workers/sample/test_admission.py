@@ -19,7 +19,7 @@ BATCH = 8
 
 
 class Engine:
-    """Requests that are inside until they are told to end; each has come before the next does."""
+    """Requests that stay in the batch until the test ends them; each arrives before the next one."""
 
     def __init__(self, weight_of=equal) -> None:
         self.shares = Shares()
@@ -51,7 +51,7 @@ class Engine:
         await_true(lambda: self._gone > gone, f"{number} gave up")
 
     def serve(self, turns: int) -> Counter[str]:
-        """End the eldest, again and again, until so many more were let in; of whom they were."""
+        """Ends the oldest request until `turns` more are admitted. Returns the projects of those."""
         start = len(self.order)
         while len(self.order) < start + turns:
             inside = len(self.order)

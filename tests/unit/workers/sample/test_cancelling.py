@@ -316,7 +316,7 @@ def test_a_request_that_ends_just_as_it_is_cancelled_has_one_result(samplers: Sa
 
 
 def test_a_storm_of_200_requests_half_of_them_cancelled_loses_none(samplers: Samplers):
-    """Two workers, doorbells doubled and in any order, one worker dead with requests in hand; cancelled at any time."""
+    """Two workers; dispatches doubled, in any order; one worker dead with requests in hand; cancelled at any time."""
     dice = random.Random(5)
     backend = HeldBackend()
     backend.release.set()

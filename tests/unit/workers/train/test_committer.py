@@ -93,7 +93,7 @@ def store(world: World) -> Iterator[GatedStore]:
 
 @pytest.fixture
 def ring(store: GatedStore) -> Iterator[Callable[..., Future[Result | None]]]:
-    """Handles a doorbell as the task thread does, while the test looks on."""
+    """Handles a dispatch in a thread, as the task thread does."""
     with ThreadPoolExecutor(1) as thread:
 
         def ring(worker: Worker, seq: int, kind: str = SAVE.kind, model_id: str = MODEL) -> Future[Result | None]:

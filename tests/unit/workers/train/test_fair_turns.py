@@ -194,7 +194,7 @@ def test_what_nobody_owns_is_looked_for_beside_a_single_model_too(world: World, 
 
 
 def test_an_op_whose_start_fails_is_tried_once_a_turn_not_for_ever(world: World, worker: Worker):
-    """The model is lost between the look and the turn: its own doorbell sees to it."""
+    """The model is lost between the look and its turn. Its own dispatch handles that."""
     project_of(world, "light", LIGHT)
     project_of(world, "heavy", HEAVY[0])
     own(worker, HEAVY[0])
@@ -240,7 +240,7 @@ def test_bringing_a_model_back_is_paid_for_by_its_project(
 
 
 def test_a_worker_that_is_about_to_end_serves_nobody_before_a_doorbell(world: World, worker: Worker, clock: Clock):
-    """Turns of others may last long, and whoever ends it waits for the doorbell at hand."""
+    """Turns of other models may last long, and the end of the worker waits for the present dispatch."""
     project_of(world, "heavy", HEAVY[0])
     project_of(world, "light", LIGHT)
     own(worker, HEAVY[0], LIGHT)

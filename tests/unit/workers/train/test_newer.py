@@ -93,7 +93,7 @@ def test_the_old_worker_goes_on_with_other_models(world: World, old: Worker):
 
 
 def test_what_ran_before_it_is_committed(world: World, old: Worker):
-    """Its doorbell is the one that came: the gradient before it runs, and counts."""
+    """The newer Op's own dispatch arrives: the gradient before it runs, and counts."""
     world.admit(2, step(1)[0])
     journal(world, 3, newer.encode(STEP))
     with pytest.raises(NotNow):

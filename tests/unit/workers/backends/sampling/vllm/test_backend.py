@@ -17,7 +17,7 @@ from workers.backends.sampling.vllm.engine import EngineThread
 
 
 class Engine:
-    """vLLM's, as it is told of new weights; it fails as it is told to."""
+    """Stands for vLLM's engine when it takes new weights; it fails as a test asks."""
 
     def __init__(self) -> None:
         self.told: list[str] = []
