@@ -1,1 +1,1 @@
-"""What Tinsmith talks about: Ops, batches, results, model specs, checkpoints. Frozen data, no I/O."""
+"""The domain types of Tinsmith: Ops, batches, results, model specs, checkpoints. Frozen data, no I/O."""

@@ -1,9 +1,7 @@
-"""Accounts, callers and roles: organisations, their projects and users, and the keys of users.
+"""Accounts, callers and roles. Accounts are organisations, their projects and users, and the keys of users.
 
-Accounts: organisations, their projects and users, and the keys of users.
-
-Every account is at home in the object store, a new version at each change, and copied to the state server, where
-requests look it up. `version` counts from 1.
+The object store holds every account, with a new version at each change. Each account is copied to the state server,
+where requests look it up. `version` counts from 1.
 """
 
 from __future__ import annotations
@@ -22,11 +20,11 @@ SCOPES: frozenset[Scope] = frozenset(get_args(Scope))
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The key of a request, and whose it is.
+    """The key of a request and its user.
 
-    `roles` are those in every project it may use, by project id; a record's `owner` is one of these ids. What does not
-    say which project it is for goes to `project`. `token_ends`: when the token ends (unix s) that he showed in the
-    key's place.
+    `roles` maps the id of every project that the key may use to the role there; a record's `owner` is one of these ids.
+    A call that names no project goes to `project`. `token_ends`: the end (unix s) of the token that the caller sent in
+    place of the key.
     """
 
     key_id: str
@@ -39,21 +37,21 @@ class Caller:
 
     @classmethod
     def alone(cls, project: str) -> Caller:
-        """A key that is a project of its own, with nobody else in it."""
+        """A caller with a project of its own that has no other users."""
         return cls(project, project, project, project, {project: "admin"})
 
     def sees(self, project: str) -> bool:
-        """Whether he is in it at all."""
+        """True when the caller has any role in the project."""
         return project in self.roles
 
     def may(self, role: Role, project: str) -> bool:
-        """Whether he may do there what takes `role`."""
+        """True when the caller may do in the project what requires `role`."""
         return self.sees(project) and ROLES.index(self.roles[project]) >= ROLES.index(role)
 
 
 @dataclass(frozen=True, slots=True)
 class Organisation:
-    """Whoever has projects and users of its own."""
+    """An organisation. It has its own projects and users."""
 
     namespace: ClassVar[str] = "organisations"
     id: str
@@ -64,7 +62,8 @@ class Organisation:
 
 @dataclass(frozen=True, slots=True)
 class Project:
-    """What owns sessions, runs and checkpoints. `limits` hold in place of the settings' (app/domain/limits.py)."""
+    """A project. It owns sessions, runs and checkpoints. `limits` replace those of the settings
+    (app/domain/limits.py)."""
 
     namespace: ClassVar[str] = "projects"
     id: str
@@ -77,7 +76,8 @@ class Project:
 
 @dataclass(frozen=True, slots=True)
 class User:
-    """Of one organisation. `roles` are those in its projects, by project id; no key of a `removed` one works."""
+    """A user of one organisation. `roles` maps the ids of its projects to his roles. No key of a `removed` user
+    works."""
 
     namespace: ClassVar[str] = "users"
     id: str
@@ -91,8 +91,8 @@ class User:
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """An API key of a user. `digest` is the sha256 of its secret half, which nobody keeps; `project` is where its calls
-    go that do not say which. `limits` hold beside its project's. Times are unix seconds."""
+    """An API key of a user. `digest` is the sha256 of its secret half, which is not stored. `project` is the project of
+    calls that name none. `limits` apply in addition to the project's. Times are unix seconds."""
 
     namespace: ClassVar[str] = "keys"
     id: str

@@ -1,4 +1,4 @@
-"""A base model: the facts a trainer or sampler reports of it, and the files of its tokenizer."""
+"""A base model: the facts that a trainer or sampler reports about it, and the files of its tokenizer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ TEMPLATE_FOLDER = "additional_chat_templates"
 
 @dataclass(frozen=True, slots=True)
 class BaseModelInfo:
-    """`dtype` is the name of the base's torch dtype; `trainable_groups` of attn, mlp, unembed have linears here."""
+    """The facts of a base model. `dtype` is the name of its torch dtype. `trainable_groups` are the groups (attn, mlp,
+    unembed) that have linear layers in it."""
 
     name: str
     arch: str

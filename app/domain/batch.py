@@ -1,6 +1,6 @@
-"""The data of a forward_backward: one array a datum, kept as few long arrays.
+"""The data of a forward_backward: one array for each datum, stored as a few long arrays.
 
-Columns instead of a list of datums keep a 5 MB body at a handful of numpy calls for checking, hashing and storing.
+Columns instead of a list of datums: checking, hashing and storing a 5 MB body takes only a handful of numpy calls.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class Ragged:
-    """n arrays of one dtype and any shapes: `values` holds them end to end, `shapes` cuts them out."""
+    """n arrays of one dtype and any shapes. `values` holds them end to end; `shapes` holds their shapes."""
 
     values: np.ndarray
     shapes: tuple[tuple[int, ...], ...]
@@ -41,7 +41,8 @@ class Ragged:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Datums: `tokens` int32 [N_i]; `inputs` by name, each [N_i] or [N_i, K_i] (int64 target_tokens, else float32)."""
+    """A batch of datums: `tokens` int32 [N_i]; `inputs` by name, each [N_i] or [N_i, K_i] (int64 target_tokens, else
+    float32)."""
 
     tokens: Ragged
     inputs: Mapping[str, Ragged]

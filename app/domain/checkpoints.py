@@ -1,4 +1,4 @@
-"""A checkpoint's manifest: written last and create-only, so a checkpoint is there whole or not at all."""
+"""A checkpoint's manifest. It is written last and create-only, so a checkpoint exists completely or not at all."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
 MODELS = "models"
 SNAPSHOT = "snapshots"
-# 15 digits: no larger number is ours, and the state server's scripts count exactly up to 2^53.
+# 15 digits: Tinsmith writes no larger number, and the state server's scripts count exactly only up to 2^53.
 _PLACE = re.compile(
     rf"{MODELS}/(?P<model>[^/]+)/(?P<kind>[^/]+)/(?P<name>[^/]+)/(?P<seq>\d{{1,15}})-(?P<epoch>\d{{1,15}})(?:/[^/]+)?$"
 )
@@ -21,7 +21,8 @@ _PLACE = re.compile(
 
 @dataclass(frozen=True, slots=True, order=True)
 class Place:
-    """Where the files of one checkpoint or snapshot lie. A later epoch, and in it a later seq, was written later."""
+    """The location of the files of one checkpoint or snapshot. A higher epoch was written later, and in one epoch a
+    higher seq."""
 
     model_id: str
     kind: str
@@ -34,7 +35,7 @@ class Place:
 
     @classmethod
     def parse(cls, key: str) -> Place | None:
-        """Of a prefix or of a file right below it; None for anything else."""
+        """Parses a prefix or the key of a file directly below it; returns None for anything else."""
         match = _PLACE.match(key)
         if match is None:
             return None
@@ -49,10 +50,12 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """`path` is its tinker:// address (empty for a snapshot or an ephemeral sampler adapter); `generation` tells an
-    overwritten checkpoint from its successor. seq and epoch are the model's when it was written. `lora` is None for all
-    of a model's weights. `expires_at` (unix s) and `public` are what it was saved with; a change since lies beside it
-    (see app/stores/objects/notes.py).
+    """The manifest of a checkpoint or snapshot.
+
+    `path` is its tinker:// address (empty for a snapshot or an ephemeral sampler adapter). `generation` distinguishes
+    an overwritten checkpoint from its successor. `seq` and `epoch` are those of the model at the time of writing.
+    `lora` is None when it holds all of a model's weights. `expires_at` (unix s) and `public` are the values at the
+    save; a later change is stored beside the manifest (see app/stores/objects/notes.py).
     """
 
     path: str

@@ -1,11 +1,12 @@
-"""Ops to bytes and back: what the journal stores, what a digest is taken over, what ranks send each other.
+"""Encodes Ops to bytes and decodes them. The journal stores these bytes, digests are taken over them, and ranks send
+them to each other.
 
-msgpack with three extension types: numpy arrays (dtype, shape, raw little-endian bytes); the tag that makes a list one
-of the dataclasses in `TYPES`, by field order; and the version of an encoding that is not the first. Decoding builds
-only those, so nothing in a journal can run code.
+The format is msgpack with three extension types: numpy arrays (dtype, shape, raw little-endian bytes); the tag that
+marks a list as one of the dataclasses in `TYPES`, with its fields in order; and the version of an encoding that is not
+the first. Decoding builds only these types, so nothing in a journal can run code.
 
-Bytes that were written once stay as they are, and so do their digests. So a tag is no class's name, even where the two
-read the same, and the fields that a type has beside those of version 1 are left out while they have their defaults.
+The bytes of an encoded value must never change, so that its digest stays the same. Therefore a tag is independent of
+the class name, even where the two are equal. Fields added after version 1 are left out while they have their defaults.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from app.errors import NewerContent
 
 _ARRAY, _DATACLASS, _VERSION = 1, 2, 3
 
-# Tag -> class, and how many fields it had in version 1: those are always written. More may be added behind them, each
-# with a default. A tag is never used for anything else.
+# Tag -> class, and its number of fields in version 1. Those fields are always written. More fields may be added after
+# them, each with a default. A tag is never reused for another class.
 TYPES: Mapping[str, tuple[type, int]] = {
     "Ragged": (batch.Ragged, 2),
     "Batch": (batch.Batch, 2),
@@ -47,13 +48,14 @@ TYPES: Mapping[str, tuple[type, int]] = {
 
 @dataclass(frozen=True, slots=True)
 class _Tag:
-    """The first element of a list that stands for a dataclass. No request can hold one: it is an extension type."""
+    """The first element of a list that represents a dataclass. No request can hold a tag, as it is an extension
+    type."""
 
     name: str
 
 
 class Codec:
-    """`types` as in TYPES, which is what this version knows."""
+    """Encodes and decodes the types of `types`. TYPES holds the types that this version knows."""
 
     def __init__(self, types: Mapping[str, tuple[type, int]]) -> None:
         self._types = types
@@ -67,18 +69,20 @@ class Codec:
     def decode(self, data: bytes) -> Any:
         """The inverse of `encode`; arrays are read-only views.
 
-        Raises NewerContent on what only a newer version can have written, and ValueError or TypeError on anything else.
+        Raises NewerContent for bytes that only a newer version can have written, and ValueError or TypeError for any
+        other invalid bytes.
         """
         return msgpack.unpackb(data, ext_hook=_extension, list_hook=self._value, strict_map_key=False)
 
     def _plain(self, value: Any) -> Any:
-        """What msgpack can pack itself, one level down; nested packing would copy a batch once a level."""
+        """Converts a value one level deep to types that msgpack packs itself. Nested packing would copy a batch once
+        for each level."""
         if isinstance(value, np.ndarray):
             head = msgpack.packb((value.dtype.str, value.shape))
             return msgpack.ExtType(
                 _ARRAY, b"".join((head, np.ascontiguousarray(value).reshape(-1).view(np.uint8).data))
             )
-        if isinstance(value, tuple):  # strict_types sends tuples here
+        if isinstance(value, tuple):  # with strict_types, msgpack passes tuples to this function
             return list(value)
         tag = self._tags.get(type(value))
         if tag is None:
@@ -86,7 +90,7 @@ class Codec:
         return [msgpack.ExtType(_DATACLASS, tag.encode()), *(_sorted(part) for part in self._parts(value, tag))]
 
     def _parts(self, value: Any, tag: str) -> list[Any]:
-        """Its fields' values, without those at the end that were added since version 1 and have their defaults."""
+        """The values of the fields, without trailing fields that were added after version 1 and have their defaults."""
         present = fields(value)
         parts = [getattr(value, field.name) for field in present]
         least = self._types[tag][1]
@@ -111,12 +115,12 @@ encode, decode = _codec.encode, _codec.decode
 
 
 def digest(encoded: bytes) -> str:
-    """The identity of an Op's content: sha256 over its encoding, so the wire format does not matter."""
+    """The identity of an Op's content: the sha256 of its encoding, so it does not depend on the wire format."""
     return hashlib.sha256(encoded).hexdigest()
 
 
 def is_newer(data: bytes) -> bool:
-    """Whether `decode` would raise NewerContent, and no other error: that one is met when the Op is run."""
+    """True when `decode` would raise NewerContent. Other errors do not count here; they appear when the Op runs."""
     try:
         decode(data)
     except NewerContent:

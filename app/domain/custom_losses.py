@@ -1,8 +1,8 @@
 """A custom loss as data: its inputs, its calls, its results, and the operations it may call.
 
-workers/backends/training/losses/custom.py runs the operations. Every one is deterministic, reads no memory it was not
-given (no `empty`), writes in place nowhere and stays in torch. A journalled loss may be replayed long after: names
-are added, never taken away.
+workers/backends/training/losses/custom.py runs the operations. Every operation is deterministic, reads only its inputs
+(there is no `empty`), never writes in place, and stays in torch. A journalled loss may be replayed much later, so
+names are added, never removed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ FUNCTION, METHOD = "call_function", "call_method"
 
 @dataclass(frozen=True, slots=True)
 class LossInput:
-    """One parameter, for every datum: `rank` 0 is a number, 1 is [T], 2 is [T, K]. `node` is its name in calls."""
+    """One input, given for every datum: `rank` 0 is a number, 1 is [T], 2 is [T, K]. `node` is its name in calls."""
 
     name: str
     rank: int
@@ -25,9 +25,9 @@ class LossInput:
 
 @dataclass(frozen=True, slots=True)
 class LossCall:
-    """`kind` is FUNCTION or METHOD, `target` a name of app/domain/custom_losses.py.
+    """One call in the graph. `kind` is FUNCTION or METHOD; `target` is a name from app/domain/custom_losses.py.
 
-    An argument is None, a bool, int, float or text, a tuple (which stands for a list), or a dict of one key: ref (the
+    An argument is None, a bool, int, float or str, a tuple (which represents a list), or a dict of one key: ref (the
     name of an earlier node), tuple, dict, slice, ellipsis, float, dtype, device, layout or memory_format.
     """
 
@@ -40,7 +40,8 @@ class LossCall:
 
 @dataclass(frozen=True, slots=True)
 class CustomLoss:
-    """`inputs`: logprobs first. `loss` and the values of `metrics` name nodes; its keys are custom/<name>:sum|mean."""
+    """A custom loss. `inputs` starts with logprobs. `loss` and the values of `metrics` name nodes; the keys of
+    `metrics` are custom/<name>:sum|mean."""
 
     name: str
     inputs: tuple[LossInput, ...]
@@ -50,7 +51,7 @@ class CustomLoss:
 
     @property
     def columns(self) -> dict[str, int]:
-        """The loss_fn_inputs each datum needs, and their ranks; logprobs have the shape of the target_tokens."""
+        """The loss_fn_inputs that each datum needs, with their ranks. logprobs have the shape of target_tokens."""
         return {"target_tokens": self.inputs[0].rank} | {given.name: given.rank for given in self.inputs[1:]}
 
 

@@ -1,4 +1,4 @@
-"""What one project, or one API key, may take."""
+"""The limits of one project or one API key."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ _WEIGHTS = (0.001, 1000.0)
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """None is no limit. Raises ValueError for one that nothing could meet.
+    """Limits of a project or key. None means no limit. Raises ValueError for a limit that no call could meet.
 
-    requests_per_s      calls that make work or change something, on average
-    tokens_per_s        tokens of batches, prompts and drawn sequences, on average
-    live_models         runs that have not ended, of sessions that have not
-    storage_bytes       of all checkpoints with a path together
+    requests_per_s      calls that create work or change something, on average
+    tokens_per_s        tokens of batches, prompts and sampled sequences, on average
+    live_models         runs that have not ended, in sessions that have not ended
+    storage_bytes       total size of all checkpoints with a path
     concurrent_samples  sequences being sampled, or waiting for it
-    weight              of a project's share, where several want the same workers, from 0.001 to 1,000; a key's is not
-                        looked at
+    weight              of a project's share when several projects want the same workers, from 0.001 to 1,000; a key's
+                        weight is ignored
     """
 
-    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}  # it is a section of the settings too
+    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}  # this class is also a section of the settings
     requests_per_s: float | None = None
     tokens_per_s: float | None = None
     live_models: int | None = None
@@ -47,8 +47,8 @@ class Limits:
             raise ValueError(f"weight is {self.weight}: give a number from {least} to {most:.0f}")
 
     def changed(self, changes: Changes) -> Self:
-        """With some of them replaced. Raises ValueError."""
-        return replace(self, **changes)  # type: ignore[arg-type]  # each was checked when it was made
+        """Returns a copy with some limits replaced. Raises ValueError."""
+        return replace(self, **changes)  # type: ignore[arg-type]  # each value was checked when it was made
 
 
 NAMES: tuple[str, ...] = tuple(field.name for field in fields(Limits))
@@ -58,7 +58,8 @@ PROJECT, KEY = "project", "key"
 
 @dataclass(frozen=True, slots=True)
 class Payer:
-    """Whom a call counts for. `kind` is PROJECT or KEY; what they are called here, a project and a key never share."""
+    """The project or key that a call counts for. `kind` is PROJECT or KEY. A project and a key never have the same
+    `name`."""
 
     kind: str
     id: str
@@ -71,10 +72,10 @@ class Payer:
 
 @dataclass(frozen=True, slots=True)
 class Charge:
-    """What one call takes of each payer: itself, `tokens`, and room for so many live models more.
+    """The charge of one call to each payer: the call itself, `tokens`, and the live models it adds.
 
-    With `stores` it makes a checkpoint, of `stored` bytes where that is known before. `samples` is how many sequences
-    it draws.
+    With `stores` the call makes a checkpoint, of `stored` bytes where the size is known before. `samples` is the number
+    of sequences it samples.
     """
 
     payers: tuple[Payer, ...] = ()
@@ -90,7 +91,7 @@ FREE = Charge()
 
 @dataclass(frozen=True, slots=True)
 class Used:
-    """What a payer has of what Limits limits, by the same names; the rates are averages over the last seconds, and None
+    """The current use of a payer, under the names of Limits. The rates are averages over the last seconds, and None
     where they are not limited."""
 
     live_models: int

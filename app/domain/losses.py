@@ -1,4 +1,4 @@
-"""The losses by name: which inputs and settings each takes. The formulas live in workers/backends/training/losses/."""
+"""The losses by name, with the inputs and settings of each. The formulas are in workers/backends/training/losses/."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ ENTROPY = "entropy"
 
 @dataclass(frozen=True, slots=True)
 class LossSpec:
-    """`inputs` must be there, per token; `optional` may be; `config` holds the settings with their defaults.
+    """The specification of a loss. `inputs` are required per-token inputs, `optional` are optional ones; `config` holds
+    the settings with their defaults.
 
-    `wide` losses also take [N, K] targets. A `critic` loss is about values instead of logprobs: it has no targets, and
-    a forward may leave out any of its inputs, which then count as 0.
+    `wide` losses also take [N, K] targets. A `critic` loss uses values instead of logprobs: it has no targets, and a
+    forward may leave out any of its inputs, which then count as 0.
     """
 
     inputs: tuple[str, ...]
@@ -37,8 +38,8 @@ _ENTROPY = {ENTROPY: 0.0}
 _POLICY = ("target_tokens", "logprobs", "advantages")
 _PER_TOKEN = (CLIP_LOW, CLIP_HIGH)
 _CLIP = {CLIP_LOW: 0.8, CLIP_HIGH: 1.2, **_ENTROPY}
-# A geometric mean over a sequence stays far closer to 1 than a token's ratio, and 0.8..1.2 would never clip it: the
-# paper's own range is 3e-4 below and 4e-4 above (arXiv 2507.18071 v2, section 5.1), which TRL's docs repeat.
+# A geometric mean over a sequence stays far closer to 1 than a token's ratio, so 0.8..1.2 would never clip it. The
+# paper's own range is 3e-4 below 1 and 4e-4 above (arXiv 2507.18071 v2, section 5.1); TRL's docs give the same range.
 _SEQUENCE_CLIP = {CLIP_LOW: 0.9997, CLIP_HIGH: 1.0004, **_ENTROPY}
 
 LOSSES: Mapping[str, LossSpec] = {
@@ -54,7 +55,7 @@ LOSSES: Mapping[str, LossSpec] = {
 
 
 def losses_of(critic: bool) -> str:
-    """Those a critic can be asked for, or a policy, as text."""
+    """The names of the losses of a critic, or of a policy, as text."""
     return ", ".join(name for name, spec in LOSSES.items() if spec.critic == critic)
 
 

@@ -1,4 +1,4 @@
-"""The typed Ops a model's journal holds. A live run, a replay and a merged pass all see exactly these."""
+"""The typed Ops in a model's journal. A live run, a replay and a merged pass all get exactly these Ops."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FORWARD, FORWARD_BACKWARD = "forward", "forward_backward"
 
 @dataclass(frozen=True, slots=True)
 class LoraSpec:
-    """`alpha / rank` scales the adapter's output; `seed` draws A (B starts at zero)."""
+    """A LoRA adapter. `alpha / rank` scales its output; `seed` seeds the random A (B starts at zero)."""
 
     rank: int
     train_attn: bool = True
@@ -26,7 +26,7 @@ class LoraSpec:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """`lora` is None where the base's own weights are trained. A `critic` gives a value for each token."""
+    """The specification of a model. `lora` is None for full fine-tuning. A `critic` returns a value for each token."""
 
     base_model: str
     lora: LoraSpec | None
@@ -35,7 +35,8 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True)
 class AdamParams:
-    """torch.optim.AdamW's names; `grad_clip_norm` is the greatest global L2 norm, 0 for no clipping."""
+    """AdamW's parameters, with the names of torch.optim.AdamW. `grad_clip_norm` is the greatest global L2 norm; 0 means
+    no clipping."""
 
     learning_rate: float = 1e-4
     beta1: float = 0.9
@@ -47,9 +48,11 @@ class AdamParams:
 
 @dataclass(frozen=True, slots=True)
 class CreateModel:
-    """Seq 0 of every model. `source` is a tinker:// path to start from, with its optimizer state if `optimizer`.
+    """Creates a model; seq 0 of every model. `source` is a tinker:// path to start from, with its optimizer state if
+    `optimizer`.
 
-    `prefix` is where the path's files lay when the call was made: a replay must not see what it names by then.
+    `prefix` is the location of the path's files at the time of the call. A replay uses it, because the path may name
+    other files later.
     """
 
     kind: ClassVar[str] = "create_model"
@@ -61,9 +64,9 @@ class CreateModel:
 
 @dataclass(frozen=True, slots=True)
 class ForwardBackward:
-    """Adds the batch's gradient to the pending one; with `forward_only` changes nothing.
+    """Adds the batch's gradient to the pending gradient; with `forward_only` it changes nothing.
 
-    `custom` is the loss itself where `loss_fn` is custom: a replay must not depend on what its id names by then.
+    `custom` is the loss itself where `loss_fn` is custom, because its id may name another loss at the time of a replay.
     """
 
     batch: Batch
@@ -79,7 +82,7 @@ class ForwardBackward:
 
 @dataclass(frozen=True, slots=True)
 class OptimStep:
-    """One AdamW step on the pending gradient, which is zero afterwards."""
+    """Makes one AdamW step on the pending gradient. The pending gradient is zero afterwards."""
 
     kind: ClassVar[str] = "optim_step"
     params: AdamParams
@@ -87,11 +90,11 @@ class OptimStep:
 
 @dataclass(frozen=True, slots=True)
 class SaveWeights:
-    """Writes a checkpoint. `sampling_session_id` is set for an ephemeral one, which has no public path.
+    """Writes a checkpoint. `sampling_session_id` is set for an ephemeral checkpoint, which has no public path.
 
-    `merged`: not the adapter but the model it makes of its base, as a Hugging Face folder. `inflight`: what the model's
-    in-flight sampling sessions, this one and earlier ones, use from now on. `recipients`: age public keys; the files
-    are for those who have one's secret.
+    `merged`: writes the merged model (base and adapter) as a Hugging Face folder, not the adapter. `inflight`: the
+    model's in-flight sampling sessions, this one and earlier ones, use these weights from now on. `recipients`: age
+    public keys; only the holder of a matching secret key can read the files.
     """
 
     kind: ClassVar[str] = "save_weights"
@@ -121,14 +124,15 @@ class LoadWeights:
 
 @dataclass(frozen=True, slots=True)
 class DropGradients:
-    """A seq that never came (a gap): whatever was pending is not a whole batch, so it goes."""
+    """Stands for a seq that never came (a gap). It drops the pending gradient, because its batch is incomplete."""
 
     kind: ClassVar[str] = "drop_gradients"
 
 
 def as_asked(op: Op) -> Op:
-    """What a repeat of the call says again: without what was looked up for it, nor the number the SDK draws anew for
-    the sampling session each time it sends the same save (the first one's stands, and the result names it)."""
+    """The part of an Op that is equal in a repeat of its call. It leaves out the values that the server looked up. It
+    also leaves out the sampling session's number, because the SDK draws a new one each time it sends the same save; the
+    number of the first call stays valid, and the result names it."""
     if isinstance(op, SaveWeights) and op.sampling_session_id:
         return replace(op, sampling_session_id="")
     return replace(op, prefix="") if isinstance(op, CreateModel | LoadWeights) else op

@@ -1,4 +1,5 @@
-"""The small records Redis keeps beside the journals, typed. `dump` and `load` turn them into flat string fields."""
+"""The typed small records that Redis keeps beside the journals. `dump` and `load` convert them to and from flat string
+fields."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ ENCRYPTED = ".age"
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """`status` is open, expired (nobody heard of it for long), or the reason its client finished it with. `user` opened
-    it; empty for one that nobody did, as those that several use."""
+    """A session. `status` is open, expired (no heartbeat for a long time), or the reason its client gave when it
+    finished the session. `user` opened it; empty for a session that several users share."""
 
     namespace: ClassVar[str] = "sessions"
     owner: str
@@ -30,8 +31,8 @@ class Session:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A training run. `state` is creating, ready or failed; `lora` holds LoraSpec's fields once it is ready, and
-    nothing where all weights are trained (`full`)."""
+    """A training run. `state` is creating, ready or failed; `lora` holds LoraSpec's fields once it is ready, and is
+    empty for full fine-tuning (`full`)."""
 
     namespace: ClassVar[str] = "models"
     owner: str
@@ -53,10 +54,10 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Sampler:
-    """A sampling session. `prefix` is where its adapter lies in the object store, or with `full` all of its weights;
-    empty for the base itself.
+    """A sampling session. `prefix` is the location of its adapter in the object store, or with `full` of all its
+    weights; empty for the base model itself.
 
-    `follows` is the model whose newest in-flight weights its requests are to have; empty where `prefix` stays for ever.
+    `follows` is the model whose newest in-flight weights its requests use; empty where `prefix` never changes.
     """
 
     namespace: ClassVar[str] = "samplers"
@@ -72,10 +73,11 @@ class Sampler:
 
 @dataclass(frozen=True, slots=True)
 class Handover:
-    """An adapter, by its object-store prefix, that samplers may use though it is not in the object store yet.
+    """A shared-memory transfer: an adapter, named by its object-store prefix, that samplers may use before it is in the
+    object store.
 
-    It is made at the commit that first refers to the adapter, the model's Op at `seq`, and goes when the upload has
-    ended. Until then that Op and what follows stay in the journal, so that the adapter can be made again.
+    The record is made at the commit that first refers to the adapter (the model's Op at `seq`) and deleted when the
+    upload has ended. Until then that Op and all later ones stay in the journal, so that the adapter can be rebuilt.
     """
 
     namespace: ClassVar[str] = "handovers"
@@ -85,7 +87,8 @@ class Handover:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A committed checkpoint by its tinker:// path. `prefix` is its folder in the object store, generation included."""
+    """A committed checkpoint, named by its tinker:// path. `prefix` is its folder in the object store, generation
+    included."""
 
     namespace: ClassVar[str] = "checkpoints"
     owner: str
@@ -107,27 +110,27 @@ class Checkpoint:
 
     @property
     def full(self) -> bool:
-        """It holds all of a model's weights, not an adapter."""
+        """True when the checkpoint holds all of a model's weights, not an adapter."""
         return not self.lora
 
     @property
     def merged(self) -> bool:
-        """It holds a model for other programs, of which no adapter can be read any more."""
+        """True when it holds a merged model for other programs; the adapter cannot be read from it."""
         return not self.full and "config.json" in self.files
 
     @property
     def encrypted(self) -> bool:
-        """Its files are for whoever holds a key that this server never saw."""
+        """True when its files are encrypted for a key that this server never saw."""
         return any(name.endswith(ENCRYPTED) for name in self.files)
 
     def is_expired(self, now: float) -> bool:
-        """`now` by the state server's clock."""
+        """True when the checkpoint has expired at `now`, read from the state server's clock."""
         return self.expires_at is not None and self.expires_at <= now
 
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A custom loss. `content` is the CustomLoss as app/domain/codec.py encodes it, in base64."""
+    """A custom loss. `content` is the CustomLoss encoded by app/domain/codec.py, in base64."""
 
     namespace: ClassVar[str] = "losses"
     owner: str
@@ -138,11 +141,11 @@ class Loss:
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """A live worker, by node name; the record lapses when it stops beating. `info` holds BaseModelInfo's fields.
+    """A live worker, by node name. The record expires when the heartbeat stops. `info` holds BaseModelInfo's fields.
 
-    One that is not `healthy` runs, but does not do what it is asked. `queue` is the one it reads with its peers. A
-    sampler decodes `batch` sequences at once, and holds requests for `holds` at least. `pace_s`: seconds from the end
-    of one call to that of the next while there was something to do, on average of the last; 0 while it ran none.
+    A worker that is not `healthy` runs, but does not do its work. `queue` is the queue it shares with its peers. A
+    sampler decodes `batch` sequences at once, and holds requests for at least `holds` sequences. `pace_s`: the average
+    seconds between the ends of the last calls while there was work; 0 while it has run none.
     """
 
     namespace: ClassVar[str] = "workers"
@@ -163,10 +166,10 @@ R = TypeVar("R", Session, Model, Sampler, Handover, Checkpoint, Loss, Worker, Or
 
 
 def dump(record: Session | Model | Sampler | Handover | Checkpoint | Loss | Worker | Account) -> dict[str, str]:
-    """Each field as JSON text."""
+    """Converts a record to its fields, each as JSON text."""
     return {f.name: json.dumps(getattr(record, f.name)) for f in fields(record)}
 
 
 def load(cls: type[R], stored: Mapping[str, str]) -> R:
-    """The inverse of `dump`; fields it does not know (a model's journal state) are left alone."""
+    """The inverse of `dump`; it ignores unknown fields (a model's journal state)."""
     return cls(**{f.name: json.loads(stored[f.name]) for f in fields(cls) if f.name in stored})

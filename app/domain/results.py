@@ -1,6 +1,6 @@
-"""The results of Ops, and the usage they are accounted with.
+"""The results of Ops, and their accounted usage.
 
-Backends give typed outputs; a worker turns them into the bytes a poll returns unchanged.
+Backends return typed outputs. A worker encodes them to bytes, which a poll returns unchanged.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ NOTHING: Usage = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class ForwardBackwardOutput:
-    """logprobs: float32, one array a datum in request order, each the shape of its target_tokens.
+    """logprobs: float32, one array for each datum in request order, each with the shape of its target_tokens.
 
-    metrics: every key `name:reduction` with exactly one colon; `loss:sum` is always there.
+    metrics: every key is `name:reduction` with exactly one colon; `loss:sum` is always present.
     """
 
     logprobs: Ragged
@@ -47,7 +47,8 @@ class ForwardBackwardOutput:
 
 @dataclass(frozen=True, slots=True)
 class CriticOutput:
-    """values: float32, one array [N] a datum in request order, of each token of its model_input. metrics as above."""
+    """values: float32, one array [N] for each datum in request order, a value for each token of its model_input.
+    metrics: as in ForwardBackwardOutput."""
 
     values: Ragged
     metrics: Mapping[str, float]
@@ -68,7 +69,7 @@ Output = ForwardBackwardOutput | CriticOutput | OptimStepOutput | Done
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A terminal future: the stored bytes, and whether the Op failed."""
+    """The result of a finished future: the stored bytes, and a flag for a failed Op."""
 
     body: bytes
     content_type: str = JSON
@@ -76,7 +77,7 @@ class Result:
 
     @classmethod
     def failure(cls, why: str) -> Result:
-        """Of what failed by its client's own doing."""
+        """The result of an Op that failed through its client's fault."""
         return cls(json.dumps({"error": why, "category": "user"}).encode(), failed=True)
 
 

@@ -1,4 +1,4 @@
-"""A sampling request and its answer. Immutable adapter + seed make a request free to run again."""
+"""A sampling request and its answer. The adapter is immutable and the seed is fixed, so a request may run again."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ few they are; what grows with k is the answer, and 8 KB a position is enough of 
 
 @dataclass(frozen=True, slots=True)
 class Cells:
-    """A matrix of which only some cells are given, row by row: row i holds values[starts[i] : starts[i + 1]].
+    """A matrix in which only some cells are given, row by row: row i holds values[starts[i] : starts[i + 1]].
 
     values [n]: int64 token ids in a request, float32 logprobs in an answer. starts: int64 [rows + 1], from 0 to n.
     columns: int64 [n], the column of each in a sparse matrix `width` wide, or None when every cell is given.
@@ -27,17 +27,17 @@ class Cells:
 
 @dataclass(frozen=True, slots=True)
 class SampleRequest:
-    """What asample asks, decoded and checked.
+    """The request of asample, decoded and checked.
 
-    prompt: int32 [L]. `seed` is always set (drawn from the request id when the client gave none); sample i of the
-    call uses its own stream. stop_strings and stop_tokens: either may be empty; `ignore_eos` when the client sent `[]`.
-    top_k -1 and top_p 1.0 mean off; temperature 0 is greedy.
+    prompt: int32 [L]. `seed` is always set (derived from the request id when the client gave none); sample i of
+    the call uses its own random stream. stop_strings and stop_tokens: either may be empty; `ignore_eos` when the client
+    sent `[]`. top_k -1 and top_p 1.0 mean off; temperature 0 is greedy.
 
-    Of the prompt: `prompt_logprobs` of the last `prompt_last_n` tokens (0: of all), the `prompt_top` likeliest tokens
+    For the prompt: `prompt_logprobs` of the last `prompt_last_n` tokens (0: of all), the `prompt_top` likeliest tokens
     at the same positions, the ids of `prompt_targets` in row i at position i + 1 (-1: none), and
-    `prompt_alternatives` tokens drawn at each position but the first. `sample_top`: the likeliest tokens at each
+    `prompt_alternatives` tokens sampled at each position but the first. `sample_top`: the likeliest tokens at each
     position of a sample. 0 and None mean not asked for.
-    `stream`: its tokens are told of as they are drawn.
+    `stream`: its tokens are published as they are sampled.
     """
 
     prompt: np.ndarray
@@ -70,7 +70,8 @@ class TokenLogprobs:
 @dataclass(frozen=True, slots=True)
 class SampledSequence:
     """tokens int32 [n] (the stop token included), logprobs float32 [n] of the model itself, before temperature,
-    top-k and top-p; `stopped` is False when max_tokens or the context ended it. top: the likeliest tokens at each."""
+    top-k and top-p; `stopped` is False when max_tokens or the context ended it. top: the likeliest tokens at each
+    position."""
 
     tokens: np.ndarray
     logprobs: np.ndarray
@@ -80,11 +81,13 @@ class SampledSequence:
 
 @dataclass(frozen=True, slots=True)
 class SampleOutput:
-    """All logprobs are the model's own, as a sequence's are. What was not asked for is None.
+    """The answer to a request. All logprobs are the model's own, before temperature, as in SampledSequence. A field
+    that was not asked for is None.
 
     prompt_logprobs: float32 [L], NaN where not scored and at index 0. prompt_top: [L, k], each row by falling logprob;
     rows not scored are token 0 at UNSCORED. prompt_targets: float32 in the request's layout, 0.0 where it had -1.
-    prompt_alternatives: [L - 1, k] of draws, row i for position i + 1. cached_tokens: of the prompt, not computed anew.
+    prompt_alternatives: [L - 1, k] sampled tokens, row i for position i + 1. cached_tokens: prompt tokens that were not
+    computed again.
     """
 
     sequences: tuple[SampledSequence, ...]

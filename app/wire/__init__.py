@@ -1,1 +1,1 @@
-"""Bytes of the Tinker wire format to Tinsmith's types and back; imports neither Flask nor any GPU library."""
+"""Converts the Tinker wire format to Tinsmith's types and back. Imports neither Flask nor any GPU library."""

@@ -1,4 +1,5 @@
-"""What a body may cost. Checked before it is unpacked or parsed, so that few bytes can not take much memory."""
+"""Limits on the cost of a body. They are checked before it is unpacked or parsed, so that few bytes cannot take much
+memory."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from app.domain.batch import Batch
 from app.errors import BadRequest, TooLarge
 from app.settings import LimitSettings
 
-# What every decoder is asked to support (RFC 8878), and the zstd program's limit unless told otherwise (--long).
+# RFC 8878 asks every decoder to support this window; it is also the zstd program's limit without --long.
 _WINDOW = 2**23
 _PIECE = 2**16
 _DATA = 3
@@ -23,9 +24,9 @@ _PART = 4
 
 
 def unpack(body: bytes, encoding: str, most: int) -> bytes:
-    """The body without its Content-Encoding: none, or zstd in one frame. Never holds more than `most` bytes of it.
+    """Removes the Content-Encoding of a body: none, or zstd in one frame. Never holds more than `most` unpacked bytes.
 
-    Raises TooLarge for more than those, BadRequest for anything else.
+    Raises TooLarge for more bytes than that, BadRequest for any other encoding or a broken frame.
     """
     if encoding in ("", "identity"):
         return body
@@ -33,7 +34,7 @@ def unpack(body: bytes, encoding: str, most: int) -> bytes:
         raise BadRequest(f"Content-Encoding {encoding[:80]!r} is not supported: send the body as it is, or zstd")
     try:
         said = zstandard.frame_content_size(body)
-        # One that says its size is unpacked into its place, whatever its window.
+        # A frame that states its size is unpacked straight into a buffer of that size, so its window may have any size.
         unpacker = zstandard.ZstdDecompressor(max_window_size=0 if said >= 0 else _WINDOW)
         size = said if said >= 0 else _measured(unpacker, body, most)
         if size > most:
@@ -49,7 +50,8 @@ def unpack(body: bytes, encoding: str, most: int) -> bytes:
 
 
 def _measured(unpacker: zstandard.ZstdDecompressor, body: bytes, most: int) -> int:
-    """The size of a frame that does not say it, up to `most` and a piece: unpacked once more, bit by bit."""
+    """The size of a frame that does not state it, up to `most` plus one piece. The frame is unpacked piece by piece to
+    count its bytes, and a second time later."""
     size = 0
     with unpacker.stream_reader(body) as reader:
         while size <= most and (piece := reader.read(_PIECE)):
@@ -58,7 +60,7 @@ def _measured(unpacker: zstandard.ZstdDecompressor, body: bytes, most: int) -> i
 
 
 def _whole(unpacker: zstandard.ZstdDecompressor, body: bytes) -> bytes:
-    """What a frame of a size that is known to fit holds. Raises ZstdError for half a frame, or more than one."""
+    """Unpacks a frame that is known to fit. Raises ZstdError for half a frame, or more than one."""
     frame = unpacker.decompressobj()
     unpacked = frame.decompress(body)
     if not frame.eof or frame.unused_data:
@@ -67,7 +69,7 @@ def _whole(unpacker: zstandard.ZstdDecompressor, body: bytes) -> bytes:
 
 
 def check_values(body: bytes, limits: LimitSettings) -> None:
-    """Raises TooLarge for JSON that would become too many objects. Marks within texts count as well."""
+    """Raises TooLarge for JSON that would become too many objects. Marks inside strings count as well."""
     values = sum(body.count(mark) for mark in (b",", b":", b"[", b"{"))
     if values > limits.json_values:
         raise TooLarge(f"the JSON body holds about {values} values; at most {limits.json_values} are taken at a time")
@@ -75,7 +77,7 @@ def check_values(body: bytes, limits: LimitSettings) -> None:
 
 def check_parts(body: bytes, limits: LimitSettings) -> None:
     """Raises TooLarge for a ForwardBackwardRequest that would become too many objects: datums, chunks and inputs, each
-    of which may be two bytes. What is malformed is left to the parser."""
+    of which may be two bytes. The parser refuses malformed bodies."""
     most = left = limits.json_values // _PART
     with suppress(IndexError):
         for number, start, end in _fields(body, 0, len(body)):
@@ -85,7 +87,7 @@ def check_parts(body: bytes, limits: LimitSettings) -> None:
 
 
 def check_depth(value: Any, limits: LimitSettings) -> None:
-    """Raises BadRequest for what later, deeper in the stack, might not be read again."""
+    """Raises BadRequest for a value nested so deeply that a later reader might fail on it."""
     level = [value]
     for _ in range(limits.json_depth):
         level = [part for outer in level for part in _parts(outer) if isinstance(part, dict | list)]
@@ -108,8 +110,8 @@ def check_batch(batch: Batch, limits: LimitSettings) -> None:
 
 
 def _fields(body: bytes, place: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """Number, begin and end of all that is a text or a message in a protobuf message. Raises IndexError where it ends
-    too soon."""
+    """Yields (number, start, end) of every string or message field in a protobuf message. Raises IndexError where the
+    message ends too soon."""
     while place < end:
         tag, place = _varint(body, place)
         kind = tag & 7
@@ -124,7 +126,7 @@ def _fields(body: bytes, place: int, end: int) -> Iterator[tuple[int, int, int]]
 
 
 def _varint(body: bytes, place: int) -> tuple[int, int]:
-    """A number, and the place behind it. Raises IndexError for one of more than 64 bits too."""
+    """(number, position after it). Raises IndexError at the end of the body, and for a number of more than 64 bits."""
     number = shift = 0
     while shift < 64:
         byte = body[place]

@@ -1,7 +1,7 @@
-"""The graph of a custom loss, as the SDK traces it with torch.fx and sends it as JSON, to a CustomLoss.
+"""Converts the graph of a custom loss to a CustomLoss. The SDK traces the graph with torch.fx and sends it as JSON.
 
-Everything in it is data: a call is a name out of app/domain/custom_losses.py, an argument a constant out of a closed
-set or the result of an earlier call. What is not provably so is refused here.
+Everything in the graph is data: a call is a name from app/domain/custom_losses.py; an argument is a constant from a
+closed set, or the result of an earlier call. This module refuses any graph that is not provably so.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _CONSTANTS: Mapping[str, frozenset[str]] = {
 
 
 def parse(name: str, inputs: Sequence[Any], graph: Mapping[str, Any]) -> CustomLoss:
-    """Raises BadRequest naming the node at fault."""
+    """Parses the graph. Raises BadRequest naming the node at fault."""
     nodes = _nodes(graph)
     given = _inputs(inputs, nodes)
     reader = _Reader({entry.node for entry in given}, {given[0].node})
@@ -73,7 +73,7 @@ def _nodes(graph: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
 
 
 def _inputs(inputs: Sequence[Any], nodes: Sequence[Mapping[str, Any]]) -> tuple[LossInput, ...]:
-    """The declared inputs, which the graph's first nodes must be, in order. Raises BadRequest."""
+    """The declared inputs. They must be the graph's first nodes, in order. Raises BadRequest."""
     if not 1 <= len(inputs) <= MAX_INPUTS:
         raise BadRequest(f"inputs: {len(inputs)} are declared; a loss takes 1 to {MAX_INPUTS}")
     found = []
@@ -94,7 +94,7 @@ def _inputs(inputs: Sequence[Any], nodes: Sequence[Mapping[str, Any]]) -> tuple[
 
 @dataclass(slots=True)
 class _Reader:
-    """Reads nodes in order. `known` holds the nodes read so far, `live` those of them that logprobs go into."""
+    """Reads nodes in order. `known` holds the nodes read so far; `live` holds those of them that depend on logprobs."""
 
     known: set[str]
     live: set[str]
@@ -122,7 +122,7 @@ class _Reader:
         return LossCall(node["name"], op, target, encoded, kwargs)
 
     def output(self, node: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
-        """(the loss's node, each metric's)."""
+        """(the node of the loss, the node of each metric)."""
         if node["op"] != "output":
             raise _fault(node, "the last node must be the output")
         match node.get("args"):
@@ -151,7 +151,7 @@ class _Reader:
         return self._value(node, args[0]), args[1]
 
     def _value(self, node: Mapping[str, Any], value: Any, depth: int = 1) -> Any:
-        """An argument with its lists as tuples, as the journal will give them back. Raises BadRequest."""
+        """An argument with its lists as tuples, because the journal returns tuples. Raises BadRequest."""
         if depth > _MAX_DEPTH:
             raise _fault(node, f"an argument is nested more than {_MAX_DEPTH} deep")
         match value:

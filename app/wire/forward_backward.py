@@ -1,8 +1,10 @@
-"""A forward_backward body to its Op, in two steps: the model it is for, then its content.
+"""Decodes a forward_backward body to its Op in two steps: first the model it is for, then its content.
 
-The first step must succeed before anything can be blamed on a model; a fault found in the second consumes the seq.
+The first step names the model, so only after it can a fault be counted against a model. A fault found in the second
+step consumes the seq.
 
-A Tensor message becomes a numpy array: dense buffers as views, sparse rows filled with zeros, or as they are.
+A Tensor message becomes a numpy array: a dense buffer becomes a view; sparse rows are filled with zeros, or kept
+sparse.
 """
 
 from __future__ import annotations
@@ -44,8 +46,8 @@ _DTYPES: dict[int, np.dtype[Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """Whom a body is for, and how many datums it has. `decode` makes the Op; it raises BadRequest naming the datum and
-    key at fault."""
+    """The model and seq that a body is for, and its number of datums. `decode` builds the Op; it raises BadRequest
+    naming the datum and key at fault."""
 
     model_id: str
     seq: int
@@ -55,18 +57,18 @@ class Envelope:
 
 
 def no_losses(loss_id: str) -> CustomLoss:
-    """A FindLoss for whoever has none."""
+    """A FindLoss for callers without custom losses."""
     raise BadRequest(f"loss {loss_id[:200]!r} does not exist")
 
 
 def decode_forward_backward(body: bytes, find: FindLoss = no_losses) -> tuple[str, int, ForwardBackward]:
-    """(model id, seq, Op) of a protobuf body. Raises BadRequest."""
+    """Decodes a protobuf body to (model id, seq, Op). Raises BadRequest."""
     envelope = open_envelope(body)
     return envelope.model_id, envelope.seq, envelope.decode(find)
 
 
 def open_envelope(body: bytes) -> Envelope:
-    """Raises BadRequest when the body is no ForwardBackwardRequest."""
+    """Reads the envelope of a protobuf body. Raises BadRequest when the body is not a ForwardBackwardRequest."""
     try:
         request = pb.ForwardBackwardRequest.FromString(body)
     except DecodeError:
@@ -77,7 +79,7 @@ def open_envelope(body: bytes) -> Envelope:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What is said of all datums at once: the loss, its settings, and for a custom one the loss itself."""
+    """The settings for all datums of a batch: the loss, its config, and for a custom loss the loss itself."""
 
     loss_fn: str
     config: dict[str, float]
@@ -86,7 +88,8 @@ class Head:
 
     @classmethod
     def of(cls, loss_fn: str, config: Mapping[str, float | str], forward_only: bool, find: FindLoss) -> Head:
-        """Raises BadRequest for a text among the settings, but for the loss_id of a custom loss, which it must have."""
+        """Builds a Head. Raises BadRequest for a string in the config, except the loss_id of a custom loss, and for a
+        custom loss without a loss_id."""
         settings = dict(config)
         loss_id = settings.pop("loss_id", None) if loss_fn == CUSTOM else None
         if loss_fn == CUSTOM and not isinstance(loss_id, str):
@@ -99,7 +102,7 @@ class Head:
 
     @property
     def taken(self) -> tuple[str, ...]:
-        """The inputs the loss reads."""
+        """The names of the inputs that the loss reads."""
         if self.custom is not None:
             return tuple(self.custom.columns)
         spec = LOSSES.get(self.loss_fn)
@@ -107,9 +110,10 @@ class Head:
 
 
 def build_op(head: Head, tokens: Sequence[np.ndarray], inputs: Sequence[Mapping[str, pb.Tensor]]) -> ForwardBackward:
-    """The Op of datums; what `head.taken` does not name is ignored.
+    """Builds the Op from datums; inputs that `head.taken` does not name are ignored.
 
-    Raises BadRequest for a malformed tensor, an input only some datums have, and target_tokens that are not integers.
+    Raises BadRequest for a malformed tensor, an input that only some datums have, and target_tokens that are not
+    integers.
     """
     names = [name for name in head.taken if any(name in datum for datum in inputs)]
     columns = {name: _column(name, inputs, head.custom) for name in names}
@@ -136,7 +140,8 @@ def _targets(arrays: Sequence[np.ndarray]) -> Ragged:
 
 
 def _custom_column(name: str, arrays: Sequence[np.ndarray], rank: int) -> Ragged:
-    """A custom loss sees integers as int64 and the rest as float32, as on the client; a scalar comes as one value."""
+    """An input of a custom loss. Integers are int64 and the rest float32, as on the client; a scalar becomes one
+    value."""
     kinds = [array.dtype.kind for array in arrays]
     if len(set(kinds)) > 1:
         other = next(i for i, kind in enumerate(kinds) if kind != kinds[0])
@@ -175,14 +180,14 @@ def _setting(key: str, value: pb.LossConfigValue) -> float | str:
 
 
 def buffer(data: bytes, dtype: np.dtype, what: str) -> np.ndarray:
-    """A view [n] of raw little-endian numbers. Raises BadRequest when the length is no multiple of the item's."""
+    """A view [n] of raw little-endian numbers. Raises BadRequest when the length is not a multiple of the item size."""
     if len(data) % dtype.itemsize:
         raise BadRequest(f"{what}: {len(data)} bytes are not a whole number of {dtype.name}")
     return np.frombuffer(data, dtype=dtype)
 
 
 def check_unfolded(column: Sequence[pb.Tensor], name: str) -> None:
-    """Raises BadRequest when the sparse tensors of a column are too large as dense ones."""
+    """Raises BadRequest when the sparse tensors of a column would be too large as dense tensors."""
     sparse = (tensor for tensor in column if tensor.WhichOneof("encoding") == "sparse_csr")
     total = sum(prod(max(0, size) for size in _shape(tensor, name)) for tensor in sparse)
     if total > MAX_SPARSE_ELEMENTS:
@@ -201,12 +206,12 @@ def to_array(tensor: pb.Tensor, what: str) -> np.ndarray:
 
 
 def to_cells(tensor: pb.Tensor, what: str) -> Cells:
-    """A matrix of int64 in the layout it was sent in. Raises BadRequest for anything else, naming it by `what`."""
+    """A matrix of int64 in the layout it was sent in. Raises BadRequest for anything else; `what` names it there."""
     shape = _shape(tensor, what)
     if tensor.dtype != pb.DTYPE_INT64 or len(shape) != 2:
         raise BadRequest(f"{what}: expected an int64 tensor of two sizes (got shape {list(shape)})")
     rows, width = shape
-    if width < 1:  # without a value in it, a row costs its sender nothing, and there may be two billion
+    if width < 1:  # a row without values costs its sender nothing, so a body may claim two billion rows
         raise BadRequest(f"{what}: shape {list(shape)} has no columns")
     if tensor.WhichOneof("encoding") != "sparse_csr":
         values = _shaped(buffer(tensor.dense, _DTYPES[pb.DTYPE_INT64], what), shape, what)
@@ -250,7 +255,7 @@ def _densify(csr: pb.SparseCsr, dtype: np.dtype, shape: Sequence[int], what: str
 
 
 def _csr(csr: pb.SparseCsr, dtype: np.dtype, what: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The values, where each row of them starts, and the column of each."""
+    """(the values, the start of each row in them, the column of each value)."""
     indices = _DTYPES[pb.DTYPE_INT64]
     return (
         _widen(buffer(csr.values, dtype, what)),

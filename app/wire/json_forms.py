@@ -1,9 +1,8 @@
 """The JSON forms of bodies, for SDKs up to 0.24, and of results, for SDKs up to 0.17; JSON tensors too.
 
-Stored results as JSON, for SDKs up to 0.17, whose polls do not accept protobuf.
-
-Worked out anew at each poll from bytes that never change. A float32 comes out as the same number in full digits; one
-that is not finite as Python's json, which all of these SDKs read it with, writes it.
+The polls of SDKs up to 0.17 do not accept protobuf, so they get stored results as JSON. Each poll computes the JSON
+again, from bytes that never change. A float32 is written as the same number in full digits. A float32 that is not
+finite is written as Python's json writes it, because all of these SDKs read it with Python's json.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _NUMPY: dict[str, np.dtype[Any]] = {"float32": np.dtype("<f4"), "int64": np.dtyp
 
 
 def parse(body: bytes) -> Any:
-    """Raises BadRequest when the body is not JSON."""
+    """Parses a JSON body. Raises BadRequest when the body is not JSON."""
     try:
         return json.loads(body)
     except ValueError:
@@ -37,7 +36,8 @@ def parse(body: bytes) -> Any:
 
 
 def open_envelope(body: Any) -> Envelope:
-    """Raises BadRequest when model_id or seq_id is missing; what is inside is looked at by `decode`."""
+    """Reads the envelope of a JSON body. Raises BadRequest when model_id or seq_id is missing; `decode` checks the
+    rest."""
     if not isinstance(body, dict) or not isinstance(body.get("model_id"), str):
         raise BadRequest("model_id must be a string")
     seq = body.get("seq_id")
@@ -50,7 +50,7 @@ def open_envelope(body: Any) -> Envelope:
 
 
 def text_tokens(chunks: Any, what: str) -> np.ndarray:
-    """int32 [n] of encoded_text chunks. Raises BadRequest for other chunks and for what is not an int32."""
+    """int32 [n] of encoded_text chunks. Raises BadRequest for other chunks and for values that are not int32."""
     parts = [_chunk_tokens(chunk, what) for chunk in _list(chunks, what)]
     return np.concatenate(parts) if parts else np.empty(0, np.int32)
 
@@ -96,9 +96,10 @@ def _inputs(datum: Mapping[str, Any], names: Sequence[str], i: int) -> dict[str,
 
 
 def tensor(given: Any, what: str) -> pb.Tensor:
-    """The same message a protobuf body holds, so that shapes and sparse rows are checked in one place.
+    """Converts a JSON tensor to the message of a protobuf body, so that shapes and sparse rows are checked in one
+    place.
 
-    Raises BadRequest for what is no tensor, naming it by `what`.
+    Raises BadRequest for a value that is not a tensor; `what` names it there.
     """
     if not isinstance(given, dict) or str(given.get("dtype")) not in _DTYPES:
         raise BadRequest(f"{what}: expected data, shape and a dtype of {', '.join(_DTYPES)}")
@@ -158,7 +159,7 @@ def _loss_config(given: Any) -> dict[str, float | str]:
 
 
 def translate(kind: str, body: bytes) -> bytes:
-    """The JSON of a result that is stored as protobuf, by its future's kind: sample, forward or forward_backward."""
+    """The JSON of a result stored as protobuf. `kind` is its future's kind: sample, forward or forward_backward."""
     read = _sample if kind == "sample" else _forward_backward
     return json.dumps(read(body)).encode()
 
@@ -203,6 +204,6 @@ def _sequence(found: SampledSequence) -> dict[str, Any]:
 
 
 def _rows(top: TokenLogprobs) -> list[list[tuple[int, float]] | None]:
-    """For each position its (token, logprob) pairs; None for one that was not scored."""
+    """The (token, logprob) pairs of each position; None for a position that was not scored."""
     rows = zip(top.tokens.tolist(), top.logprobs.tolist(), strict=True)
     return [[pair for pair in zip(*row, strict=True) if pair[1] != UNSCORED] or None for row in rows]

@@ -1,4 +1,4 @@
-"""Typed outputs to the bytes a poll returns, protobuf or JSON, and a sampling result read again."""
+"""Encodes typed outputs to the protobuf bytes that a poll returns, and decodes a stored sampling result."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _RECORD = "ArrayRecord"
 
 
 def encode_forward_backward(output: ForwardBackwardOutput | CriticOutput) -> bytes:
-    """A ForwardBackwardOutput message with the field `logprobs`, or of a critic `values`, datums in order.
+    """A ForwardBackwardOutput message with the field `logprobs` (for a critic, `values`), datums in order.
 
-    A record holds arrays of one trailing shape, so a run of datums with the same K makes one record.
+    A record holds arrays of one trailing shape, so consecutive datums with the same K make one record.
     """
     field, arrays = ("values", output.values) if isinstance(output, CriticOutput) else ("logprobs", output.logprobs)
     message = pb.ForwardBackwardOutput(
@@ -29,7 +29,7 @@ def encode_forward_backward(output: ForwardBackwardOutput | CriticOutput) -> byt
 
 
 def encode_sample(output: SampleOutput) -> bytes:
-    """A SampleResponse message; a sequence's logprobs are always sent, of the prompt only what was asked for."""
+    """A SampleResponse message. The logprobs of a sequence are always sent; those of the prompt only when asked for."""
     message = pb.SampleResponse(
         sequences=[_sequence(s) for s in output.sequences], prompt_cache_hit_tokens=output.cached_tokens
     )
@@ -98,7 +98,8 @@ def _raw(values: np.ndarray, dtype: str) -> bytes:
 
 
 def decode_sample(body: bytes) -> SampleOutput:
-    """Without prompt_targets and prompt_alternatives. Raises google.protobuf.message.DecodeError."""
+    """Decodes a SampleResponse, without prompt_targets and prompt_alternatives. Raises
+    google.protobuf.message.DecodeError."""
     message = pb.SampleResponse.FromString(body)
     scores = message.prompt_logprobs if message.HasField("prompt_logprobs") else None
     return SampleOutput(
