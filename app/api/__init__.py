@@ -1,1 +1,2 @@
-"""The HTTP API: a module a resource holds its schemas and its views. A view is load, service, dump."""
+"""The HTTP API. One module for each resource holds its schemas and its views. A view loads the request, calls a service
+and dumps the answer."""

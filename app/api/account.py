@@ -21,7 +21,7 @@ audit_blueprint = make("audit", "Audit log")
 
 
 class Token(SdkSchema):
-    """Keys and tokens."""
+    """A token that replaces a key."""
 
     jwt = fields.String()
 
@@ -71,13 +71,13 @@ def revoke_own_key() -> dict[str, str]:
 
 
 class LimitsAsked(Schema):
-    """Limits and what is used of them."""
+    """A query for limits and their use."""
 
     project_id = fields.String(metadata={"description": "one that the key may use; its own by default"})
 
 
 class _Limits(Schema):
-    """None: not limited."""
+    """Limits; None means not limited."""
 
     requests_per_s = fields.Float(allow_none=True)
     tokens_per_s = fields.Float(allow_none=True)
@@ -88,7 +88,7 @@ class _Limits(Schema):
 
 
 class _Used(Schema):
-    """Rates as averages over the last seconds; None where they are not limited."""
+    """The current use. Rates are averages over the last seconds, and None where they are not limited."""
 
     requests_per_s = fields.Float(allow_none=True)
     tokens_per_s = fields.Float(allow_none=True)
@@ -117,7 +117,8 @@ def get_limits(asked: dict[str, Any]) -> dict[str, Any]:
 
 
 class UsageAsked(SdkSchema):
-    """Usage, as the SDK's billing methods ask for it. There are no prices here, so what costs stand in is left out."""
+    """A query for usage, as the SDK's billing methods send it. This server has no prices, so all cost fields are left
+    out."""
 
     starting_on = fields.AwareDateTime(required=True, default_timezone=UTC)
     ending_before = fields.AwareDateTime(required=True, default_timezone=UTC)
@@ -177,7 +178,7 @@ def get_current_storage(asked: dict[str, Any]) -> dict[str, Any]:
 
 
 class AuditAsked(SdkSchema):
-    """The audit log."""
+    """A query for the audit log."""
 
     event_type = fields.String(
         load_default="all", validate=validate.OneOf(("all", "checkpoints", "projects", "teams", "organizations"))

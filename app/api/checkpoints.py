@@ -1,8 +1,8 @@
 """Training runs and their checkpoints: lists, publishing, expiry, copies and downloads.
 
-A checkpoint's id is `<kind>/<name>`, with its slash, in the path.
+In a path a checkpoint's id is `<kind>/<name>`, with its slash.
 
-Archives (for SDKs up to 0.34) and objects of the folder store need no key: the signature in the URL is the
+Archives (for SDKs up to 0.34) and objects of the folder store need no key: the signature in the URL gives the
 permission.
 """
 
@@ -38,7 +38,7 @@ class ListTrainingRuns(Paged, Scoped):
 
 
 class Checkpoint(SdkSchema):
-    """Training runs and their checkpoints."""
+    """A checkpoint of a training run."""
 
     checkpoint_id = fields.String()
     checkpoint_type = fields.String()
@@ -197,7 +197,7 @@ def weights_info(asked: dict[str, Any]) -> dict[str, Any]:
 
 
 class CopyWeights(SdkSchema):
-    """Into a project, or as a run of a session (session_id and model_seq_id)."""
+    """A request to copy a checkpoint into a project, or as a run of a session (session_id and model_seq_id)."""
 
     source_path = identifier()
     destination_project_id = fields.String(load_default=None, validate=validate.Length(1, 256))

@@ -1,4 +1,4 @@
-"""The calls an SDK makes at its start, its telemetry, and pages for operators: readiness, metrics and the docs."""
+"""The calls that an SDK makes at its start, its telemetry, and pages for operators: readiness, metrics and the docs."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ td{{padding:.2rem 1rem .2rem 0;vertical-align:top}}code{{font-size:.95em}}</styl
 
 
 class ClientConfig(SdkSchema):
-    """Advanced features of the SDK, all off but those served here.
+    """Optional features of the SDK. All are off except those served here.
 
-    Three of them later SDKs have for good: batches as protobuf (0.20 to 0.24), the same for forward ones, and models
-    made of a checkpoint in one call (0.24 to 0.37).
+    Later SDKs always use three of these features: batches as protobuf (0.20 to 0.24), the same for forward batches,
+    and models made from a checkpoint in one call (0.24 to 0.37).
     """
 
     pjwt_auth_enabled = fields.Boolean()
@@ -65,8 +65,8 @@ def client_config() -> dict[str, Any]:
         "sample_max_concurrent_requests": services().allowances.most_samples(
             current_caller(), settings.concurrent_samples
         ),
-        # The SDK's default, pyqwest, can lose the cancellation of the SDK's heartbeat (Python 3.11), and `close` waits
-        # for that task for good: 70 of 300 closes at a heartbeat every 0.05 s, none of 1,000 with httpx.
+        # The SDK's default, pyqwest, can lose the cancellation of the SDK's heartbeat (Python 3.11). Then `close` waits
+        # for that task for ever: 70 of 300 closes at a heartbeat every 0.05 s, none of 1,000 with httpx.
         "use_pyqwest_transport": False,
     }
 
@@ -139,7 +139,7 @@ def metrics() -> Response:
 
 
 def register_docs(api: Api) -> None:
-    """Serve the page at /docs."""
+    """Serves the page at /docs."""
 
     def docs() -> Response:
         return Response(_DOCS_PAGE.format(rows="".join(_rows(api.spec.to_dict()))), mimetype="text/html")

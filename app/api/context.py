@@ -1,4 +1,4 @@
-"""The request at hand: its caller and the scopes of the key, its body, and the services that answer it."""
+"""The current request: its caller and the scopes of the key, its body, and the services that answer it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ AnyView = Callable[..., Any]
 
 
 class Resource(Protocol):
-    """flask-smorest's Blueprint, which comes without types."""
+    """The typed interface of flask-smorest's Blueprint, which has no types."""
 
     def route(self, rule: str, *, methods: Sequence[str]) -> Callable[[View], View]: ...
 
@@ -45,8 +45,7 @@ class Resource(Protocol):
 
 
 class JsonParser(FlaskParser):
-    """webargs' parser, reading bodies as everything here does. What a schema says of unknown fields holds for a query
-    too."""
+    """webargs' parser with the body limits of this API. A schema's rule for unknown fields applies to a query too."""
 
     DEFAULT_UNKNOWN_BY_LOCATION = FlaskParser.DEFAULT_UNKNOWN_BY_LOCATION | {"query": None}
 
@@ -55,24 +54,24 @@ class JsonParser(FlaskParser):
 
 
 def json_content() -> Any:
-    """The body's JSON. Raises what `content` does, also for too many values or levels of them."""
+    """The body's JSON. Raises the errors of `content`, also for too many values and for too deep nesting."""
     limits, body = _settings().limits, content()
     check_values(body, limits)
     found = json_forms.parse(body)
-    # Most bodies have too few brackets to be deep, and a prompt's tokens need not be looked at one by one.
+    # Most bodies have too few brackets to be deep; this test avoids a walk over a prompt's tokens one by one.
     if body.count(b"[") + body.count(b"{") > limits.json_depth:
         check_depth(found, limits)
     return found
 
 
 class _Blueprint(Blueprint):  # type: ignore[misc]
-    """flask-smorest's, reading bodies within their limits."""
+    """flask-smorest's Blueprint, with the body limits of this API."""
 
     ARGUMENTS_PARSER = JsonParser()
 
 
 def services() -> Services:
-    """Those of the application that serves this request."""
+    """The services of the application that serves this request."""
     found: Services = current_app.extensions[EXTENSION]
     return found
 
@@ -84,7 +83,7 @@ def blueprint(name: str, description: str, prefix: str = "/api/v1") -> Resource:
 
 
 def credential(headers: Headers) -> str:
-    """The key or token in X-API-Key or `Authorization: Bearer`. Raises Unauthorized where there is none."""
+    """The key or token in X-API-Key or `Authorization: Bearer`. Raises Unauthorized when there is none."""
     found = headers.get("X-API-Key") or headers.get("Authorization", "").removeprefix("Bearer ")
     if not found:
         raise Unauthorized("no API key: send it in the X-API-Key header, or as `Authorization: Bearer`")
@@ -92,13 +91,14 @@ def credential(headers: Headers) -> str:
 
 
 def current_caller() -> Caller:
-    """The caller of the request at hand."""
+    """The caller of the current request."""
     caller: Caller = g.caller
     return caller
 
 
 def needs(*scopes: Scope) -> Callable[[View], View]:
-    """Goes right below the route of whatever changes something: a key must have one of the scopes. Raises Forbidden."""
+    """A decorator directly below the route, for every view that changes something. The view raises Forbidden for a key
+    that has none of the scopes."""
 
     def decorate(view: View) -> View:
         @wraps(view)
@@ -114,24 +114,25 @@ def needs(*scopes: Scope) -> Callable[[View], View]:
 
 
 def at_most(size: int) -> Callable[[AnyView], AnyView]:
-    """Answers 413 for a larger body, before it is parsed; goes right below the route."""
+    """A decorator directly below the route. The view answers 413 for a larger body, before parsing it."""
     return _limited(lambda: size)
 
 
 def large(view: AnyView) -> AnyView:
-    """Takes a body up to api.max_body_bytes: one with a batch or a prompt in it. Goes right below the route."""
+    """A decorator directly below the route. The view accepts a body (with a batch or a prompt) up to
+    api.max_body_bytes."""
     return _limited(lambda: _settings().api.max_body_bytes)(view)
 
 
 def content() -> bytes:
-    """The body, unpacked. Raises BadRequest, TooLarge, or 413 where it is over the route's limit."""
+    """The body, unpacked. Raises BadRequest or TooLarge, or 413 when it is over the route's limit."""
     most = request.max_content_length
     assert most is not None
     return unpack(request.get_data(), request.headers.get("Content-Encoding", ""), most)
 
 
 def batch_content() -> bytes:
-    """The body of a protobuf batch. Raises what `content` does, also for too many parts of it."""
+    """The body of a protobuf batch. Raises the errors of `content`, also for too many parts."""
     body = content()
     check_parts(body, _settings().limits)
     return body

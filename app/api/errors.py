@@ -1,6 +1,6 @@
-"""Every error as a JSON body: {"detail": what is wrong, "error": its kind}. Never empty, never a traceback.
+"""Answers every error with a JSON body: {"detail": the message, "error": its kind}. Never empty, never a traceback.
 
-Below OPENAI it has the form OpenAI's clients read: {"error": {"message", "type", "param", "code"}}.
+Below OPENAI the body has the form that OpenAI's clients read: {"error": {"message", "type", "param", "code"}}.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _NAMELESS = ("json", "query", "_schema")
 
 
 class TinsmithApi(Api):  # type: ignore[misc]
-    """flask-smorest with our error bodies."""
+    """flask-smorest's Api with the error bodies of this API."""
 
     ERROR_SCHEMA = ErrorSchema
 
@@ -42,7 +42,7 @@ class TinsmithApi(Api):  # type: ignore[misc]
 
 
 def describe(error: HTTPException) -> str:
-    """One line; for a schema's complaint every field with the value it got."""
+    """The message of an HTTP error, in one line. For a schema error it names every wrong field with its value."""
     messages = (getattr(error, "data", None) or {}).get("messages")
     if not messages:
         return error.description or error.name
@@ -51,7 +51,7 @@ def describe(error: HTTPException) -> str:
 
 
 def register(app: Flask) -> None:
-    """HTTPExceptions are flask-smorest's; these are the rest."""
+    """Registers the handlers of all errors except HTTPExceptions, which flask-smorest handles."""
     app.register_error_handler(RequestError, _request_error)
     app.register_error_handler(OpError, _op_error)
     app.register_error_handler(RecursionError, _too_deep)
@@ -70,18 +70,18 @@ def _answer(detail: str, kind: str, status: int, headers: Mapping[str, str] | No
 
 def _request_error(error: RequestError) -> Answer:
     kind = type(error).__name__
-    # huggingface_hub tells a missing file from a missing model by this header alone.
+    # huggingface_hub distinguishes a missing file from a missing model only by this header.
     headers = {"X-Error-Code": kind}
     if error.retry_after_s is not None:
         headers["Retry-After"] = f"{error.retry_after_s:.10g}"
     if isinstance(error, InvalidToken):
-        # By this the SDK knows to get another, and makes the call again.
+        # On this header the SDK gets another token and repeats the call.
         headers["WWW-Authenticate"] = 'Bearer error="invalid_token"'
     return _answer(str(error) or kind, kind, error.status, headers)
 
 
 def _op_error(error: OpError) -> Answer:
-    """Of a call that waits for its Op: what a poll would have told."""
+    """The answer of a call that waits for its Op, equal to the answer of a poll."""
     return _answer(str(error), type(error).__name__, 400 if error.category == "user" else 500)
 
 

@@ -1,4 +1,4 @@
-"""Promises, the polls that redeem them, and the queue they wait in."""
+"""Futures: the promises of calls, the polls that return their results, and the queue of waiting calls."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def cancel_future(asked: dict[str, Any]) -> dict[str, str]:
 
 
 def _prefers_json() -> bool:
-    """SDKs up to 0.17 do; later ones name protobuf first, and no word on it means that anything will do."""
+    """True for SDKs up to 0.17. Later SDKs name protobuf first in Accept; without Accept any form is accepted."""
     return request.accept_mimetypes.best_match([PROTOBUF, JSON], default=PROTOBUF) == JSON
 
 
@@ -118,7 +118,7 @@ def _dump(completion: Completion) -> dict[str, Any]:
 
 
 class Promise(SdkSchema):
-    """Promises, and the polls that redeem them."""
+    """The promise of a result: the answer of a call whose result a poll returns later."""
 
     request_id = fields.String()
     model_id = fields.String()
@@ -130,7 +130,7 @@ class SamplePromise(SdkSchema):
 
 
 class AskedQueue(Paged):
-    """Ours alone, so what it does not know is a mistake."""
+    """A query for the queue. Only this server has this route, so an unknown field is an error."""
 
     class Meta:
         unknown = RAISE

@@ -1,4 +1,4 @@
-"""Models: created, described and unloaded."""
+"""Creates, describes and unloads models."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ blueprint = make("models", "Models")
 
 
 class LoraConfig(SdkSchema):
-    """Models: create_model and get_info."""
+    """The LoRA settings of a model."""
 
     rank = fields.Integer(strict=True, load_default=32)
     train_unembed = fields.Boolean(load_default=True)
@@ -25,7 +25,7 @@ class LoraConfig(SdkSchema):
 
 
 def model_role() -> fields.String:
-    """The SDK, which has no such argument, sends it in user_metadata."""
+    """The role of a model. The SDK has no argument for it, so it comes in user_metadata."""
     return fields.String(allow_none=True, metadata={"description": "policy, the default, or critic"})
 
 
@@ -33,7 +33,7 @@ class CreateModel(SdkSchema):
     session_id = identifier()
     model_seq_id = counter(0, 10**9 - 1)
     base_model = identifier()
-    # null, and a rank of 0, ask for all weights to be trained.
+    # null, or a rank of 0, asks for full fine-tuning.
     lora_config = fields.Nested(LoraConfig, load_default=lambda: LoraConfig().load({}), allow_none=True)
     optimizer_config = fields.Dict(keys=fields.String())
     model_role = model_role()

@@ -1,6 +1,6 @@
-"""Completions and chats for OpenAI's clients, whole or as server-sent events.
+"""Completions and chats for OpenAI's clients, in one answer or as server-sent events.
 
-In a body null means left out; an unknown field is an error.
+In a body null means that the field is left out. An unknown field is an error.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MAX_TOP = 20
 
 
 class Ignored(fields.Field[Any]):
-    """Changes nothing of the answer: labels, caching and billing."""
+    """A field that does not change the answer: labels, caching and billing."""
 
 
 class StreamOptions(Schema):
@@ -39,7 +39,7 @@ class StreamOptions(Schema):
 
 
 class Unsupported(fields.Field[Any]):
-    """Refuses whatever would change the answer, were it followed; `neutral` values are fine."""
+    """An unsupported field. It refuses every value that would change the answer; `neutral` values are accepted."""
 
     def __init__(self, *neutral: Any) -> None:
         super().__init__(load_default=None)
@@ -52,7 +52,7 @@ class Unsupported(fields.Field[Any]):
 
 
 class Request(Schema):
-    """What both kinds share."""
+    """The fields that completions and chat completions share."""
 
     class Meta:
         unknown = RAISE
@@ -188,7 +188,7 @@ def _answered(answer: Answer, asked: Mapping[str, Any]) -> Response | dict[str, 
         chunks = answer.chunks(with_usage=asked["stream_options"]["include_usage"])
         events = _events(chunks, copy_current_request_context(_failure))
         response = Response(events, mimetype="text/event-stream", headers=_STREAMED)
-        # Called even if nothing was read of it.
+        # `close` is called even if nothing of the response was read.
         response.call_on_close(answer.close)
         return response
     try:
@@ -198,7 +198,8 @@ def _answered(answer: Answer, asked: Mapping[str, Any]) -> Response | dict[str, 
 
 
 def _events(chunks: Iterator[dict[str, Any]], failure: Callable[[Exception], Mapping[str, Any]]) -> Iterator[str]:
-    """With the status sent, an error can only be an event; the client raises it."""
+    """The chunks as server-sent events. After the status is sent, an error can only be an event; the client raises
+    it."""
     try:
         for chunk in chunks:
             yield _event(chunk)
@@ -218,7 +219,8 @@ def _event(content: Mapping[str, Any]) -> str:
 
 
 def _gone() -> Callable[[], bool]:
-    """Tells whether the client of this request has closed its connection, where the server shows it (gunicorn does)."""
+    """Returns a check that is True when the client of this request has closed its connection. It needs a server that
+    shows the connection (gunicorn does)."""
     connection: socket.socket | None = request.environ.get("gunicorn.socket")
 
     def gone() -> bool:

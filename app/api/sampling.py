@@ -1,4 +1,4 @@
-"""Sampling sessions, and asample on them."""
+"""Sampling sessions, and asample in them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ blueprint = make("sampling", "Sampling")
 
 
 class CreateSamplingSession(SdkSchema):
-    """Sampling sessions and asample."""
+    """A request for a sampling session."""
 
     session_id = identifier()
     sampling_session_seq_id = counter(0, 10**9)

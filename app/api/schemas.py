@@ -1,4 +1,4 @@
-"""The parts that all schemas share: common fields, error bodies, and the pages of lists."""
+"""The shared parts of all schemas: common fields, error bodies, and the pages of lists."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ MOST = 1000
 
 
 class SdkSchema(Schema):
-    """A body the SDK sends or reads: newer SDKs add fields, so unknown ones are dropped. Older ones, to 0.6 at least,
-    send null for what newer ones leave out, so it is left out where it has no meaning of its own."""
+    """A body that the SDK sends or reads. Newer SDKs add fields, so unknown fields are dropped. Older SDKs, to 0.6 at
+    least, send null for a field that newer ones leave out. So null means left out unless it has its own meaning."""
 
     class Meta:
         unknown = EXCLUDE
@@ -33,7 +33,7 @@ class SdkSchema(Schema):
 
 
 class ErrorSchema(Schema):
-    """Every error's body."""
+    """The body of every error."""
 
     detail = fields.String(required=True, metadata={"description": "what is wrong, with which value"})
     error = fields.String(required=True, metadata={"description": "the kind of error"})
@@ -50,12 +50,12 @@ def identifier() -> fields.String:
 
 
 def label() -> fields.String:
-    """A short text that is only kept and shown."""
+    """A short text that is only stored and shown."""
     return fields.String(allow_none=True, validate=validate.Length(max=512))
 
 
 def access_token(**options: Any) -> fields.String:
-    """A key to somebody else's checkpoint. Not validated here: a complaint would repeat it."""
+    """A key to somebody else's checkpoint. It is not validated here, because the error message would repeat it."""
     return fields.String(
         metadata={"description": "an API key, or a token of one, of somebody who may read the checkpoint"}, **options
     )
@@ -67,7 +67,7 @@ def metadata() -> fields.Dict:
 
 
 def check_metadata(value: Mapping[str, Any] | None) -> None:
-    """Raises ValidationError for more than is kept with a record."""
+    """Raises ValidationError for more metadata than a record may hold."""
     size = len(json.dumps(value))
     if size > MAX_METADATA_BYTES:
         raise ValidationError(f"Holds {size} bytes; at most {MAX_METADATA_BYTES} are kept.")

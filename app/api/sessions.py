@@ -1,4 +1,4 @@
-"""Sessions: created, kept alive, finished, listed, searched, moved, and exported as traces."""
+"""Creates, keeps alive, finishes, lists, searches and moves sessions, and exports them as traces."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NO_REASON = validate.NoneOf(("open", "expired"), error="Is what the server says
 
 
 class CreateSession(SdkSchema):
-    """Sessions."""
+    """A request for a session."""
 
     tags = fields.List(
         fields.String(validate=validate.Length(max=512)), load_default=list, validate=validate.Length(max=_MOST_TAGS)
@@ -122,7 +122,7 @@ class SearchSessions(SdkSchema):
     session_id = fields.String(load_default=None, allow_none=True, validate=validate.Length(max=512))
     project_ids = fields.List(fields.String(), load_default=None, allow_none=True, validate=validate.Length(max=1000))
     user_metadata = fields.Dict(keys=fields.String(), values=fields.String(), load_default=dict)
-    # Every session is looked at for each of its words.
+    # The search compares every session with each word of the name.
     display_name = fields.String(load_default=None, allow_none=True, validate=validate.Length(1, 512))
     owner = fields.Nested(SearchOwner, load_default=lambda: SearchOwner().load({}))
     statuses = fields.List(

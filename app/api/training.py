@@ -1,10 +1,10 @@
 """Training calls: batches and steps, saving and loading weights, and custom losses.
 
-SDKs up to 0.24 send batches as JSON, or forward ones to a route of their own.
+SDKs up to 0.24 send batches as JSON, or send forward batches to a separate route.
 
-A call that gets a final 4xx has used its seq_id up: it will not come again, so later ones must not wait for it. So
-has one that is over a limit that does not pass (LimitReached), though other 403s leave the seq free: whoever may not
-train must not change what a run does.
+A call that gets a final 4xx consumes its seq_id: the client does not send it again, so later calls must not wait for
+it. A call over a limit that does not pass by itself (LimitReached) consumes its seq_id too. Other 403s leave the seq
+free, because a caller who may not train must not change a run.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _ADAM_DEFAULTS = AdamParams()
 weights_blueprint = make("weights", "Weights")
 
 custom_losses_blueprint = make("custom_losses", "Custom losses")
-# The JSON of a loss is about twice what the journal holds of it (MAX_BYTES of app/wire/custom_loss.py).
+# The JSON of a loss is about twice as large as its form in the journal (MAX_BYTES of app/wire/custom_loss.py).
 _MAX_LOSS_BODY = 512 * 1024
 
 _FINAL_STATUSES = (400, 413, 422)
@@ -53,9 +53,10 @@ View = Callable[..., Any]
 
 
 def consumes_seq(*, gradient: bool = False) -> Callable[[View], View]:
-    """Goes right below the route, outside of body parsing, so that its 422 counts too.
+    """A decorator that makes a final 4xx consume the call's seq. It goes directly below the route, outside of body
+    parsing, so that a 422 of the parser counts too.
 
-    `gradient`: what the call would have added is then missing from the next optim_step.
+    `gradient`: the gradient of the refused call is missing from the next optim_step.
     A 400 for a seq used before changes nothing: the journal refuses only seqs that are free.
     """
 
@@ -107,7 +108,7 @@ def forward() -> dict[str, str]:
 
 
 class Adam(SdkSchema):
-    """optim_step; forward_backward is protobuf and lives in app/wire."""
+    """The AdamW parameters of optim_step. forward_backward is protobuf and is in app/wire."""
 
     learning_rate = fields.Float(load_default=_ADAM_DEFAULTS.learning_rate)
     beta1 = fields.Float(load_default=_ADAM_DEFAULTS.beta1)
@@ -145,7 +146,7 @@ class _Save(SdkSchema):
 
 
 class SaveWeights(_Save):
-    """Saving and loading."""
+    """A request to save a training checkpoint."""
 
     path = identifier()
 
@@ -202,7 +203,8 @@ def save_weights_external(asked: dict[str, Any]) -> dict[str, str]:
 
 
 class LoadWeights(SdkSchema):
-    """Either a model's next Op (model_id, seq_id), or a new model (session_id, model_seq_id)."""
+    """A request to load weights, either as a model's next Op (model_id, seq_id) or as a new model (session_id,
+    model_seq_id)."""
 
     path = identifier()
     optimizer = fields.Boolean(load_default=False)
@@ -241,7 +243,7 @@ def load_weights(asked: dict[str, Any]) -> dict[str, str]:
 
 
 class CreateCustomLoss(SdkSchema):
-    """create_custom_loss; what is in its graph is for app/wire/custom_loss.py to say."""
+    """A request for a custom loss. app/wire/custom_loss.py checks its graph."""
 
     session_id = identifier()
     custom_loss_seq_id = counter(0, 10**9 - 1)
@@ -261,7 +263,7 @@ def create_custom_loss(asked: dict[str, Any]) -> dict[str, str]:
 
 
 def read_envelope() -> Envelope:
-    """Whom the body at hand is for. Raises BadRequest or TooLarge."""
+    """The envelope of the current request's body: its model and seq. Raises BadRequest or TooLarge."""
     if request.is_json:
         return json_forms.open_envelope(json_content())
     return wire.open_envelope(batch_content())
@@ -273,5 +275,5 @@ def _refuse_seq(reason: str, gradient: bool) -> None:
     except (RequestError, HTTPException):
         return
     kind: RefusalKind = "lost_batch" if gradient and not envelope.forward_only else "skip"
-    kept = reason.encode(errors="backslashreplace").decode()  # a field's name may be what is wrong
+    kept = reason.encode(errors="backslashreplace").decode()  # a field's name may be the invalid text
     services().admission.refuse(envelope.model_id, envelope.seq, current_caller(), kept, kind)
