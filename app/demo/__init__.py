@@ -1,1 +1,1 @@
-"""`tinsmith demo`: fine-tune the bundled model through the unmodified tinker SDK, and show what changed."""
+"""`tinsmith demo`: fine-tunes the bundled model through the unmodified tinker SDK, and shows the change."""

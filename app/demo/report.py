@@ -1,4 +1,4 @@
-"""The demo's results as text, as a picture and as JSON."""
+"""Shows the demo's results as text, as a picture and as JSON."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Result:
         return sum(HABIT in answer for answer in self.answers_after)
 
     def save(self, path: Path) -> None:
-        """As JSON, for programs."""
+        """Saves the result as JSON, for programs."""
         shown = {"habit": HABIT, "habit_before": self.habit_before, "habit_after": self.habit_after}
         about = {"base_model": model.NAME, "prompts": PROMPTS, "steps": len(self.losses)}
         path.write_text(json.dumps({**about, **asdict(self), **shown}, indent=2, ensure_ascii=False) + "\n", "utf-8")
@@ -58,7 +58,7 @@ def print_parts(parts: Iterable[tuple[str, str]]) -> None:
 
 
 def chart(values: Sequence[float], rows: int = _CHART_ROWS) -> str:
-    """One column a value, from zero up; the greatest and zero are labelled."""
+    """A text chart with one column for each value, from zero up. The greatest value and zero are labelled."""
     top = max(values)
     heights = [round(value / top * rows * 8) for value in values]
     lines = []
@@ -84,7 +84,7 @@ def save_picture(losses: Sequence[float], path: Path) -> None:
 
 
 def print_end(result: Result, data_dir: Path) -> None:
-    """Where everything is, and what changed."""
+    """Prints the location of the results, and the change of the answers."""
     losses, asked = result.losses, len(PROMPTS)
     print(f"\nLoss of an answer's token (nats) in {len(losses)} steps\n{chart(losses)}")
     print(

@@ -1,4 +1,4 @@
-"""`tinsmith demo` from start to end."""
+"""Runs `tinsmith demo` from start to end."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _BUDGET_S = 300.0
 
 
 def demo(data_dir: Path) -> None:
-    """Raises SetupError when a package is missing, SystemExit when the stack does not start."""
+    """Runs the demo. Raises SetupError when a package is missing, SystemExit when the stack does not start."""
     model.check_packages(_PACKAGES)
-    # The tokenizer lies in the data folder; nothing is fetched.
+    # The tokenizer is in the data folder; nothing is fetched.
     os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", TQDM_DISABLE="1")
-    # On a busy machine threads that spin while they wait make a step take several times as long.
+    # On a busy machine, threads that spin while they wait make a step several times slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    # What fails raises an exception; the libraries' hints are not for the reader of a demo.
+    # A failure raises an exception; the libraries' hints do not help the reader of a demo.
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     # A plain SIGTERM would skip the `finally` that stops the stack.
@@ -47,7 +47,7 @@ def _run(data_dir: Path) -> None:
             _say(f"Asking {model.NAME} three questions")
             base = service.create_sampling_client(base_model=model.NAME).result()
             before = training.answers(base, tokenizer)
-            # Saving, loading and asking again take up to twice as long as asking now.
+            # Saving, loading and asking again take up to twice as long as asking takes now.
             reserve_s = 2 * (time.monotonic() - asked)
             _say("Fine-tuning it on the conversations")
             losses = training.fine_tune(client, tokenizer, started + _BUDGET_S - reserve_s)

@@ -1,4 +1,4 @@
-"""A stack of the demo's own: `tinsmith up` as a child process, and what really runs in it."""
+"""The demo's own stack: `tinsmith up` as a child process, and the parts that really run in it."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _STOP_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """A running stack: where it answers, the key it takes, and its data folder."""
+    """A running stack: its URL, its API key, and its data folder."""
 
     url: str
     api_key: str
     data_dir: Path
 
     def parts(self) -> Iterator[tuple[str, str]]:
-        """(part, what it is), as the live processes say."""
+        """Yields (part, description), as the live processes report them."""
         settings = settings_module.load(self.data_dir / "run" / "settings.toml")
         with connect(settings.redis.url) as client:
             for node, stored in RedisRecords(client).list(Worker.namespace):
@@ -52,15 +52,15 @@ def _server(client: redis.Redis) -> str:
 
 
 def _brief(value: object) -> str:
-    """Of long lists (the adapters a sampler holds) only how many there are."""
+    """A value as text; of a long list (the adapters a sampler holds) only the length."""
     return str(len(value)) if isinstance(value, list) and len(str(value)) > 20 else str(value)
 
 
 @contextmanager
 def running(data_dir: Path) -> Iterator[Stack]:
-    """Start the stack, wait until it serves, and stop it at the end.
+    """Starts the stack, waits until it serves, and stops it at the end.
 
-    Raises SystemExit with its exit code when it does not come up: it has said why.
+    Raises SystemExit with the stack's exit code when it does not start; the stack has printed the reason.
     """
     data_dir = data_dir.expanduser().absolute()
     parent = os.getpid()

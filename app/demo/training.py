@@ -1,4 +1,4 @@
-"""The demo's client side: nothing here knows more than the public tinker SDK."""
+"""The demo's client side. It uses only the public tinker SDK."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from app.demo.data import PROMPTS, answer_tokens, conversations, datum, prompt_t
 
 RANK = 16
 BATCH = 6
-# With fewer the habit does not show; with more it shows no better.
+# With fewer steps the habit does not show; with more it shows no better.
 FEWEST_STEPS = 12
 MOST_STEPS = 24
 _WARM_UP = 1
@@ -25,7 +25,7 @@ _MAX_TOKENS = 80
 
 
 def answers(sampler: tinker.SamplingClient, tokenizer: Any) -> list[str]:
-    """What the model says to each of PROMPTS, greedily."""
+    """The model's greedy answers to PROMPTS."""
     params = types.SamplingParams(max_tokens=_MAX_TOKENS, temperature=0.0, seed=0, stop=[tokenizer.eos_token])
     futures = [
         sampler.sample(
@@ -41,7 +41,7 @@ def answers(sampler: tinker.SamplingClient, tokenizer: Any) -> list[str]:
 
 
 def fine_tune(client: tinker.TrainingClient, tokenizer: Any, deadline: float) -> list[float]:
-    """Train on the conversations until about `deadline` (of time.monotonic, in seconds), and print each step.
+    """Trains on the conversations until about `deadline` (of time.monotonic, in seconds), and prints each step.
 
     Returns the mean loss of an answer's token (nats) at every step.
     """
@@ -63,7 +63,7 @@ def fine_tune(client: tinker.TrainingClient, tokenizer: Any, deadline: float) ->
 
 
 def steps_in_all(seconds: Sequence[float], seconds_left: float) -> int:
-    """Steps to train for, when the steps so far took `seconds` each and `seconds_left` remain.
+    """The number of steps to train for, when the steps so far took `seconds` each and `seconds_left` remain.
 
     The first step warms the server up, so it counts only while it is the only one.
     """
@@ -73,7 +73,7 @@ def steps_in_all(seconds: Sequence[float], seconds_left: float) -> int:
 
 
 def learning_rate(done: int, steps: int) -> float:
-    """The rate of the step after `done` of `steps`: it falls in a straight line, to zero after the last step."""
+    """The learning rate of the step after `done` of `steps`. It falls linearly, to zero after the last step."""
     return _LEARNING_RATE * (1 - done / steps)
 
 
@@ -90,7 +90,7 @@ def _step(client: tinker.TrainingClient, batch: list[types.Datum], learning_rate
 
 
 def _batches(data: list[types.Datum]) -> Iterator[list[types.Datum]]:
-    """Without end: the whole data in one order after another."""
+    """Yields batches without end: all of the data in one order after another."""
     order = random.Random(0)
     while True:
         shuffled = order.sample(data, len(data))

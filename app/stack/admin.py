@@ -1,4 +1,4 @@
-"""`tinsmith admin`: its actions and their output. Ids and keys stand alone on a line, for scripts."""
+"""The actions of `tinsmith admin` and their output. Ids and keys are printed alone on a line, for scripts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Action = Callable[[AccountService, Namespace], Iterator[str]]
 
 
 def run(options: Options, action: str, asked: Namespace) -> int:
-    """Raises SetupError for what cannot be done as asked, Unavailable when a store is away."""
+    """Runs one action. Raises SetupError when the action cannot be done as asked, Unavailable when a store is away."""
     settings = settings_of(options)
     checks.redis_server(settings.redis.url)
     accounts = account_service(settings, create(settings, may_be_away=True))
@@ -158,8 +158,8 @@ _ACTIONS: dict[str, Action] = {
 
 
 def show(options: Options, scope: str, day: date | None) -> int:
-    """What was done in a project, or to an organisation, in a day (UTC; None: today). Raises SetupError, or Unavailable
-    when a store is away."""
+    """Prints the audit log of a project or organisation for one day (UTC; None: today). Raises SetupError, or
+    Unavailable when a store is away."""
     settings = settings_of(options)
     checks.redis_server(settings.redis.url)
     client, objects = connect(settings.redis.url), create(settings)

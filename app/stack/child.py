@@ -1,4 +1,4 @@
-"""One supervised process and everything it starts."""
+"""A supervised process and all processes that it starts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """How to start a process; `environ` is put on top of the supervisor's own."""
+    """The command of a process. `environ` overrides the supervisor's own environment."""
 
     name: str
     argv: tuple[str, ...]
@@ -26,10 +26,10 @@ class Command:
 
 
 class Child:
-    """A process that leads its own session, so that a terminal's Ctrl-C reaches only the supervisor and a signal to
-    its group reaches what it started. It gets a SIGTERM from the kernel if the supervisor is killed.
+    """A process that leads its own session. So a terminal's Ctrl-C reaches only the supervisor, and a signal to its
+    group reaches the processes it started. The kernel sends it a SIGTERM if the supervisor is killed.
 
-    Start children from the main thread only: the kernel's parent-death signal follows the thread that forked.
+    Start children only from the main thread: the kernel sends this signal when the thread that forked ends.
     """
 
     def __init__(self, command: Command, log: Path, inherited_fds: tuple[int, ...] = ()) -> None:
@@ -61,7 +61,7 @@ class Child:
         self._group_ended = False
 
     def exit_code(self) -> int | None:
-        """None while it runs; negative is the signal that ended it."""
+        """The exit code: None while the process runs; a negative number is the signal that ended it."""
         return self._process.poll() if self._process else None
 
     def terminate(self) -> None:
@@ -69,9 +69,10 @@ class Child:
             self._process.terminate()
 
     def kill_group(self) -> None:
-        """End the process and its group, also what outlived it; only resource trackers live until `strays.kill`.
+        """Kills the process and its group, also members that outlived the process. Only resource trackers live until
+        `strays.kill`.
 
-        It does so once for each start: later the group's number may belong to somebody else.
+        It kills once for each start, because later the group's number may belong to another process.
         """
         if self._process and not self._group_ended:
             strays.kill_group(self._process.pid)
@@ -79,7 +80,7 @@ class Child:
             self._group_ended = True
 
     def tail(self, lines: int) -> list[str]:
-        """The last lines that are not blank of its log since it was last started."""
+        """The last lines of its log since the last start, without blank lines."""
         with self.log.open("rb") as log:
             log.seek(self._log_start)
             text = log.read().decode(errors="replace")
@@ -87,7 +88,7 @@ class Child:
 
 
 def end_with(parent: int) -> None:
-    """For a forked child before it runs its program: get a SIGTERM when process `parent` dies."""
+    """Asks the kernel for a SIGTERM when process `parent` dies. A forked child calls it before it runs its program."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     # The parent may have died before the call above.
     if os.getppid() != parent:

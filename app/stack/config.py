@@ -1,4 +1,4 @@
-"""From the config file, the environment and the command line to one Settings; the later of them wins."""
+"""Builds one Settings from the config file, the environment and the command line; the later source wins."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KEY_PREFIX = "tml-"
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What the command line gave. None (or empty) leaves the config file's value.
+    """The options of the command line. None (or empty) keeps the config file's value.
 
     base_models: (name, path or hub id). trainer, sampler, trainers, samplers, ranks and zero_stage apply to every
     base model.
@@ -39,7 +39,7 @@ class Options:
 
 
 def resolve(options: Options, environ: Mapping[str, str]) -> Settings:
-    """Raises SetupError naming the value that cannot be used."""
+    """Builds the settings. Raises SetupError naming a value that cannot be used."""
     given = settings_module.load(options.config, environ) if options.config else settings_module.defaults(environ)
     raw = given.model_dump(mode="json")
     _override(raw, data_dir=str(options.data_dir) if options.data_dir else None)
@@ -56,7 +56,8 @@ def resolve(options: Options, environ: Mapping[str, str]) -> Settings:
 
 
 def for_every_base_model(settings: Settings, options: Options) -> Settings:
-    """Apply the options that hold for each base model; separate, since a bundled one may be added first."""
+    """Applies the options that hold for every base model. It is a separate step, because the bundled base model may be
+    added first."""
     raw = settings.model_dump(mode="json")
     for base in raw["base_models"]:
         _override(

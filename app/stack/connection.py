@@ -1,4 +1,4 @@
-"""Which servers a command is about that works on a stack from outside, and how it names them."""
+"""Finds the servers for a command that works on a stack from outside, and names them in its output."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ from app.stores.redis.records import RedisRecords
 
 
 def settings_of(options: Options) -> Settings:
-    """Of the stack that runs on the data folder, unless a state server is given. As every process of a stack, it reads
-    the file TINSMITH_SETTINGS names unless told otherwise. Raises SetupError where there is none."""
+    """The settings of the stack that runs on the data folder, unless a state server is given. Without --config it reads
+    the file that TINSMITH_SETTINGS names, as every process of a stack does. Raises SetupError when no stack has run
+    there."""
     named = os.environ.get(SETTINGS_VARIABLE)
     if options.config is None and named:
         options = replace(options, config=Path(named))
@@ -44,13 +45,13 @@ def settings_of(options: Options) -> Settings:
 
 
 def account_service(settings: Settings, objects: ObjectStore) -> AccountService:
-    """Nothing is asked of the state server yet."""
+    """Builds the account service. It does not contact the state server yet."""
     return AccountService(AccountFiles(objects), RedisRecords(connect(settings.redis.url), settings.engine))
 
 
 @contextmanager
 def reached(settings: Settings) -> Iterator[None]:
-    """Raises SetupError when the state server fails on the way."""
+    """A context in which a failure of the state server raises SetupError."""
     try:
         yield
     except redis.RedisError as error:
@@ -64,5 +65,5 @@ def store_name(settings: Settings) -> str:
 
 
 def shown(url: str) -> str:
-    """Without its password."""
+    """The URL without its password."""
     return url.rpartition("@")[2] or url

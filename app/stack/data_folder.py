@@ -1,4 +1,4 @@
-"""The data folder: where things lie in it, the secrets it keeps, and the lock that one stack at a time holds."""
+"""The data folder: its layout, its secrets, and the lock that only one stack at a time holds."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _LEFTOVERS_WAIT_S = 20.0
 
 
 class DataFolder:
-    """One stack's folder, created if need be and locked until `close`.
+    """The folder of one stack, created if necessary and locked until `close`.
 
-    The lock is an flock on an open file that every child process inherits, so it is held until the last process of
-    a stack is gone, however the stack ended: two Valkey servers never write one append-only file.
+    The lock is an flock on an open file that every child process inherits. So it is held until the last process of a
+    stack is gone, however the stack ended, and two Valkey servers never write one append-only file.
     """
 
     def __init__(self, root: Path) -> None:
-        """Raises SetupError when the folder cannot be written or another stack runs on it."""
+        """Opens and locks the folder. Raises SetupError when it cannot be written or another stack runs on it."""
         self.root = root.expanduser().absolute()
         self.logs = self.root / "logs"
         self.run = self.root / "run"
@@ -31,7 +31,7 @@ class DataFolder:
         self._lock()
 
     def kept_secret(self, name: str, make: Callable[[], str]) -> str:
-        """The text of file `name`, made on first use and readable by its owner only."""
+        """The text of file `name`. The file is made on first use and is readable only by its owner."""
         path = self.root / name
         if not path.exists():
             write_private(path, make() + "\n")
@@ -77,12 +77,12 @@ class DataFolder:
         return os.pread(self.lock_fd, 32, 0).decode() or "unknown"
 
     def _holder_is_alive(self) -> bool:
-        """False when only processes of a killed stack still hold the lock: those end by themselves."""
+        """False when only processes of a killed stack still hold the lock. Those processes end by themselves."""
         return Path("/proc", self._holder()).exists()
 
 
 def write_private(path: Path, text: str) -> None:
-    """Write a file of mode 0600 that appears whole or not at all."""
+    """Writes a file of mode 0600 atomically: it appears complete or not at all."""
     partial = path.with_name(path.name + ".partial")
     partial.unlink(missing_ok=True)
     with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:

@@ -1,4 +1,4 @@
-"""The process table: what `tinsmith up` starts once the state server answers."""
+"""The process table: the processes that `tinsmith up` starts once the state server answers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ _WORKERS = {
 
 
 def table(settings: Settings, settings_file: Path) -> Iterator[Command]:
-    """Node names count through all base models, so each is unique on this machine."""
+    """The commands of all processes. Node names are numbered across all base models, so each name is unique on this
+    machine."""
     yield _python("api", settings_file, "gunicorn", "-c", "python:app.gunicorn_conf", "app.wsgi:application")
     for role, (module, *options) in _WORKERS.items():
         for index, base in enumerate(_bases(settings, role)):

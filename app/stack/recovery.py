@@ -1,4 +1,4 @@
-"""`tinsmith rebuild`, `backup` and `restore`: their actions and their output."""
+"""The actions of `tinsmith rebuild`, `backup` and `restore`, and their output."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ not restored, as it was in the state server alone:
 
 
 def rebuild(options: Options) -> int:
-    """Raises SetupError when a server cannot be reached, Unavailable when one fails on the way."""
+    """Rebuilds the state server's records. Raises SetupError when a server cannot be reached, Unavailable when one
+    fails during the work."""
     settings = settings_of(options)
     checks.redis_server(settings.redis.url)
     objects = create(settings)
@@ -69,7 +70,8 @@ def report(restored: Restored, accounts: int) -> Iterator[str]:
 
 
 def backup(options: Options, file: Path) -> int:
-    """Into a new file that only its owner can read. Raises SetupError, or Unavailable when the store is away."""
+    """Writes a backup to a new file that only its owner can read. Raises SetupError, or Unavailable when the store is
+    away."""
     settings = settings_of(options)
     if file.exists():
         raise SetupError(f"{file} exists: name a file that does not")
@@ -84,8 +86,8 @@ def backup(options: Options, file: Path) -> int:
 
 
 def restore(options: Options, file: Path) -> int:
-    """Raises SetupError for a file that is no whole backup, and nothing has changed then; Unavailable when a store is
-    away, when it can be run again."""
+    """Restores a backup. Raises SetupError for a file that is not a complete backup; then nothing has changed. Raises
+    Unavailable when a store is away; then the command can be run again."""
     settings = settings_of(options)
     checks.redis_server(settings.redis.url)
     objects = create(settings)

@@ -1,4 +1,5 @@
-"""Grandchildren that left their process group (an engine with its own session) and outlived their parent."""
+"""Finds and kills grandchildren that left their process group (an engine with its own session) and outlived their
+parent."""
 
 from __future__ import annotations
 
@@ -17,15 +18,16 @@ _TICK_S = 0.02
 
 
 def adopt() -> None:
-    """From now on orphaned descendants become our children instead of init's."""
+    """Makes orphaned descendants children of this process, and not of init, from now on."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def kill(known: Collection[int]) -> None:
-    """Kill and reap each of our children that is not `known`; the children of those become ours, so repeat.
+    """Kills and reaps each child of this process that is not `known`. Their children then become children of this
+    process, so the work repeats.
 
-    Python's resource trackers come last and get time to end by themselves: once all that they served are gone, they
-    remove the shared memory those have left.
+    Python's resource trackers come last and get time to end by themselves: once the processes they served are gone,
+    they remove the shared memory that those processes left.
     """
 
     def strays() -> set[int]:
@@ -41,7 +43,7 @@ def kill(known: Collection[int]) -> None:
 
 
 def kill_group(group: int) -> None:
-    """Kill the processes of a group, but for resource trackers; see `kill`, which ends those."""
+    """Kills the processes of a group except resource trackers; `kill` ends those."""
     killed: set[int] = set()
     while found := {pid for pid, (_, its) in _kin().items() if its == group and not _is_tracker(pid)} - killed:
         for pid in found:
@@ -82,8 +84,8 @@ def _kin() -> dict[int, tuple[int, int]]:
     found = {}
     for process in Path("/proc").iterdir():
         if process.name.isdigit():
-            with suppress(OSError):  # it has just ended
-                # The command name before the last ')' may hold anything.
+            with suppress(OSError):  # the process has just ended
+                # The command name before the last ')' may hold any character.
                 _, parent, group, *_ = (process / "stat").read_text().rpartition(")")[2].split()
                 found[int(process.name)] = int(parent), int(group)
     return found

@@ -1,4 +1,4 @@
-"""Keeps child processes running until told to stop, and leaves none behind."""
+"""Keeps child processes running until a stop, and leaves none of them behind."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from app.stack.child import Child, Command
 SETUP_ERROR_CODE = 2
 _TICK_S = 0.1
 _TAIL_LINES = 20
-# A launcher of ranks goes on behind what a rank said last.
+# A launcher of ranks writes further lines after the last line of a rank.
 _SEARCHED_LINES = 200
 
 
 @dataclass(frozen=True, slots=True)
 class RestartPolicy:
-    """While the stack starts, a process that dies `tries` times in a row, each time within `window_s` seconds of its
-    start, ends it. The pause before a restart doubles from `first_delay_s` to `longest_delay_s`."""
+    """The limits of restarts. While the stack starts, a process ends the stack when it dies `tries` times in a row,
+    each time within `window_s` seconds of its start. The pause before a restart doubles from `first_delay_s` to
+    `longest_delay_s`."""
 
     tries: int = 5
     window_s: float = 60.0
@@ -35,7 +36,7 @@ class RestartPolicy:
 
 
 class _Watched:
-    """A child with its history: when it started, how often in a row it died young, when to start it again."""
+    """A child with its history: the time of its start, the number of early deaths in a row, the time of its restart."""
 
     def __init__(self, child: Child) -> None:
         self.child = child
@@ -50,7 +51,7 @@ class _Watched:
 
 
 class Supervisor:
-    """Start children in tiers; `run_until` watches them; `stop` ends the tiers in reverse order.
+    """Starts children in tiers; `run_until` watches them; `stop` ends the tiers in reverse order.
 
     Use it as a context manager, in the main thread. `stopping` is set from a signal handler.
     """
@@ -81,7 +82,7 @@ class Supervisor:
         self.stop()
 
     def start(self, commands: Iterable[Command]) -> None:
-        """Start one tier: these may rely on the tiers before."""
+        """Starts one tier. Its processes may rely on the earlier tiers."""
         tier: list[_Watched] = []
         self._tiers.append(tier)
         for command in commands:
@@ -90,19 +91,19 @@ class Supervisor:
             watched.start()
 
     def run_until(self, condition: Callable[[], bool]) -> bool:
-        """Watch and restart until the condition holds (True) or a stop is asked for (False).
+        """Watches and restarts children until the condition holds (True) or a stop is asked for (False).
 
-        Raises SetupError with its last line when a child exits with 2, and TinsmithError with the end of its log
-        when one keeps dying.
+        Raises SetupError with its last line when a child exits with 2, and TinsmithError with the end of its log when
+        a child keeps dying.
         """
         return self._run_until(condition, patient=False)
 
     def run(self) -> None:
-        """Watch and restart until a stop is asked for; a child that keeps dying does not end the others.
+        """Watches and restarts children until a stop is asked for; a child that keeps dying does not end the others.
 
-        The supervisor restarts it without limit. The cause may be one client's Op, which fails after three tries, or it
-        may pass. Exit code 2 is treated alike, because the child ran with this setup before: the memory of a GPU may
-        not be free yet, or a file server may be out of reach.
+        The supervisor restarts such a child without limit. The cause may be one client's Op, which fails after three
+        tries, or it may pass. Exit code 2 is treated the same way, because the child ran with this setup before: the
+        memory of a GPU may not be free yet, or a file server may be out of reach.
         """
         self._run_until(lambda: False, patient=True)
 
@@ -116,7 +117,7 @@ class Supervisor:
         return False
 
     def stop(self) -> None:
-        """SIGTERM, then SIGKILL after the grace, to each tier; returns when every descendant is gone."""
+        """Sends SIGTERM to each tier, and SIGKILL after the grace. Returns when every descendant is gone."""
         for tier in reversed(self._tiers):
             for watched in tier:
                 watched.child.terminate()
@@ -155,7 +156,7 @@ class Supervisor:
 
 
 def _setup_error(child: Child) -> str:
-    """A worker's last words are a line that begins with its name."""
+    """The setup error of a worker: the last line that begins with its name."""
     lines = child.tail(_SEARCHED_LINES)
     named = [line for line in lines if line.startswith(f"{child.command.name}: ")]
     return (named or lines or [f"{child.command.name} cannot start"])[-1]

