@@ -144,8 +144,8 @@ class Worker:
     """A live worker, by node name. The record expires when the heartbeat stops. `info` holds BaseModelInfo's fields.
 
     A worker that is not `healthy` runs, but does not do its work. `queue` is the queue it shares with its peers. A
-    sampler decodes `batch` sequences at once, and holds requests for at least `holds` sequences. `pace_s`: the average
-    seconds between the ends of the last calls while there was work; 0 while it has run none.
+    sampler decodes `batch` sequences at once, and holds up to `holds` requests, each for one sequence or more.
+    `pace_s`: the average seconds between the ends of the last calls while there was work; 0 while it has run none.
     """
 
     namespace: ClassVar[str] = "workers"
