@@ -37,9 +37,7 @@ def newest(full: tinker.TrainingClient) -> tinker.SamplingClient:
 
 
 def test_it_samples_what_was_trained(full: tinker.TrainingClient, stack: Stack, tmp_path: Path) -> None:
-    """The sampled logprobs are those of the trainer, and the tokens are those of plain transformers on the downloaded
-    model.
-    """
+    """Logprobs are those of the trainer; tokens are those of plain transformers on the downloaded model."""
     train(full, 3)
     tokens, scores = greedy(newest(full))
     trained = logprobs(full.forward([datum(PROMPT + tokens)], "cross_entropy").result())

@@ -32,7 +32,7 @@ _GRANITE = {
     "residual_multiplier": 0.5,
 }
 
-# A class, and what of its configuration makes it differ from its neighbours.
+# A model class, and the configuration fields that make it differ from its neighbours.
 CASES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama, tied head": ("Llama", {"tie_word_embeddings": True}),
@@ -54,7 +54,7 @@ CASES: Mapping[str, tuple[str, dict[str, Any]]] = {
 
 
 def build(case: str, folder: Path) -> Path:
-    """Save the case's model in `folder`."""
+    """Saves the case's model in `folder`."""
     name, extra = CASES[case]
     config_class: Callable[..., Any] = getattr(transformers, f"{name}Config")
     config = config_class(**{**_SHAPE, **extra})

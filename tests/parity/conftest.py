@@ -36,7 +36,7 @@ def create(trainer: Trainer) -> Iterator[Callable[..., str]]:
     made: list[str] = []
 
     def make(spec: LoraSpec = SPEC, steps: int = 2) -> str:
-        """A model some steps away from its start, where B is zero and half of the gradient with it."""
+        """Makes a model some steps from its start, where B is zero and half of the gradient with it."""
         made.append(f"model-{next(_numbers)}")
         assert apply(trainer, made[-1], Create(spec)) == Done()
         for seed in range(steps):
@@ -56,5 +56,5 @@ def model(create: Callable[..., str]) -> str:
 
 @pytest.fixture
 def reference(trainer: Trainer, base: Path, model: str, tmp_path: Path) -> Reference:
-    """`model` as it is when the test starts."""
+    """Reference of `model` as it is when the test starts."""
     return reference_of(trainer, model, base, tmp_path / "peft")

@@ -15,7 +15,7 @@ _DTYPES = {"target_tokens": np.int64}
 
 
 def supervised(seed: int, lengths: Sequence[int], width: int = 0, vocab: int = 320) -> list[Datum]:
-    """For cross_entropy; real weights of either sign. `width` K > 0 makes the targets [N, K]."""
+    """Datums for cross_entropy, with real weights of either sign. `width` K > 0 makes the targets [N, K]."""
     rng = np.random.default_rng(seed)
     shapes = [(n, width) if width else (n,) for n in lengths]
     return [
@@ -29,7 +29,7 @@ def supervised(seed: int, lengths: Sequence[int], width: int = 0, vocab: int = 3
 
 
 def policy(seed: int, lengths: Sequence[int], vocab: int = 320) -> list[Datum]:
-    """For the policy losses: ratios on both sides of the clip thresholds; the first two tokens are a prompt."""
+    """Datums for the policy losses: ratios on both sides of the clip thresholds; the first two tokens are a prompt."""
     rng = np.random.default_rng(seed)
     datums = []
     for n in lengths:
@@ -47,7 +47,7 @@ def policy(seed: int, lengths: Sequence[int], vocab: int = 320) -> list[Datum]:
 
 
 def sequences(seed: int, lengths: Sequence[int], vocab: int = 320) -> list[Datum]:
-    """For gspo: as `policy`, with a mask that marks some of the sampled tokens, the last always, by odd values."""
+    """Datums for gspo: as `policy`, with a mask of odd values on some of the sampled tokens, always including the last."""
     rng = np.random.default_rng((seed, 1))
     datums = policy(seed, lengths, vocab)
     for datum, n in zip(datums, lengths, strict=True):
@@ -58,8 +58,10 @@ def sequences(seed: int, lengths: Sequence[int], vocab: int = 320) -> list[Datum
 
 
 def valued(seed: int, lengths: Sequence[int], vocab: int = 320) -> list[Datum]:
-    """For ppo_critic: new values within and beyond the clip range of the old; the first two tokens are a prompt, where
-    more follow."""
+    """Datums for ppo_critic: new values within and beyond the clip range of the old values.
+
+    The first two tokens are a prompt, if more tokens follow.
+    """
     rng = np.random.default_rng((seed, 3))
     datums = []
     for n in lengths:
@@ -77,7 +79,7 @@ def valued(seed: int, lengths: Sequence[int], vocab: int = 320) -> list[Datum]:
 
 
 def thresholds(seed: int, datums: Sequence[Datum]) -> list[Datum]:
-    """The same with a clip range for every token, on either side of most ratios."""
+    """The same datums with a clip range for every token, on either side of most ratios."""
     rng = np.random.default_rng((seed, 2))
     return [
         {
@@ -90,7 +92,7 @@ def thresholds(seed: int, datums: Sequence[Datum]) -> list[Datum]:
 
 
 def data(loss_fn: str, seed: int, lengths: Sequence[int]) -> list[Datum]:
-    """What `loss_fn` takes."""
+    """Datums that `loss_fn` takes."""
     makers = {"cross_entropy": supervised, "gspo": sequences, "ppo_critic": valued}
     return makers.get(loss_fn, policy)(seed, lengths)
 

@@ -19,8 +19,11 @@ Datum = Mapping[str, np.ndarray]
 
 
 class Reference:
-    """One adapter on one base, in the state its PEFT files hold. float64 is a yardstick for fp32, and bfloat16 shows
-    how much is lost by it where no code of Tinsmith runs; scores and losses are at least fp32."""
+    """One adapter on one base model, in the state of its PEFT files.
+
+    float64 is a yardstick for fp32. bfloat16 shows how much precision it loses without any code of Tinsmith. Scores and
+    losses are at least fp32.
+    """
 
     def __init__(self, base: Path, adapter: Path, dtype: torch.dtype = torch.float32) -> None:
         model = self.load(base)
@@ -36,14 +39,14 @@ class Reference:
         return AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, attn_implementation="eager")
 
     def scores(self, datum: Datum) -> Tensor:
-        """What the loss is a function of."""
+        """Model outputs that the loss is a function of."""
         return self.logprobs(datum)
 
     def logits(self, datum: Datum) -> Tensor:
         return _widened(self.model(torch.from_numpy(datum["tokens"].astype(np.int64))[None]).logits[0])
 
     def logprobs(self, datum: Datum) -> Tensor:
-        """Of every target, in the shape of target_tokens."""
+        """Logprobs of every target, in the shape of target_tokens."""
         return _at_targets(self.logits(datum), datum)
 
     def forward(self, datums: Sequence[Datum]) -> list[np.ndarray]:
@@ -57,7 +60,7 @@ class Reference:
         config: Mapping[str, float] | None = None,
         at: Sequence[np.ndarray] | None = None,
     ) -> float:
-        """Add the summed loss's gradient to the parameters' `.grad`; returns the loss.
+        """Adds the summed loss's gradient to the parameters' `.grad`; returns the loss.
 
         `at`: scores at which the loss and its slope are taken, datum by datum, instead of the model's own.
         """
@@ -75,7 +78,7 @@ class Reference:
     def metrics(
         self, datums: Sequence[Datum], loss_fn: str, config: Mapping[str, float] | None = None
     ) -> dict[str, float]:
-        """Every metric of the whole request, entropy included."""
+        """Every metric of the complete request, entropy included."""
         found = []
         for datum in datums:
             logits = self.logits(datum)
@@ -88,8 +91,10 @@ class Reference:
 
     @torch.no_grad()
     def size(self, datums: Sequence[Datum], loss_fn: str, config: Mapping[str, float] | None = None) -> float:
-        """The sum of the tokens' losses without their signs: what rounding in the loss is to be measured by, since
-        tokens of either sign may leave next to nothing."""
+        """Sum of the tokens' absolute losses.
+
+        Rounding in the loss is measured relative to it, because tokens of either sign may cancel almost completely.
+        """
         parts = [token_losses(loss_fn, self.scores(datum), datum, config or {}) for datum in datums]
         return sum(part.abs().sum().item() for part in parts)
 
@@ -97,7 +102,7 @@ class Reference:
         return {name: _widened(p.grad).numpy().copy() for name, p in self.parameters.items() if p.grad is not None}
 
     def take_gradients(self) -> dict[str, np.ndarray]:
-        """`gradients`, which are zero afterwards."""
+        """Returns `gradients` and sets them to zero."""
         taken = self.gradients()
         self._adamw.zero_grad()
         return taken
@@ -109,7 +114,7 @@ class Reference:
         return float(np.sqrt(sum((w.astype(np.float64) ** 2).sum() for w in self.weights().values())))
 
     def step(self, params: Mapping[str, float]) -> float:
-        """`params`: the adam_params of an optim_step. Returns the gradient's norm before clipping."""
+        """Runs an AdamW step. `params`: the adam_params of an optim_step. Returns the gradient's norm before clipping."""
         norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), params["grad_clip_norm"] or torch.inf)
         self._adamw.param_groups[0].update(
             lr=params["learning_rate"],
@@ -123,8 +128,10 @@ class Reference:
 
 
 class CriticReference(Reference):
-    """A critic: PEFT on transformers' sequence classifier of one label, whose head is applied to every token. The head
-    stays fp32 on a base in bfloat16."""
+    """A critic: PEFT on transformers' sequence classifier of one label, whose head is applied to every token.
+
+    The head stays fp32 on a base model in bfloat16.
+    """
 
     def __init__(self, base: Path, adapter: Path, dtype: torch.dtype = torch.float32) -> None:
         super().__init__(base, adapter, dtype)
@@ -147,7 +154,7 @@ class CriticReference(Reference):
         return values
 
     def pooled(self, tokens: np.ndarray) -> float:
-        """What the classifier itself says of a sequence."""
+        """The classifier's own output for a sequence."""
         with torch.no_grad():
             return self.model(torch.from_numpy(tokens.astype(np.int64))[None]).logits.item()
 
@@ -174,7 +181,7 @@ class CriticReference(Reference):
 
 
 class FullReference(Reference):
-    """All weights of a model, in the state its folder holds them."""
+    """All weights of a model, in the state of its folder."""
 
     def __init__(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
@@ -184,7 +191,7 @@ class FullReference(Reference):
 
 
 class FullCriticReference(CriticReference):
-    """A critic of which all weights are trained, from the sequence classifier its folder holds."""
+    """A critic with all weights trained, from the sequence classifier in its folder."""
 
     def __init__(self, folder: Path) -> None:
         self.model = AutoModelForSequenceClassification.from_pretrained(
@@ -199,7 +206,7 @@ class FullCriticReference(CriticReference):
 
 
 def loss(name: str, lp: Tensor, datum: Datum, config: Mapping[str, float]) -> Tensor:
-    """The summed loss of one datum."""
+    """Summed loss of one datum."""
     return token_losses(name, lp, datum, config).sum()
 
 
@@ -227,7 +234,7 @@ def token_losses(name: str, lp: Tensor, datum: Datum, config: Mapping[str, float
 
 
 def ratios(name: str, lp: Tensor, given: Mapping[str, Tensor]) -> Tensor:
-    """What the loss weighs its advantages with, token by token."""
+    """Factors of the advantages in the loss, token by token."""
     if name != "gspo":
         return torch.exp(lp - given["logprobs"])
     chosen = given["sequence_ratio_mask"] != 0
@@ -245,7 +252,7 @@ def clipped(name: str, ratio: Tensor, given: Mapping[str, Tensor], config: Mappi
 
 
 def _metrics(name: str, lp: Tensor, entropy: Tensor, datum: Datum, config: Mapping[str, float]) -> dict[str, Tensor]:
-    """Of one datum, whose loss is about at least one token."""
+    """Metrics of one datum with at least one token in the loss."""
     given = _given(datum)
     if name == "cross_entropy":
         own = given["weights"].reshape(len(lp), -1).any(1) if "weights" in given else torch.ones(len(lp)).bool()
@@ -280,7 +287,7 @@ def _given(datum: Datum) -> dict[str, Tensor]:
 
 
 def relative_error(found: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> float:
-    """The greatest |found - expected| / |expected| over the tensors, in L2 norms."""
+    """Greatest |found - expected| / |expected| over the tensors, in L2 norms."""
     assert found.keys() == expected.keys()
     return max(
         float(np.linalg.norm(found[name] - expected[name]) / max(np.linalg.norm(expected[name]), 1e-30))

@@ -13,7 +13,7 @@ import numpy as np
 from tests.parity.datums import Datum
 from tests.parity.reference import Reference
 
-# Enough tokens that chance in the roundings evens out.
+# Enough tokens that random rounding errors average out.
 MANY_LENGTHS = (23, 7, 40, 2, 31, 60, 60, 64, 50, 33)
 # Two computations that round equally often are equally far from fp32. Rounding twice as often is worth a factor of
 # sqrt(2) = 1.41; the bound is half way there.
@@ -24,7 +24,7 @@ _FP32 = 1e-5
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A forward_backward in bfloat16: the scores of each datum, the summed loss, and the gradients."""
+    """Outputs of a forward_backward in bfloat16: the scores of each datum, the summed loss, and the gradients."""
 
     scores: Sequence[np.ndarray]
     loss: float
@@ -32,11 +32,11 @@ class Found:
 
 
 def check_rounding(found: Found, exact: Reference, rounded: Reference, datums: Sequence[Datum], loss_fn: str) -> None:
-    """`exact` and `rounded` are the same model in fp32 and in bfloat16.
+    """Checks the rounding of `found`. `exact` and `rounded` are the same model in fp32 and in bfloat16.
 
     Scores are fp32, and as near to `exact` as those of `rounded`. The loss is that of the scores found, computed in
-    fp32. Gradients are as near to `exact` as those of `rounded`, each at the scores it has: a score beside a clip
-    threshold may be on either side of it, and then the loss's slope says nothing of the gradients' rounding.
+    fp32. Gradients are as near to `exact` as those of `rounded`, each at its own scores: a score beside a clip
+    threshold may be on either side of it, and then the loss's slope says nothing about the gradients' rounding.
     """
     assert all((one.view(np.uint32) & 0xFFFF).any() for one in found.scores), "bits that bfloat16 does not have"
     theirs = rounded.forward(datums)

@@ -27,7 +27,7 @@ def rounded(base: Path) -> Trainer:
 
 
 def gradients(trainer: Trainer, *requests: list[Datum]) -> dict[str, np.ndarray]:
-    """The gradients that have added up after these requests."""
+    """Gradients accumulated over these requests."""
     apply(trainer, "m", DropGradients())
     for datums in requests:
         run(trainer, "m", ForwardBackward(batch(datums), "cross_entropy"))

@@ -16,7 +16,7 @@ from tests.parity.reference import relative_error
 from tests.parity.training import LENGTHS, LOSSES, run
 from workers.backends.training.trainer import Trainer
 
-# Of the second chunk no token has an advantage, of the third one datum is a single token.
+# No token of the second chunk has an advantage; one datum of the third chunk is a single token.
 CUTS = ((0, 2), (3, 4), (2, 3), (4, 6))
 MIXED = [*supervised(4, (5, 12), width=2), *supervised(5, (2,)), *supervised(6, (9, 1, 3), width=3)]
 CASES: dict[str, tuple[str, list[Datum]]] = {
@@ -46,7 +46,7 @@ def test_chunks_merged_by_the_sdk_equal_the_whole(trainer: Trainer, create: Call
 
 @pytest.mark.parametrize("loss_fn", LOSSES)
 def test_every_metric_has_a_reduction_the_sdk_knows(trainer: Trainer, model: str, loss_fn: str) -> None:
-    """A key with another suffix is dropped by the merge, one without a single colon breaks it."""
+    """The merge drops a key with another suffix, and fails on a key without exactly one colon."""
     metrics = run(trainer, model, ForwardBackward(batch(data(loss_fn, 4, LENGTHS)), loss_fn, {"entropy": 1.0})).metrics
     assert all(key.count(":") == 1 and key.split(":")[1] in REDUCE_MAP for key in metrics)
     assert metrics.keys() >= {"loss:sum", "tokens:sum", "loss_tokens:sum", "entropy:sum"}

@@ -46,7 +46,7 @@ def create(trainer: Trainer) -> Iterator[Callable[..., str]]:
     made: list[str] = []
 
     def make(spec: LoraSpec = SPEC, steps: int = 2) -> str:
-        """A critic some steps away from its start."""
+        """Makes a critic some steps from its start."""
         made.append(f"critic-{next(_numbers)}")
         apply(trainer, made[-1], Create(spec, critic=True))
         for seed in range(steps):
@@ -194,7 +194,7 @@ def test_a_value_that_overflows_fails_by_datum_and_leaves_the_state_bit_identica
 
 @pytest.mark.parametrize("case", ["qwen2, window", "gemma2", "olmo2 (unlisted)"])
 def test_a_critic_is_the_same_where_logits_are_capped_or_datums_padded(case: str, tmp_path: Path) -> None:
-    """Values come of the last hidden state, before anything the architecture does to logits."""
+    """Values are computed from the last hidden states, before anything the architecture does to logits."""
     base = architectures.build(case, tmp_path / "base")
     backend = open_trainer(base)
     apply(backend, "m", Create(SPEC, critic=True))
@@ -218,7 +218,7 @@ class Widths(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        # Of more rows than the head's weight has when it is transposed.
+        # With more rows than the head's weight has when it is transposed.
         if isinstance(out, torch.Tensor) and out.shape[-1:] == (VOCAB_SIZE,) and out.numel() > 64 * VOCAB_SIZE:
             self.logits += 1
         return out
@@ -275,7 +275,7 @@ def twins(
     trainer.close("random")
 
 
-# Never derandomized: each run searches anew, and a failure prints a line that repeats it.
+# Never derandomized: each run searches different cases, and a failure prints a line that repeats it.
 @settings(
     max_examples=25,
     deadline=None,
@@ -288,10 +288,10 @@ def twins(
 def test_any_batch_equals_the_reference(
     twins: tuple[Trainer, CriticReference], datums: list[Datum], clip: float
 ) -> None:
-    """Loss and gradient within 1e-5 of the tokens' own sizes, since weights of either sign may leave little of them.
+    """Loss and gradient are within 1e-5 of the tokens' own sizes, because weights of either sign may cancel.
 
-    At the values the critic gives, which are checked first: the square of a value that nearly is its return has no
-    digit that fp32 values are sure of.
+    The comparison is at the critic's own values, which are checked first: if a value almost equals its return, their
+    squared difference has no digit that fp32 values determine.
     """
     trainer, reference = twins
     config = {"value_clip": clip}

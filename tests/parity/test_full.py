@@ -24,7 +24,7 @@ from workers.backends.training import backends
 from workers.backends.training.base import Create, Load
 from workers.backends.training.trainer import Trainer
 
-# Heads tied and untied, logits capped and scaled, stacked experts, and one of which autograd makes all gradients.
+# Heads tied and untied, logits capped and scaled, stacked experts, and one model with all gradients from autograd.
 CASES = ("llama", "llama, tied head", "gemma2", "granite", "qwen3-moe", "cohere (unlisted)")
 STEPS = {
     "weight decay": AdamParams(learning_rate=1e-2, eps=1e-8, weight_decay=0.3),
@@ -71,7 +71,7 @@ def test_logprobs_and_gradients_equal_the_reference(case: str, tmp_path: Path) -
 @pytest.mark.parametrize("case", ["llama", "llama, tied head"])
 @pytest.mark.parametrize("steps", STEPS)
 def test_five_steps_stay_with_the_reference(case: str, steps: str, tmp_path: Path) -> None:
-    """Weights after them differ by less than BOUND of how far they have moved; grad and parameter norms stay equal."""
+    """Weights after five steps differ by less than BOUND of their total movement; grad and parameter norms stay equal."""
     backend, params = open_policy(architectures.build(case, tmp_path / "base")), STEPS[steps]
     twin = FullReference(tmp_path / "base")
     start = twin.weights()
@@ -105,7 +105,10 @@ def test_a_stage_that_splits_nothing_on_one_rank_gives_the_bits_of_plain_torch(
 
 
 def test_masters_keep_what_a_bfloat16_copy_cannot(tmp_path: Path) -> None:
-    """They start as the base's files have them, and move by steps too small for the copy that is computed with."""
+    """Masters start with the values in the base model's files.
+
+    Their steps are too small for the bfloat16 copy that is used in the computation.
+    """
     base = architectures.build("llama", tmp_path / "base")
     backend = open_policy(base, "bfloat16")
     start = reference_of(backend, tmp_path / "start").weights()
@@ -116,7 +119,7 @@ def test_masters_keep_what_a_bfloat16_copy_cannot(tmp_path: Path) -> None:
         run(backend, "m", ForwardBackward(batch(supervised(0, LENGTHS)), "cross_entropy"))
         apply(backend, "m", OptimStep(params))
     end = reference_of(backend, tmp_path / "end").weights()
-    # Of four steps in one direction Adam makes four times the learning rate.
+    # In four steps in one direction, Adam moves four times the learning rate.
     assert max(np.abs(end[name] - start[name]).max() for name in start) == pytest.approx(4e-6, rel=0.05)
     exported = tmp_path / "exported"
     exported.mkdir()
@@ -147,7 +150,7 @@ def test_layers_computed_again_give_the_same_gradients(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("case", ["llama", "llama, tied head", "qwen3-moe"])
 def test_a_critic_equals_transformers_sequence_classifier(case: str, tmp_path: Path) -> None:
-    """Loss, gradients, five steps; its folder is one that transformers loads as such."""
+    """Loss, gradients, five steps; transformers loads the critic's folder as a sequence classifier."""
     backend = open_full(architectures.build(case, tmp_path / "base"))
     params = AdamParams(learning_rate=1e-3, eps=1e-8, grad_clip_norm=1.0)
     assert apply(backend, "v", Create(None, critic=True)) == Done()

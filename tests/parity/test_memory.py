@@ -30,7 +30,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def opened(base: Path, dtype: str = "float32", **trainer: Any) -> Trainer:
-    """With two models, of unlike adapters, a step from their start."""
+    """Opens a trainer with two models, of different adapters, one step from their start."""
     torch.set_num_threads(1)
     trainer = {"backend": "torch", "micro_batch_tokens": 128, **trainer}
     backend = backends.create(BaseModelSettings(name="tiny", path=str(base), dtype=dtype, trainer=trainer))
@@ -43,7 +43,7 @@ def opened(base: Path, dtype: str = "float32", **trainer: Any) -> Trainer:
 
 
 def both(backend: Trainer, seed: int) -> dict[str, np.ndarray]:
-    """A pass over both models: what they say of it, and their gradients."""
+    """A pass over both models: their outputs and their gradients."""
     ops = {
         model: ForwardBackward(batch(supervised(seed + i, LENGTHS)), "cross_entropy")
         for i, model in enumerate(("a", "b"))
@@ -56,7 +56,10 @@ def both(backend: Trainer, seed: int) -> dict[str, np.ndarray]:
 
 @contextmanager
 def kept_bytes() -> Iterator[list[int]]:
-    """The bytes autograd keeps from a forward for its backward, tensor by tensor, with each storage counted once."""
+    """Bytes that autograd keeps from a forward for its backward.
+
+    They are counted tensor by tensor, with each storage counted once.
+    """
     kept: list[int] = []
     seen: set[int] = set()
 

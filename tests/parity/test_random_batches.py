@@ -26,7 +26,7 @@ THRESHOLDS = ("clip_low_threshold", "clip_high_threshold")
 
 
 def numbers(shape: tuple[int, ...], low: float, high: float) -> st.SearchStrategy[np.ndarray]:
-    """fp32, often 0 where that is within."""
+    """fp32 numbers, often 0 if that is within the range."""
     return arrays(np.float32, shape, elements=st.floats(low, high, width=32), fill=None)
 
 
@@ -73,7 +73,7 @@ def twins(
     trainer.close("random")
 
 
-# Never derandomized: each run searches anew, and a failure prints a line that repeats it.
+# Never derandomized: each run searches different cases, and a failure prints a line that repeats it.
 @settings(
     max_examples=40,
     deadline=None,
@@ -84,9 +84,9 @@ def twins(
 )
 @given(request=requests())
 def test_any_batch_equals_the_reference(twins: tuple[Trainer, Reference], request: Any) -> None:
-    """Loss and gradient within 1e-5 of the datums' own sizes, since datums of either sign may leave next to nothing.
+    """Loss and gradient are within 1e-5 of the datums' own sizes, because datums of either sign may cancel.
 
-    The reference computes in fp64: where dro's square is of nearly equal logprobs, two fp32 models differ by more.
+    The reference computes in fp64: if dro's square is of almost equal logprobs, two fp32 models differ by more.
     """
     trainer, reference = twins
     loss_fn, datums, config = request
@@ -96,7 +96,7 @@ def test_any_batch_equals_the_reference(twins: tuple[Trainer, Reference], reques
     logprobs = list(output.logprobs)
     for mine, theirs in zip(logprobs, reference.forward(datums), strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-5)
-    # Nor is one in fp32 free of its logprobs' rounding there, so dro is taken at the logprobs just checked.
+    # An fp32 reference also has its logprobs' rounding there, so dro is taken at the logprobs just checked.
     at = logprobs if loss_fn == "dro" else None
     loss = reference.backward(datums, loss_fn, config, at)
     wanted = reference.take_gradients()

@@ -17,7 +17,7 @@ from workers.backends.sampling.base import SamplerBackend
 from workers.backends.sampling.base import create as create_sampler
 from workers.backends.training.trainer import Trainer
 
-# Prompts of mixed lengths, and every way of shaping the draw: the logprobs are the model's own all the same.
+# Prompts of mixed lengths, and every sampling parameter: in each case the logprobs are the model's own.
 SHAPES = [{}, {"temperature": 0.5}, {"top_p": 0.7}, {"top_k": 5}, {"temperature": 0.0}]
 PROMPTS = [np.random.default_rng(n).integers(0, 256, n).astype(np.int32) for n in (1, 9, 33, 70)]
 # The mean |difference|. Among 320 tokens logprobs are about -6, where fp32 numbers are 2^-21 = 5e-7 apart: it is twenty

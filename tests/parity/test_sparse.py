@@ -22,7 +22,7 @@ from workers.backends.training.trainer import Trainer
 
 
 def distillation(seed: int, lengths: tuple[int, ...], width: int = 40) -> list[Datum]:
-    """Soft targets of which few are there: each tensor drops zeros of its own, and token 0 has a weight too."""
+    """Sparse soft targets: each tensor drops its own zeros, and token 0 has a weight too."""
     rng = np.random.default_rng(seed)
     datums = []
     for n in lengths:
@@ -34,7 +34,7 @@ def distillation(seed: int, lengths: tuple[int, ...], width: int = 40) -> list[D
 
 
 def op_of(datums: list[Datum], encode: Callable[[np.ndarray], object]) -> tuple[ForwardBackward, int]:
-    """The Op the server makes of the SDK's body, and how many bytes that has."""
+    """The Op that the server makes of the SDK's body, and the body's size in bytes."""
     rows = [
         types.Datum(
             model_input=types.ModelInput.from_ints(datum["tokens"].tolist()),

@@ -17,21 +17,21 @@ from tests.parity.training import LOSSES, apply, run, state
 from workers.backends.training.base import ADAPTER_FILE, OPTIMIZER_FILE
 from workers.backends.training.trainer import Trainer
 
-# Targets differ too. Eight adapters on 2 x 7 + 1 linears.
+# The adapters' targets differ too. Eight adapters on 2 x 7 + 1 linear layers.
 SPECS = [
     LoraSpec(rank, train_mlp=i % 3 != 1, train_unembed=i % 2 == 0, seed=i)
     for i, rank in enumerate((1, 2, 3, 4, 8, 16, 24, 32))
 ]
 TENANT_LOSSES = (*LOSSES, "ppo", "cross_entropy")
-# Behind a step that differs in rounding, Adam having divided small gradients by their own size.
+# After a step that differs in rounding, because Adam divides small gradients by their own size.
 BOUND = (1e-5, 1e-4)
 STEP = OptimStep(AdamParams(learning_rate=1e-2, eps=1e-8, grad_clip_norm=1.0))
 
 
 def ops(turn: int) -> list[ForwardBackward]:
-    """Lengths that interleave when sorted, and two tenants with one datum only.
+    """Ops with lengths that interleave when sorted, and two tenants with only one datum.
 
-    None is of two or three tokens alone: there the gradient of a q_proj is all but zero, and rounding a part of it.
+    No datum has only two or three tokens: there the gradient of a q_proj is almost zero, and rounding is a part of it.
     """
     lengths = [tuple(5 + (5 * i + 11 * j + turn) % 37 for j in range(1 + i % 4)) for i in range(len(SPECS))]
     batches = [batch(data(name, 10 * turn + i, lengths[i])) for i, name in enumerate(TENANT_LOSSES)]
@@ -47,7 +47,7 @@ def test_eight_tenants_in_one_pass_are_each_as_if_alone(
     untouched = state(trainer, bystander, tmp_path / "before")
     for turn in range(2):
         wanted = [run(trainer, model, op) for model, op in zip(alone, ops(turn), strict=True)]
-        # In the other order, so that no tenant's place in the pass is that of its number.
+        # In reverse order, so that no tenant's place in the pass equals its number.
         found = trainer.apply(dict(reversed(list(zip(together, ops(turn), strict=True)))))
         for i, model in enumerate(together):
             same(found[model], wanted[i])
@@ -65,7 +65,7 @@ def test_eight_tenants_in_one_pass_are_each_as_if_alone(
 def same(found: object, wanted: ForwardBackwardOutput) -> None:
     assert isinstance(found, ForwardBackwardOutput), found
     np.testing.assert_allclose(found.logprobs.values, wanted.logprobs.values, rtol=0, atol=1e-4)
-    # Tokens of either sign may leave next to nothing of a sum, so rounding is measured by all of them.
+    # Tokens of either sign may cancel in a sum, so rounding is measured relative to all absolute losses.
     scale = float(np.abs(wanted.logprobs.values).sum())
     assert found.metrics == pytest.approx(wanted.metrics, rel=1e-5, abs=1e-5 * scale)
 

@@ -20,7 +20,7 @@ CLIPPED = ("ppo", "cispo", "gspo")
 TOKEN_RANGE = {"clip_low_threshold": 0.3, "clip_high_threshold": 3.0}
 SEQUENCE_RANGE = {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1}
 UNWEIGHTED = [{k: v for k, v in datum.items() if k != "weights"} for datum in supervised(9, LENGTHS)]
-# Every loss, and each way of giving it what it takes.
+# Every loss, and each form of its inputs.
 CASES: dict[str, tuple[str, list[Datum], dict[str, float]]] = {
     **{loss_fn: (loss_fn, data(loss_fn, 9, LENGTHS), {}) for loss_fn in LOSSES},
     "cross_entropy of [N, 3]": ("cross_entropy", supervised(9, LENGTHS, width=3), {}),
@@ -85,7 +85,7 @@ BOUND = 1e-3
 def test_five_steps_stay_with_the_reference(
     trainer: Trainer, create: Callable[..., str], base: Path, tmp_path: Path, loss_fn: str, steps: str
 ) -> None:
-    """Weights after them differ by less than BOUND of how far they have moved; grad and parameter norms stay equal."""
+    """Weights after five steps differ by less than BOUND of their total movement; grad and parameter norms stay equal."""
     model, params = create(steps=0), STEPS[steps]
     twin = reference_of(trainer, model, base, tmp_path / "start")
     start = twin.weights()

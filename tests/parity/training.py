@@ -33,7 +33,7 @@ def apply(trainer: Trainer, model: str, op: BackendOp) -> Any:
 
 
 def run(trainer: Trainer, model: str, op: BackendOp) -> ForwardBackwardOutput:
-    """A forward_backward that does not fail."""
+    """Runs a forward_backward that must not fail."""
     output = apply(trainer, model, op)
     assert isinstance(output, ForwardBackwardOutput), output
     return output
@@ -42,14 +42,14 @@ def run(trainer: Trainer, model: str, op: BackendOp) -> ForwardBackwardOutput:
 def reference_of(
     trainer: Trainer, model: str, base: Path, folder: Path, dtype: torch.dtype = torch.float32
 ) -> Reference:
-    """`model` as it is now, from the PEFT files the trainer saves."""
+    """Reference of the current `model`, from the PEFT files that the trainer saves."""
     folder.mkdir()
     trainer.capture(model, optimizer=False)(folder)
     return Reference(base, folder, dtype)
 
 
 def state(trainer: Trainer, model: str, folder: Path) -> dict[str, bytes]:
-    """Adapter, optimizer and pending gradient, to the bit."""
+    """Adapter, optimizer state and pending gradient, to the bit."""
     folder.mkdir()
     trainer.capture(model, optimizer=True)(folder)
     pending = {name: gradient.tobytes() for name, gradient in trainer.gradients(model).items()}

@@ -11,9 +11,11 @@ Item = TypeVar("Item")
 
 
 class Background:
-    """Of one process. While it `lags` its work waits for `catch_up`; otherwise it is done where it is handed in. Saves
-    are always late. `writes` is called with the model whose save is
-    about to be written."""
+    """Background work of one process.
+
+    While it `lags`, its work waits for `catch_up`; otherwise the work is done immediately. Saves are always late.
+    `writes` is called with the model whose save is about to be written.
+    """
 
     def __init__(self, writes: Callable[[str], None]) -> None:
         self.lags = False
@@ -21,19 +23,19 @@ class Background:
         self._workers: list[Work] = []
 
     def latest(self, name: str, work: Callable[[str, Item], None], retry_s: float) -> Work[Item]:
-        """In the place of workers.checkpoints.coalescing.Latest."""
+        """Replaces workers.checkpoints.coalescing.Latest."""
         self._workers.append(Work(self, work))
         return self._workers[-1]
 
     def catch_up(self) -> None:
-        """Writes come before the uploads they lead to."""
+        """Does all pending work: writes come before the uploads they lead to."""
         self.saves.write()
         for worker in self._workers:
             worker.work_off()
 
 
 class LateSaves(Saves):
-    """Written as late as can be: when there is nothing else to do."""
+    """Saves that are written as late as possible: when there is nothing else to do."""
 
     def __init__(self, writes: Callable[[str], None]) -> None:
         super().__init__()
@@ -50,7 +52,7 @@ class LateSaves(Saves):
         self.write(model_id)
 
     def write(self, *model_ids: str) -> None:
-        """Those of these models, or all."""
+        """Writes the saves of these models, or all."""
         for model_id in model_ids or list(self._unwritten):
             if model_id in self._unwritten:
                 self._writes(model_id)
@@ -58,7 +60,7 @@ class LateSaves(Saves):
 
 
 class Work(Generic[Item]):
-    """Keeps the newest item of a key; one that failed waits for the next time."""
+    """Keeps the newest item of a key. A failed item waits for the next time."""
 
     def __init__(self, background: Background, work: Callable[[str, Item], None]) -> None:
         self._background, self._work = background, work

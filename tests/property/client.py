@@ -22,13 +22,13 @@ from tests.property.world import CREATE, TrainerWorld
 from workers.backends.training.base import ADAPTER_FILE
 from workers.checkpoints import transfer
 
-# Of a gradient's size, for passes that were shared.
+# Relative to a gradient's size, for shared passes.
 _BOUND = 1e-5
 
 
 @dataclass
 class Client:
-    """`plan` is what it has called, in the order of the calls, `seen` every result there was to read."""
+    """Client of one model. `plan` is its calls, in order; `seen` is every result it has read."""
 
     world: TrainerWorld
     model: str
@@ -47,7 +47,7 @@ class Client:
         return max(self.admitted)
 
     def call(self, kind: str) -> int:
-        """The seq of a call that is not sent yet."""
+        """Returns the seq of a call that is not sent yet."""
         seq = max(self.plan) + 1
         self.plan[seq] = self._op(kind)
         return seq
@@ -66,7 +66,7 @@ class Client:
             self.refused[seq] = kind
 
     def what_was_applied_has_a_result(self) -> None:
-        """And what was not has none, and none ever changes."""
+        """Every applied Op has a result, every other Op has none, and no result ever changes."""
         applied = self.world.applied(self.model)
         assert applied >= self._applied
         for seq in range(self._applied + 1, applied + 1):
@@ -96,8 +96,10 @@ class Client:
             assert self.world.result(seq, self.model) == result, f"the result of seq {seq} changed"
 
     def compare(self, found: State, *, exact: bool, bound: bool, calm: bool) -> None:
-        """`found` is the model in the end. Its numbers are the reference's to the bit, or within a `bound`. With `calm`
-        no Op was given up that did not break anything itself."""
+        """Compares `found`, the final model, with the reference: to the bit, or within a `bound`.
+
+        With `calm`, no Op was given up that did not break anything itself.
+        """
         reference = Reference(self.model, exact)
         for seq, op in self.plan.items():
             if seq in self.refused:
@@ -114,7 +116,7 @@ class Client:
                 assert math.isclose(getattr(found, name), getattr(wanted, name), rel_tol=_BOUND, abs_tol=_BOUND)
 
     def check_hand_overs(self, exact: bool) -> None:
-        """Every adapter a sampler was given is in the object store, and is what the model was at that save."""
+        """Checks that every adapter given to a sampler is in the object store, and is the model's state at that save."""
         reference = Reference(self.model, exact)
         assert not list(self.world.records.list(Handover.namespace, f"models/{self.model}/"))
         for seq, op in self.plan.items():

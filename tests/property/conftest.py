@@ -22,7 +22,7 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[redis.Redis]:
 
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
-    """Thousands of broken Ops would bury the steps that failed."""
+    """Silences the logs: thousands of broken Ops would bury the steps that failed."""
     logging.disable(logging.CRITICAL)
     yield
     logging.disable(logging.NOTSET)
@@ -30,11 +30,14 @@ def quiet() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def no_power_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes die here, the machine does not: what was written is there, and a disk would be most of the time."""
+    """Turns fsync off.
+
+    Processes die here, the machine does not: all writes survive, and a disk would take most of the time.
+    """
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
 
 @pytest.fixture(autouse=True)
 def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A download that failed is tried again at once."""
+    """Retries a failed download at once."""
     monkeypatch.setattr(transfer, "_PAUSE_S", 0.0)

@@ -15,7 +15,7 @@ from app.errors import Unavailable
 
 
 class Crash(BaseException):
-    """kill -9: nothing catches it, and whatever cleans up finds every call dead too."""
+    """kill -9: nothing catches it, and every cleanup finds every call dead too."""
 
 
 class Fault(Enum):
@@ -29,7 +29,7 @@ class Fault(Enum):
 
 
 class DeviceError(Exception):
-    """What a backend raises when its device fails."""
+    """Error of a backend whose device fails."""
 
 
 _ERRORS: dict[str, Callable[[], Exception]] = {
@@ -37,15 +37,17 @@ _ERRORS: dict[str, Callable[[], Exception]] = {
     "store": lambda: Unavailable("away"),
     "backend": lambda: DeviceError("out of memory"),
 }
-# What hardly can fail.
+# Calls that hardly can fail.
 _NEVER_LOST = ("backend.close", "backend.healthy")
 
 
 @dataclass
 class Faults:
-    """One worker's: does `fault` once, at the call that `at` picks: its number from now on, or its name.
+    """Faults of one worker: `fault` happens once, at the call that `at` picks by its number from now on, or by its
+    name.
 
-    `meanwhile` is what others do while the worker sleeps. `hit` counts what really happened, over all workers.
+    `meanwhile` is what others do while the worker sleeps. `hit` counts the faults that really happened, over all
+    workers.
     """
 
     hit: Counter[Fault]

@@ -27,7 +27,7 @@ class JournalledOp:
 
 @dataclass
 class JournalModel:
-    """One model's journal. `ops` is what is journalled, `digests`/`refused` what each seq was used for."""
+    """Model of one journal. `ops` are the journaled Ops, `digests`/`refused` the uses of each seq."""
 
     applied: int = -1
     epoch: int = 0
@@ -71,7 +71,7 @@ class JournalModel:
         return True
 
     def begin(self, seq: int, worker: str) -> bool:
-        """Whether one of the attempts is in doubt, as no lease passes here."""
+        """Begins an Op. Returns True if one of the attempts is in doubt, because no lease expires here."""
         op = self.ops[seq]
         self.heard -= {boot for boot in self.heard if _node(boot) == _node(worker) and boot != worker}
         others = {*op.former, op.runner} - {worker, ""}
@@ -101,7 +101,7 @@ class JournalModel:
         return True
 
     def set_snapshot(self, epoch: int, seq: int, reference: str) -> str | None:
-        """What was replaced; its own reference for a repeat, and None where it is refused."""
+        """Returns the replaced snapshot; its own reference for a repeat, and None when it is refused."""
         if epoch == self.epoch and reference == self.snapshot:
             return reference
         if epoch != self.epoch or not self.snapshot_seq < seq <= self.applied:
@@ -112,7 +112,7 @@ class JournalModel:
         return replaced
 
     def waiting(self) -> list[str]:
-        """Kinds of what waits from the next seq on, without a gap."""
+        """Kinds of the waiting Ops from the next seq on, without a gap."""
         kinds = []
         seq = self.applied + 1
         while seq in self.ops:

@@ -13,7 +13,7 @@ from workers.process import results
 
 @dataclass
 class Reference:
-    """Fed a run's Ops in order with their visible results. Batches count; with `exact` so do all bits."""
+    """Takes a run's Ops in order with their visible results. Batches count; with `exact` all bits count too."""
 
     model: str
     exact: bool
@@ -27,7 +27,7 @@ class Reference:
         return self.backend.states[self.model]
 
     def consumed(self, kind: str) -> None:
-        """A seq that was refused."""
+        """Consumes a seq that was refused."""
         if kind == "lost_batch":
             self.window.append("refused")
         if kind == "drop_gradients":
@@ -67,7 +67,7 @@ class Reference:
             self.window.append("failed")
 
     def _whole(self) -> bool:
-        """Nothing failed or was dropped; a refused batch was sent again, and nothing had been added before it."""
+        """True if nothing failed or was dropped; a refused batch was sent again, and nothing had been added before it."""
         if "failed" in self.window:
             return False
         lost = [at for at, what in enumerate(self.window) if what != "added"]

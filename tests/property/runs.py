@@ -12,10 +12,10 @@ _STEPS = 40
 
 
 def run_machine(machine: type[RuleBasedStateMachine], short: int) -> None:
-    """`short` examples of 40 steps; or as many as the environment says, and a failure is then made as small as can be.
+    """Runs a machine for `short` examples of 40 steps, or for as many as the environment says.
 
-    Never derandomized: each CI run searches anew. A failure prints its steps, and a line that reproduces it; found, it
-    becomes a scripted test.
+    In the latter case a failure is shrunk. Runs are never derandomized: each CI run searches different cases. A failure
+    prints its steps, and a line that reproduces it. Each failure found becomes a scripted test.
     """
     runs = os.environ.get(RUNS_VARIABLE)
     run_state_machine_as_test(

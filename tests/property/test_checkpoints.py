@@ -33,7 +33,7 @@ GENERATIONS = st.integers(0, 3)
 
 
 class CheckpointMachine(RuleBasedStateMachine):
-    """`store_in` makes an empty store. Generations are written, perhaps again and again, until one write is whole."""
+    """Writes generations, each perhaps several times, until one write is complete. `store_in` makes an empty store."""
 
     folder: Path
     store_in: Callable[[Path], ObjectStore]
@@ -60,7 +60,11 @@ class CheckpointMachine(RuleBasedStateMachine):
 
     @rule(generation=GENERATIONS, content=st.sampled_from("xy"), fault=FAULTS, at=CALLS)
     def write(self, generation: int, content: str, fault: Fault, at: int) -> None:
-        """One that dies may have got further than we hear. A later one may hold other bytes: a replay is not exact."""
+        """Writes one generation.
+
+        A writer that dies may have got further than it reports. A later write may hold other bytes: a replay is not
+        exact.
+        """
         if generation in self.removed:
             return
         with self._failing(fault, at, lambda: self._upload(self.store, generation, content)) as store:
@@ -75,7 +79,7 @@ class CheckpointMachine(RuleBasedStateMachine):
 
     @rule(generation=GENERATIONS, fault=FAULTS, at=CALLS)
     def fetch(self, generation: int, fault: Fault, at: int) -> None:
-        """Whole and right, or an error and nothing in the cache."""
+        """The fetch gives complete and correct files, or an error and nothing in the cache."""
         cache = self.place / f"cache-{next(self.numbers)}"
         with self._failing(fault, at, lambda: None) as store:
             try:
@@ -108,7 +112,7 @@ class CheckpointMachine(RuleBasedStateMachine):
 
     @rule(generation=GENERATIONS, fault=FAULTS, at=st.integers(0, 2))
     def remove(self, generation: int, fault: Fault, at: int) -> None:
-        """Broken off, it has removed the manifest or nothing."""
+        """An interrupted removal has removed the manifest or nothing."""
         with self._failing(fault, at, lambda: None) as store:
             remove_checkpoint(store, self._prefix(generation))
         if self._manifest(generation) is None:
@@ -174,7 +178,10 @@ class CheckpointMachine(RuleBasedStateMachine):
 
 
 class _Failing:
-    """The store of one process that `fault` happens to, which may end it, or have it find that another is writing."""
+    """The store of one process that `fault` hits.
+
+    The fault may end the process, or let it find that another process is writing.
+    """
 
     def __init__(
         self, store: ObjectStore, hit: Counter[Fault], fault: Fault, at: int, meanwhile: Callable[[], None]
@@ -196,7 +203,7 @@ def in_folder(folder: Path) -> ObjectStore:
 
 @pytest.fixture
 def machine(tmp_path: Path) -> CheckpointMachine:
-    """To be played by hand, as a failing run is printed."""
+    """A machine to run by hand, as the output of a failing run shows."""
     space = {"folder": tmp_path, "store_in": staticmethod(in_folder), "hit": Counter()}
     machine = type("Checkpoints", (CheckpointMachine,), space)()
     machine.start()
@@ -254,7 +261,7 @@ def test_a_damaged_checkpoint_is_never_handed_out(machine: CheckpointMachine, ho
 
 
 def run_on(folder: Path, store_in: Callable[[Path], ObjectStore], short: int, dose: int) -> None:
-    """At least `dose` calls must have failed, or nothing was proved."""
+    """Runs until at least `dose` calls have failed; otherwise nothing is proved."""
     hit: Counter[Fault] = Counter()
     space = {"folder": folder, "store_in": staticmethod(store_in), "hit": hit}
     run_machine(type("Checkpoints", (CheckpointMachine,), space), short)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from app.domain.records import Sampler
-from app.stores.redis.types import RefusalKind
+from app.stores.interfaces.journal import RefusalKind
 from tests.property.client import Client
 from tests.property.faults import Fault
 from tests.property.runs import run_machine
@@ -33,11 +33,11 @@ KINDS = st.sampled_from(
     ]
 )
 FAULTS = st.sampled_from([Fault.NONE, Fault.NONE, *Fault])
-# An Op makes up to nine calls to the outside, a restore some more; and others have their turns.
+# An Op makes up to nine calls to the outside, a restore some more; and other models have their turns.
 CALLS = st.integers(0, 20)
 OFFSETS = st.integers(0, 4)
 PICKS = st.integers(0, len(MODELS) - 1)
-# More often than not the models are together.
+# Most of the time the models are together on one node.
 RUNG = st.sampled_from(["a", "a", "a", "b"])
 TROUBLES = st.sampled_from(["restart", "stop", "idle", "lapse", "renew", "zombie", "lag", "catch up", "tick", "wipe"])
 REFUSALS = st.sampled_from(get_args(RefusalKind))
@@ -45,10 +45,10 @@ RING_LIMIT = 60
 
 
 class EngineMachine(RuleBasedStateMachine):
-    """`form`: with "exact" bits count, with "merged" passes are shared, within a bound, and with "noisy" a batch never
-    gives the same gradient twice.
+    """`form`: "exact" compares bits; "merged" has shared passes, within a bound; "noisy" changes a batch's gradient
+    each time.
 
-    `done` counts what really happened over all examples: a run that disturbs nothing proves nothing.
+    `done` counts the faults that really happened over all examples: a run that disturbs nothing proves nothing.
     """
 
     client: redis.Redis
@@ -67,7 +67,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.trainers = {node: self.world.trainer(node) for node in NODES}
         self.zombies: list[Trainer] = []
         self.troubles = 0
-        # In every example a pass is shared, where that is on, a step runs beside a save, and a hand-over is lost.
+        # Every example has a shared pass (if that is on), a step beside a save, and a lost transfer.
         self.all_call_and_ring(["backward", "save", "step"], "a", Fault.NONE, 0)
         self._lose_a_hand_over("a", self.clients[0])
 
@@ -82,7 +82,7 @@ class EngineMachine(RuleBasedStateMachine):
             self.world.stop()
             shutil.rmtree(self.place)
 
-    # What clients do.
+    # Actions of clients.
 
     @rule(
         model=PICKS,
@@ -92,7 +92,7 @@ class EngineMachine(RuleBasedStateMachine):
         refusal=REFUSALS,
     )
     def a_client_is_odd(self, model: int, what: str, kind: str, pick: int, refusal: RefusalKind) -> None:
-        """A call that will come out of order; calls that come `again`, or late; one that is refused or given up."""
+        """Calls out of order, repeated calls (`again`), late ones, refused ones and ones given up."""
         client = self._client(model)
         match what:
             case "later":
@@ -104,12 +104,12 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule(model=PICKS, kinds=st.lists(KINDS, min_size=1, max_size=3))
     def call(self, model: int, kinds: list[str]) -> None:
-        """Admits calls whose dispatch is lost, or has not arrived yet."""
+        """Journals calls whose dispatches are lost or late."""
         client = self._client(model)
         for kind in kinds:
             client.admit(client.call(kind))
 
-    # What happens to workers.
+    # Faults of workers.
 
     @rule(model=PICKS, kinds=st.lists(KINDS, min_size=1, max_size=3), node=RUNG, fault=FAULTS, at=CALLS)
     def call_and_ring(self, model: int, kinds: list[str], node: str, fault: Fault, at: int) -> None:
@@ -118,7 +118,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule(kinds=st.lists(KINDS, min_size=1, max_size=3), node=RUNG, fault=FAULTS, at=CALLS)
     def all_call_and_ring(self, kinds: list[str], node: str, fault: Fault, at: int) -> None:
-        """Clients in step. A fault happens at the first dispatch that finds the calls of all of them."""
+        """All clients call in step; the fault happens at the first dispatch that finds all their calls."""
         for client in self.clients:
             self._ring_with(node, client)
         for number in range(len(self.clients)):
@@ -132,9 +132,10 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule(model=PICKS, node=st.sampled_from(NODES), what=TROUBLES, offset=OFFSETS)
     def trouble(self, model: int, node: str, what: str, offset: int) -> None:
-        """`restart`: another process takes the node's place, and the one before may go on for a while (`zombie`), with
-        snapshots and saves that come late. `stop`: it ends in order. `renew`: what the keeper's own thread does.
-        `wipe`: the node's machine forgets what was in its memory.
+        """`restart`: another process takes the node's place, and the old one may go on for a while (`zombie`).
+
+        The zombie's snapshots and saves come late. `stop`: the worker ends in order. `renew`: the work of the keeper's
+        own thread. `wipe`: the node's machine loses its memory.
         """
         trainer, client = self.trainers[node], self._client(model)
         match what:
@@ -164,7 +165,7 @@ class EngineMachine(RuleBasedStateMachine):
             case "zombie" if self.zombies:
                 self._ring(self.zombies[-1], client, self.world.applied(client.model) + offset)
 
-    # What must hold.
+    # Invariants.
 
     @invariant()
     def what_was_applied_has_a_result(self) -> None:
@@ -180,7 +181,7 @@ class EngineMachine(RuleBasedStateMachine):
         return self.clients[pick % len(self.clients)]
 
     def _others_go_on(self) -> None:
-        """While one worker sleeps past its lease."""
+        """Other workers run while one worker sleeps past its lease."""
         self.troubles += 1
         self.world.lapse()
         heir = self.world.trainer("heir")
@@ -190,7 +191,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.world.lapse()
 
     def _lose_a_hand_over(self, node: str, client: Client) -> None:
-        """Its machine stops before the upload, and forgets what was in its memory."""
+        """A machine stops before the upload, and loses its memory."""
         trainer = self.trainers[node]
         trainer.background.lags = True
         client.admit(client.call("hand over"))
@@ -222,7 +223,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.trainers[node] = self.world.trainer(node, snapshots=self.troubles % 3 > 0, fragile=self.troubles % 2 > 0)
 
     def _finish(self) -> None:
-        """All that was withheld arrives, and one healthy worker is rung until nothing waits."""
+        """Sends all withheld calls, and dispatches to one healthy worker until nothing waits."""
         for client in self.clients:
             for seq in client.plan:
                 client.admit(seq)

@@ -24,7 +24,7 @@ MODEL = "session:train:0"
 QUEUE = "train.base"
 WORKERS = st.sampled_from(["a/1", "a/2", "b/1", "b/2"])
 KINDS = st.sampled_from(["forward_backward", "optim_step", "forward", "save_weights", "load_weights"])
-# Near the next seq, where everything happens.
+# Near the next seq, where most transitions happen.
 OFFSETS = st.integers(0, 4)
 RESULTS = st.builds(Result, st.sampled_from([b"one", b"two"]), failed=st.booleans())
 
@@ -59,7 +59,7 @@ class JournalMachine(RuleBasedStateMachine):
 
     @rule(offset=st.integers(-2, 4), kind=st.sampled_from(get_args(RefusalKind)))
     def refuse(self, offset: int, kind: RefusalKind) -> None:
-        """Also the way a gap is given up."""
+        """Refuses a call; a gap is given up in the same way."""
         seq = max(0, self.model.applied + 1 + offset)
         reason = f"{kind} {seq}"
         assert self.oplog.refuse(MODEL, seq, reason, kind) == self.model.refuse(seq, reason, kind)
@@ -118,7 +118,7 @@ class JournalMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.leases and self.model.ops)
     @rule(which=st.integers(0, 3), pick=OFFSETS, strike=st.booleans())
     def leave(self, which: int, pick: int, strike: bool) -> None:
-        """An Op whose worker lives no longer runs: it broke something, or is put off."""
+        """An Op of a live worker stops running: it broke something, or is requeued."""
         lease, seq = self._lease(which), sorted(self.model.ops)[pick % len(self.model.ops)]
         (self.oplog.strike if strike else self.oplog.put_off)(lease, seq)
         self.model.leave(seq, lease.worker, lease.epoch, strike)
@@ -171,7 +171,7 @@ class JournalMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_journal_is_what_the_model_says(self) -> None:
-        """From just behind the snapshot to just beyond the last."""
+        """Checks all seqs from just after the snapshot to just beyond the last."""
         model = self.model
         for seq in range(max(0, model.snapshot_seq), max([*model.ops, model.applied, 0]) + 2):
             entry, op = self.oplog.entry(MODEL, seq), model.ops.get(seq)
@@ -226,7 +226,7 @@ class JournalMachine(RuleBasedStateMachine):
         return expected
 
     def _lease(self, which: int) -> Lease:
-        """The newest most of the time, else one of those before."""
+        """Picks the newest lease most of the time, else an earlier one."""
         return self.leases[-1 - which % len(self.leases)]
 
     def _commit(self, lease: Lease, seq: int, result: Result, in_turn: bool = True) -> None:
@@ -240,7 +240,7 @@ class JournalMachine(RuleBasedStateMachine):
 
 @pytest.fixture
 def machine(client: redis.Redis) -> JournalMachine:
-    """To be played by hand, as a failing run is printed."""
+    """A machine to run by hand, as the output of a failing run shows."""
     machine = type("Journal", (JournalMachine,), {"client": client})()
     machine.start()
     return machine

@@ -11,7 +11,7 @@ from workers.process.leases import LeaseKeeper
 
 
 class Silent:
-    """A journal that is away: the only part of it that a keeper uses."""
+    """A journal that is down: the only part of it that a keeper uses."""
 
     def renew(self, ids: Sequence[str], worker: str) -> list[str]:
         raise redis.ConnectionError("away")

@@ -27,7 +27,7 @@ def world(client: redis.Redis, tmp_path: Path) -> Iterator[TrainerWorld]:
 
 
 def run(world: TrainerWorld, trainer: Trainer, ops: list[Op]) -> list[Result | None]:
-    """Each admitted only when the one before has its result."""
+    """Runs the Ops; each is admitted only after the previous one has its result."""
     first = max(1, world.applied() + 1)
     for seq, op in enumerate(ops, first):
         world.admit(seq, op)
@@ -110,7 +110,7 @@ def test_an_op_that_never_ran_here_is_not_held_against_it_however_often_workers_
 
 
 def test_a_state_beside_a_device_error_is_thrown_away(world: TrainerWorld):
-    """The backend spoils all states it holds when a device fails."""
+    """The backend corrupts all states it holds when a device fails."""
     trainer = world.trainer("a")
     run(world, trainer, [backward(1), backward(2, BREAKING), optim_step(), backward(4), optim_step()])
     assert state(trainer).steps == [[4]]

@@ -125,7 +125,7 @@ class SamplingMachine(RuleBasedStateMachine):
     def claim(self, pick: int, worker: str) -> None:
         request_id, request = self._pick(pick)
         if request.held and not request.over:
-            return  # nobody was rung for it
+            return  # it was not dispatched
         try:
             entry = self.oplog.claim_sample(request_id, worker)
         except Fenced:
@@ -153,7 +153,7 @@ class SamplingMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.requests)
     @rule(pick=st.integers(0, 99), crash=st.booleans())
     def let_go(self, pick: int, crash: bool) -> None:
-        """Its worker puts it off, or dies and its lease lapses."""
+        """Its worker requeues it, or dies and its lease expires."""
         request_id, request = self._pick(pick)
         if crash:
             self.client.delete(keys.lease(request_id))
@@ -266,13 +266,16 @@ class SamplingMachine(RuleBasedStateMachine):
         return any(request.held and not request.over for request in self.requests.values())
 
     def _may_ring(self, sequences: int) -> bool:
-        """Of one project: something in any case, 64 sequences, or three batches."""
+        """Limit of one project's dispatches: one request in any case, 64 sequences, or three batches."""
         rung, batch = self._rung(), sum(BATCHES[node] for node in self.up)
         return rung == 0 or rung + sequences <= 64 or rung < 3 * batch
 
     def _pick_node(self, session: str) -> str:
-        """The home while it is up and has room, or nobody has and the other is no batch ahead; else the emptier one,
-        which is the home of who has none."""
+        """Picks the sampler for an adapter.
+
+        The affine sampler is taken while it is up and has room, or while no sampler has room and the other one is no
+        batch ahead. Else the emptier one is taken, which becomes the affinity of an adapter without one.
+        """
         room = {node: BATCHES[node] - self._placed(node) for node in self.up}
         taking = [node for node in room if self._placed(node) < HOLDS]
         best = min(taking, key=lambda node: (-room[node], _place(session, node)), default="")
@@ -304,7 +307,7 @@ def _sampler(session: str) -> str:
 
 
 def _place(session: str, node: str) -> str:
-    """Of two that are equally empty the one where this is smaller."""
+    """Tie-break: of two equally empty samplers, the one with the smaller value."""
     return hashlib.sha1(f"{keys.PREFIX}home:{_sampler(session)}{node}".encode()).hexdigest()
 
 

@@ -21,7 +21,7 @@ STEP = OptimStep(AdamParams(learning_rate=1e-2, eps=1e-8))
 
 @dataclass
 class Case:
-    """A backend, batches for it, one that fails as the user's fault, and everything a model there is."""
+    """A backend, batches for it, one that fails as the user's fault, and all state of a model in it."""
 
     backend: TrainingBackend
     good: Callable[[int], ForwardBackward]
@@ -77,7 +77,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture
 def models(case: Case) -> list[str]:
-    """Two that are alike: a step taken, a gradient pending."""
+    """Two equal models, one step from their start, with a pending gradient."""
     for model in ("m1", "m2"):
         for op in (Create(SPEC), case.good(1), STEP, case.good(2)):
             case.apply(model, op)

@@ -19,7 +19,7 @@ from tests.property.faults import Fault
 from tests.property.vector_backend import backward, optim_step
 from tests.property.world import CREATE, MODEL, TrainerWorld
 
-# The Op the first worker sleeps in is the step at seq 2; the whole run is up to seq 6.
+# The first worker sleeps in the step at seq 2; the complete run is up to seq 6.
 RUN = [CREATE, backward(1), optim_step(), backward(2), backward(3), optim_step(), backward(4)]
 SLEPT_AT, LAST = 2, 6
 POINTS = {
@@ -42,7 +42,7 @@ def world(client: redis.Redis, tmp_path: Path) -> Iterator[TrainerWorld]:
 
 
 def visible(world: TrainerWorld) -> dict[str, Any]:
-    """All that others can see: results, the journal's head, and the objects its snapshot refers to."""
+    """All state that others can see: results, the journal's head, and the objects its snapshot refers to."""
     head = world.client.hgetall(keys.model(MODEL))
     prefix = head[b"snapshot"].decode()
     files = world.store.list(f"{prefix}/")
@@ -92,7 +92,7 @@ def test_a_zombie_that_owns_the_model_again_goes_on_from_what_was_committed(worl
     first.ring(SLEPT_AT)
     before = [world.result(seq) for seq in range(LAST - 1)]
     world.lapse()
-    for _ in range(2):  # the first may find itself fenced
+    for _ in range(2):  # the first worker may be fenced
         first.ring(LAST)
     assert world.applied() == LAST
     assert [world.result(seq) for seq in range(LAST - 1)] == before

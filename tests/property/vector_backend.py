@@ -36,13 +36,15 @@ from workers.backends.training.base import (
 )
 
 POISON, BREAKING = "poison", "breaking"
-# What each further model in a pass adds to a gradient.
+# Added to a gradient for each further model in a pass.
 _ROUNDING = 1e-9
 
 
 @dataclass
 class State:
-    """`pending` and `steps` hold the batches behind the gradient, and behind each step taken since a create or load."""
+    """State of a model. `pending` and `steps` list the batches behind the gradient and behind each step since a create
+    or load.
+    """
 
     rank: int
     weight: float
@@ -53,12 +55,12 @@ class State:
 
 
 def batch(number: int) -> Batch:
-    """A batch that is known by its number."""
+    """A batch that its number identifies."""
     return Batch(Ragged.of([np.array([number])], np.int32), {"target_tokens": Ragged.of([np.array([1])], np.int64)})
 
 
 def backward(number: int, loss_fn: str = "cross_entropy", *, forward_only: bool = False) -> ForwardBackward:
-    """`loss_fn` POISON fails as a user's fault would, BREAKING as a device's."""
+    """Computes a gradient. `loss_fn` POISON fails as a user's fault does, BREAKING as a device's."""
     return ForwardBackward(batch(number), loss_fn, forward_only=forward_only)
 
 
@@ -68,8 +70,11 @@ def optim_step(rate: float = 0.125) -> OptimStep:
 
 @dataclass
 class VectorBackend:
-    """With `fragile` a device error makes the process of no further use, as it does with several ranks. `done` counts
-    passes with Ops of several models ("shared")."""
+    """Backend of three numbers per model.
+
+    With `fragile` a device error makes the process useless, as with several ranks. `done` counts passes with Ops of
+    several models ("shared").
+    """
 
     noise: random.Random | None = None
     fragile: bool = False

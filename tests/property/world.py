@@ -52,7 +52,7 @@ from workers.train.scheduler import Ahead, Parked, Turns, Unowned
 BASE = "base"
 MODEL = "session:train:0"
 CREATE = CreateModel(ModelSpec(BASE, LoraSpec(rank=4, seed=3)))
-# No lease lapses and no renewal comes by itself: a machine says when, or its runs could not be repeated.
+# No lease expires and no renewal happens by itself: a machine decides, or its runs could not be repeated.
 _LEASE_S = 3600.0
 
 
@@ -72,7 +72,7 @@ class Trainer:
     rung: list[tuple[str, str]]
 
     def ring(self, seq: int, kind: str = "forward_backward", model: str = MODEL) -> Result | None:
-        """Returns the result of a dispatch; None if there is no result and the Op is dispatched again.
+        """Outcome of a dispatch; None if there is no result, and the call is dispatched again.
 
         Fenced comes from a restore that was overtaken by another owner's snapshot.
         """
@@ -81,20 +81,23 @@ class Trainer:
         return None
 
     def discard_incomplete(self) -> None:
-        """What a tick does about hand-overs that were lost."""
+        """Removes lost transfers, as a watchdog tick does."""
         for model in self.handovers.lost():
             self.owner.discard(model)
 
     def wipe(self) -> None:
-        """Its machine's memory is lost."""
+        """Loses the memory of its machine."""
         shutil.rmtree(self.handovers._folder.root, ignore_errors=True)
 
 
 @dataclass
 class TrainerWorld:
-    """Shared by all workers. With `noise` every run of a batch gives other gradients. Up to `merged_tokens` of other
-    models share a pass. `done` counts the "shared" passes, the Ops that were committed behind a save they ran "ahead"
-    of, and the hand-overs that had to be "made again"."""
+    """Shared servers of all workers.
+
+    With `noise` every run of a batch gives different gradients. Up to `merged_tokens` of other models share a pass.
+    `done` counts the "shared" passes, the Ops that were committed after a save that they ran "ahead" of, and the
+    transfers that had to be "made again".
+    """
 
     client: redis.Redis
     folder: Path
@@ -120,7 +123,7 @@ class TrainerWorld:
         return self.oplog.admit(model, seq, op.kind, payload, codec.digest(codec.encode(as_asked(op)))).fresh
 
     def trainer(self, node: str, *, snapshots: bool = True, fragile: bool = False) -> Trainer:
-        """A new process of a node, with a snapshot after every optim_step, or none. Node b has a machine of its own."""
+        """A new process of a node, with a snapshot after every optim_step, or none. Node b has its own machine."""
         name = f"{node}/{self.boots()}"
         backend, faults = VectorBackend(self.noise, fragile, done=self.done), Faults(self.hit)
 
@@ -180,11 +183,11 @@ class TrainerWorld:
         return Trainer(name, runner, owner, drain, backend, keeper, background, faults, handovers, rung)
 
     def lapse(self) -> None:
-        """The owners slept past their leases, and do not know."""
+        """Expires the leases of owners that slept, which do not notice."""
         self.client.delete(*map(keys.lease, self.models))
 
     def outlast(self) -> None:
-        """Whoever is missed has been so for a lease."""
+        """Every missing worker has been missing for the time of a lease."""
         for key in self.client.scan_iter(keys.op("*")):
             missed = json.loads(self.client.hget(key, "former") or "{}")
             self.client.hset(key, "former", json.dumps({worker: min(since, 1) for worker, since in missed.items()}))
