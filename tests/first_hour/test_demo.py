@@ -36,7 +36,7 @@ port = 1
 url = "redis://:x@127.0.0.1:1/0"
 broker_url = "redis://:x@127.0.0.1:1/0"
 """
-# What the stand-in does after its results are written.
+# Actions of the stand-in after its results are written.
 SLEEPER = "import subprocess, sys; subprocess.Popen(['sleep', '100'], start_new_session=True);"
 LISTENER = """
 import os, socket
@@ -50,7 +50,7 @@ if os.fork() == 0:
 
 
 def judged(tmp_path: Path, then: str = "", result: dict[str, Any] | None = None, limit_s: int = 600) -> list[str]:
-    """The faults found in a stand-in for `make demo` that writes these results and does this."""
+    """Faults found in a stand-in for `make demo` that writes these results and runs this code."""
     (tmp_path / "data" / "run").mkdir(parents=True)
     (tmp_path / "data" / "run" / "settings.toml").write_text(SETTINGS)
     (tmp_path / "shm").mkdir()

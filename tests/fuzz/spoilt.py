@@ -37,7 +37,7 @@ def request(model_id: str, draw: random.Random) -> sdk.ForwardBackwardRequest:
 
 
 def damaged(body: bytes, draw: random.Random) -> bytes:
-    """Mostly as it is; else with some bytes changed, left out or put in."""
+    """The body, mostly unchanged; else with some bytes changed, left out or inserted."""
     place, some = draw.randrange(len(body) + 1), bytes(draw.randrange(256) for _ in range(draw.randrange(1, 9)))
     kept = (body, body, body, body[:place], body[:place] + some + body[place:], body[:place] + some + body[place + 4 :])
     return draw.choice(kept)

@@ -26,7 +26,7 @@ SCHEMA = schemathesis.openapi.from_dict(web.openapi())
 OPERATIONS = {found.ok().label: found.ok() for found in SCHEMA.get_all_operations()}
 PROTOBUF, JSON = "application/x-protobuf", "application/json"
 NOT_JSON = {"POST /api/v1/forward_backward"}
-# What has neither a body nor a name in its path is one request, however many it may send.
+# A route with neither a body nor a name in its path is one request, however many it may send.
 SHARE = 0.5 / sum(1 for label, operation in OPERATIONS.items() if operation.body or "{" in label)
 
 
@@ -91,15 +91,15 @@ def test_a_protobuf_body_with_anything_in_it_is_never_a_5xx(fuzzed: World) -> No
 
 
 def test_half_of_what_fits_is_taken_so_that_the_rest_is_not_refused_at_the_door(fuzzed: World) -> None:
-    """Fuzzing that never gets past the first check shows nothing: a valid call of each kind is taken."""
+    """Fuzzing that never gets past the first check shows nothing: a valid call of each kind is accepted."""
     sent = {path: fuzzed.send("POST", f"/api/v1/{path}", json=body) for path, body in bodies(fuzzed.api).items()}
     refused = {path: answer.text for path, answer in sent.items() if answer.status_code not in (200, 408)}
-    # They all have the same seq, which the first takes; and a finished session takes nothing more.
+    # They all have the same seq, which the first call uses up; and a finished session accepts no more calls.
     assert len(refused) < len(sent) / 2, refused
 
 
 def _cases(label: str) -> st.SearchStrategy[schemathesis.Case]:
-    """Calls that fit the schema, and where it has a body to be wrong in, as many that do not."""
+    """Calls that fit the schema and, where a body can be wrong, as many that do not."""
     operation = OPERATIONS[label]
     fitting = operation.as_strategy(generation_mode=GenerationMode.POSITIVE)
     if not operation.body:

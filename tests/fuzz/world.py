@@ -51,7 +51,11 @@ def examples(share: float) -> settings:
 
 @dataclass
 class World:
-    """`known` are ids by the name of the field or path part they fit: anew now and then, as requests end them."""
+    """The world under test.
+
+    `known` are ids by the name of the field or path part they fit. They are renewed at times, because requests end
+    them.
+    """
 
     api: Api
     statuses: Counter[int] = field(default_factory=Counter)
@@ -63,7 +67,7 @@ class World:
         return len(self.took_ms)
 
     def send(self, method: str, path: str, **options: Any) -> TestResponse:
-        """The answer, which is none of 5xx and, if it is an error, says what is wrong in JSON."""
+        """Returns the answer, which must not be a 5xx. An error must name the fault in JSON."""
         if self.sent % _RENEW_EVERY == 0:
             self._renew()
         headers = {"X-API-Key": KEY, **options.pop("headers", {})}
@@ -78,7 +82,7 @@ class World:
         return answer
 
     def fill_in(self, value: Any) -> Any:
-        """The same with every id replaced by one that is there."""
+        """The same with every id replaced by an existing one."""
         if isinstance(value, dict):
             return {key: self.known.get(key, self.fill_in(part)) for key, part in value.items()}
         return [self.fill_in(part) for part in value] if isinstance(value, list) else value

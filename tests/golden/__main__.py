@@ -13,7 +13,7 @@ from tests.servers import start_valkey
 
 
 def made() -> dict[str, Any]:
-    """By the names of the files."""
+    """Contracts by the names of their files."""
     with tempfile.TemporaryDirectory() as folder, start_valkey(Path(folder), durable=False) as url:
         return {
             "codec": values.goldens(),

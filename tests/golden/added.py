@@ -11,7 +11,7 @@ from typing import Any
 _DEVICES = {"default": [], "items": {"minimum": 0, "type": "integer"}, "type": "array"}
 
 CHANGED: dict[str, dict[str, Any]] = {
-    # A negative index was let in, and failed when the worker started.
+    # A negative index was accepted, and failed when the worker started.
     "settings": {
         f"base_models.{section}.devices": _DEVICES for section in ("trainer", "full", "sampler", "full_sampler")
     },

@@ -121,7 +121,7 @@ def _celery() -> dict[str, Any]:
     }
 
 
-# In a process of its own: it is the Celery application of whatever process imports it.
+# A separate process, because the module is the Celery application of every process that imports it.
 _SHOW = """
 import json
 from workers.celery_app import app
@@ -131,7 +131,7 @@ print(json.dumps({"name": app.main, "tasks": sorted(name for name in app.tasks i
 
 
 def _worker() -> Any:
-    """What `celery -A workers.celery_app worker` is ready to run."""
+    """Tasks and queues of `celery -A workers.celery_app worker`."""
     with tempfile.NamedTemporaryFile("w", suffix=".toml") as config:
         environ = {**os.environ, "TINSMITH_SETTINGS": config.name, "PYTHONPATH": str(ROOT)}
         done = subprocess.run([sys.executable, "-c", _SHOW], env=environ, capture_output=True, check=True)
@@ -189,7 +189,7 @@ MANIFESTS = {
 
 
 def _objects() -> dict[str, Any]:
-    """Every kind of object there is, but for those with random names (scripts.py); and a snapshot on a disk."""
+    """Every kind of object, except those with random names (scripts.py); and a snapshot on a disk."""
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         store = FolderStore(root / "objects", "secret", "http://host")

@@ -41,13 +41,13 @@ def goldens() -> dict[str, Any]:
 
 
 def _example() -> settings.Settings:
-    """With one of every section there is."""
+    """A configuration with one of every section."""
     base = {"name": "base", "path": "/models/base", "full": {}, "full_sampler": {}}
     return settings.parse({"base_models": [base]}, "an example")
 
 
 def _settings() -> Iterator[tuple[str, Any]]:
-    """Each key of the configuration file, what it may be, and what it is where it is left out."""
+    """Each key of the configuration file, its allowed values, and its default."""
     schema = settings.Settings.model_json_schema()
     yield from _keys("", schema, schema["$defs"])
 
@@ -64,7 +64,7 @@ def _keys(prefix: str, section: Mapping[str, Any], known: Mapping[str, Any]) -> 
 
 
 def _nested(found: Any, known: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The section that a key holds, or a list of, or none where it is left out."""
+    """The section that a key holds, or a list of it, or none if the key is left out."""
     if isinstance(found, Mapping) and "$ref" in found:
         return dict(known[found["$ref"].rpartition("/")[2]])
     parts = [found.get("items"), *found.get("anyOf", ())] if isinstance(found, Mapping) else []
@@ -83,7 +83,7 @@ def _flat(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _environment() -> dict[str, Any]:
-    """Which settings each variable sets, and to what."""
+    """Settings of each environment variable, and their values."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "tinsmith.toml"
         path.write_text("")
@@ -120,7 +120,7 @@ class _Caught(BaseException):
 
 
 def _commands(main: Callable[[], object]) -> dict[str, Any]:
-    """Each command that a program has, and each of its options, by the program's own parser."""
+    """Each command of a program and each of its options, by the program's own parser."""
 
     def catch(parser: argparse.ArgumentParser, *_: object, **__: object) -> None:
         raise _Caught(parser)
@@ -154,7 +154,7 @@ def _parts(parser: argparse.ArgumentParser) -> Iterator[tuple[str, Any]]:
 
 
 def _operations(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Digests of the parts of the OpenAPI document, so that a change shows where it is."""
+    """Digests of the parts of the OpenAPI document, so that a change shows its place."""
     for path, methods in document["paths"].items():
         for method, operation in methods.items():
             yield f"{method} {path}", _digest(operation)

@@ -28,7 +28,7 @@ _KEPT_MS = 600_000
 
 
 class Recorded(redis.Redis):
-    """A client that notes what each script answered."""
+    """A client that records the answer of each script."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -49,7 +49,7 @@ class Recorded(redis.Redis):
 
 
 class Scenario:
-    """Steps against an empty server, each noted with the answers of its scripts and, if it was refused, the reason."""
+    """Steps against an empty server, each recorded with the answers of its scripts and, if refused, the reason."""
 
     def __init__(self, client: Recorded) -> None:
         self.client = client
@@ -61,7 +61,7 @@ class Scenario:
         self._left: dict[str, Any] = {}
 
     def __call__(self, step: str, call: Callable[[], Any], *volatile: int) -> Any:
-        """`volatile`: what of the answer, or of each of its rows, is a length of time or depends on one."""
+        """Runs a step. `volatile`: parts of the answer, or of each of its rows, that depend on a duration."""
         self.client.answers.clear()
         noted: dict[str, Any] = {"step": step}
         result = None
@@ -74,7 +74,7 @@ class Scenario:
         return result
 
     def left(self, when: str) -> None:
-        """Note what the scripts left, where it is not as it was."""
+        """Records the keys that the scripts left, if they changed."""
         found = keyspace(self.client)
         changed = {key: found.get(key) for key in found.keys() | self._left if found.get(key) != self._left.get(key)}
         self.steps.append({"left behind": when, "keys": dict(sorted(changed.items())), "told": self._told()})
@@ -89,7 +89,7 @@ class Scenario:
 
 
 def masked(value: Any) -> Any:
-    """As JSON holds it."""
+    """A value as JSON holds it."""
     if isinstance(value, bytes):
         return masked(value.decode(errors="backslashreplace"))
     if isinstance(value, str):
@@ -104,7 +104,7 @@ def masked(value: Any) -> Any:
 
 
 def keyspace(client: redis.Redis) -> dict[str, Any]:
-    """Every key's type, contents, and for about how many minutes it is kept."""
+    """Every key's type, contents, and approximate time to live in minutes."""
     found: dict[str, Any] = {}
     for key in sorted(client.scan_iter(count=1000)):
         kind, kept_ms = client.type(key).decode(), client.pttl(key)
@@ -136,7 +136,7 @@ def _contents(client: redis.Redis, kind: str, key: bytes) -> Any:
 
 
 def _text(text: str) -> str | dict[str, Any]:
-    if text.startswith("{"):  # whose order is the script engine's
+    if text.startswith("{"):  # the script engine decides their order
         try:
             return {"JSON": masked(json.loads(text))}
         except ValueError:

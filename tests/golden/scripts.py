@@ -33,17 +33,17 @@ from tests.golden.recording import Recorded, Scenario
 
 M, N, S = "session:train:0", "session:train:1", "session:sample:0"
 QUEUE = "sample.base"
-# No lease ends while a scenario runs, however slow the machine.
+# No lease expires while a scenario runs, however slow the machine.
 SETTINGS = EngineSettings(lease_s=3600.0)
 OK, FAILED = Result(b'{"ok": 1}'), Result(b'{"error": "why"}', failed=True)
 
 
 def goldens(url: str) -> dict[str, Any]:
-    """Of a server that nobody else uses."""
+    """Goldens of a server with no other user."""
     with Recorded.from_url(url) as client:
         while True:
             hour, found = _hour(client), {name: _played(play, client, url) for name, play in SCENARIOS.items()}
-            if _hour(client) == hour:  # else the books may have a page of each
+            if _hour(client) == hour:  # otherwise the usage ledger may have a page of each
                 return found
 
 
@@ -319,7 +319,7 @@ def _tokens(step: Scenario, url: str) -> None:
 
 
 def _ringing(step: Scenario, url: str) -> None:
-    """A task's message: its name, its id and what it is called with."""
+    """A task's message: its name, its id and its arguments."""
     with dispatch.celery_app(Settings(redis=RedisSettings(url=url, broker_url=url))) as celery:
         dispatch.Doorbell(celery).ring("forward_backward", f"{M}:1", M, "train.base")
         dispatch.TickBell(celery, "train.base@a").ring()

@@ -54,7 +54,7 @@ def test_bytes_written_then_are_read_as_the_value_they_were_made_of(name: str):
 
 
 def test_every_tag_is_frozen():
-    """A type that comes anew needs a value in values.py, and its golden: see added.py."""
+    """A new type needs a value in values.py, and its golden: see added.py."""
     seen: set[str] = set()
 
     def tag(code: int, data: bytes) -> str:

@@ -81,13 +81,13 @@ VALUES: dict[str, Any] = {
     "save weights, all set": SaveWeights(
         "sampler_weights", "", 7200, True, {"b": "2", "a": "1"}, "s:sample:0", True, True, ("age1a", "age1b")
     ),
-    # What ranks send each other, which is lists around such values.
+    # Messages between ranks, which are lists around such values.
     "message": ["apply", [["s:train:0", DropGradients()], ["s:train:1", None]], {"x": 1.5, "y": b"raw"}],
 }
 
 
 def goldens() -> dict[str, Any]:
-    """The bytes of each, and their digest."""
+    """The bytes of each value, and their digest."""
     encoded = {name: codec.encode(value) for name, value in VALUES.items()}
     return {name: {"bytes": data.hex(), "digest": codec.digest(data)} for name, data in encoded.items()}
 

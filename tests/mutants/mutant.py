@@ -7,11 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """`old` stands in `file` exactly once; without it (`new` in its place) one of `tests` fails.
+    """`old` occurs in `file` exactly once; with `new` in its place, one of `tests` fails.
 
-    `name` is the guard that is gone, `tests` the arguments for pytest.
-
-    A `slow` one's test waits a minute in vain before it fails: `make mutants` alone runs it.
+    `name` is the removed guard, `tests` are pytest's arguments. The test of a `slow` mutant waits a minute in vain
+    before it fails: only `make mutants` runs it.
     """
 
     name: str

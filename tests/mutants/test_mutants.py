@@ -22,7 +22,7 @@ _PASSED, _FAILED = 0, 1
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of the project, for one mutant after the other."""
+    """A copy of the project, for one mutant after the other."""
     return _copy(tmp_path_factory.mktemp("copy"))
 
 
@@ -46,7 +46,7 @@ def test_a_guard_that_is_taken_out_is_missed(python: Warm, copy: Path, mutant: M
 
 
 def test_the_copies_pass_where_no_guard_is_taken_out(python: Warm, tmp_path: Path):
-    """Else a copy in which no test can run would look as if all mutants died."""
+    """Otherwise a copy in which no test can run would look as if all mutants died."""
     copy = _copy(tmp_path)
     by_options: defaultdict[str, list[str]] = defaultdict(list)
     for tests in sorted({mutant.tests for mutant in MUTANTS}):
@@ -58,7 +58,7 @@ def test_the_copies_pass_where_no_guard_is_taken_out(python: Warm, tmp_path: Pat
 
 
 def _copy(folder: Path) -> Path:
-    """With what is compiled already, which holds as long as a file keeps its time: no run writes any."""
+    """Copies compiled files too, which stay valid as long as a source file keeps its time: no run writes any."""
     for name in _COPIED:
         source = _ROOT / name
         if source.is_dir():

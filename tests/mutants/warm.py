@@ -19,21 +19,21 @@ from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
 
-# What the tests that mutants name import of others, as far as it takes more than 50 ms.
+# Imports of the tests that mutants name, as far as they take more than 50 ms.
 _HEAVY = (
     *("celery.app.amqp", "celery.app.task", "deepspeed", "flask_smorest", "google.protobuf.message"),
     *("hypothesis.stateful", "jinja2", "minio", "numpy", "prometheus_client", "psutil", "pydantic", "pytest", "redis"),
     *("safetensors.torch", "tinker", "tokenizers", "torch.distributed.tensor"),
     *("transformers.models.auto.modeling_auto", "transformers.models.qwen3.modeling_qwen3"),
 )
-# Of the plugins only what tests here rely on: schemathesis alone takes two seconds, in every run.
+# Only the plugins that tests here need: schemathesis alone takes two seconds, in every run.
 _ENVIRON = {"PYTEST_ADDOPTS": "", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONDONTWRITEBYTECODE": "1"}
 _PLUGINS = ["-p", "pytest_timeout"]
 _ENDED_OTHERWISE = 99
 
 
 class Warm:
-    """The process, from the side that uses it."""
+    """The process, from its user's side."""
 
     def __init__(self, log: Path) -> None:
         self._log = log
@@ -46,7 +46,7 @@ class Warm:
         )
 
     def run(self, folder: Path, arguments: list[str]) -> tuple[int, str]:
-        """pytest's exit code and what it said, as of `python -m pytest ARGUMENTS` in the folder."""
+        """pytest's exit code and output, as of `python -m pytest ARGUMENTS` in the folder."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(json.dumps([str(folder), str(self._log), arguments]) + "\n")
         self._process.stdin.flush()
@@ -72,7 +72,7 @@ def _serve() -> None:
     os.dup2(2, 1)  # DeepSpeed prints when it is imported
     for module in _HEAVY:
         import_module(module)
-    gc.freeze()  # no collection in a fork is to look through all that, and copy its pages
+    gc.freeze()  # the garbage collector of a fork must not scan all that, and copy its pages
     for line in sys.stdin:
         child = os.fork()
         if not child:

@@ -47,7 +47,7 @@ def policy(seed: int, lengths: Sequence[int], vocab: int = 320) -> list[Datum]:
 
 
 def sequences(seed: int, lengths: Sequence[int], vocab: int = 320) -> list[Datum]:
-    """Datums for gspo: as `policy`, with a mask of odd values on some of the sampled tokens, always including the last."""
+    """Datums for gspo: as `policy`, with a mask of odd values on some sampled tokens, always the last too."""
     rng = np.random.default_rng((seed, 1))
     datums = policy(seed, lengths, vocab)
     for datum, n in zip(datums, lengths, strict=True):

@@ -114,7 +114,7 @@ class Reference:
         return float(np.sqrt(sum((w.astype(np.float64) ** 2).sum() for w in self.weights().values())))
 
     def step(self, params: Mapping[str, float]) -> float:
-        """Runs an AdamW step. `params`: the adam_params of an optim_step. Returns the gradient's norm before clipping."""
+        """Runs AdamW with `params`, the adam_params of an optim_step. Returns the gradient norm before clipping."""
         norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), params["grad_clip_norm"] or torch.inf)
         self._adamw.param_groups[0].update(
             lr=params["learning_rate"],

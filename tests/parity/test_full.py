@@ -71,7 +71,7 @@ def test_logprobs_and_gradients_equal_the_reference(case: str, tmp_path: Path) -
 @pytest.mark.parametrize("case", ["llama", "llama, tied head"])
 @pytest.mark.parametrize("steps", STEPS)
 def test_five_steps_stay_with_the_reference(case: str, steps: str, tmp_path: Path) -> None:
-    """Weights after five steps differ by less than BOUND of their total movement; grad and parameter norms stay equal."""
+    """After five steps weights differ by less than BOUND of their movement; grad and parameter norms are equal."""
     backend, params = open_policy(architectures.build(case, tmp_path / "base")), STEPS[steps]
     twin = FullReference(tmp_path / "base")
     start = twin.weights()

@@ -85,7 +85,7 @@ BOUND = 1e-3
 def test_five_steps_stay_with_the_reference(
     trainer: Trainer, create: Callable[..., str], base: Path, tmp_path: Path, loss_fn: str, steps: str
 ) -> None:
-    """Weights after five steps differ by less than BOUND of their total movement; grad and parameter norms stay equal."""
+    """After five steps weights differ by less than BOUND of their movement; grad and parameter norms are equal."""
     model, params = create(steps=0), STEPS[steps]
     twin = reference_of(trainer, model, base, tmp_path / "start")
     start = twin.weights()

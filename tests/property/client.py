@@ -116,7 +116,7 @@ class Client:
                 assert math.isclose(getattr(found, name), getattr(wanted, name), rel_tol=_BOUND, abs_tol=_BOUND)
 
     def check_hand_overs(self, exact: bool) -> None:
-        """Checks that every adapter given to a sampler is in the object store, and is the model's state at that save."""
+        """Checks that each adapter given to a sampler is in the object store, and is the model at that save."""
         reference = Reference(self.model, exact)
         assert not list(self.world.records.list(Handover.namespace, f"models/{self.model}/"))
         for seq, op in self.plan.items():

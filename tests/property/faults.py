@@ -43,11 +43,10 @@ _NEVER_LOST = ("backend.close", "backend.healthy")
 
 @dataclass
 class Faults:
-    """Faults of one worker: `fault` happens once, at the call that `at` picks by its number from now on, or by its
-    name.
+    """Faults of one worker: `fault` happens once, at the call that `at` picks.
 
-    `meanwhile` is what others do while the worker sleeps. `hit` counts the faults that really happened, over all
-    workers.
+    `at` is the call's number from now on, or its name. `meanwhile` is what others do while the worker sleeps. `hit`
+    counts the faults that really happened, over all workers.
     """
 
     hit: Counter[Fault]

@@ -67,7 +67,7 @@ class Reference:
             self.window.append("failed")
 
     def _whole(self) -> bool:
-        """True if nothing failed or was dropped; a refused batch was sent again, and nothing had been added before it."""
+        """True if nothing failed or was dropped. A refused batch was sent again, with nothing added before it."""
         if "failed" in self.window:
             return False
         lost = [at for at, what in enumerate(self.window) if what != "added"]

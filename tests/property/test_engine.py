@@ -45,10 +45,11 @@ RING_LIMIT = 60
 
 
 class EngineMachine(RuleBasedStateMachine):
-    """`form`: "exact" compares bits; "merged" has shared passes, within a bound; "noisy" changes a batch's gradient
-    each time.
+    """Random calls of clients and faults of workers.
 
-    `done` counts the faults that really happened over all examples: a run that disturbs nothing proves nothing.
+    `form`: "exact" compares bits, "merged" has shared passes, within a bound, and with "noisy" a batch never gives the
+    same gradient twice. `done` counts the faults that really happened over all examples: a run that
+    disturbs nothing proves nothing.
     """
 
     client: redis.Redis

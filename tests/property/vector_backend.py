@@ -42,8 +42,9 @@ _ROUNDING = 1e-9
 
 @dataclass
 class State:
-    """State of a model. `pending` and `steps` list the batches behind the gradient and behind each step since a create
-    or load.
+    """State of a model.
+
+    `pending` and `steps` hold the batches behind the gradient, and behind each step since a create or load.
     """
 
     rank: int

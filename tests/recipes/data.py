@@ -12,7 +12,7 @@ _OBJECTS = ("pot", "pan", "cup", "lid", "bell", "lamp", "kettle", "funnel")
 
 
 def lay_out(folder: Path) -> Path:
-    """64 comparisons to learn from, 8 to test with, and 64 prompts."""
+    """Writes 64 comparisons for training, 8 for tests, and 64 prompts."""
     things = [f"{metal} {thing}" for metal in _METALS for thing in _OBJECTS]
     _write(folder / PREFERENCES / "train.jsonl", map(_comparison, things))
     _write(folder / PREFERENCES / "test.jsonl", map(_comparison, things[::8]))

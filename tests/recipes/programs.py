@@ -23,7 +23,7 @@ Arguments = dict[str, object]
 
 @dataclass(frozen=True)
 class Size:
-    """How much each recipe does; lengths in tokens."""
+    """Amount of work of each recipe; lengths in tokens."""
 
     steps: int
     batch: int
@@ -41,7 +41,7 @@ SIZES = {
 
 
 def chat(_: str, size: Size) -> Arguments:
-    """Supervised, on the conversations that come with the cookbook."""
+    """Supervised training on the conversations that come with the cookbook."""
     (cookbook,) = find_spec("tinker_cookbook").submodule_search_locations or ()
     return {
         "dataset": Path(cookbook) / "example_data/conversations.jsonl",
@@ -69,7 +69,7 @@ def preferences(_: str, size: Size) -> Arguments:
 
 
 def distillation(base: str, size: Size) -> Arguments:
-    """The teacher is what `chat` came to."""
+    """Distillation from the teacher that `chat` trained."""
     return {
         "dataset": "deepmath",
         "teacher_model": base,
@@ -96,12 +96,12 @@ METRICS = {
 
 
 def last_checkpoint(log: Path) -> dict[str, Any]:
-    """state_path and sampler_path, among others."""
+    """Fields of the last checkpoint: state_path and sampler_path, among others."""
     return rows(log / "checkpoints.jsonl")[-1]
 
 
 def metrics(log: Path, name: str) -> list[float]:
-    """One value a step."""
+    """Returns one value per step."""
     return [row[name] for row in rows(log / "metrics.jsonl") if name in row]
 
 

@@ -10,7 +10,7 @@ from tests.confined import surroundings
 
 
 def run(url: str, key: str, base: str, size: str, folder: Path) -> int:
-    """All of them, in a process that reaches the server alone; its exit code."""
+    """Runs all recipes in a process that reaches the server alone; returns its exit code."""
     command = [sys.executable, "-m", "tests.recipes.programs", url, base, size]
     environment = {**surroundings(url, folder / "home"), "TINKER_API_KEY": key}
     with (folder / "output").open("w") as output:

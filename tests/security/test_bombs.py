@@ -33,10 +33,10 @@ class Server:
     def post(
         self, route: str, body: bytes | Iterator[bytes], kind: str = JSON, encoding: Mapping[str, str] = PLAIN
     ) -> tuple[int, dict[str, str]]:
-        """(status, JSON body) of a POST; an iterator is sent in chunks, without a length."""
+        """Returns (status, JSON body) of a POST; an iterator is sent in chunks, without a length."""
         headers = {"X-API-Key": KEY, "Content-Type": kind, **encoding}
         with contextlib.closing(http.client.HTTPConnection("127.0.0.1", self.api.port, timeout=120)) as connection:
-            # It may answer, and close, before all was sent.
+            # The server may answer, and close, before all was sent.
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 connection.request("POST", f"/api/v1/{route}", body, headers, encode_chunked=True)
             answer = connection.getresponse()
@@ -48,7 +48,7 @@ class Server:
         return self.post("create_model", json.dumps(asked).encode())[1]["model_id"]
 
     def peak_mib(self) -> float:
-        """The most memory it ever held."""
+        """Peak memory of the process, in MiB."""
         status = Path(f"/proc/{self.process.pid}/status").read_text()
         return int(status.partition("VmHWM:")[2].split()[0]) / 1024
 
@@ -63,14 +63,14 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def zeros(size: int, *, sized: bool) -> bytes:
-    """A zstd frame of so many zeros, which says its size or does not."""
+    """A zstd frame of so many zeros, with or without its size."""
     packer = zstandard.ZstdCompressor(write_content_size=sized).compressobj(size=size if sized else -1)
     piece = bytes(2**20)
     return b"".join([*(packer.compress(piece) for _ in range(size // 2**20)), packer.flush()])
 
 
 def endless() -> Iterator[bytes]:
-    """More than is ever taken."""
+    """More bytes than the server ever accepts."""
     for _ in range(4 * _BODY // 2**16):
         yield bytes(2**16)
 
@@ -119,7 +119,7 @@ def crowds(model: str) -> dict[str, bytes]:
 def test_no_bomb_goes_off(server: Server) -> None:
     model = server.model()
     made = bombs(model)
-    # The first batch loads code; what is measured is what a bomb adds.
+    # The first batch loads code; only the bomb's own memory is measured.
     assert server.post("forward_backward", batch(model, 2).SerializeToString(), PROTOBUF)[0] == 200
     before = server.peak_mib()
     answers = {name: server.post(route, body, *rest) for name, (route, body, *rest) in made.items()}

@@ -33,7 +33,7 @@ ARGUMENTS = {"shell", "allow_pickle", "trust_remote_code", "weights_only"}
 
 
 def findings(source: str) -> Iterator[str]:
-    """What is forbidden in it, each with its line."""
+    """Forbidden constructs in the code, each with its line."""
     for node in ast.walk(ast.parse(source)):
         match node:
             case ast.Import(names=names):
@@ -80,7 +80,7 @@ def test_the_check_sees_what_it_is_for(line: str) -> None:
 
 
 def test_a_base_model_is_read_from_safetensors_alone() -> None:
-    """transformers falls back to pickled weights unless `use_safetensors` forbids it."""
+    """transformers falls back to pickled weights unless a flag forbids it."""
     loaders = [path for path in SOURCES if "workers" in path.parts and "from_pretrained(" in path.read_text()]
     for path in loaders:
         for node in ast.walk(ast.parse(path.read_text())):

@@ -68,7 +68,7 @@ def test_an_image_holds_no_secret_and_fetches_nothing_unchecked(path: Path) -> N
 
 
 def test_a_message_is_json_or_is_not_read(tmp_path: Path) -> None:
-    """Whoever writes to the broker must not be able to have a pickle loaded; and no result is ever kept there."""
+    """An attacker who writes to the broker must not get a pickle loaded; and no result is ever kept there."""
     conf = celery_app(Settings(data_dir=tmp_path, redis=RedisSettings(url="redis://localhost:1/0"))).conf
     assert (conf.accept_content, conf.task_serializer) == (["json"], "json")
     assert set(conf.result_accept_content or ["json"]) == {"json"}

@@ -25,7 +25,7 @@ NAMES += [".hidden.json", "..json", "a.json\n", "a.json\x00.safetensors", "x.saf
 
 
 class _Explosive:
-    """What runs code when it is unpickled."""
+    """An object that runs code when it is unpickled."""
 
     def __init__(self, marker: Path) -> None:
         self._marker = marker
@@ -35,7 +35,7 @@ class _Explosive:
 
 
 def put(store: FolderStore, name: str, content: bytes) -> None:
-    """A checkpoint whose manifest names one file."""
+    """Puts a checkpoint whose manifest names one file."""
     entry = FileEntry(len(content), hashlib.sha256(content).hexdigest())
     lora = LoraSpec(rank=1, seed=0)
     manifest = Manifest("", "1-1", "s:train:0", "me", "b", lora, 1, 1, "now", {name: entry}, 1, "cpu")

@@ -39,7 +39,7 @@ METHODS = ("put_new", "get", "read", "list", "delete", "presign")
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Every key and prefix the object store is asked for, which works as ever."""
+    """Records every key and prefix requested from the object store, which works as usual."""
     seen: list[str] = []
 
     def recording(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -87,7 +87,8 @@ def attacks(api: Api, evil: str) -> Iterator[tuple[str, str, dict[str, Any] | No
 def test_a_hostile_name_is_refused_and_no_object_is_touched(api: Api, asked: list[str], evil: str) -> None:
     for method, path, body in attacks(api, evil):
         answer = api.client.open(f"/api/v1/{path}", method=method, json=body, headers={"X-API-Key": api.key})
-        # Werkzeug sends a path with two slashes to the one with one, and an empty part to the collection's own route.
+        # Werkzeug redirects a path with two slashes to the one with one, and an empty part to the collection's own
+        # route.
         assert answer.status_code in (400, 403, 404, 405, 422, 308), (method, path, body, answer.text)
     assert asked == []
 
@@ -116,7 +117,7 @@ def test_a_folder_store_takes_no_key_that_leads_out_of_it(tmp_path: Path, evil: 
 
 @pytest.fixture
 def elsewhere() -> Iterator[tuple[str, list[str]]]:
-    """(URL, paths) of a server that notes who asks it for anything."""
+    """(URL, paths) of a server that records every request."""
     paths: list[str] = []
 
     class Noting(http.server.BaseHTTPRequestHandler):

@@ -40,13 +40,13 @@ def lines() -> Iterator[StringIO]:
 def canary(settings: Settings, state_url: str) -> Api:
     with connect(state_url) as state:
         state.flushall()
-        # As it is, a long text in a dump would be compressed, and not be found.
+        # Compression is off, because a long text in a dump would be compressed and not be found.
         state.config_set("rdbcompression", "no")
     return started(settings)
 
 
 def started(settings: Settings, **changes: object) -> Api:
-    """An API whose key and secret are canaries."""
+    """An API with canaries as its key and secret."""
     secrets = {"api_keys": (hash_key(KEY_CANARY),), "url_secret": SECRET_CANARY}
     app = create_app(settings.model_copy(update={**secrets, **changes}))
     services = app.extensions[EXTENSION]

@@ -42,14 +42,14 @@ NO_IDS = {
 
 @dataclass(frozen=True)
 class Call:
-    """A request with every id a caller can name; `names` are path parts."""
+    """A request with every id that a caller can name; `names` are path parts."""
 
     body: dict[str, Any] | None
     names: dict[str, str]
 
 
 def calls(api: Api) -> dict[str, Call]:
-    """One for every "METHOD rule" that takes ids, all of them this caller's own."""
+    """One call for every "METHOD rule" that takes ids, all of them this caller's own."""
     made = bodies(api)
     session = made["session_heartbeat"]["session_id"]
     model = made["get_info"]["model_id"]
@@ -97,7 +97,7 @@ def calls(api: Api) -> dict[str, Call]:
 
 
 def rules(api: Api) -> set[str]:
-    """Every "METHOD rule" that wants a key."""
+    """Every "METHOD rule" that needs a key."""
     found = [
         rule
         for rule in api.client.application.url_map.iter_rules()
@@ -123,7 +123,7 @@ def test_what_is_somebody_elses_is_as_if_it_were_not_there(api: Api, stranger: A
     for (label, call), before in zip(mixed, foreign, strict=True):
         missing = ask(stranger, label, call)
         assert (before.status_code, before.data) == (missing.status_code, missing.data), (label, call)
-        # A call on one's own model that names another's checkpoint is final, so that its seq is not waited for.
+        # A call on the caller's own model with another's checkpoint is final, so that no later call waits for its seq.
         assert before.status_code == 404 or (before.status_code == 400 and b"does not exist" in before.data), label
     assert {label for label, _ in mixed} == theirs.keys(), "a row without a foreign id shows nothing"
 
@@ -148,7 +148,7 @@ def test_without_a_valid_key_every_route_says_the_same_of_everything(api: Api, h
 
 
 def _mixed(own: Call, theirs: Call) -> Iterator[Call]:
-    """The own call with one id of theirs in it, for each that it has; names belong together."""
+    """The caller's own call with one foreign id in it, for each id it has; names belong together."""
     if theirs.names:
         yield Call(own.body, theirs.names)
     for place, text in _leaves(theirs.body or {}):
@@ -174,7 +174,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _session_of(text: Any) -> str:
-    """The session every id begins with, as a uuid; empty for what is no id."""
+    """The session that every id begins with, as a uuid; empty for other strings."""
     head = text.removeprefix("tinker://").partition(":")[0] if isinstance(text, str) else ""
     return head if len(head) == 36 and head.count("-") == 4 else ""
 

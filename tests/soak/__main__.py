@@ -36,9 +36,9 @@ _RESULTS = Path(__file__).parent / "results"
 _SCRATCH = Path("data/soak")
 _CLIENTS = 2
 _SAMPLES_A_RUN = 60
-# At a steady rate: the API keeps a departed client's connections for 75 s, so their number follows the rate.
+# At a steady rate: the API keeps a closed client's connections for 75 s, so their number follows the rate.
 _SESSION_EVERY_S = 5.0
-# What is kept for a while must reach its end within the run, or everything would seem to grow.
+# Temporary data must reach its end of life within the run, or everything would seem to grow.
 _SHORT_LIVED = "[engine]\nresult_read_s = 20\nresult_unread_s = 20\nretain_s = 20.0\nsession_s = 60.0"
 
 
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description="Serve sessions, and watch what grows.")
     parser.add_argument("--minutes", type=float, default=60.0, help="how long; the published figures are of 60")
     minutes: float = parser.parse_args(argv).minutes
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # else the stack would outlive us
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # otherwise the stack would outlive this process
     os.environ["TINKER_TELEMETRY"], os.environ["HF_HUB_OFFLINE"] = "0", "1"
     warnings.filterwarnings("ignore", message="DEPRECATED", category=FutureWarning)
     logging.getLogger("tinker").setLevel(logging.ERROR)
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def soak(stack: Stack, minutes: float) -> tuple[int, dict[str, list[float]]]:
-    """How many sessions were served, and the series measured meanwhile."""
+    """Number of served sessions, and the series measured meanwhile."""
     over = threading.Event()
     series: dict[str, list[float]] = defaultdict(list)
     with ThreadPoolExecutor(_CLIENTS) as pool:
@@ -97,7 +97,7 @@ def _sessions(stack: Stack, seed: int, over: threading.Event) -> int:
 
 
 def _session(stack: Stack, seed: int) -> None:
-    """Create, train, sample, save, delete, finish."""
+    """Creates a model, trains, samples, saves, deletes, finishes."""
     prompt = types.ModelInput.from_ints(sentences(1, seed=seed)[0])
     with stack.client() as service:
         client = service.create_lora_training_client(base_model=BASE, rank=4, seed=seed).result()

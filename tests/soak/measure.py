@@ -14,7 +14,7 @@ from tests.soak.trend import Tolerance
 TOLERANCES = {
     "keys": Tolerance(0.10, 50),
     "bytes": Tolerance(0.10, 2 * 2**20),
-    # Allocators keep what they once had, and settle late.
+    # Allocators keep memory they once had, and settle late.
     "rss": Tolerance(0.05, 16 * 2**20),
     "fds": Tolerance(0.0, 8),
     "threads": Tolerance(0.0, 8),
@@ -23,7 +23,7 @@ TOLERANCES = {
 
 
 def measure(stack: Stack) -> dict[str, float]:
-    """One value a series, "who.what"."""
+    """One value per series, "who.what"."""
     return {**dict(_redis(stack)), **dict(_processes(stack))}
 
 
@@ -42,7 +42,7 @@ def _processes(stack: Stack) -> Iterator[tuple[str, float]]:
 
 
 def _process(name: str, members: list[psutil.Process]) -> Iterator[tuple[str, float]]:
-    """Summed, since the API is two processes and a rank group more."""
+    """Sum over the processes, because the API is two processes and a rank group more."""
     with suppress(psutil.NoSuchProcess):
         yield f"{name}.rss", sum(member.memory_info().rss for member in members)
         yield f"{name}.fds", sum(member.num_fds() for member in members)

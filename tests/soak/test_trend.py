@@ -22,7 +22,7 @@ def test_a_series_that_grows_slowly_is_found():
 
 @pytest.mark.parametrize("name", TOLERANCES)
 def test_every_tolerance_finds_a_leak_of_one_part_in_sixty(name: str):
-    """What doubles within a run, from a size that is usual for it."""
+    """Each leak doubles its value within a run, from a usual size."""
     usual = {"keys": 500, "bytes": 8 * 2**20, "rss": 300 * 2**20, "fds": 40, "threads": 30}[name]
     assert growth([usual * (1 + at / 60) for at in range(60)], TOLERANCES[name])
 

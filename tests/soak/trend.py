@@ -11,14 +11,14 @@ _LEAST = 8
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """The last quarter may lie above the second one by `share` of it and `amount` more, in the series' unit."""
+    """The last quarter may be above the second one by `share` of it and `amount` more, in the series' unit."""
 
     share: float
     amount: float
 
 
 def growth(series: Sequence[float], tolerance: Tolerance) -> str:
-    """What is wrong with the series; empty when it is flat. Of fewer than eight values nothing can be said."""
+    """Fault of the series; empty when it is flat. Fewer than eight values decide nothing."""
     if len(series) < _LEAST:
         return f"only {len(series)} measurements, which say nothing; {_LEAST} are the least"
     quarter = len(series) // 4

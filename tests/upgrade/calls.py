@@ -16,28 +16,28 @@ from tests.contract.stack import API_KEY
 
 _PROTOBUF = "application/x-protobuf"
 _JSON = "application/json"
-# Of what answers a poll while there is no result yet.
+# Statuses that answer a poll while there is no result yet.
 _TRY_AGAIN = 408
 _PATIENCE_S = 240
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a poll was answered."""
+    """Answer to a poll."""
 
     content_type: str
     body: bytes
 
     @property
     def fields(self) -> dict[str, Any]:
-        """Of a result in JSON."""
+        """Fields of a result in JSON."""
         found: dict[str, Any] = json.loads(self.body)
         return found
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A request that was acknowledged: its `answer` names the future. `result` is there once a client had it."""
+    """An acknowledged request: its `answer` names the future. `result` is set once a client had it."""
 
     path: str
     content_type: str
@@ -55,7 +55,7 @@ class Call:
 
     @property
     def model_id(self) -> str:
-        """Empty where it is not a call of a model's own sequence."""
+        """Model id; empty if the call is not in a model's own sequence."""
         return self._protobuf().model_id if self._is_batch else str(self._fields().get("model_id", ""))
 
     @property
@@ -63,7 +63,7 @@ class Call:
         return self._protobuf().seq_id if self._is_batch else int(self._fields().get("seq_id", 0))
 
     def to(self, model_id: str, seq: int, **changes: Any) -> Call:
-        """The same for another model, or under another seq; `changes` are of a JSON body's fields."""
+        """The same call for another model, or under another seq; `changes` are of a JSON body's fields."""
         if self._is_batch:
             batch = self._protobuf()
             batch.model_id, batch.seq_id = model_id, seq
@@ -74,7 +74,7 @@ class Call:
         return replace(self, body=json.dumps({**self._fields(), **changes}).encode(), answer={}, result=None)
 
     def dump(self) -> dict[str, Any]:
-        """For JSON."""
+        """Form for JSON."""
         result = self.result and {"content_type": self.result.content_type, "body": _text(self.result.body)}
         return {
             "path": self.path,
@@ -102,7 +102,7 @@ class Call:
 
 
 def send(url: str, call: Call) -> dict[str, Any]:
-    """What the API answers."""
+    """Sends the call and returns the API's answer."""
     headers = {"Content-Type": call.content_type, "X-API-Key": API_KEY}
     response = requests.post(url + call.path, call.body, headers=headers, timeout=_PATIENCE_S)
     assert response.ok, f"{call.path}: {response.status_code} {response.text}"
@@ -111,7 +111,7 @@ def send(url: str, call: Call) -> dict[str, Any]:
 
 
 def result(url: str, request_id: str) -> Result:
-    """The future's result, polled for as the SDK does."""
+    """Polls for the future's result as the SDK does."""
     headers = {"Accept": f"{_PROTOBUF}, {_JSON}", "X-API-Key": API_KEY}
     deadline = time.monotonic() + _PATIENCE_S
     while True:

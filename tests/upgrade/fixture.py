@@ -18,10 +18,10 @@ from tests.servers import free_port
 from tests.upgrade.calls import Call
 
 FIXTURES = Path(__file__).parent / "fixtures"
-# Thirty years: what is kept for a while is kept however old the fixture is.
+# Thirty years: temporary data stays alive however old the fixture is.
 LONG_S = 10**9
-# Snapshots behind the first of a model come after more time than a fixture takes to make; a call of 100 kB goes to the
-# object store; what a sampler may use before it is uploaded lies in the data folder, as shared memory is no fixture's.
+# Snapshots after the first of a model come later than a fixture takes to make; a call of 100 kB goes to the
+# object store; a shared-memory transfer lies in the data folder, because shared memory is not in the fixture.
 _ENGINE = """
 [engine]
 lease_s = 3.0
@@ -31,15 +31,17 @@ spill_bytes = 100000
 handover_dir = "{handover}"
 """
 _KEEP = ("session_s", "retain_s", "orphan_s", "gap_s", "result_unread_s", "result_read_s")
-# One sequence at a time: in a batch the last bits of its logprobs would depend on who shares it.
+# One sequence at a time: in a batch, the last bits of its logprobs would depend on the other sequences.
 _SAMPLER = 'backend = "transformers"\nmax_batch = 1'
 _LEFT_OUT = ("data/logs", "data/run", "data/valkey-password", "data/handover", "data/models", "data/cache")
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A model that goes on. `kept` is a checkpoint of the state behind its call `since`; both are nothing where the
-    model was still to be made."""
+    """A model that continues.
+
+    `kept` is a checkpoint of the state after its call `since`; both are empty if the model was not made yet.
+    """
 
     model_id: str
     kept: str
@@ -48,7 +50,10 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """`listed` is what the API said before the end, by its path; `key` is one that `tinsmith admin` made."""
+    """Requests and answers of the clients.
+
+    `listed` is the API's answers before the end, by path; `key` is one that `tinsmith admin` made.
+    """
 
     commit: str
     calls: list[Call]
@@ -67,13 +72,13 @@ class Asked:
         return [call for call in self.calls if call.result is not None]
 
     def behind(self, run: Run) -> list[Call]:
-        """The run's calls behind its kept checkpoint, in order."""
+        """Calls of the run after its kept checkpoint, in order."""
         calls = [call for call in self.calls if call.model_id == run.model_id and call.seq > run.since]
         return sorted(calls, key=lambda call: call.seq)
 
 
 def stack(folder: Path, tree: Path | None = None) -> Stack:
-    """A stack on `folder`/data with the base in `folder`/base, of the code in `tree` if it is not this one's."""
+    """A stack on `folder`/data with the base model in `folder`/base, of the code in `tree` if it is not this one's."""
     engine = _ENGINE.format(handover=folder / "data" / "handover") + "".join(f"{name} = {LONG_S}\n" for name in _KEEP)
     trainer = 'backend = "torch"'
     return Stack(
@@ -82,7 +87,7 @@ def stack(folder: Path, tree: Path | None = None) -> Stack:
 
 
 def write(folder: Path, asked: Asked) -> None:
-    """Beside `data` and `base`."""
+    """Writes itself beside `data` and `base`."""
     runs = {name: {"model_id": run.model_id, "kept": run.kept, "since": run.since} for name, run in asked.runs.items()}
     told = {
         "commit": asked.commit,

@@ -25,7 +25,7 @@ from tests.contract.awaiting import await_true
 from tests.contract.stack import API_KEY, BASE, code_of
 from tests.servers import free_port, start_valkey
 
-# A process that is left alone ends within it: engines hand over what they hold.
+# Time in which an undisturbed process ends: engines transfer their work.
 _ENDS_S = 120
 _WORKS_WITHIN_S = 240
 _OPS = b'"logger": "tinsmith.ops"'
@@ -33,7 +33,7 @@ _OPS = b'"logger": "tinsmith.ops"'
 
 @dataclass
 class Process:
-    """A started one, leader of its own group. `name` is a worker's node name without the host."""
+    """A started process, leader of its own group. `name` is a worker's node name without the host."""
 
     name: str
     log: Path
@@ -42,7 +42,7 @@ class Process:
     """By a test."""
 
     def stop(self) -> None:
-        """As for an upgrade."""
+        """Stops the process as for an upgrade."""
         self.ended = True
         self.process.send_signal(signal.SIGTERM)
         self.process.wait(_ENDS_S)
@@ -55,13 +55,13 @@ class Process:
 
     @property
     def served(self) -> int:
-        """How many calls it has ended, by its log."""
+        """Number of calls it has ended, by its log."""
         return self.log.read_bytes().count(_OPS)
 
 
 @dataclass
 class Fleet:
-    """What tests/chaos/script.py plays on, in the place of a stack."""
+    """Stand-in for a stack, on which tests/chaos/script.py plays."""
 
     folder: Path
     base: Path
@@ -77,7 +77,7 @@ class Fleet:
         self._settings.write_text(tomli_w.dumps(self._toml()))
 
     def api(self, tree: Path | None) -> Process:
-        """There is one at a time, on the same port."""
+        """The API: one at a time, on the same port."""
         return self._start("api", tree, "gunicorn", "-c", "python:app.gunicorn_conf", "app.wsgi:application")
 
     def trainer(self, tree: Path | None) -> Process:
@@ -93,12 +93,12 @@ class Fleet:
         return redis.Redis.from_url(self.state_url)
 
     def await_up(self) -> None:
-        """Until all that were started and not ended by a test take calls."""
+        """Waits until all started processes that no test ended take calls."""
         for process in self.processes:
             await_true(lambda process=process: process.ended or self._is_up(process), f"{process.name} is up")
 
     def taken_by(self, name: str) -> set[str]:
-        """Models and sampling requests with something unfinished, that the worker of that name has begun."""
+        """Models and sampling requests with unfinished work that the worker of that name has begun."""
         with self.redis() as state:
             waiting = [member.decode() for member in state.zrange("tinsmith:pending", 0, -1)]
             holders = {
@@ -108,7 +108,10 @@ class Fleet:
         return {one for one, holder in holders.items() if holder and holder.decode().partition("@")[0] == name}
 
     def kill_at_work(self, worker: Process) -> set[str]:
-        """What it had in hand when it was killed; it is stopped first, so that it can end nothing meanwhile."""
+        """Kills a worker at work and returns its unfinished work.
+
+        The worker is stopped first, so that it can end nothing meanwhile.
+        """
         deadline = time.monotonic() + _WORKS_WITHIN_S
         while not (taken := self._stopped(worker)):
             os.killpg(worker.process.pid, signal.SIGCONT)
@@ -122,7 +125,7 @@ class Fleet:
         return self.taken_by(worker.name)
 
     def lost(self) -> list[str]:
-        """Futures that wait though nobody asks any more."""
+        """Futures that wait although no client asks for them any more."""
         with self.redis() as state:
             futures = list(state.scan_iter("tinsmith:future:*"))
             return [key.decode() for key in futures if state.hget(key, "state") == b"pending"]
@@ -137,7 +140,7 @@ class Fleet:
             process = subprocess.Popen(
                 [sys.executable, "-m", module, *arguments],
                 cwd=tree,
-                # One thread repeats anywhere, and leaves room for the others.
+                # One thread repeats on any machine, and leaves room for the others.
                 env={**os.environ, **code_of(tree), "OMP_NUM_THREADS": "1", "TINSMITH_SETTINGS": str(self._settings)},
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -175,7 +178,7 @@ class Fleet:
                     "path": str(self.base),
                     "dtype": "float32",
                     "trainer": {"backend": "torch"},
-                    # One sequence at a time: in a batch its last bits would depend on who shares it.
+                    # One sequence at a time: in a batch, its last bits would depend on the other sequences.
                     "sampler": {"backend": "transformers", "max_batch": 1},
                 }
             ],
@@ -184,7 +187,7 @@ class Fleet:
 
 @contextlib.contextmanager
 def fleet(folder: Path, base: Path) -> Iterator[Fleet]:
-    """Without any process but the state server and the broker; all that were started are killed at the end."""
+    """A fleet with only the state server and the broker; all started processes are killed at the end."""
     folder.mkdir(exist_ok=True)
     with start_valkey(folder / "state") as state, start_valkey(folder / "broker", durable=False) as broker:
         found = Fleet(folder, base, state, broker)

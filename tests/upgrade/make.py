@@ -50,9 +50,9 @@ _SIZES = {
 _PREFIX = "tinsmith:"
 _LISTS = ("/api/v1/checkpoints?limit=100", "/api/v1/training_runs?limit=100")
 _SNAPSHOT_AGE_S = 11.0
-# Ten years, the most there is.
+# Ten years, the maximum.
 _TTL_S = 315_360_000
-# Of a chunk; see fwdbwd_max_chunk_len in the SDK.
+# Size of a chunk; see fwdbwd_max_chunk_len in the SDK.
 _CHUNK = 1024
 
 
@@ -67,13 +67,13 @@ class Scene:
         return int(self.state.hget(f"{_PREFIX}models:{model_id}", name) or 0)
 
     def acknowledged(self, what: Callable[[], object], calls: int) -> None:
-        """Do `what`, and wait until so many more calls are acknowledged."""
+        """Runs `what`, and waits until so many more calls are acknowledged."""
         before = len(self.recorder.calls)
         what()
         await_true(lambda: len(self.recorder.calls) >= before + calls, f"{calls} more acknowledged calls")
 
     def signal(self, number: signal.Signals, *names: str) -> None:
-        """To all processes of the stack's children that are named so."""
+        """Signals all processes of the stack's children with that name."""
         assert self.stack.process is not None
         for child in psutil.Process(self.stack.process.pid).children(recursive=True):
             if any(name in " ".join(child.cmdline()) for name in names):
@@ -81,11 +81,11 @@ class Scene:
 
 
 def make(commit: str, folder: Path) -> Asked:
-    """Leave `data`, `base` and `asked.json` in the folder."""
+    """Leaves `data`, `base` and `asked.json` in the folder."""
     tiny_qwen3(folder / "base", **_SIZES)
     stack = fixture.stack(folder, exported(commit))
     with running(stack), recording(stack.url) as recorder, _state(stack) as state:
-        # It is never closed: its session goes on.
+        # The client is never closed: its session goes on.
         service = tinker.ServiceClient(base_url=recorder.url, api_key=API_KEY)
         scene = Scene(stack, recorder, service, state)
         asked = _use(commit, scene)
@@ -106,7 +106,7 @@ def _use(commit: str, scene: Scene) -> Asked:
         "snapshotted": _snapshotted(scene, plain),
         "full": _snapshotted(scene, full),
     }
-    # What comes now is behind the snapshots, and replayed.
+    # The calls from here on come after the snapshots, and are replayed.
     lora.forward_backward(policy(), "importance_sampling").result()
     lora.optim_step(ADAM).result()
     for client in (lora, plain, full):
@@ -124,7 +124,7 @@ def _use(commit: str, scene: Scene) -> Asked:
 
 
 def _loaded(scene: Scene, client: tinker.TrainingClient) -> Run:
-    """A load has a snapshot made at once, so that replay begins where the checkpoint is."""
+    """A load makes a snapshot at once, so that replay begins at the checkpoint."""
     train(client, 2)
     kept = client.save_state("kept", user_metadata={"of": "an upgrade"}).result().path
     client.load_state_with_optimizer(kept).result()
@@ -136,7 +136,7 @@ def _loaded(scene: Scene, client: tinker.TrainingClient) -> Run:
 
 
 def _snapshotted(scene: Scene, client: tinker.TrainingClient) -> Run:
-    """The first step of a model that is ten seconds old has a snapshot made."""
+    """The first step of a model that is ten seconds old makes a snapshot."""
     train(client, 1)
     since = scene.head(client.model_id, "applied")
     kept = client.save_state("kept").result().path
@@ -145,7 +145,7 @@ def _snapshotted(scene: Scene, client: tinker.TrainingClient) -> Run:
 
 
 def _samplers(scene: Scene, client: tinker.TrainingClient, run: Run) -> list[tinker.SamplingClient]:
-    """One of a named checkpoint, one of weights without a name, one of the base; each has sampled."""
+    """Samplers of a named checkpoint, of weights without a name, and of the base model; each has sampled."""
     path = client.save_weights_for_sampler("kept", ttl_seconds=_TTL_S).result().path
     found = [
         scene.service.create_sampling_client(path).result(),
@@ -165,8 +165,10 @@ def _sample(client: tinker.SamplingClient, seed: int) -> Any:
 
 
 def _stop_in_the_middle(scene: Scene, client: tinker.TrainingClient) -> str:
-    """Stop the trainer while it runs a call of the client's, and name that. The call is large enough to be stopped in,
-    and to be kept in the object store."""
+    """Stops the trainer while it runs a call of the client's, and returns that call.
+
+    The call is large enough to be stopped in the middle, and to be kept in the object store.
+    """
     rows = [datum([3 + number % 7] * 60) for number in range(200)]
     while True:
         scene.acknowledged(lambda: client.forward_backward(rows, "cross_entropy").future(), 1)
@@ -191,7 +193,7 @@ def _leave_waiting(
     snapshotted: Run,
     samplers: list[tinker.SamplingClient],
 ) -> None:
-    """Calls of every kind. The first is in two chunks, of which the SDK sends the second first."""
+    """Leaves calls of every kind waiting. The first is in two chunks, of which the SDK sends the second first."""
     chunked = [datum([3, 4, 5]) for _ in range(_CHUNK + 6)]
     rewarded = [datum(row, target_tokens=np.array(row), **_pair(row)) for row in sentences(3, seed=6)]
 
@@ -212,7 +214,7 @@ def _leave_waiting(
     scene.acknowledged(lambda: plain.save_state("waited"), 1)
     scene.acknowledged(lambda: plain.load_state_with_optimizer(snapshotted.kept), 1)
     scene.acknowledged(lambda: train_on(plain, "cispo"), 2)
-    # Its gradient still waits for a step when all that waits is done.
+    # Its gradient still waits for a step when all waiting calls are done.
     scene.acknowledged(lambda: plain.forward_backward(supervised(seed=10), "cross_entropy"), 1)
 
     scene.acknowledged(lambda: train_on(full, "importance_sampling"), 2)
@@ -222,7 +224,7 @@ def _leave_waiting(
 
 
 def _pair(row: list[int]) -> dict[str, Any]:
-    """What dpo asks for."""
+    """The inputs of dpo."""
     half = np.arange(len(row)) < len(row) // 2
 
     def column(values: Any) -> types.TensorData:
@@ -243,7 +245,7 @@ def _young(scene: Scene) -> str:
 
 
 def _check(scene: Scene, runs: dict[str, Run], stopped_in: str) -> None:
-    """What a reference needs to be exact on another machine too: no snapshot but that of the kept state."""
+    """Checks that a reference is exact on another machine too: the only snapshot is that of the kept state."""
     assert _is_pending(scene, stopped_in)
     for run in runs.values():
         snapshot = scene.head(run.model_id, "snapshot_seq")
@@ -251,7 +253,7 @@ def _check(scene: Scene, runs: dict[str, Run], stopped_in: str) -> None:
 
 
 def _tenant(stack: Stack) -> str:
-    """The key of a member of an organisation's project."""
+    """Key of a member of an organisation's project."""
     organisation = _admin(stack, "org", "create", "Tinkers")
     project = _admin(stack, "project", "create", "kettles", "--org", organisation)
     user = _admin(stack, "user", "create", "member@example.org", "--org", organisation)
@@ -278,7 +280,7 @@ def _state(stack: Stack) -> Iterator[redis.Redis]:
 
 
 def _kill(stack: Stack) -> None:
-    """All at once, so that nothing ends properly: the supervisor first, as it would start others again."""
+    """Kills all at once, so that nothing ends properly: the supervisor first, because it would restart the others."""
     assert stack.process is not None
     supervisor = psutil.Process(stack.process.pid)
     everything = [supervisor, *supervisor.children(recursive=True)]

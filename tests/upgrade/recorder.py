@@ -16,12 +16,12 @@ from tests.upgrade.calls import Call, Result
 
 _POLL = "/api/v1/retrieve_future"
 _HOPS = frozenset({"host", "connection", "content-length", "accept-encoding", "transfer-encoding", "date", "server"})
-# Longer than a poll is held.
+# Longer than a long poll lasts.
 _TIMEOUT_S = 120
 
 
 class Recorder:
-    """`calls` are in the order in which they were acknowledged."""
+    """Recorder of calls. `calls` are in the order in which they were acknowledged."""
 
     def __init__(self) -> None:
         self.url = ""
@@ -34,7 +34,7 @@ class Recorder:
             return list(self._calls.values())
 
     def note(self, path: str, content_type: str, body: bytes, result: Result) -> None:
-        """An exchange that went well."""
+        """Records a successful exchange."""
         with self._lock:
             if path == _POLL:
                 request_id = json.loads(body)["request_id"]
@@ -46,7 +46,7 @@ class Recorder:
 
 @contextmanager
 def recording(api: str) -> Iterator[Recorder]:
-    """A recorder on a port of its own, before the API at `api`."""
+    """Runs a recorder on its own port, before the API at `api`."""
     recorder = Recorder()
 
     class Handler(_Handler):
@@ -78,7 +78,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._pass_on()
 
     def log_message(self, format: str, *args: object) -> None:
-        """Nothing: the API logs."""
+        """Logs nothing: the API logs."""
 
     def _pass_on(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
@@ -89,7 +89,7 @@ class _Handler(BaseHTTPRequestHandler):
             response = connection.getresponse()
             answer = response.read()
         except OSError:
-            # The API was killed, as it is to be: so does this connection break.
+            # The API was killed on purpose: this connection breaks in the same way.
             self.close_connection = True
             return
         finally:

@@ -31,8 +31,11 @@ _SAVES = ("save_weights", "save_weights_for_sampler", "save_weights_external")
 
 @dataclass
 class Upgraded:
-    """A stack of this code on an earlier one's data. `results` are those that waited, by request. What was `made_here`
-    had its first results from this very machine."""
+    """A stack of this code on an earlier one's data.
+
+    `results` are those of the waiting calls, by request. The models of `made_here` had their first results from this
+    machine.
+    """
 
     stack: Stack
     asked: Asked
@@ -44,7 +47,7 @@ class Upgraded:
         return self.stack.url
 
     def files(self, path: str) -> dict[str, bytes]:
-        """A checkpoint's files, except for the manifest, which names its writer and the time."""
+        """Files of a checkpoint, without its manifest, which has a time and an author."""
         with self.stack.redis() as state:
             prefix = json.loads(state.hget(f"tinsmith:checkpoints:{path}", "prefix"))
         folder = self.stack.data_dir / "objects" / prefix
@@ -110,7 +113,7 @@ def test_other_content_under_a_used_seq_is_refused(upgraded: Upgraded):
 
 
 def head(upgraded: Upgraded, run: Run) -> int:
-    """How many calls of the run were applied."""
+    """Number of applied calls of the run."""
     with upgraded.stack.redis() as state:
         return int(state.hget(f"tinsmith:models:{run.model_id}", "applied"))
 
@@ -136,7 +139,7 @@ def test_a_run_goes_on_to_the_bits_of_one_that_was_never_upgraded(
 
 
 def renamed(body: bytes, old: str, new: str) -> bytes:
-    """A result as another model's, of another session, would have it: names of saves and samplers hold both."""
+    """A result renamed to another model of another session: names of saves and samplers hold both."""
     session, other = (model_id.partition(":")[0].encode() for model_id in (old, new))
     return body.replace(old.encode(), new.encode()).replace(session, other)
 
@@ -151,7 +154,7 @@ def test_a_model_that_was_still_to_be_made_is_the_one_that_was_asked_for(
 
 
 def further(upgraded: Upgraded, model_id: str, calls: list[Call], seq: int) -> dict[str, Any]:
-    """What comes of more calls: the results, and the weights and optimizer state at the end."""
+    """Results of more calls, and the weights and optimizer state at the end."""
     batches = [call for call in calls if call.kind == "forward_backward" and call.result is None]
     batch = min(batches, key=lambda call: len(call.body))
     step, save = (next(call for call in calls if call.kind == kind) for kind in ("optim_step", "save_weights"))
@@ -178,7 +181,7 @@ def test_everything_that_was_listed_is_still_there(upgraded: Upgraded):
 
 
 def steady(runs: list[dict[str, Any]]) -> dict[str, str]:
-    """What no further call changes of runs, by id."""
+    """Parts of runs that no further call changes, by id."""
     moving = {"last_request_time", "last_checkpoint", "last_sampler_checkpoint"}
     return {
         run["training_run_id"]: json.dumps({name: value for name, value in run.items() if name not in moving})

@@ -21,7 +21,7 @@ from tests.upgrade.tree import FROM, exported
 
 pytestmark = pytest.mark.timeout(1800)
 
-# Clients, each with a model of its own. A round of each kind: see tests/chaos/script.py.
+# Clients, each with its own model. A round of each kind: see tests/chaos/script.py.
 _SLOTS = (1, 2)
 _ROUNDS = 4
 _NEW = None
@@ -45,7 +45,7 @@ def mixed(tmp_path: Path, base: Path) -> Iterator[Fleet]:
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory, base: Path) -> dict[int, Transcript]:
-    """What the new code alone gives, undisturbed."""
+    """Results of the new code alone, undisturbed."""
     with fleet(tmp_path_factory.mktemp("alone"), base) as alone:
         alone.api(_NEW)
         alone.trainer(_NEW)
@@ -71,8 +71,10 @@ def check(fleet: Fleet, expected: dict[int, Transcript], found: dict[int, Transc
 
 @contextmanager
 def clients(fleet: Fleet, expected: dict[int, Transcript]) -> Iterator[Callable[[], int]]:
-    """Clients that play over and over, until the end of the block; how many transcripts were right so far. Raises what
-    any of them raised."""
+    """Clients that play again and again, until the end of the block.
+
+    Yields the number of correct transcripts so far. Raises what any of them raised.
+    """
     over, right = threading.Event(), [0]
 
     def play_on(slot: int) -> None:
@@ -99,7 +101,7 @@ def clients(fleet: Fleet, expected: dict[int, Transcript]) -> Iterator[Callable[
 
 
 def serves(process: Process, plays: Callable[[], int], calls: int = 10) -> None:
-    """Returns when it has ended so many more calls."""
+    """Returns when the process has ended so many more calls."""
     before = process.served
     await_true(lambda: plays() >= 0 and process.served >= before + calls, f"{process.name} ends calls")
 
@@ -139,7 +141,7 @@ def test_old_and_new_samplers_take_over_requests_from_each_other(
 def take_over_from_each_other(
     mixed: Fleet, expected: dict[int, Transcript], start: Callable[[Path | None], Process], trees: list[Path | None]
 ) -> None:
-    """A worker of each tree: each is killed with something in hand, which only the other can go on with."""
+    """A worker of each tree: each is killed with unfinished work, which only the other can continue."""
     workers = [start(tree) for tree in trees]
     mixed.await_up()
     with clients(mixed, expected) as plays:

@@ -19,7 +19,7 @@ _TREES = _ROOT / "build" / "upgrade"
 
 
 def exported(commit: str) -> Path:
-    """A folder with the commit's files; they are kept, as a commit never changes."""
+    """A folder with the commit's files; it is kept, because a commit never changes."""
     name = _git("rev-parse", "--verify", f"{commit}^{{commit}}").decode().strip()
     tree = _TREES / name
     if not tree.is_dir():
@@ -32,7 +32,7 @@ def exported(commit: str) -> Path:
 
 
 def _check(tree: Path) -> None:
-    """This environment also has our own code installed, which must not be what runs."""
+    """Checks that the commit's code runs, and not our own, which is also installed in this environment."""
     program = "import app, workers; print(app.__file__, workers.__file__)"
     environment = {**os.environ, **code_of(tree)}
     found = subprocess.check_output([sys.executable, "-c", program], cwd=tree, env=environment, text=True).split()
