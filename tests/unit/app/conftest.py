@@ -34,7 +34,7 @@ API = "/api/v1"
 
 @dataclass
 class Api:
-    """One caller, and what a worker would do for it."""
+    """One caller, with the work of a worker for it."""
 
     client: FlaskClient
     services: Services
@@ -55,7 +55,7 @@ class Api:
         return self.post("create_session", {}).json["session_id"]
 
     def model(self, session_id: str | None = None, **body: Any) -> str:
-        """A model that is ready."""
+        """Creates a model that is ready."""
         session_id = session_id or self.session()
         asked = {"session_id": session_id, "model_seq_id": 0, "base_model": BASE, **body}
         answer = self.post("create_model", asked)
@@ -75,7 +75,7 @@ class Api:
         self.services.oplog.commit(lease, seq, result or Result(b"{}"), writes or [])
 
     def ops(self, model_id: str) -> list[int]:
-        """The seqs in the journal."""
+        """Seqs in the journal."""
         return [seq for seq in range(20) if self.services.oplog.entry(model_id, seq) is not None]
 
 
@@ -99,7 +99,7 @@ def settings(state_url: str, tmp_path_factory: pytest.TempPathFactory) -> Settin
 
 @pytest.fixture(scope="session")
 def app(settings: Settings) -> Flask:
-    """One application for all tests, as every one of them starts a thread that listens for results."""
+    """One application for all tests, because each application starts a thread that listens for results."""
     return create_app(settings)
 
 

@@ -18,7 +18,7 @@ SAMPLED = {"prompt": {"chunks": [{"type": "encoded_text", "tokens": [1]}]}, "sam
 
 @dataclass
 class Place:
-    """A project with a run, its checkpoint and a sampler in a session, all of a member's."""
+    """A project with a run, its checkpoint and a sampler in a session; a member owns them all."""
 
     api: Api
     accounts: AccountService
@@ -43,7 +43,7 @@ class Place:
         return self._filled(path if path.startswith("/") else f"{API}/{path}")
 
     def state(self) -> dict[str, Any]:
-        """What the state server holds, but for the accounts and what passes by itself."""
+        """Contents of the state server, except for the accounts and temporary data."""
         client = self.api.services.oplog._redis
         passing = (b":users", b":keys", b"index:", b"sessions_heard", b"taking_calls", b"workers")
         names = [name for name in client.scan_iter("*") if not any(part in name for part in passing)]

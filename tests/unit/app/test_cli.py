@@ -13,7 +13,7 @@ HEAVY = ("torch", "vllm", "deepspeed", "transformers", "workers", "flask", "cele
 
 
 def run(*arguments: str) -> int:
-    """The exit code, however it is given."""
+    """Runs the command; returns its exit code."""
     try:
         return cli.main(arguments)
     except SystemExit as ended:

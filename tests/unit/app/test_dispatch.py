@@ -20,7 +20,7 @@ QUEUE = "train.base@a"
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A broker of our own, as these tests fill it."""
+    """A separate broker, because these tests fill it."""
     with start_valkey(tmp_path_factory.mktemp("valkey")) as url:
         yield url
 

@@ -24,7 +24,7 @@ def place(api: Api, accounts: AccountService) -> Place:
 
 @pytest.fixture
 def admin(api: Api, accounts: AccountService) -> Api:
-    """The only user of a new project, as the object store outlives a test."""
+    """The only user of a new project, because the object store outlives a test."""
     in_mid_hour()
     organisation = accounts.add_organisation("Tinkers").id
     project = accounts.add_project(organisation, "p").id

@@ -47,7 +47,7 @@ def _into(api: Api, path: str, token: str | None) -> TestResponse:
 
 
 def _copied(api: Api, path: str, token: str | None) -> TestResponse:
-    """As the SDK does, in a header."""
+    """Copies the checkpoint with the token in a header, as the SDK does."""
     headers = {"X-API-Key": api.key, **({} if token is None else {"X-Tinker-Weights-Access-Token": token})}
     body = {"source_path": path, "destination_project_id": project(api)}
     return api.client.post(f"{API}/copy_weights", json=body, headers=headers)

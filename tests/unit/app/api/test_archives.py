@@ -36,7 +36,7 @@ def stored(api: Api, prefix: str) -> str:
 
 
 def rewrite(api: Api, prefix: str, files: dict[str, FileEntry]) -> None:
-    """Have its manifest list other files."""
+    """Makes its manifest list other files."""
     manifest = Manifest.from_json(api.services.objects.read(f"{prefix}/{MANIFEST}"))
     api.services.objects.delete([f"{prefix}/{MANIFEST}"])
     api.services.objects.put_new(f"{prefix}/{MANIFEST}", dataclasses.replace(manifest, files=files).to_json())

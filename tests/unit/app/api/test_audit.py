@@ -28,7 +28,7 @@ def log(api: Api, query: str = "") -> AuditLogResponse:
 
 
 def own(api: Api, query: str = "") -> list[AuditLogEntry]:
-    """Without what the operator did, as to make the project."""
+    """Entries without the operator's own, such as the one for the new project."""
     return [entry for entry in log(api, query).entries if entry.event_details["user_id"] != OPERATOR]
 
 

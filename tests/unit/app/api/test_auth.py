@@ -23,7 +23,7 @@ PUBLIC = {
     "/api/v1/sessions/<session_id>/trace",
 } | HUB
 
-# Whatever is sent there, nothing of a project's changes.
+# No request to them changes a resource of a project.
 READING = {
     f"{API}/{name}"
     for name in (
@@ -50,7 +50,7 @@ def test_every_route_but_the_public_ones_wants_a_key(api: Api) -> None:
         method = min((rule.methods or set()) - {"HEAD", "OPTIONS"})
         answer = api.client.open(path, method=method, json={})
         assert (rule.rule, answer.status_code) == (rule.rule, 401)
-        # OpenAI's clients read a form of their own.
+        # OpenAI's clients read a different error format.
         assert set(answer.json) == ({"error"} if path.startswith("/oai/") else {"detail", "error"})
         tried += 1
     assert tried >= 20

@@ -31,7 +31,7 @@ def window(start: datetime, hours: float = 1) -> str:
 
 
 def train(api: Api, model: str, usage: Usage, seq: int = 1) -> None:
-    """A batch of this model's, committed with this usage."""
+    """Commits a batch of this model with this usage."""
     assert api.forward_backward(batch(model, seq)).status_code == 200
     lease = api.services.oplog.acquire(model, "node/test")
     assert isinstance(lease, Lease)

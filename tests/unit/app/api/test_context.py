@@ -21,7 +21,7 @@ JSON = "application/json"
 
 @pytest.fixture(scope="module")
 def limited(settings: Settings) -> Flask:
-    """An application whose limits are near."""
+    """An application with low limits."""
     limits = LimitSettings(small_body_bytes=SMALL, json_values=20_000, json_depth=16, datums=2, batch_tokens=50)
     return create_app(settings.model_copy(update={"limits": limits}))
 

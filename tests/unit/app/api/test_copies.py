@@ -23,7 +23,7 @@ FILES = {"adapter_config.json": b"{}", "adapter_model.safetensors": b"tensors"}
 
 
 def saved(api: Api, **changes: Any) -> str:
-    """A checkpoint whose files are there."""
+    """A checkpoint with its files present."""
     run = api.model(user_metadata={"renderer_name": "qwen3"})
     prefix = f"models/{run}/weights/a/1-1"
     size = sum(map(len, FILES.values()))

@@ -26,7 +26,7 @@ PAIR = {
 
 
 def make(api: Api, session: str, fn: Any = dpo, ranks: dict[str, int] = DPO_RANKS, seq: int = 0) -> str:
-    """The id of a loss, as the SDK comes by it."""
+    """Creates a loss as the SDK does; returns its id."""
     answer = api.post("create_custom_loss", body(fn, ranks, session, seq))
     assert answer.status_code == 200, answer.json
     found = api.post("retrieve_future", {"request_id": UntypedAPIFuture(**answer.json).request_id})
@@ -133,7 +133,7 @@ def test_a_strangers_loss_looks_like_one_that_is_not_there(api: Api, stranger: A
     assert [status for status, _ in foreign] == [400, 404, 404]
     api.services.records.delete(Loss.namespace, loss_id)
     api.services.records.delete("sessions", session)
-    # The first answer's seq was consumed: the next call of it says so.
+    # The first answer consumed its seq: the next call shows that.
     unknown = answers()
     assert unknown[1:] == foreign[1:]
     assert foreign[0][1] == stranger.forward_backward(custom(theirs, 2, loss_id)).text

@@ -44,7 +44,7 @@ def sampling_app(settings: Settings) -> Flask:
 
 @pytest.fixture
 def sampling(sampling_app: Flask, api: Api) -> Api:
-    """With samplers of full fine-tunes too."""
+    """An API that also has samplers of full fine-tunes."""
     services = sampling_app.extensions[EXTENSION]
     add_worker(services, "full_sampler")
     return Api(sampling_app.test_client(), services)
@@ -126,7 +126,7 @@ def test_what_this_server_can_not_sample_is_refused_with_a_way_out(api: Api) -> 
 
 
 def test_what_samples_it_reads_a_queue_of_its_own(sampling: Api) -> None:
-    """So no sampler of adapters ever has its weights, and its queue has bounds of its own."""
+    """So no sampler of adapters ever has its weights, and its queue has its own bounds."""
     path = save_checkpoint(sampling, sampling.model(**FULL), "sampler_weights", lora={})
     asked = {"session_id": sampling.session(), "sampling_session_seq_id": 0, "model_path": path}
     sampler = sampling.post("create_sampling_session", asked).json["sampling_session_id"]

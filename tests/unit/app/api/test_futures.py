@@ -27,7 +27,7 @@ def poll(api: Api, request_id: str) -> tuple[int, bytes, str]:
 
 
 def ask(api: Api, sampler: str, seq: int = 0) -> str:
-    """The request id of a sample."""
+    """Admits a sample and returns its request id."""
     prompt = {"chunks": [{"tokens": [1, 2], "type": "encoded_text"}]}
     return api.post("asample", {"sampling_session_id": sampler, "seq_id": seq, "prompt": prompt}).json["request_id"]
 

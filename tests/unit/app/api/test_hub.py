@@ -27,7 +27,7 @@ HIDDEN = ("model.safetensors", "notes.txt", ".env", "additional_chat_templates/s
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A model with more in and around its folder than its tokenizer."""
+    """A model folder with more files in and around it than the tokenizer's."""
     folder = byte_tokenizer(tmp_path / "weights")
     (folder / "config.json").write_text('{"model_type": "qwen3"}')
     for name in ("additional_chat_templates/brief.jinja", *HIDDEN, "../tokenizer.json"):
@@ -38,7 +38,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def serve(api: Api, settings: Settings, monkeypatch: pytest.MonkeyPatch) -> Serve:
-    """The API with another base model."""
+    """Starts the API with another base model."""
 
     def serve(path: Path | str, name: str = BASE, **api_settings: str) -> FlaskClient:
         base = BaseModelSettings(name=name, path=str(path))
@@ -70,7 +70,7 @@ def test_nothing_else_of_the_folder_is_served(serve: Serve, folder: Path) -> Non
     inside = ("./tokenizer.json", "additional_chat_templates/../model.safetensors", "tokenizer.json%00")
     for name in (*HIDDEN, *ways, *inside):
         answer = client.get(f"/{BASE}/resolve/main/{name}")
-        # What is no route at all asks for a key first.
+        # A path without a route asks for a key first.
         assert (name, answer.status_code in (401, 404)) == (name, True)
         assert b"the contents" not in answer.data
     for repository in (str(folder), f"/{folder}", "weights", "../weights", f"{BASE}/..", f"{BASE}/../tiny"):

@@ -38,13 +38,13 @@ ELSEWHERE = {
     "POST /oai/api/v1/chat/completions",
 }
 """It has tests of its own, below; OpenAI's need a tokenizer, and admit their samples as `asample` does."""
-# Nothing that it lets in is made up for while a test runs.
+# The bucket does not refill noticeably while a test runs.
 HOURS = 0.0001
 
 
 @pytest.fixture
 def limit(api: Api, monkeypatch: pytest.MonkeyPatch) -> Limit:
-    """Sets what [limits.project] of the settings says."""
+    """Sets the [limits.project] section of the settings."""
     limits = api.services.allowances._limits
 
     def change(**found: float) -> None:
@@ -107,7 +107,7 @@ def test_a_call_that_was_put_off_is_taken_in_later_under_its_seq_and_counts_once
 
 
 def test_no_call_waits_for_a_save_that_was_over_the_limit(api: Api, limit: Limit) -> None:
-    """The refusal is final for the client, so it does not send this seq again."""
+    """The client gets a final refusal, so it never sends that seq again."""
     model = api.model()
     save_checkpoint(api, model)
     limit(storage_bytes=10)
@@ -261,9 +261,9 @@ def test_a_session_that_moves_brings_the_runs_that_count(place: Place, accounts:
     if state in ("unloaded", "called again"):
         api.post("unload_model", {"model_id": model})
     if state == "called again":
-        time.sleep(0.01)  # the state server's clock tells milliseconds
+        time.sleep(0.01)  # the state server's clock counts milliseconds
         assert api.forward_backward(batch(model, 1)).status_code == 200
-    used = api.get("limits").json["project"]["used"]["live_models"] - 1  # one is there already
+    used = api.get("limits").json["project"]["used"]["live_models"] - 1  # one exists already
     counts = state in ("live", "called again")
     assert used == counts
     path, headers = f"/api/v1/sessions/{session}/project", {"X-API-Key": api.key}

@@ -160,7 +160,7 @@ def test_another_ones_model_looks_missing(api: Api, stranger: Api) -> None:
 
 
 def save_checkpoint(api: Api, model: str, kind: str = "weights", **changes: object) -> str:
-    """What a worker writes when it commits a save."""
+    """Writes the records that a worker writes when it commits a save."""
     owner = api.services.records.get("models", model)["owner"].strip('"')
     lora = dataclasses.asdict(ops.LoraSpec(rank=4, seed=5))
     path = f"tinker://{model}/{kind}/a"

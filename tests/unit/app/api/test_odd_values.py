@@ -52,7 +52,7 @@ def bodies(api: Api) -> dict[str, dict[str, Any]]:
 
 
 def variants(body: Any) -> Iterator[Any]:
-    """The body with every value in it, and itself, replaced by every odd one."""
+    """Variants of the body: every value in it, and the body itself, replaced by every odd value."""
     yield from ODD
     items = body.items() if isinstance(body, dict) else enumerate(body) if isinstance(body, list) else ()
     for key, value in items:

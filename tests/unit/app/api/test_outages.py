@@ -22,7 +22,7 @@ from tests.unit.app.conftest import Api, add_worker, batch
 
 @pytest.fixture(scope="module")
 def own_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A server of our own, as these tests take it away from everybody."""
+    """A separate state server, because these tests take it down."""
     with start_valkey(tmp_path_factory.mktemp("valkey")) as url:
         yield url
 
@@ -78,7 +78,7 @@ def test_a_server_that_may_not_write_is_a_503_that_uses_up_no_seq(
 def test_a_server_in_a_long_script_is_a_503(own_api: Api, server: redis.Redis, own_url: str) -> None:
     model = own_api.model()
     server.config_set("busy-reply-threshold", 1)
-    # A running script also fails the health check that `connect` makes after a pause.
+    # Redis reports a running script even to the health check that `connect` makes after a pause.
     with connect(own_url) as other, redis.Redis.from_url(own_url, health_check_interval=0) as killer:
         assert killer.ping()
         spinner = threading.Thread(target=_spin, args=(other,))
@@ -136,7 +136,7 @@ def test_a_full_server_still_answers_polls(own_api: Api, server: redis.Redis) ->
 
 
 def _first_answer(client: redis.Redis) -> redis.RedisError | None:
-    """Returns the answer to the first write that the server takes."""
+    """Answer to a write as soon as the server listens."""
     deadline = time.monotonic() + 60
     while True:
         try:

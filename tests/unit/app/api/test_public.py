@@ -27,7 +27,7 @@ def _load_into_a_new_one(api: Api, run: str, path: str) -> TestResponse:
 
 
 def _load(api: Api, run: str, path: str) -> TestResponse:
-    """Refused with a 400 and no 404, as it has consumed its seq."""
+    """Loads the checkpoint. The refusal is a 400 and not a 404, because the call has consumed its seq."""
     return api.post("load_weights", {"model_id": api.model(), "seq_id": 1, "path": path})
 
 

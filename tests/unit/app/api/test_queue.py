@@ -189,7 +189,7 @@ def test_a_call_that_trains_stays_in_its_order_and_says_how_all_of_them_end(api:
 
 
 def test_closing_a_session_ends_its_samples_lets_training_drain_and_frees_its_models(api: Api) -> None:
-    """What trains was taken in, and a client that closes need not have awaited its last save."""
+    """Training calls were accepted, and a client that closes need not have awaited its last save."""
     session = api.session()
     models = [api.model(session, model_seq_id=i) for i in range(2)]
     for model in models:

@@ -20,7 +20,7 @@ def delete(api: Api, model: str) -> tuple[int, bytes]:
 
 
 def waiting_tasks(api: Api) -> list[str]:
-    """On the queue of the worker `Api.model` stands in for."""
+    """Tasks on the queue of the worker that `Api.model` stands in for."""
     with connect(api.services.settings.broker_url) as client:
         return [json.loads(raw)["headers"]["task"] for raw in client.lrange(f"train.{BASE}@node", 0, -1)]
 

@@ -52,7 +52,7 @@ def test_a_sample_is_admitted_with_an_id_for_each_sequence(api: Api) -> None:
 
 
 def test_a_sampler_that_goes_while_it_is_asked_samples_nothing(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody could say any more of which weights: the base's would be wrong."""
+    """Nobody could tell which weights to use any more: the base model's would be wrong."""
     sampler, bases = api.sampler(), api.services.bases
     known = bases.info
 
@@ -203,7 +203,7 @@ BAD: dict[str, tuple[dict[str, Any], int, list[str]]] = {
     "targets of floats": ({"target_prompt_logprobs": {**TARGETS, "dtype": "float32"}}, 400, ["int64"]),
     "targets of one size": ({"target_prompt_logprobs": {**TARGETS, "shape": [4]}}, 400, ["[4]"]),
     "targets a row too many": ({"target_prompt_logprobs": {**TARGETS, "shape": [4, 1]}}, 400, ["4 rows", "needs 2"]),
-    # With as many rows as fit a shape, what says where they start took 16 GiB.
+    # With as many rows as fit a shape, the array of row starts took 16 GiB.
     "targets without columns": (
         {"target_prompt_logprobs": {**TARGETS, "data": [], "shape": [2, 0]}},
         400,
@@ -324,7 +324,7 @@ def test_a_sampling_session_id_names_one_sampler_whichever_call_makes_it(api: Ap
 
 @pytest.fixture
 def crowded(api: Api, settings: Settings) -> Api:
-    """A server that lets two requests for 100 tokens wait."""
+    """A server that accepts two waiting requests for 100 tokens."""
     small = settings.base_models[0].model_copy(update={"sampler": SamplerSettings(queue_requests=2, queue_tokens=100)})
     app = create_app(settings.model_copy(update={"base_models": (small,)}))
     return Api(app.test_client(), app.extensions[EXTENSION])

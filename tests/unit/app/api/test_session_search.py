@@ -25,7 +25,7 @@ def found(api: Api, **asked: Any) -> set[str]:
 
 @pytest.fixture
 def sessions(api: Api) -> dict[str, str]:
-    """By name: one that goes on, one that its client finished, one nobody heard of for long."""
+    """Sessions by name: one active, one finished by its client, one long without a heartbeat."""
     made = {}
     for name in ("Nightly SFT", "nightly RL", "debug"):
         metadata = {"team": name.split()[0].lower(), "lr": 0.1}

@@ -17,7 +17,7 @@ from tests.unit.app.conftest import API, BASE, Api
 from tests.unit.app.places import SAMPLED, Place
 
 GRAPH = {"name": "x", "inputs": [], "graph": {}}
-# Every route that takes a scope, as it is called on the things of `Place`: the body, or None for none.
+# Every route that takes a scope, as it is called on the resources of `Place`: the body, or None for none.
 CHANGES: dict[tuple[str, str], dict[str, Any] | None] = {
     ("POST", "create_session"): {},
     ("POST", "session_heartbeat"): {"session_id": "{session}"},
@@ -111,7 +111,7 @@ def test_a_key_without_scopes_reads_all_and_changes_nothing(place: Place) -> Non
 
 
 def test_whoever_is_not_in_the_project_finds_none_of_it(place: Place, accounts: AccountService) -> None:
-    """As if it were not there, byte for byte; that includes somebody of the same organisation."""
+    """The answer is that for a missing resource, byte for byte. This includes users of the same organisation."""
     elsewhere = accounts.add_project(place.organisation, "pans").id
     key = place.key("admin", project=elsewhere)
     absent = replace(
@@ -144,7 +144,7 @@ def test_whoever_is_not_in_the_project_finds_none_of_it(place: Place, accounts: 
 
 
 def test_every_route_that_takes_a_scope_is_tried(place: Place) -> None:
-    """A new one belongs in CHANGES."""
+    """A new route belongs in CHANGES."""
     application = place.api.client.application
     scoped = {name for name, view in application.view_functions.items() if hasattr(view, "scopes")}
     paths = application.url_map.bind("")

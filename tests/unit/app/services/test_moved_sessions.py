@@ -24,7 +24,7 @@ def owner(api: Api, namespace: str, key: str) -> str:
 
 
 def caller(api: Api, session: str) -> Caller:
-    """Of the session's project, and of another."""
+    """A caller in the session's project, and in another."""
     return Caller("key", "user", "org", "new", {owner(api, "sessions", session): "member", "new": "member"})
 
 

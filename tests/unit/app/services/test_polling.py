@@ -25,7 +25,7 @@ class PendingOpLog:
 
 
 class RecordingWaiter:
-    """Holds every poll until released, and keeps the hold it was given."""
+    """Holds every poll until released, and records its hold."""
 
     def __init__(self) -> None:
         self.holds: list[float] = []
@@ -99,7 +99,7 @@ def test_a_poll_in_an_outage_is_held_a_moment_since_the_sdk_asks_again_at_once(
 
 
 class NoCompletions:
-    """Nothing ever ends."""
+    """Completions that never come."""
 
     def since(self, target: str, cursor: int) -> tuple[list[Completion], int]:
         return [], cursor

@@ -9,7 +9,7 @@ from app.services import admission
 
 
 class Faltering:
-    """A journal that is away at the first beat, and keeps the thread at the third."""
+    """A journal that is down at the first beat, and blocks the thread at the third."""
 
     def __init__(self) -> None:
         self.beats = 0

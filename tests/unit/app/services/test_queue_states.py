@@ -23,12 +23,12 @@ def equal(project: str) -> float:
 
 @pytest.fixture(autouse=True)
 def looks_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However slow the machine."""
+    """Snapshots of the queue stay valid, however slow the machine."""
     monkeypatch.setattr("app.services.queue._STATE_LOOK_S", 3600.0)
 
 
 class World:
-    """Workers and a store that count how often they are looked at."""
+    """Workers and a store that count their reads."""
 
     def __init__(self) -> None:
         self.workers = set(ALL)

@@ -37,7 +37,7 @@ class Place:
     records: RedisRecords
 
     def write(self, rest: str, seq: int, epoch: int, model: str = MODEL, says: dict[str, Any] | None = None) -> str:
-        """A snapshot ("snapshots/6") or a checkpoint ("weights/a"); `says`: what its manifest says else."""
+        """Writes a snapshot ("snapshots/6") or a checkpoint ("weights/a"). `says`: further fields of its manifest."""
         prefix = f"models/{model}/{rest}/{seq}-{epoch}"
         manifest = {
             "path": "" if rest.startswith("snapshots") else f"tinker://{model}/{rest}",
@@ -62,7 +62,7 @@ class Place:
         return Rebuild(self.oplog, RedisLifecycle(self.client, SETTINGS), self.records, self.store)()
 
     def set_back(self, epoch: int = 3, applied: int = 10) -> None:
-        """The state server knows the run as it was then, and a checkpoint "old" of that time."""
+        """Sets the state server back: it knows an earlier state of the run, and a checkpoint "old" of that time."""
         self.records.put_new(Session.namespace, "session", dump(Session("me", 0.0)))
         head = {"epoch": str(epoch), "applied": str(applied)}
         self.oplog.create_model(MODEL, {**dump(Model("me", "session", "base", 0.0, "ready", {"rank": 4})), **head})
@@ -160,7 +160,7 @@ def test_what_was_saved_since_an_old_backup_is_restored(place: Place, seq: int, 
 
 def test_a_run_that_was_rebuilt_before_goes_on_beyond_every_epoch_it_ever_had(place: Place):
     place.write("snapshots/6", 6, 1)
-    place.write("weights/w", 9, 2**21)  # behind the first rebuild
+    place.write("weights/w", 9, 2**21)  # after the first rebuild
     place.rebuild()
     assert place.lease().epoch_floor > 2**21
 
@@ -168,7 +168,7 @@ def test_a_run_that_was_rebuilt_before_goes_on_beyond_every_epoch_it_ever_had(pl
 def test_a_run_that_was_rebuilt_since_the_backup_goes_on_beyond_every_epoch_it_ever_had(place: Place):
     place.set_back()
     place.write("weights/v", 11, 4)
-    place.write("weights/w", 12, 2**21)  # behind the first rebuild
+    place.write("weights/w", 12, 2**21)  # after the first rebuild
     place.rebuild()
     assert place.lease().epoch_floor > 2**21
 
@@ -190,7 +190,7 @@ def test_a_save_made_since_the_state_server_was_set_back_is_not_replaced(place: 
 
 
 def test_the_owner_that_went_on_with_the_old_backup_is_fenced_and_may_come_again(place: Place):
-    """Its epoch is one that the lost history used too, and so are the names of what it would write."""
+    """The lost history used the same epoch, and the same names for its writes."""
     place.set_back()
     before = place.lease("a/1")
     place.write("snapshots/20", 20, before.epoch + 1)
@@ -200,7 +200,7 @@ def test_the_owner_that_went_on_with_the_old_backup_is_fenced_and_may_come_again
 
 
 def test_a_save_that_is_under_way_is_left_to_its_op(place: Place):
-    """Its path must stay free until the commit, or a second try of it would be refused."""
+    """Its path must stay free until the commit, or a second attempt of the save would be refused."""
     place.set_back()
     lease = place.lease()
     place.oplog.admit(MODEL, 11, "save_weights", b"save", "digest")

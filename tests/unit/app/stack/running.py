@@ -19,7 +19,7 @@ def start(*arguments: str) -> subprocess.Popen[str]:
 
 
 def alive(pid: int) -> bool:
-    """A zombie is dead."""
+    """Tells if the process is alive. A zombie is dead."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -36,5 +36,5 @@ def eventually(condition: Callable[[], bool], within_s: float = 120.0) -> bool:
 
 
 def numbers(path: Path) -> list[int]:
-    """One number a line; an unfinished last line is left out."""
+    """One number per line; an unfinished last line is left out."""
     return [int(line) for line in path.read_text().split("\n")[:-1]] if path.exists() else []

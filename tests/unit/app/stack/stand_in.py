@@ -30,7 +30,7 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 
 
 def supervise(logs: str, programs: str, ready: str = "", window_s: str = "60") -> int:
-    """Keep Python programs (JSON: a list of [name, code, argument...]) running; prints `up` when all are started.
+    """Keeps Python programs (JSON: a list of [name, code, argument...]) running; prints `up` when all are started.
 
     `ready`: not empty for a stack that has been ready.
     """

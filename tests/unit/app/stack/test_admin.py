@@ -28,7 +28,7 @@ Command = Callable[..., str]
 
 @pytest.fixture
 def tinsmith(client: redis.Redis, valkey: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Command:
-    """What a command printed."""
+    """Runs a command; returns its output."""
 
     def run(*arguments: str | Path) -> str:
         servers = ("--data-dir", str(tmp_path), "--redis", valkey)
@@ -46,7 +46,7 @@ def caller_of(client: redis.Redis) -> Callers:
 
 
 def made(tinsmith: Command) -> tuple[str, str, str]:
-    """(project, user, key)."""
+    """Makes them; returns (project, user, key)."""
     organisation = tinsmith("admin", "org", "create", "Tinkers")
     project = tinsmith("admin", "project", "create", "kettles", "--org", organisation)
     user = tinsmith("admin", "user", "create", "jo@example.org", "--org", organisation)

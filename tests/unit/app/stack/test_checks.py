@@ -15,7 +15,7 @@ def base_model(path: str = "org/name", **values) -> BaseModelSettings:
 
 @pytest.fixture
 def installed(tmp_path, monkeypatch):
-    """Make distributions look installed, before those that are."""
+    """Makes distributions look installed, before the real ones."""
 
     def install(**versions: str) -> None:
         for name, version in versions.items():
@@ -147,7 +147,7 @@ def test_gpus_with_room_for_all_that_name_them_are_fine(settings):
 
 
 def test_what_names_no_gpu_is_not_taken_to_share_one():
-    """As on a CPU, where the shares mean nothing or host memory."""
+    """On a CPU, for example, the shares mean nothing or host memory."""
     checks.memory_shares(Settings(base_models=(base_model(full=TrainerSettings()),)))
 
 

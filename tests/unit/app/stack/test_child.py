@@ -9,7 +9,7 @@ from app.stack.child import Child, Command
 
 
 def test_a_group_is_killed_once_for_each_start(tmp_path, monkeypatch: pytest.MonkeyPatch):
-    """The kernel gives the number of a group that has ended to another one, which must live."""
+    """The kernel gives the number of an ended group to another one, which must live."""
     killed: list[int] = []
     kill_group = strays.kill_group
     monkeypatch.setattr(strays, "kill_group", lambda group: (killed.append(group), kill_group(group)))

@@ -24,7 +24,7 @@ PATH = f"tinker://{MODEL}/weights/a"
 
 
 def store_run(store: ObjectStore) -> None:
-    """A snapshot at seq 6 and a checkpoint saved at seq 7."""
+    """Stores a snapshot at seq 6 and a checkpoint saved at seq 7."""
     for rest, path, seq in (("snapshots/6", "", 6), ("weights/a", PATH, 7)):
         prefix = f"models/{MODEL}/{rest}/{seq}-1"
         manifest = Manifest(

@@ -80,7 +80,10 @@ def test_a_child_that_keeps_dying_does_not_end_a_stack_that_was_ready(tmp_path):
 
 
 def test_a_child_with_a_setup_error_is_started_again_in_a_stack_that_was_ready(tmp_path):
-    """The cause may pass, such as a GPU's memory that is not free yet. Each report gives the child's own last words."""
+    """The cause may be temporary, such as a GPU's memory that is not free yet.
+
+    Each report gives the child's own last words.
+    """
     starts = tmp_path / "starts"
     refuse = NOTE_PID + "print('worker: no such model'); sys.exit(2)"
     with supervised(tmp_path, ("worker", refuse, str(starts)), ready="ready") as process:
@@ -137,7 +140,7 @@ print("segment", segment.name, flush=True)
 
 @pytest.mark.parametrize("ending", ["is killed", "is killed by the supervisor"])
 def test_the_shared_memory_of_a_child_that_is_killed_is_removed(tmp_path, ending):
-    """By Python's resource tracker, which is in the child's process group and gets the time it needs."""
+    """Python's resource tracker removes it. The tracker is in the child's process group and gets the time it needs."""
     pids, log = tmp_path / "pids", tmp_path / "worker.log"
     ignore = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
     with supervised(tmp_path, ("worker", SHARE + ignore + "time.sleep(600)", str(pids))) as process:

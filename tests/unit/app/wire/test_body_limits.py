@@ -20,7 +20,7 @@ CHECKED = zstandard.ZstdCompressor(write_content_size=False, write_checksum=True
 
 
 def _in_pieces(content: bytes) -> bytes:
-    """As one packs what is still being made: its last block is empty."""
+    """Compresses a stream of unknown length: its last block is empty."""
     packer = zstandard.ZstdCompressor().compressobj()
     made = []
     for at in range(0, len(content), 1000):
@@ -91,7 +91,7 @@ def test_values_are_counted_before_they_are_made() -> None:
 
 
 def test_parts_of_a_protobuf_body_are_counted_before_they_are_made() -> None:
-    """Datums, what is in them, known to us or not, and what stands beside them."""
+    """The parts are datums, their contents, known fields or not, and the fields beside them."""
     message = sdk.ForwardBackwardRequest(model_id="m", seq_id=2**31 - 1, loss_fn="x", forward_only=True)
     message.loss_fn_config["beta"] = 1.0
     for i in range(300):
@@ -139,5 +139,5 @@ def test_a_call_brings_so_many_datums_and_tokens_and_no_more() -> None:
 
 
 def _in_head(size: int) -> bytes:
-    """How a frame's head holds a size of 256 to 65,791."""
+    """Form of a size of 256 to 65,791 in a frame's header."""
     return (size - 256).to_bytes(2, "little")

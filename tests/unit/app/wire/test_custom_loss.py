@@ -30,7 +30,7 @@ def node(name: str, target: str, *args: Any, op: str = "call_function", **kwargs
 
 
 def graph(*calls: Graph, output: Graph = OUTPUT) -> Graph:
-    """logprobs, the calls, `loss` = logprobs.sum(), the output."""
+    """A graph: logprobs, the calls, `loss` = logprobs.sum(), the output."""
     start = node("logprobs", "logprobs", op="placeholder")
     last = node("loss", "sum", {"ref": "logprobs"}, op="call_method")
     return {"format": 1, "nodes": [start, *calls, last, output]}
@@ -213,7 +213,7 @@ def test_inputs_that_do_not_fit_the_graph_are_refused(case: str) -> None:
 
 
 def test_nothing_a_request_can_hold_gives_another_error_than_a_bad_request() -> None:
-    """Every part of a good graph replaced in turn by every kind of JSON there is."""
+    """Every part of a good graph is replaced in turn by every kind of JSON."""
     good = body(dpo, DPO_RANKS)
     for path in paths(good["graph"]):
         for value in (None, True, -1, 2**70, 1.5, "", "x", [], [[]], {}, {"ref": []}, {"tuple": {}}, {"slice": [1, 2]}):

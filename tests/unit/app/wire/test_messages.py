@@ -37,5 +37,5 @@ def test_the_generated_code_is_that_of_the_proto_file(tmp_path: Path) -> None:
 
 
 def _descriptor(code: str) -> str:
-    """The serialised messages; the lines around them name the generator's version."""
+    """Serialised messages; the lines around them name the generator's version."""
     return next(line for line in code.splitlines() if line.startswith("DESCRIPTOR ="))

@@ -30,7 +30,7 @@ Answer = Callable[[str, SampleRequest], SampleOutput | Result | None]
 
 @dataclass
 class Standin:
-    """Answers what is admitted with `answer` (None: not yet), one request after another, and keeps what it saw."""
+    """Answers admitted requests with `answer` (None: not yet), one after another, and records them."""
 
     oplog: RedisOpLog
     streams: TokenStreams
@@ -40,7 +40,7 @@ class Standin:
     over: threading.Event = field(default_factory=threading.Event)
 
     def says(self, *texts: str, stopped: bool = True) -> None:
-        """Every sample i of a request is texts[i], and if `stopped` an end token."""
+        """An answer whose sample i is texts[i], followed by an end token if `stopped`."""
         self.answer = lambda _, request: SampleOutput(
             tuple(self.sequence(texts[i % len(texts)], stopped) for i in range(request.num_samples))
         )
@@ -100,13 +100,13 @@ class OpenAi:
 
 
 def whole(answer: TestResponse) -> str:
-    """All of a stream."""
+    """The complete text of a stream."""
     with answer:
         return answer.text
 
 
 def events(answer: TestResponse) -> list[dict[str, Any]]:
-    """The chunks of a stream that ended well."""
+    """Chunks of a stream that ended well."""
     assert answer.mimetype == "text/event-stream"
     *lines, last, empty = whole(answer).split("\n\n")
     assert (last, empty) == ("data: [DONE]", "")

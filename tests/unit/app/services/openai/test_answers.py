@@ -27,7 +27,7 @@ NO_CALLS = {
     "a list": "<tool_call>[]</tool_call>",
     "a second begin": f"<tool_call>{CALL}",
     "too deep": f'<tool_call>{{"name": "a", "arguments": {"[" * 100_000}}}</tool_call>',
-    # With time by the square of it, let alone the cube, these would not end.
+    # With quadratic time, let alone cubic, these would not end.
     "no end of lines": "<tool_call>" + "\n" * 1_000_000,
     "no end of begins": "<tool_call>" * 100_000,
     "nothing": "",

@@ -26,7 +26,7 @@ DONE = Result(encode_sample(OUTPUT), PROTOBUF)
 
 
 class Script:
-    """What the servers say, one look after another: an error, a result, tokens, or nothing (None)."""
+    """Script of the servers' answers, one per read: an error, a result, tokens, or nothing (None)."""
 
     def __init__(self, *looks: object) -> None:
         self._looks = list(looks)
@@ -51,7 +51,7 @@ class Script:
 
 
 class Clock:
-    """It reads each of `times` in turn, and 0 after them. Nobody sleeps."""
+    """A clock that returns each of `times` in turn, and 0 after them. Sleeps return at once."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -80,7 +80,7 @@ def follow(
 
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """The clock of `following` alone: other threads of this process read the real one."""
+    """Replaces the clock of the result stream alone: other threads of this process read the real one."""
     clock = Clock()
     monkeypatch.setattr(streaming, "time", clock)
     return clock

@@ -88,7 +88,7 @@ def test_a_long_text_keeps_no_other_thread_from_running(tmp_path: Path):
             ticks += 1
 
     def encoded() -> int:
-        """How often the other thread ran meanwhile."""
+        """Encodes, and returns the number of runs of the other thread meanwhile."""
         before = ticks
         assert len(tokenizer.encode("a b " * 2**17)) == 2**19
         return ticks - before
@@ -96,7 +96,7 @@ def test_a_long_text_keeps_no_other_thread_from_running(tmp_path: Path):
     thread = threading.Thread(target=tick)
     thread.start()
     try:
-        # On a machine that stood still the other had no processor, once or twice.
+        # On a machine that stood still, the other thread had no processor, once or twice.
         assert any(encoded() >= 8 for _ in range(20))
     finally:
         over.set()

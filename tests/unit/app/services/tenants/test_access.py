@@ -19,7 +19,7 @@ ROLES: tuple[Role, ...] = get_args(Role)
 
 
 def caller(role: Role, project: str = OURS) -> Caller:
-    """With a project of his own beside."""
+    """A caller who also has a project of his own."""
     return Caller("key", "user", "org", "own", {"own": "admin", project: role})
 
 

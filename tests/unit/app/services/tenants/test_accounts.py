@@ -69,7 +69,7 @@ def test_what_no_key_is_and_a_wrong_secret_are_told_the_same(accounts, caller_of
 def test_a_revoked_key_stops_at_once_and_the_users_others_go_on(accounts, caller_of):
     user, project = member(accounts)
     (key, text), (_, other) = make_key(accounts, user, project), make_key(accounts, user, project)
-    for _ in range(2):  # again is fine
+    for _ in range(2):  # a repeat is fine
         accounts.revoke(key.id)
         with pytest.raises(Unauthorized, match="this API key was revoked"):
             caller_of(text)
@@ -166,7 +166,7 @@ def test_of_two_changes_at_once_none_is_lost(accounts, objects, client):
     raced = []
 
     class Racing(AccountFiles):
-        """Somebody else's change comes between reading and writing, once."""
+        """Makes another user's change between a read and a write, once."""
 
         def add(self, account) -> bool:
             if not raced:
@@ -217,7 +217,7 @@ def test_a_damaged_object_is_named_and_the_others_come_back(accounts, objects, c
 
 
 def test_a_later_versions_account_is_not_cut_down(accounts, objects):
-    """Fields that a newer server wrote are not understood; what is known of it counts."""
+    """Fields that a newer server wrote are ignored; the known fields count."""
     user, _ = member(accounts)
     content = json.loads(objects.read(f"accounts/users/{user.id}/00000002.json"))
     later = json.dumps({**content, "version": 3, "shoe_size": 43}).encode()

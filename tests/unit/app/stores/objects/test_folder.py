@@ -10,7 +10,10 @@ from app.stores.objects.folder import FolderStore
 
 
 def test_who_is_overtaken_while_he_writes_changes_nothing(tmp_path: Path):
-    """He had looked, and nothing was there. His source is a pipe, which says when he reads and holds him up."""
+    """The writer had checked, and the key was free.
+
+    Its source is a pipe, which shows when it reads and blocks it.
+    """
     store, pipe, won = FolderStore(tmp_path / "objects", "secret", "http://x"), tmp_path / "pipe", list[bool]()
     os.mkfifo(pipe)
     slow = threading.Thread(target=lambda: won.append(store.put_new("a/key", pipe)), daemon=True)

@@ -37,13 +37,13 @@ def samples(client: redis.Redis) -> RedisOpLog:
 
 
 def admit(samples: RedisOpLog, project: str, seq: int, sequences: int = 1) -> bool:
-    """Whether it is rung for."""
+    """Admits a request. Returns True if it is dispatched."""
     sampler = f"{project}:sample:0"
     return not samples.admit_sample(f"{sampler}:{seq}", sampler, project, QUEUE, b"ask", "d", sequences=sequences).held
 
 
 def fill(samples: RedisOpLog, project: str, count: int, sequences: int = 1) -> int:
-    """How many of them are rung for."""
+    """Admits requests. Returns the number that is dispatched."""
     return sum(admit(samples, project, seq, sequences) for seq in range(count))
 
 
@@ -146,7 +146,7 @@ def test_with_no_sampler_up_enough_is_rung_for_to_begin_with(samples, client):
 
 @pytest.mark.parametrize("seed", range(2))
 def test_everything_is_rung_for_in_the_end_whatever_ends_when(samples, client, seed: int):
-    """Ends without a release stand for workers that died behind their commit: the next one sees to it."""
+    """Ends without a release stand for workers that died after their commit: the next worker repairs that."""
     draw = random.Random(seed)
     rung: set[str] = set()
     waiting: set[str] = set()
@@ -170,7 +170,7 @@ def test_everything_is_rung_for_in_the_end_whatever_ends_when(samples, client, s
 
 
 def test_what_was_put_off_keeps_nothing_else_from_being_rung_for_and_counts_again_once_it_is_begun(samples, client):
-    """Its adapter is to come from a trainer that is away, say."""
+    """For example, its adapter is to come from a trainer that is down."""
     fill(samples, "heavy", MOST + 2)
     first, held = "heavy:sample:0:0", f"heavy:sample:0:{MOST}"
     assert samples.claim_sample(first, "a/1") is not None

@@ -14,13 +14,13 @@ from app.stores.redis.records import RedisRecords
 
 QUEUE = "sample.base"
 BATCH, HOLDS = 4, 10
-# Of two that are equally empty requests of `BASE` go to "a": which it is depends on the names alone.
+# Of two equally empty samplers, requests of `BASE` go to "a": the names alone decide.
 BASE, TUNED, SAME, OTHER = (f"session:sample:{number}" for number in range(1, 5))
 
 
 @pytest.fixture
 def records(client: redis.Redis) -> RedisRecords:
-    """Two samplers of the base, and workers that read other queues; `SAME` names the adapter of `TUNED` too."""
+    """Two samplers of the base model, and workers that read other queues; `SAME` names the adapter of `TUNED` too."""
     records = RedisRecords(client)
     records.put_new(Session.namespace, "session", dump(Session("me", 0.0)))
     for sampler, prefix in ((BASE, ""), (TUNED, "models/m/a"), (SAME, "models/m/a"), (OTHER, "models/m/b")):
@@ -43,7 +43,7 @@ def start(records: RedisRecords, *nodes: str, queue: str = QUEUE, healthy: bool 
 
 
 def admit(samples: RedisOpLog, seq: int, sampler: str = BASE, sequences: int = 1) -> str | None:
-    """The node it is rung at."""
+    """Admits a request; returns the node it is dispatched to."""
     request = f"{sampler}:{seq}"
     return samples.admit_sample(request, sampler, "me", QUEUE, b"ask", "d", sequences=sequences).node
 
@@ -63,7 +63,7 @@ def test_while_little_goes_on_homes_are_shared_out_and_those_forgotten_are_the_s
         records.put_new(Sampler.namespace, sampler, dump(Sampler("me", "session", "base", 0.0)))
 
     def homes(seq: int) -> list[str | None]:
-        """Of sixteen sessions, each alone while it samples."""
+        """Affinities of sixteen sessions, each alone while it samples."""
         found = []
         for sampler in sessions:
             found.append(admit(samples, seq, sampler))
@@ -124,7 +124,7 @@ def test_nothing_goes_to_a_sampler_that_is_gone_or_not_well(samples, records):
 
 
 def test_a_home_that_does_not_take_its_requests_loses_them_and_what_comes(client, samples):
-    """It died a moment ago: its record has not lapsed yet."""
+    """The sampler died a moment ago: its record has not expired yet."""
     assert [admit(samples, seq) for seq in range(2)] == ["a", "a"]
     samples.claim_sample(f"{BASE}:0", "b/1")
     assert placed(client) == {"a": 1, "b": 1}

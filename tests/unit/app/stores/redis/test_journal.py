@@ -198,7 +198,7 @@ def test_a_strike_counts_once_and_what_was_put_off_not_at_all(oplog):
 
 
 def begun(oplog, client, *workers):
-    """The Op at seq 0 as the last of these finds it, each having taken over from the one before."""
+    """Begins the Op at seq 0 with each owner in turn; returns it as the last one finds it."""
     for worker in workers:
         client.delete(keys.lease(MODEL))
         lease = own(oplog, worker)

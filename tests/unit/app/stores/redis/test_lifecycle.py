@@ -49,7 +49,7 @@ def lifecycle(client: redis.Redis, oplog: RedisOpLog) -> RedisLifecycle:
 
 
 def hasty(client: redis.Redis) -> RedisLifecycle:
-    """Where a moment is long."""
+    """A lifecycle whose timeouts are short."""
     time.sleep(0.01)
     return RedisLifecycle(client, HASTY)
 

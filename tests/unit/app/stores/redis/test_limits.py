@@ -32,8 +32,10 @@ SLOW = Limits(requests_per_s=1 / 4.9)
 
 
 def at_once(test: Callable[..., None]) -> Callable[..., None]:
-    """Begins again, from the same state, where a test failed and the server's clock had gone on by a second or more:
-    a machine that stands still fills buckets."""
+    """Repeats a failed test from the same state if the server's clock had advanced by a second or more.
+
+    A machine that stands still fills buckets.
+    """
 
     @functools.wraps(test)
     def run(client: redis.Redis, **fixtures: object) -> None:
@@ -89,14 +91,14 @@ def sample(oplog: RedisOpLog, seq: int, samples: int, payers: tuple[Payer, ...])
 
 
 def later(client: redis.Redis, payer: Payer, seconds: float) -> None:
-    """As if so much time had gone by."""
+    """Simulates the passage of so much time."""
     for name in client.hkeys(f"tinsmith:rates:{payer.name}"):
         if name.endswith(b"_at"):
             client.hincrby(f"tinsmith:rates:{payer.name}", name, -int(1000 * seconds))
 
 
 def passed(allowances: RedisAllowances, charge: Charge, most: int = 50) -> int:
-    """How many calls pass at once, one after another."""
+    """Number of calls that pass at once, one after another."""
     for count in range(most):
         try:
             allowances.take(charge)
@@ -126,7 +128,7 @@ def test_a_call_larger_than_the_bucket_passes_and_the_debt_is_waited_for(client,
     with pytest.raises(TooManyRequests, match="tokens_per_s is 100") as caught:
         allowances.take(Charge(payers, tokens=1))
     assert caught.value.retry_after_s in range(30, 41)
-    allowances.take(Charge(payers))  # one without tokens waits for none
+    allowances.take(Charge(payers))  # a call without tokens waits for none
     later(client, payers[0], 41)
     allowances.take(Charge(payers, tokens=1))
 
@@ -198,7 +200,7 @@ def test_what_others_wait_for_passes_and_is_charged(client, oplog, allowances):
 
 @pytest.mark.parametrize("ahead", ["a step", "a batch far ahead", "a refused batch"])
 def test_no_call_ahead_keeps_those_before_it_from_waiting_for_a_rate(oplog, ahead):
-    """A step takes no tokens, a refused call takes nothing, and one call must not let in all that may ever come."""
+    """A step takes no tokens, a refused call takes nothing, and one call must not admit all later calls."""
     charge = Charge(mine(Limits(tokens_per_s=0.01)), tokens=1000)
     match ahead:
         case "a step":
@@ -337,7 +339,7 @@ def test_a_model_is_live_until_it_or_its_session_ends(client, oplog, stored, all
     lifecycle.move(SESSION, "other")
     assert live() == (1 if payer.kind == KEY else 0)
     for key in client.scan_iter("tinsmith:runs*"):
-        client.delete(key)  # a state server of before there were lists: they are made when they are needed
+        client.delete(key)  # a state server from before the lists existed: they are made when needed
     assert live() == (1 if payer.kind == KEY else 0)
     lifecycle.move(SESSION, "me")
     assert live() == 1
@@ -406,7 +408,7 @@ def commit(oplog: RedisOpLog, seq: int, name: object, size: int) -> None:
 
 
 def test_the_bytes_of_checkpoints_are_those_that_are_there(client, oplog, stored, allowances):
-    """After any history of saves, overwrites, copies, deletions and moves."""
+    """The promise holds after any history of saves, overwrites, copies, deletions and moves."""
     chance, seq = random.Random(1), 0
     payers = [*mine(), Payer(PROJECT, "other", Limits()), Payer(KEY, "k2", Limits())]
     for step in range(120):
@@ -428,7 +430,7 @@ def test_the_bytes_of_checkpoints_are_those_that_are_there(client, oplog, stored
             case "note":
                 stored.update(Checkpoint.namespace, name, {"public": "true"})
         if step == 60:
-            client.delete("tinsmith:stored")  # a state server of before there were sums: the next change makes them
+            client.delete("tinsmith:stored")  # a state server from before the sums existed: the next change makes them
             continue
         there = [fields for _, fields in stored.list(Checkpoint.namespace)]
         for payer in payers:

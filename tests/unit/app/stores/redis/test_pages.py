@@ -123,7 +123,7 @@ def test_nothing_is_written_on_a_closed_page_even_if_the_clock_is_set_back(pages
     records = RedisRecords(client)
     records.note("audit", "me", "one", "x")
     [now] = listed(client)
-    # As it is after the clock was two hours ahead.
+    # State after the clock was two hours ahead.
     client.set(keys.PREFIX + "pages_closed", now.hour + 1)
     records.note("audit", "me", "two", "x")
     assert pages.close(9) == [now]

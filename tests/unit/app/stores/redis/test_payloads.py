@@ -32,7 +32,7 @@ SETTINGS = EngineSettings(payload_budget_bytes=400 * KB, spill_bytes=100 * KB)
 
 
 class Store(FolderStore):
-    """A folder that can be away, or do something in the middle of a write."""
+    """A folder store that can be down, or run code in the middle of a write."""
 
     away = False
     before_put: Callable[[], object] = staticmethod(lambda: None)
@@ -71,7 +71,7 @@ def payloads(client: redis.Redis, store: Store) -> RedisPayloads:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A try that has not ended is taken for dead at once."""
+    """A spiller that takes an unfinished attempt for dead at once."""
     monkeypatch.setattr("app.stores.redis.payloads._ABANDONED_MS", 0)
 
 
@@ -105,7 +105,7 @@ def held(client: redis.Redis) -> dict[str, int]:
 
 
 class History:
-    """Random journal and sampling calls in any order; most are valid, the rest must change nothing."""
+    """Random journal and sampling calls in any order. Most are valid; the rest must change nothing."""
 
     def __init__(self, seed: int, client: redis.Redis, oplog: RedisOpLog, payloads: RedisPayloads) -> None:
         self.random = random.Random(seed)
@@ -208,7 +208,7 @@ def test_what_could_never_fit_is_told_so(oplog: RedisOpLog):
 
 
 def test_the_op_others_wait_for_is_let_in_over_the_budget(oplog: RedisOpLog):
-    """Refused, it would keep the ones behind it from ever making room."""
+    """If refused, it would keep the calls after it from ever making room."""
     for seq in (1, 2, 3, 4):
         admit(oplog, seq, 98 * KB)
     with pytest.raises(Unavailable):
@@ -310,7 +310,7 @@ def test_another_content_under_the_same_id_is_never_swapped(
     def again() -> None:
         oplog.finish_sample(request_id, OK)
         client.delete(keys.future(request_id))
-        time.sleep(0.005)  # what tells them apart is the millisecond of their admission
+        time.sleep(0.005)  # the millisecond of their admission tells them apart
         admit_sample(oplog, 0, 60 * KB)
 
     store.before_put = again
@@ -321,7 +321,7 @@ def test_another_content_under_the_same_id_is_never_swapped(
 def test_a_try_taken_for_dead_is_never_swapped_in(
     oplog: RedisOpLog, payloads: RedisPayloads, store: Store, impatient: None
 ):
-    """What there was of its object may have been deleted."""
+    """Its object may have been deleted."""
     request_id = admit(oplog, 0, 50 * KB)
     store.before_put = payloads.remove_garbage
     assert not payloads.spill(request_id)

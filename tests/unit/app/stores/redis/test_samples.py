@@ -54,7 +54,7 @@ def error(oplog: RedisOpLog, request: str) -> dict[str, str]:
 
 
 def heard(client: redis.Redis, do: object) -> list[str]:
-    """What is published about aborted requests while `do` runs."""
+    """Messages about aborted requests that are published while `do` runs."""
     with client.pubsub() as channel:
         channel.subscribe(keys.ABORTED_CHANNEL)
         assert channel.get_message(timeout=60)["type"] == "subscribe"
