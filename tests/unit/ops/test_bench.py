@@ -152,7 +152,7 @@ def test_a_killed_bench_takes_its_servers_along(tmp_path: Path):
 
 
 def left_in(folder: Path) -> list[str]:
-    """What is still there after a while: a killed process takes a moment to go."""
+    """Processes that still run after a while: a killed process takes a moment to end."""
     deadline = time.monotonic() + 30
     while processes_in(folder) and time.monotonic() < deadline:
         time.sleep(0.05)

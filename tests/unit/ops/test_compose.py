@@ -60,7 +60,7 @@ def test_a_missing_or_empty_secret_stops_the_start_with_a_message(name: str):
 
 
 def test_no_secret_is_written_in_a_file():
-    """Whatever is named like a secret comes from a variable that has no default."""
+    """Every variable named like a secret has no default."""
     raw = yaml.safe_load(COMPOSE.read_text())["services"]
     for service in raw.values():
         for key, value in service.get("environment", {}).items():

@@ -71,9 +71,9 @@ def test_the_api_image_holds_the_base_package_alone():
 
 
 def torch_calls(tmp_path: Path, index: str, *, reachable: bool) -> list[str]:
-    """The calls of pip by which the worker image gets torch: that step of its Dockerfile, run with a pip of our own.
+    """Calls of pip by which the worker image installs torch: that Dockerfile step, run with a stand-in pip.
 
-    `reachable` says whether one with an index named works.
+    `reachable` tells if a call with an index named works.
     """
     step = re.search(r"^RUN (if .*?\n) *fi$", WORKER.read_text(), re.M | re.S)
     assert step

@@ -65,7 +65,7 @@ def test_the_hooks_of_pre_commit_run_the_tools_of_the_environment():
 def test_no_file_spells_out_the_host_of_the_default_package_index():
     ours = (entry for entry in ROOT.iterdir() if entry.name not in _MADE)
     files = (path for entry in ours for path in (entry.rglob("*") if entry.is_dir() else [entry]))
-    # Beside it other tests compile modules: files in __pycache__ come and go.
+    # Other tests compile modules meanwhile: files in __pycache__ come and go.
     kept = (path for path in files if "__pycache__" not in path.parts and path.is_file())
     assert [path for path in kept if _DEFAULT_INDEX.encode() in path.read_bytes()] == []
 
@@ -87,7 +87,7 @@ CPU_INDEX = ["--index-url"]
 def test_a_machine_without_an_nvidia_driver_asks_for_the_cpu_build_of_torch_first(
     tmp_path: Path, driver: bool, reachable: bool, options: list[str], expected: list[list[str]]
 ):
-    """A stand-in for pip notes what it is asked for, and fails for an index that cannot be reached."""
+    """A stand-in for pip records its arguments, and fails for an index that cannot be reached."""
     noted = tmp_path / "noted"
     refuse = "" if reachable else 'case "$*" in *--index-url*) exit 1;; esac'
     python = script(tmp_path / "python", f'echo "$@" >> {noted}\n{refuse}\n')

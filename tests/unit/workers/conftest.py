@@ -46,7 +46,7 @@ from workers.train.scheduler import Ahead, Parked, Turns, Unowned
 BASE = "base"
 MODEL = "session:train:0"
 LORA = LoraSpec(rank=4, seed=3)
-# No lease lapses and no snapshot is due because a machine stood still: a test says when.
+# No lease expires and no snapshot is due because a machine stood still: tests control both.
 HOUR_S = 3600.0
 
 
@@ -70,7 +70,7 @@ def await_true(what: Callable[[], Any], why: str) -> None:
 
 @dataclass
 class Worker:
-    """One trainer as the runtime puts it together, rung by hand. `rung` records (kind, request id, queue)."""
+    """One trainer with production assembly, dispatched by hand. `rung` records (kind, request id, queue)."""
 
     runner: TrainingRunner
     owner: Owner
@@ -89,7 +89,10 @@ class Worker:
 
 @dataclass
 class World:
-    """The shared state of several workers of one base. `weights`: of projects, whose models are "me"'s if not said."""
+    """Shared state of several workers of one base model.
+
+    `weights`: of projects; models belong to project "me" by default.
+    """
 
     client: redis.Redis
     folder: Path
@@ -111,13 +114,13 @@ class World:
         return self.client.hgetall(keys.model(MODEL))
 
     def outlast(self, request_id: str) -> None:
-        """Whoever of those that began it is missed has been so for a lease."""
+        """Every missing worker that began the Op has been missing for the time of a lease."""
         former = json.loads(self.client.hget(keys.op(request_id), "former") or "{}")
         former = {worker: min(since, 1) for worker, since in former.items()}
         self.client.hset(keys.op(request_id), "former", json.dumps(former))
 
     def await_snapshot(self, seq: int) -> None:
-        """Until the durable snapshot stands at `seq`."""
+        """Waits until the durable snapshot is at `seq`."""
         await_true(lambda: int(self.head()[b"snapshot_seq"]) == seq, f"no durable snapshot at {seq}")
 
     def worker(
@@ -130,9 +133,10 @@ class World:
         wait_s: float = 0.0,
         **engine: Any,
     ) -> Worker:
-        """Nodes keep their backend (loading a base again adds nothing), without any model in it.
+        """Makes a worker, without any model in its backend.
 
-        A `share` of 1 or more is a snapshot behind every step. `engine` overrides the engine's settings.
+        Nodes keep their backend, because a second load of the base model adds nothing. A `share` of 1 or
+        more makes a snapshot after every step. `engine` overrides the engine's settings.
         """
         node = name.partition("/")[0]
         if node not in self.backends:
@@ -192,7 +196,7 @@ PROBE = ForwardBackward(batch(99), "cross_entropy", forward_only=True)
 
 
 def probe(worker: Worker, world: World, seq: int) -> bytes:
-    """The logprobs of a fixed batch: equal bytes mean an equal model."""
+    """Logprobs of a fixed batch: equal bytes mean an equal model."""
     world.admit(seq, PROBE)
     result = worker.handle(seq)
     assert result is not None
@@ -200,7 +204,7 @@ def probe(worker: Worker, world: World, seq: int) -> bytes:
 
 
 def undisturbed(world: World, seeds: list[int]) -> bytes:
-    """What a run of these steps gives when nothing happens to it."""
+    """Result of an undisturbed run of these steps."""
     backend = world.worker("reference/0").backend
     output = None
     for op in [Create(LORA), *(op for seed in seeds for op in step(seed)), PROBE]:
@@ -215,7 +219,7 @@ def logprob_bytes(body: bytes) -> bytes:
 
 
 def add_model(world: World, model_id: str, project: str = "me") -> None:
-    """A further model that nobody owns, with its creation waiting."""
+    """Adds a model without an owner, with its creation waiting."""
     world.oplog.create_model(model_id, dump(Model(project, "session", BASE, 0.0)))
     payload = codec.encode(CreateModel(ModelSpec(BASE, LORA)))
     world.oplog.admit(model_id, 0, CreateModel.kind, payload, codec.digest(payload))
@@ -250,7 +254,7 @@ def world(
         snapshots.close()
     for keeper in world.keepers:
         keeper.stop()
-    # Those were not waited for: what they are doing is over before the next test has models of the same names.
+    # The calls above do not wait for these threads: they must end before the next test has models of the same names.
     for thread in threading.enumerate():
         if thread.name in ("hand-overs", "snapshot-writes", "snapshot-uploads"):
             thread.join(60)

@@ -22,7 +22,7 @@ CONTENT = {ADAPTER_FILE: b"a" * 70_000, ADAPTER_CONFIG_FILE: b'{"r": 8}', OPTIMI
 
 
 class WatchedStore(FolderStore):
-    """A folder store that notes what it was asked for, and fails when a key's turn comes."""
+    """A folder store that records its requests, and fails at a chosen key."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root, "secret", "http://localhost")

@@ -15,7 +15,7 @@ SOON_S = 60.0
 
 
 class Work:
-    """Notes what it was given; waits for `gate` first, and fails while `broken`."""
+    """Records its items; waits for `gate` first, and fails while `broken`."""
 
     def __init__(self) -> None:
         self.done: list[tuple[str, int]] = []
@@ -46,7 +46,7 @@ def latest(work: Work) -> Iterator[Latest[int]]:
 
 
 def begin(latest: Latest[int], work: Work, item: int) -> None:
-    """`item` is being worked on, until the gate opens."""
+    """Starts work on `item`, which lasts until the gate opens."""
     work.gate.clear()
     latest.put("a", item)
     await_true(lambda: latest.item("a") == item, "it was not begun")

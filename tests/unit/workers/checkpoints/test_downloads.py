@@ -19,12 +19,12 @@ CUT, WRONG, AWAY = CONTENT[:-1], b"x" + CONTENT[1:], None
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tries are counted here; how long they took says only how busy the machine was."""
+    """Removes the time limit: attempts are counted here, and their duration only shows how busy the machine was."""
     monkeypatch.setattr(transfer, "_WITHIN_S", 3600.0)
 
 
 class Line(FolderStore):
-    """A store behind a bad line: what `answers` lists comes instead of the next answers; None is an outage."""
+    """A store behind a bad line: `answers` replace the next answers; None is an outage."""
 
     def __init__(self, root: Path, answers: list[bytes | None]) -> None:
         super().__init__(root, "secret", "http://localhost")

@@ -30,7 +30,7 @@ def loaded(folder: Path) -> base_model.LoadedBase:
 
 
 def moved(base: base_model.LoadedBase) -> dict[str, Tensor]:
-    """Every parameter, no longer what the base's folder holds; the base itself has moved as far."""
+    """Moves every parameter of the base model away from its folder's values; returns copies of them."""
     generator = torch.Generator().manual_seed(1)
     for parameter in base.model.parameters():
         parameter.mul_(1 + 0.1 * torch.rand(parameter.shape, generator=generator))
@@ -50,7 +50,7 @@ def test_the_loaded_model_gives_the_same_logits_bit_for_bit(case: str, tmp_path:
     lora.wrap(base.model)
     huggingface_writer(base.model, tensors, torch.float32, base.tokenizer)(tmp_path / "exported")
 
-    # Nothing but the folder, on the attention the base runs on: another kernel rounds otherwise.
+    # Only the folder, with the base model's attention: another kernel rounds differently.
     attention = base.model.config._attn_implementation
     found = AutoModelForCausalLM.from_pretrained(tmp_path / "exported", attn_implementation=attention)
     assert type(found) is type(base.model)

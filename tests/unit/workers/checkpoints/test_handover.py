@@ -35,7 +35,7 @@ SAVE = SaveWeights("sampler_weights", "ephemeral-3", sampling_session_id=SAMPLER
 
 @pytest.fixture
 def store(world: World) -> Iterator[GatedStore]:
-    """Takes nothing but snapshots while its gate is shut."""
+    """A store that accepts only snapshots while its gate is shut."""
     store = GatedStore(world.folder / "objects")
     yield store
     store.open.set()
@@ -43,7 +43,7 @@ def store(world: World) -> Iterator[GatedStore]:
 
 @pytest.fixture(autouse=True)
 def dies_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A closed one leaves its thread in the store, as a dead process would leave nothing."""
+    """A closed process leaves its thread in the store; a dead process would leave nothing."""
     monkeypatch.setattr(shm_transfer, "_CLOSE_S", 0.0)
 
 
@@ -53,7 +53,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def handed_over(worker: Worker, world: World, *seeds: int) -> str:
-    """A step for each seed, and a save for sampling that is committed. Returns its prefix."""
+    """Runs a step for each seed, and commits a save for sampling. Returns the save's prefix."""
     admit(world, *(op for seed in seeds for op in step(seed)), SAVE)
     assert worker.handle(2 * len(seeds) + 1, SAVE.kind) is not None
     return prefix_of(world)
@@ -74,13 +74,13 @@ def await_upload(world: World) -> None:
 
 
 def files(world: World, store: FolderStore, machine: str, asked: Callable[[str], None] = print) -> AdapterFiles:
-    """A sampler's, on a machine of that name."""
+    """Adapter files of a sampler on a machine of that name."""
     nearby = HandoverFolder(world.folder / "handover" / machine, 2**30)
     return AdapterFiles(store, world.records, nearby, world.folder / "sampler" / machine, 2**30, asked)
 
 
 def expected(world: World, *seeds: int) -> bytes:
-    """The adapter's file behind these steps."""
+    """The adapter's file after these steps."""
     backend = world.worker("reference/0").backend
     for op in [Create(LORA), *(op for seed in seeds for op in step(seed))]:
         backend.apply({MODEL: op})
@@ -91,7 +91,7 @@ def expected(world: World, *seeds: int) -> bytes:
 
 
 def stored_adapter(world: World, prefix: str) -> bytes:
-    """In the object store, whole."""
+    """The complete adapter in the object store."""
     store = FolderStore(world.folder / "objects", "secret", "http://x")
     manifest = transfer.read_manifest(store, prefix)
     content = store.read(f"{prefix}/{ADAPTER_FILE}")
@@ -115,7 +115,7 @@ def test_weights_are_sampled_on_their_machine_before_the_object_store_has_them(w
 
 
 def test_the_journal_reaches_back_before_what_is_not_uploaded_yet(world: World, store: GatedStore):
-    """Else nothing could make it again."""
+    """Otherwise nothing could make the weights again."""
     worker = world.worker("a/1", share=math.inf, store=store)
     handed_over(worker, world, 0)
     world.await_snapshot(2)
@@ -131,7 +131,7 @@ def test_the_journal_reaches_back_before_what_is_not_uploaded_yet(world: World, 
 
 @pytest.mark.parametrize("snapshots_too", [True, False])
 def test_a_machine_that_is_lost_before_the_upload_loses_nothing(world: World, store: GatedStore, snapshots_too: bool):
-    """Another one makes the same weights again, and the run goes on."""
+    """Another machine makes the same weights again, and the run goes on."""
     worker = world.worker("a/1", share=math.inf if snapshots_too else 0.02, store=store)
     prefix = handed_over(worker, world, 0)
     admit(world, *step(1), first=4)
@@ -147,7 +147,7 @@ def test_a_machine_that_is_lost_before_the_upload_loses_nothing(world: World, st
 
 
 def test_a_process_that_dies_before_the_upload_leaves_it_to_the_next_on_its_machine(world: World, store: GatedStore):
-    """Which owns no model yet."""
+    """The next process owns no model yet."""
     worker = world.worker("a/1", store=store)
     prefix = handed_over(worker, world, 0)
     worker.handovers.close()
@@ -158,7 +158,7 @@ def test_a_process_that_dies_before_the_upload_leaves_it_to_the_next_on_its_mach
 
 
 def test_a_local_snapshot_behind_a_lost_hand_over_is_passed_over(world: World, store: GatedStore):
-    """A reboot empties the memory, not the disk: what is on it would skip the save."""
+    """A reboot empties the memory, not the disk: a snapshot on the disk would skip the save."""
     worker = world.worker("a/1", share=math.inf, store=store)
     prefix = handed_over(worker, world, 0)
     admit(world, *step(1), first=4)
@@ -282,7 +282,7 @@ def test_a_worker_that_is_asked_to_end_leaves_the_rest_to_the_journal(world: Wor
 
 
 def test_two_owners_that_upload_at_once_agree_on_one_of_their_copies(world: World, tmp_path: Path):
-    """On a GPU a replay may give other last bits; a manifest of one over the file of the other would be damage."""
+    """On a GPU a replay may give different last bits; a manifest of one owner over the other's file would be damage."""
     store = FolderStore(world.folder / "objects", "secret", "http://x")
     worker = world.worker("a/1", store=store)
     worker.handovers.close()
@@ -297,7 +297,7 @@ def test_two_owners_that_upload_at_once_agree_on_one_of_their_copies(world: Worl
     (theirs / MANIFEST).unlink()
     about = {"path": "", "generation": "3-1", "model_id": MODEL, "owner": "me", "base_model": "base"}
     transfer.seal(theirs, transfer.describe(theirs, **about, lora=LORA, seq=3, epoch=1))
-    store.put_new(f"{prefix}/{ADAPTER_FILE}", theirs / ADAPTER_FILE)  # they are half-way when we begin
+    store.put_new(f"{prefix}/{ADAPTER_FILE}", theirs / ADAPTER_FILE)  # they are half-way when this upload begins
     transfer.complete(store, prefix, mine)
     transfer.complete(store, prefix, theirs)
     assert stored_adapter(world, prefix) == bytes(content)
@@ -328,7 +328,7 @@ def test_an_upload_that_ends_meanwhile_is_waited_for(world: World, store: GatedS
 
 
 def test_the_end_of_a_run_ends_its_hand_overs(world: World, store: GatedStore):
-    """Nobody waits for them for ever, and nothing of them is left."""
+    """No request waits for them forever, and no file of them is left."""
     worker = world.worker("a/1", store=store)
     prefix = handed_over(worker, world, 0)
     assert store.asked.wait(60), "the upload is under way"
@@ -381,7 +381,7 @@ def test_in_flight_samplers_of_a_model_follow_its_newest_save_and_a_snapshot_sta
 
 
 def test_a_request_keeps_the_version_it_was_admitted_for(world: World, store: GatedStore):
-    """Whoever runs it, and however often its client asks again."""
+    """This holds for every sampler, and however often the client asks again."""
     worker = world.worker("a/1", store=store)
     first = SaveWeights("sampler_weights", "ephemeral-1", sampling_session_id=SAMPLER, inflight=True)
     second = SaveWeights("sampler_weights", "ephemeral-2", sampling_session_id="session:sample:1", inflight=True)

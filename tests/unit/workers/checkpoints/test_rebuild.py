@@ -43,7 +43,7 @@ def objects(world: World) -> FolderStore:
 
 
 def emptied(world: World) -> None:
-    """Two steps with a snapshot behind them, a checkpoint, and a step that is lost; then no state server data."""
+    """Two steps with a snapshot after them, a checkpoint, and a step that is lost; then an emptied state server."""
     world.records.put(Session.namespace, "session", dump(Session("me", 0.0, display_name="mine")))
     worker = world.worker("a/1", share=1.0)
     worker.handle(0)
@@ -53,7 +53,7 @@ def emptied(world: World) -> None:
     run(world, worker, MODEL, 5, SaveWeights("weights", "saved", user_metadata={"note": "kept"}))
     run(world, worker, MODEL, 6, SaveWeights("sampler_weights", "ephemeral-6", sampling_session_id="session:sample:0"))
     run(world, worker, MODEL, 7, step(9)[0])
-    worker.handovers.finish(MODEL, 60.0)  # one that ends behind the emptying removes what it uploaded
+    worker.handovers.finish(MODEL, 60.0)  # an upload that ends after the emptying removes its files
     worker.owner.discard(MODEL)
     world.client.flushall()
 
@@ -119,7 +119,7 @@ def test_a_run_is_as_it_was_but_for_what_its_manifests_do_not_say(world: World):
 
 
 def test_a_local_snapshot_of_the_lost_history_is_never_taken_for_the_new_ones(world: World):
-    """Nobody but its machine knew of it; the new history reaches its seq with other steps."""
+    """Only its machine has the snapshot; the new history reaches its seq with different steps."""
     expected = undisturbed(world, [0, 1, 2])
     emptied(world)
     folder = world.folder / "snapshots" / "a" / MODEL
@@ -168,7 +168,7 @@ def test_one_that_was_cut_off_is_finished_by_the_next(world: World, monkeypatch:
 
 
 def copy_files(world: World, source: str, target: str) -> None:
-    """What is at `target` already stays."""
+    """Copies files; existing ones at `target` stay."""
     store = objects(world)
     for key in store.list(f"{source}/"):
         store.put_new(key.replace(source, target), store.read(key))

@@ -116,7 +116,7 @@ def test_a_damaged_one_is_dropped_and_the_next_one_used(folder: SnapshotFolder, 
 
 
 def test_one_behind_the_trimmed_journal_or_ahead_of_it_is_not_used(folder: SnapshotFolder):
-    """Ahead: the state server was set back to an earlier state, and the journal took another way since."""
+    """Ahead: the state server was set back to an earlier state, and the journal has diverged since."""
     written(folder, (7, 2), (8, 2), (9, 2), (10, 2), (11, 2))
     assert usable(folder, lease(applied=10, durable=8)) == [(10, 2), (9, 2), (8, 2)]
     assert names(folder) == ["10-2", "8-2", "9-2"]

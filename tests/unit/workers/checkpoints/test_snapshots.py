@@ -66,7 +66,7 @@ def store(world: World) -> Shaky:
 
 
 def train(world: World, worker: Worker, seeds: Iterable[int]) -> int:
-    """One step for each seed, the seqs by that; returns the last seq."""
+    """Runs one step for each seed, whose seq follows from it; returns the last seq."""
     seq = 0
     for seed in seeds:
         for seq, op in enumerate(step(seed), 2 * seed + 1):
@@ -90,7 +90,7 @@ def stored(world: World) -> set[str]:
 
 
 def waits_for_upload(worker: Worker) -> int | None:
-    """The seq of the snapshot that is uploaded next."""
+    """Seq of the snapshot that is uploaded next."""
     written = worker.snapshots._pipeline._uploads._waiting.get(MODEL)
     return written.local.seq if written is not None else None
 

@@ -26,7 +26,7 @@ ALL: dict[str, Any] = {
 
 
 def score(cuts: list[int], dtype: torch.dtype = torch.float32, **fields: Any) -> SampleOutput:
-    """What is found in LOGITS, given in pieces that end at `cuts`."""
+    """Scores of LOGITS, given in pieces that end at `cuts`."""
     request = SampleRequest(PROMPT, 1, 1, 7, **fields)
     scorer = PromptScorer(request, CPU)
     for begin, end in zip([scorer.first_row, *cuts], [*cuts, LENGTH - 1], strict=True):

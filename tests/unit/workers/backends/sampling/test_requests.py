@@ -13,7 +13,7 @@ def tokenizer(tmp_path_factory):
 
 
 def completed_at(tokenizer, stops: tuple[str, ...], text: str, prompt: str = "Hi") -> int | None:
-    """How many tokens it took, one a byte."""
+    """Number of tokens until completion, one per byte."""
     watch = StopText(tokenizer, tokenizer.encode(prompt).ids, stops)
     return next((n for n, token in enumerate(tokenizer.encode(text).ids, 1) if watch.completes(token)), None)
 

@@ -60,7 +60,7 @@ def test_an_impossible_token_is_never_drawn():
 
 
 def test_the_odds_hold_across_a_vocabulary_of_many_blocks():
-    """1,000 tokens are four blocks, of which one has no weight and the last is not full."""
+    """1,000 tokens are four blocks: one of them has no weight and the last is not full."""
     weights = torch.rand(1000, generator=torch.Generator().manual_seed(0))
     weights[256:512] = 0
     counts = np.bincount(draw(weights.log(), EVEN.tolist()), minlength=1000)
@@ -70,7 +70,7 @@ def test_the_odds_hold_across_a_vocabulary_of_many_blocks():
 
 
 def test_rounding_draws_nothing_impossible_either():
-    """The greatest uniform there is, times a sum, is often that sum."""
+    """The greatest possible uniform number, times a sum, often equals that sum."""
     weights = torch.rand(1000, 700, generator=torch.Generator().manual_seed(0))
     weights[:, 400:] = 0
     drawer = Drawer([ask()] * len(weights), CPU)

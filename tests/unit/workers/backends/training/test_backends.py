@@ -11,7 +11,7 @@ from workers.backends.training.backends import rank_device
 
 @pytest.fixture
 def limits(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, torch.device]]:
-    """What torch was told, on a machine that seems to have two GPUs."""
+    """Limits that torch received, on a machine that seems to have two GPUs."""
     told: list[tuple[float, torch.device]] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)

@@ -18,7 +18,7 @@ def op(loss_fn: str) -> ForwardBackward:
 
 
 def inputs_of(loss_fn: str, n: int, width: int, generator: torch.Generator) -> dict[str, Tensor]:
-    """Random, of one datum: every input but the targets, which a formula does not see."""
+    """Random inputs of one datum: every input but the targets, which a formula does not see."""
     spec = LOSSES[loss_fn]
     names = [name for name in (*spec.inputs, *spec.optional) if name != "target_tokens"]
     found = {name: torch.randn(1, n, width, generator=generator) for name in names}

@@ -27,7 +27,7 @@ def adapter(seed: int, rank: int) -> Adapter:
 def by_hand(
     hidden: Tensor, weight: Tensor, targets: Tensor, segments: Sequence[tuple[Adapter, int]], rule: LogitRule
 ) -> Tensor:
-    """Differentiable, all at once."""
+    """Differentiable reference, computed in one piece."""
     shares = torch.split(hidden, [count for _, count in segments])
     logits = hidden @ weight.t() + torch.cat(
         [
@@ -55,7 +55,7 @@ def test_logprobs_and_all_gradients_equal_log_softmax(
     torch.manual_seed(0)
     weight, hidden = torch.randn(VOCAB, WIDTH), torch.randn(ROWS, WIDTH)
     targets, seed = torch.randint(0, VOCAB, (ROWS, width)), torch.randn(ROWS, width)
-    targets[:, -1] = targets[:, 0]  # one token twice
+    targets[:, -1] = targets[:, 0]  # the same token twice
     seed[torch.randperm(ROWS)[:zeros]] = 0
     seed[-1, 0] = -seed[-1, 1:].sum() if width > 1 else 1.0  # a row whose gradients cancel
     segments = [(adapter(1, 4), 10), (Adapter(LoraSpec(1), {}), 5), (adapter(2, 2), ROWS - 15)]

@@ -25,7 +25,7 @@ MODELS = ("a", "b", "c")
 
 
 class State:
-    """Two tensors; a move, even to the same kind of device, gives them other storage."""
+    """Two tensors; a move, even to the same kind of device, gives them different storage."""
 
     def __init__(self) -> None:
         self.tensors = [torch.arange(4.0), torch.ones(3)]
@@ -38,7 +38,7 @@ class State:
         return [tensor.untyped_storage().data_ptr() for tensor in self.tensors]
 
     def moved(self) -> bool:
-        """Since it was last asked."""
+        """Moves since the last call."""
         before, self.at = self.at, self.places()
         return before != self.at
 
@@ -54,10 +54,10 @@ def test_the_longest_unused_leave_and_come_back_on_their_next_use() -> None:
         ("a", "", 1),
         ("b", "", 2),
         ("a", "", 2),
-        ("c", "b", 2),  # b was unused for longest
+        ("c", "b", 2),  # b is the least recently used
         ("a", "", 2),
         ("b", "bc", 2),
-        ("abd", "", 3),  # a pass takes what it needs
+        ("abd", "", 3),  # a pass takes the memory it needs
         ("d", "a", 2),
         ("abcd", "ac", 4),
     ):
@@ -105,7 +105,7 @@ def opened(base: Path, most: int) -> Trainer:
 
 
 def test_models_that_come_and_go_train_to_the_same_bits(base: Path, tmp_path: Path) -> None:
-    """With pending gradients and optimizer state on the way, a critic among them."""
+    """The models have pending gradients and optimizer state while they move, a critic among them."""
     ends = []
     for most in (1, 0):
         backend = opened(base, most)
@@ -144,5 +144,5 @@ def test_all_of_a_model_leaves_the_device(base: Path) -> None:
     backend.apply({"b": Create(LoraSpec(rank=2))})
     after = [tensor.untyped_storage().data_ptr() for tensor in tensors]
     assert all(old != new for old, new in zip(before, after, strict=True))
-    # A pair on each of 15 linears, three more numbers for each of Adam's, and the pending gradient.
+    # A pair on each of 15 linear layers, three more numbers for each of Adam's, and the pending gradient.
     assert len(tensors) == 30 * (1 + 3 + 1)

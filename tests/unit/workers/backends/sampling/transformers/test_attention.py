@@ -9,7 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from workers.backends.sampling.transformers.kv_cache import decode_attention
 
 ROWS, HEADS, KV_HEADS, WIDTH, COLUMNS = 5, 6, 2, 16, 37
-# transformers' own asks the module how many heads share one.
+# transformers' own function reads the number of heads that share one from the module.
 MODULE = SimpleNamespace(num_key_value_groups=HEADS // KV_HEADS, is_causal=True)
 
 

@@ -44,12 +44,12 @@ def ask(*prompt: int, **fields) -> SampleRequest:
 
 
 def on_forward(sampler: TransformersSampler, check) -> None:
-    """Call `check(input_ids)` before every forward pass of the sampler's own model."""
+    """Calls `check(input_ids)` before every forward pass of the sampler's own model."""
     sampler._base.model.register_forward_pre_hook(lambda _m, _a, given: check(given["input_ids"]), with_kwargs=True)
 
 
 def hold(sampler: TransformersSampler, until) -> None:
-    """What was begun draws no further token before that, so it ends neither before its client nor before another's."""
+    """Blocks every decode pass until `until` is true, so that no request ends before its client or another request."""
     on_forward(sampler, lambda input_ids: await_true(until, "a pass goes on") if input_ids.shape[1] == 1 else None)
 
 
@@ -96,7 +96,7 @@ def test_no_more_than_max_batch_sequences_are_decoded_together(sampler):
 
 
 def test_requests_that_arrive_while_others_run_join_them(sampler):
-    """A long request does not hold up a short one behind it, nor the other way round."""
+    """A long request does not delay a short one after it, nor the other way round."""
     hold(sampler, lambda: sampler._engine._waiting or rows)
     rows = []
     on_forward(sampler, lambda input_ids: rows.append(len(input_ids)) if input_ids.shape[1] == 1 else None)
@@ -178,7 +178,7 @@ def test_closing_fails_what_is_unfinished(sampler):
 
 
 def test_new_weights_that_were_written_in_part_end_the_engine(folder, tmp_path, monkeypatch):
-    """Nobody knows what it would sample; the worker is started again with the base's."""
+    """The weights are undefined then; the worker is restarted with the base model's."""
     settings = BaseModelSettings(
         name="tiny", path=str(folder), dtype="float32", sampler=SamplerSettings(backend="transformers")
     )

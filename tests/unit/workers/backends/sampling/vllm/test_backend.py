@@ -17,7 +17,7 @@ from workers.backends.sampling.vllm.engine import EngineThread
 
 
 class Engine:
-    """Stands for vLLM's engine when it takes new weights; it fails as a test asks."""
+    """Stand-in for vLLM's engine that receives new weights; it fails on request."""
 
     def __init__(self) -> None:
         self.told: list[str] = []

@@ -27,7 +27,7 @@ LAST = SampleRequest(PROMPT, 1, 1, 7, prompt_logprobs=True, prompt_last_n=100)
 
 
 class Head:
-    """The model's head; notes how many rows it is given at a time."""
+    """The model's head; records the number of rows of each call."""
 
     def __init__(self) -> None:
         self.rows: list[int] = []
@@ -83,7 +83,7 @@ def test_rows_left_out_by_the_prefix_cache_are_never_made_up():
 
 
 class FirstRunner:
-    """The parts of vLLM's first model runner that are hooked; if `asynchronous`, a step's output is inside another."""
+    """The hooked parts of vLLM's first model runner; if `asynchronous`, a step's output is inside another."""
 
     asynchronous = False
     device = CPU

@@ -28,7 +28,7 @@ def test_new_blocks_are_those_not_yet_filled():
 
 
 class Runner:
-    """Notes which rows are sampled with a generator."""
+    """Records the rows that are sampled with a generator."""
 
     def __init__(self) -> None:
         self.input_batch = SimpleNamespace(num_reqs=3, generators={0: "a", 1: "b"})

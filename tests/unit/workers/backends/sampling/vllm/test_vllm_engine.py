@@ -19,7 +19,7 @@ SHUTTING_DOWN = "the worker is shutting down"
 
 
 class Engine:
-    """Says that it is dead to whoever it is taken from, as vLLM's does."""
+    """Engine that reports its death to every pending call, as vLLM's does."""
 
     errored = False
     output_processor = SimpleNamespace(process_outputs=print)

@@ -10,7 +10,7 @@ from workers.backends.sampling.vllm import patches
 
 
 def piece(*positions: Sequence[int]) -> FlatLogprobs:
-    """As vLLM makes one: at each position the sampled token first, then the likeliest."""
+    """A piece as vLLM makes it: at each position the sampled token first, then the likeliest."""
     made = FlatLogprobs()
     for ids in positions:
         ranks = itertools.chain((1,), range(1, len(ids)))
@@ -20,7 +20,7 @@ def piece(*positions: Sequence[int]) -> FlatLogprobs:
 
 @pytest.fixture(autouse=True)
 def repaired(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FlatLogprobs, "extend", FlatLogprobs.extend)  # put back behind the test
+    monkeypatch.setattr(FlatLogprobs, "extend", FlatLogprobs.extend)  # restored after the test
     patches.repair_pieces.__wrapped__()
 
 

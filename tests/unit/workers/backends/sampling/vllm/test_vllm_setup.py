@@ -44,7 +44,7 @@ def test_a_vllm_that_cannot_be_imported_is_a_setup_error_that_names_the_cause(tm
         "from workers.backends.sampling.vllm.engine import check_import, check_install\ncheck_install()\ncheck_import()"
     )
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path(__file__).parents[6])])}
-    environ.pop(SAMPLER_PID_VARIABLE, None)  # of a test before, which would make the process a worker of vLLM's
+    environ.pop(SAMPLER_PID_VARIABLE, None)  # left by an earlier test, it would make the process a worker of vLLM's
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environ)
     assert "SetupError: vLLM is installed but cannot be imported: libcudart.so.99: cannot open" in run.stderr
 
@@ -60,7 +60,7 @@ def test_the_operators_engine_arguments_win():
     args = engine_args(BaseModelSettings(name="n", path="~/m", max_rank=20, sampler=sampler), 100, "float32")
     assert args["model"] == str(Path.home() / "m")
     assert (args["max_num_seqs"], args["seed"], args["max_model_len"], args["max_lora_rank"]) == (9, 1, 100, 32)
-    # On a CPU the base takes a fourth slot, and half of 4 GiB is 2.
+    # On a CPU the base model takes a fourth slot, and half of 4 GiB is 2.
     assert (args["max_loras"], args["kv_cache_memory_bytes"]) == (4, 2 * 2**30)
 
 

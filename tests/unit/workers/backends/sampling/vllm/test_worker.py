@@ -43,7 +43,7 @@ if __name__ == "__main__":
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Qwen2, whose vLLM class does not name lm_head among what adapters sit on, and an adapter on lm_head."""
+    """A tiny Qwen2, whose vLLM class does not list lm_head among adapter targets, and an adapter on lm_head."""
     folder = tmp_path_factory.mktemp("qwen2")
     AutoTokenizer.from_pretrained(tiny_qwen3(tmp_path_factory.mktemp("qwen3"))).save_pretrained(folder)
     config = Qwen2Config(
@@ -78,7 +78,7 @@ def expected(folder: Path) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def sampler(folder: Path, expected: np.ndarray) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A running sampler process, and what it printed when it was ready."""
+    """A running sampler process, and its output when it was ready."""
     script = folder / "sampler.py"
     script.write_text(SAMPLER)
     command = [sys.executable, str(script), str(folder), json.dumps(PROMPT)]

@@ -19,12 +19,12 @@ WEIGHTS = torch.tensor([0.25, 0.5, 0.75, 0.125])
 MATRIX = torch.tensor([[0.5, -1.0, 2.0, 0.1], [1.0, 0.3, -0.2, 0.9], [0.7, 0.2, 0.6, -0.4], [0.8, 0.05, 1.5, 0.25]])
 INDEX = torch.tensor([2, 0, 3, 1])
 INPUTS = {"logprobs": LOGPROBS, "weights": WEIGHTS, "matrix": MATRIX, "index": INDEX}
-# References to them, and to what a test computes first.
+# References to the inputs, and to the nodes that a test computes first.
 L, W, M, X, B, T = ({"ref": name} for name in ("logprobs", "weights", "matrix", "index", "mask", "stacked"))
 
 
 def run(loss: CustomLoss, *datums: dict[str, Tensor]) -> CustomLossRun:
-    """`datums` hold every input by name, logprobs too, whose shape the targets take."""
+    """Runs a graph. `datums` hold every input by name, logprobs too, whose shape the targets take."""
     tokens = [np.zeros(len(datum["logprobs"]), np.int32) for datum in datums]
     columns = {"target_tokens": [np.zeros(datum["logprobs"].shape, np.int64) for datum in datums]}
     for entry in loss.inputs[1:]:
@@ -39,7 +39,7 @@ def node(name: str, target: str, *args: Any, method: bool = False) -> dict[str, 
 
 
 def graph(*calls: dict[str, Any]) -> CustomLoss:
-    """The calls, and a loss: the sum of the last one's result, as float32, and of the logprobs."""
+    """A graph of the calls, and a loss: the sum of the last call's result, as float32, and of the logprobs."""
     start = [{"op": "placeholder", "name": name, "target": name, "args": [], "kwargs": {}} for name in INPUTS]
     end = [
         node("as_float", "float", {"ref": calls[-1]["name"]}, method=True),

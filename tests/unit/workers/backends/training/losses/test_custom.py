@@ -55,7 +55,7 @@ def test_every_function_is_the_one_the_sdk_means_by_its_name() -> None:
 # --- equal to the client, Op by Op ---
 
 FLOAT32, PAIR = {"dtype": "float32"}, {"tuple": [2, 2]}
-# Arguments tried on every operation; those it takes are the test.
+# Arguments tried on every operation; the accepted ones are the test.
 PATTERNS: list[list[Any]] = [
     [L], [W], [L, W], [L, W, W], [W, W], [L, 0], [L, 1], [L, 2.0], [M, M], [M, W], [M, 0, 1], [L, L], [B], [B, B],
     [B, L, W], [[L, W]], [[L, W], 0], [4], [PAIR], [PAIR, 1.5], [L, PAIR], [L, {"tuple": [0]}], [L, "shape"], [M,
@@ -70,7 +70,7 @@ PATTERNS: list[list[Any]] = [
 
 
 def reference(calls: list[dict[str, Any]], leaf: Tensor) -> Any:
-    """The last call's result, by plain torch and torch's own names for things."""
+    """The last call's result, by plain torch and torch's own names."""
     found: dict[str, Any] = {**{name: value.clone() for name, value in INPUTS.items()}, "logprobs": leaf}
     for call in calls:
         args = [value_of(arg, found) for arg in call["args"]]
@@ -115,18 +115,18 @@ def cases() -> Iterator[tuple[str, bool]]:
 
 @pytest.mark.filterwarnings("ignore")
 def test_every_allowed_operation_gives_what_it_gives_on_the_client() -> None:
-    """Value, gradient, and no refusal: what cannot be foretold by the limits would be refused here."""
+    """Value and gradient agree, and none is refused: an operation the limits cannot predict would be refused."""
     untested = set()
     for name, method in cases():
         agreed = (args for args in PATTERNS if agrees(name, method, args))
-        # Most methods are functions by another name.
+        # Most methods are aliases of functions.
         if not list(islice(agreed, 1 if method else 5)):
             untested.add(name)
     assert untested == set()
 
 
 def agrees(name: str, method: bool, args: list[Any]) -> bool:
-    """False where the operation does not take these arguments, or gives nothing to differentiate."""
+    """Returns False when the operation does not accept these arguments, or returns nothing to differentiate."""
     if name != "getattr" and isinstance(args[-1], str):
         return False
     calls = [*SETUP, node("result", name, *args, method=method)]
@@ -151,7 +151,7 @@ def agrees(name: str, method: bool, args: list[Any]) -> bool:
 
 
 def runs(calls: list[dict[str, Any]]) -> bool:
-    """For a result that is a number, a size or a type: it is computed beside a loss of its own."""
+    """Runs an operation whose result is a number, a size or a type: it is computed beside a separate loss."""
     beside = [*calls, node("last", "torch.neg", L)]
     return bool(run(graph(*beside), INPUTS).differentiate(0, LOGPROBS).gradient.numel())
 
@@ -239,7 +239,7 @@ _REDUCING = [
 
 @st.composite
 def programs(draw: st.DrawFn) -> list[dict[str, Any]]:
-    """Calls on the inputs, on each other's results and on numbers, most of which fit."""
+    """Calls on the inputs, on each other's results and on numbers, most of them valid."""
     made = list(INPUTS)
     calls: list[dict[str, Any]] = []
     for i in range(draw(st.integers(1, 8))):

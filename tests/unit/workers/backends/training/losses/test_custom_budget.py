@@ -107,7 +107,7 @@ def peak_bytes() -> int:
 
 
 def evaluated(loss: CustomLoss, datums: int) -> Tensor:
-    """The losses of that many equal datums of one Op."""
+    """Losses of that many equal datums of one Op."""
     found = run(loss, *[INPUTS] * datums).evaluate(np.arange(datums), LOGPROBS.expand(datums, 4)[:, :, None])
     return found[0]
 

@@ -31,7 +31,7 @@ INPUTS = {
 
 
 def value(name: str, changed: dict[str, torch.Tensor] | None = None, **config: float) -> tuple[LossValue, torch.Tensor]:
-    """The loss and its gradient in the logprobs."""
+    """Returns the loss and its gradient in the logprobs."""
     lp = column(*LP).requires_grad_()
     found = LOSS_FNS[name](lp, {**INPUTS, **(changed or {})}, {**LOSSES[name].config, **config})
     (gradient,) = torch.autograd.grad(found.per_token.sum(), lp)
@@ -120,7 +120,7 @@ def test_a_token_with_thresholds_of_its_own_is_clipped_by_them(name: str) -> Non
         wanted = [-min(r * a, h * a) for r, h, a in zip(ratios, held, advantages, strict=True)]
     close(found.per_token, *wanted, 0.0)
     assert found.metrics["clipped:sum"].sum() == sum(h != pytest.approx(r) for r, h in zip(ratios, held, strict=True))
-    # One of the two thresholds alone leaves the setting for the other.
+    # A config with only one of the two thresholds keeps the setting's other one.
     alone, _ = value(name, {"clip_low_threshold": column(0.0, 0.0, 0.0, 0.0)}, clip_high_threshold=1.1)
     assert alone.metrics["clipped:sum"].sum() == sum(r > 1.1 for r in ratios)
 
@@ -139,7 +139,7 @@ def test_policy_metrics_leave_the_prompt_out(name: str) -> None:
         assert found.metrics["clipped:sum"].sum().item() == (3.0 if name == "gspo" else 2.0)
 
 
-# Values 0.5, 0.5, -1 and 7 of old ones 0, 0.4, -1 and 0; the last token has no weight.
+# Values 0.5, 0.5, -1 and 7 against old ones 0, 0.4, -1 and 0; the last token has no weight.
 CRITIC = {
     "values": column(0.0, 0.4, -1.0, 0.0),
     "returns": column(2.0, 1.0, -3.0, 0.0),
