@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from app.domain.records import Sampler
-from app.stores.interfaces.journal import RefusalKind
+from app.stores.redis.types import RefusalKind
 from tests.property.client import Client
 from tests.property.faults import Fault
 from tests.property.runs import run_machine
