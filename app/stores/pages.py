@@ -1,7 +1,7 @@
 """Hourly pages of the usage ledger and of the audit log: one page of each for every project and hour.
 
 The state server holds the pages that are still written. A page is closed when its hour is over. It then moves
-unchanged to the object store, as `<book>/<project>/<day>/<hour>.json`. lua/prelude.lua writes the fields of a usage
+unchanged to the object store, as `<book>/<project>/<day>/<hour>.json`. lua/pages.lua writes the fields of a usage
 page, and app/services/tenants/audit.py those of an audit page.
 """
 

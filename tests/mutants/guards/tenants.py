@@ -56,21 +56,21 @@ MUTANTS = (
     ),
     Mutant(
         "limits of projects: what others wait for",
-        f"{_LUA}/admit.lua",
+        f"{_LUA}/journal.lua",
         "take(cjson.decode(ARGV[8]), is_awaited_by_parts(applied))",
         "take(cjson.decode(ARGV[8]))",
         f"{_STORES}/test_limits.py::test_what_others_wait_for_passes_and_is_charged",
     ),
     Mutant(
         "limits of projects: samples that ended",
-        f"{_LUA}/prelude.lua",
+        f"{_LUA}/samples.lua",
         "count_samples(request, -1)",
         "",
         f"{_STORES}/test_limits.py::test_sequences_count_until_their_request_ends_however_it_ends",
     ),
     Mutant(
         "limits of projects: what a sample that is called off took is said by who runs it",
-        f"{_LUA}/limits.lua",
+        f"{_LUA}/samples.lua",
         "  if charged.runner == worker then",
         "  if charged.runner then",
         f"{_STORES}/test_limits.py"
@@ -78,7 +78,7 @@ MUTANTS = (
     ),
     Mutant(
         "limits of projects: a run that ended",
-        f"{_LUA}/end_model.lua",
+        f"{_LUA}/lifecycle.lua",
         "  list_run(model, 'SREM')\n",
         "",
         f"{_STORES}/test_limits.py::test_a_run_that_ended_is_listed_no_more",
@@ -92,14 +92,14 @@ MUTANTS = (
     ),
     Mutant(
         "usage: an Op that failed",
-        f"{_LUA}/commit.lua",
+        f"{_LUA}/journal.lua",
         "if ARGV[4] == 'done' then count_usage(key, ARGV[10]) end",
         "count_usage(key, ARGV[10])",
         f"{_STORES}/test_pages.py::test_what_failed_counts_nothing",
     ),
     Mutant(
         "usage and audit log: a page that is closed",
-        f"{_LUA}/prelude.lua",
+        f"{_LUA}/pages.lua",
         "hour = math.max(hour, pages_closed() + 1)",
         "",
         f"{_STORES}/test_pages.py::test_nothing_is_written_on_a_closed_page_even_if_the_clock_is_set_back",

@@ -1,5 +1,41 @@
--- A part of every script, behind prelude.lua: the usage and the limits of payers (app/domain/limits.py).
+-- The usage and the limits of payers (app/domain/limits.py).
 
+-- part: list_run
+-- Add a run to the runs of its project and its key ('SADD'), or remove it ('SREM'). An ended run is not added.
+local function list_run(model, how)
+  local found = redis.call('HMGET', 'tinsmith:models:' .. model, 'owner', 'key', 'ended')
+  if not found[1] or (found[3] and how == 'SADD') then return end
+  redis.call(how, 'tinsmith:runs:project:' .. cjson.decode(found[1]), model)
+  local key = cjson.decode(found[2] or '""')
+  if key ~= '' then redis.call(how, 'tinsmith:runs:key:' .. key, model) end
+end
+
+-- part: live_models
+-- needs: list_run, now_ms
+-- Make the lists of runs on a state server that has none yet.
+local function list_runs()
+  if redis.call('SETNX', 'tinsmith:runs_listed', now_ms()) == 0 then return end
+  for _, model in ipairs(redis.call('ZRANGE', 'tinsmith:index:models', 0, -1)) do list_run(model, 'SADD') end
+end
+
+-- The number of a payer's live runs: not ended, not unloaded and not failed, in a session that has not ended. Runs that
+-- ended, or whose session ended, are removed from the payer's list; `hear` adds them again with their session.
+local function live_models(payer)
+  list_runs()
+  local listed, live = 'tinsmith:runs:' .. payer.name, 0
+  for _, model in ipairs(redis.call('SMEMBERS', listed)) do
+    local head = redis.call('HMGET', 'tinsmith:models:' .. model, 'session_id', 'ended', 'state', 'unloaded', 'last_request')
+    if not head[1] or head[2] or not redis.call('ZSCORE', 'tinsmith:sessions_heard', cjson.decode(head[1])) then
+      redis.call('SREM', listed, model)
+    elseif head[3] ~= '"failed"' and not (head[4] and tonumber(head[5] or 0) <= tonumber(head[4])) then
+      live = live + 1
+    end
+  end
+  return live
+end
+
+-- part: stored
+-- needs: now_ms
 -- The key of the bytes of all checkpoints by payer. `sum_stored` makes these sums on a state server that has none yet.
 local STORED = 'tinsmith:stored'
 
@@ -23,45 +59,7 @@ local function bytes_stored(payer)
   return tonumber(redis.call('HGET', STORED, payer.name) or 0)
 end
 
--- Make, change or delete a record by `change`. The bytes of a checkpoint, and a run, move in the counts from the owner
--- before the change to the owner after it.
-local function change_record(namespace, id, change)
-  if namespace == 'checkpoints' then
-    sum_stored()
-    add_stored(id, -1)
-    change()
-    add_stored(id, 1)
-  elseif namespace == 'models' then
-    list_run(id, 'SREM')
-    change()
-    list_run(id, 'SADD')
-  else
-    change()
-  end
-end
-
--- Make the lists of runs on a state server that has none yet.
-local function list_runs()
-  if redis.call('SETNX', 'tinsmith:runs_listed', now_ms()) == 0 then return end
-  for _, model in ipairs(redis.call('ZRANGE', 'tinsmith:index:models', 0, -1)) do list_run(model, 'SADD') end
-end
-
--- The number of a payer's live runs: not ended, not unloaded and not failed, in a session that has not ended. Runs that
--- ended, or whose session ended, are removed from the payer's list; `hear` adds them again with their session.
-local function live_models(payer)
-  list_runs()
-  local listed, live = 'tinsmith:runs:' .. payer.name, 0
-  for _, model in ipairs(redis.call('SMEMBERS', listed)) do
-    local head = redis.call('HMGET', 'tinsmith:models:' .. model, 'session_id', 'ended', 'state', 'unloaded', 'last_request')
-    if not head[1] or head[2] or not redis.call('ZSCORE', 'tinsmith:sessions_heard', cjson.decode(head[1])) then
-      redis.call('SREM', listed, model)
-    elseif head[3] ~= '"failed"' and not (head[4] and tonumber(head[5] or 0) <= tonumber(head[4])) then
-      live = live + 1
-    end
-  end
-  return live
-end
-
+-- part: rates
 -- Each rate has a token bucket of BURST_S seconds. A call passes while anything is left in the bucket, and always takes
 -- its full amount. So a large call leaves a debt, and other calls cannot keep it out for ever.
 local BURST_S = 10
@@ -75,6 +73,8 @@ local function missing(payer, rate, limit, now)
   return found[1] and math.max(0, found[1] - (now - found[2]) / 1000 * limit) or 0
 end
 
+-- part: take
+-- needs: live_models, now_ms, rates, stored
 -- The first limit of a payer that refuses a charge: {'limited', its name, payer, amount used, the limit, ms to wait};
 -- nil if no limit refuses it. A call that later parts of its batch depend on (`awaited`) skips the rate limits.
 local function over_limit(payer, charge, awaited, now)
@@ -129,6 +129,7 @@ local function take(charge, awaited)
   for _, payer in ipairs(charge.payers) do pay(payer, charge, now) end
 end
 
+-- part: refund
 -- The payers of a sampling request that has not ended, and the tokens they were charged for it.
 local function charged_for(request)
   local queue = redis.call('HGET', 'tinsmith:pending_queue', request)
@@ -146,27 +147,23 @@ local function give_back(charged, took)
   end
 end
 
--- Cancel a sampling request, and notify the worker that may be running it. Without such a worker, its whole charge is
--- refunded at once; else the unused part, when the worker reports its usage. Returns as close_sample does.
-local function abort_sample(request, keep_s, type, body)
-  local charged = charged_for(request)
-  charged.runner = redis.call('GET', 'tinsmith:lease:' .. request) or nil
-  if not close_sample(request, 'failed', type, body, keep_s) then return false end
-  if charged.runner then
-    redis.call('SET', 'tinsmith:stopped:' .. request, cjson.encode(charged), 'EX', keep_s)
-  else
-    give_back(charged, 0)
-  end
-  redis.call('PUBLISH', 'tinsmith:aborted', request)
-  return true
+-- script: take
+-- needs: take
+-- Charge a call that is not journalled. ARGV: charge. Returns {}, or the refusal of `over_limit` in limits.lua.
+return take(cjson.decode(ARGV[1])) or {}
+
+-- script: used flags=allow-oom
+-- needs: live_models, now_ms, rates, stored
+-- Read a payer's usage of its limits. ARGV: its kind, its id, its limits of calls and of tokens per second, or ''.
+-- Returns {live models, bytes of checkpoints, unfinished sequences, calls per second, tokens per second}; both rates
+-- are text, '' without a limit.
+local payer = {kind = ARGV[1], id = ARGV[2], name = ARGV[1] .. ':' .. ARGV[2]}
+local now = now_ms()
+
+local function average(rate, limit)
+  return limit == '' and '' or tostring(missing(payer, rate, tonumber(limit), now) / BURST_S)
 end
 
--- Refund a cancelled request when the worker that ran it reports the tokens it used.
-local function settle_stopped(request, worker, took)
-  local key = 'tinsmith:stopped:' .. request
-  local charged = cjson.decode(redis.call('GET', key) or '{}')
-  if charged.runner == worker then
-    redis.call('DEL', key)
-    give_back(charged, took)
-  end
-end
+return {live_models(payer), bytes_stored(payer),
+        tonumber(redis.call('HGET', 'tinsmith:sampling_of', payer.name) or 0),
+        average('requests', ARGV[3]), average('tokens', ARGV[4])}

@@ -1,5 +1,28 @@
--- A part of every script, behind prelude.lua: the choice of a node for sampling requests, and their throttled dispatch.
+-- The dispatch of sampling requests: the choice of a node, and the throttle.
 
+-- part: place
+-- Count a sampling request's sequences at one node; with '', at no node. Returns the node where they counted before.
+local function place(request, queue, node)
+  local op, placed = 'tinsmith:op:' .. request, 'tinsmith:placed:' .. queue
+  local found = redis.call('HMGET', op, 'node', 'rows')
+  local before, rows = found[1] or '', found[2] or 1
+  if before == node then return before end
+  if before ~= '' and redis.call('HINCRBY', placed, before, -rows) == 0 then redis.call('HDEL', placed, before) end
+  if node ~= '' then redis.call('HINCRBY', placed, node, rows) end
+  redis.call('HSET', op, 'node', node)
+  return before
+end
+
+-- part: home
+-- An adapter's affinity expires so long after its last request: by then its engine may well have evicted the adapter.
+local HOME_MS = 3600000
+
+-- The key of an adapter's affinity, the node that samples with it. Requests for the base model use the sampler's id.
+local function home_of(request, adapter)
+  return 'tinsmith:home:' .. (adapter and adapter ~= '' and adapter or request:match('^(.*):%d+$'))
+end
+
+-- part: look_at
 -- The load of a sampler: `room`, the sequences that still fit into its batch (below 0: so many sequences wait for
 -- room); `batch`, the sequences of a full batch; `takes`, true if it begins another request. nil when the sampler is
 -- gone, unhealthy, or reads another queue.
@@ -10,6 +33,8 @@ local function look_at(node, queue)
   return {node = node, room = found[3] - placed, batch = tonumber(found[3]), takes = placed < tonumber(found[4])}
 end
 
+-- part: pick
+-- needs: home, look_at
 -- The node with the most room among those that take another request. Among equals a hash of key and node decides: each
 -- node always gets the same share of the keys. So adapters spread at low load, and return to their node after a pause.
 local function emptiest(key, queue)
@@ -47,6 +72,38 @@ local function pick(request, queue, adapter)
   return chosen.node
 end
 
+-- part: held
+-- Added to a throttled request's score in `pending`. It sorts behind all entries that may need a redispatch; redispatch
+-- reads only a limited number of entries.
+local HELD_MS = 1e13
+
+-- The key of a project's throttled requests, the oldest first.
+local function held_key(queue, project) return 'tinsmith:held:' .. queue .. '/' .. project end
+
+-- Remove a request from the throttled ones.
+local function unhold(request, queue, project)
+  local key = held_key(queue, project)
+  redis.call('ZREM', key, request)
+  if redis.call('EXISTS', key) == 0 then redis.call('SREM', 'tinsmith:holding:' .. queue, project) end
+end
+
+-- part: leave_project
+-- needs: held
+-- Stop counting a dispatched or throttled sampling request for its project. A requeued request counts for none.
+local function leave_project(request, queue)
+  local found = redis.call('HMGET', 'tinsmith:op:' .. request, 'ring', 'rows')
+  local project = redis.call('HGET', 'tinsmith:future:' .. request, 'owner')
+  if found[1] == 'rung' then
+    local rung = 'tinsmith:rung:' .. queue
+    if redis.call('HINCRBY', rung, project, -found[2]) == 0 then redis.call('HDEL', rung, project) end
+    redis.call('HINCRBY', 'tinsmith:rung_rows', queue, -found[2])
+  elseif found[1] == 'held' then
+    unhold(request, queue, project)
+  end
+end
+
+-- part: may_ring
+-- needs: look_at
 -- RUNG_BATCHES batches of sequences are dispatched at once: one that is decoded, and two whose requests are ready, or
 -- have finished in part. Up to RUNG_LEAST sequences are always dispatched.
 local RUNG_BATCHES, RUNG_LEAST = 3, 64
@@ -80,6 +137,9 @@ local function may_ring(queue, project, rows)
   return all < enough or all < 2 * most and mine + rows <= most / redis.call('HLEN', 'tinsmith:rung:' .. queue)
 end
 
+-- part: hold
+-- needs: held
+-- Throttle a request: it is dispatched once `release_samples` finds room for it.
 local function hold(request, queue, project, now)
   redis.call('HSET', 'tinsmith:op:' .. request, 'ring', 'held')
   redis.call('ZADD', 'tinsmith:pending', now + HELD_MS, request)
@@ -87,6 +147,7 @@ local function hold(request, queue, project, now)
   redis.call('SADD', 'tinsmith:holding:' .. queue, project)
 end
 
+-- part: count_rung
 -- Count a request as dispatched for its project, until it finishes or is requeued.
 local function count_rung(request, queue, project)
   local op = 'tinsmith:op:' .. request
@@ -96,6 +157,8 @@ local function count_rung(request, queue, project)
   redis.call('HINCRBY', 'tinsmith:rung_rows', queue, rows)
 end
 
+-- part: ring
+-- needs: count_rung, pick, place
 -- Dispatch a request. Returns the node to dispatch to, or ''.
 local function ring(request, queue, project)
   count_rung(request, queue, project)
@@ -103,3 +166,34 @@ local function ring(request, queue, project)
   place(request, queue, node)
   return node
 end
+
+-- script: release_samples flags=allow-oom
+-- needs: held, may_ring, now_ms, ring
+-- Dispatch as many throttled requests of a queue as there is room for, in rounds of one request per project.
+-- ARGV: queue, projects that come after the others, in this order. Returns {request id, node or ''} of each.
+local queue, rank, due = ARGV[1], {}, {}
+for i = 2, #ARGV do rank[ARGV[i]] = i end
+local projects = redis.call('SMEMBERS', 'tinsmith:holding:' .. queue)
+table.sort(projects, function(a, b)
+  local first, second = rank[a] or 0, rank[b] or 0
+  return first < second or (first == second and a < b)
+end)
+
+-- Dispatch the oldest request of a project, if there is room for it. Returns true if there was room.
+local function release(project)
+  local request = redis.call('ZRANGE', held_key(queue, project), 0, 0)[1]
+  if not request then return false end
+  local rows = tonumber(redis.call('HGET', 'tinsmith:op:' .. request, 'rows'))
+  if not may_ring(queue, project, rows) then return false end
+  unhold(request, queue, project)
+  due[#due + 1] = {request, ring(request, queue, project)}
+  redis.call('ZADD', 'tinsmith:pending', now_ms(), request)
+  return true
+end
+
+local went_on = true
+while went_on do
+  went_on = false
+  for _, project in ipairs(projects) do went_on = release(project) or went_on end
+end
+return due

@@ -1,0 +1,217 @@
+-- The journal of a model's Ops: admission, refusal, commit and snapshot.
+
+-- part: register_model
+-- needs: list_run
+-- Register a model with nothing applied. Its fields are ARGV from `first` on: field, value, ...
+local function register_model(model, first)
+  redis.call('HSET', 'tinsmith:models:' .. model, 'applied', -1, 'epoch', 0, 'worker', '', 'snapshot', '',
+             'snapshot_seq', -1, unpack(ARGV, first))
+  redis.call('ZADD', 'tinsmith:index:models', 0, model)
+  list_run(model, 'SADD')
+end
+
+-- part: train_queue
+-- The queue that a model's trainers read; train_queue in app/dispatch.py must agree.
+local function train_queue(model)
+  local found = redis.call('HMGET', 'tinsmith:models:' .. model, 'base_model', 'full')
+  return (found[2] == 'true' and 'full.' or 'train.') .. cjson.decode(found[1])
+end
+
+-- part: doom
+-- Doom the Ops that wait behind a lost gradient, up to and including the next optim_step: they fail with `reason`.
+local function doom(model, seq, reason)
+  for _, later in ipairs(redis.call('ZRANGEBYSCORE', 'tinsmith:journal:' .. model, '(' .. seq, '+inf')) do
+    local op = 'tinsmith:op:' .. model .. ':' .. later
+    redis.call('HSETNX', op, 'doomed', reason)
+    if redis.call('HGET', op, 'kind') == 'optim_step' then break end
+  end
+end
+
+-- part: handed_over
+-- The prefixes of a model's adapters that are not in the object store yet. '0' is the character after '/'.
+local function handed_over(model)
+  local prefix = 'models/' .. model
+  return redis.call('ZRANGEBYLEX', 'tinsmith:index:handovers', '[' .. prefix .. '/', '(' .. prefix .. '0')
+end
+
+-- script: create_model
+-- needs: register_model
+-- Register a model with nothing applied. ARGV: model id, then field, value, ...
+-- Returns 1, or 0 when the model exists already.
+if redis.call('EXISTS', 'tinsmith:models:' .. ARGV[1]) == 1 then return 0 end
+register_model(ARGV[1], 2)
+return 1
+
+-- script: admit
+-- needs: count_payload, hear, no_room, now_ms, pages, register_model, take, train_queue
+-- Journal an Op and its pending future, once. ARGV: model id, seq, request id, kind, payload, digest,
+-- key of a staged payload (or ''), charge (or ''), entry in its project's audit log (or ''), and for a model to
+-- register in the same step: field, value, ...
+-- Returns {outcome, lease holder}; the outcome is fresh | repeat | conflict | refused (with its reason instead of the
+-- holder) | consumed | unknown | ended. Returns {'limited', ...} as `over_limit` in limits.lua does.
+local model, seq, request, staged = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[7]
+
+-- If later Ops wait for this one, its refusal would keep them from ever draining.
+local function is_awaited(applied)
+  return seq == applied + 1 and redis.call('ZCOUNT', 'tinsmith:journal:' .. model, '(' .. seq, '+inf') > 0
+end
+
+-- The SDK sends the first part of a large batch last. The later parts passed the rate limits themselves; later calls
+-- of other kinds did not, and do not count here. A call more than PARTS seqs ahead is no part of the batch; otherwise
+-- one call far ahead would exempt all calls before it from the rates.
+local PARTS = 128
+
+local function is_awaited_by_parts(applied)
+  if seq ~= applied + 1 then return false end
+  for _, later in ipairs(redis.call('ZRANGEBYSCORE', 'tinsmith:journal:' .. model, '(' .. seq, seq + PARTS)) do
+    local kind = redis.call('HGET', 'tinsmith:op:' .. model .. ':' .. later, 'kind')
+    if kind == 'forward_backward' or kind == 'forward' then return true end
+  end
+  return false
+end
+
+local function store(now)
+  local payload = 'tinsmith:payload:' .. request
+  if staged == '' then
+    redis.call('SET', payload, ARGV[5])
+  else
+    redis.call('RENAME', staged, payload)
+    redis.call('PERSIST', payload)
+  end
+  count_payload(request, redis.call('STRLEN', payload), now)
+end
+
+local function admit()
+  local head = redis.call('HMGET', 'tinsmith:models:' .. model, 'applied', 'owner', 'ended')
+  if not head[1] and #ARGV < 10 then return {'unknown', ''} end
+  local holder = redis.call('GET', 'tinsmith:lease:' .. model) or ''
+  local known = redis.call('HMGET', 'tinsmith:future:' .. request, 'digest', 'refused')
+  if known[2] then return {'refused', known[2]} end
+  if known[1] then return {known[1] == ARGV[6] and 'repeat' or 'conflict', holder} end
+  if head[3] then return {'ended', ''} end
+  local applied = tonumber(head[1] or -1)
+  if seq <= applied then return {'consumed', ''} end
+  if staged ~= '' and redis.call('EXISTS', staged) == 0 then
+    return redis.error_reply('FULL the call took so long that its content has lapsed')
+  end
+  local refusal = no_room(staged == '' and #ARGV[5] or redis.call('STRLEN', staged))
+  if refusal and not is_awaited(applied) then return refusal end
+  local limited = ARGV[8] ~= '' and take(cjson.decode(ARGV[8]), is_awaited_by_parts(applied))
+  if limited then return limited end
+  if not head[1] then
+    register_model(model, 10)
+    head = redis.call('HMGET', 'tinsmith:models:' .. model, 'applied', 'owner')
+  end
+  local now = now_ms()
+  hear(redis.call('HGET', 'tinsmith:models:' .. model, 'session_id'), now)
+  redis.call('HSET', 'tinsmith:op:' .. request, 'kind', ARGV[4], 'attempts', 0, 'admitted', now)
+  store(now)
+  redis.call('HSET', 'tinsmith:future:' .. request, 'kind', ARGV[4], 'model', model,
+             'owner', cjson.decode(head[2]), 'digest', ARGV[6], 'state', 'pending', 'admitted', now)
+  redis.call('ZADD', 'tinsmith:journal:' .. model, seq, seq)
+  redis.call('HSET', 'tinsmith:models:' .. model, 'last_request', now)
+  if ARGV[9] ~= '' then
+    redis.call('HSET', page_of('audit', cjson.decode(head[2]), hour_now()), request, string.format('%.0f ', now) .. ARGV[9])
+  end
+  redis.call('ZADD', 'tinsmith:pending', 'NX', now, model)
+  redis.call('HSET', 'tinsmith:pending_queue', model, train_queue(model))
+  return {'fresh', holder}
+end
+
+local answer = admit()
+if staged ~= '' then redis.call('DEL', staged) end  -- else a repeat's would stay until it expires
+return answer
+
+-- script: refuse
+-- needs: doom, now_ms, train_queue
+-- Consume a seq that will never run. If that loses a gradient, doom the Ops behind it, up to the next optim_step.
+-- ARGV: model id, seq, reason, kind to journal (skip | lost_batch | drop_gradients).
+-- Returns 1, or 0 when the seq is taken.
+local model, seq, reason = ARGV[1], tonumber(ARGV[2]), ARGV[3]
+local applied = redis.call('HGET', 'tinsmith:models:' .. model, 'applied')
+if not applied or seq <= tonumber(applied) then return 0 end
+if redis.call('HEXISTS', 'tinsmith:models:' .. model, 'ended') == 1 then return 0 end
+local request = model .. ':' .. ARGV[2]
+if redis.call('EXISTS', 'tinsmith:op:' .. request) == 1 then return 0 end
+if ARGV[4] ~= 'skip' then doom(model, seq, reason) end
+local now = now_ms()
+redis.call('HSET', 'tinsmith:op:' .. request, 'kind', ARGV[4], 'attempts', 0, 'admitted', now,
+           'doomed', reason)
+redis.call('HSET', 'tinsmith:future:' .. request, 'refused', reason)
+redis.call('ZADD', 'tinsmith:journal:' .. model, seq, seq)
+redis.call('ZADD', 'tinsmith:pending', 'NX', now, model)
+redis.call('HSET', 'tinsmith:pending_queue', model, train_queue(model))
+return 1
+
+-- script: commit flags=allow-oom
+-- needs: change_record, count_usage, doom, drop_payload, now_ms
+-- Commit an Op: seq becomes the applied seq, and its result can be read. ARGV: model id, epoch, seq, state, type, body,
+-- seconds to keep, JSON list of {namespace, id, {field = value}} to record in the same step, reason of a failure, JSON
+-- of its usage. Returns 1, or 0 when fenced.
+local model, seq = ARGV[1], tonumber(ARGV[3])
+local key = 'tinsmith:models:' .. model
+local head = redis.call('HMGET', key, 'epoch', 'applied', 'owner')
+if head[1] ~= ARGV[2] or tonumber(head[2]) ~= seq - 1 then return 0 end
+local request = model .. ':' .. ARGV[3]
+local kind = redis.call('HGET', 'tinsmith:op:' .. request, 'kind')
+if not kind then return 0 end  -- nothing was admitted there
+redis.call('HSET', key, 'applied', seq)
+if ARGV[4] == 'failed' or kind == 'forward' or kind == 'save_weights' then
+  drop_payload(request)  -- no replay runs it
+end
+if ARGV[4] == 'failed' then
+  -- A failed Op left the model as it was, so a replay must not run it.
+  redis.call('HSETNX', 'tinsmith:op:' .. request, 'doomed', ARGV[9])
+  if kind == 'forward_backward' then doom(model, seq, ARGV[9]) end
+  if kind == 'create_model' then redis.call('HSET', key, 'state', '"failed"') end
+end
+local future = 'tinsmith:future:' .. request
+if redis.call('HEXISTS', future, 'state') == 1 then
+  redis.call('HSET', future, 'state', ARGV[4], 'type', ARGV[5], 'body', ARGV[6], 'ended', now_ms())
+end
+redis.call('EXPIRE', future, ARGV[7])
+for _, write in ipairs(cjson.decode(ARGV[8])) do
+  change_record(write[1], write[2], function()
+    for field, value in pairs(write[3]) do
+      redis.call('HSET', 'tinsmith:' .. write[1] .. ':' .. write[2], field, value)
+    end
+    if write[3].owner then
+      redis.call('HSET', 'tinsmith:' .. write[1] .. ':' .. write[2], 'owner', head[3])  -- it may have moved since
+    end
+  end)
+  redis.call('ZADD', 'tinsmith:index:' .. write[1], 0, write[2])
+end
+if ARGV[4] == 'done' then count_usage(key, ARGV[10]) end
+local later = redis.call('ZRANGEBYSCORE', 'tinsmith:journal:' .. model, '(' .. seq, '+inf', 'LIMIT', 0, 1)
+if #later == 0 then
+  redis.call('ZREM', 'tinsmith:pending', model)
+  redis.call('HDEL', 'tinsmith:pending_queue', model)
+else
+  redis.call('ZADD', 'tinsmith:pending', now_ms(), model)
+end
+redis.call('PUBLISH', 'tinsmith:done', request)
+return 1
+
+-- script: set_snapshot flags=allow-oom
+-- needs: drop_payload, handed_over
+-- Point a model at a durable snapshot and trim the journal behind it. ARGV: model id, epoch, seq, reference.
+-- Returns the replaced reference (its own for a repeat). Returns 0 while an adapter that is not in the object store yet
+-- could only be made again from the Ops to trim. Returns false for a stale epoch or a snapshot that is not newer.
+local key = 'tinsmith:models:' .. ARGV[1]
+local head = redis.call('HMGET', key, 'epoch', 'snapshot_seq', 'snapshot', 'applied')
+if head[1] == ARGV[2] and head[3] == ARGV[4] then return ARGV[4] end  -- a repeat, whose answer was lost
+if head[1] ~= ARGV[2] or tonumber(ARGV[3]) <= tonumber(head[2]) or tonumber(ARGV[3]) > tonumber(head[4]) then
+  return false
+end
+for _, prefix in ipairs(handed_over(ARGV[1])) do
+  if tonumber(redis.call('HGET', 'tinsmith:handovers:' .. prefix, 'seq')) <= tonumber(ARGV[3]) then return 0 end
+end
+redis.call('HSET', key, 'snapshot', ARGV[4], 'snapshot_seq', ARGV[3])
+local journal = 'tinsmith:journal:' .. ARGV[1]
+for _, seq in ipairs(redis.call('ZRANGEBYSCORE', journal, '-inf', ARGV[3])) do
+  local request = ARGV[1] .. ':' .. seq
+  drop_payload(request)
+  redis.call('DEL', 'tinsmith:op:' .. request)
+end
+redis.call('ZREMRANGEBYSCORE', journal, '-inf', ARGV[3])
+return head[3]

@@ -1,0 +1,128 @@
+-- Leases of models, of workers' names and of roles, and the attempts of workers at a request.
+
+-- part: node_of
+-- The node of a worker "node/boot": the part of its name that names the machine, the target of a dispatch.
+local function node_of(worker) return worker:match('^(.*)/') end
+
+-- part: begin
+-- needs: node_of, now_ms
+-- Returns true if a worker that began an Op, and did not report that it left the Op, is alive: it renews a lease on its
+-- own name. When `worker` is a new process of the same node, the process before it is dead.
+local function is_heard(boot, worker)
+  local life = 'tinsmith:lease:' .. boot
+  if node_of(boot) == node_of(worker) then redis.call('DEL', life) end
+  return redis.call('EXISTS', life) == 1
+end
+
+-- Begin an Op or a sampling request. Each worker that began it before and is missed counts as an attempt. A worker that
+-- is alive again was only cut off, and no longer counts. `former` maps these workers to the ms when each was first
+-- missed, or to 0. Returns the number of attempts, and 1 if one is of a worker missed for less than a lease, else 0.
+local function begin(op, worker, lease_ms)
+  local found = redis.call('HMGET', op, 'runner', 'former')
+  local former, now, more, doubtful = cjson.decode(found[2] or '{}'), now_ms(), 0, 0
+  if found[1] then former[found[1]] = former[found[1]] or 0 end
+  for boot, missed in pairs(former) do
+    if boot == worker or is_heard(boot, worker) then
+      if missed > 0 then more = more - 1 end
+      former[boot] = boot ~= worker and 0 or nil
+    else
+      if missed == 0 then
+        more = more + 1
+        former[boot] = now
+      end
+      if node_of(boot) ~= node_of(worker) and now - former[boot] < tonumber(lease_ms) then doubtful = 1 end
+    end
+  end
+  redis.call('HSET', op, 'runner', worker, 'former', cjson.encode(former))
+  return redis.call('HINCRBY', op, 'attempts', more), doubtful
+end
+
+-- part: leave
+-- Note that a live worker no longer runs an Op or a sampling request: its start does not count as an attempt.
+local function leave(op, worker)
+  local found = redis.call('HMGET', op, 'runner', 'former')
+  if found[1] == worker then redis.call('HDEL', op, 'runner') end
+  local former = cjson.decode(found[2] or '{}')
+  if former[worker] then
+    if former[worker] > 0 then redis.call('HINCRBY', op, 'attempts', -1) end
+    former[worker] = nil
+    redis.call('HSET', op, 'former', cjson.encode(former))
+  end
+end
+
+-- script: acquire flags=allow-oom
+-- needs: node_of
+-- Take the lease of a model. ARGV: model id, worker ("node/boot"), lease in ms.
+-- Returns {epoch, applied, snapshot, snapshot_seq, epoch_floor}; {} for an unknown model; {holder} while another node
+-- owns the model; {'ended', ''} for a model that has ended.
+-- An older process of the same node is replaced at once: node names are unique, and the new epoch fences that process.
+local key = 'tinsmith:models:' .. ARGV[1]
+if redis.call('EXISTS', key) == 0 then return {} end
+if redis.call('HEXISTS', key, 'ended') == 1 then return {'ended', ''} end
+local held = redis.call('GET', 'tinsmith:lease:' .. ARGV[1])
+if held and node_of(held) ~= node_of(ARGV[2]) then return {held} end
+redis.call('SET', 'tinsmith:lease:' .. ARGV[1], ARGV[2], 'PX', ARGV[3])
+if redis.call('HGET', key, 'worker') ~= ARGV[2] then
+  redis.call('HINCRBY', key, 'epoch', 1)
+  redis.call('HSET', key, 'worker', ARGV[2])
+end
+local head = redis.call('HMGET', key, 'epoch', 'applied', 'snapshot', 'snapshot_seq', 'epoch_floor')
+head[5] = head[5] or '0'
+return head
+
+-- script: renew flags=allow-oom
+-- Extend the leases that the worker still holds, and the lease on its own name, which shows that it lives. ARGV:
+-- worker, lease in ms, ids... Returns the ids whose leases are lost. All are renewed in one step, so that a worker that
+-- dies with an Op is missed when the Op's lease lapses, not later.
+redis.call('SET', 'tinsmith:lease:' .. ARGV[1], ARGV[1], 'PX', ARGV[2])
+local lost = {}
+for i = 3, #ARGV do
+  local key = 'tinsmith:lease:' .. ARGV[i]
+  if redis.call('GET', key) == ARGV[1] then
+    redis.call('PEXPIRE', key, ARGV[2])
+  else
+    lost[#lost + 1] = ARGV[i]
+  end
+end
+return lost
+
+-- script: release
+-- Give up a lease if this worker holds it. ARGV: id, worker. Returns 0.
+local key = 'tinsmith:lease:' .. ARGV[1]
+if redis.call('GET', key) == ARGV[2] then redis.call('DEL', key) end
+return 0
+
+-- script: lead flags=allow-oom
+-- Take or keep the lead in a role. ARGV: role, worker, lease in ms. Returns 1 while this worker leads, else 0.
+local key = 'tinsmith:lease:' .. ARGV[1]
+local holder = redis.call('GET', key)
+if holder and holder ~= ARGV[2] then return 0 end
+redis.call('SET', key, ARGV[2], 'PX', ARGV[3])
+return 1
+
+-- script: next flags=allow-oom
+-- needs: begin, now_ms
+-- Start the Op at a seq. ARGV: model id, epoch, seq, worker, lease in ms.
+-- Returns {kind, doomed, attempts, ms since admission, 1 if an attempt is in doubt, the model's owner as JSON}, {} when
+-- the Op has not arrived, or 0 for a stale epoch.
+local model = ARGV[1]
+if redis.call('HGET', 'tinsmith:models:' .. model, 'epoch') ~= ARGV[2] then return 0 end
+local op = 'tinsmith:op:' .. model .. ':' .. ARGV[3]
+if redis.call('EXISTS', op) == 0 then return {} end
+local attempts, doubtful = begin(op, ARGV[4], ARGV[5])
+local found = redis.call('HMGET', op, 'kind', 'doomed', 'admitted')
+return {found[1], found[2] or '', attempts, now_ms() - found[3], doubtful,
+        redis.call('HGET', 'tinsmith:models:' .. model, 'owner') or '""'}
+
+-- script: leave flags=allow-oom
+-- needs: leave
+-- Note that a live worker no longer runs the Op at a seq, also when another worker owns the model by now. ARGV: model
+-- id, epoch, seq, worker, attempts to add. The attempts are not added when the epoch is stale. Returns 0.
+local op = 'tinsmith:op:' .. ARGV[1] .. ':' .. ARGV[3]
+if redis.call('EXISTS', op) == 1 then
+  leave(op, ARGV[4])
+  if redis.call('HGET', 'tinsmith:models:' .. ARGV[1], 'epoch') == ARGV[2] then
+    redis.call('HINCRBY', op, 'attempts', ARGV[5])
+  end
+end
+return 0

@@ -1,0 +1,182 @@
+-- The ends of sessions, models and samplers.
+
+-- part: hear
+-- needs: list_run
+-- Note that a session (its id as JSON, or false) is in use. An expired session is open again; one that its client
+-- finished keeps that status.
+local function hear(session, now)
+  if not session then return end
+  local id = cjson.decode(session)
+  if redis.call('ZADD', 'tinsmith:sessions_heard', now, id) == 1 then
+    local prefix = id .. ':train:'  -- it may have ended before, and its runs have been taken out
+    for _, model in ipairs(redis.call('ZRANGEBYLEX', 'tinsmith:index:models', '[' .. prefix, '(' .. prefix .. '\255')) do
+      list_run(model, 'SADD')
+    end
+  end
+  redis.call('ZREM', 'tinsmith:sessions_ended', id)
+  local key = 'tinsmith:sessions:' .. id
+  if redis.call('HGET', key, 'status') == '"expired"' then redis.call('HSET', key, 'status', '"open"') end
+end
+
+-- part: is_retired
+-- needs: now_ms
+-- Returns true if a session (its id as JSON) ended at least `least` ms ago and was not reopened since.
+local function is_retired(session, least)
+  local ended = redis.call('ZSCORE', 'tinsmith:sessions_ended', cjson.decode(session))
+  return ended and now_ms() - ended >= tonumber(least)
+end
+
+-- script: heartbeat flags=allow-oom
+-- needs: hear, now_ms
+-- Note a heartbeat of a session's client. ARGV: session id. Returns 0.
+-- A session that its client finished stays finished, but its time until removal starts again.
+local now = now_ms()
+local status = redis.call('HGET', 'tinsmith:sessions:' .. ARGV[1], 'status')
+if status ~= '"expired"' and redis.call('ZSCORE', 'tinsmith:sessions_ended', ARGV[1]) then
+  redis.call('ZADD', 'tinsmith:sessions_ended', now, ARGV[1])
+else
+  hear(cjson.encode(ARGV[1]), now)
+end
+return 0
+
+-- script: finish flags=allow-oom
+-- needs: now_ms
+-- Finish a session for its client; the first reason stays. ARGV: session id, reason as JSON. Returns 0.
+local key = 'tinsmith:sessions:' .. ARGV[1]
+local status = redis.call('HGET', key, 'status')
+if status == '"open"' or status == '"expired"' then redis.call('HSET', key, 'status', ARGV[2]) end
+redis.call('ZREM', 'tinsmith:sessions_heard', ARGV[1])
+redis.call('ZADD', 'tinsmith:sessions_ended', 'NX', now_ms(), ARGV[1])
+return 0
+
+-- script: expire flags=allow-oom
+-- needs: now_ms
+-- End the sessions without a heartbeat or call for so long. ARGV: ms of silence, most sessions. Returns their ids.
+local now = now_ms()
+local silent = redis.call('ZRANGEBYSCORE', 'tinsmith:sessions_heard', '-inf', now - ARGV[1], 'LIMIT', 0, ARGV[2])
+for _, id in ipairs(silent) do
+  redis.call('ZREM', 'tinsmith:sessions_heard', id)
+  redis.call('ZADD', 'tinsmith:sessions_ended', 'NX', now, id)
+  local key = 'tinsmith:sessions:' .. id
+  if redis.call('HGET', key, 'status') == '"open"' then redis.call('HSET', key, 'status', '"expired"') end
+end
+return silent
+
+-- script: forget flags=allow-oom
+-- needs: is_retired
+-- Remove the record of a session that has nothing left. ARGV: session id, ms since which it must have ended.
+-- Returns 1, or 0 when the session is open again.
+if not is_retired(cjson.encode(ARGV[1]), ARGV[2]) then return 0 end
+redis.call('ZREM', 'tinsmith:sessions_ended', ARGV[1])
+redis.call('DEL', 'tinsmith:sessions:' .. ARGV[1])
+redis.call('ZREM', 'tinsmith:index:sessions', ARGV[1])
+return 1
+
+-- script: move_session flags=allow-oom
+-- needs: change_record
+-- Move a session, with its models, samplers, losses and checkpoints, to another project.
+-- ARGV: session id, project as JSON. Returns 1, or 0 when the session does not exist.
+local key = 'tinsmith:sessions:' .. ARGV[1]
+if redis.call('EXISTS', key) == 0 then return 0 end
+redis.call('HSET', key, 'owner', ARGV[2])
+
+local function move(namespace, prefix)
+  for _, id in ipairs(redis.call('ZRANGEBYLEX', 'tinsmith:index:' .. namespace, '[' .. prefix, '(' .. prefix .. '\255')) do
+    local record = 'tinsmith:' .. namespace .. ':' .. id
+    if redis.call('EXISTS', record) == 1 then
+      change_record(namespace, id, function() redis.call('HSET', record, 'owner', ARGV[2]) end)
+    end
+  end
+end
+
+move('models', ARGV[1] .. ':train:')
+move('samplers', ARGV[1] .. ':sample:')
+move('losses', ARGV[1] .. ':loss:')
+move('checkpoints', 'tinker://' .. ARGV[1] .. ':train:')
+return 1
+
+-- script: end_model flags=allow-oom
+-- needs: drop_payload, handed_over, is_retired, list_run, now_ms
+-- End a model for good: its owner is fenced, its journal and snapshot pointer are deleted, and its waiting calls fail.
+-- ARGV: model id, seconds to keep results, type and body of a waiting future's result,
+-- ms since which its session must have ended (or '' to end the model in any case).
+-- Returns {base model, lease holder or '', 'true' for full fine-tuning}; {} when the model does not exist, or when its
+-- session is open again.
+local model = ARGV[1]
+local key = 'tinsmith:models:' .. model
+local head = redis.call('HMGET', key, 'applied', 'base_model', 'session_id', 'ended', 'full')
+if not head[1] then return {} end
+if ARGV[5] ~= '' and not is_retired(head[3], ARGV[5]) then return {} end
+
+local function fail(request)
+  local future = 'tinsmith:future:' .. request
+  if redis.call('HGET', future, 'state') == 'pending' then
+    redis.call('HSET', future, 'state', 'failed', 'type', ARGV[3], 'body', ARGV[4], 'ended', now_ms())
+    redis.call('PUBLISH', 'tinsmith:done', request)
+  end
+  redis.call('EXPIRE', future, ARGV[2], 'NX')  -- those of consumed seqs have no end yet either
+end
+
+local holder = redis.call('GET', 'tinsmith:lease:' .. model) or ''
+if not head[4] then
+  list_run(model, 'SREM')
+  redis.call('HINCRBY', key, 'epoch', 1)
+  redis.call('HSET', key, 'ended', 'deleted', 'worker', '', 'snapshot', '')
+  local journal = 'tinsmith:journal:' .. model
+  for _, seq in ipairs(redis.call('ZRANGE', journal, 0, -1)) do
+    local request = model .. ':' .. seq
+    fail(request)
+    drop_payload(request)
+    redis.call('DEL', 'tinsmith:op:' .. request)
+  end
+  for _, prefix in ipairs(handed_over(model)) do
+    redis.call('DEL', 'tinsmith:handovers:' .. prefix)
+    redis.call('ZREM', 'tinsmith:index:handovers', prefix)
+  end
+  redis.call('DEL', journal, 'tinsmith:lease:' .. model)
+  redis.call('ZREM', 'tinsmith:pending', model)
+  redis.call('HDEL', 'tinsmith:pending_queue', model)
+end
+return {cjson.decode(head[2]), holder, head[5] or 'false'}
+
+-- script: unload flags=allow-oom
+-- needs: now_ms
+-- Note that a model's client is done with it: its owner may release the model once no Op waits, until a new Op arrives.
+-- ARGV: model id. Returns 0.
+local key = 'tinsmith:models:' .. ARGV[1]
+if redis.call('EXISTS', key) == 1 then redis.call('HSET', key, 'unloaded', now_ms()) end
+return 0
+
+-- script: unwanted flags=allow-oom
+-- List the models that nobody needs in memory: ended models, and models without waiting Ops that are unloaded or whose
+-- session has ended. ARGV: model ids. Returns those of these ids.
+local found = {}
+for _, model in ipairs(ARGV) do
+  local head = redis.call('HMGET', 'tinsmith:models:' .. model, 'session_id', 'ended', 'unloaded', 'last_request')
+  local unloaded = head[3] and tonumber(head[4] or 0) <= tonumber(head[3])
+  local idle = head[1] and not redis.call('ZSCORE', 'tinsmith:pending', model)
+                       and (unloaded or redis.call('ZSCORE', 'tinsmith:sessions_ended', cjson.decode(head[1])))
+  if not head[1] or head[2] or idle then found[#found + 1] = model end
+end
+return found
+
+-- script: loads flags=allow-oom
+-- List the seqs in a model's journal whose Ops read a checkpoint when they run or are replayed. ARGV: model id.
+-- Returns the seqs.
+local found = {}
+for _, seq in ipairs(redis.call('ZRANGE', 'tinsmith:journal:' .. ARGV[1], 0, -1)) do
+  local kind = redis.call('HGET', 'tinsmith:op:' .. ARGV[1] .. ':' .. seq, 'kind')
+  if kind == 'create_model' or kind == 'load_weights' then found[#found + 1] = seq end
+end
+return found
+
+-- script: end_sampler flags=allow-oom
+-- needs: is_retired
+-- Remove a sampler's record. ARGV: sampler id, ms since which its session must have ended.
+-- Returns 1, or 0 when the sampler does not exist, or when its session is open again.
+local key = 'tinsmith:samplers:' .. ARGV[1]
+local session = redis.call('HGET', key, 'session_id')
+if not session or not is_retired(session, ARGV[2]) then return 0 end
+redis.call('DEL', key)
+redis.call('ZREM', 'tinsmith:index:samplers', ARGV[1])
+return 1

@@ -1,0 +1,70 @@
+-- Hourly pages of usage and of the audit log (app/stores/pages.py).
+
+-- part: pages
+-- needs: now_ms
+-- The last hour whose pages are closed; -1 while no page is closed.
+local function pages_closed()
+  return tonumber(redis.call('GET', 'tinsmith:pages_closed') or -1)
+end
+
+local function hour_now()
+  return math.floor(now_ms() / 3600000)
+end
+
+-- The key of a project's page of a book for an hour; for a closed hour, of the first page that is still open.
+local function page_of(book, project, hour)
+  hour = math.max(hour, pages_closed() + 1)
+  local name = book .. '/' .. project .. '/' .. hour
+  redis.call('ZADD', 'tinsmith:pages', hour, name)
+  return 'tinsmith:page:' .. name
+end
+
+-- part: count_usage
+-- needs: pages
+-- Count the usage of an Op or a sample for the project that owns its model or sampler (`record` is that record's key)
+-- now. `usage`: JSON, amounts by kind. The page stores the user of every session on it, because the session's own
+-- record is deleted some day.
+local function count_usage(record, usage)
+  local found = usage ~= '{}' and redis.call('HMGET', record, 'owner', 'session_id', 'base_model')
+  if not found or not found[1] then return end
+  local session, base = cjson.decode(found[2]), cjson.decode(found[3])
+  local page = page_of('usage', cjson.decode(found[1]), hour_now())
+  for kind, amount in pairs(cjson.decode(usage)) do
+    redis.call('HINCRBY', page, kind .. ' ' .. session .. ' ' .. base, amount)
+  end
+  if redis.call('HEXISTS', page, 'session ' .. session) == 0 then
+    local about = redis.call('HMGET', 'tinsmith:sessions:' .. session, 'user', 'user_metadata')
+    local text = '{"user": ' .. (about[1] or '""') .. ', "user_metadata": ' .. (about[2] or '{}') .. '}'
+    redis.call('HSET', page, 'session ' .. session, text)
+  end
+end
+
+-- script: note flags=allow-oom
+-- needs: no_room, now_ms, pages
+-- Write an entry to this hour's page of a project's book; an existing entry stays. ARGV: book, project, entry id, text,
+-- 'urgent' for an entry that is written even without room. The stored value is the time in ms, a space and the text.
+-- Returns 1, or 0 when the entry exists.
+local refusal = ARGV[5] ~= 'urgent' and no_room(0)
+if refusal then return refusal end
+local page = page_of(ARGV[1], ARGV[2], hour_now())
+return redis.call('HSETNX', page, ARGV[3], string.format('%.0f ', now_ms()) .. ARGV[4])
+
+-- script: close_pages flags=allow-oom
+-- needs: pages
+-- Close the pages of past hours: nothing is written to them any more, whatever the clock says later. ARGV: most pages.
+-- Returns so many closed pages, "<book>/<project>/<hour>" each, the oldest first.
+local closed = math.max(pages_closed(), hour_now() - 1)
+redis.call('SET', 'tinsmith:pages_closed', closed)
+return redis.call('ZRANGEBYSCORE', 'tinsmith:pages', '-inf', closed, 'LIMIT', 0, ARGV[1])
+
+-- script: measure_storage flags=allow-oom
+-- needs: pages
+-- Add the storage that checkpoints took between two measurements to the usage pages, once. ARGV: time of the last
+-- measurement ('' for none), time of this one, JSON list of {project, base model, hour, byte-seconds as text}.
+-- Returns 1, or 0 when another measurement was the last one.
+if (redis.call('GET', 'tinsmith:storage_measured') or '') ~= ARGV[1] then return 0 end
+redis.call('SET', 'tinsmith:storage_measured', ARGV[2])
+for _, held in ipairs(cjson.decode(ARGV[3])) do
+  redis.call('HINCRBY', page_of('usage', held[1], held[3]), 'storage  ' .. held[2], held[4])
+end
+return 1

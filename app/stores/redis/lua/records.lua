@@ -1,0 +1,92 @@
+-- Records: each is a hash, listed in its namespace's index.
+
+-- part: now_ms
+-- The state server's time in ms. No other clock is used, so no two clocks are ever compared.
+local function now_ms()
+  local time = redis.call('TIME')
+  return time[1] * 1000 + math.floor(time[2] / 1000)
+end
+
+-- part: change_record
+-- needs: list_run, stored
+-- Make, change or delete a record by `change`. The bytes of a checkpoint, and a run, move in the counts from the owner
+-- before the change to the owner after it.
+local function change_record(namespace, id, change)
+  if namespace == 'checkpoints' then
+    sum_stored()
+    add_stored(id, -1)
+    change()
+    add_stored(id, 1)
+  elseif namespace == 'models' then
+    list_run(id, 'SREM')
+    change()
+    list_run(id, 'SADD')
+  else
+    change()
+  end
+end
+
+-- script: put flags=allow-oom
+-- needs: change_record
+-- Set a record. ARGV: namespace, id, ms to live or 0, field, value, ... Returns 1.
+local key = 'tinsmith:' .. ARGV[1] .. ':' .. ARGV[2]
+change_record(ARGV[1], ARGV[2], function() redis.call('HSET', key, unpack(ARGV, 4)) end)
+if ARGV[3] ~= '0' then redis.call('PEXPIRE', key, ARGV[3]) end
+redis.call('ZADD', 'tinsmith:index:' .. ARGV[1], 0, ARGV[2])
+return 1
+
+-- script: put_new
+-- needs: change_record, no_room
+-- Set a record unless it exists. ARGV: namespace, id, field, value, ... Returns 1, or 0 when it exists.
+local key = 'tinsmith:' .. ARGV[1] .. ':' .. ARGV[2]
+if redis.call('EXISTS', key) == 1 then return 0 end
+local refusal = no_room(0)
+if refusal then return refusal end
+change_record(ARGV[1], ARGV[2], function() redis.call('HSET', key, unpack(ARGV, 3)) end)
+redis.call('ZADD', 'tinsmith:index:' .. ARGV[1], 0, ARGV[2])
+return 1
+
+-- script: put_newer flags=allow-oom
+-- Set a record whose version is above the stored version. ARGV: namespace, id, version, field, value, ...
+-- Returns 1, or 0 when that version or a later one is stored.
+local key = 'tinsmith:' .. ARGV[1] .. ':' .. ARGV[2]
+if tonumber(redis.call('HGET', key, 'version') or 0) >= tonumber(ARGV[3]) then return 0 end
+redis.call('HSET', key, unpack(ARGV, 4))
+redis.call('ZADD', 'tinsmith:index:' .. ARGV[1], 0, ARGV[2])
+return 1
+
+-- script: update flags=allow-oom
+-- Set fields of an existing record. ARGV: namespace, id, field, value, ... Returns 1, or 0 when it does not exist.
+local key = 'tinsmith:' .. ARGV[1] .. ':' .. ARGV[2]
+if redis.call('EXISTS', key) == 0 then return 0 end
+redis.call('HSET', key, unpack(ARGV, 3))
+return 1
+
+-- script: delete flags=allow-oom
+-- needs: change_record
+-- Delete a record. ARGV: namespace, id. Returns 0.
+change_record(ARGV[1], ARGV[2], function()
+  redis.call('DEL', 'tinsmith:' .. ARGV[1] .. ':' .. ARGV[2])
+  redis.call('ZREM', 'tinsmith:index:' .. ARGV[1], ARGV[2])
+end)
+return 0
+
+-- script: delete_same flags=allow-oom
+-- needs: change_record
+-- Delete a record that still has these fields. ARGV: namespace, id, field, value, ...
+-- Returns 1, or 0 when the record is different.
+local key = 'tinsmith:' .. ARGV[1] .. ':' .. ARGV[2]
+for i = 3, #ARGV, 2 do
+  if redis.call('HGET', key, ARGV[i]) ~= ARGV[i + 1] then return 0 end
+end
+change_record(ARGV[1], ARGV[2], function()
+  redis.call('DEL', key)
+  redis.call('ZREM', 'tinsmith:index:' .. ARGV[1], ARGV[2])
+end)
+return 1
+
+-- script: join flags=allow-oom
+-- Add a client to a sampling session. ARGV: sampler id. Returns the client's number, from 1; 0 without such a session.
+local key = 'tinsmith:samplers:' .. ARGV[1]
+if redis.call('EXISTS', key) == 0 then return 0 end
+return redis.call('HINCRBY', key, 'joined', 1)

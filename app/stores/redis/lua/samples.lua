@@ -1,0 +1,236 @@
+-- Sampling requests, from admission to the poll of their results.
+
+-- part: count_samples
+-- Count a sampling request's sequences for its payers (sign 1), or stop counting them (sign -1).
+local function count_samples(request, sign)
+  local found = redis.call('HMGET', 'tinsmith:op:' .. request, 'payers', 'rows')
+  for payer in (found[1] or ''):gmatch('%S+') do
+    local held = redis.call('HINCRBY', 'tinsmith:sampling_of', payer, sign * (found[2] or 1))
+    if held == 0 then redis.call('HDEL', 'tinsmith:sampling_of', payer) end
+  end
+end
+
+-- part: note_completion
+-- Note that a sampler's request finished, for polls of all requests of one clone; ids.target_of must agree on the key.
+local function note_completion(sampler, seq, request, keep_s)
+  local key = 'tinsmith:completed:' .. sampler .. '/' .. (#seq > 9 and seq:sub(1, -10) or '0')
+  redis.call('ZADD', key, redis.call('INCR', 'tinsmith:completions'), request)
+  redis.call('EXPIRE', key, keep_s)
+end
+
+-- part: close_sample
+-- needs: count_samples, drop_payload, leave_project, note_completion, now_ms, place
+-- Stop counting a sampling request in its queue, at its node and for its sampler; call before op:<request> is deleted.
+local function leave_queue(request, sampler)
+  local queue = redis.call('HGET', 'tinsmith:pending_queue', request)
+  local tokens = queue and redis.call('HGET', 'tinsmith:sampling:' .. queue, request)
+  if tokens then
+    place(request, queue, '')
+    leave_project(request, queue)
+    count_samples(request, -1)
+    redis.call('HDEL', 'tinsmith:sampling:' .. queue, request)
+    redis.call('HINCRBY', 'tinsmith:sampling_tokens', queue, -tokens)
+  end
+  redis.call('SREM', 'tinsmith:sampled:' .. sampler, request)
+  if redis.call('EXISTS', 'tinsmith:sampled:' .. sampler) == 0 then
+    redis.call('SREM', 'tinsmith:samplers_asked', sampler)
+  end
+  redis.call('ZREM', 'tinsmith:pending', request)
+  redis.call('HDEL', 'tinsmith:pending_queue', request)
+end
+
+-- Store a sampling request's result and delete all its other state; the first result stays.
+-- Returns true if this result was the first.
+local function close_sample(request, state, type, body, keep_s)
+  local future = 'tinsmith:future:' .. request
+  if redis.call('HGET', future, 'state') ~= 'pending' then return false end
+  redis.call('HSET', future, 'state', state, 'type', type, 'body', body, 'ended', now_ms())
+  redis.call('EXPIRE', future, keep_s)
+  local sampler, seq = request:match('^(.*):(%d+)$')
+  note_completion(sampler, seq, request, keep_s)
+  drop_payload(request)
+  leave_queue(request, sampler)
+  redis.call('DEL', 'tinsmith:op:' .. request, 'tinsmith:lease:' .. request)
+  redis.call('PUBLISH', 'tinsmith:done', request)
+  return true
+end
+
+-- part: abort_sample
+-- needs: close_sample, refund
+-- Cancel a sampling request, and notify the worker that may be running it. Without such a worker, its whole charge is
+-- refunded at once; else the unused part, when the worker reports its usage. Returns as close_sample does.
+local function abort_sample(request, keep_s, type, body)
+  local charged = charged_for(request)
+  charged.runner = redis.call('GET', 'tinsmith:lease:' .. request) or nil
+  if not close_sample(request, 'failed', type, body, keep_s) then return false end
+  if charged.runner then
+    redis.call('SET', 'tinsmith:stopped:' .. request, cjson.encode(charged), 'EX', keep_s)
+  else
+    give_back(charged, 0)
+  end
+  redis.call('PUBLISH', 'tinsmith:aborted', request)
+  return true
+end
+
+-- script: admit_sample
+-- needs: count_payload, count_samples, hear, held, hold, may_ring, no_room, now_ms, ring, take
+-- Journal a sampling request, once, with the adapter version that it uses and the node that it is dispatched to.
+-- ARGV: request id, parent id, owner, queue, payload, digest, tokens it may take, its sequences, most requests and most
+-- tokens that may be unfinished in its queue (or '' for no bound), charge, the names of its payers.
+-- Returns {'fresh', node to dispatch to, or '' for any node}, or {'held', ''} when the request is throttled. Else
+-- returns {repeat | conflict | unknown | too_large | requests | tokens, unfinished requests or tokens in the queue}, or
+-- {'limited', ...} as `over_limit` in limits.lua does.
+local request, sampler, queue, tokens = ARGV[1], ARGV[2], ARGV[4], tonumber(ARGV[7])
+
+-- The object-store prefix of the adapter for a sampler's next request; '' for the base model.
+local function adapter_of(sampler)
+  local found = redis.call('HMGET', 'tinsmith:samplers:' .. sampler, 'prefix', 'follows')
+  local follows = cjson.decode(found[2] or '""')
+  local newest = follows ~= '' and redis.call('HGET', 'tinsmith:models:' .. follows, 'inflight')
+  return cjson.decode(newest or found[1] or '""')
+end
+
+local known = redis.call('HGET', 'tinsmith:future:' .. request, 'digest')
+if known then return {known == ARGV[6] and 'repeat' or 'conflict', 0} end
+local session = redis.call('HGET', 'tinsmith:samplers:' .. sampler, 'session_id')
+if not session then return {'unknown', 0} end  -- it went since it was looked up, and nobody knows of which adapter it was
+if ARGV[9] ~= '' then
+  if tokens > tonumber(ARGV[10]) then return {'too_large', 0} end
+  local requests = redis.call('HLEN', 'tinsmith:sampling:' .. queue)
+  if requests >= tonumber(ARGV[9]) then return {'requests', requests} end
+  local held = tonumber(redis.call('HGET', 'tinsmith:sampling_tokens', queue) or 0)
+  if held + tokens > tonumber(ARGV[10]) then return {'tokens', held} end
+end
+local refusal = no_room(#ARGV[5])
+if refusal then return refusal end
+local limited = ARGV[11] ~= '' and take(cjson.decode(ARGV[11]))
+if limited then return limited end
+local now = now_ms()
+hear(session, now)
+local adapter = adapter_of(sampler)
+redis.call('HSET', 'tinsmith:op:' .. request, 'kind', 'sample', 'attempts', 0, 'admitted', now, 'adapter', adapter,
+           'rows', ARGV[8], 'payers', ARGV[12])
+count_samples(request, 1)
+redis.call('SET', 'tinsmith:payload:' .. request, ARGV[5])
+count_payload(request, #ARGV[5], now)
+redis.call('HSET', 'tinsmith:future:' .. request, 'kind', 'sample', 'model', sampler, 'owner', ARGV[3],
+           'digest', ARGV[6], 'state', 'pending', 'admitted', now)
+redis.call('ZADD', 'tinsmith:pending', now, request)
+redis.call('HSET', 'tinsmith:pending_queue', request, queue)
+redis.call('HSET', 'tinsmith:sampling:' .. queue, request, tokens)
+redis.call('HINCRBY', 'tinsmith:sampling_tokens', queue, tokens)
+redis.call('SADD', 'tinsmith:sampled:' .. sampler, request)
+redis.call('SADD', 'tinsmith:samplers_asked', sampler)
+if redis.call('EXISTS', held_key(queue, ARGV[3])) == 1 or not may_ring(queue, ARGV[3], tonumber(ARGV[8])) then
+  hold(request, queue, ARGV[3], now)
+  return {'held', ''}
+end
+return {'fresh', ring(request, queue, ARGV[3])}
+
+-- script: claim_sample flags=allow-oom
+-- needs: begin, count_rung, home, leave, node_of, now_ms, place
+-- Start a sampling request. ARGV: request id, worker ("node/boot"), lease in ms, most attempts or ''.
+-- Returns {attempts, 1 if one attempt is in doubt, ms since admission, adapter or false}; {} when it is terminal, 0
+-- while another worker runs it, or 1 when it had more than the most attempts.
+local op = 'tinsmith:op:' .. ARGV[1]
+if redis.call('EXISTS', op) == 0 then return {} end
+if not redis.call('SET', 'tinsmith:lease:' .. ARGV[1], ARGV[2], 'NX', 'PX', ARGV[3]) then return 0 end
+local attempts, doubtful = begin(op, ARGV[2], ARGV[3])
+if ARGV[4] ~= '' and attempts > tonumber(ARGV[4]) then
+  leave(op, ARGV[2])
+  redis.call('DEL', 'tinsmith:lease:' .. ARGV[1])
+  return 1
+end
+local found = redis.call('HMGET', op, 'admitted', 'adapter', 'ring')
+local node, queue = node_of(ARGV[2]), redis.call('HGET', 'tinsmith:pending_queue', ARGV[1])
+if found[3] == 'off' then count_rung(ARGV[1], queue, redis.call('HGET', 'tinsmith:future:' .. ARGV[1], 'owner')) end
+local before = place(ARGV[1], queue, node)
+local key = home_of(ARGV[1], found[2])
+-- Affinity moves to this node when the request was dispatched to the node with affinity and that node did not take it.
+local home = redis.call('GET', key)
+if not home or (home == before and node ~= before) then redis.call('SET', key, node, 'PX', HOME_MS) end
+return {attempts, doubtful, now_ms() - found[1], found[2]}
+
+-- script: put_off_sample flags=allow-oom
+-- needs: leave, leave_project, place, refund
+-- Requeue a sampling request that a live worker cannot run now. It costs no attempt. If that worker held its lease, any
+-- worker may take it. For a request that was cancelled while the worker ran it, the unused tokens are refunded.
+-- ARGV: request id, worker, tokens it used. Returns 0.
+
+-- Refund a cancelled request when the worker that ran it reports the tokens it used.
+local function settle_stopped(request, worker, took)
+  local key = 'tinsmith:stopped:' .. request
+  local charged = cjson.decode(redis.call('GET', key) or '{}')
+  if charged.runner == worker then
+    redis.call('DEL', key)
+    give_back(charged, took)
+  end
+end
+
+local op, lease = 'tinsmith:op:' .. ARGV[1], 'tinsmith:lease:' .. ARGV[1]
+settle_stopped(ARGV[1], ARGV[2], ARGV[3])
+leave(op, ARGV[2])
+if redis.call('GET', lease) == ARGV[2] then
+  local queue = redis.call('HGET', 'tinsmith:pending_queue', ARGV[1])
+  place(ARGV[1], queue, '')
+  leave_project(ARGV[1], queue)  -- what cannot run keeps nothing from being rung for
+  redis.call('HSET', op, 'ring', 'off')
+  redis.call('DEL', lease)
+end
+return 0
+
+-- script: finish_sample flags=allow-oom
+-- needs: close_sample, count_usage, refund
+-- Store a sampling request's result; the first result stays, and its usage is counted. ARGV: request id, state, type,
+-- body, seconds to keep, JSON of its usage. Returns 1, or 0 when the request had a result already.
+local charged = charged_for(ARGV[1])
+if not close_sample(ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5]) then return 0 end
+local took = 0
+for _, amount in pairs(cjson.decode(ARGV[6])) do took = took + amount end
+give_back(charged, took)
+if ARGV[2] == 'done' then count_usage('tinsmith:samplers:' .. ARGV[1]:match('^(.*):%d+$'), ARGV[6]) end
+return 1
+
+-- script: cancel_sample flags=allow-oom
+-- needs: abort_sample
+-- Cancel a sampling request, unless it has a result. ARGV: request id, seconds to keep, type and body of its result.
+-- Returns 1, or 0 when it had a result already.
+return abort_sample(ARGV[1], ARGV[2], ARGV[3], ARGV[4]) and 1 or 0
+
+-- script: abort_samples flags=allow-oom
+-- needs: abort_sample
+-- End the unfinished requests of samplers that no longer exist, or whose session has ended and has not been reopened.
+-- ARGV: most requests, seconds to keep, type and body of their result. Returns the number of requests ended.
+local ended, most = 0, tonumber(ARGV[1])
+
+local function is_over(sampler)
+  local session = redis.call('HGET', 'tinsmith:samplers:' .. sampler, 'session_id')
+  return not session or redis.call('ZSCORE', 'tinsmith:sessions_ended', cjson.decode(session))
+end
+
+for _, sampler in ipairs(redis.call('SMEMBERS', 'tinsmith:samplers_asked')) do
+  if ended < most and is_over(sampler) then
+    for _, request in ipairs(redis.call('SRANDMEMBER', 'tinsmith:sampled:' .. sampler, most - ended)) do
+      if abort_sample(request, ARGV[2], ARGV[3], ARGV[4]) then ended = ended + 1 end
+    end
+  end
+end
+return ended
+
+-- script: completions flags=allow-oom
+-- List the requests of a poll target that finished after a cursor; entries up to the cursor are deleted.
+-- ARGV: target, cursor, most requests. Returns {cursor of the last one, request id, state, bytes, ...}
+local key = 'tinsmith:completed:' .. ARGV[1]
+local cursor = ARGV[2]
+local newest = redis.call('GET', 'tinsmith:completions') or '0'
+if tonumber(cursor) > tonumber(newest) then cursor = '0' end  -- of a history this server does not know
+redis.call('ZREMRANGEBYSCORE', key, '-inf', cursor)
+local found = redis.call('ZRANGE', key, 0, ARGV[3] - 1, 'WITHSCORES')
+local rows = {found[#found] or cursor}
+for i = 1, #found, 2 do
+  local future = 'tinsmith:future:' .. found[i]
+  rows[#rows + 1] = found[i]
+  rows[#rows + 1] = redis.call('HGET', future, 'state') or 'done'
+  rows[#rows + 1] = redis.call('HSTRLEN', future, 'body')
+end
+return rows
