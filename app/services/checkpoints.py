@@ -25,7 +25,7 @@ from app.domain.accounts import Caller
 from app.domain.checkpoints import MANIFEST, Manifest, Place
 from app.domain.records import Checkpoint, Model, Session
 from app.errors import BadRequest, NotFound, Unavailable
-from app.services.tenants import audit
+from app.services.tenants import audit, checkpoint_lists
 from app.services.tenants.access import Sources, load_checkpoint, load_owned
 from app.services.tenants.limits import AllowanceService
 from app.services.training import check_ttl
@@ -57,11 +57,8 @@ class CheckpointService:
 
     def list_all(self, caller: Caller, page: Page) -> dict[str, Any]:
         """Checkpoints of all runs in the projects where the caller may work, newest first."""
-        within, now = projects(caller, "owned"), self._records.now()
-        stored = self._records.list(Checkpoint.namespace)
-        loaded = [(path, records.load(Checkpoint, fields)) for path, fields in stored]
-        found = [(path, one) for path, one in loaded if one.owner in within and not one.is_expired(now)]
-        shown, cursor = page.of(sorted(found, key=lambda pair: (-pair[1].created, pair[0])))
+        found = checkpoint_lists.of_projects(self._records, projects(caller, "owned"))
+        shown, cursor = page.of(found)
         return {"checkpoints": [checkpoint_view(path, one) for path, one in shown], "cursor": cursor}
 
     def describe_weights(self, path: ids.TinkerPath, caller: Caller) -> dict[str, Any]:

@@ -11,13 +11,13 @@ from app import ids
 from app.domain import records
 from app.domain.accounts import Caller
 from app.domain.ops import CreateModel, LoraSpec, ModelSpec
-from app.domain.records import Checkpoint, Model, Session
+from app.domain.records import Model, Session
 from app.errors import BadRequest, NotFound
 from app.services.admission import AdmissionService
 from app.services.base_models import BaseModels, trainer_role
 from app.services.teardown import Endings
-from app.services.tenants import audit
-from app.services.tenants.access import Sources, load_owned, load_readable, may_read
+from app.services.tenants import audit, checkpoint_lists
+from app.services.tenants.access import Sources, load_owned, load_readable
 from app.services.validation.models import (
     CRITIC,
     asked_role,
@@ -187,11 +187,8 @@ class RunService:
         }
 
     def _checkpoints(self, model_id: str, caller: Caller) -> list[dict[str, Any]]:
-        now = self._records.now()
-        stored = self._records.list(Checkpoint.namespace, ids.checkpoint_prefix(model_id))
-        loaded = [(path, records.load(Checkpoint, fields)) for path, fields in stored]
-        seen = [(path, found) for path, found in loaded if may_read(caller, found) and not found.is_expired(now)]
-        return [checkpoint_view(path, found) for path, found in sorted(seen, key=lambda pair: -pair[1].created)]
+        found = checkpoint_lists.of_run(self._records, model_id, caller)
+        return [checkpoint_view(path, one) for path, one in found]
 
 
 def _newest(checkpoints: list[dict[str, Any]], kind: str) -> dict[str, Any] | None:

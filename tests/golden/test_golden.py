@@ -86,7 +86,15 @@ def test_a_manifest_written_then_is_read_as_what_it_was(name: str):
 def test_scripts_answer_the_same_and_leave_the_same_behind(scenario: str, played: dict[str, Any]):
     steps, frozen = played[scenario], FROZEN["scripts"][scenario]
     for step, expected in zip(steps, frozen, strict=True):
-        assert step == expected
+        assert without_added(step) == expected
+
+
+def without_added(step: dict[str, Any]) -> dict[str, Any]:
+    """A step without the listed new keys."""
+    if "keys" not in step:
+        return step
+    added = tuple(ADDED["keys left behind"])
+    return {**step, "keys": {key: held for key, held in step["keys"].items() if not key.startswith(added)}}
 
 
 @pytest.mark.parametrize("contract", FROZEN["public"])

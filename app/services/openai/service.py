@@ -17,7 +17,7 @@ from app import ids
 from app.domain import records
 from app.domain.accounts import Caller
 from app.domain.base_model import BaseModelInfo
-from app.domain.records import Checkpoint, Sampler, Session
+from app.domain.records import Sampler, Session
 from app.domain.sampling import SampleRequest
 from app.errors import NotFound
 from app.services.admission import AdmissionService
@@ -30,6 +30,7 @@ from app.services.openai.streaming import Asked, Following
 from app.services.openai.tokenizer import BaseTokenizer, Tokenizers
 from app.services.polling import Holds
 from app.services.sampling import SamplingService
+from app.services.tenants import checkpoint_lists
 from app.services.tenants.access import check_role
 from app.services.validation.sampling import check_sample, check_size
 from app.stores.redis.lifecycle import RedisLifecycle
@@ -242,13 +243,12 @@ class Samplers:
 
     def models(self, caller: Caller) -> list[tuple[str, float]]:
         """(name, creation time) of the base models and the caller's sampler checkpoints that have a live sampler."""
-        live, now = self._bases.live(), self._records.now()
+        live = self._bases.live()
         found = [(name, 0.0) for name in self._bases.names() if ("sampler", name) in live]
-        for path, fields in self._records.list(Checkpoint.namespace):
-            checkpoint = records.load(Checkpoint, fields)
-            sampled = (sampler_role(full=checkpoint.full), checkpoint.base_model) in live
-            theirs = checkpoint.kind == _KIND and caller.sees(checkpoint.owner)
-            if sampled and theirs and not checkpoint.is_expired(now):
+        theirs = checkpoint_lists.of_projects(self._records, caller.roles.keys())
+        for path, checkpoint in sorted(theirs, key=lambda pair: pair[0]):
+            is_sampled = (sampler_role(full=checkpoint.full), checkpoint.base_model) in live
+            if is_sampled and checkpoint.kind == _KIND:
                 found.append((path, checkpoint.created))
         return found
 

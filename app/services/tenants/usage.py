@@ -12,9 +12,10 @@ from typing import Any
 from app import ids
 from app.domain import records
 from app.domain.accounts import Caller, User
-from app.domain.records import Checkpoint, Session
+from app.domain.records import Session
 from app.domain.results import CACHED, HOUR_S, PREFILLED, SAMPLED, SAVED, STORED, TRAINED
 from app.errors import BadRequest
+from app.services.tenants import checkpoint_lists
 from app.services.tenants.access import check_role
 from app.services.tenants.audit import admin_projects
 from app.services.views import check_seen, texts, timestamp, user_urn
@@ -63,14 +64,11 @@ class UsageService:
             projects = [project]
         counts: Counter[tuple[str, str]] = Counter()
         sizes: Counter[tuple[str, str]] = Counter()
-        now = self.records.now()
         users = {id_: json.loads(fields.get("user", '""')) for id_, fields in self.records.list(Session.namespace)}
-        for _, fields in self.records.list(Checkpoint.namespace):
-            checkpoint = records.load(Checkpoint, fields)
-            if checkpoint.owner in projects and not checkpoint.is_expired(now):
-                group = checkpoint.owner, users.get(ids.session_of(checkpoint.model_id), "")
-                counts[group] += 1
-                sizes[group] += checkpoint.size_bytes
+        for _, checkpoint in checkpoint_lists.of_projects(self.records, set(projects)):
+            group = checkpoint.owner, users.get(ids.session_of(checkpoint.model_id), "")
+            counts[group] += 1
+            sizes[group] += checkpoint.size_bytes
         emails = self._emails({user for _, user in counts})
         return [
             {

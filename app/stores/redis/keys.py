@@ -39,6 +39,8 @@
     runs:<payer>        SET   its runs that have not ended, in sessions that have not ended
     runs_listed         STR   exists once all runs are in these sets
     stored              HASH  payer -> the bytes of its checkpoints
+    checkpoints_of:<project>  SET  the paths of its checkpoints; a process of an earlier version changes checkpoints and
+                              not this set, and the sum in `stored` shows it
     home:<adapter>      STR   affinity: the node that an adapter's requests go to, by the adapter's prefix; for the
                               base model by the sampler's id; expires an hour after the last request
     sampled:<sampler>   SET   its unfinished sampling requests
@@ -86,6 +88,7 @@ ORPHANS = PREFIX + "orphans"
 PAGES = PREFIX + "pages"
 STORAGE_MEASURED = PREFIX + "storage_measured"
 SPILL_GARBAGE = PREFIX + "spill_garbage"
+STORED = PREFIX + "stored"
 
 
 def model(model_id: str) -> str:
@@ -142,3 +145,7 @@ def sampled(sampler_id: str) -> str:
 
 def completed(target: str) -> str:
     return f"{PREFIX}completed:{target}"
+
+
+def checkpoints_of(project: str) -> str:
+    return f"{PREFIX}checkpoints_of:{project}"

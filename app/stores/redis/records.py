@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Collection, Iterator, Sequence, Set
 from typing import cast
 
 import redis
@@ -11,12 +12,15 @@ from app.errors import NotFound
 from app.settings import EngineSettings
 from app.stores.pages import Book
 from app.stores.redis import keys
-from app.stores.redis.client import read_hash, text_fields
+from app.stores.redis.client import is_outage, read_hash, text_fields
 from app.stores.redis.scripts import Scripts
 from app.stores.redis.types import Record
 
 # Records per round trip: the server answers other clients in between, and 10,000 records are never in memory at once.
 _SLICE = 500
+_CHECKPOINTS = "checkpoints"
+# A deletion between two reads makes a right list look wrong; it hardly ever comes this often in a row.
+_TRIES = 3
 _DEFAULTS = EngineSettings()
 
 
@@ -62,16 +66,67 @@ class RedisRecords:
         from the index on the way."""
         index, after = keys.index(namespace), f"[{prefix}"
         while slice_ := _ids(self._redis, index, after, prefix):
-            with self._redis.pipeline(transaction=False) as pipe:
-                for key in slice_:
-                    pipe.hgetall(keys.record(namespace, key))
-                found = pipe.execute()
-            for key, fields in zip(slice_, found, strict=True):
+            for key, fields in self._read(namespace, slice_):
                 if fields:
-                    yield key, text_fields(fields)
+                    yield key, fields
                 else:
                     self._redis.zrem(index, key)
             after = f"({slice_[-1]}"
+
+    def list_checkpoints(self, projects: Collection[str]) -> dict[str, dict[str, str]]:
+        """The checkpoints of these projects, by path. The owner in a record is its owner when it was read.
+
+        Reads no other checkpoint, except after a process of an earlier version changed one of these: such a process
+        leaves the projects' lists as they are. All checkpoints are read then, and the lists are corrected.
+        """
+        for _ in range(_TRIES):
+            listed = self._listed(projects)
+            if listed is not None:
+                return listed
+        found = {path: fields for path, fields in self.list(_CHECKPOINTS) if json.loads(fields["owner"]) in projects}
+        for project in projects:
+            self._relist(project, {path for path, fields in found.items() if json.loads(fields["owner"]) == project})
+        return found
+
+    def _listed(self, projects: Collection[str]) -> dict[str, dict[str, str]] | None:
+        """The checkpoints on the projects' lists; None if a list may be wrong.
+
+        A list is right if each of its checkpoints is the project's, and their bytes are the sum that every version
+        keeps: each checkpoint has bytes, so none is missing. A list also looks wrong when one of its checkpoints is
+        deleted or moved before it is read.
+        """
+        with self._redis.pipeline() as pipe:
+            pipe.hmget(keys.STORED, "since", *(f"project:{project}" for project in projects))
+            for project in projects:
+                pipe.smembers(keys.checkpoints_of(project))
+            (since, *sums), *lists = pipe.execute()
+        found: dict[str, dict[str, str]] = {}
+        for project, held, listed in zip(projects, sums, lists, strict=True):
+            its = dict(self._read(_CHECKPOINTS, [path.decode() for path in listed]))
+            if any(json.loads(fields.get("owner", "null")) != project for fields in its.values()):
+                return None
+            if sum(int(fields["size_bytes"]) for fields in its.values()) != int(held or 0):
+                return None
+            found.update(its)
+        return found if since is not None else None
+
+    def _relist(self, project: str, owned: Set[str]) -> None:
+        listed = cast(set[bytes], self._redis.smembers(keys.checkpoints_of(project)))
+        try:
+            for slice_ in _slices(sorted(owned | {path.decode() for path in listed})):
+                self._run("relist", project, *slice_)
+        except redis.RedisError as error:
+            if not is_outage(error):  # a server that only reads for now has given its answer
+                raise
+
+    def _read(self, namespace: str, ids: Sequence[str]) -> Iterator[tuple[str, dict[str, str]]]:
+        """Reads records by their ids, a slice at a time; a missing one has no fields."""
+        for slice_ in _slices(ids):
+            with self._redis.pipeline(transaction=False) as pipe:
+                for id_ in slice_:
+                    pipe.hgetall(keys.record(namespace, id_))
+                found = pipe.execute()
+            yield from zip(slice_, map(text_fields, found), strict=True)
 
     def note(self, book: Book, project: str, key: str, text: str, *, urgent: bool = False) -> None:
         """Write an entry on this hour's page of a project's book (app/stores/pages.py), if it holds none of this key.
@@ -97,3 +152,7 @@ def _ids(client: redis.Redis, index: str, after: str, prefix: str) -> list[str]:
     last = b"[" + prefix.encode() + b"\xff"
     found = client.zrangebylex(index, after, cast(str, last), 0, _SLICE)
     return [key.decode() for key in cast(list[bytes], found)]
+
+
+def _slices(ids: Sequence[str]) -> Iterator[Sequence[str]]:
+    return (ids[start : start + _SLICE] for start in range(0, len(ids), _SLICE))

@@ -7,6 +7,7 @@ from tests.mutants.mutant import Mutant
 _LUA = "app/stores/redis/lua"
 # Without the fixtures of the API's own tests, which take seconds to load.
 _STORES = "--confcutdir=tests/unit/app/stores -p tests.unit.conftest tests/unit/app/stores/redis"
+_LISTS = f"{_STORES}/test_checkpoint_lists.py"
 _LIMITS = "--confcutdir=tests/unit/app/stores tests/unit/app/wire/test_body_limits.py"
 _BUCKET = "--confcutdir=tests/unit/workers/backends/training tests/security/test_hostile_bucket.py"
 
@@ -103,5 +104,55 @@ MUTANTS = (
         "hour = math.max(hour, pages_closed() + 1)",
         "",
         f"{_STORES}/test_pages.py::test_nothing_is_written_on_a_closed_page_even_if_the_clock_is_set_back",
+    ),
+    # Lists of checkpoints.
+    Mutant(
+        "lists: a checkpoint is added to its project's",
+        f"{_LUA}/limits.lua",
+        "  redis.call(sign > 0 and 'SADD' or 'SREM', checkpoints_of(project), path)\n",
+        "",
+        f"{_LISTS}::test_a_listing_reads_nothing_of_other_projects",
+    ),
+    Mutant(
+        "lists: what an earlier version saved",
+        "app/stores/redis/records.py",
+        " != int(held or 0):",
+        " < 0:",
+        f"{_LISTS}::test_the_first_listing_of_an_earlier_versions_data_makes_the_lists",
+    ),
+    Mutant(
+        "lists: no sums are no proof",
+        "app/stores/redis/records.py",
+        "return found if since is not None else None",
+        "return found",
+        f"{_LISTS}::test_the_first_listing_of_an_earlier_versions_data_makes_the_lists",
+    ),
+    Mutant(
+        "lists: what an earlier version moved or deleted",
+        "app/stores/redis/records.py",
+        """if any(json.loads(fields.get("owner", "null")) != project for""",
+        """if any(False for""",
+        f"{_LISTS}::test_a_save_of_an_earlier_version_in_place_of_one_of_the_same_size_is_listed",
+    ),
+    Mutant(
+        "lists: a correction takes out what is not the project's",
+        f"{_LUA}/records.lua",
+        "is_its and 'SADD' or 'SREM'",
+        "'SADD'",
+        f"{_LISTS}::test_a_save_of_an_earlier_version_in_place_of_one_of_the_same_size_is_listed",
+    ),
+    Mutant(
+        "lists: a deletion in between",
+        "app/stores/redis/records.py",
+        "_TRIES = 3",
+        "_TRIES = 1",
+        f"{_LISTS}::test_a_deletion_in_between_is_no_reason_to_read_those_of_others",
+    ),
+    Mutant(
+        "lists: a server that takes no writes",
+        "app/stores/redis/records.py",
+        "if not is_outage(error):",
+        "if True:",
+        f"{_LISTS}::test_a_wrong_list_is_no_hindrance_while_the_server_takes_no_writes",
     ),
 )

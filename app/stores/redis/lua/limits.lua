@@ -39,11 +39,17 @@ end
 -- The key of the bytes of all checkpoints by payer. `sum_stored` makes these sums on a state server that has none yet.
 local STORED = 'tinsmith:stored'
 
+-- The key of the paths of a project's checkpoints; `_listed` in records.py finds out whether they are complete.
+local function checkpoints_of(project) return 'tinsmith:checkpoints_of:' .. project end
+
+-- Add a checkpoint's bytes to those of its payers, and its path to its project's (sign 1), or remove both (sign -1).
 local function add_stored(path, sign)
   local found = redis.call('HMGET', 'tinsmith:checkpoints:' .. path, 'owner', 'key', 'size_bytes')
   if not found[3] then return end
+  local project = cjson.decode(found[1])
+  redis.call(sign > 0 and 'SADD' or 'SREM', checkpoints_of(project), path)
   local size = 0 + sign * found[3]  -- never -0, which is no integer
-  redis.call('HINCRBY', STORED, 'project:' .. cjson.decode(found[1]), size)
+  redis.call('HINCRBY', STORED, 'project:' .. project, size)
   local key = cjson.decode(found[2] or '""')
   if key ~= '' then redis.call('HINCRBY', STORED, 'key:' .. key, size) end
 end

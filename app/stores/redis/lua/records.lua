@@ -9,8 +9,8 @@ end
 
 -- part: change_record
 -- needs: list_run, stored
--- Make, change or delete a record by `change`. The bytes of a checkpoint, and a run, move in the counts from the owner
--- before the change to the owner after it.
+-- Make, change or delete a record by `change`. A checkpoint, its bytes, and a run move in the counts and lists from the
+-- owner before the change to the owner after it.
 local function change_record(namespace, id, change)
   if namespace == 'checkpoints' then
     sum_stored()
@@ -90,3 +90,14 @@ return 1
 local key = 'tinsmith:samplers:' .. ARGV[1]
 if redis.call('EXISTS', key) == 0 then return 0 end
 return redis.call('HINCRBY', key, 'joined', 1)
+
+-- script: relist flags=allow-oom
+-- needs: stored
+-- Correct a project's list of checkpoints. ARGV: project, paths that may belong on the list or not. Returns 1.
+sum_stored()
+for i = 2, #ARGV do
+  local owner = redis.call('HGET', 'tinsmith:checkpoints:' .. ARGV[i], 'owner')
+  local is_its = owner and cjson.decode(owner) == ARGV[1]
+  redis.call(is_its and 'SADD' or 'SREM', checkpoints_of(ARGV[1]), ARGV[i])
+end
+return 1

@@ -8,6 +8,12 @@ from tinker.types.get_session_response import GetSessionResponse
 from tinker.types.list_sessions_response import ListSessionsResponse
 from tinker.types.training_runs_response import TrainingRunsResponse
 
+from app.domain.accounts import Caller
+from app.ids import TinkerPath
+from app.settings import EngineSettings
+from app.stores.redis.client import connect
+from app.stores.redis.lifecycle import RedisLifecycle
+from tests.unit.app.api.test_copies import copy, project, saved
 from tests.unit.app.api.test_models import save_checkpoint
 from tests.unit.app.conftest import Api
 
@@ -60,6 +66,60 @@ def test_checkpoints_of_all_runs_come_newest_first_and_without_those_that_expire
     assert first.cursor.total_count == 3
     rest = api.get("checkpoints?limit=2&offset=2").json["checkpoints"]
     assert [found["tinker_path"] for found in rest] == [paths[0]]
+
+
+def test_a_list_of_checkpoints_costs_the_same_however_many_others_there_are(
+    api: Api, stranger: Api, state_url: str
+) -> None:
+    """Commands within scripts count."""
+    model = api.model()
+    save_checkpoint(api, model)
+    theirs = stranger.model()
+    routes = ("checkpoints", f"training_runs/{model}/checkpoints")
+
+    with connect(state_url) as client:
+
+        def commands(route: str) -> int:
+            before = sum(said["calls"] for said in client.info("commandstats").values())
+            assert len(api.get(route).json["checkpoints"]) == 1
+            return sum(said["calls"] for said in client.info("commandstats").values()) - before
+
+        alone = [commands(route) for route in routes]
+        found = api.services.records.get("checkpoints", save_checkpoint(stranger, theirs))
+        assert found is not None
+        for name in range(1000):
+            api.services.records.put("checkpoints", f"tinker://{theirs}/weights/{name}", found)
+        assert [commands(route) for route in routes] == alone
+
+
+def test_the_lists_of_all_runs_and_of_each_run_agree(api: Api, stranger: Api, state_url: str) -> None:
+    """About copies, ended runs, moved sessions, published, expired and deleted checkpoints."""
+    source, ended, moved = saved(api), api.model(), api.model()
+    for run in (ended, moved):
+        save_checkpoint(api, run)
+    save_checkpoint(api, ended, "sampler_weights")
+    save_checkpoint(api, ended, "external_weights", expires_at=1.0)
+    foreign = save_checkpoint(stranger, stranger.model(), public=True)
+    copied = copy(api, source).json["tinker_path"]
+    api.services.models.delete(ended, Caller.alone(project(api)))
+    api.services.records.delete("checkpoints", source)
+    with connect(state_url) as client:
+        RedisLifecycle(client, EngineSettings()).move(moved.partition(":")[0], "elsewhere")
+
+    listed = api.get("checkpoints").json["checkpoints"]
+    assert listed == checkpoints_of(api, run_of(copied)) + checkpoints_of(api, ended)
+    assert len(listed) == 3
+    assert checkpoints_of(api, run_of(source)) == []
+    assert api.get(f"training_runs/{moved}/checkpoints").status_code == 404
+    assert [one["tinker_path"] for one in checkpoints_of(api, run_of(foreign))] == [foreign]
+
+
+def run_of(path: str) -> str:
+    return TinkerPath.parse(path).model_id
+
+
+def checkpoints_of(api: Api, run: str) -> list[dict[str, object]]:
+    return list(api.get(f"training_runs/{run}/checkpoints").json["checkpoints"])
 
 
 def test_sessions_come_newest_first_and_say_what_is_in_them(api: Api, stranger: Api) -> None:

@@ -1,0 +1,158 @@
+"""The checkpoints of projects by their lists, beside processes that know no such lists."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import redis
+
+from app.domain.records import Checkpoint, Session, dump, load
+from app.settings import EngineSettings
+from app.stores.redis.lifecycle import RedisLifecycle
+from app.stores.redis.records import RedisRecords
+from app.stores.redis.types import Record
+
+LISTS = "tinsmith:checkpoints_of:"
+SESSIONS = ("s0", "s1")
+
+
+@pytest.fixture
+def stored(client: redis.Redis) -> RedisRecords:
+    return RedisRecords(client)
+
+
+def path(session: str, name: object) -> str:
+    return f"tinker://{session}:train:0/weights/{name}"
+
+
+def fields(owner: str = "me", size: int = 10) -> Record:
+    return dump(Checkpoint(owner, "s0:train:0", "weights", "base", "models/x", 1.0, size, {}, []))
+
+
+def put(stored: RedisRecords, name: object, owner: str = "me", size: int = 10) -> str:
+    stored.put("checkpoints", path("s0", name), fields(owner, size))
+    return path("s0", name)
+
+
+@contextmanager
+def earlier_version(client: redis.Redis) -> Iterator[None]:
+    """A process of a version without the lists: it leaves everything that this version leaves, but the lists."""
+    lists = {key: client.smembers(key) for key in client.scan_iter(f"{LISTS}*")}
+    yield
+    for key in [*client.scan_iter(f"{LISTS}*")]:
+        client.delete(key)
+    for key, members in lists.items():
+        client.sadd(key, *members)
+
+
+def owned(stored: RedisRecords, *projects: str) -> dict[str, Record]:
+    """The checkpoints that a look at all of them finds."""
+    found = stored.list("checkpoints")
+    return {path: fields for path, fields in found if load(Checkpoint, fields).owner in projects}
+
+
+def calls(client: redis.Redis) -> int:
+    return sum(said["calls"] for said in client.info("commandstats").values())
+
+
+def listing(client: redis.Redis, stored: RedisRecords, *projects: str) -> int:
+    """The number of commands of a listing."""
+    before = calls(client)
+    stored.list_checkpoints(projects)
+    return calls(client) - before
+
+
+def test_a_listing_reads_nothing_of_other_projects(client, stored):
+    for name in range(3):
+        put(stored, name)
+    alone = listing(client, stored, "me", "mine")
+    for name in range(1000):
+        put(stored, f"theirs{name}", "other")
+    assert listing(client, stored, "me", "mine") == alone
+    assert stored.list_checkpoints({"me", "mine"}) == owned(stored, "me")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_lists_are_complete_after_any_history_of_this_and_an_earlier_version(client, stored, seed):
+    chance, lifecycle = random.Random(seed), RedisLifecycle(client, EngineSettings())
+    for session in SESSIONS:
+        stored.put("sessions", session, dump(Session("me", 0.0)))
+
+    def change() -> None:
+        name = path(chance.choice(SESSIONS), chance.randrange(4))
+        record = fields(chance.choice(["me", "other"]), chance.choice([10, 20]))
+        match chance.choice(["put", "put_new", "delete", "delete_same", "move", "note"]):
+            case "put":
+                stored.put("checkpoints", name, record)
+            case "put_new":
+                stored.put_new("checkpoints", name, record)
+            case "delete":
+                stored.delete("checkpoints", name)
+            case "delete_same":
+                stored.delete_same("checkpoints", name, record)
+            case "move":
+                lifecycle.move(chance.choice(SESSIONS), chance.choice(["me", "other"]))
+            case "note":
+                stored.update("checkpoints", name, {"public": "true"})
+
+    for _ in range(150):
+        if chance.random() < 0.3:
+            with earlier_version(client):
+                change()
+        else:
+            change()
+        if chance.random() < 0.5:
+            for projects in (("me",), ("other",), ("me", "other"), ("else",)):
+                assert stored.list_checkpoints(projects) == owned(stored, *projects)
+
+
+@pytest.mark.parametrize("gone", ["deleted", "somebody else's"])
+def test_a_save_of_an_earlier_version_in_place_of_one_of_the_same_size_is_listed(client, stored, gone):
+    first = put(stored, "first")
+    with earlier_version(client):
+        if gone == "deleted":
+            stored.delete("checkpoints", first)
+        else:
+            put(stored, "first", "other")
+        second = put(stored, "second")
+    assert stored.list_checkpoints(["me"]).keys() == {second}
+    assert client.smembers(f"{LISTS}me") == {second.encode()}, "the next listing finds nothing wrong"
+
+
+@pytest.mark.parametrize("sums", [True, False], ids=["with sums", "without sums"])
+def test_the_first_listing_of_an_earlier_versions_data_makes_the_lists(client, stored, sums):
+    with earlier_version(client):
+        for name in range(20):
+            put(stored, name, ("me", "other")[name % 2])
+    if not sums:
+        client.delete("tinsmith:stored")
+    first = listing(client, stored, "me")
+    assert listing(client, stored, "me") < first
+    assert stored.list_checkpoints(["me"]) == owned(stored, "me")
+    assert client.scard(f"{LISTS}me") == 10
+
+
+def test_a_wrong_list_is_no_hindrance_while_the_server_takes_no_writes(client, stored):
+    with earlier_version(client):
+        put(stored, "a")
+    client.config_set("min-replicas-to-write", 1)
+    try:
+        assert stored.list_checkpoints(["me"]) == owned(stored, "me") != {}
+    finally:
+        client.config_set("min-replicas-to-write", 0)
+
+
+def test_a_deletion_in_between_is_no_reason_to_read_those_of_others(client, stored, monkeypatch):
+    kept, gone = put(stored, "kept"), put(stored, "gone")
+    read = stored._read
+
+    def read_late(*asked):
+        stored.delete("checkpoints", gone)
+        return read(*asked)
+
+    monkeypatch.setattr(stored, "_read", read_late)
+    monkeypatch.setattr(stored, "list", None)
+    assert stored.list_checkpoints(["me"]).keys() == {kept}
