@@ -82,11 +82,11 @@ def main(argv: Sequence[str] | None = None, benches: Mapping[str, Callable[[Path
 def _parse(argv: Sequence[str] | None, benches: Mapping[str, object]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m ops.bench", description="Measure the service against its goals.")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"which benches to run: {', '.join(benches)}")
-    parser.add_argument("--out", type=Path, default=_OUT, metavar="FOLDER", help="where the JSON files go")
+    parser.add_argument("--out", type=Path, default=_OUT, metavar="FOLDER", help="folder for the JSON files")
     arguments = parser.parse_args(argv)
     unknown = [name for name in arguments.names if name not in benches]
     if unknown:
-        parser.error(f"no bench {unknown[0]!r}; there are {', '.join(benches)}")
+        parser.error(f"unknown bench {unknown[0]!r}; the benches are {', '.join(benches)}")
     return arguments
 
 

@@ -122,7 +122,7 @@ class _Model:
         deadline = time.perf_counter() + _PATIENCE_S
         while not condition():
             if time.perf_counter() > deadline:
-                raise TimeoutError(f"{self.id} stood still for {_PATIENCE_S:.0f} s; see the trainers' logs")
+                raise TimeoutError(f"{self.id} made no progress for {_PATIENCE_S:.0f} s; see the trainers' logs")
             time.sleep(0.002)
         return time.perf_counter()
 

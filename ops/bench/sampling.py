@@ -81,7 +81,7 @@ class _Sdk:
 def _check(results: Sequence[types.SampleResponse]) -> None:
     drawn = sum(len(sequence.tokens) for result in results for sequence in result.sequences)
     if drawn != _DRAWN:
-        raise RuntimeError(f"{drawn} tokens were sampled where {_DRAWN} were asked for")
+        raise RuntimeError(f"{drawn} tokens were sampled instead of {_DRAWN}")
 
 
 def _outcome(found: dict[str, tuple[list[float], list[float]]]) -> Outcome:

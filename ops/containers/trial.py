@@ -27,7 +27,7 @@ from ops.containers.shell import FOLDER, ROOT, wait_until
 _LOG = Path(__file__).with_name("results") / "compose-train.log"
 OURS = ("api", "flower", "trainer", "sampler")
 KILLED = ("redis", "broker", "minio", "api", "trainer", "sampler", "flower")
-_ABOUT = '{{.Names}}: {{.Image}}{{with .Label "stand-in"}} (in its stead: {{.}}){{end}}, {{.Status}}'
+_ABOUT = '{{.Names}}: {{.Image}}{{with .Label "stand-in"}} (its stand-in: {{.}}){{end}}, {{.Status}}'
 _KILLED_AFTER = 5
 _PROJECT = f"label=com.docker.compose.project={stack.PROJECT}"
 # Prints Linux' view of every process of the container, and if its files are writable.
@@ -127,7 +127,7 @@ class Trial:
             assert training.model_id in held, f"the hand-over volume holds {held!r}"
             assert samples
         self._healthy("minio")
-        self._note("with the object store stopped, the sampler drew from new weights: they came through /handover")
+        self._note("with the object store stopped, the sampler used new weights: they came through /handover")
 
     def _killed(self, what: str, service: str, expected: Played, kill: Callable[[str], object]) -> None:
         """Ends the service's container with `kill` while a client trains. The results must be those `expected`."""
@@ -148,9 +148,9 @@ class Trial:
         before = self._pid(container)
         kill(container)
         killed_at = len(steps)
-        assert killed_at < client.STEPS, "the run was over before the kill"
+        assert killed_at < client.STEPS, "the run ended before the kill"
         playing.join(900)
-        assert results, f"{what} was killed and the client got no result"
+        assert results, f"{what} was killed, and the client got no result"
         assert results[0] == expected, f"{what} was killed and the results differ"
         wait_until(f"a new process of {service}", lambda: self._pid(container) not in (0, before))
         self._healthy(service)
@@ -182,7 +182,7 @@ class Trial:
             self._note(f"a second trainer: of {len(clients)} runs it has {len(mine)}, all with the same losses")
             self._engine.docker("kill", "tinsmith-trainer-1")
             assert [client.train(training) for training in mine] == [expected.losses[3]] * len(mine)
-        self._note("the second trainer killed for good: the first goes on with its runs, to the bit")
+        self._note("the second trainer killed and not restarted: the first continues its runs, with the same bits")
         self._compose("up", "--detach", "--no-build", "--remove-orphans")
 
     def _ranks(self, expected: Played) -> None:

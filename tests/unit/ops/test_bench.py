@@ -71,7 +71,7 @@ def test_an_unknown_name_is_refused_with_the_known_ones(capsys: pytest.CaptureFi
     with pytest.raises(SystemExit):
         command.main(["real-step"])
     known = "api_start, api_body, overhead, real_step, merged, tenants, ragged, ddp, memory, recovery, snapshots"
-    assert f"no bench 'real-step'; there are {known}" in capsys.readouterr().err
+    assert f"unknown bench 'real-step'; the benches are {known}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("got, index", [([3, 3, 3], 1.0), ([6, 0, 0], 1 / 3), ([1, 3], 0.8), ([0, 0], 0.0)])
