@@ -39,32 +39,42 @@ class TrainerSettings(_Section):
     count: int = Field(1, ge=1, description="trainer workers (rank groups) on this machine")
     ranks: int = Field(1, ge=1, description="processes in one rank group; more than 1 needs deepspeed")
     hostfile: str = Field(
-        "", description="a DeepSpeed hostfile ('host slots=n' a line): where the ranks run, 0 on the first; empty: here"
+        "",
+        description="DeepSpeed hostfile (lines 'host slots=n') of the ranks, rank 0 on the first; empty: this machine",
     )
     zero_stage: Literal[0, 1, 2, 3] = Field(2, description="DeepSpeed ZeRO stage")
-    offload: bool = Field(False, description="keep in CPU memory: ZeRO-3's base; when fine-tuned in full, all else")
+    offload: bool = Field(
+        False,
+        description="keep in CPU memory: ZeRO-3's base; in full fine-tuning weights, gradients and optimizer state too",
+    )
     devices: tuple[NonNegativeInt, ...] = Field(
         (), description="GPU indices, one for each rank; empty means the CPU, or GPU 0.."
     )
     micro_batch_tokens: int = Field(1024, ge=1, description="tokens in one forward/backward pass: bounds its memory")
     exact: bool | Literal["auto"] = Field(
-        "auto", description="every Op in a pass of its own, so that its bits depend on nothing else; auto: on a CPU"
+        "auto", description="run each Op in its own pass, so that its bits depend on no other Op; auto: true on a CPU"
     )
-    merged_tokens: int = Field(8192, ge=1, description="unless exact, what other models' Ops may add to a pass")
+    merged_tokens: int = Field(
+        8192, ge=1, description="unless exact: tokens that Ops of other models may add to a pass"
+    )
     merge_wait_s: float = Field(
         0.01,
         ge=0,
-        description="a shared pass waits so long, or a fifth of the last, for models served lately",
+        description="wait of a shared pass for recently active models, or a fifth of the last pass if longer; 0: none",
     )
     activation_checkpointing: bool = Field(
-        False, description="compute layers again in the backward pass: far less memory, a third more time"
+        False, description="compute layers again in the backward pass: needs far less memory and a third more time"
     )
-    rank_deadline_s: float = Field(600.0, gt=0, description="a group whose pass stands still this long starts anew")
+    rank_deadline_s: float = Field(
+        600.0, gt=0, description="a rank group restarts after a pass without progress for this long"
+    )
     device_models: int = Field(
-        0, ge=0, description="models that stay in GPU memory, the others in the host's until their next Op; 0: all"
+        0, ge=0, description="models kept in GPU memory; the others stay in host memory until their next Op; 0: all"
     )
-    max_models: int = Field(64, ge=1, description="models one trainer holds; the least recently used make room")
-    memory_share: float = Field(1.0, gt=0, le=1, description="share of its GPU's memory one rank may take")
+    max_models: int = Field(
+        64, ge=1, description="models that one trainer holds; the least recently used ones are evicted"
+    )
+    memory_share: float = Field(1.0, gt=0, le=1, description="share of its GPU's memory that one rank may use")
     metrics_port: int = Field(0, description="Prometheus port of the first worker; 0 takes any free one")
 
 
@@ -76,39 +86,42 @@ class SamplerSettings(_Section):
     devices: tuple[NonNegativeInt, ...] = Field((), description="GPU indices for one worker")
     tensor_parallel: int = Field(1, ge=1, description="vLLM tensor parallel size")
     memory_share: float = Field(0.85, gt=0, le=1, description="share of GPU memory (of 4 GiB on a CPU) vLLM may take")
-    max_loras: int = Field(8, ge=1, description="adapters that run at a time; the others wait for their turns")
+    max_loras: int = Field(8, ge=1, description="adapters that run at the same time; the others wait for their turns")
     max_batch: int = Field(64, ge=1, description="sequences decoded together")
     queue_requests: int = Field(
-        20_000, ge=1, description="unfinished sampling requests of this base; beyond it new ones are put off (429)"
+        20_000, ge=1, description="most unfinished sampling requests of this base; further ones get 429"
     )
     queue_tokens: int = Field(
-        50_000_000, ge=1, description="tokens those may take, prompt + num_samples * max_tokens each (429)"
+        50_000_000,
+        ge=1,
+        description="most tokens of these requests, prompt + num_samples * max_tokens each; further ones get 429",
     )
-    concurrency: int = Field(256, ge=1, description="requests one worker holds at once")
+    concurrency: int = Field(256, ge=1, description="requests that one worker holds at the same time")
     step_deadline_s: float = Field(
-        600.0, gt=0, description="a sampler that draws nothing of what its engine runs for this long starts anew"
+        600.0, gt=0, description="a sampler restarts when its engine runs requests but samples no token for this long"
     )
     cache_bytes: int = Field(8 * 2**30, ge=0, description="adapter files kept on disk that are not in use")
-    engine_args: dict[str, Any] = Field({}, description="further vLLM engine arguments, passed as they are")
+    engine_args: dict[str, Any] = Field({}, description="further vLLM engine arguments, passed on unchanged")
     metrics_port: int = Field(0, description="Prometheus port of the first worker; 0 takes any free one")
 
 
 class BaseModelSettings(_Section):
     name: str = Field(description="the name clients ask for, such as Qwen/Qwen3-0.6B")
     path: str = Field(description="a local folder, or a Hugging Face hub id")
-    tokenizer: str = Field("", description="what clients load their tokenizer from; empty means `path`")
+    tokenizer: str = Field("", description="path or hub id that clients load their tokenizer from; empty means `path`")
     max_context: int = Field(0, ge=0, description="longest sequence in tokens; 0 means the model's own")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        "auto", description="auto: bfloat16 where the chip is fast at it"
+        "auto", description="auto: bfloat16 where the hardware is fast at it, else float32"
     )
-    max_rank: int = Field(64, ge=1, description="greatest LoRA rank a client may ask for")
+    max_rank: int = Field(64, ge=1, description="highest LoRA rank a client may ask for")
     trainer: TrainerSettings = TrainerSettings()
     full: TrainerSettings | None = Field(
-        None, description="trainers for full fine-tuning, one model to each; none unless given"
+        None, description="trainers for full fine-tuning, each with one model; none by default"
     )
     sampler: SamplerSettings = SamplerSettings()
     full_sampler: SamplerSettings | None = Field(
-        None, description="samplers of models fine-tuned in full, one's weights at a time; none unless given"
+        None,
+        description="samplers of fully fine-tuned models, each with one model's weights at a time; none by default",
     )
 
     def for_full(self) -> BaseModelSettings:
@@ -129,52 +142,64 @@ class BaseModelSettings(_Section):
 class ApiSettings(_Section):
     host: str = "127.0.0.1"
     port: int = Field(8000, ge=0, le=65535)
-    public_url: str = Field("", description="how clients reach us, for signed URLs; empty means http://host:port")
-    poll_capacity: int = Field(1000, ge=1, description="polls held for poll_hold_s; beyond it holds get shorter")
-    poll_hold_s: float = Field(30.0, gt=0, description="the SDK gives up on a poll after 45 s")
+    public_url: str = Field(
+        "", description="URL of this server for clients, used in signed URLs; empty means http://host:port"
+    )
+    poll_capacity: int = Field(
+        1000,
+        ge=1,
+        description="polls that are held for poll_hold_s; with more polls, each is held for less time",
+    )
+    poll_hold_s: float = Field(
+        30.0, gt=0, description="longest time a poll is held; the SDK gives up on a poll after 45 s"
+    )
     batch_polls: bool = Field(
-        False, description="the SDK waits for all samples of a client in one poll, not in one connection each"
+        False, description="the SDK waits for all samples of a client in one poll, instead of one connection for each"
     )
     pjwt_auth_enabled: bool = Field(
-        False, description="the SDK changes its key into a token that it sends in the key's place; needs url_secret"
+        False, description="the SDK exchanges its key for a token and sends the token instead; needs url_secret"
     )
-    token_lifetime_s: float = Field(3600.0, ge=300, description="how long such a token is good; the SDK renews it")
-    spare_threads: int = Field(200, ge=8, description="threads beside poll_capacity, kept for everything else")
+    token_lifetime_s: float = Field(
+        3600.0, ge=300, description="time for which such a token is valid; the SDK renews it"
+    )
+    spare_threads: int = Field(200, ge=8, description="threads for all other calls, in addition to poll_capacity")
     max_body_bytes: int = Field(
-        64 * 2**20, ge=1, description="a body with a batch or a prompt in it, also when unpacked"
+        64 * 2**20, ge=1, description="largest body with a batch or a prompt, also when unpacked"
     )
     compress_batches: bool = Field(
-        False, description="the SDK sends batches zstd-compressed: less to transfer, more to compute"
+        False, description="the SDK compresses batches with zstd: less to transfer, more to compute"
     )
     tokenizers: Literal["auto", "served", "local"] = Field(
         "auto",
-        description="served: on the Hub's routes, where clients look a local folder's up by the model's name, with "
-        "HF_ENDPOINT; local: not served, clients get the folder; auto: served, but while only this machine reaches the "
-        "API clients get the folder",
+        description="served: clients load tokenizers from this server, by the Hub's routes and HF_ENDPOINT, under the "
+        "model's name; local: clients get the folder and load from it; auto: as served, but clients get the folder "
+        "while only this machine reaches the API",
     )
 
 
 class LimitSettings(_Section):
     small_body_bytes: int = Field(
-        2 * 2**20, ge=2**16, description="a body without a batch or a prompt, where max_body_bytes is not lower"
+        2 * 2**20,
+        ge=2**16,
+        description="largest body without a batch or a prompt; max_body_bytes applies if it is lower",
     )
     json_values: int = Field(
         2**20,
         ge=1000,
-        description="values in a JSON body, and four times the parts of a batch in protobuf; a batch of an SDK that "
-        "sends JSON has half as many",
+        description="most values in a JSON body, and four times the parts of a batch in protobuf; a batch of an SDK "
+        "that sends JSON can have half as many parts",
     )
-    json_depth: int = Field(64, ge=16, le=256, description="lists and objects in one another in a JSON body")
-    datums: int = Field(8192, ge=1, description="datums in one call; the SDK sends 1,024 at a time")
-    batch_tokens: int = Field(2**22, ge=1, description="tokens in one call's datums together")
-    project: Limits = Field(Limits(), description="what every project may take that has no other limits of its own")
+    json_depth: int = Field(64, ge=16, le=256, description="deepest nesting of lists and objects in a JSON body")
+    datums: int = Field(8192, ge=1, description="most datums in one call; the SDK sends 1,024 at a time")
+    batch_tokens: int = Field(2**22, ge=1, description="most tokens in all datums of one call")
+    project: Limits = Field(Limits(), description="limits of each project that has none of its own")
 
 
 class StoreSettings(_Section):
     url: str = Field(
         "", description="file:///folder, or http(s)://host:port/bucket of an S3 server; empty: data_dir/objects"
     )
-    public_url: str = Field("", description="url as clients reach it, for signed S3 URLs; empty means url")
+    public_url: str = Field("", description="URL of the store for clients, used in signed S3 URLs; empty means url")
     access_key: str = Field("", repr=False)
     secret_key: str = Field("", repr=False)
     region: str = "us-east-1"
@@ -182,57 +207,74 @@ class StoreSettings(_Section):
 
 class RedisSettings(_Section):
     url: str = Field(
-        "", repr=False, description="state: journal and futures; empty starts an embedded Valkey in data_dir"
+        "",
+        repr=False,
+        description="state server: journal and futures; empty starts an embedded Valkey in data_dir",
     )
     broker_url: str = Field(
         "",
         repr=False,
-        description="Celery messages and tokens on their way; empty means database 1 of the state server",
+        description="server for Celery messages and streamed tokens; empty means database 1 of the state server",
     )
 
 
 class EngineSettings(_Section):
-    lease_s: float = Field(15.0, gt=0, description="a silent owner loses its models after this")
+    lease_s: float = Field(
+        15.0, gt=0, description="an owner that does not renew its leases for this long loses its models"
+    )
     gap_s: float = Field(
-        330.0, gt=0, description="a missing seq is given up after this; the SDK itself retries for 300 s"
+        330.0, gt=0, description="a missing seq is given up after this time; the SDK itself retries for 300 s"
     )
     healthy_s: float = Field(
-        30.0, gt=0, description="a worker that does nothing asked of it for this long is not ready; after twice it ends"
+        30.0,
+        gt=0,
+        description="a worker that handles none of its tasks for this long is not ready; after twice this time it ends",
     )
-    idle_s: float = Field(600.0, gt=0, description="a trainer lets go of a model that is unused for this long")
-    ring_again_s: float = Field(10.0, gt=0, description="the sweeper rings for Ops that waited this long unstarted")
-    snapshot_share: float = Field(0.02, gt=0, le=1, description="greatest share of a trainer's time spent on snapshots")
+    idle_s: float = Field(600.0, gt=0, description="a trainer unloads a model that is not used for this long")
+    ring_again_s: float = Field(10.0, gt=0, description="the sweeper dispatches an Op again that has waited this long")
+    snapshot_share: float = Field(0.02, gt=0, le=1, description="largest share of a trainer's time spent on snapshots")
     journal_bytes: int = Field(
-        256 * 2**20, ge=0, description="a model whose journal grew by more is snapshotted whatever snapshot_share says"
+        256 * 2**20,
+        ge=0,
+        description="a model gets a snapshot after this many bytes in its journal, whatever snapshot_share says",
     )
     handover_dir: str = Field(
-        "", description="where trainers leave new weights for samplers of the same machine; empty: in shared memory"
+        "",
+        description="folder of new weights for samplers on the same machine; empty: in shared memory",
     )
     handover_bytes: int = Field(
-        2 * 2**30, ge=0, description="most it may hold; what finds no room is uploaded before it can be sampled"
+        2 * 2**30,
+        ge=0,
+        description="most bytes in that folder; weights that do not fit are uploaded before they can be sampled",
     )
     payload_budget_bytes: int = Field(
-        512 * 2**20, ge=1, description="calls kept in Redis to run or replay; beyond it new ones are put off (503)"
+        512 * 2**20, ge=1, description="most bytes of calls kept in Redis to run or replay; further calls get 503"
     )
     memory_share: float = Field(
-        0.8, gt=0, le=1, description="share of the state server's maxmemory beyond which new work is put off (503)"
+        0.8, gt=0, le=1, description="above this share of the state server's maxmemory, new calls get 503"
     )
     spill_bytes: int = Field(
-        8 * 2**20, ge=4096, description="a larger call moves to the object store; others once half the budget is used"
+        8 * 2**20,
+        ge=4096,
+        description="larger calls move to the object store; smaller ones only when half the budget is used",
     )
-    session_s: float = Field(600.0, gt=0, description="a session without heartbeat or call for this long has expired")
+    session_s: float = Field(600.0, gt=0, description="a session without heartbeat or call for this long expires")
     retain_s: float = Field(
-        7 * 86_400.0, gt=0, description="a run's journal, snapshots and samplers are kept this long after its session"
+        7 * 86_400.0,
+        gt=0,
+        description="a run's journal, snapshots and samplers are kept for this long after its session",
     )
-    orphan_s: float = Field(86_400.0, gt=0, description="stored files nobody refers to are removed after this")
-    result_unread_s: int = Field(86_400, ge=1, description="how long an unread result is kept")
-    result_read_s: int = Field(3_600, ge=1, description="how long a small result is kept after its first read")
+    orphan_s: float = Field(86_400.0, gt=0, description="stored files without a reference are deleted after this time")
+    result_unread_s: int = Field(86_400, ge=1, description="time for which an unread result is kept")
+    result_read_s: int = Field(3_600, ge=1, description="time for which a small result is kept after its first read")
 
 
 class Settings(_Section):
     data_dir: Path = Path("tinsmith-data")
-    api_keys: tuple[str, ...] = Field((), repr=False, description="sha256 hex digests of the keys that may call")
-    url_secret: str = Field("", repr=False, description="signs download URLs of the folder store, and tokens")
+    api_keys: tuple[str, ...] = Field((), repr=False, description="sha256 hex digests of valid API keys")
+    url_secret: str = Field(
+        "", repr=False, description="secret that signs download URLs of the folder store, and tokens"
+    )
     api: ApiSettings = ApiSettings()
     redis: RedisSettings = RedisSettings()
     store: StoreSettings = StoreSettings()
