@@ -102,9 +102,9 @@ def _add_rebuild(commands: argparse._SubParsersAction[_Parser]) -> None:
     rebuild = commands.add_parser(
         "rebuild",
         help="restore runs and checkpoints of an emptied state server",
-        description="Restore runs and checkpoints in a state server that was emptied, or set back to an old backup, "
-        "from the manifests in the object store. Adds what is missing, and says what it cannot restore. "
-        "Without --redis it is the stack that runs on the data dir.",
+        description="Restore runs and checkpoints from the manifests in the object store, after the state server was "
+        "emptied or set back to an old backup. Adds what is missing, and prints what it cannot restore. Without "
+        "--redis it uses the running stack of the data dir.",
         allow_abbrev=False,
     )
     rebuild.set_defaults(run=_rebuild, parser=rebuild)
@@ -116,14 +116,12 @@ def _add_server_options(up: argparse.ArgumentParser) -> None:
     group.add_argument("--config", type=Path, metavar="FILE", help="TOML settings; the options here override it")
     group.add_argument("--host", help="address to listen on (default 127.0.0.1)")
     group.add_argument("--port", type=int, help="port to listen on, 0 for any free one (default 8000)")
-    group.add_argument(
-        "--data-dir", type=Path, metavar="DIR", help="where everything is kept (default ./tinsmith-data)"
-    )
+    group.add_argument("--data-dir", type=Path, metavar="DIR", help="folder of all data (default ./tinsmith-data)")
     group.add_argument(
         "--api-key",
         metavar="tml-...",
-        help="the key clients use; without it one is made once and kept in DIR/api-key (prefer TINSMITH_API_KEY where "
-        "others can list processes)",
+        help="API key of the clients (default: made once and kept in DIR/api-key; prefer TINSMITH_API_KEY where others "
+        "can list processes)",
     )
 
 
@@ -153,9 +151,10 @@ def _add_demo(commands: argparse._SubParsersAction[_Parser]) -> None:
     demo = commands.add_parser(
         "demo",
         help="fine-tune the bundled model and show the difference",
-        description="Start a stack of its own, fine-tune SmolLM2-135M-Instruct through the tinker SDK on 36 short "
-        "conversations, and print what it said before and says after. It fits the number of training steps (12 to "
-        "24) to the machine, so that all of it takes about five minutes at most, unless 12 steps take longer.",
+        description="Start a separate stack, fine-tune SmolLM2-135M-Instruct through the tinker SDK on 36 short "
+        "conversations, and print the model's answers before and after. The number of training steps (12 to 24) "
+        "depends on the machine's speed, so that the demo takes about five minutes at most, unless 12 steps take "
+        "longer.",
         allow_abbrev=False,
     )
     demo.add_argument(
@@ -163,7 +162,7 @@ def _add_demo(commands: argparse._SubParsersAction[_Parser]) -> None:
         type=Path,
         default=Path("data/demo"),
         metavar="DIR",
-        help="where the stack keeps everything, and the results in demo.json (default ./data/demo)",
+        help="folder of the stack's data, and of the results in demo.json (default ./data/demo)",
     )
     demo.set_defaults(run=_demo, parser=demo)
 

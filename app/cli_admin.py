@@ -32,7 +32,7 @@ def add_stack_options(parser: argparse.ArgumentParser) -> None:
         "--config",
         type=Path,
         metavar="FILE",
-        help="TOML settings; the options here override it (default the file TINSMITH_SETTINGS names, if it is set)",
+        help="TOML settings; the options here override it (default: the file TINSMITH_SETTINGS names)",
     )
     parser.add_argument(
         "--data-dir", type=Path, metavar="DIR", help="the stack's data folder (default ./tinsmith-data)"
@@ -75,59 +75,63 @@ def add_admin(commands: Commands) -> None:
 
 
 def _add_organisations(actions: Commands) -> None:
-    create = _action(actions, "create", "add_organisation", "make an organisation, and print its id")
+    create = _action(actions, "create", "add_organisation", "make an organisation and print its id")
     create.add_argument("name", metavar="NAME")
     _action(actions, "list", "list_organisations", "list organisations")
 
 
 def _add_projects(actions: Commands) -> None:
-    create = _action(actions, "create", "add_project", "make a project, and print its id")
+    create = _action(actions, "create", "add_project", "make a project and print its id")
     create.add_argument("name", metavar="NAME")
     create.add_argument("--org", required=True, metavar="ID")
     _action(actions, "list", "list_projects", "list projects")
 
 
 def _add_users(actions: Commands) -> None:
-    create = _action(actions, "create", "add_user", "make a user, and print his id")
+    create = _action(actions, "create", "add_user", "make a user and print the user's id")
     create.add_argument("email", metavar="EMAIL")
     create.add_argument("--org", required=True, metavar="ID")
-    role = _action(actions, "role", "set_role", "say what a user may do in a project of his organisation")
+    role = _action(actions, "role", "set_role", "set the role of a user in a project of the same organisation")
     role.add_argument("user", metavar="USER")
     role.add_argument("project", metavar="PROJECT")
     role.add_argument(
         "role",
         choices=[*ROLES, _NOBODY],
-        help="viewers only read, members also train, sample and save, admins do all there is; none: he is not in it",
+        help="viewer: only reads; member: also trains, samples and saves; admin: may do everything; none: no role",
     )
-    remove = _action(actions, "remove", "remove_user", "remove a user: his keys stop working at once")
+    remove = _action(actions, "remove", "remove_user", "remove a user; the user's keys stop working at once")
     remove.add_argument("user", metavar="USER")
     _action(actions, "list", "list_users", "list users with their roles")
 
 
 def _add_keys(actions: Commands) -> None:
-    create = _action(actions, "create", "add_key", "make a key, and print it: nobody can tell it again")
+    create = _action(actions, "create", "add_key", "make a key and print it; it cannot be shown again")
     create.add_argument("--user", required=True, metavar="ID")
     create.add_argument(
-        "--project", metavar="ID", help="where calls go that name no project (default the only one the user is in)"
+        "--project", metavar="ID", help="project of calls that name none (default: the user's only project)"
     )
     create.add_argument(
         "--scopes",
         type=_scopes,
         default=sorted(SCOPES),
         metavar="NAME,...",
-        help=f"what it may change: some of {', '.join(sorted(SCOPES))}, or {_NOBODY}, as every key may read (default "
-        "all)",
+        help=f"what the key may change: some of {', '.join(sorted(SCOPES))}, or {_NOBODY} for a key that only reads "
+        "(default all)",
     )
-    create.add_argument("--days", type=_days, dest="lifetime_s", metavar="N", help="it expires after so many days")
-    create.add_argument("--name", default="", help="what to call it")
-    create.add_argument("--note", default="", help="what it is for")
-    revoke = _action(actions, "revoke", "revoke_key", "revoke a key: it stops working at once")
-    revoke.add_argument("key", metavar="KEY", help="its id, which is in the key before the dot")
+    create.add_argument(
+        "--days", type=_days, dest="lifetime_s", metavar="N", help="days until the key expires (default never)"
+    )
+    create.add_argument("--name", default="", help="name of the key")
+    create.add_argument("--note", default="", help="note on the purpose of the key")
+    revoke = _action(actions, "revoke", "revoke_key", "revoke a key; it stops working at once")
+    revoke.add_argument("key", metavar="KEY", help="id of the key: the part before the dot")
     _action(actions, "list", "list_keys", "list keys")
 
 
 def _add_limits(actions: Commands) -> None:
-    change = _action(actions, "set", "set_limits", "change limits of a project or a key; those not named stay")
+    change = _action(
+        actions, "set", "set_limits", "change limits of a project or a key; the other limits stay as they are"
+    )
     change.add_argument("id", metavar="ID")
     for name in limits.NAMES:
         change.add_argument(
@@ -135,15 +139,15 @@ def _add_limits(actions: Commands) -> None:
             type=partial(_limit, int if name in limits.COUNTS else float),
             default=argparse.SUPPRESS,
             metavar="N",
-            help=f"a number, {_UNLIMITED}, or {_DEFAULT}: what limits.project in the settings says",
+            help=f"a number, {_UNLIMITED}, or {_DEFAULT} for the value of limits.project in the settings",
         )
     _action(actions, "list", "list_limits", "list projects and keys that have limits of their own")
 
 
 def _add_audit(kinds: Commands) -> None:
-    about = "who did what in a project or to an organisation, in a day"
+    about = "the audit log of a project or organisation for one day"
     audit = kinds.add_parser("audit", help=about, description=f"Print {about}.", allow_abbrev=False)
-    audit.add_argument("scope", metavar="ID", help="of the project or organisation")
+    audit.add_argument("scope", metavar="ID", help="id of the project or organisation")
     audit.add_argument("--day", type=_date, metavar="YYYY-MM-DD", help="UTC (default today)")
     add_stack_options(audit)
     audit.set_defaults(run=_show_audit, parser=audit)
@@ -186,7 +190,7 @@ def _date(text: str) -> date:
 def _scopes(text: str) -> list[str]:
     names = [] if text == _NOBODY else text.split(",")
     if unknown := set(names) - SCOPES:
-        raise argparse.ArgumentTypeError(f"{min(unknown)!r} is no scope: there are {', '.join(sorted(SCOPES))}")
+        raise argparse.ArgumentTypeError(f"{min(unknown)!r} is not a scope; the scopes are {', '.join(sorted(SCOPES))}")
     return names
 
 
@@ -195,7 +199,7 @@ def _limit(number: type[int] | type[float], text: str) -> float | str | None:
         return text if text == _DEFAULT else None if text == _UNLIMITED else number(text)
     except ValueError:
         kind = "whole number" if number is int else "number"
-        raise argparse.ArgumentTypeError(f"{text!r} is no {kind}, nor {_UNLIMITED} or {_DEFAULT}") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a {kind}, {_UNLIMITED} or {_DEFAULT}") from None
 
 
 def _days(text: str) -> float:
@@ -214,16 +218,16 @@ def add_backup(commands: Commands) -> None:
         commands,
         "backup",
         f"write {_ABOUT} to a file",
-        f"Write {_ABOUT} to a new file, the last two up to this hour. Checkpoints are not in it: the object store "
-        "holds them, to be kept like any data. Keys are in it as digests alone.",
+        f"Write {_ABOUT} to a new file. Usage and audit log are complete up to this hour. Checkpoints are not "
+        "included: back up the object store, which holds them. Of API keys only digests are written.",
     )
     backup.set_defaults(run=_backup)
     restore = _file_command(
         commands,
         "restore",
         f"bring {_ABOUT} back from a file",
-        f"Bring back {_ABOUT} that are missing, from a file that `tinsmith backup` wrote. What is there stays as it "
-        "is. After an emptied state server alone, `tinsmith rebuild` is enough.",
+        f"Bring back missing {_ABOUT} from a file that `tinsmith backup` wrote. Existing data is not changed. If only "
+        "the state server was emptied, `tinsmith rebuild` is enough.",
     )
     restore.set_defaults(run=_restore)
 

@@ -96,7 +96,7 @@ class Doorbell:
                 task_name(kind), kwargs={"model_id": parent_id}, task_id=request_id, queue=queue, retry=False
             )
         except (OperationalError, OSError) as error:
-            log.warning("could not ring for %s: %s", request_id, error, extra={"request_id": request_id})
+            log.warning("could not dispatch %s: %s", request_id, error, extra={"request_id": request_id})
 
     def wake(self, holder: Holder) -> None:
         """Makes a trainer check at once which models it may free."""
@@ -125,6 +125,6 @@ class TickBell:
             with self._celery.producer_or_acquire() as producer:
                 self._celery.amqp.send_task_message(producer, TICK, message, queue=self._queue, retry=False)
         except (OperationalError, redis.RedisError, OSError) as error:
-            log.warning("could not ring ourselves: %s", error)
+            log.warning("could not send a tick to our own queue: %s", error)
             return False
         return True

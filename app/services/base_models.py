@@ -48,7 +48,9 @@ class BaseModels:
         names."""
         found = self._settings.base_model(name)
         if found is None:
-            raise BadRequest(f"base_model {name[:200]!r} is not served here; known are: {', '.join(self.names())}")
+            raise BadRequest(
+                f"base_model {name[:200]!r} is not served here; the served base models are: {', '.join(self.names())}"
+            )
         return found
 
     def info(self, role: str, name: str) -> BaseModelInfo:

@@ -81,10 +81,12 @@ class HubService:
             raise RepoNotFound(f"no tokenizer of {repo_id[:200]!r} is served here")
         files = _files(source if source.is_dir() else self._fetch(str(source)))
         if not files:
-            raise RepoNotFound(f"the tokenizer of {repo_id} is not where the API can read it")
+            raise RepoNotFound(f"the API cannot read the tokenizer of {repo_id}")
         commit = _commit(files)
         if revision not in (_BRANCH, commit):
-            raise RevisionNotFound(f"{repo_id} is served here as {_BRANCH} and {commit}, not as {revision[:200]!r}")
+            raise RevisionNotFound(
+                f"{repo_id} is served here only as revision {_BRANCH} or {commit}, not as {revision[:200]!r}"
+            )
         return Repository(repo_id, commit, files)
 
     def _fetch(self, source: str) -> Path:

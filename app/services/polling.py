@@ -163,7 +163,9 @@ class Holds:
         capacity, because a client of such an answer cannot be asked to poll again."""
         with self.hold():
             if self._held > self._settings.poll_capacity:
-                raise TooManyRequests(f"{self._settings.poll_capacity} calls wait for results here; try again soon")
+                raise TooManyRequests(
+                    f"{self._settings.poll_capacity} polls already wait for results on this server; try again soon"
+                )
             yield
 
     def _seconds(self, held: int) -> float:
@@ -191,8 +193,8 @@ class CancelService:
         if future.kind != "sample":
             raise BadRequest(
                 f"{request_id} is the future of {future.kind}, and only sampling requests can be cancelled: a model's "
-                "calls run in the order of their seqs, as those behind it were sent in the knowledge of it. To end all "
-                "that a run has waiting, delete the run (DELETE /api/v1/training_runs/<run>); its checkpoints stay"
+                "calls run in seq order, and the calls after this one rely on it. To end all waiting calls of a run, "
+                "delete the run (DELETE /api/v1/training_runs/<run>); its checkpoints stay"
             )
         if future.result is None:
             self._oplog.cancel_sample(request_id)

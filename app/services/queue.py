@@ -49,7 +49,7 @@ class QueueService:
         Unavailable."""
         look = self._looks.newest(_LOOK_S)
         if look is None:
-            raise Unavailable("the state server is away or full; try again soon")
+            raise Unavailable("the state server does not answer or is full; try again soon")
         wanted, cursor = page.of(self._own(look, caller))
         pending = [call for call in self._calls.of(wanted) if call.state == "pending"]
         begun = self._backlog.running([call.request_id for call in pending if call.kind == _SAMPLE])
@@ -119,7 +119,7 @@ class QueueStates:
             role, base = needed
             return QueueState("paused_capacity", f"no {role.replace('_', ' ')} of {base} is running", place)
         if look.shortage:
-            return QueueState("paused_capacity", f"the server takes in no more work for now: {look.shortage}", place)
+            return QueueState("paused_capacity", f"the server accepts no new work for now: {look.shortage}", place)
         return QueueState(ACTIVE.name, describe(place), place) if place else ACTIVE
 
     def _find_needed(self, sample: bool, parent_id: str) -> tuple[str, str] | None:

@@ -141,9 +141,9 @@ def describe(place: Place) -> str:
     if place.running:
         return "it runs now"
     if place.missing is not None:
-        return f"seq {place.missing} of its model has not come, and runs before it"
+        return f"seq {place.missing} of its model has not arrived yet and must run first"
     if not place.before or place.starts_in_s == 0:
-        return "it runs, or is about to"
+        return "it runs now, or starts next"
     known = "" if place.starts_in_s is None else f", for about {_duration(place.starts_in_s)}"
     return f"{'1 call runs' if place.before == 1 else f'about {place.before} calls run'} before it{known}"
 

@@ -156,7 +156,7 @@ class Rebuild:
             manifest = _TYPED.validate_python(asdict(newest))
             _check(place, manifest)
         except (ValueError, TypeError, KeyError, AttributeError, BadRequest, NotFound) as error:
-            log.warning("the manifest of %s cannot be understood: %s", place, error)
+            log.warning("cannot read the manifest of %s: %s", place, error)
             return None
         return manifest
 
@@ -229,16 +229,16 @@ class Rebuild:
 def _check(place: Place, manifest: Manifest) -> None:
     """Raises ValueError or BadRequest for a manifest that was not written for this place."""
     if not ids.is_model_id(place.model_id):
-        raise ValueError(f"{place.model_id!r} is not a run's id")
+        raise ValueError(f"{place.model_id!r} is not a run id")
     path = "" if place.kind == SNAPSHOT else f"tinker://{place.model_id}/{place.kind}/{place.name}"
     if path:
         ids.TinkerPath.parse(path)
     if manifest.path not in ("", path):
-        raise ValueError(f"it says that it is {manifest.path!r}")
+        raise ValueError(f"the manifest names another path: {manifest.path!r}")
     if (manifest.model_id, manifest.seq, manifest.epoch) != (place.model_id, place.seq, place.epoch):
-        raise ValueError(f"it is of {manifest.model_id!r}, seq {manifest.seq}, epoch {manifest.epoch}")
+        raise ValueError(f"the manifest is for {manifest.model_id!r}, seq {manifest.seq}, epoch {manifest.epoch}")
     if datetime.fromisoformat(manifest.created).tzinfo is None:
-        raise ValueError(f"its time {manifest.created!r} has no zone")
+        raise ValueError(f"the time {manifest.created!r} in the manifest has no time zone")
 
 
 def _unix(moment: str) -> float:
@@ -259,7 +259,7 @@ def check_backup(backup: Iterable[str]) -> int:
     write."""
     rest = enumerate(backup, 1)
     if _parsed(next(rest, (1, ""))[1]) != _HEAD:
-        raise BadRequest("line 1 is not the head of a backup of this version")
+        raise BadRequest("line 1 is not the header of a backup of this version")
     count = 0
     for number, text in rest:
         found = _parsed(text)
@@ -270,7 +270,7 @@ def check_backup(backup: Iterable[str]) -> int:
         if check_key(found["key"]).split("/")[0] not in ROOTS:
             raise BadRequest(f"line {number} holds {found['key']!r}, which is not in a backup")
         count += 1
-    raise BadRequest(f"it ends after {count} objects, before its last line: the file was cut short")
+    raise BadRequest(f"the file ends after {count} objects, before its last line: it was cut short")
 
 
 def restore_backup(backup: Iterable[str], objects: ObjectStore) -> int:

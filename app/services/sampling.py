@@ -104,7 +104,10 @@ class SamplingService:
         ephemeral = there.prefix and not there.model_path
         same = there.model_path == (asked.get("model_path") or "")
         if ephemeral or not same or asked.get("base_model") not in (None, there.base_model):
-            raise BadRequest(f"sampling_session_seq_id {asked['sampling_session_seq_id']} was used for another one")
+            raise BadRequest(
+                f"sampling_session_seq_id {asked['sampling_session_seq_id']} was already used for another sampler; "
+                "use a new one"
+            )
         return True
 
 

@@ -107,7 +107,9 @@ class SessionService:
         session = load_owned(self._records, Session, session_id, caller)
         check_writable(caller, project)
         if session_id == ids.openai_session_id(session.owner):
-            raise BadRequest(f"session {session_id} is that of its project's OpenAI-compatible calls, and stays there")
+            raise BadRequest(
+                f"session {session_id} belongs to the OpenAI-compatible calls of its project and cannot be moved"
+            )
         if session.owner != project:
             self._allowances.move(caller, project, *self._brings(session_id, session))
         for scope in {session.owner, project}:

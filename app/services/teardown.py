@@ -82,7 +82,7 @@ class Endings:
             for prefix in prefixes:
                 remove_checkpoint(self._objects, prefix)
         except Unavailable as error:
-            log.warning("files of an ended run stay for now: %s", error, extra={"model_id": model_id})
+            log.warning("files of an ended run could not be deleted: %s", error, extra={"model_id": model_id})
 
     def _models(self, session_id: str) -> list[str]:
         return [model_id for model_id, _ in self._records.list(Model.namespace, ids.model_prefix(session_id))]

@@ -127,7 +127,7 @@ class TrainingService:
             raise BadRequest(str(error)) from None
         check_loadable(path, checkpoint, asked["optimizer"])
         if checkpoint.base_model != model.base_model:
-            raise BadRequest(f"{path} was trained on {checkpoint.base_model}; this model is a {model.base_model}")
+            raise BadRequest(f"{path} was trained on {checkpoint.base_model}, but this model on {model.base_model}")
         check_same_role(path, checkpoint, critic=model.critic)
         check_same_kind(path, checkpoint, full=model.full)
         op = LoadWeights(str(path), asked["optimizer"], checkpoint.prefix)
@@ -162,7 +162,10 @@ class TrainingService:
         stored = self._records.get(Sampler.namespace, sampler_id)
         place = Place.parse(records.load(Sampler, stored).prefix) if stored else None
         if stored and (place is None or (place.model_id, place.seq) != (asked["model_id"], asked["seq_id"])):
-            raise BadRequest(f"sampling_session_seq_id {asked['sampling_session_seq_id']} was used for another one")
+            raise BadRequest(
+                f"sampling_session_seq_id {asked['sampling_session_seq_id']} was already used for another sampler; "
+                "use a new one"
+            )
 
     def _admit(self, caller: Caller, model: Model, model_id: str, seq: int, op: Op, audited: str = "") -> Promise:
         request_id = self._admission.admit(caller, model_id, model, seq, op, audited)
@@ -198,7 +201,7 @@ class CustomLossService:
         record = Loss(session.owner, session_id, time.time(), content)
         fresh = self._records.put_new(Loss.namespace, loss_id, records.dump(record))
         if not fresh and load_readable(self._records, Loss, loss_id, caller).content != content:
-            raise BadRequest(f"custom_loss_seq_id {seq} was used before with other content")
+            raise BadRequest(f"custom_loss_seq_id {seq} was used before with other content; use a new one")
         return {"request_id": loss_id}
 
     def find(self, caller: Caller, loss_id: str) -> CustomLoss:

@@ -87,7 +87,7 @@ def _add_key(accounts: AccountService, asked: Namespace) -> Iterator[str]:
 def _only_project(accounts: AccountService, user: str) -> str:
     roles = accounts.user(user).roles
     if len(roles) != 1:
-        raise BadRequest(f"user {user} is in {len(roles)} projects: say with --project which one the key is for")
+        raise BadRequest(f"user {user} is in {len(roles)} projects: choose one for the key with --project")
     return next(iter(roles))
 
 

@@ -35,8 +35,8 @@ def free_port(host: str, port: int) -> int:
             return int(probe.getsockname()[1])
     except OSError as error:
         raise SetupError(
-            f"cannot listen on {host}:{port}: {error.strerror or error}; stop what uses it, or choose another with "
-            "--host and --port (0 takes any free port)"
+            f"cannot listen on {host}:{port}: {error.strerror or error}; stop the process that uses it, or choose "
+            "another port with --host and --port (0 takes any free port)"
         ) from None
 
 
@@ -60,8 +60,8 @@ def ranks(base: BaseModelSettings) -> None:
     for trainer in (base.trainer, base.full):
         if trainer is not None and trainer.backend == "torch" and trainer.ranks > 1:
             raise SetupError(
-                f"base model {base.name!r}: the torch trainer is one process, not {trainer.ranks} ranks; use --ranks 1 "
-                "or --trainer deepspeed"
+                f"base model {base.name!r}: the torch trainer runs in one process, not in {trainer.ranks} ranks; use "
+                "--ranks 1 or --trainer deepspeed"
             )
         if trainer is not None and trainer.devices and not trainer.hostfile:
             named = len(set(trainer.devices))
@@ -95,8 +95,8 @@ def vllm(base: BaseModelSettings) -> None:
     strays = [name for name in _STRAYS if (found := _version(name)) is not None and _local_build(found) != local]
     if local == "cpu" and strays:
         raise SetupError(
-            f"vLLM cannot start beside {', '.join(strays)}: not built for this CPU build of torch; run "
-            f"`pip uninstall -y {' '.join(_STRAYS)}`, or use --sampler transformers"
+            f"vLLM cannot start while {', '.join(strays)} are installed: they are not built for this CPU build of "
+            f"torch; run `pip uninstall -y {' '.join(_STRAYS)}`, or use --sampler transformers"
         )
 
 
@@ -126,7 +126,10 @@ def memory_shares(settings: Settings) -> None:
     for device, named in shares.items():
         if sum(named.values()) > 1 + _ROUNDING:
             parts = ", ".join(f"{share:g} by {name}" for name, share in named.items())
-            raise SetupError(f"GPU {device} is shared out beyond 1: {parts}; lower them, or give each GPUs of its own")
+            raise SetupError(
+                f"the memory shares of GPU {device} add up to more than 1: {parts}; lower them, or give each worker "
+                "its own GPUs"
+            )
 
 
 def redis_server(url: str) -> None:

@@ -86,7 +86,7 @@ def _set_base_model(bases: list[dict[str, Any]], name: str, path: str) -> None:
 def _checked_key(key: str) -> str:
     if not key.startswith(KEY_PREFIX) or len(key) < len(KEY_PREFIX) + 8:
         raise SetupError(
-            f"--api-key must start with {KEY_PREFIX!r} and have at least 8 characters after it: the tinker SDK accepts "
-            "no other; leave it out to have one made"
+            f"--api-key must start with {KEY_PREFIX!r} and have at least 8 characters after it: the tinker SDK "
+            "accepts no other keys; without --api-key a key is made"
         )
     return key

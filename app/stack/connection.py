@@ -56,7 +56,7 @@ def reached(settings: Settings) -> Iterator[None]:
         yield
     except redis.RedisError as error:
         raise SetupError(
-            f"the state server {shown(settings.redis.url)} failed: {error}; mend it and run this again"
+            f"the state server {shown(settings.redis.url)} failed: {error}; fix it and run this command again"
         ) from None
 
 

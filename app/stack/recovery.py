@@ -20,10 +20,10 @@ from app.stores.redis.lifecycle import RedisLifecycle
 from app.stores.redis.records import RedisRecords
 
 _LOST = """\
-not restored, as it was in the state server alone:
-  calls behind a run's newest snapshot: the run goes on from there, with the seq after it
+not restored, because only the state server had it:
+  calls after a run's newest snapshot: the run continues from the snapshot, with the next seq
   results of calls and samples
-  sampling sessions, and adapters saved for one only
+  sampling sessions, and adapters saved for one sampling session only
   names, tags and metadata of sessions, and metadata of runs"""
 
 
@@ -53,19 +53,19 @@ def report(restored: Restored, accounts: int) -> Iterator[str]:
     runs = len(restored.runs) + len(restored.ended)
     yield f"restored {runs} runs and {len(restored.checkpoints)} checkpoints"
     for model_id, seq in restored.runs.items():
-        yield f"  run {model_id} goes on behind seq {seq}"
+        yield f"  run {model_id} continues after seq {seq}"
     for model_id in restored.ended:
-        yield f"  run {model_id} has checkpoints but no snapshot to go on from: its calls get 410"
+        yield f"  run {model_id} has checkpoints but no snapshot to continue from: its calls get 410"
     yield from (f"  checkpoint {path}" for path in restored.checkpoints)
     for model_id in restored.set_back:
-        yield f"  run {model_id} was set back: what it saved since is there again, its calls since are lost"
+        yield f"  run {model_id} was set back: its later checkpoints are restored, its later calls are lost"
     if accounts:
         yield f"restored {accounts} organisations, projects, users and keys"
     if restored.known:
-        yield f"{restored.known} runs were there already and are as they were"
+        yield f"{restored.known} runs were not missing and stay as they are"
     if restored.expired:
         yield f"{restored.expired} checkpoints have expired"
-    yield from (f"damaged, left out: {prefix}" for prefix in restored.damaged)
+    yield from (f"damaged, not restored: {prefix}" for prefix in restored.damaged)
     yield _LOST
 
 
@@ -74,14 +74,14 @@ def backup(options: Options, file: Path) -> int:
     away."""
     settings = settings_of(options)
     if file.exists():
-        raise SetupError(f"{file} exists: name a file that does not")
+        raise SetupError(f"{file} already exists: name a new file")
     objects = create(settings)
     try:
         with whole_file(file) as target:
             written = [target.write(line.encode() + b"\n") for line in recovery.backup_lines(objects)]
     except OSError as error:
         raise SetupError(f"cannot write {file}: {error.strerror}") from None
-    print(f"{len(written) - 2} objects of {store_name(settings)} in {file}")
+    print(f"wrote {len(written) - 2} objects of {store_name(settings)} to {file}")
     return 0
 
 
@@ -102,5 +102,5 @@ def restore(options: Options, file: Path) -> int:
     with reached(settings):
         accounts, damaged = account_service(settings, objects).rebuild()
     print(f"restored {accounts} organisations, projects, users and keys in {shown(settings.redis.url)}")
-    print(*(f"damaged, left out: {key}" for key in damaged), sep="\n", end="\n" if damaged else "")
+    print(*(f"damaged, not restored: {key}" for key in damaged), sep="\n", end="\n" if damaged else "")
     return 0

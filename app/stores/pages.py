@@ -76,7 +76,7 @@ class PageFiles:
                 return fields
         except ValueError:
             pass
-        log.error("%s in the object store is damaged, and left out: restore it from a backup", key)
+        log.error("%s in the object store is damaged and was skipped: restore it from a backup", key)
         return None
 
 

@@ -45,7 +45,10 @@ def test_calls_are_seen_in_their_order_until_they_have_run(stack: Stack, trainin
         seen += looks(stack, training)
         await_true(lambda: not waiting(stack, training.model_id), "what has run still waits")
         behind = [
-            call for calls in seen for call in calls if call.get("position", 0) > 1 and "not come" not in call["reason"]
+            call
+            for calls in seen
+            for call in calls
+            if call.get("position", 0) > 1 and "not arrived" not in call["reason"]
         ]
         if behind:
             break

@@ -96,7 +96,7 @@ def test_a_password_in_a_url_is_not_logged_when_its_server_is_away(canary: Api, 
     state = canary.services.settings.redis.url
     away = f"redis://:{SECRET_CANARY}@127.0.0.1:{free_port()}/0"
     started(canary.services.settings, redis=RedisSettings(url=state, broker_url=away)).model()
-    assert "could not ring" in lines.getvalue()
+    assert "could not dispatch" in lines.getvalue()
     assert SECRET_CANARY not in lines.getvalue()
 
 

@@ -227,7 +227,7 @@ class Samplers:
         base, path = _parts(model)
         served = self._bases.names()
         if base is not None and base not in served:
-            raise NotFound(f"model {base[:200]!r} is not served here; known are: {', '.join(served)}")
+            raise NotFound(f"model {base[:200]!r} is not served here; the served models are: {', '.join(served)}")
         session_id = ids.openai_session_id(caller.project)
         sampler = self._sampling.resolve(caller, caller.project, session_id, base, path)
         return ids.openai_sampler_id(session_id, sampler.base_model, sampler.prefix), sampler

@@ -67,9 +67,9 @@ class Following:
             now = time.monotonic()
             news_at = now if drawn else news_at
             if gone():
-                raise ClientGone("the client has gone away")
+                raise ClientGone("the client closed the connection")
             if now - news_at > _PATIENCE_S:
-                raise Unavailable(f"the sampler gave nothing for {_PATIENCE_S:.0f} s; try again later")
+                raise Unavailable(f"the sampler sent no token for {_PATIENCE_S:.0f} s; try again later")
             if now - beat_at > _BEAT_S:
                 beat_at = now
                 self._beat(asked.caller)

@@ -75,8 +75,8 @@ class BaseTokenizer:
     def _ids(self, text: str, context: int, *, special: bool) -> np.ndarray:
         if len(text) > _CHARACTERS * context:
             raise BadRequest(
-                f"the prompt has {len(text)} characters, and the model's context {context} tokens: more than "
-                f"{_CHARACTERS} to each are not taken"
+                f"the prompt has {len(text)} characters, more than {_CHARACTERS} for each of the {context} tokens of "
+                "the model's context"
             )
         text.encode()  # raises UnicodeEncodeError; the tokenizer itself does not explain invalid Unicode
         # `encode` would block all other threads until it returns.
@@ -115,8 +115,8 @@ def read(source: str) -> BaseTokenizer:
     path = find("tokenizer.json")
     if path is None:
         raise BadRequest(
-            f"the tokenizer {source!r} has no tokenizer.json that the API can read, so this model is not served as "
-            "text; put its files where the API sees them (setting base_models.tokenizer)"
+            f"the tokenizer {source!r} has no tokenizer.json that the API can read, so text calls of this model are "
+            "not possible; put its files into a folder that the API can read (setting base_models.tokenizer)"
         )
     try:
         core = Tokenizer.from_file(str(path))

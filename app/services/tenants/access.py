@@ -52,8 +52,8 @@ def check_role(caller: Caller, project: str, role: Role = "member") -> None:
     """Raises Forbidden if the caller's role is below `role`. The caller sees the project, or it is the project of the
     caller's key."""
     if not caller.may(role, project):
-        had = f"a {caller.roles[project]}" if caller.sees(project) else "not in it any more"
-        raise Forbidden(f"this takes a {role} of project {project}, and you are {had}")
+        had = caller.roles[project] if caller.sees(project) else "none"
+        raise Forbidden(f"this needs the role {role} in project {project}; your role is {had}")
 
 
 def _is_expired(found: Session | Model | Sampler | Checkpoint | Loss, store: RedisRecords) -> bool:
@@ -81,5 +81,5 @@ class Sources:
         try:
             holder = self._callers(token)
         except Unauthorized as error:
-            raise BadRequest(f"the weights_access_token is of no use: {error}") from None
+            raise BadRequest(f"the weights_access_token is not valid: {error}") from None
         return load_checkpoint(self._records, path, holder)

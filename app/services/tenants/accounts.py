@@ -75,7 +75,7 @@ class AccountService:
         BadRequest for another organisation's project."""
         organisation = self._files.newest(Project, project).organisation
         if self._files.newest(User, user).organisation != organisation:
-            raise BadRequest(f"project {project} is of {organisation}, and user {user} is not")
+            raise BadRequest(f"project {project} belongs to organisation {organisation}, and user {user} does not")
 
         self._note(project, "project_role_set", {"subject": user_urn(user), "role": role})
 
@@ -107,7 +107,7 @@ class AccountService:
         BadRequest if the user is not in the project or was removed."""
         holder = self._files.newest(User, user)
         if holder.removed or project not in holder.roles:
-            raise BadRequest(f"user {user} is not in project {project}: give him a role there first")
+            raise BadRequest(f"user {user} is not in project {project}: give the user a role there first")
         id_, secret, now = secrets.token_hex(_ID_BYTES), secrets.token_urlsafe(_SECRET_BYTES), self._records.now()
         expires_at = None if lifetime_s is None else now + lifetime_s
         key = Key(id_, user, project, hash_secret(secret), sorted(scopes), name, note, now, expires_at)
@@ -158,7 +158,7 @@ class AccountService:
 
     def _added(self, account: A) -> A:
         if not self._files.add(account):
-            raise BadRequest(f"{account.id} is taken")
+            raise BadRequest(f"{account.id} already exists")
         self._show(account)
         return account
 
@@ -169,7 +169,7 @@ class AccountService:
             if self._files.add(account):
                 self._show(account)
                 return account
-        raise Unavailable(f"{id_} was changed by others {_TRIES} times meanwhile: try again")
+        raise Unavailable(f"others changed {id_} at the same time, {_TRIES} times: try again")
 
     def _newest(self, cls: type[A], id_: str) -> A:
         """The newest version of the account: the state server's, if the object store was set back to an older
@@ -239,7 +239,7 @@ class Recall:
 
     def _recall(self) -> None:
         if time.monotonic() - self._failed < _RETRY_S:
-            raise Unavailable("the object store, which has the accounts, is away; try again soon")
+            raise Unavailable("the object store, which holds the accounts, does not answer; try again soon")
         self._records.put(_NAMESPACE, _KEY, {"done": "false"})
         try:
             found, damaged = self._accounts.rebuild()
@@ -248,6 +248,6 @@ class Recall:
             raise
         # The update does nothing if the note is gone, because the server may have been emptied meanwhile.
         self._records.update(_NAMESPACE, _KEY, {"done": "true"})
-        log.info("accounts were brought back from the object store: %d", found)
+        log.info("restored %d accounts from the object store", found)
         if damaged:
-            log.warning("damaged accounts, to be restored in the object store: %s", ", ".join(damaged))
+            log.warning("damaged accounts; restore them in the object store: %s", ", ".join(damaged))

@@ -86,7 +86,7 @@ def admin_projects(caller: Caller) -> list[str]:
     """The projects where the caller is an admin. Raises Forbidden if there is none."""
     found = [project for project in caller.roles if caller.may("admin", project)]
     if not found:
-        raise Forbidden("this takes an admin of a project, and you are one of none")
+        raise Forbidden("this needs the role admin in a project, and you have it in none")
     return found
 
 

@@ -139,7 +139,7 @@ class Tokens:
                 options={"require": required},
             )
         except self._jwt.InvalidTokenError as error:
-            raise InvalidToken(f"this token is not good any more ({error}): get another with the API key") from None
+            raise InvalidToken(f"this token is no longer valid ({error}): get a new one with the API key") from None
         return str(claims["key"]), int(claims["exp"])
 
 
@@ -169,13 +169,13 @@ class OwnKey:
     def revoke(self, caller: Caller) -> None:
         """Revokes the caller's key. Raises Forbidden for a key of the settings."""
         if self._load(Key, caller.key_id) is None:
-            raise Forbidden("this key stands in the server's settings (api_keys): it is revoked by taking it out there")
+            raise Forbidden("this key is listed in the server's settings (api_keys); to revoke it, remove it there")
         self._accounts.revoke(caller.key_id, by=caller)
 
     def token(self, caller: Caller) -> str:
         """A token for the caller's key. Raises NotFound if the server accepts no tokens."""
         if self._tokens is None:
-            raise NotFound("this server takes no tokens: send the API key itself (api.pjwt_auth_enabled is off)")
+            raise NotFound("this server accepts no tokens: send the API key itself (api.pjwt_auth_enabled is off)")
         return self._tokens.issue(caller, self._email(caller))
 
     def _email(self, caller: Caller) -> str:

@@ -91,7 +91,7 @@ class UsageService:
 def _hour(moment: datetime, name: str) -> int:
     hour, rest = divmod(moment.timestamp(), HOUR_S)
     if rest:
-        raise BadRequest(f"{name} {moment.isoformat()} is not the beginning of an hour (UTC)")
+        raise BadRequest(f"{name} {moment.isoformat()} is not the start of an hour (UTC)")
     return int(hour)
 
 

@@ -43,11 +43,13 @@ def check_loss(loss_fn: str, *, critic: bool) -> LossSpec:
     if loss_fn in NOT_OFFERED:
         raise BadRequest(f"loss_fn {loss_fn} is not offered: {NOT_OFFERED[loss_fn]}")
     if loss_fn not in LOSSES:
-        raise BadRequest(f"loss_fn {loss_fn[:80]!r} is unknown; known are {', '.join(LOSSES)}")
+        raise BadRequest(f"loss_fn {loss_fn[:80]!r} is unknown; the loss functions are {', '.join(LOSSES)}")
     spec = LOSSES[loss_fn]
     if spec.critic != critic:
         role, other = ("critic", "policy") if critic else ("policy", "critic")
-        raise BadRequest(f"loss_fn {loss_fn} is for a {other} and this model is a {role}; it takes {losses_of(critic)}")
+        raise BadRequest(
+            f"loss_fn {loss_fn} needs a {other}, but this model is a {role}; a {role} supports {losses_of(critic)}"
+        )
     return spec
 
 
@@ -128,7 +130,9 @@ def check_clip(batch: Batch, settings: Mapping[str, float]) -> None:
     if wrong.any():
         index = int(np.argmax(wrong))
         place = _place(batch.inputs[given[0]], index, given[0]) if given else "loss_fn_config"
-        raise BadRequest(f"{place}: {CLIP_LOW} {low[index]:g} is not in 0..{high[index]:g}, the {CLIP_HIGH} there")
+        raise BadRequest(
+            f"{place}: {CLIP_LOW} {low[index]:g} is not in 0..{high[index]:g}, the {CLIP_HIGH} of this position"
+        )
 
 
 def check_ratio_mask(batch: Batch) -> None:
@@ -137,8 +141,8 @@ def check_ratio_mask(batch: Batch) -> None:
     for i, mask in enumerate(column or ()):
         if not mask.any():
             raise BadRequest(
-                f"datum {i}: sequence_ratio_mask is 0 everywhere, so there is no sequence to take the ratio of; mark "
-                "the sampled tokens, or leave the datum out"
+                f"datum {i}: sequence_ratio_mask is 0 everywhere, so no token counts for the sequence ratio; mark the "
+                "sampled tokens, or leave the datum out"
             )
 
 

@@ -37,7 +37,9 @@ def check_sampled(lora: LoraSpec, trainer: BaseModelInfo, sampler: BaseModelInfo
     trained = [group for group in trainer.trainable_groups if getattr(lora, f"train_{group}")]
     for group in trained:
         if sampler is not None and group not in sampler.trainable_groups:
-            raise BadRequest(f"the sampler of {sampler.name} takes no adapter there: set train_{group} to false")
+            raise BadRequest(
+                f"the sampler of {sampler.name} cannot apply an adapter to these layers: set train_{group} to false"
+            )
 
 
 def asked_role(asked: Mapping[str, Any]) -> str | None:
@@ -49,7 +51,7 @@ def asked_role(asked: Mapping[str, Any]) -> str | None:
             raise BadRequest(f"{ROLE} {str(role)[:80]!r} is unknown; it can be {POLICY} or {CRITIC}")
     if len(set(given)) > 1:
         raise BadRequest(
-            f"{ROLE} is {given[0]}, but {given[1]} in user_metadata; send one of them, or the same in both"
+            f"{ROLE} is {given[0]}, but {given[1]} in user_metadata; send only one of them, or the same value in both"
         )
     return given[0] if given else None
 
@@ -58,7 +60,7 @@ def check_sampled_role(what: str, *, critic: bool) -> None:
     """Rejects a critic: only a policy can be sampled from."""
     if critic:
         raise BadRequest(
-            f"{what} is a critic, which gives values and cannot be sampled from; save it with save_weights"
+            f"{what} is a critic, which returns values and cannot be sampled from; save it with save_weights"
         )
 
 
@@ -66,8 +68,8 @@ def check_sampleable(base: BaseModelSettings, *, full: bool) -> None:
     """Raises BadRequest for a fully fine-tuned model if no sampler of this server loads full weights."""
     if full and base.full_sampler is None:
         raise BadRequest(
-            "this model was fine-tuned in full, which this server does not sample from: save it with "
-            "save_weights_external, download it, and serve that folder, or have the server started with samplers for "
+            "this model was fine-tuned in full, and this server has no samplers for such models: save it with "
+            "save_weights_external, download it and serve that folder, or have the server started with samplers for "
             "it (base_models.full_sampler in its settings)"
         )
 
@@ -98,11 +100,11 @@ def exports_merged(asked: str | None, model: Model) -> bool:
     """
     form = asked or model.user_metadata.get(METADATA_KEY) or ("huggingface" if model.full else "peft")
     if form not in FORMATS:
-        raise BadRequest(f"export format {str(form)[:80]!r} is unknown: ask for one of {', '.join(FORMATS)}")
+        raise BadRequest(f"export format {str(form)[:80]!r} is unknown: use one of {', '.join(FORMATS)}")
     if form == "peft" and model.full:
-        raise BadRequest("all of this model's weights are trained, so it has no PEFT files: export it as huggingface")
+        raise BadRequest("this model was fine-tuned in full, so it has no PEFT files: export it as huggingface")
     if form == "huggingface" and model.critic and not model.full:
-        raise BadRequest("a critic's value head is no part of a Hugging Face causal model: export it as peft")
+        raise BadRequest("a critic's value head is not part of a Hugging Face causal model: export it as peft")
     return form == "huggingface" and not model.full
 
 
@@ -123,16 +125,19 @@ def check_loadable(path: ids.TinkerPath, checkpoint: Checkpoint, optimizer: bool
     """Raises BadRequest for a merged model, and for an optimizer state that only a training checkpoint holds."""
     check_adapter(path, checkpoint)
     if optimizer and path.kind != "weights":
-        raise BadRequest(f"{path} holds no optimizer state: load it without, or load one saved with save_weights")
+        raise BadRequest(
+            f"{path} holds no optimizer state: load it without the optimizer state, or load a checkpoint of "
+            "save_weights"
+        )
 
 
 def check_adapter(path: ids.TinkerPath, checkpoint: Checkpoint) -> None:
     """Raises BadRequest for a merged model and for encrypted files, because no adapter can be read from them any
     more."""
     if checkpoint.encrypted:
-        raise BadRequest(f"{path} is encrypted, for download alone: use a checkpoint that is not")
+        raise BadRequest(f"{path} is encrypted and can only be downloaded: use a checkpoint that is not encrypted")
     if checkpoint.merged:
-        raise BadRequest(f"{path} is a merged model, for download alone: use a checkpoint of its adapter")
+        raise BadRequest(f"{path} is a merged model and can only be downloaded: use a checkpoint of its adapter")
 
 
 def check_same_role(path: ids.TinkerPath, checkpoint: Checkpoint, *, critic: bool) -> None:
@@ -140,7 +145,10 @@ def check_same_role(path: ids.TinkerPath, checkpoint: Checkpoint, *, critic: boo
     differ."""
     if checkpoint.critic != critic:
         found, wanted = (CRITIC, POLICY) if checkpoint.critic else (POLICY, CRITIC)
-        raise BadRequest(f"{path} is a {found}'s, with another head than a {wanted} has; load a {wanted}'s checkpoint")
+        raise BadRequest(
+            f"{path} is a checkpoint of a {found}, but this model is a {wanted}, which has another head; load a "
+            f"checkpoint of a {wanted}"
+        )
 
 
 def check_same_kind(path: ids.TinkerPath, checkpoint: Checkpoint, *, full: bool) -> None:
@@ -148,7 +156,7 @@ def check_same_kind(path: ids.TinkerPath, checkpoint: Checkpoint, *, full: bool)
     if checkpoint.full != full:
         kinds = {True: "all weights of a model", False: "a LoRA adapter"}
         raise BadRequest(
-            f"{path} holds {kinds[checkpoint.full]}, and this model trains {kinds[full]}; create a new model from the "
+            f"{path} holds {kinds[checkpoint.full]}, but this model trains {kinds[full]}; create a new model from the "
             "checkpoint instead"
         )
 

@@ -87,8 +87,8 @@ def check_targets(targets: Cells, rows: int, vocab_size: int) -> int:
     id; all ids are in the vocabulary."""
     if len(targets.starts) != rows + 1:
         raise BadRequest(
-            f"target_prompt_logprobs has {len(targets.starts) - 1} rows; the prompt has {rows + 1} tokens, so it needs "
-            f"{rows}: row i asks for position i + 1"
+            f"target_prompt_logprobs has {len(targets.starts) - 1} rows; the prompt has {rows + 1} tokens, so it "
+            f"needs {rows}: row i is for position i + 1"
         )
     ids = targets.values
     wrong = (ids < -1) | (ids >= vocab_size)
@@ -96,10 +96,11 @@ def check_targets(targets: Cells, rows: int, vocab_size: int) -> int:
         cell = int(wrong.argmax())
         row = int(np.searchsorted(targets.starts, cell, side="right")) - 1
         raise BadRequest(
-            f"target_prompt_logprobs in row {row}: token {ids[cell]} is not in 0..{vocab_size - 1}, nor -1 for none"
+            f"target_prompt_logprobs in row {row}: token {ids[cell]} is not in 0..{vocab_size - 1}, and is not -1 "
+            "(none)"
         )
     if not (ids >= 0).any():
-        raise BadRequest("target_prompt_logprobs asks for no id: name at least one, or leave it out")
+        raise BadRequest("target_prompt_logprobs names no token id: name at least one, or leave it out")
     return int(np.diff(targets.starts).max())
 
 

@@ -108,7 +108,7 @@ def bad_windows(now: datetime) -> dict[str, tuple[str, str]]:
         window(now, 0): "after starting_on",
         window(now - 337 * HOUR, 337): "14 days",
         window(now + HOUR): "future",
-        window(now - HOUR / 2): "beginning of an hour",
+        window(now - HOUR / 2): "start of an hour",
         window(now - HOUR, 1.5): "ending_before",
     }
 

@@ -109,7 +109,7 @@ def test_a_poll_is_told_when_nobody_is_there_to_run_what_it_waits_for(
     )
     add_worker(api.services, "sampler")
     active = api.post("retrieve_future", {"request_id": request_id}).json
-    assert (active["queue_state"], active["queue_state_reason"]) == ("active", "it runs, or is about to")
+    assert (active["queue_state"], active["queue_state_reason"]) == ("active", "it runs now, or starts next")
 
 
 def test_a_held_poll_wakes_when_the_result_is_committed(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:

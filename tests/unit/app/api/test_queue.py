@@ -115,7 +115,7 @@ def test_behind_a_gap_it_says_which_seq_is_missing(api: Api) -> None:
     api.forward_backward(batch(model, 3))
     (call,) = queue(api)["calls"]
     assert (call["reason"], call["estimated_start_s"]) == (
-        "seq 1 of its model has not come, and runs before it",
+        "seq 1 of its model has not arrived yet and must run first",
         None,
     )
 
@@ -162,7 +162,7 @@ def test_2000_polls_and_pages_within_a_moment_are_one_look(api: Api, monkeypatch
     future = api.services.oplog.future(request_id, {_project(api, model)})
     states = {api.services.queue_states.of(future).reason for _ in range(2000)}
     assert queue(api)["cursor"]["total_count"] == 1
-    assert (states, len(looks)) == ({"it runs, or is about to"}, 1)
+    assert (states, len(looks)) == ({"it runs now, or starts next"}, 1)
 
 
 def test_a_sample_is_called_off_and_its_place_is_free_at_once(api: Api) -> None:

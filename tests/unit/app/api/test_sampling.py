@@ -215,7 +215,7 @@ BAD: dict[str, tuple[dict[str, Any], int, list[str]]] = {
         ["row 1", f"token {VOCAB}", f"0..{VOCAB - 1}"],
     ),
     "targets below -1": ({"target_prompt_logprobs": {**TARGETS, "data": [1, -2, 3, 4]}}, 400, ["row 0", "token -2"]),
-    "targets of nothing": ({"target_prompt_logprobs": {**TARGETS, "data": [-1] * 4}}, 400, ["no id"]),
+    "targets of nothing": ({"target_prompt_logprobs": {**TARGETS, "data": [-1] * 4}}, 400, ["no token id"]),
     "targets beside their columns": (
         {"target_prompt_logprobs": {**SPARSE, "sparse_col_indices": [3, 1000]}},
         400,
@@ -319,7 +319,7 @@ def test_a_sampling_session_id_names_one_sampler_whichever_call_makes_it(api: Ap
         ("create_sampling_session", {**created, "sampling_session_seq_id": 3}),
     ):
         answer = api.post(path, other)
-        assert (answer.status_code, "was used for another one" in answer.json["detail"]) == (400, True), path
+        assert (answer.status_code, "already used for another sampler" in answer.json["detail"]) == (400, True), path
 
 
 @pytest.fixture

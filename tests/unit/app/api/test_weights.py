@@ -100,7 +100,7 @@ def test_a_merged_model_is_neither_loaded_nor_sampled(api: Api) -> None:
         api.post("load_weights", {**session, "model_seq_id": 0, "path": path}),
         api.post("create_sampling_session", {**session, "sampling_session_seq_id": 0, "model_path": path}),
     ]
-    assert [(answer.status_code, "for download alone" in answer.json["detail"]) for answer in answers] == 3 * [
+    assert [(answer.status_code, "can only be downloaded" in answer.json["detail"]) for answer in answers] == 3 * [
         (400, True)
     ]
 

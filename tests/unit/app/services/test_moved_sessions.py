@@ -59,7 +59,7 @@ def test_that_of_a_projects_openai_calls_stays(api: Api) -> None:
     here = owner(api, "sessions", api.session())
     session = ids.openai_session_id(here)
     api.services.records.put("sessions", session, dump(Session(here, 0.0)))
-    with pytest.raises(BadRequest, match="stays there"):
+    with pytest.raises(BadRequest, match="cannot be moved"):
         api.services.sessions.move(session, caller(api, session), "new")
     assert owner(api, "sessions", session) == here
 

@@ -151,9 +151,9 @@ def test_everything_is_said_in_words() -> None:
     ]
     assert [describe(place) for place in said] == [
         "it runs now",
-        "seq 7 of its model has not come, and runs before it",
-        "it runs, or is about to",
-        "it runs, or is about to",
+        "seq 7 of its model has not arrived yet and must run first",
+        "it runs now, or starts next",
+        "it runs now, or starts next",
         "1 call runs before it",
         "1 call runs before it, for about a second",
         "about 12 calls run before it, for about 34 s",

@@ -167,10 +167,10 @@ def test_what_an_operator_does_to_an_organisation_is_told_there(tinsmith):
 
 DAMAGES = {
     "cut short": (lambda text: text[: len(text) // 2], "damaged"),
-    "without its end": (lambda text: text.rpartition('{"objects"')[0], "the file was cut short"),
+    "without its end": (lambda text: text.rpartition('{"objects"')[0], "it was cut short"),
     "a line lost": (lambda text: "".join(text.splitlines(keepends=True)[:2] + text.splitlines(keepends=True)[3:]), ""),
-    "of another kind": (lambda text: "x" + text, "line 1 is not the head of a backup"),
-    "empty": (lambda text: "", "line 1 is not the head of a backup"),
+    "of another kind": (lambda text: "x" + text, "line 1 is not the header of a backup"),
+    "empty": (lambda text: "", "line 1 is not the header of a backup"),
     "with other objects": (lambda text: text.replace("accounts/", "models/", 1), "which is not in a backup"),
     "with a way out": (lambda text: text.replace("accounts/", "accounts/../", 1), "is not an object key"),
 }
@@ -196,7 +196,7 @@ def test_a_backup_never_replaces_a_file(tinsmith, valkey, tmp_path, capsys):
     file = tmp_path / "kept"
     file.write_text("mine")
     assert cli.main(["backup", str(file), "--data-dir", str(tmp_path), "--redis", valkey]) == 2
-    assert "name a file that does not" in capsys.readouterr().err
+    assert "name a new file" in capsys.readouterr().err
     assert file.read_text() == "mine"
 
 

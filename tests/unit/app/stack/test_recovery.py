@@ -48,9 +48,9 @@ def test_it_says_what_it_restored_and_what_it_cannot(client: redis.Redis, valkey
     said = capsys.readouterr().out
     places = f"from the object store {tmp_path / 'objects'} into the state server {valkey}\n"
     assert said.startswith(f"{places}restored 1 runs and 1 checkpoints\n")
-    assert f"run {MODEL} goes on behind seq 6\n" in said
+    assert f"run {MODEL} continues after seq 6\n" in said
     assert f"checkpoint {PATH}\n" in said
-    for lost in ("calls behind a run's newest snapshot", "results", "sampling sessions", "metadata of sessions"):
+    for lost in ("calls after a run's newest snapshot", "results", "sampling sessions", "metadata of sessions"):
         assert lost in said.replace("names, tags and ", "")
     assert cli.main(arguments) == 0
     assert "/snapshots" not in said
@@ -139,4 +139,4 @@ def test_a_folder_with_a_damaged_manifest_is_named_and_the_rest_restored(
     store.put_new(f"models/{MODEL}/weights/b/8-1/{MANIFEST}", b"not json")
     assert cli.main(["rebuild", "--data-dir", str(tmp_path), "--redis", valkey]) == 0
     assert is_restored(client)
-    assert f"damaged, left out: models/{MODEL}/weights/b/8-1\n" in capsys.readouterr().out
+    assert f"damaged, not restored: models/{MODEL}/weights/b/8-1\n" in capsys.readouterr().out

@@ -51,7 +51,7 @@ def test_a_role_may_do_what_the_ones_below_it_may(store: RedisRecords, role: Rol
     if ROLES.index(role) >= ROLES.index(needed):
         assert load_owned(store, Session, OURS, caller(role), needed).owner == OURS
     else:
-        with pytest.raises(Forbidden, match=f"this takes a {needed} of project ours, and you are a {role}"):
+        with pytest.raises(Forbidden, match=f"this needs the role {needed} in project ours; your role is {role}"):
             load_owned(store, Session, OURS, caller(role), needed)
 
 
