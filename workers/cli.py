@@ -80,7 +80,7 @@ def run_sampler() -> None:
     for each request."""
     parser = argparse.ArgumentParser(prog="python -m workers.sampler")
     parser.add_argument("--base", required=True, help="name of the base model in the settings")
-    parser.add_argument("--full", action="store_true", help="sample models fine-tuned in full, not adapters")
+    parser.add_argument("--full", action="store_true", help="sample fully fine-tuned models, not adapters")
     parser.add_argument("--name", required=True, help="name of this worker, unique among the running ones")
     arguments = parser.parse_args()
     try:

@@ -555,5 +555,5 @@ def test_weights_of_the_other_role_change_nothing(
     for op in (Load(tmp_path, optimizer=False), Create(spec, tmp_path, critic=not critic)):
         error = apply(backend, model, op)
         assert isinstance(error, UserOpError)
-        assert f"the checkpoint is a {role}'s and this model is a {other}" in str(error)
+        assert f"the checkpoint is of a {role}, but this model is a {other}" in str(error)
     assert state(backend, model, tmp_path / "after") == before

@@ -55,5 +55,5 @@ def test_a_hub_that_cannot_be_reached_ends_it_with_the_way_to_name_a_local_folde
     code, [line] = up(tmp_path, "org/model", **hub)
     assert "base model 'tiny' cannot be loaded from 'org/model' on the Hugging Face hub" in line
     assert "the hub cannot be reached ([Errno 111] Connection refused)" in line
-    assert "or give a folder of this machine: --base-model tiny=/path/to/folder" in line
+    assert "or give a local folder: --base-model tiny=/path/to/folder" in line
     assert code == 2

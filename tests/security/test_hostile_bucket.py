@@ -51,7 +51,7 @@ def test_a_manifest_that_names_another_kind_of_file_or_place_is_refused(tmp_path
     store, cache = FolderStore(tmp_path / "objects", "secret", "http://localhost"), tmp_path / "cache"
     marker = tmp_path / "went-off"
     put(store, name, pickle.dumps(_Explosive(marker)))
-    with pytest.raises(ServerOpError, match="only safetensors, JSON and tokenizers"):
+    with pytest.raises(ServerOpError, match="only safetensors, JSON and tokenizer files"):
         transfer.fetch(store, PREFIX, cache)
     assert not marker.exists()
     assert [path for path in cache.rglob("*") if path.is_file() and ".locks" not in path.parts] == []

@@ -114,7 +114,7 @@ class Latest(Generic[Item]):
         except Exception as error:
             # The thread must survive every exception of its work.
             known = isinstance(error, _EXPECTED)
-            text = f"{self._name} put off for {self._retry_s:.0f} s: {type(error).__name__}: {error}"
+            text = f"{self._name} failed and is tried again in {self._retry_s:.0f} s: {type(error).__name__}: {error}"
             log.warning(text, exc_info=not known, extra={"model_id": key})
             return False
         return True

@@ -61,7 +61,9 @@ def huggingface_writer(base: Any, tensors: Mapping[str, Tensor], dtype: torch.dt
 def _check_names(found: Iterable[str], wanted: Iterable[str]) -> None:
     strange = set(found) ^ set(wanted)
     if strange:
-        raise ValueError(f"{sorted(strange)[0]} and {len(strange) - 1} others are missing or no part of the model")
+        raise ValueError(
+            f"{sorted(strange)[0]} and {len(strange) - 1} other tensors are missing or not part of the model"
+        )
 
 
 def _persistent_buffers(model: Any) -> list[str]:

@@ -89,7 +89,7 @@ class Handovers:
         """Deletes the transfer records of a model that nothing can restore, so that a request for its adapters
         fails."""
         for prefix in self._on_record(model_id):
-            log.error("an adapter that was handed over is lost: %s", prefix)
+            log.error("an adapter is lost before its upload: %s", prefix)
             self.sent(prefix)
 
     def finish(self, model_id: str, within_s: float) -> None:
@@ -133,7 +133,7 @@ class Handovers:
 
 def _place(prefix: str) -> Place:
     place = Place.parse(prefix)
-    assert place is not None, f"{prefix} is no prefix of ours"
+    assert place is not None, f"{prefix} is not a checkpoint prefix"
     return place
 
 
@@ -156,7 +156,7 @@ class HandoverFolder:
             if not target.is_dir():
                 self._write(target, fill)
         except OSError as error:
-            log.warning("%s is not handed over: %s", prefix, error)
+            log.warning("no shared-memory transfer of %s: %s", prefix, error)
             return False
         return True
 
@@ -213,7 +213,7 @@ class HandoverFolder:
 
     def _write(self, target: Path, fill: Callable[[Path], None]) -> None:
         if self._used() >= self.most_bytes:  # writing a full model in vain costs much
-            raise OSError(f"{self.root} holds engine.handover_bytes ({self.most_bytes}) already")
+            raise OSError(f"{self.root} already holds engine.handover_bytes ({self.most_bytes})")
         with tempfile.TemporaryDirectory(dir=self.root, prefix=".new-") as temporary:
             files = Path(temporary) / "files"
             files.mkdir()

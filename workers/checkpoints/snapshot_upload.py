@@ -135,7 +135,9 @@ class SnapshotPipeline:
             replaced = self._oplog.set_snapshot(written.lease, manifest.seq, prefix)
         except Fenced as fenced:
             # The orphan sweep removes the uploaded files.
-            log.info("a snapshot came too late: %s", fenced, extra={"model_id": model_id})
+            log.info(
+                "a snapshot was dropped, because the model has a new owner: %s", fenced, extra={"model_id": model_id}
+            )
             return
         written.durable()
         self._folder.prune(model_id, written.local)
@@ -148,7 +150,7 @@ class SnapshotPipeline:
         except FileNotFoundError:
             pass  # the model has been deleted, or another trainer on this machine has a newer one
         except ServerOpError as error:
-            log.error("a local snapshot is of no use: %s", error, extra={"model_id": model_id})
+            log.error("a local snapshot is damaged and was removed: %s", error, extra={"model_id": model_id})
             self._folder.remove(local)
         return None
 
@@ -201,7 +203,9 @@ class SnapshotFolder:
             try:
                 yield local, transfer.verify(local.path)
             except (ServerOpError, OSError) as error:
-                log.warning("a local snapshot cannot be used: %s", error, extra={"model_id": lease.model_id})
+                log.warning(
+                    "a local snapshot cannot be read and was removed: %s", error, extra={"model_id": lease.model_id}
+                )
                 self.remove(local)
 
     def prune(self, model_id: str, newest: Local, keep: Local | None = None) -> None:

@@ -212,7 +212,9 @@ class Restore:
         for seq in range((local.seq if local else lease.snapshot_seq) + 1, lease.applied + 1):
             entry = self.oplog.entry(lease.model_id, seq)
             if entry is None:
-                raise Fenced(f"{lease.model_id} seq {seq} is no longer in the journal: another owner moved on")
+                raise Fenced(
+                    f"{lease.model_id} seq {seq} is no longer in the journal: another owner has continued the run"
+                )
             self.executor.replay(lease, entry)
             if seq in to_make:
                 self.executor.saver.save_again(lease, to_make[seq])

@@ -146,7 +146,7 @@ def verify(folder: Path) -> Manifest:
     manifest = manifest_in(folder)
     for name, expected in manifest.files.items():
         if file_entry(folder / name) != expected:
-            raise ServerOpError(f"{folder / name} is damaged: it is not what its manifest says")
+            raise ServerOpError(f"{folder / name} is damaged: it does not match its manifest")
     return manifest
 
 
@@ -221,7 +221,7 @@ def _download(store: ObjectStore, prefix: str, files: Path) -> None:
     manifest = read_manifest(store, prefix)
     if strange := [name for name in manifest.files if not _FILE.fullmatch(name)]:
         raise ServerOpError(
-            f"{prefix} names the file {strange[0][:80]!r}; only safetensors, JSON and tokenizers are read"
+            f"{prefix} names the file {strange[0][:80]!r}; only safetensors, JSON and tokenizer files are allowed"
         )
     for name, expected in manifest.files.items():
         fetch_file(store, f"{prefix}/{name}", files / name, expected)
@@ -265,7 +265,7 @@ def fetch_file(store: ObjectStore, key: str, target: Path, expected: FileEntry) 
                 f"checkpoint file {key} is damaged: it has sha256 {found.sha256}, not {expected.sha256}; restore it in "
                 "the object store or use another checkpoint"
             )
-        failure = Unavailable(f"{key} came with {found.size} of {expected.size} bytes")
+        failure = Unavailable(f"{key}: {found.size} of {expected.size} bytes arrived")
     raise failure
 
 
@@ -286,7 +286,7 @@ def parse_manifest(data: bytes, name: str) -> Manifest:
     try:
         return Manifest.from_json(data)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ServerOpError(f"the manifest {name} cannot be understood: {error}") from None
+        raise ServerOpError(f"the manifest {name} is not valid: {error}") from None
 
 
 def file_entry(file: Path) -> FileEntry:

@@ -88,7 +88,7 @@ class Saver:
         name that is taken."""
         path = ids.TinkerPath(lease.model_id, op.checkpoint_kind, op.name)
         if not op.sampling_session_id and not op.overwrite and self._taken(str(path)):
-            raise UserOpError(f"{path} is there already; pass overwrite, or save under another name")
+            raise UserOpError(f"{path} already exists; pass overwrite, or save under another name")
         model, now = self._model(lease.model_id), self.index.now()
         captured = Captured(lease, seq, op, model, now, self._capture(lease.model_id, op))
         return partial(self._ephemeral, captured) if op.sampling_session_id else partial(self._named, captured, path)
@@ -145,7 +145,7 @@ class Saver:
         """Rebuilds, from the current model, an adapter that was transferred and never uploaded. Raises NotFound,
         Unavailable."""
         place = Place.parse(prefix)
-        assert place is not None, f"{prefix} is no prefix of ours"
+        assert place is not None, f"{prefix} is not a checkpoint prefix"
         op = SaveWeights(place.kind, place.name)
         model, then = self._model(lease.model_id), replace(lease, epoch=place.epoch)
         captured = Captured(then, place.seq, op, model, self.index.now(), self._capture(lease.model_id, op))

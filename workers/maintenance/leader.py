@@ -81,7 +81,7 @@ class Sessions:
             self._endings.retire(session_id)
         aborted = self._lifecycle.abort_samples()
         if aborted:
-            log.info("%d samples of ended sessions were cancelled", aborted)
+            log.info("cancelled %d samples of ended sessions", aborted)
 
 
 class Spilling:

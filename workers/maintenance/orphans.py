@@ -74,7 +74,10 @@ class Orphans:
             try:
                 self._collect()
             except NewerContent as newer:
-                log.warning("no orphan is removed, as there is a call that may need it: %s", newer)
+                log.warning(
+                    "no orphan is removed now, because a newer version of Tinsmith wrote a call that may need it: %s",
+                    newer,
+                )
             self._next = time.monotonic() + self._period_s
 
     def _remove_expired(self) -> None:
@@ -102,7 +105,11 @@ class Orphans:
             referenced.update(json.loads(fields["prefix"]) for _, fields in self._records.list(namespace))
         unknown = {place.model_id for place in places} - heads.keys()
         if unknown:
-            log.warning("files of %d runs unknown to the state server are kept: see `tinsmith rebuild`", len(unknown))
+            log.warning(
+                "the state server does not know %d runs whose files are in the object store; the files are kept: see "
+                "`tinsmith rebuild`",
+                len(unknown),
+            )
         for place in places:
             head = heads.get(place.model_id)
             if head and str(place) not in referenced and not head.awaits(place):

@@ -111,9 +111,9 @@ class Ringing:
             return
         for seq in range(pending.seq, pending.seq + _GAP_MOST):
             reason = (
-                f"seq_id {seq} did not arrive within {self._settings.gap_s:.0f} s: the gradients it belonged to were "
-                "dropped, and this call with them; run the batch again"
+                f"seq_id {seq} did not arrive within {self._settings.gap_s:.0f} s: this call and the other gradients "
+                "of the same step were dropped; run the batch again"
             )
             if not self._oplog.refuse(pending.id, seq, reason, "drop_gradients"):
                 return  # the first seq that has arrived
-            log.warning("gave up a gap", extra={"model_id": pending.id, "seq": seq})
+            log.warning("a missing seq was given up", extra={"model_id": pending.id, "seq": seq})

@@ -31,10 +31,10 @@ from workers.models.lora import targets
 
 _SHOWN_CHARACTERS = 300
 _PLAIN = {
-    "trust_remote_code": "it needs Python code of its own, and Tinsmith runs none but its libraries'",
+    "trust_remote_code": "it needs Python code from its repository, and Tinsmith runs no such code",
     "ignore_mismatched_sizes": "its weights do not have the shapes that its config.json gives",
     "does not recognize this architecture": "the installed transformers does not know its architecture",
-    "for this kind of AutoModel": "its architecture is not one that generates text",
+    "for this kind of AutoModel": "its architecture does not generate text",
     "key in its config.json": "its config.json names no model_type",
     "no file named model.safetensors": "there is no model.safetensors in it, and other formats are not read",
     "not appear to have a file named model.safetensors": "it has no model.safetensors, and other formats are not read",
@@ -156,7 +156,8 @@ def describe(settings: BaseModelSettings, model: nn.Module, dtype: torch.dtype) 
     own = text.max_position_embeddings
     if settings.max_context > own:
         raise SetupError(
-            f"base model {settings.name!r}: max_context {settings.max_context} is over the model's own {own}; lower it"
+            f"base model {settings.name!r}: max_context {settings.max_context} is greater than the model's own {own}; "
+            "lower it"
         )
     return BaseModelInfo(
         name=settings.name,
@@ -194,8 +195,8 @@ def explained(settings: BaseModelSettings, *, tokenizer: bool = False) -> Iterat
         if is_there:
             raise SetupError(f"{what} cannot be loaded from {source!r}: {_cause(error)}") from error
         raise SetupError(
-            f"{what} cannot be loaded from {source!r} on the Hugging Face hub: {_cause(error)}; or give a folder of "
-            f"this machine: {_local_form(settings, tokenizer=tokenizer and bool(settings.tokenizer))}"
+            f"{what} cannot be loaded from {source!r} on the Hugging Face hub: {_cause(error)}; or give a local "
+            f"folder: {_local_form(settings, tokenizer=tokenizer and bool(settings.tokenizer))}"
         ) from error
 
 
@@ -204,8 +205,8 @@ def _check_readable(folder: Path) -> None:
     for file in folder.glob("*"):
         if not file.is_dir() and not os.access(file, os.R_OK):
             raise PermissionError(
-                f"user {os.getuid()} cannot read {file.name}; correct its permissions or, if it is a link, put the "
-                "file itself there"
+                f"user {os.getuid()} cannot read {file.name}; correct its permissions, or replace a link by the file "
+                "itself"
             )
 
 

@@ -286,8 +286,8 @@ def check_fits(adapter: Adapter, model: nn.Module) -> None:
             )
     if adapter.value_head is not None and adapter.value_head.shape != (1, _hidden_size(model)):
         raise UserOpError(
-            f"the value head has shape {list(adapter.value_head.shape)}; on this base model it is [1, "
-            f"{_hidden_size(model)}]: load a critic that was trained on it"
+            f"the value head has shape {list(adapter.value_head.shape)}, but this base model needs [1, "
+            f"{_hidden_size(model)}]: load a critic that was trained on this base model"
         )
 
 
@@ -296,8 +296,8 @@ def check_role(adapter: Adapter, *, critic: bool) -> None:
     if adapter.critic != critic:
         found, wanted = ("critic", "policy") if adapter.critic else ("policy", "critic")
         raise UserOpError(
-            f"the checkpoint is a {found}'s and this model is a {wanted}: their heads differ, so neither can take the "
-            f"other's weights. Load a {wanted}'s checkpoint"
+            f"the checkpoint is of a {found}, but this model is a {wanted}: their heads differ. Load a checkpoint of "
+            f"a {wanted}"
         )
 
 
@@ -354,7 +354,7 @@ def _pairs_of(stored: dict[str, Tensor], rank: int) -> dict[str, LoraPair]:
         a = stored.pop(f"{_KEY_PREFIX}{path}.lora_A.weight").float()
         b = stored.pop(f"{_KEY_PREFIX}{path}.lora_B.weight").float()
         if a.shape[0] != rank or b.shape[1] != rank:
-            raise ValueError(f"{path} has shapes {list(a.shape)} and {list(b.shape)}, which are not of rank {rank}")
+            raise ValueError(f"{path} has shapes {list(a.shape)} and {list(b.shape)}, which do not have rank {rank}")
         pairs[path] = _pair(a, b)
     if stored:
         raise ValueError(f"unknown tensor {next(iter(stored))}")

@@ -97,4 +97,4 @@ class Presence:
             try:
                 self._beat()
             except (redis.RedisError, OSError) as error:
-                log.warning("could not tell that we are alive: %s", error)
+                log.warning("could not send the heartbeat: %s", error)

@@ -84,9 +84,9 @@ class Pulse:
             self._alive = now  # this thread was stopped too, or waited for the broker
         self._beat_at = now
         if not self._sound():
-            self._end("the engine is of no further use")
+            self._end("the engine has failed")
         elif self.deaf_s() > 2 * self._healthy_s:
-            self._end(f"nothing was done for {self.deaf_s():.0f} s, though the worker was rung")
+            self._end(f"nothing was done for {self.deaf_s():.0f} s, although tasks were dispatched to this worker")
         else:
             self._ring_if_due(now)
 

@@ -51,7 +51,10 @@ def read_hostfile(path: Path, ranks: int) -> dict[str, int]:
     for line in lines:
         found = re.fullmatch(r"(\S+)\s+slots=([1-9]\d*)", line)
         if found is None or found[1] in hosts:
-            raise SetupError(f"trainer.hostfile {str(path)!r}: {line!r} is not 'host slots=n', one line for a host")
+            raise SetupError(
+                f"trainer.hostfile {str(path)!r}: the line {line!r} is not of the form 'host slots=n', or repeats a "
+                "host"
+            )
         hosts[found[1]] = int(found[2])
     if sum(hosts.values()) != ranks:
         raise SetupError(

@@ -54,8 +54,8 @@ def main() -> int:
     if not _shares_data(order["witness"]):
         folder = Path(order["witness"]["path"]).parents[1]
         print(
-            f"{order['name']}: {os.uname().nodename} does not see the data folder {folder} of the first host: mount it "
-            "there under the same path, for every rank reads the checkpoints in it",
+            f"{order['name']}: {os.uname().nodename} does not see the data folder {folder} of the first host: mount "
+            "it there under the same path, because every rank reads checkpoints from it",
             file=sys.stderr,
         )
         return SETUP_ERROR_CODE

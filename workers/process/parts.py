@@ -163,6 +163,6 @@ def end_in_any_case() -> Iterator[None]:
 
 def exit_process(why: str) -> NoReturn:
     """Ends the process with status 1: the end was not requested, so its supervisor starts it again."""
-    log.error("ending, to be started again: %s", why)
+    log.error("this process ends, and its supervisor restarts it: %s", why)
     logging.shutdown()
     os._exit(1)

@@ -16,11 +16,11 @@ _BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
 STAGE_SECONDS = Histogram(
     "tinsmith_op_stage_seconds", "Time of an Op in each stage: wait, run, commit", ["kind", "stage"], buckets=_BUCKETS
 )
-OPS = Counter("tinsmith_ops_total", "Ops that became terminal here", ["kind", "state"])
+OPS = Counter("tinsmith_ops_total", "Ops that finished on this worker", ["kind", "state"])
 TOKENS = Counter("tinsmith_tokens_total", "Tokens trained on, read as prompts, or sampled", ["use"])
 PASS_OPS = Histogram("tinsmith_pass_ops", "Ops of different models in one pass", buckets=(1, 2, 4, 8, 16, 32, 64))
 MODELS = Gauge("tinsmith_resident_models", "Models this worker owns")
-REFUSED = Counter("tinsmith_refused_commits_total", "Commits refused, as another worker had taken the model over")
+REFUSED = Counter("tinsmith_refused_commits_total", "Commits refused, because another worker had taken over the model")
 
 # Weight of the earlier calls at each call: the last 50 calls make up two thirds of the average.
 _KEPT = 0.98

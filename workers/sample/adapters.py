@@ -244,6 +244,6 @@ class AdapterFiles:
             try:
                 transfer.forget(prefix, self._cache_dir)
             except OSError as error:  # renaming fails on a full disk too, and a finished request must keep its result
-                log.warning("files that nobody uses stay for now: %s", error)
+                log.warning("could not delete unused adapter files: %s", error)
                 return
             surplus -= self._sizes.pop(prefix)

@@ -134,7 +134,7 @@ class Held:
         try:
             due = self.oplog.release_samples(self.queue, self.ahead())
         except redis.RedisError as error:
-            log.warning("could not ring for the next requests: %s", error)
+            log.warning("could not dispatch the next requests: %s", error)
             return
         for request_id, node in due:
             queue = dispatch.direct_queue(self.queue, node) if node else self.queue

@@ -72,7 +72,7 @@ class SampleRunner:
             self._at_their_last[request_id] = sampling_session_id
             self._run_those_at_their_last()
             if self._oplog.outcome(request_id) is None:
-                raise NotNow(f"{request_id} has to wait for its last attempt") from None
+                raise NotNow(f"{request_id} waits for its last attempt") from None
         return self._oplog.outcome(request_id)
 
     def _run_those_at_their_last(self) -> None:
@@ -83,7 +83,7 @@ class SampleRunner:
                     request_id = next(iter(self._at_their_last))
                     self._run(request_id, self._at_their_last.pop(request_id))
             except NotNow as reason:
-                log.info("not at its last attempt yet: %s", reason)
+                log.info("a request cannot start its last attempt yet: %s", reason)
             finally:
                 self._last_attempt.release()
 
@@ -126,8 +126,8 @@ class SampleRunner:
     def _attempt(self, entry: Entry, sampling_session_id: str, watch: Watch) -> tuple[Result, Usage]:
         if entry.attempts >= MAX_ATTEMPTS:
             if entry.in_doubt:
-                raise Unavailable("a worker that tried it may be heard of yet")
-            why = f"sampling did not come to an end in {MAX_ATTEMPTS} attempts; it was given up"
+                raise Unavailable("a worker that tried this request may still answer")
+            why = f"sampling did not finish in {MAX_ATTEMPTS} attempts and was given up"
             return results.of_error(ServerOpError(why)), NOTHING
         try:
             return self._sample(entry, sampling_session_id, watch)
@@ -145,7 +145,7 @@ class SampleRunner:
         if stored is None:
             raise ServerOpError(f"sampling session {sampling_session_id} is gone")
         if not entry.payload:
-            raise ServerOpError("what was asked for is lost with its object in the object store; ask again")
+            raise ServerOpError("the request is lost, because its object in the object store is gone; send it again")
         request = codec.decode(entry.payload)
         if request.stream:
             watch.drawn = self._publisher.watch(entry.request_id)
@@ -167,7 +167,7 @@ def _told(entry: Entry, error: Exception) -> OpError:
     if isinstance(error, OpError):
         return error
     log.error("sampling failed", exc_info=error, extra={"request_id": entry.request_id})
-    return ServerOpError(f"sampling failed: {type(error).__name__}; the sampler's log says more")
+    return ServerOpError(f"sampling failed: {type(error).__name__}; see the sampler's log")
 
 
 class Watches:

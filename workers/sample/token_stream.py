@@ -46,7 +46,9 @@ class TokenPublisher:
                 self._waiting.put_nowait(drawn)
             except queue.Full:
                 lost.add(index)
-                log.warning("too many tokens wait to be sent: %s ends with its result", request_id)
+                log.warning(
+                    "too many tokens wait to be sent: the stream of %s stops, and its result follows", request_id
+                )
 
         return told
 

@@ -121,7 +121,7 @@ class Committer:
             raise
         except redis.RedisError as error:
             # The commit may or may not have happened; the next reader of the journal will see.
-            raise Fenced(f"the commit of {entry.request_id} is in doubt: {error}") from error
+            raise Fenced(f"the commit of {entry.request_id} may or may not have happened: {error}") from error
         resident.committed()
         attempt.then()
         failed = attempt.result.failed
@@ -143,7 +143,9 @@ class Committer:
         try:
             self._snapshots.after(resident, entry, failed=failed)
         except Exception as error:
-            raise Broken(f"no snapshot of {resident.lease.model_id}: {error}", (resident.lease, entry.seq)) from error
+            raise Broken(
+                f"the snapshot of {resident.lease.model_id} failed: {error}", (resident.lease, entry.seq)
+            ) from error
 
     def _attempts(self, group: Sequence[Begun]) -> list[Future[Attempt]]:
         """The attempts that running the Ops of a pass leads to, in the order of the Ops."""

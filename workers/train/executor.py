@@ -130,7 +130,7 @@ class Executor:
                 with self._source(op.source, op.prefix) as folder:
                     return self._backend_apply(model_id, Load(folder, op.optimizer))
             case SaveWeights():
-                raise TypeError("a save is no change to a model")
+                raise TypeError("a save does not change a model")
             case _:
                 return self._backend_apply(model_id, op)
 
@@ -148,7 +148,7 @@ class Executor:
                 yield folder
         except NotFound:
             raise UserOpError(
-                f"no checkpoint at {path}: it was deleted or has expired; list what there is and load another"
+                f"no checkpoint at {path}: it was deleted or has expired; list the checkpoints and load another"
             ) from None
 
     @contextmanager
@@ -178,8 +178,8 @@ def doom(entry: Entry, window: Window) -> str:
     """The reason why `entry` must fail instead of running; empty when it may run."""
     if entry.kind == OptimStep.kind and window.missing:
         return (
-            f"no step was taken, since a gradient it needs is missing ({window.missing}); the others were dropped: "
-            "run the batch again"
+            f"no step was taken, because a gradient it needs is missing ({window.missing}); the other gradients were "
+            "dropped: run the batch again"
         )
     return entry.doomed
 

@@ -204,11 +204,11 @@ class Owner:
         entry = self._oplog.next(lease, lease.applied + 1)
         if entry is not None and not entry.doomed and codec.is_newer(entry.payload):
             self._oplog.put_off(lease, entry.seq)
-            raise NewerContent(f"{entry.request_id} is of a newer version of Tinsmith")
+            raise NewerContent(f"{entry.request_id} was written by a newer version of Tinsmith")
         if entry is not None and entry.attempts >= MAX_ATTEMPTS:
             if entry.in_doubt:
                 self._oplog.put_off(lease, entry.seq)
-                raise Unavailable(f"{entry.request_id}: a worker that tried it may be heard of yet")
+                raise Unavailable(f"{entry.request_id}: a worker that tried it may still commit it")
             raise Exhausted(lease, entry)
         try:
             return self._restore(lease)
@@ -216,9 +216,9 @@ class Owner:
             if self._oplog.acquire(lease.model_id, self._worker) != lease:
                 # A snapshot that a new owner or our own upload replaced meanwhile is gone, but the model is not lost.
                 self._oplog.put_off(lease, lease.applied + 1)
-                raise Fenced(f"{lease.model_id} moved on while it was brought back: {error}") from error
+                raise Fenced(f"another worker continued {lease.model_id} during the restore: {error}") from error
             self._lost(lease.model_id)
-            raise Unrestorable(lease, f"{lease.model_id} cannot be brought back: {error}") from error
+            raise Unrestorable(lease, f"{lease.model_id} cannot be restored: {error}") from error
         except Unavailable:
             self._oplog.put_off(lease, lease.applied + 1)
             raise

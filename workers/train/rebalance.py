@@ -118,7 +118,7 @@ class Drain:
                 for seq, kind in enumerate(self.oplog.waiting(model_id, resident.applied + 1), resident.applied + 1):
                     self.ring(kind, ids.request_id(model_id, seq), model_id, self.queue)
         except redis.RedisError as error:
-            log.warning("could not ring for what waits: %s", error)
+            log.warning("could not dispatch the waiting calls of released models: %s", error)
 
 
 @dataclass(frozen=True, slots=True)

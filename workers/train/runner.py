@@ -122,7 +122,7 @@ class TrainingRunner:
             first = self._turns.before(resident, waiting, served) if in_turn else None
             if first is not None:
                 if self._leaving:
-                    raise NotNow(f"{request_id} is behind others, and this worker is about to end")
+                    raise NotNow(f"{request_id} waits for other calls, and this worker is about to end")
                 served[first.model_id] = first.seq
                 self._serve(first.model_id, first.seq, first.kind)
                 continue
@@ -141,7 +141,7 @@ class TrainingRunner:
 
     def _await_saves(self, request_id: str) -> None:
         if self._leaving:
-            raise NotNow(f"{request_id} is behind a save, and this worker is about to end")
+            raise NotNow(f"{request_id} waits for a save, and this worker is about to end")
         self._saves.await_any(_LOOK_AGAIN_S)
 
     def _own(self, model_id: str, request_id: str, kind: str) -> Resident:
@@ -212,7 +212,9 @@ class TrainingRunner:
         if result is not None:
             self._parked.forget(model_id)
             return result
-        log.warning("left to a newer worker: %s", newer, extra={"request_id": request_id, "model_id": model_id})
+        log.warning(
+            "left to a worker of a newer version: %s", newer, extra={"request_id": request_id, "model_id": model_id}
+        )
         self._parked.put_off(model_id, int(request_id.rpartition(":")[2]), kind)
         raise NotNow(f"{request_id}: {newer}") from newer
 
@@ -232,5 +234,5 @@ class TrainingRunner:
 
 
 def _given_up(entry: Entry) -> Attempt:
-    text = f"{entry.kind} seq {entry.seq} could not be run in {MAX_ATTEMPTS} attempts; it was given up"
+    text = f"{entry.kind} seq {entry.seq} could not be run in {MAX_ATTEMPTS} attempts and was given up"
     return Attempt.failed(entry, ServerOpError(text))

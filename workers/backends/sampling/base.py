@@ -149,4 +149,4 @@ def check_devices(named: tuple[int, ...], gpus: int) -> None:
     """Raises SetupError when a named GPU is missing. `gpus` counts the named GPUs that torch sees."""
     if len(named) > gpus:
         seen = f"only {gpus} of them" if gpus else "no GPU"
-        raise SetupError(f"sampler.devices is {list(named)} but torch sees {seen} here; correct the list")
+        raise SetupError(f"sampler.devices is {list(named)}, but torch sees {seen} here; correct the list")

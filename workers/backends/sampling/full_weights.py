@@ -22,7 +22,7 @@ def check_fits(folder: Path, model: Any) -> None:
         with torch.device("meta"):
             stored = AutoModelForCausalLM.from_config(config)
     except (OSError, ValueError) as error:
-        raise UserOpError(f"{folder.name} holds no model: {error}") from None
+        raise UserOpError(f"{folder.name} holds no model that can be loaded: {error}") from None
     if _shapes(stored) != _shapes(model) or not _files(folder):
         raise UserOpError(f"{folder.name} holds no weights of this base model")
 

@@ -97,7 +97,7 @@ def output(
     Raises ServerOpError where wanted scores are missing.
     """
     if flat is None and wanted(request):
-        raise ServerOpError("the engine ran the prompt and gave no scores of it")
+        raise ServerOpError("the engine ran the prompt but returned no scores of it")
     rest = np.empty(0, np.float32) if flat is None else flat
     rows, top, drawn = len(request.prompt) - 1, request.prompt_top, request.prompt_alternatives
     targets = request.prompt_targets

@@ -34,7 +34,8 @@ def check(request: SampleRequest, info: BaseModelInfo) -> None:
     length = len(request.prompt)
     if not 0 < length < info.max_context:
         raise UserOpError(
-            f"the prompt has {length} tokens; {info.name} takes 1 to {info.max_context - 1}, so that one can follow"
+            f"the prompt has {length} tokens; {info.name} takes 1 to {info.max_context - 1}, so that one more fits "
+            "into its context"
         )
     low, high = int(request.prompt.min()), int(request.prompt.max())
     if low < 0 or high >= info.vocab_size:

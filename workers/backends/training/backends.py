@@ -52,7 +52,7 @@ class TorchBackend(Trainer):
 
     def start_engine(self) -> Engine:
         if self._settings.trainer.ranks > 1:
-            raise SetupError("the torch trainer has one rank; set trainer.backend to deepspeed for more")
+            raise SetupError("the torch trainer supports one rank only; set trainer.backend to deepspeed for more")
         base = base_model.load(self._settings, rank_device(self._settings.trainer))
         trained = self.prepare(base)
         trunk = Trunk(base.model, self._settings.trainer)
@@ -128,7 +128,7 @@ def _join(trainer: TrainerSettings, device: torch.device) -> RankGroup:
     if device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     if int(os.environ["WORLD_SIZE"]) != trainer.ranks:
-        raise SetupError(f"trainer.ranks is {trainer.ranks} but WORLD_SIZE is {os.environ['WORLD_SIZE']}")
+        raise SetupError(f"trainer.ranks is {trainer.ranks}, but WORLD_SIZE is {os.environ['WORLD_SIZE']}")
     deepspeed = _deepspeed()
     backend = "gloo" if device.type == "cpu" else "nccl"
     # The stall detector ends the process first; see Trainer.healthy.
@@ -184,7 +184,7 @@ def rank_device(settings: TrainerSettings) -> torch.device:
     """
     if not torch.cuda.is_available():
         if settings.devices:
-            raise SetupError(f"trainer.devices is {list(settings.devices)} but torch sees no GPU here")
+            raise SetupError(f"trainer.devices is {list(settings.devices)}, but torch sees no GPU here")
         return torch.device("cpu")
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     devices = settings.devices or tuple(range(torch.cuda.device_count()))

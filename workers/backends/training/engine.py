@@ -156,7 +156,7 @@ def _checkpoint_layers(model: Any) -> None:
     """
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
-        raise SetupError(f"{type(model).__name__} cannot run with trainer.activation_checkpointing; turn it off")
+        raise SetupError(f"{type(model).__name__} does not support trainer.activation_checkpointing; turn it off")
     call = partial(
         torch.utils.checkpoint.checkpoint, use_reentrant=False, context_fn=_contexts, preserve_rng_state=False
     )

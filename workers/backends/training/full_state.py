@@ -118,7 +118,9 @@ class WholeState:
 
     def keep(self) -> None:
         if not self.shards.norm(self._found).isfinite():
-            raise UserOpError("every loss is finite but the gradient is not; nothing was added to the pending gradient")
+            raise UserOpError(
+                "every loss is finite, but the gradient is not; nothing was added to the pending gradient"
+            )
         if self._pending is None:
             self._pending = self._found
         else:

@@ -68,7 +68,9 @@ class AdapterState:
     def keep(self) -> None:
         found = self._found()
         if not get_total_norm(found.values()).isfinite():
-            raise UserOpError("every loss is finite but the gradient is not; nothing was added to the pending gradient")
+            raise UserOpError(
+                "every loss is finite, but the gradient is not; nothing was added to the pending gradient"
+            )
         if self.pending is None:
             self.pending = found
         else:
@@ -113,7 +115,7 @@ class AdapterState:
 
     def export(self) -> Writer:
         if self.critic:
-            raise UserOpError("a critic's value head is no part of a Hugging Face causal model; export its adapter")
+            raise UserOpError("a critic's value head is not part of a Hugging Face causal model; export its adapter")
         base, whole = self.engine.base, merged(self.engine, self.adapter)
         if self.engine.ranks.rank != 0:
             return write_nothing
@@ -124,8 +126,8 @@ class AdapterState:
         mine, theirs = ({n: tuple(p.shape) for n, p in a.tensors().items()} for a in (self.adapter, other.adapter))
         if mine != theirs:
             raise UserOpError(
-                f"the checkpoint holds a rank {other.adapter.spec.rank} adapter on {len(other.adapter.pairs)} linears, "
-                f"this model a rank {self.adapter.spec.rank} one on {len(self.adapter.pairs)}; "
+                f"the checkpoint holds a rank {other.adapter.spec.rank} adapter on {len(other.adapter.pairs)} linear "
+                f"layers, but this model has a rank {self.adapter.spec.rank} adapter on {len(self.adapter.pairs)}; "
                 "create a new model from the checkpoint instead"
             )
 
@@ -162,7 +164,10 @@ class AdapterModels:
 
     def _state_of(self, adapter: Adapter) -> AdapterState:
         if not adapter.pairs:
-            raise UserOpError(f"{_groups(adapter.spec)} chooses no linear of {self.engine.base.info.arch}; train more")
+            raise UserOpError(
+                f"{_groups(adapter.spec)} selects no linear layer of {self.engine.base.info.arch}; set more of them "
+                "to true"
+            )
         device = self.engine.base.device
         adapter = adapter.to(device)
         sizes = {name: p.numel() for name, p in adapter.tensors().items()}

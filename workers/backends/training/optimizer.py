@@ -42,7 +42,7 @@ class ShardedAdamW:
         """
         norm = self._shards.norm(gradients)
         if not norm.isfinite():
-            raise UserOpError(f"the gradient's norm is {norm.item()}; no step was taken")
+            raise UserOpError(f"the gradient norm is {norm.item()}, which is not finite; no step was taken")
         for name, parameter in self._mine.items():
             parameter.grad = gradients[name]
         if params.grad_clip_norm > 0:

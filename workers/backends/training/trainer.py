@@ -217,8 +217,8 @@ class Trainer(ABC):
         longest, budget = max(n for (n,) in op.batch.tokens.shapes), self._settings.trainer.micro_batch_tokens
         return UserOpError(
             f"memory ran out in a pass of at most {max(longest, budget)} tokens (the trainer's micro_batch_tokens is "
-            f"{budget}, the longest datum has {longest}); the model is unchanged. Send shorter datums, or have "
-            "trainer.micro_batch_tokens lowered or trainer.activation_checkpointing turned on"
+            f"{budget}, the longest datum has {longest}); the model is unchanged. Send shorter datums, or ask the "
+            "operator to lower trainer.micro_batch_tokens or to turn on trainer.activation_checkpointing"
         )
 
     def _finish(self, job: Job) -> Output | OpError:
@@ -257,7 +257,7 @@ class Trainer(ABC):
         if failure is not None and readers == 0:
             raise failure
         if state is None or readers < self._engine.ranks.size:
-            raise RuntimeError(f"{readers} of {self._engine.ranks.size} ranks could read {folder}: {failure}")
+            raise RuntimeError(f"only {readers} of {self._engine.ranks.size} ranks could read {folder}: {failure}")
         return state
 
     def _made_by(self, engine: Engine) -> Models:

@@ -84,8 +84,8 @@ BOTH = {
     "no JSON": (text("config.json", "{oops"), "is not a valid JSON file"),
     "empty": (text("config.json", "{}"), "its config.json names no model_type"),
     "unknown": (config(model_type="unheard-of"), "the installed transformers does not know its architecture"),
-    "custom": (config(model_type="own", auto_map=CUSTOM), "it needs Python code of its own"),
-    "no text": (config(model_type="clip"), "its architecture is not one that generates text"),
+    "custom": (config(model_type="own", auto_map=CUSTOM), "it needs Python code from its repository"),
+    "no text": (config(model_type="clip"), "its architecture does not generate text"),
     "wrong type": (config(num_hidden_layers="two"), "Field 'num_hidden_layers' expected int, got str"),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors"),
     "pickled": (pickled, "model.safetensors"),
@@ -145,7 +145,7 @@ def test_a_hub_id_that_is_not_in_the_cache_of_an_offline_machine_names_the_local
     message = refusal(base_model.load, "no-such-owner/no-such-model")
     assert message == (
         "base model 'tiny' cannot be loaded from 'no-such-owner/no-such-model' on the Hugging Face hub: HF_HUB_OFFLINE "
-        "is set, and this machine's cache does not have it; or give a folder of this machine: --base-model "
+        "is set, and this machine's cache does not have it; or give a local folder: --base-model "
         "tiny=/path/to/folder"
     )
 

@@ -200,7 +200,7 @@ def test_a_critic_is_a_classifier_of_one_label_in_peft_files(model: Tiny, tmp_pa
 
 def test_a_value_head_of_another_size_does_not_fit(model: Tiny) -> None:
     critic = lora.new_adapter(model, LoraSpec(rank=3), critic=True)
-    with pytest.raises(UserOpError, match=r"\[2, 6\]; on this base model it is \[1, 6\]"):
+    with pytest.raises(UserOpError, match=r"\[2, 6\], but this base model needs \[1, 6\]"):
         lora.check_fits(Adapter(critic.spec, critic.pairs, nn.Parameter(torch.zeros(2, 6))), model)
 
 

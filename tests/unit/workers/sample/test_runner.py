@@ -194,7 +194,7 @@ def test_what_nobody_foresaw_ends_a_request_too(world: World, backend: SamplerBa
     result = runner(world, Surprising(), "s/1").handle(admit(world, 0), SESSION, "sample")
     assert result is not None and result.failed
     assert json.loads(result.body) == {
-        "error": "sampling failed: KeyError; the sampler's log says more",
+        "error": "sampling failed: KeyError; see the sampler's log",
         "category": "server",
     }
 

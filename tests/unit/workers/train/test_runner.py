@@ -233,7 +233,7 @@ def test_a_model_that_cannot_be_brought_back_ends_what_waits_and_says_why(world:
             heir.handle(3)
     result = heir.handle(3)
     assert result is not None
-    assert "cannot be brought back" in json.loads(result.body)["error"]
+    assert "cannot be restored" in json.loads(result.body)["error"]
     assert heir.handle(2) == first.oplog.outcome(f"{MODEL}:2"), "what was answered stays"
 
 

@@ -44,7 +44,7 @@ class EngineThread:
             _tell_steps(self.engine, self._standstill.moved)
         except Exception as error:
             self._end_loop()
-            raise SetupError(f"vLLM did not start: {error}; its log says more") from error
+            raise SetupError(f"vLLM did not start: {error}; see its log") from error
 
     @property
     def alive(self) -> bool:
@@ -169,7 +169,7 @@ def check_install() -> None:
     strays = [name for name in _STRAYS if _is_stray(name)]
     if strays:
         raise SetupError(
-            f"{', '.join(strays)} came with vLLM, built for CUDA, and breaks it beside this CPU build of torch; "
+            f"{', '.join(strays)} were installed with vLLM for CUDA and do not work with this CPU build of torch; "
             f"run: pip uninstall -y {' '.join(_STRAYS)}"
         )
 
@@ -183,7 +183,7 @@ def check_import() -> None:
         import vllm  # noqa: F401
     except (ImportError, OSError, RuntimeError) as error:
         raise SetupError(
-            f"vLLM is installed but cannot be imported: {error}; install it anew, or use transformers"
+            f"vLLM is installed but cannot be imported: {error}; reinstall it, or use transformers"
         ) from error
 
 
@@ -238,7 +238,7 @@ def lora_rank(max_rank: int) -> int:
     for rank in _RANKS:
         if rank >= max_rank:
             return rank
-    raise SetupError(f"max_rank is {max_rank} and vLLM takes at most {_RANKS[-1]}; lower it, or use transformers")
+    raise SetupError(f"max_rank is {max_rank}, but vLLM supports at most {_RANKS[-1]}; lower it, or use transformers")
 
 
 def _adapters(settings: BaseModelSettings, on_gpu: bool) -> dict[str, Any]:

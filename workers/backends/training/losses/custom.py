@@ -89,7 +89,7 @@ class CustomLossRun:
                 return _differentiate(self._loss, leaf, inputs)
         except _NodeFailed as error:
             raise UserOpError(
-                f"datum {datum}: the custom loss {self._loss.name} fails: {error}. The model is unchanged"
+                f"datum {datum}: the custom loss {self._loss.name} failed: {error}. The model is unchanged"
             ) from None
 
     def _where(self, row: int, datum: int) -> tuple[int | slice, ...]:
@@ -181,7 +181,7 @@ def _gradient(loss: Any, leaf: Tensor) -> Tensor:
     if gradient is None:
         raise ValueError("the loss does not depend on logprobs")
     if not gradient.isfinite().all():
-        raise ValueError("the loss's gradient in the logprobs is not finite")
+        raise ValueError("the loss's gradient with respect to the logprobs is not finite")
     return gradient.detach()
 
 
@@ -189,7 +189,7 @@ def _finite(value: Any) -> float:
     """Returns a single finite number. Raises ValueError for anything else."""
     number = float(value.detach() if isinstance(value, Tensor) else value)
     if not np.isfinite(np.float32(number)):
-        raise ValueError(f"it is {number}, which is no finite number of 32 bits")
+        raise ValueError(f"it is {number}, which is not a finite 32-bit number")
     return number
 
 

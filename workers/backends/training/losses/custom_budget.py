@@ -74,15 +74,18 @@ class Budget(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._elements -= made
         self._work -= CALL_WORK + work
         if self._elements < 0:
-            raise LimitReached(f"its results would have over {MAX_ELEMENTS} elements for one datum")
+            raise LimitReached(f"its results would have more than {MAX_ELEMENTS} elements for one datum")
         if self._work < 0:
-            raise LimitReached("it takes more work than a datum of this batch may; send fewer datums, or call less")
+            raise LimitReached(
+                "it needs more work than one datum of this batch may use; send fewer datums, or use fewer calls in "
+                "the loss"
+            )
 
 
 def _foretold(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], inputs: Sequence[Tensor]) -> int:
     """Returns an upper bound of the elements in the operation's results."""
     if any(argument.is_out for argument in func._schema.arguments):
-        raise TypeError("out is not possible")  # `out` would grow to the size of the result
+        raise TypeError("the argument `out` is not allowed")  # `out` would grow to the size of the result
     if func._schema.is_mutable or func is _ATEN._local_scalar_dense.default:
         return 0
     if torch.Tag.pointwise in func.tags and inputs:
