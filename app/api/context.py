@@ -24,7 +24,7 @@ EXTENSION = "tinsmith"
 View = TypeVar("View", bound=Callable[..., Any])
 
 SETTINGS = "TINSMITH_SETTINGS"
-"""Where an application's config has its settings: what a blueprint is made of can not wait for the services."""
+"""Key of the settings in an application's config, because blueprints are configured before the services exist."""
 AnyView = Callable[..., Any]
 
 

@@ -10,7 +10,7 @@ from marshmallow import EXCLUDE, Schema, ValidationError, fields, pre_load, vali
 
 MAX_SEQ = 2**31 - 1
 MAX_METADATA_BYTES = 16 * 1024
-"""Of a session's, a model's or a checkpoint's user_metadata as JSON: it is kept with the record, and read with it."""
+"""Largest user_metadata of a session, model or checkpoint, as JSON. It is part of the record and is read with it."""
 
 MOST = 1000
 

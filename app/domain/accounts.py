@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal, get_args
 
 Role = Literal["viewer", "member", "admin"]
-"""What a user is in a project; each may do all that the ones before it may. Viewers only read."""
+"""A user's role in a project. Each role includes the rights of the roles before it. Viewers only read."""
 Scope = Literal["train", "sample", "manage"]
-"""What a key may change: runs and what they save; samples; what is there already. Every key may read."""
+"""The changes that a key may make. train: runs and their checkpoints; sample: sampling requests; manage: existing
+resources. Every key may read."""
 ROLES: tuple[Role, ...] = get_args(Role)
 SCOPES: frozenset[Scope] = frozenset(get_args(Scope))
 

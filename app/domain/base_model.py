@@ -22,9 +22,9 @@ TOKENIZER_FILES = (
     "tekken.json",
 )
 CONFIG_FILE = "config.json"
-"""transformers chooses a tokenizer's class by it."""
+"""transformers reads the tokenizer's class from it."""
 TEMPLATE_FOLDER = "additional_chat_templates"
-"""Further chat templates, one <name>.jinja each."""
+"""Folder of further chat templates, one file <name>.jinja for each."""
 
 
 @dataclass(frozen=True, slots=True)

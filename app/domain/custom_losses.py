@@ -62,15 +62,15 @@ def _names(text: str) -> frozenset[str]:
 OPERATORS = _names(
     "abs add and_ eq floordiv ge getitem gt invert le lt matmul mod mul ne neg or_ pos pow sub truediv xor"
 )
-"""Of Python's `operator`."""
+"""Functions of Python's `operator`."""
 
 
 MATH = _names("ceil exp expm1 floor log log1p sqrt")
-"""Of Python's `math`, on numbers such as a size."""
+"""Functions of Python's `math`, for numbers such as a size."""
 
 
 ATTRIBUTES = _names("T device dtype indices mT ndim shape values")
-"""What `getattr` may ask for."""
+"""Attributes that `getattr` may read."""
 
 
 _EVERYWHERE = """
@@ -91,7 +91,7 @@ METHODS = _names(
     reshape_as size to type_as view view_as
     """
 )
-"""Of torch.Tensor."""
+"""Methods of torch.Tensor."""
 
 
 _TORCH = f"""{_EVERYWHERE}
@@ -117,11 +117,13 @@ FUNCTIONS = frozenset(
         *(f"torch._C._special.special_{name}" for name in _names("entr expit expm1 log1p logit logsumexp xlogy")),
     }
 )
-"""By qualified name, as torch.fx writes it: torch.nn.functional.logsigmoid is torch._C._nn.log_sigmoid there."""
+"""Functions by their qualified names, as torch.fx writes them: torch.nn.functional.logsigmoid is
+torch._C._nn.log_sigmoid there."""
 
 
 DTYPES = _names("bfloat16 bool float16 float32 float64 int16 int32 int64 int8 uint8")
 
 
 TEXTS = _names("batchmean circular constant cpu floor fro mean none reflect replicate sum trunc")
-"""The texts an argument may be, beside the names in ATTRIBUTES: no other changes what an operation here does."""
+"""Texts that an argument may be, in addition to the names in ATTRIBUTES. No other text changes the effect of an
+operation here."""

@@ -8,9 +8,9 @@ from math import inf
 from typing import ClassVar, Self
 
 Changes = Mapping[str, float | None]
-"""Of some limits, by name: what holds instead; None lifts one."""
+"""New values of some limits, by name; None removes a limit."""
 COUNTS = ("live_models", "storage_bytes", "concurrent_samples")
-"""Those that are whole numbers."""
+"""The limits that are whole numbers."""
 _MAY_BE_0 = ("live_models", "storage_bytes")
 _WEIGHTS = (0.001, 1000.0)
 

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 CLIP_LOW, CLIP_HIGH = "clip_low_threshold", "clip_high_threshold"
-"""Bounds of the ratio itself: settings for all tokens, or inputs [N], which stand before the settings."""
+"""Bounds of the probability ratio: settings for all tokens, or inputs [N], which override the settings."""
 
 ENTROPY = "entropy"
-"""A setting of every loss: other than 0 asks for the metric `entropy:sum`, which costs a pass over the logits."""
+"""A setting of every loss. A value other than 0 requests the metric `entropy:sum`, which costs a pass over the
+logits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +30,10 @@ class LossSpec:
 
 
 CUSTOM = "custom"
-"""A client's own loss: its graph is in the Op, and names what else it reads."""
+"""A loss that the client defines: the Op holds its graph, which names its further inputs."""
 
 VALUE_CLIP = "value_clip"
-"""How far a critic's value may move from the old one before its loss no longer gains by it."""
+"""The distance that a critic's value may move from the old value; beyond it the loss gains nothing."""
 
 _ENTROPY = {ENTROPY: 0.0}
 _POLICY = ("target_tokens", "logprobs", "advantages")
@@ -65,4 +66,4 @@ NOT_OFFERED: Mapping[str, str] = {
         "the hosted service's sampler makes; for data from an older policy use importance_sampling, cispo or gspo"
     )
 }
-"""Losses the SDK can name and this server has not, each with the reason and what to use instead."""
+"""Losses of the SDK that this server does not offer, each with the reason and an alternative."""

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, TypeVar
 from app.domain.accounts import Account, Key, Organisation, Project, User
 
 ENCRYPTED = ".age"
-"""What the name of a file that was encrypted ends with."""
+"""Suffix of the names of encrypted files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +47,9 @@ class Model:
     inflight: str = ""
     """The prefix of the newest weights that were saved for in-flight sampling."""
     copied_from: str = ""
-    """The path it holds a copy of, and nothing else."""
+    """The path of the checkpoint that this run is a copy of. Such a run holds nothing else."""
     key: str = ""
-    """The id of the API key that made it, where that is known."""
+    """The id of the API key that created the model; empty if it is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +104,9 @@ class Checkpoint:
     user_metadata: dict[str, str] = field(default_factory=dict)
     critic: bool = False
     public: bool = False
-    """Everybody with a key may read it."""
+    """Everybody with an API key may read the checkpoint."""
     key: str = ""
-    """The id of the API key that made it, or the run it is of, where that is known."""
+    """The id of the API key that created the checkpoint or its run; empty if it is unknown."""
 
     @property
     def full(self) -> bool:

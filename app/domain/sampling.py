@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 MAX_TOP = 1024
-"""The most likely tokens a request may ask for at a position. A row of them costs a pass over the vocabulary however
-few they are; what grows with k is the answer, and 8 KB a position is enough of it."""
+"""Largest number of most likely tokens at a position that a request may ask for. The pass over the vocabulary costs the
+same for any number; the answer grows with it, and is limited to 8 KB a position."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,4 +99,4 @@ class SampleOutput:
 
 
 UNSCORED = -99999.0
-"""What the SDK reads as no logprob, with token 0."""
+"""The SDK reads this value, with token 0, as "no logprob"."""

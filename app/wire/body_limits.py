@@ -18,9 +18,9 @@ from app.settings import LimitSettings
 _WINDOW = 2**23
 _PIECE = 2**16
 _DATA = 3
-"""The field of a ForwardBackwardRequest that holds its datums."""
+"""Number of the field of a ForwardBackwardRequest that holds its datums."""
 _PART = 4
-"""The values of JSON that take as much memory as one message within another."""
+"""The number of JSON values that use as much memory as one nested message."""
 
 
 def unpack(body: bytes, encoding: str, most: int) -> bytes:

@@ -17,9 +17,9 @@ from app.domain.custom_losses import FUNCTION, METHOD, CustomLoss, LossCall, Los
 from app.errors import BadRequest
 
 MAX_NODES = 512
-"""Calls, inputs and the output together; a DPO loss has about 20."""
+"""Most nodes of a graph: calls, inputs and the output together. A DPO loss has about 20."""
 MAX_BYTES = 128 * 1024
-"""Of a loss as the journal holds it, which it does again with every forward_backward."""
+"""Most bytes of a loss in the journal. The journal stores the loss again with every forward_backward."""
 MAX_INPUTS = 16
 DOCS = "docs/custom-losses.md"
 

@@ -26,15 +26,17 @@ from app.errors import BadRequest
 from app.wire import tinker_pb2 as pb
 
 FindLoss = Callable[[str], CustomLoss]
-"""The custom loss behind a loss_id. Raises BadRequest when the caller has none by that id."""
+"""Returns the custom loss with a loss_id. Raises BadRequest when the caller has no loss with this id."""
 _INT32 = np.dtype("<i4")
 
 MAX_SPARSE_ELEMENTS = 2**22
-"""Elements the sparse tensors of one column may unfold to: 32 MiB of int64. A few bytes of CSR can name any shape."""
+"""Most elements of the sparse tensors of one column when dense: 32 MiB of int64. A few bytes of CSR can name any
+shape."""
 MAX_RANK = 8
-"""Sizes a tensor may have; nothing here has more than two. The product of very many would take for ever."""
+"""Most dimensions of a tensor; the losses use at most two. The product of very many sizes would take very long."""
 _MAX_ELEMENTS = 2**48
-"""What no tensor holds, but a shape can name beside a 0; numpy takes no sizes whose product is beyond its integers."""
+"""Upper bound of the product of a shape's sizes, with 1 for each 0. No tensor has so many elements, but a shape with a
+0 can name such sizes, and numpy rejects sizes whose product does not fit its integers."""
 _BFLOAT16 = np.dtype("<u2")
 _DTYPES: dict[int, np.dtype[Any]] = {
     pb.DTYPE_FLOAT32: np.dtype("<f4"),

@@ -41,7 +41,7 @@ class Track:
     taken: int = 0
     durable: int = 0
     unsaved: bool = False
-    """Something changed the weights behind the newest snapshot."""
+    """The weights have changed since the newest snapshot."""
 
     @classmethod
     def begun(cls, rest_s: float) -> Track:

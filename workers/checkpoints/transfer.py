@@ -151,7 +151,8 @@ def verify(folder: Path) -> Manifest:
 
 
 Nearby = Callable[[str, Path], bool]
-"""(prefix, folder): makes the folder and puts a checkpoint's files and manifest there; False where there is none."""
+"""(prefix, folder): creates the folder with a checkpoint's files and manifest. Returns False when this machine does not
+have the checkpoint."""
 
 
 def fetch(store: ObjectStore, prefix: str, cache_dir: Path, nearby: Nearby = lambda prefix, folder: False) -> Path:

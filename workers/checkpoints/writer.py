@@ -42,7 +42,7 @@ class Outcome(NamedTuple):
 
 
 Unwritten = Callable[[], Outcome]
-"""Writes and uploads what was captured, from any thread. Raises Unavailable, Fenced, NotFound (the model is gone)."""
+"""Writes and uploads the captured files, from any thread. Raises Unavailable, Fenced, NotFound (the model is gone)."""
 
 
 _WITH_OPTIMIZER = "weights"

@@ -30,10 +30,10 @@ class Shares:
     def __init__(self, weight_of: Callable[[str], float] = equal) -> None:
         self._weight_of = weight_of
         self._places: dict[str, float] = {}
-        """Of those that are ahead of `_now`, or in line; all others are at it."""
+        """Virtual times of the projects that are in line or ahead of `_now`. Every other project is at `_now`."""
         self._in_line: set[str] = set()
         self._lent: dict[str, float] = {}
-        """Of what they were charged: what is under way, and may be less in the end."""
+        """The part of each project's charge that is for running work. The final cost may be lower."""
         self._now = 0.0
 
     def place(self, project: str) -> float:

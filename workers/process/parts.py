@@ -124,7 +124,8 @@ class Runtime:
     tidy: Callable[[], None]
     close: Callable[[], None]
     leave: Callable[[], None] = lambda: None
-    """Told, as soon as the worker is asked to end, that what runs is the last. May be called from a signal handler."""
+    """Called as soon as the worker is asked to end: the running task is the last one. May be called from a signal
+    handler."""
 
     def handle(self, request_id: str, model_id: str, kind: str, queue: str = "") -> Result | None:
         handler = self.shared if queue == self.queue else self.handler

@@ -106,7 +106,7 @@ class AdapterTurns:
         self._lock = threading.Lock()
         self._running: Counter[str] = Counter()
         self._waiting: dict[tuple[str, str], list[threading.Event]] = {}
-        """By project and adapter, in the order in which the first of each came."""
+        """Waiting requests by (project, adapter), in the order of the first request of each."""
 
     @contextmanager
     def turn(self, adapter_id: str, project: str, watch: Watch) -> Iterator[None]:
@@ -173,7 +173,7 @@ class AdapterFiles:
         self._cache_dir, self._most_bytes, self._own_its_model = cache_dir, most_bytes, own_its_model
         self._lock = threading.Lock()
         self._sizes: OrderedDict[str, int] = OrderedDict()
-        """What is here, the longest unused first."""
+        """Bytes of the adapter files on this machine by prefix, the least recently used first."""
         self._in_use: Counter[str] = Counter()
         self._fetching: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
         self._missed: dict[str, float] = {}

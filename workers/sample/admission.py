@@ -51,7 +51,7 @@ class Gate:
         self._lock = threading.Lock()
         self._inside = 0
         self._waiting: dict[str, deque[Turn]] = {}
-        """By project, in the order in which they came."""
+        """Waiting turns by project, in the order of their arrival."""
 
     @contextmanager
     def turn(self, project: str, request: SampleRequest, watch: Watch) -> Iterator[None]:

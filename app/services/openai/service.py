@@ -38,7 +38,7 @@ from app.stores.redis.records import RedisRecords
 from app.wire.json_forms import text_tokens
 
 Gone = Callable[[], bool]
-"""Whether the client went away."""
+"""Returns True when the client has closed the connection."""
 
 _SCHEME = "tinker://"
 _KIND = "sampler_weights"

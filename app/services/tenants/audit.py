@@ -24,9 +24,9 @@ from app.stores.redis.records import RedisRecords
 
 EventType = Literal["all", "checkpoints", "projects", "teams", "organizations"]
 About = Mapping[str, str | float | None]
-"""What an event is about, and with which settings."""
+"""The resource and the settings of an event, by name."""
 OPERATOR = "operator"
-"""Whoever runs the server, at its command line."""
+"""The actor of events that come from the server's command line."""
 _RESOURCES: dict[EventType, tuple[str, ...]] = {
     "checkpoints": ("checkpoint", "run"),
     "projects": ("project", "session"),

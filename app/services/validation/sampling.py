@@ -12,12 +12,12 @@ from app.services.validation.models import in_range
 MAX_SAMPLES = 1024
 MAX_STOPS = 64
 MAX_STOP_BYTES = 1024
-"""UTF-8 bytes of one stop string. What was sampled is searched for all of them at every token."""
+"""Most UTF-8 bytes of one stop string. The sampled text is searched for all stop strings at every token."""
 MAX_TEMPERATURE = 2
-"""vLLM takes no more, nor do OpenAI's clients ask for more."""
+"""vLLM supports no more, and OpenAI's clients do not ask for more."""
 MAX_TOP_K = 2**31 - 1
 MAX_CELLS = 2**22
-"""Logprobs beside those of prompt and samples that one answer may hold: 32 MiB of it, half ids."""
+"""Most additional logprobs in one answer, besides those of the prompt and the samples: 32 MiB, half of it ids."""
 
 
 def check_sample(request: SampleRequest, info: BaseModelInfo) -> None:

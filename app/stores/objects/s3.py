@@ -38,7 +38,7 @@ _MISSING = ("NoSuchKey", "NoSuchObject")
 _TAKEN = ("BucketAlreadyOwnedByYou", "BucketAlreadyExists")
 
 Sign = Callable[[str, Mapping[str, str]], str]
-"""(method, query parameters) to a signed URL of the object."""
+"""Returns a signed URL of the object for (method, query parameters)."""
 
 
 class S3Store:

@@ -80,7 +80,7 @@ class Channel:
     ) -> None:
         self._redis, self._name, self._heard, self._missed = client, name, heard, missed
         self.listening = threading.Event()
-        """Set while messages are heard."""
+        """Set while the channel receives messages."""
 
     def start(self) -> None:
         threading.Thread(target=self._listen, name=f"listening on {self._name}", daemon=True).start()

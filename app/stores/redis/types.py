@@ -10,10 +10,11 @@ from app.domain.results import FutureState, Result
 
 Record = Mapping[str, str]
 Write = tuple[str, str, Record]
-"""(namespace, id, fields): a record to set in the same atomic step as a commit."""
+"""(namespace, id, fields): a record that is written in the same atomic step as a commit."""
 
 RefusalKind = Literal["skip", "lost_batch", "drop_gradients"]
-"""The effect of a consumed seq in its turn: none, one gradient lost, or one lost and the pending ones dropped."""
+"""The effect of a consumed seq when its turn comes: none, one lost gradient, or one lost gradient and all pending ones
+dropped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +75,13 @@ class Entry:
     doomed: str
     attempts: int
     waited_s: float = 0.0
-    """Seconds between admission and this start."""
+    """Seconds between admission and the start of this attempt."""
     adapter: str | None = None
-    """Of a sampling request: the prefix of the adapter's version it was admitted for, empty for the base. None for one
-    that was admitted before versions were pinned."""
+    """Sampling requests: the prefix of the adapter version for which the request was admitted; empty for the base
+    model. None for a request that was admitted before versions were pinned."""
     in_doubt: bool = False
-    """One of the attempts is of a worker on another node that was missed for less than a lease: it may be cut off."""
+    """One of the attempts belongs to a worker on another node whose heartbeat has been missing for less than a lease.
+    That worker may be cut off and still running."""
     owner: str = ""
     """The project of the model; set for an Op that is about to run."""
 

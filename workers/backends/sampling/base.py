@@ -29,9 +29,10 @@ from app.settings import NO_VLLM, BaseModelSettings
 
 log = logging.getLogger(__name__)
 Drawn = Callable[[int, Sequence[int], Sequence[float]], None]
-"""Told of further tokens of sample i and their logprobs, in order, by the engine's thread: it must not block."""
+"""Called with i, further tokens of sample i, and their logprobs, in order. The engine's thread calls it, so it must not
+block."""
 Ended = Callable[[], None]
-"""Told that one more sample has ended, by the engine's thread as well."""
+"""Called when one more sample has ended, also by the engine's thread."""
 
 
 class SamplerBackend(Protocol):

@@ -18,7 +18,8 @@ from workers.backends.sampling.requests import alternatives_seed
 from workers.backends.sampling.token_sampler import pick, tempered
 
 _BLOCK = 32
-"""Rows worked on at once: drawing from one takes 16 bytes for each token of the vocabulary, 5 MB with 150,000."""
+"""Rows that are processed at the same time. Sampling from one row takes 16 bytes for each token of the vocabulary, 5 MB
+for 150,000 tokens."""
 
 
 def wanted(request: SampleRequest) -> bool:

@@ -17,7 +17,7 @@ from transformers import AttentionInterface
 NAME = "tinsmith_packed"
 
 Run = tuple[int, int]
-"""(datums, tokens of each): neighbours of one length are one call."""
+"""(number of datums, tokens of each): adjacent datums of the same length share one attention call."""
 
 # In bf16 torch's CPU kernel takes 1.7 (512 tokens) to 6 times (64) as long as the plain formula, forward and backward.
 # Beyond this length the [tokens, tokens] scores that the formula keeps cost more.

@@ -51,7 +51,8 @@ class Load:
 BackendOp = Create | Load | ForwardBackward | OptimStep | DropGradients
 
 Writer = Callable[[Path], None]
-"""Writes captured files into a folder, from any thread, whenever. Raises OSError when the disk does not take them."""
+"""Writes captured files into a folder. May be called from any thread, at any time. Raises OSError when the disk cannot
+store them."""
 
 
 class TrainingBackend(Protocol):

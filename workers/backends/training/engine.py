@@ -26,7 +26,7 @@ from workers.models.lora import Adapter, LoraLinear
 _HEAD = "lm_head"
 
 Owners = Sequence[tuple[Adapter | None, int]]
-"""Consecutive datums by whose adapter they run under: (adapter, number of datums)."""
+"""Consecutive datums that run under the same adapter: (adapter, number of datums)."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

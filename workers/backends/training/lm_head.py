@@ -24,7 +24,7 @@ from workers.models.lora import Adapter
 # fp32 elements worked on at once: 1 MB, which should stay in a core's cache.
 _WORK_ELEMENTS = 2**18
 Segments = Sequence[tuple[Adapter | None, int]]
-"""(adapter or None for the head alone, consecutive rows that are its own)."""
+"""(adapter, number of its consecutive rows); the adapter is None for the head alone."""
 
 
 @dataclass(slots=True, eq=False)

@@ -13,7 +13,7 @@ import numpy as np
 from app.domain.batch import Ragged
 
 _Row = tuple[int, int, int]
-"""(Op, datum, its tokens)."""
+"""(Op, datum, number of tokens in the datum)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from workers.backends.training.outputs import CHUNK_ROWS, Reading, Valuing
 from workers.models.lora import Adapter
 
 Read = Callable[[MicroBatch, Tensor], Reading | Valuing]
-"""What is made of a block and its hidden states [T, hidden size]."""
+"""Computes the outputs of a block from its hidden states [T, hidden size]."""
 
 
 class Pass:

@@ -32,7 +32,7 @@ from workers.models.base_model import LoadedBase
 Results = dict[str, Output | OpError]
 
 Call = tuple[Any, ...]
-"""A method's name, then its arguments."""
+"""The name of a method, followed by its arguments."""
 
 
 class Trainer(ABC):

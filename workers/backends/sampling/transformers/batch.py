@@ -31,7 +31,7 @@ PASS_TOKENS = 2048
 SCORED_PASS_TOKENS = 256
 
 Top = tuple[np.ndarray, np.ndarray]
-"""The likeliest tokens int32 [k] at a position, and their logprobs float32 [k]."""
+"""The most likely tokens int32 [k] at a position, and their logprobs float32 [k]."""
 
 
 class RunningBatch:

@@ -16,11 +16,12 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 MAX_ELEMENTS = 2**27
-"""Elements of all results of a datum together, views and the backward pass included: at most 1 GiB at 8 bytes each."""
+"""Most elements of all results of one datum, including views and the backward pass: at most 1 GiB at 8 bytes each."""
 MAX_WORK = 2**34
-"""Of an Op, shared equally among its datums, in elements streamed at about 1 ns each: some ten seconds of a core."""
+"""Most work of one Op, shared equally among its datums: about ten seconds of a core. The unit is one streamed element,
+about 1 ns."""
 CALL_WORK = 2**15
-"""What every torch operation counts for beside its elements: about 30 microseconds."""
+"""Work of every torch operation in addition to its elements: about 30 microseconds."""
 
 _ATEN = torch.ops.aten
 
