@@ -22,7 +22,7 @@ SAVED = Checkpoint("me", "session:train:0", "weights", "base", "x", 0.0, 1000, {
 
 
 class Files(PageFiles):
-    """`away`: nothing can be kept; `dies`: the process does, once a page is kept."""
+    """An object store. `away`: it keeps nothing; `dies`: the process dies once a page is kept."""
 
     away = dies = False
 
@@ -44,11 +44,11 @@ class Place:
         self.books = Books(self.pages, self.files)
 
     def chore(self) -> Accounting:
-        """Of a new process."""
+        """The chore, as a new process has it."""
         return Accounting(self.pages, self.files, self.records)
 
     def entries(self) -> dict[int, set[str]]:
-        """What anybody can read, by hour."""
+        """All readable entries, by hour."""
         now = int(self.records.now() // 3600)
         found = self.books.read("audit", ["me"], range(now - 100, now + 1))
         return {page.hour: set(fields) for page, fields in found.items()}
@@ -61,7 +61,7 @@ def place(client: redis.Redis, tmp_path: Path) -> Place:
 
 
 def written(place: Place) -> dict[int, set[str]]:
-    """Two hours' entries, of which one is past."""
+    """Entries of two hours, one of which is over."""
     place.records.note("audit", "me", "one", "x")
     age(place.client)
     place.records.note("audit", "me", "two", "x")
@@ -114,7 +114,7 @@ def test_a_state_server_that_was_set_back_changes_nothing_that_was_kept(place):
 
 
 def test_two_leaders_keep_a_page_once(place, monkeypatch):
-    """The other one kept it between this one's question and its reading."""
+    """The other leader keeps the page after this one has asked for it and before this one reads it."""
     past, find = written(place), place.pages.fields
 
     def late(page: Page) -> Fields:
@@ -147,7 +147,7 @@ def test_a_page_that_is_on_its_way_while_it_is_read_is_not_missed(place, monkeyp
 
 
 def test_of_a_page_in_both_places_the_object_stores_counts(place):
-    """A state server that was set back knows less of it."""
+    """A state server that was set back has an older page."""
     past = written(place)
     [older, _] = listed(place.client)
     place.files.add(older, {"one": "x", "more": "x"})
@@ -155,7 +155,7 @@ def test_of_a_page_in_both_places_the_object_stores_counts(place):
 
 
 def test_nothing_is_kept_of_a_page_that_was_lost_on_its_way(place, monkeypatch):
-    """Else a backup of it could not be restored."""
+    """Otherwise a backup of the page could not be restored."""
     written(place)
     find = place.pages.fields
 

@@ -55,7 +55,7 @@ class Place:
         return path
 
     def collect(self, rounds: int = 2) -> set[str]:
-        """Mark and sweep, a moment apart; returns the prefixes that are left."""
+        """Marks and sweeps, a moment apart. Returns the remaining prefixes."""
         made = Orphans(self.oplog, RedisLifecycle(self.client, HASTY), self.records, self.store, HASTY)
         for _ in range(rounds):
             time.sleep(0.01)
@@ -116,7 +116,7 @@ def test_an_expired_checkpoint_goes_with_its_record_by_the_state_servers_clock(p
 
 
 class Prolonged(RedisRecords):
-    """Records of checkpoints that their owner keeps for good as soon as somebody has looked at them."""
+    """Records of checkpoints whose owner removes the expiry as soon as somebody has read them."""
 
     def list(self, namespace: str, prefix: str = "") -> Iterator[tuple[str, dict[str, str]]]:
         for key, fields in super().list(namespace, prefix):
@@ -195,7 +195,7 @@ def test_what_is_referred_to_again_is_no_orphan(place: Place):
 
 
 def test_files_of_a_model_the_state_server_does_not_know_are_left_alone(place: Place):
-    """It may have been emptied, and a rebuild would find nothing left."""
+    """The state server may have been emptied, and a rebuild needs these files."""
     unknown = place.write("weights/a/4-1", model="session:train:9")
     assert place.collect(3) == {SNAPSHOT, unknown}
     place.client.flushall()

@@ -37,7 +37,7 @@ def swept(oplog: RedisOpLog, settings: EngineSettings, times: int = 1) -> list[t
         time.sleep(0.001)  # the server counts milliseconds
     rung: list[tuple[str, ...]] = []
     ringing = Ringing(oplog, lambda *ring: rung.append(ring), settings)
-    time.sleep(0.001)  # what it has not watched itself does not count for a gap
+    time.sleep(0.001)  # time before the task's own start does not count for a gap
     for _ in range(times):
         ringing.sweep()
     return rung
@@ -101,7 +101,7 @@ def test_an_op_that_runs_is_given_six_times_as_long(oplog, client):
     lease = oplog.acquire(MODEL, "a/1")
     assert isinstance(lease, Lease)
     oplog.next(lease, 0)
-    client.zincrby(keys.PENDING, -180_000, MODEL)  # it waits for three minutes
+    client.zincrby(keys.PENDING, -180_000, MODEL)  # the call has waited for three minutes
     assert swept(oplog, PATIENT) == []
     client.zincrby(keys.PENDING, -180_000, MODEL)
     assert len(swept(oplog, PATIENT)) == 1
@@ -184,7 +184,7 @@ def test_a_gap_within_its_time_holds_and_one_past_it_is_given_up(oplog):
 
 
 def test_a_request_its_sampler_does_not_begin_on_is_rung_for_all_within_seconds(oplog, client):
-    """It has room and died, or stands still: elsewhere the request must not wait as if it had been in a queue."""
+    """The sampler has room and died, or is stalled. The request must not wait elsewhere as if it were in a queue."""
     client.hset("tinsmith:workers:a", mapping={"queue": '"sample.base"', "healthy": "true", "batch": "8", "holds": "8"})
     client.zadd("tinsmith:index:workers", {"a": 0})
     for seq, late in ((4, 3_000), (5, -3_600_000)):
@@ -197,7 +197,7 @@ def test_a_request_its_sampler_does_not_begin_on_is_rung_for_all_within_seconds(
 
 
 def test_what_is_held_is_not_rung_until_there_is_room_and_then_once_by_the_sweeper(oplog, client):
-    """Whoever finished a request of its project died before he could ring for the next."""
+    """The worker that finished a request of the project died before it could dispatch the next one."""
     sampler = "s:sample:0"
     for seq in range(3):
         oplog.admit_sample(f"{sampler}:{seq}", sampler, "me", "sample.base", b"", "d", sequences=64)
@@ -209,7 +209,8 @@ def test_what_is_held_is_not_rung_until_there_is_room_and_then_once_by_the_sweep
 
 
 def test_what_a_dead_sampler_had_is_rung_again_however_much_is_held_since_before(oplog, client, monkeypatch):
-    """Else its project would wait for ever: what is held waits for an end of those, which nobody would begin again."""
+    """Otherwise the project would wait forever: a throttled request waits for one of these requests to end, and no
+    worker would start them again."""
     monkeypatch.setattr("workers.maintenance.redispatch._SLICE", 2)
     monkeypatch.setattr("workers.maintenance.redispatch._MOST", 4)
     sampler = "s:sample:0"

@@ -74,7 +74,7 @@ def one_shard_missing(folder: Path) -> None:
 
 
 def linked_out_of_the_container(folder: Path) -> None:
-    """As a folder of the hub's cache, mounted into a container: its links lead nowhere there."""
+    """A folder of the hub's cache that is mounted into a container, where its links lead nowhere."""
     (folder / "model.safetensors").unlink()
     (folder / "model.safetensors").symlink_to("/elsewhere/model.safetensors")
 
@@ -129,7 +129,8 @@ def test_a_tokenizer_that_cannot_be_loaded_is_named(folder: Path, whole: Path) -
 def test_a_folder_beside_the_files_that_its_user_may_not_read_is_no_error(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As lost+found is, where the model has a disk of its own. Root may read anything, so os.access is stood in for."""
+    """For example lost+found, where the model has its own disk. Root may read everything, so the test replaces
+    os.access."""
     (folder / "lost+found").mkdir()
     monkeypatch.setattr(os, "access", lambda path, mode: path.name != "lost+found")
     assert base_model.load(settings(folder)).info.name == "tiny"
@@ -151,7 +152,7 @@ def test_a_hub_id_that_is_not_in_the_cache_of_an_offline_machine_names_the_local
 
 
 class Hub(BaseHTTPRequestHandler):
-    """Refuses every file of a model, in the way that the hub does."""
+    """Refuses every file of a model in the same way as the hub."""
 
     def do_HEAD(self) -> None:
         status, error = (403, "GatedRepo") if self.path.startswith("/org/gated/") else (401, "RepoNotFound")
@@ -180,7 +181,7 @@ def test_a_model_that_the_hub_does_not_give_is_named_with_the_cause_and_the_loca
     with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         endpoint = f"http://127.0.0.1:{server.server_port}"
-        # Its address is read as huggingface_hub is imported.
+        # huggingface_hub reads the hub's address when it is imported.
         own = {"HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path)}
         done = subprocess.run([sys.executable, "-c", ASK], capture_output=True, text=True, env={**os.environ, **own})
         server.shutdown()

@@ -18,7 +18,7 @@ from workers.models.lora import Adapter
 
 
 class Tiny(nn.Module):
-    """Two linears an adapter may sit on, one it may not; the head is tied to the embedding."""
+    """Two linear layers that can have an adapter, and one that cannot; the head is tied to the embedding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ def test_each_row_of_a_batch_has_its_own_adapter(model: Tiny, tokens: torch.Tens
 
 
 def test_where_nothing_is_learnt_the_sums_are_the_same(model: Tiny, tokens: torch.Tensor) -> None:
-    """Neighbours of one shape, of another, and none."""
+    """Adjacent segments: two adapters of the same rank, none, and one of another rank."""
     adapters = [trained(model, LoraSpec(rank=rank, seed=seed)) for seed, rank in enumerate((4, 4, 2))]
     segments = [(adapters[0], 1), (adapters[1], 1), (None, 1), (adapters[2], 1)]
     rows = tokens[:1].expand(4, -1)
@@ -137,7 +137,8 @@ def test_neighbours_of_one_shape_share_a_product_and_nothing_else(model: Tiny, t
 
 
 def assert_close(found: torch.Tensor, wanted: torch.Tensor) -> None:
-    """Element by element, where what cancels in one is measured by the tensor's greatest."""
+    """Compares element by element. The bound is relative to the tensor's greatest value, because sums may cancel in an
+    element."""
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6 * wanted.abs().max().item())
 
 
@@ -239,7 +240,7 @@ def test_an_adapter_of_another_base_does_not_fit(model: Tiny) -> None:
 
 
 def test_an_adapter_read_from_files_has_the_order_of_a_fresh_one(model: Tiny, tmp_path: Path):
-    """The gradients' norm is summed in that order, so clipping would differ in its last bit after a restore."""
+    """The gradient norm is summed in that order, so clipping would differ in its last bit after a restore."""
     fresh = lora.new_adapter(model, LoraSpec(rank=4))
     lora.write_peft(fresh, tmp_path, "base")
     assert list(lora.read_peft(tmp_path).tensors()) == list(fresh.tensors())

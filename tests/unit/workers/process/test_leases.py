@@ -40,7 +40,7 @@ def test_a_kept_lease_outlives_its_time_and_a_dropped_one_does_not(client: redis
     keeper = LeaseKeeper(oplog, "a/1", 0.3)
     keeper.add(MODEL, time.monotonic())
     for _ in range(3):
-        client.pexpire(keys.lease(MODEL), 600_000)  # it has gone on for 50 minutes
+        client.pexpire(keys.lease(MODEL), 600_000)  # the lease has 10 of its 60 minutes left
         await_true(lambda: client.pttl(keys.lease(MODEL)) > 600_000)
     assert oplog.acquire(MODEL, "b/1") == HeldElsewhere("a")
     keeper.drop(MODEL)
@@ -52,7 +52,7 @@ def test_a_kept_lease_outlives_its_time_and_a_dropped_one_does_not(client: redis
 def test_a_lease_that_was_taken_is_no_longer_held(client: redis.Redis):
     oplog = prepared(client, 3600)
     keeper = LeaseKeeper(oplog, "a/1", 0.3)
-    keeper.add(MODEL, time.monotonic() + 3600)  # so that it is not lost by its age
+    keeper.add(MODEL, time.monotonic() + 3600)  # so that the lease does not expire
     oplog.acquire(MODEL, "a/2")
     await_true(lambda: not keeper.holds(MODEL))
     keeper.stop()
@@ -113,7 +113,7 @@ def test_a_lease_dropped_while_it_is_asked_about_stays_dropped(client: redis.Red
 
 
 def test_a_lease_counts_from_when_it_was_asked_for(client: redis.Redis, monkeypatch: pytest.MonkeyPatch):
-    """The server's time began before its answer came, and that may be late."""
+    """The server's time starts before its answer arrives, and the answer may be late."""
     oplog = prepared(client, 30)
     keeper = LeaseKeeper(oplog, "a/1", 30)
     renew, now = oplog.renew, [1000.0]

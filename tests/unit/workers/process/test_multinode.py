@@ -13,7 +13,7 @@ from app.settings import Settings
 from tests.hosts import FIRST, SECOND, install_ssh, write_hostfile
 from workers.process import multinode
 
-# Writes its process id where the test looks for it; then what the argument says, in the rank it names.
+# Writes its process id to a file for the test. Then the rank that the argument names does what the argument says.
 PROGRAM = """
 import os, sys, time
 rank, folder, end = os.environ["RANK"], sys.argv[1], sys.argv[2]

@@ -13,7 +13,7 @@ from workers.process.liveness import Probe, Pulse
 
 @dataclass
 class Sampler:
-    """Notes what it is asked; fails when told to."""
+    """Records its requests; fails when the test says so."""
 
     fails: bool = False
     asked: list[SampleRequest] = field(default_factory=list)

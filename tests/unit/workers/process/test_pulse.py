@@ -15,7 +15,8 @@ BEAT_S = HEALTHY_S / 10
 
 @dataclass
 class Worker:
-    """Takes a tick when a test asks for it. `waiting` None: the broker is away; `full`: it takes nothing."""
+    """Handles a tick when a test asks for it. `waiting` None: the broker is away; `full`: the broker accepts
+    nothing."""
 
     waiting: int | None = 0
     full: bool = False
@@ -92,7 +93,7 @@ def test_a_tick_is_rung_behind_whatever_else_waits_in_the_queue(worker: Worker):
 
 def test_a_tick_that_was_lost_is_rung_again(worker: Worker):
     worker.lasts(BEAT_S)
-    worker.waiting = 0  # the broker lost it
+    worker.waiting = 0  # the broker lost the tick
     worker.lasts(HEALTHY_S / 2)
     assert worker.rings == 1, "it may be underway"
     worker.lasts(BEAT_S, answers=True)

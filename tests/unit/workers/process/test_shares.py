@@ -61,7 +61,7 @@ def test_what_was_charged_too_much_is_given_back():
 
 @pytest.mark.parametrize("seed", range(3))
 def test_nobody_is_passed_over_for_longer_than_everybody_elses_turn(seed: int):
-    """With projects that come and go as they like."""
+    """Projects come and go at any time."""
     draw, shares = random.Random(seed), Shares()
     names = [f"p{i}" for i in range(8)]
     since: dict[str, int] = {}

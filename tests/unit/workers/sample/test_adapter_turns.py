@@ -15,7 +15,7 @@ from workers.sample.adapters import AdapterTurns
 
 
 class Requests:
-    """Requests: each runs from its admission until the test ends it."""
+    """Requests that run from their admission until the test ends them."""
 
     def __init__(self, most: int, **project_of: str) -> None:
         self.shares, self._project_of = Shares(), project_of
@@ -28,7 +28,8 @@ class Requests:
         self._come = 0
 
     def come(self, *names: str) -> None:
-        """A name is its adapter's letter, and a number. Each has come before the next does."""
+        """Starts requests. A name is its adapter's letter and a number. Each request has arrived before the next one
+        starts."""
         for name in names:
             self._end[name] = threading.Event()
             self._come += 1
@@ -82,7 +83,7 @@ def test_a_further_adapter_waits_until_one_has_ended(two: Requests):
 
 
 def test_an_adapter_that_is_in_does_not_keep_the_others_out_for_ever(two: Requests):
-    """What comes for it once others wait has its turn behind them."""
+    """Requests for the running adapter that arrive after requests for others get their turn after those."""
     two.come("a1", "b1", "c1", "a2", "b2")
     two.await_running("a1", "b1")
     two.end("a1")
@@ -100,7 +101,7 @@ def test_an_adapter_takes_all_along_that_waits_for_it(two: Requests):
 
 
 def test_streams_of_requests_for_more_adapters_than_fit_share_the_turns_evenly(two: Requests):
-    """Each adapter always has the next request waiting when one ends: five of them, two at a time."""
+    """Five adapters, two at a time. When a request ends, the next one for the same adapter is already waiting."""
     names = "abcde"
     two.come(*(f"{name}1" for name in names), *(f"{name}2" for name in names))
     for _ in range(20):

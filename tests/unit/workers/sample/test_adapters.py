@@ -35,7 +35,7 @@ ABOUT = {"path": "", "generation": "1", "model_id": "m", "owner": "o", "base_mod
 
 
 class RecordingBackend:
-    """Notes what is loaded, and that its folder was there."""
+    """Records the loaded adapters, and that their folders existed."""
 
     def __init__(self) -> None:
         self.loads: list[str] = []
@@ -135,7 +135,7 @@ def test_files_that_cannot_be_removed_now_fail_no_request_and_go_later(make: Mak
     locks, away = tmp_path / "cache" / ".locks", tmp_path / "away"
     with adapters.use("b", "me", Watch()):
         locks.rename(away)
-        locks.write_bytes(b"")  # nothing can be locked
+        locks.write_bytes(b"")  # no lock can be taken
     assert (tmp_path / "cache" / "a").is_dir()
     locks.unlink()
     away.rename(locks)
@@ -202,7 +202,7 @@ def sampler(base: BaseModelSettings) -> Iterator[TransformersSampler]:
 
 
 def _write_adapter(model: nn.Module, seed: int, folder: Path) -> None:
-    """One that gives other texts than any other."""
+    """Writes an adapter whose texts differ from those of any other."""
     adapter = lora.new_adapter(model, LoraSpec(rank=4, seed=seed))
     generator = torch.Generator().manual_seed(seed)
     for pair in adapter.pairs.values():
@@ -214,7 +214,7 @@ def _write_adapter(model: nn.Module, seed: int, folder: Path) -> None:
 def test_a_storm_of_more_adapters_than_fit_gives_each_request_its_own_text(
     base: BaseModelSettings, sampler: TransformersSampler, client: redis.Redis, tmp_path: Path
 ):
-    """24 adapters for an engine that runs 2 and keeps 4, on a disk that keeps none it need not."""
+    """24 adapters for an engine that runs 2 and keeps 4, on a disk that keeps only the adapters in use."""
     store = FolderStore(tmp_path / "objects", "secret", "http://x")
     prefixes = [f"storm-{number:02}" for number in range(MANY)]
     request = SampleRequest(np.array([5, 6, 7], np.int32), 1, 6, seed=1, temperature=0.0, ignore_eos=True)
@@ -245,7 +245,7 @@ def test_a_storm_of_more_adapters_than_fit_gives_each_request_its_own_text(
 
 
 class OneAtATime(RecordingBackend):
-    """Whole models: each takes the place of the one before."""
+    """Fully fine-tuned models: each replaces the one before."""
 
     def load(self, adapter_id: str, folder: Path) -> None:
         self.here.clear()

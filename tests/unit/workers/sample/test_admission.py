@@ -51,7 +51,7 @@ class Engine:
         await_true(lambda: self._gone > gone, f"{number} gave up")
 
     def serve(self, turns: int) -> Counter[str]:
-        """Ends the oldest request until `turns` more are admitted. Returns the projects of those."""
+        """Ends the oldest request until `turns` more are admitted. Returns the projects of the admitted requests."""
         start = len(self.order)
         while len(self.order) < start + turns:
             inside = len(self.order)
@@ -60,7 +60,8 @@ class Engine:
         return Counter(self.order[start:])
 
     def level_out(self) -> None:
-        """Who came while another had the whole batch is first until he has had as much."""
+        """A project that arrives while another one has the whole batch goes first until it has received as much
+        service."""
         self.serve(2 * BATCH)
 
     def await_inside(self, count: int) -> None:
@@ -124,7 +125,7 @@ def test_a_weight_is_a_share():
 
 
 def test_what_was_not_drawn_is_given_back(engine: Engine):
-    """Both ask for as much, and one of them draws a tenth of it."""
+    """Both projects ask for the same number of tokens, and one of them uses a tenth of it."""
     for _ in range(80):
         engine.come("brief", tokens=999, took=99)
         engine.come("full", tokens=999, took=999)
@@ -186,7 +187,7 @@ def test_one_that_fails_gives_its_place_back(engine: Engine):
 
 
 def test_a_light_project_waits_for_one_to_end_though_all_before_it_were_charged_for_more_than_they_drew(engine: Engine):
-    """Whose sequences end makes room before his request is corrected: for a moment two batches are charged for."""
+    """A request whose sequences end makes room before its charge is corrected. For a moment two batches are charged."""
     for _ in range(6 * BATCH):
         engine.come("heavy", tokens=999, took=10)
     for watch in engine.watches[: BATCH + 1]:

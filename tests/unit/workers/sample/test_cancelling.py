@@ -52,7 +52,7 @@ OUTPUT = SampleOutput((SampledSequence(np.array([1], np.int32), np.array([-1.0],
 
 @dataclass
 class HeldBackend:
-    """Runs a request until it is released or aborted, as an engine does."""
+    """Runs a request until it is released or aborted, like an engine."""
 
     release: threading.Event = field(default_factory=threading.Event)
     begun: list[int] = field(default_factory=list)
@@ -101,7 +101,8 @@ class Samplers:
     def start(
         self, backend: HeldBackend, worker: str, *, deaf: bool = False, keeper_lease_s: float = 3600
     ) -> SampleRunner:
-        """`deaf`: it hears of no cancelled request. It asks after its leases three times a `keeper_lease_s`."""
+        """Starts a sampler. `deaf`: it receives no cancellation messages. It renews its leases three times per
+        `keeper_lease_s`."""
         keeper = LeaseKeeper(self.oplog, worker, keeper_lease_s)
         self.keepers.append(keeper)
         watches = Watches()
@@ -126,7 +127,7 @@ class Samplers:
 
 @pytest.fixture
 def samplers(client: redis.Redis, valkey: str, tmp_path: Path) -> Iterator[Samplers]:
-    settings = EngineSettings(lease_s=3600)  # no request is lost, and none is learnt of, because a machine stood still
+    settings = EngineSettings(lease_s=3600)  # a stalled machine must not lose a request, nor report a lost one
     RedisRecords(client).put_new(Sampler.namespace, SESSION, dump(Sampler("me", "session", "base", 0.0)))
     made = Samplers(client, valkey, tmp_path, settings, RedisOpLog(client, settings))
     yield made
@@ -135,7 +136,7 @@ def samplers(client: redis.Redis, valkey: str, tmp_path: Path) -> Iterator[Sampl
 
 
 def in_thread(call: Callable[[], object]) -> tuple[threading.Thread, list[object]]:
-    """The thread that makes a call, and what it came to."""
+    """Returns the thread of a call, and the call's outcome."""
     came: list[object] = []
 
     def run() -> None:
@@ -180,7 +181,7 @@ def test_a_cancelled_request_is_stopped_in_the_engine_and_nothing_more_is_writte
 def test_a_request_that_is_cancelled_while_it_runs_is_charged_its_prompt_and_what_it_drew(
     samplers: Samplers, heard: bool
 ):
-    samplers.settings = EngineSettings(lease_s=3600)  # so that its lease tells it nothing
+    samplers.settings = EngineSettings(lease_s=3600)  # so that the renewal of the lease reports nothing
     me, backend = Payer(PROJECT, "me", Limits(tokens_per_s=0.001)), HeldBackend()
     request = samplers.admit(0, 1000, Charge((me,), 1000, 1))
     runner = samplers.start(backend, "s/1", deaf=not heard)
@@ -205,7 +206,7 @@ def test_what_is_cancelled_just_after_its_worker_took_it_is_stopped_too(
     def claimed_and_cancelled(request_id: str, *limits: object) -> Entry | None:
         entry = claim(request_id, *limits)
         samplers.oplog.cancel_sample(request_id)
-        runner._watches.abort(request_id)  # the message comes before anything else happens here
+        runner._watches.abort(request_id)  # the message arrives before everything else
         return entry
 
     monkeypatch.setattr(samplers.oplog, "claim_sample", claimed_and_cancelled)
@@ -287,7 +288,7 @@ def test_a_request_whose_lease_was_lost_stops_and_leaves_the_result_to_its_new_o
     runner = samplers.start(slow, "s/1", keeper_lease_s=0.3)
     thread, came = in_thread(lambda: runner.handle(request, SESSION, "sample"))
     await_true(lambda: slow.begun, "it never ran")
-    samplers.client.set(keys.lease(request), "s/2", px=3_600_000)  # s/1 was silent, and s/2 runs it
+    samplers.client.set(keys.lease(request), "s/2", px=3_600_000)  # the lease of s/1 expired; s/2 runs it
     thread.join(60)
     assert isinstance(came[0], NotNow), "its doorbell is not the end of the future"
     assert samplers.oplog.outcome(request) is None
@@ -298,7 +299,7 @@ def test_a_request_whose_lease_was_lost_stops_and_leaves_the_result_to_its_new_o
 
 
 def test_a_request_that_ends_just_as_it_is_cancelled_has_one_result(samplers: Samplers):
-    """Whichever came first, on both sides of the race."""
+    """Either of the two may come first; the test covers both orders."""
     backend = HeldBackend()
     runner = samplers.start(backend, "s/1")
     for seq in range(30):
@@ -316,7 +317,8 @@ def test_a_request_that_ends_just_as_it_is_cancelled_has_one_result(samplers: Sa
 
 
 def test_a_storm_of_200_requests_half_of_them_cancelled_loses_none(samplers: Samplers):
-    """Two workers; dispatches doubled, in any order; one worker dead with requests in hand; cancelled at any time."""
+    """Two workers; doubled dispatches in any order; one worker dies with running requests; cancellations at any
+    time."""
     dice = random.Random(5)
     backend = HeldBackend()
     backend.release.set()
@@ -352,6 +354,6 @@ def _ring(runner: SampleRunner, request: str) -> Result | NotNow | None:
 
 
 def _ring_what_waits(samplers: Samplers, runner: SampleRunner) -> None:
-    """As the sweeper does."""
+    """Dispatches waiting requests like the sweeper."""
     for waiting in samplers.oplog.pending():
         _ring(runner, waiting.id)

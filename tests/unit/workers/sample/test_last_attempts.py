@@ -25,7 +25,7 @@ POISON = 3
 
 @dataclass
 class MortalBackend(HeldBackend):
-    """Dies with all that it runs, of the poison, once `together` requests were begun."""
+    """Dies of the poison, with all its running requests, once `together` requests have begun."""
 
     together: int = 1
     dead: threading.Event = field(default_factory=threading.Event)
@@ -34,7 +34,7 @@ class MortalBackend(HeldBackend):
         self.begun.append(request.seed)
         if request.seed == POISON:
             await_true(lambda: len(self.begun) >= self.together, "not all were begun")
-            time.sleep(0.3)  # whatever else would be begun meanwhile
+            time.sleep(0.3)  # time in which other requests could begin
             self.dead.set()
         if self.dead.wait(60 if self.together > 1 else 0.6):
             raise ServerOpError("the engine died")

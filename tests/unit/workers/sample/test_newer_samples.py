@@ -34,7 +34,7 @@ def test_a_newer_request_is_left_without_an_attempt_and_free_for_a_newer_sampler
     caplog: pytest.LogCaptureFixture,
 ):
     request = journal(world, 0, write(REQUEST))
-    for boot in range(5):  # more than a request has attempts, each in another process
+    for boot in range(5):  # more often than a request has attempts, each time in another process
         caplog.clear()
         with caplog.at_level("INFO"), pytest.raises(NotNow, match="version"):
             runner(world, backend, f"old/{boot}").handle(request, SESSION, "sample")

@@ -132,7 +132,7 @@ def test_a_request_that_keeps_killing_samplers_is_given_up(world: World, backend
         world.oplog.claim_sample(request, f"dead/{i}")
         world.client.delete(keys.lease(request))
     heir = runner(world, backend, "s/1")
-    with pytest.raises(NotNow):  # the last of them may only be cut off
+    with pytest.raises(NotNow):  # the last of these workers may only be cut off
         heir.handle(request, SESSION, "sample")
     world.outlast(request)
     result = heir.handle(request, SESSION, "sample")
@@ -146,7 +146,7 @@ def test_a_store_that_is_away_costs_a_request_no_attempt(world: World, backend: 
     def away(*_: object) -> None:
         raise Unavailable("the store is away")
 
-    for boot in range(5):  # more than a request has attempts, each in another process
+    for boot in range(5):  # more often than a request has attempts, each time in another process
         sampler = runner(world, backend, f"s/{boot}")
         with monkeypatch.context() as patch:
             patch.setattr(sampler._adapters, "use", away)
@@ -161,7 +161,7 @@ def test_a_request_whose_content_cannot_be_fetched_now_is_left_to_be_run_later(w
     store = FolderStore(world.folder / "objects", "secret", "http://x")
     assert RedisPayloads(world.client, world.settings, store).spill(request)
     with pytest.raises(NotNow, match="object store"):
-        runner(world, backend, "s/1").handle(request, SESSION, "sample")  # its journal has no store to read from
+        runner(world, backend, "s/1").handle(request, SESSION, "sample")  # it has no object store
     assert not world.client.exists(keys.lease(request))
     world.oplog = RedisOpLog(world.client, world.settings, store)
     result = runner(world, backend, "s/2").handle(request, SESSION, "sample")
@@ -182,7 +182,7 @@ def test_a_request_whose_content_is_lost_fails_as_the_servers_fault(world: World
 
 
 def test_what_nobody_foresaw_ends_a_request_too(world: World, backend: SamplerBackend):
-    """As its worker lives, no try would be the last."""
+    """The worker survives the error, so no attempt would be the last."""
 
     class Surprising:
         def sample(self, adapter_id: str | None, request: SampleRequest, watch: Watch | None = None) -> SampleOutput:
@@ -238,7 +238,7 @@ def test_a_request_that_is_stopped_at_the_gate_never_reaches_the_engine(world: W
 
 
 class Stuck:
-    """An engine whose requests run until `free`."""
+    """An engine whose requests run until `free` is set."""
 
     begun, free = 0, threading.Event()
 
@@ -252,7 +252,7 @@ class Stuck:
 
 
 class DyingBackend:
-    """An engine that dies under the first request, as vLLM's does when its process is killed."""
+    """An engine that dies during the first request, as vLLM's does when its process is killed."""
 
     def sample(self, adapter_id: str | None, request: SampleRequest, watch: Watch | None = None) -> SampleOutput:
         raise ServerOpError("the engine died")

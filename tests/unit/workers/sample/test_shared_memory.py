@@ -47,7 +47,7 @@ def in_shared_memory() -> set[str]:
 
 @pytest.fixture
 def own() -> Iterator[str]:
-    """A segment that somebody else uses."""
+    """A segment that another process uses."""
     segment = SharedMemory(create=True, size=4096)
     yield segment.name
     segment.close()
@@ -55,7 +55,7 @@ def own() -> Iterator[str]:
 
 
 def noted_and_killed(tmp_path: Path) -> tuple[Path, str]:
-    """The note of a process that was killed with all of its descendants, and the name of their segment."""
+    """The note of a process that was killed with all its descendants, and the name of their segment."""
     program, file = tmp_path / "program.py", tmp_path / "run" / "note"
     program.write_text(PROGRAM)
     environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[4])}
@@ -65,7 +65,7 @@ def noted_and_killed(tmp_path: Path) -> tuple[Path, str]:
         assert process.stdout is not None
         name = process.stdout.readline().strip()
         family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
-        for each in family:  # first all stand still, so that none can clean up after another
+        for each in family:  # stop all of them first, so that none can clean up after another one
             each.send_signal(signal.SIGSTOP)
         for each in family:
             each.kill()

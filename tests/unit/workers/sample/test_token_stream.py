@@ -15,7 +15,7 @@ from workers.sample.token_stream import TokenPublisher, joined
 
 
 def tokens(drawn: Iterable[Drawn], request_id: str, index: int) -> list[int]:
-    """A sample's, each at its place."""
+    """Tokens of one sample, each with its index."""
     found: dict[int, int] = {}
     for piece in drawn:
         if (piece.request_id, piece.index) == (request_id, index):
@@ -86,7 +86,7 @@ def test_a_state_server_that_hangs_or_fails_keeps_no_engine_waiting_and_ends_no_
     told = publisher.watch("a:1")
     told(0, [1], [-1.0])
     assert streams.called.wait(30)
-    for token in range(65_540):  # more than are kept for it
+    for token in range(65_540):  # more than the stream keeps
         told(0, [token], [-1.0])
     assert [record.name for record in caplog.records].count("workers.sample.token_stream") == 1
     streams.release.set()

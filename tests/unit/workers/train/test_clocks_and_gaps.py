@@ -61,7 +61,7 @@ def test_clocks_that_jump_by_an_hour_change_no_lease_no_order_and_no_result(
 
 
 def waiting_at_a_gap(world: TrainerWorld) -> Trainer:
-    """Seq 2 is missing; its batch's other part, its step, and the next batch wait."""
+    """Seq 2 is missing. The other part of its batch, its step and the next batch wait."""
     trainer = world.trainer("a")
     for seq, op in ((0, CREATE), (1, backward(1)), (3, backward(3)), (4, optim_step()), (5, backward(5))):
         world.admit(seq, op)

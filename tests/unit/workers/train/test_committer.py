@@ -44,8 +44,8 @@ SAVE = SaveWeights("weights", "kept")
 
 
 class GatedStore(FolderStore):
-    """Takes no checkpoint until its gate is `open`, and then raises `error` if there is one; snapshots come through.
-    `asked`: somebody is at the gate, or was."""
+    """Stores no checkpoint until its gate is `open`, and then raises `error` if there is one; snapshots pass. `asked`:
+    a caller is or was at the gate."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, "secret", "http://x")
@@ -62,7 +62,7 @@ class GatedStore(FolderStore):
 
 
 class Ran:
-    """The kinds of the Ops the backend ran, of each model, in order."""
+    """The kinds of the Ops that the backend ran, by model, in order."""
 
     def __init__(self, worker: Worker) -> None:
         self._inner = worker.backend
@@ -93,7 +93,7 @@ def store(world: World) -> Iterator[GatedStore]:
 
 @pytest.fixture
 def ring(store: GatedStore) -> Iterator[Callable[..., Future[Result | None]]]:
-    """Handles a dispatch in a thread, as the task thread does."""
+    """Handles a dispatch in a thread, like the task thread."""
     with ThreadPoolExecutor(1) as thread:
 
         def ring(worker: Worker, seq: int, kind: str = SAVE.kind, model_id: str = MODEL) -> Future[Result | None]:
@@ -117,7 +117,7 @@ def applied(world: World, model_id: str = MODEL) -> int:
 
 
 def attempts(world: World, seq: int) -> int:
-    """Of what the journal still holds; what is behind a snapshot needed no more."""
+    """Attempts of the Ops that the journal still holds; a snapshot has replaced the others."""
     return int(world.client.hget(keys.op(f"{MODEL}:{seq}"), "attempts") or 0)
 
 
@@ -129,7 +129,7 @@ def saved_files(world: World, name: str = "kept") -> dict[str, bytes]:
 
 
 def expected_files(world: World, seeds: list[int]) -> dict[str, bytes]:
-    """What a save behind these steps holds when nothing runs beside it."""
+    """The files of a save after these steps when nothing runs at the same time."""
     backend = world.worker("reference/0").backend
     for op in [Create(LORA), *(op for seed in seeds for op in step(seed))]:
         backend.apply({MODEL: op})
@@ -140,7 +140,7 @@ def expected_files(world: World, seeds: list[int]) -> dict[str, bytes]:
 
 
 def goes_on_waiting(worker: Worker, doorbell: Future[Result | None]) -> None:
-    """The runner looks ten times more for something to do, finds nothing, and does not end."""
+    """The runner looks ten more times for work, finds none, and continues to wait."""
     saves, looks = worker.runner._saves, list[float]()
     await_any = saves.await_any
 
@@ -199,7 +199,7 @@ def test_other_models_run_and_commit_while_a_save_is_written(world: World, store
 
 @pytest.mark.parametrize("next_is", ["a tick", "another doorbell"])
 def test_a_save_begun_in_turn_holds_no_other_doorbell(world: World, store: GatedStore, ring: Ring, next_is: str):
-    """That of another model ends with its own Op; the save is committed by whoever comes next."""
+    """The dispatch of another model ends with its own Op; the next dispatch commits the save."""
     worker = world.worker("a/1", store=store)
     worker.handle(0, "create_model")
     add_model(world, OTHER)
@@ -242,7 +242,7 @@ def test_a_store_that_is_away_costs_what_ran_ahead_no_attempt_and_no_bit(world: 
         doorbell.result()
     assert worker.owner.residents() == {}, "the state is ahead of the journal"
     before = len(ran.kinds[MODEL])
-    for _ in range(4):  # more than an Op has attempts
+    for _ in range(4):  # more often than an Op has attempts
         with pytest.raises(NotNow, match="away"):
             worker.handle(5, "optim_step")
     replayed = ran.kinds[MODEL][before:]
@@ -297,7 +297,7 @@ def test_what_broke_a_worker_never_runs_ahead(world: World, store: GatedStore, r
 
 
 def test_nothing_runs_beside_a_save_that_broke_a_worker(world: World, store: GatedStore, ring: Ring):
-    """Should it do so again, it takes nothing else with it."""
+    """If the save breaks the worker again, it harms no other Op."""
     worker = world.worker("a/1", store=store)
     worker.handle(0, "create_model")
     add_model(world, OTHER)
@@ -305,7 +305,7 @@ def test_nothing_runs_beside_a_save_that_broke_a_worker(world: World, store: Gat
     admit(world, SAVE, *step(0))
     world.client.hset(keys.op(f"{MODEL}:1"), "attempts", 1)
     admit(world, *step(0), model_id=OTHER)
-    worker.owner.residents()[OTHER].served += 3600  # its turn comes behind the save
+    worker.owner.residents()[OTHER].served += 3600  # the turn of OTHER comes after the save
     ran = Ran(worker)
     doorbell = ring(worker, 1)
     await_true(lambda: ran.captured == 1, "the save is under way")
@@ -359,7 +359,7 @@ def test_a_load_and_another_save_wait_for_the_save_before(world: World, store: G
 
 
 def test_no_snapshot_is_taken_of_a_state_that_ran_ahead_of_its_commits(world: World, store: GatedStore, ring: Ring):
-    """A snapshot of two steps under the seq of the first would have the second run twice."""
+    """A snapshot of two steps with the seq of the first one would run the second step twice."""
     worker = world.worker("a/1", share=math.inf, store=store)
     worker.handle(0, "create_model")
     admit(world, SAVE, *step(0), *step(1), step(2)[0])
@@ -442,7 +442,7 @@ def test_so_many_saves_are_written_at_a_time_and_no_more(
 
 
 def test_an_abandoned_save_is_over_before_its_model_is_saved_anew(world: World, store: GatedStore, ring: Ring):
-    """Both would write the same generation, and on a GPU a replayed state may have other bits."""
+    """Both saves would write the same generation, and on a GPU a replayed state may have other bits."""
     worker = world.worker("a/1", store=store)
     worker.handle(0, "create_model")
     admit(world, SAVE, *step(0))
@@ -450,7 +450,7 @@ def test_an_abandoned_save_is_over_before_its_model_is_saved_anew(world: World, 
     doorbell = ring(worker, 1)
     await_true(lambda: ran.captured == 1, "the save is under way")
     lapsed = worker.owner.residents()[MODEL]
-    worker.keeper.drop(MODEL)  # as if it had lapsed: the model is brought back by the same process
+    worker.keeper.drop(MODEL)  # as if the lease had expired: the same process restores the model
     await_true(lambda: worker.owner.residents().get(MODEL, lapsed) is not lapsed, "it was")
     goes_on_waiting(worker, doorbell)
     assert ran.captured == 1
@@ -462,7 +462,7 @@ def test_an_abandoned_save_is_over_before_its_model_is_saved_anew(world: World, 
 
 
 def test_a_batch_sent_again_ahead_stands_in_for_the_refused_one(world: World, store: GatedStore, ring: Ring):
-    """What is missing of the next step is known as far as Ops have run, not as far as they are committed."""
+    """The missing gradients of the next step are known up to the Ops that have run, committed or not."""
     worker = world.worker("a/1", store=store)
     worker.handle(0, "create_model")
     world.oplog.refuse(MODEL, 1, "too long", "lost_batch")

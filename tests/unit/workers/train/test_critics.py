@@ -52,7 +52,7 @@ def undisturbed(world: World, steps: int) -> bytes:
 
 
 def test_a_critic_comes_back_from_its_snapshot_and_the_journal_behind_it(world: World) -> None:
-    """On another node, which has nothing but what is in the object store and in Redis."""
+    """The restore is on another node, which has only the object store and Redis."""
     first = world.worker("a/1", share=1.0)
     run(world, first, CRITIC, 0, CreateModel(SPEC))
     run(world, first, CRITIC, 1, learn(0))

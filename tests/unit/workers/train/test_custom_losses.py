@@ -43,7 +43,7 @@ def test_a_replay_after_a_crash_gives_the_same_bits_from_the_journal_alone(world
         world.admit(seq, op)
         if seq < 4:
             first.handle(seq)
-    # a/1 is gone with three seqs applied; nothing of it is left but the journal.
+    # a/1 died with three seqs applied, and left only the journal.
     heir = world.worker("a/2")
     heir.handle(4, "optim_step")
     assert logprob_bytes(probe(heir, world, 5)) == expected.logprobs.values.tobytes()

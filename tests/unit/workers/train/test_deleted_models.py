@@ -26,7 +26,7 @@ def run(world: World, worker: Worker, model_id: str, seq: int, op: Op) -> Result
 
 
 def trained(world: World) -> Worker:
-    """Two steps, and a gradient towards the third."""
+    """A model with two steps, and a gradient for the third."""
     worker = world.worker("a/1", share=1.0)
     worker.handle(0)
     for seq, op in enumerate([*step(0), *step(1), step(2)[0]], 1):

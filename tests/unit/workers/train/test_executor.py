@@ -32,10 +32,10 @@ def window(*history: tuple[str, str]) -> Window:
         ([FAILED, GOOD], False),  # sent again, or sent before the failure was known?
         ([REFUSED, GOOD], True),  # sent again
         ([REFUSED, REFUSED, GOOD], True),
-        ([GOOD, FAILED, GOOD], False),  # sent again whole, or a further part? The first would count twice
+        ([GOOD, FAILED, GOOD], False),  # if the last is the whole batch again, the first counts twice
         ([GOOD, REFUSED, GOOD, GOOD], False),
-        ([GOOD, GAP, GOOD], True),  # the gap dropped what was there
-        ([GOOD, FAILED, STEP, GOOD], True),  # the failed step ended it
+        ([GOOD, GAP, GOOD], True),  # the gap dropped the gradients before it
+        ([GOOD, FAILED, STEP, GOOD], True),  # the failed step ended the window
         ([FAILED, STEP, GOOD], True),
         ([GOOD, FAILED, LOAD, GOOD], True),
         ([GOOD, FAILED, ("load_weights", "no such checkpoint"), GOOD], False),

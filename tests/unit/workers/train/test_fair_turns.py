@@ -30,7 +30,7 @@ LIGHT, OTHER = "session:train:8", "session:train:9"
 
 
 class Clock:
-    """The time, as far as turns go by it: of itself a microsecond from look to look, so that no two are the same."""
+    """The scheduler's clock. It advances by a microsecond at each reading, so that no two times are equal."""
 
     now = 1000.0
 
@@ -48,7 +48,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 class Passes:
-    """The models of each pass, in order, which takes a second."""
+    """The models of each pass, in order; a pass takes a second."""
 
     def __init__(self, worker: Worker, clock: Clock) -> None:
         self._inner, self._clock, self.ran = worker.backend, clock, list[set[str]]()
@@ -63,7 +63,7 @@ class Passes:
         return self._inner.apply(ops)
 
     def of(self, project: set[str]) -> list[int]:
-        """Which passes one of these models was in."""
+        """The indices of the passes with one of these models."""
         return [at for at, models in enumerate(self.ran) if models & project]
 
 
@@ -177,7 +177,7 @@ def test_a_model_that_nobody_owns_waits_for_a_turn_and_not_for_its_doorbell(worl
 
 
 def test_a_projects_own_models_that_nobody_owns_wait_for_their_doorbells(world: World, worker: Worker):
-    """Where it uses more than a trainer holds, each would make another go."""
+    """A project that uses more models than a trainer holds would evict one model for each other one."""
     project_of(world, "heavy", *HEAVY[:2])
     own(worker, HEAVY[0])
     fill(world, HEAVY[0], calls=5)
@@ -194,7 +194,7 @@ def test_what_nobody_owns_is_looked_for_beside_a_single_model_too(world: World, 
 
 
 def test_an_op_whose_start_fails_is_tried_once_a_turn_not_for_ever(world: World, worker: Worker):
-    """The model is lost between the look and its turn. Its own dispatch handles that."""
+    """The model is lost between the scheduler's reading and its turn. Its own dispatch handles that."""
     project_of(world, "light", LIGHT)
     project_of(world, "heavy", HEAVY[0])
     own(worker, HEAVY[0])
@@ -240,7 +240,7 @@ def test_bringing_a_model_back_is_paid_for_by_its_project(
 
 
 def test_a_worker_that_is_about_to_end_serves_nobody_before_a_doorbell(world: World, worker: Worker, clock: Clock):
-    """Turns of other models may last long, and the end of the worker waits for the present dispatch."""
+    """Turns of other models may take long, and the worker ends only after the present dispatch."""
     project_of(world, "heavy", HEAVY[0])
     project_of(world, "light", LIGHT)
     own(worker, HEAVY[0], LIGHT)

@@ -18,7 +18,7 @@ ONE, OTHER = "session:train:7", "session:train:8"
 
 @pytest.fixture
 def world(world: World) -> World:
-    """Whose nodes "a" and "b" train all weights."""
+    """A world whose nodes "a" and "b" do full fine-tuning."""
     for node in ("full-a", "full-b"):
         if node not in world.backends:
             world.backends[node] = create(world.base, full=True)
@@ -53,7 +53,7 @@ def undisturbed(world: World, *seeds: int) -> bytes:
 
 @pytest.mark.parametrize("successor", ["full-a/2", "full-b/1"])
 def test_a_run_whose_trainer_dies_over_a_pending_gradient_ends_as_if_undisturbed(world: World, successor: str):
-    """The first finds its own disk, the second only the object store."""
+    """The first new worker has the dead one's disk, the second one only the object store."""
     calls = ops(1, 2, 3)
     first = world.worker("full-a/1", most=1, share=1.0)
     for seq, op in enumerate(calls[:6]):

@@ -39,7 +39,7 @@ def attempts(world: World, request_id: str) -> int:
 
 @pytest.fixture
 def old(world: World) -> Worker:
-    """It holds the model, with a gradient in it."""
+    """An older worker that holds the model, with a pending gradient."""
     worker = world.worker("old/1")
     worker.handle(0, "create_model")
     world.admit(1, step()[0])
@@ -94,7 +94,7 @@ def test_the_old_worker_goes_on_with_other_models(world: World, old: Worker):
 
 
 def test_what_ran_before_it_is_committed(world: World, old: Worker):
-    """The newer Op's own dispatch arrives: the gradient before it runs, and counts."""
+    """When the newer Op is dispatched, the gradient before it runs and is committed."""
     world.admit(2, step(1)[0])
     journal(world, 3, newer.encode(STEP))
     with pytest.raises(NotNow):
@@ -177,7 +177,7 @@ def test_what_shares_a_pass_is_not_held_up_by_a_newer_op(world: World):
     assert result is not None and not result.failed
     assert attempts(world, unread) == 0 and not world.client.hexists(keys.op(unread), "runner")
     company = world.admit(2, gradient)
-    with pytest.raises(NotNow):  # and the other way round: the one that is asked for cannot be read
+    with pytest.raises(NotNow):  # in the other order: the dispatched Op cannot be read
         worker.runner.handle(unread, OTHER, gradient.kind)
     for request in (unread, company):
         assert attempts(world, request) == 0 and not world.client.hexists(keys.op(request), "runner")

@@ -20,7 +20,7 @@ CUT_OFF = "b/1"
 
 
 class CutOff:
-    """A backend whose worker loses its way to the state server in the middle of an Op, for longer than its leases."""
+    """A backend whose worker loses the connection to the state server during an Op, for longer than its leases."""
 
     def __init__(self, worker: Worker, world: World, proxy: Proxy) -> None:
         self._inner, self._world, self._proxy = worker.backend, world, proxy

@@ -14,7 +14,7 @@ Ring = tuple[str, str, str, str]
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The time, in its one item."""
+    """A list with one item: the time."""
     now = [1000.0]
     monkeypatch.setattr(scheduler.time, "monotonic", lambda: now[0])
     return now

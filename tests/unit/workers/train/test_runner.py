@@ -68,7 +68,7 @@ def test_a_new_owner_goes_on_bit_for_bit_from_the_journal_alone(world: World):
     ops = [op for i in range(4) for op in step(i)]
     for seq, op in enumerate(ops, 1):
         world.admit(seq, op)
-        # A process dies after every other Op, pending gradients included.
+        # A process dies after every second Op, also with pending gradients.
         worker = world.worker(f"a/{seq // 2}")
         worker.handle(seq)
         published = world.oplog.outcome(f"{MODEL}:1")
@@ -110,7 +110,7 @@ def test_a_zombie_whose_lease_was_taken_changes_nothing(world: World):
     for seq, op in enumerate(ops, 1):
         world.admit(seq, op)
     old.handle(1)
-    world.client.delete(keys.lease(MODEL))  # the old one slept past it and does not know
+    world.client.delete(keys.lease(MODEL))  # the old owner slept past the end of its lease
     new = world.worker("b/1")
     new.handle(2)
     with pytest.raises(NotNow):
@@ -166,7 +166,7 @@ def test_a_load_does_not_need_its_checkpoint_again(world: World):
 
 
 def test_a_step_behind_a_lost_gradient_fails_drops_the_rest_and_the_run_goes_on(world: World):
-    """Also for a new owner, who knows it from the journal alone."""
+    """This also holds for a new owner, which reads it from the journal."""
     worker = world.worker("a/1")
     world.admit(1, step(0)[0])
     for seq in (0, 1):
@@ -277,7 +277,7 @@ def test_a_save_waits_for_a_store_that_is_away_however_long_and_then_succeeds(wo
     for seq, op in enumerate([*step(0), SaveWeights("weights", "kept"), PROBE], 1):
         world.admit(seq, op)
     store.away = True
-    for boot in range(6):  # more than an Op has attempts
+    for boot in range(6):  # more often than an Op has attempts
         worker = world.worker(f"a/{boot}", store=store)
         for _ in range(3):
             with pytest.raises(NotNow, match="away"):
@@ -301,7 +301,7 @@ def test_a_model_whose_snapshot_cannot_be_fetched_now_is_brought_back_later(worl
     world.await_snapshot(2)
     first.owner.discard_all()
     store.away = True
-    for boot in range(5):  # more than an Op has attempts
+    for boot in range(5):  # more often than an Op has attempts
         other = world.worker(f"b/{boot}", store=store)
         with pytest.raises(NotNow, match="away"):
             other.handle(4)

@@ -19,11 +19,11 @@ from workers.process.results import NotNow
 
 
 class Dead(BaseException):
-    """The process ended here."""
+    """Raised where the process ends."""
 
 
 class NoReplay:
-    """A backend that cannot do a forward_backward."""
+    """A backend that cannot run a forward_backward."""
 
     def __init__(self, worker: Worker, error: BaseException) -> None:
         self._inner, self._error = worker.backend, error
@@ -39,7 +39,7 @@ class NoReplay:
 
 
 def fail_three_times(worker: Worker) -> None:
-    """On the replay before seq 2."""
+    """Makes the replay before seq 2 fail three times."""
     NoReplay(worker, RuntimeError("no memory on the device"))
     for _ in range(3):
         with pytest.raises(NotNow):

@@ -31,7 +31,7 @@ def spread(world: World, worker: Worker, node: str, *, full: bool = False) -> Sp
 
 @pytest.fixture
 def busy(world: World) -> tuple[Worker, Spread]:
-    """Trainer a, which owns one model; another one waits for an owner."""
+    """Trainer a owns one model; another model waits for an owner."""
     worker = world.worker("a/1")
     worker.handle(0)
     add_model(world, SECOND)
@@ -40,7 +40,7 @@ def busy(world: World) -> tuple[Worker, Spread]:
 
 
 def handle(spread: Spread, model_id: str) -> bool:
-    """Whether the trainer took it."""
+    """Handles the dispatch. Returns True if the trainer accepted it."""
     try:
         return spread.handle(f"{model_id}:0", model_id, "create_model") is not None
     except NotNow:

@@ -57,7 +57,7 @@ def test_a_model_whose_session_is_over_is_let_go(world: World):
 
 
 def test_what_takes_long_to_let_go_is_spread_over_ticks(world: World, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("workers.train.rebalance._AT_ONCE_S", -1.0)  # every one does
+    monkeypatch.setattr("workers.train.rebalance._AT_ONCE_S", -1.0)  # every model qualifies
     worker = world.worker("a/1")
     others = ["session:train:1", "session:train:2"]
     for model_id in others:

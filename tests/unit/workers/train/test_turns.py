@@ -25,7 +25,7 @@ MERGED = 8192
 
 
 class Watched:
-    """Notes which models' Ops each pass runs; `poison` breaks every pass in which that model has a forward_backward."""
+    """Records the models of each pass; `poison` breaks every pass in which this model has a forward_backward."""
 
     def __init__(self, worker: Worker, poison: str = "") -> None:
         self._inner, self._poison = worker.backend, poison
@@ -179,7 +179,7 @@ def test_a_pass_waits_for_the_next_op_of_a_model_that_was_served_lately(world: W
 
 
 def test_behind_a_long_pass_the_next_waits_for_longer(world: World, monkeypatch: pytest.MonkeyPatch):
-    """A fifth of it, since who comes too late costs another."""
+    """The wait is a fifth of the pass, because a model that comes too late costs another pass."""
     worker = worker_of(world, "a/1", merged_tokens=MERGED, wait_s=1e-6)
     for model_id in (A, B, C):
         admit(world, model_id, 1, gradient(1))

@@ -50,7 +50,7 @@ def test_replays_count_nothing(world: World):
     worker.handle(0, "create_model")
     for seq, op in enumerate([*step(0), *step(1), *step(2)], 1):
         world.admit(seq, op)
-        worker = world.worker(f"a/{seq}")  # the one before died, and all of the journal is replayed
+        worker = world.worker(f"a/{seq}")  # the worker before died, and the whole journal is replayed
         worker.handle(seq, op.kind)
     assert trained(world) == 3 * BATCH_TOKENS
 
@@ -108,7 +108,7 @@ def test_each_op_of_a_shared_pass_counts_its_own(world: World, merging: Worker):
 
 
 def test_a_sample_counts_its_prompt_and_all_it_drew_and_once(world: World, backend: SamplerBackend):
-    """Its first worker died."""
+    """The sample's first worker died."""
     request = admit(world, 0)
     world.oplog.claim_sample(request, "dead/1")
     world.client.delete(keys.lease(request))
