@@ -47,7 +47,7 @@ class Latest(Generic[Item]):
             self._changed.notify_all()
 
     def ready(self, key: str) -> bool:
-        """Whether no item of `key` waits or is in work, and the key has rested."""
+        """True if no item of `key` waits or is in work, and the key has rested."""
         with self._changed:
             rested = self._rests.get(key, 0.0) <= time.monotonic()
             return rested and key not in self._waiting and not self._busy_with(key)

@@ -234,7 +234,7 @@ class HandoverFolder:
         return sizes
 
     def _is_ours(self) -> bool:
-        """Whether the folder belongs to this user. Any user can make a folder of this name in shared memory."""
+        """True if the folder belongs to this user. Any user can make a folder of this name in shared memory."""
         return self.root.is_dir() and self.root.stat().st_uid == os.getuid()
 
 

@@ -84,7 +84,7 @@ class SnapshotPipeline:
         self._uploads.put(lease.model_id, Written(lease, local, durable), at_once=True)
 
     def ready(self, model_id: str) -> bool:
-        """Whether the disk has taken all snapshots of the model, and its rest is over."""
+        """True if the disk has stored all snapshots of the model, and its rest is over."""
         return self._writes.ready(model_id)
 
     def finish(self, model_id: str, within_s: float) -> None:

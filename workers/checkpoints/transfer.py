@@ -115,7 +115,7 @@ def complete(store: ObjectStore, prefix: str, folder: Path) -> None:
 
 
 def is_there(store: ObjectStore, prefix: str) -> bool:
-    """Whether a checkpoint was committed there."""
+    """True if a checkpoint was committed at the prefix."""
     try:
         read_manifest(store, prefix)
     except NotFound:

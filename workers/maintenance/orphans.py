@@ -47,7 +47,7 @@ class Head:
         return cls(int(fields["epoch"]), int(fields["applied"]), fields["snapshot"], int(fields["snapshot_seq"]))
 
     def awaits(self, place: Place) -> bool:
-        """Whether a commit, or a rebuild, may still refer to the files at `place`."""
+        """True if a commit or a rebuild may still refer to the files at `place`."""
         committed = self.snapshot_seq if place.kind == SNAPSHOT else self.applied
         return place.epoch > self.epoch or (place.epoch == self.epoch and place.seq > committed)
 

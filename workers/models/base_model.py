@@ -141,7 +141,7 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def _cpu_is_fast_at_bfloat16() -> bool:
-    """Whether the CPU has bf16 instructions. With them, bf16 is 1.5x to 3.6x as fast as fp32 on SmolLM2-135M; without
+    """True if the CPU has bf16 instructions. With them, bf16 is 1.5x to 3.6x as fast as fp32 on SmolLM2-135M; without
     them it is far slower."""
     capabilities = torch.cpu.get_capabilities()
     return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))

@@ -47,7 +47,7 @@ class LeaseKeeper:
             self._lost.pop(id_, None)
 
     def holds(self, id_: str) -> bool:
-        """Whether the lease is ours and within its time, as far as this process knows."""
+        """True if the lease is ours and has not expired, as far as this process knows."""
         with self._lock:
             return time.monotonic() - self._renewed.get(id_, -math.inf) < self._lease_s
 

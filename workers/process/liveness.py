@@ -68,7 +68,7 @@ class Pulse:
         return self._running > 0
 
     def healthy(self) -> bool:
-        """Whether the engine is sound and the worker is not deaf. May be called from any thread, and never waits."""
+        """True if the engine is sound and the worker is not deaf. May be called from any thread, and never waits."""
         return self._sound() and self.deaf_s() <= self._healthy_s
 
     def deaf_s(self) -> float:

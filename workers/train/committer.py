@@ -229,7 +229,7 @@ class Saves:
         return set(self._futures)
 
     def has_room(self, model_id: str) -> bool:
-        """Whether one more save may start, of this model. Two saves of one model might write the same generation with
+        """True if one more save of this model may start. Two saves of one model might write the same generation with
         different bits."""
         running = self.running()
         return len(running) < _MOST_SAVES and model_id not in running

@@ -51,7 +51,7 @@ class Resident:
 
     @property
     def is_due(self) -> bool:
-        """Whether there is something to commit now."""
+        """True if there is something to commit now."""
         return bool(self.uncommitted) and self.uncommitted[0].attempt.done()
 
     def take_debt(self) -> float:

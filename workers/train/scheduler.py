@@ -95,7 +95,7 @@ class Turns:
             self._shares.charge(entry.owner, seconds * part)
 
     def is_held_up(self, asked: Resident, waiting: Sequence[Head]) -> bool:
-        """Whether the next Op of `asked` has to wait for a save, or has not arrived while a save is being written."""
+        """True if the next Op of `asked` has to wait for a save, or has not arrived while a save is being written."""
         mine = _of(asked, waiting)
         return bool(asked.uncommitted) if mine is None else not self._ahead.may_run(asked, mine)
 
@@ -134,7 +134,7 @@ class Turns:
         return self._shares.place(head.owner), resident.served if resident else 0.0
 
     def _is_before(self, head: Head, mine: Head) -> bool:
-        """Whether `head` runs before `mine`. A model without an owner goes before other projects' models only. Before
+        """True if `head` runs before `mine`. A model without an owner goes before other projects' models only. Before
         its own project's, such models would be restored without end where a project uses more models than a trainer
         holds.
         """
@@ -192,7 +192,7 @@ class Ahead:
     parked: Parked
 
     def may_run(self, resident: Resident, head: Head) -> bool:
-        """Whether the model's next Op may run now, as far as saves are concerned.
+        """True if the model's next Op may run now, as far as saves are concerned.
 
         An Op that broke a worker before does not run ahead. Nothing runs ahead behind a failure, which dooms later Ops
         only when it is committed; nor behind a save that was put off, which may be put off again and again.

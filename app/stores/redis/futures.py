@@ -202,11 +202,12 @@ class RedisFutures:
             pipe.execute()
 
     def _kept_s(self, size: int) -> int:
-        """How long a result of so many bytes stays once it was read: the larger, the shorter, as memory is bounded."""
+        """The time for which a result of this size stays after it was read: the larger, the shorter, because memory is
+        bounded."""
         return min(self._read_s, max(_READ_LEAST_S, self._read_s * _READ_BYTES // max(size, 1)))
 
     def _check_size(self, payload: bytes) -> None:
-        """What could never fit must not be told to come again."""
+        """Raises TooLarge for a call that can never fit, so that its client does not retry."""
         if len(payload) > self._budget:
             raise TooLarge(
                 f"the call takes {len(payload)} bytes, over engine.payload_budget_bytes ({self._budget}): split it"

@@ -224,7 +224,7 @@ class RedisOpLog(RedisFutures):
         self._redis.set(keys.TAKING_CALLS, "", px=int(seconds * 1000))
 
     def takes_calls(self) -> bool:
-        """Whether any API process takes calls in."""
+        """True if any API process accepts calls."""
         return bool(self._redis.exists(keys.TAKING_CALLS))
 
     def lead(self, role: str, worker: str) -> bool:

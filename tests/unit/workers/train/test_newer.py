@@ -94,7 +94,7 @@ def test_the_old_worker_goes_on_with_other_models(world: World, old: Worker):
 
 
 def test_what_ran_before_it_is_committed(world: World, old: Worker):
-    """When the newer Op is dispatched, the gradient before it runs and is committed."""
+    """The newer Op is dispatched: the gradient before it runs and is committed."""
     world.admit(2, step(1)[0])
     journal(world, 3, newer.encode(STEP))
     with pytest.raises(NotNow):
