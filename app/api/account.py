@@ -29,7 +29,7 @@ class Token(SdkSchema):
 @auth_blueprint.route("/auth/token", methods=["POST"])
 @auth_blueprint.response(200, Token)
 def create_token() -> dict[str, str]:
-    """A token that stands for the key for a while."""
+    """Create a token that can be used instead of the key for a limited time."""
     return {"jwt": services().own_key.token(current_caller())}
 
 
@@ -58,14 +58,14 @@ class OwnKey(SdkSchema):
 @auth_blueprint.route("/auth/apikey/me", methods=["GET"])
 @auth_blueprint.response(200, OwnKey)
 def get_own_key() -> dict[str, Any]:
-    """Whose key this is."""
+    """Return the key's organisation, user, name and note."""
     return services().own_key.describe(current_caller())
 
 
 @auth_blueprint.route("/auth/apikey/me", methods=["DELETE"])
 @auth_blueprint.response(200)
 def revoke_own_key() -> dict[str, str]:
-    """The key works no more."""
+    """Revoke the key that the call is made with."""
     services().own_key.revoke(current_caller())
     return {}
 
@@ -73,7 +73,9 @@ def revoke_own_key() -> dict[str, str]:
 class LimitsAsked(Schema):
     """A query for limits and their use."""
 
-    project_id = fields.String(metadata={"description": "one that the key may use; its own by default"})
+    project_id = fields.String(
+        metadata={"description": "a project that the key may use; default: the key's own project"}
+    )
 
 
 class _Limits(Schema):
@@ -112,7 +114,7 @@ class LimitsShown(Schema):
 @limits_blueprint.arguments(LimitsAsked(), location="query")
 @limits_blueprint.response(200, LimitsShown)
 def get_limits(asked: dict[str, Any]) -> dict[str, Any]:
-    """What holds for a project and for the key, and what is used of it now."""
+    """Return the limits of a project and of the key, and their current use."""
     return services().allowances.describe(current_caller(), asked.get("project_id"))
 
 
@@ -148,7 +150,7 @@ class UsageEvents(SdkSchema):
 @billing_blueprint.arguments(UsageAsked(), location="query")
 @billing_blueprint.response(200, UsageEvents)
 def get_usage_events(asked: dict[str, Any]) -> dict[str, Any]:
-    """What was used in each hour of a window, in the projects where the caller is an admin."""
+    """List the usage of each hour of a time window, in the projects where the caller is an admin."""
     return services().usage.events(current_caller(), asked["starting_on"], asked["ending_before"])
 
 
@@ -173,7 +175,7 @@ class StorageAsked(SdkSchema):
 @billing_blueprint.arguments(StorageAsked(), location="query")
 @billing_blueprint.response(200, Storage)
 def get_current_storage(asked: dict[str, Any]) -> dict[str, Any]:
-    """The checkpoints there are, in number and size, of the projects where the caller is an admin, or of one."""
+    """Return the number and size of the checkpoints in all projects where the caller is an admin, or in one."""
     return {"data": services().usage.stored(current_caller(), asked["project_id"])}
 
 
@@ -183,7 +185,7 @@ class AuditAsked(SdkSchema):
     event_type = fields.String(
         load_default="all", validate=validate.OneOf(("all", "checkpoints", "projects", "teams", "organizations"))
     )
-    day = fields.Date(load_default=None, metadata={"description": "UTC; today if it is left out"})
+    day = fields.Date(load_default=None, metadata={"description": "UTC; default: today"})
 
 
 class AuditEntry(SdkSchema):
@@ -202,5 +204,5 @@ class AuditLog(SdkSchema):
 @audit_blueprint.arguments(AuditAsked(), location="query")
 @audit_blueprint.response(200, AuditLog)
 def get_audit_log(asked: dict[str, Any]) -> dict[str, Any]:
-    """What was done in a day in the projects where the caller is an admin, oldest first."""
+    """List the audit log of one day for the projects where the caller is an admin, oldest first."""
     return {"entries": services().audit.read(current_caller(), asked["event_type"], asked["day"])}

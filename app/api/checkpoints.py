@@ -82,7 +82,7 @@ def list_training_runs(asked: dict[str, Any]) -> dict[str, Any]:
 @runs_blueprint.arguments(Scoped(), location="query")
 @runs_blueprint.response(200, TrainingRun)
 def get_training_run(asked: dict[str, Any], run: str) -> dict[str, Any]:
-    """A run and its newest checkpoints; with access_scope accessible also one that published a checkpoint."""
+    """Return a run and its newest checkpoints; access_scope accessible also finds runs with a public checkpoint."""
     return services().runs.describe(run, current_caller(), asked["access_scope"])
 
 
@@ -102,7 +102,7 @@ class CheckpointList(SdkSchema):
 @runs_blueprint.route("/training_runs/<run>/checkpoints", methods=["GET"])
 @runs_blueprint.response(200, CheckpointList)
 def list_checkpoints(run: str) -> dict[str, Any]:
-    """A run's checkpoints, newest first; of somebody else's run the public ones."""
+    """List a run's checkpoints, newest first; only the public ones if the run is not visible to the caller."""
     return {"checkpoints": services().runs.list_checkpoints(run, current_caller())}
 
 
@@ -110,7 +110,7 @@ def list_checkpoints(run: str) -> dict[str, Any]:
 @needs("manage")
 @runs_blueprint.response(200)
 def publish_checkpoint(run: str, kind: str, name: str) -> dict[str, str]:
-    """Let everybody with a key read a checkpoint, and what its run is."""
+    """Publish a checkpoint: everybody with an API key can read it and the description of its run."""
     services().checkpoints.publish(_path(run, kind, name), current_caller(), public=True)
     return {}
 
@@ -119,7 +119,7 @@ def publish_checkpoint(run: str, kind: str, name: str) -> dict[str, str]:
 @needs("manage")
 @runs_blueprint.response(200)
 def unpublish_checkpoint(run: str, kind: str, name: str) -> dict[str, str]:
-    """Let nobody else read a checkpoint any more."""
+    """Make a published checkpoint private again."""
     services().checkpoints.publish(_path(run, kind, name), current_caller(), public=False)
     return {}
 
@@ -133,7 +133,7 @@ class SetTtl(SdkSchema):
 @runs_blueprint.arguments(SetTtl())
 @runs_blueprint.response(200)
 def set_checkpoint_ttl(asked: dict[str, Any], run: str, kind: str, name: str) -> dict[str, str]:
-    """Let a checkpoint expire that many seconds from now, or never."""
+    """Set the time in seconds after which a checkpoint expires, or let it never expire."""
     services().checkpoints.set_ttl(_path(run, kind, name), current_caller(), asked["ttl_seconds"])
     return {}
 
@@ -192,7 +192,7 @@ class WeightsInfoAsked(SdkSchema):
 @checkpoints_blueprint.arguments(WeightsInfoAsked())
 @checkpoints_blueprint.response(200, WeightsInfo)
 def weights_info(asked: dict[str, Any]) -> dict[str, Any]:
-    """What a checkpoint holds, and what a model must be to load it."""
+    """Return the content of a checkpoint, and the requirements on a model that loads it."""
     return services().checkpoints.describe_weights(TinkerPath.parse(asked["tinker_path"]), current_caller())
 
 
@@ -216,7 +216,7 @@ class WeightsCopied(SdkSchema):
 @checkpoints_blueprint.arguments(CopyWeights())
 @checkpoints_blueprint.response(200, WeightsCopied)
 def copy_weights(asked: dict[str, Any]) -> dict[str, str]:
-    """Copy a checkpoint into a project or a session; again under the same X-Idempotency-Key it is the same copy."""
+    """Copy a checkpoint into a project or session; a repeat with the same X-Idempotency-Key returns the same copy."""
     key = request.headers.get("X-Idempotency-Key")
     token = request.headers.get("X-Tinker-Weights-Access-Token", asked["weights_access_token"])
     return {"tinker_path": services().copies.copy(current_caller(), asked, key, token)}
@@ -228,9 +228,9 @@ class SignedUrl(SdkSchema):
 
 
 @archives_blueprint.route("/training_runs/<run>/checkpoints/<kind>/<name>/archive", methods=["GET"])
-@archives_blueprint.response(302, description="Location is the archive, until Expires")
+@archives_blueprint.response(302, description="Location is the URL of the archive, valid until Expires")
 def get_checkpoint_archive(run: str, kind: str, name: str) -> Response:
-    """Where to download a checkpoint's files as one tar."""
+    """Redirect to a download URL of a checkpoint's files as one tar."""
     url, expires = services().archives.url(TinkerPath.parse(f"tinker://{run}/{kind}/{name}"), current_caller())
     return Response(status=302, headers={"Location": url, "Expires": http_date(expires)})
 

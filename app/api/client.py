@@ -50,7 +50,7 @@ class ClientConfig(SdkSchema):
 @client_blueprint.route("/client/config", methods=["POST"])
 @client_blueprint.response(200, ClientConfig)
 def client_config() -> dict[str, Any]:
-    """Which features of the SDK this server has."""
+    """Return the SDK features that this server supports."""
     settings = services().settings
     return {
         "pjwt_auth_enabled": settings.api.pjwt_auth_enabled,
@@ -78,7 +78,7 @@ class DynamicConfig(SdkSchema):
 @client_blueprint.route("/client/dynamic_config", methods=["POST"])
 @client_blueprint.response(200, DynamicConfig)
 def dynamic_config() -> dict[str, Any]:
-    """What a client asks for again while it runs."""
+    """Return the settings that a client reads again while it runs."""
     return {"sample_cancel_enabled": True}
 
 

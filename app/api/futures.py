@@ -37,10 +37,9 @@ class TryAgain(SdkSchema):
 @futures_blueprint.arguments(RetrieveFuture())
 @futures_blueprint.response(
     200,
-    description="The result, as the worker stored it: protobuf for forward_backward and sample, or JSON for whoever "
-    "would rather have that",
+    description="The stored result: protobuf for forward_backward and sample, or JSON if Accept asks for it",
 )
-@futures_blueprint.alt_response(408, schema=TryAgain, description="Not ready within the hold: poll again at once")
+@futures_blueprint.alt_response(408, schema=TryAgain, description="The result is not ready yet: poll again at once")
 def retrieve_future(asked: dict[str, Any]) -> Response | tuple[dict[str, str], int]:
     """Wait for a future's result."""
     future = services().polls.wait(asked["request_id"], current_caller())
@@ -86,7 +85,7 @@ class RetrieveFutures(SdkSchema):
 @futures_blueprint.arguments(RetrieveFutures())
 @futures_blueprint.response(200, CompletedFutures)
 def retrieve_futures(asked: dict[str, Any]) -> dict[str, Any]:
-    """Wait for any of a client's samples; what it tells of is then fetched with retrieve_future."""
+    """Wait for any of a client's samples. The results that it names are then fetched with retrieve_future."""
     found, cursor = services().batch_polls.wait(current_caller(), asked)
     return {"completions": [_dump(completion) for completion in found], "cursor": cursor}
 
@@ -138,17 +137,18 @@ class AskedQueue(Paged):
 
 class WaitingCall(Schema):
     request_id = fields.String()
-    kind = fields.String(metadata={"description": "create_model, forward_backward, ..., sample"})
-    model_id = fields.String(metadata={"description": "of a training call"})
-    sampling_session_id = fields.String(metadata={"description": "of a sampling request"})
+    kind = fields.String(metadata={"description": "kind of the call: create_model, forward_backward, ..., sample"})
+    model_id = fields.String(metadata={"description": "the model of a training call"})
+    sampling_session_id = fields.String(metadata={"description": "the sampling session of a sampling request"})
     seq_id = fields.Integer()
-    waited_s = fields.Float(metadata={"description": "since it was admitted"})
-    state = fields.String(metadata={"description": "running, waiting, or paused_capacity: nobody runs it just now"})
-    position = fields.Integer(metadata={"description": "1 is the next to run, as turns go now"})
+    waited_s = fields.Float(metadata={"description": "seconds since the call was admitted"})
+    state = fields.String(metadata={"description": "running, waiting, or paused_capacity: no worker can run it now"})
+    position = fields.Integer(metadata={"description": "position in the queue at this moment; 1 runs next"})
     estimated_start_s = fields.Float(
-        allow_none=True, metadata={"description": "from now, at the workers' pace; null while that is not known"}
+        allow_none=True,
+        metadata={"description": "estimated seconds until the call starts, from the workers' speed; null if unknown"},
     )
-    reason = fields.String(metadata={"description": "what runs before it, or why nothing does"})
+    reason = fields.String(metadata={"description": "the position in words, or the reason why no call runs"})
 
 
 class Queue(Schema):
@@ -160,7 +160,7 @@ class Queue(Schema):
 @queue_blueprint.arguments(AskedQueue(), location="query")
 @queue_blueprint.response(200, Queue)
 def get_queue(asked: dict[str, Any]) -> dict[str, Any]:
-    """The calls of one's projects that wait or run, each with its place."""
+    """List the waiting and running calls of the caller's projects, with their positions."""
     return services().queue.list(current_caller(), Page(asked["offset"], asked["limit"]))
 
 
@@ -168,6 +168,6 @@ def get_queue(asked: dict[str, Any]) -> dict[str, Any]:
 @needs("sample")
 @queue_blueprint.response(200)
 def leave_queue(request_id: str) -> dict[str, str]:
-    """Stop a sample, as cancel_future does. Calls that train run in their order; deleting their run ends them."""
+    """Cancel a sampling request, like cancel_future. Training calls end only when their run is deleted."""
     services().cancels.cancel(request_id, current_caller())
     return {}

@@ -43,7 +43,7 @@ class HubModel(Schema):
 @blueprint.route("/api/models/<path:repo_id>/revision/<revision>", methods=["GET"])
 @blueprint.response(200, HubModel)
 def describe(repo_id: str, revision: str = "main") -> dict[str, Any]:
-    """Which files a base model's tokenizer has, and in which state they are."""
+    """Describe the tokenizer of a base model: its files, and a hash of their content."""
     found = services().hub.repository(repo_id, revision)
     siblings = [{"rfilename": name, "size": file.size, "blob_id": file.oid} for name, file in found.files.items()]
     about = {"id": found.id, "model_id": found.id, "sha": found.commit}

@@ -71,7 +71,7 @@ class ModelInfo(SdkSchema):
 @blueprint.arguments(GetInfo())
 @blueprint.response(200, ModelInfo)
 def get_info(asked: dict[str, Any]) -> dict[str, Any]:
-    """What a model is and which tokenizer it takes."""
+    """Return the base model, the LoRA rank and the tokenizer of a model."""
     return services().models.describe(asked["model_id"], current_caller())
 
 
@@ -84,5 +84,5 @@ class UnloadModel(SdkSchema):
 @blueprint.arguments(UnloadModel())
 @blueprint.response(200, Promise)
 def unload_model(asked: dict[str, Any]) -> dict[str, str]:
-    """Let a model leave its trainer's memory, as SDKs up to 0.24 ask for; the next call brings it back."""
+    """Unload a model from its trainer's memory, for SDKs up to 0.24; the next call restores it."""
     return services().models.unload(asked["model_id"], current_caller())

@@ -125,7 +125,7 @@ def _all(value: Any, kind: type) -> bool:
 @blueprint.arguments(Completion(), error_status_code=400)
 @blueprint.response(200, description="A text_completion; with `stream`, its chunks as server-sent events")
 def completions(asked: dict[str, Any]) -> Response | dict[str, Any]:
-    """Go on with a text, or with tokens."""
+    """Complete a text or a list of tokens."""
     return _answered(services().openai.complete(current_caller(), asked, _gone()), asked)
 
 

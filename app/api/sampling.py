@@ -49,7 +49,7 @@ class SamplingSessionJoined(SdkSchema):
 @blueprint.arguments(JoinSamplingSession())
 @blueprint.response(200, SamplingSessionJoined)
 def join_sampling_session(asked: dict[str, Any]) -> dict[str, int]:
-    """A number for one more client of a sampler, whose seq_ids start at 10^9 times it."""
+    """Return a number n for one more client of a sampler. The client's seq_ids start at n * 10^9."""
     return {"client_counter": services().sampling.join(asked["sampling_session_id"], current_caller())}
 
 
@@ -62,7 +62,7 @@ class Sampler(SdkSchema):
 @blueprint.route("/samplers/<sampler_id>", methods=["GET"])
 @blueprint.response(200, Sampler)
 def get_sampler(sampler_id: str) -> dict[str, str]:
-    """What a sampler samples from."""
+    """Return the base model and the checkpoint of a sampler."""
     return services().sampling.describe(sampler_id, current_caller())
 
 

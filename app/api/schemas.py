@@ -57,7 +57,7 @@ def label() -> fields.String:
 def access_token(**options: Any) -> fields.String:
     """A key to somebody else's checkpoint. It is not validated here, because the error message would repeat it."""
     return fields.String(
-        metadata={"description": "an API key, or a token of one, of somebody who may read the checkpoint"}, **options
+        metadata={"description": "an API key that may read the checkpoint, or a token made from such a key"}, **options
     )
 
 

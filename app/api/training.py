@@ -167,7 +167,7 @@ class SaveWeightsForSampler(_Save):
     kind = fields.String(
         load_default="snapshot",
         validate=validate.OneOf(("snapshot", "inflight")),
-        metadata={"description": "snapshot: these weights for ever; inflight: the newest ones saved so"},
+        metadata={"description": "snapshot: these weights for ever; inflight: always the newest weights of this kind"},
     )
 
 
@@ -188,7 +188,7 @@ class SaveWeightsExternal(_Save):
     )
     format = fields.String(
         allow_none=True,
-        metadata={"description": "peft or huggingface; else what the model's user_metadata says as export_format"},
+        metadata={"description": "peft or huggingface; default: export_format in the model's user_metadata"},
     )
 
 
@@ -258,7 +258,7 @@ class CreateCustomLoss(SdkSchema):
 @custom_losses_blueprint.arguments(CreateCustomLoss())
 @custom_losses_blueprint.response(200, Promise)
 def create_custom_loss(asked: dict[str, Any]) -> dict[str, str]:
-    """A loss function by its traced graph, to be named in forward_backward calls."""
+    """Create a loss function from its traced graph, for forward_backward calls."""
     return services().custom_losses.create(current_caller(), asked)
 
 
