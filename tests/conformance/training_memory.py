@@ -14,7 +14,7 @@ import torch
 from app.domain.ops import ForwardBackward, LoraSpec
 from app.errors import UserOpError
 from app.settings import BaseModelSettings
-from tests.conformance.test_training_backend import TRAINERS
+from tests.conformance.trainers import TRAINERS
 from tests.parity.datums import batch, supervised
 from workers.backends.training import backends
 from workers.backends.training.base import Create

@@ -12,6 +12,7 @@ _JOURNAL = "tests/property/test_journal.py"
 _RECOVERY = "tests/property/test_recovery.py"
 _CHECKPOINTS = "tests/property/test_checkpoints.py"
 _SAVES = "tests/unit/workers/train/test_committer.py"
+_AHEAD = "tests/unit/workers/train/test_run_ahead.py"
 _HANDOVER = "tests/unit/workers/checkpoints/test_handover.py"
 
 MUTANTS = (
@@ -64,7 +65,7 @@ MUTANTS = (
         "workers/train/owner.py",
         "return bool(self.uncommitted) and self.uncommitted[0].attempt.done()",
         "return any(ran.attempt.done() for ran in self.uncommitted)",
-        f"{_SAVES}::test_the_next_ops_run_while_a_save_is_written_and_are_committed_behind_it",
+        f"{_AHEAD}::test_the_next_ops_run_while_a_save_is_written_and_are_committed_behind_it",
         slow=True,
     ),
     Mutant(
@@ -72,21 +73,21 @@ MUTANTS = (
         "workers/train/scheduler.py",
         "            and not resident.uncommitted[-1].failure\n",
         "",
-        f"{_SAVES}::test_what_fails_ahead_dooms_what_waits_as_it_would_have",
+        f"{_AHEAD}::test_what_fails_ahead_dooms_what_waits_as_it_would_have",
     ),
     Mutant(
         "saves: what broke a worker never runs ahead",
         "workers/train/scheduler.py",
         "            head.fresh\n            and ",
         "            ",
-        f"{_SAVES}::test_what_broke_a_worker_never_runs_ahead",
+        f"{_AHEAD}::test_what_broke_a_worker_never_runs_ahead",
     ),
     Mutant(
         "saves: no snapshot of a state that ran ahead",
         "workers/checkpoints/snapshots.py",
         "            and not resident.uncommitted\n",
         "",
-        f"{_SAVES}::test_no_snapshot_is_taken_of_a_state_that_ran_ahead_of_its_commits",
+        f"{_AHEAD}::test_no_snapshot_is_taken_of_a_state_that_ran_ahead_of_its_commits",
     ),
     Mutant(
         "saves: a state ahead of a save that was put off goes",

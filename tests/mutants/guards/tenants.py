@@ -60,7 +60,7 @@ MUTANTS = (
         f"{_LUA}/journal.lua",
         "take(cjson.decode(ARGV[8]), is_awaited_by_parts(applied))",
         "take(cjson.decode(ARGV[8]))",
-        f"{_STORES}/test_limits.py::test_what_others_wait_for_passes_and_is_charged",
+        f"{_STORES}/test_rates.py::test_what_others_wait_for_passes_and_is_charged",
     ),
     Mutant(
         "limits of projects: samples that ended",

@@ -21,7 +21,7 @@ from app.stores.objects.folder import FolderStore
 from app.stores.redis import keys
 from app.stores.redis.lifecycle import RedisLifecycle
 from tests.unit.workers.conftest import LORA, MODEL, Worker, World, await_true, logprob_bytes, probe, step, undisturbed
-from tests.unit.workers.train.test_committer import GatedStore, admit, applied
+from tests.unit.workers.train.saves import GatedStore, admit, applied
 from workers.backends.training.base import ADAPTER_FILE, Create
 from workers.checkpoints import shm_transfer, transfer
 from workers.checkpoints.shm_transfer import HandoverFolder

@@ -1,86 +1,24 @@
-"""Admission by limits, on a real server: buckets, counts and sums. Nothing counts twice."""
+"""Limits on counts and sums: sequences, models and bytes, on a real server. Nothing counts twice."""
 
 from __future__ import annotations
 
-import functools
 import random
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
-import redis
 
-from app.domain.limits import KEY, PROJECT, Charge, Limits, Payer, Used
-from app.domain.records import Checkpoint, Model, Sampler, Session, dump
+from app.domain.limits import KEY, PROJECT, Charge, Limits, Payer
+from app.domain.records import Checkpoint, Model, Session, dump
 from app.domain.results import Result
 from app.errors import LimitReached, TooManyRequests
-from app.settings import EngineSettings
 from app.stores.redis import keys
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.lifecycle import RedisLifecycle
-from app.stores.redis.limits import RedisAllowances
-from app.stores.redis.records import RedisRecords
 from app.stores.redis.types import Lease
+from tests.unit.app.stores.redis.charges import MODEL, SAMPLER, SESSION, SETTINGS, allowances, ask, mine, oplog, stored
 
-SETTINGS = EngineSettings()
-SESSION = "session"
-MODEL, SAMPLER = f"{SESSION}:train:0", f"{SESSION}:sample:0"
-NONE = Limits()
-# A call takes 4.9 of the 10 seconds a bucket holds: 3 pass at once, the next in 4.7 s.
-SLOW = Limits(requests_per_s=1 / 4.9)
-
-
-def at_once(test: Callable[..., None]) -> Callable[..., None]:
-    """Repeats a failed test from the same state if the server's clock had advanced by a second or more.
-
-    A machine that stands still fills buckets.
-    """
-
-    @functools.wraps(test)
-    def run(client: redis.Redis, **fixtures: object) -> None:
-        state = {key: client.dump(key) for key in client.scan_iter()}
-        while True:
-            began = RedisRecords(client).now()
-            try:
-                return test(client=client, **fixtures)
-            except (AssertionError, pytest.fail.Exception, TooManyRequests):
-                if RedisRecords(client).now() - began < 1:
-                    raise
-            client.flushall()
-            for key, value in state.items():
-                client.restore(key, 0, value)
-
-    return run
-
-
-@pytest.fixture
-def stored(client: redis.Redis) -> RedisRecords:
-    records = RedisRecords(client)
-    records.put_new(Session.namespace, SESSION, dump(Session("me", 0.0)))
-    records.put_new(Sampler.namespace, SAMPLER, dump(Sampler("me", SESSION, "base", 0.0)))
-    return records
-
-
-@pytest.fixture
-def oplog(client: redis.Redis, stored: RedisRecords) -> RedisOpLog:
-    log = RedisOpLog(client, SETTINGS)
-    assert log.create_model(MODEL, dump(Model("me", SESSION, "base", 0.0, key="k")))
-    RedisLifecycle(client, SETTINGS).heartbeat(SESSION)
-    return log
-
-
-@pytest.fixture
-def allowances(client: redis.Redis) -> RedisAllowances:
-    return RedisAllowances(client, SETTINGS)
-
-
-def mine(limits: Limits = NONE, key: Limits = NONE) -> tuple[Payer, Payer]:
-    return Payer(PROJECT, "me", limits), Payer(KEY, "k", key)
-
-
-def ask(oplog: RedisOpLog, seq: int, charge: Charge, kind: str = "forward_backward") -> bool:
-    return oplog.admit(MODEL, seq, kind, b"payload", f"digest {seq}", charge=charge).fresh
+__all__ = ["allowances", "oplog", "stored"]  # the fixtures
 
 
 def sample(oplog: RedisOpLog, seq: int, samples: int, payers: tuple[Payer, ...]) -> str:
@@ -88,133 +26,6 @@ def sample(oplog: RedisOpLog, seq: int, samples: int, payers: tuple[Payer, ...])
     charge = Charge(payers, 1, samples)
     oplog.admit_sample(request, SAMPLER, "me", "sample.base", b"ask", "d", 1, None, samples, charge)
     return request
-
-
-def later(client: redis.Redis, payer: Payer, seconds: float) -> None:
-    """Simulates the passage of so much time."""
-    for name in client.hkeys(f"tinsmith:rates:{payer.name}"):
-        if name.endswith(b"_at"):
-            client.hincrby(f"tinsmith:rates:{payer.name}", name, -int(1000 * seconds))
-
-
-def passed(allowances: RedisAllowances, charge: Charge, most: int = 50) -> int:
-    """Number of calls that pass at once, one after another."""
-    for count in range(most):
-        try:
-            allowances.take(charge)
-        except TooManyRequests:
-            return count
-    return most
-
-
-@at_once
-def test_calls_pass_until_the_bucket_is_empty_and_at_the_rate_from_then_on(client, allowances):
-    charge = Charge(mine(SLOW))
-    assert passed(allowances, charge) == 3
-    with pytest.raises(TooManyRequests, match=r"project me made \S+ calls .* requests_per_s is 0\.20") as caught:
-        allowances.take(charge)
-    assert caught.value.retry_after_s in range(1, 6)
-    later(client, charge.payers[0], 300)
-    assert passed(allowances, charge) == 3, "what was not used for long is not saved up"
-    for _ in range(20):
-        later(client, charge.payers[0], 4.9)
-        assert passed(allowances, charge) == 1
-
-
-@at_once
-def test_a_call_larger_than_the_bucket_passes_and_the_debt_is_waited_for(client, allowances):
-    payers = mine(Limits(tokens_per_s=100))
-    allowances.take(Charge(payers, tokens=5000))
-    with pytest.raises(TooManyRequests, match="tokens_per_s is 100") as caught:
-        allowances.take(Charge(payers, tokens=1))
-    assert caught.value.retry_after_s in range(30, 41)
-    allowances.take(Charge(payers))  # a call without tokens waits for none
-    later(client, payers[0], 41)
-    allowances.take(Charge(payers, tokens=1))
-
-
-@at_once
-def test_a_new_limit_holds_at_once_for_what_was_taken_under_the_old_one(client, allowances):
-    allowances.take(Charge(mine(Limits(tokens_per_s=1)), tokens=1000))
-    with pytest.raises(TooManyRequests, match=r"in 9[89]\d s"):
-        allowances.take(Charge(mine(Limits(tokens_per_s=1)), tokens=1))
-    with pytest.raises(TooManyRequests, match=r"in (\d|10) s"):
-        allowances.take(Charge(mine(Limits(tokens_per_s=50)), tokens=1))
-    allowances.take(Charge(mine(Limits(tokens_per_s=500)), tokens=1))
-
-
-@at_once
-def test_the_state_of_a_rate_goes_when_it_has_filled_up(client, allowances):
-    payers = mine(SLOW)
-    allowances.take(Charge(payers))
-    assert 0 < client.pttl(f"tinsmith:rates:{payers[0].name}") <= 7000
-
-
-@at_once
-def test_a_refused_call_is_charged_to_nobody(client, allowances):
-    payers = mine(SLOW, Limits(requests_per_s=0.01))
-    assert passed(allowances, Charge(payers)) == 1, "the key lets one in"
-    with pytest.raises(TooManyRequests, match="key k made"):
-        allowances.take(Charge(payers))
-    assert passed(allowances, Charge(mine(SLOW))) == 2, "of the project's 3"
-
-
-@at_once
-def test_each_project_and_each_key_has_a_bucket_of_its_own(client, allowances):
-    assert passed(allowances, Charge(mine(SLOW))) == 3
-    assert passed(allowances, Charge((Payer(PROJECT, "other", SLOW), Payer(KEY, "me", SLOW)))) == 3
-
-
-@at_once
-def test_a_repeat_of_what_was_admitted_is_never_refused_and_counts_once(client, oplog, allowances):
-    charge = Charge(mine(SLOW))
-    assert ask(oplog, 0, charge, "create_model")
-    for _ in range(9):
-        assert not ask(oplog, 0, charge, "create_model")
-    assert passed(allowances, charge) == 2
-    assert not ask(oplog, 0, charge, "create_model")
-
-
-@at_once
-def test_a_call_that_is_refused_leaves_its_seq_free(client, oplog, allowances):
-    charge = Charge(mine(SLOW))
-    passed(allowances, charge)
-    with pytest.raises(TooManyRequests):
-        ask(oplog, 1, charge)
-    assert oplog.entry(MODEL, 1) is None
-    later(client, charge.payers[0], 10)
-    assert ask(oplog, 1, charge)
-
-
-@at_once
-def test_what_others_wait_for_passes_and_is_charged(client, oplog, allowances):
-    charge = Charge(mine(SLOW))
-    assert ask(oplog, 1, charge)
-    passed(allowances, charge)
-    with pytest.raises(TooManyRequests):
-        ask(oplog, 2, charge)
-    assert ask(oplog, 0, charge), "seq 1 cannot run before it"
-    later(client, charge.payers[0], 4.9)
-    assert passed(allowances, charge) == 0, "a call more is to be waited for"
-
-
-@pytest.mark.parametrize("ahead", ["a step", "a batch far ahead", "a refused batch"])
-def test_no_call_ahead_keeps_those_before_it_from_waiting_for_a_rate(oplog, ahead):
-    """A step takes no tokens, a refused call takes nothing, and one call must not admit all later calls."""
-    charge = Charge(mine(Limits(tokens_per_s=0.01)), tokens=1000)
-    match ahead:
-        case "a step":
-            ask(oplog, 2, replace(charge, tokens=0), "optim_step")
-        case "a batch far ahead":
-            ask(oplog, 1000, replace(charge, tokens=0))
-        case "a refused batch":
-            oplog.refuse(MODEL, 2, "not finite", "lost_batch")
-    assert ask(oplog, 0, charge)
-    lease = oplog.acquire(MODEL, "a/1")
-    assert isinstance(lease, Lease)
-    oplog.commit(lease, 0, Result(b"{}"))
-    with pytest.raises(TooManyRequests):
-        ask(oplog, 1, charge)
 
 
 def test_sequences_count_until_their_request_ends_however_it_ends(client, oplog, stored, allowances):
@@ -450,13 +261,3 @@ def test_a_save_is_refused_when_the_bytes_are_used_up(oplog, stored):
                 ask(oplog, limit, charge, "save_weights")
     charge = Charge(mine(Limits(storage_bytes=0)), stores=True)
     assert not ask(oplog, 101, charge, "save_weights"), "a repeat is let in"
-
-
-@at_once
-def test_what_is_used_of_a_rate_is_in_its_own_unit(client, allowances):
-    project, key = mine(Limits(requests_per_s=1, tokens_per_s=30))  # just enough: what passes meanwhile is little
-    for _ in range(10):
-        allowances.take(Charge((project, key), tokens=30))
-    used = allowances.used(project)
-    assert used.requests_per_s == pytest.approx(1, abs=0.5) and used.tokens_per_s == pytest.approx(30, abs=15)
-    assert allowances.used(key) == Used(0, 0, 0, None, None)
