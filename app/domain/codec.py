@@ -86,7 +86,7 @@ class Codec:
             return list(value)
         tag = self._tags.get(type(value))
         if tag is None:
-            raise TypeError(f"a {type(value).__name__} cannot be written to the journal")
+            raise TypeError(f"a value of type {type(value).__name__} cannot be written to the journal")
         return [msgpack.ExtType(_DATACLASS, tag.encode()), *(_sorted(part) for part in self._parts(value, tag))]
 
     def _parts(self, value: Any, tag: str) -> list[Any]:

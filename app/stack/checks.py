@@ -95,8 +95,8 @@ def vllm(base: BaseModelSettings) -> None:
     strays = [name for name in _STRAYS if (found := _version(name)) is not None and _local_build(found) != local]
     if local == "cpu" and strays:
         raise SetupError(
-            f"vLLM cannot start while {', '.join(strays)} are installed: they are not built for this CPU build of "
-            f"torch; run `pip uninstall -y {' '.join(_STRAYS)}`, or use --sampler transformers"
+            f"vLLM cannot start beside {', '.join(strays)}: builds for CUDA do not work with this CPU build of torch; "
+            f"run `pip uninstall -y {' '.join(_STRAYS)}`, or use --sampler transformers"
         )
 
 

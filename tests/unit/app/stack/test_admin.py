@@ -111,7 +111,7 @@ def test_a_backup_brings_everything_back_where_both_stores_were_lost(tinsmith, c
     tinsmith("admin", "key", "revoke", caller_of(revoked).key_id)
     before, lists = caller_of(key), [tinsmith("admin", kind, "list") for kind in ("org", "project", "user", "key")]
     file = tmp_path / "accounts.jsonl"
-    assert tinsmith("backup", file).startswith("7 objects of ")
+    assert tinsmith("backup", file).startswith("wrote 7 objects of ")
     assert file.stat().st_mode & 0o077 == 0
     assert key.partition(".")[2] not in file.read_text()
 
@@ -222,6 +222,6 @@ def test_a_key_for_one_of_several_projects_names_it(tinsmith, caller_of, valkey,
     tinsmith("admin", "user", "role", user, other, "viewer")
     create = ["admin", "key", "create", "--user", user]
     assert cli.main([*create, "--data-dir", str(tmp_path), "--redis", valkey]) == 2
-    assert "is in 2 projects: say with --project" in capsys.readouterr().err
+    assert "is in 2 projects: choose one for the key with --project" in capsys.readouterr().err
     caller: Caller = caller_of(tinsmith(*create, "--project", project))
     assert (caller.project, caller.roles) == (project, {project: "member", other: "viewer"})

@@ -58,7 +58,7 @@ def test_a_folder_that_holds_no_model_is_named(tmp_path):
 
 
 def test_the_torch_trainer_has_no_ranks():
-    with pytest.raises(SetupError, match=r"not 2 ranks.*--trainer deepspeed"):
+    with pytest.raises(SetupError, match=r"not in 2 ranks.*--trainer deepspeed"):
         checks.ranks(base_model(trainer=TrainerSettings(backend="torch", ranks=2)))
     checks.ranks(base_model(trainer=TrainerSettings(backend="deepspeed", ranks=2)))
 

@@ -54,7 +54,7 @@ def test_it_says_what_it_restored_and_what_it_cannot(client: redis.Redis, valkey
         assert lost in said.replace("names, tags and ", "")
     assert cli.main(arguments) == 0
     assert "/snapshots" not in said
-    assert "restored 0 runs and 0 checkpoints\n1 runs were there already" in capsys.readouterr().out
+    assert "restored 0 runs and 0 checkpoints\n1 runs were not missing" in capsys.readouterr().out
 
 
 def test_without_a_server_given_it_is_the_stack_that_runs_on_the_folder(

@@ -180,7 +180,7 @@ def test_of_two_changes_at_once_none_is_lost(accounts, objects, client):
 def test_a_role_is_only_had_in_ones_own_organisation(accounts):
     _, project = member(accounts)
     stranger = accounts.add_user(accounts.add_organisation("Smiths").id, "al@example.org")
-    with pytest.raises(BadRequest, match=f"user {stranger.id} is not"):
+    with pytest.raises(BadRequest, match=f"user {stranger.id} does not"):
         accounts.set_role(stranger.id, project.id, "viewer")
     with pytest.raises(BadRequest, match=f"user {stranger.id} is not in project {project.id}"):
         make_key(accounts, stranger, project)

@@ -143,7 +143,7 @@ def test_the_multiplications_of_a_matrix_product_are_work() -> None:
         node("a", "torch.ones", {"tuple": [3000, 3000]}),
         node("b", "operator.matmul", {"ref": "a"}, {"ref": "a"}),
     ]
-    with pytest.raises(UserOpError, match=r"node b \(operator.matmul\): LimitReached: it takes more work"):
+    with pytest.raises(UserOpError, match=r"node b \(operator.matmul\): LimitReached: it needs more work"):
         run(graph(*product), INPUTS).differentiate(0, LOGPROBS)
 
 
