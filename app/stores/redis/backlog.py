@@ -27,7 +27,7 @@ _CALLS_SLICE = 500
 
 
 class RedisBacklog:
-    """All work that waits or runs, of every project. It moves on between reads, so parts may be some milliseconds
+    """All waiting and running work of every project. It changes between reads, so parts of it may be some milliseconds
     apart."""
 
     def __init__(self, client: redis.Redis, settings: EngineSettings) -> None:
@@ -43,7 +43,7 @@ class RedisBacklog:
         return Unfinished(self._lines(models), samples, {queue: self._sequences(queue) for queue in queues})
 
     def seqs(self, model_ids: Iterable[str]) -> dict[str, list[int]]:
-        """The seqs that wait of each model, in order; consumed ones too."""
+        """The waiting seqs of each model, in order, including consumed ones."""
         found = {}
         for model_id in model_ids:
             applied = cast("bytes | None", self._redis.hget(keys.model(model_id), "applied"))
@@ -53,7 +53,7 @@ class RedisBacklog:
         return found
 
     def running(self, request_ids: Sequence[str]) -> set[str]:
-        """The sampling requests among these that a sampler has begun."""
+        """Those of these sampling requests that a sampler has begun."""
         with self._redis.pipeline(transaction=False) as pipe:
             for request_id in request_ids:
                 pipe.exists(keys.lease(request_id))
@@ -105,14 +105,15 @@ class RedisCalls:
         self._redis = client
 
     def of_model(self, model_id: str) -> list[Call]:
-        """By seq, the newest 10,000."""
+        """The calls of a model by seq, the newest 10,000."""
         waiting = cast(list[bytes], self._redis.zrange(keys.journal(model_id), -1, -1))
         applied = cast("bytes | None", self._redis.hget(keys.model(model_id), "applied"))
         newest = max(int(seq) for seq in (applied or -1, *waiting))
         return self.of(ids.request_id(model_id, seq) for seq in range(max(0, newest + 1 - _MOST), newest + 1))
 
     def of_sampler(self, sampler_id: str) -> list[Call]:
-        """Those that run, or have results that nobody has read, by id; the newest 10,000 of each client."""
+        """The calls of a sampler that run, or have results that nobody has read, by id; the newest 10,000 of each
+        client."""
         joined = int(cast("bytes | None", self._redis.hget(keys.record("samplers", sampler_id), "joined")) or 0)
         targets = [ids.poll_target(sampler_id, clone) for clone in range(joined + 1)]
         found = {request.decode() for request in cast(set[bytes], self._redis.smembers(keys.sampled(sampler_id)))}
@@ -123,7 +124,7 @@ class RedisCalls:
         return self.of(sorted(found))
 
     def of(self, request_ids: Iterable[str]) -> list[Call]:
-        """Those of them that are known, in their order."""
+        """The known ones of these calls, in their order."""
         wanted, calls = list(request_ids), []
         for start in range(0, len(wanted), _CALLS_SLICE):
             slice_ = wanted[start : start + _CALLS_SLICE]

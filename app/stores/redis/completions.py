@@ -26,13 +26,13 @@ from app.stores.redis.types import Completion
 _SLICE = 1000
 _ACKNOWLEDGED_S = 300
 
-# A reader that is further behind takes the rest from the result.
+# A reader that is further behind reads the rest from the result.
 _MOST_ENTRIES = 4096
 _KEPT_S = 120
 
 
 class RedisCompletions:
-    """The sampling requests that came to their end, in that order, by poll target (app/ids.py)."""
+    """Completed sampling requests by poll target (app/ids.py), in the order of their completion."""
 
     def __init__(self, client: redis.Redis, settings: EngineSettings) -> None:
         self._redis = client
@@ -40,9 +40,9 @@ class RedisCompletions:
         self._kept_s = min(_ACKNOWLEDGED_S, settings.result_read_s)
 
     def since(self, target: str, cursor: int) -> tuple[list[Completion], int]:
-        """The completions behind `cursor` (0: all) with results that nobody read, and the cursor to go on from.
+        """The completions after `cursor` (0: all) whose results nobody has read, and the cursor for the next call.
 
-        Oldest first, a slice at most. Completions up to `cursor` are forgotten.
+        Oldest first, at most one slice. Completions up to `cursor` are deleted.
         """
         last, *rows = self._run("completions", target, cursor, _SLICE)
         ended = zip(rows[::3], rows[1::3], rows[2::3], strict=True)
@@ -50,7 +50,8 @@ class RedisCompletions:
         return found, int(last)
 
     def acknowledge(self, request_ids: Iterable[str]) -> None:
-        """Their results were fetched and may go soon; those of unfinished or unknown requests are left alone."""
+        """Notes that the results of these requests were fetched, so that they may expire earlier. Unfinished and
+        unknown requests do not change."""
         with self._redis.pipeline(transaction=False) as pipe:
             for request_id in request_ids:
                 # XX: the future of an unfinished request has no expiry yet, and must not get one.
@@ -92,14 +93,14 @@ class TokenStreams:
             pipe.execute()
 
     def read(self, request_id: str, after: str) -> tuple[list[Drawn], str]:
-        """The entries behind the entry `after` ("0-0" for all entries), and the id of the newest entry."""
+        """The entries after the entry `after` ("0-0" for all entries), and the id of the newest entry."""
         found = cast(Any, self._broker.xread({keys.stream(request_id): after}))
         entries = found[0][1] if found else []
         last = entries[-1][0].decode() if entries else after
         return [_drawn(request_id, fields) for _, fields in entries], last
 
     def drop(self, request_id: str) -> None:
-        """Deletes a request's stream, which nobody reads any more."""
+        """Deletes the stream of a request when nobody reads it any more."""
         self._broker.delete(keys.stream(request_id))
 
 

@@ -65,7 +65,7 @@ class RedisFutures:
     """
 
     def __init__(self, client: redis.Redis, settings: EngineSettings, store: ObjectStore | None = None) -> None:
-        """`store` holds the spilled payloads; a process that runs no Ops needs none."""
+        """`store` holds the spilled payloads; a process that runs no Ops does not need it."""
         self._redis = client
         self._run = Scripts(client, settings)
         self._payloads = RedisPayloads(client, settings, store)
@@ -87,18 +87,20 @@ class RedisFutures:
         sequences: int = 1,
         charge: Charge = FREE,
     ) -> Admission:
-        """Journal a sampling request and its future: deduplicated like an Op, but in no order.
+        """Journals a sampling request and its future: deduplicated like an Op, but in no order. `tokens`: the most
+        tokens it may take, including the prompt. `sequences`: the number of samples.
 
-        `tokens`: the most it may take, prompt and all. `sequences`: the number of samples.
-        The version of its adapter is fixed here: its sampler's, or the newest of the model that this sampler follows.
-        It goes where that was sampled before (of the base: for this sampler) while there is room in the batch, then
-        where there is more (records.Worker), and to whoever comes first while every sampler holds all it can.
-        Raises BadRequest on other content and for a request that `bounds` could never let in, NotFound where the
-        sampler is gone, TooLarge, TooManyRequests while the queue is full or a limit of `charge` is reached, and
-        Unavailable while there is no room. All but the first never hit a repeat.
+        The version of its adapter is fixed here: the version of its sampler, or the newest version of the model that
+        this sampler follows. The request goes to the worker that sampled this version before (for the base model: that
+        ran requests of this sampler before) while that worker has room in its batch, then to the one with more room
+        (records.Worker). While every sampler is full, it goes to the first one with room.
 
-        It is held where its owner has others held, or has enough under way: all owners together three batches of the
-        queue's samplers, or this one its part of a batch.
+        Raises BadRequest for other content and for a request that `bounds` can never admit, NotFound when the sampler
+        is gone, TooLarge, TooManyRequests while the queue is full or a limit of `charge` is reached, and Unavailable
+        while there is no room. A repeat can only raise the first of these.
+
+        The request is held (throttled) if its owner has held requests, or enough requests under way: all owners
+        together have three batches of the queue's samplers, or this owner its part of a batch.
         """
         self._check_size(payload)
         most = (bounds.requests, bounds.tokens) if bounds else ("", "")
@@ -118,19 +120,21 @@ class RedisFutures:
         return Admission(request_id, fresh, held.decode() or None if fresh else None, held=what == "held")
 
     def release_samples(self, queue: str, last: Sequence[str] = ()) -> list[tuple[str, str | None]]:
-        """Release the held requests that there is room for now; returns each with the node to ring.
+        """Releases the held requests for which there is room now.
 
-        One of each owner goes at a time, those of `last` behind the others and in that order.
+        Returns each with the node to dispatch it to. One request of each owner is released at a time; the owners in
+        `last` come after the others, in that order.
         """
         rows = self._run("release_samples", queue, *last)
         return [(request_id.decode(), node.decode() or None) for request_id, node in rows]
 
     def claim_sample(self, request_id: str, worker: str, most_attempts: int | None = None) -> Entry | None:
-        """Start on a sampling request; None when it is terminal.
+        """Starts an attempt of a sampling request.
 
-        It counts at this worker now, which becomes its adapter's home if there is none, or one that was rung and did
-        not take it. Raises Fenced while another worker runs it, TriedOften if it had more than `most_attempts`, and
-        Unavailable, changing nothing, while its content is in an object store that is away.
+        Returns None when the request is terminal. From now on it counts at this worker. The worker becomes the affinity
+        of its adapter if there is none, or if the one that it was dispatched to has not begun it. Raises Fenced while
+        another worker runs it, TriedOften if it had more than `most_attempts`, and Unavailable, without a change, while
+        its content is in an object store that is away.
         """
         payload = self._to_run(request_id)
         most = "" if most_attempts is None else most_attempts
@@ -147,38 +151,39 @@ class RedisFutures:
         return Entry(0, "sample", request_id, payload, "", attempts, waited_ms / 1000, pinned, bool(doubtful))
 
     def put_off_sample(self, request_id: str, worker: str, took: int = 0) -> None:
-        """Leave a sampling request that could not be run for no fault of its own; another worker's stays as it is.
+        """Puts back a sampling request that could not be run for no fault of its own.
 
-        A request that was cancelled while `worker` ran it is charged for the tokens it `took` instead of the most it
-        might have taken.
+        A request of another worker does not change. If the request was cancelled while `worker` ran it, it is charged
+        for the tokens it `took` instead of the most it might have taken.
         """
         self._run("put_off_sample", request_id, worker, took)
 
     def finish_sample(self, request_id: str, result: Result, usage: Usage = NOTHING) -> bool:
-        """Make the result readable and wake the poll; False when there already was one (it stays).
+        """Makes the result readable and wakes the poll.
 
-        A request that did not fail counts its `usage`, in the same step.
+        Returns False when there is a result already; that one stays. A request that did not fail counts its `usage` in
+        the same step.
         """
         state, used = "failed" if result.failed else "done", json.dumps(dict(usage))
         answer = result.content_type, result.body
         return bool(self._run("finish_sample", request_id, state, *answer, self._unread_s, used))
 
     def cancel_sample(self, request_id: str) -> bool:
-        """Fail ("user") a sampling request that nobody waits for, and tell the worker that runs it; False when there
-        was a result already (it stays)."""
+        """Fails ("user") a sampling request that nobody waits for, and notifies the worker that runs it. Returns False
+        when there is a result already; that one stays."""
         failed = Result.failure(CANCELLED)
         return bool(self._run("cancel_sample", request_id, self._unread_s, failed.content_type, failed.body))
 
     def outcome(self, request_id: str) -> Result | None:
-        """A terminal future's result, for a worker; None while it is pending or when it is gone."""
+        """The result of a terminal future, for a worker; None while the future is pending or when it is gone."""
         found = read_hash(self._redis, keys.future(request_id))
         return _result(found) if found.get(b"state") in (b"done", b"failed") else None
 
     def future(self, request_id: str, owners: Set[str], onlookers: Set[str] = frozenset()) -> Future:
         """A future of one of the projects `owners`.
 
-        A result of one of the `onlookers` among them is not noted as read, and so does not go sooner. Raises NotFound
-        for an unknown or foreign id (alike), Gone for an expired one.
+        If the project is also in `onlookers`, its result is not noted as read, so that it does not expire earlier.
+        Raises NotFound for an unknown and for a foreign id (with the same text), Gone for an expired one.
         """
         found = read_hash(self._redis, keys.future(request_id))
         if b"state" not in found:
@@ -197,7 +202,7 @@ class RedisFutures:
         with self._redis.pipeline(transaction=False) as pipe:
             pipe.expire(keys.future(request_id), self._kept_s(size), lt=True)
             if kind == "sample":
-                # Whoever waits for all of a client's requests together reads a result only once told that it is there.
+                # A client that polls for all of its requests reads a result only after a poll has named it.
                 pipe.zrem(keys.completed(ids.target_of(request_id)), request_id)
             pipe.execute()
 
@@ -214,9 +219,10 @@ class RedisFutures:
             )
 
     def _to_run(self, request_id: str) -> bytes:
-        """A call's content, read before its start is noted: an object store that is away must not count as a try.
+        """The content of a call.
 
-        Lost content is empty, so that running it fails, and after its attempts the Op.
+        It is read before the start is noted: an object store that is away must not count as an attempt. Lost content is
+        returned empty, so that the attempt fails, and after the last attempt the Op.
         """
         try:
             return self._payloads.get(request_id)
@@ -224,7 +230,7 @@ class RedisFutures:
             return b""
 
     def _absence(self, request_id: str, owners: Set[str]) -> NotFound | Gone:
-        """An id whose parent is the caller's was there once; anything else looks unknown."""
+        """Gone for an id whose parent belongs to the caller, because it existed once; NotFound for any other id."""
         parent, _, seq = request_id.rpartition(":")
         for namespace in ("models", "samplers"):
             stored, applied = self._redis.hmget(keys.record(namespace, parent), ["owner", "applied"])

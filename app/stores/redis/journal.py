@@ -51,7 +51,7 @@ class RedisOpLog(RedisFutures):
     """
 
     def create_model(self, model_id: str, fields: Record) -> bool:
-        """Register a model with nothing applied (seq 0 comes first); False if it is there already."""
+        """Registers a model with nothing applied (seq 0 comes first). Returns False if the model exists already."""
         return bool(self._run("create_model", model_id, *_flat(fields)))
 
     def admit(
@@ -65,14 +65,15 @@ class RedisOpLog(RedisFutures):
         charge: Charge = FREE,
         audited: str = "",
     ) -> Admission:
-        """Journal an Op and its pending future. Returns only once it is on disk (the server's appendfsync always).
+        """Journals an Op and its pending future. Returns only when it is on disk (the server's appendfsync is always).
+        In the same step, `model` are the fields with which to register an unknown model, and `audited` is an entry of
+        the audit log.
 
-        In the same step, `model`: fields to register an unknown model with; `audited`: an entry of the audit log.
-        Raises NotFound for an unknown model without these, Gone for one that has ended, BadRequest when seq holds other
-        content, was refused, or was given up, TooLarge if it could never fit, and Unavailable while there is no room:
-        that consumes nothing, never hits a repeat, and never the Op that others wait for. The same holds for the
-        TooManyRequests of a rate that `charge` exceeds. A total that it exceeds raises LimitReached, which spares only
-        repeats.
+        Raises NotFound for an unknown model without these fields, Gone for a model that has ended, BadRequest when the
+        seq holds other content, was refused or was given up, TooLarge for an Op that can never fit, and Unavailable
+        while there is no room. Unavailable consumes nothing, and is never raised for a repeat or for the Op that others
+        wait for. The same holds for TooManyRequests, when `charge` exceeds a rate. LimitReached, when `charge` exceeds
+        a total, is never raised for a repeat.
         """
         request_id = ids.request_id(model_id, seq)
         self._check_size(payload)
@@ -91,15 +92,16 @@ class RedisOpLog(RedisFutures):
         return Admission(request_id, what == "fresh", _node(detail) if detail else None)
 
     def refuse(self, model_id: str, seq: int, reason: str, kind: RefusalKind = "skip") -> bool:
-        """Consume a seq that will never run; False (and nothing changes) when the seq is already taken.
+        """Consumes a seq that will never run.
 
-        If that loses a gradient (any kind but "skip"), Ops already waiting behind it, up to and including the next
-        optim_step, fail with `reason`.
+        Returns False, without a change, when the seq is already taken. If a gradient is lost thereby (any kind but
+        "skip"), Ops that already wait after it, up to and including the next optim_step, fail with `reason`.
         """
         return bool(self._run("refuse", model_id, seq, reason, kind))
 
     def acquire(self, model_id: str, worker: str) -> Lease | HeldElsewhere:
-        """Own the model, unless another live node does; an earlier process of the same node is replaced at once.
+        """Takes the lease on the model, unless another live node has it; an earlier process of the same node is
+        replaced at once.
 
         Raises NotFound for an unknown model, Gone for one that has ended.
         """
@@ -114,23 +116,23 @@ class RedisOpLog(RedisFutures):
         return Lease(model_id, worker, int(epoch), int(applied), snapshot, int(snapshot_seq), int(floor))
 
     def renew(self, ids: Sequence[str], worker: str) -> list[str]:
-        """Extend the leases on models and sampling requests that are still ours; returns the ids that are not.
+        """Renews our leases on models and sampling requests.
 
-        A worker that does not call it for a lease is missed: each Op that it began and did not leave counts as one that
-        killed it.
+        Returns the ids whose leases are not ours any more. A worker that does not renew a lease is missing: each Op
+        that it began and did not put back counts as a crash of this worker.
         """
         return _texts(self._run("renew", worker, self._lease_ms, *ids))
 
     def release(self, id_: str, worker: str) -> None:
-        """Give a lease up; a no-op when it is not ours."""
+        """Releases a lease. Does nothing when it is not ours."""
         self._run("release", id_, worker)
 
     def next(self, lease: Lease, seq: int) -> Entry | None:
-        """The Op at `seq`, which is about to run; None when it has not been admitted. Raises Fenced.
+        """The Op at `seq`, which is about to run; None when it has not been admitted.
 
-        Each other worker that began it, did not leave it and is not heard of counts as an attempt: a crash looks like
-        that. One that is heard of again was cut off, and counts no longer.
-        Raises Unavailable, and changes nothing, while its content is in an object store that is away.
+        Raises Fenced. Each other worker that began the Op, did not put it back and is missing counts as an attempt,
+        because a crash looks like this. A worker that comes back was cut off, and no longer counts. Raises Unavailable,
+        without a change, while the content is in an object store that is away.
         """
         request_id = ids.request_id(lease.model_id, seq)
         payload = self._to_run(request_id)
@@ -155,15 +157,17 @@ class RedisOpLog(RedisFutures):
         )
 
     def strike(self, lease: Lease, seq: int) -> None:
-        """Count an attempt at an Op that did not come to an end though its worker lives; nothing for an older epoch."""
+        """Counts an attempt of an Op that failed in a worker that survived. Does nothing for an older epoch."""
         self._run("leave", lease.model_id, lease.epoch, seq, lease.worker, 1)
 
     def put_off(self, lease: Lease, seq: int) -> None:
-        """Leave an Op, whoever owns its model by now: this worker's start is no attempt."""
+        """Puts an Op back, even if the model has another owner by now: this worker's start does not count as an
+        attempt."""
         self._run("leave", lease.model_id, lease.epoch, seq, lease.worker, 0)
 
     def entry(self, model_id: str, seq: int) -> Entry | None:
-        """The Op at `seq` for a replay: read only. Raises Unavailable, or NotFound when its spilled content is lost."""
+        """The Op at `seq` for a replay; it only reads. Raises Unavailable, or NotFound when the spilled content is
+        lost."""
         request_id = ids.request_id(model_id, seq)
         found = read_hash(self._redis, keys.op(request_id))
         if not found:
@@ -180,10 +184,11 @@ class RedisOpLog(RedisFutures):
         why: str = "failed",
         usage: Usage = NOTHING,
     ) -> None:
-        """Make `seq` the applied one, its result readable and the records set, and wake the poll. Raises Fenced.
+        """Makes `seq` the applied one, its result readable and the records set, and wakes the poll.
 
-        A forward_backward that failed dooms, with `why`, the Ops that already wait behind it up to the next optim_step.
-        An Op that did not fail counts its `usage` for the model's project of that moment, in the same step.
+        Raises Fenced. A failed forward_backward makes the Ops that already wait after it, up to the next optim_step,
+        fail with `why`. An Op that did not fail counts its `usage`, in the same step, for the project that the model
+        belongs to at that moment.
         """
         state = "failed" if result.failed else "done"
         records = json.dumps([[namespace, key, dict(fields)] for namespace, key, fields in writes])
@@ -203,10 +208,10 @@ class RedisOpLog(RedisFutures):
             raise Fenced(f"{lease.model_id} seq {seq} is not for epoch {lease.epoch} to commit")
 
     def set_snapshot(self, lease: Lease, seq: int, reference: str) -> str:
-        """Point at a durable snapshot, trim the journal behind it, return the one replaced. A repeat changes nothing
-        and returns `reference` itself.
+        """Sets the model's snapshot to a durable one, trims the journal up to it, and returns the replaced one.
 
-        Raises Fenced, and Unavailable while a hand-over at `seq` or before still needs the journal (records.Handover).
+        A repeat changes nothing and returns `reference` itself. Raises Fenced, and Unavailable while a shared-memory
+        transfer at `seq` or before still needs the journal (records.Handover).
         """
         replaced = self._run("set_snapshot", lease.model_id, lease.epoch, seq, reference)
         if replaced is None:
@@ -216,11 +221,11 @@ class RedisOpLog(RedisFutures):
         return str(replaced.decode())
 
     def shortage(self) -> str:
-        """The reason why no call is taken in at present; empty while there is room."""
+        """The reason why no call is admitted at present; empty while there is room."""
         return str(self._run("room").decode().removeprefix("FULL "))
 
     def take_calls(self, seconds: float) -> None:
-        """An API process is there to take calls in, for so long from now."""
+        """Notes that an API process accepts calls, for so long from now."""
         self._redis.set(keys.TAKING_CALLS, "", px=int(seconds * 1000))
 
     def takes_calls(self) -> bool:
@@ -228,14 +233,14 @@ class RedisOpLog(RedisFutures):
         return bool(self._redis.exists(keys.TAKING_CALLS))
 
     def lead(self, role: str, worker: str) -> bool:
-        """True while `worker` is the one that does `role` for everybody; call again well within the lease time."""
+        """True while `worker` is the leader for `role`. Call it again well within the lease time."""
         return bool(self._run("lead", role, worker, self._lease_ms))
 
     def pending(self, limit: int = 1000, start: int = 0, depth: int = 100) -> list[Pending]:
-        """Models and requests that are not terminal, longest without progress first and held ones last.
+        """Models and requests that are not terminal; the longest without progress come first, held ones last.
 
-        Returns `limit` of them from `start`, with at most `depth` kinds each. One call looks at limit x depth entries
-        while everybody else waits.
+        Returns `limit` of them from `start`, with at most `depth` kinds each. One call reads limit x depth entries, and
+        all other clients of the server wait meanwhile.
         """
         rows = self._run("pending", start, limit, depth)
         return [
@@ -253,18 +258,18 @@ class RedisOpLog(RedisFutures):
         ]
 
     def heads(self, seqs: Mapping[str, int]) -> list[Head]:
-        """The Ops at these seqs, by model id, that have been admitted; none of them begins."""
+        """The admitted Ops at these seqs, by model id. None of them begins."""
         return _heads(self._run("heads", *(part for place in seqs.items() for part in place)))
 
     def unowned(self, queue: str, among: int = 1000) -> list[Head]:
-        """The next Ops of this queue's models that no live worker owns, longest without progress first.
+        """The next Ops of this queue's models without a live owner; the longest without progress come first.
 
-        It looks among the first `among` of all that is pending, while everybody else waits for the server.
+        Only the first `among` pending entries are read, because all other clients of the server wait meanwhile.
         """
         return _heads(self._run("unowned", queue, among))
 
     def waiting(self, model_id: str, seq: int, limit: int = 100) -> tuple[str, ...]:
-        """The kinds of the Ops from `seq` on, up to a gap."""
+        """The kinds of the waiting Ops from `seq` on, up to a gap."""
         return tuple(_texts(self._run("waiting", model_id, seq, limit)))
 
     def _stage(self, payload: bytes) -> str:

@@ -22,10 +22,11 @@ _ABORTED_AT_ONCE = 100
 
 
 class RedisLifecycle:
-    """The ends of sessions, models and files. Every time is the state server's own.
+    """The ends of sessions, models and files. All times are the state server's own.
 
-    A session is heard of by a heartbeat, or by an Op of one of its models or samplers. It ends when it is finished or
-    was not heard of for `engine.session_s`; an Op brings it back, and a heartbeat too unless it was finished.
+    A heartbeat, or an Op of one of its models or samplers, is a sign of life of a session. A session ends when it is
+    finished, or without a sign of life for `engine.session_s`. An Op revives it; so does a heartbeat, unless the
+    session was finished.
     """
 
     def __init__(self, client: redis.Redis, settings: EngineSettings) -> None:
@@ -37,20 +38,20 @@ class RedisLifecycle:
         self._unread_s = settings.result_unread_s
 
     def heartbeat(self, session_id: str) -> None:
-        """Its client is still there."""
+        """Notes that the client of the session is alive."""
         self._run("heartbeat", session_id)
 
     def finish(self, session_id: str, reason: str) -> None:
-        """Its client is done; the first reason stays as its status."""
+        """Ends the session because its client is done. The first reason stays as its status."""
         self._run("finish", session_id, json.dumps(reason))
 
     def move(self, session_id: str, project: str) -> None:
-        """Its owner, and that of all that is in it or is being saved there, is another project from now on. A session
-        that is gone is left alone."""
+        """Moves the session, with everything in it or being saved in it, to another project. A session that is gone
+        does not change."""
         self._run("move_session", session_id, json.dumps(project))
 
     def expire(self) -> list[str]:
-        """End the silent sessions; returns their ids."""
+        """Ends the sessions without a sign of life. Returns their ids."""
         return [id_.decode() for id_ in self._run("expire", self._silence_ms, _SLICE)]
 
     def retired(self) -> list[str]:
@@ -60,15 +61,16 @@ class RedisLifecycle:
         return [id_.decode() for id_ in cast(list[bytes], found)]
 
     def forget(self, session_id: str) -> bool:
-        """Remove the record of a retired session; False (nothing changes) for one that is not retired any more."""
+        """Removes the record of a retired session. Returns False, without a change, for one that is not retired any
+        more."""
         return bool(self._run("forget", session_id, self._retain_ms))
 
     def end_model(self, model_id: str, *, retired: bool = False) -> Holder | None:
-        """End a model for good, in one step; again for an ended one changes nothing.
+        """Ends a model for good, in one step; a repeat changes nothing.
 
-        Its owner is fenced, its journal and its snapshot pointer go, its waiting Ops fail ("user"), and later ones and
-        owners get Gone. None for an unknown model; with `retired`, also (and nothing changes) when its session is not
-        retired any more.
+        Its owner is fenced, its journal and its snapshot pointer are deleted, its waiting Ops fail ("user"), and later
+        Ops and owners get Gone. Returns None for an unknown model; with `retired` also, without a change, when the
+        model's session is not retired any more.
         """
         failed = Result.failure(ENDED)
         ended = self._retain_ms if retired else ""
@@ -79,16 +81,17 @@ class RedisLifecycle:
         return Holder(base_model, worker.rpartition("/")[0], json.loads(full))
 
     def unload(self, model_id: str) -> None:
-        """Its client needs it in memory no more, until the next Op. Nothing for an unknown model."""
+        """Notes that the client does not need the model in memory until its next Op. Does nothing for an unknown
+        model."""
         self._run("unload", model_id)
 
     def end_sampler(self, sampler_id: str) -> bool:
-        """Remove a sampler's record; False (and nothing changes) when its session is not retired any more."""
+        """Removes a sampler's record. Returns False, without a change, when its session is not retired any more."""
         return bool(self._run("end_sampler", sampler_id, self._retain_ms))
 
     def abort_samples(self) -> int:
-        """Fail ("user") the unfinished requests of samplers that are gone, or in a session that has ended; returns how
-        many."""
+        """Fails ("user") the unfinished requests of samplers that are gone or whose session has ended. Returns their
+        number."""
         failed = Result.failure(SAMPLING_ENDED)
         args = (self._unread_s, failed.content_type, failed.body)
         total = 0
@@ -97,7 +100,7 @@ class RedisLifecycle:
         return total
 
     def holders(self, model_ids: Iterable[str]) -> list[Holder]:
-        """The places of these models in memory now; none for a model that is in no worker's."""
+        """The places of these models in memory; models that no worker holds are left out."""
         ids = list(model_ids)
         with self._redis.pipeline(transaction=False) as pipe:
             for model_id in ids:
@@ -111,16 +114,16 @@ class RedisLifecycle:
         ]
 
     def unwanted(self, model_ids: Iterable[str]) -> set[str]:
-        """Of these, those that were ended or are unknown; and of those with nothing to do the unloaded ones, and the
-        ones in a session that has ended."""
+        """The models of these that a worker should unload: ended and unknown ones; of those without waiting Ops, the
+        unloaded ones and those whose session has ended."""
         return {id_.decode() for id_ in self._run("unwanted", *model_ids)}
 
     def loads(self, model_id: str) -> list[int]:
-        """The seqs in its journal that read a checkpoint when they run or are replayed."""
+        """The seqs in the model's journal that read a checkpoint when they run or are replayed."""
         return [int(seq) for seq in self._run("loads", model_id)]
 
     def overdue(self, unreferenced: Iterable[str]) -> list[str]:
-        """Note everything that is unreferenced now; returns what was in every such note for `engine.orphan_s`."""
+        """Notes everything that is unreferenced now. Returns what was in every such note for `engine.orphan_s`."""
         now, current = self._now_ms(), set(unreferenced)
         marked = {mark.decode() for mark, _ in self._redis.zscan_iter(keys.ORPHANS, count=_SLICE)}
         for gone in _slices(sorted(marked - current)):

@@ -35,8 +35,8 @@ class RedisAllowances:
         self._run = Scripts(client, settings)
 
     def take(self, charge: Charge) -> None:
-        """Charge all payers of a call, or none. Raises TooManyRequests where it may come again, and LimitReached where
-        something has to go first."""
+        """Charges all payers of a call, or none. Raises TooManyRequests if the call may be repeated later, and
+        LimitReached if something has to be deleted first."""
         if asked := of_op(charge):
             check(self._run("take", asked))
 
@@ -79,5 +79,5 @@ def check(found: Sequence[bytes]) -> None:
 
 
 def _said(limits: Limits) -> dict[str, float]:
-    """The limits that are set, by name. An unset one is left out: cjson's null is a value that counts as true."""
+    """The set limits by name. An unset one is left out, because cjson's null counts as true."""
     return {name: value for name, value in asdict(limits).items() if value is not None and name != "weight"}

@@ -24,35 +24,36 @@ class RedisPages:
         self._run = Scripts(client, settings)
 
     def close(self, limit: int) -> list[Page]:
-        """Close the pages of past hours, for good; returns so many of those that are closed."""
+        """Closes the pages of past hours for good. Returns at most this many of the closed pages."""
         return [Page.parse(name.decode()) for name in self._run("close_pages", limit)]
 
     def drop(self, page: Page) -> None:
-        """Forget a closed page that has been kept elsewhere."""
+        """Deletes a closed page that has been stored elsewhere."""
         with self._redis.pipeline() as pipe:
             pipe.delete(keys.page(page))
             pipe.zrem(keys.PAGES, str(page))
             pipe.execute()
 
     def find(self, book: Book, projects: Iterable[str], hours: range) -> dict[Page, Fields]:
-        """The pages of these projects and hours that are there."""
+        """The existing pages of these projects and hours."""
         of = set(projects)
         listed = cast(list[bytes], self._redis.zrangebyscore(keys.PAGES, hours.start, f"({hours.stop}"))
         pages = [page for name in listed if (page := Page.parse(name.decode())).book == book and page.project in of]
         return {page: self.fields(page) for page in pages}
 
     def fields(self, page: Page) -> Fields:
-        """Empty for a page that is not there."""
+        """The fields of a page; empty for a page that does not exist."""
         return text_fields(read_hash(self._redis, keys.page(page)))
 
     def measured(self) -> float | None:
-        """The time of the last count of the checkpoints' sizes, in unix seconds; None for never."""
+        """The time of the last measurement of the checkpoints' sizes, in unix seconds; None if there was none."""
         found = cast(bytes | None, self._redis.get(keys.STORAGE_MEASURED))
         return None if found is None else float(found)
 
     def measure(self, before: float | None, now: float, held: Iterable[Held]) -> bool:
         # As text: a script's own numbers are exact only up to 2^53, ten terabytes for a quarter of an hour.
-        """Count the bytes held between two measurements; False (nothing changes) when `before` was not the last one."""
+        """Counts the bytes held between two measurements. Returns False, without a change, when `before` was not the
+        last measurement."""
         rows = [[each.project, each.base_model, each.hour, str(each.byte_seconds)] for each in held]
         return bool(self._run("measure_storage", "" if before is None else repr(before), repr(now), json.dumps(rows)))
 
@@ -65,8 +66,9 @@ class Books:
     files: PageFiles
 
     def read(self, book: Book, projects: Iterable[str], hours: range) -> dict[Page, Fields]:
-        """Every page once. The state server is asked first, or one on its way would be missed; one that is in both, on
-        its way or because the state server was set back, is as the object store has it. Raises Unavailable."""
+        """Reads every page once. The state server is read first, because otherwise a page that moves meanwhile would be
+        missed. If a page is in both places, because it is moving or the state server was set back, the page in the
+        object store counts. Raises Unavailable."""
         of = list(projects)
         found = self.pages.find(book, of, hours)
         for project in of:

@@ -39,7 +39,8 @@ class RedisPayloads:
         self._store = store
 
     def get(self, request_id: str) -> bytes:
-        """Empty for an Op that has none or is gone. Raises Unavailable (store), NotFound when its object was lost."""
+        """The payload of an Op; empty for an Op that has none or is gone. Raises Unavailable (store), NotFound when its
+        object was lost."""
         payload = cast("bytes | None", self._redis.get(keys.payload(request_id)))
         if payload is not None:
             return payload
@@ -47,11 +48,13 @@ class RedisPayloads:
         return self._objects.read(spilled.decode()) if spilled else b""
 
     def due(self, limit: int) -> list[str]:
-        """Request ids of the payloads to move now: large ones, and the oldest while over half the budget is used."""
+        """Request ids of the payloads to move now: large ones, and the oldest ones while more than half of the budget
+        is used."""
         return [request_id.decode() for request_id in self._run("due_to_spill", limit)]
 
     def spill(self, request_id: str) -> bool:
-        """Move one; False when it was dropped meanwhile. Raises Unavailable, and it then stays where it is."""
+        """Moves one payload. Returns False when it was dropped meanwhile. Raises Unavailable; the payload then stays in
+        Redis."""
         admitted = cast("bytes | None", self._redis.hget(keys.op(request_id), "admitted"))
         payload = cast("bytes | None", self._redis.get(keys.payload(request_id)))
         if admitted is None or payload is None:
@@ -62,7 +65,8 @@ class RedisPayloads:
         return bool(self._run("spill", request_id, key, admitted))
 
     def remove_garbage(self) -> int:
-        """Delete objects of dropped payloads, and of moves that never ended; returns how many. Raises Unavailable."""
+        """Deletes objects of dropped payloads, and of moves that never ended. Returns their number. Raises
+        Unavailable."""
         garbage = cast(list[bytes], self._run("spill_garbage", _ABANDONED_MS, _GARBAGE_AT_ONCE))
         if garbage:
             self._objects.delete([key.decode() for key in garbage])

@@ -36,17 +36,19 @@ class RedisRecords:
         self._run("put", namespace, key, 0 if ttl_s is None else int(ttl_s * 1000), *flat)
 
     def put_new(self, namespace: str, key: str, fields: Record) -> bool:
-        """False when there is one already (it stays). Raises Unavailable while there is no room for another."""
+        """Creates a record. Returns False when it exists already; that one stays. Raises Unavailable while there is no
+        room for another."""
         flat = [part for pair in fields.items() for part in pair]
         return bool(self._run("put_new", namespace, key, *flat))
 
     def put_newer(self, namespace: str, key: str, version: int, fields: Record) -> bool:
-        """Set a record with a field `version`; False (nothing changes) when that version or a later one is there."""
+        """Sets a record with a field `version`. Returns False, without a change, when that version or a later one
+        exists."""
         flat = [part for pair in fields.items() for part in pair]
         return bool(self._run("put_newer", namespace, key, version, *flat))
 
     def update(self, namespace: str, key: str, fields: Record) -> bool:
-        """Set fields of a record; False when there is none (none is made)."""
+        """Sets fields of a record. Returns False when there is no such record; none is created."""
         flat = [part for pair in fields.items() for part in pair]
         return bool(self._run("update", namespace, key, *flat))
 
@@ -57,7 +59,7 @@ class RedisRecords:
         self._run("delete", namespace, key)
 
     def delete_same(self, namespace: str, key: str, fields: Record) -> bool:
-        """Delete a record that still has the `fields` that were read; False when it has changed since."""
+        """Deletes a record that still has the `fields` that were read. Returns False when it has changed since."""
         flat = [part for pair in fields.items() for part in pair]
         return bool(self._run("delete_same", namespace, key, *flat))
 
@@ -129,14 +131,15 @@ class RedisRecords:
             yield from zip(slice_, map(text_fields, found), strict=True)
 
     def note(self, book: Book, project: str, key: str, text: str, *, urgent: bool = False) -> None:
-        """Write an entry on this hour's page of a project's book (app/stores/pages.py), if it holds none of this key.
+        """Writes an entry on this hour's page of a project's book (app/stores/pages.py), unless the page has an entry
+        with this key.
 
-        Raises Unavailable while there is no room, if the entry is not `urgent`.
+        Raises Unavailable while there is no room, unless the entry is `urgent`.
         """
         self._run("note", book, project, key, text, "urgent" if urgent else "")
 
     def join(self, sampler_id: str) -> int:
-        """The number of one more client of a sampling session, from 1 on. Raises NotFound for an unknown one."""
+        """The number of a further client of a sampling session, from 1 on. Raises NotFound for an unknown session."""
         number = int(self._run("join", sampler_id))
         if not number:
             raise NotFound(f"sampler {sampler_id[:200]!r} does not exist")

@@ -19,8 +19,8 @@ dropped."""
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """`fresh` is False for a repeat of a journalled call. `node` is the one to ring: the model's live owner, or the
-    sampler that a request goes to; None for whoever comes first. A `held` request rings nobody."""
+    """`fresh` is False for a repeat of a journaled call. `node` is the node to dispatch to: the model's live owner, or
+    the sampler for a request; None for any worker. A `held` request is not dispatched."""
 
     request_id: str
     fresh: bool
@@ -30,7 +30,7 @@ class Admission:
 
 @dataclass(frozen=True, slots=True)
 class QueueBounds:
-    """The most sampling requests of one queue, and the most tokens of theirs, that may be unfinished at once."""
+    """Bounds of one queue: its most unfinished sampling requests, and the most tokens of these requests."""
 
     requests: int
     tokens: int
@@ -38,10 +38,10 @@ class QueueBounds:
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """`epoch` grows with every change of owner; a commit with an older one is refused.
+    """`epoch` grows with every change of owner; a commit with an older epoch is refused.
 
-    The rest is the model as found: its applied seq, and its newest durable snapshot (empty for none). Entries of an
-    epoch before `epoch_floor` belong to a history that a rebuild left behind.
+    The other fields describe the model at that time: its applied seq, and its newest durable snapshot (empty for none).
+    Entries of an epoch before `epoch_floor` belong to a history that a rebuild has abandoned.
     """
 
     model_id: str
@@ -62,10 +62,11 @@ class HeldElsewhere:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One journalled Op. `doomed` holds the error it fails with instead of running; `attempts` counts the workers
-    that began it and were broken by it, or died.
+    """One journaled Op.
 
-    `kind` is an Op's, or a RefusalKind for a consumed seq; `doomed` then holds the reason.
+    `doomed` is the error with which it fails instead of running. `attempts` counts the workers that began it and died
+    or were broken by it. `kind` is the kind of the Op, or a RefusalKind for a consumed seq, whose `doomed` is the
+    reason.
     """
 
     seq: int
@@ -88,7 +89,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Future:
-    """A future's state for those who may see it; `result` when terminal."""
+    """The state of a future, for callers who may see it; `result` is set when it is terminal."""
 
     request_id: str
     kind: str
@@ -100,11 +101,11 @@ class Future:
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """A model or sampling request that waits: seconds since it last moved, and the next seq there.
+    """A waiting model or sampling request: the seconds since its last progress, and its next seq.
 
-    `kinds`: those of the Ops that wait from there on without a gap, as many as asked for; empty when the next seq has
-    not come. `running`: a live worker began on it. `awaited`: one worker was rung for it, and has not begun or is gone.
-    `held`: it is not dispatched yet.
+    `kinds`: the kinds of its waiting Ops from there on without a gap, as many as asked for; empty when the next seq has
+    not arrived. `running`: a live worker has begun it. `awaited`: it was dispatched to one worker, which has not begun
+    it or is gone. `held`: it is not dispatched yet.
     """
 
     id: str
@@ -119,8 +120,8 @@ class Pending:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The Op a model waits with next. `size`: bytes of its content in Redis. `fresh`: no worker began it yet, and it is
-    not doomed. `owner`: the model's project."""
+    """The next waiting Op of a model. `size`: bytes of its content in Redis. `fresh`: no worker has begun it yet, and
+    it is not doomed. `owner`: the model's project."""
 
     model_id: str
     seq: int
@@ -132,9 +133,10 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class ModelLine:
-    """A model with calls that wait: `waiting` of them, all behind `applied`. `node` holds it, empty for none.
+    """A model with waiting calls: `waiting` of them, all after `applied`.
 
-    `running`: the next one runs there; `come`: it has been admitted.
+    `node` holds the model, empty for none. `running`: the next call runs there; `come`: the next call has been
+    admitted.
     """
 
     model_id: str
@@ -158,8 +160,8 @@ class WaitingSample:
 
 @dataclass(frozen=True, slots=True)
 class Unfinished:
-    """`samples` by their admission, the first one first; `sequences` are those of a queue's requests that were given to
-    a sampler."""
+    """`samples` are in the order of their admission. `sequences` are the sequences, by queue, of requests that were
+    given to a sampler."""
 
     models: Sequence[ModelLine]
     samples: Sequence[WaitingSample]
@@ -168,8 +170,8 @@ class Unfinished:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call with a future that is still kept; unix times in seconds by the state server's clock, `ended` None while it
-    has not."""
+    """A call whose future is still kept; unix times in seconds by the state server's clock. `ended` is None while the
+    call has not ended."""
 
     request_id: str
     kind: str
@@ -180,7 +182,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A sampling request that came to its end. `size`: bytes of its result."""
+    """A completed sampling request. `size`: bytes of its result."""
 
     request_id: str
     failed: bool
