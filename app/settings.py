@@ -21,7 +21,7 @@ from app.errors import SetupError
 from app.settings_errors import describe
 
 SETTINGS_VARIABLE = "TINSMITH_SETTINGS"
-# Said where the backend "auto" chooses transformers beside a GPU.
+# Shown when the backend "auto" selects transformers on a machine with a GPU.
 NO_VLLM = (
     "vLLM is not installed, so the slower transformers sampler is used beside this machine's GPU; for vLLM run "
     '`pip install "tinsmith[vllm]"`, or `make setup GPU=1` in a checkout'

@@ -89,7 +89,7 @@ class CustomLossRun:
                 return _differentiate(self._loss, leaf, inputs)
         except _NodeFailed as error:
             raise UserOpError(
-                f"datum {datum}: the custom loss {self._loss.name} failed: {error}. The model is unchanged"
+                f"datum {datum}: the custom loss {self._loss.name} fails: {error}. The model is unchanged"
             ) from None
 
     def _where(self, row: int, datum: int) -> tuple[int | slice, ...]:
