@@ -26,6 +26,10 @@ CONSTRAINTS := constraints$(if $(filter 1,$(GPU)),-gpu).txt
 SETUP := $(VENV)/.setup-done$(if $(filter 1,$(GPU)),-gpu)
 TEST_SETUP := $(VENV)/.test-setup-done
 
+# Without their caches, every process compiles the modules anew that it imports. A process that collects all unit tests
+# takes 25 s of CPU time for that instead of 17 s.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test unit extras lint dist bench chaos faults soak property recipes fuzz openapi mutants clean
 .PHONY: upgrade upgrade-fixture isa images compose-up compose-train compose-down
