@@ -5,8 +5,9 @@ PYTHON ?= python3
 TORCH_ARGS ?=
 # GPU=1 also installs vLLM for CUDA.
 GPU ?= 0
-# One job more than two cores: tests of stacks often wait, for restarts and leases.
-JOBS ?= 3
+# One job more than two cores: tests of stacks often wait, for restarts and leases. Unit tests seldom do, and a third job
+# takes 20 s of CPU time for its imports.
+JOBS ?= $(if $(filter unit,$(MAKECMDGOALS)),2,3)
 MINUTES ?= 60
 RUNS ?= 2000
 REQUESTS ?= 20000
