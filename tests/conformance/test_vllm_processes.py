@@ -1,4 +1,4 @@
-"""Additions to vLLM's worker processes, tested in a separate sampler: one start of vLLM, killed at the end."""
+"""Additions to the worker processes of vLLM, in a separate sampler: one start of vLLM, killed at the end."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def sampler(folder: Path, expected: np.ndarray) -> Iterator[tuple[subprocess.Pop
     script = folder / "sampler.py"
     script.write_text(SAMPLER)
     command = [sys.executable, str(script), str(folder), json.dumps(PROMPT)]
-    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[6])}
+    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environ
     ) as process:
