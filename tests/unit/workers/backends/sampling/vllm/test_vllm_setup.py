@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from app.domain.sampling import MAX_TOP
 from app.errors import SetupError
 from app.settings import BaseModelSettings, SamplerSettings
+from workers.backends.sampling import vllm
 from workers.backends.sampling.vllm.engine import check_install, engine_args, lora_rank, set_environment
 from workers.backends.sampling.vllm.worker import SAMPLER_PID_VARIABLE
 
@@ -38,15 +40,19 @@ def test_a_cpu_build_beside_it_is_fine(tmp_path, monkeypatch):
     check_install()
 
 
-def test_a_vllm_that_cannot_be_imported_is_a_setup_error_that_names_the_cause(tmp_path):
+def test_a_vllm_that_cannot_be_imported_is_a_setup_error_that_names_the_cause(tmp_path, monkeypatch):
     (tmp_path / "vllm.py").write_text("raise ImportError('libcudart.so.99: cannot open shared object file')")
-    code = (
-        "from workers.backends.sampling.vllm.engine import check_import, check_install\ncheck_install()\ncheck_import()"
-    )
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path(__file__).parents[6])])}
-    environ.pop(SAMPLER_PID_VARIABLE, None)  # left by an earlier test, it would make the process a worker of vLLM's
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environ)
-    assert "SetupError: vLLM is installed but cannot be imported: libcudart.so.99: cannot open" in run.stderr
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "vllm", raising=False)
+    monkeypatch.delenv(SAMPLER_PID_VARIABLE, raising=False)  # left by another test, it names a sampler to end with
+    # Imported anew, they must not need vLLM either.
+    for name in ("engine", "worker"):
+        monkeypatch.delitem(sys.modules, f"{vllm.__name__}.{name}")
+        monkeypatch.setattr(vllm, name, None)
+    engine = import_module(f"{vllm.__name__}.engine")
+    engine.check_install()
+    with pytest.raises(SetupError, match=r"vLLM is installed but cannot be imported: libcudart\.so\.99: cannot open"):
+        engine.check_import()
 
 
 def test_the_rank_is_rounded_up_to_one_vllm_takes():
