@@ -34,12 +34,15 @@ def demo(data_dir: Path) -> None:
 def _run(data_dir: Path) -> None:
     started = time.monotonic()
     _say("Starting a stack for the demo")
-    import tinker
-
-    from app.demo import report, stack, training
+    from app.demo import stack
 
     with stack.running(data_dir) as running:
         _say(f"Ready at {running.url} after {time.monotonic() - started:.0f} s")
+        # These take seconds. A stack that cannot start says so without them.
+        import tinker
+
+        from app.demo import report, training
+
         with tinker.ServiceClient(base_url=running.url, api_key=running.api_key) as service:
             client = service.create_lora_training_client(model.NAME, rank=training.RANK, seed=0).result()
             tokenizer = client.get_tokenizer()
