@@ -18,9 +18,10 @@ import psutil
 from app import dispatch
 from app.settings import Settings
 from tests.faults.watching import Call, Fault, Watch
-from workers.backends.training import backends
-from workers.process import assembly
-from workers.process.parts import Parts, Runtime
+from workers.backends.training.backends import create
+from workers.process.assembly import assemble_trainer
+from workers.process.heartbeat import worker_name
+from workers.process.parts import Parts, Runtime, Serving
 from workers.process.results import NotNow
 
 Answer = tuple[Literal["done", "failed", "unknown", "not now", "error"], str]
@@ -124,17 +125,17 @@ def _serve(pipe: Connection, settings: Settings, node: str, faults: tuple[Fault,
 
 
 def _trainer(settings: Settings, node: str, watch: Watch) -> Runtime:
-    parts = Parts.of(settings, dispatch.celery_app(settings), node)
+    parts = Parts.of(settings, dispatch.celery_app(settings), worker_name(node))
     watched = replace(
         parts,
         oplog=watch.over("oplog", parts.oplog),
         records=watch.over("records", parts.records),
         store=watch.over("store", parts.store),
     )
-    create = backends.create
-    backends.create = lambda base, **kind: watch.over("backend", create(base, **kind))
     base = settings.base_models[0]
-    return assembly.assemble_trainer(settings, base, watched, node, dispatch.train_queue(base.name))
+    backend = watch.over("backend", create(base))
+    serving = Serving(base, backend, backend.open(), dispatch.train_queue(base.name))
+    return assemble_trainer(watched, serving).runtime()
 
 
 def _handle(worker: Runtime, request_id: str, model_id: str, kind: str) -> Answer:

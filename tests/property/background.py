@@ -22,8 +22,8 @@ class Background:
         self.saves = LateSaves(writes)
         self._workers: list[Work] = []
 
-    def latest(self, name: str, work: Callable[[str, Item], None], retry_s: float) -> Work[Item]:
-        """Replaces workers.checkpoints.coalescing.Latest."""
+    def latest(self, name: str, work: Callable[[str, Item], None]) -> Work[Item]:
+        """As workers.checkpoints.coalescing.Latest."""
         self._workers.append(Work(self, work))
         return self._workers[-1]
 

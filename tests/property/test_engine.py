@@ -22,7 +22,7 @@ from app.stores.redis.types import RefusalKind
 from tests.property.client import Client
 from tests.property.faults import Fault
 from tests.property.runs import run_machine
-from tests.property.world import MODEL, Trainer, TrainerWorld
+from tests.property.world import MODEL, Process, TrainerWorld
 
 NODES = ("a", "b")
 MODELS = (MODEL, "session:train:1", "session:train:2")
@@ -66,7 +66,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.world = TrainerWorld(self.client, self.place, noise, MODELS[:models], merged_tokens, self.hit)
         self.clients = [Client(self.world, model) for model in self.world.models]
         self.trainers = {node: self.world.trainer(node) for node in NODES}
-        self.zombies: list[Trainer] = []
+        self.zombies: list[Process] = []
         self.troubles = 0
         # Every example has a shared pass (if that is on), a step beside a save, and a lost transfer.
         self.all_call_and_ring(["backward", "save", "step"], "a", Fault.NONE, 0)
@@ -144,7 +144,7 @@ class EngineMachine(RuleBasedStateMachine):
                 self.zombies.append(trainer)
                 self._restart(node)
             case "stop":
-                trainer.drain.in_order(1.0)
+                trainer.close()
                 self._restart(node)
             case "idle":
                 trainer.owner.part_with(client.model)
@@ -154,8 +154,7 @@ class EngineMachine(RuleBasedStateMachine):
                 for late in (trainer, *self.zombies):
                     late.background.catch_up()
             case "tick":
-                trainer.runner.see_to_saves()
-                trainer.discard_incomplete()
+                trainer.tidy()
             case "wipe":
                 trainer.wipe()
             case "lapse":
@@ -208,7 +207,7 @@ class EngineMachine(RuleBasedStateMachine):
         if trainer.faults.dead:
             self._restart(node)
 
-    def _ring(self, trainer: Trainer, client: Client, seq: int) -> None:
+    def _ring(self, trainer: Process, client: Client, seq: int) -> None:
         if seq < 0 or not (seq in client.admitted or seq in client.refused):
             return
         before = self.world.applied(client.model)

@@ -14,7 +14,7 @@ from app.domain.results import Result
 from app.stores.redis import keys
 from tests.property.faults import Fault
 from tests.property.vector_backend import BREAKING, POISON, State, backward, optim_step
-from tests.property.world import CREATE, MODEL, Trainer, TrainerWorld
+from tests.property.world import CREATE, MODEL, Process, TrainerWorld
 from workers.train.owner import MAX_ATTEMPTS
 
 
@@ -26,7 +26,7 @@ def world(client: redis.Redis, tmp_path: Path) -> Iterator[TrainerWorld]:
     world.stop()
 
 
-def run(world: TrainerWorld, trainer: Trainer, ops: list[Op]) -> list[Result | None]:
+def run(world: TrainerWorld, trainer: Process, ops: list[Op]) -> list[Result | None]:
     """Runs the Ops; each is admitted only after the previous one has its result."""
     first = max(1, world.applied() + 1)
     for seq, op in enumerate(ops, first):
@@ -41,7 +41,7 @@ def failures(found: list[Result | None]) -> list[bool]:
     return [result.failed for result in found if result is not None]
 
 
-def state(trainer: Trainer) -> State:
+def state(trainer: Process) -> State:
     return trainer.backend.states[MODEL]
 
 

@@ -128,7 +128,7 @@ class VectorBackend:
         self.states.clear()
 
     def describe(self) -> Mapping[str, Any]:
-        return {"models": len(self.states)}
+        return {"models": len(self.states), "devices": ["cpu"]}
 
     def _one(self, model_id: str, op: BackendOp, rounding: float) -> Output | OpError:
         if isinstance(op, Create):

@@ -13,10 +13,9 @@ import random
 import shutil
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NoReturn
-from unittest import mock
 
 import redis
 
@@ -26,28 +25,20 @@ from app.domain.ops import CreateModel, LoraSpec, ModelSpec, Op, as_asked
 from app.domain.records import Model, dump
 from app.domain.results import Result
 from app.errors import Fenced
-from app.settings import EngineSettings
+from app.settings import BaseModelSettings, EngineSettings, Settings
 from app.stores.objects.base import ObjectStore
 from app.stores.objects.folder import FolderStore
 from app.stores.redis import keys
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.records import RedisRecords
+from tests import assembly
 from tests.property.background import Background
 from tests.property.faults import Crash, Fault, Faults
 from tests.property.vector_backend import VectorBackend
-from workers.checkpoints.shm_transfer import HandoverFolder, Handovers
-from workers.checkpoints.snapshot_upload import SnapshotFolder
-from workers.checkpoints.snapshots import Restore, Snapshots
-from workers.checkpoints.writer import Saver
-from workers.process.fair_queue import Shares
+from workers.process.assembly import Overrides, Trainer, assemble_trainer
 from workers.process.leases import LeaseKeeper
+from workers.process.parts import Serving
 from workers.process.results import NotNow
-from workers.train.committer import Committer
-from workers.train.executor import Executor
-from workers.train.owner import Owner, Resident
-from workers.train.rebalance import Drain
-from workers.train.runner import TrainingRunner
-from workers.train.scheduler import Ahead, Parked, Turns, Unowned
 
 BASE = "base"
 MODEL = "session:train:0"
@@ -56,20 +47,18 @@ CREATE = CreateModel(ModelSpec(BASE, LoraSpec(rank=4, seed=3)))
 _LEASE_S = 3600.0
 
 
-@dataclass
-class Trainer:
-    """One process. `rung` lists its dispatches: (request id, queue)."""
+@dataclass(frozen=True)
+class Process(Trainer):
+    """One trainer. `backend` is its own, beneath the faults. `rung` lists the requests that it dispatched."""
 
-    name: str
-    runner: TrainingRunner
-    owner: Owner
-    drain: Drain
     backend: VectorBackend
-    keeper: LeaseKeeper
     background: Background
     faults: Faults
-    handovers: Handovers
-    rung: list[tuple[str, str]]
+    rung: list[str]
+
+    @property
+    def keeper(self) -> LeaseKeeper:
+        return self.parts.keeper
 
     def ring(self, seq: int, kind: str = "forward_backward", model: str = MODEL) -> Result | None:
         """Outcome of a dispatch; None if there is no result, and the call is dispatched again.
@@ -80,14 +69,9 @@ class Trainer:
             return self.runner.handle(ids.request_id(model, seq), model, kind)
         return None
 
-    def discard_incomplete(self) -> None:
-        """Removes lost transfers, as a watchdog tick does."""
-        for model in self.handovers.lost():
-            self.owner.discard(model)
-
     def wipe(self) -> None:
         """Loses the memory of its machine."""
-        shutil.rmtree(self.handovers._folder.root, ignore_errors=True)
+        shutil.rmtree(self.parts.settings.handover_dir, ignore_errors=True)
 
 
 @dataclass
@@ -112,6 +96,8 @@ class TrainerWorld:
     def __post_init__(self) -> None:
         self.client.flushall()
         self.settings = EngineSettings(lease_s=_LEASE_S)
+        passes = {"exact": not self.merged_tokens, "merged_tokens": max(1, self.merged_tokens), "merge_wait_s": 0.0}
+        self.base = BaseModelSettings.model_validate({"name": BASE, "path": "vectors", "trainer": passes})
         self.oplog = RedisOpLog(self.client, self.settings)
         self.records = RedisRecords(self.client)
         self.store: ObjectStore = FolderStore(self.folder / "objects", "secret", "http://x")
@@ -122,65 +108,43 @@ class TrainerWorld:
         payload = codec.encode(op)
         return self.oplog.admit(model, seq, op.kind, payload, codec.digest(codec.encode(as_asked(op)))).fresh
 
-    def trainer(self, node: str, *, snapshots: bool = True, fragile: bool = False) -> Trainer:
+    def trainer(self, node: str, *, snapshots: bool = True, fragile: bool = False) -> Process:
         """A new process of a node, with a snapshot after every optim_step, or none. Node b has its own machine."""
-        name = f"{node}/{self.boots()}"
         backend, faults = VectorBackend(self.noise, fragile, done=self.done), Faults(self.hit)
 
         def writes(model_id: str) -> None:
-            resident = owner.residents().get(model_id)
+            resident = trainer.owner.resident(model_id)
             self.done["ahead"] += max(0, len(resident.uncommitted) - 1) if resident else 0
 
+        def end(why: str) -> NoReturn:
+            faults.dead = True
+            raise Crash
+
+        rung: list[str] = []
+
+        def ring(kind: str, request_id: str, parent_id: str, queue: str) -> None:
+            rung.append(request_id)
+
         background = Background(writes)
-        oplog, store = faults.watch("oplog", self.oplog), faults.watch("store", self.store)
-        watched_backend = faults.watch("backend", backend)
-        keeper = LeaseKeeper(self.oplog, name, _LEASE_S)
-        self.keepers.append(keeper)
         machine = self.folder / ("machine b" if node == "b" else "machine a")
-        with mock.patch("workers.checkpoints.shm_transfer.Latest", background.latest):
-            handovers = Handovers(store, self.records, HandoverFolder(machine / "handover", 2**30))
-        make_again = handovers.resume
+        engine = {"snapshot_share": math.inf, "handover_dir": str(machine / "handover")}
+        settings = Settings(data_dir=machine, engine=self.settings.model_copy(update=engine))
+        parts = assembly.parts(self.client, settings, f"{node}/{self.boots()}", self.oplog, self.store, ring)
+        self.keepers.append(parts.keeper)
+        parts = replace(parts, oplog=faults.watch("oplog", parts.oplog), store=faults.watch("store", parts.store))
+        serving = Serving(self.base, faults.watch("backend", backend), assembly.INFO, f"train.{BASE}")
+        rest_s = 0.0 if snapshots else math.inf
+        overrides = Overrides(end, lambda: background.saves, background.latest, rest_s, scan_share=math.inf)
+        trainer = assemble_trainer(parts, serving, overrides)
+        make_again = trainer.handovers.resume
 
         def resume(model_id: str) -> dict[int, str]:
             to_make = make_again(model_id)
             self.done["made again"] += len(to_make)
             return to_make
 
-        handovers.resume = resume  # type: ignore[method-assign]
-        saver = Saver(watched_backend, self.records, store, handovers)
-        executor = Executor(watched_backend, store, self.folder / "cache" / name, saver)
-        folder = SnapshotFolder(machine / "snapshots", node)
-        engine = self.settings.model_copy(update={"snapshot_share": math.inf})
-        with mock.patch("workers.checkpoints.snapshot_upload.Latest", background.latest):
-            snapshots_of = Snapshots(oplog, saver, folder, engine, rest_s=0.0 if snapshots else math.inf)
-        rung: list[tuple[str, str]] = []
-
-        def ring(kind: str, request_id: str, parent_id: str, queue: str) -> None:
-            rung.append((request_id, queue))
-
-        def settle(resident: Resident, seconds: float) -> None:
-            committer.finish(resident, seconds)
-            handovers.finish(resident.lease.model_id, seconds)
-            snapshots_of.settle(resident, within_s=seconds)
-
-        def end(why: str) -> NoReturn:
-            drain.hand_over()
-            faults.dead = True
-            raise Crash
-
-        restore = Restore(oplog, executor, folder, snapshots_of)
-        owner = Owner(oplog, watched_backend, keeper, name, restore, settle, 64, lost=handovers.give_up)
-        queue = f"train.{BASE}"
-        drain = Drain(oplog, owner, ring, queue)
-        parked = Parked(ring, f"{queue}@{node}")
-        saves = background.saves
-        committer = Committer(oplog, owner, executor, snapshots_of, saves)
-        unowned = Unowned(oplog, queue, math.inf)
-        turns = Turns(oplog, owner, Ahead(saves, parked), Shares(), unowned, self.merged_tokens, wait_s=0.0)
-        runner = TrainingRunner(
-            oplog, owner, committer, watched_backend.healthy, parked, turns, saves, ring, queue, end
-        )
-        return Trainer(name, runner, owner, drain, backend, keeper, background, faults, handovers, rung)
+        trainer.handovers.resume = resume  # type: ignore[method-assign]
+        return Process(**vars(trainer), backend=backend, background=background, faults=faults, rung=rung)
 
     def lapse(self) -> None:
         """Expires the leases of owners that slept, which do not notice."""

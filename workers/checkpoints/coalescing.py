@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import redis
 
@@ -27,7 +27,7 @@ class Latest(Generic[Item]):
     Work that raised is retried after `retry_s`, unless a newer item came. Nothing is kept beyond the process.
     """
 
-    def __init__(self, name: str, work: Callable[[str, Item], None], retry_s: float) -> None:
+    def __init__(self, name: str, work: Callable[[str, Item], None], retry_s: float = 5.0) -> None:
         self._name, self._work, self._retry_s = name, work, retry_s
         self._changed = threading.Condition()
         self._waiting: dict[str, Item] = {}
@@ -126,3 +126,7 @@ class Latest(Generic[Item]):
             self._rests[key] = rest_until
             self._current = None
             self._changed.notify_all()
+
+
+NewLatest = Callable[..., Latest[Any]]
+"""Starts a coalescing worker with a name and its work."""

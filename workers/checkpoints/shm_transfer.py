@@ -25,7 +25,7 @@ from app.stores.objects.base import ObjectStore, check_key
 from app.stores.objects.notes import remove_checkpoint
 from app.stores.redis.records import RedisRecords
 from workers.checkpoints import transfer
-from workers.checkpoints.coalescing import Latest
+from workers.checkpoints.coalescing import Latest, NewLatest
 
 log = logging.getLogger(__name__)
 _CLOSE_S = 2.0
@@ -43,10 +43,10 @@ class Handovers:
     responsible for it meanwhile: its files are in this machine's folder, or the journal rebuilds them.
     """
 
-    def __init__(self, store: ObjectStore, index: RedisRecords, folder: HandoverFolder, retry_s: float = 5.0) -> None:
+    def __init__(self, store: ObjectStore, index: RedisRecords, folder: HandoverFolder, latest: NewLatest) -> None:
         self._store, self._index, self._folder = store, index, folder
         self._lost: set[str] = set()
-        self._uploads: Latest[None] = Latest("hand-overs", self._upload, retry_s)
+        self._uploads: Latest[None] = latest("hand-overs", self._upload)
 
     def begin(self) -> None:
         """Uploads the adapters that an earlier process of this machine left in the folder, whoever owns those models

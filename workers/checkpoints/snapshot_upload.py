@@ -29,7 +29,7 @@ from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.types import Lease
 from workers.backends.training.base import Writer
 from workers.checkpoints import transfer
-from workers.checkpoints.coalescing import Latest
+from workers.checkpoints.coalescing import Latest, NewLatest
 from workers.checkpoints.writer import Saver
 
 log = logging.getLogger(__name__)
@@ -69,12 +69,12 @@ class SnapshotPipeline:
     """
 
     def __init__(
-        self, oplog: RedisOpLog, saver: Saver, folder: SnapshotFolder, clear: Callable[[], None], retry_s: float
+        self, oplog: RedisOpLog, saver: Saver, folder: SnapshotFolder, clear: Callable[[], None], latest: NewLatest
     ) -> None:
         self._oplog, self._saver, self._folder, self._clear = oplog, saver, folder, clear
         self._clear_at = 0.0
-        self._writes = Latest("snapshot-writes", self._write, retry_s)
-        self._uploads = Latest("snapshot-uploads", self._upload, retry_s)
+        self._writes: Latest[Taken] = latest("snapshot-writes", self._write)
+        self._uploads: Latest[Written] = latest("snapshot-uploads", self._upload)
 
     def put(self, taken: Taken) -> None:
         self._writes.put(taken.lease.model_id, taken, at_once=taken.at_once)

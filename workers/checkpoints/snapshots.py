@@ -20,6 +20,7 @@ from app.errors import Fenced, OpError
 from app.settings import EngineSettings
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.types import Entry, Lease
+from workers.checkpoints.coalescing import NewLatest
 from workers.checkpoints.snapshot_upload import Local, SnapshotFolder, SnapshotPipeline, Taken
 from workers.checkpoints.writer import Saver
 from workers.train.executor import Executor, Window
@@ -81,15 +82,15 @@ class Snapshots:
         saver: Saver,
         folder: SnapshotFolder,
         settings: EngineSettings,
-        rest_s: float = 10.0,
-        retry_s: float = 5.0,
+        rest_s: float,
+        latest: NewLatest,
     ) -> None:
         self._saver, self._folder = saver, folder
         self._share, self._journal_bytes, self._rest_s = settings.snapshot_share, settings.journal_bytes, rest_s
         self._tracks: dict[str, Track] = {}
         # The owner evicts a model after `idle_s`. If it did not, only a copy is removed here.
         self._unused_s = 2 * settings.idle_s
-        self._pipeline = SnapshotPipeline(oplog, saver, folder, self.clear, retry_s)
+        self._pipeline = SnapshotPipeline(oplog, saver, folder, self.clear, latest)
 
     def begin(self, lease: Lease, local: Local | None) -> None:
         """Starts a track for a model that is being restored, from `local` if there is one; the replayed Ops come

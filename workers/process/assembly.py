@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NoReturn
 
 from celery import Celery
@@ -16,15 +16,18 @@ from app.services.tenants.limits import LimitsOf
 from app.settings import BaseModelSettings, Settings, TrainerSettings
 from app.stores.redis import keys
 from app.stores.redis.client import Channel, connect
+from workers.backends.sampling.base import SamplerBackend
+from workers.backends.training.base import TrainingBackend
+from workers.checkpoints.coalescing import Latest, NewLatest
 from workers.checkpoints.shm_transfer import Handovers
 from workers.checkpoints.snapshot_upload import SnapshotFolder
 from workers.checkpoints.snapshots import Restore, Snapshots
 from workers.checkpoints.writer import Saver
 from workers.process import telemetry
 from workers.process.fair_queue import Shares, Weights
-from workers.process.heartbeat import Presence
+from workers.process.heartbeat import Presence, worker_name
 from workers.process.liveness import Probe, Pulse
-from workers.process.parts import Parts, Runtime, empty_cache, end_in_any_case, exit_process, handover_folder, sweeper
+from workers.process.parts import Backend, Parts, Runtime, Serving, end_in_any_case, exit_process, sweeper
 from workers.sample import shared_memory
 from workers.sample.adapters import AdapterFiles, Adapters, AdapterTurns
 from workers.sample.admission import Gate, Held
@@ -59,9 +62,9 @@ def start(settings: Settings, celery: Celery, node_name: str, queues: list[str])
     """
     global _current
     role, base, queue = _role(settings, queues)
-    make = assemble_sampler if role in ("sample", "fullsample") else assemble_trainer
-    full = role in ("full", "fullsample")
-    _current = make(settings, base, Parts.of(settings, celery, node_name), node_name, queue, full=full)
+    start_role = _start_sampler if role in ("sample", "fullsample") else _start_trainer
+    parts = Parts.of(settings, celery, worker_name(node_name))
+    _current = start_role(parts, base, queue, full=role in ("full", "fullsample"))
     return dispatch.direct_queue(queue, node_name)
 
 
@@ -78,77 +81,123 @@ def _role(settings: Settings, queues: list[str]) -> tuple[str, BaseModelSettings
     )
 
 
-def assemble_trainer(
-    settings: Settings, base: BaseModelSettings, parts: Parts, node_name: str, queue: str, *, full: bool = False
-) -> Runtime:
-    """Assembles a trainer."""
+def _start_trainer(parts: Parts, base: BaseModelSettings, queue: str, *, full: bool) -> Runtime:
     from workers.backends.training.backends import create
 
     base = base.for_full() if full else base
     backend = create(base, full=full)
+    info, metrics = backend.open(), telemetry.serve_metrics(base.trainer.metrics_port)
+    return assemble_trainer(parts, Serving(base, backend, info, queue, full, metrics)).runtime()
+
+
+def _start_sampler(parts: Parts, base: BaseModelSettings, queue: str, *, full: bool) -> Runtime:
+    from workers.backends.sampling.base import create
+
+    base = base.for_full_sampler() if full else base
+    backend = create(base, full=full)
+    noted = parts.settings.data_dir / "run" / f"{parts.node}.shared-memory"
+    shared_memory.remove_noted(noted)
     info = backend.open()
-    handovers = Handovers(parts.store, parts.records, handover_folder(settings))
-    handovers.begin()
-    saver = Saver(backend, parts.records, parts.store, handovers)
-    cache = empty_cache(settings, node_name)
-    executor = Executor(backend, parts.store, cache, saver)
-    folder = SnapshotFolder(settings.data_dir / "snapshots", node_name)
-    snapshots = Snapshots(parts.oplog, saver, folder, settings.engine)
-    restore = Restore(parts.oplog, executor, folder, snapshots)
-    direct, ring = dispatch.direct_queue(queue, node_name), parts.doorbell.ring
+    shared_memory.note(noted)
+    metrics = telemetry.serve_metrics(base.sampler.metrics_port)
+    return assemble_sampler(parts, Serving(base, backend, info, queue, full, metrics)).runtime
+
+
+@dataclass(frozen=True, slots=True)
+class Overrides:
+    """The parts of a trainer that tests replace. The defaults are production's.
+
+    `end` ends the process. `latest` makes a background thread. A model rests for `rest_s` between two snapshots. The
+    backlog scan takes at most `scan_share` of the time.
+    """
+
+    end: Callable[[str], NoReturn] = exit_process
+    saves: Callable[[], Saves] = Saves
+    latest: NewLatest = Latest
+    rest_s: float = 10.0
+    scan_share: float = 0.01
+
+
+_PRODUCTION = Overrides()
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """An assembled trainer."""
+
+    parts: Parts
+    serving: Serving[TrainingBackend]
+    pulse: Pulse
+    presence: Presence
+    handovers: Handovers
+    snapshots: Snapshots
+    owner: Owner
+    drain: Drain
+    parked: Parked
+    runner: TrainingRunner
+    spread: Spread
+    tidying: Tidying
+
+    def runtime(self) -> Runtime:
+        queue, chores, leave = self.serving.queue, sweeper(self.parts), self.runner.leave
+        return Runtime(self.runner, self.spread, queue, self.presence, self.pulse, chores, self.tidy, self.close, leave)
+
+    def tidy(self) -> None:
+        with self.pulse.working():
+            self.runner.see_to_saves()
+            self.tidying()
+
+    def close(self) -> None:
+        self.drain.in_order(_SETTLE_S)
+        self.handovers.close()
+        self.snapshots.close()
+        self.serving.backend.shutdown()
+        self.parts.keeper.stop()
+
+
+def assemble_trainer(parts: Parts, serving: Serving[TrainingBackend], overrides: Overrides = _PRODUCTION) -> Trainer:
+    """Assembles a trainer around its open backend."""
+    oplog, ring, queue, backend = parts.oplog, parts.doorbell.ring, serving.queue, serving.backend
+    executor, snapshots, restore = _storage(parts, backend, overrides)
+    handovers = executor.saver.handovers
 
     def end(why: str) -> NoReturn:
         with end_in_any_case():
             drain.hand_over()
-        exit_process(why)
+        overrides.end(why)
 
     def settle(resident: Resident, seconds: float) -> None:
-        deadline = time.monotonic() + seconds
-        committer.finish(resident, seconds)
-        # An object store that hangs must leave time for the snapshot on the disk.
-        handovers.finish(resident.lease.model_id, max(0.0, deadline - time.monotonic()) / 2)
-        snapshots.settle(resident, within_s=max(0.0, deadline - time.monotonic()))
+        committer.settle(resident, seconds)
 
-    pulse = Pulse(dispatch.TickBell(parts.celery, direct), backend.healthy, settings.engine.healthy_s, end)
-    metrics, role = telemetry.serve_metrics(base.trainer.metrics_port), trainer_role(full=full)
-    presence = Presence(parts.records, node_name, role, info, backend.describe, metrics, pulse.healthy, queue)
-    most = base.trainer.max_models
-    owner = Owner(
-        parts.oplog,
-        backend,
-        parts.keeper,
-        parts.worker,
-        restore,
-        settle,
-        most,
-        presence.refresh,
-        handovers.give_up,
-    )
-    drain = Drain(parts.oplog, owner, ring, queue)
-    parked = Parked(ring, direct)
-    merged_tokens = _merged_tokens(base.trainer, backend.describe()["devices"])
-    saves = Saves()
-    ahead, wait_s = Ahead(saves, parked), base.trainer.merge_wait_s
-    shares = Shares(Weights(LimitsOf(parts.records, settings.limits.project)))
-    turns = Turns(parts.oplog, owner, ahead, shares, Unowned(parts.oplog, queue), merged_tokens, wait_s)
-    committer = Committer(parts.oplog, owner, executor, snapshots, saves)
-    runner = TrainingRunner(parts.oplog, owner, committer, backend.healthy, parked, turns, saves, ring, queue, end)
-    spread = Spread(runner, owner, parts.records, ring, base.name, node_name, full=full)
-    tidying = Tidying(owner, parked, parts.lifecycle.unwanted, settings.engine.idle_s, handovers.lost)
+    pulse = _pulse(parts, serving, end)
+    presence = _presence(parts, serving, trainer_role(full=serving.full), pulse)
+    most, changed = serving.base.trainer.max_models, presence.refresh
+    owner = Owner(oplog, backend, parts.keeper, parts.worker, restore, settle, most, changed, handovers.give_up)
+    drain = Drain(oplog, owner, ring, queue)
+    parked, saves = Parked(ring, dispatch.direct_queue(queue, parts.node)), overrides.saves()
+    turns = _turns(parts, serving, owner, Ahead(saves, parked), overrides.scan_share)
+    committer = Committer(oplog, owner, executor, snapshots, saves)
+    runner = TrainingRunner(oplog, owner, committer, backend.healthy, parked, turns, saves, ring, queue, end)
+    spread = Spread(runner, owner, parts.records, ring, serving.base.name, parts.node, full=serving.full)
+    tidying = Tidying(owner, parked, parts.lifecycle.unwanted, parts.settings.engine.idle_s, handovers.lost)
+    return Trainer(parts, serving, pulse, presence, handovers, snapshots, owner, drain, parked, runner, spread, tidying)
 
-    def tidy() -> None:
-        with pulse.working():
-            runner.see_to_saves()
-            tidying()
 
-    def close() -> None:
-        drain.in_order(_SETTLE_S)
-        handovers.close()
-        snapshots.close()
-        backend.shutdown()
-        parts.keeper.stop()
+def _storage(parts: Parts, backend: TrainingBackend, overrides: Overrides) -> tuple[Executor, Snapshots, Restore]:
+    handovers = Handovers(parts.store, parts.records, parts.handover_folder, overrides.latest)
+    handovers.begin()
+    saver = Saver(backend, parts.records, parts.store, handovers)
+    executor = Executor(backend, parts.store, parts.empty_cache(), saver)
+    folder = SnapshotFolder(parts.settings.data_dir / "snapshots", parts.node)
+    snapshots = Snapshots(parts.oplog, saver, folder, parts.settings.engine, overrides.rest_s, overrides.latest)
+    return executor, snapshots, Restore(parts.oplog, executor, folder, snapshots)
 
-    return Runtime(runner, spread, queue, presence, pulse, sweeper(settings, parts), tidy, close, runner.leave)
+
+def _turns(parts: Parts, serving: Serving[TrainingBackend], owner: Owner, ahead: Ahead, scan_share: float) -> Turns:
+    trainer, unowned = serving.base.trainer, Unowned(parts.oplog, serving.queue, scan_share)
+    merged_tokens = _merged_tokens(trainer, serving.backend.describe()["devices"])
+    shares = Shares(_weights(parts))
+    return Turns(parts.oplog, owner, ahead, shares, unowned, merged_tokens, trainer.merge_wait_s)
 
 
 def _merged_tokens(trainer: TrainerSettings, devices: Sequence[str]) -> int:
@@ -158,70 +207,71 @@ def _merged_tokens(trainer: TrainerSettings, devices: Sequence[str]) -> int:
     return 0 if exact else trainer.merged_tokens
 
 
-def assemble_sampler(
-    settings: Settings, base: BaseModelSettings, parts: Parts, node_name: str, queue: str, *, full: bool = False
-) -> Runtime:
-    """Assembles a sampler."""
-    from workers.backends.sampling.base import create
+@dataclass(frozen=True, slots=True)
+class Sampler:
+    """An assembled sampler. `cancellations` reports the requests that were cancelled."""
 
-    base = base.for_full_sampler() if full else base
-    backend = create(base, full=full)
-    noted = settings.data_dir / "run" / f"{node_name}.shared-memory"
-    shared_memory.remove_noted(noted)
-    info = backend.open()
-    shared_memory.note(noted)
+    parts: Parts
+    runner: SampleRunner
+    cancellations: Channel
+    runtime: Runtime
 
-    def own_its_model(prefix: str) -> None:
-        """Makes a trainer own the adapter's model. Any trainer will do, as long as one owns it."""
-        place = Place.parse(prefix)
-        if place is not None:
-            request_id = ids.request_id(place.model_id, place.seq)
-            trainers = dispatch.train_queue(base.name, full=full)
-            parts.doorbell.ring(dispatch.CATCH_UP, request_id, place.model_id, trainers)
 
-    files = AdapterFiles(
-        parts.store,
-        parts.records,
-        handover_folder(settings),
-        empty_cache(settings, node_name),
-        base.sampler.cache_bytes,
-        own_its_model,
+def assemble_sampler(parts: Parts, serving: Serving[SamplerBackend]) -> Sampler:
+    """Assembles a sampler around its open backend."""
+    oplog, queue, backend, sampler = parts.oplog, serving.queue, serving.backend, serving.base.sampler
+    shares, watches, publisher = Shares(), Watches(), TokenPublisher(parts.streams)
+    adapters = _adapters(parts, serving, shares)
+    gate, held = Gate(shares, _weights(parts), sampler.max_batch), Held(oplog, parts.doorbell.ring, queue, shares.ahead)
+    runner = SampleRunner(
+        oplog, parts.records, backend, adapters, parts.keeper, parts.worker, watches, publisher, gate, held
     )
-    at_a_time = 1 if full else base.sampler.max_loras
-    loaded = 1 if full else _LOADED_PER_TURN * at_a_time
-    shares = Shares()
-    adapters = Adapters(backend, files, AdapterTurns(at_a_time, shares), loaded)
-    gate = Gate(shares, Weights(LimitsOf(parts.records, settings.limits.project)), base.sampler.max_batch)
-    held = Held(parts.oplog, parts.doorbell.ring, queue, shares.ahead)
-    watches = Watches()
     # While the state server is away this channel misses cancellations. The lease renewal reports them, a third of the
     # lease time later.
-    Channel(connect(settings.redis.url), keys.ABORTED_CHANNEL, watches.abort).start()
-    publisher = TokenPublisher(parts.streams)
-    runner = SampleRunner(
-        parts.oplog, parts.records, backend, adapters, parts.keeper, parts.worker, watches, publisher, gate, held
-    )
-    bell = dispatch.TickBell(parts.celery, dispatch.direct_queue(queue, node_name))
+    cancellations = Channel(connect(parts.settings.redis.url), keys.ABORTED_CHANNEL, watches.abort)
+    cancellations.start()
     # An orderly stop would wait for requests that never come back.
-    pulse = Pulse(bell, backend.healthy, settings.engine.healthy_s, exit_process)
-    metrics, role = telemetry.serve_metrics(base.sampler.metrics_port), sampler_role(full=full)
-    presence = Presence(
-        parts.records,
-        node_name,
-        role,
-        info,
-        backend.describe,
-        metrics,
-        pulse.healthy,
-        queue,
-        base.sampler.max_batch,
-        base.sampler.concurrency,
-    )
-    probe = Probe(backend, pulse, settings.engine.healthy_s)
+    pulse = _pulse(parts, serving, exit_process)
+    role = sampler_role(full=serving.full)
+    presence = _presence(parts, serving, role, pulse, sampler.max_batch, sampler.concurrency)
+    probe = Probe(backend, pulse, parts.settings.engine.healthy_s)
 
     def close() -> None:
         backend.close()
         publisher.close()
         parts.keeper.stop()
 
-    return Runtime(runner, runner, queue, presence, pulse, sweeper(settings, parts), probe, close, presence.leave)
+    runtime = Runtime(runner, runner, queue, presence, pulse, sweeper(parts), probe, close, presence.leave)
+    return Sampler(parts, runner, cancellations, runtime)
+
+
+def _adapters(parts: Parts, serving: Serving[SamplerBackend], shares: Shares) -> Adapters:
+    def own_its_model(prefix: str) -> None:
+        """Makes a trainer own the adapter's model. Any trainer will do, as long as one owns it."""
+        place = Place.parse(prefix)
+        if place is not None:
+            request_id = ids.request_id(place.model_id, place.seq)
+            trainers = dispatch.train_queue(serving.base.name, full=serving.full)
+            parts.doorbell.ring(dispatch.CATCH_UP, request_id, place.model_id, trainers)
+
+    nearby, cache, sampler = parts.handover_folder, parts.empty_cache(), serving.base.sampler
+    files = AdapterFiles(parts.store, parts.records, nearby, cache, sampler.cache_bytes, own_its_model)
+    at_a_time = 1 if serving.full else sampler.max_loras
+    loaded = 1 if serving.full else _LOADED_PER_TURN * at_a_time
+    return Adapters(serving.backend, files, AdapterTurns(at_a_time, shares), loaded)
+
+
+def _weights(parts: Parts) -> Weights:
+    return Weights(LimitsOf(parts.records, parts.settings.limits.project))
+
+
+def _pulse(parts: Parts, serving: Serving[Backend], end: Callable[[str], NoReturn]) -> Pulse:
+    bell = dispatch.TickBell(parts.celery, dispatch.direct_queue(serving.queue, parts.node))
+    return Pulse(bell, serving.backend.healthy, parts.settings.engine.healthy_s, end)
+
+
+def _presence(
+    parts: Parts, serving: Serving[Backend], role: str, pulse: Pulse, batch: int = 0, holds: int = 0
+) -> Presence:
+    describe, url, queue = serving.backend.describe, serving.metrics_url, serving.queue
+    return Presence(parts.records, parts.node, role, serving.info, describe, url, pulse.healthy, queue, batch, holds)

@@ -10,14 +10,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn, Protocol
+from typing import Generic, NoReturn, Protocol, TypeVar
 
+import redis
 from celery import Celery
 
 from app import dispatch
+from app.domain.base_model import BaseModelInfo
 from app.domain.results import Result
 from app.services.teardown import Endings
-from app.settings import Settings
+from app.settings import BaseModelSettings, Settings
 from app.stores import objects
 from app.stores.objects.base import ObjectStore
 from app.stores.pages import PageFiles
@@ -28,12 +30,14 @@ from app.stores.redis.lifecycle import RedisLifecycle
 from app.stores.redis.pages import RedisPages
 from app.stores.redis.payloads import RedisPayloads
 from app.stores.redis.records import RedisRecords
+from workers.backends.sampling.base import SamplerBackend
+from workers.backends.training.base import TrainingBackend
 from workers.checkpoints.shm_transfer import HandoverFolder
 from workers.maintenance.accounting import Accounting
 from workers.maintenance.leader import Chore, Sessions, Spilling, Sweeper
 from workers.maintenance.orphans import Orphans
 from workers.maintenance.redispatch import Ringing
-from workers.process.heartbeat import Presence, worker_name
+from workers.process.heartbeat import Presence
 from workers.process.leases import LeaseKeeper
 from workers.process.liveness import Pulse
 
@@ -41,10 +45,15 @@ log = logging.getLogger(__name__)
 _STOP_S = 20.0
 
 
+Backend = TypeVar("Backend", TrainingBackend, SamplerBackend)
+
+
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The parts that trainers and samplers share."""
+    """The parts that trainers and samplers share. `worker` is "node/boot", the name of this process."""
 
+    settings: Settings
+    worker: str
     oplog: RedisOpLog
     records: RedisRecords
     lifecycle: RedisLifecycle
@@ -54,16 +63,30 @@ class Parts:
     keeper: LeaseKeeper
     doorbell: dispatch.Doorbell
     celery: Celery
-    worker: str
     streams: TokenStreams
 
     @classmethod
-    def of(cls, settings: Settings, celery: Celery, node_name: str) -> Parts:
-        client = connect(settings.redis.url)
-        store = objects.create(settings, may_be_away=True)
-        oplog = RedisOpLog(client, settings.engine, store)
-        worker = worker_name(node_name)
+    def of(cls, settings: Settings, celery: Celery, worker: str) -> Parts:
+        client, store = connect(settings.redis.url), objects.create(settings, may_be_away=True)
+        oplog, streams = RedisOpLog(client, settings.engine, store), TokenStreams(connect(settings.broker_url))
+        return cls.over(client, settings, worker, oplog, store, dispatch.Doorbell(celery), celery, streams)
+
+    @classmethod
+    def over(
+        cls,
+        client: redis.Redis,
+        settings: Settings,
+        worker: str,
+        oplog: RedisOpLog,
+        store: ObjectStore,
+        doorbell: dispatch.Doorbell,
+        celery: Celery,
+        streams: TokenStreams,
+    ) -> Parts:
+        """The parts over these servers."""
         return cls(
+            settings,
+            worker,
             oplog,
             RedisRecords(client),
             RedisLifecycle(client, settings.engine),
@@ -71,30 +94,45 @@ class Parts:
             RedisPages(client, settings.engine),
             store,
             LeaseKeeper(oplog, worker, settings.engine.lease_s),
-            dispatch.Doorbell(celery),
+            doorbell,
             celery,
-            worker,
-            TokenStreams(connect(settings.broker_url)),
+            streams,
         )
 
+    @property
+    def node(self) -> str:
+        return self.worker.partition("/")[0]
 
-def handover_folder(settings: Settings) -> HandoverFolder:
-    return HandoverFolder(settings.handover_dir, settings.engine.handover_bytes)
+    @property
+    def handover_folder(self) -> HandoverFolder:
+        return HandoverFolder(self.settings.handover_dir, self.settings.engine.handover_bytes)
+
+    def empty_cache(self) -> Path:
+        """The cache folder of the files this process fetches; files of an earlier process are of no use and are
+        removed."""
+        cache = self.settings.data_dir / "cache" / self.node
+        shutil.rmtree(cache, ignore_errors=True)
+        return cache
 
 
-def empty_cache(settings: Settings, node_name: str) -> Path:
-    """The cache folder of the files this process fetches; files of an earlier process are of no use and are removed."""
-    cache = settings.data_dir / "cache" / node_name
-    shutil.rmtree(cache, ignore_errors=True)
-    return cache
+@dataclass(frozen=True, slots=True)
+class Serving(Generic[Backend]):
+    """The base model of a worker, the open backend it runs on, and the queue that all workers of the role read."""
+
+    base: BaseModelSettings
+    backend: Backend
+    info: BaseModelInfo
+    queue: str
+    full: bool = False
+    metrics_url: str = ""
 
 
-def sweeper(settings: Settings, parts: Parts) -> Sweeper:
+def sweeper(parts: Parts) -> Sweeper:
     endings = Endings(parts.lifecycle, parts.records, parts.store, parts.doorbell.wake)
     chores: dict[str, Chore] = {
-        "ringing": Ringing(parts.oplog, parts.doorbell.ring, settings.engine),
+        "ringing": Ringing(parts.oplog, parts.doorbell.ring, parts.settings.engine),
         "sessions": Sessions(parts.lifecycle, endings),
-        "orphans": Orphans(parts.oplog, parts.lifecycle, parts.records, parts.store, settings.engine),
+        "orphans": Orphans(parts.oplog, parts.lifecycle, parts.records, parts.store, parts.settings.engine),
         "spilling": Spilling(parts.payloads),
         "accounting": Accounting(parts.pages, PageFiles(parts.store), parts.records),
     }

@@ -88,15 +88,20 @@ class Committer:
             self._owner.discard(resident.lease.model_id)
             raise
 
-    def finish(self, resident: Resident, within_s: float) -> None:
-        """Commits the uncommitted Ops of a model before it is released, if that takes at most about `within_s` seconds.
+    def settle(self, resident: Resident, within_s: float) -> None:
+        """Makes a model durable before it is released, as far as that takes at most about `within_s` seconds.
 
         If this fails, nothing is lost: the journal has every Op, and the next owner runs them.
         """
+        deadline = time.monotonic() + within_s
         if resident.uncommitted:
             self._saves.finish(resident.lease.model_id, within_s)
             with suppress(TinsmithError, redis.RedisError):
                 self.commit(resident)
+        # An object store that hangs must leave time for the snapshot on the disk.
+        half = max(0.0, deadline - time.monotonic()) / 2
+        self._executor.saver.handovers.finish(resident.lease.model_id, half)
+        self._snapshots.settle(resident, within_s=max(0.0, deadline - time.monotonic()))
 
     def _put_off(self, resident: Resident) -> None:
         """Puts the Op off: the object store is away and the model is unchanged. If Ops ran ahead, discards the state;

@@ -111,8 +111,8 @@ class Owner:
         restore: Callable[[Lease], Window],
         settle: Callable[[Resident, float], None],
         most: int,
-        changed: Callable[[], None] = lambda: None,
-        lost: Callable[[str], None] = lambda model_id: None,
+        changed: Callable[[], None],
+        lost: Callable[[str], None],
     ) -> None:
         self._oplog, self._backend, self._keeper = oplog, backend, keeper
         self._worker, self._restore, self._settle = worker, restore, settle

@@ -133,7 +133,7 @@ class Tidying:
     parked: Parked
     unwanted: Callable[[Collection[str]], set[str]]
     idle_s: float
-    incomplete: Callable[[], Collection[str]] = tuple
+    incomplete: Callable[[], Collection[str]]
 
     def __call__(self) -> None:
         self.parked.ring_due()

@@ -269,7 +269,7 @@ class Unowned:
 
     oplog: RedisOpLog
     queue: str
-    share: float = 0.01
+    share: float
     _next: float = 0.0
 
     def heads(self) -> list[Head]:

@@ -4,9 +4,9 @@ import json
 import math
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,28 +20,21 @@ from app.domain.batch import Batch, Ragged
 from app.domain.ops import AdamParams, CreateModel, ForwardBackward, LoraSpec, ModelSpec, Op, OptimStep
 from app.domain.records import Model, dump
 from app.domain.results import ForwardBackwardOutput
-from app.settings import BaseModelSettings, EngineSettings
+from app.settings import BaseModelSettings, EngineSettings, Settings
 from app.stores.objects.base import ObjectStore
 from app.stores.objects.folder import FolderStore
 from app.stores.redis import keys
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.records import RedisRecords
 from app.wire import tinker_pb2 as pb
+from tests import assembly
 from tests.models import tiny_qwen3
 from workers.backends.training.backends import create
 from workers.backends.training.base import Create, TrainingBackend
-from workers.checkpoints.shm_transfer import HandoverFolder, Handovers
-from workers.checkpoints.snapshot_upload import SnapshotFolder
-from workers.checkpoints.snapshots import Restore, Snapshots
-from workers.checkpoints.writer import Saver
-from workers.process.fair_queue import Shares
+from workers.checkpoints.coalescing import Latest
+from workers.process.assembly import Overrides, Trainer, assemble_trainer
 from workers.process.leases import LeaseKeeper
-from workers.train.committer import Committer, Saves
-from workers.train.executor import Executor
-from workers.train.owner import Owner, Resident
-from workers.train.rebalance import Drain
-from workers.train.runner import TrainingRunner
-from workers.train.scheduler import Ahead, Parked, Turns, Unowned
+from workers.process.parts import Serving
 
 BASE = "base"
 MODEL = "session:train:0"
@@ -68,20 +61,19 @@ def await_true(what: Callable[[], Any], why: str) -> None:
         time.sleep(0.01)
 
 
-@dataclass
-class Worker:
-    """One trainer with production assembly, dispatched by hand. `rung` records (kind, request id, queue)."""
+@dataclass(frozen=True)
+class Worker(Trainer):
+    """One trainer, dispatched by hand. `rung` records (kind, request id, queue)."""
 
-    runner: TrainingRunner
-    owner: Owner
-    oplog: RedisOpLog
-    backend: TrainingBackend
-    keeper: LeaseKeeper
-    parked: Parked
-    drain: Drain
-    snapshots: Snapshots
-    handovers: Handovers
-    rung: list[tuple[str, str, str]] = field(default_factory=list)
+    rung: list[tuple[str, str, str]]
+
+    @property
+    def backend(self) -> TrainingBackend:
+        return self.serving.backend
+
+    @property
+    def keeper(self) -> LeaseKeeper:
+        return self.parts.keeper
 
     def handle(self, seq: int, kind: str = "forward_backward"):
         return self.runner.handle(ids.request_id(MODEL, seq), MODEL, kind)
@@ -89,12 +81,10 @@ class Worker:
 
 @dataclass
 class World:
-    """Shared state of several workers of one base model.
-
-    `weights`: of projects; models belong to project "me" by default.
-    """
+    """Shared state of several workers of one base model. Models belong to project "me" by default."""
 
     client: redis.Redis
+    url: str
     folder: Path
     base: BaseModelSettings
     settings: EngineSettings
@@ -102,9 +92,7 @@ class World:
     records: RedisRecords
     backends: dict[str, TrainingBackend]
     keepers: list[LeaseKeeper] = field(default_factory=list)
-    snapshots: list[Snapshots] = field(default_factory=list)
-    handovers: list[Handovers] = field(default_factory=list)
-    weights: defaultdict[str, float] = field(default_factory=lambda: defaultdict(lambda: 1.0))
+    trainers: list[Trainer] = field(default_factory=list)
 
     def admit(self, seq: int, op: Op) -> str:
         payload = codec.encode(op)
@@ -144,44 +132,23 @@ class World:
             self.backends[node].open()
         backend = self.backends[node]
         backend.close(MODEL)
-        keeper = LeaseKeeper(self.oplog, name, self.settings.lease_s)
-        self.keepers.append(keeper)
-        store = store or FolderStore(self.folder / "objects", "secret", "http://x")
-        folder = HandoverFolder(self.folder / "handover" / node, engine.get("handover_bytes", 2**30))
-        handovers = Handovers(store, self.records, folder, retry_s=0.1)
-        self.handovers.append(handovers)
-        saver = Saver(backend, self.records, store, handovers)
-        executor = Executor(backend, store, self.folder / "cache" / node, saver)
-        snapshot_folder = SnapshotFolder(self.folder / "snapshots" / node, node)
         every_step = {"journal_bytes": 0} if share >= 1 else {}
-        settings = self.settings.model_copy(update={"snapshot_share": share, **every_step, **engine})
-        snapshots = Snapshots(self.oplog, saver, snapshot_folder, settings, rest_s=HOUR_S, retry_s=0.1)
-        self.snapshots.append(snapshots)
-        restore = Restore(self.oplog, executor, snapshot_folder, snapshots)
+        engine = {"handover_dir": str(self.folder / "handover" / node), "snapshot_share": share, **every_step, **engine}
+        settings = Settings(data_dir=self.folder / node, engine=self.settings.model_copy(update=engine))
+        passes = {"exact": not merged_tokens, "merged_tokens": merged_tokens, "merge_wait_s": wait_s}
+        trainer = self.base.trainer.model_copy(update={"max_models": most, **passes})
         rung: list[tuple[str, str, str]] = []
 
         def ring(kind: str, request_id: str, parent: str, queue: str) -> None:
             rung.append((kind, request_id, queue))
 
-        def settle(resident: Resident, seconds: float) -> None:
-            committer.finish(resident, seconds)
-            handovers.finish(resident.lease.model_id, seconds)
-            snapshots.settle(resident, within_s=seconds)
-
-        owner = Owner(self.oplog, backend, keeper, name, restore, settle, most, lost=handovers.give_up)
-        parked = Parked(ring, f"train.{BASE}@{node}")
-        saves = Saves()
-        shares, unowned = Shares(self.weights.__getitem__), Unowned(self.oplog, f"train.{BASE}", math.inf)
-        turns = Turns(self.oplog, owner, Ahead(saves, parked), shares, unowned, merged_tokens, wait_s)
-        committer = Committer(self.oplog, owner, executor, snapshots, saves)
-        queue = f"train.{BASE}"
-
-        def healthy() -> bool:
-            return backend.healthy()
-
-        runner = TrainingRunner(self.oplog, owner, committer, healthy, parked, turns, saves, ring, queue, _end)
-        drain = Drain(self.oplog, owner, ring, f"train.{BASE}")
-        return Worker(runner, owner, self.oplog, backend, keeper, parked, drain, snapshots, handovers, rung)
+        store = store or FolderStore(self.folder / "objects", "secret", "http://x")
+        parts = assembly.parts(self.client, settings, name, self.oplog, store, ring)
+        base = self.base.model_copy(update={"trainer": trainer})
+        serving = Serving(base, backend, assembly.INFO, f"train.{BASE}")
+        overrides = Overrides(_end, latest=partial(Latest, retry_s=0.1), rest_s=HOUR_S, scan_share=math.inf)
+        self.trainers.append(assemble_trainer(parts, serving, overrides))
+        return Worker(**vars(self.trainers[-1]), rung=rung)
 
 
 class Ended(BaseException):
@@ -240,18 +207,18 @@ def backends() -> dict[str, TrainingBackend]:
 
 @pytest.fixture
 def world(
-    client: redis.Redis, tmp_path: Path, base: BaseModelSettings, backends: dict[str, TrainingBackend]
+    client: redis.Redis, valkey: str, tmp_path: Path, base: BaseModelSettings, backends: dict[str, TrainingBackend]
 ) -> Iterator[World]:
     settings = EngineSettings(lease_s=HOUR_S)
     oplog = RedisOpLog(client, settings)
     oplog.create_model(MODEL, dump(Model("me", "session", BASE, 0.0)))
-    world = World(client, tmp_path, base, settings, oplog, RedisRecords(client), backends)
+    world = World(client, valkey, tmp_path, base, settings, oplog, RedisRecords(client), backends)
     world.admit(0, CreateModel(ModelSpec(BASE, LORA)))
     yield world
-    for handovers in world.handovers:
-        handovers.close()
-    for snapshots in world.snapshots:
-        snapshots.close()
+    for trainer in world.trainers:
+        trainer.handovers.close()
+        trainer.snapshots.close()
+        trainer.parts.keeper.stop()
     for keeper in world.keepers:
         keeper.stop()
     # The calls above do not wait for these threads: they must end before the next test has models of the same names.

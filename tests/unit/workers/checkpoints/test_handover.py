@@ -27,7 +27,6 @@ from workers.checkpoints import shm_transfer, transfer
 from workers.checkpoints.shm_transfer import HandoverFolder
 from workers.sample import adapters
 from workers.sample.adapters import AdapterFiles
-from workers.train.rebalance import Tidying
 
 SAMPLER = "session:sample:0"
 SAVE = SaveWeights("sampler_weights", "ephemeral-3", sampling_session_id=SAMPLER)
@@ -152,7 +151,7 @@ def test_a_process_that_dies_before_the_upload_leaves_it_to_the_next_on_its_mach
     prefix = handed_over(worker, world, 0)
     worker.handovers.close()
     healthy = FolderStore(world.folder / "objects", "secret", "http://x")
-    world.worker("a/2", store=healthy).handovers.begin()
+    world.worker("a/2", store=healthy)
     await_upload(world)
     assert stored_adapter(world, prefix) == expected(world, 0)
 
@@ -163,7 +162,7 @@ def test_a_local_snapshot_behind_a_lost_hand_over_is_passed_over(world: World, s
     prefix = handed_over(worker, world, 0)
     admit(world, *step(1), first=4)
     worker.handle(5, "optim_step")
-    local = world.folder / "snapshots" / "a" / MODEL / "5-1"
+    local = world.folder / "a" / "snapshots" / MODEL / "5-1"
     await_true(local.is_dir, "a snapshot behind the save is on the disk")
     worker.handovers.close()
     worker.snapshots.close()
@@ -184,12 +183,11 @@ def test_memory_that_is_cleared_under_a_living_trainer_costs_a_replay(world: Wor
     shutil.rmtree(world.folder / "handover")
     store.error = None
     await_true(worker.handovers.lost, "the upload finds nothing to send")
-    tidy = Tidying(worker.owner, worker.parked, lambda models: set(), 3600.0, worker.handovers.lost)
-    tidy()
+    worker.tidy()
     assert worker.owner.residents() == {}
     assert worker.handle(3, "catch_up") is not None
     await_upload(world)
-    tidy()
+    worker.tidy()
     assert MODEL in worker.owner.residents(), "and it stays"
     assert stored_adapter(world, prefix) == expected(world, 0)
 

@@ -122,7 +122,7 @@ def test_a_local_snapshot_of_the_lost_history_is_never_taken_for_the_new_ones(wo
     """Only its machine has the snapshot; the new history reaches its seq with different steps."""
     expected = undisturbed(world, [0, 1, 2])
     emptied(world)
-    folder = world.folder / "snapshots" / "a" / MODEL
+    folder = world.folder / "a" / "snapshots" / MODEL
     lost = folder / "6-5"
     shutil.copytree(folder / "4-1", lost)
     manifest = json.loads((lost / MANIFEST).read_text())

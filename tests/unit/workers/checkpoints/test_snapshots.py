@@ -78,7 +78,7 @@ def train(world: World, worker: Worker, seeds: Iterable[int]) -> int:
 
 def local(world: World, node: str = "a") -> list[int]:
     """Seqs of the snapshots on that machine's disk."""
-    folder = world.folder / "snapshots" / node / MODEL
+    folder = world.folder / node / "snapshots" / MODEL
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
     return sorted(int(name.partition("-")[0]) for name in names if not name.startswith("."))
 
@@ -189,7 +189,7 @@ def test_a_damaged_snapshot_on_the_disk_is_dropped_and_the_durable_one_used(worl
         world.await_snapshot(4)
     await_true(lambda: local(world)[-1:] == [4], "the snapshot is not on the disk")
     worker.snapshots.close()
-    weights = next((world.folder / "snapshots" / "a" / MODEL).glob("4-*/optimizer.safetensors"))
+    weights = next((world.folder / "a" / "snapshots" / MODEL).glob("4-*/optimizer.safetensors"))
     data = weights.read_bytes()
     weights.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     store.away = False
@@ -328,7 +328,7 @@ def test_a_full_disk_leaves_the_old_snapshot_and_the_model_as_they_are(world: Wo
         train(world, worker, [1, 2])
         worker.snapshots._pipeline.finish(MODEL, WITHIN_S)
         assert local(world) == [2]
-        transfer.verify(next((world.folder / "snapshots" / "a" / MODEL).glob("2-*")))
+        transfer.verify(next((world.folder / "a" / "snapshots" / MODEL).glob("2-*")))
         assert int(world.head()[b"snapshot_seq"]) == 2
     world.await_snapshot(6)
     train(world, worker, [3])

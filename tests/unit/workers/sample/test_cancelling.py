@@ -14,35 +14,24 @@ import numpy as np
 import pytest
 import redis
 
-from app.dispatch import celery_app
 from app.domain import codec
-from app.domain.base_model import BaseModelInfo
 from app.domain.limits import FREE, PROJECT, Charge, Limits, Payer
 from app.domain.records import Sampler, dump
 from app.domain.results import Result
 from app.domain.sampling import SampledSequence, SampleOutput, SampleRequest
 from app.errors import Unavailable
-from app.settings import BaseModelSettings, EngineSettings, RedisSettings, Settings
-from app.stores.objects.folder import FolderStore
+from app.settings import EngineSettings
 from app.stores.redis import keys
-from app.stores.redis.client import Channel, connect
-from app.stores.redis.completions import TokenStreams
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.limits import RedisAllowances
 from app.stores.redis.records import RedisRecords
 from app.stores.redis.types import Entry
+from tests import assembly
 from tests.unit.workers.conftest import await_true
 from workers.backends.sampling.base import Aborted, Watch
-from workers.checkpoints.shm_transfer import HandoverFolder
-from workers.process import assembly
-from workers.process.fair_queue import Shares, equal
 from workers.process.leases import LeaseKeeper
-from workers.process.parts import Parts
 from workers.process.results import NotNow
-from workers.sample.adapters import AdapterFiles, Adapters, AdapterTurns
-from workers.sample.admission import Gate, Held
-from workers.sample.runner import SampleRunner, Watches
-from workers.sample.token_stream import TokenPublisher
+from workers.sample.runner import SampleRunner
 
 SESSION = "session:sample:0"
 REQUEST = SampleRequest(np.array([5, 6, 7], dtype=np.int32), num_samples=1, max_tokens=4, seed=3)
@@ -71,25 +60,16 @@ class HeldBackend:
             raise Aborted("stopped")
         return OUTPUT
 
-    def open(self) -> BaseModelInfo:
-        return BaseModelInfo("base", "Qwen3ForCausalLM", 320, 512, "float32", ())
-
     def healthy(self) -> bool:
         return True
 
     def describe(self) -> dict[str, object]:
         return {}
 
-    def close(self) -> None: ...
-
-    def load(self, adapter_id: str, folder: Path) -> None: ...
-
-    def evict(self, adapter_id: str) -> None: ...
-
 
 @dataclass
 class Samplers:
-    """Sampler processes of one base, put together as the runtime does it."""
+    """Sampler processes of one base, put together as in production."""
 
     client: redis.Redis
     url: str
@@ -103,21 +83,11 @@ class Samplers:
     ) -> SampleRunner:
         """Starts a sampler. `deaf`: it receives no cancellation messages. It renews its leases three times per
         `keeper_lease_s`."""
-        keeper = LeaseKeeper(self.oplog, worker, keeper_lease_s)
-        self.keepers.append(keeper)
-        watches = Watches()
-        if not deaf:
-            channel = Channel(connect(self.url), keys.ABORTED_CHANNEL, watches.abort)
-            channel.start()
-            assert channel.listening.wait(60)
-        records, store = RedisRecords(self.client), FolderStore(self.folder, "secret", "http://x")
-        nearby = HandoverFolder(self.folder / "handover" / worker, 2**30)
-        files = AdapterFiles(store, records, nearby, self.folder / "cache" / worker, 2**30, print)
-        shares = Shares()
-        adapters = Adapters(backend, files, AdapterTurns(4, shares), 4)
-        publisher = TokenPublisher(TokenStreams(self.client))
-        gate, held = Gate(shares, equal, 64), Held(self.oplog, print, "sample.base", shares.ahead)
-        return SampleRunner(self.oplog, records, backend, adapters, keeper, worker, watches, publisher, gate, held)
+        url = assembly.NOWHERE if deaf else self.url
+        sampler = assembly.sampler(self.client, url, self.folder, self.oplog, backend, worker, lease_s=keeper_lease_s)
+        self.keepers.append(sampler.parts.keeper)
+        assert deaf or sampler.cancellations.listening.wait(60)
+        return sampler.runner
 
     def admit(self, seq: int, tokens: int = 0, charge: Charge = FREE) -> str:
         payload, request_id = codec.encode(REQUEST), f"{SESSION}:{seq}"
@@ -227,32 +197,6 @@ def test_what_is_cancelled_while_its_adapter_is_not_to_be_had_is_not_put_off(
 
     monkeypatch.setattr(runner._adapters, "use", away)
     assert is_cancelled(runner.handle(request, SESSION, "sample"))
-
-
-def test_a_sampler_as_it_is_started_hears_of_what_is_cancelled(
-    samplers: Samplers, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
-    backend = HeldBackend()
-    monkeypatch.setattr("workers.backends.sampling.base.create", lambda base, full: backend)
-    base = BaseModelSettings(name="base", path="x")
-    settings = Settings(
-        data_dir=tmp_path,
-        redis=RedisSettings(url=samplers.url),
-        engine=samplers.settings,
-        base_models=(base,),
-        url_secret="s",
-    )
-    parts = Parts.of(settings, celery_app(settings), "s")
-    started = assembly.assemble_sampler(settings, base, parts, "s", "sample.base")
-    request = samplers.admit(0)
-    thread, came = in_thread(lambda: started.handle(request, SESSION, "sample"))
-    await_true(lambda: backend.begun, "it never ran")
-    samplers.oplog.cancel_sample(request)
-    thread.join(60)
-    backend.release.set()
-    started.close()
-    assert backend.aborted == [REQUEST.seed]
-    assert is_cancelled(came[0])
 
 
 def test_the_other_requests_of_the_engine_go_on(samplers: Samplers):

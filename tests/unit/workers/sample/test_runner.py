@@ -21,16 +21,11 @@ from app.stores.redis.completions import TokenStreams
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.payloads import RedisPayloads
 from app.wire import tinker_pb2 as pb
+from tests import assembly
 from tests.unit.workers.conftest import BASE, World, await_true
 from workers.backends.sampling.base import SamplerBackend, Watch, create
-from workers.checkpoints.shm_transfer import HandoverFolder
-from workers.process.fair_queue import Shares, equal
-from workers.process.leases import LeaseKeeper
 from workers.process.results import NotNow
-from workers.sample.adapters import AdapterFiles, Adapters, AdapterTurns
-from workers.sample.admission import Gate, Held
-from workers.sample.runner import SampleRunner, Watches
-from workers.sample.token_stream import TokenPublisher
+from workers.sample.runner import SampleRunner
 
 SESSION = "session:sample:0"
 REQUEST = SampleRequest(np.array([5, 6, 7], dtype=np.int32), num_samples=2, max_tokens=4, seed=3, ignore_eos=True)
@@ -45,19 +40,22 @@ def backend(base: BaseModelSettings) -> Iterator[SamplerBackend]:
     backend.close()
 
 
+class Engine:
+    """The parts of an engine that no request asks for."""
+
+    def healthy(self) -> bool:
+        return True
+
+    def describe(self) -> dict[str, object]:
+        return {}
+
+
 def runner(
     world: World, backend: SamplerBackend, worker: str, ring: Callable[..., None] = lambda *ring: None
 ) -> SampleRunner:
-    keeper = LeaseKeeper(world.oplog, worker, world.settings.lease_s)
-    world.keepers.append(keeper)
-    store = FolderStore(world.folder / "objects", "secret", "http://x")
-    nearby = HandoverFolder(world.folder / "handover" / worker, 2**30)
-    files = AdapterFiles(store, world.records, nearby, world.folder / "cache", 2**30, print)
-    shares = Shares()
-    adapters = Adapters(backend, files, AdapterTurns(4, shares), 4)
-    publisher = TokenPublisher(TokenStreams(world.client))
-    gate, held = Gate(shares, equal, 64), Held(world.oplog, ring, f"sample.{BASE}", shares.ahead)
-    return SampleRunner(world.oplog, world.records, backend, adapters, keeper, worker, Watches(), publisher, gate, held)
+    sampler = assembly.sampler(world.client, world.url, world.folder, world.oplog, backend, worker, ring)
+    world.keepers.append(sampler.parts.keeper)
+    return sampler.runner
 
 
 def admit(world: World, seq: int, request: SampleRequest = REQUEST, prefix: str = "", sequences: int = 1) -> str:
@@ -184,12 +182,9 @@ def test_a_request_whose_content_is_lost_fails_as_the_servers_fault(world: World
 def test_what_nobody_foresaw_ends_a_request_too(world: World, backend: SamplerBackend):
     """The worker survives the error, so no attempt would be the last."""
 
-    class Surprising:
+    class Surprising(Engine):
         def sample(self, adapter_id: str | None, request: SampleRequest, watch: Watch | None = None) -> SampleOutput:
             raise KeyError("nobody knows")
-
-        def healthy(self) -> bool:
-            return True
 
     result = runner(world, Surprising(), "s/1").handle(admit(world, 0), SESSION, "sample")
     assert result is not None and result.failed
@@ -237,7 +232,7 @@ def test_a_request_that_is_stopped_at_the_gate_never_reaches_the_engine(world: W
     assert [outcome is not None and outcome.failed for outcome in outcomes] == [False, True]
 
 
-class Stuck:
+class Stuck(Engine):
     """An engine whose requests run until `free` is set."""
 
     begun, free = 0, threading.Event()
@@ -247,11 +242,8 @@ class Stuck:
         assert self.free.wait(60)
         return SampleOutput(())
 
-    def healthy(self) -> bool:
-        return True
 
-
-class DyingBackend:
+class DyingBackend(Engine):
     """An engine that dies during the first request, as vLLM's does when its process is killed."""
 
     def sample(self, adapter_id: str | None, request: SampleRequest, watch: Watch | None = None) -> SampleOutput:

@@ -16,7 +16,7 @@ from app.errors import BadRequest
 from app.settings import EngineSettings
 from app.stores.redis import keys
 from tests.property.vector_backend import backward, optim_step
-from tests.property.world import CREATE, MODEL, Trainer, TrainerWorld
+from tests.property.world import CREATE, MODEL, Process, TrainerWorld
 from workers.maintenance.redispatch import Ringing
 
 RUN = [CREATE, backward(1), optim_step(), backward(3), SaveWeights("weights", "kept"), optim_step(), backward(6)]
@@ -60,7 +60,7 @@ def test_clocks_that_jump_by_an_hour_change_no_lease_no_order_and_no_result(
     world.stop()
 
 
-def waiting_at_a_gap(world: TrainerWorld) -> Trainer:
+def waiting_at_a_gap(world: TrainerWorld) -> Process:
     """Seq 2 is missing. The other part of its batch, its step and the next batch wait."""
     trainer = world.trainer("a")
     for seq, op in ((0, CREATE), (1, backward(1)), (3, backward(3)), (4, optim_step()), (5, backward(5))):
@@ -87,7 +87,7 @@ def test_a_call_that_is_withheld_and_then_comes_closes_its_gap(world: TrainerWor
     Ringing(world.oplog, lambda *ring: None, EngineSettings(gap_s=1e9)).sweep()
     world.admit(2, backward(2))
     trainer.ring(2)
-    assert [request_id for request_id, _ in trainer.rung] == [f"{MODEL}:4", f"{MODEL}:5"]
+    assert trainer.rung == [f"{MODEL}:4", f"{MODEL}:5"]
     trainer.ring(5)
     assert (trainer.backend.states[MODEL].steps, trainer.backend.states[MODEL].pending) == ([[1, 2, 3]], [5])
 

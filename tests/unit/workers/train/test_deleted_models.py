@@ -14,7 +14,6 @@ from app.domain.results import Result
 from app.errors import Fenced
 from app.stores.redis.lifecycle import RedisLifecycle
 from tests.unit.workers.conftest import BASE, LORA, MODEL, PROBE, Worker, World, logprob_bytes, step, undisturbed
-from workers.train.rebalance import Tidying
 
 NEXT = "session:train:1"
 
@@ -38,15 +37,11 @@ def delete(world: World) -> None:
     RedisLifecycle(world.client, world.settings).end_model(MODEL)
 
 
-def tick(world: World, worker: Worker) -> None:
-    Tidying(worker.owner, worker.parked, RedisLifecycle(world.client, world.settings).unwanted, idle_s=600)()
-
-
 def test_the_memory_of_a_deleted_model_is_freed_at_the_next_tick(world: World):
     worker = trained(world)
     held = worker.backend.describe()["models"]
     delete(world)
-    tick(world, worker)
+    worker.tidy()
     assert worker.backend.describe()["models"] == held - 1
     assert not worker.owner.residents()
 

@@ -14,8 +14,10 @@ import numpy as np
 import pytest
 
 from app.domain import codec
+from app.domain.accounts import Project
 from app.domain.batch import Batch, Ragged
 from app.domain.ops import ForwardBackward
+from app.domain.records import dump
 from app.stores.redis import keys
 from app.stores.redis.types import Lease
 from tests.unit.workers.conftest import MODEL, PROBE, Worker, World, add_model, batch, step
@@ -118,7 +120,7 @@ def test_a_project_with_four_models_has_no_more_turns_than_one_with_a_single_one
 
 
 def test_a_weight_is_a_share_of_the_turns(world: World, worker: Worker, clock: Clock):
-    world.weights["light"] = 3.0
+    world.records.put(Project.namespace, "light", dump(Project("light", "", "light", 0.0, limits={"weight": 3.0})))
     project_of(world, "heavy", *HEAVY)
     project_of(world, "light", LIGHT)
     own(worker, *HEAVY, LIGHT)

@@ -16,27 +16,14 @@ def announce(world: World, node: str, models: int, role: str = "trainer", health
     world.records.put(WorkerRecord.namespace, node, dump(record))
 
 
-def spread(world: World, worker: Worker, node: str, *, full: bool = False) -> Spread:
-    rung = worker.rung
-    return Spread(
-        worker.runner,
-        worker.owner,
-        world.records,
-        lambda kind, request_id, parent, queue: rung.append((kind, request_id, queue)),
-        BASE,
-        node,
-        full=full,
-    )
-
-
 @pytest.fixture
-def busy(world: World) -> tuple[Worker, Spread]:
+def busy(world: World) -> Worker:
     """Trainer a owns one model; another model waits for an owner."""
     worker = world.worker("a/1")
     worker.handle(0)
     add_model(world, SECOND)
     announce(world, "a", 1)
-    return worker, spread(world, worker, "a")
+    return worker
 
 
 def handle(spread: Spread, model_id: str) -> bool:
@@ -47,29 +34,28 @@ def handle(spread: Spread, model_id: str) -> bool:
         return False
 
 
-def test_a_model_nobody_has_goes_to_the_trainer_with_fewer(world: World, busy: tuple[Worker, Spread]):
-    worker, spread = busy
+def test_a_model_nobody_has_goes_to_the_trainer_with_fewer(world: World, busy: Worker):
     announce(world, "b", 3)
     announce(world, "c", 0)
-    assert not handle(spread, SECOND)
-    assert worker.rung == [("create_model", f"{SECOND}:0", f"train.{BASE}@c")]
+    assert not handle(busy.spread, SECOND)
+    assert busy.rung == [("create_model", f"{SECOND}:0", f"train.{BASE}@c")]
 
 
-def test_trainers_of_adapters_and_of_all_weights_are_kept_apart(world: World, busy: tuple[Worker, Spread]):
-    worker, of_adapters = busy
+def test_trainers_of_adapters_and_of_all_weights_are_kept_apart(world: World, busy: Worker):
     announce(world, "b", 0, role="full_trainer")
-    of_weights = spread(world, worker, "a", full=True)
+    ring = busy.parts.doorbell.ring
+    of_weights = Spread(busy.runner, busy.owner, world.records, ring, BASE, "a", full=True)
     assert not handle(of_weights, SECOND)
-    assert worker.rung == [("create_model", f"{SECOND}:0", f"full.{BASE}@b")]
-    assert handle(of_adapters, SECOND)
+    assert busy.rung == [("create_model", f"{SECOND}:0", f"full.{BASE}@b")]
+    assert handle(busy.spread, SECOND)
 
 
-def test_a_trainer_keeps_what_it_has(world: World, busy: tuple[Worker, Spread]):
+def test_a_trainer_keeps_what_it_has(world: World, busy: Worker):
     announce(world, "b", 0)
-    assert handle(busy[1], MODEL)
+    assert handle(busy.spread, MODEL)
 
 
 @pytest.mark.parametrize("other", [{"models": 1}, {"models": 0, "role": "sampler"}, {"models": 0, "healthy": False}])
-def test_a_trainer_takes_what_no_other_should(world: World, busy: tuple[Worker, Spread], other: dict[str, object]):
+def test_a_trainer_takes_what_no_other_should(world: World, busy: Worker, other: dict[str, object]):
     announce(world, "b", **other)
-    assert handle(busy[1], SECOND)
+    assert handle(busy.spread, SECOND)

@@ -268,7 +268,7 @@ def test_what_was_not_committed_is_thrown_away_when_a_commit_ends_oddly(
 ):
     for model_id in (A, B, C):
         admit(world, model_id, 1, gradient(1))
-    commit = merging.oplog.commit
+    commit = world.oplog.commit
 
     def odd(lease: Any, *rest: Any) -> None:
         if lease.model_id != B:
@@ -276,7 +276,7 @@ def test_what_was_not_committed_is_thrown_away_when_a_commit_ends_oddly(
         commit(lease, *rest)
 
     with monkeypatch.context() as patch:
-        patch.setattr(merging.oplog, "commit", odd)
+        patch.setattr(world.oplog, "commit", odd)
         with pytest.raises(MemoryError):
             handle(merging, A, 1)
     committed = {model_id for model_id in (A, B, C) if applied(world, model_id) == 1}

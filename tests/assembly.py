@@ -1,0 +1,57 @@
+"""A worker's parts without a broker: tests assemble trainers and samplers from them as production does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import redis
+
+from app.dispatch import Doorbell, celery_app
+from app.domain.base_model import BaseModelInfo
+from app.settings import BaseModelSettings, EngineSettings, RedisSettings, Settings
+from app.stores.objects.base import ObjectStore
+from app.stores.objects.folder import FolderStore
+from app.stores.redis.completions import TokenStreams
+from app.stores.redis.journal import RedisOpLog
+from workers.backends.sampling.base import SamplerBackend
+from workers.process.assembly import Sampler, assemble_sampler
+from workers.process.parts import Parts, Serving
+
+INFO = BaseModelInfo("base", "Qwen3ForCausalLM", 320, 512, "float32", ())
+# No server is there.
+NOWHERE = "redis://127.0.0.1:1"
+_CELERY = celery_app(Settings(redis=RedisSettings(url=NOWHERE)))
+
+
+def parts(
+    client: redis.Redis,
+    settings: Settings,
+    worker: str,
+    oplog: RedisOpLog,
+    store: ObjectStore,
+    ring: Callable[..., None] = lambda *ring: None,
+) -> Parts:
+    """The parts of a worker over one state server. `ring(kind, request id, parent id, queue)` dispatches a request."""
+    doorbell = Doorbell(_CELERY)
+    doorbell.ring = ring
+    return Parts.over(client, settings, worker, oplog, store, doorbell, _CELERY, TokenStreams(client))
+
+
+def sampler(
+    client: redis.Redis,
+    url: str,
+    folder: Path,
+    oplog: RedisOpLog,
+    backend: SamplerBackend,
+    worker: str,
+    ring: Callable[..., None] = lambda *ring: None,
+    lease_s: float = 3600.0,
+) -> Sampler:
+    """A sampler over this state server, with its files in `folder`. It hears at `url` of cancelled requests, and asks
+    after its leases three times a `lease_s`."""
+    engine = EngineSettings(lease_s=lease_s, handover_dir=str(folder / "handover" / worker))
+    settings = Settings(data_dir=folder, redis=RedisSettings(url=url), engine=engine)
+    store = FolderStore(folder / "objects", "secret", "http://x")
+    serving = Serving(BaseModelSettings(name="base", path="x"), backend, INFO, "sample.base")
+    return assemble_sampler(parts(client, settings, worker, oplog, store, ring), serving)
