@@ -12,6 +12,7 @@ from app.domain.base_model import BaseModelInfo
 from app.settings import BaseModelSettings, EngineSettings, RedisSettings, Settings
 from app.stores.objects.base import ObjectStore
 from app.stores.objects.folder import FolderStore
+from app.stores.redis import keys
 from app.stores.redis.completions import TokenStreams
 from app.stores.redis.journal import RedisOpLog
 from workers.backends.sampling.base import SamplerBackend
@@ -20,8 +21,7 @@ from workers.process.parts import Parts, Serving
 
 INFO = BaseModelInfo("base", "Qwen3ForCausalLM", 320, 512, "float32", ())
 # No server is there.
-NOWHERE = "redis://127.0.0.1:1"
-_CELERY = celery_app(Settings(redis=RedisSettings(url=NOWHERE)))
+_CELERY = celery_app(Settings(redis=RedisSettings(url="redis://127.0.0.1:1")))
 
 
 def parts(
@@ -47,11 +47,12 @@ def sampler(
     worker: str,
     ring: Callable[..., None] = lambda *ring: None,
     lease_s: float = 3600.0,
+    cancelled: str = keys.ABORTED_CHANNEL,
 ) -> Sampler:
-    """A sampler over this state server, with its files in `folder`. It hears at `url` of cancelled requests, and asks
-    after its leases three times a `lease_s`."""
+    """A sampler over the state server at `url`, with its files in `folder`. It asks after its leases three times a
+    `lease_s`."""
     engine = EngineSettings(lease_s=lease_s, handover_dir=str(folder / "handover" / worker))
     settings = Settings(data_dir=folder, redis=RedisSettings(url=url), engine=engine)
     store = FolderStore(folder / "objects", "secret", "http://x")
     serving = Serving(BaseModelSettings(name="base", path="x"), backend, INFO, "sample.base")
-    return assemble_sampler(parts(client, settings, worker, oplog, store, ring), serving)
+    return assemble_sampler(parts(client, settings, worker, oplog, store, ring), serving, cancelled)

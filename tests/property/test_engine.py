@@ -161,7 +161,7 @@ class EngineMachine(RuleBasedStateMachine):
                 self.troubles += 1
                 self.world.lapse()
             case "renew":
-                trainer.keeper._renew()
+                trainer.parts.keeper._renew()
             case "zombie" if self.zombies:
                 self._ring(self.zombies[-1], client, self.world.applied(client.model) + offset)
 

@@ -56,10 +56,6 @@ class Process(Trainer):
     faults: Faults
     rung: list[str]
 
-    @property
-    def keeper(self) -> LeaseKeeper:
-        return self.parts.keeper
-
     def ring(self, seq: int, kind: str = "forward_backward", model: str = MODEL) -> Result | None:
         """Outcome of a dispatch; None if there is no result, and the call is dispatched again.
 

@@ -217,8 +217,8 @@ class Sampler:
     runtime: Runtime
 
 
-def assemble_sampler(parts: Parts, serving: Serving[SamplerBackend]) -> Sampler:
-    """Assembles a sampler around its open backend."""
+def assemble_sampler(parts: Parts, serving: Serving[SamplerBackend], cancelled: str = keys.ABORTED_CHANNEL) -> Sampler:
+    """Assembles a sampler around its open backend. It hears of cancelled requests on the channel `cancelled`."""
     oplog, queue, backend, sampler = parts.oplog, serving.queue, serving.backend, serving.base.sampler
     shares, watches, publisher = Shares(), Watches(), TokenPublisher(parts.streams)
     adapters = _adapters(parts, serving, shares)
@@ -228,7 +228,7 @@ def assemble_sampler(parts: Parts, serving: Serving[SamplerBackend]) -> Sampler:
     )
     # While the state server is away this channel misses cancellations. The lease renewal reports them, a third of the
     # lease time later.
-    cancellations = Channel(connect(parts.settings.redis.url), keys.ABORTED_CHANNEL, watches.abort)
+    cancellations = Channel(connect(parts.settings.redis.url), cancelled, watches.abort)
     cancellations.start()
     # An orderly stop would wait for requests that never come back.
     pulse = _pulse(parts, serving, exit_process)

@@ -84,19 +84,11 @@ class Parts:
         streams: TokenStreams,
     ) -> Parts:
         """The parts over these servers."""
+        engine, records = settings.engine, RedisRecords(client)
+        lifecycle, payloads = RedisLifecycle(client, engine), RedisPayloads(client, engine, store)
+        pages, keeper = RedisPages(client, engine), LeaseKeeper(oplog, worker, engine.lease_s)
         return cls(
-            settings,
-            worker,
-            oplog,
-            RedisRecords(client),
-            RedisLifecycle(client, settings.engine),
-            RedisPayloads(client, settings.engine, store),
-            RedisPages(client, settings.engine),
-            store,
-            LeaseKeeper(oplog, worker, settings.engine.lease_s),
-            doorbell,
-            celery,
-            streams,
+            settings, worker, oplog, records, lifecycle, payloads, pages, store, keeper, doorbell, celery, streams
         )
 
     @property

@@ -71,10 +71,6 @@ class Worker(Trainer):
     def backend(self) -> TrainingBackend:
         return self.serving.backend
 
-    @property
-    def keeper(self) -> LeaseKeeper:
-        return self.parts.keeper
-
     def handle(self, seq: int, kind: str = "forward_backward"):
         return self.runner.handle(ids.request_id(MODEL, seq), MODEL, kind)
 

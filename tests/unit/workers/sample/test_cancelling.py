@@ -83,10 +83,11 @@ class Samplers:
     ) -> SampleRunner:
         """Starts a sampler. `deaf`: it receives no cancellation messages. It renews its leases three times per
         `keeper_lease_s`."""
-        url = assembly.NOWHERE if deaf else self.url
-        sampler = assembly.sampler(self.client, url, self.folder, self.oplog, backend, worker, lease_s=keeper_lease_s)
+        heard = {"cancelled": "nothing"} if deaf else {}
+        args = (self.client, self.url, self.folder, self.oplog, backend, worker)
+        sampler = assembly.sampler(*args, lease_s=keeper_lease_s, **heard)
         self.keepers.append(sampler.parts.keeper)
-        assert deaf or sampler.cancellations.listening.wait(60)
+        assert sampler.cancellations.listening.wait(60)
         return sampler.runner
 
     def admit(self, seq: int, tokens: int = 0, charge: Charge = FREE) -> str:

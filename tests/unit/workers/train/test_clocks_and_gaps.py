@@ -51,7 +51,7 @@ def test_clocks_that_jump_by_an_hour_change_no_lease_no_order_and_no_result(
         jump = HOUR_S * (1, -1, 0)[seq % 3]
         monkeypatch.setattr(time, "time", lambda jump=jump: true_time() + jump)
         world.admit(seq, op)
-        first.keeper._renew()
+        first.parts.keeper._renew()
         assert first.ring(seq) is not None
         assert other.ring(seq) is None, "the first one's lease holds"
         assert client.pttl(keys.lease(MODEL)) > 0.9 * 1000 * world.settings.lease_s

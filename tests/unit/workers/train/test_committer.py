@@ -202,7 +202,7 @@ def test_an_abandoned_save_is_over_before_its_model_is_saved_anew(world: World, 
     doorbell = ring(worker, 1)
     await_true(lambda: ran.captured == 1, "the save is under way")
     lapsed = worker.owner.residents()[MODEL]
-    worker.keeper.drop(MODEL)  # as if the lease had expired: the same process restores the model
+    worker.parts.keeper.drop(MODEL)  # as if the lease had expired: the same process restores the model
     await_true(lambda: worker.owner.residents().get(MODEL, lapsed) is not lapsed, "it was")
     goes_on_waiting(worker, doorbell)
     assert ran.captured == 1

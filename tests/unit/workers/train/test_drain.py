@@ -45,6 +45,13 @@ def test_a_backend_of_no_use_does_not_keep_the_models(world: World, monkeypatch:
     assert len(worker.rung) == 2
 
 
+def test_a_store_that_hangs_leaves_time_for_the_snapshot_on_the_disk(world: World, monkeypatch: pytest.MonkeyPatch):
+    worker, given = half_way(world), list[float]()
+    monkeypatch.setattr(worker.handovers, "finish", lambda model_id, within_s: given.append(within_s))
+    worker.drain.in_order(60)
+    assert 0 < given[0] <= 30, "half of it"
+
+
 def test_a_trainer_without_time_leaves_states_to_the_journal(world: World):
     expected = undisturbed(world, [0, 1])
     worker = half_way(world)

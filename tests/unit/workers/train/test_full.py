@@ -59,7 +59,7 @@ def test_a_run_whose_trainer_dies_over_a_pending_gradient_ends_as_if_undisturbed
     for seq, op in enumerate(calls[:6]):
         run(world, first, ONE, seq, op)
     await_true(lambda: int(world.client.hget(keys.model(ONE), "snapshot_seq") or 0) == 4, "no durable snapshot")
-    first.keeper.stop()
+    first.parts.keeper.stop()
     world.oplog.release(ONE, "full-a/1")
     world.backends["full-a"].close(ONE)
     second = world.worker(successor, most=1)

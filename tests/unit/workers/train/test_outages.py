@@ -46,7 +46,7 @@ def test_an_op_is_given_up_only_when_those_that_tried_it_are_dead(world: World, 
         client = connect(proxy.url)
         behind = replace(world, oplog=RedisOpLog(client, world.settings), records=RedisRecords(client))
         cut_off = behind.worker(CUT_OFF)
-        cut_off.keeper._renew()
+        cut_off.parts.keeper._renew()
         CutOff(cut_off, world, proxy)
         with pytest.raises(NotNow, match="may or may not have happened"):
             cut_off.handle(1)
@@ -56,7 +56,7 @@ def test_an_op_is_given_up_only_when_those_that_tried_it_are_dead(world: World, 
                 heir.handle(1)
         if lives:
             proxy.go_on()
-            cut_off.keeper._renew()
+            cut_off.parts.keeper._renew()
         else:
             world.outlast(request)
         result = heir.handle(1)

@@ -53,7 +53,7 @@ def test_a_state_whose_lease_was_not_kept_is_not_saved(world: World, monkeypatch
     settled: list[str] = []
     monkeypatch.setattr(worker.owner, "_settle", lambda resident, seconds: settled.append(resident.lease.model_id))
     worker.owner.settle(MODEL, 1.0)
-    worker.keeper.drop(MODEL)
+    worker.parts.keeper.drop(MODEL)
     worker.owner.settle(MODEL, 1.0)
     assert settled == [MODEL]
 
@@ -61,9 +61,9 @@ def test_a_state_whose_lease_was_not_kept_is_not_saved(world: World, monkeypatch
 def test_a_model_whose_lease_was_not_kept_is_leased_again_before_it_runs_on(world: World):
     worker = world.worker("a/1")
     worker.handle(0)
-    worker.keeper.drop(MODEL)
+    worker.parts.keeper.drop(MODEL)
     world.client.delete(keys.lease(MODEL))
     world.admit(1, step(0)[0])
     worker.handle(1)
     assert world.client.get(keys.lease(MODEL)) == b"a/1"
-    assert worker.keeper.holds(MODEL)
+    assert worker.parts.keeper.holds(MODEL)
