@@ -1,19 +1,25 @@
 """`python -m tests.first_hour.extras [EXTRA ...]` installs each extra alone and uses it.
 
 Each environment is fresh and lies outside the checkout; dist/ has the wheel. Exit code 1: an extra does not work alone.
+Two extras run at a time, each in its own process, and the output of each is shown whole when it ends.
 """
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import NamedTuple
 
 from tests.first_hour import jobs
 from tests.first_hour.environment import ROOT, Environment, InstallError, install, resolve_gpu
+
+# pip needs one core; the servers of an extra mostly wait.
+_AT_ONCE = 2
 
 
 class Extra(NamedTuple):
@@ -22,12 +28,13 @@ class Extra(NamedTuple):
     job: Callable[[Environment], None]
 
 
+# The longest first: the short ones then fill the gap at the end.
 EXTRAS = (
-    Extra("", False, jobs.serve_api),
-    Extra("flower", False, jobs.show_flower),
-    Extra("train", True, jobs.train_and_sample),
-    Extra("demo", True, jobs.convert_demo_model),
     Extra("vllm-cpu", True, jobs.sample_with_vllm),
+    Extra("demo", True, jobs.convert_demo_model),
+    Extra("train", True, jobs.train_and_sample),
+    Extra("flower", False, jobs.show_flower),
+    Extra("", False, jobs.serve_api),
 )
 
 
@@ -40,8 +47,34 @@ def main(names: Sequence[str]) -> int:
     if unknown := set(names) - checks.keys():
         print(f"there is no extra {', '.join(sorted(unknown))}; there are {', '.join(checks)}", file=sys.stderr)
         return 2
-    stood = [_try(title, checks[title]) for title in names or checks]
-    return 0 if all(stood) else 1
+    if len(names) == 1:
+        return 0 if _try(names[0], checks[names[0]]) else 1
+    return _try_each(names or list(checks))
+
+
+def _try_each(titles: Sequence[str]) -> int:
+    """Runs this program once for each extra: Ctrl-C then ends every one and removes its environment."""
+    failed = []
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        runs = {pool.submit(_run_alone, title): title for title in titles}
+        try:
+            for run in as_completed(runs):
+                code, output = run.result()
+                print(output, end="", flush=True)
+                failed += [runs[run]] if code else []
+        except KeyboardInterrupt:
+            pool.shutdown(wait=False, cancel_futures=True)
+            return 130
+    if failed:
+        print(f"failed: {', '.join(failed)}", flush=True)
+    return 1 if failed else 0
+
+
+def _run_alone(title: str) -> tuple[int, str]:
+    """Exit code and output of `python -m tests.first_hour.extras TITLE`."""
+    command = [sys.executable, "-m", "tests.first_hour.extras", title]
+    ran = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    return ran.returncode, ran.stdout
 
 
 def _try(title: str, check: Callable[[Path], None]) -> bool:
