@@ -16,9 +16,10 @@ from typing import Any
 from app import cli
 from app.domain.ops import ForwardBackward
 from app.settings import Settings
-from app.stack import processes, up
+from app.stack import processes, supervisor, up
 from app.stack.child import Command
 from app.stack.supervisor import RestartPolicy, Supervisor
+from tests import warm_workers
 
 POISON = 298
 # Otherwise the last of six restarts would wait ten seconds.
@@ -55,6 +56,8 @@ if __name__ == "__main__":
         del sys.argv[1]
         _trainer()
     else:
+        warm_workers.import_slow()
+        supervisor.Child = warm_workers.WarmChild
         _table, processes.table = processes.table, _poisoned_table
         up.Supervisor = functools.partial(Supervisor, policy=_PATIENT)
         sys.exit(cli.main())

@@ -1,0 +1,77 @@
+"""Workers of `tinsmith up` that are forked from it, with their slow imports done: a restart takes a second, not seven.
+
+Only tests that end workers again and again use it; all other stacks start workers as a user does.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import NoReturn
+from unittest import mock
+
+from app.stack import child
+from app.stack.child import Child, Command
+
+# What a trainer and a light sampler import, except for what reads the settings when it is imported.
+_SLOW = (
+    "workers.process.assembly",
+    "workers.backends.training.backends",
+    "workers.backends.sampling.transformers.backend",
+    "workers.checkpoints.export",
+    "transformers.models.qwen3.modeling_qwen3",
+)
+
+
+def import_slow() -> None:
+    for module in _SLOW:
+        import_module(module)
+    assert threading.active_count() == 1, "a fork beside another thread may find a lock taken"
+
+
+class WarmChild(Child):
+    """A child that does not execute Python again if it is a worker; its log, session and end are those of any child."""
+
+    def start(self) -> None:
+        end_with = child.end_with
+        if "--base" in self.command.argv:
+            end_with = partial(_become, end_with, self.command, self._inherited_fds)
+        with mock.patch.object(child, "end_with", end_with):
+            super().start()
+
+
+def _become(end_with: Callable[[int], None], command: Command, inherited_fds: tuple[int, ...], parent: int) -> NoReturn:
+    """Is called in the fork, where a child would execute its program: does in this process what that would do."""
+    end_with(parent)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+    for number in [int(entry.name) for entry in Path("/proc/self/fd").iterdir()]:
+        if number > 2 and number not in inherited_fds:
+            with suppress(OSError):  # the folder that was listed
+                os.close(number)
+    os.environ.update(command.environ)
+    _, _, module, *arguments = command.argv
+    sys.argv = [module, *arguments]
+    code = _run(module)
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def _run(module: str) -> int:
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
