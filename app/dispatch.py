@@ -80,13 +80,13 @@ def celery_app(settings: Settings) -> Celery:
     return app
 
 
-class Doorbell:
+class Dispatcher:
     """Dispatches futures that wait in the journal."""
 
     def __init__(self, celery: Celery) -> None:
         self._celery = celery
 
-    def ring(self, kind: str, request_id: str, parent_id: str, queue: str) -> None:
+    def send(self, kind: str, request_id: str, parent_id: str, queue: str) -> None:
         """Dispatches one future. Does not raise when the broker is away: the sweeper dispatches the future again.
 
         `parent_id` is the model or sampling session. It is shown beside the task's name in Flower.
@@ -101,10 +101,10 @@ class Doorbell:
     def wake(self, holder: Holder) -> None:
         """Makes a trainer check at once which models it may free."""
         queue = train_queue(holder.base_model, full=holder.full)
-        TickBell(self._celery, direct_queue(queue, holder.node)).ring()
+        TickSender(self._celery, direct_queue(queue, holder.node)).send()
 
 
-class TickBell:
+class TickSender:
     """Sends tick messages to a worker through its own direct queue, without events: Flower does not show them."""
 
     def __init__(self, celery: Celery, queue: str) -> None:
@@ -118,7 +118,7 @@ class TickBell:
         except (redis.RedisError, OSError):
             return None
 
-    def ring(self) -> bool:
+    def send(self) -> bool:
         """Sends one tick. Returns False when the broker does not accept it because it is away or full."""
         message = self._celery.amqp.as_task_v2(uuid.uuid4().hex, TICK, (), {}, ignore_result=True)
         try:

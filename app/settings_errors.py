@@ -13,7 +13,7 @@ _UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
 _NOT_A_SECTION = ("model_type", "dataclass_type")
 
 
-class _Place(NamedTuple):
+class _Location(NamedTuple):
     """The place of a mistake: `path` is the whole key as in the file; `section` is the settings class that has, or
     lacks, the field `key`."""
 
@@ -24,14 +24,14 @@ class _Place(NamedTuple):
 
 def describe(error: ValidationError, settings: type[BaseModel]) -> list[str]:
     """One sentence for each wrong key of `settings`: its path, the mistake, and its value unless it may be secret."""
-    found: dict[_Place, list[Any]] = {}
+    found: dict[_Location, list[Any]] = {}
     for each in error.errors():
         # A value that fits no member of a union is one mistake; pydantic reports it once for each member.
         found.setdefault(_place(each["loc"], settings), []).append(each)
     return [f"{place.path}: {_sentence(place, errors)}" for place, errors in found.items()]
 
 
-def _place(location: tuple[int | str, ...], settings: type[BaseModel]) -> _Place:
+def _place(location: tuple[int | str, ...], settings: type[BaseModel]) -> _Location:
     path: list[str] = []
     section, key = settings, ""
     inner: Any = settings
@@ -42,10 +42,10 @@ def _place(location: tuple[int | str, ...], settings: type[BaseModel]) -> _Place
             path.append(part)
             section, key = inner, part
             inner = next(_sections(_annotations(section).get(key)), None)
-    return _Place(".".join(path), section, key)
+    return _Location(".".join(path), section, key)
 
 
-def _sentence(place: _Place, errors: list[Any]) -> str:
+def _sentence(place: _Location, errors: list[Any]) -> str:
     kind, value = errors[0]["type"], errors[0]["input"]
     if kind in _UNKNOWN:  # the value is not shown: the key may be the misspelt name of a secret
         near = get_close_matches(place.key, _annotations(place.section), n=1)
@@ -64,7 +64,7 @@ def _message(error: Any) -> str:
     return str(error["ctx"]["error"] if error["type"] == "value_error" else error["msg"])
 
 
-def _is_secret(place: _Place) -> bool:
+def _is_secret(place: _Location) -> bool:
     return issubclass(place.section, BaseModel) and not place.section.model_fields[place.key].repr
 
 

@@ -85,7 +85,7 @@ def _add_hooks(app: Flask, services: Services) -> None:
     def identify() -> None:
         g.started = time.perf_counter()
         if PUBLIC.isdisjoint((request.endpoint, request.blueprint)):
-            g.caller = services.callers(credential(request.headers))
+            g.caller = services.authenticator(credential(request.headers))
 
     @app.after_request
     def measure(response: Response) -> Response:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import redis
 
-from app.dispatch import Doorbell, celery_app
+from app.dispatch import Dispatcher, celery_app
 from app.domain.base_model import BaseModelInfo
 from app.settings import BaseModelSettings, EngineSettings, RedisSettings, Settings
 from app.stores.objects.base import ObjectStore
@@ -30,12 +30,12 @@ def parts(
     worker: str,
     oplog: RedisOpLog,
     store: ObjectStore,
-    ring: Callable[..., None] = lambda *ring: None,
+    send: Callable[..., None] = lambda *send: None,
 ) -> Parts:
-    """The parts of a worker over one state server. `ring(kind, request id, parent id, queue)` dispatches a request."""
-    doorbell = Doorbell(_CELERY)
-    doorbell.ring = ring
-    return Parts.over(client, settings, worker, oplog, store, doorbell, _CELERY, TokenStreams(client))
+    """The parts of a worker over one state server. `send(kind, request id, parent id, queue)` dispatches a request."""
+    dispatcher = Dispatcher(_CELERY)
+    dispatcher.send = send
+    return Parts.over(client, settings, worker, oplog, store, dispatcher, _CELERY, TokenStreams(client))
 
 
 def sampler(
@@ -45,7 +45,7 @@ def sampler(
     oplog: RedisOpLog,
     backend: SamplerBackend,
     worker: str,
-    ring: Callable[..., None] = lambda *ring: None,
+    send: Callable[..., None] = lambda *send: None,
     lease_s: float = 3600.0,
     cancelled: str = keys.ABORTED_CHANNEL,
 ) -> Sampler:
@@ -55,4 +55,4 @@ def sampler(
     settings = Settings(data_dir=folder, redis=RedisSettings(url=url), engine=engine)
     store = FolderStore(folder / "objects", "secret", "http://x")
     serving = Serving(BaseModelSettings(name="base", path="x"), backend, INFO, "sample.base")
-    return assemble_sampler(parts(client, settings, worker, oplog, store, ring), serving, cancelled)
+    return assemble_sampler(parts(client, settings, worker, oplog, store, send), serving, cancelled)

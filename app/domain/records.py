@@ -72,7 +72,7 @@ class Sampler:
 
 
 @dataclass(frozen=True, slots=True)
-class Handover:
+class ShmTransfer:
     """A shared-memory transfer: an adapter, named by its object-store prefix, that samplers may use before it is in the
     object store.
 
@@ -162,10 +162,10 @@ class Worker:
     pace_s: float = 0.0
 
 
-R = TypeVar("R", Session, Model, Sampler, Handover, Checkpoint, Loss, Worker, Organisation, Project, User, Key)
+R = TypeVar("R", Session, Model, Sampler, ShmTransfer, Checkpoint, Loss, Worker, Organisation, Project, User, Key)
 
 
-def dump(record: Session | Model | Sampler | Handover | Checkpoint | Loss | Worker | Account) -> dict[str, str]:
+def dump(record: Session | Model | Sampler | ShmTransfer | Checkpoint | Loss | Worker | Account) -> dict[str, str]:
     """Converts a record to its fields, each as JSON text."""
     return {f.name: json.dumps(getattr(record, f.name)) for f in fields(record)}
 

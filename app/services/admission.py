@@ -10,7 +10,7 @@ import time
 import redis
 
 from app import ids
-from app.dispatch import CATCH_UP, Doorbell, direct_queue, sample_queue, train_queue
+from app.dispatch import CATCH_UP, Dispatcher, direct_queue, sample_queue, train_queue
 from app.domain import codec, records
 from app.domain.accounts import Caller
 from app.domain.limits import Charge, Payer
@@ -37,13 +37,13 @@ class AdmissionService:
     """Journals an Op first and dispatches it second. A lost dispatch delays the Op for a moment, but never loses it."""
 
     def __init__(
-        self, oplog: RedisOpLog, store: RedisRecords, doorbell: Doorbell, limits: LimitsOf, settings: Settings
+        self, oplog: RedisOpLog, store: RedisRecords, dispatcher: Dispatcher, limits: LimitsOf, settings: Settings
     ) -> None:
         self._oplog = oplog
         self._limits = limits
         self._settings = settings
         self._records = store
-        self._doorbell = doorbell
+        self._dispatcher = dispatcher
 
     def admit(self, caller: Caller, model_id: str, model: Model, seq: int, op: Op, audited: str = "") -> str:
         """Admits a training Op, and returns the request id of its future; a repeat returns the same id. The Op that
@@ -90,7 +90,7 @@ class AdmissionService:
         )
         if admission.fresh:
             queue = direct_queue(queue, admission.node) if admission.node else queue
-            self._announce("sample", request_id, sampler_id, seq, None if admission.held else queue)
+            self._announce("sample", request_id, sampler_id, seq, None if admission.throttled else queue)
         return request_id
 
     def refuse(self, model_id: str, seq: int, caller: Caller, reason: str, kind: RefusalKind) -> None:
@@ -104,7 +104,7 @@ class AdmissionService:
             log.info("refused", extra={"model_id": model_id, "seq": seq})
             # The calls that wait behind it were dispatched and turned away once already.
             queue = train_queue(model.base_model, full=model.full)
-            self._doorbell.ring(CATCH_UP, ids.request_id(model_id, seq), model_id, queue)
+            self._dispatcher.send(CATCH_UP, ids.request_id(model_id, seq), model_id, queue)
 
     def _bounds(self, sampler: Sampler) -> QueueBounds | None:
         base = self._settings.base_model(sampler.base_model)
@@ -115,7 +115,7 @@ class AdmissionService:
         ADMISSIONS.labels(kind).inc()
         log.info("admitted %s", kind, extra={"request_id": request_id, "model_id": parent_id, "seq": seq})
         if queue is not None:
-            self._doorbell.ring(kind, request_id, parent_id, queue)
+            self._dispatcher.send(kind, request_id, parent_id, queue)
 
 
 def _charge(op: Op, payers: tuple[Payer, ...]) -> Charge:

@@ -22,12 +22,12 @@ from typing import Any
 from app import ids
 from app.domain import records
 from app.domain.accounts import Caller
-from app.domain.checkpoints import MANIFEST, Manifest, Place
+from app.domain.checkpoints import MANIFEST, CheckpointPrefix, Manifest
 from app.domain.records import Checkpoint, Model, Session
 from app.errors import BadRequest, NotFound, Unavailable
 from app.services.tenants import audit, checkpoint_lists
 from app.services.tenants.access import Sources, load_checkpoint, load_owned
-from app.services.tenants.limits import AllowanceService
+from app.services.tenants.limits import QuotaService
 from app.services.training import check_ttl
 from app.services.views import Page, check_writable, checkpoint_view, projects, timestamp
 from app.signing import UrlSigner
@@ -50,9 +50,9 @@ _CHUNK_BYTES = 2**20
 class CheckpointService:
     """Reads and changes checkpoint records. Workers write the files; this class only deletes them."""
 
-    def __init__(self, store: RedisRecords, objects: ObjectStore, allowances: AllowanceService) -> None:
+    def __init__(self, store: RedisRecords, objects: ObjectStore, quotas: QuotaService) -> None:
         self._records = store
-        self._allowances = allowances
+        self._quotas = quotas
         self._objects = objects
 
     def list_all(self, caller: Caller, page: Page) -> dict[str, Any]:
@@ -73,7 +73,7 @@ class CheckpointService:
         BadRequest."""
         checkpoint = load_owned(self._records, Checkpoint, str(path), caller)
         check_ttl(ttl_seconds)
-        self._allowances.take(caller, checkpoint.owner)
+        self._quotas.take(caller, checkpoint.owner)
         now = self._records.now()
         expires = None if ttl_seconds is None else now + ttl_seconds
         self._audit(caller, checkpoint, path, "checkpoint_set_ttl", {"ttl_seconds": ttl_seconds})
@@ -84,7 +84,7 @@ class CheckpointService:
         """Makes the checkpoint readable for everybody with a key, or private again. A repeat is harmless. Raises
         NotFound."""
         checkpoint = load_owned(self._records, Checkpoint, str(path), caller)
-        self._allowances.take(caller, checkpoint.owner)
+        self._quotas.take(caller, checkpoint.owner)
         self._audit(caller, checkpoint, path, "checkpoint_publish" if public else "checkpoint_unpublish")
         note(self._objects, checkpoint.prefix, "public", self._records.now(), public)
         self._records.update(Checkpoint.namespace, str(path), {"public": json.dumps(public)})
@@ -129,7 +129,7 @@ class CopyService:
     oplog: RedisOpLog
     lifecycle: RedisLifecycle
     objects: ObjectStore
-    allowances: AllowanceService
+    quotas: QuotaService
     sources: Sources
 
     def copy(self, caller: Caller, asked: Mapping[str, Any], key: str | None, token: str | None = None) -> str:
@@ -145,7 +145,7 @@ class CopyService:
         target = ids.TinkerPath(model_id, path.kind, path.name)
         is_there = self.records.get(Checkpoint.namespace, str(target)) is not None
         if not is_there:
-            self.allowances.copy(caller, project, source.size_bytes)
+            self.quotas.copy(caller, project, source.size_bytes)
         self._register(session_id, model_id, project, str(path), source)
         if not is_there:
             what = {"model_id": model_id, "tinker_path": str(target), "source_path": str(path)}
@@ -222,8 +222,8 @@ class CopyService:
         self.records.put_new(Checkpoint.namespace, str(target), records.dump(copy))
 
 
-def _place(target: ids.TinkerPath) -> Place:
-    return Place(target.model_id, target.kind, target.name, _EPOCH, _SEQ)
+def _place(target: ids.TinkerPath) -> CheckpointPrefix:
+    return CheckpointPrefix(target.model_id, target.kind, target.name, _EPOCH, _SEQ)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from app.dispatch import Doorbell, celery_app
+from app.dispatch import Dispatcher, celery_app
 from app.errors import SetupError
 from app.services.admission import AdmissionService
 from app.services.base_models import BaseModels
@@ -12,17 +12,17 @@ from app.services.checkpoints import ArchiveService, CheckpointService, CopyServ
 from app.services.hub import HubService
 from app.services.models import ModelService, RunService
 from app.services.openai.service import OpenAiService, Samplers
-from app.services.openai.streaming import Following
-from app.services.polling import BatchPollService, CancelService, Futures, Holds, PollService
-from app.services.queue import QueueLooks, QueueService, QueueStates
+from app.services.openai.streaming import ResultStream
+from app.services.polling import BatchPollService, CancelService, FutureFinder, LongPollLimiter, PollService
+from app.services.queue import QueueService, QueueSnapshots, QueueStates
 from app.services.sampling import SamplingService
 from app.services.sessions import SessionSearch, SessionService, TraceService
-from app.services.teardown import Endings
+from app.services.teardown import Teardown
 from app.services.tenants.access import Sources
-from app.services.tenants.accounts import AccountService, Recall
+from app.services.tenants.accounts import AccountRecovery, AccountService
 from app.services.tenants.audit import AuditService
-from app.services.tenants.authentication import Callers, OwnKey, Tokens
-from app.services.tenants.limits import AllowanceService, LimitsOf
+from app.services.tenants.authentication import Authenticator, OwnKey, Tokens
+from app.services.tenants.limits import LimitsOf, QuotaService
 from app.services.tenants.usage import UsageService
 from app.services.training import CustomLossService, TrainingService
 from app.settings import Settings
@@ -36,8 +36,8 @@ from app.stores.redis.client import Waiter, connect
 from app.stores.redis.completions import RedisCompletions, TokenStreams
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.lifecycle import RedisLifecycle
-from app.stores.redis.limits import RedisAllowances
-from app.stores.redis.pages import Books, RedisPages
+from app.stores.redis.limits import RedisQuotas
+from app.stores.redis.pages import RedisPages, UsageLedger
 from app.stores.redis.records import RedisRecords
 
 # With kombu's defaults, a publish to a broker that is away takes 6 s, and every admission would wait for it.
@@ -49,14 +49,14 @@ class Services:
     """One instance of each service, shared by all threads of the process."""
 
     settings: Settings
-    callers: Callers
+    authenticator: Authenticator
     own_key: OwnKey
     oplog: RedisOpLog
     records: RedisRecords
     objects: ObjectStore
     bases: BaseModels
     admission: AdmissionService
-    allowances: AllowanceService
+    quotas: QuotaService
     sessions: SessionService
     session_search: SessionSearch
     traces: TraceService
@@ -87,57 +87,57 @@ def build(settings: Settings) -> Services:
     oplog, store = RedisOpLog(client, settings.engine), RedisRecords(client, settings.engine)
     objects = create(settings, may_be_away=True)
     bases = BaseModels(settings, store)
-    doorbell = _doorbell(settings)
+    dispatcher = _dispatcher(settings)
     limits = LimitsOf(store, settings.limits.project)
-    allowances = AllowanceService(limits, RedisAllowances(client, settings.engine))
-    admission = AdmissionService(oplog, store, doorbell, limits, settings)
+    quotas = QuotaService(limits, RedisQuotas(client, settings.engine))
+    admission = AdmissionService(oplog, store, dispatcher, limits, settings)
     lifecycle = RedisLifecycle(client, settings.engine)
-    custom_losses = CustomLossService(store, allowances)
-    futures, waiter, holds = Futures(oplog, store), Waiter(client, broker), Holds(settings.api)
-    endings = Endings(lifecycle, store, objects, doorbell.wake)
-    sampling = SamplingService(store, bases, admission, allowances)
+    custom_losses = CustomLossService(store, quotas)
+    futures, waiter, poll_limiter = FutureFinder(oplog, store), Waiter(client, broker), LongPollLimiter(settings.api)
+    teardown = Teardown(lifecycle, store, objects, dispatcher.wake)
+    sampling = SamplingService(store, bases, admission, quotas)
     cancels = CancelService(futures, oplog)
     samplers = Samplers(store, lifecycle, bases, sampling)
-    follow = Following(futures, waiter, TokenStreams(broker), samplers.keep_alive, cancels.cancel)
-    books = Books(RedisPages(client, settings.engine), PageFiles(objects))
+    result_stream = ResultStream(futures, waiter, TokenStreams(broker), samplers.keep_alive, cancels.cancel)
+    ledger = UsageLedger(RedisPages(client, settings.engine), PageFiles(objects))
     backlog, calls = RedisBacklog(client, settings.engine), RedisCalls(client)
-    looks = QueueLooks(bases, oplog, backlog, lambda project: limits.project(project).weight)
-    queue_states = QueueStates(looks, store)
+    snapshots = QueueSnapshots(bases, oplog, backlog, lambda project: limits.project(project).weight)
+    queue_states = QueueStates(snapshots, store)
     tokens = _tokens(settings)
     accounts = AccountService(AccountFiles(objects), store)
-    callers = Callers(settings.api_keys, store, tokens, Recall(accounts, store))
-    sources = Sources(store, callers)
+    authenticator = Authenticator(settings.api_keys, store, tokens, AccountRecovery(accounts, store))
+    sources = Sources(store, authenticator)
     signer = UrlSigner(settings.url_secret, settings.public_url)
     return Services(
         settings,
-        callers,
+        authenticator,
         OwnKey(store, accounts, tokens),
         oplog,
         store,
         objects,
         bases,
         admission,
-        allowances,
-        SessionService(store, lifecycle, objects, endings, allowances),
+        quotas,
+        SessionService(store, lifecycle, objects, teardown, quotas),
         SessionSearch(store),
         TraceService(store, calls, signer),
-        ModelService(store, bases, admission, endings, sources),
+        ModelService(store, bases, admission, teardown, sources),
         custom_losses,
         TrainingService(store, bases, admission, custom_losses, settings.limits, sources),
         sampling,
         RunService(store),
-        CheckpointService(store, objects, allowances),
+        CheckpointService(store, objects, quotas),
         ArchiveService(store, objects, signer),
-        CopyService(store, oplog, lifecycle, objects, allowances, sources),
-        PollService(futures, waiter, holds),
-        BatchPollService(RedisCompletions(client, settings.engine), store, waiter, holds),
+        CopyService(store, oplog, lifecycle, objects, quotas, sources),
+        PollService(futures, waiter, poll_limiter),
+        BatchPollService(RedisCompletions(client, settings.engine), store, waiter, poll_limiter),
         queue_states,
-        QueueService(looks, queue_states, backlog, calls, store),
+        QueueService(snapshots, queue_states, backlog, calls, store),
         cancels,
-        OpenAiService(bases, samplers, admission, holds, follow),
+        OpenAiService(bases, samplers, admission, poll_limiter, result_stream),
         HubService(settings, bases),
-        AuditService(books, store),
-        UsageService(books, store),
+        AuditService(ledger, store),
+        UsageService(ledger, store),
     )
 
 
@@ -149,7 +149,7 @@ def _tokens(settings: Settings) -> Tokens | None:
     return Tokens(settings.url_secret, settings.api.token_lifetime_s)
 
 
-def _doorbell(settings: Settings) -> Doorbell:
+def _dispatcher(settings: Settings) -> Dispatcher:
     celery = celery_app(settings)
     celery.conf.broker_transport_options = {**celery.conf.broker_transport_options, **_ONE_TRY}
-    return Doorbell(celery)
+    return Dispatcher(celery)

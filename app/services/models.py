@@ -15,7 +15,7 @@ from app.domain.records import Model, Session
 from app.errors import BadRequest, NotFound
 from app.services.admission import AdmissionService
 from app.services.base_models import BaseModels, trainer_role
-from app.services.teardown import Endings
+from app.services.teardown import Teardown
 from app.services.tenants import audit, checkpoint_lists
 from app.services.tenants.access import Sources, load_owned, load_readable
 from app.services.validation.models import (
@@ -38,13 +38,13 @@ class ModelService:
     always matches that call."""
 
     def __init__(
-        self, store: RedisRecords, bases: BaseModels, admission: AdmissionService, endings: Endings, sources: Sources
+        self, store: RedisRecords, bases: BaseModels, admission: AdmissionService, teardown: Teardown, sources: Sources
     ) -> None:
         self._records = store
         self._sources = sources
         self._bases = bases
         self._admission = admission
-        self._endings = endings
+        self._teardown = teardown
 
     def create(self, caller: Caller, asked: Mapping[str, Any]) -> dict[str, str]:
         """Creates a fresh model, and returns a future. Raises NotFound (session), BadRequest, or Unavailable without a
@@ -90,7 +90,7 @@ class ModelService:
         """Asks the trainer to release the model from its memory, and returns a future that is done at once. Raises
         NotFound."""
         load_owned(self._records, Model, model_id, caller)
-        self._endings.unload(model_id)
+        self._teardown.unload(model_id)
         return {"request_id": ids.unload_id(model_id), "model_id": model_id}
 
     def delete(self, model_id: str, caller: Caller) -> None:
@@ -100,7 +100,7 @@ class ModelService:
         """
         model = load_owned(self._records, Model, model_id, caller)
         audit.note(self._records, caller, model.owner, "run_delete", {"model_id": model_id}, urgent=True)
-        self._endings.end(model_id)
+        self._teardown.end(model_id)
 
     def _admit(self, caller: Caller, asked: Mapping[str, Any], op: CreateModel) -> dict[str, str]:
         session = load_owned(self._records, Session, asked["session_id"], caller)

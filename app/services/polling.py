@@ -42,13 +42,13 @@ def check_request_id(text: str) -> None:
 class PollService:
     """Long polls for one future. `waiter` wakes a poll when the result is there."""
 
-    def __init__(self, futures: Futures, waiter: Waiter, holds: Holds) -> None:
-        self._futures, self._waiter, self._holds = futures, waiter, holds
+    def __init__(self, futures: FutureFinder, waiter: Waiter, poll_limiter: LongPollLimiter) -> None:
+        self._futures, self._waiter, self._poll_limiter = futures, waiter, poll_limiter
 
     def wait(self, request_id: str, caller: Caller) -> Future:
         """The future, once it is terminal or the hold time is over. Raises NotFound or Gone."""
         check_request_id(request_id)
-        with self._holds.hold() as seconds:
+        with self._poll_limiter.hold() as seconds:
             return self._wait(request_id, caller, seconds)
 
     def _wait(self, request_id: str, caller: Caller, seconds: float) -> Future:
@@ -68,8 +68,10 @@ class BatchPollService:
     """One long poll for all requests of a client, so that the client needs one connection however many samples it waits
     for."""
 
-    def __init__(self, completions: RedisCompletions, store: RedisRecords, waiter: Waiter, holds: Holds) -> None:
-        self._completions, self._records, self._waiter, self._holds = completions, store, waiter, holds
+    def __init__(
+        self, completions: RedisCompletions, store: RedisRecords, waiter: Waiter, poll_limiter: LongPollLimiter
+    ) -> None:
+        self._completions, self._records, self._waiter, self._poll_limiter = completions, store, waiter, poll_limiter
 
     def wait(self, caller: Caller, asked: Mapping[str, Any]) -> tuple[list[Completion], int]:
         """The completions after `prev_cursor`, once there is one or the hold time is over; and the next cursor.
@@ -77,7 +79,7 @@ class BatchPollService:
         Raises NotFound (sampler).
         """
         sampler_id = asked["target"]["sampling_session_id"]
-        with self._holds.hold() as seconds:
+        with self._poll_limiter.hold() as seconds:
             load_owned(self._records, Sampler, sampler_id, caller)
             own = f"{sampler_id}:"
             self._completions.acknowledge(id_ for id_ in asked["retrieved_request_ids"] if id_.startswith(own))
@@ -98,7 +100,7 @@ class BatchPollService:
         return found if found[0] else self._completions.since(target, cursor)
 
 
-class Futures:
+class FutureFinder:
     """Finds any future: those of the journal, and those of calls for which nothing has to run.
 
     A call of the second kind has only the record that it created or marked, and its future is done while that record
@@ -128,12 +130,12 @@ class Futures:
         return Future(request_id, kind, "", owner, "done", Result(json.dumps({"type": kind, named: key}).encode()))
 
 
-class Holds:
+class LongPollLimiter:
     """Limits and counts long polls. A poll is never refused; above the capacity it is answered sooner."""
 
     def __init__(self, settings: ApiSettings) -> None:
         self._settings = settings
-        self._held = 0
+        self._open = 0
         self._lock = threading.Lock()
 
     @contextlib.contextmanager
@@ -143,8 +145,8 @@ class Holds:
         While Redis is away the poll is still held for a moment, because the SDK polls again at once after a 5xx.
         """
         with self._lock:
-            self._held += 1
-            seconds = self._seconds(self._held)
+            self._open += 1
+            seconds = self._seconds(self._open)
         HELD_POLLS.inc()
         try:
             yield seconds
@@ -154,7 +156,7 @@ class Holds:
             raise
         finally:
             with self._lock:
-                self._held -= 1
+                self._open -= 1
             HELD_POLLS.dec()
 
     @contextlib.contextmanager
@@ -162,17 +164,18 @@ class Holds:
         """Counts an answer that stays open until its result is there as a held poll. Raises TooManyRequests above the
         capacity, because a client of such an answer cannot be asked to poll again."""
         with self.hold():
-            if self._held > self._settings.poll_capacity:
+            if self._open > self._settings.poll_capacity:
                 raise TooManyRequests(
                     f"{self._settings.poll_capacity} polls already wait for results on this server; try again soon"
                 )
             yield
 
-    def _seconds(self, held: int) -> float:
-        """The hold time of a poll that raises the count to `held`. The other half of the spare threads stays free."""
-        if held <= self._settings.poll_capacity:
+    def _seconds(self, open_polls: int) -> float:
+        """The hold time of a poll that raises the count to `open_polls`. The other half of the spare threads stays
+        free."""
+        if open_polls <= self._settings.poll_capacity:
             return self._settings.poll_hold_s
-        if held <= self._settings.poll_capacity + self._settings.spare_threads // 2:
+        if open_polls <= self._settings.poll_capacity + self._settings.spare_threads // 2:
             return min(_SHORT_HOLD_S, self._settings.poll_hold_s)
         return 0.0
 
@@ -181,7 +184,7 @@ class CancelService:
     """Cancels sampling requests. A cancelled request counts as failed: it stops running, and its queue capacity is free
     at once."""
 
-    def __init__(self, futures: Futures, oplog: RedisOpLog) -> None:
+    def __init__(self, futures: FutureFinder, oplog: RedisOpLog) -> None:
         self._futures, self._oplog = futures, oplog
 
     def cancel(self, request_id: str, caller: Caller) -> None:

@@ -18,7 +18,7 @@ from app.stores.redis.types import ModelLine, Unfinished
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Position:
     """The queue position of one call. `before`: number of calls that run first. `starts_in_s`: seconds until its start
     at the workers' current service time; None while that is unknown. `missing`: the seq of the same model that must
     arrive first."""
@@ -30,21 +30,21 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class _Crew:
+class _WorkerPool:
     """The workers that read one queue. `rate`: calls per second, over the workers that ran any calls recently."""
 
-    paces: Mapping[str, float]
+    service_times: Mapping[str, float]
     batch: int
 
     @property
     def rate(self) -> float:
-        return sum(1 / pace for pace in self.paces.values() if pace)
+        return sum(1 / service_time for service_time in self.service_times.values() if service_time)
 
     def seconds(self, calls: int, node: str = "") -> float | None:
         """Seconds until this many calls have ended: at `node` if it is one of these workers, else at any of them."""
         if calls <= 0:
             return 0.0
-        rate = 1 / pace if (pace := self.paces.get(node)) else self.rate
+        rate = 1 / service_time if (service_time := self.service_times.get(node)) else self.rate
         return calls / rate if rate else None
 
 
@@ -56,7 +56,7 @@ class _Lane:
     waiting: Mapping[str, int]
 
 
-class Standings:
+class QueuePositions:
     """Queue positions at one moment. `workers`: the healthy workers, by node. A project's weight is greater than 0."""
 
     def __init__(self, found: Unfinished, workers: Mapping[str, Worker], weight_of: Callable[[str], float]) -> None:
@@ -70,9 +70,9 @@ class Standings:
             self._samples[sample.request_id] = sample.queue, sample.owner, of_queue[sample.owner]
             of_queue[sample.owner] += 1
         self._sequences = found.sequences
-        self._crews: dict[str, _Crew] = {}
+        self._pools: dict[str, _WorkerPool] = {}
 
-    def of(self, request_id: str) -> Place | None:
+    def of(self, request_id: str) -> Position | None:
         """The position of a call; None if the call was not waiting then, or is beyond the counted part of the queue."""
         if request_id in self._samples:
             return self._of_sample(*self._samples[request_id])
@@ -80,7 +80,7 @@ class Standings:
         line = self._lines.get(model_id)
         return self._of_model(line, int(seq) - line.applied - 1) if line else None
 
-    def _of_model(self, line: ModelLine, earlier: int) -> Place | None:
+    def _of_model(self, line: ModelLine, earlier: int) -> Position | None:
         """The position of a call behind `earlier` calls of its own model."""
         if earlier < 0:
             return None
@@ -88,19 +88,19 @@ class Standings:
         mine = ((count, 1.0) for other, count in lane.models[line.owner].items() if other != line.model_id)
         before = self._behind_others(_behind(earlier, mine), line.owner, lane.waiting)
         if line.running and not earlier:
-            return Place(0, 0.0, running=True)
-        if not line.come:
-            return Place(before, None, missing=line.applied + 1)
-        return Place(before, self._crew(line.queue).seconds(before, line.node))
+            return Position(0, 0.0, running=True)
+        if not line.admitted:
+            return Position(before, None, missing=line.applied + 1)
+        return Position(before, self._pool(line.queue).seconds(before, line.node))
 
-    def _of_sample(self, queue: str, owner: str, earlier: int) -> Place:
+    def _of_sample(self, queue: str, owner: str, earlier: int) -> Position:
         """The position of a request behind `earlier` requests of its own project. Requests that fit into the batches
         run at once."""
         waiting = self._sampled[queue]
         before = self._behind_others(earlier, owner, waiting)
-        crew = self._crew(queue)
+        pool = self._pool(queue)
         rows = max(1.0, self._sequences.get(queue, 0) / waiting.total())
-        return Place(before, crew.seconds(before + 1 - int(crew.batch / rows)))
+        return Position(before, pool.seconds(before + 1 - int(pool.batch / rows)))
 
     def _behind_others(self, earlier: int, owner: str, waiting: Mapping[str, int]) -> int:
         own = self._weight_of(owner)
@@ -117,12 +117,12 @@ class Standings:
             self._lanes[queue, node] = _Lane(models, {owner: sum(own.values()) for owner, own in models.items()})
         return self._lanes[queue, node]
 
-    def _crew(self, queue: str) -> _Crew:
-        if queue not in self._crews:
+    def _pool(self, queue: str) -> _WorkerPool:
+        if queue not in self._pools:
             own = {node: worker for node, worker in self._workers.items() if worker.queue == queue}
-            paces = {node: worker.pace_s for node, worker in own.items()}
-            self._crews[queue] = _Crew(paces, sum(worker.batch for worker in own.values()))
-        return self._crews[queue]
+            service_times = {node: worker.pace_s for node, worker in own.items()}
+            self._pools[queue] = _WorkerPool(service_times, sum(worker.batch for worker in own.values()))
+        return self._pools[queue]
 
 
 def _behind(own: int, others: Iterable[tuple[int, float]]) -> int:
@@ -136,16 +136,16 @@ def _share_a_worker(node: str, other: str) -> bool:
     return node == other or not node or not other
 
 
-def describe(place: Place) -> str:
+def describe(position: Position) -> str:
     """The position in words, for the user."""
-    if place.running:
+    if position.running:
         return "it runs now"
-    if place.missing is not None:
-        return f"seq {place.missing} of its model has not arrived yet and must run first"
-    if not place.before or place.starts_in_s == 0:
+    if position.missing is not None:
+        return f"seq {position.missing} of its model has not arrived yet and must run first"
+    if not position.before or position.starts_in_s == 0:
         return "it runs now, or starts next"
-    known = "" if place.starts_in_s is None else f", for about {_duration(place.starts_in_s)}"
-    return f"{'1 call runs' if place.before == 1 else f'about {place.before} calls run'} before it{known}"
+    known = "" if position.starts_in_s is None else f", for about {_duration(position.starts_in_s)}"
+    return f"{'1 call runs' if position.before == 1 else f'about {position.before} calls run'} before it{known}"
 
 
 def _duration(seconds: float) -> str:

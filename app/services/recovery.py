@@ -18,26 +18,26 @@ from pydantic import TypeAdapter
 
 from app import ids
 from app.domain import records
-from app.domain.checkpoints import MANIFEST, MODELS, SNAPSHOT, Manifest, Place
+from app.domain.checkpoints import MANIFEST, MODELS, SNAPSHOT, CheckpointPrefix, Manifest
 from app.domain.records import Checkpoint, Model, Session
 from app.errors import BadRequest, NotFound
 from app.stores.objects import accounts
 from app.stores.objects.base import ObjectStore, check_key
 from app.stores.objects.notes import read_moves, read_note
-from app.stores.pages import BOOKS
+from app.stores.pages import LEDGERS
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.lifecycle import RedisLifecycle
 from app.stores.redis.records import RedisRecords
 from app.stores.redis.types import Record
 
 log = logging.getLogger(__name__)
-Found = dict[Place, list[str]]
+Found = dict[CheckpointPrefix, list[str]]
 """The keys of each place of one model."""
 _TYPED = TypeAdapter(Manifest)
 # Owners that wrote only local snapshots left no trace of their epochs in the object store. No run has a million epochs.
 _FAR = 2**20
 
-ROOTS = (accounts.ROOT, *BOOKS)
+ROOTS = (accounts.ROOT, *LEDGERS)
 _HEAD = {"tinsmith": "backup", "version": 1}
 
 
@@ -87,12 +87,12 @@ class Rebuild:
     def _models(self) -> dict[str, Found]:
         models: defaultdict[str, Found] = defaultdict(dict)
         for key in self._objects.list(f"{MODELS}/"):
-            place = Place.parse(key)
+            place = CheckpointPrefix.parse(key)
             if place is not None:
                 models[place.model_id].setdefault(place, []).append(key)
         return models
 
-    def _is_lost(self, place: Place, head: Record) -> bool:
+    def _is_lost(self, place: CheckpointPrefix, head: Record) -> bool:
         """True if the place was written after the state that the state server has of its run. A save in progress is
         journaled, and the objects were listed before `head` was read, so the objects cannot be ahead of `head` for
         another reason."""
@@ -101,7 +101,9 @@ class Rebuild:
             return place.epoch > epoch
         return not self._oplog.waiting(place.model_id, place.seq, 1)
 
-    def _catch_up(self, model_id: str, head: Record, found: Found, lost: list[Place], restored: Restored) -> None:
+    def _catch_up(
+        self, model_id: str, head: Record, found: Found, lost: list[CheckpointPrefix], restored: Restored
+    ) -> None:
         """Restores a run that was set back. The new epoch is written last, because after it nothing counts as lost."""
         for place, manifest in self._newest_of_each(lost, found, restored):
             if manifest.path:
@@ -123,10 +125,10 @@ class Rebuild:
             self._restore_run(model_id, manifests, snapshot, max(place.epoch for place in found) + _FAR, restored)
 
     def _newest_of_each(
-        self, places: Iterable[Place], found: Found, restored: Restored
-    ) -> Iterable[tuple[Place, Manifest]]:
+        self, places: Iterable[CheckpointPrefix], found: Found, restored: Restored
+    ) -> Iterable[tuple[CheckpointPrefix, Manifest]]:
         """The newest snapshot, and the newest generation of each checkpoint."""
-        by_name: defaultdict[tuple[str, str], list[Place]] = defaultdict(list)
+        by_name: defaultdict[tuple[str, str], list[CheckpointPrefix]] = defaultdict(list)
         for place in places:
             by_name[place.kind, "" if place.kind == SNAPSHOT else place.name].append(place)
         for _, generations in sorted(by_name.items()):
@@ -134,7 +136,9 @@ class Rebuild:
             if newest is not None:
                 yield newest
 
-    def _newest(self, places: Iterable[Place], found: Found, restored: Restored) -> tuple[Place, Manifest] | None:
+    def _newest(
+        self, places: Iterable[CheckpointPrefix], found: Found, restored: Restored
+    ) -> tuple[CheckpointPrefix, Manifest] | None:
         """The newest complete place; a half-written place has no manifest."""
         for place in sorted(places, key=lambda place: (place.epoch, place.seq), reverse=True):
             if f"{place}/{MANIFEST}" not in found[place]:
@@ -145,7 +149,7 @@ class Rebuild:
             restored.damaged.append(str(place))
         return None
 
-    def _manifest(self, place: Place, keys: list[str]) -> Manifest | None:
+    def _manifest(self, place: CheckpointPrefix, keys: list[str]) -> Manifest | None:
         """The manifest with the latest values of the fields that may change; None if it is damaged."""
         try:
             written = Manifest.from_json(self._objects.read(f"{place}/{MANIFEST}"))
@@ -160,7 +164,7 @@ class Rebuild:
             return None
         return manifest
 
-    def _restore_checkpoint(self, place: Place, manifest: Manifest, restored: Restored) -> None:
+    def _restore_checkpoint(self, place: CheckpointPrefix, manifest: Manifest, restored: Restored) -> None:
         checkpoint = Checkpoint(
             owner=manifest.owner,
             model_id=place.model_id,
@@ -193,7 +197,12 @@ class Rebuild:
         return True
 
     def _restore_run(
-        self, model_id: str, manifests: list[Manifest], snapshot: Place | None, epoch: int, restored: Restored
+        self,
+        model_id: str,
+        manifests: list[Manifest],
+        snapshot: CheckpointPrefix | None,
+        epoch: int,
+        restored: Restored,
     ) -> None:
         """Restores the run's record. Without a snapshot the run cannot continue: it has ended, and only its checkpoints
         are left."""
@@ -226,7 +235,7 @@ class Rebuild:
             restored.runs[model_id] = snapshot.seq
 
 
-def _check(place: Place, manifest: Manifest) -> None:
+def _check(place: CheckpointPrefix, manifest: Manifest) -> None:
     """Raises ValueError or BadRequest for a manifest that was not written for this place."""
     if not ids.is_model_id(place.model_id):
         raise ValueError(f"{place.model_id!r} is not a run id")

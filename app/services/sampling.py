@@ -15,7 +15,7 @@ from app.errors import BadRequest
 from app.services.admission import AdmissionService
 from app.services.base_models import BaseModels, sampler_role
 from app.services.tenants.access import load_checkpoint, load_owned, load_readable
-from app.services.tenants.limits import AllowanceService
+from app.services.tenants.limits import QuotaService
 from app.services.validation.models import check_adapter, check_sampleable, check_sampled_role
 from app.services.validation.sampling import check_sample
 from app.stores.redis.records import RedisRecords
@@ -30,10 +30,10 @@ class SamplingService:
     and can safely run again."""
 
     def __init__(
-        self, store: RedisRecords, bases: BaseModels, admission: AdmissionService, allowances: AllowanceService
+        self, store: RedisRecords, bases: BaseModels, admission: AdmissionService, quotas: QuotaService
     ) -> None:
         self._records = store
-        self._allowances = allowances
+        self._quotas = quotas
         self._bases = bases
         self._admission = admission
 
@@ -49,7 +49,7 @@ class SamplingService:
         if not self._is_there(sampler_id, asked):
             base, path = asked.get("base_model"), asked.get("model_path")
             sampler = self.resolve(caller, session.owner, asked["session_id"], base, path)
-            self._allowances.take(caller, session.owner)
+            self._quotas.take(caller, session.owner)
             if not self._records.put_new(Sampler.namespace, sampler_id, records.dump(sampler)):
                 self._is_there(sampler_id, asked)
         return sampler_id
@@ -57,7 +57,7 @@ class SamplingService:
     def join(self, sampler_id: str, caller: Caller) -> int:
         """The number of one more client of the sampler, from 1 on; 0 is the client that created the sampler. Raises
         NotFound."""
-        self._allowances.take(caller, load_owned(self._records, Sampler, sampler_id, caller).owner)
+        self._quotas.take(caller, load_owned(self._records, Sampler, sampler_id, caller).owner)
         return self._records.join(sampler_id)
 
     def describe(self, sampler_id: str, caller: Caller) -> dict[str, str]:

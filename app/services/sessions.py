@@ -12,10 +12,10 @@ from app.domain import records
 from app.domain.accounts import Caller
 from app.domain.records import Checkpoint, Model, Sampler, Session
 from app.errors import BadRequest, NotFound
-from app.services.teardown import Endings
+from app.services.teardown import Teardown
 from app.services.tenants import audit
 from app.services.tenants.access import check_role, load_owned, load_readable
-from app.services.tenants.limits import AllowanceService
+from app.services.tenants.limits import QuotaService
 from app.services.views import Page, Scope, check_seen, check_writable, projects, texts, timestamp
 from app.signing import UrlSigner
 from app.stores.objects.base import ObjectStore
@@ -39,11 +39,11 @@ class SessionService:
         store: RedisRecords,
         lifecycle: RedisLifecycle,
         objects: ObjectStore,
-        endings: Endings,
-        allowances: AllowanceService,
+        teardown: Teardown,
+        quotas: QuotaService,
     ) -> None:
-        self._records, self._lifecycle, self._objects, self._endings = store, lifecycle, objects, endings
-        self._allowances = allowances
+        self._records, self._lifecycle, self._objects, self._teardown = store, lifecycle, objects, teardown
+        self._quotas = quotas
 
     def create(self, caller: Caller, asked: Mapping[str, Any]) -> str:
         """Creates a session in `project_id` or the caller's own project, and returns its id.
@@ -56,7 +56,7 @@ class SessionService:
             project = caller.project
             check_role(caller, project)
         check_writable(caller, project)
-        self._allowances.take(caller, project)
+        self._quotas.take(caller, project)
         session_id = ids.new_session_id()
         session = Session(
             project,
@@ -78,7 +78,7 @@ class SessionService:
     def finish(self, session_id: str, caller: Caller, reason: str) -> None:
         """Finishes the session and frees its memory; the first reason given is kept. Raises NotFound."""
         load_owned(self._records, Session, session_id, caller)
-        self._endings.finish(session_id, reason)
+        self._teardown.finish(session_id, reason)
 
     def list_ids(self, caller: Caller, scope: Scope, page: Page) -> list[str]:
         """Session ids, newest first."""
@@ -111,7 +111,7 @@ class SessionService:
                 f"session {session_id} belongs to the OpenAI-compatible calls of its project and cannot be moved"
             )
         if session.owner != project:
-            self._allowances.move(caller, project, *self._brings(session_id, session))
+            self._quotas.move(caller, project, *self._brings(session_id, session))
         for scope in {session.owner, project}:
             moved = {"session_id": session_id, "from_project_id": session.owner, "to_project_id": project}
             audit.note(self._records, caller, scope, "session_move", moved)

@@ -18,7 +18,7 @@ from app.stores.redis.types import Holder
 log = logging.getLogger(__name__)
 
 
-class Endings:
+class Teardown:
     """Tears down runs and sessions. `wake` makes the trainer that holds a model check at once which memory it can
     free."""
 

@@ -16,7 +16,7 @@ from typing import Any
 from app import ids
 from app.domain import codec, records
 from app.domain.accounts import Caller
-from app.domain.checkpoints import Place
+from app.domain.checkpoints import CheckpointPrefix
 from app.domain.custom_losses import CustomLoss
 from app.domain.losses import LOSSES
 from app.domain.ops import AdamParams, LoadWeights, Op, OptimStep, SaveWeights
@@ -26,7 +26,7 @@ from app.services.admission import MAX_SEQ, AdmissionService
 from app.services.base_models import BaseModels, trainer_role
 from app.services.tenants import audit
 from app.services.tenants.access import Sources, load_owned, load_readable
-from app.services.tenants.limits import AllowanceService
+from app.services.tenants.limits import QuotaService
 from app.services.validation.batch import check_forward_backward
 from app.services.validation.models import (
     check_adam,
@@ -160,7 +160,7 @@ class TrainingService:
     def _check_free(self, sampler_id: str, asked: Mapping[str, Any]) -> None:
         """Raises BadRequest if a sampling session with this id exists and was not created by this same call."""
         stored = self._records.get(Sampler.namespace, sampler_id)
-        place = Place.parse(records.load(Sampler, stored).prefix) if stored else None
+        place = CheckpointPrefix.parse(records.load(Sampler, stored).prefix) if stored else None
         if stored and (place is None or (place.model_id, place.seq) != (asked["model_id"], asked["seq_id"])):
             raise BadRequest(
                 f"sampling_session_seq_id {asked['sampling_session_seq_id']} was already used for another sampler; "
@@ -182,8 +182,8 @@ class CustomLossService:
     """Stores custom losses. A loss never changes: its id consists of the session and the number that the client gave
     it."""
 
-    def __init__(self, store: RedisRecords, allowances: AllowanceService) -> None:
-        self._records, self._allowances = store, allowances
+    def __init__(self, store: RedisRecords, quotas: QuotaService) -> None:
+        self._records, self._quotas = store, quotas
 
     def create(self, caller: Caller, asked: Mapping[str, Any]) -> dict[str, str]:
         """Stores a custom loss, and returns a future of its id; a repeat returns the same id.
@@ -197,7 +197,7 @@ class CustomLossService:
         content = base64.b64encode(codec.encode(loss)).decode()
         loss_id = ids.loss_id(session_id, seq)
         if self._records.get(Loss.namespace, loss_id) is None:
-            self._allowances.take(caller, session.owner)
+            self._quotas.take(caller, session.owner)
         record = Loss(session.owner, session_id, time.time(), content)
         fresh = self._records.put_new(Loss.namespace, loss_id, records.dump(record))
         if not fresh and load_readable(self._records, Loss, loss_id, caller).content != content:

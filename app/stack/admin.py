@@ -19,7 +19,7 @@ from app.stack.connection import account_service, reached, settings_of
 from app.stores.objects import create
 from app.stores.pages import PageFiles
 from app.stores.redis.client import connect
-from app.stores.redis.pages import Books, RedisPages
+from app.stores.redis.pages import RedisPages, UsageLedger
 from app.stores.redis.records import RedisRecords
 
 Action = Callable[[AccountService, Namespace], Iterator[str]]
@@ -164,7 +164,7 @@ def show(options: Options, scope: str, day: date | None) -> int:
     checks.redis_server(settings.redis.url)
     client, objects = connect(settings.redis.url), create(settings)
     records = RedisRecords(client, settings.engine)
-    log = AuditService(Books(RedisPages(client, settings.engine), PageFiles(objects)), records)
+    log = AuditService(UsageLedger(RedisPages(client, settings.engine), PageFiles(objects)), records)
     with reached(settings):
         asked = day or datetime.fromtimestamp(records.now(), UTC).date()
         for entry in log.of([scope], "all", asked):

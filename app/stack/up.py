@@ -56,7 +56,7 @@ def up(options: Options) -> int:
             _say(NO_VLLM)
         _say(f"data in {folder.root}, logs in {folder.logs}{_key_notice(settings, folder)}")
         with (
-            _handover_cleared(plan.settings),
+            _cleared_transfers(plan.settings),
             Supervisor(folder.logs, stopping, inherited_fds=(folder.lock_fd,)) as supervisor,
         ):
             _run(supervisor, plan)
@@ -159,7 +159,7 @@ def _is_ready(url: str) -> bool:
 
 
 @contextmanager
-def _handover_cleared(settings: Settings) -> Iterator[None]:
+def _cleared_transfers(settings: Settings) -> Iterator[None]:
     """Removes the folder for shared-memory transfer at the end, because its memory stays in use. A folder that the user
     chose stays. After a killed stack, the trainers of the next stack continue with the files left there."""
     try:

@@ -1,7 +1,7 @@
 """Hourly pages of the usage ledger and of the audit log: one page of each for every project and hour.
 
 The state server holds the pages that are still written. A page is closed when its hour is over. It then moves
-unchanged to the object store, as `<book>/<project>/<day>/<hour>.json`. lua/pages.lua writes the fields of a usage
+unchanged to the object store, as `<ledger>/<project>/<day>/<hour>.json`. lua/pages.lua writes the fields of a usage
 page, and app/services/tenants/audit.py those of an audit page.
 """
 
@@ -18,8 +18,8 @@ from app.domain.results import HOUR_S
 from app.stores.objects.base import ObjectStore
 
 log = logging.getLogger(__name__)
-Book = Literal["usage", "audit"]
-BOOKS: tuple[Book, ...] = get_args(Book)
+Ledger = Literal["usage", "audit"]
+LEDGERS: tuple[Ledger, ...] = get_args(Ledger)
 Fields = Mapping[str, str]
 
 
@@ -27,22 +27,22 @@ Fields = Mapping[str, str]
 class Page:
     """The name of one page. `hour` counts hours since the beginning of 1970, UTC."""
 
-    book: Book
+    ledger: Ledger
     project: str
     hour: int
 
     @classmethod
     def parse(cls, text: str) -> Page:
         """Parses the text that `str` makes of a page."""
-        book, project, hour = text.split("/")
-        return cls("usage" if book == "usage" else "audit", project, int(hour))
+        ledger, project, hour = text.split("/")
+        return cls("usage" if ledger == "usage" else "audit", project, int(hour))
 
     def __str__(self) -> str:
-        return f"{self.book}/{self.project}/{self.hour}"
+        return f"{self.ledger}/{self.project}/{self.hour}"
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class StorageUse:
     """The byte-seconds that a project's checkpoints of one base model took in one hour."""
 
     project: str
@@ -62,10 +62,10 @@ class PageFiles:
         earlier state."""
         self._objects.put_new(_key(page), json.dumps(dict(fields), sort_keys=True).encode())
 
-    def find(self, book: Book, project: str, hours: range) -> dict[Page, Fields]:
+    def find(self, ledger: Ledger, project: str, hours: range) -> dict[Page, Fields]:
         """The stored pages of these hours. Leaves out a damaged page, and logs it."""
-        wanted = {_key(page): page for page in (Page(book, project, hour) for hour in hours)}
-        listed = (key for month in _months(hours) for key in self._objects.list(f"{book}/{project}/{month}"))
+        wanted = {_key(page): page for page in (Page(ledger, project, hour) for hour in hours)}
+        listed = (key for month in _months(hours) for key in self._objects.list(f"{ledger}/{project}/{month}"))
         found = {wanted[key]: self._read(key) for key in listed if key in wanted}
         return {page: fields for page, fields in found.items() if fields is not None}
 
@@ -81,7 +81,7 @@ class PageFiles:
 
 
 def _key(page: Page) -> str:
-    return f"{page.book}/{page.project}/{_begin(page.hour):%Y-%m-%d/%H}.json"
+    return f"{page.ledger}/{page.project}/{_begin(page.hour):%Y-%m-%d/%H}.json"
 
 
 def _months(hours: range) -> Iterator[str]:

@@ -80,7 +80,7 @@ def open_envelope(body: bytes) -> Envelope:
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class BatchHeader:
     """The settings for all datums of a batch: the loss, its config, and for a custom loss the loss itself."""
 
     loss_fn: str
@@ -89,7 +89,7 @@ class Head:
     custom: CustomLoss | None
 
     @classmethod
-    def of(cls, loss_fn: str, config: Mapping[str, float | str], forward_only: bool, find: FindLoss) -> Head:
+    def of(cls, loss_fn: str, config: Mapping[str, float | str], forward_only: bool, find: FindLoss) -> BatchHeader:
         """Builds a Head. Raises BadRequest for a string in the config, except the loss_id of a custom loss, and for a
         custom loss without a loss_id."""
         settings = dict(config)
@@ -111,7 +111,9 @@ class Head:
         return (*spec.inputs, *spec.optional) if spec else ()
 
 
-def build_op(head: Head, tokens: Sequence[np.ndarray], inputs: Sequence[Mapping[str, pb.Tensor]]) -> ForwardBackward:
+def build_op(
+    head: BatchHeader, tokens: Sequence[np.ndarray], inputs: Sequence[Mapping[str, pb.Tensor]]
+) -> ForwardBackward:
     """Builds the Op from datums; inputs that `head.taken` does not name are ignored.
 
     Raises BadRequest for a malformed tensor, an input that only some datums have, and target_tokens that are not
@@ -153,7 +155,7 @@ def _custom_column(name: str, arrays: Sequence[np.ndarray], rank: int) -> Ragged
 
 
 def _to_op(request: pb.ForwardBackwardRequest, find: FindLoss) -> ForwardBackward:
-    head = Head.of(request.loss_fn, _loss_config(request), request.forward_only, find)
+    head = BatchHeader.of(request.loss_fn, _loss_config(request), request.forward_only, find)
     tokens = [_tokens(datum, i) for i, datum in enumerate(request.data)]
     return build_op(head, tokens, [datum.loss_fn_inputs for datum in request.data])
 

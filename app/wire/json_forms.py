@@ -19,7 +19,7 @@ from app.domain.ops import ForwardBackward
 from app.domain.sampling import UNSCORED, SampledSequence, TokenLogprobs
 from app.errors import BadRequest
 from app.wire import tinker_pb2 as pb
-from app.wire.forward_backward import Envelope, FindLoss, Head, build_op
+from app.wire.forward_backward import BatchHeader, Envelope, FindLoss, build_op
 from app.wire.results import decode_sample
 
 _FORWARD = "forward_input"
@@ -73,7 +73,7 @@ def _to_op(body: Mapping[str, Any], find: FindLoss) -> ForwardBackward:
     if not isinstance(content, dict) or not isinstance(content.get("loss_fn"), str):
         raise BadRequest(f"{name} must be an object with data and loss_fn")
     data = _list(content.get("data"), "data")
-    head = Head.of(content["loss_fn"], _loss_config(content.get("loss_fn_config")), forward_only, find)
+    head = BatchHeader.of(content["loss_fn"], _loss_config(content.get("loss_fn_config")), forward_only, find)
     tokens = [_tokens(datum, i) for i, datum in enumerate(data)]
     return build_op(head, tokens, [_inputs(datum, head.taken, i) for i, datum in enumerate(data)])
 

@@ -85,11 +85,11 @@ def _cells(cells: Cells) -> pb.Tensor:
     return tensor
 
 
-def _alternatives(drawn: TokenLogprobs) -> pb.PromptAltTokens:
-    shape = drawn.tokens.shape
+def _alternatives(sampled: TokenLogprobs) -> pb.PromptAltTokens:
+    shape = sampled.tokens.shape
     return pb.PromptAltTokens(
-        tokens=pb.Tensor(dtype=pb.DTYPE_INT32, shape=shape, dense=_raw(drawn.tokens, "<i4")),
-        logprobs=pb.Tensor(dtype=pb.DTYPE_FLOAT32, shape=shape, dense=_raw(drawn.logprobs, "<f4")),
+        tokens=pb.Tensor(dtype=pb.DTYPE_INT32, shape=shape, dense=_raw(sampled.tokens, "<i4")),
+        logprobs=pb.Tensor(dtype=pb.DTYPE_FLOAT32, shape=shape, dense=_raw(sampled.logprobs, "<f4")),
     )
 
 

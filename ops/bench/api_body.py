@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from app import ids
-from app.dispatch import Doorbell, celery_app, train_queue
+from app.dispatch import Dispatcher, celery_app, train_queue
 from app.domain import codec
 from app.domain.base_model import BaseModelInfo
 from app.services.validation.batch import check_forward_backward
@@ -76,7 +76,7 @@ class _Parts:
     def __init__(self, api: servers.Api, bodies: _Bodies) -> None:
         self._bodies = bodies
         self._oplog = RedisOpLog(connect(api.settings.redis.url), api.settings.engine)
-        self._doorbell = Doorbell(celery_app(api.settings))
+        self._dispatcher = Dispatcher(celery_app(api.settings))
 
     def measure(self) -> dict[str, float]:
         """Returns the ms of each part."""
@@ -96,5 +96,5 @@ class _Parts:
         model_id, seq = self._bodies.model_id, self._bodies.seq
         part("journal", lambda: self._oplog.admit(model_id, seq, op.kind, payload, digest))
         request_id, queue = ids.request_id(model_id, seq), train_queue(INFO.name)
-        part("ring", lambda: self._doorbell.ring(op.kind, request_id, model_id, queue))
+        part("ring", lambda: self._dispatcher.send(op.kind, request_id, model_id, queue))
         return found

@@ -17,7 +17,7 @@ from app.settings import BaseModelSettings
 from tests.conformance.training_ranks import BY_ONE, SFT, SHORT, STEP, VALUED, bad, capture_and_go_on, note, resume
 from workers.backends.training import backends, ranks
 from workers.backends.training.base import Create, Load
-from workers.backends.training.full_state import WholeState
+from workers.backends.training.full_state import FullFinetuneState
 from workers.backends.training.trainer import Trainer
 
 
@@ -64,7 +64,7 @@ def criticize(backend: Trainer) -> dict[str, np.ndarray]:
 
 def held_share(backend: Trainer) -> float:
     """Number of elements of all fp32 masters in this rank's memory."""
-    (masters,) = (state.masters.values() for state in backend._states.values() if isinstance(state, WholeState))
+    (masters,) = (state.masters.values() for state in backend._states.values() if isinstance(state, FullFinetuneState))
     return sum(m.numel() for m in masters if not m.is_meta) / sum(m.numel() for m in masters)
 
 

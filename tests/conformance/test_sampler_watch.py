@@ -1,4 +1,4 @@
-"""Token events and cancellation of a request through its Watch, in both samplers."""
+"""Token events and cancellation of a request through its RequestHandle, in both samplers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from app.domain.sampling import SampleOutput
 from app.errors import ServerOpError
 from tests.conformance.samplers import PROMPTS, ask, one
-from workers.backends.sampling.base import Aborted, Watch
+from workers.backends.sampling.base import Aborted, RequestHandle
 
 # On a busy machine a request may be over before the test sees it, but not every time.
 TRIES = 5
@@ -45,7 +45,7 @@ def test_tokens_are_told_as_they_come_and_are_those_of_the_answer(sampler):
     request = ask(PROMPTS[1], num_samples=3, max_tokens=20, prompt_logprobs=True, sample_top=2)
     for _ in range(TRIES):
         seen = Seen()
-        output = sampler.sample("one", request, Watch(seen))
+        output = sampler.sample("one", request, RequestHandle(seen))
         assert (seen.tokens, seen.logprobs) == all_of(output)
         if seen.calls > 3:
             break
@@ -58,27 +58,31 @@ def test_tokens_are_told_as_they_come_and_are_those_of_the_answer(sampler):
 
 def test_each_sample_that_ends_is_told_of_before_the_answer(sampler):
     ended: list[None] = []
-    sampler.sample("one", ask(PROMPTS[1], num_samples=3, max_tokens=5), Watch(ended=lambda: ended.append(None)))
+    sampler.sample(
+        "one", ask(PROMPTS[1], num_samples=3, max_tokens=5), RequestHandle(on_end=lambda: ended.append(None))
+    )
     assert len(ended) == 3
 
 
 def test_a_token_that_stops_a_sample_is_told_too(sampler, reference):
     expected = reference.greedy(None, PROMPTS[1], 12)
     seen = Seen()
-    sampler.sample(None, ask(PROMPTS[1], temperature=0.0, stop_tokens=(expected[5],)), Watch(seen))
+    sampler.sample(None, ask(PROMPTS[1], temperature=0.0, stop_tokens=(expected[5],)), RequestHandle(seen))
     assert seen.tokens[0] == expected[: expected.index(expected[5]) + 1]
 
 
 def test_an_aborted_request_ends_and_no_other_does(sampler, reference):
     for _ in range(TRIES):
         seen, beside = Seen(), Seen()
-        watch = Watch(seen)
+        handle = RequestHandle(seen)
         with ThreadPoolExecutor(2) as pool:
-            long = pool.submit(sampler.sample, "one", ask(PROMPTS[0], num_samples=8, max_tokens=240), watch)
-            other = pool.submit(sampler.sample, "two", ask(PROMPTS[1], temperature=0.0, max_tokens=60), Watch(beside))
+            long = pool.submit(sampler.sample, "one", ask(PROMPTS[0], num_samples=8, max_tokens=240), handle)
+            other = pool.submit(
+                sampler.sample, "two", ask(PROMPTS[1], temperature=0.0, max_tokens=60), RequestHandle(beside)
+            )
             assert seen.begun.wait(240)
             assert beside.begun.wait(240)
-            watch.abort()
+            handle.abort()
             error = long.exception(240)
             assert other.result(240).sequences[0].tokens.tolist() == reference.greedy("two", PROMPTS[1], 60)
         if error is not None:
@@ -96,39 +100,39 @@ def test_an_aborted_request_ends_and_no_other_does(sampler, reference):
 def test_what_an_aborted_request_drew_is_known(sampler, streams):
     for _ in range(TRIES):
         seen = Seen()
-        watch, beside = Watch(seen if streams else None), Watch(Seen())
+        handle, beside = RequestHandle(seen if streams else None), RequestHandle(Seen())
         with ThreadPoolExecutor(2) as pool:
-            stopped = pool.submit(sampler.sample, "one", ask(PROMPTS[0], num_samples=2, max_tokens=240), watch)
+            stopped = pool.submit(sampler.sample, "one", ask(PROMPTS[0], num_samples=2, max_tokens=240), handle)
             pool.submit(sampler.sample, "one", ask(PROMPTS[0], max_tokens=60), beside).result(240)
-            watch.abort()
+            handle.abort()
             error = stopped.exception(240)
         if error is not None:
             break
     assert isinstance(error, Aborted)
-    assert 10 < watch.took < 2 * 240, "another drew 60 beside it"
-    assert sum(map(len, seen.tokens.values())) <= watch.took
+    assert 10 < handle.tokens_used < 2 * 240, "another drew 60 beside it"
+    assert sum(map(len, seen.tokens.values())) <= handle.tokens_used
 
 
 def test_a_request_that_ends_took_what_it_answers(sampler):
-    watch = Watch()
-    output = sampler.sample("one", ask(PROMPTS[1], num_samples=3, max_tokens=9), watch)
-    assert watch.took == sum(len(sequence.tokens) for sequence in output.sequences) == 27
+    handle = RequestHandle()
+    output = sampler.sample("one", ask(PROMPTS[1], num_samples=3, max_tokens=9), handle)
+    assert handle.tokens_used == sum(len(sequence.tokens) for sequence in output.sequences) == 27
 
 
 def test_a_request_aborted_while_it_waits_never_starts_and_the_one_behind_it_does(sampler, reference):
     ahead, waiting = Seen(), Seen()
-    watches = [Watch(ahead), Watch(waiting)]
+    handles = [RequestHandle(ahead), RequestHandle(waiting)]
     with ThreadPoolExecutor(3) as pool:
         # 512 samples of 16 at a time, which takes far longer than the rest.
-        first = pool.submit(sampler.sample, None, ask(PROMPTS[0], num_samples=512, max_tokens=200), watches[0])
+        first = pool.submit(sampler.sample, None, ask(PROMPTS[0], num_samples=512, max_tokens=200), handles[0])
         assert ahead.begun.wait(240)
-        second = pool.submit(sampler.sample, None, ask(PROMPTS[0]), watches[1])
+        second = pool.submit(sampler.sample, None, ask(PROMPTS[0]), handles[1])
         third = pool.submit(one, sampler, "one", PROMPTS[1], temperature=0.0)
-        watches[1].abort()
+        handles[1].abort()
         with pytest.raises(Aborted):
             second.result(240)
         assert not first.done()
-        watches[0].abort()
+        handles[0].abort()
         with pytest.raises(Aborted):
             first.result(240)
         assert third.result(240).tokens.tolist() == reference.greedy("one", PROMPTS[1], 12)
@@ -137,19 +141,19 @@ def test_a_request_aborted_while_it_waits_never_starts_and_the_one_behind_it_doe
 
 def test_a_watch_aborted_before_the_call_keeps_it_from_starting(sampler):
     seen = Seen()
-    watch = Watch(seen)
-    watch.abort()
+    handle = RequestHandle(seen)
+    handle.abort()
     with pytest.raises(Aborted):
-        sampler.sample(None, ask(PROMPTS[0]), watch)
+        sampler.sample(None, ask(PROMPTS[0]), handle)
     assert len(one(sampler, None, PROMPTS[0]).tokens) == 12
     assert seen.calls == 0
 
 
 def test_aborting_behind_the_end_changes_nothing(sampler):
-    watch = Watch()
-    before = sampler.sample(None, ask(PROMPTS[0]), watch).sequences[0].tokens.tolist()
-    watch.abort()
-    watch.abort()
+    handle = RequestHandle()
+    before = sampler.sample(None, ask(PROMPTS[0]), handle).sequences[0].tokens.tolist()
+    handle.abort()
+    handle.abort()
     assert one(sampler, None, PROMPTS[0]).tokens.tolist() == before
 
 
@@ -159,7 +163,7 @@ def test_whoever_looks_on_and_fails_fails_its_own_request_alone_which_is_not_its
         raise kind("the listener is gone")
 
     with ThreadPoolExecutor(2) as pool:
-        bad = pool.submit(sampler.sample, None, ask(PROMPTS[0]), Watch(fail))
+        bad = pool.submit(sampler.sample, None, ask(PROMPTS[0]), RequestHandle(fail))
         good = pool.submit(one, sampler, "one", PROMPTS[1], temperature=0.0)
         with pytest.raises(ServerOpError, match="the listener is gone"):
             bad.result(240)

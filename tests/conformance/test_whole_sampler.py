@@ -19,9 +19,9 @@ from app.errors import OpError, ServerOpError, UserOpError
 from app.settings import BaseModelSettings
 from tests.conformance.samplers import BACKENDS, CONTEXT, PROMPTS, Reference, ask, one, tokens_of
 from tests.models import tiny_qwen3
-from workers.backends.sampling.base import Aborted, SamplerBackend, Watch, create
-from workers.process.fair_queue import Shares
-from workers.sample.adapters import AdapterTurns
+from workers.backends.sampling.base import Aborted, RequestHandle, SamplerBackend, create
+from workers.process.fair_queue import FairQueue
+from workers.sample.adapters import AdapterScheduler
 
 MODELS = ("one", "two")
 
@@ -88,10 +88,10 @@ def test_prompt_logprobs_are_those_of_the_model_that_is_there(
 
 
 def test_requests_that_take_turns_have_each_their_own_model(whole: SamplerBackend, models: dict[str, Reference]):
-    turns = AdapterTurns(1, Shares())
+    scheduler = AdapterScheduler(1, FairQueue())
 
     def sample(name: str, seed: int) -> list[list[int]]:
-        with turns.turn(name, "me", Watch()):
+        with scheduler.turn(name, "me", RequestHandle()):
             whole.load(name, models[name].folder)
             return tokens_of(whole.sample(name, ask(PROMPTS[1], num_samples=3, seed=seed)))
 
@@ -109,7 +109,7 @@ def test_another_model_waits_for_what_runs(whole: SamplerBackend, models: dict[s
     alone = tokens_of(whole.sample("one", request))
     begun = threading.Event()
     with ThreadPoolExecutor(2) as pool:
-        running = pool.submit(whole.sample, "one", request, Watch(lambda *_: begun.set()))
+        running = pool.submit(whole.sample, "one", request, RequestHandle(lambda *_: begun.set()))
         assert begun.wait(240)
         swap = pool.submit(whole.load, "two", models["two"].folder)
         while not swap.done():
@@ -123,11 +123,11 @@ def test_what_was_aborted_is_in_nobodys_way(whole: SamplerBackend, models: dict[
     for name, other in (MODELS, MODELS[::-1]):
         whole.load(name, models[name].folder)
         begun = threading.Event()
-        watch = Watch(lambda *_, begun=begun: begun.set())
+        handle = RequestHandle(lambda *_, begun=begun: begun.set())
         with ThreadPoolExecutor(1) as pool:
-            running = pool.submit(whole.sample, name, ask(PROMPTS[3], num_samples=512, max_tokens=160), watch)
+            running = pool.submit(whole.sample, name, ask(PROMPTS[3], num_samples=512, max_tokens=160), handle)
             assert begun.wait(240)
-            watch.abort()
+            handle.abort()
             with pytest.raises(Aborted):
                 running.result()
         assert sampled(other, PROMPTS[3], temperature=0.0).tokens.tolist() == models[other].greedy(None, PROMPTS[3], 12)

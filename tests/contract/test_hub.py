@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from app.domain.records import Model
 from app.domain.results import Result
-from app.stores.redis.types import HeldElsewhere
+from app.stores.redis.types import OwnedElsewhere
 from tests.api_server import BASE, KEY, ApiServer, start_api
 from tests.confined import surroundings
 from tests.contract.awaiting import await_true
@@ -24,7 +24,7 @@ def make_ready(server: ApiServer) -> None:
     await_true(lambda: list(server.records.list(Model.namespace)), "no model was asked for")
     [(model_id, _)] = server.records.list(Model.namespace)
     lease = server.oplog.acquire(model_id, "node/test")
-    assert not isinstance(lease, HeldElsewhere)
+    assert not isinstance(lease, OwnedElsewhere)
     await_true(lambda: server.oplog.next(lease, 0), "it was not journalled")
     server.oplog.commit(lease, 0, Result(json.dumps({"model_id": model_id}).encode()), [])
 

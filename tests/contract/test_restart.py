@@ -15,7 +15,7 @@ import pytest
 import tinker
 from tinker import types
 
-from app.domain.records import Handover, Sampler, dump, load
+from app.domain.records import Sampler, ShmTransfer, dump, load
 from app.stores.redis import keys
 from app.stores.redis.client import connect
 from app.stores.redis.records import RedisRecords
@@ -115,7 +115,7 @@ def test_a_killed_sampler_loses_no_request(service: tinker.ServiceClient, light:
         assert [s.tokens for s in future.result().sequences] == [s.tokens for s in before.sequences]
 
 
-def test_lost_messages_are_rung_again(service: tinker.ServiceClient, light: Stack):
+def test_lost_messages_are_dispatched_again(service: tinker.ServiceClient, light: Stack):
     client = service.create_lora_training_client(base_model=BASE, rank=4).result()
     trainers = children(light, "trainer-")
     for trainer in trainers:
@@ -154,13 +154,13 @@ def test_weights_that_were_never_uploaded_are_made_again_when_a_sampler_misses_t
     scored = sampling.compute_logprobs(PROMPT).result()
     with light.redis() as redis:
         records, model_id = RedisRecords(redis), client.model_id
-        await_true(lambda: not list(records.list(Handover.namespace)))
+        await_true(lambda: not list(records.list(ShmTransfer.namespace)))
         samplers = [load(Sampler, fields) for _, fields in records.list(Sampler.namespace)]
         (prefix,) = [one.prefix for one in samplers if f"/{model_id}/" in one.prefix]
         for process in (*children(light, "trainer-"), *children(light, "sampler-")):
             process.kill()
-        records.put(Handover.namespace, prefix, dump(Handover(model_id, 5)))
+        records.put(ShmTransfer.namespace, prefix, dump(ShmTransfer(model_id, 5)))
         shutil.rmtree(light.data_dir / "objects" / prefix)
         shutil.rmtree(light.settings().handover_dir, ignore_errors=True)
         assert sampling.compute_logprobs(PROMPT).result() == scored
-        await_true(lambda: not list(records.list(Handover.namespace)))  # noted after the upload
+        await_true(lambda: not list(records.list(ShmTransfer.namespace)))  # noted after the upload

@@ -13,11 +13,11 @@ from tests.faults.fuse import BEFORE_JOURNAL, BEFORE_RING, Fuse
 
 
 def _arm(services: Services, fuse: Fuse) -> None:
-    doorbell = services.admission._doorbell
+    dispatcher = services.admission._dispatcher
     for part, name, place in (
         (services.oplog, "admit", BEFORE_JOURNAL),
         (services.oplog, "admit_sample", BEFORE_JOURNAL),
-        (doorbell, "ring", BEFORE_RING),
+        (dispatcher, "send", BEFORE_RING),
     ):
         setattr(part, name, _dying(getattr(part, name), place, fuse))
 

@@ -71,7 +71,7 @@ def test_a_call_whose_api_died_has_one_future_and_one_effect(api: ApiServer, fol
         calls.post(api, path, body)
     assert not fuse.is_set(), "the API died where it should"
     waiting = [p.id for p in api.oplog.pending() if p.id in request_id]
-    assert len(waiting) == (place == BEFORE_RING), "what is journalled is rung for again, whoever else forgot it"
+    assert len(waiting) == (place == BEFORE_RING), "what is journalled is dispatched again, whoever else forgot it"
     for _ in range(2):
         assert calls.persist(api, path, body).json()["request_id"] == request_id
     assert effects(api, kind, session) == 1

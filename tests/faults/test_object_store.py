@@ -95,7 +95,7 @@ def test_connections_that_break_off_leave_no_half_of_anything(world: World, prox
     proxy.cut_share = 0.0
     service.run_to(run.admit(SaveWeights("weights", "kept")))
     end(run, service)
-    print(f"seed {SEED}: {proxy.cut} connections cut, {service.turned_away} rings in vain")
+    print(f"seed {SEED}: {proxy.cut} connections cut, {service.turned_away} dispatches in vain")
     assert proxy.cut >= ROUNDS
     calm = world.run("undisturbed")
     reference = Service.on(calm, "c")

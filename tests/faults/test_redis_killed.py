@@ -29,7 +29,7 @@ def test_no_acknowledged_op_is_lost_with_the_state_server(new_world: NewWorld, m
         killer.start()
         kills_seen = train(run, service, over)
         killer.join()
-        print(f"seed {SEED}: {service.turned_away} rings in vain")
+        print(f"seed {SEED}: {service.turned_away} dispatches in vain")
         assert kills_seen, "the run was longer than the kills"
         assert service.turned_away >= 1, "some kill hit a call of the worker"
         service.run_to(run.admit(SaveWeights("weights", "final")))

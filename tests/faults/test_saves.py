@@ -56,7 +56,7 @@ def in_mid_save(run: Run, service: Service, proxy: Proxy) -> int:
     service.await_snapshot(save - 1)
     proxy.stall()
     last = save_and_go_on(run)
-    run.ring(service.worker, save)
+    run.send(service.worker, save)
     await_true(lambda: run.world.client.hget(keys.op(run.request_id(last)), "runner"), "the last has begun")
     assert run.head()["applied"] == str(save - 1), "their commits wait for the save's"
     return save

@@ -63,7 +63,7 @@ class Relay:
         If the worker gets no CPU, its lease expires as well, and it is dispatched again.
         """
         for _ in range(_RINGS):
-            self.run.ring(self.zombie, seq)
+            self.run.send(self.zombie, seq)
             await_true(lambda: self.zombie.answered or self.zombie.stopped, "an answer, or a stop")
             if not self.zombie.answered:
                 return False

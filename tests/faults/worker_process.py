@@ -22,7 +22,7 @@ from workers.backends.training.backends import create
 from workers.process.assembly import assemble_trainer
 from workers.process.heartbeat import worker_name
 from workers.process.parts import Parts, Runtime, Serving
-from workers.process.results import NotNow
+from workers.process.results import Requeue
 
 Answer = tuple[Literal["done", "failed", "unknown", "not now", "error"], str]
 _WITHIN_S = 240
@@ -58,7 +58,7 @@ class WorkerProcess:
     def alive(self) -> bool:
         return self._process.is_alive()
 
-    def ring(self, request_id: str, model_id: str, kind: str) -> None:
+    def send(self, request_id: str, model_id: str, kind: str) -> None:
         """Dispatches a request and returns at once."""
         self._send(("ring", request_id, model_id, kind))
 
@@ -142,7 +142,7 @@ def _handle(worker: Runtime, request_id: str, model_id: str, kind: str) -> Answe
     """Handles a dispatch as the Celery task does: every failure outside the Op causes a redispatch."""
     try:
         result = worker.handle(request_id, model_id, kind)
-    except NotNow as reason:
+    except Requeue as reason:
         return "not now", str(reason)
     except Exception as error:
         return "error", f"{type(error).__name__}: {error}"

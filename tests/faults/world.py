@@ -19,7 +19,7 @@ from app.domain import codec
 from app.domain.batch import Batch, Ragged
 from app.domain.checkpoints import MANIFEST
 from app.domain.ops import AdamParams, CreateModel, ForwardBackward, LoraSpec, ModelSpec, Op, OptimStep, SaveWeights
-from app.domain.records import Checkpoint, Handover, Model, Sampler, dump
+from app.domain.records import Checkpoint, Model, Sampler, ShmTransfer, dump
 from app.settings import Settings
 from app.stores import objects
 from app.stores.redis import keys
@@ -136,8 +136,8 @@ class Run:
     def request_id(self, seq: int) -> str:
         return ids.request_id(self.model_id, seq)
 
-    def ring(self, worker: WorkerProcess, seq: int) -> None:
-        worker.ring(self.request_id(seq), self.model_id, self.kinds[seq])
+    def send(self, worker: WorkerProcess, seq: int) -> None:
+        worker.send(self.request_id(seq), self.model_id, self.kinds[seq])
 
     def head(self) -> dict[str, str]:
         """applied, epoch, worker, snapshot, snapshot_seq, and the Model record."""
@@ -225,7 +225,7 @@ class Run:
 
     def waiting_uploads(self) -> list[str]:
         """Prefixes of the shared-memory transfers that are not in the object store yet."""
-        return [prefix for prefix, _ in self.world.records.list(Handover.namespace, f"models/{self.model_id}/")]
+        return [prefix for prefix, _ in self.world.records.list(ShmTransfer.namespace, f"models/{self.model_id}/")]
 
     def _samplers(self) -> list[tuple[str, str]]:
         stored = self.world.records.list(Sampler.namespace, ids.sampler_prefix(ids.session_of(self.model_id)))
@@ -286,7 +286,7 @@ class Service:
     def try_to(self, seq: int) -> Answer:
         """Dispatches once. A death also counts as an answer, and starts the next worker."""
         try:
-            self.run.ring(self.worker, seq)
+            self.run.send(self.worker, seq)
             return self.worker.answer()
         except Died as death:
             self.deaths += 1

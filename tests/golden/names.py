@@ -13,9 +13,9 @@ from typing import Any
 from app import dispatch, ids
 from app.domain import records
 from app.domain.accounts import Key, Organisation, Project, User
-from app.domain.checkpoints import FileEntry, Manifest, Place
+from app.domain.checkpoints import CheckpointPrefix, FileEntry, Manifest
 from app.domain.ops import LoraSpec
-from app.domain.records import Checkpoint, Handover, Loss, Model, Sampler, Session, Worker
+from app.domain.records import Checkpoint, Loss, Model, Sampler, Session, ShmTransfer, Worker
 from app.services.tenants.accounts import hash_secret
 from app.settings import Settings, hash_key
 from app.signing import UrlSigner
@@ -154,7 +154,7 @@ RECORDS: dict[str, Any] = {
     ),
     "sampler": Sampler("me", "session", "base", _AT),
     "sampler, all set": Sampler("me", "session", "base", _AT, "tinker://path", "models/p", MODEL, True),
-    "handover": Handover(MODEL, 3),
+    "handover": ShmTransfer(MODEL, 3),
     "checkpoint": Checkpoint("me", MODEL, "weights", "base", "models/p", _AT, 123, _LORA, ["adapter.safetensors"]),
     "checkpoint, all set": Checkpoint(
         *("me", MODEL, "weights", "base", "models/p", _AT, 123, {}, ["model.safetensors.age"]),
@@ -205,7 +205,7 @@ def _objects() -> dict[str, Any]:
         (root / "sealed").mkdir()
         (root / "sealed" / "adapter_model.safetensors").write_bytes(b"abc")
         transfer.upload(store, prefix, root / "sealed", MANIFESTS["checkpoint"])
-        place = Place.parse(f"{prefix}/manifest.json")
+        place = CheckpointPrefix.parse(f"{prefix}/manifest.json")
         assert place is not None
         local = SnapshotFolder(root / "snapshots", "node").write(MODEL, 3, 1, lambda into: None)
         return {

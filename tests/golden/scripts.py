@@ -15,16 +15,16 @@ import numpy as np
 from app import dispatch
 from app.domain import records
 from app.domain.limits import Charge, Limits, Payer
-from app.domain.records import Checkpoint, Handover, Model, Sampler, Session, Worker
+from app.domain.records import Checkpoint, Model, Sampler, Session, ShmTransfer, Worker
 from app.domain.results import Result
 from app.settings import EngineSettings, RedisSettings, Settings
 from app.stores.objects.folder import FolderStore
-from app.stores.pages import Held, Page
+from app.stores.pages import Page, StorageUse
 from app.stores.redis.backlog import RedisBacklog, RedisCalls
-from app.stores.redis.completions import Drawn, RedisCompletions, TokenStreams
+from app.stores.redis.completions import RedisCompletions, TokenChunk, TokenStreams
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.lifecycle import RedisLifecycle
-from app.stores.redis.limits import RedisAllowances
+from app.stores.redis.limits import RedisQuotas
 from app.stores.redis.pages import RedisPages
 from app.stores.redis.payloads import RedisPayloads
 from app.stores.redis.records import RedisRecords
@@ -105,7 +105,7 @@ def _journal(step: Scenario, url: str) -> None:
     step("skip", lambda: log.refuse(M, 5, "no"))
     step("give up a gap", lambda: log.refuse(M, 4, "did not come", "drop_gradients"))
     adapter = f"models/{M}/sampler_weights/a/1-1"
-    handed = [("handovers", adapter, records.dump(Handover(M, 1)))]
+    handed = [("handovers", adapter, records.dump(ShmTransfer(M, 1)))]
     step("commit, handed over", lambda: log.commit(lease, 1, OK, handed))
     step("fail", lambda: log.commit(lease, 2, FAILED, why="lost"))
     step("fail an optim_step", lambda: log.commit(lease, 3, FAILED, why="no step"))
@@ -278,7 +278,7 @@ def _books(step: Scenario, url: str) -> None:
     step("note", lambda: store.note("audit", "me", "id", "text"))
     step("note again", lambda: store.note("audit", "me", "id", "other"))
     step("note, urgent", lambda: store.note("audit", "me", "other", "text", urgent=True))
-    held = [Held("me", "base", 1, 2**60)]
+    held = [StorageUse("me", "base", 1, 2**60)]
     step("measure", lambda: [pages.measure(None, 5.5, held), pages.measure(None, 6.5, held)])
     step("measured", pages.measured)
     step("measure again", lambda: pages.measure(5.5, 6.5, held))
@@ -291,13 +291,13 @@ def _books(step: Scenario, url: str) -> None:
 
 def _limits(step: Scenario, url: str) -> None:
     log, store = RedisOpLog(step.client, SETTINGS), RedisRecords(step.client)
-    allowances = RedisAllowances(step.client, SETTINGS)
+    quotas = RedisQuotas(step.client, SETTINGS)
     store.put_new("sessions", "session", records.dump(Session("me", 0.0)))
     RedisLifecycle(step.client, SETTINGS).heartbeat("session")
     limits = Limits(requests_per_s=1000.0, tokens_per_s=1.0, live_models=1, storage_bytes=100, concurrent_samples=1)
     key, project = Payer("key", "k", limits), Payer("project", "me", Limits(tokens_per_s=1e6))
     for name in ("leaves a debt", "too many tokens"):
-        step(name, lambda: allowances.take(Charge((project, key), tokens=10**6)), 3, 5)
+        step(name, lambda: quotas.take(Charge((project, key), tokens=10**6)), 3, 5)
     roomy = Payer("key", "k", Limits(live_models=1, storage_bytes=100))
     making = Charge((project, roomy), models=1)
     make = lambda id_: log.admit(id_, 0, "create_model", b"", "d", _model(key="k"), charge=making)  # noqa: E731
@@ -307,13 +307,13 @@ def _limits(step: Scenario, url: str) -> None:
     store.put("checkpoints", f"tinker://{M}/weights/a", records.dump(saved))
     storing = Charge((project, roomy), stores=True, stored=2)
     step("too much stored", lambda: log.admit(M, 1, "save_weights", b"", "d1", charge=storing))
-    step("used", lambda: [allowances.used(payer) for payer in (key, project)], 3, 4)
+    step("used", lambda: [quotas.used(payer) for payer in (key, project)], 3, 4)
     step.left("limited")
 
 
 def _tokens(step: Scenario, url: str) -> None:
     streams = TokenStreams(step.client)
-    drawn = Drawn(f"{S}:0", 1, 2, np.array([5, 6], np.int64), np.array([-0.5, -1.0]))
+    drawn = TokenChunk(f"{S}:0", 1, 2, np.array([5, 6], np.int64), np.array([-0.5, -1.0]))
     step("drawn", lambda: streams.add([drawn]))
     step.left("a stream")
 
@@ -321,8 +321,8 @@ def _tokens(step: Scenario, url: str) -> None:
 def _ringing(step: Scenario, url: str) -> None:
     """A task's message: its name, its id and its arguments."""
     with dispatch.celery_app(Settings(redis=RedisSettings(url=url, broker_url=url))) as celery:
-        dispatch.Doorbell(celery).ring("forward_backward", f"{M}:1", M, "train.base")
-        dispatch.TickBell(celery, "train.base@a").ring()
+        dispatch.Dispatcher(celery).send("forward_backward", f"{M}:1", M, "train.base")
+        dispatch.TickSender(celery, "train.base@a").send()
     for queue, keep in (("train.base", ("task", "id")), ("train.base@a", ("task",))):
         (data,) = step.client.lrange(queue, 0, -1)
         step.steps.append({"queue": queue, **_message(data, keep)})

@@ -45,4 +45,4 @@ def test_logprobs_gradients_and_the_merged_model_equal_the_reference(case: str, 
             torch.testing.assert_close(found, reference.logits(datum), rtol=1e-5, atol=1e-5)
     reference.backward(datums, "cross_entropy")
     assert relative_error(backend.gradients("m"), reference.gradients()) < 1e-5
-    assert backend._engine.trunk.packed == ("unlisted" not in case)
+    assert backend._engine.hidden_states.packed == ("unlisted" not in case)

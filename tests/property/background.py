@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from workers.train.committer import Saves
+from workers.train.committer import BackgroundSaves
 
 Item = TypeVar("Item")
 
@@ -19,22 +19,22 @@ class Background:
 
     def __init__(self, writes: Callable[[str], None]) -> None:
         self.lags = False
-        self.saves = LateSaves(writes)
+        self.background_saves = LateSaves(writes)
         self._workers: list[Work] = []
 
-    def latest(self, name: str, work: Callable[[str, Item], None]) -> Work[Item]:
-        """As workers.checkpoints.coalescing.Latest."""
+    def coalescing_worker(self, name: str, work: Callable[[str, Item], None]) -> Work[Item]:
+        """As workers.checkpoints.coalescing.CoalescingWorker."""
         self._workers.append(Work(self, work))
         return self._workers[-1]
 
     def catch_up(self) -> None:
         """Does all pending work: writes come before the uploads they lead to."""
-        self.saves.write()
+        self.background_saves.write()
         for worker in self._workers:
             worker.work_off()
 
 
-class LateSaves(Saves):
+class LateSaves(BackgroundSaves):
     """Saves that are written as late as possible: when there is nothing else to do."""
 
     def __init__(self, writes: Callable[[str], None]) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from app.domain.ops import LoadWeights, Op, SaveWeights
-from app.domain.records import Checkpoint, Handover, Sampler, load
+from app.domain.records import Checkpoint, Sampler, ShmTransfer, load
 from app.domain.results import Result
 from app.errors import BadRequest
 from app.stores.redis import keys
@@ -118,7 +118,7 @@ class Client:
     def check_hand_overs(self, exact: bool) -> None:
         """Checks that each adapter given to a sampler is in the object store, and is the model at that save."""
         reference = Reference(self.model, exact)
-        assert not list(self.world.records.list(Handover.namespace, f"models/{self.model}/"))
+        assert not list(self.world.records.list(ShmTransfer.namespace, f"models/{self.model}/"))
         for seq, op in self.plan.items():
             if seq in self.refused:
                 reference.consumed(self.refused[seq])

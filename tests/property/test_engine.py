@@ -128,7 +128,7 @@ class EngineMachine(RuleBasedStateMachine):
             self._ring_with(node, client, 0, Fault.NONE if number else fault, at)
 
     @rule(model=PICKS, pick=OFFSETS, node=RUNG, fault=FAULTS, at=CALLS)
-    def ring(self, model: int, pick: int, node: str, fault: Fault, at: int) -> None:
+    def send(self, model: int, pick: int, node: str, fault: Fault, at: int) -> None:
         self._ring_with(node, self._client(model), pick, fault, at)
 
     @rule(model=PICKS, node=st.sampled_from(NODES), what=TROUBLES, offset=OFFSETS)
@@ -147,14 +147,14 @@ class EngineMachine(RuleBasedStateMachine):
                 trainer.close()
                 self._restart(node)
             case "idle":
-                trainer.owner.part_with(client.model)
+                trainer.owner.evict(client.model)
             case "lag":
                 trainer.background.lags = True
             case "catch up":
                 for late in (trainer, *self.zombies):
                     late.background.catch_up()
             case "tick":
-                trainer.tidy()
+                trainer.evict_idle()
             case "wipe":
                 trainer.wipe()
             case "lapse":
@@ -163,7 +163,7 @@ class EngineMachine(RuleBasedStateMachine):
             case "renew":
                 trainer.parts.keeper._renew()
             case "zombie" if self.zombies:
-                self._ring(self.zombies[-1], client, self.world.applied(client.model) + offset)
+                self._send(self.zombies[-1], client, self.world.applied(client.model) + offset)
 
     # Invariants.
 
@@ -186,7 +186,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.world.lapse()
         heir = self.world.trainer("heir")
         for client in self.clients:
-            self._ring(heir, client, client.last)
+            self._send(heir, client, client.last)
         self.zombies.append(heir)
         self.world.lapse()
 
@@ -195,25 +195,25 @@ class EngineMachine(RuleBasedStateMachine):
         trainer = self.trainers[node]
         trainer.background.lags = True
         client.admit(client.call("hand over"))
-        self._ring(trainer, client, client.last)
+        self._send(trainer, client, client.last)
         trainer.wipe()
         self._restart(node)
 
     def _ring_with(self, node: str, client: Client, pick: int = 0, fault: Fault = Fault.NONE, at: int = 0) -> None:
         trainer = self.trainers[node]
         trainer.faults.plan(fault, at, self._others_go_on)
-        self._ring(trainer, client, sorted(client.admitted)[-1 - pick % len(client.admitted)])
+        self._send(trainer, client, sorted(client.admitted)[-1 - pick % len(client.admitted)])
         trainer.faults.plan(Fault.NONE, 0)
         if trainer.faults.dead:
             self._restart(node)
 
-    def _ring(self, trainer: Process, client: Client, seq: int) -> None:
+    def _send(self, trainer: Process, client: Client, seq: int) -> None:
         if seq < 0 or not (seq in client.admitted or seq in client.refused):
             return
         before = self.world.applied(client.model)
-        result = trainer.ring(seq, model=client.model)
+        result = trainer.send(seq, model=client.model)
         if result is not None and seq in client.admitted:
-            assert result == self.world.result(seq, client.model), "the answer of a doorbell is the visible one"
+            assert result == self.world.result(seq, client.model), "the answer of a dispatch is the visible one"
         else:
             self.troubles += 1
         self.done["ran"] += self.world.applied(client.model) > before
@@ -231,7 +231,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.last = self.world.trainer("last")
         for client in self.clients:
             for _ in range(RING_LIMIT):
-                self._ring(self.last, client, max(client.plan))
+                self._send(self.last, client, max(client.plan))
                 if self.world.applied(client.model) == max(client.plan):
                     break
                 self.world.outlast()
@@ -244,7 +244,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     def _compare(self) -> None:
         for client in self.clients:
-            self.last.ring(max(client.plan), model=client.model)
+            self.last.send(max(client.plan), model=client.model)
             found = self.last.backend.states[client.model]
             client.compare(found, exact=self.form == "exact", bound=self.form == "merged", calm=self.troubles < 3)
 

@@ -16,7 +16,7 @@ from app.errors import BadRequest, Fenced
 from app.settings import EngineSettings
 from app.stores.redis import keys
 from app.stores.redis.journal import RedisOpLog
-from app.stores.redis.types import HeldElsewhere, Lease, RefusalKind
+from app.stores.redis.types import Lease, OwnedElsewhere, RefusalKind
 from tests.property.journal_model import JournalModel
 from tests.property.runs import run_machine
 
@@ -69,7 +69,7 @@ class JournalMachine(RuleBasedStateMachine):
         held_by = self.model.holder
         found = self.oplog.acquire(MODEL, worker)
         if not self.model.acquire(worker):
-            assert found == HeldElsewhere(held_by.rpartition("/")[0])
+            assert found == OwnedElsewhere(held_by.rpartition("/")[0])
             return
         assert isinstance(found, Lease)
         head = (self.model.epoch, self.model.applied, self.model.snapshot, self.model.snapshot_seq)

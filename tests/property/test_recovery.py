@@ -32,7 +32,7 @@ def run(world: TrainerWorld, trainer: Process, ops: list[Op]) -> list[Result | N
     for seq, op in enumerate(ops, first):
         world.admit(seq, op)
         for _ in range(MAX_ATTEMPTS + 1):
-            trainer.ring(seq)
+            trainer.send(seq)
     return [world.result(seq) for seq in range(first, first + len(ops))]
 
 
@@ -48,13 +48,13 @@ def state(trainer: Process) -> State:
 @pytest.mark.parametrize("fault", [Fault.LOST_BEFORE, Fault.LOST_AFTER])
 def test_a_state_whose_commit_is_in_doubt_is_never_used_again(world: TrainerWorld, fault: Fault):
     trainer = world.trainer("a")
-    trainer.ring(0)
+    trainer.send(0)
     world.admit(1, backward(1))
     trainer.faults.plan(fault, "oplog.commit")
-    trainer.ring(1)
+    trainer.send(1)
     assert world.hit[fault] == 1
     for _ in range(2):
-        trainer.ring(1)
+        trainer.send(1)
     assert failures(run(world, trainer, [optim_step()])) == [False]
     assert state(trainer).steps == [[1]]
 
@@ -71,11 +71,11 @@ def test_a_refused_batch_may_be_sent_again_only_if_nothing_was_added_before_it(w
     world.oplog.refuse(MODEL, 1, "too long", "lost_batch")
     for seq, op in ((2, backward(2)), (3, optim_step()), (4, backward(4))):
         world.admit(seq, op)
-    trainer.ring(4)
+    trainer.send(4)
     world.oplog.refuse(MODEL, 5, "too long", "lost_batch")
     for seq, op in ((6, backward(6)), (7, optim_step())):
         world.admit(seq, op)
-    trainer.ring(7)
+    trainer.send(7)
     assert failures([world.result(seq) for seq in (2, 3, 4, 6, 7)]) == [False, False, False, False, True]
     assert state(trainer).steps == [[2]]
 
@@ -89,14 +89,14 @@ def test_an_op_that_always_breaks_its_worker_is_given_up(world: TrainerWorld):
 
 def test_an_op_that_always_kills_its_worker_is_given_up(world: TrainerWorld):
     world.admit(1, backward(1))
-    world.trainer("a").ring(0)
+    world.trainer("a").send(0)
     for _ in range(MAX_ATTEMPTS):
         doomed = world.trainer("a")
         doomed.faults.plan(Fault.DIES_BEFORE, "oplog.commit")
-        doomed.ring(1)
+        doomed.send(1)
         assert doomed.faults.dead
     trainer = world.trainer("a")
-    trainer.ring(1)
+    trainer.send(1)
     assert failures([world.result(1)]) == [True]
     assert failures(run(world, trainer, [optim_step(), backward(3), optim_step()])) == [True, False, False]
     assert state(trainer).steps == [[3]]
@@ -105,7 +105,7 @@ def test_an_op_that_always_kills_its_worker_is_given_up(world: TrainerWorld):
 def test_an_op_that_never_ran_here_is_not_held_against_it_however_often_workers_change(world: TrainerWorld):
     for seq in range(1, 2 * MAX_ATTEMPTS):
         world.admit(seq, backward(seq))
-        world.trainer("a").ring(seq)
+        world.trainer("a").send(seq)
     assert not any(failures([world.result(seq) for seq in range(1, 2 * MAX_ATTEMPTS)]))
 
 
@@ -119,14 +119,14 @@ def test_a_state_beside_a_device_error_is_thrown_away(world: TrainerWorld):
 
 def test_what_failed_has_no_effect_in_a_replay_either(world: TrainerWorld):
     first = world.trainer("a", snapshots=False)
-    first.ring(0)
+    first.send(0)
     for seq, op in ((1, backward(1)), (3, backward(3)), (4, optim_step()), (5, backward(5)), (6, backward(6))):
         world.admit(seq, op)
     world.oplog.refuse(MODEL, 2, "never came", "drop_gradients")
-    first.ring(6)
+    first.send(6)
     world.lapse()
     heir = world.trainer("b")
-    heir.ring(6)
+    heir.send(6)
     assert state(heir) == State(4, state(heir).weight, gradient=state(heir).gradient, pending=[5, 6])
 
 
@@ -137,7 +137,7 @@ def test_a_new_process_goes_on_from_the_newest_snapshot_here_or_in_the_store(wor
     weight, moment = state(first).weight, state(first).moment
     world.lapse()
     heir = world.trainer(node)
-    heir.ring(3)
+    heir.send(3)
     assert (state(heir).weight, state(heir).moment) == (weight, moment), "with noise a replayed step would differ"
     assert state(heir).pending == [3]
 
@@ -153,5 +153,5 @@ def test_a_snapshot_that_comes_late_moves_nothing_back(world: TrainerWorld):
     assert world.client.hgetall(keys.model(MODEL)) == head
     world.lapse()
     heir = world.trainer("b")
-    heir.ring(5)
+    heir.send(5)
     assert (state(heir).steps, state(heir).pending) == ([[1], [3]], [5])

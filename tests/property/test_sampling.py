@@ -103,7 +103,7 @@ class SamplingMachine(RuleBasedStateMachine):
         if found == "fresh":
             held = self._holds_any() or not self._may_ring(sequences)
             node = "" if held else self._pick_node(session)
-            assert (admission.held, admission.node or "") == (held, node)
+            assert (admission.throttled, admission.node or "") == (held, node)
             self.requests[request_id] = Request(session, tokens, digest, sequences, node, held)
             self.ended.discard(session)
 
@@ -112,19 +112,19 @@ class SamplingMachine(RuleBasedStateMachine):
         found = dict(self.oplog.release_samples(QUEUE))
         for request_id, node in found.items():
             request = self.requests[request_id]
-            assert request.held
+            assert request.throttled
             assert not request.over
             assert self._may_ring(request.sequences)
-            request.node, request.held = self._pick_node(request.session), False
+            request.node, request.throttled = self._pick_node(request.session), False
             assert (node or "") == request.node
-        held = [r for r in self.requests.values() if r.held and not r.over]
+        held = [r for r in self.requests.values() if r.throttled and not r.over]
         assert not held or not all(self._may_ring(request.sequences) for request in held)
 
     @precondition(lambda self: self.requests)
     @rule(pick=st.integers(0, 99), worker=st.sampled_from(["a/1", "b/1"]))
     def claim(self, pick: int, worker: str) -> None:
         request_id, request = self._pick(pick)
-        if request.held and not request.over:
+        if request.throttled and not request.over:
             return  # it was not dispatched
         try:
             entry = self.oplog.claim_sample(request_id, worker)
@@ -241,10 +241,10 @@ class SamplingMachine(RuleBasedStateMachine):
 
     @invariant()
     def a_project_counts_exactly_what_was_rung_for_and_is_not_over(self) -> None:
-        assert int(self.client.hget(f"{keys.PREFIX}rung:{QUEUE}", "me") or 0) == self._rung()
-        assert int(self.client.hget(f"{keys.PREFIX}rung_rows", QUEUE) or 0) == self._rung()
-        held = {id_ for id_, r in self.requests.items() if r.held and not r.over}
-        assert {row.id for row in self.oplog.pending() if row.held} == held
+        assert int(self.client.hget(f"{keys.PREFIX}rung:{QUEUE}", "me") or 0) == self._dispatched()
+        assert int(self.client.hget(f"{keys.PREFIX}rung_rows", QUEUE) or 0) == self._dispatched()
+        held = {id_ for id_, r in self.requests.items() if r.throttled and not r.over}
+        assert {row.id for row in self.oplog.pending() if row.throttled} == held
         assert self.client.sismember(f"{keys.PREFIX}holding:{QUEUE}", "me") == bool(held)
 
     @invariant()
@@ -258,17 +258,17 @@ class SamplingMachine(RuleBasedStateMachine):
     def _placed(self, node: str) -> int:
         return sum(request.sequences for request in self.requests.values() if request.node == node and not request.over)
 
-    def _rung(self) -> int:
-        counted = (r for r in self.requests.values() if not (r.held or r.off or r.over))
+    def _dispatched(self) -> int:
+        counted = (r for r in self.requests.values() if not (r.throttled or r.off or r.over))
         return sum(request.sequences for request in counted)
 
     def _holds_any(self) -> bool:
-        return any(request.held and not request.over for request in self.requests.values())
+        return any(request.throttled and not request.over for request in self.requests.values())
 
     def _may_ring(self, sequences: int) -> bool:
         """Limit of one project's dispatches: one request in any case, 64 sequences, or three batches."""
-        rung, batch = self._rung(), sum(BATCHES[node] for node in self.up)
-        return rung == 0 or rung + sequences <= 64 or rung < 3 * batch
+        dispatched, batch = self._dispatched(), sum(BATCHES[node] for node in self.up)
+        return dispatched == 0 or dispatched + sequences <= 64 or dispatched < 3 * batch
 
     def _pick_node(self, session: str) -> str:
         """Picks the sampler for an adapter.

@@ -58,21 +58,21 @@ def visible(world: TrainerWorld) -> dict[str, Any]:
 @pytest.mark.parametrize("point", POINTS)
 def test_a_zombie_changes_nothing_that_can_be_seen(world: TrainerWorld, point: str):
     first, second = world.trainer("a"), world.trainer("b")
-    first.ring(SLEPT_AT - 1)
+    first.send(SLEPT_AT - 1)
     seen: dict[str, Any] = {}
 
     def others_finish() -> None:
         world.lapse()
-        second.ring(LAST)
+        second.send(LAST)
         assert world.applied() == LAST
         seen.update(visible(world))
 
     fault, call = POINTS[point]
     first.faults.plan(fault, call, others_finish)
-    first.ring(SLEPT_AT)
+    first.send(SLEPT_AT)
     assert world.hit[fault] == 1, "it slept"
     assert visible(world) == seen
-    first.ring(LAST)
+    first.send(LAST)
     assert visible(world) == seen
     assert second.backend.states[MODEL].steps == [[1], [2, 3]]
     assert second.backend.states[MODEL].pending == [4]
@@ -81,19 +81,19 @@ def test_a_zombie_changes_nothing_that_can_be_seen(world: TrainerWorld, point: s
 @pytest.mark.parametrize("point", POINTS)
 def test_a_zombie_that_owns_the_model_again_goes_on_from_what_was_committed(world: TrainerWorld, point: str):
     first, second = world.trainer("a"), world.trainer("b")
-    first.ring(SLEPT_AT - 1)
+    first.send(SLEPT_AT - 1)
 
     def others_go_on() -> None:
         world.lapse()
-        second.ring(LAST - 2)
+        second.send(LAST - 2)
 
     fault, call = POINTS[point]
     first.faults.plan(fault, call, others_go_on)
-    first.ring(SLEPT_AT)
+    first.send(SLEPT_AT)
     before = [world.result(seq) for seq in range(LAST - 1)]
     world.lapse()
     for _ in range(2):  # the first worker may be fenced
-        first.ring(LAST)
+        first.send(LAST)
     assert world.applied() == LAST
     assert [world.result(seq) for seq in range(LAST - 1)] == before
     assert first.backend.states[MODEL].steps == [[1], [2, 3]]

@@ -38,7 +38,7 @@ from tests.property.vector_backend import VectorBackend
 from workers.process.assembly import Overrides, Trainer, assemble_trainer
 from workers.process.leases import LeaseKeeper
 from workers.process.parts import Serving
-from workers.process.results import NotNow
+from workers.process.results import Requeue
 
 BASE = "base"
 MODEL = "session:train:0"
@@ -49,19 +49,19 @@ _LEASE_S = 3600.0
 
 @dataclass(frozen=True)
 class Process(Trainer):
-    """One trainer. `backend` is its own, beneath the faults. `rung` lists the requests that it dispatched."""
+    """One trainer. `backend` is its own, beneath the faults. `dispatched` lists the requests that it dispatched."""
 
     backend: VectorBackend
     background: Background
     faults: Faults
-    rung: list[str]
+    dispatched: list[str]
 
-    def ring(self, seq: int, kind: str = "forward_backward", model: str = MODEL) -> Result | None:
+    def send(self, seq: int, kind: str = "forward_backward", model: str = MODEL) -> Result | None:
         """Outcome of a dispatch; None if there is no result, and the call is dispatched again.
 
         Fenced comes from a restore that was overtaken by another owner's snapshot.
         """
-        with contextlib.suppress(NotNow, redis.RedisError, Fenced, Crash):
+        with contextlib.suppress(Requeue, redis.RedisError, Fenced, Crash):
             return self.runner.handle(ids.request_id(model, seq), model, kind)
         return None
 
@@ -116,31 +116,33 @@ class TrainerWorld:
             faults.dead = True
             raise Crash
 
-        rung: list[str] = []
+        dispatched: list[str] = []
 
-        def ring(kind: str, request_id: str, parent_id: str, queue: str) -> None:
-            rung.append(request_id)
+        def send(kind: str, request_id: str, parent_id: str, queue: str) -> None:
+            dispatched.append(request_id)
 
         background = Background(writes)
         machine = self.folder / ("machine b" if node == "b" else "machine a")
         engine = {"snapshot_share": math.inf, "handover_dir": str(machine / "handover")}
         settings = Settings(data_dir=machine, engine=self.settings.model_copy(update=engine))
-        parts = assembly.parts(self.client, settings, f"{node}/{self.boots()}", self.oplog, self.store, ring)
+        parts = assembly.parts(self.client, settings, f"{node}/{self.boots()}", self.oplog, self.store, send)
         self.keepers.append(parts.keeper)
         parts = replace(parts, oplog=faults.watch("oplog", parts.oplog), store=faults.watch("store", parts.store))
         serving = Serving(self.base, faults.watch("backend", backend), assembly.INFO, f"train.{BASE}")
         rest_s = 0.0 if snapshots else math.inf
-        overrides = Overrides(end, lambda: background.saves, background.latest, rest_s, scan_share=math.inf)
+        overrides = Overrides(
+            end, lambda: background.background_saves, background.coalescing_worker, rest_s, scan_share=math.inf
+        )
         trainer = assemble_trainer(parts, serving, overrides)
-        make_again = trainer.handovers.resume
+        make_again = trainer.shm_transfers.resume
 
         def resume(model_id: str) -> dict[int, str]:
             to_make = make_again(model_id)
             self.done["made again"] += len(to_make)
             return to_make
 
-        trainer.handovers.resume = resume  # type: ignore[method-assign]
-        return Process(**vars(trainer), backend=backend, background=background, faults=faults, rung=rung)
+        trainer.shm_transfers.resume = resume  # type: ignore[method-assign]
+        return Process(**vars(trainer), backend=backend, background=background, faults=faults, dispatched=dispatched)
 
     def lapse(self) -> None:
         """Expires the leases of owners that slept, which do not notice."""

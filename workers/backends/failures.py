@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 
 
-class Standstill:
+class StallDetector:
     """Stall detector: measures the time since the running calls last made progress.
 
     One thread reports progress; any thread may read it. Calls may overlap: progress of one counts for all of them.
@@ -31,7 +31,7 @@ class Standstill:
             if not self._running:
                 self._since = None
 
-    def moved(self) -> None:
+    def progress(self) -> None:
         """Reports that a part of the call is done. Does nothing while no call runs."""
         if self._since is not None:
             self._since = time.monotonic()

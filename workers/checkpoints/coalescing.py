@@ -20,7 +20,7 @@ _REST = 9.0
 Item = TypeVar("Item")
 
 
-class Latest(Generic[Item]):
+class CoalescingWorker(Generic[Item]):
     """A coalescing worker. `work(key, item)` runs in one thread, one item at a time; a newer item replaces a waiting
     one.
 
@@ -64,7 +64,7 @@ class Latest(Generic[Item]):
             if key in self._waiting:
                 self._urgent.add(key)
                 self._changed.notify_all()
-            self._changed.wait_for(lambda: self._stopped or not self._pressed(key), timeout_s)
+            self._changed.wait_for(lambda: self._stopped or not self._is_urgent(key), timeout_s)
 
     def drop(self, key: str) -> None:
         """Drops the waiting item of `key`. An item in work continues."""
@@ -81,7 +81,7 @@ class Latest(Generic[Item]):
             self._changed.notify_all()
         self._thread.join(timeout_s)
 
-    def _pressed(self, key: str) -> bool:
+    def _is_urgent(self, key: str) -> bool:
         return self._busy_with(key) or key in self._urgent
 
     def _busy_with(self, key: str) -> bool:
@@ -92,7 +92,7 @@ class Latest(Generic[Item]):
             started = time.monotonic()
             done = self._try(*job)
             ended = time.monotonic()
-            self._put_down(*job, done, ended + (_REST * (ended - started) if done else self._retry_s))
+            self._finish_item(*job, done, ended + (_REST * (ended - started) if done else self._retry_s))
 
     def _take(self) -> tuple[str, Item] | None:
         """Waits for the next due item and returns it; None when the thread is to end."""
@@ -119,7 +119,7 @@ class Latest(Generic[Item]):
             return False
         return True
 
-    def _put_down(self, key: str, item: Item, done: bool, rest_until: float) -> None:
+    def _finish_item(self, key: str, item: Item, done: bool, rest_until: float) -> None:
         with self._changed:
             if not done:
                 self._waiting.setdefault(key, item)
@@ -128,5 +128,5 @@ class Latest(Generic[Item]):
             self._changed.notify_all()
 
 
-NewLatest = Callable[..., Latest[Any]]
+NewLatest = Callable[..., CoalescingWorker[Any]]
 """Starts a coalescing worker with a name and its work."""

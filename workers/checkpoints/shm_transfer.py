@@ -19,13 +19,13 @@ from pathlib import Path
 
 import redis
 
-from app.domain.checkpoints import MANIFEST, MODELS, Place
-from app.domain.records import Handover, Model
+from app.domain.checkpoints import MANIFEST, MODELS, CheckpointPrefix
+from app.domain.records import Model, ShmTransfer
 from app.stores.objects.base import ObjectStore, check_key
 from app.stores.objects.notes import remove_checkpoint
 from app.stores.redis.records import RedisRecords
 from workers.checkpoints import transfer
-from workers.checkpoints.coalescing import Latest, NewLatest
+from workers.checkpoints.coalescing import CoalescingWorker, NewLatest
 
 log = logging.getLogger(__name__)
 _CLOSE_S = 2.0
@@ -36,17 +36,17 @@ _STALE_S = 60.0
 _SLASH = ","
 
 
-class Handovers:
+class ShmTransfers:
     """Adapters that samplers may use before they are in the object store. A thread uploads them and retries.
 
-    A transfer is on record from its commit until its upload has ended (records.Handover). The model's owner is
+    A transfer is on record from its commit until its upload has ended (records.ShmTransfer). The model's owner is
     responsible for it meanwhile: its files are in this machine's folder, or the journal rebuilds them.
     """
 
-    def __init__(self, store: ObjectStore, index: RedisRecords, folder: HandoverFolder, latest: NewLatest) -> None:
+    def __init__(self, store: ObjectStore, index: RedisRecords, folder: ShmFolder, latest: NewLatest) -> None:
         self._store, self._index, self._folder = store, index, folder
         self._lost: set[str] = set()
-        self._uploads: Latest[None] = latest("hand-overs", self._upload)
+        self._uploads: CoalescingWorker[None] = latest("shm-uploads", self._upload)
 
     def begin(self) -> None:
         """Uploads the adapters that an earlier process of this machine left in the folder, whoever owns those models
@@ -58,22 +58,22 @@ class Handovers:
             self._folder.make_room(self._is_on_record)
             for prefix in list(self._folder.prefixes()):
                 if self._is_on_record(prefix):
-                    self.send(_place(prefix).model_id)
+                    self.upload(_place(prefix).model_id)
 
-    def give(self, prefix: str, fill: Callable[[Path], None]) -> bool:
+    def publish(self, prefix: str, fill: Callable[[Path], None]) -> bool:
         """Puts a checkpoint where samplers of this machine find it. Returns False when there is no room for it here."""
         if self._folder.write(prefix, fill):
             return True
         self._folder.make_room(self._is_on_record)
         return self._folder.write(prefix, fill)
 
-    def send(self, model_id: str) -> None:
+    def upload(self, model_id: str) -> None:
         """Uploads the recorded transfers of a model."""
         self._uploads.put(model_id, None, at_once=True)
 
-    def sent(self, prefix: str) -> None:
+    def delete_record(self, prefix: str) -> None:
         """Deletes the transfer record: the adapter is in the object store."""
-        self._index.delete(Handover.namespace, prefix)
+        self._index.delete(ShmTransfer.namespace, prefix)
 
     def resume(self, model_id: str) -> dict[int, str]:
         """The prefixes, by seq, that have to be rebuilt for a model that is being restored here."""
@@ -90,7 +90,7 @@ class Handovers:
         fails."""
         for prefix in self._on_record(model_id):
             log.error("an adapter is lost before its upload: %s", prefix)
-            self.sent(prefix)
+            self.delete_record(prefix)
 
     def finish(self, model_id: str, within_s: float) -> None:
         """Returns when all of the model is uploaded, or something failed, or after `within_s`."""
@@ -108,7 +108,7 @@ class Handovers:
             elif not transfer.is_there(self._store, prefix):
                 self._lost.add(model_id)
                 continue
-            self.sent(prefix)
+            self.delete_record(prefix)
             self._remove_if_ended(model_id, prefix)
             self._folder.release(prefix)
             self._folder.remove_older(prefix, self._is_on_record)
@@ -125,20 +125,20 @@ class Handovers:
             self._folder.remove(prefix)
 
     def _on_record(self, model_id: str) -> list[str]:
-        return [prefix for prefix, _ in self._index.list(Handover.namespace, f"{MODELS}/{model_id}/")]
+        return [prefix for prefix, _ in self._index.list(ShmTransfer.namespace, f"{MODELS}/{model_id}/")]
 
     def _is_on_record(self, prefix: str) -> bool:
-        return self._index.get(Handover.namespace, prefix) is not None
+        return self._index.get(ShmTransfer.namespace, prefix) is not None
 
 
-def _place(prefix: str) -> Place:
-    place = Place.parse(prefix)
+def _place(prefix: str) -> CheckpointPrefix:
+    place = CheckpointPrefix.parse(prefix)
     assert place is not None, f"{prefix} is not a checkpoint prefix"
     return place
 
 
 @dataclass(frozen=True, slots=True)
-class HandoverFolder:
+class ShmFolder:
     """The transfer folder. Holds at most `most_bytes`; concurrent writers may exceed that by the size of their
     writes."""
 
@@ -240,7 +240,7 @@ class HandoverFolder:
 
 def _version(prefix: str) -> tuple[str, int, int]:
     """The model id, and the epoch and seq, which grow with each of its versions."""
-    place = Place.parse(prefix)
+    place = CheckpointPrefix.parse(prefix)
     return (place.model_id, place.epoch, place.seq) if place else ("", 0, 0)
 
 

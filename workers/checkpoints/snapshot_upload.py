@@ -29,19 +29,19 @@ from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.types import Lease
 from workers.backends.training.base import Writer
 from workers.checkpoints import transfer
-from workers.checkpoints.coalescing import Latest, NewLatest
+from workers.checkpoints.coalescing import CoalescingWorker, NewLatest
 from workers.checkpoints.writer import Saver
 
 log = logging.getLogger(__name__)
 _CLOSE_S = 2.0
-_HANDED_OVER_S = 2.0
+_TRANSFERRED_S = 2.0
 _CLEAR_EVERY_S = 60.0
 
 _NAME = re.compile(r"([0-9]+)-([0-9]+)")
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class SnapshotCopy:
     """A copy in memory of the state after `seq`. `durable` is called once the copy, or the file written from it, is
     durable."""
 
@@ -53,11 +53,11 @@ class Taken:
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class PendingUpload:
     """A snapshot on this machine's disk."""
 
     lease: Lease
-    local: Local
+    local: LocalSnapshot
     durable: Callable[[], None]
 
 
@@ -73,15 +73,15 @@ class SnapshotPipeline:
     ) -> None:
         self._oplog, self._saver, self._folder, self._clear = oplog, saver, folder, clear
         self._clear_at = 0.0
-        self._writes: Latest[Taken] = latest("snapshot-writes", self._write)
-        self._uploads: Latest[Written] = latest("snapshot-uploads", self._upload)
+        self._writes: CoalescingWorker[SnapshotCopy] = latest("snapshot-writes", self._write)
+        self._uploads: CoalescingWorker[PendingUpload] = latest("snapshot-uploads", self._upload)
 
-    def put(self, taken: Taken) -> None:
+    def put(self, taken: SnapshotCopy) -> None:
         self._writes.put(taken.lease.model_id, taken, at_once=taken.at_once)
 
-    def resume(self, lease: Lease, local: Local, durable: Callable[[], None]) -> None:
+    def resume(self, lease: Lease, local: LocalSnapshot, durable: Callable[[], None]) -> None:
         """Makes durable a snapshot that an earlier process left on the disk."""
-        self._uploads.put(lease.model_id, Written(lease, local, durable), at_once=True)
+        self._uploads.put(lease.model_id, PendingUpload(lease, local, durable), at_once=True)
 
     def ready(self, model_id: str) -> bool:
         """True if the disk has stored all snapshots of the model, and its rest is over."""
@@ -104,7 +104,7 @@ class SnapshotPipeline:
         self._writes.close(_CLOSE_S)
         self._uploads.close(_CLOSE_S)
 
-    def _write(self, model_id: str, taken: Taken) -> None:
+    def _write(self, model_id: str, taken: SnapshotCopy) -> None:
         def fill(folder: Path) -> None:
             taken.write(folder)
             transfer.seal(folder, self._saver.describe(folder, taken.lease, taken.seq))
@@ -113,14 +113,14 @@ class SnapshotPipeline:
             local = self._folder.write(model_id, taken.seq, taken.lease.epoch, fill)
         except NotFound:
             return  # the model has been deleted
-        self._uploads.put(model_id, Written(taken.lease, local, taken.durable), at_once=taken.at_once)
+        self._uploads.put(model_id, PendingUpload(taken.lease, local, taken.durable), at_once=taken.at_once)
         sent = self._uploads.item(model_id)
         self._folder.prune(model_id, local, keep=sent.local if sent is not None else None)
         if time.monotonic() >= self._clear_at:
             self._clear()
             self._clear_at = time.monotonic() + _CLEAR_EVERY_S
 
-    def _upload(self, model_id: str, written: Written) -> None:
+    def _upload(self, model_id: str, written: PendingUpload) -> None:
         manifest = self._verified(model_id, written.local)
         if manifest is None:
             return
@@ -131,7 +131,7 @@ class SnapshotPipeline:
         try:
             transfer.upload(self._saver.store, prefix, written.local.path, manifest)
             # The journal is not trimmed before the transfers have ended; waiting here saves a second attempt.
-            self._saver.handovers.finish(model_id, _HANDED_OVER_S)
+            self._saver.shm_transfers.finish(model_id, _TRANSFERRED_S)
             replaced = self._oplog.set_snapshot(written.lease, manifest.seq, prefix)
         except Fenced as fenced:
             # The orphan sweep removes the uploaded files.
@@ -144,7 +144,7 @@ class SnapshotPipeline:
         if replaced not in ("", prefix):
             remove_checkpoint(self._saver.store, replaced)
 
-    def _verified(self, model_id: str, local: Local) -> Manifest | None:
+    def _verified(self, model_id: str, local: LocalSnapshot) -> Manifest | None:
         try:
             return transfer.verify(local.path)
         except FileNotFoundError:
@@ -156,7 +156,7 @@ class SnapshotPipeline:
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Local:
+class LocalSnapshot:
     """A snapshot's folder. Ordered by age: first by seq, then by the epoch of the owner that wrote it."""
 
     seq: int
@@ -172,7 +172,7 @@ class SnapshotFolder:
     root: Path
     node: str
 
-    def write(self, model_id: str, seq: int, epoch: int, fill: Callable[[Path], None]) -> Local:
+    def write(self, model_id: str, seq: int, epoch: int, fill: Callable[[Path], None]) -> LocalSnapshot:
         """Writes a snapshot with the files that `fill` creates and flushes it; an existing one stays. Raises
         OSError."""
         target = self._of(model_id) / f"{seq}-{epoch}"
@@ -187,9 +187,9 @@ class SnapshotFolder:
             finally:
                 shutil.rmtree(unfinished, ignore_errors=True)
             flush_folder(target.parent)
-        return Local(seq, epoch, target)
+        return LocalSnapshot(seq, epoch, target)
 
-    def usable(self, lease: Lease) -> Iterator[tuple[Local, Manifest]]:
+    def usable(self, lease: Lease) -> Iterator[tuple[LocalSnapshot, Manifest]]:
         """Yields the snapshots that `lease` may be restored from, newest first and verified. Removes those that can
         never be used again."""
         for local in sorted(self._all(lease.model_id), reverse=True):
@@ -208,13 +208,13 @@ class SnapshotFolder:
                 )
                 self.remove(local)
 
-    def prune(self, model_id: str, newest: Local, keep: Local | None = None) -> None:
+    def prune(self, model_id: str, newest: LocalSnapshot, keep: LocalSnapshot | None = None) -> None:
         """Removes the snapshots older than `newest`, except `keep`."""
         for local in self._all(model_id):
             if local < newest and local != keep:
                 self.remove(local)
 
-    def remove(self, local: Local) -> None:
+    def remove(self, local: LocalSnapshot) -> None:
         shutil.rmtree(local.path, ignore_errors=True)
 
     def forget(self, model_id: str) -> None:
@@ -227,12 +227,12 @@ class SnapshotFolder:
     def _of(self, model_id: str) -> Path:
         return self.root / check_key(model_id)
 
-    def _all(self, model_id: str) -> list[Local]:
+    def _all(self, model_id: str) -> list[LocalSnapshot]:
         try:
             paths = list(self._of(model_id).iterdir())
         except FileNotFoundError:
             return []
-        return [Local(int(m[1]), int(m[2]), path) for path in paths if (m := _NAME.fullmatch(path.name))]
+        return [LocalSnapshot(int(m[1]), int(m[2]), path) for path in paths if (m := _NAME.fullmatch(path.name))]
 
 
 def _flush(folder: Path) -> None:

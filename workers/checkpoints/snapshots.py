@@ -21,9 +21,9 @@ from app.settings import EngineSettings
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.types import Entry, Lease
 from workers.checkpoints.coalescing import NewLatest
-from workers.checkpoints.snapshot_upload import Local, SnapshotFolder, SnapshotPipeline, Taken
+from workers.checkpoints.snapshot_upload import LocalSnapshot, SnapshotCopy, SnapshotFolder, SnapshotPipeline
 from workers.checkpoints.writer import Saver
-from workers.train.executor import Executor, Window
+from workers.train.executor import Executor, GradAccumulation
 from workers.train.owner import Resident
 
 log = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ class Snapshots:
         self._unused_s = 2 * settings.idle_s
         self._pipeline = SnapshotPipeline(oplog, saver, folder, self.clear, latest)
 
-    def begin(self, lease: Lease, local: Local | None) -> None:
+    def begin(self, lease: Lease, local: LocalSnapshot | None) -> None:
         """Starts a track for a model that is being restored, from `local` if there is one; the replayed Ops come
         next."""
         track = self._tracks[lease.model_id] = Track.begun(self._rest_s)
@@ -136,7 +136,7 @@ class Snapshots:
         """
         model_id = resident.lease.model_id
         track = self._track(model_id)
-        if track.unsaved and resident.window == Window() and not resident.uncommitted:
+        if track.unsaved and resident.grad_accumulation == GradAccumulation() and not resident.uncommitted:
             self._take(resident, track, at_once=True)
         self._pipeline.finish(model_id, within_s)
 
@@ -179,7 +179,7 @@ class Snapshots:
         track.next = now + max(self._rest_s, (now - started) / self._share)
         track.taken, track.unsaved = track.total, False
         durable = partial(track.made_durable, track.total)
-        self._pipeline.put(Taken(resident.lease, resident.applied, write, durable, at_once))
+        self._pipeline.put(SnapshotCopy(resident.lease, resident.applied, write, durable, at_once))
 
 
 def _is_load(entry: Entry) -> bool:
@@ -197,19 +197,19 @@ class Restore:
     folder: SnapshotFolder
     snapshots: Snapshots
 
-    def __call__(self, lease: Lease) -> Window:
+    def __call__(self, lease: Lease) -> GradAccumulation:
         """Restores the model and returns its window. A snapshot is taken only where the window is empty. Raises Fenced,
         Unavailable; NotFound and OpError when the snapshot or the journal after it is lost.
 
         If a transferred adapter was lost, the restore starts from a snapshot before it, so that the replay rebuilds it.
         """
-        handovers = self.executor.saver.handovers
-        to_make = handovers.resume(lease.model_id)
+        shm_transfers = self.executor.saver.shm_transfers
+        to_make = shm_transfers.resume(lease.model_id)
         local = self._from_this_machine(lease, min(to_make, default=lease.applied + 1))
         if local is None and lease.snapshot:
             self.executor.restore(lease.model_id, lease.snapshot)
         self.snapshots.begin(lease, local)
-        window = Window()
+        accumulation = GradAccumulation()
         for seq in range((local.seq if local else lease.snapshot_seq) + 1, lease.applied + 1):
             entry = self.oplog.entry(lease.model_id, seq)
             if entry is None:
@@ -220,11 +220,11 @@ class Restore:
             if seq in to_make:
                 self.executor.saver.save_again(lease, to_make[seq])
             self.snapshots.replayed(lease.model_id, entry)
-            window = window.after(entry, entry.doomed)
-        handovers.send(lease.model_id)
-        return window
+            accumulation = accumulation.after(entry, entry.doomed)
+        shm_transfers.upload(lease.model_id)
+        return accumulation
 
-    def _from_this_machine(self, lease: Lease, before: int) -> Local | None:
+    def _from_this_machine(self, lease: Lease, before: int) -> LocalSnapshot | None:
         for local, manifest in self.folder.usable(lease):
             if local.seq >= before:
                 continue

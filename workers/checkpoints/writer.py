@@ -18,7 +18,7 @@ import pyrage
 
 from app import ids
 from app.domain import records
-from app.domain.checkpoints import Manifest, Place
+from app.domain.checkpoints import CheckpointPrefix, Manifest
 from app.domain.ops import LoraSpec, SaveWeights
 from app.domain.records import ENCRYPTED
 from app.domain.results import NOTHING, SAVED, Result, Usage
@@ -28,7 +28,7 @@ from app.stores.redis.records import RedisRecords
 from app.stores.redis.types import Lease, Write
 from workers.backends.training.base import TrainingBackend, Writer
 from workers.checkpoints import transfer
-from workers.checkpoints.shm_transfer import Handovers
+from workers.checkpoints.shm_transfer import ShmTransfers
 from workers.process import results
 
 
@@ -37,11 +37,11 @@ class Outcome(NamedTuple):
 
     result: Result
     writes: Sequence[Write] = ()
-    then: Callable[[], None] = lambda: None
+    after_commit: Callable[[], None] = lambda: None
     usage: Usage = NOTHING
 
 
-Unwritten = Callable[[], Outcome]
+DeferredWrite = Callable[[], Outcome]
 """Writes and uploads the captured files, from any thread. Raises Unavailable, Fenced, NotFound (the model is gone)."""
 
 
@@ -81,9 +81,9 @@ class Saver:
     backend: TrainingBackend
     index: RedisRecords
     store: ObjectStore
-    handovers: Handovers
+    shm_transfers: ShmTransfers
 
-    def save(self, lease: Lease, seq: int, op: SaveWeights) -> Unwritten:
+    def save(self, lease: Lease, seq: int, op: SaveWeights) -> DeferredWrite:
         """Copies the model's state and returns a function that writes it beside the next Ops. Raises UserOpError for a
         name that is taken."""
         path = ids.TinkerPath(lease.model_id, op.checkpoint_kind, op.name)
@@ -134,26 +134,26 @@ class Saver:
         if op.inflight:
             writes.append((records.Model.namespace, lease.model_id, {"inflight": json.dumps(prefix)}))
         result = results.of_json({"sampling_session_id": name})
-        if not self.handovers.give(prefix, partial(self._seal, captured)):
+        if not self.shm_transfers.publish(prefix, partial(self._seal, captured)):
             self._write(captured)
             return Outcome(result, writes)
-        handover = records.Handover(lease.model_id, seq)
-        writes.append((handover.namespace, prefix, records.dump(handover)))
-        return Outcome(result, writes, partial(self.handovers.send, lease.model_id))
+        shm_transfer = records.ShmTransfer(lease.model_id, seq)
+        writes.append((shm_transfer.namespace, prefix, records.dump(shm_transfer)))
+        return Outcome(result, writes, partial(self.shm_transfers.upload, lease.model_id))
 
     def save_again(self, lease: Lease, prefix: str) -> None:
         """Rebuilds, from the current model, an adapter that was transferred and never uploaded. Raises NotFound,
         Unavailable."""
-        place = Place.parse(prefix)
+        place = CheckpointPrefix.parse(prefix)
         assert place is not None, f"{prefix} is not a checkpoint prefix"
         op = SaveWeights(place.kind, place.name)
         model, then = self._model(lease.model_id), replace(lease, epoch=place.epoch)
         captured = Captured(then, place.seq, op, model, self.index.now(), self._capture(lease.model_id, op))
-        if not self.handovers.give(prefix, partial(self._seal, captured)):
+        if not self.shm_transfers.publish(prefix, partial(self._seal, captured)):
             with _scratch() as folder:
                 self._seal(captured, folder)
                 transfer.complete(self.store, prefix, folder)
-            self.handovers.sent(prefix)
+            self.shm_transfers.delete_record(prefix)
 
     def describe(
         self,

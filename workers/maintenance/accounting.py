@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from app.domain import records
 from app.domain.records import Checkpoint
 from app.domain.results import HOUR_S
-from app.stores.pages import Held, PageFiles
+from app.stores.pages import PageFiles, StorageUse
 from app.stores.redis.pages import RedisPages
 from app.stores.redis.records import RedisRecords
 
@@ -45,8 +45,8 @@ class Accounting:
             return
         before = self._pages.measured()
         now = now if before is None else max(before, now)  # a clock that was set back must not count a time twice
-        held = [] if before is None else list(_held(self._sizes(now), max(before, now - _LONGEST_S), now))
-        self._pages.measure(before, now, held)
+        storage = [] if before is None else list(_storage_use(self._sizes(now), max(before, now - _LONGEST_S), now))
+        self._pages.measure(before, now, storage)
         self._due, self._hour = time.monotonic() + _MEASURED_S, hour
 
     def _sizes(self, now: float) -> Counter[tuple[str, str]]:
@@ -59,10 +59,10 @@ class Accounting:
         return sizes
 
 
-def _held(sizes: Counter[tuple[str, str]], begin: float, end: float) -> Iterator[Held]:
+def _storage_use(sizes: Counter[tuple[str, str]], begin: float, end: float) -> Iterator[StorageUse]:
     """Splits the time from `begin` to `end` by hours, as if these sizes had been there all the time."""
     for hour in range(int(begin // HOUR_S), int(end // HOUR_S) + 1):
         seconds = min(end, (hour + 1) * HOUR_S) - max(begin, hour * HOUR_S)
         for (project, base_model), size in sizes.items():
             if seconds > 0 and size:
-                yield Held(project, base_model, hour, round(size * seconds))
+                yield StorageUse(project, base_model, hour, round(size * seconds))

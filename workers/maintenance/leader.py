@@ -14,7 +14,7 @@ from typing import Protocol
 import redis
 
 from app.errors import Unavailable
-from app.services.teardown import Endings
+from app.services.teardown import Teardown
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.lifecycle import RedisLifecycle
 from app.stores.redis.payloads import RedisPayloads
@@ -27,15 +27,15 @@ _BATCH = 64
 
 
 class Sweeper:
-    """Runs the maintenance tasks. `chores` holds them by the name of their role. A task may run twice at once, when the
+    """Runs the maintenance tasks. `tasks` holds them by the name of their role. A task may run twice at once, when the
     lead changes in the middle of a round."""
 
-    def __init__(self, oplog: RedisOpLog, chores: Mapping[str, Chore], worker: str) -> None:
-        self._oplog, self._chores, self._worker = oplog, chores, worker
+    def __init__(self, oplog: RedisOpLog, tasks: Mapping[str, MaintenanceTask], worker: str) -> None:
+        self._oplog, self._tasks, self._worker = oplog, tasks, worker
         self._stop = threading.Event()
 
     def start(self) -> None:
-        for role in self._chores:
+        for role in self._tasks:
             threading.Thread(target=self._loop, args=(role,), name=role, daemon=True).start()
 
     def stop(self) -> None:
@@ -43,7 +43,7 @@ class Sweeper:
 
     def sweep(self) -> None:
         """Runs one round of every task."""
-        for role in self._chores:
+        for role in self._tasks:
             self._round(role)
 
     def _loop(self, role: str) -> None:
@@ -53,38 +53,38 @@ class Sweeper:
     def _round(self, role: str) -> None:
         try:
             if self._oplog.lead(role, self._worker):
-                self._chores[role].sweep()
+                self._tasks[role].sweep()
         except (redis.RedisError, OSError, Unavailable) as error:
             log.warning("%s: %s", role, error)
         except Exception:
             log.exception("%s failed", role)
 
 
-class Chore(Protocol):
+class MaintenanceTask(Protocol):
     def sweep(self) -> None:
         """Runs one round, every few seconds. It may raise: the next round tries again."""
         ...
 
 
-class Sessions:
+class SessionExpiry:
     """Expires silent sessions and ends their requests. The owners of their models ask for unwanted ones
     (RedisLifecycle.unwanted) and free the memory."""
 
-    def __init__(self, lifecycle: RedisLifecycle, endings: Endings) -> None:
-        self._lifecycle, self._endings = lifecycle, endings
+    def __init__(self, lifecycle: RedisLifecycle, teardown: Teardown) -> None:
+        self._lifecycle, self._teardown = lifecycle, teardown
 
     def sweep(self) -> None:
         expired = self._lifecycle.expire()
         if expired:
             log.info("%d sessions expired", len(expired))
         for session_id in self._lifecycle.retired():
-            self._endings.retire(session_id)
+            self._teardown.retire(session_id)
         aborted = self._lifecycle.abort_samples()
         if aborted:
             log.info("cancelled %d samples of ended sessions", aborted)
 
 
-class Spilling:
+class PayloadSpilling:
     """Moves payloads to the object store. While the object store is away nothing moves, and nothing is lost."""
 
     def __init__(self, payloads: RedisPayloads) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from app.domain import codec, records
-from app.domain.checkpoints import MODELS, SNAPSHOT, Place
+from app.domain.checkpoints import MODELS, SNAPSHOT, CheckpointPrefix
 from app.domain.records import Checkpoint, Model, Sampler
 from app.errors import NewerContent
 from app.settings import EngineSettings
@@ -34,7 +34,7 @@ _ROUNDS = 24
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class ModelHead:
     """A model's head: the epoch that may write, and the seqs up to which its files are committed."""
 
     epoch: int
@@ -43,10 +43,10 @@ class Head:
     snapshot_seq: int
 
     @classmethod
-    def of(cls, fields: Mapping[str, str]) -> Head:
+    def of(cls, fields: Mapping[str, str]) -> ModelHead:
         return cls(int(fields["epoch"]), int(fields["applied"]), fields["snapshot"], int(fields["snapshot_seq"]))
 
-    def awaits(self, place: Place) -> bool:
+    def awaits(self, place: CheckpointPrefix) -> bool:
         """True if a commit or a rebuild may still refer to the files at `place`."""
         committed = self.snapshot_seq if place.kind == SNAPSHOT else self.applied
         return place.epoch > self.epoch or (place.epoch == self.epoch and place.seq > committed)
@@ -98,8 +98,8 @@ class Orphans:
     def _unreferenced(self) -> Iterator[str]:
         """The prefixes that nothing refers to. The order of the reads matters: a commit made after the heads were read
         is found among the records."""
-        places = {place for key in self._objects.list(f"{MODELS}/") if (place := Place.parse(key))}
-        heads = {model_id: Head.of(fields) for model_id, fields in self._records.list(Model.namespace)}
+        places = {place for key in self._objects.list(f"{MODELS}/") if (place := CheckpointPrefix.parse(key))}
+        heads = {model_id: ModelHead.of(fields) for model_id, fields in self._records.list(Model.namespace)}
         referenced = {head.snapshot for head in heads.values()}
         for namespace in (Checkpoint.namespace, Sampler.namespace):
             referenced.update(json.loads(fields["prefix"]) for _, fields in self._records.list(namespace))

@@ -11,7 +11,7 @@ from app import ids
 from app.settings import EngineSettings
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.types import Pending
-from workers.sample.admission import Held
+from workers.sample.admission import ThrottledDispatch
 
 log = logging.getLogger(__name__)
 # Rows in one query. The script reads all rows at once while everybody else waits for the server: 10 ms for this many,
@@ -32,7 +32,7 @@ _UNSEEN_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Rung:
+class LastDispatch:
     """The last redispatch: its time, its seq, whether that seq ran then, and the wait in seconds until the next one."""
 
     at: float
@@ -41,30 +41,30 @@ class Rung:
     running: bool
 
 
-class Ringing:
-    """The redispatch task. `ring(kind, request id, parent id, queue)` dispatches a request."""
+class Redispatcher:
+    """The redispatch task. `send(kind, request id, parent id, queue)` dispatches a request."""
 
-    def __init__(self, oplog: RedisOpLog, ring: Callable[[str, str, str, str], None], settings: EngineSettings) -> None:
-        self._oplog, self._ring, self._settings = oplog, ring, settings
-        self._rung: dict[str, Rung] = {}
+    def __init__(self, oplog: RedisOpLog, send: Callable[[str, str, str, str], None], settings: EngineSettings) -> None:
+        self._oplog, self._send, self._settings = oplog, send, settings
+        self._last: dict[str, LastDispatch] = {}
         self._healthy_since = self._swept = time.monotonic()
 
     def sweep(self) -> None:
         now = time.monotonic()
         if now - self._swept > _UNSEEN_S or not self._oplog.takes_calls():
             self._healthy_since = now
-        alive, holding = set(), set()
+        alive, throttled_queues = set(), set()
         for pending in self._waiting():
             alive.add(pending.id)
-            if pending.held:
-                holding.add(pending.queue)
+            if pending.throttled:
+                throttled_queues.add(pending.queue)
             elif pending.kinds:
-                self._ring_again(pending, now)
+                self._redispatch(pending, now)
             else:
                 self._give_up_gap(pending, now)
-        for queue in holding:  # the worker that should have dispatched the next one may have died
-            Held(self._oplog, self._ring, queue).ring_next()
-        self._rung = {id_: rung for id_, rung in self._rung.items() if id_ in alive}
+        for queue in throttled_queues:  # the worker that should have dispatched the next one may have died
+            ThrottledDispatch(self._oplog, self._send, queue).dispatch_next()
+        self._last = {id_: last for id_, last in self._last.items() if id_ in alive}
         self._swept = time.monotonic()
 
     def _waiting(self) -> Iterator[Pending]:
@@ -76,25 +76,25 @@ class Ringing:
             if len(found) < _SLICE:
                 return
 
-    def _ring_again(self, pending: Pending, now: float) -> None:
+    def _redispatch(self, pending: Pending, now: float) -> None:
         """Dispatches all waiting requests of `pending` again: one lost dispatch, or a lost broker, may leave all of
         them."""
         factor = _RUNNING_FACTOR if pending.running else 1
         patience = self._settings.ring_again_s * factor
         if pending.awaited:
             patience = min(patience, _AWAITED_S)
-        rung = self._rung.get(pending.id)
-        if rung is None or (rung.seq, rung.running) != (pending.seq, pending.running):
+        last = self._last.get(pending.id)
+        if last is None or (last.seq, last.running) != (pending.seq, pending.running):
             if pending.waited_s < patience:
                 return
-        elif now - rung.at < rung.patience:
+        elif now - last.at < last.patience:
             return
         else:
-            patience = min(2 * rung.patience, _LONGEST_PATIENCE_S * factor)
-        self._rung[pending.id] = Rung(now, patience, pending.seq, pending.running)
-        log.info("ringing again", extra={"request_id": pending.id, "seq": pending.seq})
+            patience = min(2 * last.patience, _LONGEST_PATIENCE_S * factor)
+        self._last[pending.id] = LastDispatch(now, patience, pending.seq, pending.running)
+        log.info("dispatching again", extra={"request_id": pending.id, "seq": pending.seq})
         for kind, request_id, parent_id in self._futures(pending):
-            self._ring(kind, request_id, parent_id, pending.queue)
+            self._send(kind, request_id, parent_id, pending.queue)
 
     def _futures(self, pending: Pending) -> Iterator[tuple[str, str, str]]:
         """(kind, request id, parent id) of each waiting request."""

@@ -9,7 +9,7 @@ from typing import NoReturn
 from celery import Celery
 
 from app import dispatch, ids
-from app.domain.checkpoints import Place
+from app.domain.checkpoints import CheckpointPrefix
 from app.errors import SetupError
 from app.services.base_models import sampler_role, trainer_role
 from app.services.tenants.limits import LimitsOf
@@ -18,27 +18,27 @@ from app.stores.redis import keys
 from app.stores.redis.client import Channel, connect
 from workers.backends.sampling.base import SamplerBackend
 from workers.backends.training.base import TrainingBackend
-from workers.checkpoints.coalescing import Latest, NewLatest
-from workers.checkpoints.shm_transfer import Handovers
+from workers.checkpoints.coalescing import CoalescingWorker, NewLatest
+from workers.checkpoints.shm_transfer import ShmTransfers
 from workers.checkpoints.snapshot_upload import SnapshotFolder
 from workers.checkpoints.snapshots import Restore, Snapshots
 from workers.checkpoints.writer import Saver
 from workers.process import telemetry
-from workers.process.fair_queue import Shares, Weights
-from workers.process.heartbeat import Presence, worker_name
-from workers.process.liveness import Probe, Pulse
-from workers.process.parts import Backend, Parts, Runtime, Serving, end_in_any_case, exit_process, sweeper
+from workers.process.fair_queue import FairQueue, ProjectWeights
+from workers.process.heartbeat import Heartbeat, worker_name
+from workers.process.liveness import Probe, Watchdog
+from workers.process.parts import Backend, Parts, Runtime, Serving, exit_on_hang, exit_process, sweeper
 from workers.sample import shared_memory
-from workers.sample.adapters import AdapterFiles, Adapters, AdapterTurns
-from workers.sample.admission import Gate, Held
-from workers.sample.runner import SampleRunner, Watches
+from workers.sample.adapters import AdapterFiles, Adapters, AdapterScheduler
+from workers.sample.admission import BatchAdmission, ThrottledDispatch
+from workers.sample.runner import RunningRequests, SampleRunner
 from workers.sample.token_stream import TokenPublisher
-from workers.train.committer import Committer, Saves
+from workers.train.committer import BackgroundSaves, Committer
 from workers.train.executor import Executor
 from workers.train.owner import Owner, Resident
-from workers.train.rebalance import Drain, Spread, Tidying
+from workers.train.rebalance import Drain, IdleEviction, Rebalancer
 from workers.train.runner import TrainingRunner
-from workers.train.scheduler import Ahead, Parked, Turns, Unowned
+from workers.train.scheduler import BacklogScan, RetryBackoff, RunAhead, Scheduler
 
 _current: Runtime | None = None
 
@@ -112,8 +112,8 @@ class Overrides:
     """
 
     end: Callable[[str], NoReturn] = exit_process
-    saves: Callable[[], Saves] = Saves
-    latest: NewLatest = Latest
+    background_saves: Callable[[], BackgroundSaves] = BackgroundSaves
+    latest: NewLatest = CoalescingWorker
     rest_s: float = 10.0
     scan_share: float = 0.01
 
@@ -127,29 +127,31 @@ class Trainer:
 
     parts: Parts
     serving: Serving[TrainingBackend]
-    pulse: Pulse
-    presence: Presence
-    handovers: Handovers
+    watchdog: Watchdog
+    heartbeat: Heartbeat
+    shm_transfers: ShmTransfers
     snapshots: Snapshots
     owner: Owner
     drain: Drain
-    parked: Parked
+    retry_backoff: RetryBackoff
     runner: TrainingRunner
-    spread: Spread
-    tidying: Tidying
+    rebalancer: Rebalancer
+    idle_eviction: IdleEviction
 
     def runtime(self) -> Runtime:
         queue, chores, leave = self.serving.queue, sweeper(self.parts), self.runner.leave
-        return Runtime(self.runner, self.spread, queue, self.presence, self.pulse, chores, self.tidy, self.close, leave)
+        return Runtime(
+            self.runner, self.rebalancer, queue, self.heartbeat, self.watchdog, chores, self.on_tick, self.close, leave
+        )
 
-    def tidy(self) -> None:
-        with self.pulse.working():
-            self.runner.see_to_saves()
-            self.tidying()
+    def on_tick(self) -> None:
+        with self.watchdog.working():
+            self.runner.commit_saves()
+            self.idle_eviction()
 
     def close(self) -> None:
-        self.drain.in_order(_SETTLE_S)
-        self.handovers.close()
+        self.drain.settle_and_release(_SETTLE_S)
+        self.shm_transfers.close()
         self.snapshots.close()
         self.serving.backend.shutdown()
         self.parts.keeper.stop()
@@ -157,47 +159,67 @@ class Trainer:
 
 def assemble_trainer(parts: Parts, serving: Serving[TrainingBackend], overrides: Overrides = _PRODUCTION) -> Trainer:
     """Assembles a trainer around its open backend."""
-    oplog, ring, queue, backend = parts.oplog, parts.doorbell.ring, serving.queue, serving.backend
+    oplog, send, queue, backend = parts.oplog, parts.dispatcher.send, serving.queue, serving.backend
     executor, snapshots, restore = _storage(parts, backend, overrides)
-    handovers = executor.saver.handovers
+    shm_transfers = executor.saver.shm_transfers
 
     def end(why: str) -> NoReturn:
-        with end_in_any_case():
-            drain.hand_over()
+        with exit_on_hang():
+            drain.release()
         overrides.end(why)
 
     def settle(resident: Resident, seconds: float) -> None:
         committer.settle(resident, seconds)
 
-    pulse = _pulse(parts, serving, end)
-    presence = _presence(parts, serving, trainer_role(full=serving.full), pulse)
-    most, changed = serving.base.trainer.max_models, presence.refresh
-    owner = Owner(oplog, backend, parts.keeper, parts.worker, restore, settle, most, changed, handovers.give_up)
-    drain = Drain(oplog, owner, ring, queue)
-    parked, saves = Parked(ring, dispatch.direct_queue(queue, parts.node)), overrides.saves()
-    turns = _turns(parts, serving, owner, Ahead(saves, parked), overrides.scan_share)
-    committer = Committer(oplog, owner, executor, snapshots, saves)
-    runner = TrainingRunner(oplog, owner, committer, backend.healthy, parked, turns, saves, ring, queue, end)
-    spread = Spread(runner, owner, parts.records, ring, serving.base.name, parts.node, full=serving.full)
-    tidying = Tidying(owner, parked, parts.lifecycle.unwanted, parts.settings.engine.idle_s, handovers.lost)
-    return Trainer(parts, serving, pulse, presence, handovers, snapshots, owner, drain, parked, runner, spread, tidying)
+    watchdog = _watchdog(parts, serving, end)
+    heartbeat = _heartbeat(parts, serving, trainer_role(full=serving.full), watchdog)
+    most, changed = serving.base.trainer.max_models, heartbeat.refresh
+    owner = Owner(oplog, backend, parts.keeper, parts.worker, restore, settle, most, changed, shm_transfers.give_up)
+    drain = Drain(oplog, owner, send, queue)
+    retry_backoff = RetryBackoff(send, dispatch.direct_queue(queue, parts.node))
+    background_saves = overrides.background_saves()
+    scheduler = _scheduler(parts, serving, owner, RunAhead(background_saves, retry_backoff), overrides.scan_share)
+    committer = Committer(oplog, owner, executor, snapshots, background_saves)
+    runner = TrainingRunner(
+        oplog, owner, committer, backend.healthy, retry_backoff, scheduler, background_saves, send, queue, end
+    )
+    rebalancer = Rebalancer(runner, owner, parts.records, send, serving.base.name, parts.node, full=serving.full)
+    idle_eviction = IdleEviction(
+        owner, retry_backoff, parts.lifecycle.unwanted, parts.settings.engine.idle_s, shm_transfers.lost
+    )
+    return Trainer(
+        parts,
+        serving,
+        watchdog,
+        heartbeat,
+        shm_transfers,
+        snapshots,
+        owner,
+        drain,
+        retry_backoff,
+        runner,
+        rebalancer,
+        idle_eviction,
+    )
 
 
 def _storage(parts: Parts, backend: TrainingBackend, overrides: Overrides) -> tuple[Executor, Snapshots, Restore]:
-    handovers = Handovers(parts.store, parts.records, parts.handover_folder, overrides.latest)
-    handovers.begin()
-    saver = Saver(backend, parts.records, parts.store, handovers)
+    shm_transfers = ShmTransfers(parts.store, parts.records, parts.shm_folder, overrides.latest)
+    shm_transfers.begin()
+    saver = Saver(backend, parts.records, parts.store, shm_transfers)
     executor = Executor(backend, parts.store, parts.empty_cache(), saver)
     folder = SnapshotFolder(parts.settings.data_dir / "snapshots", parts.node)
     snapshots = Snapshots(parts.oplog, saver, folder, parts.settings.engine, overrides.rest_s, overrides.latest)
     return executor, snapshots, Restore(parts.oplog, executor, folder, snapshots)
 
 
-def _turns(parts: Parts, serving: Serving[TrainingBackend], owner: Owner, ahead: Ahead, scan_share: float) -> Turns:
-    trainer, unowned = serving.base.trainer, Unowned(parts.oplog, serving.queue, scan_share)
+def _scheduler(
+    parts: Parts, serving: Serving[TrainingBackend], owner: Owner, run_ahead: RunAhead, scan_share: float
+) -> Scheduler:
+    trainer, backlog_scan = serving.base.trainer, BacklogScan(parts.oplog, serving.queue, scan_share)
     merged_tokens = _merged_tokens(trainer, serving.backend.describe()["devices"])
-    shares = Shares(_weights(parts))
-    return Turns(parts.oplog, owner, ahead, shares, unowned, merged_tokens, trainer.merge_wait_s)
+    fair_queue = FairQueue(_weights(parts))
+    return Scheduler(parts.oplog, owner, run_ahead, fair_queue, backlog_scan, merged_tokens, trainer.merge_wait_s)
 
 
 def _merged_tokens(trainer: TrainerSettings, devices: Sequence[str]) -> int:
@@ -220,58 +242,70 @@ class Sampler:
 def assemble_sampler(parts: Parts, serving: Serving[SamplerBackend], cancelled: str = keys.ABORTED_CHANNEL) -> Sampler:
     """Assembles a sampler around its open backend. It hears of cancelled requests on the channel `cancelled`."""
     oplog, queue, backend, sampler = parts.oplog, serving.queue, serving.backend, serving.base.sampler
-    shares, watches, publisher = Shares(), Watches(), TokenPublisher(parts.streams)
-    adapters = _adapters(parts, serving, shares)
-    gate, held = Gate(shares, _weights(parts), sampler.max_batch), Held(oplog, parts.doorbell.ring, queue, shares.ahead)
+    fair_queue, running_requests, publisher = FairQueue(), RunningRequests(), TokenPublisher(parts.streams)
+    adapters = _adapters(parts, serving, fair_queue)
+    batch_admission = BatchAdmission(fair_queue, _weights(parts), sampler.max_batch)
+    throttled = ThrottledDispatch(oplog, parts.dispatcher.send, queue, fair_queue.most_served)
     runner = SampleRunner(
-        oplog, parts.records, backend, adapters, parts.keeper, parts.worker, watches, publisher, gate, held
+        oplog,
+        parts.records,
+        backend,
+        adapters,
+        parts.keeper,
+        parts.worker,
+        running_requests,
+        publisher,
+        batch_admission,
+        throttled,
     )
     # While the state server is away this channel misses cancellations. The lease renewal reports them, a third of the
     # lease time later.
-    cancellations = Channel(connect(parts.settings.redis.url), cancelled, watches.abort)
+    cancellations = Channel(connect(parts.settings.redis.url), cancelled, running_requests.abort)
     cancellations.start()
     # An orderly stop would wait for requests that never come back.
-    pulse = _pulse(parts, serving, exit_process)
+    watchdog = _watchdog(parts, serving, exit_process)
     role = sampler_role(full=serving.full)
-    presence = _presence(parts, serving, role, pulse, sampler.max_batch, sampler.concurrency)
-    probe = Probe(backend, pulse, parts.settings.engine.healthy_s)
+    heartbeat = _heartbeat(parts, serving, role, watchdog, sampler.max_batch, sampler.concurrency)
+    probe = Probe(backend, watchdog, parts.settings.engine.healthy_s)
 
     def close() -> None:
         backend.close()
         publisher.close()
         parts.keeper.stop()
 
-    runtime = Runtime(runner, runner, queue, presence, pulse, sweeper(parts), probe, close, presence.leave)
+    runtime = Runtime(runner, runner, queue, heartbeat, watchdog, sweeper(parts), probe, close, heartbeat.leave)
     return Sampler(parts, runner, cancellations, runtime)
 
 
-def _adapters(parts: Parts, serving: Serving[SamplerBackend], shares: Shares) -> Adapters:
-    def own_its_model(prefix: str) -> None:
+def _adapters(parts: Parts, serving: Serving[SamplerBackend], fair_queue: FairQueue) -> Adapters:
+    def request_owner(prefix: str) -> None:
         """Makes a trainer own the adapter's model. Any trainer will do, as long as one owns it."""
-        place = Place.parse(prefix)
+        place = CheckpointPrefix.parse(prefix)
         if place is not None:
             request_id = ids.request_id(place.model_id, place.seq)
             trainers = dispatch.train_queue(serving.base.name, full=serving.full)
-            parts.doorbell.ring(dispatch.CATCH_UP, request_id, place.model_id, trainers)
+            parts.dispatcher.send(dispatch.CATCH_UP, request_id, place.model_id, trainers)
 
-    nearby, cache, sampler = parts.handover_folder, parts.empty_cache(), serving.base.sampler
-    files = AdapterFiles(parts.store, parts.records, nearby, cache, sampler.cache_bytes, own_its_model)
+    nearby, cache, sampler = parts.shm_folder, parts.empty_cache(), serving.base.sampler
+    files = AdapterFiles(parts.store, parts.records, nearby, cache, sampler.cache_bytes, request_owner)
     at_a_time = 1 if serving.full else sampler.max_loras
     loaded = 1 if serving.full else _LOADED_PER_TURN * at_a_time
-    return Adapters(serving.backend, files, AdapterTurns(at_a_time, shares), loaded)
+    return Adapters(serving.backend, files, AdapterScheduler(at_a_time, fair_queue), loaded)
 
 
-def _weights(parts: Parts) -> Weights:
-    return Weights(LimitsOf(parts.records, parts.settings.limits.project))
+def _weights(parts: Parts) -> ProjectWeights:
+    return ProjectWeights(LimitsOf(parts.records, parts.settings.limits.project))
 
 
-def _pulse(parts: Parts, serving: Serving[Backend], end: Callable[[str], NoReturn]) -> Pulse:
-    bell = dispatch.TickBell(parts.celery, dispatch.direct_queue(serving.queue, parts.node))
-    return Pulse(bell, serving.backend.healthy, parts.settings.engine.healthy_s, end)
+def _watchdog(parts: Parts, serving: Serving[Backend], end: Callable[[str], NoReturn]) -> Watchdog:
+    ticks = dispatch.TickSender(parts.celery, dispatch.direct_queue(serving.queue, parts.node))
+    return Watchdog(ticks, serving.backend.healthy, parts.settings.engine.healthy_s, end)
 
 
-def _presence(
-    parts: Parts, serving: Serving[Backend], role: str, pulse: Pulse, batch: int = 0, holds: int = 0
-) -> Presence:
+def _heartbeat(
+    parts: Parts, serving: Serving[Backend], role: str, watchdog: Watchdog, batch: int = 0, holds: int = 0
+) -> Heartbeat:
     describe, url, queue = serving.backend.describe, serving.metrics_url, serving.queue
-    return Presence(parts.records, parts.node, role, serving.info, describe, url, pulse.healthy, queue, batch, holds)
+    return Heartbeat(
+        parts.records, parts.node, role, serving.info, describe, url, watchdog.healthy, queue, batch, holds
+    )

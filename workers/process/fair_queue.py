@@ -23,64 +23,64 @@ def equal(project: str) -> float:
     return 1.0
 
 
-class Shares:
+class FairQueue:
     """The fair queue of one engine. One thread at a time may begin and charge; others may read meanwhile.
     `weight_of(project)` is over 0; costs are in any one unit."""
 
     def __init__(self, weight_of: Callable[[str], float] = equal) -> None:
         self._weight_of = weight_of
-        self._places: dict[str, float] = {}
+        self._virtual_times: dict[str, float] = {}
         """Virtual times of the projects that are in line or ahead of `_now`. Every other project is at `_now`."""
-        self._in_line: set[str] = set()
-        self._lent: dict[str, float] = {}
+        self._waiting: set[str] = set()
+        self._reserved: dict[str, float] = {}
         """The part of each project's charge that is for running work. The final cost may be lower."""
         self._now = 0.0
 
-    def place(self, project: str) -> float:
+    def virtual_time(self, project: str) -> float:
         """The virtual time at which the project's next turn begins."""
-        known = self._places.get(project, 0.0)
-        return known if project in self._in_line else max(known, self._now)
+        known = self._virtual_times.get(project, 0.0)
+        return known if project in self._waiting else max(known, self._now)
 
     def enter(self, project: str) -> None:
         """Marks the project as waiting until it leaves. Meanwhile it keeps the cost it is given back, wherever the
         others are."""
-        self._places = {**self._places, project: self.place(project)}
-        self._in_line.add(project)
+        self._virtual_times = {**self._virtual_times, project: self.virtual_time(project)}
+        self._waiting.add(project)
 
     def leave(self, project: str) -> None:
         """Records that the project has nothing waiting."""
-        self._in_line.discard(project)
+        self._waiting.discard(project)
 
-    def ahead(self) -> list[str]:
+    def most_served(self) -> list[str]:
         """The projects that had more service than the least, in the order of their turns."""
-        places = self._places
-        return sorted(places, key=lambda project: places[project])
+        virtual_times = self._virtual_times
+        return sorted(virtual_times, key=lambda project: virtual_times[project])
 
     def begin(self, project: str) -> None:
         """Records that the project is served now. Lent costs do not advance virtual time: a new project would be behind
         all of them, though most may be given back."""
-        self._now = max(self._now, self.place(project) - self._lent.get(project, 0.0))
+        self._now = max(self._now, self.virtual_time(project) - self._reserved.get(project, 0.0))
 
-    def lend(self, project: str, cost: float) -> None:
+    def reserve(self, project: str, cost: float) -> None:
         """Charges the project the most that a turn may cost, until that turn has ended."""
-        self._lent[project] = self._lent.get(project, 0.0) + cost / self._weight_of(project)
+        self._reserved[project] = self._reserved.get(project, 0.0) + cost / self._weight_of(project)
         self.charge(project, cost)
 
-    def settle(self, project: str, lent: float, cost: float) -> None:
-        """Replaces the `lent` charge of a turn by its real `cost`."""
-        left = self._lent.pop(project, 0.0) - lent / self._weight_of(project)
+    def settle(self, project: str, reserved: float, cost: float) -> None:
+        """Replaces the `reserved` charge of a turn by its real `cost`."""
+        left = self._reserved.pop(project, 0.0) - reserved / self._weight_of(project)
         if left > _NOTHING:
-            self._lent[project] = left
-        self.charge(project, cost - lent)
+            self._reserved[project] = left
+        self.charge(project, cost - reserved)
 
     def charge(self, project: str, cost: float) -> None:
         """Charges the project `cost`; a negative cost gives back what it was charged too much."""
-        charged = {**self._places, project: self.place(project) + cost / self._weight_of(project)}
-        kept = self._in_line
-        self._places = {name: place for name, place in charged.items() if place > self._now or name in kept}
+        charged = {**self._virtual_times, project: self.virtual_time(project) + cost / self._weight_of(project)}
+        kept = self._waiting
+        self._virtual_times = {name: time for name, time in charged.items() if time > self._now or name in kept}
 
 
-class Weights:
+class ProjectWeights:
     """The weights of projects. While the state server is away each keeps its last known weight, or 1 if it was not seen
     before: nothing that is ordered by weights may fail for that."""
 

@@ -28,7 +28,7 @@ def worker_name(node: str) -> str:
     return f"{node}/{uuid.uuid4().hex[:8]}"
 
 
-class Presence:
+class Heartbeat:
     """The heartbeat: keeps the Worker record alive from `start` until `stop`."""
 
     def __init__(
@@ -55,7 +55,7 @@ class Presence:
         """Starts the heartbeat thread. It sends the first heartbeat at once, so that a state server that is away does
         not stop this worker from starting."""
         self.refresh()
-        threading.Thread(target=self._loop, name="presence", daemon=True).start()
+        threading.Thread(target=self._loop, name="heartbeat", daemon=True).start()
 
     def refresh(self) -> None:
         """Publishes a change soon; returns at once."""
@@ -84,7 +84,7 @@ class Presence:
             queue=self._queue,
             batch=self._batch,
             holds=self._holds,
-            pace_s=telemetry.PACE.seconds(),
+            pace_s=telemetry.SERVICE_TIME.seconds(),
         )
         self._records.put(Worker.namespace, self._node, dump(worker), ttl_s=LIFE_S)
 

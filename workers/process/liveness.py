@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from app.dispatch import TickBell
+from app.dispatch import TickSender
 from app.domain.sampling import SampleRequest
 from workers.backends.sampling.base import SamplerBackend
 
@@ -23,27 +23,26 @@ _AWAY_S = 1.0
 _ONE_TOKEN = SampleRequest(np.zeros(1, np.int32), num_samples=1, max_tokens=1, seed=0, temperature=0.0)
 
 
-class Pulse:
+class Watchdog:
     """The watchdog. `answered` is called when a tick is done; `working` surrounds all other work.
 
     A worker that does something, or whose broker is away, is not deaf. A worker that is deaf for two `healthy_s`, or
-    whose engine is not `sound`, ends: `end(why)` must not return. One tick is under way at a time; a lost tick is
-    dispatched again.
-    """
+    whose engine is not `engine_healthy`, ends: `end(why)` must not return. One tick is under way at a time; a lost tick
+    is dispatched again."""
 
     def __init__(
-        self, bell: TickBell, sound: Callable[[], bool], healthy_s: float, end: Callable[[str], object]
+        self, ticks: TickSender, engine_healthy: Callable[[], bool], healthy_s: float, end: Callable[[str], object]
     ) -> None:
-        self._bell, self._sound, self._healthy_s, self._end = bell, sound, healthy_s, end
+        self._ticks, self._engine_healthy, self._healthy_s, self._end = ticks, engine_healthy, healthy_s, end
         self._lock = threading.Lock()
         self._running = 0
-        self._alive = self._beat_at = time.monotonic()
+        self._alive = self._checked_at = time.monotonic()
         self._unanswered: float | None = None
-        self._rung: float | None = None
+        self._tick_sent_at: float | None = None
         self._stop = threading.Event()
 
     def start(self) -> None:
-        threading.Thread(target=self._loop, name="pulse", daemon=True).start()
+        threading.Thread(target=self._loop, name="watchdog", daemon=True).start()
 
     def stop(self) -> None:
         self._stop.set()
@@ -61,7 +60,7 @@ class Pulse:
 
     def answered(self) -> None:
         self._alive = time.monotonic()
-        self._rung = None
+        self._tick_sent_at = None
 
     @property
     def busy(self) -> bool:
@@ -69,7 +68,7 @@ class Pulse:
 
     def healthy(self) -> bool:
         """True if the engine is sound and the worker is not deaf. May be called from any thread, and never waits."""
-        return self._sound() and self.deaf_s() <= self._healthy_s
+        return self._engine_healthy() and self.deaf_s() <= self._healthy_s
 
     def deaf_s(self) -> float:
         asked = self._unanswered
@@ -77,20 +76,20 @@ class Pulse:
             return 0.0
         return time.monotonic() - self._alive
 
-    def beat(self) -> None:
+    def check(self) -> None:
         """Runs one round of the watchdog."""
         now = time.monotonic()
-        if now - self._beat_at > self._healthy_s / 2:
+        if now - self._checked_at > self._healthy_s / 2:
             self._alive = now  # this thread was stopped too, or waited for the broker
-        self._beat_at = now
-        if not self._sound():
+        self._checked_at = now
+        if not self._engine_healthy():
             self._end("the engine has failed")
         elif self.deaf_s() > 2 * self._healthy_s:
             self._end(f"nothing was done for {self.deaf_s():.0f} s, although tasks were dispatched to this worker")
         else:
-            self._ring_if_due(now)
+            self._send_tick_if_due(now)
 
-    def _ring_if_due(self, now: float) -> None:
+    def _send_tick_if_due(self, now: float) -> None:
         self._unanswered = self._unanswered or now
         if not self._reaches_broker(now):
             return
@@ -99,31 +98,31 @@ class Pulse:
         self._unanswered = None
 
     def _reaches_broker(self, now: float) -> bool:
-        waiting = self._bell.waiting()
+        waiting = self._ticks.waiting()
         if waiting is None:
             return False
-        lost = self._rung is not None and now - self._rung > self._healthy_s / 2
-        if self._rung is None or (lost and waiting == 0):
-            self._rung = None
-            if not self._bell.ring():
+        lost = self._tick_sent_at is not None and now - self._tick_sent_at > self._healthy_s / 2
+        if self._tick_sent_at is None or (lost and waiting == 0):
+            self._tick_sent_at = None
+            if not self._ticks.send():
                 return False
-            self._rung = now
+            self._tick_sent_at = now
         return True
 
     def _loop(self) -> None:
         while not self._stop.wait(self._healthy_s / 10):
-            self.beat()
+            self.check()
 
 
 class Probe:
     """Samples one token now and then, while no request runs. A token behind a full batch would show nothing, and an
     engine that died reports it itself."""
 
-    def __init__(self, backend: SamplerBackend, pulse: Pulse, every_s: float) -> None:
-        self._backend, self._pulse, self._every_s = backend, pulse, every_s
+    def __init__(self, backend: SamplerBackend, watchdog: Watchdog, every_s: float) -> None:
+        self._backend, self._watchdog, self._every_s = backend, watchdog, every_s
         self._last = time.monotonic()
 
     def __call__(self) -> None:
-        if not self._pulse.busy and time.monotonic() - self._last > self._every_s:
+        if not self._watchdog.busy and time.monotonic() - self._last > self._every_s:
             self._backend.sample(None, _ONE_TOKEN)
             self._last = time.monotonic()

@@ -18,7 +18,7 @@ from celery import Celery
 from app import dispatch
 from app.domain.base_model import BaseModelInfo
 from app.domain.results import Result
-from app.services.teardown import Endings
+from app.services.teardown import Teardown
 from app.settings import BaseModelSettings, Settings
 from app.stores import objects
 from app.stores.objects.base import ObjectStore
@@ -32,14 +32,14 @@ from app.stores.redis.payloads import RedisPayloads
 from app.stores.redis.records import RedisRecords
 from workers.backends.sampling.base import SamplerBackend
 from workers.backends.training.base import TrainingBackend
-from workers.checkpoints.shm_transfer import HandoverFolder
+from workers.checkpoints.shm_transfer import ShmFolder
 from workers.maintenance.accounting import Accounting
-from workers.maintenance.leader import Chore, Sessions, Spilling, Sweeper
+from workers.maintenance.leader import MaintenanceTask, PayloadSpilling, SessionExpiry, Sweeper
 from workers.maintenance.orphans import Orphans
-from workers.maintenance.redispatch import Ringing
-from workers.process.heartbeat import Presence
+from workers.maintenance.redispatch import Redispatcher
+from workers.process.heartbeat import Heartbeat
 from workers.process.leases import LeaseKeeper
-from workers.process.liveness import Pulse
+from workers.process.liveness import Watchdog
 
 log = logging.getLogger(__name__)
 _STOP_S = 20.0
@@ -61,7 +61,7 @@ class Parts:
     pages: RedisPages
     store: ObjectStore
     keeper: LeaseKeeper
-    doorbell: dispatch.Doorbell
+    dispatcher: dispatch.Dispatcher
     celery: Celery
     streams: TokenStreams
 
@@ -69,7 +69,7 @@ class Parts:
     def of(cls, settings: Settings, celery: Celery, worker: str) -> Parts:
         client, store = connect(settings.redis.url), objects.create(settings, may_be_away=True)
         oplog, streams = RedisOpLog(client, settings.engine, store), TokenStreams(connect(settings.broker_url))
-        return cls.over(client, settings, worker, oplog, store, dispatch.Doorbell(celery), celery, streams)
+        return cls.over(client, settings, worker, oplog, store, dispatch.Dispatcher(celery), celery, streams)
 
     @classmethod
     def over(
@@ -79,7 +79,7 @@ class Parts:
         worker: str,
         oplog: RedisOpLog,
         store: ObjectStore,
-        doorbell: dispatch.Doorbell,
+        dispatcher: dispatch.Dispatcher,
         celery: Celery,
         streams: TokenStreams,
     ) -> Parts:
@@ -88,7 +88,7 @@ class Parts:
         lifecycle, payloads = RedisLifecycle(client, engine), RedisPayloads(client, engine, store)
         pages, keeper = RedisPages(client, engine), LeaseKeeper(oplog, worker, engine.lease_s)
         return cls(
-            settings, worker, oplog, records, lifecycle, payloads, pages, store, keeper, doorbell, celery, streams
+            settings, worker, oplog, records, lifecycle, payloads, pages, store, keeper, dispatcher, celery, streams
         )
 
     @property
@@ -96,8 +96,8 @@ class Parts:
         return self.worker.partition("/")[0]
 
     @property
-    def handover_folder(self) -> HandoverFolder:
-        return HandoverFolder(self.settings.handover_dir, self.settings.engine.handover_bytes)
+    def shm_folder(self) -> ShmFolder:
+        return ShmFolder(self.settings.handover_dir, self.settings.engine.handover_bytes)
 
     def empty_cache(self) -> Path:
         """The cache folder of the files this process fetches; files of an earlier process are of no use and are
@@ -120,15 +120,15 @@ class Serving(Generic[Backend]):
 
 
 def sweeper(parts: Parts) -> Sweeper:
-    endings = Endings(parts.lifecycle, parts.records, parts.store, parts.doorbell.wake)
-    chores: dict[str, Chore] = {
-        "ringing": Ringing(parts.oplog, parts.doorbell.ring, parts.settings.engine),
-        "sessions": Sessions(parts.lifecycle, endings),
+    teardown = Teardown(parts.lifecycle, parts.records, parts.store, parts.dispatcher.wake)
+    tasks: dict[str, MaintenanceTask] = {
+        "ringing": Redispatcher(parts.oplog, parts.dispatcher.send, parts.settings.engine),
+        "sessions": SessionExpiry(parts.lifecycle, teardown),
         "orphans": Orphans(parts.oplog, parts.lifecycle, parts.records, parts.store, parts.settings.engine),
-        "spilling": Spilling(parts.payloads),
+        "spilling": PayloadSpilling(parts.payloads),
         "accounting": Accounting(parts.pages, PageFiles(parts.store), parts.records),
     }
-    return Sweeper(parts.oplog, chores, parts.worker)
+    return Sweeper(parts.oplog, tasks, parts.worker)
 
 
 class Handler(Protocol):
@@ -148,10 +148,10 @@ class Runtime:
     handler: Handler
     shared: Handler
     queue: str
-    presence: Presence
-    pulse: Pulse
+    heartbeat: Heartbeat
+    watchdog: Watchdog
     sweeper: Sweeper
-    tidy: Callable[[], None]
+    on_tick: Callable[[], None]
     close: Callable[[], None]
     leave: Callable[[], None] = lambda: None
     """Called as soon as the worker is asked to end: the running task is the last one. May be called from a signal
@@ -159,29 +159,29 @@ class Runtime:
 
     def handle(self, request_id: str, model_id: str, kind: str, queue: str = "") -> Result | None:
         handler = self.shared if queue == self.queue else self.handler
-        with self.pulse.working():
+        with self.watchdog.working():
             return handler.handle(request_id, model_id, kind)
 
     def tick(self) -> None:
-        self.tidy()
-        self.pulse.answered()
+        self.on_tick()
+        self.watchdog.answered()
 
     def announce(self) -> None:
-        self.presence.start()
-        self.pulse.start()
+        self.heartbeat.start()
+        self.watchdog.start()
         self.sweeper.start()
 
     def stop(self) -> None:
         """Ends the worker's parts. Called after the running task has ended; no other begins."""
-        with end_in_any_case():
-            self.pulse.stop()
+        with exit_on_hang():
+            self.watchdog.stop()
             self.sweeper.stop()
-            self.presence.stop()
+            self.heartbeat.stop()
             self.close()
 
 
 @contextmanager
-def end_in_any_case() -> Iterator[None]:
+def exit_on_hang() -> Iterator[None]:
     """Ends the process if the block hangs, as it may on a rank or a server that is gone."""
     late = threading.Timer(_STOP_S, exit_process, [f"it did not stop within {_STOP_S:.0f} s"])
     late.daemon = True

@@ -1,4 +1,4 @@
-"""The results of requests: typed outputs as the bytes a poll returns, or NotNow for a request that is put off."""
+"""The results of requests: typed outputs as the bytes a poll returns, or Requeue for a request that is put off."""
 
 from __future__ import annotations
 
@@ -30,5 +30,5 @@ def of_error(error: OpError) -> Result:
     return Result(json.dumps({"error": str(error), "category": error.category}).encode(), failed=True)
 
 
-class NotNow(TinsmithError):
+class Requeue(TinsmithError):
     """Requeue: the future is not terminal yet, and something else will dispatch it again."""

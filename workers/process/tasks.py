@@ -13,7 +13,7 @@ from celery.exceptions import Retry
 from app.dispatch import KINDS, TICK, task_name
 from app.errors import OpError
 from workers.process import assembly
-from workers.process.results import NotNow
+from workers.process.results import Requeue
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ def _handle(task: Task, model_id: str) -> None:
     queue = task.request.delivery_info["routing_key"]
     try:
         result = assembly.current().handle(request_id, model_id, task.name.rpartition(".")[2], queue)
-    except NotNow as reason:
+    except Requeue as reason:
         # Raised directly: task.retry() would publish a second message, and the missing part dispatches the request
         # itself.
         raise Retry(str(reason)) from None

@@ -26,7 +26,7 @@ REFUSED = Counter("tinsmith_refused_commits_total", "Commits refused, because an
 _KEPT = 0.98
 
 
-class Pace:
+class ServiceTime:
     """The service time of calls. Calls that run together, in one pass or one batch, end together. So the measure is the
     time between their ends, without the time in which nothing ran. May be called from any thread."""
 
@@ -50,7 +50,7 @@ class Pace:
             return self._busy_s / self._calls if self._calls else 0.0
 
 
-PACE = Pace()
+SERVICE_TIME = ServiceTime()
 
 
 def serve_metrics(port: int) -> str:
@@ -67,7 +67,7 @@ def commit_refused(entry: Entry, epoch: int) -> None:
 
 def op_done(entry: Entry, *, failed: bool, run_s: float, commit_s: float, ops_in_pass: int = 1) -> None:
     state = "failed" if failed else "done"
-    PACE.ended(run_s + commit_s)
+    SERVICE_TIME.ended(run_s + commit_s)
     for stage, seconds in (("wait", entry.waited_s), ("run", run_s), ("commit", commit_s)):
         STAGE_SECONDS.labels(entry.kind, stage).observe(seconds)
     OPS.labels(entry.kind, state).inc()

@@ -19,47 +19,46 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from app.domain.records import Handover
+from app.domain.records import ShmTransfer
 from app.errors import NotFound, ServerOpError, Unavailable
 from app.stores.objects.base import ObjectStore
 from app.stores.redis.records import RedisRecords
-from workers.backends.sampling.base import Aborted, SamplerBackend, Watch
+from workers.backends.sampling.base import Aborted, RequestHandle, SamplerBackend
 from workers.checkpoints import transfer
-from workers.checkpoints.shm_transfer import HandoverFolder
-from workers.process.fair_queue import Shares
+from workers.checkpoints.shm_transfer import ShmFolder
+from workers.process.fair_queue import FairQueue
 
 log = logging.getLogger(__name__)
 # An upload that continues behind a commit has ended by then. A longer upload needs more than a short wait.
 _PATIENCE_S = 3.0
-_LOOK_AGAIN_S = 0.05
+_POLL_S = 0.05
 
 
 class Adapters:
     """Loaded adapters by object-store prefix, which is their id: a prefix always means the same weights.
 
-    `most` adapters stay loaded, at least as many as `turns` lets run at a time. An evicted adapter leaves its files to
-    `files`, and is loaded again when it is requested.
-    """
+    `most` adapters stay loaded, at least as many as `scheduler` lets run at a time. An evicted adapter leaves its files
+    to `files`, and is loaded again when it is requested."""
 
-    def __init__(self, backend: SamplerBackend, files: AdapterFiles, turns: AdapterTurns, most: int) -> None:
-        self._backend, self._files, self._turns, self._most = backend, files, turns, most
+    def __init__(self, backend: SamplerBackend, files: AdapterFiles, scheduler: AdapterScheduler, most: int) -> None:
+        self._backend, self._files, self._scheduler, self._most = backend, files, scheduler, most
         self._lock = threading.Lock()
         self._loaded: OrderedDict[str, None] = OrderedDict()
         self._in_use: Counter[str] = Counter()
         self._loading: dict[str, threading.Lock] = {}
 
     @contextmanager
-    def use(self, prefix: str, project: str, watch: Watch) -> Iterator[str | None]:
+    def use(self, prefix: str, project: str, handle: RequestHandle) -> Iterator[str | None]:
         """Yields the adapter's id, for a request of `project`: in the adapter's turn, and loaded for as long as the
         block. Yields None for the base model (an empty prefix).
 
         Raises ServerOpError when its files are gone or damaged, and Unavailable when they cannot be read now. A request
-        that waits for files does not delay the turns of others. Raises Aborted when `watch` is aborted before the turn.
-        """
+        that waits for files does not delay the turns of others. Raises Aborted when `handle` is aborted before the
+        turn."""
         if not prefix:
             yield None
             return
-        turn = self._turns.turn(prefix, project, watch)
+        turn = self._scheduler.turn(prefix, project, handle)
         with self._files.use(prefix) as folder, turn, self._loaded_from(folder, prefix):
             yield prefix
 
@@ -83,7 +82,7 @@ class Adapters:
                 self._loaded.move_to_end(prefix)
                 return
         self._backend.load(prefix, folder)
-        self._files.hold(prefix)
+        self._files.acquire(prefix)
         with self._lock:
             self._loaded[prefix] = None
 
@@ -94,44 +93,44 @@ class Adapters:
             for prefix in unused:
                 del self._loaded[prefix], self._loading[prefix], self._in_use[prefix]
                 self._backend.evict(prefix)
-                self._files.let_go(prefix)
+                self._files.release(prefix)
 
 
-class AdapterTurns:
+class AdapterScheduler:
     """The turns of adapters. Safe from any thread. Batch admission decides which project is charged
     (workers/sample/admission.py)."""
 
-    def __init__(self, most: int, shares: Shares) -> None:
-        self._most, self._shares = most, shares
+    def __init__(self, most: int, fair_queue: FairQueue) -> None:
+        self._most, self._fair_queue = most, fair_queue
         self._lock = threading.Lock()
         self._running: Counter[str] = Counter()
         self._waiting: dict[tuple[str, str], list[threading.Event]] = {}
         """Waiting requests by (project, adapter), in the order of the first request of each."""
 
     @contextmanager
-    def turn(self, adapter_id: str, project: str, watch: Watch) -> Iterator[None]:
+    def turn(self, adapter_id: str, project: str, handle: RequestHandle) -> Iterator[None]:
         """Waits for the adapter's turn, for a request of `project`; the turn lasts as long as the block. Raises Aborted
-        if `watch` is aborted before."""
-        self._wait(adapter_id, project, watch)
+        if `handle` is aborted before."""
+        self._wait(adapter_id, project, handle)
         try:
             yield
         finally:
             self._leave(adapter_id)
 
-    def _wait(self, adapter_id: str, project: str, watch: Watch) -> None:
-        let_in, group = threading.Event(), (project, adapter_id)
+    def _wait(self, adapter_id: str, project: str, handle: RequestHandle) -> None:
+        admitted, group = threading.Event(), (project, adapter_id)
         with self._lock:
-            self._waiting.setdefault(group, []).append(let_in)
-            self._let_in()
-        watch.on_abort(let_in.set)
-        let_in.wait()
+            self._waiting.setdefault(group, []).append(admitted)
+            self._admit()
+        handle.on_abort(admitted.set)
+        admitted.wait()
         with self._lock:
             still_waiting = self._waiting.get(group, [])
-            if let_in in still_waiting:
-                still_waiting.remove(let_in)
+            if admitted in still_waiting:
+                still_waiting.remove(admitted)
                 if not still_waiting:
                     del self._waiting[group]
-                    self._let_in()
+                    self._admit()
                 raise Aborted(f"the request was stopped before the turn of {adapter_id}")
 
     def _leave(self, adapter_id: str) -> None:
@@ -139,24 +138,24 @@ class AdapterTurns:
             self._running[adapter_id] -= 1
             if not self._running[adapter_id]:
                 del self._running[adapter_id]
-            self._let_in()
+            self._admit()
 
-    def _let_in(self) -> None:
+    def _admit(self) -> None:
         """Admits the requests whose turn it is, as long as there is room for their adapters."""
-        for group in sorted(self._waiting, key=lambda group: self._shares.place(group[0])):
+        for group in sorted(self._waiting, key=lambda group: self._fair_queue.virtual_time(group[0])):
             adapter_id = group[1]
             if adapter_id not in self._running and len(self._running) >= self._most:
                 return
-            for let_in in self._waiting.pop(group):
+            for admitted in self._waiting.pop(group):
                 self._running[adapter_id] += 1
-                let_in.set()
+                admitted.set()
 
 
 class AdapterFiles:
     """Adapter files on this machine, by object-store prefix. Files in use stay; of the others, the last used stay, up
     to `most_bytes`.
 
-    `own_its_model(prefix)` is called when some trainer has to own the adapter's model, to upload the adapter or rebuild
+    `request_owner(prefix)` is called when some trainer has to own the adapter's model, to upload the adapter or rebuild
     it.
     """
 
@@ -164,13 +163,13 @@ class AdapterFiles:
         self,
         store: ObjectStore,
         index: RedisRecords,
-        nearby: HandoverFolder,
+        transfers: ShmFolder,
         cache_dir: Path,
         most_bytes: int,
-        own_its_model: Callable[[str], None],
+        request_owner: Callable[[str], None],
     ) -> None:
-        self._store, self._index, self._nearby = store, index, nearby
-        self._cache_dir, self._most_bytes, self._own_its_model = cache_dir, most_bytes, own_its_model
+        self._store, self._index, self._transfers = store, index, transfers
+        self._cache_dir, self._most_bytes, self._request_owner = cache_dir, most_bytes, request_owner
         self._lock = threading.Lock()
         self._sizes: OrderedDict[str, int] = OrderedDict()
         """Bytes of the adapter files on this machine by prefix, the least recently used first."""
@@ -180,15 +179,15 @@ class AdapterFiles:
 
     @contextmanager
     def use(self, prefix: str) -> Iterator[Path]:
-        """Yields the folder of the files and keeps it for as long as the block; see `hold`."""
-        folder = self.hold(prefix)
+        """Yields the folder of the files and keeps it for as long as the block; see `acquire`."""
+        folder = self.acquire(prefix)
         try:
             yield folder
         finally:
-            self.let_go(prefix)
+            self.release(prefix)
 
-    def hold(self, prefix: str) -> Path:
-        """Returns the folder of the files and keeps it until `let_go`. Raises ServerOpError when they are gone or
+    def acquire(self, prefix: str) -> Path:
+        """Returns the folder of the files and keeps it until `release`. Raises ServerOpError when they are gone or
         damaged, and Unavailable when they cannot be read now."""
         with self._lock:
             self._in_use[prefix] += 1
@@ -197,7 +196,7 @@ class AdapterFiles:
             with fetching:
                 folder = self._fetch(prefix)
         except BaseException:
-            self.let_go(prefix)
+            self.release(prefix)
             raise
         with self._lock:
             if prefix not in self._sizes:
@@ -205,7 +204,7 @@ class AdapterFiles:
             self._sizes.move_to_end(prefix)
         return folder
 
-    def let_go(self, prefix: str) -> None:
+    def release(self, prefix: str) -> None:
         with self._lock:
             self._in_use[prefix] -= 1
             if not self._in_use[prefix]:
@@ -218,23 +217,23 @@ class AdapterFiles:
         on_record = True
         while True:
             try:
-                folder = transfer.fetch(self._store, prefix, self._cache_dir, self._nearby.take)
+                folder = transfer.fetch(self._store, prefix, self._cache_dir, self._transfers.take)
             except NotFound:
                 if not on_record:
                     raise ServerOpError("the adapter's files are gone; save the weights again") from None
             else:
                 self._missed.pop(prefix, None)
                 return folder
-            on_record = self._index.get(Handover.namespace, prefix) is not None
+            on_record = self._index.get(ShmTransfer.namespace, prefix) is not None
             if on_record:
                 self._wait_for(prefix)
 
     def _wait_for(self, prefix: str) -> None:
         since = self._missed.setdefault(prefix, time.monotonic())
         if time.monotonic() - since > _PATIENCE_S:
-            self._own_its_model(prefix)
+            self._request_owner(prefix)
             raise Unavailable(f"{prefix} is not in the object store yet")
-        time.sleep(_LOOK_AGAIN_S)
+        time.sleep(_POLL_S)
 
     def _forget_unused(self) -> None:
         surplus = sum(self._sizes.values()) - self._most_bytes

@@ -21,8 +21,8 @@ import redis
 from app import dispatch
 from app.domain.sampling import SampleRequest
 from app.stores.redis.journal import RedisOpLog
-from workers.backends.sampling.base import Aborted, Watch
-from workers.process.fair_queue import Shares
+from workers.backends.sampling.base import Aborted, RequestHandle
+from workers.process.fair_queue import FairQueue
 
 log = logging.getLogger(__name__)
 # One extra sequence is admitted for this many sequences of a batch.
@@ -30,7 +30,7 @@ _SLACK = 8
 
 
 @dataclass(eq=False)
-class Turn:
+class QueuedRequest:
     """One request's turn. `rows`: its sequences that have not ended. At admission its project is charged for `most`
     tokens; the end of the turn corrects the charge."""
 
@@ -38,104 +38,103 @@ class Turn:
     weight: float
     rows: int
     most: int
-    let_in: threading.Event = field(default_factory=threading.Event)
+    admitted: threading.Event = field(default_factory=threading.Event)
 
 
-class Gate:
+class BatchAdmission:
     """Batch admission. Safe from any thread. `batch`: sequences that the engine decodes at once; `weight_of(project)`
     is over 0."""
 
-    def __init__(self, shares: Shares, weight_of: Callable[[str], float], batch: int) -> None:
-        self._shares, self._weight_of = shares, weight_of
+    def __init__(self, fair_queue: FairQueue, weight_of: Callable[[str], float], batch: int) -> None:
+        self._fair_queue, self._weight_of = fair_queue, weight_of
         self._most = batch + max(1, batch // _SLACK)
         self._lock = threading.Lock()
         self._inside = 0
-        self._waiting: dict[str, deque[Turn]] = {}
+        self._waiting: dict[str, deque[QueuedRequest]] = {}
         """Waiting turns by project, in the order of their arrival."""
 
     @contextmanager
-    def turn(self, project: str, request: SampleRequest, watch: Watch) -> Iterator[None]:
-        """Waits for the request's turn, which lasts as long as the block. Each sequence makes room as soon as `watch`
+    def slot(self, project: str, request: SampleRequest, handle: RequestHandle) -> Iterator[None]:
+        """Waits for the request's turn, which lasts as long as the block. Each sequence makes room as soon as `handle`
         reports its end. At the end the project pays for the tokens used by then, including the prompt. Raises Aborted
-        if `watch` is aborted before the turn.
+        if `handle` is aborted before the turn.
 
         A request with more sequences than there is room for is admitted when there is any room: otherwise it might wait
         forever.
         """
         most = len(request.prompt) + request.num_samples * request.max_tokens
-        mine = Turn(project, self._weight_of(project), request.num_samples, most)
-        watch.ended = lambda: self._make_room(mine, 1)
-        self._wait(mine, watch)
-        watch.took += len(request.prompt)
+        mine = QueuedRequest(project, self._weight_of(project), request.num_samples, most)
+        handle.on_end = lambda: self._make_room(mine, 1)
+        self._wait(mine, handle)
+        handle.tokens_used += len(request.prompt)
         try:
             yield
         finally:
-            self._correct(mine, watch.took)
+            self._correct(mine, handle.tokens_used)
             self._make_room(mine, mine.rows)
 
-    def _wait(self, mine: Turn, watch: Watch) -> None:
+    def _wait(self, mine: QueuedRequest, handle: RequestHandle) -> None:
         with self._lock:
             if mine.project not in self._waiting:
                 self._waiting[mine.project] = deque()
-                self._shares.enter(mine.project)
+                self._fair_queue.enter(mine.project)
             self._waiting[mine.project].append(mine)
-            self._let_in()
-        watch.on_abort(mine.let_in.set)
-        mine.let_in.wait()
+            self._admit()
+        handle.on_abort(mine.admitted.set)
+        mine.admitted.wait()
         with self._lock:
             if mine in self._waiting.get(mine.project, ()):
-                self._take_out(mine)
+                self._remove(mine)
                 raise Aborted("the request was stopped before its turn")
 
-    def _correct(self, mine: Turn, took: int) -> None:
+    def _correct(self, mine: QueuedRequest, tokens_used: int) -> None:
         with self._lock:
-            self._shares.settle(mine.project, mine.most / mine.weight, took / mine.weight)
+            self._fair_queue.settle(mine.project, mine.most / mine.weight, tokens_used / mine.weight)
 
-    def _make_room(self, mine: Turn, rows: int) -> None:
+    def _make_room(self, mine: QueuedRequest, rows: int) -> None:
         with self._lock:
             ended = min(rows, mine.rows)
             mine.rows -= ended
             self._inside -= ended
-            self._let_in()
+            self._admit()
 
-    def _let_in(self) -> None:
+    def _admit(self) -> None:
         while self._waiting and self._inside < self._most:
-            mine = self._waiting[min(self._waiting, key=self._shares.place)][0]
-            self._shares.begin(mine.project)
-            self._shares.lend(mine.project, mine.most / mine.weight)
-            self._take_out(mine)
+            mine = self._waiting[min(self._waiting, key=self._fair_queue.virtual_time)][0]
+            self._fair_queue.begin(mine.project)
+            self._fair_queue.reserve(mine.project, mine.most / mine.weight)
+            self._remove(mine)
             self._inside += mine.rows
-            mine.let_in.set()
+            mine.admitted.set()
 
-    def _take_out(self, mine: Turn) -> None:
+    def _remove(self, mine: QueuedRequest) -> None:
         waiting = self._waiting[mine.project]
         waiting.remove(mine)
         if not waiting:
             del self._waiting[mine.project]
-            self._shares.leave(mine.project)
+            self._fair_queue.leave(mine.project)
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class ThrottledDispatch:
     """Throttled dispatch of a queue's requests.
 
-    `ring(kind, request id, sampling session id, queue)` dispatches a request. `ahead()` returns the projects whose
-    turns are not due, the one that had most last.
-    """
+    `send(kind, request id, sampling session id, queue)` dispatches a request. `most_served()` returns the projects
+    whose turns are not due, the one that had most last."""
 
     oplog: RedisOpLog
-    ring: Callable[[str, str, str, str], None]
+    send: Callable[[str, str, str, str], None]
     queue: str
-    ahead: Callable[[], Sequence[str]] = tuple
+    most_served: Callable[[], Sequence[str]] = tuple
 
-    def ring_next(self) -> None:
+    def dispatch_next(self) -> None:
         """Dispatches as many requests as there is room for. Dispatches none while the state server is away; the
         redispatch task does it later."""
         try:
-            due = self.oplog.release_samples(self.queue, self.ahead())
+            due = self.oplog.release_samples(self.queue, self.most_served())
         except redis.RedisError as error:
             log.warning("could not dispatch the next requests: %s", error)
             return
         for request_id, node in due:
             queue = dispatch.direct_queue(self.queue, node) if node else self.queue
-            self.ring("sample", request_id, request_id.rpartition(":")[0], queue)
+            self.send("sample", request_id, request_id.rpartition(":")[0], queue)

@@ -19,12 +19,12 @@ from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.records import RedisRecords
 from app.stores.redis.types import Entry
 from app.wire.results import encode_sample
-from workers.backends.sampling.base import Aborted, SamplerBackend, Watch
+from workers.backends.sampling.base import Aborted, RequestHandle, SamplerBackend
 from workers.process import results, telemetry
 from workers.process.leases import LeaseKeeper
-from workers.process.results import NotNow
+from workers.process.results import Requeue
 from workers.sample.adapters import Adapters
-from workers.sample.admission import Gate, Held
+from workers.sample.admission import BatchAdmission, ThrottledDispatch
 from workers.sample.token_stream import TokenPublisher
 
 log = logging.getLogger(__name__)
@@ -49,98 +49,98 @@ class SampleRunner:
         adapters: Adapters,
         keeper: LeaseKeeper,
         worker: str,
-        watches: Watches,
+        running_requests: RunningRequests,
         publisher: TokenPublisher,
-        gate: Gate,
-        held: Held,
+        batch_admission: BatchAdmission,
+        throttled: ThrottledDispatch,
     ) -> None:
         self._oplog, self._records, self._backend, self._publisher = oplog, stored, backend, publisher
-        self._gate, self._held = gate, held
-        self._adapters, self._keeper, self._worker, self._watches = adapters, keeper, worker, watches
-        self._at_their_last: dict[str, str] = {}  # request id -> sampling session; the oldest first
+        self._batch_admission, self._throttled = batch_admission, throttled
+        self._adapters, self._keeper, self._worker, self._running_requests = adapters, keeper, worker, running_requests
+        self._awaiting_last_attempt: dict[str, str] = {}  # request id -> sampling session; the oldest first
         self._last_attempt = threading.Lock()
 
     def handle(self, request_id: str, sampling_session_id: str, kind: str) -> Result | None:
         """Returns the future's result; None when the future no longer exists.
 
-        Raises NotNow while another worker runs it, while others are at their last attempt before it, while a worker
+        Raises Requeue while another worker runs it, while others are at their last attempt before it, while a worker
         that tried it may only be cut off, or while the object store is away.
         """
         try:
             self._run(request_id, sampling_session_id, MAX_ATTEMPTS - 2)
         except TriedOften:
-            self._at_their_last[request_id] = sampling_session_id
-            self._run_those_at_their_last()
+            self._awaiting_last_attempt[request_id] = sampling_session_id
+            self._run_last_attempts()
             if self._oplog.outcome(request_id) is None:
-                raise NotNow(f"{request_id} waits for its last attempt") from None
+                raise Requeue(f"{request_id} waits for its last attempt") from None
         return self._oplog.outcome(request_id)
 
-    def _run_those_at_their_last(self) -> None:
+    def _run_last_attempts(self) -> None:
         """Runs the last attempts one after another, from any thread. Returns at once while another thread does it."""
-        while self._at_their_last and self._last_attempt.acquire(blocking=False):
+        while self._awaiting_last_attempt and self._last_attempt.acquire(blocking=False):
             try:
-                if self._at_their_last:
-                    request_id = next(iter(self._at_their_last))
-                    self._run(request_id, self._at_their_last.pop(request_id))
-            except NotNow as reason:
+                if self._awaiting_last_attempt:
+                    request_id = next(iter(self._awaiting_last_attempt))
+                    self._run(request_id, self._awaiting_last_attempt.pop(request_id))
+            except Requeue as reason:
                 log.info("a request cannot start its last attempt yet: %s", reason)
             finally:
                 self._last_attempt.release()
 
     def _run(self, request_id: str, sampling_session_id: str, most_attempts: int | None = None) -> None:
         if not self._backend.healthy():  # a request begun now would lose an attempt for nothing
-            raise NotNow(f"{request_id}: the engine has died, and this process is about to end")
+            raise Requeue(f"{request_id}: the engine has died, and this process is about to end")
         # Register the watch first, so that a cancellation that comes after the claim is not missed.
-        with self._watches.watching(request_id) as watch:
+        with self._running_requests.track(request_id) as handle:
             asked = time.monotonic()
             try:
                 entry = self._oplog.claim_sample(request_id, self._worker, most_attempts)
             except (Fenced, Unavailable) as reason:
-                raise NotNow(str(reason)) from None
+                raise Requeue(str(reason)) from None
             if entry is not None:
-                self._keeper.add(request_id, asked, watch.abort)
+                self._keeper.add(request_id, asked, handle.abort)
                 try:
-                    self._finish(entry, sampling_session_id, watch)
+                    self._finish(entry, sampling_session_id, handle)
                 except (Aborted, Unavailable) as reason:
-                    self._leave(request_id, reason, watch.took)
+                    self._leave(request_id, reason, handle.tokens_used)
                 finally:
                     self._keeper.drop(request_id)
-                    self._held.ring_next()
+                    self._throttled.dispatch_next()
 
-    def _leave(self, request_id: str, reason: Exception, took: int) -> None:
-        """Gives up a request that was cancelled, belongs to another worker, or runs later. Raises NotNow unless it was
+    def _leave(self, request_id: str, reason: Exception, tokens_used: int) -> None:
+        """Gives up a request that was cancelled, belongs to another worker, or runs later. Raises Requeue unless it was
         cancelled."""
         log.info("sample stopped: %s", reason, extra={"request_id": request_id})
-        self._oplog.put_off_sample(request_id, self._worker, took)
+        self._oplog.put_off_sample(request_id, self._worker, tokens_used)
         if self._oplog.outcome(request_id) is None:
-            raise NotNow(f"{request_id}: {reason}")
+            raise Requeue(f"{request_id}: {reason}")
 
-    def _finish(self, entry: Entry, sampling_session_id: str, watch: Watch) -> None:
+    def _finish(self, entry: Entry, sampling_session_id: str, handle: RequestHandle) -> None:
         started = time.monotonic()
-        result, usage = self._attempt(entry, sampling_session_id, watch)
+        result, usage = self._attempt(entry, sampling_session_id, handle)
         ran = time.monotonic()
         if not self._oplog.finish_sample(entry.request_id, result, usage):  # it was cancelled just before
-            self._oplog.put_off_sample(entry.request_id, self._worker, watch.took)
+            self._oplog.put_off_sample(entry.request_id, self._worker, handle.tokens_used)
         telemetry.op_done(entry, failed=result.failed, run_s=ran - started, commit_s=time.monotonic() - ran)
 
-    def _attempt(self, entry: Entry, sampling_session_id: str, watch: Watch) -> tuple[Result, Usage]:
+    def _attempt(self, entry: Entry, sampling_session_id: str, handle: RequestHandle) -> tuple[Result, Usage]:
         if entry.attempts >= MAX_ATTEMPTS:
             if entry.in_doubt:
                 raise Unavailable("a worker that tried this request may still answer")
             why = f"sampling did not finish in {MAX_ATTEMPTS} attempts and was given up"
             return results.of_error(ServerOpError(why)), NOTHING
         try:
-            return self._sample(entry, sampling_session_id, watch)
+            return self._sample(entry, sampling_session_id, handle)
         except (Aborted, Unavailable, redis.RedisError, OSError):
             raise
         except Exception as error:
             if not self._backend.healthy():
                 # The engine died during the request: this process is about to end, and another one runs the request
                 # again.
-                raise NotNow(f"{entry.request_id}: {error}") from None
-            return results.of_error(_told(entry, error)), NOTHING
+                raise Requeue(f"{entry.request_id}: {error}") from None
+            return results.of_error(_op_error(entry, error)), NOTHING
 
-    def _sample(self, entry: Entry, sampling_session_id: str, watch: Watch) -> tuple[Result, Usage]:
+    def _sample(self, entry: Entry, sampling_session_id: str, handle: RequestHandle) -> tuple[Result, Usage]:
         stored = self._records.get(records.Sampler.namespace, sampling_session_id)
         if stored is None:
             raise ServerOpError(f"sampling session {sampling_session_id} is gone")
@@ -148,20 +148,20 @@ class SampleRunner:
             raise ServerOpError("the request is lost, because its object in the object store is gone; send it again")
         request = codec.decode(entry.payload)
         if request.stream:
-            watch.drawn = self._publisher.watch(entry.request_id)
+            handle.on_tokens = self._publisher.callback(entry.request_id)
         sampler = records.load(records.Sampler, stored)
         pinned = sampler.prefix if entry.adapter is None else entry.adapter
-        adapter, turn = self._adapters.use(pinned, sampler.owner, watch), self._gate.turn(sampler.owner, request, watch)
-        with adapter as adapter_id, turn:
-            output = self._backend.sample(adapter_id, request, watch)
-        prompt, drawn = len(request.prompt), sum(len(sequence.tokens) for sequence in output.sequences)
+        adapter = self._adapters.use(pinned, sampler.owner, handle)
+        with adapter as adapter_id, self._batch_admission.slot(sampler.owner, request, handle):
+            output = self._backend.sample(adapter_id, request, handle)
+        prompt, sampled = len(request.prompt), sum(len(sequence.tokens) for sequence in output.sequences)
         telemetry.TOKENS.labels("prompt").inc(prompt)
-        telemetry.TOKENS.labels("sampled").inc(drawn)
-        usage = {PREFILLED: prompt - output.cached_tokens, CACHED: output.cached_tokens, SAMPLED: drawn}
+        telemetry.TOKENS.labels("sampled").inc(sampled)
+        usage = {PREFILLED: prompt - output.cached_tokens, CACHED: output.cached_tokens, SAMPLED: sampled}
         return Result(encode_sample(output), PROTOBUF), {kind: amount for kind, amount in usage.items() if amount}
 
 
-def _told(entry: Entry, error: Exception) -> OpError:
+def _op_error(entry: Entry, error: Exception) -> OpError:
     """The error that the client receives. An unexpected error also ends the request: another try would fail in the same
     way, and as the worker survives, no attempt would be the last."""
     if isinstance(error, OpError):
@@ -170,31 +170,31 @@ def _told(entry: Entry, error: Exception) -> OpError:
     return ServerOpError(f"sampling failed: {type(error).__name__}; see the sampler's log")
 
 
-class Watches:
+class RunningRequests:
     """Cancellation of running requests. `abort` may come from any thread, for any request of any worker."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._running: dict[str, set[Watch]] = defaultdict(set)
+        self._running: dict[str, set[RequestHandle]] = defaultdict(set)
 
     @contextmanager
-    def watching(self, request_id: str) -> Iterator[Watch]:
+    def track(self, request_id: str) -> Iterator[RequestHandle]:
         """Yields a watch that is aborted if the request is cancelled while the block runs. A duplicate dispatch gets
         its own."""
-        watch = Watch()
+        handle = RequestHandle()
         with self._lock:
-            self._running[request_id].add(watch)
+            self._running[request_id].add(handle)
         try:
-            yield watch
+            yield handle
         finally:
             with self._lock:
-                self._running[request_id].discard(watch)
+                self._running[request_id].discard(handle)
                 if not self._running[request_id]:
                     del self._running[request_id]
 
     def abort(self, request_id: str) -> None:
         """Stops the request, if it runs here."""
         with self._lock:
-            watches = tuple(self._running.get(request_id, ()))
-        for watch in watches:
-            watch.abort()
+            handles = tuple(self._running.get(request_id, ()))
+        for handle in handles:
+            handle.abort()

@@ -18,10 +18,10 @@ from app.errors import Fenced, NotFound, OpError, TinsmithError, Unavailable
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.types import Entry
 from workers.checkpoints.snapshots import Snapshots
-from workers.checkpoints.writer import Outcome, Unwritten
+from workers.checkpoints.writer import DeferredWrite, Outcome
 from workers.process import telemetry
 from workers.train.executor import Executor
-from workers.train.owner import Attempt, Broken, Owner, Ran, Resident
+from workers.train.owner import Broken, OpResult, Owner, PendingCommit, Resident
 
 log = logging.getLogger(__name__)
 # Each save holds a copy of the saved state until it is uploaded. An adapter is small; a merged model is as large as the
@@ -30,7 +30,7 @@ _MOST_SAVES = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
+class StartedOp:
     """An Op that the journal records as running here."""
 
     resident: Resident
@@ -41,11 +41,18 @@ class Committer:
     """Runs and commits Ops. When a commit is refused or in doubt, the state must be discarded: here for the shared Ops
     of a pass, by the caller for the requested Op."""
 
-    def __init__(self, oplog: RedisOpLog, owner: Owner, executor: Executor, snapshots: Snapshots, saves: Saves) -> None:
+    def __init__(
+        self,
+        oplog: RedisOpLog,
+        owner: Owner,
+        executor: Executor,
+        snapshots: Snapshots,
+        background_saves: BackgroundSaves,
+    ) -> None:
         self._oplog, self._owner, self._executor, self._snapshots = oplog, owner, executor, snapshots
-        self._saves = saves
+        self._background_saves = background_saves
 
-    def run(self, group: Sequence[Begun]) -> Result | None:
+    def run(self, group: Sequence[StartedOp]) -> Result | None:
         """Runs the Ops of a pass and commits them. Returns the result of the last one, which is the requested Op; None
         while its commit waits for a save that is still being written.
 
@@ -53,23 +60,23 @@ class Committer:
         Op.
         """
         started = time.monotonic()
-        attempts = self._attempts(group)
+        op_results = self._run_ops(group)
         run_s = time.monotonic() - started
         telemetry.PASS_OPS.observe(len(group))
-        for begun, attempt in zip(group, attempts, strict=True):
-            begun.resident.ran(Ran(begun.entry, attempt, run_s, len(group)))
-        for at, begun in enumerate(group):
+        for op, op_result in zip(group, op_results, strict=True):
+            op.resident.add_pending(PendingCommit(op.entry, op_result, run_s, len(group)))
+        for at, op in enumerate(group):
             try:
-                self.commit(begun.resident)
+                self.commit(op.resident)
             except (Fenced, NotFound, Unavailable):
-                if begun is group[-1]:
+                if op is group[-1]:
                     raise
-                self._discard([begun])
+                self._discard([op])
             except BaseException:
                 self._discard(group[at + 1 :])
                 raise
         asked = group[-1]
-        return attempts[-1].result().result if asked.resident.applied == asked.entry.seq else None
+        return op_results[-1].result().result if asked.resident.applied == asked.entry.seq else None
 
     def commit(self, resident: Resident) -> None:
         """Commits the uncommitted Ops of a model, up to a save that is still being written.
@@ -95,12 +102,12 @@ class Committer:
         """
         deadline = time.monotonic() + within_s
         if resident.uncommitted:
-            self._saves.finish(resident.lease.model_id, within_s)
+            self._background_saves.finish(resident.lease.model_id, within_s)
             with suppress(TinsmithError, redis.RedisError):
                 self.commit(resident)
         # An object store that hangs must leave time for the snapshot on the disk.
         half = max(0.0, deadline - time.monotonic()) / 2
-        self._executor.saver.handovers.finish(resident.lease.model_id, half)
+        self._executor.saver.shm_transfers.finish(resident.lease.model_id, half)
         self._snapshots.settle(resident, within_s=max(0.0, deadline - time.monotonic()))
 
     def _put_off(self, resident: Resident) -> None:
@@ -111,16 +118,16 @@ class Committer:
         else:
             self._oplog.put_off(resident.lease, resident.uncommitted.popleft().entry.seq)
 
-    def _discard(self, group: Sequence[Begun]) -> None:
-        for begun in group:
-            self._owner.discard(begun.resident.lease.model_id)
+    def _discard(self, group: Sequence[StartedOp]) -> None:
+        for op in group:
+            self._owner.discard(op.resident.lease.model_id)
 
-    def _commit(self, resident: Resident, ran: Ran) -> None:
-        attempt, entry = self._came_to(resident, ran), ran.entry
+    def _commit(self, resident: Resident, pending: PendingCommit) -> None:
+        op_result, entry = self._op_result(resident, pending), pending.entry
         started = time.monotonic()
         try:
-            told = attempt.result, attempt.writes, attempt.failure
-            self._oplog.commit(resident.lease, entry.seq, *told, attempt.usage)
+            recorded = op_result.result, op_result.writes, op_result.failure
+            self._oplog.commit(resident.lease, entry.seq, *recorded, op_result.usage)
         except Fenced:
             telemetry.commit_refused(entry, resident.lease.epoch)
             raise
@@ -128,21 +135,21 @@ class Committer:
             # The commit may or may not have happened; the next reader of the journal will see.
             raise Fenced(f"the commit of {entry.request_id} may or may not have happened: {error}") from error
         resident.committed()
-        attempt.then()
-        failed = attempt.result.failed
+        op_result.after_commit()
+        failed = op_result.result.failed
         commit_s = time.monotonic() - started
-        telemetry.op_done(entry, failed=failed, run_s=ran.run_s, commit_s=commit_s, ops_in_pass=ran.ops_in_pass)
+        telemetry.op_done(entry, failed=failed, run_s=pending.run_s, commit_s=commit_s, ops_in_pass=pending.ops_in_pass)
         self._snapshot(resident, entry, failed)
 
-    def _came_to(self, resident: Resident, ran: Ran) -> Attempt:
+    def _op_result(self, resident: Resident, pending: PendingCommit) -> OpResult:
         try:
-            return ran.attempt.result()
+            return pending.op_result.result()
         except (Unavailable, Fenced, NotFound, redis.RedisError):
             raise
         except Exception as error:
-            why = f"writing {ran.entry.request_id} failed: {type(error).__name__}"
+            why = f"writing {pending.entry.request_id} failed: {type(error).__name__}"
             log.exception(why)
-            raise Broken(why, (resident.lease, ran.entry.seq)) from error
+            raise Broken(why, (resident.lease, pending.entry.seq)) from error
 
     def _snapshot(self, resident: Resident, entry: Entry, failed: bool) -> None:
         try:
@@ -152,7 +159,7 @@ class Committer:
                 f"the snapshot of {resident.lease.model_id} failed: {error}", (resident.lease, entry.seq)
             ) from error
 
-    def _attempts(self, group: Sequence[Begun]) -> list[Future[Attempt]]:
+    def _run_ops(self, group: Sequence[StartedOp]) -> list[Future[OpResult]]:
         """The attempts that running the Ops of a pass leads to, in the order of the Ops."""
         try:
             if len(group) > 1:
@@ -160,47 +167,49 @@ class Committer:
             return [self._run_alone(group[0])]
         except Unavailable:
             # The object store is away, or this worker is too old for the last Op. The models are unchanged.
-            for begun in group:
-                self._oplog.put_off(begun.resident.lease, begun.entry.seq)
+            for op in group:
+                self._oplog.put_off(op.resident.lease, op.entry.seq)
             raise
         except (Fenced, redis.RedisError):
             raise
         except Exception as error:
-            why = f"{', '.join(begun.entry.request_id for begun in group)} broke the backend: {type(error).__name__}"
+            why = f"{', '.join(op.entry.request_id for op in group)} broke the backend: {type(error).__name__}"
             log.exception(why)
-            raise Broken(why, *((begun.resident.lease, begun.entry.seq) for begun in group)) from error
+            raise Broken(why, *((op.resident.lease, op.entry.seq) for op in group)) from error
 
-    def _run_alone(self, begun: Begun) -> Future[Attempt]:
-        lease, entry = begun.resident.lease, begun.entry
+    def _run_alone(self, op: StartedOp) -> Future[OpResult]:
+        lease, entry = op.resident.lease, op.entry
         try:
-            came_to = self._executor.run(lease, entry, begun.resident.window)
+            outcome = self._executor.run(lease, entry, op.resident.grad_accumulation)
         except OpError as error:
-            return Attempt.failed(entry, error).at_once()
-        if isinstance(came_to, Outcome):
-            return Attempt.of(came_to).at_once()
-        written = self._saves.start(lease.model_id, partial(_written, entry, came_to))
+            return OpResult.failed(entry, error).as_future()
+        if isinstance(outcome, Outcome):
+            return OpResult.of(outcome).as_future()
+        written = self._background_saves.start(lease.model_id, partial(_written, entry, outcome))
         if entry.attempts:
             # This Op broke a worker before. If it does so again, nothing else must run beside it.
-            self._saves.finish(lease.model_id)
+            self._background_saves.finish(lease.model_id)
         return written
 
-    def _run_together(self, group: Sequence[Begun]) -> list[Future[Attempt]]:
-        outcomes = self._executor.run_together({begun.resident.lease.model_id: begun.entry for begun in group})
-        found = [(begun.entry, outcomes[begun.resident.lease.model_id]) for begun in group]
-        attempts = [Attempt.failed(entry, one) if isinstance(one, OpError) else Attempt.of(one) for entry, one in found]
-        return [attempt.at_once() for attempt in attempts]
+    def _run_together(self, group: Sequence[StartedOp]) -> list[Future[OpResult]]:
+        outcomes = self._executor.run_together({op.resident.lease.model_id: op.entry for op in group})
+        found = [(op.entry, outcomes[op.resident.lease.model_id]) for op in group]
+        op_results = [
+            OpResult.failed(entry, one) if isinstance(one, OpError) else OpResult.of(one) for entry, one in found
+        ]
+        return [op_result.as_future() for op_result in op_results]
 
 
-def _written(entry: Entry, write: Unwritten) -> Attempt:
+def _written(entry: Entry, write: DeferredWrite) -> OpResult:
     """Writes a save; runs in its own thread."""
     try:
         with telemetry.STAGE_SECONDS.labels(entry.kind, "write").time():
-            return Attempt.of(write())
+            return OpResult.of(write())
     except OpError as error:
-        return Attempt.failed(entry, error)
+        return OpResult.failed(entry, error)
 
 
-class Saves:
+class BackgroundSaves:
     """The background saves. Used only from the op thread.
 
     If a model's state is discarded meanwhile, its save continues and counts until it ends; nothing refers to the files
@@ -208,10 +217,10 @@ class Saves:
     """
 
     def __init__(self) -> None:
-        self._futures: dict[str, Future[Attempt]] = {}
+        self._futures: dict[str, Future[OpResult]] = {}
 
-    def start(self, model_id: str, write: Callable[[], Attempt]) -> Future[Attempt]:
-        future: Future[Attempt] = Future()
+    def start(self, model_id: str, write: Callable[[], OpResult]) -> Future[OpResult]:
+        future: Future[OpResult] = Future()
         self._futures[model_id] = future
 
         def run() -> None:

@@ -33,7 +33,7 @@ from app.stores.objects.base import ObjectStore
 from app.stores.redis.types import Entry, Lease
 from workers.backends.training.base import BackendOp, Create, Load, TrainingBackend
 from workers.checkpoints import transfer
-from workers.checkpoints.writer import Outcome, Saver, Unwritten
+from workers.checkpoints.writer import DeferredWrite, Outcome, Saver
 from workers.process import results, telemetry
 
 LOST_BATCH = "lost_batch"
@@ -56,7 +56,7 @@ class Executor:
     cache_dir: Path
     saver: Saver
 
-    def run(self, lease: Lease, entry: Entry, window: Window) -> Outcome | Unwritten:
+    def run(self, lease: Lease, entry: Entry, accumulation: GradAccumulation) -> Outcome | DeferredWrite:
         """Runs the Op. For a save, returns the function that writes it, to be run beside the next Op.
 
         Raises OpError. The model is then unchanged, except that a failed optim_step drops the gradients.
@@ -65,7 +65,7 @@ class Executor:
             self._consume(lease.model_id, entry)
             return Outcome(results.of_output(Done()))
         try:
-            return self._run(lease, entry, window)
+            return self._run(lease, entry, accumulation)
         except OpError:
             self.give_up(lease, entry)
             raise
@@ -81,8 +81,8 @@ class Executor:
         if entry.kind == OptimStep.kind:
             self._apply(lease.model_id, DropGradients())
 
-    def _run(self, lease: Lease, entry: Entry, window: Window) -> Outcome | Unwritten:
-        failure = doom(entry, window)
+    def _run(self, lease: Lease, entry: Entry, accumulation: GradAccumulation) -> Outcome | DeferredWrite:
+        failure = doom(entry, accumulation)
         if failure:
             raise UserOpError(failure)
         op: Op = codec.decode(entry.payload)
@@ -174,18 +174,18 @@ def _outcome(op: Op, output: Output) -> Outcome:
     return Outcome(results.of_output(output), usage={TRAINED: tokens})
 
 
-def doom(entry: Entry, window: Window) -> str:
+def doom(entry: Entry, grads: GradAccumulation) -> str:
     """The reason why `entry` must fail instead of running; empty when it may run."""
-    if entry.kind == OptimStep.kind and window.missing:
+    if entry.kind == OptimStep.kind and grads.missing:
         return (
-            f"no step was taken, because a gradient it needs is missing ({window.missing}); the other gradients were "
+            f"no step was taken, because a gradient it needs is missing ({grads.missing}); the other gradients were "
             "dropped: run the batch again"
         )
     return entry.doomed
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class GradAccumulation:
     """The gradient accumulation window. `missing` names the call whose gradient was lost; an optim_step then fails.
 
     A forward_backward that was refused at once may be sent again. It replaces the lost one if nothing else was added.
@@ -198,20 +198,20 @@ class Window:
     missing: str = ""
     beyond_repair: bool = False
 
-    def after(self, entry: Entry, failure: str) -> Window:
+    def after(self, entry: Entry, failure: str) -> GradAccumulation:
         """The window after `entry` has run; `failure` is empty for success."""
         if entry.kind == FORWARD_BACKWARD:
-            return Window(True, failure, beyond_repair=True) if failure else self._add()
+            return GradAccumulation(True, failure, beyond_repair=True) if failure else self._add()
         if entry.kind == LOST_BATCH:
             return self._lose(entry.doomed)
         if entry.kind == DropGradients.kind:
-            return Window(missing=entry.doomed)
+            return GradAccumulation(missing=entry.doomed)
         if entry.kind == OptimStep.kind or (entry.kind in (CreateModel.kind, LoadWeights.kind) and not failure):
-            return Window()
+            return GradAccumulation()
         return self
 
-    def _add(self) -> Window:
-        return replace(self, added=True) if self.beyond_repair else Window(added=True)
+    def _add(self) -> GradAccumulation:
+        return replace(self, added=True) if self.beyond_repair else GradAccumulation(added=True)
 
-    def _lose(self, reason: str) -> Window:
+    def _lose(self, reason: str) -> GradAccumulation:
         return replace(self, missing=reason, beyond_repair=self.beyond_repair or self.added)

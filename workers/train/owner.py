@@ -16,12 +16,12 @@ from app.domain import codec
 from app.domain.results import Result, Usage
 from app.errors import Fenced, NewerContent, NotFound, OpError, TinsmithError, Unavailable
 from app.stores.redis.journal import RedisOpLog
-from app.stores.redis.types import Entry, HeldElsewhere, Lease, Write
+from app.stores.redis.types import Entry, Lease, OwnedElsewhere, Write
 from workers.backends.training.base import TrainingBackend
 from workers.checkpoints.writer import Outcome
 from workers.process import results, telemetry
 from workers.process.leases import LeaseKeeper
-from workers.train.executor import Window
+from workers.train.executor import GradAccumulation
 
 log = logging.getLogger(__name__)
 _SETTLE_S = 5.0
@@ -39,11 +39,11 @@ class Resident:
 
     lease: Lease
     applied: int
-    window: Window
+    grad_accumulation: GradAccumulation
     used: float = field(default_factory=time.monotonic)
     served: float = 0.0
     debt_s: float = 0.0
-    uncommitted: deque[Ran] = field(default_factory=deque)
+    uncommitted: deque[PendingCommit] = field(default_factory=deque)
 
     @property
     def reached(self) -> int:
@@ -52,16 +52,16 @@ class Resident:
     @property
     def is_due(self) -> bool:
         """True if there is something to commit now."""
-        return bool(self.uncommitted) and self.uncommitted[0].attempt.done()
+        return bool(self.uncommitted) and self.uncommitted[0].op_result.done()
 
     def take_debt(self) -> float:
         debt, self.debt_s = self.debt_s, 0.0
         return debt
 
-    def ran(self, ran: Ran) -> None:
+    def add_pending(self, pending: PendingCommit) -> None:
         """Records that the Op after `reached` ran and changed the state."""
-        self.uncommitted.append(ran)
-        self.window = self.window.after(ran.entry, ran.failure)
+        self.uncommitted.append(pending)
+        self.grad_accumulation = self.grad_accumulation.after(pending.entry, pending.failure)
 
     def committed(self) -> None:
         """Records that the first of the uncommitted Ops was committed."""
@@ -108,7 +108,7 @@ class Owner:
         backend: TrainingBackend,
         keeper: LeaseKeeper,
         worker: str,
-        restore: Callable[[Lease], Window],
+        restore: Callable[[Lease], GradAccumulation],
         settle: Callable[[Resident, float], None],
         most: int,
         changed: Callable[[], None],
@@ -126,7 +126,7 @@ class Owner:
     def resident(self, model_id: str) -> Resident | None:
         return self._residents.get(model_id)
 
-    def own(self, model_id: str) -> Resident | HeldElsewhere:
+    def own(self, model_id: str) -> Resident | OwnedElsewhere:
         """Returns the model, restored if it is new here. Raises NotFound for an unknown model; Exhausted, Unrestorable,
         Broken, Unavailable."""
         resident = self._residents.get(model_id)
@@ -136,7 +136,7 @@ class Owner:
         self.discard(model_id)
         asked = time.monotonic()
         lease = self._oplog.acquire(model_id, self._worker)
-        if isinstance(lease, HeldElsewhere):
+        if isinstance(lease, OwnedElsewhere):
             return lease
         self._keeper.add(model_id, asked)
         try:
@@ -151,7 +151,7 @@ class Owner:
         log.info("owns a model", extra={"model_id": model_id, "epoch": lease.epoch, "applied": lease.applied})
         return resident
 
-    def part_with(self, model_id: str) -> None:
+    def evict(self, model_id: str) -> None:
         """Settles and releases a model, so that it can be restored quickly here or elsewhere."""
         try:
             self.settle(model_id, _SETTLE_S)
@@ -188,17 +188,17 @@ class Owner:
         lives."""
         with contextlib.suppress(redis.RedisError):  # it lapses by itself
             if resident is not None:
-                for ran in list(resident.uncommitted):
-                    self._oplog.put_off(resident.lease, ran.entry.seq)
+                for pending in list(resident.uncommitted):
+                    self._oplog.put_off(resident.lease, pending.entry.seq)
             if self._keeper.holds(model_id):
                 self._oplog.release(model_id, self._worker)
         self._keeper.drop(model_id)
 
     def _make_room(self) -> None:
         for model_id in list(self.residents())[: max(0, len(self._residents) - self._most + 1)]:
-            self.part_with(model_id)
+            self.evict(model_id)
 
-    def _restored(self, lease: Lease) -> Window:
+    def _restored(self, lease: Lease) -> GradAccumulation:
         """Restores the model. A death during the restore counts as an attempt of the next Op; otherwise a replay that
         kills its worker would repeat forever."""
         entry = self._oplog.next(lease, lease.applied + 1)
@@ -233,45 +233,45 @@ class Owner:
 
 
 @dataclass(frozen=True, slots=True)
-class Attempt:
-    """The result of running an Op. `failure` is empty for success. `then` is to be called after the commit, which
-    counts `usage`."""
+class OpResult:
+    """The result of running an Op. `failure` is empty for success. `after_commit` is to be called after the commit,
+    which counts `usage`."""
 
     result: Result
     writes: Sequence[Write] = ()
     failure: str = ""
-    then: Callable[[], None] = lambda: None
+    after_commit: Callable[[], None] = lambda: None
     usage: Usage = field(default_factory=dict)
 
     @classmethod
-    def of(cls, outcome: Outcome) -> Attempt:
-        return cls(outcome.result, outcome.writes, then=outcome.then, usage=outcome.usage)
+    def of(cls, outcome: Outcome) -> OpResult:
+        return cls(outcome.result, outcome.writes, after_commit=outcome.after_commit, usage=outcome.usage)
 
     @classmethod
-    def failed(cls, entry: Entry, error: OpError) -> Attempt:
+    def failed(cls, entry: Entry, error: OpError) -> OpResult:
         return cls(results.of_error(error), (), f"{entry.kind} seq {entry.seq} failed: {error}")
 
-    def at_once(self) -> Future[Attempt]:
+    def as_future(self) -> Future[OpResult]:
         """This attempt as a future that is already done, for an Op with nothing to wait for."""
-        future: Future[Attempt] = Future()
+        future: Future[OpResult] = Future()
         future.set_result(self)
         return future
 
 
 @dataclass(frozen=True, slots=True)
-class Ran:
-    """A pending commit: an Op that ran and is not committed yet. `attempt` is not done while a save is being written.
+class PendingCommit:
+    """A pending commit: an Op that ran and is not committed yet. `op_result` is not done while a save is being written.
 
     `run_s`: seconds for which this Op and the other `ops_in_pass` - 1 Ops of its pass kept everything else waiting.
     """
 
     entry: Entry
-    attempt: Future[Attempt]
+    op_result: Future[OpResult]
     run_s: float
     ops_in_pass: int
 
     @property
     def failure(self) -> str:
         """The failure text; empty for success, and while a save is being written."""
-        is_written = self.attempt.done() and self.attempt.exception() is None
-        return self.attempt.result().failure if is_written else ""
+        is_written = self.op_result.done() and self.op_result.exception() is None
+        return self.op_result.result().failure if is_written else ""

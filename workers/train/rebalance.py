@@ -19,16 +19,16 @@ from app.domain.results import Result
 from app.services.base_models import trainer_role
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.records import RedisRecords
-from workers.process.results import NotNow
+from workers.process.results import Requeue
 from workers.train.owner import Owner
 from workers.train.runner import TrainingRunner
-from workers.train.scheduler import Parked
+from workers.train.scheduler import RetryBackoff
 
 log = logging.getLogger(__name__)
 _AT_ONCE_S = 5.0
 
 
-class Spread:
+class Rebalancer:
     """Rebalances models. Handles dispatches of the queue that all trainers read, and forwards a model without an owner
     to the trainer with the fewest models.
 
@@ -41,13 +41,13 @@ class Spread:
         runner: TrainingRunner,
         owner: Owner,
         stored: RedisRecords,
-        ring: Callable[[str, str, str, str], None],
+        send: Callable[[str, str, str, str], None],
         base_model: str,
         node: str,
         *,
         full: bool = False,
     ) -> None:
-        self._runner, self._owner, self._records, self._ring = runner, owner, stored, ring
+        self._runner, self._owner, self._records, self._send = runner, owner, stored, send
         self._base_model, self._node = base_model, node
         self._role, self._queue = trainer_role(full=full), dispatch.train_queue(base_model, full=full)
 
@@ -56,8 +56,8 @@ class Spread:
         lighter = self._lighter(model_id)
         if lighter is None:
             return self._runner.handle(request_id, model_id, kind)
-        self._ring(kind, request_id, model_id, dispatch.direct_queue(self._queue, lighter))
-        raise NotNow(f"{lighter} has fewer models than {self._node}")
+        self._send(kind, request_id, model_id, dispatch.direct_queue(self._queue, lighter))
+        raise Requeue(f"{lighter} has fewer models than {self._node}")
 
     def _lighter(self, model_id: str) -> str | None:
         mine = self._owner.residents()
@@ -83,15 +83,15 @@ class Spread:
 class Drain:
     """Releases all models of a trainer that ends, and dispatches their waiting Ops again.
 
-    `ring(kind, request id, model id, queue)` dispatches a request; all trainers of the base read `queue`.
+    `send(kind, request id, model id, queue)` dispatches a request; all trainers of the base read `queue`.
     """
 
     oplog: RedisOpLog
     owner: Owner
-    ring: Callable[[str, str, str, str], None]
+    send: Callable[[str, str, str, str], None]
     queue: str
 
-    def in_order(self, seconds: float) -> None:
+    def settle_and_release(self, seconds: float) -> None:
         """Settles the models, the last used first, for about `seconds` in all; then releases them."""
         deadline = time.monotonic() + seconds
         for model_id in reversed(self.owner.residents()):
@@ -102,9 +102,9 @@ class Drain:
                 self.owner.settle(model_id, left)
             except Exception:
                 log.exception("could not settle a model", extra={"model_id": model_id})
-        self.hand_over()
+        self.release()
 
-    def hand_over(self) -> None:
+    def release(self) -> None:
         """Releases all models and dispatches their waiting Ops, so that none waits for a lease. Leaves the backend
         alone.
 
@@ -116,13 +116,13 @@ class Drain:
         try:
             for model_id, resident in residents.items():
                 for seq, kind in enumerate(self.oplog.waiting(model_id, resident.applied + 1), resident.applied + 1):
-                    self.ring(kind, ids.request_id(model_id, seq), model_id, self.queue)
+                    self.send(kind, ids.request_id(model_id, seq), model_id, self.queue)
         except redis.RedisError as error:
             log.warning("could not dispatch the waiting calls of released models: %s", error)
 
 
 @dataclass(frozen=True, slots=True)
-class Tidying:
+class IdleEviction:
     """Idle eviction, and the restart of models whose journal has to run again.
 
     `unwanted(model ids)` returns the deleted models and those whose session is over. `incomplete()` returns the models
@@ -130,18 +130,18 @@ class Tidying:
     """
 
     owner: Owner
-    parked: Parked
+    retry_backoff: RetryBackoff
     unwanted: Callable[[Collection[str]], set[str]]
     idle_s: float
     incomplete: Callable[[], Collection[str]]
 
     def __call__(self) -> None:
-        self.parked.ring_due()
+        self.retry_backoff.retry_due()
         for model_id in self.incomplete():
             self.owner.discard(model_id)
-        self._let_go()
+        self._evict_idle()
 
-    def _let_go(self) -> None:
+    def _evict_idle(self) -> None:
         """Evicts unwanted and idle models. Nothing else runs here while a state is saved, so slow evictions wait for
         the next tick."""
         residents = self.owner.residents()
@@ -149,6 +149,6 @@ class Tidying:
         started = time.monotonic()
         for model_id, resident in residents.items():
             if model_id in unwanted or started - resident.used > self.idle_s:
-                self.owner.part_with(model_id)
+                self.owner.evict(model_id)
                 if time.monotonic() - started > _AT_ONCE_S:
                     return

@@ -19,21 +19,21 @@ from app.domain import codec
 from app.domain.results import Result
 from app.errors import Fenced, Gone, NewerContent, NotFound, ServerOpError, Unavailable
 from app.stores.redis.journal import RedisOpLog
-from app.stores.redis.types import Entry, Head, HeldElsewhere
-from workers.process.results import NotNow
-from workers.train.committer import Begun, Committer, Saves
-from workers.train.owner import MAX_ATTEMPTS, Attempt, Broken, Exhausted, Owner, Resident, Unrestorable
-from workers.train.scheduler import Parked, Turns
+from app.stores.redis.types import Entry, NextOp, OwnedElsewhere
+from workers.process.results import Requeue
+from workers.train.committer import BackgroundSaves, Committer, StartedOp
+from workers.train.owner import MAX_ATTEMPTS, Broken, Exhausted, OpResult, Owner, Resident, Unrestorable
+from workers.train.scheduler import RetryBackoff, Scheduler
 
 log = logging.getLogger(__name__)
 # Poll interval in seconds for new Ops while a save is being written.
-_LOOK_AGAIN_S = 0.01
+_POLL_S = 0.01
 
 
 class TrainingRunner:
     """Handles the dispatches of a trainer.
 
-    `ring(kind, request id, model id, queue)` dispatches a request; all trainers of the base read `queue`. `end(why)`
+    `send(kind, request id, model id, queue)` dispatches a request; all trainers of the base read `queue`. `end(why)`
     ends this process, which is then started again; it is called when the backend is no longer `healthy`.
     """
 
@@ -43,20 +43,20 @@ class TrainingRunner:
         owner: Owner,
         committer: Committer,
         healthy: Callable[[], bool],
-        parked: Parked,
-        turns: Turns,
-        saves: Saves,
-        ring: Callable[[str, str, str, str], None],
+        retry_backoff: RetryBackoff,
+        scheduler: Scheduler,
+        background_saves: BackgroundSaves,
+        send: Callable[[str, str, str, str], None],
         queue: str,
         end: Callable[[str], NoReturn],
     ) -> None:
         self._oplog, self._owner, self._committer, self._healthy = oplog, owner, committer, healthy
-        self._parked, self._turns, self._saves = parked, turns, saves
-        self._ring, self._queue, self._end = ring, queue, end
+        self._retry_backoff, self._scheduler, self._background_saves = retry_backoff, scheduler, background_saves
+        self._send, self._queue, self._end = send, queue, end
         self._leaving = False
 
     def handle(self, request_id: str, model_id: str, kind: str) -> Result | None:
-        """Returns the future's result; None when the future no longer exists. Raises NotNow when it must be dispatched
+        """Returns the future's result; None when the future no longer exists. Raises Requeue when it must be dispatched
         again."""
         return self._handle(request_id, model_id, kind, in_turn=True)
 
@@ -65,7 +65,7 @@ class TrainingRunner:
         be called from a signal handler."""
         self._leaving = True
 
-    def see_to_saves(self, but: str = "") -> None:
+    def commit_saves(self, but: str = "") -> None:
         """Commits the saves that have been written and the Ops that ran ahead of them, for all models except `but`."""
         for model_id, resident in self._owner.residents().items():
             if model_id != but and resident.is_due:
@@ -79,19 +79,19 @@ class TrainingRunner:
         try:
             return self._result(request_id, model_id, seq, kind, in_turn=in_turn)
         except (NotFound, Gone):
-            self._parked.forget(model_id)
+            self._retry_backoff.forget(model_id)
             return self._oplog.outcome(request_id)
         except NewerContent as newer:
             return self._leave_to_newer(request_id, model_id, kind, newer)
         except Unavailable as error:
-            self._parked.put_off(model_id, seq, kind)
-            raise NotNow(f"{request_id}: {error}") from error
+            self._retry_backoff.retry_later(model_id, seq, kind)
+            raise Requeue(f"{request_id}: {error}") from error
         except Fenced as fenced:
             self._owner.discard(model_id)
-            raise self._again(request_id, model_id, kind, str(fenced)) from None
+            raise self._requeue(request_id, model_id, kind, str(fenced)) from None
         except Broken as broken:
             self._start_over(broken)
-            raise self._again(request_id, model_id, kind, str(broken)) from None
+            raise self._requeue(request_id, model_id, kind, str(broken)) from None
         except redis.RedisError:
             # Otherwise the lease would go on telling the redispatch task that the Op runs here.
             self._owner.discard(model_id)
@@ -103,7 +103,7 @@ class TrainingRunner:
         served: dict[str, int] = {}
         while True:
             if in_turn:
-                self.see_to_saves(but=model_id)
+                self.commit_saves(but=model_id)
             try:
                 resident = self._own(model_id, request_id, kind)
             except Unrestorable as lost:
@@ -116,21 +116,21 @@ class TrainingRunner:
                 return self._oplog.outcome(request_id)
             self._committer.commit(resident)
             if seq <= resident.applied:
-                self._parked.moved_on(model_id)
+                self._retry_backoff.advanced(model_id)
                 return self._oplog.outcome(request_id)
-            waiting = self._turns.waiting()
-            first = self._turns.before(resident, waiting, served) if in_turn else None
+            waiting = self._scheduler.waiting()
+            first = self._scheduler.next_before(resident, waiting, served) if in_turn else None
             if first is not None:
                 if self._leaving:
-                    raise NotNow(f"{request_id} waits for other calls, and this worker is about to end")
+                    raise Requeue(f"{request_id} waits for other calls, and this worker is about to end")
                 served[first.model_id] = first.seq
                 self._serve(first.model_id, first.seq, first.kind)
                 continue
-            if not self._turns.is_held_up(resident, waiting):
+            if not self._scheduler.is_blocked(resident, waiting):
                 served.clear()
-                result = self._run_next(resident, seq, kind, self._turns.company(resident, waiting))
+                result = self._run_next(resident, seq, kind, self._scheduler.batched_with(resident, waiting))
                 if seq == resident.applied:
-                    self._parked.moved_on(model_id)
+                    self._retry_backoff.advanced(model_id)
                     return result
             elif served:
                 served.clear()
@@ -141,40 +141,40 @@ class TrainingRunner:
 
     def _await_saves(self, request_id: str) -> None:
         if self._leaving:
-            raise NotNow(f"{request_id} waits for a save, and this worker is about to end")
-        self._saves.await_any(_LOOK_AGAIN_S)
+            raise Requeue(f"{request_id} waits for a save, and this worker is about to end")
+        self._background_saves.await_any(_POLL_S)
 
     def _own(self, model_id: str, request_id: str, kind: str) -> Resident:
         resident = self._owner.own(model_id)
-        if isinstance(resident, HeldElsewhere):
-            self._parked.forget(model_id)
-            self._ring(kind, request_id, model_id, dispatch.direct_queue(self._queue, resident.node))
-            raise NotNow(f"{model_id} is owned by {resident.node}")
+        if isinstance(resident, OwnedElsewhere):
+            self._retry_backoff.forget(model_id)
+            self._send(kind, request_id, model_id, dispatch.direct_queue(self._queue, resident.node))
+            raise Requeue(f"{model_id} is owned by {resident.node}")
         return resident
 
     def _serve(self, model_id: str, seq: int, kind: str) -> None:
         """Gives another model its turn. Errors there are handled as if its own dispatch had arrived."""
-        with contextlib.suppress(NotNow):
+        with contextlib.suppress(Requeue):
             self._handle(ids.request_id(model_id, seq), model_id, kind, in_turn=False)
 
-    def _run_next(self, resident: Resident, seq: int, kind: str, company: Sequence[Head]) -> Result | None:
-        """Returns the result of the model's next Op, which may share its pass with `company`; None while its commit
-        waits."""
+    def _run_next(self, resident: Resident, seq: int, kind: str, batched_with: Sequence[NextOp]) -> Result | None:
+        """Returns the result of the model's next Op, which may share its pass with `batched_with`; None while its
+        commit waits."""
         model_id = resident.lease.model_id
         resident.served = time.monotonic()
         entry = self._oplog.next(resident.lease, resident.reached + 1)
         if entry is None:
-            self._parked.park(model_id, seq, kind)
-            raise NotNow(f"seq {resident.reached + 1} of {model_id} has not arrived")
-        self._turns.begin(entry.owner)
-        group = [*(begun for head in company if (begun := self._begin(head))), Begun(resident, entry)]
+            self._retry_backoff.add(model_id, seq, kind)
+            raise Requeue(f"seq {resident.reached + 1} of {model_id} has not arrived")
+        self._scheduler.begin(entry.owner)
+        group = [*(op for head in batched_with if (op := self._begin(head))), StartedOp(resident, entry)]
         started = time.monotonic() - resident.take_debt()
         try:
             return self._committer.run(group)
         finally:
-            self._turns.took([begun.entry for begun in group], time.monotonic() - started)
+            self._scheduler.charge([op.entry for op in group], time.monotonic() - started)
 
-    def _begin(self, head: Head) -> Begun | None:
+    def _begin(self, head: NextOp) -> StartedOp | None:
         """Begins an Op that shares a pass. Returns None when its model was lost meanwhile, or when only a newer worker
         can read it; the dispatch of that Op then handles this."""
         resident = self._owner.residents()[head.model_id]
@@ -186,18 +186,18 @@ class TrainingRunner:
             self._oplog.put_off(resident.lease, entry.seq)
             return None
         resident.served = time.monotonic()
-        return Begun(resident, entry) if entry is not None else None
+        return StartedOp(resident, entry) if entry is not None else None
 
     def _fail_through(self, lost: Unrestorable, seq: int) -> Result | None:
         """Fails waiting Ops that can never run. Each fails with the reason after as many attempts as any Op has."""
         for at in range(lost.lease.applied + 1, seq + 1):
             entry = self._oplog.next(lost.lease, at)
             if entry is None:
-                raise NotNow(str(lost))
+                raise Requeue(str(lost))
             if entry.attempts + 1 < MAX_ATTEMPTS:
                 self._oplog.strike(lost.lease, at)
-                raise NotNow(str(lost))
-            failure = Attempt.failed(entry, ServerOpError(str(lost)))
+                raise Requeue(str(lost))
+            failure = OpResult.failed(entry, ServerOpError(str(lost)))
             self._oplog.commit(lost.lease, at, failure.result, (), failure.failure)
         return self._oplog.outcome(ids.request_id(lost.lease.model_id, seq))
 
@@ -207,16 +207,16 @@ class TrainingRunner:
         Returns the result if there is one by now. Otherwise the Op is tried again later, as there may be no newer
         worker yet.
         """
-        self._owner.part_with(model_id)
+        self._owner.evict(model_id)
         result = self._oplog.outcome(request_id)
         if result is not None:
-            self._parked.forget(model_id)
+            self._retry_backoff.forget(model_id)
             return result
         log.warning(
             "left to a worker of a newer version: %s", newer, extra={"request_id": request_id, "model_id": model_id}
         )
-        self._parked.put_off(model_id, int(request_id.rpartition(":")[2]), kind)
-        raise NotNow(f"{request_id}: {newer}") from newer
+        self._retry_backoff.retry_later(model_id, int(request_id.rpartition(":")[2]), kind)
+        raise Requeue(f"{request_id}: {newer}") from newer
 
     def _start_over(self, broken: Broken) -> None:
         """Discards all states, as the backend's contract asks: after anything but an OpError every state it holds is
@@ -228,11 +228,11 @@ class TrainingRunner:
             self._end(str(broken))
         self._owner.discard_all()
 
-    def _again(self, request_id: str, model_id: str, kind: str, why: str) -> NotNow:
-        self._ring(kind, request_id, model_id, self._queue)
-        return NotNow(why)
+    def _requeue(self, request_id: str, model_id: str, kind: str, why: str) -> Requeue:
+        self._send(kind, request_id, model_id, self._queue)
+        return Requeue(why)
 
 
-def _given_up(entry: Entry) -> Attempt:
+def _given_up(entry: Entry) -> OpResult:
     text = f"{entry.kind} seq {entry.seq} could not be run in {MAX_ATTEMPTS} attempts and was given up"
-    return Attempt.failed(entry, ServerOpError(text))
+    return OpResult.failed(entry, ServerOpError(text))

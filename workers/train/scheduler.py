@@ -21,21 +21,21 @@ from dataclasses import dataclass
 from app import ids
 from app.domain.ops import FORWARD, FORWARD_BACKWARD, OptimStep, SaveWeights
 from app.stores.redis.journal import RedisOpLog
-from app.stores.redis.types import Entry, Head
-from workers.process.fair_queue import Shares
-from workers.train.committer import Saves
+from app.stores.redis.types import Entry, NextOp
+from workers.process.fair_queue import FairQueue
+from workers.train.committer import BackgroundSaves
 from workers.train.owner import Owner, Resident
 
 # Bytes of a token's id, target and weight in the journal. A policy loss stores more, and so counts for more.
 _TOKEN_BYTES = 16
 # A client sends its next call within milliseconds of an answer. The pass does not wait for a model that was quiet for
 # longer than this.
-_LATELY_S = 1.0
+_RECENT_S = 1.0
 # Longest wait, as a share of the last pass's time; a later Op costs a pass of its own. Eight SDK clients of one process
 # need some 150 ms to send their calls; with SmolLM2-135M on two cores a pass over 8 x 64 tokens takes 1.2 s.
 _WORTH_WAITING = 0.2
 _PASSES = (FORWARD, FORWARD_BACKWARD)
-_LOOK_AGAIN_S = 0.001
+_POLL_S = 0.001
 
 # Only these kinds run ahead. A load and another save wait, as do seqs that the journal consumed.
 _AHEAD_KINDS = (FORWARD, FORWARD_BACKWARD, OptimStep.kind)
@@ -45,7 +45,7 @@ _MOST_AHEAD = 16
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2.0, 60.0
 
 
-class Turns:
+class Scheduler:
     """The scheduler. Other Ops may add up to `merged_tokens` to a pass; with 0 each Op runs in its own pass, and its
     bits depend on no other Op.
 
@@ -61,45 +61,46 @@ class Turns:
         self,
         oplog: RedisOpLog,
         owner: Owner,
-        ahead: Ahead,
-        shares: Shares,
-        unowned: Unowned,
+        run_ahead: RunAhead,
+        fair_queue: FairQueue,
+        backlog_scan: BacklogScan,
         merged_tokens: int,
         wait_s: float,
     ) -> None:
-        self._oplog, self._owner, self._ahead, self._shares, self._unowned = oplog, owner, ahead, shares, unowned
+        self._oplog, self._owner, self._run_ahead = oplog, owner, run_ahead
+        self._fair_queue, self._backlog_scan = fair_queue, backlog_scan
         self._most_bytes, self._wait_s = merged_tokens * _TOKEN_BYTES, wait_s
         self._pass_s = 0.0
 
-    def waiting(self) -> list[Head]:
+    def waiting(self) -> list[NextOp]:
         """The next Ops in the order of their turns, of the models held here and of those without an owner. Empty,
         without a journal read, when there is only one model and no save holds it up."""
         residents = self._owner.residents()
-        unowned = [head for head in self._unowned.heads() if head.model_id not in residents]
-        if len(residents) < 2 and not unowned and not self._ahead.saves.running():
+        unowned = [head for head in self._backlog_scan.heads() if head.model_id not in residents]
+        if len(residents) < 2 and not unowned and not self._run_ahead.background_saves.running():
             return []
         heads = self._oplog.heads({model_id: one.reached + 1 for model_id, one in residents.items()})
-        return sorted([*heads, *unowned], key=self._turn)
+        return sorted([*heads, *unowned], key=self._order)
 
     def begin(self, project: str) -> None:
         """Records that one of this project's models has its turn."""
-        self._shares.begin(project)
+        self._fair_queue.begin(project)
 
-    def took(self, ran: Sequence[Entry], seconds: float) -> None:
+    def charge(self, entries: Sequence[Entry], seconds: float) -> None:
         """Charges each project its part of the pass's `seconds`, by the bytes of its Ops."""
-        if ran[0].kind in _PASSES:
+        if entries[0].kind in _PASSES:
             self._pass_s = seconds
-        whole = sum(len(entry.payload) for entry in ran)
-        for entry in ran:
-            part = len(entry.payload) / whole if whole else 1 / len(ran)
-            self._shares.charge(entry.owner, seconds * part)
+        total = sum(len(entry.payload) for entry in entries)
+        for entry in entries:
+            part = len(entry.payload) / total if total else 1 / len(entries)
+            self._fair_queue.charge(entry.owner, seconds * part)
 
-    def is_held_up(self, asked: Resident, waiting: Sequence[Head]) -> bool:
+    def is_blocked(self, asked: Resident, waiting: Sequence[NextOp]) -> bool:
         """True if the next Op of `asked` has to wait for a save, or has not arrived while a save is being written."""
         mine = _of(asked, waiting)
-        return bool(asked.uncommitted) if mine is None else not self._ahead.may_run(asked, mine)
+        return bool(asked.uncommitted) if mine is None else not self._run_ahead.may_run(asked, mine)
 
-    def before(self, asked: Resident, waiting: Sequence[Head], served: Mapping[str, int]) -> Head | None:
+    def next_before(self, asked: Resident, waiting: Sequence[NextOp], served: Mapping[str, int]) -> NextOp | None:
         """The Op that has to run before the next Op of `asked`; None when it is the turn of `asked`. `served` holds, by
         model, the seqs that have already been served. While the next Op of `asked` is held up, all others run before
         it.
@@ -107,15 +108,15 @@ class Turns:
         An optim_step runs before a shared pass, since the next batch after it may then join the pass. An Op that broke
         a worker, or was put off, waits for its own dispatch.
         """
-        mine, held_up = _of(asked, waiting), self.is_held_up(asked, waiting)
+        mine, blocked = _of(asked, waiting), self.is_blocked(asked, waiting)
         for head in waiting:
-            if head is not mine and head.seq > served.get(head.model_id, -1) and self._has_a_turn(head):
+            if head is not mine and head.seq > served.get(head.model_id, -1) and self._may_run(head):
                 joins_later = head.kind == OptimStep.kind and head.model_id not in served and self._shares_pass(mine)
-                if held_up or (mine and self._is_before(head, mine)) or (joins_later and self._is_here(head)):
+                if blocked or (mine and self._is_before(head, mine)) or (joins_later and self._is_resident(head)):
                     return head
         return None
 
-    def company(self, asked: Resident, waiting: Sequence[Head]) -> list[Head]:
+    def batched_with(self, asked: Resident, waiting: Sequence[NextOp]) -> list[NextOp]:
         """The other models' Ops that share the pass of the next Op of `asked`. An Op that broke a worker before runs
         alone."""
         mine = _of(asked, waiting)
@@ -123,48 +124,48 @@ class Turns:
             return []
         joining = (
             head
-            for head in self._gathered(waiting)
-            if self._is_here(head) and _can_join(head, mine) and self._has_a_turn(head)
+            for head in self._await_batch(waiting)
+            if self._is_resident(head) and _can_join(head, mine) and self._may_run(head)
         )
         return list(self._within_budget(joining))
 
-    def _turn(self, head: Head) -> tuple[float, float]:
+    def _order(self, head: NextOp) -> tuple[float, float]:
         """The sort key of a turn; the least comes first."""
         resident = self._owner.resident(head.model_id)
-        return self._shares.place(head.owner), resident.served if resident else 0.0
+        return self._fair_queue.virtual_time(head.owner), resident.served if resident else 0.0
 
-    def _is_before(self, head: Head, mine: Head) -> bool:
+    def _is_before(self, head: NextOp, mine: NextOp) -> bool:
         """True if `head` runs before `mine`. A model without an owner goes before other projects' models only. Before
         its own project's, such models would be restored without end where a project uses more models than a trainer
         holds.
         """
-        return self._turn(head) < self._turn(mine) and (self._is_here(head) or head.owner != mine.owner)
+        return self._order(head) < self._order(mine) and (self._is_resident(head) or head.owner != mine.owner)
 
-    def _is_here(self, head: Head) -> bool:
+    def _is_resident(self, head: NextOp) -> bool:
         return self._owner.resident(head.model_id) is not None
 
-    def _has_a_turn(self, head: Head) -> bool:
+    def _may_run(self, head: NextOp) -> bool:
         resident = self._owner.resident(head.model_id)
-        is_put_off = self._ahead.parked.is_put_off(head.model_id)
-        return head.fresh and not is_put_off and (resident is None or self._ahead.may_run(resident, head))
+        is_backing_off = self._run_ahead.retry_backoff.is_backing_off(head.model_id)
+        return head.fresh and not is_backing_off and (resident is None or self._run_ahead.may_run(resident, head))
 
-    def _shares_pass(self, head: Head | None) -> bool:
+    def _shares_pass(self, head: NextOp | None) -> bool:
         return bool(self._most_bytes and head and head.fresh and head.kind in _PASSES)
 
-    def _gathered(self, waiting: Sequence[Head]) -> Sequence[Head]:
+    def _await_batch(self, waiting: Sequence[NextOp]) -> Sequence[NextOp]:
         worth_it = max(self._wait_s, _WORTH_WAITING * self._pass_s) if self._wait_s else 0.0
         deadline = time.monotonic() + worth_it
         while self._is_one_missing(waiting) and time.monotonic() < deadline:
-            time.sleep(_LOOK_AGAIN_S)
+            time.sleep(_POLL_S)
             waiting = self.waiting()
         return waiting
 
-    def _is_one_missing(self, waiting: Sequence[Head]) -> bool:
+    def _is_one_missing(self, waiting: Sequence[NextOp]) -> bool:
         here = {head.model_id for head in waiting}
-        since = time.monotonic() - _LATELY_S - self._pass_s
+        since = time.monotonic() - _RECENT_S - self._pass_s
         return any(one.served > since and model_id not in here for model_id, one in self._owner.residents().items())
 
-    def _within_budget(self, heads: Iterator[Head]) -> Iterator[Head]:
+    def _within_budget(self, heads: Iterator[NextOp]) -> Iterator[NextOp]:
         left = self._most_bytes
         for head in heads:
             if 0 < head.size <= left:
@@ -172,39 +173,39 @@ class Turns:
                 yield head
 
 
-def _of(asked: Resident, waiting: Sequence[Head]) -> Head | None:
+def _of(asked: Resident, waiting: Sequence[NextOp]) -> NextOp | None:
     return next((head for head in waiting if head.model_id == asked.lease.model_id), None)
 
 
-def _can_join(head: Head, mine: Head) -> bool:
+def _can_join(head: NextOp, mine: NextOp) -> bool:
     return head.kind == mine.kind and head.model_id != mine.model_id
 
 
 @dataclass(frozen=True, slots=True)
-class Ahead:
+class RunAhead:
     """Run ahead: the next steps run while a save is being written, so a save delays them only by the time of a copy.
 
     Commits stay in order. Until the save is committed, nobody can read a result of an Op that ran ahead, and the
     journal alone defines the model. On any failure the state that ran ahead is discarded, and the journal restores it.
     """
 
-    saves: Saves
-    parked: Parked
+    background_saves: BackgroundSaves
+    retry_backoff: RetryBackoff
 
-    def may_run(self, resident: Resident, head: Head) -> bool:
+    def may_run(self, resident: Resident, head: NextOp) -> bool:
         """True if the model's next Op may run now, as far as saves are concerned.
 
         An Op that broke a worker before does not run ahead. Nothing runs ahead behind a failure, which dooms later Ops
         only when it is committed; nor behind a save that was put off, which may be put off again and again.
         """
-        if head.kind == SaveWeights.kind and not self.saves.has_room(head.model_id):
+        if head.kind == SaveWeights.kind and not self.background_saves.has_room(head.model_id):
             return False
         return not resident.uncommitted or (
             head.fresh
             and head.kind in _AHEAD_KINDS
             and len(resident.uncommitted) <= _MOST_AHEAD
             and not resident.uncommitted[-1].failure
-            and not self.parked.is_put_off(head.model_id)
+            and not self.retry_backoff.is_backing_off(head.model_id)
         )
 
 
@@ -214,41 +215,41 @@ class _Pause:
     seconds: float
 
 
-class Parked:
+class RetryBackoff:
     """Ops that wait for their model, and the retry backoff of those that were put off.
 
-    `ring(kind, request id, model id, queue)` dispatches a request; only this worker reads `queue`.
+    `send(kind, request id, model id, queue)` dispatches a request; only this worker reads `queue`.
     """
 
-    def __init__(self, ring: Callable[[str, str, str, str], None], queue: str) -> None:
-        self._ring, self._queue = ring, queue
+    def __init__(self, send: Callable[[str, str, str, str], None], queue: str) -> None:
+        self._send, self._queue = send, queue
         self._kinds: defaultdict[str, dict[int, str]] = defaultdict(dict)
         self._pauses: dict[str, _Pause] = {}
 
-    def park(self, model_id: str, seq: int, kind: str) -> None:
+    def add(self, model_id: str, seq: int, kind: str) -> None:
         """Keeps an Op, to be dispatched once the model has advanced."""
         self._kinds[model_id][seq] = kind
 
-    def put_off(self, model_id: str, seq: int, kind: str) -> None:
+    def retry_later(self, model_id: str, seq: int, kind: str) -> None:
         """Keeps an Op and dispatches it repeatedly, with longer and longer pauses, until the model has advanced."""
-        self.park(model_id, seq, kind)
+        self.add(model_id, seq, kind)
         self._pauses.setdefault(model_id, _Pause(time.monotonic() + _FIRST_PAUSE_S, _FIRST_PAUSE_S))
 
-    def is_put_off(self, model_id: str) -> bool:
+    def is_backing_off(self, model_id: str) -> bool:
         return model_id in self._pauses
 
-    def moved_on(self, model_id: str) -> None:
+    def advanced(self, model_id: str) -> None:
         """Dispatches all Ops that wait for the model."""
         waiting = self.forget(model_id)
         for seq in sorted(waiting):
-            self._ring_for(model_id, seq, waiting[seq])
+            self._send_for(model_id, seq, waiting[seq])
 
     def forget(self, model_id: str) -> dict[int, str]:
         """Drops the waiting Ops of a model that is owned elsewhere. Returns them: kinds by seq."""
         self._pauses.pop(model_id, None)
         return self._kinds.pop(model_id, {})
 
-    def ring_due(self) -> None:
+    def retry_due(self) -> None:
         """Dispatches the first Op of each model whose pause is over; the others follow it."""
         now = time.monotonic()
         for model_id, pause in list(self._pauses.items()):
@@ -256,14 +257,14 @@ class Parked:
                 longer = min(2 * pause.seconds, _LONGEST_PAUSE_S)
                 self._pauses[model_id] = _Pause(now + longer, longer)
                 seq = min(self._kinds[model_id])
-                self._ring_for(model_id, seq, self._kinds[model_id][seq])
+                self._send_for(model_id, seq, self._kinds[model_id][seq])
 
-    def _ring_for(self, model_id: str, seq: int, kind: str) -> None:
-        self._ring(kind, ids.request_id(model_id, seq), model_id, self._queue)
+    def _send_for(self, model_id: str, seq: int, kind: str) -> None:
+        self._send(kind, ids.request_id(model_id, seq), model_id, self._queue)
 
 
 @dataclass
-class Unowned:
+class BacklogScan:
     """The backlog scan: finds a queue's models that no trainer owns. A scan takes 0.2 ms, or 2 ms where a thousand
     requests wait; at most `share` of the time goes into scans."""
 
@@ -272,7 +273,7 @@ class Unowned:
     share: float
     _next: float = 0.0
 
-    def heads(self) -> list[Head]:
+    def heads(self) -> list[NextOp]:
         """The next Ops of models without an owner, longest without progress first; nothing soon after the last scan."""
         began = time.monotonic()
         if began < self._next:

@@ -21,7 +21,7 @@ _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class AnswerHead:
     """The fields common to all parts of an answer. The answer's `id` ends with the request id of the first prompt, as
     logs and Flower show it."""
 
@@ -33,15 +33,15 @@ class Head:
 class Form(Protocol):
     """The format of one kind of answer."""
 
-    def whole(self, head: Head, deltas: Iterable[Delta]) -> dict[str, Any]:
+    def whole(self, head: AnswerHead, deltas: Iterable[Delta]) -> dict[str, Any]:
         """The whole answer at once."""
         ...
 
-    def chunks(self, head: Head, deltas: Iterable[Delta]) -> Iterator[dict[str, Any]]:
+    def chunks(self, head: AnswerHead, deltas: Iterable[Delta]) -> Iterator[dict[str, Any]]:
         """The answer's chunks one by one, as the deltas come."""
         ...
 
-    def last(self, head: Head) -> dict[str, Any]:
+    def last(self, head: AnswerHead) -> dict[str, Any]:
         """A chunk without choices, which carries the usage."""
         ...
 
@@ -70,11 +70,11 @@ class ChatForm:
         self._scores = scores
         self._tools = tools
 
-    def whole(self, head: Head, deltas: Iterable[Delta]) -> dict[str, Any]:
+    def whole(self, head: AnswerHead, deltas: Iterable[Delta]) -> dict[str, Any]:
         choices = [self._choice(delta) for delta in merged(deltas)]
         return {**_chat_head(head, "chat.completion"), "choices": choices}
 
-    def chunks(self, head: Head, deltas: Iterable[Delta]) -> Iterator[dict[str, Any]]:
+    def chunks(self, head: AnswerHead, deltas: Iterable[Delta]) -> Iterator[dict[str, Any]]:
         kept: dict[int, ToolText] = defaultdict(ToolText)
         begun: set[int] = set()
         for delta in deltas:
@@ -85,7 +85,7 @@ class ChatForm:
             if change or delta.tokens or delta.finish:
                 yield {**self.last(head), "choices": [self._part(delta, change, calls)]}
 
-    def last(self, head: Head) -> dict[str, Any]:
+    def last(self, head: AnswerHead) -> dict[str, Any]:
         return {**_chat_head(head, "chat.completion.chunk"), "choices": []}
 
     def _choice(self, delta: Delta) -> dict[str, Any]:
@@ -110,7 +110,7 @@ class ChatForm:
         return text + more, calls
 
 
-def _chat_head(head: Head, kind: str) -> dict[str, Any]:
+def _chat_head(head: AnswerHead, kind: str) -> dict[str, Any]:
     return {"id": f"chatcmpl-{head.request_id}", "object": kind, "created": head.created, "model": head.model}
 
 
@@ -144,14 +144,14 @@ class CompletionForm:
     def __init__(self, top: int | None) -> None:
         self._top = top
 
-    def whole(self, head: Head, deltas: Iterable[Delta]) -> dict[str, Any]:
+    def whole(self, head: AnswerHead, deltas: Iterable[Delta]) -> dict[str, Any]:
         return {**_completion_head(head), "choices": [self._choice(delta) for delta in merged(deltas)]}
 
-    def chunks(self, head: Head, deltas: Iterable[Delta]) -> Iterator[dict[str, Any]]:
+    def chunks(self, head: AnswerHead, deltas: Iterable[Delta]) -> Iterator[dict[str, Any]]:
         for delta in deltas:
             yield {**_completion_head(head), "choices": [self._choice(delta)]}
 
-    def last(self, head: Head) -> dict[str, Any]:
+    def last(self, head: AnswerHead) -> dict[str, Any]:
         return {**_completion_head(head), "choices": []}
 
     def _choice(self, delta: Delta) -> dict[str, Any]:
@@ -159,7 +159,7 @@ class CompletionForm:
         return {"index": delta.choice, "text": delta.text, "logprobs": logprobs, "finish_reason": delta.finish}
 
 
-def _completion_head(head: Head) -> dict[str, Any]:
+def _completion_head(head: AnswerHead) -> dict[str, Any]:
     return {
         "id": f"cmpl-{head.request_id}",
         "object": "text_completion",

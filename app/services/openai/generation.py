@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from app.domain.sampling import SampledSequence, SampleOutput, SampleRequest, TokenLogprobs
-from app.services.openai.streaming import Asked, Following
+from app.services.openai.streaming import Asked, ResultStream
 from app.services.openai.tokenizer import BaseTokenizer
-from app.stores.redis.completions import Drawn
+from app.stores.redis.completions import TokenChunk
 
 if TYPE_CHECKING:
     from tokenizers.decoders import DecodeStream
@@ -74,23 +74,23 @@ class Choices:
         self.sampled_tokens = 0
         self.ended = False
 
-    def deltas(self, follow: Following, gone: Callable[[], bool]) -> Iterator[Delta]:
-        """The deltas as they come. Raises the errors of `follow`."""
+    def deltas(self, result_stream: ResultStream, gone: Callable[[], bool]) -> Iterator[Delta]:
+        """The deltas as they come. Raises the errors of `result_stream`."""
         if self._options.echo and not self._options.scores:
             yield from self._echo(None, None)
-        for news in follow(self.asked, gone):
-            if isinstance(news, Drawn):
-                yield from self._drawn(news)
+        for news in result_stream(self.asked, gone):
+            if isinstance(news, TokenChunk):
+                yield from self._add_chunk(news)
             else:
                 yield from self._ended(news)
 
-    def _drawn(self, drawn: Drawn) -> Iterator[Delta]:
-        text = self._texts[drawn.index]
-        known = text.count - drawn.place
-        if 0 <= known < len(drawn.tokens) and not text.stopped:
-            piece = text.push(drawn.tokens[known:].tolist(), drawn.logprobs[known:].tolist())
+    def _add_chunk(self, chunk: TokenChunk) -> Iterator[Delta]:
+        text = self._texts[chunk.index]
+        known = text.count - chunk.position
+        if 0 <= known < len(chunk.tokens) and not text.stopped:
+            piece = text.push(chunk.tokens[known:].tolist(), chunk.logprobs[known:].tolist())
             if piece.text or piece.tokens:
-                yield self._delta(drawn.index, piece, None)
+                yield self._delta(chunk.index, piece, None)
 
     def _ended(self, output: SampleOutput) -> Iterator[Delta]:
         self.ended = True
@@ -127,7 +127,7 @@ class Choices:
 
     def _scored(self, piece: Piece, top: TokenLogprobs | None) -> Iterator[ScoredToken]:
         for token in piece.tokens:
-            ids, scores = ([], []) if top is None else (top.tokens[token.place], top.logprobs[token.place])
+            ids, scores = ([], []) if top is None else (top.tokens[token.position], top.logprobs[token.position])
             likely = [(self._tokenizer.token(int(id_)), float(score)) for id_, score in zip(ids, scores, strict=True)]
             known = None if np.isnan(token.logprob) else token.logprob
             text = self._tokenizer.token(token.id)
@@ -136,9 +136,9 @@ class Choices:
 
 @dataclass(frozen=True, slots=True)
 class TextToken:
-    """A token, and the offset of its text in the text of its sample; `place` is the token's own index."""
+    """A token, and the offset of its text in the text of its sample; `position` is the token's own index."""
 
-    place: int
+    position: int
     id: int
     logprob: float
     start: int
@@ -219,7 +219,7 @@ class TextStream:
 
     def _end(self, token: TextToken) -> int:
         """The start of the next token's text; `token` is a held one, and not the last."""
-        following = self._held[token.place - self._held[0].place + 1]
+        following = self._held[token.position - self._held[0].position + 1]
         return following.start
 
 

@@ -23,12 +23,12 @@ from app.errors import NotFound
 from app.services.admission import AdmissionService
 from app.services.base_models import BaseModels, sampler_role
 from app.services.openai import answers
-from app.services.openai.answers import ChatForm, CompletionForm, Form, Head, usage
+from app.services.openai.answers import AnswerHead, ChatForm, CompletionForm, Form, usage
 from app.services.openai.chat_templates import for_template
 from app.services.openai.generation import Choices, Delta, Options
-from app.services.openai.streaming import Asked, Following
+from app.services.openai.streaming import Asked, ResultStream
 from app.services.openai.tokenizer import BaseTokenizer, Tokenizers
-from app.services.polling import Holds
+from app.services.polling import LongPollLimiter
 from app.services.sampling import SamplingService
 from app.services.tenants import checkpoint_lists
 from app.services.tenants.access import check_role
@@ -48,7 +48,12 @@ class Answer:
     """The answer of one call. Use `whole` or `chunks`, once, and always close it."""
 
     def __init__(
-        self, head: Head, form: Form, choices: Sequence[Choices], deltas: Iterator[Delta], close: Callable[[], None]
+        self,
+        head: AnswerHead,
+        form: Form,
+        choices: Sequence[Choices],
+        deltas: Iterator[Delta],
+        close: Callable[[], None],
     ) -> None:
         self._head, self._form, self._choices, self._deltas, self.close = head, form, choices, deltas, close
 
@@ -79,11 +84,11 @@ class OpenAiService:
         bases: BaseModels,
         samplers: Samplers,
         admission: AdmissionService,
-        holds: Holds,
-        follow: Following,
+        poll_limiter: LongPollLimiter,
+        result_stream: ResultStream,
     ) -> None:
         self._bases, self._samplers, self._admission = bases, samplers, admission
-        self._holds, self._follow = holds, follow
+        self._poll_limiter, self._result_stream = poll_limiter, result_stream
         self._tokenizers = Tokenizers(bases)
 
     def models(self, caller: Caller) -> list[dict[str, Any]]:
@@ -134,19 +139,19 @@ class OpenAiService:
         gone: Gone,
     ) -> Answer:
         with ExitStack() as undo:
-            undo.enter_context(self._holds.occupy())
+            undo.enter_context(self._poll_limiter.occupy())
             self._samplers.ensure(model.sampler_id, model.sampler)
             choices = []
             for place, request in enumerate(requests):
                 admitted = self._admit(caller, model, request)
                 choices.append(Choices(model.tokenizer, request, admitted, place * asked["n"], options))
                 undo.callback(self._leave, choices[-1])
-            head = Head(choices[0].asked.request_id, int(time.time()), asked["model"])
-            deltas = chain.from_iterable(choice.deltas(self._follow, gone) for choice in choices)
+            head = AnswerHead(choices[0].asked.request_id, int(time.time()), asked["model"])
+            deltas = chain.from_iterable(choice.deltas(self._result_stream, gone) for choice in choices)
             return Answer(head, form, choices, deltas, undo.pop_all().close)
 
     def _leave(self, choices: Choices) -> None:
-        self._follow.leave(choices.asked, ended=choices.ended)
+        self._result_stream.leave(choices.asked, ended=choices.ended)
 
     def _admit(self, caller: Caller, model: Target, request: SampleRequest) -> Asked:
         """Admits the request under a random number. OpenAI's clients send none, so a repeated call is a new call."""

@@ -14,9 +14,9 @@ from app.domain.accounts import Caller
 from app.domain.results import Result
 from app.domain.sampling import SampleOutput
 from app.errors import ClientGone, RequestError, ServerOpError, Unavailable, UserOpError
-from app.services.polling import Futures
+from app.services.polling import FutureFinder
 from app.stores.redis.client import Waiter, is_outage
-from app.stores.redis.completions import Drawn, TokenStreams
+from app.stores.redis.completions import TokenChunk, TokenStreams
 from app.wire.results import decode_sample
 
 _TURN_S = 1.0
@@ -34,13 +34,13 @@ class Asked:
     live: bool
 
 
-class Following:
+class ResultStream:
     """Reads the result stream of a request. `beat` keeps a caller's session alive and is called periodically. `cancel`
     takes a request id and the caller."""
 
     def __init__(
         self,
-        futures: Futures,
+        futures: FutureFinder,
         waiter: Waiter,
         streams: TokenStreams,
         beat: Callable[[Caller], None],
@@ -49,7 +49,7 @@ class Following:
         self._futures, self._waiter, self._streams = futures, waiter, streams
         self._beat, self._cancel = beat, cancel
 
-    def __call__(self, asked: Asked, gone: Callable[[], bool]) -> Iterator[Drawn | SampleOutput]:
+    def __call__(self, asked: Asked, gone: Callable[[], bool]) -> Iterator[TokenChunk | SampleOutput]:
         """Yields tokens as they come, and the whole output last. An outage does not end the stream.
 
         A request that runs again publishes the same tokens again, identified by their position. `gone` returns True
@@ -59,13 +59,13 @@ class Following:
         after = "0-0"
         news_at = beat_at = time.monotonic()
         while True:
-            drawn, after, result = self._news(asked, after)
-            yield from drawn
+            chunks, after, result = self._news(asked, after)
+            yield from chunks
             if result is not None:
                 yield _output(result)
                 return
             now = time.monotonic()
-            news_at = now if drawn else news_at
+            news_at = now if chunks else news_at
             if gone():
                 raise ClientGone("the client closed the connection")
             if now - news_at > _PATIENCE_S:
@@ -83,16 +83,16 @@ class Following:
             if asked.live:
                 self._streams.drop(asked.request_id)
 
-    def _news(self, asked: Asked, after: str) -> tuple[list[Drawn], str, Result | None]:
+    def _news(self, asked: Asked, after: str) -> tuple[list[TokenChunk], str, Result | None]:
         """The available news, after a wait of at most one turn."""
-        found: tuple[list[Drawn], str, Result | None] = ([], after, None)
+        found: tuple[list[TokenChunk], str, Result | None] = ([], after, None)
 
         def look() -> bool:
             nonlocal found
-            drawn, last = self._drawn(asked, after)
-            result = None if drawn else self._futures.future(asked.request_id, asked.caller).result
-            found = drawn, last, result
-            return bool(drawn) or result is not None
+            chunks, last = self._read_chunks(asked, after)
+            result = None if chunks else self._futures.future(asked.request_id, asked.caller).result
+            found = chunks, last, result
+            return bool(chunks) or result is not None
 
         try:
             self._waiter.wait(asked.request_id, _TURN_S, look)
@@ -104,7 +104,7 @@ class Following:
             time.sleep(_TURN_S)
         return found
 
-    def _drawn(self, asked: Asked, after: str) -> tuple[list[Drawn], str]:
+    def _read_chunks(self, asked: Asked, after: str) -> tuple[list[TokenChunk], str]:
         """The tokens sampled since `after`. Tokens are read before the result, because they do not wait for the state
         server's disk. While the broker is away, the result still has all tokens."""
         if asked.live:

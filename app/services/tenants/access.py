@@ -67,8 +67,8 @@ class Sources:
     made from one. A checkpoint that the key's owner may read can be loaded or copied with it. The token needs no scope,
     since every key may read, and it is stored nowhere."""
 
-    def __init__(self, store: RedisRecords, callers: Callable[[str], Caller]) -> None:
-        self._records, self._callers = store, callers
+    def __init__(self, store: RedisRecords, authenticator: Callable[[str], Caller]) -> None:
+        self._records, self._authenticator = store, authenticator
 
     def find(self, path: ids.TinkerPath, caller: Caller, token: str | None) -> Checkpoint:
         """The checkpoint. Raises NotFound with the same text for a missing checkpoint and for one that neither the
@@ -79,7 +79,7 @@ class Sources:
             if token is None:
                 raise
         try:
-            holder = self._callers(token)
+            holder = self._authenticator(token)
         except Unauthorized as error:
             raise BadRequest(f"the weights_access_token is not valid: {error}") from None
         return load_checkpoint(self._records, path, holder)

@@ -210,7 +210,7 @@ def _named(text: str) -> str:
     return text
 
 
-class Recall:
+class AccountRecovery:
     """Account recovery: restores all accounts at once, and only once. A note beside the accounts says that they are
     there, and it is lost together with them. So unknown keys never reach the object store, however many are tried."""
 
@@ -228,7 +228,7 @@ class Recall:
             raise Unavailable("the accounts are being read from the object store; try again soon")
         try:
             if not self._is_done():
-                self._recall()
+                self._recover()
         finally:
             self._lock.release()
         return True
@@ -237,7 +237,7 @@ class Recall:
         noted = self._records.get(_NAMESPACE, _KEY)
         return noted is not None and noted["done"] == "true"
 
-    def _recall(self) -> None:
+    def _recover(self) -> None:
         if time.monotonic() - self._failed < _RETRY_S:
             raise Unavailable("the object store, which holds the accounts, does not answer; try again soon")
         self._records.put(_NAMESPACE, _KEY, {"done": "false"})

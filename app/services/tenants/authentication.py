@@ -34,9 +34,10 @@ _LEEWAY_S = 30
 _NUMBER_DIGITS = 12
 
 
-class Callers:
+class Authenticator:
     """Finds the caller of a credential. Keys are looked up at every request, so a revoked key and its tokens stop
-    working at once. Before an unknown key is rejected, `recall` restores the accounts if the state server was emptied.
+    working at once. Before an unknown key is rejected, `account_recovery` restores the accounts if the state server was
+    emptied.
 
     `digests` are those of the settings' keys. Each such key is a project of its own; a prefix of the digest is the id
     of both the project and the key. Without `tokens`, no token is accepted.
@@ -47,9 +48,9 @@ class Callers:
         digests: Sequence[str],
         store: RedisRecords,
         tokens: Tokens | None,
-        recall: Callable[[], bool] = lambda: False,
+        account_recovery: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._digests, self._records, self._tokens, self._recall = digests, store, tokens, recall
+        self._digests, self._records, self._tokens, self._account_recovery = digests, store, tokens, account_recovery
 
     def __call__(self, credential: str) -> Caller:
         """The caller. Raises Unauthorized; InvalidToken when a new token would help; Unavailable while a key cannot be
@@ -92,7 +93,7 @@ class Callers:
 
     def _key(self, id_: str) -> Key | None:
         stored = self._records.get(Key.namespace, id_)
-        if stored is None and self._recall():
+        if stored is None and self._account_recovery():
             stored = self._records.get(Key.namespace, id_)
         return records.load(Key, stored) if stored else None
 

@@ -10,7 +10,7 @@ from app.domain import records
 from app.domain.accounts import Caller, Key, Project
 from app.domain.limits import KEY, PROJECT, Charge, Limits, Payer
 from app.services.views import check_seen
-from app.stores.redis.limits import RedisAllowances
+from app.stores.redis.limits import RedisQuotas
 from app.stores.redis.records import RedisRecords
 
 _CACHED_S = 5.0
@@ -55,7 +55,7 @@ class LimitsOf:
         return limits
 
 
-class AllowanceService:
+class QuotaService:
     """Charges calls against limits. Reads cost nothing, and neither do calls that free something, because a limit must
     not prevent freeing.
 
@@ -63,23 +63,23 @@ class AllowanceService:
     be freed first.
     """
 
-    def __init__(self, limits: LimitsOf, allowances: RedisAllowances) -> None:
-        self._limits, self._allowances = limits, allowances
+    def __init__(self, limits: LimitsOf, quotas: RedisQuotas) -> None:
+        self._limits, self._quotas = limits, quotas
 
     def take(self, caller: Caller, project: str) -> None:
         """Charges a call that creates or changes something in `project`."""
-        self._allowances.take(Charge(self._limits.payers(caller, project)))
+        self._quotas.take(Charge(self._limits.payers(caller, project)))
 
     def copy(self, caller: Caller, project: str, size: int) -> None:
         """Charges a call that creates a checkpoint of `size` bytes in `project`."""
-        self._allowances.take(Charge(self._limits.payers(caller, project), stores=True, stored=size))
+        self._quotas.take(Charge(self._limits.payers(caller, project), stores=True, stored=size))
 
     def move(self, caller: Caller, project: str, models: int, size: int) -> None:
         """Charges a call that moves another project's session to `project`. Its models and checkpoints still count for
         the keys that created them."""
         payer, key = self._limits.payers(caller, project)
         rates = replace(key, limits=key.limits.changed({"live_models": None, "storage_bytes": None}))
-        self._allowances.take(Charge((payer, rates), models=models, stores=size > 0, stored=size))
+        self._quotas.take(Charge((payer, rates), models=models, stores=size > 0, stored=size))
 
     def most_samples(self, caller: Caller, most: int) -> int:
         """The number of samples that a client should have in flight, at most `most`, the server's capacity."""
@@ -94,4 +94,4 @@ class AllowanceService:
         return {payer.kind: self._view(payer) for payer in self._limits.payers(caller, named)}
 
     def _view(self, payer: Payer) -> dict[str, Any]:
-        return {"id": payer.id, "limits": asdict(payer.limits), "used": asdict(self._allowances.used(payer))}
+        return {"id": payer.id, "limits": asdict(payer.limits), "used": asdict(self._quotas.used(payer))}

@@ -20,7 +20,7 @@ from app.services.tenants.access import check_role
 from app.services.tenants.audit import admin_projects
 from app.services.views import check_seen, texts, timestamp, user_urn
 from app.stores.pages import Fields, Page
-from app.stores.redis.pages import Books
+from app.stores.redis.pages import UsageLedger
 from app.stores.redis.records import RedisRecords
 
 LONGEST = timedelta(days=14)
@@ -32,7 +32,7 @@ _SESSION = "session"
 class UsageService:
     """Usage and storage reports for admins, about the projects where they are admins."""
 
-    books: Books
+    ledger: UsageLedger
     records: RedisRecords
 
     def events(self, caller: Caller, start: datetime, end: datetime) -> dict[str, Any]:
@@ -43,7 +43,7 @@ class UsageService:
             raise BadRequest(f"ending_before must be after starting_on, by {LONGEST.days} days at most")
         if not 0 <= start.timestamp() <= self.records.now():
             raise BadRequest(f"starting_on {start.isoformat()} is in the future, or before 1970")
-        pages = self.books.read("usage", admin_projects(caller), hours)
+        pages = self.ledger.read("usage", admin_projects(caller), hours)
         sessions = {id_: about for fields in pages.values() for id_, about in _sessions(fields)}
         emails = self._emails({about["user"] for about in sessions.values()})
         events = [event for page, fields in pages.items() for event in _events(page, fields, sessions, emails)]

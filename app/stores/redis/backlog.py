@@ -64,9 +64,9 @@ class RedisBacklog:
         for slice_ in _slices(model_ids):
             for model_id, row in zip(slice_, self._run("lines", *slice_), strict=True):
                 if row:
-                    owner, queue, node, applied, waiting, running, come = row
+                    owner, queue, node, applied, waiting, running, admitted = row
                     where = json.loads(owner), queue.decode(), node.decode()
-                    lines.append(ModelLine(model_id, *where, applied, waiting, bool(running), bool(come)))
+                    lines.append(ModelLine(model_id, *where, applied, waiting, bool(running), bool(admitted)))
         return lines
 
     def _samples(self, request_ids: Sequence[str]) -> list[WaitingSample]:

@@ -60,12 +60,12 @@ class RedisCompletions:
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
-    """The next tokens of sample `index`, from its `place`-th token on: tokens int32 [n], logprobs float32 [n]."""
+class TokenChunk:
+    """The next tokens of sample `index`, from its `position`-th token on: tokens int32 [n], logprobs float32 [n]."""
 
     request_id: str
     index: int
-    place: int
+    position: int
     tokens: np.ndarray
     logprobs: np.ndarray
 
@@ -80,11 +80,11 @@ class TokenStreams:
     def __init__(self, broker: redis.Redis) -> None:
         self._broker = broker
 
-    def add(self, drawn: Iterable[Drawn]) -> None:
+    def add(self, chunks: Iterable[TokenChunk]) -> None:
         """Appends the tokens in one round trip, and wakes the readers."""
         requests = set()
         with self._broker.pipeline(transaction=False) as pipe:
-            for piece in drawn:
+            for piece in chunks:
                 pipe.xadd(keys.stream(piece.request_id), _fields(piece), maxlen=_MOST_ENTRIES)
                 requests.add(piece.request_id)
             for request_id in requests:
@@ -92,27 +92,27 @@ class TokenStreams:
                 pipe.publish(keys.DONE_CHANNEL, request_id)
             pipe.execute()
 
-    def read(self, request_id: str, after: str) -> tuple[list[Drawn], str]:
+    def read(self, request_id: str, after: str) -> tuple[list[TokenChunk], str]:
         """The entries after the entry `after` ("0-0" for all entries), and the id of the newest entry."""
         found = cast(Any, self._broker.xread({keys.stream(request_id): after}))
         entries = found[0][1] if found else []
         last = entries[-1][0].decode() if entries else after
-        return [_drawn(request_id, fields) for _, fields in entries], last
+        return [_chunk(request_id, fields) for _, fields in entries], last
 
     def drop(self, request_id: str) -> None:
         """Deletes the stream of a request when nobody reads it any more."""
         self._broker.delete(keys.stream(request_id))
 
 
-def _fields(piece: Drawn) -> dict[Any, Any]:
+def _fields(piece: TokenChunk) -> dict[Any, Any]:
     return {
         "index": piece.index,
-        "place": piece.place,
+        "place": piece.position,
         "tokens": piece.tokens.astype("<i4").tobytes(),
         "logprobs": piece.logprobs.astype("<f4").tobytes(),
     }
 
 
-def _drawn(request_id: str, fields: dict[bytes, bytes]) -> Drawn:
+def _chunk(request_id: str, fields: dict[bytes, bytes]) -> TokenChunk:
     tokens, logprobs = np.frombuffer(fields[b"tokens"], "<i4"), np.frombuffer(fields[b"logprobs"], "<f4")
-    return Drawn(request_id, int(fields[b"index"]), int(fields[b"place"]), tokens, logprobs)
+    return TokenChunk(request_id, int(fields[b"index"]), int(fields[b"place"]), tokens, logprobs)

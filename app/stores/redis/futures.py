@@ -117,7 +117,7 @@ class RedisFutures:
             error, text = _FULL_QUEUE[what]
             raise error(text.format(queue=queue, held=held, tokens=tokens, bounds=bounds))
         fresh = what in ("fresh", "held")
-        return Admission(request_id, fresh, held.decode() or None if fresh else None, held=what == "held")
+        return Admission(request_id, fresh, held.decode() or None if fresh else None, throttled=what == "held")
 
     def release_samples(self, queue: str, last: Sequence[str] = ()) -> list[tuple[str, str | None]]:
         """Releases the held requests for which there is room now.
@@ -150,13 +150,13 @@ class RedisFutures:
         pinned = None if adapter is None else adapter.decode()
         return Entry(0, "sample", request_id, payload, "", attempts, waited_ms / 1000, pinned, bool(doubtful))
 
-    def put_off_sample(self, request_id: str, worker: str, took: int = 0) -> None:
+    def put_off_sample(self, request_id: str, worker: str, tokens_used: int = 0) -> None:
         """Puts back a sampling request that could not be run for no fault of its own.
 
         A request of another worker does not change. If the request was cancelled while `worker` ran it, it is charged
-        for the tokens it `took` instead of the most it might have taken.
+        for the tokens it used, `tokens_used`, instead of the most it might have taken.
         """
-        self._run("put_off_sample", request_id, worker, took)
+        self._run("put_off_sample", request_id, worker, tokens_used)
 
     def finish_sample(self, request_id: str, result: Result, usage: Usage = NOTHING) -> bool:
         """Makes the result readable and wakes the poll.

@@ -21,9 +21,9 @@ from app.stores.redis.futures import CONFLICT, RedisFutures
 from app.stores.redis.types import (
     Admission,
     Entry,
-    Head,
-    HeldElsewhere,
     Lease,
+    NextOp,
+    OwnedElsewhere,
     Pending,
     Record,
     RefusalKind,
@@ -99,7 +99,7 @@ class RedisOpLog(RedisFutures):
         """
         return bool(self._run("refuse", model_id, seq, reason, kind))
 
-    def acquire(self, model_id: str, worker: str) -> Lease | HeldElsewhere:
+    def acquire(self, model_id: str, worker: str) -> Lease | OwnedElsewhere:
         """Takes the lease on the model, unless another live node has it; an earlier process of the same node is
         replaced at once.
 
@@ -109,7 +109,7 @@ class RedisOpLog(RedisFutures):
         if not found:
             raise NotFound(f"no model {model_id!r}")
         if len(found) == 1:
-            return HeldElsewhere(_node(found[0]))
+            return OwnedElsewhere(_node(found[0]))
         if found[0] == "ended":
             raise Gone(ENDED)
         epoch, applied, snapshot, snapshot_seq, floor = found
@@ -211,7 +211,7 @@ class RedisOpLog(RedisFutures):
         """Sets the model's snapshot to a durable one, trims the journal up to it, and returns the replaced one.
 
         A repeat changes nothing and returns `reference` itself. Raises Fenced, and Unavailable while a shared-memory
-        transfer at `seq` or before still needs the journal (records.Handover).
+        transfer at `seq` or before still needs the journal (records.ShmTransfer).
         """
         replaced = self._run("set_snapshot", lease.model_id, lease.epoch, seq, reference)
         if replaced is None:
@@ -237,7 +237,7 @@ class RedisOpLog(RedisFutures):
         return bool(self._run("lead", role, worker, self._lease_ms))
 
     def pending(self, limit: int = 1000, start: int = 0, depth: int = 100) -> list[Pending]:
-        """Models and requests that are not terminal; the longest without progress come first, held ones last.
+        """Models and requests that are not terminal; the longest without progress come first, throttled ones last.
 
         Returns `limit` of them from `start`, with at most `depth` kinds each. One call reads limit x depth entries, and
         all other clients of the server wait meanwhile.
@@ -252,16 +252,16 @@ class RedisOpLog(RedisFutures):
                 kinds=tuple(kind.decode() for kind in kinds),
                 running=bool(running),
                 awaited=bool(awaited),
-                held=bool(held),
+                throttled=bool(held),
             )
             for id_, queue, ms, seq, running, kinds, awaited, held in rows
         ]
 
-    def heads(self, seqs: Mapping[str, int]) -> list[Head]:
+    def heads(self, seqs: Mapping[str, int]) -> list[NextOp]:
         """The admitted Ops at these seqs, by model id. None of them begins."""
         return _heads(self._run("heads", *(part for place in seqs.items() for part in place)))
 
-    def unowned(self, queue: str, among: int = 1000) -> list[Head]:
+    def unowned(self, queue: str, among: int = 1000) -> list[NextOp]:
         """The next Ops of this queue's models without a live owner; the longest without progress come first.
 
         Only the first `among` pending entries are read, because all other clients of the server wait meanwhile.
@@ -292,9 +292,9 @@ def _texts(found: Sequence[bytes]) -> list[str]:
     return [part.decode() for part in found]
 
 
-def _heads(rows: Sequence[Sequence[Any]]) -> list[Head]:
+def _heads(rows: Sequence[Sequence[Any]]) -> list[NextOp]:
     return [
-        Head(model_id.decode(), seq, kind.decode(), size, bool(fresh), json.loads(owner))
+        NextOp(model_id.decode(), seq, kind.decode(), size, bool(fresh), json.loads(owner))
         for model_id, seq, kind, size, fresh, owner in filter(None, rows)
     ]
 

@@ -27,7 +27,7 @@ _TEXTS = {
 _SEEN = "GET /api/v1/limits shows what holds and what is used"
 
 
-class RedisAllowances:
+class RedisQuotas:
     """The limits of projects and keys, and their use. A journalled call is charged as it is admitted
     (RedisOpLog.admit)."""
 

@@ -10,7 +10,7 @@ from typing import cast
 import redis
 
 from app.settings import EngineSettings
-from app.stores.pages import Book, Fields, Held, Page, PageFiles
+from app.stores.pages import Fields, Ledger, Page, PageFiles, StorageUse
 from app.stores.redis import keys
 from app.stores.redis.client import read_hash, text_fields
 from app.stores.redis.scripts import Scripts
@@ -34,11 +34,11 @@ class RedisPages:
             pipe.zrem(keys.PAGES, str(page))
             pipe.execute()
 
-    def find(self, book: Book, projects: Iterable[str], hours: range) -> dict[Page, Fields]:
+    def find(self, ledger: Ledger, projects: Iterable[str], hours: range) -> dict[Page, Fields]:
         """The existing pages of these projects and hours."""
         of = set(projects)
         listed = cast(list[bytes], self._redis.zrangebyscore(keys.PAGES, hours.start, f"({hours.stop}"))
-        pages = [page for name in listed if (page := Page.parse(name.decode())).book == book and page.project in of]
+        pages = [page for name in listed if (page := Page.parse(name.decode())).ledger == ledger and page.project in of]
         return {page: self.fields(page) for page in pages}
 
     def fields(self, page: Page) -> Fields:
@@ -50,27 +50,27 @@ class RedisPages:
         found = cast(bytes | None, self._redis.get(keys.STORAGE_MEASURED))
         return None if found is None else float(found)
 
-    def measure(self, before: float | None, now: float, held: Iterable[Held]) -> bool:
+    def measure(self, before: float | None, now: float, storage: Iterable[StorageUse]) -> bool:
         # As text: a script's own numbers are exact only up to 2^53, ten terabytes for a quarter of an hour.
         """Counts the bytes held between two measurements. Returns False, without a change, when `before` was not the
         last measurement."""
-        rows = [[each.project, each.base_model, each.hour, str(each.byte_seconds)] for each in held]
+        rows = [[each.project, each.base_model, each.hour, str(each.byte_seconds)] for each in storage]
         return bool(self._run("measure_storage", "" if before is None else repr(before), repr(now), json.dumps(rows)))
 
 
 @dataclass(frozen=True, slots=True)
-class Books:
+class UsageLedger:
     """Pages still at the state server, and those in the object store."""
 
     pages: RedisPages
     files: PageFiles
 
-    def read(self, book: Book, projects: Iterable[str], hours: range) -> dict[Page, Fields]:
+    def read(self, ledger: Ledger, projects: Iterable[str], hours: range) -> dict[Page, Fields]:
         """Reads every page once. The state server is read first, because otherwise a page that moves meanwhile would be
         missed. If a page is in both places, because it is moving or the state server was set back, the page in the
         object store counts. Raises Unavailable."""
         of = list(projects)
-        found = self.pages.find(book, of, hours)
+        found = self.pages.find(ledger, of, hours)
         for project in of:
-            found.update(self.files.find(book, project, hours))
+            found.update(self.files.find(ledger, project, hours))
         return found

@@ -10,7 +10,7 @@ import redis
 
 from app.errors import NotFound
 from app.settings import EngineSettings
-from app.stores.pages import Book
+from app.stores.pages import Ledger
 from app.stores.redis import keys
 from app.stores.redis.client import is_outage, read_hash, text_fields
 from app.stores.redis.scripts import Scripts
@@ -130,13 +130,13 @@ class RedisRecords:
                 found = pipe.execute()
             yield from zip(slice_, map(text_fields, found), strict=True)
 
-    def note(self, book: Book, project: str, key: str, text: str, *, urgent: bool = False) -> None:
+    def note(self, ledger: Ledger, project: str, key: str, text: str, *, urgent: bool = False) -> None:
         """Writes an entry on this hour's page of a project's book (app/stores/pages.py), unless the page has an entry
         with this key.
 
         Raises Unavailable while there is no room, unless the entry is `urgent`.
         """
-        self._run("note", book, project, key, text, "urgent" if urgent else "")
+        self._run("note", ledger, project, key, text, "urgent" if urgent else "")
 
     def join(self, sampler_id: str) -> int:
         """The number of a further client of a sampling session, from 1 on. Raises NotFound for an unknown session."""

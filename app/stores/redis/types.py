@@ -20,12 +20,12 @@ dropped."""
 @dataclass(frozen=True, slots=True)
 class Admission:
     """`fresh` is False for a repeat of a journaled call. `node` is the node to dispatch to: the model's live owner, or
-    the sampler for a request; None for any worker. A `held` request is not dispatched."""
+    the sampler for a request; None for any worker. A `throttled` request is not dispatched."""
 
     request_id: str
     fresh: bool
     node: str | None
-    held: bool = False
+    throttled: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Lease:
 
 
 @dataclass(frozen=True, slots=True)
-class HeldElsewhere:
+class OwnedElsewhere:
     """Another node owns the model."""
 
     node: str
@@ -105,7 +105,7 @@ class Pending:
 
     `kinds`: the kinds of its waiting Ops from there on without a gap, as many as asked for; empty when the next seq has
     not arrived. `running`: a live worker has begun it. `awaited`: it was dispatched to one worker, which has not begun
-    it or is gone. `held`: it is not dispatched yet.
+    it or is gone. `throttled`: it is not dispatched yet.
     """
 
     id: str
@@ -115,11 +115,11 @@ class Pending:
     running: bool
     kinds: tuple[str, ...]
     awaited: bool = False
-    held: bool = False
+    throttled: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class NextOp:
     """The next waiting Op of a model. `size`: bytes of its content in Redis. `fresh`: no worker has begun it yet, and
     it is not doomed. `owner`: the model's project."""
 
@@ -135,7 +135,7 @@ class Head:
 class ModelLine:
     """A model with waiting calls: `waiting` of them, all after `applied`.
 
-    `node` holds the model, empty for none. `running`: the next call runs there; `come`: the next call has been
+    `node` holds the model, empty for none. `running`: the next call runs there; `admitted`: the next call has been
     admitted.
     """
 
@@ -146,7 +146,7 @@ class ModelLine:
     applied: int
     waiting: int
     running: bool
-    come: bool
+    admitted: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,7 +60,7 @@ MUTANTS = (
     Mutant(
         "newer: the model is let go of",
         "workers/train/runner.py",
-        "        self._owner.part_with(model_id)\n",
+        "        self._owner.evict(model_id)\n",
         "",
         f"{_NEWER}::test_a_newer_op_is_left_without_an_attempt_and_its_model_free_for_a_newer_worker",
     ),
@@ -146,15 +146,15 @@ MUTANTS = (
     Mutant(
         "window: no step without all its gradients",
         "workers/train/executor.py",
-        "if entry.kind == OptimStep.kind and window.missing:",
+        "if entry.kind == OptimStep.kind and grads.missing:",
         "if False:",
         f"{_RECOVERY}::test_no_step_runs_behind_a_batch_that_failed_even_when_another_came",
     ),
     Mutant(
         "window: nothing stands in for a batch that failed",
         "workers/train/executor.py",
-        "replace(self, added=True) if self.beyond_repair else Window(added=True)",
-        "Window(added=True)",
+        "replace(self, added=True) if self.beyond_repair else GradAccumulation(added=True)",
+        "GradAccumulation(added=True)",
         f"{_RECOVERY}::test_no_step_runs_behind_a_batch_that_failed_even_when_another_came",
     ),
     Mutant(

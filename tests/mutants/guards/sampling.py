@@ -132,7 +132,7 @@ MUTANTS = (
     Mutant(
         "openai: streamed tokens go by their place",
         "app/services/openai/generation.py",
-        "known = text.count - drawn.place",
+        "known = text.count - chunk.position",
         "known = 0",
         "tests/unit/app/api/openai/test_streams.py::test_what_a_stream_lost_or_told_twice_is_made_good_from_the_result",
     ),

@@ -63,8 +63,8 @@ MUTANTS = (
     Mutant(
         "saves: commits wait behind the save",
         "workers/train/owner.py",
-        "return bool(self.uncommitted) and self.uncommitted[0].attempt.done()",
-        "return any(ran.attempt.done() for ran in self.uncommitted)",
+        "return bool(self.uncommitted) and self.uncommitted[0].op_result.done()",
+        "return any(pending.op_result.done() for pending in self.uncommitted)",
         f"{_AHEAD}::test_the_next_ops_run_while_a_save_is_written_and_are_committed_behind_it",
         slow=True,
     ),
@@ -99,7 +99,7 @@ MUTANTS = (
     Mutant(
         "saves: what had begun is left at no attempt",
         "workers/train/owner.py",
-        "self._oplog.put_off(resident.lease, ran.entry.seq)",
+        "self._oplog.put_off(resident.lease, pending.entry.seq)",
         "pass",
         f"{_SAVES}::test_a_model_that_is_let_go_leaves_nothing_undone_and_no_attempt",
     ),

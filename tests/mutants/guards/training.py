@@ -104,15 +104,15 @@ MUTANTS = (
     Mutant(
         "ppo: the sign",
         f"{_FORMULAS}/policy.py",
-        "    return policy_value(-objective, logprobs, inputs, ratio, held)\n\n\ndef cispo",
-        "    return policy_value(objective, logprobs, inputs, ratio, held)\n\n\ndef cispo",
+        "    return policy_value(-objective, logprobs, inputs, ratio, clipped)\n\n\ndef cispo",
+        "    return policy_value(objective, logprobs, inputs, ratio, clipped)\n\n\ndef cispo",
         f"{_LOSSES}::test_ppo_stops_the_gradient_only_where_clipping_is_the_worse_side",
     ),
     Mutant(
         "cispo: the sign",
         f"{_FORMULAS}/policy.py",
-        "policy_value(-held",
-        "policy_value(held",
+        "policy_value(-clipped",
+        "policy_value(clipped",
         f"{_LOSSES}::test_cispo_keeps_a_gradient_of_the_clipped_ratio",
     ),
     Mutant(
@@ -125,8 +125,8 @@ MUTANTS = (
     Mutant(
         "gspo: the sign",
         f"{_FORMULAS}/policy.py",
-        "    return policy_value(-objective, logprobs, inputs, ratio, held)\n\n\ndef dro",
-        "    return policy_value(objective, logprobs, inputs, ratio, held)\n\n\ndef dro",
+        "    return policy_value(-objective, logprobs, inputs, ratio, clipped)\n\n\ndef dro",
+        "    return policy_value(objective, logprobs, inputs, ratio, clipped)\n\n\ndef dro",
         f"{_LOSSES}::test_gspo_gives_every_token_the_sequence_ratio_and_its_own_gradient",
     ),
     Mutant(

@@ -23,7 +23,7 @@ from app.domain.results import Result
 from app.services.container import Services
 from app.settings import ApiSettings, BaseModelSettings, RedisSettings, Settings, hash_key
 from app.stores.redis.client import connect
-from app.stores.redis.types import HeldElsewhere, Record
+from app.stores.redis.types import OwnedElsewhere, Record
 from tests.servers import start_valkey
 
 KEY, OTHER_KEY = "tml-one", "tml-two"
@@ -71,7 +71,7 @@ class Api:
         self, model_id: str, seq: int, result: Result | None = None, writes: list[tuple[str, str, Record]] | None = None
     ) -> None:
         lease = self.services.oplog.acquire(model_id, "node/test")
-        assert not isinstance(lease, HeldElsewhere)
+        assert not isinstance(lease, OwnedElsewhere)
         self.services.oplog.commit(lease, seq, result or Result(b"{}"), writes or [])
 
     def ops(self, model_id: str) -> list[int]:

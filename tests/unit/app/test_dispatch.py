@@ -9,7 +9,7 @@ import pytest
 import redis
 from celery import Celery
 
-from app.dispatch import Doorbell, TickBell, celery_app
+from app.dispatch import Dispatcher, TickSender, celery_app
 from app.settings import RedisSettings, Settings
 from app.stores.redis.client import connect
 from app.stores.redis.types import Holder
@@ -41,28 +41,30 @@ def away(tmp_path: Path) -> Celery:
     return at(f"redis://127.0.0.1:{free_port()}/0", tmp_path)
 
 
-def test_a_worker_that_rings_itself_knows_what_waits(url: str, broker: redis.Redis, tmp_path: Path):
-    bell = TickBell(at(url, tmp_path), QUEUE)
-    assert bell.waiting() == 0
-    assert bell.ring()
-    assert bell.waiting() == 1
+def test_a_worker_that_sends_itself_ticks_knows_what_waits(url: str, broker: redis.Redis, tmp_path: Path):
+    ticks = TickSender(at(url, tmp_path), QUEUE)
+    assert ticks.waiting() == 0
+    assert ticks.send()
+    assert ticks.waiting() == 1
 
 
-def test_a_worker_that_rings_itself_is_told_that_the_broker_is_full(url: str, broker: redis.Redis, tmp_path: Path):
-    bell = TickBell(at(url, tmp_path), QUEUE)
+def test_a_worker_that_sends_itself_ticks_is_told_that_the_broker_is_full(
+    url: str, broker: redis.Redis, tmp_path: Path
+):
+    ticks = TickSender(at(url, tmp_path), QUEUE)
     broker.config_set("maxmemory", 1)
-    assert not bell.ring()
-    assert bell.waiting() == 0
+    assert not ticks.send()
+    assert ticks.waiting() == 0
 
 
-def test_a_worker_that_rings_itself_is_told_that_the_broker_is_away(tmp_path: Path):
-    bell = TickBell(away(tmp_path), QUEUE)
-    assert not bell.ring()
-    assert bell.waiting() is None
+def test_a_worker_that_sends_itself_ticks_is_told_that_the_broker_is_away(tmp_path: Path):
+    ticks = TickSender(away(tmp_path), QUEUE)
+    assert not ticks.send()
+    assert ticks.waiting() is None
 
 
 def test_ringing_where_the_broker_is_full_or_away_fails_nobody(url: str, broker: redis.Redis, tmp_path: Path):
     broker.config_set("maxmemory", 1)
     for celery in (at(url, tmp_path), away(tmp_path)):
-        Doorbell(celery).ring("forward", "session:train:0:1", "session:train:0", "train.base")
-        Doorbell(celery).wake(Holder("base", "a"))
+        Dispatcher(celery).send("forward", "session:train:0:1", "session:train:0", "train.base")
+        Dispatcher(celery).wake(Holder("base", "a"))

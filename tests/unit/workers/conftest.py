@@ -31,7 +31,7 @@ from tests import assembly
 from tests.models import tiny_qwen3
 from workers.backends.training.backends import create
 from workers.backends.training.base import Create, TrainingBackend
-from workers.checkpoints.coalescing import Latest
+from workers.checkpoints.coalescing import CoalescingWorker
 from workers.process.assembly import Overrides, Trainer, assemble_trainer
 from workers.process.leases import LeaseKeeper
 from workers.process.parts import Serving
@@ -63,9 +63,9 @@ def await_true(what: Callable[[], Any], why: str) -> None:
 
 @dataclass(frozen=True)
 class Worker(Trainer):
-    """One trainer, dispatched by hand. `rung` records (kind, request id, queue)."""
+    """One trainer, dispatched by hand. `dispatched` records (kind, request id, queue)."""
 
-    rung: list[tuple[str, str, str]]
+    dispatched: list[tuple[str, str, str]]
 
     @property
     def backend(self) -> TrainingBackend:
@@ -133,18 +133,18 @@ class World:
         settings = Settings(data_dir=self.folder / node, engine=self.settings.model_copy(update=engine))
         passes = {"exact": not merged_tokens, "merged_tokens": merged_tokens, "merge_wait_s": wait_s}
         trainer = self.base.trainer.model_copy(update={"max_models": most, **passes})
-        rung: list[tuple[str, str, str]] = []
+        dispatched: list[tuple[str, str, str]] = []
 
-        def ring(kind: str, request_id: str, parent: str, queue: str) -> None:
-            rung.append((kind, request_id, queue))
+        def send(kind: str, request_id: str, parent: str, queue: str) -> None:
+            dispatched.append((kind, request_id, queue))
 
         store = store or FolderStore(self.folder / "objects", "secret", "http://x")
-        parts = assembly.parts(self.client, settings, name, self.oplog, store, ring)
+        parts = assembly.parts(self.client, settings, name, self.oplog, store, send)
         base = self.base.model_copy(update={"trainer": trainer})
         serving = Serving(base, backend, assembly.INFO, f"train.{BASE}")
-        overrides = Overrides(_end, latest=partial(Latest, retry_s=0.1), rest_s=HOUR_S, scan_share=math.inf)
+        overrides = Overrides(_end, latest=partial(CoalescingWorker, retry_s=0.1), rest_s=HOUR_S, scan_share=math.inf)
         self.trainers.append(assemble_trainer(parts, serving, overrides))
-        return Worker(**vars(self.trainers[-1]), rung=rung)
+        return Worker(**vars(self.trainers[-1]), dispatched=dispatched)
 
 
 class Ended(BaseException):
@@ -212,12 +212,12 @@ def world(
     world.admit(0, CreateModel(ModelSpec(BASE, LORA)))
     yield world
     for trainer in world.trainers:
-        trainer.handovers.close()
+        trainer.shm_transfers.close()
         trainer.snapshots.close()
         trainer.parts.keeper.stop()
     for keeper in world.keepers:
         keeper.stop()
     # The calls above do not wait for these threads: they must end before the next test has models of the same names.
     for thread in threading.enumerate():
-        if thread.name in ("hand-overs", "snapshot-writes", "snapshot-uploads"):
+        if thread.name in ("shm-uploads", "snapshot-writes", "snapshot-uploads"):
             thread.join(60)

@@ -10,7 +10,7 @@ works.
 
 Every implementation passes tests/conformance/test_sampler_*.py, or test_whole_sampler.py there.
 
-A Watch observes the tokens of a request while it runs, and cancels it.
+A RequestHandle observes the tokens of a request while it runs, and cancels it.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from app.errors import SetupError, TinsmithError
 from app.settings import NO_VLLM, BaseModelSettings
 
 log = logging.getLogger(__name__)
-Drawn = Callable[[int, Sequence[int], Sequence[float]], None]
+OnTokens = Callable[[int, Sequence[int], Sequence[float]], None]
 """Called with i, further tokens of sample i, and their logprobs, in order. The engine's thread calls it, so it must not
 block."""
-Ended = Callable[[], None]
+OnEnd = Callable[[], None]
 """Called when one more sample has ended, also by the engine's thread."""
 
 
@@ -50,14 +50,15 @@ class SamplerBackend(Protocol):
         """Free an adapter that no request uses; unknown ids are fine."""
         ...
 
-    def sample(self, adapter_id: str | None, request: SampleRequest, watch: Watch | None = None) -> SampleOutput:
+    def sample(
+        self, adapter_id: str | None, request: SampleRequest, handle: RequestHandle | None = None
+    ) -> SampleOutput:
         """Runs one request; None is the base itself. Raises UserOpError for requests that only the engine can refuse.
 
-        Raises Aborted soon after `watch.abort()`: the engine then stops the request, or does not start it.
-        `watch.drawn`, if set, is called with every token and its logprob before `sample` returns. `watch.ended` is
-        called, at least once, for each sample that frees its row in the batch. The tokens generated are added to
-        `watch.took` by the time that `sample` returns or raises Aborted.
-        """
+        Raises Aborted soon after `handle.abort()`: the engine then stops the request, or does not start it.
+        `handle.on_tokens`, if set, is called with every token and its logprob before `sample` returns. `handle.on_end`
+        is called, at least once, for each sample that frees its row in the batch. The tokens generated are added to
+        `handle.tokens_used` by the time that `sample` returns or raises Aborted."""
         ...
 
     def healthy(self) -> bool:
@@ -80,16 +81,15 @@ class Aborted(TinsmithError):
     """The request was cancelled because its result is no longer wanted."""
 
 
-class Watch:
+class RequestHandle:
     """Cancellation handle and progress of one request. Safe from any thread.
 
-    `drawn` is called with new tokens, and `ended` when a sample is complete; both are optional. `took`: the engine
-    tokens used so far, those of the prompt included.
-    """
+    `on_tokens` is called with new tokens, and `on_end` when a sample is complete; both are optional. `tokens_used`: the
+    engine tokens used so far, those of the prompt included."""
 
-    def __init__(self, drawn: Drawn | None = None, ended: Ended | None = None) -> None:
-        self.drawn, self.ended = drawn, ended
-        self.took = 0
+    def __init__(self, on_tokens: OnTokens | None = None, on_end: OnEnd | None = None) -> None:
+        self.on_tokens, self.on_end = on_tokens, on_end
+        self.tokens_used = 0
         self._lock = threading.Lock()
         self._aborted = False
         self._callbacks: list[Callable[[], object]] = []

@@ -43,8 +43,8 @@ class PromptScorer:
         self._targets = torch.zeros(ids.shape, device=device)
         uniforms = np.random.default_rng(alternatives_seed(request.seed)).random((rows, request.prompt_alternatives))
         self._uniforms = torch.from_numpy(uniforms).to(device)
-        self._drawn = torch.zeros(uniforms.shape, dtype=torch.int32, device=device)
-        self._drawn_logprobs = torch.zeros(uniforms.shape, device=device)
+        self._sampled = torch.zeros(uniforms.shape, dtype=torch.int32, device=device)
+        self._sampled_logprobs = torch.zeros(uniforms.shape, device=device)
         self._first_own = rows - (request.prompt_last_n or rows)
         self.first_row = _first_row(request, ids, self._first_own)
 
@@ -60,7 +60,7 @@ class PromptScorer:
         parts += [self._top_ids.view(torch.float32), self._top]
         if self._request.prompt_targets is not None:
             parts.append(self._targets[torch.from_numpy(_given(self._request.prompt_targets)).to(self._targets.device)])
-        parts += [self._drawn.view(torch.float32), self._drawn_logprobs]
+        parts += [self._sampled.view(torch.float32), self._sampled_logprobs]
         return torch.cat([part.reshape(-1) for part in parts]).cpu()
 
     def _add(self, rows: slice, logits: Tensor) -> None:
@@ -70,9 +70,9 @@ class PromptScorer:
         ids = self._target_ids[rows]
         self._targets[rows] = (logits.gather(-1, ids.clamp(min=0)) - total).masked_fill(ids < 0, 0)
         if self._request.prompt_alternatives:
-            drawn = self._draw(rows, logits)
-            self._drawn[rows] = drawn.int()
-            self._drawn_logprobs[rows] = logits.gather(-1, drawn) - total
+            sampled = self._sample(rows, logits)
+            self._sampled[rows] = sampled.int()
+            self._sampled_logprobs[rows] = logits.gather(-1, sampled) - total
 
     def _add_own(self, rows: slice, logits: Tensor, total: Tensor) -> None:
         skipped = max(0, self._first_own - rows.start)
@@ -82,7 +82,7 @@ class PromptScorer:
             values, ids = logits.topk(self._request.prompt_top)
             self._top_ids[rows], self._top[rows] = ids.int(), values - total
 
-    def _draw(self, rows: slice, logits: Tensor) -> Tensor:
+    def _sample(self, rows: slice, logits: Tensor) -> Tensor:
         uniforms = self._uniforms[rows]
         if self._request.temperature == 0:
             return logits.argmax(-1, keepdim=True).expand(uniforms.shape)
@@ -100,16 +100,18 @@ def output(
     if flat is None and wanted(request):
         raise ServerOpError("the engine ran the prompt but returned no scores of it")
     rest = np.empty(0, np.float32) if flat is None else flat
-    rows, top, drawn = len(request.prompt) - 1, request.prompt_top, request.prompt_alternatives
+    rows, top, sampled = len(request.prompt) - 1, request.prompt_top, request.prompt_alternatives
     targets = request.prompt_targets
     sizes = [rows * request.prompt_logprobs, rows * top, rows * top, 0 if targets is None else len(targets.values)]
-    own, top_ids, top_logprobs, values, drawn_ids, drawn_logprobs = np.split(rest, np.cumsum([*sizes, rows * drawn]))
+    own, top_ids, top_logprobs, values, sampled_ids, sampled_logprobs = np.split(
+        rest, np.cumsum([*sizes, rows * sampled])
+    )
     return SampleOutput(
         tuple(sequences),
         np.concatenate([np.full(1, np.nan, np.float32), own]) if request.prompt_logprobs else None,
         _below_unscored(TokenLogprobs(_ids(top_ids, top), top_logprobs.reshape(-1, top))) if top else None,
         None if targets is None else replace(targets, values=values),
-        TokenLogprobs(_ids(drawn_ids, drawn), drawn_logprobs.reshape(-1, drawn)) if drawn else None,
+        TokenLogprobs(_ids(sampled_ids, sampled), sampled_logprobs.reshape(-1, sampled)) if sampled else None,
         cached_tokens,
     )
 

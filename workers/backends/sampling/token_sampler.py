@@ -12,7 +12,7 @@ from app.domain.sampling import SampleRequest
 _BLOCK = 256
 
 
-class Drawer:
+class TokenSampler:
     """Samples the next token of a fixed list of rows, each with its own temperature, top_k and top_p.
 
     A row's token depends only on its own logits and uniform number. The inverse of the distribution's cumulative sum
@@ -24,13 +24,13 @@ class Drawer:
         def rows(chosen: list[int]) -> Tensor:
             return torch.tensor(chosen, dtype=torch.long, device=device)
 
-        drawn = [(i, r.top_k > 0 or r.top_p < 1) for i, r in enumerate(requests) if r.temperature > 0]
-        self._free, self._cut = rows([i for i, cut in drawn if not cut]), rows([i for i, cut in drawn if cut])
+        sampled = [(i, r.top_k > 0 or r.top_p < 1) for i, r in enumerate(requests) if r.temperature > 0]
+        self._free, self._cut = rows([i for i, cut in sampled if not cut]), rows([i for i, cut in sampled if cut])
         self._temperature = torch.tensor([r.temperature for r in requests], device=device)[:, None]
         self._top_k = rows([r.top_k if r.top_k > 0 else 2**62 for r in requests])[:, None]
         self._top_p = torch.tensor([r.top_p for r in requests], dtype=torch.float64, device=device)[:, None]
 
-    def draw(self, logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    def sample(self, logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
         """Returns tokens int64 [B] and logprobs float32 [B] for logits [B, V] and uniforms float64 [B] in [0, 1).
 
         The logprobs are the model's own: a log-softmax of the logits before temperature, top_k and top_p.

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from app.errors import SetupError
 from app.settings import BaseModelSettings, TrainerSettings
-from workers.backends.training.engine import Engine, TorchEngine, Trunk, elements_held
+from workers.backends.training.engine import Engine, HiddenStates, TorchEngine, elements_held
 from workers.backends.training.ranks import COMPUTE_DEADLINE, RankGroup, control_group, default_environment
 from workers.backends.training.trainer import Trainer
 from workers.models import base_model
@@ -55,8 +55,8 @@ class TorchBackend(Trainer):
             raise SetupError("the torch trainer supports one rank only; set trainer.backend to deepspeed for more")
         base = base_model.load(self._settings, rank_device(self._settings.trainer))
         trained = self.prepare(base)
-        trunk = Trunk(base.model, self._settings.trainer)
-        return TorchEngine(base=base, trunk=trunk, ranks=RankGroup(), trained=trained)
+        hidden_states = HiddenStates(base.model, self._settings.trainer)
+        return TorchEngine(base=base, hidden_states=hidden_states, ranks=RankGroup(), trained=trained)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -68,7 +68,7 @@ class DeepSpeedEngine(Engine):
 
     engine: Any
 
-    def whole(self, parameter: Tensor) -> AbstractContextManager[None]:
+    def gathered(self, parameter: Tensor) -> AbstractContextManager[None]:
         if self.engine.zero_optimization_stage() < 3:
             return nullcontext()
         return _deepspeed().zero.GatheredParameters([parameter])  # type: ignore[no-any-return]
@@ -111,12 +111,12 @@ class DeepSpeedBackend(Trainer):
         if in_step and not trained:
             # Else a pass over an adapter on the upper layers alone would gather fewer layers than another rank's.
             base.model.enable_input_require_grads()
-        trunk = Trunk(base.model, trainer)
+        hidden_states = HiddenStates(base.model, trainer)
         return DeepSpeedEngine(
             base=base,
-            trunk=trunk,
+            hidden_states=hidden_states,
             ranks=ranks,
-            engine=_initialize(base, trunk, trainer),
+            engine=_initialize(base, hidden_states, trainer),
             trained=trained,
             shards_optimizer=trainer.zero_stage > 0,
             shards_gradients=trainer.zero_stage > 1,
@@ -138,7 +138,7 @@ def _join(trainer: TrainerSettings, device: torch.device) -> RankGroup:
     return RankGroup(dist.get_rank(), size, control_group() if size > 1 else None)
 
 
-def _initialize(base: LoadedBase, trunk: Trunk, trainer: TrainerSettings) -> Any:
+def _initialize(base: LoadedBase, hidden_states: HiddenStates, trainer: TrainerSettings) -> Any:
     """Puts the base in a DeepSpeed engine, its fp32 buffers still in fp32: the bf16 mode would round RoPE's angles."""
     buffers = {name: buffer.clone() for name, buffer in base.model.named_buffers()}
     zero: dict[str, Any] = {"stage": trainer.zero_stage}
@@ -150,18 +150,20 @@ def _initialize(base: LoadedBase, trunk: Trunk, trainer: TrainerSettings) -> Any
         "bf16": {"enabled": base.dtype is torch.bfloat16},
         "zero_allow_untested_optimizer": True,
     }
-    optimizer = _placeholder(trunk, base) if trainer.zero_stage in (1, 2) else None
+    optimizer = _placeholder(hidden_states, base) if trainer.zero_stage in (1, 2) else None
     with redirect_stdout(StringIO()):  # DeepSpeed prints memory reports and build notes at any log level
-        engine, *_ = _deepspeed().initialize(model=trunk, config=config, optimizer=optimizer)
+        engine, *_ = _deepspeed().initialize(model=hidden_states, config=config, optimizer=optimizer)
     for name, buffer in base.model.named_buffers():
         buffer.data = buffers[name]
     return engine
 
 
-def _placeholder(trunk: Trunk, base: LoadedBase) -> torch.optim.Optimizer:
+def _placeholder(hidden_states: HiddenStates, base: LoadedBase) -> torch.optim.Optimizer:
     """Makes an optimizer of one element, never stepped: DeepSpeed refuses to start stages 1 and 2 without one."""
     parameter = nn.Parameter(torch.zeros(1, dtype=base.dtype, device=base.device))
-    trunk.register_parameter("zero_placeholder", parameter)  # not on the base: the placeholder is no part of the base
+    hidden_states.register_parameter(
+        "zero_placeholder", parameter
+    )  # not on the base: the placeholder is no part of the base
     return torch.optim.AdamW([parameter])
 
 

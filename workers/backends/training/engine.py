@@ -17,7 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from app.errors import SetupError
 from app.settings import TrainerSettings
 from workers.backends.training import attention
-from workers.backends.training.lm_head import Head, LogitRule, WeightGradient, logit_rule
+from workers.backends.training.lm_head import LmHead, LogitRule, WeightGradient, logit_rule
 from workers.backends.training.ranks import RankGroup
 from workers.models import lora
 from workers.models.base_model import LoadedBase
@@ -39,7 +39,7 @@ class Engine(ABC):
     """
 
     base: LoadedBase
-    trunk: Trunk
+    hidden_states: HiddenStates
     ranks: RankGroup
     trained: Mapping[str, nn.Parameter] = field(default_factory=dict)
     shards_optimizer: bool = False
@@ -48,26 +48,26 @@ class Engine(ABC):
     head_gradient: WeightGradient = field(default_factory=WeightGradient)
 
     @contextmanager
-    def head(self) -> Iterator[Head]:
+    def head(self) -> Iterator[LmHead]:
         """Yields the head, which computes logprobs from hidden states.
 
         All of its weight is on this rank within the block, so this is a collective.
         """
         rule = logit_rule(self.base.model)
         if rule is None:
-            yield Head(None, _HEAD, LogitRule())
+            yield LmHead(None, _HEAD, LogitRule())
             return
         linear = self.base.model.get_submodule(_HEAD)
         weight = (linear.base if isinstance(linear, LoraLinear) else linear).weight
-        with self.whole(weight):
-            yield Head(weight.detach(), _HEAD, rule, self.head_gradient if self.trained else None)
+        with self.gathered(weight):
+            yield LmHead(weight.detach(), _HEAD, rule, self.head_gradient if self.trained else None)
 
     def head_name(self) -> str:
         """Returns the name of the head's weight in `trained`: the name of the embedding where the two are tied."""
         weight = self.base.model.get_output_embeddings().weight
         return next(name for name, parameter in self.trained.items() if parameter is weight)
 
-    def whole(self, parameter: Tensor) -> AbstractContextManager[None]:
+    def gathered(self, parameter: Tensor) -> AbstractContextManager[None]:
         """Keeps all of `parameter` on this rank within the block."""
         return nullcontext()
 
@@ -104,7 +104,7 @@ def elements_held(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-class Trunk(nn.Module):
+class HiddenStates(nn.Module):
     """Computes the last hidden states of known architectures (workers/backends/training/lm_head.py); else logits.
 
     Other architectures give hidden states too where nothing else is wanted.

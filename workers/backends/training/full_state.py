@@ -42,19 +42,19 @@ class ComputeCopy:
         self._engine = engine
         self._of: object = None
 
-    def show(self, state: WholeState) -> None:
+    def show(self, state: FullFinetuneState) -> None:
         """Copies the masters of `state`, unless the engine holds them already."""
         if self._of is not state.identity:
             self.refresh(state)
 
-    def refresh(self, state: WholeState) -> None:
+    def refresh(self, state: FullFinetuneState) -> None:
         """Copies the changed masters of `state`. Every rank gets the owners' values, tensor by tensor."""
         for name, parameter in state.copies.items():
             mine = state.masters[name].detach() if state.shards.owns(name) else None
             self._engine.write(parameter, mine, state.shards.owners[name])
         self._of = state.identity
 
-    def take_gradients(self, state: WholeState) -> dict[str, Tensor]:
+    def take_gradients(self, state: FullFinetuneState) -> dict[str, Tensor]:
         """Returns and removes this rank's gradients of backward passes, in the base's dtype (the head's in fp32)."""
         found = {}
         for name, parameter in state.copies.items():
@@ -68,7 +68,7 @@ class ComputeCopy:
         return found
 
 
-class WholeState:
+class FullFinetuneState:
     """A ModelState of all weights.
 
     Masters, moments and gradients lie on one device: the engine's, or the CPU if offloaded.
@@ -88,7 +88,7 @@ class WholeState:
         self.optimizer = ShardedAdamW(masters, shards)
         self.identity = object()
         self._engine, self._copy, self._form = engine, copy, form
-        self._home = next((masters[name].device for name in shards.mine()), engine.base.device)
+        self._master_device = next((masters[name].device for name in shards.mine()), engine.base.device)
         self._found: dict[str, Tensor] = {}
         self._pending: dict[str, Tensor] | None = None
 
@@ -96,7 +96,7 @@ class WholeState:
     def critic(self) -> bool:
         return self.adapter is not None
 
-    def held(self) -> Iterator[Tensor]:
+    def tensors(self) -> Iterator[Tensor]:
         """Yields nothing: this model is alone on its trainer, and `trainer.offload` keeps it in host memory."""
         return iter(())
 
@@ -192,22 +192,23 @@ class WholeState:
         return summed
 
     def _add(self, name: str, gradient: Tensor) -> None:
-        gradient = gradient.to(self._home).float()
+        gradient = gradient.to(self._master_device).float()
         known = self._found.get(name)
         self._found[name] = gradient if known is None else known.add_(gradient)
 
 
 @dataclass(frozen=True, slots=True)
-class WholeModels:
-    """The Models of a full fine-tuning trainer. `source` is the base's folder; `home` is the device of the masters."""
+class FullFinetuneModels:
+    """The Models of a full fine-tuning trainer. `source` is the base's folder; `master_device` is the device of the
+    masters."""
 
     engine: Engine
     copy: ComputeCopy
     source: str
-    home: torch.device
+    master_device: torch.device
     share_passes: bool = False
 
-    def fresh(self, op: Create) -> WholeState:
+    def fresh(self, op: Create) -> FullFinetuneState:
         """Loads the base's weights in their files' own precision, which may be finer than the engine's."""
         if op.lora is not None:
             raise UserOpError("this trainer trains the base's own weights, not LoRA adapters")
@@ -217,7 +218,7 @@ class WholeModels:
             weights[VALUE_HEAD] = lora.new_value_head(self.engine.base.model, torch.Generator("cpu").manual_seed(0))
         return self._state_of(weights, form)
 
-    def read(self, folder: Path, *, optimizer: bool, critic: bool) -> WholeState:
+    def read(self, folder: Path, *, optimizer: bool, critic: bool) -> FullFinetuneState:
         form = self._form(critic)
         try:
             _check_class(folder, form)
@@ -239,12 +240,14 @@ class WholeModels:
             raise UserOpError(f"transformers has no sequence classifier to save a critic on {base.info.arch} as")
         return classifier
 
-    def _state_of(self, weights: Mapping[str, Tensor], form: Any) -> WholeState:
+    def _state_of(self, weights: Mapping[str, Tensor], form: Any) -> FullFinetuneState:
         """Makes a state of all of the form's weights; leaves out those that a critic does not use."""
         sizes = {name: weights[name].numel() for name, _ in form.named_parameters()}
         shards = Shards.of(sizes, self.engine.ranks, self.engine.base.device, split=self.engine.shards_optimizer)
-        masters = {name: nn.Parameter(weights[name].to(self.home if shards.owns(name) else "meta")) for name in sizes}
-        return WholeState(self.engine, self.copy, form, masters, shards)
+        masters = {
+            name: nn.Parameter(weights[name].to(self.master_device if shards.owns(name) else "meta")) for name in sizes
+        }
+        return FullFinetuneState(self.engine, self.copy, form, masters, shards)
 
 
 def _value_head(shape: torch.Size, device: torch.device) -> Adapter:

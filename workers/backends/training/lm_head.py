@@ -89,7 +89,7 @@ class Scored:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Head:
+class LmHead:
     """logits = rule(h Wᵀ + adapters). `weight` is [V, hidden]; None where "hidden" states already are logits.
 
     `path` is the head's module path, the key of an adapter's pair. `gradient` collects the weight's own gradient, if
@@ -181,8 +181,10 @@ class Head:
         share = gradient.sum(-1, keepdim=True).div_(scored.total)
         at_targets = gradient * scored.slopes
         for rows in _slices(len(gradient), _WORK_ELEMENTS // scored.exps.shape[1]):
-            whole = scored.exps[rows].float().mul_(-share[rows])
-            scored.exps[rows] = whole.scatter_add_(-1, scored.targets[rows], at_targets[rows]).to(scored.exps.dtype)
+            slope_sums = scored.exps[rows].float().mul_(-share[rows])
+            scored.exps[rows] = slope_sums.scatter_add_(-1, scored.targets[rows], at_targets[rows]).to(
+                scored.exps.dtype
+            )
         return torch.full_like(share, self.rule.scale)
 
     def _back_through(self, part: Part, scored: Scored, factor: Tensor) -> Tensor:

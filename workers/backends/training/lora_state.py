@@ -47,9 +47,9 @@ class AdapterState:
     def critic(self) -> bool:
         return self.adapter.critic
 
-    def held(self) -> Iterator[Tensor]:
+    def tensors(self) -> Iterator[Tensor]:
         yield from self.adapter.tensors().values()
-        yield from self.optimizer.held()
+        yield from self.optimizer.tensors()
         yield from self.pending_gradients().values()
 
     def begin(self) -> None:
@@ -116,10 +116,10 @@ class AdapterState:
     def export(self) -> Writer:
         if self.critic:
             raise UserOpError("a critic's value head is not part of a Hugging Face causal model; export its adapter")
-        base, whole = self.engine.base, merged(self.engine, self.adapter)
+        base, full_weights = self.engine.base, merged(self.engine, self.adapter)
         if self.engine.ranks.rank != 0:
             return write_nothing
-        return huggingface_writer(base.model, whole, base.dtype, base.tokenizer)
+        return huggingface_writer(base.model, full_weights, base.dtype, base.tokenizer)
 
     def check_same_shape(self, other: ModelState) -> None:
         assert other.adapter is not None
@@ -192,10 +192,10 @@ def merged(engine: Engine, adapter: Adapter) -> dict[str, Tensor]:
         pair = adapter.pairs.get(name.removesuffix(".weight"))
         if pair is None and name in model.all_tied_weights_keys:
             continue
-        with engine.whole(parameter):
+        with engine.gathered(parameter):
             if engine.ranks.rank == 0:
-                whole = parameter if pair is None else _added(parameter, pair, adapter.scaling)
-                found[name] = whole.detach().to("cpu")  # no copy on a CPU: the base is frozen
+                full_weights = parameter if pair is None else _added(parameter, pair, adapter.scaling)
+                found[name] = full_weights.detach().to("cpu")  # no copy on a CPU: the base is frozen
     return found
 
 

@@ -66,11 +66,13 @@ class ShardedAdamW:
         """
         found = {"step": torch.tensor(self.steps)}
         for moment in _MOMENTS:
-            held = {name: self._state(p)[moment] if name in self._mine else p for name, p in self._parameters.items()}
-            found |= {f"{moment}.{name}": tensor for name, tensor in self._shards.gathered(held).items()}
+            gathered = {
+                name: self._state(p)[moment] if name in self._mine else p for name, p in self._parameters.items()
+            }
+            found |= {f"{moment}.{name}": tensor for name, tensor in self._shards.gathered(gathered).items()}
         return found
 
-    def held(self) -> Iterator[Tensor]:
+    def tensors(self) -> Iterator[Tensor]:
         """Yields the tensors of the state that this rank holds."""
         for parameter in self._mine.values():
             yield from self._state(parameter).values()

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from workers.backends.training.lm_head import Head, Scored, Segments
+from workers.backends.training.lm_head import LmHead, Scored, Segments
 from workers.models.lora import Adapter
 
 # Rows of logits made at once. On a CPU more rows gain nothing, and fewer rows read the head's weight too often; a GPU
@@ -22,7 +22,7 @@ _KEPT_ELEMENTS = 2**26
 _WORTH_PICKING = 0.75
 
 
-class Reading:
+class PolicyOutputs:
     """Policy outputs of hidden [T, hidden size] for targets int64 [T, K]; the segments add up to T.
 
     `scores`: the logprobs, fp32 [T, K]; `entropy`: fp32 [T, 1] if it was asked for.
@@ -30,7 +30,7 @@ class Reading:
 
     def __init__(
         self,
-        head: Head,
+        head: LmHead,
         hidden: Tensor,
         targets: Tensor,
         segments: Segments,
@@ -56,8 +56,8 @@ class Reading:
     def gradient(self, seed: Tensor) -> Tensor:
         """Returns the gradient in `hidden`, of its dtype, from the gradient in the logprobs, fp32 [T, K]. Called once.
 
-        Rows where `seed` is 0 (prompts) cost nothing. Trained parts of the head get their gradient: see Head.backward.
-        """
+        Rows where `seed` is 0 (prompts) cost nothing. Trained parts of the head get their gradient: see
+        LmHead.backward."""
         found = torch.zeros_like(self._hidden)
         for i, rows in enumerate(self._chunks):
             wanted = seed[rows].ne(0).any(-1)
@@ -84,11 +84,11 @@ class Reading:
                 yield adapter, within
 
 
-class Valuing:
+class ValueOutputs:
     """Value outputs of hidden [T, hidden size]. The segments add up to T, and their adapters are critics.
 
     Computed in fp32. `scores`: the values, fp32 [T, 1]; `entropy`: None, since there is no distribution. Used like a
-    Reading.
+    PolicyOutputs.
     """
 
     entropy: Tensor | None = None

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from workers.backends.training.batch_ops import Job, asks_entropy
 from workers.backends.training.engine import Engine
-from workers.backends.training.lm_head import Head
+from workers.backends.training.lm_head import LmHead
 from workers.backends.training.microbatches import Column, MicroBatch, Share, cut
-from workers.backends.training.outputs import CHUNK_ROWS, Reading, Valuing
+from workers.backends.training.outputs import CHUNK_ROWS, PolicyOutputs, ValueOutputs
 from workers.models.lora import Adapter
 
-Read = Callable[[MicroBatch, Tensor], Reading | Valuing]
+Outputs = Callable[[MicroBatch, Tensor], PolicyOutputs | ValueOutputs]
 """Computes the outputs of a block from its hidden states [T, hidden size]."""
 
 
@@ -38,12 +38,12 @@ class Pass:
         self._backward = not jobs[0].op.forward_only
         self._critics = jobs[0].critic
         lengths = [job.tokens.lengths for job in jobs]
-        self._batches = cut(lengths, micro_batch_tokens, packed=engine.trunk.packed)
+        self._batches = cut(lengths, micro_batch_tokens, packed=engine.hidden_states.packed)
 
-    def run(self, moved: Callable[[], None]) -> None:
+    def run(self, progress: Callable[[], None]) -> None:
         """Fills every job's scores and datums, and unless forward-only the found gradient of its state, from all ranks.
 
-        `moved` is called after each micro-batch.
+        `progress` is called after each micro-batch.
         """
         ranks = self._engine.ranks
         rounds = -(-len(self._batches) // ranks.size)
@@ -55,7 +55,7 @@ class Pass:
                 self._keep_in_step()
             if self._backward:
                 self._collect()
-            moved()
+            progress()
         self._engine.rest()
         self._gather()
 
@@ -63,21 +63,21 @@ class Pass:
         tokens = np.concatenate([self._jobs[share.op].tokens.flat(share.datums) for share in batch.shares])
         owners = [(self._jobs[share.op].adapter, len(share.datums)) for share in batch.shares]
         with torch.set_grad_enabled(self._backward):
-            hidden = self._engine.trunk(
+            hidden = self._engine.hidden_states(
                 self._moved(tokens.astype(np.int64)), batch.lengths, owners, hidden=self._critics
             )
         gradient = torch.zeros_like(hidden, requires_grad=False) if self._backward else None
-        with torch.no_grad(), self._reader() as read:
+        with torch.no_grad(), self._outputs() as outputs_of:
             for rows, block in batch.blocks(CHUNK_ROWS[self._device.type]):
-                reading = read(block, hidden[rows])
-                seed = self._losses(block, reading.scores, reading.entropy)
+                outputs = outputs_of(block, hidden[rows])
+                seed = self._losses(block, outputs.scores, outputs.entropy)
                 if gradient is not None:
-                    gradient[rows] = reading.gradient(seed)
+                    gradient[rows] = outputs.gradient(seed)
         if hidden.requires_grad:
             hidden.backward(gradient)
 
     @contextmanager
-    def _reader(self) -> Iterator[Read]:
+    def _outputs(self) -> Iterator[Outputs]:
         """Yields the function that computes policy or value outputs.
 
         For policies this is a collective (see Engine.head); a critic makes no logits.
@@ -88,13 +88,13 @@ class Pass:
         with self._engine.head() as head:
             yield partial(self._logprobs, head)
 
-    def _logprobs(self, head: Head, block: MicroBatch, hidden: Tensor) -> Reading:
+    def _logprobs(self, head: LmHead, block: MicroBatch, hidden: Tensor) -> PolicyOutputs:
         asked = any(asks_entropy(self._jobs[share.op].op) for share in block.shares)
         targets = self._targets(block)
-        return Reading(head, hidden, targets, self._owners(block), keep=self._backward, entropy=asked)
+        return PolicyOutputs(head, hidden, targets, self._owners(block), keep=self._backward, entropy=asked)
 
-    def _values(self, block: MicroBatch, hidden: Tensor) -> Valuing:
-        return Valuing(hidden, self._owners(block))
+    def _values(self, block: MicroBatch, hidden: Tensor) -> ValueOutputs:
+        return ValueOutputs(hidden, self._owners(block))
 
     def _owners(self, block: MicroBatch) -> list[tuple[Adapter | None, int]]:
         return [(self._jobs[share.op].adapter, share.tokens) for share in block.shares]
@@ -146,8 +146,10 @@ class Pass:
     def _keep_in_step(self) -> None:
         """Runs a pass over one token and drops the result, so that this rank joins the others' collectives."""
         with torch.set_grad_enabled(self._backward):
-            hidden = self._engine.trunk(self._moved(np.zeros(1, np.int64)), [1], [(None, 1)], hidden=self._critics)
-        with self._reader():
+            hidden = self._engine.hidden_states(
+                self._moved(np.zeros(1, np.int64)), [1], [(None, 1)], hidden=self._critics
+            )
+        with self._outputs():
             pass
         if hidden.requires_grad:
             hidden.backward(torch.zeros_like(hidden))

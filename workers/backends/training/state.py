@@ -40,7 +40,7 @@ class ModelState(Protocol):
         """True if the model has a value head in the place of the base's head."""
         ...
 
-    def held(self) -> Iterator[Tensor]:
+    def tensors(self) -> Iterator[Tensor]:
         """Yields every tensor of the state: weights, optimizer, pending gradient. Their `data` may move while no call
         runs."""
         ...
@@ -160,5 +160,5 @@ class Residency:
 
 
 def _move(state: ModelState, device: torch.device) -> None:
-    for tensor in state.held():
+    for tensor in state.tensors():
         tensor.data = tensor.data.to(device, copy=True)

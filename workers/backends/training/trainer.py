@@ -18,11 +18,11 @@ from app.domain.ops import DropGradients, ForwardBackward, OptimStep
 from app.domain.results import Done, OptimStepOutput, Output
 from app.errors import OpError, ServerOpError, UserOpError
 from app.settings import BaseModelSettings
-from workers.backends.failures import Standstill, ran_out_of_memory
+from workers.backends.failures import StallDetector, ran_out_of_memory
 from workers.backends.training.base import BackendOp, Create, Load, Writer
 from workers.backends.training.batch_ops import Job
 from workers.backends.training.engine import Engine
-from workers.backends.training.full_state import ComputeCopy, WholeModels
+from workers.backends.training.full_state import ComputeCopy, FullFinetuneModels
 from workers.backends.training.lora_state import AdapterModels
 from workers.backends.training.passes import Pass
 from workers.backends.training.state import Models, ModelState, Residency
@@ -45,7 +45,7 @@ class Trainer(ABC):
         self._engine: Engine
         self._models: Models
         self._residency: Residency
-        self._standstill = Standstill()
+        self._stall_detector = StallDetector()
         self._broken = False
 
     @abstractmethod
@@ -89,7 +89,7 @@ class Trainer(ABC):
                 self._engine.ranks.send(encode_call("close", model_id))
 
     def healthy(self) -> bool:
-        return not self._broken and self._standstill.seconds <= self._settings.trainer.rank_deadline_s
+        return not self._broken and self._stall_detector.seconds <= self._settings.trainer.rank_deadline_s
 
     def shutdown(self) -> None:
         """Lets the other ranks leave `follow`; nothing may be called afterwards. A broken group ends by itself."""
@@ -142,7 +142,7 @@ class Trainer(ABC):
     def _guarded(self) -> Iterator[None]:
         """Wraps a call of rank 0. Marks this process broken when its ranks are out of step or a device is lost."""
         try:
-            with self._standstill.call():
+            with self._stall_detector.call():
                 yield
         except OpError:
             raise
@@ -204,7 +204,7 @@ class Trainer(ABC):
         try:
             jobs = {m: Job.of(op, states[m], self._engine.base.device) for m, op in ops.items()}
             one = Pass(self._engine, list(jobs.values()), self._settings.trainer.micro_batch_tokens)
-            one.run(self._standstill.moved)
+            one.run(self._stall_detector.progress)
         except (RuntimeError, MemoryError) as error:
             if not ran_out_of_memory(error) or self._engine.ranks.size > 1:
                 raise
@@ -263,8 +263,8 @@ class Trainer(ABC):
     def _made_by(self, engine: Engine) -> Models:
         if not self._full:
             return AdapterModels(engine, self._settings.path)
-        home = torch.device("cpu") if self._settings.trainer.offload else engine.base.device
-        return WholeModels(engine, ComputeCopy(engine), self._settings.path, home)
+        master_device = torch.device("cpu") if self._settings.trainer.offload else engine.base.device
+        return FullFinetuneModels(engine, ComputeCopy(engine), self._settings.path, master_device)
 
     def _export(self, model_id: str) -> Writer:
         self._residency.bring(self._states, [model_id])

@@ -30,7 +30,7 @@ def lender(api: Api, accounts: AccountService) -> Api:
 
 
 def reading_key(lender: Api, accounts: AccountService) -> str:
-    caller = lender.services.callers(lender.key)
+    caller = lender.services.authenticator(lender.key)
     return accounts.add_key(caller.user, caller.project, ())[1]
 
 
@@ -119,9 +119,9 @@ def test_a_token_made_from_a_key_will_do(
     lender: Api, stranger: Api, accounts: AccountService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokens = Tokens("s" * 32, 3600)
-    monkeypatch.setattr(lender.services.callers, "_tokens", tokens)
+    monkeypatch.setattr(lender.services.authenticator, "_tokens", tokens)
     path = saved(lender)
-    jwt = tokens.issue(lender.services.callers(reading_key(lender, accounts)), "")
+    jwt = tokens.issue(lender.services.authenticator(reading_key(lender, accounts)), "")
     assert _new(stranger, path, jwt).status_code == 200
 
 

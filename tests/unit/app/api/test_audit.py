@@ -57,7 +57,7 @@ def do(api: Api, method: str, path: str, body: dict[str, Any] | None = None) -> 
 def test_what_is_done_to_a_run_and_its_checkpoints_is_told_in_order(admin: Api) -> None:
     path = saved(admin)
     model = TinkerPath.parse(path).model_id
-    session, caller = session_of(model), admin.services.callers(admin.key)
+    session, caller = session_of(model), admin.services.authenticator(admin.key)
     project_id = caller.project
     do(admin, "POST", "save_weights", {"model_id": model, "seq_id": 1, "path": "a"})
     copied = do(admin, "POST", "copy_weights", {"source_path": path, "destination_project_id": project_id})[
@@ -114,11 +114,11 @@ def test_a_call_that_was_put_off_is_not_told_of_and_comes_with_other_content_as_
 ) -> None:
     saving = {"model_id": admin.model(), "seq_id": 1, "path": "a"}
     with monkeypatch.context() as full:
-        full.setattr(admin.services.allowances._limits, "_default", Limits(requests_per_s=0.0001))
-        admin.services.allowances._limits._found.clear()
+        full.setattr(admin.services.quotas._limits, "_default", Limits(requests_per_s=0.0001))
+        admin.services.quotas._limits._found.clear()
         assert admin.post("create_session", {}).status_code == 200, "which empties the bucket"
         assert admin.post("save_weights", saving).status_code == 429
-    admin.services.allowances._limits._found.clear()
+    admin.services.quotas._limits._found.clear()
     do(admin, "POST", "save_weights", {**saving, "path": "b"})
     told = [entry.tinker_path for entry in own(admin) if entry.event == "checkpoint_save"]
     assert [path.rpartition("/")[2] for path in told if path] == ["b"]
@@ -220,7 +220,7 @@ def test_types_and_days_choose(admin: Api) -> None:
     age(admin.services.oplog._redis, 24)
     assert events(admin) == []
     yesterday = f"?day={today - timedelta(days=1)}"
-    caller, before = admin.services.callers(admin.key), log(admin, yesterday)
+    caller, before = admin.services.authenticator(admin.key), log(admin, yesterday)
     assert len(own(admin, yesterday)) == 3
     sweep(admin)
     assert log(admin, yesterday) == before

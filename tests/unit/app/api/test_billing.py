@@ -67,7 +67,7 @@ def test_each_kind_of_usage_is_what_the_sdk_has_for_it(admin: Api) -> None:
         {"type": "checkpoint", "count": 2},
         {"type": "storage", "free": False, "gigabyte_hours": 1.0},
     ]
-    caller = admin.services.callers(admin.key)
+    caller = admin.services.authenticator(admin.key)
     for event in answer.data:
         assert (event.bucket_start, event.bucket_end, event.base_model) == (now, now + HOUR, BASE)
         assert (event.session_id, event.project_id, event.user_id) == (
@@ -85,7 +85,7 @@ def test_usage_is_the_same_from_the_object_store_and_after_the_state_server_was_
     train(admin, model, {"training": 6})
     age(admin.services.oplog._redis)
     train(admin, model, {"training": 1}, seq=2)
-    caller, before = admin.services.callers(admin.key), events(admin, window(now - HOUR, 2))
+    caller, before = admin.services.authenticator(admin.key), events(admin, window(now - HOUR, 2))
     assert [event.event_info.token_count for event in before.data] == [6, 1]
     sweep(admin)
     assert events(admin, window(now - HOUR, 2)) == before

@@ -82,7 +82,7 @@ def test_a_failed_future_is_a_200_with_its_error(api: Api) -> None:
 
 
 def test_a_poll_that_is_not_ready_says_try_again_and_what_runs_first(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.services.queue._STATE_LOOK_S", 0.0)
+    monkeypatch.setattr("app.services.queue._STATE_SNAPSHOT_AGE_S", 0.0)
     model = api.model()
     api.forward_backward(batch(model, 1))
     request_id = api.forward_backward(batch(model, 2)).json["request_id"]
@@ -99,7 +99,7 @@ def test_a_poll_that_is_not_ready_says_try_again_and_what_runs_first(api: Api, m
 def test_a_poll_is_told_when_nobody_is_there_to_run_what_it_waits_for(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("app.services.queue._STATE_LOOK_S", 0.0)
+    monkeypatch.setattr("app.services.queue._STATE_SNAPSHOT_AGE_S", 0.0)
     request_id = ask(api, api.sampler())
     api.services.records.delete(Worker.namespace, "sampler-0")
     paused = api.post("retrieve_future", {"request_id": request_id}).json
@@ -116,7 +116,7 @@ def test_a_held_poll_wakes_when_the_result_is_committed(api: Api, monkeypatch: p
     model = api.model()
     request_id = api.forward_backward(batch(model, 1)).json["request_id"]
     patient = api.services.settings.api.model_copy(update={"poll_hold_s": 60.0})
-    monkeypatch.setattr(api.services.polls._holds, "_settings", patient)
+    monkeypatch.setattr(api.services.polls._poll_limiter, "_settings", patient)
     answers: list[tuple[int, bytes, str]] = []
     poller = threading.Thread(target=lambda: answers.append(poll(api, request_id)), daemon=True)
     poller.start()
@@ -174,7 +174,7 @@ def test_a_batch_poll_wakes_when_any_of_its_requests_ends(api: Api, monkeypatch:
     sampler = api.sampler()
     waited = ask(api, sampler, 3 * 10**9 + 1)
     patient = api.services.settings.api.model_copy(update={"poll_hold_s": 60.0})
-    monkeypatch.setattr(api.services.batch_polls._holds, "_settings", patient)
+    monkeypatch.setattr(api.services.batch_polls._poll_limiter, "_settings", patient)
     answers: list[Any] = []
     poller = threading.Thread(target=lambda: answers.append(poll_all(api, sampler, clone=3).json), daemon=True)
     poller.start()

@@ -45,7 +45,7 @@ HOURS = 0.0001
 @pytest.fixture
 def limit(api: Api, monkeypatch: pytest.MonkeyPatch) -> Limit:
     """Sets the [limits.project] section of the settings."""
-    limits = api.services.allowances._limits
+    limits = api.services.quotas._limits
 
     def change(**found: float) -> None:
         monkeypatch.setattr(limits, "_default", Limits(**found))
@@ -148,7 +148,7 @@ def test_a_refused_model_is_not_there_and_what_ends_makes_room(api: Api, limit: 
     assert (made.status_code, api.post("create_model", body).json) == (200, made.json), "a repeat"
 
 
-def test_a_repeat_of_what_is_there_is_let_in_though_nothing_else_is(api: Api, limit: Limit) -> None:
+def test_a_repeat_of_what_is_there_is_admitted_though_nothing_else_is(api: Api, limit: Limit) -> None:
     session, source = api.session(), copies.saved(api)
     sampler = ("create_sampling_session", {"session_id": session, "sampling_session_seq_id": 0, "base_model": BASE})
     rows = calls(api)
@@ -292,15 +292,15 @@ def test_a_session_moves_only_where_there_is_room_for_all_of_it(
     accounts.set_limits(target, {full: 9 if full == "storage_bytes" else 0})
     assert move() == 403
     accounts.set_limits(target, {full: 10})
-    api.services.allowances._limits._found.clear()
+    api.services.quotas._limits._found.clear()
     assert move() == 200
     accounts.set_limits(target, {full: 0})
-    api.services.allowances._limits._found.clear()
+    api.services.quotas._limits._found.clear()
     assert move() == 200, "it is there"
     used = api.get(f"limits?project_id={target}").json["project"]["used"]
     assert (used["live_models"], used["storage_bytes"]) == (1, 10)
     accounts.set_limits(target, {full: None})
     accounts.set_limits(api.key.removeprefix("tml-").partition(".")[0], {full: 0, "requests_per_s": HOURS})
-    api.services.allowances._limits._found.clear()
+    api.services.quotas._limits._found.clear()
     assert move(place.project) == 200, "what its key has it had before"
     assert move() == 429, "each is a call of its key"

@@ -18,7 +18,7 @@ PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [1]}]}
 
 @pytest.fixture(autouse=True)
 def look_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_LOOK_S", "_STATE_LOOK_S"):
+    for name in ("_SNAPSHOT_AGE_S", "_STATE_SNAPSHOT_AGE_S"):
         monkeypatch.setattr(f"app.services.queue.{name}", 0.0)
 
 
@@ -90,12 +90,12 @@ def test_what_runs_is_said_to_run_and_what_has_ended_is_gone(api: Api) -> None:
     assert [call["request_id"] for call in queue(api)["calls"]] == [samples[0]]
 
 
-def test_what_has_ended_since_the_last_look_is_gone_too(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_has_ended_since_the_last_snapshot_is_gone_too(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     model = api.model()
     for seq in (1, 2):
         api.forward_backward(batch(model, seq))
     assert len(queue(api)["calls"]) == 2
-    monkeypatch.setattr("app.services.queue._LOOK_S", 60.0)
+    monkeypatch.setattr("app.services.queue._SNAPSHOT_AGE_S", 60.0)
     seqs = api.services.queue._backlog.seqs([model])
     monkeypatch.setattr(api.services.queue._backlog, "seqs", lambda models: seqs)
     api.commit(model, 1)
@@ -149,16 +149,16 @@ def test_what_it_does_not_know_is_refused(api: Api, query: str) -> None:
     assert (answer.status_code, query.partition("=")[0] in answer.json["detail"]) == (422, True)
 
 
-def test_2000_polls_and_pages_within_a_moment_are_one_look(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.services.queue._STATE_LOOK_S", 60.0)
-    monkeypatch.setattr("app.services.queue._LOOK_S", 60.0)
+def test_2000_polls_and_pages_within_a_moment_are_one_snapshot(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.services.queue._STATE_SNAPSHOT_AGE_S", 60.0)
+    monkeypatch.setattr("app.services.queue._SNAPSHOT_AGE_S", 60.0)
     looks: list[int] = []
     backlog = api.services.queue._backlog
     unfinished = backlog.unfinished
     monkeypatch.setattr(backlog, "unfinished", lambda most: looks.append(most) or unfinished(most))
     model = api.model()
     request_id = api.forward_backward(batch(model, 1)).json["request_id"]
-    monkeypatch.setattr(api.services.queue._looks, "_looked", float("-inf"))
+    monkeypatch.setattr(api.services.queue._snapshots, "_taken_at", float("-inf"))
     future = api.services.oplog.future(request_id, {_project(api, model)})
     states = {api.services.queue_states.of(future).reason for _ in range(2000)}
     assert queue(api)["cursor"]["total_count"] == 1

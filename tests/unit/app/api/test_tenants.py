@@ -240,7 +240,7 @@ def test_tokens_are_off_until_they_are_switched_on(api: Api) -> None:
 
 def test_a_token_that_is_too_old_asks_for_another(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = Tokens("s" * 32, -3600)
-    monkeypatch.setattr(api.services.callers, "_tokens", tokens)
+    monkeypatch.setattr(api.services.authenticator, "_tokens", tokens)
     monkeypatch.setattr(api.services.own_key, "_tokens", tokens)
     old = replace(api, key=api.post("auth/token", {}).json["jwt"])
     answer = old.get("auth/apikey/me")

@@ -5,6 +5,7 @@ import runpy
 import subprocess
 import sys
 import zipfile
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -78,7 +79,7 @@ def test_an_environment_that_cannot_be_written_is_named(environment):
 
 
 def test_an_environment_without_pip_is_named_with_the_remedy(environment, monkeypatch):
-    monkeypatch.setattr(model, "find_spec", lambda name: None)
+    monkeypatch.setattr(model, "PathFinder", SimpleNamespace(find_spec=lambda name: None))
     with pytest.raises(SetupError, match=rf"has no pip; run `{sys.executable} -m ensurepip` and try again"):
         model.fetch()
 

@@ -23,13 +23,13 @@ def test_one_named_task_a_future_without_its_payload(api: Api) -> None:
     model = api.model()
     for _ in range(2):
         api.forward_backward(batch(model, 1))
-    rung = [m for m in messages(api, f"train.{BASE}@node") if m["id"] == f"{model}:1"]
-    assert [(m["task"], m["argsrepr"], model in m["kwargsrepr"]) for m in rung] == [
+    dispatched = [m for m in messages(api, f"train.{BASE}@node") if m["id"] == f"{model}:1"]
+    assert [(m["task"], m["argsrepr"], model in m["kwargsrepr"]) for m in dispatched] == [
         ("tinsmith.forward_backward", "()", True)
     ]
 
 
-def test_the_bell_rings_on_the_shared_queue_until_a_node_owns_the_model(api: Api) -> None:
+def test_a_dispatch_goes_to_the_shared_queue_until_a_node_owns_the_model(api: Api) -> None:
     model = api.model()
     assert [m["id"] for m in messages(api, f"train.{BASE}")] == [f"{model}:0"]
     api.post("optim_step", {"model_id": model, "seq_id": 1})
@@ -37,7 +37,7 @@ def test_the_bell_rings_on_the_shared_queue_until_a_node_owns_the_model(api: Api
     assert len(messages(api, f"train.{BASE}")) == 1
 
 
-def test_a_sample_rings_on_its_bases_queue(api: Api) -> None:
+def test_a_sample_goes_to_its_bases_queue(api: Api) -> None:
     prompt = {"chunks": [{"tokens": [1], "type": "encoded_text"}]}
     answer = api.post("asample", {"sampling_session_id": api.sampler(), "seq_id": 0, "prompt": prompt})
     assert [m["id"] for m in messages(api, f"sample.{BASE}")] == [answer.json["request_id"]]

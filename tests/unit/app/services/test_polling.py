@@ -12,7 +12,7 @@ import redis
 from app.domain.accounts import Caller
 from app.domain.records import Sampler, dump
 from app.domain.results import Result
-from app.services.polling import BatchPollService, Futures, Holds, PollService
+from app.services.polling import BatchPollService, FutureFinder, LongPollLimiter, PollService
 from app.settings import ApiSettings
 from app.stores.redis.types import Completion, Future
 
@@ -40,8 +40,8 @@ class RecordingWaiter:
         assert self.release.wait(120)
 
 
-def poll_service(futures: Futures, waiter: RecordingWaiter, settings: ApiSettings) -> PollService:
-    return PollService(futures, waiter, Holds(settings))
+def poll_service(futures: FutureFinder, waiter: RecordingWaiter, settings: ApiSettings) -> PollService:
+    return PollService(futures, waiter, LongPollLimiter(settings))
 
 
 @pytest.fixture
@@ -118,21 +118,23 @@ def test_a_batch_poll_is_held_no_longer_than_it_asks_for(
     waiter: RecordingWaiter, asked: dict[str, float], held: list[float]
 ) -> None:
     waiter.release.set()
-    polls = BatchPollService(NoCompletions(), OneSampler(), waiter, Holds(ApiSettings(poll_hold_s=30)))
+    polls = BatchPollService(NoCompletions(), OneSampler(), waiter, LongPollLimiter(ApiSettings(poll_hold_s=30)))
     target = {"sampling_session_id": "s:sample:0", "cloned_sampler_id": 0}
     found = polls.wait(ME, {"target": target, "prev_cursor": 5, "retrieved_request_ids": [], **asked})
     assert (found, waiter.holds) == (([], 5), held)
 
 
 def test_batch_polls_and_polls_share_one_capacity(waiter: RecordingWaiter) -> None:
-    holds = Holds(ApiSettings(poll_capacity=1, spare_threads=8, poll_hold_s=30))
-    batch = BatchPollService(NoCompletions(), OneSampler(), waiter, holds)
+    poll_limiter = LongPollLimiter(ApiSettings(poll_capacity=1, spare_threads=8, poll_hold_s=30))
+    batch = BatchPollService(NoCompletions(), OneSampler(), waiter, poll_limiter)
     target = {"sampling_session_id": "s:sample:0", "cloned_sampler_id": 0}
     asked = {"target": target, "prev_cursor": 0, "retrieved_request_ids": []}
     held = threading.Thread(target=batch.wait, args=(ME, asked), daemon=True)
     held.start()
     assert waiter.arrived.acquire(timeout=60)
-    other = threading.Thread(target=PollService(PendingOpLog(), waiter, holds).wait, args=("m:1", ME), daemon=True)
+    other = threading.Thread(
+        target=PollService(PendingOpLog(), waiter, poll_limiter).wait, args=("m:1", ME), daemon=True
+    )
     other.start()
     assert waiter.arrived.acquire(timeout=60)
     waiter.release.set()

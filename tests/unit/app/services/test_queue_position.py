@@ -11,7 +11,7 @@ from typing import TypeVar
 import pytest
 
 from app.domain.records import Worker
-from app.services.queue_position import Place, Standings, describe
+from app.services.queue_position import Position, QueuePositions, describe
 from app.stores.redis.types import ModelLine, Unfinished, WaitingSample
 
 T = TypeVar("T")
@@ -23,20 +23,22 @@ def worker(queue: str = TRAIN, pace_s: float = 2.0, batch: int = 0) -> Worker:
 
 
 def line(name: str, owner: str = "me", waiting: int = 1, *, node: str = "w", queue: str = TRAIN, **more) -> ModelLine:
-    return ModelLine(f"{name}:train:0", owner, queue, node, 9, waiting, **{"running": False, "come": True, **more})
+    return ModelLine(f"{name}:train:0", owner, queue, node, 9, waiting, **{"running": False, "admitted": True, **more})
 
 
 def training(
     *lines: ModelLine, workers: Mapping[str, Worker] | None = None, weights: Mapping[str, float] = MappingProxyType({})
-) -> Standings:
+) -> QueuePositions:
     found = Unfinished(lines, [], {})
-    return Standings(found, {"w": worker()} if workers is None else workers, lambda project: weights.get(project, 1.0))
+    return QueuePositions(
+        found, {"w": worker()} if workers is None else workers, lambda project: weights.get(project, 1.0)
+    )
 
 
-def sampling(owners: Sequence[str], *, batch: int = 1, sequences: int = 0, workers: int = 1) -> Standings:
+def sampling(owners: Sequence[str], *, batch: int = 1, sequences: int = 0, workers: int = 1) -> QueuePositions:
     found = [WaitingSample(f"s:sample:0:{i}", owner, SAMPLE) for i, owner in enumerate(owners)]
-    crew = {str(i): worker(SAMPLE, batch=batch) for i in range(workers)}
-    return Standings(Unfinished([], found, {SAMPLE: sequences}), crew, lambda project: 1.0)
+    pool = {str(i): worker(SAMPLE, batch=batch) for i in range(workers)}
+    return QueuePositions(Unfinished([], found, {SAMPLE: sequences}), pool, lambda project: 1.0)
 
 
 def round_robin(queues: Mapping[str, Mapping[str, int]]) -> list[tuple[str, int]]:
@@ -60,10 +62,10 @@ def test_no_more_runs_before_a_call_than_is_said_whoever_begins(seed: int) -> No
     queues = {
         f"p{p}": {f"p{p}m{m}": rng.randint(1, 12) for m in range(rng.randint(1, 4))} for p in range(rng.randint(1, 5))
     }
-    standings = training(*(line(name, p, count) for p, models in queues.items() for name, count in models.items()))
+    positions = training(*(line(name, p, count) for p, models in queues.items() for name, count in models.items()))
     order = round_robin({project: _shuffled(rng, models) for project, models in _shuffled(rng, queues).items()})
-    said = [standings.of(f"{name}:train:0:{10 + n}") for name, n in order]
-    assert all(place is not None and at <= place.before < len(order) for at, place in enumerate(said))
+    said = [positions.of(f"{name}:train:0:{10 + n}") for name, n in order]
+    assert all(position is not None and at <= position.before < len(order) for at, position in enumerate(said))
 
 
 def _shuffled(rng: random.Random, items: Mapping[str, T]) -> dict[str, T]:
@@ -74,9 +76,9 @@ def test_alone_the_number_is_exact_and_grows_with_the_seq() -> None:
     found = training(line("a", waiting=3))
     assert [found.of(f"a:train:0:{seq}") for seq in (9, 10, 11, 12)] == [
         None,
-        Place(0, 0.0),
-        Place(1, 2.0),
-        Place(2, 4.0),
+        Position(0, 0.0),
+        Position(1, 2.0),
+        Position(2, 4.0),
     ]
 
 
@@ -105,22 +107,22 @@ def test_what_another_worker_holds_or_another_queue_is_for_is_not_in_the_way() -
         line("full", "her", 7, queue="full.b"),
         workers=workers,
     )
-    assert found.of("a:train:0:10") == Place(1, 2.0), "only what nobody holds yet"
+    assert found.of("a:train:0:10") == Position(1, 2.0), "only what nobody holds yet"
     unheld = found.of("nobody's:train:0:10")
     assert unheld.before == 2
     assert unheld.starts_in_s == pytest.approx(2 / (1 / 2 + 1)), "whoever is free first takes it"
 
 
 def test_what_runs_and_what_waits_for_a_lost_seq_is_told_apart() -> None:
-    assert training(line("a", running=True)).of("a:train:0:10") == Place(0, 0.0, running=True)
+    assert training(line("a", running=True)).of("a:train:0:10") == Position(0, 0.0, running=True)
     assert training(line("a", 2, running=True)).of("a:train:0:11").before == 1
-    assert training(line("a", come=False)).of("a:train:0:11") == Place(1, None, missing=10)
+    assert training(line("a", admitted=False)).of("a:train:0:11") == Position(1, None, missing=10)
 
 
-def test_without_a_pace_no_time_is_promised() -> None:
+def test_without_a_service_time_no_time_is_promised() -> None:
     found = training(line("a", waiting=2), workers={"w": worker(pace_s=0.0)})
-    assert found.of("a:train:0:11") == Place(1, None)
-    assert training(line("a", waiting=2), workers={}).of("a:train:0:11") == Place(1, None)
+    assert found.of("a:train:0:11") == Position(1, None)
+    assert training(line("a", waiting=2), workers={}).of("a:train:0:11") == Position(1, None)
 
 
 def test_samples_of_one_project_run_as_they_came_and_projects_take_turns() -> None:
@@ -140,16 +142,16 @@ def test_what_fits_into_the_batches_starts_at_once_and_the_rest_as_places_become
 
 def test_everything_is_said_in_words() -> None:
     said = [
-        Place(0, 0.0, running=True),
-        Place(3, None, missing=7),
-        Place(0, None),
-        Place(2, 0.0),
-        Place(1, None),
-        Place(1, 0.4),
-        Place(12, 34.2),
-        Place(900, 3600.0),
+        Position(0, 0.0, running=True),
+        Position(3, None, missing=7),
+        Position(0, None),
+        Position(2, 0.0),
+        Position(1, None),
+        Position(1, 0.4),
+        Position(12, 34.2),
+        Position(900, 3600.0),
     ]
-    assert [describe(place) for place in said] == [
+    assert [describe(position) for position in said] == [
         "it runs now",
         "seq 7 of its model has not arrived yet and must run first",
         "it runs now, or starts next",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from app.domain.records import Model, Sampler, Worker, dump
-from app.services.queue import ACTIVE, QueueLooks, QueueState, QueueStates
+from app.services.queue import ACTIVE, QueueSnapshots, QueueState, QueueStates
 from app.stores.redis.types import Future, ModelLine, Unfinished, WaitingSample
 
 BASE = "org/base"
@@ -24,7 +24,7 @@ def equal(project: str) -> float:
 @pytest.fixture(autouse=True)
 def looks_last(monkeypatch: pytest.MonkeyPatch) -> None:
     """Snapshots of the queue stay valid, however slow the machine."""
-    monkeypatch.setattr("app.services.queue._STATE_LOOK_S", 3600.0)
+    monkeypatch.setattr("app.services.queue._STATE_SNAPSHOT_AGE_S", 3600.0)
 
 
 class World:
@@ -34,7 +34,7 @@ class World:
         self.workers = set(ALL)
         self.lack = ""
         self.waiting = Unfinished([], [], {})
-        self.looks = 0
+        self.snapshots = 0
         self.reads = 0
         self.records = {
             "s:sample:0": dump(Sampler("me", "s", BASE, 0.0)),
@@ -44,7 +44,7 @@ class World:
         }
 
     def live(self) -> dict[str, Worker]:
-        self.looks += 1
+        self.snapshots += 1
         return {role: Worker(role, base, {}, {}, "", 0.0, queue="q", pace_s=2.0) for role, base in self.workers}
 
     def unfinished(self, most: int) -> Unfinished:
@@ -64,7 +64,7 @@ class Workers:
 
 
 def states(world: World) -> QueueStates:
-    return QueueStates(QueueLooks(Workers(world), world, world, equal), world)  # type: ignore[arg-type]
+    return QueueStates(QueueSnapshots(Workers(world), world, world, equal), world)  # type: ignore[arg-type]
 
 
 def test_with_its_worker_there_a_queue_is_active() -> None:
@@ -97,19 +97,19 @@ def test_a_store_that_takes_nothing_in_pauses_everything_and_says_why() -> None:
     assert world.lack in found.reason
 
 
-def test_2000_polls_that_end_together_cost_one_look_and_one_read_a_parent() -> None:
+def test_2000_polls_that_end_together_cost_one_snapshot_and_one_read_a_parent() -> None:
     world = World()
     found = states(world)
     for _ in range(1000):
         found.of(SAMPLE)
         found.of(STEP)
-    assert (world.looks, world.reads) == (1, 2)
+    assert (world.snapshots, world.reads) == (1, 2)
 
 
-def test_a_look_grows_old(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_snapshot_grows_old(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World()
     found = states(world)
-    monkeypatch.setattr("app.services.queue._STATE_LOOK_S", 0.0)
+    monkeypatch.setattr("app.services.queue._STATE_SNAPSHOT_AGE_S", 0.0)
     assert found.of(SAMPLE) == ACTIVE
     world.workers.discard(("sampler", BASE))
     assert found.of(SAMPLE).name == "paused_capacity"
@@ -119,7 +119,7 @@ def test_an_outage_is_found_out_by_one_poll_not_by_all() -> None:
     world = World()
     found = states(world)
     found.of(SAMPLE)
-    found._looks._looked = float("-inf")
+    found._snapshots._taken_at = float("-inf")
 
     def away() -> str:
         raise ConnectionError("away")
@@ -163,7 +163,7 @@ def test_why_it_is_paused_goes_before_its_place() -> None:
     world.workers.discard(("trainer", BASE))
     state = states(world).of(STEP)
     assert (state.name, state.reason) == ("paused_capacity", f"no trainer of {BASE} is running")
-    assert state.place is not None
+    assert state.position is not None
 
 
 def _line(model_id: str, owner: str) -> ModelLine:

@@ -15,7 +15,7 @@ from app import cli
 from app.domain.accounts import Caller
 from app.domain.results import HOUR_S
 from app.errors import Unauthorized
-from app.services.tenants.authentication import Callers
+from app.services.tenants.authentication import Authenticator
 from app.settings import EngineSettings
 from app.stores.objects.folder import FolderStore
 from app.stores.pages import PageFiles
@@ -41,8 +41,8 @@ def tinsmith(client: redis.Redis, valkey: str, tmp_path: Path, capsys: pytest.Ca
 
 
 @pytest.fixture
-def caller_of(client: redis.Redis) -> Callers:
-    return Callers((), RedisRecords(client), None)
+def caller_of(client: redis.Redis) -> Authenticator:
+    return Authenticator((), RedisRecords(client), None)
 
 
 def made(tinsmith: Command) -> tuple[str, str, str]:
@@ -142,7 +142,7 @@ def test_a_backup_holds_the_usage_and_the_audit_log_of_past_hours(tinsmith, clie
     day = f"{datetime.fromtimestamp(page.hour * HOUR_S, UTC):%Y-%m-%d}"
     files = PageFiles(FolderStore(tmp_path / "objects", "", ""))
     files.add(page, RedisPages(client, EngineSettings()).fields(page))
-    files.add(replace(page, book="usage"), {"training s b": "1"})
+    files.add(replace(page, ledger="usage"), {"training s b": "1"})
     told = tinsmith("admin", "audit", project, "--day", day)
     assert [line.split("\t")[1] for line in told.splitlines()] == ["project_create", "project_role_set", "key_create"]
     tinsmith("backup", tmp_path / "file")
@@ -152,7 +152,7 @@ def test_a_backup_holds_the_usage_and_the_audit_log_of_past_hours(tinsmith, clie
     assert tinsmith("admin", "audit", project, "--day", day) == told
     assert tinsmith("admin", "audit", project) == "", "nothing was done today"
     assert files.find("usage", project, range(page.hour, page.hour + 1)) == {
-        replace(page, book="usage"): {"training s b": "1"}
+        replace(page, ledger="usage"): {"training s b": "1"}
     }
 
 

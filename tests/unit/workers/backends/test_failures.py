@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from workers.backends import failures
-from workers.backends.failures import Standstill
+from workers.backends.failures import StallDetector
 
 
 @pytest.fixture
@@ -14,8 +14,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def test_what_does_not_run_does_not_stand_still(clock: list[float]):
-    still = Standstill()
-    still.moved()
+    still = StallDetector()
+    still.progress()
     clock[0] += 50
     assert still.seconds == 0
     with still.call():
@@ -26,13 +26,13 @@ def test_what_does_not_run_does_not_stand_still(clock: list[float]):
 
 
 def test_calls_that_overlap_stand_still_since_any_of_them_moved(clock: list[float]):
-    still = Standstill()
+    still = StallDetector()
     with still.call():
         clock[0] += 10
         with still.call():
             assert still.seconds == 10, "one that comes moves nothing"
             clock[0] += 10
-            still.moved()
+            still.progress()
             clock[0] += 3
             assert still.seconds == 3
         clock[0] += 4

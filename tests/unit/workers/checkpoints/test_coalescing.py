@@ -9,7 +9,7 @@ import pytest
 
 from tests.unit.workers.conftest import await_true
 from workers.checkpoints import coalescing
-from workers.checkpoints.coalescing import Latest
+from workers.checkpoints.coalescing import CoalescingWorker
 
 SOON_S = 60.0
 
@@ -38,21 +38,21 @@ def work() -> Work:
 
 
 @pytest.fixture
-def latest(work: Work) -> Iterator[Latest[int]]:
-    latest = Latest("test", work, retry_s=0.01)
+def latest(work: Work) -> Iterator[CoalescingWorker[int]]:
+    latest = CoalescingWorker("test", work, retry_s=0.01)
     yield latest
     work.gate.set()
     latest.close(SOON_S)
 
 
-def begin(latest: Latest[int], work: Work, item: int) -> None:
+def begin(latest: CoalescingWorker[int], work: Work, item: int) -> None:
     """Starts work on `item`, which lasts until the gate opens."""
     work.gate.clear()
     latest.put("a", item)
     await_true(lambda: latest.item("a") == item, "it was not begun")
 
 
-def test_the_newest_item_takes_the_place_of_those_that_wait(latest: Latest[int], work: Work):
+def test_the_newest_item_takes_the_place_of_those_that_wait(latest: CoalescingWorker[int], work: Work):
     begin(latest, work, 1)
     for item in (2, 3, 4):
         latest.put("a", item, at_once=True)
@@ -62,7 +62,7 @@ def test_the_newest_item_takes_the_place_of_those_that_wait(latest: Latest[int],
     assert sorted(work.done) == [("a", 1), ("a", 4), ("b", 9)]
 
 
-def test_what_failed_is_done_again_until_it_works(latest: Latest[int], work: Work):
+def test_what_failed_is_done_again_until_it_works(latest: CoalescingWorker[int], work: Work):
     work.broken = True
     latest.put("a", 1)
     await_true(lambda: work.tried >= 3, "it was not tried again")
@@ -71,7 +71,7 @@ def test_what_failed_is_done_again_until_it_works(latest: Latest[int], work: Wor
     assert work.done == [("a", 1)]
 
 
-def test_what_failed_gives_way_to_a_newer_item(latest: Latest[int], work: Work):
+def test_what_failed_gives_way_to_a_newer_item(latest: CoalescingWorker[int], work: Work):
     work.broken = True
     begin(latest, work, 1)
     latest.put("a", 2)
@@ -83,7 +83,7 @@ def test_what_failed_gives_way_to_a_newer_item(latest: Latest[int], work: Work):
 
 
 def test_a_key_that_took_long_rests_while_others_have_their_turn(
-    latest: Latest[int], work: Work, monkeypatch: pytest.MonkeyPatch
+    latest: CoalescingWorker[int], work: Work, monkeypatch: pytest.MonkeyPatch
 ):
     now = [1000.0]
     monkeypatch.setattr(coalescing, "time", SimpleNamespace(monotonic=lambda: now[0]))
@@ -103,7 +103,7 @@ def test_a_key_that_took_long_rests_while_others_have_their_turn(
     assert work.done == [("a", 1), ("b", 3), ("a", 2), ("b", 4)]
 
 
-def test_an_urgent_item_is_done_without_a_rest(latest: Latest[int], work: Work):
+def test_an_urgent_item_is_done_without_a_rest(latest: CoalescingWorker[int], work: Work):
     latest._rests["a"] = time.monotonic() + 10 * SOON_S
     latest.put("a", 1)
     latest.put("a", 2, at_once=True)
@@ -111,7 +111,7 @@ def test_an_urgent_item_is_done_without_a_rest(latest: Latest[int], work: Work):
     assert work.done == [("a", 2)]
 
 
-def test_to_finish_is_to_wait_until_it_is_done(latest: Latest[int], work: Work):
+def test_to_finish_is_to_wait_until_it_is_done(latest: CoalescingWorker[int], work: Work):
     begin(latest, work, 1)
     latest.put("a", 2)
     threading.Timer(0.1, work.gate.set).start()
@@ -119,7 +119,7 @@ def test_to_finish_is_to_wait_until_it_is_done(latest: Latest[int], work: Work):
     assert work.done == [("a", 1), ("a", 2)]
 
 
-def test_to_finish_does_not_wait_for_what_fails_again(latest: Latest[int], work: Work):
+def test_to_finish_does_not_wait_for_what_fails_again(latest: CoalescingWorker[int], work: Work):
     work.broken = True
     latest.put("a", 1)
     waiter = threading.Thread(target=latest.finish, args=("a", 10 * SOON_S), daemon=True)
@@ -129,13 +129,13 @@ def test_to_finish_does_not_wait_for_what_fails_again(latest: Latest[int], work:
     assert work.tried >= 1
 
 
-def test_to_finish_does_not_wait_for_ever(latest: Latest[int], work: Work):
+def test_to_finish_does_not_wait_for_ever(latest: CoalescingWorker[int], work: Work):
     begin(latest, work, 1)
     latest.finish("a", 0.05)
     assert work.done == []
 
 
-def test_what_is_dropped_is_not_done(latest: Latest[int], work: Work):
+def test_what_is_dropped_is_not_done(latest: CoalescingWorker[int], work: Work):
     begin(latest, work, 1)
     latest.put("a", 2)
     latest.drop("a")
@@ -145,7 +145,7 @@ def test_what_is_dropped_is_not_done(latest: Latest[int], work: Work):
     assert work.done == [("a", 1), ("b", 3)]
 
 
-def test_a_closed_one_ends_behind_what_it_is_doing(latest: Latest[int], work: Work):
+def test_a_closed_one_ends_behind_what_it_is_doing(latest: CoalescingWorker[int], work: Work):
     begin(latest, work, 1)
     latest.put("a", 2)
     threading.Timer(0.1, work.gate.set).start()

@@ -15,7 +15,7 @@ import pytest
 from app.domain import records
 from app.domain.checkpoints import MANIFEST
 from app.domain.ops import SaveWeights
-from app.domain.records import Handover, Sampler
+from app.domain.records import Sampler, ShmTransfer
 from app.errors import ServerOpError, Unavailable
 from app.stores.objects.folder import FolderStore
 from app.stores.redis import keys
@@ -24,7 +24,7 @@ from tests.unit.workers.conftest import LORA, MODEL, Worker, World, await_true, 
 from tests.unit.workers.train.saves import GatedStore, admit, applied
 from workers.backends.training.base import ADAPTER_FILE, Create
 from workers.checkpoints import shm_transfer, transfer
-from workers.checkpoints.shm_transfer import HandoverFolder
+from workers.checkpoints.shm_transfer import ShmFolder
 from workers.sample import adapters
 from workers.sample.adapters import AdapterFiles
 
@@ -65,7 +65,7 @@ def prefix_of(world: World) -> str:
 
 
 def on_record(world: World) -> list[str]:
-    return [prefix for prefix, _ in world.records.list(Handover.namespace)]
+    return [prefix for prefix, _ in world.records.list(ShmTransfer.namespace)]
 
 
 def await_upload(world: World) -> None:
@@ -74,8 +74,8 @@ def await_upload(world: World) -> None:
 
 def files(world: World, store: FolderStore, machine: str, asked: Callable[[str], None] = print) -> AdapterFiles:
     """Adapter files of a sampler on a machine of that name."""
-    nearby = HandoverFolder(world.folder / "handover" / machine, 2**30)
-    return AdapterFiles(store, world.records, nearby, world.folder / "sampler" / machine, 2**30, asked)
+    transfers = ShmFolder(world.folder / "handover" / machine, 2**30)
+    return AdapterFiles(store, world.records, transfers, world.folder / "sampler" / machine, 2**30, asked)
 
 
 def expected(world: World, *seeds: int) -> bytes:
@@ -135,7 +135,7 @@ def test_a_machine_that_is_lost_before_the_upload_loses_nothing(world: World, st
     prefix = handed_over(worker, world, 0)
     admit(world, *step(1), first=4)
     worker.handle(5, "optim_step")
-    worker.handovers.close()
+    worker.shm_transfers.close()
     world.client.delete(keys.lease(MODEL))
     healthy = FolderStore(world.folder / "objects", "secret", "http://x")
     heir = world.worker("b/1", store=healthy)
@@ -149,7 +149,7 @@ def test_a_process_that_dies_before_the_upload_leaves_it_to_the_next_on_its_mach
     """The next process owns no model yet."""
     worker = world.worker("a/1", store=store)
     prefix = handed_over(worker, world, 0)
-    worker.handovers.close()
+    worker.shm_transfers.close()
     healthy = FolderStore(world.folder / "objects", "secret", "http://x")
     world.worker("a/2", store=healthy)
     await_upload(world)
@@ -164,7 +164,7 @@ def test_a_local_snapshot_behind_a_lost_hand_over_is_passed_over(world: World, s
     worker.handle(5, "optim_step")
     local = world.folder / "a" / "snapshots" / MODEL / "5-1"
     await_true(local.is_dir, "a snapshot behind the save is on the disk")
-    worker.handovers.close()
+    worker.shm_transfers.close()
     worker.snapshots.close()
     shutil.rmtree(world.folder / "handover")
     healthy = FolderStore(world.folder / "objects", "secret", "http://x")
@@ -182,12 +182,12 @@ def test_memory_that_is_cleared_under_a_living_trainer_costs_a_replay(world: Wor
     prefix = handed_over(worker, world, 0)
     shutil.rmtree(world.folder / "handover")
     store.error = None
-    await_true(worker.handovers.lost, "the upload finds nothing to send")
-    worker.tidy()
+    await_true(worker.shm_transfers.lost, "the upload finds nothing to send")
+    worker.on_tick()
     assert worker.owner.residents() == {}
     assert worker.handle(3, "catch_up") is not None
     await_upload(world)
-    worker.tidy()
+    worker.on_tick()
     assert MODEL in worker.owner.residents(), "and it stays"
     assert stored_adapter(world, prefix) == expected(world, 0)
 
@@ -204,10 +204,10 @@ def test_what_is_uploaded_makes_room_for_what_comes(world: World, store: GatedSt
     """A container's shared memory may be too small for two."""
     store.open.set()
     worker = world.worker("a/1", store=store)
-    folder = worker.handovers._folder
+    folder = worker.shm_transfers._folder
     prefix = handed_over(worker, world, 0)
     await_upload(world)
-    await_true(lambda: not worker.handovers._uploads.item(MODEL), "the upload has ended")
+    await_true(lambda: not worker.shm_transfers._uploads.item(MODEL), "the upload has ended")
     size = sum(path.stat().st_size for path in (folder.root / prefix.replace("/", ",")).iterdir())
     object.__setattr__(folder, "most_bytes", size * 3 // 2)
     other = SaveWeights("sampler_weights", "ephemeral-4", sampling_session_id="session:sample:1")
@@ -221,7 +221,7 @@ def test_what_is_uploaded_makes_room_for_what_comes(world: World, store: GatedSt
 def test_without_room_what_was_lost_is_uploaded_as_the_model_comes_back(world: World, store: GatedStore):
     worker = world.worker("a/1", store=store)
     prefix = handed_over(worker, world, 0)
-    worker.handovers.close()
+    worker.shm_transfers.close()
     world.client.delete(keys.lease(MODEL))
     healthy = FolderStore(world.folder / "objects", "secret", "http://x")
     heir = world.worker("b/1", store=healthy, handover_bytes=0)
@@ -255,7 +255,7 @@ def test_a_store_that_was_away_has_everything_once_it_is_back(world: World, stor
     assert [stored_adapter(world, prefix) for prefix in prefixes] == [
         expected(world, *range(number + 1)) for number in range(3)
     ]
-    left = list(worker.handovers._folder.prefixes())
+    left = list(worker.shm_transfers._folder.prefixes())
     assert left == prefixes[-1:], "the newest stays at hand, the others need their memory no more"
 
 
@@ -263,7 +263,7 @@ def test_a_worker_that_is_asked_to_end_uploads_first_within_its_time(world: Worl
     worker = world.worker("a/1", store=store)
     prefix = handed_over(worker, world, 0)
     threading.Timer(0.2, store.open.set).start()
-    worker.drain.in_order(120.0)
+    worker.drain.settle_and_release(120.0)
     assert on_record(world) == []
     assert stored_adapter(world, prefix) == expected(world, 0)
 
@@ -271,7 +271,7 @@ def test_a_worker_that_is_asked_to_end_uploads_first_within_its_time(world: Worl
 def test_a_worker_that_is_asked_to_end_leaves_the_rest_to_the_journal(world: World, store: GatedStore):
     worker = world.worker("a/1", store=store)
     prefix = handed_over(worker, world, 0)
-    worker.drain.in_order(0.2)
+    worker.drain.settle_and_release(0.2)
     assert on_record(world) == [prefix]
     heir = world.worker("b/1", store=FolderStore(world.folder / "objects", "secret", "http://x"))
     heir.handle(3, "catch_up")
@@ -283,9 +283,9 @@ def test_two_owners_that_upload_at_once_agree_on_one_of_their_copies(world: Worl
     """On a GPU a replay may give different last bits; a manifest of one owner over the other's file would be damage."""
     store = FolderStore(world.folder / "objects", "secret", "http://x")
     worker = world.worker("a/1", store=store)
-    worker.handovers.close()
+    worker.shm_transfers.close()
     prefix = handed_over(worker, world, 0)
-    mine = worker.handovers._folder.find(prefix)
+    mine = worker.shm_transfers._folder.find(prefix)
     assert mine is not None
     theirs = tmp_path / "theirs"
     shutil.copytree(mine, theirs)
@@ -335,7 +335,7 @@ def test_the_end_of_a_run_ends_its_hand_overs(world: World, store: GatedStore):
     with pytest.raises(ServerOpError, match="gone"), files(world, store, "b").use(prefix):
         pass
     store.open.set()
-    await_true(lambda: worker.handovers._folder.find(prefix) is None, "the memory is free")
+    await_true(lambda: worker.shm_transfers._folder.find(prefix) is None, "the memory is free")
     assert store.list(prefix) == []
 
 
@@ -343,7 +343,7 @@ def test_a_run_that_cannot_be_brought_back_keeps_nobody_waiting(world: World, st
     worker = world.worker("a/1", share=math.inf, store=store)
     prefix = handed_over(worker, world, 0)
     world.await_snapshot(2)
-    worker.handovers.close()
+    worker.shm_transfers.close()
     world.client.delete(keys.lease(MODEL))
     shutil.rmtree(world.folder / "objects" / "models" / MODEL / "snapshots")
     heir = world.worker("b/1", store=FolderStore(world.folder / "objects", "secret", "http://x"))

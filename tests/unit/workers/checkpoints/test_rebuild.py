@@ -53,7 +53,7 @@ def emptied(world: World) -> None:
     run(world, worker, MODEL, 5, SaveWeights("weights", "saved", user_metadata={"note": "kept"}))
     run(world, worker, MODEL, 6, SaveWeights("sampler_weights", "ephemeral-6", sampling_session_id="session:sample:0"))
     run(world, worker, MODEL, 7, step(9)[0])
-    worker.handovers.finish(MODEL, 60.0)  # an upload that ends after the emptying removes its files
+    worker.shm_transfers.finish(MODEL, 60.0)  # an upload that ends after the emptying removes its files
     worker.owner.discard(MODEL)
     world.client.flushall()
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.full_disk import full_disk
 from workers.checkpoints import transfer
-from workers.checkpoints.shm_transfer import HandoverFolder
+from workers.checkpoints.shm_transfer import ShmFolder
 
 MODEL = "session:train:0"
 
@@ -29,17 +29,17 @@ def sealed(content: bytes = b"weights") -> Callable[[Path], None]:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> HandoverFolder:
-    return HandoverFolder(tmp_path / "handover", 2**20)
+def folder(tmp_path: Path) -> ShmFolder:
+    return ShmFolder(tmp_path / "handover", 2**20)
 
 
-def age(folder: HandoverFolder, prefix: str) -> None:
+def age(folder: ShmFolder, prefix: str) -> None:
     found = folder.find(prefix)
     assert found is not None
     os.utime(found, (time.time() - 3600,) * 2)
 
 
-def test_what_is_written_can_be_taken_and_outlives_its_removal(folder: HandoverFolder, tmp_path: Path):
+def test_what_is_written_can_be_taken_and_outlives_its_removal(folder: ShmFolder, tmp_path: Path):
     assert not folder.take(prefix(1), tmp_path / "taken")
     assert folder.write(prefix(1), sealed())
     assert folder.take(prefix(1), tmp_path / "taken")
@@ -49,9 +49,7 @@ def test_what_is_written_can_be_taken_and_outlives_its_removal(folder: HandoverF
     assert transfer.verify(tmp_path / "taken").seq == 1
 
 
-def test_it_is_taken_onto_another_file_system_too(
-    folder: HandoverFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_it_is_taken_onto_another_file_system_too(folder: ShmFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def refuse(target: Path, source: Path) -> None:
         raise OSError(errno.EXDEV, "Invalid cross-device link")
 
@@ -61,7 +59,7 @@ def test_it_is_taken_onto_another_file_system_too(
     assert transfer.verify(tmp_path / "taken").seq == 1
 
 
-def test_what_is_there_stays_as_it_is(folder: HandoverFolder, tmp_path: Path):
+def test_what_is_there_stays_as_it_is(folder: ShmFolder, tmp_path: Path):
     """A sampler may have used it."""
     folder.write(prefix(1), sealed(b"first"))
     assert folder.write(prefix(1), sealed(b"other"))
@@ -69,7 +67,7 @@ def test_what_is_there_stays_as_it_is(folder: HandoverFolder, tmp_path: Path):
     assert (tmp_path / "taken" / "adapter.bin").read_bytes() == b"first"
 
 
-def test_nothing_is_seen_of_what_is_being_written(folder: HandoverFolder, tmp_path: Path):
+def test_nothing_is_seen_of_what_is_being_written(folder: ShmFolder, tmp_path: Path):
     def look(target: Path) -> None:
         sealed()(target)
         assert folder.find(prefix(1)) is None
@@ -81,7 +79,7 @@ def test_nothing_is_seen_of_what_is_being_written(folder: HandoverFolder, tmp_pa
 
 
 def test_no_more_than_its_bytes_are_taken(tmp_path: Path):
-    folder = HandoverFolder(tmp_path / "handover", 10_000)
+    folder = ShmFolder(tmp_path / "handover", 10_000)
     assert folder.write(prefix(1), sealed(b"x" * 6_000))
     assert not folder.write(prefix(2), sealed(b"x" * 6_000))
     assert list(folder.prefixes()) == [prefix(1)]
@@ -89,18 +87,18 @@ def test_no_more_than_its_bytes_are_taken(tmp_path: Path):
 
 
 def test_one_that_may_hold_nothing_is_not_even_written_to(tmp_path: Path):
-    folder = HandoverFolder(tmp_path / "handover", 0)
+    folder = ShmFolder(tmp_path / "handover", 0)
     assert not folder.write(prefix(1), lambda target: pytest.fail("it was"))
 
 
-def test_a_full_disk_is_no_error(folder: HandoverFolder):
+def test_a_full_disk_is_no_error(folder: ShmFolder):
     with full_disk(4096):
         assert not folder.write(prefix(1), sealed(b"x" * 10_000))
     assert folder.find(prefix(1)) is None
 
 
 def test_a_folder_somebody_else_made_under_its_name_is_not_used(
-    folder: HandoverFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    folder: ShmFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     folder.write(prefix(1), sealed())
     user = os.getuid()
@@ -110,7 +108,7 @@ def test_a_folder_somebody_else_made_under_its_name_is_not_used(
     assert not folder.take(prefix(1), tmp_path / "taken")
 
 
-def test_earlier_versions_of_a_model_go_unless_they_are_needed(folder: HandoverFolder):
+def test_earlier_versions_of_a_model_go_unless_they_are_needed(folder: ShmFolder):
     """The tenth is later than the ninth, and a later owner's later than both."""
     other = prefix(1, model="session:train:1")
     for one in (prefix(8), prefix(9), prefix(10), other):
@@ -122,7 +120,7 @@ def test_earlier_versions_of_a_model_go_unless_they_are_needed(folder: HandoverF
     assert set(folder.prefixes()) == {prefix(8), prefix(9, epoch=2), other}
 
 
-def test_room_is_made_of_what_nobody_needs_and_was_not_just_written(folder: HandoverFolder):
+def test_room_is_made_of_what_nobody_needs_and_was_not_just_written(folder: ShmFolder):
     for seq in (1, 2, 3):
         folder.write(prefix(seq), sealed())
     for seq in (1, 2):

@@ -9,7 +9,7 @@ from app.domain.ops import LoraSpec
 from app.stores.redis.types import Lease
 from tests.full_disk import full_disk
 from workers.checkpoints import transfer
-from workers.checkpoints.snapshot_upload import Local, SnapshotFolder
+from workers.checkpoints.snapshot_upload import LocalSnapshot, SnapshotFolder
 
 MODEL = "3b1f:train:0"
 
@@ -38,7 +38,7 @@ def folder(tmp_path: Path) -> SnapshotFolder:
     return SnapshotFolder(tmp_path / "snapshots", "a")
 
 
-def written(folder: SnapshotFolder, *generations: tuple[int, int]) -> list[Local]:
+def written(folder: SnapshotFolder, *generations: tuple[int, int]) -> list[LocalSnapshot]:
     return [folder.write(MODEL, seq, epoch, fill(seq, epoch)) for seq, epoch in generations]
 
 

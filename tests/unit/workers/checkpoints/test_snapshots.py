@@ -18,7 +18,7 @@ from app.stores.redis.types import Lease
 from tests.full_disk import full_disk
 from tests.unit.workers.conftest import MODEL, Worker, World, await_true, logprob_bytes, probe, step, undisturbed
 from workers.checkpoints import transfer
-from workers.process.results import NotNow
+from workers.process.results import Requeue
 
 WITHIN_S = 60.0
 
@@ -262,7 +262,7 @@ def test_to_settle_gives_up_on_a_store_that_is_away_and_the_snapshot_goes_on_by_
     worker = world.worker("a/1", store=store)
     train(world, worker, [0])
     store.away = True
-    worker.owner.part_with(MODEL)
+    worker.owner.evict(MODEL)
     await_true(lambda: local(world) == [2], "the snapshot is not on the disk")
     store.away = False
     world.await_snapshot(2)
@@ -341,7 +341,7 @@ def test_a_save_on_a_full_disk_is_put_off_and_works_later(world: World):
     world.admit(3, SaveWeights("weights", "kept"))
     with full_disk(10_000):
         for _ in range(4):
-            with pytest.raises(NotNow, match="cannot be written"):
+            with pytest.raises(Requeue, match="cannot be written"):
                 worker.handle(3, "save_weights")
     result = worker.handle(3, "save_weights")
     assert result is not None and not result.failed

@@ -16,7 +16,7 @@ from app.stores.redis import keys
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.records import RedisRecords
 from app.stores.redis.types import Lease
-from workers.maintenance.redispatch import Ringing
+from workers.maintenance.redispatch import Redispatcher
 
 MODEL = "session:train:0"
 PATIENT = EngineSettings(lease_s=3600, ring_again_s=60, gap_s=300)
@@ -35,15 +35,15 @@ def oplog(client: redis.Redis) -> RedisOpLog:
 def swept(oplog: RedisOpLog, settings: EngineSettings, times: int = 1) -> list[tuple[str, ...]]:
     while any(pending.waited_s == 0 for pending in oplog.pending()):
         time.sleep(0.001)  # the server counts milliseconds
-    rung: list[tuple[str, ...]] = []
-    ringing = Ringing(oplog, lambda *ring: rung.append(ring), settings)
+    dispatched: list[tuple[str, ...]] = []
+    redispatcher = Redispatcher(oplog, lambda *send: dispatched.append(send), settings)
     time.sleep(0.001)  # time before the task's own start does not count for a gap
     for _ in range(times):
-        ringing.sweep()
-    return rung
+        redispatcher.sweep()
+    return dispatched
 
 
-def test_an_op_whose_doorbell_was_lost_is_rung_again(oplog):
+def test_an_op_whose_dispatch_was_lost_is_dispatched_again(oplog):
     oplog.admit(MODEL, 0, "create_model", b"", "d")
     oplog.admit_sample("s:sample:0:4", "s:sample:0", "me", "sample.base", b"", "d")
     assert sorted(swept(oplog, HASTY)) == [
@@ -52,43 +52,43 @@ def test_an_op_whose_doorbell_was_lost_is_rung_again(oplog):
     ]
 
 
-def test_everything_whose_doorbells_were_lost_is_rung_at_once_and_then_ever_more_rarely(oplog):
+def test_everything_whose_dispatches_were_lost_is_dispatched_at_once_and_then_ever_more_rarely(oplog):
     for seq in range(5):
         oplog.admit(MODEL, seq, "forward_backward", b"", f"d{seq}")
-    rung = swept(oplog, HASTY.model_copy(update={"ring_again_s": 1e-4}), times=20)
-    assert [request for _, request, _, _ in rung[:5]] == [f"{MODEL}:{seq}" for seq in range(5)]
-    assert len(rung) < 5 * 20
+    dispatched = swept(oplog, HASTY.model_copy(update={"ring_again_s": 1e-4}), times=20)
+    assert [request for _, request, _, _ in dispatched[:5]] == [f"{MODEL}:{seq}" for seq in range(5)]
+    assert len(dispatched) < 5 * 20
 
 
-def test_however_long_it_waits_it_is_rung_again_every_minute(oplog, monkeypatch):
+def test_however_long_it_waits_it_is_dispatched_again_every_minute(oplog, monkeypatch):
     oplog.admit(MODEL, 0, "create_model", b"", "d")
     clock = 1000.0
     monkeypatch.setattr(time, "monotonic", lambda: clock)
-    rung: list[float] = []
+    dispatched: list[float] = []
     settings = EngineSettings(lease_s=3600, ring_again_s=1e-6, gap_s=300)
-    ringing = Ringing(oplog, lambda *_: rung.append(clock), settings)
+    redispatcher = Redispatcher(oplog, lambda *_: dispatched.append(clock), settings)
     for _ in range(1000):
         clock += 5
-        ringing.sweep()
-    assert {after - before for before, after in pairwise(rung[-5:])} == {60}
+        redispatcher.sweep()
+    assert {after - before for before, after in pairwise(dispatched[-5:])} == {60}
 
 
-def test_an_op_whose_worker_died_is_rung_again_soon_however_long_it_had_run(oplog, client, monkeypatch):
+def test_an_op_whose_worker_died_is_dispatched_again_soon_however_long_it_had_run(oplog, client, monkeypatch):
     oplog.admit(MODEL, 0, "create_model", b"", "d")
     lease = oplog.acquire(MODEL, "node/1")
     oplog.next(lease, 0)
-    rung: list[tuple[str, ...]] = []
+    dispatched: list[tuple[str, ...]] = []
     settings = EngineSettings(lease_s=3600, ring_again_s=1e-3, gap_s=300)
-    ringing = Ringing(oplog, lambda *ring: rung.append(ring), settings)
+    redispatcher = Redispatcher(oplog, lambda *send: dispatched.append(send), settings)
     clock = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: clock)
     for _ in range(200):
-        ringing.sweep()
+        redispatcher.sweep()
         clock += 5
     oplog.release(MODEL, "node/1")
-    rung.clear()
-    ringing.sweep()
-    assert rung == [("create_model", f"{MODEL}:0", MODEL, "train.base")]
+    dispatched.clear()
+    redispatcher.sweep()
+    assert dispatched == [("create_model", f"{MODEL}:0", MODEL, "train.base")]
 
 
 def test_what_waits_briefly_is_left_alone(oplog):
@@ -107,7 +107,7 @@ def test_an_op_that_runs_is_given_six_times_as_long(oplog, client):
     assert len(swept(oplog, PATIENT)) == 1
 
 
-def test_an_op_that_a_dead_worker_had_begun_is_rung_again(oplog, client):
+def test_an_op_that_a_dead_worker_had_begun_is_dispatched_again(oplog, client):
     oplog.admit(MODEL, 0, "create_model", b"", "d")
     lease = oplog.acquire(MODEL, "a/1")
     assert isinstance(lease, Lease)
@@ -116,7 +116,7 @@ def test_an_op_that_a_dead_worker_had_begun_is_rung_again(oplog, client):
     assert len(swept(oplog, HASTY)) == 1
 
 
-def test_an_op_that_an_earlier_process_of_its_owner_had_begun_is_rung_again(oplog):
+def test_an_op_that_an_earlier_process_of_its_owner_had_begun_is_dispatched_again(oplog):
     oplog.admit(MODEL, 0, "create_model", b"", "d")
     lease = oplog.acquire(MODEL, "a/1")
     assert isinstance(lease, Lease)
@@ -125,7 +125,7 @@ def test_an_op_that_an_earlier_process_of_its_owner_had_begun_is_rung_again(oplo
     assert len(swept(oplog, HASTY)) == 1
 
 
-def test_all_of_very_many_models_are_rung(oplog, monkeypatch):
+def test_all_of_very_many_models_are_dispatched(oplog, monkeypatch):
     monkeypatch.setattr("workers.maintenance.redispatch._SLICE", 3)
     models = {f"session:train:{i}" for i in range(10)}
     for model_id in models:
@@ -138,13 +138,13 @@ def test_time_the_chore_did_not_see_does_not_count_for_a_gap(oplog, monkeypatch)
     oplog.admit(MODEL, 1, "forward_backward", b"", "d")
     clock = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: clock)
-    ringing = Ringing(oplog, lambda *_: None, PATIENT.model_copy(update={"gap_s": 1e-3}))
-    ringing.sweep()
+    redispatcher = Redispatcher(oplog, lambda *_: None, PATIENT.model_copy(update={"gap_s": 1e-3}))
+    redispatcher.sweep()
     clock += 3600
-    ringing.sweep()
+    redispatcher.sweep()
     assert oplog.pending()[0].kinds == (), "an hour's outage was no time to come in"
     clock += 1
-    ringing.sweep()
+    redispatcher.sweep()
     assert oplog.pending()[0].kinds
 
 
@@ -173,8 +173,8 @@ def test_a_gap_within_its_time_holds_and_one_past_it_is_given_up(oplog):
     oplog.admit(MODEL, 1, "forward_backward", b"", "d")
     assert swept(oplog, PATIENT) == []
     assert oplog.pending()[0].kinds == ()
-    rung = swept(oplog, HASTY, times=2)
-    assert rung == [
+    dispatched = swept(oplog, HASTY, times=2)
+    assert dispatched == [
         ("drop_gradients", f"{MODEL}:0", MODEL, "train.base"),
         ("forward_backward", f"{MODEL}:1", MODEL, "train.base"),
     ]
@@ -183,7 +183,7 @@ def test_a_gap_within_its_time_holds_and_one_past_it_is_given_up(oplog):
         oplog.admit(MODEL, 0, "create_model", b"", "d")
 
 
-def test_a_request_its_sampler_does_not_begin_on_is_rung_for_all_within_seconds(oplog, client):
+def test_a_request_its_sampler_does_not_begin_on_is_dispatched_all_within_seconds(oplog, client):
     """The sampler has room and died, or is stalled. The request must not wait elsewhere as if it were in a queue."""
     client.hset("tinsmith:workers:a", mapping={"queue": '"sample.base"', "healthy": "true", "batch": "8", "holds": "8"})
     client.zadd("tinsmith:index:workers", {"a": 0})
@@ -196,19 +196,19 @@ def test_a_request_its_sampler_does_not_begin_on_is_rung_for_all_within_seconds(
     assert swept(oplog, PATIENT) == []
 
 
-def test_what_is_held_is_not_rung_until_there_is_room_and_then_once_by_the_sweeper(oplog, client):
+def test_what_is_held_is_not_dispatched_until_there_is_room_and_then_once_by_the_sweeper(oplog, client):
     """The worker that finished a request of the project died before it could dispatch the next one."""
     sampler = "s:sample:0"
     for seq in range(3):
         oplog.admit_sample(f"{sampler}:{seq}", sampler, "me", "sample.base", b"", "d", sequences=64)
-    assert [ring[1] for ring in swept(oplog, HASTY)] == [f"{sampler}:0"]
+    assert [send[1] for send in swept(oplog, HASTY)] == [f"{sampler}:0"]
     oplog.finish_sample(f"{sampler}:0", Result(b""))
     assert ("sample", f"{sampler}:1", sampler, "sample.base") in swept(oplog, PATIENT)
-    assert not [row for row in oplog.pending() if row.id == f"{sampler}:1" and row.held]
-    assert [row.id for row in oplog.pending() if row.held] == [f"{sampler}:2"]
+    assert not [row for row in oplog.pending() if row.id == f"{sampler}:1" and row.throttled]
+    assert [row.id for row in oplog.pending() if row.throttled] == [f"{sampler}:2"]
 
 
-def test_what_a_dead_sampler_had_is_rung_again_however_much_is_held_since_before(oplog, client, monkeypatch):
+def test_what_a_dead_sampler_had_is_dispatched_again_however_much_is_held_since_before(oplog, client, monkeypatch):
     """Otherwise the project would wait forever: a throttled request waits for one of these requests to end, and no
     worker would start them again."""
     monkeypatch.setattr("workers.maintenance.redispatch._SLICE", 2)
@@ -218,5 +218,5 @@ def test_what_a_dead_sampler_had_is_rung_again_however_much_is_held_since_before
         oplog.admit_sample(f"{sampler}:{seq}", sampler, "me", "sample.base", b"", "d", sequences=64)
     oplog.finish_sample(f"{sampler}:0", Result(b""))
     assert [request_id for request_id, _ in oplog.release_samples("sample.base")] == [f"{sampler}:1"]
-    assert f"{sampler}:1" in [ring[1] for ring in swept(oplog, HASTY)]
+    assert f"{sampler}:1" in [send[1] for send in swept(oplog, HASTY)]
     assert all(0 <= row.waited_s < 60 for row in oplog.pending())

@@ -11,7 +11,7 @@ import redis
 
 from app.domain.records import Checkpoint, Loss, Model, Sampler, Session, dump, load
 from app.errors import Gone, Unavailable
-from app.services.teardown import Endings
+from app.services.teardown import Teardown
 from app.settings import EngineSettings
 from app.stores.objects.folder import FolderStore
 from app.stores.redis import keys
@@ -19,7 +19,7 @@ from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.lifecycle import RedisLifecycle
 from app.stores.redis.records import RedisRecords
 from app.stores.redis.types import Holder, Lease
-from workers.maintenance.leader import Sessions
+from workers.maintenance.leader import SessionExpiry
 
 SESSION, OTHER = "session", "session2"
 MODEL, OTHER_MODEL = f"{SESSION}:train:0", f"{OTHER}:train:0"
@@ -37,15 +37,15 @@ class Place:
     store: FolderStore
     woken: list[Holder] = field(default_factory=list)
 
-    def endings(self, settings: EngineSettings = PATIENT) -> Endings:
+    def teardown(self, settings: EngineSettings = PATIENT) -> Teardown:
         lifecycle = RedisLifecycle(self.client, settings)
-        return Endings(lifecycle, self.records, self.store, self.woken.append)
+        return Teardown(lifecycle, self.records, self.store, self.woken.append)
 
     def sweep(self, settings: EngineSettings, rounds: int = 1) -> None:
-        chore = Sessions(RedisLifecycle(self.client, settings), self.endings(settings))
+        task = SessionExpiry(RedisLifecycle(self.client, settings), self.teardown(settings))
         for _ in range(rounds):
             time.sleep(0.01)
-            chore.sweep()
+            task.sweep()
 
     def status(self, session: str = SESSION) -> str:
         return load(Session, self.records.get(Session.namespace, session) or {}).status
@@ -94,7 +94,7 @@ def test_a_silent_session_expires_and_loses_nothing(place: Place):
 
 
 def test_long_after_its_session_a_model_is_ended_and_only_what_was_saved_stays(place: Place):
-    place.endings().finish(SESSION, "success")
+    place.teardown().finish(SESSION, "success")
     place.sweep(PATIENT)
     assert not place.ended()
     place.sweep(PATIENT.model_copy(update={"retain_s": 0.001}))
@@ -108,7 +108,7 @@ def test_long_after_its_session_a_model_is_ended_and_only_what_was_saved_stays(p
 def test_of_a_retired_session_a_run_stays_listed_only_beside_its_checkpoints(place: Place, kept: bool):
     if not kept:
         place.records.delete(Checkpoint.namespace, f"tinker://{MODEL}/weights/a")
-    place.endings().finish(SESSION, "success")
+    place.teardown().finish(SESSION, "success")
     place.sweep(PATIENT.model_copy(update={"retain_s": 0.001}))
     assert place.records.get(Session.namespace, SESSION) is None
     assert (place.records.get(Model.namespace, MODEL) is not None) == kept
@@ -116,7 +116,7 @@ def test_of_a_retired_session_a_run_stays_listed_only_beside_its_checkpoints(pla
 
 
 def test_the_end_of_one_session_takes_nothing_of_another(place: Place):
-    place.endings().finish(SESSION, "success")
+    place.teardown().finish(SESSION, "success")
     place.sweep(PATIENT.model_copy(update={"retain_s": 0.001}))
     assert not place.ended(OTHER_MODEL)
     assert place.status(OTHER) == "open"
@@ -127,7 +127,7 @@ def test_the_end_of_one_session_takes_nothing_of_another(place: Place):
 def test_custom_losses_go_with_their_session(place: Place):
     for session in (SESSION, OTHER):
         place.records.put_new(Loss.namespace, f"{session}:loss:0", dump(Loss("me", session, 0.0, "")))
-    place.endings().finish(SESSION, "success")
+    place.teardown().finish(SESSION, "success")
     place.sweep(PATIENT)
     assert place.records.get(Loss.namespace, f"{SESSION}:loss:0"), "its models can still be used"
     place.sweep(PATIENT.model_copy(update={"retain_s": 0.001}))
@@ -135,7 +135,7 @@ def test_custom_losses_go_with_their_session(place: Place):
 
 
 def test_a_session_is_retired_once(place: Place):
-    place.endings().finish(SESSION, "success")
+    place.teardown().finish(SESSION, "success")
     settings = PATIENT.model_copy(update={"retain_s": 0.001})
     place.sweep(settings)
     assert RedisLifecycle(place.client, settings).retired() == []
@@ -146,7 +146,7 @@ def test_what_belongs_to_a_session_that_came_back_in_between_stays(place: Place,
     if not saved:
         place.records.delete(Checkpoint.namespace, f"tinker://{MODEL}/weights/a")
     before = place.samplers()
-    place.endings(HASTY).retire(SESSION)
+    place.teardown(HASTY).retire(SESSION)
     assert place.records.get(Model.namespace, MODEL)
     assert not place.ended()
     assert place.samplers() == before
@@ -157,21 +157,21 @@ def test_a_finish_wakes_each_trainer_that_holds_one_of_its_models_and_no_other(p
         place.oplog.create_model(f"{SESSION}:train:{i}", dump(Model("me", SESSION, "base", 0.0)))
     for model, worker in ((MODEL, "a/1"), (f"{SESSION}:train:1", "a/1"), (OTHER_MODEL, "b/1")):
         assert isinstance(place.oplog.acquire(model, worker), Lease)
-    place.endings().finish(SESSION, "success")
+    place.teardown().finish(SESSION, "success")
     assert place.woken == [Holder("base", "a")]
 
 
 def test_the_end_of_a_model_wakes_its_trainer(place: Place):
     place.oplog.acquire(MODEL, "a/1")
-    place.endings().end(MODEL)
-    place.endings().end(OTHER_MODEL)
+    place.teardown().end(MODEL)
+    place.teardown().end(OTHER_MODEL)
     assert place.woken == [Holder("base", "a")]
 
 
 def test_a_deleted_model_takes_its_own_ephemeral_adapters_and_leaves_other_samplers(place: Place):
     siblings = Sampler("me", SESSION, "base", 0.0, prefix=f"models/{SESSION}:train:1/sampler_weights/e/4-1")
     place.records.put_new(Sampler.namespace, f"{SESSION}:sample:2", dump(siblings))
-    place.endings().end(MODEL)
+    place.teardown().end(MODEL)
     left = {f"{SESSION}:sample:1", f"{SESSION}:sample:2", f"{OTHER}:sample:0", f"{OTHER}:sample:1"}
     assert set(place.samplers()) == left
     assert place.store.list(f"models/{MODEL}/") == [f"models/{MODEL}/weights/a/3-1/manifest.json"]
@@ -185,9 +185,9 @@ def test_a_model_ends_though_the_object_store_is_away_and_its_files_go_when_aske
             raise Unavailable("down")
 
         away.setattr(place.store, "list", down)
-        place.endings().end(MODEL)
+        place.teardown().end(MODEL)
     assert place.ended()
-    place.endings().end(MODEL)
+    place.teardown().end(MODEL)
     assert not place.store.list(f"models/{MODEL}/snapshots/")
 
 

@@ -13,7 +13,7 @@ from app.stores.objects.folder import FolderStore
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.payloads import RedisPayloads
 from app.stores.redis.types import Lease
-from workers.maintenance.leader import Spilling
+from workers.maintenance.leader import PayloadSpilling
 
 MODEL = "session:train:0"
 KB = 1024
@@ -42,8 +42,8 @@ def oplog(client: redis.Redis, store: Store) -> RedisOpLog:
 
 
 @pytest.fixture
-def spilling(client: redis.Redis, store: Store) -> Spilling:
-    return Spilling(RedisPayloads(client, SETTINGS, store))
+def spilling(client: redis.Redis, store: Store) -> PayloadSpilling:
+    return PayloadSpilling(RedisPayloads(client, SETTINGS, store))
 
 
 def admit(oplog: RedisOpLog, seq: int, size: int) -> None:

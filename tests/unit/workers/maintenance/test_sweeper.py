@@ -31,10 +31,10 @@ def oplog(client: redis.Redis) -> RedisOpLog:
 
 
 def test_only_the_leader_does_a_chore(oplog):
-    chores = Count(), Count()
-    for worker, chore in zip(("w/1", "w/2"), chores, strict=True):
-        Sweeper(oplog, {"chore": chore}, worker).sweep()
-    assert [chore.rounds for chore in chores] == [1, 0]
+    tasks = Count(), Count()
+    for worker, task in zip(("w/1", "w/2"), tasks, strict=True):
+        Sweeper(oplog, {"chore": task}, worker).sweep()
+    assert [task.rounds for task in tasks] == [1, 0]
 
 
 @pytest.mark.parametrize(

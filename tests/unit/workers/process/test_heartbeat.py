@@ -14,16 +14,16 @@ from app.stores.redis import keys
 from app.stores.redis.records import RedisRecords
 from app.stores.redis.types import Entry
 from workers.process import heartbeat, telemetry
-from workers.process.heartbeat import Presence
-from workers.process.telemetry import Pace
+from workers.process.heartbeat import Heartbeat
+from workers.process.telemetry import ServiceTime
 
 INFO = BaseModelInfo("base", "Qwen3ForCausalLM", 320, 512, "float32", ("attn",))
 
 
 @pytest.fixture
-def made(client: redis.Redis) -> Iterator[Presence]:
+def made(client: redis.Redis) -> Iterator[Heartbeat]:
     records = RedisRecords(client)
-    made = Presence(records, "s", "sampler", INFO, dict, "", lambda: True, "sample.base", batch=4, holds=9)
+    made = Heartbeat(records, "s", "sampler", INFO, dict, "", lambda: True, "sample.base", batch=4, holds=9)
     made.start()
     yield made
     made.stop()
@@ -49,7 +49,7 @@ def test_it_says_which_queue_is_read_and_how_much_is_taken_and_lapses_by_itself(
 
 
 def test_it_says_how_long_a_call_takes_it(client, made, monkeypatch):
-    monkeypatch.setattr(telemetry, "PACE", Pace())
+    monkeypatch.setattr(telemetry, "SERVICE_TIME", ServiceTime())
     entry = Entry(1, "sample", "s:sample:0:1", b"", "", 0)
     telemetry.op_done(entry, failed=False, run_s=3.0, commit_s=1.0)
     made.refresh()

@@ -13,7 +13,7 @@ from app.settings import EngineSettings
 from app.stores.redis import keys
 from app.stores.redis.client import connect
 from app.stores.redis.journal import RedisOpLog
-from app.stores.redis.types import HeldElsewhere, Lease
+from app.stores.redis.types import Lease, OwnedElsewhere
 from tests.servers import start_valkey
 from workers.process import leases
 from workers.process.leases import LeaseKeeper
@@ -42,7 +42,7 @@ def test_a_kept_lease_outlives_its_time_and_a_dropped_one_does_not(client: redis
     for _ in range(3):
         client.pexpire(keys.lease(MODEL), 600_000)  # the lease has 10 of its 60 minutes left
         await_true(lambda: client.pttl(keys.lease(MODEL)) > 600_000)
-    assert oplog.acquire(MODEL, "b/1") == HeldElsewhere("a")
+    assert oplog.acquire(MODEL, "b/1") == OwnedElsewhere("a")
     keeper.drop(MODEL)
     client.pexpire(keys.lease(MODEL), 500)
     await_true(lambda: isinstance(oplog.acquire(MODEL, "b/1"), Lease))

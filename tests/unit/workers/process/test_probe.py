@@ -8,7 +8,7 @@ import pytest
 from app.domain.sampling import SampledSequence, SampleOutput, SampleRequest
 from app.errors import ServerOpError
 from workers.process import liveness
-from workers.process.liveness import Probe, Pulse
+from workers.process.liveness import Probe, Watchdog
 
 
 @dataclass
@@ -26,11 +26,11 @@ class Sampler:
         return SampleOutput((SampledSequence(np.zeros(1, np.int32), np.zeros(1, np.float32), False),))
 
 
-class _Bell:
+class _TickSender:
     def waiting(self) -> int:
         return 0
 
-    def ring(self) -> None:
+    def send(self) -> None:
         pass
 
 
@@ -42,8 +42,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def test_an_idle_sampler_samples_one_token_now_and_then(clock: list[float]):
-    sampler, pulse = Sampler(), Pulse(_Bell(), lambda: True, 30.0, print)
-    tick = Probe(sampler, pulse, every_s=30.0)
+    sampler, watchdog = Sampler(), Watchdog(_TickSender(), lambda: True, 30.0, print)
+    tick = Probe(sampler, watchdog, every_s=30.0)
     for _ in range(100):
         clock[0] += 3.1
         tick()
@@ -52,17 +52,17 @@ def test_an_idle_sampler_samples_one_token_now_and_then(clock: list[float]):
 
 
 def test_a_sampler_with_requests_in_hand_is_left_alone(clock: list[float]):
-    sampler, pulse = Sampler(), Pulse(_Bell(), lambda: True, 30.0, print)
-    tick = Probe(sampler, pulse, every_s=30.0)
-    with pulse.working():
+    sampler, watchdog = Sampler(), Watchdog(_TickSender(), lambda: True, 30.0, print)
+    tick = Probe(sampler, watchdog, every_s=30.0)
+    with watchdog.working():
         clock[0] += 1000.0
         tick()
     assert sampler.asked == []
 
 
 def test_a_sampler_that_cannot_sample_leaves_its_tick_unanswered(clock: list[float]):
-    sampler, pulse = Sampler(fails=True), Pulse(_Bell(), lambda: True, 30.0, print)
-    tick = Probe(sampler, pulse, every_s=30.0)
+    sampler, watchdog = Sampler(fails=True), Watchdog(_TickSender(), lambda: True, 30.0, print)
+    tick = Probe(sampler, watchdog, every_s=30.0)
     clock[0] += 31.0
     for _ in range(2):
         with pytest.raises(ServerOpError):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from workers.process import liveness
-from workers.process.liveness import Pulse
+from workers.process.liveness import Watchdog
 
 HEALTHY_S = 30.0
 BEAT_S = HEALTHY_S / 10
@@ -22,35 +22,35 @@ class Worker:
     full: bool = False
     sound: bool = True
     now: float = 1000.0
-    rings: int = 0
+    sent: int = 0
     ended: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.pulse = Pulse(_Bell(self), lambda: self.sound, HEALTHY_S, self.ended.append)
+        self.watchdog = Watchdog(_TickSender(self), lambda: self.sound, HEALTHY_S, self.ended.append)
 
     def lasts(self, seconds: float, *, answers: bool = False) -> None:
         for _ in range(round(seconds / BEAT_S)):
             self.now += BEAT_S
-            self.pulse.beat()
+            self.watchdog.check()
             if answers and self.waiting:
                 self.answer()
 
     def answer(self) -> None:
         self.waiting = 0
-        self.pulse.answered()
+        self.watchdog.answered()
 
 
 @dataclass
-class _Bell:
+class _TickSender:
     worker: Worker
 
     def waiting(self) -> int | None:
         return self.worker.waiting
 
-    def ring(self) -> bool:
+    def send(self) -> bool:
         if self.worker.full:
             return False
-        self.worker.rings += 1
+        self.worker.sent += 1
         self.worker.waiting = 1
         return True
 
@@ -63,18 +63,18 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Worker:
     return made[0]
 
 
-def test_a_worker_that_answers_is_healthy_and_rung_at_every_beat(worker: Worker):
+def test_a_worker_that_answers_is_healthy_and_dispatched_at_every_beat(worker: Worker):
     worker.lasts(300, answers=True)
-    assert worker.pulse.healthy()
-    assert worker.rings == 100
+    assert worker.watchdog.healthy()
+    assert worker.sent == 100
     assert worker.ended == []
 
 
 def test_a_deaf_worker_is_unhealthy_and_then_ends(worker: Worker):
     worker.lasts(HEALTHY_S)
-    assert worker.pulse.healthy()
+    assert worker.watchdog.healthy()
     worker.lasts(BEAT_S)
-    assert not worker.pulse.healthy()
+    assert not worker.watchdog.healthy()
     assert worker.ended == []
     worker.lasts(HEALTHY_S)
     assert len(worker.ended) >= 1
@@ -82,31 +82,31 @@ def test_a_deaf_worker_is_unhealthy_and_then_ends(worker: Worker):
 
 def test_never_more_than_one_tick_waits(worker: Worker):
     worker.lasts(2 * HEALTHY_S)
-    assert worker.rings == 1
+    assert worker.sent == 1
 
 
-def test_a_tick_is_rung_behind_whatever_else_waits_in_the_queue(worker: Worker):
+def test_a_tick_is_dispatched_behind_whatever_else_waits_in_the_queue(worker: Worker):
     worker.waiting = 7
     worker.lasts(BEAT_S)
-    assert worker.rings == 1
+    assert worker.sent == 1
 
 
-def test_a_tick_that_was_lost_is_rung_again(worker: Worker):
+def test_a_tick_that_was_lost_is_dispatched_again(worker: Worker):
     worker.lasts(BEAT_S)
     worker.waiting = 0  # the broker lost the tick
     worker.lasts(HEALTHY_S / 2)
-    assert worker.rings == 1, "it may be underway"
+    assert worker.sent == 1, "it may be underway"
     worker.lasts(BEAT_S, answers=True)
-    assert worker.rings == 2
-    assert worker.pulse.healthy()
+    assert worker.sent == 2
+    assert worker.watchdog.healthy()
 
 
 def test_a_worker_that_does_something_is_not_deaf(worker: Worker):
-    with worker.pulse.working():
+    with worker.watchdog.working():
         worker.lasts(10 * HEALTHY_S)
-        assert worker.pulse.healthy()
+        assert worker.watchdog.healthy()
     worker.lasts(HEALTHY_S)
-    assert worker.pulse.healthy()
+    assert worker.watchdog.healthy()
     assert worker.ended == []
     worker.lasts(2 * HEALTHY_S)
     assert worker.ended
@@ -115,10 +115,10 @@ def test_a_worker_that_does_something_is_not_deaf(worker: Worker):
 def test_a_broker_that_is_away_is_not_the_workers_fault(worker: Worker):
     worker.waiting = None
     worker.lasts(10 * HEALTHY_S)
-    assert worker.pulse.healthy()
+    assert worker.watchdog.healthy()
     worker.waiting = 0
     worker.lasts(HEALTHY_S)
-    assert worker.pulse.healthy(), "it has had no time to connect again"
+    assert worker.watchdog.healthy(), "it has had no time to connect again"
     worker.lasts(2 * HEALTHY_S)
     assert worker.ended, "but it must"
 
@@ -127,22 +127,22 @@ def test_a_broker_that_takes_nothing_is_not_the_workers_fault(worker: Worker):
     worker.lasts(BEAT_S, answers=True)
     worker.full = True
     worker.lasts(10 * HEALTHY_S)
-    assert worker.pulse.healthy()
+    assert worker.watchdog.healthy()
     worker.full = False
     worker.lasts(3 * HEALTHY_S)
-    assert worker.ended, "it is rung again, and does not hear it"
+    assert worker.ended, "it is sent another tick, and does not hear it"
 
 
 def test_a_worker_that_was_stopped_itself_is_not_deaf(worker: Worker):
     worker.lasts(BEAT_S)
     worker.now += 100 * HEALTHY_S
-    worker.pulse.beat()
-    assert worker.pulse.healthy()
+    worker.watchdog.check()
+    assert worker.watchdog.healthy()
     assert worker.ended == []
 
 
 def test_a_worker_whose_engine_is_of_no_use_ends_at_once(worker: Worker):
     worker.sound = False
-    assert not worker.pulse.healthy()
+    assert not worker.watchdog.healthy()
     worker.lasts(BEAT_S)
     assert worker.ended

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from workers.process.telemetry import Pace
+from workers.process.telemetry import ServiceTime
 
 
 class Clock:
@@ -20,38 +20,38 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def pace(clock: Clock) -> Pace:
-    return Pace(clock)
+def service_time(clock: Clock) -> ServiceTime:
+    return ServiceTime(clock)
 
 
-def test_nothing_is_known_before_the_first(pace: Pace) -> None:
-    assert pace.seconds() == 0
+def test_nothing_is_known_before_the_first(service_time: ServiceTime) -> None:
+    assert service_time.seconds() == 0
 
 
-def test_calls_one_after_the_other_take_what_each_takes(pace: Pace, clock: Clock) -> None:
+def test_calls_one_after_the_other_take_what_each_takes(service_time: ServiceTime, clock: Clock) -> None:
     for _ in range(20):
         clock.now += 2
-        pace.ended(2.0)
-    assert pace.seconds() == pytest.approx(2)
+        service_time.ended(2.0)
+    assert service_time.seconds() == pytest.approx(2)
 
 
-def test_calls_of_one_pass_share_its_time(pace: Pace, clock: Clock) -> None:
+def test_calls_of_one_pass_share_its_time(service_time: ServiceTime, clock: Clock) -> None:
     for _ in range(200):
         clock.now += 2
         for _ in range(4):
-            pace.ended(2.0)
-    assert pace.seconds() == pytest.approx(0.5, rel=0.05)
+            service_time.ended(2.0)
+    assert service_time.seconds() == pytest.approx(0.5, rel=0.05)
 
 
-def test_a_pause_is_no_work(pace: Pace, clock: Clock) -> None:
+def test_a_pause_is_no_work(service_time: ServiceTime, clock: Clock) -> None:
     for _ in range(20):
         clock.now += 3600
-        pace.ended(2.0)
-    assert pace.seconds() == pytest.approx(2)
+        service_time.ended(2.0)
+    assert service_time.seconds() == pytest.approx(2)
 
 
-def test_the_last_calls_count_more_than_those_long_ago(pace: Pace, clock: Clock) -> None:
+def test_the_last_calls_count_more_than_those_long_ago(service_time: ServiceTime, clock: Clock) -> None:
     for seconds in (*[1.0] * 500, *[3.0] * 50):
         clock.now += seconds
-        pace.ended(seconds)
-    assert 2 < pace.seconds() < 3
+        service_time.ended(seconds)
+    assert 2 < service_time.seconds() < 3

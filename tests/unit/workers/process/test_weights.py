@@ -5,7 +5,7 @@ from __future__ import annotations
 import redis
 
 from app.domain.limits import Limits
-from workers.process.fair_queue import Weights
+from workers.process.fair_queue import ProjectWeights
 
 
 class Stored:
@@ -20,7 +20,7 @@ class Stored:
 
 def test_weights_are_those_of_the_limits_and_stay_while_the_state_server_is_away():
     stored = Stored()
-    weights = Weights(stored)
+    weights = ProjectWeights(stored)
     assert weights("known") == 3.0
     stored.away = True
     assert (weights("known"), weights("new")) == (3.0, 1.0)

@@ -9,19 +9,19 @@ from contextlib import ExitStack, suppress
 import pytest
 
 from tests.unit.workers.conftest import await_true
-from workers.backends.sampling.base import Aborted, Watch
-from workers.process.fair_queue import Shares
-from workers.sample.adapters import AdapterTurns
+from workers.backends.sampling.base import Aborted, RequestHandle
+from workers.process.fair_queue import FairQueue
+from workers.sample.adapters import AdapterScheduler
 
 
 class Requests:
     """Requests that run from their admission until the test ends them."""
 
     def __init__(self, most: int, **project_of: str) -> None:
-        self.shares, self._project_of = Shares(), project_of
-        self._turns = AdapterTurns(most, self.shares)
+        self.fair_queue, self._project_of = FairQueue(), project_of
+        self._scheduler = AdapterScheduler(most, self.fair_queue)
         self._end: dict[str, threading.Event] = {}
-        self._watches: defaultdict[str, Watch] = defaultdict(Watch)
+        self._handles: defaultdict[str, RequestHandle] = defaultdict(RequestHandle)
         self._lock = threading.Lock()
         self.running: list[str] = []
         self.order: list[str] = []
@@ -38,7 +38,7 @@ class Requests:
 
     def abort(self, name: str) -> None:
         self._come -= 1
-        self._watches[name].abort()
+        self._handles[name].abort()
         await_true(lambda: self._arrived() == self._come, f"{name} gave up")
 
     def end(self, *names: str) -> None:
@@ -50,11 +50,11 @@ class Requests:
         await_true(lambda: sorted(self.running) == sorted(names), f"{names} run; {self.running} do")
 
     def _arrived(self) -> int:
-        waiting = sum(map(len, self._turns._waiting.values()))
+        waiting = sum(map(len, self._scheduler._waiting.values()))
         return waiting + len(self.order)
 
     def _run(self, name: str) -> None:
-        with suppress(Aborted), self._turns.turn(name[0], self._project_of.get(name[0], "me"), self._watches[name]):
+        with suppress(Aborted), self._scheduler.turn(name[0], self._project_of.get(name[0], "me"), self._handles[name]):
             with self._lock:
                 self.order.append(name)
                 self.running.append(name)
@@ -115,7 +115,7 @@ def test_streams_of_requests_for_more_adapters_than_fit_share_the_turns_evenly(t
 
 def test_the_project_that_had_least_is_first_and_its_adapters_are_in_the_order_they_came():
     one = Requests(1, a="heavy", b="heavy", c="light", d="light")
-    one.shares.charge("heavy", 10.0)
+    one.fair_queue.charge("heavy", 10.0)
     one.come("a1", "b1", "c1", "d1")
     for name, following in (("a1", "c1"), ("c1", "d1"), ("d1", "b1")):
         one.end(name)
@@ -124,7 +124,7 @@ def test_the_project_that_had_least_is_first_and_its_adapters_are_in_the_order_t
 
 def test_what_comes_for_an_adapter_that_is_in_waits_behind_a_project_that_had_less():
     one = Requests(1, a="heavy", b="light")
-    one.shares.charge("heavy", 10.0)
+    one.fair_queue.charge("heavy", 10.0)
     one.come("a1", "b1", "a2")
     one.end("a1")
     one.await_running("b1")
@@ -139,8 +139,8 @@ def test_a_request_that_is_stopped_while_it_waits_makes_way(two: Requests):
 
 
 def test_a_request_that_fails_gives_its_turn_back():
-    turns = AdapterTurns(1, Shares())
-    with pytest.raises(ValueError), turns.turn("a", "me", Watch()):
+    scheduler = AdapterScheduler(1, FairQueue())
+    with pytest.raises(ValueError), scheduler.turn("a", "me", RequestHandle()):
         raise ValueError
     with ExitStack() as stack:
-        stack.enter_context(turns.turn("b", "me", Watch()))
+        stack.enter_context(scheduler.turn("b", "me", RequestHandle()))

@@ -22,13 +22,13 @@ from app.errors import ServerOpError, UserOpError
 from app.settings import BaseModelSettings
 from app.stores.objects.folder import FolderStore
 from app.stores.redis.records import RedisRecords
-from workers.backends.sampling.base import SamplerBackend, Watch
+from workers.backends.sampling.base import RequestHandle, SamplerBackend
 from workers.backends.sampling.transformers.backend import TransformersSampler
 from workers.checkpoints import transfer
-from workers.checkpoints.shm_transfer import HandoverFolder
+from workers.checkpoints.shm_transfer import ShmFolder
 from workers.models import base_model, lora
-from workers.process.fair_queue import Shares
-from workers.sample.adapters import AdapterFiles, Adapters, AdapterTurns
+from workers.process.fair_queue import FairQueue
+from workers.sample.adapters import AdapterFiles, Adapters, AdapterScheduler
 
 MANY = 24
 ABOUT = {"path": "", "generation": "1", "model_id": "m", "owner": "o", "base_model": "b"}
@@ -52,7 +52,9 @@ class RecordingBackend:
     def open(self) -> BaseModelInfo:
         raise AssertionError("not called")
 
-    def sample(self, adapter_id: str | None, request: SampleRequest, watch: Watch | None = None) -> SampleOutput:
+    def sample(
+        self, adapter_id: str | None, request: SampleRequest, handle: RequestHandle | None = None
+    ) -> SampleOutput:
         raise AssertionError("not called")
 
     def healthy(self) -> bool:
@@ -94,9 +96,9 @@ Make = Callable[..., Adapters]
 @pytest.fixture
 def make(store: CountingStore, client: redis.Redis, tmp_path: Path) -> Make:
     def make(backend: SamplerBackend, most: int = 2, at_a_time: int = 2, cache_bytes: int = 2**30) -> Adapters:
-        nearby = HandoverFolder(tmp_path / "handover", 2**30)
-        files = AdapterFiles(store, RedisRecords(client), nearby, tmp_path / "cache", cache_bytes, print)
-        return Adapters(backend, files, AdapterTurns(at_a_time, Shares()), most)
+        transfers = ShmFolder(tmp_path / "handover", 2**30)
+        files = AdapterFiles(store, RedisRecords(client), transfers, tmp_path / "cache", cache_bytes, print)
+        return Adapters(backend, files, AdapterScheduler(at_a_time, FairQueue()), most)
 
     return make
 
@@ -105,10 +107,10 @@ def test_the_longest_unused_adapter_makes_room_and_comes_back_from_the_disk(make
     backend = RecordingBackend()
     adapters = make(backend)
     for prefix in ("a", "b", "a", "c"):
-        with adapters.use(prefix, "me", Watch()) as adapter_id:
+        with adapters.use(prefix, "me", RequestHandle()) as adapter_id:
             assert adapter_id in backend.here
     assert backend.here == {"a", "c"}
-    with adapters.use("b", "me", Watch()):
+    with adapters.use("b", "me", RequestHandle()):
         assert "b" in backend.here
     assert backend.loads == ["a", "b", "c", "b"]
     assert store.fetched == ["a", "b", "c"], "it was still on the disk"
@@ -118,28 +120,28 @@ def test_files_on_the_disk_are_bounded_and_come_back_from_the_store(make: Make, 
     backend = RecordingBackend()
     adapters = make(backend, most=1, cache_bytes=0)
     for prefix in ("a", "b"):
-        with adapters.use(prefix, "me", Watch()):
+        with adapters.use(prefix, "me", RequestHandle()):
             pass
     assert [path.name for path in (tmp_path / "cache").iterdir() if not path.name.startswith(".")] == ["b"], (
         "what is loaded keeps its files, and nothing else does"
     )
-    with adapters.use("a", "me", Watch()):
+    with adapters.use("a", "me", RequestHandle()):
         assert "a" in backend.here
     assert store.fetched == ["a", "b", "a"]
 
 
 def test_files_that_cannot_be_removed_now_fail_no_request_and_go_later(make: Make, tmp_path: Path):
     adapters = make(RecordingBackend(), most=1, cache_bytes=0)
-    with adapters.use("a", "me", Watch()):
+    with adapters.use("a", "me", RequestHandle()):
         pass
     locks, away = tmp_path / "cache" / ".locks", tmp_path / "away"
-    with adapters.use("b", "me", Watch()):
+    with adapters.use("b", "me", RequestHandle()):
         locks.rename(away)
         locks.write_bytes(b"")  # no lock can be taken
     assert (tmp_path / "cache" / "a").is_dir()
     locks.unlink()
     away.rename(locks)
-    with adapters.use("b", "me", Watch()):
+    with adapters.use("b", "me", RequestHandle()):
         pass
     assert not (tmp_path / "cache" / "a").exists()
 
@@ -147,8 +149,8 @@ def test_files_that_cannot_be_removed_now_fail_no_request_and_go_later(make: Mak
 def test_an_adapter_in_use_is_never_evicted(make: Make):
     backend = RecordingBackend()
     adapters = make(backend, most=1, at_a_time=3)
-    with adapters.use("a", "me", Watch()):
-        with adapters.use("b", "me", Watch()), adapters.use("c", "me", Watch()):
+    with adapters.use("a", "me", RequestHandle()):
+        with adapters.use("b", "me", RequestHandle()), adapters.use("c", "me", RequestHandle()):
             assert backend.here == {"a", "b", "c"}
         assert backend.here == {"a"}
 
@@ -160,7 +162,7 @@ def test_concurrent_requests_load_an_adapter_once(make: Make):
 
     def request() -> None:
         together.wait()
-        with adapters.use("a", "me", Watch()):
+        with adapters.use("a", "me", RequestHandle()):
             pass
 
     threads = [threading.Thread(target=request) for _ in range(8)]
@@ -173,9 +175,9 @@ def test_concurrent_requests_load_an_adapter_once(make: Make):
 
 def test_the_base_needs_no_adapter_and_a_vanished_one_is_an_error(make: Make):
     adapters = make(RecordingBackend())
-    with adapters.use("", "me", Watch()) as adapter_id:
+    with adapters.use("", "me", RequestHandle()) as adapter_id:
         assert adapter_id is None
-    with pytest.raises(ServerOpError, match="gone"), adapters.use("nowhere", "me", Watch()):
+    with pytest.raises(ServerOpError, match="gone"), adapters.use("nowhere", "me", RequestHandle()):
         pass
 
 
@@ -187,9 +189,9 @@ def test_an_adapter_the_engine_refuses_keeps_nobody_from_his_turn(make: Make):
             super().load(adapter_id, folder)
 
     adapters = make(Choosy(), at_a_time=1)
-    with pytest.raises(UserOpError), adapters.use("a", "me", Watch()):
+    with pytest.raises(UserOpError), adapters.use("a", "me", RequestHandle()):
         pass
-    with adapters.use("b", "me", Watch()) as adapter_id:
+    with adapters.use("b", "me", RequestHandle()) as adapter_id:
         assert adapter_id == "b"
 
 
@@ -228,14 +230,14 @@ def test_a_storm_of_more_adapters_than_fit_gives_each_request_its_own_text(
         alone[prefix] = sampler.sample(prefix, request).sequences[0].tokens.tolist()
         sampler.evict(prefix)
     assert len({tuple(tokens) for tokens in alone.values()}) == MANY
-    nearby = HandoverFolder(tmp_path / "handover", 2**30)
-    files = AdapterFiles(store, RedisRecords(client), nearby, tmp_path / "cache", 0, print)
-    adapters = Adapters(sampler, files, AdapterTurns(2, Shares()), 4)
+    transfers = ShmFolder(tmp_path / "handover", 2**30)
+    files = AdapterFiles(store, RedisRecords(client), transfers, tmp_path / "cache", 0, print)
+    adapters = Adapters(sampler, files, AdapterScheduler(2, FairQueue()), 4)
     most = 0
 
     def one(prefix: str) -> bool:
         nonlocal most
-        with adapters.use(prefix, "me", Watch()) as adapter_id:
+        with adapters.use(prefix, "me", RequestHandle()) as adapter_id:
             most = max(most, len(sampler.describe()["adapters"]))
             return sampler.sample(adapter_id, request).sequences[0].tokens.tolist() == alone[prefix]
 
@@ -260,7 +262,7 @@ def test_whole_models_take_turns_and_none_is_swapped_under_who_uses_it(make: Mak
     models = make(backend, most=1, at_a_time=1)
 
     def use(i: int) -> None:
-        with models.use("abc"[i % 3], "me", Watch()) as wanted:
+        with models.use("abc"[i % 3], "me", RequestHandle()) as wanted:
             for _ in range(3):
                 assert backend.here == {wanted}
                 time.sleep(0.001)
@@ -269,5 +271,5 @@ def test_whole_models_take_turns_and_none_is_swapped_under_who_uses_it(make: Mak
         list(pool.map(use, range(120)))
     assert len(backend.loads) < 120, "those that came together share a turn"
     last = backend.loads[-1]
-    with models.use(last, "me", Watch()):
+    with models.use(last, "me", RequestHandle()):
         assert backend.here == {last}

@@ -11,9 +11,9 @@ import pytest
 
 from app.domain.sampling import SampleRequest
 from tests.unit.workers.conftest import await_true
-from workers.backends.sampling.base import Aborted, Watch
-from workers.process.fair_queue import Shares, equal
-from workers.sample.admission import Gate
+from workers.backends.sampling.base import Aborted, RequestHandle
+from workers.process.fair_queue import FairQueue, equal
+from workers.sample.admission import BatchAdmission
 
 BATCH = 8
 
@@ -22,21 +22,21 @@ class Engine:
     """Requests that stay in the batch until the test ends them; each arrives before the next one."""
 
     def __init__(self, weight_of=equal) -> None:
-        self.shares = Shares()
-        self._gate = Gate(self.shares, weight_of, BATCH)
+        self.fair_queue = FairQueue()
+        self._batch_admission = BatchAdmission(self.fair_queue, weight_of, BATCH)
         self._ends: defaultdict[int, threading.Event] = defaultdict(threading.Event)
         self._lock = threading.Lock()
-        self.watches: list[Watch] = []
+        self.handles: list[RequestHandle] = []
         self.inside: list[tuple[int, str]] = []
         self.order: list[str] = []
         self._gone = self._stopped = 0
 
     def come(self, project: str, *, samples: int = 1, tokens: int = 10, took: int | None = None) -> int:
-        number = len(self.watches)
-        self.watches.append(Watch())
+        number = len(self.handles)
+        self.handles.append(RequestHandle())
         request = SampleRequest(np.zeros(1, np.int32), samples, tokens, 0)
         threading.Thread(target=self._run, args=(number, project, request, took), daemon=True).start()
-        await_true(lambda: self._arrived() == len(self.watches) - self._stopped, f"request {number} of {project} came")
+        await_true(lambda: self._arrived() == len(self.handles) - self._stopped, f"request {number} of {project} came")
         return number
 
     def end(self, *numbers: int) -> None:
@@ -47,7 +47,7 @@ class Engine:
     def abort(self, number: int) -> None:
         gone = self._gone
         self._stopped += 1
-        self.watches[number].abort()
+        self.handles[number].abort()
         await_true(lambda: self._gone > gone, f"{number} gave up")
 
     def serve(self, turns: int) -> Counter[str]:
@@ -68,16 +68,16 @@ class Engine:
         await_true(lambda: len(self.inside) == count, f"{count} are inside, not {len(self.inside)}")
 
     def _arrived(self) -> int:
-        return sum(map(len, self._gate._waiting.values())) + len(self.order)
+        return sum(map(len, self._batch_admission._waiting.values())) + len(self.order)
 
     def _run(self, number: int, project: str, request: SampleRequest, took: int | None) -> None:
         try:
-            with suppress(Aborted), self._gate.turn(project, request, self.watches[number]):
+            with suppress(Aborted), self._batch_admission.slot(project, request, self.handles[number]):
                 with self._lock:
                     self.inside.append((number, project))
                     self.order.append(project)
                 self._ends[number].wait(600)
-                self.watches[number].took += request.max_tokens if took is None else took
+                self.handles[number].tokens_used += request.max_tokens if took is None else took
                 self.inside.remove((number, project))
         finally:
             self._gone += 1
@@ -138,7 +138,7 @@ def test_a_sequence_that_has_ended_makes_room_before_its_request_has(engine: Eng
     engine.come("a", samples=1)
     engine.come("b", samples=1)
     engine.await_inside(2)
-    ended = engine.watches[0].ended
+    ended = engine.handles[0].on_end
     assert ended is not None
     ended()
     engine.await_inside(3)
@@ -165,24 +165,24 @@ def test_what_is_stopped_while_it_waits_makes_way_and_is_not_charged(engine: Eng
     engine.end(0)
     await_true(lambda: engine.order[-1] == "b", "the other one of b is next")
     engine.await_inside(BATCH + 1)
-    assert engine.shares.place("b") - engine.shares.place("new") < 100
+    assert engine.fair_queue.virtual_time("b") - engine.fair_queue.virtual_time("new") < 100
 
 
 def test_what_is_stopped_while_it_runs_is_charged_what_it_drew_and_its_prompt(engine: Engine):
-    watch, request = Watch(), SampleRequest(np.zeros(3, np.int32), 2, 10**6, 0)
-    with pytest.raises(Aborted), engine._gate.turn("a", request, watch):
-        watch.took += 4
+    handle, request = RequestHandle(), SampleRequest(np.zeros(3, np.int32), 2, 10**6, 0)
+    with pytest.raises(Aborted), engine._batch_admission.slot("a", request, handle):
+        handle.tokens_used += 4
         raise Aborted
-    assert watch.took == 3 + 4
-    assert engine.shares.place("a") - engine.shares.place("new") == 3 + 4
+    assert handle.tokens_used == 3 + 4
+    assert engine.fair_queue.virtual_time("a") - engine.fair_queue.virtual_time("new") == 3 + 4
 
 
 def test_one_that_fails_gives_its_place_back(engine: Engine):
-    gate, request = engine._gate, SampleRequest(np.zeros(1, np.int32), 10 * BATCH, 5, 0)
+    batch_admission, request = engine._batch_admission, SampleRequest(np.zeros(1, np.int32), 10 * BATCH, 5, 0)
     for _ in range(3):
-        with pytest.raises(ValueError), gate.turn("a", request, Watch()):
+        with pytest.raises(ValueError), batch_admission.slot("a", request, RequestHandle()):
             raise ValueError
-    with gate.turn("a", request, Watch()):
+    with batch_admission.slot("a", request, RequestHandle()):
         pass
 
 
@@ -190,9 +190,9 @@ def test_a_light_project_waits_for_one_to_end_though_all_before_it_were_charged_
     """A request whose sequences end makes room before its charge is corrected. For a moment two batches are charged."""
     for _ in range(6 * BATCH):
         engine.come("heavy", tokens=999, took=10)
-    for watch in engine.watches[: BATCH + 1]:
-        assert watch.ended is not None
-        watch.ended()
+    for handle in engine.handles[: BATCH + 1]:
+        assert handle.on_end is not None
+        handle.on_end()
     engine.await_inside(2 * BATCH + 2)
     engine.end(*range(BATCH + 1))
     engine.come("light")

@@ -23,14 +23,14 @@ from app.errors import Unavailable
 from app.settings import EngineSettings
 from app.stores.redis import keys
 from app.stores.redis.journal import RedisOpLog
-from app.stores.redis.limits import RedisAllowances
+from app.stores.redis.limits import RedisQuotas
 from app.stores.redis.records import RedisRecords
 from app.stores.redis.types import Entry
 from tests import assembly
 from tests.unit.workers.conftest import await_true
-from workers.backends.sampling.base import Aborted, Watch
+from workers.backends.sampling.base import Aborted, RequestHandle
 from workers.process.leases import LeaseKeeper
-from workers.process.results import NotNow
+from workers.process.results import Requeue
 from workers.sample.runner import SampleRunner
 
 SESSION = "session:sample:0"
@@ -47,15 +47,17 @@ class HeldBackend:
     begun: list[int] = field(default_factory=list)
     aborted: list[int] = field(default_factory=list)
 
-    def sample(self, adapter_id: str | None, request: SampleRequest, watch: Watch | None = None) -> SampleOutput:
-        assert watch is not None
-        watch.took += DRAWN
+    def sample(
+        self, adapter_id: str | None, request: SampleRequest, handle: RequestHandle | None = None
+    ) -> SampleOutput:
+        assert handle is not None
+        handle.tokens_used += DRAWN
         self.begun.append(request.seed)
         stopped = threading.Event()
-        watch.on_abort(stopped.set)
+        handle.on_abort(stopped.set)
         while not (stopped.is_set() or self.release.is_set()):
             stopped.wait(0.005)
-        if watch.aborted:
+        if handle.aborted:
             self.aborted.append(request.seed)
             raise Aborted("stopped")
         return OUTPUT
@@ -113,7 +115,7 @@ def in_thread(call: Callable[[], object]) -> tuple[threading.Thread, list[object
     def run() -> None:
         try:
             came.append(call())
-        except NotNow as error:
+        except Requeue as error:
             came.append(error)
 
     thread = threading.Thread(target=run, daemon=True)
@@ -163,7 +165,7 @@ def test_a_request_that_is_cancelled_while_it_runs_is_charged_its_prompt_and_wha
         backend.release.set()
     thread.join(60)
     assert is_cancelled(came[0])
-    used = RedisAllowances(samplers.client, samplers.settings).used(me).tokens_per_s
+    used = RedisQuotas(samplers.client, samplers.settings).used(me).tokens_per_s
     assert used == pytest.approx((len(REQUEST.prompt) + DRAWN) / 10, rel=1e-2)
 
 
@@ -177,7 +179,7 @@ def test_what_is_cancelled_just_after_its_worker_took_it_is_stopped_too(
     def claimed_and_cancelled(request_id: str, *limits: object) -> Entry | None:
         entry = claim(request_id, *limits)
         samplers.oplog.cancel_sample(request_id)
-        runner._watches.abort(request_id)  # the message arrives before everything else
+        runner._running_requests.abort(request_id)  # the message arrives before everything else
         return entry
 
     monkeypatch.setattr(samplers.oplog, "claim_sample", claimed_and_cancelled)
@@ -235,7 +237,7 @@ def test_a_request_whose_lease_was_lost_stops_and_leaves_the_result_to_its_new_o
     await_true(lambda: slow.begun, "it never ran")
     samplers.client.set(keys.lease(request), "s/2", px=3_600_000)  # the lease of s/1 expired; s/2 runs it
     thread.join(60)
-    assert isinstance(came[0], NotNow), "its doorbell is not the end of the future"
+    assert isinstance(came[0], Requeue), "its dispatch is not the end of the future"
     assert samplers.oplog.outcome(request) is None
     samplers.client.delete(keys.lease(request))
     quick.release.set()
@@ -274,12 +276,12 @@ def test_a_storm_of_200_requests_half_of_them_cancelled_loses_none(samplers: Sam
         samplers.client.delete(keys.lease(request))
     runners = [samplers.start(backend, f"s/{i}") for i in range(2)]
     bells: list[Callable[[], object]] = [
-        lambda id_=request, to=runner: _ring(to, id_) for request in requests for runner in runners
+        lambda id_=request, to=runner: _send(to, id_) for request in requests for runner in runners
     ]
     bells += [lambda id_=request: samplers.oplog.cancel_sample(id_) for request in unwanted]
     dice.shuffle(bells)
     with ThreadPoolExecutor(16) as pool:
-        won = list(pool.map(lambda bell: bell(), bells))
+        won = list(pool.map(lambda ticks: ticks(), bells))
     _ring_what_waits(samplers, runners[0])
     outcomes = {request: samplers.oplog.outcome(request) for request in requests}
     assert all(outcomes.values()), "every future is terminal"
@@ -291,14 +293,14 @@ def test_a_storm_of_200_requests_half_of_them_cancelled_loses_none(samplers: Sam
     assert samplers.client.exists(keys.PREFIX + "sampling:sample.base") == 0
 
 
-def _ring(runner: SampleRunner, request: str) -> Result | NotNow | None:
+def _send(runner: SampleRunner, request: str) -> Result | Requeue | None:
     try:
         return runner.handle(request, SESSION, "sample")
-    except NotNow as error:
+    except Requeue as error:
         return error
 
 
 def _ring_what_waits(samplers: Samplers, runner: SampleRunner) -> None:
     """Dispatches waiting requests like the sweeper."""
     for waiting in samplers.oplog.pending():
-        _ring(runner, waiting.id)
+        _send(runner, waiting.id)

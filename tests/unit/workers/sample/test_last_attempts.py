@@ -15,8 +15,8 @@ from app.errors import ServerOpError
 from app.stores.redis import keys
 from tests.unit.workers.conftest import await_true
 from tests.unit.workers.sample.test_cancelling import OUTPUT, REQUEST, SESSION, HeldBackend, Samplers, samplers
-from workers.backends.sampling.base import Watch
-from workers.process.results import NotNow
+from workers.backends.sampling.base import RequestHandle
+from workers.process.results import Requeue
 from workers.sample.runner import SampleRunner
 
 __all__ = ["samplers"]  # the fixture
@@ -30,7 +30,9 @@ class MortalBackend(HeldBackend):
     together: int = 1
     dead: threading.Event = field(default_factory=threading.Event)
 
-    def sample(self, adapter_id: str | None, request: SampleRequest, watch: Watch | None = None) -> SampleOutput:
+    def sample(
+        self, adapter_id: str | None, request: SampleRequest, handle: RequestHandle | None = None
+    ) -> SampleOutput:
         self.begun.append(request.seed)
         if request.seed == POISON:
             await_true(lambda: len(self.begun) >= self.together, "not all were begun")
@@ -44,8 +46,8 @@ class MortalBackend(HeldBackend):
         return not self.dead.is_set()
 
 
-def ring(runner: SampleRunner, request: str) -> None:
-    with contextlib.suppress(NotNow):
+def send(runner: SampleRunner, request: str) -> None:
+    with contextlib.suppress(Requeue):
         runner.handle(request, SESSION, "sample")
 
 
@@ -60,7 +62,7 @@ def test_a_request_that_kills_samplers_is_given_up_and_takes_no_other_with_it(sa
         backend = MortalBackend(together=8 if boot < 2 else 1)
         runner = samplers.start(backend, f"s/{boot}")
         with ThreadPoolExecutor(8) as pool:
-            list(pool.map(lambda request, to=runner: ring(to, request), requests))
+            list(pool.map(lambda request, to=runner: send(to, request), requests))
         samplers.keepers[-1].stop()
         samplers.client.delete(*map(keys.lease, requests))
         begun.append(backend.begun)

@@ -14,7 +14,7 @@ from tests.unit.workers import newer
 from tests.unit.workers.conftest import BASE, World
 from tests.unit.workers.sample.test_runner import REQUEST, SESSION, admit, backend, runner, tokens
 from workers.backends.sampling.base import SamplerBackend
-from workers.process.results import NotNow
+from workers.process.results import Requeue
 from workers.sample import runner as sample_runner
 
 __all__ = ["backend"]
@@ -36,7 +36,7 @@ def test_a_newer_request_is_left_without_an_attempt_and_free_for_a_newer_sampler
     request = journal(world, 0, write(REQUEST))
     for boot in range(5):  # more often than a request has attempts, each time in another process
         caplog.clear()
-        with caplog.at_level("INFO"), pytest.raises(NotNow, match="version"):
+        with caplog.at_level("INFO"), pytest.raises(Requeue, match="version"):
             runner(world, backend, f"old/{boot}").handle(request, SESSION, "sample")
         said = [record for record in caplog.records if record.name == sample_runner.__name__]
         assert [record.request_id for record in said] == [request]
@@ -53,7 +53,7 @@ def test_an_old_sampler_goes_on_with_others_and_a_newer_one_runs_it(
 ):
     old = runner(world, backend, "old/1")
     request = journal(world, 0, newer.encode(REQUEST))
-    with pytest.raises(NotNow):
+    with pytest.raises(Requeue):
         old.handle(request, SESSION, "sample")
     other = old.handle(admit(world, 1), SESSION, "sample")
     newer.upgrade(monkeypatch)

@@ -23,8 +23,8 @@ from app.stores.redis.payloads import RedisPayloads
 from app.wire import tinker_pb2 as pb
 from tests import assembly
 from tests.unit.workers.conftest import BASE, World, await_true
-from workers.backends.sampling.base import SamplerBackend, Watch, create
-from workers.process.results import NotNow
+from workers.backends.sampling.base import RequestHandle, SamplerBackend, create
+from workers.process.results import Requeue
 from workers.sample.runner import SampleRunner
 
 SESSION = "session:sample:0"
@@ -51,9 +51,9 @@ class Engine:
 
 
 def runner(
-    world: World, backend: SamplerBackend, worker: str, ring: Callable[..., None] = lambda *ring: None
+    world: World, backend: SamplerBackend, worker: str, send: Callable[..., None] = lambda *send: None
 ) -> SampleRunner:
-    sampler = assembly.sampler(world.client, world.url, world.folder, world.oplog, backend, worker, ring)
+    sampler = assembly.sampler(world.client, world.url, world.folder, world.oplog, backend, worker, send)
     world.keepers.append(sampler.parts.keeper)
     return sampler.runner
 
@@ -89,8 +89,8 @@ def test_a_streamed_request_tells_of_its_tokens_and_another_does_not(world: Worl
 
     def all_there() -> bool:
         found.update({0: b"", 1: b""})
-        for drawn in streams.read(streamed, "0-0")[0]:
-            found[drawn.index] += drawn.tokens.tobytes()
+        for sampled in streams.read(streamed, "0-0")[0]:
+            found[sampled.index] += sampled.tokens.tobytes()
         return list(found.values()) == expected
 
     await_true(all_there, "the stream has the tokens of the result")
@@ -98,7 +98,7 @@ def test_a_streamed_request_tells_of_its_tokens_and_another_does_not(world: Worl
     assert not world.client.exists(keys.stream(f"{SESSION}:1"))
 
 
-def test_a_doubled_doorbell_gives_the_first_result(world: World, backend: SamplerBackend):
+def test_a_doubled_dispatch_gives_the_first_result(world: World, backend: SamplerBackend):
     request = admit(world, 0)
     first = runner(world, backend, "s/1").handle(request, SESSION, "sample")
     assert runner(world, backend, "s/2").handle(request, SESSION, "sample") == first
@@ -109,7 +109,7 @@ def test_what_another_worker_runs_is_left_to_it_until_its_lease_ends(world: Worl
     world.oplog.claim_sample(request, "dead/1")
     world.client.persist(keys.lease(request))
     heir = runner(world, backend, "s/1")
-    with pytest.raises(NotNow):
+    with pytest.raises(Requeue):
         heir.handle(request, SESSION, "sample")
     world.client.delete(keys.lease(request))
     again = heir.handle(request, SESSION, "sample")
@@ -130,7 +130,7 @@ def test_a_request_that_keeps_killing_samplers_is_given_up(world: World, backend
         world.oplog.claim_sample(request, f"dead/{i}")
         world.client.delete(keys.lease(request))
     heir = runner(world, backend, "s/1")
-    with pytest.raises(NotNow):  # the last of these workers may only be cut off
+    with pytest.raises(Requeue):  # the last of these workers may only be cut off
         heir.handle(request, SESSION, "sample")
     world.outlast(request)
     result = heir.handle(request, SESSION, "sample")
@@ -148,7 +148,7 @@ def test_a_store_that_is_away_costs_a_request_no_attempt(world: World, backend: 
         sampler = runner(world, backend, f"s/{boot}")
         with monkeypatch.context() as patch:
             patch.setattr(sampler._adapters, "use", away)
-            with pytest.raises(NotNow):
+            with pytest.raises(Requeue):
                 sampler.handle(request, SESSION, "sample")
     result = runner(world, backend, "s/5").handle(request, SESSION, "sample")
     assert result is not None and not result.failed
@@ -158,7 +158,7 @@ def test_a_request_whose_content_cannot_be_fetched_now_is_left_to_be_run_later(w
     request = admit(world, 0)
     store = FolderStore(world.folder / "objects", "secret", "http://x")
     assert RedisPayloads(world.client, world.settings, store).spill(request)
-    with pytest.raises(NotNow, match="object store"):
+    with pytest.raises(Requeue, match="object store"):
         runner(world, backend, "s/1").handle(request, SESSION, "sample")  # it has no object store
     assert not world.client.exists(keys.lease(request))
     world.oplog = RedisOpLog(world.client, world.settings, store)
@@ -183,7 +183,9 @@ def test_what_nobody_foresaw_ends_a_request_too(world: World, backend: SamplerBa
     """The worker survives the error, so no attempt would be the last."""
 
     class Surprising(Engine):
-        def sample(self, adapter_id: str | None, request: SampleRequest, watch: Watch | None = None) -> SampleOutput:
+        def sample(
+            self, adapter_id: str | None, request: SampleRequest, handle: RequestHandle | None = None
+        ) -> SampleOutput:
             raise KeyError("nobody knows")
 
     result = runner(world, Surprising(), "s/1").handle(admit(world, 0), SESSION, "sample")
@@ -194,36 +196,36 @@ def test_what_nobody_foresaw_ends_a_request_too(world: World, backend: SamplerBa
     }
 
 
-def test_the_next_held_request_of_a_project_is_rung_for_as_one_ends(world: World, backend: SamplerBackend):
-    rung: list[tuple[str, ...]] = []
-    sampler = runner(world, backend, "s/1", lambda *ring: rung.append(ring))
+def test_the_next_held_request_of_a_project_is_dispatched_as_one_ends(world: World, backend: SamplerBackend):
+    dispatched: list[tuple[str, ...]] = []
+    sampler = runner(world, backend, "s/1", lambda *send: dispatched.append(send))
     first = admit(world, 0, sequences=64)
-    held = admit(world, 1, sequences=64)
+    throttled = admit(world, 1, sequences=64)
     sampler.handle(first, SESSION, "sample")
-    assert rung == [("sample", held, SESSION, f"sample.{BASE}")]
-    sampler.handle(held, SESSION, "sample")
-    assert len(rung) == 1
+    assert dispatched == [("sample", throttled, SESSION, f"sample.{BASE}")]
+    sampler.handle(throttled, SESSION, "sample")
+    assert len(dispatched) == 1
 
 
 def test_a_sample_is_charged_to_its_project_for_what_was_drawn(world: World, backend: SamplerBackend):
     sampler = runner(world, backend, "s/1")
-    shares = sampler._gate._shares
-    shares.charge("other", 10**6)
+    fair_queue = sampler._batch_admission._fair_queue
+    fair_queue.charge("other", 10**6)
     sampler.handle(admit(world, 0, replace(REQUEST, max_tokens=4)), SESSION, "sample")
-    assert shares.place("me") - shares.place("new") == len(REQUEST.prompt) + 2 * 4
+    assert fair_queue.virtual_time("me") - fair_queue.virtual_time("new") == len(REQUEST.prompt) + 2 * 4
 
 
-def test_a_request_that_is_stopped_at_the_gate_never_reaches_the_engine(world: World, backend: SamplerBackend):
+def test_a_request_that_is_stopped_at_admission_never_reaches_the_engine(world: World, backend: SamplerBackend):
     sampler = runner(world, Stuck(), "s/1")
-    sampler._gate._most = 1
+    sampler._batch_admission._most = 1
     requests = [admit(world, seq) for seq in range(2)]
     threads = [threading.Thread(target=sampler.handle, args=(request, SESSION, "sample")) for request in requests]
     for thread, count in zip(threads, (0, 1), strict=True):
         thread.start()
-        await_true(lambda count=count: len(sampler._gate._waiting) == count, "it is at the gate")
+        await_true(lambda count=count: len(sampler._batch_admission._waiting) == count, "it is at the gate")
         await_true(lambda: Stuck.begun == 1, "the first is in")
     world.oplog.cancel_sample(requests[1])
-    sampler._watches.abort(requests[1])
+    sampler._running_requests.abort(requests[1])
     threads[1].join(60)
     Stuck.free.set()
     threads[0].join(60)
@@ -237,7 +239,9 @@ class Stuck(Engine):
 
     begun, free = 0, threading.Event()
 
-    def sample(self, adapter_id: str | None, request: SampleRequest, watch: Watch | None = None) -> SampleOutput:
+    def sample(
+        self, adapter_id: str | None, request: SampleRequest, handle: RequestHandle | None = None
+    ) -> SampleOutput:
         type(self).begun += 1
         assert self.free.wait(60)
         return SampleOutput(())
@@ -246,7 +250,9 @@ class Stuck(Engine):
 class DyingBackend(Engine):
     """An engine that dies during the first request, as vLLM's does when its process is killed."""
 
-    def sample(self, adapter_id: str | None, request: SampleRequest, watch: Watch | None = None) -> SampleOutput:
+    def sample(
+        self, adapter_id: str | None, request: SampleRequest, handle: RequestHandle | None = None
+    ) -> SampleOutput:
         raise ServerOpError("the engine died")
 
     def healthy(self) -> bool:
@@ -255,7 +261,7 @@ class DyingBackend(Engine):
 
 def test_a_request_outlives_the_engine_that_died_under_it(world: World, backend: SamplerBackend):
     request = admit(world, 0)
-    with pytest.raises(NotNow):
+    with pytest.raises(Requeue):
         runner(world, DyingBackend(), "s/1").handle(request, SESSION, "sample")
     world.client.delete(keys.lease(request))
     result = runner(world, backend, "s/2").handle(request, SESSION, "sample")

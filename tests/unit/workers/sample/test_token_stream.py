@@ -9,17 +9,17 @@ import numpy as np
 import redis
 
 from app.stores.redis import keys
-from app.stores.redis.completions import Drawn, TokenStreams
+from app.stores.redis.completions import TokenChunk, TokenStreams
 from tests.unit.workers.conftest import await_true
 from workers.sample.token_stream import TokenPublisher, joined
 
 
-def tokens(drawn: Iterable[Drawn], request_id: str, index: int) -> list[int]:
+def tokens(drawn: Iterable[TokenChunk], request_id: str, index: int) -> list[int]:
     """Tokens of one sample, each with its index."""
     found: dict[int, int] = {}
     for piece in drawn:
         if (piece.request_id, piece.index) == (request_id, index):
-            found.update(enumerate(piece.tokens.tolist(), piece.place))
+            found.update(enumerate(piece.tokens.tolist(), piece.position))
     assert list(found) == list(range(len(found)))
     return list(found.values())
 
@@ -27,7 +27,7 @@ def tokens(drawn: Iterable[Drawn], request_id: str, index: int) -> list[int]:
 def test_what_was_drawn_can_be_read_in_order_and_from_where_one_left_off(client: redis.Redis):
     streams = TokenStreams(client)
     publisher = TokenPublisher(streams)
-    told = publisher.watch("a:1")
+    told = publisher.callback("a:1")
     for token in range(50):
         told(0, [token], [-0.5])
         told(1, [token + 100, token + 101], [-0.5, -1.0])
@@ -40,7 +40,7 @@ def test_what_was_drawn_can_be_read_in_order_and_from_where_one_left_off(client:
     told(0, [50], [-2.0])
     await_true(lambda: streams.read("a:1", last)[0], "the token that came last")
     ((rest,), _) = streams.read("a:1", last)
-    assert (rest.place, rest.tokens.tolist(), rest.logprobs.tolist()) == (50, [50], [-2.0])
+    assert (rest.position, rest.tokens.tolist(), rest.logprobs.tolist()) == (50, [50], [-2.0])
     publisher.close()
 
 
@@ -49,7 +49,7 @@ def test_a_reader_is_woken_and_the_stream_goes_away_by_itself(client: redis.Redi
     with client.pubsub() as channel:
         channel.subscribe(keys.DONE_CHANNEL)
         assert channel.get_message(timeout=60)["type"] == "subscribe"
-        publisher.watch("a:1")(0, [1], [-1.0])
+        publisher.callback("a:1")(0, [1], [-1.0])
         heard = (message["data"] for message in channel.listen() if message["type"] == "message")
         assert next(heard) == b"a:1"
     assert client.ttl(keys.stream("a:1")) > 0
@@ -59,7 +59,7 @@ def test_a_reader_is_woken_and_the_stream_goes_away_by_itself(client: redis.Redi
 def test_what_waits_is_sent_before_the_end(client: redis.Redis):
     streams = TokenStreams(client)
     publisher = TokenPublisher(streams)
-    publisher.watch("a:1")(0, [1, 2], [-1.0, -1.0])
+    publisher.callback("a:1")(0, [1, 2], [-1.0, -1.0])
     publisher.close()
     assert tokens(streams.read("a:1", "0-0")[0], "a:1", 0) == [1, 2]
 
@@ -71,7 +71,7 @@ class HangingStreams(TokenStreams):
         super().__init__(client)
         self.called, self.release, self.failures = threading.Event(), threading.Event(), 1
 
-    def add(self, drawn: Iterable[Drawn]) -> None:
+    def add(self, drawn: Iterable[TokenChunk]) -> None:
         self.called.set()
         assert self.release.wait(30)
         if self.failures:
@@ -83,7 +83,7 @@ class HangingStreams(TokenStreams):
 def test_a_state_server_that_hangs_or_fails_keeps_no_engine_waiting_and_ends_no_stream(client: redis.Redis, caplog):
     streams = HangingStreams(client)
     publisher = TokenPublisher(streams)
-    told = publisher.watch("a:1")
+    told = publisher.callback("a:1")
     told(0, [1], [-1.0])
     assert streams.called.wait(30)
     for token in range(65_540):  # more than the stream keeps
@@ -91,17 +91,17 @@ def test_a_state_server_that_hangs_or_fails_keeps_no_engine_waiting_and_ends_no_
     assert [record.name for record in caplog.records].count("workers.sample.token_stream") == 1
     streams.release.set()
     await_true(lambda: streams.read("a:1", "0-0")[0], "what was kept, behind what failed")
-    publisher.watch("a:2")(0, [5], [-1.0])
+    publisher.callback("a:2")(0, [5], [-1.0])
     await_true(lambda: streams.read("a:2", "0-0")[0], "the next request's token")
     publisher.close()
 
 
 def test_only_what_follows_each_other_becomes_one_piece():
-    def drawn(place: int, *ids: int, index: int = 0) -> Drawn:
-        return Drawn("a:1", index, place, np.array(ids, np.int32), np.zeros(len(ids), np.float32))
+    def drawn(place: int, *ids: int, index: int = 0) -> TokenChunk:
+        return TokenChunk("a:1", index, place, np.array(ids, np.int32), np.zeros(len(ids), np.float32))
 
     pieces = joined([drawn(0, 1), drawn(0, 9, index=1), drawn(1, 2, 3), drawn(5, 6), drawn(0, 1), drawn(1, 2)])
-    assert [(piece.index, piece.place, piece.tokens.tolist()) for piece in pieces] == [
+    assert [(piece.index, piece.position, piece.tokens.tolist()) for piece in pieces] == [
         (0, 0, [1, 2, 3]),
         (1, 0, [9]),
         (0, 5, [6]),

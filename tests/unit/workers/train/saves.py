@@ -79,18 +79,18 @@ def store(world: World) -> Iterator[GatedStore]:
 
 
 @pytest.fixture
-def ring(store: GatedStore) -> Iterator[Callable[..., Future[Result | None]]]:
+def dispatch(store: GatedStore) -> Iterator[Callable[..., Future[Result | None]]]:
     """Handles a dispatch in a thread, like the task thread."""
     with ThreadPoolExecutor(1) as thread:
 
-        def ring(worker: Worker, seq: int, kind: str = SAVE.kind, model_id: str = MODEL) -> Future[Result | None]:
+        def dispatch(worker: Worker, seq: int, kind: str = SAVE.kind, model_id: str = MODEL) -> Future[Result | None]:
             return thread.submit(worker.runner.handle, ids.request_id(model_id, seq), model_id, kind)
 
-        yield ring
+        yield dispatch
         store.open.set()
 
 
-Ring = Callable[..., "Future[Result | None]"]
+Dispatch = Callable[..., "Future[Result | None]"]
 
 
 def admit(world: World, *ops: Op, first: int = 1, model_id: str = MODEL) -> None:
@@ -121,9 +121,9 @@ def expected_files(world: World, seeds: list[int]) -> dict[str, bytes]:
     return {file: (folder / file).read_bytes() for file in (ADAPTER_FILE, OPTIMIZER_FILE)}
 
 
-def goes_on_waiting(worker: Worker, doorbell: Future[Result | None]) -> None:
+def goes_on_waiting(worker: Worker, dispatched: Future[Result | None]) -> None:
     """The runner looks ten more times for work, finds none, and continues to wait."""
-    saves, looks = worker.runner._saves, list[float]()
+    saves, looks = worker.runner._background_saves, list[float]()
     await_any = saves.await_any
 
     def looked(seconds: float) -> None:
@@ -132,4 +132,4 @@ def goes_on_waiting(worker: Worker, doorbell: Future[Result | None]) -> None:
 
     object.__setattr__(saves, "await_any", looked)
     await_true(lambda: len(looks) > 10, "it looks again")
-    assert not doorbell.done()
+    assert not dispatched.done()

@@ -17,7 +17,7 @@ from app.settings import EngineSettings
 from app.stores.redis import keys
 from tests.property.vector_backend import backward, optim_step
 from tests.property.world import CREATE, MODEL, Process, TrainerWorld
-from workers.maintenance.redispatch import Ringing
+from workers.maintenance.redispatch import Redispatcher
 
 RUN = [CREATE, backward(1), optim_step(), backward(3), SaveWeights("weights", "kept"), optim_step(), backward(6)]
 HOUR_S = 3600.0
@@ -40,7 +40,7 @@ def test_clocks_that_jump_by_an_hour_change_no_lease_no_order_and_no_result(
     undisturbed = TrainerWorld(client, tmp_path / "undisturbed")
     for seq, op in enumerate(RUN):
         undisturbed.admit(seq, op)
-    undisturbed.trainer("a").ring(len(RUN) - 1)
+    undisturbed.trainer("a").send(len(RUN) - 1)
     expected = results(undisturbed)
     undisturbed.stop()
 
@@ -52,8 +52,8 @@ def test_clocks_that_jump_by_an_hour_change_no_lease_no_order_and_no_result(
         monkeypatch.setattr(time, "time", lambda jump=jump: true_time() + jump)
         world.admit(seq, op)
         first.parts.keeper._renew()
-        assert first.ring(seq) is not None
-        assert other.ring(seq) is None, "the first one's lease holds"
+        assert first.send(seq) is not None
+        assert other.send(seq) is None, "the first one's lease holds"
         assert client.pttl(keys.lease(MODEL)) > 0.9 * 1000 * world.settings.lease_s
     assert results(world) == expected
     assert client.hget(keys.model(MODEL), "epoch") == b"1"
@@ -66,41 +66,41 @@ def waiting_at_a_gap(world: TrainerWorld) -> Process:
     for seq, op in ((0, CREATE), (1, backward(1)), (3, backward(3)), (4, optim_step()), (5, backward(5))):
         world.admit(seq, op)
     for seq in (1, 4, 5):
-        trainer.ring(seq)
+        trainer.send(seq)
     assert world.applied() == 1
     return trainer
 
 
 def give_up(world: TrainerWorld, gap_s: float, until: int) -> None:
     """Sweeps until seq `until` is given up."""
-    ringing = Ringing(world.oplog, lambda *ring: None, EngineSettings(gap_s=gap_s, ring_again_s=1e9))
+    redispatcher = Redispatcher(world.oplog, lambda *send: None, EngineSettings(gap_s=gap_s, ring_again_s=1e9))
     world.oplog.take_calls(600)
     deadline = time.monotonic() + 60
     while world.oplog.entry(MODEL, until) is None:
         assert time.monotonic() < deadline
-        ringing.sweep()
+        redispatcher.sweep()
         time.sleep(0.02)
 
 
 def test_a_call_that_is_withheld_and_then_comes_closes_its_gap(world: TrainerWorld):
     trainer = waiting_at_a_gap(world)
-    Ringing(world.oplog, lambda *ring: None, EngineSettings(gap_s=1e9)).sweep()
+    Redispatcher(world.oplog, lambda *send: None, EngineSettings(gap_s=1e9)).sweep()
     world.admit(2, backward(2))
-    trainer.ring(2)
-    assert trainer.rung == [f"{MODEL}:4", f"{MODEL}:5"]
-    trainer.ring(5)
+    trainer.send(2)
+    assert trainer.dispatched == [f"{MODEL}:4", f"{MODEL}:5"]
+    trainer.send(5)
     assert (trainer.backend.states[MODEL].steps, trainer.backend.states[MODEL].pending) == ([[1, 2, 3]], [5])
 
 
 def test_a_call_that_never_comes_ends_in_errors_that_name_it_and_the_run_goes_on(world: TrainerWorld):
     trainer = waiting_at_a_gap(world)
     give_up(world, gap_s=0.2, until=2)
-    trainer.ring(5)
+    trainer.send(5)
     lost = [json.loads(result.body) for seq in (3, 4) if (result := world.result(seq)) is not None]
     assert [error["category"] for error in lost] == ["user", "user"]
     assert all("seq_id 2 did not arrive" in error["error"] for error in lost)
     with pytest.raises(BadRequest, match="seq_id 2 was refused"):
         world.admit(2, backward(2))
     world.admit(6, optim_step())
-    assert trainer.ring(6) is not None
+    assert trainer.send(6) is not None
     assert (trainer.backend.states[MODEL].steps, world.oplog.pending()) == ([[5]], [])

@@ -41,7 +41,7 @@ def test_the_memory_of_a_deleted_model_is_freed_at_the_next_tick(world: World):
     worker = trained(world)
     held = worker.backend.describe()["models"]
     delete(world)
-    worker.tidy()
+    worker.on_tick()
     assert worker.backend.describe()["models"] == held - 1
     assert not worker.owner.residents()
 

@@ -19,43 +19,43 @@ def half_way(world: World) -> Worker:
 def test_another_trainer_goes_on_at_once_with_what_a_drained_one_left(world: World):
     expected = undisturbed(world, [0, 1])
     worker = half_way(world)
-    worker.rung.clear()
-    worker.drain.in_order(60)
+    worker.dispatched.clear()
+    worker.drain.settle_and_release(60)
     assert not world.client.exists(keys.lease(MODEL)), "nobody waits for it to lapse"
     shared = f"train.{BASE}"
-    assert worker.rung == [("forward_backward", f"{MODEL}:3", shared), ("optim_step", f"{MODEL}:4", shared)]
+    assert worker.dispatched == [("forward_backward", f"{MODEL}:3", shared), ("optim_step", f"{MODEL}:4", shared)]
     assert int(world.head()[b"snapshot_seq"]) == 2, "the other one replays nothing"
     other = world.worker("b/1")
-    for kind, request_id, _ in worker.rung:
+    for kind, request_id, _ in worker.dispatched:
         assert other.runner.handle(request_id, MODEL, kind) is not None
     assert logprob_bytes(probe(other, world, 5)) == expected
 
 
 def test_a_backend_of_no_use_does_not_keep_the_models(world: World, monkeypatch: pytest.MonkeyPatch):
     worker = half_way(world)
-    worker.rung.clear()
+    worker.dispatched.clear()
 
     def broken(*arguments: object, **options: object) -> None:
         raise RuntimeError("a rank is gone")
 
     for method in ("capture", "close", "apply"):
         monkeypatch.setattr(worker.backend, method, broken)
-    worker.drain.in_order(60)
+    worker.drain.settle_and_release(60)
     assert not world.client.exists(keys.lease(MODEL))
-    assert len(worker.rung) == 2
+    assert len(worker.dispatched) == 2
 
 
 def test_a_store_that_hangs_leaves_time_for_the_snapshot_on_the_disk(world: World, monkeypatch: pytest.MonkeyPatch):
     worker, given = half_way(world), list[float]()
-    monkeypatch.setattr(worker.handovers, "finish", lambda model_id, within_s: given.append(within_s))
-    worker.drain.in_order(60)
+    monkeypatch.setattr(worker.shm_transfers, "finish", lambda model_id, within_s: given.append(within_s))
+    worker.drain.settle_and_release(60)
     assert 0 < given[0] <= 30, "half of it"
 
 
 def test_a_trainer_without_time_leaves_states_to_the_journal(world: World):
     expected = undisturbed(world, [0, 1])
     worker = half_way(world)
-    worker.drain.in_order(0)
+    worker.drain.settle_and_release(0)
     assert not world.client.exists(keys.lease(MODEL))
     other = world.worker("b/1")
     for seq in (3, 4):

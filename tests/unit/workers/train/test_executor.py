@@ -6,14 +6,14 @@ import pytest
 
 from app.domain.ops import FORWARD, FORWARD_BACKWARD
 from app.stores.redis.types import Entry
-from workers.train.executor import Window
+from workers.train.executor import GradAccumulation
 
 GOOD, STEP, LOAD, EVAL = (FORWARD_BACKWARD, ""), ("optim_step", ""), ("load_weights", ""), (FORWARD, "")
 FAILED, REFUSED, GAP = (FORWARD_BACKWARD, "infinite"), ("lost_batch", ""), ("drop_gradients", "")
 
 
-def window(*history: tuple[str, str]) -> Window:
-    found = Window()
+def accumulation(*history: tuple[str, str]) -> GradAccumulation:
+    found = GradAccumulation()
     for kind, failure in history:
         found = found.after(
             Entry(1, kind, "r", b"", "lost" if kind in ("lost_batch", "drop_gradients") else "", 1), failure
@@ -42,4 +42,4 @@ def window(*history: tuple[str, str]) -> Window:
     ],
 )
 def test_a_step_runs_only_on_whole_gradients(history, may_step):
-    assert (not window(*history).missing) == may_step
+    assert (not accumulation(*history).missing) == may_step

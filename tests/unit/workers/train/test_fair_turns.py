@@ -23,9 +23,9 @@ from app.stores.redis.types import Lease
 from tests.unit.workers.conftest import MODEL, PROBE, Worker, World, add_model, batch, step
 from tests.unit.workers.train.test_turns import MERGED, admit, applied, handle
 from workers.process import leases
-from workers.process.results import NotNow
+from workers.process.results import Requeue
 from workers.train import owner, runner
-from workers.train.executor import Window
+from workers.train.executor import GradAccumulation
 
 HEAVY = [f"session:train:{i}" for i in range(1, 5)]
 LIGHT, OTHER = "session:train:8", "session:train:9"
@@ -92,7 +92,7 @@ def own(worker: Worker, *models: str) -> None:
 
 def ring_in_order(worker: Worker, models: list[str], calls: int) -> None:
     for model_id, seq in itertools.product(models, range(1, calls + 1)):
-        with suppress(NotNow):
+        with suppress(Requeue):
             handle(worker, model_id, seq, "forward")
 
 
@@ -113,7 +113,7 @@ def test_a_project_with_four_models_has_no_more_turns_than_one_with_a_single_one
     passes = Passes(worker, clock)
     ring_in_order(worker, HEAVY, 6)
     lights = passes.of({LIGHT})
-    assert len(lights) == 6, "all without a doorbell of its own"
+    assert len(lights) == 6, "all without a dispatch of its own"
     assert max(b - a for a, b in itertools.pairwise([-1, *lights])) <= 2, "every second turn is its"
     assert applied(world, HEAVY[-1]) == 6
     assert {Counter(model for ran in passes.ran for model in ran)[name] for name in HEAVY} == {6}
@@ -155,16 +155,16 @@ def test_a_shared_pass_is_charged_to_each_project_by_its_bytes(world: World, clo
     admit(world, HEAVY[0], 1, thrice)
     admit(world, LIGHT, 1, PROBE)
     passes = Passes(worker, clock)
-    shares = worker.runner._turns._shares
-    before = shares.place("light")
+    fair_queue = worker.runner._scheduler._fair_queue
+    before = fair_queue.virtual_time("light")
     handle(worker, HEAVY[0], 1, "forward")
     assert passes.ran == [{HEAVY[0], LIGHT}]
     part = len(codec.encode(PROBE)) / len(codec.encode(PROBE) + codec.encode(thrice))
     assert part < 0.4
-    assert shares.place("light") - before == pytest.approx(part, abs=0.02)
+    assert fair_queue.virtual_time("light") - before == pytest.approx(part, abs=0.02)
 
 
-def test_a_model_that_nobody_owns_waits_for_a_turn_and_not_for_its_doorbell(world: World, worker: Worker, clock: Clock):
+def test_a_model_that_nobody_owns_waits_for_a_turn_and_not_for_its_dispatch(world: World, worker: Worker, clock: Clock):
     project_of(world, "heavy", *HEAVY)
     own(worker, *HEAVY)
     fill(world, *HEAVY, calls=6)
@@ -173,12 +173,12 @@ def test_a_model_that_nobody_owns_waits_for_a_turn_and_not_for_its_doorbell(worl
     project_of(world, "light", LIGHT, OTHER)
     fill(world, LIGHT, OTHER, calls=2)
     ring_in_order(worker, HEAVY, 6)
-    assert passes.of({LIGHT, OTHER})[0] <= 2, "the light one's doorbells never rang"
+    assert passes.of({LIGHT, OTHER})[0] <= 2, "the light one's dispatches never rang"
     assert max(b - a for a, b in itertools.pairwise(passes.of({LIGHT, OTHER}))) <= 2
     assert (applied(world, LIGHT), applied(world, OTHER)) == (2, 2)
 
 
-def test_a_projects_own_models_that_nobody_owns_wait_for_their_doorbells(world: World, worker: Worker):
+def test_a_projects_own_models_that_nobody_owns_wait_for_their_dispatches(world: World, worker: Worker):
     """A project that uses more models than a trainer holds would evict one model for each other one."""
     project_of(world, "heavy", *HEAVY[:2])
     own(worker, HEAVY[0])
@@ -192,7 +192,7 @@ def test_what_nobody_owns_is_looked_for_beside_a_single_model_too(world: World, 
     project_of(world, "light", LIGHT)
     own(worker, MODEL)
     assert [head.model_id for head in world.oplog.unowned("train.base")] == [LIGHT]
-    assert [head.model_id for head in worker.runner._turns.waiting()] == [LIGHT]
+    assert [head.model_id for head in worker.runner._scheduler.waiting()] == [LIGHT]
 
 
 def test_an_op_whose_start_fails_is_tried_once_a_turn_not_for_ever(world: World, worker: Worker):
@@ -203,10 +203,10 @@ def test_an_op_whose_start_fails_is_tried_once_a_turn_not_for_ever(world: World,
     fill(world, HEAVY[0], calls=2)
     world.client.set(keys.lease(LIGHT), "b/1")
     head = world.oplog.heads({LIGHT: 0})[0]
-    worker.runner._turns._unowned = SimpleNamespace(heads=lambda: [head])
+    worker.runner._scheduler._backlog_scan = SimpleNamespace(heads=lambda: [head])
     for seq in (1, 2):
         assert handle(worker, HEAVY[0], seq, "forward") is not None
-    assert ("create_model", f"{LIGHT}:0", "train.base@b") in worker.rung
+    assert ("create_model", f"{LIGHT}:0", "train.base@b") in worker.dispatched
 
 
 def test_a_model_of_another_project_now_counts_for_that_one(world: World, worker: Worker, clock: Clock):
@@ -216,7 +216,7 @@ def test_a_model_of_another_project_now_counts_for_that_one(world: World, worker
     fill(world, *HEAVY[:2], calls=1)
     Passes(worker, clock)
     handle(worker, HEAVY[1], 1, "forward")
-    assert worker.runner._turns._shares._places["light"] >= 1.0
+    assert worker.runner._scheduler._fair_queue._virtual_times["light"] >= 1.0
 
 
 def test_bringing_a_model_back_is_paid_for_by_its_project(
@@ -230,7 +230,7 @@ def test_bringing_a_model_back_is_paid_for_by_its_project(
     worker.owner.discard(HEAVY[0])
     restore = worker.owner._restore
 
-    def restored(lease: Lease) -> Window:
+    def restored(lease: Lease) -> GradAccumulation:
         clock.now += 0.5
         return restore(lease)
 
@@ -238,10 +238,12 @@ def test_bringing_a_model_back_is_paid_for_by_its_project(
     admit(world, HEAVY[0], 3, PROBE)
     Passes(worker, clock)
     handle(worker, HEAVY[0], 3, "forward")
-    assert worker.runner._turns._shares._places["heavy"] == pytest.approx(0.5 + 3 + 1, abs=0.01), "the replay's too"
+    assert worker.runner._scheduler._fair_queue._virtual_times["heavy"] == pytest.approx(0.5 + 3 + 1, abs=0.01), (
+        "the replay's too"
+    )
 
 
-def test_a_worker_that_is_about_to_end_serves_nobody_before_a_doorbell(world: World, worker: Worker, clock: Clock):
+def test_a_worker_that_is_about_to_end_serves_nobody_before_a_dispatch(world: World, worker: Worker, clock: Clock):
     """Turns of other models may take long, and the worker ends only after the present dispatch."""
     project_of(world, "heavy", HEAVY[0])
     project_of(world, "light", LIGHT)
@@ -251,7 +253,7 @@ def test_a_worker_that_is_about_to_end_serves_nobody_before_a_doorbell(world: Wo
     handle(worker, HEAVY[0], 1, "forward")
     ran = len(passes.ran)
     worker.runner.leave()
-    with pytest.raises(NotNow, match="about to end"):
+    with pytest.raises(Requeue, match="about to end"):
         handle(worker, HEAVY[0], 2, "forward")
     assert len(passes.ran) == ran
     handle(worker, LIGHT, applied(world, LIGHT) + 1, "forward")

@@ -20,8 +20,8 @@ from app.stores.redis.types import Lease
 from tests.unit.workers import newer
 from tests.unit.workers.conftest import BASE, MODEL, Worker, World, add_model, logprob_bytes, probe, step, undisturbed
 from workers.maintenance.orphans import Orphans
-from workers.maintenance.redispatch import Ringing
-from workers.process.results import NotNow
+from workers.maintenance.redispatch import Redispatcher
+from workers.process.results import Requeue
 from workers.train import runner
 
 OTHER = "session:train:1"
@@ -53,7 +53,7 @@ def test_a_newer_op_is_left_without_an_attempt_and_its_model_free_for_a_newer_wo
 ):
     request = journal(world, 2, write(STEP))
     for _ in range(5):  # more often than an Op has attempts
-        with pytest.raises(NotNow, match="version"):
+        with pytest.raises(Requeue, match="version"):
             old.handle(2, OptimStep.kind)
         assert not world.client.exists(keys.lease(MODEL))
         assert not world.client.hexists(keys.op(request), "runner")
@@ -69,7 +69,7 @@ def test_a_newer_worker_takes_it_over_and_comes_to_the_same_bits(
     world: World, old: Worker, monkeypatch: pytest.MonkeyPatch
 ):
     request = journal(world, 2, newer.encode(STEP))
-    with pytest.raises(NotNow):
+    with pytest.raises(Requeue):
         old.handle(2, OptimStep.kind)
     newer.upgrade(monkeypatch)
     heir = world.worker("new/1")
@@ -81,7 +81,7 @@ def test_a_newer_worker_takes_it_over_and_comes_to_the_same_bits(
 
 def test_the_old_worker_goes_on_with_other_models(world: World, old: Worker):
     journal(world, 2, newer.encode(STEP))
-    with pytest.raises(NotNow):
+    with pytest.raises(Requeue):
         old.handle(2, OptimStep.kind)
     add_model(world, OTHER)
     for seq, kind in enumerate(["create_model", "forward_backward", OptimStep.kind]):
@@ -97,7 +97,7 @@ def test_what_ran_before_it_is_committed(world: World, old: Worker):
     """The newer Op is dispatched: the gradient before it runs and is committed."""
     world.admit(2, step(1)[0])
     journal(world, 3, newer.encode(STEP))
-    with pytest.raises(NotNow):
+    with pytest.raises(Requeue):
         old.handle(3, OptimStep.kind)
     before = world.oplog.outcome(ids.request_id(MODEL, 2))
     assert before is not None and not before.failed
@@ -107,16 +107,16 @@ def test_a_replay_that_comes_upon_a_newer_op_leaves_the_model_to_a_newer_worker(
     world: World, old: Worker, monkeypatch: pytest.MonkeyPatch
 ):
     journal(world, 2, newer.encode(STEP))
-    old.drain.hand_over()
+    old.drain.release()
     with monkeypatch.context() as upgraded:
         newer.upgrade(upgraded)
         heir = world.worker("new/1")
         heir.handle(2, OptimStep.kind)
         waiting = world.admit(3, step(1)[0])
-        heir.drain.hand_over()
+        heir.drain.release()
     back = world.worker("old/2")
     for _ in range(5):
-        with pytest.raises(NotNow, match="version"):
+        with pytest.raises(Requeue, match="version"):
             back.handle(3)
         assert not world.client.exists(keys.lease(MODEL))
     assert attempts(world, waiting) == 0
@@ -129,39 +129,39 @@ def test_an_old_worker_does_not_bring_a_model_back_for_what_it_cannot_read(
     world: World, old: Worker, monkeypatch: pytest.MonkeyPatch
 ):
     journal(world, 2, newer.encode(STEP))
-    old.drain.hand_over()
+    old.drain.release()
     heir = world.worker("old/2")
 
     def restored(lease: Lease) -> None:
         raise AssertionError("a model may take a minute to bring back")
 
     monkeypatch.setattr(heir.owner, "_restore", restored)
-    with pytest.raises(NotNow, match="version"):
+    with pytest.raises(Requeue, match="version"):
         heir.handle(2, OptimStep.kind)
 
 
 def test_an_old_worker_looks_again_until_somebody_ran_it(world: World, old: Worker, monkeypatch: pytest.MonkeyPatch):
     journal(world, 2, newer.encode(STEP))
-    with pytest.raises(NotNow):
+    with pytest.raises(Requeue):
         old.handle(2, OptimStep.kind)
-    assert old.parked.is_put_off(MODEL)
+    assert old.retry_backoff.is_backing_off(MODEL)
     with monkeypatch.context() as upgraded:
         newer.upgrade(upgraded)
         heir = world.worker("new/1")
         found = heir.handle(2, OptimStep.kind)
-        heir.drain.hand_over()
+        heir.drain.release()
     assert old.handle(2, OptimStep.kind) == found, "though it cannot bring the model back"
-    assert not old.parked.is_put_off(MODEL)
+    assert not old.retry_backoff.is_backing_off(MODEL)
 
 
 def test_the_sweeper_rings_the_queue_that_every_worker_reads_for_it(world: World, old: Worker):
     request = journal(world, 2, newer.encode(STEP))
-    with pytest.raises(NotNow):
+    with pytest.raises(Requeue):
         old.handle(2, OptimStep.kind)
     world.client.zadd(keys.PENDING, {MODEL: 0})
-    rung: list[tuple[str, ...]] = []
-    Ringing(world.oplog, lambda *ring: rung.append(ring), world.settings).sweep()
-    assert rung == [(OptimStep.kind, request, MODEL, f"train.{BASE}")]
+    dispatched: list[tuple[str, ...]] = []
+    Redispatcher(world.oplog, lambda *send: dispatched.append(send), world.settings).sweep()
+    assert dispatched == [(OptimStep.kind, request, MODEL, f"train.{BASE}")]
 
 
 def test_what_shares_a_pass_is_not_held_up_by_a_newer_op(world: World):
@@ -176,10 +176,10 @@ def test_what_shares_a_pass_is_not_held_up_by_a_newer_op(world: World):
     result = worker.handle(1)
     assert result is not None and not result.failed
     assert attempts(world, unread) == 0 and not world.client.hexists(keys.op(unread), "runner")
-    company = world.admit(2, gradient)
-    with pytest.raises(NotNow):  # in the other order: the dispatched Op cannot be read
+    batched_with = world.admit(2, gradient)
+    with pytest.raises(Requeue):  # in the other order: the dispatched Op cannot be read
         worker.runner.handle(unread, OTHER, gradient.kind)
-    for request in (unread, company):
+    for request in (unread, batched_with):
         assert attempts(world, request) == 0 and not world.client.hexists(keys.op(request), "runner")
     result = worker.handle(2)
     assert result is not None and not result.failed

@@ -13,7 +13,7 @@ from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.records import RedisRecords
 from tests.faults.proxy import Proxy
 from tests.unit.workers.conftest import MODEL, Worker, World, step
-from workers.process.results import NotNow
+from workers.process.results import Requeue
 from workers.train.owner import MAX_ATTEMPTS
 
 CUT_OFF = "b/1"
@@ -48,11 +48,11 @@ def test_an_op_is_given_up_only_when_those_that_tried_it_are_dead(world: World, 
         cut_off = behind.worker(CUT_OFF)
         cut_off.parts.keeper._renew()
         CutOff(cut_off, world, proxy)
-        with pytest.raises(NotNow, match="may or may not have happened"):
+        with pytest.raises(Requeue, match="may or may not have happened"):
             cut_off.handle(1)
         heir = world.worker("c/1")
         for _ in range(2):
-            with pytest.raises(NotNow, match="may still commit it"):
+            with pytest.raises(Requeue, match="may still commit it"):
                 heir.handle(1)
         if lives:
             proxy.go_on()

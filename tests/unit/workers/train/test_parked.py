@@ -5,11 +5,11 @@ from itertools import pairwise
 import pytest
 
 from workers.train import scheduler
-from workers.train.scheduler import Parked
+from workers.train.scheduler import RetryBackoff
 
 QUEUE = "train.base@a"
 MODEL = "session:train:0"
-Ring = tuple[str, str, str, str]
+Dispatch = tuple[str, str, str, str]
 
 
 @pytest.fixture
@@ -21,62 +21,66 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 @pytest.fixture
-def rung() -> list[Ring]:
+def dispatched() -> list[Dispatch]:
     return []
 
 
 @pytest.fixture
-def waiting(rung: list[Ring], clock: list[float]) -> Parked:
-    return Parked(lambda *ring: rung.append(ring), QUEUE)
+def waiting(dispatched: list[Dispatch], clock: list[float]) -> RetryBackoff:
+    return RetryBackoff(lambda *send: dispatched.append(send), QUEUE)
 
 
-def test_what_was_parked_is_rung_once_in_order_when_the_model_moves_on(waiting: Parked, rung: list[Ring]):
-    waiting.park(MODEL, 7, "optim_step")
-    waiting.park(MODEL, 6, "forward")
-    waiting.park("other", 1, "forward")
-    waiting.moved_on(MODEL)
-    waiting.moved_on(MODEL)
-    assert rung == [
+def test_what_was_parked_is_dispatched_once_in_order_when_the_model_moves_on(
+    waiting: RetryBackoff, dispatched: list[Dispatch]
+):
+    waiting.add(MODEL, 7, "optim_step")
+    waiting.add(MODEL, 6, "forward")
+    waiting.add("other", 1, "forward")
+    waiting.advanced(MODEL)
+    waiting.advanced(MODEL)
+    assert dispatched == [
         ("forward", f"{MODEL}:6", MODEL, QUEUE),
         ("optim_step", f"{MODEL}:7", MODEL, QUEUE),
     ]
 
 
-def test_what_was_put_off_is_rung_again_without_end_after_longer_and_longer_pauses(
-    waiting: Parked, rung: list[Ring], clock: list[float]
+def test_what_was_put_off_is_dispatched_again_without_end_after_longer_and_longer_pauses(
+    waiting: RetryBackoff, dispatched: list[Dispatch], clock: list[float]
 ):
     began = clock[0]
     times = []
     for _ in range(600):
-        if rung:
-            rung.clear()
+        if dispatched:
+            dispatched.clear()
             times.append(clock[0] - began)
-        waiting.put_off(MODEL, 5, "save_weights")
+        waiting.retry_later(MODEL, 5, "save_weights")
         clock[0] += 1.0
-        waiting.ring_due()
+        waiting.retry_due()
     assert times[:5] == [2, 6, 14, 30, 62]
     assert {after - before for before, after in pairwise(times[5:])} == {60}
 
 
-def test_only_the_first_of_what_was_put_off_is_rung_and_the_rest_behind_it(
-    waiting: Parked, rung: list[Ring], clock: list[float]
+def test_only_the_first_of_what_was_put_off_is_dispatched_and_the_rest_behind_it(
+    waiting: RetryBackoff, dispatched: list[Dispatch], clock: list[float]
 ):
     for seq in (5, 6, 7):
-        waiting.put_off(MODEL, seq, "save_weights")
+        waiting.retry_later(MODEL, seq, "save_weights")
     clock[0] += 2.0
-    waiting.ring_due()
-    assert [ring[1] for ring in rung] == [f"{MODEL}:5"]
-    waiting.moved_on(MODEL)
-    assert [ring[1] for ring in rung[1:]] == [f"{MODEL}:{seq}" for seq in (5, 6, 7)]
+    waiting.retry_due()
+    assert [send[1] for send in dispatched] == [f"{MODEL}:5"]
+    waiting.advanced(MODEL)
+    assert [send[1] for send in dispatched[1:]] == [f"{MODEL}:{seq}" for seq in (5, 6, 7)]
     clock[0] += 1000.0
-    waiting.ring_due()
-    assert len(rung) == 4
+    waiting.retry_due()
+    assert len(dispatched) == 4
 
 
-def test_a_model_that_went_elsewhere_is_rung_no_more(waiting: Parked, rung: list[Ring], clock: list[float]):
-    waiting.put_off(MODEL, 5, "save_weights")
+def test_a_model_that_went_elsewhere_is_dispatched_no_more(
+    waiting: RetryBackoff, dispatched: list[Dispatch], clock: list[float]
+):
+    waiting.retry_later(MODEL, 5, "save_weights")
     waiting.forget(MODEL)
     clock[0] += 1000.0
-    waiting.ring_due()
-    waiting.moved_on(MODEL)
-    assert rung == []
+    waiting.retry_due()
+    waiting.advanced(MODEL)
+    assert dispatched == []

@@ -25,24 +25,24 @@ from tests.unit.workers.conftest import (
 from tests.unit.workers.train.saves import (
     OTHER,
     SAVE,
+    Dispatch,
     GatedStore,
     Ran,
-    Ring,
     admit,
     applied,
+    dispatch,
     expected_files,
     goes_on_waiting,
-    ring,
     saved_files,
     store,
 )
 from tests.unit.workers.train.test_turns import infinite_ratio
 
-__all__ = ["ring", "store"]  # the fixtures
+__all__ = ["dispatch", "store"]  # the fixtures
 
 
 def test_the_next_ops_run_while_a_save_is_written_and_are_committed_behind_it(
-    world: World, store: GatedStore, ring: Ring, monkeypatch: pytest.MonkeyPatch
+    world: World, store: GatedStore, dispatch: Dispatch, monkeypatch: pytest.MonkeyPatch
 ):
     worker = world.worker("a/1", store=store)
     admit(world, *step(0), SAVE)
@@ -55,14 +55,14 @@ def test_the_next_ops_run_while_a_save_is_written_and_are_committed_behind_it(
         commit(lease, seq, *rest)
 
     monkeypatch.setattr(world.oplog, "commit", noted)
-    doorbell = ring(worker, 3)
+    dispatched = dispatch(worker, 3)
     admit(world, *step(1), PROBE, first=4)
     await_true(lambda: ran.kinds.get(MODEL, [])[-1:] == ["forward"], "three Ops ran beside the save")
     assert applied(world) == 2
     assert [world.oplog.outcome(f"{MODEL}:{seq}") for seq in (3, 4, 5, 6)] == [None] * 4, "nothing is readable yet"
-    assert not doorbell.done(), "the doorbell of a save ends when the save is terminal"
+    assert not dispatched.done(), "the dispatch of a save ends when the save is terminal"
     store.open.set()
-    saved = doorbell.result()
+    saved = dispatched.result()
     assert saved is not None and not saved.failed
     assert commits == [3, 4, 5, 6]
     assert ran.kinds[MODEL] == ["forward_backward", "optim_step", "forward"], "each once"
@@ -71,37 +71,37 @@ def test_the_next_ops_run_while_a_save_is_written_and_are_committed_behind_it(
     assert saved_files(world) == expected_files(world, [0]), "the save holds what was there before it"
 
 
-def test_other_models_run_and_commit_while_a_save_is_written(world: World, store: GatedStore, ring: Ring):
+def test_other_models_run_and_commit_while_a_save_is_written(world: World, store: GatedStore, dispatch: Dispatch):
     worker = world.worker("a/1", store=store)
     worker.handle(0, "create_model")
     add_model(world, OTHER)
     worker.runner.handle(f"{OTHER}:0", OTHER, "create_model")
     admit(world, SAVE)
-    doorbell = ring(worker, 1)
+    dispatched = dispatch(worker, 1)
     admit(world, *step(0), *step(1), *step(2), model_id=OTHER)
-    await_true(lambda: applied(world, OTHER) == 6, "the other model went on without a doorbell of its own")
-    assert not doorbell.done()
+    await_true(lambda: applied(world, OTHER) == 6, "the other model went on without a dispatch of its own")
+    assert not dispatched.done()
     store.open.set()
-    assert doorbell.result() is not None
+    assert dispatched.result() is not None
 
 
-def test_what_broke_a_worker_never_runs_ahead(world: World, store: GatedStore, ring: Ring):
+def test_what_broke_a_worker_never_runs_ahead(world: World, store: GatedStore, dispatch: Dispatch):
     worker = world.worker("a/1", store=store)
     worker.handle(0, "create_model")
     admit(world, SAVE, *step(0))
     world.client.hset(keys.op(f"{MODEL}:2"), "attempts", 1)
     ran = Ran(worker)
-    doorbell = ring(worker, 1)
+    dispatched = dispatch(worker, 1)
     await_true(lambda: ran.captured == 1, "the save is under way")
-    goes_on_waiting(worker, doorbell)
+    goes_on_waiting(worker, dispatched)
     assert MODEL not in ran.kinds
     store.open.set()
-    assert doorbell.result() is not None
+    assert dispatched.result() is not None
     assert worker.handle(3, "optim_step") is not None
     assert logprob_bytes(probe(worker, world, 4)) == undisturbed(world, [0])
 
 
-def test_nothing_runs_beside_a_save_that_broke_a_worker(world: World, store: GatedStore, ring: Ring):
+def test_nothing_runs_beside_a_save_that_broke_a_worker(world: World, store: GatedStore, dispatch: Dispatch):
     """If the save breaks the worker again, it harms no other Op."""
     worker = world.worker("a/1", store=store)
     worker.handle(0, "create_model")
@@ -112,27 +112,27 @@ def test_nothing_runs_beside_a_save_that_broke_a_worker(world: World, store: Gat
     admit(world, *step(0), model_id=OTHER)
     worker.owner.residents()[OTHER].served += 3600  # the turn of OTHER comes after the save
     ran = Ran(worker)
-    doorbell = ring(worker, 1)
+    dispatched = dispatch(worker, 1)
     await_true(lambda: ran.captured == 1, "the save is under way")
     with pytest.raises(TimeoutError):
-        doorbell.result(timeout=0.3)
+        dispatched.result(timeout=0.3)
     assert ran.kinds == {}
     store.open.set()
-    assert doorbell.result() is not None
+    assert dispatched.result() is not None
 
 
-def test_what_fails_ahead_dooms_what_waits_as_it_would_have(world: World, store: GatedStore, ring: Ring):
+def test_what_fails_ahead_dooms_what_waits_as_it_would_have(world: World, store: GatedStore, dispatch: Dispatch):
     worker = world.worker("a/1", store=store)
     worker.handle(0, "create_model")
     good, optim_step = step(1)
     admit(world, SAVE, infinite_ratio(), good, optim_step, *step(0))
     ran = Ran(worker)
-    doorbell = ring(worker, 1)
+    dispatched = dispatch(worker, 1)
     await_true(lambda: MODEL in ran.kinds, "the first ran ahead")
-    goes_on_waiting(worker, doorbell)
+    goes_on_waiting(worker, dispatched)
     assert ran.kinds[MODEL] == ["forward_backward"], "nothing runs behind a failure whose commit has to come first"
     store.open.set()
-    assert doorbell.result() is not None
+    assert dispatched.result() is not None
     worker.handle(6, "optim_step")
     results = [world.oplog.outcome(f"{MODEL}:{seq}") for seq in range(2, 7)]
     assert [bool(result and result.failed) for result in results] == [True, True, True, False, False]
@@ -140,7 +140,9 @@ def test_what_fails_ahead_dooms_what_waits_as_it_would_have(world: World, store:
 
 
 @pytest.mark.parametrize("kind", ["load_weights", "save_weights"])
-def test_a_load_and_another_save_wait_for_the_save_before(world: World, store: GatedStore, ring: Ring, kind: str):
+def test_a_load_and_another_save_wait_for_the_save_before(
+    world: World, store: GatedStore, dispatch: Dispatch, kind: str
+):
     worker = world.worker("a/1", store=store)
     admit(world, *step(0), SAVE, *step(1))
     store.open.set()
@@ -153,27 +155,29 @@ def test_a_load_and_another_save_wait_for_the_save_before(world: World, store: G
     second = SaveWeights("weights", "second") if kind == SAVE.kind else load
     admit(world, SaveWeights("weights", "first"), PROBE, second, first=6)
     ran = Ran(worker)
-    doorbell = ring(worker, 8, kind)
+    dispatched = dispatch(worker, 8, kind)
     await_true(lambda: ran.kinds.get(MODEL) == ["forward"], "the probe ran ahead")
-    goes_on_waiting(worker, doorbell)
+    goes_on_waiting(worker, dispatched)
     assert ran.kinds[MODEL] == ["forward"] and ran.captured == 1
     store.open.set()
-    assert doorbell.result() is not None
+    assert dispatched.result() is not None
     steps = [0, 1] if kind == SAVE.kind else [0]
     assert logprob_bytes(probe(worker, world, 9)) == undisturbed(world, steps)
 
 
-def test_no_snapshot_is_taken_of_a_state_that_ran_ahead_of_its_commits(world: World, store: GatedStore, ring: Ring):
+def test_no_snapshot_is_taken_of_a_state_that_ran_ahead_of_its_commits(
+    world: World, store: GatedStore, dispatch: Dispatch
+):
     """A snapshot of two steps with the seq of the first one would run the second step twice."""
     worker = world.worker("a/1", share=math.inf, store=store)
     worker.handle(0, "create_model")
     admit(world, SAVE, *step(0), *step(1), step(2)[0])
     ran = Ran(worker)
-    doorbell = ring(worker, 1)
+    dispatched = dispatch(worker, 1)
     await_true(lambda: len(ran.kinds.get(MODEL, [])) == 5, "all ran ahead")
     captured = ran.captured
     store.open.set()
-    doorbell.result()
+    dispatched.result()
     assert applied(world) == 6
     assert ran.captured == captured
     admit(world, step(2)[1], first=7)
@@ -184,31 +188,33 @@ def test_no_snapshot_is_taken_of_a_state_that_ran_ahead_of_its_commits(world: Wo
     assert logprob_bytes(probe(world.worker("b/1"), world, 8)) == undisturbed(world, [0, 1, 2])
 
 
-def test_a_batch_sent_again_ahead_stands_in_for_the_refused_one(world: World, store: GatedStore, ring: Ring):
+def test_a_batch_sent_again_ahead_stands_in_for_the_refused_one(world: World, store: GatedStore, dispatch: Dispatch):
     """The missing gradients of the next step are known up to the Ops that have run, committed or not."""
     worker = world.worker("a/1", store=store)
     worker.handle(0, "create_model")
     world.oplog.refuse(MODEL, 1, "too long", "lost_batch")
     admit(world, SAVE, *step(0), first=2)
     ran = Ran(worker)
-    doorbell = ring(worker, 2)
+    dispatched = dispatch(worker, 2)
     await_true(lambda: ran.kinds.get(MODEL) == ["forward_backward", "optim_step"], "a step ran ahead")
     store.open.set()
-    assert doorbell.result() is not None
+    assert dispatched.result() is not None
     stepped = worker.handle(4, "optim_step")
     assert stepped is not None and not stepped.failed
     assert logprob_bytes(probe(worker, world, 5)) == undisturbed(world, [0])
 
 
-def test_only_so_many_ops_run_ahead(world: World, store: GatedStore, ring: Ring, monkeypatch: pytest.MonkeyPatch):
+def test_only_so_many_ops_run_ahead(
+    world: World, store: GatedStore, dispatch: Dispatch, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr("workers.train.scheduler._MOST_AHEAD", 2)
     worker = world.worker("a/1", store=store)
     worker.handle(0, "create_model")
     admit(world, SAVE, PROBE, PROBE, PROBE)
     ran = Ran(worker)
-    doorbell = ring(worker, 1)
+    dispatched = dispatch(worker, 1)
     await_true(lambda: ran.kinds.get(MODEL) == ["forward"] * 2, "two ran")
-    goes_on_waiting(worker, doorbell)
+    goes_on_waiting(worker, dispatched)
     assert ran.kinds[MODEL] == ["forward"] * 2
     store.open.set()
-    assert doorbell.result() is not None
+    assert dispatched.result() is not None

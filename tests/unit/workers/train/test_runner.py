@@ -18,10 +18,10 @@ from app.errors import Unavailable
 from app.stores.objects.folder import FolderStore
 from app.stores.redis import keys
 from tests.unit.workers.conftest import BASE, MODEL, PROBE, Ended, World, logprob_bytes, probe, step, undisturbed
-from workers.process.results import NotNow
+from workers.process.results import Requeue
 
 
-def test_ops_run_in_seq_order_whatever_the_order_of_arrival_and_of_doorbells(world: World):
+def test_ops_run_in_seq_order_whatever_the_order_of_arrival_and_of_dispatches(world: World):
     expected = undisturbed(world, list(range(5)))
     ops = [op for i in range(5) for op in step(i)]
     worker = world.worker("a/1")
@@ -34,26 +34,26 @@ def test_ops_run_in_seq_order_whatever_the_order_of_arrival_and_of_doorbells(wor
         for seq in random.Random(i).sample(waiting, len(waiting)):
             try:
                 worker.handle(seq)
-            except NotNow:
+            except Requeue:
                 continue
             waiting = [s for s in waiting if s > seq]
     assert logprob_bytes(probe(worker, world, len(ops) + 1)) == expected
 
 
-def test_a_doorbell_before_its_predecessor_is_turned_away_and_rung_when_the_gap_closes(world: World):
+def test_a_dispatch_before_its_predecessor_is_turned_away_and_dispatched_when_the_gap_closes(world: World):
     worker = world.worker("a/1")
     create, backward = 0, 1
     world.admit(2, step()[1])
     worker.handle(create)
-    with pytest.raises(NotNow, match=r"seq 1 of .* has not arrived"):
+    with pytest.raises(Requeue, match=r"seq 1 of .* has not arrived"):
         worker.handle(2, "optim_step")
     world.admit(backward, step()[0])
     worker.handle(backward)
-    assert worker.rung == [("optim_step", f"{MODEL}:2", f"train.{BASE}@a")]
+    assert worker.dispatched == [("optim_step", f"{MODEL}:2", f"train.{BASE}@a")]
     assert worker.handle(2, "optim_step") is not None
 
 
-def test_a_doubled_doorbell_does_nothing_twice(world: World):
+def test_a_doubled_dispatch_does_nothing_twice(world: World):
     expected = undisturbed(world, list(range(1)))
     worker = world.worker("a/1")
     for i, op in enumerate(step(0), 1):
@@ -93,13 +93,13 @@ def test_a_new_owner_on_another_machine_goes_on_from_a_snapshot(world: World):
     assert logprob_bytes(probe(second, world, 9)) == expected
 
 
-def test_a_model_owned_elsewhere_is_rung_there(world: World):
+def test_a_model_owned_elsewhere_is_dispatched_there(world: World):
     world.worker("a/1").handle(0)
     other = world.worker("b/1")
     world.admit(1, step()[0])
-    with pytest.raises(NotNow, match="owned by a"):
+    with pytest.raises(Requeue, match="owned by a"):
         other.handle(1)
-    assert other.rung == [("forward_backward", f"{MODEL}:1", f"train.{BASE}@a")]
+    assert other.dispatched == [("forward_backward", f"{MODEL}:1", f"train.{BASE}@a")]
 
 
 def test_a_zombie_whose_lease_was_taken_changes_nothing(world: World):
@@ -113,7 +113,7 @@ def test_a_zombie_whose_lease_was_taken_changes_nothing(world: World):
     world.client.delete(keys.lease(MODEL))  # the old owner slept past the end of its lease
     new = world.worker("b/1")
     new.handle(2)
-    with pytest.raises(NotNow):
+    with pytest.raises(Requeue):
         old.handle(3)
     new.handle(4)
     assert logprob_bytes(probe(new, world, 5)) == expected
@@ -140,7 +140,7 @@ def test_an_op_that_keeps_breaking_the_worker_is_given_up_and_the_next_ones_run(
     for seq, op in ((2, step(0)[1]), (3, step(1)[0]), (4, step(1)[1])):
         world.admit(seq, op)
     for _ in range(3):
-        with pytest.raises(NotNow):
+        with pytest.raises(Requeue):
             worker.handle(1)
     results = [worker.handle(seq) for seq in (1, 2, 3, 4)]
     assert [result.failed for result in results] == [True, True, False, False], "its step fails with it, the next runs"
@@ -191,7 +191,7 @@ def test_a_step_that_was_given_up_leaves_no_gradient_to_count_twice(world: World
         worker.handle(seq)
     world.client.set(keys.payload(world.admit(2, step(0)[1])), b"\xc1 not an Op")
     for _ in range(3):
-        with pytest.raises(NotNow):
+        with pytest.raises(Requeue):
             worker.handle(2)
     given_up = worker.handle(2)
     assert given_up is not None and given_up.failed
@@ -229,7 +229,7 @@ def test_a_model_that_cannot_be_brought_back_ends_what_waits_and_says_why(world:
     world.admit(3, step(1)[0])
     heir = world.worker("a/2")
     for _ in range(2):
-        with pytest.raises(NotNow):
+        with pytest.raises(Requeue):
             heir.handle(3)
     result = heir.handle(3)
     assert result is not None
@@ -280,13 +280,13 @@ def test_a_save_waits_for_a_store_that_is_away_however_long_and_then_succeeds(wo
     for boot in range(6):  # more often than an Op has attempts
         worker = world.worker(f"a/{boot}", store=store)
         for _ in range(3):
-            with pytest.raises(NotNow, match="away"):
+            with pytest.raises(Requeue, match="away"):
                 worker.handle(4, "forward")
     assert [pending.running for pending in world.oplog.pending()] == [0]
     store.away = False
     saved = worker.handle(3, "save_weights")
     assert saved is not None and not saved.failed
-    assert worker.rung == [("forward", f"{MODEL}:4", f"train.{BASE}@a")], "what came behind it is rung"
+    assert worker.dispatched == [("forward", f"{MODEL}:4", f"train.{BASE}@a")], "what came behind it is dispatched"
     looked = worker.handle(4)
     assert looked is not None and logprob_bytes(looked.body) == expected
 
@@ -303,7 +303,7 @@ def test_a_model_whose_snapshot_cannot_be_fetched_now_is_brought_back_later(worl
     store.away = True
     for boot in range(5):  # more often than an Op has attempts
         other = world.worker(f"b/{boot}", store=store)
-        with pytest.raises(NotNow, match="away"):
+        with pytest.raises(Requeue, match="away"):
             other.handle(4)
         assert not world.client.exists(keys.lease(MODEL)), "another one may be nearer to the store"
     store.away = False
@@ -329,7 +329,7 @@ def test_a_backend_of_no_further_use_ends_the_process_with_one_attempt_counted(
         group.setattr(worker.backend, "_broken", True)
         with pytest.raises(Ended):
             worker.handle(1)
-    assert [request_id for _, request_id, _ in worker.rung] == [f"{MODEL}:1", f"{MODEL}:2"]
+    assert [request_id for _, request_id, _ in worker.dispatched] == [f"{MODEL}:1", f"{MODEL}:2"]
     heir = world.worker("b/1")
     for seq in (1, 2):
         heir.handle(seq)
@@ -353,7 +353,7 @@ def test_a_restore_that_breaks_the_backend_is_an_attempt_at_the_op_that_asked_fo
     with monkeypatch.context() as memory:
         memory.setattr(worker.backend, "apply", broken)
         for _ in range(2):
-            with pytest.raises(NotNow, match="broke the backend"):
+            with pytest.raises(Requeue, match="broke the backend"):
                 worker.handle(2)
     assert world.client.hget(keys.op(f"{MODEL}:2"), "attempts") == b"2"
     stepped = worker.handle(2)

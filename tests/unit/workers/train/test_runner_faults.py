@@ -15,7 +15,7 @@ from app.stores.redis import keys
 from app.stores.redis.lifecycle import RedisLifecycle
 from app.stores.redis.types import Lease
 from tests.unit.workers.conftest import BASE, MODEL, Worker, World, step
-from workers.process.results import NotNow
+from workers.process.results import Requeue
 
 
 class Dead(BaseException):
@@ -42,7 +42,7 @@ def fail_three_times(worker: Worker) -> None:
     """Makes the replay before seq 2 fail three times."""
     NoReplay(worker, RuntimeError("no memory on the device"))
     for _ in range(3):
-        with pytest.raises(NotNow):
+        with pytest.raises(Requeue):
             worker.handle(2, "optim_step")
 
 
@@ -55,7 +55,7 @@ def handed_over(world: World) -> World:
     world.admit(1, gradient)
     first.handle(1)
     world.admit(2, optim_step)
-    first.drain.hand_over()
+    first.drain.release()
     return world
 
 
@@ -70,7 +70,7 @@ def test_an_op_behind_a_replay_that_breaks_the_backend_is_given_up(handed_over: 
     assert "3 attempts" in error_of(heir.handle(2, "optim_step"))
 
 
-def test_a_late_doorbell_answers_with_its_own_result_when_a_later_op_is_given_up(handed_over: World):
+def test_a_late_dispatch_answers_with_its_own_result_when_a_later_op_is_given_up(handed_over: World):
     heir = handed_over.worker("b/1")
     fail_three_times(heir)
     late = heir.handle(1)
@@ -103,7 +103,7 @@ def test_a_state_whose_commit_ended_oddly_is_thrown_away(world: World, monkeypat
     assert not worker.owner.residents()
 
 
-def test_an_op_whose_commit_is_in_doubt_is_rung_again_at_once(world: World, monkeypatch: pytest.MonkeyPatch):
+def test_an_op_whose_commit_is_in_doubt_is_dispatched_again_at_once(world: World, monkeypatch: pytest.MonkeyPatch):
     worker = world.worker("a/1")
     worker.handle(0, "create_model")
     world.admit(1, step()[0])
@@ -113,9 +113,9 @@ def test_an_op_whose_commit_is_in_doubt_is_rung_again_at_once(world: World, monk
 
     with monkeypatch.context() as outage:
         outage.setattr(worker.runner._oplog, "commit", away)
-        with pytest.raises(NotNow, match="may or may not have happened"):
+        with pytest.raises(Requeue, match="may or may not have happened"):
             worker.handle(1)
-    assert worker.rung == [("forward_backward", f"{MODEL}:1", f"train.{BASE}")]
+    assert worker.dispatched == [("forward_backward", f"{MODEL}:1", f"train.{BASE}")]
     assert not worker.owner.residents()
 
 
@@ -146,9 +146,9 @@ def test_a_snapshot_that_was_replaced_while_it_was_fetched_is_not_lost(
         raise NotFound("the older one is gone")
 
     monkeypatch.setattr(heir.owner, "_restore", replaced)
-    with pytest.raises(NotNow, match="another worker continued"):
+    with pytest.raises(Requeue, match="another worker continued"):
         heir.handle(2, "optim_step")
-    assert heir.rung == [("optim_step", f"{MODEL}:2", f"train.{BASE}")]
+    assert heir.dispatched == [("optim_step", f"{MODEL}:2", f"train.{BASE}")]
     lease = handed_over.oplog.acquire(MODEL, "c/1")
     assert isinstance(lease, Lease)
     handed_over.oplog.next(lease, 2)
@@ -160,8 +160,8 @@ def test_what_was_put_off_is_forgotten_once_it_ran_elsewhere_or_its_model_is_no_
     worker, other = world.worker("a/1"), world.worker("b/1")
     worker.handle(0, "create_model")
     world.admit(1, step()[0])
-    worker.parked.put_off(MODEL, 1, "forward_backward")
-    worker.drain.hand_over()
+    worker.retry_backoff.retry_later(MODEL, 1, "forward_backward")
+    worker.drain.release()
     worker.owner.discard_all()
     if ended:
         RedisLifecycle(world.client, world.settings).end_model(MODEL)
@@ -169,29 +169,29 @@ def test_what_was_put_off_is_forgotten_once_it_ran_elsewhere_or_its_model_is_no_
         other.handle(1)
         other.owner.discard_all()
     worker.handle(1)
-    assert worker.parked.forget(MODEL) == {}
+    assert worker.retry_backoff.forget(MODEL) == {}
 
 
 def test_what_was_put_off_is_forgotten_once_its_model_is_not_even_known(world: World):
     worker = world.worker("a/1")
     worker.handle(0, "create_model")
     world.admit(1, step()[0])
-    worker.parked.put_off(MODEL, 1, "forward_backward")
+    worker.retry_backoff.retry_later(MODEL, 1, "forward_backward")
     worker.owner.discard_all()
     RedisLifecycle(world.client, world.settings).end_model(MODEL)
     world.records.delete(Model.namespace, MODEL)
     assert "run has ended" in error_of(worker.handle(1))
-    assert worker.parked.forget(MODEL) == {}
+    assert worker.retry_backoff.forget(MODEL) == {}
 
 
 def test_what_was_put_off_is_forgotten_once_its_model_is_owned_elsewhere(world: World):
     worker = world.worker("a/1")
     world.worker("b/1").handle(0, "create_model")
     world.admit(1, step()[0])
-    worker.parked.put_off(MODEL, 1, "forward_backward")
-    with pytest.raises(NotNow, match="owned by b"):
+    worker.retry_backoff.retry_later(MODEL, 1, "forward_backward")
+    with pytest.raises(Requeue, match="owned by b"):
         worker.handle(1)
-    assert worker.parked.forget(MODEL) == {}
+    assert worker.retry_backoff.forget(MODEL) == {}
 
 
 def test_a_payload_that_lapsed_on_its_way_in_leaves_nothing_behind(world: World, monkeypatch: pytest.MonkeyPatch):

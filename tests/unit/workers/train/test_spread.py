@@ -5,8 +5,8 @@ import pytest
 from app.domain.records import Worker as WorkerRecord
 from app.domain.records import dump
 from tests.unit.workers.conftest import BASE, MODEL, Worker, World, add_model
-from workers.process.results import NotNow
-from workers.train.rebalance import Spread
+from workers.process.results import Requeue
+from workers.train.rebalance import Rebalancer
 
 SECOND = "session:train:1"
 
@@ -26,36 +26,36 @@ def busy(world: World) -> Worker:
     return worker
 
 
-def handle(spread: Spread, model_id: str) -> bool:
+def handle(rebalancer: Rebalancer, model_id: str) -> bool:
     """Handles the dispatch. Returns True if the trainer accepted it."""
     try:
-        return spread.handle(f"{model_id}:0", model_id, "create_model") is not None
-    except NotNow:
+        return rebalancer.handle(f"{model_id}:0", model_id, "create_model") is not None
+    except Requeue:
         return False
 
 
 def test_a_model_nobody_has_goes_to_the_trainer_with_fewer(world: World, busy: Worker):
     announce(world, "b", 3)
     announce(world, "c", 0)
-    assert not handle(busy.spread, SECOND)
-    assert busy.rung == [("create_model", f"{SECOND}:0", f"train.{BASE}@c")]
+    assert not handle(busy.rebalancer, SECOND)
+    assert busy.dispatched == [("create_model", f"{SECOND}:0", f"train.{BASE}@c")]
 
 
 def test_trainers_of_adapters_and_of_all_weights_are_kept_apart(world: World, busy: Worker):
     announce(world, "b", 0, role="full_trainer")
-    ring = busy.parts.doorbell.ring
-    of_weights = Spread(busy.runner, busy.owner, world.records, ring, BASE, "a", full=True)
+    send = busy.parts.dispatcher.send
+    of_weights = Rebalancer(busy.runner, busy.owner, world.records, send, BASE, "a", full=True)
     assert not handle(of_weights, SECOND)
-    assert busy.rung == [("create_model", f"{SECOND}:0", f"full.{BASE}@b")]
-    assert handle(busy.spread, SECOND)
+    assert busy.dispatched == [("create_model", f"{SECOND}:0", f"full.{BASE}@b")]
+    assert handle(busy.rebalancer, SECOND)
 
 
 def test_a_trainer_keeps_what_it_has(world: World, busy: Worker):
     announce(world, "b", 0)
-    assert handle(busy.spread, MODEL)
+    assert handle(busy.rebalancer, MODEL)
 
 
 @pytest.mark.parametrize("other", [{"models": 1}, {"models": 0, "role": "sampler"}, {"models": 0, "healthy": False}])
 def test_a_trainer_takes_what_no_other_should(world: World, busy: Worker, other: dict[str, object]):
     announce(world, "b", **other)
-    assert handle(busy.spread, SECOND)
+    assert handle(busy.rebalancer, SECOND)

@@ -19,8 +19,8 @@ def trained(world: World) -> Worker:
     return worker
 
 
-def tidy(worker: Worker, idle_s: float) -> None:
-    replace(worker.tidying, idle_s=idle_s)()
+def evict_idle(worker: Worker, idle_s: float) -> None:
+    replace(worker.idle_eviction, idle_s=idle_s)()
 
 
 def is_free(world: World, worker: Worker) -> bool:
@@ -30,10 +30,10 @@ def is_free(world: World, worker: Worker) -> bool:
 def test_an_idle_model_is_saved_and_let_go_and_comes_back_bit_for_bit(world: World):
     expected = undisturbed(world, [0, 1])
     worker = trained(world)
-    tidy(worker, idle_s=600)
+    evict_idle(worker, idle_s=600)
     assert not is_free(world, worker)
     held = worker.backend.describe()["models"]
-    tidy(worker, idle_s=0)
+    evict_idle(worker, idle_s=0)
     assert is_free(world, worker)
     assert worker.backend.describe()["models"] == held - 1
     world.await_snapshot(2)
@@ -49,10 +49,10 @@ def test_a_model_whose_session_is_over_is_let_go(world: World):
     world.records.put(Session.namespace, "session", dump(Session("me", 0.0)))
     lifecycle = RedisLifecycle(world.client, world.settings)
     lifecycle.heartbeat("session")
-    tidy(worker, idle_s=600)
+    evict_idle(worker, idle_s=600)
     assert not is_free(world, worker)
     lifecycle.finish("session", "success")
-    tidy(worker, idle_s=600)
+    evict_idle(worker, idle_s=600)
     assert is_free(world, worker)
 
 
@@ -66,14 +66,14 @@ def test_what_takes_long_to_let_go_is_spread_over_ticks(world: World, monkeypatc
         worker.runner.handle(f"{model_id}:0", model_id, "create_model")
     left = []
     for _ in range(3):
-        tidy(worker, idle_s=0)
+        evict_idle(worker, idle_s=0)
         left.append(list(worker.owner.residents()))
     assert left == [others, others[1:], []]
 
 
-def test_what_was_put_off_is_rung_again_at_a_tick(world: World, monkeypatch: pytest.MonkeyPatch):
+def test_what_was_put_off_is_dispatched_again_at_a_tick(world: World, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("workers.train.scheduler._FIRST_PAUSE_S", 0.0)
     worker = world.worker("a/1")
-    worker.parked.put_off(MODEL, 0, "create_model")
-    tidy(worker, idle_s=600)
-    assert worker.rung == [("create_model", f"{MODEL}:0", f"train.{BASE}@a")]
+    worker.retry_backoff.retry_later(MODEL, 0, "create_model")
+    evict_idle(worker, idle_s=600)
+    assert worker.dispatched == [("create_model", f"{MODEL}:0", f"train.{BASE}@a")]

@@ -17,7 +17,7 @@ from app.domain.results import Result
 from app.stores.redis import keys
 from tests.unit.workers.conftest import HOUR_S, LORA, MODEL, PROBE, Worker, World, add_model, batch, logprob_bytes, step
 from workers.backends.training.base import Create
-from workers.process.results import NotNow
+from workers.process.results import Requeue
 from workers.train import scheduler
 
 A, B, C = MODEL, "session:train:1", "session:train:2"
@@ -82,7 +82,7 @@ def test_what_waits_in_several_models_shares_a_pass(world: World, merging: Worke
     first = handle(merging, A, 1)
     assert watched.passes == [{A, B, C}]
     assert [handle(merging, model_id, 1) for model_id in (B, C)] == [first, first]
-    assert len(watched.passes) == 1, "the doorbells of the others find their results"
+    assert len(watched.passes) == 1, "the dispatches of the others find their results"
 
 
 def test_with_exact_every_op_has_a_pass_of_its_own(world: World):
@@ -105,7 +105,7 @@ def test_no_model_waits_for_another_twice(world: World, merged_tokens: int):
     admit(world, B, 1, gradient(1))
     for seq in range(2, 5):
         handle(worker, A, seq)
-    assert [ops for ops in watched.passes if B in ops], "B ran without a doorbell of its own"
+    assert [ops for ops in watched.passes if B in ops], "B ran without a dispatch of its own"
     assert B in set.union(*watched.passes[:2]), "and waited for one Op of A alone"
     assert applied(world, A) == 4
 
@@ -136,7 +136,7 @@ def test_an_op_that_breaks_its_pass_takes_no_other_with_it(world: World, merging
     for model_id in (A, B, C):
         admit(world, model_id, 1, gradient(1))
     watched = Watched(merging, poison=B)
-    with pytest.raises(NotNow):
+    with pytest.raises(Requeue):
         handle(merging, A, 1)
     assert watched.passes == [{A, B, C}]
     for model_id in (A, B, C):
@@ -145,7 +145,7 @@ def test_an_op_that_breaks_its_pass_takes_no_other_with_it(world: World, merging
         for model_id in (A, B, C):
             try:
                 handle(merging, model_id, 1)
-            except NotNow:
+            except Requeue:
                 continue
     outcomes = {model_id: handle(merging, model_id, 1) for model_id in (A, B, C)}
     assert [bool(result and result.failed) for result in outcomes.values()] == [False, True, False]
@@ -163,7 +163,7 @@ def test_a_batch_behind_a_step_joins_the_pass_too(world: World, merging: Worker)
 
 
 def test_a_pass_waits_for_the_next_op_of_a_model_that_was_served_lately(world: World, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(scheduler, "_LATELY_S", HOUR_S)
+    monkeypatch.setattr(scheduler, "_RECENT_S", HOUR_S)
     worker = worker_of(world, "a/1", merged_tokens=MERGED, wait_s=60.0)
     for model_id in (B, C):
         admit(world, model_id, 1, gradient(1))
@@ -184,8 +184,8 @@ def test_behind_a_long_pass_the_next_waits_for_longer(world: World, monkeypatch:
     for model_id in (A, B, C):
         admit(world, model_id, 1, gradient(1))
     watched = Watched(worker)
-    took = worker.runner._turns.took
-    monkeypatch.setattr(worker.runner._turns, "took", lambda ran, _: took(ran, 300.0))
+    took = worker.runner._scheduler.charge
+    monkeypatch.setattr(worker.runner._scheduler, "charge", lambda ran, _: took(ran, 300.0))
     handle(worker, A, 1)
     for model_id in (A, B):
         admit(world, model_id, 2, gradient(2))
@@ -203,7 +203,7 @@ def test_nobody_waits_for_a_model_that_was_quiet(world: World):
     assert handle(worker, A, 1) is not None
 
 
-def test_an_op_that_broke_a_worker_waits_for_its_own_doorbell(world: World):
+def test_an_op_that_broke_a_worker_waits_for_its_own_dispatch(world: World):
     worker = worker_of(world, "a/1")
     admit(world, B, 1, gradient(1))
     world.client.hset(keys.op(f"{B}:1"), "attempts", 1)

@@ -17,7 +17,7 @@ from tests.unit.workers.sample.test_runner import REQUEST, SESSION, admit, backe
 from tests.unit.workers.train.test_turns import A, B, C, Watched, gradient, handle, merging
 from tests.unit.workers.train.test_turns import admit as admit_to
 from workers.backends.sampling.base import SamplerBackend
-from workers.process.results import NotNow
+from workers.process.results import Requeue
 
 __all__ = ["backend", "merging"]
 BATCH_TOKENS = 19
@@ -89,7 +89,7 @@ def test_a_commit_in_doubt_counts_once_whether_it_had_arrived_or_not(
     world.admit(1, step()[0])
     with monkeypatch.context() as patch:
         patch.setattr(worker.runner._oplog, "commit", outage(worker.runner._oplog.commit))
-        with pytest.raises(NotNow, match="may or may not have happened"):
+        with pytest.raises(Requeue, match="may or may not have happened"):
             worker.handle(1)
     assert trained(world) == (BATCH_TOKENS if outage is lost_answer else 0)
     for name in ("a/2", "a/3"):

@@ -18,7 +18,7 @@ from app.domain.sampling import SampleOutput, SampleRequest
 from app.errors import ServerOpError
 from app.settings import BaseModelSettings
 from workers.backends.sampling import full_weights, requests
-from workers.backends.sampling.base import Aborted, Watch
+from workers.backends.sampling.base import Aborted, RequestHandle
 from workers.backends.sampling.requests import check
 from workers.backends.sampling.transformers import kv_cache
 from workers.backends.sampling.transformers.batch import Job
@@ -42,7 +42,7 @@ class TransformersSampler:
             lora.wrap(self._base.model)
         kv_cache.use_decode_attention(self._base.model)
         self._engine = Engine(self._base.model, self._base.device, self._settings.sampler.max_batch)
-        self._weights = WholeModel(self._base, self._engine) if self._full else Adapters(self._base)
+        self._weights = FullFinetuneModel(self._base, self._engine) if self._full else Adapters(self._base)
         return self._base.info
 
     def load(self, adapter_id: str, folder: Path) -> None:
@@ -51,17 +51,19 @@ class TransformersSampler:
     def evict(self, adapter_id: str) -> None:
         self._weights.evict(adapter_id)
 
-    def sample(self, adapter_id: str | None, request: SampleRequest, watch: Watch | None = None) -> SampleOutput:
+    def sample(
+        self, adapter_id: str | None, request: SampleRequest, handle: RequestHandle | None = None
+    ) -> SampleOutput:
         check(request, self._base.info)
-        watch = watch or Watch()
+        handle = handle or RequestHandle()
         adapter = self._weights.find(adapter_id)
-        job = Job(request, adapter_id or "", adapter, self._base.info, self._vocabulary, watch)
-        watch.on_abort(lambda: job.fail(Aborted("the request was aborted")))
+        job = Job(request, adapter_id or "", adapter, self._base.info, self._vocabulary, handle)
+        handle.on_abort(lambda: job.fail(Aborted("the request was aborted")))
         self._engine.submit(job)
         return job.future.result()
 
     def healthy(self) -> bool:
-        return self._engine.alive and self._engine.stands_still_s <= self._settings.sampler.step_deadline_s
+        return self._engine.alive and self._engine.stalled_s <= self._settings.sampler.step_deadline_s
 
     def close(self) -> None:
         self._engine.stop()
@@ -116,7 +118,7 @@ class Adapters:
         return sorted(self._adapters)
 
 
-class WholeModel:
+class FullFinetuneModel:
     """Weights of one fully fine-tuned model at a time.
 
     Another model's weights are written over the present ones once no request uses those.

@@ -18,10 +18,10 @@ from app.domain.base_model import BaseModelInfo
 from app.domain.sampling import SampledSequence, SampleOutput, SampleRequest, TokenLogprobs
 from app.errors import OpError, ServerOpError
 from workers.backends.sampling import prompt_scores
-from workers.backends.sampling.base import Aborted, Watch
+from workers.backends.sampling.base import Aborted, RequestHandle
 from workers.backends.sampling.prompt_scores import PromptScorer
 from workers.backends.sampling.requests import StopText, Vocabulary, check_finite, sample_seed, token_limit
-from workers.backends.sampling.token_sampler import Drawer, top_logprobs
+from workers.backends.sampling.token_sampler import TokenSampler, top_logprobs
 from workers.backends.sampling.transformers import kv_cache
 from workers.models import lora
 from workers.models.lora import Adapter
@@ -47,7 +47,7 @@ class RunningBatch:
         self._width: int
         self._cache: Cache
         self._starts: Tensor
-        self._drawer: Drawer
+        self._token_sampler: TokenSampler
         self._segments: lora.Segments
 
     @property
@@ -60,8 +60,8 @@ class RunningBatch:
         """
         rows = [(place, row) for place, (job, count) in enumerate(starting) for row in job.start(count)]
         logits = prefilled.logits[torch.tensor([place for place, _ in rows], dtype=torch.long, device=self._device)]
-        drawn = [row for _, row in rows]
-        push(drawn, Drawer([row.job.request for row in drawn], self._device), logits)
+        rows_sampled = [row for _, row in rows]
+        push(rows_sampled, TokenSampler([row.job.request for row in rows_sampled], self._device), logits)
         self._compose([(prefilled.cache, place, row) for place, row in rows if row.live])
 
     @property
@@ -85,7 +85,7 @@ class RunningBatch:
                 logits_to_keep=1,
             ).logits[:, -1]
         self._width = width
-        push(self._rows, self._drawer, logits)
+        push(self._rows, self._token_sampler, logits)
         if self.live <= 0.75 * len(self._rows):
             self._compose([])
 
@@ -100,14 +100,14 @@ class RunningBatch:
         self._width = max(row.cached for row in self._rows)
         self._cache = kv_cache.arrange(_parts(taken), self._width)
         self._starts = torch.tensor([self._width - row.cached for row in self._rows], device=self._device)
-        self._drawer = Drawer([row.job.request for row in self._rows], self._device)
+        self._token_sampler = TokenSampler([row.job.request for row in self._rows], self._device)
         self._segments = segments([row.job for row in self._rows])
 
 
-def push(rows: Sequence[Row], drawer: Drawer, logits: Tensor) -> None:
+def push(rows: Sequence[Row], token_sampler: TokenSampler, logits: Tensor) -> None:
     """Samples the next token of every row from logits [B, V] and gives it to the live rows."""
     uniforms = torch.tensor([row.uniform() for row in rows], dtype=torch.float64, device=logits.device)
-    tokens, logprobs = drawer.draw(logits, uniforms)
+    tokens, logprobs = token_sampler.sample(logits, uniforms)
     top = _top(rows, logits)
     for place, (row, token, logprob) in enumerate(zip(rows, tokens.tolist(), logprobs.tolist(), strict=True)):
         if row.live:
@@ -213,7 +213,7 @@ class Job:
     adapter: Adapter | None
     info: BaseModelInfo
     vocabulary: Vocabulary
-    watch: Watch = field(default_factory=Watch)
+    handle: RequestHandle = field(default_factory=RequestHandle)
     future: Future[SampleOutput] = field(default_factory=Future)
     started: int = 0
     scores: np.ndarray | None = None
@@ -239,8 +239,8 @@ class Job:
 
     def finish(self, index: int, sequence: SampledSequence) -> None:
         self._finished[index] = sequence
-        if self.watch.ended is not None:
-            self.watch.ended()
+        if self.handle.on_end is not None:
+            self.handle.on_end()
         if len(self._finished) == self.request.num_samples:
             sequences = [self._finished[i] for i in range(self.request.num_samples)]
             with suppress(InvalidStateError):
@@ -300,10 +300,10 @@ class Row:
         self._logprobs.append(logprob)
         if top is not None:
             self._top.append(top)
-        watch = self.job.watch
-        watch.took += 1
-        if watch.drawn is not None:
-            watch.drawn(self._index, [token], [logprob])
+        handle = self.job.handle
+        handle.tokens_used += 1
+        if handle.on_tokens is not None:
+            handle.on_tokens(self._index, [token], [logprob])
         stopped = token in self._end_tokens or (self._stop_text is not None and self._stop_text.completes(token))
         if stopped or len(self.tokens) == self._limit:
             self._ended = True

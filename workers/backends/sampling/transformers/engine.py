@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from app.errors import ServerOpError
-from workers.backends.failures import Standstill
+from workers.backends.failures import StallDetector
 from workers.backends.sampling.transformers.batch import Job, RunningBatch, fits, prefill
 
 
@@ -28,7 +28,7 @@ class Engine:
         self._for_idle: deque[tuple[Callable[[], None], Future[None]]] = deque()
         self._changed = threading.Condition()
         self._failure: BaseException | None = None
-        self._standstill = Standstill()
+        self._stall_detector = StallDetector()
         self._thread = threading.Thread(target=self._run, name="sampler-engine", daemon=True)
         self._thread.start()
 
@@ -37,9 +37,9 @@ class Engine:
         return self._failure is None and self._thread.is_alive()
 
     @property
-    def stands_still_s(self) -> float:
+    def stalled_s(self) -> float:
         """Seconds that the engine has had work without producing a token."""
-        return self._standstill.seconds
+        return self._stall_detector.seconds
 
     def submit(self, job: Job) -> None:
         """Queues a job; its future resolves later. Raises ServerOpError once the engine has stopped."""
@@ -73,7 +73,7 @@ class Engine:
         try:
             with torch.inference_mode():
                 while self._has_work():
-                    with self._standstill.call():
+                    with self._stall_detector.call():
                         self._step()
         except BaseException as error:
             self._failure = error
@@ -105,7 +105,7 @@ class Engine:
     def _admit(self) -> None:
         while starting := self._next():
             self._start(starting)
-            self._standstill.moved()
+            self._stall_detector.progress()
 
     def _next(self) -> list[tuple[Job, int]]:
         """Returns jobs from the head of the queue that share a pass over their prompts, with a sample count for each.

@@ -22,7 +22,7 @@ from app.domain.sampling import SampleOutput, SampleRequest
 from app.errors import OpError, ServerOpError, UserOpError
 from app.settings import BaseModelSettings
 from workers.backends.sampling import full_weights, prompt_scores, requests
-from workers.backends.sampling.base import Watch
+from workers.backends.sampling.base import RequestHandle
 from workers.backends.sampling.requests import check, token_limit
 from workers.backends.sampling.vllm import engine as vllm_engine
 from workers.backends.sampling.vllm import patches
@@ -36,7 +36,7 @@ from workers.models.base_model import explained
 class VllmSampler:
     """A SamplerBackend (workers/backends/sampling/base.py) over vLLM's own processes."""
 
-    _weights: VllmAdapters | VllmWholeModel
+    _weights: VllmAdapters | VllmFullFinetuneModel
 
     def __init__(self, settings: BaseModelSettings, *, full: bool = False) -> None:
         self._settings, self._full = settings, full
@@ -54,7 +54,7 @@ class VllmSampler:
         arguments = vllm_engine.engine_args(self._settings, info.max_context, info.dtype, full=self._full)
         self._engine = EngineThread(arguments)
         if self._full:
-            self._weights = VllmWholeModel(self._engine, skeleton)
+            self._weights = VllmFullFinetuneModel(self._engine, skeleton)
         else:
             self._weights = self._adapters(skeleton)
             info = self._adaptable(info)
@@ -72,19 +72,21 @@ class VllmSampler:
     def evict(self, adapter_id: str) -> None:
         self._weights.evict(adapter_id)
 
-    def sample(self, adapter_id: str | None, request: SampleRequest, watch: Watch | None = None) -> SampleOutput:
+    def sample(
+        self, adapter_id: str | None, request: SampleRequest, handle: RequestHandle | None = None
+    ) -> SampleOutput:
         check(request, self._model_info)
         adapter = self._weights.base if adapter_id is None else self._weights.find(adapter_id)
-        watch = watch or Watch()
-        samples = self._run(adapter, request, watch, may_read_cache(request) and watch.drawn is None)
+        handle = handle or RequestHandle()
+        samples = self._run(adapter, request, handle, may_read_cache(request) and handle.on_tokens is None)
         if prompt_scores.wanted(request) and samples[0].scores is None:
             # The prefix cache held a row that the request needs.
-            samples = self._run(adapter, request, watch, read_cache=False)
+            samples = self._run(adapter, request, handle, read_cache=False)
         sequences = [sample.sequence() for sample in samples]
         return prompt_scores.output(request, sequences, samples[0].scores, samples[0].cached_tokens)
 
     def healthy(self) -> bool:
-        hangs = self._engine.stands_still_s > self._settings.sampler.step_deadline_s
+        hangs = self._engine.stalled_s > self._settings.sampler.step_deadline_s
         return self._engine.alive and self._weights.healthy and not hangs
 
     def close(self) -> None:
@@ -114,27 +116,27 @@ class VllmSampler:
         groups = tuple(group for group in info.trainable_groups if group != "unembed")
         return dataclasses.replace(info, trainable_groups=groups)
 
-    def _run(self, adapter: Any, request: SampleRequest, watch: Watch, read_cache: bool) -> list[Sample]:
+    def _run(self, adapter: Any, request: SampleRequest, handle: RequestHandle, read_cache: bool) -> list[Sample]:
         """Runs one vLLM request a sample, each with its own seed; the first one scores the prompt."""
         ends = frozenset() if request.ignore_eos else self._end_tokens
-        limit, streams = token_limit(request, self._model_info), watch.drawn is not None
+        limit, streams = token_limit(request, self._model_info), handle.on_tokens is not None
         params = [
             vllm_requests.sampling_params(request, index, limit, ends, streams=streams, read_cache=read_cache)
             for index in range(request.num_samples)
         ]
-        samples = [Sample(request, index, watch.drawn) for index in range(request.num_samples)]
+        samples = [Sample(request, index, handle.on_tokens) for index in range(request.num_samples)]
         names = [str(next(self._request_numbers)) for _ in samples]
 
         async def generate(engine: Any, name: str, params: Any, sample: Sample) -> None:
             prompt = {"prompt_token_ids": request.prompt.tolist()}
-            if watch.aborted:
+            if handle.aborted:
                 return
             async for result in engine.generate(prompt, params, name, lora_request=adapter):
-                watch.took += len(result.outputs[0].token_ids)
-                if not watch.aborted:
+                handle.tokens_used += len(result.outputs[0].token_ids)
+                if not handle.aborted:
                     sample.add(result)
-            if watch.ended is not None:
-                watch.ended()
+            if handle.on_end is not None:
+                handle.on_end()
 
         async def generate_all(engine: Any) -> None:
             async with asyncio.TaskGroup() as group:
@@ -142,7 +144,7 @@ class VllmSampler:
                     group.create_task(generate(engine, *each))
 
         try:
-            self._engine.generate(generate_all, names, watch)
+            self._engine.generate(generate_all, names, handle)
         except ExceptionGroup as group:
             error = group.exceptions[0]
             if isinstance(error, OpError):
@@ -237,7 +239,7 @@ class VllmAdapters:
         return adapter
 
 
-class VllmWholeModel:
+class VllmFullFinetuneModel:
     """Weights of one fully fine-tuned model at a time in vLLM. Its requests need no adapter."""
 
     base = None

@@ -17,8 +17,8 @@ import torch
 from app.domain.sampling import MAX_TOP
 from app.errors import ServerOpError, SetupError
 from app.settings import BaseModelSettings
-from workers.backends.failures import Standstill
-from workers.backends.sampling.base import Aborted, Watch
+from workers.backends.failures import StallDetector
+from workers.backends.sampling.base import Aborted, RequestHandle
 from workers.backends.sampling.vllm.worker import SAMPLER_PID_VARIABLE, Extension
 from workers.models.base_model import local_path
 
@@ -35,13 +35,13 @@ class EngineThread:
 
     def __init__(self, engine_args: dict[str, Any]) -> None:
         self._stopping = False
-        self._standstill = Standstill()
+        self._stall_detector = StallDetector()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="vllm-loop", daemon=True)
         self._thread.start()
         try:
             self.engine = self._wait(_start(engine_args))
-            _tell_steps(self.engine, self._standstill.moved)
+            _tell_steps(self.engine, self._stall_detector.progress)
         except Exception as error:
             self._end_loop()
             raise SetupError(f"vLLM did not start: {error}; see its log") from error
@@ -51,22 +51,22 @@ class EngineThread:
         return not self._stopping and self._thread.is_alive() and not self.engine.errored
 
     @property
-    def stands_still_s(self) -> float:
+    def stalled_s(self) -> float:
         """Seconds that vLLM has had requests without producing a token."""
-        return self._standstill.seconds
+        return self._stall_detector.seconds
 
     def call(self, method: Callable[[Any], Awaitable[T]]) -> T:
         """Runs `method(engine)` on the loop and waits for its result. Raises ServerOpError when stopped."""
         return self._result(lambda: self._begin(method(self.engine)))
 
-    def generate(self, method: Callable[[Any], Awaitable[T]], names: Sequence[str], watch: Watch) -> T:
+    def generate(self, method: Callable[[Any], Awaitable[T]], names: Sequence[str], handle: RequestHandle) -> T:
         """Runs `method` as `call` does, for a method that runs the requests named `names`.
 
-        Once `watch` is aborted, vLLM drops the requests, and each ends with the tokens it has. Then raises Aborted.
+        Once `handle` is aborted, vLLM drops the requests, and each ends with the tokens it has. Then raises Aborted.
         """
 
         async def run() -> T:
-            with self._standstill.call():
+            with self._stall_detector.call():
                 return await method(self.engine)
 
         def begin() -> Future[T]:
@@ -76,11 +76,11 @@ class EngineThread:
                 if not running.done():
                     self._begin(_drop(self.engine, names, running))
 
-            watch.on_abort(drop)
+            handle.on_abort(drop)
             return running
 
         result = self._result(begin)
-        if watch.aborted:
+        if handle.aborted:
             raise Aborted("the request was aborted")
         return result
 
@@ -130,8 +130,8 @@ async def _start(engine_args: dict[str, Any]) -> Any:
     return AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_args))
 
 
-def _tell_steps(engine: Any, moved: Callable[[], None]) -> None:
-    """Makes vLLM call `moved` in its loop when it receives the tokens of a step.
+def _tell_steps(engine: Any, progress: Callable[[], None]) -> None:
+    """Makes vLLM call `progress` in its loop when it receives the tokens of a step.
 
     This counts the steps of all requests, streamed or not.
     """
@@ -139,7 +139,7 @@ def _tell_steps(engine: Any, moved: Callable[[], None]) -> None:
     process = processor.process_outputs
 
     def process_and_tell(*args: Any, **named: Any) -> Any:
-        moved()
+        progress()
         return process(*args, **named)
 
     processor.process_outputs = process_and_tell

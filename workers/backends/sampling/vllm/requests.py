@@ -19,13 +19,13 @@ from torch import Tensor
 from app.domain import codec
 from app.domain.sampling import SampledSequence, SampleRequest, TokenLogprobs
 from workers.backends.sampling import prompt_scores
-from workers.backends.sampling.base import Drawn
+from workers.backends.sampling.base import OnTokens
 from workers.backends.sampling.prompt_scores import PromptScorer
 from workers.backends.sampling.requests import check_finite, sample_seed
 
 SCORES_KEY = "tinsmith_request"
 _ROWS = 256
-Head = Callable[[Tensor], Tensor]
+HeadFn = Callable[[Tensor], Tensor]
 
 
 def sampling_params(
@@ -71,8 +71,8 @@ def may_read_cache(request: SampleRequest) -> bool:
 class Sample:
     """Collects one sample from vLLM: piece by piece when a watch observes it, at once otherwise."""
 
-    def __init__(self, request: SampleRequest, index: int, drawn: Drawn | None) -> None:
-        self._index, self._drawn = index, drawn
+    def __init__(self, request: SampleRequest, index: int, on_tokens: OnTokens | None) -> None:
+        self._index, self._on_tokens = index, on_tokens
         self._width = request.sample_top + 1
         self._ids: list[np.ndarray] = []
         self._logprobs: list[np.ndarray] = []
@@ -94,8 +94,8 @@ class Sample:
         self.cached_tokens = result.num_cached_tokens or 0
         if result.prompt_token_id_logprobs is not None:
             self.scores = result.prompt_token_id_logprobs
-        if self._drawn is not None:
-            self._drawn(self._index, tokens.tolist(), logprobs[:, 0].tolist())
+        if self._on_tokens is not None:
+            self._on_tokens(self._index, tokens.tolist(), logprobs[:, 0].tolist())
 
     def sequence(self) -> SampledSequence:
         ids, logprobs = np.concatenate(self._ids), np.concatenate(self._logprobs)
@@ -111,7 +111,7 @@ class PromptInChunks:
         self._scorer: PromptScorer | None = PromptScorer(request, device)
         self._next = self._scorer.first_row
 
-    def add(self, begin: int, hidden: Tensor, head: Head) -> Tensor | None:
+    def add(self, begin: int, hidden: Tensor, head: HeadFn) -> Tensor | None:
         """Scores a chunk: hidden states [n, H] of the tokens from `begin` on.
 
         Returns the scores once, when all are there. Returns None for ever where the engine skipped a needed row: the
@@ -183,7 +183,7 @@ def _install_second(worker: Any) -> None:
         if (prompt := _prompt(params, self.device)) is not None:
             self.token_id_scores[request_id] = prompt  # vLLM's remove_request empties this dict
 
-    def compute(self: Any, head: Head, hidden_states: Tensor, batch: Any, prompt_lens: Any) -> dict[str, Tensor]:
+    def compute(self: Any, head: HeadFn, hidden_states: Tensor, batch: Any, prompt_lens: Any) -> dict[str, Tensor]:
         found = {}
         for i, request_id in enumerate(batch.req_ids if self.token_id_scores else ()):
             if (prompt := self.token_id_scores.get(request_id)) is not None:

@@ -68,7 +68,7 @@ class Budget(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return out
         made = _foretold(func, args, given, inputs)
         multiplied = made * inputs[-1].shape[-2] if func.overloadpacket in _PRODUCTS else 0
-        self._spend(made, _pace(func) * (made + _elements(inputs)) + multiplied)
+        self._spend(made, _cost(func) * (made + _elements(inputs)) + multiplied)
         return func(*args, **given)
 
     def _spend(self, made: int, work: int) -> None:
@@ -98,7 +98,7 @@ def _foretold(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], 
     return _elements(_tensors((_on_meta(func, args, kwargs),)))
 
 
-def _pace(func: OpOverload) -> int:
+def _cost(func: OpOverload) -> int:
     if func.overloadpacket in _SORTS:
         return _SORTED
     return 1 if torch.Tag.pointwise in func.tags or func.overloadpacket in _STREAMED else _LOOKED_UP

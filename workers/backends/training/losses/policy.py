@@ -49,9 +49,9 @@ def clip(ratio: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float
 
 
 def policy_value(
-    per_token: Tensor, logprobs: Tensor, inputs: Mapping[str, Tensor], ratio: Tensor, held: Tensor | None = None
+    per_token: Tensor, logprobs: Tensor, inputs: Mapping[str, Tensor], ratio: Tensor, clipped: Tensor | None = None
 ) -> LossValue:
-    """Returns the loss with its metrics. `ratio` weighs the advantages; `held` is the ratio after clipping.
+    """Returns the loss with its metrics. `ratio` weighs the advantages; `clipped` is the ratio after clipping.
 
     All metrics are over the tokens with an advantage, since a prompt's q is a placeholder: `ratio:sum`, `:max` (0 where
     there is no such token) and `:min` (infinite there); `clipped:sum`, the number of ratios that clipping changed;
@@ -66,8 +66,8 @@ def policy_value(
         "ratio:min": torch.where(own, ratio, torch.inf),
         "kl:sum": torch.where(own, -log_r, 0.0),
     }
-    if held is not None:
-        metrics["clipped:sum"] = ((held.detach() != ratio) & own).float()
+    if clipped is not None:
+        metrics["clipped:sum"] = ((clipped.detach() != ratio) & own).float()
     return LossValue(per_token, metrics, own)
 
 
@@ -83,9 +83,9 @@ def ppo(logprobs: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, flo
     Schulman et al. 2017, arXiv 1707.06347, equation 7.
     """
     ratio, advantages = log_ratio(logprobs, inputs).exp(), inputs["advantages"]
-    held = clip(ratio, inputs, config)
-    objective = torch.minimum(ratio * advantages, held * advantages)
-    return policy_value(-objective, logprobs, inputs, ratio, held)
+    clipped = clip(ratio, inputs, config)
+    objective = torch.minimum(ratio * advantages, clipped * advantages)
+    return policy_value(-objective, logprobs, inputs, ratio, clipped)
 
 
 def cispo(logprobs: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]) -> LossValue:
@@ -94,8 +94,8 @@ def cispo(logprobs: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, f
     MiniMax-M1, arXiv 2506.13585; the sum is not divided by the number of tokens.
     """
     ratio = log_ratio(logprobs.detach(), inputs).exp()
-    held = clip(ratio, inputs, config)
-    return policy_value(-held * logprobs * inputs["advantages"], logprobs, inputs, ratio, held)
+    clipped = clip(ratio, inputs, config)
+    return policy_value(-clipped * logprobs * inputs["advantages"], logprobs, inputs, ratio, clipped)
 
 
 def gspo(logprobs: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]) -> LossValue:
@@ -109,9 +109,9 @@ def gspo(logprobs: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, fl
     marked = inputs["sequence_ratio_mask"] != 0
     total = torch.where(marked, log_ratio(constant, inputs), 0.0).sum((1, 2), keepdim=True)
     ratio = (total / marked.sum((1, 2), keepdim=True) + (logprobs - constant)).exp()
-    held = clip(ratio, inputs, config)
-    objective = torch.minimum(ratio * advantages, held * advantages)
-    return policy_value(-objective, logprobs, inputs, ratio, held)
+    clipped = clip(ratio, inputs, config)
+    objective = torch.minimum(ratio * advantages, clipped * advantages)
+    return policy_value(-objective, logprobs, inputs, ratio, clipped)
 
 
 def dro(logprobs: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]) -> LossValue:

@@ -36,9 +36,9 @@ def ppo_critic(values: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str
     """
     left_out = torch.zeros_like(values)
     old, returns, weights = (inputs.get(name, left_out) for name in ("values", "returns", "weights"))
-    held = values.clamp(old - config[VALUE_CLIP], old + config[VALUE_CLIP])
+    clipped = values.clamp(old - config[VALUE_CLIP], old + config[VALUE_CLIP])
     squared_error = (values - returns).square()
-    loss = 0.5 * weights * torch.maximum(squared_error, (held - returns).square())
+    loss = 0.5 * weights * torch.maximum(squared_error, (clipped - returns).square())
     own, found = weights != 0, values.detach()
     metrics = {
         "value:sum": found,
@@ -46,6 +46,6 @@ def ppo_critic(values: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str
         "squared_return:sum": returns.square(),
         "squared_error:sum": squared_error.detach(),
         "error:max": (found - returns).abs(),
-        "clipped:sum": (held.detach() != found).float(),
+        "clipped:sum": (clipped.detach() != found).float(),
     }
     return LossValue(loss, {name: torch.where(own, tensor, 0.0) for name, tensor in metrics.items()}, own)

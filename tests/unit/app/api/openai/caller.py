@@ -16,7 +16,7 @@ from app.domain.results import PROTOBUF, Result
 from app.domain.sampling import SampledSequence, SampleOutput, SampleRequest
 from app.errors import Fenced
 from app.services.openai.tokenizer import BaseTokenizer
-from app.stores.redis.completions import Drawn, TokenStreams
+from app.stores.redis.completions import TokenChunk, TokenStreams
 from app.stores.redis.journal import RedisOpLog
 from app.wire.results import encode_sample
 from tests.unit.app.conftest import BASE, KEY, Api
@@ -51,7 +51,7 @@ class Standin:
 
     def draw(self, request_id: str, text: str, place: int = 0, index: int = 0) -> None:
         tokens = self.tokenizer.encode(text)
-        self.streams.add([Drawn(request_id, index, place, tokens, np.zeros(len(tokens), np.float32))])
+        self.streams.add([TokenChunk(request_id, index, place, tokens, np.zeros(len(tokens), np.float32))])
 
     def run(self) -> None:
         while not self.over.wait(0.005):

@@ -63,7 +63,7 @@ def test_tokens_are_told_of_with_their_text_and_the_one_that_ended_it_is_not(tok
     tokens = [*ids(tokenizer, "ab"), 257]
     told = [token for at in tokens for token in stream.push([at], [-float(at)]).tokens]
     told += stream.finish(stopped=True).tokens
-    assert [(token.place, token.id, token.logprob, token.start) for token in told] == [
+    assert [(token.position, token.id, token.logprob, token.start) for token in told] == [
         (0, tokens[0], -float(tokens[0]), 0),
         (1, tokens[1], -float(tokens[1]), 1),
     ]
@@ -99,7 +99,7 @@ def test_however_tokens_are_cut_the_text_is_that_of_all_of_them_up_to_the_first_
     whole = tokenizer.decode(tokens)
     ends = [place for stop in stops if (place := whole.find(stop)) >= 0]
     assert text + last.text == whole[: min(ends, default=len(whole))]
-    places = [token.place for token in [*told, *last.tokens]]
+    places = [token.position for token in [*told, *last.tokens]]
     assert places == list(range(len(places)))
     assert ends or len(places) == len(tokens)
 

@@ -14,8 +14,8 @@ from app.domain.results import PROTOBUF, Result
 from app.domain.sampling import SampledSequence, SampleOutput
 from app.errors import ClientGone, OpError, ServerOpError, Unavailable, UserOpError
 from app.services.openai import streaming
-from app.services.openai.streaming import Asked, Following
-from app.stores.redis.completions import Drawn
+from app.services.openai.streaming import Asked, ResultStream
+from app.stores.redis.completions import TokenChunk
 from app.stores.redis.types import Future
 from app.wire.results import encode_sample
 
@@ -38,7 +38,7 @@ class Script:
             raise look
         return Future(request_id, "sample", "m", "me", "done", look if isinstance(look, Result) else None)
 
-    def read(self, request_id: str, after: str) -> tuple[list[Drawn], str]:
+    def read(self, request_id: str, after: str) -> tuple[list[TokenChunk], str]:
         self.seen.append(after)
         look = self._looks[0]
         if not isinstance(look, list):
@@ -64,18 +64,18 @@ class Clock:
 
 
 class WithoutBroker(Script):
-    def read(self, request_id: str, after: str) -> tuple[list[Drawn], str]:
+    def read(self, request_id: str, after: str) -> tuple[list[TokenChunk], str]:
         raise redis.ConnectionError("away")
 
 
-def drawn(*tokens: int) -> list[Drawn]:
-    return [Drawn(ASKED.request_id, 0, 0, np.array(tokens, np.int32), np.zeros(len(tokens), np.float32))]
+def drawn(*tokens: int) -> list[TokenChunk]:
+    return [TokenChunk(ASKED.request_id, 0, 0, np.array(tokens, np.int32), np.zeros(len(tokens), np.float32))]
 
 
-def follow(
+def result_stream(
     script: Script, asked: Asked = ASKED, beat: Callable[[Caller], None] = lambda _: None, gone: bool = False
-) -> Iterator[Drawn | SampleOutput]:
-    return Following(script, script, script, beat, lambda *_: None)(asked, lambda: gone)
+) -> Iterator[TokenChunk | SampleOutput]:
+    return ResultStream(script, script, script, beat, lambda *_: None)(asked, lambda: gone)
 
 
 @pytest.fixture(autouse=True)
@@ -88,7 +88,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def test_tokens_come_in_order_and_the_output_last():
     script = Script(drawn(5), drawn(6), DONE)
-    *pieces, output = follow(script)
+    *pieces, output = result_stream(script)
     assert [piece.tokens.tolist() for piece in pieces] == [[5], [6]]
     assert isinstance(output, SampleOutput) and output.sequences[0].tokens.tolist() == [5, 6]
     assert script.seen == ["0-0", "1-0", "2-0"], "it goes on from what it has"
@@ -96,41 +96,41 @@ def test_tokens_come_in_order_and_the_output_last():
 
 def test_a_request_that_is_not_live_has_no_stream_to_read():
     script = Script(None, DONE)
-    assert len(list(follow(script, Asked(ASKED.request_id, ME, live=False)))) == 1
+    assert len(list(result_stream(script, Asked(ASKED.request_id, ME, live=False)))) == 1
     assert script.seen == []
 
 
 def test_an_outage_is_waited_for():
     outages = [redis.ConnectionError("away"), redis.BusyLoadingError("loading")]
-    assert len(list(follow(Script(*outages, drawn(5), redis.ConnectionError("again"), DONE)))) == 2
+    assert len(list(result_stream(Script(*outages, drawn(5), redis.ConnectionError("again"), DONE)))) == 2
 
 
 def test_a_broker_that_is_away_holds_up_no_result():
-    assert len(list(follow(WithoutBroker(None, None, DONE)))) == 1
+    assert len(list(result_stream(WithoutBroker(None, None, DONE)))) == 1
 
 
 def test_another_error_is_not():
     with pytest.raises(redis.ResponseError):
-        list(follow(Script(redis.ResponseError("WRONGTYPE"))))
+        list(result_stream(Script(redis.ResponseError("WRONGTYPE"))))
 
 
 @pytest.mark.parametrize(("category", "kind"), [("user", UserOpError), ("server", ServerOpError)])
 def test_a_failed_request_fails_with_its_words(category: str, kind: type[OpError]):
     failed = Result(json.dumps({"error": "so", "category": category}).encode(), failed=True)
     with pytest.raises(kind, match="so"):
-        list(follow(Script(failed)))
+        list(result_stream(Script(failed)))
 
 
 def test_whoever_went_away_is_not_waited_for():
     with pytest.raises(ClientGone):
-        list(follow(Script(None, None), gone=True))
+        list(result_stream(Script(None, None), gone=True))
 
 
 def test_silence_has_an_end_and_tokens_put_it_off(clock: Clock):
     clock.times = [0.0, 599.0, 1190.0, 1200.0]
     script = Script(drawn(5), None, None, None, None)
-    waited = follow(script)
-    assert isinstance(next(waited), Drawn)
+    waited = result_stream(script)
+    assert isinstance(next(waited), TokenChunk)
     with pytest.raises(Unavailable, match="600 s"):
         next(waited)
     assert len(script.seen) == 1 + 2 * 2, "it looked until 1,200 s, twice a turn"
@@ -139,5 +139,5 @@ def test_silence_has_an_end_and_tokens_put_it_off(clock: Clock):
 def test_the_session_is_kept_alive_meanwhile(clock: Clock):
     clock.times = [float(second) for second in range(0, 1000, 4)]
     callers: list[Caller] = []
-    list(follow(Script(*[None] * 20, DONE), beat=callers.append))
+    list(result_stream(Script(*[None] * 20, DONE), beat=callers.append))
     assert callers == [ME] * 3

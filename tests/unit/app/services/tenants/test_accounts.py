@@ -12,15 +12,15 @@ from app.domain.accounts import ACCOUNTS, SCOPES, Caller, Key, Organisation, Pro
 from app.domain.limits import Limits
 from app.errors import BadRequest, NotFound, SetupError, Unauthorized, Unavailable
 from app.services.tenants.accounts import AccountService
-from app.services.tenants.authentication import Callers
+from app.services.tenants.authentication import Authenticator
 from app.services.tenants.limits import LimitsOf
 from app.stores.objects.accounts import AccountFiles
 from app.stores.redis.records import RedisRecords
 
 
 @pytest.fixture
-def caller_of(client: redis.Redis) -> Callers:
-    return Callers((), RedisRecords(client), None)
+def caller_of(client: redis.Redis) -> Authenticator:
+    return Authenticator((), RedisRecords(client), None)
 
 
 def member(accounts: AccountService, role: str = "member") -> tuple[User, Project]:

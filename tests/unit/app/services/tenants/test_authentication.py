@@ -10,7 +10,7 @@ import redis
 
 from app.domain.accounts import SCOPES, Caller
 from app.errors import InvalidToken, Unauthorized
-from app.services.tenants.authentication import Callers, Tokens
+from app.services.tenants.authentication import Authenticator, Tokens
 from app.settings import hash_key
 from app.stores.redis.records import RedisRecords
 
@@ -23,30 +23,30 @@ def tokens() -> Tokens:
 
 
 @pytest.fixture
-def callers(client: redis.Redis, tokens: Tokens) -> Callers:
-    return Callers((hash_key(KEY),), RedisRecords(client), tokens)
+def authenticator(client: redis.Redis, tokens: Tokens) -> Authenticator:
+    return Authenticator((hash_key(KEY),), RedisRecords(client), tokens)
 
 
-def test_a_token_of_a_key_of_the_settings_is_the_same_caller(callers, tokens):
-    token = tokens.issue(callers(KEY), "")
+def test_a_token_of_a_key_of_the_settings_is_the_same_caller(authenticator, tokens):
+    token = tokens.issue(authenticator(KEY), "")
     assert token.startswith("eyJ")
-    assert callers(token) == callers(KEY)
+    assert authenticator(token) == authenticator(KEY)
 
 
-def test_a_token_goes_with_its_key(callers, tokens, accounts):
+def test_a_token_goes_with_its_key(authenticator, tokens, accounts):
     organisation = accounts.add_organisation("Tinkers")
     project = accounts.add_project(organisation.id, "kettles")
     user = accounts.add_user(organisation.id, "jo@example.org")
     accounts.set_role(user.id, project.id, "member")
     key, text = accounts.add_key(user.id, project.id, SCOPES)
-    token = tokens.issue(callers(text), user.email)
-    assert callers(token) == callers(text)
+    token = tokens.issue(authenticator(text), user.email)
+    assert authenticator(token) == authenticator(text)
     claims = jwt.decode(token, options={"verify_signature": False})
     assert (claims["org_id"], claims["email"]) == (organisation.id, "jo@example.org")
     assert text.partition(".")[2] not in str(claims)
     accounts.revoke(key.id)
     with pytest.raises(Unauthorized, match="revoked") as error:
-        callers(token)
+        authenticator(token)
     assert not isinstance(error.value, InvalidToken), "another token would not help"
 
 
@@ -54,7 +54,7 @@ def claims(**changed: object) -> dict[str, object]:
     return {"iss": "tinsmith", "exp": time.time() + 60, "key": hash_key(KEY)[:16], **changed}
 
 
-def test_nobody_else_makes_a_token(callers, tokens):
+def test_nobody_else_makes_a_token(authenticator, tokens):
     good = tokens._key
     forged = {
         "another secret": jwt.encode(claims(), b"x" * 32, algorithm="HS256"),
@@ -68,11 +68,13 @@ def test_nobody_else_makes_a_token(callers, tokens):
     }
     for what, token in forged.items():
         with pytest.raises(InvalidToken):
-            pytest.fail(f"{what}: taken for {callers(token)}")
-    assert callers(jwt.encode(claims(), good, algorithm="HS256")) == callers(KEY), "the others fail for what they lack"
+            pytest.fail(f"{what}: taken for {authenticator(token)}")
+    assert authenticator(jwt.encode(claims(), good, algorithm="HS256")) == authenticator(KEY), (
+        "the others fail for what they lack"
+    )
 
 
 def test_without_tokens_none_is_taken(client):
     caller = Caller.alone(hash_key(KEY)[:16])
     with pytest.raises(Unauthorized, match="not known here"):
-        Callers((hash_key(KEY),), RedisRecords(client), None)(Tokens("secret", 3600).issue(caller, ""))
+        Authenticator((hash_key(KEY),), RedisRecords(client), None)(Tokens("secret", 3600).issue(caller, ""))

@@ -11,8 +11,8 @@ import pytest
 import redis
 
 from app.errors import Unauthorized, Unavailable
-from app.services.tenants.accounts import AccountService, Recall
-from app.services.tenants.authentication import Callers, Tokens
+from app.services.tenants.accounts import AccountRecovery, AccountService
+from app.services.tenants.authentication import Authenticator, Tokens
 from app.stores.redis.records import RedisRecords
 
 
@@ -22,13 +22,13 @@ def tokens() -> Tokens:
 
 
 @pytest.fixture
-def recall(accounts: AccountService, client: redis.Redis) -> Recall:
-    return Recall(accounts, RedisRecords(client))
+def account_recovery(accounts: AccountService, client: redis.Redis) -> AccountRecovery:
+    return AccountRecovery(accounts, RedisRecords(client))
 
 
 @pytest.fixture
-def callers(recall: Recall, tokens: Tokens, client: redis.Redis) -> Callers:
-    return Callers((), RedisRecords(client), tokens, recall)
+def authenticator(account_recovery: AccountRecovery, tokens: Tokens, client: redis.Redis) -> Authenticator:
+    return Authenticator((), RedisRecords(client), tokens, account_recovery)
 
 
 def new_key(accounts: AccountService) -> str:
@@ -39,40 +39,40 @@ def new_key(accounts: AccountService) -> str:
     return accounts.add_key(user, project, {"train"})[1]
 
 
-def test_a_key_is_the_same_caller_after_the_state_server_was_emptied(accounts, callers, tokens, client) -> None:
+def test_a_key_is_the_same_caller_after_the_state_server_was_emptied(accounts, authenticator, tokens, client) -> None:
     key = new_key(accounts)
-    before = callers(key)
+    before = authenticator(key)
     client.flushall()
-    assert callers(key) == before
+    assert authenticator(key) == before
     client.flushall()
-    assert callers(tokens.issue(before, "")) == before, "and so is a token of it"
+    assert authenticator(tokens.issue(before, "")) == before, "and so is a token of it"
 
 
-def test_a_revoked_key_stays_revoked(accounts, callers, client) -> None:
+def test_a_revoked_key_stays_revoked(accounts, authenticator, client) -> None:
     key = new_key(accounts)
     accounts.revoke(key.removeprefix("tml-").partition(".")[0])
     client.flushall()
     with pytest.raises(Unauthorized, match="revoked"):
-        callers(key)
+        authenticator(key)
 
 
-def test_wrong_keys_are_looked_for_once_however_many_come(accounts, callers, objects, client) -> None:
+def test_wrong_keys_are_looked_for_once_however_many_come(accounts, authenticator, objects, client) -> None:
     key = new_key(accounts)
     client.flushall()
     with pytest.raises(Unauthorized, match="not known"):
-        callers("tml-000000000000.wrong")
+        authenticator("tml-000000000000.wrong")
     reads = objects.reads
     assert reads > 0
     for i in range(1000):
         with pytest.raises(Unauthorized, match="not known"):
-            callers(f"tml-{i:012x}.wrong")
+            authenticator(f"tml-{i:012x}.wrong")
     assert objects.reads == reads
-    assert callers(key)
+    assert authenticator(key)
     assert objects.reads == reads, "all came back at once"
 
 
 def test_while_the_object_store_is_away_nobody_is_told_that_his_key_is_wrong(
-    accounts, callers, objects, client, monkeypatch
+    accounts, authenticator, objects, client, monkeypatch
 ) -> None:
     key = new_key(accounts)
     client.flushall()
@@ -80,30 +80,30 @@ def test_while_the_object_store_is_away_nobody_is_told_that_his_key_is_wrong(
     objects.away, reads = True, objects.reads
     for _ in range(50):
         with pytest.raises(Unavailable):
-            callers(key)
+            authenticator(key)
     assert objects.reads == reads + 1, "it is asked once in a while"
     objects.away = False
     monkeypatch.setattr("app.services.tenants.accounts._RETRY_S", 0.0)
-    assert callers(key)
+    assert authenticator(key)
 
 
-def test_while_one_reads_the_others_are_told_to_come_again(accounts, callers, objects, client) -> None:
+def test_while_one_reads_the_others_are_told_to_come_again(accounts, authenticator, objects, client) -> None:
     key = new_key(accounts)
     client.flushall()
     objects.gate = threading.Event()
     reads, found = objects.reads, []
-    first = threading.Thread(target=lambda: found.append(callers(key)), daemon=True)
+    first = threading.Thread(target=lambda: found.append(authenticator(key)), daemon=True)
     first.start()
     while objects.reads == reads:
         first.join(0.01)
     with pytest.raises(Unavailable, match="try again"):
-        callers(key)
+        authenticator(key)
     objects.gate.set()
     first.join(30)
-    assert found == [callers(key)]
+    assert found == [authenticator(key)]
 
 
-def test_one_that_was_emptied_in_the_middle_is_read_again(accounts, callers, client, monkeypatch) -> None:
+def test_one_that_was_emptied_in_the_middle_is_read_again(accounts, authenticator, client, monkeypatch) -> None:
     key = new_key(accounts)
     client.flushall()
     rebuild = accounts.rebuild
@@ -115,6 +115,6 @@ def test_one_that_was_emptied_in_the_middle_is_read_again(accounts, callers, cli
 
     monkeypatch.setattr(accounts, "rebuild", emptied)
     with pytest.raises(Unauthorized):
-        callers(key)
+        authenticator(key)
     monkeypatch.setattr(accounts, "rebuild", rebuild)
-    assert callers(key)
+    assert authenticator(key)

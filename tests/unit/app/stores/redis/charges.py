@@ -10,7 +10,7 @@ from app.domain.records import Model, Sampler, Session, dump
 from app.settings import EngineSettings
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.lifecycle import RedisLifecycle
-from app.stores.redis.limits import RedisAllowances
+from app.stores.redis.limits import RedisQuotas
 from app.stores.redis.records import RedisRecords
 
 SETTINGS = EngineSettings()
@@ -36,8 +36,8 @@ def oplog(client: redis.Redis, stored: RedisRecords) -> RedisOpLog:
 
 
 @pytest.fixture
-def allowances(client: redis.Redis) -> RedisAllowances:
-    return RedisAllowances(client, SETTINGS)
+def quotas(client: redis.Redis) -> RedisQuotas:
+    return RedisQuotas(client, SETTINGS)
 
 
 def mine(limits: Limits = NONE, key: Limits = NONE) -> tuple[Payer, Payer]:

@@ -42,12 +42,12 @@ def test_a_model_is_where_its_journal_is(backlog: RedisBacklog, oplog: RedisOpLo
 
     admit(oplog, 0)
     admit(oplog, 2)
-    assert line() == ModelLine(MODEL, "me", "train.base", "", -1, 2, running=False, come=True)
+    assert line() == ModelLine(MODEL, "me", "train.base", "", -1, 2, running=False, admitted=True)
     lease = own(oplog)
     oplog.next(lease, 0)
-    assert line() == ModelLine(MODEL, "me", "train.base", "a", -1, 2, running=True, come=True)
+    assert line() == ModelLine(MODEL, "me", "train.base", "a", -1, 2, running=True, admitted=True)
     oplog.commit(lease, 0, OK)
-    assert line() == ModelLine(MODEL, "me", "train.base", "a", 0, 1, running=False, come=False)
+    assert line() == ModelLine(MODEL, "me", "train.base", "a", 0, 1, running=False, admitted=False)
     assert backlog.seqs([MODEL, "no:train:1"]) == {MODEL: [2], "no:train:1": []}
 
 

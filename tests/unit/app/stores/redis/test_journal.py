@@ -15,7 +15,7 @@ from app.settings import EngineSettings
 from app.stores.redis import keys
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.records import RedisRecords
-from app.stores.redis.types import HeldElsewhere
+from app.stores.redis.types import OwnedElsewhere
 from tests.unit.app.stores.redis.journal import MODEL, OK, admit, commit_through, own
 
 
@@ -70,11 +70,11 @@ def test_a_commit_out_of_order_or_twice_is_fenced(oplog):
 
 def test_one_node_owns_a_model_until_its_lease_ends(oplog):
     own(oplog, "a/1")
-    assert oplog.acquire(MODEL, "b/1") == HeldElsewhere("a")
+    assert oplog.acquire(MODEL, "b/1") == OwnedElsewhere("a")
     assert oplog.renew([MODEL], "b/1") == [MODEL]
     assert oplog.renew([MODEL], "a/1") == []
     oplog.release(MODEL, "b/1")
-    assert oplog.acquire(MODEL, "b/1") == HeldElsewhere("a")
+    assert oplog.acquire(MODEL, "b/1") == OwnedElsewhere("a")
     oplog.release(MODEL, "a/1")
     assert own(oplog, "b/1").epoch == 2
 

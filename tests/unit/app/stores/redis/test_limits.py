@@ -16,9 +16,9 @@ from app.stores.redis import keys
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.lifecycle import RedisLifecycle
 from app.stores.redis.types import Lease
-from tests.unit.app.stores.redis.charges import MODEL, SAMPLER, SESSION, SETTINGS, allowances, ask, mine, oplog, stored
+from tests.unit.app.stores.redis.charges import MODEL, SAMPLER, SESSION, SETTINGS, ask, mine, oplog, quotas, stored
 
-__all__ = ["allowances", "oplog", "stored"]  # the fixtures
+__all__ = ["oplog", "quotas", "stored"]  # the fixtures
 
 
 def sample(oplog: RedisOpLog, seq: int, samples: int, payers: tuple[Payer, ...]) -> str:
@@ -28,7 +28,7 @@ def sample(oplog: RedisOpLog, seq: int, samples: int, payers: tuple[Payer, ...])
     return request
 
 
-def test_sequences_count_until_their_request_ends_however_it_ends(client, oplog, stored, allowances):
+def test_sequences_count_until_their_request_ends_however_it_ends(client, oplog, stored, quotas):
     payers = mine(Limits(concurrent_samples=4))
     done, cancelled, aborted = (sample(oplog, seq, 1, payers) for seq in range(3))
     with pytest.raises(TooManyRequests, match=r"project me has 3 .*concurrent_samples is 4") as caught:
@@ -36,29 +36,29 @@ def test_sequences_count_until_their_request_ends_however_it_ends(client, oplog,
     assert caught.value.retry_after_s == 1
     assert oplog.outcome(f"{SAMPLER}:3") is None
     sample(oplog, 0, 1, payers)  # a repeat is neither refused nor counted
-    assert [allowances.used(payer).concurrent_samples for payer in payers] == [3, 3]
+    assert [quotas.used(payer).concurrent_samples for payer in payers] == [3, 3]
     for _ in range(2):
         oplog.finish_sample(done, Result(b"{}"))
         oplog.cancel_sample(cancelled)
-    assert [allowances.used(payer).concurrent_samples for payer in payers] == [1, 1]
+    assert [quotas.used(payer).concurrent_samples for payer in payers] == [1, 1]
     sample(oplog, 3, 3, payers)
     lifecycle = RedisLifecycle(client, SETTINGS)
     lifecycle.finish(SESSION, "success")
     assert lifecycle.abort_samples() == 2
     assert oplog.outcome(aborted) is not None
-    assert [allowances.used(payer).concurrent_samples for payer in payers] == [0, 0]
+    assert [quotas.used(payer).concurrent_samples for payer in payers] == [0, 0]
 
 
 @pytest.mark.parametrize(("usage", "kept"), [({"prefill": 30, "drawn": 20}, 50), ({}, 0)], ids=("drawn", "failed"))
-def test_what_a_sample_did_not_draw_is_given_back_once(oplog, allowances, usage, kept):
+def test_what_a_sample_did_not_draw_is_given_back_once(oplog, quotas, usage, kept):
     payers = mine(Limits(tokens_per_s=0.001))
     request = f"{SAMPLER}:0"
     charge = Charge(payers, 1000, 1)
     oplog.admit_sample(request, SAMPLER, "me", "sample.base", b"ask", "d", 1000, None, 1, charge)
-    assert allowances.used(payers[0]).tokens_per_s == pytest.approx(1000 / 10, rel=1e-3)
+    assert quotas.used(payers[0]).tokens_per_s == pytest.approx(1000 / 10, rel=1e-3)
     for _ in range(2):
         oplog.finish_sample(request, Result(b"{}"), usage)
-    assert allowances.used(payers[0]).tokens_per_s == pytest.approx(kept / 10, rel=1e-2)
+    assert quotas.used(payers[0]).tokens_per_s == pytest.approx(kept / 10, rel=1e-2)
 
 
 @pytest.fixture
@@ -76,18 +76,18 @@ def called_off(client, oplog):
 
 @pytest.mark.parametrize("session_ends", [False, True], ids=("cancelled", "of a session that ends"))
 def test_a_sample_that_is_called_off_before_a_sampler_began_it_is_given_all_back(
-    oplog, allowances, called_off, session_ends
+    oplog, quotas, called_off, session_ends
 ):
     payers = mine(Limits(tokens_per_s=0.001))
     request = f"{SAMPLER}:0"
     oplog.admit_sample(request, SAMPLER, "me", "sample.base", b"ask", "d", 1000, None, 1, Charge(payers, 1000, 1))
     called_off(request, session_ends)
-    assert allowances.used(payers[0]).tokens_per_s == pytest.approx(0, abs=1e-3)
+    assert quotas.used(payers[0]).tokens_per_s == pytest.approx(0, abs=1e-3)
 
 
 @pytest.mark.parametrize("session_ends", [False, True], ids=("cancelled", "of a session that ends"))
 def test_a_sample_that_is_called_off_while_it_runs_is_given_back_what_it_did_not_take_once(
-    client, oplog, allowances, called_off, session_ends
+    client, oplog, quotas, called_off, session_ends
 ):
     payers = mine(Limits(tokens_per_s=0.001))
     request = f"{SAMPLER}:0"
@@ -95,10 +95,10 @@ def test_a_sample_that_is_called_off_while_it_runs_is_given_back_what_it_did_not
     assert oplog.claim_sample(request, "sampler/1")
     called_off(request, session_ends)
     oplog.put_off_sample(request, "sampler/0", 7)  # which ran it before, and hears of it late
-    assert allowances.used(payers[0]).tokens_per_s == pytest.approx(1000 / 10, rel=1e-2)
+    assert quotas.used(payers[0]).tokens_per_s == pytest.approx(1000 / 10, rel=1e-2)
     for _ in range(2):
         oplog.put_off_sample(request, "sampler/1", 50)
-        assert allowances.used(payers[0]).tokens_per_s == pytest.approx(50 / 10, rel=1e-2)
+        assert quotas.used(payers[0]).tokens_per_s == pytest.approx(50 / 10, rel=1e-2)
     assert not client.exists(f"tinsmith:stopped:{request}")
 
 
@@ -111,20 +111,20 @@ def test_more_sequences_than_there_may_be_pass_alone(oplog):
     sample(oplog, 1, 1, payers)
 
 
-def test_sequences_count_for_whom_they_were_admitted_when_their_session_moves(client, oplog, allowances):
+def test_sequences_count_for_whom_they_were_admitted_when_their_session_moves(client, oplog, quotas):
     request = sample(oplog, 0, 3, mine())
     RedisLifecycle(client, SETTINGS).move(SESSION, "other")
     oplog.finish_sample(request, Result(b"{}"))
     payers = [*mine(), Payer(PROJECT, "other", Limits())]
-    assert [allowances.used(payer).concurrent_samples for payer in payers] == [0, 0, 0]
+    assert [quotas.used(payer).concurrent_samples for payer in payers] == [0, 0, 0]
 
 
 @pytest.mark.parametrize("payer", mine(), ids=("project", "key"))
-def test_a_model_is_live_until_it_or_its_session_ends(client, oplog, stored, allowances, payer):
+def test_a_model_is_live_until_it_or_its_session_ends(client, oplog, stored, quotas, payer):
     lifecycle = RedisLifecycle(client, SETTINGS)
 
     def live() -> int:
-        return allowances.used(payer).live_models
+        return quotas.used(payer).live_models
 
     def made(name: str, **changes: Any) -> str:
         model = f"{name}:train:0"
@@ -158,26 +158,26 @@ def test_a_model_is_live_until_it_or_its_session_ends(client, oplog, stored, all
     assert live() == 0
 
 
-def test_a_run_that_ended_is_listed_no_more(client, oplog, stored, allowances):
-    assert [allowances.used(payer).live_models for payer in mine()] == [1, 1]
+def test_a_run_that_ended_is_listed_no_more(client, oplog, stored, quotas):
+    assert [quotas.used(payer).live_models for payer in mine()] == [1, 1]
     RedisLifecycle(client, SETTINGS).end_model(MODEL)
     assert client.keys("tinsmith:runs:*") == []
 
 
-def test_runs_of_a_session_that_ended_are_looked_at_no_more_until_it_is_heard_again(client, oplog, stored, allowances):
+def test_runs_of_a_session_that_ended_are_looked_at_no_more_until_it_is_heard_again(client, oplog, stored, quotas):
     lifecycle = RedisLifecycle(client, SETTINGS)
     client.zadd(keys.SESSIONS_HEARD, {SESSION: 1})
     assert lifecycle.expire() == [SESSION]
-    assert [allowances.used(payer).live_models for payer in mine()] == [0, 0]
+    assert [quotas.used(payer).live_models for payer in mine()] == [0, 0]
     assert client.keys("tinsmith:runs:*") == []
     lifecycle.heartbeat(SESSION)
-    assert [allowances.used(payer).live_models for payer in mine()] == [1, 1]
+    assert [quotas.used(payer).live_models for payer in mine()] == [1, 1]
 
 
-def test_what_others_have_is_not_looked_at_to_count_ones_own(client, oplog, stored, allowances):
+def test_what_others_have_is_not_looked_at_to_count_ones_own(client, oplog, stored, quotas):
     def looks() -> int:
         before = calls()
-        assert [allowances.used(payer).live_models for payer in mine()] == [1, 1]
+        assert [quotas.used(payer).live_models for payer in mine()] == [1, 1]
         return calls() - before
 
     def calls() -> int:
@@ -218,7 +218,7 @@ def commit(oplog: RedisOpLog, seq: int, name: object, size: int) -> None:
     oplog.commit(lease, seq, Result(b"{}"), [(Checkpoint.namespace, path(name), dump(checkpoint(size)))])
 
 
-def test_the_bytes_of_checkpoints_are_those_that_are_there(client, oplog, stored, allowances):
+def test_the_bytes_of_checkpoints_are_those_that_are_there(client, oplog, stored, quotas):
     """The promise holds after any history of saves, overwrites, copies, deletions and moves."""
     chance, seq = random.Random(1), 0
     payers = [*mine(), Payer(PROJECT, "other", Limits()), Payer(KEY, "k2", Limits())]
@@ -247,7 +247,7 @@ def test_the_bytes_of_checkpoints_are_those_that_are_there(client, oplog, stored
         for payer in payers:
             field = "owner" if payer.kind == PROJECT else "key"
             kept = [int(fields["size_bytes"]) for fields in there if fields[field] == f'"{payer.id}"']
-            assert allowances.used(payer).storage_bytes == sum(kept), (step, payer)
+            assert quotas.used(payer).storage_bytes == sum(kept), (step, payer)
 
 
 def test_a_save_is_refused_when_the_bytes_are_used_up(oplog, stored):

@@ -12,7 +12,7 @@ from app.domain.records import Model, Session, dump
 from app.domain.results import Result
 from app.errors import Fenced, Unavailable
 from app.settings import EngineSettings
-from app.stores.pages import Held, Page
+from app.stores.pages import Page, StorageUse
 from app.stores.redis import keys
 from app.stores.redis.lifecycle import RedisLifecycle
 from app.stores.redis.pages import RedisPages
@@ -157,12 +157,12 @@ def test_a_full_server_takes_no_entry_but_an_urgent_one_and_counts_what_ends(opl
     records.note("audit", "me", "two", "x", urgent=True)
     oplog.commit(own(oplog), 0, OK, usage=TOKENS)
     assert used(client) == {"training session base": 30}
-    assert [page.book for page in listed(client)] == ["audit", "usage"]
+    assert [page.ledger for page in listed(client)] == ["audit", "usage"]
 
 
 def test_a_measurement_counts_once_and_exactly(pages, client):
     hour = int(RedisRecords(client).now() // 3600)
-    held = [Held("me", "base", hour, 3 * 10**17 + 1)]
+    held = [StorageUse("me", "base", hour, 3 * 10**17 + 1)]
     assert pages.measured() is None
     assert pages.measure(None, 100.25, held)
     assert not pages.measure(None, 101.0, held)

@@ -207,7 +207,7 @@ def test_what_could_never_fit_is_told_so(oplog: RedisOpLog):
     assert admit(oplog, 0, 400 * KB)
 
 
-def test_the_op_others_wait_for_is_let_in_over_the_budget(oplog: RedisOpLog):
+def test_the_op_others_wait_for_is_admitted_over_the_budget(oplog: RedisOpLog):
     """If refused, it would keep the calls after it from ever making room."""
     for seq in (1, 2, 3, 4):
         admit(oplog, seq, 98 * KB)

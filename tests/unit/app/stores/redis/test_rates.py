@@ -12,12 +12,12 @@ import redis
 from app.domain.limits import KEY, PROJECT, Charge, Limits, Payer, Used
 from app.domain.results import Result
 from app.errors import TooManyRequests
-from app.stores.redis.limits import RedisAllowances
+from app.stores.redis.limits import RedisQuotas
 from app.stores.redis.records import RedisRecords
 from app.stores.redis.types import Lease
-from tests.unit.app.stores.redis.charges import MODEL, allowances, ask, mine, oplog, stored
+from tests.unit.app.stores.redis.charges import MODEL, ask, mine, oplog, quotas, stored
 
-__all__ = ["allowances", "oplog", "stored"]  # the fixtures
+__all__ = ["oplog", "quotas", "stored"]  # the fixtures
 
 
 # A call takes 4.9 of the 10 seconds a bucket holds: 3 pass at once, the next in 4.7 s.
@@ -54,88 +54,88 @@ def later(client: redis.Redis, payer: Payer, seconds: float) -> None:
             client.hincrby(f"tinsmith:rates:{payer.name}", name, -int(1000 * seconds))
 
 
-def passed(allowances: RedisAllowances, charge: Charge, most: int = 50) -> int:
+def passed(quotas: RedisQuotas, charge: Charge, most: int = 50) -> int:
     """Number of calls that pass at once, one after another."""
     for count in range(most):
         try:
-            allowances.take(charge)
+            quotas.take(charge)
         except TooManyRequests:
             return count
     return most
 
 
 @at_once
-def test_calls_pass_until_the_bucket_is_empty_and_at_the_rate_from_then_on(client, allowances):
+def test_calls_pass_until_the_bucket_is_empty_and_at_the_rate_from_then_on(client, quotas):
     charge = Charge(mine(SLOW))
-    assert passed(allowances, charge) == 3
+    assert passed(quotas, charge) == 3
     with pytest.raises(TooManyRequests, match=r"project me made \S+ calls .* requests_per_s is 0\.20") as caught:
-        allowances.take(charge)
+        quotas.take(charge)
     assert caught.value.retry_after_s in range(1, 6)
     later(client, charge.payers[0], 300)
-    assert passed(allowances, charge) == 3, "what was not used for long is not saved up"
+    assert passed(quotas, charge) == 3, "what was not used for long is not saved up"
     for _ in range(20):
         later(client, charge.payers[0], 4.9)
-        assert passed(allowances, charge) == 1
+        assert passed(quotas, charge) == 1
 
 
 @at_once
-def test_a_call_larger_than_the_bucket_passes_and_the_debt_is_waited_for(client, allowances):
+def test_a_call_larger_than_the_bucket_passes_and_the_debt_is_waited_for(client, quotas):
     payers = mine(Limits(tokens_per_s=100))
-    allowances.take(Charge(payers, tokens=5000))
+    quotas.take(Charge(payers, tokens=5000))
     with pytest.raises(TooManyRequests, match="tokens_per_s is 100") as caught:
-        allowances.take(Charge(payers, tokens=1))
+        quotas.take(Charge(payers, tokens=1))
     assert caught.value.retry_after_s in range(30, 41)
-    allowances.take(Charge(payers))  # a call without tokens waits for none
+    quotas.take(Charge(payers))  # a call without tokens waits for none
     later(client, payers[0], 41)
-    allowances.take(Charge(payers, tokens=1))
+    quotas.take(Charge(payers, tokens=1))
 
 
 @at_once
-def test_a_new_limit_holds_at_once_for_what_was_taken_under_the_old_one(client, allowances):
-    allowances.take(Charge(mine(Limits(tokens_per_s=1)), tokens=1000))
+def test_a_new_limit_holds_at_once_for_what_was_taken_under_the_old_one(client, quotas):
+    quotas.take(Charge(mine(Limits(tokens_per_s=1)), tokens=1000))
     with pytest.raises(TooManyRequests, match=r"in 9[89]\d s"):
-        allowances.take(Charge(mine(Limits(tokens_per_s=1)), tokens=1))
+        quotas.take(Charge(mine(Limits(tokens_per_s=1)), tokens=1))
     with pytest.raises(TooManyRequests, match=r"in (\d|10) s"):
-        allowances.take(Charge(mine(Limits(tokens_per_s=50)), tokens=1))
-    allowances.take(Charge(mine(Limits(tokens_per_s=500)), tokens=1))
+        quotas.take(Charge(mine(Limits(tokens_per_s=50)), tokens=1))
+    quotas.take(Charge(mine(Limits(tokens_per_s=500)), tokens=1))
 
 
 @at_once
-def test_the_state_of_a_rate_goes_when_it_has_filled_up(client, allowances):
+def test_the_state_of_a_rate_goes_when_it_has_filled_up(client, quotas):
     payers = mine(SLOW)
-    allowances.take(Charge(payers))
+    quotas.take(Charge(payers))
     assert 0 < client.pttl(f"tinsmith:rates:{payers[0].name}") <= 7000
 
 
 @at_once
-def test_a_refused_call_is_charged_to_nobody(client, allowances):
+def test_a_refused_call_is_charged_to_nobody(client, quotas):
     payers = mine(SLOW, Limits(requests_per_s=0.01))
-    assert passed(allowances, Charge(payers)) == 1, "the key lets one in"
+    assert passed(quotas, Charge(payers)) == 1, "the key lets one in"
     with pytest.raises(TooManyRequests, match="key k made"):
-        allowances.take(Charge(payers))
-    assert passed(allowances, Charge(mine(SLOW))) == 2, "of the project's 3"
+        quotas.take(Charge(payers))
+    assert passed(quotas, Charge(mine(SLOW))) == 2, "of the project's 3"
 
 
 @at_once
-def test_each_project_and_each_key_has_a_bucket_of_its_own(client, allowances):
-    assert passed(allowances, Charge(mine(SLOW))) == 3
-    assert passed(allowances, Charge((Payer(PROJECT, "other", SLOW), Payer(KEY, "me", SLOW)))) == 3
+def test_each_project_and_each_key_has_a_bucket_of_its_own(client, quotas):
+    assert passed(quotas, Charge(mine(SLOW))) == 3
+    assert passed(quotas, Charge((Payer(PROJECT, "other", SLOW), Payer(KEY, "me", SLOW)))) == 3
 
 
 @at_once
-def test_a_repeat_of_what_was_admitted_is_never_refused_and_counts_once(client, oplog, allowances):
+def test_a_repeat_of_what_was_admitted_is_never_refused_and_counts_once(client, oplog, quotas):
     charge = Charge(mine(SLOW))
     assert ask(oplog, 0, charge, "create_model")
     for _ in range(9):
         assert not ask(oplog, 0, charge, "create_model")
-    assert passed(allowances, charge) == 2
+    assert passed(quotas, charge) == 2
     assert not ask(oplog, 0, charge, "create_model")
 
 
 @at_once
-def test_a_call_that_is_refused_leaves_its_seq_free(client, oplog, allowances):
+def test_a_call_that_is_refused_leaves_its_seq_free(client, oplog, quotas):
     charge = Charge(mine(SLOW))
-    passed(allowances, charge)
+    passed(quotas, charge)
     with pytest.raises(TooManyRequests):
         ask(oplog, 1, charge)
     assert oplog.entry(MODEL, 1) is None
@@ -144,15 +144,15 @@ def test_a_call_that_is_refused_leaves_its_seq_free(client, oplog, allowances):
 
 
 @at_once
-def test_what_others_wait_for_passes_and_is_charged(client, oplog, allowances):
+def test_what_others_wait_for_passes_and_is_charged(client, oplog, quotas):
     charge = Charge(mine(SLOW))
     assert ask(oplog, 1, charge)
-    passed(allowances, charge)
+    passed(quotas, charge)
     with pytest.raises(TooManyRequests):
         ask(oplog, 2, charge)
     assert ask(oplog, 0, charge), "seq 1 cannot run before it"
     later(client, charge.payers[0], 4.9)
-    assert passed(allowances, charge) == 0, "a call more is to be waited for"
+    assert passed(quotas, charge) == 0, "a call more is to be waited for"
 
 
 @pytest.mark.parametrize("ahead", ["a step", "a batch far ahead", "a refused batch"])
@@ -175,10 +175,10 @@ def test_no_call_ahead_keeps_those_before_it_from_waiting_for_a_rate(oplog, ahea
 
 
 @at_once
-def test_what_is_used_of_a_rate_is_in_its_own_unit(client, allowances):
+def test_what_is_used_of_a_rate_is_in_its_own_unit(client, quotas):
     project, key = mine(Limits(requests_per_s=1, tokens_per_s=30))  # just enough: what passes meanwhile is little
     for _ in range(10):
-        allowances.take(Charge((project, key), tokens=30))
-    used = allowances.used(project)
+        quotas.take(Charge((project, key), tokens=30))
+    used = quotas.used(project)
     assert used.requests_per_s == pytest.approx(1, abs=0.5) and used.tokens_per_s == pytest.approx(30, abs=15)
-    assert allowances.used(key) == Used(0, 0, 0, None, None)
+    assert quotas.used(key) == Used(0, 0, 0, None, None)

@@ -90,7 +90,7 @@ def test_what_is_finished_makes_room_and_exactly_as_much_as_it_took(samples):
     admit(samples, 2, 60, bounds)
 
 
-def test_a_repeat_of_what_was_let_in_is_never_put_off(samples):
+def test_a_repeat_of_what_was_admitted_is_never_put_off(samples):
     admit(samples, 0, 50)
     assert admit(samples, 0, 50, QueueBounds(requests=1, tokens=50)) == f"{SAMPLER}:0"
     assert admit(samples, 0, 50, QueueBounds(requests=1, tokens=10)) == f"{SAMPLER}:0"

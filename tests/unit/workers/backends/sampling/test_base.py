@@ -42,7 +42,7 @@ def test_a_gpu_without_vllm_gets_transformers_and_one_line_with_the_command_that
 
 @pytest.mark.parametrize(
     ("gpus", "said"),
-    [(0, r"sampler.devices is \[0, 1\] but torch sees no GPU here"), (1, r"sees only 1 of them here")],
+    [(0, r"sampler.devices is \[0, 1\], but torch sees no GPU here"), (1, r"sees only 1 of them here")],
 )
 def test_a_gpu_that_is_not_there_is_a_setup_error(gpus, said):
     with pytest.raises(SetupError, match=said):

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from app.domain.sampling import SampleRequest
-from workers.backends.sampling.token_sampler import Drawer, token_logprobs
+from workers.backends.sampling.token_sampler import TokenSampler, token_logprobs
 
 CPU = torch.device("cpu")
 
@@ -15,8 +15,8 @@ def ask(**fields) -> SampleRequest:
 
 
 def draw(logits: torch.Tensor, uniforms: list[float], **fields) -> list[int]:
-    drawer = Drawer([ask(**fields)] * len(uniforms), CPU)
-    tokens, _ = drawer.draw(logits.expand(len(uniforms), -1), torch.tensor(uniforms, dtype=torch.float64))
+    token_sampler = TokenSampler([ask(**fields)] * len(uniforms), CPU)
+    tokens, _ = token_sampler.sample(logits.expand(len(uniforms), -1), torch.tensor(uniforms, dtype=torch.float64))
     return tokens.tolist()
 
 
@@ -49,8 +49,10 @@ def test_a_row_does_not_depend_on_its_neighbours():
     logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
     requests = [ask(temperature=0.0), ask(top_k=5), ask()]
     uniforms = torch.tensor([0.2, 0.6, 0.9], dtype=torch.float64)
-    together = Drawer(requests, CPU).draw(logits, uniforms)[0].tolist()
-    alone = [Drawer([r], CPU).draw(logits[i : i + 1], uniforms[i : i + 1])[0].item() for i, r in enumerate(requests)]
+    together = TokenSampler(requests, CPU).sample(logits, uniforms)[0].tolist()
+    alone = [
+        TokenSampler([r], CPU).sample(logits[i : i + 1], uniforms[i : i + 1])[0].item() for i, r in enumerate(requests)
+    ]
     assert together == alone
 
 
@@ -73,14 +75,14 @@ def test_rounding_draws_nothing_impossible_either():
     """The greatest possible uniform number, times a sum, often equals that sum."""
     weights = torch.rand(1000, 700, generator=torch.Generator().manual_seed(0))
     weights[:, 400:] = 0
-    drawer = Drawer([ask()] * len(weights), CPU)
-    tokens, _ = drawer.draw(weights.log(), torch.full((len(weights),), 1 - 2**-53, dtype=torch.float64))
+    token_sampler = TokenSampler([ask()] * len(weights), CPU)
+    tokens, _ = token_sampler.sample(weights.log(), torch.full((len(weights),), 1 - 2**-53, dtype=torch.float64))
     assert (tokens < 400).all()
 
 
 def test_the_logprob_is_the_models_own_before_temperature_and_cuts():
-    drawer = Drawer([ask(temperature=0.1, top_k=1)], CPU)
-    tokens, logprobs = drawer.draw(LOGITS[None] + 7, torch.tensor([0.5], dtype=torch.float64))
+    token_sampler = TokenSampler([ask(temperature=0.1, top_k=1)], CPU)
+    tokens, logprobs = token_sampler.sample(LOGITS[None] + 7, torch.tensor([0.5], dtype=torch.float64))
     assert tokens.item() == 1
     assert logprobs.item() == pytest.approx(np.log(0.4), abs=1e-6)
 
@@ -89,7 +91,7 @@ def test_nan_logits_give_a_nan_logprob_for_their_row_alone():
     logits = torch.stack([LOGITS, LOGITS * torch.nan])
     uniforms = torch.tensor([0.5, 0.5], dtype=torch.float64)
     for fields in ({}, {"top_k": 2}, {"temperature": 0.0}):
-        tokens, logprobs = Drawer([ask(**fields)] * 2, CPU).draw(logits, uniforms)
+        tokens, logprobs = TokenSampler([ask(**fields)] * 2, CPU).sample(logits, uniforms)
         assert logprobs.isnan().tolist() == [False, True]
         assert 0 <= tokens[1] < 4
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from app.domain.ops import LoraSpec
 from workers.backends.training import outputs
-from workers.backends.training.lm_head import Head, LogitRule
-from workers.backends.training.outputs import Reading
+from workers.backends.training.lm_head import LmHead, LogitRule
+from workers.backends.training.outputs import PolicyOutputs
 from workers.models.lora import Adapter, LoraPair
 
 ROWS, WIDTH, VOCAB = 23, 8, 50
@@ -60,7 +60,7 @@ def test_logprobs_and_all_gradients_equal_log_softmax(
     seed[-1, 0] = -seed[-1, 1:].sum() if width > 1 else 1.0  # a row whose gradients cancel
     segments = [(adapter(1, 4), 10), (Adapter(LoraSpec(1), {}), 5), (adapter(2, 2), ROWS - 15)]
     with torch.no_grad():
-        read = Reading(Head(weight, "lm_head", rule), hidden, targets, segments, keep=True)
+        read = PolicyOutputs(LmHead(weight, "lm_head", rule), hidden, targets, segments, keep=True)
         gradient = read.gradient(seed)
     found = {
         "hidden": gradient,
@@ -89,7 +89,9 @@ def test_given_logits_are_read_like_a_heads_and_left_alone() -> None:
     leaf = logits.double().requires_grad_()
     wanted = torch.log_softmax(leaf, -1).gather(-1, targets)
     wanted.backward(seed.double())
-    read = Reading(Head(None, "lm_head", LogitRule()), logits, targets, [(Adapter(LoraSpec(1), {}), ROWS)], keep=True)
+    read = PolicyOutputs(
+        LmHead(None, "lm_head", LogitRule()), logits, targets, [(Adapter(LoraSpec(1), {}), ROWS)], keep=True
+    )
     torch.testing.assert_close(read.scores.double(), wanted.detach(), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(read.gradient(seed).double(), leaf.grad, rtol=1e-5, atol=1e-6)
     assert torch.equal(logits, before)
@@ -100,7 +102,9 @@ def test_bfloat16_logits_are_reduced_in_fp32_and_confident_targets_keep_their_gr
     logits = torch.randn(ROWS, 4096).bfloat16()
     targets = torch.randint(0, 4096, (ROWS, 1))
     logits.scatter_(1, targets, 18.0)  # probabilities within 1e-4 of 1
-    read = Reading(Head(None, "lm_head", LogitRule()), logits, targets, [(Adapter(LoraSpec(1), {}), ROWS)], keep=True)
+    read = PolicyOutputs(
+        LmHead(None, "lm_head", LogitRule()), logits, targets, [(Adapter(LoraSpec(1), {}), ROWS)], keep=True
+    )
     leaf = logits.double().requires_grad_()
     wanted = torch.log_softmax(leaf, -1).gather(-1, targets)
     assert read.scores.dtype is torch.float32
@@ -120,7 +124,7 @@ def test_entropy_is_that_of_the_whole_distribution(
     monkeypatch.setitem(outputs.CHUNK_ROWS, "cpu", 7)
     torch.manual_seed(0)
     given, targets = torch.randn(ROWS, VOCAB).mul(5).to(dtype), torch.randint(0, VOCAB, (ROWS, 1))
-    found = Reading(Head(None, "lm_head", rule), given, targets, [], keep=False, entropy=True).entropy
+    found = PolicyOutputs(LmHead(None, "lm_head", rule), given, targets, [], keep=False, entropy=True).entropy
     logits = given.double() * rule.scale
     if rule.cap is not None:
         logits = rule.cap * torch.tanh(logits / rule.cap)
@@ -131,6 +135,6 @@ def test_entropy_is_that_of_the_whole_distribution(
 def test_an_entropy_without_choice_is_zero() -> None:
     certain = torch.tensor([[0.0, -torch.inf, -torch.inf], [300.0, 0.0, -300.0]])
     targets = torch.zeros(2, 1, dtype=torch.int64)
-    found = Reading(Head(None, "lm_head", LogitRule()), certain, targets, [], keep=False, entropy=True).entropy
+    found = PolicyOutputs(LmHead(None, "lm_head", LogitRule()), certain, targets, [], keep=False, entropy=True).entropy
     assert found is not None
     assert found.flatten().tolist() == [0.0, 0.0]

@@ -28,23 +28,23 @@ class State:
     """Two tensors; a move, even to the same kind of device, gives them different storage."""
 
     def __init__(self) -> None:
-        self.tensors = [torch.arange(4.0), torch.ones(3)]
+        self.parts = [torch.arange(4.0), torch.ones(3)]
         self.at = self.places()
 
     def held(self) -> Iterator[Tensor]:
-        return iter(self.tensors)
+        return iter(self.parts)
 
     def places(self) -> list[int]:
-        return [tensor.untyped_storage().data_ptr() for tensor in self.tensors]
+        return [tensor.untyped_storage().data_ptr() for tensor in self.parts]
 
-    def moved(self) -> bool:
+    def progress(self) -> bool:
         """Moves since the last call."""
         before, self.at = self.at, self.places()
         return before != self.at
 
 
-def moved(states: dict[str, State]) -> str:
-    return "".join(name for name, one in states.items() if one.moved())
+def progress(states: dict[str, State]) -> str:
+    return "".join(name for name, one in states.items() if one.progress())
 
 
 def test_the_longest_unused_leave_and_come_back_on_their_next_use() -> None:
@@ -62,8 +62,8 @@ def test_the_longest_unused_leave_and_come_back_on_their_next_use() -> None:
         ("abcd", "ac", 4),
     ):
         residency.bring(states, use)
-        assert (moved(states), len(residency)) == (wanted, count), use
-    assert all(one.tensors[0].tolist() == [0.0, 1.0, 2.0, 3.0] for one in states.values())
+        assert (progress(states), len(residency)) == (wanted, count), use
+    assert all(one.parts[0].tolist() == [0.0, 1.0, 2.0, 3.0] for one in states.values())
 
 
 def test_without_a_limit_nothing_moves() -> None:
@@ -71,7 +71,7 @@ def test_without_a_limit_nothing_moves() -> None:
     residency = Residency(CPU, 0)
     for use in ("a", "bcd", "b", "a"):
         residency.bring(states, use)
-    assert (moved(states), len(residency)) == ("", 4)
+    assert (progress(states), len(residency)) == ("", 4)
 
 
 def test_room_is_made_for_a_model_that_is_yet_to_come_and_a_closed_one_takes_none() -> None:
@@ -79,16 +79,16 @@ def test_room_is_made_for_a_model_that_is_yet_to_come_and_a_closed_one_takes_non
     residency = Residency(CPU, 1)
     residency.bring(states, "a")
     residency.bring(states, "b")
-    assert moved(states) == "a"
+    assert progress(states) == "a"
     states["b"] = State()
     del states["a"]
     residency.forget("a")
     residency.bring(states, "a")
     states["a"] = State()
-    assert moved(states) == "b", "what has a known name is not taken for what went away"
+    assert progress(states) == "b", "what has a known name is not taken for what went away"
     residency.forget("a")
     residency.bring(states, "b")
-    assert (moved(states), len(residency)) == ("b", 1)
+    assert (progress(states), len(residency)) == ("b", 1)
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +139,7 @@ def test_all_of_a_model_leaves_the_device(base: Path) -> None:
     backend = opened(base, 1)
     backend.apply({"a": Create(LoraSpec(rank=2))})
     backend.apply({"a": work("a", 0)})
-    tensors = list(backend._states["a"].held())
+    tensors = list(backend._states["a"].tensors())
     before = [tensor.untyped_storage().data_ptr() for tensor in tensors]
     backend.apply({"b": Create(LoraSpec(rank=2))})
     after = [tensor.untyped_storage().data_ptr() for tensor in tensors]

@@ -15,7 +15,7 @@ from app.settings import BaseModelSettings, SamplerSettings
 from tests.models import tiny_qwen3
 from tests.unit.workers.conftest import await_true
 from workers.backends.sampling import full_weights
-from workers.backends.sampling.base import Aborted, Watch
+from workers.backends.sampling.base import Aborted, RequestHandle
 from workers.backends.sampling.full_weights import tensors_in
 from workers.backends.sampling.transformers.backend import TransformersSampler
 
@@ -136,18 +136,18 @@ def test_the_part_of_a_prompt_that_is_not_scored_is_run_in_larger_passes(sampler
 
 
 def test_the_rows_of_an_aborted_request_are_dropped_though_nobody_comes_behind_it(sampler):
-    watch, steps, batch = Watch(), [], sampler._engine._batch
+    handle, steps, batch = RequestHandle(), [], sampler._engine._batch
     step = batch.step
 
     def abort_behind_the_fifth() -> None:
         step()
         steps.append(batch.occupied)
         if len(steps) == 5:
-            watch.abort()
+            handle.abort()
 
     batch.step = abort_behind_the_fifth
     with pytest.raises(Aborted):
-        sampler.sample(None, ask(1, 2, num_samples=8, max_tokens=400), watch)
+        sampler.sample(None, ask(1, 2, num_samples=8, max_tokens=400), handle)
     await_true(lambda: len(steps) >= 6, "a further step")
     assert steps == [True] * 5 + [False]
 
@@ -193,7 +193,7 @@ def test_new_weights_that_were_written_in_part_end_the_engine(folder, tmp_path, 
     monkeypatch.setattr(full_weights, "weights_for", torn)
     with ThreadPoolExecutor(1) as pool:
         begun = threading.Event()
-        running = pool.submit(backend.sample, None, ask(1, 2, max_tokens=200), Watch(lambda *_: begun.set()))
+        running = pool.submit(backend.sample, None, ask(1, 2, max_tokens=200), RequestHandle(lambda *_: begun.set()))
         assert begun.wait(60)
         with pytest.raises(ServerOpError, match=r"stopped.*the disk is gone"):
             backend.load("other", other)
@@ -207,7 +207,7 @@ def test_who_waits_for_an_idle_engine_is_told_when_it_stops(sampler):
     begun = threading.Event()
     hold(sampler, lambda: sampler._engine._failure)
     with ThreadPoolExecutor(2) as pool:
-        running = pool.submit(sampler.sample, None, ask(1, 2, max_tokens=400), Watch(lambda *_: begun.set()))
+        running = pool.submit(sampler.sample, None, ask(1, 2, max_tokens=400), RequestHandle(lambda *_: begun.set()))
         assert begun.wait(60)
         waiting = pool.submit(sampler._engine.when_idle, lambda: pytest.fail("it is not idle"))
         await_true(lambda: sampler._engine._for_idle, "it is asked for")

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from app.errors import ServerOpError
 from tests.models import tiny_qwen3
-from workers.backends.sampling.vllm.backend import VllmWholeModel
+from workers.backends.sampling.vllm.backend import VllmFullFinetuneModel
 from workers.backends.sampling.vllm.engine import EngineThread
 
 
@@ -53,7 +53,7 @@ def folder(tmp_path: Path) -> Path:
 
 def test_weights_are_written_while_nothing_runs_and_its_cache_is_forgotten(folder: Path) -> None:
     engine = Engine()
-    whole = VllmWholeModel(cast(EngineThread, Thread(engine)), AutoModelForCausalLM.from_pretrained(folder))
+    whole = VllmFullFinetuneModel(cast(EngineThread, Thread(engine)), AutoModelForCausalLM.from_pretrained(folder))
     for _ in range(2):
         whole.load("one", folder)
     assert engine.told == ["pause wait True", "replace_weights", "resume"]
@@ -62,7 +62,7 @@ def test_weights_are_written_while_nothing_runs_and_its_cache_is_forgotten(folde
 
 def test_weights_that_may_be_written_in_part_are_nobodys_and_the_engine_is_of_no_further_use(folder: Path) -> None:
     engine = Engine()
-    whole = VllmWholeModel(cast(EngineThread, Thread(engine)), AutoModelForCausalLM.from_pretrained(folder))
+    whole = VllmFullFinetuneModel(cast(EngineThread, Thread(engine)), AutoModelForCausalLM.from_pretrained(folder))
     whole.load("one", folder)
     engine.fails = True
     with pytest.raises(RuntimeError, match="a worker died"):

@@ -111,15 +111,17 @@ def test_any_value_but_zero_marks_a_token_for_the_sequence_ratio() -> None:
 def test_a_token_with_thresholds_of_its_own_is_clipped_by_them(name: str) -> None:
     ratios = [math.sqrt(2)] * 3 if name == "gspo" else [0.5, 1.0, 2.0]
     thresholds = {"clip_low_threshold": column(0.6, 1.0, 0.1, 0.0), "clip_high_threshold": column(1.1, 5.0, 1.7, 0.0)}
-    held = [min(max(r, low), high) for r, low, high in zip(ratios, (0.6, 1.0, 0.1), (1.1, 5.0, 1.7), strict=True)]
+    clipped = [min(max(r, low), high) for r, low, high in zip(ratios, (0.6, 1.0, 0.1), (1.1, 5.0, 1.7), strict=True)]
     found, _ = value(name, thresholds)
     advantages = INPUTS["advantages"].flatten().tolist()[:3]
     if name == "cispo":
-        wanted = [-h * lp * a for h, lp, a in zip(held, LP, advantages, strict=False)]
+        wanted = [-h * lp * a for h, lp, a in zip(clipped, LP, advantages, strict=False)]
     else:
-        wanted = [-min(r * a, h * a) for r, h, a in zip(ratios, held, advantages, strict=True)]
+        wanted = [-min(r * a, h * a) for r, h, a in zip(ratios, clipped, advantages, strict=True)]
     close(found.per_token, *wanted, 0.0)
-    assert found.metrics["clipped:sum"].sum() == sum(h != pytest.approx(r) for r, h in zip(ratios, held, strict=True))
+    assert found.metrics["clipped:sum"].sum() == sum(
+        h != pytest.approx(r) for r, h in zip(ratios, clipped, strict=True)
+    )
     # A config with only one of the two thresholds keeps the setting's other one.
     alone, _ = value(name, {"clip_low_threshold": column(0.0, 0.0, 0.0, 0.0)}, clip_high_threshold=1.1)
     assert alone.metrics["clipped:sum"].sum() == sum(r > 1.1 for r in ratios)
