@@ -1,4 +1,4 @@
-"""Checks the sizes of folders and modules, and the wording of docstrings and comments: `python -m ops.house_rules`."""
+"""Checks sizes of folders and modules, names of classes and functions, and wording: `python -m ops.house_rules`."""
 
 from __future__ import annotations
 
@@ -19,6 +19,12 @@ _GENERATED = "_pb2.py"
 _ENTRIES = {"__init__.py", "celery_app.py", "cli.py", "node.py", "sampler.py", "trainer.py"}
 _CLAUSE = re.compile(r"(What|Who|Whose|Whom|How|Which|Where|When|Whether)\b")
 _RIDDLES = re.compile(r"\b(is told|are told|is let in|are let in|must miss it|whom|doorbells?)\b", re.IGNORECASE)
+# Home-made nouns that the code had once, in place of the field's terms.
+_HOME_MADE = re.compile(
+    r"_*(Ahead|Books|Chore|Doorbell|Drawer|Endings|Gate|Handovers|Holds|Latest|NotNow|Pace|Parked|Presence|Pulse"
+    r"|Reading|Ringing|Rung|Shares|Spread|Standings|Standstill|Tidying|Trunk|Turns|Unowned|Valuing|Watches|WholeState"
+    r"|hand_over|let_go|let_in|moved_on|part_with|ring|rung|see_to_saves|stands_still_s)"
+)
 
 
 def main() -> int:
@@ -35,6 +41,9 @@ def broken(root: Path) -> Iterator[str]:
     for path in sorted((root / "workers").glob("*.py")):
         if path.name not in _ENTRIES:
             yield f"workers/{path.name}: only entry points lie here; move it into a folder"
+    for path in code:
+        for line, name in _home_made(path.read_text()):
+            yield f"{path.relative_to(root)}:{line}: {name!r} is home-made; use the field's term (CONTRIBUTING.md)"
     for path in _modules(root, _PROSE):
         for line, text in _badly_worded(path.read_text()):
             yield f"{path.relative_to(root)}:{line}: {text}"
@@ -53,6 +62,12 @@ def _too_large(root: Path, modules: list[Path]) -> Iterator[tuple[str, str]]:
         lines = len(path.read_text().splitlines())
         if lines > _MOST_LINES:
             yield str(path.relative_to(root)), f"{lines} lines; a module has at most {_MOST_LINES}"
+
+
+def _home_made(source: str) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and _HOME_MADE.fullmatch(node.name):
+            yield node.lineno, node.name
 
 
 def _badly_worded(source: str) -> Iterator[tuple[int, str]]:

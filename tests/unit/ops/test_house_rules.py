@@ -32,6 +32,8 @@ def test_a_tree_that_keeps_the_rules_has_nothing_to_say(tmp_path):
         ({"workers/loose.py": GOOD}, "workers/loose.py: only entry points lie here; move it into a folder"),
         ({"tests/test_it.py": '"""What it does."""\n'}, "tests/test_it.py:1: a module's docstring says what"),
         ({"ops/run.py": 'def run():\n    """The worker is told."""\n'}, "ops/run.py:2: 'is told'"),
+        ({"app/it.py": GOOD + "class Doorbell: ...\n"}, "app/it.py:2: 'Doorbell' is home-made"),
+        ({"workers/train/it.py": GOOD + "def _let_in(): ...\n"}, "workers/train/it.py:2: '_let_in' is home-made"),
         ({"ops/run.py": "x = 1\ny = 2  # for whom it waits\n"}, "ops/run.py:2: 'whom'"),
     ],
 )
