@@ -158,3 +158,7 @@ class TriedOften(TinsmithError):
 
 class SetupError(TinsmithError):
     """The installation or its settings cannot work; the command line exits with 2."""
+
+
+class Requeue(TinsmithError):
+    """Requeue: the future is not terminal yet, and something else will dispatch it again."""

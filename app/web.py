@@ -9,7 +9,7 @@ from flask import Flask, Response, g, request
 from flask_smorest import Api
 
 from app.api import account, checkpoints, client, errors, futures, hub, models, openai, sampling, sessions, training
-from app.api.context import EXTENSION, SETTINGS, credential
+from app.api.base import EXTENSION, SETTINGS, credential
 from app.services import container
 from app.services.container import Services
 from app.settings import Settings

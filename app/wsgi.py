@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from app import create_app
-from app.api.context import EXTENSION
+from app.api.base import EXTENSION
 from app.services import admission
 from app.settings import from_environment
 from app.telemetry import configure_logging

@@ -12,8 +12,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from app.domain.base_model import BaseModelInfo
-from app.domain.records import Worker, dump
+from app.domain.records import BaseModelInfo, Worker, dump
 from app.settings import SETTINGS_VARIABLE, EngineSettings, hash_key
 from app.stores.redis.client import connect
 from app.stores.redis.journal import RedisOpLog

@@ -8,7 +8,7 @@ from pathlib import Path
 import redis
 
 from app.dispatch import Dispatcher, celery_app
-from app.domain.base_model import BaseModelInfo
+from app.domain.records import BaseModelInfo
 from app.settings import BaseModelSettings, EngineSettings, RedisSettings, Settings
 from app.stores.objects.base import ObjectStore
 from app.stores.objects.folder import FolderStore

@@ -10,7 +10,7 @@ import torch.nn.functional as F  # noqa: N812, as everybody writes it
 from tinker.lib.public_interfaces.custom_loss import LossHandle, encode_graph, trace_loss
 from torch import Tensor
 
-from app.domain.custom_losses import CustomLoss
+from app.domain.losses import CustomLoss
 from app.wire import custom_loss
 
 Returned = tuple[Tensor, dict[str, Tensor]]

@@ -27,7 +27,7 @@ _SLOW = (
     "workers.process.assembly",
     "workers.backends.training.backends",
     "workers.backends.sampling.transformers.backend",
-    "workers.checkpoints.export",
+    "workers.models.full_weights",
     "transformers.models.qwen3.modeling_qwen3",
 )
 

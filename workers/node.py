@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from workers.process.node import main
+from workers.process.multinode import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -7,9 +7,8 @@ from typing import Any
 
 from marshmallow import Schema, fields, validate
 
-from app.api.context import blueprint as make
-from app.api.context import current_caller, services
-from app.api.schemas import SdkSchema
+from app.api.base import SdkSchema, current_caller, services
+from app.api.base import blueprint as make
 
 auth_blueprint = make("auth", "Keys and tokens")
 

@@ -14,9 +14,19 @@ from flask import Response, request, send_file
 from marshmallow import fields, validate
 from werkzeug.http import http_date
 
-from app.api.context import blueprint as make
-from app.api.context import current_caller, needs, services
-from app.api.schemas import MOST, Cursor, Paged, Scoped, SdkSchema, access_token, identifier
+from app.api.base import (
+    MOST,
+    Cursor,
+    Paged,
+    Scoped,
+    SdkSchema,
+    access_token,
+    current_caller,
+    identifier,
+    needs,
+    services,
+)
+from app.api.base import blueprint as make
 from app.errors import NotFound
 from app.ids import TinkerPath
 from app.services.views import Page

@@ -11,9 +11,8 @@ from flask_smorest import Api
 from marshmallow import fields
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from app.api.context import blueprint as make
-from app.api.context import current_caller, services
-from app.api.schemas import SdkSchema
+from app.api.base import SdkSchema, current_caller, services
+from app.api.base import blueprint as make
 from app.telemetry import REGISTRY, set_queues
 
 client_blueprint = make("client", "Start-up and telemetry")

@@ -14,7 +14,7 @@ from flask import Flask, request
 from flask_smorest import Api
 from werkzeug.exceptions import HTTPException
 
-from app.api.schemas import ErrorSchema
+from app.api.base import ErrorSchema
 from app.errors import BadRequest, InvalidToken, OpError, RequestError, Unavailable
 from app.stores.redis.client import is_outage
 

@@ -7,9 +7,8 @@ from typing import Any
 from flask import Response, request
 from marshmallow import RAISE, Schema, fields, validate
 
-from app.api.context import blueprint as make
-from app.api.context import current_caller, large, needs, services
-from app.api.schemas import Cursor, Paged, SdkSchema, identifier
+from app.api.base import Cursor, Paged, SdkSchema, current_caller, identifier, large, needs, services
+from app.api.base import blueprint as make
 from app.domain.results import JSON, PROTOBUF
 from app.services.views import Page
 from app.stores.redis.types import Completion

@@ -7,8 +7,8 @@ from typing import Any
 from flask import Response, send_file
 from marshmallow import Schema, fields
 
-from app.api.context import blueprint as make
-from app.api.context import services
+from app.api.base import blueprint as make
+from app.api.base import services
 
 blueprint = make("hub", "Tokenizers, as Hugging Face's Hub serves them", prefix="")
 

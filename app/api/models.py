@@ -6,10 +6,9 @@ from typing import Any
 
 from marshmallow import fields, validate
 
-from app.api.context import blueprint as make
-from app.api.context import current_caller, needs, services
+from app.api.base import SdkSchema, counter, current_caller, identifier, metadata, needs, services
+from app.api.base import blueprint as make
 from app.api.futures import Promise
-from app.api.schemas import SdkSchema, counter, identifier, metadata
 
 blueprint = make("models", "Models")
 

@@ -15,9 +15,8 @@ from flask import Response, copy_current_request_context, current_app, request
 from marshmallow import RAISE, Schema, ValidationError, fields, pre_load, validate, validates_schema
 
 from app.api import errors
-from app.api.context import blueprint as make
-from app.api.context import current_caller, large, needs, services
-from app.api.schemas import identifier
+from app.api.base import blueprint as make
+from app.api.base import current_caller, identifier, large, needs, services
 from app.services.openai.service import Answer
 
 blueprint = make("openai", "OpenAI-compatible calls", prefix=errors.OPENAI)

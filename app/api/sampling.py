@@ -6,10 +6,9 @@ from typing import Any
 
 from marshmallow import fields, validate
 
-from app.api.context import blueprint as make
-from app.api.context import current_caller, large, needs, services
+from app.api.base import SdkSchema, counter, current_caller, identifier, large, needs, services
+from app.api.base import blueprint as make
 from app.api.futures import SamplePromise
-from app.api.schemas import SdkSchema, counter, identifier
 
 blueprint = make("sampling", "Sampling")
 

@@ -7,10 +7,9 @@ from typing import Any
 from flask import Response, jsonify
 from marshmallow import fields, validate
 
+from app.api.base import MOST, Paged, Scoped, SdkSchema, current_caller, identifier, label, metadata, needs, services
+from app.api.base import blueprint as make
 from app.api.checkpoints import SignedUrl
-from app.api.context import blueprint as make
-from app.api.context import current_caller, needs, services
-from app.api.schemas import MOST, Paged, Scoped, SdkSchema, identifier, label, metadata
 from app.services.views import Page
 
 blueprint = make("sessions", "Sessions")

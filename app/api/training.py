@@ -17,12 +17,25 @@ from flask import request
 from marshmallow import ValidationError, fields, validate, validates_schema
 from werkzeug.exceptions import HTTPException
 
-from app.api.context import at_most, batch_content, current_caller, json_content, large, needs, services
-from app.api.context import blueprint as make
+from app.api.base import (
+    SdkSchema,
+    access_token,
+    at_most,
+    batch_content,
+    check_metadata,
+    counter,
+    current_caller,
+    identifier,
+    json_content,
+    large,
+    metadata,
+    needs,
+    services,
+)
+from app.api.base import blueprint as make
 from app.api.errors import NOT_UNICODE, describe
 from app.api.futures import Promise
 from app.api.models import model_role
-from app.api.schemas import SdkSchema, access_token, check_metadata, counter, identifier, metadata
 from app.domain.ops import AdamParams
 from app.errors import BadRequest, LimitReached, RequestError
 from app.stores.redis.types import RefusalKind

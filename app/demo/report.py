@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from app.demo import model
-from app.demo.data import HABIT, PROMPTS
+from app.demo.training import HABIT, PROMPTS
 
 _WIDTH = 100
 _CHART_ROWS = 8

@@ -1,5 +1,6 @@
-"""The typed small records that Redis keeps beside the journals. `dump` and `load` convert them to and from flat string
-fields."""
+"""The typed small records that Redis keeps beside the journals, and the facts that workers report of a base model.
+`dump` and `load` convert records to and from flat string fields.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +13,28 @@ from app.domain.accounts import Account, Key, Organisation, Project, User
 
 ENCRYPTED = ".age"
 """Suffix of the names of encrypted files."""
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tokenizer.model",
+    "spm.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tiktoken.model",
+    "tekken.json",
+)
+CONFIG_FILE = "config.json"
+"""transformers reads the tokenizer's class from it."""
+TEMPLATE_FOLDER = "additional_chat_templates"
+"""Folder of further chat templates, one file <name>.jinja for each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +153,7 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A custom loss. `content` is the CustomLoss encoded by app/domain/codec.py, in base64."""
+    """A custom loss. `content` is the CustomLoss encoded by app/domain/ops.py, in base64."""
 
     namespace: ClassVar[str] = "losses"
     owner: str
@@ -173,3 +196,16 @@ def dump(record: Session | Model | Sampler | ShmTransfer | Checkpoint | Loss | W
 def load(cls: type[R], stored: Mapping[str, str]) -> R:
     """The inverse of `dump`; it ignores unknown fields (a model's journal state)."""
     return cls(**{f.name: json.loads(stored[f.name]) for f in fields(cls) if f.name in stored})
+
+
+@dataclass(frozen=True, slots=True)
+class BaseModelInfo:
+    """The facts of a base model. `dtype` is the name of its torch dtype. `trainable_groups` are the groups (attn, mlp,
+    unembed) that have linear layers in it."""
+
+    name: str
+    arch: str
+    vocab_size: int
+    max_context: int
+    dtype: str
+    trainable_groups: tuple[str, ...]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal
 
-from app.domain.batch import Ragged
+from app.domain.ops import Ragged
 
 JSON = "application/json"
 PROTOBUF = "application/x-protobuf"

@@ -9,8 +9,7 @@ from typing import Any
 
 from app import ids
 from app.domain import records
-from app.domain.base_model import BaseModelInfo
-from app.domain.records import Worker
+from app.domain.records import BaseModelInfo, Worker
 from app.errors import BadRequest, Unavailable
 from app.settings import BaseModelSettings, Settings
 from app.stores.redis.records import RedisRecords

@@ -25,9 +25,9 @@ from app.domain.accounts import Caller
 from app.domain.checkpoints import MANIFEST, CheckpointPrefix, Manifest
 from app.domain.records import Checkpoint, Model, Session
 from app.errors import BadRequest, NotFound, Unavailable
+from app.services.admission import QuotaService
 from app.services.tenants import audit, checkpoint_lists
 from app.services.tenants.access import Sources, load_checkpoint, load_owned
-from app.services.tenants.limits import QuotaService
 from app.services.training import check_ttl
 from app.services.views import Page, check_writable, checkpoint_view, projects, timestamp
 from app.signing import UrlSigner

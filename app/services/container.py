@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from app.dispatch import Dispatcher, celery_app
 from app.errors import SetupError
-from app.services.admission import AdmissionService
+from app.services.admission import AdmissionService, LimitsOf, QuotaService
 from app.services.base_models import BaseModels
 from app.services.checkpoints import ArchiveService, CheckpointService, CopyService
 from app.services.hub import HubService
@@ -18,11 +18,9 @@ from app.services.queue import QueueService, QueueSnapshots, QueueStates
 from app.services.sampling import SamplingService
 from app.services.sessions import SessionSearch, SessionService, TraceService
 from app.services.teardown import Teardown
-from app.services.tenants.access import Sources
+from app.services.tenants.access import Authenticator, OwnKey, Sources, Tokens
 from app.services.tenants.accounts import AccountRecovery, AccountService
 from app.services.tenants.audit import AuditService
-from app.services.tenants.authentication import Authenticator, OwnKey, Tokens
-from app.services.tenants.limits import LimitsOf, QuotaService
 from app.services.tenants.usage import UsageService
 from app.services.training import CustomLossService, TrainingService
 from app.settings import Settings

@@ -1,6 +1,6 @@
 """Serves base models' tokenizers as Hugging Face Hub repositories, for clients without access to the Hub.
 
-These requests need no key, since Hub clients have none of ours. So only the files named in app/domain/base_model.py are
+These requests need no key, since Hub clients have none of ours. So only the files named in app/domain/records.py are
 served, and no path is built from the request.
 """
 
@@ -15,7 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from app import ids
-from app.domain.base_model import CONFIG_FILE, TEMPLATE_FOLDER, TOKENIZER_FILES
+from app.domain.records import CONFIG_FILE, TEMPLATE_FOLDER, TOKENIZER_FILES
 from app.errors import EntryNotFound, RepoNotFound, RevisionNotFound, Unavailable
 from app.services.base_models import BaseModels
 from app.settings import Settings

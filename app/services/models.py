@@ -18,7 +18,7 @@ from app.services.base_models import BaseModels, trainer_role
 from app.services.teardown import Teardown
 from app.services.tenants import audit, checkpoint_lists
 from app.services.tenants.access import Sources, load_owned, load_readable
-from app.services.validation.models import (
+from app.services.validation.training import (
     CRITIC,
     asked_role,
     check_loadable,

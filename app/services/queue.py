@@ -1,34 +1,39 @@
-"""The queue as a caller sees it: the caller's waiting calls with their positions, and the state of a pending future."""
+"""The queue as a caller sees it: the caller's waiting calls with their positions, and the state of a pending future.
+
+The fair queue goes round: over the projects by their weights, then over the models of one project
+(workers/train/scheduler.py). With n calls of its own project ahead, at most ceil((n + 1) * w_other / w_own) calls of
+each other project run first. This maximum holds for calls of equal duration. A turn is an amount of time, so a
+project with short calls runs more of them in each turn.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from math import ceil
 from typing import Any
 
 from app import ids
 from app.domain import records
 from app.domain.accounts import Caller
-from app.domain.records import Model, Sampler
+from app.domain.records import Model, Sampler, Worker
 from app.errors import Unavailable
 from app.services.base_models import BaseModels, sampler_role, trainer_role
-from app.services.queue_position import Position, QueuePositions, describe
 from app.services.views import Page
 from app.stores.redis.backlog import RedisBacklog, RedisCalls
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.records import RedisRecords
-from app.stores.redis.types import Call, Future, Unfinished
+from app.stores.redis.types import Call, Future, ModelLine, Unfinished
 
 # A snapshot of the queue may take tens of milliseconds, so a client that polls constantly gets two a second.
 _SNAPSHOT_AGE_S = 0.5
 _SAMPLE = "sample"
-
 _STATE_SNAPSHOT_AGE_S = 2.0
 _PARENTS = 4096
-
 # With this many calls waiting, a snapshot takes about 50 ms, most of it in this process. A call further behind gets no
 # position.
 _MOST_POSITIONS = 10_000
@@ -97,6 +102,18 @@ class QueueState:
     name: str
     reason: str = ""
     position: Position | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """The queue position of one call. `before`: number of calls that run first. `starts_in_s`: seconds until its start
+    at the workers' current service time; None while that is unknown. `missing`: the seq of the same model that must
+    arrive first."""
+
+    before: int
+    starts_in_s: float | None
+    running: bool = False
+    missing: int | None = None
 
 
 ACTIVE = QueueState("active")
@@ -180,3 +197,128 @@ class QueueSnapshots:
         return QueueSnapshot(
             live, self._oplog.shortage(), unfinished, QueuePositions(unfinished, workers, self._weight_of)
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _WorkerPool:
+    """The workers that read one queue. `rate`: calls per second, over the workers that ran any calls recently."""
+
+    service_times: Mapping[str, float]
+    batch: int
+
+    @property
+    def rate(self) -> float:
+        return sum(1 / service_time for service_time in self.service_times.values() if service_time)
+
+    def seconds(self, calls: int, node: str = "") -> float | None:
+        """Seconds until this many calls have ended: at `node` if it is one of these workers, else at any of them."""
+        if calls <= 0:
+            return 0.0
+        rate = 1 / service_time if (service_time := self.service_times.get(node)) else self.rate
+        return calls / rate if rate else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Lane:
+    """The waiting calls at one node: per project the calls of each model, and their sum."""
+
+    models: Mapping[str, Mapping[str, int]]
+    waiting: Mapping[str, int]
+
+
+class QueuePositions:
+    """Queue positions at one moment. `workers`: the healthy workers, by node. A project's weight is greater than 0."""
+
+    def __init__(self, found: Unfinished, workers: Mapping[str, Worker], weight_of: Callable[[str], float]) -> None:
+        self._workers, self._weight_of = workers, weight_of
+        self._lines = {line.model_id: line for line in found.models}
+        self._lanes: dict[tuple[str, str], _Lane] = {}
+        self._samples: dict[str, tuple[str, str, int]] = {}
+        self._sampled: dict[str, Counter[str]] = defaultdict(Counter)
+        for sample in found.samples:
+            of_queue = self._sampled[sample.queue]
+            self._samples[sample.request_id] = sample.queue, sample.owner, of_queue[sample.owner]
+            of_queue[sample.owner] += 1
+        self._sequences = found.sequences
+        self._pools: dict[str, _WorkerPool] = {}
+
+    def of(self, request_id: str) -> Position | None:
+        """The position of a call; None if the call was not waiting then, or is beyond the counted part of the queue."""
+        if request_id in self._samples:
+            return self._of_sample(*self._samples[request_id])
+        model_id, _, seq = request_id.rpartition(":")
+        line = self._lines.get(model_id)
+        return self._of_model(line, int(seq) - line.applied - 1) if line else None
+
+    def _of_model(self, line: ModelLine, earlier: int) -> Position | None:
+        """The position of a call behind `earlier` calls of its own model."""
+        if earlier < 0:
+            return None
+        lane = self._lane(line.queue, line.node)
+        mine = ((count, 1.0) for other, count in lane.models[line.owner].items() if other != line.model_id)
+        before = self._behind_others(_behind(earlier, mine), line.owner, lane.waiting)
+        if line.running and not earlier:
+            return Position(0, 0.0, running=True)
+        if not line.admitted:
+            return Position(before, None, missing=line.applied + 1)
+        return Position(before, self._pool(line.queue).seconds(before, line.node))
+
+    def _of_sample(self, queue: str, owner: str, earlier: int) -> Position:
+        """The position of a request behind `earlier` requests of its own project. Requests that fit into the batches
+        run at once."""
+        waiting = self._sampled[queue]
+        before = self._behind_others(earlier, owner, waiting)
+        pool = self._pool(queue)
+        rows = max(1.0, self._sequences.get(queue, 0) / waiting.total())
+        return Position(before, pool.seconds(before + 1 - int(pool.batch / rows)))
+
+    def _behind_others(self, earlier: int, owner: str, waiting: Mapping[str, int]) -> int:
+        own = self._weight_of(owner)
+        return _behind(
+            earlier, ((count, self._weight_of(other) / own) for other, count in waiting.items() if other != owner)
+        )
+
+    def _lane(self, queue: str, node: str) -> _Lane:
+        if (queue, node) not in self._lanes:
+            models: dict[str, dict[str, int]] = defaultdict(dict)
+            for line in self._lines.values():
+                if line.queue == queue and _share_a_worker(line.node, node):
+                    models[line.owner][line.model_id] = line.waiting
+            self._lanes[queue, node] = _Lane(models, {owner: sum(own.values()) for owner, own in models.items()})
+        return self._lanes[queue, node]
+
+    def _pool(self, queue: str) -> _WorkerPool:
+        if queue not in self._pools:
+            own = {node: worker for node, worker in self._workers.items() if worker.queue == queue}
+            service_times = {node: worker.pace_s for node, worker in own.items()}
+            self._pools[queue] = _WorkerPool(service_times, sum(worker.batch for worker in own.values()))
+        return self._pools[queue]
+
+
+def _behind(own: int, others: Iterable[tuple[int, float]]) -> int:
+    """The number of calls that run before a call with `own` earlier calls of its own. `others` holds, for each other
+    project or model, its waiting calls and its turns per turn of this one."""
+    return own + sum(min(waiting, ceil((own + 1) * turns)) for waiting, turns in others)
+
+
+def _share_a_worker(node: str, other: str) -> bool:
+    """True if models at these two nodes can run on the same worker. A model that no node holds can go to any worker."""
+    return node == other or not node or not other
+
+
+def describe(position: Position) -> str:
+    """The position in words, for the user."""
+    if position.running:
+        return "it runs now"
+    if position.missing is not None:
+        return f"seq {position.missing} of its model has not arrived yet and must run first"
+    if not position.before or position.starts_in_s == 0:
+        return "it runs now, or starts next"
+    known = "" if position.starts_in_s is None else f", for about {_duration(position.starts_in_s)}"
+    return f"{'1 call runs' if position.before == 1 else f'about {position.before} calls run'} before it{known}"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 1:
+        return "a second"
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"

@@ -12,12 +12,11 @@ from app.domain.accounts import Caller
 from app.domain.records import Sampler, Session
 from app.domain.sampling import Cells, SampleRequest
 from app.errors import BadRequest
-from app.services.admission import AdmissionService
+from app.services.admission import AdmissionService, QuotaService
 from app.services.base_models import BaseModels, sampler_role
 from app.services.tenants.access import load_checkpoint, load_owned, load_readable
-from app.services.tenants.limits import QuotaService
-from app.services.validation.models import check_adapter, check_sampleable, check_sampled_role
 from app.services.validation.sampling import check_sample
+from app.services.validation.training import check_adapter, check_sampleable, check_sampled_role
 from app.stores.redis.records import RedisRecords
 from app.wire.forward_backward import to_cells
 from app.wire.json_forms import tensor, text_tokens

@@ -12,10 +12,10 @@ from app.domain import records
 from app.domain.accounts import Caller
 from app.domain.records import Checkpoint, Model, Sampler, Session
 from app.errors import BadRequest, NotFound
+from app.services.admission import QuotaService
 from app.services.teardown import Teardown
 from app.services.tenants import audit
 from app.services.tenants.access import check_role, load_owned, load_readable
-from app.services.tenants.limits import QuotaService
 from app.services.views import Page, Scope, check_seen, check_writable, projects, texts, timestamp
 from app.signing import UrlSigner
 from app.stores.objects.base import ObjectStore

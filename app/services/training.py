@@ -14,22 +14,20 @@ from functools import partial
 from typing import Any
 
 from app import ids
-from app.domain import codec, records
+from app.domain import ops, records
 from app.domain.accounts import Caller
 from app.domain.checkpoints import CheckpointPrefix
-from app.domain.custom_losses import CustomLoss
-from app.domain.losses import LOSSES
+from app.domain.losses import LOSSES, CustomLoss
 from app.domain.ops import AdamParams, LoadWeights, Op, OptimStep, SaveWeights
 from app.domain.records import Loss, Model, Sampler, Session
 from app.errors import BadRequest, NotFound
-from app.services.admission import MAX_SEQ, AdmissionService
+from app.services.admission import MAX_SEQ, AdmissionService, QuotaService
 from app.services.base_models import BaseModels, trainer_role
 from app.services.tenants import audit
 from app.services.tenants.access import Sources, load_owned, load_readable
-from app.services.tenants.limits import QuotaService
-from app.services.validation.batch import check_forward_backward
-from app.services.validation.models import (
+from app.services.validation.training import (
     check_adam,
+    check_forward_backward,
     check_loadable,
     check_optimizer,
     check_recipients,
@@ -194,7 +192,7 @@ class CustomLossService:
         session_id, seq = asked["session_id"], asked["custom_loss_seq_id"]
         session = load_owned(self._records, Session, session_id, caller)
         loss = custom_loss.parse(asked["name"], asked["inputs"], asked["graph"])
-        content = base64.b64encode(codec.encode(loss)).decode()
+        content = base64.b64encode(ops.encode(loss)).decode()
         loss_id = ids.loss_id(session_id, seq)
         if self._records.get(Loss.namespace, loss_id) is None:
             self._quotas.take(caller, session.owner)
@@ -211,5 +209,5 @@ class CustomLossService:
             record = load_readable(self._records, Loss, loss_id, caller)
         except NotFound as error:
             raise BadRequest(str(error)) from None
-        loss: CustomLoss = codec.decode(base64.b64decode(record.content))
+        loss: CustomLoss = ops.decode(base64.b64decode(record.content))
         return loss

@@ -1,4 +1,6 @@
-"""A supervised process and all processes that it starts."""
+"""A supervised process and all processes that it starts, also grandchildren that left its process group (an engine with
+its own session) and outlived it.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +8,19 @@ import ctypes
 import os
 import signal
 import subprocess
-from collections.abc import Mapping
+import time
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from app.stack import strays
-
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True)
+
+_PR_SET_CHILD_SUBREAPER = 36
+_TRACKER = b"resource_tracker import main"
+_TRACKERS_S = 5.0
+_TICK_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +77,12 @@ class Child:
 
     def kill_group(self) -> None:
         """Kills the process and its group, also members that outlived the process. Only resource trackers live until
-        `strays.kill`.
+        `kill_strays`.
 
         It kills once for each start, because later the group's number may belong to another process.
         """
         if self._process and not self._group_ended:
-            strays.kill_group(self._process.pid)
+            kill_group(self._process.pid)
             self._process.wait()
             self._group_ended = True
 
@@ -93,3 +100,77 @@ def end_with(parent: int) -> None:
     # The parent may have died before the call above.
     if os.getppid() != parent:
         os._exit(1)
+
+
+def adopt_orphans() -> None:
+    """Makes orphaned descendants children of this process, and not of init, from now on."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def kill_strays(known: Collection[int]) -> None:
+    """Kills and reaps each child of this process that is not `known`. Their children then become children of this
+    process, so the work repeats.
+
+    Python's resource trackers come last and get time to end by themselves: once the processes they served are gone,
+    they remove the shared memory that those processes left.
+    """
+
+    def strays() -> set[int]:
+        return {pid for pid, (parent, _) in _kin().items() if parent == os.getpid()} - set(known)
+
+    while others := {pid for pid in strays() if not _is_tracker(pid)}:
+        _kill(others)
+    deadline = time.monotonic() + _TRACKERS_S
+    while (trackers := strays()) and time.monotonic() < deadline:
+        _reap(trackers, os.WNOHANG)
+        time.sleep(_TICK_S)
+    _kill(trackers)
+
+
+def kill_group(group: int) -> None:
+    """Kills the processes of a group except resource trackers; `kill_strays` ends those."""
+    killed: set[int] = set()
+    while found := {pid for pid, (_, its) in _kin().items() if its == group and not _is_tracker(pid)} - killed:
+        for pid in found:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        killed |= found
+
+
+def family(pid: int) -> set[int]:
+    """A process and its descendants."""
+    kin, found = _kin(), {pid}
+    while more := {each for each, (parent, _) in kin.items() if parent in found} - found:
+        found |= more
+    return found
+
+
+def _kill(pids: Iterable[int]) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    _reap(pids, 0)
+
+
+def _reap(pids: Iterable[int], options: int) -> None:
+    for pid in pids:
+        with suppress(ChildProcessError):
+            os.waitpid(pid, options)
+
+
+def _is_tracker(pid: int) -> bool:
+    with suppress(OSError):
+        return _TRACKER in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False
+
+
+def _kin() -> dict[int, tuple[int, int]]:
+    """The parent and the process group of every process."""
+    found = {}
+    for process in Path("/proc").iterdir():
+        if process.name.isdigit():
+            with suppress(OSError):  # the process has just ended
+                # The command name before the last ')' may hold any character.
+                _, parent, group, *_ = (process / "stat").read_text().rpartition(")")[2].split()
+                found[int(process.name)] = int(parent), int(group)
+    return found

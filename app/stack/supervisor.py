@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from app.errors import SetupError, TinsmithError
-from app.stack import strays
+from app.stack import child as stack_child
 from app.stack.child import Child, Command
 
 SETUP_ERROR_CODE = 2
@@ -75,7 +75,7 @@ class Supervisor:
         self._tiers: list[list[_Watched]] = []
 
     def __enter__(self) -> Supervisor:
-        strays.adopt()
+        stack_child.adopt_orphans()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -126,7 +126,7 @@ class Supervisor:
                 time.sleep(_TICK_S)
             for watched in tier:
                 watched.child.kill_group()
-        strays.kill(())
+        stack_child.kill_strays(())
 
     def _all(self) -> list[_Watched]:
         return [watched for tier in self._tiers for watched in tier]
@@ -143,7 +143,7 @@ class Supervisor:
     def _plan_restart(self, watched: _Watched, code: int, patient: bool) -> None:
         child, now = watched.child, time.monotonic()
         child.kill_group()
-        strays.kill([w.child.pid for w in self._all() if w.child.pid])
+        stack_child.kill_strays([w.child.pid for w in self._all() if w.child.pid])
         if code == SETUP_ERROR_CODE and not patient:
             raise SetupError(f"{_setup_error(child)} (log: {child.log})")
         watched.failures = watched.failures + 1 if now - watched.started < self._policy.window_s else 1

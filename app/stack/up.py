@@ -1,4 +1,4 @@
-"""Runs `tinsmith up`, from its options to its exit code."""
+"""Runs `tinsmith up`, from its options to its exit code, with the table of the processes that it starts."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ import tomli_w
 
 from app.demo import model
 from app.domain.records import Worker
-from app.settings import NO_VLLM, BaseModelSettings, Settings, hash_key
-from app.stack import checks, config, processes, valkey
+from app.settings import NO_VLLM, SETTINGS_VARIABLE, BaseModelSettings, Settings, hash_key
+from app.stack import checks, config, valkey
 from app.stack.child import Command
 from app.stack.config import Options
 from app.stack.data_folder import DataFolder, write_private
@@ -32,6 +32,13 @@ from app.stores.redis.records import RedisRecords
 _LOCALHOST = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1"}
 _PROBE_TIMEOUT_S = 2.0
 _KEY_FILE = "api-key"
+
+_WORKERS = {
+    "trainer": ("workers.trainer",),
+    "full-trainer": ("workers.trainer", "--full"),
+    "sampler": ("workers.sampler",),
+    "full-sampler": ("workers.sampler", "--full"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +93,7 @@ def _run(supervisor: Supervisor, plan: Plan) -> None:
     supervisor.start(plan.servers)
     if not supervisor.run_until(lambda: valkey.answers(redis_url) and valkey.answers(broker_url)):
         return
-    commands = list(processes.table(plan.settings, plan.settings_file))
+    commands = list(process_table(plan.settings, plan.settings_file))
     _forget_workers(redis_url, commands)
     supervisor.start(commands)
     api = plan.settings.api
@@ -185,3 +192,29 @@ def _stop_signals() -> Iterator[threading.Event]:
 
 def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
+
+
+def process_table(settings: Settings, settings_file: Path) -> Iterator[Command]:
+    """The commands of all processes. Node names are numbered across all base models, so each name is unique on this
+    machine."""
+    yield _python("api", settings_file, "gunicorn", "-c", "python:app.gunicorn_conf", "app.wsgi:application")
+    for role, (module, *options) in _WORKERS.items():
+        for index, base in enumerate(_bases(settings, role)):
+            node = f"{role}-{index}"
+            yield _python(node, settings_file, module, "--base", base, "--name", node, *options)
+
+
+def _bases(settings: Settings, role: str) -> Iterator[str]:
+    for base in settings.base_models:
+        sections = {
+            "trainer": base.trainer,
+            "full-trainer": base.full,
+            "sampler": base.sampler,
+            "full-sampler": base.full_sampler,
+        }
+        section = sections[role]
+        yield from [base.name] * (section.count if section else 0)
+
+
+def _python(name: str, settings_file: Path, *arguments: str) -> Command:
+    return Command(name, (sys.executable, "-m", *arguments), {SETTINGS_VARIABLE: str(settings_file)})

@@ -10,7 +10,7 @@ from typing import Any
 
 import zstandard
 
-from app.domain.batch import Batch
+from app.domain.ops import Batch
 from app.errors import BadRequest, TooLarge
 from app.settings import LimitSettings
 

@@ -1,6 +1,6 @@
 """Converts the graph of a custom loss to a CustomLoss. The SDK traces the graph with torch.fx and sends it as JSON.
 
-Everything in the graph is data: a call is a name from app/domain/custom_losses.py; an argument is a constant from a
+Everything in the graph is data: a call is a name from app/domain/losses.py; an argument is a constant from a
 closed set, or the result of an earlier call. This module refuses any graph that is not provably so.
 """
 
@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from app.domain import codec, custom_losses
-from app.domain.custom_losses import FUNCTION, METHOD, CustomLoss, LossCall, LossInput
+from app.domain import losses, ops
+from app.domain.losses import FUNCTION, METHOD, CustomLoss, LossCall, LossInput
 from app.errors import BadRequest
 
 MAX_NODES = 512
@@ -29,7 +29,7 @@ _NODE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
 _METRIC = re.compile(r"custom/[a-z0-9_./-]{1,64}:(sum|mean)")
 _CONSTANTS: Mapping[str, frozenset[str]] = {
     "float": frozenset({"inf", "-inf", "nan"}),
-    "dtype": custom_losses.DTYPES,
+    "dtype": losses.DTYPES,
     "device": frozenset({"cpu"}),
     "layout": frozenset({"strided"}),
     "memory_format": frozenset({"contiguous_format", "preserve_format"}),
@@ -44,7 +44,7 @@ def parse(name: str, inputs: Sequence[Any], graph: Mapping[str, Any]) -> CustomL
     calls = tuple(reader.call(node) for node in nodes[len(given) : -1])
     loss, metrics = reader.output(nodes[-1])
     custom = CustomLoss(name, given, calls, loss, metrics)
-    size = len(codec.encode(custom))
+    size = len(ops.encode(custom))
     if size > MAX_BYTES:
         raise BadRequest(f"the graph takes {size} bytes; at most {MAX_BYTES} are allowed")
     return custom
@@ -104,7 +104,7 @@ class _Reader:
         op, target = node["op"], node["target"]
         if op not in (FUNCTION, METHOD):
             raise _fault(node, f"op {_shown(op)} is not possible here; a loss is placeholders, calls and one output")
-        if target not in (custom_losses.FUNCTIONS if op == FUNCTION else custom_losses.METHODS):
+        if target not in (losses.FUNCTIONS if op == FUNCTION else losses.METHODS):
             what = "a function" if op == FUNCTION else "a tensor method"
             raise _fault(node, f"{_shown(target)} is not {what} a custom loss may call; {DOCS} lists those it may")
         self.refs = set()
@@ -145,8 +145,8 @@ class _Reader:
         raise _fault(node, f"metric {key} must be a ref to an earlier node")
 
     def _attribute(self, node: Mapping[str, Any], args: Sequence[Any]) -> tuple[Any, ...]:
-        if len(args) != 2 or args[1] not in tuple(custom_losses.ATTRIBUTES):
-            allowed = ", ".join(sorted(custom_losses.ATTRIBUTES))
+        if len(args) != 2 or args[1] not in tuple(losses.ATTRIBUTES):
+            allowed = ", ".join(sorted(losses.ATTRIBUTES))
             raise _fault(node, f"getattr takes a node and one of {allowed} (got {_shown(args[1:])})")
         return self._value(node, args[0]), args[1]
 
@@ -161,7 +161,7 @@ class _Reader:
                 return value
             case float() if math.isfinite(value):
                 return value
-            case str() if value in custom_losses.TEXTS:
+            case str() if value in losses.TEXTS:
                 return value
             case list():
                 return tuple(self._value(node, inner, depth + 1) for inner in value)

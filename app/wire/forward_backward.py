@@ -17,10 +17,8 @@ from typing import Any
 import numpy as np
 from google.protobuf.message import DecodeError
 
-from app.domain.batch import Batch, Ragged
-from app.domain.custom_losses import CustomLoss
-from app.domain.losses import CUSTOM, LOSSES
-from app.domain.ops import ForwardBackward
+from app.domain.losses import CUSTOM, LOSSES, CustomLoss
+from app.domain.ops import Batch, ForwardBackward, Ragged
 from app.domain.sampling import Cells
 from app.errors import BadRequest
 from app.wire import tinker_pb2 as pb

@@ -1,16 +1,21 @@
-"""Encodes typed outputs to the protobuf bytes that a poll returns, and decodes a stored sampling result."""
+"""Encodes results to the bytes that a poll returns: typed outputs to protobuf or JSON, and errors. Decodes a stored
+sampling result.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping
 from itertools import groupby
 from math import prod
+from typing import Any
 
 import numpy as np
 
-from app.domain.batch import Ragged
-from app.domain.results import CriticOutput, ForwardBackwardOutput
+from app.domain.ops import Ragged
+from app.domain.results import PROTOBUF, CriticOutput, Done, ForwardBackwardOutput, OptimStepOutput, Output, Result
 from app.domain.sampling import Cells, SampledSequence, SampleOutput, TokenLogprobs
+from app.errors import OpError
 from app.wire import tinker_pb2 as pb
 
 _RECORD = "ArrayRecord"
@@ -123,3 +128,22 @@ def _read_top(found: pb.TopkLogprobs) -> TokenLogprobs:
     return TokenLogprobs(
         np.frombuffer(found.token_ids, "<i4").reshape(shape), np.frombuffer(found.logprobs, "<f4").reshape(shape)
     )
+
+
+def of_output(output: Output) -> Result:
+    """Converts typed outputs to the bytes a poll returns unchanged."""
+    match output:
+        case ForwardBackwardOutput() | CriticOutput():
+            return Result(encode_forward_backward(output), PROTOBUF)
+        case OptimStepOutput():
+            return of_json({"metrics": dict(output.metrics)})
+        case Done():
+            return of_json({})
+
+
+def of_json(body: Mapping[str, Any]) -> Result:
+    return Result(json.dumps(body).encode())
+
+
+def of_error(error: OpError) -> Result:
+    return Result(json.dumps({"error": str(error), "category": error.category}).encode(), failed=True)

@@ -9,9 +9,9 @@ from typing import Any
 
 from app import ids
 from app.dispatch import Dispatcher, celery_app, train_queue
-from app.domain import codec
-from app.domain.base_model import BaseModelInfo
-from app.services.validation.batch import check_forward_backward
+from app.domain import ops
+from app.domain.records import BaseModelInfo
+from app.services.validation.training import check_forward_backward
 from app.stores.redis.client import connect
 from app.stores.redis.journal import RedisOpLog
 from app.wire.forward_backward import no_losses, open_envelope
@@ -91,8 +91,8 @@ class _Parts:
         envelope = part("parse", lambda: open_envelope(body))
         op = part("decode", lambda: envelope.decode(no_losses))
         part("check", lambda: check_forward_backward(op, INFO, critic=False))
-        payload = part("encode", lambda: codec.encode(op))
-        digest = part("digest", lambda: codec.digest(payload))
+        payload = part("encode", lambda: ops.encode(op))
+        digest = part("digest", lambda: ops.digest(payload))
         model_id, seq = self._bodies.model_id, self._bodies.seq
         part("journal", lambda: self._oplog.admit(model_id, seq, op.kind, payload, digest))
         request_id, queue = ids.request_id(model_id, seq), train_queue(INFO.name)

@@ -9,8 +9,7 @@ import numpy as np
 import tinker
 from tinker import types
 
-from app.domain.batch import Batch, Ragged
-from app.domain.ops import AdamParams, ForwardBackward
+from app.domain.ops import AdamParams, Batch, ForwardBackward, Ragged
 from app.wire import tinker_pb2 as pb
 
 LOSS = "cross_entropy"

@@ -17,8 +17,7 @@ from statistics import median
 
 import numpy as np
 
-from app.domain.batch import Batch, Ragged
-from app.domain.ops import ForwardBackward
+from app.domain.ops import Batch, ForwardBackward, Ragged
 from app.settings import BaseModelSettings
 from ops.bench import batches, models, side, timing
 from ops.bench.bare_trainer import BareTrainer

@@ -18,10 +18,9 @@ import tomli_w
 
 from app import settings as settings_module
 from app.domain import records
-from app.domain.base_model import BaseModelInfo
-from app.domain.records import Worker
+from app.domain.records import BaseModelInfo, Worker
 from app.settings import BaseModelSettings, Settings, hash_key
-from app.stack import checks, processes, valkey
+from app.stack import checks, up, valkey
 from app.stack.child import Child, Command, end_with
 from app.stores.redis.client import connect
 from app.stores.redis.records import RedisRecords
@@ -151,7 +150,7 @@ def _api(folder: Path, redis_url: str, base: str) -> Api:
     file = folder / "settings.toml"
     file.write_text(tomli_w.dumps(raw))
     settings = settings_module.load(file)
-    (command,) = (command for command in processes.table(settings, file) if command.name == "api")
+    (command,) = (command for command in up.process_table(settings, file) if command.name == "api")
     return Api(settings, file, command)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from app import cli
 from app.domain.ops import ForwardBackward
 from app.settings import Settings
-from app.stack import processes, supervisor, up
+from app.stack import supervisor, up
 from app.stack.child import Command
 from app.stack.supervisor import RestartPolicy, Supervisor
 from tests import warm_workers
@@ -58,6 +58,6 @@ if __name__ == "__main__":
     else:
         warm_workers.import_slow()
         supervisor.Child = warm_workers.WarmChild
-        _table, processes.table = processes.table, _poisoned_table
+        _table, up.process_table = up.process_table, _poisoned_table
         up.Supervisor = functools.partial(Supervisor, policy=_PATIENT)
         sys.exit(cli.main())

@@ -16,7 +16,7 @@ import tinker
 from tinker import types
 from tinker.lib import internal_client_holder
 
-from app.domain import codec
+from app.domain import ops
 from app.domain.records import Worker
 from app.domain.results import PROTOBUF, Result
 from app.domain.sampling import SampledSequence, SampleOutput, SampleRequest
@@ -54,7 +54,7 @@ def answer(api: ApiServer, request_id: str) -> None:
     """Answers as a sampler does: the prompt is returned as the sample."""
     entry = api.oplog.claim_sample(request_id, "s/1")
     if entry is not None:
-        request: SampleRequest = codec.decode(entry.payload)
+        request: SampleRequest = ops.decode(entry.payload)
         sequence = SampledSequence(request.prompt, np.full(len(request.prompt), -1.0, np.float32), False)
         api.oplog.finish_sample(request_id, Result(encode_sample(SampleOutput((sequence,))), PROTOBUF))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from app.api.context import EXTENSION
+from app.api.base import EXTENSION
 from app.services.container import Services
 from app.settings import from_environment
 from app.wsgi import application

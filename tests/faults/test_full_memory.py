@@ -11,7 +11,7 @@ import redis
 from werkzeug.test import TestResponse
 
 from app import create_app
-from app.api.context import EXTENSION
+from app.api.base import EXTENSION
 from app.domain.records import Worker, dump
 from app.domain.results import Result
 from app.settings import BaseModelSettings, EngineSettings, RedisSettings, Settings, hash_key

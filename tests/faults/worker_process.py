@@ -16,13 +16,13 @@ from typing import Any, Literal
 import psutil
 
 from app import dispatch
+from app.errors import Requeue
 from app.settings import Settings
 from tests.faults.watching import Call, Fault, Watch
 from workers.backends.training.backends import create
 from workers.process.assembly import assemble_trainer
 from workers.process.heartbeat import worker_name
 from workers.process.parts import Parts, Runtime, Serving
-from workers.process.results import Requeue
 
 Answer = tuple[Literal["done", "failed", "unknown", "not now", "error"], str]
 _WITHIN_S = 240

@@ -15,10 +15,20 @@ import numpy as np
 import redis
 
 from app import ids
-from app.domain import codec
-from app.domain.batch import Batch, Ragged
+from app.domain import ops
 from app.domain.checkpoints import MANIFEST
-from app.domain.ops import AdamParams, CreateModel, ForwardBackward, LoraSpec, ModelSpec, Op, OptimStep, SaveWeights
+from app.domain.ops import (
+    AdamParams,
+    Batch,
+    CreateModel,
+    ForwardBackward,
+    LoraSpec,
+    ModelSpec,
+    Op,
+    OptimStep,
+    Ragged,
+    SaveWeights,
+)
 from app.domain.records import Checkpoint, Model, Sampler, ShmTransfer, dump
 from app.settings import Settings
 from app.stores import objects
@@ -209,11 +219,11 @@ class Run:
 
     def _admit(self, seq: int, op: Op) -> None:
         """Journals as the API's client does it: repeats the call until the write is acknowledged as on disk."""
-        payload = codec.encode(op)
+        payload = ops.encode(op)
         deadline = time.monotonic() + WITHIN_S
         while time.monotonic() < deadline:
             with suppress(redis.RedisError):
-                self.world.oplog.admit(self.model_id, seq, op.kind, payload, codec.digest(payload))
+                self.world.oplog.admit(self.model_id, seq, op.kind, payload, ops.digest(payload))
                 return
             time.sleep(0.02)
         raise AssertionError(f"seq {seq} could not be admitted")

@@ -18,8 +18,8 @@ from hypothesis import HealthCheck, Phase, settings
 from werkzeug.test import TestResponse
 
 from app import create_app, ids
-from app.api.context import EXTENSION
-from app.domain import codec
+from app.api.base import EXTENSION
+from app.domain import ops
 from app.domain.results import PROTOBUF, Result
 from app.domain.sampling import SampledSequence, SampleOutput
 from app.errors import Fenced
@@ -144,7 +144,7 @@ def _sample(oplog: Any, over: threading.Event) -> None:
             with contextlib.suppress(Fenced):
                 entry = oplog.claim_sample(waiting.id, "node/fuzz")
                 if entry is not None:
-                    asked = codec.decode(entry.payload)
+                    asked = ops.decode(entry.payload)
                     one = SampledSequence(np.array([257], np.int32), np.zeros(1, np.float32), True)
                     output = SampleOutput((one,) * asked.num_samples, _scores(asked))
                     oplog.finish_sample(waiting.id, Result(encode_sample(output), PROTOBUF))

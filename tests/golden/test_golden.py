@@ -11,7 +11,7 @@ from typing import Any
 import msgpack
 import pytest
 
-from app.domain import codec, records
+from app.domain import ops, records
 from app.domain.checkpoints import Manifest
 from tests.golden import names, public, scripts, values
 from tests.golden.added import ADDED, CHANGED
@@ -49,8 +49,8 @@ def test_a_value_is_encoded_to_the_same_bytes_and_digest(name: str):
 @pytest.mark.parametrize("name", FROZEN["codec"])
 def test_bytes_written_then_are_read_as_the_value_they_were_made_of(name: str):
     frozen = bytes.fromhex(FROZEN["codec"][name]["bytes"])
-    assert values.same(values.VALUES[name], codec.decode(frozen))
-    assert codec.encode(codec.decode(frozen)) == frozen
+    assert values.same(values.VALUES[name], ops.decode(frozen))
+    assert ops.encode(ops.decode(frozen)) == frozen
 
 
 def test_every_tag_is_frozen():
@@ -63,7 +63,7 @@ def test_every_tag_is_frozen():
 
     for golden in FROZEN["codec"].values():
         msgpack.unpackb(bytes.fromhex(golden["bytes"]), ext_hook=tag, strict_map_key=False)
-    assert seen == codec.TYPES.keys() - ADDED.get("codec", set())
+    assert seen == ops.TYPES.keys() - ADDED.get("codec", set())
 
 
 @pytest.mark.parametrize("contract", FROZEN["names"])

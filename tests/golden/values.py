@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from app.domain import codec
-from app.domain.batch import Batch, Ragged
-from app.domain.custom_losses import FUNCTION, METHOD, CustomLoss, LossCall, LossInput
+from app.domain import ops
+from app.domain.losses import FUNCTION, METHOD, CustomLoss, LossCall, LossInput
 from app.domain.ops import (
     AdamParams,
+    Batch,
     CreateModel,
     DropGradients,
     ForwardBackward,
@@ -19,6 +19,7 @@ from app.domain.ops import (
     LoraSpec,
     ModelSpec,
     OptimStep,
+    Ragged,
     SaveWeights,
 )
 from app.domain.sampling import Cells, SampleRequest
@@ -88,8 +89,8 @@ VALUES: dict[str, Any] = {
 
 def goldens() -> dict[str, Any]:
     """The bytes of each value, and their digest."""
-    encoded = {name: codec.encode(value) for name, value in VALUES.items()}
-    return {name: {"bytes": data.hex(), "digest": codec.digest(data)} for name, data in encoded.items()}
+    encoded = {name: ops.encode(value) for name, value in VALUES.items()}
+    return {name: {"bytes": data.hex(), "digest": ops.digest(data)} for name, data in encoded.items()}
 
 
 def same(one: Any, other: Any) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from app.domain.batch import Batch, Ragged
+from app.domain.ops import Batch, Ragged
 
 Datum = dict[str, np.ndarray]
 """`tokens` int32 [N], and the loss's inputs by name, each [N] or [N, K]."""

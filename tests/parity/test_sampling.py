@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from app.domain.batch import Batch, Ragged
-from app.domain.ops import ForwardBackward, LoraSpec
+from app.domain.ops import Batch, ForwardBackward, LoraSpec, Ragged
 from app.domain.sampling import SampleRequest
 from app.settings import BaseModelSettings, SamplerSettings
 from tests.parity.training import run

@@ -12,7 +12,7 @@ from tinker.proto.request_conv import forward_backward_request_to_proto
 from tinker.types.forward_backward_input import ForwardBackwardInput
 from tinker.types.forward_backward_request import ForwardBackwardRequest
 
-from app.domain import codec
+from app.domain import ops
 from app.domain.ops import ForwardBackward
 from app.wire.forward_backward import decode_forward_backward
 from tests.parity.datums import Datum
@@ -54,7 +54,7 @@ def test_sparse_rows_train_as_dense_ones_do(
     sparse, small = op_of(datums, torch.from_numpy)
     dense, large = op_of(datums, types.TensorData.from_numpy)
     assert small < large / 3, "the SDK was expected to send CSR"
-    assert codec.encode(sparse) == codec.encode(dense)
+    assert ops.encode(sparse) == ops.encode(dense)
     other = create()
     outputs = [run(trainer, name, op) for name, op in ((model, sparse), (other, dense))]
     assert outputs[0].metrics == outputs[1].metrics

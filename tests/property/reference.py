@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 from app.domain.ops import CreateModel, DropGradients, ForwardBackward, LoadWeights, Op, OptimStep, SaveWeights
 from app.domain.results import Result
+from app.wire import results
 from tests.property.vector_backend import State, VectorBackend
 from workers.backends.training.base import Create
-from workers.process import results
 
 
 @dataclass

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import redis
 
-from workers.process.leases import LeaseKeeper
+from workers.process.heartbeat import LeaseKeeper
 
 
 class Silent:

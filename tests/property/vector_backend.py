@@ -19,9 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from app.domain.base_model import BaseModelInfo
-from app.domain.batch import Batch, Ragged
-from app.domain.ops import AdamParams, DropGradients, ForwardBackward, OptimStep
+from app.domain.ops import AdamParams, Batch, DropGradients, ForwardBackward, OptimStep, Ragged
+from app.domain.records import BaseModelInfo
 from app.domain.results import Done, ForwardBackwardOutput, OptimStepOutput, Output
 from app.errors import OpError, UserOpError
 from tests.property.faults import DeviceError

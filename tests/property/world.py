@@ -20,11 +20,11 @@ from typing import NoReturn
 import redis
 
 from app import ids
-from app.domain import codec
+from app.domain import ops
 from app.domain.ops import CreateModel, LoraSpec, ModelSpec, Op, as_asked
 from app.domain.records import Model, dump
 from app.domain.results import Result
-from app.errors import Fenced
+from app.errors import Fenced, Requeue
 from app.settings import BaseModelSettings, EngineSettings, Settings
 from app.stores.objects.base import ObjectStore
 from app.stores.objects.folder import FolderStore
@@ -36,9 +36,8 @@ from tests.property.background import Background
 from tests.property.faults import Crash, Fault, Faults
 from tests.property.vector_backend import VectorBackend
 from workers.process.assembly import Overrides, Trainer, assemble_trainer
-from workers.process.leases import LeaseKeeper
+from workers.process.heartbeat import LeaseKeeper
 from workers.process.parts import Serving
-from workers.process.results import Requeue
 
 BASE = "base"
 MODEL = "session:train:0"
@@ -101,8 +100,8 @@ class TrainerWorld:
             self.oplog.create_model(model, dump(Model("me", "session", BASE, 0.0)))
 
     def admit(self, seq: int, op: Op, model: str = MODEL) -> bool:
-        payload = codec.encode(op)
-        return self.oplog.admit(model, seq, op.kind, payload, codec.digest(codec.encode(as_asked(op)))).fresh
+        payload = ops.encode(op)
+        return self.oplog.admit(model, seq, op.kind, payload, ops.digest(ops.encode(as_asked(op)))).fresh
 
     def trainer(self, node: str, *, snapshots: bool = True, fragile: bool = False) -> Process:
         """A new process of a node, with a snapshot after every optim_step, or none. Node b has its own machine."""

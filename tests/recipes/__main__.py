@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from app.demo import model
-from app.demo.stack import running
+from app.demo.run import running_parts
 from tests.recipes.data import lay_out
 from tests.recipes.programs import METRICS, metrics
 from tests.recipes.run import run
@@ -18,7 +18,7 @@ _SCRATCH = Path("data/recipes")
 def main() -> int:
     folder = _SCRATCH.absolute()
     shutil.rmtree(folder / "work", ignore_errors=True)
-    with running(folder / "server") as stack:
+    with running_parts(folder / "server") as stack:
         print(f"logs in {folder / 'work'}", flush=True)
         code = run(stack.url, stack.api_key, model.NAME, "long", lay_out(folder / "work"))
     for name, metric in METRICS.items():

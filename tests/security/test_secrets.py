@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from app import create_app
-from app.api.context import EXTENSION
+from app.api.base import EXTENSION
 from app.settings import RedisSettings, Settings, StoreSettings, hash_key
 from app.stores.redis.client import connect
 from tests.api_server import start_api

@@ -14,7 +14,7 @@ import time
 from dataclasses import dataclass
 from functools import partial
 
-from app.domain import codec, records
+from app.domain import ops, records
 from app.domain.ops import FORWARD, CreateModel, LoadWeights, OptimStep, SaveWeights
 from app.errors import Fenced, OpError
 from app.settings import EngineSettings
@@ -184,7 +184,7 @@ class Snapshots:
 
 def _is_load(entry: Entry) -> bool:
     if entry.kind == CreateModel.kind:
-        return codec.decode(entry.payload).source is not None
+        return ops.decode(entry.payload).source is not None
     return entry.kind == LoadWeights.kind
 
 

@@ -26,10 +26,10 @@ from app.errors import NotFound, Unavailable, UserOpError
 from app.stores.objects.base import ObjectStore
 from app.stores.redis.records import RedisRecords
 from app.stores.redis.types import Lease, Write
+from app.wire import results
 from workers.backends.training.base import TrainingBackend, Writer
 from workers.checkpoints import transfer
 from workers.checkpoints.shm_transfer import ShmTransfers
-from workers.process import results
 
 
 class Outcome(NamedTuple):

@@ -1,4 +1,5 @@
-"""Maintenance of the whole installation, run by elected leaders.
+"""Maintenance of the whole installation, run by elected leaders, and its small tasks: sessions, spilling and
+accounting.
 
 Every worker runs a thread for each maintenance task; among all workers, the leader of a task does it. So a task that
 fails or takes long does not stop the others.
@@ -8,22 +9,36 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from typing import Protocol
 
 import redis
 
+from app.domain import records
+from app.domain.records import Checkpoint
+from app.domain.results import HOUR_S
 from app.errors import Unavailable
 from app.services.teardown import Teardown
+from app.stores.pages import PageFiles, StorageUse
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.lifecycle import RedisLifecycle
+from app.stores.redis.pages import RedisPages
 from app.stores.redis.payloads import RedisPayloads
+from app.stores.redis.records import RedisRecords
 
 log = logging.getLogger(__name__)
 _PERIOD_S = 2.0
-
 # One batch in each round: between two rounds the lead may pass to another worker.
 _BATCH = 64
+
+# A checkpoint that comes or goes counts within this time; ten thousand are read in a third of a second.
+_MEASURED_S = 300.0
+# A gap longer than this between two measurements means that nothing ran.
+_LONGEST_S = 86_400.0
+# Pages in one round: between two rounds the lead may pass to another worker.
+_PAGES_BATCH = 256
 
 
 class Sweeper:
@@ -96,3 +111,50 @@ class PayloadSpilling:
         moved = sum(self._payloads.spill(request_id) for request_id in self._payloads.due(_BATCH))
         if moved:
             log.info("moved %d payloads to the object store", moved)
+
+
+class Accounting:
+    """Accounting of storage. Every step may be repeated: a measurement counts once, and a page is stored once."""
+
+    def __init__(self, pages: RedisPages, files: PageFiles, store: RedisRecords) -> None:
+        self._pages, self._files, self._records = pages, files, store
+        self._due, self._hour = 0.0, -1
+
+    def sweep(self) -> None:
+        """Runs one round. Raises Unavailable; the pages to be stored then stay at the state server."""
+        self._measure()
+        for page in self._pages.close(_PAGES_BATCH):
+            fields = self._pages.fields(page)
+            if fields:  # else another leader has stored it
+                self._files.add(page, fields)
+            self._pages.drop(page)
+
+    def _measure(self) -> None:
+        """Measures every few minutes, and before the pages of an hour are closed."""
+        now = self._records.now()
+        hour = int(now // HOUR_S)
+        if hour == self._hour and time.monotonic() < self._due:
+            return
+        before = self._pages.measured()
+        now = now if before is None else max(before, now)  # a clock that was set back must not count a time twice
+        storage = [] if before is None else list(_storage_use(self._sizes(now), max(before, now - _LONGEST_S), now))
+        self._pages.measure(before, now, storage)
+        self._due, self._hour = time.monotonic() + _MEASURED_S, hour
+
+    def _sizes(self, now: float) -> Counter[tuple[str, str]]:
+        """Bytes by project and base model."""
+        sizes: Counter[tuple[str, str]] = Counter()
+        for _, fields in self._records.list(Checkpoint.namespace):
+            checkpoint = records.load(Checkpoint, fields)
+            if not checkpoint.is_expired(now):
+                sizes[checkpoint.owner, checkpoint.base_model] += checkpoint.size_bytes
+        return sizes
+
+
+def _storage_use(sizes: Counter[tuple[str, str]], begin: float, end: float) -> Iterator[StorageUse]:
+    """Splits the time from `begin` to `end` by hours, as if these sizes had been there all the time."""
+    for hour in range(int(begin // HOUR_S), int(end // HOUR_S) + 1):
+        seconds = min(end, (hour + 1) * HOUR_S) - max(begin, hour * HOUR_S)
+        for (project, base_model), size in sizes.items():
+            if seconds > 0 and size:
+                yield StorageUse(project, base_model, hour, round(size * seconds))

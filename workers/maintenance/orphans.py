@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from app.domain import codec, records
+from app.domain import ops, records
 from app.domain.checkpoints import MODELS, SNAPSHOT, CheckpointPrefix
 from app.domain.records import Checkpoint, Model, Sampler
 from app.errors import NewerContent
@@ -121,4 +121,4 @@ class Orphans:
             for seq in self._lifecycle.loads(model_id):
                 entry = self._oplog.entry(model_id, seq)
                 if entry is not None and entry.payload:
-                    yield codec.decode(entry.payload).prefix
+                    yield ops.decode(entry.payload).prefix

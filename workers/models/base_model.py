@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from app.domain.base_model import BaseModelInfo
+from app.domain.records import BaseModelInfo
 from app.errors import SetupError
 from app.settings import BaseModelSettings
 from workers.backends.failures import ran_out_of_memory

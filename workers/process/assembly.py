@@ -11,8 +11,8 @@ from celery import Celery
 from app import dispatch, ids
 from app.domain.checkpoints import CheckpointPrefix
 from app.errors import SetupError
+from app.services.admission import LimitsOf
 from app.services.base_models import sampler_role, trainer_role
-from app.services.tenants.limits import LimitsOf
 from app.settings import BaseModelSettings, Settings, TrainerSettings
 from app.stores.redis import keys
 from app.stores.redis.client import Channel, connect
@@ -31,8 +31,7 @@ from workers.process.parts import Backend, Parts, Runtime, Serving, exit_on_hang
 from workers.sample import shared_memory
 from workers.sample.adapters import AdapterFiles, Adapters, AdapterScheduler
 from workers.sample.admission import BatchAdmission, ThrottledDispatch
-from workers.sample.runner import RunningRequests, SampleRunner
-from workers.sample.token_stream import TokenPublisher
+from workers.sample.runner import RunningRequests, SampleRunner, TokenPublisher
 from workers.train.committer import BackgroundSaves, Committer
 from workers.train.executor import Executor
 from workers.train.owner import Owner, Resident

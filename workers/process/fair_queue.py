@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import redis
 
-from app.services.tenants.limits import LimitsOf
+from app.services.admission import LimitsOf
 
 # Rounding error that remains of sums that were added and subtracted again.
 _NOTHING = 1e-6

@@ -16,7 +16,7 @@ import redis
 from celery import Celery
 
 from app import dispatch
-from app.domain.base_model import BaseModelInfo
+from app.domain.records import BaseModelInfo
 from app.domain.results import Result
 from app.services.teardown import Teardown
 from app.settings import BaseModelSettings, Settings
@@ -33,12 +33,10 @@ from app.stores.redis.records import RedisRecords
 from workers.backends.sampling.base import SamplerBackend
 from workers.backends.training.base import TrainingBackend
 from workers.checkpoints.shm_transfer import ShmFolder
-from workers.maintenance.accounting import Accounting
-from workers.maintenance.leader import MaintenanceTask, PayloadSpilling, SessionExpiry, Sweeper
+from workers.maintenance.leader import Accounting, MaintenanceTask, PayloadSpilling, SessionExpiry, Sweeper
 from workers.maintenance.orphans import Orphans
 from workers.maintenance.redispatch import Redispatcher
-from workers.process.heartbeat import Heartbeat
-from workers.process.leases import LeaseKeeper
+from workers.process.heartbeat import Heartbeat, LeaseKeeper
 from workers.process.liveness import Watchdog
 
 log = logging.getLogger(__name__)

@@ -11,9 +11,8 @@ from celery import Task, shared_task
 from celery.exceptions import Retry
 
 from app.dispatch import KINDS, TICK, task_name
-from app.errors import OpError
+from app.errors import OpError, Requeue
 from workers.process import assembly
-from workers.process.results import Requeue
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from app.stack import strays
+from app.stack import child
 from app.stack.data_folder import write_private
 
 _FOLDER = Path("/dev/shm")
@@ -23,7 +23,7 @@ _KINDS = ("psm_", "sem.", "torch_", "nccl-", "vllm_dist_")
 
 def note(file: Path) -> None:
     """Writes down which shared memory this process and its descendants have mapped."""
-    mapped = {inode for pid in strays.family(os.getpid()) for inode in _mapped(pid)}
+    mapped = {inode for pid in child.family(os.getpid()) for inode in _mapped(pid)}
     file.parent.mkdir(parents=True, exist_ok=True)
     write_private(file, json.dumps({name: inode for name, inode in _segments() if inode in mapped}))
 

@@ -13,7 +13,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from app.domain import codec, records
+from app.domain import ops as domain_ops
+from app.domain import records
 from app.domain.checkpoints import Manifest
 from app.domain.ops import (
     FORWARD,
@@ -31,10 +32,11 @@ from app.domain.results import TRAINED, Done, Output
 from app.errors import NotFound, OpError, UserOpError
 from app.stores.objects.base import ObjectStore
 from app.stores.redis.types import Entry, Lease
+from app.wire import results
 from workers.backends.training.base import BackendOp, Create, Load, TrainingBackend
 from workers.checkpoints import transfer
 from workers.checkpoints.writer import DeferredWrite, Outcome, Saver
-from workers.process import results, telemetry
+from workers.process import telemetry
 
 LOST_BATCH = "lost_batch"
 
@@ -72,7 +74,9 @@ class Executor:
 
     def run_together(self, entries: Mapping[str, Entry]) -> dict[str, Outcome | OpError]:
         """Runs one forward_backward, or one forward, of several models in one pass; none of the Ops is doomed."""
-        ops: dict[str, ForwardBackward] = {model_id: codec.decode(entry.payload) for model_id, entry in entries.items()}
+        ops: dict[str, ForwardBackward] = {
+            model_id: domain_ops.decode(entry.payload) for model_id, entry in entries.items()
+        }
         outcomes = self.backend.apply(ops)
         return {m: o if isinstance(o, OpError) else _outcome(ops[m], o) for m, o in outcomes.items()}
 
@@ -85,7 +89,7 @@ class Executor:
         failure = doom(entry, accumulation)
         if failure:
             raise UserOpError(failure)
-        op: Op = codec.decode(entry.payload)
+        op: Op = domain_ops.decode(entry.payload)
         if isinstance(op, SaveWeights):
             return self.saver.save(lease, entry.seq, op)
         output = self._apply(lease.model_id, op)
@@ -103,7 +107,7 @@ class Executor:
         elif entry.doomed:
             self.give_up(lease, entry)
         elif entry.kind not in (SaveWeights.kind, FORWARD):
-            self._apply(lease.model_id, codec.decode(entry.payload))
+            self._apply(lease.model_id, domain_ops.decode(entry.payload))
 
     def restore(self, model_id: str, prefix: str) -> None:
         """Restores a model from a durable snapshot. Raises NotFound, Unavailable, OpError."""

@@ -12,15 +12,16 @@ from dataclasses import dataclass, field
 
 import redis
 
-from app.domain import codec
+from app.domain import ops
 from app.domain.results import Result, Usage
 from app.errors import Fenced, NewerContent, NotFound, OpError, TinsmithError, Unavailable
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.types import Entry, Lease, OwnedElsewhere, Write
+from app.wire import results
 from workers.backends.training.base import TrainingBackend
 from workers.checkpoints.writer import Outcome
-from workers.process import results, telemetry
-from workers.process.leases import LeaseKeeper
+from workers.process import telemetry
+from workers.process.heartbeat import LeaseKeeper
 from workers.train.executor import GradAccumulation
 
 log = logging.getLogger(__name__)
@@ -202,7 +203,7 @@ class Owner:
         """Restores the model. A death during the restore counts as an attempt of the next Op; otherwise a replay that
         kills its worker would repeat forever."""
         entry = self._oplog.next(lease, lease.applied + 1)
-        if entry is not None and not entry.doomed and codec.is_newer(entry.payload):
+        if entry is not None and not entry.doomed and ops.is_newer(entry.payload):
             self._oplog.put_off(lease, entry.seq)
             raise NewerContent(f"{entry.request_id} was written by a newer version of Tinsmith")
         if entry is not None and entry.attempts >= MAX_ATTEMPTS:

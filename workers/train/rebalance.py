@@ -16,10 +16,10 @@ from app import dispatch, ids
 from app.domain import records
 from app.domain.records import Worker
 from app.domain.results import Result
+from app.errors import Requeue
 from app.services.base_models import trainer_role
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.records import RedisRecords
-from workers.process.results import Requeue
 from workers.train.owner import Owner
 from workers.train.runner import TrainingRunner
 from workers.train.scheduler import RetryBackoff

@@ -15,12 +15,11 @@ from typing import NoReturn
 import redis
 
 from app import dispatch, ids
-from app.domain import codec
+from app.domain import ops
 from app.domain.results import Result
-from app.errors import Fenced, Gone, NewerContent, NotFound, ServerOpError, Unavailable
+from app.errors import Fenced, Gone, NewerContent, NotFound, Requeue, ServerOpError, Unavailable
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.types import Entry, NextOp, OwnedElsewhere
-from workers.process.results import Requeue
 from workers.train.committer import BackgroundSaves, Committer, StartedOp
 from workers.train.owner import MAX_ATTEMPTS, Broken, Exhausted, OpResult, Owner, Resident, Unrestorable
 from workers.train.scheduler import RetryBackoff, Scheduler
@@ -182,7 +181,7 @@ class TrainingRunner:
             entry = self._oplog.next(resident.lease, head.seq)
         except (Fenced, Unavailable):
             return None
-        if entry is not None and codec.is_newer(entry.payload):
+        if entry is not None and ops.is_newer(entry.payload):
             self._oplog.put_off(resident.lease, entry.seq)
             return None
         resident.served = time.monotonic()

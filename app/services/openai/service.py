@@ -16,18 +16,16 @@ import numpy as np
 from app import ids
 from app.domain import records
 from app.domain.accounts import Caller
-from app.domain.base_model import BaseModelInfo
-from app.domain.records import Sampler, Session
+from app.domain.records import BaseModelInfo, Sampler, Session
 from app.domain.sampling import SampleRequest
 from app.errors import NotFound
 from app.services.admission import AdmissionService
 from app.services.base_models import BaseModels, sampler_role
 from app.services.openai import answers
 from app.services.openai.answers import AnswerHead, ChatForm, CompletionForm, Form, usage
-from app.services.openai.chat_templates import for_template
 from app.services.openai.generation import Choices, Delta, Options
 from app.services.openai.streaming import Asked, ResultStream
-from app.services.openai.tokenizer import BaseTokenizer, Tokenizers
+from app.services.openai.tokenizer import BaseTokenizer, Tokenizers, for_template
 from app.services.polling import LongPollLimiter
 from app.services.sampling import SamplingService
 from app.services.tenants import checkpoint_lists

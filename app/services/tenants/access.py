@@ -1,19 +1,41 @@
-"""Access: the only place that loads a record for a caller. Missing, foreign and expired records give the same error."""
+"""Access: finds the caller of a key or a token, and is the only place that loads a record for a caller. Missing,
+foreign and expired records give the same error.
+
+Tokens (JWTs) stand for a key for a limited time, so that the key itself is sent less often. Only this server signs
+them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar
+import hashlib
+import hmac
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
 
 from app import ids
 from app.domain import records
-from app.domain.accounts import Caller, Role
+from app.domain.accounts import Caller, Key, Organisation, Role, User
 from app.domain.records import Checkpoint, Loss, Model, Sampler, Session
-from app.errors import BadRequest, Forbidden, NotFound, Unauthorized
+from app.errors import BadRequest, Forbidden, InvalidToken, NotFound, Unauthorized
 from app.ids import TinkerPath
+from app.services.tenants.accounts import KEY_PREFIX, AccountService, hash_secret
+from app.services.views import user_urn
+from app.settings import hash_key
 from app.stores.redis.records import RedisRecords
 
 Owned = TypeVar("Owned", Session, Model, Sampler, Checkpoint, Loss)
+
+_PROJECT_DIGITS = 16
+_JWT_PREFIX = "eyJ"
+_UNKNOWN = "this API key is not known here"
+_ALGORITHM = "HS256"
+_ISSUER = "tinsmith"
+# Allowed difference between the clocks of two API hosts.
+_LEEWAY_S = 30
+# The SDK wants a number; these are 48 bits of the id.
+_NUMBER_DIGITS = 12
 
 
 def load_owned(store: RedisRecords, cls: type[Owned], key: str, caller: Caller, role: Role = "member") -> Owned:
@@ -83,3 +105,157 @@ class Sources:
         except Unauthorized as error:
             raise BadRequest(f"the weights_access_token is not valid: {error}") from None
         return load_checkpoint(self._records, path, holder)
+
+
+class Authenticator:
+    """Finds the caller of a credential. Keys are looked up at every request, so a revoked key and its tokens stop
+    working at once. Before an unknown key is rejected, `account_recovery` restores the accounts if the state server was
+    emptied.
+
+    `digests` are those of the settings' keys. Each such key is a project of its own; a prefix of the digest is the id
+    of both the project and the key. Without `tokens`, no token is accepted.
+    """
+
+    def __init__(
+        self,
+        digests: Sequence[str],
+        store: RedisRecords,
+        tokens: Tokens | None,
+        account_recovery: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._digests, self._records, self._tokens, self._account_recovery = digests, store, tokens, account_recovery
+
+    def __call__(self, credential: str) -> Caller:
+        """The caller. Raises Unauthorized; InvalidToken when a new token would help; Unavailable while a key cannot be
+        looked up."""
+        if self._tokens and credential.startswith(_JWT_PREFIX):
+            key, ends = self._tokens.key_of(credential)
+            return replace(self._by_id(key), token_ends=ends)
+        digest = hash_key(credential)
+        # Every known digest is compared, in constant time.
+        if sum(hmac.compare_digest(digest, known) for known in self._digests):
+            return Caller.alone(digest[:_PROJECT_DIGITS])
+        return self._by_secret(*credential.removeprefix(KEY_PREFIX).partition(".")[::2])
+
+    def _by_id(self, id_: str) -> Caller:
+        if id_ in (digest[:_PROJECT_DIGITS] for digest in self._digests):
+            return Caller.alone(id_)
+        key = self._key(id_)
+        if key is None:
+            raise Unauthorized(_UNKNOWN)
+        return self._holder_of(key)
+
+    def _by_secret(self, id_: str, secret: str) -> Caller:
+        """The caller of a key, by its id and secret. Only a client that knows the secret learns the reason of a
+        rejection."""
+        key = self._key(id_)
+        if not hmac.compare_digest(hash_secret(secret), key.digest if key else "") or key is None:
+            raise Unauthorized(_UNKNOWN)
+        return self._holder_of(key)
+
+    def _holder_of(self, key: Key) -> Caller:
+        if key.revoked_at is not None:
+            raise Unauthorized("this API key was revoked")
+        if key.expires_at is not None and key.expires_at <= self._records.now():
+            raise Unauthorized("this API key has expired")
+        stored = self._records.get(User.namespace, key.user)
+        user = records.load(User, stored) if stored else None
+        if user is None or user.removed:
+            raise Unauthorized("the user of this API key was removed")
+        return Caller(key.id, user.id, user.organisation, key.project, user.roles, frozenset(key.scopes))
+
+    def _key(self, id_: str) -> Key | None:
+        stored = self._records.get(Key.namespace, id_)
+        if stored is None and self._account_recovery():
+            stored = self._records.get(Key.namespace, id_)
+        return records.load(Key, stored) if stored else None
+
+
+class Tokens:
+    """Issues and checks tokens. The signing key is derived from `secret`, the server's own secret. `lifetime_s`:
+    seconds that a token is valid."""
+
+    def __init__(self, secret: str, lifetime_s: float) -> None:
+        # This import takes a tenth of a second, which a server without tokens should not pay.
+        import jwt
+
+        self._jwt = jwt
+        self._key = hmac.new(secret.encode(), b"tokens", hashlib.sha256).digest()
+        self._lifetime_s = lifetime_s
+
+    def issue(self, caller: Caller, email: str) -> str:
+        """A token for the caller's key. A token made with another token ends when that one does, so that tokens cannot
+        be renewed for ever. The SDK's `whoami` reads sub, org_id and email from it."""
+        now = int(time.time())
+        ends = now + int(self._lifetime_s)
+        claims = {
+            "iss": _ISSUER,
+            "iat": now,
+            "exp": ends if caller.token_ends is None else min(ends, caller.token_ends),
+            "sub": user_urn(caller.user),
+            "org_id": caller.organisation,
+            "key": caller.key_id,
+            **({"email": email} if email else {}),
+        }
+        return self._jwt.encode(claims, self._key, algorithm=_ALGORITHM)
+
+    def key_of(self, token: str) -> tuple[str, int]:
+        """The id of the token's key, and the token's expiry (Unix seconds). Raises InvalidToken for a token that this
+        server did not sign, that was changed, or that is too old."""
+        required = ["iss", "exp", "key"]
+        try:
+            claims = self._jwt.decode(
+                token,
+                self._key,
+                algorithms=[_ALGORITHM],
+                issuer=_ISSUER,
+                leeway=_LEEWAY_S,
+                options={"require": required},
+            )
+        except self._jwt.InvalidTokenError as error:
+            raise InvalidToken(f"this token is no longer valid ({error}): get a new one with the API key") from None
+        return str(claims["key"]), int(claims["exp"])
+
+
+class OwnKey:
+    """Describes and revokes the caller's own key, and issues tokens for it. A key of the settings has no account: it
+    has fewer details, and it is revoked in the settings."""
+
+    def __init__(self, store: RedisRecords, accounts: AccountService, tokens: Tokens | None) -> None:
+        self._records, self._accounts, self._tokens = store, accounts, tokens
+
+    def describe(self, caller: Caller) -> dict[str, Any]:
+        """The body of GET auth/apikey/me."""
+        key = self._load(Key, caller.key_id)
+        organisation = self._load(Organisation, caller.organisation)
+        return {
+            "key_id": int(caller.key_id[:_NUMBER_DIGITS], 16),
+            "name": key.name if key else "a key of the server's settings",
+            "note": key.note if key else "",
+            "project_id": caller.project,
+            "scopes": sorted(caller.scopes),
+            "details": {
+                "org_details": {"name": organisation.name if organisation else caller.organisation},
+                "user_details": {"email": self._email(caller)},
+            },
+        }
+
+    def revoke(self, caller: Caller) -> None:
+        """Revokes the caller's key. Raises Forbidden for a key of the settings."""
+        if self._load(Key, caller.key_id) is None:
+            raise Forbidden("this key is listed in the server's settings (api_keys); to revoke it, remove it there")
+        self._accounts.revoke(caller.key_id, by=caller)
+
+    def token(self, caller: Caller) -> str:
+        """A token for the caller's key. Raises NotFound if the server accepts no tokens."""
+        if self._tokens is None:
+            raise NotFound("this server accepts no tokens: send the API key itself (api.pjwt_auth_enabled is off)")
+        return self._tokens.issue(caller, self._email(caller))
+
+    def _email(self, caller: Caller) -> str:
+        user = self._load(User, caller.user)
+        return user.email if user else ""
+
+    def _load(self, cls: type[records.R], id_: str) -> records.R | None:
+        stored = self._records.get(cls.namespace, id_)
+        return records.load(cls, stored) if stored else None

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from app.domain.base_model import BaseModelInfo
+from app.domain.records import BaseModelInfo
 from app.domain.sampling import MAX_TOP, Cells, SampleRequest
 from app.errors import BadRequest
-from app.services.validation.models import in_range
+from app.services.validation.training import in_range
 
 MAX_SAMPLES = 1024
 MAX_STOPS = 64

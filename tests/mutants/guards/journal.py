@@ -9,7 +9,7 @@ _LUA = "app/stores/redis/lua"
 _STORES = "--confcutdir=tests/unit/app/stores -p tests.unit.conftest tests/unit/app/stores/redis"
 _OPLOG = f"{_STORES}/test_journal.py"
 _JOURNAL = "tests/property/test_journal.py"
-_CODEC, _NEWER = "tests/unit/app/domain/test_codec.py", "tests/unit/workers/train/test_newer.py"
+_CODEC, _NEWER = "tests/unit/app/domain/test_ops.py", "tests/unit/workers/train/test_newer.py"
 _RECOVERY = "tests/property/test_recovery.py"
 
 MUTANTS = (
@@ -45,14 +45,14 @@ MUTANTS = (
     # Stored forms: what an older version wrote, and what a newer one may write.
     Mutant(
         "codec: a field that was added has its default",
-        "app/domain/codec.py",
+        "app/domain/ops.py",
         "while len(parts) > least and",
         "while False and",
         f"{_CODEC}::test_added_fields_that_have_their_defaults_leave_the_bytes_and_so_the_digest_as_they_were",
     ),
     Mutant(
         "codec: more fields than are known here",
-        "app/domain/codec.py",
+        "app/domain/ops.py",
         "if len(items) - 1 > len(fields(known)):",
         "if False:",
         f"{_CODEC}::test_what_only_a_newer_version_can_have_written_is_known_as_that",
@@ -67,7 +67,7 @@ MUTANTS = (
     Mutant(
         "newer: no model is brought back for it",
         "workers/train/owner.py",
-        "not entry.doomed and codec.is_newer(entry.payload)",
+        "not entry.doomed and ops.is_newer(entry.payload)",
         "False",
         f"{_NEWER}::test_an_old_worker_does_not_bring_a_model_back_for_what_it_cannot_read",
     ),
@@ -116,7 +116,7 @@ MUTANTS = (
     ),
     Mutant(
         "leases: unheard for a lease, all are lost",
-        "workers/process/leases.py",
+        "workers/process/heartbeat.py",
         "time.monotonic() - self._renewed.get(id_, -math.inf) < self._lease_s",
         "id_ in self._renewed",
         "tests/property/test_leases.py",

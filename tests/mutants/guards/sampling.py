@@ -95,7 +95,7 @@ MUTANTS = (
     ),
     Mutant(
         "leases: whoever lost one is told",
-        "workers/process/leases.py",
+        "workers/process/heartbeat.py",
         "        for tell in lost:\n            tell()\n",
         "",
         f"{_CANCELLING}::test_a_worker_that_missed_the_message_learns_of_it_from_its_lease",
@@ -103,7 +103,7 @@ MUTANTS = (
     # OpenAI's clients.
     Mutant(
         "openai: chat templates run in a sandbox",
-        "app/services/openai/chat_templates.py",
+        "app/services/openai/tokenizer.py",
         "    environment = ImmutableSandboxedEnvironment(",
         "    from jinja2 import Environment\n    environment = Environment(",
         f"{_OPENAI}/test_tokenizer.py::test_a_template_reaches_nothing_but_what_it_is_given",

@@ -15,10 +15,9 @@ from tinker.proto import tinker_public_pb2 as sdk
 from werkzeug.test import TestResponse
 
 from app import create_app
-from app.api.context import EXTENSION
+from app.api.base import EXTENSION
 from app.domain import records
-from app.domain.base_model import BaseModelInfo
-from app.domain.records import Worker
+from app.domain.records import BaseModelInfo, Worker
 from app.domain.results import Result
 from app.services.container import Services
 from app.settings import ApiSettings, BaseModelSettings, RedisSettings, Settings, hash_key

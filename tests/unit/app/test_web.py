@@ -39,7 +39,7 @@ def test_the_api_process_loads_no_gpu_library_and_no_worker(config: Path) -> Non
 
 
 def test_the_domain_alone_loads_no_web_framework() -> None:
-    probe = "import app.domain.codec, app.wire.results, sys; print('flask' in sys.modules)"
+    probe = "import app.domain.ops, app.wire.results, sys; print('flask' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 

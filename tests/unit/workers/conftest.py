@@ -15,9 +15,8 @@ import pytest
 import redis
 
 from app import ids
-from app.domain import codec
-from app.domain.batch import Batch, Ragged
-from app.domain.ops import AdamParams, CreateModel, ForwardBackward, LoraSpec, ModelSpec, Op, OptimStep
+from app.domain import ops
+from app.domain.ops import AdamParams, Batch, CreateModel, ForwardBackward, LoraSpec, ModelSpec, Op, OptimStep, Ragged
 from app.domain.records import Model, dump
 from app.domain.results import ForwardBackwardOutput
 from app.settings import BaseModelSettings, EngineSettings, Settings
@@ -33,7 +32,7 @@ from workers.backends.training.backends import create
 from workers.backends.training.base import Create, TrainingBackend
 from workers.checkpoints.coalescing import CoalescingWorker
 from workers.process.assembly import Overrides, Trainer, assemble_trainer
-from workers.process.leases import LeaseKeeper
+from workers.process.heartbeat import LeaseKeeper
 from workers.process.parts import Serving
 
 BASE = "base"
@@ -91,8 +90,8 @@ class World:
     trainers: list[Trainer] = field(default_factory=list)
 
     def admit(self, seq: int, op: Op) -> str:
-        payload = codec.encode(op)
-        return self.oplog.admit(MODEL, seq, op.kind, payload, codec.digest(payload)).request_id
+        payload = ops.encode(op)
+        return self.oplog.admit(MODEL, seq, op.kind, payload, ops.digest(payload)).request_id
 
     def head(self) -> dict[bytes, bytes]:
         return self.client.hgetall(keys.model(MODEL))
@@ -184,8 +183,8 @@ def logprob_bytes(body: bytes) -> bytes:
 def add_model(world: World, model_id: str, project: str = "me") -> None:
     """Adds a model without an owner, with its creation waiting."""
     world.oplog.create_model(model_id, dump(Model(project, "session", BASE, 0.0)))
-    payload = codec.encode(CreateModel(ModelSpec(BASE, LORA)))
-    world.oplog.admit(model_id, 0, CreateModel.kind, payload, codec.digest(payload))
+    payload = ops.encode(CreateModel(ModelSpec(BASE, LORA)))
+    world.oplog.admit(model_id, 0, CreateModel.kind, payload, ops.digest(payload))
 
 
 @pytest.fixture(scope="session")

@@ -5,12 +5,12 @@ from __future__ import annotations
 import msgpack
 import pytest
 
-from app.domain import codec
+from app.domain import ops
 from app.domain.ops import OptimStep
 from app.domain.sampling import SampleRequest
 
 # It knows both under tags that this version has never heard of.
-_NEWER = codec.Codec({**codec.TYPES, "NewStep": (OptimStep, 1), "NewRequest": (SampleRequest, 17)})
+_NEWER = ops.Codec({**ops.TYPES, "NewStep": (OptimStep, 1), "NewRequest": (SampleRequest, 17)})
 
 
 def encode(value: OptimStep | SampleRequest) -> bytes:
@@ -18,11 +18,11 @@ def encode(value: OptimStep | SampleRequest) -> bytes:
 
 
 def in_another_version(value: OptimStep | SampleRequest) -> bytes:
-    return msgpack.packb([msgpack.ExtType(3, b"2"), codec.encode(value)])
+    return msgpack.packb([msgpack.ExtType(3, b"2"), ops.encode(value)])
 
 
 def with_a_further_field(value: OptimStep | SampleRequest) -> bytes:
-    return msgpack.packb([*msgpack.unpackb(codec.encode(value)), "set"])
+    return msgpack.packb([*msgpack.unpackb(ops.encode(value)), "set"])
 
 
 WAYS = pytest.mark.parametrize("write", [encode, in_another_version, with_a_further_field])
@@ -30,4 +30,4 @@ WAYS = pytest.mark.parametrize("write", [encode, in_another_version, with_a_furt
 
 def upgrade(patch: pytest.MonkeyPatch) -> None:
     """From now on every worker of this process is of the newer version."""
-    patch.setattr(codec, "decode", _NEWER.decode)
+    patch.setattr(ops, "decode", _NEWER.decode)

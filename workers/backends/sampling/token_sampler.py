@@ -1,15 +1,27 @@
-"""Token sampling: from logits to tokens, for many sequences at once."""
+"""From logits to tokens and to scores, for both samplers: many sequences at once, or a prompt a few rows at a time.
+
+Row i of a prompt's logits is the model's distribution over prompt token i + 1, so a prompt of L tokens has L - 1
+rows.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from app.domain.sampling import SampleRequest
+from app.domain.sampling import UNSCORED, Cells, SampledSequence, SampleOutput, SampleRequest, TokenLogprobs
+from app.errors import ServerOpError
+from workers.backends.sampling.base import alternatives_seed
 
 _BLOCK = 256
+
+_SCORED_BLOCK = 32
+"""Rows that are processed at the same time. Sampling from one row takes 16 bytes for each token of the vocabulary, 5 MB
+for 150,000 tokens."""
 
 
 class TokenSampler:
@@ -105,3 +117,137 @@ def _first_beyond(ends: Tensor, place: Tensor) -> Tensor:
     """
     place = torch.minimum(place, ends[..., -1:].nextafter(ends.new_zeros(())))
     return torch.searchsorted(ends, place, right=True).clamp_(max=ends.shape[-1] - 1)
+
+
+def wanted(request: SampleRequest) -> bool:
+    """Returns whether the request asks for scores that need the prompt's logits."""
+    asks = request.prompt_logprobs or request.prompt_top or request.prompt_alternatives
+    return len(request.prompt) > 1 and bool(asks or request.prompt_targets is not None)
+
+
+class PromptScorer:
+    """Collects one request's scores. Keeps only the scores, never the logits they come from."""
+
+    def __init__(self, request: SampleRequest, device: torch.device) -> None:
+        rows = len(request.prompt) - 1
+        self._request = request
+        self._following = torch.from_numpy(request.prompt[1:].astype(np.int64)).to(device)
+        self._own = torch.full((rows,), torch.nan, device=device)
+        self._top_ids = torch.zeros(rows, request.prompt_top, dtype=torch.int32, device=device)
+        self._top = torch.full((rows, request.prompt_top), UNSCORED, device=device)
+        ids = _padded(request.prompt_targets) if request.prompt_targets is not None else np.empty((rows, 0), np.int64)
+        self._target_ids = torch.from_numpy(ids).to(device)
+        self._targets = torch.zeros(ids.shape, device=device)
+        uniforms = np.random.default_rng(alternatives_seed(request.seed)).random((rows, request.prompt_alternatives))
+        self._uniforms = torch.from_numpy(uniforms).to(device)
+        self._sampled = torch.zeros(uniforms.shape, dtype=torch.int32, device=device)
+        self._sampled_logprobs = torch.zeros(uniforms.shape, device=device)
+        self._first_own = rows - (request.prompt_last_n or rows)
+        self.first_row = _first_row(request, ids, self._first_own)
+
+    def add(self, row: int, logits: Tensor) -> None:
+        """Scores rows `row`.. from their logits [n, V]; rows before `first_row` may be left out."""
+        for start in range(0, len(logits), _SCORED_BLOCK):
+            block = logits[start : start + _SCORED_BLOCK].float()
+            self._add(slice(row + start, row + start + len(block)), block)
+
+    def flat(self) -> Tensor:
+        """Returns all scores, float32 [n] on the CPU, laid out for `output`; ids are int32 in the bits of float32."""
+        parts = [self._own] if self._request.prompt_logprobs else []
+        parts += [self._top_ids.view(torch.float32), self._top]
+        if self._request.prompt_targets is not None:
+            parts.append(self._targets[torch.from_numpy(_given(self._request.prompt_targets)).to(self._targets.device)])
+        parts += [self._sampled.view(torch.float32), self._sampled_logprobs]
+        return torch.cat([part.reshape(-1) for part in parts]).cpu()
+
+    def _add(self, rows: slice, logits: Tensor) -> None:
+        total = logits.logsumexp(-1, keepdim=True)
+        if rows.stop > self._first_own:
+            self._add_own(rows, logits, total)
+        ids = self._target_ids[rows]
+        self._targets[rows] = (logits.gather(-1, ids.clamp(min=0)) - total).masked_fill(ids < 0, 0)
+        if self._request.prompt_alternatives:
+            sampled = self._sample(rows, logits)
+            self._sampled[rows] = sampled.int()
+            self._sampled_logprobs[rows] = logits.gather(-1, sampled) - total
+
+    def _add_own(self, rows: slice, logits: Tensor, total: Tensor) -> None:
+        skipped = max(0, self._first_own - rows.start)
+        rows, logits, total = slice(rows.start + skipped, rows.stop), logits[skipped:], total[skipped:]
+        self._own[rows] = (logits.gather(-1, self._following[rows, None]) - total)[:, 0]
+        if self._request.prompt_top:
+            values, ids = logits.topk(self._request.prompt_top)
+            self._top_ids[rows], self._top[rows] = ids.int(), values - total
+
+    def _sample(self, rows: slice, logits: Tensor) -> Tensor:
+        uniforms = self._uniforms[rows]
+        if self._request.temperature == 0:
+            return logits.argmax(-1, keepdim=True).expand(uniforms.shape)
+        temperature = torch.full_like(logits[:, :1], self._request.temperature)
+        return pick(tempered(logits, temperature), uniforms)
+
+
+def output(
+    request: SampleRequest, sequences: Sequence[SampledSequence], flat: np.ndarray | None, cached_tokens: int = 0
+) -> SampleOutput:
+    """Builds the answer from its samples and the PromptScorer's scores: float32 [n], or None if nothing was `wanted`.
+
+    Raises ServerOpError where wanted scores are missing.
+    """
+    if flat is None and wanted(request):
+        raise ServerOpError("the engine ran the prompt but returned no scores of it")
+    rest = np.empty(0, np.float32) if flat is None else flat
+    rows, top, sampled = len(request.prompt) - 1, request.prompt_top, request.prompt_alternatives
+    targets = request.prompt_targets
+    sizes = [rows * request.prompt_logprobs, rows * top, rows * top, 0 if targets is None else len(targets.values)]
+    own, top_ids, top_logprobs, values, sampled_ids, sampled_logprobs = np.split(
+        rest, np.cumsum([*sizes, rows * sampled])
+    )
+    return SampleOutput(
+        tuple(sequences),
+        np.concatenate([np.full(1, np.nan, np.float32), own]) if request.prompt_logprobs else None,
+        _below_unscored(TokenLogprobs(_ids(top_ids, top), top_logprobs.reshape(-1, top))) if top else None,
+        None if targets is None else replace(targets, values=values),
+        TokenLogprobs(_ids(sampled_ids, sampled), sampled_logprobs.reshape(-1, sampled)) if sampled else None,
+        cached_tokens,
+    )
+
+
+def _first_row(request: SampleRequest, target_ids: np.ndarray, first_own: int) -> int:
+    """Returns the first row that the request needs."""
+    firsts = [len(target_ids)]
+    if request.prompt_logprobs or request.prompt_top:
+        firsts.append(first_own)
+    if (target_ids >= 0).any():
+        firsts.append(int((target_ids >= 0).any(1).argmax()))
+    if request.prompt_alternatives:
+        firsts.append(0)
+    return min(firsts)
+
+
+def _given(cells: Cells) -> np.ndarray:
+    """Returns bool [rows, K]: the given cells, moved to the left of their rows; K is the most in a row."""
+    counts = np.diff(cells.starts)
+    given: np.ndarray = np.arange(counts.max(initial=0)) < counts[:, None]
+    return given
+
+
+def _padded(cells: Cells) -> np.ndarray:
+    """Returns int64 [rows, K]: the ids of each row, and -1 after them."""
+    given = _given(cells)
+    ids = np.full(given.shape, -1, np.int64)
+    ids[given] = cells.values
+    return ids
+
+
+def _ids(bits: np.ndarray, width: int) -> np.ndarray:
+    return bits.view(np.int32).reshape(-1, width)
+
+
+def _below_unscored(top: TokenLogprobs) -> TokenLogprobs:
+    """Adds a row for the first token, which has no token before it and so no score."""
+    k = top.tokens.shape[1]
+    return TokenLogprobs(
+        np.concatenate([np.zeros((1, k), np.int32), top.tokens]),
+        np.concatenate([np.full((1, k), UNSCORED, np.float32), top.logprobs]),
+    )

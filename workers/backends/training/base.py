@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from app.domain.base_model import BaseModelInfo
 from app.domain.ops import DropGradients, ForwardBackward, LoraSpec, OptimStep
+from app.domain.records import BaseModelInfo
 from app.domain.results import Output
 from app.errors import OpError
 

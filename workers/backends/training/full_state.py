@@ -26,9 +26,9 @@ from workers.backends.training.engine import Engine
 from workers.backends.training.optimizer import ShardedAdamW
 from workers.backends.training.ranks import Shards
 from workers.backends.training.state import ModelState, read_optimizer, write_nothing
-from workers.checkpoints.export import huggingface_writer
 from workers.models import base_model, lora
 from workers.models.base_model import LoadedBase
+from workers.models.full_weights import huggingface_writer
 from workers.models.lora import Adapter
 
 # The name that transformers' sequence classifiers use.

@@ -1,24 +1,36 @@
-"""The state of a trainer's models, and the residency of the last used ones on the device.
+"""The state of a trainer's models, the residency of the last used ones on the device, and the models that train a LoRA
+adapter.
 
 Other models wait in host memory; the move changes no bit.
+
+Every rank holds all of an adapter and of its gradient.
+
+The merged model is W + scaling · B A for every linear the adapter sits on (Hu et al. 2021, LoRA, section 4.1).
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.nn.utils import get_total_norm
 
-from app.domain.ops import AdamParams
+from app.domain.ops import AdamParams, LoraSpec
 from app.errors import UserOpError
 from workers.backends.training.base import OPTIMIZER_FILE, Create, Writer
-from workers.models.lora import Adapter
+from workers.backends.training.engine import Engine
+from workers.backends.training.optimizer import ShardedAdamW
+from workers.backends.training.ranks import Shards
+from workers.models import lora
+from workers.models.full_weights import huggingface_writer
+from workers.models.lora import Adapter, LoraPair
 
 _HOST = torch.device("cpu")
 
@@ -162,3 +174,177 @@ class Residency:
 def _move(state: ModelState, device: torch.device) -> None:
     for tensor in state.tensors():
         tensor.data = tensor.data.to(device, copy=True)
+
+
+@dataclass(slots=True, eq=False)
+class AdapterState:
+    """A ModelState of one LoRA adapter. A pass leaves its gradient in the parameters' `.grad`.
+
+    `pending`: fp32 sums of the gradients since the last step, by the names of `adapter.tensors()`; None for zero.
+    """
+
+    engine: Engine
+    adapter: Adapter
+    shards: Shards
+    optimizer: ShardedAdamW
+    base_path: str
+    pending: dict[str, Tensor] | None = None
+
+    @property
+    def critic(self) -> bool:
+        return self.adapter.critic
+
+    def tensors(self) -> Iterator[Tensor]:
+        yield from self.adapter.tensors().values()
+        yield from self.optimizer.tensors()
+        yield from self.pending_gradients().values()
+
+    def begin(self) -> None:
+        return
+
+    def collect(self) -> None:
+        return
+
+    def sum_found(self) -> None:
+        """Sums the gradient over the ranks; a parameter without one counts as zero.
+
+        With several ranks, one rank may have had no datum of this adapter.
+        """
+        self.shards.ranks.sum_([*self._found().values()])
+
+    def keep(self) -> None:
+        found = self._found()
+        if not get_total_norm(found.values()).isfinite():
+            raise UserOpError(
+                "every loss is finite, but the gradient is not; nothing was added to the pending gradient"
+            )
+        if self.pending is None:
+            self.pending = found
+        else:
+            torch._foreach_add_([*self.pending.values()], [*found.values()])
+
+    def drop_found(self) -> None:
+        self.adapter.drop_gradients()
+
+    def drop_pending(self) -> None:
+        self.pending = None
+
+    def pending_gradients(self) -> dict[str, Tensor]:
+        return self.pending or {}
+
+    def step(self, params: AdamParams) -> dict[str, float]:
+        parameters = self.adapter.tensors()
+        gradients = self.pending or {n: torch.zeros_like(p, requires_grad=False) for n, p in parameters.items()}
+        norm = self.optimizer.step(gradients, params)
+        self.pending = None
+        self.shards.share_(parameters)
+        return {
+            "grad_norm": norm,
+            "learning_rate": params.learning_rate,
+            "param_norm": float(get_total_norm([p.detach() for p in parameters.values()])),
+        }
+
+    def capture(self, *, optimizer: bool) -> Writer:
+        """Copies the adapter and its optimizer's state, to be written as PEFT files and OPTIMIZER_FILE."""
+        adapter = self.adapter.to(torch.device("cpu"))
+        moments = self.optimizer.state() if optimizer else None
+
+        def write(folder: Path) -> None:
+            try:
+                lora.write_peft(adapter, folder, self.base_path)
+                if moments is not None:
+                    save_file(moments, folder / OPTIMIZER_FILE)
+            except SafetensorError as error:
+                # The only failure left is the disk: it is full, or the file is too large for it.
+                raise OSError(f"{folder.name} was not written: {error}") from error
+
+        return write
+
+    def export(self) -> Writer:
+        if self.critic:
+            raise UserOpError("a critic's value head is not part of a Hugging Face causal model; export its adapter")
+        base, full_weights = self.engine.base, merged(self.engine, self.adapter)
+        if self.engine.ranks.rank != 0:
+            return write_nothing
+        return huggingface_writer(base.model, full_weights, base.dtype, base.tokenizer)
+
+    def check_same_shape(self, other: ModelState) -> None:
+        assert other.adapter is not None
+        mine, theirs = ({n: tuple(p.shape) for n, p in a.tensors().items()} for a in (self.adapter, other.adapter))
+        if mine != theirs:
+            raise UserOpError(
+                f"the checkpoint holds a rank {other.adapter.spec.rank} adapter on {len(other.adapter.pairs)} linear "
+                f"layers, but this model has a rank {self.adapter.spec.rank} adapter on {len(self.adapter.pairs)}; "
+                "create a new model from the checkpoint instead"
+            )
+
+    def _found(self) -> dict[str, Tensor]:
+        found = {}
+        for name, parameter in self.adapter.tensors().items():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            found[name] = parameter.grad
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterModels:
+    """The Models of a trainer of LoRA adapters."""
+
+    engine: Engine
+    base_path: str
+    share_passes: bool = True
+
+    def fresh(self, op: Create) -> AdapterState:
+        if op.lora is None:
+            raise UserOpError("this trainer trains LoRA adapters, not the base's own weights")
+        return self._state_of(lora.new_adapter(self.engine.base.model, op.lora, critic=op.critic))
+
+    def read(self, folder: Path, *, optimizer: bool, critic: bool) -> AdapterState:
+        adapter = lora.read_peft(folder)
+        lora.check_role(adapter, critic=critic)
+        lora.check_fits(adapter, self.engine.base.model)
+        state = self._state_of(adapter)
+        if optimizer:
+            state.optimizer.restore(read_optimizer(folder))
+        return state
+
+    def _state_of(self, adapter: Adapter) -> AdapterState:
+        if not adapter.pairs:
+            raise UserOpError(
+                f"{_groups(adapter.spec)} selects no linear layer of {self.engine.base.info.arch}; set more of them "
+                "to true"
+            )
+        device = self.engine.base.device
+        adapter = adapter.to(device)
+        sizes = {name: p.numel() for name, p in adapter.tensors().items()}
+        shards = Shards.of(sizes, self.engine.ranks, device, split=self.engine.shards_optimizer)
+        return AdapterState(self.engine, adapter, shards, ShardedAdamW(adapter.tensors(), shards), self.base_path)
+
+
+def _groups(spec: LoraSpec) -> str:
+    return f"train_attn={spec.train_attn}, train_mlp={spec.train_mlp}, train_unembed={spec.train_unembed}"
+
+
+@torch.no_grad()
+def merged(engine: Engine, adapter: Adapter) -> dict[str, Tensor]:
+    """Returns every parameter by its name in an unwrapped model, on the CPU of rank 0; nothing elsewhere. A collective.
+
+    Computed in fp32 and rounded once, to the base's dtype. A tied head has an entry only when the adapter sits on it.
+    """
+    model = engine.base.model
+    found: dict[str, Tensor] = {}
+    for wrapped, parameter in model.named_parameters(remove_duplicate=False):
+        name = lora.unwrapped_name(model, wrapped)
+        pair = adapter.pairs.get(name.removesuffix(".weight"))
+        if pair is None and name in model.all_tied_weights_keys:
+            continue
+        with engine.gathered(parameter):
+            if engine.ranks.rank == 0:
+                full_weights = parameter if pair is None else _added(parameter, pair, adapter.scaling)
+                found[name] = full_weights.detach().to("cpu")  # no copy on a CPU: the base is frozen
+    return found
+
+
+def _added(weight: Tensor, pair: LoraPair, scaling: float) -> Tensor:
+    return torch.addmm(weight.float(), pair.b, pair.a, alpha=scaling).to(weight.dtype)

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from app.domain import codec
-from app.domain.base_model import BaseModelInfo
+from app.domain import ops as domain_ops
 from app.domain.ops import DropGradients, ForwardBackward, OptimStep
+from app.domain.records import BaseModelInfo
 from app.domain.results import Done, OptimStepOutput, Output
 from app.errors import OpError, ServerOpError, UserOpError
 from app.settings import BaseModelSettings
@@ -23,9 +23,8 @@ from workers.backends.training.base import BackendOp, Create, Load, Writer
 from workers.backends.training.batch_ops import Job
 from workers.backends.training.engine import Engine
 from workers.backends.training.full_state import ComputeCopy, FullFinetuneModels
-from workers.backends.training.lora_state import AdapterModels
 from workers.backends.training.passes import Pass
-from workers.backends.training.state import Models, ModelState, Residency
+from workers.backends.training.state import AdapterModels, Models, ModelState, Residency
 from workers.models import lora
 from workers.models.base_model import LoadedBase
 
@@ -286,16 +285,16 @@ class Trainer(ABC):
 
 def encode_apply(ops: Mapping[str, BackendOp]) -> bytes:
     """Encodes backend calls as bytes for the other ranks of the group: the journal's codec plus Create and Load."""
-    return codec.encode(["apply", [[model_id, _pack(op)] for model_id, op in ops.items()]])
+    return domain_ops.encode(["apply", [[model_id, _pack(op)] for model_id, op in ops.items()]])
 
 
 def encode_call(method: str, *arguments: str | bool) -> bytes:
-    return codec.encode([method, *arguments])
+    return domain_ops.encode([method, *arguments])
 
 
 def decode(data: bytes) -> Call:
     """Decodes the bytes of both encoders. An apply's Ops come back as a dict in their order."""
-    method, *arguments = codec.decode(data)
+    method, *arguments = domain_ops.decode(data)
     if method == "apply":
         return method, {model_id: _unpack(packed) for model_id, packed in arguments[0]}
     return method, *arguments

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from app.domain import codec
+from app.domain import ops
 from app.domain.losses import CUSTOM, LOSSES
 from tests.unit.app.api.test_models import op_of, save_checkpoint
 from tests.unit.app.conftest import BASE, Api, batch
@@ -71,7 +71,7 @@ def test_a_forward_of_a_critic_needs_no_inputs(api: Api, inputs: dict[str, Any])
     assert api.forward_backward(message).status_code == 200
     entry = api.services.oplog.entry(model, 1)
     assert entry is not None
-    assert codec.decode(entry.payload).batch.tokens.values.tolist() == [1, 2, 3]
+    assert ops.decode(entry.payload).batch.tokens.values.tolist() == [1, 2, 3]
 
 
 def test_an_input_of_a_forward_is_still_checked(api: Api) -> None:

@@ -10,8 +10,8 @@ from tinker.proto import tinker_public_pb2 as sdk
 from tinker.types import CreateCustomLossResponse, UntypedAPIFuture
 
 from app import create_app
-from app.api.context import EXTENSION
-from app.domain import codec, ops
+from app.api.base import EXTENSION
+from app.domain import ops
 from app.domain.records import Loss
 from app.settings import Settings
 from tests.custom_losses import DPO_RANKS, SDFT_RANKS, body, dpo, parsed, sdft, square
@@ -44,7 +44,7 @@ def custom(model: str, seq: int, loss_id: str | None, **inputs: Any) -> sdk.Forw
 def op_of(api: Api, model: str, seq: int = 1) -> ops.ForwardBackward:
     entry = api.services.oplog.entry(model, seq)
     assert entry is not None
-    return codec.decode(entry.payload)
+    return ops.decode(entry.payload)
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ import pytest
 from flask import Flask
 
 from app import create_app
-from app.api.context import EXTENSION
-from app.domain import codec, ops
+from app.api.base import EXTENSION
+from app.domain import ops
 from app.domain.records import Sampler, Worker, load
 from app.settings import SamplerSettings, Settings, TrainerSettings
 from app.stores.redis.client import connect
@@ -55,7 +55,7 @@ def test_no_adapter_or_one_of_rank_0_is_a_full_model(api: Api, asked: dict[str, 
     model = api.model(**asked)
     entry = api.services.oplog.entry(model, 0)
     assert entry is not None
-    assert codec.decode(entry.payload) == ops.CreateModel(ops.ModelSpec(BASE, None))
+    assert ops.decode(entry.payload) == ops.CreateModel(ops.ModelSpec(BASE, None))
     info = api.post("get_info", {"model_id": model}).json
     assert (info["is_lora"], "lora_rank" in info) == (False, False)
     run = api.get(f"training_runs/{model}").json
@@ -66,7 +66,7 @@ def test_a_critic_can_be_full_too(api: Api) -> None:
     model = api.model(**FULL, user_metadata={"model_role": "critic"})
     entry = api.services.oplog.entry(model, 0)
     assert entry is not None
-    assert codec.decode(entry.payload) == ops.CreateModel(ops.ModelSpec(BASE, None, critic=True))
+    assert ops.decode(entry.payload) == ops.CreateModel(ops.ModelSpec(BASE, None, critic=True))
 
 
 def test_without_a_word_of_it_a_model_is_an_adapter_of_rank_32(api: Api) -> None:
@@ -95,7 +95,7 @@ def test_a_checkpoint_of_all_weights_makes_a_full_model(api: Api) -> None:
     assert not api.post("get_info", {"model_id": model}).json["is_lora"]
     entry = api.services.oplog.entry(model, 0)
     assert entry is not None
-    assert codec.decode(entry.payload).spec.lora is None
+    assert ops.decode(entry.payload).spec.lora is None
 
 
 @pytest.mark.parametrize("full", [False, True])

@@ -10,7 +10,7 @@ from tinker.types.futures_retrieve_response import FuturesRetrieveResponse
 from werkzeug.test import TestResponse
 
 from app import create_app
-from app.domain.batch import Ragged
+from app.domain.ops import Ragged
 from app.domain.records import Worker
 from app.domain.results import PROTOBUF, ForwardBackwardOutput, Result
 from app.settings import RedisSettings, Settings

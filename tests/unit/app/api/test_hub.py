@@ -13,7 +13,7 @@ import huggingface_hub
 import pytest
 from flask.testing import FlaskClient
 
-from app.api.context import EXTENSION
+from app.api.base import EXTENSION
 from app.services.base_models import BaseModels
 from app.services.hub import HubService
 from app.settings import ApiSettings, BaseModelSettings, Settings

@@ -7,13 +7,12 @@ import pytest
 from tinker.types.get_info_response import GetInfoResponse
 
 from app import create_app, ids
-from app.api.context import EXTENSION
-from app.domain import codec, ops
-from app.domain.base_model import BaseModelInfo
-from app.domain.records import Checkpoint, Worker, dump
+from app.api.base import EXTENSION
+from app.domain import ops
+from app.domain.records import BaseModelInfo, Checkpoint, Worker, dump
 from app.errors import BadRequest
 from app.services.base_models import BaseModels
-from app.services.validation.models import check_sampled
+from app.services.validation.training import check_sampled
 from app.settings import ApiSettings, Settings
 from app.stores.redis.client import connect
 from app.stores.redis.lifecycle import RedisLifecycle
@@ -25,7 +24,7 @@ LORA = {"rank": 8, "train_unembed": True, "train_mlp": True, "train_attn": True}
 def op_of(api: Api, model: str, seq: int = 0) -> ops.Op:
     entry = api.services.oplog.entry(model, seq)
     assert entry is not None
-    return codec.decode(entry.payload)
+    return ops.decode(entry.payload)
 
 
 def test_create_model_journals_seq_0_under_the_id_the_sdk_computes(api: Api) -> None:

@@ -12,7 +12,7 @@ import pytest
 import redis
 
 from app import create_app
-from app.api.context import EXTENSION
+from app.api.base import EXTENSION
 from app.domain.results import Result
 from app.settings import RedisSettings, Settings
 from app.stores.redis.client import connect, is_outage

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from app import create_app, ids
-from app.api.context import EXTENSION
-from app.domain import codec, ops, records
+from app.api.base import EXTENSION
+from app.domain import ops, records
 from app.domain.results import PROTOBUF, Result
 from app.domain.sampling import SampleRequest
 from app.settings import SamplerSettings, Settings
@@ -36,7 +36,7 @@ def body(sampler: str, **changes: Any) -> dict[str, Any]:
 def admitted(api: Api, request_id: str) -> SampleRequest:
     entry = api.services.oplog.claim_sample(request_id, "node/test")
     assert entry is not None
-    return codec.decode(entry.payload)
+    return ops.decode(entry.payload)
 
 
 def test_a_sample_is_admitted_with_an_id_for_each_sequence(api: Api) -> None:
@@ -285,7 +285,7 @@ def test_an_ephemeral_save_names_the_sampling_session_to_come(api: Api) -> None:
     asked = {"model_id": model, "seq_id": 1, "sampling_session_seq_id": 2, "kind": "snapshot"}
     assert api.post("save_weights_for_sampler", asked).status_code == 200
     entry = api.services.oplog.entry(model, 1)
-    assert codec.decode(entry.payload) == ops.SaveWeights(
+    assert ops.decode(entry.payload) == ops.SaveWeights(
         "sampler_weights", "ephemeral-1", sampling_session_id=f"{session}:sample:2"
     )
 

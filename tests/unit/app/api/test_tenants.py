@@ -9,8 +9,8 @@ import pytest
 
 from app.domain.accounts import SCOPES, Scope
 from app.domain.results import PROTOBUF, Result
+from app.services.tenants.access import Tokens
 from app.services.tenants.accounts import AccountService
-from app.services.tenants.authentication import Tokens
 from app.stores.redis import keys
 from app.stores.redis.client import connect
 from tests.unit.app.conftest import API, BASE, Api

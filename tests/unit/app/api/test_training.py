@@ -9,8 +9,8 @@ import pytest
 from tinker.proto import tinker_public_pb2 as sdk
 
 from app import create_app
-from app.api.context import EXTENSION
-from app.domain import codec, ops
+from app.api.base import EXTENSION
+from app.domain import ops
 from app.domain.losses import CUSTOM, LOSSES
 from app.domain.records import Worker
 from app.settings import Settings
@@ -24,7 +24,7 @@ STEP = {"adam_params": {"learning_rate": 1e-3, "eps": 1e-8}, "type": "optim_step
 def op_of(api: Api, model: str, seq: int) -> ops.Op:
     entry = api.services.oplog.entry(model, seq)
     assert entry is not None
-    return codec.decode(entry.payload)
+    return ops.decode(entry.payload)
 
 
 def test_a_batch_is_journalled_as_sent_with_its_settings_in_full(api: Api) -> None:

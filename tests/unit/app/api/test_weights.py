@@ -10,7 +10,7 @@ import pytest
 from tinker.types.checkpoints_list_response import CheckpointsListResponse
 from tinker.types.training_run import TrainingRun
 
-from app.domain import codec, ops
+from app.domain import ops
 from tests.unit.app.api.test_models import save_checkpoint
 from tests.unit.app.conftest import BASE, Api
 
@@ -18,7 +18,7 @@ from tests.unit.app.conftest import BASE, Api
 def op_of(api: Api, model: str, seq: int) -> ops.Op:
     entry = api.services.oplog.entry(model, seq)
     assert entry is not None
-    return codec.decode(entry.payload)
+    return ops.decode(entry.payload)
 
 
 def test_each_way_of_saving_is_its_own_kind(api: Api) -> None:
@@ -285,5 +285,5 @@ def test_a_retried_save_for_sampling_is_the_same_call_though_the_sdk_numbers_it_
     save = {"model_id": model, "seq_id": 1, "kind": "snapshot"}
     first, again = (api.post("save_weights_for_sampler", {**save, "sampling_session_seq_id": n}) for n in (3, 4))
     assert (first.status_code, first.json) == (again.status_code, again.json) == (200, first.json)
-    op = codec.decode(api.services.oplog.entry(model, 1).payload)
+    op = ops.decode(api.services.oplog.entry(model, 1).payload)
     assert op.sampling_session_id.endswith(":3"), "the first one stands"

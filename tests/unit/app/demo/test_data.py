@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from transformers import AutoTokenizer
 
-from app.demo.data import HABIT, PROMPTS, Conversation, answer_tokens, conversations, datum, prompt_tokens
+from app.demo.training import HABIT, PROMPTS, Conversation, answer_tokens, conversations, datum, prompt_tokens
 from tests.models import tiny_qwen3
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from app.demo import report
-from app.demo.data import HABIT, PROMPTS
+from app.demo.training import HABIT, PROMPTS
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from app.demo import run, stack
+from app.demo import run
 from app.errors import SetupError
 
 
@@ -36,5 +36,5 @@ def test_a_stack_that_cannot_start_says_why_in_one_line_with_its_own_exit_code(t
 def test_a_stack_that_ends_before_it_is_ready_ends_the_demo_with_code_1():
     command = [sys.executable, "-c", "print('not ready')"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process, pytest.raises(SystemExit) as ended:
-        stack._ready_url(process)
+        run._ready_url(process)
     assert ended.value.code == 1

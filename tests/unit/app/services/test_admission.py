@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from app import create_app
-from app.api.context import EXTENSION
+from app.api.base import EXTENSION
 from app.settings import Settings
 from app.stores.redis.client import connect
 from tests.servers import free_port

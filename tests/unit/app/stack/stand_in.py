@@ -15,7 +15,7 @@ from pathlib import Path
 from app import cli
 from app.errors import TinsmithError
 from app.settings import Settings
-from app.stack import processes
+from app.stack import up as stack_up
 from app.stack.child import Command
 from app.stack.supervisor import RestartPolicy, Supervisor
 
@@ -55,7 +55,7 @@ def up(*arguments: str) -> int:
     def table(settings: Settings, settings_file: Path) -> Iterator[Command]:
         yield Command("trainer-0", (sys.executable, "-c", READYZ, str(settings.api.port)))
 
-    processes.table = table
+    stack_up.process_table = table
     return cli.main(["up", *arguments])
 
 

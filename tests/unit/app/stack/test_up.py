@@ -19,7 +19,7 @@ import redis
 from app import settings as settings_module
 from app.domain.records import Worker
 from app.settings import Settings, hash_key
-from app.stack import checks, processes
+from app.stack import checks, up
 from app.stack.config import Options, resolve
 from app.stack.data_folder import DataFolder
 from app.stack.up import Plan, prepare
@@ -177,7 +177,7 @@ def test_the_table_starts_each_worker_once_under_a_name_of_its_own(tmp_path):
         full_sampler.count = 2
         """
     )
-    commands = list(processes.table(settings_module.parse(toml, "test"), tmp_path / "settings.toml"))
+    commands = list(up.process_table(settings_module.parse(toml, "test"), tmp_path / "settings.toml"))
     workers = [(command.name, command.argv[command.argv.index("--base") + 1]) for command in commands[1:]]
     assert commands[0].name == "api"
     assert workers == [

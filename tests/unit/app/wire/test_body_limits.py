@@ -8,7 +8,7 @@ import pytest
 import zstandard
 from tinker.proto import tinker_public_pb2 as sdk
 
-from app.domain.batch import Batch, Ragged
+from app.domain.ops import Batch, Ragged
 from app.errors import BadRequest, TooLarge
 from app.settings import LimitSettings
 from app.wire.body_limits import check_batch, check_datums, check_depth, check_parts, check_values, unpack

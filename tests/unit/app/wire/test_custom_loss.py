@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from app.domain import codec, custom_losses
-from app.domain.custom_losses import CustomLoss
+from app.domain import losses, ops
+from app.domain.losses import CustomLoss
 from app.errors import BadRequest
 from app.wire import custom_loss
 from tests.custom_losses import DPO_RANKS, SDFT_RANKS, body, dpo, parsed, sdft
@@ -44,7 +44,7 @@ def parse(sent: Graph, inputs: list[Any] | None = None) -> CustomLoss:
 def test_what_the_sdk_sends_is_read_and_comes_back_from_the_journal_as_it_was(fn: Any, ranks: dict[str, int]) -> None:
     loss = parsed(fn, ranks)
     assert {given.name: given.rank for given in loss.inputs} == ranks
-    assert codec.decode(codec.encode(loss)) == loss
+    assert ops.decode(ops.encode(loss)) == loss
 
 
 def every_argument(logprobs: Tensor, input: Tensor) -> Any:
@@ -64,15 +64,9 @@ def test_every_kind_of_argument_the_sdk_encodes_is_read() -> None:
 
 def test_the_page_a_refusal_points_to_lists_every_name() -> None:
     listed = set(re.findall(r"[\w.]+", (Path(__file__).parents[4] / custom_loss.DOCS).read_text()))
-    short = {name.rpartition(".")[2].removeprefix("special_") for name in custom_losses.FUNCTIONS - {"getattr"}}
-    operators = {name for name in custom_losses.OPERATORS if name != "abs"}
-    written = (
-        (short - operators)
-        | custom_losses.METHODS
-        | custom_losses.ATTRIBUTES
-        | custom_losses.DTYPES
-        | custom_losses.TEXTS
-    )
+    short = {name.rpartition(".")[2].removeprefix("special_") for name in losses.FUNCTIONS - {"getattr"}}
+    operators = {name for name in losses.OPERATORS if name != "abs"}
+    written = (short - operators) | losses.METHODS | losses.ATTRIBUTES | losses.DTYPES | losses.TEXTS
     assert {name.replace("log_sigmoid", "logsigmoid") for name in written} - listed == set()
 
 

@@ -12,7 +12,7 @@ from tinker.proto.request_conv import forward_backward_request_to_proto
 from tinker.types.forward_backward_input import ForwardBackwardInput
 from tinker.types.forward_backward_request import ForwardBackwardRequest
 
-from app.domain import codec
+from app.domain import ops
 from app.domain.ops import ForwardBackward
 from app.errors import BadRequest
 from app.wire import forward_backward, json_forms
@@ -115,7 +115,7 @@ def test_a_json_body_is_the_same_op_to_the_digest() -> None:
     ours = envelope.decode(no_losses)
     theirs = decode(sdk_body([datum([1, 2], target_tokens=[2, 3], weights=[1.0, 0.5])]))
     assert (envelope.model_id, envelope.seq) == ("s:train:0", 7)
-    assert codec.digest(codec.encode(ours)) == codec.digest(codec.encode(theirs))
+    assert ops.digest(ops.encode(ours)) == ops.digest(ops.encode(theirs))
 
 
 def csr(values: list[int], starts: list[int], columns: list[int], shape: list[int]) -> pb.Tensor:

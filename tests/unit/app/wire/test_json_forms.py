@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from app.domain.batch import Ragged
+from app.domain.ops import Ragged
 from app.domain.results import CriticOutput, ForwardBackwardOutput
 from app.domain.sampling import UNSCORED, SampledSequence, SampleOutput, TokenLogprobs
 from app.wire.json_forms import translate

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from tinker.proto.response_conv import deserialize_forward_backward_output, deserialize_sample_response
 
-from app.domain.batch import Ragged
+from app.domain.ops import Ragged
 from app.domain.results import CriticOutput, ForwardBackwardOutput
 from app.domain.sampling import UNSCORED, Cells, SampledSequence, SampleOutput, TokenLogprobs
 from app.wire import tinker_pb2 as pb

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from app import ids
-from app.domain import codec
+from app.domain import ops
 from app.domain.checkpoints import MANIFEST, Manifest
 from app.domain.ops import CreateModel, LoadWeights, ModelSpec, Op, SaveWeights
 from app.domain.records import Checkpoint, Model, Session, dump, load
@@ -31,8 +31,8 @@ SNAPSHOT_SEQ = 4
 
 
 def run(world: World, worker: Worker, model_id: str, seq: int, op: Op) -> Result:
-    payload = codec.encode(op)
-    request = world.oplog.admit(model_id, seq, op.kind, payload, codec.digest(payload)).request_id
+    payload = ops.encode(op)
+    request = world.oplog.admit(model_id, seq, op.kind, payload, ops.digest(payload)).request_id
     result = worker.runner.handle(request, model_id, op.kind)
     assert result is not None and not result.failed, result
     return result

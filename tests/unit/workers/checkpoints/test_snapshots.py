@@ -9,16 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from app.domain import codec
+from app.domain import ops
 from app.domain.ops import SaveWeights
-from app.errors import Unavailable
+from app.errors import Requeue, Unavailable
 from app.stores.objects.folder import FolderStore
 from app.stores.redis import keys
 from app.stores.redis.types import Lease
 from tests.full_disk import full_disk
 from tests.unit.workers.conftest import MODEL, Worker, World, await_true, logprob_bytes, probe, step, undisturbed
 from workers.checkpoints import transfer
-from workers.process.results import Requeue
 
 WITHIN_S = 60.0
 
@@ -199,7 +198,7 @@ def test_a_damaged_snapshot_on_the_disk_is_dropped_and_the_durable_one_used(worl
 
 
 def test_within_the_budget_there_is_none_until_the_journal_has_grown_too_large(world: World, store: Shaky):
-    a_step = sum(len(codec.encode(op)) for op in step(0))
+    a_step = sum(len(ops.encode(op)) for op in step(0))
     worker = world.worker("a/1", store=store, journal_bytes=int(2.5 * a_step))
     train(world, worker, [0, 1])
     assert local(world) == []
@@ -212,7 +211,7 @@ def test_within_the_budget_there_is_none_until_the_journal_has_grown_too_large(w
 
 
 def test_what_a_new_owner_replayed_counts_towards_the_size_of_the_journal(world: World, store: Shaky):
-    a_step = sum(len(codec.encode(op)) for op in step(0))
+    a_step = sum(len(ops.encode(op)) for op in step(0))
     train(world, world.worker("a/1", store=store), [0, 1])
     heir = world.worker("a/2", store=store, journal_bytes=int(2.5 * a_step))
     train(world, heir, [2])
@@ -220,7 +219,7 @@ def test_what_a_new_owner_replayed_counts_towards_the_size_of_the_journal(world:
 
 
 def test_an_outage_does_not_make_every_step_a_snapshot(world: World, store: Shaky):
-    a_step = sum(len(codec.encode(op)) for op in step(0))
+    a_step = sum(len(ops.encode(op)) for op in step(0))
     worker = world.worker("a/1", store=store, journal_bytes=int(1.5 * a_step))
     store.away = True
     train(world, worker, [0, 1])

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from app.domain import codec
+from app.domain import ops
 from app.domain.ops import CreateModel, LoadWeights, LoraSpec, ModelSpec, Op
 from app.domain.records import Checkpoint, Model, Sampler, dump
 from app.domain.results import Result
@@ -63,8 +63,8 @@ class Place:
         return {key.rpartition("/")[0] for key in self.store.list("models/")}
 
     def journal(self, seq: int, op: Op) -> None:
-        payload = codec.encode(op)
-        self.oplog.admit(MODEL, seq, op.kind, payload, codec.digest(payload))
+        payload = ops.encode(op)
+        self.oplog.admit(MODEL, seq, op.kind, payload, ops.digest(payload))
 
 
 def make(client: redis.Redis, store: ObjectStore) -> Place:

@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import redis
 
-from app.domain.base_model import BaseModelInfo
-from app.domain.records import Worker, load
+from app.domain.records import BaseModelInfo, Worker, load
 from app.stores.redis import keys
 from app.stores.redis.records import RedisRecords
 from app.stores.redis.types import Entry

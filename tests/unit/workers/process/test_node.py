@@ -7,7 +7,7 @@ from io import FileIO
 
 import pytest
 
-from workers.process import node
+from workers.process import multinode
 
 
 def await_false(what: Callable[[], bool]) -> None:
@@ -19,11 +19,11 @@ def await_false(what: Callable[[], bool]) -> None:
 
 def test_a_pipe_holds_while_it_is_heard_of_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     read, write = os.pipe()
-    line = node.Lifeline(FileIO(read))
+    line = multinode.Lifeline(FileIO(read))
     assert line.held()
-    monkeypatch.setattr(node, "SILENCE_S", 0.0)
+    monkeypatch.setattr(multinode, "SILENCE_S", 0.0)
     await_false(line.held)
-    monkeypatch.setattr(node, "SILENCE_S", 60.0)
+    monkeypatch.setattr(multinode, "SILENCE_S", 60.0)
     os.write(write, b"\n")
     assert line.held()
     os.close(write)

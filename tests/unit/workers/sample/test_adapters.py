@@ -15,8 +15,8 @@ import redis
 import torch
 from torch import nn
 
-from app.domain.base_model import BaseModelInfo
 from app.domain.ops import LoraSpec
+from app.domain.records import BaseModelInfo
 from app.domain.sampling import SampleOutput, SampleRequest
 from app.errors import ServerOpError, UserOpError
 from app.settings import BaseModelSettings

@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 import redis
 
-from app.domain import codec
+from app.domain import ops
 from app.domain.limits import FREE, PROJECT, Charge, Limits, Payer
 from app.domain.records import Sampler, dump
 from app.domain.results import Result
 from app.domain.sampling import SampledSequence, SampleOutput, SampleRequest
-from app.errors import Unavailable
+from app.errors import Requeue, Unavailable
 from app.settings import EngineSettings
 from app.stores.redis import keys
 from app.stores.redis.journal import RedisOpLog
@@ -29,8 +29,7 @@ from app.stores.redis.types import Entry
 from tests import assembly
 from tests.unit.workers.conftest import await_true
 from workers.backends.sampling.base import Aborted, RequestHandle
-from workers.process.leases import LeaseKeeper
-from workers.process.results import Requeue
+from workers.process.heartbeat import LeaseKeeper
 from workers.sample.runner import SampleRunner
 
 SESSION = "session:sample:0"
@@ -93,7 +92,7 @@ class Samplers:
         return sampler.runner
 
     def admit(self, seq: int, tokens: int = 0, charge: Charge = FREE) -> str:
-        payload, request_id = codec.encode(REQUEST), f"{SESSION}:{seq}"
+        payload, request_id = ops.encode(REQUEST), f"{SESSION}:{seq}"
         self.oplog.admit_sample(request_id, SESSION, "me", "sample.base", payload, f"{seq}", tokens, None, 1, charge)
         return request_id
 

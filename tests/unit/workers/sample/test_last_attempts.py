@@ -9,14 +9,13 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
-from app.domain import codec
+from app.domain import ops
 from app.domain.sampling import SampleOutput, SampleRequest
-from app.errors import ServerOpError
+from app.errors import Requeue, ServerOpError
 from app.stores.redis import keys
 from tests.unit.workers.conftest import await_true
 from tests.unit.workers.sample.test_cancelling import OUTPUT, REQUEST, SESSION, HeldBackend, Samplers, samplers
 from workers.backends.sampling.base import RequestHandle
-from workers.process.results import Requeue
 from workers.sample.runner import SampleRunner
 
 __all__ = ["samplers"]  # the fixture
@@ -54,7 +53,7 @@ def send(runner: SampleRunner, request: str) -> None:
 def test_a_request_that_kills_samplers_is_given_up_and_takes_no_other_with_it(samplers: Samplers):
     requests = []
     for seed in range(8):
-        payload = codec.encode(replace(REQUEST, seed=seed))
+        payload = ops.encode(replace(REQUEST, seed=seed))
         admitted = samplers.oplog.admit_sample(f"{SESSION}:{seed}", SESSION, "me", "sample.base", payload, f"{seed}")
         requests.append(admitted.request_id)
     begun = []

@@ -6,15 +6,15 @@ from collections.abc import Callable
 
 import pytest
 
-from app.domain import codec
+from app.domain import ops
 from app.domain.records import Sampler, dump
 from app.domain.sampling import SampleRequest
+from app.errors import Requeue
 from app.stores.redis import keys
 from tests.unit.workers import newer
 from tests.unit.workers.conftest import BASE, World
 from tests.unit.workers.sample.test_runner import REQUEST, SESSION, admit, backend, runner, tokens
 from workers.backends.sampling.base import SamplerBackend
-from workers.process.results import Requeue
 from workers.sample import runner as sample_runner
 
 __all__ = ["backend"]
@@ -23,7 +23,7 @@ __all__ = ["backend"]
 def journal(world: World, seq: int, payload: bytes) -> str:
     world.records.put("samplers", SESSION, dump(Sampler("me", "session", BASE, 0.0)))
     queue = f"sample.{BASE}"
-    return world.oplog.admit_sample(f"{SESSION}:{seq}", SESSION, "me", queue, payload, codec.digest(payload)).request_id
+    return world.oplog.admit_sample(f"{SESSION}:{seq}", SESSION, "me", queue, payload, ops.digest(payload)).request_id
 
 
 @newer.WAYS

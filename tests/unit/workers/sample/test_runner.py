@@ -10,10 +10,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from app.domain import codec
+from app.domain import ops
 from app.domain.records import Sampler, dump
 from app.domain.sampling import SampleOutput, SampleRequest
-from app.errors import ServerOpError, Unavailable
+from app.errors import Requeue, ServerOpError, Unavailable
 from app.settings import BaseModelSettings
 from app.stores.objects.folder import FolderStore
 from app.stores.redis import keys
@@ -24,7 +24,6 @@ from app.wire import tinker_pb2 as pb
 from tests import assembly
 from tests.unit.workers.conftest import BASE, World, await_true
 from workers.backends.sampling.base import RequestHandle, SamplerBackend, create
-from workers.process.results import Requeue
 from workers.sample.runner import SampleRunner
 
 SESSION = "session:sample:0"
@@ -60,9 +59,9 @@ def runner(
 
 def admit(world: World, seq: int, request: SampleRequest = REQUEST, prefix: str = "", sequences: int = 1) -> str:
     world.records.put("samplers", SESSION, dump(Sampler("me", "session", BASE, 0.0, prefix=prefix)))
-    payload = codec.encode(request)
+    payload = ops.encode(request)
     return world.oplog.admit_sample(
-        f"{SESSION}:{seq}", SESSION, "me", f"sample.{BASE}", payload, codec.digest(payload), sequences=sequences
+        f"{SESSION}:{seq}", SESSION, "me", f"sample.{BASE}", payload, ops.digest(payload), sequences=sequences
     ).request_id
 
 

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from app import ids
-from app.domain import codec, records
+from app.domain import ops as domain_ops
+from app.domain import records
 from app.domain.ops import Op, SaveWeights
 from app.domain.results import Result
 from app.stores.objects.folder import FolderStore
@@ -95,8 +96,8 @@ Dispatch = Callable[..., "Future[Result | None]"]
 
 def admit(world: World, *ops: Op, first: int = 1, model_id: str = MODEL) -> None:
     for seq, op in enumerate(ops, first):
-        payload = codec.encode(op)
-        world.oplog.admit(model_id, seq, op.kind, payload, codec.digest(payload))
+        payload = domain_ops.encode(op)
+        world.oplog.admit(model_id, seq, op.kind, payload, domain_ops.digest(payload))
 
 
 def applied(world: World, model_id: str = MODEL) -> int:

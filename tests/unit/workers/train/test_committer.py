@@ -9,7 +9,7 @@ import pytest
 
 from app.domain import records
 from app.domain.ops import SaveWeights
-from app.errors import NotFound, Unavailable
+from app.errors import NotFound, Requeue, Unavailable
 from app.stores.objects.folder import FolderStore
 from app.stores.redis import keys
 from app.stores.redis.lifecycle import RedisLifecycle
@@ -37,7 +37,6 @@ from tests.unit.workers.train.saves import (
     saved_files,
     store,
 )
-from workers.process.results import Requeue
 from workers.train import committer
 
 __all__ = ["dispatch", "store"]  # the fixtures

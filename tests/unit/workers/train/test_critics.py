@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from app import ids
-from app.domain import codec, records
+from app.domain import ops, records
 from app.domain.ops import AdamParams, CreateModel, ForwardBackward, LoraSpec, ModelSpec, Op, OptimStep, SaveWeights
 from app.domain.records import Checkpoint, Model, dump
 from app.domain.results import CriticOutput, Result
@@ -26,10 +26,10 @@ def learn(seed: int) -> ForwardBackward:
 
 
 def run(world: World, worker: Worker, model_id: str, seq: int, op: Op) -> Result:
-    payload = codec.encode(op)
+    payload = ops.encode(op)
     if seq == 0:
         world.oplog.create_model(model_id, dump(Model("me", "session", BASE, 0.0, critic=True)))
-    world.oplog.admit(model_id, seq, op.kind, payload, codec.digest(payload))
+    world.oplog.admit(model_id, seq, op.kind, payload, ops.digest(payload))
     result = worker.runner.handle(ids.request_id(model_id, seq), model_id, op.kind)
     assert result is not None and not result.failed, result
     return result

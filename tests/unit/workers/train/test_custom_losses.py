@@ -6,8 +6,7 @@ import json
 
 import numpy as np
 
-from app.domain.batch import Batch, Ragged
-from app.domain.ops import AdamParams, ForwardBackward, Op, OptimStep
+from app.domain.ops import AdamParams, Batch, ForwardBackward, Op, OptimStep, Ragged
 from app.wire import tinker_pb2 as pb
 from tests.custom_losses import DPO_RANKS, dpo, parsed
 from tests.unit.workers.conftest import LORA, MODEL, PROBE, World, logprob_bytes, probe

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from app import ids
-from app.domain import codec
+from app.domain import ops
 from app.domain.ops import CreateModel, ModelSpec, Op
 from app.domain.records import Model, dump
 from app.domain.results import Result
@@ -19,8 +19,8 @@ NEXT = "session:train:1"
 
 
 def run(world: World, worker: Worker, model_id: str, seq: int, op: Op) -> Result | None:
-    payload = codec.encode(op)
-    request = world.oplog.admit(model_id, seq, op.kind, payload, codec.digest(payload)).request_id
+    payload = ops.encode(op)
+    request = world.oplog.admit(model_id, seq, op.kind, payload, ops.digest(payload)).request_id
     return worker.runner.handle(request, model_id, op.kind)
 
 

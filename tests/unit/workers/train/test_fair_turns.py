@@ -13,17 +13,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from app.domain import codec
+from app.domain import ops
 from app.domain.accounts import Project
-from app.domain.batch import Batch, Ragged
-from app.domain.ops import ForwardBackward
+from app.domain.ops import Batch, ForwardBackward, Ragged
 from app.domain.records import dump
+from app.errors import Requeue
 from app.stores.redis import keys
 from app.stores.redis.types import Lease
 from tests.unit.workers.conftest import MODEL, PROBE, Worker, World, add_model, batch, step
 from tests.unit.workers.train.test_turns import MERGED, admit, applied, handle
-from workers.process import leases
-from workers.process.results import Requeue
+from workers.process import heartbeat
 from workers.train import owner, runner
 from workers.train.executor import GradAccumulation
 
@@ -44,7 +43,7 @@ class Clock:
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    for module in (runner, owner, leases):
+    for module in (runner, owner, heartbeat):
         monkeypatch.setattr(module, "time", clock)
     return clock
 
@@ -159,7 +158,7 @@ def test_a_shared_pass_is_charged_to_each_project_by_its_bytes(world: World, clo
     before = fair_queue.virtual_time("light")
     handle(worker, HEAVY[0], 1, "forward")
     assert passes.ran == [{HEAVY[0], LIGHT}]
-    part = len(codec.encode(PROBE)) / len(codec.encode(PROBE) + codec.encode(thrice))
+    part = len(ops.encode(PROBE)) / len(ops.encode(PROBE) + ops.encode(thrice))
     assert part < 0.4
     assert fair_queue.virtual_time("light") - before == pytest.approx(part, abs=0.02)
 

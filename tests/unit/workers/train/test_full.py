@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from app import ids
-from app.domain import codec
+from app.domain import ops as domain_ops
 from app.domain.ops import CreateModel, ModelSpec, Op
 from app.domain.records import Model, dump
 from app.stores.redis import keys
@@ -31,8 +31,8 @@ def world(world: World) -> World:
 
 
 def run(world: World, worker: Worker, model_id: str, seq: int, op: Op) -> bytes:
-    payload = codec.encode(op)
-    world.oplog.admit(model_id, seq, op.kind, payload, codec.digest(payload))
+    payload = domain_ops.encode(op)
+    world.oplog.admit(model_id, seq, op.kind, payload, domain_ops.digest(payload))
     result = worker.runner.handle(ids.request_id(model_id, seq), model_id, op.kind)
     assert result is not None and not result.failed, result
     return result.body

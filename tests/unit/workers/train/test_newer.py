@@ -11,8 +11,9 @@ from collections.abc import Callable
 import pytest
 
 from app import ids
-from app.domain import codec
+from app.domain import ops
 from app.domain.ops import OptimStep
+from app.errors import Requeue
 from app.stores.objects.folder import FolderStore
 from app.stores.redis import keys
 from app.stores.redis.lifecycle import RedisLifecycle
@@ -21,7 +22,6 @@ from tests.unit.workers import newer
 from tests.unit.workers.conftest import BASE, MODEL, Worker, World, add_model, logprob_bytes, probe, step, undisturbed
 from workers.maintenance.orphans import Orphans
 from workers.maintenance.redispatch import Redispatcher
-from workers.process.results import Requeue
 from workers.train import runner
 
 OTHER = "session:train:1"
@@ -30,7 +30,7 @@ assert isinstance(STEP, OptimStep)
 
 
 def journal(world: World, seq: int, payload: bytes, model_id: str = MODEL, kind: str = OptimStep.kind) -> str:
-    return world.oplog.admit(model_id, seq, kind, payload, codec.digest(payload)).request_id
+    return world.oplog.admit(model_id, seq, kind, payload, ops.digest(payload)).request_id
 
 
 def attempts(world: World, request_id: str) -> int:
@@ -87,7 +87,7 @@ def test_the_old_worker_goes_on_with_other_models(world: World, old: Worker):
     for seq, kind in enumerate(["create_model", "forward_backward", OptimStep.kind]):
         if seq:
             op = step()[seq - 1]
-            journal(world, seq, codec.encode(op), OTHER, op.kind)
+            journal(world, seq, ops.encode(op), OTHER, op.kind)
         result = old.runner.handle(ids.request_id(OTHER, seq), OTHER, kind)
         assert result is not None and not result.failed
     assert not world.client.exists(keys.lease(MODEL)), "nor did it look at the newer one in between"

@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 
 from app.domain.ops import ForwardBackward
+from app.errors import Requeue
 from app.stores.redis import keys
 from app.stores.redis.client import connect
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.records import RedisRecords
 from tests.faults.proxy import Proxy
 from tests.unit.workers.conftest import MODEL, Worker, World, step
-from workers.process.results import Requeue
 from workers.train.owner import MAX_ATTEMPTS
 
 CUT_OFF = "b/1"

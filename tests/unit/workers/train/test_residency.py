@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from app import ids
-from app.domain import codec
+from app.domain import ops
 from app.domain.ops import Op
 from app.domain.results import Result
 from tests.unit.workers.conftest import MODEL, PROBE, Worker, World, add_model, logprob_bytes, step, undisturbed
@@ -21,8 +21,8 @@ def name(number: int) -> str:
 
 
 def run(world: World, worker: Worker, model_id: str, seq: int, op: Op) -> Result:
-    payload = codec.encode(op)
-    world.oplog.admit(model_id, seq, op.kind, payload, codec.digest(payload))
+    payload = ops.encode(op)
+    world.oplog.admit(model_id, seq, op.kind, payload, ops.digest(payload))
     result = worker.runner.handle(ids.request_id(model_id, seq), model_id, op.kind)
     assert result is not None and not result.failed
     return result

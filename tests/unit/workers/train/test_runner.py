@@ -14,11 +14,10 @@ import redis
 from app.domain.ops import LoadWeights, SaveWeights
 from app.domain.records import Checkpoint, load
 from app.domain.results import Result
-from app.errors import Unavailable
+from app.errors import Requeue, Unavailable
 from app.stores.objects.folder import FolderStore
 from app.stores.redis import keys
 from tests.unit.workers.conftest import BASE, MODEL, PROBE, Ended, World, logprob_bytes, probe, step, undisturbed
-from workers.process.results import Requeue
 
 
 def test_ops_run_in_seq_order_whatever_the_order_of_arrival_and_of_dispatches(world: World):

@@ -10,12 +10,11 @@ import redis
 from app.domain.ops import ForwardBackward, SaveWeights
 from app.domain.records import Model
 from app.domain.results import Result
-from app.errors import NotFound
+from app.errors import NotFound, Requeue
 from app.stores.redis import keys
 from app.stores.redis.lifecycle import RedisLifecycle
 from app.stores.redis.types import Lease
 from tests.unit.workers.conftest import BASE, MODEL, Worker, World, step
-from workers.process.results import Requeue
 
 
 class Dead(BaseException):

@@ -4,8 +4,8 @@ import pytest
 
 from app.domain.records import Worker as WorkerRecord
 from app.domain.records import dump
+from app.errors import Requeue
 from tests.unit.workers.conftest import BASE, MODEL, Worker, World, add_model
-from workers.process.results import Requeue
 from workers.train.rebalance import Rebalancer
 
 SECOND = "session:train:1"

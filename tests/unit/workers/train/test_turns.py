@@ -10,14 +10,13 @@ import numpy as np
 import pytest
 
 from app import ids
-from app.domain import codec
-from app.domain.batch import Batch, Ragged
-from app.domain.ops import ForwardBackward, Op
+from app.domain import ops
+from app.domain.ops import Batch, ForwardBackward, Op, Ragged
 from app.domain.results import Result
+from app.errors import Requeue
 from app.stores.redis import keys
 from tests.unit.workers.conftest import HOUR_S, LORA, MODEL, PROBE, Worker, World, add_model, batch, logprob_bytes, step
 from workers.backends.training.base import Create
-from workers.process.results import Requeue
 from workers.train import scheduler
 
 A, B, C = MODEL, "session:train:1", "session:train:2"
@@ -58,8 +57,8 @@ def handle(worker: Worker, model_id: str, seq: int, kind: str = "forward_backwar
 
 
 def admit(world: World, model_id: str, seq: int, op: Op) -> None:
-    payload = codec.encode(op)
-    world.oplog.admit(model_id, seq, op.kind, payload, codec.digest(payload))
+    payload = ops.encode(op)
+    world.oplog.admit(model_id, seq, op.kind, payload, ops.digest(payload))
 
 
 def applied(world: World, model_id: str) -> int:
@@ -113,7 +112,7 @@ def test_no_model_waits_for_another_twice(world: World, merged_tokens: int):
 def test_what_is_over_the_budget_does_not_join(world: World):
     # The batch has 19 tokens; 16 bytes each.
     worker = worker_of(world, "a/1", merged_tokens=40)
-    size = len(codec.encode(gradient(1)))
+    size = len(ops.encode(gradient(1)))
     assert 16 * 40 // size == 1, "the budget holds one Op beside the first, not two"
     for model_id in (A, B, C):
         admit(world, model_id, 1, gradient(1))

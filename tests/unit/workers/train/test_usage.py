@@ -9,7 +9,7 @@ import pytest
 import redis
 
 from app.domain.ops import ForwardBackward, SaveWeights
-from app.errors import UserOpError
+from app.errors import Requeue, UserOpError
 from app.stores.redis import keys
 from tests.pages import used
 from tests.unit.workers.conftest import MODEL, Worker, World, batch, step
@@ -17,7 +17,6 @@ from tests.unit.workers.sample.test_runner import REQUEST, SESSION, admit, backe
 from tests.unit.workers.train.test_turns import A, B, C, Watched, gradient, handle, merging
 from tests.unit.workers.train.test_turns import admit as admit_to
 from workers.backends.sampling.base import SamplerBackend
-from workers.process.results import Requeue
 
 __all__ = ["backend", "merging"]
 BATCH_TOKENS = 19

@@ -14,14 +14,20 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from app.domain.base_model import BaseModelInfo
+from app.domain.records import BaseModelInfo
 from app.domain.sampling import SampledSequence, SampleOutput, SampleRequest, TokenLogprobs
 from app.errors import OpError, ServerOpError
-from workers.backends.sampling import prompt_scores
-from workers.backends.sampling.base import Aborted, RequestHandle
-from workers.backends.sampling.prompt_scores import PromptScorer
-from workers.backends.sampling.requests import StopText, Vocabulary, check_finite, sample_seed, token_limit
-from workers.backends.sampling.token_sampler import TokenSampler, top_logprobs
+from workers.backends.sampling import token_sampler
+from workers.backends.sampling.base import (
+    Aborted,
+    RequestHandle,
+    StopText,
+    Vocabulary,
+    check_finite,
+    sample_seed,
+    token_limit,
+)
+from workers.backends.sampling.token_sampler import PromptScorer, TokenSampler, top_logprobs
 from workers.backends.sampling.transformers import kv_cache
 from workers.models import lora
 from workers.models.lora import Adapter
@@ -221,7 +227,7 @@ class Job:
 
     @property
     def wants_scores(self) -> bool:
-        return self.scores is None and prompt_scores.wanted(self.request)
+        return self.scores is None and token_sampler.wanted(self.request)
 
     @property
     def unstarted(self) -> int:
@@ -244,7 +250,7 @@ class Job:
         if len(self._finished) == self.request.num_samples:
             sequences = [self._finished[i] for i in range(self.request.num_samples)]
             with suppress(InvalidStateError):
-                self.future.set_result(prompt_scores.output(self.request, sequences, self.scores))
+                self.future.set_result(token_sampler.output(self.request, sequences, self.scores))
 
     def fail(self, error: BaseException) -> None:
         """Fails the job, unless it has ended. Callable from any thread; its rows are idle from then on."""

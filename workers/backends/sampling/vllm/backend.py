@@ -16,20 +16,19 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from app.domain.base_model import BaseModelInfo
 from app.domain.ops import LoraSpec
+from app.domain.records import BaseModelInfo
 from app.domain.sampling import SampleOutput, SampleRequest
 from app.errors import OpError, ServerOpError, UserOpError
 from app.settings import BaseModelSettings
-from workers.backends.sampling import full_weights, prompt_scores, requests
-from workers.backends.sampling.base import RequestHandle
-from workers.backends.sampling.requests import check, token_limit
+from workers.backends.sampling import base, token_sampler
+from workers.backends.sampling.base import RequestHandle, check_request, token_limit
 from workers.backends.sampling.vllm import engine as vllm_engine
 from workers.backends.sampling.vllm import patches
 from workers.backends.sampling.vllm import requests as vllm_requests
 from workers.backends.sampling.vllm.engine import EngineThread
 from workers.backends.sampling.vllm.requests import Sample, may_read_cache
-from workers.models import base_model, lora
+from workers.models import base_model, full_weights, lora
 from workers.models.base_model import explained
 
 
@@ -50,7 +49,7 @@ class VllmSampler:
         patches.repair_pieces()
         skeleton = _skeleton(self._settings)
         info = _info(self._settings, skeleton)
-        self._end_tokens = requests.load_vocabulary(self._settings).end_tokens
+        self._end_tokens = base.load_vocabulary(self._settings).end_tokens
         arguments = vllm_engine.engine_args(self._settings, info.max_context, info.dtype, full=self._full)
         self._engine = EngineThread(arguments)
         if self._full:
@@ -75,15 +74,15 @@ class VllmSampler:
     def sample(
         self, adapter_id: str | None, request: SampleRequest, handle: RequestHandle | None = None
     ) -> SampleOutput:
-        check(request, self._model_info)
+        check_request(request, self._model_info)
         adapter = self._weights.base if adapter_id is None else self._weights.find(adapter_id)
         handle = handle or RequestHandle()
         samples = self._run(adapter, request, handle, may_read_cache(request) and handle.on_tokens is None)
-        if prompt_scores.wanted(request) and samples[0].scores is None:
+        if token_sampler.wanted(request) and samples[0].scores is None:
             # The prefix cache held a row that the request needs.
             samples = self._run(adapter, request, handle, read_cache=False)
         sequences = [sample.sequence() for sample in samples]
-        return prompt_scores.output(request, sequences, samples[0].scores, samples[0].cached_tokens)
+        return token_sampler.output(request, sequences, samples[0].scores, samples[0].cached_tokens)
 
     def healthy(self) -> bool:
         hangs = self._engine.stalled_s > self._settings.sampler.step_deadline_s

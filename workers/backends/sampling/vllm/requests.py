@@ -16,12 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from app.domain import codec
+from app.domain import ops
 from app.domain.sampling import SampledSequence, SampleRequest, TokenLogprobs
-from workers.backends.sampling import prompt_scores
-from workers.backends.sampling.base import OnTokens
-from workers.backends.sampling.prompt_scores import PromptScorer
-from workers.backends.sampling.requests import check_finite, sample_seed
+from workers.backends.sampling import token_sampler
+from workers.backends.sampling.base import OnTokens, check_finite, sample_seed
+from workers.backends.sampling.token_sampler import PromptScorer
 
 SCORES_KEY = "tinsmith_request"
 _ROWS = 256
@@ -38,7 +37,7 @@ def sampling_params(
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    scores = index == 0 and prompt_scores.wanted(request)
+    scores = index == 0 and token_sampler.wanted(request)
     return SamplingParams(
         max_tokens=limit,
         # vLLM seeds torch.Generator with it, which takes 63 bits without wrapping.
@@ -54,7 +53,7 @@ def sampling_params(
         detokenize=bool(request.stop_strings),
         skip_special_tokens=False,
         output_kind=RequestOutputKind.DELTA if streams else RequestOutputKind.FINAL_ONLY,
-        extra_args={SCORES_KEY: codec.encode(request)} if scores else None,
+        extra_args={SCORES_KEY: ops.encode(request)} if scores else None,
         skip_reading_prefix_cache=scores and not read_cache,
     )
 
@@ -198,4 +197,4 @@ def _install_second(worker: Any) -> None:
 
 def _prompt(params: Any, device: torch.device) -> PromptInChunks | None:
     payload = (params.extra_args or {}).get(SCORES_KEY) if params is not None else None
-    return None if payload is None else PromptInChunks(codec.decode(payload), device)
+    return None if payload is None else PromptInChunks(ops.decode(payload), device)

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from workers.backends.sampling import full_weights
 from workers.backends.sampling.vllm import patches
 from workers.backends.sampling.vllm import requests as vllm_requests
+from workers.models import full_weights
 
 SAMPLER_PID_VARIABLE = "TINSMITH_SAMPLER_PID"
 

@@ -4,7 +4,7 @@ It equals `run_loss_handle` and `backward` in the SDK (tinker 0.38, lib/public_i
 call the traced function once a datum and add up the losses. There is no eval here: each call is looked up in a fixed
 table.
 
-The table holds a function for each name of app/domain/custom_losses.py, built from our own names alone.
+The table holds a function for each name of app/domain/losses.py, built from our own names alone.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from app.domain import custom_losses
-from app.domain.batch import Batch
-from app.domain.custom_losses import FUNCTION, CustomLoss, LossCall
+from app.domain import losses
+from app.domain.losses import FUNCTION, CustomLoss, LossCall
+from app.domain.ops import Batch
 from app.errors import UserOpError
 from workers.backends.training.losses.custom_budget import MAX_WORK, Budget
 
@@ -156,7 +156,7 @@ def _argument(value: Any, nodes: Mapping[str, Any]) -> Any:
 
 
 _CONSTANTS: Mapping[tuple[str, str], Any] = {
-    **{("dtype", name): getattr(torch, name) for name in custom_losses.DTYPES},
+    **{("dtype", name): getattr(torch, name) for name in losses.DTYPES},
     ("device", "cpu"): torch.device("cpu"),
     ("layout", "strided"): torch.strided,
     ("memory_format", "contiguous_format"): torch.contiguous_format,
@@ -251,7 +251,7 @@ def _attribute(value: Any, name: str) -> Any:
 def _named(name: str) -> Function:
     """Returns the function of that name, such as torch.nn.functional.relu.
 
-    Every name is a constant of app/domain/custom_losses.py.
+    Every name is a constant of app/domain/losses.py.
     """
     found: Any = torch
     for part in name.split(".")[1:]:
@@ -262,8 +262,8 @@ def _named(name: str) -> Function:
 
 _SPECIAL: Mapping[str, Function] = {
     "getattr": _attribute,
-    **{f"operator.{name}": _numeric(getattr(operator, name)) for name in custom_losses.OPERATORS},
-    **{f"math.{name}": getattr(math, name) for name in custom_losses.MATH},
+    **{f"operator.{name}": _numeric(getattr(operator, name)) for name in losses.OPERATORS},
+    **{f"math.{name}": getattr(math, name) for name in losses.MATH},
     "operator.pow": _power,
     "operator.getitem": _item,
 }
@@ -271,8 +271,8 @@ _SPECIAL: Mapping[str, Function] = {
 
 FUNCTIONS: Mapping[str, Function] = {
     **_SPECIAL,
-    **{name: _named(name) for name in custom_losses.FUNCTIONS if name.startswith("torch.")},
+    **{name: _named(name) for name in losses.FUNCTIONS if name.startswith("torch.")},
 }
 
 
-METHODS: Mapping[str, Function] = {name: getattr(Tensor, name) for name in custom_losses.METHODS}
+METHODS: Mapping[str, Function] = {name: getattr(Tensor, name) for name in losses.METHODS}

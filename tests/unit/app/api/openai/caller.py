@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from werkzeug.test import TestResponse
 
-from app.domain import codec
+from app.domain import ops
 from app.domain.results import PROTOBUF, Result
 from app.domain.sampling import SampledSequence, SampleOutput, SampleRequest
 from app.errors import Fenced
@@ -64,7 +64,7 @@ class Standin:
         except Fenced:
             return
         if entry is not None:
-            self.seen.append(codec.decode(entry.payload))
+            self.seen.append(ops.decode(entry.payload))
             result = self.answer(request_id, self.seen[-1])
             if isinstance(result, SampleOutput):
                 result = Result(encode_sample(result), PROTOBUF)

@@ -9,7 +9,7 @@ import pytest
 from flask import Flask
 
 from app import create_app
-from app.api.context import EXTENSION
+from app.api.base import EXTENSION
 from app.services.openai.tokenizer import read
 from app.settings import ApiSettings, Settings
 from app.stores.redis.client import connect

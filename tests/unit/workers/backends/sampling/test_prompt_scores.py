@@ -8,7 +8,7 @@ import torch
 
 from app.domain.sampling import UNSCORED, Cells, SampleOutput, SampleRequest
 from app.errors import ServerOpError
-from workers.backends.sampling.prompt_scores import PromptScorer, output, wanted
+from workers.backends.sampling.token_sampler import PromptScorer, output, wanted
 
 CPU = torch.device("cpu")
 LENGTH, VOCAB = 100, 50

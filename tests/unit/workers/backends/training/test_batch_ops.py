@@ -4,9 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from app.domain.batch import Batch, Ragged
 from app.domain.losses import LOSSES
-from app.domain.ops import ForwardBackward
+from app.domain.ops import Batch, ForwardBackward, Ragged
 from workers.backends.training.batch_ops import Evaluation, evaluate
 from workers.backends.training.losses import LOSS_FNS
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.domain.batch import Ragged
-from workers.backends.training.microbatches import Column, MicroBatch, cut
+from app.domain.ops import Ragged
+from workers.backends.training.batch_ops import Column, MicroBatch, cut
 
 LENGTHS = st.lists(st.lists(st.integers(1, 60), max_size=12), min_size=1, max_size=4)
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from app.domain import codec
+from app.domain import ops
 from app.domain.sampling import SampleRequest
-from workers.backends.sampling.prompt_scores import output
+from workers.backends.sampling.token_sampler import output
 from workers.backends.sampling.vllm import requests as vllm_requests
 from workers.backends.sampling.vllm.requests import SCORES_KEY, PromptInChunks
 
@@ -105,7 +105,7 @@ class FirstRunner:
 
 
 def params(request: SampleRequest | None) -> Any:
-    return SimpleNamespace(extra_args=None if request is None else {SCORES_KEY: codec.encode(request)})
+    return SimpleNamespace(extra_args=None if request is None else {SCORES_KEY: ops.encode(request)})
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -132,7 +132,7 @@ def test_the_second_runners_worker_scores_our_requests_and_forgets_them():
     worker = worker_class(4, CPU)
     vllm_params = pytest.importorskip("vllm").SamplingParams
     worker.add_request("others", 0, vllm_params())
-    worker.add_request("ours", 1, vllm_params(extra_args={SCORES_KEY: codec.encode(WHOLE)}))
+    worker.add_request("ours", 1, vllm_params(extra_args={SCORES_KEY: ops.encode(WHOLE)}))
     hidden, found = torch.cat([HIDDEN[:5], HIDDEN[:600]]), []
     for begin, count in ((0, 600), (600, 400)):
         hidden = torch.cat([HIDDEN[:5], HIDDEN[begin : begin + count]])

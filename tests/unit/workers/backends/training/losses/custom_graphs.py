@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from app.domain.batch import Batch, Ragged
-from app.domain.custom_losses import CustomLoss
+from app.domain.losses import CustomLoss
+from app.domain.ops import Batch, Ragged
 from app.wire import custom_loss
 from workers.backends.training.losses.custom import CustomLossRun
 

@@ -17,7 +17,7 @@ from tinker.lib.public_interfaces.custom_loss import run_loss_handle
 from torch import Tensor
 from torch.fx.node import _get_qualified_name
 
-from app.domain import custom_losses as names
+from app.domain import losses as names
 from app.errors import UserOpError
 from tests.custom_losses import DPO_RANKS, SDFT_RANKS, dpo, handle, parsed, sdft
 from tests.unit.workers.backends.training.losses.custom_graphs import (

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from torch import Tensor
 
-from app.domain.custom_losses import CustomLoss
+from app.domain.losses import CustomLoss
 from app.errors import UserOpError
 from tests.unit.workers.backends.training.losses.custom_graphs import (
     INPUTS,

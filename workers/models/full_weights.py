@@ -1,4 +1,5 @@
-"""Writes all of a model's weights as a Hugging Face folder, which `AutoModelForCausalLM.from_pretrained` loads.
+"""All weights of a model as a Hugging Face folder: a trainer writes it, a sampler and
+`AutoModelForCausalLM.from_pretrained` read it.
 
 transformers writes the folder, from a model of the same class without memory of its own. transformers knows how a
 checkpoint differs from the model in memory (experts are stacked only there), which tensors are tied, and what is too
@@ -8,18 +9,21 @@ large for one file.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import cached_file
 
-from app.domain.base_model import TOKENIZER_FILES
+from app.domain.records import TOKENIZER_FILES
+from app.errors import UserOpError
 from workers.backends.training.base import Writer
+from workers.models import base_model
 
 # vLLM and most stores are quicker with several files than with one large file.
 _SHARD = "5GB"
@@ -85,3 +89,54 @@ def _cached(source: str, names: Iterable[str]) -> list[Path]:
         for name in names
     )
     return [Path(path) for path in found if path]
+
+
+def check_fits(folder: Path, model: Any) -> None:
+    """Raises UserOpError unless the folder's model has the same parameters as `model`."""
+    try:
+        config = AutoConfig.from_pretrained(folder)
+        with torch.device("meta"):
+            stored = AutoModelForCausalLM.from_config(config)
+    except (OSError, ValueError) as error:
+        raise UserOpError(f"{folder.name} holds no model that can be loaded: {error}") from None
+    if _shapes(stored) != _shapes(model) or not _files(folder):
+        raise UserOpError(f"{folder.name} holds no weights of this base model")
+
+
+def tensors_in(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """Yields each tensor by its name in the files, on the CPU; one at a time is in memory."""
+    for path in _files(folder):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - a handle of safetensors is no dict
+                yield name, file.get_tensor(name)
+
+
+def weights_for(model: Any, folder: Path) -> Iterable[tuple[str, Tensor]]:
+    """Returns tensors by their names in a transformers model: one by one, or all at once where the files' names differ.
+
+    The names differ for experts, which are one tensor only in memory. Raises UserOpError when some are missing.
+    """
+    wanted = dict(model.named_parameters()).keys()
+    if wanted <= _names_in(folder):
+        return ((name, tensor) for name, tensor in tensors_in(folder) if name in wanted)
+    try:
+        return base_model.read_weights(str(folder), model).items()
+    except (OSError, ValueError) as error:
+        raise UserOpError(f"{folder.name} holds no weights of this base model: {error}") from None
+
+
+def _files(folder: Path) -> list[Path]:
+    """Lists the weight files. In a training checkpoint the optimizer's tensors lie beside them."""
+    return sorted(folder.glob("model*.safetensors"))
+
+
+def _names_in(folder: Path) -> set[str]:
+    names: set[str] = set()
+    for path in _files(folder):
+        with safe_open(path, framework="pt") as file:
+            names.update(file.keys())
+    return names
+
+
+def _shapes(model: Any) -> dict[str, torch.Size]:
+    return {name: parameter.shape for name, parameter in model.named_parameters()}

@@ -14,10 +14,10 @@ from app.errors import ServerOpError
 from app.settings import BaseModelSettings, SamplerSettings
 from tests.models import tiny_qwen3
 from tests.unit.workers.conftest import await_true
-from workers.backends.sampling import full_weights
 from workers.backends.sampling.base import Aborted, RequestHandle
-from workers.backends.sampling.full_weights import tensors_in
 from workers.backends.sampling.transformers.backend import TransformersSampler
+from workers.models import full_weights
+from workers.models.full_weights import tensors_in
 
 POISON = 200
 

@@ -7,9 +7,18 @@ import msgpack
 import numpy as np
 import pytest
 
-from app.domain import codec
-from app.domain.batch import Batch, Ragged
-from app.domain.ops import AdamParams, CreateModel, ForwardBackward, LoraSpec, ModelSpec, OptimStep, SaveWeights
+from app.domain import ops
+from app.domain.ops import (
+    AdamParams,
+    Batch,
+    CreateModel,
+    ForwardBackward,
+    LoraSpec,
+    ModelSpec,
+    OptimStep,
+    Ragged,
+    SaveWeights,
+)
 from app.domain.sampling import Cells, SampleRequest
 from app.errors import NewerContent
 
@@ -31,12 +40,12 @@ OPS = [
 
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.kind)
 def test_an_op_comes_back_as_it_was(op):
-    assert codec.decode(codec.encode(op)) == op
+    assert ops.decode(ops.encode(op)) == op
 
 
 def test_arrays_come_back_with_their_dtype_shape_and_bits():
     op = ForwardBackward(batch(), "cross_entropy", {"x": 0.1}, True)
-    back = codec.decode(codec.encode(op))
+    back = ops.decode(ops.encode(op))
     assert (back.loss_fn, back.loss_config, back.forward_only, back.kind) == (
         "cross_entropy",
         {"x": 0.1},
@@ -54,18 +63,18 @@ def test_arrays_come_back_with_their_dtype_shape_and_bits():
 
 def test_equal_content_has_one_digest_whatever_the_order_of_its_names():
     one, two = ({"a": 1.0, "b": 2.0}, {"b": 2.0, "a": 1.0})
-    digests = {codec.digest(codec.encode(ForwardBackward(batch(), "ppo", config))) for config in (one, two)}
+    digests = {ops.digest(ops.encode(ForwardBackward(batch(), "ppo", config))) for config in (one, two)}
     assert len(digests) == 1
-    other = codec.digest(codec.encode(ForwardBackward(batch(), "ppo", {"a": 1.0, "b": 2.5})))
+    other = ops.digest(ops.encode(ForwardBackward(batch(), "ppo", {"a": 1.0, "b": 2.5})))
     assert other not in digests
 
 
 def test_what_a_client_sends_cannot_become_another_type():
     request = SampleRequest(np.array([1]), 1, 1, 0, stop_strings=("LoraSpec",))
-    assert codec.decode(codec.encode(request)).stop_strings == ("LoraSpec",)
+    assert ops.decode(ops.encode(request)).stop_strings == ("LoraSpec",)
     for strange in (msgpack.ExtType(9, b""), [msgpack.ExtType(2, b"Popen"), "ls"]):
         with pytest.raises(NewerContent):
-            codec.decode(msgpack.packb(strange))
+            ops.decode(msgpack.packb(strange))
 
 
 def test_a_sampling_request_comes_back_with_all_it_asks():
@@ -73,7 +82,7 @@ def test_a_sampling_request_comes_back_with_all_it_asks():
     request = SampleRequest(
         np.array([1, 2, 3], np.int32), 4, 5, 6, 0.5, 0.9, 3, ("a",), (), True, True, 2, 8, cells, 9, 10
     )
-    back = codec.decode(codec.encode(request))
+    back = ops.decode(ops.encode(request))
     for name in SampleRequest.__slots__:
         if name not in ("prompt", "prompt_targets"):
             assert getattr(back, name) == getattr(request, name), name
@@ -88,14 +97,14 @@ def test_a_sampling_request_comes_back_with_all_it_asks():
 
 
 def test_a_sampling_request_journalled_before_it_had_the_newer_fields_can_still_be_read():
-    whole = msgpack.unpackb(codec.encode(SampleRequest(np.array([1], np.int32), 1, 2, 3)), ext_hook=msgpack.ExtType)
-    back = codec.decode(msgpack.packb(whole[:12]))
+    whole = msgpack.unpackb(ops.encode(SampleRequest(np.array([1], np.int32), 1, 2, 3)), ext_hook=msgpack.ExtType)
+    back = ops.decode(msgpack.packb(whole[:12]))
     assert (back.max_tokens, back.prompt_logprobs, back.prompt_top, back.prompt_targets) == (2, False, 0, None)
 
 
 def test_only_journal_types_are_encoded():
     with pytest.raises(TypeError, match="type object cannot be written to the journal"):
-        codec.encode(object())
+        ops.encode(object())
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +117,7 @@ class _Grown:
     names: tuple[str, ...] = ()
 
 
-GROWN = codec.Codec({"Grown": (_Grown, 2)})
+GROWN = ops.Codec({"Grown": (_Grown, 2)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +128,7 @@ class _First:
     alpha: float = 1.0
 
 
-FIRST = codec.Codec({"Grown": (_First, 2)})
+FIRST = ops.Codec({"Grown": (_First, 2)})
 
 
 def test_added_fields_that_have_their_defaults_leave_the_bytes_and_so_the_digest_as_they_were():
@@ -148,7 +157,7 @@ def test_a_tag_is_not_the_name_of_a_class():
 
 
 NEWER = {
-    "a tag": codec.Codec({"Unheard": (_Grown, 2)}).encode([_Grown(1)]),
+    "a tag": ops.Codec({"Unheard": (_Grown, 2)}).encode([_Grown(1)]),
     "more fields": GROWN.encode(_Grown(3, names=("a",))),
     "a version": msgpack.packb([msgpack.ExtType(3, b"2"), "in whatever form"]),
     "a kind of value": msgpack.packb({"x": msgpack.ExtType(4, b"")}),
@@ -162,16 +171,16 @@ def test_what_only_a_newer_version_can_have_written_is_known_as_that(data: bytes
 
 
 def test_what_nobody_can_read_is_not_taken_for_newer():
-    whole = codec.encode(ForwardBackward(batch(), "ppo"))
+    whole = ops.encode(ForwardBackward(batch(), "ppo"))
     for corrupt in (b"", whole[:-1], whole + b"x", b"\xc1", b"\xc7\x01\x01\x93"):
-        assert not codec.is_newer(corrupt)
+        assert not ops.is_newer(corrupt)
         with pytest.raises(Exception) as caught:
-            codec.decode(corrupt)
+            ops.decode(corrupt)
         assert not isinstance(caught.value, NewerContent)
 
 
 def test_every_field_that_was_added_has_a_default():
-    for known, first in codec.TYPES.values():
+    for known, first in ops.TYPES.values():
         given = fields(known)
         assert len(given) >= first
         known(*[None] * first)

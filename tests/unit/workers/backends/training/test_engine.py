@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from workers.backends.training.attention import packed_attention, runs_of
+from workers.backends.training.engine import packed_attention, runs_of
 
 HEADS, KV_HEADS, WIDTH = 6, 2, 16
 SCALING = 0.3

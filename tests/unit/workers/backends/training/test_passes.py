@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from app.domain.ops import LoraSpec
-from workers.backends.training import outputs
+from workers.backends.training import passes
 from workers.backends.training.lm_head import LmHead, LogitRule
-from workers.backends.training.outputs import PolicyOutputs
+from workers.backends.training.passes import PolicyOutputs
 from workers.models.lora import Adapter, LoraPair
 
 ROWS, WIDTH, VOCAB = 23, 8, 50
@@ -50,8 +50,8 @@ def by_hand(
 def test_logprobs_and_all_gradients_equal_log_softmax(
     monkeypatch: pytest.MonkeyPatch, rule: LogitRule, width: int, zeros: int, chunk: int, kept: int
 ) -> None:
-    monkeypatch.setitem(outputs.CHUNK_ROWS, "cpu", chunk)
-    monkeypatch.setattr(outputs, "_KEPT_ELEMENTS", kept)
+    monkeypatch.setitem(passes.CHUNK_ROWS, "cpu", chunk)
+    monkeypatch.setattr(passes, "_KEPT_ELEMENTS", kept)
     torch.manual_seed(0)
     weight, hidden = torch.randn(VOCAB, WIDTH), torch.randn(ROWS, WIDTH)
     targets, seed = torch.randint(0, VOCAB, (ROWS, width)), torch.randn(ROWS, width)
@@ -121,7 +121,7 @@ def test_bfloat16_logits_are_reduced_in_fp32_and_confident_targets_keep_their_gr
 def test_entropy_is_that_of_the_whole_distribution(
     monkeypatch: pytest.MonkeyPatch, rule: LogitRule, dtype: torch.dtype
 ) -> None:
-    monkeypatch.setitem(outputs.CHUNK_ROWS, "cpu", 7)
+    monkeypatch.setitem(passes.CHUNK_ROWS, "cpu", 7)
     torch.manual_seed(0)
     given, targets = torch.randn(ROWS, VOCAB).mul(5).to(dtype), torch.randint(0, VOCAB, (ROWS, 1))
     found = PolicyOutputs(LmHead(None, "lm_head", rule), given, targets, [], keep=False, entropy=True).entropy

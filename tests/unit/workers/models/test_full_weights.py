@@ -13,9 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from app.errors import UserOpError
 from tests.parity.architectures import build
-from workers.backends.sampling.full_weights import check_fits, tensors_in, weights_for
 from workers.backends.training.base import OPTIMIZER_FILE
-from workers.checkpoints.export import huggingface_writer
+from workers.models.full_weights import check_fits, huggingface_writer, tensors_in, weights_for
 
 
 def copied(source: Path, folder: Path) -> tuple[Path, Mapping[str, Tensor]]:

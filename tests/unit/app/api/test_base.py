@@ -9,7 +9,7 @@ from flask import Flask
 from werkzeug.test import TestResponse
 
 from app import create_app
-from app.api.context import EXTENSION
+from app.api.base import EXTENSION
 from app.settings import LimitSettings, Settings
 from app.stores.redis.client import connect
 from tests.unit.app.api.test_sampling import body as sample

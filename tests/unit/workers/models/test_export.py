@@ -18,9 +18,8 @@ from app.settings import BaseModelSettings
 from tests.full_disk import full_disk
 from tests.models import tiny_qwen3
 from tests.parity import architectures
-from workers.checkpoints import export
-from workers.checkpoints.export import huggingface_writer
-from workers.models import base_model, lora
+from workers.models import base_model, full_weights, lora
+from workers.models.full_weights import huggingface_writer
 
 TOKENS = torch.arange(24).view(2, 12) * 7 % 320
 
@@ -115,7 +114,7 @@ def test_a_tied_head_given_values_of_its_own_is_written_untied(tmp_path: Path) -
 
 def test_a_large_model_lies_in_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base = loaded(tiny_qwen3(tmp_path / "base"))
-    monkeypatch.setattr(export, "_SHARD", "100KB")
+    monkeypatch.setattr(full_weights, "_SHARD", "100KB")
     huggingface_writer(base.model, moved(base), torch.float32, base.tokenizer)(tmp_path / "exported")
     assert len([*(tmp_path / "exported").glob("model-*.safetensors")]) > 2
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "exported")), logits(base.model))
