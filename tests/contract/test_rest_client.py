@@ -40,9 +40,10 @@ def run_of(path: str) -> str:
 
 
 def test_runs_are_paged_and_each_is_what_its_checkpoints_path_leads_to(
-    rest: tinker.RestClient, training: tinker.TrainingClient
+    rest: tinker.RestClient, service: tinker.ServiceClient, training: tinker.TrainingClient
 ):
-    path = training.save_state("kept").result().path
+    newest = service.create_lora_training_client(base_model=BASE, rank=8, seed=3).result()
+    path = newest.save_state("kept").result().path
     first, second = (rest.list_training_runs(limit=1, offset=offset).result() for offset in (0, 1))
     assert first.training_runs[0].training_run_id == run_of(path), "the newest"
     assert first.cursor.total_count == second.cursor.total_count > 1

@@ -154,7 +154,7 @@ class EngineMachine(RuleBasedStateMachine):
                 for late in (trainer, *self.zombies):
                     late.background.catch_up()
             case "tick":
-                trainer.evict_idle()
+                trainer.on_tick()
             case "wipe":
                 trainer.wipe()
             case "lapse":

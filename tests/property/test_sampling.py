@@ -43,7 +43,7 @@ class Request:
     digest: str
     sequences: int
     node: str
-    held: bool
+    throttled: bool
     off: bool = False
     runner: str = ""
     result: Result | None = None

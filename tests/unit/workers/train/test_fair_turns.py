@@ -39,6 +39,9 @@ class Clock:
         self.now += 1e-6
         return self.now
 
+    def time(self) -> float:
+        return self.monotonic()
+
 
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
