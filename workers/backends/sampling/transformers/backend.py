@@ -21,8 +21,9 @@ from app.domain.sampling import SampleOutput, SampleRequest
 from app.errors import ServerOpError
 from app.settings import BaseModelSettings
 from workers.backends.failures import StallDetector
-from workers.backends.sampling import base
-from workers.backends.sampling.base import Aborted, RequestHandle, check_request
+from workers.backends.sampling import requests
+from workers.backends.sampling.base import Aborted, RequestHandle
+from workers.backends.sampling.requests import check_request
 from workers.backends.sampling.transformers import kv_cache
 from workers.backends.sampling.transformers.batch import Job, RunningBatch, fits, prefill
 from workers.models import base_model, full_weights, lora
@@ -39,7 +40,7 @@ class TransformersSampler:
 
     def open(self) -> BaseModelInfo:
         self._base = base_model.load(self._settings)
-        self._vocabulary = base.load_vocabulary(self._settings)
+        self._vocabulary = requests.load_vocabulary(self._settings)
         if not self._full:
             lora.wrap(self._base.model)
         kv_cache.use_decode_attention(self._base.model)

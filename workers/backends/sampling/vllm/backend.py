@@ -21,8 +21,9 @@ from app.domain.records import BaseModelInfo
 from app.domain.sampling import SampleOutput, SampleRequest
 from app.errors import OpError, ServerOpError, UserOpError
 from app.settings import BaseModelSettings
-from workers.backends.sampling import base, token_sampler
-from workers.backends.sampling.base import RequestHandle, check_request, token_limit
+from workers.backends.sampling import requests, token_sampler
+from workers.backends.sampling.base import RequestHandle
+from workers.backends.sampling.requests import check_request, token_limit
 from workers.backends.sampling.vllm import engine as vllm_engine
 from workers.backends.sampling.vllm import patches
 from workers.backends.sampling.vllm import requests as vllm_requests
@@ -49,7 +50,7 @@ class VllmSampler:
         patches.repair_pieces()
         skeleton = _skeleton(self._settings)
         info = _info(self._settings, skeleton)
-        self._end_tokens = base.load_vocabulary(self._settings).end_tokens
+        self._end_tokens = requests.load_vocabulary(self._settings).end_tokens
         arguments = vllm_engine.engine_args(self._settings, info.max_context, info.dtype, full=self._full)
         self._engine = EngineThread(arguments)
         if self._full:

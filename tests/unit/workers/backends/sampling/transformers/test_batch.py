@@ -9,7 +9,7 @@ import torch
 from app.domain.sampling import SampleRequest
 from app.settings import BaseModelSettings
 from tests.models import tiny_qwen3
-from workers.backends.sampling import base as sampling_requests
+from workers.backends.sampling import requests as sampling_requests
 from workers.backends.sampling.transformers import batch
 from workers.backends.sampling.transformers.batch import Job
 from workers.models import base_model, lora
