@@ -39,7 +39,7 @@ def up(folder: Path, base: Path | str, toml: str = "", **environ: str) -> tuple[
 )
 def test_gpus_that_are_not_there_end_it(toml: str, worker: str, base_path: Path, tmp_path: Path):
     code, [line] = up(tmp_path, base_path, toml)
-    assert line.startswith(f"tinsmith: {worker} is [0, 1] but torch sees no GPU here")
+    assert line.startswith(f"tinsmith: {worker} is [0, 1], but torch sees no GPU here")
     assert code == 2
 
 

@@ -31,7 +31,7 @@ class State:
         self.parts = [torch.arange(4.0), torch.ones(3)]
         self.at = self.places()
 
-    def held(self) -> Iterator[Tensor]:
+    def tensors(self) -> Iterator[Tensor]:
         return iter(self.parts)
 
     def places(self) -> list[int]:
