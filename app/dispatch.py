@@ -75,6 +75,9 @@ def celery_app(settings: Settings) -> Celery:
             "unacked_restore_throttle": 1,
             "health_check_interval": 10,
             "socket_connect_timeout": 2,
+            # A call waits 0.2 s for a broker that is away. With kombu's defaults it waits 6 s.
+            "max_retries": 1,
+            "interval_start": 0.2,
         },
     )
     return app

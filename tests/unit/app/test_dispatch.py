@@ -68,3 +68,10 @@ def test_ringing_where_the_broker_is_full_or_away_fails_nobody(url: str, broker:
     for celery in (at(url, tmp_path), away(tmp_path)):
         Dispatcher(celery).send("forward", "session:train:0:1", "session:train:0", "train.base")
         Dispatcher(celery).wake(Holder("base", "a"))
+
+
+def test_a_call_waits_less_than_a_second_for_a_broker_that_is_away(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    slept: list[float] = []
+    monkeypatch.setattr("kombu.utils.functional.sleep", slept.append)
+    Dispatcher(away(tmp_path)).send("forward", "session:train:0:1", "session:train:0", "train.base")
+    assert slept and sum(slept) < 1
