@@ -30,6 +30,7 @@ from tests import assembly
 from tests.models import tiny_qwen3
 from workers.backends.training.backends import create
 from workers.backends.training.base import Create, TrainingBackend
+from workers.checkpoints import transfer
 from workers.checkpoints.coalescing import CoalescingWorker
 from workers.process.assembly import Overrides, Trainer, assemble_trainer
 from workers.process.heartbeat import LeaseKeeper
@@ -51,6 +52,12 @@ def batch(seed: int = 0) -> Batch:
 
 def step(seed: int = 0) -> list[Op]:
     return [ForwardBackward(batch(seed), "cross_entropy"), OptimStep(AdamParams(learning_rate=1e-2, eps=1e-8))]
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Removes the pauses between tries to fetch a file: 0.6 s for each fetch from a store that is away."""
+    monkeypatch.setattr(transfer, "_PAUSE_S", 0.0)
 
 
 def await_true(what: Callable[[], Any], why: str) -> None:

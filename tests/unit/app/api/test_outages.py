@@ -96,7 +96,7 @@ def test_a_server_that_still_loads_is_an_outage(tmp_path: Path) -> None:
         client.mset({f"key{i}": "x" for i in range(30_000)})
         client.save()
     port = free_port()
-    slowly = ["--key-load-delay", "10000", "--loading-process-events-interval-bytes", "1024"]  # us a key
+    slowly = ["--key-load-delay", "1000", "--loading-process-events-interval-bytes", "1024"]  # us a key
     command = [valkey_binary(), "--port", str(port), "--dir", tmp_path, *slowly]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     try:

@@ -5,11 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
-import threading
 from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -149,46 +145,6 @@ def test_a_hub_id_that_is_not_in_the_cache_of_an_offline_machine_names_the_local
         "is set, and this machine's cache does not have it; or give a local folder: --base-model "
         "tiny=/path/to/folder"
     )
-
-
-class Hub(BaseHTTPRequestHandler):
-    """Refuses every file of a model in the same way as the hub."""
-
-    def do_HEAD(self) -> None:
-        status, error = (403, "GatedRepo") if self.path.startswith("/org/gated/") else (401, "RepoNotFound")
-        self.send_response(status)
-        self.send_header("X-Error-Code", error)
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-
-    def log_message(self, *_: Any) -> None:
-        pass
-
-
-ASK = """
-from app.errors import SetupError
-from app.settings import BaseModelSettings
-from workers.models import base_model
-for path in ("org/gated", "org/unknown"):
-    try:
-        base_model.load(BaseModelSettings(name="tiny", path=path))
-    except SetupError as error:
-        print(error)
-"""
-
-
-def test_a_model_that_the_hub_does_not_give_is_named_with_the_cause_and_the_local_form(tmp_path: Path) -> None:
-    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        endpoint = f"http://127.0.0.1:{server.server_port}"
-        # huggingface_hub reads the hub's address when it is imported.
-        own = {"HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path)}
-        done = subprocess.run([sys.executable, "-c", ASK], capture_output=True, text=True, env={**os.environ, **own})
-        server.shutdown()
-    gated, unknown = done.stdout.splitlines()
-    assert "from 'org/gated' on the Hugging Face hub: it is gated: ask for access there, and set HF_TOKEN" in gated
-    assert "from 'org/unknown' on the Hugging Face hub: there is no such model, or it is private" in unknown
-    assert all(line.endswith("--base-model tiny=/path/to/folder") for line in (gated, unknown))
 
 
 def test_a_hub_tokenizer_names_the_setting_that_takes_a_folder(whole: Path) -> None:

@@ -25,8 +25,8 @@ from app.stack.data_folder import DataFolder
 from app.stack.up import Plan, prepare
 from app.stores.redis.client import connect
 from app.stores.redis.records import RedisRecords
+from tests.processes.app.stack.running import alive, start
 from tests.servers import free_port
-from tests.unit.app.stack.running import alive, start
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 
 from app.errors import SetupError
 from app.stack.data_folder import DataFolder
-from tests.unit.app.stack.running import alive
+from tests.processes.app.stack.running import alive
 
 LEAVE_A_PROCESS = """
 import subprocess, sys

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from app.stack.supervisor import RestartPolicy
-from tests.unit.app.stack.running import alive, eventually, numbers, start
+from tests.processes.app.stack.running import alive, eventually, numbers, start
 
 NOTE_PID = "import os, sys, time; open(sys.argv[1], 'a').write(f'{os.getpid()}\\n');"
 SLEEP = NOTE_PID + "time.sleep(600)"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 def start(*arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "tests.unit.app.stack.stand_in", *arguments],
+        [sys.executable, "-m", "tests.processes.app.stack.stand_in", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -56,7 +56,7 @@ def test_gpu_tests_expected_failures_and_passes_do_not(tmp_path, text):
 
 
 def test_a_test_bears_the_marker_of_its_tier(request):
-    assert [mark.name for mark in request.node.iter_markers()] == ["unit"]
+    assert [mark.name for mark in request.node.iter_markers()] == ["processes"]
 
 
 # Until the failure is reported each collection finalizes one and makes another. The finalizer fails, so a traceback is
