@@ -9,6 +9,7 @@ import pytest
 import tinker
 from tinker import types
 
+from app.domain import losses
 from tests.contract.data import logprobs, train
 from tests.contract.stack import Stack, brought_home
 from tests.parity import datums as made
@@ -16,7 +17,7 @@ from tests.parity.datums import Datum
 from tests.parity.reference import Reference, relative_error
 
 LENGTHS = (23, 7, 40, 2, 31)
-LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo")
+LOSSES = tuple(name for name, spec in losses.LOSSES.items() if not spec.critic and name != losses.CUSTOM)
 STEP = {
     "learning_rate": 1e-2,
     "beta1": 0.9,

@@ -22,7 +22,7 @@ SPECS = [
     LoraSpec(rank, train_mlp=i % 3 != 1, train_unembed=i % 2 == 0, seed=i)
     for i, rank in enumerate((1, 2, 3, 4, 8, 16, 24, 32))
 ]
-TENANT_LOSSES = (*LOSSES, "ppo", "cross_entropy")
+TENANT_LOSSES = (*LOSSES, "ppo", "cross_entropy")[: len(SPECS)]
 # After a step that differs in rounding, because Adam divides small gradients by their own size.
 BOUND = (1e-5, 1e-4)
 STEP = OptimStep(AdamParams(learning_rate=1e-2, eps=1e-8, grad_clip_norm=1.0))

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from app.domain import losses
 from app.domain.ops import AdamParams, OptimStep
 from app.domain.results import ForwardBackwardOutput
 from app.settings import BaseModelSettings
@@ -15,7 +16,7 @@ from workers.backends.training import backends
 from workers.backends.training.base import BackendOp
 from workers.backends.training.trainer import Trainer
 
-LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo")
+LOSSES = tuple(name for name, spec in losses.LOSSES.items() if not spec.critic and name != losses.CUSTOM)
 LENGTHS = (23, 7, 40, 2, 31)
 STEP = OptimStep(AdamParams(learning_rate=1e-2, eps=1e-8, weight_decay=0.1, grad_clip_norm=5.0))
 
