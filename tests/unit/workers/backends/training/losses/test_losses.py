@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from workers.backends.training.losses.policy import LossValue
 
 POLICY = ("importance_sampling", "ppo", "cispo", "dro", "gspo")
 LN2 = 0.6931472
+DOCUMENT = Path(__file__).parents[6] / "docs" / "losses.md"
 
 
 def column(*values: float) -> torch.Tensor:
@@ -44,6 +47,12 @@ def close(found: torch.Tensor, *wanted: float) -> None:
 
 def test_every_known_loss_has_a_formula() -> None:
     assert LOSS_FNS.keys() == LOSSES.keys() - {CUSTOM}
+
+
+def test_every_loss_of_this_server_has_a_row_in_the_document() -> None:
+    table = DOCUMENT.read_text().partition("|---")[2].partition("## Metrics")[0]
+    rows = re.findall(r"^\| `(\w+)`", table, re.MULTILINE)
+    assert sorted(rows) == sorted(LOSSES.keys() - {CUSTOM}), "change the table in docs/losses.md"
 
 
 def test_cross_entropy_takes_any_weight_and_none() -> None:
