@@ -32,7 +32,8 @@ _GRANITE = {
     "residual_multiplier": 0.5,
 }
 
-# A model class, and the configuration fields that make it differ from its neighbours.
+# transformers' name of the configuration without "Config", and the fields that make it differ from its neighbours.
+# "(unlisted)": workers/backends/training/lm_head.py does not list it, so it is padded and its logits are whole.
 CASES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama, tied head": ("Llama", {"tie_word_embeddings": True}),
@@ -46,11 +47,15 @@ CASES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("Gemma3Text", {"sliding_window": _WINDOW, "query_pre_attn_scalar": 16}),
     "gemma3, capped": ("Gemma3Text", {**_GEMMA, "sliding_window": _WINDOW}),
     "granite": ("Granite", _GRANITE),
-    # Not in workers/backends/training/lm_head.py: padded, on whole logits, here with a scale transformers applies
-    # itself.
     "cohere (unlisted)": ("Cohere", {"logit_scale": 0.5}),
     "olmo2 (unlisted)": ("Olmo2", {}),
 }
+
+
+def class_name(case: str) -> str:
+    """The model class that transformers builds for the case."""
+    config_class = getattr(transformers, f"{CASES[case][0]}Config")
+    return str(transformers.MODEL_FOR_CAUSAL_LM_MAPPING[config_class].__name__)
 
 
 def build(case: str, folder: Path) -> Path:

@@ -18,8 +18,14 @@ from tests.parity.datums import batch, supervised
 from tests.parity.reference import Reference, relative_error
 from tests.parity.training import open_trainer
 from workers.backends.training.base import Create
+from workers.backends.training.lm_head import ARCHITECTURES
 
 LENGTHS = (23, 7, 40, 2, 31, 7)
+
+
+def test_each_listed_architecture_has_a_case_that_is_not_called_unlisted() -> None:
+    cases = {architectures.class_name(case) for case in architectures.CASES if "(unlisted)" not in case}
+    assert cases == ARCHITECTURES.keys(), "change CASES in tests/parity/architectures.py"
 
 
 @pytest.mark.parametrize("case", architectures.CASES)
@@ -45,4 +51,4 @@ def test_logprobs_gradients_and_the_merged_model_equal_the_reference(case: str, 
             torch.testing.assert_close(found, reference.logits(datum), rtol=1e-5, atol=1e-5)
     reference.backward(datums, "cross_entropy")
     assert relative_error(backend.gradients("m"), reference.gradients()) < 1e-5
-    assert backend._engine.hidden_states.packed == ("unlisted" not in case)
+    assert backend._engine.hidden_states.packed == ("(unlisted)" not in case)

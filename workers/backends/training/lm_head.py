@@ -232,8 +232,7 @@ def _scaled(config: Any) -> LogitRule:
     return LogitRule(scale=1 / config.logits_scaling)
 
 
-# tests/parity/test_architectures.py compares each rule with transformers' own forward; add to both together.
-_RULES: Mapping[str, Callable[[Any], LogitRule]] = {
+ARCHITECTURES: Mapping[str, Callable[[Any], LogitRule]] = {
     "LlamaForCausalLM": _plain,
     "MistralForCausalLM": _plain,
     "Qwen2ForCausalLM": _plain,
@@ -244,6 +243,8 @@ _RULES: Mapping[str, Callable[[Any], LogitRule]] = {
     "Gemma3ForCausalLM": _capped,
     "GraniteForCausalLM": _scaled,
 }
+"""The rules by transformers' class names. Each class needs a case in tests/parity/architectures.py, which compares it
+with transformers' own forward and gradients."""
 
 
 def logit_rule(model: Any) -> LogitRule | None:
@@ -251,7 +252,7 @@ def logit_rule(model: Any) -> LogitRule | None:
 
     None means that the architecture is not known here.
     """
-    rule = _RULES.get(type(model).__name__)
+    rule = ARCHITECTURES.get(type(model).__name__)
     if rule is None or getattr(model.config, "use_bidirectional_attention", False):
         return None
     return rule(model.config)
