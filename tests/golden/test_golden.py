@@ -54,7 +54,6 @@ def test_bytes_written_then_are_read_as_the_value_they_were_made_of(name: str):
 
 
 def test_every_tag_is_frozen():
-    """A new type needs a value in values.py, and its golden: see added.py."""
     seen: set[str] = set()
 
     def tag(code: int, data: bytes) -> str:
@@ -63,12 +62,14 @@ def test_every_tag_is_frozen():
 
     for golden in FROZEN["codec"].values():
         msgpack.unpackb(bytes.fromhex(golden["bytes"]), ext_hook=tag, strict_map_key=False)
-    assert seen == ops.TYPES.keys() - ADDED.get("codec", set())
+    assert seen == ops.TYPES.keys() - ADDED.get("codec", set()), "list a new type in added.py: ADDED['codec']"
 
 
 @pytest.mark.parametrize("contract", FROZEN["names"])
 def test_names_and_stored_forms_are_the_same(contract: str, found_in_names: dict[str, Any]):
-    assert found_in_names[contract] == FROZEN["names"][contract]
+    assert found_in_names[contract] == FROZEN["names"][contract], (
+        "restore it: other versions use these names and forms; tests/golden/added.py says what may be added"
+    )
 
 
 @pytest.mark.parametrize("name", FROZEN["names"]["records"])
@@ -102,12 +103,15 @@ def test_nothing_public_is_gone_or_differs_but_what_is_listed(contract: str, fou
     frozen, found = FROZEN["public"][contract], found_in_public[contract]
     changed = CHANGED.get(contract, {})
     assert changed.keys() <= frozen.keys(), "what was changed was there"
-    assert {name: found.get(name) for name in frozen} == {**frozen, **changed}
+    assert {name: found.get(name) for name in frozen} == {**frozen, **changed}, (
+        f"restore it, or list an intended change in tests/golden/added.py: CHANGED[{contract!r}], with today's value"
+    )
 
 
 @pytest.mark.parametrize("contract", FROZEN["public"])
 def test_what_was_added_to_a_contract_is_listed(contract: str, found_in_public: dict[str, Any]):
-    assert found_in_public[contract].keys() - FROZEN["public"][contract].keys() == ADDED.get(contract, set())
+    added = found_in_public[contract].keys() - FROZEN["public"][contract].keys()
+    assert added == ADDED.get(contract, set()), f"list it in tests/golden/added.py: ADDED[{contract!r}]"
 
 
 @pytest.mark.parametrize("entry", ENTRIES)

@@ -63,7 +63,7 @@ def test_every_route_that_is_no_plain_read_says_which_scope_it_takes(api: Api) -
         if (rule.methods or set()) - {"GET", "HEAD", "OPTIONS"}
         and not hasattr(api.client.application.view_functions[rule.endpoint], "scopes")
     }
-    assert undeclared == READING
+    assert undeclared == READING, "put @needs(scope) below the route, or add a route that changes nothing to READING"
 
 
 @pytest.mark.parametrize("path", ["/api/v1/healthz", "/readyz", "/metrics", "/openapi.json", "/docs"])
