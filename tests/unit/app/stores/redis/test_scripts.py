@@ -11,6 +11,7 @@ import redis
 
 import app.stores.redis
 from app.settings import EngineSettings
+from app.stores.redis import keys
 from app.stores.redis.scripts import Library, Scripts
 
 _FOLDER = files(app.stores.redis)
@@ -110,9 +111,12 @@ def test_a_section_names_the_parts_that_it_uses_and_no_other(name: str):
     section = _SECTIONS[name]
     from_outside = undeclared(section.text)
     of_needs = {need: provided(need) for need in section.needs}
-    assert from_outside <= set().union(*of_needs.values()), f"{name} uses names that are of no part that it needs"
-    assert {need for need, names in of_needs.items() if names & from_outside} == set(section.needs)
-    assert list(section.needs) == sorted(set(section.needs))
+    assert from_outside <= set().union(*of_needs.values()), (
+        f"{name} uses names that are of no part that it needs: name the part in its line `-- needs:`"
+    )
+    used = {need for need, names in of_needs.items() if names & from_outside}
+    assert used == set(section.needs), f"{name} needs parts that it does not use"
+    assert list(section.needs) == sorted(used), f"{name} needs its parts in alphabetical order"
 
 
 def test_every_part_is_needed():
@@ -122,15 +126,23 @@ def test_every_part_is_needed():
 def test_every_script_is_called_and_every_called_script_is_there():
     modules = [Path(str(item)).read_text() for item in _FOLDER.iterdir() if item.name.endswith(".py")]
     called = re.findall(r"self\._run\(\s*\"(\w+)\"", "\n".join(modules))
-    assert set(called) == set(_LIBRARY.scripts)
+    assert set(called) == set(_LIBRARY.scripts), 'call each script in app/stores/redis/*.py as self._run("name", ...)'
 
 
 @pytest.mark.parametrize("name", _LIBRARY.scripts)
 def test_a_script_begins_with_its_input_and_its_reply(name: str):
     text = _LIBRARY.scripts[name].text
     head = text[: re.search(r"^(?!--)", text, re.MULTILINE).start()]
-    assert ("ARGV" in head) == ("ARGV" in _NOT_CODE.sub("", text))
-    assert re.search(r"\b[Rr]eturns\b", head)
+    takes_input = "ARGV" in _NOT_CODE.sub("", text)
+    assert ("ARGV" in head) == takes_input, "describe its ARGV, if it has any, in the comment below the heading"
+    assert re.search(r"\b[Rr]eturns\b", head), 'say "Returns ..." in the comment below the heading'
+
+
+def test_every_key_of_a_script_is_in_the_list_of_keys():
+    found = {key for section in _SECTIONS.values() for key in re.findall(r"'tinsmith:(\w+)", section.text)}
+    assert {key for key in found if not re.search(rf"\b{key}\b", keys.__doc__ or "")} == set(), (
+        "describe the key in the docstring of app/stores/redis/keys.py"
+    )
 
 
 def test_every_script_is_taken_by_the_server(client: redis.Redis):
