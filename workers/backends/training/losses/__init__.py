@@ -1,6 +1,6 @@
 """The losses: one pure function each. Formulas follow the public Tinker documentation; sums are over tokens.
 
-To add a loss: a function here, a line in LOSS_FNS, and its inputs and settings in app/domain/losses.py.
+CONTRIBUTING.md says how to add a loss.
 """
 
 from __future__ import annotations
