@@ -16,8 +16,8 @@ from typing import Any
 import psutil
 
 from app.stores.redis.client import connect
+from tests.chaos.observer import Running, Stalled, Watch, await_true
 from tests.chaos.patience import patiently
-from tests.chaos.watch import Running, Stalled, Watch, await_true
 from tests.contract.stack import Stack
 
 OWNER, IDLE, ZOMBIE, RANK, SAMPLER = "owner", "idle", "zombie", "rank", "sampler"

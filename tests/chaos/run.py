@@ -16,9 +16,9 @@ from tests.chaos import script
 from tests.chaos.compare import differences, distance
 from tests.chaos.forms import Form
 from tests.chaos.killer import Killer
+from tests.chaos.observer import Watch, await_true
 from tests.chaos.script import Transcript
 from tests.chaos.storm import Storm
-from tests.chaos.watch import Watch, await_true
 from tests.contract.stack import Stack
 
 _SHARED = re.compile(r'"ops_in_pass": (?:[2-9]|\d\d)')

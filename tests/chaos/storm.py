@@ -22,7 +22,7 @@ import numpy as np
 from app import ids
 from app.wire import tinker_pb2 as pb
 from ops.bench import batches
-from tests.chaos.watch import Stalled
+from tests.chaos.observer import Stalled
 from tests.contract.stack import API_KEY, BASE, Stack
 from tests.models import VOCAB_SIZE
 

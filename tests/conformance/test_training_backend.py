@@ -64,7 +64,7 @@ def custom(fn: Any, op: ForwardBackward = GOOD) -> ForwardBackward:
     return replace(op, loss_fn="custom", custom=parsed(fn, {"logprobs": rank, "weights": rank}))
 
 
-def test_open_tells_what_the_model_can_take(backend: Trainer) -> None:
+def test_open_reports_what_the_model_can_take(backend: Trainer) -> None:
     info = backend._engine.base.info
     assert (info.name, info.arch, info.vocab_size, info.max_context) == ("tiny", "Qwen3ForCausalLM", VOCAB_SIZE, 512)
     assert info.trainable_groups == ("attn", "mlp", "unembed")

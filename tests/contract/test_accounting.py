@@ -123,7 +123,7 @@ def test_storage_is_what_the_checkpoints_take(admin: tinker.AdminClient, rest: t
         admin.get_current_checkpoint_storage_usage("no-such-project").result()
 
 
-def test_the_audit_log_tells_what_was_done_to_a_checkpoint(
+def test_the_audit_log_records_what_was_done_to_a_checkpoint(
     admin: tinker.AdminClient, rest: tinker.RestClient, saved: str
 ):
     rest.publish_checkpoint_from_tinker_path(saved).result()

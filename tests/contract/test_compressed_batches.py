@@ -11,7 +11,7 @@ from tests.contract.data import supervised
 from tests.contract.stack import Stack
 
 
-def test_the_sdk_compresses_batches_where_it_is_told_to(training: tinker.TrainingClient, stack: Stack) -> None:
+def test_the_sdk_compresses_batches_where_the_settings_say_so(training: tinker.TrainingClient, stack: Stack) -> None:
     assert training.forward(supervised(), "cross_entropy").result().metrics["loss:sum"] > 0
     told = training.holder._client_config.proto_compress_fwdbwd
     assert told == stack.settings().api.compress_batches == ("compress" in stack.extra)

@@ -40,7 +40,7 @@ def test_a_run_resumed_from_its_checkpoint_goes_on_bit_for_bit(
     assert train(resumed, 2) == train(full, 2)
 
 
-def test_two_full_models_by_turns_are_as_each_alone(service: tinker.ServiceClient) -> None:
+def test_two_full_models_that_alternate_are_as_each_alone(service: tinker.ServiceClient) -> None:
     """One trainer holds one of the models at a time."""
     alone, one, two = (service.create_lora_training_client(base_model=BASE, rank=0).result() for _ in range(3))
     wanted = [train(alone, 1)[0] for _ in range(2)]

@@ -79,5 +79,5 @@ def test_heartbeats_answer_while_more_polls_than_the_capacity_are_held(api: ApiS
             poll.close()
 
 
-def test_the_sdk_is_told_how_many_samples_fit(api: ApiServer):
+def test_the_sdk_learns_how_many_samples_fit(api: ApiServer):
     assert post(api, "client/config", {"sdk_version": "0.38.0"}).json()["sample_max_concurrent_requests"] == CAPACITY

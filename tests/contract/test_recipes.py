@@ -59,7 +59,7 @@ def test_distillation_is_scored_by_its_teacher_and_samples_what_it_trained(logs:
     assert max(map(abs, metrics(logs / "distillation", "optim/kl_sample_train_v1"))) < 1e-4
 
 
-def test_a_recipes_model_comes_home_merged_and_scores_as_the_sampler(
+def test_a_recipes_model_is_downloaded_merged_and_scores_as_the_sampler(
     logs: Path, service: tinker.ServiceClient, stack: Stack, base_path: Path, tmp_path: Path
 ):
     trained = last_checkpoint(logs / "chat")

@@ -88,7 +88,7 @@ def test_who_one_is_comes_out_of_a_token(stack: Stack, admin: Admin):
     assert me.user_urn.startswith("tml:user:user-")
 
 
-def test_one_logs_in_with_a_key_is_told_who_one_is_and_logs_out(
+def test_a_user_logs_in_with_a_key_sees_who_he_is_and_logs_out(
     stack: Stack, admin: Admin, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     """Credentials are kept on the client; a logout leaves the key valid."""

@@ -122,7 +122,7 @@ def test_results_that_were_there_before_anybody_waited_arrive(api: ApiServer, sa
         assert [tokens(sample(sampling, token)) for token in range(5)] == [[token] for token in range(5)]
 
 
-def test_a_failed_sample_tells_why(api: ApiServer, sampling: tinker.SamplingClient):
+def test_a_failed_sample_says_why(api: ApiServer, sampling: tinker.SamplingClient):
     asked = sample(sampling, 1)
     await_true(lambda: waiting(api), "it never came")
     api.oplog.finish_sample(waiting(api)[0].id, Result.failure("no such luck"))
@@ -165,7 +165,7 @@ def test_a_client_that_closes_cancels_what_it_left(api: ApiServer):
     del asked
 
 
-def test_who_waits_behind_others_is_told_how_many_run_first(
+def test_a_client_behind_others_learns_how_many_calls_run_first(
     api: ApiServer, sampling: tinker.SamplingClient, monkeypatch: pytest.MonkeyPatch
 ):
     """The SDK passes the number to its queue observer, if it polls for each sample."""
@@ -180,7 +180,7 @@ def test_who_waits_behind_others_is_told_how_many_run_first(
         assert [tokens(found) for found in asked] == [[0], [1], [2]]
 
 
-def test_without_a_sampler_the_sdk_tells_its_user_so(
+def test_without_a_sampler_the_sdk_says_so_to_its_user(
     api: ApiServer, sampling: tinker.SamplingClient, caplog: pytest.LogCaptureFixture
 ):
     """This needs a poll for each sample: the answer to a batch poll has no field for it."""

@@ -112,7 +112,7 @@ def test_what_a_stopping_trainer_leaves_the_other_one_does_at_once(service: tink
     assert np.array_equal(found, undisturbed(service, steps))
 
 
-def test_a_deaf_trainer_is_told_apart_and_started_again_and_its_models_go_on(
+def test_an_unresponsive_trainer_is_recognized_and_restarted_and_its_models_go_on(
     service: tinker.ServiceClient, pair: Stack
 ):
     expected = undisturbed(service, 3)

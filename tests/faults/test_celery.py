@@ -72,7 +72,7 @@ def outcome(client: tinker.TrainingClient) -> np.ndarray:
     return logprobs(client.forward(supervised(seed=8), "cross_entropy").result())
 
 
-def test_no_dropped_connection_loses_or_doubles_an_op_or_leaves_anybody_deaf(
+def test_no_dropped_connection_loses_or_doubles_an_op_or_leaves_a_worker_unresponsive(
     service: tinker.ServiceClient, stack: Stack, state: Proxy, broker: Proxy
 ):
     client = new_model(service)

@@ -13,7 +13,7 @@ import pytest
 from app.domain.ops import LoadWeights, SaveWeights
 from app.errors import TinsmithError
 from tests.faults.conftest import NewWorld
-from tests.faults.watching import Call, Fault
+from tests.faults.injection import Call, Fault
 from tests.faults.world import EVERY_STEP, Run, Service, World, backward, optim_step
 
 # The full matrix takes minutes. The short form takes this many points, by a seed that a failure prints.
@@ -82,7 +82,7 @@ def test_a_worker_that_dies_at_any_call_changes_nothing(worlds: list[World]):
 
 @pytest.mark.timeout(_LIMIT_S)
 @pytest.mark.parametrize("training", [inherit, inherit_here])
-def test_an_heir_that_dies_at_any_call_changes_nothing(worlds: list[World], training: Train):
+def test_a_successor_that_dies_at_any_call_changes_nothing(worlds: list[World], training: Train):
     assert _faulty(worlds, training, 12) == {}
 
 

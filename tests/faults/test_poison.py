@@ -9,7 +9,7 @@ import pytest
 from app.domain.ops import SaveWeights
 from app.stores.redis import keys
 from tests.faults.conftest import NewWorld
-from tests.faults.watching import Fault
+from tests.faults.injection import Fault
 from tests.faults.world import Run, Service, backward, optim_step
 
 TOKENS = 31

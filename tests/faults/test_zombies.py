@@ -15,8 +15,8 @@ import pytest
 
 from app.domain.ops import LoadWeights, SaveWeights
 from tests.faults.conftest import NewWorld
+from tests.faults.injection import Fault
 from tests.faults.proxy import Proxy
-from tests.faults.watching import Fault
 from tests.faults.worker_process import WorkerProcess
 from tests.faults.world import EVERY_STEP, Run, Service, World, await_true, backward, optim_step
 

@@ -18,7 +18,7 @@ import psutil
 from app import dispatch
 from app.errors import Requeue
 from app.settings import Settings
-from tests.faults.watching import Call, Fault, Watch
+from tests.faults.injection import Call, Fault, Watch
 from workers.backends.training.backends import create
 from workers.process.assembly import assemble_trainer
 from workers.process.heartbeat import worker_name

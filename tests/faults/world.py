@@ -36,7 +36,7 @@ from app.stores.redis import keys
 from app.stores.redis.client import connect, text_fields
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.records import RedisRecords
-from tests.faults.watching import Fault
+from tests.faults.injection import Fault
 from tests.faults.worker_process import Answer, Died, WorkerProcess
 from tests.pages import used
 from workers.checkpoints import transfer

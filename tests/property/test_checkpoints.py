@@ -250,7 +250,7 @@ def test_a_removal_that_dies_in_the_middle_leaves_no_half_checkpoint(machine: Ch
 
 
 @pytest.mark.parametrize("how", ["lost", "cut short", "other bytes"])
-def test_a_damaged_checkpoint_is_never_handed_out(machine: CheckpointMachine, how: str):
+def test_a_damaged_checkpoint_is_never_returned(machine: CheckpointMachine, how: str):
     machine.write(0, "x", Fault.NONE, 0)
     machine.a_checkpoint_is_whole_and_never_changes()
     for name in FILES:

@@ -17,7 +17,7 @@ class Silent:
         raise redis.ConnectionError("away")
 
 
-def test_a_keeper_that_hears_nothing_for_a_lease_holds_nothing():
+def test_a_keeper_without_an_answer_for_a_lease_time_holds_no_lease():
     brief, long = (LeaseKeeper(Silent(), "a/1", lease_s) for lease_s in (0.3, 3600.0))
     for keeper in (brief, long):
         keeper.add("model", time.monotonic())

@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import psutil
 
-from tests.chaos.watch import writes
+from tests.chaos.observer import writes
 from tests.contract.stack import Stack
 from tests.soak.trend import Tolerance
 

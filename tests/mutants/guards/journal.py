@@ -9,7 +9,7 @@ _LUA = "app/stores/redis/lua"
 _STORES = "--confcutdir=tests/unit/app/stores -p tests.unit.conftest tests/unit/app/stores/redis"
 _OPLOG = f"{_STORES}/test_journal.py"
 _JOURNAL = "tests/property/test_journal.py"
-_CODEC, _NEWER = "tests/unit/app/domain/test_ops.py", "tests/unit/workers/train/test_newer.py"
+_CODEC, _NEWER = "tests/unit/app/domain/test_ops.py", "tests/unit/workers/train/test_newer_versions.py"
 _RECOVERY = "tests/property/test_recovery.py"
 
 MUTANTS = (

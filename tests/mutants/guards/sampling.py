@@ -9,8 +9,8 @@ _LUA = "app/stores/redis/lua"
 _STORES = "--confcutdir=tests/unit/app/stores -p tests.unit.conftest tests/unit/app/stores/redis"
 _RESULTS = f"{_STORES}/test_results.py"
 _SAMPLES = f"{_STORES}/test_samples.py"
-_HOMES = f"{_STORES}/test_homes.py"
-_CANCELLING = "tests/unit/workers/sample/test_cancelling.py"
+_AFFINITY = f"{_STORES}/test_adapter_affinity.py"
+_CANCELLING = "tests/unit/workers/sample/test_cancellation.py"
 _OPENAI = "--confcutdir=tests/unit/app/services/openai tests/unit/app/services/openai"
 
 MUTANTS = (
@@ -41,14 +41,14 @@ MUTANTS = (
         f"{_LUA}/samples.lua",
         "    place(request, queue, '')\n",
         "",
-        f"{_HOMES}::test_what_ends_or_is_put_off_counts_nowhere",
+        f"{_AFFINITY}::test_what_ends_or_is_put_off_counts_nowhere",
     ),
     Mutant(
         "leave_queue: a project is rung for no more",
         f"{_LUA}/samples.lua",
         "    leave_project(request, queue)\n",
         "",
-        f"{_STORES}/test_held.py::test_cancelled_and_aborted_ones_are_held_no_more_and_make_room",
+        f"{_STORES}/test_throttled_dispatch.py::test_cancelled_and_aborted_ones_are_throttled_no_more_and_make_room",
         slow=True,
     ),
     Mutant(
@@ -56,14 +56,14 @@ MUTANTS = (
         f"{_LUA}/dispatch.lua",
         " or found[2] ~= 'true' then",
         " then",
-        f"{_HOMES}::test_nothing_goes_to_a_sampler_that_is_gone_or_not_well",
+        f"{_AFFINITY}::test_nothing_goes_to_a_sampler_that_is_gone_or_not_well",
     ),
     Mutant(
         "claim_sample: a home that did not take what it was rung for",
         f"{_LUA}/samples.lua",
         "if not home or (home == before and node ~= before) then",
         "if not home then",
-        f"{_HOMES}::test_a_home_that_does_not_take_its_requests_loses_them_and_what_comes",
+        f"{_AFFINITY}::test_a_sampler_that_does_not_take_its_requests_loses_its_affinity",
     ),
     Mutant(
         "abort_sample: its worker is told",
@@ -134,6 +134,6 @@ MUTANTS = (
         "app/services/openai/generation.py",
         "known = text.count - chunk.position",
         "known = 0",
-        "tests/unit/app/api/openai/test_streams.py::test_what_a_stream_lost_or_told_twice_is_made_good_from_the_result",
+        "tests/unit/app/api/openai/test_streams.py::test_what_a_stream_lost_or_sent_twice_is_corrected_from_the_result",
     ),
 )

@@ -13,7 +13,7 @@ _RECOVERY = "tests/property/test_recovery.py"
 _CHECKPOINTS = "tests/property/test_checkpoints.py"
 _SAVES = "tests/unit/workers/train/test_committer.py"
 _AHEAD = "tests/unit/workers/train/test_run_ahead.py"
-_HANDOVER = "tests/unit/workers/checkpoints/test_handover.py"
+_TRANSFER = "tests/unit/workers/checkpoints/test_shm_transfer.py"
 
 MUTANTS = (
     # Snapshots and the journal behind them.
@@ -101,7 +101,7 @@ MUTANTS = (
         "workers/train/owner.py",
         "self._oplog.put_off(resident.lease, pending.entry.seq)",
         "pass",
-        f"{_SAVES}::test_a_model_that_is_let_go_leaves_nothing_undone_and_no_attempt",
+        f"{_SAVES}::test_a_model_that_is_released_leaves_nothing_undone_and_no_attempt",
     ),
     # Checkpoints.
     Mutant(
@@ -138,7 +138,7 @@ MUTANTS = (
         "workers/checkpoints/transfer.py",
         "        if found == expected:\n",
         "        if found.size == expected.size:\n",
-        f"{_CHECKPOINTS}::test_a_damaged_checkpoint_is_never_handed_out",
+        f"{_CHECKPOINTS}::test_a_damaged_checkpoint_is_never_returned",
     ),
     # Hand-overs.
     Mutant(
@@ -146,21 +146,21 @@ MUTANTS = (
         f"{_LUA}/journal.lua",
         "<= tonumber(ARGV[3]) then return 0 end",
         "< 0 then return 0 end",
-        f"{_HANDOVER}::test_the_journal_reaches_back_before_what_is_not_uploaded_yet",
+        f"{_TRANSFER}::test_the_journal_reaches_back_before_what_is_not_uploaded_yet",
     ),
     Mutant(
         "admit_sample: a follower's version is the newest",
         f"{_LUA}/samples.lua",
         "cjson.decode(newest or found[1] or",
         "cjson.decode(found[1] or",
-        f"{_HANDOVER}::test_in_flight_samplers_of_a_model_follow_its_newest_save_and_a_snapshot_stays",
+        f"{_TRANSFER}::test_in_flight_samplers_of_a_model_follow_its_newest_save_and_a_snapshot_stays",
     ),
     Mutant(
         "restore: behind a lost hand-over no snapshot is of use",
         "workers/checkpoints/snapshots.py",
         "if local.seq >= before:",
         "if False:",
-        f"{_HANDOVER}::test_a_local_snapshot_behind_a_lost_hand_over_is_passed_over",
+        f"{_TRANSFER}::test_a_local_snapshot_behind_a_lost_transfer_is_not_used",
         slow=True,
     ),
     Mutant(
@@ -168,14 +168,14 @@ MUTANTS = (
         "workers/checkpoints/transfer.py",
         "entry if store.put_new(key, folder / name) else _stored_entry(store, key)",
         "entry if store.put_new(key, folder / name) else entry",
-        f"{_HANDOVER}::test_two_owners_that_upload_at_once_agree_on_one_of_their_copies",
+        f"{_TRANSFER}::test_two_owners_that_upload_at_once_agree_on_one_of_their_copies",
     ),
     Mutant(
         "adapter turns: newcomers come before more of the same",
         "workers/sample/adapters.py",
         "if adapter_id not in self._running and len(self._running) >= self._most:\n                return",
         "if adapter_id not in self._running and len(self._running) >= self._most:\n                continue",
-        "tests/unit/workers/sample/test_adapter_turns.py::test_an_adapter_that_is_in_does_not_keep_the_others_out_for_ever",
+        "tests/unit/workers/sample/test_adapter_scheduler.py::test_an_adapter_that_is_in_does_not_keep_the_others_out_for_ever",
         slow=True,
     ),
 )

@@ -56,7 +56,7 @@ MUTANTS = (
         f"{_LUA}/leases.lua",
         "if node_of(boot) == node_of(worker) then redis.call('DEL', life) end",
         "",
-        f"{_OPLOG}::test_a_process_whose_node_has_started_anew_is_dead_whatever_was_heard_of_it",
+        f"{_OPLOG}::test_a_process_whose_node_has_restarted_is_dead_although_it_renewed_its_leases",
     ),
     Mutant(
         "leave: who left an Op did not die of it, whoever owns the model by now",

@@ -15,7 +15,7 @@ def test_every_service_that_starts_by_itself_is_killed_in_the_trial():
     assert set(trial.KILLED) == STARTED
 
 
-def test_every_service_of_ours_is_looked_at_for_its_rights():
+def test_every_service_of_ours_is_checked_for_its_rights():
     assert set(trial.OURS) == {name for name, service in SERVICES.items() if "build" in service}
 
 
@@ -41,7 +41,7 @@ def test_the_settings_for_two_ranks_differ_in_that_alone(tmp_path, monkeypatch: 
     assert two.model_dump() == changed
 
 
-def test_the_log_of_the_last_run_tells_of_every_promise():
+def test_the_log_of_the_last_run_names_every_promise():
     log = (ROOT / "ops" / "containers" / "results" / "compose-train.log").read_text()
     assert all(f"{name} killed (SIGKILL)" in log for name in STARTED)
     assert log.rstrip().endswith("everything was as promised")

@@ -104,5 +104,5 @@ def test_torch_comes_from_pips_own_index_when_the_other_cannot_be_reached(tmp_pa
     assert "--index-url" not in second
 
 
-def test_the_worker_image_is_for_a_cpu_unless_it_is_told_otherwise():
+def test_the_worker_image_is_for_a_cpu_unless_a_gpu_is_asked_for():
     assert re.search(r"^ARG TORCH_INDEX_URL=https://\S+/cpu$", WORKER.read_text(), re.M)

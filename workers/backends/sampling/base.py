@@ -8,7 +8,7 @@ another model waits until no request runs, then replaces the present one. The ca
 (workers/sample/adapters.py). The base is gone by then: None samples the present model, which shows whether the engine
 works.
 
-Every implementation passes tests/conformance/test_sampler_*.py, or test_whole_sampler.py there.
+Every implementation passes tests/conformance/test_sampler_*.py, or test_full_model_sampler.py there.
 
 A RequestHandle observes the tokens of a request while it runs, and cancels it.
 """

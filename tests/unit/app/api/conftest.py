@@ -8,7 +8,7 @@ from app.services.tenants.accounts import AccountService
 from app.stores.objects.accounts import AccountFiles
 from tests.pages import in_mid_hour
 from tests.unit.app.conftest import Api
-from tests.unit.app.places import Place, owned
+from tests.unit.app.tenant import Place, owned
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from tests.unit.app.api.test_billing import sweep
 from tests.unit.app.api.test_copies import copy, project, saved
 from tests.unit.app.api.test_models import save_checkpoint
 from tests.unit.app.conftest import BASE, Api
-from tests.unit.app.places import Place
+from tests.unit.app.tenant import Place
 
 
 def log(api: Api, query: str = "") -> AuditLogResponse:
@@ -54,7 +54,7 @@ def do(api: Api, method: str, path: str, body: dict[str, Any] | None = None) -> 
     return answer.json
 
 
-def test_what_is_done_to_a_run_and_its_checkpoints_is_told_in_order(admin: Api) -> None:
+def test_what_is_done_to_a_run_and_its_checkpoints_is_logged_in_order(admin: Api) -> None:
     path = saved(admin)
     model = TinkerPath.parse(path).model_id
     session, caller = session_of(model), admin.services.authenticator(admin.key)
@@ -91,7 +91,7 @@ def test_what_is_done_to_a_run_and_its_checkpoints_is_told_in_order(admin: Api) 
     assert all(timedelta() <= now - entry.timestamp < timedelta(minutes=1) for entry in entries)
 
 
-def test_a_call_that_comes_again_is_told_of_once_and_a_refused_one_not_at_all(admin: Api, stranger: Api) -> None:
+def test_a_call_that_comes_again_is_logged_once_and_a_refused_one_not_at_all(admin: Api, stranger: Api) -> None:
     session = admin.session()
     body = {"session_id": session, "model_seq_id": 0, "base_model": BASE}
     model = admin.model(session)
@@ -109,7 +109,7 @@ def test_a_call_that_comes_again_is_told_of_once_and_a_refused_one_not_at_all(ad
     assert events(stranger) == []
 
 
-def test_a_call_that_was_put_off_is_not_told_of_and_comes_with_other_content_as_it_was_done(
+def test_a_call_that_was_put_off_is_not_logged_and_a_repeat_with_other_content_is_logged_as_it_was_done(
     admin: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saving = {"model_id": admin.model(), "seq_id": 1, "path": "a"}
@@ -124,7 +124,7 @@ def test_a_call_that_was_put_off_is_not_told_of_and_comes_with_other_content_as_
     assert [path.rpartition("/")[2] for path in told if path] == ["b"]
 
 
-def test_a_copy_made_anew_where_one_was_deleted_is_told_again(admin: Api) -> None:
+def test_a_copy_made_anew_where_one_was_deleted_is_logged_again(admin: Api) -> None:
     source, target = saved(admin), {"destination_project_id": project(admin)}
     path = copy(admin, source, "once", **target).json["tinker_path"]
     for _ in range(2):
@@ -134,7 +134,7 @@ def test_a_copy_made_anew_where_one_was_deleted_is_told_again(admin: Api) -> Non
     assert events(admin) == ["run_create", "checkpoint_copy", "checkpoint_delete", "checkpoint_copy"]
 
 
-def test_what_makes_room_is_done_and_told_of_when_there_is_none(admin: Api) -> None:
+def test_what_makes_room_is_done_and_logged_when_there_is_none(admin: Api) -> None:
     calls = checkpoint_calls(save_checkpoint(admin, admin.model()))
     server = admin.services.oplog._redis
     server.config_set("maxmemory", server.info("memory")["used_memory"])
@@ -169,7 +169,7 @@ def test_nothing_is_done_without_an_entry(admin: Api, monkeypatch: pytest.Monkey
     assert events(admin) == ["run_create", "checkpoint_save"], "in the step that takes it in"
 
 
-def test_what_the_operator_changes_is_told_to_the_admins_of_the_project(place: Place, api: Api) -> None:
+def test_what_the_operator_changes_is_shown_to_the_admins_of_the_project(place: Place, api: Api) -> None:
     user = place.accounts.add_user(place.organisation, "jo@example.org").id
     place.accounts.set_role(user, place.project, "member")
     key, text = place.accounts.add_key(user, place.project, ["train"])

@@ -105,7 +105,7 @@ def test_a_batch_over_the_limits_is_refused_and_its_seq_consumed(near: Api) -> N
     assert near.ops(model) == [0, 1, 2]
 
 
-def test_the_sdk_is_told_to_compress_only_when_asked_to(settings: Settings, api: Api) -> None:
+def test_the_sdk_is_asked_to_compress_only_when_the_settings_say_so(settings: Settings, api: Api) -> None:
     assert api.post("client/config", {}).json["proto_compress_fwdbwd"] is False
     on = settings.model_copy(update={"api": settings.api.model_copy(update={"compress_batches": True})})
     client = create_app(on).test_client()

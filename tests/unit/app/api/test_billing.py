@@ -15,7 +15,7 @@ from app.stores.redis.types import Lease
 from tests.pages import age
 from tests.unit.app.api.test_models import save_checkpoint
 from tests.unit.app.conftest import BASE, Api, batch
-from tests.unit.app.places import Place
+from tests.unit.app.tenant import Place
 from workers.maintenance.leader import Accounting
 
 HOUR = timedelta(hours=1)
@@ -149,7 +149,7 @@ def stored(api: Api, path: str = "billing/usage/checkpoints/current") -> list[di
     return CurrentCheckpointStorageUsageResponse.model_validate(answer.json).model_dump(exclude_none=True)["data"]
 
 
-def test_what_is_stored_is_told_by_project_and_who_opened_the_session(place: Place, api: Api) -> None:
+def test_what_is_stored_is_reported_by_project_and_who_opened_the_session(place: Place, api: Api) -> None:
     member = replace(api, key=place.key("member"))
     save_checkpoint(member, member.model(), size_bytes=2 * 10**9)
     save_checkpoint(member, member.model(), expires_at=1.0)

@@ -35,7 +35,7 @@ def test_batch_polls_can_be_switched_on_and_a_client_never_has_more_under_way_th
 
 
 @pytest.mark.parametrize("batch_polls", [False, True])
-def test_every_sdk_is_told_to_use_the_transport_that_loses_no_cancellation(
+def test_every_sdk_is_asked_to_use_the_transport_that_loses_no_cancellation(
     settings: Settings, batch_polls: bool
 ) -> None:
     """`ServiceClient.close` waits for tasks it has cancelled: heartbeat, flags, token, polls. pyqwest can lose that."""

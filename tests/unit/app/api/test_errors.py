@@ -40,7 +40,7 @@ def test_a_wrong_method_is_a_json_405(api: Api) -> None:
     assert (answer.status_code, set(answer.json)) == (405, {"detail", "error"})
 
 
-def test_an_unexpected_error_tells_the_log_and_not_the_client(
+def test_an_unexpected_error_is_described_in_the_log_and_not_to_the_client(
     api: Api, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*_: object) -> None:

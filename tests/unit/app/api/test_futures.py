@@ -96,9 +96,7 @@ def test_a_poll_that_is_not_ready_says_try_again_and_what_runs_first(api: Api, m
     }
 
 
-def test_a_poll_is_told_when_nobody_is_there_to_run_what_it_waits_for(
-    api: Api, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_poll_learns_when_no_worker_can_run_what_it_waits_for(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("app.services.queue._STATE_SNAPSHOT_AGE_S", 0.0)
     request_id = ask(api, api.sampler())
     api.services.records.delete(Worker.namespace, "sampler-0")
@@ -156,7 +154,7 @@ def test_a_state_server_that_is_away_is_a_503_for_polls_too(settings: Settings) 
         assert float(answer.headers["Retry-After"]) > 0
 
 
-def test_a_batch_poll_tells_of_every_end_as_the_sdk_reads_it(api: Api) -> None:
+def test_a_batch_poll_reports_every_end_as_the_sdk_reads_it(api: Api) -> None:
     sampler = api.sampler()
     done, failed, pending = (ask(api, sampler, seq) for seq in range(3))
     api.services.oplog.finish_sample(done, Result(b"12345", PROTOBUF))

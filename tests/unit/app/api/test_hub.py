@@ -121,7 +121,7 @@ def test_an_operator_can_turn_it_off(serve: Serve, folder: Path) -> None:
     assert serve(folder, tokenizers="local").get(f"/{BASE}/resolve/main/tokenizer.json").status_code == 404
 
 
-def test_a_tokenizer_of_the_hub_is_handed_on_from_its_cache(
+def test_a_tokenizer_of_the_hub_is_served_from_its_cache(
     serve: Serve, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cached = tmp_path / "hub/models--other--source"

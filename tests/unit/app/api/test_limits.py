@@ -18,7 +18,7 @@ from tests.unit.app.api import test_copies as copies
 from tests.unit.app.api.test_models import save_checkpoint
 from tests.unit.app.api.test_odd_values import DATUM
 from tests.unit.app.conftest import BASE, Api, batch
-from tests.unit.app.places import Place
+from tests.unit.app.tenant import Place
 
 Limit = Callable[..., None]
 RUN, CHECKPOINT = "/api/v1/training_runs/<run>", "/api/v1/training_runs/<run>/checkpoints/<kind>/<name>"
@@ -197,7 +197,7 @@ def test_limits_say_what_holds_and_what_is_used(api: Api, limit: Limit) -> None:
     assert found["used"] == {"requests_per_s": None, "live_models": 1, "storage_bytes": 10, "concurrent_samples": 3}
 
 
-def test_a_client_is_told_how_many_samples_it_may_have_under_way(api: Api, limit: Limit) -> None:
+def test_a_client_learns_how_many_samples_it_may_have_under_way(api: Api, limit: Limit) -> None:
     most = api.post("client/config", {}).json["sample_max_concurrent_requests"]
     limit(concurrent_samples=7)
     assert api.post("client/config", {}).json["sample_max_concurrent_requests"] == 7 < most

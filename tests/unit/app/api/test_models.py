@@ -140,7 +140,7 @@ def test_a_local_tokenizer_is_named_by_its_absolute_folder(
         ({"tokenizers": "served"}, True),
     ],
 )
-def test_clients_elsewhere_are_told_a_local_tokenizers_name(
+def test_clients_elsewhere_get_the_name_of_a_local_tokenizer(
     api: Api, settings: Settings, tmp_path: Path, reached: dict[str, str], named: bool
 ) -> None:
     base = settings.base_models[0].model_copy(update={"path": str(tmp_path), "name": "org/tiny:variant"})

@@ -14,7 +14,7 @@ from app.services.tenants.accounts import AccountService
 from app.stores.redis import keys
 from app.stores.redis.client import connect
 from tests.unit.app.conftest import API, BASE, Api
-from tests.unit.app.places import SAMPLED, Place
+from tests.unit.app.tenant import SAMPLED, Place
 
 GRAPH = {"name": "x", "inputs": [], "graph": {}}
 # Every route that takes a scope, as it is called on the resources of `Place`: the body, or None for none.

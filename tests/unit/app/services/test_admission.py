@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import threading
 from typing import Any
+
+import pytest
+import redis
 
 from app import create_app
 from app.api.base import EXTENSION
+from app.services import admission
 from app.settings import Settings
 from app.stores.redis.client import connect
 from tests.servers import free_port
@@ -50,3 +55,26 @@ def test_a_broker_that_is_away_keeps_nobody_from_admitting(api: Api, settings: S
     deaf = Api(app.test_client(), app.extensions[EXTENSION])
     assert deaf.forward_backward(batch(model, 1)).status_code == 200
     assert [waiting.seq for waiting in api.services.oplog.pending()] == [1]
+
+
+class Faltering:
+    """A journal that is down at the first beat, and blocks the thread at the third."""
+
+    def __init__(self) -> None:
+        self.beats = 0
+        self.heard = threading.Event()
+
+    def take_calls(self, seconds: float) -> None:
+        self.beats += 1
+        if self.beats == 1:
+            raise redis.ConnectionError("away")
+        if self.beats == 3:
+            self.heard.set()
+            threading.Event().wait()
+
+
+def test_heartbeats_go_on_for_ever_and_after_an_outage(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(admission, "_BEAT_S", 0.01)
+    journal = Faltering()
+    admission.beat_for_ever(journal)
+    assert journal.heard.wait(60)

@@ -82,7 +82,7 @@ def test_alone_the_number_is_exact_and_grows_with_the_seq() -> None:
     ]
 
 
-def test_a_long_queue_of_another_costs_a_turn_for_each_of_ones_own() -> None:
+def test_a_long_queue_of_another_costs_one_call_for_each_of_ones_own() -> None:
     found = training(line("a", waiting=2), line("heavy", "you", waiting=500))
     assert [found.of(f"a:train:0:{seq}").before for seq in (10, 11)] == [1, 3]
     two = training(line("a"), *(line(f"heavy{i}", "you", waiting=500) for i in range(8)))
@@ -90,7 +90,7 @@ def test_a_long_queue_of_another_costs_a_turn_for_each_of_ones_own() -> None:
 
 
 @pytest.mark.parametrize(("weight", "before"), [(1.0, [1, 3]), (3.0, [3, 7]), (0.25, [1, 2]), (0.5, [1, 2])])
-def test_who_weighs_more_has_as_many_turns_more(weight: float, before: list[int]) -> None:
+def test_a_project_of_more_weight_is_served_as_much_more_often(weight: float, before: list[int]) -> None:
     lines = line("a", waiting=2), line("heavy", "you", waiting=500)
     found = training(*lines, weights={"you": weight})
     assert [found.of(f"a:train:0:{seq}").before for seq in (10, 11)] == before
@@ -113,7 +113,7 @@ def test_what_another_worker_holds_or_another_queue_is_for_is_not_in_the_way() -
     assert unheld.starts_in_s == pytest.approx(2 / (1 / 2 + 1)), "whoever is free first takes it"
 
 
-def test_what_runs_and_what_waits_for_a_lost_seq_is_told_apart() -> None:
+def test_running_calls_and_calls_behind_a_lost_seq_are_distinguished() -> None:
     assert training(line("a", running=True)).of("a:train:0:10") == Position(0, 0.0, running=True)
     assert training(line("a", 2, running=True)).of("a:train:0:11").before == 1
     assert training(line("a", admitted=False)).of("a:train:0:11") == Position(1, None, missing=10)

@@ -130,7 +130,7 @@ def test_an_outage_is_found_out_by_one_poll_not_by_all() -> None:
     assert found.of(SAMPLE) == ACTIVE
 
 
-def test_nothing_is_said_to_be_missing_before_anybody_could_look() -> None:
+def test_nothing_is_said_to_be_missing_before_the_first_snapshot() -> None:
     world = World()
     found = states(world)
     there = world.shortage
@@ -145,7 +145,7 @@ def test_nothing_is_said_to_be_missing_before_anybody_could_look() -> None:
     assert found.of(SAMPLE) == ACTIVE
 
 
-def test_who_waits_is_told_what_runs_before_it_and_for_how_long() -> None:
+def test_a_waiting_call_learns_what_runs_before_it_and_for_how_long() -> None:
     world = World()
     world.waiting = Unfinished(
         [ModelLine("s:train:0", "me", "q", "trainer", 0, 1, False, True), _line("other:train:0", "you")],
@@ -157,7 +157,7 @@ def test_who_waits_is_told_what_runs_before_it_and_for_how_long() -> None:
     assert (found.of(SAMPLE).name, found.of(SAMPLE).reason) == ("active", "1 call runs before it")
 
 
-def test_why_it_is_paused_goes_before_its_place() -> None:
+def test_a_reason_for_a_pause_is_shown_before_a_position() -> None:
     world = World()
     world.waiting = Unfinished([_line("s:train:0", "me")], [], {})
     world.workers.discard(("trainer", BASE))

@@ -143,7 +143,7 @@ def test_pruning_spares_what_is_being_uploaded(folder: SnapshotFolder):
     assert names(folder) == ["8-2", "9-2"]
 
 
-def test_models_are_told_apart_and_forgotten_whole(folder: SnapshotFolder):
+def test_models_are_kept_apart_and_forgotten_completely(folder: SnapshotFolder):
     written(folder, (8, 2))
     folder.write("other:train:0", 3, 1, fill(3, 1))
     assert folder.models() == [MODEL, "other:train:0"]

@@ -267,7 +267,7 @@ def test_to_settle_gives_up_on_a_store_that_is_away_and_the_snapshot_goes_on_by_
     world.await_snapshot(2)
 
 
-def test_to_settle_does_not_wait_longer_than_it_was_told(world: World, store: Shaky):
+def test_settle_does_not_wait_longer_than_it_may(world: World, store: Shaky):
     worker = world.worker("a/1", store=store)
     train(world, worker, [0])
     store.gate.clear()
@@ -298,7 +298,7 @@ def test_a_replaced_owner_neither_overwrites_nor_removes_what_its_successor_stor
     assert logprob_bytes(probe(world.worker("c/1"), world, 9)) == expected
 
 
-def test_a_snapshot_whose_pointer_was_set_though_nobody_heard_it_is_done(world: World, store: Shaky):
+def test_a_snapshot_whose_pointer_was_set_though_the_answer_was_lost_is_done(world: World, store: Shaky):
     worker = world.worker("a/1", share=math.inf, store=store)
     world.await_snapshot(train(world, worker, [0]))
     before = pointer(world)

@@ -134,7 +134,7 @@ def test_all_of_very_many_models_are_dispatched(oplog, monkeypatch):
     assert {model_id for _, _, model_id, _ in swept(oplog, HASTY)} == models
 
 
-def test_time_the_chore_did_not_see_does_not_count_for_a_gap(oplog, monkeypatch):
+def test_time_the_redispatcher_did_not_see_does_not_count_for_a_gap(oplog, monkeypatch):
     oplog.admit(MODEL, 1, "forward_backward", b"", "d")
     clock = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: clock)
@@ -196,7 +196,7 @@ def test_a_request_its_sampler_does_not_begin_on_is_dispatched_all_within_second
     assert swept(oplog, PATIENT) == []
 
 
-def test_what_is_held_is_not_dispatched_until_there_is_room_and_then_once_by_the_sweeper(oplog, client):
+def test_what_is_throttled_is_not_dispatched_until_there_is_room_and_then_once_by_the_sweeper(oplog, client):
     """The worker that finished a request of the project died before it could dispatch the next one."""
     sampler = "s:sample:0"
     for seq in range(3):
@@ -208,7 +208,7 @@ def test_what_is_held_is_not_dispatched_until_there_is_room_and_then_once_by_the
     assert [row.id for row in oplog.pending() if row.throttled] == [f"{sampler}:2"]
 
 
-def test_what_a_dead_sampler_had_is_dispatched_again_however_much_is_held_since_before(oplog, client, monkeypatch):
+def test_what_a_dead_sampler_had_is_dispatched_again_however_much_is_throttled_since_before(oplog, client, monkeypatch):
     """Otherwise the project would wait forever: a throttled request waits for one of these requests to end, and no
     worker would start them again."""
     monkeypatch.setattr("workers.maintenance.redispatch._SLICE", 2)

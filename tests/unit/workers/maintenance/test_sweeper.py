@@ -30,7 +30,7 @@ def oplog(client: redis.Redis) -> RedisOpLog:
     return RedisOpLog(client, EngineSettings(lease_s=60))
 
 
-def test_only_the_leader_does_a_chore(oplog):
+def test_only_the_leader_runs_a_task(oplog):
     tasks = Count(), Count()
     for worker, task in zip(("w/1", "w/2"), tasks, strict=True):
         Sweeper(oplog, {"chore": task}, worker).sweep()
@@ -40,7 +40,7 @@ def test_only_the_leader_does_a_chore(oplog):
 @pytest.mark.parametrize(
     "error", [redis.ConnectionError("gone"), Unavailable("down"), OSError("full"), ValueError("a fault of ours")]
 )
-def test_a_chore_that_fails_keeps_no_other_from_running_and_is_tried_again(oplog, error):
+def test_a_task_that_fails_keeps_no_other_from_running_and_is_tried_again(oplog, error):
     failing, other = Count(error), Count()
     made = Sweeper(oplog, {"failing": failing, "other": other}, "w/1")
     made.sweep()
@@ -48,7 +48,7 @@ def test_a_chore_that_fails_keeps_no_other_from_running_and_is_tried_again(oplog
     assert (failing.rounds, other.rounds) == (2, 2)
 
 
-def test_a_chore_that_hangs_keeps_no_other_from_running(oplog, monkeypatch):
+def test_a_task_that_hangs_keeps_no_other_from_running(oplog, monkeypatch):
     monkeypatch.setattr(leader, "_PERIOD_S", 0.01)
     free, other = threading.Event(), Count()
 

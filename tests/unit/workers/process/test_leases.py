@@ -84,7 +84,7 @@ def test_a_lease_gained_anew_while_the_old_one_is_asked_about_stays(
     assert not keeper.holds(MODEL)
 
 
-def test_a_keeper_that_hears_nothing_for_a_lease_holds_nothing(tmp_path: Path):
+def test_a_keeper_without_an_answer_for_a_lease_time_holds_no_lease(tmp_path: Path):
     with start_valkey(tmp_path) as url:
         oplog = prepared(connect(url), 3600)
         keepers = [LeaseKeeper(oplog, "a/1", lease_s) for lease_s in (0.3, 3600.0)]

@@ -181,7 +181,7 @@ def test_the_base_needs_no_adapter_and_a_vanished_one_is_an_error(make: Make):
         pass
 
 
-def test_an_adapter_the_engine_refuses_keeps_nobody_from_his_turn(make: Make):
+def test_an_adapter_the_engine_refuses_delays_no_other_request(make: Make):
     class Choosy(RecordingBackend):
         def load(self, adapter_id: str, folder: Path) -> None:
             if adapter_id == "a":
@@ -257,7 +257,7 @@ class OneAtATime(RecordingBackend):
         self.here.discard(adapter_id)
 
 
-def test_whole_models_take_turns_and_none_is_swapped_under_who_uses_it(make: Make):
+def test_full_models_take_turns_and_none_is_swapped_while_it_is_used(make: Make):
     backend = OneAtATime()
     models = make(backend, most=1, at_a_time=1)
 

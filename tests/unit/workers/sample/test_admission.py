@@ -114,7 +114,7 @@ def test_projects_are_served_alike_by_tokens_not_by_requests(engine: Engine):
     assert served["short"] == pytest.approx(3 * served["long"], abs=6)
 
 
-def test_a_weight_is_a_share():
+def test_service_is_in_proportion_to_the_weights():
     engine = Engine({"one": 1.0, "three": 3.0}.__getitem__)
     for _ in range(50):
         engine.come("one")
@@ -124,7 +124,7 @@ def test_a_weight_is_a_share():
     assert served["three"] == pytest.approx(3 * served["one"], abs=4)
 
 
-def test_what_was_not_drawn_is_given_back(engine: Engine):
+def test_tokens_that_were_not_sampled_are_refunded(engine: Engine):
     """Both projects ask for the same number of tokens, and one of them uses a tenth of it."""
     for _ in range(80):
         engine.come("brief", tokens=999, took=99)
@@ -177,7 +177,7 @@ def test_what_is_stopped_while_it_runs_is_charged_what_it_drew_and_its_prompt(en
     assert engine.fair_queue.virtual_time("a") - engine.fair_queue.virtual_time("new") == 3 + 4
 
 
-def test_one_that_fails_gives_its_place_back(engine: Engine):
+def test_one_that_fails_frees_its_place(engine: Engine):
     batch_admission, request = engine._batch_admission, SampleRequest(np.zeros(1, np.int32), 10 * BATCH, 5, 0)
     for _ in range(3):
         with pytest.raises(ValueError), batch_admission.slot("a", request, RequestHandle()):

@@ -77,7 +77,7 @@ def test_a_sample_is_answered_with_every_sequence_and_its_logprobs(world: World,
     assert all(len(sequence.logprobs) == 16 for sequence in sequences)
 
 
-def test_a_streamed_request_tells_of_its_tokens_and_another_does_not(world: World, backend: SamplerBackend):
+def test_a_streamed_request_reports_its_tokens_and_another_does_not(world: World, backend: SamplerBackend):
     sampler, streams = runner(world, backend, "s/1"), TokenStreams(world.client)
     streamed = admit(world, 0, replace(REQUEST, stream=True))
     result = sampler.handle(streamed, SESSION, "sample")
@@ -195,7 +195,7 @@ def test_what_nobody_foresaw_ends_a_request_too(world: World, backend: SamplerBa
     }
 
 
-def test_the_next_held_request_of_a_project_is_dispatched_as_one_ends(world: World, backend: SamplerBackend):
+def test_the_next_throttled_request_of_a_project_is_dispatched_as_one_ends(world: World, backend: SamplerBackend):
     dispatched: list[tuple[str, ...]] = []
     sampler = runner(world, backend, "s/1", lambda *send: dispatched.append(send))
     first = admit(world, 0, sequences=64)

@@ -48,7 +48,7 @@ def attempts(world: World, seq: int) -> int:
 
 
 @pytest.mark.parametrize("next_is", ["a tick", "another dispatch"])
-def test_a_save_begun_in_turn_holds_no_other_dispatch(
+def test_a_save_begun_in_order_delays_no_other_dispatch(
     world: World, store: GatedStore, dispatch: Dispatch, next_is: str
 ):
     """The dispatch of another model ends with its own Op; the next dispatch commits the save."""
@@ -135,7 +135,7 @@ def test_a_lease_that_is_lost_meanwhile_costs_nothing_but_the_work(
 
 
 @pytest.mark.parametrize(("in_time", "next_owner"), [(True, "b/1"), (False, "b/1"), (False, "a/2")])
-def test_a_model_that_is_let_go_leaves_nothing_undone_and_no_attempt(
+def test_a_model_that_is_released_leaves_nothing_undone_and_no_attempt(
     world: World, store: GatedStore, dispatch: Dispatch, in_time: bool, next_owner: str
 ):
     worker = world.worker("a/1", store=store)
@@ -232,7 +232,7 @@ def test_a_model_that_is_deleted_in_mid_save_is_gone(world: World, store: GatedS
     assert worker.owner.residents() == {}
 
 
-def test_an_adapter_there_is_no_room_to_hand_over_goes_the_same_way(
+def test_an_adapter_without_room_in_shared_memory_goes_the_same_way(
     world: World, store: GatedStore, dispatch: Dispatch
 ):
     worker = world.worker("a/1", store=store, handover_bytes=0)

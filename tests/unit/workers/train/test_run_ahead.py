@@ -36,7 +36,7 @@ from tests.unit.workers.train.saves import (
     saved_files,
     store,
 )
-from tests.unit.workers.train.test_turns import infinite_ratio
+from tests.unit.workers.train.test_scheduler import infinite_ratio
 
 __all__ = ["dispatch", "store"]  # the fixtures
 

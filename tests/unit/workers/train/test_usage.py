@@ -14,8 +14,8 @@ from app.stores.redis import keys
 from tests.pages import used
 from tests.unit.workers.conftest import MODEL, Worker, World, batch, step
 from tests.unit.workers.sample.test_runner import REQUEST, SESSION, admit, backend, runner
-from tests.unit.workers.train.test_turns import A, B, C, Watched, gradient, handle, merging
-from tests.unit.workers.train.test_turns import admit as admit_to
+from tests.unit.workers.train.test_scheduler import A, B, C, Watched, gradient, handle, merging
+from tests.unit.workers.train.test_scheduler import admit as admit_to
 from workers.backends.sampling.base import SamplerBackend
 
 __all__ = ["backend", "merging"]

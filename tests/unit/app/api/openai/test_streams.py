@@ -41,7 +41,7 @@ LOST = {
 
 
 @pytest.mark.parametrize("case", LOST)
-def test_what_a_stream_lost_or_told_twice_is_made_good_from_the_result(openai: OpenAi, case: str):
+def test_what_a_stream_lost_or_sent_twice_is_corrected_from_the_result(openai: OpenAi, case: str):
     def answer(request_id: str, _: SampleRequest) -> SampleOutput:
         for text, place in LOST[case]:
             openai.standin.draw(request_id, text, place)

@@ -58,7 +58,7 @@ def test_the_begin_of_a_stop_string_that_never_comes_is_given_at_the_end(tokeniz
     assert "".join(pieces(TextStream(tokenizer, [], ["<end>"]), ids(tokenizer, "a<en"))) == "a<en"
 
 
-def test_tokens_are_told_of_with_their_text_and_the_one_that_ended_it_is_not(tokenizer: BaseTokenizer):
+def test_tokens_are_reported_with_their_text_and_the_one_that_ended_it_is_not(tokenizer: BaseTokenizer):
     stream = TextStream(tokenizer, [], [])
     tokens = [*ids(tokenizer, "ab"), 257]
     told = [token for at in tokens for token in stream.push([at], [-float(at)]).tokens]
@@ -69,7 +69,7 @@ def test_tokens_are_told_of_with_their_text_and_the_one_that_ended_it_is_not(tok
     ]
 
 
-def test_tokens_of_a_stop_string_are_not_told_of(tokenizer: BaseTokenizer):
+def test_tokens_of_a_stop_string_are_not_reported(tokenizer: BaseTokenizer):
     stream = TextStream(tokenizer, [], ["cd"])
     tokens = ids(tokenizer, "abcd")
     told = [*stream.push(tokens, [0.0] * 4).tokens, *stream.finish(stopped=True).tokens]

@@ -55,7 +55,7 @@ def test_a_role_may_do_what_the_ones_below_it_may(store: RedisRecords, role: Rol
             load_owned(store, Session, OURS, caller(role), needed)
 
 
-def test_a_viewer_changes_nothing_unless_he_is_let(store: RedisRecords) -> None:
+def test_a_viewer_changes_nothing_unless_he_is_allowed_to(store: RedisRecords) -> None:
     with pytest.raises(Forbidden):
         load_owned(store, Session, OURS, caller("viewer"))
 

@@ -57,7 +57,7 @@ def test_nobody_keeps_a_keys_secret(accounts, client, tmp_path):
     assert files and not any(secret in file.read_bytes() for file in files)
 
 
-def test_what_no_key_is_and_a_wrong_secret_are_told_the_same(accounts, caller_of):
+def test_an_unknown_key_and_a_wrong_secret_get_the_same_answer(accounts, caller_of):
     user, project = member(accounts)
     key, text = make_key(accounts, user, project)
     wrong = [f"tml-{key.id}.", f"tml-{key.id}.x", f"tml-{key.id}", text[:-1], text + "x", "tml-0.x", "tml-", "tml-ü.ü"]

@@ -7,7 +7,7 @@ from app.domain.records import Model, Sampler, dump
 from app.settings import EngineSettings
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.records import RedisRecords
-from tests.unit.app.stores.redis.journal import MODEL
+from tests.unit.app.stores.redis.journal_steps import MODEL
 
 
 @pytest.fixture

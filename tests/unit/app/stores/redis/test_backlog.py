@@ -13,7 +13,7 @@ from app.stores.redis.backlog import RedisBacklog
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.records import RedisRecords
 from app.stores.redis.types import ModelLine, Unfinished, WaitingSample
-from tests.unit.app.stores.redis.journal import MODEL, OK, admit, own
+from tests.unit.app.stores.redis.journal_steps import MODEL, OK, admit, own
 
 SAMPLER = "session:sample:0"
 
@@ -61,7 +61,7 @@ def test_an_op_of_a_worker_that_is_gone_does_not_run(
     assert (line.node, line.running) == ("", False)
 
 
-def test_samples_stand_as_they_came_until_they_end(
+def test_samples_are_listed_as_they_came_until_they_end(
     backlog: RedisBacklog, oplog: RedisOpLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_SLICE", 2)
@@ -86,7 +86,7 @@ def test_the_sequences_of_a_queue_are_those_that_were_given_to_a_sampler(
     assert backlog.unfinished(10).sequences == {"sample.base": 8}
 
 
-def test_of_more_than_are_asked_for_the_first_are_told(backlog: RedisBacklog, oplog: RedisOpLog) -> None:
+def test_of_more_than_are_asked_for_the_first_are_returned(backlog: RedisBacklog, oplog: RedisOpLog) -> None:
     for seq in range(6):
         ask(oplog, seq)
     assert len(backlog.unfinished(4).samples) == 4

@@ -67,7 +67,7 @@ def test_behind_a_cursor_only_what_is_new_comes_and_the_rest_is_forgotten(client
     assert client.zcard(keys.completed(FIRST)) == 1
 
 
-def test_each_clone_hears_of_its_own(samples, completions):
+def test_each_clone_gets_its_own(samples, completions):
     mine = finish(samples, 999_999_999)
     theirs = [finish(samples, seq) for seq in (3 * 10**9, 4 * 10**9 - 1)]
     assert names(completions.since(FIRST, 0)[0]) == [mine]

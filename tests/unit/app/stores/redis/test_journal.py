@@ -16,7 +16,7 @@ from app.stores.redis import keys
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.records import RedisRecords
 from app.stores.redis.types import OwnedElsewhere
-from tests.unit.app.stores.redis.journal import MODEL, OK, admit, commit_through, own
+from tests.unit.app.stores.redis.journal_steps import MODEL, OK, admit, commit_through, own
 
 
 def test_a_repeated_call_has_the_same_future_and_one_journal_entry(oplog, client):
@@ -215,7 +215,7 @@ def test_a_worker_that_was_cut_off_had_no_attempt_unless_it_dies_later(oplog, cl
     assert begun(oplog, client, "c/1")[1].attempts == 2, "both died with it"
 
 
-def test_a_worker_that_is_heard_of_again_takes_its_attempt_back(oplog, client):
+def test_a_worker_that_reappears_takes_its_attempt_back(oplog, client):
     admit(oplog, 0)
     _, entry = begun(oplog, client, "a/1", "b/1")
     assert (entry.attempts, entry.in_doubt) == (1, True)
@@ -233,7 +233,7 @@ def test_a_worker_that_left_an_op_which_others_took_over_has_no_attempt_even_if_
     assert begun(oplog, client, "c/1")[1].attempts == 1, "that of b"
 
 
-def test_a_process_whose_node_has_started_anew_is_dead_whatever_was_heard_of_it(oplog, client):
+def test_a_process_whose_node_has_restarted_is_dead_although_it_renewed_its_leases(oplog, client):
     admit(oplog, 0)
     begun(oplog, client, "a/1")
     oplog.renew([], "a/1")
@@ -318,7 +318,7 @@ def test_a_replaced_owner_sets_no_snapshot(oplog):
         oplog.set_snapshot(old, 1, "late")
 
 
-def test_heads_tell_what_waits_and_whether_anybody_began_it(oplog):
+def test_heads_show_what_waits_and_whether_a_worker_began_it(oplog):
     admit(oplog, 0)
     assert oplog.heads({MODEL: 1, "nobody:train:0": 0}) == []
     (head,) = oplog.heads({MODEL: 0})
@@ -338,7 +338,7 @@ def test_the_head_behind_a_lost_gradient_is_not_fresh(oplog):
     assert not oplog.heads({MODEL: 2})[0].fresh
 
 
-def test_a_head_and_what_is_about_to_run_tell_whose_they_are(oplog, client):
+def test_a_head_and_the_next_entry_name_their_owner(oplog, client):
     admit(oplog, 0)
     assert oplog.heads({MODEL: 0})[0].owner == "me"
     client.hset(keys.model(MODEL), "owner", '"another"')
@@ -362,7 +362,7 @@ def test_unowned_are_the_models_of_a_queue_that_wait_and_have_no_live_owner(oplo
     assert oplog.unowned("train.base") == [], "a gap is before it"
 
 
-def test_pending_tells_gaps_and_what_runs(oplog):
+def test_pending_shows_gaps_and_what_runs(oplog):
     assert oplog.pending() == []
     admit(oplog, 1)
     (gap,) = oplog.pending()

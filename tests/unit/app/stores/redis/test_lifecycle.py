@@ -68,7 +68,7 @@ def own(oplog: RedisOpLog, worker: str = "a/1") -> Lease:
     return lease
 
 
-def test_only_a_session_nobody_heard_of_expires(client, lifecycle, stored):
+def test_only_a_session_without_heartbeats_expires(client, lifecycle, stored):
     assert lifecycle.expire() == []
     assert (hasty(client).expire(), status(stored)) == ([SESSION], "expired")
     assert hasty(client).expire() == [], "once"

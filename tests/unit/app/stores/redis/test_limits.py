@@ -50,7 +50,7 @@ def test_sequences_count_until_their_request_ends_however_it_ends(client, oplog,
 
 
 @pytest.mark.parametrize(("usage", "kept"), [({"prefill": 30, "drawn": 20}, 50), ({}, 0)], ids=("drawn", "failed"))
-def test_what_a_sample_did_not_draw_is_given_back_once(oplog, quotas, usage, kept):
+def test_tokens_that_a_sample_did_not_use_are_refunded_once(oplog, quotas, usage, kept):
     payers = mine(Limits(tokens_per_s=0.001))
     request = f"{SAMPLER}:0"
     charge = Charge(payers, 1000, 1)
@@ -164,7 +164,7 @@ def test_a_run_that_ended_is_listed_no_more(client, oplog, stored, quotas):
     assert client.keys("tinsmith:runs:*") == []
 
 
-def test_runs_of_a_session_that_ended_are_looked_at_no_more_until_it_is_heard_again(client, oplog, stored, quotas):
+def test_runs_of_a_session_that_ended_are_checked_no_more_until_its_next_heartbeat(client, oplog, stored, quotas):
     lifecycle = RedisLifecycle(client, SETTINGS)
     client.zadd(keys.SESSIONS_HEARD, {SESSION: 1})
     assert lifecycle.expire() == [SESSION]
@@ -174,7 +174,7 @@ def test_runs_of_a_session_that_ended_are_looked_at_no_more_until_it_is_heard_ag
     assert [quotas.used(payer).live_models for payer in mine()] == [1, 1]
 
 
-def test_what_others_have_is_not_looked_at_to_count_ones_own(client, oplog, stored, quotas):
+def test_what_others_have_is_not_read_to_count_ones_own(client, oplog, stored, quotas):
     def looks() -> int:
         before = calls()
         assert [quotas.used(payer).live_models for payer in mine()] == [1, 1]

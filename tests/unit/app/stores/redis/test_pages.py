@@ -18,7 +18,7 @@ from app.stores.redis.lifecycle import RedisLifecycle
 from app.stores.redis.pages import RedisPages
 from app.stores.redis.records import RedisRecords
 from tests.pages import age, in_mid_hour, listed, used
-from tests.unit.app.stores.redis.journal import MODEL, OK, admit, own
+from tests.unit.app.stores.redis.journal_steps import MODEL, OK, admit, own
 from tests.unit.app.stores.redis.test_samples import admit as admit_sample
 from tests.unit.app.stores.redis.test_samples import samples
 

@@ -199,7 +199,7 @@ def test_over_the_budget_new_work_is_put_off_and_repeats_are_answered(oplog: Red
     assert admit(oplog, 5, 95 * KB), "what was put off comes in under the same seq once there is room"
 
 
-def test_what_could_never_fit_is_told_so(oplog: RedisOpLog):
+def test_what_could_never_fit_is_refused_as_such(oplog: RedisOpLog):
     with pytest.raises(TooLarge, match=r"409601 bytes, over engine\.payload_budget_bytes"):
         admit(oplog, 0, 400 * KB + 1)
     with pytest.raises(TooLarge):

@@ -10,7 +10,7 @@ from app.errors import BadRequest, Fenced, Gone, NotFound, TriedOften
 from app.stores.redis import keys
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.records import RedisRecords
-from tests.unit.app.stores.redis.journal import MODEL, OK, admit, own
+from tests.unit.app.stores.redis.journal_steps import MODEL, OK, admit, own
 
 
 def test_foreign_and_unknown_futures_look_alike_and_an_expired_one_is_gone(oplog, client):

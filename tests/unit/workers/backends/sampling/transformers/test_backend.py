@@ -203,7 +203,7 @@ def test_new_weights_that_were_written_in_part_end_the_engine(folder, tmp_path, 
         backend.load("other", other)
 
 
-def test_who_waits_for_an_idle_engine_is_told_when_it_stops(sampler):
+def test_a_caller_that_waits_for_an_idle_engine_learns_when_it_stops(sampler):
     begun = threading.Event()
     hold(sampler, lambda: sampler._engine._failure)
     with ThreadPoolExecutor(2) as pool:

@@ -21,7 +21,7 @@ from app.errors import Requeue
 from app.stores.redis import keys
 from app.stores.redis.types import Lease
 from tests.unit.workers.conftest import MODEL, PROBE, Worker, World, add_model, batch, step
-from tests.unit.workers.train.test_turns import MERGED, admit, applied, handle
+from tests.unit.workers.train.test_scheduler import MERGED, admit, applied, handle
 from workers.process import heartbeat
 from workers.train import owner, runner
 from workers.train.executor import GradAccumulation
@@ -105,7 +105,7 @@ def worker(world: World) -> Worker:
     return world.worker("a/1")
 
 
-def test_a_project_with_four_models_has_no_more_turns_than_one_with_a_single_one(
+def test_a_project_with_four_models_is_served_no_more_often_than_one_with_a_single_one(
     world: World, worker: Worker, clock: Clock
 ):
     project_of(world, "heavy", *HEAVY)
@@ -121,7 +121,7 @@ def test_a_project_with_four_models_has_no_more_turns_than_one_with_a_single_one
     assert {Counter(model for ran in passes.ran for model in ran)[name] for name in HEAVY} == {6}
 
 
-def test_a_weight_is_a_share_of_the_turns(world: World, worker: Worker, clock: Clock):
+def test_passes_are_in_proportion_to_the_weights(world: World, worker: Worker, clock: Clock):
     world.records.put(Project.namespace, "light", dump(Project("light", "", "light", 0.0, limits={"weight": 3.0})))
     project_of(world, "heavy", *HEAVY)
     project_of(world, "light", LIGHT)
@@ -133,7 +133,7 @@ def test_a_weight_is_a_share_of_the_turns(world: World, worker: Worker, clock: C
     assert 11 <= len([at for at in passes.of({LIGHT}) if at < 16]) <= 12, "three of four, as long as it has any"
 
 
-def test_who_was_idle_has_no_credit_for_it(world: World, worker: Worker, clock: Clock):
+def test_an_idle_project_has_no_credit_for_it(world: World, worker: Worker, clock: Clock):
     project_of(world, "heavy", HEAVY[0])
     project_of(world, "light", LIGHT)
     own(worker, HEAVY[0], LIGHT)
@@ -166,7 +166,7 @@ def test_a_shared_pass_is_charged_to_each_project_by_its_bytes(world: World, clo
     assert fair_queue.virtual_time("light") - before == pytest.approx(part, abs=0.02)
 
 
-def test_a_model_that_nobody_owns_waits_for_a_turn_and_not_for_its_dispatch(world: World, worker: Worker, clock: Clock):
+def test_an_unowned_model_waits_for_the_scheduler_and_not_for_its_dispatch(world: World, worker: Worker, clock: Clock):
     project_of(world, "heavy", *HEAVY)
     own(worker, *HEAVY)
     fill(world, *HEAVY, calls=6)
@@ -180,7 +180,7 @@ def test_a_model_that_nobody_owns_waits_for_a_turn_and_not_for_its_dispatch(worl
     assert (applied(world, LIGHT), applied(world, OTHER)) == (2, 2)
 
 
-def test_a_projects_own_models_that_nobody_owns_wait_for_their_dispatches(world: World, worker: Worker):
+def test_a_projects_own_unowned_models_wait_for_their_dispatches(world: World, worker: Worker):
     """A project that uses more models than a trainer holds would evict one model for each other one."""
     project_of(world, "heavy", *HEAVY[:2])
     own(worker, HEAVY[0])
@@ -190,14 +190,14 @@ def test_a_projects_own_models_that_nobody_owns_wait_for_their_dispatches(world:
     assert HEAVY[1] not in worker.owner.residents()
 
 
-def test_what_nobody_owns_is_looked_for_beside_a_single_model_too(world: World, worker: Worker):
+def test_unowned_models_are_looked_for_beside_a_single_model_too(world: World, worker: Worker):
     project_of(world, "light", LIGHT)
     own(worker, MODEL)
     assert [head.model_id for head in world.oplog.unowned("train.base")] == [LIGHT]
     assert [head.model_id for head in worker.runner._scheduler.waiting()] == [LIGHT]
 
 
-def test_an_op_whose_start_fails_is_tried_once_a_turn_not_for_ever(world: World, worker: Worker):
+def test_an_op_whose_start_fails_is_tried_once_a_round_not_for_ever(world: World, worker: Worker):
     """The model is lost between the scheduler's reading and its turn. Its own dispatch handles that."""
     project_of(world, "light", LIGHT)
     project_of(world, "heavy", HEAVY[0])
@@ -221,7 +221,7 @@ def test_a_model_of_another_project_now_counts_for_that_one(world: World, worker
     assert worker.runner._scheduler._fair_queue._virtual_times["light"] >= 1.0
 
 
-def test_bringing_a_model_back_is_paid_for_by_its_project(
+def test_restoring_a_model_is_charged_to_its_project(
     world: World, worker: Worker, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ):
     project_of(world, "heavy", HEAVY[0])

@@ -71,7 +71,7 @@ def test_wrong_keys_are_looked_for_once_however_many_come(accounts, authenticato
     assert objects.reads == reads, "all came back at once"
 
 
-def test_while_the_object_store_is_away_nobody_is_told_that_his_key_is_wrong(
+def test_while_the_object_store_is_away_no_key_is_called_wrong(
     accounts, authenticator, objects, client, monkeypatch
 ) -> None:
     key = new_key(accounts)
@@ -87,7 +87,7 @@ def test_while_the_object_store_is_away_nobody_is_told_that_his_key_is_wrong(
     assert authenticator(key)
 
 
-def test_while_one_reads_the_others_are_told_to_come_again(accounts, authenticator, objects, client) -> None:
+def test_while_one_reads_the_others_are_asked_to_retry(accounts, authenticator, objects, client) -> None:
     key = new_key(accounts)
     client.flushall()
     objects.gate = threading.Event()

@@ -100,7 +100,7 @@ def test_an_adapter_takes_all_along_that_waits_for_it(two: Requests):
     two.await_running("b1", "c1", "c2", "c3")
 
 
-def test_streams_of_requests_for_more_adapters_than_fit_share_the_turns_evenly(two: Requests):
+def test_streams_of_requests_for_more_adapters_than_fit_are_served_evenly(two: Requests):
     """Five adapters, two at a time. When a request ends, the next one for the same adapter is already waiting."""
     names = "abcde"
     two.come(*(f"{name}1" for name in names), *(f"{name}2" for name in names))
@@ -138,7 +138,7 @@ def test_a_request_that_is_stopped_while_it_waits_makes_way(two: Requests):
     two.await_running("a1", "a2", "d1")
 
 
-def test_a_request_that_fails_gives_its_turn_back():
+def test_a_request_that_fails_frees_its_place():
     scheduler = AdapterScheduler(1, FairQueue())
     with pytest.raises(ValueError), scheduler.turn("a", "me", RequestHandle()):
         raise ValueError

@@ -14,7 +14,7 @@ from app.domain.sampling import SampleOutput, SampleRequest
 from app.errors import Requeue, ServerOpError
 from app.stores.redis import keys
 from tests.unit.workers.conftest import await_true
-from tests.unit.workers.sample.test_cancelling import OUTPUT, REQUEST, SESSION, HeldBackend, Samplers, samplers
+from tests.unit.workers.sample.test_cancellation import OUTPUT, REQUEST, SESSION, HeldBackend, Samplers, samplers
 from workers.backends.sampling.base import RequestHandle
 from workers.sample.runner import SampleRunner
 

@@ -6,8 +6,10 @@ import random
 from collections import Counter
 
 import pytest
+import redis
 
-from workers.process.fair_queue import FairQueue
+from app.domain.limits import Limits
+from workers.process.fair_queue import FairQueue, ProjectWeights
 
 
 def serve(fair_queue: FairQueue, *waiting: str, cost: float = 1.0) -> str:
@@ -17,7 +19,7 @@ def serve(fair_queue: FairQueue, *waiting: str, cost: float = 1.0) -> str:
     return project
 
 
-def test_whoever_always_waits_is_served_alike_whatever_a_turn_costs():
+def test_projects_that_always_wait_are_served_alike_whatever_an_op_costs():
     fair_queue, served = FairQueue(), Counter[str]()
     costs = {"cheap": 1.0, "dear": 7.0}
     for _ in range(800):
@@ -29,13 +31,13 @@ def test_whoever_always_waits_is_served_alike_whatever_a_turn_costs():
     assert served.total() >= 800
 
 
-def test_a_weight_is_a_share():
+def test_service_is_in_proportion_to_the_weights():
     fair_queue = FairQueue({"one": 1.0, "three": 3.0}.__getitem__)
     served = Counter(serve(fair_queue, "one", "three") for _ in range(400))
     assert abs(served["three"] - 300) <= 1
 
 
-def test_who_was_idle_comes_back_level_without_credit_for_it():
+def test_an_idle_project_comes_back_without_credit_for_it():
     fair_queue = FairQueue()
     for _ in range(100):
         serve(fair_queue, "busy", "other")
@@ -44,14 +46,14 @@ def test_who_was_idle_comes_back_level_without_credit_for_it():
     assert all(9 <= count <= 11 for count in Counter(back).values())
 
 
-def test_who_was_served_alone_owes_those_who_come_a_turn_at_most():
+def test_a_project_served_alone_owes_newcomers_one_op_at_most():
     fair_queue = FairQueue()
     for _ in range(100):
         serve(fair_queue, "alone")
     assert Counter(serve(fair_queue, "alone", "new") for _ in range(20))["alone"] >= 9
 
 
-def test_what_was_charged_too_much_is_given_back():
+def test_what_was_charged_too_much_is_refunded():
     fair_queue = FairQueue()
     for name in ("a", "b"):
         serve(fair_queue, name, cost=100.0)
@@ -60,7 +62,7 @@ def test_what_was_charged_too_much_is_given_back():
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_nobody_is_passed_over_for_longer_than_everybody_elses_turn(seed: int):
+def test_no_project_waits_for_more_than_two_rounds_of_the_others(seed: int):
     """Projects come and go at any time."""
     draw, fair_queue = random.Random(seed), FairQueue()
     names = [f"p{i}" for i in range(8)]
@@ -73,7 +75,7 @@ def test_nobody_is_passed_over_for_longer_than_everybody_elses_turn(seed: int):
         assert turn - since.pop(chosen) <= 2 * len(names)
 
 
-def test_only_those_who_are_ahead_are_kept():
+def test_only_projects_ahead_of_the_virtual_time_are_kept():
     fair_queue = FairQueue()
     for i in range(1000):
         serve(fair_queue, f"p{i}", cost=0.5)
@@ -81,7 +83,7 @@ def test_only_those_who_are_ahead_are_kept():
     assert len(fair_queue._virtual_times) < 10
 
 
-def test_what_is_given_back_to_one_in_line_is_not_lost_though_others_went_on():
+def test_a_refund_to_a_waiting_project_is_not_lost_though_others_went_on():
     fair_queue = FairQueue()
     fair_queue.enter("back")
     fair_queue.charge("back", 100.0)
@@ -93,3 +95,23 @@ def test_what_is_given_back_to_one_in_line_is_not_lost_though_others_went_on():
     assert fair_queue.virtual_time("back") == fair_queue.virtual_time("new"), (
         "once it has nothing that waits it has no credit either"
     )
+
+
+class Stored:
+    def __init__(self) -> None:
+        self.away, self.weight = False, 3.0
+
+    def project(self, project: str) -> Limits:
+        if self.away:
+            raise redis.ConnectionError
+        return Limits(weight=self.weight)
+
+
+def test_weights_are_those_of_the_limits_and_stay_while_the_state_server_is_away():
+    stored = Stored()
+    weights = ProjectWeights(stored)
+    assert weights("known") == 3.0
+    stored.away = True
+    assert (weights("known"), weights("new")) == (3.0, 1.0)
+    stored.away, stored.weight = False, 5.0
+    assert weights("known") == 5.0

@@ -11,7 +11,7 @@ from app.domain.records import Sampler, dump
 from app.domain.sampling import SampleRequest
 from app.errors import Requeue
 from app.stores.redis import keys
-from tests.unit.workers import newer
+from tests.unit.workers import newer_version
 from tests.unit.workers.conftest import BASE, World
 from tests.unit.workers.sample.test_runner import REQUEST, SESSION, admit, backend, runner, tokens
 from workers.backends.sampling.base import SamplerBackend
@@ -26,7 +26,7 @@ def journal(world: World, seq: int, payload: bytes) -> str:
     return world.oplog.admit_sample(f"{SESSION}:{seq}", SESSION, "me", queue, payload, ops.digest(payload)).request_id
 
 
-@newer.WAYS
+@newer_version.WAYS
 def test_a_newer_request_is_left_without_an_attempt_and_free_for_a_newer_sampler(
     world: World,
     backend: SamplerBackend,
@@ -52,11 +52,11 @@ def test_an_old_sampler_goes_on_with_others_and_a_newer_one_runs_it(
     world: World, backend: SamplerBackend, monkeypatch: pytest.MonkeyPatch
 ):
     old = runner(world, backend, "old/1")
-    request = journal(world, 0, newer.encode(REQUEST))
+    request = journal(world, 0, newer_version.encode(REQUEST))
     with pytest.raises(Requeue):
         old.handle(request, SESSION, "sample")
     other = old.handle(admit(world, 1), SESSION, "sample")
-    newer.upgrade(monkeypatch)
+    newer_version.upgrade(monkeypatch)
     result = runner(world, backend, "new/1").handle(request, SESSION, "sample")
     assert other is not None and result is not None and not result.failed
     assert tokens(result.body) == tokens(other.body), "the seed of both is the same"

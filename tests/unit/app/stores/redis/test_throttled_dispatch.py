@@ -71,7 +71,7 @@ def test_two_groups_are_dispatched_though_one_is_more_than_all_samplers_decode(s
     assert len(released(samples)) == 1
 
 
-def test_a_light_project_is_dispatched_at_once_however_much_another_holds(samples):
+def test_a_light_project_is_dispatched_at_once_however_much_of_another_is_throttled(samples):
     fill(samples, "heavy", 10 * BATCH)
     assert fill(samples, "light", MOST) == MOST // 2, "two have half each in any case"
     assert fill(samples, "other", MOST) == MOST // 3
@@ -114,14 +114,14 @@ def test_a_projects_requests_are_dispatched_in_the_order_they_came(samples, clie
     assert released(samples) == ["heavy:sample:0:900", "heavy:sample:0:901"]
 
 
-def test_what_is_held_is_not_dispatched_again_and_counts_nowhere_until_it_is_dispatched(samples, client):
+def test_what_is_throttled_is_not_dispatched_again_and_counts_nowhere_until_it_is_dispatched(samples, client):
     fill(samples, "heavy", MOST + 1)
     (held,) = [row for row in samples.pending() if row.throttled]
     assert (held.id, held.awaited, held.running) == (f"heavy:sample:0:{MOST}", False, False)
     assert client.hget(f"{keys.PREFIX}placed:{QUEUE}", "a") == str(MOST).encode()
 
 
-def test_cancelled_and_aborted_ones_are_held_no_more_and_make_room(samples, client):
+def test_cancelled_and_aborted_ones_are_throttled_no_more_and_make_room(samples, client):
     fill(samples, "heavy", MOST + 4)
     assert samples.cancel_sample(f"heavy:sample:0:{MOST}"), "a held one"
     assert samples.cancel_sample("heavy:sample:0:0"), "one that was dispatched"

@@ -30,7 +30,7 @@ def waiting(dispatched: list[Dispatch], clock: list[float]) -> RetryBackoff:
     return RetryBackoff(lambda *send: dispatched.append(send), QUEUE)
 
 
-def test_what_was_parked_is_dispatched_once_in_order_when_the_model_moves_on(
+def test_ops_that_wait_are_dispatched_once_in_order_when_the_model_advances(
     waiting: RetryBackoff, dispatched: list[Dispatch]
 ):
     waiting.add(MODEL, 7, "optim_step")

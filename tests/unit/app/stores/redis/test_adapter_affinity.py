@@ -57,7 +57,9 @@ def test_requests_of_a_session_go_to_one_sampler_and_those_of_others_to_the_empt
     assert [admit(samples, seq, TUNED) for seq in range(2)] == ["b"] * 2
 
 
-def test_while_little_goes_on_homes_are_shared_out_and_those_forgotten_are_the_same_again(client, records, samples):
+def test_under_little_load_adapters_are_spread_evenly_and_a_forgotten_affinity_is_the_same_again(
+    client, records, samples
+):
     sessions = [f"session:sample:{number}" for number in range(100, 116)]
     for sampler in sessions:
         records.put_new(Sampler.namespace, sampler, dump(Sampler("me", "session", "base", 0.0)))
@@ -76,12 +78,12 @@ def test_while_little_goes_on_homes_are_shared_out_and_those_forgotten_are_the_s
     assert homes(1) == first
 
 
-def test_samplers_of_one_adapter_have_one_home(samples):
+def test_sampling_sessions_of_one_adapter_go_to_one_sampler(samples):
     admit(samples, 0)
     assert [admit(samples, 0, TUNED), admit(samples, 0, SAME), admit(samples, 1, TUNED)] == ["b"] * 3
 
 
-def test_a_full_home_sends_requests_on_and_gets_them_again_once_it_has_room(samples):
+def test_a_full_sampler_passes_requests_on_and_gets_them_again_once_it_has_room(samples):
     assert [admit(samples, seq) for seq in range(BATCH + 1)] == [*"aaaa", "b"]
     samples.finish_sample(f"{BASE}:0", Result(b""))
     assert [admit(samples, seq) for seq in range(5, 7)] == ["a", "b"]
@@ -92,14 +94,14 @@ def test_a_request_fills_as_many_places_as_it_has_samples(samples):
     assert [admit(samples, seq, sequences=2) for seq in (1, 2)] == ["a", "b"], "one place is enough to begin in"
 
 
-def test_while_nobody_has_room_requests_stay_at_home_until_that_is_a_batch_behind(client, samples):
+def test_while_no_sampler_has_room_requests_keep_their_affinity_until_it_is_a_batch_behind(client, samples):
     admit(samples, 0, sequences=BATCH)
     admit(samples, 0, TUNED, sequences=BATCH)
     assert [admit(samples, seq) for seq in range(1, BATCH + 3)] == [*"aaaa", "b", "a"]
     assert placed(client) == {"a": 2 * BATCH + 1, "b": BATCH + 1}
 
 
-def test_what_nobody_holds_is_whoevers_comes_first_and_counts_there(client, samples):
+def test_a_request_sent_to_no_sampler_counts_at_the_first_that_claims_it(client, samples):
     for sampler in (BASE, TUNED):
         admit(samples, 0, sampler, sequences=HOLDS)
     assert admit(samples, 1, OTHER) is None
@@ -123,7 +125,7 @@ def test_nothing_goes_to_a_sampler_that_is_gone_or_not_well(samples, records):
     assert admit(samples, 4) is None
 
 
-def test_a_home_that_does_not_take_its_requests_loses_them_and_what_comes(client, samples):
+def test_a_sampler_that_does_not_take_its_requests_loses_its_affinity(client, samples):
     """The sampler died a moment ago: its record has not expired yet."""
     assert [admit(samples, seq) for seq in range(2)] == ["a", "a"]
     samples.claim_sample(f"{BASE}:0", "b/1")
@@ -131,7 +133,7 @@ def test_a_home_that_does_not_take_its_requests_loses_them_and_what_comes(client
     assert admit(samples, 2) == "b"
 
 
-def test_what_another_one_takes_for_want_of_room_leaves_the_home_where_it_is(samples):
+def test_what_another_sampler_takes_for_want_of_room_leaves_the_affinity_as_it_is(samples):
     for seq in range(BATCH + 1):
         admit(samples, seq)
     samples.claim_sample(f"{BASE}:{BATCH}", "b/1")
@@ -162,7 +164,7 @@ def test_a_request_is_awaited_until_one_begins_on_it_and_again_when_that_one_is_
     assert [row.awaited for row in samples.pending()] == [True]
 
 
-def test_a_home_is_forgotten_some_time_after_its_last_request(client, samples):
+def test_an_affinity_is_forgotten_some_time_after_its_last_request(client, samples):
     admit(samples, 0)
     [home] = client.keys(f"{keys.PREFIX}home:*")
     client.pexpire(home, 1000)

@@ -119,7 +119,7 @@ def test_another_model_waits_for_what_runs(whole: SamplerBackend, models: dict[s
         assert tokens_of(running.result()) == alone
 
 
-def test_what_was_aborted_is_in_nobodys_way(whole: SamplerBackend, models: dict[str, Reference], sampled: Sampled):
+def test_an_aborted_request_delays_no_other(whole: SamplerBackend, models: dict[str, Reference], sampled: Sampled):
     for name, other in (MODELS, MODELS[::-1]):
         whole.load(name, models[name].folder)
         begun = threading.Event()

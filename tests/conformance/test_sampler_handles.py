@@ -41,7 +41,7 @@ def all_of(output: SampleOutput) -> tuple[dict[int, list[int]], dict[int, list[f
     )
 
 
-def test_tokens_are_told_as_they_come_and_are_those_of_the_answer(sampler):
+def test_tokens_are_reported_as_they_come_and_are_those_of_the_answer(sampler):
     request = ask(PROMPTS[1], num_samples=3, max_tokens=20, prompt_logprobs=True, sample_top=2)
     for _ in range(TRIES):
         seen = Seen()
@@ -56,7 +56,7 @@ def test_tokens_are_told_as_they_come_and_are_those_of_the_answer(sampler):
     assert [s.top.tokens.shape for s in output.sequences] == [(20, 2)] * 3
 
 
-def test_each_sample_that_ends_is_told_of_before_the_answer(sampler):
+def test_each_sample_that_ends_is_reported_before_the_answer(sampler):
     ended: list[None] = []
     sampler.sample(
         "one", ask(PROMPTS[1], num_samples=3, max_tokens=5), RequestHandle(on_end=lambda: ended.append(None))
@@ -64,7 +64,7 @@ def test_each_sample_that_ends_is_told_of_before_the_answer(sampler):
     assert len(ended) == 3
 
 
-def test_a_token_that_stops_a_sample_is_told_too(sampler, reference):
+def test_a_token_that_stops_a_sample_is_reported_too(sampler, reference):
     expected = reference.greedy(None, PROMPTS[1], 12)
     seen = Seen()
     sampler.sample(None, ask(PROMPTS[1], temperature=0.0, stop_tokens=(expected[5],)), RequestHandle(seen))
@@ -139,7 +139,7 @@ def test_a_request_aborted_while_it_waits_never_starts_and_the_one_behind_it_doe
     assert waiting.calls == 0
 
 
-def test_a_watch_aborted_before_the_call_keeps_it_from_starting(sampler):
+def test_a_handle_aborted_before_the_call_keeps_it_from_starting(sampler):
     seen = Seen()
     handle = RequestHandle(seen)
     handle.abort()
@@ -158,7 +158,7 @@ def test_aborting_behind_the_end_changes_nothing(sampler):
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, ValueError])
-def test_whoever_looks_on_and_fails_fails_its_own_request_alone_which_is_not_its_users_fault(sampler, reference, kind):
+def test_a_listener_that_fails_fails_its_own_request_alone_which_is_not_its_users_fault(sampler, reference, kind):
     def fail(index: int, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
         raise kind("the listener is gone")
 

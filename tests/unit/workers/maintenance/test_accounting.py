@@ -79,7 +79,7 @@ def test_past_hours_survive_an_emptied_state_server(place):
     assert place.entries() == {min(past): {"one"}}
 
 
-def test_a_chore_that_died_on_the_way_is_made_up_for(place):
+def test_a_task_that_died_halfway_is_completed_by_the_next(place):
     past = written(place)
     place.files.dies = True
     with pytest.raises(KeyboardInterrupt):

@@ -18,7 +18,7 @@ from app.stores.objects.folder import FolderStore
 from app.stores.redis import keys
 from app.stores.redis.lifecycle import RedisLifecycle
 from app.stores.redis.types import Lease
-from tests.unit.workers import newer
+from tests.unit.workers import newer_version
 from tests.unit.workers.conftest import BASE, MODEL, Worker, World, add_model, logprob_bytes, probe, step, undisturbed
 from workers.maintenance.orphans import Orphans
 from workers.maintenance.redispatch import Redispatcher
@@ -47,7 +47,7 @@ def old(world: World) -> Worker:
     return worker
 
 
-@newer.WAYS
+@newer_version.WAYS
 def test_a_newer_op_is_left_without_an_attempt_and_its_model_free_for_a_newer_worker(
     world: World, old: Worker, write: Callable[[OptimStep], bytes], caplog: pytest.LogCaptureFixture
 ):
@@ -68,10 +68,10 @@ def test_a_newer_op_is_left_without_an_attempt_and_its_model_free_for_a_newer_wo
 def test_a_newer_worker_takes_it_over_and_comes_to_the_same_bits(
     world: World, old: Worker, monkeypatch: pytest.MonkeyPatch
 ):
-    request = journal(world, 2, newer.encode(STEP))
+    request = journal(world, 2, newer_version.encode(STEP))
     with pytest.raises(Requeue):
         old.handle(2, OptimStep.kind)
-    newer.upgrade(monkeypatch)
+    newer_version.upgrade(monkeypatch)
     heir = world.worker("new/1")
     result = heir.handle(2, OptimStep.kind)
     assert result is not None and not result.failed
@@ -80,7 +80,7 @@ def test_a_newer_worker_takes_it_over_and_comes_to_the_same_bits(
 
 
 def test_the_old_worker_goes_on_with_other_models(world: World, old: Worker):
-    journal(world, 2, newer.encode(STEP))
+    journal(world, 2, newer_version.encode(STEP))
     with pytest.raises(Requeue):
         old.handle(2, OptimStep.kind)
     add_model(world, OTHER)
@@ -96,7 +96,7 @@ def test_the_old_worker_goes_on_with_other_models(world: World, old: Worker):
 def test_what_ran_before_it_is_committed(world: World, old: Worker):
     """The newer Op is dispatched: the gradient before it runs and is committed."""
     world.admit(2, step(1)[0])
-    journal(world, 3, newer.encode(STEP))
+    journal(world, 3, newer_version.encode(STEP))
     with pytest.raises(Requeue):
         old.handle(3, OptimStep.kind)
     before = world.oplog.outcome(ids.request_id(MODEL, 2))
@@ -106,10 +106,10 @@ def test_what_ran_before_it_is_committed(world: World, old: Worker):
 def test_a_replay_that_comes_upon_a_newer_op_leaves_the_model_to_a_newer_worker(
     world: World, old: Worker, monkeypatch: pytest.MonkeyPatch
 ):
-    journal(world, 2, newer.encode(STEP))
+    journal(world, 2, newer_version.encode(STEP))
     old.drain.release()
     with monkeypatch.context() as upgraded:
-        newer.upgrade(upgraded)
+        newer_version.upgrade(upgraded)
         heir = world.worker("new/1")
         heir.handle(2, OptimStep.kind)
         waiting = world.admit(3, step(1)[0])
@@ -120,7 +120,7 @@ def test_a_replay_that_comes_upon_a_newer_op_leaves_the_model_to_a_newer_worker(
             back.handle(3)
         assert not world.client.exists(keys.lease(MODEL))
     assert attempts(world, waiting) == 0
-    newer.upgrade(monkeypatch)
+    newer_version.upgrade(monkeypatch)
     result = world.worker("new/2").handle(3)
     assert result is not None and not result.failed
 
@@ -128,7 +128,7 @@ def test_a_replay_that_comes_upon_a_newer_op_leaves_the_model_to_a_newer_worker(
 def test_an_old_worker_does_not_bring_a_model_back_for_what_it_cannot_read(
     world: World, old: Worker, monkeypatch: pytest.MonkeyPatch
 ):
-    journal(world, 2, newer.encode(STEP))
+    journal(world, 2, newer_version.encode(STEP))
     old.drain.release()
     heir = world.worker("old/2")
 
@@ -140,13 +140,13 @@ def test_an_old_worker_does_not_bring_a_model_back_for_what_it_cannot_read(
         heir.handle(2, OptimStep.kind)
 
 
-def test_an_old_worker_looks_again_until_somebody_ran_it(world: World, old: Worker, monkeypatch: pytest.MonkeyPatch):
-    journal(world, 2, newer.encode(STEP))
+def test_an_old_worker_retries_until_another_has_run_it(world: World, old: Worker, monkeypatch: pytest.MonkeyPatch):
+    journal(world, 2, newer_version.encode(STEP))
     with pytest.raises(Requeue):
         old.handle(2, OptimStep.kind)
     assert old.retry_backoff.is_backing_off(MODEL)
     with monkeypatch.context() as upgraded:
-        newer.upgrade(upgraded)
+        newer_version.upgrade(upgraded)
         heir = world.worker("new/1")
         found = heir.handle(2, OptimStep.kind)
         heir.drain.release()
@@ -154,8 +154,8 @@ def test_an_old_worker_looks_again_until_somebody_ran_it(world: World, old: Work
     assert not old.retry_backoff.is_backing_off(MODEL)
 
 
-def test_the_sweeper_rings_the_queue_that_every_worker_reads_for_it(world: World, old: Worker):
-    request = journal(world, 2, newer.encode(STEP))
+def test_the_sweeper_dispatches_it_to_the_queue_that_every_worker_reads(world: World, old: Worker):
+    request = journal(world, 2, newer_version.encode(STEP))
     with pytest.raises(Requeue):
         old.handle(2, OptimStep.kind)
     world.client.zadd(keys.PENDING, {MODEL: 0})
@@ -171,7 +171,7 @@ def test_what_shares_a_pass_is_not_held_up_by_a_newer_op(world: World):
     for model_id in (MODEL, OTHER):
         worker.runner.handle(ids.request_id(model_id, 0), model_id, "create_model")
     gradient = step()[0]
-    unread = journal(world, 1, newer.with_a_further_field(gradient), OTHER, gradient.kind)
+    unread = journal(world, 1, newer_version.with_a_further_field(gradient), OTHER, gradient.kind)
     world.admit(1, gradient)
     result = worker.handle(1)
     assert result is not None and not result.failed
@@ -191,7 +191,7 @@ def test_no_stored_file_is_removed_while_a_newer_op_may_need_it(
     prefix = f"models/{MODEL}/weights/gone/0-0"
     objects = FolderStore(world.folder / "objects", "secret", "http://x")
     objects.put_new(f"{prefix}/adapter", b"bytes")
-    journal(world, 2, newer.encode(STEP), kind="load_weights")
+    journal(world, 2, newer_version.encode(STEP), kind="load_weights")
     settings = world.settings.model_copy(update={"orphan_s": 1e-6})
     orphans = Orphans(world.oplog, RedisLifecycle(world.client, settings), world.records, objects, settings)
     orphans.sweep()

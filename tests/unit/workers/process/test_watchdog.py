@@ -70,7 +70,7 @@ def test_a_worker_that_answers_is_healthy_and_dispatched_at_every_beat(worker: W
     assert worker.ended == []
 
 
-def test_a_deaf_worker_is_unhealthy_and_then_ends(worker: Worker):
+def test_an_unresponsive_worker_is_unhealthy_and_then_ends(worker: Worker):
     worker.lasts(HEALTHY_S)
     assert worker.watchdog.healthy()
     worker.lasts(BEAT_S)
@@ -101,7 +101,7 @@ def test_a_tick_that_was_lost_is_dispatched_again(worker: Worker):
     assert worker.watchdog.healthy()
 
 
-def test_a_worker_that_does_something_is_not_deaf(worker: Worker):
+def test_a_worker_that_does_something_counts_as_responsive(worker: Worker):
     with worker.watchdog.working():
         worker.lasts(10 * HEALTHY_S)
         assert worker.watchdog.healthy()
@@ -133,7 +133,7 @@ def test_a_broker_that_takes_nothing_is_not_the_workers_fault(worker: Worker):
     assert worker.ended, "it is sent another tick, and does not hear it"
 
 
-def test_a_worker_that_was_stopped_itself_is_not_deaf(worker: Worker):
+def test_a_worker_that_was_stopped_itself_counts_as_responsive(worker: Worker):
     worker.lasts(BEAT_S)
     worker.now += 100 * HEALTHY_S
     worker.watchdog.check()

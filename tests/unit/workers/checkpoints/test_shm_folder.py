@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.full_disk import full_disk
+from workers.checkpoints import transfer
+from workers.checkpoints.shm_transfer import ShmFolder
+
+MODEL = "session:train:0"
+
+
+def prefix(seq: int, epoch: int = 1, model: str = MODEL) -> str:
+    return f"models/{model}/sampler_weights/ephemeral-{seq}/{seq}-{epoch}"
+
+
+def sealed(content: bytes = b"weights") -> Callable[[Path], None]:
+    def fill(folder: Path) -> None:
+        (folder / "adapter.bin").write_bytes(content)
+        about = {"path": "", "generation": "1-1", "model_id": MODEL, "owner": "me", "base_model": "base"}
+        transfer.seal(folder, transfer.describe(folder, **about, lora=None, seq=1, epoch=1))
+
+    return fill
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> ShmFolder:
+    return ShmFolder(tmp_path / "handover", 2**20)
+
+
+def age(folder: ShmFolder, prefix: str) -> None:
+    found = folder.find(prefix)
+    assert found is not None
+    os.utime(found, (time.time() - 3600,) * 2)
+
+
+def test_what_is_written_can_be_taken_and_outlives_its_removal(folder: ShmFolder, tmp_path: Path):
+    assert not folder.take(prefix(1), tmp_path / "taken")
+    assert folder.write(prefix(1), sealed())
+    assert folder.take(prefix(1), tmp_path / "taken")
+    folder.remove(prefix(1))
+    assert folder.find(prefix(1)) is None
+    assert (tmp_path / "taken" / "adapter.bin").read_bytes() == b"weights"
+    assert transfer.verify(tmp_path / "taken").seq == 1
+
+
+def test_it_is_taken_onto_another_file_system_too(folder: ShmFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def refuse(target: Path, source: Path) -> None:
+        raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+    assert folder.write(prefix(1), sealed())
+    monkeypatch.setattr(Path, "hardlink_to", refuse)
+    assert folder.take(prefix(1), tmp_path / "taken")
+    assert transfer.verify(tmp_path / "taken").seq == 1
+
+
+def test_what_is_there_stays_as_it_is(folder: ShmFolder, tmp_path: Path):
+    """A sampler may have used it."""
+    folder.write(prefix(1), sealed(b"first"))
+    assert folder.write(prefix(1), sealed(b"other"))
+    assert folder.take(prefix(1), tmp_path / "taken")
+    assert (tmp_path / "taken" / "adapter.bin").read_bytes() == b"first"
+
+
+def test_nothing_is_seen_of_what_is_being_written(folder: ShmFolder, tmp_path: Path):
+    def look(target: Path) -> None:
+        sealed()(target)
+        assert folder.find(prefix(1)) is None
+        assert not folder.take(prefix(1), tmp_path / "taken")
+        assert list(folder.prefixes()) == []
+
+    assert folder.write(prefix(1), look)
+    assert list(folder.prefixes()) == [prefix(1)]
+
+
+def test_no_more_than_its_bytes_are_taken(tmp_path: Path):
+    folder = ShmFolder(tmp_path / "handover", 10_000)
+    assert folder.write(prefix(1), sealed(b"x" * 6_000))
+    assert not folder.write(prefix(2), sealed(b"x" * 6_000))
+    assert list(folder.prefixes()) == [prefix(1)]
+    assert [path.name for path in folder.root.iterdir() if path.name.startswith(".")] == [], "and nothing is left of it"
+
+
+def test_a_folder_of_no_bytes_is_not_even_written_to(tmp_path: Path):
+    folder = ShmFolder(tmp_path / "handover", 0)
+    assert not folder.write(prefix(1), lambda target: pytest.fail("it was"))
+
+
+def test_a_full_disk_is_no_error(folder: ShmFolder):
+    with full_disk(4096):
+        assert not folder.write(prefix(1), sealed(b"x" * 10_000))
+    assert folder.find(prefix(1)) is None
+
+
+def test_a_folder_somebody_else_made_under_its_name_is_not_used(
+    folder: ShmFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    folder.write(prefix(1), sealed())
+    user = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: user + 1)
+    assert not folder.write(prefix(2), sealed())
+    assert f"{folder.root} belongs to user {user}, not to {user + 1}" in caplog.text
+    assert not folder.take(prefix(1), tmp_path / "taken")
+
+
+def test_earlier_versions_of_a_model_go_unless_they_are_needed(folder: ShmFolder):
+    """The tenth is later than the ninth, and a later owner's later than both."""
+    other = prefix(1, model="session:train:1")
+    for one in (prefix(8), prefix(9), prefix(10), other):
+        folder.write(one, sealed())
+    folder.remove_older(prefix(10), {prefix(8)}.__contains__)
+    assert set(folder.prefixes()) == {prefix(8), prefix(10), other}
+    folder.write(prefix(9, epoch=2), sealed())
+    folder.remove_older(prefix(9, epoch=2), {prefix(8)}.__contains__)
+    assert set(folder.prefixes()) == {prefix(8), prefix(9, epoch=2), other}
+
+
+def test_room_is_made_of_what_nobody_needs_and_was_not_just_written(folder: ShmFolder):
+    for seq in (1, 2, 3):
+        folder.write(prefix(seq), sealed())
+    for seq in (1, 2):
+        age(folder, prefix(seq))
+    folder.write(prefix(4), sealed())
+    folder.release(prefix(4))
+    leftover = folder.root / ".new-of-a-killed-process"
+    leftover.mkdir()
+    os.utime(leftover, (time.time() - 3600,) * 2)
+    folder.make_room({prefix(1)}.__contains__)
+    assert set(folder.prefixes()) == {prefix(1), prefix(3)}
+    assert not leftover.exists()
