@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.scheduling import Scheduling, place
+from tests.scheduling import Scheduling, sort_key
 from workers.process.startup import uncollected
 
 # Servers, ranks and the test itself share two cores.
@@ -49,7 +49,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: place(item.nodeid))
+    items.sort(key=lambda item: sort_key(item.nodeid))
     for item in items:
         *tier, _ = item.path.relative_to(Path(__file__).parent).parts
         if tier:

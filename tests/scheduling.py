@@ -20,7 +20,7 @@ _LAST = ("security", "parity", "property", "mutants")
 _SHARED = re.compile(r"\b(deepspeed-1-transformers|deepspeed-2-ranks-vllm)\b|\[(transformers|vllm)\b")
 
 
-def place(nodeid: str) -> int:
+def sort_key(nodeid: str) -> int:
     """Sort key of tests; those of a folder stay in their order."""
     folder = "".join(PurePath(nodeid.partition("::")[0]).parent.parts[1:2])
     if folder in _FIRST:

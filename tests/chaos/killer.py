@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 
 from app.stores.redis.client import connect
-from tests.chaos.observer import Running, Stalled, Watch, await_true
+from tests.chaos.observer import Observer, Running, Stalled, await_true
 from tests.chaos.patience import patiently
 from tests.contract.stack import Stack
 
@@ -42,7 +42,7 @@ class Killer:
     """
 
     stack: Stack
-    watch: Watch
+    observer: Observer
     seed: int
     dose: Mapping[str, int]
     note: Callable[[str], None]
@@ -74,18 +74,18 @@ class Killer:
             self.done = number / len(plan)
 
     def _progress(self, ops: int) -> None:
-        goal = self.watch.heads().applied + ops
-        await_true(f"{ops} more Ops applied", lambda: self.watch.heads().applied >= goal)
+        goal = self.observer.heads().applied + ops
+        await_true(f"{ops} more Ops applied", lambda: self.observer.heads().applied >= goal)
 
     def _kill_owner(self, rng: random.Random) -> str:
         op, process = self._seized(rng)
-        self._bury(process, op.node)
+        self._mark_dead(process, op.node)
         return _where(op)
 
     def _kill_rank(self, rng: random.Random) -> str:
         """Kills any rank of a group whose rank 0 is in the middle of an Op."""
         op, process = self._seized(rng, spare=0)
-        ranks = self.watch.ranks(op.node)
+        ranks = self.observer.ranks(op.node)
         victim = rng.randrange(len(ranks))
         ranks[victim].kill()
         if victim:
@@ -99,22 +99,22 @@ class Killer:
         """
         for _ in range(_ZOMBIES):
             op, process = self._seized(rng)
-            told = self.watch.log(op.node).stat().st_size
+            logged = self.observer.log(op.node).stat().st_size
             try:
                 await_true(
                     f"{op.model_id}:{op.seq} applied by another trainer",
-                    lambda op=op: self.watch.heads().models[op.model_id][1] >= op.seq,
+                    lambda op=op: self.observer.heads().models[op.model_id][1] >= op.seq,
                 )
             finally:
                 process.resume()
-            if self._refused(op.node, told):
+            if self._refused(op.node, logged):
                 return _where(op)
         return f"{_where(op)}, and was not refused"
 
     def _refused(self, node: str, since: int) -> bool:
         with suppress(Stalled):
             return await_true(
-                "a refused commit", lambda: self.watch.refused_commits(node, since) > 0, _REFUSED_WITHIN_S
+                "a refused commit", lambda: self.observer.refused_commits(node, since) > 0, _REFUSED_WITHIN_S
             )
         return False
 
@@ -123,7 +123,7 @@ class Killer:
         return await_true("an Op to be run where another trainer is up", lambda: self._seize(rng, spare))
 
     def _seize(self, rng: random.Random, spare: int) -> tuple[Running, psutil.Process] | None:
-        trainers = self.watch.trainers()
+        trainers = self.observer.trainers()
         spared = self._spared()
         ops = [op for op in self._live() if op.node in trainers and op.node not in spared]
         if len(trainers) <= spare or not ops:
@@ -143,11 +143,11 @@ class Killer:
 
     def _kill_idle(self, rng: random.Random) -> str:
         node, process = await_true("an idle trainer beside another one", lambda: self._idle(rng))
-        self._bury(process, node)
+        self._mark_dead(process, node)
         return node
 
     def _idle(self, rng: random.Random) -> tuple[str, psutil.Process] | None:
-        trainers = self.watch.trainers()
+        trainers = self.observer.trainers()
         busy = {op.node for op in self._live()}
         idle = sorted(trainers.keys() - busy)
         if len(trainers) < 2 or not idle:
@@ -162,11 +162,11 @@ class Killer:
 
     def _live(self) -> list[Running]:
         """Ops run by live workers: a dead worker's Op stays in Redis until another worker takes it."""
-        return [op for op in self.watch.running() if op.worker not in self._dead]
+        return [op for op in self.observer.running() if op.worker not in self._dead]
 
-    def _bury(self, process: psutil.Process, node: str) -> None:
+    def _mark_dead(self, process: psutil.Process, node: str) -> None:
         process.kill()
-        self._dead |= {worker for worker in self.watch.holders() if worker.partition("@")[0] == node}
+        self._dead |= {worker for worker in self.observer.holders() if worker.partition("@")[0] == node}
 
     def _kill_api(self, rng: random.Random) -> str:
         """Kills gunicorn's master, or the process that answers."""
@@ -175,11 +175,11 @@ class Killer:
         return f"pid {process.pid}"
 
     def _two(self, name: str) -> list[psutil.Process]:
-        found = self.watch.processes(name)
+        found = self.observer.processes(name)
         return found if len(found) == 2 else []
 
     def _kill(self, name: str) -> str:
-        process = await_true(f"{name} to run", lambda: self.watch.processes(name))[0]
+        process = await_true(f"{name} to run", lambda: self.observer.processes(name))[0]
         process.kill()
         return f"pid {process.pid}"
 

@@ -53,7 +53,7 @@ class Heads:
         return sum(max(0, epoch - 1) for epoch, _ in self.models.values())
 
 
-class Watch:
+class Observer:
     """Reads the state of the stack. Every read waits until Redis is back, if it is down."""
 
     def __init__(self, stack: Stack) -> None:

@@ -16,7 +16,7 @@ from tests.chaos import script
 from tests.chaos.compare import differences, distance
 from tests.chaos.forms import Form
 from tests.chaos.killer import Killer
-from tests.chaos.observer import Watch, await_true
+from tests.chaos.observer import Observer, await_true
 from tests.chaos.script import Transcript
 from tests.chaos.storm import Storm
 from tests.contract.stack import Stack
@@ -59,7 +59,7 @@ class Run:
     def __init__(self, stack: Stack, seed: int, form: Form) -> None:
         self._stack, self._seed, self._form = stack, seed, form
         self._slots = range(1, form.slots + 1)
-        self._watch = Watch(stack)
+        self._observer = Observer(stack)
         self._storm = Storm(stack, seed, form.calls, form.copies)
         self._report = Report(seed)
         self._notes = stack.data_dir.parent / "chaos.log"
@@ -74,13 +74,13 @@ class Run:
 
     def disturbed(self, expected: Reference) -> Report:
         """Runs clients repeatedly beside a storm of calls, while the killer injects the form's faults."""
-        started, before, posted = time.monotonic(), self._watch.heads(), self._storm.posted
-        killer = Killer(self._stack, self._watch, self._seed, self._form.dose, self._note)
+        started, before, posted = time.monotonic(), self._observer.heads(), self._storm.posted
+        killer = Killer(self._stack, self._observer, self._seed, self._form.dose, self._note)
         over = threading.Event()
         with ThreadPoolExecutor(len(self._slots) + 2) as pool:
             clients = [pool.submit(self._play_on, slot, expected.transcripts[slot], over) for slot in self._slots]
             if self._form.calls:
-                clients.append(pool.submit(self._weather, expected.storm, killer))
+                clients.append(pool.submit(self._run_storm, expected.storm, killer))
             try:
                 self._noting("killer", killer.run)
             finally:
@@ -88,8 +88,8 @@ class Run:
                 over.set()
             for client in clients:
                 client.result()
-        self._noting("end", lambda: await_true("every Op terminal", lambda: not self._watch.waiting()))
-        after = self._watch.heads()
+        self._noting("end", lambda: await_true("every Op terminal", lambda: not self._observer.waiting()))
+        after = self._observer.heads()
         self._report.dealt, self._report.seconds = dict(killer.dealt), round(time.monotonic() - started, 1)
         self._report.ops_applied = after.applied - before.applied
         self._report.ownership_changes = after.changes - before.changes
@@ -112,15 +112,15 @@ class Run:
             self._report.plays += 1
             self._report.distance = max(self._report.distance, distance(expected, found))
 
-    def _weather(self, expected: list[Any], killer: Killer) -> None:
-        def blow() -> None:
+    def _run_storm(self, expected: list[Any], killer: Killer) -> None:
+        def post_all() -> None:
             found = self._storm.shuffled(lambda: killer.done)
             old, new = ({str(seq): one for seq, one in enumerate(results, 1)} for results in (expected, found))
             different = differences(old, new, self._form.bound)
             if different or self._storm.faults:
                 raise AssertionError(f"results by seq, expected and found: {different}; {self._storm.faults}")
 
-        self._noting("storm", blow)
+        self._noting("storm", post_all)
 
     def _noting(self, who: str, what: Callable[[], object]) -> bool:
         """Runs `what`. Returns False when it failed, which is a fault of the run."""
@@ -145,7 +145,7 @@ class Run:
         A commit is logged after it happens, so a killed worker's last one may be missing. No commit may appear twice.
         """
         lines = [line for log in self._logs() for line in log.read_text(errors="replace").splitlines()]
-        self._report.refused_commits = sum(self._watch.refused_commits(log.stem) for log in self._logs())
+        self._report.refused_commits = sum(self._observer.refused_commits(log.stem) for log in self._logs())
         self._report.shared_ops = sum(bool(_SHARED.search(line)) for line in lines)
         committed = Counter(match[1] for line in lines if (match := _COMMITTED.search(line)))
         for request_id, count in committed.items():

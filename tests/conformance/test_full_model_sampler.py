@@ -29,12 +29,12 @@ MODELS = ("one", "two")
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Reference]:
     """Models of one architecture with different random weights; the base model has none of these."""
-    folder = tmp_path_factory.mktemp("whole")
+    folder = tmp_path_factory.mktemp("full")
     return {name: Reference(tiny_qwen3(folder / name, seed), {}) for seed, name in enumerate(MODELS, 1)}
 
 
 @pytest.fixture(scope="module", params=["transformers", "vllm"])
-def whole(
+def full_sampler(
     request: pytest.FixtureRequest, models: dict[str, Reference], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[SamplerBackend]:
     base = tiny_qwen3(tmp_path_factory.mktemp("base"))
@@ -54,10 +54,10 @@ Sampled = Callable[..., SampledSequence]
 
 
 @pytest.fixture
-def sampled(whole: SamplerBackend, models: dict[str, Reference]) -> Sampled:
+def sampled(full_sampler: SamplerBackend, models: dict[str, Reference]) -> Sampled:
     def sample(name: str, prompt: np.ndarray, **fields: object) -> SampledSequence:
-        whole.load(name, models[name].folder)
-        return one(whole, name, prompt, **fields)
+        full_sampler.load(name, models[name].folder)
+        return one(full_sampler, name, prompt, **fields)
 
     return sample
 
@@ -79,21 +79,21 @@ def test_a_model_that_comes_back_gives_the_same_bits(sampled: Sampled) -> None:
 
 
 def test_prompt_logprobs_are_those_of_the_model_that_is_there(
-    whole: SamplerBackend, models: dict[str, Reference]
+    full_sampler: SamplerBackend, models: dict[str, Reference]
 ) -> None:
     for name in MODELS:
-        whole.load(name, models[name].folder)
-        found = whole.sample(name, ask(PROMPTS[3], prompt_logprobs=True, max_tokens=1)).prompt_logprobs
+        full_sampler.load(name, models[name].folder)
+        found = full_sampler.sample(name, ask(PROMPTS[3], prompt_logprobs=True, max_tokens=1)).prompt_logprobs
         np.testing.assert_allclose(found[1:], models[name].logprobs(None, PROMPTS[3]), atol=1e-3)
 
 
-def test_requests_that_take_turns_have_each_their_own_model(whole: SamplerBackend, models: dict[str, Reference]):
+def test_requests_that_take_turns_have_each_their_own_model(full_sampler: SamplerBackend, models: dict[str, Reference]):
     scheduler = AdapterScheduler(1, FairQueue())
 
     def sample(name: str, seed: int) -> list[list[int]]:
         with scheduler.turn(name, "me", RequestHandle()):
-            whole.load(name, models[name].folder)
-            return tokens_of(whole.sample(name, ask(PROMPTS[1], num_samples=3, seed=seed)))
+            full_sampler.load(name, models[name].folder)
+            return tokens_of(full_sampler.sample(name, ask(PROMPTS[1], num_samples=3, seed=seed)))
 
     alone = {name: [sample(name, seed) for seed in range(6)] for name in MODELS}
     assert alone["one"] != alone["two"]
@@ -103,29 +103,31 @@ def test_requests_that_take_turns_have_each_their_own_model(whole: SamplerBacken
             assert future.result() == alone[name][seed]
 
 
-def test_another_model_waits_for_what_runs(whole: SamplerBackend, models: dict[str, Reference]) -> None:
-    whole.load("one", models["one"].folder)
+def test_another_model_waits_for_what_runs(full_sampler: SamplerBackend, models: dict[str, Reference]) -> None:
+    full_sampler.load("one", models["one"].folder)
     request = ask(PROMPTS[0], num_samples=4, max_tokens=100)
-    alone = tokens_of(whole.sample("one", request))
+    alone = tokens_of(full_sampler.sample("one", request))
     begun = threading.Event()
     with ThreadPoolExecutor(2) as pool:
-        running = pool.submit(whole.sample, "one", request, RequestHandle(lambda *_: begun.set()))
+        running = pool.submit(full_sampler.sample, "one", request, RequestHandle(lambda *_: begun.set()))
         assert begun.wait(240)
-        swap = pool.submit(whole.load, "two", models["two"].folder)
+        swap = pool.submit(full_sampler.load, "two", models["two"].folder)
         while not swap.done():
-            assert whole.healthy(), "to wait is no fault"
+            assert full_sampler.healthy(), "to wait is no fault"
             time.sleep(0.001)
         swap.result()
         assert tokens_of(running.result()) == alone
 
 
-def test_an_aborted_request_delays_no_other(whole: SamplerBackend, models: dict[str, Reference], sampled: Sampled):
+def test_an_aborted_request_delays_no_other(
+    full_sampler: SamplerBackend, models: dict[str, Reference], sampled: Sampled
+):
     for name, other in (MODELS, MODELS[::-1]):
-        whole.load(name, models[name].folder)
+        full_sampler.load(name, models[name].folder)
         begun = threading.Event()
         handle = RequestHandle(lambda *_, begun=begun: begun.set())
         with ThreadPoolExecutor(1) as pool:
-            running = pool.submit(whole.sample, name, ask(PROMPTS[3], num_samples=512, max_tokens=160), handle)
+            running = pool.submit(full_sampler.sample, name, ask(PROMPTS[3], num_samples=512, max_tokens=160), handle)
             assert begun.wait(240)
             handle.abort()
             with pytest.raises(Aborted):
@@ -133,21 +135,21 @@ def test_an_aborted_request_delays_no_other(whole: SamplerBackend, models: dict[
         assert sampled(other, PROMPTS[3], temperature=0.0).tokens.tolist() == models[other].greedy(None, PROMPTS[3], 12)
 
 
-def test_one_that_is_not_there_is_not_sampled(whole: SamplerBackend, models: dict[str, Reference]) -> None:
-    whole.load("one", models["one"].folder)
-    whole.load("two", models["two"].folder)
+def test_one_that_is_not_there_is_not_sampled(full_sampler: SamplerBackend, models: dict[str, Reference]) -> None:
+    full_sampler.load("one", models["one"].folder)
+    full_sampler.load("two", models["two"].folder)
     with pytest.raises(ServerOpError, match="'one' is not loaded"):
-        one(whole, "one", PROMPTS[0])
-    whole.evict("one")
-    assert whole.describe()["adapters"] == ["two"]
-    whole.evict("two")
-    assert whole.describe()["adapters"] == []
+        one(full_sampler, "one", PROMPTS[0])
+    full_sampler.evict("one")
+    assert full_sampler.describe()["adapters"] == ["two"]
+    full_sampler.evict("two")
+    assert full_sampler.describe()["adapters"] == []
     with pytest.raises(ServerOpError, match="'two' is not loaded"):
-        one(whole, "two", PROMPTS[0])
+        one(full_sampler, "two", PROMPTS[0])
 
 
 def test_a_folder_of_another_model_is_refused_and_what_is_there_stays(
-    whole: SamplerBackend, sampled: Sampled, models: dict[str, Reference], tmp_path: Path
+    full_sampler: SamplerBackend, sampled: Sampled, models: dict[str, Reference], tmp_path: Path
 ) -> None:
     before = sampled("one", PROMPTS[1], temperature=0.0).tokens.tolist()
     (tmp_path / "empty").mkdir()
@@ -158,23 +160,23 @@ def test_a_folder_of_another_model_is_refused_and_what_is_there_stays(
     AutoModelForCausalLM.from_config(deep).save_pretrained(tmp_path / "deep")
     for folder in ("empty", "narrow", "deep"):
         with pytest.raises(UserOpError, match=folder):
-            whole.load(folder, tmp_path / folder)
-    assert one(whole, "one", PROMPTS[1], temperature=0.0).tokens.tolist() == before
+            full_sampler.load(folder, tmp_path / folder)
+    assert one(full_sampler, "one", PROMPTS[1], temperature=0.0).tokens.tolist() == before
 
 
 def test_weights_that_are_not_finite_harm_no_other_model(
-    whole: SamplerBackend, sampled: Sampled, models: dict[str, Reference], tmp_path: Path
+    full_sampler: SamplerBackend, sampled: Sampled, models: dict[str, Reference], tmp_path: Path
 ) -> None:
     source = models["one"].folder
     tensors = {name: tensor.fill_(torch.nan) for name, tensor in load_file(source / "model.safetensors").items()}
     save_file(tensors, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_bytes((source / "config.json").read_bytes())
-    whole.load("broken", tmp_path)
+    full_sampler.load("broken", tmp_path)
     with pytest.raises(OpError, match="not finite"):
-        one(whole, "broken", PROMPTS[1])
+        one(full_sampler, "broken", PROMPTS[1])
     assert sampled("two", PROMPTS[1], temperature=0.0).tokens.tolist() == models["two"].greedy(None, PROMPTS[1], 12)
-    assert whole.healthy()
+    assert full_sampler.healthy()
 
 
-def test_whether_it_works_is_found_without_naming_a_model(whole: SamplerBackend) -> None:
-    assert len(one(whole, None, PROMPTS[0], max_tokens=1).tokens) == 1
+def test_whether_it_works_is_found_without_naming_a_model(full_sampler: SamplerBackend) -> None:
+    assert len(one(full_sampler, None, PROMPTS[0], max_tokens=1).tokens) == 1

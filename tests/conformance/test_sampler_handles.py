@@ -90,9 +90,9 @@ def test_an_aborted_request_ends_and_no_other_does(sampler, reference):
     assert isinstance(error, Aborted)
     assert sum(map(len, seen.tokens.values())) < 8 * 240
     one(sampler, "one", PROMPTS[0])  # tokens under way at the abort have arrived by now
-    told = seen.calls
+    before = seen.calls
     assert len(one(sampler, "one", PROMPTS[0], max_tokens=100).tokens) == 100
-    assert seen.calls == told
+    assert seen.calls == before
     assert sampler.healthy()
 
 
@@ -120,12 +120,12 @@ def test_a_request_that_ends_took_what_it_answers(sampler):
 
 
 def test_a_request_aborted_while_it_waits_never_starts_and_the_one_behind_it_does(sampler, reference):
-    ahead, waiting = Seen(), Seen()
-    handles = [RequestHandle(ahead), RequestHandle(waiting)]
+    running, waiting = Seen(), Seen()
+    handles = [RequestHandle(running), RequestHandle(waiting)]
     with ThreadPoolExecutor(3) as pool:
         # 512 samples of 16 at a time, which takes far longer than the rest.
         first = pool.submit(sampler.sample, None, ask(PROMPTS[0], num_samples=512, max_tokens=200), handles[0])
-        assert ahead.begun.wait(240)
+        assert running.begun.wait(240)
         second = pool.submit(sampler.sample, None, ask(PROMPTS[0]), handles[1])
         third = pool.submit(one, sampler, "one", PROMPTS[1], temperature=0.0)
         handles[1].abort()

@@ -61,7 +61,9 @@ def test_draws_follow_the_distribution_that_temperature_top_k_and_top_p_describe
     assert deviation(tokens, expected(logprobs, **SHAPES[shape])) < 3
     for other in set(SHAPES) - {shape}:
         with_other = expected(logprobs, **SHAPES[other])
-        assert not with_other[tokens].all() or deviation(tokens, with_other) > 3, f"cannot be told from {other}"
+        assert not with_other[tokens].all() or deviation(tokens, with_other) > 3, (
+            f"cannot be distinguished from {other}"
+        )
 
 
 def test_a_second_tokens_draws_follow_the_first(sampler, reference):

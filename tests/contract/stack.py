@@ -124,7 +124,7 @@ def code_of(tree: Path | None) -> dict[str, str]:
     return {} if tree is None else {"PYTHONPATH": str(tree)}
 
 
-def brought_home(training: tinker.TrainingClient, stack: Stack, folder: Path, name: str = "home") -> Path:
+def download_model(training: tinker.TrainingClient, stack: Stack, folder: Path, name: str = "downloaded") -> Path:
     """Downloads the current model into the folder."""
     path = training.save_weights_external(name).result().path
     rest = tinker.RestClient(base_url=stack.url, api_key=API_KEY)

@@ -130,9 +130,9 @@ def test_the_audit_log_records_what_was_done_to_a_checkpoint(
     rest.unpublish_checkpoint_from_tinker_path(saved).result()
     days = [datetime.now(UTC).date() - timedelta(days=back) for back in (1, 0)]
     logs = [admin.get_audit_log("checkpoints", day).result() for day in days]
-    told = [entry for log in logs for entry in log.entries if entry.event_details.get("tinker_path") == saved]
-    assert [entry.event for entry in told][-3:] == ["checkpoint_save", "checkpoint_publish", "checkpoint_unpublish"]
-    assert all(isinstance(entry.event_details["key_id"], str) for entry in told)
+    logged = [entry for log in logs for entry in log.entries if entry.event_details.get("tinker_path") == saved]
+    assert [entry.event for entry in logged][-3:] == ["checkpoint_save", "checkpoint_publish", "checkpoint_unpublish"]
+    assert all(isinstance(entry.event_details["key_id"], str) for entry in logged)
     same = [
         awaited(admin.get_audit_log_async("checkpoints", days[1])),
         rest.get_audit_log("checkpoints", days[1]).result(),

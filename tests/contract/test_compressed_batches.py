@@ -13,5 +13,5 @@ from tests.contract.stack import Stack
 
 def test_the_sdk_compresses_batches_where_the_settings_say_so(training: tinker.TrainingClient, stack: Stack) -> None:
     assert training.forward(supervised(), "cross_entropy").result().metrics["loss:sum"] > 0
-    told = training.holder._client_config.proto_compress_fwdbwd
-    assert told == stack.settings().api.compress_batches == ("compress" in stack.extra)
+    compressed = training.holder._client_config.proto_compress_fwdbwd
+    assert compressed == stack.settings().api.compress_batches == ("compress" in stack.extra)

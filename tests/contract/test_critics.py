@@ -60,11 +60,11 @@ def test_a_critic_learns_its_returns_and_gives_a_value_for_each_token(critic: ti
 def test_a_saved_critic_goes_on_where_it_was(critic: tinker.TrainingClient, service: tinker.ServiceClient):
     learn(critic, 2)
     path = critic.save_state("here").result().path
-    heirs = [
+    successors = [
         service.create_training_client_from_state_with_optimizer(path).result(),
         service.create_training_client_from_state_with_optimizer(path, user_metadata=ROLE).result(),
     ]
-    ends = [learn(client, 1) and values(client) for client in (critic, *heirs)]
+    ends = [learn(client, 1) and values(client) for client in (critic, *successors)]
     for end in ends[1:]:
         assert all(np.array_equal(one, same) for one, same in zip(end, ends[0], strict=True))
     critic.load_state(path).result()

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.contract.data import ADAM, datum, logprobs, sentences, supervised, train
-from tests.contract.stack import BASE, Stack, brought_home
+from tests.contract.stack import BASE, Stack, download_model
 
 pytestmark = pytest.mark.parametrize("stack", ["deepspeed-1-transformers"], indirect=True)
 
@@ -55,7 +55,7 @@ def test_the_downloaded_model_scores_as_the_trainer_does(
     full: tinker.TrainingClient, stack: Stack, base_path: Path, tmp_path: Path
 ) -> None:
     train(full, 2)
-    model = AutoModelForCausalLM.from_pretrained(brought_home(full, stack, tmp_path), dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(download_model(full, stack, tmp_path), dtype=torch.float32).eval()
     tokens = sentences(1)[0]
     with torch.no_grad():
         scores = model(torch.tensor([tokens])).logits.log_softmax(-1)[0]

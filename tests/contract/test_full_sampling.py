@@ -12,7 +12,7 @@ from tinker import types
 from transformers import AutoModelForCausalLM
 
 from tests.contract.data import datum, logprobs, sentences, train
-from tests.contract.stack import BASE, Stack, brought_home
+from tests.contract.stack import BASE, Stack, download_model
 
 pytestmark = pytest.mark.parametrize("stack", ["deepspeed-1-transformers"], indirect=True)
 
@@ -42,7 +42,7 @@ def test_it_samples_what_was_trained(full: tinker.TrainingClient, stack: Stack, 
     tokens, scores = greedy(newest(full))
     trained = logprobs(full.forward([datum(PROMPT + tokens)], "cross_entropy").result())
     np.testing.assert_allclose(scores, trained[len(PROMPT) - 1 :][: len(tokens)], atol=1e-3)
-    model = AutoModelForCausalLM.from_pretrained(brought_home(full, stack, tmp_path), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(download_model(full, stack, tmp_path), dtype=torch.float32)
     model.generation_config.eos_token_id = None
     prompt = torch.tensor([PROMPT])
     drawn = model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=8)

@@ -11,7 +11,7 @@ from tinker import types
 
 from app.domain import losses
 from tests.contract.data import logprobs, train
-from tests.contract.stack import Stack, brought_home
+from tests.contract.stack import Stack, download_model
 from tests.parity import datums as made
 from tests.parity.datums import Datum
 from tests.parity.reference import Reference, relative_error
@@ -49,7 +49,7 @@ def for_sdk(rows: list[Datum]) -> list[types.Datum]:
 def reference(training: tinker.TrainingClient, stack: Stack, folder: Path, name: str) -> Reference:
     """Reference from the current model, downloaded as PEFT files."""
     folder.mkdir()
-    return Reference(stack.base_path, brought_home(training, stack, folder, name))
+    return Reference(stack.base_path, download_model(training, stack, folder, name))
 
 
 def weights(model: Reference) -> dict[str, np.ndarray]:

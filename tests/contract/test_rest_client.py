@@ -18,7 +18,7 @@ from tinker.types import SessionSearchRequest
 from tinker.types.search_owner import AccessibleSearchOwner
 
 from tests.contract.data import sentences, supervised, train
-from tests.contract.stack import API_KEY, BASE, Stack, brought_home
+from tests.contract.stack import API_KEY, BASE, Stack, download_model
 
 pytestmark = [
     pytest.mark.parametrize("stack", ["deepspeed-1-transformers"], indirect=True),
@@ -186,7 +186,7 @@ def test_an_encrypted_export_is_the_plain_one_to_whoever_has_the_key(
     rest: tinker.RestClient, training: tinker.TrainingClient, stack: Stack, tmp_path: Path
 ):
     train(training, 1)
-    plain = brought_home(training, stack, _folder(tmp_path, "plain"))
+    plain = download_model(training, stack, _folder(tmp_path, "plain"))
     key = pyrage.x25519.Identity.generate()
     path = training.save_weights_external("secret", age_encryption_recipients=[str(key.to_public())]).result().path
     found = awaited(rest.get_external_weights_urls_async(path))

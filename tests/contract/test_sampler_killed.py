@@ -15,7 +15,7 @@ import tinker
 from tests.contract.data import train
 from tests.contract.stack import Stack
 from tests.contract.test_restart import await_true, children
-from tests.contract.test_samplers import TRIES, ask, drawn, told
+from tests.contract.test_samplers import TRIES, ask, completions_of, drawn
 
 REQUESTS, TOKENS = 200, 16
 # Logprobs are within 1e-3 in fp32 (docs/sampling.md), so at most 1e-3 of a draw's probability falls to another token:
@@ -41,7 +41,7 @@ def test_all_requests_of_a_killed_sampler_end_once_and_nearly_all_with_the_same_
     for _ in range(TRIES):
         segments = engine_memory(stack)
         assert sum(segment.stat().st_size for segment in segments) > 2**20
-        with told(stack, client) as done:
+        with completions_of(stack, client) as done:
             futures = [ask(client, seed, TOKENS) for seed in range(REQUESTS)]
             await_true(lambda done=done: len(done()) >= REQUESTS // 10)
             for process in children(stack, "--name sampler"):

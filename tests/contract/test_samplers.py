@@ -125,21 +125,21 @@ def running_ids(stack: Stack, kind: str) -> set[str]:
 
 
 @contextmanager
-def told(stack: Stack, client: tinker.SamplingClient) -> Iterator[Callable[[], list[str]]]:
+def completions_of(stack: Stack, client: tinker.SamplingClient) -> Iterator[Callable[[], list[str]]]:
     """Published completions of the client so far, in order.
 
     A completion is published exactly when its result is written.
     """
     everything: list[str] = []
 
-    def heard() -> list[str]:
+    def received() -> list[str]:
         return [request for request in list(everything) if request.startswith(f"{client._sampling_session_id}:")]
 
     with stack.redis() as state, state.pubsub(ignore_subscribe_messages=True) as channel:
         channel.subscribe(**{keys.DONE_CHANNEL: lambda message: everything.append(message["data"].decode())})
         thread = channel.run_in_thread(sleep_time=0.05, daemon=True)
         try:
-            yield heard
+            yield received
         finally:
             thread.stop()
             thread.join()
@@ -174,7 +174,7 @@ def test_requests_of_a_killed_sampler_end_once_and_to_the_bit_as_undisturbed(
     client = training.save_weights_and_get_sampling_client().result()
     expected = [drawn(future) for future in [ask(client, seed) for seed in range(KILLED_REQUESTS)]]
     for _ in range(TRIES):
-        with told(pair, client) as done:
+        with completions_of(pair, client) as done:
             sampler = process(pair, NODES[0])
             futures = [ask(client, seed) for seed in range(KILLED_REQUESTS)]
             await_true(lambda done=done: len(done()) >= KILLED_REQUESTS // 5)

@@ -169,13 +169,13 @@ def test_a_client_behind_others_learns_how_many_calls_run_first(
     api: ApiServer, sampling: tinker.SamplingClient, monkeypatch: pytest.MonkeyPatch
 ):
     """The SDK passes the number to its queue observer, if it polls for each sample."""
-    told: list[str] = []
+    reported: list[str] = []
     monkeypatch.setattr(
-        type(sampling), "on_queue_state_change", lambda _, state, reason: told.append(f"{state.name}: {reason}")
+        type(sampling), "on_queue_state_change", lambda _, state, reason: reported.append(f"{state.name}: {reason}")
     )
     asked = [sample(sampling, token) for token in range(3)]
     if not sampling.holder.get_client_config().sample_use_retrieve_futures:
-        await_true(lambda: "ACTIVE: about 2 calls run before it" in told, "it was not told")
+        await_true(lambda: "ACTIVE: about 2 calls run before it" in reported, "it was not reported")
     with sampler(api):
         assert [tokens(found) for found in asked] == [[0], [1], [2]]
 
@@ -192,7 +192,7 @@ def test_without_a_sampler_the_sdk_says_so_to_its_user(
     try:
         with caplog.at_level(logging.WARNING):
             if not sampling.holder.get_client_config().sample_use_retrieve_futures:
-                await_true(lambda: f"no sampler of {BASE} is running" in caplog.text, "it was not told")
+                await_true(lambda: f"no sampler of {BASE} is running" in caplog.text, "it was not reported")
     finally:
         api.records.put(Worker.namespace, "sampler-0@test", record)
     with sampler(api):

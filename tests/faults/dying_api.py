@@ -9,7 +9,7 @@ from app.api.base import EXTENSION
 from app.services.container import Services
 from app.settings import from_environment
 from app.wsgi import application
-from tests.faults.fuse import BEFORE_JOURNAL, BEFORE_RING, Fuse
+from tests.faults.fuse import BEFORE_DISPATCH, BEFORE_JOURNAL, Fuse
 
 
 def _arm(services: Services, fuse: Fuse) -> None:
@@ -17,7 +17,7 @@ def _arm(services: Services, fuse: Fuse) -> None:
     for part, name, place in (
         (services.oplog, "admit", BEFORE_JOURNAL),
         (services.oplog, "admit_sample", BEFORE_JOURNAL),
-        (dispatcher, "send", BEFORE_RING),
+        (dispatcher, "send", BEFORE_DISPATCH),
     ):
         setattr(part, name, _dying(getattr(part, name), place, fuse))
 

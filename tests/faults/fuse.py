@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 
 BEFORE_JOURNAL = "before the journal"
-BEFORE_RING = "between journal and ring"
+BEFORE_DISPATCH = "between journal and dispatch"
 
 
 class Fuse:
@@ -16,13 +16,13 @@ class Fuse:
     def __init__(self, folder: Path) -> None:
         self._file = folder / "fuse"
 
-    def set(self, place: str) -> None:
-        self._file.write_text(place)
+    def set(self, point: str) -> None:
+        self._file.write_text(point)
 
     def is_set(self) -> bool:
         return self._file.exists()
 
-    def burn(self, place: str) -> None:
-        if self.is_set() and self._file.read_text() == place:
+    def burn(self, point: str) -> None:
+        if self.is_set() and self._file.read_text() == point:
             self._file.unlink()
             os.kill(os.getpid(), signal.SIGKILL)

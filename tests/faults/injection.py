@@ -48,7 +48,7 @@ class Fault:
         return fnmatchcase(call.name, self.name) and self.nth in (0, call.nth)
 
 
-class Watch:
+class FaultInjector:
     """Records every call in order in `calls`.
 
     Threads may be interleaved in any way; names and numbers stay the same.
@@ -63,7 +63,7 @@ class Watch:
 
     def over(self, part: str, target: Any) -> Any:
         """Wraps `target` in a recording proxy."""
-        return _Watched(self, part, target)
+        return _Proxy(self, part, target)
 
     def wrap(self, part: str, method: str, function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
@@ -99,15 +99,15 @@ class Watch:
         return {key: replace(output, metrics={**output.metrics, "stray:sum": 1.0}) for key, output in answer.items()}
 
 
-class _Watched:
-    def __init__(self, watch: Watch, part: str, target: Any) -> None:
-        self._watch, self._part, self._target = watch, part, target
+class _Proxy:
+    def __init__(self, injector: FaultInjector, part: str, target: Any) -> None:
+        self._injector, self._part, self._target = injector, part, target
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._target, name)
         if name.startswith("_") or name in _BESIDE or not callable(found):
             return found
-        return self._watch.wrap(self._part, name, found)
+        return self._injector.wrap(self._part, name, found)
 
 
 def _is_batch(output: Any) -> bool:

@@ -13,7 +13,7 @@ from app.domain.results import Result
 from app.stores.redis.types import Lease
 from tests.api_server import ApiServer, serve
 from tests.faults import calls
-from tests.faults.fuse import BEFORE_JOURNAL, BEFORE_RING, Fuse
+from tests.faults.fuse import BEFORE_DISPATCH, BEFORE_JOURNAL, Fuse
 from tests.servers import start_valkey
 
 
@@ -56,9 +56,9 @@ def effects(api: ApiServer, kind: str, session: str) -> int:
     return seq - lease.applied - 1
 
 
-@pytest.mark.parametrize("place", [BEFORE_JOURNAL, BEFORE_RING])
+@pytest.mark.parametrize("point", [BEFORE_JOURNAL, BEFORE_DISPATCH])
 @pytest.mark.parametrize("kind", ["create_model", "forward_backward", "optim_step", "sample"])
-def test_a_call_whose_api_died_has_one_future_and_one_effect(api: ApiServer, folder: Path, kind: str, place: str):
+def test_a_call_whose_api_died_has_one_future_and_one_effect(api: ApiServer, folder: Path, kind: str, point: str):
     session = calls.new_session(api)
     assert calls.persist(api, "create_sampling_session", calls.create_sampler(session)).status_code == 200
     if kind in ("forward_backward", "optim_step"):
@@ -66,12 +66,12 @@ def test_a_call_whose_api_died_has_one_future_and_one_effect(api: ApiServer, fol
         assert effects(api, kind, session) == 1
     path, body, request_id = the_call(kind, session)
     fuse = Fuse(folder)
-    fuse.set(place)
+    fuse.set(point)
     with pytest.raises(requests.ConnectionError):
         calls.post(api, path, body)
     assert not fuse.is_set(), "the API died where it should"
     waiting = [p.id for p in api.oplog.pending() if p.id in request_id]
-    assert len(waiting) == (place == BEFORE_RING), "what is journalled is dispatched again, whoever else forgot it"
+    assert len(waiting) == (point == BEFORE_DISPATCH), "what is journalled is dispatched again, whoever else forgot it"
     for _ in range(2):
         assert calls.persist(api, path, body).json()["request_id"] == request_id
     assert effects(api, kind, session) == 1

@@ -38,17 +38,17 @@ def train(world: World, name: str, faults: tuple[Fault, ...] = ()) -> Service:
     return service
 
 
-def inherit(world: World, name: str, faults: tuple[Fault, ...] = ()) -> Service:
+def take_over(world: World, name: str, faults: tuple[Fault, ...] = ()) -> Service:
     """The same run, but its first worker is killed, and the worker that restores the run elsewhere has the faults."""
-    return _inherit(world, name, (f"{name}-a", f"{name}-b"), faults)
+    return _take_over(world, name, (f"{name}-a", f"{name}-b"), faults)
 
 
-def inherit_here(world: World, name: str, faults: tuple[Fault, ...] = ()) -> Service:
+def take_over_here(world: World, name: str, faults: tuple[Fault, ...] = ()) -> Service:
     """The same run, but it is restored from the first worker's own disk."""
-    return _inherit(world, name, (f"{name}-a",), faults)
+    return _take_over(world, name, (f"{name}-a",), faults)
 
 
-def _inherit(world: World, name: str, machines: tuple[str, ...], faults: tuple[Fault, ...]) -> Service:
+def _take_over(world: World, name: str, machines: tuple[str, ...], faults: tuple[Fault, ...]) -> Service:
     run = world.run(name)
     service = Service.on(run, *machines)
     _train_and_save(run, service)
@@ -63,14 +63,14 @@ def _train_and_save(run: Run, service: Service) -> None:
     service.run_to(run.admit(backward(0), backward(1), optim_step()))
     service.run_to(run.admit(SaveWeights("weights", "kept"), backward(2), optim_step()))
     service.await_snapshot(run.last)
-    service.run_to(run.admit(SaveWeights("sampler_weights", "sampler"), run.hand_over(0), backward(3)))
+    service.run_to(run.admit(SaveWeights("sampler_weights", "sampler"), run.save_for_sampling(0), backward(3)))
 
 
 def _load_and_end(run: Run, service: Service) -> None:
     load = LoadWeights(run.path("kept"), optimizer=True, prefix=run.prefix("kept"))
     service.run_to(run.admit(load))
     service.await_snapshot(run.last)
-    service.run_to(run.admit(backward(4), run.hand_over(1), optim_step(), SaveWeights("weights", "final")))
+    service.run_to(run.admit(backward(4), run.save_for_sampling(1), optim_step(), SaveWeights("weights", "final")))
     service.await_snapshot(run.last - 1)
     service.await_uploads()
 
@@ -81,7 +81,7 @@ def test_a_worker_that_dies_at_any_call_changes_nothing(worlds: list[World]):
 
 
 @pytest.mark.timeout(_LIMIT_S)
-@pytest.mark.parametrize("training", [inherit, inherit_here])
+@pytest.mark.parametrize("training", [take_over, take_over_here])
 def test_a_successor_that_dies_at_any_call_changes_nothing(worlds: list[World], training: Train):
     assert _faulty(worlds, training, 12) == {}
 

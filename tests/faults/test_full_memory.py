@@ -155,7 +155,7 @@ class Run:
         assert self.oplog.finish_sample(entry.request_id, Result(b"sample %d" % step))
         assert self.result(entry.request_id) == b"sample %d" % step
 
-    def changes_hands(self) -> None:
+    def changes_owner(self) -> None:
         """Another worker takes the model, and a snapshot trims its journal."""
         applied = self.own("node/next").applied
         self.lease = self.own(OWNER)
@@ -191,7 +191,7 @@ def test_a_full_state_server_puts_new_work_off_and_drains(api: Api, server: Full
     server.fill_to_hard_limit()
     run.put_off()
     run.goes_on(2)
-    run.changes_hands()
+    run.changes_owner()
     not_refused = api.forward_backward(batch(run.model, 21, loss_fn="hinge"))
     assert not_refused.status_code == 503, "a 400 would have to be remembered"
 

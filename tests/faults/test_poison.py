@@ -38,7 +38,7 @@ def test_an_op_that_kills_its_worker_is_given_up_after_three_tries(new_world: Ne
     assert run.error(poison)["category"] == "server"
     assert "gradient it needs is missing" in run.error(step)["error"], "no step on a part of its gradients"
     assert end(service) == end(Service.on(world.run("undisturbed"), "c"))
-    assert service.deaths == TRIES, "what comes behind it runs, and no heir runs it again"
+    assert service.deaths == TRIES, "what comes behind it runs, and no successor runs it again"
 
 
 def test_other_models_of_the_worker_go_on(new_world: NewWorld):

@@ -92,11 +92,11 @@ def loses_the_store(run: Run, service: Service, proxy: Proxy) -> None:
 def loses_its_lease(run: Run, service: Service, proxy: Proxy) -> None:
     """Loses its lease. Its unfinished upload arrives when the successor is done."""
     run.lapse()
-    heir = Service.on(run, "heir")
+    successor = Service.on(run, "successor")
     proxy.go_on()
-    heir.run_to(run.last)
+    successor.run_to(run.last)
     service.worker.answer()
-    service.worker = heir.worker
+    service.worker = successor.worker
 
 
 @pytest.mark.parametrize(

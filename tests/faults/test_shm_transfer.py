@@ -25,8 +25,8 @@ def world(new_world: NewWorld, server: StoreSettings, proxy: Proxy) -> World:
     return new_world(store=server.model_dump(), store_url=proxy.url, **EVERY_STEP)
 
 
-def hand_over_and_go_on(run: Run) -> int:
-    run.admit(run.hand_over(0), backward(1), optim_step(), run.hand_over(1))
+def save_for_sampling_and_go_on(run: Run) -> int:
+    run.admit(run.save_for_sampling(0), backward(1), optim_step(), run.save_for_sampling(1))
     return run.admit(backward(2), optim_step())
 
 
@@ -34,7 +34,7 @@ def undisturbed(world: World) -> object:
     run = world.run("undisturbed")
     service = Service.on(run, "reference")
     run.admit(backward(0), optim_step())
-    service.run_to(hand_over_and_go_on(run))
+    service.run_to(save_for_sampling_and_go_on(run))
     service.await_uploads()
     return run.state()
 
@@ -72,11 +72,11 @@ def loses_the_store(run: Run, service: Service, proxy: Proxy) -> None:
 def loses_its_lease(run: Run, service: Service, proxy: Proxy) -> None:
     """Loses its lease. Its unfinished upload arrives while the successor uploads the same weights again."""
     run.lapse()
-    heir = Service.on(run, "heir")
-    heir.deaths += 1
+    successor = Service.on(run, "successor")
+    successor.deaths += 1
     proxy.go_on()
-    heir.await_uploads()
-    service.worker = heir.worker
+    successor.await_uploads()
+    service.worker = successor.worker
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_whatever_happens_before_the_upload_the_store_has_the_same_weights_in_th
     service.run_to(run.admit(backward(0), optim_step()))
     service.await_snapshot(run.last)
     proxy.stall()
-    service.run_to(hand_over_and_go_on(run))
+    service.run_to(save_for_sampling_and_go_on(run))
     await_true(lambda: len(run.waiting_uploads()) == 2, "both saves are committed, and neither is uploaded")
     assert int(run.head()["snapshot_seq"]) == 2, "the journal keeps what makes them again"
     what(run, service, proxy)

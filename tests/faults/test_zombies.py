@@ -45,17 +45,17 @@ class Relay:
 
     def __init__(self, run: Run, zombie: WorkerProcess, on_stop: Callable[[], None] = lambda: None) -> None:
         self.run, self.zombie, self._on_stop = run, zombie, on_stop
-        self.heir: Service | None = None
+        self.successor: Service | None = None
         self.owed = False
 
     def run_to(self, seq: int) -> None:
-        if self.heir is None:
+        if self.successor is None:
             if self._run_first_to(seq):
                 return
             self.owed = True
             self.take_over()
-        assert self.heir is not None
-        self.heir.run_to(seq)
+        assert self.successor is not None
+        self.successor.run_to(seq)
 
     def _run_first_to(self, seq: int) -> bool:
         """Returns False when the worker is stopped.
@@ -76,11 +76,11 @@ class Relay:
 
     def take_over(self) -> Service:
         """Starts the successor, which gets the model once the lease has expired by itself."""
-        if self.heir is None:
+        if self.successor is None:
             await_true(lambda: self.zombie.stopped, "the first worker stands still")
             self._on_stop()
-            self.heir = Service.on(self.run, "heir")
-        return self.heir
+            self.successor = Service.on(self.run, "successor")
+        return self.successor
 
 
 @pytest.mark.parametrize("point", POINTS)
@@ -120,17 +120,17 @@ def end(run: Run, run_to: Callable[[int], None]) -> None:
 def check_nothing_changes(relay: Relay, wake: Callable[[], None]) -> None:
     run, zombie = relay.run, relay.zombie
     begin(run, relay.run_to)
-    heir = relay.take_over()
-    go_on(run, heir.run_to)
-    run.await_snapshot(run.last, heir.worker)
+    successor = relay.take_over()
+    go_on(run, successor.run_to)
+    run.await_snapshot(run.last, successor.worker)
     before = visible(run)
-    assert before["head"]["worker"].startswith("heir/"), "the heir took over"
+    assert before["head"]["worker"].startswith("successor/"), "the successor took over"
     wake()
     if relay.owed:
         assert zombie.answer()[0] in ("not now", "error", "done")
     await_quiet(zombie)
     assert visible(run) == before
-    heir.close()
+    successor.close()
     again = Service(run, itertools.repeat(zombie.node))
     again.worker = zombie
     end(run, again.run_to)

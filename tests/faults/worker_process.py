@@ -18,7 +18,7 @@ import psutil
 from app import dispatch
 from app.errors import Requeue
 from app.settings import Settings
-from tests.faults.injection import Call, Fault, Watch
+from tests.faults.injection import Call, Fault, FaultInjector
 from workers.backends.training.backends import create
 from workers.process.assembly import assemble_trainer
 from workers.process.heartbeat import worker_name
@@ -60,7 +60,7 @@ class WorkerProcess:
 
     def send(self, request_id: str, model_id: str, kind: str) -> None:
         """Dispatches a request and returns at once."""
-        self._send(("ring", request_id, model_id, kind))
+        self._send(("dispatch", request_id, model_id, kind))
 
     def answer(self, within_s: float = _WITHIN_S) -> Any:
         """Returns the outcome of the last message. Raises Died."""
@@ -111,29 +111,29 @@ class WorkerProcess:
 def _serve(pipe: Connection, settings: Settings, node: str, faults: tuple[Fault, ...]) -> None:
     threads = list(Path("/proc/self/task").iterdir())
     assert len(threads) == 1, f"forked beside {len(threads) - 1} other threads"
-    watch = Watch(faults)
-    worker = _trainer(settings, node, watch)
+    injector = FaultInjector(faults)
+    worker = _trainer(settings, node, injector)
     while True:
         match pipe.recv():
-            case ("ring", request_id, model_id, kind):
+            case ("dispatch", request_id, model_id, kind):
                 pipe.send(_handle(worker, request_id, model_id, kind))
             case ("calls",):
-                pipe.send(watch.calls)
+                pipe.send(injector.calls)
             case _:
                 worker.close()
                 return pipe.send("closed")
 
 
-def _trainer(settings: Settings, node: str, watch: Watch) -> Runtime:
+def _trainer(settings: Settings, node: str, injector: FaultInjector) -> Runtime:
     parts = Parts.of(settings, dispatch.celery_app(settings), worker_name(node))
     watched = replace(
         parts,
-        oplog=watch.over("oplog", parts.oplog),
-        records=watch.over("records", parts.records),
-        store=watch.over("store", parts.store),
+        oplog=injector.over("oplog", parts.oplog),
+        records=injector.over("records", parts.records),
+        store=injector.over("store", parts.store),
     )
     base = settings.base_models[0]
-    backend = watch.over("backend", create(base))
+    backend = injector.over("backend", create(base))
     serving = Serving(base, backend, backend.open(), dispatch.train_queue(base.name))
     return assemble_trainer(watched, serving).runtime()
 

@@ -228,7 +228,7 @@ class Run:
             time.sleep(0.02)
         raise AssertionError(f"seq {seq} could not be admitted")
 
-    def hand_over(self, number: int) -> SaveWeights:
+    def save_for_sampling(self, number: int) -> SaveWeights:
         """Admits a save for a sampling session of this number."""
         session = ids.sampling_session_id(ids.session_of(self.model_id), number)
         return SaveWeights("sampler_weights", f"ephemeral-{number}", sampling_session_id=session)

@@ -77,15 +77,15 @@ class Scenario:
         """Records the keys that the scripts left, if they changed."""
         found = keyspace(self.client)
         changed = {key: found.get(key) for key in found.keys() | self._left if found.get(key) != self._left.get(key)}
-        self.steps.append({"left behind": when, "keys": dict(sorted(changed.items())), "told": self._told()})
+        self.steps.append({"left behind": when, "keys": dict(sorted(changed.items())), "told": self._published()})
         self._left = found
 
-    def _told(self) -> list[list[str]]:
+    def _published(self) -> list[list[str]]:
         self.client.publish("over", "")
-        told = []
+        published = []
         while (message := self._messages.get_message(timeout=60)) is not None and message["channel"] != b"over":
-            told.append([message["channel"].decode(), masked(message["data"].decode())])
-        return told
+            published.append([message["channel"].decode(), masked(message["data"].decode())])
+        return published
 
 
 def masked(value: Any) -> Any:

@@ -273,7 +273,7 @@ def _records(step: Scenario, url: str) -> None:
     step.left("put")
 
 
-def _books(step: Scenario, url: str) -> None:
+def _usage_pages(step: Scenario, url: str) -> None:
     store, pages = RedisRecords(step.client), RedisPages(step.client, SETTINGS)
     step("note", lambda: store.note("audit", "me", "id", "text"))
     step("note again", lambda: store.note("audit", "me", "id", "other"))
@@ -318,7 +318,7 @@ def _tokens(step: Scenario, url: str) -> None:
     step.left("a stream")
 
 
-def _ringing(step: Scenario, url: str) -> None:
+def _dispatching(step: Scenario, url: str) -> None:
     """A task's message: its name, its id and its arguments."""
     with dispatch.celery_app(Settings(redis=RedisSettings(url=url, broker_url=url))) as celery:
         dispatch.Dispatcher(celery).send("forward_backward", f"{M}:1", M, "train.base")
@@ -340,8 +340,8 @@ SCENARIOS: dict[str, Callable[[Scenario, str], None]] = {
     "samples": _samples,
     "lifecycle": _lifecycle,
     "records": _records,
-    "books": _books,
+    "books": _usage_pages,
     "limits": _limits,
     "tokens": _tokens,
-    "ringing": _ringing,
+    "ringing": _dispatching,
 }

@@ -115,7 +115,7 @@ class Client:
             for name in ("weight", "moment", "gradient"):
                 assert math.isclose(getattr(found, name), getattr(wanted, name), rel_tol=_BOUND, abs_tol=_BOUND)
 
-    def check_hand_overs(self, exact: bool) -> None:
+    def check_sampler_saves(self, exact: bool) -> None:
         """Checks that each adapter given to a sampler is in the object store, and is the model at that save."""
         reference = Reference(self.model, exact)
         assert not list(self.world.records.list(ShmTransfer.namespace, f"models/{self.model}/"))
@@ -125,9 +125,9 @@ class Client:
                 continue
             reference.ran(seq, op, self.seen[seq])
             if isinstance(op, SaveWeights) and op.sampling_session_id and not self.seen[seq].failed:
-                self._check_hand_over(op.sampling_session_id, reference.state, exact)
+                self._check_sampler_save(op.sampling_session_id, reference.state, exact)
 
-    def _check_hand_over(self, sampler: str, wanted: State, exact: bool) -> None:
+    def _check_sampler_save(self, sampler: str, wanted: State, exact: bool) -> None:
         stored = self.world.records.get(Sampler.namespace, sampler)
         assert stored is not None, f"{sampler} is not known"
         prefix = load(Sampler, stored).prefix
@@ -152,7 +152,7 @@ class Client:
                 return LoadWeights(path, optimizer=number % 2 == 0, prefix=prefix)
             case "step":
                 return optim_step()
-            case "hand over":
+            case "save for sampling":
                 return SaveWeights(
                     "sampler_weights", f"ephemeral-{number:03}", sampling_session_id=self._sampler(number)
                 )

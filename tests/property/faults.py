@@ -60,8 +60,8 @@ class Faults:
         self.fault, self.at, self.meanwhile = fault, at, meanwhile
         self.calls.clear()
 
-    def watch(self, part: str, target: Any) -> Any:
-        return _Watched(self, part, target)
+    def proxy(self, part: str, target: Any) -> Any:
+        return _Proxy(self, part, target)
 
     def call(self, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.dead:
@@ -87,7 +87,7 @@ class Faults:
         return answer
 
 
-class _Watched:
+class _Proxy:
     def __init__(self, faults: Faults, part: str, target: Any) -> None:
         self._faults, self._part, self._target = faults, part, target
 

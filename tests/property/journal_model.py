@@ -33,7 +33,7 @@ class JournalModel:
     epoch: int = 0
     worker: str = ""
     holder: str = ""
-    heard: set[str] = field(default_factory=set)
+    renewed: set[str] = field(default_factory=set)
     snapshot: str = ""
     snapshot_seq: int = -1
     ops: dict[int, JournalledOp] = field(default_factory=dict)
@@ -73,9 +73,9 @@ class JournalModel:
     def begin(self, seq: int, worker: str) -> bool:
         """Begins an Op. Returns True if one of the attempts is in doubt, because no lease expires here."""
         op = self.ops[seq]
-        self.heard -= {boot for boot in self.heard if _node(boot) == _node(worker) and boot != worker}
+        self.renewed -= {boot for boot in self.renewed if _node(boot) == _node(worker) and boot != worker}
         others = {*op.former, op.runner} - {worker, ""}
-        op.former = {boot: boot not in self.heard for boot in others}
+        op.former = {boot: boot not in self.renewed for boot in others}
         op.runner = worker
         return any(missed and _node(boot) != _node(worker) for boot, missed in op.former.items())
 

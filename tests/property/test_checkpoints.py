@@ -188,7 +188,7 @@ class _Failing:
     ) -> None:
         faults = Faults(hit)
         faults.plan(fault, at, meanwhile)
-        self._store: ObjectStore = faults.watch("store", store)
+        self._store: ObjectStore = faults.proxy("store", store)
 
     def __enter__(self) -> ObjectStore:
         return self._store

@@ -28,7 +28,18 @@ NODES = ("a", "b")
 MODELS = (MODEL, "session:train:1", "session:train:2")
 KINDS = st.sampled_from(
     [
-        *("backward", "backward", "backward", "step", "step", "forward", "save", "save", "hand over", "hand over"),
+        *(
+            "backward",
+            "backward",
+            "backward",
+            "step",
+            "step",
+            "forward",
+            "save",
+            "save",
+            "save for sampling",
+            "save for sampling",
+        ),
         *("load", "poison", "breaking"),
     ]
 )
@@ -38,7 +49,7 @@ CALLS = st.integers(0, 20)
 OFFSETS = st.integers(0, 4)
 PICKS = st.integers(0, len(MODELS) - 1)
 # Most of the time the models are together on one node.
-RUNG = st.sampled_from(["a", "a", "a", "b"])
+DISPATCHED_TO = st.sampled_from(["a", "a", "a", "b"])
 TROUBLES = st.sampled_from(["restart", "stop", "idle", "lapse", "renew", "zombie", "lag", "catch up", "tick", "wipe"])
 REFUSALS = st.sampled_from(get_args(RefusalKind))
 RING_LIMIT = 60
@@ -69,8 +80,8 @@ class EngineMachine(RuleBasedStateMachine):
         self.zombies: list[Process] = []
         self.troubles = 0
         # Every example has a shared pass (if that is on), a step beside a save, and a lost transfer.
-        self.all_call_and_ring(["backward", "save", "step"], "a", Fault.NONE, 0)
-        self._lose_a_hand_over("a", self.clients[0])
+        self.all_call_and_dispatch(["backward", "save", "step"], "a", Fault.NONE, 0)
+        self._lose_a_transfer("a", self.clients[0])
 
     def teardown(self) -> None:
         if not hasattr(self, "world"):
@@ -112,24 +123,24 @@ class EngineMachine(RuleBasedStateMachine):
 
     # Faults of workers.
 
-    @rule(model=PICKS, kinds=st.lists(KINDS, min_size=1, max_size=3), node=RUNG, fault=FAULTS, at=CALLS)
-    def call_and_ring(self, model: int, kinds: list[str], node: str, fault: Fault, at: int) -> None:
+    @rule(model=PICKS, kinds=st.lists(KINDS, min_size=1, max_size=3), node=DISPATCHED_TO, fault=FAULTS, at=CALLS)
+    def call_and_dispatch(self, model: int, kinds: list[str], node: str, fault: Fault, at: int) -> None:
         self.call(model, kinds)
-        self._ring_with(node, self._client(model), 0, fault, at)
+        self._dispatch_with(node, self._client(model), 0, fault, at)
 
-    @rule(kinds=st.lists(KINDS, min_size=1, max_size=3), node=RUNG, fault=FAULTS, at=CALLS)
-    def all_call_and_ring(self, kinds: list[str], node: str, fault: Fault, at: int) -> None:
+    @rule(kinds=st.lists(KINDS, min_size=1, max_size=3), node=DISPATCHED_TO, fault=FAULTS, at=CALLS)
+    def all_call_and_dispatch(self, kinds: list[str], node: str, fault: Fault, at: int) -> None:
         """All clients call in step; the fault happens at the first dispatch that finds all their calls."""
         for client in self.clients:
-            self._ring_with(node, client)
+            self._dispatch_with(node, client)
         for number in range(len(self.clients)):
             self.call(number, kinds)
         for number, client in enumerate(self.clients):
-            self._ring_with(node, client, 0, Fault.NONE if number else fault, at)
+            self._dispatch_with(node, client, 0, Fault.NONE if number else fault, at)
 
-    @rule(model=PICKS, pick=OFFSETS, node=RUNG, fault=FAULTS, at=CALLS)
+    @rule(model=PICKS, pick=OFFSETS, node=DISPATCHED_TO, fault=FAULTS, at=CALLS)
     def send(self, model: int, pick: int, node: str, fault: Fault, at: int) -> None:
-        self._ring_with(node, self._client(model), pick, fault, at)
+        self._dispatch_with(node, self._client(model), pick, fault, at)
 
     @rule(model=PICKS, node=st.sampled_from(NODES), what=TROUBLES, offset=OFFSETS)
     def trouble(self, model: int, node: str, what: str, offset: int) -> None:
@@ -184,22 +195,22 @@ class EngineMachine(RuleBasedStateMachine):
         """Other workers run while one worker sleeps past its lease."""
         self.troubles += 1
         self.world.lapse()
-        heir = self.world.trainer("heir")
+        successor = self.world.trainer("successor")
         for client in self.clients:
-            self._send(heir, client, client.last)
-        self.zombies.append(heir)
+            self._send(successor, client, client.last)
+        self.zombies.append(successor)
         self.world.lapse()
 
-    def _lose_a_hand_over(self, node: str, client: Client) -> None:
+    def _lose_a_transfer(self, node: str, client: Client) -> None:
         """A machine stops before the upload, and loses its memory."""
         trainer = self.trainers[node]
         trainer.background.lags = True
-        client.admit(client.call("hand over"))
+        client.admit(client.call("save for sampling"))
         self._send(trainer, client, client.last)
         trainer.wipe()
         self._restart(node)
 
-    def _ring_with(self, node: str, client: Client, pick: int = 0, fault: Fault = Fault.NONE, at: int = 0) -> None:
+    def _dispatch_with(self, node: str, client: Client, pick: int = 0, fault: Fault = Fault.NONE, at: int = 0) -> None:
         trainer = self.trainers[node]
         trainer.faults.plan(fault, at, self._others_go_on)
         self._send(trainer, client, sorted(client.admitted)[-1 - pick % len(client.admitted)])
@@ -239,8 +250,8 @@ class EngineMachine(RuleBasedStateMachine):
         assert self.world.oplog.pending() == []
         for client in self.clients:
             client.check_results()
-            client.check_hand_overs(exact=self.form == "exact")
-        self.done["handed over"] += len(list(self.world.records.list(Sampler.namespace)))
+            client.check_sampler_saves(exact=self.form == "exact")
+        self.done["transferred"] += len(list(self.world.records.list(Sampler.namespace)))
 
     def _compare(self) -> None:
         for client in self.clients:
@@ -257,7 +268,7 @@ def test_each_op_has_its_effect_once_whatever_happens_to_workers(client: redis.R
     run_machine(type("Engine", (EngineMachine,), space), short=14)
     assert hit.total() >= 20, "too little went wrong to prove anything"
     assert done["ran"] >= 20, "too little was done to prove anything"
-    assert done["handed over"] >= 20, "too little was handed over to prove anything"
-    assert done["made again"] >= 10, "too few hand-overs were lost to prove anything"
+    assert done["transferred"] >= 20, "too little was transferred to prove anything"
+    assert done["made again"] >= 10, "too few transfers were lost to prove anything"
     assert done["ahead"] >= 5, "too few Ops ran ahead of their commits to prove anything"
     assert form != "merged" or done["shared"] >= 10, "too few passes were shared to prove anything"

@@ -79,12 +79,12 @@ class JournalMachine(RuleBasedStateMachine):
     @rule(worker=WORKERS)
     def renew(self, worker: str) -> None:
         assert self.oplog.renew([MODEL], worker) == ([] if self.model.holder == worker else [MODEL])
-        self.model.heard.add(worker)
+        self.model.renewed.add(worker)
 
     @rule(worker=WORKERS)
     def fall_silent(self, worker: str) -> None:
         self.client.delete(keys.lease(worker))
-        self.model.heard.discard(worker)
+        self.model.renewed.discard(worker)
 
     @rule(worker=WORKERS)
     def release(self, worker: str) -> None:

@@ -125,9 +125,9 @@ def test_what_failed_has_no_effect_in_a_replay_either(world: TrainerWorld):
     world.oplog.refuse(MODEL, 2, "never came", "drop_gradients")
     first.send(6)
     world.lapse()
-    heir = world.trainer("b")
-    heir.send(6)
-    assert state(heir) == State(4, state(heir).weight, gradient=state(heir).gradient, pending=[5, 6])
+    successor = world.trainer("b")
+    successor.send(6)
+    assert state(successor) == State(4, state(successor).weight, gradient=state(successor).gradient, pending=[5, 6])
 
 
 @pytest.mark.parametrize("node", ["a", "b"])
@@ -136,10 +136,12 @@ def test_a_new_process_goes_on_from_the_newest_snapshot_here_or_in_the_store(wor
     run(world, first, [backward(1), optim_step(), backward(3)])
     weight, moment = state(first).weight, state(first).moment
     world.lapse()
-    heir = world.trainer(node)
-    heir.send(3)
-    assert (state(heir).weight, state(heir).moment) == (weight, moment), "with noise a replayed step would differ"
-    assert state(heir).pending == [3]
+    successor = world.trainer(node)
+    successor.send(3)
+    assert (state(successor).weight, state(successor).moment) == (weight, moment), (
+        "with noise a replayed step would differ"
+    )
+    assert state(successor).pending == [3]
 
 
 def test_a_snapshot_that_comes_late_moves_nothing_back(world: TrainerWorld):
@@ -152,6 +154,6 @@ def test_a_snapshot_that_comes_late_moves_nothing_back(world: TrainerWorld):
     slow.background.catch_up()
     assert world.client.hgetall(keys.model(MODEL)) == head
     world.lapse()
-    heir = world.trainer("b")
-    heir.send(5)
-    assert (state(heir).steps, state(heir).pending) == ([[1], [3]], [5])
+    successor = world.trainer("b")
+    successor.send(5)
+    assert (state(successor).steps, state(successor).pending) == ([[1], [3]], [5])

@@ -67,11 +67,11 @@ class SamplingMachine(RuleBasedStateMachine):
             self.records.put_new(Session.namespace, session, dump(Session("me", 0.0)))
             self.records.put_new(Sampler.namespace, _sampler(session), dump(Sampler("me", session, "base", 0.0)))
         self.up: set[str] = set()
-        self.homes: dict[str, str] = {}
+        self.affinity: dict[str, str] = {}
         self.requests: dict[str, Request] = {}
         self.ended: set[str] = set()
-        self.untold: dict[str, list[str]] = {_target(s, c): [] for s in SESSIONS for c in CLONES}
-        self.cursors = dict.fromkeys(self.untold, 0)
+        self.unreported: dict[str, list[str]] = {_target(s, c): [] for s in SESSIONS for c in CLONES}
+        self.cursors = dict.fromkeys(self.unreported, 0)
 
     @rule(
         session=st.sampled_from(SESSIONS),
@@ -101,7 +101,7 @@ class SamplingMachine(RuleBasedStateMachine):
             found = type(error)
         assert found == outcome
         if found == "fresh":
-            held = self._holds_any() or not self._may_ring(sequences)
+            held = self._any_throttled() or not self._may_dispatch(sequences)
             node = "" if held else self._pick_node(session)
             assert (admission.throttled, admission.node or "") == (held, node)
             self.requests[request_id] = Request(session, tokens, digest, sequences, node, held)
@@ -114,11 +114,11 @@ class SamplingMachine(RuleBasedStateMachine):
             request = self.requests[request_id]
             assert request.throttled
             assert not request.over
-            assert self._may_ring(request.sequences)
+            assert self._may_dispatch(request.sequences)
             request.node, request.throttled = self._pick_node(request.session), False
             assert (node or "") == request.node
         held = [r for r in self.requests.values() if r.throttled and not r.over]
-        assert not held or not all(self._may_ring(request.sequences) for request in held)
+        assert not held or not all(self._may_dispatch(request.sequences) for request in held)
 
     @precondition(lambda self: self.requests)
     @rule(pick=st.integers(0, 99), worker=st.sampled_from(["a/1", "b/1"]))
@@ -137,12 +137,12 @@ class SamplingMachine(RuleBasedStateMachine):
             assert not request.runner
             request.runner, request.off = worker, False
             node = worker.partition("/")[0]
-            if self.homes.get(request.session, request.node) == request.node:
-                self.homes[request.session] = node
+            if self.affinity.get(request.session, request.node) == request.node:
+                self.affinity[request.session] = node
             request.node = node
 
     @rule(node=st.sampled_from(sorted(BATCHES)))
-    def come_or_go(self, node: str) -> None:
+    def start_or_stop(self, node: str) -> None:
         self.up ^= {node}
         if node in self.up:
             worker = Worker("sampler", "base", {}, {}, "", 0.0, queue=QUEUE, batch=BATCHES[node], holds=HOLDS)
@@ -152,7 +152,7 @@ class SamplingMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.requests)
     @rule(pick=st.integers(0, 99), crash=st.booleans())
-    def let_go(self, pick: int, crash: bool) -> None:
+    def requeue(self, pick: int, crash: bool) -> None:
         """Its worker requeues it, or dies and its lease expires."""
         request_id, request = self._pick(pick)
         if crash:
@@ -171,7 +171,7 @@ class SamplingMachine(RuleBasedStateMachine):
         assert self.oplog.finish_sample(request_id, result, {SAMPLED: request.tokens}) == (not request.over)
         if not request.over:
             request.result = result
-            self._told_later(request_id)
+            self._reported_later(request_id)
 
     @precondition(lambda self: self.requests)
     @rule(pick=st.integers(0, 99))
@@ -180,7 +180,7 @@ class SamplingMachine(RuleBasedStateMachine):
         assert self.oplog.cancel_sample(request_id) == (not request.over)
         if not request.over:
             request.aborted = True
-            self._told_later(request_id)
+            self._reported_later(request_id)
 
     @rule(session=st.sampled_from(SESSIONS))
     def end(self, session: str) -> None:
@@ -193,19 +193,19 @@ class SamplingMachine(RuleBasedStateMachine):
         assert self.lifecycle.abort_samples() == len(over)
         for request in over.values():
             request.aborted = True
-        self._told_later(*over)
+        self._reported_later(*over)
 
     @rule(session=st.sampled_from(SESSIONS), clone=st.sampled_from(CLONES), lost=st.booleans())
     def poll(self, session: str, clone: int, lost: bool) -> None:
         target = _target(session, clone)
         found, cursor = self.completions.since(target, self.cursors[target])
-        assert sorted(c.request_id for c in found) == sorted(self.untold[target])
-        assert {c.request_id: c.failed for c in found} == {id_: self._has_failed(id_) for id_ in self.untold[target]}, (
-            "and how it ended"
-        )
+        assert sorted(c.request_id for c in found) == sorted(self.unreported[target])
+        assert {c.request_id: c.failed for c in found} == {
+            id_: self._has_failed(id_) for id_ in self.unreported[target]
+        }, "and how it ended"
         assert cursor >= self.cursors[target]
         if not lost:
-            self.cursors[target], self.untold[target] = cursor, []
+            self.cursors[target], self.unreported[target] = cursor, []
 
     @precondition(lambda self: self.requests)
     @rule(pick=st.integers(0, 99))
@@ -217,7 +217,7 @@ class SamplingMachine(RuleBasedStateMachine):
             assert future.result == request.result, "a result changed"
         if request.over:
             with contextlib.suppress(ValueError):
-                self.untold[ids.target_of(request_id)].remove(request_id)
+                self.unreported[ids.target_of(request_id)].remove(request_id)
 
     @invariant()
     def the_queue_counts_exactly_what_is_not_over(self) -> None:
@@ -240,7 +240,7 @@ class SamplingMachine(RuleBasedStateMachine):
         assert {node.decode(): int(rows) for node, rows in held.items()} == placed
 
     @invariant()
-    def a_project_counts_exactly_what_was_rung_for_and_is_not_over(self) -> None:
+    def a_project_counts_exactly_what_was_dispatched_and_is_not_over(self) -> None:
         assert int(self.client.hget(f"{keys.PREFIX}rung:{QUEUE}", "me") or 0) == self._dispatched()
         assert int(self.client.hget(f"{keys.PREFIX}rung_rows", QUEUE) or 0) == self._dispatched()
         held = {id_ for id_, r in self.requests.items() if r.throttled and not r.over}
@@ -262,10 +262,10 @@ class SamplingMachine(RuleBasedStateMachine):
         counted = (r for r in self.requests.values() if not (r.throttled or r.off or r.over))
         return sum(request.sequences for request in counted)
 
-    def _holds_any(self) -> bool:
+    def _any_throttled(self) -> bool:
         return any(request.throttled and not request.over for request in self.requests.values())
 
-    def _may_ring(self, sequences: int) -> bool:
+    def _may_dispatch(self, sequences: int) -> bool:
         """Limit of one project's dispatches: one request in any case, 64 sequences, or three batches."""
         dispatched, batch = self._dispatched(), sum(BATCHES[node] for node in self.up)
         return dispatched == 0 or dispatched + sequences <= 64 or dispatched < 3 * batch
@@ -278,17 +278,17 @@ class SamplingMachine(RuleBasedStateMachine):
         """
         room = {node: BATCHES[node] - self._placed(node) for node in self.up}
         taking = [node for node in room if self._placed(node) < HOLDS]
-        best = min(taking, key=lambda node: (-room[node], _place(session, node)), default="")
-        home = self.homes.get(session, "")
-        if home not in room:
-            self.homes.pop(session, None)
+        best = min(taking, key=lambda node: (-room[node], _tie_break(session, node)), default="")
+        affine = self.affinity.get(session, "")
+        if affine not in room:
+            self.affinity.pop(session, None)
             if best:
-                self.homes[session] = best
+                self.affinity[session] = best
             return best
-        if room[home] > 0:
-            return home
-        stays = home in taking and room[best] <= 0 and room[best] - room[home] < BATCHES[home]
-        return home if stays else best
+        if room[affine] > 0:
+            return affine
+        stays = affine in taking and room[best] <= 0 and room[best] - room[affine] < BATCHES[affine]
+        return affine if stays else best
 
     def _pick(self, pick: int) -> tuple[str, Request]:
         return list(self.requests.items())[pick % len(self.requests)]
@@ -297,16 +297,16 @@ class SamplingMachine(RuleBasedStateMachine):
         request = self.requests[request_id]
         return request.aborted or bool(request.result and request.result.failed)
 
-    def _told_later(self, *request_ids: str) -> None:
+    def _reported_later(self, *request_ids: str) -> None:
         for request_id in request_ids:
-            self.untold[ids.target_of(request_id)].append(request_id)
+            self.unreported[ids.target_of(request_id)].append(request_id)
 
 
 def _sampler(session: str) -> str:
     return ids.sampling_session_id(session, 0)
 
 
-def _place(session: str, node: str) -> str:
+def _tie_break(session: str, node: str) -> str:
     """Tie-break: of two equally empty samplers, the one with the smaller value."""
     return hashlib.sha1(f"{keys.PREFIX}home:{_sampler(session)}{node}".encode()).hexdigest()
 

@@ -126,8 +126,8 @@ class TrainerWorld:
         settings = Settings(data_dir=machine, engine=self.settings.model_copy(update=engine))
         parts = assembly.parts(self.client, settings, f"{node}/{self.boots()}", self.oplog, self.store, send)
         self.keepers.append(parts.keeper)
-        parts = replace(parts, oplog=faults.watch("oplog", parts.oplog), store=faults.watch("store", parts.store))
-        serving = Serving(self.base, faults.watch("backend", backend), assembly.INFO, f"train.{BASE}")
+        parts = replace(parts, oplog=faults.proxy("oplog", parts.oplog), store=faults.proxy("store", parts.store))
+        serving = Serving(self.base, faults.proxy("backend", backend), assembly.INFO, f"train.{BASE}")
         rest_s = 0.0 if snapshots else math.inf
         overrides = Overrides(
             end, lambda: background.background_saves, background.coalescing_worker, rest_s, scan_share=math.inf

@@ -89,7 +89,7 @@ def stack(folder: Path, tree: Path | None = None) -> Stack:
 def write(folder: Path, asked: Asked) -> None:
     """Writes itself beside `data` and `base`."""
     runs = {name: {"model_id": run.model_id, "kept": run.kept, "since": run.since} for name, run in asked.runs.items()}
-    told = {
+    stored = {
         "commit": asked.commit,
         "waiting": [f"{call.kind} {call.request_id}" for call in asked.waiting],
         "stopped_in": asked.stopped_in,
@@ -98,14 +98,14 @@ def write(folder: Path, asked: Asked) -> None:
         "listed": asked.listed,
         "calls": [call.dump() for call in asked.calls],
     }
-    (folder / "asked.json").write_text(json.dumps(told, indent=1))
+    (folder / "asked.json").write_text(json.dumps(stored, indent=1))
 
 
 def read(folder: Path) -> Asked:
-    told = json.loads((folder / "asked.json").read_text())
-    runs = {name: Run(**run) for name, run in told["runs"].items()}
-    calls = [Call.load(call) for call in told["calls"]]
-    return Asked(told["commit"], calls, runs, told["listed"], told["key"], told["stopped_in"])
+    stored = json.loads((folder / "asked.json").read_text())
+    runs = {name: Run(**run) for name, run in stored["runs"].items()}
+    calls = [Call.load(call) for call in stored["calls"]]
+    return Asked(stored["commit"], calls, runs, stored["listed"], stored["key"], stored["stopped_in"])
 
 
 def pack(folder: Path, archive: Path) -> None:

@@ -58,7 +58,7 @@ MUTANTS = (
         f"{_CODEC}::test_what_only_a_newer_version_can_have_written_is_known_as_that",
     ),
     Mutant(
-        "newer: the model is let go of",
+        "newer: the model is released",
         "workers/train/runner.py",
         "        self._owner.evict(model_id)\n",
         "",
@@ -115,7 +115,7 @@ MUTANTS = (
         f"{_OPLOG}::test_one_node_owns_a_model_until_its_lease_ends",
     ),
     Mutant(
-        "leases: unheard for a lease, all are lost",
+        "leases: without an answer for a lease time, all are lost",
         "workers/process/heartbeat.py",
         "time.monotonic() - self._renewed.get(id_, -math.inf) < self._lease_s",
         "id_ in self._renewed",

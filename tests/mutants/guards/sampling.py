@@ -30,7 +30,7 @@ MUTANTS = (
         f"{_SAMPLES}::test_what_is_finished_makes_room_and_exactly_as_much_as_it_took",
     ),
     Mutant(
-        "note_completion: a client is told",
+        "note_completion: a client is notified",
         f"{_LUA}/samples.lua",
         "  note_completion(sampler, seq, request, keep_s)\n",
         "",
@@ -44,7 +44,7 @@ MUTANTS = (
         f"{_AFFINITY}::test_what_ends_or_is_put_off_counts_nowhere",
     ),
     Mutant(
-        "leave_queue: a project is rung for no more",
+        "leave_queue: a project no longer counts as dispatched",
         f"{_LUA}/samples.lua",
         "    leave_project(request, queue)\n",
         "",
@@ -59,14 +59,14 @@ MUTANTS = (
         f"{_AFFINITY}::test_nothing_goes_to_a_sampler_that_is_gone_or_not_well",
     ),
     Mutant(
-        "claim_sample: a home that did not take what it was rung for",
+        "claim_sample: a sampler that did not take what it was sent",
         f"{_LUA}/samples.lua",
         "if not home or (home == before and node ~= before) then",
         "if not home then",
         f"{_AFFINITY}::test_a_sampler_that_does_not_take_its_requests_loses_its_affinity",
     ),
     Mutant(
-        "abort_sample: its worker is told",
+        "abort_sample: its worker is notified",
         f"{_LUA}/samples.lua",
         "  redis.call('PUBLISH', 'tinsmith:aborted', request)\n",
         "",
@@ -94,7 +94,7 @@ MUTANTS = (
         f"{_STORES}/test_completions.py::test_an_acknowledged_result_goes_soon_and_an_unfinished_request_stays",
     ),
     Mutant(
-        "leases: whoever lost one is told",
+        "leases: whoever lost one is notified",
         "workers/process/heartbeat.py",
         "        for tell in lost:\n            tell()\n",
         "",

@@ -140,9 +140,9 @@ MUTANTS = (
         "        if found.size == expected.size:\n",
         f"{_CHECKPOINTS}::test_a_damaged_checkpoint_is_never_returned",
     ),
-    # Hand-overs.
+    # Shared-memory transfers.
     Mutant(
-        "set_snapshot: what was handed over may have to be made again",
+        "set_snapshot: what was transferred may have to be made again",
         f"{_LUA}/journal.lua",
         "<= tonumber(ARGV[3]) then return 0 end",
         "< 0 then return 0 end",
@@ -156,7 +156,7 @@ MUTANTS = (
         f"{_TRANSFER}::test_in_flight_samplers_of_a_model_follow_its_newest_save_and_a_snapshot_stays",
     ),
     Mutant(
-        "restore: behind a lost hand-over no snapshot is of use",
+        "restore: behind a lost transfer no snapshot is of use",
         "workers/checkpoints/snapshots.py",
         "if local.seq >= before:",
         "if False:",
@@ -171,7 +171,7 @@ MUTANTS = (
         f"{_TRANSFER}::test_two_owners_that_upload_at_once_agree_on_one_of_their_copies",
     ),
     Mutant(
-        "adapter turns: newcomers come before more of the same",
+        "adapter scheduler: newcomers come before more of the same",
         "workers/sample/adapters.py",
         "if adapter_id not in self._running and len(self._running) >= self._most:\n                return",
         "if adapter_id not in self._running and len(self._running) >= self._most:\n                continue",

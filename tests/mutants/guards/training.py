@@ -45,7 +45,7 @@ MUTANTS = (
         f"{_RECOVERY}::test_an_op_that_always_kills_its_worker_is_given_up",
     ),
     Mutant(
-        "begin: a worker that is heard of did not die",
+        "begin: a worker with a heartbeat did not die",
         f"{_LUA}/leases.lua",
         "if boot == worker or is_heard(boot, worker) then",
         "if boot == worker then",

@@ -17,7 +17,7 @@ SAMPLED = {"prompt": {"chunks": [{"type": "encoded_text", "tokens": [1]}]}, "sam
 
 
 @dataclass
-class Place:
+class Tenant:
     """A project with a run, its checkpoint and a sampler in a session; a member owns them all."""
 
     api: Api
@@ -53,15 +53,15 @@ class Place:
         return value.format(**self.ids) if isinstance(value, str) else value
 
 
-def owned(api: Api, accounts: AccountService) -> Place:
+def make_tenant(api: Api, accounts: AccountService) -> Tenant:
     organisation = accounts.add_organisation("Tinkers").id
-    place = Place(api, accounts, organisation, accounts.add_project(organisation, "kettles").id, {})
-    member = replace(api, key=place.key("member"))
+    tenant = Tenant(api, accounts, organisation, accounts.add_project(organisation, "kettles").id, {})
+    member = replace(api, key=tenant.key("member"))
     sampler = member.sampler()
     sample = member.post("asample", {"sampling_session_id": sampler, "seq_id": 0, **SAMPLED}).json["request_id"]
     session = member.session()
     model = member.model(session)
     path = save_checkpoint(member, model)
-    place.ids = {"session": session, "model": model, "path": path, "sampler": sampler, "sample": sample}
-    place.ids["project"] = place.project
-    return place
+    tenant.ids = {"session": session, "model": model, "path": path, "sampler": sampler, "sample": sample}
+    tenant.ids["project"] = tenant.project
+    return tenant

@@ -25,16 +25,16 @@ from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from workers.sample import shared_memory
 
-def hold(told):
+def hold(names):
     segment = SharedMemory(create=True, size=4096)
-    told.put(segment.name)
+    names.put(segment.name)
     time.sleep(600)
 
 if __name__ == "__main__":
     context = multiprocessing.get_context("spawn")
-    told = context.Queue()
-    context.Process(target=hold, args=(told,)).start()
-    name = told.get()
+    names = context.Queue()
+    context.Process(target=hold, args=(names,)).start()
+    name = names.get()
     shared_memory.note(Path(sys.argv[1]))
     print(name, flush=True)
     time.sleep(600)

@@ -8,7 +8,7 @@ from app.services.tenants.accounts import AccountService
 from app.stores.objects.accounts import AccountFiles
 from tests.pages import in_mid_hour
 from tests.unit.app.conftest import Api
-from tests.unit.app.tenant import Place, owned
+from tests.unit.app.tenant import Tenant, make_tenant
 
 
 @pytest.fixture
@@ -17,9 +17,9 @@ def accounts(api: Api) -> AccountService:
 
 
 @pytest.fixture
-def place(api: Api, accounts: AccountService) -> Place:
+def tenant(api: Api, accounts: AccountService) -> Tenant:
     in_mid_hour()
-    return owned(api, accounts)
+    return make_tenant(api, accounts)
 
 
 @pytest.fixture
@@ -28,4 +28,4 @@ def admin(api: Api, accounts: AccountService) -> Api:
     in_mid_hour()
     organisation = accounts.add_organisation("Tinkers").id
     project = accounts.add_project(organisation, "p").id
-    return replace(api, key=Place(api, accounts, organisation, project, {}).key("admin"))
+    return replace(api, key=Tenant(api, accounts, organisation, project, {}).key("admin"))

@@ -18,7 +18,7 @@ from tests.unit.app.api.test_billing import sweep
 from tests.unit.app.api.test_copies import copy, project, saved
 from tests.unit.app.api.test_models import save_checkpoint
 from tests.unit.app.conftest import BASE, Api
-from tests.unit.app.tenant import Place
+from tests.unit.app.tenant import Tenant
 
 
 def log(api: Api, query: str = "") -> AuditLogResponse:
@@ -120,8 +120,8 @@ def test_a_call_that_was_put_off_is_not_logged_and_a_repeat_with_other_content_i
         assert admin.post("save_weights", saving).status_code == 429
     admin.services.quotas._limits._found.clear()
     do(admin, "POST", "save_weights", {**saving, "path": "b"})
-    told = [entry.tinker_path for entry in own(admin) if entry.event == "checkpoint_save"]
-    assert [path.rpartition("/")[2] for path in told if path] == ["b"]
+    logged = [entry.tinker_path for entry in own(admin) if entry.event == "checkpoint_save"]
+    assert [path.rpartition("/")[2] for path in logged if path] == ["b"]
 
 
 def test_a_copy_made_anew_where_one_was_deleted_is_logged_again(admin: Api) -> None:
@@ -169,30 +169,30 @@ def test_nothing_is_done_without_an_entry(admin: Api, monkeypatch: pytest.Monkey
     assert events(admin) == ["run_create", "checkpoint_save"], "in the step that takes it in"
 
 
-def test_what_the_operator_changes_is_shown_to_the_admins_of_the_project(place: Place, api: Api) -> None:
-    user = place.accounts.add_user(place.organisation, "jo@example.org").id
-    place.accounts.set_role(user, place.project, "member")
-    key, text = place.accounts.add_key(user, place.project, ["train"])
-    place.accounts.set_limits(place.project, {"live_models": 3, "storage_bytes": None}, default=["weight"])
-    place.accounts.set_limits(key.id, {"tokens_per_s": 9.5})
+def test_what_the_operator_changes_is_shown_to_the_admins_of_the_project(tenant: Tenant, api: Api) -> None:
+    user = tenant.accounts.add_user(tenant.organisation, "jo@example.org").id
+    tenant.accounts.set_role(user, tenant.project, "member")
+    key, text = tenant.accounts.add_key(user, tenant.project, ["train"])
+    tenant.accounts.set_limits(tenant.project, {"live_models": 3, "storage_bytes": None}, default=["weight"])
+    tenant.accounts.set_limits(key.id, {"tokens_per_s": 9.5})
     with pytest.raises(BadRequest):
-        place.accounts.set_limits(key.id, {"tokens_per_s": -1})
+        tenant.accounts.set_limits(key.id, {"tokens_per_s": -1})
     do(replace(api, key=text), "DELETE", "auth/apikey/me")
-    place.accounts.revoke(key.id)
-    place.accounts.remove_user(user)
-    entries = log(replace(api, key=place.key("admin"))).entries
-    told = [entry for entry in entries if entry.event_details.get("subject") == f"tml:user:{user}"]
-    assert [(entry.event, entry.event_details["user_id"]) for entry in told] == [
+    tenant.accounts.revoke(key.id)
+    tenant.accounts.remove_user(user)
+    entries = log(replace(api, key=tenant.key("admin"))).entries
+    logged = [entry for entry in entries if entry.event_details.get("subject") == f"tml:user:{user}"]
+    assert [(entry.event, entry.event_details["user_id"]) for entry in logged] == [
         ("project_role_set", "operator"),
         ("key_create", "operator"),
         ("key_revoke", f"tml:user:{user}"),
         ("key_revoke", "operator"),
         ("user_remove", "operator"),
     ]
-    assert {entry.event_details.get("subject_key_id") for entry in told[1:4]} == {key.id}
+    assert {entry.event_details.get("subject_key_id") for entry in logged[1:4]} == {key.id}
     assert entries[0].event == "project_create"
     limits = {e.event: e.event_details for e in entries if e.event.endswith("_limits_set")}
-    changed = {"subject": place.project, "live_models": 3, "storage_bytes": None, "weight": "default"}
+    changed = {"subject": tenant.project, "live_models": 3, "storage_bytes": None, "weight": "default"}
     assert changed.items() <= limits["project_limits_set"].items()
     assert {"subject": key.id, "tokens_per_s": 9.5, "user_id": "operator"}.items() <= limits["key_limits_set"].items()
     secret = text.partition(".")[2]
@@ -200,12 +200,12 @@ def test_what_the_operator_changes_is_shown_to_the_admins_of_the_project(place: 
     assert "jo@example.org" not in str(entries)
 
 
-def test_what_concerns_an_organisation_is_kept_under_it_for_the_operator(place: Place, api: Api) -> None:
+def test_what_concerns_an_organisation_is_kept_under_it_for_the_operator(tenant: Tenant, api: Api) -> None:
     audit: AuditService = api.services.audit
     today = datetime.fromtimestamp(api.services.records.now(), UTC).date()
-    told = [entry["event"] for entry in audit.of([place.organisation], "all", today)]
-    assert told[:3] == ["organization_create", "project_create", "user_create"]
-    assert place.organisation not in [entry.event for entry in log(replace(api, key=place.key("admin"))).entries]
+    logged = [entry["event"] for entry in audit.of([tenant.organisation], "all", today)]
+    assert logged[:3] == ["organization_create", "project_create", "user_create"]
+    assert tenant.organisation not in [entry.event for entry in log(replace(api, key=tenant.key("admin"))).entries]
 
 
 def test_types_and_days_choose(admin: Api) -> None:

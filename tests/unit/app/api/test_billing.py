@@ -15,7 +15,7 @@ from app.stores.redis.types import Lease
 from tests.pages import age
 from tests.unit.app.api.test_models import save_checkpoint
 from tests.unit.app.conftest import BASE, Api, batch
-from tests.unit.app.tenant import Place
+from tests.unit.app.tenant import Tenant
 from workers.maintenance.leader import Accounting
 
 HOUR = timedelta(hours=1)
@@ -125,20 +125,20 @@ def test_windows_that_make_no_sense_are_refused(api: Api) -> None:
         assert api.get(path).status_code == 422
 
 
-def test_admins_see_their_projects_and_nobody_else_any(place: Place, api: Api, stranger: Api) -> None:
-    train(replace(api, key=place.key("member")), place.ids["model"], {"training": 6})
+def test_admins_see_their_projects_and_nobody_else_any(tenant: Tenant, api: Api, stranger: Api) -> None:
+    train(replace(api, key=tenant.key("member")), tenant.ids["model"], {"training": 6})
     now = this_hour(api)
-    admin = replace(api, key=place.key("admin"))
+    admin = replace(api, key=tenant.key("admin"))
     [event] = events(admin, window(now)).data
-    assert (event.project_id, event.event_info.token_count) == (place.project, 6)
+    assert (event.project_id, event.event_info.token_count) == (tenant.project, 6)
     assert event.user_name == "member@example.org", "who opened the session"
     for path in (window(now), "billing/usage/checkpoints/current", "audit"):
         for role in ("member", "viewer"):
-            answer = replace(api, key=place.key(role)).get(path)
+            answer = replace(api, key=tenant.key(role)).get(path)
             assert (answer.status_code, "admin" in answer.json["detail"]) == (403, True)
-        assert place.project not in stranger.get(path).text
-    elsewhere = place.accounts.add_project(place.organisation, "pans").id
-    outside = replace(api, key=place.key("admin", project=elsewhere))
+        assert tenant.project not in stranger.get(path).text
+    elsewhere = tenant.accounts.add_project(tenant.organisation, "pans").id
+    outside = replace(api, key=tenant.key("admin", project=elsewhere))
     assert events(outside, window(now)).data == []
     assert outside.get("billing/usage/checkpoints/current").json["data"] == []
 
@@ -149,11 +149,11 @@ def stored(api: Api, path: str = "billing/usage/checkpoints/current") -> list[di
     return CurrentCheckpointStorageUsageResponse.model_validate(answer.json).model_dump(exclude_none=True)["data"]
 
 
-def test_what_is_stored_is_reported_by_project_and_who_opened_the_session(place: Place, api: Api) -> None:
-    member = replace(api, key=place.key("member"))
+def test_what_is_stored_is_reported_by_project_and_who_opened_the_session(tenant: Tenant, api: Api) -> None:
+    member = replace(api, key=tenant.key("member"))
     save_checkpoint(member, member.model(), size_bytes=2 * 10**9)
     save_checkpoint(member, member.model(), expires_at=1.0)
-    admin = replace(api, key=place.key("admin"))
+    admin = replace(api, key=tenant.key("admin"))
     found = stored(admin)
     assert [(each["checkpoint_count"], each["size_bytes"]) for each in found if each["size_bytes"] > 10] == [
         (1, 2 * 10**9)
@@ -161,12 +161,12 @@ def test_what_is_stored_is_reported_by_project_and_who_opened_the_session(place:
     assert {each["user_email"] for each in found} == {"member@example.org"}
     assert sum(each["checkpoint_count"] for each in found) == 2
     assert {each["size_gigabytes"] for each in found} == {2.0, 1e-8}
-    assert stored(admin, f"billing/usage/checkpoints/current?project_id={place.project}") == found
+    assert stored(admin, f"billing/usage/checkpoints/current?project_id={tenant.project}") == found
 
 
-def test_a_project_that_one_does_not_see_is_as_if_it_were_not_there(place: Place, api: Api, stranger: Api) -> None:
+def test_a_project_that_one_does_not_see_is_as_if_it_were_not_there(tenant: Tenant, api: Api, stranger: Api) -> None:
     path = "billing/usage/checkpoints/current?project_id="
-    foreign, missing = stranger.get(path + place.project), stranger.get(path + "x" * len(place.project))
+    foreign, missing = stranger.get(path + tenant.project), stranger.get(path + "x" * len(tenant.project))
     assert foreign.status_code == missing.status_code == 404
-    assert foreign.text.replace(place.project, "") == missing.text.replace("x" * len(place.project), "")
-    assert replace(api, key=place.key("viewer")).get(path + place.project).status_code == 403
+    assert foreign.text.replace(tenant.project, "") == missing.text.replace("x" * len(tenant.project), "")
+    assert replace(api, key=tenant.key("viewer")).get(path + tenant.project).status_code == 403

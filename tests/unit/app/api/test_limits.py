@@ -18,7 +18,7 @@ from tests.unit.app.api import test_copies as copies
 from tests.unit.app.api.test_models import save_checkpoint
 from tests.unit.app.api.test_odd_values import DATUM
 from tests.unit.app.conftest import BASE, Api, batch
-from tests.unit.app.tenant import Place
+from tests.unit.app.tenant import Tenant
 
 Limit = Callable[..., None]
 RUN, CHECKPOINT = "/api/v1/training_runs/<run>", "/api/v1/training_runs/<run>/checkpoints/<kind>/<name>"
@@ -205,50 +205,54 @@ def test_a_client_learns_how_many_samples_it_may_have_under_way(api: Api, limit:
     assert api.post("client/config", {}).json["sample_max_concurrent_requests"] == most
 
 
-def test_a_key_has_limits_of_its_own_beside_its_projects(place: Place, limit: Limit) -> None:
-    slow, other = (replace(place.api, key=place.key("member")) for _ in range(2))
+def test_a_key_has_limits_of_its_own_beside_its_projects(tenant: Tenant, limit: Limit) -> None:
+    slow, other = (replace(tenant.api, key=tenant.key("member")) for _ in range(2))
     id_ = slow.key.removeprefix("tml-").partition(".")[0]
-    place.accounts.set_limits(id_, {"requests_per_s": HOURS, "live_models": 1})
-    place.accounts.set_limits(place.project, {"live_models": 3})
+    tenant.accounts.set_limits(id_, {"requests_per_s": HOURS, "live_models": 1})
+    tenant.accounts.set_limits(tenant.project, {"live_models": 3})
     shown = slow.get("limits").json
     assert (shown["key"]["id"], shown["key"]["limits"]["live_models"]) == (id_, 1)
-    assert (shown["project"]["id"], shown["project"]["limits"]["live_models"]) == (place.project, 3)
+    assert (shown["project"]["id"], shown["project"]["limits"]["live_models"]) == (tenant.project, 3)
     assert slow.post("create_session", {}).status_code == 200
     refused = slow.post("create_session", {})
     assert (refused.status_code, f"key {id_} " in refused.text) == (429, True)
     assert other.post("create_session", {}).status_code == 200
 
 
-def test_another_project_shows_its_limits_to_who_is_in_it(place: Place, accounts: AccountService) -> None:
-    key = place.key("viewer")
-    shown = replace(place.api, key=key).get(f"limits?project_id={place.project}")
-    assert (shown.status_code, shown.json["project"]["id"]) == (200, place.project)
-    misspelt = replace(place.api, key=key).get(f"limits?project={place.project}")
+def test_another_project_shows_its_limits_to_who_is_in_it(tenant: Tenant, accounts: AccountService) -> None:
+    key = tenant.key("viewer")
+    shown = replace(tenant.api, key=key).get(f"limits?project_id={tenant.project}")
+    assert (shown.status_code, shown.json["project"]["id"]) == (200, tenant.project)
+    misspelt = replace(tenant.api, key=key).get(f"limits?project={tenant.project}")
     assert (misspelt.status_code, "project" in misspelt.json["detail"]) == (422, True)
-    elsewhere = accounts.add_project(place.organisation, "pans").id
-    foreign, missing = (replace(place.api, key=key).get(f"limits?project_id={id_}") for id_ in (elsewhere, "project-0"))
+    elsewhere = accounts.add_project(tenant.organisation, "pans").id
+    foreign, missing = (
+        replace(tenant.api, key=key).get(f"limits?project_id={id_}") for id_ in (elsewhere, "project-0")
+    )
     assert (foreign.status_code, missing.status_code) == (404, 404)
     assert foreign.text.replace(elsewhere, "") == missing.text.replace("project-0", "")
 
 
-def test_whoever_was_taken_out_of_his_keys_project_sees_its_use_no_more(place: Place, accounts: AccountService) -> None:
-    user = accounts.add_user(place.organisation, "jo@example.org").id
-    accounts.set_role(user, place.project, "viewer")
-    key = accounts.add_key(user, place.project, ())[1]
-    assert place.call(key, ("GET", "limits"), None).status_code == 200
-    accounts.set_role(user, place.project, None)
-    unnamed, named = (place.call(key, ("GET", f"limits{query}"), None) for query in ("", "?project_id={project}"))
+def test_whoever_was_taken_out_of_his_keys_project_sees_its_use_no_more(
+    tenant: Tenant, accounts: AccountService
+) -> None:
+    user = accounts.add_user(tenant.organisation, "jo@example.org").id
+    accounts.set_role(user, tenant.project, "viewer")
+    key = accounts.add_key(user, tenant.project, ())[1]
+    assert tenant.call(key, ("GET", "limits"), None).status_code == 200
+    accounts.set_role(user, tenant.project, None)
+    unnamed, named = (tenant.call(key, ("GET", f"limits{query}"), None) for query in ("", "?project_id={project}"))
     assert (unnamed.status_code, unnamed.data) == (404, named.data)
 
 
 @pytest.mark.parametrize("state", ["live", "called again", "unloaded", "deleted", "failed"])
-def test_a_session_that_moves_brings_the_runs_that_count(place: Place, accounts: AccountService, state: str) -> None:
-    target = accounts.add_project(place.organisation, "pans").id
-    user = accounts.add_user(place.organisation, "jo@example.org").id
-    for project in (place.project, target):
+def test_a_session_that_moves_brings_the_runs_that_count(tenant: Tenant, accounts: AccountService, state: str) -> None:
+    target = accounts.add_project(tenant.organisation, "pans").id
+    user = accounts.add_user(tenant.organisation, "jo@example.org").id
+    for project in (tenant.project, target):
         accounts.set_role(user, project, "member")
     accounts.set_limits(target, {"live_models": 0})
-    api = replace(place.api, key=accounts.add_key(user, place.project, SCOPES)[1])
+    api = replace(tenant.api, key=accounts.add_key(user, tenant.project, SCOPES)[1])
     session = api.session()
     if state == "failed":
         asked = {"session_id": session, "model_seq_id": 0, "base_model": BASE}
@@ -273,19 +277,19 @@ def test_a_session_that_moves_brings_the_runs_that_count(place: Place, accounts:
 
 @pytest.mark.parametrize("full", ["live_models", "storage_bytes"])
 def test_a_session_moves_only_where_there_is_room_for_all_of_it(
-    place: Place,
+    tenant: Tenant,
     accounts: AccountService,
     limit: Limit,
     full: str,
 ) -> None:
-    target = accounts.add_project(place.organisation, "pans").id
-    user = accounts.add_user(place.organisation, "jo@example.org").id
-    for project in (place.project, target):
+    target = accounts.add_project(tenant.organisation, "pans").id
+    user = accounts.add_user(tenant.organisation, "jo@example.org").id
+    for project in (tenant.project, target):
         accounts.set_role(user, project, "member")
-    api = replace(place.api, key=accounts.add_key(user, place.project, SCOPES)[1])
+    api = replace(tenant.api, key=accounts.add_key(user, tenant.project, SCOPES)[1])
 
     def move(to: str = target) -> int:
-        path = f"/api/v1/sessions/{place.ids['session']}/project"
+        path = f"/api/v1/sessions/{tenant.ids['session']}/project"
         headers = {"X-API-Key": api.key}
         return api.client.put(path, json={"project_id": to}, headers=headers).status_code
 
@@ -302,5 +306,5 @@ def test_a_session_moves_only_where_there_is_room_for_all_of_it(
     accounts.set_limits(target, {full: None})
     accounts.set_limits(api.key.removeprefix("tml-").partition(".")[0], {full: 0, "requests_per_s": HOURS})
     api.services.quotas._limits._found.clear()
-    assert move(place.project) == 200, "what its key has it had before"
+    assert move(tenant.project) == 200, "what its key has it had before"
     assert move() == 429, "each is a call of its key"

@@ -145,8 +145,8 @@ def test_clients_elsewhere_get_the_name_of_a_local_tokenizer(
 ) -> None:
     base = settings.base_models[0].model_copy(update={"path": str(tmp_path), "name": "org/tiny:variant"})
     mine = settings.model_copy(update={"base_models": (base,), "api": ApiSettings(**reached)})
-    told = BaseModels(mine, api.services.records).client_tokenizer("org/tiny:variant")
-    assert told == ("org/tiny" if named else str(tmp_path))
+    answered = BaseModels(mine, api.services.records).client_tokenizer("org/tiny:variant")
+    assert answered == ("org/tiny" if named else str(tmp_path))
 
 
 def test_another_ones_model_looks_missing(api: Api, stranger: Api) -> None:

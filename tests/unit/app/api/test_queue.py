@@ -17,7 +17,7 @@ PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [1]}]}
 
 
 @pytest.fixture(autouse=True)
-def look_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def fresh_snapshots(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_SNAPSHOT_AGE_S", "_STATE_SNAPSHOT_AGE_S"):
         monkeypatch.setattr(f"app.services.queue.{name}", 0.0)
 

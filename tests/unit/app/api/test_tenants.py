@@ -14,10 +14,10 @@ from app.services.tenants.accounts import AccountService
 from app.stores.redis import keys
 from app.stores.redis.client import connect
 from tests.unit.app.conftest import API, BASE, Api
-from tests.unit.app.tenant import SAMPLED, Place
+from tests.unit.app.tenant import SAMPLED, Tenant
 
 GRAPH = {"name": "x", "inputs": [], "graph": {}}
-# Every route that takes a scope, as it is called on the resources of `Place`: the body, or None for none.
+# Every route that takes a scope, as it is called on the resources of `Tenant`: the body, or None for none.
 CHANGES: dict[tuple[str, str], dict[str, Any] | None] = {
     ("POST", "create_session"): {},
     ("POST", "session_heartbeat"): {"session_id": "{session}"},
@@ -66,58 +66,58 @@ READS: dict[tuple[str, str], dict[str, Any] | None] = {
 }
 
 
-def test_what_is_made_is_of_the_keys_project(place: Place) -> None:
-    records = place.api.services.records
+def test_what_is_made_is_of_the_keys_project(tenant: Tenant) -> None:
+    records = tenant.api.services.records
     for namespace, name in (("sessions", "session"), ("models", "model"), ("samplers", "sampler")):
-        assert records.get(namespace, place.ids[name])["owner"] == f'"{place.project}"'
+        assert records.get(namespace, tenant.ids[name])["owner"] == f'"{tenant.project}"'
 
 
-def test_a_viewer_reads_all_and_changes_nothing(place: Place) -> None:
-    viewer = place.key("viewer")
-    before = place.state()
+def test_a_viewer_reads_all_and_changes_nothing(tenant: Tenant) -> None:
+    viewer = tenant.key("viewer")
+    before = tenant.state()
     for call, body in CHANGES.items():
-        answer = place.call(viewer, call, body)
+        answer = tenant.call(viewer, call, body)
         assert (call, answer.status_code) == (call, 403), answer.json
         assert "viewer" in answer.text, call
-    assert place.state() == before
+    assert tenant.state() == before
     for call, body in READS.items():
-        assert (call, place.call(viewer, call, body).status_code) == (call, 200)
+        assert (call, tenant.call(viewer, call, body).status_code) == (call, 200)
 
 
-def test_a_result_that_a_viewer_read_is_there_as_before_for_whoever_waits_for_it(place: Place) -> None:
-    viewer, sample = place.key("viewer"), place.ids["sample"]
-    place.api.services.oplog.finish_sample(sample, Result(b"x", PROTOBUF))
-    with connect(place.api.services.settings.redis.url) as client:
-        before = place.state(), client.ttl(keys.future(sample))
-        assert place.call(viewer, ("POST", "retrieve_future"), {"request_id": "{sample}"}).data == b"x"
-        assert place.call(viewer, ("POST", "cancel_future"), {"request_id": "{sample}"}).status_code == 403
-        assert place.state() == before[0]
+def test_a_result_that_a_viewer_read_is_there_as_before_for_whoever_waits_for_it(tenant: Tenant) -> None:
+    viewer, sample = tenant.key("viewer"), tenant.ids["sample"]
+    tenant.api.services.oplog.finish_sample(sample, Result(b"x", PROTOBUF))
+    with connect(tenant.api.services.settings.redis.url) as client:
+        before = tenant.state(), client.ttl(keys.future(sample))
+        assert tenant.call(viewer, ("POST", "retrieve_future"), {"request_id": "{sample}"}).data == b"x"
+        assert tenant.call(viewer, ("POST", "cancel_future"), {"request_id": "{sample}"}).status_code == 403
+        assert tenant.state() == before[0]
         assert client.ttl(keys.future(sample)) > before[1] - 60
-    asked = {"target": {"sampling_session_id": place.ids["sampler"]}}
-    told = replace(place.api, key=place.key("member")).post("retrieve_futures", asked).json["completions"]
-    assert [completion["request_id"] for completion in told] == [sample]
+    asked = {"target": {"sampling_session_id": tenant.ids["sampler"]}}
+    completed = replace(tenant.api, key=tenant.key("member")).post("retrieve_futures", asked).json["completions"]
+    assert [completion["request_id"] for completion in completed] == [sample]
 
 
-def test_a_key_without_scopes_reads_all_and_changes_nothing(place: Place) -> None:
-    key = place.key("admin", ())
-    before = place.state()
+def test_a_key_without_scopes_reads_all_and_changes_nothing(tenant: Tenant) -> None:
+    key = tenant.key("admin", ())
+    before = tenant.state()
     for call, body in CHANGES.items():
-        answer = place.call(key, call, body)
+        answer = tenant.call(key, call, body)
         assert (call, answer.status_code) == (call, 403), answer.json
         assert "scope" in answer.text, call
-    assert place.state() == before
+    assert tenant.state() == before
     for call, body in READS.items():
-        assert (call, place.call(key, call, body).status_code) == (call, 200)
+        assert (call, tenant.call(key, call, body).status_code) == (call, 200)
 
 
-def test_whoever_is_not_in_the_project_finds_none_of_it(place: Place, accounts: AccountService) -> None:
+def test_whoever_is_not_in_the_project_finds_none_of_it(tenant: Tenant, accounts: AccountService) -> None:
     """The answer is that for a missing resource, byte for byte. This includes users of the same organisation."""
-    elsewhere = accounts.add_project(place.organisation, "pans").id
-    key = place.key("admin", project=elsewhere)
+    elsewhere = accounts.add_project(tenant.organisation, "pans").id
+    key = tenant.key("admin", project=elsewhere)
     absent = replace(
-        place,
+        tenant,
         ids={
-            **place.ids,
+            **tenant.ids,
             "session": "0" * 36,
             "model": f"{'0' * 36}:train:0",
             "path": f"tinker://{'0' * 36}:train:0/weights/a",
@@ -125,13 +125,13 @@ def test_whoever_is_not_in_the_project_finds_none_of_it(place: Place, accounts: 
             "sample": f"{'0' * 36}:sample:0:0",
         },
     )
-    before, tried = place.state(), 0
+    before, tried = tenant.state(), 0
     for call, body in [*CHANGES.items(), *READS.items()]:
-        if not any(f"{{{name}}}" in f"{call} {body}" for name in place.ids) and "forward_backward" not in call:
+        if not any(f"{{{name}}}" in f"{call} {body}" for name in tenant.ids) and "forward_backward" not in call:
             continue
-        foreign, missing = (at.call(key, call, body) for at in (place, absent))
+        foreign, missing = (at.call(key, call, body) for at in (tenant, absent))
         texts = []
-        for at, answer in ((place, foreign), (absent, missing)):
+        for at, answer in ((tenant, foreign), (absent, missing)):
             text = answer.text
             for name in ("path", "sample", "sampler", "model", "session"):
                 text = text.replace(at.ids[name], f"<{name}>")
@@ -140,15 +140,15 @@ def test_whoever_is_not_in_the_project_finds_none_of_it(place: Place, accounts: 
         assert missing.status_code == 404
         tried += 1
     assert tried >= 20
-    assert place.state() == before
+    assert tenant.state() == before
 
 
-def test_every_route_that_takes_a_scope_is_tried(place: Place) -> None:
+def test_every_route_that_takes_a_scope_is_tried(tenant: Tenant) -> None:
     """A new route belongs in CHANGES."""
-    application = place.api.client.application
+    application = tenant.api.client.application
     scoped = {name for name, view in application.view_functions.items() if hasattr(view, "scopes")}
     paths = application.url_map.bind("")
-    assert {paths.match(place.url(path), method)[0] for method, path in CHANGES} == scoped
+    assert {paths.match(tenant.url(path), method)[0] for method, path in CHANGES} == scoped
 
 
 @pytest.mark.parametrize(
@@ -159,69 +159,69 @@ def test_every_route_that_takes_a_scope_is_tried(place: Place) -> None:
         ("manage", ("PUT", "training_runs/{model}/checkpoints/weights/a/ttl")),
     ],
 )
-def test_a_scope_lets_its_own_calls_through_alone(place: Place, scope: Scope, call: tuple[str, str]) -> None:
+def test_a_scope_lets_its_own_calls_through_alone(tenant: Tenant, scope: Scope, call: tuple[str, str]) -> None:
     for given in sorted(SCOPES):
-        answer = place.call(place.key("member", (given,)), call, CHANGES[call])
+        answer = tenant.call(tenant.key("member", (given,)), call, CHANGES[call])
         # The folder store of these tests holds no such checkpoint's files; that its expiry is noted is all there is.
         assert answer.status_code == (200 if given == scope else 403), (given, answer.json)
 
 
-def test_a_viewers_malformed_call_uses_no_seq_up(place: Place) -> None:
-    body = {"model_id": place.ids["model"], "seq_id": 1, "adam_params": {"learning_rate": "much"}}
-    assert place.call(place.key("viewer"), ("POST", "optim_step"), body).status_code == 422
-    assert place.api.ops(place.ids["model"]) == [0]
-    assert place.call(place.key("member"), ("POST", "optim_step"), body).status_code == 422
-    assert place.api.ops(place.ids["model"]) == [0, 1]
+def test_a_viewers_malformed_call_uses_no_seq_up(tenant: Tenant) -> None:
+    body = {"model_id": tenant.ids["model"], "seq_id": 1, "adam_params": {"learning_rate": "much"}}
+    assert tenant.call(tenant.key("viewer"), ("POST", "optim_step"), body).status_code == 422
+    assert tenant.api.ops(tenant.ids["model"]) == [0]
+    assert tenant.call(tenant.key("member"), ("POST", "optim_step"), body).status_code == 422
+    assert tenant.api.ops(tenant.ids["model"]) == [0, 1]
 
 
-def test_colleagues_work_on_each_others_runs(place: Place) -> None:
+def test_colleagues_work_on_each_others_runs(tenant: Tenant) -> None:
     for role in ("member", "admin"):
-        body = {"model_id": place.ids["model"], "seq_id": 1, "adam_params": {}}
-        assert place.call(place.key(role), ("POST", "optim_step"), body).status_code == 200
+        body = {"model_id": tenant.ids["model"], "seq_id": 1, "adam_params": {}}
+        assert tenant.call(tenant.key(role), ("POST", "optim_step"), body).status_code == 200
 
 
 def test_a_user_of_two_projects_takes_a_checkpoint_from_one_to_the_other(
-    place: Place, accounts: AccountService
+    tenant: Tenant, accounts: AccountService
 ) -> None:
-    other = accounts.add_project(place.organisation, "pans").id
-    user = accounts.add_user(place.organisation, "jo@example.org").id
-    accounts.set_role(user, place.project, "viewer")
+    other = accounts.add_project(tenant.organisation, "pans").id
+    user = accounts.add_user(tenant.organisation, "jo@example.org").id
+    accounts.set_role(user, tenant.project, "viewer")
     accounts.set_role(user, other, "member")
-    api = replace(place.api, key=accounts.add_key(user, other, SCOPES)[1])
+    api = replace(tenant.api, key=accounts.add_key(user, other, SCOPES)[1])
     session = api.post("create_session", {"project_id": other}).json["session_id"]
-    body = {"session_id": session, "model_seq_id": 0, "path": place.ids["path"], "optimizer": True}
+    body = {"session_id": session, "model_seq_id": 0, "path": tenant.ids["path"], "optimizer": True}
     model = api.post("load_weights", body).json["model_id"]
     assert api.services.records.get("models", model)["owner"] == f'"{other}"'
-    missing = [api.post("create_session", {"project_id": id_}) for id_ in (place.project, "project-0")]
+    missing = [api.post("create_session", {"project_id": id_}) for id_ in (tenant.project, "project-0")]
     assert [answer.status_code for answer in missing] == [404, 404]
-    assert missing[0].text.replace(place.project, "") == missing[1].text.replace("project-0", "")
+    assert missing[0].text.replace(tenant.project, "") == missing[1].text.replace("project-0", "")
 
 
-def test_a_key_says_whose_it_is(place: Place) -> None:
-    answer = place.call(place.key("viewer", ("train",)), ("GET", "auth/apikey/me"), None)
+def test_a_key_says_whose_it_is(tenant: Tenant) -> None:
+    answer = tenant.call(tenant.key("viewer", ("train",)), ("GET", "auth/apikey/me"), None)
     assert answer.json["key_id"] > 0
     assert answer.json["details"] == {
         "org_details": {"name": "Tinkers"},
         "user_details": {"email": "viewer@example.org"},
     }
-    assert (answer.json["project_id"], answer.json["scopes"]) == (place.project, ["train"])
+    assert (answer.json["project_id"], answer.json["scopes"]) == (tenant.project, ["train"])
 
 
-def test_a_key_revokes_itself_even_without_scopes(place: Place) -> None:
-    key = place.key("viewer", ())
-    assert place.call(key, ("DELETE", "auth/apikey/me"), None).status_code == 200
-    answer = place.call(key, ("GET", "auth/apikey/me"), None)
+def test_a_key_revokes_itself_even_without_scopes(tenant: Tenant) -> None:
+    key = tenant.key("viewer", ())
+    assert tenant.call(key, ("DELETE", "auth/apikey/me"), None).status_code == 200
+    answer = tenant.call(key, ("GET", "auth/apikey/me"), None)
     assert (answer.status_code, "revoked" in answer.json["detail"]) == (401, True)
 
 
-def test_a_key_works_on_after_the_state_server_was_emptied_and_a_revoked_one_does_not(place: Place) -> None:
-    works, revoked = place.key("member"), place.key("viewer")
-    assert place.call(revoked, ("DELETE", "auth/apikey/me"), None).status_code == 200
-    with connect(place.api.services.settings.redis.url) as client:
+def test_a_key_works_on_after_the_state_server_was_emptied_and_a_revoked_one_does_not(tenant: Tenant) -> None:
+    works, revoked = tenant.key("member"), tenant.key("viewer")
+    assert tenant.call(revoked, ("DELETE", "auth/apikey/me"), None).status_code == 200
+    with connect(tenant.api.services.settings.redis.url) as client:
         client.flushall()
-    asked = [place.call(key, ("GET", "auth/apikey/me"), None) for key in (works, revoked, "tml-000000000000.x")]
+    asked = [tenant.call(key, ("GET", "auth/apikey/me"), None) for key in (works, revoked, "tml-000000000000.x")]
     assert [answer.status_code for answer in asked] == [200, 401, 401]
-    assert asked[0].json["project_id"] == place.project
+    assert asked[0].json["project_id"] == tenant.project
     assert "revoked" in asked[1].json["detail"]
 
 

@@ -52,8 +52,8 @@ def test_a_broker_that_is_away_keeps_nobody_from_admitting(api: Api, settings: S
     model = api.model()
     redis_settings = settings.redis.model_copy(update={"broker_url": f"redis://127.0.0.1:{free_port()}/1"})
     app = create_app(settings.model_copy(update={"redis": redis_settings}))
-    deaf = Api(app.test_client(), app.extensions[EXTENSION])
-    assert deaf.forward_backward(batch(model, 1)).status_code == 200
+    offline = Api(app.test_client(), app.extensions[EXTENSION])
+    assert offline.forward_backward(batch(model, 1)).status_code == 200
     assert [waiting.seq for waiting in api.services.oplog.pending()] == [1]
 
 
@@ -62,14 +62,14 @@ class Faltering:
 
     def __init__(self) -> None:
         self.beats = 0
-        self.heard = threading.Event()
+        self.third_beat = threading.Event()
 
     def take_calls(self, seconds: float) -> None:
         self.beats += 1
         if self.beats == 1:
             raise redis.ConnectionError("away")
         if self.beats == 3:
-            self.heard.set()
+            self.third_beat.set()
             threading.Event().wait()
 
 
@@ -77,4 +77,4 @@ def test_heartbeats_go_on_for_ever_and_after_an_outage(monkeypatch: pytest.Monke
     monkeypatch.setattr(admission, "_BEAT_S", 0.01)
     journal = Faltering()
     admission.beat_for_ever(journal)
-    assert journal.heard.wait(60)
+    assert journal.third_beat.wait(60)

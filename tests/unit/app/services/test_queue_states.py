@@ -22,7 +22,7 @@ def equal(project: str) -> float:
 
 
 @pytest.fixture(autouse=True)
-def looks_last(monkeypatch: pytest.MonkeyPatch) -> None:
+def lasting_snapshots(monkeypatch: pytest.MonkeyPatch) -> None:
     """Snapshots of the queue stay valid, however slow the machine."""
     monkeypatch.setattr("app.services.queue._STATE_SNAPSHOT_AGE_S", 3600.0)
 

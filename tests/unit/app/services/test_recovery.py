@@ -30,7 +30,7 @@ def path_of(name: str, model: str = MODEL) -> str:
 
 
 @dataclass
-class Place:
+class Installation:
     client: redis.Redis
     store: FolderStore
     oplog: RedisOpLog
@@ -80,9 +80,9 @@ class Place:
 
 
 @pytest.fixture
-def place(client: redis.Redis, tmp_path: Path) -> Place:
+def installation(client: redis.Redis, tmp_path: Path) -> Installation:
     store = FolderStore(tmp_path, "", "")
-    return Place(client, store, RedisOpLog(client, SETTINGS), RedisRecords(client, SETTINGS))
+    return Installation(client, store, RedisOpLog(client, SETTINGS), RedisRecords(client, SETTINGS))
 
 
 @pytest.mark.parametrize(
@@ -105,116 +105,118 @@ def place(client: redis.Redis, tmp_path: Path) -> Place:
         ("weights/-w", {"path": path_of("-w")}),
     ],
 )
-def test_an_odd_manifest_counts_as_damaged_and_stops_nothing(place: Place, rest: str, says: dict[str, Any]):
-    place.write("snapshots/6", 6, 1, model=GOOD)
-    odd = place.write(rest, 6, 1, says=says)
-    restored = place.rebuild()
+def test_an_odd_manifest_counts_as_damaged_and_stops_nothing(
+    installation: Installation, rest: str, says: dict[str, Any]
+):
+    installation.write("snapshots/6", 6, 1, model=GOOD)
+    odd = installation.write(rest, 6, 1, says=says)
+    restored = installation.rebuild()
     assert (restored.runs, restored.ended, restored.checkpoints, restored.damaged) == ({GOOD: 6}, [], [], [odd])
-    assert [session for session, _ in place.records.list(Session.namespace)] == ["good"]
+    assert [session for session, _ in installation.records.list(Session.namespace)] == ["good"]
 
 
-def test_a_folder_that_is_no_runs_counts_as_damaged(place: Place):
-    place.write("snapshots/6", 6, 1, model=GOOD)
-    odd = place.write("snapshots/6", 6, 1, model="foo")
-    restored = place.rebuild()
+def test_a_folder_that_is_no_runs_counts_as_damaged(installation: Installation):
+    installation.write("snapshots/6", 6, 1, model=GOOD)
+    odd = installation.write("snapshots/6", 6, 1, model="foo")
+    restored = installation.rebuild()
     assert (restored.runs, restored.damaged) == ({GOOD: 6}, [odd])
 
 
 @pytest.mark.parametrize("content", [b"[]", b"", b"\xff\xfe", b'{"schema_version": 1}', b'{"schema_version": 2}'])
-def test_what_is_no_manifest_counts_as_damaged(place: Place, content: bytes):
-    place.write("snapshots/6", 6, 1, model=GOOD)
+def test_what_is_no_manifest_counts_as_damaged(installation: Installation, content: bytes):
+    installation.write("snapshots/6", 6, 1, model=GOOD)
     prefix = f"models/{MODEL}/snapshots/6/6-1"
-    place.store.put_new(f"{prefix}/{MANIFEST}", content)
-    restored = place.rebuild()
+    installation.store.put_new(f"{prefix}/{MANIFEST}", content)
+    restored = installation.rebuild()
     assert (restored.runs, restored.damaged) == ({GOOD: 6}, [prefix])
 
 
 @pytest.mark.parametrize("note", [b"", b"[]", b"{}", b'{"expires_at": "soon"}'])
-def test_a_bad_note_of_an_expiry_leaves_its_checkpoint_out(place: Place, note: bytes):
-    place.write("snapshots/6", 6, 1)
-    odd = place.write("weights/w", 7, 1)
-    place.store.put_new(f"{odd}/expiry-1.json", note)
-    restored = place.rebuild()
+def test_a_bad_note_of_an_expiry_leaves_its_checkpoint_out(installation: Installation, note: bytes):
+    installation.write("snapshots/6", 6, 1)
+    odd = installation.write("weights/w", 7, 1)
+    installation.store.put_new(f"{odd}/expiry-1.json", note)
+    restored = installation.rebuild()
     assert (restored.runs, restored.checkpoints, restored.damaged) == ({MODEL: 6}, [], [odd])
 
 
-def test_a_number_no_run_can_reach_is_not_taken_for_an_epoch(place: Place):
-    place.write("snapshots/6", 6, 1)
-    place.store.put_new(f"models/{MODEL}/weights/w/7-99999999999999999999/adapter", b"x")
-    assert place.rebuild().runs == {MODEL: 6}
-    assert place.lease().epoch < 2**53
+def test_a_number_no_run_can_reach_is_not_taken_for_an_epoch(installation: Installation):
+    installation.write("snapshots/6", 6, 1)
+    installation.store.put_new(f"models/{MODEL}/weights/w/7-99999999999999999999/adapter", b"x")
+    assert installation.rebuild().runs == {MODEL: 6}
+    assert installation.lease().epoch < 2**53
 
 
 @pytest.mark.parametrize(("seq", "epoch"), [(20, 5), (8, 5), (20, 3), (11, 3)])
-def test_what_was_saved_since_an_old_backup_is_restored(place: Place, seq: int, epoch: int):
-    place.set_back()
-    lost = place.write("weights/new", seq, epoch)
-    restored = place.rebuild()
+def test_what_was_saved_since_an_old_backup_is_restored(installation: Installation, seq: int, epoch: int):
+    installation.set_back()
+    lost = installation.write("weights/new", seq, epoch)
+    restored = installation.rebuild()
     assert (restored.set_back, restored.checkpoints, restored.known) == ([MODEL], [path_of("new")], 0)
-    assert (place.prefix("new"), place.prefix("old")) == (lost, f"models/{MODEL}/weights/old/7-2")
-    lease = place.lease()
+    assert (installation.prefix("new"), installation.prefix("old")) == (lost, f"models/{MODEL}/weights/old/7-2")
+    lease = installation.lease()
     assert (lease.applied, lease.epoch > lease.epoch_floor > epoch + 1000) == (10, True)
-    again = place.rebuild()
+    again = installation.rebuild()
     assert (again.set_back, again.checkpoints, again.known) == ([], [], 1)
 
 
-def test_a_run_that_was_rebuilt_before_goes_on_beyond_every_epoch_it_ever_had(place: Place):
-    place.write("snapshots/6", 6, 1)
-    place.write("weights/w", 9, 2**21)  # after the first rebuild
-    place.rebuild()
-    assert place.lease().epoch_floor > 2**21
+def test_a_run_that_was_rebuilt_before_goes_on_beyond_every_epoch_it_ever_had(installation: Installation):
+    installation.write("snapshots/6", 6, 1)
+    installation.write("weights/w", 9, 2**21)  # after the first rebuild
+    installation.rebuild()
+    assert installation.lease().epoch_floor > 2**21
 
 
-def test_a_run_that_was_rebuilt_since_the_backup_goes_on_beyond_every_epoch_it_ever_had(place: Place):
-    place.set_back()
-    place.write("weights/v", 11, 4)
-    place.write("weights/w", 12, 2**21)  # after the first rebuild
-    place.rebuild()
-    assert place.lease().epoch_floor > 2**21
+def test_a_run_that_was_rebuilt_since_the_backup_goes_on_beyond_every_epoch_it_ever_had(installation: Installation):
+    installation.set_back()
+    installation.write("weights/v", 11, 4)
+    installation.write("weights/w", 12, 2**21)  # after the first rebuild
+    installation.rebuild()
+    assert installation.lease().epoch_floor > 2**21
 
 
-def test_of_a_path_that_was_overwritten_since_the_backup_the_later_save_counts(place: Place):
-    place.set_back()
-    newer = place.write("weights/old", 20, 5)
-    assert place.rebuild().checkpoints == [path_of("old")]
-    assert place.prefix("old") == newer
+def test_of_a_path_that_was_overwritten_since_the_backup_the_later_save_counts(installation: Installation):
+    installation.set_back()
+    newer = installation.write("weights/old", 20, 5)
+    assert installation.rebuild().checkpoints == [path_of("old")]
+    assert installation.prefix("old") == newer
 
 
-def test_a_save_made_since_the_state_server_was_set_back_is_not_replaced(place: Place):
-    place.set_back()
-    place.records.update(Checkpoint.namespace, path_of("old"), {"created": "4e9"})
-    place.write("weights/old", 20, 5)
-    restored = place.rebuild()
+def test_a_save_made_since_the_state_server_was_set_back_is_not_replaced(installation: Installation):
+    installation.set_back()
+    installation.records.update(Checkpoint.namespace, path_of("old"), {"created": "4e9"})
+    installation.write("weights/old", 20, 5)
+    restored = installation.rebuild()
     assert (restored.set_back, restored.checkpoints) == ([MODEL], [])
-    assert place.prefix("old") == f"models/{MODEL}/weights/old/7-2"
+    assert installation.prefix("old") == f"models/{MODEL}/weights/old/7-2"
 
 
-def test_the_owner_that_went_on_with_the_old_backup_is_fenced_and_may_come_again(place: Place):
+def test_the_owner_that_went_on_with_the_old_backup_is_fenced_and_may_come_again(installation: Installation):
     """The lost history used the same epoch, and the same names for its writes."""
-    place.set_back()
-    before = place.lease("a/1")
-    place.write("snapshots/20", 20, before.epoch + 1)
-    place.rebuild()
-    after = place.lease("a/1")
+    installation.set_back()
+    before = installation.lease("a/1")
+    installation.write("snapshots/20", 20, before.epoch + 1)
+    installation.rebuild()
+    after = installation.lease("a/1")
     assert after.epoch >= after.epoch_floor > before.epoch + 1
 
 
-def test_a_save_that_is_under_way_is_left_to_its_op(place: Place):
+def test_a_save_that_is_under_way_is_left_to_its_op(installation: Installation):
     """Its path must stay free until the commit, or a second attempt of the save would be refused."""
-    place.set_back()
-    lease = place.lease()
-    place.oplog.admit(MODEL, 11, "save_weights", b"save", "digest")
-    place.write("weights/new", 11, lease.epoch)
-    restored = place.rebuild()
+    installation.set_back()
+    lease = installation.lease()
+    installation.oplog.admit(MODEL, 11, "save_weights", b"save", "digest")
+    installation.write("weights/new", 11, lease.epoch)
+    restored = installation.rebuild()
     assert (restored.set_back, restored.checkpoints, restored.known) == ([], [], 1)
-    assert place.prefix("new") is None
-    place.oplog.commit(lease, 11, Result(b"{}"))
+    assert installation.prefix("new") is None
+    installation.oplog.commit(lease, 11, Result(b"{}"))
 
 
-def test_a_deleted_checkpoint_stays_deleted_and_a_deleted_run_ended(place: Place):
-    place.set_back()
-    place.write("weights/gone", 9, 3)
-    place.write("weights/half", 11, 3)
-    RedisLifecycle(place.client, SETTINGS).end_model(MODEL)
-    restored = place.rebuild()
+def test_a_deleted_checkpoint_stays_deleted_and_a_deleted_run_ended(installation: Installation):
+    installation.set_back()
+    installation.write("weights/gone", 9, 3)
+    installation.write("weights/half", 11, 3)
+    RedisLifecycle(installation.client, SETTINGS).end_model(MODEL)
+    restored = installation.rebuild()
     assert (restored.set_back, restored.checkpoints, restored.known) == ([], [], 1)

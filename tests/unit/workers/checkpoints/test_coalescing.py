@@ -38,43 +38,43 @@ def work() -> Work:
 
 
 @pytest.fixture
-def latest(work: Work) -> Iterator[CoalescingWorker[int]]:
-    latest = CoalescingWorker("test", work, retry_s=0.01)
-    yield latest
+def background(work: Work) -> Iterator[CoalescingWorker[int]]:
+    background = CoalescingWorker("test", work, retry_s=0.01)
+    yield background
     work.gate.set()
-    latest.close(SOON_S)
+    background.close(SOON_S)
 
 
-def begin(latest: CoalescingWorker[int], work: Work, item: int) -> None:
+def begin(background: CoalescingWorker[int], work: Work, item: int) -> None:
     """Starts work on `item`, which lasts until the gate opens."""
     work.gate.clear()
-    latest.put("a", item)
-    await_true(lambda: latest.item("a") == item, "it was not begun")
+    background.put("a", item)
+    await_true(lambda: background.item("a") == item, "it was not begun")
 
 
-def test_the_newest_item_takes_the_place_of_those_that_wait(latest: CoalescingWorker[int], work: Work):
-    begin(latest, work, 1)
+def test_the_newest_item_takes_the_place_of_those_that_wait(background: CoalescingWorker[int], work: Work):
+    begin(background, work, 1)
     for item in (2, 3, 4):
-        latest.put("a", item, at_once=True)
-    latest.put("b", 9)
+        background.put("a", item, at_once=True)
+    background.put("b", 9)
     work.gate.set()
     await_true(lambda: len(work.done) == 3, "not all was done")
     assert sorted(work.done) == [("a", 1), ("a", 4), ("b", 9)]
 
 
-def test_what_failed_is_done_again_until_it_works(latest: CoalescingWorker[int], work: Work):
+def test_what_failed_is_done_again_until_it_works(background: CoalescingWorker[int], work: Work):
     work.broken = True
-    latest.put("a", 1)
+    background.put("a", 1)
     await_true(lambda: work.tried >= 3, "it was not tried again")
     work.broken = False
     await_true(lambda: work.done, "it was not done in the end")
     assert work.done == [("a", 1)]
 
 
-def test_what_failed_gives_way_to_a_newer_item(latest: CoalescingWorker[int], work: Work):
+def test_what_failed_gives_way_to_a_newer_item(background: CoalescingWorker[int], work: Work):
     work.broken = True
-    begin(latest, work, 1)
-    latest.put("a", 2)
+    begin(background, work, 1)
+    background.put("a", 2)
     work.gate.set()
     await_true(lambda: work.tried >= 3, "it was not tried again")
     work.broken = False
@@ -83,71 +83,71 @@ def test_what_failed_gives_way_to_a_newer_item(latest: CoalescingWorker[int], wo
 
 
 def test_a_key_that_took_long_rests_while_others_have_their_turn(
-    latest: CoalescingWorker[int], work: Work, monkeypatch: pytest.MonkeyPatch
+    background: CoalescingWorker[int], work: Work, monkeypatch: pytest.MonkeyPatch
 ):
     now = [1000.0]
     monkeypatch.setattr(coalescing, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    begin(latest, work, 1)
+    begin(background, work, 1)
     now[0] += 10.0
     work.gate.set()
-    await_true(lambda: latest.item("a") is None, "it was not done")
+    await_true(lambda: background.item("a") is None, "it was not done")
     now[0] += 89.0
-    assert not latest.ready("a")
-    assert latest.ready("b")
-    latest.put("a", 2)
-    latest.put("b", 3)
+    assert not background.ready("a")
+    assert background.ready("b")
+    background.put("a", 2)
+    background.put("b", 3)
     await_true(lambda: len(work.done) == 2, "the other had no turn")
     now[0] += 2.0
-    latest.put("b", 4)
+    background.put("b", 4)
     await_true(lambda: len(work.done) == 4, "not all was done")
     assert work.done == [("a", 1), ("b", 3), ("a", 2), ("b", 4)]
 
 
-def test_an_urgent_item_is_done_without_a_rest(latest: CoalescingWorker[int], work: Work):
-    latest._rests["a"] = time.monotonic() + 10 * SOON_S
-    latest.put("a", 1)
-    latest.put("a", 2, at_once=True)
+def test_an_urgent_item_is_done_without_a_rest(background: CoalescingWorker[int], work: Work):
+    background._rests["a"] = time.monotonic() + 10 * SOON_S
+    background.put("a", 1)
+    background.put("a", 2, at_once=True)
     await_true(lambda: work.done, "it had to wait")
     assert work.done == [("a", 2)]
 
 
-def test_to_finish_is_to_wait_until_it_is_done(latest: CoalescingWorker[int], work: Work):
-    begin(latest, work, 1)
-    latest.put("a", 2)
+def test_to_finish_is_to_wait_until_it_is_done(background: CoalescingWorker[int], work: Work):
+    begin(background, work, 1)
+    background.put("a", 2)
     threading.Timer(0.1, work.gate.set).start()
-    latest.finish("a", SOON_S)
+    background.finish("a", SOON_S)
     assert work.done == [("a", 1), ("a", 2)]
 
 
-def test_to_finish_does_not_wait_for_what_fails_again(latest: CoalescingWorker[int], work: Work):
+def test_to_finish_does_not_wait_for_what_fails_again(background: CoalescingWorker[int], work: Work):
     work.broken = True
-    latest.put("a", 1)
-    waiter = threading.Thread(target=latest.finish, args=("a", 10 * SOON_S), daemon=True)
+    background.put("a", 1)
+    waiter = threading.Thread(target=background.finish, args=("a", 10 * SOON_S), daemon=True)
     waiter.start()
     waiter.join(SOON_S)
     assert not waiter.is_alive()
     assert work.tried >= 1
 
 
-def test_to_finish_does_not_wait_for_ever(latest: CoalescingWorker[int], work: Work):
-    begin(latest, work, 1)
-    latest.finish("a", 0.05)
+def test_to_finish_does_not_wait_for_ever(background: CoalescingWorker[int], work: Work):
+    begin(background, work, 1)
+    background.finish("a", 0.05)
     assert work.done == []
 
 
-def test_what_is_dropped_is_not_done(latest: CoalescingWorker[int], work: Work):
-    begin(latest, work, 1)
-    latest.put("a", 2)
-    latest.drop("a")
-    latest.put("b", 3)
+def test_what_is_dropped_is_not_done(background: CoalescingWorker[int], work: Work):
+    begin(background, work, 1)
+    background.put("a", 2)
+    background.drop("a")
+    background.put("b", 3)
     work.gate.set()
     await_true(lambda: ("b", 3) in work.done, "the thread went on")
     assert work.done == [("a", 1), ("b", 3)]
 
 
-def test_a_closed_one_ends_behind_what_it_is_doing(latest: CoalescingWorker[int], work: Work):
-    begin(latest, work, 1)
-    latest.put("a", 2)
+def test_a_closed_one_ends_behind_what_it_is_doing(background: CoalescingWorker[int], work: Work):
+    begin(background, work, 1)
+    background.put("a", 2)
     threading.Timer(0.1, work.gate.set).start()
-    latest.close(SOON_S)
+    background.close(SOON_S)
     assert work.done == [("a", 1)]

@@ -51,7 +51,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapters, "_PATIENCE_S", 0.1)
 
 
-def handed_over(worker: Worker, world: World, *seeds: int) -> str:
+def transferred(worker: Worker, world: World, *seeds: int) -> str:
     """Runs a step for each seed, and commits a save for sampling. Returns the save's prefix."""
     admit(world, *(op for seed in seeds for op in step(seed)), SAVE)
     assert worker.handle(2 * len(seeds) + 1, SAVE.kind) is not None
@@ -100,7 +100,7 @@ def stored_adapter(world: World, prefix: str) -> bytes:
 
 def test_weights_are_sampled_on_their_machine_before_the_object_store_has_them(world: World, store: GatedStore):
     worker = world.worker("a/1", store=store)
-    prefix = handed_over(worker, world, 0)
+    prefix = transferred(worker, world, 0)
     assert applied(world) == 3, "the save is committed while the store takes nothing"
     assert store.list(prefix) == [] and on_record(world) == [prefix]
     wanted = expected(world, 0)
@@ -116,7 +116,7 @@ def test_weights_are_sampled_on_their_machine_before_the_object_store_has_them(w
 def test_the_journal_reaches_back_before_what_is_not_uploaded_yet(world: World, store: GatedStore):
     """Otherwise nothing could make the weights again."""
     worker = world.worker("a/1", share=math.inf, store=store)
-    handed_over(worker, world, 0)
+    transferred(worker, world, 0)
     world.await_snapshot(2)
     admit(world, *step(1), first=4)
     worker.handle(5, "optim_step")
@@ -132,23 +132,23 @@ def test_the_journal_reaches_back_before_what_is_not_uploaded_yet(world: World, 
 def test_a_machine_that_is_lost_before_the_upload_loses_nothing(world: World, store: GatedStore, snapshots_too: bool):
     """Another machine makes the same weights again, and the run goes on."""
     worker = world.worker("a/1", share=math.inf if snapshots_too else 0.02, store=store)
-    prefix = handed_over(worker, world, 0)
+    prefix = transferred(worker, world, 0)
     admit(world, *step(1), first=4)
     worker.handle(5, "optim_step")
     worker.shm_transfers.close()
     world.client.delete(keys.lease(MODEL))
     healthy = FolderStore(world.folder / "objects", "secret", "http://x")
-    heir = world.worker("b/1", store=healthy)
-    assert heir.handle(3, "catch_up") is not None
+    successor = world.worker("b/1", store=healthy)
+    assert successor.handle(3, "catch_up") is not None
     await_upload(world)
     assert stored_adapter(world, prefix) == expected(world, 0)
-    assert logprob_bytes(probe(heir, world, 6)) == undisturbed(world, [0, 1])
+    assert logprob_bytes(probe(successor, world, 6)) == undisturbed(world, [0, 1])
 
 
 def test_a_process_that_dies_before_the_upload_leaves_it_to_the_next_on_its_machine(world: World, store: GatedStore):
     """The next process owns no model yet."""
     worker = world.worker("a/1", store=store)
-    prefix = handed_over(worker, world, 0)
+    prefix = transferred(worker, world, 0)
     worker.shm_transfers.close()
     healthy = FolderStore(world.folder / "objects", "secret", "http://x")
     world.worker("a/2", store=healthy)
@@ -159,7 +159,7 @@ def test_a_process_that_dies_before_the_upload_leaves_it_to_the_next_on_its_mach
 def test_a_local_snapshot_behind_a_lost_transfer_is_not_used(world: World, store: GatedStore):
     """A reboot empties the memory, not the disk: a snapshot on the disk would skip the save."""
     worker = world.worker("a/1", share=math.inf, store=store)
-    prefix = handed_over(worker, world, 0)
+    prefix = transferred(worker, world, 0)
     admit(world, *step(1), first=4)
     worker.handle(5, "optim_step")
     local = world.folder / "a" / "snapshots" / MODEL / "5-1"
@@ -179,7 +179,7 @@ def test_memory_that_is_cleared_under_a_living_trainer_costs_a_replay(world: Wor
     worker = world.worker("a/1", store=store)
     store.error = Unavailable("away")
     store.open.set()
-    prefix = handed_over(worker, world, 0)
+    prefix = transferred(worker, world, 0)
     shutil.rmtree(world.folder / "handover")
     store.error = None
     await_true(worker.shm_transfers.lost, "the upload finds nothing to send")
@@ -195,7 +195,7 @@ def test_memory_that_is_cleared_under_a_living_trainer_costs_a_replay(world: Wor
 def test_without_room_a_save_is_uploaded_before_its_commit(world: World, store: GatedStore):
     worker = world.worker("a/1", store=store, handover_bytes=0)
     threading.Timer(0.2, store.open.set).start()
-    prefix = handed_over(worker, world, 0)
+    prefix = transferred(worker, world, 0)
     assert store.open.is_set() and on_record(world) == []
     assert stored_adapter(world, prefix) == expected(world, 0)
 
@@ -205,7 +205,7 @@ def test_what_is_uploaded_makes_room_for_what_comes(world: World, store: GatedSt
     store.open.set()
     worker = world.worker("a/1", store=store)
     folder = worker.shm_transfers._folder
-    prefix = handed_over(worker, world, 0)
+    prefix = transferred(worker, world, 0)
     await_upload(world)
     await_true(lambda: not worker.shm_transfers._uploads.item(MODEL), "the upload has ended")
     size = sum(path.stat().st_size for path in (folder.root / prefix.replace("/", ",")).iterdir())
@@ -220,12 +220,12 @@ def test_what_is_uploaded_makes_room_for_what_comes(world: World, store: GatedSt
 
 def test_without_room_what_was_lost_is_uploaded_as_the_model_comes_back(world: World, store: GatedStore):
     worker = world.worker("a/1", store=store)
-    prefix = handed_over(worker, world, 0)
+    prefix = transferred(worker, world, 0)
     worker.shm_transfers.close()
     world.client.delete(keys.lease(MODEL))
     healthy = FolderStore(world.folder / "objects", "secret", "http://x")
-    heir = world.worker("b/1", store=healthy, handover_bytes=0)
-    assert heir.handle(3, "catch_up") is not None
+    successor = world.worker("b/1", store=healthy, handover_bytes=0)
+    assert successor.handle(3, "catch_up") is not None
     assert on_record(world) == []
     assert stored_adapter(world, prefix) == expected(world, 0)
 
@@ -261,7 +261,7 @@ def test_a_store_that_was_away_has_everything_once_it_is_back(world: World, stor
 
 def test_a_worker_that_is_asked_to_end_uploads_first_within_its_time(world: World, store: GatedStore):
     worker = world.worker("a/1", store=store)
-    prefix = handed_over(worker, world, 0)
+    prefix = transferred(worker, world, 0)
     threading.Timer(0.2, store.open.set).start()
     worker.drain.settle_and_release(120.0)
     assert on_record(world) == []
@@ -270,11 +270,11 @@ def test_a_worker_that_is_asked_to_end_uploads_first_within_its_time(world: Worl
 
 def test_a_worker_that_is_asked_to_end_leaves_the_rest_to_the_journal(world: World, store: GatedStore):
     worker = world.worker("a/1", store=store)
-    prefix = handed_over(worker, world, 0)
+    prefix = transferred(worker, world, 0)
     worker.drain.settle_and_release(0.2)
     assert on_record(world) == [prefix]
-    heir = world.worker("b/1", store=FolderStore(world.folder / "objects", "secret", "http://x"))
-    heir.handle(3, "catch_up")
+    successor = world.worker("b/1", store=FolderStore(world.folder / "objects", "secret", "http://x"))
+    successor.handle(3, "catch_up")
     await_upload(world)
     assert stored_adapter(world, prefix) == expected(world, 0)
 
@@ -284,7 +284,7 @@ def test_two_owners_that_upload_at_once_agree_on_one_of_their_copies(world: Worl
     store = FolderStore(world.folder / "objects", "secret", "http://x")
     worker = world.worker("a/1", store=store)
     worker.shm_transfers.close()
-    prefix = handed_over(worker, world, 0)
+    prefix = transferred(worker, world, 0)
     mine = worker.shm_transfers._folder.find(prefix)
     assert mine is not None
     theirs = tmp_path / "theirs"
@@ -304,7 +304,7 @@ def test_two_owners_that_upload_at_once_agree_on_one_of_their_copies(world: Worl
 @pytest.mark.usefixtures("impatient")
 def test_a_sampler_elsewhere_waits_and_has_the_model_owned(world: World, store: GatedStore):
     worker = world.worker("a/1", store=store)
-    prefix = handed_over(worker, world, 0)
+    prefix = transferred(worker, world, 0)
     asked: list[str] = []
     sampler = files(world, store, "b", asked.append)
     with pytest.raises(Unavailable, match="not in the object store yet"), sampler.use(prefix):
@@ -319,7 +319,7 @@ def test_a_sampler_elsewhere_waits_and_has_the_model_owned(world: World, store: 
 def test_an_upload_that_ends_meanwhile_is_waited_for(world: World, store: GatedStore, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(adapters, "_PATIENCE_S", 60.0)
     worker = world.worker("a/1", store=store)
-    prefix = handed_over(worker, world, 0)
+    prefix = transferred(worker, world, 0)
     threading.Timer(0.3, store.open.set).start()
     with files(world, store, "b").use(prefix) as folder:
         assert (folder / ADAPTER_FILE).read_bytes() == expected(world, 0)
@@ -328,7 +328,7 @@ def test_an_upload_that_ends_meanwhile_is_waited_for(world: World, store: GatedS
 def test_the_end_of_a_run_ends_its_transfers(world: World, store: GatedStore):
     """No request waits for them forever, and no file of them is left."""
     worker = world.worker("a/1", store=store)
-    prefix = handed_over(worker, world, 0)
+    prefix = transferred(worker, world, 0)
     assert store.asked.wait(60), "the upload is under way"
     RedisLifecycle(world.client, world.settings).end_model(MODEL)
     assert on_record(world) == []
@@ -341,13 +341,13 @@ def test_the_end_of_a_run_ends_its_transfers(world: World, store: GatedStore):
 
 def test_a_run_that_cannot_be_brought_back_keeps_nobody_waiting(world: World, store: GatedStore):
     worker = world.worker("a/1", share=math.inf, store=store)
-    prefix = handed_over(worker, world, 0)
+    prefix = transferred(worker, world, 0)
     world.await_snapshot(2)
     worker.shm_transfers.close()
     world.client.delete(keys.lease(MODEL))
     shutil.rmtree(world.folder / "objects" / "models" / MODEL / "snapshots")
-    heir = world.worker("b/1", store=FolderStore(world.folder / "objects", "secret", "http://x"))
-    heir.handle(3, "catch_up")
+    successor = world.worker("b/1", store=FolderStore(world.folder / "objects", "secret", "http://x"))
+    successor.handle(3, "catch_up")
     assert on_record(world) == []
     with pytest.raises(ServerOpError, match="gone"), files(world, store, "b").use(prefix):
         pass

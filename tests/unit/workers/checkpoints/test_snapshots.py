@@ -154,13 +154,15 @@ def test_a_restart_needs_no_store_when_the_disk_has_what_is_durable_or_newer(wor
     await_true(lambda: local(world)[-1:] == [4], "the snapshot is not on the disk")
     worker.snapshots.close()
     store.away = True
-    heir = world.worker("a/2", store=store)
-    train(world, heir, [2])
-    assert logprob_bytes(probe(heir, world, 7)) == expected
+    successor = world.worker("a/2", store=store)
+    train(world, successor, [2])
+    assert logprob_bytes(probe(successor, world, 7)) == expected
     store.away = False
     world.await_snapshot(4)
     assert world.oplog.entry(MODEL, 4) is None
-    assert durable or pointer(world).endswith(f"/4-{heir.owner.residents()[MODEL].lease.epoch}"), "not its own epoch"
+    assert durable or pointer(world).endswith(f"/4-{successor.owner.residents()[MODEL].lease.epoch}"), (
+        "not its own epoch"
+    )
 
 
 def test_a_replay_needs_nothing_behind_the_snapshot_on_the_disk(world: World, store: Shaky):
@@ -172,9 +174,9 @@ def test_a_replay_needs_nothing_behind_the_snapshot_on_the_disk(world: World, st
     worker.snapshots.close()
     for seq in range(5):
         world.client.delete(keys.payload(f"{MODEL}:{seq}"))
-    heir = world.worker("a/2", store=store)
-    train(world, heir, [2])
-    assert logprob_bytes(probe(heir, world, 7)) == expected
+    successor = world.worker("a/2", store=store)
+    train(world, successor, [2])
+    assert logprob_bytes(probe(successor, world, 7)) == expected
 
 
 @pytest.mark.parametrize("durable", [True, False], ids=["as new as the durable one", "newer"])
@@ -192,8 +194,8 @@ def test_a_damaged_snapshot_on_the_disk_is_dropped_and_the_durable_one_used(worl
     data = weights.read_bytes()
     weights.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     store.away = False
-    heir = world.worker("a/2", store=store)
-    assert logprob_bytes(probe(heir, world, 5)) == expected
+    successor = world.worker("a/2", store=store)
+    assert logprob_bytes(probe(successor, world, 5)) == expected
     await_true(lambda: local(world) == [], "the damaged one is still there")
 
 
@@ -213,8 +215,8 @@ def test_within_the_budget_there_is_none_until_the_journal_has_grown_too_large(w
 def test_what_a_new_owner_replayed_counts_towards_the_size_of_the_journal(world: World, store: Shaky):
     a_step = sum(len(ops.encode(op)) for op in step(0))
     train(world, world.worker("a/1", store=store), [0, 1])
-    heir = world.worker("a/2", store=store, journal_bytes=int(2.5 * a_step))
-    train(world, heir, [2])
+    successor = world.worker("a/2", store=store, journal_bytes=int(2.5 * a_step))
+    train(world, successor, [2])
     world.await_snapshot(6)
 
 
@@ -251,10 +253,10 @@ def test_to_settle_takes_nothing_while_gradients_are_pending(world: World, store
     worker.handle(3)
     worker.snapshots.settle(worker.owner.residents()[MODEL], within_s=WITHIN_S)
     assert (local(world), pointer(world)) == ([], "")
-    heir = world.worker("a/2", store=store)
+    successor = world.worker("a/2", store=store)
     world.admit(4, optim_step)
-    heir.handle(4)
-    assert logprob_bytes(probe(heir, world, 5)) == expected
+    successor.handle(4)
+    assert logprob_bytes(probe(successor, world, 5)) == expected
 
 
 def test_to_settle_gives_up_on_a_store_that_is_away_and_the_snapshot_goes_on_by_itself(world: World, store: Shaky):
@@ -302,19 +304,19 @@ def test_a_snapshot_whose_pointer_was_set_though_the_answer_was_lost_is_done(wor
     worker = world.worker("a/1", share=math.inf, store=store)
     world.await_snapshot(train(world, worker, [0]))
     before = pointer(world)
-    set_snapshot, unheard = world.oplog.set_snapshot, []
+    set_snapshot, unanswered = world.oplog.set_snapshot, []
 
     def lossy(*arguments: object) -> str:
         replaced = set_snapshot(*arguments)
-        if not unheard:
-            unheard.append(replaced)
+        if not unanswered:
+            unanswered.append(replaced)
             raise ConnectionError("the answer was lost")
         return replaced
 
     world.oplog.set_snapshot = lossy
     train(world, worker, [1])
     await_true(lambda: worker.snapshots._track(MODEL).is_durable, "it was not noticed")
-    assert unheard == [before]
+    assert unanswered == [before]
     assert pointer(world) in stored(world)
 
 

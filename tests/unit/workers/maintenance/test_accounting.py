@@ -35,7 +35,7 @@ class Files(PageFiles):
 
 
 @dataclass
-class Place:
+class Installation:
     client: redis.Redis
     files: Files
 
@@ -43,8 +43,8 @@ class Place:
         self.records, self.pages = RedisRecords(self.client), RedisPages(self.client, EngineSettings())
         self.ledger = UsageLedger(self.pages, self.files)
 
-    def chore(self) -> Accounting:
-        """The chore, as a new process has it."""
+    def task(self) -> Accounting:
+        """The task, as a new process has it."""
         return Accounting(self.pages, self.files, self.records)
 
     def entries(self) -> dict[int, set[str]]:
@@ -55,159 +55,161 @@ class Place:
 
 
 @pytest.fixture
-def place(client: redis.Redis, tmp_path: Path) -> Place:
+def installation(client: redis.Redis, tmp_path: Path) -> Installation:
     in_mid_hour()
-    return Place(client, Files(FolderStore(tmp_path, "", "")))
+    return Installation(client, Files(FolderStore(tmp_path, "", "")))
 
 
-def written(place: Place) -> dict[int, set[str]]:
+def written(installation: Installation) -> dict[int, set[str]]:
     """Entries of two hours, one of which is over."""
-    place.records.note("audit", "me", "one", "x")
-    age(place.client)
-    place.records.note("audit", "me", "two", "x")
-    found = place.entries()
+    installation.records.note("audit", "me", "one", "x")
+    age(installation.client)
+    installation.records.note("audit", "me", "two", "x")
+    found = installation.entries()
     assert list(found.values()) == [{"one"}, {"two"}]
     return found
 
 
-def test_past_hours_survive_an_emptied_state_server(place):
-    past = written(place)
-    place.chore().sweep()
-    assert place.entries() == past
-    assert len(listed(place.client)) == 1, "only this hour's is at the state server"
-    place.client.flushall()
-    assert place.entries() == {min(past): {"one"}}
+def test_past_hours_survive_an_emptied_state_server(installation):
+    past = written(installation)
+    installation.task().sweep()
+    assert installation.entries() == past
+    assert len(listed(installation.client)) == 1, "only this hour's is at the state server"
+    installation.client.flushall()
+    assert installation.entries() == {min(past): {"one"}}
 
 
-def test_a_task_that_died_halfway_is_completed_by_the_next(place):
-    past = written(place)
-    place.files.dies = True
+def test_a_task_that_died_halfway_is_completed_by_the_next(installation):
+    past = written(installation)
+    installation.files.dies = True
     with pytest.raises(KeyboardInterrupt):
-        place.chore().sweep()
-    assert place.entries() == past, "a page in both places is read once"
-    place.files.dies = False
-    place.chore().sweep()
-    assert place.entries() == past
-    assert len(listed(place.client)) == 1
+        installation.task().sweep()
+    assert installation.entries() == past, "a page in both places is read once"
+    installation.files.dies = False
+    installation.task().sweep()
+    assert installation.entries() == past
+    assert len(listed(installation.client)) == 1
 
 
-def test_while_the_object_store_is_away_everything_stays(place):
-    past = written(place)
-    place.files.away = True
+def test_while_the_object_store_is_away_everything_stays(installation):
+    past = written(installation)
+    installation.files.away = True
     for _ in range(2):
         with pytest.raises(Unavailable):
-            place.chore().sweep()
-        assert len(listed(place.client)) == 2
-    place.files.away = False
-    place.chore().sweep()
-    assert place.entries() == past
+            installation.task().sweep()
+        assert len(listed(installation.client)) == 2
+    installation.files.away = False
+    installation.task().sweep()
+    assert installation.entries() == past
 
 
-def test_a_state_server_that_was_set_back_changes_nothing_that_was_kept(place):
-    past = written(place)
-    place.chore().sweep()
-    place.client.flushall()
-    place.records.note("audit", "me", "older", "x")
-    age(place.client)
-    place.chore().sweep()
-    assert place.entries() == {min(past): {"one"}}
+def test_a_state_server_that_was_set_back_changes_nothing_that_was_kept(installation):
+    past = written(installation)
+    installation.task().sweep()
+    installation.client.flushall()
+    installation.records.note("audit", "me", "older", "x")
+    age(installation.client)
+    installation.task().sweep()
+    assert installation.entries() == {min(past): {"one"}}
 
 
-def test_two_leaders_keep_a_page_once(place, monkeypatch):
+def test_two_leaders_keep_a_page_once(installation, monkeypatch):
     """The other leader keeps the page after this one has asked for it and before this one reads it."""
-    past, find = written(place), place.pages.fields
+    past, find = written(installation), installation.pages.fields
 
     def late(page: Page) -> Fields:
         monkeypatch.undo()
-        place.chore().sweep()
+        installation.task().sweep()
         return find(page)
 
-    monkeypatch.setattr(place.pages, "fields", late)
-    place.chore().sweep()
-    assert place.entries() == past
+    monkeypatch.setattr(installation.pages, "fields", late)
+    installation.task().sweep()
+    assert installation.entries() == past
 
 
-def test_a_page_that_is_on_its_way_while_it_is_read_is_not_missed(place, monkeypatch):
-    past, moved = written(place), []
+def test_a_page_that_is_on_its_way_while_it_is_read_is_not_missed(installation, monkeypatch):
+    past, moved = written(installation), []
 
     def then_move(find):
         def found(*args):
             result = find(*args)
             if not moved:
                 moved.append(True)
-                place.chore().sweep()
+                installation.task().sweep()
             return result
 
         return found
 
-    for part in (place.pages, place.files):
+    for part in (installation.pages, installation.files):
         monkeypatch.setattr(part, "find", then_move(part.find))
-    assert place.entries() == past
+    assert installation.entries() == past
     assert moved
 
 
-def test_of_a_page_in_both_places_the_object_stores_counts(place):
+def test_of_a_page_in_both_places_the_object_stores_counts(installation):
     """A state server that was set back has an older page."""
-    past = written(place)
-    [older, _] = listed(place.client)
-    place.files.add(older, {"one": "x", "more": "x"})
-    assert place.entries() == {**past, older.hour: {"one", "more"}}
+    past = written(installation)
+    [older, _] = listed(installation.client)
+    installation.files.add(older, {"one": "x", "more": "x"})
+    assert installation.entries() == {**past, older.hour: {"one", "more"}}
 
 
-def test_nothing_is_kept_of_a_page_that_was_lost_on_its_way(place, monkeypatch):
+def test_nothing_is_kept_of_a_page_that_was_lost_on_its_way(installation, monkeypatch):
     """Otherwise a backup of the page could not be restored."""
-    written(place)
-    find = place.pages.fields
+    written(installation)
+    find = installation.pages.fields
 
     def lost(page: Page) -> Fields:
-        place.client.flushall()
+        installation.client.flushall()
         return find(page)
 
-    monkeypatch.setattr(place.pages, "fields", lost)
-    place.chore().sweep()
-    assert place.entries() == {}
-    hour = int(place.records.now() // 3600)
-    assert place.files.find("audit", "me", range(hour - 9, hour + 1)) == {}
+    monkeypatch.setattr(installation.pages, "fields", lost)
+    installation.task().sweep()
+    assert installation.entries() == {}
+    hour = int(installation.records.now() // 3600)
+    assert installation.files.find("audit", "me", range(hour - 9, hour + 1)) == {}
 
 
-def test_checkpoints_count_byte_by_byte_and_second_by_second(place, monkeypatch):
-    now = place.records.now()
+def test_checkpoints_count_byte_by_byte_and_second_by_second(installation, monkeypatch):
+    now = installation.records.now()
     hours = [now // 3600 * 3600 + offset for offset in (100.0, 700.0, 4000.0)]
-    place.records.put(Checkpoint.namespace, "one", dump(SAVED))
-    place.records.put(Checkpoint.namespace, "expired", dump(replace(SAVED, expires_at=1.0)))
+    installation.records.put(Checkpoint.namespace, "one", dump(SAVED))
+    installation.records.put(Checkpoint.namespace, "expired", dump(replace(SAVED, expires_at=1.0)))
     for at, moment in enumerate(hours):
         if at == 2:
-            place.records.put(Checkpoint.namespace, "two", dump(replace(SAVED, base_model="other", size_bytes=10)))
-        monkeypatch.setattr(place.records, "now", lambda moment=moment: moment)
-        place.chore().sweep()
-    assert used(place.client) == {"storage  base": 1000 * 3900, "storage  other": 10 * 3300}
-    first, second = (place.pages.fields(page) for page in listed(place.client))
+            installation.records.put(
+                Checkpoint.namespace, "two", dump(replace(SAVED, base_model="other", size_bytes=10))
+            )
+        monkeypatch.setattr(installation.records, "now", lambda moment=moment: moment)
+        installation.task().sweep()
+    assert used(installation.client) == {"storage  base": 1000 * 3900, "storage  other": 10 * 3300}
+    first, second = (installation.pages.fields(page) for page in listed(installation.client))
     assert (int(first["storage  base"]), int(second["storage  base"])) == (1000 * 3500, 1000 * 400)
 
 
-def test_a_clock_that_was_set_back_counts_no_time_twice(place, monkeypatch):
-    hour = place.records.now() // 3600 * 3600
-    place.records.put(Checkpoint.namespace, "one", dump(SAVED))
+def test_a_clock_that_was_set_back_counts_no_time_twice(installation, monkeypatch):
+    hour = installation.records.now() // 3600 * 3600
+    installation.records.put(Checkpoint.namespace, "one", dump(SAVED))
     for offset in (100.0, 1900.0, 700.0, 2000.0):
-        monkeypatch.setattr(place.records, "now", lambda moment=hour + offset: moment)
-        place.chore().sweep()
-    assert used(place.client) == {"storage  base": 1000 * 1900}
+        monkeypatch.setattr(installation.records, "now", lambda moment=hour + offset: moment)
+        installation.task().sweep()
+    assert used(installation.client) == {"storage  base": 1000 * 1900}
 
 
-def test_a_round_measures_no_oftener_than_needed(place, monkeypatch):
-    chore, asked = place.chore(), []
-    monkeypatch.setattr(place.pages, "measure", lambda *args: asked.append(args))
+def test_a_round_measures_no_oftener_than_needed(installation, monkeypatch):
+    task, asked = installation.task(), []
+    monkeypatch.setattr(installation.pages, "measure", lambda *args: asked.append(args))
     for _ in range(3):
-        chore.sweep()
+        task.sweep()
     assert len(asked) == 1
 
 
-def test_what_nobody_measured_for_long_counts_for_a_day(place):
-    place.records.put(Checkpoint.namespace, "one", dump(SAVED))
-    now = place.records.now()
-    place.pages.measure(None, now - 10 * 86_400, [])
-    place.files.away = True
+def test_what_nobody_measured_for_long_counts_for_a_day(installation):
+    installation.records.put(Checkpoint.namespace, "one", dump(SAVED))
+    now = installation.records.now()
+    installation.pages.measure(None, now - 10 * 86_400, [])
+    installation.files.away = True
     with pytest.raises(Unavailable):
-        place.chore().sweep()
-    [amount] = used(place.client).values()
+        installation.task().sweep()
+    [amount] = used(installation.client).values()
     assert amount == pytest.approx(1000 * 86_400, rel=1e-3)

@@ -33,7 +33,7 @@ OK = Result(b"{}")
 
 
 @dataclass
-class Place:
+class Installation:
     """A model that has applied seq 10 in epoch 3, and whose snapshot is at seq 8."""
 
     client: redis.Redis
@@ -67,52 +67,52 @@ class Place:
         self.oplog.admit(MODEL, seq, op.kind, payload, ops.digest(payload))
 
 
-def make(client: redis.Redis, store: ObjectStore) -> Place:
+def make(client: redis.Redis, store: ObjectStore) -> Installation:
     oplog = RedisOpLog(client, PATIENT)
     head = {"applied": "10", "epoch": "2", "snapshot": f"models/{MODEL}/snapshots/8/8-2", "snapshot_seq": "8"}
     oplog.create_model(MODEL, {**dump(Model("me", "session", "base", 0.0)), **head})
     lease = oplog.acquire(MODEL, "a/1")
     assert isinstance(lease, Lease) and lease.epoch == 3
-    place = Place(client, oplog, RedisRecords(client), store, lease)
-    place.write("snapshots/8/8-2")
-    return place
+    installation = Installation(client, oplog, RedisRecords(client), store, lease)
+    installation.write("snapshots/8/8-2")
+    return installation
 
 
 @pytest.fixture
-def place(client: redis.Redis, tmp_path: Path) -> Place:
+def installation(client: redis.Redis, tmp_path: Path) -> Installation:
     return make(client, FolderStore(tmp_path, "secret", "http://x"))
 
 
 SNAPSHOT = f"models/{MODEL}/snapshots/8/8-2"
 
 
-def test_what_was_overwritten_goes_and_what_replaced_it_stays(place: Place):
-    place.write("weights/a/4-1")
-    newer = place.write("weights/a/9-2")
-    place.checkpoint("a", newer)
-    assert place.collect() == {SNAPSHOT, newer}
+def test_what_was_overwritten_goes_and_what_replaced_it_stays(installation: Installation):
+    installation.write("weights/a/4-1")
+    newer = installation.write("weights/a/9-2")
+    installation.checkpoint("a", newer)
+    assert installation.collect() == {SNAPSHOT, newer}
 
 
-def test_half_written_files_of_an_owner_that_was_replaced_go(place: Place):
-    place.write("weights/a/11-2", "adapter_model.safetensors")
-    place.write("snapshots/10/10-2", "optimizer.safetensors")
-    assert place.collect() == {SNAPSHOT}
+def test_half_written_files_of_an_owner_that_was_replaced_go(installation: Installation):
+    installation.write("weights/a/11-2", "adapter_model.safetensors")
+    installation.write("snapshots/10/10-2", "optimizer.safetensors")
+    assert installation.collect() == {SNAPSHOT}
 
 
-def test_snapshots_a_crash_left_behind_go_and_the_newest_stays(place: Place):
-    place.write("snapshots/4/4-1")
-    place.write("snapshots/6/6-3")
-    assert place.collect() == {SNAPSHOT}
+def test_snapshots_a_crash_left_behind_go_and_the_newest_stays(installation: Installation):
+    installation.write("snapshots/4/4-1")
+    installation.write("snapshots/6/6-3")
+    assert installation.collect() == {SNAPSHOT}
 
 
-def test_an_expired_checkpoint_goes_with_its_record_by_the_state_servers_clock(place: Place, monkeypatch):
-    gone, kept = place.write("weights/a/4-1"), place.write("weights/b/5-1")
-    place.checkpoint("a", gone, expires_at=place.records.now() - 1)
-    path = place.checkpoint("b", kept, expires_at=place.records.now() + 3600)
+def test_an_expired_checkpoint_goes_with_its_record_by_the_state_servers_clock(installation: Installation, monkeypatch):
+    gone, kept = installation.write("weights/a/4-1"), installation.write("weights/b/5-1")
+    installation.checkpoint("a", gone, expires_at=installation.records.now() - 1)
+    path = installation.checkpoint("b", kept, expires_at=installation.records.now() + 3600)
     clock = time.time()
     monkeypatch.setattr(time, "time", lambda: clock + 7200)
-    assert place.collect() == {SNAPSHOT, kept}
-    assert [found for found, _ in place.records.list(Checkpoint.namespace)] == [path]
+    assert installation.collect() == {SNAPSHOT, kept}
+    assert [found for found, _ in installation.records.list(Checkpoint.namespace)] == [path]
 
 
 class Prolonged(RedisRecords):
@@ -125,97 +125,102 @@ class Prolonged(RedisRecords):
             yield key, fields
 
 
-def test_a_checkpoint_that_is_kept_longer_just_as_it_expires_stays(place: Place):
-    kept = place.write("weights/a/4-1")
-    place.checkpoint("a", kept, expires_at=place.records.now() - 1)
-    place.records = Prolonged(place.client)
-    assert place.collect() == {SNAPSHOT, kept}
+def test_a_checkpoint_that_is_kept_longer_just_as_it_expires_stays(installation: Installation):
+    kept = installation.write("weights/a/4-1")
+    installation.checkpoint("a", kept, expires_at=installation.records.now() - 1)
+    installation.records = Prolonged(installation.client)
+    assert installation.collect() == {SNAPSHOT, kept}
 
 
-def test_an_adapter_goes_with_its_sampler_and_not_before(place: Place):
-    prefix = place.write("sampler_weights/ephemeral-5/5-2")
-    place.records.put(Sampler.namespace, "session:sample:0", dump(Sampler("me", "session", "base", 0.0, prefix=prefix)))
-    assert place.collect() == {SNAPSHOT, prefix}
-    place.records.delete(Sampler.namespace, "session:sample:0")
-    assert place.collect() == {SNAPSHOT}
+def test_an_adapter_goes_with_its_sampler_and_not_before(installation: Installation):
+    prefix = installation.write("sampler_weights/ephemeral-5/5-2")
+    installation.records.put(
+        Sampler.namespace, "session:sample:0", dump(Sampler("me", "session", "base", 0.0, prefix=prefix))
+    )
+    assert installation.collect() == {SNAPSHOT, prefix}
+    installation.records.delete(Sampler.namespace, "session:sample:0")
+    assert installation.collect() == {SNAPSHOT}
 
 
-def test_a_checkpoint_a_sampler_serves_stays_though_it_was_overwritten(place: Place):
-    old, new = place.write("weights/a/4-1"), place.write("weights/a/9-2")
-    place.checkpoint("a", new)
+def test_a_checkpoint_a_sampler_serves_stays_though_it_was_overwritten(installation: Installation):
+    old, new = installation.write("weights/a/4-1"), installation.write("weights/a/9-2")
+    installation.checkpoint("a", new)
     sampler = Sampler("me", "session", "base", 0.0, f"tinker://{MODEL}/weights/a", old)
-    place.records.put(Sampler.namespace, "session:sample:0", dump(sampler))
-    assert place.collect() == {SNAPSHOT, old, new}
+    installation.records.put(Sampler.namespace, "session:sample:0", dump(sampler))
+    assert installation.collect() == {SNAPSHOT, old, new}
 
 
 @pytest.mark.parametrize("kind", ["create", "load"])
-def test_what_a_journalled_op_loads_stays_as_long_as_it_may_run_or_be_replayed(place: Place, kind: str):
-    prefix = place.write("weights/a/4-1")
+def test_what_a_journalled_op_loads_stays_as_long_as_it_may_run_or_be_replayed(installation: Installation, kind: str):
+    prefix = installation.write("weights/a/4-1")
     create = CreateModel(ModelSpec("base", LoraSpec(4)), "tinker://a", prefix=prefix)
-    place.journal(11, create if kind == "create" else LoadWeights("tinker://a", False, prefix))
-    assert place.collect() == {SNAPSHOT, prefix}
-    place.oplog.commit(place.lease, 11, OK)
-    assert place.collect() == {SNAPSHOT, prefix}, "a replay would need it"
-    newest = place.write("snapshots/11/11-3")
-    place.oplog.set_snapshot(place.lease, 11, newest)
-    assert place.collect() == {newest}
+    installation.journal(11, create if kind == "create" else LoadWeights("tinker://a", False, prefix))
+    assert installation.collect() == {SNAPSHOT, prefix}
+    installation.oplog.commit(installation.lease, 11, OK)
+    assert installation.collect() == {SNAPSHOT, prefix}, "a replay would need it"
+    newest = installation.write("snapshots/11/11-3")
+    installation.oplog.set_snapshot(installation.lease, 11, newest)
+    assert installation.collect() == {newest}
 
 
-def test_what_the_owner_may_be_writing_now_stays_until_it_is_behind(place: Place):
-    save, snapshot = place.write("weights/a/11-3"), place.write("snapshots/10/10-3", "optimizer.safetensors")
-    assert place.collect(3) == {SNAPSHOT, save, snapshot}
-    place.journal(11, LoadWeights("tinker://none", False))
-    place.oplog.commit(place.lease, 11, OK)
-    assert place.collect() == {SNAPSHOT, snapshot}, "seq 11 was committed without it"
-    newest = place.write("snapshots/11/11-3")
-    place.oplog.set_snapshot(place.lease, 11, newest)
-    assert place.collect() == {newest}
+def test_what_the_owner_may_be_writing_now_stays_until_it_is_behind(installation: Installation):
+    save, snapshot = (
+        installation.write("weights/a/11-3"),
+        installation.write("snapshots/10/10-3", "optimizer.safetensors"),
+    )
+    assert installation.collect(3) == {SNAPSHOT, save, snapshot}
+    installation.journal(11, LoadWeights("tinker://none", False))
+    installation.oplog.commit(installation.lease, 11, OK)
+    assert installation.collect() == {SNAPSHOT, snapshot}, "seq 11 was committed without it"
+    newest = installation.write("snapshots/11/11-3")
+    installation.oplog.set_snapshot(installation.lease, 11, newest)
+    assert installation.collect() == {newest}
 
 
 @pytest.mark.parametrize("generation", ["4-4", "20-5"])
-def test_what_a_later_epoch_saved_stays_as_the_state_server_was_set_back(place: Place, generation: str):
-    saved = place.write(f"weights/b/{generation}")
-    assert place.collect(3) == {SNAPSHOT, saved}
+def test_what_a_later_epoch_saved_stays_as_the_state_server_was_set_back(installation: Installation, generation: str):
+    saved = installation.write(f"weights/b/{generation}")
+    assert installation.collect(3) == {SNAPSHOT, saved}
 
 
-def test_nothing_goes_before_its_time(place: Place):
-    prefix = place.write("weights/a/4-1")
-    assert place.collect(rounds=1) == {SNAPSHOT, prefix}
-    patient = RedisLifecycle(place.client, PATIENT)
+def test_nothing_goes_before_its_time(installation: Installation):
+    prefix = installation.write("weights/a/4-1")
+    assert installation.collect(rounds=1) == {SNAPSHOT, prefix}
+    patient = RedisLifecycle(installation.client, PATIENT)
     for _ in range(3):
-        Orphans(place.oplog, patient, place.records, place.store, PATIENT).sweep()
-    assert place.store.list(f"{prefix}/")
+        Orphans(installation.oplog, patient, installation.records, installation.store, PATIENT).sweep()
+    assert installation.store.list(f"{prefix}/")
 
 
-def test_what_is_referred_to_again_is_no_orphan(place: Place):
-    prefix = place.write("weights/a/4-1")
-    place.collect(rounds=1)
-    place.checkpoint("a", prefix)
-    assert place.collect() == {SNAPSHOT, prefix}
+def test_what_is_referred_to_again_is_no_orphan(installation: Installation):
+    prefix = installation.write("weights/a/4-1")
+    installation.collect(rounds=1)
+    installation.checkpoint("a", prefix)
+    assert installation.collect() == {SNAPSHOT, prefix}
 
 
-def test_files_of_a_model_the_state_server_does_not_know_are_left_alone(place: Place):
+def test_files_of_a_model_the_state_server_does_not_know_are_left_alone(installation: Installation):
     """The state server may have been emptied, and a rebuild needs these files."""
-    unknown = place.write("weights/a/4-1", model="session:train:9")
-    assert place.collect(3) == {SNAPSHOT, unknown}
-    place.client.flushall()
-    assert place.collect(3) == {SNAPSHOT, unknown}
+    unknown = installation.write("weights/a/4-1", model="session:train:9")
+    assert installation.collect(3) == {SNAPSHOT, unknown}
+    installation.client.flushall()
+    assert installation.collect(3) == {SNAPSHOT, unknown}
 
 
-def test_all_an_ended_model_left_goes_but_its_checkpoints(place: Place):
-    kept = place.write("weights/a/4-1")
-    place.checkpoint("a", kept)
-    place.write("snapshots/10/10-3")
-    place.write("weights/b/11-3", "adapter_model.safetensors")
-    RedisLifecycle(place.client, PATIENT).end_model(MODEL)
-    assert place.collect() == {kept}
+def test_all_an_ended_model_left_goes_but_its_checkpoints(installation: Installation):
+    kept = installation.write("weights/a/4-1")
+    installation.checkpoint("a", kept)
+    installation.write("snapshots/10/10-3")
+    installation.write("weights/b/11-3", "adapter_model.safetensors")
+    RedisLifecycle(installation.client, PATIENT).end_model(MODEL)
+    assert installation.collect() == {kept}
 
 
-def test_what_lies_elsewhere_is_not_ours_to_judge(place: Place):
+def test_what_lies_elsewhere_is_not_ours_to_judge(installation: Installation):
     for key in (f"payloads/{MODEL}:1/abc", f"models/{MODEL}/notes.txt", f"models/{MODEL}/weights/a/other/file"):
-        place.store.put_new(key, b"x")
-    place.collect(3)
-    assert len(place.store.list("")) == 3 + 2
+        installation.store.put_new(key, b"x")
+    installation.collect(3)
+    assert len(installation.store.list("")) == 3 + 2
 
 
 @pytest.fixture(scope="module")
@@ -225,9 +230,12 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoreSettings]:
 
 
 def test_on_s3_too_orphans_go_and_what_is_referred_to_stays(client: redis.Redis, s3: StoreSettings):
-    place = make(client, S3Store(s3))
-    place.write("weights/a/4-1")
-    newer, written = place.write("weights/a/9-2"), place.write("weights/c/11-3", "adapter_model.safetensors")
-    place.checkpoint("a", newer)
-    place.write("weights/b/9-2", "adapter_model.safetensors")
-    assert place.collect() == {SNAPSHOT, newer, written}
+    installation = make(client, S3Store(s3))
+    installation.write("weights/a/4-1")
+    newer, written = (
+        installation.write("weights/a/9-2"),
+        installation.write("weights/c/11-3", "adapter_model.safetensors"),
+    )
+    installation.checkpoint("a", newer)
+    installation.write("weights/b/9-2", "adapter_model.safetensors")
+    assert installation.collect() == {SNAPSHOT, newer, written}

@@ -28,7 +28,7 @@ HASTY = EngineSettings(session_s=0.001, retain_s=0.001)
 
 
 @dataclass
-class Place:
+class Installation:
     """Two sessions with a model each, whose snapshot, checkpoint and ephemeral adapter are stored."""
 
     client: redis.Redis
@@ -63,9 +63,9 @@ class Place:
 
 
 @pytest.fixture
-def place(client: redis.Redis, tmp_path: Path) -> Place:
+def installation(client: redis.Redis, tmp_path: Path) -> Installation:
     store = FolderStore(tmp_path, "secret", "http://x")
-    made = Place(client, RedisOpLog(client, PATIENT), RedisRecords(client), store)
+    made = Installation(client, RedisOpLog(client, PATIENT), RedisRecords(client), store)
     for session, model in ((SESSION, MODEL), (OTHER, OTHER_MODEL)):
         made.records.put_new(Session.namespace, session, dump(Session("me", 0.0)))
         made.oplog.create_model(model, dump(Model("me", session, "base", 0.0)))
@@ -84,124 +84,128 @@ def place(client: redis.Redis, tmp_path: Path) -> Place:
     return made
 
 
-def test_a_silent_session_expires_and_loses_nothing(place: Place):
-    place.sweep(PATIENT)
-    assert place.status() == "open"
-    place.sweep(HASTY.model_copy(update={"retain_s": 3600}), rounds=2)
-    assert place.status() == "expired"
-    assert not place.ended()
-    assert len(place.store.list("models/")) == 6
+def test_a_silent_session_expires_and_loses_nothing(installation: Installation):
+    installation.sweep(PATIENT)
+    assert installation.status() == "open"
+    installation.sweep(HASTY.model_copy(update={"retain_s": 3600}), rounds=2)
+    assert installation.status() == "expired"
+    assert not installation.ended()
+    assert len(installation.store.list("models/")) == 6
 
 
-def test_long_after_its_session_a_model_is_ended_and_only_what_was_saved_stays(place: Place):
-    place.teardown().finish(SESSION, "success")
-    place.sweep(PATIENT)
-    assert not place.ended()
-    place.sweep(PATIENT.model_copy(update={"retain_s": 0.001}))
-    assert place.ended()
-    assert place.store.list(f"models/{MODEL}/") == [f"models/{MODEL}/weights/a/3-1/manifest.json"]
-    assert place.records.get(Checkpoint.namespace, f"tinker://{MODEL}/weights/a")
-    assert not [sampler for sampler in place.samplers() if sampler.startswith(f"{SESSION}:")]
+def test_long_after_its_session_a_model_is_ended_and_only_what_was_saved_stays(installation: Installation):
+    installation.teardown().finish(SESSION, "success")
+    installation.sweep(PATIENT)
+    assert not installation.ended()
+    installation.sweep(PATIENT.model_copy(update={"retain_s": 0.001}))
+    assert installation.ended()
+    assert installation.store.list(f"models/{MODEL}/") == [f"models/{MODEL}/weights/a/3-1/manifest.json"]
+    assert installation.records.get(Checkpoint.namespace, f"tinker://{MODEL}/weights/a")
+    assert not [sampler for sampler in installation.samplers() if sampler.startswith(f"{SESSION}:")]
 
 
 @pytest.mark.parametrize("kept", [True, False])
-def test_of_a_retired_session_a_run_stays_listed_only_beside_its_checkpoints(place: Place, kept: bool):
+def test_of_a_retired_session_a_run_stays_listed_only_beside_its_checkpoints(installation: Installation, kept: bool):
     if not kept:
-        place.records.delete(Checkpoint.namespace, f"tinker://{MODEL}/weights/a")
-    place.teardown().finish(SESSION, "success")
-    place.sweep(PATIENT.model_copy(update={"retain_s": 0.001}))
-    assert place.records.get(Session.namespace, SESSION) is None
-    assert (place.records.get(Model.namespace, MODEL) is not None) == kept
-    assert place.records.get(Model.namespace, OTHER_MODEL)
+        installation.records.delete(Checkpoint.namespace, f"tinker://{MODEL}/weights/a")
+    installation.teardown().finish(SESSION, "success")
+    installation.sweep(PATIENT.model_copy(update={"retain_s": 0.001}))
+    assert installation.records.get(Session.namespace, SESSION) is None
+    assert (installation.records.get(Model.namespace, MODEL) is not None) == kept
+    assert installation.records.get(Model.namespace, OTHER_MODEL)
 
 
-def test_the_end_of_one_session_takes_nothing_of_another(place: Place):
-    place.teardown().finish(SESSION, "success")
-    place.sweep(PATIENT.model_copy(update={"retain_s": 0.001}))
-    assert not place.ended(OTHER_MODEL)
-    assert place.status(OTHER) == "open"
-    assert len(place.store.list(f"models/{OTHER_MODEL}/")) == 3
-    assert place.samplers() == [f"{OTHER}:sample:0", f"{OTHER}:sample:1"]
+def test_the_end_of_one_session_takes_nothing_of_another(installation: Installation):
+    installation.teardown().finish(SESSION, "success")
+    installation.sweep(PATIENT.model_copy(update={"retain_s": 0.001}))
+    assert not installation.ended(OTHER_MODEL)
+    assert installation.status(OTHER) == "open"
+    assert len(installation.store.list(f"models/{OTHER_MODEL}/")) == 3
+    assert installation.samplers() == [f"{OTHER}:sample:0", f"{OTHER}:sample:1"]
 
 
-def test_custom_losses_go_with_their_session(place: Place):
+def test_custom_losses_go_with_their_session(installation: Installation):
     for session in (SESSION, OTHER):
-        place.records.put_new(Loss.namespace, f"{session}:loss:0", dump(Loss("me", session, 0.0, "")))
-    place.teardown().finish(SESSION, "success")
-    place.sweep(PATIENT)
-    assert place.records.get(Loss.namespace, f"{SESSION}:loss:0"), "its models can still be used"
-    place.sweep(PATIENT.model_copy(update={"retain_s": 0.001}))
-    assert [loss_id for loss_id, _ in place.records.list(Loss.namespace)] == [f"{OTHER}:loss:0"]
+        installation.records.put_new(Loss.namespace, f"{session}:loss:0", dump(Loss("me", session, 0.0, "")))
+    installation.teardown().finish(SESSION, "success")
+    installation.sweep(PATIENT)
+    assert installation.records.get(Loss.namespace, f"{SESSION}:loss:0"), "its models can still be used"
+    installation.sweep(PATIENT.model_copy(update={"retain_s": 0.001}))
+    assert [loss_id for loss_id, _ in installation.records.list(Loss.namespace)] == [f"{OTHER}:loss:0"]
 
 
-def test_a_session_is_retired_once(place: Place):
-    place.teardown().finish(SESSION, "success")
+def test_a_session_is_retired_once(installation: Installation):
+    installation.teardown().finish(SESSION, "success")
     settings = PATIENT.model_copy(update={"retain_s": 0.001})
-    place.sweep(settings)
-    assert RedisLifecycle(place.client, settings).retired() == []
+    installation.sweep(settings)
+    assert RedisLifecycle(installation.client, settings).retired() == []
 
 
 @pytest.mark.parametrize("saved", [True, False])
-def test_what_belongs_to_a_session_that_came_back_in_between_stays(place: Place, saved: bool):
+def test_what_belongs_to_a_session_that_came_back_in_between_stays(installation: Installation, saved: bool):
     if not saved:
-        place.records.delete(Checkpoint.namespace, f"tinker://{MODEL}/weights/a")
-    before = place.samplers()
-    place.teardown(HASTY).retire(SESSION)
-    assert place.records.get(Model.namespace, MODEL)
-    assert not place.ended()
-    assert place.samplers() == before
+        installation.records.delete(Checkpoint.namespace, f"tinker://{MODEL}/weights/a")
+    before = installation.samplers()
+    installation.teardown(HASTY).retire(SESSION)
+    assert installation.records.get(Model.namespace, MODEL)
+    assert not installation.ended()
+    assert installation.samplers() == before
 
 
-def test_a_finish_wakes_each_trainer_that_holds_one_of_its_models_and_no_other(place: Place):
+def test_a_finish_wakes_each_trainer_that_holds_one_of_its_models_and_no_other(installation: Installation):
     for i in (1, 2):
-        place.oplog.create_model(f"{SESSION}:train:{i}", dump(Model("me", SESSION, "base", 0.0)))
+        installation.oplog.create_model(f"{SESSION}:train:{i}", dump(Model("me", SESSION, "base", 0.0)))
     for model, worker in ((MODEL, "a/1"), (f"{SESSION}:train:1", "a/1"), (OTHER_MODEL, "b/1")):
-        assert isinstance(place.oplog.acquire(model, worker), Lease)
-    place.teardown().finish(SESSION, "success")
-    assert place.woken == [Holder("base", "a")]
+        assert isinstance(installation.oplog.acquire(model, worker), Lease)
+    installation.teardown().finish(SESSION, "success")
+    assert installation.woken == [Holder("base", "a")]
 
 
-def test_the_end_of_a_model_wakes_its_trainer(place: Place):
-    place.oplog.acquire(MODEL, "a/1")
-    place.teardown().end(MODEL)
-    place.teardown().end(OTHER_MODEL)
-    assert place.woken == [Holder("base", "a")]
+def test_the_end_of_a_model_wakes_its_trainer(installation: Installation):
+    installation.oplog.acquire(MODEL, "a/1")
+    installation.teardown().end(MODEL)
+    installation.teardown().end(OTHER_MODEL)
+    assert installation.woken == [Holder("base", "a")]
 
 
-def test_a_deleted_model_takes_its_own_ephemeral_adapters_and_leaves_other_samplers(place: Place):
+def test_a_deleted_model_takes_its_own_ephemeral_adapters_and_leaves_other_samplers(installation: Installation):
     siblings = Sampler("me", SESSION, "base", 0.0, prefix=f"models/{SESSION}:train:1/sampler_weights/e/4-1")
-    place.records.put_new(Sampler.namespace, f"{SESSION}:sample:2", dump(siblings))
-    place.teardown().end(MODEL)
+    installation.records.put_new(Sampler.namespace, f"{SESSION}:sample:2", dump(siblings))
+    installation.teardown().end(MODEL)
     left = {f"{SESSION}:sample:1", f"{SESSION}:sample:2", f"{OTHER}:sample:0", f"{OTHER}:sample:1"}
-    assert set(place.samplers()) == left
-    assert place.store.list(f"models/{MODEL}/") == [f"models/{MODEL}/weights/a/3-1/manifest.json"]
-    assert place.status() == "open"
+    assert set(installation.samplers()) == left
+    assert installation.store.list(f"models/{MODEL}/") == [f"models/{MODEL}/weights/a/3-1/manifest.json"]
+    assert installation.status() == "open"
 
 
-def test_a_model_ends_though_the_object_store_is_away_and_its_files_go_when_asked_again(place: Place, monkeypatch):
+def test_a_model_ends_though_the_object_store_is_away_and_its_files_go_when_asked_again(
+    installation: Installation, monkeypatch
+):
     with monkeypatch.context() as away:
 
         def down(_: str) -> list[str]:
             raise Unavailable("down")
 
-        away.setattr(place.store, "list", down)
-        place.teardown().end(MODEL)
-    assert place.ended()
-    place.teardown().end(MODEL)
-    assert not place.store.list(f"models/{MODEL}/snapshots/")
+        away.setattr(installation.store, "list", down)
+        installation.teardown().end(MODEL)
+    assert installation.ended()
+    installation.teardown().end(MODEL)
+    assert not installation.store.list(f"models/{MODEL}/snapshots/")
 
 
 @pytest.mark.parametrize("how", ["silent", "finished"])
-def test_the_samples_of_an_ended_session_are_cancelled_also_if_nobody_got_to_it_then(place: Place, how: str):
+def test_the_samples_of_an_ended_session_are_cancelled_also_if_nobody_got_to_it_then(
+    installation: Installation, how: str
+):
     sampler, other = f"{SESSION}:sample:0", f"{OTHER}:sample:0"
     for name in (sampler, other):
-        place.oplog.admit_sample(f"{name}:0", name, "me", "sample.base", b"ask", "d")
+        installation.oplog.admit_sample(f"{name}:0", name, "me", "sample.base", b"ask", "d")
     if how == "finished":
-        RedisLifecycle(place.client, PATIENT).finish(SESSION, "success")  # and its API process died
-        place.sweep(PATIENT)
+        RedisLifecycle(installation.client, PATIENT).finish(SESSION, "success")  # and its API process died
+        installation.sweep(PATIENT)
     else:
-        place.client.zadd(keys.SESSIONS_HEARD, {SESSION: 1})
-        place.sweep(PATIENT)
-    result = place.oplog.outcome(f"{sampler}:0")
+        installation.client.zadd(keys.SESSIONS_HEARD, {SESSION: 1})
+        installation.sweep(PATIENT)
+    result = installation.oplog.outcome(f"{sampler}:0")
     assert result is not None and result.failed
-    assert place.oplog.outcome(f"{other}:0") is None
+    assert installation.oplog.outcome(f"{other}:0") is None

@@ -33,7 +33,7 @@ def oplog(client: redis.Redis) -> RedisOpLog:
 def test_only_the_leader_runs_a_task(oplog):
     tasks = Count(), Count()
     for worker, task in zip(("w/1", "w/2"), tasks, strict=True):
-        Sweeper(oplog, {"chore": task}, worker).sweep()
+        Sweeper(oplog, {"task": task}, worker).sweep()
     assert [task.rounds for task in tasks] == [1, 0]
 
 

@@ -56,7 +56,7 @@ class Engine:
         while len(self.order) < start + turns:
             inside = len(self.order)
             self.end(self.inside[0][0])
-            await_true(lambda inside=inside: len(self.order) > inside, "the next is let in")
+            await_true(lambda inside=inside: len(self.order) > inside, "the next is admitted")
         return Counter(self.order[start:])
 
     def level_out(self) -> None:

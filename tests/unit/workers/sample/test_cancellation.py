@@ -80,13 +80,13 @@ class Samplers:
     keepers: list[LeaseKeeper] = field(default_factory=list)
 
     def start(
-        self, backend: HeldBackend, worker: str, *, deaf: bool = False, keeper_lease_s: float = 3600
+        self, backend: HeldBackend, worker: str, *, misses_messages: bool = False, keeper_lease_s: float = 3600
     ) -> SampleRunner:
-        """Starts a sampler. `deaf`: it receives no cancellation messages. It renews its leases three times per
+        """Starts a sampler. `misses_messages`: it gets no cancellation messages. It renews its leases three times per
         `keeper_lease_s`."""
-        heard = {"cancelled": "nothing"} if deaf else {}
+        overrides = {"cancelled": "nothing"} if misses_messages else {}
         args = (self.client, self.url, self.folder, self.oplog, backend, worker)
-        sampler = assembly.sampler(*args, lease_s=keeper_lease_s, **heard)
+        sampler = assembly.sampler(*args, lease_s=keeper_lease_s, **overrides)
         self.keepers.append(sampler.parts.keeper)
         assert sampler.cancellations.listening.wait(60)
         return sampler.runner
@@ -149,18 +149,18 @@ def test_a_cancelled_request_is_stopped_in_the_engine_and_nothing_more_is_writte
     assert samplers.client.keys("*op:*") == []
 
 
-@pytest.mark.parametrize("heard", [True, False], ids=("stopped", "at its end"))
+@pytest.mark.parametrize("notified", [True, False], ids=("stopped", "at its end"))
 def test_a_request_that_is_cancelled_while_it_runs_is_charged_its_prompt_and_what_it_drew(
-    samplers: Samplers, heard: bool
+    samplers: Samplers, notified: bool
 ):
     samplers.settings = EngineSettings(lease_s=3600)  # so that the renewal of the lease reports nothing
     me, backend = Payer(PROJECT, "me", Limits(tokens_per_s=0.001)), HeldBackend()
     request = samplers.admit(0, 1000, Charge((me,), 1000, 1))
-    runner = samplers.start(backend, "s/1", deaf=not heard)
+    runner = samplers.start(backend, "s/1", misses_messages=not notified)
     thread, came = in_thread(lambda: runner.handle(request, SESSION, "sample"))
     await_true(lambda: backend.begun, "it never ran")
     samplers.oplog.cancel_sample(request)
-    if not heard:
+    if not notified:
         backend.release.set()
     thread.join(60)
     assert is_cancelled(came[0])
@@ -172,7 +172,7 @@ def test_what_is_cancelled_just_after_its_worker_took_it_is_stopped_too(
     samplers: Samplers, monkeypatch: pytest.MonkeyPatch
 ):
     request = samplers.admit(0)
-    runner = samplers.start(HeldBackend(), "s/1", deaf=True)
+    runner = samplers.start(HeldBackend(), "s/1", misses_messages=True)
     claim = samplers.oplog.claim_sample
 
     def claimed_and_cancelled(request_id: str, *limits: object) -> Entry | None:
@@ -220,7 +220,7 @@ def test_the_other_requests_of_the_engine_go_on(samplers: Samplers):
 def test_a_worker_that_missed_the_message_learns_of_it_from_its_lease(samplers: Samplers):
     backend = HeldBackend()
     request = samplers.admit(0)
-    runner = samplers.start(backend, "s/1", deaf=True, keeper_lease_s=0.3)
+    runner = samplers.start(backend, "s/1", misses_messages=True, keeper_lease_s=0.3)
     thread, came = in_thread(lambda: runner.handle(request, SESSION, "sample"))
     await_true(lambda: backend.begun, "it never ran")
     samplers.oplog.cancel_sample(request)
@@ -281,7 +281,7 @@ def test_a_storm_of_200_requests_half_of_them_cancelled_loses_none(samplers: Sam
     dice.shuffle(bells)
     with ThreadPoolExecutor(16) as pool:
         won = list(pool.map(lambda ticks: ticks(), bells))
-    _ring_what_waits(samplers, runners[0])
+    _dispatch_what_waits(samplers, runners[0])
     outcomes = {request: samplers.oplog.outcome(request) for request in requests}
     assert all(outcomes.values()), "every future is terminal"
     cancelled = {request for request, result in outcomes.items() if is_cancelled(result)}
@@ -299,7 +299,7 @@ def _send(runner: SampleRunner, request: str) -> Result | Requeue | None:
         return error
 
 
-def _ring_what_waits(samplers: Samplers, runner: SampleRunner) -> None:
+def _dispatch_what_waits(samplers: Samplers, runner: SampleRunner) -> None:
     """Dispatches waiting requests like the sweeper."""
     for waiting in samplers.oplog.pending():
         _send(runner, waiting.id)

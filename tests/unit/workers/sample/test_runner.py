@@ -107,12 +107,12 @@ def test_what_another_worker_runs_is_left_to_it_until_its_lease_ends(world: Worl
     request = admit(world, 0)
     world.oplog.claim_sample(request, "dead/1")
     world.client.persist(keys.lease(request))
-    heir = runner(world, backend, "s/1")
+    successor = runner(world, backend, "s/1")
     with pytest.raises(Requeue):
-        heir.handle(request, SESSION, "sample")
+        successor.handle(request, SESSION, "sample")
     world.client.delete(keys.lease(request))
-    again = heir.handle(request, SESSION, "sample")
-    other = heir.handle(admit(world, 1), SESSION, "sample")
+    again = successor.handle(request, SESSION, "sample")
+    other = successor.handle(admit(world, 1), SESSION, "sample")
     assert again is not None and other is not None
     assert tokens(again.body) == tokens(other.body), "the same seed draws the same tokens wherever it runs"
 
@@ -128,11 +128,11 @@ def test_a_request_that_keeps_killing_samplers_is_given_up(world: World, backend
     for i in range(3):
         world.oplog.claim_sample(request, f"dead/{i}")
         world.client.delete(keys.lease(request))
-    heir = runner(world, backend, "s/1")
+    successor = runner(world, backend, "s/1")
     with pytest.raises(Requeue):  # the last of these workers may only be cut off
-        heir.handle(request, SESSION, "sample")
+        successor.handle(request, SESSION, "sample")
     world.outlast(request)
-    result = heir.handle(request, SESSION, "sample")
+    result = successor.handle(request, SESSION, "sample")
     assert result is not None and result.failed
     assert "given up" in json.loads(result.body)["error"]
 

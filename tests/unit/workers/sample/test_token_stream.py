@@ -27,17 +27,17 @@ def tokens(drawn: Iterable[TokenChunk], request_id: str, index: int) -> list[int
 def test_what_was_drawn_can_be_read_in_order_and_from_where_one_left_off(client: redis.Redis):
     streams = TokenStreams(client)
     publisher = TokenPublisher(streams)
-    told = publisher.callback("a:1")
+    report = publisher.callback("a:1")
     for token in range(50):
-        told(0, [token], [-0.5])
-        told(1, [token + 100, token + 101], [-0.5, -1.0])
+        report(0, [token], [-0.5])
+        report(1, [token + 100, token + 101], [-0.5, -1.0])
     first, last = [], "0-0"
     while len(tokens(first, "a:1", 1)) < 100:
         drawn, last = streams.read("a:1", last)
         first += drawn
     assert tokens(first, "a:1", 0) == list(range(50))
     assert np.concatenate([piece.logprobs for piece in first if piece.index == 1]).tolist() == [-0.5, -1.0] * 50
-    told(0, [50], [-2.0])
+    report(0, [50], [-2.0])
     await_true(lambda: streams.read("a:1", last)[0], "the token that came last")
     ((rest,), _) = streams.read("a:1", last)
     assert (rest.position, rest.tokens.tolist(), rest.logprobs.tolist()) == (50, [50], [-2.0])
@@ -50,8 +50,8 @@ def test_a_reader_is_woken_and_the_stream_goes_away_by_itself(client: redis.Redi
         channel.subscribe(keys.DONE_CHANNEL)
         assert channel.get_message(timeout=60)["type"] == "subscribe"
         publisher.callback("a:1")(0, [1], [-1.0])
-        heard = (message["data"] for message in channel.listen() if message["type"] == "message")
-        assert next(heard) == b"a:1"
+        notifications = (message["data"] for message in channel.listen() if message["type"] == "message")
+        assert next(notifications) == b"a:1"
     assert client.ttl(keys.stream("a:1")) > 0
     publisher.close()
 
@@ -83,11 +83,11 @@ class HangingStreams(TokenStreams):
 def test_a_state_server_that_hangs_or_fails_keeps_no_engine_waiting_and_ends_no_stream(client: redis.Redis, caplog):
     streams = HangingStreams(client)
     publisher = TokenPublisher(streams)
-    told = publisher.callback("a:1")
-    told(0, [1], [-1.0])
+    report = publisher.callback("a:1")
+    report(0, [1], [-1.0])
     assert streams.called.wait(30)
     for token in range(65_540):  # more than the stream keeps
-        told(0, [token], [-1.0])
+        report(0, [token], [-1.0])
     assert [record.name for record in caplog.records].count("workers.sample.runner") == 1
     streams.release.set()
     await_true(lambda: streams.read("a:1", "0-0")[0], "what was kept, behind what failed")

@@ -122,8 +122,8 @@ def test_a_lease_that_is_lost_meanwhile_costs_nothing_but_the_work(
     if ahead:
         await_true(lambda: ran.kinds.get(MODEL, [])[-1:] == ["optim_step"], "a step ran ahead")
     world.client.delete(keys.lease(MODEL))
-    heir = world.worker("b/1")
-    results = [heir.handle(seq) for seq in (3, 4, 5)]
+    successor = world.worker("b/1")
+    results = [successor.handle(seq) for seq in (3, 4, 5)]
     seen, files = world.head(), saved_files(world)
     store.open.set()
     with pytest.raises(Requeue):
@@ -131,7 +131,7 @@ def test_a_lease_that_is_lost_meanwhile_costs_nothing_but_the_work(
     assert world.head() == seen
     assert [world.oplog.outcome(f"{MODEL}:{seq}") for seq in (3, 4, 5)] == results
     assert saved_files(world) == files == expected_files(world, [0])
-    assert logprob_bytes(probe(heir, world, 6)) == undisturbed(world, [0, 1])
+    assert logprob_bytes(probe(successor, world, 6)) == undisturbed(world, [0, 1])
 
 
 @pytest.mark.parametrize(("in_time", "next_owner"), [(True, "b/1"), (False, "b/1"), (False, "a/2")])
@@ -153,10 +153,10 @@ def test_a_model_that_is_released_leaves_nothing_undone_and_no_attempt(
     worker.drain.settle_and_release(120.0 if in_time else 0.5)
     assert applied(world) == (5 if in_time else 2)
     assert len(worker.dispatched) == (0 if in_time else 3), "what waits is dispatched"
-    heir = world.worker(next_owner, store=FolderStore(world.folder / "objects", "secret", "http://x"))
-    assert heir.handle(5, "optim_step") is not None
+    successor = world.worker(next_owner, store=FolderStore(world.folder / "objects", "secret", "http://x"))
+    assert successor.handle(5, "optim_step") is not None
     assert [attempts(world, seq) for seq in (3, 4, 5)] == [0, 0, 0]
-    assert logprob_bytes(probe(heir, world, 6)) == undisturbed(world, [0, 1])
+    assert logprob_bytes(probe(successor, world, 6)) == undisturbed(world, [0, 1])
 
 
 def test_a_save_that_breaks_is_given_up_after_its_attempts_and_nothing_else(world: World, store: GatedStore):

@@ -15,7 +15,7 @@ from tests.parity.datums import batch, valued
 from tests.unit.workers.conftest import BASE, Worker, World, await_true
 from workers.backends.training.base import Create
 
-CRITIC, HEIR = "session:train:7", "session:train:8"
+CRITIC, RESUMED = "session:train:7", "session:train:8"
 SPEC = ModelSpec(BASE, LoraSpec(rank=4, train_unembed=False, seed=3), critic=True)
 PROBE = ForwardBackward(batch(valued(99, (9, 4))), "ppo_critic", {"value_clip": 0.2}, forward_only=True)
 STEP = OptimStep(AdamParams(learning_rate=1e-2, eps=1e-8))
@@ -60,10 +60,10 @@ def test_a_critic_comes_back_from_its_snapshot_and_the_journal_behind_it(world: 
     await_true(lambda: int(world.client.hget(keys.model(CRITIC), "snapshot_seq")) == 2, "no durable snapshot")
     run(world, first, CRITIC, 3, learn(1))
     first.owner.discard(CRITIC)
-    heir = world.worker("b/1")
-    run(world, heir, CRITIC, 4, STEP)
-    assert values(run(world, heir, CRITIC, 5, PROBE)) == undisturbed(world, 2)
-    heir.backend.close(CRITIC)
+    successor = world.worker("b/1")
+    run(world, successor, CRITIC, 4, STEP)
+    assert values(run(world, successor, CRITIC, 5, PROBE)) == undisturbed(world, 2)
+    successor.backend.close(CRITIC)
 
 
 def test_a_critics_checkpoint_says_so_and_makes_a_critic(world: World) -> None:
@@ -73,10 +73,10 @@ def test_a_critics_checkpoint_says_so_and_makes_a_critic(world: World) -> None:
     path = f"tinker://{CRITIC}/weights/here"
     checkpoint = records.load(Checkpoint, world.records.get(Checkpoint.namespace, path))
     assert (checkpoint.critic, LoraSpec(**checkpoint.lora)) == (True, SPEC.lora)
-    run(world, worker, HEIR, 0, CreateModel(SPEC, path, optimizer=True, prefix=checkpoint.prefix))
+    run(world, worker, RESUMED, 0, CreateModel(SPEC, path, optimizer=True, prefix=checkpoint.prefix))
     for seq, op in ((4, learn(1)), (5, STEP)):
         run(world, worker, CRITIC, seq, op)
-        run(world, worker, HEIR, seq - 3, op)
-    assert values(run(world, worker, HEIR, 3, PROBE)) == values(run(world, worker, CRITIC, 6, PROBE))
-    for model_id in (CRITIC, HEIR):
+        run(world, worker, RESUMED, seq - 3, op)
+    assert values(run(world, worker, RESUMED, 3, PROBE)) == values(run(world, worker, CRITIC, 6, PROBE))
+    for model_id in (CRITIC, RESUMED):
         worker.backend.close(model_id)

@@ -43,9 +43,9 @@ def test_a_replay_after_a_crash_gives_the_same_bits_from_the_journal_alone(world
         if seq < 4:
             first.handle(seq)
     # a/1 died with three seqs applied, and left only the journal.
-    heir = world.worker("a/2")
-    heir.handle(4, "optim_step")
-    assert logprob_bytes(probe(heir, world, 5)) == expected.logprobs.values.tobytes()
+    successor = world.worker("a/2")
+    successor.handle(4, "optim_step")
+    assert logprob_bytes(probe(successor, world, 5)) == expected.logprobs.values.tobytes()
 
 
 def test_a_loss_that_fails_when_run_fails_its_future_alone_and_adds_nothing(world: World) -> None:

@@ -92,7 +92,7 @@ def own(worker: Worker, *models: str) -> None:
         handle(worker, model_id, 0, "create_model")
 
 
-def ring_in_order(worker: Worker, models: list[str], calls: int) -> None:
+def dispatch_in_order(worker: Worker, models: list[str], calls: int) -> None:
     for model_id, seq in itertools.product(models, range(1, calls + 1)):
         with suppress(Requeue):
             handle(worker, model_id, seq, "forward")
@@ -113,7 +113,7 @@ def test_a_project_with_four_models_is_served_no_more_often_than_one_with_a_sing
     own(worker, *HEAVY, LIGHT)
     fill(world, *HEAVY, LIGHT, calls=6)
     passes = Passes(worker, clock)
-    ring_in_order(worker, HEAVY, 6)
+    dispatch_in_order(worker, HEAVY, 6)
     lights = passes.of({LIGHT})
     assert len(lights) == 6, "all without a dispatch of its own"
     assert max(b - a for a, b in itertools.pairwise([-1, *lights])) <= 2, "every second turn is its"
@@ -129,7 +129,7 @@ def test_passes_are_in_proportion_to_the_weights(world: World, worker: Worker, c
     fill(world, *HEAVY, calls=3)
     fill(world, LIGHT, calls=12)
     passes = Passes(worker, clock)
-    ring_in_order(worker, HEAVY, 3)
+    dispatch_in_order(worker, HEAVY, 3)
     assert 11 <= len([at for at in passes.of({LIGHT}) if at < 16]) <= 12, "three of four, as long as it has any"
 
 
@@ -174,8 +174,8 @@ def test_an_unowned_model_waits_for_the_scheduler_and_not_for_its_dispatch(world
     handle(worker, HEAVY[0], 1, "forward")
     project_of(world, "light", LIGHT, OTHER)
     fill(world, LIGHT, OTHER, calls=2)
-    ring_in_order(worker, HEAVY, 6)
-    assert passes.of({LIGHT, OTHER})[0] <= 2, "the light one's dispatches never rang"
+    dispatch_in_order(worker, HEAVY, 6)
+    assert passes.of({LIGHT, OTHER})[0] <= 2, "though the light one was never dispatched"
     assert max(b - a for a, b in itertools.pairwise(passes.of({LIGHT, OTHER}))) <= 2
     assert (applied(world, LIGHT), applied(world, OTHER)) == (2, 2)
 
@@ -246,7 +246,7 @@ def test_restoring_a_model_is_charged_to_its_project(
 
 
 def test_a_worker_that_is_about_to_end_serves_nobody_before_a_dispatch(world: World, worker: Worker, clock: Clock):
-    """Turns of other models may take long, and the worker ends only after the present dispatch."""
+    """Passes of other models may take long, and the worker ends only after the present dispatch."""
     project_of(world, "heavy", HEAVY[0])
     project_of(world, "light", LIGHT)
     own(worker, HEAVY[0], LIGHT)

@@ -72,11 +72,11 @@ def test_a_newer_worker_takes_it_over_and_comes_to_the_same_bits(
     with pytest.raises(Requeue):
         old.handle(2, OptimStep.kind)
     newer_version.upgrade(monkeypatch)
-    heir = world.worker("new/1")
-    result = heir.handle(2, OptimStep.kind)
+    successor = world.worker("new/1")
+    result = successor.handle(2, OptimStep.kind)
     assert result is not None and not result.failed
     assert attempts(world, request) == 0
-    assert logprob_bytes(probe(heir, world, 3)) == undisturbed(world, [0])
+    assert logprob_bytes(probe(successor, world, 3)) == undisturbed(world, [0])
 
 
 def test_the_old_worker_goes_on_with_other_models(world: World, old: Worker):
@@ -110,10 +110,10 @@ def test_a_replay_that_comes_upon_a_newer_op_leaves_the_model_to_a_newer_worker(
     old.drain.release()
     with monkeypatch.context() as upgraded:
         newer_version.upgrade(upgraded)
-        heir = world.worker("new/1")
-        heir.handle(2, OptimStep.kind)
+        successor = world.worker("new/1")
+        successor.handle(2, OptimStep.kind)
         waiting = world.admit(3, step(1)[0])
-        heir.drain.release()
+        successor.drain.release()
     back = world.worker("old/2")
     for _ in range(5):
         with pytest.raises(Requeue, match="version"):
@@ -130,14 +130,14 @@ def test_an_old_worker_does_not_bring_a_model_back_for_what_it_cannot_read(
 ):
     journal(world, 2, newer_version.encode(STEP))
     old.drain.release()
-    heir = world.worker("old/2")
+    successor = world.worker("old/2")
 
     def restored(lease: Lease) -> None:
         raise AssertionError("a model may take a minute to bring back")
 
-    monkeypatch.setattr(heir.owner, "_restore", restored)
+    monkeypatch.setattr(successor.owner, "_restore", restored)
     with pytest.raises(Requeue, match="version"):
-        heir.handle(2, OptimStep.kind)
+        successor.handle(2, OptimStep.kind)
 
 
 def test_an_old_worker_retries_until_another_has_run_it(world: World, old: Worker, monkeypatch: pytest.MonkeyPatch):
@@ -147,9 +147,9 @@ def test_an_old_worker_retries_until_another_has_run_it(world: World, old: Worke
     assert old.retry_backoff.is_backing_off(MODEL)
     with monkeypatch.context() as upgraded:
         newer_version.upgrade(upgraded)
-        heir = world.worker("new/1")
-        found = heir.handle(2, OptimStep.kind)
-        heir.drain.release()
+        successor = world.worker("new/1")
+        found = successor.handle(2, OptimStep.kind)
+        successor.drain.release()
     assert old.handle(2, OptimStep.kind) == found, "though it cannot bring the model back"
     assert not old.retry_backoff.is_backing_off(MODEL)
 

@@ -50,14 +50,14 @@ def test_an_op_is_given_up_only_when_those_that_tried_it_are_dead(world: World, 
         CutOff(cut_off, world, proxy)
         with pytest.raises(Requeue, match="may or may not have happened"):
             cut_off.handle(1)
-        heir = world.worker("c/1")
+        successor = world.worker("c/1")
         for _ in range(2):
             with pytest.raises(Requeue, match="may still commit it"):
-                heir.handle(1)
+                successor.handle(1)
         if lives:
             proxy.go_on()
             cut_off.parts.keeper._renew()
         else:
             world.outlast(request)
-        result = heir.handle(1)
+        result = successor.handle(1)
     assert result is not None and result.failed == (not lives)

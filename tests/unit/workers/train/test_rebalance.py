@@ -149,11 +149,11 @@ def test_an_idle_model_is_saved_and_evicted_and_comes_back_bit_for_bit(world: Wo
     assert is_free(world, worker)
     assert worker.backend.describe()["models"] == held - 1
     world.await_snapshot(2)
-    heir = world.worker("b/1")
+    successor = world.worker("b/1")
     for seq, op in enumerate(step(1), 3):
         world.admit(seq, op)
-        heir.handle(seq)
-    assert logprob_bytes(probe(heir, world, 5)) == expected
+        successor.handle(seq)
+    assert logprob_bytes(probe(successor, world, 5)) == expected
 
 
 def test_a_model_whose_session_is_over_is_evicted(world: World):

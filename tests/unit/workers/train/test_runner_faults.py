@@ -46,7 +46,7 @@ def fail_three_times(worker: Worker) -> None:
 
 
 @pytest.fixture
-def handed_over(world: World) -> World:
+def replay_due(world: World) -> World:
     """seq 1, a gradient, is applied and has to be replayed; seq 2 waits."""
     first = world.worker("a/1")
     first.handle(0, "create_model")
@@ -63,28 +63,28 @@ def error_of(result: Result | None) -> str:
     return str(json.loads(result.body)["error"])
 
 
-def test_an_op_behind_a_replay_that_breaks_the_backend_is_given_up(handed_over: World):
-    heir = handed_over.worker("b/1")
-    fail_three_times(heir)
-    assert "3 attempts" in error_of(heir.handle(2, "optim_step"))
+def test_an_op_behind_a_replay_that_breaks_the_backend_is_given_up(replay_due: World):
+    successor = replay_due.worker("b/1")
+    fail_three_times(successor)
+    assert "3 attempts" in error_of(successor.handle(2, "optim_step"))
 
 
-def test_a_late_dispatch_answers_with_its_own_result_when_a_later_op_is_given_up(handed_over: World):
-    heir = handed_over.worker("b/1")
-    fail_three_times(heir)
-    late = heir.handle(1)
-    assert late == handed_over.oplog.outcome(f"{MODEL}:1")
+def test_a_late_dispatch_answers_with_its_own_result_when_a_later_op_is_given_up(replay_due: World):
+    successor = replay_due.worker("b/1")
+    fail_three_times(successor)
+    late = successor.handle(1)
+    assert late == replay_due.oplog.outcome(f"{MODEL}:1")
     assert late is not None and not late.failed
-    assert "3 attempts" in error_of(handed_over.oplog.outcome(f"{MODEL}:2"))
+    assert "3 attempts" in error_of(replay_due.oplog.outcome(f"{MODEL}:2"))
 
 
-def test_an_op_behind_a_replay_that_kills_the_process_is_given_up(handed_over: World):
+def test_an_op_behind_a_replay_that_kills_the_process_is_given_up(replay_due: World):
     for boot in range(3):
-        heir = handed_over.worker(f"b/{boot}")
-        NoReplay(heir, Dead())
+        successor = replay_due.worker(f"b/{boot}")
+        NoReplay(successor, Dead())
         with pytest.raises(Dead):
-            heir.handle(2, "optim_step")
-    assert "3 attempts" in error_of(handed_over.worker("b/4").handle(2, "optim_step"))
+            successor.handle(2, "optim_step")
+    assert "3 attempts" in error_of(replay_due.worker("b/4").handle(2, "optim_step"))
 
 
 def test_a_state_whose_commit_ended_oddly_is_thrown_away(world: World, monkeypatch: pytest.MonkeyPatch):
@@ -136,22 +136,22 @@ def test_an_outage_in_the_middle_of_an_op_leaves_it_free_for_anybody(world: Worl
 
 
 def test_a_snapshot_that_was_replaced_while_it_was_fetched_is_not_lost(
-    handed_over: World, monkeypatch: pytest.MonkeyPatch
+    replay_due: World, monkeypatch: pytest.MonkeyPatch
 ):
-    heir = handed_over.worker("b/1")
+    successor = replay_due.worker("b/1")
 
     def replaced(lease: Lease) -> None:
-        handed_over.oplog.set_snapshot(lease, lease.applied, "newer")
+        replay_due.oplog.set_snapshot(lease, lease.applied, "newer")
         raise NotFound("the older one is gone")
 
-    monkeypatch.setattr(heir.owner, "_restore", replaced)
+    monkeypatch.setattr(successor.owner, "_restore", replaced)
     with pytest.raises(Requeue, match="another worker continued"):
-        heir.handle(2, "optim_step")
-    assert heir.dispatched == [("optim_step", f"{MODEL}:2", f"train.{BASE}")]
-    lease = handed_over.oplog.acquire(MODEL, "c/1")
+        successor.handle(2, "optim_step")
+    assert successor.dispatched == [("optim_step", f"{MODEL}:2", f"train.{BASE}")]
+    lease = replay_due.oplog.acquire(MODEL, "c/1")
     assert isinstance(lease, Lease)
-    handed_over.oplog.next(lease, 2)
-    assert handed_over.client.hget(keys.op(f"{MODEL}:2"), "attempts") == b"0", "nobody died"
+    replay_due.oplog.next(lease, 2)
+    assert replay_due.client.hget(keys.op(f"{MODEL}:2"), "attempts") == b"0", "nobody died"
 
 
 @pytest.mark.parametrize("ended", [True, False])

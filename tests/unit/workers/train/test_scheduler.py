@@ -23,7 +23,7 @@ A, B, C = MODEL, "session:train:1", "session:train:2"
 MERGED = 8192
 
 
-class Watched:
+class PassRecorder:
     """Records the models of each pass; `poison` breaks every pass in which this model has a forward_backward."""
 
     def __init__(self, worker: Worker, poison: str = "") -> None:
@@ -77,21 +77,21 @@ def merging(world: World) -> Worker:
 def test_what_waits_in_several_models_shares_a_pass(world: World, merging: Worker):
     for model_id in (A, B, C):
         admit(world, model_id, 1, gradient(1))
-    watched = Watched(merging)
+    recorder = PassRecorder(merging)
     first = handle(merging, A, 1)
-    assert watched.passes == [{A, B, C}]
+    assert recorder.passes == [{A, B, C}]
     assert [handle(merging, model_id, 1) for model_id in (B, C)] == [first, first]
-    assert len(watched.passes) == 1, "the dispatches of the others find their results"
+    assert len(recorder.passes) == 1, "the dispatches of the others find their results"
 
 
 def test_with_exact_every_op_has_a_pass_of_its_own(world: World):
     worker = worker_of(world, "a/1")
     for model_id in (A, B, C):
         admit(world, model_id, 1, gradient(1))
-    watched = Watched(worker)
+    recorder = PassRecorder(worker)
     for model_id in (A, B, C):
         handle(worker, model_id, 1)
-    assert sorted(map(sorted, watched.passes)) == [[A], [B], [C]]
+    assert sorted(map(sorted, recorder.passes)) == [[A], [B], [C]]
 
 
 @pytest.mark.parametrize("merged_tokens", [0, MERGED])
@@ -99,13 +99,13 @@ def test_no_model_waits_for_another_twice(world: World, merged_tokens: int):
     worker = worker_of(world, "a/1", merged_tokens=merged_tokens)
     for seq in range(1, 5):
         admit(world, A, seq, gradient(seq))
-    watched = Watched(worker)
+    recorder = PassRecorder(worker)
     handle(worker, A, 1)
     admit(world, B, 1, gradient(1))
     for seq in range(2, 5):
         handle(worker, A, seq)
-    assert [ops for ops in watched.passes if B in ops], "B ran without a dispatch of its own"
-    assert B in set.union(*watched.passes[:2]), "and waited for one Op of A alone"
+    assert [ops for ops in recorder.passes if B in ops], "B ran without a dispatch of its own"
+    assert B in set.union(*recorder.passes[:2]), "and waited for one Op of A alone"
     assert applied(world, A) == 4
 
 
@@ -116,28 +116,28 @@ def test_what_is_over_the_budget_does_not_join(world: World):
     assert 16 * 40 // size == 1, "the budget holds one Op beside the first, not two"
     for model_id in (A, B, C):
         admit(world, model_id, 1, gradient(1))
-    watched = Watched(worker)
+    recorder = PassRecorder(worker)
     handle(worker, A, 1)
-    assert watched.passes == [{A, B}]
+    assert recorder.passes == [{A, B}]
 
 
 def test_kinds_do_not_mix_and_steps_run_alone(world: World, merging: Worker):
     admit(world, A, 1, gradient(1))
     admit(world, B, 1, PROBE)
     admit(world, C, 1, step()[1])
-    watched = Watched(merging)
+    recorder = PassRecorder(merging)
     for model_id, kind in ((A, "forward_backward"), (B, "forward"), (C, "optim_step")):
         handle(merging, model_id, 1, kind)
-    assert sorted(map(sorted, watched.passes)) == [[A], [B], [C]]
+    assert sorted(map(sorted, recorder.passes)) == [[A], [B], [C]]
 
 
 def test_an_op_that_breaks_its_pass_takes_no_other_with_it(world: World, merging: Worker):
     for model_id in (A, B, C):
         admit(world, model_id, 1, gradient(1))
-    watched = Watched(merging, poison=B)
+    recorder = PassRecorder(merging, poison=B)
     with pytest.raises(Requeue):
         handle(merging, A, 1)
-    assert watched.passes == [{A, B, C}]
+    assert recorder.passes == [{A, B, C}]
     for model_id in (A, B, C):
         assert world.client.hget(keys.op(f"{model_id}:1"), "attempts") == b"1"
     for _ in range(2):
@@ -148,7 +148,7 @@ def test_an_op_that_breaks_its_pass_takes_no_other_with_it(world: World, merging
                 continue
     outcomes = {model_id: handle(merging, model_id, 1) for model_id in (A, B, C)}
     assert [bool(result and result.failed) for result in outcomes.values()] == [False, True, False]
-    assert all(len(ops) == 1 for ops in watched.passes[1:]), "begun once and not ended, each runs alone"
+    assert all(len(ops) == 1 for ops in recorder.passes[1:]), "begun once and not ended, each runs alone"
 
 
 def test_a_batch_behind_a_step_joins_the_pass_too(world: World, merging: Worker):
@@ -156,9 +156,9 @@ def test_a_batch_behind_a_step_joins_the_pass_too(world: World, merging: Worker)
         admit(world, B, seq, op)
     handle(merging, B, 1)
     admit(world, A, 1, gradient(1))
-    watched = Watched(merging)
+    recorder = PassRecorder(merging)
     handle(merging, A, 1)
-    assert watched.passes == [{B}, {A, B}], "the step of B, then both batches"
+    assert recorder.passes == [{B}, {A, B}], "the step of B, then both batches"
 
 
 def test_a_pass_waits_for_the_next_op_of_a_model_that_was_served_lately(world: World, monkeypatch: pytest.MonkeyPatch):
@@ -168,13 +168,13 @@ def test_a_pass_waits_for_the_next_op_of_a_model_that_was_served_lately(world: W
         admit(world, model_id, 1, gradient(1))
     admit(world, A, 1, gradient(1))
     handle(worker, A, 1)
-    watched = Watched(worker)
+    recorder = PassRecorder(worker)
     for model_id in (A, B):
         admit(world, model_id, 2, gradient(2))
     late = threading.Timer(0.05, admit, (world, C, 2, gradient(2)))
     late.start()
     handle(worker, A, 2)
-    assert watched.passes == [{A, B, C}]
+    assert recorder.passes == [{A, B, C}]
 
 
 def test_behind_a_long_pass_the_next_waits_for_longer(world: World, monkeypatch: pytest.MonkeyPatch):
@@ -182,7 +182,7 @@ def test_behind_a_long_pass_the_next_waits_for_longer(world: World, monkeypatch:
     worker = worker_of(world, "a/1", merged_tokens=MERGED, wait_s=1e-6)
     for model_id in (A, B, C):
         admit(world, model_id, 1, gradient(1))
-    watched = Watched(worker)
+    recorder = PassRecorder(worker)
     took = worker.runner._scheduler.charge
     monkeypatch.setattr(worker.runner._scheduler, "charge", lambda ran, _: took(ran, 300.0))
     handle(worker, A, 1)
@@ -191,7 +191,7 @@ def test_behind_a_long_pass_the_next_waits_for_longer(world: World, monkeypatch:
     late = threading.Timer(0.05, admit, (world, C, 2, gradient(2)))
     late.start()
     handle(worker, A, 2)
-    assert watched.passes == [{A, B, C}, {A, B, C}]
+    assert recorder.passes == [{A, B, C}, {A, B, C}]
 
 
 def test_nobody_waits_for_a_model_that_was_quiet(world: World):
@@ -208,12 +208,12 @@ def test_an_op_that_broke_a_worker_waits_for_its_own_dispatch(world: World):
     world.client.hset(keys.op(f"{B}:1"), "attempts", 1)
     for seq in (1, 2):
         admit(world, A, seq, gradient(seq))
-    watched = Watched(worker)
+    recorder = PassRecorder(worker)
     for seq in (1, 2):
         handle(worker, A, seq)
-    assert watched.passes == [{A}, {A}]
+    assert recorder.passes == [{A}, {A}]
     handle(worker, B, 1)
-    assert watched.passes[-1] == {B}
+    assert recorder.passes[-1] == {B}
 
 
 @pytest.mark.parametrize("left_running", [A, B])
@@ -221,17 +221,17 @@ def test_an_op_that_another_process_left_running_runs_alone(world: World, mergin
     for model_id in (A, B):
         admit(world, model_id, 1, gradient(1))
     world.client.hset(keys.op(f"{left_running}:1"), "runner", "a/0")
-    watched = Watched(merging)
+    recorder = PassRecorder(merging)
     handle(merging, A, 1)
-    assert watched.passes == [{A}]
+    assert recorder.passes == [{A}]
 
 
 def test_a_fault_in_one_op_of_a_pass_is_its_own(world: World, merging: Worker):
     admit(world, A, 1, gradient(1))
     admit(world, B, 1, infinite_ratio())
-    watched = Watched(merging)
+    recorder = PassRecorder(merging)
     first = handle(merging, A, 1)
-    assert watched.passes == [{A, B}]
+    assert recorder.passes == [{A, B}]
     second = world.oplog.outcome(ids.request_id(B, 1))
     assert first is not None and second is not None
     assert (first.failed, second.failed) == (False, True)
@@ -249,14 +249,14 @@ def test_a_model_that_was_lost_meanwhile_commits_nothing(world: World, merging: 
 def test_a_model_that_is_lost_in_the_pass_commits_nothing_and_the_others_do(world: World, merging: Worker):
     for model_id in (A, B):
         admit(world, model_id, 1, gradient(1))
-    watched = Watched(merging)
-    inner = watched.apply
+    recorder = PassRecorder(merging)
+    inner = recorder.apply
 
     def overtaken(ops: Mapping[str, Any]) -> Any:
         world.client.hincrby(keys.model(B), "epoch", 1)
         return inner(ops)
 
-    watched.apply = overtaken
+    recorder.apply = overtaken
     assert handle(merging, A, 1) is not None
     assert (applied(world, A), applied(world, B)) == (1, 0)
     assert B not in merging.owner.residents(), "its state holds an Op that was not committed"
@@ -287,12 +287,12 @@ def test_a_shared_pass_is_within_the_bound_of_running_alone(world: World, mergin
         admit(world, model_id, 1, gradient(seed))
         admit(world, model_id, 2, step()[1])
         admit(world, model_id, 3, PROBE)
-    watched = Watched(merging)
+    recorder = PassRecorder(merging)
     bodies = {}
     for seq, kind in ((1, "forward_backward"), (2, "optim_step"), (3, "forward")):
         for model_id in (A, B, C):
             bodies[model_id] = handle(merging, model_id, seq, kind)
-    assert {A, B, C} in watched.passes
+    assert {A, B, C} in recorder.passes
     for model_id, seed in ((A, 1), (B, 2), (C, 3)):
         result = bodies[model_id]
         assert result is not None

@@ -14,7 +14,7 @@ from app.stores.redis import keys
 from tests.pages import used
 from tests.unit.workers.conftest import MODEL, Worker, World, batch, step
 from tests.unit.workers.sample.test_runner import REQUEST, SESSION, admit, backend, runner
-from tests.unit.workers.train.test_scheduler import A, B, C, Watched, gradient, handle, merging
+from tests.unit.workers.train.test_scheduler import A, B, C, PassRecorder, gradient, handle, merging
 from tests.unit.workers.train.test_scheduler import admit as admit_to
 from workers.backends.sampling.base import SamplerBackend
 
@@ -100,9 +100,9 @@ def test_a_commit_in_doubt_counts_once_whether_it_had_arrived_or_not(
 def test_each_op_of_a_shared_pass_counts_its_own(world: World, merging: Worker):
     for model_id in (A, B, C):
         admit_to(world, model_id, 1, gradient(1))
-    watched = Watched(merging)
+    recorder = PassRecorder(merging)
     handle(merging, A, 1)
-    assert watched.passes == [{A, B, C}]
+    assert recorder.passes == [{A, B, C}]
     assert trained(world) == 3 * BATCH_TOKENS
 
 

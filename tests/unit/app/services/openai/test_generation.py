@@ -61,9 +61,9 @@ def test_the_begin_of_a_stop_string_that_never_comes_is_given_at_the_end(tokeniz
 def test_tokens_are_reported_with_their_text_and_the_one_that_ended_it_is_not(tokenizer: BaseTokenizer):
     stream = TextStream(tokenizer, [], [])
     tokens = [*ids(tokenizer, "ab"), 257]
-    told = [token for at in tokens for token in stream.push([at], [-float(at)]).tokens]
-    told += stream.finish(stopped=True).tokens
-    assert [(token.position, token.id, token.logprob, token.start) for token in told] == [
+    reported = [token for at in tokens for token in stream.push([at], [-float(at)]).tokens]
+    reported += stream.finish(stopped=True).tokens
+    assert [(token.position, token.id, token.logprob, token.start) for token in reported] == [
         (0, tokens[0], -float(tokens[0]), 0),
         (1, tokens[1], -float(tokens[1]), 1),
     ]
@@ -72,8 +72,8 @@ def test_tokens_are_reported_with_their_text_and_the_one_that_ended_it_is_not(to
 def test_tokens_of_a_stop_string_are_not_reported(tokenizer: BaseTokenizer):
     stream = TextStream(tokenizer, [], ["cd"])
     tokens = ids(tokenizer, "abcd")
-    told = [*stream.push(tokens, [0.0] * 4).tokens, *stream.finish(stopped=True).tokens]
-    assert [token.id for token in told] == tokens[:2]
+    reported = [*stream.push(tokens, [0.0] * 4).tokens, *stream.finish(stopped=True).tokens]
+    assert [token.id for token in reported] == tokens[:2]
 
 
 def test_special_tokens_are_no_text(tokenizer: BaseTokenizer):
@@ -91,17 +91,17 @@ def test_however_tokens_are_cut_the_text_is_that_of_all_of_them_up_to_the_first_
     tokenizer: BaseTokenizer, tokens: list[int], cuts: list[int], stops: list[str], prompt: list[int]
 ):
     stream = TextStream(tokenizer, prompt, stops)
-    text, told, begin = "", [], 0
+    text, reported, begin = "", [], 0
     for cut in cuts:
         piece = stream.push(tokens[begin : begin + cut], [0.0] * len(tokens[begin : begin + cut]))
-        text, told, begin = text + piece.text, [*told, *piece.tokens], begin + cut
+        text, reported, begin = text + piece.text, [*reported, *piece.tokens], begin + cut
     last = stream.finish(stopped=False)
     whole = tokenizer.decode(tokens)
     ends = [place for stop in stops if (place := whole.find(stop)) >= 0]
     assert text + last.text == whole[: min(ends, default=len(whole))]
-    places = [token.position for token in [*told, *last.tokens]]
-    assert places == list(range(len(places)))
-    assert ends or len(places) == len(tokens)
+    positions = [token.position for token in [*reported, *last.tokens]]
+    assert positions == list(range(len(positions)))
+    assert ends or len(positions) == len(tokens)
 
 
 def test_a_tokenizers_own_words_keep_their_spaces(tokenizer: BaseTokenizer):

@@ -64,7 +64,7 @@ def test_under_little_load_adapters_are_spread_evenly_and_a_forgotten_affinity_i
     for sampler in sessions:
         records.put_new(Sampler.namespace, sampler, dump(Sampler("me", "session", "base", 0.0)))
 
-    def homes(seq: int) -> list[str | None]:
+    def affinities(seq: int) -> list[str | None]:
         """Affinities of sixteen sessions, each alone while it samples."""
         found = []
         for sampler in sessions:
@@ -73,9 +73,9 @@ def test_under_little_load_adapters_are_spread_evenly_and_a_forgotten_affinity_i
             client.delete(f"{keys.PREFIX}home:{sampler}")
         return found
 
-    first = homes(0)
+    first = affinities(0)
     assert min(first.count("a"), first.count("b")) >= 4
-    assert homes(1) == first
+    assert affinities(1) == first
 
 
 def test_sampling_sessions_of_one_adapter_go_to_one_sampler(samples):
@@ -110,7 +110,7 @@ def test_a_request_sent_to_no_sampler_counts_at_the_first_that_claims_it(client,
     assert placed(client) == {"a": HOLDS, "b": HOLDS + 1}
     for sampler in (BASE, TUNED):
         samples.finish_sample(f"{sampler}:0", Result(b""))
-    assert admit(samples, 2, OTHER) == "b", "who claimed it is its home"
+    assert admit(samples, 2, OTHER) == "b", "the sampler that claimed it is its affinity"
 
 
 def test_nothing_goes_to_a_sampler_that_is_gone_or_not_well(samples, records):
@@ -118,7 +118,7 @@ def test_nothing_goes_to_a_sampler_that_is_gone_or_not_well(samples, records):
     records.delete(Worker.namespace, "a")
     assert admit(samples, 1) == "b"
     start(records, "a")
-    assert admit(samples, 2) == "b", "the home has moved"
+    assert admit(samples, 2) == "b", "the affinity has moved"
     start(records, "b", healthy=False)
     assert admit(samples, 3) == "a"
     records.delete(Worker.namespace, "a")
@@ -166,7 +166,7 @@ def test_a_request_is_awaited_until_one_begins_on_it_and_again_when_that_one_is_
 
 def test_an_affinity_is_forgotten_some_time_after_its_last_request(client, samples):
     admit(samples, 0)
-    [home] = client.keys(f"{keys.PREFIX}home:*")
-    client.pexpire(home, 1000)
+    [affinity] = client.keys(f"{keys.PREFIX}home:*")
+    client.pexpire(affinity, 1000)
     admit(samples, 1)
-    assert client.pttl(home) > 1000
+    assert client.pttl(affinity) > 1000

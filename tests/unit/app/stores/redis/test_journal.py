@@ -191,9 +191,9 @@ def test_a_strike_counts_once_and_what_was_put_off_not_at_all(oplog):
     lease = own(oplog, "a/1")
     oplog.next(lease, 0)
     oplog.strike(lease, 0)
-    heir = own(oplog, "a/2")
-    assert oplog.next(heir, 0).attempts == 1, "the strike has told of the first boot"
-    oplog.put_off(heir, 0)
+    successor = own(oplog, "a/2")
+    assert oplog.next(successor, 0).attempts == 1, "the strike has counted the attempt of the first boot"
+    oplog.put_off(successor, 0)
     assert oplog.next(own(oplog, "a/3"), 0).attempts == 1
 
 

@@ -191,8 +191,8 @@ def test_the_end_of_a_model_wakes_the_polls_of_what_waits(client, lifecycle, opl
         assert channel.get_message(timeout=60)["type"] == "subscribe"
         lifecycle.end_model(MODEL)
         client.publish(keys.DONE_CHANNEL, "end")
-        heard = [channel.get_message(timeout=60)["data"] for _ in range(2)]
-    assert heard == [f"{MODEL}:1".encode(), b"end"]
+        published = [channel.get_message(timeout=60)["data"] for _ in range(2)]
+    assert published == [f"{MODEL}:1".encode(), b"end"]
 
 
 def test_an_owner_of_an_ended_model_can_do_nothing_more(lifecycle, oplog):

@@ -200,7 +200,7 @@ def test_another_model_is_refused_when_there_are_as_many_as_may_be(client, oplog
     assert stored.get(Model.namespace, second) is None
     RedisLifecycle(client, SETTINGS).end_model(MODEL)
     assert oplog.admit(second, 0, "create_model", b"payload", "d", fields, charge).fresh
-    assert not oplog.admit(second, 0, "create_model", b"payload", "d", fields, charge).fresh, "a repeat is let in"
+    assert not oplog.admit(second, 0, "create_model", b"payload", "d", fields, charge).fresh, "a repeat is admitted"
 
 
 def checkpoint(size: int, owner: str = "me", key: str = "k") -> Checkpoint:
@@ -260,4 +260,4 @@ def test_a_save_is_refused_when_the_bytes_are_used_up(oplog, stored):
             with pytest.raises(LimitReached, match=f"key k has 100 bytes of .* storage_bytes is {limit}"):
                 ask(oplog, limit, charge, "save_weights")
     charge = Charge(mine(Limits(storage_bytes=0)), stores=True)
-    assert not ask(oplog, 101, charge, "save_weights"), "a repeat is let in"
+    assert not ask(oplog, 101, charge, "save_weights"), "a repeat is admitted"

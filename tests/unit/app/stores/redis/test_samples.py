@@ -53,7 +53,7 @@ def error(oplog: RedisOpLog, request: str) -> dict[str, str]:
     return json.loads(result.body)
 
 
-def heard(client: redis.Redis, do: object) -> list[str]:
+def published(client: redis.Redis, do: object) -> list[str]:
     """Messages about aborted requests that are published while `do` runs."""
     with client.pubsub() as channel:
         channel.subscribe(keys.ABORTED_CHANNEL)
@@ -109,7 +109,7 @@ def test_each_queue_has_bounds_of_its_own(samples):
 
 def test_a_cancelled_request_fails_as_the_users_doing_and_never_runs(client, samples):
     request = admit(samples, 0)
-    assert heard(client, lambda: samples.cancel_sample(request)) == [request]
+    assert published(client, lambda: samples.cancel_sample(request)) == [request]
     assert error(samples, request)["category"] == "user"
     assert "cancelled" in error(samples, request)["error"]
     assert samples.claim_sample(request, "a/1") is None
@@ -122,7 +122,7 @@ def test_of_cancelling_and_finishing_the_first_one_stays(client, samples):
     samples.claim_sample(cancelled, "a/1")
     samples.finish_sample(done, OK)
     assert not samples.cancel_sample(done)
-    assert heard(client, lambda: samples.cancel_sample(done)) == []
+    assert published(client, lambda: samples.cancel_sample(done)) == []
     assert samples.outcome(done) == OK
     assert samples.cancel_sample(cancelled)
     assert not samples.finish_sample(cancelled, OK)
@@ -144,7 +144,7 @@ def test_the_end_of_a_session_cancels_what_it_samples_and_nothing_else(client, s
     other = admit(samples, 0, sampler=OTHER)
     assert lifecycle.abort_samples() == 0
     lifecycle.finish(SESSION, "success")
-    assert sorted(heard(client, lifecycle.abort_samples)) == sorted(mine)
+    assert sorted(published(client, lifecycle.abort_samples)) == sorted(mine)
     assert error(samples, mine[0]) == {"error": "cancelled: its session has ended", "category": "user"}
     assert samples.outcome(done) == OK
     assert [waiting.id for waiting in samples.pending()] == [other]

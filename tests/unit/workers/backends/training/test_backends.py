@@ -12,12 +12,12 @@ from workers.backends.training.backends import rank_device
 @pytest.fixture
 def limits(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, torch.device]]:
     """Limits that torch received, on a machine that seems to have two GPUs."""
-    told: list[tuple[float, torch.device]] = []
+    fractions: list[tuple[float, torch.device]] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *args: told.append(args))
-    return told
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *args: fractions.append(args))
+    return fractions
 
 
 def test_a_rank_takes_no_more_of_its_gpu_than_its_share(
