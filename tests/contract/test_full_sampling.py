@@ -76,7 +76,7 @@ def test_a_saved_one_is_sampled_by_its_path(service: tinker.ServiceClient, full:
     assert greedy(by_path) == wanted
 
 
-def test_nobody_elses_samples_change(
+def test_samples_of_other_models_do_not_change(
     service: tinker.ServiceClient, full: tinker.TrainingClient, training: tinker.TrainingClient
 ) -> None:
     train(training, 2)

@@ -117,7 +117,7 @@ def test_a_clients_samples_cost_one_held_poll_or_one_each(api: ApiServer, sampli
         assert [tokens(found) for found in asked] == [[token] for token in range(6)]
 
 
-def test_results_that_were_there_before_anybody_waited_arrive(api: ApiServer, sampling: tinker.SamplingClient):
+def test_results_that_came_before_the_wait_arrive(api: ApiServer, sampling: tinker.SamplingClient):
     with sampler(api):
         assert [tokens(sample(sampling, token)) for token in range(5)] == [[token] for token in range(5)]
 

@@ -84,7 +84,7 @@ def test_a_viewer_reads_all_and_changes_nothing(tenant: Tenant) -> None:
         assert (call, tenant.call(viewer, call, body).status_code) == (call, 200)
 
 
-def test_a_result_that_a_viewer_read_is_there_as_before_for_whoever_waits_for_it(tenant: Tenant) -> None:
+def test_a_result_that_a_viewer_read_is_still_there_for_the_client_that_waits_for_it(tenant: Tenant) -> None:
     viewer, sample = tenant.key("viewer"), tenant.ids["sample"]
     tenant.api.services.oplog.finish_sample(sample, Result(b"x", PROTOBUF))
     with connect(tenant.api.services.settings.redis.url) as client:
@@ -110,7 +110,7 @@ def test_a_key_without_scopes_reads_all_and_changes_nothing(tenant: Tenant) -> N
         assert (call, tenant.call(key, call, body).status_code) == (call, 200)
 
 
-def test_whoever_is_not_in_the_project_finds_none_of_it(tenant: Tenant, accounts: AccountService) -> None:
+def test_a_user_outside_the_project_finds_none_of_it(tenant: Tenant, accounts: AccountService) -> None:
     """The answer is that for a missing resource, byte for byte. This includes users of the same organisation."""
     elsewhere = accounts.add_project(tenant.organisation, "pans").id
     key = tenant.key("admin", project=elsewhere)

@@ -120,7 +120,7 @@ def test_earlier_versions_of_a_model_go_unless_they_are_needed(folder: ShmFolder
     assert set(folder.prefixes()) == {prefix(8), prefix(9, epoch=2), other}
 
 
-def test_room_is_made_of_what_nobody_needs_and_was_not_just_written(folder: ShmFolder):
+def test_unneeded_files_that_were_not_just_written_make_room(folder: ShmFolder):
     for seq in (1, 2, 3):
         folder.write(prefix(seq), sealed())
     for seq in (1, 2):

@@ -339,7 +339,7 @@ def test_the_end_of_a_run_ends_its_transfers(world: World, store: GatedStore):
     assert store.list(prefix) == []
 
 
-def test_a_run_that_cannot_be_brought_back_keeps_nobody_waiting(world: World, store: GatedStore):
+def test_a_run_that_cannot_be_restored_keeps_no_sampler_waiting(world: World, store: GatedStore):
     worker = world.worker("a/1", share=math.inf, store=store)
     prefix = transferred(worker, world, 0)
     world.await_snapshot(2)

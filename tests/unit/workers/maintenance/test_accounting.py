@@ -204,7 +204,7 @@ def test_a_round_measures_no_oftener_than_needed(installation, monkeypatch):
     assert len(asked) == 1
 
 
-def test_what_nobody_measured_for_long_counts_for_a_day(installation):
+def test_what_was_not_measured_for_long_counts_for_a_day(installation):
     installation.records.put(Checkpoint.namespace, "one", dump(SAVED))
     now = installation.records.now()
     installation.pages.measure(None, now - 10 * 86_400, [])

@@ -194,7 +194,7 @@ def test_a_model_ends_though_the_object_store_is_away_and_its_files_go_when_aske
 
 
 @pytest.mark.parametrize("how", ["silent", "finished"])
-def test_the_samples_of_an_ended_session_are_cancelled_also_if_nobody_got_to_it_then(
+def test_the_samples_of_an_ended_session_are_cancelled_later_if_they_were_not_then(
     installation: Installation, how: str
 ):
     sampler, other = f"{SESSION}:sample:0", f"{OTHER}:sample:0"

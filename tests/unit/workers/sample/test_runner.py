@@ -178,7 +178,7 @@ def test_a_request_whose_content_is_lost_fails_as_the_servers_fault(world: World
     assert "is lost" in json.loads(result.body)["error"]
 
 
-def test_what_nobody_foresaw_ends_a_request_too(world: World, backend: SamplerBackend):
+def test_an_unexpected_error_ends_a_request_too(world: World, backend: SamplerBackend):
     """The worker survives the error, so no attempt would be the last."""
 
     class Surprising(Engine):

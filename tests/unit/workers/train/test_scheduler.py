@@ -194,7 +194,7 @@ def test_behind_a_long_pass_the_next_waits_for_longer(world: World, monkeypatch:
     assert recorder.passes == [{A, B, C}, {A, B, C}]
 
 
-def test_nobody_waits_for_a_model_that_was_quiet(world: World):
+def test_no_pass_waits_for_a_model_that_was_quiet(world: World):
     worker = worker_of(world, "a/1", merged_tokens=MERGED, wait_s=600.0)
     for model_id in (B, C):
         worker.owner.residents()[model_id].served -= 1.5

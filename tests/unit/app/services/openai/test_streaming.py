@@ -121,7 +121,7 @@ def test_a_failed_request_fails_with_its_words(category: str, kind: type[OpError
         list(result_stream(Script(failed)))
 
 
-def test_whoever_went_away_is_not_waited_for():
+def test_a_client_that_went_away_is_not_waited_for():
     with pytest.raises(ClientGone):
         list(result_stream(Script(None, None), gone=True))
 

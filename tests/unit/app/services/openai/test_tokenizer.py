@@ -113,7 +113,7 @@ def test_a_text_that_no_context_holds_is_not_tokenized(tmp_path: Path):
             tokenizer.encode(text, 10)
 
 
-def test_a_tokenizer_that_is_being_fetched_keeps_nobody_from_another(tmp_path: Path):
+def test_a_tokenizer_that_is_being_fetched_delays_no_other(tmp_path: Path):
     asked, over = threading.Event(), threading.Event()
 
     class Bases:

@@ -111,7 +111,7 @@ def test_more_sequences_than_there_may_be_pass_alone(oplog):
     sample(oplog, 1, 1, payers)
 
 
-def test_sequences_count_for_whom_they_were_admitted_when_their_session_moves(client, oplog, quotas):
+def test_sequences_still_count_where_they_were_admitted_when_their_session_moves(client, oplog, quotas):
     request = sample(oplog, 0, 3, mine())
     RedisLifecycle(client, SETTINGS).move(SESSION, "other")
     oplog.finish_sample(request, Result(b"{}"))
