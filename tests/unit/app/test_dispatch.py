@@ -48,7 +48,7 @@ def test_a_worker_that_sends_itself_ticks_knows_what_waits(url: str, broker: red
     assert ticks.waiting() == 1
 
 
-def test_a_worker_that_sends_itself_ticks_is_told_that_the_broker_is_full(
+def test_a_worker_that_sends_itself_ticks_sees_that_the_broker_is_full(
     url: str, broker: redis.Redis, tmp_path: Path
 ):
     ticks = TickSender(at(url, tmp_path), QUEUE)
@@ -57,13 +57,13 @@ def test_a_worker_that_sends_itself_ticks_is_told_that_the_broker_is_full(
     assert ticks.waiting() == 0
 
 
-def test_a_worker_that_sends_itself_ticks_is_told_that_the_broker_is_away(tmp_path: Path):
+def test_a_worker_that_sends_itself_ticks_sees_that_the_broker_is_away(tmp_path: Path):
     ticks = TickSender(away(tmp_path), QUEUE)
     assert not ticks.send()
     assert ticks.waiting() is None
 
 
-def test_ringing_where_the_broker_is_full_or_away_fails_nobody(url: str, broker: redis.Redis, tmp_path: Path):
+def test_no_dispatch_fails_where_the_broker_is_full_or_away(url: str, broker: redis.Redis, tmp_path: Path):
     broker.config_set("maxmemory", 1)
     for celery in (at(url, tmp_path), away(tmp_path)):
         Dispatcher(celery).send("forward", "session:train:0:1", "session:train:0", "train.base")
