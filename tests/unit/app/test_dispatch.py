@@ -48,9 +48,7 @@ def test_a_worker_that_sends_itself_ticks_knows_what_waits(url: str, broker: red
     assert ticks.waiting() == 1
 
 
-def test_a_worker_that_sends_itself_ticks_sees_that_the_broker_is_full(
-    url: str, broker: redis.Redis, tmp_path: Path
-):
+def test_a_worker_that_sends_itself_ticks_sees_that_the_broker_is_full(url: str, broker: redis.Redis, tmp_path: Path):
     ticks = TickSender(at(url, tmp_path), QUEUE)
     broker.config_set("maxmemory", 1)
     assert not ticks.send()
