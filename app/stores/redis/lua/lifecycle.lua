@@ -171,12 +171,16 @@ end
 return found
 
 -- script: end_sampler flags=allow-oom
--- needs: is_retired
--- Remove a sampler's record. ARGV: sampler id, ms since which its session must have ended.
+-- needs: home, is_retired
+-- Remove a sampler's record, and the affinity of its adapter unless the adapter is a checkpoint with a path, which other
+-- samplers may use. ARGV: sampler id, ms since which its session must have ended.
 -- Returns 1, or 0 when the sampler does not exist, or when its session is open again.
 local key = 'tinsmith:samplers:' .. ARGV[1]
-local session = redis.call('HGET', key, 'session_id')
-if not session or not is_retired(session, ARGV[2]) then return 0 end
+local found = redis.call('HMGET', key, 'session_id', 'prefix', 'model_path')
+if not found[1] or not is_retired(found[1], ARGV[2]) then return 0 end
+if cjson.decode(found[3] or '""') == '' then
+  redis.call('DEL', home_of(ARGV[1] .. ':0', cjson.decode(found[2] or '""')))
+end
 redis.call('DEL', key)
 redis.call('ZREM', 'tinsmith:index:samplers', ARGV[1])
 return 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import redis
 
@@ -10,6 +12,7 @@ from app.domain.results import Result
 from app.settings import EngineSettings
 from app.stores.redis import keys
 from app.stores.redis.journal import RedisOpLog
+from app.stores.redis.lifecycle import RedisLifecycle
 from app.stores.redis.records import RedisRecords
 
 QUEUE = "sample.base"
@@ -170,3 +173,20 @@ def test_an_affinity_is_forgotten_some_time_after_its_last_request(client, sampl
     client.pexpire(affinity, 1000)
     admit(samples, 1)
     assert client.pttl(affinity) > 1000
+
+
+@pytest.mark.parametrize(("path", "left"), [("", 0), ("tinker://m/sampler_weights/a", 1)])
+def test_affinity_ends_with_its_sampler_except_that_of_a_checkpoint_others_may_use(
+    client, records, samples, path, left
+):
+    record = Sampler("me", "session", "base", 0.0, path, "models/m/a")
+    records.put(Sampler.namespace, TUNED, dump(record))
+    for sampler in (BASE, TUNED):
+        admit(samples, 1, sampler)
+    assert client.exists(f"{keys.PREFIX}home:{BASE}", f"{keys.PREFIX}home:models/m/a") == 2
+    lifecycle = RedisLifecycle(client, EngineSettings(retain_s=0.001))
+    lifecycle.finish("session", "success")
+    time.sleep(0.01)
+    assert all(lifecycle.end_sampler(sampler) for sampler in (BASE, TUNED))
+    assert not client.exists(f"{keys.PREFIX}home:{BASE}")
+    assert client.exists(f"{keys.PREFIX}home:models/m/a") == left
