@@ -38,9 +38,6 @@ from app.stores.redis.limits import RedisQuotas
 from app.stores.redis.pages import RedisPages, UsageLedger
 from app.stores.redis.records import RedisRecords
 
-# With kombu's defaults, a publish to a broker that is away takes 6 s, and every admission would wait for it.
-_ONE_TRY = {"max_retries": 1, "interval_start": 0, "interval_step": 0, "interval_max": 0}
-
 
 @dataclass(frozen=True, slots=True)
 class Services:
@@ -85,7 +82,7 @@ def build(settings: Settings) -> Services:
     oplog, store = RedisOpLog(client, settings.engine), RedisRecords(client, settings.engine)
     objects = create(settings, may_be_away=True)
     bases = BaseModels(settings, store)
-    dispatcher = _dispatcher(settings)
+    dispatcher = Dispatcher(celery_app(settings))
     limits = LimitsOf(store, settings.limits.project)
     quotas = QuotaService(limits, RedisQuotas(client, settings.engine))
     admission = AdmissionService(oplog, store, dispatcher, limits, settings)
@@ -145,9 +142,3 @@ def _tokens(settings: Settings) -> Tokens | None:
     if not settings.url_secret:
         raise SetupError("api.pjwt_auth_enabled needs url_secret in the config file: set it to 32 random characters")
     return Tokens(settings.url_secret, settings.api.token_lifetime_s)
-
-
-def _dispatcher(settings: Settings) -> Dispatcher:
-    celery = celery_app(settings)
-    celery.conf.broker_transport_options = {**celery.conf.broker_transport_options, **_ONE_TRY}
-    return Dispatcher(celery)

@@ -62,5 +62,5 @@ ADDED: dict[str, set[str]] = {
     # Keys that start so and are now deleted before they expire; every version does without them.
     "keys deleted": {"tinsmith:home:"},
     # Each process has its own.
-    "broker options": {"max_retries", "interval_start"},
+    "broker options": {"max_retries", "interval_start", "interval_step", "interval_max"},
 }

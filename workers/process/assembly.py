@@ -270,6 +270,7 @@ def assemble_sampler(parts: Parts, serving: Serving[SamplerBackend], cancelled: 
     def close() -> None:
         backend.close()
         publisher.close()
+        cancellations.close()
         parts.keeper.stop()
 
     runtime = Runtime(runner, runner, queue, heartbeat, watchdog, sweeper(parts), probe, close, heartbeat.leave)

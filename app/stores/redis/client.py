@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import cast
@@ -81,24 +80,36 @@ class Channel:
         self._redis, self._name, self._heard, self._missed = client, name, heard, missed
         self.listening = threading.Event()
         """Set while the channel receives messages."""
+        self._closed = threading.Event()
 
     def start(self) -> None:
         threading.Thread(target=self._listen, name=f"listening on {self._name}", daemon=True).start()
 
+    def close(self) -> None:
+        """Ends the thread, at the latest after a second."""
+        self._closed.set()
+
     def _listen(self) -> None:
-        while True:
+        warned = False
+        while not self._closed.is_set():
             try:
                 self._listen_once()
             except (redis.RedisError, OSError) as error:
-                log.warning("lost the channel %s: %s", self._name, error)
+                # One line for each outage, not one for each try.
+                if self.listening.is_set() or not warned:
+                    log.warning("lost the channel %s: %s", self._name, error)
+                warned = True
             self.listening.clear()
             self._missed()
-            time.sleep(_RECONNECT_S)
+            self._closed.wait(_RECONNECT_S)
 
     def _listen_once(self) -> None:
         with self._redis.pubsub() as channel:  # type: ignore[no-untyped-call]
             channel.subscribe(self._name)
-            for message in channel.listen():
+            while not self._closed.is_set():
+                message = channel.get_message(timeout=1.0)
+                if message is None:
+                    continue
                 if message["type"] == "subscribe":
                     self._missed()
                     self.listening.set()

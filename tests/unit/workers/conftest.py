@@ -32,8 +32,7 @@ from workers.backends.training.backends import create
 from workers.backends.training.base import Create, TrainingBackend
 from workers.checkpoints import transfer
 from workers.checkpoints.coalescing import CoalescingWorker
-from workers.process.assembly import Overrides, Trainer, assemble_trainer
-from workers.process.heartbeat import LeaseKeeper
+from workers.process.assembly import Overrides, Sampler, Trainer, assemble_trainer
 from workers.process.parts import Serving
 
 BASE = "base"
@@ -58,6 +57,12 @@ def step(seed: int = 0) -> list[Op]:
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Removes the pauses between tries to fetch a file: 0.6 s for each fetch from a store that is away."""
     monkeypatch.setattr(transfer, "_PAUSE_S", 0.0)
+
+
+def stop(sampler: Sampler) -> None:
+    """Ends the sampler's threads. Its backend may be another test's too."""
+    sampler.cancellations.close()
+    sampler.parts.keeper.stop()
 
 
 def await_true(what: Callable[[], Any], why: str) -> None:
@@ -93,7 +98,7 @@ class World:
     oplog: RedisOpLog
     records: RedisRecords
     backends: dict[str, TrainingBackend]
-    keepers: list[LeaseKeeper] = field(default_factory=list)
+    samplers: list[Sampler] = field(default_factory=list)
     trainers: list[Trainer] = field(default_factory=list)
 
     def admit(self, seq: int, op: Op) -> str:
@@ -221,8 +226,8 @@ def world(
         trainer.shm_transfers.close()
         trainer.snapshots.close()
         trainer.parts.keeper.stop()
-    for keeper in world.keepers:
-        keeper.stop()
+    for sampler in world.samplers:
+        stop(sampler)
     # The calls above do not wait for these threads: they must end before the next test has models of the same names.
     for thread in threading.enumerate():
         if thread.name in ("shm-uploads", "snapshot-writes", "snapshot-uploads"):

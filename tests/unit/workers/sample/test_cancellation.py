@@ -27,9 +27,8 @@ from app.stores.redis.limits import RedisQuotas
 from app.stores.redis.records import RedisRecords
 from app.stores.redis.types import Entry
 from tests import assembly
-from tests.unit.workers.conftest import await_true
+from tests.unit.workers.conftest import await_true, stop
 from workers.backends.sampling.base import Aborted, RequestHandle
-from workers.process.heartbeat import LeaseKeeper
 from workers.sample.runner import SampleRunner
 
 SESSION = "session:sample:0"
@@ -77,7 +76,7 @@ class Samplers:
     folder: Path
     settings: EngineSettings
     oplog: RedisOpLog
-    keepers: list[LeaseKeeper] = field(default_factory=list)
+    started: list[assembly.Sampler] = field(default_factory=list)
 
     def start(
         self, backend: HeldBackend, worker: str, *, misses_messages: bool = False, keeper_lease_s: float = 3600
@@ -87,7 +86,7 @@ class Samplers:
         overrides = {"cancelled": "nothing"} if misses_messages else {}
         args = (self.client, self.url, self.folder, self.oplog, backend, worker)
         sampler = assembly.sampler(*args, lease_s=keeper_lease_s, **overrides)
-        self.keepers.append(sampler.parts.keeper)
+        self.started.append(sampler)
         assert sampler.cancellations.listening.wait(60)
         return sampler.runner
 
@@ -103,8 +102,8 @@ def samplers(client: redis.Redis, valkey: str, tmp_path: Path) -> Iterator[Sampl
     RedisRecords(client).put_new(Sampler.namespace, SESSION, dump(Sampler("me", "session", "base", 0.0)))
     made = Samplers(client, valkey, tmp_path, settings, RedisOpLog(client, settings))
     yield made
-    for keeper in made.keepers:
-        keeper.stop()
+    for sampler in made.started:
+        stop(sampler)
 
 
 def in_thread(call: Callable[[], object]) -> tuple[threading.Thread, list[object]]:

@@ -35,9 +35,9 @@ class MortalBackend(HeldBackend):
         self.begun.append(request.seed)
         if request.seed == POISON:
             await_true(lambda: len(self.begun) >= self.together, "not all were begun")
-            time.sleep(0.3)  # time in which other requests could begin
+            time.sleep(0.1)  # time in which other requests could begin
             self.dead.set()
-        if self.dead.wait(60 if self.together > 1 else 0.6):
+        if self.dead.wait(60 if self.together > 1 else 0.2):
             raise ServerOpError("the engine died")
         return OUTPUT
 
@@ -62,7 +62,7 @@ def test_a_request_that_kills_samplers_is_given_up_and_takes_no_other_with_it(sa
         runner = samplers.start(backend, f"s/{boot}")
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(lambda request, to=runner: send(to, request), requests))
-        samplers.keepers[-1].stop()
+        samplers.started[-1].parts.keeper.stop()
         samplers.client.delete(*map(keys.lease, requests))
         begun.append(backend.begun)
     assert [len(set(seeds)) for seeds in begun[:2]] == [8, 8], "all were begun when it died"

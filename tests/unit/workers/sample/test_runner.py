@@ -53,7 +53,7 @@ def runner(
     world: World, backend: SamplerBackend, worker: str, send: Callable[..., None] = lambda *send: None
 ) -> SampleRunner:
     sampler = assembly.sampler(world.client, world.url, world.folder, world.oplog, backend, worker, send)
-    world.keepers.append(sampler.parts.keeper)
+    world.samplers.append(sampler)
     return sampler.runner
 
 

@@ -3,10 +3,11 @@ from __future__ import annotations
 import threading
 import time
 
+import pytest
 import redis
 
 from app.stores.redis import keys
-from app.stores.redis.client import Waiter, connect
+from app.stores.redis.client import Channel, Waiter, connect
 from tests.servers import free_port, start_valkey
 
 NEVER = 600.0
@@ -56,3 +57,17 @@ def test_a_restarted_server_wakes_everybody_and_later_publications_arrive(tmp_pa
             client.publish(keys.DONE_CHANNEL, "b")
             later.join(0.1)
         assert not later.is_alive()
+
+
+def test_a_channel_logs_an_outage_once_and_ends_when_it_is_closed(tmp_path, caplog: pytest.LogCaptureFixture):
+    tries = threading.Semaphore(0)
+    with start_valkey(tmp_path) as url:
+        channel = Channel(connect(url), "mine", lambda message: None, missed=lambda: tries.release())
+        channel.start()
+        assert channel.listening.wait(60)
+    assert all(tries.acquire(timeout=60) for _ in range(5))
+    assert len([message for message in caplog.messages if message.startswith("lost the channel mine")]) == 1
+    [thread] = [thread for thread in threading.enumerate() if thread.name == "listening on mine"]
+    channel.close()
+    thread.join(60)
+    assert not thread.is_alive()
