@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import cast
@@ -149,16 +147,3 @@ def test_a_damaged_tokenizer_is_named(tmp_path: Path):
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(BadRequest, match="cannot be read"):
         read(str(tmp_path))
-
-
-def test_reading_one_loads_no_gpu_library(tmp_path: Path):
-    folder = byte_tokenizer(tmp_path)
-    probe = f"""
-import sys
-from app.services.base_models import BaseModels
-from app.services.openai.tokenizer import Tokenizers, read
-read({str(folder)!r}).encode_chat([{{"role": "user", "content": "hi"}}], [])
-print(sorted({{name.partition(".")[0] for name in sys.modules}} & {{"torch", "transformers", "vllm"}}))
-"""
-    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"

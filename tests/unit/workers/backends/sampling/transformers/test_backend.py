@@ -97,12 +97,13 @@ def test_no_more_than_max_batch_sequences_are_decoded_together(sampler):
 
 def test_requests_that_arrive_while_others_run_join_them(sampler):
     """A long request does not delay a short one after it, nor the other way round."""
+    begun, rows = [], []
+    on_forward(sampler, lambda input_ids: begun.append(True) if input_ids.shape[1] == 1 else None)
     hold(sampler, lambda: sampler._engine._waiting or rows)
-    rows = []
     on_forward(sampler, lambda input_ids: rows.append(len(input_ids)) if input_ids.shape[1] == 1 else None)
     with ThreadPoolExecutor(1) as running:
         long = running.submit(sampler.sample, None, ask(1, 2, max_tokens=400))
-        await_true(lambda: sampler._engine._batch.occupied, "the long one runs")
+        await_true(lambda: begun, "the first decode pass of the long one is held")
         assert len(sampler.sample(None, ask(1, 2, max_tokens=2)).sequences[0].tokens) == 2
         assert len(long.result(60).sequences[0].tokens) == 400
     assert rows == [1, 2] + [1] * 397, "the short one came and went in the middle of the long one"
