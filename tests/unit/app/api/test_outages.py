@@ -101,12 +101,12 @@ def test_a_server_that_still_loads_is_an_outage(tmp_path: Path) -> None:
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     try:
         with redis.Redis(port=port, retry=None) as client:
-            told = _first_answer(client)
+            error = _first_answer(client)
     finally:
         process.kill()
         process.wait()
-    assert isinstance(told, redis.BusyLoadingError)
-    assert is_outage(told)
+    assert isinstance(error, redis.BusyLoadingError)
+    assert is_outage(error)
 
 
 @pytest.mark.parametrize(

@@ -90,9 +90,9 @@ def test_limits_are_set_lifted_and_listed(tinsmith, caller_of):
     left = tinsmith("admin", "limits", "set", project, "--tokens-per-s", "default", "--live-models", "5")
     assert left == "live_models=5 weight=2.0"
     assert tinsmith("admin", "limits", "list").splitlines()[1:] == [f"{project}\t{left}", f"{id_}\trequests_per_s=0.5"]
-    told = [line.split("\t")[1:] for line in tinsmith("admin", "audit", project).splitlines()][-3:]
-    assert [event for event, *_ in told] == ["project_limits_set", "key_limits_set", "project_limits_set"]
-    assert '"tokens_per_s": "default"' in told[-1][1]
+    lines = [line.split("\t")[1:] for line in tinsmith("admin", "audit", project).splitlines()][-3:]
+    assert [event for event, *_ in lines] == ["project_limits_set", "key_limits_set", "project_limits_set"]
+    assert '"tokens_per_s": "default"' in lines[-1][1]
     with pytest.raises(SystemExit):
         cli.main(["admin", "limits", "set", project, "--live-models", "few"])
 
@@ -143,26 +143,26 @@ def test_a_backup_holds_the_usage_and_the_audit_log_of_past_hours(tinsmith, clie
     files = PageFiles(FolderStore(tmp_path / "objects", "", ""))
     files.add(page, RedisPages(client, EngineSettings()).fields(page))
     files.add(replace(page, ledger="usage"), {"training s b": "1"})
-    told = tinsmith("admin", "audit", project, "--day", day)
-    assert [line.split("\t")[1] for line in told.splitlines()] == ["project_create", "project_role_set", "key_create"]
+    text = tinsmith("admin", "audit", project, "--day", day)
+    assert [line.split("\t")[1] for line in text.splitlines()] == ["project_create", "project_role_set", "key_create"]
     tinsmith("backup", tmp_path / "file")
     client.flushall()
     shutil.rmtree(tmp_path / "objects")
     tinsmith("restore", tmp_path / "file")
-    assert tinsmith("admin", "audit", project, "--day", day) == told
+    assert tinsmith("admin", "audit", project, "--day", day) == text
     assert tinsmith("admin", "audit", project) == "", "nothing was done today"
     assert files.find("usage", project, range(page.hour, page.hour + 1)) == {
         replace(page, ledger="usage"): {"training s b": "1"}
     }
 
 
-def test_what_an_operator_does_to_an_organisation_is_told_there(tinsmith):
+def test_what_an_operator_does_to_an_organisation_is_in_its_audit_log(tinsmith):
     in_mid_hour()
     organisation = tinsmith("admin", "org", "create", "Tinkers")
     tinsmith("admin", "user", "create", "jo@example.org", "--org", organisation)
-    told = tinsmith("admin", "audit", organisation)
-    assert [line.split("\t")[1] for line in told.splitlines()] == ["organization_create", "user_create"]
-    assert "jo@example.org" not in told
+    text = tinsmith("admin", "audit", organisation)
+    assert [line.split("\t")[1] for line in text.splitlines()] == ["organization_create", "user_create"]
+    assert "jo@example.org" not in text
 
 
 DAMAGES = {

@@ -123,14 +123,14 @@ def test_a_url_that_is_not_redis_is_named():
         checks.redis_server("http://127.0.0.1:1")
 
 
-def shares(*, sampler: float, device: int = 0, count: int = 1, hostfile: str = "") -> Settings:
+def memory_shares(*, sampler: float, device: int = 0, count: int = 1, hostfile: str = "") -> Settings:
     """A trainer takes half of GPU 0, and a sampler of another base model so much of `device`."""
     trainer = TrainerSettings(devices=(0,), memory_share=0.5, hostfile=hostfile)
     sampler_of_other = SamplerSettings(devices=(device,), memory_share=sampler, count=count)
     return Settings(base_models=(base_model(trainer=trainer), base_model(full_sampler=sampler_of_other)))
 
 
-@pytest.mark.parametrize("settings", [shares(sampler=0.6), shares(sampler=0.3, count=2)])
+@pytest.mark.parametrize("settings", [memory_shares(sampler=0.6), memory_shares(sampler=0.3, count=2)])
 def test_a_gpu_that_is_shared_out_beyond_its_memory_is_named_with_who_shares_it(settings):
     with pytest.raises(
         SetupError, match=r"GPU 0 .*0\.5 by trainer\.memory_share of .*0\.6 by full_sampler\.memory_share"
@@ -140,7 +140,7 @@ def test_a_gpu_that_is_shared_out_beyond_its_memory_is_named_with_who_shares_it(
 
 @pytest.mark.parametrize(
     "settings",
-    [shares(sampler=0.5), shares(sampler=0.6, device=1), shares(sampler=0.9, hostfile="hosts")],
+    [memory_shares(sampler=0.5), memory_shares(sampler=0.6, device=1), memory_shares(sampler=0.9, hostfile="hosts")],
 )
 def test_gpus_with_room_for_all_that_name_them_are_fine(settings):
     checks.memory_shares(settings)

@@ -20,19 +20,19 @@ class Engine:
     """Stand-in for vLLM's engine that receives new weights; it fails on request."""
 
     def __init__(self) -> None:
-        self.told: list[str] = []
+        self.calls: list[str] = []
         self.fails = False
 
     async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
-        self.told.append(f"pause {mode} {clear_cache}")
+        self.calls.append(f"pause {mode} {clear_cache}")
 
     async def collective_rpc(self, method: str, args: tuple[str]) -> None:
-        self.told.append(method)
+        self.calls.append(method)
         if self.fails:
             raise RuntimeError("a worker died")
 
     async def resume_generation(self) -> None:
-        self.told.append("resume")
+        self.calls.append("resume")
 
 
 class Thread:
@@ -56,7 +56,7 @@ def test_weights_are_written_while_nothing_runs_and_its_cache_is_forgotten(folde
     whole = VllmFullFinetuneModel(cast(EngineThread, Thread(engine)), AutoModelForCausalLM.from_pretrained(folder))
     for _ in range(2):
         whole.load("one", folder)
-    assert engine.told == ["pause wait True", "replace_weights", "resume"]
+    assert engine.calls == ["pause wait True", "replace_weights", "resume"]
     assert (whole.ids(), whole.healthy) == (["one"], True)
 
 
