@@ -138,8 +138,10 @@ class Killer:
         return None
 
     def _spared(self) -> set[str]:
-        """Nodes that run an Op, alone or in a shared pass, that must not crash once more."""
-        return {op.node for op in self._live() if op.attempts >= _CRASHES_OF_AN_OP}
+        """Nodes that began an Op that must not crash once more. Most run it, alone or in a shared pass; others lost its
+        model in an outage."""
+        begun = (op for op in self.observer.begun() if op.worker not in self._dead)
+        return {op.node for op in begun if op.attempts >= _CRASHES_OF_AN_OP}
 
     def _kill_idle(self, rng: random.Random) -> str:
         node, process = await_true("an idle trainer beside another one", lambda: self._idle(rng))
@@ -148,14 +150,14 @@ class Killer:
 
     def _idle(self, rng: random.Random) -> tuple[str, psutil.Process] | None:
         trainers = self.observer.trainers()
-        busy = {op.node for op in self._live()}
+        busy = {op.node for op in self._live()} | self._spared()
         idle = sorted(trainers.keys() - busy)
         if len(trainers) < 2 or not idle:
             return None
         node = rng.choice(idle)
         process = trainers[node]
         process.suspend()
-        if any(op.node == node for op in self._live()):
+        if node in self._spared() or any(op.node == node for op in self._live()):
             process.resume()
             return None
         return node, process

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import TypeVar
 
@@ -68,6 +70,11 @@ class Observer:
         """Ops that are running now. Some of their workers may be dead."""
         return patiently(lambda: list(self._running()))
 
+    def begun(self) -> list[Running]:
+        """Ops by each worker that began and did not commit them: its death may count as an attempt, whoever owns the
+        model now."""
+        return patiently(lambda: list(self._begun()))
+
     def holders(self) -> set[str]:
         """ "node/boot" of every worker that owns a model."""
         return patiently(lambda: {worker for model, _, _ in self._read_heads() if (worker := self._holder(model))})
@@ -129,6 +136,15 @@ class Observer:
             op = self._redis.hmget(keys.op(f"{model}:{seq}"), "kind", "attempts", "runner")
             if op[2] is not None and op[2].decode() == holder:
                 yield Running(model, seq, op[0].decode(), int(op[1]), holder)
+
+    def _begun(self) -> Iterator[Running]:
+        for model, _, applied in self._read_heads():
+            for seq in count(applied + 1):
+                op = self._redis.hmget(keys.op(f"{model}:{seq}"), "kind", "attempts", "runner", "former")
+                if op[0] is None:
+                    break
+                for worker in {(op[2] or b"").decode(), *json.loads(op[3] or "{}")} - {""}:
+                    yield Running(model, seq, op[0].decode(), int(op[1]), worker)
 
     def _holder(self, model: str) -> str:
         return (self._redis.get(keys.lease(model)) or b"").decode()

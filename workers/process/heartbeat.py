@@ -103,15 +103,46 @@ class Heartbeat:
                 log.warning("could not send the heartbeat: %s", error)
 
 
+class PutOffs:
+    """Puts back requests that this worker began and no longer runs; while the state server is away, they wait here.
+
+    Until a request is put back, a death of this worker counts as an attempt at it, whatever the worker dies of.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: dict[str, Callable[[], None]] = {}
+
+    def add(self, request_id: str, put_back: Callable[[], None]) -> None:
+        """Calls `put_back` now if the state server can be reached, else later."""
+        with self._lock:
+            self._waiting[request_id] = put_back
+        with suppress(redis.RedisError):
+            self.flush()
+
+    def begin(self, request_id: str) -> None:
+        """Forgets a request that this worker is about to run again."""
+        with self._lock:
+            self._waiting.pop(request_id, None)
+
+    def flush(self) -> None:
+        """Puts back all that wait. Raises RedisError while the state server is away."""
+        with self._lock:
+            for request_id, put_back in list(self._waiting.items()):
+                put_back()
+                del self._waiting[request_id]
+
+
 class LeaseKeeper:
     """Renews every held id three times per lease time. The renewal also shows that this worker lives, even when it
-    holds none.
+    holds none. After it, the thread flushes `put_offs`.
 
     A lease that could not be renewed in time, or that someone else holds, is lost until it is added again.
     """
 
     def __init__(self, oplog: RedisOpLog, worker: str, lease_s: float) -> None:
         self._oplog, self._worker, self._lease_s = oplog, worker, lease_s
+        self.put_offs = PutOffs()
         self._lock = threading.Lock()
         self._renewed: dict[str, float] = {}
         self._lost: dict[str, Callable[[], None]] = {}
@@ -147,6 +178,7 @@ class LeaseKeeper:
         while not self._stop.wait(self._lease_s / 3):
             try:
                 self._renew()
+                self.put_offs.flush()
             except (redis.RedisError, OSError) as error:
                 log.warning("could not renew leases: %s", error)
 

@@ -11,6 +11,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 import redis
@@ -101,6 +102,7 @@ class SampleRunner:
         # Register the watch first, so that a cancellation that comes after the claim is not missed.
         with self._running_requests.track(request_id) as handle:
             asked = time.monotonic()
+            self._keeper.put_offs.begin(request_id)
             try:
                 entry = self._oplog.claim_sample(request_id, self._worker, most_attempts)
             except (Fenced, Unavailable) as reason:
@@ -111,6 +113,9 @@ class SampleRunner:
                     self._finish(entry, sampling_session_id, handle)
                 except (Aborted, Unavailable) as reason:
                     self._leave(request_id, reason, handle.tokens_used)
+                except (redis.RedisError, OSError):
+                    self._put_off(request_id, handle.tokens_used)
+                    raise
                 finally:
                     self._keeper.drop(request_id)
                     self._throttled.dispatch_next()
@@ -119,16 +124,20 @@ class SampleRunner:
         """Gives up a request that was cancelled, belongs to another worker, or runs later. Raises Requeue unless it was
         cancelled."""
         log.info("sample stopped: %s", reason, extra={"request_id": request_id})
-        self._oplog.put_off_sample(request_id, self._worker, tokens_used)
+        self._put_off(request_id, tokens_used)
         if self._oplog.outcome(request_id) is None:
             raise Requeue(f"{request_id}: {reason}")
+
+    def _put_off(self, request_id: str, tokens_used: int) -> None:
+        put_back = partial(self._oplog.put_off_sample, request_id, self._worker, tokens_used)
+        self._keeper.put_offs.add(request_id, put_back)
 
     def _finish(self, entry: Entry, sampling_session_id: str, handle: RequestHandle) -> None:
         started = time.monotonic()
         result, usage = self._attempt(entry, sampling_session_id, handle)
         ran = time.monotonic()
         if not self._oplog.finish_sample(entry.request_id, result, usage):  # it was cancelled just before
-            self._oplog.put_off_sample(entry.request_id, self._worker, handle.tokens_used)
+            self._put_off(entry.request_id, handle.tokens_used)
         telemetry.op_done(entry, failed=result.failed, run_s=ran - started, commit_s=time.monotonic() - ran)
 
     def _attempt(self, entry: Entry, sampling_session_id: str, handle: RequestHandle) -> tuple[Result, Usage]:

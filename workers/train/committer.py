@@ -116,7 +116,7 @@ class Committer:
         if len(resident.uncommitted) > 1:
             self._owner.discard(resident.lease.model_id)
         else:
-            self._oplog.put_off(resident.lease, resident.uncommitted.popleft().entry.seq)
+            self._owner.put_off(resident.lease, resident.uncommitted.popleft().entry.seq)
 
     def _discard(self, group: Sequence[StartedOp]) -> None:
         for op in group:
@@ -165,12 +165,10 @@ class Committer:
             if len(group) > 1:
                 return self._run_together(group)
             return [self._run_alone(group[0])]
-        except Unavailable:
-            # The object store is away, or this worker is too old for the last Op. The models are unchanged.
+        except (Fenced, Unavailable, redis.RedisError):
+            # A server is away, another worker owns a model, or this worker is too old for the last Op.
             for op in group:
-                self._oplog.put_off(op.resident.lease, op.entry.seq)
-            raise
-        except (Fenced, redis.RedisError):
+                self._owner.put_off(op.resident.lease, op.entry.seq)
             raise
         except Exception as error:
             why = f"{', '.join(op.entry.request_id for op in group)} broke the backend: {type(error).__name__}"

@@ -9,9 +9,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 
 import redis
 
+from app import ids
 from app.domain import ops
 from app.domain.results import Result, Usage
 from app.errors import Fenced, NewerContent, NotFound, OpError, TinsmithError, Unavailable
@@ -159,6 +161,20 @@ class Owner:
         finally:
             self.discard(model_id)
 
+    def begin(self, lease: Lease, seq: int) -> Entry | None:
+        """Begins the Op at `seq`; None when it has not been admitted. See RedisOpLog.next."""
+        self._keeper.put_offs.begin(ids.request_id(lease.model_id, seq))
+        try:
+            return self._oplog.next(lease, seq)
+        except redis.RedisError:  # it may have begun
+            self.put_off(lease, seq)
+            raise
+
+    def put_off(self, lease: Lease, seq: int) -> None:
+        """Puts an Op back that was begun, at the latest when the state server can be reached again."""
+        request_id = ids.request_id(lease.model_id, seq)
+        self._keeper.put_offs.add(request_id, partial(self._oplog.put_off, lease, seq))
+
     def settle(self, model_id: str, seconds: float) -> None:
         """Saves a state, if that takes at most about `seconds`; the state itself does not change."""
         resident = self._residents.get(model_id)
@@ -187,10 +203,10 @@ class Owner:
     def _release(self, model_id: str, resident: Resident | None) -> None:
         """Releases the lease. Leaves uncommitted Ops to the next owner and counts no attempt for them, as this process
         lives."""
+        if resident is not None:
+            for pending in list(resident.uncommitted):
+                self.put_off(resident.lease, pending.entry.seq)
         with contextlib.suppress(redis.RedisError):  # it lapses by itself
-            if resident is not None:
-                for pending in list(resident.uncommitted):
-                    self._oplog.put_off(resident.lease, pending.entry.seq)
             if self._keeper.holds(model_id):
                 self._oplog.release(model_id, self._worker)
         self._keeper.drop(model_id)
@@ -201,32 +217,32 @@ class Owner:
 
     def _restored(self, lease: Lease) -> GradAccumulation:
         """Restores the model. A death during the restore counts as an attempt of the next Op; otherwise a replay that
-        kills its worker would repeat forever."""
-        entry = self._oplog.next(lease, lease.applied + 1)
+        kills its worker would repeat forever. A later death counts once the Op begins: other Ops may run before it."""
+        entry = self.begin(lease, lease.applied + 1)
         if entry is not None and not entry.doomed and ops.is_newer(entry.payload):
-            self._oplog.put_off(lease, entry.seq)
+            self.put_off(lease, entry.seq)
             raise NewerContent(f"{entry.request_id} was written by a newer version of Tinsmith")
         if entry is not None and entry.attempts >= MAX_ATTEMPTS:
             if entry.in_doubt:
-                self._oplog.put_off(lease, entry.seq)
+                self.put_off(lease, entry.seq)
                 raise Unavailable(f"{entry.request_id}: a worker that tried it may still commit it")
             raise Exhausted(lease, entry)
         try:
-            return self._restore(lease)
+            restored = self._restore(lease)
         except (NotFound, OpError) as error:
+            self.put_off(lease, lease.applied + 1)
             if self._oplog.acquire(lease.model_id, self._worker) != lease:
                 # A snapshot that a new owner or our own upload replaced meanwhile is gone, but the model is not lost.
-                self._oplog.put_off(lease, lease.applied + 1)
                 raise Fenced(f"another worker continued {lease.model_id} during the restore: {error}") from error
             self._lost(lease.model_id)
             raise Unrestorable(lease, f"{lease.model_id} cannot be restored: {error}") from error
-        except Unavailable:
-            self._oplog.put_off(lease, lease.applied + 1)
-            raise
-        except (Fenced, redis.RedisError):
+        except (Fenced, Unavailable, redis.RedisError):
+            self.put_off(lease, lease.applied + 1)
             raise
         except Exception as error:
             raise Broken(f"restoring {lease.model_id} broke the backend", (lease, lease.applied + 1)) from error
+        self.put_off(lease, lease.applied + 1)
+        return restored
 
     def _count(self) -> None:
         telemetry.MODELS.set(len(self._residents))

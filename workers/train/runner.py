@@ -161,7 +161,7 @@ class TrainingRunner:
         commit waits."""
         model_id = resident.lease.model_id
         resident.served = time.monotonic()
-        entry = self._oplog.next(resident.lease, resident.reached + 1)
+        entry = self._owner.begin(resident.lease, resident.reached + 1)
         if entry is None:
             self._retry_backoff.add(model_id, seq, kind)
             raise Requeue(f"seq {resident.reached + 1} of {model_id} has not arrived")
@@ -178,11 +178,11 @@ class TrainingRunner:
         can read it; the dispatch of that Op then handles this."""
         resident = self._owner.residents()[head.model_id]
         try:
-            entry = self._oplog.next(resident.lease, head.seq)
-        except (Fenced, Unavailable):
+            entry = self._owner.begin(resident.lease, head.seq)
+        except (Fenced, Unavailable, redis.RedisError):
             return None
         if entry is not None and ops.is_newer(entry.payload):
-            self._oplog.put_off(resident.lease, entry.seq)
+            self._owner.put_off(resident.lease, entry.seq)
             return None
         resident.served = time.monotonic()
         return StartedOp(resident, entry) if entry is not None else None
@@ -190,7 +190,7 @@ class TrainingRunner:
     def _fail_through(self, lost: Unrestorable, seq: int) -> Result | None:
         """Fails waiting Ops that can never run. Each fails with the reason after as many attempts as any Op has."""
         for at in range(lost.lease.applied + 1, seq + 1):
-            entry = self._oplog.next(lost.lease, at)
+            entry = self._owner.begin(lost.lease, at)
             if entry is None:
                 raise Requeue(str(lost))
             if entry.attempts + 1 < MAX_ATTEMPTS:

@@ -99,7 +99,7 @@ MUTANTS = (
     Mutant(
         "saves: what had begun is left at no attempt",
         "workers/train/owner.py",
-        "self._oplog.put_off(resident.lease, pending.entry.seq)",
+        "self.put_off(resident.lease, pending.entry.seq)",
         "pass",
         f"{_SAVES}::test_a_model_that_is_released_leaves_nothing_undone_and_no_attempt",
     ),

@@ -12,6 +12,8 @@ _RECOVERY = "tests/property/test_recovery.py"
 _FORMULAS = "workers/backends/training/losses"
 _LOSSES = "--confcutdir=tests/unit/workers/backends/training tests/unit/workers/backends/training/losses/test_losses.py"
 _OUTAGES = "tests/unit/workers/train/test_outages.py"
+_OWNER = "tests/unit/workers/train/test_owner.py"
+_LEASES = "tests/unit/workers/process/test_leases.py"
 _PADDING = "--confcutdir=tests/unit/workers/backends/training tests/unit/workers/backends/training/test_batch_ops.py"
 
 MUTANTS = (
@@ -36,6 +38,35 @@ MUTANTS = (
         "        if entry is not None and entry.attempts >= MAX_ATTEMPTS:",
         "        if False:",
         f"{_RECOVERY}::test_an_op_that_always_breaks_its_worker_is_given_up",
+    ),
+    Mutant(
+        "owner: a restore that has ended is no attempt",
+        "workers/train/owner.py",
+        "        self.put_off(lease, lease.applied + 1)\n        return restored\n",
+        "        return restored\n",
+        f"{_OWNER}::test_a_death_between_a_restore_and_the_op_it_was_for_is_no_attempt",
+    ),
+    Mutant(
+        "committer: an outage is no attempt",
+        "workers/train/committer.py",
+        "            for op in group:\n                self._owner.put_off(op.resident.lease, op.entry.seq)\n",
+        "",
+        f"{_OUTAGES}::test_an_op_that_was_left_in_an_outage_counts_no_later_death_of_its_worker",
+    ),
+    Mutant(
+        "put-offs: what could not be put back is put back later",
+        "workers/process/heartbeat.py",
+        "                self.put_offs.flush()\n",
+        "",
+        f"{_LEASES}::test_what_could_not_be_put_back_is_put_back_with_the_next_renewal",
+        slow=True,
+    ),
+    Mutant(
+        "put-offs: what begins again is not put back",
+        "workers/process/heartbeat.py",
+        "            self._waiting.pop(request_id, None)\n",
+        "            pass\n",
+        f"{_LEASES}::test_what_could_not_be_put_back_is_put_back_with_the_next_renewal",
     ),
     Mutant(
         "begin: an Op that killed its worker had an attempt",

@@ -3,6 +3,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -154,3 +155,22 @@ def test_a_keeper_goes_on_after_an_outage(client: redis.Redis, monkeypatch: pyte
     keeper.add(MODEL, time.monotonic())
     assert again.wait(60)
     keeper.stop()
+
+
+def test_what_could_not_be_put_back_is_put_back_with_the_next_renewal(client: redis.Redis):
+    keeper = LeaseKeeper(prepared(client, 30), "a/1", 0.03)
+    reachable = threading.Event()
+    back: list[str] = []
+
+    def put_back(request_id: str) -> None:
+        if not reachable.is_set():
+            raise redis.ConnectionError
+        back.append(request_id)
+
+    for request_id in ("begun again", "left"):
+        keeper.put_offs.add(request_id, partial(put_back, request_id))
+    keeper.put_offs.begin("begun again")
+    reachable.set()
+    await_true(lambda: bool(back))
+    keeper.stop()
+    assert back == ["left"]

@@ -6,9 +6,11 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any, cast
 
 import numpy as np
 import pytest
+import redis
 
 from app.domain import ops
 from app.domain.records import Sampler, dump
@@ -17,11 +19,13 @@ from app.errors import Requeue, ServerOpError, Unavailable
 from app.settings import BaseModelSettings
 from app.stores.objects.folder import FolderStore
 from app.stores.redis import keys
+from app.stores.redis.client import connect
 from app.stores.redis.completions import TokenStreams
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.payloads import RedisPayloads
 from app.wire import tinker_pb2 as pb
 from tests import assembly
+from tests.faults.proxy import Proxy
 from tests.unit.workers.conftest import BASE, World, await_true
 from workers.backends.sampling.base import RequestHandle, SamplerBackend, create
 from workers.sample.runner import SampleRunner
@@ -150,6 +154,29 @@ def test_a_store_that_is_away_costs_a_request_no_attempt(world: World, backend: 
             with pytest.raises(Requeue):
                 sampler.handle(request, SESSION, "sample")
     result = runner(world, backend, "s/5").handle(request, SESSION, "sample")
+    assert result is not None and not result.failed
+
+
+def test_a_request_whose_result_met_an_outage_counts_no_later_death_of_its_sampler(
+    world: World, backend: SamplerBackend, valkey: str
+):
+    request = admit(world, 0)
+    with Proxy(valkey) as proxy:
+        behind = replace(world, client=connect(proxy.url), oplog=RedisOpLog(connect(proxy.url), world.settings))
+
+        class CutOff(Engine):
+            def sample(self, *arguments: Any) -> SampleOutput:
+                proxy.refuse()
+                return backend.sample(*arguments)
+
+        for boot in range(4):  # more often than a request has attempts, each time in another process
+            sampler = runner(behind, cast(SamplerBackend, CutOff()), f"s/{boot}")
+            with pytest.raises(redis.ConnectionError):
+                sampler.handle(request, SESSION, "sample")
+            proxy.go_on()
+            sampler._keeper.put_offs.flush()
+    assert world.client.hget(keys.op(request), "attempts") == b"0"
+    result = runner(world, backend, "s/4").handle(request, SESSION, "sample")
     assert result is not None and not result.failed
 
 

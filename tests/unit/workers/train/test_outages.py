@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
+import redis
 
 from app.domain.ops import ForwardBackward
 from app.errors import Requeue
@@ -61,3 +63,37 @@ def test_an_op_is_given_up_only_when_those_that_tried_it_are_dead(world: World, 
             world.outlast(request)
         result = successor.handle(1)
     assert result is not None and result.failed == (not lives)
+
+
+@pytest.mark.parametrize("during", ["its restore", "its pass", "a read of its pass"])
+def test_an_op_that_was_left_in_an_outage_counts_no_later_death_of_its_worker(
+    world: World, valkey: str, monkeypatch: pytest.MonkeyPatch, during: str
+):
+    world.worker("a/1").handle(0)
+    request = world.admit(1, step()[0])
+    with Proxy(valkey) as proxy:
+        client = connect(proxy.url)
+        behind = replace(world, oplog=RedisOpLog(client, world.settings), records=RedisRecords(client))
+        for boot in range(MAX_ATTEMPTS):
+            world.client.delete(keys.lease(MODEL))
+            worker = behind.worker(f"b/{boot}")
+
+            def cut_off(run, given):
+                if during == "its restore" or any(isinstance(op, ForwardBackward) for op in given.values()):
+                    proxy.refuse()
+                if during == "a read of its pass":
+                    client.ping()
+                return run(given)
+
+            with monkeypatch.context() as outage:
+                owner, name = (worker.owner, "_restore") if during == "its restore" else (worker.backend, "apply")
+                outage.setattr(owner, name, partial(cut_off, getattr(owner, name)))
+                with pytest.raises((Requeue, redis.ConnectionError)):
+                    worker.handle(1)
+            proxy.go_on()
+            worker.parts.keeper.put_offs.flush()
+    successor = world.worker("c/1")
+    world.client.delete(keys.lease(MODEL))
+    result = successor.handle(1)
+    assert result is not None and not result.failed
+    assert world.client.hget(keys.op(request), "attempts") == b"0"

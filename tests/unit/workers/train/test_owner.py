@@ -47,6 +47,19 @@ def test_a_model_that_is_used_stays(world: World):
     assert owned(worker) == [MODEL, THIRD]
 
 
+def test_a_death_between_a_restore_and_the_op_it_was_for_is_no_attempt(world: World):
+    """Ops of other models may run in between."""
+    world.worker("a/1").handle(0)
+    request = world.admit(1, step()[0])
+    for boot in range(4):  # more often than an Op has attempts
+        world.client.delete(keys.lease(MODEL))
+        world.worker(f"b/{boot}").owner.own(MODEL)
+    world.client.delete(keys.lease(MODEL))
+    result = world.worker("c/1").handle(1)
+    assert result is not None and not result.failed
+    assert world.client.hget(keys.op(request), "attempts") == b"0"
+
+
 def test_a_state_whose_lease_was_not_kept_is_not_saved(world: World, monkeypatch: pytest.MonkeyPatch):
     worker = world.worker("a/1")
     worker.handle(0)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import redis
 
 from app import ids
 from app.domain import ops
@@ -15,6 +16,7 @@ from app.domain.ops import Batch, ForwardBackward, Op, Ragged
 from app.domain.results import Result
 from app.errors import Requeue
 from app.stores.redis import keys
+from app.stores.redis.types import Entry, Lease
 from tests.unit.workers.conftest import HOUR_S, LORA, MODEL, PROBE, Worker, World, add_model, batch, logprob_bytes, step
 from workers.backends.training.base import Create
 from workers.train import scheduler
@@ -129,6 +131,23 @@ def test_kinds_do_not_mix_and_steps_run_alone(world: World, merging: Worker):
     for model_id, kind in ((A, "forward_backward"), (B, "forward"), (C, "optim_step")):
         handle(merging, model_id, 1, kind)
     assert sorted(map(sorted, recorder.passes)) == [[A], [B], [C]]
+
+
+def test_an_op_that_cannot_begin_keeps_no_other_from_its_pass(
+    world: World, merging: Worker, monkeypatch: pytest.MonkeyPatch
+):
+    for model_id in (A, B, C):
+        admit(world, model_id, 1, gradient(1))
+    recorder, begin = PassRecorder(merging), merging.parts.oplog.next
+
+    def away_for_b(lease: Lease, seq: int) -> Entry | None:
+        if lease.model_id == B:
+            raise redis.ConnectionError
+        return begin(lease, seq)
+
+    monkeypatch.setattr(merging.parts.oplog, "next", away_for_b)
+    handle(merging, A, 1)
+    assert recorder.passes == [{A, C}]
 
 
 def test_an_op_that_breaks_its_pass_takes_no_other_with_it(world: World, merging: Worker):
