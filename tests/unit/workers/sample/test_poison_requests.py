@@ -35,9 +35,9 @@ class MortalBackend(HeldBackend):
         self.begun.append(request.seed)
         if request.seed == POISON:
             await_true(lambda: len(self.begun) >= self.together, "not all were begun")
-            time.sleep(0.1)  # time in which other requests could begin
+            time.sleep(0.3)  # time in which other requests could begin
             self.dead.set()
-        if self.dead.wait(60 if self.together > 1 else 0.2):
+        if self.dead.wait(60 if self.together > 1 else 0.6):
             raise ServerOpError("the engine died")
         return OUTPUT
 
