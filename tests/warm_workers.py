@@ -1,6 +1,7 @@
-"""Workers of `tinsmith up` that are forked from it, with their slow imports done: a restart takes a second, not seven.
+"""Workers of `tinsmith up` that are forked from it, with their slow imports done: a start takes a second, not seven.
 
-Only tests that end workers again and again use it; all other stacks start workers as a user does.
+Only tests that start or end workers again and again use it; all other stacks start workers as a user does. As a
+program, it is such a `tinsmith up`, which also restarts its children with almost no delay.
 """
 
 from __future__ import annotations
@@ -19,8 +20,12 @@ from pathlib import Path
 from typing import NoReturn
 from unittest import mock
 
-from app.stack import child
+from setproctitle import setproctitle
+
+from app import cli
+from app.stack import child, supervisor, up
 from app.stack.child import Child, Command
+from app.stack.supervisor import RestartPolicy, Supervisor
 
 # What a trainer and a light sampler import, except for what reads the settings when it is imported.
 _SLOW = (
@@ -30,9 +35,18 @@ _SLOW = (
     "workers.models.full_weights",
     "transformers.models.qwen3.modeling_qwen3",
 )
+# Otherwise the last of six restarts would wait ten seconds.
+_PATIENT = RestartPolicy(first_delay_s=0.2, longest_delay_s=0.2)
 
 
-def import_slow() -> None:
+def use() -> None:
+    """Makes this process a `tinsmith up` with warm workers."""
+    _import_slow()
+    supervisor.Child = WarmChild
+    up.Supervisor = partial(Supervisor, policy=_PATIENT)
+
+
+def _import_slow() -> None:
     for module in _SLOW:
         import_module(module)
     assert threading.active_count() == 1, "a fork beside another thread may find a lock taken"
@@ -52,6 +66,7 @@ class WarmChild(Child):
 def _become(end_with: Callable[[int], None], command: Command, inherited_fds: tuple[int, ...], parent: int) -> NoReturn:
     """Is called in the fork, where a child would execute its program: does in this process what that would do."""
     end_with(parent)
+    setproctitle(" ".join(command.argv))
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
     for number in [int(entry.name) for entry in Path("/proc/self/fd").iterdir()]:
@@ -75,3 +90,8 @@ def _run(module: str) -> int:
         traceback.print_exc()
         return 1
     return 0
+
+
+if __name__ == "__main__":
+    use()
+    sys.exit(cli.main())

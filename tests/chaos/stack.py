@@ -46,6 +46,6 @@ def _stack(folder: Path, base: Path, trainer: str) -> Stack:
         trainer,
         _SAMPLER,
         engine(),
-        program="tests.chaos.up",
+        program="tests.warm_workers",
         threads=_THREADS,
     )

@@ -5,7 +5,6 @@ Run as `python -m tests.contract.poisoned_up trainer ...`, it is one of these tr
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -16,14 +15,11 @@ from typing import Any
 from app import cli
 from app.domain.ops import ForwardBackward
 from app.settings import Settings
-from app.stack import supervisor, up
+from app.stack import up
 from app.stack.child import Command
-from app.stack.supervisor import RestartPolicy, Supervisor
 from tests import warm_workers
 
 POISON = 298
-# Otherwise the last of six restarts would wait ten seconds.
-_PATIENT = RestartPolicy(first_delay_s=0.2, longest_delay_s=0.2)
 
 
 def _poisoned_table(settings: Settings, settings_file: Path) -> Iterator[Command]:
@@ -56,8 +52,6 @@ if __name__ == "__main__":
         del sys.argv[1]
         _trainer()
     else:
-        warm_workers.import_slow()
-        supervisor.Child = warm_workers.WarmChild
+        warm_workers.use()
         _table, up.process_table = up.process_table, _poisoned_table
-        up.Supervisor = functools.partial(Supervisor, policy=_PATIENT)
         sys.exit(cli.main())

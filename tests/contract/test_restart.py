@@ -38,6 +38,7 @@ def light(tmp_path_factory: pytest.TempPathFactory, base_path: Path) -> Iterator
         trainer,
         'backend = "transformers"',
         "[engine]\nlease_s = 3.0\nring_again_s = 2.0",
+        "tests.warm_workers",
     )
     with running(stack):
         yield stack

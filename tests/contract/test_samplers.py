@@ -40,7 +40,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory, base_path: Path) -> Iterator[
     folder = tmp_path_factory.mktemp("samplers") / "data"
     sampler = 'backend = "transformers"\ncount = 2\nmax_batch = 1\nmax_loras = 2'
     extra = "[engine]\nlease_s = 3.0\n[api]\npoll_hold_s = 2.0"
-    stack = Stack(folder, base_path, free_port(), 'backend = "torch"', sampler, extra, threads=1)
+    stack = Stack(folder, base_path, free_port(), 'backend = "torch"', sampler, extra, "tests.warm_workers", threads=1)
     with running(stack):
         yield stack
 

@@ -35,7 +35,9 @@ def pair(tmp_path_factory: pytest.TempPathFactory, base_path: Path) -> Iterator[
     folder = tmp_path_factory.mktemp("pair") / "data"
     engine = f"[engine]\nlease_s = 3600.0\nring_again_s = 3600.0\nhealthy_s = {HEALTHY_S}"
     trainer = 'backend = "torch"\ncount = 2'
-    stack = Stack(folder, base_path, free_port(), trainer, 'backend = "transformers"', engine, threads=1)
+    stack = Stack(
+        folder, base_path, free_port(), trainer, 'backend = "transformers"', engine, "tests.warm_workers", threads=1
+    )
     with running(stack):
         yield stack
 
