@@ -5,6 +5,9 @@ from collections.abc import Iterator
 import pytest
 
 from tests.fuzz.world import World, world
+from tests.unit.app.conftest import api, app, settings, state_url
+
+__all__ = ["api", "app", "fuzzed", "settings", "state_url"]
 
 
 @pytest.fixture(scope="module")

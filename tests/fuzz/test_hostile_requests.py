@@ -19,8 +19,8 @@ from schemathesis.core import NotSet
 
 from app import web
 from tests.fuzz import spoilt
+from tests.fuzz.test_odd_values import ODD, bodies
 from tests.fuzz.world import World, examples
-from tests.unit.app.api.test_odd_values import ODD, bodies
 
 SCHEMA = schemathesis.openapi.from_dict(web.openapi())
 OPERATIONS = {found.ok().label: found.ok() for found in SCHEMA.get_all_operations()}

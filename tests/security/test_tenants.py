@@ -12,8 +12,8 @@ from werkzeug.test import TestResponse
 
 from app.stores.redis.client import connect
 from app.web import PUBLIC
+from tests.fuzz.test_odd_values import BATCH, bodies
 from tests.unit.app.api.test_models import save_checkpoint
-from tests.unit.app.api.test_odd_values import BATCH, bodies
 from tests.unit.app.conftest import API, KEY, Api
 
 OPENAI = "/oai/api/v1"

@@ -13,10 +13,10 @@ from app.domain.accounts import SCOPES
 from app.domain.limits import Limits
 from app.domain.results import Result
 from app.services.tenants.accounts import AccountService
+from tests.fuzz.test_odd_values import DATUM
 from tests.security.test_tenants import ask, calls
 from tests.unit.app.api import test_copies as copies
 from tests.unit.app.api.test_models import save_checkpoint
-from tests.unit.app.api.test_odd_values import DATUM
 from tests.unit.app.conftest import BASE, Api, batch
 from tests.unit.app.tenant import Tenant
 

@@ -2,15 +2,20 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import pytest
-from vllm.logprobs import FlatLogprobs
 
 from workers.backends.sampling.vllm import patches
+
+if TYPE_CHECKING:  # importing vLLM takes seconds, in every process that collects this file
+    from vllm.logprobs import FlatLogprobs
 
 
 def piece(*positions: Sequence[int]) -> FlatLogprobs:
     """A piece as vLLM makes it: at each position the sampled token first, then the likeliest."""
+    from vllm.logprobs import FlatLogprobs
+
     made = FlatLogprobs()
     for ids in positions:
         ranks = itertools.chain((1,), range(1, len(ids)))
@@ -20,6 +25,8 @@ def piece(*positions: Sequence[int]) -> FlatLogprobs:
 
 @pytest.fixture(autouse=True)
 def repaired(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.logprobs import FlatLogprobs
+
     monkeypatch.setattr(FlatLogprobs, "extend", FlatLogprobs.extend)  # restored after the test
     patches.repair_pieces.__wrapped__()
 
