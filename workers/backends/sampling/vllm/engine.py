@@ -205,7 +205,7 @@ def set_environment(settings: BaseModelSettings) -> None:
     # vLLM's own logging config, except for one logger: a dying engine would log its requests, stop strings included.
     os.environ.setdefault("VLLM_LOGGING_CONFIG_PATH", str(Path(__file__).with_name("vllm_logging.json")))
     # A forked child of a process with threads can hang.
-    os.environ.setdefault("VLLM_WORKER_MULTIPROCESSING_METHOD", "spawn")
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     sources = (settings.path, settings.tokenizer or settings.path)
     if all(Path(local_path(source)).exists() for source in sources):
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
