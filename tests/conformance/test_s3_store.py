@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import os
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -55,6 +57,26 @@ def test_an_outage_later_is_unavailable_and_passes(tmp_path: Path):
         with pytest.raises(Unavailable, match="does not answer") as caught:
             call()
         assert "Signature" not in str(caught.value)
+
+
+class OnlyHeads(Proxy):
+    """Ends each connection soon after the head of its request."""
+
+    async def _pump(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, left: int | None) -> None:
+        sink.write(await source.readuntil(b"\r\n\r\n"))
+        await asyncio.sleep(0.2)  # the server has begun to handle it
+
+
+def test_a_connection_that_breaks_off_before_the_body_leaves_no_object(s3_settings: StoreSettings):
+    with OnlyHeads(s3_settings.url) as proxy:
+        far = S3Store(s3_settings.model_copy(update={"url": proxy.url}), may_be_away=True)
+        with pytest.raises(Unavailable):
+            far.put_new("cut-off", b"whole")
+    store = create(Settings(store=s3_settings))
+    time.sleep(0.5)  # for a server that would store it late
+    assert store.list("cut-off") == []
+    assert store.put_new("cut-off", b"whole")
+    assert store.read("cut-off") == b"whole"
 
 
 def test_a_process_may_start_during_an_outage_and_stores_once_it_is_over(s3_settings: StoreSettings):
