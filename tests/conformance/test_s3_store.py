@@ -73,7 +73,7 @@ def test_a_connection_that_breaks_off_before_the_body_leaves_no_object(s3_settin
         with pytest.raises(Unavailable):
             far.put_new("cut-off", b"whole")
     store = create(Settings(store=s3_settings))
-    time.sleep(0.5)  # for a server that would store it late
+    time.sleep(0.5)  # without a checksum the server stores it a moment after the connection ended
     assert store.list("cut-off") == []
     assert store.put_new("cut-off", b"whole")
     assert store.read("cut-off") == b"whole"
