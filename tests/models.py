@@ -5,12 +5,21 @@ head_dim is 32 because vLLM's CPU attention refuses 16; the head is tied because
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 VOCAB_SIZE = 320
 EOS_TOKEN = "<|im_end|>"
@@ -26,28 +35,44 @@ def tiny_qwen3(folder: Path, seed: int = 0, **sizes: int) -> Path:
 
     The model is fp32 with vocab 320, 2 layers of width 64 and a tied head. `sizes` override fields of Qwen3Config.
     """
-    shape: dict[str, Any] = {
+    with _random(seed):
+        model = Qwen3ForCausalLM(Qwen3Config(**{**_shape(), "head_dim": 32, **sizes}))
+    return _save(model, folder)
+
+
+def tiny_qwen2(folder: Path) -> Path:
+    """Saves a random Qwen2 of the same sizes, with the same tokenizer."""
+    with _random(0):
+        model = Qwen2ForCausalLM(Qwen2Config(**_shape()))
+    return _save(model, folder)
+
+
+def _shape() -> dict[str, Any]:
+    return {
+        "vocab_size": VOCAB_SIZE,
         "hidden_size": 64,
         "intermediate_size": 128,
         "num_hidden_layers": 2,
         "num_attention_heads": 2,
         "num_key_value_heads": 1,
-        "head_dim": 32,
-    }
-    config = Qwen3Config(
-        vocab_size=VOCAB_SIZE,
-        **{**shape, **sizes},
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-        eos_token_id=_token_ids()[EOS_TOKEN],
-        pad_token_id=_token_ids()["<|endoftext|>"],
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": True,
+        "eos_token_id": _token_ids()[EOS_TOKEN],
+        "pad_token_id": _token_ids()["<|endoftext|>"],
         # The default 0.02 leaves the distribution almost flat, which would hide wrong logprobs.
-        initializer_range=0.1,
-        dtype="float32",
-    )
+        "initializer_range": 0.1,
+        "dtype": "float32",
+    }
+
+
+@contextmanager
+def _random(seed: int) -> Iterator[None]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(config)
+        yield
+
+
+def _save(model: PreTrainedModel, folder: Path) -> Path:
     model.save_pretrained(folder)
     _tokenizer().save_pretrained(folder)
     return folder

@@ -22,8 +22,9 @@ def s3_settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoreSetti
 @pytest.fixture(scope="package")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     from tests.conformance.samplers import make_reference
+    from tests.models import tiny_qwen3
 
-    return make_reference(tmp_path_factory.mktemp("base"))
+    return make_reference(tiny_qwen3(tmp_path_factory.mktemp("base")))
 
 
 @pytest.fixture(scope="package", params=["transformers", "vllm"])

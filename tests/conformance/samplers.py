@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from app.domain.sampling import SampledSequence, SampleOutput, SampleRequest
 from app.errors import ServerOpError
 from app.settings import BaseModelSettings, SamplerSettings
-from tests.models import VOCAB_SIZE, tiny_qwen3
+from tests.models import VOCAB_SIZE
 from workers.backends.sampling.base import SamplerBackend, create
 
 BACKENDS = {
@@ -75,10 +75,9 @@ class Reference:
         return self.table(adapter, tokens)[:-1].gather(-1, following)[:, 0].numpy()
 
 
-def make_reference(parent: Path) -> Reference:
-    """Makes a base model in `parent` and an adapter for each of ADAPTERS."""
+def make_reference(folder: Path) -> Reference:
+    """The base model in `folder`, and an adapter for each of ADAPTERS that this makes there."""
     torch.set_num_threads(2)
-    folder = tiny_qwen3(parent)
     adapters = {name: _save_adapter(folder, folder / name, seed) for seed, name in enumerate(ADAPTERS)}
     return Reference(folder, adapters)
 

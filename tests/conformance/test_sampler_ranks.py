@@ -1,4 +1,7 @@
-"""An engine over two ranks (sampler.tensor_parallel) gives the answers of a single-rank engine."""
+"""An engine over two ranks (sampler.tensor_parallel) gives the answers of a single-rank engine.
+
+Its model is a Qwen2: vLLM's class for it does not list lm_head among the targets of adapters.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,14 @@ import numpy as np
 import pytest
 
 from app.domain.sampling import UNSCORED
-from tests.conformance.samplers import PROMPTS, Reference, ask, one, opened
+from tests.conformance.samplers import PROMPTS, Reference, ask, make_reference, one, opened
+from tests.models import tiny_qwen2
 from workers.backends.sampling.base import SamplerBackend
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    return make_reference(tiny_qwen2(tmp_path_factory.mktemp("qwen2")))
 
 
 @pytest.fixture(scope="module")

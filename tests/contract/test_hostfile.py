@@ -22,8 +22,8 @@ def hosts(tmp_path_factory: pytest.TempPathFactory, base_path: Path) -> Iterator
     folder = tmp_path_factory.mktemp("hosts")
     hostfile = write_hostfile(folder / "hostfile")
     trainer = f'backend = "deepspeed"\nranks = 2\nhostfile = "{hostfile}"'
-    sampler, engine = 'backend = "transformers"', "[engine]\nlease_s = 3.0"
-    stack = Stack(folder / "data", base_path, free_port(), trainer, sampler, engine, threads=1)
+    sampler, engine, program = 'backend = "transformers"', "[engine]\nlease_s = 3.0", "tests.warm_workers"
+    stack = Stack(folder / "data", base_path, free_port(), trainer, sampler, engine, program, threads=1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PATH", install_ssh(folder / "bin")["PATH"])
         with running(stack):

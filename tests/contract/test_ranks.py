@@ -22,9 +22,8 @@ from tests.servers import free_port
 def ranks(tmp_path_factory: pytest.TempPathFactory, base_path: Path) -> Iterator[Stack]:
     folder = tmp_path_factory.mktemp("ranks") / "data"
     trainer = 'backend = "deepspeed"\nzero_stage = 2\nranks = 2\nrank_deadline_s = 25.0'
-    stack = Stack(
-        folder, base_path, free_port(), trainer, 'backend = "transformers"', "[engine]\nlease_s = 3.0", threads=1
-    )
+    sampler, engine, program = 'backend = "transformers"', "[engine]\nlease_s = 3.0", "tests.warm_workers"
+    stack = Stack(folder, base_path, free_port(), trainer, sampler, engine, program, threads=1)
     with pytest.MonkeyPatch.context() as patch:
         # A stopped rank does not handle SIGTERM: torchrun kills it after this time instead of 30 s.
         patch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "3")

@@ -9,12 +9,13 @@ import json
 from collections import Counter
 from pathlib import Path
 
+import psutil
 import pytest
 import tinker
 
 from tests.contract.data import train
 from tests.contract.stack import Stack
-from tests.contract.test_restart import await_true, children
+from tests.contract.test_restart import await_true, children, is_gone
 from tests.contract.test_samplers import TRIES, ask, completions_of, drawn
 
 REQUESTS, TOKENS = 200, 16
@@ -28,6 +29,21 @@ def engine_memory(stack: Stack) -> set[Path]:
     """Shared memory of the sampler's engine, as recorded by the sampler."""
     [note] = (stack.data_dir / "run").glob("sampler-0@*.shared-memory")
     return {Path("/dev/shm", name) for name in json.loads(note.read_text())}
+
+
+def kill_sampler(stack: Stack) -> None:
+    """Kills the sampler; its engine's processes end by themselves, because the supervisor is stopped meanwhile."""
+    assert stack.process is not None
+    supervisor = psutil.Process(stack.process.pid)
+    [sampler] = children(stack, "--name sampler")
+    engine = sampler.children(recursive=True)
+    assert len(engine) >= 2
+    supervisor.suspend()
+    try:
+        sampler.kill()
+        await_true(lambda: all(is_gone(process) for process in engine))
+    finally:
+        supervisor.resume()
 
 
 # For transformers, test_samplers.py asks for more: the same bits.
@@ -44,8 +60,7 @@ def test_all_requests_of_a_killed_sampler_end_once_and_nearly_all_with_the_same_
         with completions_of(stack, client) as done:
             futures = [ask(client, seed, TOKENS) for seed in range(REQUESTS)]
             await_true(lambda done=done: len(done()) >= REQUESTS // 10)
-            for process in children(stack, "--name sampler"):
-                process.kill()
+            kill_sampler(stack)
             in_the_middle = len(done()) < REQUESTS
             found = [drawn(future) for future in futures]
             await_true(lambda done=done: len(done()) >= REQUESTS)

@@ -17,11 +17,11 @@ def up(folder: Path, base: Path | str, toml: str = "", **environ: str) -> tuple[
     config.write_text(f'[[base_models]]\nname = "tiny"\npath = "{base}"\n{toml}')
     command = ["up", "--config", str(config), "--data-dir", str(folder / "data"), "--port", "0"]
     done = subprocess.run(
-        [sys.executable, "-m", "app.cli", *command],
+        [sys.executable, "-m", "tests.warm_workers", *command],
         capture_output=True,
         text=True,
         # Simulates a machine without a GPU.
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **environ},
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", **environ},
         timeout=600,
     )
     first, *said = done.stderr.splitlines()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+from functools import cache
 from pathlib import Path
 
 _DROPPED = ("quantization_config", "dtype")
@@ -15,9 +16,12 @@ _DROPPED = ("quantization_config", "dtype")
 
 def convert(source: Path, target: Path) -> None:
     """Writes weights (float32, as dequantised), config, tokenizer and chat template; `target` appears whole."""
+    import gguf
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+    # transformers reads the whole file three times, and makes the table of names anew for each module: 25 s.
+    gguf.GGUFReader, gguf.get_tensor_name_map = cache(gguf.GGUFReader), cache(gguf.get_tensor_name_map)
     loaded = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
     config = {key: value for key, value in loaded.config.to_dict().items() if key not in _DROPPED and key[0] != "_"}
     model = LlamaForCausalLM(LlamaConfig(**config))

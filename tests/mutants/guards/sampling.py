@@ -99,6 +99,7 @@ MUTANTS = (
         "        for tell in lost:\n            tell()\n",
         "",
         f"{_CANCELLING}::test_a_worker_that_missed_the_message_learns_of_it_from_its_lease",
+        slow=True,
     ),
     # OpenAI's clients.
     Mutant(
