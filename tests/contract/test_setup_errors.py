@@ -20,7 +20,7 @@ def up(folder: Path, base: Path | str, toml: str = "", **environ: str) -> tuple[
         [sys.executable, "-m", "tests.warm_workers", *command],
         capture_output=True,
         text=True,
-        # Simulates a machine without a GPU.
+        # Simulates a machine without a GPU; with DS_ACCELERATOR, DeepSpeed does not print that it found none.
         env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", **environ},
         timeout=600,
     )
