@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import zipfile
@@ -131,6 +132,15 @@ def test_a_converter_that_is_killed_is_not_blamed_on_its_last_progress_line():
     assert model._last_words(child) == "its process was ended by signal 9"
 
 
+@pytest.fixture
+def sigint():
+    """Makes SIGINT end the children of this process. A shell lets a background process and its children ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("sigint")
 def test_ctrl_c_while_it_converts_is_no_error_of_the_conversion(monkeypatch, tmp_path):
     interrupted = tmp_path / "interrupted"
     interrupted.write_text("#!/bin/sh\nkill -INT $$\n")
@@ -140,6 +150,7 @@ def test_ctrl_c_while_it_converts_is_no_error_of_the_conversion(monkeypatch, tmp
         model._convert(tmp_path / "model")
 
 
+@pytest.mark.usefixtures("sigint")
 @pytest.mark.parametrize("ending", ["kill -INT $$", "echo 'ERROR: Operation cancelled by user' >&2; exit 1"])
 def test_ctrl_c_while_it_fetches_is_no_error_of_pip(ending, environment, monkeypatch, tmp_path):
     """pip catches it, unless it comes before pip has started."""
