@@ -16,19 +16,13 @@ from xdist.workermanage import WorkerController
 
 _FIRST = ("chaos", "upgrade", "contract", "conformance", "faults")
 _LAST = ("security", "parity", "property", "mutants")
-# Each takes minutes, with a stack of its own: the last one to begin would run alone at the end.
-_LONG = ("test_hostfile.py", "test_ranks.py")
 # A parameter of a fixture that several files of a folder share (tests/contract/conftest.py, tests/conformance/).
 _SHARED = re.compile(r"\b(deepspeed-1-transformers|deepspeed-2-ranks-vllm)\b|\[(transformers|vllm)\b")
 
 
-def sort_key(nodeid: str) -> tuple[int, bool]:
-    """Sort key of tests; except for long ones, those of a folder stay in their order."""
-    path = PurePath(nodeid.partition("::")[0])
-    return _place("".join(path.parent.parts[1:2])), path.name not in _LONG
-
-
-def _place(folder: str) -> int:
+def sort_key(nodeid: str) -> int:
+    """Sort key of tests; those of a folder stay in their order."""
+    folder = "".join(PurePath(nodeid.partition("::")[0]).parent.parts[1:2])
     if folder in _FIRST:
         return _FIRST.index(folder) - len(_FIRST)
     return _LAST.index(folder) + 1 if folder in _LAST else 0
