@@ -57,6 +57,7 @@ class Checkpoint(SdkSchema):
     size_bytes = fields.Integer()
     public = fields.Boolean()
     user_metadata = fields.Dict()
+    base_model = fields.String()
     expires_at = fields.String()
 
 

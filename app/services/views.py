@@ -28,6 +28,7 @@ def checkpoint_view(path: str, found: Checkpoint) -> dict[str, Any]:
         "size_bytes": found.size_bytes,
         "public": found.public,
         "user_metadata": found.user_metadata or None,
+        "base_model": found.base_model,
         "expires_at": None if found.expires_at is None else timestamp(found.expires_at),
     }
     return {key: value for key, value in fields.items() if value is not None}

@@ -15,7 +15,7 @@ from app.stores.redis.client import connect
 from app.stores.redis.lifecycle import RedisLifecycle
 from tests.unit.app.api.test_copies import copy, project, saved
 from tests.unit.app.api.test_models import save_checkpoint
-from tests.unit.app.conftest import Api
+from tests.unit.app.conftest import BASE, Api
 
 
 def aged(api: Api, namespace: str, ids: list[str]) -> list[str]:
@@ -43,6 +43,18 @@ def test_a_listed_run_is_what_it_is_when_asked_for_alone(api: Api) -> None:
     listed = api.get("training_runs").json["training_runs"]
     assert listed == [api.get(f"training_runs/{model}").json]
     assert listed[0]["last_checkpoint"]["checkpoint_id"] == "weights/a"
+
+
+def test_a_checkpoint_names_its_base_model_wherever_it_is_listed(api: Api) -> None:
+    model = api.model()
+    save_checkpoint(api, model)
+    run = api.get(f"training_runs/{model}").json
+    listed = [
+        *api.get("checkpoints").json["checkpoints"],
+        *api.get(f"training_runs/{model}/checkpoints").json["checkpoints"],
+        run["last_checkpoint"],
+    ]
+    assert [one.get("base_model") for one in listed] == [BASE] * 3
 
 
 def test_runs_of_a_project_alone_and_none_of_one_that_is_not_seen(api: Api, stranger: Api) -> None:
