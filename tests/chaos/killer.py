@@ -38,13 +38,15 @@ _REFUSED_WITHIN_S = 10.0
 class Killer:
     """Injects the planned faults.
 
-    `dose`: how often each fault is to happen. `done` is the share that has happened, 0 to 1.
+    `dose`: how often each fault is to happen. `changes`: how many changes of owner they are to cause at least. `done`
+    is the share of the dose that has happened, 0 to 1.
     """
 
     stack: Stack
     observer: Observer
     seed: int
     dose: Mapping[str, int]
+    changes: int
     note: Callable[[str], None]
     dealt: Counter[str] = field(default_factory=Counter)
     done: float = 0.0
@@ -53,6 +55,7 @@ class Killer:
     def run(self) -> None:
         """Runs the whole plan. Raises Stalled when the stack makes no progress in between."""
         rng = random.Random(self.seed)
+        goal = self.observer.heads().changes + self.changes
         plan = [name for name, count in sorted(self.dose.items()) for _ in range(count)]
         rng.shuffle(plan)
         blows: Mapping[str, Callable[[random.Random], Any]] = {
@@ -72,6 +75,7 @@ class Killer:
             self.dealt[name] += 1
             self.note(f"{number}/{len(plan)} {name}: {said}")
             self.done = number / len(plan)
+        self._kill_further_owners(rng, goal)
 
     def _progress(self, ops: int) -> None:
         goal = self.observer.heads().applied + ops
@@ -81,6 +85,20 @@ class Killer:
         op, process = self._seized(rng)
         self._mark_dead(process, op.node)
         return _where(op)
+
+    def _kill_further_owners(self, rng: random.Random, goal: int) -> None:
+        """Kills owners until all models together have had `goal` changes of owner: a killed trainer owned one model or
+        several, as the machine decides."""
+        while OWNER in self.dose and self.observer.heads().changes < goal:
+            op, process = self._seized(rng)
+            epoch = self._epoch(op)
+            self._mark_dead(process, op.node)
+            await_true(f"a new owner of {op.model_id}", lambda op=op, epoch=epoch: self._epoch(op) > epoch)
+            self.dealt[OWNER] += 1
+            self.note(f"further {OWNER}: {_where(op)}")
+
+    def _epoch(self, op: Running) -> int:
+        return self.observer.heads().models[op.model_id][0]
 
     def _kill_rank(self, rng: random.Random) -> str:
         """Kills any rank of a group whose rank 0 is in the middle of an Op."""

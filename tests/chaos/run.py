@@ -75,7 +75,7 @@ class Run:
     def disturbed(self, expected: Reference) -> Report:
         """Runs clients repeatedly beside a storm of calls, while the killer injects the form's faults."""
         started, before, posted = time.monotonic(), self._observer.heads(), self._storm.posted
-        killer = Killer(self._stack, self._observer, self._seed, self._form.dose, self._note)
+        killer = Killer(self._stack, self._observer, self._seed, self._form.dose, self._form.changes, self._note)
         over = threading.Event()
         with ThreadPoolExecutor(len(self._slots) + 2) as pool:
             clients = [pool.submit(self._play_on, slot, expected.transcripts[slot], over) for slot in self._slots]
