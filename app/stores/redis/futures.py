@@ -1,11 +1,12 @@
-"""Futures on Redis: sampling requests, and the results of these and of Ops.
+"""Futures on Redis: sampling requests, the results of these and of Ops, and the payloads of both.
 
-Each method is one script in lua/, or one read.
+Each method of RedisFutures is one script in lua/, or one read.
 """
 
 from __future__ import annotations
 
 import json
+import uuid
 from collections.abc import Sequence, Set
 from typing import cast
 
@@ -23,12 +24,12 @@ from app.errors import (
     TooLarge,
     TooManyRequests,
     TriedOften,
+    Unavailable,
 )
 from app.settings import EngineSettings
 from app.stores.objects.base import ObjectStore
 from app.stores.redis import keys, limits
 from app.stores.redis.client import read_hash
-from app.stores.redis.payloads import RedisPayloads
 from app.stores.redis.scripts import Scripts
 from app.stores.redis.types import Admission, Entry, Future, QueueBounds
 
@@ -56,6 +57,11 @@ _FULL_QUEUE: dict[str, tuple[type[RequestError], str]] = {
 # Results up to this size stay the whole of result_read_s; the SDK asks again within seconds, if it does.
 _READ_BYTES = 64 * 1024
 _READ_LEAST_S = 300
+
+_PAYLOADS = "payloads"
+_GARBAGE_AT_ONCE = 500
+# No store continues a write for longer than this.
+_ABANDONED_MS = 3_600_000
 
 
 class RedisFutures:
@@ -241,3 +247,62 @@ class RedisFutures:
 
 def _result(found: dict[bytes, bytes]) -> Result:
     return Result(found[b"body"], found[b"type"].decode(), found[b"state"] == b"failed")
+
+
+class RedisPayloads:
+    """Payloads, the encoded content of calls: in Redis, counted against a budget, or moved ("spilled") to the object
+    store, one object each. `store` is None in a process that runs no Ops and spills nothing.
+
+    A payload moves only in that direction. Every try writes an object with a unique name, so nothing is ever
+    overwritten. A try has three steps. It notes the object's name in `spilling`. It writes the object. Then one script
+    replaces the payload by the object, if the Op still exists and still has that payload.
+
+    A name that stays in `spilling` for long belongs to a try that died. The name becomes garbage, and from then on the
+    script refuses its replacement. Two workers may spill the same payload at once: the later script finds it gone.
+    """
+
+    def __init__(self, client: redis.Redis, settings: EngineSettings, store: ObjectStore | None) -> None:
+        self._redis = client
+        self._run = Scripts(client, settings)
+        self._store = store
+
+    def get(self, request_id: str) -> bytes:
+        """The payload of an Op; empty for an Op that has none or is gone. Raises Unavailable (store), NotFound when its
+        object was lost."""
+        payload = cast("bytes | None", self._redis.get(keys.payload(request_id)))
+        if payload is not None:
+            return payload
+        spilled = cast("bytes | None", self._redis.hget(keys.op(request_id), "spilled"))
+        return self._objects.read(spilled.decode()) if spilled else b""
+
+    def due(self, limit: int) -> list[str]:
+        """Request ids of the payloads to move now: large ones, and the oldest ones while more than half of the budget
+        is used."""
+        return [request_id.decode() for request_id in self._run("due_to_spill", limit)]
+
+    def spill(self, request_id: str) -> bool:
+        """Moves one payload. Returns False when it was dropped meanwhile. Raises Unavailable; the payload then stays in
+        Redis."""
+        admitted = cast("bytes | None", self._redis.hget(keys.op(request_id), "admitted"))
+        payload = cast("bytes | None", self._redis.get(keys.payload(request_id)))
+        if admitted is None or payload is None:
+            return False
+        key = f"{_PAYLOADS}/{request_id}/{uuid.uuid4().hex}"
+        self._run("begin_spill", key)
+        self._objects.put_new(key, payload)
+        return bool(self._run("spill", request_id, key, admitted))
+
+    def remove_garbage(self) -> int:
+        """Deletes objects of dropped payloads, and of moves that never ended. Returns their number. Raises
+        Unavailable."""
+        garbage = cast(list[bytes], self._run("spill_garbage", _ABANDONED_MS, _GARBAGE_AT_ONCE))
+        if garbage:
+            self._objects.delete([key.decode() for key in garbage])
+            self._redis.srem(keys.SPILL_GARBAGE, *garbage)
+        return len(garbage)
+
+    @property
+    def _objects(self) -> ObjectStore:
+        if self._store is None:
+            raise Unavailable("this process was started without an object store to read spilled calls from")
+        return self._store

@@ -10,8 +10,8 @@ from app.domain.results import Result
 from app.errors import Unavailable
 from app.settings import EngineSettings
 from app.stores.objects.folder import FolderStore
+from app.stores.redis.futures import RedisPayloads
 from app.stores.redis.journal import RedisOpLog
-from app.stores.redis.payloads import RedisPayloads
 from app.stores.redis.types import Lease
 from workers.maintenance.leader import PayloadSpilling
 

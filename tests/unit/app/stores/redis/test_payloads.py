@@ -18,9 +18,9 @@ from app.settings import EngineSettings
 from app.stores.objects.base import ObjectStore
 from app.stores.objects.folder import FolderStore
 from app.stores.redis import keys
+from app.stores.redis.futures import RedisPayloads
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.lifecycle import RedisLifecycle
-from app.stores.redis.payloads import RedisPayloads
 from app.stores.redis.records import RedisRecords
 from app.stores.redis.types import Lease
 
@@ -72,7 +72,7 @@ def payloads(client: redis.Redis, store: Store) -> RedisPayloads:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A spiller that takes an unfinished attempt for dead at once."""
-    monkeypatch.setattr("app.stores.redis.payloads._ABANDONED_MS", 0)
+    monkeypatch.setattr("app.stores.redis.futures._ABANDONED_MS", 0)
 
 
 def content(seq: int, size: int) -> bytes:
