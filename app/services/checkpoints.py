@@ -26,8 +26,8 @@ from app.domain.checkpoints import MANIFEST, CheckpointPrefix, Manifest
 from app.domain.records import Checkpoint, Model, Session
 from app.errors import BadRequest, NotFound, Unavailable
 from app.services.admission import QuotaService
-from app.services.tenants import audit, checkpoint_lists
-from app.services.tenants.access import Sources, load_checkpoint, load_owned
+from app.services.tenants import audit
+from app.services.tenants.access import Sources, list_checkpoints, load_checkpoint, load_owned
 from app.services.training import check_ttl
 from app.services.views import Page, check_writable, checkpoint_view, projects, timestamp
 from app.signing import UrlSigner
@@ -57,7 +57,7 @@ class CheckpointService:
 
     def list_all(self, caller: Caller, page: Page) -> dict[str, Any]:
         """Checkpoints of all runs in the projects where the caller may work, newest first."""
-        found = checkpoint_lists.of_projects(self._records, projects(caller, "owned"))
+        found = list_checkpoints(self._records, projects(caller, "owned"))
         shown, cursor = page.of(found)
         return {"checkpoints": [checkpoint_view(path, one) for path, one in shown], "cursor": cursor}
 

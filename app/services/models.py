@@ -16,8 +16,8 @@ from app.errors import BadRequest, NotFound
 from app.services.admission import AdmissionService
 from app.services.base_models import BaseModels, trainer_role
 from app.services.teardown import Teardown
-from app.services.tenants import audit, checkpoint_lists
-from app.services.tenants.access import Sources, load_owned, load_readable
+from app.services.tenants import audit
+from app.services.tenants.access import Sources, list_run_checkpoints, load_owned, load_readable
 from app.services.validation.training import (
     CRITIC,
     asked_role,
@@ -187,7 +187,7 @@ class RunService:
         }
 
     def _checkpoints(self, model_id: str, caller: Caller) -> list[dict[str, Any]]:
-        found = checkpoint_lists.of_run(self._records, model_id, caller)
+        found = list_run_checkpoints(self._records, model_id, caller)
         return [checkpoint_view(path, one) for path, one in found]
 
 

@@ -28,8 +28,7 @@ from app.services.openai.streaming import Asked, ResultStream
 from app.services.openai.tokenizer import BaseTokenizer, Tokenizers, for_template
 from app.services.polling import LongPollLimiter
 from app.services.sampling import SamplingService
-from app.services.tenants import checkpoint_lists
-from app.services.tenants.access import check_role
+from app.services.tenants.access import check_role, list_checkpoints
 from app.services.validation.sampling import check_sample, check_size
 from app.stores.redis.lifecycle import RedisLifecycle
 from app.stores.redis.records import RedisRecords
@@ -248,7 +247,7 @@ class Samplers:
         """(name, creation time) of the base models and the caller's sampler checkpoints that have a live sampler."""
         live = self._bases.live()
         found = [(name, 0.0) for name in self._bases.names() if ("sampler", name) in live]
-        theirs = checkpoint_lists.of_projects(self._records, caller.roles.keys())
+        theirs = list_checkpoints(self._records, caller.roles.keys())
         for path, checkpoint in sorted(theirs, key=lambda pair: pair[0]):
             is_sampled = (sampler_role(full=checkpoint.full), checkpoint.base_model) in live
             if is_sampled and checkpoint.kind == _KIND:

@@ -1,5 +1,5 @@
-"""Access: finds the caller of a key or a token, and is the only place that loads a record for a caller. Missing,
-foreign and expired records give the same error.
+"""Access: finds the caller of a key or a token, and is the only place that loads or lists records for a caller.
+Missing, foreign and expired records give the same error.
 
 Tokens (JWTs) stand for a key for a limited time, so that the key itself is sent less often. Only this server signs
 them.
@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -24,8 +24,12 @@ from app.services.tenants.accounts import KEY_PREFIX, AccountService, hash_secre
 from app.services.views import user_urn
 from app.settings import hash_key
 from app.stores.redis.records import RedisRecords
+from app.stores.redis.types import Record
 
 Owned = TypeVar("Owned", Session, Model, Sampler, Checkpoint, Loss)
+
+Found = tuple[str, Checkpoint]
+"""A checkpoint's path and the checkpoint."""
 
 _PROJECT_DIGITS = 16
 _JWT_PREFIX = "eyJ"
@@ -68,6 +72,26 @@ def load_checkpoint(store: RedisRecords, path: TinkerPath, caller: Caller) -> Ch
 def may_read(caller: Caller, found: Checkpoint) -> bool:
     """True if `load_checkpoint` would return the checkpoint to the caller."""
     return found.public or caller.sees(found.owner)
+
+
+def list_run_checkpoints(store: RedisRecords, model_id: str, caller: Caller) -> list[Found]:
+    """A run's checkpoints that the caller may read; of another project's run these are the public ones. Newest first
+    and without the expired ones, as in `list_checkpoints`."""
+    found = _newest_first(store, store.list(Checkpoint.namespace, ids.checkpoint_prefix(model_id)))
+    return [(path, one) for path, one in found if may_read(caller, one)]
+
+
+def list_checkpoints(store: RedisRecords, projects: Set[str]) -> list[Found]:
+    """The checkpoints of all runs in the projects, newest first and without the expired ones. An index names them: no
+    other checkpoint is read."""
+    return _newest_first(store, store.list_checkpoints(projects).items())
+
+
+def _newest_first(store: RedisRecords, stored: Iterable[tuple[str, Record]]) -> list[Found]:
+    now = store.now()
+    loaded = ((path, records.load(Checkpoint, fields)) for path, fields in stored)
+    found = [(path, one) for path, one in loaded if not one.is_expired(now)]
+    return sorted(found, key=lambda pair: (-pair[1].created, pair[0]))
 
 
 def check_role(caller: Caller, project: str, role: Role = "member") -> None:

@@ -15,8 +15,7 @@ from app.domain.accounts import Caller, User
 from app.domain.records import Session
 from app.domain.results import CACHED, HOUR_S, PREFILLED, SAMPLED, SAVED, STORED, TRAINED
 from app.errors import BadRequest
-from app.services.tenants import checkpoint_lists
-from app.services.tenants.access import check_role
+from app.services.tenants.access import check_role, list_checkpoints
 from app.services.tenants.audit import admin_projects
 from app.services.views import check_seen, texts, timestamp, user_urn
 from app.stores.pages import Fields, Page
@@ -65,7 +64,7 @@ class UsageService:
         counts: Counter[tuple[str, str]] = Counter()
         sizes: Counter[tuple[str, str]] = Counter()
         users = {id_: json.loads(fields.get("user", '""')) for id_, fields in self.records.list(Session.namespace)}
-        for _, checkpoint in checkpoint_lists.of_projects(self.records, set(projects)):
+        for _, checkpoint in list_checkpoints(self.records, set(projects)):
             group = checkpoint.owner, users.get(ids.session_of(checkpoint.model_id), "")
             counts[group] += 1
             sizes[group] += checkpoint.size_bytes
