@@ -18,7 +18,7 @@ from app.services.base_models import BaseModels, trainer_role
 from app.services.teardown import Teardown
 from app.services.tenants import audit
 from app.services.tenants.access import Sources, list_run_checkpoints, load_owned, load_readable
-from app.services.validation.training import (
+from app.services.validation import (
     CRITIC,
     asked_role,
     check_loadable,

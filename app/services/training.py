@@ -25,7 +25,7 @@ from app.services.admission import MAX_SEQ, AdmissionService, QuotaService
 from app.services.base_models import BaseModels, trainer_role
 from app.services.tenants import audit
 from app.services.tenants.access import Sources, load_owned, load_readable
-from app.services.validation.training import (
+from app.services.validation import (
     check_adam,
     check_forward_backward,
     check_loadable,

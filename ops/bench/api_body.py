@@ -11,7 +11,7 @@ from app import ids
 from app.dispatch import Dispatcher, celery_app, train_queue
 from app.domain import ops
 from app.domain.records import BaseModelInfo
-from app.services.validation.training import check_forward_backward
+from app.services.validation import check_forward_backward
 from app.stores.redis.client import connect
 from app.stores.redis.journal import RedisOpLog
 from app.wire.forward_backward import no_losses, open_envelope

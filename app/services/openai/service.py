@@ -27,9 +27,8 @@ from app.services.openai.generation import Choices, Delta, Options
 from app.services.openai.streaming import Asked, ResultStream
 from app.services.openai.tokenizer import BaseTokenizer, Tokenizers, for_template
 from app.services.polling import LongPollLimiter
-from app.services.sampling import SamplingService
+from app.services.sampling import SamplingService, check_sample, check_size
 from app.services.tenants.access import check_role, list_checkpoints
-from app.services.validation.sampling import check_sample, check_size
 from app.stores.redis.lifecycle import RedisLifecycle
 from app.stores.redis.records import RedisRecords
 from app.wire.json_forms import text_tokens

@@ -12,7 +12,7 @@ from app.domain import ops
 from app.domain.records import BaseModelInfo, Checkpoint, Worker, dump
 from app.errors import BadRequest
 from app.services.base_models import BaseModels
-from app.services.validation.training import check_sampled
+from app.services.validation import check_sampled
 from app.settings import ApiSettings, Settings
 from app.stores.redis.client import connect
 from app.stores.redis.lifecycle import RedisLifecycle

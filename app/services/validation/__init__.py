@@ -1,1 +1,0 @@
-"""Validation of a request before it is journaled. Each check raises BadRequest and names the mistake."""
