@@ -21,7 +21,7 @@ from app.settings import Settings
 from tests.faults.injection import Call, Fault, FaultInjector
 from workers.backends.training.backends import create
 from workers.process.assembly import assemble_trainer
-from workers.process.heartbeat import worker_name
+from workers.process.liveness import worker_name
 from workers.process.parts import Parts, Runtime, Serving
 
 Answer = tuple[Literal["done", "failed", "unknown", "not now", "error"], str]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import redis
 
-from workers.process.heartbeat import LeaseKeeper
+from workers.process.liveness import LeaseKeeper
 
 
 class Silent:

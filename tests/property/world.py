@@ -36,7 +36,7 @@ from tests.property.background import Background
 from tests.property.faults import Crash, Fault, Faults
 from tests.property.vector_backend import VectorBackend
 from workers.process.assembly import Overrides, Trainer, assemble_trainer
-from workers.process.heartbeat import LeaseKeeper
+from workers.process.liveness import LeaseKeeper
 from workers.process.parts import Serving
 
 BASE = "base"

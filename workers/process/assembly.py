@@ -25,8 +25,7 @@ from workers.checkpoints.snapshots import Restore, Snapshots
 from workers.checkpoints.writer import Saver
 from workers.process import telemetry
 from workers.process.fair_queue import FairQueue, ProjectWeights
-from workers.process.heartbeat import Heartbeat, worker_name
-from workers.process.liveness import Probe, Watchdog
+from workers.process.liveness import Heartbeat, Probe, Watchdog, worker_name
 from workers.process.parts import Backend, Parts, Runtime, Serving, exit_on_hang, exit_process, sweeper
 from workers.sample import shared_memory
 from workers.sample.adapters import AdapterFiles, Adapters, AdapterScheduler

@@ -1,26 +1,218 @@
-"""The watchdog: this worker exits when its own heartbeat task is not consumed in time.
+"""The liveness of this worker, shown to others and to itself.
 
-An idle sampler also samples a token now and then, as proof that its engine works.
+Others see a record that expires when the worker dies, and its leases. A thread of their own renews the leases, so that
+GPU work cannot let them lapse.
 
-A Celery worker can be alive and deaf: its consumer lost the broker and did not notice, or its task thread hangs.
+The worker itself has a watchdog: it exits when its own heartbeat task is not consumed in time. A Celery worker can be
+alive and deaf: its consumer lost the broker and did not notice, or its task thread hangs. An idle sampler also samples
+a token now and then, as proof that its engine works.
 """
 
 from __future__ import annotations
 
+import logging
+import math
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from typing import Any
 
 import numpy as np
+import redis
 
 from app.dispatch import TickSender
+from app.domain.records import BaseModelInfo, Worker, dump
 from app.domain.sampling import SampleRequest
+from app.stores.redis.journal import RedisOpLog
+from app.stores.redis.records import RedisRecords
 from workers.backends.sampling.base import SamplerBackend
+from workers.process import telemetry
+
+log = logging.getLogger(__name__)
+BEAT_S = 3.0
+LIFE_S = 15.0
 
 _AWAY_S = 1.0
 
 _ONE_TOKEN = SampleRequest(np.zeros(1, np.int32), num_samples=1, max_tokens=1, seed=0, temperature=0.0)
+
+
+def worker_name(node: str) -> str:
+    """Returns "node/boot": requests are dispatched to the node; the boot tells this process from the one before."""
+    return f"{node}/{uuid.uuid4().hex[:8]}"
+
+
+class Heartbeat:
+    """The heartbeat: keeps the Worker record alive from `start` until `stop`."""
+
+    def __init__(
+        self,
+        records: RedisRecords,
+        node: str,
+        role: str,
+        info: BaseModelInfo,
+        describe: Callable[[], Mapping[str, Any]],
+        metrics_url: str,
+        healthy: Callable[[], bool],
+        queue: str,
+        batch: int = 0,
+        holds: int = 0,
+    ) -> None:
+        self._records, self._node, self._role, self._info = records, node, role, info
+        self._describe, self._metrics_url, self._healthy = describe, metrics_url, healthy
+        self._queue, self._batch, self._holds = queue, batch, holds
+        self._started = time.time()
+        self._leaving = self._stopped = False
+        self._wake = threading.Event()
+
+    def start(self) -> None:
+        """Starts the heartbeat thread. It sends the first heartbeat at once, so that a state server that is away does
+        not stop this worker from starting."""
+        self.refresh()
+        threading.Thread(target=self._loop, name="heartbeat", daemon=True).start()
+
+    def refresh(self) -> None:
+        """Publishes a change soon; returns at once."""
+        self._wake.set()
+
+    def leave(self) -> None:
+        """Tells others to send nothing new. May be called from a signal handler."""
+        self._leaving = True
+        self.refresh()
+
+    def stop(self) -> None:
+        self._stopped = True
+        self._wake.set()
+        with suppress(redis.RedisError):  # it expires by itself
+            self._records.delete(Worker.namespace, self._node)
+
+    def _beat(self) -> None:
+        worker = Worker(
+            role=self._role,
+            base_model=self._info.name,
+            info=asdict(self._info),
+            describe=dict(self._describe()),
+            metrics_url=self._metrics_url,
+            started=self._started,
+            healthy=self._healthy() and not self._leaving,
+            queue=self._queue,
+            batch=self._batch,
+            holds=self._holds,
+            pace_s=telemetry.SERVICE_TIME.seconds(),
+        )
+        self._records.put(Worker.namespace, self._node, dump(worker), ttl_s=LIFE_S)
+
+    def _loop(self) -> None:
+        while True:
+            self._wake.wait(BEAT_S)
+            self._wake.clear()
+            if self._stopped:
+                return
+            try:
+                self._beat()
+            except (redis.RedisError, OSError) as error:
+                log.warning("could not send the heartbeat: %s", error)
+
+
+class PutOffs:
+    """Puts back requests that this worker began and no longer runs; while the state server is away, they wait here.
+
+    Until a request is put back, a death of this worker counts as an attempt at it, whatever the worker dies of.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: dict[str, Callable[[], None]] = {}
+
+    def add(self, request_id: str, put_back: Callable[[], None]) -> None:
+        """Calls `put_back` now if the state server can be reached, else later."""
+        with self._lock:
+            self._waiting[request_id] = put_back
+        with suppress(redis.RedisError):
+            self.flush()
+
+    def begin(self, request_id: str) -> None:
+        """Forgets a request that this worker is about to run again."""
+        with self._lock:
+            self._waiting.pop(request_id, None)
+
+    def flush(self) -> None:
+        """Puts back all that wait. Raises RedisError while the state server is away."""
+        with self._lock:
+            for request_id, put_back in list(self._waiting.items()):
+                put_back()
+                del self._waiting[request_id]
+
+
+class LeaseKeeper:
+    """Renews every held id three times per lease time. The renewal also shows that this worker lives, even when it
+    holds none. After it, the thread flushes `put_offs`.
+
+    A lease that could not be renewed in time, or that someone else holds, is lost until it is added again.
+    """
+
+    def __init__(self, oplog: RedisOpLog, worker: str, lease_s: float) -> None:
+        self._oplog, self._worker, self._lease_s = oplog, worker, lease_s
+        self.put_offs = PutOffs()
+        self._lock = threading.Lock()
+        self._renewed: dict[str, float] = {}
+        self._lost: dict[str, Callable[[], None]] = {}
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._loop, name="leases", daemon=True)
+        self._thread.start()
+
+    def add(self, id_: str, asked: float, lost: Callable[[], None] = lambda: None) -> None:
+        """Adds a lease that was requested at `asked` (monotonic) and gained; the server counts its time from about
+        then.
+
+        The renewing thread calls `lost` if a renewal finds that the lease is no longer ours.
+        """
+        with self._lock:
+            self._renewed[id_] = asked
+            self._lost[id_] = lost
+
+    def drop(self, id_: str) -> None:
+        with self._lock:
+            self._renewed.pop(id_, None)
+            self._lost.pop(id_, None)
+
+    def holds(self, id_: str) -> bool:
+        """True if the lease is ours and has not expired, as far as this process knows."""
+        with self._lock:
+            return time.monotonic() - self._renewed.get(id_, -math.inf) < self._lease_s
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _loop(self) -> None:
+        while not self._stop.wait(self._lease_s / 3):
+            try:
+                self._renew()
+                self.put_offs.flush()
+            except (redis.RedisError, OSError) as error:
+                log.warning("could not renew leases: %s", error)
+
+    def _renew(self) -> None:
+        asked = time.monotonic()
+        with self._lock:
+            before = dict(self._renewed)
+        gone = set(self._oplog.renew(sorted(before), self._worker))
+        lost = []
+        with self._lock:
+            for id_, since in before.items():
+                # A lease dropped meanwhile stays dropped. A lease acquired anew is not the one that was renewed.
+                if self._renewed.get(id_) == since:
+                    if id_ in gone:
+                        del self._renewed[id_]
+                        lost.append(self._lost.pop(id_))
+                    else:
+                        self._renewed[id_] = asked
+        for tell in lost:
+            tell()
 
 
 class Watchdog:

@@ -36,8 +36,7 @@ from workers.checkpoints.shm_transfer import ShmFolder
 from workers.maintenance.leader import Accounting, MaintenanceTask, PayloadSpilling, SessionExpiry, Sweeper
 from workers.maintenance.orphans import Orphans
 from workers.maintenance.redispatch import Redispatcher
-from workers.process.heartbeat import Heartbeat, LeaseKeeper
-from workers.process.liveness import Watchdog
+from workers.process.liveness import Heartbeat, LeaseKeeper, Watchdog
 
 log = logging.getLogger(__name__)
 _STOP_S = 20.0

@@ -27,7 +27,7 @@ from app.wire import results
 from app.wire.results import encode_sample
 from workers.backends.sampling.base import Aborted, OnTokens, RequestHandle, SamplerBackend
 from workers.process import telemetry
-from workers.process.heartbeat import LeaseKeeper
+from workers.process.liveness import LeaseKeeper
 from workers.sample.adapters import Adapters
 from workers.sample.admission import BatchAdmission, ThrottledDispatch
 

@@ -23,7 +23,7 @@ from app.wire import results
 from workers.backends.training.base import TrainingBackend
 from workers.checkpoints.writer import Outcome
 from workers.process import telemetry
-from workers.process.heartbeat import LeaseKeeper
+from workers.process.liveness import LeaseKeeper
 from workers.train.executor import GradAccumulation
 
 log = logging.getLogger(__name__)

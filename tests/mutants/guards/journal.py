@@ -116,7 +116,7 @@ MUTANTS = (
     ),
     Mutant(
         "leases: without an answer for a lease time, all are lost",
-        "workers/process/heartbeat.py",
+        "workers/process/liveness.py",
         "time.monotonic() - self._renewed.get(id_, -math.inf) < self._lease_s",
         "id_ in self._renewed",
         "tests/property/test_leases.py",

@@ -95,7 +95,7 @@ MUTANTS = (
     ),
     Mutant(
         "leases: whoever lost one is notified",
-        "workers/process/heartbeat.py",
+        "workers/process/liveness.py",
         "        for tell in lost:\n            tell()\n",
         "",
         f"{_CANCELLING}::test_a_worker_that_missed_the_message_learns_of_it_from_its_lease",

@@ -55,7 +55,7 @@ MUTANTS = (
     ),
     Mutant(
         "put-offs: what could not be put back is put back later",
-        "workers/process/heartbeat.py",
+        "workers/process/liveness.py",
         "                self.put_offs.flush()\n",
         "",
         f"{_LEASES}::test_what_could_not_be_put_back_is_put_back_with_the_next_renewal",
@@ -63,7 +63,7 @@ MUTANTS = (
     ),
     Mutant(
         "put-offs: what begins again is not put back",
-        "workers/process/heartbeat.py",
+        "workers/process/liveness.py",
         "            self._waiting.pop(request_id, None)\n",
         "            pass\n",
         f"{_LEASES}::test_what_could_not_be_put_back_is_put_back_with_the_next_renewal",

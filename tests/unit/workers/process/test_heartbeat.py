@@ -12,8 +12,8 @@ from app.domain.records import BaseModelInfo, Worker, load
 from app.stores.redis import keys
 from app.stores.redis.records import RedisRecords
 from app.stores.redis.types import Entry
-from workers.process import heartbeat, telemetry
-from workers.process.heartbeat import Heartbeat
+from workers.process import liveness, telemetry
+from workers.process.liveness import Heartbeat
 from workers.process.telemetry import ServiceTime
 
 INFO = BaseModelInfo("base", "Qwen3ForCausalLM", 320, 512, "float32", ("attn",))
@@ -44,7 +44,7 @@ def test_it_says_which_queue_is_read_and_how_much_is_taken_and_lapses_by_itself(
     await_true(lambda: record(client) is not None)
     worker = record(client)
     assert (worker.queue, worker.batch, worker.holds, worker.healthy) == ("sample.base", 4, 9, True)
-    assert 0 < client.pttl(keys.record(Worker.namespace, "s")) <= heartbeat.LIFE_S * 1000
+    assert 0 < client.pttl(keys.record(Worker.namespace, "s")) <= liveness.LIFE_S * 1000
 
 
 def test_it_says_how_long_a_call_takes_it(client, made, monkeypatch):

@@ -16,8 +16,8 @@ from app.stores.redis.client import connect
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.types import Lease, OwnedElsewhere
 from tests.servers import start_valkey
-from workers.process import heartbeat
-from workers.process.heartbeat import LeaseKeeper
+from workers.process import liveness
+from workers.process.liveness import LeaseKeeper
 
 MODEL = "session:train:0"
 
@@ -125,7 +125,7 @@ def test_a_lease_counts_from_when_it_was_asked_for(client: redis.Redis, monkeypa
         return lost
 
     monkeypatch.setattr(oplog, "renew", renew_late)
-    monkeypatch.setattr(heartbeat.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(liveness.time, "monotonic", lambda: now[0])
     keeper.add(MODEL, time.monotonic())
     keeper._renew()
     assert not keeper.holds(MODEL)

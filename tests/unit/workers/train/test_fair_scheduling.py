@@ -22,7 +22,7 @@ from app.stores.redis import keys
 from app.stores.redis.types import Lease
 from tests.unit.workers.conftest import MODEL, PROBE, Worker, World, add_model, batch, step
 from tests.unit.workers.train.test_scheduler import MERGED, admit, applied, handle
-from workers.process import heartbeat
+from workers.process import liveness
 from workers.train import owner, runner
 from workers.train.executor import GradAccumulation
 
@@ -46,7 +46,7 @@ class Clock:
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    for module in (runner, owner, heartbeat):
+    for module in (runner, owner, liveness):
         monkeypatch.setattr(module, "time", clock)
     return clock
 
