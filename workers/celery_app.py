@@ -19,7 +19,7 @@ from workers.process.startup import refuse, uncollected
 
 config = settings.from_environment()
 app = dispatch.celery_app(config)
-app.conf.include = ["workers.process.tasks"]
+app.conf.include = ["workers.process.runtime"]
 
 
 @signals.setup_logging.connect
@@ -50,20 +50,20 @@ def _become(sender: Any, **_: Any) -> None:
 
 @signals.worker_ready.connect
 def _announce(**_: Any) -> None:
-    from workers.process import assembly
+    from workers.process import runtime
 
-    assembly.current().announce()
+    runtime.current().announce()
 
 
 @signals.worker_shutting_down.connect
 def _leave(**_: Any) -> None:
-    from workers.process import assembly
+    from workers.process import runtime
 
-    assembly.current().leave()
+    runtime.current().leave()
 
 
 @signals.worker_shutdown.connect
 def _stop(**_: Any) -> None:
-    from workers.process import assembly
+    from workers.process import runtime
 
-    assembly.current().stop()
+    runtime.current().stop()

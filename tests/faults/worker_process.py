@@ -22,7 +22,8 @@ from tests.faults.injection import Call, Fault, FaultInjector
 from workers.backends.training.backends import create
 from workers.process.assembly import assemble_trainer
 from workers.process.liveness import worker_name
-from workers.process.parts import Parts, Runtime, Serving
+from workers.process.parts import Parts, Serving
+from workers.process.runtime import Runtime
 
 Answer = tuple[Literal["done", "failed", "unknown", "not now", "error"], str]
 _WITHIN_S = 240

@@ -44,7 +44,7 @@ read({str(folder)!r}).encode_chat([{{"role": "user", "content": "hi"}}], [])"""
     assert not loaded(code) & WORKERS
 
 
-@pytest.mark.parametrize("module", ["workers.process.tasks", "workers.backends.sampling.base"])
+@pytest.mark.parametrize("module", ["workers.process.runtime", "workers.backends.sampling.base"])
 def test_what_flower_and_the_choice_of_a_sampler_need_loads_no_library_of_the_workers(module: str) -> None:
     """Flower imports the tasks, and the `flower` extra installs none of these libraries."""
     assert not loaded(f"import {module}") & WORKERS

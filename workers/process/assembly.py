@@ -26,7 +26,8 @@ from workers.checkpoints.writer import Saver
 from workers.process import telemetry
 from workers.process.fair_queue import FairQueue, ProjectWeights
 from workers.process.liveness import Heartbeat, Probe, Watchdog, worker_name
-from workers.process.parts import Backend, Parts, Runtime, Serving, exit_on_hang, exit_process, sweeper
+from workers.process.parts import Backend, Parts, Serving, sweeper
+from workers.process.runtime import Runtime, become, exit_on_hang, exit_process
 from workers.sample import shared_memory
 from workers.sample.adapters import AdapterFiles, Adapters, AdapterScheduler
 from workers.sample.admission import BatchAdmission, ThrottledDispatch
@@ -38,18 +39,10 @@ from workers.train.rebalance import Drain, IdleEviction, Rebalancer
 from workers.train.runner import TrainingRunner
 from workers.train.scheduler import BacklogScan, RetryBackoff, RunAhead, Scheduler
 
-_current: Runtime | None = None
-
 _SETTLE_S = 5.0
 
 # A sampler keeps this many adapters loaded for each that may run: one that comes back soon is not read again.
 _LOADED_PER_TURN = 4
-
-
-def current() -> Runtime:
-    """The worker of this process: backend, journal, leases, watchdog, maintenance. Created when Celery starts."""
-    assert _current is not None, "tasks run only after start()"
-    return _current
 
 
 def start(settings: Settings, celery: Celery, node_name: str, queues: list[str]) -> str:
@@ -58,11 +51,10 @@ def start(settings: Settings, celery: Celery, node_name: str, queues: list[str])
 
     Raises SetupError when the queues name no base model of the settings, or when its engine cannot start.
     """
-    global _current
     role, base, queue = _role(settings, queues)
     start_role = _start_sampler if role in ("sample", "fullsample") else _start_trainer
     parts = Parts.of(settings, celery, worker_name(node_name))
-    _current = start_role(parts, base, queue, full=role in ("full", "fullsample"))
+    become(start_role(parts, base, queue, full=role in ("full", "fullsample")))
     return dispatch.direct_queue(queue, node_name)
 
 

@@ -1,23 +1,17 @@
-"""The parts common to trainers and samplers, the worker they form, and the end of its process."""
+"""The parts common to trainers and samplers."""
 
 from __future__ import annotations
 
-import logging
-import os
 import shutil
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, NoReturn, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import redis
 from celery import Celery
 
 from app import dispatch
 from app.domain.records import BaseModelInfo
-from app.domain.results import Result
 from app.services.teardown import Teardown
 from app.settings import BaseModelSettings, Settings
 from app.stores import objects
@@ -36,11 +30,7 @@ from workers.checkpoints.shm_transfer import ShmFolder
 from workers.maintenance.leader import Accounting, MaintenanceTask, PayloadSpilling, SessionExpiry, Sweeper
 from workers.maintenance.orphans import Orphans
 from workers.maintenance.redispatch import Redispatcher
-from workers.process.liveness import Heartbeat, LeaseKeeper, Watchdog
-
-log = logging.getLogger(__name__)
-_STOP_S = 20.0
-
+from workers.process.liveness import LeaseKeeper
 
 Backend = TypeVar("Backend", TrainingBackend, SamplerBackend)
 
@@ -126,71 +116,3 @@ def sweeper(parts: Parts) -> Sweeper:
         "accounting": Accounting(parts.pages, PageFiles(parts.store), parts.records),
     }
     return Sweeper(parts.oplog, tasks, parts.worker)
-
-
-class Handler(Protocol):
-    """Handles the requests that are dispatched to a worker."""
-
-    def handle(self, request_id: str, model_id: str, kind: str) -> Result | None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Runtime:
-    """The assembled worker: everything a task needs, and everything that ends with the worker.
-
-    `shared` handles dispatches of `queue`, which all workers of the role read; `handler` handles dispatches for this
-    worker alone.
-    """
-
-    handler: Handler
-    shared: Handler
-    queue: str
-    heartbeat: Heartbeat
-    watchdog: Watchdog
-    sweeper: Sweeper
-    on_tick: Callable[[], None]
-    close: Callable[[], None]
-    leave: Callable[[], None] = lambda: None
-    """Called as soon as the worker is asked to end: the running task is the last one. May be called from a signal
-    handler."""
-
-    def handle(self, request_id: str, model_id: str, kind: str, queue: str = "") -> Result | None:
-        handler = self.shared if queue == self.queue else self.handler
-        with self.watchdog.working():
-            return handler.handle(request_id, model_id, kind)
-
-    def tick(self) -> None:
-        self.on_tick()
-        self.watchdog.answered()
-
-    def announce(self) -> None:
-        self.heartbeat.start()
-        self.watchdog.start()
-        self.sweeper.start()
-
-    def stop(self) -> None:
-        """Ends the worker's parts. Called after the running task has ended; no other begins."""
-        with exit_on_hang():
-            self.watchdog.stop()
-            self.sweeper.stop()
-            self.heartbeat.stop()
-            self.close()
-
-
-@contextmanager
-def exit_on_hang() -> Iterator[None]:
-    """Ends the process if the block hangs, as it may on a rank or a server that is gone."""
-    late = threading.Timer(_STOP_S, exit_process, [f"it did not stop within {_STOP_S:.0f} s"])
-    late.daemon = True
-    late.start()
-    try:
-        yield
-    finally:
-        late.cancel()
-
-
-def exit_process(why: str) -> NoReturn:
-    """Ends the process with status 1: the end was not requested, so its supervisor starts it again."""
-    log.error("this process ends, and its supervisor restarts it: %s", why)
-    logging.shutdown()
-    os._exit(1)

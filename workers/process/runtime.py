@@ -1,0 +1,140 @@
+"""The worker of this process as it runs: what its Celery tasks call, the tasks themselves, and the end of the process.
+
+There is one task name for each kind of future. The task's id is the request id, and no payload is sent along. A task
+ends as its future does (succeeded, failed), or as RETRY when the request has to be dispatched again.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NoReturn, Protocol
+
+from celery import Task, shared_task
+from celery.exceptions import Retry
+
+from app.dispatch import KINDS, TICK, task_name
+from app.domain.results import Result
+from app.errors import OpError, Requeue
+from workers.maintenance.leader import Sweeper
+from workers.process.liveness import Heartbeat, Watchdog
+
+log = logging.getLogger(__name__)
+_STOP_S = 20.0
+
+
+class Handler(Protocol):
+    """Handles the requests that are dispatched to a worker."""
+
+    def handle(self, request_id: str, model_id: str, kind: str) -> Result | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Runtime:
+    """The assembled worker: everything a task needs, and everything that ends with the worker.
+
+    `shared` handles dispatches of `queue`, which all workers of the role read; `handler` handles dispatches for this
+    worker alone.
+    """
+
+    handler: Handler
+    shared: Handler
+    queue: str
+    heartbeat: Heartbeat
+    watchdog: Watchdog
+    sweeper: Sweeper
+    on_tick: Callable[[], None]
+    close: Callable[[], None]
+    leave: Callable[[], None] = lambda: None
+    """Called as soon as the worker is asked to end: the running task is the last one. May be called from a signal
+    handler."""
+
+    def handle(self, request_id: str, model_id: str, kind: str, queue: str = "") -> Result | None:
+        handler = self.shared if queue == self.queue else self.handler
+        with self.watchdog.working():
+            return handler.handle(request_id, model_id, kind)
+
+    def tick(self) -> None:
+        self.on_tick()
+        self.watchdog.answered()
+
+    def announce(self) -> None:
+        self.heartbeat.start()
+        self.watchdog.start()
+        self.sweeper.start()
+
+    def stop(self) -> None:
+        """Ends the worker's parts. Called after the running task has ended; no other begins."""
+        with exit_on_hang():
+            self.watchdog.stop()
+            self.sweeper.stop()
+            self.heartbeat.stop()
+            self.close()
+
+
+_current: Runtime | None = None
+
+
+def become(runtime: Runtime) -> None:
+    """Makes this the worker of the process."""
+    global _current
+    _current = runtime
+
+
+def current() -> Runtime:
+    """The worker of this process: backend, journal, leases, watchdog, maintenance. There is one when Celery starts."""
+    assert _current is not None, "tasks run only after become()"
+    return _current
+
+
+@contextmanager
+def exit_on_hang() -> Iterator[None]:
+    """Ends the process if the block hangs, as it may on a rank or a server that is gone."""
+    late = threading.Timer(_STOP_S, exit_process, [f"it did not stop within {_STOP_S:.0f} s"])
+    late.daemon = True
+    late.start()
+    try:
+        yield
+    finally:
+        late.cancel()
+
+
+def exit_process(why: str) -> NoReturn:
+    """Ends the process with status 1: the end was not requested, so its supervisor starts it again."""
+    log.error("this process ends, and its supervisor restarts it: %s", why)
+    logging.shutdown()
+    os._exit(1)
+
+
+class FutureFailed(OpError):
+    """The future failed; the result that a poll returns holds its text."""
+
+
+def _handle(task: Task, model_id: str) -> None:
+    request_id = task.request.id
+    queue = task.request.delivery_info["routing_key"]
+    try:
+        result = current().handle(request_id, model_id, task.name.rpartition(".")[2], queue)
+    except Requeue as reason:
+        # Raised directly: task.retry() would publish a second message, and the missing part dispatches the request
+        # itself.
+        raise Retry(str(reason)) from None
+    except Exception as error:
+        # The future is not terminal, so the task must not be either; the redispatch task dispatches the request again.
+        log.exception("could not handle a future", extra={"request_id": request_id})
+        raise Retry(f"{request_id}: {type(error).__name__}") from error
+    if result is not None and result.failed:
+        raise FutureFailed(f"{request_id} failed")
+
+
+def _tick() -> None:
+    current().tick()
+
+
+shared_task(name=TICK, send_events=False)(_tick)
+for _kind in KINDS:
+    shared_task(bind=True, name=task_name(_kind), throws=(FutureFailed,))(_handle)
