@@ -1,19 +1,16 @@
-"""Assembles the Flask application from settings, services, blueprints, hooks and routes."""
+"""Assembles the Flask application from settings, services and routes."""
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
-from flask import Flask, Response, g, request
+from flask import Flask
 from flask_smorest import Api
 
 from app.api import account, checkpoints, client, errors, futures, hub, models, openai, sampling, sessions, training
-from app.api.base import EXTENSION, SETTINGS, credential
+from app.api.base import EXTENSION, SETTINGS, add_hooks
 from app.services import container
-from app.services.container import Services
 from app.settings import Settings
-from app.telemetry import REQUEST_SECONDS
 
 # Endpoints that need no key, and blueprints in which no endpoint needs one.
 PUBLIC = frozenset(
@@ -59,8 +56,8 @@ def build(settings: Settings) -> Flask:
     app = Flask("app", static_folder=None)
     app.config[SETTINGS] = settings
     app.config["MAX_CONTENT_LENGTH"] = min(settings.limits.small_body_bytes, settings.api.max_body_bytes)
-    services = app.extensions[EXTENSION] = container.build(settings)
-    _add_hooks(app, services)
+    app.extensions[EXTENSION] = container.build(settings)
+    add_hooks(app, PUBLIC)
     errors.register(app)
     _add_routes(app)
     return app
@@ -78,20 +75,6 @@ def _add_routes(app: Flask) -> errors.TinsmithApi:
     with app.app_context():
         register_blueprints(api)
     return api
-
-
-def _add_hooks(app: Flask, services: Services) -> None:
-    @app.before_request
-    def identify() -> None:
-        g.started = time.perf_counter()
-        if PUBLIC.isdisjoint((request.endpoint, request.blueprint)):
-            g.caller = services.authenticator(credential(request.headers))
-
-    @app.after_request
-    def measure(response: Response) -> Response:
-        route = request.url_rule.rule if request.url_rule else "unknown"
-        REQUEST_SECONDS.labels(route, response.status_code).observe(time.perf_counter() - g.started)
-        return response
 
 
 def register_blueprints(api: Api) -> None:

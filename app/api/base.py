@@ -5,11 +5,12 @@ all schemas share.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence, Set
 from functools import wraps
 from typing import Any, Protocol, TypeVar, cast
 
-from flask import Request, current_app, g, request
+from flask import Flask, Request, Response, current_app, g, request
 from flask_smorest import Blueprint
 from marshmallow import EXCLUDE, Schema, ValidationError, fields, pre_load, validate
 from webargs import core
@@ -20,6 +21,7 @@ from app.domain.accounts import Caller, Scope
 from app.errors import Forbidden, Unauthorized
 from app.services.container import Services
 from app.settings import Settings
+from app.telemetry import REQUEST_SECONDS
 from app.wire import json_forms
 from app.wire.body_limits import check_depth, check_parts, check_values, unpack
 
@@ -87,6 +89,23 @@ def blueprint(name: str, description: str, prefix: str = "/api/v1") -> Resource:
     """A blueprint whose routes are below `prefix`."""
     made: Resource = _Blueprint(name, __name__, url_prefix=prefix, description=description)
     return made
+
+
+def add_hooks(app: Flask, public: Set[str]) -> None:
+    """Makes the application find the caller of each request and measure its time. The endpoints and blueprints in
+    `public` need no key."""
+
+    @app.before_request
+    def identify() -> None:
+        g.started = time.perf_counter()
+        if public.isdisjoint((request.endpoint, request.blueprint)):
+            g.caller = services().authenticator(credential(request.headers))
+
+    @app.after_request
+    def measure(response: Response) -> Response:
+        route = request.url_rule.rule if request.url_rule else "unknown"
+        REQUEST_SECONDS.labels(route, response.status_code).observe(time.perf_counter() - g.started)
+        return response
 
 
 def credential(headers: Headers) -> str:
