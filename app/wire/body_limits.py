@@ -1,8 +1,9 @@
-"""Limits on the cost of a body. They are checked before it is unpacked or parsed, so that few bytes cannot take much
+"""Unpacks and parses a body within limits on its cost. They are checked first, so that few bytes cannot take much
 memory."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import islice
@@ -68,7 +69,21 @@ def _whole(unpacker: zstandard.ZstdDecompressor, body: bytes) -> bytes:
     return unpacked
 
 
-def check_values(body: bytes, limits: LimitSettings) -> None:
+def parse_json(body: bytes, limits: LimitSettings) -> Any:
+    """Parses a JSON body. Raises TooLarge for too many values, BadRequest for too deep nesting, and for what is not
+    JSON."""
+    _check_values(body, limits)
+    try:
+        found = json.loads(body)
+    except ValueError:
+        raise BadRequest(f"the body of {len(body)} bytes is not valid JSON") from None
+    # Most bodies have too few brackets to be deep; this test avoids a walk over a prompt's tokens one by one.
+    if body.count(b"[") + body.count(b"{") > limits.json_depth:
+        _check_depth(found, limits)
+    return found
+
+
+def _check_values(body: bytes, limits: LimitSettings) -> None:
     """Raises TooLarge for JSON that would become too many objects. Marks inside strings count as well."""
     values = sum(body.count(mark) for mark in (b",", b":", b"[", b"{"))
     if values > limits.json_values:
@@ -86,7 +101,7 @@ def check_parts(body: bytes, limits: LimitSettings) -> None:
                 raise TooLarge(f"the body holds more than {most} parts of datums; send fewer at a time")
 
 
-def check_depth(value: Any, limits: LimitSettings) -> None:
+def _check_depth(value: Any, limits: LimitSettings) -> None:
     """Raises BadRequest for a value nested so deeply that a later reader might fail on it."""
     level = [value]
     for _ in range(limits.json_depth):

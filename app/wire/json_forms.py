@@ -27,14 +27,6 @@ _DTYPES = {"float32": pb.DTYPE_FLOAT32, "int64": pb.DTYPE_INT64}
 _NUMPY: dict[str, np.dtype[Any]] = {"float32": np.dtype("<f4"), "int64": np.dtype("<i8")}
 
 
-def parse(body: bytes) -> Any:
-    """Parses a JSON body. Raises BadRequest when the body is not JSON."""
-    try:
-        return json.loads(body)
-    except ValueError:
-        raise BadRequest(f"the body of {len(body)} bytes is not valid JSON") from None
-
-
 def open_envelope(body: Any) -> Envelope:
     """Reads the envelope of a JSON body. Raises BadRequest when model_id or seq_id is missing; `decode` checks the
     rest."""

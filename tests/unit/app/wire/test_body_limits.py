@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import re
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from tinker.proto import tinker_public_pb2 as sdk
 from app.domain.ops import Batch, Ragged
 from app.errors import BadRequest, TooLarge
 from app.settings import LimitSettings
-from app.wire.body_limits import check_batch, check_datums, check_depth, check_parts, check_values, unpack
+from app.wire.body_limits import check_batch, check_datums, check_parts, parse_json, unpack
 
 BODY = bytes(range(256)) * 40
 PACKED = zstandard.compress(BODY)
@@ -84,10 +85,10 @@ def test_nothing_else_is_unpacked(body: bytes, encoding: str) -> None:
 
 def test_values_are_counted_before_they_are_made() -> None:
     limits = LimitSettings(json_values=1000)
-    check_values(json.dumps([1] * 999).encode(), limits)
+    assert parse_json(json.dumps([1] * 999).encode(), limits) == [1] * 999
     for body in (b"[" * 1001, b'{"a":1}' * 501, json.dumps([1] * 1001).encode()):
         with pytest.raises(TooLarge, match="1000"):
-            check_values(body, limits)
+            parse_json(body, limits)
 
 
 def test_parts_of_a_protobuf_body_are_counted_before_they_are_made() -> None:
@@ -117,12 +118,18 @@ def test_what_is_no_protobuf_is_left_to_the_parser(body: bytes) -> None:
 
 def test_levels_are_counted_in_lists_and_objects_alike() -> None:
     limits = LimitSettings(json_depth=16)
-    nested: object = 1
+    nested: Any = 1
     for level in range(16):
         nested = [nested] if level % 2 else {"a": nested, "b": 2}
-    check_depth(nested, limits)
+    for taken in (nested, [nested[0]] * 20):
+        assert parse_json(json.dumps(taken).encode(), limits) == taken
     with pytest.raises(BadRequest, match="16 levels"):
-        check_depth([nested], limits)
+        parse_json(json.dumps([nested]).encode(), limits)
+
+
+def test_what_is_not_json_is_refused() -> None:
+    with pytest.raises(BadRequest, match="7 bytes is not valid JSON"):
+        parse_json(b'{"a": 1', LimitSettings())
 
 
 def test_a_call_brings_so_many_datums_and_tokens_and_no_more() -> None:
