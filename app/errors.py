@@ -21,6 +21,7 @@
     │   └── ServerOpError       category "server": the server is at fault
     ├── Fenced                  another worker owns the model now; discard the state
     └── SetupError              the operator must change something, which the message names
+        └── UnservableModel     starting the model's worker again cannot help
 
 409 is missing on purpose: the SDK retries it for five minutes.
 To add one: pick the parent that says who must act, write one sentence, and give it a status if a client sees it.
@@ -162,3 +163,7 @@ class SetupError(TinsmithError):
 
 class Requeue(TinsmithError):
     """Requeue: the future is not terminal yet, and something else will dispatch it again."""
+
+
+class UnservableModel(SetupError):
+    """A base model that can be loaded but not served: starting its worker again cannot help."""

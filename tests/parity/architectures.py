@@ -31,6 +31,13 @@ _GRANITE = {
     "embedding_multiplier": 4.0,
     "residual_multiplier": 0.5,
 }
+_DELTA_NET = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
 
 # transformers' name of the configuration without "Config", and the fields that make it differ from its neighbours.
 # "(unlisted)": workers/backends/training/lm_head.py does not list it, so it is padded and its logits are whole.
@@ -49,6 +56,10 @@ CASES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "granite": ("Granite", _GRANITE),
     "cohere (unlisted)": ("Cohere", {"logit_scale": 0.5}),
     "olmo2 (unlisted)": ("Olmo2", {}),
+    "olmo3 (unlisted)": ("Olmo3", {"sliding_window": _WINDOW}),
+    "phi3 (unlisted)": ("Phi3", {"pad_token_id": 0}),
+    "smollm3 (unlisted)": ("SmolLM3", {"pad_token_id": 0}),
+    "qwen3.5 (unlisted)": ("Qwen3_5Text", _DELTA_NET),
 }
 
 

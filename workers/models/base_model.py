@@ -20,13 +20,14 @@ import torch
 from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.utils import logging as transformers_logging
 
 from app.domain.records import BaseModelInfo
-from app.errors import SetupError
+from app.errors import SetupError, UnservableModel
 from app.settings import BaseModelSettings
 from workers.backends.failures import ran_out_of_memory
+from workers.models.coverage import undecided
 from workers.models.lora import targets
 
 _SHOWN_CHARACTERS = 300
@@ -117,7 +118,7 @@ def _weight_files(folder: Path) -> set[str]:
 def _from_pretrained(settings: BaseModelSettings, dtype: torch.dtype) -> nn.Module:
     transformers_logging.disable_progress_bar()
     config = read_config(settings)
-    model: nn.Module = AutoModelForCausalLM.from_pretrained(
+    model: nn.Module = auto_class(config).from_pretrained(
         local_path(settings.path),
         config=config,
         dtype=dtype,
@@ -126,6 +127,12 @@ def _from_pretrained(settings: BaseModelSettings, dtype: torch.dtype) -> nn.Modu
         trust_remote_code=False,
     )
     return model
+
+
+def auto_class(config: Any) -> Any:
+    """The transformers class that loads the model whole: a model that also reads images keeps its published layout."""
+    reads_images = type(config) in AutoModelForImageTextToText._model_mapping
+    return AutoModelForImageTextToText if reads_images else AutoModelForCausalLM
 
 
 def _attention(config: Any) -> str:
@@ -152,6 +159,11 @@ def describe(settings: BaseModelSettings, model: nn.Module, dtype: torch.dtype) 
     config: Any = model.config
     if not config.architectures:
         raise SetupError(f"base model {settings.name!r}: its config.json names no architectures; add them")
+    if unknown := undecided(model):
+        raise UnservableModel(
+            f"base model {settings.name!r} ({config.architectures[0]}) cannot be trained with LoRA: it has modules "
+            f"that Tinsmith does not know: {', '.join(unknown)}"
+        )
     text = config.get_text_config()
     own = text.max_position_embeddings
     if settings.max_context > own:

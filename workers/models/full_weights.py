@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 from transformers.utils import cached_file
 
 from app.domain.records import TOKENIZER_FILES
@@ -96,7 +96,7 @@ def check_fits(folder: Path, model: Any) -> None:
     try:
         config = AutoConfig.from_pretrained(folder)
         with torch.device("meta"):
-            stored = AutoModelForCausalLM.from_config(config)
+            stored = base_model.auto_class(config).from_config(config)
     except (OSError, ValueError) as error:
         raise UserOpError(f"{folder.name} holds no model that can be loaded: {error}") from None
     if _shapes(stored) != _shapes(model) or not _files(folder):

@@ -25,12 +25,8 @@ from torch import Tensor, nn
 from app.domain.ops import LoraSpec
 from app.errors import UserOpError
 from workers.backends.training.base import ADAPTER_CONFIG_FILE, ADAPTER_FILE
+from workers.models import coverage
 
-GROUPS: dict[str, tuple[str, ...]] = {
-    "attn": ("q_proj", "k_proj", "v_proj", "o_proj"),
-    "mlp": ("gate_proj", "up_proj", "down_proj"),
-    "unembed": ("lm_head",),
-}
 _KEY_PREFIX = "base_model.model."
 # The name that transformers gives to the head of a sequence classifier. PEFT keeps this head beside the adapter, under
 # the same name.
@@ -246,7 +242,7 @@ def unwrapped_name(model: nn.Module, parameter: str) -> str:
 def targets(model: nn.Module) -> dict[str, list[str]]:
     """The paths of the linears an adapter can sit on, by group (attn, mlp, unembed), before or after `wrap`."""
     found = [path for path, module in model.named_modules() if isinstance(module, nn.Linear | LoraLinear)]
-    return {group: [path for path in found if path.rpartition(".")[2] in names] for group, names in GROUPS.items()}
+    return coverage.groups(found, experts=coverage.has_experts(model))
 
 
 def new_adapter(model: nn.Module, spec: LoraSpec, *, critic: bool = False) -> Adapter:
@@ -343,7 +339,9 @@ def _spec_of(config: dict[str, object]) -> LoraSpec:
     modules = config["target_modules"]
     if not isinstance(modules, list) or not isinstance(config["lora_alpha"], int | float):
         raise ValueError("target_modules must be a list and lora_alpha a number")
-    attn, mlp, unembed = (any(name in modules for name in names) for names in GROUPS.values())
+    attn, mlp, unembed = (
+        any(name.rpartition(".")[2] in modules for name in names) for names in coverage.GROUPS.values()
+    )
     return LoraSpec(int(str(config["r"])), attn, mlp, unembed, alpha=config["lora_alpha"])
 
 

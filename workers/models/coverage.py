@@ -1,0 +1,79 @@
+"""Which weights of a model an adapter sits on, which never get one and why, and which nobody has decided about.
+
+A model with a weight of the third kind is refused: an adapter would silently leave it out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from torch import nn
+
+GROUPS: dict[str, tuple[str, ...]] = {
+    "attn": (
+        *("q_proj", "k_proj", "v_proj", "o_proj"),
+        # DeepSeek's latent attention
+        *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"),
+        "qkv_proj",
+        # Gated DeltaNet; its out_proj is decided by path, since other models use that name too
+        *("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj_qkvz", "in_proj_ba", "linear_attn.out_proj"),
+    ),
+    "mlp": ("gate_proj", "up_proj", "down_proj", "gate_up_proj"),
+    "unembed": ("lm_head",),
+}
+_OTHER_INPUTS = (
+    r"(^|\.)(visual|vision_\w+|audio_\w+|multi_modal_projector|embed_vision|embed_audio)(\.|$)",
+    "training gives text alone, so no gradient reaches it",
+)
+_EXPERTS = (r"\.experts(\.|$)", "experts are stacked tensors, and adapters sit on linears")
+# A path's pattern, and why no adapter ever sits there. The first that matches counts, before any group.
+NEVER: tuple[tuple[str, str], ...] = (
+    _OTHER_INPUTS,
+    _EXPERTS,
+    (r"\.(gate|router|shared_expert_gate)(\.|$)", "a router chooses experts, and stays as it was pretrained"),
+    (r"\.conv1d(\.|$)", "a convolution over neighbouring tokens has few weights, and is no linear"),
+)
+
+
+def groups(paths: list[str], *, experts: bool) -> dict[str, list[str]]:
+    """The paths of linears that an adapter can sit on, by group. With experts, `mlp` is empty: the few dense MLPs
+    beside them would make a thin adapter."""
+    found: dict[str, list[str]] = {group: [] for group in GROUPS}
+    for path in paths:
+        group = _group(path)
+        if group is not None and not (experts and group == "mlp"):
+            found[group].append(path)
+    return found
+
+
+def has_experts(model: nn.Module) -> bool:
+    """True if the model's language model has experts."""
+    return any(re.search(_EXPERTS[0], name) and not _matches(_OTHER_INPUTS, name) for name, _ in model.named_modules())
+
+
+def undecided(model: nn.Module) -> list[str]:
+    """The weights of a bare model that are in no group and not in NEVER, each pattern once, such as `layers.*.foo`."""
+    found = {path for path in _weights(model) if _group(path) is None and not any(_matches(e, path) for e in NEVER)}
+    return sorted({re.sub(r"\.\d+(?=\.|$)", ".*", path) for path in found})
+
+
+def _group(path: str) -> str | None:
+    if any(_matches(entry, path) for entry in NEVER):
+        return None
+    return next((group for group, names in GROUPS.items() if any(f".{path}".endswith(f".{n}") for n in names)), None)
+
+
+def _matches(entry: tuple[str, str], path: str) -> bool:
+    return re.search(entry[0], path) is not None
+
+
+def _weights(model: nn.Module) -> Iterator[str]:
+    """The paths of all linears, and of other parameters of two or more dimensions, apart from embeddings."""
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            yield path
+        elif not isinstance(module, nn.Embedding):
+            for name, parameter in module.named_parameters(recurse=False):
+                if parameter.ndim > 1:
+                    yield f"{path}.{name}"
