@@ -1,6 +1,6 @@
-"""Which weights of a model an adapter sits on, which never get one and why, and which nobody has decided about.
+"""Decides which weights of a model an adapter sits on, and names those that never get one, with the reason.
 
-A model with a weight of the third kind is refused: an adapter would silently leave it out.
+A model with any other weight is refused: an adapter would silently leave it out.
 """
 
 from __future__ import annotations

@@ -10,8 +10,9 @@ import torch
 import transformers
 
 from app.errors import UnservableModel
-from app.settings import BaseModelSettings
+from app.settings import BaseModelSettings, SamplerSettings
 from tests.models import tiny_qwen3
+from workers.backends.sampling.base import create as create_sampler
 from workers.models import base_model, lora
 from workers.models.coverage import undecided
 
@@ -85,3 +86,12 @@ def test_a_model_that_reads_images_loads_from_its_published_layout(tmp_path: Pat
     found, wanted = loaded.model.state_dict(), saved.state_dict()
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_the_transformers_sampler_refuses_a_recurrent_model_at_start(tmp_path: Path) -> None:
+    layers = ["linear_attention", "full_attention"]
+    transformers.Qwen3_5TextConfig(**_SHAPE, layer_types=layers).save_pretrained(tmp_path)
+    sampler = SamplerSettings(backend="transformers")
+    settings = BaseModelSettings(name="q", path=str(tmp_path), dtype="float32", sampler=sampler)
+    with pytest.raises(UnservableModel, match=r"base model 'q' cannot be sampled .* type linear_attention"):
+        create_sampler(settings).open()

@@ -39,6 +39,7 @@ class TransformersSampler:
         self._settings, self._full = settings, full
 
     def open(self) -> BaseModelInfo:
+        kv_cache.check_samples(self._settings)
         self._base = base_model.load(self._settings)
         self._vocabulary = requests.load_vocabulary(self._settings)
         if not self._full:

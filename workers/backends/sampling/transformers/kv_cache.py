@@ -19,9 +19,27 @@ from transformers.cache_utils import Cache, DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from app.errors import UnservableModel
+from app.settings import BaseModelSettings
+from workers.models.base_model import explained, read_config
+
 _SPARE_COLUMNS = 64
 
 _NAME = "tinsmith_decode"
+# The types of layers, as configurations name them, whose whole state is keys and values.
+_CACHED = {"full_attention", "sliding_attention", "chunked_attention"}
+
+
+def check_samples(settings: BaseModelSettings) -> None:
+    """Raises UnservableModel for a model with layers other than attention: the cache holds no recurrent state."""
+    with explained(settings):
+        config = read_config(settings).get_text_config()
+    others = {*(getattr(config, "layer_types", None) or ())} - _CACHED
+    if others:
+        raise UnservableModel(
+            f"base model {settings.name!r} cannot be sampled with the transformers sampler, which holds no state of "
+            f"its layers of type {', '.join(sorted(others))}; use another sampler"
+        )
 
 
 class _Columns:
