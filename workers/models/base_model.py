@@ -159,11 +159,6 @@ def describe(settings: BaseModelSettings, model: nn.Module, dtype: torch.dtype) 
     config: Any = model.config
     if not config.architectures:
         raise SetupError(f"base model {settings.name!r}: its config.json names no architectures; add them")
-    if unknown := undecided(model):
-        raise UnservableModel(
-            f"base model {settings.name!r} ({config.architectures[0]}) cannot be trained with LoRA: it has modules "
-            f"that Tinsmith does not know: {', '.join(unknown)}"
-        )
     text = config.get_text_config()
     own = text.max_position_embeddings
     if settings.max_context > own:
@@ -179,6 +174,16 @@ def describe(settings: BaseModelSettings, model: nn.Module, dtype: torch.dtype) 
         dtype=str(dtype).removeprefix("torch."),
         trainable_groups=tuple(group for group, paths in targets(model).items() if paths),
     )
+
+
+def check_adaptable(settings: BaseModelSettings, model: Any) -> None:
+    """Raises UnservableModel for a bare model with weights that nobody has decided about. Full fine-tuning trains them
+    all, and needs no such decision."""
+    if unknown := undecided(model):
+        raise UnservableModel(
+            f"base model {settings.name!r} ({model.config.architectures[0]}) cannot be trained with LoRA: it has "
+            f"modules that Tinsmith does not know: {', '.join(unknown)}"
+        )
 
 
 def local_path(path: str) -> str:

@@ -1,6 +1,6 @@
-"""Decides which weights of a model an adapter sits on, and names those that never get one, with the reason.
+"""Maps every weight of a base model to a LoRA group, or to the reason why it never has an adapter.
 
-A model with any other weight is refused: an adapter would silently leave it out.
+A model with any other weight is refused for LoRA: an adapter would silently leave it out.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "qkv_proj",
         # Gated DeltaNet; its out_proj is decided by path, since other models use that name too
         *("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj_qkvz", "in_proj_ba", "linear_attn.out_proj"),
+        "mixer.in_proj",  # Nemotron-H's Mamba
     ),
     "mlp": ("gate_proj", "up_proj", "down_proj", "gate_up_proj"),
     "unembed": ("lm_head",),
@@ -32,6 +33,10 @@ NEVER: tuple[tuple[str, str], ...] = (
     _OTHER_INPUTS,
     _EXPERTS,
     (r"\.(gate|router|shared_expert_gate)(\.|$)", "a router chooses experts, and stays as it was pretrained"),
+    (r"\.indexer(\.|$)", "an indexer chooses tokens to attend to, and that choice has no gradient"),
+    (r"(^|\.)mtp(\.|$)", "a multi-token-prediction head drafts tokens, and the loss never reads it"),
+    (r"\.mixer\.out_proj$", "Mamba's fused kernel reads this weight past its module, where PEFT refuses an adapter"),
+    (r"(^|\.)per_layer_\w+$", "Gemma 4's inputs of each layer are embeddings, which stay as they were pretrained"),
     (r"\.conv1d(\.|$)", "a convolution over neighbouring tokens has few weights, and is no linear"),
 )
 

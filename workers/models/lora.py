@@ -297,10 +297,11 @@ def check_role(adapter: Adapter, *, critic: bool) -> None:
         )
 
 
-def write_peft(adapter: Adapter, folder: Path, base_model_name: str) -> None:
+def write_peft(adapter: Adapter, folder: Path, base_model_name: str, model: nn.Module | None = None) -> None:
     """Writes `adapter` as PEFT's two files. On a tied head the pair belongs to the head alone; the embedding has none.
 
-    A critic is stored as a sequence classifier with one label.
+    A critic is stored as a sequence classifier with one label. `model`, wrapped or bare, is where the adapter belongs:
+    without it, modules are named by their last names alone.
     """
     config = {
         "peft_type": "LORA",
@@ -311,13 +312,25 @@ def write_peft(adapter: Adapter, folder: Path, base_model_name: str) -> None:
         "lora_dropout": 0.0,
         "bias": "none",
         "inference_mode": True,
-        "target_modules": sorted({path.rpartition(".")[2] for path in adapter.pairs}),
+        "target_modules": _target_modules(adapter, model),
     }
     if adapter.critic:
         config |= {"task_type": "SEQ_CLS", "modules_to_save": [_SCORE]}
     (folder / ADAPTER_CONFIG_FILE).write_text(json.dumps(config, indent=2))
     tensors = {name: parameter.detach().cpu().contiguous() for name, parameter in adapter.tensors().items()}
     save_file(tensors, folder / ADAPTER_FILE, metadata={"format": "pt"})
+
+
+def _target_modules(adapter: Adapter, model: nn.Module | None) -> list[str]:
+    """The last names of the adapter's modules; or their whole paths, where a last name alone would also name another
+    module, such as one of a vision tower, on which PEFT would put an adapter too."""
+    leaves = {_leaf(path) for path in adapter.pairs}
+    others = () if model is None else (path for path, _ in model.named_modules() if path not in adapter.pairs)
+    return sorted(adapter.pairs if any(_leaf(path) in leaves for path in others) else leaves)
+
+
+def _leaf(path: str) -> str:
+    return path.rpartition(".")[2]
 
 
 def read_peft(folder: Path) -> Adapter:
@@ -339,9 +352,8 @@ def _spec_of(config: dict[str, object]) -> LoraSpec:
     modules = config["target_modules"]
     if not isinstance(modules, list) or not isinstance(config["lora_alpha"], int | float):
         raise ValueError("target_modules must be a list and lora_alpha a number")
-    attn, mlp, unembed = (
-        any(name.rpartition(".")[2] in modules for name in names) for names in coverage.GROUPS.values()
-    )
+    leaves = {_leaf(str(name)) for name in modules}
+    attn, mlp, unembed = (any(_leaf(name) in leaves for name in names) for names in coverage.GROUPS.values())
     return LoraSpec(int(str(config["r"])), attn, mlp, unembed, alpha=config["lora_alpha"])
 
 

@@ -15,8 +15,17 @@ _OUTAGES = "tests/unit/workers/train/test_outages.py"
 _OWNER = "tests/unit/workers/train/test_owner.py"
 _LEASES = "tests/unit/workers/process/test_leases.py"
 _PADDING = "--confcutdir=tests/unit/workers/backends/training tests/unit/workers/backends/training/test_batch_ops.py"
+_COVERAGE = "--confcutdir=tests/unit/workers/models tests/unit/workers/models/test_coverage.py"
 
 MUTANTS = (
+    # Weights that an adapter would silently leave out.
+    Mutant(
+        "coverage: a base model with unknown weights is refused for LoRA",
+        "workers/models/base_model.py",
+        "if unknown := undecided(model):",
+        "if unknown := []:",
+        f"{_COVERAGE}::test_unknown_modules_are_named_once_in_one_line",
+    ),
     # States that may not be used again.
     Mutant(
         "runner: a state whose commit is in doubt goes",

@@ -251,7 +251,7 @@ class AdapterState:
 
         def write(folder: Path) -> None:
             try:
-                lora.write_peft(adapter, folder, self.base_path)
+                lora.write_peft(adapter, folder, self.base_path, self.engine.base.model)
                 if moments is not None:
                     save_file(moments, folder / OPTIMIZER_FILE)
             except SafetensorError as error:

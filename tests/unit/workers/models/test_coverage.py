@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from peft import PeftModel
+from peft.tuners.lora import LoraLayer
 
+from app.domain.ops import LoraSpec
 from app.errors import UnservableModel
-from app.settings import BaseModelSettings, SamplerSettings
+from app.settings import BaseModelSettings, SamplerSettings, TrainerSettings
 from tests.models import tiny_qwen3
+from tests.parity import architectures
 from workers.backends.sampling.base import create as create_sampler
+from workers.backends.training.backends import create as create_trainer
 from workers.models import base_model, lora
 from workers.models.coverage import undecided
 
@@ -31,6 +37,12 @@ def on_meta(name: str, **fields: Any) -> Any:
     config = getattr(transformers, f"{name}Config")(**fields)
     with torch.device("meta"):
         return base_model.auto_class(config).from_config(config)
+
+
+def add_unknown(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.mlp.extra = torch.nn.Linear(4, 4)
+        layer.mlp.stacked = torch.nn.Parameter(torch.zeros(2, 4, 4))
 
 
 @pytest.mark.parametrize("name", ["Qwen3_5", "Qwen3VL", "Gemma3", "Mistral3"])
@@ -63,15 +75,49 @@ def test_a_dense_layer_beside_experts_gives_no_thin_adapter() -> None:
 def test_unknown_modules_are_named_once_in_one_line(tmp_path: Path) -> None:
     settings = BaseModelSettings(name="odd", path=str(tiny_qwen3(tmp_path)), dtype="float32")
     model = base_model.load(settings).model
-    for layer in model.model.layers:
-        layer.mlp.extra = torch.nn.Linear(4, 4)
-        layer.mlp.stacked = torch.nn.Parameter(torch.zeros(2, 4, 4))
+    add_unknown(model)
     with pytest.raises(UnservableModel) as caught:
-        base_model.describe(settings, model, torch.float32)
+        base_model.check_adaptable(settings, model)
     assert str(caught.value) == (
         "base model 'odd' (Qwen3ForCausalLM) cannot be trained with LoRA: it has modules that Tinsmith does not know: "
         "model.layers.*.mlp.extra, model.layers.*.mlp.stacked"
     )
+
+
+@pytest.fixture
+def odd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> BaseModelSettings:
+    """Settings of a base model with weights that nobody has decided about."""
+    real = base_model._from_pretrained
+
+    def with_unknown(settings: BaseModelSettings, dtype: torch.dtype) -> torch.nn.Module:
+        model = real(settings, dtype)
+        add_unknown(model)
+        return model
+
+    monkeypatch.setattr(base_model, "_from_pretrained", with_unknown)
+    folder = str(tiny_qwen3(tmp_path))
+    return BaseModelSettings(name="odd", path=folder, dtype="float32", trainer=TrainerSettings(backend="torch"))
+
+
+@pytest.mark.parametrize("create", [create_trainer, create_sampler])
+def test_unknown_modules_are_refused_by_workers_of_adapters_alone(odd: BaseModelSettings, create: Any) -> None:
+    with pytest.raises(UnservableModel, match=r"base model 'odd' .* cannot be trained with LoRA"):
+        create(odd, full=False).open()
+    assert create(odd, full=True).open().name == "odd"
+
+
+def test_a_draft_head_an_indexer_and_mambas_output_never_have_an_adapter() -> None:
+    linears = ["mtp.layers.0.q_proj", "model.layers.0.self_attn.indexer.wk", "model.layers.0.mixer.out_proj"]
+    model = torch.nn.Module()
+    for path in linears:
+        parent = model
+        for name in path.split(".")[:-1]:
+            if not hasattr(parent, name):
+                parent.add_module(name, torch.nn.Module())
+            parent = getattr(parent, name)
+        parent.add_module(path.rpartition(".")[2], torch.nn.Linear(2, 2))
+    assert undecided(model) == []
+    assert not any(lora.targets(model).values())
 
 
 def test_a_model_that_reads_images_loads_from_its_published_layout(tmp_path: Path) -> None:
@@ -95,3 +141,17 @@ def test_the_transformers_sampler_refuses_a_recurrent_model_at_start(tmp_path: P
     settings = BaseModelSettings(name="q", path=str(tmp_path), dtype="float32", sampler=sampler)
     with pytest.raises(UnservableModel, match=r"base model 'q' cannot be sampled .* type linear_attention"):
         create_sampler(settings).open()
+
+
+@pytest.mark.parametrize("case", ["qwen3.5, vision (unlisted)", "qwen3-vl (unlisted)", "gemma3, vision (unlisted)"])
+def test_peft_puts_a_saved_adapter_on_the_adapters_own_modules_alone(case: str, tmp_path: Path) -> None:
+    base = architectures.build(case, tmp_path / "base")
+    model = base_model.load(BaseModelSettings(name="q", path=str(base), dtype="float32")).model
+    adapter = lora.new_adapter(model, LoraSpec(rank=2, train_mlp=False, train_unembed=False))
+    lora.write_peft(adapter, tmp_path, str(base), model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # PEFT warns of a missing tensor
+        adapted = PeftModel.from_pretrained(model, tmp_path)
+    found = {path for path, module in adapted.base_model.model.named_modules() if isinstance(module, LoraLayer)}
+    assert found == adapter.pairs.keys()
+    assert lora.read_peft(tmp_path).spec == adapter.spec

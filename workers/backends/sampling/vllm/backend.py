@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
 
 from app.domain.ops import LoraSpec
 from app.domain.records import BaseModelInfo
@@ -50,6 +49,8 @@ class VllmSampler:
         patches.repair_pieces()
         skeleton = _skeleton(self._settings)
         info = _info(self._settings, skeleton)
+        if not self._full:
+            base_model.check_adaptable(self._settings, skeleton)
         self._end_tokens = requests.load_vocabulary(self._settings).end_tokens
         arguments = vllm_engine.engine_args(self._settings, info.max_context, info.dtype, full=self._full)
         self._engine = EngineThread(arguments)
@@ -167,7 +168,8 @@ def _is_refusal(error: Exception) -> bool:
 def _skeleton(settings: BaseModelSettings) -> nn.Module:
     """Builds the model without its weights, which vLLM loads. Raises SetupError when there is no such model."""
     with explained(settings), torch.device("meta"):
-        model: nn.Module = AutoModelForCausalLM.from_config(base_model.read_config(settings), trust_remote_code=False)
+        config = base_model.read_config(settings)
+        model: nn.Module = base_model.auto_class(config).from_config(config, trust_remote_code=False)
     base_model.check_weights(settings)
     return model
 
@@ -227,7 +229,7 @@ class VllmAdapters:
         """
         spec = LoraSpec(rank=1, train_mlp=False, train_unembed=False)
         self._zero = tempfile.TemporaryDirectory(prefix="tinsmith-")
-        lora.write_peft(lora.new_adapter(skeleton, spec), Path(self._zero.name), "")
+        lora.write_peft(lora.new_adapter(skeleton, spec), Path(self._zero.name), "", skeleton)
         self.base = self._add("", Path(self._zero.name))
 
     def _add(self, name: str, folder: Path) -> Any:
