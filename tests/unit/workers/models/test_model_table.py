@@ -1,0 +1,45 @@
+"""docs/models.md says of each family what the parity cases and the code say."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from app.errors import UnservableModel
+from app.settings import BaseModelSettings
+from tests.parity import architectures
+from workers.backends.sampling.transformers import kv_cache
+from workers.models import base_model, lora
+
+_DOCUMENT = Path(__file__).parents[4] / "docs" / "models.md"
+_CELLS = re.findall(r"^\| `(\w+)` \| (.+) \|$", _DOCUMENT.read_text(), re.MULTILINE)
+ROWS = {name: cells.split(" | ") for name, cells in _CELLS}
+
+
+def test_each_family_with_a_parity_case_has_one_row() -> None:
+    families = {name for name, _ in architectures.CASES.values()}
+    assert sorted(name for name, _ in _CELLS) == sorted(families), "change the table in docs/models.md"
+
+
+@pytest.mark.parametrize("case", architectures.CASES)
+def test_a_row_has_the_familys_groups_datums_sampler_and_images(case: str, tmp_path: Path) -> None:
+    config = architectures.config_of(case)
+    config.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = base_model.auto_class(config).from_config(config)
+    groups, datums, sampler, _, images = ROWS[architectures.CASES[case][0]]
+    assert groups == ", ".join(group for group, paths in lora.targets(model).items() if paths)
+    assert datums == ("padded" if "(unlisted)" in case else "packed")
+    assert (sampler == "refused") == _refused(tmp_path)
+    assert images == ("text alone" if "vision_config" in config.to_dict() else "–")
+
+
+def _refused(folder: Path) -> bool:
+    try:
+        kv_cache.check_samples(BaseModelSettings(name="q", path=str(folder)))
+    except UnservableModel:
+        return True
+    return False
