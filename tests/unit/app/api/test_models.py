@@ -12,7 +12,7 @@ from app.domain import ops
 from app.domain.records import BaseModelInfo, Checkpoint, Worker, dump
 from app.errors import BadRequest
 from app.services.base_models import BaseModels
-from app.services.validation import check_sampled
+from app.services.validation import check_lora, check_sampled
 from app.settings import ApiSettings, Settings
 from app.stores.redis.client import connect
 from app.stores.redis.lifecycle import RedisLifecycle
@@ -69,6 +69,15 @@ def test_an_adapter_the_sampler_could_not_apply_is_refused_before_it_is_trained(
         check_sampled(ops.LoraSpec(8), trainer, sampler)
     check_sampled(ops.LoraSpec(8, train_unembed=False), trainer, sampler)
     check_sampled(ops.LoraSpec(8), trainer, None)
+
+
+def test_an_adapter_that_would_leave_the_experts_out_is_refused() -> None:
+    info = BaseModelInfo("org/moe", "Qwen3MoeForCausalLM", 300, 64, "float32", ("attn", "unembed"), experts=True)
+    with pytest.raises(BadRequest) as caught:
+        check_lora(ops.LoraSpec(8), 64, info)
+    assert str(caught.value) == "adapters do not sit on the experts of org/moe yet: set train_mlp to false"
+    check_lora(ops.LoraSpec(8, train_mlp=False), 64, info)
+    check_lora(ops.LoraSpec(8), 64, dataclasses.replace(info, experts=False))
 
 
 BAD_CREATES = {

@@ -155,3 +155,11 @@ def test_peft_puts_a_saved_adapter_on_the_adapters_own_modules_alone(case: str, 
     found = {path for path, module in adapted.base_model.model.named_modules() if isinstance(module, LoraLayer)}
     assert found == adapter.pairs.keys()
     assert lora.read_peft(tmp_path).spec == adapter.spec
+
+
+@pytest.mark.parametrize(("name", "experts"), [("Qwen3Moe", True), ("Qwen3", False)])
+def test_the_description_says_whether_there_are_experts(name: str, experts: bool) -> None:
+    model = on_meta(name, **_SHAPE)
+    model.config.architectures = [type(model).__name__]
+    settings = BaseModelSettings(name="q", path="q")
+    assert base_model.describe(settings, model, torch.float32).experts is experts
