@@ -14,6 +14,8 @@ from app.stack import child as stack_child
 from app.stack.child import Child, Command
 
 SETUP_ERROR_CODE = 2
+# A worker ends with it when its base model cannot be served (UnservableModel).
+UNSERVABLE_CODE = 3
 _TICK_S = 0.1
 _TAIL_LINES = 20
 # A launcher of ranks writes further lines after the last line of a rank.
@@ -36,13 +38,15 @@ class RestartPolicy:
 
 
 class _Watched:
-    """A child with its history: the time of its start, the number of early deaths in a row, the time of its restart."""
+    """A child with its history: the time of its start, the number of early deaths in a row, the time of its restart,
+    and whether it ended for good."""
 
     def __init__(self, child: Child) -> None:
         self.child = child
         self.started = 0.0
         self.failures = 0
         self.due: float | None = None
+        self.ended = False
 
     def start(self) -> None:
         self.child.start()
@@ -93,8 +97,8 @@ class Supervisor:
     def run_until(self, condition: Callable[[], bool]) -> bool:
         """Watches and restarts children until the condition holds (True) or a stop is asked for (False).
 
-        Raises SetupError with its last line when a child exits with 2, and TinsmithError with the end of its log when
-        a child keeps dying.
+        Raises SetupError with its last line when a child exits with 2 or 3, and TinsmithError with the end of its log
+        when a child keeps dying.
         """
         return self._run_until(condition, patient=False)
 
@@ -103,7 +107,8 @@ class Supervisor:
 
         The supervisor restarts such a child without limit. The cause may be one client's Op, which fails after three
         tries, or it may pass. Exit code 2 is treated the same way, because the child ran with this setup before: the
-        memory of a GPU may not be free yet, or a file server may be out of reach.
+        memory of a GPU may not be free yet, or a file server may be out of reach. A child that exits with 3 is not
+        started again.
         """
         self._run_until(lambda: False, patient=True)
 
@@ -132,6 +137,8 @@ class Supervisor:
         return [watched for tier in self._tiers for watched in tier]
 
     def _look_after(self, watched: _Watched, patient: bool) -> None:
+        if watched.ended:
+            return
         if watched.due is not None:
             if time.monotonic() >= watched.due:
                 watched.start()
@@ -144,8 +151,12 @@ class Supervisor:
         child, now = watched.child, time.monotonic()
         child.kill_group()
         stack_child.kill_strays([w.child.pid for w in self._all() if w.child.pid])
-        if code == SETUP_ERROR_CODE and not patient:
+        if code in (SETUP_ERROR_CODE, UNSERVABLE_CODE) and not patient:
             raise SetupError(f"{_setup_error(child)} (log: {child.log})")
+        if code == UNSERVABLE_CODE:
+            watched.ended = True
+            self._report(f"{_setup_error(child)} (log: {child.log})")
+            return
         watched.failures = watched.failures + 1 if now - watched.started < self._policy.window_s else 1
         if watched.failures >= self._policy.tries and not patient:
             raise TinsmithError(_gave_up(child, code, watched.failures))

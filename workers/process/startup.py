@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
-from app.errors import SetupError
-from app.stack.supervisor import SETUP_ERROR_CODE
+from app.errors import SetupError, UnservableModel
+from app.stack.supervisor import SETUP_ERROR_CODE, UNSERVABLE_CODE
 
 
 @contextmanager
@@ -32,13 +32,15 @@ def uncollected() -> Iterator[None]:
 
 
 def refuse(name: str, error: SetupError) -> NoReturn:
-    """Ends this process with status 2. Its last output is one line that begins with its `name`.
+    """Ends this process with status 2, or 3 for an UnservableModel, which has no traceback. Its last output is one line
+    that begins with its `name`.
 
     It does not raise SystemExit: Celery swallows that in a handler, and a rank of a group may abort on the way out.
     """
-    if error.__cause__ is not None:
+    unservable = isinstance(error, UnservableModel)
+    if error.__cause__ is not None and not unservable:
         traceback.print_exception(error.__cause__)
     print(f"{name}: {' '.join(str(error).split())}", file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(SETUP_ERROR_CODE)
+    os._exit(UNSERVABLE_CODE if unservable else SETUP_ERROR_CODE)

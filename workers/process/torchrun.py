@@ -10,7 +10,7 @@ import sys
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main as torchrun
 
-from app.stack.supervisor import SETUP_ERROR_CODE
+from app.stack.supervisor import SETUP_ERROR_CODE, UNSERVABLE_CODE
 
 
 def main() -> int:
@@ -18,7 +18,7 @@ def main() -> int:
         torchrun()
     except ChildFailedError as error:
         codes = {failure.exitcode for failure in error.failures.values()}
-        return SETUP_ERROR_CODE if SETUP_ERROR_CODE in codes else 1
+        return next((code for code in (UNSERVABLE_CODE, SETUP_ERROR_CODE) if code in codes), 1)
     return 0
 
 
