@@ -36,7 +36,7 @@ NEVER: tuple[tuple[str, str], ...] = (
     (r"\.indexer(\.|$)", "an indexer chooses tokens to attend to, and that choice has no gradient"),
     (r"(^|\.)mtp(\.|$)", "a multi-token-prediction head drafts tokens, and the loss never reads it"),
     (r"\.mixer\.out_proj$", "Mamba's fused kernel reads this weight past its module, where PEFT refuses an adapter"),
-    (r"(^|\.)per_layer_\w+$", "Gemma 4's inputs of each layer are embeddings, which stay as they were pretrained"),
+    (r"(^|\.)per_layer_\w+$", "Gemma 4's embeddings of each layer stay as pretrained, as does what mixes them in"),
     (r"\.conv1d(\.|$)", "a convolution over neighbouring tokens has few weights, and is no linear"),
 )
 
