@@ -20,6 +20,8 @@ from workers.backends.training.base import Create
 from workers.backends.training.lm_head import ARCHITECTURES
 
 LENGTHS = (23, 7, 40, 2, 31, 7)
+# Their merged models are compared in fp64: the gated delta rule's rounding alone differs by 1.5e-5 in fp32.
+IN_FP64 = ("qwen3.5, vision (unlisted)",)
 
 
 def test_each_listed_architecture_has_a_case_that_is_not_called_unlisted() -> None:
@@ -43,12 +45,14 @@ def test_logprobs_gradients_and_the_merged_model_equal_the_reference(case: str, 
     output = backend.apply({"m": ForwardBackward(batch(datums), "cross_entropy")})["m"]
     for found, wanted in zip(output.logprobs, reference.forward(datums), strict=True):
         np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
-    merged = reference.load(tmp_path / "merged")
-    with torch.no_grad():
-        for datum in datums:
-            found = merged(torch.from_numpy(datum["tokens"].astype(np.int64))[None]).logits[0]
-            # The gated delta rule adds up rounding: 1.5e-5 for Qwen3.5 beside a vision tower.
-            torch.testing.assert_close(found, reference.logits(datum), rtol=1e-5, atol=2e-5)
     reference.backward(datums, "cross_entropy")
     assert relative_error(backend.gradients("m"), reference.gradients()) < 1e-5
     assert backend._engine.hidden_states.packed == ("(unlisted)" not in case)
+
+    merged = reference.load(tmp_path / "merged")
+    if case in IN_FP64:
+        merged, reference.model = merged.double(), reference.model.double()
+    with torch.no_grad():
+        for datum in datums:
+            found = merged(torch.from_numpy(datum["tokens"].astype(np.int64))[None]).logits[0]
+            torch.testing.assert_close(found, reference.logits(datum), rtol=1e-5, atol=1e-5)
