@@ -32,9 +32,14 @@ def oplog(client: redis.Redis) -> RedisOpLog:
     return log
 
 
-def swept(oplog: RedisOpLog, settings: EngineSettings, times: int = 1) -> list[tuple[str, ...]]:
+def await_waiting(oplog: RedisOpLog) -> None:
+    """Waits until each pending request has waited: the server counts whole milliseconds."""
     while any(pending.waited_s == 0 for pending in oplog.pending()):
-        time.sleep(0.001)  # the server counts milliseconds
+        time.sleep(0.001)
+
+
+def swept(oplog: RedisOpLog, settings: EngineSettings, times: int = 1) -> list[tuple[str, ...]]:
+    await_waiting(oplog)
     dispatched: list[tuple[str, ...]] = []
     redispatcher = Redispatcher(oplog, lambda *send: dispatched.append(send), settings)
     time.sleep(0.001)  # time before the task's own start does not count for a gap
@@ -136,6 +141,7 @@ def test_all_of_very_many_models_are_dispatched(oplog, monkeypatch):
 
 def test_time_the_redispatcher_did_not_see_does_not_count_for_a_gap(oplog, monkeypatch):
     oplog.admit(MODEL, 1, "forward_backward", b"", "d")
+    await_waiting(oplog)
     clock = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: clock)
     redispatcher = Redispatcher(oplog, lambda *_: None, PATIENT.model_copy(update={"gap_s": 1e-3}))
