@@ -201,7 +201,7 @@ def load(cls: type[R], stored: Mapping[str, str]) -> R:
 @dataclass(frozen=True, slots=True)
 class BaseModelInfo:
     """The facts of a base model. `dtype` is the name of its torch dtype. `trainable_groups` are the groups (attn, mlp,
-    unembed) that have linear layers in it. `experts`: it has experts, on which no adapter sits."""
+    unembed) that have linear layers in it."""
 
     name: str
     arch: str
@@ -209,4 +209,3 @@ class BaseModelInfo:
     max_context: int
     dtype: str
     trainable_groups: tuple[str, ...]
-    experts: bool = False

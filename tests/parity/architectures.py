@@ -12,7 +12,7 @@ import transformers
 from tests.models import VOCAB_SIZE
 from workers.models.base_model import auto_class
 
-_SHAPE: dict[str, Any] = {
+SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -120,8 +120,8 @@ def config_of(case: str) -> Any:
     name, extra = CASES[case]
     config_class: Callable[..., Any] = getattr(transformers, f"{name}Config")
     if "text_config" in extra:
-        return config_class(**{**extra, "text_config": {**_SHAPE, **extra["text_config"]}})
-    return config_class(**{**_SHAPE, **extra})
+        return config_class(**{**extra, "text_config": {**SHAPE, **extra["text_config"]}})
+    return config_class(**{**SHAPE, **extra})
 
 
 def build(case: str, folder: Path) -> Path:

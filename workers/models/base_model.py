@@ -27,7 +27,7 @@ from app.domain.records import BaseModelInfo
 from app.errors import SetupError, UnservableModel
 from app.settings import BaseModelSettings
 from workers.backends.failures import ran_out_of_memory
-from workers.models.coverage import has_experts, undecided
+from workers.models.coverage import undecided
 from workers.models.lora import targets
 
 _SHOWN_CHARACTERS = 300
@@ -173,7 +173,6 @@ def describe(settings: BaseModelSettings, model: nn.Module, dtype: torch.dtype) 
         max_context=settings.max_context or own,
         dtype=str(dtype).removeprefix("torch."),
         trainable_groups=tuple(group for group, paths in targets(model).items() if paths),
-        experts=has_experts(model),
     )
 
 

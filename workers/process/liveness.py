@@ -45,15 +45,6 @@ def worker_name(node: str) -> str:
     return f"{node}/{uuid.uuid4().hex[:8]}"
 
 
-def _stored(info: BaseModelInfo) -> dict[str, Any]:
-    """The fields of `info`, without `experts` at its default: an API of an earlier version refuses a field it does not
-    know."""
-    fields = asdict(info)
-    if not info.experts:
-        del fields["experts"]
-    return fields
-
-
 class Heartbeat:
     """The heartbeat: keeps the Worker record alive from `start` until `stop`."""
 
@@ -102,7 +93,7 @@ class Heartbeat:
         worker = Worker(
             role=self._role,
             base_model=self._info.name,
-            info=_stored(self._info),
+            info=asdict(self._info),
             describe=dict(self._describe()),
             metrics_url=self._metrics_url,
             started=self._started,

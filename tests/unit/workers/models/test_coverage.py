@@ -17,19 +17,11 @@ from app.errors import UnservableModel
 from app.settings import BaseModelSettings, SamplerSettings, TrainerSettings
 from tests.models import tiny_qwen3
 from tests.parity import architectures
+from tests.parity.architectures import SHAPE
 from workers.backends.sampling.base import create as create_sampler
 from workers.backends.training.backends import create as create_trainer
 from workers.models import base_model, lora
 from workers.models.coverage import undecided
-
-_SHAPE: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-}
 
 
 def on_meta(name: str, **fields: Any) -> Any:
@@ -56,20 +48,20 @@ def test_only_the_language_model_of_a_model_that_reads_images_gets_adapters(name
 
 def test_a_gated_delta_net_is_adapted_in_all_its_linears() -> None:
     layers = ["linear_attention", "full_attention"]
-    paths = lora.targets(on_meta("Qwen3_5Text", **_SHAPE, layer_types=layers))["attn"]
+    paths = lora.targets(on_meta("Qwen3_5Text", **SHAPE, layer_types=layers))["attn"]
     names = {path.rpartition(".")[2] for path in paths if ".layers.0." in path}
     assert names == {"in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"}
 
 
 @pytest.mark.parametrize("name", ["Qwen3Moe", "GptOss", "Glm4Moe", "Llama4Text"])
 def test_a_model_with_experts_offers_no_mlp_group(name: str) -> None:
-    model = on_meta(name, **_SHAPE)
+    model = on_meta(name, **SHAPE)
     assert undecided(model) == []
     assert [group for group, paths in lora.targets(model).items() if paths] == ["attn", "unembed"]
 
 
 def test_a_dense_layer_beside_experts_gives_no_thin_adapter() -> None:
-    assert lora.targets(on_meta("Glm4Moe", **_SHAPE, first_k_dense_replace=1))["mlp"] == []
+    assert lora.targets(on_meta("Glm4Moe", **SHAPE, first_k_dense_replace=1))["mlp"] == []
 
 
 def test_unknown_modules_are_named_once_in_one_line(tmp_path: Path) -> None:
@@ -121,11 +113,8 @@ def test_a_draft_head_an_indexer_and_mambas_output_never_have_an_adapter() -> No
 
 
 def test_a_model_that_reads_images_loads_from_its_published_layout(tmp_path: Path) -> None:
-    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
-    text = {**_SHAPE, "vocab_size": 320, "layer_types": ["linear_attention", "full_attention"]}
-    config = transformers.Qwen3_5Config(text_config=text, vision_config=vision)
-    saved = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
-    saved.save_pretrained(tmp_path)
+    architectures.build("qwen3.5, vision (unlisted)", tmp_path)
+    saved = transformers.Qwen3_5ForConditionalGeneration.from_pretrained(tmp_path, dtype=torch.float32)
     loaded = base_model.load(BaseModelSettings(name="q", path=str(tmp_path), dtype="float32"))
     assert loaded.info.arch == "Qwen3_5ForConditionalGeneration"
     assert loaded.info.vocab_size == 320
@@ -135,8 +124,7 @@ def test_a_model_that_reads_images_loads_from_its_published_layout(tmp_path: Pat
 
 
 def test_the_transformers_sampler_refuses_a_recurrent_model_at_start(tmp_path: Path) -> None:
-    layers = ["linear_attention", "full_attention"]
-    transformers.Qwen3_5TextConfig(**_SHAPE, layer_types=layers).save_pretrained(tmp_path)
+    architectures.config_of("qwen3.5 (unlisted)").save_pretrained(tmp_path)
     sampler = SamplerSettings(backend="transformers")
     settings = BaseModelSettings(name="q", path=str(tmp_path), dtype="float32", sampler=sampler)
     with pytest.raises(UnservableModel, match=r"base model 'q' cannot be sampled .* type linear_attention"):
@@ -155,11 +143,3 @@ def test_peft_puts_a_saved_adapter_on_the_adapters_own_modules_alone(case: str, 
     found = {path for path, module in adapted.base_model.model.named_modules() if isinstance(module, LoraLayer)}
     assert found == adapter.pairs.keys()
     assert lora.read_peft(tmp_path).spec == adapter.spec
-
-
-@pytest.mark.parametrize(("name", "experts"), [("Qwen3Moe", True), ("Qwen3", False)])
-def test_the_description_says_whether_there_are_experts(name: str, experts: bool) -> None:
-    model = on_meta(name, **_SHAPE)
-    model.config.architectures = [type(model).__name__]
-    settings = BaseModelSettings(name="q", path="q")
-    assert base_model.describe(settings, model, torch.float32).experts is experts

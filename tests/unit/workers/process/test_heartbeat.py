@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable, Iterator
 
@@ -46,19 +45,6 @@ def test_it_says_which_queue_is_read_and_how_much_is_taken_and_lapses_by_itself(
     worker = record(client)
     assert (worker.queue, worker.batch, worker.holds, worker.healthy) == ("sample.base", 4, 9, True)
     assert 0 < client.pttl(keys.record(Worker.namespace, "s")) <= liveness.LIFE_S * 1000
-
-
-@pytest.mark.parametrize("experts", [False, True])
-def test_experts_are_stated_only_where_there_are_some(client: redis.Redis, experts: bool) -> None:
-    """An API of an earlier version refuses a field it does not know."""
-    info = dataclasses.replace(INFO, experts=experts)
-    beat = Heartbeat(RedisRecords(client), "s", "sampler", info, dict, "", lambda: True, "sample.base")
-    beat.start()
-    try:
-        await_true(lambda: record(client) is not None)
-        assert record(client).info.get("experts", "left out") == (True if experts else "left out")
-    finally:
-        beat.stop()
 
 
 def test_it_says_how_long_a_call_takes_it(client, made, monkeypatch):
