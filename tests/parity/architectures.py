@@ -10,7 +10,6 @@ import torch
 import transformers
 
 from tests.models import VOCAB_SIZE
-from workers.models.base_model import auto_class
 
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -127,8 +126,10 @@ def config_of(case: str) -> Any:
 def build(case: str, folder: Path) -> Path:
     """Saves the case's model in `folder`."""
     config = config_of(case)
+    reads_images = "text_config" in CASES[case][1]
+    auto = transformers.AutoModelForImageTextToText if reads_images else transformers.AutoModelForCausalLM
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = auto_class(config).from_config(config, dtype=torch.float32)
+        model = auto.from_config(config, dtype=torch.float32)
     model.save_pretrained(folder)
     return folder
