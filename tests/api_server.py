@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from app.domain.records import BaseModelInfo, Worker, dump
+from app.domain.records import BaseModelInfo, Worker
 from app.settings import SETTINGS_VARIABLE, EngineSettings, hash_key
 from app.stores.redis.client import connect
 from app.stores.redis.journal import RedisOpLog
-from app.stores.redis.records import RedisRecords
+from app.stores.redis.records import RedisRecords, dump
 from tests.servers import free_port, start_valkey
 
 BASE = "tests/tiny"

@@ -22,7 +22,7 @@ from app.errors import Forbidden, Unauthorized
 from app.services.container import Services
 from app.settings import Settings
 from app.telemetry import REQUEST_SECONDS
-from app.wire.body_limits import check_parts, parse_json, unpack
+from app.wire.bodies import check_parts, parse_json, unpack
 
 EXTENSION = "tinsmith"
 View = TypeVar("View", bound=Callable[..., Any])

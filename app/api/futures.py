@@ -12,7 +12,7 @@ from app.api.base import blueprint as make
 from app.domain.results import JSON, PROTOBUF
 from app.services.views import Page
 from app.stores.redis.types import Completion
-from app.wire import json_forms
+from app.wire import results
 
 futures_blueprint = make("futures", "Futures")
 
@@ -47,7 +47,7 @@ def retrieve_future(asked: dict[str, Any]) -> Response | tuple[dict[str, str], i
         reason = {"queue_state_reason": state.reason} if state.reason else {}
         return {"type": "try_again", "request_id": future.request_id, "queue_state": state.name, **reason}, 408
     if future.result.content_type == PROTOBUF and _prefers_json():
-        return Response(json_forms.translate(future.kind, future.result.body), content_type=JSON)
+        return Response(results.translate(future.kind, future.result.body), content_type=JSON)
     return Response(future.result.body, content_type=future.result.content_type)
 
 

@@ -18,13 +18,12 @@ import redis
 
 from app import settings as settings_module
 from app.demo import model
-from app.domain import records
 from app.domain.records import Worker
 from app.stack.child import end_with
 from app.stack.supervisor import SETUP_ERROR_CODE
 from app.stores import objects
 from app.stores.redis.client import connect
-from app.stores.redis.records import RedisRecords
+from app.stores.redis.records import RedisRecords, load
 
 _PACKAGES = ("tinker", "matplotlib", "deepspeed", *model.PACKAGES)
 _BUDGET_S = 300.0
@@ -99,7 +98,7 @@ class Stack:
         settings = settings_module.load(self.data_dir / "run" / "settings.toml")
         with connect(settings.redis.url) as client:
             for node, stored in RedisRecords(client).list(Worker.namespace):
-                worker = records.load(Worker, stored)
+                worker = load(Worker, stored)
                 yield node, ", ".join(f"{key}={_brief(value)}" for key, value in worker.describe.items())
             yield "state", f"{_server(client)}, append-only"
         with connect(settings.broker_url) as client:

@@ -1,15 +1,9 @@
-"""The typed small records that Redis keeps beside the journals, and the facts that workers report of a base model.
-`dump` and `load` convert records to and from flat string fields.
-"""
+"""The typed small records that Redis keeps beside the journals, and the facts that workers report of a base model."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, TypeVar
-
-from app.domain.accounts import Account, Key, Organisation, Project, User
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 ENCRYPTED = ".age"
 """Suffix of the names of encrypted files."""
@@ -183,19 +177,6 @@ class Worker:
     batch: int = 0
     holds: int = 0
     pace_s: float = 0.0
-
-
-R = TypeVar("R", Session, Model, Sampler, ShmTransfer, Checkpoint, Loss, Worker, Organisation, Project, User, Key)
-
-
-def dump(record: Session | Model | Sampler | ShmTransfer | Checkpoint | Loss | Worker | Account) -> dict[str, str]:
-    """Converts a record to its fields, each as JSON text."""
-    return {f.name: json.dumps(getattr(record, f.name)) for f in fields(record)}
-
-
-def load(cls: type[R], stored: Mapping[str, str]) -> R:
-    """The inverse of `dump`; it ignores unknown fields (a model's journal state)."""
-    return cls(**{f.name: json.loads(stored[f.name]) for f in fields(cls) if f.name in stored})
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import redis
 
 from app import ids
 from app.dispatch import CATCH_UP, Dispatcher, direct_queue, sample_queue, train_queue
-from app.domain import ops, records
+from app.domain import ops
 from app.domain.accounts import Caller, Key, Project
 from app.domain.limits import KEY, PROJECT, Charge, Limits, Payer
 from app.domain.ops import CreateModel, ForwardBackward, Op, SaveWeights, as_asked
@@ -27,7 +27,7 @@ from app.services.views import check_seen
 from app.settings import Settings
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.limits import RedisQuotas
-from app.stores.redis.records import RedisRecords
+from app.stores.redis.records import RedisRecords, dump, load
 from app.stores.redis.types import QueueBounds, RefusalKind
 from app.telemetry import ADMISSIONS
 
@@ -63,7 +63,7 @@ class AdmissionService:
         payload = ops.encode(op)
         asked = as_asked(op)
         identity = ops.digest(payload if asked is op else ops.encode(asked))
-        new = records.dump(model) if isinstance(op, CreateModel) else None
+        new = dump(model) if isinstance(op, CreateModel) else None
         charge = _charge(op, self._limits.payers(caller, model.owner))
         admission = self._oplog.admit(model_id, seq, op.kind, payload, identity, new, charge, audited)
         if admission.fresh:
@@ -183,7 +183,7 @@ class LimitsOf:
         until, limits = self._found.get((cls.namespace, id_), (0.0, default))
         if time.monotonic() >= until:
             stored = self._records.get(cls.namespace, id_)
-            limits = default.changed(records.load(cls, stored).limits) if stored else default
+            limits = default.changed(load(cls, stored).limits) if stored else default
             self._found[cls.namespace, id_] = time.monotonic() + _CACHED_S, limits
         return limits
 

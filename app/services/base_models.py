@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from app import ids
-from app.domain import records
 from app.domain.records import BaseModelInfo, Worker
 from app.errors import BadRequest, Unavailable
 from app.settings import BaseModelSettings, Settings
-from app.stores.redis.records import RedisRecords
+from app.stores.redis.records import RedisRecords, load
 
 ROLES = ("trainer", "sampler")
 FULL_TRAINER, FULL_SAMPLER = "full_trainer", "full_sampler"
@@ -73,7 +72,7 @@ class BaseModels:
 
     def workers(self) -> dict[str, Worker]:
         """Healthy workers with a current heartbeat, by node."""
-        workers = {node: records.load(Worker, fields) for node, fields in self._records.list(Worker.namespace)}
+        workers = {node: load(Worker, fields) for node, fields in self._records.list(Worker.namespace)}
         with self._lock:
             self._known.update({(w.role, w.base_model): _info(w.info) for w in workers.values()})
         return {node: worker for node, worker in workers.items() if worker.healthy}

@@ -20,7 +20,6 @@ from types import MappingProxyType
 from typing import Any
 
 from app import ids
-from app.domain import records
 from app.domain.accounts import Caller
 from app.domain.checkpoints import MANIFEST, CheckpointPrefix, Manifest
 from app.domain.records import Checkpoint, Model, Session
@@ -35,7 +34,7 @@ from app.stores.objects.base import ObjectStore
 from app.stores.objects.notes import note, remove_checkpoint
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.lifecycle import RedisLifecycle
-from app.stores.redis.records import RedisRecords
+from app.stores.redis.records import RedisRecords, dump, load
 
 URL_SECONDS = 3600
 
@@ -166,7 +165,7 @@ class CopyService:
         session_id = ids.copy_session_id(project, key)
         now, name = self.records.now(), f"copy of {asked['source_path']}"
         session = Session(project, now, display_name=name, user=caller.user)
-        if self.records.put_new(Session.namespace, session_id, records.dump(session)):
+        if self.records.put_new(Session.namespace, session_id, dump(session)):
             self.lifecycle.finish(session_id, "success")
         return session_id, ids.model_id(session_id, 0), project
 
@@ -179,15 +178,15 @@ class CopyService:
             self.records.now(),
             "ready",
             source.lora,
-            records.load(Model, stored).user_metadata if stored else {},
+            load(Model, stored).user_metadata if stored else {},
             full=source.full,
             critic=source.critic,
             copied_from=path,
         )
         head = {"applied": str(_SEQ), "epoch": str(_EPOCH), "ended": "copied"}
-        if not self.oplog.create_model(model_id, {**records.dump(model), **head}):
+        if not self.oplog.create_model(model_id, {**dump(model), **head}):
             there = self.records.get(Model.namespace, model_id)
-            if there is not None and records.load(Model, there).copied_from != path:
+            if there is not None and load(Model, there).copied_from != path:
                 raise BadRequest(f"{model_id} was used for another one; copy into another model_seq_id")
 
     def _write(self, target: ids.TinkerPath, project: str, source: Checkpoint, ttl_seconds: int | None) -> Manifest:
@@ -219,7 +218,7 @@ class CopyService:
             expires_at=manifest.expires_at,
             public=False,
         )
-        self.records.put_new(Checkpoint.namespace, str(target), records.dump(copy))
+        self.records.put_new(Checkpoint.namespace, str(target), dump(copy))
 
 
 def _place(target: ids.TinkerPath) -> CheckpointPrefix:

@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 from app import ids
-from app.domain import records
 from app.domain.accounts import Caller
 from app.domain.ops import CreateModel, LoraSpec, ModelSpec
 from app.domain.records import Model, Session
@@ -29,7 +28,7 @@ from app.services.validation import (
     exports_merged,
 )
 from app.services.views import Page, Scope, checkpoint_view, projects, texts, timestamp
-from app.stores.redis.records import RedisRecords
+from app.stores.redis.records import RedisRecords, load
 from app.stores.redis.types import Record
 
 
@@ -156,7 +155,7 @@ class RunService:
     def list_runs(self, caller: Caller, scope: Scope, project: str | None, page: Page) -> dict[str, Any]:
         """The runs of a project or scope, newest first. Raises NotFound for a project that the caller does not see."""
         within = projects(caller, scope, project)
-        stored = [(id_, fields, records.load(Model, fields)) for id_, fields in self._records.list(Model.namespace)]
+        stored = [(id_, fields, load(Model, fields)) for id_, fields in self._records.list(Model.namespace)]
         found = [run for run in stored if run[2].owner in within]
         shown, cursor = page.of(sorted(found, key=lambda run: (-run[2].created, run[0])))
         return {"training_runs": [self._view(id_, fields, caller) for id_, fields, _ in shown], "cursor": cursor}
@@ -170,7 +169,7 @@ class RunService:
         return found
 
     def _view(self, model_id: str, stored: Record, caller: Caller) -> dict[str, Any]:
-        model = records.load(Model, stored)
+        model = load(Model, stored)
         found = self._checkpoints(model_id, caller)
         return {
             "training_run_id": model_id,

@@ -18,7 +18,6 @@ from math import ceil
 from typing import Any
 
 from app import ids
-from app.domain import records
 from app.domain.accounts import Caller
 from app.domain.records import Model, Sampler, Worker
 from app.errors import Unavailable
@@ -26,7 +25,7 @@ from app.services.base_models import BaseModels, sampler_role, trainer_role
 from app.services.views import Page
 from app.stores.redis.backlog import RedisBacklog, RedisCalls
 from app.stores.redis.journal import RedisOpLog
-from app.stores.redis.records import RedisRecords
+from app.stores.redis.records import RedisRecords, load
 from app.stores.redis.types import Call, Future, ModelLine, Unfinished
 
 # A snapshot of the queue may take tens of milliseconds, so a client that polls constantly gets two a second.
@@ -152,9 +151,9 @@ class QueueStates:
         if stored is None:
             return None
         if sample:
-            sampler = records.load(Sampler, stored)
+            sampler = load(Sampler, stored)
             return sampler_role(full=sampler.full), sampler.base_model
-        model = records.load(Model, stored)
+        model = load(Model, stored)
         return trainer_role(full=model.full), model.base_model
 
 

@@ -17,7 +17,6 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from app import ids
-from app.domain import records
 from app.domain.checkpoints import MANIFEST, MODELS, SNAPSHOT, CheckpointPrefix, Manifest
 from app.domain.records import Checkpoint, Model, Session
 from app.errors import BadRequest, NotFound
@@ -27,7 +26,7 @@ from app.stores.objects.notes import read_moves, read_note
 from app.stores.pages import LEDGERS
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.lifecycle import RedisLifecycle
-from app.stores.redis.records import RedisRecords
+from app.stores.redis.records import RedisRecords, dump, load
 from app.stores.redis.types import Record
 
 log = logging.getLogger(__name__)
@@ -187,11 +186,11 @@ class Rebuild:
 
     def _record(self, path: str, checkpoint: Checkpoint) -> bool:
         """Records the checkpoint. False when the newest save at this path is recorded already."""
-        fields = records.dump(checkpoint)
+        fields = dump(checkpoint)
         if self._records.put_new(Checkpoint.namespace, path, fields):
             return True
         stored = self._records.get(Checkpoint.namespace, path)
-        if stored is not None and records.load(Checkpoint, stored).created >= checkpoint.created:
+        if stored is not None and load(Checkpoint, stored).created >= checkpoint.created:
             return False
         self._records.put(Checkpoint.namespace, path, fields)
         return True
@@ -209,7 +208,7 @@ class Rebuild:
         last = max(manifests, key=lambda manifest: (manifest.epoch, manifest.seq))
         session_id = ids.session_of(model_id)
         created = min(_unix(manifest.created) for manifest in manifests)
-        if self._records.put_new(Session.namespace, session_id, records.dump(Session(last.owner, created))):
+        if self._records.put_new(Session.namespace, session_id, dump(Session(last.owner, created))):
             self._lifecycle.heartbeat(session_id)
         model = Model(
             last.owner,
@@ -227,7 +226,7 @@ class Rebuild:
         else:
             seq = str(snapshot.seq)
             head |= {"applied": seq, "snapshot_seq": seq, "snapshot": str(snapshot)}
-        if not self._oplog.create_model(model_id, {**records.dump(model), **head}):
+        if not self._oplog.create_model(model_id, {**dump(model), **head}):
             restored.known += 1
         elif snapshot is None:
             restored.ended.append(model_id)

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from app import ids
-from app.domain import records
 from app.domain.accounts import Caller
 from app.domain.records import BaseModelInfo, Sampler, Session
 from app.domain.sampling import MAX_TOP, Cells, SampleRequest
@@ -18,9 +17,9 @@ from app.services.admission import AdmissionService, QuotaService
 from app.services.base_models import BaseModels, sampler_role
 from app.services.tenants.access import load_checkpoint, load_owned, load_readable
 from app.services.validation import check_adapter, check_sampleable, check_sampled_role, in_range
-from app.stores.redis.records import RedisRecords
+from app.stores.redis.records import RedisRecords, dump, load
+from app.wire.bodies import tensor, text_tokens
 from app.wire.forward_backward import to_cells
-from app.wire.json_forms import tensor, text_tokens
 
 TARGETS = "target_prompt_logprobs"
 MAX_SAMPLES = 1024
@@ -59,7 +58,7 @@ class SamplingService:
             base, path = asked.get("base_model"), asked.get("model_path")
             sampler = self.resolve(caller, session.owner, asked["session_id"], base, path)
             self._quotas.take(caller, session.owner)
-            if not self._records.put_new(Sampler.namespace, sampler_id, records.dump(sampler)):
+            if not self._records.put_new(Sampler.namespace, sampler_id, dump(sampler)):
                 self._is_there(sampler_id, asked)
         return sampler_id
 
@@ -109,7 +108,7 @@ class SamplingService:
         stored = self._records.get(Sampler.namespace, sampler_id)
         if stored is None:
             return False
-        there = records.load(Sampler, stored)
+        there = load(Sampler, stored)
         ephemeral = there.prefix and not there.model_path
         same = there.model_path == (asked.get("model_path") or "")
         if ephemeral or not same or asked.get("base_model") not in (None, there.base_model):

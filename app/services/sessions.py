@@ -8,7 +8,6 @@ from datetime import UTC, datetime
 from typing import Any
 
 from app import ids
-from app.domain import records
 from app.domain.accounts import Caller
 from app.domain.records import Checkpoint, Model, Sampler, Session
 from app.errors import BadRequest, NotFound
@@ -22,7 +21,7 @@ from app.stores.objects.base import ObjectStore
 from app.stores.objects.notes import note_move
 from app.stores.redis.backlog import RedisCalls
 from app.stores.redis.lifecycle import RedisLifecycle
-from app.stores.redis.records import RedisRecords
+from app.stores.redis.records import RedisRecords, dump, load
 from app.stores.redis.types import Call
 
 Found = tuple[str, Session]
@@ -66,7 +65,7 @@ class SessionService:
             user_metadata=asked["user_metadata"],
             user=caller.user,
         )
-        self._records.put_new(Session.namespace, session_id, records.dump(session))
+        self._records.put_new(Session.namespace, session_id, dump(session))
         self._lifecycle.heartbeat(session_id)
         return session_id
 
@@ -83,7 +82,7 @@ class SessionService:
     def list_ids(self, caller: Caller, scope: Scope, page: Page) -> list[str]:
         """Session ids, newest first."""
         within = projects(caller, scope)
-        stored = [(id_, records.load(Session, fields)) for id_, fields in self._records.list(Session.namespace)]
+        stored = [(id_, load(Session, fields)) for id_, fields in self._records.list(Session.namespace)]
         found = sorted((-session.created, id_) for id_, session in stored if session.owner in within)
         return [id_ for _, id_ in page.of(found)[0]]
 
@@ -123,7 +122,7 @@ class SessionService:
         runs = self._records.list(Model.namespace, ids.model_prefix(session_id))
         live = sum(_is_live(fields) for _, fields in runs) if session.status == "open" else 0
         stored = self._records.list(Checkpoint.namespace, f"tinker://{ids.model_prefix(session_id)}")
-        return live, sum(records.load(Checkpoint, fields).size_bytes for _, fields in stored)
+        return live, sum(load(Checkpoint, fields).size_bytes for _, fields in stored)
 
 
 def _is_live(run: Mapping[str, str]) -> bool:
@@ -143,7 +142,7 @@ class SessionSearch:
     def __call__(self, caller: Caller, asked: Mapping[str, Any]) -> dict[str, Any]:
         """The body of sessions/search. Raises NotFound for a project that the caller does not see."""
         fits = _filter(caller, asked)
-        stored = ((id_, records.load(Session, fields)) for id_, fields in self._records.list(Session.namespace))
+        stored = ((id_, load(Session, fields)) for id_, fields in self._records.list(Session.namespace))
         found = sorted((pair for pair in stored if fits(pair)), key=_place, reverse=True)
         shown = found[: asked["limit"]]
         answer: dict[str, Any] = {"sessions": [self._summary(pair) for pair in shown]}
@@ -155,7 +154,7 @@ class SessionSearch:
     def _summary(self, found: Found) -> dict[str, Any]:
         session_id, session = found
         stored = self._records.list(Checkpoint.namespace, f"tinker://{ids.model_prefix(session_id)}")
-        sizes = [records.load(Checkpoint, fields).size_bytes for _, fields in stored]
+        sizes = [load(Checkpoint, fields).size_bytes for _, fields in stored]
         return {
             "session_id": session_id,
             "created_at": timestamp(session.created),

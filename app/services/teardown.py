@@ -6,13 +6,12 @@ import logging
 from collections.abc import Callable
 
 from app import ids
-from app.domain import records
 from app.domain.records import Checkpoint, Loss, Model, Sampler
 from app.errors import Unavailable
 from app.stores.objects.base import ObjectStore
 from app.stores.objects.notes import remove_checkpoint
 from app.stores.redis.lifecycle import RedisLifecycle
-from app.stores.redis.records import RedisRecords
+from app.stores.redis.records import RedisRecords, load
 from app.stores.redis.types import Holder
 
 log = logging.getLogger(__name__)
@@ -89,4 +88,4 @@ class Teardown:
 
     def _samplers(self, session_id: str) -> list[tuple[str, Sampler]]:
         stored = self._records.list(Sampler.namespace, ids.sampler_prefix(session_id))
-        return [(sampler_id, records.load(Sampler, fields)) for sampler_id, fields in stored]
+        return [(sampler_id, load(Sampler, fields)) for sampler_id, fields in stored]

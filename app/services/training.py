@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from app import ids
-from app.domain import ops, records
+from app.domain import ops
 from app.domain.accounts import Caller
 from app.domain.checkpoints import CheckpointPrefix
 from app.domain.losses import LOSSES, CustomLoss
@@ -39,9 +39,9 @@ from app.services.validation import (
     in_range,
 )
 from app.settings import LimitSettings
-from app.stores.redis.records import RedisRecords
+from app.stores.redis.records import RedisRecords, dump, load
 from app.wire import custom_loss
-from app.wire.body_limits import check_batch, check_datums
+from app.wire.bodies import check_batch, check_datums
 from app.wire.forward_backward import Envelope
 
 Promise = dict[str, str]
@@ -158,7 +158,7 @@ class TrainingService:
     def _check_free(self, sampler_id: str, asked: Mapping[str, Any]) -> None:
         """Raises BadRequest if a sampling session with this id exists and was not created by this same call."""
         stored = self._records.get(Sampler.namespace, sampler_id)
-        place = CheckpointPrefix.parse(records.load(Sampler, stored).prefix) if stored else None
+        place = CheckpointPrefix.parse(load(Sampler, stored).prefix) if stored else None
         if stored and (place is None or (place.model_id, place.seq) != (asked["model_id"], asked["seq_id"])):
             raise BadRequest(
                 f"sampling_session_seq_id {asked['sampling_session_seq_id']} was already used for another sampler; "
@@ -197,7 +197,7 @@ class CustomLossService:
         if self._records.get(Loss.namespace, loss_id) is None:
             self._quotas.take(caller, session.owner)
         record = Loss(session.owner, session_id, time.time(), content)
-        fresh = self._records.put_new(Loss.namespace, loss_id, records.dump(record))
+        fresh = self._records.put_new(Loss.namespace, loss_id, dump(record))
         if not fresh and load_readable(self._records, Loss, loss_id, caller).content != content:
             raise BadRequest(f"custom_loss_seq_id {seq} was used before with other content; use a new one")
         return {"request_id": loss_id}

@@ -1,12 +1,16 @@
 """Encodes results to the bytes that a poll returns: typed outputs to protobuf or JSON, and errors. Decodes a stored
 sampling result.
+
+The polls of SDKs up to 0.17 do not accept protobuf, so they get stored results as JSON (`translate`). Each poll
+computes the JSON again, from bytes that never change. A float32 is written as the same number in full digits. A float32
+that is not finite is written as Python's json writes it, because all of these SDKs read it with Python's json.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from itertools import groupby
+from itertools import groupby, pairwise
 from math import prod
 from typing import Any
 
@@ -14,7 +18,7 @@ import numpy as np
 
 from app.domain.ops import Ragged
 from app.domain.results import PROTOBUF, CriticOutput, Done, ForwardBackwardOutput, OptimStepOutput, Output, Result
-from app.domain.sampling import Cells, SampledSequence, SampleOutput, TokenLogprobs
+from app.domain.sampling import UNSCORED, Cells, SampledSequence, SampleOutput, TokenLogprobs
 from app.errors import OpError
 from app.wire import tinker_pb2 as pb
 
@@ -147,3 +151,54 @@ def of_json(body: Mapping[str, Any]) -> Result:
 
 def of_error(error: OpError) -> Result:
     return Result(json.dumps({"error": str(error), "category": error.category}).encode(), failed=True)
+
+
+def translate(kind: str, body: bytes) -> bytes:
+    """The JSON of a result stored as protobuf. `kind` is its future's kind: sample, forward or forward_backward."""
+    read = _json_sample if kind == "sample" else _json_forward_backward
+    return json.dumps(read(body)).encode()
+
+
+def _json_forward_backward(body: bytes) -> dict[str, Any]:
+    message = pb.ForwardBackwardOutput.FromString(body)
+    return {
+        "loss_fn_output_type": message.loss_fn_output_type,
+        "loss_fn_outputs": [datum for record in message.loss_fn_outputs for datum in _json_datums(record)],
+        "metrics": dict(message.metrics),
+    }
+
+
+def _json_datums(record: pb.ArrayRecord) -> list[dict[str, Any]]:
+    columns = {name: _json_tensors(batched) for name, batched in record.fields.items()}
+    return [{name: tensors[i] for name, tensors in columns.items()} for i in range(record.num_datums)]
+
+
+def _json_tensors(batched: pb.BatchedTensor) -> list[dict[str, Any]]:
+    cuts = (np.frombuffer(batched.offsets, "<i8") // 4).tolist()
+    values, trailing = np.frombuffer(batched.data, "<f4").tolist(), list(batched.trailing_shape)
+    width = max(prod(trailing), 1)  # [N, 0] targets are allowed
+    return [
+        {"data": values[start:stop], "dtype": "float32", "shape": [(stop - start) // width, *trailing]}
+        for start, stop in pairwise(cuts)
+    ]
+
+
+def _json_sample(body: bytes) -> dict[str, Any]:
+    output = decode_sample(body)
+    result: dict[str, Any] = {"type": "sample", "sequences": [_json_sequence(found) for found in output.sequences]}
+    if output.prompt_logprobs is not None:
+        result["prompt_logprobs"] = [None if np.isnan(score) else float(score) for score in output.prompt_logprobs]
+    if output.prompt_top is not None:
+        result["topk_prompt_logprobs"] = _json_rows(output.prompt_top)
+    return result
+
+
+def _json_sequence(found: SampledSequence) -> dict[str, Any]:
+    reason = "stop" if found.stopped else "length"
+    return {"stop_reason": reason, "tokens": found.tokens.tolist(), "logprobs": found.logprobs.tolist()}
+
+
+def _json_rows(top: TokenLogprobs) -> list[list[tuple[int, float]] | None]:
+    """The (token, logprob) pairs of each position; None for a position that was not scored."""
+    rows = zip(top.tokens.tolist(), top.logprobs.tolist(), strict=True)
+    return [[pair for pair in zip(*row, strict=True) if pair[1] != UNSCORED] or None for row in rows]

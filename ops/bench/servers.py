@@ -17,13 +17,12 @@ from typing import Any
 import tomli_w
 
 from app import settings as settings_module
-from app.domain import records
 from app.domain.records import BaseModelInfo, Worker
 from app.settings import BaseModelSettings, Settings, hash_key
 from app.stack import checks, up, valkey
 from app.stack.child import Child, Command, end_with
 from app.stores.redis.client import connect
-from app.stores.redis.records import RedisRecords
+from app.stores.redis.records import RedisRecords, dump, load
 
 API_KEY = "tml-bench-on-this-machine"
 _START_S = 120.0
@@ -46,7 +45,7 @@ class Stack:
         """Metrics URL of a worker; role is trainer or sampler."""
         settings = settings_module.load(self.settings_file)
         with connect(settings.redis.url) as client:
-            workers = [records.load(Worker, found) for _, found in RedisRecords(client).list(Worker.namespace)]
+            workers = [load(Worker, found) for _, found in RedisRecords(client).list(Worker.namespace)]
         return next(worker.metrics_url for worker in workers if worker.role == role)
 
 
@@ -157,7 +156,7 @@ def _api(folder: Path, redis_url: str, base: str) -> Api:
 def _register_trainer(redis_url: str, info: BaseModelInfo) -> None:
     worker = Worker("trainer", info.name, asdict(info), {}, "", time.time())
     with connect(redis_url) as client:
-        RedisRecords(client).put(Worker.namespace, "trainer-0", records.dump(worker))
+        RedisRecords(client).put(Worker.namespace, "trainer-0", dump(worker))
 
 
 def _await(ready: Callable[[], bool], what: str) -> None:

@@ -13,9 +13,9 @@ from typing import TypeVar
 
 import psutil
 
-from app.domain.records import Model, Worker, load
+from app.domain.records import Model, Worker
 from app.stores.redis import keys
-from app.stores.redis.records import RedisRecords
+from app.stores.redis.records import RedisRecords, load
 from tests.chaos.patience import patiently
 from tests.contract.stack import Stack
 

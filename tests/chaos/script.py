@@ -13,8 +13,8 @@ from safetensors.numpy import load_file
 from tinker import types
 
 from app.domain.checkpoints import MANIFEST
-from app.domain.records import Checkpoint, load
-from app.stores.redis.records import RedisRecords
+from app.domain.records import Checkpoint
+from app.stores.redis.records import RedisRecords, load
 from tests.chaos.patience import patiently
 from tests.contract.data import ADAM, datum, logprobs, sentences
 from tests.contract.stack import BASE, Stack

@@ -18,9 +18,9 @@ import redis
 import tinker
 
 from app import settings
-from app.domain.records import Worker, load
+from app.domain.records import Worker
 from app.stores.redis.client import connect
-from app.stores.redis.records import RedisRecords
+from app.stores.redis.records import RedisRecords, load
 
 BASE = "tests/tiny-qwen3"
 API_KEY = "tml-contract-tests"

@@ -15,10 +15,10 @@ import pytest
 import tinker
 from tinker import types
 
-from app.domain.records import Sampler, ShmTransfer, dump, load
+from app.domain.records import Sampler, ShmTransfer
 from app.stores.redis import keys
 from app.stores.redis.client import connect
-from app.stores.redis.records import RedisRecords
+from app.stores.redis.records import RedisRecords, dump, load
 from tests.contract.data import logprobs, sentences, supervised, train
 from tests.contract.stack import BASE, Stack, running
 from tests.servers import free_port

@@ -17,9 +17,9 @@ import requests
 import tinker
 from tinker import types
 
-from app.domain.records import Worker, load
+from app.domain.records import Worker
 from app.stores.redis import keys
-from app.stores.redis.records import RedisRecords
+from app.stores.redis.records import RedisRecords, load
 from tests.contract.data import datum, sentences, train
 from tests.contract.stack import API_KEY, BASE, Stack, running
 from tests.contract.test_restart import await_true, found_children

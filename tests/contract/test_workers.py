@@ -16,9 +16,9 @@ import pytest
 import tinker
 
 from app import dispatch
-from app.domain.records import Worker, load
+from app.domain.records import Worker
 from app.stores.redis import keys
-from app.stores.redis.records import RedisRecords
+from app.stores.redis.records import RedisRecords, load
 from tests.contract.data import ADAM, logprobs, supervised, train
 from tests.contract.stack import BASE, Stack, running
 from tests.contract.test_restart import await_true, children, undisturbed

@@ -12,10 +12,10 @@ import redis
 import tinker
 import tomli_w
 
-from app.domain.records import Worker, load
+from app.domain.records import Worker
 from app.settings import SETTINGS_VARIABLE, hash_key
 from app.stores.redis.client import connect
-from app.stores.redis.records import RedisRecords
+from app.stores.redis.records import RedisRecords, load
 from tests.faults.world import await_true
 from tests.servers import free_port
 

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from app.domain.records import Checkpoint, dump
+from app.domain.records import Checkpoint
 from app.domain.results import Result
+from app.stores.redis.records import dump
 from app.stores.redis.types import Lease
 from tests.api_server import BASE, ApiServer, serve
 from tests.faults import calls

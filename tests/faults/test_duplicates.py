@@ -10,11 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from app.domain.records import Model, dump
+from app.domain.records import Model
 from app.domain.results import Result
 from app.settings import EngineSettings
 from app.stores.redis.client import connect
 from app.stores.redis.journal import RedisOpLog
+from app.stores.redis.records import dump
 from app.stores.redis.types import Lease
 
 MODELS = 10

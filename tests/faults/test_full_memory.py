@@ -12,10 +12,11 @@ from werkzeug.test import TestResponse
 
 from app import create_app
 from app.api.base import EXTENSION
-from app.domain.records import Worker, dump
+from app.domain.records import Worker
 from app.domain.results import Result
 from app.settings import BaseModelSettings, EngineSettings, RedisSettings, Settings, hash_key
 from app.stores.redis.client import connect
+from app.stores.redis.records import dump
 from app.stores.redis.types import Lease
 from tests.servers import start_valkey
 from tests.unit.app.conftest import BASE, KEY, Api, add_worker, batch

@@ -29,13 +29,13 @@ from app.domain.ops import (
     Ragged,
     SaveWeights,
 )
-from app.domain.records import Checkpoint, Model, Sampler, ShmTransfer, dump
+from app.domain.records import Checkpoint, Model, Sampler, ShmTransfer
 from app.settings import Settings
 from app.stores import objects
 from app.stores.redis import keys
 from app.stores.redis.client import connect, text_fields
 from app.stores.redis.journal import RedisOpLog
-from app.stores.redis.records import RedisRecords
+from app.stores.redis.records import RedisRecords, dump
 from tests.faults.injection import Fault
 from tests.faults.worker_process import Answer, Died, WorkerProcess
 from tests.pages import used

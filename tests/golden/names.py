@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from app import dispatch, ids
-from app.domain import records
 from app.domain.accounts import Key, Organisation, Project, User
 from app.domain.checkpoints import CheckpointPrefix, FileEntry, Manifest
 from app.domain.ops import LoraSpec
@@ -24,6 +23,7 @@ from app.stores.objects.accounts import AccountFiles
 from app.stores.objects.folder import FolderStore
 from app.stores.pages import Page, PageFiles
 from app.stores.redis import keys
+from app.stores.redis.records import dump
 from workers.checkpoints import transfer
 from workers.checkpoints.snapshot_upload import SnapshotFolder
 
@@ -38,7 +38,7 @@ def goldens() -> dict[str, Any]:
         "ids": _ids(),
         "keys": _keys(),
         "celery": _celery(),
-        "records": {name: [one.namespace, list(records.dump(one).items())] for name, one in RECORDS.items()},
+        "records": {name: [one.namespace, list(dump(one).items())] for name, one in RECORDS.items()},
         "manifests": {name: manifest.to_json().decode() for name, manifest in MANIFESTS.items()},
         "objects": _objects(),
     }

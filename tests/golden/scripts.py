@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from app import dispatch
-from app.domain import records
 from app.domain.limits import Charge, Limits, Payer
 from app.domain.records import Checkpoint, Model, Sampler, Session, ShmTransfer, Worker
 from app.domain.results import Result
@@ -27,7 +26,7 @@ from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.lifecycle import RedisLifecycle
 from app.stores.redis.limits import RedisQuotas
 from app.stores.redis.pages import RedisPages
-from app.stores.redis.records import RedisRecords
+from app.stores.redis.records import RedisRecords, dump
 from app.stores.redis.types import Lease, QueueBounds
 from tests.golden.recording import Recorded, Scenario
 
@@ -58,12 +57,12 @@ def _played(play: Callable[[Scenario, str], None], client: Recorded, url: str) -
 
 
 def _model(**fields: Any) -> dict[str, str]:
-    return records.dump(Model("me", "session", "base", 0.0, **fields))
+    return dump(Model("me", "session", "base", 0.0, **fields))
 
 
 def _journal(step: Scenario, url: str) -> None:
     log, store = RedisOpLog(step.client, SETTINGS), RedisRecords(step.client)
-    step("a session", lambda: store.put_new("sessions", "session", records.dump(Session("me", 0.0))))
+    step("a session", lambda: store.put_new("sessions", "session", dump(Session("me", 0.0))))
     step("a model", lambda: log.create_model(M, _model()))
     step("a model again", lambda: log.create_model(M, _model()))
     admit = log.admit
@@ -105,7 +104,7 @@ def _journal(step: Scenario, url: str) -> None:
     step("skip", lambda: log.refuse(M, 5, "no"))
     step("give up a gap", lambda: log.refuse(M, 4, "did not come", "drop_gradients"))
     adapter = f"models/{M}/sampler_weights/a/1-1"
-    handed = [("handovers", adapter, records.dump(ShmTransfer(M, 1)))]
+    handed = [("handovers", adapter, dump(ShmTransfer(M, 1)))]
     step("commit, handed over", lambda: log.commit(lease, 1, OK, handed))
     step("fail", lambda: log.commit(lease, 2, FAILED, why="lost"))
     step("fail an optim_step", lambda: log.commit(lease, 3, FAILED, why="no step"))
@@ -151,9 +150,9 @@ def _samples(step: Scenario, url: str) -> None:
     log, store = RedisOpLog(step.client, SETTINGS), RedisRecords(step.client)
     ended, tokens = RedisCompletions(step.client, SETTINGS), {"sampling_sample": 7}
     worker = Worker("sampler", "base", {"name": "base"}, {}, "http://x", 0.0, True, QUEUE, batch=4, holds=8)
-    step("samplers", lambda: [store.put("workers", node, records.dump(worker), ttl_s=3600) for node in ("s1", "s2")])
-    step("session", lambda: store.put_new("sessions", "session", records.dump(Session("me", 0.0))))
-    step("sampling session", lambda: store.put_new("samplers", S, records.dump(Sampler("me", "session", "base", 0.0))))
+    step("samplers", lambda: [store.put("workers", node, dump(worker), ttl_s=3600) for node in ("s1", "s2")])
+    step("session", lambda: store.put_new("sessions", "session", dump(Session("me", 0.0))))
+    step("sampling session", lambda: store.put_new("samplers", S, dump(Sampler("me", "session", "base", 0.0))))
     step("join", lambda: [store.join(S), store.join(S)])
     step("join, unknown", lambda: store.join("other:sample:0"))
 
@@ -216,15 +215,15 @@ def _lifecycle(step: Scenario, url: str) -> None:
     log, store = RedisOpLog(step.client, SETTINGS), RedisRecords(step.client)
     life = RedisLifecycle(step.client, SETTINGS)
     short = RedisLifecycle(step.client, SETTINGS.model_copy(update={"session_s": 0.001, "retain_s": 0.001}))
-    store.put_new("sessions", "session", records.dump(Session("me", 0.0)))
+    store.put_new("sessions", "session", dump(Session("me", 0.0)))
     step("heartbeat", lambda: life.heartbeat("session"))
     log.admit(M, 0, "create_model", b"m", "d", _model(key="key"))
     log.admit(M, 1, "load_weights", b"l", "d1")
     log.admit(N, 0, "create_model", b"n", "d", _model(full=True))
     sampler = Sampler("me", "session", "base", 0.0)
-    step("a sampler", lambda: store.put_new("samplers", S, records.dump(sampler)))
+    step("a sampler", lambda: store.put_new("samplers", S, dump(sampler)))
     saved = Checkpoint("me", M, "weights", "base", "models/p", 0.0, 123, {}, [], key="key")
-    step("a checkpoint", lambda: store.put("checkpoints", f"tinker://{M}/weights/a", records.dump(saved)))
+    step("a checkpoint", lambda: store.put("checkpoints", f"tinker://{M}/weights/a", dump(saved)))
     step("move", lambda: life.move("session", "other"))
     step.left("moved")
     step("acquire", lambda: log.acquire(M, "a/1"))
@@ -292,7 +291,7 @@ def _usage_pages(step: Scenario, url: str) -> None:
 def _limits(step: Scenario, url: str) -> None:
     log, store = RedisOpLog(step.client, SETTINGS), RedisRecords(step.client)
     quotas = RedisQuotas(step.client, SETTINGS)
-    store.put_new("sessions", "session", records.dump(Session("me", 0.0)))
+    store.put_new("sessions", "session", dump(Session("me", 0.0)))
     RedisLifecycle(step.client, SETTINGS).heartbeat("session")
     limits = Limits(requests_per_s=1000.0, tokens_per_s=1.0, live_models=1, storage_bytes=100, concurrent_samples=1)
     key, project = Payer("key", "k", limits), Payer("project", "me", Limits(tokens_per_s=1e6))
@@ -304,7 +303,7 @@ def _limits(step: Scenario, url: str) -> None:
     step("a run", lambda: make(M))
     step("a run too many", lambda: make(N))
     saved = Checkpoint("me", M, "weights", "base", "p", 0.0, 99, {}, [], key="k")
-    store.put("checkpoints", f"tinker://{M}/weights/a", records.dump(saved))
+    store.put("checkpoints", f"tinker://{M}/weights/a", dump(saved))
     storing = Charge((project, roomy), stores=True, stored=2)
     step("too much stored", lambda: log.admit(M, 1, "save_weights", b"", "d1", charge=storing))
     step("used", lambda: [quotas.used(payer) for payer in (key, project)], 3, 4)

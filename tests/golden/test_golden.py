@@ -11,8 +11,9 @@ from typing import Any
 import msgpack
 import pytest
 
-from app.domain import ops, records
+from app.domain import ops
 from app.domain.checkpoints import Manifest
+from app.stores.redis.records import load
 from tests.golden import names, public, scripts, values
 from tests.golden.added import ADDED, CHANGED
 from tests.servers import start_valkey
@@ -79,7 +80,7 @@ def test_names_and_stored_forms_are_the_same(contract: str, found_in_names: dict
 @pytest.mark.parametrize("name", FROZEN["names"]["records"])
 def test_a_record_written_then_is_read_as_what_it_was(name: str):
     stored = dict(FROZEN["names"]["records"][name][1])
-    assert records.load(type(names.RECORDS[name]), stored) == names.RECORDS[name]
+    assert load(type(names.RECORDS[name]), stored) == names.RECORDS[name]
 
 
 @pytest.mark.parametrize("name", FROZEN["names"]["manifests"])

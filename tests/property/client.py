@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 import pytest
 
 from app.domain.ops import LoadWeights, Op, SaveWeights
-from app.domain.records import Checkpoint, Sampler, ShmTransfer, load
+from app.domain.records import Checkpoint, Sampler, ShmTransfer
 from app.domain.results import Result
 from app.errors import BadRequest
 from app.stores.redis import keys
+from app.stores.redis.records import load
 from app.stores.redis.types import RefusalKind
 from tests.property.reference import Reference
 from tests.property.vector_backend import BREAKING, POISON, State, backward, optim_step

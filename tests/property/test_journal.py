@@ -10,12 +10,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from app import ids
-from app.domain.records import Model, dump
+from app.domain.records import Model
 from app.domain.results import Result
 from app.errors import BadRequest, Fenced
 from app.settings import EngineSettings
 from app.stores.redis import keys
 from app.stores.redis.journal import RedisOpLog
+from app.stores.redis.records import dump
 from app.stores.redis.types import Lease, OwnedElsewhere, RefusalKind
 from tests.property.journal_model import JournalModel
 from tests.property.runs import run_machine

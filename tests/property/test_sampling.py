@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from app import ids
-from app.domain.records import Sampler, Session, Worker, dump
+from app.domain.records import Sampler, Session, Worker
 from app.domain.results import SAMPLED, Result
 from app.errors import BadRequest, Fenced, TooManyRequests
 from app.settings import EngineSettings
@@ -22,7 +22,7 @@ from app.stores.redis import keys
 from app.stores.redis.completions import RedisCompletions
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.lifecycle import RedisLifecycle
-from app.stores.redis.records import RedisRecords
+from app.stores.redis.records import RedisRecords, dump
 from app.stores.redis.types import QueueBounds
 from tests.pages import used
 from tests.property.runs import run_machine

@@ -22,7 +22,7 @@ import redis
 from app import ids
 from app.domain import ops
 from app.domain.ops import CreateModel, LoraSpec, ModelSpec, Op, as_asked
-from app.domain.records import Model, dump
+from app.domain.records import Model
 from app.domain.results import Result
 from app.errors import Fenced, Requeue
 from app.settings import BaseModelSettings, EngineSettings, Settings
@@ -30,7 +30,7 @@ from app.stores.objects.base import ObjectStore
 from app.stores.objects.folder import FolderStore
 from app.stores.redis import keys
 from app.stores.redis.journal import RedisOpLog
-from app.stores.redis.records import RedisRecords
+from app.stores.redis.records import RedisRecords, dump
 from tests import assembly
 from tests.property.background import Background
 from tests.property.faults import Crash, Fault, Faults

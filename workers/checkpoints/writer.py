@@ -17,14 +17,13 @@ from typing import NamedTuple
 import pyrage
 
 from app import ids
-from app.domain import records
 from app.domain.checkpoints import CheckpointPrefix, Manifest
 from app.domain.ops import LoraSpec, SaveWeights
-from app.domain.records import ENCRYPTED
+from app.domain.records import ENCRYPTED, Checkpoint, Model, Sampler, ShmTransfer
 from app.domain.results import NOTHING, SAVED, Result, Usage
 from app.errors import NotFound, Unavailable, UserOpError
 from app.stores.objects.base import ObjectStore
-from app.stores.redis.records import RedisRecords
+from app.stores.redis.records import RedisRecords, dump, load
 from app.stores.redis.types import Lease, Write
 from app.wire import results
 from workers.backends.training.base import TrainingBackend, Writer
@@ -66,7 +65,7 @@ class Captured:
     lease: Lease
     seq: int
     op: SaveWeights
-    model: records.Model
+    model: Model
     created: float
     write: Writer
 
@@ -98,7 +97,7 @@ class Saver:
         op, model, created = captured.op, captured.model, captured.created
         expires_at = None if op.ttl_seconds is None else created + op.ttl_seconds
         prefix, manifest = self._write(captured, str(path), expires_at)
-        checkpoint = records.Checkpoint(
+        checkpoint = Checkpoint(
             owner=model.owner,
             model_id=captured.lease.model_id,
             kind=op.checkpoint_kind,
@@ -113,7 +112,7 @@ class Saver:
             critic=model.critic,
             key=model.key,
         )
-        write = (checkpoint.namespace, str(path), records.dump(checkpoint))
+        write = (checkpoint.namespace, str(path), dump(checkpoint))
         return Outcome(results.of_json({"path": str(path)}), [write], usage={SAVED: 1})
 
     def _ephemeral(self, captured: Captured) -> Outcome:
@@ -121,7 +120,7 @@ class Saver:
         that, it is uploaded before the commit."""
         lease, seq, op, model = captured.lease, captured.seq, captured.op, captured.model
         prefix, name = captured.prefix, op.sampling_session_id or ""
-        sampler = records.Sampler(
+        sampler = Sampler(
             owner=model.owner,
             session_id=model.session_id,
             base_model=model.base_model,
@@ -130,15 +129,15 @@ class Saver:
             follows=lease.model_id if op.inflight else "",
             full=model.full,
         )
-        writes = [(sampler.namespace, name, records.dump(sampler))]
+        writes = [(sampler.namespace, name, dump(sampler))]
         if op.inflight:
-            writes.append((records.Model.namespace, lease.model_id, {"inflight": json.dumps(prefix)}))
+            writes.append((Model.namespace, lease.model_id, {"inflight": json.dumps(prefix)}))
         result = results.of_json({"sampling_session_id": name})
         if not self.shm_transfers.publish(prefix, partial(self._seal, captured)):
             self._write(captured)
             return Outcome(result, writes)
-        shm_transfer = records.ShmTransfer(lease.model_id, seq)
-        writes.append((shm_transfer.namespace, prefix, records.dump(shm_transfer)))
+        shm_transfer = ShmTransfer(lease.model_id, seq)
+        writes.append((shm_transfer.namespace, prefix, dump(shm_transfer)))
         return Outcome(result, writes, partial(self.shm_transfers.upload, lease.model_id))
 
     def save_again(self, lease: Lease, prefix: str) -> None:
@@ -201,14 +200,14 @@ class Saver:
         return self.backend.capture(model_id, optimizer=op.checkpoint_kind == _WITH_OPTIMIZER)
 
     def _taken(self, path: str) -> bool:
-        stored = self.index.get(records.Checkpoint.namespace, path)
-        return stored is not None and not records.load(records.Checkpoint, stored).is_expired(self.index.now())
+        stored = self.index.get(Checkpoint.namespace, path)
+        return stored is not None and not load(Checkpoint, stored).is_expired(self.index.now())
 
-    def _model(self, model_id: str) -> records.Model:
-        stored = self.index.get(records.Model.namespace, model_id)
+    def _model(self, model_id: str) -> Model:
+        stored = self.index.get(Model.namespace, model_id)
         if stored is None:
             raise NotFound(f"no model {model_id!r}")
-        return records.load(records.Model, stored)
+        return load(Model, stored)
 
 
 def encrypt(folder: Path, recipients: Iterable[str]) -> None:

@@ -16,7 +16,6 @@ from typing import Protocol
 
 import redis
 
-from app.domain import records
 from app.domain.records import Checkpoint
 from app.domain.results import HOUR_S
 from app.errors import Unavailable
@@ -26,7 +25,7 @@ from app.stores.redis.futures import RedisPayloads
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.lifecycle import RedisLifecycle
 from app.stores.redis.pages import RedisPages
-from app.stores.redis.records import RedisRecords
+from app.stores.redis.records import RedisRecords, load
 
 log = logging.getLogger(__name__)
 _PERIOD_S = 2.0
@@ -145,7 +144,7 @@ class Accounting:
         """Bytes by project and base model."""
         sizes: Counter[tuple[str, str]] = Counter()
         for _, fields in self._records.list(Checkpoint.namespace):
-            checkpoint = records.load(Checkpoint, fields)
+            checkpoint = load(Checkpoint, fields)
             if not checkpoint.is_expired(now):
                 sizes[checkpoint.owner, checkpoint.base_model] += checkpoint.size_bytes
         return sizes

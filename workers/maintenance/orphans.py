@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from app.domain import ops, records
+from app.domain import ops
 from app.domain.checkpoints import MODELS, SNAPSHOT, CheckpointPrefix
 from app.domain.records import Checkpoint, Model, Sampler
 from app.errors import NewerContent
@@ -26,7 +26,7 @@ from app.stores.objects.base import ObjectStore
 from app.stores.objects.notes import remove_checkpoint
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.lifecycle import RedisLifecycle
-from app.stores.redis.records import RedisRecords
+from app.stores.redis.records import RedisRecords, load
 
 log = logging.getLogger(__name__)
 # Rounds in the time a file must be unreferenced: hourly by default, as each round lists the whole store.
@@ -84,7 +84,7 @@ class Orphans:
         """Deletes the records of expired checkpoints; their files then become orphans."""
         now = self._records.now()
         for path, fields in self._records.list(Checkpoint.namespace):
-            if records.load(Checkpoint, fields).is_expired(now):
+            if load(Checkpoint, fields).is_expired(now):
                 self._records.delete_same(Checkpoint.namespace, path, fields)
 
     def _collect(self) -> None:

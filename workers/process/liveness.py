@@ -24,10 +24,10 @@ import numpy as np
 import redis
 
 from app.dispatch import TickSender
-from app.domain.records import BaseModelInfo, Worker, dump
+from app.domain.records import BaseModelInfo, Worker
 from app.domain.sampling import SampleRequest
 from app.stores.redis.journal import RedisOpLog
-from app.stores.redis.records import RedisRecords
+from app.stores.redis.records import RedisRecords, dump
 from workers.backends.sampling.base import SamplerBackend
 from workers.process import telemetry
 

@@ -16,12 +16,13 @@ from functools import partial
 import numpy as np
 import redis
 
-from app.domain import ops, records
+from app.domain import ops
+from app.domain.records import Sampler
 from app.domain.results import CACHED, NOTHING, PREFILLED, PROTOBUF, SAMPLED, Result, Usage
 from app.errors import Fenced, OpError, Requeue, ServerOpError, TriedOften, Unavailable
 from app.stores.redis.completions import TokenChunk, TokenStreams
 from app.stores.redis.journal import RedisOpLog
-from app.stores.redis.records import RedisRecords
+from app.stores.redis.records import RedisRecords, load
 from app.stores.redis.types import Entry
 from app.wire import results
 from app.wire.results import encode_sample
@@ -158,7 +159,7 @@ class SampleRunner:
             return results.of_error(_op_error(entry, error)), NOTHING
 
     def _sample(self, entry: Entry, sampling_session_id: str, handle: RequestHandle) -> tuple[Result, Usage]:
-        stored = self._records.get(records.Sampler.namespace, sampling_session_id)
+        stored = self._records.get(Sampler.namespace, sampling_session_id)
         if stored is None:
             raise ServerOpError(f"sampling session {sampling_session_id} is gone")
         if not entry.payload:
@@ -166,7 +167,7 @@ class SampleRunner:
         request = ops.decode(entry.payload)
         if request.stream:
             handle.on_tokens = self._publisher.callback(entry.request_id)
-        sampler = records.load(records.Sampler, stored)
+        sampler = load(Sampler, stored)
         pinned = sampler.prefix if entry.adapter is None else entry.adapter
         adapter = self._adapters.use(pinned, sampler.owner, handle)
         with adapter as adapter_id, self._batch_admission.slot(sampler.owner, request, handle):

@@ -13,13 +13,12 @@ from dataclasses import dataclass
 import redis
 
 from app import dispatch, ids
-from app.domain import records
 from app.domain.records import Worker
 from app.domain.results import Result
 from app.errors import Requeue
 from app.services.base_models import trainer_role
 from app.stores.redis.journal import RedisOpLog
-from app.stores.redis.records import RedisRecords
+from app.stores.redis.records import RedisRecords, load
 from workers.train.owner import Owner
 from workers.train.runner import TrainingRunner
 from workers.train.scheduler import RetryBackoff
@@ -69,7 +68,7 @@ class Rebalancer:
 
     def _others(self) -> dict[str, int]:
         """Number of models of each other healthy trainer of the base."""
-        workers = ((node, records.load(Worker, fields)) for node, fields in self._records.list(Worker.namespace))
+        workers = ((node, load(Worker, fields)) for node, fields in self._records.list(Worker.namespace))
         return {
             node: int(worker.describe.get("models", 0))
             for node, worker in workers

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from app import ids
-from app.domain import records
 from app.domain.accounts import Caller
 from app.domain.records import BaseModelInfo, Sampler, Session
 from app.domain.sampling import SampleRequest
@@ -30,8 +29,8 @@ from app.services.polling import LongPollLimiter
 from app.services.sampling import SamplingService, check_sample, check_size
 from app.services.tenants.access import check_role, list_checkpoints
 from app.stores.redis.lifecycle import RedisLifecycle
-from app.stores.redis.records import RedisRecords
-from app.wire.json_forms import text_tokens
+from app.stores.redis.records import RedisRecords, dump
+from app.wire.bodies import text_tokens
 
 Gone = Callable[[], bool]
 """Returns True when the client has closed the connection."""
@@ -238,9 +237,9 @@ class Samplers:
         if self._records.get(Sampler.namespace, sampler_id) is not None:
             return
         session = Session(sampler.owner, self._records.now(), display_name="OpenAI-compatible calls")
-        self._records.put_new(Session.namespace, sampler.session_id, records.dump(session))
+        self._records.put_new(Session.namespace, sampler.session_id, dump(session))
         self._lifecycle.heartbeat(sampler.session_id)
-        self._records.put_new(Sampler.namespace, sampler_id, records.dump(sampler))
+        self._records.put_new(Sampler.namespace, sampler_id, dump(sampler))
 
     def models(self, caller: Caller) -> list[tuple[str, float]]:
         """(name, creation time) of the base models and the caller's sampler checkpoints that have a live sampler."""

@@ -15,7 +15,6 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from app import ids
-from app.domain import records
 from app.domain.accounts import Caller, Key, Organisation, Role, User
 from app.domain.records import Checkpoint, Loss, Model, Sampler, Session
 from app.errors import BadRequest, Forbidden, InvalidToken, NotFound, Unauthorized
@@ -23,7 +22,7 @@ from app.ids import TinkerPath
 from app.services.tenants.accounts import KEY_PREFIX, AccountService, hash_secret
 from app.services.views import user_urn
 from app.settings import hash_key
-from app.stores.redis.records import RedisRecords
+from app.stores.redis.records import R, RedisRecords, load
 from app.stores.redis.types import Record
 
 Owned = TypeVar("Owned", Session, Model, Sampler, Checkpoint, Loss)
@@ -53,7 +52,7 @@ def load_owned(store: RedisRecords, cls: type[Owned], key: str, caller: Caller, 
 def load_readable(store: RedisRecords, cls: type[Owned], key: str, caller: Caller) -> Owned:
     """A record that the caller only reads. Raises NotFound with a text that depends only on the request."""
     stored = store.get(cls.namespace, key)
-    found = records.load(cls, stored) if stored else None
+    found = load(cls, stored) if stored else None
     if found is None or not caller.sees(found.owner) or _is_expired(found, store):
         raise NotFound(f"{cls.__name__.lower()} {key[:200]!r} does not exist")
     return found
@@ -63,7 +62,7 @@ def load_checkpoint(store: RedisRecords, path: TinkerPath, caller: Caller) -> Ch
     """A checkpoint to read or to start from: one of the caller's, or a public one. Raises NotFound as `load_readable`
     does."""
     stored = store.get(Checkpoint.namespace, str(path))
-    found = records.load(Checkpoint, stored) if stored else None
+    found = load(Checkpoint, stored) if stored else None
     if found is None or not found.public or _is_expired(found, store):
         return load_readable(store, Checkpoint, str(path), caller)
     return found
@@ -89,7 +88,7 @@ def list_checkpoints(store: RedisRecords, projects: Set[str]) -> list[Found]:
 
 def _newest_first(store: RedisRecords, stored: Iterable[tuple[str, Record]]) -> list[Found]:
     now = store.now()
-    loaded = ((path, records.load(Checkpoint, fields)) for path, fields in stored)
+    loaded = ((path, load(Checkpoint, fields)) for path, fields in stored)
     found = [(path, one) for path, one in loaded if not one.is_expired(now)]
     return sorted(found, key=lambda pair: (-pair[1].created, pair[0]))
 
@@ -183,7 +182,7 @@ class Authenticator:
         if key.expires_at is not None and key.expires_at <= self._records.now():
             raise Unauthorized("this API key has expired")
         stored = self._records.get(User.namespace, key.user)
-        user = records.load(User, stored) if stored else None
+        user = load(User, stored) if stored else None
         if user is None or user.removed:
             raise Unauthorized("the user of this API key was removed")
         return Caller(key.id, user.id, user.organisation, key.project, user.roles, frozenset(key.scopes))
@@ -192,7 +191,7 @@ class Authenticator:
         stored = self._records.get(Key.namespace, id_)
         if stored is None and self._account_recovery():
             stored = self._records.get(Key.namespace, id_)
-        return records.load(Key, stored) if stored else None
+        return load(Key, stored) if stored else None
 
 
 class Tokens:
@@ -280,6 +279,6 @@ class OwnKey:
         user = self._load(User, caller.user)
         return user.email if user else ""
 
-    def _load(self, cls: type[records.R], id_: str) -> records.R | None:
+    def _load(self, cls: type[R], id_: str) -> R | None:
         stored = self._records.get(cls.namespace, id_)
-        return records.load(cls, stored) if stored else None
+        return load(cls, stored) if stored else None

@@ -17,14 +17,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TypeVar
 
-from app.domain import records
 from app.domain.accounts import Account, Caller, Key, Organisation, Project, Role, Scope, User
 from app.domain.limits import Changes, Limits
 from app.errors import BadRequest, Unavailable
 from app.services.tenants import audit
 from app.services.views import user_urn
 from app.stores.objects.accounts import AccountFiles
-from app.stores.redis.records import RedisRecords
+from app.stores.redis.records import RedisRecords, dump, load
 
 log = logging.getLogger(__name__)
 KEY_PREFIX = "tml-"
@@ -146,7 +145,7 @@ class AccountService:
 
     def all(self, cls: type[A]) -> list[A]:
         """All accounts of one class, oldest first."""
-        found = [records.load(cls, fields) for _, fields in self._records.list(cls.namespace)]
+        found = [load(cls, fields) for _, fields in self._records.list(cls.namespace)]
         return sorted(found, key=lambda account: account.created)
 
     def rebuild(self) -> tuple[int, list[str]]:
@@ -175,20 +174,20 @@ class AccountService:
         """The newest version of the account: the state server's, if the object store was set back to an older
         backup."""
         kept, stored = self._files.newest(cls, id_), self._records.get(cls.namespace, id_)
-        known = records.load(cls, stored) if stored else kept
+        known = load(cls, stored) if stored else kept
         return max(kept, known, key=lambda account: account.version)
 
     def _known(self, cls: type[A], id_: str) -> A:
         """The account from the state server, which is enough to take it away while the object store is away. Raises
         NotFound."""
         stored = self._records.get(cls.namespace, id_)
-        return records.load(cls, stored) if stored else self._files.newest(cls, id_)
+        return load(cls, stored) if stored else self._files.newest(cls, id_)
 
     def _note(self, scope: str, event: str, about: audit.About, *, urgent: bool = False) -> None:
         audit.note(self._records, None, scope, event, about, urgent=urgent)
 
     def _show(self, account: Account) -> bool:
-        return self._records.put_newer(account.namespace, account.id, account.version, records.dump(account))
+        return self._records.put_newer(account.namespace, account.id, account.version, dump(account))
 
 
 def _project_of(account: Project | Key) -> str:

@@ -10,7 +10,6 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from app import ids
-from app.domain import records
 from app.domain.accounts import Caller, User
 from app.domain.records import Session
 from app.domain.results import CACHED, HOUR_S, PREFILLED, SAMPLED, SAVED, STORED, TRAINED
@@ -20,7 +19,7 @@ from app.services.tenants.audit import admin_projects
 from app.services.views import check_seen, texts, timestamp, user_urn
 from app.stores.pages import Fields, Page
 from app.stores.redis.pages import UsageLedger
-from app.stores.redis.records import RedisRecords
+from app.stores.redis.records import RedisRecords, load
 
 LONGEST = timedelta(days=14)
 _GB = 10**9
@@ -84,7 +83,7 @@ class UsageService:
     def _emails(self, users: set[str]) -> dict[str, str]:
         """Emails of the users that have an account."""
         stored = {user: self.records.get(User.namespace, user) for user in users if user}
-        return {user: records.load(User, fields).email for user, fields in stored.items() if fields}
+        return {user: load(User, fields).email for user, fields in stored.items() if fields}
 
 
 def _hour(moment: datetime, name: str) -> int:

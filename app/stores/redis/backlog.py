@@ -16,7 +16,7 @@ from app import ids
 from app.domain.results import FutureState
 from app.settings import EngineSettings
 from app.stores.redis import keys
-from app.stores.redis.scripts import Scripts
+from app.stores.redis.client import Scripts
 from app.stores.redis.types import Call, ModelLine, Unfinished, WaitingSample
 
 _SLICE = 1000

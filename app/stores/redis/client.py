@@ -1,4 +1,4 @@
-"""Connections to the state server, and the pub/sub channel that wakes long polls.
+"""Connections to the state server, calls of its scripts, and the pub/sub channel that wakes long polls.
 
 Each process has one pub/sub connection, and each waiting long poll has one Event. One connection per long poll would
 cost 1,000 sockets at 1,000 polls; this design costs one.
@@ -10,12 +10,14 @@ import logging
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from typing import cast
+from typing import Any, cast
 
 import redis
 
 from app import ids
-from app.stores.redis import keys
+from app.errors import Unavailable
+from app.settings import EngineSettings
+from app.stores.redis import keys, scripts
 
 log = logging.getLogger(__name__)
 # redis-py's own pool raises at its 100th connection; 1,200 threads that wait for a free one need far fewer.
@@ -30,6 +32,7 @@ _OUTAGES = (
 )
 # Replies that redis-py has no class for: a full disk under the append-only file, missing replicas, a slow script.
 _PASSING = ("MISCONF ", "NOREPLICAS ", "BUSY ")
+_FULL = "FULL "
 
 _RECONNECT_S = 0.2
 
@@ -65,6 +68,26 @@ def read_hash(client: redis.Redis, key: str) -> dict[bytes, bytes]:
 
 def text_fields(fields: Mapping[bytes, bytes]) -> dict[str, str]:
     return {name.decode(): value.decode() for name, value in fields.items()}
+
+
+class Scripts:
+    """Calls a script by name: `scripts("admit", ...)`. All input goes through ARGV; the script builds keys from ids.
+
+    A script that drains work has `flags=allow-oom`, and also runs above maxmemory. A script that admits work calls
+    `no_room` first. Its refusal is raised here as Unavailable.
+    """
+
+    def __init__(self, client: redis.Redis, settings: EngineSettings) -> None:
+        texts = scripts.packaged(settings)
+        self._scripts = {name: client.register_script(text) for name, text in texts.items()}
+
+    def __call__(self, name: str, *argv: bytes | str | float) -> Any:
+        try:
+            return self._scripts[name](args=argv)
+        except redis.ResponseError as error:
+            if str(error).startswith(_FULL):
+                raise Unavailable(f"{str(error).removeprefix(_FULL)}; try again soon") from None
+            raise
 
 
 class Channel:

@@ -20,7 +20,7 @@ import redis
 
 from app.settings import EngineSettings
 from app.stores.redis import keys
-from app.stores.redis.scripts import Scripts
+from app.stores.redis.client import Scripts
 from app.stores.redis.types import Completion
 
 _SLICE = 1000

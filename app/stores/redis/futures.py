@@ -29,8 +29,7 @@ from app.errors import (
 from app.settings import EngineSettings
 from app.stores.objects.base import ObjectStore
 from app.stores.redis import keys, limits
-from app.stores.redis.client import read_hash
-from app.stores.redis.scripts import Scripts
+from app.stores.redis.client import Scripts, read_hash
 from app.stores.redis.types import Admission, Entry, Future, QueueBounds
 
 CONFLICT = "seq_id {seq} was used before with other content; every call needs a seq_id of its own"

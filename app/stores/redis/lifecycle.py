@@ -11,8 +11,8 @@ import redis
 from app.domain.results import Result
 from app.settings import EngineSettings
 from app.stores.redis import keys
+from app.stores.redis.client import Scripts
 from app.stores.redis.journal import ENDED
-from app.stores.redis.scripts import Scripts
 from app.stores.redis.types import Holder
 
 SAMPLING_ENDED = "cancelled: its session has ended"

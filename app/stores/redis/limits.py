@@ -12,7 +12,7 @@ import redis
 from app.domain.limits import Charge, Limits, Payer, Used
 from app.errors import LimitReached, TooManyRequests
 from app.settings import EngineSettings
-from app.stores.redis.scripts import Scripts
+from app.stores.redis.client import Scripts
 
 _LIMITED = b"limited"
 _TEXTS = {

@@ -12,8 +12,7 @@ import redis
 from app.settings import EngineSettings
 from app.stores.pages import Fields, Ledger, Page, PageFiles, StorageUse
 from app.stores.redis import keys
-from app.stores.redis.client import read_hash, text_fields
-from app.stores.redis.scripts import Scripts
+from app.stores.redis.client import Scripts, read_hash, text_fields
 
 
 class RedisPages:

@@ -1,19 +1,21 @@
-"""Records on Redis, each a hash that a sorted set lists."""
+"""Records on Redis, each a hash that a sorted set lists. `dump` and `load` convert records to and from flat fields."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Collection, Iterator, Sequence, Set
-from typing import cast
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from typing import TypeVar, cast
 
 import redis
 
+from app.domain.accounts import Account, Key, Organisation, Project, User
+from app.domain.records import Checkpoint, Loss, Model, Sampler, Session, ShmTransfer, Worker
 from app.errors import NotFound
 from app.settings import EngineSettings
 from app.stores.pages import Ledger
 from app.stores.redis import keys
-from app.stores.redis.client import is_outage, read_hash, text_fields
-from app.stores.redis.scripts import Scripts
+from app.stores.redis.client import Scripts, is_outage, read_hash, text_fields
 from app.stores.redis.types import Record
 
 # Records per round trip: the server answers other clients in between, and 10,000 records are never in memory at once.
@@ -22,6 +24,19 @@ _CHECKPOINTS = "checkpoints"
 # A deletion between two reads makes a right list look wrong; it hardly ever comes this often in a row.
 _TRIES = 3
 _DEFAULTS = EngineSettings()
+
+
+R = TypeVar("R", Session, Model, Sampler, ShmTransfer, Checkpoint, Loss, Worker, Organisation, Project, User, Key)
+
+
+def dump(record: Session | Model | Sampler | ShmTransfer | Checkpoint | Loss | Worker | Account) -> dict[str, str]:
+    """Converts a record to its fields, each as JSON text."""
+    return {f.name: json.dumps(getattr(record, f.name)) for f in dataclasses.fields(record)}
+
+
+def load(cls: type[R], stored: Mapping[str, str]) -> R:
+    """The inverse of `dump`; it ignores unknown fields (a model's journal state)."""
+    return cls(**{f.name: json.loads(stored[f.name]) for f in dataclasses.fields(cls) if f.name in stored})
 
 
 class RedisRecords:

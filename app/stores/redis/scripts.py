@@ -1,4 +1,4 @@
-"""Loads lua/*.lua: the scripts, one a state transition, and the parts that scripts share.
+"""The texts of the Lua scripts, made from lua/*.lua: the scripts, one a state transition, and the parts they share.
 
 Each file holds one domain, as sections of two kinds:
 
@@ -22,14 +22,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from typing import Any
 
-import redis
-
-from app.errors import Unavailable
 from app.settings import EngineSettings
 
-_FULL = "FULL "
 # A smaller payload is not worth a separate object.
 _SPILL_LEAST = 4096
 _SETTINGS = "settings"
@@ -38,24 +33,9 @@ _NEEDS = re.compile(r"-- needs: (\w+(?:, \w+)*)\n")
 _LIKE_A_HEADING = re.compile(r"--\s*(?:scripts?|parts?|needs)\s*:", re.IGNORECASE)
 
 
-class Scripts:
-    """Calls a script by name: `scripts("admit", ...)`. All input goes through ARGV; the script builds keys from ids.
-
-    A script that drains work has `flags=allow-oom`, and also runs above maxmemory. A script that admits work calls
-    `no_room` first. Its refusal is raised here as Unavailable.
-    """
-
-    def __init__(self, client: redis.Redis, settings: EngineSettings) -> None:
-        texts = _packaged().texts(_settings(settings))
-        self._scripts = {name: client.register_script(text) for name, text in texts.items()}
-
-    def __call__(self, name: str, *argv: bytes | str | float) -> Any:
-        try:
-            return self._scripts[name](args=argv)
-        except redis.ResponseError as error:
-            if str(error).startswith(_FULL):
-                raise Unavailable(f"{str(error).removeprefix(_FULL)}; try again soon") from None
-            raise
+def packaged(settings: EngineSettings) -> dict[str, str]:
+    """The text of each packaged script, by name."""
+    return _packaged().texts(_settings(settings))
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ _LUA = "app/stores/redis/lua"
 # Without the fixtures of the API's own tests, which take seconds to load.
 _STORES = "--confcutdir=tests/unit/app/stores -p tests.unit.conftest tests/unit/app/stores/redis"
 _LISTS = f"{_STORES}/test_checkpoint_lists.py"
-_LIMITS = "--confcutdir=tests/unit/app/stores tests/unit/app/wire/test_body_limits.py"
+_LIMITS = "--confcutdir=tests/unit/app/stores tests/unit/app/wire/test_bodies.py"
 _BUCKET = "--confcutdir=tests/unit/workers/backends/training tests/security/test_hostile_bucket.py"
 
 MUTANTS = (
@@ -22,28 +22,28 @@ MUTANTS = (
     ),
     Mutant(
         "limits: the size a zstd frame says it has",
-        "app/wire/body_limits.py",
+        "app/wire/bodies.py",
         "if size > most:",
         "if False:",
         f"{_LIMITS}::test_a_frame_larger_than_the_limit_is_refused_by_what_its_head_says",
     ),
     Mutant(
         "limits: bytes behind a zstd frame",
-        "app/wire/body_limits.py",
+        "app/wire/bodies.py",
         "allow_extra_data=False",
         "allow_extra_data=True",
         f"{_LIMITS}::test_half_a_frame_or_one_with_something_behind_it_is_never_taken_for_a_body",
     ),
     Mutant(
         "limits: how deep JSON is nested",
-        "app/wire/body_limits.py",
+        "app/wire/bodies.py",
         "if not level:",
         "if level:",
         f"{_LIMITS}::test_levels_are_counted_in_lists_and_objects_alike",
     ),
     Mutant(
         "limits: parts of a protobuf body",
-        "app/wire/body_limits.py",
+        "app/wire/bodies.py",
         "if left < 0:",
         "if False:",
         f"{_LIMITS}::test_parts_of_a_protobuf_body_are_counted_before_they_are_made",

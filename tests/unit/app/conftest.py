@@ -16,12 +16,12 @@ from werkzeug.test import TestResponse
 
 from app import create_app
 from app.api.base import EXTENSION
-from app.domain import records
 from app.domain.records import BaseModelInfo, Worker
 from app.domain.results import Result
 from app.services.container import Services
 from app.settings import ApiSettings, BaseModelSettings, RedisSettings, Settings, hash_key
 from app.stores.redis.client import connect
+from app.stores.redis.records import dump
 from app.stores.redis.types import OwnedElsewhere, Record
 from tests.servers import start_valkey
 
@@ -122,7 +122,7 @@ def add_worker(services: Services, role: str, context: int = CONTEXT) -> None:
     services.records.put(
         Worker.namespace,
         f"{role}-0",
-        records.dump(Worker(role, BASE, json.loads(json.dumps(asdict(info))), {}, "", 0.0)),
+        dump(Worker(role, BASE, json.loads(json.dumps(asdict(info))), {}, "", 0.0)),
     )
 
 

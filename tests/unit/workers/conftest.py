@@ -17,14 +17,14 @@ import redis
 from app import ids
 from app.domain import ops
 from app.domain.ops import AdamParams, Batch, CreateModel, ForwardBackward, LoraSpec, ModelSpec, Op, OptimStep, Ragged
-from app.domain.records import Model, dump
+from app.domain.records import Model
 from app.domain.results import ForwardBackwardOutput
 from app.settings import BaseModelSettings, EngineSettings, Settings
 from app.stores.objects.base import ObjectStore
 from app.stores.objects.folder import FolderStore
 from app.stores.redis import keys
 from app.stores.redis.journal import RedisOpLog
-from app.stores.redis.records import RedisRecords
+from app.stores.redis.records import RedisRecords, dump
 from app.wire import tinker_pb2 as pb
 from tests import assembly
 from tests.models import tiny_qwen3

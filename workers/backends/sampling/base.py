@@ -1,4 +1,5 @@
-"""The sampling backend protocol, and the choice of the engine behind it. No heavy library loads with this module.
+"""The sampling backend protocol, the choice of the engine behind it, and the checks and seeds of a request, which all
+engines share. No heavy library loads with this module.
 
 `sample` blocks and is called from many threads at once; the engine batches the calls. Adapters are immutable: one
 adapter id always means the same weights, so a request can run again anywhere. No torch type crosses this protocol.
@@ -19,12 +20,15 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
+from math import isnan
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+
 from app.domain.records import BaseModelInfo
 from app.domain.sampling import SampleOutput, SampleRequest
-from app.errors import SetupError, TinsmithError
+from app.errors import SetupError, TinsmithError, UserOpError
 from app.settings import NO_VLLM, BaseModelSettings
 
 log = logging.getLogger(__name__)
@@ -151,3 +155,42 @@ def check_devices(named: tuple[int, ...], gpus: int) -> None:
     if len(named) > gpus:
         seen = f"only {gpus} of them" if gpus else "no GPU"
         raise SetupError(f"sampler.devices is {list(named)}, but torch sees {seen} here; correct the list")
+
+
+def check_request(request: SampleRequest, info: BaseModelInfo) -> None:
+    """Raises UserOpError for a request that the model cannot take."""
+    if min(request.num_samples, request.max_tokens) < 1:
+        raise UserOpError(
+            f"num_samples is {request.num_samples} and max_tokens is {request.max_tokens}; both must be at least 1"
+        )
+    length = len(request.prompt)
+    if not 0 < length < info.max_context:
+        raise UserOpError(
+            f"the prompt has {length} tokens; {info.name} takes 1 to {info.max_context - 1}, so that one more fits "
+            "into its context"
+        )
+    low, high = int(request.prompt.min()), int(request.prompt.max())
+    if low < 0 or high >= info.vocab_size:
+        wrong = low if low < 0 else high
+        raise UserOpError(f"prompt token {wrong} is outside the vocabulary of {info.name} (0 to {info.vocab_size - 1})")
+
+
+def check_finite(logprob: float) -> None:
+    """Raises UserOpError for NaN, the result of non-finite logits."""
+    if isnan(logprob):
+        raise UserOpError("the model's logits are not finite; the adapter holds NaN, infinite or huge weights")
+
+
+def token_limit(request: SampleRequest, info: BaseModelInfo) -> int:
+    """Returns the token limit of a sample: max_tokens, or the space left in the context."""
+    return min(request.max_tokens, info.max_context - len(request.prompt))
+
+
+def sample_seed(seed: int, index: int) -> np.random.SeedSequence:
+    """Returns the seed of sample `index` of a call: independent streams, for any seeds and any number of samples."""
+    return np.random.SeedSequence([seed % 2**64, index])
+
+
+def alternatives_seed(seed: int) -> np.random.SeedSequence:
+    """Returns the seed for token sampling at a call's prompt positions: a stream apart from those of its samples."""
+    return sample_seed(seed, 2**32)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from app.domain.sampling import UNSCORED, Cells, SampledSequence, SampleOutput, SampleRequest, TokenLogprobs
 from app.errors import ServerOpError
-from workers.backends.sampling.requests import alternatives_seed
+from workers.backends.sampling.base import alternatives_seed
 
 _BLOCK = 256
 

@@ -6,10 +6,11 @@ from tinker.types.client_dynamic_config_response import ClientDynamicConfigRespo
 from tinker.types.get_server_capabilities_response import GetServerCapabilitiesResponse
 
 from app import create_app
-from app.domain.records import Session, Worker, load
+from app.domain.records import Session, Worker
 from app.settings import BaseModelSettings, SamplerSettings, Settings
 from app.stores.redis import keys
 from app.stores.redis.client import connect
+from app.stores.redis.records import load
 from tests.unit.app.conftest import API, BASE, CONTEXT, KEY, Api
 
 

@@ -11,9 +11,10 @@ from flask import Flask
 from app import create_app
 from app.api.base import EXTENSION
 from app.domain import ops
-from app.domain.records import Sampler, Worker, load
+from app.domain.records import Sampler, Worker
 from app.settings import SamplerSettings, Settings, TrainerSettings
 from app.stores.redis.client import connect
+from app.stores.redis.records import load
 from tests.unit.app.api.test_models import save_checkpoint
 from tests.unit.app.conftest import BASE, Api, add_worker
 

@@ -9,13 +9,14 @@ from tinker.types.get_info_response import GetInfoResponse
 from app import create_app, ids
 from app.api.base import EXTENSION
 from app.domain import ops
-from app.domain.records import BaseModelInfo, Checkpoint, Worker, dump
+from app.domain.records import BaseModelInfo, Checkpoint, Worker
 from app.errors import BadRequest
 from app.services.base_models import BaseModels
 from app.services.validation import check_lora, check_sampled
 from app.settings import ApiSettings, Settings
 from app.stores.redis.client import connect
 from app.stores.redis.lifecycle import RedisLifecycle
+from app.stores.redis.records import dump
 from tests.unit.app.conftest import BASE, Api, add_worker
 
 LORA = {"rank": 8, "train_unembed": True, "train_mlp": True, "train_attn": True}

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from app.domain import records
 from app.domain.records import Worker
 from app.domain.results import Result
 from app.stores.redis.client import connect
 from app.stores.redis.lifecycle import RedisLifecycle
+from app.stores.redis.records import dump, load
 from tests.unit.app.conftest import API, BASE, Api, batch
 
 PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [1]}]}
@@ -39,8 +39,8 @@ def leave(api: Api, request_id: str) -> Any:
 
 def set_worker(api: Api, role: str, queue_name: str, **more: Any) -> None:
     stored = api.services.records.get(Worker.namespace, f"{role}-0")
-    worker = Worker(role, BASE, records.load(Worker, stored).info, {}, "", 0.0, queue=queue_name, **more)
-    api.services.records.put(Worker.namespace, f"{role}-0", records.dump(worker))
+    worker = Worker(role, BASE, load(Worker, stored).info, {}, "", 0.0, queue=queue_name, **more)
+    api.services.records.put(Worker.namespace, f"{role}-0", dump(worker))
 
 
 def test_an_empty_queue_is_empty(api: Api) -> None:

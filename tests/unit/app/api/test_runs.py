@@ -7,9 +7,10 @@ import json
 import pytest
 
 from app.dispatch import TICK
-from app.domain.records import Sampler, dump
+from app.domain.records import Sampler
 from app.domain.results import Result
 from app.stores.redis.client import connect
+from app.stores.redis.records import dump
 from tests.unit.app.api.test_models import save_checkpoint
 from tests.unit.app.conftest import BASE, Api, batch
 

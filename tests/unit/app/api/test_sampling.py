@@ -7,10 +7,12 @@ import pytest
 
 from app import create_app, ids
 from app.api.base import EXTENSION
-from app.domain import ops, records
+from app.domain import ops
+from app.domain.records import Sampler
 from app.domain.results import PROTOBUF, Result
 from app.domain.sampling import SampleRequest
 from app.settings import SamplerSettings, Settings
+from app.stores.redis.records import dump
 from tests.unit.app.api.test_models import save_checkpoint
 from tests.unit.app.conftest import API, BASE, CONTEXT, KEY, VOCAB, Api
 
@@ -309,8 +311,8 @@ def test_a_sampling_session_id_names_one_sampler_whichever_call_makes_it(api: Ap
     assert api.post("save_weights_for_sampler", saved).status_code == 200
     sampler = f"{session}:sample:3"
     prefix = f"models/{model}/sampler_weights/ephemeral-1/1-1"
-    record = records.Sampler("me", session, BASE, 0.0, prefix=prefix)
-    api.commit(model, 1, Result(b"{}"), [("samplers", sampler, records.dump(record))])
+    record = Sampler("me", session, BASE, 0.0, prefix=prefix)
+    api.commit(model, 1, Result(b"{}"), [("samplers", sampler, dump(record))])
 
     assert api.post("save_weights_for_sampler", saved).json["request_id"] == f"{model}:1", "a repeat"
     for path, other in (
@@ -368,10 +370,10 @@ def test_each_client_that_joins_a_sampler_has_a_number_of_its_own(api: Api, stra
 def test_the_end_of_a_session_or_of_a_run_cancels_what_it_samples(api: Api) -> None:
     session = api.session()
     model = api.model(session)
-    record = records.Sampler("me", session, BASE, 0.0, prefix=f"models/{model}/sampler_weights/ephemeral-1/1-1")
+    record = Sampler("me", session, BASE, 0.0, prefix=f"models/{model}/sampler_weights/ephemeral-1/1-1")
     owner = api.services.records.get("models", model)["owner"]
     ephemeral = f"{session}:sample:9"
-    api.services.records.put("samplers", ephemeral, {**records.dump(record), "owner": owner})
+    api.services.records.put("samplers", ephemeral, {**dump(record), "owner": owner})
     of_run = api.post("asample", body(ephemeral)).json["request_id"]
     sampler = api.sampler()
     of_session = api.post("asample", body(sampler)).json["request_id"]

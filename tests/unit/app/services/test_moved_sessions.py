@@ -8,12 +8,13 @@ import pytest
 
 from app import ids
 from app.domain.accounts import Caller
-from app.domain.records import Sampler, Session, dump
+from app.domain.records import Sampler, Session
 from app.domain.results import Result
 from app.errors import BadRequest, Forbidden, NotFound
 from app.services.recovery import Rebuild
 from app.stores.redis.client import connect
 from app.stores.redis.lifecycle import RedisLifecycle
+from app.stores.redis.records import dump
 from tests.unit.app.api.test_copies import saved
 from tests.unit.app.api.test_models import save_checkpoint
 from tests.unit.app.conftest import BASE, Api, batch

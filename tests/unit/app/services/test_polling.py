@@ -10,10 +10,11 @@ import pytest
 import redis
 
 from app.domain.accounts import Caller
-from app.domain.records import Sampler, dump
+from app.domain.records import Sampler
 from app.domain.results import Result
 from app.services.polling import BatchPollService, FutureFinder, LongPollLimiter, PollService
 from app.settings import ApiSettings
+from app.stores.redis.records import dump
 from app.stores.redis.types import Completion, Future
 
 ME = Caller.alone("me")

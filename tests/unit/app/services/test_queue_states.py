@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from app.domain.records import Model, Sampler, Worker, dump
+from app.domain.records import Model, Sampler, Worker
 from app.services.queue import ACTIVE, QueueSnapshots, QueueState, QueueStates
+from app.stores.redis.records import dump
 from app.stores.redis.types import Future, ModelLine, Unfinished, WaitingSample
 
 BASE = "org/base"

@@ -11,14 +11,14 @@ import pytest
 import redis
 
 from app.domain.checkpoints import MANIFEST
-from app.domain.records import Checkpoint, Model, Session, dump, load
+from app.domain.records import Checkpoint, Model, Session
 from app.domain.results import Result
 from app.services.recovery import Rebuild, Restored
 from app.settings import EngineSettings
 from app.stores.objects.folder import FolderStore
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.lifecycle import RedisLifecycle
-from app.stores.redis.records import RedisRecords
+from app.stores.redis.records import RedisRecords, dump, load
 from app.stores.redis.types import Lease
 
 MODEL, GOOD = "session:train:0", "good:train:0"

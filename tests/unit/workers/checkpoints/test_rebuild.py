@@ -13,7 +13,7 @@ from app import ids
 from app.domain import ops
 from app.domain.checkpoints import MANIFEST, Manifest
 from app.domain.ops import CreateModel, LoadWeights, ModelSpec, Op, SaveWeights
-from app.domain.records import Checkpoint, Model, Session, dump, load
+from app.domain.records import Checkpoint, Model, Session
 from app.domain.results import Result
 from app.errors import Gone
 from app.services.recovery import Rebuild, Restored
@@ -22,6 +22,7 @@ from app.stores.objects.folder import FolderStore
 from app.stores.objects.notes import note
 from app.stores.redis import keys
 from app.stores.redis.lifecycle import RedisLifecycle
+from app.stores.redis.records import dump, load
 from app.stores.redis.types import Lease
 from tests.unit.workers.conftest import BASE, LORA, MODEL, PROBE, Worker, World, logprob_bytes, probe, step, undisturbed
 from workers.maintenance.orphans import Orphans

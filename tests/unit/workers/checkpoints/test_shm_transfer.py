@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from app.domain import records
 from app.domain.checkpoints import MANIFEST
 from app.domain.ops import SaveWeights
 from app.domain.records import Sampler, ShmTransfer
@@ -20,6 +19,7 @@ from app.errors import ServerOpError, Unavailable
 from app.stores.objects.folder import FolderStore
 from app.stores.redis import keys
 from app.stores.redis.lifecycle import RedisLifecycle
+from app.stores.redis.records import load
 from tests.unit.workers.conftest import LORA, MODEL, Worker, World, await_true, logprob_bytes, probe, step, undisturbed
 from tests.unit.workers.train.saves import GatedStore, admit, applied
 from workers.backends.training.base import ADAPTER_FILE, Create
@@ -61,7 +61,7 @@ def transferred(worker: Worker, world: World, *seeds: int) -> str:
 def prefix_of(world: World) -> str:
     stored = world.records.get(Sampler.namespace, SAMPLER)
     assert stored is not None
-    return records.load(Sampler, stored).prefix
+    return load(Sampler, stored).prefix
 
 
 def on_record(world: World) -> list[str]:

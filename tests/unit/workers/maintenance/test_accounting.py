@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import redis
 
-from app.domain.records import Checkpoint, dump
+from app.domain.records import Checkpoint
 from app.errors import Unavailable
 from app.settings import EngineSettings
 from app.stores.objects.folder import FolderStore
 from app.stores.pages import Fields, Page, PageFiles
 from app.stores.redis.pages import RedisPages, UsageLedger
-from app.stores.redis.records import RedisRecords
+from app.stores.redis.records import RedisRecords, dump
 from tests.pages import age, in_mid_hour, listed, used
 from workers.maintenance.leader import Accounting
 

@@ -13,7 +13,7 @@ import redis
 
 from app.domain import ops
 from app.domain.ops import CreateModel, LoadWeights, LoraSpec, ModelSpec, Op
-from app.domain.records import Checkpoint, Model, Sampler, dump
+from app.domain.records import Checkpoint, Model, Sampler
 from app.domain.results import Result
 from app.settings import EngineSettings, StoreSettings
 from app.stores.objects.base import ObjectStore
@@ -21,7 +21,7 @@ from app.stores.objects.folder import FolderStore
 from app.stores.objects.s3 import S3Store
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.lifecycle import RedisLifecycle
-from app.stores.redis.records import RedisRecords
+from app.stores.redis.records import RedisRecords, dump
 from app.stores.redis.types import Lease
 from tests.servers_s3 import start_s3
 from workers.maintenance.orphans import Orphans

@@ -8,13 +8,13 @@ from itertools import pairwise
 import pytest
 import redis
 
-from app.domain.records import Model, Sampler, dump
+from app.domain.records import Model, Sampler
 from app.domain.results import Result
 from app.errors import BadRequest
 from app.settings import EngineSettings
 from app.stores.redis import keys
 from app.stores.redis.journal import RedisOpLog
-from app.stores.redis.records import RedisRecords
+from app.stores.redis.records import RedisRecords, dump
 from app.stores.redis.types import Lease
 from workers.maintenance.redispatch import Redispatcher
 

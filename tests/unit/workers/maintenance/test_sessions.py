@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from app.domain.records import Checkpoint, Loss, Model, Sampler, Session, dump, load
+from app.domain.records import Checkpoint, Loss, Model, Sampler, Session
 from app.errors import Gone, Unavailable
 from app.services.teardown import Teardown
 from app.settings import EngineSettings
@@ -17,7 +17,7 @@ from app.stores.objects.folder import FolderStore
 from app.stores.redis import keys
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.lifecycle import RedisLifecycle
-from app.stores.redis.records import RedisRecords
+from app.stores.redis.records import RedisRecords, dump, load
 from app.stores.redis.types import Holder, Lease
 from workers.maintenance.leader import SessionExpiry
 

@@ -5,13 +5,14 @@ from pathlib import Path
 import pytest
 import redis
 
-from app.domain.records import Model, dump
+from app.domain.records import Model
 from app.domain.results import Result
 from app.errors import Unavailable
 from app.settings import EngineSettings
 from app.stores.objects.folder import FolderStore
 from app.stores.redis.futures import RedisPayloads
 from app.stores.redis.journal import RedisOpLog
+from app.stores.redis.records import dump
 from app.stores.redis.types import Lease
 from workers.maintenance.leader import PayloadSpilling
 

@@ -15,7 +15,7 @@ import torch
 from app.errors import SetupError
 from app.settings import BaseModelSettings
 from tests.models import tiny_qwen3
-from workers.backends.sampling import requests
+from workers.backends.sampling import vocabulary
 from workers.backends.sampling.vllm import backend
 from workers.models import base_model
 from workers.models.base_model import explained
@@ -118,7 +118,7 @@ def test_weights_that_do_not_fit_are_named_with_the_cause(break_it: Break, said:
 def test_a_tokenizer_that_cannot_be_loaded_is_named(folder: Path, whole: Path) -> None:
     (folder / "tokenizer.json").write_text("{")
     for given in ({"path": folder}, {"path": whole, "tokenizer": str(folder)}):
-        message = refusal(requests.load_vocabulary, **given)
+        message = refusal(vocabulary.load_vocabulary, **given)
         assert message.startswith(f"the tokenizer of base model 'tiny' cannot be loaded from '{folder}': ")
 
 
@@ -148,7 +148,7 @@ def test_a_hub_id_that_is_not_in_the_cache_of_an_offline_machine_names_the_local
 
 
 def test_a_hub_tokenizer_names_the_setting_that_takes_a_folder(whole: Path) -> None:
-    message = refusal(requests.load_vocabulary, whole, tokenizer="no-such-owner/no-such-model")
+    message = refusal(vocabulary.load_vocabulary, whole, tokenizer="no-such-owner/no-such-model")
     assert "the tokenizer of base model 'tiny' cannot be loaded from 'no-such-owner/no-such-model'" in message
     assert message.endswith('tokenizer = "/path/to/folder"')
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 import pytest
 import redis
 
-from app.domain.records import BaseModelInfo, Worker, load
+from app.domain.records import BaseModelInfo, Worker
 from app.stores.redis import keys
-from app.stores.redis.records import RedisRecords
+from app.stores.redis.records import RedisRecords, load
 from app.stores.redis.types import Entry
 from workers.process import liveness, telemetry
 from workers.process.liveness import Heartbeat

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 import redis
 
-from app.domain.records import Model, dump
+from app.domain.records import Model
 from app.settings import EngineSettings
 from app.stores.redis import keys
 from app.stores.redis.client import connect
 from app.stores.redis.journal import RedisOpLog
+from app.stores.redis.records import dump
 from app.stores.redis.types import Lease, OwnedElsewhere
 from tests.servers import start_valkey
 from workers.process import liveness

@@ -16,7 +16,7 @@ import redis
 
 from app.domain import ops
 from app.domain.limits import FREE, PROJECT, Charge, Limits, Payer
-from app.domain.records import Sampler, dump
+from app.domain.records import Sampler
 from app.domain.results import Result
 from app.domain.sampling import SampledSequence, SampleOutput, SampleRequest
 from app.errors import Requeue, Unavailable
@@ -24,7 +24,7 @@ from app.settings import EngineSettings
 from app.stores.redis import keys
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.limits import RedisQuotas
-from app.stores.redis.records import RedisRecords
+from app.stores.redis.records import RedisRecords, dump
 from app.stores.redis.types import Entry
 from tests import assembly
 from tests.unit.workers.conftest import await_true, stop

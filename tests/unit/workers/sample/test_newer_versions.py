@@ -7,10 +7,11 @@ from collections.abc import Callable
 import pytest
 
 from app.domain import ops
-from app.domain.records import Sampler, dump
+from app.domain.records import Sampler
 from app.domain.sampling import SampleRequest
 from app.errors import Requeue
 from app.stores.redis import keys
+from app.stores.redis.records import dump
 from tests.unit.workers import newer_version
 from tests.unit.workers.conftest import BASE, World
 from tests.unit.workers.sample.test_runner import REQUEST, SESSION, admit, backend, runner, tokens

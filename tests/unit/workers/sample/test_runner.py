@@ -13,7 +13,7 @@ import pytest
 import redis
 
 from app.domain import ops
-from app.domain.records import Sampler, dump
+from app.domain.records import Sampler
 from app.domain.sampling import SampleOutput, SampleRequest
 from app.errors import Requeue, ServerOpError, Unavailable
 from app.settings import BaseModelSettings
@@ -23,6 +23,7 @@ from app.stores.redis.client import connect
 from app.stores.redis.completions import TokenStreams
 from app.stores.redis.futures import RedisPayloads
 from app.stores.redis.journal import RedisOpLog
+from app.stores.redis.records import dump
 from app.wire import tinker_pb2 as pb
 from tests import assembly
 from tests.faults.proxy import Proxy

@@ -12,11 +12,12 @@ import pytest
 
 from app import ids
 from app.domain import ops as domain_ops
-from app.domain import records
 from app.domain.ops import Op, SaveWeights
+from app.domain.records import Checkpoint
 from app.domain.results import Result
 from app.stores.objects.folder import FolderStore
 from app.stores.redis import keys
+from app.stores.redis.records import load
 from tests.unit.workers.conftest import (
     LORA,
     MODEL,
@@ -105,9 +106,9 @@ def applied(world: World, model_id: str = MODEL) -> int:
 
 
 def saved_files(world: World, name: str = "kept") -> dict[str, bytes]:
-    stored = world.records.get(records.Checkpoint.namespace, f"tinker://{MODEL}/weights/{name}")
+    stored = world.records.get(Checkpoint.namespace, f"tinker://{MODEL}/weights/{name}")
     assert stored is not None, f"{name} is not listed"
-    folder = world.folder / "objects" / records.load(records.Checkpoint, stored).prefix
+    folder = world.folder / "objects" / load(Checkpoint, stored).prefix
     return {file: (folder / file).read_bytes() for file in (ADAPTER_FILE, OPTIMIZER_FILE)}
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from app import ids
-from app.domain import ops, records
+from app.domain import ops
 from app.domain.ops import AdamParams, CreateModel, ForwardBackward, LoraSpec, ModelSpec, Op, OptimStep, SaveWeights
-from app.domain.records import Checkpoint, Model, dump
+from app.domain.records import Checkpoint, Model
 from app.domain.results import CriticOutput, Result
 from app.stores.redis import keys
+from app.stores.redis.records import dump, load
 from app.wire import tinker_pb2 as pb
 from tests.parity.datums import batch, valued
 from tests.unit.workers.conftest import BASE, Worker, World, await_true
@@ -71,7 +72,7 @@ def test_a_critics_checkpoint_says_so_and_makes_a_critic(world: World) -> None:
     for seq, op in enumerate((CreateModel(SPEC), learn(0), STEP, SaveWeights("weights", "here"))):
         run(world, worker, CRITIC, seq, op)
     path = f"tinker://{CRITIC}/weights/here"
-    checkpoint = records.load(Checkpoint, world.records.get(Checkpoint.namespace, path))
+    checkpoint = load(Checkpoint, world.records.get(Checkpoint.namespace, path))
     assert (checkpoint.critic, LoraSpec(**checkpoint.lora)) == (True, SPEC.lora)
     run(world, worker, RESUMED, 0, CreateModel(SPEC, path, optimizer=True, prefix=checkpoint.prefix))
     for seq, op in ((4, learn(1)), (5, STEP)):

@@ -9,10 +9,11 @@ import pytest
 from app import ids
 from app.domain import ops
 from app.domain.ops import CreateModel, ModelSpec, Op
-from app.domain.records import Model, dump
+from app.domain.records import Model
 from app.domain.results import Result
 from app.errors import Fenced
 from app.stores.redis.lifecycle import RedisLifecycle
+from app.stores.redis.records import dump
 from tests.unit.workers.conftest import BASE, LORA, MODEL, PROBE, Worker, World, logprob_bytes, step, undisturbed
 
 NEXT = "session:train:1"

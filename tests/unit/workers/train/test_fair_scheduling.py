@@ -16,9 +16,9 @@ import pytest
 from app.domain import ops
 from app.domain.accounts import Project
 from app.domain.ops import Batch, ForwardBackward, Ragged
-from app.domain.records import dump
 from app.errors import Requeue
 from app.stores.redis import keys
+from app.stores.redis.records import dump
 from app.stores.redis.types import Lease
 from tests.unit.workers.conftest import MODEL, PROBE, Worker, World, add_model, batch, step
 from tests.unit.workers.train.test_scheduler import MERGED, admit, applied, handle

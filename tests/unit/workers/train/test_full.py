@@ -7,8 +7,9 @@ import pytest
 from app import ids
 from app.domain import ops as domain_ops
 from app.domain.ops import CreateModel, ModelSpec, Op
-from app.domain.records import Model, dump
+from app.domain.records import Model
 from app.stores.redis import keys
+from app.stores.redis.records import dump
 from tests.unit.workers.conftest import BASE, PROBE, Worker, World, await_true, logprob_bytes, step
 from workers.backends.training.backends import create
 from workers.backends.training.base import Create

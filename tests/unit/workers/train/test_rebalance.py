@@ -4,11 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from app.domain.records import Session, dump
+from app.domain.records import Session
 from app.domain.records import Worker as WorkerRecord
 from app.errors import Requeue
 from app.stores.redis import keys
 from app.stores.redis.lifecycle import RedisLifecycle
+from app.stores.redis.records import dump
 from tests.unit.workers.conftest import BASE, MODEL, Worker, World, add_model, logprob_bytes, probe, step, undisturbed
 from workers.train.rebalance import Rebalancer
 

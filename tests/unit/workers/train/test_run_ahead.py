@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from app.domain import records
 from app.domain.ops import LoadWeights, SaveWeights
+from app.domain.records import Checkpoint
 from app.stores.redis import keys
+from app.stores.redis.records import load
 from app.stores.redis.types import Lease
 from tests.unit.workers.conftest import (
     MODEL,
@@ -148,11 +149,11 @@ def test_a_load_and_another_save_wait_for_the_save_before(
     store.open.set()
     worker.handle(5, "optim_step")
     store.open.clear()
-    stored = world.records.get(records.Checkpoint.namespace, f"tinker://{MODEL}/weights/kept")
+    stored = world.records.get(Checkpoint.namespace, f"tinker://{MODEL}/weights/kept")
     assert stored is not None
-    prefix = records.load(records.Checkpoint, stored).prefix
-    load = LoadWeights(f"tinker://{MODEL}/weights/kept", optimizer=True, prefix=prefix)
-    second = SaveWeights("weights", "second") if kind == SAVE.kind else load
+    prefix = load(Checkpoint, stored).prefix
+    loading = LoadWeights(f"tinker://{MODEL}/weights/kept", optimizer=True, prefix=prefix)
+    second = SaveWeights("weights", "second") if kind == SAVE.kind else loading
     admit(world, SaveWeights("weights", "first"), PROBE, second, first=6)
     ran = Ran(worker)
     dispatched = dispatch(worker, 8, kind)

@@ -12,11 +12,12 @@ import pytest
 import redis
 
 from app.domain.ops import LoadWeights, SaveWeights
-from app.domain.records import Checkpoint, load
+from app.domain.records import Checkpoint
 from app.domain.results import Result
 from app.errors import Requeue, Unavailable
 from app.stores.objects.folder import FolderStore
 from app.stores.redis import keys
+from app.stores.redis.records import load
 from tests.unit.workers.conftest import BASE, MODEL, PROBE, Ended, World, logprob_bytes, probe, step, undisturbed
 
 

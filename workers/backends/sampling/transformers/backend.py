@@ -21,9 +21,8 @@ from app.domain.sampling import SampleOutput, SampleRequest
 from app.errors import ServerOpError
 from app.settings import BaseModelSettings
 from workers.backends.failures import StallDetector
-from workers.backends.sampling import requests
-from workers.backends.sampling.base import Aborted, RequestHandle
-from workers.backends.sampling.requests import check_request
+from workers.backends.sampling import vocabulary
+from workers.backends.sampling.base import Aborted, RequestHandle, check_request
 from workers.backends.sampling.transformers import kv_cache
 from workers.backends.sampling.transformers.batch import Job, RunningBatch, fits, prefill
 from workers.models import base_model, full_weights, lora
@@ -41,7 +40,7 @@ class TransformersSampler:
     def open(self) -> BaseModelInfo:
         kv_cache.check_samples(self._settings)
         self._base = base_model.load(self._settings)
-        self._vocabulary = requests.load_vocabulary(self._settings)
+        self._vocabulary = vocabulary.load_vocabulary(self._settings)
         if not self._full:
             base_model.check_adaptable(self._settings, self._base.model)
             lora.wrap(self._base.model)

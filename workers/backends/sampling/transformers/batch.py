@@ -18,10 +18,10 @@ from app.domain.records import BaseModelInfo
 from app.domain.sampling import SampledSequence, SampleOutput, SampleRequest, TokenLogprobs
 from app.errors import OpError, ServerOpError
 from workers.backends.sampling import token_sampler
-from workers.backends.sampling.base import Aborted, RequestHandle
-from workers.backends.sampling.requests import StopText, Vocabulary, check_finite, sample_seed, token_limit
+from workers.backends.sampling.base import Aborted, RequestHandle, check_finite, sample_seed, token_limit
 from workers.backends.sampling.token_sampler import PromptScorer, TokenSampler, top_logprobs
 from workers.backends.sampling.transformers import kv_cache
+from workers.backends.sampling.vocabulary import StopText, Vocabulary
 from workers.models import lora
 from workers.models.lora import Adapter
 

@@ -20,9 +20,8 @@ from app.domain.records import BaseModelInfo
 from app.domain.sampling import SampleOutput, SampleRequest
 from app.errors import OpError, ServerOpError, UserOpError
 from app.settings import BaseModelSettings
-from workers.backends.sampling import requests, token_sampler
-from workers.backends.sampling.base import RequestHandle
-from workers.backends.sampling.requests import check_request, token_limit
+from workers.backends.sampling import token_sampler, vocabulary
+from workers.backends.sampling.base import RequestHandle, check_request, token_limit
 from workers.backends.sampling.vllm import engine as vllm_engine
 from workers.backends.sampling.vllm import patches
 from workers.backends.sampling.vllm import requests as vllm_requests
@@ -51,7 +50,7 @@ class VllmSampler:
         info = _info(self._settings, skeleton)
         if not self._full:
             base_model.check_adaptable(self._settings, skeleton)
-        self._end_tokens = requests.load_vocabulary(self._settings).end_tokens
+        self._end_tokens = vocabulary.load_vocabulary(self._settings).end_tokens
         arguments = vllm_engine.engine_args(self._settings, info.max_context, info.dtype, full=self._full)
         self._engine = EngineThread(arguments)
         if self._full:

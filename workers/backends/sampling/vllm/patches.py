@@ -36,7 +36,7 @@ import torch
 from tokenizers.decoders import DecodeStream
 from torch import Tensor
 
-from workers.backends.sampling.requests import seen
+from workers.backends.sampling.vocabulary import seen
 
 
 def repair_cpu() -> None:

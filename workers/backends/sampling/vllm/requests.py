@@ -19,8 +19,7 @@ from torch import Tensor
 from app.domain import ops
 from app.domain.sampling import SampledSequence, SampleRequest, TokenLogprobs
 from workers.backends.sampling import token_sampler
-from workers.backends.sampling.base import OnTokens
-from workers.backends.sampling.requests import check_finite, sample_seed
+from workers.backends.sampling.base import OnTokens, check_finite, sample_seed
 from workers.backends.sampling.token_sampler import PromptScorer
 
 SCORES_KEY = "tinsmith_request"

@@ -7,8 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from workers.backends.training.losses.policy import LossFn, LossValue, cispo, dro, gspo, importance_sampling, ppo
-from workers.backends.training.losses.supervised import cross_entropy, ppo_critic
+from workers.backends.training.losses.formulas import (
+    LossFn,
+    LossValue,
+    cispo,
+    cross_entropy,
+    dro,
+    gspo,
+    importance_sampling,
+    ppo,
+    ppo_critic,
+)
 
 LOSS_FNS: Mapping[str, LossFn] = {
     "cross_entropy": cross_entropy,

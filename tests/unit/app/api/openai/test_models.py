@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from app import ids
-from app.domain import records
 from app.domain.records import Sampler, Session
 from app.stores.redis import keys
 from app.stores.redis.client import connect
+from app.stores.redis.records import load
 from tests.unit.app.api.openai.caller import OpenAi
 from tests.unit.app.api.test_models import save_checkpoint
 from tests.unit.app.conftest import BASE, OTHER_KEY
@@ -27,7 +27,7 @@ def test_ones_own_checkpoint_is_a_model_and_anothers_looks_missing(openai: OpenA
     assert missing.json["error"]["message"].replace(no_path, path) == foreign.json["error"]["message"]
     assert openai.models() == [BASE, path]
     assert stranger.models() == [BASE]
-    prefixes = {records.load(Sampler, stored).prefix for _, stored in openai.api.services.records.list("samplers")}
+    prefixes = {load(Sampler, stored).prefix for _, stored in openai.api.services.records.list("samplers")}
     assert prefixes == {"models/x"}
 
 
@@ -36,7 +36,7 @@ def test_a_path_saved_anew_is_sampled_as_it_is_now(openai: OpenAi):
     model = openai.api.model()
     for prefix in ("models/old", "models/new"):
         openai.completion(model=save_checkpoint(openai.api, model, "sampler_weights", prefix=prefix))
-    stored = [records.load(Sampler, fields).prefix for _, fields in openai.api.services.records.list("samplers")]
+    stored = [load(Sampler, fields).prefix for _, fields in openai.api.services.records.list("samplers")]
     assert sorted(stored) == ["models/new", "models/old"]
 
 
@@ -45,7 +45,7 @@ def test_all_calls_of_an_owner_are_in_one_session_that_they_keep_alive(openai: O
     for _ in range(2):
         openai.completion()
     replace(openai, key=OTHER_KEY).completion()
-    owners = [records.load(Session, stored).owner for _, stored in openai.api.services.records.list("sessions")]
+    owners = [load(Session, stored).owner for _, stored in openai.api.services.records.list("sessions")]
     assert len(set(owners)) == len(owners) == 2
     with connect(openai.api.services.settings.redis.url) as client:
         for owner in owners:

@@ -6,12 +6,11 @@ from typing import get_args
 
 import pytest
 
-from app.domain import records
 from app.domain.accounts import Caller, Role
 from app.domain.records import Session
 from app.errors import Forbidden, NotFound
 from app.services.tenants.access import load_owned, load_readable
-from app.stores.redis.records import RedisRecords
+from app.stores.redis.records import RedisRecords, dump
 from tests.unit.app.conftest import BASE, Api
 
 OURS, THEIRS = "ours", "theirs"
@@ -26,7 +25,7 @@ def caller(role: Role, project: str = OURS) -> Caller:
 @pytest.fixture
 def store(api: Api) -> RedisRecords:
     for project in (OURS, THEIRS):
-        api.services.records.put(Session.namespace, project, records.dump(Session(project, 0.0)))
+        api.services.records.put(Session.namespace, project, dump(Session(project, 0.0)))
     return api.services.records
 
 

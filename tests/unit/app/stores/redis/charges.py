@@ -6,12 +6,12 @@ import pytest
 import redis
 
 from app.domain.limits import KEY, PROJECT, Charge, Limits, Payer
-from app.domain.records import Model, Sampler, Session, dump
+from app.domain.records import Model, Sampler, Session
 from app.settings import EngineSettings
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.lifecycle import RedisLifecycle
 from app.stores.redis.limits import RedisQuotas
-from app.stores.redis.records import RedisRecords
+from app.stores.redis.records import RedisRecords, dump
 
 SETTINGS = EngineSettings()
 SESSION = "session"

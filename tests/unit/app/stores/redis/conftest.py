@@ -3,10 +3,10 @@ from __future__ import annotations
 import pytest
 import redis
 
-from app.domain.records import Model, Sampler, dump
+from app.domain.records import Model, Sampler
 from app.settings import EngineSettings
 from app.stores.redis.journal import RedisOpLog
-from app.stores.redis.records import RedisRecords
+from app.stores.redis.records import RedisRecords, dump
 from tests.unit.app.stores.redis.journal_steps import MODEL
 
 

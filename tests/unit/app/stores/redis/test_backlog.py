@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import redis
 
-from app.domain.records import Model, Sampler, dump
+from app.domain.records import Model, Sampler
 from app.domain.results import Result
 from app.settings import EngineSettings
 from app.stores.redis import backlog as module
 from app.stores.redis.backlog import RedisBacklog
 from app.stores.redis.journal import RedisOpLog
-from app.stores.redis.records import RedisRecords
+from app.stores.redis.records import RedisRecords, dump
 from app.stores.redis.types import ModelLine, Unfinished, WaitingSample
 from tests.unit.app.stores.redis.journal_steps import MODEL, OK, admit, own
 

@@ -9,10 +9,10 @@ from contextlib import contextmanager
 import pytest
 import redis
 
-from app.domain.records import Checkpoint, Session, dump, load
+from app.domain.records import Checkpoint, Session
 from app.settings import EngineSettings
 from app.stores.redis.lifecycle import RedisLifecycle
-from app.stores.redis.records import RedisRecords
+from app.stores.redis.records import RedisRecords, dump, load
 from app.stores.redis.types import Record
 
 LISTS = "tinsmith:checkpoints_of:"

@@ -6,13 +6,13 @@ import pytest
 import redis
 
 from app import ids
-from app.domain.records import Sampler, dump
+from app.domain.records import Sampler
 from app.domain.results import Result
 from app.settings import EngineSettings
 from app.stores.redis import keys
 from app.stores.redis.completions import RedisCompletions
 from app.stores.redis.journal import RedisOpLog
-from app.stores.redis.records import RedisRecords
+from app.stores.redis.records import RedisRecords, dump
 from app.stores.redis.types import Completion
 
 SAMPLER = "s:sample:0"

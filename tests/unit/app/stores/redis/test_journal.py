@@ -8,13 +8,13 @@ import time
 
 import pytest
 
-from app.domain.records import Model, load
+from app.domain.records import Model
 from app.domain.results import Result
 from app.errors import BadRequest, Fenced, NotFound
 from app.settings import EngineSettings
 from app.stores.redis import keys
 from app.stores.redis.journal import RedisOpLog
-from app.stores.redis.records import RedisRecords
+from app.stores.redis.records import RedisRecords, load
 from app.stores.redis.types import OwnedElsewhere
 from tests.unit.app.stores.redis.journal_steps import MODEL, OK, admit, commit_through, own
 

@@ -8,14 +8,14 @@ import time
 import pytest
 import redis
 
-from app.domain.records import Model, Sampler, Session, dump, load
+from app.domain.records import Model, Sampler, Session
 from app.domain.results import Result
 from app.errors import Fenced, Gone, NotFound
 from app.settings import EngineSettings
 from app.stores.redis import keys
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.lifecycle import RedisLifecycle
-from app.stores.redis.records import RedisRecords
+from app.stores.redis.records import RedisRecords, dump, load
 from app.stores.redis.types import Holder, Lease
 
 SESSION = "session"

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 
 from app.domain.limits import KEY, PROJECT, Charge, Limits, Payer
-from app.domain.records import Checkpoint, Model, Session, dump
+from app.domain.records import Checkpoint, Model, Session
 from app.domain.results import Result
 from app.errors import LimitReached, TooManyRequests
 from app.stores.redis import keys
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.lifecycle import RedisLifecycle
+from app.stores.redis.records import dump
 from app.stores.redis.types import Lease
 from tests.unit.app.stores.redis.charges import MODEL, SAMPLER, SESSION, SETTINGS, ask, mine, oplog, quotas, stored
 

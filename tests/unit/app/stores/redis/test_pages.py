@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import redis
 
-from app.domain.records import Model, Session, dump
+from app.domain.records import Model, Session
 from app.domain.results import Result
 from app.errors import Fenced, Unavailable
 from app.settings import EngineSettings
@@ -16,7 +16,7 @@ from app.stores.pages import Page, StorageUse
 from app.stores.redis import keys
 from app.stores.redis.lifecycle import RedisLifecycle
 from app.stores.redis.pages import RedisPages
-from app.stores.redis.records import RedisRecords
+from app.stores.redis.records import RedisRecords, dump
 from tests.pages import age, in_mid_hour, listed, used
 from tests.unit.app.stores.redis.journal_steps import MODEL, OK, admit, own
 from tests.unit.app.stores.redis.test_samples import admit as admit_sample

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from app.domain.records import Model, Sampler, dump
+from app.domain.records import Model, Sampler
 from app.domain.results import Result
 from app.errors import BadRequest, Fenced, TooLarge, Unavailable
 from app.settings import EngineSettings
@@ -21,7 +21,7 @@ from app.stores.redis import keys
 from app.stores.redis.futures import RedisPayloads
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.lifecycle import RedisLifecycle
-from app.stores.redis.records import RedisRecords
+from app.stores.redis.records import RedisRecords, dump
 from app.stores.redis.types import Lease
 
 MODEL = "session:train:0"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from app.domain.records import Sampler, dump
+from app.domain.records import Sampler
 from app.domain.results import Result
 from app.errors import BadRequest, Fenced, Gone, NotFound, TriedOften
 from app.stores.redis import keys
 from app.stores.redis.journal import RedisOpLog
-from app.stores.redis.records import RedisRecords
+from app.stores.redis.records import RedisRecords, dump
 from tests.unit.app.stores.redis.journal_steps import MODEL, OK, admit, own
 
 

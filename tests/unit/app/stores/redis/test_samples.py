@@ -7,14 +7,14 @@ import json
 import pytest
 import redis
 
-from app.domain.records import Sampler, Session, dump
+from app.domain.records import Sampler, Session
 from app.domain.results import Result
 from app.errors import BadRequest, TooManyRequests, Unavailable
 from app.settings import EngineSettings
 from app.stores.redis import keys
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.lifecycle import RedisLifecycle
-from app.stores.redis.records import RedisRecords
+from app.stores.redis.records import RedisRecords, dump
 from app.stores.redis.types import QueueBounds
 
 SESSION = "session"

@@ -12,7 +12,8 @@ import redis
 import app.stores.redis
 from app.settings import EngineSettings
 from app.stores.redis import keys
-from app.stores.redis.scripts import Library, Scripts
+from app.stores.redis.client import Scripts
+from app.stores.redis.scripts import Library
 
 _FOLDER = files(app.stores.redis)
 _LIBRARY = Library({item.name: item.read_text() for item in (_FOLDER / "lua").iterdir()})

@@ -8,13 +8,13 @@ from collections import Counter
 import pytest
 import redis
 
-from app.domain.records import Sampler, Session, Worker, dump
+from app.domain.records import Sampler, Session, Worker
 from app.domain.results import Result
 from app.settings import EngineSettings
 from app.stores.redis import keys
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.lifecycle import RedisLifecycle
-from app.stores.redis.records import RedisRecords
+from app.stores.redis.records import RedisRecords, dump
 
 QUEUE = "sample.base"
 BATCH = 24

@@ -9,7 +9,7 @@ import torch
 from app.domain.sampling import SampleRequest
 from app.settings import BaseModelSettings
 from tests.models import tiny_qwen3
-from workers.backends.sampling import requests as sampling_requests
+from workers.backends.sampling import vocabulary
 from workers.backends.sampling.transformers import batch
 from workers.backends.sampling.transformers.batch import Job
 from workers.models import base_model, lora
@@ -26,7 +26,7 @@ ASKS = (
 @pytest.mark.parametrize("columns", [1, 3, 256])
 def test_prompts_of_mixed_lengths_and_asks_share_passes_and_score_as_alone(tmp_path, monkeypatch, columns):
     settings = BaseModelSettings(name="tiny", path=str(tiny_qwen3(tmp_path)), dtype="float32")
-    base, words = base_model.load(settings), sampling_requests.load_vocabulary(settings)
+    base, words = base_model.load(settings), vocabulary.load_vocabulary(settings)
     lora.wrap(base.model)
 
     def jobs() -> list[Job]:

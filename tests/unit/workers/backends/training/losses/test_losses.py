@@ -11,7 +11,7 @@ import torch
 
 from app.domain.losses import CUSTOM, LOSSES
 from workers.backends.training.losses import LOSS_FNS
-from workers.backends.training.losses.policy import LossValue
+from workers.backends.training.losses.formulas import LossValue
 
 POLICY = ("importance_sampling", "ppo", "cispo", "dro", "gspo")
 LN2 = 0.6931472

@@ -1,67 +1,21 @@
-"""Request handling that both samplers share: checks, limits, seeds and stop conditions.
-
-A sequence ends at an end token, at a stop string, or at its limit.
-"""
+"""A base model's tokenizer and end tokens, and the search for stop strings in sampled text."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import isnan
 
-import numpy as np
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
-from app.domain.records import BaseModelInfo
-from app.domain.sampling import SampleRequest
-from app.errors import SetupError, UserOpError
+from app.errors import SetupError
 from app.settings import BaseModelSettings
 from workers.models.base_model import explained, local_path, read_config
 
 _UNFINISHED = "\ufffd"
 # A character has at most this many bytes, and a token has hardly ever less than one byte.
 _CHARACTER = 4
-
-
-def check_request(request: SampleRequest, info: BaseModelInfo) -> None:
-    """Raises UserOpError for a request that the model cannot take."""
-    if min(request.num_samples, request.max_tokens) < 1:
-        raise UserOpError(
-            f"num_samples is {request.num_samples} and max_tokens is {request.max_tokens}; both must be at least 1"
-        )
-    length = len(request.prompt)
-    if not 0 < length < info.max_context:
-        raise UserOpError(
-            f"the prompt has {length} tokens; {info.name} takes 1 to {info.max_context - 1}, so that one more fits "
-            "into its context"
-        )
-    low, high = int(request.prompt.min()), int(request.prompt.max())
-    if low < 0 or high >= info.vocab_size:
-        wrong = low if low < 0 else high
-        raise UserOpError(f"prompt token {wrong} is outside the vocabulary of {info.name} (0 to {info.vocab_size - 1})")
-
-
-def check_finite(logprob: float) -> None:
-    """Raises UserOpError for NaN, the result of non-finite logits."""
-    if isnan(logprob):
-        raise UserOpError("the model's logits are not finite; the adapter holds NaN, infinite or huge weights")
-
-
-def token_limit(request: SampleRequest, info: BaseModelInfo) -> int:
-    """Returns the token limit of a sample: max_tokens, or the space left in the context."""
-    return min(request.max_tokens, info.max_context - len(request.prompt))
-
-
-def sample_seed(seed: int, index: int) -> np.random.SeedSequence:
-    """Returns the seed of sample `index` of a call: independent streams, for any seeds and any number of samples."""
-    return np.random.SeedSequence([seed % 2**64, index])
-
-
-def alternatives_seed(seed: int) -> np.random.SeedSequence:
-    """Returns the seed for token sampling at a call's prompt positions: a stream apart from those of its samples."""
-    return sample_seed(seed, 2**32)
 
 
 class StopText:

@@ -12,7 +12,7 @@ from tinker.proto import tinker_public_pb2 as sdk
 from app.domain.ops import Batch, Ragged
 from app.errors import BadRequest, TooLarge
 from app.settings import LimitSettings
-from app.wire.body_limits import check_batch, check_datums, check_parts, parse_json, unpack
+from app.wire.bodies import check_batch, check_datums, check_parts, parse_json, unpack
 
 BODY = bytes(range(256)) * 40
 PACKED = zstandard.compress(BODY)

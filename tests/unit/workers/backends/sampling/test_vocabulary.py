@@ -4,7 +4,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests.models import tiny_qwen3
-from workers.backends.sampling.requests import StopText
+from workers.backends.sampling.vocabulary import StopText
 
 
 @pytest.fixture(scope="module")

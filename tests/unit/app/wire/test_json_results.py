@@ -10,8 +10,7 @@ import numpy as np
 from app.domain.ops import Ragged
 from app.domain.results import CriticOutput, ForwardBackwardOutput
 from app.domain.sampling import UNSCORED, SampledSequence, SampleOutput, TokenLogprobs
-from app.wire.json_forms import translate
-from app.wire.results import encode_forward_backward, encode_sample
+from app.wire.results import encode_forward_backward, encode_sample, translate
 
 
 def forward_backward(output: ForwardBackwardOutput | CriticOutput) -> dict[str, Any]:
