@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    OPTConfig,
+    OPTForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
@@ -44,6 +46,13 @@ def tiny_qwen2(folder: Path) -> Path:
     """Saves a random Qwen2 of the same sizes, with the same tokenizer."""
     with _random(0):
         model = Qwen2ForCausalLM(Qwen2Config(**_shape()))
+    return _save(model, folder)
+
+
+def tiny_opt(folder: Path) -> Path:
+    """Saves a random OPT. Its linears fc1 and fc2 are in no group of weights that LoRA adapters cover."""
+    with _random(0):
+        model = OPTForCausalLM(OPTConfig(**_shape(), ffn_dim=128, word_embed_proj_dim=64))
     return _save(model, folder)
 
 

@@ -95,6 +95,24 @@ class SupportedModel(SdkSchema):
     max_context_length = fields.Integer(allow_none=True)
     trainable = fields.Boolean()
     sampleable = fields.Boolean()
+    trainable_groups = fields.List(
+        fields.String(),
+        allow_none=True,
+        metadata={
+            "description": "The groups of weights (attn, mlp, unembed) that LoRA adapters cover; null while no "
+            "trainer is up"
+        },
+    )
+    never_adapted = fields.Dict(
+        keys=fields.String(),
+        values=fields.String(),
+        metadata={"description": "Modules that no LoRA adapter covers, each with the reason"},
+    )
+    refusals = fields.Dict(
+        keys=fields.String(),
+        values=fields.String(),
+        metadata={"description": "The roles of workers that cannot serve this model, each with the reason"},
+    )
 
 
 class ServerCapabilities(SdkSchema):
@@ -104,7 +122,7 @@ class ServerCapabilities(SdkSchema):
 @client_blueprint.route("/get_server_capabilities", methods=["GET"])
 @client_blueprint.response(200, ServerCapabilities)
 def get_server_capabilities() -> dict[str, Any]:
-    """The base models served here, and whether their workers are up."""
+    """The base models served here, whether their workers are up, and the weights that LoRA adapters cover."""
     return {"supported_models": services().bases.capabilities()}
 
 

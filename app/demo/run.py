@@ -113,8 +113,8 @@ def _server(client: redis.Redis) -> str:
 
 
 def _brief(value: object) -> str:
-    """A value as text; of a long list (the adapters a sampler holds) only the length."""
-    return str(len(value)) if isinstance(value, list) and len(str(value)) > 20 else str(value)
+    """A value as text; of a long list or mapping (the adapters a sampler holds) only the length."""
+    return str(len(value)) if isinstance(value, list | dict) and len(str(value)) > 20 else str(value)
 
 
 @contextmanager

@@ -180,6 +180,23 @@ class Worker:
 
 
 @dataclass(frozen=True, slots=True)
+class Refusal:
+    """The `reason` for which workers of a role end at their start: they cannot serve the base model.
+
+    It is deleted when a worker of this role has started.
+    """
+
+    namespace: ClassVar[str] = "refusals"
+    role: str
+    base_model: str
+    reason: str
+
+    @staticmethod
+    def id(role: str, base_model: str) -> str:
+        return f"{role}/{base_model}"
+
+
+@dataclass(frozen=True, slots=True)
 class BaseModelInfo:
     """The facts of a base model. `dtype` is the name of its torch dtype. `trainable_groups` are the groups (attn, mlp,
     unembed) that have linear layers in it."""

@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from app import ids
-from app.domain.records import BaseModelInfo, Worker
+from app.domain.records import BaseModelInfo, Refusal, Worker
 from app.errors import BadRequest, Unavailable
 from app.settings import BaseModelSettings, Settings
 from app.stores.redis.records import RedisRecords, load
 
 ROLES = ("trainer", "sampler")
 FULL_TRAINER, FULL_SAMPLER = "full_trainer", "full_sampler"
+NEVER_ADAPTED = "never_adapted"
+"""The part of a LoRA trainer's description that names the modules without adapters, with the reasons."""
 
 
 def trainer_role(*, full: bool) -> str:
@@ -52,11 +54,13 @@ class BaseModels:
         return found
 
     def info(self, role: str, name: str) -> BaseModelInfo:
-        """The facts that a trainer or sampler reported about `name`. Raises BadRequest, or Unavailable until the first
-        such worker is up."""
+        """The facts that a trainer or sampler reported about `name`. Raises BadRequest, also when such workers cannot
+        serve it, or Unavailable until the first such worker is up."""
         self.settings(name)
         found = self.known(role, name)
         if found is None:
+            if reason := self._refusals().get((role, name)):
+                raise BadRequest(f"no {role} can serve {name}: {reason}")
             raise Unavailable(f"no {role} for {name} is up yet; try again soon")
         return found
 
@@ -78,23 +82,43 @@ class BaseModels:
         return {node: worker for node, worker in workers.items() if worker.healthy}
 
     def missing(self) -> list[str]:
-        """The workers that must still start before every served base model can be trained and sampled."""
-        live = self.live()
-        needed = [(role, base.name) for base in self._settings.base_models for role in _roles(base)]
-        return [f"{role} for {name}" for role, name in needed if (role, name) not in live]
+        """The workers that must still start before every served base model can be trained and sampled.
+
+        Workers that cannot serve their base model are left out, unless no worker serves any.
+        """
+        live, refused = self.live(), self._refusals()
+        needed = [(role, base.name) for base in self._settings.base_models for role in roles(base)]
+        absent = [worker for worker in needed if worker not in live]
+        starting = [worker for worker in absent if worker not in refused]
+        return [f"{role} for {name}" for role, name in starting or (absent if len(absent) == len(needed) else [])]
 
     def capabilities(self) -> list[dict[str, Any]]:
         """One entry of get_server_capabilities for each served base model."""
-        live = self.live()
+        workers = {(worker.role, worker.base_model): worker for worker in self.workers().values()}
+        refused = {worker: reason for worker, reason in self._refusals().items() if worker not in workers}
         return [
             {
                 "model_name": base.name,
                 "max_context_length": self._max_context(base),
-                "trainable": ("trainer", base.name) in live,
-                "sampleable": ("sampler", base.name) in live,
+                "trainable": ("trainer", base.name) in workers,
+                "sampleable": ("sampler", base.name) in workers,
+                **self._coverage(workers.get(("trainer", base.name))),
+                "refusals": {role: refused[role, base.name] for role in roles(base) if (role, base.name) in refused},
             }
             for base in self._settings.base_models
         ]
+
+    def _coverage(self, trainer: Worker | None) -> dict[str, Any]:
+        """The groups of weights that LoRA adapters cover, and the modules that no adapter covers, with the reasons."""
+        if trainer is None:
+            return {"trainable_groups": None, "never_adapted": {}}
+        groups = list(_info(trainer.info).trainable_groups)
+        return {"trainable_groups": groups, "never_adapted": trainer.describe.get(NEVER_ADAPTED, {})}
+
+    def _refusals(self) -> dict[tuple[str, str], str]:
+        """The reasons why workers cannot serve a base model, by role and base model."""
+        found = (load(Refusal, fields) for _, fields in self._records.list(Refusal.namespace))
+        return {(refusal.role, refusal.base_model): refusal.reason for refusal in found}
 
     def client_tokenizer(self, name: str) -> str:
         """The source from which a client loads the tokenizer: a hub id, or an absolute folder if clients are on this
@@ -119,7 +143,8 @@ class BaseModels:
         return min(known) if known else base.max_context or None
 
 
-def _roles(base: BaseModelSettings) -> Sequence[str]:
+def roles(base: BaseModelSettings) -> Sequence[str]:
+    """The roles of the workers that serve a base model."""
     further = {FULL_TRAINER: base.full, FULL_SAMPLER: base.full_sampler}
     return (*ROLES, *(role for role, section in further.items() if section is not None))
 

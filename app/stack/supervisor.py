@@ -94,11 +94,16 @@ class Supervisor:
             tier.append(watched)
             watched.start()
 
+    @property
+    def ended(self) -> frozenset[str]:
+        """The names of the children that are not started again."""
+        return frozenset(watched.child.command.name for watched in self._all() if watched.ended)
+
     def run_until(self, condition: Callable[[], bool]) -> bool:
         """Watches and restarts children until the condition holds (True) or a stop is asked for (False).
 
-        Raises SetupError with its last line when a child exits with 2 or 3, and TinsmithError with the end of its log
-        when a child keeps dying.
+        Raises SetupError with its last line when a child exits with 2, and TinsmithError with the end of its log when a
+        child keeps dying. A child that exits with 3 is not started again.
         """
         return self._run_until(condition, patient=False)
 
@@ -107,8 +112,7 @@ class Supervisor:
 
         The supervisor restarts such a child without limit. The cause may be one client's Op, which fails after three
         tries, or it may pass. Exit code 2 is treated the same way, because the child ran with this setup before: the
-        memory of a GPU may not be free yet, or a file server may be out of reach. A child that exits with 3 is not
-        started again.
+        memory of a GPU may not be free yet, or a file server may be out of reach.
         """
         self._run_until(lambda: False, patient=True)
 
@@ -151,7 +155,7 @@ class Supervisor:
         child, now = watched.child, time.monotonic()
         child.kill_group()
         stack_child.kill_strays([w.child.pid for w in self._all() if w.child.pid])
-        if code in (SETUP_ERROR_CODE, UNSERVABLE_CODE) and not patient:
+        if code == SETUP_ERROR_CODE and not patient:
             raise SetupError(f"{_setup_error(child)} (log: {child.log})")
         if code == UNSERVABLE_CODE:
             watched.ended = True

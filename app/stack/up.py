@@ -19,7 +19,9 @@ from pathlib import Path
 import tomli_w
 
 from app.demo import model
-from app.domain.records import Worker
+from app.domain.records import Refusal, Worker
+from app.errors import SetupError
+from app.services.base_models import BaseModels, roles
 from app.settings import NO_VLLM, SETTINGS_VARIABLE, BaseModelSettings, Settings, hash_key
 from app.stack import checks, config, valkey
 from app.stack.child import Command
@@ -32,6 +34,7 @@ from app.stores.redis.records import RedisRecords
 _LOCALHOST = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1"}
 _PROBE_TIMEOUT_S = 2.0
 _KEY_FILE = "api-key"
+_API = "api"
 
 _WORKERS = {
     "trainer": ("workers.trainer",),
@@ -94,24 +97,45 @@ def _run(supervisor: Supervisor, plan: Plan) -> None:
     if not supervisor.run_until(lambda: valkey.answers(redis_url) and valkey.answers(broker_url)):
         return
     commands = list(process_table(plan.settings, plan.settings_file))
-    _forget_workers(redis_url, commands)
+    with connect(redis_url) as client:
+        _forget_workers(RedisRecords(client), plan.settings, commands)
     supervisor.start(commands)
     api = plan.settings.api
     url = f"http://{_LOCALHOST.get(api.host, api.host)}:{api.port}"
-    if supervisor.run_until(lambda: _is_ready(url)):
+    workers = {command.name for command in commands if command.name != _API}
+
+    def is_ready() -> bool:
+        if workers <= supervisor.ended:
+            raise SetupError("none of the base models can be served; give another with --base-model NAME=PATH")
+        return _is_ready(url)
+
+    if supervisor.run_until(is_ready):
+        with connect(redis_url) as client:
+            _say_coverage(BaseModels(plan.settings, RedisRecords(client)))
         print(f"ready {url}", flush=True)
         supervisor.run()
     _say("stopping")
 
 
-def _forget_workers(redis_url: str, commands: list[Command]) -> None:
-    """Deletes the records of a killed stack's workers. They stay for seconds, and would make /readyz answer too early.
+def _say_coverage(bases: BaseModels) -> None:
+    """Says which weights LoRA adapters cover, a line for each base model that has a trainer."""
+    for base in bases.capabilities():
+        if base["trainable"]:
+            never = f"; never on {', '.join(base['never_adapted'])}" if base["never_adapted"] else ""
+            _say(f"{base['model_name']}: LoRA on {', '.join(base['trainable_groups'])}{never}")
+
+
+def _forget_workers(records: RedisRecords, settings: Settings, commands: list[Command]) -> None:
+    """Deletes the records of a killed stack's workers, which would make /readyz answer too early, and the refusals of
+    former workers.
 
     A worker's record has Celery's node name, name@host, so records of another machine on the same Redis stay.
     """
-    with connect(redis_url) as client:
-        for command in commands:
-            RedisRecords(client).delete(Worker.namespace, f"{command.name}@{socket.gethostname()}")
+    for command in commands:
+        records.delete(Worker.namespace, f"{command.name}@{socket.gethostname()}")
+    for base in settings.base_models:
+        for role in roles(base):
+            records.delete(Refusal.namespace, Refusal.id(role, base.name))
 
 
 def _absolute(settings: Settings, folder: DataFolder) -> Settings:
@@ -197,7 +221,7 @@ def _say(line: str) -> None:
 def process_table(settings: Settings, settings_file: Path) -> Iterator[Command]:
     """The commands of all processes. Node names are numbered across all base models, so each name is unique on this
     machine."""
-    yield _python("api", settings_file, "gunicorn", "-c", "python:app.gunicorn_conf", "app.wsgi:application")
+    yield _python(_API, settings_file, "gunicorn", "-c", "python:app.gunicorn_conf", "app.wsgi:application")
     for role, (module, *options) in _WORKERS.items():
         for index, base in enumerate(_bases(settings, role)):
             node = f"{role}-{index}"

@@ -53,9 +53,11 @@ CHANGED: dict[str, dict[str, Any]] = {
     "settings": {
         f"base_models.{section}.devices": _DEVICES for section in ("trainer", "full", "sampler", "full_sampler")
     },
-    # A checkpoint's answer also has its base model.
+    # A checkpoint's answer also has its base model; a served model's has what adapters cover, and who refuses it.
     "openapi": {
         **_REWORDED,
+        "get /api/v1/get_server_capabilities": "deacc034ff85e815f0de4062db3a366fd1bd55db48827ee0dc7c385c6db8b5d5",
+        "schemas SupportedModel": "11ffb71ed62323cf48131560738de1bb63c5d98c82f521c2e4c2b152b9dbf440",
         "schemas Checkpoint": "e84a265c8f99dde1a6ef60d3716015d2da09d885e191024ca437442c50198981",
     },
 }

@@ -27,7 +27,7 @@ from app.domain.records import BaseModelInfo
 from app.errors import SetupError, UnservableModel
 from app.settings import BaseModelSettings
 from workers.backends.failures import ran_out_of_memory
-from workers.models.coverage import undecided
+from workers.models.coverage import left_out, undecided
 from workers.models.lora import targets
 
 _SHOWN_CHARACTERS = 300
@@ -176,14 +176,29 @@ def describe(settings: BaseModelSettings, model: nn.Module, dtype: torch.dtype) 
     )
 
 
-def check_adaptable(settings: BaseModelSettings, model: Any) -> None:
-    """Raises UnservableModel for a bare model with weights that nobody has decided about. Full fine-tuning trains them
-    all, and needs no such decision."""
+def skeleton(settings: BaseModelSettings) -> Any:
+    """Builds the model without its weights. Raises SetupError when there is no such model, or files of it are
+    missing."""
+    with explained(settings), torch.device("meta"):
+        config = read_config(settings)
+        model = auto_class(config).from_config(config, trust_remote_code=False)
+    check_weights(settings)
+    return model
+
+
+def check_adaptable(settings: BaseModelSettings) -> dict[str, str]:
+    """The modules that no LoRA adapter ever covers, with the reasons.
+
+    Raises UnservableModel when the model has weights that nobody has decided about. Full fine-tuning trains them all,
+    and needs no such decision. Raises SetupError as `skeleton` does.
+    """
+    model = skeleton(settings)
     if unknown := undecided(model):
         raise UnservableModel(
             f"base model {settings.name!r} ({model.config.architectures[0]}) cannot be trained with LoRA: it has "
             f"modules that Tinsmith does not know: {', '.join(unknown)}"
         )
+    return left_out(model)
 
 
 def local_path(path: str) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from typing import cast
 
 from torch import nn
 
@@ -60,13 +61,28 @@ def has_experts(model: nn.Module) -> bool:
 def undecided(model: nn.Module) -> list[str]:
     """The weights of a bare model that are in no group and not in NEVER, each pattern once, such as `layers.*.foo`."""
     found = {path for path in _weights(model) if _group(path) is None and not any(_matches(e, path) for e in NEVER)}
-    return sorted({re.sub(r"\.\d+(?=\.|$)", ".*", path) for path in found})
+    return sorted({_numberless(path) for path in found})
+
+
+def left_out(model: nn.Module) -> dict[str, str]:
+    """The reason why no adapter covers a module, for each such module; its layers' numbers are written as `*`."""
+    found: dict[str, str] = {}
+    for path in _weights(model):
+        entry = next((entry for entry in NEVER if _matches(entry, path)), None)
+        if entry is not None:
+            end = cast(re.Match[str], re.search(entry[0], path)).end()
+            found[_numberless(path[:end].removesuffix("."))] = entry[1]
+    return found
 
 
 def _group(path: str) -> str | None:
     if any(_matches(entry, path) for entry in NEVER):
         return None
     return next((group for group, names in GROUPS.items() if any(f".{path}".endswith(f".{n}") for n in names)), None)
+
+
+def _numberless(path: str) -> str:
+    return re.sub(r"\.\d+(?=\.|$)", ".*", path)
 
 
 def _matches(entry: tuple[str, str], path: str) -> bool:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
+import redis
 from celery import Celery
 
 from app import dispatch, ids
 from app.domain.checkpoints import CheckpointPrefix
-from app.errors import SetupError
+from app.domain.records import Refusal
+from app.errors import SetupError, UnservableModel
 from app.services.admission import LimitsOf
-from app.services.base_models import sampler_role, trainer_role
+from app.services.base_models import NEVER_ADAPTED, sampler_role, trainer_role
 from app.settings import BaseModelSettings, Settings, TrainerSettings
 from app.stores.redis import keys
 from app.stores.redis.client import Channel, connect
+from app.stores.redis.records import dump
 from workers.backends.sampling.base import SamplerBackend
 from workers.backends.training.base import TrainingBackend
 from workers.checkpoints.coalescing import CoalescingWorker, NewLatest
@@ -49,21 +53,31 @@ def start(settings: Settings, celery: Celery, node_name: str, queues: list[str])
     """Becomes the trainer or sampler that `queues` names; returns the name of the second queue, which only this node
     reads.
 
-    Raises SetupError when the queues name no base model of the settings, or when its engine cannot start.
+    Raises SetupError when the queues name no base model of the settings, or when its engine cannot start. Of these,
+    UnservableModel is also recorded, so that the API does not wait for this worker.
     """
-    role, base, queue = _role(settings, queues)
-    start_role = _start_sampler if role in ("sample", "fullsample") else _start_trainer
+    kind, base, queue = _kind(settings, queues)
+    samples, full = kind in ("sample", "fullsample"), kind in ("full", "fullsample")
+    role = sampler_role(full=full) if samples else trainer_role(full=full)
+    refusal_id = Refusal.id(role, base.name)
     parts = Parts.of(settings, celery, worker_name(node_name))
-    become(start_role(parts, base, queue, full=role in ("full", "fullsample")))
+    start_role = _start_sampler if samples else _start_trainer
+    try:
+        become(start_role(parts, base, queue, full=full))
+    except UnservableModel as error:
+        parts.records.put(Refusal.namespace, refusal_id, dump(Refusal(role, base.name, str(error))))
+        raise
+    with suppress(redis.RedisError):  # a live worker counts more than a refusal
+        parts.records.delete(Refusal.namespace, refusal_id)
     return dispatch.direct_queue(queue, node_name)
 
 
-def _role(settings: Settings, queues: list[str]) -> tuple[str, BaseModelSettings, str]:
+def _kind(settings: Settings, queues: list[str]) -> tuple[str, BaseModelSettings, str]:
     for queue in queues:
-        role, _, name = queue.partition(".")
+        kind, _, name = queue.partition(".")
         base = settings.base_model(name)
-        if role in ("train", "full", "sample", "fullsample") and base is not None:
-            return role, base, queue
+        if kind in ("train", "full", "sample", "fullsample") and base is not None:
+            return kind, base, queue
     names = ", ".join(base.name for base in settings.base_models) or "none"
     raise SetupError(
         f"-Q {','.join(queues)} names no base model: use train.<base>, full.<base>, sample.<base> or "
@@ -73,17 +87,22 @@ def _role(settings: Settings, queues: list[str]) -> tuple[str, BaseModelSettings
 
 def _start_trainer(parts: Parts, base: BaseModelSettings, queue: str, *, full: bool) -> Runtime:
     from workers.backends.training.backends import create
+    from workers.models.base_model import check_adaptable
 
     base = base.for_full() if full else base
+    never_adapted = {} if full else check_adaptable(base)
     backend = create(base, full=full)
     info, metrics = backend.open(), telemetry.serve_metrics(base.trainer.metrics_port)
-    return assemble_trainer(parts, Serving(base, backend, info, queue, full, metrics)).runtime()
+    return assemble_trainer(parts, Serving(base, backend, info, queue, full, metrics, never_adapted)).runtime()
 
 
 def _start_sampler(parts: Parts, base: BaseModelSettings, queue: str, *, full: bool) -> Runtime:
     from workers.backends.sampling.base import create
+    from workers.models.base_model import check_adaptable
 
     base = base.for_full_sampler() if full else base
+    if not full:
+        check_adaptable(base)
     backend = create(base, full=full)
     noted = parts.settings.data_dir / "run" / f"{parts.node}.shared-memory"
     shared_memory.remove_noted(noted)
@@ -296,7 +315,12 @@ def _watchdog(parts: Parts, serving: Serving[Backend], end: Callable[[str], NoRe
 def _heartbeat(
     parts: Parts, serving: Serving[Backend], role: str, watchdog: Watchdog, batch: int = 0, holds: int = 0
 ) -> Heartbeat:
-    describe, url, queue = serving.backend.describe, serving.metrics_url, serving.queue
+    url, queue = serving.metrics_url, serving.queue
+
+    def describe() -> Mapping[str, Any]:
+        never_adapted = {NEVER_ADAPTED: serving.never_adapted} if serving.never_adapted else {}
+        return {**serving.backend.describe(), **never_adapted}
+
     return Heartbeat(
         parts.records, parts.node, role, serving.info, describe, url, watchdog.healthy, queue, batch, holds
     )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -104,6 +105,8 @@ class Serving(Generic[Backend]):
     queue: str
     full: bool = False
     metrics_url: str = ""
+    never_adapted: Mapping[str, str] = field(default_factory=dict)
+    """The modules that no LoRA adapter covers, with the reasons."""
 
 
 def sweeper(parts: Parts) -> Sweeper:

@@ -10,7 +10,7 @@ from typing import TypeVar, cast
 import redis
 
 from app.domain.accounts import Account, Key, Organisation, Project, User
-from app.domain.records import Checkpoint, Loss, Model, Sampler, Session, ShmTransfer, Worker
+from app.domain.records import Checkpoint, Loss, Model, Refusal, Sampler, Session, ShmTransfer, Worker
 from app.errors import NotFound
 from app.settings import EngineSettings
 from app.stores.pages import Ledger
@@ -26,10 +26,14 @@ _TRIES = 3
 _DEFAULTS = EngineSettings()
 
 
-R = TypeVar("R", Session, Model, Sampler, ShmTransfer, Checkpoint, Loss, Worker, Organisation, Project, User, Key)
+R = TypeVar(
+    "R", Session, Model, Sampler, ShmTransfer, Checkpoint, Loss, Worker, Refusal, Organisation, Project, User, Key
+)
 
 
-def dump(record: Session | Model | Sampler | ShmTransfer | Checkpoint | Loss | Worker | Account) -> dict[str, str]:
+def dump(
+    record: Session | Model | Sampler | ShmTransfer | Checkpoint | Loss | Worker | Refusal | Account,
+) -> dict[str, str]:
     """Converts a record to its fields, each as JSON text."""
     return {f.name: json.dumps(getattr(record, f.name)) for f in dataclasses.fields(record)}
 

@@ -26,7 +26,7 @@ from workers.backends.training.full_state import ComputeCopy, FullFinetuneModels
 from workers.backends.training.passes import Pass
 from workers.backends.training.state import AdapterModels, Models, ModelState, Residency
 from workers.models import lora
-from workers.models.base_model import LoadedBase, check_adaptable
+from workers.models.base_model import LoadedBase
 
 Results = dict[str, Output | OpError]
 
@@ -54,7 +54,6 @@ class Trainer(ABC):
     def prepare(self, base: LoadedBase) -> Mapping[str, nn.Parameter]:
         """Prepares `base`, just loaded, for adapters or full fine-tuning; returns its trained parameters by name."""
         if not self._full:
-            check_adaptable(self._settings, base.model)
             lora.wrap(base.model)
             return {}
         return dict(base.model.requires_grad_(True).named_parameters())

@@ -10,6 +10,7 @@ import subprocess
 import tomllib
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -17,14 +18,14 @@ import pytest
 import redis
 
 from app import settings as settings_module
-from app.domain.records import Worker
+from app.domain.records import BaseModelInfo, Worker
 from app.settings import Settings, hash_key
 from app.stack import checks, up
 from app.stack.config import Options, resolve
 from app.stack.data_folder import DataFolder
 from app.stack.up import Plan, prepare
 from app.stores.redis.client import connect
-from app.stores.redis.records import RedisRecords
+from app.stores.redis.records import RedisRecords, dump
 from tests.processes.app.stack.running import alive, start
 from tests.servers import free_port
 
@@ -146,8 +147,10 @@ def test_state_is_there_again_after_a_stop_and_after_a_kill(tmp_path, model):
 
 def test_a_killed_workers_record_does_not_make_the_next_stack_look_ready(tmp_path, model):
     with stack(tmp_path / "data", model), state_server(tmp_path / "data") as client:
+        info = BaseModelInfo("another", "Qwen3ForCausalLM", 320, 512, "float32", ())
         for host in (socket.gethostname(), "elsewhere"):
-            RedisRecords(client).put(Worker.namespace, f"trainer-0@{host}", {"role": "trainer"}, ttl_s=600)
+            worker = Worker("trainer", "another", asdict(info), {}, "", 0.0)
+            RedisRecords(client).put(Worker.namespace, f"trainer-0@{host}", dump(worker), ttl_s=600)
     with stack(tmp_path / "data", model), state_server(tmp_path / "data") as client:
         assert [node for node, _ in RedisRecords(client).list(Worker.namespace)] == ["trainer-0@elsewhere"]
 

@@ -6,11 +6,11 @@ from tinker.types.client_dynamic_config_response import ClientDynamicConfigRespo
 from tinker.types.get_server_capabilities_response import GetServerCapabilitiesResponse
 
 from app import create_app
-from app.domain.records import Session, Worker
+from app.domain.records import Refusal, Session, Worker
 from app.settings import BaseModelSettings, SamplerSettings, Settings
 from app.stores.redis import keys
 from app.stores.redis.client import connect
-from app.stores.redis.records import load
+from app.stores.redis.records import dump, load
 from tests.unit.app.conftest import API, BASE, CONTEXT, KEY, Api
 
 
@@ -103,6 +103,23 @@ def test_capabilities_and_readiness_follow_the_live_workers(api: Api) -> None:
     assert api.get("get_server_capabilities").json["supported_models"][0]["sampleable"] is False
     answer = api.client.get("/readyz")
     assert (answer.status_code, answer.json) == (503, {"ready": False, "missing": [f"sampler for {BASE}"]})
+
+
+def test_a_model_that_workers_refuse_is_not_waited_for_and_its_callers_are_told_why(api: Api) -> None:
+    records, refused = api.services.records, Refusal.id("sampler", BASE)
+    records.put(Refusal.namespace, refused, dump(Refusal("sampler", BASE, "no layer fits")))
+    assert api.get("get_server_capabilities").json["supported_models"][0]["refusals"] == {}, "a live worker counts more"
+    records.delete(Worker.namespace, "sampler-0")
+    assert api.client.get("/readyz").json == {"ready": True, "missing": []}
+    assert api.get("get_server_capabilities").json["supported_models"][0]["refusals"] == {"sampler": "no layer fits"}
+
+
+def test_a_stack_whose_every_worker_is_refused_is_not_ready(api: Api) -> None:
+    for role in ("trainer", "sampler"):
+        api.services.records.put(Refusal.namespace, role, dump(Refusal(role, BASE, "no layer fits")))
+        api.services.records.delete(Worker.namespace, f"{role}-0")
+    missing = [f"trainer for {BASE}", f"sampler for {BASE}"]
+    assert api.client.get("/readyz").json == {"ready": False, "missing": missing}
 
 
 def test_a_worker_that_is_not_healthy_counts_as_missing(api: Api) -> None:

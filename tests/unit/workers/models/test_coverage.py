@@ -14,14 +14,13 @@ from peft.tuners.lora import LoraLayer
 
 from app.domain.ops import LoraSpec
 from app.errors import UnservableModel
-from app.settings import BaseModelSettings, SamplerSettings, TrainerSettings
-from tests.models import tiny_qwen3
+from app.settings import BaseModelSettings, SamplerSettings
+from tests.models import tiny_opt, tiny_qwen3
 from tests.parity import architectures
 from tests.parity.architectures import SHAPE
 from workers.backends.sampling.base import create as create_sampler
-from workers.backends.training.backends import create as create_trainer
 from workers.models import base_model, lora
-from workers.models.coverage import undecided
+from workers.models.coverage import left_out, undecided
 
 
 def on_meta(name: str, **fields: Any) -> Any:
@@ -29,12 +28,6 @@ def on_meta(name: str, **fields: Any) -> Any:
     config = getattr(transformers, f"{name}Config")(**fields)
     with torch.device("meta"):
         return base_model.auto_class(config).from_config(config)
-
-
-def add_unknown(model: Any) -> None:
-    for layer in model.model.layers:
-        layer.mlp.extra = torch.nn.Linear(4, 4)
-        layer.mlp.stacked = torch.nn.Parameter(torch.zeros(2, 4, 4))
 
 
 @pytest.mark.parametrize("name", ["Qwen3_5", "Qwen3VL", "Gemma3", "Mistral3"])
@@ -64,38 +57,40 @@ def test_a_dense_layer_beside_experts_gives_no_thin_adapter() -> None:
     assert lora.targets(on_meta("Glm4Moe", **SHAPE, first_k_dense_replace=1))["mlp"] == []
 
 
-def test_unknown_modules_are_named_once_in_one_line(tmp_path: Path) -> None:
+def test_unknown_linears_and_tensors_are_named_once_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     settings = BaseModelSettings(name="odd", path=str(tiny_qwen3(tmp_path)), dtype="float32")
-    model = base_model.load(settings).model
-    add_unknown(model)
+    model = base_model.skeleton(settings)
+    for layer in model.model.layers:
+        layer.mlp.extra = torch.nn.Linear(4, 4)
+        layer.mlp.stacked = torch.nn.Parameter(torch.zeros(2, 4, 4))
+    monkeypatch.setattr(base_model, "skeleton", lambda _: model)
     with pytest.raises(UnservableModel) as caught:
-        base_model.check_adaptable(settings, model)
+        base_model.check_adaptable(settings)
     assert str(caught.value) == (
         "base model 'odd' (Qwen3ForCausalLM) cannot be trained with LoRA: it has modules that Tinsmith does not know: "
         "model.layers.*.mlp.extra, model.layers.*.mlp.stacked"
     )
 
 
-@pytest.fixture
-def odd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> BaseModelSettings:
-    """Settings of a base model with weights that nobody has decided about."""
-    real = base_model._from_pretrained
-
-    def with_unknown(settings: BaseModelSettings, dtype: torch.dtype) -> torch.nn.Module:
-        model = real(settings, dtype)
-        add_unknown(model)
-        return model
-
-    monkeypatch.setattr(base_model, "_from_pretrained", with_unknown)
-    folder = str(tiny_qwen3(tmp_path))
-    return BaseModelSettings(name="odd", path=folder, dtype="float32", trainer=TrainerSettings(backend="torch"))
+def test_a_model_is_refused_before_its_weights_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base_model, "_from_pretrained", lambda *_: pytest.fail("the weights were read"))
+    with pytest.raises(UnservableModel, match=r"model\.decoder\.layers\.\*\.fc1, model\.decoder\.layers\.\*\.fc2"):
+        base_model.check_adaptable(BaseModelSettings(name="odd", path=str(tiny_opt(tmp_path))))
 
 
-@pytest.mark.parametrize("create", [create_trainer, create_sampler])
-def test_unknown_modules_are_refused_by_workers_of_adapters_alone(odd: BaseModelSettings, create: Any) -> None:
-    with pytest.raises(UnservableModel, match=r"base model 'odd' .* cannot be trained with LoRA"):
-        create(odd, full=False).open()
-    assert create(odd, full=True).open().name == "odd"
+def test_modules_without_adapters_are_named_with_the_reasons() -> None:
+    left = left_out(on_meta("Qwen3_5Moe"))
+    assert set(left) == {
+        "model.visual",
+        "model.language_model.layers.*.mlp.gate",
+        "model.language_model.layers.*.mlp.experts",
+        "model.language_model.layers.*.mlp.shared_expert_gate",
+        "model.language_model.layers.*.linear_attn.conv1d",
+    }
+    assert left["model.visual"].startswith("training gives text alone")
+    assert left_out(on_meta("Qwen3", **SHAPE)) == {}
 
 
 def test_a_draft_head_an_indexer_and_mambas_output_never_have_an_adapter() -> None:

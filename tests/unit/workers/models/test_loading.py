@@ -16,7 +16,6 @@ from app.errors import SetupError
 from app.settings import BaseModelSettings
 from tests.models import tiny_qwen3
 from workers.backends.sampling import vocabulary
-from workers.backends.sampling.vllm import backend
 from workers.models import base_model
 from workers.models.base_model import explained
 
@@ -91,7 +90,7 @@ BOTH = {
 }
 
 
-@pytest.mark.parametrize("load", [base_model.load, backend._skeleton])
+@pytest.mark.parametrize("load", [base_model.load, base_model.skeleton])
 @pytest.mark.parametrize("case", BOTH)
 def test_a_folder_that_cannot_be_loaded_is_named_with_the_cause(load: Any, case: str, folder: Path) -> None:
     break_it, said = BOTH[case]
@@ -134,7 +133,7 @@ def test_a_folder_beside_the_files_that_its_user_may_not_read_is_no_error(
 
 @pytest.mark.parametrize("path", ["/no/such/folder", "./no-such-folder"])
 def test_a_missing_folder_is_not_looked_for_on_the_hub(path: str) -> None:
-    for load in (base_model.load, backend._skeleton):
+    for load in (base_model.load, base_model.skeleton):
         assert refusal(load, path) == f"base model 'tiny': there is no folder {path!r}; correct its path"
 
 

@@ -42,7 +42,6 @@ class TransformersSampler:
         self._base = base_model.load(self._settings)
         self._vocabulary = vocabulary.load_vocabulary(self._settings)
         if not self._full:
-            base_model.check_adaptable(self._settings, self._base.model)
             lora.wrap(self._base.model)
         kv_cache.use_decode_attention(self._base.model)
         self._engine = Engine(self._base.model, self._base.device, self._settings.sampler.max_batch)

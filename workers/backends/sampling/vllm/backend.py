@@ -28,7 +28,6 @@ from workers.backends.sampling.vllm import requests as vllm_requests
 from workers.backends.sampling.vllm.engine import EngineThread
 from workers.backends.sampling.vllm.requests import Sample, may_read_cache
 from workers.models import base_model, full_weights, lora
-from workers.models.base_model import explained
 
 
 class VllmSampler:
@@ -46,10 +45,8 @@ class VllmSampler:
         vllm_engine.check_import()
         patches.repair_stops()
         patches.repair_pieces()
-        skeleton = _skeleton(self._settings)
+        skeleton = base_model.skeleton(self._settings)
         info = _info(self._settings, skeleton)
-        if not self._full:
-            base_model.check_adaptable(self._settings, skeleton)
         self._end_tokens = vocabulary.load_vocabulary(self._settings).end_tokens
         arguments = vllm_engine.engine_args(self._settings, info.max_context, info.dtype, full=self._full)
         self._engine = EngineThread(arguments)
@@ -162,15 +159,6 @@ def _is_refusal(error: Exception) -> bool:
     from vllm.exceptions import VLLMValidationError
 
     return isinstance(error, VLLMValidationError)
-
-
-def _skeleton(settings: BaseModelSettings) -> nn.Module:
-    """Builds the model without its weights, which vLLM loads. Raises SetupError when there is no such model."""
-    with explained(settings), torch.device("meta"):
-        config = base_model.read_config(settings)
-        model: nn.Module = base_model.auto_class(config).from_config(config, trust_remote_code=False)
-    base_model.check_weights(settings)
-    return model
 
 
 def _info(settings: BaseModelSettings, skeleton: nn.Module) -> BaseModelInfo:

@@ -1,4 +1,4 @@
-"""The skeleton of vLLM's model has the trainer's module paths."""
+"""A model's skeleton has the module paths of the model."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ import pytest
 
 from app.settings import BaseModelSettings
 from tests.parity import architectures
-from workers.backends.sampling.vllm import backend
 from workers.models import base_model, lora
 
 
 @pytest.mark.parametrize("case", ["qwen3", "gemma3, vision (unlisted)", "qwen3.5, vision (unlisted)"])
-def test_the_skeleton_takes_adapters_where_the_trainers_model_does(case: str, tmp_path: Path) -> None:
+def test_the_skeleton_takes_adapters_where_the_model_does(case: str, tmp_path: Path) -> None:
     settings = BaseModelSettings(name="q", path=str(architectures.build(case, tmp_path)), dtype="float32")
-    assert lora.targets(backend._skeleton(settings)) == lora.targets(base_model.load(settings).model)
+    assert lora.targets(base_model.skeleton(settings)) == lora.targets(base_model.load(settings).model)

@@ -1,0 +1,92 @@
+"""A base model that cannot be served ends its own workers, once; the others of the stack are served."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import tinker
+
+from app.domain.records import Refusal
+from app.stores.redis.records import RedisRecords, dump
+from tests.contract.data import datum
+from tests.contract.stack import BASE, Stack, running
+from tests.contract.test_restart import await_true, children
+from tests.contract.test_samplers import call
+from tests.contract.test_setup_errors import up
+from tests.models import tiny_opt
+from tests.servers import free_port
+
+ODD = "tests/tiny-opt"
+REASON = (
+    f"base model {ODD!r} (OPTForCausalLM) cannot be trained with LoRA: it has modules that Tinsmith does not know: "
+    "model.decoder.layers.*.fc1, model.decoder.layers.*.fc2, model.decoder.layers.*.self_attn.out_proj"
+)
+
+
+@pytest.fixture(scope="module")
+def odd_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_opt(tmp_path_factory.mktemp("odd"))
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory, base_path: Path, odd_path: Path) -> Iterator[Stack]:
+    folder = tmp_path_factory.mktemp("mixed") / "data"
+    odd = f'[[base_models]]\nname = "{ODD}"\npath = "{odd_path}"\nsampler.backend = "transformers"'
+    trainer, sampler, program = 'backend = "torch"', 'backend = "transformers"', "tests.warm_workers"
+    with running(Stack(folder, base_path, free_port(), trainer, sampler, odd, program)) as stack:
+        yield stack
+
+
+def test_each_worker_of_it_ends_once_with_the_line(mixed: Stack):
+    refusals = [line for line in mixed.output if REASON in line]
+    assert sorted(line.partition(":")[0] for line in refusals) == ["sampler-0", "trainer-0"]
+    for name in ("sampler-0", "trainer-0"):
+        log = (mixed.data_dir / "logs" / f"{name}.log").read_text()
+        assert log.count(REASON) == 1
+
+
+def test_the_other_base_model_trains_and_samples(mixed: Stack):
+    with mixed.client() as service:
+        client = service.create_lora_training_client(base_model=BASE, rank=4).result()
+        assert client.forward_backward([datum([5, 6, 7])], "cross_entropy").result().loss_fn_outputs
+        sampler = service.create_sampling_client(base_model=BASE).result()
+        params = tinker.SamplingParams(max_tokens=2)
+        assert sampler.sample(tinker.ModelInput.from_ints([5, 6]), 1, params).result().sequences
+
+
+def test_a_client_that_asks_for_it_is_told_the_reason_at_once(mixed: Stack):
+    with mixed.client() as service:
+        with pytest.raises(tinker.BadRequestError, match="fc1, model"):
+            service.create_lora_training_client(base_model=ODD, rank=4).result()
+        sampler = service.create_sampling_client(base_model=ODD).result()
+        with pytest.raises(tinker.BadRequestError, match="fc1, model"):
+            sampler.sample(tinker.ModelInput.from_ints([5, 6]), 1, tinker.SamplingParams(max_tokens=2)).result()
+
+
+def test_the_capabilities_say_what_is_covered_and_what_is_refused(mixed: Stack):
+    odd, base = call(mixed, "api/v1/get_server_capabilities").json()["supported_models"]
+    assert (odd["model_name"], odd["trainable"], odd["sampleable"]) == (ODD, False, False)
+    assert odd["refusals"] == {"trainer": REASON, "sampler": REASON}
+    assert (base["trainable"], base["trainable_groups"]) == (True, ["attn", "mlp", "unembed"])
+    assert (base["never_adapted"], base["refusals"]) == ({}, {})
+    assert f"{BASE}: LoRA on attn, mlp, unembed\n" in mixed.output
+
+
+def test_a_worker_that_starts_takes_the_refusal_of_its_role_back(mixed: Stack):
+    with mixed.redis() as client:
+        records, refused = RedisRecords(client), Refusal.id("trainer", BASE)
+        records.put(Refusal.namespace, refused, dump(Refusal("trainer", BASE, "it was another model")))
+        [trainer] = children(mixed, "--name trainer-1")
+        trainer.kill()
+        await_true(lambda: records.get(Refusal.namespace, refused) is None)
+        assert records.get(Refusal.namespace, Refusal.id("trainer", ODD)) is not None
+
+
+def test_a_stack_of_it_alone_ends_with_2(odd_path: Path, tmp_path: Path):
+    code, lines = up(tmp_path, odd_path)
+    assert lines[-1] == "tinsmith: none of the base models can be served; give another with --base-model NAME=PATH"
+    assert [line.partition(":")[0] for line in sorted(lines[:-1])] == ["sampler-0", "trainer-0"]
+    assert all("model.decoder.layers.*.fc1" in line for line in lines[:-1])
+    assert code == 2
