@@ -83,7 +83,7 @@ def _random(seed: int) -> Iterator[None]:
 
 def _save(model: PreTrainedModel, folder: Path) -> Path:
     model.save_pretrained(folder)
-    _tokenizer().save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
     return folder
 
 
@@ -92,7 +92,7 @@ def _token_ids() -> dict[str, int]:
     return {token: i for i, token in enumerate([*alphabet, *_SPECIAL])}
 
 
-def _tokenizer() -> PreTrainedTokenizerFast:
+def byte_tokenizer() -> PreTrainedTokenizerFast:
     """A tokenizer with one token per byte, then the special tokens; ids 259..319 are never produced."""
     core = Tokenizer(models.BPE(vocab=_token_ids(), merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

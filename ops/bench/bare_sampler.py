@@ -20,7 +20,7 @@ from app.domain.sampling import SampleRequest
 from app.settings import BaseModelSettings
 from ops.bench import batches, side, timing
 from workers.backends.sampling.base import SamplerBackend, create
-from workers.models import lora
+from workers.models import lora, peft_files
 
 PROMPTS, SAMPLES, TOKENS = 16, 4, 64
 _PROMPT_TOKENS = 32
@@ -49,7 +49,7 @@ def write_adapters(path: str, folder: Path) -> dict[str, Path]:
             pair.b.data.normal_(0.0, _B_STD, generator=generator)
         written[name] = folder / name
         written[name].mkdir()
-        lora.write_peft(adapter, written[name], path)
+        peft_files.write(adapter, written[name], path)
     return written
 
 

@@ -17,6 +17,7 @@ from tests.conformance import training_ranks
 from tests.conformance.groups import run_group
 from tests.hosts import install_ssh, write_hostfile
 from tests.models import tiny_qwen3
+from tests.parity import architectures
 from tests.parity.reference import relative_error
 from workers.backends.training import backends
 from workers.backends.training.base import Create
@@ -25,8 +26,10 @@ from workers.process.multinode import read_hostfile, run
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_qwen3(tmp_path_factory.mktemp("base"))
+def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dense model, or the case of tests/parity/architectures.py that a test names."""
+    folder = tmp_path_factory.mktemp("base")
+    return architectures.build(request.param, folder) if hasattr(request, "param") else tiny_qwen3(folder)
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +60,20 @@ def run_ranks(base: Path, folder: Path, stage: int, end: str, *, offload: bool =
 @pytest.mark.parametrize(("stage", "offload"), [(0, False), (1, False), (2, False), (3, False), (3, True)])
 def test_two_ranks_equal_one_process(
     base: Path, alone: Trainer, wanted: dict[str, np.ndarray], tmp_path: Path, stage: int, offload: bool
+) -> None:
+    check_two_ranks(base, alone, wanted, tmp_path, stage, offload=offload)
+
+
+@pytest.mark.parametrize("base", ["qwen3-moe"], indirect=True)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_two_ranks_equal_one_process_on_a_model_with_experts(
+    base: Path, alone: Trainer, wanted: dict[str, np.ndarray], tmp_path: Path, stage: int
+) -> None:
+    check_two_ranks(base, alone, wanted, tmp_path, stage)
+
+
+def check_two_ranks(
+    base: Path, alone: Trainer, wanted: dict[str, np.ndarray], tmp_path: Path, stage: int, *, offload: bool = False
 ) -> None:
     written_by_one(alone, tmp_path / training_ranks.BY_ONE)
     assert run_ranks(base, tmp_path, stage, "stay", offload=offload) == [0, 0]

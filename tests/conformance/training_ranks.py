@@ -23,7 +23,7 @@ from tests.parity.datums import batch, policy, supervised, valued
 from workers.backends.training import backends, ranks
 from workers.backends.training.base import Create, Load
 from workers.backends.training.trainer import Trainer
-from workers.models import lora
+from workers.models import lora, peft_files
 
 BY_ONE = "written by one process"
 STEP = OptimStep(AdamParams(learning_rate=1e-2, eps=1e-8, grad_clip_norm=5.0))
@@ -121,13 +121,13 @@ def note(found: dict[str, np.ndarray], name: str, results: Any) -> None:
 
 def read_late() -> None:
     """Delays this rank's checkpoint reads beyond the end of rank 0's."""
-    read = lora.read_peft
+    read = peft_files.read
 
     def late(folder: Path) -> lora.Adapter:
         time.sleep(0.5)
         return read(folder)
 
-    lora.read_peft = late
+    peft_files.read = late
 
 
 def end_alone(backend: Trainer, follower: int) -> None:
@@ -155,7 +155,7 @@ def read_nothing() -> None:
     def unreadable(folder: Path) -> lora.Adapter:
         raise UserOpError(f"{folder} cannot be read here")
 
-    lora.read_peft = unreadable
+    peft_files.read = unreadable
 
 
 def end_apart(backend: Trainer, folder: Path) -> None:

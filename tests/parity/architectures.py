@@ -108,6 +108,10 @@ CASES: Mapping[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+RECURRENT = ("Qwen3_5Text", "Qwen3_5", "Qwen3Next", "NemotronH")
+"""The families with layers that hold a recurrent state. The transformers sampler refuses them."""
+
+
 def class_name(case: str) -> str:
     """The model class that transformers builds for the case."""
     config_class = getattr(transformers, f"{CASES[case][0]}Config")

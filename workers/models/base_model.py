@@ -27,6 +27,7 @@ from app.domain.records import BaseModelInfo
 from app.errors import SetupError, UnservableModel
 from app.settings import BaseModelSettings
 from workers.backends.failures import ran_out_of_memory
+from workers.models import experts
 from workers.models.coverage import left_out, undecided
 from workers.models.lora import targets
 
@@ -198,7 +199,7 @@ def check_adaptable(settings: BaseModelSettings) -> dict[str, str]:
             f"base model {settings.name!r} ({model.config.architectures[0]}) cannot be trained with LoRA: it has "
             f"modules that Tinsmith does not know: {', '.join(unknown)}"
         )
-    return left_out(model)
+    return left_out(model, experts.found(model))
 
 
 def local_path(path: str) -> str:

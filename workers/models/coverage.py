@@ -6,7 +6,7 @@ A model with any other weight is refused for LoRA: an adapter would silently lea
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import cast
 
 from torch import nn
@@ -28,7 +28,7 @@ _OTHER_INPUTS = (
     r"(^|\.)(visual|vision_\w+|audio_\w+|multi_modal_projector|embed_vision|embed_audio)(\.|$)",
     "training gives text alone, so no gradient reaches it",
 )
-_EXPERTS = (r"\.experts(\.|$)", "experts are stacked tensors, and adapters sit on linears")
+_EXPERTS = (r"\.experts(\.|$)", "experts beside dense or shared MLPs, or in a layout of their own, have no adapter yet")
 # A path's pattern, and why no adapter ever sits there. The first that matches counts, before any group.
 NEVER: tuple[tuple[str, str], ...] = (
     _OTHER_INPUTS,
@@ -43,8 +43,8 @@ NEVER: tuple[tuple[str, str], ...] = (
 
 
 def groups(paths: list[str], *, experts: bool) -> dict[str, list[str]]:
-    """The paths of linears that an adapter can sit on, by group. With experts, `mlp` is empty: the few dense MLPs
-    beside them would make a thin adapter."""
+    """The paths of linears that an adapter can sit on, by group. With `experts`, which get no adapter, `mlp` is empty:
+    the few dense MLPs beside them would make a thin adapter."""
     found: dict[str, list[str]] = {group: [] for group in GROUPS}
     for path in paths:
         group = _group(path)
@@ -53,9 +53,14 @@ def groups(paths: list[str], *, experts: bool) -> dict[str, list[str]]:
     return found
 
 
+def trains_experts(path: str) -> bool:
+    """True if the experts at `path` belong to the language model."""
+    return re.search(_EXPERTS[0], path) is not None and not _matches(_OTHER_INPUTS, path)
+
+
 def has_experts(model: nn.Module) -> bool:
     """True if the model's language model has experts."""
-    return any(re.search(_EXPERTS[0], name) and not _matches(_OTHER_INPUTS, name) for name, _ in model.named_modules())
+    return any(trains_experts(name) for name, _ in model.named_modules())
 
 
 def undecided(model: nn.Module) -> list[str]:
@@ -64,10 +69,11 @@ def undecided(model: nn.Module) -> list[str]:
     return sorted({_numberless(path) for path in found})
 
 
-def left_out(model: nn.Module) -> dict[str, str]:
-    """The reason why no adapter covers a module, for each such module; its layers' numbers are written as `*`."""
+def left_out(model: nn.Module, adapted: Collection[str]) -> dict[str, str]:
+    """The reason why no adapter covers a module, for each such module; its layers' numbers are written as `*`.
+    `adapted`: the stacked experts that adapters cover."""
     found: dict[str, str] = {}
-    for path in _weights(model):
+    for path in (path for path in _weights(model) if path.rpartition(".")[0] not in adapted):
         entry = next((entry for entry in NEVER if _matches(entry, path)), None)
         if entry is not None:
             end = cast(re.Match[str], re.search(entry[0], path)).end()

@@ -2,36 +2,32 @@
 
 `wrap` puts a `LoraLinear` around every linear an adapter may sit on; `use` says which tokens belong to which adapter.
 The choice is a context variable, so passes in different threads do not see each other. An adapter is kept as fp32
-masters and cast to the activation's dtype in compute. On disk it has the format of the `peft` library.
+masters and cast to the activation's dtype in compute.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from itertools import groupby
 from math import sqrt
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from app.domain.ops import LoraSpec
 from app.errors import UserOpError
-from workers.backends.training.base import ADAPTER_CONFIG_FILE, ADAPTER_FILE
-from workers.models import coverage
+from workers.models import coverage, experts
 
-_KEY_PREFIX = "base_model.model."
-# The name that transformers gives to the head of a sequence classifier. PEFT keeps this head beside the adapter, under
-# the same name.
-_SCORE = "score"
-_SCORE_KEY = f"{_KEY_PREFIX}{_SCORE}.weight"
+KEY_PREFIX = "base_model.model."
+"""The start of a module's name in a PEFT file."""
+SCORE = "score"
+"""The name that transformers gives to the head of a sequence classifier. PEFT keeps this head beside the adapter, under
+the same name."""
+SCORE_KEY = f"{KEY_PREFIX}{SCORE}.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +61,11 @@ class Adapter:
         """Every parameter by its name in a PEFT file, sorted by path, and the value head last. So an adapter read from
         files has the order of a new one, and its gradients' norm has the same last bit."""
         found = {
-            f"{_KEY_PREFIX}{path}.lora_{part}.weight": parameter
+            f"{KEY_PREFIX}{path}.lora_{part}.weight": parameter
             for path, pair in sorted(self.pairs.items())
             for part, parameter in (("A", pair.a), ("B", pair.b))
         }
-        return found if self.value_head is None else {**found, _SCORE_KEY: self.value_head}
+        return found if self.value_head is None else {**found, SCORE_KEY: self.value_head}
 
     def drop_gradients(self) -> None:
         """Removes every parameter's `.grad`."""
@@ -224,8 +220,9 @@ def _split(tensor: Tensor, run: _Run) -> Tensor:
 
 
 def wrap(model: nn.Module) -> None:
-    """Replaces, in place, every linear `targets` names by a LoraLinear around it."""
-    for path in [path for paths in targets(model).values() for path in paths]:
+    """Replaces, in place, every linear `targets` names by a LoraLinear around it, and prepares the experts."""
+    experts.wrap(model, in_use)
+    for path in [path for paths in targets(model).values() for path in paths if not experts.is_pair(path)]:
         parent, _, name = path.rpartition(".")
         linear = model.get_submodule(path)
         if isinstance(linear, nn.Linear):
@@ -240,14 +237,17 @@ def unwrapped_name(model: nn.Module, parameter: str) -> str:
 
 
 def targets(model: nn.Module) -> dict[str, list[str]]:
-    """The paths of the linears an adapter can sit on, by group (attn, mlp, unembed), before or after `wrap`."""
-    found = [path for path, module in model.named_modules() if isinstance(module, nn.Linear | LoraLinear)]
-    return coverage.groups(found, experts=coverage.has_experts(model))
+    """The paths of an adapter's pairs by group (attn, mlp, unembed), before or after `wrap`: on linears, and in the
+    form of workers.models.experts on stacked experts."""
+    linears = [path for path, module in model.named_modules() if isinstance(module, nn.Linear | LoraLinear)]
+    on_experts = experts.paths(model)
+    found = coverage.groups(linears, experts=coverage.has_experts(model) and not on_experts)
+    return {**found, "mlp": found["mlp"] + on_experts}
 
 
 def new_adapter(model: nn.Module, spec: LoraSpec, *, critic: bool = False) -> Adapter:
     """Returns a new adapter on the CPU, for a wrapped or bare model. It changes no output until trained, since B is
-    zero.
+    zero. Pairs on experts are sampled last.
 
     A is kaiming_uniform(a=sqrt(5)), sampled on the CPU from `spec.seed` alone, so every device and rank has the same A.
     A critic has no pair on the head it does not use. Its own value head is N(0, 1/(hidden size + 1)), as in OpenRLHF:
@@ -257,10 +257,10 @@ def new_adapter(model: nn.Module, spec: LoraSpec, *, critic: bool = False) -> Ad
     spec = replace(spec, train_unembed=False) if critic else spec
     generator = torch.Generator("cpu").manual_seed(spec.seed)
     pairs = {}
-    for path in _chosen(model, spec):
-        in_features, out_features = _features(model.get_submodule(path))
-        a = nn.init.kaiming_uniform_(torch.empty(spec.rank, in_features), a=sqrt(5), generator=generator)
-        pairs[path] = _pair(a, torch.zeros(out_features, spec.rank))
+    for path in sorted(_chosen(model, spec), key=experts.is_pair):
+        in_features, out_features, rank = _width(model, path, spec.rank)
+        a = nn.init.kaiming_uniform_(torch.empty(rank, in_features), a=sqrt(5), generator=generator)
+        pairs[path] = _pair(a, torch.zeros(out_features, rank))
     return Adapter(spec, pairs, new_value_head(model, generator) if critic else None)
 
 
@@ -272,12 +272,12 @@ def new_value_head(model: nn.Module, generator: torch.Generator) -> nn.Parameter
 
 def check_fits(adapter: Adapter, model: nn.Module) -> None:
     """Raises UserOpError when the adapter's paths or shapes are not those its spec gives on this model."""
-    expected = {path: _features(model.get_submodule(path)) for path in _chosen(model, adapter.spec)}
-    found = {path: (pair.a.shape[1], pair.b.shape[0]) for path, pair in adapter.pairs.items()}
+    expected = {path: _width(model, path, adapter.spec.rank) for path in _chosen(model, adapter.spec)}
+    found = {path: (pair.a.shape[1], pair.b.shape[0], pair.a.shape[0]) for path, pair in adapter.pairs.items()}
     for path in sorted(expected.keys() | found.keys()):
         if expected.get(path) != found.get(path):
             raise UserOpError(
-                f"the adapter does not fit this base model: {path} has (in, out) features {found.get(path)} in the "
+                f"the adapter does not fit this base model: {path} has (in, out, rank) {found.get(path)} in the "
                 f"file and {expected.get(path)} in the model; load it on the base model it was trained on"
             )
     if adapter.value_head is not None and adapter.value_head.shape != (1, _hidden_size(model)):
@@ -297,91 +297,22 @@ def check_role(adapter: Adapter, *, critic: bool) -> None:
         )
 
 
-def write_peft(adapter: Adapter, folder: Path, base_model_name: str, model: nn.Module | None = None) -> None:
-    """Writes `adapter` as PEFT's two files. On a tied head the pair belongs to the head alone; the embedding has none.
-
-    A critic is stored as a sequence classifier with one label. `model`, wrapped or bare, is where the adapter belongs:
-    without it, modules are named by their last names alone.
-    """
-    config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base_model_name,
-        "r": adapter.spec.rank,
-        "lora_alpha": adapter.spec.alpha,
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "inference_mode": True,
-        "target_modules": _target_modules(adapter, model),
-    }
-    if adapter.critic:
-        config |= {"task_type": "SEQ_CLS", "modules_to_save": [_SCORE]}
-    (folder / ADAPTER_CONFIG_FILE).write_text(json.dumps(config, indent=2))
-    tensors = {name: parameter.detach().cpu().contiguous() for name, parameter in adapter.tensors().items()}
-    save_file(tensors, folder / ADAPTER_FILE, metadata={"format": "pt"})
-
-
-def _target_modules(adapter: Adapter, model: nn.Module | None) -> list[str]:
-    """The last names of the adapter's modules; or their whole paths, where a last name alone would also name another
-    module, such as one of a vision tower, on which PEFT would put an adapter too."""
-    leaves = {_leaf(path) for path in adapter.pairs}
-    others = () if model is None else (path for path, _ in model.named_modules() if path not in adapter.pairs)
-    return sorted(adapter.pairs if any(_leaf(path) in leaves for path in others) else leaves)
-
-
-def _leaf(path: str) -> str:
-    return path.rpartition(".")[2]
-
-
-def read_peft(folder: Path) -> Adapter:
-    """Reads the adapter in `folder`, on the CPU. Its spec's seed is 0, as nothing is sampled from it any more.
-
-    Raises UserOpError when the files are missing, damaged, or use PEFT features other than plain LoRA and a critic's
-    value head.
-    """
-    try:
-        config = json.loads((folder / ADAPTER_CONFIG_FILE).read_text())
-        stored = load_file(folder / ADAPTER_FILE)
-        head = nn.Parameter(stored.pop(_SCORE_KEY).float()) if config.get("modules_to_save") else None
-        return Adapter(_spec_of(config), _pairs_of(stored, int(config["r"])), head)
-    except (OSError, SafetensorError, ValueError, KeyError) as error:
-        raise UserOpError(f"{folder.name} holds no plain LoRA adapter in PEFT files: {error}") from None
-
-
-def _spec_of(config: dict[str, object]) -> LoraSpec:
-    modules = config["target_modules"]
-    if not isinstance(modules, list) or not isinstance(config["lora_alpha"], int | float):
-        raise ValueError("target_modules must be a list and lora_alpha a number")
-    leaves = {_leaf(str(name)) for name in modules}
-    attn, mlp, unembed = (any(_leaf(name) in leaves for name in names) for names in coverage.GROUPS.values())
-    return LoraSpec(int(str(config["r"])), attn, mlp, unembed, alpha=config["lora_alpha"])
-
-
-def _pairs_of(stored: dict[str, Tensor], rank: int) -> dict[str, LoraPair]:
-    paths = [key[len(_KEY_PREFIX) : -len(".lora_A.weight")] for key in stored if key.endswith(".lora_A.weight")]
-    pairs = {}
-    for path in paths:
-        a = stored.pop(f"{_KEY_PREFIX}{path}.lora_A.weight").float()
-        b = stored.pop(f"{_KEY_PREFIX}{path}.lora_B.weight").float()
-        if a.shape[0] != rank or b.shape[1] != rank:
-            raise ValueError(f"{path} has shapes {list(a.shape)} and {list(b.shape)}, which do not have rank {rank}")
-        pairs[path] = _pair(a, b)
-    if stored:
-        raise ValueError(f"unknown tensor {next(iter(stored))}")
-    return pairs
-
-
 def _chosen(model: nn.Module, spec: LoraSpec) -> list[str]:
     """The target paths that a spec asks for, in the model's order."""
     wanted = {"attn": spec.train_attn, "mlp": spec.train_mlp, "unembed": spec.train_unembed}
     return [path for group, paths in targets(model).items() if wanted[group] for path in paths]
 
 
-def _features(linear: nn.Module) -> tuple[int, int]:
-    """(in, out) features of the linear. ZeRO-3 empties the weight's shape, so the module's own record is used."""
-    core = linear.base if isinstance(linear, LoraLinear) else linear
+def _width(model: nn.Module, path: str, rank: int) -> tuple[int, int, int]:
+    """(in, out) features and rank (of all experts together) of a pair. ZeRO-3 empties a weight's shape, so the
+    module's own record is used."""
+    if experts.is_pair(path):
+        count, in_features, out_features = experts.shape(model, path)
+        return in_features, out_features, count * rank
+    module = model.get_submodule(path)
+    core = module.base if isinstance(module, LoraLinear) else module
     assert isinstance(core, nn.Linear)
-    return core.in_features, core.out_features
+    return core.in_features, core.out_features, rank
 
 
 def _hidden_size(model: nn.Module) -> int:

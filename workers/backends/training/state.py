@@ -19,7 +19,7 @@ from typing import Protocol
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
 from app.domain.ops import AdamParams, LoraSpec
@@ -28,7 +28,7 @@ from workers.backends.training.base import OPTIMIZER_FILE, Create, Writer
 from workers.backends.training.engine import Engine
 from workers.backends.training.optimizer import ShardedAdamW
 from workers.backends.training.ranks import Shards
-from workers.models import lora
+from workers.models import experts, lora, peft_files
 from workers.models.full_weights import huggingface_writer
 from workers.models.lora import Adapter, LoraPair
 
@@ -251,7 +251,7 @@ class AdapterState:
 
         def write(folder: Path) -> None:
             try:
-                lora.write_peft(adapter, folder, self.base_path, self.engine.base.model)
+                peft_files.write(adapter, folder, self.base_path, self.engine.base.model)
                 if moments is not None:
                     save_file(moments, folder / OPTIMIZER_FILE)
             except SafetensorError as error:
@@ -301,7 +301,7 @@ class AdapterModels:
         return self._state_of(lora.new_adapter(self.engine.base.model, op.lora, critic=op.critic))
 
     def read(self, folder: Path, *, optimizer: bool, critic: bool) -> AdapterState:
-        adapter = lora.read_peft(folder)
+        adapter = peft_files.read(folder)
         lora.check_role(adapter, critic=critic)
         lora.check_fits(adapter, self.engine.base.model)
         state = self._state_of(adapter)
@@ -336,15 +336,18 @@ def merged(engine: Engine, adapter: Adapter) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for wrapped, parameter in model.named_parameters(remove_duplicate=False):
         name = lora.unwrapped_name(model, wrapped)
-        pair = adapter.pairs.get(name.removesuffix(".weight"))
+        pair = adapter.pairs.get(experts.pair_path(name.removesuffix(".weight")))
         if pair is None and name in model.all_tied_weights_keys:
             continue
         with engine.gathered(parameter):
             if engine.ranks.rank == 0:
-                full_weights = parameter if pair is None else _added(parameter, pair, adapter.scaling)
+                full_weights = parameter if pair is None else _added(model, name, parameter, pair, adapter.scaling)
                 found[name] = full_weights.detach().to("cpu")  # no copy on a CPU: the base is frozen
     return found
 
 
-def _added(weight: Tensor, pair: LoraPair, scaling: float) -> Tensor:
+def _added(model: nn.Module, name: str, weight: Tensor, pair: LoraPair, scaling: float) -> Tensor:
+    if weight.ndim == 3:
+        module = model.get_submodule(name.rpartition(".")[0])
+        return experts.merged(module, weight.float(), pair.a, pair.b, scaling).to(weight.dtype)
     return torch.addmm(weight.float(), pair.b, pair.a, alpha=scaling).to(weight.dtype)

@@ -19,7 +19,7 @@ from tests.models import tiny_opt, tiny_qwen3
 from tests.parity import architectures
 from tests.parity.architectures import SHAPE
 from workers.backends.sampling.base import create as create_sampler
-from workers.models import base_model, lora
+from workers.models import base_model, lora, peft_files
 from workers.models.coverage import left_out, undecided
 
 
@@ -46,8 +46,16 @@ def test_a_gated_delta_net_is_adapted_in_all_its_linears() -> None:
     assert names == {"in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"}
 
 
-@pytest.mark.parametrize("name", ["Qwen3Moe", "GptOss", "Glm4Moe", "Llama4Text"])
-def test_a_model_with_experts_offers_no_mlp_group(name: str) -> None:
+@pytest.mark.parametrize("name", ["Qwen3Moe", "GptOss"])
+def test_stacked_experts_are_adapted_as_the_mlp_group(name: str) -> None:
+    model = on_meta(name, **SHAPE)
+    assert undecided(model) == []
+    experts = [f"model.layers.{layer}.mlp.experts" for layer in range(SHAPE["num_hidden_layers"])]
+    assert lora.targets(model)["mlp"] == [path + part for path in experts for part in (".base_layer", "")]
+
+
+@pytest.mark.parametrize("name", ["Glm4Moe", "Llama4Text"])
+def test_experts_beside_other_mlps_are_not_adapted_and_neither_are_those(name: str) -> None:
     model = on_meta(name, **SHAPE)
     assert undecided(model) == []
     assert [group for group, paths in lora.targets(model).items() if paths] == ["attn", "unembed"]
@@ -81,7 +89,7 @@ def test_a_model_is_refused_before_its_weights_are_read(tmp_path: Path, monkeypa
 
 
 def test_modules_without_adapters_are_named_with_the_reasons() -> None:
-    left = left_out(on_meta("Qwen3_5Moe"))
+    left = left_out(on_meta("Qwen3_5Moe"), ())
     assert set(left) == {
         "model.visual",
         "model.language_model.layers.*.mlp.gate",
@@ -90,7 +98,7 @@ def test_modules_without_adapters_are_named_with_the_reasons() -> None:
         "model.language_model.layers.*.linear_attn.conv1d",
     }
     assert left["model.visual"].startswith("training gives text alone")
-    assert left_out(on_meta("Qwen3", **SHAPE)) == {}
+    assert left_out(on_meta("Qwen3", **SHAPE), ()) == {}
 
 
 def test_a_draft_head_an_indexer_and_mambas_output_never_have_an_adapter() -> None:
@@ -131,10 +139,10 @@ def test_peft_puts_a_saved_adapter_on_the_adapters_own_modules_alone(case: str, 
     base = architectures.build(case, tmp_path / "base")
     model = base_model.load(BaseModelSettings(name="q", path=str(base), dtype="float32")).model
     adapter = lora.new_adapter(model, LoraSpec(rank=2, train_mlp=False, train_unembed=False))
-    lora.write_peft(adapter, tmp_path, str(base), model)
+    peft_files.write(adapter, tmp_path, str(base), model)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # PEFT warns of a missing tensor
         adapted = PeftModel.from_pretrained(model, tmp_path)
     found = {path for path, module in adapted.base_model.model.named_modules() if isinstance(module, LoraLayer)}
     assert found == adapter.pairs.keys()
-    assert lora.read_peft(tmp_path).spec == adapter.spec
+    assert peft_files.read(tmp_path).spec == adapter.spec

@@ -13,7 +13,7 @@ from transformers import LlamaConfig
 from app.domain.ops import LoraSpec
 from app.errors import UserOpError
 from workers.backends.training.base import ADAPTER_CONFIG_FILE, ADAPTER_FILE
-from workers.models import lora
+from workers.models import lora, peft_files
 from workers.models.lora import Adapter
 
 
@@ -176,8 +176,8 @@ def test_masters_are_fp32_under_a_bfloat16_base(model: Tiny, tokens: torch.Tenso
 
 def test_peft_files_give_the_same_adapter_back(model: Tiny, tmp_path: Path) -> None:
     adapter = trained(model, LoraSpec(rank=3, seed=1, alpha=9.5, train_mlp=False))
-    lora.write_peft(adapter, tmp_path, "some/base")
-    found = lora.read_peft(tmp_path)
+    peft_files.write(adapter, tmp_path, "some/base")
+    found = peft_files.read(tmp_path)
     assert found.spec == LoraSpec(rank=3, train_mlp=False, alpha=9.5)
     assert all(torch.equal(found.tensors()[name], p) for name, p in adapter.tensors().items())
     assert "base_model.model.lm_head.lora_A.weight" in load_file(tmp_path / ADAPTER_FILE)
@@ -188,10 +188,10 @@ def test_a_critic_is_a_classifier_of_one_label_in_peft_files(model: Tiny, tmp_pa
     critic = lora.new_adapter(model, LoraSpec(rank=3, seed=1), critic=True)
     assert critic.value_head is not None
     assert (list(critic.pairs), critic.spec.train_unembed) == (["q_proj"], False)
-    lora.write_peft(critic, tmp_path, "some/base")
+    peft_files.write(critic, tmp_path, "some/base")
     config = json.loads((tmp_path / ADAPTER_CONFIG_FILE).read_text())
     assert (config["task_type"], config["modules_to_save"]) == ("SEQ_CLS", ["score"])
-    found = lora.read_peft(tmp_path)
+    found = peft_files.read(tmp_path)
     assert found.value_head is not None
     assert torch.equal(found.value_head, critic.value_head)
     assert list(found.tensors()) == list(critic.tensors())
@@ -210,7 +210,7 @@ DAMAGES = "no folder", "no json", "other rank", "unknown tensor", "half a pair",
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_files_that_are_no_plain_adapter_are_refused(model: Tiny, tmp_path: Path, damage: str) -> None:
-    lora.write_peft(trained(model, LoraSpec(rank=3)), tmp_path, "some/base")
+    peft_files.write(trained(model, LoraSpec(rank=3)), tmp_path, "some/base")
     config, weights = tmp_path / ADAPTER_CONFIG_FILE, tmp_path / ADAPTER_FILE
     tensors = load_file(weights)
     if damage == "no folder":
@@ -230,7 +230,7 @@ def test_files_that_are_no_plain_adapter_are_refused(model: Tiny, tmp_path: Path
     else:
         weights.write_bytes(weights.read_bytes()[:-8])
     with pytest.raises(UserOpError):
-        lora.read_peft(tmp_path)
+        peft_files.read(tmp_path)
 
 
 def test_an_adapter_of_another_base_does_not_fit(model: Tiny) -> None:
@@ -242,5 +242,5 @@ def test_an_adapter_of_another_base_does_not_fit(model: Tiny) -> None:
 def test_an_adapter_read_from_files_has_the_order_of_a_fresh_one(model: Tiny, tmp_path: Path):
     """The gradient norm is summed in that order, so clipping would differ in its last bit after a restore."""
     fresh = lora.new_adapter(model, LoraSpec(rank=4))
-    lora.write_peft(fresh, tmp_path, "base")
-    assert list(lora.read_peft(tmp_path).tensors()) == list(fresh.tensors())
+    peft_files.write(fresh, tmp_path, "base")
+    assert list(peft_files.read(tmp_path).tensors()) == list(fresh.tensors())

@@ -26,7 +26,7 @@ from workers.backends.sampling.base import RequestHandle, SamplerBackend
 from workers.backends.sampling.transformers.backend import TransformersSampler
 from workers.checkpoints import transfer
 from workers.checkpoints.shm_transfer import ShmFolder
-from workers.models import base_model, lora
+from workers.models import base_model, lora, peft_files
 from workers.process.fair_queue import FairQueue
 from workers.sample.adapters import AdapterFiles, Adapters, AdapterScheduler
 
@@ -210,7 +210,7 @@ def _write_adapter(model: nn.Module, seed: int, folder: Path) -> None:
     for pair in adapter.pairs.values():
         pair.b.data = torch.randn(pair.b.shape, generator=generator)
     folder.mkdir()
-    lora.write_peft(adapter, folder, "base")
+    peft_files.write(adapter, folder, "base")
 
 
 def test_a_storm_of_more_adapters_than_fit_gives_each_request_its_own_text(

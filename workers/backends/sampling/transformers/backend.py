@@ -25,7 +25,7 @@ from workers.backends.sampling import vocabulary
 from workers.backends.sampling.base import Aborted, RequestHandle, check_request
 from workers.backends.sampling.transformers import kv_cache
 from workers.backends.sampling.transformers.batch import Job, RunningBatch, fits, prefill
-from workers.models import base_model, full_weights, lora
+from workers.models import base_model, full_weights, lora, peft_files
 from workers.models.base_model import LoadedBase
 
 
@@ -104,7 +104,7 @@ class Adapters:
     def load(self, weights_id: str, folder: Path) -> None:
         if weights_id in self._adapters:
             return
-        adapter = lora.read_peft(folder)
+        adapter = peft_files.read(folder)
         lora.check_fits(adapter, self._base.model)
         self._adapters[weights_id] = _cast(adapter, self._base.device, self._base.dtype)
 

@@ -141,7 +141,8 @@ def decode_attention(
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Maps query [B, heads, T, D], key and value [B, kv heads, W, D], mask bool [B, 1, T, W] to [B, T, heads, D]."""
+    """Maps query [B, heads, T, D], key [B, kv heads, W, D], value [B, kv heads, W, V] and mask bool [B, 1, T, W] to
+    [B, T, heads, V]."""
     if query.shape[2] > 1 or query.device.type != "cpu":
         attended: Tensor = sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **options
@@ -153,7 +154,7 @@ def decode_attention(
     scores = torch.matmul(shared, key.transpose(2, 3)).float().mul_(width**-0.5 if scaling is None else scaling)
     if attention_mask is not None:
         scores.masked_fill_(~attention_mask, float("-inf"))
-    return torch.matmul(scores.softmax(-1).to(value.dtype), value).view(rows, 1, heads, width), None
+    return torch.matmul(scores.softmax(-1).to(value.dtype), value).view(rows, 1, heads, -1), None
 
 
 AttentionInterface.register(_NAME, decode_attention)

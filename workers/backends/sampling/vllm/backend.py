@@ -27,7 +27,7 @@ from workers.backends.sampling.vllm import patches
 from workers.backends.sampling.vllm import requests as vllm_requests
 from workers.backends.sampling.vllm.engine import EngineThread
 from workers.backends.sampling.vllm.requests import Sample, may_read_cache
-from workers.models import base_model, full_weights, lora
+from workers.models import base_model, experts, full_weights, lora, peft_files
 
 
 class VllmSampler:
@@ -54,7 +54,7 @@ class VllmSampler:
             self._weights = VllmFullFinetuneModel(self._engine, skeleton)
         else:
             self._weights = self._adapters(skeleton)
-            info = self._adaptable(info)
+            info = self._adaptable(info, skeleton)
         self._model_info = info
         return info
 
@@ -106,11 +106,13 @@ class VllmSampler:
             adapters.use_zero_for_base(skeleton)
         return adapters
 
-    def _adaptable(self, info: BaseModelInfo) -> BaseModelInfo:
-        """Removes the parts of the model that vLLM takes no adapter for."""
-        if all(self._engine.call(lambda engine: engine.collective_rpc("adapts_head"))):
-            return info
-        groups = tuple(group for group in info.trainable_groups if group != "unembed")
+    def _adaptable(self, info: BaseModelInfo, skeleton: nn.Module) -> BaseModelInfo:
+        """Removes the parts of the model that vLLM takes no adapter for. Experts are among them: nothing has shown that
+        vLLM applies these adapters rightly."""
+        without = {"mlp"} if experts.paths(skeleton) else set()
+        if not all(self._engine.call(lambda engine: engine.collective_rpc("adapts_head"))):
+            without.add("unembed")
+        groups = tuple(group for group in info.trainable_groups if group not in without)
         return dataclasses.replace(info, trainable_groups=groups)
 
     def _run(self, adapter: Any, request: SampleRequest, handle: RequestHandle, read_cache: bool) -> list[Sample]:
@@ -216,7 +218,7 @@ class VllmAdapters:
         """
         spec = LoraSpec(rank=1, train_mlp=False, train_unembed=False)
         self._zero = tempfile.TemporaryDirectory(prefix="tinsmith-")
-        lora.write_peft(lora.new_adapter(skeleton, spec), Path(self._zero.name), "", skeleton)
+        peft_files.write(lora.new_adapter(skeleton, spec), Path(self._zero.name), "", skeleton)
         self.base = self._add("", Path(self._zero.name))
 
     def _add(self, name: str, folder: Path) -> Any:

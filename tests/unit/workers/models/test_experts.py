@@ -1,0 +1,147 @@
+"""Adapters on stacked experts equal transformers' own loop over experts with each tenant's merged weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM, GptOssConfig, Qwen3MoeConfig
+
+from app.domain.ops import LoraSpec
+from workers.models import experts, lora, peft_files
+from workers.models.lora import Adapter
+
+_SHAPE: dict[str, Any] = {
+    "vocab_size": 40,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "num_experts_per_tok": 2,
+}
+_CONFIGS = {
+    "Qwen3Moe": lambda: Qwen3MoeConfig(**_SHAPE, num_experts=4, moe_intermediate_size=24),
+    "GptOss": lambda: GptOssConfig(**_SHAPE, num_local_experts=4),
+}
+_PATH = "model.layers.0.mlp.experts"
+_TENSORS = {"gate_up_proj": f"{_PATH}.base_layer", "down_proj": _PATH}
+
+
+@pytest.fixture(params=_CONFIGS)
+def model(request: pytest.FixtureRequest) -> nn.Module:
+    torch.manual_seed(0)
+    model: nn.Module = AutoModelForCausalLM.from_config(_CONFIGS[request.param](), attn_implementation="eager")
+    for parameter in model.get_submodule(_PATH).parameters():
+        nn.init.normal_(parameter, std=0.3)
+    lora.wrap(model.eval().requires_grad_(False))
+    return model
+
+
+def trained(model: nn.Module, rank: int, seed: int) -> Adapter:
+    adapter = lora.new_adapter(model, LoraSpec(rank=rank, seed=seed, alpha=3))
+    for pair in adapter.pairs.values():
+        nn.init.normal_(pair.b, generator=torch.Generator().manual_seed(seed))
+    return adapter
+
+
+def routed(tokens: int = 11, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states, two experts of each token, and their weights; expert 2 has no token."""
+    generator = torch.Generator().manual_seed(5)
+    chosen = torch.rand(tokens, 3, generator=generator).argsort(1)[:, :2]
+    chosen[chosen == 2] = 3
+    return (
+        torch.randn(tokens, 16, generator=generator).to(dtype).requires_grad_(),
+        chosen,
+        torch.rand(tokens, 2, generator=generator).to(dtype),
+    )
+
+
+def by_loop(model: Any, adapter: Adapter | None, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    module = model.get_submodule(_PATH)
+    merged = dict(module.named_parameters())
+    for name, path in _TENSORS.items() if adapter is not None else ():
+        pair, count = adapter.pairs[path], module.num_experts
+        added = [
+            adapter.scaling * pair.b[:, e::count] @ pair.a[e * adapter.spec.rank : (e + 1) * adapter.spec.rank]
+            for e in range(count)
+        ]
+        stacked = torch.stack([one.T if module.is_transposed else one for one in added])
+        merged[name] = (merged[name] + stacked).to(hidden.dtype)
+    model.set_experts_implementation("eager")
+    try:
+        return functional_call(module, merged, (hidden, chosen, weights))
+    finally:
+        model.set_experts_implementation(experts.NAME)
+
+
+def tenants(model: nn.Module) -> list[tuple[Adapter | None, int]]:
+    return [(trained(model, 3, 1), 4), (None, 2), (trained(model, 10, 2), 5)]
+
+
+def expected(model: nn.Module, segments: list[tuple[Adapter | None, int]], inputs: tuple[Tensor, ...]) -> Tensor:
+    shares = zip(*(tensor.split([count for _, count in segments]) for tensor in inputs), strict=True)
+    return torch.cat([by_loop(model, a, *share) for (a, _), share in zip(segments, shares, strict=True)])
+
+
+def gradients(output: Tensor, hidden: Tensor, segments: list[tuple[Adapter | None, int]]) -> list[Tensor]:
+    pairs = [a.pairs[path] for a, _ in segments if a is not None for path in _TENSORS.values()]
+    return list(torch.autograd.grad(output.square().sum(), [hidden, *(p for pair in pairs for p in (pair.a, pair.b))]))
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_several_tenants_in_one_pass_get_the_outputs_and_gradients_of_a_loop(
+    model: nn.Module, recomputed: bool
+) -> None:
+    segments, inputs, module = tenants(model), routed(), model.get_submodule(_PATH)
+    with lora.use(segments):
+        output = checkpoint(module, *inputs, use_reentrant=False) if recomputed else module(*inputs)
+        found = gradients(output, inputs[0], segments)
+    wanted = expected(model, segments, inputs)
+    torch.testing.assert_close(output, wanted, rtol=1e-5, atol=1e-5)
+    for one, other in zip(found, gradients(wanted, inputs[0], segments), strict=True):
+        assert (one - other).norm() <= 1e-5 * other.norm()
+
+
+def test_inference_mode_gives_the_same_outputs(model: nn.Module) -> None:
+    segments, inputs = tenants(model), routed()
+    with lora.use(segments), torch.inference_mode():
+        output = model.get_submodule(_PATH)(*inputs)
+    torch.testing.assert_close(output, expected(model, segments, inputs), rtol=1e-5, atol=1e-5)
+
+
+def test_bfloat16_is_as_near_to_float32_as_a_loop_is(model: nn.Module) -> None:
+    segments = tenants(model)
+    exact = expected(model, segments, routed())
+    model.bfloat16()
+    inputs = routed(dtype=torch.bfloat16)
+    with lora.use(segments):
+        found = model.get_submodule(_PATH)(*inputs)
+    error, error_of_loop = ((output.float() - exact).norm() for output in (found, expected(model, segments, inputs)))
+    assert error <= 2 * error_of_loop, "an adapter's product is rounded twice more than a merged weight"
+
+
+def test_saved_pairs_are_read_back_to_the_bit(model: nn.Module, tmp_path: Path) -> None:
+    adapter = trained(model, 3, 1)
+    peft_files.write(adapter, tmp_path, "base")
+    found = peft_files.read(tmp_path)
+    lora.check_fits(found, model)
+    assert found.spec.train_mlp
+    assert found.tensors().keys() == adapter.tensors().keys()
+    for name, parameter in adapter.tensors().items():
+        assert torch.equal(found.tensors()[name], parameter)
+
+
+def test_attention_alone_leaves_the_experts_as_they_are(model: nn.Module) -> None:
+    adapter = lora.new_adapter(model, LoraSpec(rank=4, train_mlp=False))
+    assert not any(experts.is_pair(path) for path in adapter.pairs)
+    inputs = routed()
+    with lora.use([(adapter, 11)]):
+        output = model.get_submodule(_PATH)(*inputs)
+    torch.testing.assert_close(output, by_loop(model, None, *inputs), rtol=1e-5, atol=1e-5)

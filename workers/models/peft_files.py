@@ -1,0 +1,95 @@
+"""Adapters on disk, in the format of the `peft` library."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from app.domain.ops import LoraSpec
+from app.errors import UserOpError
+from workers.backends.training.base import ADAPTER_CONFIG_FILE, ADAPTER_FILE
+from workers.models import coverage, experts
+from workers.models.lora import KEY_PREFIX, SCORE, SCORE_KEY, Adapter, LoraPair
+
+
+def write(adapter: Adapter, folder: Path, base_model_name: str, model: nn.Module | None = None) -> None:
+    """Writes `adapter` as PEFT's two files. On a tied head the pair belongs to the head alone; the embedding has none.
+
+    A critic is stored as a sequence classifier with one label. `model`, wrapped or bare, is where the adapter belongs:
+    without it, modules are named by their last names alone.
+    """
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_model_name,
+        "r": adapter.spec.rank,
+        "lora_alpha": adapter.spec.alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "inference_mode": True,
+        "target_modules": _target_modules(adapter, model),
+    }
+    if any(experts.is_pair(path) for path in adapter.pairs):
+        config["target_parameters"] = experts.target_parameters()
+    if adapter.critic:
+        config |= {"task_type": "SEQ_CLS", "modules_to_save": [SCORE]}
+    (folder / ADAPTER_CONFIG_FILE).write_text(json.dumps(config, indent=2))
+    tensors = {name: parameter.detach().cpu().contiguous() for name, parameter in adapter.tensors().items()}
+    save_file(tensors, folder / ADAPTER_FILE, metadata={"format": "pt"})
+
+
+def _target_modules(adapter: Adapter, model: nn.Module | None) -> list[str]:
+    """The last names of the adapter's modules; or their whole paths, where a last name alone would also name another
+    module, such as one of a vision tower, on which PEFT would put an adapter too."""
+    paths = [path for path in adapter.pairs if not experts.is_pair(path)]
+    leaves = {_leaf(path) for path in paths}
+    others = () if model is None else (path for path, _ in model.named_modules() if path not in adapter.pairs)
+    return sorted(paths if any(_leaf(path) in leaves for path in others) else leaves)
+
+
+def _leaf(path: str) -> str:
+    return path.rpartition(".")[2]
+
+
+def read(folder: Path) -> Adapter:
+    """Reads the adapter in `folder`, on the CPU. Its spec's seed is 0, as nothing is sampled from it any more.
+
+    Raises UserOpError when the files are missing, damaged, or use PEFT features other than plain LoRA and a critic's
+    value head.
+    """
+    try:
+        config = json.loads((folder / ADAPTER_CONFIG_FILE).read_text())
+        stored = load_file(folder / ADAPTER_FILE)
+        head = nn.Parameter(stored.pop(SCORE_KEY).float()) if config.get("modules_to_save") else None
+        return Adapter(_spec_of(config), _pairs_of(stored, int(config["r"])), head)
+    except (OSError, SafetensorError, ValueError, KeyError) as error:
+        raise UserOpError(f"{folder.name} holds no plain LoRA adapter in PEFT files: {error}") from None
+
+
+def _spec_of(config: dict[str, object]) -> LoraSpec:
+    modules = config["target_modules"]
+    if not isinstance(modules, list) or not isinstance(config["lora_alpha"], int | float):
+        raise ValueError("target_modules must be a list and lora_alpha a number")
+    leaves = {_leaf(str(name)) for name in modules}
+    attn, mlp, unembed = (any(_leaf(name) in leaves for name in names) for names in coverage.GROUPS.values())
+    mlp = mlp or bool(config.get("target_parameters"))
+    return LoraSpec(int(str(config["r"])), attn, mlp, unembed, alpha=config["lora_alpha"])
+
+
+def _pairs_of(stored: dict[str, Tensor], rank: int) -> dict[str, LoraPair]:
+    paths = [key[len(KEY_PREFIX) : -len(".lora_A.weight")] for key in stored if key.endswith(".lora_A.weight")]
+    pairs = {}
+    for path in paths:
+        a = stored.pop(f"{KEY_PREFIX}{path}.lora_A.weight").float()
+        b = stored.pop(f"{KEY_PREFIX}{path}.lora_B.weight").float()
+        wanted = a.shape[0] if experts.is_pair(path) and a.shape[0] % rank == 0 else rank
+        if a.shape[0] != wanted or b.shape[1] != wanted:
+            raise ValueError(f"{path} has shapes {list(a.shape)} and {list(b.shape)}, which do not have rank {rank}")
+        pairs[path] = LoraPair(nn.Parameter(a), nn.Parameter(b))
+    if stored:
+        raise ValueError(f"unknown tensor {next(iter(stored))}")
+    return pairs
