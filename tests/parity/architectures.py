@@ -54,6 +54,22 @@ _LATENT = {
     "num_key_value_heads": 4,
     "head_dim": 8,
 }
+_KIMI = {
+    "pad_token_id": 0,
+    "layer_types": ["linear_attention", "full_attention"],
+    "mlp_layer_types": ["dense", "sparse"],
+    "num_experts": 4,
+    "num_experts_per_token": 2,
+    "moe_intermediate_size": 32,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "linear_head_dim": 16,
+    "linear_num_heads": 4,
+}
 _LLAMA4 = {"num_local_experts": 4, "intermediate_size_mlp": 96, "pad_token_id": 0}
 _GEMMA4 = {
     "sliding_window": _WINDOW,
@@ -63,6 +79,7 @@ _GEMMA4 = {
     "vocab_size_per_layer_input": VOCAB_SIZE,
     "num_kv_shared_layers": 0,
 }
+_GEMMA4_VISION = {**_TOWER, "num_key_value_heads": 2, "head_dim": 16, "position_embedding_size": 64}
 _NEMOTRON = {
     **_ROUTED,
     "layer_types": ["mamba", "attention"],
@@ -104,12 +121,26 @@ CASES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "glm4-moe (unlisted)": ("Glm4Moe", {**_ROUTED, "first_k_dense_replace": 1}),
     "llama4 (unlisted)": ("Llama4Text", {**_LLAMA4, "attention_chunk_size": 64}),
     "gemma4 (unlisted)": ("Gemma4Text", _GEMMA4),
+    "gpt-oss (unlisted)": ("GptOss", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": _WINDOW}),
+    "qwen3-vl-moe (unlisted)": ("Qwen3VLMoe", {"text_config": _MOE, "vision_config": _VISION}),
+    "qwen3.5-moe, vision (unlisted)": (
+        "Qwen3_5Moe",
+        {"text_config": {**_DELTA_NET, **_MOE, "shared_expert_intermediate_size": 32}, "vision_config": _VISION},
+    ),
+    "ministral3 (unlisted)": ("Ministral3", {}),
+    "mixtral (unlisted)": ("Mixtral", {"num_local_experts": 4}),
+    "olmoe (unlisted)": ("Olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
+    "minimax-m2 (unlisted)": ("MiniMaxM2", {"num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 8}),
+    "glm4-moe-lite (unlisted)": ("Glm4MoeLite", {**_LATENT, "first_k_dense_replace": 1}),
+    "kimi-linear (unlisted)": ("KimiLinear", _KIMI),
+    "gemma4, vision (unlisted)": ("Gemma4", {"text_config": _GEMMA4, "vision_config": _GEMMA4_VISION}),
+    "deepseek-v3.2 (unlisted)": ("DeepseekV32", {**_LATENT, "first_k_dense_replace": 1}),
     "nemotron-h (unlisted)": ("NemotronH", _NEMOTRON),
 }
 
 
-RECURRENT = ("Qwen3_5Text", "Qwen3_5", "Qwen3Next", "NemotronH")
-"""The families with layers that hold a recurrent state. The transformers sampler refuses them."""
+NOT_SAMPLED = ("Qwen3_5Text", "Qwen3_5", "Qwen3_5Moe", "Qwen3Next", "NemotronH", "KimiLinear", "DeepseekV32")
+"""The families with a layer whose state is more than keys and values. The transformers sampler refuses them."""
 
 
 def class_name(case: str) -> str:

@@ -137,8 +137,12 @@ def auto_class(config: Any) -> Any:
 
 
 def _attention(config: Any) -> str:
-    """The attention implementation. transformers' SDPA silently leaves out Gemma 2's cap on attention scores."""
-    return "eager" if getattr(config.get_text_config(), "attn_logit_softcapping", None) else "sdpa"
+    """The attention implementation: SDPA, except for classes without it (GPT-OSS, whose attention has sinks) and for
+    Gemma 2's cap on attention scores, which transformers' SDPA silently leaves out."""
+    classes = auto_class(config)._model_mapping
+    has_sdpa = type(config) not in classes or classes[type(config)]._supports_sdpa
+    capped = getattr(config.get_text_config(), "attn_logit_softcapping", None)
+    return "sdpa" if has_sdpa and not capped else "eager"
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:

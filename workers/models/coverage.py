@@ -20,6 +20,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         # Gated DeltaNet; its out_proj is decided by path, since other models use that name too
         *("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj_qkvz", "in_proj_ba", "linear_attn.out_proj"),
         "mixer.in_proj",  # Nemotron-H's Mamba
+        *("f_a_proj", "f_b_proj", "g_a_proj", "g_b_proj", "self_attn.b_proj"),  # Kimi's delta attention
     ),
     "mlp": ("gate_proj", "up_proj", "down_proj", "gate_up_proj"),
     "unembed": ("lm_head",),
@@ -38,6 +39,7 @@ NEVER: tuple[tuple[str, str], ...] = (
     (r"(^|\.)mtp(\.|$)", "a multi-token-prediction head drafts tokens, and the loss never reads it"),
     (r"\.mixer\.out_proj$", "Mamba's fused kernel reads this weight past its module, where PEFT refuses an adapter"),
     (r"(^|\.)per_layer_\w+$", "Gemma 4's embeddings of each layer stay as pretrained, as does what mixes them in"),
+    (r"\.A_log$", "a decay rate has one number for each head, and is no linear"),
     (r"\.conv1d(\.|$)", "a convolution over neighbouring tokens has few weights, and is no linear"),
 )
 
@@ -65,7 +67,7 @@ def has_experts(model: nn.Module) -> bool:
 
 def undecided(model: nn.Module) -> list[str]:
     """The weights of a bare model that are in no group and not in NEVER, each pattern once, such as `layers.*.foo`."""
-    found = {path for path in _weights(model) if _group(path) is None and not any(_matches(e, path) for e in NEVER)}
+    found = {path for path, covered in _weights(model) if not covered and not any(_matches(e, path) for e in NEVER)}
     return sorted({_numberless(path) for path in found})
 
 
@@ -73,7 +75,7 @@ def left_out(model: nn.Module, adapted: Collection[str]) -> dict[str, str]:
     """The reason why no adapter covers a module, for each such module; its layers' numbers are written as `*`.
     `adapted`: the stacked experts that adapters cover."""
     found: dict[str, str] = {}
-    for path in (path for path in _weights(model) if path.rpartition(".")[0] not in adapted):
+    for path in (path for path, _ in _weights(model) if path.rpartition(".")[0] not in adapted):
         entry = next((entry for entry in NEVER if _matches(entry, path)), None)
         if entry is not None:
             end = cast(re.Match[str], re.search(entry[0], path)).end()
@@ -95,12 +97,13 @@ def _matches(entry: tuple[str, str], path: str) -> bool:
     return re.search(entry[0], path) is not None
 
 
-def _weights(model: nn.Module) -> Iterator[str]:
-    """The paths of all linears, and of other parameters of two or more dimensions, apart from embeddings."""
+def _weights(model: nn.Module) -> Iterator[tuple[str, bool]]:
+    """The paths of all linears, and of other parameters of two or more dimensions, apart from embeddings; and if they
+    are linears of a group."""
     for path, module in model.named_modules():
         if isinstance(module, nn.Linear):
-            yield path
+            yield path, _group(path) is not None
         elif not isinstance(module, nn.Embedding):
             for name, parameter in module.named_parameters(recurse=False):
                 if parameter.ndim > 1:
-                    yield f"{path}.{name}"
+                    yield f"{path}.{name}", False

@@ -82,6 +82,11 @@ def test_unknown_linears_and_tensors_are_named_once_in_one_line(
     )
 
 
+def test_a_tensor_is_not_covered_because_it_has_the_name_of_a_linear() -> None:
+    """Inkling's shared experts are tensors named gate_proj, up_proj and down_proj."""
+    assert "model.layers.*.mlp.shared_experts.gate_proj" in undecided(on_meta("InklingText", **SHAPE))
+
+
 def test_a_model_is_refused_before_its_weights_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base_model, "_from_pretrained", lambda *_: pytest.fail("the weights were read"))
     with pytest.raises(UnservableModel, match=r"model\.decoder\.layers\.\*\.fc1, model\.decoder\.layers\.\*\.fc2"):

@@ -13,6 +13,7 @@ from app.settings import BaseModelSettings
 from tests.parity import architectures
 from workers.backends.sampling.transformers import kv_cache
 from workers.models import base_model, lora
+from workers.models.coverage import undecided
 
 _DOCUMENT = Path(__file__).parents[4] / "docs" / "models.md"
 _CELLS = re.findall(r"^\| `(\w+)` \| (.+) \|$", _DOCUMENT.read_text(), re.MULTILINE)
@@ -30,10 +31,11 @@ def test_a_row_has_the_familys_groups_datums_sampler_and_images(case: str, tmp_p
     config.save_pretrained(tmp_path)
     with torch.device("meta"):
         model = base_model.auto_class(config).from_config(config)
+    assert undecided(model) == []
     groups, datums, sampler, _, images = ROWS[architectures.CASES[case][0]]
     assert groups == ", ".join(group for group, paths in lora.targets(model).items() if paths)
     assert datums == ("padded" if "(unlisted)" in case else "packed")
-    refused = architectures.CASES[case][0] in architectures.RECURRENT
+    refused = architectures.CASES[case][0] in architectures.NOT_SAMPLED
     assert sampler == ("refused" if refused else "tested")
     assert refused == _refused(tmp_path)
     assert images == ("text alone" if "vision_config" in config.to_dict() else "–")
