@@ -119,6 +119,9 @@ def _weight_files(folder: Path) -> set[str]:
 def _from_pretrained(settings: BaseModelSettings, dtype: torch.dtype) -> nn.Module:
     transformers_logging.disable_progress_bar()
     config = read_config(settings)
+    packed = (getattr(config, "quantization_config", None) or {}).get("quant_method") == "mxfp4"
+    if packed:  # adapters sit on plain tensors
+        config.quantization_config["dequantize"] = True
     model: nn.Module = auto_class(config).from_pretrained(
         local_path(settings.path),
         config=config,
@@ -127,7 +130,7 @@ def _from_pretrained(settings: BaseModelSettings, dtype: torch.dtype) -> nn.Modu
         use_safetensors=True,
         trust_remote_code=False,
     )
-    return model
+    return model.to(dtype) if packed else model  # transformers unpacks to bf16
 
 
 def auto_class(config: Any) -> Any:
