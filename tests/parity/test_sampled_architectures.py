@@ -19,7 +19,7 @@ from workers.backends.sampling.base import create
 from workers.backends.training.base import Create
 from workers.backends.training.trainer import Trainer
 
-PROMPTS = [np.random.default_rng(n).integers(0, 256, n).astype(np.int32) for n in (1, 9, 33)]
+PROMPTS = [np.random.default_rng(n).integers(0, 256, n).astype(np.int32) for n in (1, 9, 150)]
 CASES = [case for case, (family, _) in architectures.CASES.items() if family not in architectures.NOT_SAMPLED]
 
 
@@ -33,8 +33,11 @@ def test_sampled_and_prompt_logprobs_are_the_trainers_own(case: str, tmp_path: P
     )
     sampler.open()
     sampler.load("m", tmp_path / "adapter")
-    with ThreadPoolExecutor() as threads:  # in one batch, of mixed lengths
-        requests = [SampleRequest(prompt, 2, 20, seed=1, ignore_eos=True, prompt_logprobs=True) for prompt in PROMPTS]
+    with ThreadPoolExecutor() as threads:  # one batch of mixed lengths, whose rows end one after another
+        requests = [
+            SampleRequest(prompt, 2, limit, seed=1, ignore_eos=True, prompt_logprobs=True)
+            for prompt, limit in zip(PROMPTS, (4, 12, 20), strict=True)
+        ]
         outputs = list(threads.map(lambda request: sampler.sample("m", request), requests))
     sampler.close()
     sampled = [

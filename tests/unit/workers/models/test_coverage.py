@@ -131,11 +131,11 @@ def test_a_model_that_reads_images_loads_from_its_published_layout(tmp_path: Pat
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
-def test_the_transformers_sampler_refuses_a_recurrent_model_at_start(tmp_path: Path) -> None:
-    architectures.config_of("qwen3.5 (unlisted)").save_pretrained(tmp_path)
+def test_the_transformers_sampler_refuses_layers_whose_state_it_does_not_hold_at_start(tmp_path: Path) -> None:
+    architectures.config_of("deepseek-v3.2 (unlisted)").save_pretrained(tmp_path)
     sampler = SamplerSettings(backend="transformers")
     settings = BaseModelSettings(name="q", path=str(tmp_path), dtype="float32", sampler=sampler)
-    with pytest.raises(UnservableModel, match=r"base model 'q' cannot be sampled .* type linear_attention"):
+    with pytest.raises(UnservableModel, match=r"base model 'q' cannot be sampled .* type indexed_attention"):
         create_sampler(settings).open()
 
 

@@ -94,7 +94,7 @@ class RunningBatch:
         taken.sort(key=lambda entry: entry[2].job.adapter_id)
         self._rows = [row for _, _, row in taken]
         if not taken:
-            self._cache = kv_cache.empty()
+            self._cache = kv_cache.empty(self._model.config)
             return
         self._width = max(row.cached for row in self._rows)
         self._cache = kv_cache.arrange(_parts(taken), self._width)
@@ -154,7 +154,7 @@ def prefill(model: Any, device: torch.device, jobs: Sequence[Job]) -> Prefilled:
     starts = torch.tensor(begins, device=device)
     scorers = [PromptScorer(job.request, device) for job in jobs] if jobs[0].wants_scores else []
     first = min((begin + scorer.first_row for begin, scorer in zip(begins, scorers, strict=False)), default=width)
-    cache = kv_cache.empty()
+    cache = kv_cache.empty(model.config)
     logits = torch.empty(0)
     with lora.use(segments(jobs)):
         for begin, end in _pieces(rows, width, first):

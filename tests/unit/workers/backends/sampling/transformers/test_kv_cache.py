@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import torch
+from transformers import Qwen3_5TextConfig, Qwen3Config
 
 from workers.backends.sampling.transformers.kv_cache import Part, arrange, empty, visible
 
 
 def filled(*columns: list[float]):
     """A cache of one layer whose keys are columns[row][column], and values their negatives."""
-    cache = empty()
+    cache = empty(Qwen3Config())
     keys = torch.tensor(columns)[:, None, :, None]
     cache.update(keys, -keys, 0)
     return cache
@@ -34,6 +35,25 @@ def test_appending_past_the_spare_room_keeps_what_was_there():
         seen, _ = cache.update(new, -new, 0)
         assert seen[0, 0, :, 0].tolist() == list(range(1, column + 1))
     assert cache.get_seq_length() == 202
+
+
+def recurrent(*states: float):
+    """A cache of a recurrent layer, whose states are states[row], and an attention layer."""
+    cache = empty(Qwen3_5TextConfig(num_hidden_layers=2, layer_types=["linear_attention", "full_attention"]))
+    state = torch.tensor(states)[:, None, None]
+    cache.update_conv_state(state, 0)
+    cache.update_recurrent_state(10 * state, 0)
+    cache.update(state[..., None], -state[..., None], 1)
+    return cache
+
+
+def test_recurrent_states_go_with_their_rows():
+    both = arrange([Part(recurrent(1, 2), [1], [0]), Part(recurrent(3), [0, 0], [2, 1])], 1)
+    layer = both.layers[0]
+    assert layer.conv_states[0].flatten().tolist() == [2, 3, 3]
+    assert layer.recurrent_states[0].flatten().tolist() == [20, 30, 30]
+    assert both.has_previous_state(0), "the next token continues from them"
+    assert both.layers[1].keys.flatten().tolist() == [2, 3, 3]
 
 
 def test_the_mask_hides_what_lies_before_a_rows_start():
