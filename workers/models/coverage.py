@@ -29,7 +29,7 @@ _OTHER_INPUTS = (
     r"(^|\.)(visual|vision_\w+|audio_\w+|multi_modal_projector|embed_vision|embed_audio)(\.|$)",
     "training gives text alone, so no gradient reaches it",
 )
-_EXPERTS = (r"\.experts(\.|$)", "experts beside dense or shared MLPs, or in a layout of their own, have no adapter yet")
+_EXPERTS = (r"\.experts(\.|$)", "experts in a layout of their own, such as Llama 4's, have no adapter yet")
 # A path's pattern, and why no adapter ever sits there. The first that matches counts, before any group.
 NEVER: tuple[tuple[str, str], ...] = (
     _OTHER_INPUTS,
@@ -53,6 +53,11 @@ def groups(paths: list[str], *, experts: bool) -> dict[str, list[str]]:
         if group is not None and not (experts and group == "mlp"):
             found[group].append(path)
     return found
+
+
+def is_mlp(path: str) -> bool:
+    """True for the path of a linear of the mlp group."""
+    return _group(path) == "mlp"
 
 
 def trains_experts(path: str) -> bool:

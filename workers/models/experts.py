@@ -23,14 +23,9 @@ _ALIGNMENT = 8
 
 
 def found(model: nn.Module) -> dict[str, nn.Module]:
-    """The stacked experts that adapters can sit on, by module path, in the model's order.
-
-    None where dense MLPs lie beside them: with their names in `target_modules`, PEFT doubles the experts' rank.
-    """
-    modules = dict(model.named_modules())
-    if coverage.groups([*modules], experts=False)["mlp"]:
-        return {}
-    return {path: module for path, module in modules.items() if _supported(module) and coverage.trains_experts(path)}
+    """The stacked experts that adapters can sit on, by module path, in the model's order."""
+    modules = model.named_modules()
+    return {path: module for path, module in modules if _supported(module) and coverage.trains_experts(path)}
 
 
 def paths(model: nn.Module) -> list[str]:

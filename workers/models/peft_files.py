@@ -33,8 +33,8 @@ def write(adapter: Adapter, folder: Path, base_model_name: str, model: nn.Module
         "inference_mode": True,
         "target_modules": _target_modules(adapter, model),
     }
-    if any(experts.is_pair(path) for path in adapter.pairs):
-        config["target_parameters"] = experts.target_parameters()
+    if parameters := _target_parameters(adapter):
+        config["target_parameters"] = parameters
     if adapter.critic:
         config |= {"task_type": "SEQ_CLS", "modules_to_save": [SCORE]}
     (folder / ADAPTER_CONFIG_FILE).write_text(json.dumps(config, indent=2))
@@ -42,10 +42,21 @@ def write(adapter: Adapter, folder: Path, base_model_name: str, model: nn.Module
     save_file(tensors, folder / ADAPTER_FILE, metadata={"format": "pt"})
 
 
+def _target_parameters(adapter: Adapter) -> list[str]:
+    """The tensors that PEFT adapts as tensors: the experts, and the weights of dense or shared MLPs beside them.
+
+    Named as modules, PEFT 0.21 takes them for experts of an older layout, and doubles the rank of the experts.
+    """
+    if not any(experts.is_pair(path) for path in adapter.pairs):
+        return []
+    return [*experts.target_parameters(), *(f"{path}.weight" for path in adapter.pairs if coverage.is_mlp(path))]
+
+
 def _target_modules(adapter: Adapter, model: nn.Module | None) -> list[str]:
     """The last names of the adapter's modules; or their whole paths, where a last name alone would also name another
     module, such as one of a vision tower, on which PEFT would put an adapter too."""
-    paths = [path for path in adapter.pairs if not experts.is_pair(path)]
+    as_tensors = {name.removesuffix(".weight") for name in _target_parameters(adapter)}
+    paths = [path for path in adapter.pairs if not experts.is_pair(path) and path not in as_tensors]
     leaves = {_leaf(path) for path in paths}
     others = () if model is None else (path for path, _ in model.named_modules() if path not in adapter.pairs)
     return sorted(paths if any(_leaf(path) in leaves for path in others) else leaves)

@@ -54,15 +54,18 @@ def test_stacked_experts_are_adapted_as_the_mlp_group(name: str) -> None:
     assert lora.targets(model)["mlp"] == [path + part for path in experts for part in (".base_layer", "")]
 
 
-@pytest.mark.parametrize("name", ["Glm4Moe", "Llama4Text"])
-def test_experts_beside_other_mlps_are_not_adapted_and_neither_are_those(name: str) -> None:
-    model = on_meta(name, **SHAPE)
+def test_experts_in_a_layout_of_their_own_are_not_adapted_and_neither_are_the_mlps_beside_them() -> None:
+    model = on_meta("Llama4Text", **SHAPE)
     assert undecided(model) == []
     assert [group for group, paths in lora.targets(model).items() if paths] == ["attn", "unembed"]
 
 
-def test_a_dense_layer_beside_experts_gives_no_thin_adapter() -> None:
-    assert lora.targets(on_meta("Glm4Moe", **SHAPE, first_k_dense_replace=1))["mlp"] == []
+def test_dense_and_shared_mlps_beside_experts_are_adapted_with_them() -> None:
+    paths = lora.targets(on_meta("Glm4Moe", **SHAPE, first_k_dense_replace=1))["mlp"]
+    parts = ("gate_proj", "up_proj", "down_proj")
+    dense = {f"model.layers.0.mlp.{part}" for part in parts}
+    shared = {f"model.layers.1.mlp.shared_experts.{part}" for part in parts}
+    assert set(paths) == dense | shared | {"model.layers.1.mlp.experts.base_layer", "model.layers.1.mlp.experts"}
 
 
 def test_unknown_linears_and_tensors_are_named_once_in_one_line(
