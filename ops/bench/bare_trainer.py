@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 from app.domain.ops import DropGradients, LoraSpec
 from app.errors import OpError
@@ -27,6 +28,10 @@ class BareTrainer:
             for outcome in self._backend.apply(ops).values():
                 if isinstance(outcome, OpError):
                     raise outcome
+
+    def save(self, name: str, folder: Path) -> None:
+        """Saves a model's adapter in PEFT files."""
+        self._backend.capture(name, optimizer=False)(folder)
 
     def timed_ms(self, *passes: Mapping[str, BackendOp]) -> float:
         """Returns the ms of the Ops. Each model's gradients start at zero, as after an optim_step."""
