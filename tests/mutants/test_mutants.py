@@ -39,6 +39,16 @@ def test_each_guard_is_in_its_file_exactly_once():
     assert not wrong, "change the mutant's `old` in tests/mutants/guards/, so that its file has that text exactly once"
 
 
+def test_each_test_that_a_mutant_names_exists():
+    """A quick check as well: a test that was renamed fails the tests below only after minutes."""
+    missing = []
+    for mutant in MUTANTS:
+        file, *names = mutant.tests.split()[-1].partition("[")[0].split("::")
+        text = (_ROOT / file).read_text()
+        missing += [f"{mutant.name}: {file}::{name}" for name in names if f" {name}(" not in text]
+    assert not missing
+
+
 @pytest.mark.parametrize("mutant", _CHOSEN, ids=lambda mutant: mutant.name)
 def test_a_guard_that_is_taken_out_is_missed(python: Warm, copy: Path, mutant: Mutant):
     file = copy / mutant.file

@@ -24,7 +24,7 @@ MUTANTS = (
         "workers/models/base_model.py",
         "if unknown := undecided(model):",
         "if unknown := []:",
-        f"{_COVERAGE}::test_unknown_modules_are_named_once_in_one_line",
+        f"{_COVERAGE}::test_unknown_linears_and_tensors_are_named_once_in_one_line",
     ),
     # States that may not be used again.
     Mutant(
