@@ -113,7 +113,9 @@ class BaseModelSettings(_Section):
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="auto: bfloat16 where the hardware is fast at it, else float32"
     )
-    max_rank: int = Field(64, ge=1, description="highest LoRA rank a client may ask for")
+    max_rank: int = Field(
+        128, ge=1, description="highest LoRA rank a client may ask for; vLLM reserves memory for adapters of this rank"
+    )
     trainer: TrainerSettings = TrainerSettings()
     full: TrainerSettings | None = Field(
         None, description="trainers for full fine-tuning, each with one model; none by default"

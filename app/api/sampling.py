@@ -90,6 +90,7 @@ class Sample(SdkSchema):
     prompt_alt_tokens_k = fields.Integer(strict=True, load_default=None, allow_none=True)
     prompt_logprobs_last_n = fields.Integer(strict=True, load_default=None, allow_none=True)
     target_prompt_logprobs = fields.Raw(load_default=None, allow_none=True)
+    record_stability_info = fields.Boolean(load_default=False, allow_none=True)
 
 
 @blueprint.route("/asample", methods=["POST"])

@@ -82,7 +82,8 @@ def losses_of(critic: bool) -> str:
 NOT_OFFERED: Mapping[str, str] = {
     "stable_reinforce": (
         "its formula is proprietary: neither the SDK nor its documentation contains it, and it reads records that only "
-        "the hosted service's sampler makes; for data from an older policy use importance_sampling, cispo or gspo"
+        "the hosted service's sampler makes; set loss_fn=importance_sampling, or cispo or gspo for data from an older "
+        "policy"
     )
 }
 """Losses of the SDK that this server does not offer, each with the reason and an alternative."""

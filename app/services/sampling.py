@@ -10,6 +10,7 @@ import numpy as np
 
 from app import ids
 from app.domain.accounts import Caller
+from app.domain.losses import NOT_OFFERED
 from app.domain.records import BaseModelInfo, Sampler, Session
 from app.domain.sampling import MAX_TOP, Cells, SampleRequest
 from app.errors import BadRequest
@@ -77,6 +78,7 @@ class SamplingService:
     def sample(self, caller: Caller, asked: Mapping[str, Any]) -> dict[str, Any]:
         """Admits a sampling request, and returns a future with the id of each sample. Raises NotFound (sampler),
         BadRequest or Unavailable."""
+        check_records(asked)
         sampler_id, seq = asked["sampling_session_id"], asked["seq_id"]
         sampler = load_owned(self._records, Sampler, sampler_id, caller)
         info = self._bases.info(sampler_role(full=sampler.full), sampler.base_model)
@@ -180,6 +182,15 @@ def check_sample(request: SampleRequest, info: BaseModelInfo) -> None:
         in_range("sampling_params.top_k", request.top_k, 1, MAX_TOP_K)
     check_stops(request, info)
     check_scores(request, info)
+
+
+def check_records(asked: Mapping[str, Any]) -> None:
+    """Refuses a sample for a loss that is not offered, before the program pays for rollouts. Raises BadRequest."""
+    if asked["record_stability_info"]:
+        raise BadRequest(
+            "record_stability_info asks for records of loss_fn stable_reinforce, which is not offered: "
+            f"{NOT_OFFERED['stable_reinforce']}"
+        )
 
 
 def check_prompt(request: SampleRequest, info: BaseModelInfo) -> None:

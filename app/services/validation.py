@@ -229,7 +229,10 @@ def check_lengths(batch: Batch, max_context: int) -> None:
         raise BadRequest("data is empty: send at least one datum")
     for i, (length,) in enumerate(batch.tokens.shapes):
         if not 1 <= length <= max_context:
-            raise BadRequest(f"datum {i}: model_input has {length} tokens; the model takes 1 to {max_context}")
+            raise BadRequest(
+                f"datum {i}: model_input has {length} tokens; the model takes 1 to {max_context} "
+                "(the cookbook's option is max_length)"
+            )
 
 
 def check_tokens(key: str, column: Ragged, vocab_size: int) -> None:

@@ -49,15 +49,18 @@ _REWORDED = {
 }
 
 CHANGED: dict[str, dict[str, Any]] = {
-    # A negative index was accepted, and failed when the worker started.
+    # A negative index was accepted, and failed when the worker started. The cookbook's greatest default rank is 128.
     "settings": {
-        f"base_models.{section}.devices": _DEVICES for section in ("trainer", "full", "sampler", "full_sampler")
+        **{f"base_models.{section}.devices": _DEVICES for section in ("trainer", "full", "sampler", "full_sampler")},
+        "base_models.max_rank": {"default": 128, "minimum": 1, "type": "integer"},
     },
+    "setting values": {"base_models[0].max_rank": 128},
     # A checkpoint's answer also has its base model; a served model's has what adapters cover, and who refuses it.
     "openapi": {
         **_REWORDED,
         "get /api/v1/get_server_capabilities": "deacc034ff85e815f0de4062db3a366fd1bd55db48827ee0dc7c385c6db8b5d5",
         "schemas SupportedModel": "11ffb71ed62323cf48131560738de1bb63c5d98c82f521c2e4c2b152b9dbf440",
+        "schemas Sample": "b37fc481701bad27554f6e75c5a1ab2021592e0e4ee7b5f09630e0205c5a278a",
         "schemas Checkpoint": "e84a265c8f99dde1a6ef60d3716015d2da09d885e191024ca437442c50198981",
     },
 }

@@ -37,6 +37,13 @@ MUTANTS = (
         f"{_STORES}/test_completions.py",
     ),
     Mutant(
+        "check_records: no rollouts for a loss that is not offered",
+        "app/services/sampling.py",
+        '    if asked["record_stability_info"]:\n',
+        "    if False:\n",
+        "tests/unit/app/api/test_sampling.py -k proprietary",
+    ),
+    Mutant(
         "leave_queue: where it ran it counts no more",
         f"{_LUA}/samples.lua",
         "    place(request, queue, '')\n",

@@ -171,6 +171,11 @@ BAD: dict[str, tuple[dict[str, Any], int, list[str]]] = {
     "token too large": (prompt([1, VOCAB]), 400, ["position 1", str(VOCAB)]),
     "token negative": (prompt([-1]), 400, ["position 0", "-1"]),
     "token text": (prompt(["a"]), 400, ["tokens"]),
+    "records for a proprietary loss": (
+        {"record_stability_info": True},
+        400,
+        ["record_stability_info", "stable_reinforce", "loss_fn=importance_sampling"],
+    ),
     "no prompt": (prompt([]), 400, ["0 tokens"]),
     "no room": (prompt([1] * CONTEXT), 400, [str(CONTEXT), str(CONTEXT - 1)]),
     "an image": ({"prompt": {"chunks": [{"type": "image", "data": "", "format": "png"}]}}, 400, ["image"]),

@@ -89,7 +89,7 @@ BAD_BATCHES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "no tokens": ({"tokens": [], "target_tokens": []}, ["datum 0", "0 tokens"]),
     "too long": (
         {"tokens": [1] * (CONTEXT + 1), "target_tokens": [1] * (CONTEXT + 1)},
-        [str(CONTEXT + 1), str(CONTEXT)],
+        [str(CONTEXT + 1), str(CONTEXT), "max_length"],
     ),
     "unknown loss": ({"loss_fn": "hinge"}, ["'hinge'", "cross_entropy", "dro"]),
     "a proprietary loss": ({"loss_fn": "stable_reinforce", **POLICY}, ["stable_reinforce", "proprietary", "cispo"]),

@@ -48,7 +48,7 @@ def test_options_override_the_file_and_leave_the_rest_of_it(file):
     assert (settings.api.host, settings.api.port, settings.data_dir) == ("0.0.0.0", 0, Path("/data"))
     assert [(base.name, base.path, base.max_rank) for base in settings.base_models] == [
         ("small", "/other", 8),
-        ("new", "org/new", 64),
+        ("new", "org/new", 128),
     ]
 
 
