@@ -74,7 +74,7 @@ soak: $(TEST_SETUP)  ## Serve sessions for an hour (MINUTES=60), and fail when m
 property: $(TEST_SETUP)  ## Compare random runs with models of correct behaviour, 2,000 of each (RUNS=2000)
 	TINSMITH_PROPERTY_RUNS=$(RUNS) $(BIN)/python -m pytest --timeout 0 tests/property
 
-recipes: $(TEST_SETUP)  ## Run tinker-cookbook's recipes, unmodified, on the bundled SmolLM2-135M
+recipes: $(TEST_SETUP)  ## Run tinker-cookbook's recipes, unmodified, on SmolLM2-135M and on tiny Qwen3.5
 	$(BIN)/python -m tests.recipes
 
 fuzz: $(TEST_SETUP)  ## Send 20,000 hostile requests (REQUESTS=20000); none may end in a 5xx

@@ -92,8 +92,9 @@ def _token_ids() -> dict[str, int]:
     return {token: i for i, token in enumerate([*alphabet, *_SPECIAL])}
 
 
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer with one token per byte, then the special tokens; ids 259..319 are never produced."""
+def byte_tokenizer(*more_special: str) -> PreTrainedTokenizerFast:
+    """A tokenizer with one token per byte, then the special tokens, of which the first is 256; no other id is
+    produced."""
     core = Tokenizer(models.BPE(vocab=_token_ids(), merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
@@ -101,7 +102,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
         tokenizer_object=core,
         eos_token=EOS_TOKEN,
         pad_token="<|endoftext|>",
-        additional_special_tokens=["<|im_start|>"],
+        additional_special_tokens=["<|im_start|>", *more_special],
         model_max_length=512,
     )
     tokenizer.chat_template = _CHAT_TEMPLATE

@@ -33,8 +33,8 @@ class Stack:
     """A running stack.
 
     `trainer`, `sampler`, `full` and `full_sampler` are TOML lines for the base model's sections; `full` and
-    `full_sampler` exist only if given. `program` is the module that takes the command line; every process computes with
-    `threads` threads. `tree` is the folder with the code, if it is not this one.
+    `full_sampler` exist only if given. `name` is the base model's name. `program` is the module that takes the command
+    line; every process computes with `threads` threads. `tree` is the folder with the code, if it is not this one.
     """
 
     data_dir: Path
@@ -48,6 +48,7 @@ class Stack:
     full: str = ""
     full_sampler: str = ""
     tree: Path | None = None
+    name: str = BASE
     process: subprocess.Popen[str] | None = None
     url: str = ""
     output: list[str] = field(default_factory=list)
@@ -88,7 +89,7 @@ class Stack:
         return f"""
 {self.extra}
 [[base_models]]
-name = "{BASE}"
+name = "{self.name}"
 path = "{self.base_path}"
 dtype = "float32"
 [base_models.trainer]

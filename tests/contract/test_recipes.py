@@ -26,7 +26,7 @@ STEPS = SIZES["short"].steps
 @pytest.fixture(scope="module")
 def logs(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = lay_out(tmp_path_factory.mktemp("recipes"))
-    code = run(stack.url, API_KEY, BASE, "short", folder)
+    code = run("programs", stack.url, API_KEY, [BASE, "short"], folder)
     assert code == 0, (folder / "output").read_text()[-5000:]
     return folder
 

@@ -160,8 +160,12 @@ def config_of(case: str) -> Any:
 
 def build(case: str, folder: Path) -> Path:
     """Saves the case's model in `folder`."""
-    config = config_of(case)
-    reads_images = "text_config" in CASES[case][1]
+    return save(config_of(case), folder)
+
+
+def save(config: Any, folder: Path) -> Path:
+    """Saves a random model of this configuration in `folder`."""
+    reads_images = "text_config" in config.sub_configs
     auto = transformers.AutoModelForImageTextToText if reads_images else transformers.AutoModelForCausalLM
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

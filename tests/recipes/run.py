@@ -9,9 +9,9 @@ from pathlib import Path
 from tests.confined import surroundings
 
 
-def run(url: str, key: str, base: str, size: str, folder: Path) -> int:
-    """Runs all recipes in a process that reaches the server alone; returns its exit code."""
-    command = [sys.executable, "-m", "tests.recipes.programs", url, base, size]
+def run(program: str, url: str, key: str, arguments: list[str], folder: Path) -> int:
+    """Runs a program of this package in a process that reaches the server alone; returns its exit code."""
+    command = [sys.executable, "-m", f"tests.recipes.{program}", url, *arguments]
     environment = {**surroundings(url, folder / "home"), "TINKER_API_KEY": key}
     with (folder / "output").open("w") as output:
         return subprocess.run(
