@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.contract.stack import API_KEY, running
 from tests.recipes.data import lay_out
-from tests.recipes.defaults import METRICS, RECIPES, STEPS, Ended, ended, logged
+from tests.recipes.defaults import METRICS, REFUSED, STEPS, Ended, ended, logged
 from tests.recipes.models import serving
 from tests.recipes.run import run
 
-REFUSED = ("rl loop with its loss", "arithmetic with its loss")
-
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     work = lay_out(tmp_path_factory.mktemp("defaults"))
     with running(serving(tmp_path_factory.mktemp("served"))) as stack:
         code = run("defaults", stack.url, API_KEY, ["short"], work)
     assert code == 0, (work / "output").read_text()[-5000:]
-    yield work
+    return work
 
 
 @pytest.fixture(scope="module")
@@ -33,10 +30,9 @@ def ends(folder: Path) -> dict[str, Ended]:
 
 def test_every_program_but_those_with_an_unpublished_loss_ends_well(ends: dict[str, Ended]):
     assert {name: end.error for name, end in ends.items() if name not in REFUSED} == dict.fromkeys(METRICS, "")
-    assert RECIPES.keys() == ends.keys() == {*METRICS, *REFUSED}
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", sorted(REFUSED))
 def test_an_unpublished_loss_is_refused_before_a_token_is_sampled(name: str, ends: dict[str, Ended]):
     refused, accepted = ends[name], ends[name.removesuffix(" with its loss")]
     assert all(part in refused.error for part in ("400", "stable_reinforce", "set loss_fn=importance_sampling"))

@@ -44,20 +44,17 @@ METRICS = {
     "rl loop": "reward/total",
     "arithmetic": "env/all/reward/total",
 }
+REFUSED = RECIPES.keys() - METRICS.keys()
 
 STEPS = 2
-# For each size, the options that make a run shorter and change nothing else. A program that is refused has all its
-# defaults. In full, `arithmetic` has 100 steps of 400 samples.
-SHORTER: dict[str, dict[str, dict[str, int]]] = {
-    "short": {
-        "supervised loop": {"max_steps": STEPS, "batch_size": 32},
-        "chat": {"max_steps": STEPS, "batch_size": 16},
-        "preferences": {"max_steps": STEPS, "batch_size": 8},
-        "distillation": {"max_steps": STEPS, "groups_per_batch": 4, "max_tokens": 16},
-        "rl loop": {"max_steps": STEPS, "batch_size": 8, "group_size": 4, "max_tokens": 16},
-        "arithmetic": {"max_steps": STEPS, "groups_per_batch": 8},
-    },
-    "long": {"arithmetic": {"max_steps": 10}},
+# Options that make a short run shorter, and change nothing else. A program that is refused has all its defaults.
+SHORTER: dict[str, dict[str, int]] = {
+    "supervised loop": {"max_steps": STEPS, "batch_size": 32},
+    "chat": {"max_steps": STEPS, "batch_size": 16},
+    "preferences": {"max_steps": STEPS, "batch_size": 8},
+    "distillation": {"max_steps": STEPS, "groups_per_batch": 4, "max_tokens": 16},
+    "rl loop": {"max_steps": STEPS, "batch_size": 8, "group_size": 4, "max_tokens": 16},
+    "arithmetic": {"max_steps": STEPS, "groups_per_batch": 8},
 }
 
 
@@ -83,7 +80,8 @@ def main(url: str, size: str) -> None:
     done = {}
     for name, (module, options) in RECIPES.items():
         before = _billed(url)
-        error = _run(name, module, {"base_url": url, **options, **SHORTER[size].get(name, {})})
+        shorter = SHORTER.get(name, {}) if size == "short" else {}
+        error = _run(name, module, {"base_url": url, **options, **shorter})
         done[name] = asdict(Ended(error, _billed(url) - before))
         Path("ended.json").write_text(json.dumps(done))
 
