@@ -72,6 +72,14 @@ def test_two_ranks_equal_one_process_on_a_model_with_experts(
     check_two_ranks(base, alone, wanted, tmp_path, stage)
 
 
+@pytest.mark.parametrize("base", ["qwen3.5"], indirect=True)
+def test_two_ranks_equal_one_process_on_a_model_with_a_recurrent_state(
+    base: Path, alone: Trainer, wanted: dict[str, np.ndarray], tmp_path: Path
+) -> None:
+    """Their datums differ in number and length, so their recurrent layers differ in calls."""
+    check_two_ranks(base, alone, wanted, tmp_path, stage=3)
+
+
 def check_two_ranks(
     base: Path, alone: Trainer, wanted: dict[str, np.ndarray], tmp_path: Path, stage: int, *, offload: bool = False
 ) -> None:

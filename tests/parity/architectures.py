@@ -111,22 +111,23 @@ CASES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "olmo3 (unlisted)": ("Olmo3", {"sliding_window": _WINDOW}),
     "phi3 (unlisted)": ("Phi3", {"pad_token_id": 0}),
     "smollm3 (unlisted)": ("SmolLM3", {"pad_token_id": 0}),
-    "qwen3.5 (unlisted)": ("Qwen3_5Text", _DELTA_NET),
-    "qwen3.5, vision (unlisted)": ("Qwen3_5", {"text_config": _DELTA_NET, "vision_config": _VISION}),
+    "qwen3.5": ("Qwen3_5Text", _DELTA_NET),
+    "qwen3.5, vision": ("Qwen3_5", {"text_config": _DELTA_NET, "vision_config": _VISION}),
     "qwen3-vl (unlisted)": ("Qwen3VL", {"text_config": {}, "vision_config": _VISION}),
     "gemma3, vision (unlisted)": ("Gemma3", {"text_config": _GEMMA3, "vision_config": _SIGLIP}),
     "mistral3 (unlisted)": ("Mistral3", {"text_config": {"model_type": "mistral"}, "vision_config": _PIXTRAL}),
-    "qwen3-next (unlisted)": ("Qwen3Next", {**_DELTA_NET, **_MOE, "shared_expert_intermediate_size": 32}),
+    "qwen3-next": ("Qwen3Next", {**_DELTA_NET, **_MOE, "shared_expert_intermediate_size": 32}),
     "deepseek-v3 (unlisted)": ("DeepseekV3", {**_LATENT, "first_k_dense_replace": 1}),
     "glm4-moe (unlisted)": ("Glm4Moe", {**_ROUTED, "first_k_dense_replace": 1}),
     "llama4 (unlisted)": ("Llama4Text", {**_LLAMA4, "attention_chunk_size": 64}),
     "gemma4 (unlisted)": ("Gemma4Text", _GEMMA4),
     "gpt-oss (unlisted)": ("GptOss", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": _WINDOW}),
     "qwen3-vl-moe (unlisted)": ("Qwen3VLMoe", {"text_config": _MOE, "vision_config": _VISION}),
-    "qwen3.5-moe, vision (unlisted)": (
+    "qwen3.5-moe, vision": (
         "Qwen3_5Moe",
         {"text_config": {**_DELTA_NET, **_MOE, "shared_expert_intermediate_size": 32}, "vision_config": _VISION},
     ),
+    "qwen3.5-moe": ("Qwen3_5MoeText", {**_DELTA_NET, **_MOE, "shared_expert_intermediate_size": 32}),
     "ministral3 (unlisted)": ("Ministral3", {}),
     "mixtral (unlisted)": ("Mixtral", {"num_local_experts": 4}),
     "olmoe (unlisted)": ("Olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
@@ -143,10 +144,15 @@ NOT_SAMPLED = ("DeepseekV32",)
 """The families with a layer whose state the transformers sampler does not hold, so that it refuses them."""
 
 
+def _auto_class(config_class: Any) -> Any:
+    reads_images = "text_config" in config_class.sub_configs
+    return transformers.AutoModelForImageTextToText if reads_images else transformers.AutoModelForCausalLM
+
+
 def class_name(case: str) -> str:
     """The model class that transformers builds for the case."""
     config_class = getattr(transformers, f"{CASES[case][0]}Config")
-    return str(transformers.MODEL_FOR_CAUSAL_LM_MAPPING[config_class].__name__)
+    return str(_auto_class(config_class)._model_mapping[config_class].__name__)
 
 
 def config_of(case: str) -> Any:
@@ -165,8 +171,7 @@ def build(case: str, folder: Path) -> Path:
 
 def save(config: Any, folder: Path) -> Path:
     """Saves a random model of this configuration in `folder`."""
-    reads_images = "text_config" in config.sub_configs
-    auto = transformers.AutoModelForImageTextToText if reads_images else transformers.AutoModelForCausalLM
+    auto = _auto_class(type(config))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = auto.from_config(config, dtype=torch.float32)

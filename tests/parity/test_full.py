@@ -24,8 +24,11 @@ from workers.backends.training import backends
 from workers.backends.training.base import Create, Load
 from workers.backends.training.trainer import Trainer
 
-# Heads tied and untied, logits capped and scaled, stacked experts, and one model with all gradients from autograd.
-CASES = ("llama", "llama, tied head", "gemma2", "granite", "qwen3-moe", "cohere (unlisted)")
+# Heads tied and untied, logits capped and scaled, stacked experts, a recurrent state, and one model whose gradients all
+# come from autograd.
+CASES = ("llama", "llama, tied head", "gemma2", "granite", "qwen3-moe", "qwen3.5", "cohere (unlisted)")
+# Gradients of a recurrent layer's decay are sums of terms that cancel: those of transformers differ from fp64 by 3e-5.
+DECAYS = ("A_log", "dt_bias")
 STEPS = {
     "weight decay": AdamParams(learning_rate=1e-2, eps=1e-8, weight_decay=0.3),
     "clipping": AdamParams(learning_rate=1e-2, eps=1e-12, grad_clip_norm=1e-2),
@@ -65,7 +68,11 @@ def test_logprobs_and_gradients_equal_the_reference(case: str, tmp_path: Path) -
     for found, wanted in zip(output.logprobs, reference.forward(datums), strict=True):
         np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
     reference.backward(datums, "ppo")
-    assert relative_error(backend.gradients("m"), reference.gradients()) < 1e-5
+    found, wanted = backend.gradients("m"), reference.gradients()
+    assert relative_error(found, wanted) < (5e-5 if case == "qwen3.5" else 1e-5)
+    for name in [name for name in found if name.endswith(DECAYS)]:
+        del found[name], wanted[name]
+    assert relative_error(found, wanted) < 1e-5
 
 
 @pytest.mark.parametrize("case", ["llama", "llama, tied head"])
@@ -137,8 +144,9 @@ def test_bfloat16_is_as_near_to_fp32_as_transformers_itself(tmp_path: Path) -> N
     check_rounding(found, FullReference(base), FullReference(base, torch.bfloat16), datums, "cross_entropy")
 
 
-def test_layers_computed_again_give_the_same_gradients(tmp_path: Path) -> None:
-    base = architectures.build("qwen3", tmp_path / "base")
+@pytest.mark.parametrize("case", ["qwen3", "qwen3.5"])
+def test_layers_computed_again_give_the_same_gradients(case: str, tmp_path: Path) -> None:
+    base = architectures.build(case, tmp_path / "base")
     op = ForwardBackward(batch(supervised(9, LENGTHS)), "cross_entropy")
     found = []
     for again in (False, True):

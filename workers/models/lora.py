@@ -104,6 +104,16 @@ def in_use() -> Segments:
     return _segments.get()
 
 
+def within(segments: Segments, rows: slice) -> Iterator[tuple[Adapter | None, int]]:
+    """Yields the shares of the segments that lie within `rows`, with their numbers of rows there."""
+    start = 0
+    for adapter, count in segments:
+        share = min(start + count, rows.stop) - max(start, rows.start)
+        start += count
+        if share > 0:
+            yield adapter, share
+
+
 class LoraLinear(nn.Module):
     """A frozen linear plus the adapters that `use` names. The linear stays a submodule, so hooks on it still run."""
 

@@ -15,6 +15,7 @@ _OUTAGES = "tests/unit/workers/train/test_outages.py"
 _OWNER = "tests/unit/workers/train/test_owner.py"
 _LEASES = "tests/unit/workers/process/test_leases.py"
 _PADDING = "--confcutdir=tests/unit/workers/backends/training tests/unit/workers/backends/training/test_batch_ops.py"
+_RECURRENT = "--confcutdir=tests/unit/workers/backends/training tests/unit/workers/backends/training/test_recurrent.py"
 _COVERAGE = "--confcutdir=tests/unit/workers/models tests/unit/workers/models/test_coverage.py"
 
 MUTANTS = (
@@ -25,6 +26,28 @@ MUTANTS = (
         "if unknown := undecided(model):",
         "if unknown := []:",
         f"{_COVERAGE}::test_unknown_linears_and_tensors_are_named_once_in_one_line",
+    ),
+    # Datums in one row that would see each other.
+    Mutant(
+        "recurrent: each datum starts from the empty state",
+        "workers/backends/training/recurrent.py",
+        "        for count, length in runs:",
+        "        for count, length in [(1, hidden_states.shape[1])]:",
+        f"{_RECURRENT}::test_each_datum_starts_from_the_empty_state_under_its_own_adapter",
+    ),
+    Mutant(
+        "engine: layers with a state are reset at datums",
+        "workers/backends/training/engine.py",
+        "            recurrent.reset_at_datums(model)\n",
+        "",
+        "tests/parity/test_architectures.py::test_packed_datums_have_the_results_they_have_alone[qwen3-next]",
+    ),
+    Mutant(
+        "recurrent: a share of the row keeps its adapters",
+        "workers/backends/training/recurrent.py",
+        "lora.within(segments, rows)",
+        "segments",
+        f"{_RECURRENT}::test_each_datum_starts_from_the_empty_state_under_its_own_adapter",
     ),
     # States that may not be used again.
     Mutant(

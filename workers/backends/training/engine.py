@@ -23,19 +23,20 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from app.errors import SetupError
 from app.settings import TrainerSettings
+from workers.backends.training import recurrent
 from workers.backends.training.lm_head import LmHead, LogitRule, WeightGradient, logit_rule
 from workers.backends.training.ranks import RankGroup
+from workers.backends.training.recurrent import Run
 from workers.models import lora
 from workers.models.base_model import LoadedBase
 from workers.models.lora import Adapter, LoraLinear
 
 _HEAD = "lm_head"
+_BODY = "model"
 Owners = Sequence[tuple[Adapter | None, int]]
 """Consecutive datums that run under the same adapter: (adapter, number of datums)."""
 
 NAME = "tinsmith_packed"
-Run = tuple[int, int]
-"""(number of datums, tokens of each): adjacent datums of the same length share one attention call."""
 # In bf16 torch's CPU kernel takes 1.7 (512 tokens) to 6 times (64) as long as the plain formula, forward and backward.
 # Beyond this length the [tokens, tokens] scores that the formula keeps cost more.
 _PLAIN_UP_TO = 512
@@ -134,7 +135,8 @@ class HiddenStates(nn.Module):
         self.model = model
         self.packed = logit_rule(model) is not None
         if self.packed:
-            model.set_attn_implementation(NAME)
+            model.set_attn_implementation({_text_config(model.config): NAME})
+            recurrent.reset_at_datums(model)
         if trainer.activation_checkpointing:
             _checkpoint_layers(model)
 
@@ -145,7 +147,7 @@ class HiddenStates(nn.Module):
     def _packed(self, tokens: Tensor, lengths: Sequence[int], owners: Owners) -> Tensor:
         positions = torch.cat([torch.arange(length, device=tokens.device) for length in lengths])
         with lora.use(_segments(owners, lengths)):
-            output = self.model.base_model(
+            output = self.model.get_submodule(_BODY)(
                 tokens[None], position_ids=positions[None], use_cache=False, runs=runs_of(lengths)
             )
         return output.last_hidden_state[0]  # type: ignore[no-any-return]
@@ -159,6 +161,12 @@ class HiddenStates(nn.Module):
             if hidden:
                 return self.model.base_model(rows, use_cache=False).last_hidden_state[real]  # type: ignore[no-any-return]
             return self.model(rows, use_cache=False).logits[real]  # type: ignore[no-any-return]
+
+
+def _text_config(config: Any) -> str:
+    """Returns the name under which `config` holds that of its language model; "" where it is that itself."""
+    text = config.get_text_config()
+    return next((name for name in config.sub_configs if getattr(config, name) is text), "")
 
 
 def _checkpoint_layers(model: Any) -> None:
@@ -207,11 +215,19 @@ def packed_attention(
     scaling: float,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    **_: Any,
+    s_aux: Tensor | None = None,
+    dropout: float = 0.0,
+    position_ids: Tensor | None = None,
+    use_cache: bool = False,
 ) -> tuple[Tensor, None]:
-    """Maps query [1, heads, T, D], key and value [1, kv heads, T, D] to [1, T, heads, D]; the runs add up to T."""
+    """Maps query [1, heads, T, D], key [1, kv heads, T, D] and value [1, kv heads, T, E] to [1, T, heads, E].
+
+    The runs add up to T. `s_aux`, [heads]: a further score in each softmax, whose share goes to no token (gpt-oss). The
+    last three change nothing here: there is no dropout and no cache, and positions are in query and key. An argument
+    that is not listed is a TypeError, since it may change the result.
+    """
     cut = zip(*(_cut(tensor[0], runs) for tensor in (query, key, value)), strict=True)
-    parts = [_attend(q, k, v, scaling, sliding_window, softcap).transpose(1, 2).flatten(0, 1) for q, k, v in cut]
+    parts = [_attend(q, k, v, scaling, sliding_window, softcap, s_aux).transpose(1, 2).flatten(0, 1) for q, k, v in cut]
     return (parts[0] if len(parts) == 1 else torch.cat(parts))[None], None
 
 
@@ -225,25 +241,41 @@ def _cut(tensor: Tensor, runs: Sequence[Run]) -> Iterator[Tensor]:
         yield part.view(len(part), count, length, -1).transpose(0, 1)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None, softcap: float | None) -> Tensor:
-    """Returns attention [datums, heads, length, D]."""
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scaling: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Returns attention [datums, heads, length, E]."""
     length = q.shape[2]
     windowed = window is not None and window < length
     fast_plain = q.device.type == "cpu" and q.dtype is torch.bfloat16 and length <= _PLAIN_UP_TO
-    if softcap is not None or fast_plain:
-        return _plain(q, k, v, scaling, window if windowed else None, softcap)
+    if softcap is not None or sinks is not None or fast_plain:
+        return _plain(q, k, v, scaling, window if windowed else None, softcap, sinks)
     mask = _visible(length, window, q.device) if windowed else None
     return nn.functional.scaled_dot_product_attention(
         q, k, v, mask, is_causal=mask is None, scale=scaling, enable_gqa=True
     )
 
 
-def _plain(q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None, softcap: float | None) -> Tensor:
+def _plain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scaling: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
     """Computes softmax(q kᵀ · scaling) v. The query heads that share a key head are further rows of one product."""
     count, heads, length, width = q.shape
     kv_heads = k.shape[1]
     rows = q.reshape(count * kv_heads, heads // kv_heads * length, width)
-    keys, values = (tensor.reshape(count * kv_heads, length, width) for tensor in (k, v))
+    keys, values = (tensor.reshape(count * kv_heads, length, -1) for tensor in (k, v))
     hidden = torch.zeros(length, length, dtype=q.dtype, device=q.device)
     hidden.masked_fill_(~_visible(length, window, q.device), float("-inf"))
     bias = hidden.repeat(heads // kv_heads, 1)
@@ -251,7 +283,12 @@ def _plain(q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None, 
         scores = torch.baddbmm(bias, rows, keys.transpose(1, 2), alpha=scaling)
     else:
         scores = torch.tanh(torch.bmm(rows, keys.transpose(1, 2)) * (scaling / softcap)) * softcap + bias
-    return torch.bmm(torch.softmax(scores, -1), values).view(count, heads, length, width)
+    if sinks is not None:
+        further = sinks.view(kv_heads, -1, 1).repeat(count, 1, length).view(*scores.shape[:2], 1)
+        shares = torch.softmax(torch.cat([scores, further], -1), -1)[..., :-1]
+    else:
+        shares = torch.softmax(scores, -1)
+    return torch.bmm(shares, values).view(count, heads, length, -1)
 
 
 def _visible(length: int, window: int | None, device: torch.device) -> Tensor:

@@ -225,10 +225,10 @@ def _plain(config: Any) -> LogitRule:
 
 
 def _capped(config: Any) -> LogitRule:
-    return LogitRule(cap=config.final_logit_softcapping)
+    return LogitRule(cap=config.get_text_config().final_logit_softcapping)
 
 
-def _scaled(config: Any) -> LogitRule:
+def _divided(config: Any) -> LogitRule:
     return LogitRule(scale=1 / config.logits_scaling)
 
 
@@ -241,7 +241,12 @@ ARCHITECTURES: Mapping[str, Callable[[Any], LogitRule]] = {
     "GemmaForCausalLM": _plain,
     "Gemma2ForCausalLM": _capped,
     "Gemma3ForCausalLM": _capped,
-    "GraniteForCausalLM": _scaled,
+    "GraniteForCausalLM": _divided,
+    "Qwen3_5ForCausalLM": _plain,
+    "Qwen3_5ForConditionalGeneration": _plain,
+    "Qwen3_5MoeForCausalLM": _plain,
+    "Qwen3_5MoeForConditionalGeneration": _plain,
+    "Qwen3NextForCausalLM": _plain,
 }
 """The rules by transformers' class names. Each class needs a case in tests/parity/architectures.py, which compares it
 with transformers' own forward and gradients."""
@@ -253,6 +258,6 @@ def logit_rule(model: Any) -> LogitRule | None:
     None means that the architecture is not known here.
     """
     rule = ARCHITECTURES.get(type(model).__name__)
-    if rule is None or getattr(model.config, "use_bidirectional_attention", False):
+    if rule is None or getattr(model.config.get_text_config(), "use_bidirectional_attention", False):
         return None
     return rule(model.config)

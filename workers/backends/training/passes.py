@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from workers.backends.training.batch_ops import Column, Job, MicroBatch, Share, asks_entropy, cut
 from workers.backends.training.engine import Engine
 from workers.backends.training.lm_head import LmHead, Scored, Segments
+from workers.models import lora
 from workers.models.lora import Adapter
 
 # Rows of logits made at once. On a CPU more rows gain nothing, and fewer rows read the head's weight too often; a GPU
@@ -54,7 +55,7 @@ class PolicyOutputs:
         self._chunks = [slice(start, min(start + step, len(hidden))) for start in range(0, len(hidden), step)]
         found, entropies = [], []
         for rows in self._chunks:
-            scored = head.score(hidden[rows], targets[rows], list(self._owners(rows)), entropy=entropy)
+            scored = head.score(hidden[rows], targets[rows], list(lora.within(self._segments, rows)), entropy=entropy)
             found.append(scored.logprobs)
             entropies.append(scored.entropy)
             if keep and len(hidden) * scored.exps.shape[1] <= _KEPT_ELEMENTS:
@@ -81,16 +82,7 @@ class PolicyOutputs:
         if self._kept:
             return self._kept[chunk]
         rows = self._chunks[chunk]
-        return self._head.score(self._hidden[rows], self._targets[rows], list(self._owners(rows)))
-
-    def _owners(self, rows: slice) -> Iterator[tuple[Adapter | None, int]]:
-        """Yields the segments within `rows`."""
-        start = 0
-        for adapter, count in self._segments:
-            within = min(start + count, rows.stop) - max(start, rows.start)
-            start += count
-            if within > 0:
-                yield adapter, within
+        return self._head.score(self._hidden[rows], self._targets[rows], list(lora.within(self._segments, rows)))
 
 
 class ValueOutputs:

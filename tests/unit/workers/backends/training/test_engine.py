@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 
 import pytest
@@ -66,3 +67,11 @@ def test_a_datum_gives_no_gradient_to_another(dtype: torch.dtype) -> None:
         assert leaf.grad is not None
         assert leaf.grad[:, :, :5].any()
         assert not leaf.grad[:, :, 5:].any()
+
+
+def test_an_argument_that_may_change_the_result_is_never_swallowed() -> None:
+    """transformers hands each family's own arguments over by name."""
+    kinds = {parameter.kind for parameter in inspect.signature(packed_attention).parameters.values()}
+    assert inspect.Parameter.VAR_KEYWORD not in kinds
+    with pytest.raises(TypeError, match="position_bias"):
+        packed_attention(nn.Module(), *tensors(0), None, runs=runs_of(LENGTHS), scaling=SCALING, position_bias=1)
