@@ -42,6 +42,7 @@ _VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 
 _TOWER = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
 _SIGLIP = {**_TOWER, "image_size": 56, "patch_size": 14}
 _PIXTRAL = {**_TOWER, "model_type": "pixtral", "image_size": 28, "patch_size": 14, "head_dim": 16}
+_MISTRAL = {"model_type": "mistral", "sliding_window": _WINDOW}
 _GEMMA3 = {"sliding_window": _WINDOW, "query_pre_attn_scalar": 16}
 _ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 1, "topk_group": 1}
 _LATENT = {
@@ -70,7 +71,23 @@ _KIMI = {
     "linear_head_dim": 16,
     "linear_num_heads": 4,
 }
-_LLAMA4 = {"num_local_experts": 4, "intermediate_size_mlp": 96, "pad_token_id": 0}
+_SMOLLM3 = {"pad_token_id": 0, "no_rope_layers": [1, 0], "use_sliding_window": True, "sliding_window": _WINDOW}
+# A layer with rope, which attends within chunks, and one without, whose temperature grows from the 8th token on.
+_LLAMA4 = {
+    "num_local_experts": 4,
+    "intermediate_size_mlp": 96,
+    "pad_token_id": 0,
+    "attention_chunk_size": 16,
+    "no_rope_layers": [1, 0],
+    "floor_scale": 8,
+}
+# Queries grow with each 8 tokens of the position.
+_MINISTRAL3 = {
+    "rope_type": "default",
+    "rope_theta": 1e4,
+    "original_max_position_embeddings": 8,
+    "llama_4_scaling_beta": 0.1,
+}
 _GEMMA4 = {
     "sliding_window": _WINDOW,
     "layer_types": ["sliding_attention", "full_attention"],
@@ -106,37 +123,38 @@ CASES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("Gemma3Text", {"sliding_window": _WINDOW, "query_pre_attn_scalar": 16}),
     "gemma3, capped": ("Gemma3Text", {**_GEMMA, "sliding_window": _WINDOW}),
     "granite": ("Granite", _GRANITE),
-    "cohere (unlisted)": ("Cohere", {"logit_scale": 0.5}),
-    "olmo2 (unlisted)": ("Olmo2", {}),
-    "olmo3 (unlisted)": ("Olmo3", {"sliding_window": _WINDOW}),
-    "phi3 (unlisted)": ("Phi3", {"pad_token_id": 0}),
-    "smollm3 (unlisted)": ("SmolLM3", {"pad_token_id": 0}),
+    "cohere": ("Cohere", {"logit_scale": 0.5}),
+    "olmo2": ("Olmo2", {}),
+    "olmo3": ("Olmo3", {"sliding_window": _WINDOW}),
+    "phi3": ("Phi3", {"pad_token_id": 0, "sliding_window": _WINDOW}),
+    "smollm3": ("SmolLM3", _SMOLLM3),
     "qwen3.5": ("Qwen3_5Text", _DELTA_NET),
     "qwen3.5, vision": ("Qwen3_5", {"text_config": _DELTA_NET, "vision_config": _VISION}),
-    "qwen3-vl (unlisted)": ("Qwen3VL", {"text_config": {}, "vision_config": _VISION}),
-    "gemma3, vision (unlisted)": ("Gemma3", {"text_config": _GEMMA3, "vision_config": _SIGLIP}),
-    "mistral3 (unlisted)": ("Mistral3", {"text_config": {"model_type": "mistral"}, "vision_config": _PIXTRAL}),
+    "qwen3-vl": ("Qwen3VL", {"text_config": {}, "vision_config": _VISION}),
+    "gemma3, vision": ("Gemma3", {"text_config": _GEMMA3, "vision_config": _SIGLIP}),
+    "mistral3": ("Mistral3", {"text_config": _MISTRAL, "vision_config": _PIXTRAL}),
     "qwen3-next": ("Qwen3Next", {**_DELTA_NET, **_MOE, "shared_expert_intermediate_size": 32}),
-    "deepseek-v3 (unlisted)": ("DeepseekV3", {**_LATENT, "first_k_dense_replace": 1}),
-    "glm4-moe (unlisted)": ("Glm4Moe", {**_ROUTED, "first_k_dense_replace": 1}),
-    "llama4 (unlisted)": ("Llama4Text", {**_LLAMA4, "attention_chunk_size": 64}),
-    "gemma4 (unlisted)": ("Gemma4Text", _GEMMA4),
-    "gpt-oss (unlisted)": ("GptOss", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": _WINDOW}),
-    "qwen3-vl-moe (unlisted)": ("Qwen3VLMoe", {"text_config": _MOE, "vision_config": _VISION}),
+    "deepseek-v3": ("DeepseekV3", {**_LATENT, "first_k_dense_replace": 1}),
+    "glm4-moe": ("Glm4Moe", {**_ROUTED, "first_k_dense_replace": 1}),
+    "llama4": ("Llama4Text", _LLAMA4),
+    "gemma4": ("Gemma4Text", _GEMMA4),
+    "gpt-oss": ("GptOss", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": _WINDOW}),
+    "qwen3-vl-moe": ("Qwen3VLMoe", {"text_config": _MOE, "vision_config": _VISION}),
     "qwen3.5-moe, vision": (
         "Qwen3_5Moe",
         {"text_config": {**_DELTA_NET, **_MOE, "shared_expert_intermediate_size": 32}, "vision_config": _VISION},
     ),
     "qwen3.5-moe": ("Qwen3_5MoeText", {**_DELTA_NET, **_MOE, "shared_expert_intermediate_size": 32}),
-    "ministral3 (unlisted)": ("Ministral3", {}),
-    "mixtral (unlisted)": ("Mixtral", {"num_local_experts": 4}),
-    "olmoe (unlisted)": ("Olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
-    "minimax-m2 (unlisted)": ("MiniMaxM2", {"num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 8}),
-    "glm4-moe-lite (unlisted)": ("Glm4MoeLite", {**_LATENT, "first_k_dense_replace": 1}),
-    "kimi-linear (unlisted)": ("KimiLinear", _KIMI),
-    "gemma4, vision (unlisted)": ("Gemma4", {"text_config": _GEMMA4, "vision_config": _GEMMA4_VISION}),
+    "ministral3": ("Ministral3", {"rope_parameters": _MINISTRAL3, "sliding_window": _WINDOW}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "sliding_window": _WINDOW}),
+    "olmoe": ("Olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
+    "minimax-m2": ("MiniMaxM2", {"num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 8}),
+    "glm4-moe-lite": ("Glm4MoeLite", {**_LATENT, "first_k_dense_replace": 1}),
+    "kimi-linear": ("KimiLinear", _KIMI),
+    "gemma4, vision": ("Gemma4", {"text_config": _GEMMA4, "vision_config": _GEMMA4_VISION}),
+    "helium (unlisted)": ("Helium", {}),
     "deepseek-v3.2 (unlisted)": ("DeepseekV32", {**_LATENT, "first_k_dense_replace": 1}),
-    "nemotron-h (unlisted)": ("NemotronH", _NEMOTRON),
+    "nemotron-h": ("NemotronH", _NEMOTRON),
 }
 
 

@@ -192,7 +192,7 @@ def test_a_value_that_overflows_fails_by_datum_and_leaves_the_state_bit_identica
     assert state(trainer, model, tmp_path / "after") == before
 
 
-@pytest.mark.parametrize("case", ["qwen2, window", "gemma2", "qwen3.5, vision", "olmo2 (unlisted)"])
+@pytest.mark.parametrize("case", ["qwen2, window", "gemma2", "qwen3.5, vision", "helium (unlisted)"])
 def test_a_critic_is_the_same_where_logits_are_capped_or_datums_padded(case: str, tmp_path: Path) -> None:
     """Values are computed from the last hidden states, before anything the architecture does to logits."""
     base = architectures.build(case, tmp_path / "base")
@@ -224,7 +224,7 @@ class Widths(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("case", ["qwen3", "olmo2 (unlisted)"])
+@pytest.mark.parametrize("case", ["qwen3", "helium (unlisted)"])
 def test_a_critic_makes_no_logits(case: str, tmp_path: Path) -> None:
     backend = open_trainer(architectures.build(case, tmp_path / "base"), micro_batch_tokens=128)
     backend.apply({"c": Create(SPEC, critic=True), "p": Create(SPEC)})

@@ -26,7 +26,7 @@ from workers.backends.training.trainer import Trainer
 
 # Heads tied and untied, logits capped and scaled, stacked experts, a recurrent state, and one model whose gradients all
 # come from autograd.
-CASES = ("llama", "llama, tied head", "gemma2", "granite", "qwen3-moe", "qwen3.5", "cohere (unlisted)")
+CASES = ("llama", "llama, tied head", "gemma2", "granite", "qwen3-moe", "qwen3.5", "helium (unlisted)")
 # Gradients of a recurrent layer's decay are sums of terms that cancel: those of transformers differ from fp64 by 3e-5.
 DECAYS = ("A_log", "dt_bias")
 STEPS = {

@@ -15,7 +15,8 @@ _OUTAGES = "tests/unit/workers/train/test_outages.py"
 _OWNER = "tests/unit/workers/train/test_owner.py"
 _LEASES = "tests/unit/workers/process/test_leases.py"
 _PADDING = "--confcutdir=tests/unit/workers/backends/training tests/unit/workers/backends/training/test_batch_ops.py"
-_RECURRENT = "--confcutdir=tests/unit/workers/backends/training tests/unit/workers/backends/training/test_recurrent.py"
+_PACKING = "--confcutdir=tests/unit/workers/backends/training tests/unit/workers/backends/training/test_packing.py"
+_ENGINE = "--confcutdir=tests/unit/workers/backends/training tests/unit/workers/backends/training/test_engine.py"
 _COVERAGE = "--confcutdir=tests/unit/workers/models tests/unit/workers/models/test_coverage.py"
 
 MUTANTS = (
@@ -29,25 +30,53 @@ MUTANTS = (
     ),
     # Datums in one row that would see each other.
     Mutant(
-        "recurrent: each datum starts from the empty state",
-        "workers/backends/training/recurrent.py",
+        "packing: each datum starts from the empty state",
+        "workers/backends/training/packing.py",
         "        for count, length in runs:",
         "        for count, length in [(1, hidden_states.shape[1])]:",
-        f"{_RECURRENT}::test_each_datum_starts_from_the_empty_state_under_its_own_adapter",
+        f"{_PACKING}::test_each_datum_starts_from_the_empty_state_under_its_own_adapter",
     ),
     Mutant(
-        "engine: layers with a state are reset at datums",
+        "engine: layers that would run on are prepared",
         "workers/backends/training/engine.py",
-        "            recurrent.reset_at_datums(model)\n",
+        "            packing.prepare(model)\n",
         "",
         "tests/parity/test_architectures.py::test_packed_datums_have_the_results_they_have_alone[qwen3-next]",
     ),
     Mutant(
-        "recurrent: a share of the row keeps its adapters",
-        "workers/backends/training/recurrent.py",
+        "packing: a share of the row keeps its adapters",
+        "workers/backends/training/packing.py",
         "lora.within(segments, rows)",
         "segments",
-        f"{_RECURRENT}::test_each_datum_starts_from_the_empty_state_under_its_own_adapter",
+        f"{_PACKING}::test_each_datum_starts_from_the_empty_state_under_its_own_adapter",
+    ),
+    Mutant(
+        "packing: chunks of a datum do not attend to each other",
+        "workers/backends/training/packing.py",
+        "        if size := _chunk_size(module):",
+        "        if size := None:",
+        f"{_PACKING}::test_attention_within_chunks_takes_them_for_datums",
+    ),
+    Mutant(
+        "packing: attention that counts positions counts those of each datum",
+        "workers/backends/training/packing.py",
+        "_has_state(module) or _counts_positions(module)",
+        "_has_state(module)",
+        f"{_PACKING}::test_attention_that_counts_positions_gets_each_datum_as_a_row",
+    ),
+    Mutant(
+        "engine: an attention sink takes its share",
+        "workers/backends/training/engine.py",
+        "    if sinks is not None:",
+        "    if False:",
+        f"{_ENGINE}::test_a_sink_takes_its_share_of_the_attention",
+    ),
+    Mutant(
+        "engine: no argument of an attention call is swallowed",
+        "workers/backends/training/engine.py",
+        "    use_cache: bool = False,\n",
+        "    use_cache: bool = False,\n    **_: Any,\n",
+        f"{_ENGINE}::test_an_argument_that_may_change_the_result_is_never_swallowed",
     ),
     # States that may not be used again.
     Mutant(

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from app.errors import SetupError
 from app.settings import BaseModelSettings, TrainerSettings
-from workers.backends.training import recurrent
+from workers.backends.training import packing
 from workers.backends.training.engine import Engine, HiddenStates, TorchEngine, elements_held
 from workers.backends.training.ranks import COMPUTE_DEADLINE, RankGroup, control_group, default_environment
 from workers.backends.training.trainer import Trainer
@@ -152,8 +152,8 @@ def _initialize(base: LoadedBase, hidden_states: HiddenStates, trainer: TrainerS
         "zero_allow_untested_optimizer": True,
     }
     optimizer = _placeholder(hidden_states, base) if trainer.zero_stage in (1, 2) else None
-    for layer in recurrent.layers(base.model):
-        # A layer runs once for each length of its datums. Stage 3 must gather it once: ranks have different lengths.
+    for layer in packing.datum_by_datum(base.model):
+        # It runs once for each length of its datums. Stage 3 must gather it once, since ranks have different lengths.
         _deepspeed().utils.set_z3_leaf_module(layer, True)
     with redirect_stdout(StringIO()):  # DeepSpeed prints memory reports and build notes at any log level
         engine, *_ = _deepspeed().initialize(model=hidden_states, config=config, optimizer=optimizer)

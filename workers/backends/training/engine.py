@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -23,10 +22,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from app.errors import SetupError
 from app.settings import TrainerSettings
-from workers.backends.training import recurrent
+from workers.backends.training import packing
 from workers.backends.training.lm_head import LmHead, LogitRule, WeightGradient, logit_rule
+from workers.backends.training.packing import Run, runs_of
 from workers.backends.training.ranks import RankGroup
-from workers.backends.training.recurrent import Run
 from workers.models import lora
 from workers.models.base_model import LoadedBase
 from workers.models.lora import Adapter, LoraLinear
@@ -136,7 +135,7 @@ class HiddenStates(nn.Module):
         self.packed = logit_rule(model) is not None
         if self.packed:
             model.set_attn_implementation({_text_config(model.config): NAME})
-            recurrent.reset_at_datums(model)
+            packing.prepare(model)
         if trainer.activation_checkpointing:
             _checkpoint_layers(model)
 
@@ -199,17 +198,12 @@ def _segments(owners: Owners, lengths: Sequence[int]) -> list[tuple[Adapter | No
     return [(adapter, sum(lengths[start:end])) for (adapter, _), start, end in zip(owners, starts, ends, strict=False)]
 
 
-def runs_of(lengths: Sequence[int]) -> list[Run]:
-    """Returns the runs for datums of these token counts."""
-    return [(len([*group]), length) for length, group in groupby(lengths)]
-
-
 def packed_attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: None,
+    attention_mask: Tensor | None,
     *,
     runs: Sequence[Run],
     scaling: float,
@@ -220,25 +214,28 @@ def packed_attention(
     position_ids: Tensor | None = None,
     use_cache: bool = False,
 ) -> tuple[Tensor, None]:
-    """Maps query [1, heads, T, D], key [1, kv heads, T, D] and value [1, kv heads, T, E] to [1, T, heads, E].
+    """Maps query [B, heads, T, D], key [B, kv heads, T, D] and value [B, kv heads, T, E] to [B, T, heads, E].
 
-    The runs add up to T. `s_aux`, [heads]: a further score in each softmax, whose share goes to no token (gpt-oss). The
-    last three change nothing here: there is no dropout and no cache, and positions are in query and key. An argument
-    that is not listed is a TypeError, since it may change the result.
+    The runs add up to T, in every row alike. `s_aux`, [heads]: a further score in each softmax, whose share goes to no
+    token (gpt-oss). The last three arguments change nothing here: there is no dropout and no cache, and positions are
+    in query and key. Any other argument, or a mask, may change the result: it is a TypeError.
     """
-    cut = zip(*(_cut(tensor[0], runs) for tensor in (query, key, value)), strict=True)
-    parts = [_attend(q, k, v, scaling, sliding_window, softcap, s_aux).transpose(1, 2).flatten(0, 1) for q, k, v in cut]
-    return (parts[0] if len(parts) == 1 else torch.cat(parts))[None], None
+    if attention_mask is not None:
+        raise TypeError(f"{type(module).__name__} attends with a mask of its own, which knows nothing of packed datums")
+    cut = zip(*(_cut(tensor, runs) for tensor in (query, key, value)), strict=True)
+    parts = [_attend(q, k, v, scaling, sliding_window, softcap, s_aux).transpose(1, 2) for q, k, v in cut]
+    rows = [part.reshape(len(query), -1, *part.shape[2:]) for part in parts]
+    return rows[0] if len(rows) == 1 else torch.cat(rows, 1), None
 
 
 AttentionInterface.register(NAME, packed_attention)
 
 
 def _cut(tensor: Tensor, runs: Sequence[Run]) -> Iterator[Tensor]:
-    """Yields views of [heads, T, D]: [datums, heads, length, D] for each run."""
-    parts = torch.split(tensor, [count * length for count, length in runs], dim=1)
+    """Cuts [B, heads, T, D] into a tensor [B · datums, heads, length, D] for each run: a view where B is 1."""
+    parts = torch.split(tensor, [count * length for count, length in runs], dim=2)
     for part, (count, length) in zip(parts, runs, strict=True):
-        yield part.view(len(part), count, length, -1).transpose(0, 1)
+        yield part.view(*part.shape[:2], count, length, -1).transpose(1, 2).flatten(0, 1)
 
 
 def _attend(

@@ -228,25 +228,51 @@ def _capped(config: Any) -> LogitRule:
     return LogitRule(cap=config.get_text_config().final_logit_softcapping)
 
 
+def _multiplied(config: Any) -> LogitRule:
+    return LogitRule(scale=config.logit_scale)
+
+
 def _divided(config: Any) -> LogitRule:
     return LogitRule(scale=1 / config.logits_scaling)
 
 
 ARCHITECTURES: Mapping[str, Callable[[Any], LogitRule]] = {
     "LlamaForCausalLM": _plain,
+    "Llama4ForCausalLM": _plain,
     "MistralForCausalLM": _plain,
+    "Mistral3ForConditionalGeneration": _plain,
+    "Ministral3ForCausalLM": _plain,
+    "MixtralForCausalLM": _plain,
     "Qwen2ForCausalLM": _plain,
     "Qwen3ForCausalLM": _plain,
     "Qwen3MoeForCausalLM": _plain,
-    "GemmaForCausalLM": _plain,
-    "Gemma2ForCausalLM": _capped,
-    "Gemma3ForCausalLM": _capped,
-    "GraniteForCausalLM": _divided,
+    "Qwen3NextForCausalLM": _plain,
+    "Qwen3VLForConditionalGeneration": _plain,
+    "Qwen3VLMoeForConditionalGeneration": _plain,
     "Qwen3_5ForCausalLM": _plain,
     "Qwen3_5ForConditionalGeneration": _plain,
     "Qwen3_5MoeForCausalLM": _plain,
     "Qwen3_5MoeForConditionalGeneration": _plain,
-    "Qwen3NextForCausalLM": _plain,
+    "GemmaForCausalLM": _plain,
+    "Gemma2ForCausalLM": _capped,
+    "Gemma3ForCausalLM": _capped,
+    "Gemma3ForConditionalGeneration": _plain,
+    "Gemma4ForCausalLM": _capped,
+    "Gemma4ForConditionalGeneration": _capped,
+    "DeepseekV3ForCausalLM": _plain,
+    "Glm4MoeForCausalLM": _plain,
+    "Glm4MoeLiteForCausalLM": _plain,
+    "GptOssForCausalLM": _plain,
+    "KimiLinearForCausalLM": _plain,
+    "MiniMaxM2ForCausalLM": _plain,
+    "NemotronHForCausalLM": _plain,
+    "CohereForCausalLM": _multiplied,
+    "GraniteForCausalLM": _divided,
+    "Olmo2ForCausalLM": _plain,
+    "Olmo3ForCausalLM": _plain,
+    "OlmoeForCausalLM": _plain,
+    "Phi3ForCausalLM": _plain,
+    "SmolLM3ForCausalLM": _plain,
 }
 """The rules by transformers' class names. Each class needs a case in tests/parity/architectures.py, which compares it
 with transformers' own forward and gradients."""
@@ -258,6 +284,7 @@ def logit_rule(model: Any) -> LogitRule | None:
     None means that the architecture is not known here.
     """
     rule = ARCHITECTURES.get(type(model).__name__)
-    if rule is None or getattr(model.config.get_text_config(), "use_bidirectional_attention", False):
+    sees_ahead = getattr(model.config.get_text_config(), "use_bidirectional_attention", None)
+    if rule is None or sees_ahead in (True, "all"):  # Gemma 4's "vision" is causal for text
         return None
     return rule(model.config)

@@ -21,7 +21,7 @@ EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_packed_experts_are_unpacked_to_the_numbers_of_the_format(dtype: str, tmp_path: Path) -> None:
-    expected = pack_experts(architectures.build("gpt-oss (unlisted)", tmp_path))
+    expected = pack_experts(architectures.build("gpt-oss", tmp_path))
     model = base_model.load(BaseModelSettings(name="packed", path=str(tmp_path), dtype=dtype)).model
     found = dict(model.named_parameters())
     for name, weight in expected.items():

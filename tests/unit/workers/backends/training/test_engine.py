@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from workers.backends.training.engine import packed_attention, runs_of
+from workers.backends.training.engine import packed_attention
+from workers.backends.training.packing import runs_of
 
 HEADS, KV_HEADS, WIDTH = 6, 2, 16
 SCALING = 0.3
@@ -17,9 +19,15 @@ LENGTHS = (5, 5, 1, 12)
 
 
 def by_hand(
-    query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int], window: int | None, softcap: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: Sequence[int],
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    out = torch.zeros(query.shape[2], HEADS, WIDTH, dtype=torch.float64)
+    out = torch.zeros(query.shape[2], HEADS, value.shape[3], dtype=torch.float64)
     start = 0
     for length in lengths:
         for head in range(HEADS):
@@ -29,7 +37,9 @@ def by_hand(
                 first = 0 if window is None else max(0, i - window + 1)
                 scores = k[first : i + 1] @ q[i] * SCALING
                 scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
-                out[start + i, head] = torch.softmax(scores, -1) @ v[first : i + 1]
+                shares = scores.exp()
+                total = shares.sum() + (0 if sinks is None else sinks[head].double().exp())
+                out[start + i, head] = shares / total @ v[first : i + 1]
         start += length
     return out
 
@@ -40,10 +50,11 @@ def tensors(seed: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     return [torch.randn(shape, generator=generator).transpose(1, 2).to(dtype) for shape in shapes]
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, window: int | None, softcap: float | None) -> Tensor:
-    settings = {"runs": runs_of(LENGTHS), "scaling": SCALING, "sliding_window": window, "softcap": softcap}
-    out, _ = packed_attention(nn.Module(), query, key, value, None, **settings)
-    return out[0]
+def attend(query: Tensor, key: Tensor, value: Tensor, **settings: Any) -> Tensor:
+    """[T, heads, E] of one row."""
+    return packed_attention(nn.Module(), query, key, value, None, runs=runs_of(LENGTHS), scaling=SCALING, **settings)[
+        0
+    ][0]
 
 
 @pytest.mark.parametrize("softcap", [None, 1.5])
@@ -53,16 +64,39 @@ def test_a_token_sees_its_own_datums_past_alone(
     window: int | None, softcap: float | None, dtype: torch.dtype, bound: float
 ) -> None:
     query, key, value = tensors(0, dtype)
-    found = attend(query, key, value, window, softcap)
+    found = attend(query, key, value, sliding_window=window, softcap=softcap)
     wanted = by_hand(query, key, value, LENGTHS, window, softcap)
     assert found.dtype is dtype
     assert (found.double() - wanted).norm() < bound * wanted.norm()
 
 
+@pytest.mark.parametrize("window", [None, 3])
+def test_a_sink_takes_its_share_of_the_attention(window: int | None) -> None:
+    query, key, value = tensors(0)
+    sinks = torch.linspace(-1, 2, HEADS)
+    found = attend(query, key, value, sliding_window=window, s_aux=sinks)
+    torch.testing.assert_close(found, by_hand(query, key, value, LENGTHS, window, None, sinks).float())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_values_may_have_another_width_than_keys(dtype: torch.dtype) -> None:
+    query, key, value = tensors(0, dtype)
+    found = attend(query, key, value[..., :5]).double()
+    wanted = by_hand(query, key, value[..., :5], LENGTHS, None, None)
+    assert (found - wanted).norm() < (1e-6 if dtype is torch.float32 else 2e-2) * wanted.norm()
+
+
+def test_each_row_of_a_batch_has_the_same_runs() -> None:
+    query, key, value = (torch.cat(pair) for pair in zip(tensors(0), tensors(1), strict=True))
+    found, _ = packed_attention(nn.Module(), query, key, value, None, runs=runs_of(LENGTHS), scaling=SCALING)
+    for row, seed in zip(found, (0, 1), strict=True):
+        torch.testing.assert_close(row, attend(*tensors(seed)))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_datum_gives_no_gradient_to_another(dtype: torch.dtype) -> None:
     leaves = [tensor.requires_grad_() for tensor in tensors(0, dtype)]
-    attend(*leaves, None, None)[:5].sum().backward()
+    attend(*leaves)[:5].sum().backward()
     for leaf in leaves:
         assert leaf.grad is not None
         assert leaf.grad[:, :, :5].any()
@@ -75,3 +109,5 @@ def test_an_argument_that_may_change_the_result_is_never_swallowed() -> None:
     assert inspect.Parameter.VAR_KEYWORD not in kinds
     with pytest.raises(TypeError, match="position_bias"):
         packed_attention(nn.Module(), *tensors(0), None, runs=runs_of(LENGTHS), scaling=SCALING, position_bias=1)
+    with pytest.raises(TypeError, match="mask"):
+        packed_attention(nn.Module(), *tensors(0), torch.zeros(1), runs=runs_of(LENGTHS), scaling=SCALING)

@@ -1,15 +1,16 @@
-"""A layer with a state over datums in one row, against the layer on each datum alone."""
+"""Layers that would run on from a datum into the next, against the same layers on each datum alone."""
 
 from __future__ import annotations
 
+from argparse import Namespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from app.domain.ops import LoraSpec
-from workers.backends.training import recurrent
-from workers.backends.training.engine import runs_of
+from workers.backends.training import packing
+from workers.backends.training.packing import runs_of
 from workers.models import lora
 from workers.models.lora import Adapter, LoraLinear, LoraPair
 
@@ -41,7 +42,7 @@ def models() -> tuple[nn.Module, nn.Module]:
     """Two of the same weights. The second resets its state at datums."""
     alone, packed = nn.Sequential(Mixer()), nn.Sequential(Mixer())
     packed.load_state_dict(alone.state_dict())
-    recurrent.reset_at_datums(packed)
+    packing.prepare(packed)
     return alone, packed
 
 
@@ -63,4 +64,34 @@ def test_each_datum_starts_from_the_empty_state_under_its_own_adapter() -> None:
 
 def test_only_layers_with_a_convolution_of_their_own_are_reset() -> None:
     _, packed = models()
-    assert [type(layer) for layer in recurrent.layers(nn.Sequential(packed, nn.Conv1d(1, 1, 1)))] == [Mixer]
+    assert [type(layer) for layer in packing.datum_by_datum(nn.Sequential(packed, nn.Conv1d(1, 1, 1)))] == [Mixer]
+
+
+class Attention(nn.Module):
+    """Attention with the fields of transformers' Llama 4, which records the runs of its calls."""
+
+    def __init__(self, *, rope: bool) -> None:
+        super().__init__()
+        self.config = Namespace(layer_types=["chunked_attention", "full_attention"], attention_chunk_size=4)
+        self.layer_idx, self.use_rope, self.attn_temperature_tuning = int(not rope), rope, True
+        self.seen: list[Any] = []
+
+    def forward(self, hidden_states: Tensor, runs: Any) -> tuple[Tensor, None]:
+        self.seen.append((tuple(hidden_states.shape[:2]), runs))
+        return hidden_states, None
+
+
+def test_attention_within_chunks_takes_them_for_datums() -> None:
+    layer = Attention(rope=True)
+    packing.prepare(layer)
+    layer(hidden_states=torch.zeros(1, sum(LENGTHS), WIDTH), runs=runs_of(LENGTHS))
+    assert layer.seen == [((1, 21), runs_of((4, 1, 3, 3, 1, 4, 4, 1)))]
+
+
+def test_attention_that_counts_positions_gets_each_datum_as_a_row() -> None:
+    layer = Attention(rope=False)
+    packing.prepare(layer)
+    hidden = torch.randn(1, sum(LENGTHS), WIDTH)
+    found, _ = layer(hidden_states=hidden, runs=runs_of(LENGTHS))
+    assert torch.equal(found, hidden)
+    assert layer.seen == [((1, 5), [(1, 5)]), ((2, 3), [(1, 3)]), ((1, 1), [(1, 1)]), ((1, 9), [(1, 9)])]

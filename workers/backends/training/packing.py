@@ -1,0 +1,95 @@
+"""Layers of transformers' models over datums that lie end to end in one row.
+
+Attention takes the datums' lengths as a keyword (workers/backends/training/engine.py), and most other layers work on
+each token alone. The rest would run on from a datum into the next: `prepare` changes the forward of these layers.
+
+- A layer with a state (a short convolution with Gated DeltaNet, Kimi delta attention or Mamba2 behind it) runs the
+  datums as rows of their own, each from the empty state. Neighbours of one length are one call.
+- Attention that counts positions by itself (Llama 4's temperature) does the same.
+- Attention within chunks of a datum (Llama 4) takes the chunks for datums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from workers.models import lora
+
+Run = tuple[int, int]
+"""(number of datums, tokens of each): adjacent datums of the same length share one call."""
+
+
+def runs_of(lengths: Sequence[int]) -> list[Run]:
+    """Returns the runs for datums of these token counts."""
+    return [(len([*group]), length) for length, group in groupby(lengths)]
+
+
+def prepare(model: nn.Module) -> None:
+    """Makes the layers named above take the keyword `runs`; the runs add up to the row's tokens."""
+    for layer in datum_by_datum(model):
+        _run_datum_by_datum(layer)
+    for module in model.modules():
+        if size := _chunk_size(module):
+            _attend_within_chunks(module, size)
+
+
+def datum_by_datum(model: nn.Module) -> list[nn.Module]:
+    """Returns the layers that run once for each run of datums, instead of once for the row."""
+    return [module for module in model.modules() if _has_state(module) or _counts_positions(module)]
+
+
+def _has_state(module: nn.Module) -> bool:
+    """transformers gives such a layer its convolution over tokens as `conv1d`."""
+    return isinstance(getattr(module, "conv1d", None), nn.Conv1d)
+
+
+def _counts_positions(module: Any) -> bool:
+    return bool(getattr(module, "attn_temperature_tuning", False)) and not module.use_rope
+
+
+def _chunk_size(module: Any) -> int | None:
+    """Returns the tokens of a chunk for attention within chunks, else None."""
+    types = getattr(getattr(module, "config", None), "layer_types", None) or ()
+    index = getattr(module, "layer_idx", None)
+    chunked = index is not None and index < len(types) and types[index] == "chunked_attention"
+    return int(module.config.attention_chunk_size) if chunked else None
+
+
+def _run_datum_by_datum(layer: Any) -> None:
+    forward, attends = layer.forward, not _has_state(layer)
+
+    def packed(hidden_states: Tensor, *, runs: Sequence[Run], **others: Any) -> Any:
+        """Maps [1, T, hidden size] to the same, beside None where the layer is attention."""
+        parts, start, segments = [], 0, lora.in_use()
+        for count, length in runs:
+            rows = slice(start, start + count * length)
+            start = rows.stop
+            own = {**others, "runs": [(1, length)]} if attends else others
+            with lora.use(list(lora.within(segments, rows))):
+                out = forward(hidden_states[0, rows].view(count, length, -1), **own)
+            parts.append((out[0] if attends else out).flatten(0, 1))
+        joined = torch.cat(parts)[None]
+        return (joined, None) if attends else joined
+
+    layer.forward = packed
+
+
+def _attend_within_chunks(layer: Any, size: int) -> None:
+    forward = layer.forward
+
+    def chunked(*inputs: Any, runs: Sequence[Run], **others: Any) -> Any:
+        lengths = [length for count, datum in runs for _ in range(count) for length in _chunks(datum, size)]
+        return forward(*inputs, runs=runs_of(lengths), **others)
+
+    layer.forward = chunked
+
+
+def _chunks(length: int, size: int) -> Iterator[int]:
+    yield from [size] * (length // size)
+    if length % size:
+        yield length % size
