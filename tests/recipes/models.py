@@ -37,7 +37,7 @@ def tiny_qwen3_5(folder: Path, spread: float) -> Path:
     model solves some problems, and fails at others.
     """
     tokenizer = byte_tokenizer("<think>", "</think>", *(f"{letter}\\boxed{{{ANSWER}}}" for letter in "abcdefgh"))
-    config = config_of("qwen3.5, vision (unlisted)")
+    config = config_of("qwen3.5, vision")
     config.text_config.max_position_embeddings = tokenizer.model_max_length = 8192
     config.text_config.initializer_range = spread
     config.text_config.eos_token_id = tokenizer.convert_tokens_to_ids(EOS_TOKEN)

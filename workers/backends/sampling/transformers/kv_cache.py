@@ -168,6 +168,9 @@ def use_decode_attention(model: Any) -> None:
     """Makes `model` use decode_attention, unless it needs a feature of transformers' eager attention."""
     if model.config.get_text_config()._attn_implementation == "sdpa":
         model.set_attn_implementation(_NAME)
+        for module in model.modules():
+            if getattr(module, "attn_temperature_tuning", False) and not module.use_rope:
+                module.attn_temperature_tuning, module.tuned_by_position = False, True
 
 
 def decode_attention(
@@ -182,6 +185,8 @@ def decode_attention(
 ) -> tuple[Tensor, None]:
     """Maps query [B, heads, T, D], key [B, kv heads, W, D], value [B, kv heads, W, V] and mask bool [B, 1, T, W] to
     [B, T, heads, V]."""
+    if getattr(module, "tuned_by_position", False):
+        query = query * _temperature(module, query, key, attention_mask).to(query.dtype)
     if query.shape[2] > 1 or query.device.type != "cpu":
         attended: Tensor = sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **options
@@ -194,6 +199,20 @@ def decode_attention(
     if attention_mask is not None:
         scores.masked_fill_(~attention_mask, float("-inf"))
     return torch.matmul(scores.softmax(-1).to(value.dtype), value).view(rows, 1, heads, -1), None
+
+
+def _temperature(module: Any, query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:
+    """Returns the factors [B, 1, T, 1] of Llama 4's queries, which grow with the tokens that each query sees
+    (https://arxiv.org/abs/2501.19399).
+
+    transformers takes them from the columns, which count the zeros on the left of a shorter row too.
+    """
+    if mask is None:
+        seen = torch.arange(key.shape[2] - query.shape[2] + 1, key.shape[2] + 1, device=query.device)[None, None]
+    else:
+        seen = mask.sum(-1)
+    factors: Tensor = torch.log1p(torch.floor(seen / module.floor_scale)) * module.attn_scale + 1
+    return factors[..., None]
 
 
 AttentionInterface.register(_NAME, decode_attention)
