@@ -1,4 +1,4 @@
-"""Signed URLs of this API. A signed URL needs no key: anyone who has it may read its target until it expires."""
+"""Signed URLs of this API. A signed URL needs no key: anyone who has it may use it until it expires."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class UrlSigner:
         """
         if not self._secret:
             raise NotFound(
-                "this server creates no download URLs: its operator has to set url_secret in the config file, to 32 "
+                "this server creates no signed URLs: its operator has to set url_secret in the config file, to 32 "
                 "random characters or more"
             )
         query = f"expires={expires}&signature={self._sign(path, expires)}"
@@ -34,9 +34,9 @@ class UrlSigner:
         """Raises Forbidden for a signature that `url` did not make, and for one that has expired."""
         expected = self._sign(path, expires).encode()
         if not self._secret or not hmac.compare_digest(expected, signature.encode()):
-            raise Forbidden("this download URL was not made by this server: its signature does not match")
+            raise Forbidden("this signed URL was not made by this server: its signature does not match")
         if time.time() >= expires:
-            raise Forbidden("this download URL has expired: ask for a new one")
+            raise Forbidden("this signed URL has expired: ask for a new one")
 
     def _sign(self, path: str, expires: int) -> str:
         return hmac.new(self._secret, f"{path}\n{expires}".encode(), hashlib.sha256).hexdigest()

@@ -7,7 +7,20 @@ from typing import Any
 from flask import Flask
 from flask_smorest import Api
 
-from app.api import account, checkpoints, client, errors, futures, hub, models, openai, sampling, sessions, training
+from app.api import (
+    account,
+    checkpoints,
+    client,
+    errors,
+    futures,
+    hub,
+    models,
+    openai,
+    sampling,
+    sessions,
+    training,
+    uploads,
+)
 from app.api.base import EXTENSION, SETTINGS, add_hooks
 from app.services import container
 from app.settings import Settings
@@ -19,6 +32,7 @@ PUBLIC = frozenset(
         "operations.readyz",
         "operations.metrics",
         "objects.get_object",
+        "uploads.put_file",
         "archives.get_archive",
         "hub",
         "sessions.get_trace",
@@ -42,6 +56,7 @@ _BLUEPRINTS = (
     checkpoints.checkpoints_blueprint,
     checkpoints.objects_blueprint,
     checkpoints.archives_blueprint,
+    uploads.blueprint,
     account.limits_blueprint,
     openai.blueprint,
     account.audit_blueprint,

@@ -146,6 +146,37 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, slots=True)
+class Upload:
+    """An upload of an adapter's files. `lora` holds the LoraSpec's fields that its files must have, and `most_bytes` is
+    the greatest size of all of them. Its files lie below `uploaded`."""
+
+    namespace: ClassVar[str] = "uploads"
+    owner: str
+    base_model: str
+    lora: dict[str, Any]
+    created: float
+    most_bytes: int
+    expires_at: float
+    finished: bool = False
+
+    def is_expired(self, now: float) -> bool:
+        """True when the upload has expired at `now`, read from the state server's clock."""
+        return self.expires_at <= now
+
+    def is_over(self, now: float) -> bool:
+        """True when no files of it wait any more."""
+        return self.finished or self.is_expired(now)
+
+
+UPLOADS = "uploads"
+
+
+def uploaded(upload_id: str, name: str) -> str:
+    """The object-store key of an uploaded file."""
+    return f"{UPLOADS}/{upload_id}/{name}"
+
+
+@dataclass(frozen=True, slots=True)
 class Loss:
     """A custom loss. `content` is the CustomLoss encoded by app/domain/ops.py, in base64."""
 

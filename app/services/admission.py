@@ -203,9 +203,11 @@ class QuotaService:
         """Charges a call that creates or changes something in `project`."""
         self._quotas.take(Charge(self._limits.payers(caller, project)))
 
-    def copy(self, caller: Caller, project: str, size: int) -> None:
-        """Charges a call that creates a checkpoint of `size` bytes in `project`."""
-        self._quotas.take(Charge(self._limits.payers(caller, project), stores=True, stored=size))
+    def store(self, caller: Caller | None, project: str, size: int) -> None:
+        """Charges a call that creates a checkpoint of `size` bytes in `project`. The caller is None for the
+        operator."""
+        payers = self._limits.payers(caller, project) if caller else (self._limits.payer(project),)
+        self._quotas.take(Charge(payers, stores=True, stored=size))
 
     def move(self, caller: Caller, project: str, models: int, size: int) -> None:
         """Charges a call that moves another project's session to `project`. Its models and checkpoints still count for

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from app import ids
+from app.domain.adapters import Shapes, of_rows
 from app.domain.records import BaseModelInfo, Refusal, Worker
 from app.errors import BadRequest, Unavailable
 from app.settings import BaseModelSettings, Settings
@@ -17,6 +18,8 @@ ROLES = ("trainer", "sampler")
 FULL_TRAINER, FULL_SAMPLER = "full_trainer", "full_sampler"
 NEVER_ADAPTED = "never_adapted"
 """The part of a LoRA trainer's description that names the modules without adapters, with the reasons."""
+ADAPTER_SHAPES = "adapter_shapes"
+"""The part that holds the shapes of the base model's adapters, as rows (app/domain/adapters.py)."""
 
 
 def trainer_role(*, full: bool) -> str:
@@ -37,6 +40,7 @@ class BaseModels:
         self._settings = settings
         self._records = store
         self._known: dict[tuple[str, str], BaseModelInfo] = {}
+        self._shapes: dict[str, list[list[Any]]] = {}
         self._lock = threading.Lock()
 
     def names(self) -> list[str]:
@@ -70,6 +74,15 @@ class BaseModels:
             self.live()
         return self._known.get((role, name))
 
+    def adapter_shapes(self, name: str) -> Shapes:
+        """The shapes of all adapters of `name`, as a LoRA trainer reported them. Raises the errors of `info`."""
+        self.info(trainer_role(full=False), name)
+        if name not in self._shapes:
+            self.live()
+        if name not in self._shapes:
+            raise Unavailable(f"no trainer for {name} has reported the shapes of its adapters yet; try again soon")
+        return of_rows(self._shapes[name])
+
     def live(self) -> set[tuple[str, str]]:
         """(role, base model) of every worker with a current heartbeat that is healthy."""
         return {(worker.role, worker.base_model) for worker in self.workers().values()}
@@ -79,6 +92,8 @@ class BaseModels:
         workers = {node: load(Worker, fields) for node, fields in self._records.list(Worker.namespace)}
         with self._lock:
             self._known.update({(w.role, w.base_model): _info(w.info) for w in workers.values()})
+            described = ((w.base_model, w.describe.get(ADAPTER_SHAPES)) for w in workers.values())
+            self._shapes.update({name: rows for name, rows in described if rows is not None})
         return {node: worker for node, worker in workers.items() if worker.healthy}
 
     def missing(self) -> list[str]:

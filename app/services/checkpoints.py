@@ -144,7 +144,7 @@ class CopyService:
         target = ids.TinkerPath(model_id, path.kind, path.name)
         is_there = self.records.get(Checkpoint.namespace, str(target)) is not None
         if not is_there:
-            self.quotas.copy(caller, project, source.size_bytes)
+            self.quotas.store(caller, project, source.size_bytes)
         self._register(session_id, model_id, project, str(path), source)
         if not is_there:
             what = {"model_id": model_id, "tinker_path": str(target), "source_path": str(path)}

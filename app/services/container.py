@@ -10,6 +10,8 @@ from app.services.admission import AdmissionService, LimitsOf, QuotaService
 from app.services.base_models import BaseModels
 from app.services.checkpoints import ArchiveService, CheckpointService, CopyService
 from app.services.hub import HubService
+from app.services.imports.importer import Importer
+from app.services.imports.uploads import UploadService
 from app.services.models import ModelService, RunService
 from app.services.openai.service import OpenAiService, Samplers
 from app.services.openai.streaming import ResultStream
@@ -63,6 +65,7 @@ class Services:
     checkpoints: CheckpointService
     archives: ArchiveService
     copies: CopyService
+    uploads: UploadService
     polls: PollService
     batch_polls: BatchPollService
     queue_states: QueueStates
@@ -102,6 +105,7 @@ def build(settings: Settings) -> Services:
     accounts = AccountService(AccountFiles(objects), store)
     authenticator = Authenticator(settings.api_keys, store, tokens, AccountRecovery(accounts, store))
     sources = Sources(store, authenticator)
+    importer = Importer(store, oplog, lifecycle, objects, quotas)
     signer = UrlSigner(settings.url_secret, settings.public_url)
     return Services(
         settings,
@@ -124,6 +128,7 @@ def build(settings: Settings) -> Services:
         CheckpointService(store, objects, quotas),
         ArchiveService(store, objects, signer),
         CopyService(store, oplog, lifecycle, objects, quotas, sources),
+        UploadService(store, objects, bases, quotas, importer, settings.limits),
         PollService(futures, waiter, poll_limiter),
         BatchPollService(RedisCompletions(client, settings.engine), store, waiter, poll_limiter),
         queue_states,

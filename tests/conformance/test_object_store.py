@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import threading
 import time
@@ -60,6 +61,28 @@ def download(store: ObjectStore) -> Callable[[str], bytes]:
     return through_api if isinstance(store, FolderStore) else over_http
 
 
+@pytest.fixture
+def send(store: ObjectStore) -> Callable[[str, bytes], None]:
+    """Sends an object to a signed URL as a client without a key does. Raises Forbidden when the server refuses."""
+
+    def through_api(url: str, content: bytes) -> None:
+        parts = urlsplit(url)
+        most, _, key = unquote(parts.path.removeprefix("/api/v1/uploads/")).partition("/")
+        query = parse_qs(parts.query)
+        assert isinstance(store, FolderStore)
+        store.check_put(key, int(most), int(query["expires"][0]), query["signature"][0])
+        store.replace(key, io.BytesIO(content))
+
+    def over_http(url: str, content: bytes) -> None:
+        try:
+            with urllib.request.urlopen(urllib.request.Request(url, content, method="PUT"), timeout=60):
+                pass
+        except urllib.error.HTTPError as error:
+            raise Forbidden(str(error)) from None
+
+    return through_api if isinstance(store, FolderStore) else over_http
+
+
 def test_what_was_put_is_read_back_whole(store: ObjectStore, tmp_path: Path):
     content = os.urandom(3_000_001)
     source = tmp_path / "source"
@@ -111,6 +134,8 @@ def test_of_concurrent_writers_of_one_key_exactly_one_wins(store: ObjectStore):
 def test_a_missing_object_is_not_found(store: ObjectStore, tmp_path: Path):
     with pytest.raises(NotFound, match="no/such/key"):
         store.read("no/such/key")
+    with pytest.raises(NotFound, match="no/such/key"):
+        store.size("no/such/key")
     with pytest.raises(NotFound):
         store.get("no/such/key", tmp_path / "target")
     assert not (tmp_path / "target").exists()
@@ -183,7 +208,9 @@ def test_a_key_that_could_leave_the_store_is_refused(store: ObjectStore, key: st
         lambda: store.copy(key, "a/copy"),
         lambda: store.copy(KEY, key),
         lambda: store.delete([key]),
+        lambda: store.size(key),
         lambda: store.presign(key, 60),
+        lambda: store.presign_put(key, 60, 10),
     ):
         with pytest.raises(BadRequest, match="not an object key"):
             call()
@@ -214,6 +241,23 @@ def test_a_signed_url_stops_working_when_it_expires(store: ObjectStore, download
         while time.monotonic() < deadline:
             download(url)
             time.sleep(0.1)
+
+
+def test_an_object_is_sent_to_a_signed_url_without_a_key(store: ObjectStore, send: Callable[[str, bytes], None]):
+    url = store.presign_put(KEY, 60, 1000)
+    for content in (b"first", b"second try"):
+        send(url, content)
+        assert (store.read(KEY), store.size(KEY)) == (content, len(content))
+
+
+def test_a_signed_url_takes_no_other_object(store: ObjectStore, send: Callable[[str, bytes], None]):
+    for forged in (
+        store.presign_put("a/mine", 60, 1000).replace("/mine", "/else"),
+        store.presign("a/mine", 60).replace("/objects/", "/uploads/1000/"),
+    ):
+        with pytest.raises(Forbidden):
+            send(forged, b"x")
+    assert store.list("") == []
 
 
 def test_two_stores_over_the_same_settings_see_each_other(store: ObjectStore, settings: Settings):

@@ -167,7 +167,7 @@ def test_a_checkpoint_that_cannot_be_used_changes_nothing(
 
 
 @of_adapters
-@pytest.mark.parametrize("spec", [LoraSpec(rank=5), LoraSpec(rank=4, train_mlp=False)])
+@pytest.mark.parametrize("spec", [LoraSpec(rank=5), LoraSpec(rank=4, train_mlp=False), LoraSpec(rank=4, alpha=8.0)])
 def test_an_adapter_of_another_shape_changes_nothing(
     backend: Trainer, create: Callable[..., str], tmp_path: Path, spec: LoraSpec
 ) -> None:

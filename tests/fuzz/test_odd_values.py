@@ -29,6 +29,8 @@ def bodies(api: Api) -> dict[str, dict[str, Any]]:
     model = api.model(session)
     path = save_checkpoint(api, model)
     lora = {"rank": 4, "seed": 1, "train_mlp": True}
+    upload = {"base_model": BASE, "lora_config": lora, "destination_project_id": None}
+    upload_id = api.post("external_weights_upload_start", upload).json["upload_id"]
     create = {"session_id": session, "model_seq_id": 7, "base_model": BASE, "lora_config": lora, "user_metadata": {}}
     return {
         "create_session": {"tags": ["a"], "user_metadata": {"a": 1}, "display_name": "x"},
@@ -44,6 +46,8 @@ def bodies(api: Api) -> dict[str, dict[str, Any]]:
         "save_weights": {"model_id": model, **SAVE},
         "save_weights_external": {"model_id": model, **SAVE, "age_encryption_recipients": []},
         "save_weights_for_sampler": {"model_id": model, "seq_id": 1, "sampling_session_seq_id": 1, "kind": "inflight"},
+        "external_weights_upload_start": upload,
+        "external_weights_upload_finish": {"upload_id": upload_id},
         "load_weights": {"model_id": model, "seq_id": 1, "path": path, "optimizer": True},
         "create_sampling_session": {"session_id": session, "sampling_session_seq_id": 1, "model_path": path},
         "asample": sample_body(api.sampler(), sampling_params={"seed": 1, "top_k": 5, "stop": [1], "max_tokens": 1}),

@@ -56,15 +56,26 @@ CHANGED: dict[str, dict[str, Any]] = {
     },
     "setting values": {"base_models[0].max_rank": 128},
     # A checkpoint's answer also has its base model; a served model's has what adapters cover, and who refuses it.
+    # Uploads are a group of routes of their own.
     "openapi": {
         **_REWORDED,
         "get /api/v1/get_server_capabilities": "deacc034ff85e815f0de4062db3a366fd1bd55db48827ee0dc7c385c6db8b5d5",
         "schemas SupportedModel": "11ffb71ed62323cf48131560738de1bb63c5d98c82f521c2e4c2b152b9dbf440",
         "schemas Sample": "b37fc481701bad27554f6e75c5a1ab2021592e0e4ee7b5f09630e0205c5a278a",
+        "tags": "2224ae7df26554031d41338a7e164ca5d3230bbfa010dd60c21f18e9290ee91a",
         "schemas Checkpoint": "e84a265c8f99dde1a6ef60d3716015d2da09d885e191024ca437442c50198981",
     },
 }
 ADDED: dict[str, set[str]] = {
+    "openapi": {
+        "parameters /api/v1/uploads/{most_bytes}/{key}",
+        "post /api/v1/external_weights_upload_finish",
+        "post /api/v1/external_weights_upload_start",
+        "put /api/v1/uploads/{most_bytes}/{key}",
+        "schemas FinishUpload",
+        "schemas StartUpload",
+        "schemas UploadStarted",
+    },
     "command line": {"tinsmith --version"},
     # Keys that start so. Processes of ecb7b39 neither read nor write them, which `RedisRecords._listed` expects.
     "keys left behind": {"tinsmith:checkpoints_of:"},

@@ -6,16 +6,23 @@ import contextlib
 import gzip
 import http.client
 import json
+import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import psutil
 import pytest
 import zstandard
 
-from tests.api_server import BASE, KEY, ApiServer, start_api
-from tests.unit.app.conftest import batch
+from app.domain.adapters import FILES, rows
+from app.domain.records import Worker
+from app.services.base_models import ADAPTER_SHAPES
+from app.stores.redis.records import dump
+from tests.api_server import BASE, INFO, KEY, ApiServer, start_api
+from tests.peft_adapters import PEFT_CONFIG
+from tests.unit.app.conftest import SHAPES, batch
 
 MOST_MIB = 64
 _BODY = 16 * 2**20
@@ -41,6 +48,13 @@ class Server:
                 connection.request("POST", f"/api/v1/{route}", body, headers, encode_chunked=True)
             answer = connection.getresponse()
             return answer.status, json.loads(answer.read())
+
+    def put(self, path: str, body: bytes | Iterator[bytes]) -> int:
+        """Returns the status of a PUT without a key; an iterator is sent in chunks, without a length."""
+        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", self.api.port, timeout=120)) as connection:
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                connection.request("PUT", path, body, encode_chunked=True)
+            return connection.getresponse().status
 
     def model(self) -> str:
         session = self.post("create_session", b"{}")[1]["session_id"]
@@ -140,6 +154,27 @@ def test_many_parts_in_few_bytes_are_refused_before_they_are_made(server: Server
         "50,000 datums": 400,
         "a shape of 200,000 sizes": 400,
     }
+    assert server.peak_mib() - before < MOST_MIB
+
+
+def test_an_upload_takes_no_more_than_its_adapter_can_have(server: Server) -> None:
+    worker = Worker("trainer", BASE, asdict(INFO), {ADAPTER_SHAPES: rows(SHAPES)}, "", time.time())
+    server.api.records.put(Worker.namespace, "trainer-0@test", dump(worker))
+    asked = {"base_model": BASE, "lora_config": {"rank": 4, "train_unembed": False}}
+    status, started = server.post("external_weights_upload_start", json.dumps(asked).encode())
+    assert status == 200, started
+    config, tensors = (urlsplit(started["urls"][name]) for name in FILES)
+    before = server.peak_mib()
+    assert server.put(f"{config.path}?{config.query}", endless()) == 413
+    assert server.put(f"{tensors.path}?{tensors.query}", bytes(_BODY)) == 413
+    deep = b"[" * 60_000
+    for header in ((2**62).to_bytes(8, "little"), len(deep).to_bytes(8, "little") + deep):
+        assert server.put(f"{config.path}?{config.query}", json.dumps({**PEFT_CONFIG, "r": 4}).encode()) == 200
+        assert server.put(f"{tensors.path}?{tensors.query}", header) == 200
+        status, refused = server.post(
+            "external_weights_upload_finish", json.dumps({"upload_id": started["upload_id"]}).encode()
+        )
+        assert (status, "safetensors" in refused["detail"]) == (400, True)
     assert server.peak_mib() - before < MOST_MIB
 
 

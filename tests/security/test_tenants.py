@@ -21,6 +21,7 @@ NO_IDS = {
     "POST /api/v1/client/config",
     "POST /api/v1/client/dynamic_config",
     "POST /api/v1/create_session",
+    "POST /api/v1/external_weights_upload_start",
     "POST /api/v1/telemetry",
     "GET /api/v1/get_server_capabilities",
     "GET /oai/api/v1/models",
@@ -65,7 +66,7 @@ def calls(api: Api) -> dict[str, Call]:
     custom = copy.deepcopy(made["forward_backward"])
     custom["forward_backward_input"] |= {"loss_fn": "custom", "loss_fn_config": {"loss_id": loss}}
     rows = {f"POST /api/v1/{path}": Call(body, {}) for path, body in made.items() if "/" not in path}
-    del rows["POST /api/v1/create_session"]
+    del rows["POST /api/v1/create_session"], rows["POST /api/v1/external_weights_upload_start"]
     return rows | {
         "POST /api/v1/sessions/<session_id>/finish": Call({"reason": {"type": "success"}}, {"session_id": session}),
         "POST /api/v1/forward_backward#custom": Call(custom, {}),

@@ -1,4 +1,5 @@
-"""Removes stored files without a reference: overwritten, expired and half-written checkpoints, and old snapshots.
+"""Removes stored files without a reference: overwritten, expired and half-written checkpoints, old snapshots, and
+uploads that were not finished.
 
 Mark and sweep, by the state server's clock alone: files are removed when nothing refers to them in every round for
 `engine.orphan_s`. That time covers a reader that has read a reference and not yet written its own.
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 
 from app.domain import ops
 from app.domain.checkpoints import MODELS, SNAPSHOT, CheckpointPrefix
-from app.domain.records import Checkpoint, Model, Sampler
+from app.domain.records import UPLOADS, Checkpoint, Model, Sampler, Upload
 from app.errors import NewerContent
 from app.settings import EngineSettings
 from app.stores.objects.base import ObjectStore
@@ -71,6 +72,7 @@ class Orphans:
     def sweep(self) -> None:
         if time.monotonic() >= self._next:
             self._remove_expired()
+            self._remove_uploads()
             try:
                 self._collect()
             except NewerContent as newer:
@@ -86,6 +88,22 @@ class Orphans:
         for path, fields in self._records.list(Checkpoint.namespace):
             if load(Checkpoint, fields).is_expired(now):
                 self._records.delete_same(Checkpoint.namespace, path, fields)
+
+    def _remove_uploads(self) -> None:
+        """Deletes expired uploads, and the uploaded files that no upload needs. The files are listed first: the upload
+        of a listed file was recorded before."""
+        keys = self._objects.list(f"{UPLOADS}/")
+        waiting = set(self._waiting_uploads())
+        self._objects.delete(key for key in keys if key.split("/")[1] not in waiting)
+
+    def _waiting_uploads(self) -> Iterator[str]:
+        now = self._records.now()
+        for upload_id, fields in self._records.list(Upload.namespace):
+            upload = load(Upload, fields)
+            if upload.is_expired(now):
+                self._records.delete(Upload.namespace, upload_id)
+            elif not upload.finished:
+                yield upload_id
 
     def _collect(self) -> None:
         overdue = self._lifecycle.overdue(self._unreferenced())

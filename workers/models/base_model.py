@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
@@ -23,13 +23,14 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.utils import logging as transformers_logging
 
+from app.domain.adapters import Shapes
 from app.domain.records import BaseModelInfo
 from app.errors import SetupError, UnservableModel
 from app.settings import BaseModelSettings
 from workers.backends.failures import ran_out_of_memory
 from workers.models import experts
 from workers.models.coverage import left_out, undecided
-from workers.models.lora import targets
+from workers.models.lora import shapes, targets
 
 _SHOWN_CHARACTERS = 300
 _PLAIN = {
@@ -194,8 +195,16 @@ def skeleton(settings: BaseModelSettings) -> Any:
     return model
 
 
-def check_adaptable(settings: BaseModelSettings) -> dict[str, str]:
-    """The modules that no LoRA adapter ever covers, with the reasons.
+@dataclass(frozen=True, slots=True)
+class Adaptable:
+    """The modules that no LoRA adapter ever covers, with the reasons; and the shapes of the pairs on all others."""
+
+    never: Mapping[str, str]
+    shapes: Shapes
+
+
+def check_adaptable(settings: BaseModelSettings) -> Adaptable:
+    """The parts of the base model that LoRA adapters cover.
 
     Raises UnservableModel when the model has weights that nobody has decided about. Full fine-tuning trains them all,
     and needs no such decision. Raises SetupError as `skeleton` does.
@@ -206,7 +215,7 @@ def check_adaptable(settings: BaseModelSettings) -> dict[str, str]:
             f"base model {settings.name!r} ({model.config.architectures[0]}) cannot be trained with LoRA: it has "
             f"modules that Tinsmith does not know: {', '.join(unknown)}"
         )
-    return left_out(model, experts.found(model))
+    return Adaptable(left_out(model, experts.found(model)), shapes(model))
 
 
 def local_path(path: str) -> str:

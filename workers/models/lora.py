@@ -18,12 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from app.domain.adapters import KEY_PREFIX, Shape
 from app.domain.ops import LoraSpec
 from app.errors import UserOpError
 from workers.models import coverage, experts
 
-KEY_PREFIX = "base_model.model."
-"""The start of a module's name in a PEFT file."""
 SCORE = "score"
 """The name that transformers gives to the head of a sequence classifier. PEFT keeps this head beside the adapter, under
 the same name."""
@@ -313,16 +312,26 @@ def _chosen(model: nn.Module, spec: LoraSpec) -> list[str]:
     return [path for group, paths in targets(model).items() if wanted[group] for path in paths]
 
 
+def shapes(model: nn.Module) -> dict[str, dict[str, Shape]]:
+    """The shapes of all pairs that an adapter can have, by group and path."""
+    return {group: {path: _shape(model, path) for path in paths} for group, paths in targets(model).items()}
+
+
 def _width(model: nn.Module, path: str, rank: int) -> tuple[int, int, int]:
-    """(in, out) features and rank (of all experts together) of a pair. ZeRO-3 empties a weight's shape, so the
-    module's own record is used."""
+    """(in, out) features and rank (of all experts together) of a pair."""
+    in_features, out_features, count = _shape(model, path)
+    return in_features, out_features, count * rank
+
+
+def _shape(model: nn.Module, path: str) -> Shape:
+    """The shape of the tensor under a pair. ZeRO-3 empties a weight's shape, so the module's own record is used."""
     if experts.is_pair(path):
         count, in_features, out_features = experts.shape(model, path)
-        return in_features, out_features, count * rank
+        return in_features, out_features, count
     module = model.get_submodule(path)
     core = module.base if isinstance(module, LoraLinear) else module
     assert isinstance(core, nn.Linear)
-    return core.in_features, core.out_features, rank
+    return core.in_features, core.out_features, 1
 
 
 def _hidden_size(model: nn.Module) -> int:

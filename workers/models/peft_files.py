@@ -9,11 +9,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from app.domain.adapters import KEY_PREFIX
 from app.domain.ops import LoraSpec
 from app.errors import UserOpError
 from workers.backends.training.base import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 from workers.models import coverage, experts
-from workers.models.lora import KEY_PREFIX, SCORE, SCORE_KEY, Adapter, LoraPair
+from workers.models.lora import SCORE, SCORE_KEY, Adapter, LoraPair
 
 
 def write(adapter: Adapter, folder: Path, base_model_name: str, model: nn.Module | None = None) -> None:

@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import redis
 from celery import Celery
 
 from app import dispatch, ids
+from app.domain import adapters
 from app.domain.checkpoints import CheckpointPrefix
 from app.domain.records import Refusal
 from app.errors import SetupError, UnservableModel
 from app.services.admission import LimitsOf
-from app.services.base_models import NEVER_ADAPTED, sampler_role, trainer_role
+from app.services.base_models import ADAPTER_SHAPES, NEVER_ADAPTED, sampler_role, trainer_role
 from app.settings import BaseModelSettings, Settings, TrainerSettings
 from app.stores.redis import keys
 from app.stores.redis.client import Channel, connect
@@ -42,6 +43,9 @@ from workers.train.owner import Owner, Resident
 from workers.train.rebalance import Drain, IdleEviction, Rebalancer
 from workers.train.runner import TrainingRunner
 from workers.train.scheduler import BacklogScan, RetryBackoff, RunAhead, Scheduler
+
+if TYPE_CHECKING:
+    from workers.models.base_model import Adaptable
 
 _SETTLE_S = 5.0
 
@@ -90,10 +94,14 @@ def _start_trainer(parts: Parts, base: BaseModelSettings, queue: str, *, full: b
     from workers.models.base_model import check_adaptable
 
     base = base.for_full() if full else base
-    never_adapted = {} if full else check_adaptable(base)
+    facts = {} if full else _adapter_facts(check_adaptable(base))
     backend = create(base, full=full)
     info, metrics = backend.open(), telemetry.serve_metrics(base.trainer.metrics_port)
-    return assemble_trainer(parts, Serving(base, backend, info, queue, full, metrics, never_adapted)).runtime()
+    return assemble_trainer(parts, Serving(base, backend, info, queue, full, metrics, facts)).runtime()
+
+
+def _adapter_facts(adaptable: Adaptable) -> dict[str, Any]:
+    return {NEVER_ADAPTED: adaptable.never, ADAPTER_SHAPES: adapters.rows(adaptable.shapes)}
 
 
 def _start_sampler(parts: Parts, base: BaseModelSettings, queue: str, *, full: bool) -> Runtime:
@@ -318,8 +326,7 @@ def _heartbeat(
     url, queue = serving.metrics_url, serving.queue
 
     def describe() -> Mapping[str, Any]:
-        never_adapted = {NEVER_ADAPTED: serving.never_adapted} if serving.never_adapted else {}
-        return {**serving.backend.describe(), **never_adapted}
+        return {**serving.backend.describe(), **serving.facts}
 
     return Heartbeat(
         parts.records, parts.node, role, serving.info, describe, url, watchdog.healthy, queue, batch, holds

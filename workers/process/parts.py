@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import redis
 from celery import Celery
@@ -105,8 +105,8 @@ class Serving(Generic[Backend]):
     queue: str
     full: bool = False
     metrics_url: str = ""
-    never_adapted: Mapping[str, str] = field(default_factory=dict)
-    """The modules that no LoRA adapter covers, with the reasons."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """Further facts of the base model that the worker reports to the API."""
 
 
 def sweeper(parts: Parts) -> Sweeper:

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from app import ids
 from app.domain.accounts import Caller, Key, Organisation, Role, User
-from app.domain.records import Checkpoint, Loss, Model, Sampler, Session
+from app.domain.records import Checkpoint, Loss, Model, Sampler, Session, Upload
 from app.errors import BadRequest, Forbidden, InvalidToken, NotFound, Unauthorized
 from app.ids import TinkerPath
 from app.services.tenants.accounts import KEY_PREFIX, AccountService, hash_secret
@@ -25,7 +25,7 @@ from app.settings import hash_key
 from app.stores.redis.records import R, RedisRecords, load
 from app.stores.redis.types import Record
 
-Owned = TypeVar("Owned", Session, Model, Sampler, Checkpoint, Loss)
+Owned = TypeVar("Owned", Session, Model, Sampler, Checkpoint, Upload, Loss)
 
 Found = tuple[str, Checkpoint]
 """A checkpoint's path and the checkpoint."""
@@ -101,10 +101,10 @@ def check_role(caller: Caller, project: str, role: Role = "member") -> None:
         raise Forbidden(f"this needs the role {role} in project {project}; your role is {had}")
 
 
-def _is_expired(found: Session | Model | Sampler | Checkpoint | Loss, store: RedisRecords) -> bool:
-    """True for an expired checkpoint. Only checkpoints expire, and most have no expiry; the time is read only for one
-    that has."""
-    return isinstance(found, Checkpoint) and found.expires_at is not None and found.is_expired(store.now())
+def _is_expired(found: Session | Model | Sampler | Checkpoint | Upload | Loss, store: RedisRecords) -> bool:
+    """True for an expired checkpoint or upload. Most checkpoints have no expiry; the time is read only for one that
+    has."""
+    return isinstance(found, Checkpoint | Upload) and found.expires_at is not None and found.is_expired(store.now())
 
 
 class Sources:

@@ -53,8 +53,17 @@ class ObjectStore(Protocol):
         """Deletes objects. A missing key is no error."""
         ...
 
+    def size(self, key: str) -> int:
+        """The bytes of an object. Raises NotFound."""
+        ...
+
     def presign(self, key: str, expires_s: int) -> str:
         """A URL that needs no credentials and stops working after `expires_s` seconds."""
+        ...
+
+    def presign_put(self, key: str, expires_s: int, most_bytes: int) -> str:
+        """A URL to which anyone may send the object with one HTTP PUT, for `expires_s` seconds. It may replace an
+        object, unlike `put_new`. A folder refuses more than `most_bytes`; an S3 server stores them."""
         ...
 
 

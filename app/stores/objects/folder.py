@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO, BinaryIO
 
 from app.errors import NotFound, SetupError, Unavailable
 from app.signing import UrlSigner
@@ -91,12 +91,40 @@ class FolderStore:
                 path.unlink(missing_ok=True)
             self._remove_empty(path.parent)
 
+    def size(self, key: str) -> int:
+        """The bytes of an object. Raises NotFound."""
+        path = self._path(key)
+        with self._outages(key):
+            if path.is_dir():
+                raise IsADirectoryError(path)
+            return path.stat().st_size
+
     def presign(self, key: str, expires_s: int) -> str:
         """A URL of our API that needs no credentials and stops working after `expires_s` seconds.
 
         Raises NotFound when the settings hold no url_secret.
         """
         return self._signer.url(_route(check_key(key)), int(time.time()) + expires_s)
+
+    def presign_put(self, key: str, expires_s: int, most_bytes: int) -> str:
+        """A URL of our API to which anyone may send the object with one HTTP PUT, for `expires_s` seconds. Raises
+        NotFound as `presign` does."""
+        return self._signer.url(_put_route(check_key(key), most_bytes), int(time.time()) + expires_s)
+
+    def check_put(self, key: str, most_bytes: int, expires: int, signature: str) -> None:
+        """Raises Forbidden unless `presign_put` made the URL with these parts, and it has not expired."""
+        self._signer.check(_put_route(key, most_bytes), expires, signature)
+
+    def replace(self, key: str, data: IO[bytes]) -> None:
+        """Stores an object, in the place of an earlier one. Whoever reads the earlier one goes on reading it."""
+        target = self._path(key)
+        with self._outages():
+            self._make_folder(target.parent)
+            with temporary_file(self._unfinished) as (file, temporary):
+                shutil.copyfileobj(data, file, 2**20)
+                flush(file)
+                temporary.replace(target)
+            flush_folder(target.parent)
 
     def open_signed(self, key: str, expires: int, signature: str) -> Path:
         """The file behind a URL of `presign`. Raises Forbidden (wrong signature, or expired) or NotFound."""
@@ -149,6 +177,10 @@ class FolderStore:
 
 def _route(key: str) -> str:
     return f"objects/{key}"
+
+
+def _put_route(key: str, most_bytes: int) -> str:
+    return f"uploads/{most_bytes}/{key}"
 
 
 def _reader(source: Path | bytes) -> BinaryIO:

@@ -112,10 +112,22 @@ class S3Store:
         if kept:
             raise Unavailable(f"{self._where} did not delete {len(kept)} objects, the first is {kept[0]!r}")
 
+    def size(self, key: str) -> int:
+        """The bytes of an object. Raises NotFound."""
+        with self._outages(key):
+            return int(self._client.stat_object(self._bucket, check_key(key)).size)
+
     def presign(self, key: str, expires_s: int) -> str:
         """A URL of the S3 server (its public_url, if set), valid for `expires_s` seconds, at most 7 days."""
+        return self._presign("GET", key, expires_s)
+
+    def presign_put(self, key: str, expires_s: int, most_bytes: int) -> str:
+        """A URL of the S3 server for one HTTP PUT. Such a URL cannot bound the size: `size` tells what was stored."""
+        return self._presign("PUT", key, expires_s)
+
+    def _presign(self, method: str, key: str, expires_s: int) -> str:
         url: str = self._signer.get_presigned_url(
-            "GET", self._bucket, check_key(key), expires=timedelta(seconds=expires_s)
+            method, self._bucket, check_key(key), expires=timedelta(seconds=expires_s)
         )
         return url
 

@@ -51,7 +51,7 @@
     sessions_heard      ZSET  session that has not ended -> ms of its last sign of life
     sessions_ended      ZSET  session -> ms when it was finished or expired, until its models are ended too
     orphans             ZSET  object-store prefix -> ms since when no known reference to it exists
-    <namespace>:<id>    HASH  sessions, samplers, handovers, checkpoints, losses, workers, refusals
+    <namespace>:<id>    HASH  sessions, samplers, handovers, checkpoints, uploads, losses, workers, refusals
                               (app/domain/records.py);
                               a sampler's record also counts the clients that joined it
                               organisations, projects, users, keys (app/domain/accounts.py): a copy of the object

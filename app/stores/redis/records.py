@@ -10,7 +10,7 @@ from typing import TypeVar, cast
 import redis
 
 from app.domain.accounts import Account, Key, Organisation, Project, User
-from app.domain.records import Checkpoint, Loss, Model, Refusal, Sampler, Session, ShmTransfer, Worker
+from app.domain.records import Checkpoint, Loss, Model, Refusal, Sampler, Session, ShmTransfer, Upload, Worker
 from app.errors import NotFound
 from app.settings import EngineSettings
 from app.stores.pages import Ledger
@@ -27,12 +27,25 @@ _DEFAULTS = EngineSettings()
 
 
 R = TypeVar(
-    "R", Session, Model, Sampler, ShmTransfer, Checkpoint, Loss, Worker, Refusal, Organisation, Project, User, Key
+    "R",
+    Session,
+    Model,
+    Sampler,
+    ShmTransfer,
+    Checkpoint,
+    Upload,
+    Loss,
+    Worker,
+    Refusal,
+    Organisation,
+    Project,
+    User,
+    Key,
 )
 
 
 def dump(
-    record: Session | Model | Sampler | ShmTransfer | Checkpoint | Loss | Worker | Refusal | Account,
+    record: Session | Model | Sampler | ShmTransfer | Checkpoint | Upload | Loss | Worker | Refusal | Account,
 ) -> dict[str, str]:
     """Converts a record to its fields, each as JSON text."""
     return {f.name: json.dumps(getattr(record, f.name)) for f in dataclasses.fields(record)}

@@ -13,6 +13,8 @@ _RECOVERY = "tests/property/test_recovery.py"
 _CHECKPOINTS = "tests/property/test_checkpoints.py"
 _SAVES = "tests/unit/workers/train/test_committer.py"
 _AHEAD = "tests/unit/workers/train/test_run_ahead.py"
+_ORPHANS = "tests/unit/workers/maintenance/test_orphans.py"
+_UPLOADS = "tests/unit/app/api/test_uploads.py"
 _TRANSFER = "tests/unit/workers/checkpoints/test_shm_transfer.py"
 
 MUTANTS = (
@@ -177,5 +179,57 @@ MUTANTS = (
         "if adapter_id not in self._running and len(self._running) >= self._most:\n                continue",
         "tests/unit/workers/sample/test_adapter_scheduler.py::test_an_adapter_that_is_in_does_not_keep_the_others_out_for_ever",
         slow=True,
+    ),
+    # Uploads and imports.
+    Mutant(
+        "uploads: files are listed before uploads",
+        "workers/maintenance/orphans.py",
+        """keys = self._objects.list(f"{UPLOADS}/")
+        waiting = set(self._waiting_uploads())""",
+        """waiting = set(self._waiting_uploads())
+        keys = self._objects.list(f"{UPLOADS}/")""",
+        f"{_ORPHANS}::test_files_of_an_upload_that_starts_just_before_files_are_listed_stay",
+    ),
+    Mutant(
+        "uploads: unfinished ones expire",
+        "workers/maintenance/orphans.py",
+        "if upload.is_expired(now):",
+        "if False:",
+        f"{_ORPHANS}::test_an_upload_goes_with_its_files_when_it_expires_and_not_before",
+    ),
+    Mutant(
+        "imports: files of an attempt that broke off are orphans",
+        "app/services/imports/importer.py",
+        "_RUN_EPOCH, _EPOCH = 1, 0",
+        "_RUN_EPOCH, _EPOCH = 1, 1",
+        f"{_ORPHANS}::test_files_of_an_import_that_broke_off_go",
+    ),
+    Mutant(
+        "uploads: a finished one is not read again",
+        "app/services/imports/uploads.py",
+        "if not upload.finished:",
+        "if True:",
+        f"{_UPLOADS}::test_a_repeated_finish_returns_the_same_path_and_changes_nothing",
+    ),
+    Mutant(
+        "uploads: the signature covers the size",
+        "app/stores/objects/folder.py",
+        """return f"uploads/{most_bytes}/{key}\"""",
+        """return f"uploads/{2**20}/{key}\"""",
+        f"{_UPLOADS}::test_a_forged_url_stores_nothing[size]",
+    ),
+    Mutant(
+        "imports: tensors fill their file",
+        "app/services/imports/safetensors.py",
+        "if entry.start != end:",
+        "if False:",
+        "--confcutdir=tests/unit/app/services/imports tests/unit/app/services/imports/test_safetensors.py",
+    ),
+    Mutant(
+        "imports: an adapter covers whole groups",
+        "app/services/imports/peft_files.py",
+        "if missing := sorted(wanted.keys() - found.keys()):",
+        "if missing := []:",
+        "tests/unit/app/services/imports/test_peft_files.py",
     ),
 )

@@ -263,4 +263,11 @@ MUTANTS = (
         "value.per_token.sum",
         _PADDING,
     ),
+    Mutant(
+        "load_weights: an adapter of another scale",
+        "workers/backends/training/state.py",
+        "if self.adapter.scaling != other.adapter.scaling:",
+        "if False:",
+        "tests/conformance/test_training_checkpoints.py::test_an_adapter_of_another_shape_changes_nothing[spec2-torch]",
+    ),
 )

@@ -16,8 +16,10 @@ from werkzeug.test import TestResponse
 
 from app import create_app
 from app.api.base import EXTENSION
+from app.domain import adapters
 from app.domain.records import BaseModelInfo, Worker
 from app.domain.results import Result
+from app.services.base_models import ADAPTER_SHAPES
 from app.services.container import Services
 from app.settings import ApiSettings, BaseModelSettings, RedisSettings, Settings, hash_key
 from app.stores.redis.client import connect
@@ -28,6 +30,11 @@ from tests.servers import start_valkey
 KEY, OTHER_KEY = "tml-one", "tml-two"
 BASE = "org/tiny"
 VOCAB, CONTEXT = 300, 64
+SHAPES: adapters.Shapes = {
+    "attn": {f"model.layers.{i}.self_attn.{name}": (8, 6, 1) for i in range(2) for name in ("q_proj", "o_proj")},
+    "mlp": {f"model.layers.{i}.mlp.up_proj": (8, 12, 1) for i in range(2)},
+    "unembed": {},
+}
 API = "/api/v1"
 
 
@@ -119,10 +126,11 @@ def stranger(api: Api) -> Api:
 
 def add_worker(services: Services, role: str, context: int = CONTEXT) -> None:
     info = BaseModelInfo(BASE, "Qwen3ForCausalLM", VOCAB, context, "float32", ("attn", "mlp"))
+    described = {ADAPTER_SHAPES: adapters.rows(SHAPES)} if role == "trainer" else {}
     services.records.put(
         Worker.namespace,
         f"{role}-0",
-        dump(Worker(role, BASE, json.loads(json.dumps(asdict(info))), {}, "", 0.0)),
+        dump(Worker(role, BASE, json.loads(json.dumps(asdict(info))), described, "", 0.0)),
     )
 
 

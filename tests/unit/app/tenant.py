@@ -11,14 +11,14 @@ from werkzeug.test import TestResponse
 from app.domain.accounts import SCOPES, Role, Scope
 from app.services.tenants.accounts import AccountService
 from tests.unit.app.api.test_models import save_checkpoint
-from tests.unit.app.conftest import API, Api, batch
+from tests.unit.app.conftest import API, BASE, Api, batch
 
 SAMPLED = {"prompt": {"chunks": [{"type": "encoded_text", "tokens": [1]}]}, "sampling_params": {}}
 
 
 @dataclass
 class Tenant:
-    """A project with a run, its checkpoint and a sampler in a session; a member owns them all."""
+    """A project with a run, its checkpoint and a sampler in a session, and an upload; a member owns them all."""
 
     api: Api
     accounts: AccountService
@@ -64,4 +64,6 @@ def make_tenant(api: Api, accounts: AccountService) -> Tenant:
     path = save_checkpoint(member, model)
     tenant.ids = {"session": session, "model": model, "path": path, "sampler": sampler, "sample": sample}
     tenant.ids["project"] = tenant.project
+    upload = member.post("external_weights_upload_start", {"base_model": BASE, "lora_config": {"rank": 4}})
+    tenant.ids["upload"] = upload.json["upload_id"]
     return tenant

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from app.domain import adapters
 from app.domain.ops import DropGradients, ForwardBackward, LoraSpec, OptimStep
 from app.domain.records import BaseModelInfo
 from app.domain.results import Output
 from app.errors import OpError
 
-ADAPTER_FILE = "adapter_model.safetensors"
-ADAPTER_CONFIG_FILE = "adapter_config.json"
+ADAPTER_FILE, ADAPTER_CONFIG_FILE = adapters.TENSORS_FILE, adapters.CONFIG_FILE
 OPTIMIZER_FILE = "optimizer.safetensors"
 
 

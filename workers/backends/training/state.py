@@ -277,6 +277,11 @@ class AdapterState:
                 f"layers, but this model has a rank {self.adapter.spec.rank} adapter on {len(self.adapter.pairs)}; "
                 "create a new model from the checkpoint instead"
             )
+        if self.adapter.scaling != other.adapter.scaling:
+            raise UserOpError(
+                f"the checkpoint's adapter is scaled by {other.adapter.scaling:g} (alpha / rank), but this model's by "
+                f"{self.adapter.scaling:g}; create a new model from the checkpoint instead"
+            )
 
     def _found(self) -> dict[str, Tensor]:
         found = {}

@@ -46,6 +46,8 @@ CHANGES: dict[tuple[str, str], dict[str, Any] | None] = {
     ("POST", "training_runs/{model}/checkpoints/weights/a/publish"): None,
     ("DELETE", "training_runs/{model}/checkpoints/weights/a/publish"): None,
     ("POST", "copy_weights"): {"source_path": "{path}", "session_id": "{session}", "model_seq_id": 6},
+    ("POST", "external_weights_upload_start"): {"base_model": BASE, "lora_config": {"rank": 4}},
+    ("POST", "external_weights_upload_finish"): {"upload_id": "{upload}"},
     ("PUT", "sessions/{session}/project"): {"project_id": "{project}"},
     ("DELETE", "training_runs/{model}/checkpoints/weights/a"): None,
     ("POST", "/oai/api/v1/completions"): {"model": BASE, "prompt": [1]},

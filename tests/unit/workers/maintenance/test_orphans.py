@@ -12,15 +12,19 @@ import pytest
 import redis
 
 from app.domain import ops
+from app.domain.limits import Limits
 from app.domain.ops import CreateModel, LoadWeights, LoraSpec, ModelSpec, Op
-from app.domain.records import Checkpoint, Model, Sampler
+from app.domain.records import UPLOADS, Checkpoint, Model, Sampler, Upload, uploaded
 from app.domain.results import Result
+from app.services.admission import LimitsOf, QuotaService
+from app.services.imports.importer import Importer
 from app.settings import EngineSettings, StoreSettings
 from app.stores.objects.base import ObjectStore
 from app.stores.objects.folder import FolderStore
 from app.stores.objects.s3 import S3Store
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.lifecycle import RedisLifecycle
+from app.stores.redis.limits import RedisQuotas
 from app.stores.redis.records import RedisRecords, dump
 from app.stores.redis.types import Lease
 from tests.servers_s3 import start_s3
@@ -239,3 +243,48 @@ def test_on_s3_too_orphans_go_and_what_is_referred_to_stays(client: redis.Redis,
     installation.checkpoint("a", newer)
     installation.write("weights/b/9-2", "adapter_model.safetensors")
     assert installation.collect() == {SNAPSHOT, newer, written}
+
+
+def test_an_upload_goes_with_its_files_when_it_expires_and_not_before(installation: Installation):
+    now = installation.records.now()
+    for name, expires_at, finished in (
+        ("open", now + 60, False),
+        ("expired", now - 1, False),
+        ("done", now + 60, True),
+    ):
+        upload = Upload("me", "base", {}, now, 1, expires_at, finished)
+        installation.records.put_new(Upload.namespace, name, dump(upload))
+        installation.store.put_new(uploaded(name, "adapter_config.json"), b"x")
+    installation.store.put_new(uploaded("never-started", "adapter_config.json"), b"x")
+    installation.collect(rounds=1)
+    assert installation.store.list(f"{UPLOADS}/") == [uploaded("open", "adapter_config.json")]
+    assert {upload_id for upload_id, _ in installation.records.list(Upload.namespace)} == {"open", "done"}
+
+
+def test_files_of_an_upload_that_starts_just_before_files_are_listed_stay(installation: Installation):
+    class Starting(FolderStore):
+        def list(self, prefix: str) -> list[str]:
+            if prefix == f"{UPLOADS}/":
+                upload = Upload("me", "base", {}, 0.0, 1, installation.records.now() + 60)
+                installation.records.put_new(Upload.namespace, "new", dump(upload))
+                self.put_new(uploaded("new", "adapter_config.json"), b"x")
+            return super().list(prefix)
+
+    assert isinstance(installation.store, FolderStore)
+    installation.store = Starting(installation.store._root, "secret", "http://x")
+    installation.collect(rounds=1)
+    assert installation.store.read(uploaded("new", "adapter_config.json")) == b"x"
+
+
+def test_files_of_an_import_that_broke_off_go(installation: Installation, tmp_path: Path):
+    client, records, store = installation.client, installation.records, installation.store
+    lifecycle, quotas = RedisLifecycle(client, PATIENT), RedisQuotas(client, PATIENT)
+    importer = Importer(
+        records, installation.oplog, lifecycle, store, QuotaService(LimitsOf(records, Limits()), quotas)
+    )
+    file = tmp_path / "adapter_config.json"
+    file.write_bytes(b"{}")
+    path = importer.add(None, "me", "imported", "base", LoraSpec(4), {file.name: file})
+    kept = installation.collect()
+    records.delete(Checkpoint.namespace, path)
+    assert kept - installation.collect() == {prefix for prefix in kept if "models/imported:train:0" in prefix} != set()

@@ -1,0 +1,131 @@
+"""Makes checkpoints of files that were not written by a worker here. The files were checked before.
+
+The order is that of a copy (app/services/checkpoints.py): the run first, then the files, the manifest, and last the
+record, which makes the checkpoint visible.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from app import ids
+from app.domain.accounts import Caller
+from app.domain.checkpoints import MANIFEST, CheckpointPrefix, FileEntry, Manifest
+from app.domain.ops import LoraSpec
+from app.domain.records import Checkpoint, Model, Session
+from app.services.admission import QuotaService
+from app.services.tenants import audit
+from app.stores.objects.base import ObjectStore
+from app.stores.redis.journal import RedisOpLog
+from app.stores.redis.lifecycle import RedisLifecycle
+from app.stores.redis.records import RedisRecords, dump
+
+KIND, NAME = "external_weights", "imported"
+# The run is never trained. Its epoch is above that of the files, so that files of an attempt that broke off are not
+# taken for files that are being written.
+_RUN_EPOCH, _EPOCH = 1, 0
+_SEQ_DIGITS = 12
+
+
+def path_of(session_id: str) -> ids.TinkerPath:
+    """The path of the checkpoint that is imported into a session of its own."""
+    return ids.TinkerPath(ids.model_id(session_id, 0), KIND, NAME)
+
+
+@dataclass(frozen=True, slots=True)
+class Importer:
+    records: RedisRecords
+    oplog: RedisOpLog
+    lifecycle: RedisLifecycle
+    objects: ObjectStore
+    quotas: QuotaService
+
+    def add(
+        self,
+        caller: Caller | None,
+        project: str,
+        session_id: str,
+        base_model: str,
+        lora: LoraSpec | None,
+        files: Mapping[str, Path],
+    ) -> str:
+        """Makes an external checkpoint of `files`, and returns its path. The caller is None for the operator; `lora` is
+        None for all weights of a model. A repeat with the same files changes nothing.
+
+        Raises LimitReached or TooManyRequests, and Unavailable.
+        """
+        path, size = path_of(session_id), sum(file.stat().st_size for file in files.values())
+        self.quotas.store(caller, project, size)
+        made = {"model_id": path.model_id, "tinker_path": str(path), "base_model": base_model}
+        audit.note(self.records, caller, project, "checkpoint_import", made, once=str(path))
+        self._add_run(caller, project, path.model_id, base_model, lora)
+        manifest = self._write(path, project, base_model, lora, files)
+        checkpoint = Checkpoint(
+            owner=project,
+            model_id=path.model_id,
+            kind=KIND,
+            base_model=base_model,
+            prefix=str(_place(path, manifest.seq)),
+            created=datetime.fromisoformat(manifest.created).timestamp(),
+            size_bytes=size,
+            lora=asdict(lora) if lora else {},
+            files=sorted(manifest.files),
+            key=caller.key_id if caller else "",
+        )
+        self.records.put_new(Checkpoint.namespace, str(path), dump(checkpoint))
+        return str(path)
+
+    def _add_run(
+        self, caller: Caller | None, project: str, model_id: str, base_model: str, lora: LoraSpec | None
+    ) -> None:
+        session_id, now = ids.session_of(model_id), self.records.now()
+        user, key = (caller.user, caller.key_id) if caller else ("", "")
+        session = Session(project, now, display_name=f"import for {base_model}", user=user)
+        if self.records.put_new(Session.namespace, session_id, dump(session)):
+            self.lifecycle.finish(session_id, "success")
+        spec = asdict(lora) if lora else {}
+        model = Model(project, session_id, base_model, now, "ready", spec, full=lora is None, key=key)
+        head = {"applied": "0", "epoch": str(_RUN_EPOCH), "ended": "imported"}
+        self.oplog.create_model(model_id, {**dump(model), **head})
+
+    def _write(
+        self, path: ids.TinkerPath, project: str, base_model: str, lora: LoraSpec | None, files: Mapping[str, Path]
+    ) -> Manifest:
+        """Stores the files and their manifest, below a prefix that depends on their content: two attempts with other
+        files never mix."""
+        entries = {name: _entry(file) for name, file in sorted(files.items())}
+        content = "\n".join(f"{name} {entry.sha256}" for name, entry in entries.items())
+        seq = int(hashlib.sha256(content.encode()).hexdigest()[:_SEQ_DIGITS], 16)
+        prefix = _place(path, seq)
+        for name, file in files.items():
+            self.objects.put_new(f"{prefix}/{name}", file)
+        manifest = Manifest(
+            path=str(path),
+            generation=f"{seq}-{_EPOCH}",
+            model_id=path.model_id,
+            owner=project,
+            base_model=base_model,
+            lora=lora,
+            seq=seq,
+            epoch=_EPOCH,
+            created=datetime.fromtimestamp(self.records.now(), UTC).isoformat(timespec="milliseconds"),
+            files=entries,
+            threads=0,
+            cpu="",
+        )
+        if self.objects.put_new(f"{prefix}/{MANIFEST}", manifest.to_json()):
+            return manifest
+        return Manifest.from_json(self.objects.read(f"{prefix}/{MANIFEST}"))
+
+
+def _place(path: ids.TinkerPath, seq: int) -> CheckpointPrefix:
+    return CheckpointPrefix(path.model_id, path.kind, path.name, _EPOCH, seq)
+
+
+def _entry(file: Path) -> FileEntry:
+    with file.open("rb") as data:
+        return FileEntry(file.stat().st_size, hashlib.file_digest(data, "sha256").hexdigest())

@@ -1,0 +1,90 @@
+"""Reads and checks the header of a safetensors file, without its tensors.
+
+The format: 8 bytes with the length of the header (little-endian), the header (JSON), and the tensors end to end. The
+header maps a tensor's name to its dtype, its shape, and the place of its bytes (`data_offsets`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from app.errors import BadRequest
+
+ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+"""Bytes of one number, by the dtypes that are taken."""
+_LENGTH_BYTES, _MOST_DIMENSIONS = 8, 8
+_METADATA = "__metadata__"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor: its shape, and the bytes [start, end) of the file's data."""
+
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+def read_shapes(file: Path, most_header: int) -> dict[str, tuple[int, ...]]:
+    """The shape of each tensor in the file. Raises BadRequest unless the file is valid to its last byte: its header has
+    at most `most_header` bytes, every tensor is fp32, fp16 or bf16, and the tensors fill the file without a gap or an
+    overlap."""
+    with file.open("rb") as data:
+        length = int.from_bytes(data.read(_LENGTH_BYTES), "little")
+        size = file.stat().st_size - _LENGTH_BYTES - length
+        if length > most_header or size < 0:
+            raise _invalid(file, f"its header would have {length} bytes")
+        header = _parsed(file, data.read(length))
+    header.pop(_METADATA, None)
+    entries = {name: _entry(file, name, found) for name, found in header.items()}
+    _check_filled(file, entries, size)
+    return {name: entry.shape for name, entry in entries.items()}
+
+
+def _parsed(file: Path, text: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        raise _invalid(file, "its header is not JSON") from None
+    if not isinstance(found, dict):
+        raise _invalid(file, "its header is no JSON object")
+    return found
+
+
+def _entry(file: Path, name: str, found: Any) -> Entry:
+    fields = found if isinstance(found, dict) else {}
+    shape, place = _counts(fields.get("shape")), _counts(fields.get("data_offsets"))
+    if shape is None or place is None or len(place) != 2:
+        raise _invalid(file, f"tensor {name[:200]!r} has no shape, or no data_offsets")
+    dtype = str(fields.get("dtype"))
+    if dtype not in ITEM_BYTES:
+        raise BadRequest(f"{file.name}: {name[:200]} has the dtype {dtype[:20]}; use one of {', '.join(ITEM_BYTES)}")
+    if place[1] - place[0] != prod(shape) * ITEM_BYTES[dtype]:
+        raise _invalid(file, f"the bytes of {name[:200]} are not those of {dtype} {str(shape)[:100]}")
+    return Entry(shape, *place)
+
+
+def _counts(value: Any) -> tuple[int, ...] | None:
+    """The whole numbers from 0 of a short list; None for anything else."""
+    if not isinstance(value, list) or len(value) > _MOST_DIMENSIONS:
+        return None
+    return tuple(value) if all(type(number) is int and 0 <= number < 2**63 for number in value) else None
+
+
+def _check_filled(file: Path, entries: Mapping[str, Entry], size: int) -> None:
+    end = 0
+    for entry in sorted(entries.values(), key=lambda entry: (entry.start, entry.end)):
+        if entry.start != end:
+            raise _invalid(file, f"there is a gap or an overlap at byte {end} of its data")
+        end = entry.end
+    if end != size:
+        raise _invalid(file, f"its tensors have {end} bytes, but {size} are there")
+
+
+def _invalid(file: Path, reason: str) -> BadRequest:
+    return BadRequest(f"{file.name} is not a valid safetensors file: {reason}")
