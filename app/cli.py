@@ -77,6 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_rebuild(commands)
     cli_admin.add_admin(commands)
     cli_admin.add_backup(commands)
+    _add_import(commands)
     about = commands.add_parser("version", help="print the version", description="Print the version.")
     about.set_defaults(run=_version, parser=about)
     return parser
@@ -109,6 +110,23 @@ def _add_rebuild(commands: argparse._SubParsersAction[_Parser]) -> None:
     )
     rebuild.set_defaults(run=_rebuild, parser=rebuild)
     cli_admin.add_stack_options(rebuild)
+
+
+def _add_import(commands: argparse._SubParsersAction[_Parser]) -> None:
+    about = "make a checkpoint of weights that were made elsewhere"
+    imports = commands.add_parser(
+        "import",
+        help=about,
+        description="Make a checkpoint of a folder with the PEFT files of a LoRA adapter, or with all weights of a "
+        "model in Hugging Face's format, and print its tinker:// path. The stack must be running, with a trainer of "
+        "the base model.",
+        allow_abbrev=False,
+    )
+    imports.set_defaults(run=_import, parser=imports)
+    imports.add_argument("folder", type=Path, metavar="FOLDER")
+    imports.add_argument("--base-model", required=True, metavar="NAME", help="the base model's name on this server")
+    imports.add_argument("--project", metavar="ID", help="the project that will own it (default: the only one)")
+    cli_admin.add_stack_options(imports)
 
 
 def _add_server_options(up: argparse.ArgumentParser) -> None:
@@ -192,6 +210,12 @@ def _rebuild(arguments: argparse.Namespace) -> int:
     from app.stack.recovery import rebuild
 
     return rebuild(cli_admin.options(arguments))
+
+
+def _import(arguments: argparse.Namespace) -> int:
+    from app.stack.importing import import_folder
+
+    return import_folder(cli_admin.options(arguments), arguments.folder, arguments.base_model, arguments.project)
 
 
 def _demo(arguments: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""The PEFT files of a LoRA adapter, and the shapes of the adapters that a base model can have.
+"""The PEFT files of a LoRA adapter, and the shapes of the adapters and weights of a base model.
 
 Trainers report the shapes. A report has one row for all layers that are alike, because it is sent with every heartbeat.
 """
@@ -24,26 +24,26 @@ _LAYER = re.compile(r"\.(\d+)(?=\.)")
 _MARK = "*"
 
 
-def rows(shapes: Shapes) -> list[list[Any]]:
-    """The report: rows of group, path, in, out, experts and layers. The path has `*` in the place of each of the
-    layers; without layers it is the path itself."""
+def rows(shapes: Mapping[str, Mapping[str, tuple[int, ...]]]) -> list[list[Any]]:
+    """The report: rows of group, path, shape and layers. The path has `*` in the place of each of the layers; without
+    layers it is the path itself."""
     found: dict[tuple[Any, ...], list[int]] = {}
     for group, paths in shapes.items():
         for path, shape in paths.items():
             layer = _LAYER.search(path)
             pattern = _LAYER.sub(f".{_MARK}", path, count=1)
-            layers = found.setdefault((group, pattern, *shape), [])
+            layers = found.setdefault((group, pattern, tuple(shape)), [])
             if layer:
                 layers.append(int(layer[1]))
-    return [[*row, layers] for row, layers in found.items()]
+    return [[group, pattern, list(shape), layers] for (group, pattern, shape), layers in found.items()]
 
 
-def of_rows(report: Iterable[Sequence[Any]]) -> dict[str, dict[str, Shape]]:
+def of_rows(report: Iterable[Sequence[Any]]) -> dict[str, dict[str, Any]]:
     """The inverse of `rows`."""
-    found: dict[str, dict[str, Shape]] = {}
-    for group, pattern, in_features, out_features, experts, layers in report:
+    found: dict[str, dict[str, Any]] = {}
+    for group, pattern, shape, layers in report:
         paths = [pattern.replace(_MARK, str(layer), 1) for layer in layers] or [pattern]
-        found.setdefault(group, {}).update(dict.fromkeys(paths, (in_features, out_features, experts)))
+        found.setdefault(group, {}).update(dict.fromkeys(paths, tuple(shape)))
     return found
 
 

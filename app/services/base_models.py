@@ -18,8 +18,10 @@ ROLES = ("trainer", "sampler")
 FULL_TRAINER, FULL_SAMPLER = "full_trainer", "full_sampler"
 NEVER_ADAPTED = "never_adapted"
 """The part of a LoRA trainer's description that names the modules without adapters, with the reasons."""
-ADAPTER_SHAPES = "adapter_shapes"
-"""The part that holds the shapes of the base model's adapters, as rows (app/domain/adapters.py)."""
+SHAPES = "shapes"
+"""The part of a trainer's description that holds shapes as rows (app/domain/adapters.py): those of all adapters, or of
+a full fine-tuning trainer's weights, as the only group WEIGHTS."""
+WEIGHTS = "weights"
 
 
 def trainer_role(*, full: bool) -> str:
@@ -40,7 +42,7 @@ class BaseModels:
         self._settings = settings
         self._records = store
         self._known: dict[tuple[str, str], BaseModelInfo] = {}
-        self._shapes: dict[str, list[list[Any]]] = {}
+        self._shapes: dict[tuple[str, str], list[list[Any]]] = {}
         self._lock = threading.Lock()
 
     def names(self) -> list[str]:
@@ -76,12 +78,20 @@ class BaseModels:
 
     def adapter_shapes(self, name: str) -> Shapes:
         """The shapes of all adapters of `name`, as a LoRA trainer reported them. Raises the errors of `info`."""
-        self.info(trainer_role(full=False), name)
-        if name not in self._shapes:
+        return self._reported(trainer_role(full=False), name)
+
+    def weight_shapes(self, name: str) -> Mapping[str, tuple[int, ...]]:
+        """The shapes of all weights of `name`, by their names in a model of transformers, as a trainer for full
+        fine-tuning reported them. Raises the errors of `info`."""
+        return self._reported(trainer_role(full=True), name)[WEIGHTS]
+
+    def _reported(self, role: str, name: str) -> dict[str, dict[str, Any]]:
+        self.info(role, name)
+        if (role, name) not in self._shapes:
             self.live()
-        if name not in self._shapes:
-            raise Unavailable(f"no trainer for {name} has reported the shapes of its adapters yet; try again soon")
-        return of_rows(self._shapes[name])
+        if (role, name) not in self._shapes:
+            raise Unavailable(f"no {role} for {name} has reported its shapes yet; try again soon")
+        return of_rows(self._shapes[role, name])
 
     def live(self) -> set[tuple[str, str]]:
         """(role, base model) of every worker with a current heartbeat that is healthy."""
@@ -92,8 +102,8 @@ class BaseModels:
         workers = {node: load(Worker, fields) for node, fields in self._records.list(Worker.namespace)}
         with self._lock:
             self._known.update({(w.role, w.base_model): _info(w.info) for w in workers.values()})
-            described = ((w.base_model, w.describe.get(ADAPTER_SHAPES)) for w in workers.values())
-            self._shapes.update({name: rows for name, rows in described if rows is not None})
+            described = (((w.role, w.base_model), w.describe.get(SHAPES)) for w in workers.values())
+            self._shapes.update({role_and_base: rows for role_and_base, rows in described if rows is not None})
         return {node: worker for node, worker in workers.items() if worker.healthy}
 
     def missing(self) -> list[str]:

@@ -1,8 +1,11 @@
-"""An adapter that PEFT itself made is uploaded, trained on and sampled from by the SDK, at PEFT's own logprobs."""
+"""An adapter of PEFT, or a checkpoint of transformers, is trained on and sampled from, at the logprobs of PEFT or
+transformers themselves."""
 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -17,6 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.contract.data import ADAM, datum, logprobs, sentences, supervised
 from tests.contract.stack import API_KEY, BASE, Stack
+from tests.models import tiny_qwen3
 
 RANK, ALPHA = 6, 9
 
@@ -88,3 +92,46 @@ def test_a_damaged_file_is_refused_when_the_upload_is_finished(stack: Stack, ada
     with pytest.raises(urllib.error.HTTPError) as refused:
         upload(stack, adapter)
     assert (refused.value.code, b"safetensors" in refused.value.read()) == (400, True)
+
+
+def imported(stack: Stack, folder: Path) -> str:
+    """Runs `tinsmith import` beside the stack; returns the path that it prints."""
+    command = [sys.executable, "-m", "app.cli", "import", str(folder), "--base-model", BASE]
+    return subprocess.check_output([*command, "--data-dir", str(stack.data_dir)], text=True).strip()
+
+
+@pytest.mark.parametrize("stack", ["deepspeed-1-transformers"], indirect=True)
+def test_an_adapter_is_imported_by_the_command_line(
+    stack: Stack, service: tinker.ServiceClient, adapter: Path, base_path: Path
+):
+    tokens = sentences(1)[0]
+    training = service.create_training_client_from_state(imported(stack, adapter)).result()
+    found = logprobs(training.forward([datum(tokens)], "cross_entropy").result())
+    np.testing.assert_allclose(found[:-1], scores(adapter, base_path, tokens), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("stack", ["deepspeed-1-transformers"], indirect=True)
+def test_a_checkpoint_of_transformers_is_trained_in_full_and_sampled_from(
+    stack: Stack, service: tinker.ServiceClient, tmp_path: Path
+):
+    folder, tokens = tiny_qwen3(tmp_path / "tuned", seed=5), sentences(1)[0]
+    path = imported(stack, folder)
+    training = service.create_training_client_from_state(path).result()
+    assert training.get_info().is_lora is False
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(torch.tensor([tokens])).logits[0]
+    expected = [float(logits[i].log_softmax(-1)[token]) for i, token in enumerate(tokens[1:])]
+    found = logprobs(training.forward([datum(tokens)], "cross_entropy").result())
+    np.testing.assert_allclose(found[:-1], expected, rtol=1e-5, atol=1e-5)
+    sampling = service.create_sampling_client(model_path=path).result()
+    scored = sampling.compute_logprobs(tinker.ModelInput.from_ints(tokens)).result()
+    np.testing.assert_allclose(scored[1:], expected, atol=2e-3)
+
+
+@pytest.mark.parametrize("stack", ["deepspeed-1-transformers"], indirect=True)
+def test_a_checkpoint_of_another_configuration_is_a_failed_call_that_names_the_field(
+    stack: Stack, service: tinker.ServiceClient, tmp_path: Path
+):
+    path = imported(stack, tiny_qwen3(tmp_path / "tuned", rms_norm_eps=0.1))
+    with pytest.raises(tinker.RequestFailedError, match="rms_norm_eps"):
+        service.create_training_client_from_state(path).result()

@@ -66,6 +66,10 @@ CHANGED: dict[str, dict[str, Any]] = {
         "schemas Checkpoint": "e84a265c8f99dde1a6ef60d3716015d2da09d885e191024ca437442c50198981",
     },
 }
+_OF_IMPORT = {
+    f"tinsmith import {option}"
+    for option in ("-h/--help", "--base-model", "--project", "--config", "--data-dir", "--redis", "--s3")
+}
 ADDED: dict[str, set[str]] = {
     "openapi": {
         "parameters /api/v1/uploads/{most_bytes}/{key}",
@@ -76,7 +80,7 @@ ADDED: dict[str, set[str]] = {
         "schemas StartUpload",
         "schemas UploadStarted",
     },
-    "command line": {"tinsmith --version"},
+    "command line": {"tinsmith --version", "tinsmith import folder", *_OF_IMPORT},
     # Keys that start so. Processes of ecb7b39 neither read nor write them, which `RedisRecords._listed` expects.
     "keys left behind": {"tinsmith:checkpoints_of:"},
     # Keys that start so and are now deleted before they expire; every version does without them.

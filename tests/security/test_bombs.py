@@ -18,7 +18,7 @@ import zstandard
 
 from app.domain.adapters import FILES, rows
 from app.domain.records import Worker
-from app.services.base_models import ADAPTER_SHAPES
+from app.services import base_models
 from app.stores.redis.records import dump
 from tests.api_server import BASE, INFO, KEY, ApiServer, start_api
 from tests.peft_adapters import PEFT_CONFIG
@@ -158,7 +158,7 @@ def test_many_parts_in_few_bytes_are_refused_before_they_are_made(server: Server
 
 
 def test_an_upload_takes_no_more_than_its_adapter_can_have(server: Server) -> None:
-    worker = Worker("trainer", BASE, asdict(INFO), {ADAPTER_SHAPES: rows(SHAPES)}, "", time.time())
+    worker = Worker("trainer", BASE, asdict(INFO), {base_models.SHAPES: rows(SHAPES)}, "", time.time())
     server.api.records.put(Worker.namespace, "trainer-0@test", dump(worker))
     asked = {"base_model": BASE, "lora_config": {"rank": 4, "train_unembed": False}}
     status, started = server.post("external_weights_upload_start", json.dumps(asked).encode())

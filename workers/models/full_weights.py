@@ -28,6 +28,17 @@ from workers.models import base_model
 # vLLM and most stores are quicker with several files than with one large file.
 _SHARD = "5GB"
 _GENERATION = "generation_config.json"
+# Fields of a configuration that change no logit of a model that runs without dropout.
+_WITHOUT_EFFECT = frozenset(
+    {
+        *("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"),
+        *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "initializer_range"),
+        *("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "hidden_dropout"),
+        *("id2label", "label2id", "num_labels", "problem_type", "return_dict"),
+        *("output_attentions", "output_hidden_states", "output_router_logits", "router_aux_loss_coef"),
+        *("quantization_config", "attn_implementation", "experts_implementation"),
+    }
+)
 
 
 def huggingface_writer(base: Any, tensors: Mapping[str, Tensor], dtype: torch.dtype, tokenizer: str) -> Writer:
@@ -101,6 +112,26 @@ def check_fits(folder: Path, model: Any) -> None:
         raise UserOpError(f"{folder.name} holds no model that can be loaded: {error}") from None
     if _shapes(stored) != _shapes(model) or not _files(folder):
         raise UserOpError(f"{folder.name} holds no weights of this base model")
+    _check_same(folder, config, model.config)
+
+
+def check_config(folder: Path, model: Any) -> None:
+    """Raises UserOpError unless the folder's configuration computes what `model` does: the model's own is used."""
+    try:
+        config = AutoConfig.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise UserOpError(f"{folder.name} holds no model that can be loaded: {error}") from None
+    _check_same(folder, config, model.config)
+
+
+def _check_same(folder: Path, found: Any, wanted: Any) -> None:
+    stored, own = found.get_text_config().to_dict(), wanted.get_text_config().to_dict()
+    for name in sorted((stored.keys() | own.keys()) - _WITHOUT_EFFECT):
+        if stored.get(name) != own.get(name):
+            raise UserOpError(
+                f"{folder.name} was made with {name} {stored.get(name)!r:.100}, but this base model has "
+                f"{own.get(name)!r:.100}"
+            )
 
 
 def tensors_in(folder: Path) -> Iterator[tuple[str, Tensor]]:

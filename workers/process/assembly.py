@@ -16,7 +16,7 @@ from app.domain.checkpoints import CheckpointPrefix
 from app.domain.records import Refusal
 from app.errors import SetupError, UnservableModel
 from app.services.admission import LimitsOf
-from app.services.base_models import ADAPTER_SHAPES, NEVER_ADAPTED, sampler_role, trainer_role
+from app.services.base_models import NEVER_ADAPTED, SHAPES, WEIGHTS, sampler_role, trainer_role
 from app.settings import BaseModelSettings, Settings, TrainerSettings
 from app.stores.redis import keys
 from app.stores.redis.client import Channel, connect
@@ -91,17 +91,17 @@ def _kind(settings: Settings, queues: list[str]) -> tuple[str, BaseModelSettings
 
 def _start_trainer(parts: Parts, base: BaseModelSettings, queue: str, *, full: bool) -> Runtime:
     from workers.backends.training.backends import create
-    from workers.models.base_model import check_adaptable
+    from workers.models.base_model import check_adaptable, weight_shapes
 
     base = base.for_full() if full else base
-    facts = {} if full else _adapter_facts(check_adaptable(base))
+    facts = {SHAPES: adapters.rows({WEIGHTS: weight_shapes(base)})} if full else _adapter_facts(check_adaptable(base))
     backend = create(base, full=full)
     info, metrics = backend.open(), telemetry.serve_metrics(base.trainer.metrics_port)
     return assemble_trainer(parts, Serving(base, backend, info, queue, full, metrics, facts)).runtime()
 
 
 def _adapter_facts(adaptable: Adaptable) -> dict[str, Any]:
-    return {NEVER_ADAPTED: adaptable.never, ADAPTER_SHAPES: adapters.rows(adaptable.shapes)}
+    return {NEVER_ADAPTED: adaptable.never, SHAPES: adapters.rows(adaptable.shapes)}
 
 
 def _start_sampler(parts: Parts, base: BaseModelSettings, queue: str, *, full: bool) -> Runtime:

@@ -130,6 +130,11 @@ class Sources:
         return load_checkpoint(self._records, path, holder)
 
 
+def project_of(digest: str) -> str:
+    """The project of a key of the settings, by the key's digest."""
+    return digest[:_PROJECT_DIGITS]
+
+
 class Authenticator:
     """Finds the caller of a credential. Keys are looked up at every request, so a revoked key and its tokens stop
     working at once. Before an unknown key is rejected, `account_recovery` restores the accounts if the state server was
@@ -157,11 +162,11 @@ class Authenticator:
         digest = hash_key(credential)
         # Every known digest is compared, in constant time.
         if sum(hmac.compare_digest(digest, known) for known in self._digests):
-            return Caller.alone(digest[:_PROJECT_DIGITS])
+            return Caller.alone(project_of(digest))
         return self._by_secret(*credential.removeprefix(KEY_PREFIX).partition(".")[::2])
 
     def _by_id(self, id_: str) -> Caller:
-        if id_ in (digest[:_PROJECT_DIGITS] for digest in self._digests):
+        if id_ in map(project_of, self._digests):
             return Caller.alone(id_)
         key = self._key(id_)
         if key is None:

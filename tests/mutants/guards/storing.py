@@ -232,4 +232,18 @@ MUTANTS = (
         "if missing := []:",
         "tests/unit/app/services/imports/test_peft_files.py",
     ),
+    Mutant(
+        "imports: a configuration that computes something else",
+        "workers/models/full_weights.py",
+        "if stored.get(name) != own.get(name):",
+        "if False:",
+        "--confcutdir=tests/unit/workers/models tests/unit/workers/models/test_full_weights.py",
+    ),
+    Mutant(
+        "imports: all weights are there",
+        "app/services/imports/full_weights.py",
+        "if found.get(name) != wanted and (name in found or \".experts.\" not in name):",
+        "if False:",
+        "tests/unit/app/services/imports/test_full_weights.py",
+    ),
 )

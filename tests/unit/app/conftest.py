@@ -19,7 +19,7 @@ from app.api.base import EXTENSION
 from app.domain import adapters
 from app.domain.records import BaseModelInfo, Worker
 from app.domain.results import Result
-from app.services.base_models import ADAPTER_SHAPES
+from app.services import base_models
 from app.services.container import Services
 from app.settings import ApiSettings, BaseModelSettings, RedisSettings, Settings, hash_key
 from app.stores.redis.client import connect
@@ -126,7 +126,7 @@ def stranger(api: Api) -> Api:
 
 def add_worker(services: Services, role: str, context: int = CONTEXT) -> None:
     info = BaseModelInfo(BASE, "Qwen3ForCausalLM", VOCAB, context, "float32", ("attn", "mlp"))
-    described = {ADAPTER_SHAPES: adapters.rows(SHAPES)} if role == "trainer" else {}
+    described = {base_models.SHAPES: adapters.rows(SHAPES)} if role == "trainer" else {}
     services.records.put(
         Worker.namespace,
         f"{role}-0",

@@ -28,7 +28,7 @@ from workers.backends.training.ranks import Shards
 from workers.backends.training.state import ModelState, read_optimizer, write_nothing
 from workers.models import base_model, lora
 from workers.models.base_model import LoadedBase
-from workers.models.full_weights import huggingface_writer
+from workers.models.full_weights import check_config, huggingface_writer
 from workers.models.lora import Adapter
 
 # The name that transformers' sequence classifiers use.
@@ -222,6 +222,7 @@ class FullFinetuneModels:
         form = self._form(critic)
         try:
             _check_class(folder, form)
+            check_config(folder, form)
             state = self._state_of(base_model.read_weights(str(folder), form), form)
         except (OSError, ValueError, KeyError) as error:
             raise UserOpError(f"{folder.name} holds no weights for this model: {error}") from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from app.errors import UserOpError
 from tests.parity.architectures import build
 from workers.backends.training.base import OPTIMIZER_FILE
-from workers.models.full_weights import check_fits, huggingface_writer, tensors_in, weights_for
+from workers.models.full_weights import check_config, check_fits, huggingface_writer, tensors_in, weights_for
 
 
 def copied(source: Path, folder: Path) -> tuple[Path, Mapping[str, Tensor]]:
@@ -55,6 +56,22 @@ def test_a_folder_of_another_model_is_refused(other: str, tmp_path: Path) -> Non
     model = AutoModelForCausalLM.from_pretrained(build("llama", tmp_path / "base"))
     with pytest.raises(UserOpError, match="no weights of this base model"):
         check_fits(build(other, tmp_path / "other"), model)
+
+
+@pytest.mark.parametrize(("name", "value"), [("rms_norm_eps", 0.5), ("hidden_act", "gelu"), ("num_attention_heads", 1)])
+def test_weights_that_were_made_with_another_configuration_are_refused(
+    name: str, value: object, tmp_path: Path
+) -> None:
+    """The base model's own configuration would be used, and silently compute something else."""
+    base = build("llama", tmp_path / "base")
+    model = AutoModelForCausalLM.from_pretrained(base)
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({**config, name: value, "use_cache": False, "pad_token_id": 1}))
+    with pytest.raises(UserOpError, match=f"made with {name} "):
+        check_config(base, model)
+    (base / "config.json").write_text(json.dumps({**config, "use_cache": False, "pad_token_id": 1}))
+    check_config(base, model)
+    check_fits(base, model)
 
 
 def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:

@@ -1,0 +1,99 @@
+"""The action of `tinsmith import`: makes a checkpoint of a folder with a PEFT adapter or with a model's weights."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from app import ids
+from app.domain.accounts import Project
+from app.domain.adapters import CONFIG_FILE, FILES, TENSORS_FILE
+from app.errors import BadRequest, NotFound, RequestError, SetupError, Unavailable
+from app.services.admission import LimitsOf, QuotaService
+from app.services.base_models import BaseModels, trainer_role
+from app.services.imports import full_weights, peft_files
+from app.services.imports.importer import Importer
+from app.services.tenants.access import project_of
+from app.services.validation import check_lora
+from app.settings import Settings
+from app.stack import checks
+from app.stack.config import Options
+from app.stack.connection import account_service, reached, settings_of
+from app.stores.objects import create
+from app.stores.objects.base import ObjectStore
+from app.stores.redis.client import connect
+from app.stores.redis.journal import RedisOpLog
+from app.stores.redis.lifecycle import RedisLifecycle
+from app.stores.redis.limits import RedisQuotas
+from app.stores.redis.records import RedisRecords
+
+
+def import_folder(options: Options, folder: Path, base_model: str, project: str | None) -> int:
+    """Imports the folder and prints the checkpoint's path. Raises SetupError when that cannot be done as asked,
+    Unavailable when a store is away or no trainer of the base model is up."""
+    settings = settings_of(options)
+    checks.redis_server(settings.redis.url)
+    objects = create(settings)
+    try:
+        with reached(settings):
+            owner = _project(settings, objects, project)
+            print(_Import(settings, objects, owner, base_model)(folder))
+    except Unavailable:
+        raise
+    except (RequestError, OSError) as error:
+        raise SetupError(f"{folder} is not imported: {error}") from None
+    return 0
+
+
+def _project(settings: Settings, objects: ObjectStore, asked: str | None) -> str:
+    """The project that will own the checkpoint: the one that was named, or the only one."""
+    accounts = [found.id for found in account_service(settings, objects).all(Project)]
+    projects = [*map(project_of, settings.api_keys), *accounts]
+    if asked is None and len(projects) != 1:
+        raise BadRequest(f"choose one of {len(projects)} projects with --project: {', '.join(projects)}")
+    if asked is not None and asked not in projects:
+        raise NotFound(f"there is no project {asked!r}; the projects are {', '.join(projects)}")
+    return asked or projects[0]
+
+
+class _Import:
+    """Imports folders for one project and base model."""
+
+    def __init__(self, settings: Settings, objects: ObjectStore, project: str, base_model: str) -> None:
+        client = connect(settings.redis.url)
+        records = RedisRecords(client, settings.engine)
+        oplog, lifecycle = RedisOpLog(client, settings.engine), RedisLifecycle(client, settings.engine)
+        limits = LimitsOf(records, settings.limits.project)
+        quotas = QuotaService(limits, RedisQuotas(client, settings.engine))
+        self._importer = Importer(records, oplog, lifecycle, objects, quotas)
+        self._bases, self._limits = BaseModels(settings, records), settings.limits
+        self._project, self._base_model = project, base_model
+
+    def __call__(self, folder: Path) -> str:
+        """Imports the folder and returns the checkpoint's path."""
+        return self._adapter(folder) if (folder / CONFIG_FILE).is_file() else self._full(folder)
+
+    def _adapter(self, folder: Path) -> str:
+        base, shapes = self._bases.settings(self._base_model), self._bases.adapter_shapes(self._base_model)
+        if not (folder / TENSORS_FILE).is_file():
+            raise BadRequest(f"there is no {TENSORS_FILE}; no other format is read")
+        lora = peft_files.read(folder, shapes, self._limits)
+        check_lora(lora, base.max_rank, self._bases.info(trainer_role(full=False), base.name))
+        with tempfile.TemporaryDirectory(prefix="tinsmith-import-") as temporary:
+            config = Path(temporary) / CONFIG_FILE
+            config.write_bytes(peft_files.config_of(lora, base.name, shapes))
+            files = {name: folder / name for name in FILES} | {CONFIG_FILE: config}
+            return self._importer.add(None, self._project, ids.new_session_id(), base.name, lora, files)
+
+    def _full(self, folder: Path) -> str:
+        base = self._bases.settings(self._base_model)
+        if not folder.is_dir():
+            raise BadRequest("there is no such folder")
+        if base.full is None:
+            raise BadRequest(
+                f"it holds no {CONFIG_FILE}, and full fine-tuning of {base.name} is not offered here (base_models.full "
+                "in the settings)"
+            )
+        arch = self._bases.info(trainer_role(full=True), base.name).arch
+        files = full_weights.read(folder, arch, self._bases.weight_shapes(base.name), self._limits)
+        return self._importer.add(None, self._project, ids.new_session_id(), base.name, None, files)
