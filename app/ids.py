@@ -94,6 +94,11 @@ def checkpoint_prefix(model_id: str) -> str:
     return f"tinker://{model_id}/"
 
 
+def checkpoint_uuid(path: str) -> str:
+    """A checkpoint's uuid, which the cursor of a search names."""
+    return str(uuid.uuid5(uuid.NAMESPACE_URL, path))
+
+
 def session_of(model_id: str) -> str:
     return model_id.rpartition(":train:")[0]
 

@@ -251,3 +251,10 @@ class Cursor(SdkSchema):
     offset = fields.Integer()
     limit = fields.Integer()
     total_count = fields.Integer()
+
+
+class SearchOwner(SdkSchema):
+    """The owners in a search: the caller's projects, all that the caller sees, or the named ones of these."""
+
+    type = fields.String(load_default="own", validate=validate.OneOf(("own", "accessible", "user")))
+    owner_urns = fields.List(fields.String(), load_default=list, validate=validate.Length(max=10))

@@ -20,6 +20,7 @@ from app.api.base import (
     Paged,
     Scoped,
     SdkSchema,
+    SearchOwner,
     access_token,
     current_caller,
     identifier,
@@ -29,10 +30,11 @@ from app.api.base import (
 from app.api.base import blueprint as make
 from app.errors import NotFound
 from app.ids import TinkerPath
-from app.services.views import Page
+from app.services.views import CHECKPOINT_TYPES, Page
 from app.stores.objects.folder import FolderStore
 
 runs_blueprint = make("runs", "Training runs and checkpoints")
+_TYPES = tuple(CHECKPOINT_TYPES.values())
 _CHECKPOINT = "/training_runs/<run>/checkpoints/<kind>/<name>"
 
 checkpoints_blueprint = make("checkpoints", "Checkpoints of all runs")
@@ -184,6 +186,40 @@ class CheckpointPage(CheckpointList):
 def list_all_checkpoints(asked: dict[str, Any]) -> dict[str, Any]:
     """Checkpoints of all runs, newest first."""
     return services().checkpoints.list_all(current_caller(), Page(asked["offset"], asked["limit"]))
+
+
+class CheckpointCursor(SdkSchema):
+    last_created_at = fields.AwareDateTime(required=True)
+    last_checkpoint_uuid = fields.String(required=True)
+
+
+class NextCheckpoint(SdkSchema):
+    last_created_at = fields.String()
+    last_checkpoint_uuid = fields.String()
+
+
+class SearchCheckpoints(SdkSchema):
+    """A search for checkpoints, as the public documentation of SDK 0.39 describes it."""
+
+    project_ids = fields.List(fields.String(), load_default=None, allow_none=True, validate=validate.Length(max=1000))
+    user_metadata = fields.Dict(keys=fields.String(), values=fields.String(), load_default=dict)
+    checkpoint_type = fields.String(load_default=None, allow_none=True, validate=validate.OneOf(_TYPES))
+    owner = fields.Nested(SearchOwner, load_default=lambda: SearchOwner().load({}))
+    base_models = fields.List(fields.String(), load_default=None, allow_none=True, validate=validate.Length(max=1000))
+    limit = fields.Integer(strict=True, load_default=50, validate=validate.Range(1, 200))
+    cursor = fields.Nested(CheckpointCursor, load_default=None, allow_none=True)
+
+
+class CheckpointsFound(CheckpointList):
+    next_cursor = fields.Nested(NextCheckpoint)
+
+
+@checkpoints_blueprint.route("/checkpoints/search", methods=["POST"])
+@checkpoints_blueprint.arguments(SearchCheckpoints())
+@checkpoints_blueprint.response(200, CheckpointsFound)
+def search_checkpoints(asked: dict[str, Any]) -> dict[str, Any]:
+    """Checkpoints by project, metadata, type and base model, newest first."""
+    return services().checkpoint_search(current_caller(), asked)
 
 
 class WeightsInfo(SdkSchema):

@@ -7,7 +7,19 @@ from typing import Any
 from flask import Response, jsonify
 from marshmallow import fields, validate
 
-from app.api.base import MOST, Paged, Scoped, SdkSchema, current_caller, identifier, label, metadata, needs, services
+from app.api.base import (
+    MOST,
+    Paged,
+    Scoped,
+    SdkSchema,
+    SearchOwner,
+    current_caller,
+    identifier,
+    label,
+    metadata,
+    needs,
+    services,
+)
 from app.api.base import blueprint as make
 from app.api.checkpoints import SignedUrl
 from app.services.views import Page
@@ -103,11 +115,6 @@ class NextCursor(SdkSchema):
 class SearchCursor(SdkSchema):
     last_created_at = fields.AwareDateTime(required=True)
     last_session_id = fields.String(required=True)
-
-
-class SearchOwner(SdkSchema):
-    type = fields.String(load_default="own", validate=validate.OneOf(("own", "accessible", "user")))
-    owner_urns = fields.List(fields.String(), load_default=list, validate=validate.Length(max=10))
 
 
 class SearchStatus(SdkSchema):

@@ -1,4 +1,4 @@
-"""Lists, publishes, expires, copies, downloads and deletes checkpoints. An expired checkpoint counts as deleted.
+"""Lists, searches, publishes, expires, copies, downloads and deletes checkpoints. An expired one counts as deleted.
 
 A copy has its own files, in a separate run that is never trained.
 
@@ -28,7 +28,15 @@ from app.services.admission import QuotaService
 from app.services.tenants import audit
 from app.services.tenants.access import Sources, list_checkpoints, load_checkpoint, load_owned
 from app.services.training import check_ttl
-from app.services.views import Page, check_writable, checkpoint_view, projects, timestamp
+from app.services.views import (
+    CHECKPOINT_TYPES,
+    Page,
+    check_writable,
+    checkpoint_view,
+    projects,
+    searched,
+    timestamp,
+)
 from app.signing import UrlSigner
 from app.stores.objects.base import ObjectStore
 from app.stores.objects.notes import note, remove_checkpoint
@@ -116,6 +124,39 @@ class CheckpointService:
     ) -> None:
         about = {"model_id": checkpoint.model_id, "tinker_path": str(path), **more}
         audit.note(self._records, caller, checkpoint.owner, event, about, urgent=urgent)
+
+
+class CheckpointSearch:
+    """Searches checkpoints, newest first, one page at a time. A page starts right after the last checkpoint of the
+    previous page. Only the checkpoints of the searched projects are read."""
+
+    def __init__(self, store: RedisRecords) -> None:
+        self._records = store
+
+    def __call__(self, caller: Caller, asked: Mapping[str, Any]) -> dict[str, Any]:
+        """The body of checkpoints/search. Raises NotFound for a project that the caller does not see."""
+        within = searched(caller, asked["owner"], asked["project_ids"])
+        cursor, placed = asked["cursor"], []
+        for path, found in list_checkpoints(self._records, within):
+            place = datetime.fromtimestamp(found.created, UTC), ids.checkpoint_uuid(path)
+            after = cursor is None or place < (cursor["last_created_at"], cursor["last_checkpoint_uuid"])
+            if after and _fits(found, asked):
+                placed.append((place, path, found))
+        placed.sort(key=lambda one: one[0], reverse=True)
+        shown = placed[: asked["limit"]]
+        answer: dict[str, Any] = {"checkpoints": [checkpoint_view(path, found) for _, path, found in shown]}
+        if len(placed) > len(shown):
+            created, uuid = shown[-1][0]
+            answer["next_cursor"] = {"last_created_at": created.isoformat(), "last_checkpoint_uuid": uuid}
+        return answer
+
+
+def _fits(found: Checkpoint, asked: Mapping[str, Any]) -> bool:
+    return (
+        asked["user_metadata"].items() <= found.user_metadata.items()
+        and asked["checkpoint_type"] in (None, CHECKPOINT_TYPES[found.kind])
+        and (asked["base_models"] is None or found.base_model in asked["base_models"])
+    )
 
 
 @dataclass(frozen=True, slots=True)

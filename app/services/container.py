@@ -8,7 +8,7 @@ from app.dispatch import Dispatcher, celery_app
 from app.errors import SetupError
 from app.services.admission import AdmissionService, LimitsOf, QuotaService
 from app.services.base_models import BaseModels
-from app.services.checkpoints import ArchiveService, CheckpointService, CopyService
+from app.services.checkpoints import ArchiveService, CheckpointSearch, CheckpointService, CopyService
 from app.services.hub import HubService
 from app.services.imports.importer import Importer
 from app.services.imports.uploads import UploadService
@@ -63,6 +63,7 @@ class Services:
     sampling: SamplingService
     runs: RunService
     checkpoints: CheckpointService
+    checkpoint_search: CheckpointSearch
     archives: ArchiveService
     copies: CopyService
     uploads: UploadService
@@ -126,6 +127,7 @@ def build(settings: Settings) -> Services:
         sampling,
         RunService(store),
         CheckpointService(store, objects, quotas),
+        CheckpointSearch(store),
         ArchiveService(store, objects, signer),
         CopyService(store, oplog, lifecycle, objects, quotas, sources),
         UploadService(store, objects, bases, quotas, importer, settings.limits),

@@ -15,7 +15,7 @@ from app.services.admission import QuotaService
 from app.services.teardown import Teardown
 from app.services.tenants import audit
 from app.services.tenants.access import check_role, load_owned, load_readable
-from app.services.views import Page, Scope, check_seen, check_writable, projects, texts, timestamp
+from app.services.views import Page, Scope, check_writable, projects, searched, texts, timestamp
 from app.signing import UrlSigner
 from app.stores.objects.base import ObjectStore
 from app.stores.objects.notes import note_move
@@ -169,12 +169,7 @@ class SessionSearch:
 
 
 def _filter(caller: Caller, asked: Mapping[str, Any]) -> Callable[[Found], bool]:
-    owner = asked["owner"]
-    within = projects(caller, "owned" if owner["type"] == "own" else "accessible")
-    if asked["project_ids"] is not None:
-        within &= {check_seen(caller, project) for project in asked["project_ids"]}
-    if owner["type"] == "user":
-        within &= set(owner["owner_urns"])
+    within = searched(caller, asked["owner"], asked["project_ids"])
     wanted = asked["user_metadata"].items()
 
     def fits(found: Found) -> bool:

@@ -12,7 +12,7 @@ from app.domain.accounts import Caller
 from app.domain.records import Checkpoint
 from app.errors import NotFound
 
-_TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
+CHECKPOINT_TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 
 Scope = Literal["owned", "accessible"]
 T = TypeVar("T")
@@ -22,7 +22,7 @@ def checkpoint_view(path: str, found: Checkpoint) -> dict[str, Any]:
     """A checkpoint in the form of the SDK's Checkpoint."""
     fields: Mapping[str, Any] = {
         "checkpoint_id": ids.TinkerPath.parse(path).checkpoint_id,
-        "checkpoint_type": _TYPES[found.kind],
+        "checkpoint_type": CHECKPOINT_TYPES[found.kind],
         "time": timestamp(found.created),
         "tinker_path": path,
         "size_bytes": found.size_bytes,
@@ -68,6 +68,15 @@ def projects(caller: Caller, scope: Scope, only: str | None = None) -> Set[str]:
     if only is not None:
         return {check_seen(caller, only)}
     return {project for project in caller.roles if scope == "accessible" or caller.may("member", project)}
+
+
+def searched(caller: Caller, owner: Mapping[str, Any], only: Sequence[str] | None) -> Set[str]:
+    """The projects to search: those of the `owner` of the request, and of these only the named ones. Raises NotFound
+    for a named project that the caller does not see."""
+    within = projects(caller, "owned" if owner["type"] == "own" else "accessible")
+    if only is not None:
+        within &= {check_seen(caller, project) for project in only}
+    return within & set(owner["owner_urns"]) if owner["type"] == "user" else within
 
 
 def check_seen(caller: Caller, project: str) -> str:

@@ -73,10 +73,15 @@ _OF_IMPORT = {
 ADDED: dict[str, set[str]] = {
     "openapi": {
         "parameters /api/v1/uploads/{most_bytes}/{key}",
+        "post /api/v1/checkpoints/search",
         "post /api/v1/external_weights_upload_finish",
         "post /api/v1/external_weights_upload_start",
         "put /api/v1/uploads/{most_bytes}/{key}",
+        "schemas CheckpointCursor",
+        "schemas CheckpointsFound",
         "schemas FinishUpload",
+        "schemas NextCheckpoint",
+        "schemas SearchCheckpoints",
         "schemas StartUpload",
         "schemas UploadStarted",
     },

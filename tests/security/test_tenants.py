@@ -29,6 +29,7 @@ NO_IDS = {
     "GET /api/v1/checkpoints",
     "GET /api/v1/sessions",
     "POST /api/v1/sessions/search",
+    "POST /api/v1/checkpoints/search",
     "POST /api/v1/auth/token",
     "GET /api/v1/auth/apikey/me",
     "GET /api/v1/queue",

@@ -242,7 +242,7 @@ MUTANTS = (
     Mutant(
         "imports: all weights are there",
         "app/services/imports/full_weights.py",
-        "if found.get(name) != wanted and (name in found or \".experts.\" not in name):",
+        'if found.get(name) != wanted and (name in found or ".experts." not in name):',
         "if False:",
         "tests/unit/app/services/imports/test_full_weights.py",
     ),

@@ -155,4 +155,11 @@ MUTANTS = (
         "if True:",
         f"{_LISTS}::test_a_wrong_list_is_no_hindrance_while_the_server_takes_no_writes",
     ),
+    Mutant(
+        "searches: a named project is one that the caller sees",
+        "app/services/views.py",
+        "within &= {check_seen(caller, project) for project in only}",
+        "within = set(only)",
+        "tests/unit/app/api/test_checkpoint_search.py::test_checkpoints_of_others_are_not_found_public_or_not",
+    ),
 )

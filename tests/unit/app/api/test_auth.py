@@ -37,6 +37,7 @@ READING = {
         "get_info",
         "weights_info",
         "sessions/search",
+        "checkpoints/search",
         "retrieve_future",
         "retrieve_futures",
     )

@@ -182,7 +182,7 @@ def test_files_of_another_form_are_refused_and_may_be_sent_again(api: Api, case:
 
 BAD_STARTS = {
     "unknown base": ({"base_model": "org/else"}, 400, "org/else"),
-    "rank too large": ({"lora_config": {"rank": 65}}, 400, "rank 65"),
+    "rank too large": ({"lora_config": {"rank": 129}}, 400, "rank 129"),
     "full": ({"lora_config": {"rank": 0}}, 400, "rank 0"),
     "no configuration": ({"lora_config": None}, 422, "lora_config"),
     "nothing to train": ({"lora_config": {"train_mlp": False, "train_attn": False}}, 400, "train_attn, train_mlp"),

@@ -1,0 +1,131 @@
+"""Checkpoints are found by project, metadata, type and base model, one page at a time, and only by who may see them."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+import pytest
+
+from app.domain.records import Checkpoint
+from app.stores.redis.records import dump
+from tests.unit.app.api.test_models import save_checkpoint
+from tests.unit.app.conftest import BASE, Api
+from tests.unit.app.tenant import Tenant
+
+
+def search(api: Api, **asked: Any) -> dict[str, Any]:
+    answer = api.post("checkpoints/search", asked)
+    assert answer.status_code == 200, answer.json
+    found: dict[str, Any] = answer.json
+    return found
+
+
+def found(api: Api, **asked: Any) -> list[str]:
+    return [one["tinker_path"] for one in search(api, **asked)["checkpoints"]]
+
+
+@pytest.fixture
+def paths(api: Api) -> dict[str, str]:
+    """Checkpoints by name, the newest last."""
+    model = api.model()
+    return {
+        "weights": save_checkpoint(api, model, user_metadata={"step": "7", "team": "a"}),
+        "sampler": save_checkpoint(
+            api, model, "sampler_weights", created=2.0, user_metadata={"step": "8", "team": "a"}
+        ),
+        "external": save_checkpoint(api, model, "external_weights", created=3.0, base_model="org/else"),
+    }
+
+
+FILTERS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "nothing": ({}, ["external", "sampler", "weights"]),
+    "nulls": ({"project_ids": None, "cursor": None, "checkpoint_type": None}, ["external", "sampler", "weights"]),
+    "a type": ({"checkpoint_type": "training"}, ["weights"]),
+    "another type": ({"checkpoint_type": "external"}, ["external"]),
+    "metadata": ({"user_metadata": {"team": "a"}}, ["sampler", "weights"]),
+    "pairs that all hold": ({"user_metadata": {"team": "a", "step": "7"}}, ["weights"]),
+    "a pair that differs": ({"user_metadata": {"team": "a", "step": "9"}}, []),
+    "a base model": ({"base_models": [BASE]}, ["sampler", "weights"]),
+    "base models": ({"base_models": [BASE, "org/else"]}, ["external", "sampler", "weights"]),
+    "no base model": ({"base_models": []}, []),
+    "no project": ({"project_ids": []}, []),
+    "another user's": ({"owner": {"type": "user", "owner_urns": ["somebody"]}}, []),
+    "accessible": ({"owner": {"type": "accessible"}}, ["external", "sampler", "weights"]),
+    "newest alone": ({"limit": 1}, ["external"]),
+}
+
+
+@pytest.mark.parametrize("case", FILTERS)
+def test_a_filter_finds_what_fits_newest_first(api: Api, paths: dict[str, str], case: str) -> None:
+    asked, names = FILTERS[case]
+    assert found(api, **asked) == [paths[name] for name in names]
+
+
+def test_a_checkpoint_is_described_as_in_the_other_lists(api: Api, paths: dict[str, str]) -> None:
+    assert search(api)["checkpoints"] == api.get("checkpoints").json["checkpoints"]
+    assert search(api)["checkpoints"][0]["base_model"] == "org/else"
+
+
+def test_pages_follow_each_other_to_the_last_and_no_checkpoint_comes_twice(api: Api) -> None:
+    model, owner = api.model(), None
+    path = save_checkpoint(api, model)
+    owner = api.services.records.get("checkpoints", path)["owner"].strip('"')
+    for n in range(6):
+        # Two of them were made in the same microsecond.
+        record = Checkpoint(owner, model, "weights", BASE, "x", 1000.000001 + n // 2, 1, {}, [])
+        api.services.records.put("checkpoints", f"tinker://{model}/weights/n{n}", dump(record))
+    seen, cursor = [], None
+    while True:
+        page = search(api, limit=2, cursor=cursor)
+        seen += [one["tinker_path"] for one in page["checkpoints"]]
+        cursor = page.get("next_cursor")
+        if cursor is None:
+            break
+        assert str(uuid.UUID(cursor["last_checkpoint_uuid"])) == cursor["last_checkpoint_uuid"]
+    assert len(seen) == len(set(seen)) == 7
+    assert seen == found(api)
+
+
+def test_an_expired_checkpoint_is_not_found(api: Api) -> None:
+    save_checkpoint(api, api.model(), expires_at=1.0)
+    assert found(api) == []
+
+
+def test_checkpoints_of_others_are_not_found_public_or_not(api: Api, stranger: Api, paths: dict[str, str]) -> None:
+    api.services.records.update("checkpoints", paths["weights"], {"public": "true"})
+    assert found(stranger) == found(stranger, owner={"type": "accessible"}) == []
+    owner = api.services.records.get("checkpoints", paths["weights"])["owner"].strip('"')
+    foreign, missing = (stranger.post("checkpoints/search", {"project_ids": [id_]}) for id_ in (owner, "0" * 16))
+    assert foreign.status_code == missing.status_code == 404
+    assert foreign.data.replace(owner.encode(), b"0" * 16) == missing.data
+
+
+def test_a_viewer_finds_them_among_the_accessible_alone(tenant: Tenant) -> None:
+    viewer = Api(tenant.api.client, tenant.api.services, tenant.key("viewer"))
+    assert found(viewer) == []
+    assert found(viewer, owner={"type": "accessible"}, project_ids=[tenant.project]) == [tenant.ids["path"]]
+
+
+def test_only_the_checkpoints_of_the_searched_projects_are_read(
+    api: Api, paths: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(type(api.services.records), "list", lambda *_: pytest.fail("all checkpoints were read"))
+    assert len(found(api)) == 3
+
+
+BAD: dict[str, dict[str, Any]] = {
+    "limit": {"limit": 201},
+    "limit of 0": {"limit": 0},
+    "checkpoint_type": {"checkpoint_type": "weights"},
+    "cursor": {"cursor": {"last_created_at": "yesterday", "last_checkpoint_uuid": "x"}},
+    "user_metadata": {"user_metadata": {"step": 7}},
+    "owner": {"owner": {"type": "everybody"}},
+    "base_models": {"base_models": "org/tiny"},
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_search_of_another_form_is_refused_by_the_name_of_the_field(api: Api, case: str) -> None:
+    answer = api.post("checkpoints/search", BAD[case])
+    assert (answer.status_code, next(iter(BAD[case])) in answer.json["detail"]) == (422, True)
