@@ -83,10 +83,10 @@ def test_an_adapter_that_would_leave_the_experts_out_is_refused() -> None:
 
 BAD_CREATES = {
     "unknown base": ({"base_model": "org/else"}, 400, ["org/else", BASE]),
-    "rank below 0": ({"lora_config": {"rank": -1}}, 400, ["rank -1", "64"]),
+    "rank below 0": ({"lora_config": {"rank": -1}}, 400, ["rank -1", "128"]),
     "full, which is not offered": ({"lora_config": None}, 400, ["full fine-tuning", BASE, "base_models.full"]),
     "rank 0, which is full": ({"lora_config": {"rank": 0}}, 400, ["full fine-tuning", BASE, "base_models.full"]),
-    "rank too large": ({"lora_config": {"rank": 65}}, 400, ["rank 65", "64"]),
+    "rank too large": ({"lora_config": {"rank": 129}}, 400, ["rank 129", "128"]),
     "rank no number": ({"lora_config": {"rank": "x"}}, 422, ["lora_config.rank", "'x'"]),
     "rank a fraction": ({"lora_config": {"rank": 1.5}}, 422, ["lora_config.rank", "1.5"]),
     "nothing to train": ({"lora_config": {"train_mlp": False, "train_attn": False}}, 400, ["train_attn, train_mlp"]),
@@ -191,7 +191,7 @@ BAD_LOADS = {
     "foreign": ({"owner": "somebody"}, {}, 404, "does not exist"),
     "expired": ({"expires_at": 1.0}, {}, 404, "does not exist"),
     "other base": ({}, {"base_model": "org/else"}, 400, BASE),
-    "too large a rank": ({"lora": {"rank": 65}}, {}, 400, "rank 65"),
+    "too large a rank": ({"lora": {"rank": 129}}, {}, 400, "rank 129"),
     "no path": ({}, {"path": "somewhere"}, 400, "'somewhere'"),
     "both addressings": ({}, {"model_id": "m", "seq_id": 1}, 422, "session_id and model_seq_id"),
     "no addressing": ({}, {"session_id": None}, 422, "session_id"),
