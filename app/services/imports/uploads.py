@@ -70,21 +70,26 @@ class UploadService:
         upload = load_owned(self.records, Upload, upload_id, caller)
         if not upload.finished:
             self.quotas.take(caller, upload.owner)
-            with tempfile.TemporaryDirectory(prefix="tinsmith-upload-") as temporary:
-                self._import(caller, upload_id, upload, Path(temporary))
-            self.records.update(Upload.namespace, upload_id, {"finished": json.dumps(True)})
-            self.objects.delete(uploaded(upload_id, name) for name in FILES)
+            try:
+                self._import(caller, upload_id, upload)
+            except BadRequest:
+                # The files are gone if the same call, sent twice, was faster elsewhere.
+                if not load_owned(self.records, Upload, upload_id, caller).finished:
+                    raise
         return str(path_of(upload_id))
 
-    def _import(self, caller: Caller, upload_id: str, upload: Upload, folder: Path) -> None:
-        for name in FILES:
-            self._fetch(uploaded(upload_id, name), upload.most_bytes, folder / name)
-        shapes = self.bases.adapter_shapes(upload.base_model)
-        found = peft_files.read(folder, shapes, self.limits)
-        _check_asked(found, LoraSpec(**upload.lora), [group for group, paths in shapes.items() if paths])
-        (folder / CONFIG_FILE).write_bytes(peft_files.config_of(found, upload.base_model, shapes))
-        files = {name: folder / name for name in FILES}
-        self.importer.add(caller, upload.owner, upload_id, upload.base_model, found, files)
+    def _import(self, caller: Caller, upload_id: str, upload: Upload) -> None:
+        with tempfile.TemporaryDirectory(prefix="tinsmith-upload-") as temporary:
+            files = {name: Path(temporary) / name for name in FILES}
+            for name, file in files.items():
+                self._fetch(uploaded(upload_id, name), upload.most_bytes, file)
+            shapes = self.bases.adapter_shapes(upload.base_model)
+            found = peft_files.read(Path(temporary), shapes, self.limits)
+            _check_asked(found, LoraSpec(**upload.lora), [group for group, paths in shapes.items() if paths])
+            files[CONFIG_FILE].write_bytes(peft_files.config_of(found, upload.base_model, shapes))
+            self.importer.add(caller, upload.owner, upload_id, upload.base_model, found, files)
+        self.records.update(Upload.namespace, upload_id, {"finished": json.dumps(True)})
+        self.objects.delete(uploaded(upload_id, name) for name in FILES)
 
     def _fetch(self, key: str, most: int, target: Path) -> None:
         try:

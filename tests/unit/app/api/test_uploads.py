@@ -126,6 +126,21 @@ def test_a_repeated_finish_returns_the_same_path_and_changes_nothing(api: Api) -
     assert len(api.get("checkpoints").json["checkpoints"]) == 1
 
 
+def test_a_finish_that_another_one_overtakes_returns_its_path(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    upload_id, store, answers = uploaded(api), type(api.services.objects), list[TestResponse]()
+    size = store.size
+
+    def overtaken(self: Any, key: str) -> int:
+        monkeypatch.setattr(store, "size", size)
+        answers.append(finish(api, upload_id))
+        return size(self, key)
+
+    monkeypatch.setattr(store, "size", overtaken)
+    answers.insert(0, finish(api, upload_id))
+    assert [answer.status_code for answer in answers] == [200, 200]
+    assert answers[0].data == answers[1].data
+
+
 def test_a_finish_that_broke_off_is_made_whole_by_the_next_one(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     upload_id, store = uploaded(api), type(api.services.objects)
     works = store.put_new
