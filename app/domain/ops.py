@@ -25,6 +25,7 @@ import msgpack
 import numpy as np
 
 from app.domain import losses, sampling
+from app.domain.images import Image
 from app.domain.losses import CustomLoss
 from app.errors import NewerContent
 
@@ -62,10 +63,11 @@ class Ragged:
 @dataclass(frozen=True, slots=True)
 class Batch:
     """A batch of datums: `tokens` int32 [N_i]; `inputs` by name, each [N_i] or [N_i, K_i] (int64 target_tokens, else
-    float32)."""
+    float32). `images` in the order of datums and positions; the tokens at their positions are 0."""
 
     tokens: Ragged
     inputs: Mapping[str, Ragged]
+    images: tuple[Image, ...] = ()
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -205,6 +207,7 @@ Op = CreateModel | ForwardBackward | OptimStep | SaveWeights | LoadWeights | Dro
 TYPES: Mapping[str, tuple[type, int]] = {
     "Ragged": (Ragged, 2),
     "Batch": (Batch, 2),
+    "Image": (Image, 5),
     "LossInput": (losses.LossInput, 3),
     "LossCall": (losses.LossCall, 5),
     "CustomLoss": (losses.CustomLoss, 5),

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+READS_IMAGES = "reads_images"
+"""The part of a worker's description that says so. It is not in its `info`, because API processes of earlier versions
+know every field there."""
 ENCRYPTED = ".age"
 """Suffix of the names of encrypted files."""
 
@@ -230,7 +233,7 @@ class Refusal:
 @dataclass(frozen=True, slots=True)
 class BaseModelInfo:
     """The facts of a base model. `dtype` is the name of its torch dtype. `trainable_groups` are the groups (attn, mlp,
-    unembed) that have linear layers in it."""
+    unembed) that have linear layers in it. `reads_images`: it takes images among the tokens."""
 
     name: str
     arch: str
@@ -238,3 +241,4 @@ class BaseModelInfo:
     max_context: int
     dtype: str
     trainable_groups: tuple[str, ...]
+    reads_images: bool = False

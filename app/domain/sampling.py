@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from app.domain.images import Image
+
 MAX_TOP = 1024
 """Largest number of most likely tokens at a position that a request may ask for. The pass over the vocabulary costs the
 same for any number; the answer grows with it, and is limited to 8 KB a position."""
@@ -37,7 +39,8 @@ class SampleRequest:
     at the same positions, the ids of `prompt_targets` in row i at position i + 1 (-1: none), and
     `prompt_alternatives` tokens sampled at each position but the first. `sample_top`: the likeliest tokens at each
     position of a sample. 0 and None mean not asked for.
-    `stream`: its tokens are published as they are sampled.
+    `stream`: its tokens are published as they are sampled. `images` in the order of their positions; the prompt's
+    tokens there are 0.
     """
 
     prompt: np.ndarray
@@ -57,6 +60,7 @@ class SampleRequest:
     prompt_alternatives: int = 0
     sample_top: int = 0
     stream: bool = False
+    images: tuple[Image, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

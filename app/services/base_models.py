@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from app import ids
 from app.domain.adapters import Shapes, of_rows
-from app.domain.records import BaseModelInfo, Refusal, Worker
+from app.domain.records import READS_IMAGES, BaseModelInfo, Refusal, Worker
 from app.errors import BadRequest, Unavailable
 from app.settings import BaseModelSettings, Settings
 from app.stores.redis.records import RedisRecords, load
@@ -101,9 +101,9 @@ class BaseModels:
         """Healthy workers with a current heartbeat, by node."""
         workers = {node: load(Worker, fields) for node, fields in self._records.list(Worker.namespace)}
         with self._lock:
-            self._known.update({(w.role, w.base_model): _info(w.info) for w in workers.values()})
             described = (((w.role, w.base_model), w.describe.get(SHAPES)) for w in workers.values())
             self._shapes.update({role_and_base: rows for role_and_base, rows in described if rows is not None})
+            self._known.update({(w.role, w.base_model): _info(w) for w in workers.values()})
         return {node: worker for node, worker in workers.items() if worker.healthy}
 
     def missing(self) -> list[str]:
@@ -137,7 +137,7 @@ class BaseModels:
         """The groups of weights that LoRA adapters cover, and the modules that no adapter covers, with the reasons."""
         if trainer is None:
             return {"trainable_groups": None, "never_adapted": {}}
-        groups = list(_info(trainer.info).trainable_groups)
+        groups = list(_info(trainer).trainable_groups)
         return {"trainable_groups": groups, "never_adapted": trainer.describe.get(NEVER_ADAPTED, {})}
 
     def _refusals(self) -> dict[tuple[str, str], str]:
@@ -174,5 +174,6 @@ def roles(base: BaseModelSettings) -> Sequence[str]:
     return (*ROLES, *(role for role, section in further.items() if section is not None))
 
 
-def _info(fields: Mapping[str, Any]) -> BaseModelInfo:
-    return BaseModelInfo(**{**fields, "trainable_groups": tuple(fields["trainable_groups"])})
+def _info(worker: Worker) -> BaseModelInfo:
+    groups, reads_images = tuple(worker.info["trainable_groups"]), worker.describe.get(READS_IMAGES, False)
+    return BaseModelInfo(**{**worker.info, "trainable_groups": groups, READS_IMAGES: reads_images})

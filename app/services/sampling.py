@@ -17,9 +17,15 @@ from app.errors import BadRequest
 from app.services.admission import AdmissionService, QuotaService
 from app.services.base_models import BaseModels, sampler_role
 from app.services.tenants.access import load_checkpoint, load_owned, load_readable
-from app.services.validation import check_adapter, check_sampleable, check_sampled_role, in_range
+from app.services.validation import (
+    check_adapter,
+    check_reads_images,
+    check_sampleable,
+    check_sampled_role,
+    in_range,
+)
 from app.stores.redis.records import RedisRecords, dump, load
-from app.wire.bodies import tensor, text_tokens
+from app.wire.bodies import model_input, tensor
 from app.wire.forward_backward import to_cells
 
 TARGETS = "target_prompt_logprobs"
@@ -125,7 +131,8 @@ def _request(asked: Mapping[str, Any], seed: int, max_context: int) -> SampleReq
     """The decoded sampling request. The context length caps `max_tokens`, and the rest of the context is its
     default."""
     params = asked["sampling_params"]
-    prompt = text_tokens(asked["prompt"]["chunks"], "prompt")
+    sent = model_input(asked["prompt"]["chunks"], "prompt")
+    prompt = sent.tokens
     room = max(1, max_context - len(prompt))
     stop = params.get("stop")
     strings, tokens = _stops(stop)
@@ -146,6 +153,7 @@ def _request(asked: Mapping[str, Any], seed: int, max_context: int) -> SampleReq
         prompt_targets=_targets(asked["target_prompt_logprobs"]),
         prompt_alternatives=asked["prompt_alt_tokens_k"] or 0,
         sample_top=asked["topk_sample_logprobs"] or 0,
+        images=tuple(sent.images),
     )
 
 
@@ -196,6 +204,7 @@ def check_records(asked: Mapping[str, Any]) -> None:
 def check_prompt(request: SampleRequest, info: BaseModelInfo) -> None:
     """Requires ids in the vocabulary, and room for one more token in the context."""
     prompt = request.prompt
+    check_reads_images(request.images, info)
     if not 1 <= len(prompt) < info.max_context:
         raise BadRequest(
             f"prompt has {len(prompt)} tokens; the model takes 1 to {info.max_context - 1}, "

@@ -13,6 +13,7 @@ import numpy as np
 from pyrage import RecipientError, x25519
 
 from app import ids
+from app.domain.images import Image
 from app.domain.losses import CLIP_HIGH, CLIP_LOW, LOSSES, NOT_OFFERED, CustomLoss, LossSpec, losses_of
 from app.domain.ops import AdamParams, Batch, ForwardBackward, LoraSpec, Ragged
 from app.domain.records import BaseModelInfo, Checkpoint, Model
@@ -191,6 +192,7 @@ def _words(low: float, high: float, open_ends: str) -> str:
 def check_forward_backward(op: ForwardBackward, info: BaseModelInfo, *, critic: bool) -> None:
     """Raises BadRequest when `op` cannot run on this base model, with a policy or a `critic`."""
     spec = check_loss(op.loss_fn, critic=critic)
+    check_reads_images(op.batch.images, info)
     check_lengths(op.batch, info.max_context)
     check_tokens("model_input", op.batch.tokens, info.vocab_size)
     if op.custom is not None:
@@ -233,6 +235,12 @@ def check_lengths(batch: Batch, max_context: int) -> None:
                 f"datum {i}: model_input has {length} tokens; the model takes 1 to {max_context} "
                 "(the cookbook's option is max_length)"
             )
+
+
+def check_reads_images(images: Sequence[Image], info: BaseModelInfo) -> None:
+    """Requires a base model that reads images, if there are any."""
+    if images and not info.reads_images:
+        raise BadRequest(f"{info.name} is served without images: send text alone, or use a base model that reads them")
 
 
 def check_tokens(key: str, column: Ragged, vocab_size: int) -> None:

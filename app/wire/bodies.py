@@ -1,11 +1,13 @@
-"""Unpacks and parses the body of a request, and reads the JSON form of a batch (SDKs up to 0.24), of text and of a
-tensor.
+"""Unpacks and parses the body of a request, and reads the JSON form of a batch (SDKs up to 0.24), of a model input and
+of a tensor.
 
 Limits on a body's cost are checked first, so that few bytes cannot take much memory.
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -20,6 +22,7 @@ from app.errors import BadRequest, TooLarge
 from app.settings import LimitSettings
 from app.wire import tinker_pb2 as pb
 from app.wire.forward_backward import BatchHeader, Envelope, FindLoss, build_op
+from app.wire.images import ModelInput, columns
 
 # RFC 8878 asks every decoder to support this window; it is also the zstd program's limit without --long.
 _WINDOW = 2**23
@@ -182,16 +185,40 @@ def open_envelope(body: Any) -> Envelope:
     return Envelope(body["model_id"], seq, _FORWARD in body, datums, lambda find: _to_op(body, find))
 
 
-def text_tokens(chunks: Any, what: str) -> np.ndarray:
-    """int32 [n] of encoded_text chunks. Raises BadRequest for other chunks and for values that are not int32."""
-    parts = [_chunk_tokens(chunk, what) for chunk in _list(chunks, what)]
-    return np.concatenate(parts) if parts else np.empty(0, np.int32)
+def model_input(chunks: Any, what: str, datum: int = 0) -> ModelInput:
+    """The chunks of a prompt or datum. Raises BadRequest for chunks that are neither text nor images, and for tokens
+    that are not int32."""
+    found = ModelInput(what, datum)
+    for chunk in _list(chunks, what):
+        kind = chunk.get("type", "encoded_text") if isinstance(chunk, dict) else type(chunk).__name__
+        if kind == "encoded_text":
+            found.add_text(_chunk_tokens(chunk, what))
+        elif kind == "image":
+            found.add_image(*_chunk_image(chunk, what))
+        elif kind == "image_asset_pointer":
+            raise BadRequest(
+                f"{what}: an image_asset_pointer names a location, and this server opens no location that a request "
+                "names: read the file yourself, and send its bytes as an image chunk"
+            )
+        else:
+            raise BadRequest(f"{what}: a chunk of type {str(kind)[:40]!r}; only encoded_text and image are supported")
+    return found
 
 
-def _chunk_tokens(chunk: Any, what: str) -> np.ndarray:
-    if not isinstance(chunk, dict) or chunk.get("type", "encoded_text") != "encoded_text":
-        kind = chunk.get("type") if isinstance(chunk, dict) else type(chunk).__name__
-        raise BadRequest(f"{what}: a chunk of type {str(kind)[:40]!r}; only encoded_text is supported")
+def _chunk_image(chunk: Mapping[str, Any], what: str) -> tuple[bytes, str, int | None]:
+    """Data, format and expected_tokens of an image chunk."""
+    data, expected = chunk.get("data"), chunk.get("expected_tokens")
+    if expected is not None and type(expected) is not int:
+        raise BadRequest(f"{what}: expected_tokens of an image must be an integer")
+    if not isinstance(data, str):
+        raise BadRequest(f"{what}: data of an image must be a base64 string")
+    try:
+        return base64.b64decode(data, validate=True), str(chunk.get("format")), expected
+    except (binascii.Error, ValueError):
+        raise BadRequest(f"{what}: data of an image is not valid base64") from None
+
+
+def _chunk_tokens(chunk: Mapping[str, Any], what: str) -> np.ndarray:
     values = _numbers(chunk.get("tokens"), f"{what}: tokens")
     if values.size and values.dtype.kind != "i":
         raise BadRequest(f"{what}: tokens must be a list of integers")
@@ -207,18 +234,18 @@ def _to_op(body: Mapping[str, Any], find: FindLoss) -> ForwardBackward:
         raise BadRequest(f"{name} must be an object with data and loss_fn")
     data = _list(content.get("data"), "data")
     head = BatchHeader.of(content["loss_fn"], _loss_config(content.get("loss_fn_config")), forward_only, find)
-    tokens = [_tokens(datum, i) for i, datum in enumerate(data)]
-    return build_op(head, tokens, [_inputs(datum, head.taken, i) for i, datum in enumerate(data)])
+    tokens, images = columns(_model_input(datum, i) for i, datum in enumerate(data))
+    return build_op(head, tokens, images, [_inputs(datum, head.taken, i) for i, datum in enumerate(data)])
 
 
 def _input_of(body: Mapping[str, Any]) -> str:
     return _FORWARD if _FORWARD in body else "forward_backward_input"
 
 
-def _tokens(datum: Any, i: int) -> np.ndarray:
+def _model_input(datum: Any, i: int) -> ModelInput:
     if not isinstance(datum, dict) or not isinstance(datum.get("model_input"), dict):
         raise BadRequest(f"datum {i}: model_input must be an object with chunks")
-    return text_tokens(datum["model_input"].get("chunks"), f"datum {i}: model_input")
+    return model_input(datum["model_input"].get("chunks"), f"datum {i}: model_input", i)
 
 
 def _inputs(datum: Mapping[str, Any], names: Sequence[str], i: int) -> dict[str, pb.Tensor]:

@@ -11,17 +11,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from math import prod
 from typing import Any
 
 import numpy as np
 from google.protobuf.message import DecodeError
 
+from app.domain.images import Image
 from app.domain.losses import CUSTOM, LOSSES, CustomLoss
 from app.domain.ops import Batch, ForwardBackward, Ragged
 from app.domain.sampling import Cells
 from app.errors import BadRequest
 from app.wire import tinker_pb2 as pb
+from app.wire.images import ModelInput, columns
 
 FindLoss = Callable[[str], CustomLoss]
 """Returns the custom loss with a loss_id. Raises BadRequest when the caller has no loss with this id."""
@@ -110,7 +113,10 @@ class BatchHeader:
 
 
 def build_op(
-    head: BatchHeader, tokens: Sequence[np.ndarray], inputs: Sequence[Mapping[str, pb.Tensor]]
+    head: BatchHeader,
+    tokens: Sequence[np.ndarray],
+    images: tuple[Image, ...],
+    inputs: Sequence[Mapping[str, pb.Tensor]],
 ) -> ForwardBackward:
     """Builds the Op from datums; inputs that `head.taken` does not name are ignored.
 
@@ -118,8 +124,8 @@ def build_op(
     integers.
     """
     names = [name for name in head.taken if any(name in datum for datum in inputs)]
-    columns = {name: _column(name, inputs, head.custom) for name in names}
-    batch = Batch(Ragged.of(tokens, np.int32), columns)
+    made = {name: _column(name, inputs, head.custom) for name in names}
+    batch = Batch(Ragged.of(tokens, np.int32), made, images)
     return ForwardBackward(batch, head.loss_fn, head.config, head.forward_only, head.custom)
 
 
@@ -154,16 +160,29 @@ def _custom_column(name: str, arrays: Sequence[np.ndarray], rank: int) -> Ragged
 
 def _to_op(request: pb.ForwardBackwardRequest, find: FindLoss) -> ForwardBackward:
     head = BatchHeader.of(request.loss_fn, _loss_config(request), request.forward_only, find)
-    tokens = [_tokens(datum, i) for i, datum in enumerate(request.data)]
-    return build_op(head, tokens, [datum.loss_fn_inputs for datum in request.data])
+    tokens, images = columns(_model_input(datum, i) for i, datum in enumerate(request.data))
+    return build_op(head, tokens, images, [datum.loss_fn_inputs for datum in request.data])
 
 
-def _tokens(datum: pb.Datum, i: int) -> np.ndarray:
-    for chunk in datum.model_input:
-        if chunk.WhichOneof("chunk") != "encoded_text":
-            raise BadRequest(f"datum {i}: a {chunk.WhichOneof('chunk') or 'missing'} chunk; only text is supported")
-    data = b"".join(chunk.encoded_text.tokens for chunk in datum.model_input)
-    return buffer(data, _INT32, f"datum {i}: model_input")
+def _model_input(datum: pb.Datum, i: int) -> ModelInput:
+    found = ModelInput(f"datum {i}", i)
+    for kind, chunks in groupby(datum.model_input, lambda chunk: chunk.WhichOneof("chunk")):
+        if kind == "encoded_text":
+            data = b"".join(chunk.encoded_text.tokens for chunk in chunks)
+            found.add_text(buffer(data, _INT32, f"datum {i}: model_input"))
+        elif kind == "image":
+            for chunk in chunks:
+                _add_image(found, chunk.image, i)
+        else:
+            raise BadRequest(f"datum {i}: a {kind or 'missing'} chunk; only text and images are supported")
+    return found
+
+
+def _add_image(found: ModelInput, image: pb.ImageChunk, i: int) -> None:
+    if image.HasField("override_dimensions"):
+        raise BadRequest(f"datum {i}: an image with override_dimensions, which is not supported: send it at that size")
+    expected = image.expected_tokens if image.HasField("expected_tokens") else None
+    found.add_image(image.data, image.format, expected)
 
 
 def _loss_config(request: pb.ForwardBackwardRequest) -> dict[str, float | str]:

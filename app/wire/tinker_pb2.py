@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x61pp/wire/tinker.proto\x12\rtinsmith.wire\"\xb8\x03\n\x16\x46orwardBackwardRequest\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x0e\n\x06seq_id\x18\x02 \x01(\x05\x12\"\n\x04\x64\x61ta\x18\x03 \x03(\x0b\x32\x14.tinsmith.wire.Datum\x12\x0f\n\x07loss_fn\x18\x04 \x01(\t\x12O\n\x0eloss_fn_config\x18\x05 \x03(\x0b\x32\x37.tinsmith.wire.ForwardBackwardRequest.LossFnConfigEntry\x12\x14\n\x0c\x66orward_only\x18\x06 \x01(\x08\x12T\n\x11loss_fn_config_v2\x18\x07 \x03(\x0b\x32\x39.tinsmith.wire.ForwardBackwardRequest.LossFnConfigV2Entry\x1a\x33\n\x11LossFnConfigEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1aU\n\x13LossFnConfigV2Entry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12-\n\x05value\x18\x02 \x01(\x0b\x32\x1e.tinsmith.wire.LossConfigValue:\x02\x38\x01\"<\n\x0fLossConfigValue\x12\x10\n\x06number\x18\x01 \x01(\x01H\x00\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x42\x07\n\x05value\"\xbe\x01\n\x05\x44\x61tum\x12)\n\x0bmodel_input\x18\x01 \x03(\x0b\x32\x14.tinsmith.wire.Chunk\x12>\n\x0eloss_fn_inputs\x18\x02 \x03(\x0b\x32&.tinsmith.wire.Datum.LossFnInputsEntry\x1aJ\n\x11LossFnInputsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12$\n\x05value\x18\x02 \x01(\x0b\x32\x15.tinsmith.wire.Tensor:\x02\x38\x01\"\x9f\x01\n\x05\x43hunk\x12\x37\n\x0c\x65ncoded_text\x18\x01 \x01(\x0b\x32\x1f.tinsmith.wire.EncodedTextChunkH\x00\x12*\n\x05image\x18\x02 \x01(\x0b\x32\x19.tinsmith.wire.ImageChunkH\x00\x12(\n\x04\x64mel\x18\x03 \x01(\x0b\x32\x18.tinsmith.wire.DmelChunkH\x00\x42\x07\n\x05\x63hunk\"\"\n\x10\x45ncodedTextChunk\x12\x0e\n\x06tokens\x18\x01 \x01(\x0c\"*\n\nImageChunk\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x0e\n\x06\x66ormat\x18\x02 \x01(\t\"\x19\n\tDmelChunk\x12\x0c\n\x04\x64mel\x18\x01 \x01(\x0c\"\x89\x01\n\x06Tensor\x12\x0f\n\x05\x64\x65nse\x18\x01 \x01(\x0cH\x00\x12.\n\nsparse_csr\x18\x02 \x01(\x0b\x32\x18.tinsmith.wire.SparseCsrH\x00\x12#\n\x05\x64type\x18\x03 \x01(\x0e\x32\x14.tinsmith.wire.DType\x12\r\n\x05shape\x18\x04 \x03(\x03\x42\n\n\x08\x65ncoding\"F\n\tSparseCsr\x12\x0e\n\x06values\x18\x01 \x01(\x0c\x12\x14\n\x0c\x63row_indices\x18\x02 \x01(\x0c\x12\x13\n\x0b\x63ol_indices\x18\x03 \x01(\x0c\"\xdd\x01\n\x15\x46orwardBackwardOutput\x12\x1b\n\x13loss_fn_output_type\x18\x01 \x01(\t\x12\x33\n\x0floss_fn_outputs\x18\x02 \x03(\x0b\x32\x1a.tinsmith.wire.ArrayRecord\x12\x42\n\x07metrics\x18\x03 \x03(\x0b\x32\x31.tinsmith.wire.ForwardBackwardOutput.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xb8\x01\n\x0b\x41rrayRecord\x12\x10\n\x08type_tag\x18\x01 \x01(\t\x12\x36\n\x06\x66ields\x18\x02 \x03(\x0b\x32&.tinsmith.wire.ArrayRecord.FieldsEntry\x12\x12\n\nnum_datums\x18\x03 \x01(\x03\x1aK\n\x0b\x46ieldsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12+\n\x05value\x18\x02 \x01(\x0b\x32\x1c.tinsmith.wire.BatchedTensor:\x02\x38\x01\"k\n\rBatchedTensor\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x0f\n\x07offsets\x18\x02 \x01(\x0c\x12#\n\x05\x64type\x18\x03 \x01(\x0e\x32\x14.tinsmith.wire.DType\x12\x16\n\x0etrailing_shape\x18\x04 \x03(\x03\"\x9c\x03\n\x0eSampleResponse\x12\x31\n\tsequences\x18\x01 \x03(\x0b\x32\x1e.tinsmith.wire.SampledSequence\x12\x1c\n\x0fprompt_logprobs\x18\x02 \x01(\x0cH\x00\x88\x01\x01\x12>\n\x14topk_prompt_logprobs\x18\x03 \x01(\x0b\x32\x1b.tinsmith.wire.TopkLogprobsH\x01\x88\x01\x01\x12\x1f\n\x17prompt_cache_hit_tokens\x18\x04 \x01(\x05\x12:\n\x16target_prompt_logprobs\x18\x05 \x01(\x0b\x32\x15.tinsmith.wire.TensorH\x02\x88\x01\x01\x12>\n\x11prompt_alt_tokens\x18\x06 \x01(\x0b\x32\x1e.tinsmith.wire.PromptAltTokensH\x03\x88\x01\x01\x42\x12\n\x10_prompt_logprobsB\x17\n\x15_topk_prompt_logprobsB\x19\n\x17_target_prompt_logprobsB\x14\n\x12_prompt_alt_tokens\"a\n\x0fPromptAltTokens\x12%\n\x06tokens\x18\x01 \x01(\x0b\x32\x15.tinsmith.wire.Tensor\x12\'\n\x08logprobs\x18\x02 \x01(\x0b\x32\x15.tinsmith.wire.Tensor\"\xd0\x01\n\x0fSampledSequence\x12.\n\x0bstop_reason\x18\x01 \x01(\x0e\x32\x19.tinsmith.wire.StopReason\x12\x0e\n\x06tokens\x18\x02 \x01(\x0c\x12\x15\n\x08logprobs\x18\x03 \x01(\x0cH\x00\x88\x01\x01\x12?\n\x15topk_sampled_logprobs\x18\x04 \x01(\x0b\x32\x1b.tinsmith.wire.TopkLogprobsH\x01\x88\x01\x01\x42\x0b\n\t_logprobsB\x18\n\x16_topk_sampled_logprobs\"N\n\x0cTopkLogprobs\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\x12\x10\n\x08logprobs\x18\x02 \x01(\x0c\x12\t\n\x01k\x18\x03 \x01(\r\x12\x0e\n\x06length\x18\x04 \x01(\r*g\n\x05\x44Type\x12\x15\n\x11\x44TYPE_UNSPECIFIED\x10\x00\x12\x11\n\rDTYPE_FLOAT32\x10\x01\x12\x0f\n\x0b\x44TYPE_INT64\x10\x02\x12\x0f\n\x0b\x44TYPE_INT32\x10\x03\x12\x12\n\x0e\x44TYPE_BFLOAT16\x10\x04*:\n\nStopReason\x12\x14\n\x10STOP_REASON_STOP\x10\x00\x12\x16\n\x12STOP_REASON_LENGTH\x10\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x61pp/wire/tinker.proto\x12\rtinsmith.wire\"\xb8\x03\n\x16\x46orwardBackwardRequest\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x0e\n\x06seq_id\x18\x02 \x01(\x05\x12\"\n\x04\x64\x61ta\x18\x03 \x03(\x0b\x32\x14.tinsmith.wire.Datum\x12\x0f\n\x07loss_fn\x18\x04 \x01(\t\x12O\n\x0eloss_fn_config\x18\x05 \x03(\x0b\x32\x37.tinsmith.wire.ForwardBackwardRequest.LossFnConfigEntry\x12\x14\n\x0c\x66orward_only\x18\x06 \x01(\x08\x12T\n\x11loss_fn_config_v2\x18\x07 \x03(\x0b\x32\x39.tinsmith.wire.ForwardBackwardRequest.LossFnConfigV2Entry\x1a\x33\n\x11LossFnConfigEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1aU\n\x13LossFnConfigV2Entry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12-\n\x05value\x18\x02 \x01(\x0b\x32\x1e.tinsmith.wire.LossConfigValue:\x02\x38\x01\"<\n\x0fLossConfigValue\x12\x10\n\x06number\x18\x01 \x01(\x01H\x00\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x42\x07\n\x05value\"\xbe\x01\n\x05\x44\x61tum\x12)\n\x0bmodel_input\x18\x01 \x03(\x0b\x32\x14.tinsmith.wire.Chunk\x12>\n\x0eloss_fn_inputs\x18\x02 \x03(\x0b\x32&.tinsmith.wire.Datum.LossFnInputsEntry\x1aJ\n\x11LossFnInputsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12$\n\x05value\x18\x02 \x01(\x0b\x32\x15.tinsmith.wire.Tensor:\x02\x38\x01\"\x9f\x01\n\x05\x43hunk\x12\x37\n\x0c\x65ncoded_text\x18\x01 \x01(\x0b\x32\x1f.tinsmith.wire.EncodedTextChunkH\x00\x12*\n\x05image\x18\x02 \x01(\x0b\x32\x19.tinsmith.wire.ImageChunkH\x00\x12(\n\x04\x64mel\x18\x03 \x01(\x0b\x32\x18.tinsmith.wire.DmelChunkH\x00\x42\x07\n\x05\x63hunk\"\"\n\x10\x45ncodedTextChunk\x12\x0e\n\x06tokens\x18\x01 \x01(\x0c\"\xb6\x01\n\nImageChunk\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x0e\n\x06\x66ormat\x18\x02 \x01(\t\x12\x1c\n\x0f\x65xpected_tokens\x18\x03 \x01(\x05H\x00\x88\x01\x01\x12@\n\x13override_dimensions\x18\x04 \x01(\x0b\x32\x1e.tinsmith.wire.ImageDimensionsH\x01\x88\x01\x01\x42\x12\n\x10_expected_tokensB\x16\n\x14_override_dimensions\"0\n\x0fImageDimensions\x12\r\n\x05width\x18\x01 \x01(\r\x12\x0e\n\x06height\x18\x02 \x01(\r\"\x19\n\tDmelChunk\x12\x0c\n\x04\x64mel\x18\x01 \x01(\x0c\"\x89\x01\n\x06Tensor\x12\x0f\n\x05\x64\x65nse\x18\x01 \x01(\x0cH\x00\x12.\n\nsparse_csr\x18\x02 \x01(\x0b\x32\x18.tinsmith.wire.SparseCsrH\x00\x12#\n\x05\x64type\x18\x03 \x01(\x0e\x32\x14.tinsmith.wire.DType\x12\r\n\x05shape\x18\x04 \x03(\x03\x42\n\n\x08\x65ncoding\"F\n\tSparseCsr\x12\x0e\n\x06values\x18\x01 \x01(\x0c\x12\x14\n\x0c\x63row_indices\x18\x02 \x01(\x0c\x12\x13\n\x0b\x63ol_indices\x18\x03 \x01(\x0c\"\xdd\x01\n\x15\x46orwardBackwardOutput\x12\x1b\n\x13loss_fn_output_type\x18\x01 \x01(\t\x12\x33\n\x0floss_fn_outputs\x18\x02 \x03(\x0b\x32\x1a.tinsmith.wire.ArrayRecord\x12\x42\n\x07metrics\x18\x03 \x03(\x0b\x32\x31.tinsmith.wire.ForwardBackwardOutput.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xb8\x01\n\x0b\x41rrayRecord\x12\x10\n\x08type_tag\x18\x01 \x01(\t\x12\x36\n\x06\x66ields\x18\x02 \x03(\x0b\x32&.tinsmith.wire.ArrayRecord.FieldsEntry\x12\x12\n\nnum_datums\x18\x03 \x01(\x03\x1aK\n\x0b\x46ieldsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12+\n\x05value\x18\x02 \x01(\x0b\x32\x1c.tinsmith.wire.BatchedTensor:\x02\x38\x01\"k\n\rBatchedTensor\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x0f\n\x07offsets\x18\x02 \x01(\x0c\x12#\n\x05\x64type\x18\x03 \x01(\x0e\x32\x14.tinsmith.wire.DType\x12\x16\n\x0etrailing_shape\x18\x04 \x03(\x03\"\x9c\x03\n\x0eSampleResponse\x12\x31\n\tsequences\x18\x01 \x03(\x0b\x32\x1e.tinsmith.wire.SampledSequence\x12\x1c\n\x0fprompt_logprobs\x18\x02 \x01(\x0cH\x00\x88\x01\x01\x12>\n\x14topk_prompt_logprobs\x18\x03 \x01(\x0b\x32\x1b.tinsmith.wire.TopkLogprobsH\x01\x88\x01\x01\x12\x1f\n\x17prompt_cache_hit_tokens\x18\x04 \x01(\x05\x12:\n\x16target_prompt_logprobs\x18\x05 \x01(\x0b\x32\x15.tinsmith.wire.TensorH\x02\x88\x01\x01\x12>\n\x11prompt_alt_tokens\x18\x06 \x01(\x0b\x32\x1e.tinsmith.wire.PromptAltTokensH\x03\x88\x01\x01\x42\x12\n\x10_prompt_logprobsB\x17\n\x15_topk_prompt_logprobsB\x19\n\x17_target_prompt_logprobsB\x14\n\x12_prompt_alt_tokens\"a\n\x0fPromptAltTokens\x12%\n\x06tokens\x18\x01 \x01(\x0b\x32\x15.tinsmith.wire.Tensor\x12\'\n\x08logprobs\x18\x02 \x01(\x0b\x32\x15.tinsmith.wire.Tensor\"\xd0\x01\n\x0fSampledSequence\x12.\n\x0bstop_reason\x18\x01 \x01(\x0e\x32\x19.tinsmith.wire.StopReason\x12\x0e\n\x06tokens\x18\x02 \x01(\x0c\x12\x15\n\x08logprobs\x18\x03 \x01(\x0cH\x00\x88\x01\x01\x12?\n\x15topk_sampled_logprobs\x18\x04 \x01(\x0b\x32\x1b.tinsmith.wire.TopkLogprobsH\x01\x88\x01\x01\x42\x0b\n\t_logprobsB\x18\n\x16_topk_sampled_logprobs\"N\n\x0cTopkLogprobs\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\x12\x10\n\x08logprobs\x18\x02 \x01(\x0c\x12\t\n\x01k\x18\x03 \x01(\r\x12\x0e\n\x06length\x18\x04 \x01(\r*g\n\x05\x44Type\x12\x15\n\x11\x44TYPE_UNSPECIFIED\x10\x00\x12\x11\n\rDTYPE_FLOAT32\x10\x01\x12\x0f\n\x0b\x44TYPE_INT64\x10\x02\x12\x0f\n\x0b\x44TYPE_INT32\x10\x03\x12\x12\n\x0e\x44TYPE_BFLOAT16\x10\x04*:\n\nStopReason\x12\x14\n\x10STOP_REASON_STOP\x10\x00\x12\x16\n\x12STOP_REASON_LENGTH\x10\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,10 +41,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_FORWARDBACKWARDOUTPUT_METRICSENTRY']._serialized_options = b'8\001'
   _globals['_ARRAYRECORD_FIELDSENTRY']._loaded_options = None
   _globals['_ARRAYRECORD_FIELDSENTRY']._serialized_options = b'8\001'
-  _globals['_DTYPE']._serialized_start=2544
-  _globals['_DTYPE']._serialized_end=2647
-  _globals['_STOPREASON']._serialized_start=2649
-  _globals['_STOPREASON']._serialized_end=2707
+  _globals['_DTYPE']._serialized_start=2735
+  _globals['_DTYPE']._serialized_end=2838
+  _globals['_STOPREASON']._serialized_start=2840
+  _globals['_STOPREASON']._serialized_end=2898
   _globals['_FORWARDBACKWARDREQUEST']._serialized_start=41
   _globals['_FORWARDBACKWARDREQUEST']._serialized_end=481
   _globals['_FORWARDBACKWARDREQUEST_LOSSFNCONFIGENTRY']._serialized_start=343
@@ -61,30 +61,32 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CHUNK']._serialized_end=898
   _globals['_ENCODEDTEXTCHUNK']._serialized_start=900
   _globals['_ENCODEDTEXTCHUNK']._serialized_end=934
-  _globals['_IMAGECHUNK']._serialized_start=936
-  _globals['_IMAGECHUNK']._serialized_end=978
-  _globals['_DMELCHUNK']._serialized_start=980
-  _globals['_DMELCHUNK']._serialized_end=1005
-  _globals['_TENSOR']._serialized_start=1008
-  _globals['_TENSOR']._serialized_end=1145
-  _globals['_SPARSECSR']._serialized_start=1147
-  _globals['_SPARSECSR']._serialized_end=1217
-  _globals['_FORWARDBACKWARDOUTPUT']._serialized_start=1220
-  _globals['_FORWARDBACKWARDOUTPUT']._serialized_end=1441
-  _globals['_FORWARDBACKWARDOUTPUT_METRICSENTRY']._serialized_start=1395
-  _globals['_FORWARDBACKWARDOUTPUT_METRICSENTRY']._serialized_end=1441
-  _globals['_ARRAYRECORD']._serialized_start=1444
-  _globals['_ARRAYRECORD']._serialized_end=1628
-  _globals['_ARRAYRECORD_FIELDSENTRY']._serialized_start=1553
-  _globals['_ARRAYRECORD_FIELDSENTRY']._serialized_end=1628
-  _globals['_BATCHEDTENSOR']._serialized_start=1630
-  _globals['_BATCHEDTENSOR']._serialized_end=1737
-  _globals['_SAMPLERESPONSE']._serialized_start=1740
-  _globals['_SAMPLERESPONSE']._serialized_end=2152
-  _globals['_PROMPTALTTOKENS']._serialized_start=2154
-  _globals['_PROMPTALTTOKENS']._serialized_end=2251
-  _globals['_SAMPLEDSEQUENCE']._serialized_start=2254
-  _globals['_SAMPLEDSEQUENCE']._serialized_end=2462
-  _globals['_TOPKLOGPROBS']._serialized_start=2464
-  _globals['_TOPKLOGPROBS']._serialized_end=2542
+  _globals['_IMAGECHUNK']._serialized_start=937
+  _globals['_IMAGECHUNK']._serialized_end=1119
+  _globals['_IMAGEDIMENSIONS']._serialized_start=1121
+  _globals['_IMAGEDIMENSIONS']._serialized_end=1169
+  _globals['_DMELCHUNK']._serialized_start=1171
+  _globals['_DMELCHUNK']._serialized_end=1196
+  _globals['_TENSOR']._serialized_start=1199
+  _globals['_TENSOR']._serialized_end=1336
+  _globals['_SPARSECSR']._serialized_start=1338
+  _globals['_SPARSECSR']._serialized_end=1408
+  _globals['_FORWARDBACKWARDOUTPUT']._serialized_start=1411
+  _globals['_FORWARDBACKWARDOUTPUT']._serialized_end=1632
+  _globals['_FORWARDBACKWARDOUTPUT_METRICSENTRY']._serialized_start=1586
+  _globals['_FORWARDBACKWARDOUTPUT_METRICSENTRY']._serialized_end=1632
+  _globals['_ARRAYRECORD']._serialized_start=1635
+  _globals['_ARRAYRECORD']._serialized_end=1819
+  _globals['_ARRAYRECORD_FIELDSENTRY']._serialized_start=1744
+  _globals['_ARRAYRECORD_FIELDSENTRY']._serialized_end=1819
+  _globals['_BATCHEDTENSOR']._serialized_start=1821
+  _globals['_BATCHEDTENSOR']._serialized_end=1928
+  _globals['_SAMPLERESPONSE']._serialized_start=1931
+  _globals['_SAMPLERESPONSE']._serialized_end=2343
+  _globals['_PROMPTALTTOKENS']._serialized_start=2345
+  _globals['_PROMPTALTTOKENS']._serialized_end=2442
+  _globals['_SAMPLEDSEQUENCE']._serialized_start=2445
+  _globals['_SAMPLEDSEQUENCE']._serialized_end=2653
+  _globals['_TOPKLOGPROBS']._serialized_start=2655
+  _globals['_TOPKLOGPROBS']._serialized_end=2733
 # @@protoc_insertion_point(module_scope)

@@ -99,12 +99,24 @@ class EncodedTextChunk(_message.Message):
     def __init__(self, tokens: _Optional[bytes] = ...) -> None: ...
 
 class ImageChunk(_message.Message):
-    __slots__ = ("data", "format")
+    __slots__ = ("data", "format", "expected_tokens", "override_dimensions")
     DATA_FIELD_NUMBER: _ClassVar[int]
     FORMAT_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    OVERRIDE_DIMENSIONS_FIELD_NUMBER: _ClassVar[int]
     data: bytes
     format: str
-    def __init__(self, data: _Optional[bytes] = ..., format: _Optional[str] = ...) -> None: ...
+    expected_tokens: int
+    override_dimensions: ImageDimensions
+    def __init__(self, data: _Optional[bytes] = ..., format: _Optional[str] = ..., expected_tokens: _Optional[int] = ..., override_dimensions: _Optional[_Union[ImageDimensions, _Mapping]] = ...) -> None: ...
+
+class ImageDimensions(_message.Message):
+    __slots__ = ("width", "height")
+    WIDTH_FIELD_NUMBER: _ClassVar[int]
+    HEIGHT_FIELD_NUMBER: _ClassVar[int]
+    width: int
+    height: int
+    def __init__(self, width: _Optional[int] = ..., height: _Optional[int] = ...) -> None: ...
 
 class DmelChunk(_message.Message):
     __slots__ = ("dmel",)

@@ -9,6 +9,7 @@ import numpy as np
 from tinker.proto import tinker_public_pb2 as sdk
 
 from app.domain.losses import LOSSES
+from tests import pictures
 from tests.unit.app.conftest import VOCAB, batch
 
 SIZES = (0, 1, 2, 3, 4, -1, -(2**62), 2**31, 2**40, 2**62)
@@ -16,6 +17,7 @@ NUMBERS = (0, 1, 2, 3, -1, VOCAB, 2**31, -(2**63), 2**63 - 1)
 FLOATS = (0.0, -1.0, 0.5, 1e-320, 1e308, -1e308, float("inf"), float("nan"))
 TEXTS = ("", "x", "\x00", "../..", "loss_id", "beta", "\U0001f600", "a" * 5000)
 DTYPES = (0, 1, 2, 3, 4, 99)
+PICTURE = pictures.encoded(pictures.picture(2, 2))
 
 
 def request(model_id: str, draw: random.Random) -> sdk.ForwardBackwardRequest:
@@ -84,8 +86,11 @@ def _sparse(message: sdk.ForwardBackwardRequest, draw: random.Random) -> None:
 
 def _tokens(message: sdk.ForwardBackwardRequest, draw: random.Random) -> None:
     chunks = draw.choice(message.data).model_input
-    if draw.random() < 0.3:
-        chunks.add().image.data = b"x"
+    if draw.random() < 0.4:
+        image = chunks.add().image
+        image.data, image.format = damaged(PICTURE, draw), draw.choice(("png", "png", "jpeg", *TEXTS))
+        if draw.random() < 0.8:
+            image.expected_tokens = draw.choice((1, 2, 3, 0, -1, 2**31 - 1))
     else:
         chunks.add().encoded_text.tokens = draw.choice((_numbers(draw), b"", b"abc", bytes(4)))
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests import pictures
 from tests.custom_losses import body as custom_loss
 from tests.custom_losses import square
 from tests.unit.app.api.test_models import save_checkpoint
@@ -21,6 +22,8 @@ ODD += [[None], [[1]], {"a": {"b": 1}}, [10**400], [1] * 100]
 TENSOR = {"data": [1, 2], "dtype": "int64", "shape": [2]}
 DATUM = {"model_input": {"chunks": [{"tokens": [1, 2]}]}, "loss_fn_inputs": {"target_tokens": TENSOR}}
 BATCH = {"data": [DATUM], "loss_fn": "dro", "loss_fn_config": {"beta": 1.0}}
+PICTURE = pictures.text(pictures.encoded(pictures.picture(2, 2)))
+PROMPT = {"chunks": [{"tokens": [1]}, {"type": "image", "format": "png", "data": PICTURE, "expected_tokens": 1}]}
 SAVE = {"path": "a", "seq_id": 1, "ttl_seconds": 7200, "user_metadata": {"a": "b"}, "overwrite": True}
 
 
@@ -58,7 +61,9 @@ def bodies(api: Api) -> dict[str, dict[str, Any]]:
         "external_weights_upload_finish": {"upload_id": upload_id},
         "load_weights": {"model_id": model, "seq_id": 1, "path": path, "optimizer": True},
         "create_sampling_session": {"session_id": session, "sampling_session_seq_id": 1, "model_path": path},
-        "asample": sample_body(api.sampler(), sampling_params={"seed": 1, "top_k": 5, "stop": [1], "max_tokens": 1}),
+        "asample": sample_body(
+            api.sampler(), prompt=PROMPT, sampling_params={"seed": 1, "top_k": 5, "stop": [1], "max_tokens": 1}
+        ),
         "retrieve_future": {"request_id": f"{model}:0"},
     }
 

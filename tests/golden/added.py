@@ -86,6 +86,7 @@ ADDED: dict[str, set[str]] = {
         "schemas UploadStarted",
     },
     "command line": {"tinsmith --version", "tinsmith import folder", *_OF_IMPORT},
+    "codec": {"Image"},
     # Keys that start so. Processes of ecb7b39 neither read nor write them, which `RedisRecords._listed` expects.
     "keys left behind": {"tinsmith:checkpoints_of:"},
     # Keys that start so and are now deleted before they expire; every version does without them.

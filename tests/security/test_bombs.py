@@ -20,6 +20,7 @@ from app.domain.adapters import FILES, rows
 from app.domain.records import Worker
 from app.services import base_models
 from app.stores.redis.records import dump
+from tests import pictures
 from tests.api_server import BASE, INFO, KEY, ApiServer, start_api
 from tests.peft_adapters import PEFT_CONFIG
 from tests.unit.app.conftest import SHAPES, batch
@@ -89,6 +90,15 @@ def endless() -> Iterator[bytes]:
         yield bytes(2**16)
 
 
+def with_images(model: str, count: int, side: int, tokens: int) -> bytes:
+    """A batch of one datum with images that say that they are `side` pixels wide and high."""
+    message = batch(model, 1)
+    image = message.data[0].model_input.add().image
+    image.data, image.format, image.expected_tokens = pictures.stated(side, side), "png", tokens
+    message.data[0].model_input.extend([message.data[0].model_input[1]] * (count - 1))
+    return message.SerializeToString()
+
+
 def bombs(model: str) -> dict[str, tuple[str, bytes, str, Mapping[str, str]]]:
     keys = json.dumps({f"k{i}": i for i in range(10**6)}).encode()
     sparse = batch(model, 1)
@@ -96,6 +106,7 @@ def bombs(model: str) -> dict[str, tuple[str, bytes, str, Mapping[str, str]]]:
     tensor.Clear()
     tensor.dtype, tensor.sparse_csr.crow_indices = 2, bytes(16)
     tensor.shape.extend([1, 2**40])
+    sizes, tokens = with_images(model, 1, 2**31 - 1, 6), with_images(model, 1, 2, 2**31 - 1)
     return {
         "zstd that says it is 128 MiB": ("forward_backward", zeros(2**27, sized=True), PROTOBUF, ZSTD),
         "zstd that does not say": ("forward_backward", zeros(2**27, sized=False), PROTOBUF, ZSTD),
@@ -113,6 +124,9 @@ def bombs(model: str) -> dict[str, tuple[str, bytes, str, Mapping[str, str]]]:
         "2^63 tokens": ("asample", b'{"sampling_session_id": "s", "seq_id": 9223372036854775808}', JSON, PLAIN),
         "a body over the limit": ("asample", b" " * (_BODY + 1), JSON, PLAIN),
         "a protobuf that names 2^40 elements": ("forward_backward", sparse.SerializeToString(), PROTOBUF, PLAIN),
+        "a PNG that is 2^31 pixels wide": ("forward_backward", sizes, PROTOBUF, PLAIN),
+        "an image of 2^31 tokens": ("forward_backward", tokens, PROTOBUF, PLAIN),
+        "2,000 images of 2^14 tokens": ("forward_backward", with_images(model, 2000, 2, 2**14), PROTOBUF, PLAIN),
     }
 
 

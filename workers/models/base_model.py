@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from transformers.utils import logging as transformers_logging
 
 from app.domain.adapters import Shapes
+from app.domain.images import Image
 from app.domain.records import BaseModelInfo
-from app.errors import SetupError, UnservableModel
+from app.errors import SetupError, UnservableModel, UserOpError
 from app.settings import BaseModelSettings
 from workers.backends.failures import ran_out_of_memory
 from workers.models import experts
 from workers.models.coverage import left_out, undecided
+from workers.models.images import ImageReader, reader_of
 from workers.models.lora import shapes, targets
 
 _SHOWN_CHARACTERS = 300
@@ -49,7 +51,7 @@ class LoadedBase:
     """A loaded base model. `model` (a transformers PreTrainedModel) is frozen, until someone trains it, and in eval
     mode.
 
-    `tokenizer` is the path or hub id its tokenizer loads from.
+    `tokenizer` is the path or hub id its tokenizer loads from. `images` is None for a model that takes text alone.
     """
 
     model: Any
@@ -57,6 +59,14 @@ class LoadedBase:
     info: BaseModelInfo
     device: torch.device
     dtype: torch.dtype
+    images: ImageReader | None
+
+    def check_images(self, found: Sequence[Image], what: str) -> None:
+        """Raises UserOpError for images that the model cannot take: see ImageReader.check."""
+        if self.images is not None:
+            self.images.check(found, what)
+        elif found:
+            raise UserOpError(f"{self.info.name} is served without images here; send text alone")
 
 
 def load(settings: BaseModelSettings, device: torch.device | None = None) -> LoadedBase:
@@ -69,9 +79,11 @@ def load(settings: BaseModelSettings, device: torch.device | None = None) -> Loa
     dtype = choose_dtype(settings.dtype, device)
     with explained(settings):
         model = _from_pretrained(settings, dtype)
+        images = reader_of(local_path(settings.path), model)
     model = model.to(device)
     model.eval().requires_grad_(False)
-    return LoadedBase(model, settings.tokenizer or settings.path, describe(settings, model, dtype), device, dtype)
+    info = replace(describe(settings, model, dtype), reads_images=images is not None)
+    return LoadedBase(model, settings.tokenizer or settings.path, info, device, dtype, images)
 
 
 def read_weights(source: str, model: Any) -> dict[str, Tensor]:

@@ -24,7 +24,7 @@ import numpy as np
 import redis
 
 from app.dispatch import TickSender
-from app.domain.records import BaseModelInfo, Worker
+from app.domain.records import READS_IMAGES, BaseModelInfo, Worker
 from app.domain.sampling import SampleRequest
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.records import RedisRecords, dump
@@ -90,11 +90,13 @@ class Heartbeat:
             self._records.delete(Worker.namespace, self._node)
 
     def _beat(self) -> None:
+        info = asdict(self._info)
+        reads_images = {READS_IMAGES: True} if info.pop(READS_IMAGES) else {}
         worker = Worker(
             role=self._role,
             base_model=self._info.name,
-            info=asdict(self._info),
-            describe=dict(self._describe()),
+            info=info,
+            describe={**self._describe(), **reads_images},
             metrics_url=self._metrics_url,
             started=self._started,
             healthy=self._healthy() and not self._leaving,

@@ -30,7 +30,7 @@ from app.services.sampling import SamplingService, check_sample, check_size
 from app.services.tenants.access import check_role, list_checkpoints
 from app.stores.redis.lifecycle import RedisLifecycle
 from app.stores.redis.records import RedisRecords, dump
-from app.wire.bodies import text_tokens
+from app.wire.bodies import model_input
 
 Gone = Callable[[], bool]
 """Returns True when the client has closed the connection."""
@@ -205,7 +205,7 @@ class Target:
     def _tokens(self, prompt: Any) -> np.ndarray:
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt, self.info.max_context)
-        return text_tokens([{"tokens": prompt}], "prompt")
+        return model_input([{"tokens": prompt}], "prompt").tokens
 
 
 class Samplers:

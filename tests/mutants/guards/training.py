@@ -17,6 +17,8 @@ _LEASES = "tests/unit/workers/process/test_leases.py"
 _PADDING = "--confcutdir=tests/unit/workers/backends/training tests/unit/workers/backends/training/test_batch_ops.py"
 _PACKING = "--confcutdir=tests/unit/workers/backends/training tests/unit/workers/backends/training/test_packing.py"
 _ENGINE = "--confcutdir=tests/unit/workers/backends/training tests/unit/workers/backends/training/test_engine.py"
+_IMAGES = "--confcutdir=tests/unit/workers/models tests/unit/workers/models/test_images.py"
+_IMAGE_FILES = "--confcutdir=tests/unit/app/wire tests/unit/app/wire/test_images.py"
 _COVERAGE = "--confcutdir=tests/unit/workers/models tests/unit/workers/models/test_coverage.py"
 
 MUTANTS = (
@@ -77,6 +79,35 @@ MUTANTS = (
         "    use_cache: bool = False,\n",
         "    use_cache: bool = False,\n    **_: Any,\n",
         f"{_ENGINE}::test_an_argument_that_may_change_the_result_is_never_swallowed",
+    ),
+    # Images that nobody may decode, and images that would shift all that follows them.
+    Mutant(
+        "images: an image of too many pixels is not admitted",
+        "app/wire/images.py",
+        "    if not 1 <= width * height <= MAX_PIXELS:",
+        "    if False:",
+        f"{_IMAGE_FILES}::test_a_wrong_image_is_refused_by_datum_and_position",
+    ),
+    Mutant(
+        "images: a JPEG of very many scans is not admitted",
+        "app/wire/images.py",
+        "_START_OF_SCAN))) > MAX_SCANS:",
+        "_START_OF_SCAN))) > 10**9:",
+        f"{_IMAGE_FILES}::test_a_wrong_image_is_refused_by_datum_and_position",
+    ),
+    Mutant(
+        "images: an image of too many pixels is not decoded",
+        "workers/models/images.py",
+        "        if width * height > MAX_PIXELS:",
+        "        if False:",
+        f"{_IMAGES}::test_a_bomb_and_an_unexpected_size_are_refused_before_they_are_decoded",
+    ),
+    Mutant(
+        "images: an image has as many tokens as its client expects",
+        "workers/models/images.py",
+        "        if tokens != image.tokens:",
+        "        if False:",
+        f"{_IMAGES}::test_a_bomb_and_an_unexpected_size_are_refused_before_they_are_decoded",
     ),
     # States that may not be used again.
     Mutant(

@@ -163,6 +163,8 @@ def check_request(request: SampleRequest, info: BaseModelInfo) -> None:
         raise UserOpError(
             f"num_samples is {request.num_samples} and max_tokens is {request.max_tokens}; both must be at least 1"
         )
+    if request.images and not info.reads_images:
+        raise UserOpError(f"this sampler of {info.name} takes prompts of text alone, without images")
     length = len(request.prompt)
     if not 0 < length < info.max_context:
         raise UserOpError(

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from app.domain.images import Image
 from app.domain.losses import ENTROPY, LOSSES
 from app.domain.ops import ForwardBackward, Ragged
 from app.domain.results import CriticOutput, ForwardBackwardOutput
@@ -179,6 +180,10 @@ class Job:
     @property
     def critic(self) -> bool:
         return LOSSES[self.op.loss_fn].critic
+
+    def images(self, datum: int) -> Sequence[Image]:
+        """Returns the images of a datum, by their positions."""
+        return [image for image in self.op.batch.images if image.datum == datum]
 
     @property
     def scored(self) -> Column:

@@ -26,8 +26,9 @@ from workers.backends.training import packing
 from workers.backends.training.lm_head import LmHead, LogitRule, WeightGradient, logit_rule
 from workers.backends.training.packing import Run, runs_of
 from workers.backends.training.ranks import RankGroup
-from workers.models import lora
+from workers.models import images, lora
 from workers.models.base_model import LoadedBase
+from workers.models.images import Picture
 from workers.models.lora import Adapter, LoraLinear
 
 _HEAD = "lm_head"
@@ -139,8 +140,21 @@ class HiddenStates(nn.Module):
         if trainer.activation_checkpointing:
             _checkpoint_layers(model)
 
-    def forward(self, tokens: Tensor, lengths: Sequence[int], owners: Owners, *, hidden: bool = False) -> Tensor:
-        """Maps int64 [T], the datums' tokens end to end, to [T, hidden size], or to [T, vocabulary] unless `hidden`."""
+    def forward(
+        self,
+        tokens: Tensor,
+        lengths: Sequence[int],
+        owners: Owners,
+        *,
+        hidden: bool = False,
+        picture: Picture | None = None,
+    ) -> Tensor:
+        """Maps int64 [T], the datums' tokens end to end, to [T, hidden size], or to [T, vocabulary] unless `hidden`.
+
+        `picture`: the images among the tokens.
+        """
+        if picture is not None:
+            return self._seen(tokens, lengths, owners, picture)
         return self._packed(tokens, lengths, owners) if self.packed else self._padded(tokens, lengths, owners, hidden)
 
     def _packed(self, tokens: Tensor, lengths: Sequence[int], owners: Owners) -> Tensor:
@@ -149,6 +163,13 @@ class HiddenStates(nn.Module):
             output = self.model.get_submodule(_BODY)(
                 tokens[None], position_ids=positions[None], use_cache=False, runs=runs_of(lengths)
             )
+        return output.last_hidden_state[0]  # type: ignore[no-any-return]
+
+    def _seen(self, tokens: Tensor, lengths: Sequence[int], owners: Owners, picture: Picture) -> Tensor:
+        """The same as `_packed` with images: the language model gets embeddings in the place of tokens."""
+        row = images.embed(self.model, tokens, picture).row()
+        with lora.use(_segments(owners, lengths)):
+            output = self.model.get_submodule(_BODY).language_model(**row, use_cache=False, runs=runs_of(lengths))
         return output.last_hidden_state[0]  # type: ignore[no-any-return]
 
     def _padded(self, tokens: Tensor, lengths: Sequence[int], owners: Owners, hidden: bool) -> Tensor:

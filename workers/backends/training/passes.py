@@ -21,6 +21,7 @@ from workers.backends.training.batch_ops import Column, Job, MicroBatch, Share, 
 from workers.backends.training.engine import Engine
 from workers.backends.training.lm_head import LmHead, Scored, Segments
 from workers.models import lora
+from workers.models.images import Picture
 from workers.models.lora import Adapter
 
 # Rows of logits made at once. On a CPU more rows gain nothing, and fewer rows read the head's weight too often; a GPU
@@ -136,6 +137,7 @@ class Pass:
         self._critics = jobs[0].critic
         lengths = [job.tokens.lengths for job in jobs]
         self._batches = cut(lengths, micro_batch_tokens, packed=engine.hidden_states.packed)
+        self._seen = any(job.op.batch.images for job in jobs)
 
     def run(self, progress: Callable[[], None]) -> None:
         """Fills every job's scores and datums, and unless forward-only the found gradient of its state, from all ranks.
@@ -159,9 +161,10 @@ class Pass:
     def _run(self, batch: MicroBatch) -> None:
         tokens = np.concatenate([self._jobs[share.op].tokens.flat(share.datums) for share in batch.shares])
         owners = [(self._jobs[share.op].adapter, len(share.datums)) for share in batch.shares]
+        picture = self._picture(batch)
         with torch.set_grad_enabled(self._backward):
             hidden = self._engine.hidden_states(
-                self._moved(tokens.astype(np.int64)), batch.lengths, owners, hidden=self._critics
+                self._moved(tokens.astype(np.int64)), batch.lengths, owners, hidden=self._critics, picture=picture
             )
         gradient = torch.zeros_like(hidden, requires_grad=False) if self._backward else None
         with torch.no_grad(), self._outputs() as outputs_of:
@@ -172,6 +175,19 @@ class Pass:
                     gradient[rows] = outputs.gradient(seed)
         if hidden.requires_grad:
             hidden.backward(gradient)
+
+    def _picture(self, batch: MicroBatch) -> Picture | None:
+        """Returns the images of a micro-batch. A blank one where other ranks' micro-batches may have images: the vision
+        tower is a collective too."""
+        reader = self._engine.base.images
+        if reader is None or not self._seen:
+            return None
+        datums = [
+            (length, self._jobs[share.op].images(datum))
+            for share in batch.shares
+            for datum, length in zip(share.datums, share.lengths, strict=True)
+        ]
+        return reader.picture(datums) or (reader.blank(batch.lengths) if self._engine.in_step else None)
 
     @contextmanager
     def _outputs(self) -> Iterator[Outputs]:
@@ -243,8 +259,13 @@ class Pass:
     def _keep_in_step(self) -> None:
         """Runs a pass over one token and drops the result, so that this rank joins the others' collectives."""
         with torch.set_grad_enabled(self._backward):
+            reader = self._engine.base.images
             hidden = self._engine.hidden_states(
-                self._moved(np.zeros(1, np.int64)), [1], [(None, 1)], hidden=self._critics
+                self._moved(np.zeros(1, np.int64)),
+                [1],
+                [(None, 1)],
+                hidden=self._critics,
+                picture=reader.blank([1]) if reader and self._seen else None,
             )
         with self._outputs():
             pass

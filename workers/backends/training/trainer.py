@@ -158,6 +158,7 @@ class Trainer(ABC):
             try:
                 if isinstance(op, ForwardBackward):
                     critic = self._state(model_id).critic
+                    self._engine.base.check_images(op.batch.images, "datum")
                     batches[op.forward_only, critic][model_id] = op
                 else:
                     results[model_id] = self._apply_alone(model_id, op)

@@ -14,6 +14,7 @@ from tests.parity import architectures
 from workers.backends.sampling.transformers import kv_cache
 from workers.models import base_model, lora
 from workers.models.coverage import undecided
+from workers.models.images import FAMILIES
 
 _DOCUMENT = Path(__file__).parents[4] / "docs" / "models.md"
 _CELLS = re.findall(r"^\| `(\w+)` \| (.+) \|$", _DOCUMENT.read_text(), re.MULTILINE)
@@ -38,7 +39,8 @@ def test_a_row_has_the_familys_groups_datums_sampler_and_images(case: str, tmp_p
     refused = architectures.CASES[case][0] in architectures.NOT_SAMPLED
     assert sampler == ("refused" if refused else "tested")
     assert refused == _refused(tmp_path)
-    assert images == ("text alone" if "vision_config" in config.to_dict() else "–")
+    read = "trained" if config.model_type in FAMILIES else "text alone"
+    assert images == (read if "vision_config" in config.to_dict() else "–")
 
 
 def _refused(folder: Path) -> bool:

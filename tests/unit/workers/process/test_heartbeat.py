@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 import redis
@@ -45,6 +46,16 @@ def test_it_says_which_queue_is_read_and_how_much_is_taken_and_lapses_by_itself(
     worker = record(client)
     assert (worker.queue, worker.batch, worker.holds, worker.healthy) == ("sample.base", 4, 9, True)
     assert 0 < client.pttl(keys.record(Worker.namespace, "s")) <= liveness.LIFE_S * 1000
+
+
+def test_it_says_that_images_are_read_where_earlier_versions_do_not_look(client, made):
+    """An API process of an earlier version builds its BaseModelInfo from every field of `info`."""
+    await_true(lambda: record(client) is not None)
+    assert (record(client).describe, "reads_images" in record(client).info) == ({}, False)
+    made._info = replace(INFO, reads_images=True)
+    made.refresh()
+    await_true(lambda: record(client).describe == {"reads_images": True})
+    assert "reads_images" not in record(client).info
 
 
 def test_it_says_how_long_a_call_takes_it(client, made, monkeypatch):

@@ -10,6 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -39,7 +40,8 @@ class TransformersSampler:
 
     def open(self) -> BaseModelInfo:
         kv_cache.check_samples(self._settings)
-        self._base = base_model.load(self._settings)
+        base = base_model.load(self._settings)
+        self._base = replace(base, images=None, info=replace(base.info, reads_images=False))
         self._vocabulary = vocabulary.load_vocabulary(self._settings)
         if not self._full:
             lora.wrap(self._base.model)
