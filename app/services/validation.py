@@ -240,7 +240,10 @@ def check_lengths(batch: Batch, max_context: int) -> None:
 def check_reads_images(images: Sequence[Image], info: BaseModelInfo) -> None:
     """Requires a base model that reads images, if there are any."""
     if images and not info.reads_images:
-        raise BadRequest(f"{info.name} is served without images: send text alone, or use a base model that reads them")
+        raise BadRequest(
+            f"{info.name} is served without images here: send text alone, or use a base model that reads them "
+            "(docs/images.md says which do, in training and in sampling)"
+        )
 
 
 def check_tokens(key: str, column: Ragged, vocab_size: int) -> None:

@@ -42,6 +42,11 @@ class Picture:
     where: Tensor
     positions: Tensor
 
+    @property
+    def shift(self) -> int:
+        """The position of the token after the last one, less T; of a single datum."""
+        return int(self.positions.max()) + 1 - len(self.where)
+
 
 @dataclass(frozen=True, slots=True)
 class Embedded:
@@ -59,6 +64,13 @@ class Embedded:
         if self.deepstack:
             found |= {"visual_pos_masks": self.where[None], "deepstack_visual_embeds": list(self.deepstack)}
         return found
+
+    def piece(self, begin: int, end: int) -> dict[str, Any]:
+        """Returns the language model's arguments for tokens `begin` to `end` of one datum."""
+        part = slice(begin, end)
+        seen = slice(int(self.where[:begin].sum()), int(self.where[:end].sum()))
+        deepstack = [layer[seen] for layer in self.deepstack]
+        return Embedded(self.embeddings[part], self.where[part], self.positions[:, part], deepstack).row()
 
 
 class ImageReader:
@@ -170,6 +182,12 @@ def reader_of(source: str, model: Any) -> ImageReader | None:
     except OSError:
         return None
     return ImageReader(processor, model)
+
+
+def logits(model: Any, keep: int, **arguments: Any) -> Tensor:
+    """Runs the language model alone; returns the logits [rows, keep, V] of each row's last `keep` tokens."""
+    states = model.base_model.language_model(**arguments).last_hidden_state
+    return model.get_output_embeddings()(states[:, -keep:])  # type: ignore[no-any-return]
 
 
 def embed(model: Any, tokens: Tensor, picture: Picture) -> Embedded:

@@ -14,6 +14,15 @@ _CANCELLING = "tests/unit/workers/sample/test_cancellation.py"
 _OPENAI = "--confcutdir=tests/unit/app/services/openai tests/unit/app/services/openai"
 
 MUTANTS = (
+    Mutant(
+        "images: a prompt with images has a pass of its own",
+        "workers/backends/sampling/transformers/batch.py",
+        " and not (job.picture or jobs[0].picture)",
+        "",
+        "--confcutdir=tests/unit/workers/backends/sampling "
+        "tests/unit/workers/backends/sampling/transformers/test_batch.py"
+        "::test_a_prompt_with_images_has_a_pass_of_its_own",
+    ),
     # Samples.
     Mutant(
         "close_sample: the first result stays",

@@ -39,7 +39,7 @@ def test_a_row_has_the_familys_groups_datums_sampler_and_images(case: str, tmp_p
     refused = architectures.CASES[case][0] in architectures.NOT_SAMPLED
     assert sampler == ("refused" if refused else "tested")
     assert refused == _refused(tmp_path)
-    read = "trained" if config.model_type in FAMILIES else "text alone"
+    read = "tested" if config.model_type in FAMILIES else "text alone"
     assert images == (read if "vision_config" in config.to_dict() else "–")
 
 

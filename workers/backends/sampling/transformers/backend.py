@@ -10,7 +10,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -40,8 +39,7 @@ class TransformersSampler:
 
     def open(self) -> BaseModelInfo:
         kv_cache.check_samples(self._settings)
-        base = base_model.load(self._settings)
-        self._base = replace(base, images=None, info=replace(base.info, reads_images=False))
+        self._base = base_model.load(self._settings)
         self._vocabulary = vocabulary.load_vocabulary(self._settings)
         if not self._full:
             lora.wrap(self._base.model)
@@ -62,7 +60,8 @@ class TransformersSampler:
         check_request(request, self._base.info)
         handle = handle or RequestHandle()
         adapter = self._weights.find(adapter_id)
-        job = Job(request, adapter_id or "", adapter, self._base.info, self._vocabulary, handle)
+        picture = self._base.picture(request)
+        job = Job(request, adapter_id or "", adapter, self._base.info, self._vocabulary, handle, picture=picture)
         handle.on_abort(lambda: job.fail(Aborted("the request was aborted")))
         self._engine.submit(job)
         return job.future.result()

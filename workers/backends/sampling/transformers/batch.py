@@ -22,7 +22,8 @@ from workers.backends.sampling.base import Aborted, RequestHandle, check_finite,
 from workers.backends.sampling.token_sampler import PromptScorer, TokenSampler, top_logprobs
 from workers.backends.sampling.transformers import kv_cache
 from workers.backends.sampling.vocabulary import StopText, Vocabulary
-from workers.models import lora
+from workers.models import images, lora
+from workers.models.images import Picture
 from workers.models.lora import Adapter
 
 # Padded tokens in one pass. Scoring needs the logits of its tokens: 256 of a 150k vocabulary are 150 MB of float32.
@@ -46,6 +47,7 @@ class RunningBatch:
         self._width: int
         self._cache: Cache
         self._starts: Tensor
+        self._shifts: Tensor
         self._token_sampler: TokenSampler
         self._segments: lora.Segments
 
@@ -78,7 +80,7 @@ class RunningBatch:
             logits = self._model(
                 input_ids=torch.tensor([[row.tokens[-1]] for row in self._rows], device=self._device),
                 attention_mask=kv_cache.visible(self._starts, width),
-                position_ids=(self._width - self._starts)[:, None],
+                position_ids=(self._width - self._starts + self._shifts)[:, None],
                 past_key_values=self._cache,
                 use_cache=True,
                 logits_to_keep=1,
@@ -99,6 +101,7 @@ class RunningBatch:
         self._width = max(row.cached for row in self._rows)
         self._cache = kv_cache.arrange(_parts(taken), self._width)
         self._starts = torch.tensor([self._width - row.cached for row in self._rows], device=self._device)
+        self._shifts = torch.tensor([row.job.shift for row in self._rows], device=self._device)
         self._token_sampler = TokenSampler([row.job.request for row in self._rows], self._device)
         self._segments = segments([row.job for row in self._rows])
 
@@ -142,9 +145,13 @@ class Prefilled:
 
 
 def fits(jobs: Sequence[Job], job: Job) -> bool:
-    """Returns whether `job` may share the prompts' pass: scoring and non-scoring jobs never share one."""
+    """Returns whether `job` may share the prompts' pass.
+
+    Scoring and non-scoring jobs never share one, and a prompt with images has its own.
+    """
     longest = max(len(other.request.prompt) for other in [*jobs, job])
-    return not jobs or (job.wants_scores == jobs[0].wants_scores and (len(jobs) + 1) * longest <= PASS_TOKENS)
+    alike = bool(jobs) and job.wants_scores == jobs[0].wants_scores and not (job.picture or jobs[0].picture)
+    return not jobs or (alike and (len(jobs) + 1) * longest <= PASS_TOKENS)
 
 
 def prefill(model: Any, device: torch.device, jobs: Sequence[Job]) -> Prefilled:
@@ -156,17 +163,20 @@ def prefill(model: Any, device: torch.device, jobs: Sequence[Job]) -> Prefilled:
     first = min((begin + scorer.first_row for begin, scorer in zip(begins, scorers, strict=False)), default=width)
     cache = kv_cache.empty(model.config)
     logits = torch.empty(0)
+    picture = jobs[0].picture
+    embedded = images.embed(model, tokens[0], picture) if picture else None
     with lora.use(segments(jobs)):
         for begin, end in _pieces(rows, width, first):
-            positions = torch.arange(begin, end, device=device) - starts[:, None]
-            logits = model(
-                input_ids=tokens[:, begin:end],
-                attention_mask=kv_cache.visible(starts, end),
-                position_ids=positions.clamp_(min=0),
-                past_key_values=cache,
-                use_cache=True,
-                logits_to_keep=end - begin if begin >= first else 1,
-            ).logits
+            past: dict[str, Any] = {"past_key_values": cache, "use_cache": True}
+            past["attention_mask"] = kv_cache.visible(starts, end)
+            keep = end - begin if begin >= first else 1
+            if embedded is not None:
+                logits = images.logits(model, keep, **embedded.piece(begin, end), **past)
+            else:
+                positions = (torch.arange(begin, end, device=device) - starts[:, None]).clamp_(min=0)
+                logits = model(
+                    input_ids=tokens[:, begin:end], position_ids=positions, logits_to_keep=keep, **past
+                ).logits
             if begin >= first:
                 _score(scorers, begins, begin, logits[:, : width - 1 - begin])
     for job, scorer in zip(jobs, scorers, strict=False):
@@ -204,7 +214,7 @@ def _pad(prompts: Sequence[np.ndarray], device: torch.device) -> tuple[Tensor, l
 class Job:
     """A request with its adapter, and the future that its caller waits on. `started` counts samples that got a row.
 
-    scores: the PromptScorer's result, float32 [n].
+    scores: the PromptScorer's result, float32 [n]. `picture`: the images of the prompt.
     """
 
     request: SampleRequest
@@ -213,6 +223,7 @@ class Job:
     info: BaseModelInfo
     vocabulary: Vocabulary
     handle: RequestHandle = field(default_factory=RequestHandle)
+    picture: Picture | None = None
     future: Future[SampleOutput] = field(default_factory=Future)
     started: int = 0
     scores: np.ndarray | None = None
@@ -221,6 +232,11 @@ class Job:
     @property
     def wants_scores(self) -> bool:
         return self.scores is None and token_sampler.wanted(self.request)
+
+    @property
+    def shift(self) -> int:
+        """What the positions of the samples' tokens exceed their numbers by: an image's tokens share positions."""
+        return self.picture.shift if self.picture else 0
 
     @property
     def unstarted(self) -> int:

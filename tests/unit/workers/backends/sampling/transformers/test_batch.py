@@ -13,6 +13,7 @@ from workers.backends.sampling import vocabulary
 from workers.backends.sampling.transformers import batch
 from workers.backends.sampling.transformers.batch import Job
 from workers.models import base_model, lora
+from workers.models.images import Picture
 
 LENGTHS = (5, 60, 2, 33)
 ASKS = (
@@ -43,3 +44,16 @@ def test_prompts_of_mixed_lengths_and_asks_share_passes_and_score_as_alone(tmp_p
     for one, other in zip(alone, together, strict=True):
         assert one.scores is not None
         np.testing.assert_allclose(other.scores, one.scores, atol=1e-4)
+
+
+def test_a_prompt_with_images_has_a_pass_of_its_own():
+    blank = Picture(torch.zeros(0), torch.zeros(0), torch.zeros(3, dtype=torch.bool), torch.zeros(3, 3))
+    text, seen = (
+        Job(SampleRequest(np.zeros(3, np.int32), 1, 1, 9), "", None, None, None, picture=picture)
+        for picture in (None, blank)
+    )
+    shares = {
+        (jobs[0] is seen, job is seen): batch.fits(jobs, job) for jobs in ([text], [seen]) for job in (text, seen)
+    }
+    assert shares == {(False, False): True, (False, True): False, (True, False): False, (True, True): False}
+    assert batch.fits([], seen)
