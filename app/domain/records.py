@@ -28,6 +28,8 @@ TOKENIZER_FILES = (
     "tiktoken.model",
     "tekken.json",
 )
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+"""The files of an image processor. A client counts an image's tokens with it."""
 CONFIG_FILE = "config.json"
 """transformers reads the tokenizer's class from it."""
 TEMPLATE_FOLDER = "additional_chat_templates"

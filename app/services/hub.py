@@ -1,4 +1,5 @@
-"""Serves base models' tokenizers as Hugging Face Hub repositories, for clients without access to the Hub.
+"""Serves base models' tokenizers and image processors as Hugging Face Hub repositories, for clients without access to
+the Hub.
 
 These requests need no key, since Hub clients have none of ours. So only the files named in app/domain/records.py are
 served, and no path is built from the request.
@@ -15,13 +16,13 @@ from functools import lru_cache
 from pathlib import Path
 
 from app import ids
-from app.domain.records import CONFIG_FILE, TEMPLATE_FOLDER, TOKENIZER_FILES
+from app.domain.records import CONFIG_FILE, PROCESSOR_FILES, TEMPLATE_FOLDER, TOKENIZER_FILES
 from app.errors import EntryNotFound, RepoNotFound, RevisionNotFound, Unavailable
 from app.services.base_models import BaseModels
 from app.settings import Settings
 
 _BRANCH = "main"
-_FILES = (CONFIG_FILE, *TOKENIZER_FILES)
+_FILES = (CONFIG_FILE, *TOKENIZER_FILES, *PROCESSOR_FILES)
 _TEMPLATES = f"{TEMPLATE_FOLDER}/*.jinja"
 # SDK and cookbook load this tokenizer for every model of the family, because Meta's own repositories require accepting
 # a licence.

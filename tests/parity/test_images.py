@@ -140,6 +140,18 @@ def test_an_op_with_images_and_another_models_text_share_a_pass(vl: Path, tmp_pa
         assert relative_error(together[model], trainer.gradients(model)) < 1e-5
 
 
+def test_the_merged_model_reads_images_too(vl: Path, tmp_path: Path) -> None:
+    trainer = trained(vl)
+    trainer.capture("m", optimizer=False)(tmp_path)
+    merged = tmp_path / "merged"
+    merged.mkdir()
+    trainer.export("m")(merged)
+    fresh = open_trainer(merged)
+    fresh.apply({"m": Create(LoraSpec(rank=1))})
+    one, two = (each.apply({"m": replace(op(9), forward_only=True)})["m"] for each in (trainer, fresh))
+    np.testing.assert_allclose(one.logprobs.values, two.logprobs.values, rtol=1e-5, atol=1e-5)
+
+
 WRONG = {
     "truncated": (replace(IMAGES[1], data=IMAGES[1].data[:-200]), "cannot be decoded"),
     "another number of tokens": (replace(IMAGES[1], tokens=3), "which are 4 tokens of this model.* is 3"),

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import AutoConfig
 from transformers.utils import cached_file
 
-from app.domain.records import TOKENIZER_FILES
+from app.domain.records import PROCESSOR_FILES, TOKENIZER_FILES
 from app.errors import UserOpError
 from workers.backends.training.base import Writer
 from workers.models import base_model
@@ -58,7 +58,7 @@ def huggingface_writer(base: Any, tensors: Mapping[str, Tensor], dtype: torch.dt
         skeleton = type(base)(config).to(dtype)
     _check_names(tensors, (name for name, _ in skeleton.named_parameters()))
     buffers = {name: base.get_buffer(name).cpu() for name in _persistent_buffers(skeleton)}
-    copied = [*_cached(base.name_or_path, [_GENERATION]), *_cached(tokenizer, TOKENIZER_FILES)]
+    copied = [*_cached(base.name_or_path, [_GENERATION, *PROCESSOR_FILES]), *_cached(tokenizer, TOKENIZER_FILES)]
 
     def write(folder: Path) -> None:
         state = {name: tensor.to(dtype) for name, tensor in tensors.items()}

@@ -203,26 +203,14 @@ def output(
     own, top_ids, top_logprobs, values, sampled_ids, sampled_logprobs = np.split(
         rest, np.cumsum([*sizes, rows * sampled])
     )
-    prompt_logprobs = np.concatenate([np.full(1, np.nan, np.float32), own]) if request.prompt_logprobs else None
-    prompt_top = _below_unscored(TokenLogprobs(_ids(top_ids, top), top_logprobs.reshape(-1, top))) if top else None
-    for image in request.images:
-        _unscore(slice(image.position, image.position + image.tokens), prompt_logprobs, prompt_top)
     return SampleOutput(
         tuple(sequences),
-        prompt_logprobs,
-        prompt_top,
+        np.concatenate([np.full(1, np.nan, np.float32), own]) if request.prompt_logprobs else None,
+        _below_unscored(TokenLogprobs(_ids(top_ids, top), top_logprobs.reshape(-1, top))) if top else None,
         None if targets is None else replace(targets, values=values),
         TokenLogprobs(_ids(sampled_ids, sampled), sampled_logprobs.reshape(-1, sampled)) if sampled else None,
         cached_tokens,
     )
-
-
-def _unscore(part: slice, logprobs: np.ndarray | None, top: TokenLogprobs | None) -> None:
-    """Takes away the scores at an image's placeholders, which are no tokens that the model could have sampled."""
-    if logprobs is not None:
-        logprobs[part] = np.nan
-    if top is not None:
-        top.tokens[part], top.logprobs[part] = 0, UNSCORED
 
 
 def _first_row(request: SampleRequest, target_ids: np.ndarray, first_own: int) -> int:

@@ -21,7 +21,8 @@ from tests.tokenizers import byte_tokenizer
 from tests.unit.app.conftest import BASE, Api
 
 Serve = Callable[..., FlaskClient]
-SERVED = {"config.json", "tokenizer.json", "tokenizer_config.json", "additional_chat_templates/brief.jinja"}
+_TOKENIZER = {"config.json", "tokenizer.json", "tokenizer_config.json", "additional_chat_templates/brief.jinja"}
+SERVED = _TOKENIZER | {"preprocessor_config.json"}
 HIDDEN = ("model.safetensors", "notes.txt", ".env", "additional_chat_templates/secret.txt", "private/tokenizer.json")
 
 
@@ -30,6 +31,7 @@ def folder(tmp_path: Path) -> Path:
     """A model folder with more files in and around it than the tokenizer's."""
     folder = byte_tokenizer(tmp_path / "weights")
     (folder / "config.json").write_text('{"model_type": "qwen3"}')
+    (folder / "preprocessor_config.json").write_text("{}")
     for name in ("additional_chat_templates/brief.jinja", *HIDDEN, "../tokenizer.json"):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text("the contents")
