@@ -26,13 +26,12 @@ from transformers.utils import logging as transformers_logging
 from app.domain.adapters import Shapes
 from app.domain.images import Image
 from app.domain.records import BaseModelInfo
-from app.domain.sampling import SampleRequest
 from app.errors import SetupError, UnservableModel, UserOpError
 from app.settings import BaseModelSettings
 from workers.backends.failures import ran_out_of_memory
 from workers.models import experts
 from workers.models.coverage import left_out, undecided
-from workers.models.images import ImageReader, Picture, reader_of
+from workers.models.images import ImageReader, reader_of
 from workers.models.lora import shapes, targets
 
 _SHOWN_CHARACTERS = 300
@@ -68,11 +67,6 @@ class LoadedBase:
             self.images.check(found, what)
         elif found:
             raise UserOpError(f"{self.info.name} is served without images here; send text alone")
-
-    def picture(self, request: SampleRequest) -> Picture | None:
-        """Returns the images of a prompt, None without any. Raises UserOpError as `check_images` does."""
-        self.check_images(request.images, "prompt")
-        return self.images.picture([(len(request.prompt), request.images)]) if self.images else None
 
 
 def load(settings: BaseModelSettings, device: torch.device | None = None) -> LoadedBase:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from app.domain import ops
+from app.domain.images import Image
 from app.domain.ops import (
     AdamParams,
     Batch,
@@ -100,6 +101,18 @@ def test_a_sampling_request_journalled_before_it_had_the_newer_fields_can_still_
     whole = msgpack.unpackb(ops.encode(SampleRequest(np.array([1], np.int32), 1, 2, 3)), ext_hook=msgpack.ExtType)
     back = ops.decode(msgpack.packb(whole[:12]))
     assert (back.max_tokens, back.prompt_logprobs, back.prompt_top, back.prompt_targets) == (2, False, 0, None)
+
+
+def test_images_are_written_to_the_journal_in_one_form_for_ever():
+    image = Image(0, 1, 2, "png", b"\x89PNG")
+    batch = Batch(Ragged.of([np.array([5, 0, 0])], np.int32), {}, (image,))
+    assert ops.encode(batch).hex() == (
+        "94c70502426174636893c70602526167676564c7130192a33c69349103050000000000000000000000919103809196c70502496d616765"
+        "000102a3706e67c40489504e47"
+    )
+    request = SampleRequest(np.array([5, 0, 0], np.int32), 1, 2, 3, images=(image,))
+    assert ops.digest(ops.encode(request)) == "ba4dd4767f4aa0d374c66efaa8d3540edd92c4a2dd101f0d12aba05956c67d47"
+    assert ops.decode(ops.encode(request)).images == (image,)
 
 
 def test_only_journal_types_are_encoded():

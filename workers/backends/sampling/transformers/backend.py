@@ -60,8 +60,9 @@ class TransformersSampler:
         check_request(request, self._base.info)
         handle = handle or RequestHandle()
         adapter = self._weights.find(adapter_id)
-        picture = self._base.picture(request)
-        job = Job(request, adapter_id or "", adapter, self._base.info, self._vocabulary, handle, picture=picture)
+        self._base.check_images(request.images, "prompt")
+        reader = self._base.images
+        job = Job(request, adapter_id or "", adapter, self._base.info, self._vocabulary, handle, reader=reader)
         handle.on_abort(lambda: job.fail(Aborted("the request was aborted")))
         self._engine.submit(job)
         return job.future.result()

@@ -23,7 +23,7 @@ from workers.backends.sampling.token_sampler import PromptScorer, TokenSampler, 
 from workers.backends.sampling.transformers import kv_cache
 from workers.backends.sampling.vocabulary import StopText, Vocabulary
 from workers.models import images, lora
-from workers.models.images import Picture
+from workers.models.images import ImageReader, Picture
 from workers.models.lora import Adapter
 
 # Padded tokens in one pass. Scoring needs the logits of its tokens: 256 of a 150k vocabulary are 150 MB of float32.
@@ -150,7 +150,9 @@ def fits(jobs: Sequence[Job], job: Job) -> bool:
     Scoring and non-scoring jobs never share one, and a prompt with images has its own.
     """
     longest = max(len(other.request.prompt) for other in [*jobs, job])
-    alike = bool(jobs) and job.wants_scores == jobs[0].wants_scores and not (job.picture or jobs[0].picture)
+    alike = (
+        bool(jobs) and job.wants_scores == jobs[0].wants_scores and not (job.request.images or jobs[0].request.images)
+    )
     return not jobs or (alike and (len(jobs) + 1) * longest <= PASS_TOKENS)
 
 
@@ -163,7 +165,7 @@ def prefill(model: Any, device: torch.device, jobs: Sequence[Job]) -> Prefilled:
     first = min((begin + scorer.first_row for begin, scorer in zip(begins, scorers, strict=False)), default=width)
     cache = kv_cache.empty(model.config)
     logits = torch.empty(0)
-    picture = jobs[0].picture
+    picture = jobs[0].see()
     embedded = images.embed(model, tokens[0], picture) if picture else None
     with lora.use(segments(jobs)):
         for begin, end in _pieces(rows, width, first):
@@ -214,7 +216,8 @@ def _pad(prompts: Sequence[np.ndarray], device: torch.device) -> tuple[Tensor, l
 class Job:
     """A request with its adapter, and the future that its caller waits on. `started` counts samples that got a row.
 
-    scores: the PromptScorer's result, float32 [n]. `picture`: the images of the prompt.
+    scores: the PromptScorer's result, float32 [n]. `reader` reads the images of the prompt. `shift`: the number that is
+    added to the indices of its samples' tokens for their positions, because an image's tokens share positions.
     """
 
     request: SampleRequest
@@ -223,7 +226,8 @@ class Job:
     info: BaseModelInfo
     vocabulary: Vocabulary
     handle: RequestHandle = field(default_factory=RequestHandle)
-    picture: Picture | None = None
+    reader: ImageReader | None = None
+    shift: int = 0
     future: Future[SampleOutput] = field(default_factory=Future)
     started: int = 0
     scores: np.ndarray | None = None
@@ -233,10 +237,14 @@ class Job:
     def wants_scores(self) -> bool:
         return self.scores is None and token_sampler.wanted(self.request)
 
-    @property
-    def shift(self) -> int:
-        """What the positions of the samples' tokens exceed their numbers by: an image's tokens share positions."""
-        return self.picture.shift if self.picture else 0
+    def see(self) -> Picture | None:
+        """Returns the images of the prompt, None without any, and notes the shift. Only a prompt that runs has its
+        pixels in memory."""
+        if self.reader is None or not self.request.images:
+            return None
+        picture = self.reader.picture([(len(self.request.prompt), self.request.images)])
+        self.shift = picture.shift if picture else 0
+        return picture
 
     @property
     def unstarted(self) -> int:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from app.domain.images import Image
 from app.domain.sampling import SampleRequest
 from app.settings import BaseModelSettings
 from tests.models import tiny_qwen3
@@ -13,7 +14,6 @@ from workers.backends.sampling import vocabulary
 from workers.backends.sampling.transformers import batch
 from workers.backends.sampling.transformers.batch import Job
 from workers.models import base_model, lora
-from workers.models.images import Picture
 
 LENGTHS = (5, 60, 2, 33)
 ASKS = (
@@ -47,10 +47,9 @@ def test_prompts_of_mixed_lengths_and_asks_share_passes_and_score_as_alone(tmp_p
 
 
 def test_a_prompt_with_images_has_a_pass_of_its_own():
-    blank = Picture(torch.zeros(0), torch.zeros(0), torch.zeros(3, dtype=torch.bool), torch.zeros(3, 3))
     text, seen = (
-        Job(SampleRequest(np.zeros(3, np.int32), 1, 1, 9), "", None, None, None, picture=picture)
-        for picture in (None, blank)
+        Job(SampleRequest(np.zeros(3, np.int32), 1, 1, 9, images=images), "", None, None, None)
+        for images in ((), (Image(0, 1, 1, "png", b""),))
     )
     shares = {
         (jobs[0] is seen, job is seen): batch.fits(jobs, job) for jobs in ([text], [seen]) for job in (text, seen)
