@@ -61,9 +61,7 @@ def bodies(api: Api) -> dict[str, dict[str, Any]]:
         "external_weights_upload_finish": {"upload_id": upload_id},
         "load_weights": {"model_id": model, "seq_id": 1, "path": path, "optimizer": True},
         "create_sampling_session": {"session_id": session, "sampling_session_seq_id": 1, "model_path": path},
-        "asample": sample_body(
-            api.sampler(), prompt=PROMPT, sampling_params={"seed": 1, "top_k": 5, "stop": [1], "max_tokens": 1}
-        ),
+        "asample": sample_body(api.sampler(), sampling_params={"seed": 1, "top_k": 5, "stop": [1], "max_tokens": 1}),
         "retrieve_future": {"request_id": f"{model}:0"},
     }
 
@@ -81,7 +79,9 @@ def variants(body: Any) -> Iterator[Any]:
 
 @pytest.fixture
 def all_bodies(api: Api) -> dict[str, dict[str, Any]]:
-    return bodies(api)
+    made = bodies(api)
+    made["asample"]["prompt"] = PROMPT
+    return made
 
 
 def test_odd_values_are_answered_and_never_a_5xx(api: Api, all_bodies: dict[str, dict[str, Any]]) -> None:
