@@ -110,8 +110,8 @@ class BaseModelSettings(_Section):
     path: str = Field(description="a local folder, or a Hugging Face hub id")
     tokenizer: str = Field("", description="path or hub id that clients load their tokenizer from; empty means `path`")
     max_context: int = Field(0, ge=0, description="longest sequence in tokens; 0 means the model's own")
-    dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        "auto", description="auto: bfloat16 where the hardware is fast at it, else float32"
+    dtype: Literal["auto", "float32", "bfloat16", "nf4", "int8", "fp8"] = Field(
+        "auto", description="auto: bfloat16 where it is fast, else float32; nf4, int8, fp8: 4 or 8 bits a frozen weight"
     )
     max_rank: int = Field(
         128, ge=1, description="highest LoRA rank a client may ask for; vLLM reserves memory for adapters of this rank"
@@ -125,6 +125,21 @@ class BaseModelSettings(_Section):
         None,
         description="samplers of fully fine-tuned models, each with one model's weights at a time; none by default",
     )
+
+    @property
+    def quantized(self) -> bool:
+        """True when the linears of the base model have 4 or 8 bits."""
+        return self.dtype in ("nf4", "int8", "fp8")
+
+    def check_quantized(self) -> None:
+        """Raises SetupError when another setting does not go with a quantised base model."""
+        split = self.trainer.backend == "deepspeed" and self.trainer.zero_stage == 3
+        others = {"trainer.zero_stage = 3": split, "section full": self.full, "section full_sampler": self.full_sampler}
+        if self.quantized and (wrong := [name for name, is_set in others.items() if is_set]):
+            raise SetupError(
+                f"base model {self.name!r}: dtype {self.dtype!r} is for frozen weights that each rank holds whole, and "
+                f"does not go with {wrong[0]}; change that, or set dtype to auto"
+            )
 
     def for_full(self) -> BaseModelSettings:
         """The base model's settings for its trainers for full fine-tuning. Raises SetupError when it has no such

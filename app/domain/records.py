@@ -234,8 +234,9 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class BaseModelInfo:
-    """The facts of a base model. `dtype` is the name of its torch dtype. `trainable_groups` are the groups (attn, mlp,
-    unembed) that have linear layers in it. `reads_images`: it takes images among the tokens."""
+    """The facts of a base model. `dtype` is the name of its torch dtype, or of its quantised weights (nf4, int8, fp8).
+    `trainable_groups` are the groups (attn, mlp, unembed) that have linear layers in it. `reads_images`: it takes
+    images among the tokens."""
 
     name: str
     arch: str

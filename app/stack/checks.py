@@ -75,7 +75,8 @@ def ranks(base: BaseModelSettings) -> None:
 def training(base: BaseModelSettings) -> None:
     """Checks that the libraries of its trainers and of every sampler are installed."""
     backends = {section.backend for section in (base.trainer, base.full) if section is not None}
-    needed = ("torch", "transformers", *(["deepspeed"] if "deepspeed" in backends else []))
+    extra = {"deepspeed": "deepspeed" in backends, "bitsandbytes": base.quantized}
+    needed = ("torch", "transformers", *(name for name, is_needed in extra.items() if is_needed))
     missing = [name for name in needed if _version(name) is None]
     if missing:
         raise SetupError(f"{' and '.join(missing)} must be installed: run `pip install 'tinsmith[train]'`")
@@ -151,6 +152,7 @@ def model_paths(settings: Settings) -> None:
 def everything(settings: Settings) -> None:
     """Runs all checks that need no port and no model file."""
     for base in settings.base_models:
+        base.check_quantized()
         ranks(base)
         training(base)
         vllm(base)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+_DTYPES = ["auto", "float32", "bfloat16", "nf4", "int8", "fp8"]
 _DEVICES = {"default": [], "items": {"minimum": 0, "type": "integer"}, "type": "array"}
 _CHECKPOINT = "/api/v1/training_runs/{run}/checkpoints/{kind}/{name}"
 # Only summaries and descriptions of these differ: they are in plainer words.
@@ -49,10 +50,12 @@ _REWORDED = {
 }
 
 CHANGED: dict[str, dict[str, Any]] = {
-    # A negative index was accepted, and failed when the worker started. The cookbook's greatest default rank is 128.
+    # A negative index was accepted, and failed when the worker started. The cookbook's greatest default rank is 128. A
+    # frozen base can have 4 or 8 bits.
     "settings": {
         **{f"base_models.{section}.devices": _DEVICES for section in ("trainer", "full", "sampler", "full_sampler")},
         "base_models.max_rank": {"default": 128, "minimum": 1, "type": "integer"},
+        "base_models.dtype": {"default": "auto", "enum": _DTYPES, "type": "string"},
     },
     "setting values": {"base_models[0].max_rank": 128},
     # A checkpoint's answer also has its base model; a served model's has what adapters cover, and who refuses it.

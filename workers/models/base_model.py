@@ -29,8 +29,8 @@ from app.domain.records import BaseModelInfo
 from app.errors import SetupError, UnservableModel, UserOpError
 from app.settings import BaseModelSettings
 from workers.backends.failures import ran_out_of_memory
-from workers.models import experts
-from workers.models.coverage import left_out, undecided
+from workers.models import experts, quantized_loading
+from workers.models.coverage import has_experts, left_out, undecided
 from workers.models.images import ImageReader, reader_of
 from workers.models.lora import shapes, targets
 
@@ -51,7 +51,8 @@ class LoadedBase:
     """A loaded base model. `model` (a transformers PreTrainedModel) is frozen, until someone trains it, and in eval
     mode.
 
-    `tokenizer` is the path or hub id its tokenizer loads from. `images` is None for a model that takes text alone.
+    `tokenizer` is the path or hub id its tokenizer loads from. `dtype` is that of activations, and of all weights that
+    are not quantised. `images` is None for a model that takes text alone.
     """
 
     model: Any
@@ -73,12 +74,14 @@ def load(settings: BaseModelSettings, device: torch.device | None = None) -> Loa
     """Loads a local folder or a hub id onto `device` (default: the first GPU, else the CPU).
 
     Only safetensors files are read, and no code of the model's repository is run. Raises SetupError when the path is
-    missing or cannot be loaded, or when max_context is over the model's own.
+    missing or cannot be loaded, when max_context is over the model's own, or when other settings do not go with a
+    quantised base.
     """
+    settings.check_quantized()
     device = device or torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     dtype = choose_dtype(settings.dtype, device)
     with explained(settings):
-        model = _from_pretrained(settings, dtype)
+        model = _from_pretrained(settings, dtype, device)
         images = reader_of(local_path(settings.path), model)
     model = model.to(device)
     model.eval().requires_grad_(False)
@@ -129,12 +132,13 @@ def _weight_files(folder: Path) -> set[str]:
     return set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else {"model.safetensors"}
 
 
-def _from_pretrained(settings: BaseModelSettings, dtype: torch.dtype) -> nn.Module:
+def _from_pretrained(settings: BaseModelSettings, dtype: torch.dtype, device: torch.device) -> nn.Module:
     transformers_logging.disable_progress_bar()
     config = read_config(settings)
     packed = (getattr(config, "quantization_config", None) or {}).get("quant_method") == "mxfp4"
     if packed:  # adapters sit on plain tensors
         config.quantization_config["dequantize"] = True
+    on_load = settings.quantized and not packed
     model: nn.Module = auto_class(config).from_pretrained(
         local_path(settings.path),
         config=config,
@@ -142,8 +146,12 @@ def _from_pretrained(settings: BaseModelSettings, dtype: torch.dtype) -> nn.Modu
         attn_implementation=_attention(config),
         use_safetensors=True,
         trust_remote_code=False,
+        quantization_config=quantized_loading.QuantizeOnLoad(settings.dtype, device) if on_load else None,
     )
-    return model.to(dtype) if packed else model  # transformers unpacks to bf16
+    model = model.to(dtype) if packed else model  # transformers unpacks to bf16
+    if settings.quantized and packed:
+        quantized_loading.quantize(model, settings.dtype, device)
+    return model
 
 
 def auto_class(config: Any) -> Any:
@@ -162,10 +170,10 @@ def _attention(config: Any) -> str:
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The dtype that a setting of this name means on `device`."""
-    if name == "auto":
-        return torch.bfloat16 if device.type == "cuda" or _cpu_is_fast_at_bfloat16() else torch.float32
-    return torch.bfloat16 if name == "bfloat16" else torch.float32
+    """The dtype of computation that a setting of this name means on `device`; with quantised weights, that of auto."""
+    if name in ("float32", "bfloat16"):
+        return torch.bfloat16 if name == "bfloat16" else torch.float32
+    return torch.bfloat16 if device.type == "cuda" or _cpu_is_fast_at_bfloat16() else torch.float32
 
 
 def _cpu_is_fast_at_bfloat16() -> bool:
@@ -192,7 +200,7 @@ def describe(settings: BaseModelSettings, model: nn.Module, dtype: torch.dtype) 
         arch=config.architectures[0],
         vocab_size=text.vocab_size,
         max_context=settings.max_context or own,
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=settings.dtype if settings.quantized else str(dtype).removeprefix("torch."),
         trainable_groups=tuple(group for group, paths in targets(model).items() if paths),
     )
 
@@ -219,13 +227,19 @@ def check_adaptable(settings: BaseModelSettings) -> Adaptable:
     """The parts of the base model that LoRA adapters cover.
 
     Raises UnservableModel when the model has weights that nobody has decided about. Full fine-tuning trains them all,
-    and needs no such decision. Raises SetupError as `skeleton` does.
+    and needs no such decision. Also raises UnservableModel when the model's experts cannot be quantised, but are to be.
+    Raises SetupError as `skeleton` does.
     """
     model = skeleton(settings)
     if unknown := undecided(model):
         raise UnservableModel(
             f"base model {settings.name!r} ({model.config.architectures[0]}) cannot be trained with LoRA: it has "
             f"modules that Tinsmith does not know: {', '.join(unknown)}"
+        )
+    if settings.quantized and has_experts(model) and not experts.found(model):
+        raise UnservableModel(
+            f"base model {settings.name!r} ({model.config.architectures[0]}) cannot have dtype {settings.dtype!r}: its "
+            "experts, which are most of its weights, have a layout that is not quantised; set dtype to auto"
         )
     return Adaptable(left_out(model, experts.found(model)), shapes(model))
 

@@ -15,9 +15,12 @@ from torch import Tensor, nn
 from transformers.integrations.moe import ExpertsInterface, _grouped_linear, _grouped_mm
 
 from workers.models import coverage
+from workers.models.quantized import QuantizedWeight, for_product
 
 NAME = "tinsmith_lora"
 _SUFFIXES = {"gate_up_proj": ".base_layer", "down_proj": ""}
+NAMES = tuple(_SUFFIXES)
+"""The names of the stacked tensors."""
 # grouped products need rows of a multiple of 16 bytes: 8 numbers of bf16
 _ALIGNMENT = 8
 
@@ -79,7 +82,7 @@ def wrap(model: Any, shares: Callable[[], Sequence[tuple[Any, int]]]) -> None:
 
 
 def _supported(module: Any) -> bool:
-    stacked = all(isinstance(getattr(module, name, None), nn.Parameter) for name in _SUFFIXES)
+    stacked = all(isinstance(getattr(module, name, None), nn.Parameter | QuantizedWeight) for name in NAMES)
     return stacked and hasattr(module, "_apply_gate") and getattr(module, "has_gate", False)
 
 
@@ -92,7 +95,8 @@ def _forward(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor, segme
     x = hidden[order // top]
     for name, suffix in _SUFFIXES.items():
         bias = getattr(module, f"{name}_bias")[experts] if module.has_bias else None
-        out = _grouped_linear(x, getattr(module, name), offsets, bias, module.is_transposed)
+        with for_product(getattr(module, name)) as weight:
+            out = _grouped_linear(x, weight, offsets, bias, module.is_transposed)
         out = rows.add(x, out, module.lora_path + suffix)
         x = module._apply_gate(out) if name == "gate_up_proj" else out
     back = torch.empty_like(order)

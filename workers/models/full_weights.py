@@ -22,8 +22,9 @@ from transformers.utils import cached_file
 
 from app.domain.records import PROCESSOR_FILES, TOKENIZER_FILES
 from app.errors import UserOpError
+from app.settings import BaseModelSettings
 from workers.backends.training.base import Writer
-from workers.models import base_model
+from workers.models import base_model, quantized
 
 # vLLM and most stores are quicker with several files than with one large file.
 _SHARD = "5GB"
@@ -71,6 +72,22 @@ def huggingface_writer(base: Any, tensors: Mapping[str, Tensor], dtype: torch.dt
             shutil.copyfile(source, folder / source.name)
 
     return write
+
+
+def write_dequantized(settings: BaseModelSettings, folder: Path) -> None:
+    """Writes a quantised base model's dequantised weights to `folder`, in the dtype it computes with, for an engine
+    that does not know the codes.
+
+    Raises SetupError when the base model cannot be loaded, and OSError when the disk is full.
+    """
+    base = base_model.load(settings)
+    model = base.model
+    tensors = {
+        name: quantized.plain(weight).detach().cpu()
+        for name, weight in quantized.weights(model)
+        if name not in model.all_tied_weights_keys
+    }
+    huggingface_writer(model, tensors, base.dtype, base.tokenizer)(folder)
 
 
 def _check_names(found: Iterable[str], wanted: Iterable[str]) -> None:

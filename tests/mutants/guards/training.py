@@ -20,6 +20,7 @@ _ENGINE = "--confcutdir=tests/unit/workers/backends/training tests/unit/workers/
 _IMAGES = "--confcutdir=tests/unit/workers/models tests/unit/workers/models/test_images.py"
 _IMAGE_FILES = "--confcutdir=tests/unit/app/wire tests/unit/app/wire/test_images.py"
 _COVERAGE = "--confcutdir=tests/unit/workers/models tests/unit/workers/models/test_coverage.py"
+_QUANTIZED = "--confcutdir=tests/unit/workers/models tests/unit/workers/models/test_quantized.py"
 
 MUTANTS = (
     # Weights that an adapter would silently leave out.
@@ -108,6 +109,28 @@ MUTANTS = (
         "        if tokens != image.tokens:",
         "        if False:",
         f"{_IMAGES}::test_a_bomb_and_an_unexpected_size_are_refused_before_they_are_decoded",
+    ),
+    # Quantised weights.
+    Mutant(
+        "quantised: the head stays as it is",
+        "workers/models/quantized_loading.py",
+        'for path in (*found["attn"], *found["mlp"])',
+        'for path in (*found["attn"], *found["mlp"], *found["unembed"])',
+        f"{_QUANTIZED}::test_only_linears_and_experts_that_adapters_cover_are_quantised",
+    ),
+    Mutant(
+        "quantised: routers and the vision tower stay as they are",
+        "workers/models/quantized_loading.py",
+        "    found = coverage.groups(linears, experts=False)\n",
+        '    found = {"attn": [path for path in linears if path != "lm_head"], "mlp": []}\n',
+        f"{_QUANTIZED}::test_only_linears_and_experts_that_adapters_cover_are_quantised",
+    ),
+    Mutant(
+        "quantised: autograd keeps the codes alone",
+        "workers/models/quantized.py",
+        "        is_view = saved.untyped_storage().data_ptr() == at\n",
+        "        is_view = False\n",
+        f"{_QUANTIZED}::test_autograd_keeps_a_linears_codes_and_not_the_dequantised_tensor",
     ),
     # States that may not be used again.
     Mutant(

@@ -141,7 +141,7 @@ def _join(trainer: TrainerSettings, device: torch.device) -> RankGroup:
 
 def _initialize(base: LoadedBase, hidden_states: HiddenStates, trainer: TrainerSettings) -> Any:
     """Puts the base in a DeepSpeed engine, its fp32 buffers still in fp32: the bf16 mode would round RoPE's angles."""
-    buffers = {name: buffer.clone() for name, buffer in base.model.named_buffers()}
+    buffers = {name: buffer.clone() for name, buffer in base.model.named_buffers() if buffer.is_floating_point()}
     zero: dict[str, Any] = {"stage": trainer.zero_stage}
     if trainer.offload and trainer.zero_stage == 3:
         zero["offload_param"] = {"device": "cpu"}
@@ -158,7 +158,7 @@ def _initialize(base: LoadedBase, hidden_states: HiddenStates, trainer: TrainerS
     with redirect_stdout(StringIO()):  # DeepSpeed prints memory reports and build notes at any log level
         engine, *_ = _deepspeed().initialize(model=hidden_states, config=config, optimizer=optimizer)
     for name, buffer in base.model.named_buffers():
-        buffer.data = buffers[name]
+        buffer.data = buffers.get(name, buffer.data)
     return engine
 
 

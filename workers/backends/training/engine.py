@@ -26,7 +26,7 @@ from workers.backends.training import packing
 from workers.backends.training.lm_head import LmHead, LogitRule, WeightGradient, logit_rule
 from workers.backends.training.packing import Run, runs_of
 from workers.backends.training.ranks import RankGroup
-from workers.models import images, lora
+from workers.models import images, lora, quantized
 from workers.models.base_model import LoadedBase
 from workers.models.images import Picture
 from workers.models.lora import Adapter, LoraLinear
@@ -113,8 +113,8 @@ class TorchEngine(Engine):
 
 
 def elements_held(model: nn.Module) -> int:
-    """Counts the elements of the model's parameters that this process holds now; ZeRO-3 empties them between uses."""
-    return sum(parameter.numel() for parameter in model.parameters())
+    """Counts the elements of the model's weights that this process holds now; ZeRO-3 empties them between uses."""
+    return sum({id(weight): weight.shape.numel() for _, weight in quantized.weights(model)}.values())
 
 
 class HiddenStates(nn.Module):

@@ -28,7 +28,7 @@ from workers.backends.training.base import OPTIMIZER_FILE, Create, Writer
 from workers.backends.training.engine import Engine
 from workers.backends.training.optimizer import ShardedAdamW
 from workers.backends.training.ranks import Shards
-from workers.models import experts, lora, peft_files
+from workers.models import experts, lora, peft_files, quantized
 from workers.models.full_weights import huggingface_writer
 from workers.models.lora import Adapter, LoraPair
 
@@ -339,11 +339,12 @@ def merged(engine: Engine, adapter: Adapter) -> dict[str, Tensor]:
     """
     model = engine.base.model
     found: dict[str, Tensor] = {}
-    for wrapped, parameter in model.named_parameters(remove_duplicate=False):
+    for wrapped, weight in quantized.weights(model):
         name = lora.unwrapped_name(model, wrapped)
         pair = adapter.pairs.get(experts.pair_path(name.removesuffix(".weight")))
         if pair is None and name in model.all_tied_weights_keys:
             continue
+        parameter = quantized.plain(weight)
         with engine.gathered(parameter):
             if engine.ranks.rank == 0:
                 full_weights = parameter if pair is None else _added(model, name, parameter, pair, adapter.scaling)

@@ -112,6 +112,31 @@ def test_a_sampler_that_is_not_vllm_does_not_need_it(installed):
     checks.vllm(base_model(sampler=SamplerSettings(backend="transformers")))
 
 
+@pytest.mark.parametrize(
+    ("other", "named"),
+    [
+        ({"trainer": TrainerSettings(zero_stage=3)}, "trainer.zero_stage = 3"),
+        ({"full": TrainerSettings()}, "section full"),
+        ({"full_sampler": SamplerSettings()}, "section full_sampler"),
+    ],
+)
+def test_a_quantised_base_is_refused_beside_a_setting_that_trains_or_splits_its_weights(other, named):
+    with pytest.raises(SetupError) as caught:
+        checks.everything(Settings(base_models=(base_model(dtype="nf4", **other),)))
+    assert str(caught.value) == (
+        "base model 'small': dtype 'nf4' is for frozen weights that each rank holds whole, and does not go with "
+        f"{named}; change that, or set dtype to auto"
+    )
+    base_model(dtype="auto", **other).check_quantized()
+
+
+def test_a_quantised_base_needs_its_library(monkeypatch):
+    monkeypatch.setattr(checks, "_version", lambda name: None if name == "bitsandbytes" else "1.0")
+    checks.training(base_model())
+    with pytest.raises(SetupError, match=r"bitsandbytes must be installed: run `pip install 'tinsmith\[train\]'`"):
+        checks.training(base_model(dtype="int8"))
+
+
 def test_an_unreachable_redis_is_named_without_its_password():
     with pytest.raises(SetupError, match=r"cannot use Redis at redis://127.0.0.1:1/0: .*--redis") as caught:
         checks.redis_server("redis://:hidden@127.0.0.1:1/0")

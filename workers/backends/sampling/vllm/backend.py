@@ -46,10 +46,15 @@ class VllmSampler:
         patches.repair_stops()
         patches.repair_pieces()
         skeleton = base_model.skeleton(self._settings)
-        info = _info(self._settings, skeleton)
+        dtype = base_model.choose_dtype(
+            self._settings.dtype, torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+        )
+        info = base_model.describe(self._settings, skeleton, dtype)
         self._end_tokens = vocabulary.load_vocabulary(self._settings).end_tokens
-        arguments = vllm_engine.engine_args(self._settings, info.max_context, info.dtype, full=self._full)
-        self._engine = EngineThread(arguments)
+        arguments = vllm_engine.engine_args(
+            self._settings, info.max_context, str(dtype).removeprefix("torch."), full=self._full
+        )
+        self._engine = self._start_dequantized(arguments) if self._settings.quantized else EngineThread(arguments)
         if self._full:
             self._weights = VllmFullFinetuneModel(self._engine, skeleton)
         else:
@@ -99,6 +104,14 @@ class VllmSampler:
             "tensor_parallel": config.parallel_config.tensor_parallel_size,
             "adapters": self._weights.ids(),
         }
+
+    def _start_dequantized(self, arguments: dict[str, Any]) -> EngineThread:
+        """Starts vLLM on the dequantised base: vLLM's own quantisation would give other numbers than the trainer's."""
+        self._settings.check_quantized()
+        with tempfile.TemporaryDirectory(prefix="tinsmith-") as folder:
+            full_weights.write_dequantized(self._settings, Path(folder))
+            torch.cuda.empty_cache()  # vLLM takes its share of what is free
+            return EngineThread({**arguments, "model": folder})
 
     def _adapters(self, skeleton: nn.Module) -> VllmAdapters:
         adapters = VllmAdapters(self._engine)
@@ -161,11 +174,6 @@ def _is_refusal(error: Exception) -> bool:
     from vllm.exceptions import VLLMValidationError
 
     return isinstance(error, VLLMValidationError)
-
-
-def _info(settings: BaseModelSettings, skeleton: nn.Module) -> BaseModelInfo:
-    device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-    return base_model.describe(settings, skeleton, base_model.choose_dtype(settings.dtype, device))
 
 
 class VllmAdapters:
