@@ -95,6 +95,13 @@ class SupportedModel(SdkSchema):
     max_context_length = fields.Integer(allow_none=True)
     trainable = fields.Boolean()
     sampleable = fields.Boolean()
+    dtype = fields.String(
+        allow_none=True,
+        metadata={
+            "description": "The dtype of the frozen weights in the trainer: bfloat16, float32, nf4, int8 or fp8; null "
+            "while no trainer is up"
+        },
+    )
     trainable_groups = fields.List(
         fields.String(),
         allow_none=True,

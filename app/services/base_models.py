@@ -134,11 +134,12 @@ class BaseModels:
         ]
 
     def _coverage(self, trainer: Worker | None) -> dict[str, Any]:
-        """The groups of weights that LoRA adapters cover, and the modules that no adapter covers, with the reasons."""
+        """The base's dtype, the groups of weights that adapters cover, and the modules that none covers, with the
+        reasons."""
         if trainer is None:
-            return {"trainable_groups": None, "never_adapted": {}}
-        groups = list(_info(trainer).trainable_groups)
-        return {"trainable_groups": groups, "never_adapted": trainer.describe.get(NEVER_ADAPTED, {})}
+            return {"dtype": None, "trainable_groups": None, "never_adapted": {}}
+        info, never = _info(trainer), trainer.describe.get(NEVER_ADAPTED, {})
+        return {"dtype": info.dtype, "trainable_groups": list(info.trainable_groups), "never_adapted": never}
 
     def _refusals(self) -> dict[tuple[str, str], str]:
         """The reasons why workers cannot serve a base model, by role and base model."""

@@ -1,4 +1,5 @@
-"""A base model that cannot be served ends its own workers, once; the others of the stack are served."""
+"""A base model that cannot be served ends its own workers, once; the others of the stack, one of them in 4 bits, are
+served."""
 
 from __future__ import annotations
 
@@ -19,6 +20,7 @@ from tests.models import tiny_opt
 from tests.servers import free_port
 
 ODD = "tests/tiny-opt"
+IN_4_BITS = "tests/tiny-nf4"
 REASON = (
     f"base model {ODD!r} (OPTForCausalLM) cannot be trained with LoRA: it has modules that Tinsmith does not know: "
     "model.decoder.layers.*.fc1, model.decoder.layers.*.fc2, model.decoder.layers.*.self_attn.out_proj"
@@ -33,7 +35,9 @@ def odd_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def mixed(tmp_path_factory: pytest.TempPathFactory, base_path: Path, odd_path: Path) -> Iterator[Stack]:
     folder = tmp_path_factory.mktemp("mixed") / "data"
-    odd = f'[[base_models]]\nname = "{ODD}"\npath = "{odd_path}"\nsampler.backend = "transformers"'
+    odd = f'[[base_models]]\nname = "{ODD}"\npath = "{odd_path}"\nsampler.backend = "transformers"\n'
+    odd += f'[[base_models]]\nname = "{IN_4_BITS}"\npath = "{base_path}"\ndtype = "nf4"\n'
+    odd += 'trainer.backend = "torch"\nsampler.backend = "transformers"'
     trainer, sampler, program = 'backend = "torch"', 'backend = "transformers"', "tests.warm_workers"
     with running(Stack(folder, base_path, free_port(), trainer, sampler, odd, program)) as stack:
         yield stack
@@ -47,11 +51,12 @@ def test_each_worker_of_it_ends_once_with_the_line(mixed: Stack):
         assert log.count(REASON) == 1
 
 
-def test_the_other_base_model_trains_and_samples(mixed: Stack):
+@pytest.mark.parametrize("name", [BASE, IN_4_BITS])
+def test_the_other_base_models_train_and_sample(name: str, mixed: Stack):
     with mixed.client() as service:
-        client = service.create_lora_training_client(base_model=BASE, rank=4).result()
+        client = service.create_lora_training_client(base_model=name, rank=4).result()
         assert client.forward_backward([datum([5, 6, 7])], "cross_entropy").result().loss_fn_outputs
-        sampler = service.create_sampling_client(base_model=BASE).result()
+        sampler = service.create_sampling_client(base_model=name).result()
         params = tinker.SamplingParams(max_tokens=2)
         assert sampler.sample(tinker.ModelInput.from_ints([5, 6]), 1, params).result().sequences
 
@@ -66,9 +71,10 @@ def test_a_client_that_asks_for_it_is_told_the_reason_at_once(mixed: Stack):
 
 
 def test_the_capabilities_say_what_is_covered_and_what_is_refused(mixed: Stack):
-    odd, base = call(mixed, "api/v1/get_server_capabilities").json()["supported_models"]
+    odd, in_4_bits, base = call(mixed, "api/v1/get_server_capabilities").json()["supported_models"]
     assert (odd["model_name"], odd["trainable"], odd["sampleable"]) == (ODD, False, False)
     assert odd["refusals"] == {"trainer": REASON, "sampler": REASON}
+    assert [model["dtype"] for model in (odd, in_4_bits, base)] == [None, "nf4", "float32"]
     assert (base["trainable"], base["trainable_groups"]) == (True, ["attn", "mlp", "unembed"])
     assert (base["never_adapted"], base["refusals"]) == ({}, {})
     assert f"{BASE}: LoRA on attn, mlp, unembed\n" in mixed.output
@@ -78,7 +84,7 @@ def test_a_worker_that_starts_takes_the_refusal_of_its_role_back(mixed: Stack):
     with mixed.redis() as client:
         records, refused = RedisRecords(client), Refusal.id("trainer", BASE)
         records.put(Refusal.namespace, refused, dump(Refusal("trainer", BASE, "it was another model")))
-        [trainer] = children(mixed, "--name trainer-1")
+        [trainer] = children(mixed, "--name trainer-2")
         trainer.kill()
         await_true(lambda: records.get(Refusal.namespace, refused) is None)
         assert records.get(Refusal.namespace, Refusal.id("trainer", ODD)) is not None

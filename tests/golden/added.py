@@ -63,7 +63,7 @@ CHANGED: dict[str, dict[str, Any]] = {
     "openapi": {
         **_REWORDED,
         "get /api/v1/get_server_capabilities": "deacc034ff85e815f0de4062db3a366fd1bd55db48827ee0dc7c385c6db8b5d5",
-        "schemas SupportedModel": "11ffb71ed62323cf48131560738de1bb63c5d98c82f521c2e4c2b152b9dbf440",
+        "schemas SupportedModel": "c0d017e4a6a6df2b1f8fd34dbf34a39cfd534735d04e59a271b8c641d7e7042d",
         "schemas Sample": "b37fc481701bad27554f6e75c5a1ab2021592e0e4ee7b5f09630e0205c5a278a",
         "tags": "2224ae7df26554031d41338a7e164ca5d3230bbfa010dd60c21f18e9290ee91a",
         "schemas Checkpoint": "e84a265c8f99dde1a6ef60d3716015d2da09d885e191024ca437442c50198981",

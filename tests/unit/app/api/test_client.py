@@ -99,6 +99,7 @@ def test_capabilities_and_readiness_follow_the_live_workers(api: Api) -> None:
         True,
         True,
     )
+    assert api.get("get_server_capabilities").json["supported_models"][0]["dtype"] == "float32"
     api.services.records.delete(Worker.namespace, "sampler-0")
     assert api.get("get_server_capabilities").json["supported_models"][0]["sampleable"] is False
     answer = api.client.get("/readyz")
