@@ -116,6 +116,10 @@ class BaseModelSettings(_Section):
     max_rank: int = Field(
         128, ge=1, description="highest LoRA rank a client may ask for; vLLM reserves memory for adapters of this rank"
     )
+    router_replay: bool = Field(
+        False,
+        description="samplers keep the experts that they chose for each token, and trainers take the same ones",
+    )
     trainer: TrainerSettings = TrainerSettings()
     full: TrainerSettings | None = Field(
         None, description="trainers for full fine-tuning, each with one model; none by default"

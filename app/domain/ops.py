@@ -63,11 +63,16 @@ class Ragged:
 @dataclass(frozen=True, slots=True)
 class Batch:
     """A batch of datums: `tokens` int32 [N_i]; `inputs` by name, each [N_i] or [N_i, K_i] (int64 target_tokens, else
-    float32). `images` in the order of datums and positions; the tokens at their positions are 0."""
+    float32). `images` in the order of datums and positions; the tokens at their positions are 0.
+
+    `routes`: the experts that a sampler chose for each token, as in app.domain.routes, each [N_i, layers, top_k]; None
+    where the trainer's routers choose by themselves.
+    """
 
     tokens: Ragged
     inputs: Mapping[str, Ragged]
     images: tuple[Image, ...] = ()
+    routes: Ragged | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -196,6 +201,8 @@ def as_asked(op: Op) -> Op:
     number of the first call stays valid, and the result names it."""
     if isinstance(op, SaveWeights) and op.sampling_session_id:
         return replace(op, sampling_session_id="")
+    if isinstance(op, ForwardBackward) and op.batch.routes is not None:
+        return replace(op, batch=replace(op.batch, routes=None))
     return replace(op, prefix="") if isinstance(op, CreateModel | LoadWeights) else op
 
 

@@ -75,12 +75,14 @@ class TokenLogprobs:
 class SampledSequence:
     """tokens int32 [n] (the stop token included), logprobs float32 [n] of the model itself, before temperature,
     top-k and top-p; `stopped` is False when max_tokens or the context ended it. top: the likeliest tokens at each
-    position."""
+    position. routes: [n - 1, layers, top_k] as in app.domain.routes, where the sampler records them; the last token
+    never went through the model."""
 
     tokens: np.ndarray
     logprobs: np.ndarray
     stopped: bool
     top: TokenLogprobs | None = None
+    routes: np.ndarray | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +93,7 @@ class SampleOutput:
     prompt_logprobs: float32 [L], NaN where not scored and at index 0. prompt_top: [L, k], each row by falling logprob;
     rows not scored are token 0 at UNSCORED. prompt_targets: float32 in the request's layout, 0.0 where it had -1.
     prompt_alternatives: [L - 1, k] sampled tokens, row i for position i + 1. cached_tokens: prompt tokens that were not
-    computed again.
+    computed again. prompt_routes: [L, layers, top_k], as in SampledSequence.
     """
 
     sequences: tuple[SampledSequence, ...]
@@ -100,6 +102,7 @@ class SampleOutput:
     prompt_targets: Cells | None = None
     prompt_alternatives: TokenLogprobs | None = None
     cached_tokens: int = 0
+    prompt_routes: np.ndarray | None = None
 
 
 UNSCORED = -99999.0

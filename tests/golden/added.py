@@ -90,6 +90,8 @@ ADDED: dict[str, set[str]] = {
     },
     "command line": {"tinsmith --version", "tinsmith import folder", *_OF_IMPORT},
     "codec": {"Image"},
+    "settings": {"base_models.router_replay"},
+    "setting values": {"base_models[0].router_replay"},
     # Keys that start so. Processes of ecb7b39 neither read nor write them, which `RedisRecords._listed` expects.
     "keys left behind": {"tinsmith:checkpoints_of:"},
     # Keys that start so and are now deleted before they expire; every version does without them.

@@ -21,9 +21,15 @@ LENGTHS = (23, 7, 40, 2, 31)
 STEP = OptimStep(AdamParams(learning_rate=1e-2, eps=1e-8, weight_decay=0.1, grad_clip_norm=5.0))
 
 
-def open_trainer(base: Path, dtype: str = "float32", *, micro_batch_tokens: int = 64) -> Trainer:
+def open_trainer(
+    base: Path, dtype: str = "float32", *, micro_batch_tokens: int = 64, checkpointing: bool = False
+) -> Trainer:
     torch.set_num_threads(1)
-    settings = {"backend": "torch", "micro_batch_tokens": micro_batch_tokens}
+    settings = {
+        "backend": "torch",
+        "micro_batch_tokens": micro_batch_tokens,
+        "activation_checkpointing": checkpointing,
+    }
     trainer = backends.create(BaseModelSettings(name="tiny", path=str(base), dtype=dtype, trainer=settings))
     trainer.open()
     return trainer

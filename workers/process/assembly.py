@@ -92,8 +92,11 @@ def _kind(settings: Settings, queues: list[str]) -> tuple[str, BaseModelSettings
 def _start_trainer(parts: Parts, base: BaseModelSettings, queue: str, *, full: bool) -> Runtime:
     from workers.backends.training.backends import create
     from workers.models.base_model import check_adaptable, weight_shapes
+    from workers.models.routers import check_replayable
 
     base = base.for_full() if full else base
+    if base.router_replay:
+        check_replayable(base)
     facts = {SHAPES: adapters.rows({WEIGHTS: weight_shapes(base)})} if full else _adapter_facts(check_adaptable(base))
     backend = create(base, full=full)
     info, metrics = backend.open(), telemetry.serve_metrics(base.trainer.metrics_port)
@@ -107,8 +110,11 @@ def _adapter_facts(adaptable: Adaptable) -> dict[str, Any]:
 def _start_sampler(parts: Parts, base: BaseModelSettings, queue: str, *, full: bool) -> Runtime:
     from workers.backends.sampling.base import create
     from workers.models.base_model import check_adaptable
+    from workers.models.routers import check_replayable
 
     base = base.for_full_sampler() if full else base
+    if base.router_replay:
+        check_replayable(base)
     if not full:
         check_adaptable(base)
     backend = create(base, full=full)

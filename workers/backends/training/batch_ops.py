@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from app.domain import routes
 from app.domain.images import Image
 from app.domain.losses import ENTROPY, LOSSES
 from app.domain.ops import ForwardBackward, Ragged
@@ -23,6 +24,7 @@ from workers.backends.training.losses import LOSS_FNS
 from workers.backends.training.losses.custom import CustomLossRun
 from workers.backends.training.state import ModelState
 from workers.models.lora import Adapter
+from workers.models.routers import NO_ROUTE
 
 _Row = tuple[int, int, int]
 """(Op, datum, number of tokens in the datum)."""
@@ -117,8 +119,9 @@ class Column:
         return int(self._widths[datums].max())
 
     def flat(self, datums: np.ndarray) -> np.ndarray:
-        """Returns the arrays of these datums, each [n], end to end."""
-        return np.concatenate([self._ragged.values[self._starts[i] : self._starts[i + 1]] for i in datums])
+        """Returns the arrays of these datums, each [n, ...], end to end."""
+        found: np.ndarray = np.concatenate([self._ragged.values[self._starts[i] : self._starts[i + 1]] for i in datums])
+        return found.reshape(-1, *self._ragged.shapes[0][1:])
 
     def positions(self, datums: np.ndarray, length: int) -> np.ndarray:
         """Returns int64 [datums, length, widest k]: the index of each element in the ragged values, -1 for padding."""
@@ -160,6 +163,7 @@ class Job:
     scores: Tensor
     datums: dict[str, Tensor]
     custom: CustomLossRun | None = None
+    routes: Column | None = None
 
     @classmethod
     def of(cls, op: ForwardBackward, state: ModelState, device: torch.device) -> Job:
@@ -171,7 +175,8 @@ class Job:
         # The metric names are fixed beforehand: a rank without a datum of this Op sums with the ranks that have some.
         metrics = custom.metrics if custom else _metrics(op, inputs)
         datums = {name: torch.zeros(len(op.batch), device=device) for name in ("bad", "loss:sum", *metrics)}
-        return cls(op, state, Column(op.batch.tokens), inputs, scores, datums, custom)
+        given = None if op.batch.routes is None else Column(op.batch.routes)
+        return cls(op, state, Column(op.batch.tokens), inputs, scores, datums, custom, given)
 
     @property
     def adapter(self) -> Adapter | None:
@@ -189,6 +194,13 @@ class Job:
     def scored(self) -> Column:
         """The column with one score for each element: the targets, or the tokens where a critic gives values."""
         return self.tokens if self.critic else self.inputs["target_tokens"]
+
+    def routes_of(self, share: Share) -> np.ndarray | None:
+        """Returns the given experts, int64 [tokens of the share, layers, top_k], NO_ROUTE where none are given."""
+        if self.routes is None:
+            return None
+        stored = self.routes.flat(share.datums)
+        return np.where(stored == routes.none_of(stored.dtype), NO_ROUTE, stored.astype(np.int64))
 
     def evaluate(
         self,

@@ -26,7 +26,7 @@ from workers.backends.training import packing
 from workers.backends.training.lm_head import LmHead, LogitRule, WeightGradient, logit_rule
 from workers.backends.training.packing import Run, runs_of
 from workers.backends.training.ranks import RankGroup
-from workers.models import images, lora, quantized
+from workers.models import images, lora, quantized, routers
 from workers.models.base_model import LoadedBase
 from workers.models.images import Picture
 from workers.models.lora import Adapter, LoraLinear
@@ -137,6 +137,7 @@ class HiddenStates(nn.Module):
         if self.packed:
             model.set_attn_implementation({_text_config(model.config): NAME})
             packing.prepare(model)
+        routers.wrap(model)
         if trainer.activation_checkpointing:
             _checkpoint_layers(model)
 
@@ -148,14 +149,19 @@ class HiddenStates(nn.Module):
         *,
         hidden: bool = False,
         picture: Picture | None = None,
+        routes: Tensor | None = None,
     ) -> Tensor:
         """Maps int64 [T], the datums' tokens end to end, to [T, hidden size], or to [T, vocabulary] unless `hidden`.
 
-        `picture`: the images among the tokens.
+        `picture`: the images among the tokens. `routes`: the tokens' experts, int64 [T, layers, top_k], as
+        `routers.use` takes them.
         """
-        if picture is not None:
-            return self._seen(tokens, lengths, owners, picture)
-        return self._packed(tokens, lengths, owners) if self.packed else self._padded(tokens, lengths, owners, hidden)
+        if picture is None and not self.packed:
+            return self._padded(tokens, lengths, owners, hidden, routes)
+        with routers.use(routes):
+            if picture is not None:
+                return self._seen(tokens, lengths, owners, picture)
+            return self._packed(tokens, lengths, owners)
 
     def _packed(self, tokens: Tensor, lengths: Sequence[int], owners: Owners) -> Tensor:
         positions = torch.cat([torch.arange(length, device=tokens.device) for length in lengths])
@@ -172,12 +178,15 @@ class HiddenStates(nn.Module):
             output = self.model.get_submodule(_BODY).language_model(**row, use_cache=False, runs=runs_of(lengths))
         return output.last_hidden_state[0]  # type: ignore[no-any-return]
 
-    def _padded(self, tokens: Tensor, lengths: Sequence[int], owners: Owners, hidden: bool) -> Tensor:
+    def _padded(
+        self, tokens: Tensor, lengths: Sequence[int], owners: Owners, hidden: bool, routes: Tensor | None
+    ) -> Tensor:
         longest = max(lengths)
         real = torch.arange(longest) < torch.tensor(lengths)[:, None]
         real = real.to(tokens.device)
         rows = torch.zeros(real.shape, dtype=tokens.dtype, device=tokens.device).masked_scatter_(real, tokens)
-        with lora.use(_segments(owners, [longest] * len(lengths))):
+        given = None if routes is None else _spread(routes, real)
+        with lora.use(_segments(owners, [longest] * len(lengths))), routers.use(given):
             if hidden:
                 return self.model.base_model(rows, use_cache=False).last_hidden_state[real]  # type: ignore[no-any-return]
             return self.model(rows, use_cache=False).logits[real]  # type: ignore[no-any-return]
@@ -189,8 +198,16 @@ def _text_config(config: Any) -> str:
     return next((name for name in config.sub_configs if getattr(config, name) is text), "")
 
 
+def _spread(routes: Tensor, real: Tensor) -> Tensor:
+    """The routes [T, layers, top_k] of real tokens among those of padding, [rows · longest, layers, top_k]."""
+    spread = routes.new_full((*real.shape, *routes.shape[1:]), routers.NO_ROUTE)
+    spread[real] = routes
+    return spread.flatten(0, 1)
+
+
 def _checkpoint_layers(model: Any) -> None:
-    """Keeps only a layer's input from forward to backward, which then runs the layer again under the same adapters.
+    """Keeps only a layer's input from forward to backward, which then runs the layer again under the same adapters and
+    routes.
 
     Only the layers themselves go to train mode, not their submodules: there is no dropout here.
     """
@@ -209,7 +226,13 @@ def _contexts() -> tuple[Any, Any]:
     """Returns the contexts of forward and recomputation. The second is needed because the autograd thread of a GPU has
     context variables of its own.
     """
-    return nullcontext(), lora.use(lora.in_use())
+    return nullcontext(), _as_in(lora.in_use(), routers.in_use())
+
+
+@contextmanager
+def _as_in(adapters: lora.Segments, routes: routers.Request) -> Iterator[None]:
+    with lora.use(adapters), routers.use(routes):
+        yield
 
 
 def _segments(owners: Owners, lengths: Sequence[int]) -> list[tuple[Adapter | None, int]]:

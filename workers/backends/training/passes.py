@@ -23,6 +23,7 @@ from workers.backends.training.lm_head import LmHead, Scored, Segments
 from workers.models import lora
 from workers.models.images import Picture
 from workers.models.lora import Adapter
+from workers.models.routers import NO_ROUTE
 
 # Rows of logits made at once. On a CPU more rows gain nothing, and fewer rows read the head's weight too often; a GPU
 # wants larger products.
@@ -164,7 +165,12 @@ class Pass:
         picture = self._picture(batch)
         with torch.set_grad_enabled(self._backward):
             hidden = self._engine.hidden_states(
-                self._moved(tokens.astype(np.int64)), batch.lengths, owners, hidden=self._critics, picture=picture
+                self._moved(tokens.astype(np.int64)),
+                batch.lengths,
+                owners,
+                hidden=self._critics,
+                picture=picture,
+                routes=self._routes(batch),
             )
         gradient = torch.zeros_like(hidden, requires_grad=False) if self._backward else None
         with torch.no_grad(), self._outputs() as outputs_of:
@@ -188,6 +194,18 @@ class Pass:
             for datum, length in zip(share.datums, share.lengths, strict=True)
         ]
         return reader.picture(datums) or (reader.blank(batch.lengths) if self._engine.in_step else None)
+
+    def _routes(self, batch: MicroBatch) -> Tensor | None:
+        """Returns the given experts, int64 [T, layers, top_k]; None if no token has any."""
+        found = [self._jobs[share.op].routes_of(share) for share in batch.shares]
+        given = next((part for part in found if part is not None), None)
+        if given is None:
+            return None
+        parts = [
+            np.full((share.tokens, *given.shape[1:]), NO_ROUTE) if part is None else part
+            for share, part in zip(batch.shares, found, strict=True)
+        ]
+        return self._moved(np.concatenate(parts))
 
     @contextmanager
     def _outputs(self) -> Iterator[Outputs]:

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import msgpack
@@ -60,6 +60,18 @@ def test_arrays_come_back_with_their_dtype_shape_and_bits():
         assert found.shapes == expected.shapes
         assert found.values.dtype == expected.values.dtype
         assert found.values.tobytes() == expected.values.tobytes()
+
+
+def test_routes_come_back_and_a_batch_without_them_has_the_bytes_of_before_they_were_known():
+    routes = Ragged.of([np.arange(12).reshape(3, 2, 2), np.zeros((1, 2, 2))], np.uint8)
+    plain = ForwardBackward(batch(), "cross_entropy")
+    routed = replace(plain, batch=replace(plain.batch, routes=routes))
+    back = ops.decode(ops.encode(routed))
+    assert back.batch.routes.shapes == ((3, 2, 2), (1, 2, 2))
+    assert back.batch.routes.values.dtype == np.uint8
+    assert back.batch.routes.values.tobytes() == routes.values.tobytes()
+    assert ops.encode(ops.as_asked(routed)) == ops.encode(plain), "the server looked the routes up"
+    assert ops.decode(ops.encode(plain)).batch.routes is None
 
 
 def test_equal_content_has_one_digest_whatever_the_order_of_its_names():

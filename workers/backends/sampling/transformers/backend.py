@@ -25,7 +25,7 @@ from workers.backends.sampling import vocabulary
 from workers.backends.sampling.base import Aborted, RequestHandle, check_request
 from workers.backends.sampling.transformers import kv_cache
 from workers.backends.sampling.transformers.batch import Job, RunningBatch, fits, prefill
-from workers.models import base_model, full_weights, lora, peft_files
+from workers.models import base_model, full_weights, lora, peft_files, routers
 from workers.models.base_model import LoadedBase
 
 
@@ -33,6 +33,7 @@ class TransformersSampler:
     """A SamplerBackend (workers/backends/sampling/base.py) in this process, on the first GPU or the CPU."""
 
     _weights: Weights
+    _recorder: routers.Recorder | None = None
 
     def __init__(self, settings: BaseModelSettings, *, full: bool = False) -> None:
         self._settings, self._full = settings, full
@@ -43,6 +44,9 @@ class TransformersSampler:
         self._vocabulary = vocabulary.load_vocabulary(self._settings)
         if not self._full:
             lora.wrap(self._base.model)
+        if self._settings.router_replay:
+            routers.wrap(self._base.model)
+            self._recorder = routers.Recorder()
         kv_cache.use_decode_attention(self._base.model)
         self._engine = Engine(self._base.model, self._base.device, self._settings.sampler.max_batch)
         self._weights = FullFinetuneModel(self._base, self._engine) if self._full else Adapters(self._base)
@@ -61,8 +65,16 @@ class TransformersSampler:
         handle = handle or RequestHandle()
         adapter = self._weights.find(adapter_id)
         self._base.check_images(request.images, "prompt")
-        reader = self._base.images
-        job = Job(request, adapter_id or "", adapter, self._base.info, self._vocabulary, handle, reader=reader)
+        job = Job(
+            request,
+            adapter_id or "",
+            adapter,
+            self._base.info,
+            self._vocabulary,
+            handle,
+            reader=self._base.images,
+            recorder=self._recorder,
+        )
         handle.on_abort(lambda: job.fail(Aborted("the request was aborted")))
         self._engine.submit(job)
         return job.future.result()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
@@ -22,7 +22,7 @@ from workers.backends.sampling.base import Aborted, RequestHandle, check_finite,
 from workers.backends.sampling.token_sampler import PromptScorer, TokenSampler, top_logprobs
 from workers.backends.sampling.transformers import kv_cache
 from workers.backends.sampling.vocabulary import StopText, Vocabulary
-from workers.models import images, lora
+from workers.models import images, lora, routers
 from workers.models.images import ImageReader, Picture
 from workers.models.lora import Adapter
 
@@ -75,8 +75,8 @@ class RunningBatch:
         if not self.live:
             self._compose([])
             return
-        width = self._width + 1
-        with lora.use(self._segments):
+        width, recorder = self._width + 1, self._rows[0].job.recorder
+        with lora.use(self._segments), routers.use(recorder):
             logits = self._model(
                 input_ids=torch.tensor([[row.tokens[-1]] for row in self._rows], device=self._device),
                 attention_mask=kv_cache.visible(self._starts, width),
@@ -86,6 +86,9 @@ class RunningBatch:
                 logits_to_keep=1,
             ).logits[:, -1]
         self._width = width
+        if recorder is not None:
+            for row, (route,) in zip(self._rows, recorder.take(len(self._rows)), strict=True):
+                row.routes.append(route)
         push(self._rows, self._token_sampler, logits)
         if self.live <= 0.75 * len(self._rows):
             self._compose([])
@@ -157,7 +160,7 @@ def fits(jobs: Sequence[Job], job: Job) -> bool:
 
 
 def prefill(model: Any, device: torch.device, jobs: Sequence[Job]) -> Prefilled:
-    """Runs the prompts of `jobs`, which are sorted by adapter, and sets their scores."""
+    """Runs the prompts of `jobs`, which are sorted by adapter, and sets their scores and routes."""
     tokens, begins = _pad([job.request.prompt for job in jobs], device)
     rows, width = tokens.shape
     starts = torch.tensor(begins, device=device)
@@ -167,7 +170,8 @@ def prefill(model: Any, device: torch.device, jobs: Sequence[Job]) -> Prefilled:
     logits = torch.empty(0)
     picture = jobs[0].see()
     embedded = images.embed(model, tokens[0], picture) if picture else None
-    with lora.use(segments(jobs)):
+    recorder, routes = jobs[0].recorder, []
+    with lora.use(segments(jobs)), routers.use(recorder):
         for begin, end in _pieces(rows, width, first):
             past: dict[str, Any] = {"past_key_values": cache, "use_cache": True}
             past["attention_mask"] = kv_cache.visible(starts, end)
@@ -181,8 +185,13 @@ def prefill(model: Any, device: torch.device, jobs: Sequence[Job]) -> Prefilled:
                 ).logits
             if begin >= first:
                 _score(scorers, begins, begin, logits[:, : width - 1 - begin])
+            if recorder is not None:
+                routes.append(recorder.take(rows))
     for job, scorer in zip(jobs, scorers, strict=False):
         job.scores = scorer.flat().numpy()
+    if routes:
+        for job, begin, found in zip(jobs, begins, np.concatenate(routes, 1), strict=True):
+            job.prompt_routes = found[begin:]
     return Prefilled(cache, logits[:, -1])
 
 
@@ -218,6 +227,7 @@ class Job:
 
     scores: the PromptScorer's result, float32 [n]. `reader` reads the images of the prompt. `shift`: the number that is
     added to the indices of its samples' tokens for their positions, because an image's tokens share positions.
+    With a `recorder`, `prompt_routes` are as in SampleOutput.
     """
 
     request: SampleRequest
@@ -228,9 +238,11 @@ class Job:
     handle: RequestHandle = field(default_factory=RequestHandle)
     reader: ImageReader | None = None
     shift: int = 0
+    recorder: routers.Recorder | None = None
     future: Future[SampleOutput] = field(default_factory=Future)
     started: int = 0
     scores: np.ndarray | None = None
+    prompt_routes: np.ndarray | None = None
     _finished: dict[int, SampledSequence] = field(default_factory=dict)
 
     @property
@@ -267,7 +279,8 @@ class Job:
         if len(self._finished) == self.request.num_samples:
             sequences = [self._finished[i] for i in range(self.request.num_samples)]
             with suppress(InvalidStateError):
-                self.future.set_result(token_sampler.output(self.request, sequences, self.scores))
+                output = token_sampler.output(self.request, sequences, self.scores)
+                self.future.set_result(replace(output, prompt_routes=self.prompt_routes))
 
     def fail(self, error: BaseException) -> None:
         """Fails the job, unless it has ended. Callable from any thread; its rows are idle from then on."""
@@ -283,6 +296,7 @@ class Row:
         request = job.request
         self.job = job
         self.tokens: list[int] = []
+        self.routes: list[np.ndarray] = []
         self._logprobs: list[float] = []
         self._top: list[Top] = []
         self._index = index
@@ -331,13 +345,18 @@ class Row:
         if stopped or len(self.tokens) == self._limit:
             self._ended = True
             tokens, logprobs = np.array(self.tokens, np.int32), np.array(self._logprobs, np.float32)
-            self.job.finish(self._index, SampledSequence(tokens, logprobs, stopped, self._all_top()))
+            sequence = SampledSequence(tokens, logprobs, stopped, self._all_top(), self._all_routes())
+            self.job.finish(self._index, sequence)
 
     def _all_top(self) -> TokenLogprobs | None:
         if not self._top:
             return None
         ids, logprobs = zip(*self._top, strict=True)
         return TokenLogprobs(np.array(ids, np.int32), np.array(logprobs, np.float32))
+
+    def _all_routes(self) -> np.ndarray | None:
+        none = self.job.prompt_routes
+        return None if none is None else np.concatenate([none[:0], *(route[None] for route in self.routes)])
 
 
 def segments(jobs: Sequence[Job]) -> list[tuple[Adapter | None, int]]:

@@ -18,7 +18,7 @@ from torch import nn
 from app.domain.ops import LoraSpec
 from app.domain.records import BaseModelInfo
 from app.domain.sampling import SampleOutput, SampleRequest
-from app.errors import OpError, ServerOpError, UserOpError
+from app.errors import OpError, ServerOpError, UnservableModel, UserOpError
 from app.settings import BaseModelSettings
 from workers.backends.sampling import token_sampler, vocabulary
 from workers.backends.sampling.base import RequestHandle, check_request, token_limit
@@ -40,6 +40,11 @@ class VllmSampler:
         self._request_numbers = count(1)
 
     def open(self) -> BaseModelInfo:
+        if self._settings.router_replay:
+            raise UnservableModel(
+                f"base model {self._settings.name!r}: the vLLM sampler records no experts, so router_replay cannot be "
+                'on; turn it off, or set sampler.backend to "transformers"'
+            )
         vllm_engine.check_install()
         vllm_engine.set_environment(self._settings)
         vllm_engine.check_import()

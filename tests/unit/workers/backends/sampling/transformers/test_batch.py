@@ -9,11 +9,12 @@ import torch
 from app.domain.images import Image
 from app.domain.sampling import SampleRequest
 from app.settings import BaseModelSettings
-from tests.models import tiny_qwen3
+from tests.models import byte_tokenizer, tiny_qwen3
+from tests.parity import architectures
 from workers.backends.sampling import vocabulary
 from workers.backends.sampling.transformers import batch
 from workers.backends.sampling.transformers.batch import Job
-from workers.models import base_model, lora
+from workers.models import base_model, lora, routers
 
 LENGTHS = (5, 60, 2, 33)
 ASKS = (
@@ -56,3 +57,25 @@ def test_a_prompt_with_images_has_a_pass_of_its_own():
     }
     assert shares == {(False, False): True, (False, True): False, (True, False): False, (True, True): False}
     assert batch.fits([], seen)
+
+
+def test_prompts_that_share_passes_have_the_routes_that_they_have_alone(tmp_path, monkeypatch):
+    settings = BaseModelSettings(name="tiny", path=str(architectures.build("qwen3-moe", tmp_path)), dtype="float32")
+    byte_tokenizer().save_pretrained(tmp_path)
+    base, words = base_model.load(settings), vocabulary.load_vocabulary(settings)
+    routers.wrap(base.model)
+
+    def jobs() -> list[Job]:
+        prompts = [np.random.default_rng(n).integers(0, 256, n).astype(np.int32) for n in LENGTHS]
+        requests = [SampleRequest(prompt, 1, 1, 9) for prompt in prompts]
+        return [Job(request, "", None, base.info, words, recorder=routers.Recorder()) for request in requests]
+
+    alone, together = jobs(), jobs()
+    with torch.inference_mode():
+        for job in alone:
+            batch.prefill(base.model, base.device, [job])
+        monkeypatch.setattr(batch, "PASS_TOKENS", 7 * len(LENGTHS))
+        batch.prefill(base.model, base.device, together)
+    for one, other, length in zip(alone, together, LENGTHS, strict=True):
+        assert one.prompt_routes is not None and one.prompt_routes.shape == (length, 2, 2)
+        assert np.array_equal(one.prompt_routes, other.prompt_routes)

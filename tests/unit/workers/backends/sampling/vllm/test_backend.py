@@ -1,4 +1,5 @@
-"""Failures of fully fine-tuned models in vLLM. tests/conformance checks that they are sampled correctly."""
+"""Failures of fully fine-tuned models in vLLM, and settings that it refuses. tests/conformance checks that models are
+sampled correctly."""
 
 from __future__ import annotations
 
@@ -10,9 +11,10 @@ from typing import Any, cast
 import pytest
 from transformers import AutoModelForCausalLM
 
-from app.errors import ServerOpError
+from app.errors import ServerOpError, UnservableModel
+from app.settings import BaseModelSettings
 from tests.models import tiny_qwen3
-from workers.backends.sampling.vllm.backend import VllmFullFinetuneModel
+from workers.backends.sampling.vllm.backend import VllmFullFinetuneModel, VllmSampler
 from workers.backends.sampling.vllm.engine import EngineThread
 
 
@@ -71,3 +73,13 @@ def test_weights_that_may_be_written_in_part_are_nobodys_and_the_engine_is_of_no
     for name in ("one", "two"):
         with pytest.raises(ServerOpError, match="not loaded"):
             whole.find(name)
+
+
+def test_router_replay_is_refused_in_one_line_before_the_engine_starts() -> None:
+    sampler = VllmSampler(BaseModelSettings(name="tiny", path="nowhere", router_replay=True))
+    with pytest.raises(UnservableModel) as caught:
+        sampler.open()
+    assert str(caught.value) == (
+        "base model 'tiny': the vLLM sampler records no experts, so router_replay cannot be on; turn it off, or set "
+        'sampler.backend to "transformers"'
+    )
