@@ -19,6 +19,7 @@ _COPIES = uuid.uuid5(uuid.NAMESPACE_URL, "/api/v1/copy_weights")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 _LOSS_ID = re.compile(r"[A-Za-z0-9-]{1,64}:loss:[0-9]{1,10}")
 _UNLOAD_ID = re.compile(r"([A-Za-z0-9-]{1,64}:train:[0-9]{1,9}):unload:0")
+_SEQUENCE_ID = re.compile(r"([A-Za-z0-9-]{1,64}:sample:[0-9]{1,20}):[0-9]{1,20}-[0-9]{1,10}")
 _MODEL_ID = re.compile(r"([A-Za-z0-9-]{1,64}):train:([0-9]{1,9})")
 
 
@@ -106,6 +107,17 @@ def session_of(model_id: str) -> str:
 def request_id(parent_id: str, seq_id: int) -> str:
     """The id of a call. `parent_id` is a model id or a sampling session id."""
     return f"{parent_id}:{seq_id}"
+
+
+def sequence_id(request_id: str, index: int) -> str:
+    """The id of one sample of a sampling request."""
+    return f"{request_id}-{index}"
+
+
+def sampler_of(sequence_id: str) -> str:
+    """The sampling session of a sample; empty for text that is no such id."""
+    match = _SEQUENCE_ID.fullmatch(sequence_id)
+    return match[1] if match else ""
 
 
 def poll_target(sampler_id: str, clone: int | str) -> str:

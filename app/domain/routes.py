@@ -28,8 +28,7 @@ def none_of(dtype: np.dtype) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """`length` consecutive tokens of a datum. They are the tokens from `offset` on of a sampled sequence, or of its
-    prompt. Without a `sequence_id` they come from elsewhere."""
+    """`length` consecutive tokens of a datum: those from `offset` on of a sampled sequence, or of its prompt."""
 
     sequence_id: str
     sampled: bool

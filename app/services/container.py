@@ -24,12 +24,13 @@ from app.services.tenants.access import Authenticator, OwnKey, Sources, Tokens
 from app.services.tenants.accounts import AccountRecovery, AccountService
 from app.services.tenants.audit import AuditService
 from app.services.tenants.usage import UsageService
-from app.services.training import CustomLossService, TrainingService
+from app.services.training import CustomLossService, RouteService, TrainingService
 from app.settings import Settings
 from app.signing import UrlSigner
 from app.stores.objects import create
 from app.stores.objects.accounts import AccountFiles
 from app.stores.objects.base import ObjectStore
+from app.stores.objects.routes import RouteFiles
 from app.stores.pages import PageFiles
 from app.stores.redis.backlog import RedisBacklog, RedisCalls
 from app.stores.redis.client import Waiter, connect
@@ -107,6 +108,7 @@ def build(settings: Settings) -> Services:
     authenticator = Authenticator(settings.api_keys, store, tokens, AccountRecovery(accounts, store))
     sources = Sources(store, authenticator)
     importer = Importer(store, oplog, lifecycle, objects, quotas)
+    routes = RouteService(store, RouteFiles(objects, store.now))
     signer = UrlSigner(settings.url_secret, settings.public_url)
     return Services(
         settings,
@@ -123,7 +125,7 @@ def build(settings: Settings) -> Services:
         TraceService(store, calls, signer),
         ModelService(store, bases, admission, teardown, sources),
         custom_losses,
-        TrainingService(store, bases, admission, custom_losses, settings.limits, sources),
+        TrainingService(store, bases, admission, custom_losses, settings.limits, sources, routes),
         sampling,
         RunService(store),
         CheckpointService(store, objects, quotas),

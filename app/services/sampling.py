@@ -92,7 +92,7 @@ class SamplingService:
         request = _request(asked, ids.stable_seed(request_id), info.max_context)
         check_sample(request, info)
         self._admission.admit_sample(caller, sampler_id, sampler, seq, request)
-        names = [f"{request_id}-{i}" for i in range(request.num_samples)]
+        names = [ids.sequence_id(request_id, i) for i in range(request.num_samples)]
         return {"request_id": request_id, "sample_sequence_ids": names}
 
     def resolve(self, caller: Caller, owner: str, session_id: str, base: str | None, path: str | None) -> Sampler:

@@ -1,5 +1,5 @@
 """Training calls: each is validated, turned into an Op and admitted. Custom losses are stored here until a batch names
-one.
+one, and a batch gets the routes that a sampler stored.
 
 Creating a custom loss runs nothing, so its future is just its record (app/services/polling.py).
 """
@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import base64
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
+from math import prod
 from typing import Any
+
+import numpy as np
 
 from app import ids
 from app.domain import ops
 from app.domain.accounts import Caller
 from app.domain.checkpoints import CheckpointPrefix
 from app.domain.losses import LOSSES, CustomLoss
-from app.domain.ops import AdamParams, LoadWeights, Op, OptimStep, SaveWeights
+from app.domain.ops import AdamParams, LoadWeights, Op, OptimStep, Ragged, SaveWeights
 from app.domain.records import Loss, Model, Sampler, Session
+from app.domain.routes import SequenceRoutes, Span, none_of
 from app.errors import BadRequest, NotFound
 from app.services.admission import MAX_SEQ, AdmissionService, QuotaService
 from app.services.base_models import BaseModels, trainer_role
@@ -39,6 +43,7 @@ from app.services.validation import (
     in_range,
 )
 from app.settings import LimitSettings
+from app.stores.objects.routes import RouteFiles
 from app.stores.redis.records import RedisRecords, dump, load
 from app.wire import custom_loss
 from app.wire.bodies import check_batch, check_datums
@@ -47,6 +52,11 @@ from app.wire.forward_backward import Envelope
 Promise = dict[str, str]
 _HOUR = 3600
 _TEN_YEARS = 10 * 365 * 24 * _HOUR
+MAX_SPANS = 2**14
+"""Most provenance spans of one call. Each may be a read from the object store."""
+_SEQUENCES_KEPT = 8
+MAX_ROUTE_BYTES = 2**28
+"""Most bytes of the routes of one call. A token of Qwen3-30B-A3B has 384 bytes, so this is 700,000 of its tokens."""
 
 
 class TrainingService:
@@ -62,6 +72,7 @@ class TrainingService:
         custom_losses: CustomLossService,
         limits: LimitSettings,
         sources: Sources,
+        routes: RouteService,
     ) -> None:
         self._limits = limits
         self._records = store
@@ -69,6 +80,7 @@ class TrainingService:
         self._admission = admission
         self._custom_losses = custom_losses
         self._sources = sources
+        self._routes = routes
 
     def forward_backward(self, caller: Caller, envelope: Envelope) -> Promise:
         model = load_owned(self._records, Model, envelope.model_id, caller)
@@ -80,6 +92,10 @@ class TrainingService:
         check_forward_backward(op, info, critic=model.critic)
         # The journal stores every setting explicitly, so that a changed default cannot change a replay.
         op = replace(op, loss_config={**LOSSES[op.loss_fn].config, **op.loss_config})
+        if self._bases.settings(model.base_model).router_replay:
+            # The routes' files are soon gone, so the journal stores the routes too.
+            routes = self._routes.find(caller, model.base_model, op.batch.tokens, envelope.spans())
+            op = replace(op, batch=replace(op.batch, routes=routes))
         return self._admit(caller, model, envelope.model_id, envelope.seq, op)
 
     def optim_step(self, caller: Caller, asked: Mapping[str, Any]) -> Promise:
@@ -211,3 +227,66 @@ class CustomLossService:
             raise BadRequest(str(error)) from None
         loss: CustomLoss = ops.decode(base64.b64decode(record.content))
         return loss
+
+
+class RouteService:
+    """Finds the routes of a batch's tokens that were sampled here: the experts that the sampler chose for them."""
+
+    def __init__(self, store: RedisRecords, files: RouteFiles) -> None:
+        self._records, self._files = store, files
+
+    def find(self, caller: Caller, base_model: str, tokens: Ragged, spans: Sequence[Sequence[Span]]) -> Ragged | None:
+        """The routes of each datum's tokens, none_of where a token has none. None without any span.
+
+        Raises BadRequest for a sequence that has no routes or that the caller may not read, with the same text, for
+        spans that do not fit the datum, for more than MAX_SPANS, and for routes of more than MAX_ROUTE_BYTES.
+        """
+        count = sum(len(datum) for datum in spans)
+        if count > MAX_SPANS:
+            raise BadRequest(f"the batch has {count} model_input_spans, more than {MAX_SPANS}; send fewer datums")
+        first = next((span.sequence_id for datum in spans for span in datum), None)
+        if first is None:
+            return None
+        blank = self._read(caller, base_model, first).prompt_routes[:0]
+        size = len(tokens.values) * prod(blank.shape[1:]) * blank.itemsize
+        if size > MAX_ROUTE_BYTES:
+            raise BadRequest(
+                f"the routes of this batch take {size} bytes, more than {MAX_ROUTE_BYTES}; send fewer datums"
+            )
+        read = lru_cache(_SEQUENCES_KEPT)(partial(self._read, caller, base_model))
+        routes = [_routes_of(i, *datum, blank, read) for i, datum in enumerate(zip(tokens, spans, strict=True))]
+        return Ragged.of(routes, blank.dtype)
+
+    def _read(self, caller: Caller, base_model: str, sequence_id: str) -> SequenceRoutes:
+        try:
+            sampler = load_readable(self._records, Sampler, ids.sampler_of(sequence_id), caller)
+            if sampler.base_model == base_model:
+                return self._files.find(sequence_id)
+        except NotFound:
+            pass
+        raise BadRequest(
+            f"sequence {sequence_id[:200]!r} has no routes: it is unknown, older than a day, or was not sampled from "
+            f"{base_model} with router_replay. Leave its spans out to train on it without them"
+        )
+
+
+def _routes_of(
+    i: int, tokens: np.ndarray, spans: Sequence[Span], blank: np.ndarray, read: Callable[[str], SequenceRoutes]
+) -> np.ndarray:
+    """The routes of datum `i`, of the form of `blank`. Without spans its tokens have none."""
+    covered = sum(span.length for span in spans)
+    if spans and (covered != len(tokens) or any(min(span.offset, span.length) < 0 for span in spans)):
+        raise BadRequest(f"datum {i}: its model_input_spans do not cover its {len(tokens)} tokens, each once")
+    found = np.full((len(tokens), *blank.shape[1:]), none_of(blank.dtype), blank.dtype)
+    start = 0
+    for span in spans:
+        rows, part = slice(start, start + span.length), slice(span.offset, span.offset + span.length)
+        start = rows.stop
+        theirs, routes = read(span.sequence_id).part(sampled=span.sampled)
+        if routes.shape[1:] != blank.shape[1:] or not np.array_equal(theirs[part], tokens[rows]):
+            raise BadRequest(
+                f"datum {i}: its tokens from {rows.start} to {rows.stop} are not those from {part.start} to "
+                f"{part.stop} of sequence {span.sequence_id[:200]!r}; send the spans of these tokens, or none"
+            )
+        found[rows] = routes[part]
+    return found

@@ -21,6 +21,7 @@ from google.protobuf.message import DecodeError
 from app.domain.images import Image
 from app.domain.losses import CUSTOM, LOSSES, CustomLoss
 from app.domain.ops import Batch, ForwardBackward, Ragged
+from app.domain.routes import Span
 from app.domain.sampling import Cells
 from app.errors import BadRequest
 from app.wire import tinker_pb2 as pb
@@ -50,13 +51,15 @@ _DTYPES: dict[int, np.dtype[Any]] = {
 @dataclass(frozen=True, slots=True)
 class Envelope:
     """The model and seq that a body is for, and its number of datums. `decode` builds the Op; it raises BadRequest
-    naming the datum and key at fault."""
+    naming the datum and key at fault. `spans` decodes the origins of each datum's tokens, and also raises
+    BadRequest."""
 
     model_id: str
     seq: int
     forward_only: bool
     datums: int
     decode: Callable[[FindLoss], ForwardBackward]
+    spans: Callable[[], Sequence[Sequence[Span]]] = tuple
 
 
 def no_losses(loss_id: str) -> CustomLoss:
@@ -77,7 +80,7 @@ def open_envelope(body: bytes) -> Envelope:
     except DecodeError:
         raise BadRequest(f"the body of {len(body)} bytes is not a ForwardBackwardRequest protobuf") from None
     who = request.model_id, request.seq_id, request.forward_only
-    return Envelope(*who, len(request.data), lambda find: _to_op(request, find))
+    return Envelope(*who, len(request.data), lambda find: _to_op(request, find), lambda: _spans(request))
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +186,21 @@ def _add_image(found: ModelInput, image: pb.ImageChunk, i: int) -> None:
         raise BadRequest(f"datum {i}: an image with override_dimensions, which is not supported: send it at that size")
     expected = image.expected_tokens if image.HasField("expected_tokens") else None
     found.add_image(image.data, image.format, expected)
+
+
+def _spans(request: pb.ForwardBackwardRequest) -> list[list[Span]]:
+    return [
+        [_span(span, f"datum {i}: model_input_spans") for span in datum.model_input_spans]
+        for i, datum in enumerate(request.data)
+    ]
+
+
+def _span(span: pb.ProvenanceSpan, what: str) -> Span:
+    kind = span.WhichOneof("span")
+    if kind is None:
+        raise BadRequest(f"{what}: a span with neither prompt_tokens nor sampled_tokens")
+    found = span.sampled_tokens if kind == "sampled_tokens" else span.prompt_tokens
+    return Span(found.sequence_id, kind == "sampled_tokens", found.offset, found.length)
 
 
 def _loss_config(request: pb.ForwardBackwardRequest) -> dict[str, float | str]:

@@ -1,5 +1,5 @@
-"""Removes stored files without a reference: overwritten, expired and half-written checkpoints, old snapshots, and
-uploads that were not finished.
+"""Removes stored files without a reference: overwritten, expired and half-written checkpoints, old snapshots, uploads
+that were not finished, and routes (app/stores/objects/routes.py) that are too old.
 
 Mark and sweep, by the state server's clock alone: files are removed when nothing refers to them in every round for
 `engine.orphan_s`. That time covers a reader that has read a reference and not yet written its own.
@@ -25,6 +25,7 @@ from app.errors import NewerContent
 from app.settings import EngineSettings
 from app.stores.objects.base import ObjectStore
 from app.stores.objects.notes import remove_checkpoint
+from app.stores.objects.routes import RouteFiles
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.lifecycle import RedisLifecycle
 from app.stores.redis.records import RedisRecords, load
@@ -66,6 +67,7 @@ class Orphans:
         settings: EngineSettings,
     ) -> None:
         self._oplog, self._lifecycle, self._records, self._objects = oplog, lifecycle, store, objects
+        self._routes = RouteFiles(objects, store.now)
         self._period_s = settings.orphan_s / _ROUNDS
         self._next = 0.0
 
@@ -80,6 +82,7 @@ class Orphans:
                     "no orphan is removed now, because a newer version of Tinsmith wrote a call that may need it: %s",
                     newer,
                 )
+            self._routes.remove_old()
             self._next = time.monotonic() + self._period_s
 
     def _remove_expired(self) -> None:

@@ -18,6 +18,7 @@ from app.errors import SetupError, UnservableModel
 from app.services.admission import LimitsOf
 from app.services.base_models import NEVER_ADAPTED, SHAPES, WEIGHTS, sampler_role, trainer_role
 from app.settings import BaseModelSettings, Settings, TrainerSettings
+from app.stores.objects.routes import RouteFiles
 from app.stores.redis import keys
 from app.stores.redis.client import Channel, connect
 from app.stores.redis.records import dump
@@ -280,6 +281,7 @@ def assemble_sampler(parts: Parts, serving: Serving[SamplerBackend], cancelled: 
         publisher,
         batch_admission,
         throttled,
+        RouteFiles(parts.store, parts.records.now),
     )
     # While the state server is away this channel misses cancellations. The lease renewal reports them, a third of the
     # lease time later.

@@ -16,10 +16,14 @@ from functools import partial
 import numpy as np
 import redis
 
+from app import ids
 from app.domain import ops
 from app.domain.records import Sampler
 from app.domain.results import CACHED, NOTHING, PREFILLED, PROTOBUF, SAMPLED, Result, Usage
+from app.domain.routes import SequenceRoutes
+from app.domain.sampling import SampleOutput
 from app.errors import Fenced, OpError, Requeue, ServerOpError, TriedOften, Unavailable
+from app.stores.objects.routes import RouteFiles
 from app.stores.redis.completions import TokenChunk, TokenStreams
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.records import RedisRecords, load
@@ -63,9 +67,10 @@ class SampleRunner:
         publisher: TokenPublisher,
         batch_admission: BatchAdmission,
         throttled: ThrottledDispatch,
+        route_files: RouteFiles,
     ) -> None:
         self._oplog, self._records, self._backend, self._publisher = oplog, stored, backend, publisher
-        self._batch_admission, self._throttled = batch_admission, throttled
+        self._batch_admission, self._throttled, self._route_files = batch_admission, throttled, route_files
         self._adapters, self._keeper, self._worker, self._running_requests = adapters, keeper, worker, running_requests
         self._awaiting_last_attempt: dict[str, str] = {}  # request id -> sampling session; the oldest first
         self._last_attempt = threading.Lock()
@@ -172,11 +177,19 @@ class SampleRunner:
         adapter = self._adapters.use(pinned, sampler.owner, handle)
         with adapter as adapter_id, self._batch_admission.slot(sampler.owner, request, handle):
             output = self._backend.sample(adapter_id, request, handle)
+        self._keep_routes(entry.request_id, request.prompt, output)
         prompt, sampled = len(request.prompt), sum(len(sequence.tokens) for sequence in output.sequences)
         telemetry.TOKENS.labels("prompt").inc(prompt)
         telemetry.TOKENS.labels("sampled").inc(sampled)
         usage = {PREFILLED: prompt - output.cached_tokens, CACHED: output.cached_tokens, SAMPLED: sampled}
         return Result(encode_sample(output), PROTOBUF), {kind: amount for kind, amount in usage.items() if amount}
+
+    def _keep_routes(self, request_id: str, prompt: np.ndarray, output: SampleOutput) -> None:
+        """Stores the routes, if the engine recorded any, before the result can be read."""
+        for index, sequence in enumerate(output.sequences):
+            if output.prompt_routes is not None and sequence.routes is not None:
+                routes = SequenceRoutes(prompt, output.prompt_routes, sequence.tokens, sequence.routes)
+                self._route_files.add(ids.sequence_id(request_id, index), routes)
 
 
 def _op_error(entry: Entry, error: Exception) -> OpError:

@@ -19,6 +19,7 @@ _PACKING = "--confcutdir=tests/unit/workers/backends/training tests/unit/workers
 _ENGINE = "--confcutdir=tests/unit/workers/backends/training tests/unit/workers/backends/training/test_engine.py"
 _IMAGES = "--confcutdir=tests/unit/workers/models tests/unit/workers/models/test_images.py"
 _IMAGE_FILES = "--confcutdir=tests/unit/app/wire tests/unit/app/wire/test_images.py"
+_ROUTES = "tests/unit/app/api/test_router_replay.py"
 _COVERAGE = "--confcutdir=tests/unit/workers/models tests/unit/workers/models/test_coverage.py"
 _QUANTIZED = "--confcutdir=tests/unit/workers/models tests/unit/workers/models/test_quantized.py"
 
@@ -131,6 +132,35 @@ MUTANTS = (
         "        is_view = saved.untyped_storage().data_ptr() == at\n",
         "        is_view = False\n",
         f"{_QUANTIZED}::test_autograd_keeps_a_linears_codes_and_not_the_dequantised_tensor",
+    ),
+    # Router replay.
+    Mutant(
+        "routes: a sequence of another project has none",
+        "app/services/training.py",
+        "sampler = load_readable(self._records, Sampler, ids.sampler_of(sequence_id), caller)",
+        "sampler = load(Sampler, self._records.get(Sampler.namespace, ids.sampler_of(sequence_id)) or {})",
+        f"{_ROUTES}::test_a_sequence_without_routes_is_refused_in_the_same_words_whoever_it_belongs_to",
+    ),
+    Mutant(
+        "routes: a span names the datum's own tokens",
+        "app/services/training.py",
+        " or not np.array_equal(theirs[part], tokens[rows])",
+        "",
+        f"{_ROUTES}::test_spans_that_do_not_fit_their_datum_are_refused",
+    ),
+    Mutant(
+        "routes: a repeat of a call is the same call though its routes are not",
+        "app/domain/ops.py",
+        "if isinstance(op, ForwardBackward) and op.batch.routes is not None:",
+        "if False:",
+        f"{_ROUTES}::test_a_repeat_of_the_call_gets_the_same_future_whatever_the_routes_are_by_then",
+    ),
+    Mutant(
+        "routes: a recomputed layer takes them too",
+        "workers/backends/training/engine.py",
+        "with lora.use(adapters), routers.use(routes):",
+        "with lora.use(adapters):",
+        "tests/parity/test_router_replay.py::test_gradients_of_two_tenants_equal_a_reference_with_forced_experts",
     ),
     # States that may not be used again.
     Mutant(

@@ -1,0 +1,74 @@
+"""Routes of sampled sequences are found for a day at least, and removed after two."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from app.domain.routes import SequenceRoutes
+from app.errors import NotFound
+from app.stores.objects.folder import FolderStore
+from app.stores.objects.routes import DAY_S, RouteFiles
+
+ID = "session:sample:0:3-1"
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 10 * DAY_S + 5.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> FolderStore:
+    return FolderStore(tmp_path, "secret", "http://x")
+
+
+@pytest.fixture
+def files(store: FolderStore, clock: Clock) -> RouteFiles:
+    return RouteFiles(store, clock)
+
+
+def routes(token: int) -> SequenceRoutes:
+    prompt, sample = np.array([1, 2], np.int32), np.array([token, 4, 5], np.int32)
+    return SequenceRoutes(prompt, np.ones((2, 3, 2), np.uint8), sample, np.full((2, 3, 2), 7, np.uint8))
+
+
+def test_the_newest_routes_of_a_sequence_are_found_with_their_dtypes(files: RouteFiles, clock: Clock) -> None:
+    for token in (8, 9):
+        files.add(ID, routes(token))
+        assert files.find(ID).sample.tolist() == [token, 4, 5]
+    clock.now += DAY_S
+    assert files.find(ID).sample.tolist() == [9, 4, 5]
+    files.add(ID, routes(10))
+    found = files.find(ID)
+    assert (found.sample[0], found.sample_routes.dtype, found.sample_routes.shape) == (10, np.uint8, (2, 3, 2))
+
+
+def test_the_last_sampled_token_has_no_route() -> None:
+    tokens, found = routes(8).part(sampled=True)
+    assert (tokens.tolist(), found[:, 0, 0].tolist()) == ([8, 4, 5], [7, 7, 255])
+    tokens, found = routes(8).part(sampled=False)
+    assert (tokens.tolist(), found[:, 0, 0].tolist()) == ([1, 2], [1, 1])
+
+
+def test_routes_live_for_a_day_at_least_and_two_at_most(files: RouteFiles, clock: Clock, store: FolderStore) -> None:
+    files.add(ID, routes(8))
+    store.put_new("models/kept", b"x")
+    clock.now = 12 * DAY_S - 1  # almost two days later
+    files.remove_old()
+    assert files.find(ID).sample[0] == 8
+    clock.now = 12 * DAY_S
+    with pytest.raises(NotFound):
+        files.find(ID)
+    files.remove_old()
+    assert store.list("") == ["models/kept"]
