@@ -33,8 +33,9 @@ class Stack:
     """A running stack.
 
     `trainer`, `sampler`, `full` and `full_sampler` are TOML lines for the base model's sections; `full` and
-    `full_sampler` exist only if given. `name` is the base model's name. `program` is the module that takes the command
-    line; every process computes with `threads` threads. `tree` is the folder with the code, if it is not this one.
+    `full_sampler` exist only if given. `name` is the base model's name, and `base` are further lines of its own.
+    `program` is the module that takes the command line; every process computes with `threads` threads. `tree` is the
+    folder with the code, if it is not this one.
     """
 
     data_dir: Path
@@ -49,6 +50,7 @@ class Stack:
     full_sampler: str = ""
     tree: Path | None = None
     name: str = BASE
+    base: str = ""
     process: subprocess.Popen[str] | None = None
     url: str = ""
     output: list[str] = field(default_factory=list)
@@ -92,6 +94,7 @@ class Stack:
 name = "{self.name}"
 path = "{self.base_path}"
 dtype = "float32"
+{self.base}
 [base_models.trainer]
 {self.trainer}
 [base_models.sampler]
