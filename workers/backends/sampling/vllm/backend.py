@@ -51,6 +51,8 @@ class VllmSampler:
         patches.repair_stops()
         patches.repair_pieces()
         skeleton = base_model.skeleton(self._settings)
+        if not self._full:
+            vllm_engine.check_experts(self._settings, skeleton)
         dtype = base_model.choose_dtype(
             self._settings.dtype, torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
         )

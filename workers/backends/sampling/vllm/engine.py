@@ -13,13 +13,16 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from pydantic import ValidationError
+from torch import nn
 
 from app.domain.sampling import MAX_TOP
-from app.errors import ServerOpError, SetupError
+from app.errors import ServerOpError, SetupError, UnservableModel
 from app.settings import BaseModelSettings
 from workers.backends.failures import StallDetector
 from workers.backends.sampling.base import Aborted, RequestHandle
 from workers.backends.sampling.vllm.worker import SAMPLER_PID_VARIABLE, Extension
+from workers.models import coverage
 from workers.models.base_model import local_path
 
 T = TypeVar("T")
@@ -31,7 +34,10 @@ _CPU_MEMORY = 4 * 2**30
 
 
 class EngineThread:
-    """Owns the loop and the engine in it. Raises SetupError when the engine does not start."""
+    """Owns the loop and the engine in it.
+
+    Raises UnservableModel when vLLM's build does not take the model, and SetupError when the engine does not start.
+    """
 
     def __init__(self, engine_args: dict[str, Any]) -> None:
         self._stopping = False
@@ -44,7 +50,7 @@ class EngineThread:
             _tell_steps(self.engine, self._stall_detector.progress)
         except Exception as error:
             self._end_loop()
-            raise SetupError(f"vLLM did not start: {error}; see its log") from error
+            raise _explained(error, engine_args) from error
 
     @property
     def alive(self) -> bool:
@@ -119,6 +125,17 @@ class EngineThread:
         self._loop.close()
 
 
+def _explained(error: Exception, engine_args: dict[str, Any]) -> SetupError:
+    """Returns the error of a start. vLLM checks the model and the arguments, before it reads weights, by pydantic."""
+    if not isinstance(error, ValidationError):
+        return SetupError(f"vLLM did not start: {error}; see its log")
+    reason = error.errors()[0]["msg"].removeprefix("Value error, ").partition("\n")[0].partition(" Supported arch")[0]
+    return UnservableModel(
+        f"this build of vLLM does not serve the model {engine_args['model']}: {reason.rstrip('.')}. "
+        "Set sampler.backend to transformers"
+    )
+
+
 def _stopped() -> ServerOpError:
     return ServerOpError("the sampler has stopped: the worker is shutting down")
 
@@ -185,6 +202,19 @@ def check_import() -> None:
         raise SetupError(
             f"vLLM is installed but cannot be imported: {error}; reinstall it, or use transformers"
         ) from error
+
+
+def check_experts(settings: BaseModelSettings, skeleton: nn.Module) -> None:
+    """Raises UnservableModel for a model with experts on a CPU, where vLLM 0.32 dies at its first request.
+
+    With adapters on, vLLM runs experts in Triton alone, even where no adapter sits on them. Its CPU build has no
+    Triton.
+    """
+    if not torch.cuda.is_available() and coverage.has_experts(skeleton):
+        raise UnservableModel(
+            f"base model {settings.name!r} has experts, which vLLM's CPU build does not run beside adapters: set "
+            "sampler.backend to transformers"
+        )
 
 
 def _is_stray(package: str) -> bool:

@@ -3,8 +3,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import transformers
 
 from app.settings import BaseModelSettings
 from workers.backends.sampling.vllm.engine import set_environment
@@ -41,3 +43,29 @@ def test_an_engine_that_dies_does_not_log_what_it_was_asked(run: subprocess.Comp
 def test_vllm_knows_each_variable_and_forks_no_process(run: subprocess.CompletedProcess[str]) -> None:
     assert "unknown: []" in run.stdout
     assert "start method: spawn" in run.stdout
+
+
+START = """
+import json, sys
+from app.errors import UnservableModel
+from app.settings import BaseModelSettings
+from workers.backends.sampling.vllm.engine import EngineThread, engine_args
+try:
+    EngineThread(engine_args(BaseModelSettings(name="n", path=sys.argv[1]), 64, "float32"))
+except UnservableModel as error:
+    print("refused:", error)
+"""
+
+
+def test_a_model_that_vllms_build_does_not_know_is_refused_in_one_line(tmp_path: Path) -> None:
+    config = transformers.LlamaConfig(architectures=["UnheardOfForCausalLM"], num_hidden_layers=1)
+    config.save_pretrained(tmp_path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "environ", dict(os.environ))
+        set_environment(BaseModelSettings(name="n", path=str(tmp_path)))
+        command = [sys.executable, "-c", START, str(tmp_path)]
+        output = subprocess.run(command, capture_output=True, text=True, env=dict(os.environ), check=True).stdout
+    (line,) = (line for line in output.splitlines() if line.startswith("refused:"))
+    assert "UnheardOfForCausalLM" in line
+    assert line.endswith("Set sampler.backend to transformers")
+    assert len(line) < 400

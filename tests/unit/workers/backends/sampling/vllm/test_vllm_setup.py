@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 
 from app.domain.sampling import MAX_TOP
-from app.errors import SetupError
+from app.errors import SetupError, UnservableModel
 from app.settings import BaseModelSettings, SamplerSettings
+from tests.parity import architectures
 from workers.backends.sampling import vllm
-from workers.backends.sampling.vllm.engine import check_install, engine_args, lora_rank
+from workers.backends.sampling.vllm.engine import check_experts, check_install, engine_args, lora_rank
 from workers.backends.sampling.vllm.worker import SAMPLER_PID_VARIABLE
+from workers.models import base_model
 
 
 def install(site: Path, package: str, version: str) -> None:
@@ -71,3 +73,14 @@ def test_the_operators_engine_arguments_win():
 def test_likeliest_tokens_beyond_vllms_own_20_are_given():
     args = engine_args(BaseModelSettings(name="n", path="~/m"), 100, "float32")
     assert args["max_logprobs"] == MAX_TOP >= 100
+
+
+@pytest.mark.parametrize("case", ["qwen3", "qwen3-moe", "llama4"])
+def test_a_model_with_experts_is_refused_on_a_cpu(case: str, tmp_path: Path) -> None:
+    settings = BaseModelSettings(name="n", path=str(architectures.build(case, tmp_path)))
+    skeleton = base_model.skeleton(settings)
+    if case == "qwen3":
+        check_experts(settings, skeleton)
+        return
+    with pytest.raises(UnservableModel, match=r"'n' has experts.* set sampler\.backend to transformers"):
+        check_experts(settings, skeleton)
