@@ -62,8 +62,10 @@ class TrainerSettings(_Section):
         ge=0,
         description="wait of a shared pass for recently active models, or a fifth of the last pass if longer; 0: none",
     )
-    activation_checkpointing: bool = Field(
-        False, description="compute layers again in the backward pass: needs far less memory and a third more time"
+    activation_checkpointing: bool | Literal["auto"] = Field(
+        "auto",
+        description="compute layers again in the backward pass: needs far less memory and a third more time; auto: "
+        "only in a pass that would not fit in memory",
     )
     rank_deadline_s: float = Field(
         600.0, gt=0, description="a rank group restarts after a pass without progress for this long"

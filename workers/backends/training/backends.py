@@ -112,7 +112,7 @@ class DeepSpeedBackend(Trainer):
         if in_step and not trained:
             # Else a pass over an adapter on the upper layers alone would gather fewer layers than another rank's.
             base.model.enable_input_require_grads()
-        hidden_states = HiddenStates(base.model, trainer)
+        hidden_states = HiddenStates(base.model, trainer, ranks.greatest if in_step else int)
         return DeepSpeedEngine(
             base=base,
             hidden_states=hidden_states,

@@ -8,22 +8,20 @@ argument of the model's forward. transformers makes no mask for a name that it d
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
-import torch.utils.checkpoint
 from torch import Tensor, nn
 from transformers import AttentionInterface
-from transformers.modeling_layers import GradientCheckpointingLayer
 
-from app.errors import SetupError
 from app.settings import TrainerSettings
-from workers.backends.training import packing
+from workers.backends.training import blockwise, packing
 from workers.backends.training.lm_head import LmHead, LogitRule, WeightGradient, logit_rule
+from workers.backends.training.memory import Activations
 from workers.backends.training.packing import Run, runs_of
 from workers.backends.training.ranks import RankGroup
 from workers.models import images, lora, quantized, routers
@@ -125,8 +123,8 @@ class HiddenStates(nn.Module):
     `packed`: datums lie end to end and no token is padding. Otherwise datums are padded on the right to the longest.
     """
 
-    def __init__(self, model: Any, trainer: TrainerSettings) -> None:
-        """Prepares `model`, a transformers PreTrainedModel.
+    def __init__(self, model: Any, trainer: TrainerSettings, agreed: Callable[[int], int] = int) -> None:
+        """Prepares `model`, a transformers PreTrainedModel. `agreed`: see Activations.
 
         From here on, a known model computes attention with workers/backends/training/engine.py. Raises SetupError
         when `trainer` wants activation checkpointing and the model has no layers made for it.
@@ -138,8 +136,7 @@ class HiddenStates(nn.Module):
             model.set_attn_implementation({_text_config(model.config): NAME})
             packing.prepare(model)
         routers.wrap(model)
-        if trainer.activation_checkpointing:
-            _checkpoint_layers(model)
+        self._activations = Activations(model, trainer.activation_checkpointing, agreed)
 
     def forward(
         self,
@@ -156,11 +153,25 @@ class HiddenStates(nn.Module):
         `picture`: the images among the tokens. `routes`: the tokens' experts, int64 [T, layers, top_k], as
         `routers.use` takes them.
         """
-        if picture is None and not self.packed:
+        count = len(tokens) if self.packed else len(lengths) * max(lengths)
+        with self._activations.during(count, tokens.device, partial(self._probe, tokens.device)):
+            if picture is not None:
+                with routers.use(routes):
+                    return self._seen(tokens, lengths, owners, picture)
+            return self._run(tokens, lengths, owners, hidden, routes)
+
+    def _probe(self, device: torch.device, count: int) -> None:
+        """Runs `count` tokens through the base as if an adapter were on its first layer."""
+        hook = self.model.get_input_embeddings().register_forward_hook(lambda *call: call[-1].requires_grad_())
+        self._run(torch.zeros(count, dtype=torch.int64, device=device), [count], [(None, 1)], True, None)
+        hook.remove()
+
+    def _run(
+        self, tokens: Tensor, lengths: Sequence[int], owners: Owners, hidden: bool, routes: Tensor | None
+    ) -> Tensor:
+        if not self.packed:
             return self._padded(tokens, lengths, owners, hidden, routes)
         with routers.use(routes):
-            if picture is not None:
-                return self._seen(tokens, lengths, owners, picture)
             return self._packed(tokens, lengths, owners)
 
     def _packed(self, tokens: Tensor, lengths: Sequence[int], owners: Owners) -> Tensor:
@@ -203,36 +214,6 @@ def _spread(routes: Tensor, real: Tensor) -> Tensor:
     spread = routes.new_full((*real.shape, *routes.shape[1:]), routers.NO_ROUTE)
     spread[real] = routes
     return spread.flatten(0, 1)
-
-
-def _checkpoint_layers(model: Any) -> None:
-    """Keeps only a layer's input from forward to backward, which then runs the layer again under the same adapters and
-    routes.
-
-    Only the layers themselves go to train mode, not their submodules: there is no dropout here.
-    """
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    if not layers:
-        raise SetupError(f"{type(model).__name__} does not support trainer.activation_checkpointing; turn it off")
-    call = partial(
-        torch.utils.checkpoint.checkpoint, use_reentrant=False, context_fn=_contexts, preserve_rng_state=False
-    )
-    for layer in layers:
-        layer.training, layer.gradient_checkpointing = True, True
-        layer._gradient_checkpointing_func = call
-
-
-def _contexts() -> tuple[Any, Any]:
-    """Returns the contexts of forward and recomputation. The second is needed because the autograd thread of a GPU has
-    context variables of its own.
-    """
-    return nullcontext(), _as_in(lora.in_use(), routers.in_use())
-
-
-@contextmanager
-def _as_in(adapters: lora.Segments, routes: routers.Request) -> Iterator[None]:
-    with lora.use(adapters), routers.use(routes):
-        yield
 
 
 def _segments(owners: Owners, lengths: Sequence[int]) -> list[tuple[Adapter | None, int]]:
@@ -293,11 +274,18 @@ def _attend(
 ) -> Tensor:
     """Returns attention [datums, heads, length, E]."""
     length = q.shape[2]
-    windowed = window is not None and window < length
+    window = window if window is not None and window < length else None
     fast_plain = q.device.type == "cpu" and q.dtype is torch.bfloat16 and length <= _PLAIN_UP_TO
+    attention: blockwise.Attend = partial(_fused, scaling=scaling, window=window)
     if softcap is not None or sinks is not None or fast_plain:
-        return _plain(q, k, v, scaling, window if windowed else None, softcap, sinks)
-    mask = _visible(length, window, q.device) if windowed else None
+        attention = partial(_plain, scaling=scaling, window=window, softcap=softcap, sinks=sinks)
+    if (softcap is None and sinks is None and window is None) or length <= blockwise.KEPT_UP_TO:
+        return attention(q, k, v)
+    return blockwise.attend(attention, q, k, v, window)
+
+
+def _fused(q: Tensor, k: Tensor, v: Tensor, *, scaling: float, window: int | None) -> Tensor:
+    mask = None if window is None else _visible(q.shape[2], k.shape[2], window, q.device)
     return nn.functional.scaled_dot_product_attention(
         q, k, v, mask, is_causal=mask is None, scale=scaling, enable_gqa=True
     )
@@ -307,6 +295,7 @@ def _plain(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    *,
     scaling: float,
     window: int | None,
     softcap: float | None,
@@ -314,11 +303,11 @@ def _plain(
 ) -> Tensor:
     """Computes softmax(q kᵀ · scaling) v. The query heads that share a key head are further rows of one product."""
     count, heads, length, width = q.shape
-    kv_heads = k.shape[1]
+    kv_heads, columns = k.shape[1:3]
     rows = q.reshape(count * kv_heads, heads // kv_heads * length, width)
-    keys, values = (tensor.reshape(count * kv_heads, length, -1) for tensor in (k, v))
-    hidden = torch.zeros(length, length, dtype=q.dtype, device=q.device)
-    hidden.masked_fill_(~_visible(length, window, q.device), float("-inf"))
+    keys, values = (tensor.reshape(count * kv_heads, columns, -1) for tensor in (k, v))
+    hidden = torch.zeros(length, columns, dtype=q.dtype, device=q.device)
+    hidden.masked_fill_(~_visible(length, columns, window, q.device), float("-inf"))
     bias = hidden.repeat(heads // kv_heads, 1)
     if softcap is None:
         scores = torch.baddbmm(bias, rows, keys.transpose(1, 2), alpha=scaling)
@@ -332,7 +321,11 @@ def _plain(
     return torch.bmm(shares, values).view(count, heads, length, -1)
 
 
-def _visible(length: int, window: int | None, device: torch.device) -> Tensor:
-    """Returns bool [length, length]: True where row i sees column j, that is j <= i and i - j < window."""
-    seen = torch.ones(length, length, dtype=torch.bool, device=device).tril_()
-    return seen if window is None else seen.triu_(1 - window)
+def _visible(rows: int, columns: int, window: int | None, device: torch.device) -> Tensor:
+    """Returns bool [rows, columns]: True where a row's token sees a column's, itself or one of the window - 1 before.
+
+    The last row is the token of the last column.
+    """
+    own = columns - rows
+    seen = torch.ones(rows, columns, dtype=torch.bool, device=device).tril_(own)
+    return seen if window is None else seen.triu_(own + 1 - window)

@@ -62,6 +62,7 @@ class PolicyOutputs:
             entropies.append(scored.entropy)
             if keep and len(hidden) * scored.exps.shape[1] <= _KEPT_ELEMENTS:
                 self._kept.append(scored)
+            del scored  # else two chunks' logits are in memory at once
         self.scores = torch.cat(found)
         self.entropy = torch.cat([one for one in entropies if one is not None]) if entropy else None
 

@@ -67,6 +67,14 @@ class RankGroup:
         dist.all_reduce(votes, group=self.control)
         return int(votes)
 
+    def greatest(self, mine: int) -> int:
+        """Returns the greatest `mine` of all ranks. A collective."""
+        if self.size == 1:
+            return mine
+        found = torch.tensor([mine])
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self.control)
+        return int(found)
+
     def send(self, message: bytes) -> None:
         """Sends `message` to the `receive` of every other rank."""
         if self.size > 1:

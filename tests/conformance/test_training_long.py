@@ -1,0 +1,36 @@
+"""A datum of 32,768 tokens trains in memory that grows neither with its square nor with length times vocabulary."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.conformance.training_long import LENGTH
+
+ROOT = Path(__file__).parents[2]
+DEADLINE_S = 600
+# A token needs 4.5 KB here. The square of the length would need 4 GB.
+BOUND = LENGTH * 6144
+WIDE = 16_384
+CHUNK = 256 * WIDE * 4
+
+
+def needed(case: str, folder: Path, vocabulary: int) -> int:
+    command = [sys.executable, "-m", "tests.conformance.training_long", case, str(folder), str(vocabulary)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return int(done.stdout.splitlines()[-1])
+
+
+def test_a_long_datum_trains_within_a_bound_that_does_not_grow_with_the_vocabulary(tmp_path: Path) -> None:
+    found = needed("llama", tmp_path / "narrow", 320)
+    assert found < BOUND
+    # The head's weight was there before the pass.
+    assert needed("llama", tmp_path / "wide", WIDE) < found + 1.5 * CHUNK
+
+
+def test_a_long_datum_of_a_model_with_a_sliding_window_trains_within_the_same_bound(tmp_path: Path) -> None:
+    assert needed("window", tmp_path / "base", 320) < BOUND

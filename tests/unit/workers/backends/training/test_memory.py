@@ -1,0 +1,127 @@
+"""The choice of what layers keep, and its effect: results of the same bits from less memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from app.domain.ops import ForwardBackward, LoraSpec
+from app.errors import SetupError
+from app.settings import BaseModelSettings
+from tests.models import tiny_qwen3
+from tests.parity.datums import batch, supervised
+from workers.backends.training import backends, memory
+from workers.backends.training.base import Create
+from workers.backends.training.memory import Activations, Footprint, Kept, choose
+from workers.backends.training.trainer import Trainer
+
+# 10 layers of 100 bytes a token, with inputs of 10.
+FOOTPRINT = Footprint(whole=1000, inputs=100, layers=10)
+SHORT, LONG = (9, 30, 4), (9, 400)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "free", "host", "wanted"),
+    [
+        (60, 100_000, True, Kept.ALL),
+        (61, 100_000, True, Kept.INPUTS),
+        (300, 100_000, True, Kept.INPUTS),
+        (301, 100_000, True, Kept.INPUTS_ON_HOST),
+        (301, 100_000, False, Kept.INPUTS),
+        (1, 0, True, Kept.INPUTS_ON_HOST),
+        (10**9, 100_000, False, Kept.INPUTS),
+    ],
+)
+def test_the_choice_keeps_as_much_as_six_tenths_of_the_free_memory_hold(
+    tokens: int, free: int, host: bool, wanted: Kept
+) -> None:
+    assert choose(tokens, FOOTPRINT, free, host=host) == wanted
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_qwen3(tmp_path_factory.mktemp("base"))
+
+
+def opened(base: Path, setting: bool | str) -> Trainer:
+    torch.set_num_threads(1)
+    trainer = {"backend": "torch", "activation_checkpointing": setting, "micro_batch_tokens": 64}
+    backend = backends.create(BaseModelSettings(name="tiny", path=str(base), dtype="float32", trainer=trainer))
+    backend.open()
+    backend.apply({"m": Create(LoraSpec(rank=4, seed=1))})
+    return backend
+
+
+def results(backend: Trainer) -> dict[str, bytes]:
+    """Two passes, of short datums and of a long one beside a short one: the logprobs and the gradients, as bytes."""
+    found = {}
+    for turn, lengths in enumerate((SHORT, LONG)):
+        output = backend.apply({"m": ForwardBackward(batch(supervised(turn, lengths)), "cross_entropy")})["m"]
+        found[f"{turn}"] = output.logprobs.values.tobytes()
+    return found | {name: gradient.tobytes() for name, gradient in backend.gradients("m").items()}
+
+
+def computed_again(monkeypatch: pytest.MonkeyPatch) -> list[Kept]:
+    """The choices of all later passes."""
+    found: list[Kept] = []
+
+    def noted(*args: object, **settings: bool) -> Kept:
+        found.append(choose(*args, **settings))  # type: ignore[arg-type]
+        return found[-1]
+
+    monkeypatch.setattr(memory, "choose", noted)
+    return found
+
+
+def test_only_a_pass_that_does_not_fit_is_computed_again_and_all_bits_are_the_same(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = results(opened(base, False))
+    assert results(opened(base, True)) == wanted
+    chosen = computed_again(monkeypatch)
+    assert results(opened(base, "auto")) == wanted
+    assert chosen == [Kept.ALL] * 3
+    # The activations of some 100 to 300 tokens of this model fit.
+    monkeypatch.setattr(memory, "free_memory", lambda device: 2**21)
+    chosen.clear()
+    assert results(opened(base, "auto")) == wanted
+    assert chosen == [Kept.ALL, Kept.INPUTS, Kept.ALL]
+
+
+def test_inputs_that_lie_in_host_memory_change_no_bit(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = results(opened(base, False))
+    moved = []
+    packed = torch.autograd.graph.save_on_cpu
+
+    def counted(**settings: bool) -> object:
+        moved.append(settings)
+        return packed(**settings)
+
+    monkeypatch.setattr(torch.autograd.graph, "save_on_cpu", counted)
+    monkeypatch.setattr(memory, "choose", lambda *_, **__: Kept.INPUTS_ON_HOST)
+    assert results(opened(base, "auto")) == wanted
+    assert len(moved) == 3
+
+
+def test_a_model_without_such_layers_runs_with_auto_and_is_refused_with_true() -> None:
+    model = torch.nn.Module()
+    model.config = type("Config", (), {"get_text_config": lambda self: self})()  # type: ignore[assignment]
+    Activations(model, "auto").during(1, torch.device("cpu"), print)
+    with pytest.raises(SetupError, match=r"Module does not support trainer\.activation_checkpointing"):
+        Activations(model, True)
+
+
+def test_free_memory_is_at_most_what_the_container_may_still_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
+    whole = memory.free_memory(torch.device("cpu"))
+    (tmp_path / "memory.max").write_text("max\n")
+    assert memory.free_memory(torch.device("cpu")) > whole / 2
+    (tmp_path / "memory.max").write_text("3000\n")
+    (tmp_path / "memory.current").write_text("1000\n")
+    assert memory.free_memory(torch.device("cpu")) == 2000
+    monkeypatch.setenv("LOCAL_SIZE", "2")
+    assert memory.free_memory(torch.device("cpu")) == 1000
