@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.conformance.training_long import LENGTH
 
 ROOT = Path(__file__).parents[2]
@@ -32,5 +34,8 @@ def test_a_long_datum_trains_within_a_bound_that_does_not_grow_with_the_vocabula
     assert needed("llama", tmp_path / "wide", WIDE) < found + 1.5 * CHUNK
 
 
-def test_a_long_datum_of_a_model_with_a_sliding_window_trains_within_the_same_bound(tmp_path: Path) -> None:
-    assert needed("window", tmp_path / "base", 320) < BOUND
+@pytest.mark.parametrize(("case", "bound"), [("window", BOUND), ("hybrid", 2 * BOUND)])
+def test_a_long_datum_of_a_window_or_a_recurrent_layer_trains_within_a_bound(
+    tmp_path: Path, case: str, bound: int
+) -> None:
+    assert needed(case, tmp_path / "base", 320) < bound

@@ -10,6 +10,7 @@ from typing import Any
 
 _DTYPES = ["auto", "float32", "bfloat16", "nf4", "int8", "fp8"]
 _DEVICES = {"default": [], "items": {"minimum": 0, "type": "integer"}, "type": "array"}
+_OR_AUTO = {"anyOf": [{"type": "boolean"}, {"const": "auto", "type": "string"}], "default": "auto"}
 _CHECKPOINT = "/api/v1/training_runs/{run}/checkpoints/{kind}/{name}"
 # Only summaries and descriptions of these differ: they are in plainer words.
 _REWORDED = {
@@ -56,8 +57,13 @@ CHANGED: dict[str, dict[str, Any]] = {
         **{f"base_models.{section}.devices": _DEVICES for section in ("trainer", "full", "sampler", "full_sampler")},
         "base_models.max_rank": {"default": 128, "minimum": 1, "type": "integer"},
         "base_models.dtype": {"default": "auto", "enum": _DTYPES, "type": "string"},
+        # It was false, and a long datum ran out of memory.
+        **{f"base_models.{section}.activation_checkpointing": _OR_AUTO for section in ("trainer", "full")},
     },
-    "setting values": {"base_models[0].max_rank": 128},
+    "setting values": {
+        "base_models[0].max_rank": 128,
+        **{f"base_models[0].{section}.activation_checkpointing": "auto" for section in ("trainer", "full")},
+    },
     # A checkpoint's answer also has its base model; a served model's has what adapters cover, and who refuses it.
     # Uploads are a group of routes of their own.
     "openapi": {

@@ -1,4 +1,4 @@
-"""What autograd keeps of a pass between forward and backward, chosen from the pass's tokens and the memory there is.
+"""The choice of what autograd keeps of a pass: made from the number of its tokens and the memory that is free.
 
 A layer keeps all of its activations, or its input alone and computes the rest again in the backward pass, or its input
 in host memory. The same operations run in each case, so on a CPU the results have the same bits.
