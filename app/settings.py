@@ -38,6 +38,9 @@ class TrainerSettings(_Section):
     backend: Literal["deepspeed", "torch"] = Field("deepspeed", description="torch is the one-process reference")
     count: int = Field(1, ge=1, description="trainer workers (rank groups) on this machine")
     ranks: int = Field(1, ge=1, description="processes in one rank group; more than 1 needs deepspeed")
+    sequence_parallel: int = Field(
+        1, ge=1, description="ranks that share the tokens of each micro-batch; must divide `ranks`"
+    )
     hostfile: str = Field(
         "",
         description="DeepSpeed hostfile (lines 'host slots=n') of the ranks, rank 0 on the first; empty: this machine",

@@ -56,12 +56,18 @@ def model_path(base: BaseModelSettings) -> None:
 
 
 def ranks(base: BaseModelSettings) -> None:
-    """Checks that the torch trainer has one process, and that each rank has its own GPU if GPUs are named."""
+    """Checks that the torch trainer has one process, that its ranks can share tokens, and that each has its own GPU if
+    GPUs are named."""
     for trainer in (base.trainer, base.full):
         if trainer is not None and trainer.backend == "torch" and trainer.ranks > 1:
             raise SetupError(
                 f"base model {base.name!r}: the torch trainer runs in one process, not in {trainer.ranks} ranks; use "
                 "--ranks 1 or --trainer deepspeed"
+            )
+        if trainer is not None and trainer.ranks % trainer.sequence_parallel:
+            raise SetupError(
+                f"base model {base.name!r}: trainer.sequence_parallel is {trainer.sequence_parallel} for "
+                f"{trainer.ranks} ranks; the ranks must be a multiple of it"
             )
         if trainer is not None and trainer.devices and not trainer.hostfile:
             named = len(set(trainer.devices))

@@ -1,4 +1,7 @@
-"""Groups of two ranks. Each rank is forked from a process that has imported torch and DeepSpeed, which takes 5 s."""
+"""Groups of ranks, two unless more are wanted.
+
+Each rank is forked from a process that has imported torch and DeepSpeed, which takes 5 s.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +19,13 @@ _HEAVY = [
 ]
 
 
-def run_group(main: Callable[..., object], *arguments: str) -> list[int | None]:
-    """Exit codes of two ranks that run it; None for a rank that did not end in time."""
+def run_group(main: Callable[..., object], *arguments: str, size: int = 2) -> list[int | None]:
+    """Exit codes of the ranks that run it; None for a rank that did not end in time."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_HEAVY)
-    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
-    places = [{**place, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    place = {"WORLD_SIZE": str(size), **address, "OMP_NUM_THREADS": "1"}
+    places = [{**place, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
     ranks = [context.Process(target=_run, args=(place, main, arguments)) for place in places]
     try:
         for rank in ranks:

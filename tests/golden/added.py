@@ -102,6 +102,8 @@ ADDED: dict[str, set[str]] = {
     "keys left behind": {"tinsmith:checkpoints_of:"},
     # Keys that start so and are now deleted before they expire; every version does without them.
     "keys deleted": {"tinsmith:home:"},
+    "settings": {f"base_models.{section}.sequence_parallel" for section in ("trainer", "full")},
+    "setting values": {f"base_models[0].{section}.sequence_parallel" for section in ("trainer", "full")},
     # Each process has its own.
     "broker options": {"max_retries", "interval_start", "interval_step", "interval_max"},
 }

@@ -31,6 +31,7 @@ from app.settings import BaseModelSettings, TrainerSettings
 from workers.backends.training import packing
 from workers.backends.training.engine import Engine, HiddenStates, TorchEngine, elements_held
 from workers.backends.training.ranks import COMPUTE_DEADLINE, RankGroup, control_group, default_environment
+from workers.backends.training.sequence_parallel import SequenceGroup
 from workers.backends.training.trainer import Trainer
 from workers.models import base_model
 from workers.models.base_model import LoadedBase
@@ -54,6 +55,7 @@ class TorchBackend(Trainer):
     def start_engine(self) -> Engine:
         if self._settings.trainer.ranks > 1:
             raise SetupError("the torch trainer supports one rank only; set trainer.backend to deepspeed for more")
+        SequenceGroup.of(RankGroup(), self._settings.trainer.sequence_parallel)
         base = base_model.load(self._settings, rank_device(self._settings.trainer))
         trained = self.prepare(base)
         hidden_states = HiddenStates(base.model, self._settings.trainer)
@@ -108,11 +110,13 @@ class DeepSpeedBackend(Trainer):
         ranks = _join(trainer, device)
         base = base_model.load(self._settings, device)
         trained = self.prepare(base)
-        in_step = trainer.zero_stage == 3 and ranks.size > 1
+        sequence = SequenceGroup.of(ranks, trainer.sequence_parallel)
+        in_step = (trainer.zero_stage == 3 and ranks.size > 1) or sequence.size > 1
         if in_step and not trained:
-            # Else a pass over an adapter on the upper layers alone would gather fewer layers than another rank's.
+            # Else a pass over an adapter on the upper layers alone would gather fewer layers than another rank's, and
+            # tokens without an adapter would send nothing back to the ranks that share their datum.
             base.model.enable_input_require_grads()
-        hidden_states = HiddenStates(base.model, trainer, ranks.greatest if in_step else int)
+        hidden_states = HiddenStates(base.model, trainer, ranks.greatest if in_step else int, sequence)
         return DeepSpeedEngine(
             base=base,
             hidden_states=hidden_states,
@@ -122,6 +126,7 @@ class DeepSpeedBackend(Trainer):
             shards_optimizer=trainer.zero_stage > 0,
             shards_gradients=trainer.zero_stage > 1,
             in_step=in_step,
+            sequence=sequence,
         )
 
 

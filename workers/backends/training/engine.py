@@ -19,15 +19,17 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from app.settings import TrainerSettings
-from workers.backends.training import blockwise, packing
+from workers.backends.training import blockwise, packing, sequence_parallel
 from workers.backends.training.lm_head import LmHead, LogitRule, WeightGradient, logit_rule
 from workers.backends.training.memory import Activations
 from workers.backends.training.packing import Run, runs_of
 from workers.backends.training.ranks import RankGroup
+from workers.backends.training.sequence_parallel import ALONE, SequenceGroup
 from workers.models import images, lora, quantized, routers
 from workers.models.base_model import LoadedBase
 from workers.models.images import Picture
 from workers.models.lora import Adapter, LoraLinear
+from workers.models.routers import NO_ROUTE
 
 _HEAD = "lm_head"
 _BODY = "model"
@@ -46,7 +48,8 @@ class Engine(ABC):
 
     `trained`: the base's own parameters by name, in full fine-tuning. `shards_optimizer`: the ranks split each model's
     optimizer state, and with `shards_gradients` the gradients of the base's parameters. `in_step`: every rank must run
-    the same number of passes, because a forward or backward is itself a collective.
+    the same number of passes, because a forward or backward is itself a collective. `sequence`: the ranks that share
+    each micro-batch.
     """
 
     base: LoadedBase
@@ -56,6 +59,7 @@ class Engine(ABC):
     shards_optimizer: bool = False
     shards_gradients: bool = False
     in_step: bool = False
+    sequence: SequenceGroup = ALONE
     head_gradient: WeightGradient = field(default_factory=WeightGradient)
 
     @contextmanager
@@ -123,17 +127,31 @@ class HiddenStates(nn.Module):
     `packed`: datums lie end to end and no token is padding. Otherwise datums are padded on the right to the longest.
     """
 
-    def __init__(self, model: Any, trainer: TrainerSettings, agreed: Callable[[int], int] = int) -> None:
-        """Prepares `model`, a transformers PreTrainedModel. `agreed`: see Activations.
+    def __init__(
+        self,
+        model: Any,
+        trainer: TrainerSettings,
+        agreed: Callable[[int], int] = int,
+        sequence: SequenceGroup = ALONE,
+    ) -> None:
+        """Prepares `model`, a transformers PreTrainedModel. `agreed`: see Activations. `sequence`: ranks that share the
+        tokens of every forward.
 
         From here on, a known model computes attention with workers/backends/training/engine.py. Raises SetupError
-        when `trainer` wants activation checkpointing and the model has no layers made for it.
+        when `trainer` wants activation checkpointing and the model has no layers made for it, or when the ranks cannot
+        share its tokens.
         """
         super().__init__()
         self.model = model
         self.packed = logit_rule(model) is not None
+        self._sequence = sequence
+        name = NAME
+        if sequence.size > 1:
+            sequence_parallel.check(model, sequence.size, packed=self.packed)
+            name = sequence_parallel.NAME
+            AttentionInterface.register(name, sequence_parallel.over_ranks(packed_attention, sequence))
         if self.packed:
-            model.set_attn_implementation({_text_config(model.config): NAME})
+            model.set_attn_implementation({_text_config(model.config): name})
             packing.prepare(model)
         routers.wrap(model)
         self._activations = Activations(model, trainer.activation_checkpointing, agreed)
@@ -151,7 +169,7 @@ class HiddenStates(nn.Module):
         """Maps int64 [T], the datums' tokens end to end, to [T, hidden size], or to [T, vocabulary] unless `hidden`.
 
         `picture`: the images among the tokens. `routes`: the tokens' experts, int64 [T, layers, top_k], as
-        `routers.use` takes them.
+        `routers.use` takes them. Ranks that share the tokens get their own rows of the result.
         """
         count = len(tokens) if self.packed else len(lengths) * max(lengths)
         with self._activations.during(count, tokens.device, partial(self._probe, tokens.device)):
@@ -171,16 +189,21 @@ class HiddenStates(nn.Module):
     ) -> Tensor:
         if not self.packed:
             return self._padded(tokens, lengths, owners, hidden, routes)
-        with routers.use(routes):
-            return self._packed(tokens, lengths, owners)
+        return self._packed(tokens, lengths, owners, routes)
 
-    def _packed(self, tokens: Tensor, lengths: Sequence[int], owners: Owners) -> Tensor:
+    def _packed(self, tokens: Tensor, lengths: Sequence[int], owners: Owners, routes: Tensor | None) -> Tensor:
+        own = self._sequence.own(len(tokens))
+        if missing := self._sequence.missing(len(tokens)):  # a datum of its own, so that no other one sees it
+            tokens, lengths = nn.functional.pad(tokens, (0, missing)), [*lengths, missing]
+        rows = self._sequence.own(len(tokens))
         positions = torch.cat([torch.arange(length, device=tokens.device) for length in lengths])
-        with lora.use(_segments(owners, lengths)):
+        segments = list(lora.within([*_segments(owners, lengths), (None, missing)], rows))
+        given = None if routes is None else nn.functional.pad(routes, (0, 0) * 2 + (0, missing), value=NO_ROUTE)[rows]
+        with lora.use(segments), routers.use(given):
             output = self.model.get_submodule(_BODY)(
-                tokens[None], position_ids=positions[None], use_cache=False, runs=runs_of(lengths)
+                tokens[None, rows], position_ids=positions[None, rows], use_cache=False, runs=runs_of(lengths)
             )
-        return output.last_hidden_state[0]  # type: ignore[no-any-return]
+        return output.last_hidden_state[0, : own.stop - own.start]  # type: ignore[no-any-return]
 
     def _seen(self, tokens: Tensor, lengths: Sequence[int], owners: Owners, picture: Picture) -> Tensor:
         """The same as `_packed` with images: the language model gets embeddings in the place of tokens."""
@@ -211,7 +234,7 @@ def _text_config(config: Any) -> str:
 
 def _spread(routes: Tensor, real: Tensor) -> Tensor:
     """The routes [T, layers, top_k] of real tokens among those of padding, [rows · longest, layers, top_k]."""
-    spread = routes.new_full((*real.shape, *routes.shape[1:]), routers.NO_ROUTE)
+    spread = routes.new_full((*real.shape, *routes.shape[1:]), NO_ROUTE)
     spread[real] = routes
     return spread.flatten(0, 1)
 

@@ -54,7 +54,7 @@ class PolicyOutputs:
         self._head, self._hidden, self._targets, self._segments = head, hidden, targets, segments
         self._kept: list[Scored] = []
         step = CHUNK_ROWS[hidden.device.type]
-        self._chunks = [slice(start, min(start + step, len(hidden))) for start in range(0, len(hidden), step)]
+        self._chunks = [slice(start, min(start + step, len(hidden))) for start in range(0, max(1, len(hidden)), step)]
         found, entropies = [], []
         for rows in self._chunks:
             scored = head.score(hidden[rows], targets[rows], list(lora.within(self._segments, rows)), entropy=entropy)
@@ -99,7 +99,8 @@ class ValueOutputs:
 
     def __init__(self, hidden: Tensor, segments: Segments) -> None:
         self._hidden, self._segments = hidden, segments
-        self.scores = torch.cat([hidden[rows].float() @ head.t() for head, rows in self._heads()])
+        none = hidden.new_zeros(0, 1, dtype=torch.float32)
+        self.scores = torch.cat([none, *(hidden[rows].float() @ head.t() for head, rows in self._heads())])
 
     def gradient(self, seed: Tensor) -> Tensor:
         """Returns the gradient in `hidden`, of its dtype, from the gradient in the values, fp32 [T, 1].
@@ -135,6 +136,7 @@ class Pass:
         self._engine = engine
         self._jobs = jobs
         self._device = engine.base.device
+        self._sequence = engine.sequence
         self._backward = not jobs[0].op.forward_only
         self._critics = jobs[0].critic
         lengths = [job.tokens.lengths for job in jobs]
@@ -146,10 +148,11 @@ class Pass:
 
         `progress` is called after each micro-batch.
         """
-        ranks = self._engine.ranks
-        rounds = -(-len(self._batches) // ranks.size)
+        ranks, sharing = self._engine.ranks, self._sequence.size
+        groups = ranks.size // sharing
+        rounds = -(-len(self._batches) // groups)
         for i in range(rounds):
-            mine = i * ranks.size + ranks.rank
+            mine = i * groups + ranks.rank // sharing
             if mine < len(self._batches):
                 self._run(self._batches[mine])
             elif self._engine.in_step:
@@ -175,11 +178,14 @@ class Pass:
             )
         gradient = torch.zeros_like(hidden, requires_grad=False) if self._backward else None
         with torch.no_grad(), self._outputs() as outputs_of:
-            for rows, block in batch.blocks(CHUNK_ROWS[self._device.type]):
+            # Ranks that share the tokens run the head at the same time, so all of their rows are one block.
+            limit = CHUNK_ROWS[self._device.type] if self._sequence.size == 1 else len(tokens)
+            for rows, block in batch.blocks(limit):
                 outputs = outputs_of(block, hidden[rows])
-                seed = self._losses(block, outputs.scores, outputs.entropy)
+                scores, entropy = self._assembled(block, outputs)
+                seed = self._losses(block, scores, entropy)
                 if gradient is not None:
-                    gradient[rows] = outputs.gradient(seed)
+                    gradient[rows] = outputs.gradient(seed[self._own(block)])
         if hidden.requires_grad:
             hidden.backward(gradient)
 
@@ -222,14 +228,25 @@ class Pass:
 
     def _logprobs(self, head: LmHead, block: MicroBatch, hidden: Tensor) -> PolicyOutputs:
         asked = any(asks_entropy(self._jobs[share.op].op) for share in block.shares)
-        targets = self._targets(block)
+        targets = self._targets(block)[self._own(block)]
         return PolicyOutputs(head, hidden, targets, self._owners(block), keep=self._backward, entropy=asked)
 
     def _values(self, block: MicroBatch, hidden: Tensor) -> ValueOutputs:
         return ValueOutputs(hidden, self._owners(block))
 
     def _owners(self, block: MicroBatch) -> list[tuple[Adapter | None, int]]:
-        return [(self._jobs[share.op].adapter, share.tokens) for share in block.shares]
+        """Returns the segments of this rank's rows."""
+        owners = [(self._jobs[share.op].adapter, share.tokens) for share in block.shares]
+        return list(lora.within(owners, self._own(block)))
+
+    def _assembled(self, block: MicroBatch, outputs: PolicyOutputs | ValueOutputs) -> tuple[Tensor, Tensor | None]:
+        """Returns the scores and the entropy of all of the block's tokens."""
+        count = sum(block.lengths)
+        entropy = None if outputs.entropy is None else self._sequence.assembled(outputs.entropy, count)
+        return self._sequence.assembled(outputs.scores, count), entropy
+
+    def _own(self, block: MicroBatch) -> slice:
+        return self._sequence.own(sum(block.lengths))
 
     def _targets(self, block: MicroBatch) -> Tensor:
         """Returns int64 [T, widest K], 0 where a datum's K is smaller."""
@@ -296,9 +313,12 @@ class Pass:
             job.state.collect()
 
     def _gather(self) -> None:
-        """Gathers by a sum, exact to the bit: each datum was computed on one rank and is zero on the others."""
-        ranks = self._engine.ranks
-        ranks.sum_([found for job in self._jobs for found in (job.scores, *job.datums.values())])
+        """Gathers by a sum, exact to the bit: each datum counts on one rank and is zero on the others."""
+        found = [found for job in self._jobs for found in (job.scores, *job.datums.values())]
+        if self._sequence.rank:  # the first rank of the group has the same
+            for one in found:
+                one.zero_()
+        self._engine.ranks.sum_(found)
         if self._backward:
             for job in self._jobs:
                 job.state.sum_found()

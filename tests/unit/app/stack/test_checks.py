@@ -63,6 +63,12 @@ def test_the_torch_trainer_has_no_ranks():
     checks.ranks(base_model(trainer=TrainerSettings(backend="deepspeed", ranks=2)))
 
 
+def test_ranks_that_share_tokens_come_in_whole_groups() -> None:
+    checks.ranks(base_model(trainer=TrainerSettings(ranks=4, sequence_parallel=2)))
+    with pytest.raises(SetupError, match=r"trainer\.sequence_parallel is 2 for 3 ranks"):
+        checks.ranks(base_model(trainer=TrainerSettings(ranks=3, sequence_parallel=2)))
+
+
 @pytest.mark.parametrize(("devices", "ranks"), [((0,), 2), ((0, 0), 2), ((0, 0), 1)])
 def test_each_rank_needs_a_gpu_of_its_own_where_gpus_are_named(devices, ranks):
     trainer = TrainerSettings(devices=devices, ranks=ranks)
