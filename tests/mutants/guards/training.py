@@ -20,10 +20,26 @@ _ENGINE = "--confcutdir=tests/unit/workers/backends/training tests/unit/workers/
 _IMAGES = "--confcutdir=tests/unit/workers/models tests/unit/workers/models/test_images.py"
 _IMAGE_FILES = "--confcutdir=tests/unit/app/wire tests/unit/app/wire/test_images.py"
 _ROUTES = "tests/unit/app/api/test_router_replay.py"
+_UNIT = "--confcutdir=tests/unit/workers/backends/training tests/unit/workers/backends/training"
 _COVERAGE = "--confcutdir=tests/unit/workers/models tests/unit/workers/models/test_coverage.py"
 _QUANTIZED = "--confcutdir=tests/unit/workers/models tests/unit/workers/models/test_quantized.py"
 
 MUTANTS = (
+    # Long datums.
+    Mutant(
+        "blockwise: queries of a long datum run in blocks",
+        "workers/backends/training/blockwise.py",
+        "    if length > _WHOLE_UP_TO:\n",
+        "    if False:\n",
+        f"{_UNIT}/test_blockwise.py::test_no_tensor_of_a_long_datum_grows_with_the_square_of_its_length",
+    ),
+    Mutant(
+        "memory: a pass that does not fit is computed again",
+        "workers/backends/training/memory.py",
+        "    if tokens * footprint.whole <= usable:\n",
+        "    if True:\n",
+        f"{_UNIT}/test_memory.py::test_the_choice_keeps_as_much_as_six_tenths_of_the_free_memory_hold",
+    ),
     # Weights that an adapter would silently leave out.
     Mutant(
         "coverage: a base model with unknown weights is refused for LoRA",
