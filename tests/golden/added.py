@@ -96,14 +96,18 @@ ADDED: dict[str, set[str]] = {
     },
     "command line": {"tinsmith --version", "tinsmith import folder", *_OF_IMPORT},
     "codec": {"Image"},
-    "settings": {"base_models.router_replay"},
-    "setting values": {"base_models[0].router_replay"},
+    "settings": {
+        "base_models.router_replay",
+        *(f"base_models.{section}.sequence_parallel" for section in ("trainer", "full")),
+    },
+    "setting values": {
+        "base_models[0].router_replay",
+        *(f"base_models[0].{section}.sequence_parallel" for section in ("trainer", "full")),
+    },
     # Keys that start so. Processes of ecb7b39 neither read nor write them, which `RedisRecords._listed` expects.
     "keys left behind": {"tinsmith:checkpoints_of:"},
     # Keys that start so and are now deleted before they expire; every version does without them.
     "keys deleted": {"tinsmith:home:"},
-    "settings": {f"base_models.{section}.sequence_parallel" for section in ("trainer", "full")},
-    "setting values": {f"base_models[0].{section}.sequence_parallel" for section in ("trainer", "full")},
     # Each process has its own.
     "broker options": {"max_retries", "interval_start", "interval_step", "interval_max"},
 }
