@@ -38,9 +38,7 @@ class TrainerSettings(_Section):
     backend: Literal["deepspeed", "torch"] = Field("deepspeed", description="torch is the one-process reference")
     count: int = Field(1, ge=1, description="trainer workers (rank groups) on this machine")
     ranks: int = Field(1, ge=1, description="processes in one rank group; more than 1 needs deepspeed")
-    sequence_parallel: int = Field(
-        1, ge=1, description="ranks that share the tokens of each micro-batch; must divide `ranks`"
-    )
+    sequence_parallel: int = Field(1, ge=1, description="ranks that share a micro-batch's tokens; divides `ranks`")
     hostfile: str = Field(
         "",
         description="DeepSpeed hostfile (lines 'host slots=n') of the ranks, rank 0 on the first; empty: this machine",
@@ -66,9 +64,7 @@ class TrainerSettings(_Section):
         description="wait of a shared pass for recently active models, or a fifth of the last pass if longer; 0: none",
     )
     activation_checkpointing: bool | Literal["auto"] = Field(
-        "auto",
-        description="compute layers again in the backward pass: needs far less memory and a third more time; auto: "
-        "only in a pass that would not fit in memory",
+        "auto", description="run layers again in the backward pass: less memory, a third more time; auto: where needed"
     )
     rank_deadline_s: float = Field(
         600.0, gt=0, description="a rank group restarts after a pass without progress for this long"
@@ -118,13 +114,8 @@ class BaseModelSettings(_Section):
     dtype: Literal["auto", "float32", "bfloat16", "nf4", "int8", "fp8"] = Field(
         "auto", description="auto: bfloat16 where it is fast, else float32; nf4, int8, fp8: 4 or 8 bits a frozen weight"
     )
-    max_rank: int = Field(
-        128, ge=1, description="highest LoRA rank a client may ask for; vLLM reserves memory for adapters of this rank"
-    )
-    router_replay: bool = Field(
-        False,
-        description="samplers keep the experts that they chose for each token, and trainers take the same ones",
-    )
+    max_rank: int = Field(128, ge=1, description="highest LoRA rank; vLLM reserves memory for adapters of this rank")
+    router_replay: bool = Field(False, description="samplers keep each token's experts; trainers take the same ones")
     trainer: TrainerSettings = TrainerSettings()
     full: TrainerSettings | None = Field(
         None, description="trainers for full fine-tuning, each with one model; none by default"

@@ -173,18 +173,19 @@ def class_name(case: str) -> str:
     return str(_auto_class(config_class)._model_mapping[config_class].__name__)
 
 
-def config_of(case: str) -> Any:
-    """The case's configuration. A model that reads images has the small shape in its text_config."""
+def config_of(case: str, **shape: Any) -> Any:
+    """The case's configuration, with fields of `shape` in place of SHAPE's. A model that reads images has the shape in
+    its text_config."""
     name, extra = CASES[case]
     config_class: Callable[..., Any] = getattr(transformers, f"{name}Config")
     if "text_config" in extra:
-        return config_class(**{**extra, "text_config": {**SHAPE, **extra["text_config"]}})
-    return config_class(**{**SHAPE, **extra})
+        return config_class(**{**extra, "text_config": {**SHAPE, **shape, **extra["text_config"]}})
+    return config_class(**{**SHAPE, **shape, **extra})
 
 
-def build(case: str, folder: Path) -> Path:
-    """Saves the case's model in `folder`."""
-    return save(config_of(case), folder)
+def build(case: str, folder: Path, **shape: Any) -> Path:
+    """Saves the case's model in `folder`, see `config_of`."""
+    return save(config_of(case, **shape), folder)
 
 
 def save(config: Any, folder: Path) -> Path:

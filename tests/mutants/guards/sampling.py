@@ -50,7 +50,7 @@ MUTANTS = (
         "app/services/sampling.py",
         '    if asked["record_stability_info"]:\n',
         "    if False:\n",
-        "tests/unit/app/api/test_sampling.py -k proprietary",
+        "tests/unit/app/api/test_sampling.py::test_a_bad_sample_is_refused_by_name_and_nothing_is_enqueued",
     ),
     Mutant(
         "leave_queue: where it ran it counts no more",

@@ -123,6 +123,12 @@ def test_a_draft_head_an_indexer_and_mambas_output_never_have_an_adapter() -> No
     assert not any(lora.targets(model).values())
 
 
+def test_inkling_is_refused_until_its_shared_experts_and_relative_bias_have_a_rule() -> None:
+    found = undecided(on_meta("InklingText", num_hidden_layers=2))
+    shared = [f"model.layers.*.mlp.shared_experts.{name}" for name in ("down_proj", "gate_proj", "up_proj")]
+    assert found == [*shared, "model.layers.*.self_attn.r_proj", "model.layers.*.self_attn.rel_logits_proj.proj"]
+
+
 def test_a_model_that_reads_images_loads_from_its_published_layout(tmp_path: Path) -> None:
     architectures.build("qwen3.5, vision", tmp_path)
     saved = transformers.Qwen3_5ForConditionalGeneration.from_pretrained(tmp_path, dtype=torch.float32)
