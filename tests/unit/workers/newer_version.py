@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import msgpack
 import pytest
 
@@ -22,7 +24,9 @@ def in_another_version(value: OptimStep | SampleRequest) -> bytes:
 
 
 def with_a_further_field(value: OptimStep | SampleRequest) -> bytes:
-    return msgpack.packb([*msgpack.unpackb(ops.encode(value)), "set"])
+    written = msgpack.unpackb(ops.encode(value))
+    left_out = [field.default for field in fields(value)[len(written) - 1 :]]
+    return msgpack.packb([*written, *left_out, "set"])
 
 
 WAYS = pytest.mark.parametrize("write", [encode, in_another_version, with_a_further_field])
