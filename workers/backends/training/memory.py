@@ -153,7 +153,12 @@ def free_memory(device: torch.device) -> int:
         share = torch.cuda.get_per_process_memory_fraction(device) * total - torch.cuda.memory_allocated(device)
         return int(min(free + cached, share))
     available = int(_field(Path("/proc/meminfo"), "MemAvailable")) * 1024
-    return min(available, _left_in_cgroup(available)) // int(os.environ.get("LOCAL_SIZE", "1"))
+    return min(available, _left_in_cgroup(available)) // _ranks_here()
+
+
+def _ranks_here() -> int:
+    """Returns the number of ranks on this machine, as torchrun or DeepSpeed's launcher says it."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
 
 
 def _left_in_cgroup(otherwise: int) -> int:

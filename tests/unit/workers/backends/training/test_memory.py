@@ -116,8 +116,9 @@ def test_a_model_without_such_layers_runs_with_auto_and_is_refused_with_true() -
         Activations(model, True)
 
 
-def test_free_memory_is_at_most_what_the_container_may_still_take(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("launcher", ["LOCAL_WORLD_SIZE", "LOCAL_SIZE"])  # torchrun's and DeepSpeed's
+def test_free_memory_is_a_ranks_share_of_what_the_container_may_still_take(
+    launcher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory, "_CGROUP", tmp_path)
     whole = memory.free_memory(torch.device("cpu"))
@@ -126,5 +127,5 @@ def test_free_memory_is_at_most_what_the_container_may_still_take(
     (tmp_path / "memory.max").write_text("3000\n")
     (tmp_path / "memory.current").write_text("1000\n")
     assert memory.free_memory(torch.device("cpu")) == 2000
-    monkeypatch.setenv("LOCAL_SIZE", "2")
+    monkeypatch.setenv(launcher, "2")
     assert memory.free_memory(torch.device("cpu")) == 1000
