@@ -54,11 +54,13 @@ class Importer:
         files: Mapping[str, Path],
     ) -> str:
         """Makes an external checkpoint of `files`, and returns its path. The caller is None for the operator; `lora` is
-        None for all weights of a model. A repeat with the same files changes nothing.
+        None for all weights of a model. Where the checkpoint exists, a repeat changes nothing.
 
         Raises LimitReached or TooManyRequests, and Unavailable.
         """
         path, size = path_of(session_id), sum(file.stat().st_size for file in files.values())
+        if self.records.get(Checkpoint.namespace, str(path)):
+            return str(path)
         self.quotas.store(caller, project, size)
         made = {"model_id": path.model_id, "tinker_path": str(path), "base_model": base_model}
         audit.note(self.records, caller, project, "checkpoint_import", made, once=str(path))

@@ -40,7 +40,9 @@ def read_shapes(file: Path, most_header: int) -> dict[str, tuple[int, ...]]:
         if length > most_header or size < 0:
             raise _invalid(file, f"its header would have {length} bytes")
         header = _parsed(file, data.read(length))
-    header.pop(_METADATA, None)
+    metadata = header.pop(_METADATA, {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise _invalid(file, f"its {_METADATA} is no object of texts")
     entries = {name: _entry(file, name, found) for name, found in header.items()}
     _check_filled(file, entries, size)
     return {name: entry.shape for name, entry in entries.items()}
@@ -48,7 +50,7 @@ def read_shapes(file: Path, most_header: int) -> dict[str, tuple[int, ...]]:
 
 def _parsed(file: Path, text: bytes) -> dict[str, Any]:
     try:
-        found = json.loads(text)
+        found = json.loads(text.decode())
     except (ValueError, RecursionError):
         raise _invalid(file, "its header is not JSON") from None
     if not isinstance(found, dict):

@@ -58,10 +58,10 @@ class UploadService:
         self.quotas.store(caller, project, self._waiting(project) + most)
         upload_id, now = ids.new_session_id(), self.records.now()
         upload = Upload(project, base, asdict(lora), now, most, expires_at=now + _KEPT_SECONDS)
-        self.records.put_new(Upload.namespace, upload_id, dump(upload))
         urls = {
             name: self.objects.presign_put(uploaded(upload_id, name), URL_SECONDS, size) for name, size in sizes.items()
         }
+        self.records.put_new(Upload.namespace, upload_id, dump(upload))
         return {"upload_id": upload_id, "urls": urls, "expires": timestamp(time.time() + URL_SECONDS)}
 
     def finish(self, caller: Caller, upload_id: str) -> str:

@@ -12,7 +12,7 @@ import pytest
 from werkzeug.test import TestResponse
 
 from app import ids
-from app.domain import ops
+from app.domain import ops, records
 from app.domain.adapters import CONFIG_FILE, TENSORS_FILE
 from app.domain.checkpoints import Manifest
 from app.domain.records import Upload
@@ -310,6 +310,21 @@ def test_storage_is_counted_with_unfinished_uploads_at_their_largest(
     refused = finish(member, second)
     assert (refused.status_code, "storage_bytes" in refused.json["detail"]) == (403, True)
     assert len(member.get("checkpoints").json["checkpoints"]) == 2
+
+
+def test_a_repeat_of_a_finish_that_broke_off_at_its_end_needs_no_room(
+    tenant: Tenant, accounts: AccountService, api: Api
+) -> None:
+    member = Api(api.client, api.services, tenant.key("member"))
+    upload_id = uploaded(member)
+    first = finish(member, upload_id)
+    for name, content in FILES.items():
+        api.services.objects.put_new(records.uploaded(upload_id, name), content)
+    api.services.records.update(Upload.namespace, upload_id, {"finished": json.dumps(False)})
+    accounts.set_limits(tenant.project, {"storage_bytes": 1})
+    api.services.quotas._limits._found.clear()
+    again = finish(member, upload_id)
+    assert (again.status_code, again.data) == (200, first.data)
 
 
 def uploaded_later(api: Api, accounts: AccountService, project: str, limit: int) -> str:
