@@ -55,10 +55,8 @@ class SequenceRoutes:
     def decode(cls, data: bytes) -> SequenceRoutes:
         return cls(*ops.decode(data))
 
-    def part(self, *, sampled: bool) -> tuple[np.ndarray, np.ndarray]:
-        """The tokens of the sample or of the prompt, and their routes; none_of stands for the last sampled token."""
-        if not sampled:
-            return self.prompt, self.prompt_routes
-        shape = (len(self.sample) - len(self.sample_routes), *self.sample_routes.shape[1:])
-        last = np.full(shape, none_of(self.sample_routes.dtype), self.sample_routes.dtype)
-        return self.sample, np.concatenate([self.sample_routes, last])
+    def part(self, span: Span) -> tuple[np.ndarray, np.ndarray]:
+        """The tokens of a span, and their routes: one row less where the span has the last sampled token."""
+        rows = slice(span.offset, span.offset + span.length)
+        tokens, routes = (self.sample, self.sample_routes) if span.sampled else (self.prompt, self.prompt_routes)
+        return tokens[rows], routes[rows]

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import base64
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from functools import lru_cache, partial
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import groupby
 from math import prod
 from typing import Any
 
@@ -54,7 +55,6 @@ _HOUR = 3600
 _TEN_YEARS = 10 * 365 * 24 * _HOUR
 MAX_SPANS = 2**14
 """Most provenance spans of one call. Each may be a read from the object store."""
-_SEQUENCES_KEPT = 8
 MAX_ROUTE_BYTES = 2**28
 """Most bytes of the routes of one call. A token of Qwen3-30B-A3B has 384 bytes, so this is 700,000 of its tokens."""
 
@@ -253,8 +253,12 @@ class RouteService:
             raise BadRequest(
                 f"the routes of this batch take {size} bytes, more than {MAX_ROUTE_BYTES}; send fewer datums"
             )
-        read = lru_cache(_SEQUENCES_KEPT)(partial(self._read, caller, base_model))
-        routes = [_routes_of(i, *datum, blank, read) for i, datum in enumerate(zip(tokens, spans, strict=True))]
+        routes = [np.full((len(own), *blank.shape[1:]), none_of(blank.dtype), blank.dtype) for own in tokens]
+        placed = sorted(_placed(tokens, spans), key=lambda place: place.span.sequence_id)
+        for sequence_id, places in groupby(placed, lambda place: place.span.sequence_id):  # each is read once
+            sequence = self._read(caller, base_model, sequence_id)
+            for place in places:
+                place.fill(sequence, routes[place.datum])
         return Ragged.of(routes, blank.dtype)
 
     def _read(self, caller: Caller, base_model: str, sequence_id: str) -> SequenceRoutes:
@@ -270,23 +274,36 @@ class RouteService:
         )
 
 
-def _routes_of(
-    i: int, tokens: np.ndarray, spans: Sequence[Span], blank: np.ndarray, read: Callable[[str], SequenceRoutes]
-) -> np.ndarray:
-    """The routes of datum `i`, of the form of `blank`. Without spans its tokens have none."""
-    covered = sum(span.length for span in spans)
-    if spans and (covered != len(tokens) or any(min(span.offset, span.length) < 0 for span in spans)):
-        raise BadRequest(f"datum {i}: its model_input_spans do not cover its {len(tokens)} tokens, each once")
-    found = np.full((len(tokens), *blank.shape[1:]), none_of(blank.dtype), blank.dtype)
-    start = 0
-    for span in spans:
-        rows, part = slice(start, start + span.length), slice(span.offset, span.offset + span.length)
-        start = rows.stop
-        theirs, routes = read(span.sequence_id).part(sampled=span.sampled)
-        if routes.shape[1:] != blank.shape[1:] or not np.array_equal(theirs[part], tokens[rows]):
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A span, and the tokens of a datum from `start` on that it names."""
+
+    datum: int
+    start: int
+    tokens: np.ndarray
+    span: Span
+
+    def fill(self, sequence: SequenceRoutes, found: np.ndarray) -> None:
+        """Writes the span's routes into the datum's. Raises BadRequest if its tokens are not the datum's."""
+        theirs, routes = sequence.part(self.span)
+        if routes.shape[1:] != found.shape[1:] or not np.array_equal(theirs, self.tokens):
+            span = self.span
             raise BadRequest(
-                f"datum {i}: its tokens from {rows.start} to {rows.stop} are not those from {part.start} to "
-                f"{part.stop} of sequence {span.sequence_id[:200]!r}; send the spans of these tokens, or none"
+                f"datum {self.datum}: its tokens from {self.start} to {self.start + span.length} are not those from "
+                f"{span.offset} to {span.offset + span.length} of sequence {span.sequence_id[:200]!r}; send the spans "
+                "of these tokens, or none"
             )
-        found[rows] = routes[part]
-    return found
+        found[self.start : self.start + len(routes)] = routes
+
+
+def _placed(tokens: Ragged, spans: Sequence[Sequence[Span]]) -> Iterator[_Place]:
+    """Yields the place of each span. A datum without spans has none. Raises BadRequest for spans that do not cover
+    their datum."""
+    for i, (own, cover) in enumerate(zip(tokens, spans, strict=True)):
+        covered = sum(span.length for span in cover)
+        if cover and (covered != len(own) or any(span.offset < 0 or span.length < 1 for span in cover)):
+            raise BadRequest(f"datum {i}: its model_input_spans do not cover its {len(own)} tokens, each once")
+        start = 0
+        for span in cover:
+            yield _Place(i, start, own[start : start + span.length], span)
+            start += span.length

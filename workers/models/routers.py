@@ -6,7 +6,6 @@ outcome of its last top-k over the experts. A context variable holds what a pass
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -25,8 +24,23 @@ from workers.models import base_model, coverage
 
 NO_ROUTE = -1
 """Stands in the place of an expert where a router chooses by itself."""
-# These return (logits, weights, indices), and choose by torch.topk. Llama 4's and Gemma 4's routers have other names.
-_ROUTER = re.compile(r"Top[kK]Router$")
+_ROUTERS = {
+    "DeepseekV3TopkRouter",
+    "DeepseekV32TopkRouter",
+    "Glm4MoeLiteTopkRouter",
+    "Glm4MoeTopkRouter",
+    "GptOssTopKRouter",
+    "KimiLinearTopkRouter",
+    "MiniMaxM2TopKRouter",
+    "MixtralTopKRouter",
+    "NemotronHTopkRouter",
+    "OlmoeTopKRouter",
+    "Qwen3MoeTopKRouter",
+    "Qwen3NextTopKRouter",
+    "Qwen3VLMoeTextTopKRouter",
+    "Qwen3_5MoeTopKRouter",
+}
+"""The classes that return (logits, weights, indices), and choose by torch.topk. Others with such names do neither."""
 
 
 class Recorder:
@@ -54,7 +68,7 @@ _request: ContextVar[Request] = ContextVar("routes", default=None)
 
 def found(model: nn.Module) -> list[Any]:
     """The routers, in the model's order."""
-    return [module for module in model.modules() if _ROUTER.search(type(module).__name__)]
+    return [module for module in model.modules() if type(module).__name__ in _ROUTERS]
 
 
 def check_replayable(settings: BaseModelSettings) -> None:

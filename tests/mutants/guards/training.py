@@ -160,7 +160,7 @@ MUTANTS = (
     Mutant(
         "routes: a span names the datum's own tokens",
         "app/services/training.py",
-        " or not np.array_equal(theirs[part], tokens[rows])",
+        " or not np.array_equal(theirs, self.tokens)",
         "",
         f"{_ROUTES}::test_spans_that_do_not_fit_their_datum_are_refused",
     ),

@@ -128,6 +128,7 @@ def test_a_sequence_without_routes_is_refused_in_the_same_words_whoever_it_belon
         (PROMPT, [("prompt_tokens", 0, 3), ("prompt_tokens", 0, 3)], "do not cover its 3 tokens"),
         (PROMPT, [("prompt_tokens", -3, 3)], "do not cover its 3 tokens"),
         (PROMPT, [("prompt_tokens", 0, 4), ("prompt_tokens", 0, -1)], "do not cover its 3 tokens"),
+        (PROMPT, [("prompt_tokens", 0, 3), ("prompt_tokens", 0, 0)], "do not cover its 3 tokens"),
         (PROMPT, [("prompt_tokens", 2**62, 3)], "datum 0: its tokens from 0 to 3 are not those"),
     ],
 )

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GraniteMoeConfig
 
 from app.errors import UnservableModel
 from app.settings import BaseModelSettings
@@ -37,6 +37,15 @@ def test_a_model_whose_routes_cannot_be_replayed_is_refused_in_one_line(case: st
     with pytest.raises(UnservableModel, match=said) as caught:
         routers.check_replayable(settings_of(case, tmp_path))
     assert "\n" not in str(caught.value)
+
+
+def test_a_router_of_such_a_name_and_another_form_is_not_known() -> None:
+    shape = {"vocab_size": 20, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    config = GraniteMoeConfig(**shape, num_attention_heads=2, num_key_value_heads=1, num_local_experts=4)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert any(type(module).__name__.endswith("TopKRouter") for module in model.modules())
+    assert not routers.found(model)
 
 
 def test_given_experts_are_taken_and_the_rest_is_chosen_to_the_bit_as_without_them() -> None:

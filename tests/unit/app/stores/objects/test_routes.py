@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from app.domain.routes import SequenceRoutes
+from app.domain.routes import SequenceRoutes, Span
 from app.errors import NotFound
 from app.stores.objects.folder import FolderStore
 from app.stores.objects.routes import DAY_S, RouteFiles
@@ -55,10 +55,10 @@ def test_the_newest_routes_of_a_sequence_are_found_with_their_dtypes(files: Rout
 
 
 def test_the_last_sampled_token_has_no_route() -> None:
-    tokens, found = routes(8).part(sampled=True)
-    assert (tokens.tolist(), found[:, 0, 0].tolist()) == ([8, 4, 5], [7, 7, 255])
-    tokens, found = routes(8).part(sampled=False)
-    assert (tokens.tolist(), found[:, 0, 0].tolist()) == ([1, 2], [1, 1])
+    tokens, found = routes(8).part(Span(ID, True, 0, 3))
+    assert (tokens.tolist(), found[:, 0, 0].tolist()) == ([8, 4, 5], [7, 7])
+    tokens, found = routes(8).part(Span(ID, False, 1, 1))
+    assert (tokens.tolist(), found[:, 0, 0].tolist()) == ([2], [1])
 
 
 def test_routes_live_for_a_day_at_least_and_two_at_most(files: RouteFiles, clock: Clock, store: FolderStore) -> None:
