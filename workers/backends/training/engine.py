@@ -181,8 +181,10 @@ class HiddenStates(nn.Module):
     def _probe(self, device: torch.device, count: int) -> None:
         """Runs `count` tokens through the base as if an adapter were on its first layer."""
         hook = self.model.get_input_embeddings().register_forward_hook(lambda *call: call[-1].requires_grad_())
-        self._run(torch.zeros(count, dtype=torch.int64, device=device), [count], [(None, 1)], True, None)
-        hook.remove()
+        try:
+            self._run(torch.zeros(count, dtype=torch.int64, device=device), [count], [(None, 1)], True, None)
+        finally:
+            hook.remove()
 
     def _run(
         self, tokens: Tensor, lengths: Sequence[int], owners: Owners, hidden: bool, routes: Tensor | None

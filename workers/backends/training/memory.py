@@ -18,6 +18,7 @@ from typing import Any, Literal
 import torch
 import torch.utils.checkpoint
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from app.errors import SetupError
@@ -71,6 +72,10 @@ class Activations:
         self._layers: list[Any] = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
         if setting is True and not self._layers:
             raise SetupError(f"{type(model).__name__} does not support trainer.activation_checkpointing; turn it off")
+        for layer in self._layers:  # some families' layers call dropout themselves, by their own train mode
+            for name in ("dropout", "activation_dropout"):
+                if isinstance(getattr(layer, name, None), float):
+                    setattr(layer, name, 0.0)
         self._config, self._setting, self._agreed = model.config.get_text_config(), setting, agreed
         self._footprint: Footprint | None = None
         self._set(setting is True)
@@ -132,16 +137,19 @@ _recomputed = partial(
 
 @contextmanager
 def _kept_bytes() -> Iterator[dict[int, int]]:
-    """Yields the bytes of each storage that autograd keeps of the block's forward, by address."""
+    """Yields the bytes of each storage that autograd would keep of the block's forward, by the storage's id.
+
+    Nothing is kept: ZeRO-3 could not free a gathered weight that is, and the base would be whole on each rank.
+    """
     found: dict[int, int] = {}
-    held = []  # an address must not be used again within the block
+    seen = []  # with a weak reference, no other storage gets the id within the block
 
-    def pack(tensor: Tensor) -> Tensor:
-        held.append(tensor.untyped_storage())
-        found[held[-1].data_ptr()] = held[-1].nbytes()
-        return tensor.detach()
+    def pack(tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        seen.append(StorageWeakRef(storage))  # type: ignore[no-untyped-call]
+        found[seen[-1].cdata] = storage.nbytes()
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept):
         yield found
 
 

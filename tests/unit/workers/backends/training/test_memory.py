@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from transformers import AutoModelForCausalLM, OPTConfig
 
 from app.domain.ops import ForwardBackward, LoraSpec
 from app.errors import SetupError
@@ -20,6 +22,7 @@ from workers.backends.training.trainer import Trainer
 # 10 layers of 100 bytes a token, with inputs of 10.
 FOOTPRINT = Footprint(whole=1000, inputs=100, layers=10)
 SHORT, LONG = (9, 30, 4), (9, 400)
+_OPT = {"vocab_size": 20, "hidden_size": 8, "ffn_dim": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
 
 
 @pytest.mark.parametrize(
@@ -106,6 +109,25 @@ def test_inputs_that_lie_in_host_memory_change_no_bit(base: Path, monkeypatch: p
     monkeypatch.setattr(memory, "choose", lambda *_, **__: Kept.INPUTS_ON_HOST)
     assert results(opened(base, "auto")) == wanted
     assert len(moved) == 3
+
+
+def test_a_measurement_keeps_no_weight_in_memory() -> None:
+    weight, x = torch.ones(8, 8), torch.ones(2, 8, requires_grad=True)
+    with memory._kept_bytes() as found:
+        y = x @ weight
+        kept = StorageWeakRef(weight.untyped_storage())
+        weight.data = torch.empty(0)  # as ZeRO-3 frees a layer's weights after its forward
+        assert kept.expired()
+    assert y.requires_grad
+    assert sum(found.values()) == 8 * 8 * 4
+
+
+def test_a_layer_that_calls_dropout_by_itself_has_none() -> None:
+    model = AutoModelForCausalLM.from_config(OPTConfig(**_OPT))
+    (layer,) = model.model.decoder.layers
+    assert layer.dropout > 0
+    Activations(model, True)
+    assert layer.dropout == 0
 
 
 def test_a_model_without_such_layers_runs_with_auto_and_is_refused_with_true() -> None:
