@@ -86,7 +86,7 @@ def test_a_base_model_is_read_from_safetensors_alone() -> None:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".from_pretrained"):
                 named = ast.unparse(node.func).removesuffix(".from_pretrained")
-                weightless = named.startswith(("AutoConfig", "AutoTokenizer", "GenerationConfig"))
+                weightless = named.startswith(("AutoConfig", "AutoTokenizer", "AutoImageProcessor", "GenerationConfig"))
                 arguments = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
                 safe = weightless or arguments.get("use_safetensors") == "True" or "gguf_file" in arguments
                 assert safe, (path.name, node.lineno)

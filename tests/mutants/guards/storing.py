@@ -205,13 +205,6 @@ MUTANTS = (
         f"{_ORPHANS}::test_files_of_an_import_that_broke_off_go",
     ),
     Mutant(
-        "uploads: a finished one is not read again",
-        "app/services/imports/uploads.py",
-        "if not upload.finished:",
-        "if True:",
-        f"{_UPLOADS}::test_a_repeated_finish_returns_the_same_path_and_changes_nothing",
-    ),
-    Mutant(
         "uploads: the signature covers the size",
         "app/stores/objects/folder.py",
         """return f"uploads/{most_bytes}/{key}\"""",
