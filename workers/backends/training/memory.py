@@ -32,7 +32,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 class Kept(IntEnum):
-    """What a layer keeps, from the most memory to the least."""
+    """The tensors that a layer keeps for its backward pass, from the most memory to the least."""
 
     ALL = 0
     INPUTS = 1

@@ -90,7 +90,7 @@ def read_by_vllm(folder: Path, name: str, layer: Any, fused: bool) -> Any:
 
 
 def added(adapter: Adapter, path: str, width: int, height: int) -> Tensor:
-    """What the trainer adds to the experts' weights: [experts, out, in]."""
+    """Returns the trainer's addition to the experts' weights: [experts, out, in]."""
     plain = SimpleNamespace(is_transposed=False)
     pair = adapter.pairs[path]
     return experts.merged(plain, torch.zeros(4, height, width), pair.a, pair.b, adapter.scaling).detach()
