@@ -1,0 +1,29 @@
+"""Every setting, typed and frozen. One TOML file holds the settings; an unknown key is an error.
+
+Secrets may come from the environment instead of the file, so that compose and Kubernetes can mount them:
+TINSMITH_REDIS_URL, TINSMITH_BROKER_URL, TINSMITH_S3_ACCESS_KEY, TINSMITH_S3_SECRET_KEY, TINSMITH_API_KEY.
+"""
+
+from app.settings.files import SETTINGS_VARIABLE, defaults, from_environment, hash_key, load, parse
+from app.settings.root import Settings
+from app.settings.server import ApiSettings, EngineSettings, LimitSettings, RedisSettings, StoreSettings
+from app.settings.workers import NO_VLLM, BaseModelSettings, SamplerSettings, TrainerSettings
+
+__all__ = [
+    "NO_VLLM",
+    "SETTINGS_VARIABLE",
+    "ApiSettings",
+    "BaseModelSettings",
+    "EngineSettings",
+    "LimitSettings",
+    "RedisSettings",
+    "SamplerSettings",
+    "Settings",
+    "StoreSettings",
+    "TrainerSettings",
+    "defaults",
+    "from_environment",
+    "hash_key",
+    "load",
+    "parse",
+]

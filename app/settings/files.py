@@ -1,0 +1,78 @@
+"""Loads the settings from a TOML file; secrets from the environment override it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from app.errors import SetupError
+from app.settings.mistakes import describe
+from app.settings.root import Settings
+
+SETTINGS_VARIABLE = "TINSMITH_SETTINGS"
+
+
+def hash_key(api_key: str) -> str:
+    """The sha256 digest of a key. Keys hold 256 random bits, so a plain sha256 is enough for storage."""
+    return hashlib.sha256(api_key.encode()).hexdigest()
+
+
+def load(path: Path, environ: Mapping[str, str] = os.environ) -> Settings:
+    """Loads settings from a TOML file; secrets from the environment override it. Raises SetupError naming the
+    mistake."""
+    try:
+        raw = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise SetupError(f"cannot read the config file {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise SetupError(f"the config file {path} is not UTF-8 text") from None
+    except tomllib.TOMLDecodeError as error:
+        raise SetupError(f"{path} is not valid TOML: {error}") from None
+    return parse(_with_secrets(raw, environ), str(path))
+
+
+def defaults(environ: Mapping[str, str] = os.environ) -> Settings:
+    """The settings of an empty file, with the secrets from the environment."""
+    return parse(_with_secrets({}, environ), "the environment")
+
+
+def parse(raw: Mapping[str, Any], source: str) -> Settings:
+    """Builds settings from plain values. Raises SetupError naming every bad key: one in a single line, several on a
+    line each below the first."""
+    try:
+        return Settings.model_validate(raw)
+    except ValidationError as error:
+        mistakes = describe(error, Settings)
+    if len(mistakes) == 1:
+        raise SetupError(f"{source}: {mistakes[0]}")
+    raise SetupError("\n  ".join([f"{source} has {len(mistakes)} mistakes:", *mistakes]))
+
+
+def from_environment(environ: Mapping[str, str] = os.environ) -> Settings:
+    """Loads the settings that every started process reads, from the file that TINSMITH_SETTINGS names."""
+    path = environ.get(SETTINGS_VARIABLE)
+    if not path:
+        raise SetupError(f"set {SETTINGS_VARIABLE} to the path of a config file (see README.md)")
+    return load(Path(path), environ)
+
+
+def _with_secrets(raw: dict[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
+    for variable, section, key in (
+        ("TINSMITH_REDIS_URL", "redis", "url"),
+        ("TINSMITH_BROKER_URL", "redis", "broker_url"),
+        ("TINSMITH_S3_ACCESS_KEY", "store", "access_key"),
+        ("TINSMITH_S3_SECRET_KEY", "store", "secret_key"),
+    ):
+        values = raw.setdefault(section, {}) if variable in environ else None
+        if isinstance(values, dict):  # a value that is not a section is refused later
+            values[key] = environ[variable]
+    keys = raw.get("api_keys", [])
+    if "TINSMITH_API_KEY" in environ and isinstance(keys, list):
+        raw["api_keys"] = [*keys, hash_key(environ["TINSMITH_API_KEY"])]
+    return raw

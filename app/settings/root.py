@@ -1,0 +1,70 @@
+"""The settings as a whole, with what follows from several sections."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from pydantic import Field
+
+from app.settings.section import Section
+from app.settings.server import ApiSettings, EngineSettings, LimitSettings, RedisSettings, StoreSettings
+from app.settings.workers import BaseModelSettings
+
+_SHARED_MEMORY = Path("/dev/shm")
+_THIS_MACHINE = frozenset({"127.0.0.1", "localhost", "::1"})
+
+
+class Settings(Section):
+    data_dir: Path = Path("tinsmith-data")
+    api_keys: tuple[str, ...] = Field((), repr=False, description="sha256 hex digests of valid API keys")
+    url_secret: str = Field(
+        "", repr=False, description="secret that signs download URLs of the folder store, and tokens"
+    )
+    api: ApiSettings = ApiSettings()
+    redis: RedisSettings = RedisSettings()
+    store: StoreSettings = StoreSettings()
+    engine: EngineSettings = EngineSettings()
+    limits: LimitSettings = LimitSettings()
+    base_models: tuple[BaseModelSettings, ...] = ()
+
+    def base_model(self, name: str) -> BaseModelSettings | None:
+        return next((b for b in self.base_models if b.name == name), None)
+
+    @property
+    def concurrent_samples(self) -> int:
+        """The number of samples that a client should have under way when it polls for each of them."""
+        sections = [section for base in self.base_models for section in (base.sampler, base.full_sampler)]
+        return min([self.api.poll_capacity, *(section.queue_requests for section in sections if section is not None)])
+
+    @property
+    def handover_dir(self) -> Path:
+        """The folder for shared-memory transfer: `engine.handover_dir`, or by default a separate folder for each data
+        folder."""
+        if self.engine.handover_dir:
+            return Path(self.engine.handover_dir)
+        if not os.access(_SHARED_MEMORY, os.W_OK):
+            return self.data_dir / "handover"
+        return _SHARED_MEMORY / f"tinsmith-{hashlib.sha256(bytes(self.data_dir.absolute())).hexdigest()[:16]}"
+
+    @property
+    def names_folders(self) -> bool:
+        """True when clients load a local tokenizer from its folder, and not by the model's name."""
+        if self.api.tokenizers != "auto":
+            return self.api.tokenizers == "local"
+        return {self.api.host, urlsplit(self.api.public_url).hostname or self.api.host} <= _THIS_MACHINE
+
+    @property
+    def public_url(self) -> str:
+        return self.api.public_url or f"http://{self.api.host}:{self.api.port}"
+
+    @property
+    def broker_url(self) -> str:
+        return self.redis.broker_url or _other_database(self.redis.url)
+
+
+def _other_database(url: str) -> str:
+    base, _, database = url.rpartition("/")
+    return f"{base}/{int(database) + 1}" if database.isdigit() else f"{url.rstrip('/')}/1"

@@ -1,0 +1,140 @@
+"""The settings of the API, its limits, the stores and the journal's engine."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from app.domain.limits import Limits
+from app.settings.section import Section
+
+
+class ApiSettings(Section):
+    host: str = "127.0.0.1"
+    port: int = Field(8000, ge=0, le=65535)
+    public_url: str = Field(
+        "", description="URL of this server for clients, used in signed URLs; empty means http://host:port"
+    )
+    poll_capacity: int = Field(
+        1000,
+        ge=1,
+        description="polls that are held for poll_hold_s; with more polls, each is held for less time",
+    )
+    poll_hold_s: float = Field(
+        30.0, gt=0, description="longest time a poll is held; the SDK gives up on a poll after 45 s"
+    )
+    batch_polls: bool = Field(
+        False, description="the SDK waits for all samples of a client in one poll, instead of one connection for each"
+    )
+    pjwt_auth_enabled: bool = Field(
+        False, description="the SDK exchanges its key for a token and sends the token instead; needs url_secret"
+    )
+    token_lifetime_s: float = Field(
+        3600.0, ge=300, description="time for which such a token is valid; the SDK renews it"
+    )
+    spare_threads: int = Field(200, ge=8, description="threads for all other calls, in addition to poll_capacity")
+    max_body_bytes: int = Field(
+        64 * 2**20, ge=1, description="largest body with a batch or a prompt, also when unpacked"
+    )
+    compress_batches: bool = Field(
+        False, description="the SDK compresses batches with zstd: less to transfer, more to compute"
+    )
+    tokenizers: Literal["auto", "served", "local"] = Field(
+        "auto",
+        description="served: clients load tokenizers from this server, by the Hub's routes and HF_ENDPOINT, under the "
+        "model's name; local: clients get the folder and load from it; auto: as served, but clients get the folder "
+        "while only this machine reaches the API",
+    )
+
+
+class LimitSettings(Section):
+    small_body_bytes: int = Field(
+        2 * 2**20,
+        ge=2**16,
+        description="largest body without a batch or a prompt; max_body_bytes applies if it is lower",
+    )
+    json_values: int = Field(
+        2**20,
+        ge=1000,
+        description="most values in a JSON body, and four times the parts of a batch in protobuf; a batch of an SDK "
+        "that sends JSON can have half as many parts",
+    )
+    json_depth: int = Field(64, ge=16, le=256, description="deepest nesting of lists and objects in a JSON body")
+    datums: int = Field(8192, ge=1, description="most datums in one call; the SDK sends 1,024 at a time")
+    batch_tokens: int = Field(2**22, ge=1, description="most tokens in all datums of one call")
+    project: Limits = Field(Limits(), description="limits of each project that has none of its own")
+
+
+class StoreSettings(Section):
+    url: str = Field(
+        "", description="file:///folder, or http(s)://host:port/bucket of an S3 server; empty: data_dir/objects"
+    )
+    public_url: str = Field("", description="URL of the store for clients, used in signed S3 URLs; empty means url")
+    access_key: str = Field("", repr=False)
+    secret_key: str = Field("", repr=False)
+    region: str = "us-east-1"
+
+
+class RedisSettings(Section):
+    url: str = Field(
+        "",
+        repr=False,
+        description="state server: journal and futures; empty starts an embedded Valkey in data_dir",
+    )
+    broker_url: str = Field(
+        "",
+        repr=False,
+        description="server for Celery messages and streamed tokens; empty means database 1 of the state server",
+    )
+
+
+class EngineSettings(Section):
+    lease_s: float = Field(
+        15.0, gt=0, description="an owner that does not renew its leases for this long loses its models"
+    )
+    gap_s: float = Field(
+        330.0, gt=0, description="a missing seq is given up after this time; the SDK itself retries for 300 s"
+    )
+    healthy_s: float = Field(
+        30.0,
+        gt=0,
+        description="a worker that handles none of its tasks for this long is not ready; after twice this time it ends",
+    )
+    idle_s: float = Field(600.0, gt=0, description="a trainer unloads a model that is not used for this long")
+    ring_again_s: float = Field(10.0, gt=0, description="the sweeper dispatches an Op again that has waited this long")
+    snapshot_share: float = Field(0.02, gt=0, le=1, description="largest share of a trainer's time spent on snapshots")
+    journal_bytes: int = Field(
+        256 * 2**20,
+        ge=0,
+        description="a model gets a snapshot after this many bytes in its journal, whatever snapshot_share says",
+    )
+    handover_dir: str = Field(
+        "",
+        description="folder of new weights for samplers on the same machine; empty: in shared memory",
+    )
+    handover_bytes: int = Field(
+        2 * 2**30,
+        ge=0,
+        description="most bytes in that folder; weights that do not fit are uploaded before they can be sampled",
+    )
+    payload_budget_bytes: int = Field(
+        512 * 2**20, ge=1, description="most bytes of calls kept in Redis to run or replay; further calls get 503"
+    )
+    memory_share: float = Field(
+        0.8, gt=0, le=1, description="above this share of the state server's maxmemory, new calls get 503"
+    )
+    spill_bytes: int = Field(
+        8 * 2**20,
+        ge=4096,
+        description="larger calls move to the object store; smaller ones only when half the budget is used",
+    )
+    session_s: float = Field(600.0, gt=0, description="a session without heartbeat or call for this long expires")
+    retain_s: float = Field(
+        7 * 86_400.0,
+        gt=0,
+        description="a run's journal, snapshots and samplers are kept for this long after its session",
+    )
+    orphan_s: float = Field(86_400.0, gt=0, description="stored files without a reference are deleted after this time")
+    result_unread_s: int = Field(86_400, ge=1, description="time for which an unread result is kept")
+    result_read_s: int = Field(3_600, ge=1, description="time for which a small result is kept after its first read")

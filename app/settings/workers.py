@@ -1,0 +1,138 @@
+"""The settings of a base model, its trainers and its samplers."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, NonNegativeInt
+
+from app.errors import SetupError
+from app.settings.section import Section
+
+# Shown when the backend "auto" selects transformers on a machine with a GPU.
+NO_VLLM = (
+    "vLLM is not installed, so the slower transformers sampler is used beside this machine's GPU; for vLLM run "
+    '`pip install "tinsmith[vllm]"`, or `make setup GPU=1` in a checkout'
+)
+
+
+class TrainerSettings(Section):
+    backend: Literal["deepspeed", "torch"] = Field("deepspeed", description="torch is the one-process reference")
+    count: int = Field(1, ge=1, description="trainer workers (rank groups) on this machine")
+    ranks: int = Field(1, ge=1, description="processes in one rank group; more than 1 needs deepspeed")
+    sequence_parallel: int = Field(1, ge=1, description="ranks that share a micro-batch's tokens; divides `ranks`")
+    hostfile: str = Field(
+        "",
+        description="DeepSpeed hostfile (lines 'host slots=n') of the ranks, rank 0 on the first; empty: this machine",
+    )
+    zero_stage: Literal[0, 1, 2, 3] = Field(2, description="DeepSpeed ZeRO stage")
+    offload: bool = Field(
+        False,
+        description="keep in CPU memory: ZeRO-3's base; in full fine-tuning weights, gradients and optimizer state too",
+    )
+    devices: tuple[NonNegativeInt, ...] = Field(
+        (), description="GPU indices, one for each rank; empty means the CPU, or GPU 0.."
+    )
+    micro_batch_tokens: int = Field(1024, ge=1, description="tokens in one forward/backward pass: bounds its memory")
+    exact: bool | Literal["auto"] = Field(
+        "auto", description="run each Op in its own pass, so that its bits depend on no other Op; auto: true on a CPU"
+    )
+    merged_tokens: int = Field(
+        8192, ge=1, description="unless exact: tokens that Ops of other models may add to a pass"
+    )
+    merge_wait_s: float = Field(
+        0.01,
+        ge=0,
+        description="wait of a shared pass for recently active models, or a fifth of the last pass if longer; 0: none",
+    )
+    activation_checkpointing: bool | Literal["auto"] = Field(
+        "auto", description="run layers again in the backward pass: less memory, a third more time; auto: where needed"
+    )
+    rank_deadline_s: float = Field(
+        600.0, gt=0, description="a rank group restarts after a pass without progress for this long"
+    )
+    device_models: int = Field(
+        0, ge=0, description="models kept in GPU memory; the others stay in host memory until their next Op; 0: all"
+    )
+    max_models: int = Field(
+        64, ge=1, description="models that one trainer holds; the least recently used ones are evicted"
+    )
+    memory_share: float = Field(1.0, gt=0, le=1, description="share of its GPU's memory that one rank may use")
+    metrics_port: int = Field(0, description="Prometheus port of the first worker; 0 takes any free one")
+
+
+class SamplerSettings(Section):
+    backend: Literal["auto", "vllm", "transformers"] = Field(
+        "auto", description="auto: vllm on a GPU where it is installed, else transformers"
+    )
+    count: int = Field(1, ge=1, description="sampler workers on this machine")
+    devices: tuple[NonNegativeInt, ...] = Field((), description="GPU indices for one worker")
+    tensor_parallel: int = Field(1, ge=1, description="vLLM tensor parallel size")
+    memory_share: float = Field(0.85, gt=0, le=1, description="share of GPU memory (of 4 GiB on a CPU) vLLM may take")
+    max_loras: int = Field(8, ge=1, description="adapters that run at the same time; the others wait for their turns")
+    max_batch: int = Field(64, ge=1, description="sequences decoded together")
+    queue_requests: int = Field(
+        20_000, ge=1, description="most unfinished sampling requests of this base; further ones get 429"
+    )
+    queue_tokens: int = Field(
+        50_000_000,
+        ge=1,
+        description="most tokens of these requests, prompt + num_samples * max_tokens each; further ones get 429",
+    )
+    concurrency: int = Field(256, ge=1, description="requests that one worker holds at the same time")
+    step_deadline_s: float = Field(
+        600.0, gt=0, description="a sampler restarts when its engine runs requests but samples no token for this long"
+    )
+    cache_bytes: int = Field(8 * 2**30, ge=0, description="adapter files kept on disk that are not in use")
+    engine_args: dict[str, Any] = Field({}, description="further vLLM engine arguments, passed on unchanged")
+    metrics_port: int = Field(0, description="Prometheus port of the first worker; 0 takes any free one")
+
+
+class BaseModelSettings(Section):
+    name: str = Field(description="the name clients ask for, such as Qwen/Qwen3-0.6B")
+    path: str = Field(description="a local folder, or a Hugging Face hub id")
+    tokenizer: str = Field("", description="path or hub id that clients load their tokenizer from; empty means `path`")
+    max_context: int = Field(0, ge=0, description="longest sequence in tokens; 0 means the model's own")
+    dtype: Literal["auto", "float32", "bfloat16", "nf4", "int8", "fp8"] = Field(
+        "auto", description="auto: bfloat16 where it is fast, else float32; nf4, int8, fp8: 4 or 8 bits a frozen weight"
+    )
+    max_rank: int = Field(128, ge=1, description="highest LoRA rank; vLLM reserves memory for adapters of this rank")
+    router_replay: bool = Field(False, description="samplers keep each token's experts; trainers take the same ones")
+    trainer: TrainerSettings = TrainerSettings()
+    full: TrainerSettings | None = Field(
+        None, description="trainers for full fine-tuning, each with one model; none by default"
+    )
+    sampler: SamplerSettings = SamplerSettings()
+    full_sampler: SamplerSettings | None = Field(
+        None,
+        description="samplers of fully fine-tuned models, each with one model's weights at a time; none by default",
+    )
+
+    @property
+    def quantized(self) -> bool:
+        """True when the linears of the base model have 4 or 8 bits."""
+        return self.dtype in ("nf4", "int8", "fp8")
+
+    def check_quantized(self) -> None:
+        """Raises SetupError when another setting does not go with a quantised base model."""
+        split = self.trainer.backend == "deepspeed" and self.trainer.zero_stage == 3
+        others = {"trainer.zero_stage = 3": split, "section full": self.full, "section full_sampler": self.full_sampler}
+        if self.quantized and (wrong := [name for name, is_set in others.items() if is_set]):
+            raise SetupError(
+                f"base model {self.name!r}: dtype {self.dtype!r} is for frozen weights that each rank holds whole, and "
+                f"does not go with {wrong[0]}; change that, or set dtype to auto"
+            )
+
+    def for_full(self) -> BaseModelSettings:
+        """The base model's settings for its trainers for full fine-tuning. Raises SetupError when it has no such
+        trainers."""
+        if self.full is None:
+            raise SetupError(f"base model {self.name!r} has no section [base_models.full] in the settings")
+        return self.model_copy(update={"trainer": self.full.model_copy(update={"max_models": 1})})
+
+    def for_full_sampler(self) -> BaseModelSettings:
+        """The base model's settings for its samplers of fully fine-tuned models. Raises SetupError when it has no such
+        samplers."""
+        if self.full_sampler is None:
+            raise SetupError(f"base model {self.name!r} has no section [base_models.full_sampler] in the settings")
+        return self.model_copy(update={"sampler": self.full_sampler})
