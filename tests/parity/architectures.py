@@ -99,13 +99,38 @@ _GEMMA4 = {
 _GEMMA4_VISION = {**_TOWER, "num_key_value_heads": 2, "head_dim": 16, "position_embedding_size": 64}
 _NEMOTRON = {
     **_ROUTED,
-    "layer_types": ["mamba", "attention"],
+    "layer_types": ["mamba", "attention", "moe"],
+    "moe_shared_expert_intermediate_size": 48,
     "mamba_num_heads": 4,
     "mamba_head_dim": 16,
     "ssm_state_size": 16,
     "n_groups": 2,
     "chunk_size": 16,
     "pad_token_id": 0,
+}
+
+_NEMOTRON_LATENT = {"layer_types": ["attention", "moe", "mlp"], "moe_latent_size": 24}
+# A layer with a window and a dense MLP, and one without, whose temperature grows from the 6th token on and whose
+# relative bias ends at the 12th. 16 rows of the head are padding.
+_INKLING = {
+    **{name: _ROUTED[name] for name in ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size")},
+    "vocab_size": VOCAB_SIZE + 16,
+    "unpadded_vocab_size": VOCAB_SIZE,
+    "layer_types": ["hybrid_sliding", "hybrid"],
+    "mlp_layer_types": ["dense", "sparse"],
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 4,
+    "swa_head_dim": 8,
+    "sliding_window_size": _WINDOW,
+    "d_rel": 4,
+    "rel_extent": 12,
+    "log_scaling_n_floor": 6,
+    "route_scale": 2.0,
+    "logits_mup_width_multiplier": 3.0,
+}
+_INKLING_TOWERS = {
+    "vision_config": {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2, "patch_size": 4},
+    "audio_config": {"n_mel_bins": 4, "mel_vocab_size": 8},
 }
 
 # transformers' name of the configuration without "Config", and the fields that make it differ from its neighbours.
@@ -155,6 +180,12 @@ CASES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "helium (unlisted)": ("Helium", {}),
     "deepseek-v3.2 (unlisted)": ("DeepseekV32", {**_LATENT, "first_k_dense_replace": 1}),
     "nemotron-h": ("NemotronH", _NEMOTRON),
+    "nemotron-h, latent": (
+        "NemotronH",
+        {**_NEMOTRON, "layer_types": ["attention", "moe", "mlp"], "moe_latent_size": 24},
+    ),
+    "inkling": ("InklingText", _INKLING),
+    "inkling, vision": ("Inkling", {"text_config": _INKLING, **_INKLING_TOWERS}),
 }
 
 

@@ -29,6 +29,9 @@ CASES = [
     ("nf4", "qwen3-moe"),
     ("nf4", "gpt-oss"),
     ("nf4", "deepseek-v3"),
+    ("nf4", "llama4"),
+    ("int8", "nemotron-h"),
+    ("fp8", "inkling"),
     ("int8", "qwen3.5, vision"),
     ("fp8", "qwen3-next"),
 ]

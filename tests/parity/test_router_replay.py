@@ -35,7 +35,7 @@ SETTINGS = BaseModelSettings(
 NONE = none_of(np.dtype("<u1"))
 Routes = np.ndarray | None
 
-# Three formulas for the weights of chosen experts, from the router's logits.
+# Formulas for the weights of chosen experts, from the router's logits; Inkling's is from the hidden states.
 
 
 def softmax_of_all(router: Any, logits: Tensor, chosen: Tensor) -> Tensor:
@@ -52,11 +52,21 @@ def sigmoid(router: Any, logits: Tensor, chosen: Tensor) -> Tensor:
     return picked / picked.sum(-1, keepdim=True) * router.routed_scaling_factor
 
 
+def inkling(router: Any, hidden: Tensor, chosen: Tensor) -> Tensor:
+    """The shared experts' weights come behind those of the chosen ones."""
+    logits = torch.nn.functional.linear(hidden.reshape(-1, hidden.shape[-1]), router.weight)
+    routed, shared = logits.split([router.num_experts, router.n_shared_experts], -1)
+    picked = torch.sigmoid(torch.cat([routed.gather(1, chosen), shared], -1))
+    return picked / picked.sum(-1, keepdim=True) * router.route_scale * router.global_scale
+
+
 FORMULAS = {
     "qwen3-moe": softmax_of_all,
     "gpt-oss": softmax_of_chosen,
     "deepseek-v3": sigmoid,
     "deepseek-v3.2 (unlisted)": sigmoid,  # its datums are padded
+    "nemotron-h": sigmoid,
+    "inkling": inkling,
 }
 CASES = (
     *(case for case in FORMULAS if architectures.CASES[case][0] not in architectures.NOT_SAMPLED),
@@ -149,11 +159,13 @@ def force(model: Any, formula: Callable[..., Tensor], given: list[np.ndarray]) -
     routers = [module for module in model.modules() if type(module).__name__.lower().endswith("topkrouter")]
     for layer, router in enumerate(routers):
 
-        def hook(router: Any, _: Any, outputs: Any, layer: int = layer) -> Any:
-            logits, weights, natural = outputs
+        def hook(router: Any, inputs: Any, outputs: Any, layer: int = layer) -> Any:
+            logits, weights, natural, *of_shared = outputs
             wanted = torch.from_numpy(given[0][:, layer].astype(np.int64))
             chosen = torch.where(wanted == NONE, natural, wanted)
-            return logits, formula(router, logits, chosen).to(weights.dtype), chosen
+            found = formula(router, inputs[0] if of_shared else logits, chosen).to(weights.dtype)
+            top = chosen.shape[1]
+            return logits, found[:, :top], chosen, *(found[:, top:] for _ in of_shared)
 
         router.register_forward_hook(hook)
 

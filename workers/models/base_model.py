@@ -198,7 +198,7 @@ def describe(settings: BaseModelSettings, model: nn.Module, dtype: torch.dtype) 
     return BaseModelInfo(
         name=settings.name,
         arch=config.architectures[0],
-        vocab_size=text.vocab_size,
+        vocab_size=getattr(text, "unpadded_vocab_size", None) or text.vocab_size,
         max_context=settings.max_context or own,
         dtype=settings.dtype if settings.quantized else str(dtype).removeprefix("torch."),
         trainable_groups=tuple(group for group, paths in targets(model).items() if paths),
@@ -231,17 +231,18 @@ def check_adaptable(settings: BaseModelSettings) -> Adaptable:
     Raises SetupError as `skeleton` does.
     """
     model = skeleton(settings)
-    if unknown := undecided(model):
+    adapted = experts.found(model)
+    if unknown := undecided(model, adapted):
         raise UnservableModel(
             f"base model {settings.name!r} ({model.config.architectures[0]}) cannot be trained with LoRA: it has "
             f"modules that Tinsmith does not know: {', '.join(unknown)}"
         )
-    if settings.quantized and has_experts(model) and not experts.found(model):
+    if settings.quantized and has_experts(model) and not adapted:
         raise UnservableModel(
             f"base model {settings.name!r} ({model.config.architectures[0]}) cannot have dtype {settings.dtype!r}: its "
             "experts, which are most of its weights, have a layout that is not quantised; set dtype to auto"
         )
-    return Adaptable(left_out(model, experts.found(model)), shapes(model))
+    return Adaptable(left_out(model, adapted), shapes(model))
 
 
 def weight_shapes(settings: BaseModelSettings) -> dict[str, tuple[int, ...]]:

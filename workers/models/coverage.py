@@ -14,6 +14,7 @@ from torch import nn
 GROUPS: dict[str, tuple[str, ...]] = {
     "attn": (
         *("q_proj", "k_proj", "v_proj", "o_proj"),
+        "r_proj",  # Inkling's relative bias
         # DeepSeek's latent attention
         *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"),
         "qkv_proj",
@@ -22,14 +23,17 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "mixer.in_proj",  # Nemotron-H's Mamba
         *("f_a_proj", "f_b_proj", "g_a_proj", "g_b_proj", "self_attn.b_proj"),  # Kimi's delta attention
     ),
-    "mlp": ("gate_proj", "up_proj", "down_proj", "gate_up_proj"),
+    "mlp": (
+        *("gate_proj", "up_proj", "down_proj", "gate_up_proj"),
+        *("fc1_latent_proj", "fc2_latent_proj"),  # around Nemotron-H's experts
+    ),
     "unembed": ("lm_head",),
 }
 _OTHER_INPUTS = (
     r"(^|\.)(visual|vision_\w+|audio_\w+|multi_modal_projector|embed_vision|embed_audio)(\.|$)",
     "training gives text alone, so no gradient reaches it",
 )
-_EXPERTS = (r"\.experts(\.|$)", "experts in a layout of their own, such as Llama 4's, have no adapter yet")
+_EXPERTS = (r"\.experts(\.|$)", "experts in a layout that Tinsmith does not know have no adapter")
 # A path's pattern, and why no adapter ever sits there. The first that matches counts, before any group.
 NEVER: tuple[tuple[str, str], ...] = (
     _OTHER_INPUTS,
@@ -41,6 +45,7 @@ NEVER: tuple[tuple[str, str], ...] = (
     (r"(^|\.)per_layer_\w+$", "Gemma 4's embeddings of each layer stay as pretrained, as does what mixes them in"),
     (r"\.A_log$", "a decay rate has one number for each head, and is no linear"),
     (r"\.conv1d(\.|$)", "a convolution over neighbouring tokens has few weights, and is no linear"),
+    (r"\.rel_logits_proj(\.|$)", "a table of biases by distance has few weights, and is no linear"),
 )
 
 
@@ -60,9 +65,14 @@ def is_mlp(path: str) -> bool:
     return _group(path) == "mlp"
 
 
+def in_language_model(path: str) -> bool:
+    """True if the module at `path` is no part of a vision or audio tower."""
+    return not _matches(_OTHER_INPUTS, path)
+
+
 def trains_experts(path: str) -> bool:
-    """True if the experts at `path` belong to the language model."""
-    return re.search(_EXPERTS[0], path) is not None and not _matches(_OTHER_INPUTS, path)
+    """True if the experts at `path` are routed ones of the language model."""
+    return re.search(_EXPERTS[0], path) is not None and in_language_model(path)
 
 
 def has_experts(model: nn.Module) -> bool:
@@ -70,9 +80,14 @@ def has_experts(model: nn.Module) -> bool:
     return any(trains_experts(name) for name, _ in model.named_modules())
 
 
-def undecided(model: nn.Module) -> list[str]:
-    """The weights of a bare model that are in no group and not in NEVER, each pattern once, such as `layers.*.foo`."""
-    found = {path for path, covered in _weights(model) if not covered and not any(_matches(e, path) for e in NEVER)}
+def undecided(model: nn.Module, adapted: Collection[str]) -> list[str]:
+    """The weights of a bare model that are in no group and not in NEVER, each pattern once, such as `layers.*.foo`.
+    `adapted`: the stacked experts that adapters cover."""
+    found = {
+        path
+        for path, covered in _weights(model, adapted)
+        if not covered and not any(_matches(entry, path) for entry in NEVER)
+    }
     return sorted({_numberless(path) for path in found})
 
 
@@ -80,7 +95,7 @@ def left_out(model: nn.Module, adapted: Collection[str]) -> dict[str, str]:
     """The reason why no adapter covers a module, for each such module; its layers' numbers are written as `*`.
     `adapted`: the stacked experts that adapters cover."""
     found: dict[str, str] = {}
-    for path in (path for path, _ in _weights(model) if path.rpartition(".")[0] not in adapted):
+    for path, _ in _weights(model, adapted):
         entry = next((entry for entry in NEVER if _matches(entry, path)), None)
         if entry is not None:
             end = cast(re.Match[str], re.search(entry[0], path)).end()
@@ -102,13 +117,13 @@ def _matches(entry: tuple[str, str], path: str) -> bool:
     return re.search(entry[0], path) is not None
 
 
-def _weights(model: nn.Module) -> Iterator[tuple[str, bool]]:
-    """The paths of all linears, and of other parameters of two or more dimensions, apart from embeddings; and if they
-    are linears of a group."""
+def _weights(model: nn.Module, adapted: Collection[str]) -> Iterator[tuple[str, bool]]:
+    """The paths of all linears, and of other parameters of two or more dimensions, apart from embeddings and the
+    stacked experts that are `adapted`; and if they are linears of a group."""
     for path, module in model.named_modules():
         if isinstance(module, nn.Linear):
             yield path, _group(path) is not None
-        elif not isinstance(module, nn.Embedding):
+        elif not isinstance(module, nn.Embedding) and path not in adapted:
             for name, parameter in module.named_parameters(recurse=False):
                 if parameter.ndim > 1:
                     yield f"{path}.{name}", False

@@ -3,11 +3,16 @@
 A pair has the layout of PEFT files, which stack the experts' pairs: `a` [experts · rank, in], expert after expert, and
 `b` [out, rank · experts], where an expert has every `experts`-th column. A pair's path is PEFT's too: the wrapper
 around the first tensor lies inside the second's, so `experts.base_layer` is gate_up_proj and `experts` is down_proj.
+
+Llama 4's experts and Inkling's shared experts have a forward of their own, in which all of them run on all tokens.
+Llama 4 gives an expert zeros in the place of tokens that are not its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,91 +23,156 @@ from workers.models import coverage
 from workers.models.quantized import QuantizedWeight, for_product
 
 NAME = "tinsmith_lora"
-_SUFFIXES = {"gate_up_proj": ".base_layer", "down_proj": ""}
-NAMES = tuple(_SUFFIXES)
-"""The names of the stacked tensors."""
+_WRAPPER = ".base_layer"
+# The names of stacked tensors, in their modules' order, and how many of PEFT's wrappers lie around a tensor's own.
+_OUTER = {"gate_proj": 2, "gate_up_proj": 1, "up_proj": 1, "down_proj": 0}
+_MODULES = ("experts", "shared_experts")
+_PAIR = re.compile(rf"\.({'|'.join(_MODULES)})({re.escape(_WRAPPER)})*$")
 # grouped products need rows of a multiple of 16 bytes: 8 numbers of bf16
 _ALIGNMENT = 8
+Shares = Callable[[], Sequence[tuple[Any, int]]]
+"""Returns the adapters of a pass's tokens, see workers.models.lora.use."""
 
 
 def found(model: nn.Module) -> dict[str, nn.Module]:
     """The stacked experts that adapters can sit on, by module path, in the model's order."""
-    modules = model.named_modules()
-    return {path: module for path, module in modules if _supported(module) and coverage.trains_experts(path)}
+    return {
+        path: module
+        for path, module in model.named_modules()
+        if path.rpartition(".")[2] in _MODULES and coverage.in_language_model(path) and names(module)
+    }
+
+
+def names(module: nn.Module) -> tuple[str, ...]:
+    """The names of a module's stacked tensors, in the module's order; none where adapters cannot sit on them."""
+    stacked = (nn.Parameter, QuantizedWeight)
+    own = tuple(name for name in _OUTER if isinstance(getattr(module, name, None), stacked))
+    complete = len(own) > 1 and [_OUTER[name] for name in own] == [*reversed(range(len(own)))]
+    known = hasattr(module, "_apply_gate") or type(module).__name__ in _FORWARDS
+    return own if complete and known else ()
 
 
 def paths(model: nn.Module) -> list[str]:
     """The paths of the pairs on experts, in the model's order."""
-    return [path + suffix for path in found(model) for suffix in _SUFFIXES.values()]
+    return [path + _WRAPPER * _OUTER[name] for path, module in found(model).items() for name in names(module)]
 
 
 def is_pair(path: str) -> bool:
     """True for the path of a pair on experts."""
-    return path.endswith((".experts", ".experts.base_layer"))
+    return _PAIR.search(path) is not None
 
 
-def target_parameters() -> list[str]:
+def target_parameters(model: nn.Module) -> list[str]:
     """The tensors as PEFT's `target_parameters` names them."""
-    return [f"experts.{name}" for name in _SUFFIXES]
+    named = ((path.rpartition(".")[2], names(module)) for path, module in found(model).items())
+    return list(dict.fromkeys(f"{leaf}.{name}" for leaf, own in named for name in own))
 
 
 def pair_path(parameter: str) -> str:
-    """The path of the pair on a stacked tensor, by the tensor's name; any other name is returned unchanged."""
+    """The path of the pair on a parameter, by the parameter's name."""
     module, _, name = parameter.rpartition(".")
-    return module + _SUFFIXES[name] if module.endswith(".experts") and name in _SUFFIXES else parameter
+    is_stacked = name in _OUTER and module.rpartition(".")[2] in _MODULES
+    return module + _WRAPPER * _OUTER[name] if is_stacked else parameter.removesuffix(".weight")
 
 
 def shape(model: nn.Module, path: str) -> tuple[int, int, int]:
     """(experts, in, out) of the tensor under a pair. ZeRO-3 empties the tensor's shape, so its record is used."""
-    module: Any = model.get_submodule(path.removesuffix(".base_layer"))
-    weight = module.gate_up_proj if path.endswith(".base_layer") else module.down_proj
+    outer = path.count(_WRAPPER)
+    module = model.get_submodule(path.replace(_WRAPPER, ""))
+    weight = getattr(module, next(name for name in names(module) if _OUTER[name] == outer))
     count, rows, columns = getattr(weight, "ds_shape", weight.shape)
-    return (count, rows, columns) if module.is_transposed else (count, columns, rows)
+    return (count, rows, columns) if _is_transposed(module) else (count, columns, rows)
+
+
+def _is_transposed(module: nn.Module) -> bool:
+    """True if PEFT takes the module's tensors for [experts, in, out]. PEFT 0.21 does not where they are Llama 4's."""
+    return getattr(module, "is_transposed", False)
 
 
 def merged(module: Any, weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
     """The module's fp32 stacked tensor [experts, out, in], or transposed [experts, in, out], plus scaling · B A."""
     stacked_a, stacked_b = _stacked(a, b, len(weight))
     added = torch.bmm(stacked_b, stacked_a)
-    return weight + scaling * (added.mT if module.is_transposed else added)
+    return weight + scaling * (added.mT if _is_transposed(module) else added)
 
 
-def wrap(model: Any, shares: Callable[[], Sequence[tuple[Any, int]]]) -> None:
-    """Makes the model's experts add the products of the adapters that `shares` returns, see workers.models.lora.use."""
+def wrap(model: Any, shares: Shares) -> None:
+    """Makes the model's experts add the products of the adapters that `shares` returns."""
 
     def forward(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        return _forward(module, hidden, chosen, weights, shares())
+        return _routed(module, hidden, chosen, weights, shares())
 
     ExpertsInterface.register(NAME, forward)
     modules = found(model)
     for path, module in modules.items():
         module.lora_path = path  # type: ignore[assignment]
-    if modules:
+        if own := _FORWARDS.get(type(module).__name__):
+            module.forward = partial(own, module, shares)
+    if any(hasattr(module, "_apply_gate") for module in modules.values()):
         model.set_experts_implementation(NAME)
 
 
-def _supported(module: Any) -> bool:
-    stacked = all(isinstance(getattr(module, name, None), nn.Parameter | QuantizedWeight) for name in NAMES)
-    return stacked and hasattr(module, "_apply_gate") and getattr(module, "has_gate", False)
-
-
-def _forward(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor, segments: Sequence[Any]) -> Tensor:
+def _routed(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor, segments: Sequence[Any]) -> Tensor:
     """Maps hidden states [tokens, width] to the experts' weighted sum, as transformers' grouped_mm does."""
     top, count = chosen.shape[1], module.num_experts
     experts, order = torch.sort(chosen.reshape(-1), stable=True)
     offsets = _ends(experts, count)
     rows = _AdapterRows(segments, module.lora_path, len(hidden), order // top, experts, count)
     x = hidden[order // top]
-    for name, suffix in _SUFFIXES.items():
+    for name in names(module):
         bias = getattr(module, f"{name}_bias")[experts] if module.has_bias else None
         with for_product(getattr(module, name)) as weight:
             out = _grouped_linear(x, weight, offsets, bias, module.is_transposed)
-        out = rows.add(x, out, module.lora_path + suffix)
-        x = module._apply_gate(out) if name == "gate_up_proj" else out
+        out = rows.add(x, out, module.lora_path + _WRAPPER * _OUTER[name])
+        x = out if name == "down_proj" else module._apply_gate(out) if module.has_gate else module.act_fn(out)
     back = torch.empty_like(order)
     back[order] = torch.arange(len(order), device=order.device)
     weighted = (x * weights.reshape(-1)[order, None])[back]
     return weighted.view(len(hidden), top, -1).sum(1).to(hidden.dtype)
+
+
+def _llama4(module: Any, shares: Shares, hidden: Tensor) -> Tensor:
+    """Maps [experts · tokens, width], expert after expert, to the same, as transformers' Llama4TextExperts does."""
+    x = hidden.view(module.num_experts, -1, hidden.shape[-1])
+    gate, up = _dense(module, "gate_up_proj", x, shares(), as_stored=True).chunk(2, dim=-1)
+    return _dense(module, "down_proj", up * module.act_fn(gate), shares(), as_stored=True).view(hidden.shape)
+
+
+def _inkling_shared(module: Any, shares: Shares, hidden: Tensor, gammas: Tensor) -> Tensor:
+    """Maps hidden states [rows, tokens, width] to the experts' sum, weighted by gammas [rows · tokens, experts], as
+    transformers' InklingSharedExperts does."""
+    count, segments = module.n_shared_experts, shares()
+    x = hidden.reshape(1, -1, hidden.shape[-1]).expand(count, -1, -1)
+    gate, up = (_dense(module, name, x, segments) for name in ("gate_proj", "up_proj"))
+    activated = module.act_fn(gate) * up * gammas.reshape(-1, count, 1).transpose(0, 1)
+    down = _dense(module, "down_proj", activated, segments)
+    return down.float().sum(dim=0).to(hidden.dtype).view(hidden.shape)
+
+
+_FORWARDS: Mapping[str, Callable[..., Tensor]] = {"Llama4TextExperts": _llama4, "InklingSharedExperts": _inkling_shared}
+
+
+def _dense(module: Any, name: str, x: Tensor, segments: Sequence[Any], *, as_stored: bool = False) -> Tensor:
+    """Maps x [experts, tokens, in] to [experts, tokens, out], each expert with its own weight and pair.
+
+    `as_stored`: the weight is [experts, in, out]. PEFT does not know, so A has the output's width and B the input's.
+    """
+    with for_product(getattr(module, name)) as weight:
+        out = torch.bmm(x, weight if as_stored else weight.mT)
+    path = module.lora_path + _WRAPPER * _OUTER[name]
+    parts, start, unit = [], 0, x.shape[1] // max(1, sum(share for _, share in segments))
+    for adapter, share in segments:
+        rows = slice(start, start + share * unit)
+        start = rows.stop
+        part = out[:, rows]
+        if adapter is not None and path in adapter.pairs:
+            pair = adapter.pairs[path]
+            a, b = (one.to(x.dtype) for one in _stacked(pair.a, pair.b, len(x)))
+            first, second = (b, a) if as_stored else (a.mT, b.mT)
+            part = torch.baddbmm(part, torch.bmm(x[:, rows], first), second, alpha=adapter.scaling)
+        parts.append(part)
+    adapted = any(adapter is not None and path in adapter.pairs for adapter, _ in segments)
+    return torch.cat(parts, 1) if adapted else out
 
 
 def _ends(groups: Tensor, count: int) -> Tensor:

@@ -20,8 +20,8 @@ from workers.models.lora import SCORE, SCORE_KEY, Adapter, LoraPair
 def write(adapter: Adapter, folder: Path, base_model_name: str, model: nn.Module | None = None) -> None:
     """Writes `adapter` as PEFT's two files. On a tied head the pair belongs to the head alone; the embedding has none.
 
-    A critic is stored as a sequence classifier with one label. `model`, wrapped or bare, is where the adapter belongs:
-    without it, modules are named by their last names alone.
+    A critic is stored as a sequence classifier with one label. `model`, wrapped or bare, is where the adapter belongs.
+    An adapter on experts needs it; the modules of another one are named by their last names alone without it.
     """
     config = {
         "peft_type": "LORA",
@@ -34,7 +34,7 @@ def write(adapter: Adapter, folder: Path, base_model_name: str, model: nn.Module
         "inference_mode": True,
         "target_modules": _target_modules(adapter, model),
     }
-    if parameters := _target_parameters(adapter):
+    if parameters := _target_parameters(adapter, model):
         config["target_parameters"] = parameters
     if adapter.critic:
         config |= {"task_type": "SEQ_CLS", "modules_to_save": [SCORE]}
@@ -43,20 +43,21 @@ def write(adapter: Adapter, folder: Path, base_model_name: str, model: nn.Module
     save_file(tensors, folder / ADAPTER_FILE, metadata={"format": "pt"})
 
 
-def _target_parameters(adapter: Adapter) -> list[str]:
+def _target_parameters(adapter: Adapter, model: nn.Module | None) -> list[str]:
     """The tensors that PEFT adapts as tensors: the experts, and the weights of dense or shared MLPs beside them.
 
     Named as modules, PEFT 0.21 takes them for experts of an older layout, and doubles the rank of the experts.
     """
     if not any(experts.is_pair(path) for path in adapter.pairs):
         return []
-    return [*experts.target_parameters(), *(f"{path}.weight" for path in adapter.pairs if coverage.is_mlp(path))]
+    assert model is not None, "the names of its experts are the model's"
+    return [*experts.target_parameters(model), *(f"{path}.weight" for path in adapter.pairs if coverage.is_mlp(path))]
 
 
 def _target_modules(adapter: Adapter, model: nn.Module | None) -> list[str]:
     """The last names of the adapter's modules; or their whole paths, where a last name alone would also name another
     module, such as one of a vision tower, on which PEFT would put an adapter too."""
-    as_tensors = {name.removesuffix(".weight") for name in _target_parameters(adapter)}
+    as_tensors = {name.removesuffix(".weight") for name in _target_parameters(adapter, model)}
     paths = [path for path in adapter.pairs if not experts.is_pair(path) and path not in as_tensors]
     leaves = {_leaf(path) for path in paths}
     others = () if model is None else (path for path, _ in model.named_modules() if path not in adapter.pairs)

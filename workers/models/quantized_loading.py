@@ -56,7 +56,7 @@ def names(model: nn.Module) -> set[str]:
     adapters can sit on, except the head, whose weight the loss reads."""
     linears = [path for path, module in model.named_modules() if isinstance(module, nn.Linear)]
     found = coverage.groups(linears, experts=False)
-    stacked = {f"{path}.{name}" for path in experts.found(model) for name in experts.NAMES}
+    stacked = {f"{path}.{name}" for path, module in experts.found(model).items() for name in experts.names(module)}
     return {f"{path}.weight" for path in (*found["attn"], *found["mlp"])} | stacked
 
 

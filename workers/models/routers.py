@@ -30,6 +30,7 @@ _ROUTERS = {
     "Glm4MoeLiteTopkRouter",
     "Glm4MoeTopkRouter",
     "GptOssTopKRouter",
+    "InklingTopkRouter",
     "KimiLinearTopkRouter",
     "MiniMaxM2TopKRouter",
     "MixtralTopKRouter",
@@ -40,7 +41,7 @@ _ROUTERS = {
     "Qwen3VLMoeTextTopKRouter",
     "Qwen3_5MoeTopKRouter",
 }
-"""The classes that return (logits, weights, indices), and choose by torch.topk. Others with such names do neither."""
+"""The classes that return (logits, weights, indices, ...), and choose by torch.topk. Others of such names do not."""
 
 
 class Recorder:
@@ -87,7 +88,8 @@ def check_replayable(settings: BaseModelSettings) -> None:
 def wrap(model: nn.Module) -> None:
     """Makes the model's routers obey `use`. Outside of its blocks they are unchanged, to the bit."""
     for layer, router in enumerate(found(model)):
-        router.forward = partial(_forward, layer, router.forward, len(router.weight))
+        experts = len(router.weight) - getattr(router, "n_shared_experts", 0)  # Inkling scores shared ones too
+        router.forward = partial(_forward, layer, router.forward, experts)
 
 
 @contextmanager

@@ -44,7 +44,7 @@ MUTANTS = (
     Mutant(
         "coverage: a base model with unknown weights is refused for LoRA",
         "workers/models/base_model.py",
-        "if unknown := undecided(model):",
+        "if unknown := undecided(model, adapted):",
         "if unknown := []:",
         f"{_COVERAGE}::test_unknown_linears_and_tensors_are_named_once_in_one_line",
     ),
@@ -52,7 +52,7 @@ MUTANTS = (
     Mutant(
         "packing: each datum starts from the empty state",
         "workers/backends/training/packing.py",
-        "        for count, length in runs:",
+        "        for count, length in runs or layer.runs:",
         "        for count, length in [(1, hidden_states.shape[1])]:",
         f"{_PACKING}::test_each_datum_starts_from_the_empty_state_under_its_own_adapter",
     ),
@@ -83,6 +83,13 @@ MUTANTS = (
         "_has_state(module) or _counts_positions(module)",
         "_has_state(module)",
         f"{_PACKING}::test_attention_that_counts_positions_gets_each_datum_as_a_row",
+    ),
+    Mutant(
+        "packing: a convolution by itself gets the datums of its own pass",
+        "workers/backends/training/packing.py",
+        "            convolution.runs = runs\n",
+        "            convolution.runs = getattr(convolution, 'runs', runs)\n",
+        f"{_PACKING}::test_a_convolution_by_itself_starts_empty_at_each_datum_too",
     ),
     Mutant(
         "engine: an attention sink takes its share",

@@ -260,6 +260,7 @@ def packed_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
     dropout: float = 0.0,
     position_ids: Tensor | None = None,
     use_cache: bool = False,
@@ -267,11 +268,16 @@ def packed_attention(
     """Maps query [B, heads, T, D], key [B, kv heads, T, D] and value [B, kv heads, T, E] to [B, T, heads, E].
 
     The runs add up to T, in every row alike. `s_aux`, [heads]: a further score in each softmax, whose share goes to no
-    token (gpt-oss). The last three arguments change nothing here: there is no dropout and no cache, and positions are
-    in query and key. Any other argument, or a mask, may change the result: it is a TypeError.
+    token (gpt-oss). `position_bias`, [B, heads, T, T]: is added to the scores of rows that are one datum (Inkling). The
+    last three arguments change nothing here: there is no dropout and no cache, and positions are in query and key. Any
+    other argument, or a mask, may change the result: it is a TypeError.
     """
     if attention_mask is not None:
         raise TypeError(f"{type(module).__name__} attends with a mask of its own, which knows nothing of packed datums")
+    if position_bias is not None:
+        assert list(runs) == [(1, query.shape[2])], "a bias between datums"
+        alone = _plain(query, key, value, scaling=scaling, window=sliding_window, bias=position_bias)
+        return alone.transpose(1, 2), None
     cut = zip(*(_cut(tensor, runs) for tensor in (query, key, value)), strict=True)
     parts = [_attend(q, k, v, scaling, sliding_window, softcap, s_aux).transpose(1, 2) for q, k, v in cut]
     rows = [part.reshape(len(query), -1, *part.shape[2:]) for part in parts]
@@ -323,21 +329,22 @@ def _plain(
     *,
     scaling: float,
     window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
-    """Computes softmax(q kᵀ · scaling) v. The query heads that share a key head are further rows of one product."""
+    """Computes softmax(q kᵀ · scaling + bias) v, with the query heads of one key head as further rows of a product."""
     count, heads, length, width = q.shape
     kv_heads, columns = k.shape[1:3]
     rows = q.reshape(count * kv_heads, heads // kv_heads * length, width)
     keys, values = (tensor.reshape(count * kv_heads, columns, -1) for tensor in (k, v))
     hidden = torch.zeros(length, columns, dtype=q.dtype, device=q.device)
     hidden.masked_fill_(~_visible(length, columns, window, q.device), float("-inf"))
-    bias = hidden.repeat(heads // kv_heads, 1)
+    added = hidden.repeat(heads // kv_heads, 1) if bias is None else (bias + hidden).view(len(rows), -1, columns)
     if softcap is None:
-        scores = torch.baddbmm(bias, rows, keys.transpose(1, 2), alpha=scaling)
+        scores = torch.baddbmm(added, rows, keys.transpose(1, 2), alpha=scaling)
     else:
-        scores = torch.tanh(torch.bmm(rows, keys.transpose(1, 2)) * (scaling / softcap)) * softcap + bias
+        scores = torch.tanh(torch.bmm(rows, keys.transpose(1, 2)) * (scaling / softcap)) * softcap + added
     if sinks is not None:
         further = sinks.view(kv_heads, -1, 1).repeat(count, 1, length).view(*scores.shape[:2], 1)
         shares = torch.softmax(torch.cat([scores, further], -1), -1)[..., :-1]

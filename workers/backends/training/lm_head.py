@@ -144,6 +144,8 @@ class LmHead:
         parts = list(self._parts(hidden, segments))
         for part in parts:
             products[part.rows].addmm_(part.low, part.b.t())
+        if self.rule.vocabulary is not None:
+            products[:, self.rule.vocabulary :] = float("-inf")
         return products, parts
 
     def _parts(self, hidden: Tensor, segments: Segments) -> Iterator[Part]:
@@ -214,10 +216,14 @@ def _slices(count: int, step: int) -> Iterator[slice]:
 
 @dataclass(frozen=True, slots=True)
 class LogitRule:
-    """The rule logits = cap · tanh(scale · lm_head(h) / cap), without the tanh where `cap` is None."""
+    """The rule logits = cap · tanh(scale · lm_head(h) / cap), without the tanh where `cap` is None.
+
+    `vocabulary`: the rows of the head that are tokens, if the others only pad it.
+    """
 
     scale: float = 1.0
     cap: float | None = None
+    vocabulary: int | None = None
 
 
 def _plain(config: Any) -> LogitRule:
@@ -234,6 +240,11 @@ def _multiplied(config: Any) -> LogitRule:
 
 def _divided(config: Any) -> LogitRule:
     return LogitRule(scale=1 / config.logits_scaling)
+
+
+def _divided_and_padded(config: Any) -> LogitRule:
+    text = config.get_text_config()
+    return LogitRule(scale=1 / text.logits_mup_width_multiplier, vocabulary=text.unpadded_vocab_size)
 
 
 ARCHITECTURES: Mapping[str, Callable[[Any], LogitRule]] = {
@@ -263,6 +274,8 @@ ARCHITECTURES: Mapping[str, Callable[[Any], LogitRule]] = {
     "Glm4MoeForCausalLM": _plain,
     "Glm4MoeLiteForCausalLM": _plain,
     "GptOssForCausalLM": _plain,
+    "InklingForCausalLM": _divided_and_padded,
+    "InklingForConditionalGeneration": _divided_and_padded,
     "KimiLinearForCausalLM": _plain,
     "MiniMaxM2ForCausalLM": _plain,
     "NemotronHForCausalLM": _plain,

@@ -5,7 +5,8 @@ each token alone. The rest would run on from a datum into the next: `prepare` ch
 
 - A layer with a state (a short convolution with Gated DeltaNet, Kimi delta attention or Mamba2 behind it) runs the
   datums as rows of their own, each from the empty state. Neighbours of one length are one call.
-- Attention that counts positions by itself (Llama 4's temperature) does the same.
+- A short convolution by itself (Inkling) does the same, beside what it adds to.
+- So does attention that counts positions by itself (Llama 4's temperature, Inkling's relative bias).
 - Attention within chunks of a datum (Llama 4) takes the chunks for datums.
 """
 
@@ -31,16 +32,21 @@ def runs_of(lengths: Sequence[int]) -> list[Run]:
 
 def prepare(model: nn.Module) -> None:
     """Makes the layers named above take the keyword `runs`; the runs add up to the row's tokens."""
-    for layer in datum_by_datum(model):
+    layers = datum_by_datum(model)
+    for layer in layers:
         _run_datum_by_datum(layer)
     for module in model.modules():
         if size := _chunk_size(module):
             _attend_within_chunks(module, size)
+        if convolutions := [child for child in module.children() if _is_convolution(child) and child in layers]:
+            _pass_runs_on(module, convolutions)
 
 
 def datum_by_datum(model: nn.Module) -> list[nn.Module]:
-    """Returns the layers that run once for each run of datums, instead of once for the row."""
-    return [module for module in model.modules() if _has_state(module) or _counts_positions(module)]
+    """Returns the layers that run once for each run of datums, instead of once for the row. A layer within another one
+    is left out."""
+    found = {path: module for path, module in model.named_modules() if _has_state(module) or _counts_positions(module)}
+    return [module for path, module in found.items() if not path or path.rpartition(".")[0] not in found]
 
 
 def _has_state(module: nn.Module) -> bool:
@@ -48,8 +54,14 @@ def _has_state(module: nn.Module) -> bool:
     return isinstance(getattr(module, "conv1d", None), nn.Conv1d)
 
 
+def _is_convolution(module: nn.Module) -> bool:
+    """True for a convolution by itself: one of several in a layer, and numbered."""
+    return hasattr(module, "conv_idx")
+
+
 def _counts_positions(module: Any) -> bool:
-    return bool(getattr(module, "attn_temperature_tuning", False)) and not module.use_rope
+    has_bias = hasattr(module, "rel_logits_proj")
+    return has_bias or (bool(getattr(module, "attn_temperature_tuning", False)) and not module.use_rope)
 
 
 def _chunk_size(module: Any) -> int | None:
@@ -63,10 +75,10 @@ def _chunk_size(module: Any) -> int | None:
 def _run_datum_by_datum(layer: Any) -> None:
     forward, attends = layer.forward, not _has_state(layer)
 
-    def packed(hidden_states: Tensor, *, runs: Sequence[Run], **others: Any) -> Any:
+    def packed(hidden_states: Tensor, *, runs: Sequence[Run] = (), **others: Any) -> Any:
         """Maps [1, T, hidden size] to the same, beside None where the layer is attention."""
         parts, start, segments = [], 0, lora.in_use()
-        for count, length in runs:
+        for count, length in runs or layer.runs:
             rows = slice(start, start + count * length)
             start = rows.stop
             own = {**others, "runs": [(1, length)]} if attends else others
@@ -77,6 +89,18 @@ def _run_datum_by_datum(layer: Any) -> None:
         return (joined, None) if attends else joined
 
     layer.forward = packed
+
+
+def _pass_runs_on(layer: Any, convolutions: Sequence[Any]) -> None:
+    """Gives the runs to convolutions that the layer calls without its keywords."""
+    forward = layer.forward
+
+    def passing(*inputs: Any, runs: Sequence[Run], **others: Any) -> Any:
+        for convolution in convolutions:
+            convolution.runs = runs
+        return forward(*inputs, runs=runs, **others)
+
+    layer.forward = passing
 
 
 def _attend_within_chunks(layer: Any, size: int) -> None:

@@ -341,7 +341,7 @@ def merged(engine: Engine, adapter: Adapter) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for wrapped, weight in quantized.weights(model):
         name = lora.unwrapped_name(model, wrapped)
-        pair = adapter.pairs.get(experts.pair_path(name.removesuffix(".weight")))
+        pair = adapter.pairs.get(experts.pair_path(name))
         if pair is None and name in model.all_tied_weights_keys:
             continue
         parameter = quantized.plain(weight)

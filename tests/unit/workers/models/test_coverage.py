@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from tests.models import tiny_opt, tiny_qwen3
 from tests.parity import architectures
 from tests.parity.architectures import SHAPE
 from workers.backends.sampling.base import create as create_sampler
-from workers.models import base_model, lora, peft_files
+from workers.models import base_model, experts, lora, peft_files
 from workers.models.coverage import left_out, undecided
 
 
@@ -34,7 +35,7 @@ def on_meta(name: str, **fields: Any) -> Any:
 def test_only_the_language_model_of_a_model_that_reads_images_gets_adapters(name: str) -> None:
     model = on_meta(name)
     paths = lora.targets(model)
-    assert undecided(model) == []
+    assert undecided(model, experts.found(model)) == []
     assert all(path.startswith("model.language_model.layers.") for path in paths["attn"] + paths["mlp"])
     assert paths["attn"] and paths["mlp"]
 
@@ -49,14 +50,28 @@ def test_a_gated_delta_net_is_adapted_in_all_its_linears() -> None:
 @pytest.mark.parametrize("name", ["Qwen3Moe", "GptOss"])
 def test_stacked_experts_are_adapted_as_the_mlp_group(name: str) -> None:
     model = on_meta(name, **SHAPE)
-    assert undecided(model) == []
-    experts = [f"model.layers.{layer}.mlp.experts" for layer in range(SHAPE["num_hidden_layers"])]
-    assert lora.targets(model)["mlp"] == [path + part for path in experts for part in (".base_layer", "")]
+    assert undecided(model, experts.found(model)) == []
+    stacked = [f"model.layers.{layer}.mlp.experts" for layer in range(SHAPE["num_hidden_layers"])]
+    assert lora.targets(model)["mlp"] == [path + part for path in stacked for part in (".base_layer", "")]
 
 
-def test_experts_in_a_layout_of_their_own_are_not_adapted_and_neither_are_the_mlps_beside_them() -> None:
+@pytest.mark.parametrize("case", ["llama4", "nemotron-h, latent", "inkling"])
+def test_every_tensor_of_a_familys_mlps_is_adapted_whatever_its_layout(case: str) -> None:
+    config = architectures.config_of(case)
+    with torch.device("meta"):
+        model = base_model.auto_class(config).from_config(config)
+    of_mlps = re.compile(r"\.(mlp|feed_forward|mixer)\..*(gate|up|gate_up|down|latent)_proj(\.weight)?$")
+    wanted = {name for name, _ in model.named_parameters() if of_mlps.search(name)}
+    assert {experts.pair_path(name) for name in wanted} == {*lora.targets(model)["mlp"]}
+    assert len(wanted) >= 6
+
+
+def test_experts_of_an_unknown_layout_are_not_adapted_and_neither_are_the_mlps_beside_them() -> None:
     model = on_meta("Llama4Text", **SHAPE)
-    assert undecided(model) == []
+    for layer in model.model.layers:
+        layer.feed_forward.experts.w1 = layer.feed_forward.experts.gate_up_proj
+        del layer.feed_forward.experts.gate_up_proj
+    assert undecided(model, experts.found(model)) == []
     assert [group for group, paths in lora.targets(model).items() if paths] == ["attn", "unembed"]
 
 
@@ -87,7 +102,7 @@ def test_unknown_linears_and_tensors_are_named_once_in_one_line(
 
 def test_a_tensor_is_not_covered_because_it_has_the_name_of_a_linear() -> None:
     """Inkling's shared experts are tensors named gate_proj, up_proj and down_proj."""
-    assert "model.layers.*.mlp.shared_experts.gate_proj" in undecided(on_meta("InklingText", **SHAPE))
+    assert "model.layers.*.mlp.shared_experts.gate_proj" in undecided(on_meta("InklingText", **SHAPE), ())
 
 
 def test_a_model_is_refused_before_its_weights_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,14 +134,8 @@ def test_a_draft_head_an_indexer_and_mambas_output_never_have_an_adapter() -> No
                 parent.add_module(name, torch.nn.Module())
             parent = getattr(parent, name)
         parent.add_module(path.rpartition(".")[2], torch.nn.Linear(2, 2))
-    assert undecided(model) == []
+    assert undecided(model, experts.found(model)) == []
     assert not any(lora.targets(model).values())
-
-
-def test_inkling_is_refused_until_its_shared_experts_and_relative_bias_have_a_rule() -> None:
-    found = undecided(on_meta("InklingText", num_hidden_layers=2))
-    shared = [f"model.layers.*.mlp.shared_experts.{name}" for name in ("down_proj", "gate_proj", "up_proj")]
-    assert found == [*shared, "model.layers.*.self_attn.r_proj", "model.layers.*.self_attn.rel_logits_proj.proj"]
 
 
 def test_a_model_that_reads_images_loads_from_its_published_layout(tmp_path: Path) -> None:
@@ -148,7 +157,7 @@ def test_the_transformers_sampler_refuses_layers_whose_state_it_does_not_hold_at
         create_sampler(settings).open()
 
 
-@pytest.mark.parametrize("case", ["qwen3.5, vision", "qwen3-vl", "gemma3, vision"])
+@pytest.mark.parametrize("case", ["qwen3.5, vision", "qwen3-vl", "gemma3, vision", "inkling, vision"])
 def test_peft_puts_a_saved_adapter_on_the_adapters_own_modules_alone(case: str, tmp_path: Path) -> None:
     base = architectures.build(case, tmp_path / "base")
     model = base_model.load(BaseModelSettings(name="q", path=str(base), dtype="float32")).model

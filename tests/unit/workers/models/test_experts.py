@@ -13,7 +13,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, GptOssConfig, Qwen3MoeConfig
 
 from app.domain.ops import LoraSpec
-from workers.models import experts, lora, peft_files
+from app.settings import BaseModelSettings
+from tests.parity import architectures
+from workers.models import base_model, experts, lora, peft_files
 from workers.models.lora import Adapter
 
 _SHAPE: dict[str, Any] = {
@@ -129,13 +131,26 @@ def test_bfloat16_is_as_near_to_float32_as_a_loop_is(model: nn.Module) -> None:
 
 def test_saved_pairs_are_read_back_to_the_bit(model: nn.Module, tmp_path: Path) -> None:
     adapter = trained(model, 3, 1)
-    peft_files.write(adapter, tmp_path, "base")
+    peft_files.write(adapter, tmp_path, "base", model)
     found = peft_files.read(tmp_path)
     lora.check_fits(found, model)
     assert found.spec.train_mlp
     assert found.tensors().keys() == adapter.tensors().keys()
     for name, parameter in adapter.tensors().items():
         assert torch.equal(found.tensors()[name], parameter)
+
+
+@pytest.mark.parametrize("case", ["llama4", "nemotron-h, latent", "inkling, vision"])
+def test_pairs_of_every_layout_are_read_back(case: str, tmp_path: Path) -> None:
+    model = base_model.load(
+        BaseModelSettings(name="q", path=str(architectures.build(case, tmp_path)), dtype="float32")
+    ).model
+    adapter = lora.new_adapter(model, LoraSpec(rank=3))
+    assert any(experts.is_pair(path) for path in adapter.pairs)
+    peft_files.write(adapter, tmp_path, "base", model)
+    found = peft_files.read(tmp_path)
+    lora.check_fits(found, model)
+    assert found.tensors().keys() == adapter.tensors().keys()
 
 
 def test_attention_alone_leaves_the_experts_as_they_are(model: nn.Module) -> None:
@@ -145,3 +160,18 @@ def test_attention_alone_leaves_the_experts_as_they_are(model: nn.Module) -> Non
     with lora.use([(adapter, 11)]):
         output = model.get_submodule(_PATH)(*inputs)
     torch.testing.assert_close(output, by_loop(model, None, *inputs), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", ["qwen3-moe", "nemotron-h, latent", "llama4", "inkling"])
+def test_without_an_adapter_a_model_keeps_transformers_bits(case: str) -> None:
+    """Adapters on attention alone, trained before there were any on experts, must replay to the bit."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(architectures.config_of(case)).eval()
+    tokens, found = torch.randint(3, 300, (2, 20)), []
+    for _ in range(2):
+        model.zero_grad()
+        logits = model(tokens, use_cache=False).logits
+        logits.square().sum().backward()
+        found.append((logits, model.get_input_embeddings().weight.grad))
+        experts.wrap(model, lambda: [(None, 2)])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))

@@ -12,7 +12,7 @@ from app.errors import UnservableModel
 from app.settings import BaseModelSettings
 from tests.parity import architectures
 from workers.backends.sampling.transformers import kv_cache
-from workers.models import base_model, lora
+from workers.models import base_model, experts, lora
 from workers.models.coverage import undecided
 from workers.models.images import FAMILIES
 
@@ -32,7 +32,7 @@ def test_a_row_has_the_familys_groups_datums_sampler_and_images(case: str, tmp_p
     config.save_pretrained(tmp_path)
     with torch.device("meta"):
         model = base_model.auto_class(config).from_config(config)
-    assert undecided(model) == []
+    assert undecided(model, experts.found(model)) == []
     groups, datums, sampler, _, images = ROWS[architectures.CASES[case][0]]
     assert groups == ", ".join(group for group, paths in lora.targets(model).items() if paths)
     assert datums == ("padded" if "(unlisted)" in case else "packed")

@@ -16,7 +16,7 @@ from app.errors import SetupError, UnservableModel
 from app.settings import BaseModelSettings, TrainerSettings
 from tests.parity import architectures
 from tests.unit.workers.models.test_mxfp4 import pack_experts
-from workers.models import base_model, quantized
+from workers.models import base_model, experts, quantized
 from workers.models.quantized import QuantizedLinear, QuantizedWeight, for_product
 
 KINDS = ("nf4", "int8", "fp8")
@@ -169,9 +169,12 @@ def test_packed_experts_are_quantised_from_the_numbers_of_their_format(tmp_path:
         assert torch.equal(found[name].codes, QuantizedWeight(weight, "int8").codes)
 
 
-def test_a_model_whose_experts_would_stay_as_they_are_is_refused(tmp_path: Path) -> None:
+def test_a_model_whose_experts_would_stay_as_they_are_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = architectures.build("llama4", tmp_path)
     settings = BaseModelSettings(name="odd", path=str(folder), dtype="nf4")
+    monkeypatch.setattr(experts, "names", lambda _: ())
     with pytest.raises(UnservableModel, match="cannot have dtype 'nf4': its experts, which are most of its weights"):
         base_model.check_adaptable(settings)
     base_model.check_adaptable(settings.model_copy(update={"dtype": "auto"}))

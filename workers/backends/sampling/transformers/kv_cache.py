@@ -1,7 +1,7 @@
 """The KV cache of a running batch, and decode attention of one new token a row over it.
 
 Rows are right-aligned: a shorter row has zeros on its left, which the attention mask hides. A recurrent layer (Gated
-DeltaNet, Mamba) keeps a state of one size for each row instead of columns.
+DeltaNet, Mamba) keeps a state of one size for each row instead of columns. A layer of Inkling has both.
 
 Decode attention replaces torch's own where that is slow. On a CPU torch's kernel takes 8 times as long as the plain
 formula (SmolLM2-135M, 64 rows of 100 columns, bfloat16: 4.3 ms a layer against 0.5), a third of a step.
@@ -10,7 +10,9 @@ formula (SmolLM2-135M, 64 rows of 100 columns, bfloat16: 4.3 ms a layer against 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,13 +33,15 @@ _NAME = "tinsmith_decode"
 _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
 # Those whose state has one size for any number of tokens; moe and mlp have none.
 _RECURRENT = {"linear_attention", "conv", "moe", "mlp"}
+# Those with both.
+_HYBRID = {"hybrid", "hybrid_sliding"}
 
 
 def check_samples(settings: BaseModelSettings) -> None:
     """Raises UnservableModel for a model with layers whose state the cache does not hold."""
     with explained(settings):
         config = read_config(settings).get_text_config()
-    others = {*_layer_types(config)} - _ATTENTION - _RECURRENT
+    others = {*_layer_types(config)} - _ATTENTION - _RECURRENT - _HYBRID
     if others:
         raise UnservableModel(
             f"base model {settings.name!r} cannot be sampled with the transformers sampler, which holds no state of "
@@ -122,6 +126,18 @@ class RecurrentLayer(LinearAttentionLayer):  # type: ignore[misc]
         return layer
 
 
+class HybridLayer(RecurrentLayer, GrowingLayer):
+    """One layer of the cache with columns and states."""
+
+    def __init__(self, number_of_states: int) -> None:
+        LinearAttentionLayer.__init__(self, number_of_states)
+        DynamicLayer.__init__(self)
+
+    def lazy_initialization(self, *columns: Tensor, **states: Any) -> None:
+        kind = GrowingLayer if columns else RecurrentLayer
+        kind.lazy_initialization(self, *columns, **states)
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
     """Row rows[i] of `cache` becomes row to[i] of the new one. A row may be taken several times."""
@@ -137,10 +153,16 @@ def empty(config: Any) -> Cache:
     Every attention layer keeps all columns: only the mask has a sliding window."""
     config = config.get_text_config()
     types = _layer_types(config)
-    if not _RECURRENT.intersection(types):
+    if {*types} <= _ATTENTION:
         return Cache(layer_class_to_replicate=GrowingLayer)
     states = getattr(config, "number_of_conv_states", 1)
-    return Cache(layers=[RecurrentLayer(states) if each in _RECURRENT else GrowingLayer() for each in types])
+    return Cache(layers=[_layer(each, states) for each in types])
+
+
+def _layer(kind: str, states: int) -> RecurrentLayer | GrowingLayer:
+    if kind in _HYBRID:
+        return HybridLayer(states)
+    return RecurrentLayer(states) if kind in _RECURRENT else GrowingLayer()
 
 
 def arrange(parts: Sequence[Part], width: int) -> Cache:
@@ -148,13 +170,12 @@ def arrange(parts: Sequence[Part], width: int) -> Cache:
     total = sum(len(part.rows) for part in parts)
     layers = []
     for index, like in enumerate(parts[0].cache.layers):
-        if isinstance(like, RecurrentLayer):
-            layers.append(RecurrentLayer.join([(part.cache.layers[index], part) for part in parts], total))
-            continue
-        layer = GrowingLayer()
-        layer.reserve(total, width, like.keys, like.values)
-        for part in parts:
-            layer.put(part.cache.layers[index], part.rows, part.to)
+        sources = [(part.cache.layers[index], part) for part in parts]
+        layer = type(like).join(sources, total) if isinstance(like, RecurrentLayer) else GrowingLayer()
+        if isinstance(layer, GrowingLayer):
+            layer.reserve(total, width, like.keys, like.values)
+            for source, part in sources:
+                layer.put(source, part.rows, part.to)
         layers.append(layer)
     return Cache(layers=layers)
 
@@ -170,7 +191,11 @@ def use_decode_attention(model: Any) -> None:
         model.set_attn_implementation(_NAME)
         for module in model.modules():
             if getattr(module, "attn_temperature_tuning", False) and not module.use_rope:
-                module.attn_temperature_tuning, module.tuned_by_position = False, True
+                module.attn_temperature_tuning, module.temperature = False, partial(_llama4, module)
+            if hasattr(module, "rel_logits_proj") and not module.is_sliding and module.config.log_scaling_n_floor:
+                module.temperature = partial(_inkling, module.config)
+                module.config = copy(module.config)
+                module.config.log_scaling_n_floor = None
 
 
 def decode_attention(
@@ -181,38 +206,51 @@ def decode_attention(
     attention_mask: Tensor | None,
     *,
     scaling: float | None = None,
+    position_bias: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Maps query [B, heads, T, D], key [B, kv heads, W, D], value [B, kv heads, W, V] and mask bool [B, 1, T, W] to
-    [B, T, heads, V]."""
-    if getattr(module, "tuned_by_position", False):
-        query = query * _temperature(module, query, key, attention_mask).to(query.dtype)
+    [B, T, heads, V]. `position_bias`, [B, heads, T, W], is added to the scores."""
+    if temperature := getattr(module, "temperature", None):
+        factors = temperature(_seen(query, key, attention_mask))[..., None]
+        query = query * factors.to(query.dtype)
+        position_bias = None if position_bias is None else position_bias * factors.to(position_bias.dtype)
     if query.shape[2] > 1 or query.device.type != "cpu":
         attended: Tensor = sdpa_attention_forward(
-            module, query, key, value, attention_mask, scaling=scaling, **options
+            module, query, key, value, attention_mask, scaling=scaling, position_bias=position_bias, **options
         )[0]
         return attended, None
     rows, heads, _, width = query.shape
     # The query heads that share a key head are further rows of one product.
     shared = query.view(rows, key.shape[1], -1, width)
     scores = torch.matmul(shared, key.transpose(2, 3)).float().mul_(width**-0.5 if scaling is None else scaling)
+    if position_bias is not None:
+        scores += position_bias.view(scores.shape)
     if attention_mask is not None:
         scores.masked_fill_(~attention_mask, float("-inf"))
     return torch.matmul(scores.softmax(-1).to(value.dtype), value).view(rows, 1, heads, -1), None
 
 
-def _temperature(module: Any, query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:
-    """Returns the factors [B, 1, T, 1] of Llama 4's queries, which grow with the tokens that each query sees
-    (https://arxiv.org/abs/2501.19399).
+def _seen(query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:
+    """Returns how many tokens each query sees, [B or 1, 1, T].
 
-    transformers takes them from the columns, which count the zeros on the left of a shorter row too.
+    transformers takes the columns instead, which count the zeros on the left of a shorter row too.
     """
-    if mask is None:
-        seen = torch.arange(key.shape[2] - query.shape[2] + 1, key.shape[2] + 1, device=query.device)[None, None]
-    else:
-        seen = mask.sum(-1)
+    if mask is not None:
+        return mask.sum(-1)
+    return torch.arange(key.shape[2] - query.shape[2] + 1, key.shape[2] + 1, device=query.device)[None, None]
+
+
+def _llama4(module: Any, seen: Tensor) -> Tensor:
+    """Returns the factors of Llama 4's queries (https://arxiv.org/abs/2501.19399)."""
     factors: Tensor = torch.log1p(torch.floor(seen / module.floor_scale)) * module.attn_scale + 1
-    return factors[..., None]
+    return factors
+
+
+def _inkling(config: Any, seen: Tensor) -> Tensor:
+    """Returns the factors of the queries and of the bias in Inkling's layers without a window."""
+    factors: Tensor = 1 + config.log_scaling_alpha * torch.log((seen / config.log_scaling_n_floor).clamp(min=1))
+    return factors
 
 
 AttentionInterface.register(_NAME, decode_attention)

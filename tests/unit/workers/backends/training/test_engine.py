@@ -26,6 +26,7 @@ def by_hand(
     window: int | None,
     softcap: float | None,
     sinks: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     out = torch.zeros(query.shape[2], HEADS, value.shape[3], dtype=torch.float64)
     start = 0
@@ -36,6 +37,7 @@ def by_hand(
             for i in range(length):
                 first = 0 if window is None else max(0, i - window + 1)
                 scores = k[first : i + 1] @ q[i] * SCALING
+                scores = scores if bias is None else scores + bias[head, i, first : i + 1]
                 scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
                 shares = scores.exp()
                 total = shares.sum() + (0 if sinks is None else sinks[head].double().exp())
@@ -78,6 +80,19 @@ def test_a_sink_takes_its_share_of_the_attention(window: int | None) -> None:
     torch.testing.assert_close(found, by_hand(query, key, value, LENGTHS, window, None, sinks).float())
 
 
+@pytest.mark.parametrize("window", [None, 3])
+def test_a_bias_is_added_to_the_scores_of_datums_that_are_rows_of_their_own(window: int | None) -> None:
+    query, key, value = tensors(0)
+    length = sum(LENGTHS)
+    bias = torch.randn(2, HEADS, length, length, generator=torch.Generator().manual_seed(1))
+    rows = (torch.cat([tensor, tensor]) for tensor in (query, key, value))
+    found, _ = packed_attention(
+        nn.Module(), *rows, None, runs=[(1, length)], scaling=SCALING, sliding_window=window, position_bias=bias
+    )
+    for row, own in zip(found, bias, strict=True):
+        torch.testing.assert_close(row, by_hand(query, key, value, [length], window, None, bias=own).float())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_values_may_have_another_width_than_keys(dtype: torch.dtype) -> None:
     query, key, value = tensors(0, dtype)
@@ -107,7 +122,7 @@ def test_an_argument_that_may_change_the_result_is_never_swallowed() -> None:
     """transformers hands each family's own arguments over by name."""
     kinds = {parameter.kind for parameter in inspect.signature(packed_attention).parameters.values()}
     assert inspect.Parameter.VAR_KEYWORD not in kinds
-    with pytest.raises(TypeError, match="position_bias"):
-        packed_attention(nn.Module(), *tensors(0), None, runs=runs_of(LENGTHS), scaling=SCALING, position_bias=1)
+    with pytest.raises(TypeError, match="score_mod"):
+        packed_attention(nn.Module(), *tensors(0), None, runs=runs_of(LENGTHS), scaling=SCALING, score_mod=1)
     with pytest.raises(TypeError, match="mask"):
         packed_attention(nn.Module(), *tensors(0), torch.zeros(1), runs=runs_of(LENGTHS), scaling=SCALING)

@@ -67,6 +67,56 @@ def test_only_layers_with_a_convolution_of_their_own_are_reset() -> None:
     assert [type(layer) for layer in packing.datum_by_datum(nn.Sequential(packed, nn.Conv1d(1, 1, 1)))] == [Mixer]
 
 
+class Convolution(nn.Module):
+    """A causal convolution by itself, as transformers' Inkling has four of in a layer."""
+
+    conv_idx = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1d = nn.Conv1d(WIDTH, WIDTH, 3, groups=WIDTH, padding=2)
+
+    def forward(self, hidden_states: Tensor, conv_mask: None = None) -> Tensor:
+        added: Tensor = self.conv1d(hidden_states.transpose(1, 2))[:, :, : hidden_states.shape[1]].transpose(1, 2)
+        return hidden_states + added
+
+
+class BiasedAttention(nn.Module):
+    """Attention that makes a bias of positions that it counts, behind a convolution of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution, self.rel_logits_proj = Convolution(), nn.Identity()
+
+    def forward(self, hidden_states: Tensor, **others: Any) -> tuple[Tensor, None]:
+        positions = torch.arange(hidden_states.shape[1])[None, :, None]
+        return self.convolution(hidden_states) * (1 + positions), None
+
+
+class ConvolvedLayer(nn.Module):
+    """A layer that calls a convolution without its keywords."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.self_attn, self.attn_sconv = BiasedAttention(), Convolution()
+
+    def forward(self, hidden_states: Tensor, **others: Any) -> Tensor:
+        out: Tensor = self.attn_sconv(self.self_attn(hidden_states=hidden_states, **others)[0], conv_mask=None)
+        return out
+
+
+def test_a_convolution_by_itself_starts_empty_at_each_datum_too() -> None:
+    torch.manual_seed(0)
+    alone, packed = nn.Sequential(ConvolvedLayer()), nn.Sequential(ConvolvedLayer())
+    packed.load_state_dict(alone.state_dict())
+    packing.prepare(packed)
+    hidden = torch.randn(1, sum(LENGTHS), WIDTH)
+    for lengths in (LENGTHS, LENGTHS[::-1]):
+        found = packed[0](hidden, runs=runs_of(lengths))
+        wanted = torch.cat([alone[0](datum) for datum in hidden.split(lengths, dim=1)], 1)
+        torch.testing.assert_close(found, wanted)
+
+
 class Attention(nn.Module):
     """Attention with the fields of transformers' Llama 4, which records the runs of its calls."""
 
