@@ -55,6 +55,8 @@ _LATENT = {
     "num_key_value_heads": 4,
     "head_dim": 8,
 }
+# Each token sees at most 8.
+_INDEXER = {"index_topk": _WINDOW, "index_head_dim": 16}
 _KIMI = {
     "pad_token_id": 0,
     "layer_types": ["linear_attention", "full_attention"],
@@ -178,7 +180,7 @@ CASES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "kimi-linear": ("KimiLinear", _KIMI),
     "gemma4, vision": ("Gemma4", {"text_config": _GEMMA4, "vision_config": _GEMMA4_VISION}),
     "helium (unlisted)": ("Helium", {}),
-    "deepseek-v3.2 (unlisted)": ("DeepseekV32", {**_LATENT, "first_k_dense_replace": 1}),
+    "deepseek-v3.2": ("DeepseekV32", {**_LATENT, **_INDEXER, "first_k_dense_replace": 1}),
     "nemotron-h": ("NemotronH", _NEMOTRON),
     "nemotron-h, latent": (
         "NemotronH",
@@ -187,10 +189,6 @@ CASES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "inkling": ("InklingText", _INKLING),
     "inkling, vision": ("Inkling", {"text_config": _INKLING, **_INKLING_TOWERS}),
 }
-
-
-NOT_SAMPLED = ("DeepseekV32",)
-"""The families with a layer whose state the transformers sampler does not hold, so that it refuses them."""
 
 
 def _auto_class(config_class: Any) -> Any:

@@ -24,9 +24,9 @@ from workers.backends.training import backends
 from workers.backends.training.base import Create, Load
 from workers.backends.training.trainer import Trainer
 
-# Heads tied and untied, logits capped and scaled, stacked experts, a recurrent state, and one model whose gradients all
-# come from autograd.
-CASES = ("llama", "llama, tied head", "gemma2", "granite", "qwen3-moe", "qwen3.5", "helium (unlisted)")
+# Heads tied, untied and padded, logits capped and scaled, stacked experts, a recurrent state, and one model whose
+# gradients all come from autograd.
+CASES = ("llama", "llama, tied head", "gemma2", "granite", "qwen3-moe", "qwen3.5", "inkling", "helium (unlisted)")
 # Gradients of a recurrent layer's decay are sums of terms that cancel: those of transformers differ from fp64 by 3e-5.
 DECAYS = ("A_log", "dt_bias")
 STEPS = {

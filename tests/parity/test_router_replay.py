@@ -64,12 +64,12 @@ FORMULAS = {
     "qwen3-moe": softmax_of_all,
     "gpt-oss": softmax_of_chosen,
     "deepseek-v3": sigmoid,
-    "deepseek-v3.2 (unlisted)": sigmoid,  # its datums are padded
+    "deepseek-v3.2": sigmoid,
     "nemotron-h": sigmoid,
     "inkling": inkling,
 }
 CASES = (
-    *(case for case in FORMULAS if architectures.CASES[case][0] not in architectures.NOT_SAMPLED),
+    *FORMULAS,
     "qwen3-next",
     "qwen3.5-moe, vision",
     "qwen3-vl-moe",

@@ -190,7 +190,7 @@ class HiddenStates(nn.Module):
         self, tokens: Tensor, lengths: Sequence[int], owners: Owners, hidden: bool, routes: Tensor | None
     ) -> Tensor:
         if not self.packed:
-            return self._padded(tokens, lengths, owners, hidden, routes)
+            return self._padded(tokens, lengths, owners, hidden)
         return self._packed(tokens, lengths, owners, routes)
 
     def _packed(self, tokens: Tensor, lengths: Sequence[int], owners: Owners, routes: Tensor | None) -> Tensor:
@@ -214,15 +214,12 @@ class HiddenStates(nn.Module):
             output = self.model.get_submodule(_BODY).language_model(**row, use_cache=False, runs=runs_of(lengths))
         return output.last_hidden_state[0]  # type: ignore[no-any-return]
 
-    def _padded(
-        self, tokens: Tensor, lengths: Sequence[int], owners: Owners, hidden: bool, routes: Tensor | None
-    ) -> Tensor:
+    def _padded(self, tokens: Tensor, lengths: Sequence[int], owners: Owners, hidden: bool) -> Tensor:
         longest = max(lengths)
         real = torch.arange(longest) < torch.tensor(lengths)[:, None]
         real = real.to(tokens.device)
         rows = torch.zeros(real.shape, dtype=tokens.dtype, device=tokens.device).masked_scatter_(real, tokens)
-        given = None if routes is None else _spread(routes, real)
-        with lora.use(_segments(owners, [longest] * len(lengths))), routers.use(given):
+        with lora.use(_segments(owners, [longest] * len(lengths))):
             if hidden:
                 return self.model.base_model(rows, use_cache=False).last_hidden_state[real]  # type: ignore[no-any-return]
             return self.model(rows, use_cache=False).logits[real]  # type: ignore[no-any-return]
@@ -232,13 +229,6 @@ def _text_config(config: Any) -> str:
     """Returns the name under which `config` holds that of its language model; "" where it is that itself."""
     text = config.get_text_config()
     return next((name for name in config.sub_configs if getattr(config, name) is text), "")
-
-
-def _spread(routes: Tensor, real: Tensor) -> Tensor:
-    """The routes [T, layers, top_k] of real tokens among those of padding, [rows · longest, layers, top_k]."""
-    spread = routes.new_full((*real.shape, *routes.shape[1:]), NO_ROUTE)
-    spread[real] = routes
-    return spread.flatten(0, 1)
 
 
 def _segments(owners: Owners, lengths: Sequence[int]) -> list[tuple[Adapter | None, int]]:
@@ -261,6 +251,7 @@ def packed_attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     position_bias: Tensor | None = None,
+    indices: Tensor | None = None,
     dropout: float = 0.0,
     position_ids: Tensor | None = None,
     use_cache: bool = False,
@@ -268,10 +259,16 @@ def packed_attention(
     """Maps query [B, heads, T, D], key [B, kv heads, T, D] and value [B, kv heads, T, E] to [B, T, heads, E].
 
     The runs add up to T, in every row alike. `s_aux`, [heads]: a further score in each softmax, whose share goes to no
-    token (gpt-oss). `position_bias`, [B, heads, T, T]: is added to the scores of rows that are one datum (Inkling). The
-    last three arguments change nothing here: there is no dropout and no cache, and positions are in query and key. Any
-    other argument, or a mask, may change the result: it is a TypeError.
+    token (gpt-oss). `position_bias`, [B, heads, T, T]: is added to the scores of rows that are one datum (Inkling).
+    `indices`, [B, T, k]: the tokens that each may see at most, in rows that are one datum, where the mask is causal
+    (DeepSeek-V3.2). The last three arguments change nothing here: there is no dropout and no cache, and positions are
+    in query and key. Any other argument, or mask, may change the result: it is a TypeError.
     """
+    if indices is not None:
+        chosen = torch.zeros(len(query), *query.shape[2:3] * 2, dtype=torch.bool, device=query.device)
+        mask = chosen.scatter_(-1, indices.long(), True).tril_()[:, None]
+        seen = nn.functional.scaled_dot_product_attention(query, key, value, mask, scale=scaling, enable_gqa=True)
+        return seen.transpose(1, 2), None
     if attention_mask is not None:
         raise TypeError(f"{type(module).__name__} attends with a mask of its own, which knows nothing of packed datums")
     if position_bias is not None:

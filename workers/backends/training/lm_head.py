@@ -271,6 +271,7 @@ ARCHITECTURES: Mapping[str, Callable[[Any], LogitRule]] = {
     "Gemma4ForCausalLM": _capped,
     "Gemma4ForConditionalGeneration": _capped,
     "DeepseekV3ForCausalLM": _plain,
+    "DeepseekV32ForCausalLM": _plain,
     "Glm4MoeForCausalLM": _plain,
     "Glm4MoeLiteForCausalLM": _plain,
     "GptOssForCausalLM": _plain,

@@ -6,7 +6,8 @@ each token alone. The rest would run on from a datum into the next: `prepare` ch
 - A layer with a state (a short convolution with Gated DeltaNet, Kimi delta attention or Mamba2 behind it) runs the
   datums as rows of their own, each from the empty state. Neighbours of one length are one call.
 - A short convolution by itself (Inkling) does the same, beside what it adds to.
-- So does attention that counts positions by itself (Llama 4's temperature, Inkling's relative bias).
+- So does attention that counts positions by itself (Llama 4's temperature, Inkling's relative bias), or chooses the
+  tokens to attend to (DeepSeek-V3.2's indexer).
 - Attention within chunks of a datum (Llama 4) takes the chunks for datums.
 """
 
@@ -45,7 +46,11 @@ def prepare(model: nn.Module) -> None:
 def datum_by_datum(model: nn.Module) -> list[nn.Module]:
     """Returns the layers that run once for each run of datums, instead of once for the row. A layer within another one
     is left out."""
-    found = {path: module for path, module in model.named_modules() if _has_state(module) or _counts_positions(module)}
+    found = {
+        path: module
+        for path, module in model.named_modules()
+        if _has_state(module) or _counts_positions(module) or _chooses_tokens(module)
+    }
     return [module for path, module in found.items() if not path or path.rpartition(".")[0] not in found]
 
 
@@ -57,6 +62,10 @@ def _has_state(module: nn.Module) -> bool:
 def _is_convolution(module: nn.Module) -> bool:
     """True for a convolution by itself: one of several in a layer, and numbered."""
     return hasattr(module, "conv_idx")
+
+
+def _chooses_tokens(module: nn.Module) -> bool:
+    return hasattr(module, "indexer")
 
 
 def _counts_positions(module: Any) -> bool:
@@ -82,6 +91,8 @@ def _run_datum_by_datum(layer: Any) -> None:
             rows = slice(start, start + count * length)
             start = rows.stop
             own = {**others, "runs": [(1, length)]} if attends else others
+            if _chooses_tokens(layer):
+                own |= _seen_by_an_indexer(others["position_embeddings"], rows, length)
             with lora.use(list(lora.within(segments, rows))):
                 out = forward(hidden_states[0, rows].view(count, length, -1), **own)
             parts.append((out[0] if attends else out).flatten(0, 1))
@@ -89,6 +100,14 @@ def _run_datum_by_datum(layer: Any) -> None:
         return (joined, None) if attends else joined
 
     layer.forward = packed
+
+
+def _seen_by_an_indexer(positions: Sequence[Tensor], rows: slice, length: int) -> dict[str, Any]:
+    """Returns the keywords of attention with an indexer for datums of one length: their own part of the row's position
+    embeddings [1, T, size], and the causal mask."""
+    own = tuple(one[0, rows].view(-1, length, one.shape[-1]) for one in positions)
+    seen = torch.ones(1, 1, length, length, dtype=torch.bool, device=own[0].device).tril()
+    return {"position_embeddings": own, "attention_mask": seen}
 
 
 def _pass_runs_on(layer: Any, convolutions: Sequence[Any]) -> None:

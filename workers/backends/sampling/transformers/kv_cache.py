@@ -1,7 +1,8 @@
 """The KV cache of a running batch, and decode attention of one new token a row over it.
 
 Rows are right-aligned: a shorter row has zeros on its left, which the attention mask hides. A recurrent layer (Gated
-DeltaNet, Mamba) keeps a state of one size for each row instead of columns. A layer of Inkling has both.
+DeltaNet, Mamba) keeps a state of one size for each row instead of columns. A layer of Inkling has both, and one of
+DeepSeek-V3.2 further columns for its indexer.
 
 Decode attention replaces torch's own where that is slow. On a CPU torch's kernel takes 8 times as long as the plain
 formula (SmolLM2-135M, 64 rows of 100 columns, bfloat16: 4.3 ms a layer against 0.5), a third of a step.
@@ -35,13 +36,15 @@ _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
 _RECURRENT = {"linear_attention", "conv", "moe", "mlp"}
 # Those with both.
 _HYBRID = {"hybrid", "hybrid_sliding"}
+# Those that choose the columns to attend to.
+_INDEXED = {"indexed_attention"}
 
 
 def check_samples(settings: BaseModelSettings) -> None:
     """Raises UnservableModel for a model with layers whose state the cache does not hold."""
     with explained(settings):
         config = read_config(settings).get_text_config()
-    others = {*_layer_types(config)} - _ATTENTION - _RECURRENT - _HYBRID
+    others = {*_layer_types(config)} - _ATTENTION - _RECURRENT - _HYBRID - _INDEXED
     if others:
         raise UnservableModel(
             f"base model {settings.name!r} cannot be sampled with the transformers sampler, which holds no state of "
@@ -104,6 +107,26 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
         self._values.put(source.values, rows, to)
 
 
+class IndexedLayer(GrowingLayer):
+    """One layer of the cache with the columns of its indexer's keys [rows, 1, columns, size] besides."""
+
+    _chosen_by: _Columns | None = None
+
+    def update_indexer(self, keys: Tensor) -> Tensor:
+        """Adds keys [rows, tokens, size]; returns all of them."""
+        new = keys[:, None]
+        if self._chosen_by is None:
+            self._chosen_by = _Columns(len(new), 0, new)
+        return self._chosen_by.append(new)[:, 0]
+
+    def put(self, source: GrowingLayer, rows: list[int], to: list[int]) -> None:
+        super().put(source, rows, to)
+        assert isinstance(source, IndexedLayer) and source._chosen_by is not None
+        if self._chosen_by is None:
+            self._chosen_by = _Columns(self.keys.shape[0], self.keys.shape[2], source._chosen_by.used)
+        self._chosen_by.put(source._chosen_by.used, rows, to)
+
+
 class RecurrentLayer(LinearAttentionLayer):  # type: ignore[misc]
     """One recurrent layer of the cache, with its states [rows, ...]."""
 
@@ -162,6 +185,8 @@ def empty(config: Any) -> Cache:
 def _layer(kind: str, states: int) -> RecurrentLayer | GrowingLayer:
     if kind in _HYBRID:
         return HybridLayer(states)
+    if kind in _INDEXED:
+        return IndexedLayer()
     return RecurrentLayer(states) if kind in _RECURRENT else GrowingLayer()
 
 
@@ -171,7 +196,7 @@ def arrange(parts: Sequence[Part], width: int) -> Cache:
     layers = []
     for index, like in enumerate(parts[0].cache.layers):
         sources = [(part.cache.layers[index], part) for part in parts]
-        layer = type(like).join(sources, total) if isinstance(like, RecurrentLayer) else GrowingLayer()
+        layer = type(like).join(sources, total) if isinstance(like, RecurrentLayer) else type(like)()
         if isinstance(layer, GrowingLayer):
             layer.reserve(total, width, like.keys, like.values)
             for source, part in sources:
@@ -186,8 +211,10 @@ def visible(starts: Tensor, width: int) -> Tensor:
 
 
 def use_decode_attention(model: Any) -> None:
-    """Makes `model` use decode_attention, unless it needs a feature of transformers' eager attention."""
-    if model.config.get_text_config()._attn_implementation == "sdpa":
+    """Makes `model` use decode_attention, unless it needs a feature of transformers' eager attention, or transformers
+    makes the mask of the columns that an indexer chose for its own implementations alone."""
+    config = model.config.get_text_config()
+    if config._attn_implementation == "sdpa" and not _INDEXED.intersection(_layer_types(config)):
         model.set_attn_implementation(_NAME)
         for module in model.modules():
             if getattr(module, "attn_temperature_tuning", False) and not module.use_rope:

@@ -145,3 +145,28 @@ def test_attention_that_counts_positions_gets_each_datum_as_a_row() -> None:
     found, _ = layer(hidden_states=hidden, runs=runs_of(LENGTHS))
     assert torch.equal(found, hidden)
     assert layer.seen == [((1, 5), [(1, 5)]), ((2, 3), [(1, 3)]), ((1, 1), [(1, 1)]), ((1, 9), [(1, 9)])]
+
+
+class IndexedAttention(nn.Module):
+    """Attention with an indexer, as transformers' DeepSeek-V3.2 has it: it adds up the positions that it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.indexer = nn.Identity()
+
+    def forward(
+        self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], attention_mask: Tensor, runs: Any
+    ) -> tuple[Tensor, None]:
+        cos, sin = position_embeddings
+        return hidden_states + attention_mask[0].float() @ (cos + sin), None
+
+
+def test_attention_with_an_indexer_gets_the_positions_and_the_mask_of_each_datum() -> None:
+    layer = IndexedAttention()
+    packing.prepare(layer)
+    positions = torch.cat([torch.arange(length) for length in LENGTHS])[None, :, None].float()
+    hidden = torch.zeros(1, sum(LENGTHS), WIDTH)
+    embeddings = (positions, torch.zeros_like(positions))
+    found, _ = layer(hidden_states=hidden, position_embeddings=embeddings, attention_mask=None, runs=runs_of(LENGTHS))
+    wanted = torch.cat([torch.arange(length).cumsum(0) for length in LENGTHS]).float()
+    assert torch.equal(found, wanted[None, :, None].expand_as(found))
