@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.overrides import TorchFunctionMode
 
 from app.domain.ops import AdamParams, ForwardBackward, OptimStep
 from app.domain.results import CriticOutput, Done
@@ -27,7 +28,9 @@ from workers.backends.training.trainer import Trainer
 # Heads tied, untied and padded, logits capped and scaled, stacked experts, a recurrent state, and one model whose
 # gradients all come from autograd.
 CASES = ("llama", "llama, tied head", "gemma2", "granite", "qwen3-moe", "qwen3.5", "inkling", "helium (unlisted)")
-# Gradients of a recurrent layer's decay are sums of terms that cancel: those of transformers differ from fp64 by 3e-5.
+# The gated delta rule takes differences of log decays that were summed in fp32 over up to 64 tokens. At 10 a token the
+# sums reach 400, so a difference is rounded by 3e-5, and transformers' own gradients differ from fp64 by 2e-5 to 6e-5.
+# With that sum in fp64 they differ by 2e-6.
 DECAYS = ("A_log", "dt_bias")
 STEPS = {
     "weight decay": AdamParams(learning_rate=1e-2, eps=1e-8, weight_decay=0.3),
@@ -73,6 +76,26 @@ def test_logprobs_and_gradients_equal_the_reference(case: str, tmp_path: Path) -
     for name in [name for name in found if name.endswith(DECAYS)]:
         del found[name], wanted[name]
     assert relative_error(found, wanted) < 1e-5
+
+
+class DecaysSummedInFp64(TorchFunctionMode):
+    """Sums log decays in fp64, and takes the exponentials of their differences from that."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.cumsum and args[0].is_floating_point():
+            args = (args[0].double(), *args[1:])
+        found = func(*args, **(kwargs or {}))
+        return found.float() if func is torch.Tensor.exp else found
+
+
+def test_gradients_of_decays_equal_the_reference_too_where_its_sum_is_not_rounded(tmp_path: Path) -> None:
+    backend = open_policy(architectures.build("qwen3.5", tmp_path / "base"))
+    reference = reference_of(backend, tmp_path / "model")
+    datums = data("ppo", 9, LENGTHS)
+    with DecaysSummedInFp64():
+        run(backend, "m", ForwardBackward(batch(datums), "ppo"))
+        reference.backward(datums, "ppo")
+    assert relative_error(backend.gradients("m"), reference.gradients()) < 1e-5
 
 
 @pytest.mark.parametrize("case", ["llama", "llama, tied head"])
