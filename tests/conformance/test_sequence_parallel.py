@@ -21,6 +21,14 @@ from workers.backends.training.sequence_parallel import SequenceGroup
 from workers.backends.training.trainer import Trainer
 
 
+# Layers of 4 and of 2 key-value heads.
+SHAPES = {"gemma4": {"num_key_value_heads": 4, "num_global_key_value_heads": 2, "attention_k_eq_v": True}}
+
+
+def built(case: str, folder: Path) -> Path:
+    return architectures.build(case, folder, **SHAPES.get(case, {}))
+
+
 def settings(base: Path, **trainer: Any) -> BaseModelSettings:
     trainer = {"micro_batch_tokens": 64, **trainer}
     return BaseModelSettings(name="tiny", path=str(base), dtype="float32", trainer=trainer)
@@ -41,12 +49,13 @@ def of_ranks(base: Path, folder: Path, ranks: int = 2, **trainer: Any) -> dict[s
         ("gemma2", {"zero_stage": 0, "activation_checkpointing": True}),
         ("gpt-oss", {"zero_stage": 2}),
         ("qwen3-moe", {"zero_stage": 3}),
+        ("gemma4", {"zero_stage": 2}),
         # Two pairs: where a pass has an odd number of micro-batches, one pair keeps step without work.
         ("llama", {"zero_stage": 2, "ranks": 4}),
     ],
 )
 def test_ranks_that_share_each_datum_equal_one_process(tmp_path: Path, case: str, trainer: dict[str, Any]) -> None:
-    base = architectures.build(case, tmp_path / "base")
+    base = built(case, tmp_path / "base")
     wanted = training_ranks.run(of_one(base), tmp_path / "checkpoint")
     check_equal(of_ranks(base, tmp_path / "shared", **trainer), wanted, ("first", "turn 0", "look 0", "grad 0"))
 
@@ -89,6 +98,7 @@ def check_equal(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray], fir
     ("case", "size", "packed", "reason"),
     [
         ("llama", 4, True, "its 4 heads and 2 key-value heads cannot be shared by 4 ranks"),
+        ("gemma4", 4, True, "its 4 heads and 2 key-value heads cannot be shared by 4 ranks"),
         ("llama", 2, False, "its datums are padded"),
         ("qwen3-vl", 2, True, "it reads images"),
         ("qwen3.5", 2, True, "it has layers that must see a datum from its first token on"),
@@ -97,7 +107,7 @@ def check_equal(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray], fir
 def test_a_model_that_ranks_cannot_share_is_refused(
     tmp_path: Path, case: str, size: int, packed: bool, reason: str
 ) -> None:
-    model = of_one(architectures.build(case, tmp_path))._engine.base.model
+    model = of_one(built(case, tmp_path))._engine.base.model
     with pytest.raises(SetupError) as refused:
         sequence_parallel.check(model, size, packed=packed)
     assert str(refused.value) == f"{type(model).__name__} cannot run with trainer.sequence_parallel = {size}: {reason}"

@@ -17,6 +17,7 @@ _LEASES = "tests/unit/workers/process/test_leases.py"
 _PADDING = "--confcutdir=tests/unit/workers/backends/training tests/unit/workers/backends/training/test_batch_ops.py"
 _PACKING = "--confcutdir=tests/unit/workers/backends/training tests/unit/workers/backends/training/test_packing.py"
 _ENGINE = "--confcutdir=tests/unit/workers/backends/training tests/unit/workers/backends/training/test_engine.py"
+_SEQUENCE = "--confcutdir=tests/conformance tests/conformance/test_sequence_parallel.py"
 _IMAGES = "--confcutdir=tests/unit/workers/models tests/unit/workers/models/test_images.py"
 _IMAGE_FILES = "--confcutdir=tests/unit/app/wire tests/unit/app/wire/test_images.py"
 _ROUTES = "tests/unit/app/api/test_router_replay.py"
@@ -104,6 +105,28 @@ MUTANTS = (
         "    use_cache: bool = False,\n",
         "    use_cache: bool = False,\n    **_: Any,\n",
         f"{_ENGINE}::test_an_argument_that_may_change_the_result_is_never_swallowed",
+    ),
+    # Ranks that share a datum.
+    Mutant(
+        "sequence parallel: the ranks can share the heads of every layer",
+        "workers/backends/training/sequence_parallel.py",
+        "one.num_attention_heads % size or one.num_key_value_heads % size",
+        "one.num_attention_heads % size",
+        f"{_SEQUENCE}::test_a_model_that_ranks_cannot_share_is_refused",
+    ),
+    Mutant(
+        "sequence parallel: a layer that must see a datum whole is not shared",
+        "workers/backends/training/sequence_parallel.py",
+        "    elif packing.datum_by_datum(model):",
+        "    elif False:",
+        f"{_SEQUENCE}::test_a_model_that_ranks_cannot_share_is_refused",
+    ),
+    Mutant(
+        "sequence parallel: each token belongs to one rank",
+        "workers/backends/training/sequence_parallel.py",
+        "        most = -(-tokens // self.size)\n",
+        "        most = tokens // self.size\n",
+        f"{_SEQUENCE}::test_each_token_belongs_to_one_rank",
     ),
     # Images that nobody may decode, and images that would shift all that follows them.
     Mutant(

@@ -68,7 +68,8 @@ ALONE = SequenceGroup()
 
 def check(model: Any, size: int, *, packed: bool) -> None:
     """Raises SetupError where `size` ranks cannot share the tokens of `model`, a transformers PreTrainedModel."""
-    config = model.config.get_text_config()
+    layers = model.config.get_text_config().per_layer_config  # Gemma 4's layers differ in key-value heads
+    uneven = next((one for one in layers if one.num_attention_heads % size or one.num_key_value_heads % size), None)
     reason = None
     if not packed:
         reason = "its datums are padded"
@@ -76,9 +77,9 @@ def check(model: Any, size: int, *, packed: bool) -> None:
         reason = "it reads images"
     elif packing.datum_by_datum(model):
         reason = "it has layers that must see a datum from its first token on"
-    elif config.num_key_value_heads % size or config.num_attention_heads % size:
+    elif uneven is not None:
         reason = (
-            f"its {config.num_attention_heads} heads and {config.num_key_value_heads} key-value heads cannot be shared "
+            f"its {uneven.num_attention_heads} heads and {uneven.num_key_value_heads} key-value heads cannot be shared "
             f"by {size} ranks"
         )
     if reason:
