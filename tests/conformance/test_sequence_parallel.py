@@ -20,7 +20,6 @@ from workers.backends.training.ranks import RankGroup
 from workers.backends.training.sequence_parallel import SequenceGroup
 from workers.backends.training.trainer import Trainer
 
-
 # Layers of 4 and of 2 key-value heads.
 SHAPES = {"gemma4": {"num_key_value_heads": 4, "num_global_key_value_heads": 2, "attention_k_eq_v": True}}
 
