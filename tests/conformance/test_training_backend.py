@@ -29,6 +29,7 @@ from tests.conformance.trainers import (
     backend,
     base,
     create,
+    dtype_of,
     of_adapters,
     state,
     weights_file,
@@ -76,7 +77,7 @@ def test_describe_reads_the_live_engine(backend: Trainer, request: pytest.Fixtur
     stage = None if name.endswith("torch") else int(name[-1])
     assert found["zero_stage"] == stage
     assert found["trainer"] == ("Qwen3ForCausalLM" if stage is None else "DeepSpeedEngine")
-    assert (found["ranks"], found["dtype"]) == (1, "float32")
+    assert (found["ranks"], found["dtype"]) == (1, dtype_of(name))
 
 
 def test_results_are_in_request_order_and_in_the_shape_of_the_targets(

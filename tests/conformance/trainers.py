@@ -22,6 +22,7 @@ from workers.backends.training.trainer import Trainer
 OF_ADAPTERS: dict[str, dict[str, Any]] = {
     "torch": {"backend": "torch"},
     **{f"zero-{stage}": {"backend": "deepspeed", "zero_stage": stage} for stage in range(4)},
+    "nf4 torch": {"backend": "torch"},
 }
 OF_WEIGHTS: dict[str, dict[str, Any]] = {
     "full torch": {"backend": "torch"},
@@ -37,6 +38,11 @@ OTHER = ForwardBackward(batch(policy(2, (12, 25, 3))), "ppo")
 _numbers = count()
 
 
+def dtype_of(trainer: str) -> str:
+    """The dtype of the base model of a trainer in TRAINERS."""
+    return "nf4" if trainer.startswith("nf4") else "float32"
+
+
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_qwen3(tmp_path_factory.mktemp("base"))
@@ -46,9 +52,11 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def backend(request: pytest.FixtureRequest, base: Path) -> Iterator[Trainer]:
     torch.set_num_threads(1)
     trainer = {**TRAINERS[request.param], "micro_batch_tokens": 64}
-    settings = BaseModelSettings(name="tiny", path=str(base), dtype="float32", trainer=trainer)
+    settings = BaseModelSettings(name="tiny", path=str(base), dtype=dtype_of(request.param), trainer=trainer)
     backend = backends.create(settings, full=request.param in OF_WEIGHTS)
-    backend.open()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cpu, "get_capabilities", dict)  # no bf16: a quantised base computes in fp32
+        backend.open()
     yield backend
 
 
