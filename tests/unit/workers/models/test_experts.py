@@ -162,16 +162,20 @@ def test_attention_alone_leaves_the_experts_as_they_are(model: nn.Module) -> Non
     torch.testing.assert_close(output, by_loop(model, None, *inputs), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("case", ["qwen3-moe", "nemotron-h, latent", "llama4", "inkling"])
-def test_without_an_adapter_a_model_keeps_transformers_bits(case: str) -> None:
-    """Adapters on attention alone, trained before there were any on experts, must replay to the bit."""
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("case", ["nemotron-h", "llama4"])
+def test_without_pairs_on_its_experts_a_model_keeps_transformers_bits(case: str, threads: int) -> None:
+    """Adapters on attention alone, trained before these experts could have any, replay to the bit."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(architectures.config_of(case)).eval()
-    tokens, found = torch.randint(3, 300, (2, 20)), []
+    tokens, found = torch.randint(3, 300, (1, 13)), []
     for _ in range(2):
         model.zero_grad()
         logits = model(tokens, use_cache=False).logits
         logits.square().sum().backward()
         found.append((logits, model.get_input_embeddings().weight.grad))
-        experts.wrap(model, lambda: [(None, 2)])
+        experts.wrap(model, lambda: [(None, 1)])
+    torch.set_num_threads(before)
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
