@@ -115,8 +115,8 @@ def wrap(model: Any, shares: Shares) -> None:
 def _routed(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor, segments: Sequence[Any]) -> Tensor:
     """Maps hidden states [tokens, width] to the experts' weighted sum, as transformers' grouped_mm does."""
     top, count = chosen.shape[1], module.num_experts
-    # Nemotron-H's experts have no gate. They were frozen without pairs at first, in transformers' order of rows: another
-    # one gives other last bits on two threads.
+    # Nemotron-H's experts, which have no gate, had no pairs at first, and ran in transformers' own order of rows. On two
+    # threads another order gives other last bits.
     experts, order = torch.sort(chosen.reshape(-1), stable=module.has_gate)
     offsets = _ends(experts, count)
     rows = _AdapterRows(segments, module.lora_path, len(hidden), order // top, experts, count)
