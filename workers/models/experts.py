@@ -115,7 +115,7 @@ def wrap(model: Any, shares: Shares) -> None:
 def _routed(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor, segments: Sequence[Any]) -> Tensor:
     """Maps hidden states [tokens, width] to the experts' weighted sum, as transformers' grouped_mm does."""
     top, count = chosen.shape[1], module.num_experts
-    # Nemotron-H's experts, which have no gate, had no pairs at first, and ran in transformers' own order of rows. On two
+    # Experts without a gate (Nemotron-H) had no pairs at first, and ran in transformers' own order of rows. On two
     # threads another order gives other last bits.
     experts, order = torch.sort(chosen.reshape(-1), stable=module.has_gate)
     offsets = _ends(experts, count)
