@@ -168,10 +168,6 @@ class Upload:
         """True when the upload has expired at `now`, read from the state server's clock."""
         return self.expires_at <= now
 
-    def is_over(self, now: float) -> bool:
-        """True when no files of it wait any more."""
-        return self.finished or self.is_expired(now)
-
 
 UPLOADS = "uploads"
 

@@ -8,6 +8,7 @@ import contextlib
 import logging
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
@@ -35,6 +36,9 @@ log = logging.getLogger(__name__)
 MAX_SEQ = 2**31 - 1
 _BEAT_S = 3.0
 _LIFE_S = 10.0
+
+RESERVED_S = 7200
+"""No upload and no copy of a checkpoint takes longer."""
 
 _CACHED_S = 5.0
 _NONE = Limits()
@@ -203,11 +207,20 @@ class QuotaService:
         """Charges a call that creates or changes something in `project`."""
         self._quotas.take(Charge(self._limits.payers(caller, project)))
 
-    def store(self, caller: Caller | None, project: str, size: int) -> None:
-        """Charges a call that creates a checkpoint of `size` bytes in `project`. The caller is None for the
-        operator."""
+    def reserve(self, caller: Caller | None, project: str, path: ids.TinkerPath, size: int) -> None:
+        """Charges a call that creates a checkpoint of `size` bytes at `path` in `project`, and reserves the room for it
+        until RedisRecords.put_reserved records it, for RESERVED_S at most. The caller is None for the operator."""
         payers = self._limits.payers(caller, project) if caller else (self._limits.payer(project),)
-        self._quotas.take(Charge(payers, stores=True, stored=size))
+        self._quotas.reserve(str(path), Charge(payers, stores=True, stored=size), RESERVED_S)
+
+    @contextlib.contextmanager
+    def releasing(self, path: ids.TinkerPath) -> Iterator[None]:
+        """Releases the room reserved for `path` if the block fails."""
+        try:
+            yield
+        except BaseException:
+            self._quotas.release(str(path))
+            raise
 
     def move(self, caller: Caller, project: str, models: int, size: int) -> None:
         """Charges a call that moves another project's session to `project`. Its models and checkpoints still count for

@@ -183,11 +183,12 @@ class CopyService:
         source = self.sources.find(path, caller, token)
         session_id, model_id, project = self._destination(caller, asked, key)
         target = ids.TinkerPath(model_id, path.kind, path.name)
-        is_there = self.records.get(Checkpoint.namespace, str(target)) is not None
-        if not is_there:
-            self.quotas.store(caller, project, source.size_bytes)
-        self._register(session_id, model_id, project, str(path), source)
-        if not is_there:
+        if self.records.get(Checkpoint.namespace, str(target)) is not None:
+            self._register(session_id, model_id, project, str(path), source)
+            return str(target)
+        with self.quotas.releasing(target):
+            self.quotas.reserve(caller, project, target, source.size_bytes)
+            self._register(session_id, model_id, project, str(path), source)
             what = {"model_id": model_id, "tinker_path": str(target), "source_path": str(path)}
             audit.note(self.records, caller, project, "checkpoint_copy", what)
             manifest = self._write(target, project, source, asked["ttl_seconds"])
@@ -259,7 +260,7 @@ class CopyService:
             expires_at=manifest.expires_at,
             public=False,
         )
-        self.records.put_new(Checkpoint.namespace, str(target), dump(copy))
+        self.records.put_reserved(str(target), copy)
 
 
 def _place(target: ids.TinkerPath) -> CheckpointPrefix:

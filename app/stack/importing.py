@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 from app import ids
 from app.domain.accounts import Project
 from app.domain.adapters import CONFIG_FILE, FILES, TENSORS_FILE
+from app.domain.ops import LoraSpec
 from app.errors import BadRequest, NotFound, RequestError, SetupError, Unavailable
 from app.services.admission import LimitsOf, QuotaService
 from app.services.base_models import BaseModels, trainer_role
 from app.services.imports import full_weights, peft_files
-from app.services.imports.importer import Importer
+from app.services.imports.importer import Importer, path_of
 from app.services.tenants.access import project_of
 from app.services.validation import check_lora
 from app.settings import Settings
@@ -64,8 +66,8 @@ class _Import:
         records = RedisRecords(client, settings.engine)
         oplog, lifecycle = RedisOpLog(client, settings.engine), RedisLifecycle(client, settings.engine)
         limits = LimitsOf(records, settings.limits.project)
-        quotas = QuotaService(limits, RedisQuotas(client, settings.engine))
-        self._importer = Importer(records, oplog, lifecycle, objects, quotas)
+        self._quotas = QuotaService(limits, RedisQuotas(client, settings.engine))
+        self._importer = Importer(records, oplog, lifecycle, objects, self._quotas)
         self._bases, self._limits = BaseModels(settings, records), settings.limits
         self._project, self._base_model = project, base_model
 
@@ -83,7 +85,7 @@ class _Import:
             config = Path(temporary) / CONFIG_FILE
             config.write_bytes(peft_files.config_of(lora, base.name, shapes))
             files = {name: folder / name for name in FILES} | {CONFIG_FILE: config}
-            return self._importer.add(None, self._project, ids.new_session_id(), base.name, lora, files)
+            return self._add(lora, files)
 
     def _full(self, folder: Path) -> str:
         base = self._bases.settings(self._base_model)
@@ -96,4 +98,9 @@ class _Import:
             )
         arch = self._bases.info(trainer_role(full=True), base.name).arch
         files = full_weights.read(folder, arch, self._bases.weight_shapes(base.name), self._limits)
-        return self._importer.add(None, self._project, ids.new_session_id(), base.name, None, files)
+        return self._add(None, files)
+
+    def _add(self, lora: LoraSpec | None, files: Mapping[str, Path]) -> str:
+        session_id = ids.new_session_id()
+        with self._quotas.releasing(path_of(session_id)):
+            return self._importer.add(None, self._project, session_id, self._base_model, lora, files)

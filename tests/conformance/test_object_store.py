@@ -16,7 +16,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
 
-from app.errors import BadRequest, Forbidden, NotFound
+from app.errors import BadRequest, Forbidden, NotFound, TooLarge
 from app.settings import Settings, StoreSettings
 from app.stores.objects import create
 from app.stores.objects.base import ObjectStore
@@ -93,6 +93,15 @@ def test_what_was_put_is_read_back_whole(store: ObjectStore, tmp_path: Path):
     store.get(KEY, tmp_path / "deep" / "er" / "target")
     assert (tmp_path / "deep" / "er" / "target").read_bytes() == content
     assert store.read(KEY) == content
+
+
+def test_a_fetch_of_more_bytes_than_may_come_leaves_nothing(store: ObjectStore, tmp_path: Path):
+    store.put_new(KEY, bytes(3_000_000))
+    with pytest.raises(TooLarge, match="more than 2999999 bytes"):
+        store.get(KEY, tmp_path / "cache" / "target", 2_999_999)
+    assert list((tmp_path / "cache").iterdir()) == []
+    store.get(KEY, tmp_path / "target", 3_000_000)
+    assert (tmp_path / "target").stat().st_size == 3_000_000
 
 
 def test_bytes_and_an_empty_object_can_be_put(store: ObjectStore):

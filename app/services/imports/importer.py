@@ -1,7 +1,8 @@
 """Makes checkpoints of files that were not written by a worker here. The files were checked before.
 
 The order is that of a copy (app/services/checkpoints.py): the run first, then the files, the manifest, and last the
-record, which makes the checkpoint visible.
+record, which makes the checkpoint visible. The run names the content, so an import has one content for ever, and one
+manifest: a rebuild and the record agree.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from app.domain.accounts import Caller
 from app.domain.checkpoints import MANIFEST, CheckpointPrefix, FileEntry, Manifest
 from app.domain.ops import LoraSpec
 from app.domain.records import Checkpoint, Model, Session
+from app.errors import BadRequest
 from app.services.admission import QuotaService
 from app.services.tenants import audit
 from app.stores.objects.base import ObjectStore
@@ -25,9 +27,8 @@ from app.stores.redis.lifecycle import RedisLifecycle
 from app.stores.redis.records import RedisRecords, dump
 
 KIND, NAME = "external_weights", "imported"
-# The run is never trained. Its epoch is above that of the files, so that files of an attempt that broke off are not
-# taken for files that are being written.
-_RUN_EPOCH, _EPOCH = 1, 0
+# The run is never trained, so it has the first epoch.
+_EPOCH = 0
 _SEQ_DIGITS = 12
 
 
@@ -56,76 +57,91 @@ class Importer:
         """Makes an external checkpoint of `files`, and returns its path. The caller is None for the operator; `lora` is
         None for all weights of a model. Where the checkpoint exists, a repeat changes nothing.
 
-        Raises LimitReached or TooManyRequests, and Unavailable.
+        Raises LimitReached or TooManyRequests, BadRequest for other files than those of an earlier attempt, and
+        Unavailable.
         """
         path, size = path_of(session_id), sum(file.stat().st_size for file in files.values())
         if self.records.get(Checkpoint.namespace, str(path)):
             return str(path)
-        self.quotas.store(caller, project, size)
+        self.quotas.reserve(caller, project, path, size)
         made = {"model_id": path.model_id, "tinker_path": str(path), "base_model": base_model}
         audit.note(self.records, caller, project, "checkpoint_import", made, once=str(path))
-        self._add_run(caller, project, path.model_id, base_model, lora)
-        manifest = self._write(path, project, base_model, lora, files)
+        entries = {name: _entry(file) for name, file in sorted(files.items())}
+        place = _place(path, _seq(entries))
+        self._add_run(caller, project, place, base_model, lora)
+        for name, file in files.items():
+            self.objects.put_new(f"{place}/{name}", file)
+        manifest = self._put_manifest(path, place, project, base_model, lora, entries)
         checkpoint = Checkpoint(
             owner=project,
             model_id=path.model_id,
             kind=KIND,
             base_model=base_model,
-            prefix=str(_place(path, manifest.seq)),
+            prefix=str(place),
             created=datetime.fromisoformat(manifest.created).timestamp(),
             size_bytes=size,
             lora=asdict(lora) if lora else {},
             files=sorted(manifest.files),
             key=caller.key_id if caller else "",
         )
-        self.records.put_new(Checkpoint.namespace, str(path), dump(checkpoint))
+        self.records.put_reserved(str(path), checkpoint)
         return str(path)
 
     def _add_run(
-        self, caller: Caller | None, project: str, model_id: str, base_model: str, lora: LoraSpec | None
+        self, caller: Caller | None, project: str, place: CheckpointPrefix, base_model: str, lora: LoraSpec | None
     ) -> None:
-        session_id, now = ids.session_of(model_id), self.records.now()
+        """Makes the run, whose only seq is that of the content. Raises BadRequest if it was made for other content."""
+        session_id, now = ids.session_of(place.model_id), self.records.now()
         user, key = (caller.user, caller.key_id) if caller else ("", "")
         session = Session(project, now, display_name=f"import for {base_model}", user=user)
         if self.records.put_new(Session.namespace, session_id, dump(session)):
             self.lifecycle.finish(session_id, "success")
         spec = asdict(lora) if lora else {}
         model = Model(project, session_id, base_model, now, "ready", spec, full=lora is None, key=key)
-        head = {"applied": "0", "epoch": str(_RUN_EPOCH), "ended": "imported"}
-        self.oplog.create_model(model_id, {**dump(model), **head})
+        # The seq counts as committed, so files of an attempt that broke off are orphans, not a save that runs.
+        head = {"applied": str(place.seq), "epoch": str(_EPOCH), "ended": "imported"}
+        if not self.oplog.create_model(place.model_id, {**dump(model), **head}):
+            made = self.records.get(Model.namespace, place.model_id) or {}
+            if made.get("applied") != str(place.seq):
+                raise BadRequest("an earlier finish of this upload had other files, so start a new upload for these")
 
-    def _write(
-        self, path: ids.TinkerPath, project: str, base_model: str, lora: LoraSpec | None, files: Mapping[str, Path]
+    def _put_manifest(
+        self,
+        path: ids.TinkerPath,
+        place: CheckpointPrefix,
+        project: str,
+        base_model: str,
+        lora: LoraSpec | None,
+        entries: Mapping[str, FileEntry],
     ) -> Manifest:
-        """Stores the files and their manifest, below a prefix that depends on their content: two attempts with other
-        files never mix."""
-        entries = {name: _entry(file) for name, file in sorted(files.items())}
-        content = "\n".join(f"{name} {entry.sha256}" for name, entry in entries.items())
-        seq = int(hashlib.sha256(content.encode()).hexdigest()[:_SEQ_DIGITS], 16)
-        prefix = _place(path, seq)
-        for name, file in files.items():
-            self.objects.put_new(f"{prefix}/{name}", file)
+        """Stores the manifest, and returns the one that is there."""
         manifest = Manifest(
             path=str(path),
-            generation=f"{seq}-{_EPOCH}",
+            generation=f"{place.seq}-{_EPOCH}",
             model_id=path.model_id,
             owner=project,
             base_model=base_model,
             lora=lora,
-            seq=seq,
+            seq=place.seq,
             epoch=_EPOCH,
             created=datetime.fromtimestamp(self.records.now(), UTC).isoformat(timespec="milliseconds"),
-            files=entries,
+            files=dict(entries),
             threads=0,
             cpu="",
         )
-        if self.objects.put_new(f"{prefix}/{MANIFEST}", manifest.to_json()):
+        if self.objects.put_new(f"{place}/{MANIFEST}", manifest.to_json()):
             return manifest
-        return Manifest.from_json(self.objects.read(f"{prefix}/{MANIFEST}"))
+        return Manifest.from_json(self.objects.read(f"{place}/{MANIFEST}"))
 
 
 def _place(path: ids.TinkerPath, seq: int) -> CheckpointPrefix:
     return CheckpointPrefix(path.model_id, path.kind, path.name, _EPOCH, seq)
+
+
+def _seq(entries: Mapping[str, FileEntry]) -> int:
+    """The number of a content: files of other attempts never mix with these."""
+    content = "\n".join(f"{name} {entry.sha256}" for name, entry in entries.items())
+    return int(hashlib.sha256(content.encode()).hexdigest()[:_SEQ_DIGITS], 16)
 
 
 def _entry(file: Path) -> FileEntry:

@@ -9,9 +9,11 @@ from __future__ import annotations
 import json
 import tempfile
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from threading import BoundedSemaphore
 from typing import Any
 
 from app import ids
@@ -19,8 +21,8 @@ from app.domain.accounts import Caller
 from app.domain.adapters import CONFIG_FILE, FILES, TENSORS_FILE
 from app.domain.ops import LoraSpec
 from app.domain.records import Upload, uploaded
-from app.errors import BadRequest, NotFound
-from app.services.admission import QuotaService
+from app.errors import BadRequest, NotFound, TooLarge, Unavailable
+from app.services.admission import RESERVED_S, QuotaService
 from app.services.base_models import BaseModels, trainer_role
 from app.services.imports import peft_files
 from app.services.imports.importer import Importer, path_of
@@ -29,11 +31,11 @@ from app.services.validation import GROUPS, check_lora
 from app.services.views import check_writable, timestamp
 from app.settings import LimitSettings
 from app.stores.objects.base import ObjectStore
-from app.stores.redis.records import RedisRecords, dump, load
+from app.stores.redis.records import RedisRecords, dump
 
 URL_SECONDS = 3600
-# A transfer that started in time may end later, and a finish may be repeated.
-_KEPT_SECONDS = 2 * URL_SECONDS
+# Each finish in a process may hold a copy of an adapter's files on the local disk.
+_FINISHES_AT_ONCE = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,7 @@ class UploadService:
     quotas: QuotaService
     importer: Importer
     limits: LimitSettings
+    finishes: BoundedSemaphore = field(default_factory=lambda: BoundedSemaphore(_FINISHES_AT_ONCE))
 
     def start(self, caller: Caller, asked: Mapping[str, Any]) -> dict[str, Any]:
         """Starts an upload, and returns its id and a URL for each file. Raises NotFound (project), Forbidden,
@@ -55,13 +58,14 @@ class UploadService:
         check_lora(lora, self.bases.settings(base).max_rank, info)
         sizes = {CONFIG_FILE: peft_files.MOST_CONFIG_BYTES, TENSORS_FILE: peft_files.most_bytes(shapes, lora)}
         most = sum(sizes.values())
-        self.quotas.store(caller, project, self._waiting(project) + most)
         upload_id, now = ids.new_session_id(), self.records.now()
-        upload = Upload(project, base, asdict(lora), now, most, expires_at=now + _KEPT_SECONDS)
+        upload = Upload(project, base, asdict(lora), now, most, expires_at=now + RESERVED_S)
         urls = {
             name: self.objects.presign_put(uploaded(upload_id, name), URL_SECONDS, size) for name, size in sizes.items()
         }
-        self.records.put_new(Upload.namespace, upload_id, dump(upload))
+        with self.quotas.releasing(path_of(upload_id)):
+            self.quotas.reserve(caller, project, path_of(upload_id), most)
+            self.records.put_new(Upload.namespace, upload_id, dump(upload))
         return {"upload_id": upload_id, "urls": urls, "expires": timestamp(time.time() + URL_SECONDS)}
 
     def finish(self, caller: Caller, upload_id: str) -> str:
@@ -71,7 +75,8 @@ class UploadService:
         if not upload.finished:
             self.quotas.take(caller, upload.owner)
             try:
-                self._import(caller, upload_id, upload)
+                with self._turn(), _local_disk():
+                    self._import(caller, upload_id, upload)
             except BadRequest:
                 # The files are gone if the same call, sent twice, was faster elsewhere.
                 if not load_owned(self.records, Upload, upload_id, caller).finished:
@@ -81,8 +86,9 @@ class UploadService:
     def _import(self, caller: Caller, upload_id: str, upload: Upload) -> None:
         with tempfile.TemporaryDirectory(prefix="tinsmith-upload-") as temporary:
             files = {name: Path(temporary) / name for name in FILES}
+            most = {CONFIG_FILE: peft_files.MOST_CONFIG_BYTES, TENSORS_FILE: upload.most_bytes}
             for name, file in files.items():
-                self._fetch(uploaded(upload_id, name), upload.most_bytes, file)
+                self._fetch(uploaded(upload_id, name), most[name], file)
             shapes = self.bases.adapter_shapes(upload.base_model)
             found = peft_files.read(Path(temporary), shapes, self.limits)
             _check_asked(found, LoraSpec(**upload.lora), [group for group, paths in shapes.items() if paths])
@@ -93,12 +99,21 @@ class UploadService:
 
     def _fetch(self, key: str, most: int, target: Path) -> None:
         try:
-            size = self.objects.size(key)
-            if size > most:
-                raise BadRequest(f"{target.name} has {size} bytes; the files of such an adapter have at most {most}")
-            self.objects.get(key, target)
+            self.objects.get(key, target, most)
+        except TooLarge:
+            raise BadRequest(f"{target.name} is too large: such an adapter's has at most {most} bytes") from None
         except NotFound:
             raise BadRequest(f"{target.name} was not uploaded: send it to its URL with PUT first") from None
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Raises Unavailable while this process finishes as many uploads as it may at once."""
+        if not self.finishes.acquire(blocking=False):
+            raise Unavailable(f"{_FINISHES_AT_ONCE} uploads are being finished here already; try again soon")
+        try:
+            yield
+        finally:
+            self.finishes.release()
 
     def _project(self, caller: Caller, asked: str | None) -> str:
         if asked is None:
@@ -106,11 +121,14 @@ class UploadService:
             return caller.project
         return check_writable(caller, asked)
 
-    def _waiting(self, project: str) -> int:
-        """The most bytes that the project's unfinished uploads may bring."""
-        now = self.records.now()
-        uploads = (load(Upload, fields) for _, fields in self.records.list(Upload.namespace))
-        return sum(one.most_bytes for one in uploads if one.owner == project and not one.is_over(now))
+
+@contextmanager
+def _local_disk() -> Iterator[None]:
+    """Raises Unavailable for a full disk: it passes, like a store that is away, and says nothing about the files."""
+    try:
+        yield
+    except OSError as error:
+        raise Unavailable(f"the upload cannot be checked on the server's disk: {error.strerror or error}") from error
 
 
 def _check_asked(found: LoraSpec, asked: LoraSpec, groups: list[str]) -> None:

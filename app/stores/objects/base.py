@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
-from app.errors import BadRequest
+from app.errors import BadRequest, TooLarge
 
 # S3 allows 1,024 bytes; the difference is left for the store's own folder.
 _LONGEST = 900
@@ -37,8 +37,9 @@ class ObjectStore(Protocol):
         """
         ...
 
-    def get(self, key: str, target: Path) -> None:
-        """Fetches an object to a local file, whole or not at all. Raises NotFound."""
+    def get(self, key: str, target: Path, most_bytes: int | None = None) -> None:
+        """Fetches an object to a local file, whole or not at all. Raises NotFound, and TooLarge for an object of more
+        than `most_bytes`: no more than these are written."""
         ...
 
     def read(self, key: str) -> bytes:
@@ -82,6 +83,17 @@ def check_prefix(prefix: str) -> str:
     if prefix:
         check_key(prefix.removesuffix("/"))
     return prefix
+
+
+def copy_bounded(pieces: Iterable[bytes], file: BinaryIO, most_bytes: int | None) -> None:
+    """Writes the pieces to a file. Raises TooLarge before more than `most_bytes` are written."""
+    left = most_bytes
+    for piece in pieces:
+        if left is not None:
+            left -= len(piece)
+            if left < 0:
+                raise TooLarge(f"the object has more than {most_bytes} bytes")
+        file.write(piece)
 
 
 @contextmanager

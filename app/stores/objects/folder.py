@@ -8,12 +8,21 @@ import shutil
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import IO, BinaryIO
 
 from app.errors import NotFound, SetupError, Unavailable
 from app.signing import UrlSigner
-from app.stores.objects.base import check_key, check_prefix, flush, flush_folder, temporary_file, whole_file
+from app.stores.objects.base import (
+    check_key,
+    check_prefix,
+    copy_bounded,
+    flush,
+    flush_folder,
+    temporary_file,
+    whole_file,
+)
 
 _UNFINISHED = ".unfinished"
 # Longer than any copy takes; a younger file may belong to a live process.
@@ -56,10 +65,10 @@ class FolderStore:
                 flush(file)
                 return self._link(temporary, target)
 
-    def get(self, key: str, target: Path) -> None:
-        """Fetches an object to a local file, whole or not at all. Raises NotFound."""
+    def get(self, key: str, target: Path, most_bytes: int | None = None) -> None:
+        """Fetches an object to a local file, whole or not at all. Raises NotFound, and TooLarge."""
         with self._outages(key), self._path(key).open("rb") as data, whole_file(target) as file:
-            shutil.copyfileobj(data, file, 2**20)
+            copy_bounded(iter(partial(data.read, 2**20), b""), file, most_bytes)
 
     def read(self, key: str) -> bytes:
         """The bytes of a small object. Raises NotFound."""

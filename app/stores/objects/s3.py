@@ -27,7 +27,7 @@ from urllib3.exceptions import HTTPError
 
 from app.errors import NotFound, SetupError, Unavailable
 from app.settings import StoreSettings
-from app.stores.objects.base import check_key, check_prefix, whole_file
+from app.stores.objects.base import check_key, check_prefix, copy_bounded, whole_file
 
 log = logging.getLogger(__name__)
 # A part is in memory while it is sent. S3 takes 5 GiB in one request, and 10,000 parts of this size are 640 GiB.
@@ -78,11 +78,10 @@ class S3Store:
             return status == 200
         raise Unavailable(f"{self._where} answered {status} when storing {key!r}")
 
-    def get(self, key: str, target: Path) -> None:
-        """Fetches an object to a local file, whole or not at all. Raises NotFound."""
+    def get(self, key: str, target: Path, most_bytes: int | None = None) -> None:
+        """Fetches an object to a local file, whole or not at all. Raises NotFound, and TooLarge."""
         with self._reading(key) as answer, whole_file(target) as file:
-            for chunk in answer.stream(2**20):
-                file.write(chunk)
+            copy_bounded(answer.stream(2**20), file, most_bytes)
 
     def read(self, key: str) -> bytes:
         """The bytes of a small object. Raises NotFound."""

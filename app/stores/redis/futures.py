@@ -110,7 +110,7 @@ class RedisFutures:
         self._check_size(payload)
         most = (bounds.requests, bounds.tokens) if bounds else ("", "")
         needed = tokens, sequences
-        paid = limits.of_sample(charge)
+        paid = limits.with_names(charge)
         found = self._run("admit_sample", request_id, parent_id, owner, queue, payload, digest, *needed, *most, *paid)
         limits.check(found)
         what, held = found[0].decode(), found[1]

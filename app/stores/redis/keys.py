@@ -39,6 +39,9 @@
     runs:<payer>        SET   its runs that have not ended, in sessions that have not ended
     runs_listed         STR   exists once all runs are in these sets
     stored              HASH  payer -> the bytes of its checkpoints
+    reserved            HASH  payer -> the bytes reserved for checkpoints that are not made yet
+    reservations        HASH  path of such a checkpoint -> its reservation as JSON: bytes, payers, lapses (ms)
+    reservations_lapse  ZSET  the same paths -> ms when the reservation lapses
     checkpoints_of:<project>  SET  the paths of its checkpoints; a process of an earlier version changes checkpoints and
                               not this set, and the sum in `stored` shows it
     home:<adapter>      STR   affinity: the node that an adapter's requests go to, by the adapter's prefix; for the

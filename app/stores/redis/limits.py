@@ -40,6 +40,17 @@ class RedisQuotas:
         if asked := of_op(charge):
             check(self._run("take", asked))
 
+    def reserve(self, path: str, charge: Charge, seconds: float) -> None:
+        """Charges as `take` does, and reserves room for the checkpoint at `path`, of the charge's `stored` bytes: they
+        count from now on, until RedisRecords.put_reserved records the checkpoint, `release`, or the end of `seconds`.
+        An earlier reservation for this path is replaced; if the charge is refused, that one stays."""
+        asked, payers = with_names(charge)
+        check(self._run("reserve", path, asked, payers, charge.stored, int(seconds * 1000)))
+
+    def release(self, path: str) -> None:
+        """Ends the reservation for the checkpoint at `path`, if there is one."""
+        self._run("end_reservation", path)
+
     def used(self, payer: Payer) -> Used:
         """The payer's use that counts against its limits now."""
         rates = (payer.limits.requests_per_s, payer.limits.tokens_per_s)
@@ -59,8 +70,8 @@ def of_op(charge: Charge) -> str:
     return json.dumps({**asdict(charge), "payers": payers}) if payers else ""
 
 
-def of_sample(charge: Charge) -> tuple[str, str]:
-    """The charge as in `of_op`, and the names of all payers that its sequences count for, limited or not."""
+def with_names(charge: Charge) -> tuple[str, str]:
+    """The charge as in `of_op`, and the names of all payers, limited or not."""
     return of_op(charge), " ".join(payer.name for payer in charge.payers)
 
 

@@ -11,7 +11,7 @@ import redis
 
 from app.domain.accounts import Account, Key, Organisation, Project, User
 from app.domain.records import Checkpoint, Loss, Model, Refusal, Sampler, Session, ShmTransfer, Upload, Worker
-from app.errors import NotFound
+from app.errors import NotFound, Unavailable
 from app.settings import EngineSettings
 from app.stores.pages import Ledger
 from app.stores.redis import keys
@@ -72,6 +72,16 @@ class RedisRecords:
         room for another."""
         flat = [part for pair in fields.items() for part in pair]
         return bool(self._run("put_new", namespace, key, *flat))
+
+    def put_reserved(self, path: str, checkpoint: Checkpoint) -> bool:
+        """Records a checkpoint that RedisQuotas reserved room for, and ends the reservation in the same step. Returns
+        False when the path has a checkpoint already; that one stays. Raises Unavailable when the reservation has
+        lapsed, and while there is no room for another record."""
+        flat = [part for pair in dump(checkpoint).items() for part in pair]
+        outcome = self._run("put_reserved", path, checkpoint.size_bytes, *flat)
+        if outcome < 0:
+            raise Unavailable(f"{path} took so long that the room reserved for it has lapsed; try again")
+        return bool(outcome)
 
     def put_newer(self, namespace: str, key: str, version: int, fields: Record) -> bool:
         """Sets a record with a field `version`. Returns False, without a change, when that version or a later one

@@ -15,6 +15,7 @@ _SAVES = "tests/unit/workers/train/test_committer.py"
 _AHEAD = "tests/unit/workers/train/test_run_ahead.py"
 _ORPHANS = "tests/unit/workers/maintenance/test_orphans.py"
 _UPLOADS = "tests/unit/app/api/test_uploads.py"
+_UPLOAD_STORAGE = "tests/unit/app/api/test_upload_storage.py"
 _TRANSFER = "tests/unit/workers/checkpoints/test_shm_transfer.py"
 
 MUTANTS = (
@@ -200,8 +201,8 @@ MUTANTS = (
     Mutant(
         "imports: files of an attempt that broke off are orphans",
         "app/services/imports/importer.py",
-        "_RUN_EPOCH, _EPOCH = 1, 0",
-        "_RUN_EPOCH, _EPOCH = 1, 1",
+        'head = {"applied": str(place.seq),',
+        'head = {"applied": "0",',
         f"{_ORPHANS}::test_files_of_an_import_that_broke_off_go",
     ),
     Mutant(
@@ -210,6 +211,27 @@ MUTANTS = (
         """return f"uploads/{most_bytes}/{key}\"""",
         """return f"uploads/{2**20}/{key}\"""",
         f"{_UPLOADS}::test_a_forged_url_stores_nothing[size]",
+    ),
+    Mutant(
+        "imports: one content for ever",
+        "app/services/imports/importer.py",
+        'if made.get("applied") != str(place.seq):',
+        "if False:",
+        f"{_UPLOAD_STORAGE}::test_an_import_has_one_content_and_a_rebuild_ends_with_it",
+    ),
+    Mutant(
+        "uploads: a larger file of an S3 URL",
+        "app/stores/objects/base.py",
+        "            if left < 0:",
+        "            if False:",
+        f"{_UPLOAD_STORAGE}::test_a_larger_file_that_an_s3_url_took_is_refused",
+    ),
+    Mutant(
+        "uploads: some finishes at once",
+        "app/services/imports/uploads.py",
+        "if not self.finishes.acquire(blocking=False):",
+        "if False:",
+        f"{_UPLOAD_STORAGE}::test_only_some_finishes_run_at_once",
     ),
     Mutant(
         "imports: tensors fill their file",

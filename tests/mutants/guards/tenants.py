@@ -8,6 +8,7 @@ _LUA = "app/stores/redis/lua"
 # Without the fixtures of the API's own tests, which take seconds to load.
 _STORES = "--confcutdir=tests/unit/app/stores -p tests.unit.conftest tests/unit/app/stores/redis"
 _LISTS = f"{_STORES}/test_checkpoint_lists.py"
+_RESERVATIONS = f"{_STORES}/test_reservations.py"
 _LIMITS = "--confcutdir=tests/unit/app/stores tests/unit/app/wire/test_bodies.py"
 _BUCKET = "--confcutdir=tests/unit/workers/backends/training tests/security/test_hostile_bucket.py"
 
@@ -61,6 +62,34 @@ MUTANTS = (
         "take(cjson.decode(ARGV[8]), is_awaited_by_parts(applied))",
         "take(cjson.decode(ARGV[8]))",
         f"{_STORES}/test_rates.py::test_what_others_wait_for_passes_and_is_charged",
+    ),
+    Mutant(
+        "limits of projects: reserved bytes",
+        f"{_LUA}/limits.lua",
+        "local stored = bytes_stored(payer) + bytes_reserved(payer)",
+        "local stored = bytes_stored(payer)",
+        f"{_RESERVATIONS}::test_calls_at_the_same_time_never_pass_the_limit_together",
+    ),
+    Mutant(
+        "reservations: they lapse",
+        f"{_LUA}/limits.lua",
+        "redis.call('ZRANGEBYSCORE', LAPSES, '-inf', now_ms())",
+        "{}",
+        f"{_RESERVATIONS}::test_a_reservation_counts_until_it_is_released_or_lapses",
+    ),
+    Mutant(
+        "reservations: no checkpoint without one",
+        f"{_LUA}/records.lua",
+        "if not reservation or tonumber(reservation.bytes) < tonumber(ARGV[2]) then return -1 end",
+        "",
+        f"{_RESERVATIONS}::test_a_checkpoint_is_refused_when_its_reservation_is_gone_or_too_small",
+    ),
+    Mutant(
+        "reservations: a refused one changes nothing",
+        f"{_LUA}/limits.lua",
+        "if earlier then set_reservation(ARGV[1], earlier) end",
+        "",
+        f"{_RESERVATIONS}::test_another_reservation_for_a_path_replaces_the_first_unless_it_is_refused",
     ),
     Mutant(
         "limits of projects: samples that ended",

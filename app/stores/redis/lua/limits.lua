@@ -65,6 +65,46 @@ local function bytes_stored(payer)
   return tonumber(redis.call('HGET', STORED, payer.name) or 0)
 end
 
+-- part: reserved
+-- needs: now_ms
+-- Room for checkpoints that are not made yet, by their paths. A reservation counts for its payers until the checkpoint is
+-- recorded, or the reservation is released or lapses.
+local RESERVED, RESERVATIONS, LAPSES = 'tinsmith:reserved', 'tinsmith:reservations', 'tinsmith:reservations_lapse'
+
+-- Count a reservation {bytes, payers, lapses} for its payers (sign 1), or stop counting it (sign -1). Its bytes are a
+-- text: cjson rounds numbers to 14 digits.
+local function count_reserved(reservation, sign)
+  for _, payer in ipairs(reservation.payers) do
+    if redis.call('HINCRBY', RESERVED, payer, 0 + sign * reservation.bytes) == 0 then redis.call('HDEL', RESERVED, payer) end
+  end
+end
+
+local function set_reservation(path, reservation)
+  redis.call('HSET', RESERVATIONS, path, cjson.encode(reservation))
+  redis.call('ZADD', LAPSES, reservation.lapses, path)
+  count_reserved(reservation, 1)
+end
+
+-- End a reservation. Returns it, or nil if there is none.
+local function end_reservation(path)
+  local found = redis.call('HGET', RESERVATIONS, path)
+  if not found then return nil end
+  local reservation = cjson.decode(found)
+  redis.call('HDEL', RESERVATIONS, path)
+  redis.call('ZREM', LAPSES, path)
+  count_reserved(reservation, -1)
+  return reservation
+end
+
+local function end_lapsed()
+  for _, path in ipairs(redis.call('ZRANGEBYSCORE', LAPSES, '-inf', now_ms())) do end_reservation(path) end
+end
+
+local function bytes_reserved(payer)
+  end_lapsed()
+  return tonumber(redis.call('HGET', RESERVED, payer.name) or 0)
+end
+
 -- part: rates
 -- Each rate has a token bucket of BURST_S seconds. A call passes while anything is left in the bucket, and always takes
 -- its full amount. So a large call leaves a debt, and other calls cannot keep it out for ever.
@@ -80,7 +120,7 @@ local function missing(payer, rate, limit, now)
 end
 
 -- part: take
--- needs: live_models, now_ms, rates, stored
+-- needs: live_models, now_ms, rates, reserved, stored
 -- The first limit of a payer that refuses a charge: {'limited', its name, payer, amount used, the limit, ms to wait};
 -- nil if no limit refuses it. A call that later parts of its batch depend on (`awaited`) skips the rate limits.
 local function over_limit(payer, charge, awaited, now)
@@ -94,7 +134,7 @@ local function over_limit(payer, charge, awaited, now)
     if live + charge.models > limits.live_models then return over('live_models', live, 0) end
   end
   if charge.stores and limits.storage_bytes then
-    local stored = bytes_stored(payer)
+    local stored = bytes_stored(payer) + bytes_reserved(payer)
     if stored + math.max(charge.stored, 1) > limits.storage_bytes then return over('storage_bytes', stored, 0) end
   end
   if charge.samples > 0 and limits.concurrent_samples then
@@ -158,10 +198,35 @@ end
 -- Charge a call that is not journalled. ARGV: charge. Returns {}, or the refusal of `over_limit` in limits.lua.
 return take(cjson.decode(ARGV[1])) or {}
 
+-- script: reserve
+-- needs: no_room, now_ms, reserved, take
+-- Charge a call, and reserve room for the checkpoint that it is about to make, in the place of an earlier reservation for
+-- this checkpoint. ARGV: path, charge (or ''), names of its payers, bytes, ms until the reservation lapses.
+-- Returns {}, or the refusal of `over_limit`; the earlier reservation stays then.
+local refusal = no_room(0)
+if refusal then return refusal end
+local payers = {}
+for payer in ARGV[3]:gmatch('%S+') do payers[#payers + 1] = payer end
+end_lapsed()
+local earlier = end_reservation(ARGV[1])
+local limited = ARGV[2] ~= '' and take(cjson.decode(ARGV[2]))
+if limited then
+  if earlier then set_reservation(ARGV[1], earlier) end
+  return limited
+end
+set_reservation(ARGV[1], {bytes = ARGV[4], payers = payers, lapses = now_ms() + ARGV[5]})
+return {}
+
+-- script: end_reservation flags=allow-oom
+-- needs: reserved
+-- End a reservation. ARGV: path. Returns 0.
+end_reservation(ARGV[1])
+return 0
+
 -- script: used flags=allow-oom
--- needs: live_models, now_ms, rates, stored
+-- needs: live_models, now_ms, rates, reserved, stored
 -- Read a payer's usage of its limits. ARGV: its kind, its id, its limits of calls and of tokens per second, or ''.
--- Returns {live models, bytes of checkpoints, unfinished sequences, calls per second, tokens per second}; both rates
+-- Returns {live models, bytes of checkpoints and reservations, unfinished sequences, calls per second, tokens per second}; both rates
 -- are text, '' without a limit.
 local payer = {kind = ARGV[1], id = ARGV[2], name = ARGV[1] .. ':' .. ARGV[2]}
 local now = now_ms()
@@ -170,6 +235,6 @@ local function average(rate, limit)
   return limit == '' and '' or tostring(missing(payer, rate, tonumber(limit), now) / BURST_S)
 end
 
-return {live_models(payer), bytes_stored(payer),
+return {live_models(payer), bytes_stored(payer) + bytes_reserved(payer),
         tonumber(redis.call('HGET', 'tinsmith:sampling_of', payer.name) or 0),
         average('requests', ARGV[3]), average('tokens', ARGV[4])}

@@ -46,6 +46,24 @@ change_record(ARGV[1], ARGV[2], function() redis.call('HSET', key, unpack(ARGV, 
 redis.call('ZADD', 'tinsmith:index:' .. ARGV[1], 0, ARGV[2])
 return 1
 
+-- script: put_reserved
+-- needs: change_record, no_room, reserved
+-- Record a checkpoint that room is reserved for; its bytes count instead of the reservation from now on.
+-- ARGV: path, bytes, field, value, ... Returns 1, 0 when it exists, or -1 when so much room is not reserved any more.
+local key = 'tinsmith:checkpoints:' .. ARGV[1]
+if redis.call('EXISTS', key) == 1 then
+  end_reservation(ARGV[1])
+  return 0
+end
+local refusal = no_room(0)
+if refusal then return refusal end
+end_lapsed()
+local reservation = end_reservation(ARGV[1])
+if not reservation or tonumber(reservation.bytes) < tonumber(ARGV[2]) then return -1 end
+change_record('checkpoints', ARGV[1], function() redis.call('HSET', key, unpack(ARGV, 3)) end)
+redis.call('ZADD', 'tinsmith:index:checkpoints', 0, ARGV[1])
+return 1
+
 -- script: put_newer flags=allow-oom
 -- Set a record whose version is above the stored version. ARGV: namespace, id, version, field, value, ...
 -- Returns 1, or 0 when that version or a later one is stored.
