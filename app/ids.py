@@ -120,6 +120,11 @@ def sampler_of(sequence_id: str) -> str:
     return match[1] if match else ""
 
 
+def request_of(sequence_id: str) -> str:
+    """The sampling request of a sample."""
+    return sequence_id.rpartition("-")[0]
+
+
 def poll_target(sampler_id: str, clone: int | str) -> str:
     """The key of all requests of one client of a sampling session. The client may wait for them together. The key is
     internal."""

@@ -22,7 +22,7 @@ class Limits:
     requests_per_s      calls that create work or change something, on average
     tokens_per_s        tokens of batches, prompts and sampled sequences, on average
     live_models         runs that have not ended, in sessions that have not ended
-    storage_bytes       total size of all checkpoints with a path
+    storage_bytes       total size of all checkpoints with a path, of unfinished uploads and of routes
     concurrent_samples  sequences being sampled, or waiting for it
     weight              of a project's share when several projects want the same workers, from 0.001 to 1,000; a key's
                         weight is ignored

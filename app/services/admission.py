@@ -87,7 +87,13 @@ class AdmissionService:
         queue = sample_queue(sampler.base_model, full=sampler.full)
         request_id = ids.request_id(sampler_id, seq)
         identity, bounds, tokens = ops.digest(payload), self._bounds(sampler), _most_tokens(request)
-        payers = self._limits.payers(caller, sampler.owner)
+        base = self._settings.base_model(sampler.base_model)
+        charge = Charge(
+            self._limits.payers(caller, sampler.owner),
+            tokens,
+            request.num_samples,
+            stores=base is not None and base.router_replay,
+        )
         admission = self._oplog.admit_sample(
             request_id,
             sampler_id,
@@ -98,7 +104,7 @@ class AdmissionService:
             tokens,
             bounds,
             request.num_samples,
-            Charge(payers, tokens, request.num_samples),
+            charge,
         )
         if admission.fresh:
             queue = direct_queue(queue, admission.node) if admission.node else queue

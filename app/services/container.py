@@ -108,7 +108,7 @@ def build(settings: Settings) -> Services:
     authenticator = Authenticator(settings.api_keys, store, tokens, AccountRecovery(accounts, store))
     sources = Sources(store, authenticator)
     importer = Importer(store, oplog, lifecycle, objects, quotas)
-    routes = RouteService(store, RouteFiles(objects, store.now))
+    routes = RouteService(store, oplog, RouteFiles(objects, store.now))
     signer = UrlSigner(settings.url_secret, settings.public_url)
     return Services(
         settings,

@@ -45,6 +45,7 @@ from app.services.validation import (
 )
 from app.settings import LimitSettings
 from app.stores.objects.routes import RouteFiles
+from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.records import RedisRecords, dump, load
 from app.wire import custom_loss
 from app.wire.bodies import check_batch, check_datums
@@ -232,8 +233,8 @@ class CustomLossService:
 class RouteService:
     """Finds the routes of a batch's tokens that were sampled here: the experts that the sampler chose for them."""
 
-    def __init__(self, store: RedisRecords, files: RouteFiles) -> None:
-        self._records, self._files = store, files
+    def __init__(self, store: RedisRecords, oplog: RedisOpLog, files: RouteFiles) -> None:
+        self._records, self._oplog, self._files = store, oplog, files
 
     def find(self, caller: Caller, base_model: str, tokens: Ragged, spans: Sequence[Sequence[Span]]) -> Ragged | None:
         """The routes of each datum's tokens, none_of where a token has none. None without any span.
@@ -265,7 +266,8 @@ class RouteService:
         try:
             sampler = load_readable(self._records, Sampler, ids.sampler_of(sequence_id), caller)
             if sampler.base_model == base_model:
-                return self._files.find(sequence_id)
+                attempt = self._oplog.routes_of(ids.request_of(sequence_id))
+                return self._files.find(sequence_id, attempt)
         except NotFound:
             pass
         raise BadRequest(

@@ -82,7 +82,7 @@ class Orphans:
                     "no orphan is removed now, because a newer version of Tinsmith wrote a call that may need it: %s",
                     newer,
                 )
-            self._routes.remove_old()
+            self._oplog.forget_routes(before=self._routes.remove_old())
             self._next = time.monotonic() + self._period_s
 
     def _remove_expired(self) -> None:

@@ -12,6 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import redis
@@ -23,7 +24,7 @@ from app.domain.results import CACHED, NOTHING, PREFILLED, PROTOBUF, SAMPLED, Re
 from app.domain.routes import SequenceRoutes
 from app.domain.sampling import SampleOutput
 from app.errors import Fenced, OpError, Requeue, ServerOpError, TriedOften, Unavailable
-from app.stores.objects.routes import RouteFiles
+from app.stores.objects.routes import RouteFiles, StoredRoutes
 from app.stores.redis.completions import TokenChunk, TokenStreams
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.records import RedisRecords, load
@@ -43,6 +44,14 @@ MAX_ATTEMPTS = 3
 _EVERY_S = 0.05
 # Most token pieces that wait while Redis hangs; the result delivers any further ones.
 _MOST_WAITING = 65_536
+
+
+class _Ran(NamedTuple):
+    """The outcome of an attempt: its result, the usage it counts, and the routes that it stored."""
+
+    result: Result
+    usage: Usage = NOTHING
+    routes: StoredRoutes | None = None
 
 
 class SampleRunner:
@@ -140,18 +149,21 @@ class SampleRunner:
 
     def _finish(self, entry: Entry, sampling_session_id: str, handle: RequestHandle) -> None:
         started = time.monotonic()
-        result, usage = self._attempt(entry, sampling_session_id, handle)
+        result, usage, routes = self._attempt(entry, sampling_session_id, handle)
         ran = time.monotonic()
-        if not self._oplog.finish_sample(entry.request_id, result, usage):  # it was cancelled just before
+        if not self._oplog.finish_sample(entry.request_id, result, usage, routes):
+            # It was cancelled just before, or another worker was faster.
             self._put_off(entry.request_id, handle.tokens_used)
+            if routes is not None:
+                self._route_files.remove(routes)
         telemetry.op_done(entry, failed=result.failed, run_s=ran - started, commit_s=time.monotonic() - ran)
 
-    def _attempt(self, entry: Entry, sampling_session_id: str, handle: RequestHandle) -> tuple[Result, Usage]:
+    def _attempt(self, entry: Entry, sampling_session_id: str, handle: RequestHandle) -> _Ran:
         if entry.attempts >= MAX_ATTEMPTS:
             if entry.in_doubt:
                 raise Unavailable("a worker that tried this request may still answer")
             why = f"sampling did not finish in {MAX_ATTEMPTS} attempts and was given up"
-            return results.of_error(ServerOpError(why)), NOTHING
+            return _Ran(results.of_error(ServerOpError(why)))
         try:
             return self._sample(entry, sampling_session_id, handle)
         except (Aborted, Unavailable, redis.RedisError, OSError):
@@ -161,9 +173,9 @@ class SampleRunner:
                 # The engine died during the request: this process is about to end, and another one runs the request
                 # again.
                 raise Requeue(f"{entry.request_id}: {error}") from None
-            return results.of_error(_op_error(entry, error)), NOTHING
+            return _Ran(results.of_error(_op_error(entry, error)))
 
-    def _sample(self, entry: Entry, sampling_session_id: str, handle: RequestHandle) -> tuple[Result, Usage]:
+    def _sample(self, entry: Entry, sampling_session_id: str, handle: RequestHandle) -> _Ran:
         stored = self._records.get(Sampler.namespace, sampling_session_id)
         if stored is None:
             raise ServerOpError(f"sampling session {sampling_session_id} is gone")
@@ -177,19 +189,24 @@ class SampleRunner:
         adapter = self._adapters.use(pinned, sampler.owner, handle)
         with adapter as adapter_id, self._batch_admission.slot(sampler.owner, request, handle):
             output = self._backend.sample(adapter_id, request, handle)
-        self._keep_routes(entry.request_id, request.prompt, output)
+        routes = self._keep_routes(entry.request_id, request.prompt, output)
         prompt, sampled = len(request.prompt), sum(len(sequence.tokens) for sequence in output.sequences)
         telemetry.TOKENS.labels("prompt").inc(prompt)
         telemetry.TOKENS.labels("sampled").inc(sampled)
         usage = {PREFILLED: prompt - output.cached_tokens, CACHED: output.cached_tokens, SAMPLED: sampled}
-        return Result(encode_sample(output), PROTOBUF), {kind: amount for kind, amount in usage.items() if amount}
+        counted = {kind: amount for kind, amount in usage.items() if amount}
+        return _Ran(Result(encode_sample(output), PROTOBUF), counted, routes)
 
-    def _keep_routes(self, request_id: str, prompt: np.ndarray, output: SampleOutput) -> None:
+    def _keep_routes(self, request_id: str, prompt: np.ndarray, output: SampleOutput) -> StoredRoutes | None:
         """Stores the routes, if the engine recorded any, before the result can be read."""
-        for index, sequence in enumerate(output.sequences):
-            if output.prompt_routes is not None and sequence.routes is not None:
-                routes = SequenceRoutes(prompt, output.prompt_routes, sequence.tokens, sequence.routes)
-                self._route_files.add(ids.sequence_id(request_id, index), routes)
+        routes = {
+            ids.sequence_id(request_id, index): SequenceRoutes(
+                prompt, output.prompt_routes, sequence.tokens, sequence.routes
+            )
+            for index, sequence in enumerate(output.sequences)
+            if output.prompt_routes is not None and sequence.routes is not None
+        }
+        return self._route_files.add(routes) if routes else None
 
 
 def _op_error(entry: Entry, error: Exception) -> OpError:

@@ -1,11 +1,15 @@
-"""Routes of sampled sequences in the object store, `routes/<day>/<sequence id>`, for one to two days.
+"""Routes of sampled sequences in the object store, `routes/<day>/<sequence id>@<attempt>`, for one to two days.
 
-The day is that of the state server's clock, so the files of a day are removed together, and no record of them is kept.
+The day is that of the state server's clock, so the files of a day are removed together. Each attempt at a sample has
+files of its own. The commit of the sample's result names the attempt that counts (RedisFutures.finish_sample), so a
+worker that lost its request changes nothing. An earlier version wrote `routes/<day>/<sequence id>`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from app.domain.routes import SequenceRoutes
 from app.errors import NotFound
@@ -13,6 +17,24 @@ from app.stores.objects.base import ObjectStore
 
 ROOT = "routes"
 DAY_S = 86_400
+LONGEST_S = 2 * DAY_S
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One attempt at a sample: `day` since 1970, and a unique id."""
+
+    day: int
+    id: str
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRoutes:
+    """The files that an attempt stored, and their bytes together."""
+
+    attempt: Attempt
+    keys: Sequence[str]
+    size: int
 
 
 class RouteFiles:
@@ -22,29 +44,44 @@ class RouteFiles:
     def __init__(self, objects: ObjectStore, now: Callable[[], float]) -> None:
         self._objects, self._now = objects, now
 
-    def add(self, sequence_id: str, routes: SequenceRoutes) -> None:
-        """Stores the routes of a sequence. They replace those of an earlier attempt at the same sample."""
-        key, content = _key(self._today(), sequence_id), routes.encode()
-        if not self._objects.put_new(key, content):
-            self._objects.delete([key])
+    def add(self, routes: dict[str, SequenceRoutes]) -> StoredRoutes:
+        """Stores the routes of one attempt at a sample, by sequence id. They count once the sample's commit names the
+        attempt."""
+        attempt = Attempt(self._today(), uuid.uuid4().hex)
+        contents = {_key(attempt, sequence_id): found.encode() for sequence_id, found in routes.items()}
+        for key, content in contents.items():
             self._objects.put_new(key, content)
+        return StoredRoutes(attempt, tuple(contents), sum(map(len, contents.values())))
 
-    def find(self, sequence_id: str) -> SequenceRoutes:
-        """The newest routes of a sequence. Raises NotFound."""
-        today = self._today()
+    def remove(self, stored: StoredRoutes) -> None:
+        """Removes the routes of an attempt that was not committed."""
+        self._objects.delete(stored.keys)
+
+    def find(self, sequence_id: str, attempt: Attempt | None) -> SequenceRoutes:
+        """The routes of a sequence, of the attempt that its commit names. Without one they are of an earlier version.
+        Raises NotFound."""
+        yesterday = self._today() - 1
+        if attempt is None:
+            return self._find_earlier(sequence_id, yesterday)
+        if attempt.day < yesterday:
+            raise NotFound(f"the routes of {sequence_id!r} are too old")
+        return SequenceRoutes.decode(self._objects.read(_key(attempt, sequence_id)))
+
+    def _find_earlier(self, sequence_id: str, yesterday: int) -> SequenceRoutes:
         try:
-            return SequenceRoutes.decode(self._objects.read(_key(today, sequence_id)))
+            return SequenceRoutes.decode(self._objects.read(f"{ROOT}/{yesterday + 1}/{sequence_id}"))
         except NotFound:
-            return SequenceRoutes.decode(self._objects.read(_key(today - 1, sequence_id)))
+            return SequenceRoutes.decode(self._objects.read(f"{ROOT}/{yesterday}/{sequence_id}"))
 
-    def remove_old(self) -> None:
-        """Removes the routes of the days before yesterday."""
+    def remove_old(self) -> int:
+        """Removes the routes of the days before yesterday. Returns yesterday's number."""
         yesterday = self._today() - 1
         self._objects.delete(key for key in self._objects.list(f"{ROOT}/") if int(key.split("/")[1]) < yesterday)
+        return yesterday
 
     def _today(self) -> int:
         return int(self._now()) // DAY_S
 
 
-def _key(day: int, sequence_id: str) -> str:
-    return f"{ROOT}/{day}/{sequence_id}"
+def _key(attempt: Attempt, sequence_id: str) -> str:
+    return f"{ROOT}/{attempt.day}/{sequence_id}@{attempt.id}"

@@ -28,6 +28,7 @@ from app.errors import (
 )
 from app.settings import EngineSettings
 from app.stores.objects.base import ObjectStore
+from app.stores.objects.routes import LONGEST_S, Attempt, StoredRoutes
 from app.stores.redis import keys, limits
 from app.stores.redis.client import Scripts, read_hash
 from app.stores.redis.types import Admission, Entry, Future, QueueBounds
@@ -163,15 +164,28 @@ class RedisFutures:
         """
         self._run("put_off_sample", request_id, worker, tokens_used)
 
-    def finish_sample(self, request_id: str, result: Result, usage: Usage = NOTHING) -> bool:
+    def finish_sample(
+        self, request_id: str, result: Result, usage: Usage = NOTHING, routes: StoredRoutes | None = None
+    ) -> bool:
         """Makes the result readable and wakes the poll.
 
         Returns False when there is a result already; that one stays. A request that did not fail counts its `usage` in
-        the same step.
+        the same step. `routes` become those of the request, and count for its payers.
         """
         state, used = "failed" if result.failed else "done", json.dumps(dict(usage))
         answer = result.content_type, result.body
-        return bool(self._run("finish_sample", request_id, state, *answer, self._unread_s, used))
+        kept = () if routes is None else (routes.attempt.day, routes.attempt.id, routes.size, LONGEST_S)
+        return bool(self._run("finish_sample", request_id, state, *answer, self._unread_s, used, *kept))
+
+    def routes_of(self, request_id: str) -> Attempt | None:
+        """The attempt whose routes are those of a sampling request; None without routes."""
+        found = cast("bytes | None", self._redis.get(keys.routes(request_id)))
+        day, _, id_ = (found or b"").decode().partition("/")
+        return Attempt(int(day), id_) if found else None
+
+    def forget_routes(self, before: int) -> None:
+        """Stops counting the bytes of the routes of the days before this one."""
+        self._run("forget_routes", before)
 
     def cancel_sample(self, request_id: str) -> bool:
         """Fails ("user") a sampling request that nobody waits for, and notifies the worker that runs it. Returns False

@@ -42,6 +42,10 @@
     reserved            HASH  payer -> the bytes reserved for checkpoints that are not made yet
     reservations        HASH  path of such a checkpoint -> its reservation as JSON: bytes, payers, lapses (ms)
     reservations_lapse  ZSET  the same paths -> ms when the reservation lapses
+    routes:<request>    STR   "<day>/<attempt>": the attempt that gave a sampling request its result, as in the names of
+                              the files of its routes; expires with these
+    route_bytes:<day>   HASH  payer -> the bytes of its routes of that day
+    route_days          SET   the days with such bytes
     checkpoints_of:<project>  SET  the paths of its checkpoints; a process of an earlier version changes checkpoints and
                               not this set, and the sum in `stored` shows it
     home:<adapter>      STR   affinity: the node that an adapter's requests go to, by the adapter's prefix; for the
@@ -149,6 +153,10 @@ def sampled(sampler_id: str) -> str:
 
 def completed(target: str) -> str:
     return f"{PREFIX}completed:{target}"
+
+
+def routes(request_id: str) -> str:
+    return f"{PREFIX}routes:{request_id}"
 
 
 def checkpoints_of(project: str) -> str:

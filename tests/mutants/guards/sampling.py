@@ -13,7 +13,31 @@ _AFFINITY = f"{_STORES}/test_adapter_affinity.py"
 _CANCELLING = "tests/unit/workers/sample/test_cancellation.py"
 _OPENAI = "--confcutdir=tests/unit/app/services/openai tests/unit/app/services/openai"
 
+_REPLAY = "tests/unit/workers/train/test_router_replay.py"
+
 MUTANTS = (
+    # Routes of sampled sequences.
+    Mutant(
+        "routes: an attempt has files of its own",
+        "app/stores/objects/routes.py",
+        "uuid.uuid4().hex",
+        '"one"',
+        f"{_REPLAY}::test_a_paused_worker_that_lost_its_request_changes_no_routes",
+    ),
+    Mutant(
+        "routes: those of a lost attempt are removed",
+        "workers/sample/runner.py",
+        "self._route_files.remove(routes)",
+        "pass",
+        f"{_REPLAY}::test_a_paused_worker_that_lost_its_request_changes_no_routes",
+    ),
+    Mutant(
+        "routes: their bytes count",
+        f"{_LUA}/limits.lua",
+        " + bytes_routed(payer) end",
+        " end",
+        "tests/unit/app/api/test_router_replay.py::test_routes_count_as_stored_bytes_until_their_files_are_removed",
+    ),
     Mutant(
         "images: a prompt with images has a pass of its own",
         "workers/backends/sampling/transformers/batch.py",

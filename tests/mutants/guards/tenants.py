@@ -66,8 +66,8 @@ MUTANTS = (
     Mutant(
         "limits of projects: reserved bytes",
         f"{_LUA}/limits.lua",
-        "local stored = bytes_stored(payer) + bytes_reserved(payer)",
-        "local stored = bytes_stored(payer)",
+        "return bytes_stored(payer) + bytes_reserved(payer) + bytes_routed(payer)",
+        "return bytes_stored(payer) + bytes_routed(payer)",
         f"{_RESERVATIONS}::test_calls_at_the_same_time_never_pass_the_limit_together",
     ),
     Mutant(

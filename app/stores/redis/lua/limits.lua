@@ -105,6 +105,26 @@ local function bytes_reserved(payer)
   return tonumber(redis.call('HGET', RESERVED, payer.name) or 0)
 end
 
+-- part: routed
+-- Count the bytes of a request's routes (app/stores/objects/routes.py) for its payers, on their day.
+local function count_routes(day, payers, bytes)
+  redis.call('SADD', 'tinsmith:route_days', day)
+  for payer in payers:gmatch('%S+') do redis.call('HINCRBY', 'tinsmith:route_bytes:' .. day, payer, bytes) end
+end
+
+local function bytes_routed(payer)
+  local bytes = 0
+  for _, day in ipairs(redis.call('SMEMBERS', 'tinsmith:route_days')) do
+    bytes = bytes + (redis.call('HGET', 'tinsmith:route_bytes:' .. day, payer.name) or 0)
+  end
+  return bytes
+end
+
+-- part: storage
+-- needs: reserved, routed, stored
+-- The bytes that count against a payer's storage_bytes.
+local function bytes_used(payer) return bytes_stored(payer) + bytes_reserved(payer) + bytes_routed(payer) end
+
 -- part: rates
 -- Each rate has a token bucket of BURST_S seconds. A call passes while anything is left in the bucket, and always takes
 -- its full amount. So a large call leaves a debt, and other calls cannot keep it out for ever.
@@ -120,7 +140,7 @@ local function missing(payer, rate, limit, now)
 end
 
 -- part: take
--- needs: live_models, now_ms, rates, reserved, stored
+-- needs: live_models, now_ms, rates, storage
 -- The first limit of a payer that refuses a charge: {'limited', its name, payer, amount used, the limit, ms to wait};
 -- nil if no limit refuses it. A call that later parts of its batch depend on (`awaited`) skips the rate limits.
 local function over_limit(payer, charge, awaited, now)
@@ -134,7 +154,7 @@ local function over_limit(payer, charge, awaited, now)
     if live + charge.models > limits.live_models then return over('live_models', live, 0) end
   end
   if charge.stores and limits.storage_bytes then
-    local stored = bytes_stored(payer) + bytes_reserved(payer)
+    local stored = bytes_used(payer)
     if stored + math.max(charge.stored, 1) > limits.storage_bytes then return over('storage_bytes', stored, 0) end
   end
   if charge.samples > 0 and limits.concurrent_samples then
@@ -223,10 +243,20 @@ return {}
 end_reservation(ARGV[1])
 return 0
 
+-- script: forget_routes flags=allow-oom
+-- Stop counting the routes of the days before a day, whose files are deleted. ARGV: the day. Returns 0.
+for _, day in ipairs(redis.call('SMEMBERS', 'tinsmith:route_days')) do
+  if tonumber(day) < tonumber(ARGV[1]) then
+    redis.call('SREM', 'tinsmith:route_days', day)
+    redis.call('DEL', 'tinsmith:route_bytes:' .. day)
+  end
+end
+return 0
+
 -- script: used flags=allow-oom
--- needs: live_models, now_ms, rates, reserved, stored
+-- needs: live_models, now_ms, rates, storage
 -- Read a payer's usage of its limits. ARGV: its kind, its id, its limits of calls and of tokens per second, or ''.
--- Returns {live models, bytes of checkpoints and reservations, unfinished sequences, calls per second, tokens per second}; both rates
+-- Returns {live models, bytes that count as stored, unfinished sequences, calls per second, tokens per second}; both rates
 -- are text, '' without a limit.
 local payer = {kind = ARGV[1], id = ARGV[2], name = ARGV[1] .. ':' .. ARGV[2]}
 local now = now_ms()
@@ -235,6 +265,6 @@ local function average(rate, limit)
   return limit == '' and '' or tostring(missing(payer, rate, tonumber(limit), now) / BURST_S)
 end
 
-return {live_models(payer), bytes_stored(payer) + bytes_reserved(payer),
+return {live_models(payer), bytes_used(payer),
         tonumber(redis.call('HGET', 'tinsmith:sampling_of', payer.name) or 0),
         average('requests', ARGV[3]), average('tokens', ARGV[4])}

@@ -180,11 +180,17 @@ end
 return 0
 
 -- script: finish_sample flags=allow-oom
--- needs: close_sample, count_usage, refund
--- Store a sampling request's result; the first result stays, and its usage is counted. ARGV: request id, state, type,
--- body, seconds to keep, JSON of its usage. Returns 1, or 0 when the request had a result already.
+-- needs: close_sample, count_usage, refund, routed
+-- Store a sampling request's result; the first result stays, and its usage is counted. With routes, their files become
+-- the request's, and their bytes count. ARGV: request id, state, type, body, seconds to keep, JSON of its usage, and with
+-- routes: day and attempt as in the files' names, bytes, seconds to keep. Returns 1, or 0 when the request had a result
+-- already.
 local charged = charged_for(ARGV[1])
 if not close_sample(ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5]) then return 0 end
+if ARGV[7] then
+  redis.call('SET', 'tinsmith:routes:' .. ARGV[1], ARGV[7] .. '/' .. ARGV[8], 'EX', ARGV[10])
+  count_routes(ARGV[7], charged.payers, ARGV[9])
+end
 local took = 0
 for _, amount in pairs(cjson.decode(ARGV[6])) do took = took + amount end
 give_back(charged, took)

@@ -8,10 +8,14 @@ import numpy as np
 import pytest
 from flask import Flask
 from tinker.proto import tinker_public_pb2 as sdk
+from werkzeug.test import TestResponse
 
 from app import create_app, ids
+from app.api.base import EXTENSION
 from app.domain import ops
+from app.domain.limits import Limits
 from app.domain.records import Sampler
+from app.domain.results import PROTOBUF, Result
 from app.domain.routes import SequenceRoutes
 from app.services import training
 from app.settings import Settings
@@ -43,11 +47,19 @@ def sequence(api: Api) -> str:
 
 
 def stored(api: Api, sampler: str, now: float | None = None) -> str:
-    sequence = ids.sequence_id(ids.request_id(sampler, 0), 0)
+    request_id = sampled(api, sampler).json["request_id"]
+    sequence = ids.sequence_id(request_id, 0)
     files = RouteFiles(api.services.objects, api.services.records.now if now is None else lambda: now)
     prompt, sample = np.array(PROMPT, np.int32), np.array(SAMPLE, np.int32)
-    files.add(sequence, SequenceRoutes(prompt, PROMPT_ROUTES, sample, SAMPLE_ROUTES))
+    routes = files.add({sequence: SequenceRoutes(prompt, PROMPT_ROUTES, sample, SAMPLE_ROUTES)})
+    assert api.services.oplog.finish_sample(request_id, Result(b"x", PROTOBUF), routes=routes)
     return sequence
+
+
+def sampled(api: Api, sampler: str, seq: int = 0) -> TestResponse:
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": PROMPT}]}
+    asked = {"sampling_session_id": sampler, "seq_id": seq, "prompt": prompt, "sampling_params": {"max_tokens": 3}}
+    return api.post("asample", asked)
 
 
 def add_span(datum: sdk.Datum, kind: str, sequence: str, offset: int, length: int) -> None:
@@ -86,16 +98,49 @@ def test_a_repeat_of_the_call_gets_the_same_future_whatever_the_routes_are_by_th
     model = api.model()
     message = spanned(model, 1, PROMPT, ("prompt_tokens", sequence, 0, 3))
     first = api.forward_backward(message).json
+    [file] = [key for key in api.services.objects.list("routes/") if sequence in key]
     arrays = [np.array(PROMPT, np.int32), PROMPT_ROUTES + 1, np.array(SAMPLE, np.int32), SAMPLE_ROUTES]
-    RouteFiles(api.services.objects, api.services.records.now).add(sequence, SequenceRoutes(*arrays))
+    api.services.objects.delete([file])
+    api.services.objects.put_new(file, SequenceRoutes(*arrays).encode())
     assert api.forward_backward(message).json == first
     assert np.array_equal(next(iter(routes_of(api, model))), PROMPT_ROUTES)
+
+
+def test_routes_count_as_stored_bytes_until_their_files_are_removed(
+    api: Api, plain_app: Flask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def used() -> list[int]:
+        limits = api.get("limits").json
+        return [limits[payer]["used"]["storage_bytes"] for payer in ("project", "key")]
+
+    api.services.objects.delete(api.services.objects.list("routes/"))
+    sampler = api.sampler()
+    sequence = stored(api, sampler)
+    [file] = api.services.objects.list("routes/")
+    assert used() == [api.services.objects.size(file)] * 2
+    plain = dataclasses.replace(api, client=plain_app.test_client(), services=plain_app.extensions[EXTENSION])
+    for each in (api, plain):
+        monkeypatch.setattr(each.services.quotas._limits, "_default", Limits(storage_bytes=used()[0]))
+        each.services.quotas._limits._found.clear()
+    refused = sampled(api, sampler, 1)
+    assert (refused.status_code, "storage_bytes" in refused.json["detail"]) == (403, True)
+    assert sampled(plain, sampler, 2).status_code == 200
+    attempt = api.services.oplog.routes_of(ids.request_of(sequence))
+    assert attempt is not None
+    api.services.oplog.forget_routes(before=attempt.day)
+    assert used()[0] > 0
+    api.services.oplog.forget_routes(before=attempt.day + 1)
+    assert used() == [0, 0]
+    assert sampled(api, sampler, 1).status_code == 200
+    for each in (api, plain):
+        each.services.quotas._limits._found.clear()
 
 
 def test_a_sequence_without_routes_is_refused_in_the_same_words_whoever_it_belongs_to(
     api: Api, stranger: Api, sequence: str
 ) -> None:
     unrecorded, old, elsewhere = api.sampler(), api.sampler(), api.sampler()
+    of_another = stored(api, elsewhere)
     record = load(Sampler, api.services.records.get(Sampler.namespace, elsewhere))
     api.services.records.put(Sampler.namespace, elsewhere, dump(dataclasses.replace(record, base_model="org/other")))
     bad = {
@@ -105,7 +150,7 @@ def test_a_sequence_without_routes_is_refused_in_the_same_words_whoever_it_belon
         "empty": (api, ""),
         "never recorded": (api, f"{unrecorded}:0-0"),
         "too old": (api, stored(api, old, api.services.records.now() - 2 * DAY_S)),
-        "of another base model": (api, stored(api, elsewhere)),
+        "of another base model": (api, of_another),
     }
     for why, (caller, id_) in bad.items():
         model = caller.model()

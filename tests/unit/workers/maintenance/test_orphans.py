@@ -12,7 +12,7 @@ import pytest
 import redis
 
 from app.domain import ops
-from app.domain.limits import Limits
+from app.domain.limits import PROJECT, Limits, Payer
 from app.domain.ops import CreateModel, LoadWeights, LoraSpec, ModelSpec, Op
 from app.domain.records import UPLOADS, Checkpoint, Model, Sampler, Upload, uploaded
 from app.domain.results import Result
@@ -21,6 +21,7 @@ from app.services.imports.importer import Importer
 from app.settings import EngineSettings, StoreSettings
 from app.stores.objects.base import ObjectStore
 from app.stores.objects.folder import FolderStore
+from app.stores.objects.routes import DAY_S
 from app.stores.objects.s3 import S3Store
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.lifecycle import RedisLifecycle
@@ -274,6 +275,20 @@ def test_files_of_an_upload_that_starts_just_before_files_are_listed_stay(instal
     installation.store = Starting(installation.store._root, "secret", "http://x")
     installation.collect(rounds=1)
     assert installation.store.read(uploaded("new", "adapter_config.json")) == b"x"
+
+
+def test_routes_count_no_more_once_their_files_are_removed(installation: Installation):
+    day = int(installation.records.now()) // DAY_S
+    for past in (1, 2):
+        installation.client.sadd("tinsmith:route_days", day - past)
+        installation.client.hset(f"tinsmith:route_bytes:{day - past}", "project:me", 10)
+        installation.store.put_new(f"routes/{day - past}/session:sample:0:1-0@a", b"x")
+    payer, quotas = Payer(PROJECT, "me", Limits()), RedisQuotas(installation.client, PATIENT)
+    assert quotas.used(payer).storage_bytes == 20
+    installation.collect(rounds=1)
+    assert quotas.used(payer).storage_bytes == 10
+    assert installation.store.list("routes/") == [f"routes/{day - 1}/session:sample:0:1-0@a"]
+    assert installation.client.keys("tinsmith:route_bytes:*") == [f"tinsmith:route_bytes:{day - 1}".encode()]
 
 
 def test_files_of_an_import_that_broke_off_go(installation: Installation, tmp_path: Path):

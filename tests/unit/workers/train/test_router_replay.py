@@ -3,9 +3,10 @@ crash needs nothing else."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -15,13 +16,15 @@ from app.domain import ops
 from app.domain.accounts import Caller
 from app.domain.ops import AdamParams, Batch, ForwardBackward, OptimStep, Ragged
 from app.domain.records import Sampler
+from app.domain.results import Result
 from app.domain.routes import Span
-from app.domain.sampling import SampleRequest
+from app.domain.sampling import SampleOutput, SampleRequest
 from app.errors import Requeue, Unavailable
 from app.services.training import RouteService
 from app.settings import BaseModelSettings
 from app.stores.objects.folder import FolderStore
 from app.stores.objects.routes import RouteFiles
+from app.stores.redis import keys
 from app.stores.redis.records import dump
 from app.wire import tinker_pb2 as pb
 from tests import assembly
@@ -94,16 +97,58 @@ def replayed(world: World, samples: list[np.ndarray]) -> ForwardBackward:
         [Span(f"{SESSION}:0-{i}", False, 0, len(PROMPT)), Span(f"{SESSION}:0-{i}", True, 0, len(sample) - 1)]
         for i, sample in enumerate(samples)
     ]
-    routes = RouteService(world.records, files(world)).find(Caller.alone("me"), BASE, batch.tokens, spans)
+    routes = RouteService(world.records, world.oplog, files(world)).find(Caller.alone("me"), BASE, batch.tokens, spans)
     return ForwardBackward(replace(batch, routes=routes), "cross_entropy")
 
 
 def test_each_samples_routes_are_stored_before_its_result_can_be_read(world: World, backend: SamplerBackend) -> None:
     samples = sampled(world, backend)
     for i, tokens in enumerate(samples):
-        found = files(world).find(f"{SESSION}:0-{i}")
+        found = files(world).find(f"{SESSION}:0-{i}", world.oplog.routes_of(f"{SESSION}:0"))
         assert np.array_equal(found.prompt, PROMPT) and np.array_equal(found.sample, tokens)
         assert (found.prompt_routes.shape, found.sample_routes.shape) == ((4, 2, 2), (len(tokens) - 1, 2, 2))
+
+
+class Paused:
+    """An engine whose process stands still behind a sample, with other routes than those of another attempt."""
+
+    def __init__(self, backend: SamplerBackend, meanwhile: Callable[[], object]) -> None:
+        self._backend, self._meanwhile = backend, meanwhile
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    def sample(self, *asked: Any) -> SampleOutput:
+        output = self._backend.sample(*asked)
+        self._meanwhile()
+        assert output.prompt_routes is not None
+        return replace(output, prompt_routes=3 - output.prompt_routes)
+
+
+def test_a_paused_worker_that_lost_its_request_changes_no_routes(world: World, backend: SamplerBackend) -> None:
+    def other() -> None:
+        world.client.delete(keys.lease(request_id))
+        second = assembly.sampler(world.client, world.url, world.folder, world.oplog, backend, "s/2")
+        world.samplers.append(second)
+        answers.append(second.runner.handle(request_id, SESSION, "sample"))
+        found.extend(sequences())
+
+    def sequences() -> list[np.ndarray]:
+        attempt = world.oplog.routes_of(request_id)
+        return [files(world).find(f"{request_id}-{i}", attempt).prompt_routes for i in range(2)]
+
+    request_id, answers, found = admit(world), list[Result | None](), list[np.ndarray]()
+    paused = assembly.sampler(
+        world.client, world.url, world.folder, world.oplog, cast(SamplerBackend, Paused(backend, other)), "s/1"
+    )
+    world.samplers.append(paused)
+    assert paused.runner.handle(request_id, SESSION, "sample") == answers[0]
+    assert len(found) == 2
+    assert [each.tobytes() for each in sequences()] == [each.tobytes() for each in found]
+    attempt = world.oplog.routes_of(request_id)
+    assert attempt is not None
+    kept = FolderStore(world.folder / "objects", "secret", "http://x").list("routes/")
+    assert len(kept) == 2 and all(key.endswith(attempt.id) for key in kept)
 
 
 def test_while_the_object_store_is_away_a_sample_has_no_result_and_costs_no_attempt(

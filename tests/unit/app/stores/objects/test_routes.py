@@ -43,15 +43,25 @@ def routes(token: int) -> SequenceRoutes:
     return SequenceRoutes(prompt, np.ones((2, 3, 2), np.uint8), sample, np.full((2, 3, 2), 7, np.uint8))
 
 
-def test_the_newest_routes_of_a_sequence_are_found_with_their_dtypes(files: RouteFiles, clock: Clock) -> None:
-    for token in (8, 9):
-        files.add(ID, routes(token))
-        assert files.find(ID).sample.tolist() == [token, 4, 5]
+def test_the_routes_of_the_attempt_that_counts_are_found_as_they_were(files: RouteFiles, store: FolderStore) -> None:
+    first, second = (files.add({ID: routes(token)}) for token in (8, 9))
+    for stored, token in ((first, 8), (second, 9)):
+        found = files.find(ID, stored.attempt)
+        assert (found.sample[0], found.sample_routes.dtype, found.sample_routes.shape) == (token, np.uint8, (2, 3, 2))
+        assert stored.size == sum(map(store.size, stored.keys))
+    files.remove(first)
+    assert files.find(ID, second.attempt).sample[0] == 9
+    with pytest.raises(NotFound):
+        files.find(ID, first.attempt)
+
+
+def test_routes_of_an_earlier_version_are_found(files: RouteFiles, clock: Clock, store: FolderStore) -> None:
+    store.put_new(f"routes/10/{ID}", routes(8).encode())
+    assert files.find(ID, None).sample[0] == 8
     clock.now += DAY_S
-    assert files.find(ID).sample.tolist() == [9, 4, 5]
-    files.add(ID, routes(10))
-    found = files.find(ID)
-    assert (found.sample[0], found.sample_routes.dtype, found.sample_routes.shape) == (10, np.uint8, (2, 3, 2))
+    assert files.find(ID, None).sample[0] == 8
+    store.put_new(f"routes/11/{ID}", routes(9).encode())
+    assert files.find(ID, None).sample[0] == 9
 
 
 def test_the_last_sampled_token_has_no_route() -> None:
@@ -62,13 +72,13 @@ def test_the_last_sampled_token_has_no_route() -> None:
 
 
 def test_routes_live_for_a_day_at_least_and_two_at_most(files: RouteFiles, clock: Clock, store: FolderStore) -> None:
-    files.add(ID, routes(8))
+    attempt = files.add({ID: routes(8)}).attempt
     store.put_new("models/kept", b"x")
     clock.now = 12 * DAY_S - 1  # almost two days later
-    files.remove_old()
-    assert files.find(ID).sample[0] == 8
+    assert files.remove_old() == 10
+    assert files.find(ID, attempt).sample[0] == 8
     clock.now = 12 * DAY_S
     with pytest.raises(NotFound):
-        files.find(ID)
+        files.find(ID, attempt)
     files.remove_old()
     assert store.list("") == ["models/kept"]
