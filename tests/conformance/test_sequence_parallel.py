@@ -11,7 +11,7 @@ import torch
 
 from app.errors import SetupError
 from app.settings import BaseModelSettings
-from tests.conformance import full_ranks, training_ranks
+from tests.conformance import full_ranks, routed_ranks, training_ranks
 from tests.conformance.groups import run_group
 from tests.parity import architectures
 from tests.parity.reference import relative_error
@@ -69,6 +69,21 @@ def test_ranks_that_share_each_datum_equal_one_process_in_full_fine_tuning(tmp_p
         check_equal(dict(stored), wanted, ("turn 0", "grad 0", "step 0"))
 
 
+@pytest.mark.parametrize("zero_stage", [0, 2])
+def test_ranks_that_share_each_datum_take_the_routes_of_its_tokens(tmp_path: Path, zero_stage: int) -> None:
+    base = architectures.build("qwen3-moe", tmp_path / "base")
+    wanted = routed_ranks.run(of_one(base, router_replay=True))
+    trainer = {"zero_stage": zero_stage, "ranks": 2, "sequence_parallel": 2}
+    text = settings(base, **trainer).model_copy(update={"router_replay": True}).model_dump_json()
+    (tmp_path / "shared").mkdir()
+    assert run_group(routed_ranks.main, text, str(tmp_path / "shared")) == [0, 0]
+    with np.load(tmp_path / "shared" / "found.npz") as found:
+        assert found.keys() == wanted.keys()
+        assert relative_error(dict(found), wanted) < 1e-5
+    other = wanted["plain a logprobs"] - wanted["routed a logprobs"]
+    assert np.abs(other).max() > 1e-3, "the routes count for nothing"
+
+
 def test_ranks_that_share_each_datum_give_the_same_bits_again(tmp_path: Path) -> None:
     base = architectures.build("llama", tmp_path / "base")
     one, other = (of_ranks(base, tmp_path / name, zero_stage=2) for name in ("one", "other"))
@@ -77,9 +92,10 @@ def test_ranks_that_share_each_datum_give_the_same_bits_again(tmp_path: Path) ->
     }
 
 
-def of_one(base: Path, *, full: bool = False) -> Trainer:
+def of_one(base: Path, *, full: bool = False, router_replay: bool = False) -> Trainer:
     torch.set_num_threads(1)
-    backend = backends.create(settings(base, backend="torch"), full=full)
+    alone = settings(base, backend="torch").model_copy(update={"router_replay": router_replay})
+    backend = backends.create(alone, full=full)
     backend.open()
     return backend
 

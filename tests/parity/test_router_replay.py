@@ -19,10 +19,12 @@ from app.domain.ops import AdamParams, ForwardBackward, LoraSpec, OptimStep, Rag
 from app.domain.routes import none_of
 from app.domain.sampling import SampleOutput, SampleRequest
 from app.settings import BaseModelSettings, SamplerSettings
+from tests import pictures
 from tests.models import byte_tokenizer
 from tests.parity import architectures
 from tests.parity.datums import Datum, batch, supervised
 from tests.parity.reference import relative_error
+from tests.parity.test_images import IMAGES, LENGTHS, SeeingReference, datums
 from tests.parity.training import open_trainer, reference_of, run, state
 from workers.backends.sampling.base import create
 from workers.backends.training.base import Create
@@ -95,11 +97,14 @@ def train(trainer: Trainer, model: str, seed: int) -> None:
     trainer.apply({model: OptimStep(AdamParams(learning_rate=3e-2, eps=1e-8))})
 
 
-def sampled(base: Path, adapter: Path) -> list[SampleOutput]:
+def asked(prompt: np.ndarray) -> SampleRequest:
+    return SampleRequest(prompt, 2, 6, seed=1, ignore_eos=True)
+
+
+def sampled(base: Path, adapter: Path, requests: Sequence[SampleRequest]) -> list[SampleOutput]:
     sampler = create(SETTINGS.model_copy(update={"path": str(base)}))
     sampler.open()
     sampler.load("m", adapter)
-    requests = [SampleRequest(prompt, 2, 6, seed=1, ignore_eos=True) for prompt in PROMPTS]
     with ThreadPoolExecutor() as threads:
         outputs = list(threads.map(partial(sampler.sample, "m"), requests))
     sampler.close()
@@ -143,7 +148,7 @@ def test_the_trainer_routes_as_the_sampler_did(case: str, tmp_path: Path) -> Non
     (tmp_path / "adapter").mkdir()
     trainer.capture("sampled", optimizer=False)(tmp_path / "adapter")
     differing = 0
-    for tokens, routes in sequences(sampled(base, tmp_path / "adapter")):
+    for tokens, routes in sequences(sampled(base, tmp_path / "adapter", [*map(asked, PROMPTS)])):
         datum = {**supervised(0, [len(tokens)])[0], "tokens": tokens}
         plain = ForwardBackward(batch([datum]), "cross_entropy", forward_only=True)
         own = chosen_by(trainer, partial(run, trainer, "trained", plain))
@@ -203,6 +208,64 @@ def test_gradients_of_two_tenants_equal_a_reference_with_forced_experts(
             np.testing.assert_allclose(found, reference.forward([datum])[0], rtol=1e-5, atol=1e-5)
             reference.backward([datum], "cross_entropy")
         assert relative_error(trainer.gradients(model), reference.gradients()) < 1e-5
+
+
+READERS = ("qwen3-vl-moe", "qwen3.5-moe")
+
+
+def readers(family: str, folder: Path) -> tuple[Path, Trainer]:
+    base = pictures.tiny_reader(family, folder / "base")
+    byte_tokenizer().save_pretrained(base)
+    return base, open_trainer(base)
+
+
+@pytest.mark.parametrize("family", READERS)
+def test_text_and_images_are_routed_as_the_sampler_did(family: str, tmp_path: Path) -> None:
+    base, trainer = readers(family, tmp_path)
+    train(trainer, "sampled", 1)
+    train(trainer, "trained", 2)
+    (tmp_path / "adapter").mkdir()
+    trainer.capture("sampled", optimizer=False)(tmp_path / "adapter")
+    seen = pictures.image(24, 16, 1, position=5)
+    prompt = np.random.default_rng(1).integers(0, 256, 20).astype(np.int32)
+    prompt[5 : 5 + seen.tokens] = 0
+    requests = [replace(request, images=images) for request in [asked(prompt)] for images in ((seen,), ())]
+    outputs = sampled(base, tmp_path / "adapter", requests)
+    for output, images in zip(outputs, ((seen,), ()), strict=True):
+        for sample in output.sequences:
+            tokens = np.concatenate([prompt, sample.tokens[:-1]])
+            routes = np.concatenate([output.prompt_routes, sample.routes])
+            datum = {**supervised(0, [len(tokens)])[0], "tokens": tokens}
+            op = op_of([datum], [routes], forward_only=True)
+            op = replace(op, batch=replace(op.batch, images=images))
+            plain = replace(op, batch=replace(op.batch, routes=None))
+            own = chosen_by(trainer, partial(run, trainer, "trained", plain))
+            assert (np.sort(own) != np.sort(routes)).any(), "the two adapters route alike, so this shows nothing"
+            assert np.array_equal(chosen_by(trainer, partial(run, trainer, "trained", op)), routes)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("family", READERS)
+def test_gradients_of_text_and_images_equal_a_reference_with_forced_experts(
+    family: str, checkpointing: bool, tmp_path: Path
+) -> None:
+    base, trainer = readers(family, tmp_path)
+    if checkpointing:
+        trainer = open_trainer(base, checkpointing=True)
+    train(trainer, "m", 1)
+    (tmp_path / "adapter").mkdir()
+    trainer.capture("m", optimizer=False)(tmp_path / "adapter")
+    reference = SeeingReference(base, tmp_path / "adapter")
+    generator, given = np.random.default_rng(3), [np.empty(0)]
+    routes = [generator.random((n, 2, 4)).argsort(-1)[..., :2].astype(np.uint8) for n in LENGTHS]
+    op = op_of(list(datums(9)), routes)
+    output = trainer.apply({"m": replace(op, batch=replace(op.batch, images=IMAGES))})["m"]
+    force(reference.model, softmax_of_chosen, given)  # as both families take the weights
+    for datum, one, found in zip(datums(9), routes, output.logprobs, strict=True):
+        given[0] = one
+        np.testing.assert_allclose(found, reference.forward([datum])[0], rtol=1e-5, atol=1e-5)
+        reference.backward([datum], "cross_entropy")
+    assert relative_error(trainer.gradients("m"), reference.gradients()) < 1e-5
 
 
 def test_an_op_without_routes_beside_one_with_routes_has_the_bits_that_it_has_alone(tmp_path: Path) -> None:

@@ -208,6 +208,24 @@ MUTANTS = (
         "with lora.use(adapters):",
         "tests/parity/test_router_replay.py::test_gradients_of_two_tenants_equal_a_reference_with_forced_experts",
     ),
+    Mutant(
+        "router replay: a rank takes the routes of its own tokens",
+        "workers/backends/training/engine.py",
+        "value=NO_ROUTE)[rows]",
+        "value=NO_ROUTE)[: rows.stop - rows.start]",
+        "tests/conformance/test_sequence_parallel.py"
+        "::test_ranks_that_share_each_datum_take_the_routes_of_its_tokens[0]",
+        slow=True,
+    ),
+    Mutant(
+        "router replay: beside images",
+        "workers/backends/training/engine.py",
+        """                with routers.use(routes):
+                    return self._seen(tokens, lengths, owners, picture)""",
+        """                return self._seen(tokens, lengths, owners, picture)""",
+        "tests/parity/test_router_replay.py"
+        "::test_gradients_of_text_and_images_equal_a_reference_with_forced_experts[qwen3-vl-moe-False]",
+    ),
     # States that may not be used again.
     Mutant(
         "runner: a state whose commit is in doubt goes",
