@@ -38,7 +38,9 @@ _BEAT_S = 3.0
 _LIFE_S = 10.0
 
 RESERVED_S = 7200
-"""No upload and no copy of a checkpoint takes longer."""
+"""The time for which the room of an upload is reserved."""
+# Bytes a second, at which files of any size are stored. A model of 600 GB takes hours.
+_SLOWEST = 10**7
 
 _CACHED_S = 5.0
 _NONE = Limits()
@@ -215,9 +217,10 @@ class QuotaService:
 
     def reserve(self, caller: Caller | None, project: str, path: ids.TinkerPath, size: int) -> None:
         """Charges a call that creates a checkpoint of `size` bytes at `path` in `project`, and reserves the room for it
-        until RedisRecords.put_reserved records it, for RESERVED_S at most. The caller is None for the operator."""
+        until RedisRecords.put_reserved records it, for as long as its files may take. The caller is None for the
+        operator."""
         payers = self._limits.payers(caller, project) if caller else (self._limits.payer(project),)
-        self._quotas.reserve(str(path), Charge(payers, stores=True, stored=size), RESERVED_S)
+        self._quotas.reserve(str(path), Charge(payers, stores=True, stored=size), RESERVED_S + size / _SLOWEST)
 
     @contextlib.contextmanager
     def releasing(self, path: ids.TinkerPath) -> Iterator[None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import io
 import os
 import time
@@ -10,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import urllib3
 
 from app.errors import SetupError, Unavailable
 from app.settings import Settings, StoreSettings
@@ -57,6 +59,14 @@ def test_an_outage_later_is_unavailable_and_passes(tmp_path: Path):
         with pytest.raises(Unavailable, match="does not answer") as caught:
             call()
         assert "Signature" not in str(caught.value)
+
+
+def test_an_object_that_was_sent_with_an_encoding_comes_as_it_is_stored(s3_settings: StoreSettings, tmp_path: Path):
+    store, bomb = create(Settings(store=s3_settings)), gzip.compress(bytes(2**24))
+    url = store.presign_put("uploads/bomb", 60, 2**20)
+    assert urllib3.request("PUT", url, body=bomb, headers={"Content-Encoding": "gzip"}).status == 200
+    store.get("uploads/bomb", tmp_path / "bomb", len(bomb))
+    assert (tmp_path / "bomb").read_bytes() == store.read("uploads/bomb") == bomb
 
 
 class OnlyHeads(Proxy):

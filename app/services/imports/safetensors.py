@@ -19,6 +19,7 @@ ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 """Bytes of one number, by the dtypes that are taken."""
 _LENGTH_BYTES, _MOST_DIMENSIONS = 8, 8
 _METADATA = "__metadata__"
+_FIELDS = {"dtype", "shape", "data_offsets"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +50,11 @@ def read_shapes(file: Path, most_header: int) -> dict[str, tuple[int, ...]]:
 
 
 def _parsed(file: Path, text: bytes) -> dict[str, Any]:
+    """The header. The library that loads the file refuses some of what Python's parser takes: repeated names, NaN, -0,
+    and halves of surrogate pairs."""
     try:
-        found = json.loads(text.decode())
+        found = json.loads(text.decode(), object_pairs_hook=_unique, parse_constant=_refuse, parse_int=_natural)
+        json.dumps(found, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
         raise _invalid(file, "its header is not JSON") from None
     if not isinstance(found, dict):
@@ -58,8 +62,25 @@ def _parsed(file: Path, text: bytes) -> dict[str, Any]:
     return found
 
 
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a name is repeated")
+    return found
+
+
+def _refuse(text: str) -> int:
+    raise ValueError(f"{text} is not JSON")
+
+
+def _natural(text: str) -> int:
+    return _refuse(text) if text.startswith("-") else int(text)
+
+
 def _entry(file: Path, name: str, found: Any) -> Entry:
     fields = found if isinstance(found, dict) else {}
+    if unknown := sorted(fields.keys() - _FIELDS):
+        raise _invalid(file, f"tensor {name[:200]!r} has a field {unknown[0][:80]!r}")
     shape, place = _counts(fields.get("shape")), _counts(fields.get("data_offsets"))
     if shape is None or place is None or len(place) != 2:
         raise _invalid(file, f"tensor {name[:200]!r} has no shape, or no data_offsets")

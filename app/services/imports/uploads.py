@@ -21,7 +21,7 @@ from app.domain.accounts import Caller
 from app.domain.adapters import CONFIG_FILE, FILES, TENSORS_FILE
 from app.domain.ops import LoraSpec
 from app.domain.records import Upload, uploaded
-from app.errors import BadRequest, NotFound, TooLarge, Unavailable
+from app.errors import BadRequest, LimitReached, NotFound, TooLarge, Unavailable
 from app.services.admission import RESERVED_S, QuotaService
 from app.services.base_models import BaseModels, trainer_role
 from app.services.imports import peft_files
@@ -77,8 +77,8 @@ class UploadService:
             try:
                 with self._turn(), _local_disk():
                     self._import(caller, upload_id, upload)
-            except BadRequest:
-                # The files are gone if the same call, sent twice, was faster elsewhere.
+            except (BadRequest, LimitReached):
+                # If the same call, sent twice, was faster elsewhere, the files are gone and their room is used.
                 if not load_owned(self.records, Upload, upload_id, caller).finished:
                     raise
         return str(path_of(upload_id))

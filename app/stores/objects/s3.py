@@ -46,6 +46,9 @@ Sign = Callable[[str, Mapping[str, str]], str]
 class S3Store:
     """An ObjectStore in one bucket. A missing bucket is created.
 
+    Objects are read as they are stored: a client with a URL of `presign_put` may have sent a Content-Encoding, and a
+    megabyte of gzip is a gigabyte.
+
     The server's If-None-Match makes a write create-only. For a file in parts, SeaweedFS 4.48 checks it before it joins
     the parts. So two writers at the same moment may both succeed. The manifest, which is one request, decides between
     them.
@@ -81,12 +84,12 @@ class S3Store:
     def get(self, key: str, target: Path, most_bytes: int | None = None) -> None:
         """Fetches an object to a local file, whole or not at all. Raises NotFound, and TooLarge."""
         with self._reading(key) as answer, whole_file(target) as file:
-            copy_bounded(answer.stream(2**20), file, most_bytes)
+            copy_bounded(answer.stream(2**20, decode_content=False), file, most_bytes)
 
     def read(self, key: str) -> bytes:
         """The bytes of a small object. Raises NotFound."""
         with self._reading(key) as answer:
-            return answer.read()
+            return answer.read(decode_content=False)
 
     def copy(self, source: str, target: str) -> None:
         """Gives an object a second key; a repeat changes nothing. Raises NotFound.

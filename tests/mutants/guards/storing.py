@@ -234,6 +234,27 @@ MUTANTS = (
         f"{_UPLOAD_STORAGE}::test_only_some_finishes_run_at_once",
     ),
     Mutant(
+        "uploads: no encoding is undone",
+        "app/stores/objects/s3.py",
+        "answer.stream(2**20, decode_content=False)",
+        "answer.stream(2**20)",
+        "tests/conformance/test_s3_store.py::test_an_object_that_was_sent_with_an_encoding_comes_as_it_is_stored",
+    ),
+    Mutant(
+        "uploads: a finish that was overtaken",
+        "app/services/imports/uploads.py",
+        "except (BadRequest, LimitReached):",
+        "except BadRequest:",
+        f"{_UPLOAD_STORAGE}::test_a_finish_that_another_one_overtakes_needs_no_room_of_its_own",
+    ),
+    Mutant(
+        "imports: a name that is repeated",
+        "app/services/imports/safetensors.py",
+        "if len(found) < len(pairs):",
+        "if False:",
+        "--confcutdir=tests/unit/app/services/imports tests/unit/app/services/imports/test_safetensors.py",
+    ),
+    Mutant(
         "imports: tensors fill their file",
         "app/services/imports/safetensors.py",
         "if entry.start != end:",

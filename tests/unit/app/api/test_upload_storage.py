@@ -18,6 +18,7 @@ from app.domain import records
 from app.domain.adapters import CONFIG_FILE, TENSORS_FILE
 from app.domain.records import Checkpoint, Upload
 from app.errors import Unavailable
+from app.services.admission import QuotaService
 from app.services.imports.importer import path_of
 from app.services.recovery import Rebuild
 from app.services.tenants.accounts import AccountService
@@ -117,6 +118,26 @@ def test_finishes_at_the_same_time_never_pass_the_limit_together(
     assert sorted(answer.status_code for answer in answers) == [200, 403]
     made = [one for one in member.get("checkpoints").json["checkpoints"] if "external_weights" in one["tinker_path"]]
     assert used(member) == before + sum(one["size_bytes"] for one in made)
+
+
+def test_a_finish_that_another_one_overtakes_needs_no_room_of_its_own(
+    member: Api, limit: Callable[[int | None], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit(largest(member))
+    upload_id = uploaded(member)
+    reserve = QuotaService.reserve
+
+    def late(self: QuotaService, *asked: Any) -> None:
+        monkeypatch.setattr(QuotaService, "reserve", reserve)
+        answers.append(finish(member, upload_id))
+        limit(0)
+        reserve(self, *asked)
+
+    monkeypatch.setattr(QuotaService, "reserve", late)
+    answers = list[TestResponse]()
+    answers.insert(0, finish(member, upload_id))
+    assert [answer.status_code for answer in answers] == [200, 200]
+    assert answers[0].data == answers[1].data
 
 
 def test_a_key_pays_for_its_own_uploads_alone(tenant: Tenant, accounts: AccountService, member: Api) -> None:

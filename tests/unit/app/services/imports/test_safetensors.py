@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import save
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save
 
 from app.errors import BadRequest
 from app.services.imports.safetensors import read_shapes
@@ -35,6 +36,28 @@ def entry(start: int = 0, end: int = 4, dtype: str = "F32", shape: Any = (1,)) -
 def test_the_shapes_of_a_file_that_the_library_wrote_are_read(tmp_path: Path) -> None:
     found = read_shapes(written(tmp_path, save(TENSORS, {"format": "pt"})), MOST)
     assert found == {name: tensor.shape for name, tensor in TENSORS.items()}
+
+
+_X = '{"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}'
+REFUSED_BY_THE_LIBRARY = {
+    "a field twice": f'{{"x": {_X[:-1]}, "dtype": "F32"}}}}',
+    "metadata twice": f'{{"__metadata__": {{}}, "__metadata__": {{}}, "x": {_X}}}',
+    "NaN": f'{{"x": {_X[:-1]}, "other": NaN}}}}',
+    "half a surrogate pair": f'{{"\\ud800": {_X}}}',
+    "the same in metadata": f'{{"__metadata__": {{"a": "\\ud800"}}, "x": {_X}}}',
+    "a huge number": f'{{"x": {_X[:-1]}, "other": {"9" * 400}}}}}',
+    "deep": f'{{"x": {_X[:-1]}, "other": {"[" * 200}1{"]" * 200}}}}}',
+    "minus 0": '{"x": {"dtype": "F32", "shape": [1], "data_offsets": [-0, 4]}}',
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_BY_THE_LIBRARY)
+def test_a_header_that_the_library_does_not_read_is_refused(case: str, tmp_path: Path) -> None:
+    file = written(tmp_path, file_of(REFUSED_BY_THE_LIBRARY[case].encode(), bytes(4)))
+    with pytest.raises(SafetensorError):
+        load_file(file)
+    with pytest.raises(BadRequest, match="not a valid safetensors file"):
+        read_shapes(file, MOST)
 
 
 BAD = {
