@@ -94,8 +94,8 @@ class Importer:
         session_id, now = ids.session_of(place.model_id), self.records.now()
         user, key = (caller.user, caller.key_id) if caller else ("", "")
         session = Session(project, now, display_name=f"import for {base_model}", user=user)
-        if self.records.put_new(Session.namespace, session_id, dump(session)):
-            self.lifecycle.finish(session_id, "success")
+        self.records.put_new(Session.namespace, session_id, dump(session))
+        self.lifecycle.finish(session_id, "success")  # also where an earlier attempt broke off before it
         spec = asdict(lora) if lora else {}
         model = Model(project, session_id, base_model, now, "ready", spec, full=lora is None, key=key)
         # The seq counts as committed, so files of an attempt that broke off are orphans, not a save that runs.

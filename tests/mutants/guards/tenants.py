@@ -85,6 +85,13 @@ MUTANTS = (
         f"{_RESERVATIONS}::test_a_checkpoint_is_refused_when_its_reservation_is_gone_or_too_small",
     ),
     Mutant(
+        "reservations: a checkpoint is its run's",
+        f"{_LUA}/records.lua",
+        "if owner then redis.call('HSET', key, 'owner', owner) end",
+        "",
+        f"{_RESERVATIONS}::test_a_checkpoint_is_its_runs_though_the_session_moves_before_it_is_recorded",
+    ),
+    Mutant(
         "reservations: a refused one changes nothing",
         f"{_LUA}/limits.lua",
         "if earlier then set_reservation(ARGV[1], earlier) end",

@@ -48,7 +48,8 @@ return 1
 
 -- script: put_reserved
 -- needs: change_record, no_room, reserved
--- Record a checkpoint that room is reserved for; its bytes count instead of the reservation from now on.
+-- Record a checkpoint that room is reserved for; its bytes count instead of the reservation from now on. Its owner is
+-- that of its run, whose session may have been moved meanwhile.
 -- ARGV: path, bytes, field, value, ... Returns 1, 0 when it exists, or -1 when so much room is not reserved any more.
 local key = 'tinsmith:checkpoints:' .. ARGV[1]
 if redis.call('EXISTS', key) == 1 then
@@ -60,7 +61,11 @@ if refusal then return refusal end
 end_lapsed()
 local reservation = end_reservation(ARGV[1])
 if not reservation or tonumber(reservation.bytes) < tonumber(ARGV[2]) then return -1 end
-change_record('checkpoints', ARGV[1], function() redis.call('HSET', key, unpack(ARGV, 3)) end)
+local owner = redis.call('HGET', 'tinsmith:models:' .. ARGV[1]:match('^tinker://([^/]*)'), 'owner')
+change_record('checkpoints', ARGV[1], function()
+  redis.call('HSET', key, unpack(ARGV, 3))
+  if owner then redis.call('HSET', key, 'owner', owner) end
+end)
 redis.call('ZADD', 'tinsmith:index:checkpoints', 0, ARGV[1])
 return 1
 

@@ -210,6 +210,21 @@ def test_a_larger_file_that_an_s3_url_took_is_refused(api: Api, name: str) -> No
     assert (answer.status_code, f"{name} is too large" in answer.json["detail"]) == (400, True)
 
 
+def test_the_session_of_an_import_has_ended_though_a_finish_broke_off_before_that(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(*_: Any) -> None:
+        raise Unavailable("away")
+
+    upload_id = uploaded(api)
+    with monkeypatch.context() as patch:
+        patch.setattr(RedisLifecycle, "finish", away)
+        assert finish(api, upload_id).status_code == 503
+    assert finish(api, upload_id).status_code == 200
+    session = api.services.records.get("sessions", upload_id)
+    assert session is not None and session["status"] == '"success"'
+
+
 def test_only_some_finishes_run_at_once(api: Api) -> None:
     upload_id, running = uploaded(api), api.services.uploads.finishes
     taken = 0

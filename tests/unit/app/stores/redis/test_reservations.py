@@ -11,12 +11,14 @@ import redis
 from app.domain.limits import KEY, PROJECT, Charge, Limits, Payer
 from app.domain.records import Checkpoint
 from app.errors import LimitReached, Unavailable
+from app.stores.redis.journal import RedisOpLog
+from app.stores.redis.lifecycle import RedisLifecycle
 from app.stores.redis.limits import RedisQuotas
 from app.stores.redis.records import RedisRecords, dump
-from tests.unit.app.stores.redis.charges import mine, quotas, stored
+from tests.unit.app.stores.redis.charges import SESSION, SETTINGS, mine, oplog, quotas, stored
 from tests.unit.app.stores.redis.test_limits import checkpoint, path
 
-__all__ = ["quotas", "stored"]  # the fixtures
+__all__ = ["oplog", "quotas", "stored"]  # the fixtures
 HOUR = 3600
 
 
@@ -110,6 +112,18 @@ def test_a_reservation_counts_for_its_own_key_alone(stored: RedisRecords, quotas
     quotas.reserve(path("a"), charge(80, mine()), HOUR)
     quotas.reserve(path("b"), charge(100, (project, other)), HOUR)
     assert [quotas.used(payer).storage_bytes for payer in (project, other)] == [180, 100]
+
+
+def test_a_checkpoint_is_its_runs_though_the_session_moves_before_it_is_recorded(
+    client: redis.Redis, oplog: RedisOpLog, stored: RedisRecords, quotas: RedisQuotas
+) -> None:
+    quotas.reserve(path("a"), charge(50), HOUR)
+    RedisLifecycle(client, SETTINGS).move(SESSION, "other")
+    stored.put_reserved(path("a"), checkpoint(50))
+    found = stored.get(Checkpoint.namespace, path("a"))
+    assert found is not None and found["owner"] == '"other"'
+    assert quotas.used(Payer(PROJECT, "other", Limits())).storage_bytes == 50
+    assert used(quotas) == [0, 50]
 
 
 def test_a_size_is_kept_to_the_byte(stored: RedisRecords, quotas: RedisQuotas) -> None:
