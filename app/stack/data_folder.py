@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import stat
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,17 +12,21 @@ from pathlib import Path
 from app.errors import SetupError
 
 _LEFTOVERS_WAIT_S = 20.0
+_OTHERS = 0o077
+# The folders that workers make.
+_MADE_LATER = ("objects", "snapshots", "cache", "handover")
 
 
 class DataFolder:
-    """The folder of one stack, created if necessary and locked until `close`.
+    """The folder of one stack, created if necessary, private to its user, and locked until `close`.
 
     The lock is an flock on an open file that every child process inherits. So it is held until the last process of a
     stack is gone, however the stack ended, and two Valkey servers never write one append-only file.
     """
 
     def __init__(self, root: Path) -> None:
-        """Opens and locks the folder. Raises SetupError when it cannot be written or another stack runs on it."""
+        """Opens and locks the folder. Raises SetupError when it cannot be written or made private, or another stack
+        runs on it."""
         self.root = root.expanduser().absolute()
         self.logs = self.root / "logs"
         self.run = self.root / "run"
@@ -42,8 +47,7 @@ class DataFolder:
 
     def _open_lock(self) -> int:
         try:
-            for folder in (self.root, self.logs, self.run, self.models, self.valkey):
-                folder.mkdir(parents=True, exist_ok=True)
+            self._make_private()
             (self.run / ".writable").touch()
             (self.run / ".writable").unlink()
             return os.open(self.run / "lock", os.O_RDWR | os.O_CREAT, 0o600)
@@ -51,6 +55,23 @@ class DataFolder:
             raise SetupError(
                 f"cannot write to the data folder {self.root}: {error.strerror}; choose another with --data-dir"
             ) from None
+
+    def _make_private(self) -> None:
+        """Makes the folders, and takes permissions of other users that earlier versions gave them.
+
+        A `root` that held something else before its first stack may be meant for others: then only our folders in it
+        become private. So does one of another user, such as a volume's, which we could not change.
+        """
+        is_ours = not self.root.exists() or (self.run / "lock").exists()
+        self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if is_ours and self.root.stat().st_uid == os.geteuid():
+            _make_private(self.root)
+        for folder in (self.logs, self.run, self.models, self.valkey):
+            folder.mkdir(mode=0o700, exist_ok=True)
+            _make_private(folder)
+        for folder in (self.root / name for name in _MADE_LATER):
+            if folder.is_dir():
+                _make_private(folder)
 
     def _lock(self) -> None:
         deadline = time.monotonic() + _LEFTOVERS_WAIT_S
@@ -79,6 +100,20 @@ class DataFolder:
     def _holder_is_alive(self) -> bool:
         """False when only processes of a killed stack still hold the lock. Those processes end by themselves."""
         return Path("/proc", self._holder()).exists()
+
+
+def _make_private(folder: Path) -> None:
+    """Takes all permissions of other users. Raises SetupError where only another user can."""
+    mode = stat.S_IMODE(folder.stat().st_mode)
+    if not mode & _OTHERS:
+        return
+    try:
+        folder.chmod(mode & ~_OTHERS)
+    except PermissionError:
+        raise SetupError(
+            f"other users can read {folder} (mode {mode:o}), which holds training data and belongs to user "
+            f"{folder.stat().st_uid}: run `chmod 700 {folder}` as that user, or choose another folder with --data-dir"
+        ) from None
 
 
 def write_private(path: Path, text: str) -> None:

@@ -58,6 +58,8 @@ def up(options: Options) -> int:
 
     Raises SetupError when something must be changed first, TinsmithError when a process keeps dying.
     """
+    # Valkey's append-only file and every log hold data of tenants.
+    os.umask(0o077)
     settings = config.resolve(options, os.environ)
     checks.listen_port(settings.api)
     with closing(DataFolder(settings.data_dir)) as folder, _stop_signals() as stopping:

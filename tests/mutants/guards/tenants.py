@@ -198,4 +198,20 @@ MUTANTS = (
         "within = set(only)",
         "tests/unit/app/api/test_checkpoint_search.py::test_checkpoints_of_others_are_not_found_public_or_not",
     ),
+    # Other users of the machine.
+    Mutant(
+        "data folder: files of the processes",
+        "app/stack/up.py",
+        "os.umask(0o077)",
+        "os.umask(0o022)",
+        "tests/processes/app/stack/test_up.py::test_no_other_user_reads_any_file_of_a_running_stack",
+    ),
+    Mutant(
+        "data folder: one that an earlier version made",
+        "app/stack/data_folder.py",
+        "folder.chmod(mode & ~_OTHERS)",
+        "pass",
+        "tests/processes/app/stack/test_data_folder.py"
+        "::test_no_other_user_reads_the_folder_and_an_earlier_versions_is_made_private",
+    ),
 )

@@ -54,3 +54,38 @@ def test_a_folder_that_cannot_be_made_is_named_with_the_remedy(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(SetupError, match=r"file/data: Not a directory; choose another with --data-dir"):
         DataFolder(tmp_path / "file" / "data")
+
+
+def test_no_other_user_reads_the_folder_and_an_earlier_versions_is_made_private(tmp_path):
+    earlier = tmp_path / "earlier"
+    for name in ("run", "logs", "valkey", "models", "objects", "snapshots", "cache", "handover"):
+        (earlier / name).mkdir(parents=True)
+    (earlier / "run" / "lock").touch()
+    for folder in (earlier, *earlier.glob("*")):
+        folder.chmod(0o755)
+    for root in (earlier, tmp_path / "new"):
+        DataFolder(root).close()
+        assert {mode(folder) for folder in (root, *root.glob("*"))} == {0o700}
+
+
+def test_a_folder_that_was_there_for_something_else_keeps_its_own_permissions(tmp_path):
+    (tmp_path / "public").mkdir(mode=0o755)
+    tmp_path.chmod(0o755)
+    DataFolder(tmp_path).close()
+    assert mode(tmp_path) == mode(tmp_path / "public") == 0o755
+    assert {mode(tmp_path / name) for name in ("run", "logs", "valkey", "models")} == {0o700}
+
+
+def test_a_folder_that_only_another_user_can_make_private_is_named_with_the_remedy(tmp_path, monkeypatch):
+    def refuse(path, mode):
+        raise PermissionError(1, "Operation not permitted")
+
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs").chmod(0o755)
+    monkeypatch.setattr("pathlib.Path.chmod", refuse)
+    with pytest.raises(SetupError, match=r"logs \(mode 755\), which holds training data .*: run `chmod 700 .*/logs`"):
+        DataFolder(tmp_path)
+
+
+def mode(path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)

@@ -92,6 +92,19 @@ def test_files_that_hold_secrets_are_readable_by_their_owner_only(tmp_path, mode
     assert not [server for server in made.servers if password in " ".join(server.argv)]
 
 
+def test_no_other_user_reads_any_file_of_a_running_stack(tmp_path, model):
+    data = tmp_path / "data"
+    umask = os.umask(0o022)
+    try:
+        with stack(data, model), state_server(data) as client:
+            client.set("text", "training data")
+            files = [path for path in data.rglob("*") if path.is_file()]
+    finally:
+        os.umask(umask)
+    assert {"appendonlydir", "logs"} <= {path.parent.name for path in files}
+    assert [(path, oct(mode(path))) for path in [data, *files] if mode(path) & 0o077] == []
+
+
 def test_keys_and_secrets_survive_a_restart(tmp_path, model):
     first, second = (plan(tmp_path / "data", model).settings for _ in range(2))
     assert (first.api_keys, first.url_secret) == (second.api_keys, second.url_secret)
