@@ -53,7 +53,7 @@ def _start_ranks(everything: settings.Settings, trainer: settings.TrainerSetting
         hosts = multinode.read_hostfile(Path(trainer.hostfile), trainer.ranks)
         sys.exit(multinode.run(hosts, everything, name, "workers.trainer", sys.argv[1:]))
     if trainer.ranks > 1:
-        launcher = ["-m", "workers.process.torchrun", "--standalone", "--nproc-per-node", str(trainer.ranks)]
+        launcher = ["-m", "workers.process.torchrun", "--nproc-per-node", str(trainer.ranks)]
         os.execv(sys.executable, [sys.executable, *launcher, "-m", "workers.trainer", *sys.argv[1:]])
 
 

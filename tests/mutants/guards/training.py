@@ -418,4 +418,13 @@ MUTANTS = (
         "if False:",
         "tests/conformance/test_training_checkpoints.py::test_an_adapter_of_another_shape_changes_nothing[spec2-torch]",
     ),
+    # The ports of ranks.
+    Mutant(
+        "ranks: the store of hosts listens on one address",
+        "workers/backends/training/ranks.py",
+        "wait_for_workers=False, master_listen_fd=listening.detach())",
+        "wait_for_workers=False, use_libuv=bool(listening.close() or True))",
+        "tests/unit/workers/backends/training/test_ranks.py"
+        "::test_the_store_of_several_hosts_listens_on_the_first_ones_address_only",
+    ),
 )

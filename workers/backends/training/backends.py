@@ -30,7 +30,14 @@ from app.errors import SetupError
 from app.settings import BaseModelSettings, TrainerSettings
 from workers.backends.training import packing
 from workers.backends.training.engine import Engine, HiddenStates, TorchEngine, elements_held
-from workers.backends.training.ranks import COMPUTE_DEADLINE, RankGroup, control_group, default_environment
+from workers.backends.training.ranks import (
+    COMPUTE_DEADLINE,
+    RankGroup,
+    control_group,
+    default_environment,
+    join_alone,
+    serve_hosts,
+)
 from workers.backends.training.sequence_parallel import SequenceGroup
 from workers.backends.training.trainer import Trainer
 from workers.models import base_model
@@ -139,9 +146,11 @@ def _join(trainer: TrainerSettings, device: torch.device) -> RankGroup:
     backend = "gloo" if device.type == "cpu" else "nccl"
     # The stall detector ends the process first; see Trainer.healthy.
     deadline = max(COMPUTE_DEADLINE, timedelta(seconds=2 * trainer.rank_deadline_s))
+    store = serve_hosts() if trainer.ranks > 1 else join_alone(backend, deadline)
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, timeout=deadline, verbose=False)
-    size = dist.get_world_size()
-    return RankGroup(dist.get_rank(), size, control_group() if size > 1 else None)
+    if trainer.ranks == 1:
+        return RankGroup()
+    return RankGroup(dist.get_rank(), trainer.ranks, control_group(), store)
 
 
 def _initialize(base: LoadedBase, hidden_states: HiddenStates, trainer: TrainerSettings) -> Any:

@@ -17,10 +17,13 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NoReturn
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils import get_total_norm
+
+from app.errors import SetupError
 
 COMPUTE_DEADLINE = timedelta(minutes=10)
 _CONTROL_DEADLINE = timedelta(days=365)
@@ -33,12 +36,13 @@ _BUNDLE_ELEMENTS = 2**24
 class RankGroup:
     """The ranks of one trainer. `control` is a gloo process group.
 
-    With one rank it is None; then every method here does nothing.
+    With one rank it is None; then every method here does nothing. `store`: rank 0 keeps the store alive in it.
     """
 
     rank: int = 0
     size: int = 1
     control: Any = None
+    store: dist.TCPStore | None = None
 
     def sum_(self, tensors: Sequence[Tensor]) -> None:
         """Replaces each tensor, in place, by its sum over the ranks; one collective for all of them."""
@@ -114,7 +118,7 @@ def end() -> NoReturn:
 
 @contextmanager
 def default_environment() -> Iterator[None]:
-    """Sets the variables that torch.distributed reads, for a process without a launcher: one rank, and an unused port.
+    """Sets the variables that DeepSpeed reads, for a process without a launcher: one rank.
 
     They last only for the block: a child of this process must not take itself for a rank of this group. LOCAL_RANK
     stays, since DeepSpeed reads it again in every ZeRO-3 pass.
@@ -122,16 +126,75 @@ def default_environment() -> Iterator[None]:
     if "RANK" in os.environ:
         yield
         return
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    alone = {"RANK": "0", "WORLD_SIZE": "1"}
     os.environ.update(alone, LOCAL_RANK="0")
     try:
         yield
     finally:
         for name in alone:
             os.environ.pop(name, None)
+
+
+def stay_on_this_machine() -> None:
+    """Makes gloo and NCCL listen on loopback, in this process and its children, unless an interface was chosen.
+
+    They take any connection. By default they would listen on the interface of the machine's own name.
+    """
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+
+
+def join_alone(backend: str, deadline: timedelta) -> None:
+    """Makes the default group of one rank. Its store is in memory, so no port is open for it."""
+    stay_on_this_machine()
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=deadline)
+
+
+def serve_store(address: str, port: int = 0) -> dist.TCPStore:
+    """Starts torch's store for a group of ranks, listening on `address` only (`port` 0: any free one).
+
+    It lives as long as the returned object. torch itself would listen on every interface, and the store obeys
+    everybody who connects. Raises SetupError when this machine does not have the address.
+    """
+    try:
+        family, *_, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+        listening = socket.create_server(place[:2], family=family)
+    except OSError as error:
+        raise SetupError(
+            f"rank 0 cannot listen on {address} port {port} ({error.strerror}): the first name of the hostfile must "
+            "be an address of the first host, or GLOO_SOCKET_IFNAME name its interface"
+        ) from None
+    host, port, *_ = listening.getsockname()
+    return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
+
+
+def serve_hosts() -> dist.TCPStore | None:
+    """Starts the store of a group over several hosts, on its rank 0; the other ranks get None.
+
+    It listens on the interface that GLOO_SOCKET_IFNAME names, else on the address of MASTER_ADDR. The ranks of the
+    first host then reach it at that address, and all others at MASTER_ADDR. torchrun serves the store of a group on
+    one machine itself.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return None
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    if interface and os.environ.get("CROSS_RANK") == "0":  # DeepSpeed's launcher numbers the hosts so
+        os.environ["MASTER_ADDR"] = _address_of(interface)
+    if os.environ["RANK"] != "0":
+        return None
+    store = serve_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    # Without it, torch would start a second server.
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    return store
+
+
+def _address_of(interface: str) -> str:
+    found = psutil.net_if_addrs().get(interface, [])
+    for family in (socket.AF_INET, socket.AF_INET6):
+        for each in found:
+            if each.family == family:
+                return each.address
+    raise SetupError(f"GLOO_SOCKET_IFNAME is {interface!r}, which is no interface with an address here")
 
 
 def _flatten(tensors: Sequence[Tensor]) -> Tensor:

@@ -20,5 +20,5 @@ time.sleep(600)
 def test_the_group_ends_with_what_its_rank_found(code: int, ends: int, tmp_path: Path):
     program = tmp_path / "rank.py"
     program.write_text(PROGRAM.format(code=code))
-    launcher = [sys.executable, "-m", "workers.process.torchrun", "--standalone", "--nproc-per-node", "2", str(program)]
+    launcher = [sys.executable, "-m", "workers.process.torchrun", "--nproc-per-node", "2", str(program)]
     assert subprocess.run(launcher, capture_output=True, timeout=120).returncode == ends

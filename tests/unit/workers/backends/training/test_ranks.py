@@ -1,12 +1,16 @@
 from __future__ import annotations
 
 import os
+import socket
 
 import pytest
 
+from app.errors import SetupError
+from tests.servers import free_port
+from workers.backends.training import ranks
 from workers.backends.training.ranks import default_environment
 
-NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 
 
 def test_a_lone_process_is_a_group_of_one_and_its_children_are_none_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -21,5 +25,58 @@ def test_a_launchers_environment_is_left_alone(monkeypatch: pytest.MonkeyPatch) 
     for name in NAMES:
         monkeypatch.setenv(name, "1")
     with default_environment():
-        assert os.environ["MASTER_PORT"] == "1"
+        assert os.environ["WORLD_SIZE"] == "1"
     assert os.environ["RANK"] == "1"
+
+
+@pytest.fixture
+def first_host(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """The environment of rank 0 of a group over two hosts."""
+    place = {"RANK": "0", "CROSS_RANK": "0", "MASTER_ADDR": "127.0.0.2", "MASTER_PORT": str(free_port())}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    for name in ("GLOO_SOCKET_IFNAME", "TORCHELASTIC_USE_AGENT_STORE"):
+        monkeypatch.setenv(name, "")
+    return monkeypatch
+
+
+def reaches(address: str) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex((address, int(os.environ["MASTER_PORT"]))) == 0
+
+
+@pytest.mark.usefixtures("first_host")
+def test_the_store_of_several_hosts_listens_on_the_first_ones_address_only() -> None:
+    store = ranks.serve_hosts()
+    assert store is not None
+    assert reaches("127.0.0.2") and not reaches("127.0.0.1")
+
+
+def test_the_store_of_several_hosts_listens_on_a_chosen_interface(first_host: pytest.MonkeyPatch) -> None:
+    first_host.setenv("GLOO_SOCKET_IFNAME", "lo,eth0")
+    store = ranks.serve_hosts()
+    assert store is not None
+    assert reaches("127.0.0.1") and not reaches("127.0.0.2")
+    assert os.environ["MASTER_ADDR"] == "127.0.0.1", "the other ranks of this host reach it there"
+
+
+def test_a_rank_of_another_host_serves_nothing_and_goes_by_the_hostfile(first_host: pytest.MonkeyPatch) -> None:
+    for name, value in (("RANK", "1"), ("CROSS_RANK", "1"), ("GLOO_SOCKET_IFNAME", "lo")):
+        first_host.setenv(name, value)
+    assert ranks.serve_hosts() is None
+    assert os.environ["MASTER_ADDR"] == "127.0.0.2"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "why"),
+    [
+        ("MASTER_ADDR", "192.0.2.1", "rank 0 cannot listen on 192.0.2.1 .* GLOO_SOCKET_IFNAME"),
+        ("GLOO_SOCKET_IFNAME", "none9", "GLOO_SOCKET_IFNAME is 'none9', which is no interface"),
+    ],
+)
+def test_an_address_that_is_not_here_is_a_setup_error(
+    first_host: pytest.MonkeyPatch, name: str, value: str, why: str
+) -> None:
+    first_host.setenv(name, value)
+    with pytest.raises(SetupError, match=why):
+        ranks.serve_hosts()
