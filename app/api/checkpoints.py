@@ -123,7 +123,7 @@ def list_checkpoints(run: str) -> dict[str, Any]:
 @needs("manage")
 @runs_blueprint.response(200)
 def publish_checkpoint(run: str, kind: str, name: str) -> dict[str, str]:
-    """Publish a checkpoint: everybody with an API key can read it and the description of its run."""
+    """Publish a checkpoint: everybody with an API key can read it, and nothing else of its run."""
     services().checkpoints.publish(_path(run, kind, name), current_caller(), public=True)
     return {}
 

@@ -183,12 +183,13 @@ class CopyService:
         source = self.sources.find(path, caller, token)
         session_id, model_id, project = self._destination(caller, asked, key)
         target = ids.TinkerPath(model_id, path.kind, path.name)
+        metadata = self._metadata(source, caller)
         if self.records.get(Checkpoint.namespace, str(target)) is not None:
-            self._register(session_id, model_id, project, str(path), source)
+            self._register(session_id, model_id, project, str(path), source, metadata)
             return str(target)
         with self.quotas.releasing(target):
             self.quotas.reserve(caller, project, target, source.size_bytes)
-            self._register(session_id, model_id, project, str(path), source)
+            self._register(session_id, model_id, project, str(path), source, metadata)
             what = {"model_id": model_id, "tinker_path": str(target), "source_path": str(path)}
             audit.note(self.records, caller, project, "checkpoint_copy", what)
             manifest = self._write(target, project, source, asked["ttl_seconds"])
@@ -211,8 +212,20 @@ class CopyService:
             self.lifecycle.finish(session_id, "success")
         return session_id, ids.model_id(session_id, 0), project
 
-    def _register(self, session_id: str, model_id: str, project: str, path: str, source: Checkpoint) -> None:
-        stored = self.records.get(Model.namespace, source.model_id)
+    def _metadata(self, source: Checkpoint, caller: Caller) -> dict[str, Any]:
+        """The metadata of the source's run, if the caller sees the run: it is not published with a checkpoint."""
+        stored = self.records.get(Model.namespace, source.model_id) if caller.sees(source.owner) else None
+        return load(Model, stored).user_metadata if stored else {}
+
+    def _register(
+        self,
+        session_id: str,
+        model_id: str,
+        project: str,
+        path: str,
+        source: Checkpoint,
+        metadata: dict[str, Any],
+    ) -> None:
         model = Model(
             project,
             session_id,
@@ -220,7 +233,7 @@ class CopyService:
             self.records.now(),
             "ready",
             source.lora,
-            load(Model, stored).user_metadata if stored else {},
+            metadata,
             full=source.full,
             critic=source.critic,
             copied_from=path,

@@ -16,7 +16,7 @@ from app.services.admission import AdmissionService
 from app.services.base_models import BaseModels, trainer_role
 from app.services.teardown import Teardown
 from app.services.tenants import audit
-from app.services.tenants.access import Sources, list_run_checkpoints, load_owned, load_readable
+from app.services.tenants.access import Found, Sources, list_run_checkpoints, load_owned, load_readable
 from app.services.validation import (
     CRITIC,
     asked_role,
@@ -140,15 +140,17 @@ class RunService:
         self._records = store
 
     def describe(self, model_id: str, caller: Caller, scope: Scope) -> dict[str, Any]:
-        """A TrainingRun. The scope "accessible" includes another project's run that has a public checkpoint. Raises
-        NotFound."""
+        """A TrainingRun. The scope "accessible" includes another project's run that has a public checkpoint; of it the
+        caller sees only what its public checkpoints tell. Raises NotFound."""
         try:
             load_readable(self._records, Model, model_id, caller)
         except NotFound:
-            if scope == "owned" or not self._checkpoints(model_id, caller):
+            public = [] if scope == "owned" else list_run_checkpoints(self._records, model_id, caller)
+            if not public:
                 raise
+            return _published_view(model_id, public)
         stored = self._records.get(Model.namespace, model_id)
-        if stored is None:  # a public checkpoint may outlive its run's record
+        if stored is None:
             raise NotFound(f"model {model_id[:200]!r} does not exist")
         return self._view(model_id, stored, caller)
 
@@ -188,6 +190,23 @@ class RunService:
     def _checkpoints(self, model_id: str, caller: Caller) -> list[dict[str, Any]]:
         found = list_run_checkpoints(self._records, model_id, caller)
         return [checkpoint_view(path, one) for path, one in found]
+
+
+def _published_view(model_id: str, public: list[Found]) -> dict[str, Any]:
+    """A TrainingRun made of public checkpoints alone: the run's owner, metadata and state were not published."""
+    newest = public[0][1]
+    shown = [checkpoint_view(path, one) for path, one in public]
+    return {
+        "training_run_id": model_id,
+        "base_model": newest.base_model,
+        "model_owner": "",  # the SDK requires the field
+        "is_lora": not newest.full,
+        "lora_rank": newest.lora.get("rank"),
+        "last_request_time": timestamp(newest.created),
+        "last_checkpoint": _newest(shown, "training"),
+        "last_sampler_checkpoint": _newest(shown, "sampler"),
+        "user_metadata": newest.user_metadata,
+    }
 
 
 def _newest(checkpoints: list[dict[str, Any]], kind: str) -> dict[str, Any] | None:

@@ -38,7 +38,7 @@ _REWORDED = {
     "post /api/v1/join_sampling_session": "93d5f00c552d6c283b95af3e578b8c3541102e990e0d3bdfbfa0045c0d5581db",
     "post /api/v1/retrieve_future": "51605d54b4741ca546fd80a2d08fdf87302e0761b0958c6481c8df3d77f335ff",
     "post /api/v1/retrieve_futures": "d832b0ea7ac802b04c3fc8bac9be99e0d0141cc4eb29abb723dd2a12c3d75c5b",
-    f"post {_CHECKPOINT}/publish": "6c1de5ebea6fd57bf78681278fe03ab54c72dd772b52f6d8b8eb1f890492ea3b",
+    f"post {_CHECKPOINT}/publish": "bf202658631afefa3e0a1d21a5506565938dd7f77fb575f012b95fb31734bb64",
     "post /api/v1/unload_model": "9033cbef0819317682924729aca9822594a6ef86421462cc77011529f1a4b95f",
     "post /api/v1/weights_info": "6b0495dccac6f7b1f285ee2ec0285c04851a4046a7b305d845a51478299f3669",
     "post /oai/api/v1/completions": "a128f38e78a158ac0dc5c25f2c74b9b191bc646853a88d432d8d337a41f79b5a",

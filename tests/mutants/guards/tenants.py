@@ -214,4 +214,21 @@ MUTANTS = (
         "tests/processes/app/stack/test_data_folder.py"
         "::test_no_other_user_reads_the_folder_and_an_earlier_versions_is_made_private",
     ),
+    # Published checkpoints.
+    Mutant(
+        "public: a run's owner and metadata",
+        "app/services/models.py",
+        "            return _published_view(model_id, public)\n",
+        "",
+        "tests/unit/app/api/test_public.py"
+        "::test_of_a_runs_owner_and_metadata_nothing_is_published_with_a_checkpoint",
+    ),
+    Mutant(
+        "public: a run's metadata on a copy",
+        "app/services/checkpoints.py",
+        " if caller.sees(source.owner) else None",
+        "",
+        "tests/unit/app/api/test_copies.py"
+        "::test_a_public_checkpoint_is_copied_by_a_stranger_and_a_private_one_looks_missing",
+    ),
 )

@@ -155,6 +155,8 @@ def test_a_public_checkpoint_is_copied_by_a_stranger_and_a_private_one_looks_mis
     api.services.records.update("checkpoints", source, {"public": "true"})
     path = copy(stranger, source).json["tinker_path"]
     assert contents(stranger, path) == FILES
+    described = stranger.get(f"training_runs/{ids.TinkerPath.parse(path).model_id}").json
+    assert described["user_metadata"] == {}, "the metadata of the run was not published"
     assert [one["tinker_path"] for one in stranger.get("checkpoints").json["checkpoints"]] == [path]
     assert api.post("weights_info", {"tinker_path": path}).status_code == 404, "the copy is not public"
     api.services.records.delete("checkpoints", source)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from tinker.types.training_run import TrainingRun
 from tinker.types.weights_info_response import WeightsInfoResponse
 from werkzeug.test import TestResponse
 
@@ -107,6 +108,26 @@ def test_of_a_run_a_stranger_sees_what_was_published_and_not_the_rest(api: Api, 
     assert stranger.get(f"training_runs/{run}").status_code == 404
     assert stranger.get("training_runs?access_scope=accessible").json["training_runs"] == []
     assert stranger.get("checkpoints").json["checkpoints"] == []
+
+
+def test_of_a_runs_owner_and_metadata_nothing_is_published_with_a_checkpoint(api: Api, stranger: Api) -> None:
+    run = api.model(user_metadata={"wandb_link": "https://wandb.example/secret"})
+    save_checkpoint(api, run, user_metadata={"private": "yes"})
+    save_checkpoint(api, run, "external_weights", public=True, user_metadata={"step": "7"})
+    seen = stranger.get(f"training_runs/{run}?access_scope=accessible")
+    own = api.get(f"training_runs/{run}?access_scope=accessible").json
+    assert own["model_owner"] and own["user_metadata"] == {"wandb_link": "https://wandb.example/secret"}
+    assert not [text for text in (own["model_owner"], "wandb", "private") if text in seen.text]
+    shown = TrainingRun.model_validate(seen.json)
+    assert (shown.base_model, shown.is_lora, shown.lora_rank) == ("org/tiny", True, 4)
+    assert (shown.user_metadata, shown.model_owner) == ({"step": "7"}, "")
+
+
+def test_a_public_checkpoint_that_outlives_its_run_is_described(api: Api, stranger: Api) -> None:
+    run = api.model()
+    save_checkpoint(api, run, public=True)
+    api.services.records.delete("models", run)
+    assert stranger.get(f"training_runs/{run}?access_scope=accessible").json["last_checkpoint"]["public"]
 
 
 def test_weights_info_says_what_a_model_must_be_to_load_it(api: Api) -> None:
