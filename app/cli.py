@@ -16,6 +16,7 @@ from typing import NoReturn
 
 from app import cli_admin
 from app.errors import SetupError, TinsmithError
+from app.stack.arguments import hide_secrets
 
 _UP_EXAMPLES = """\
 examples:
@@ -50,6 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments, unknown = _parser().parse_known_args(argv)
         if unknown:
             arguments.parser.error(f"unknown option or argument {unknown[0]!r}")
+        hide_secrets(arguments)
         return int(arguments.run(arguments))
     except SetupError as error:
         return _fail(error, 2)
@@ -193,7 +195,7 @@ def _named_path(text: str) -> tuple[str, str]:
 
 
 def _count(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
+    if not (text.isascii() and text.isdigit()) or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 import redis
@@ -23,6 +24,7 @@ OPENAI = "/oai/api/v1"
 Answer = tuple[dict[str, Any], int, dict[str, str]]
 NOT_UNICODE = "a string in the JSON body contains half of a surrogate pair; send complete characters"
 _LONGEST_VALUE = 80
+_MOST_COMPLAINTS = 20
 _OPENAI_CODES = {
     "Unauthorized": "invalid_api_key",
     "InvalidToken": "invalid_api_key",
@@ -42,12 +44,15 @@ class TinsmithApi(Api):  # type: ignore[misc]
 
 
 def describe(error: HTTPException) -> str:
-    """The message of an HTTP error, in one line. For a schema error it names every wrong field with its value."""
+    """The message of an HTTP error, in one line. For a schema error it names the wrong fields, up to 20 of
+    them, with their values."""
     messages = (getattr(error, "data", None) or {}).get("messages")
     if not messages:
         return error.description or error.name
     sources = {"json": request.get_json(silent=True), "query": request.args}
-    return "; ".join(_complaints(messages, sources))
+    complaints = list(islice(_complaints(messages, sources), _MOST_COMPLAINTS + 1))
+    more = "; and more" if len(complaints) > _MOST_COMPLAINTS else ""
+    return "; ".join(complaints[:_MOST_COMPLAINTS]) + more
 
 
 def register(app: Flask) -> None:
@@ -113,8 +118,12 @@ def _complaints(messages: Any, value: Any, path: str = "") -> Iterator[str]:
             inner_path = path if key in _NAMELESS else f"{path}.{key}".lstrip(".")
             yield from _complaints(inner, _part(value, key), inner_path)
     else:
-        got = "" if value is None or isinstance(value, dict | list) else f" (got {repr(value)[:_LONGEST_VALUE]})"
+        got = "" if value is None or isinstance(value, dict | list) else f" (got {_short(value)})"
         yield f"{path}: {' '.join(map(str, messages))}{got}".lstrip(": ")
+
+
+def _short(value: Any) -> str:
+    return repr(value[:_LONGEST_VALUE] if isinstance(value, str) else value)[:_LONGEST_VALUE]
 
 
 def _part(value: Any, key: Any) -> Any:

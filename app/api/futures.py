@@ -7,7 +7,7 @@ from typing import Any
 from flask import Response, request
 from marshmallow import RAISE, Schema, fields, validate
 
-from app.api.base import Cursor, Paged, SdkSchema, current_caller, identifier, large, needs, services
+from app.api.base import Cursor, FirstWrong, Paged, SdkSchema, current_caller, identifier, large, needs, services
 from app.api.base import blueprint as make
 from app.domain.results import JSON, PROTOBUF
 from app.services.views import Page
@@ -72,8 +72,9 @@ class RetrieveFutures(SdkSchema):
     target = fields.Nested(Target, required=True)
     prev_cursor = fields.Integer(strict=True, load_default=0, validate=validate.Range(0, 2**53))
     timeout = fields.Float(allow_none=True, validate=validate.Range(0))
-    retrieved_request_ids = fields.List(
+    retrieved_request_ids = FirstWrong(
         fields.String(validate=validate.Length(1, 512)),
+        _MOST_RETRIEVED,
         load_default=list,
         validate=validate.Length(max=_MOST_RETRIEVED),
     )

@@ -15,8 +15,8 @@ from flask import Response, copy_current_request_context, current_app, request
 from marshmallow import RAISE, Schema, ValidationError, fields, pre_load, validate, validates_schema
 
 from app.api import errors
+from app.api.base import FirstWrong, current_caller, identifier, large, needs, services
 from app.api.base import blueprint as make
-from app.api.base import current_caller, identifier, large, needs, services
 from app.services.openai.service import Answer
 
 blueprint = make("openai", "OpenAI-compatible calls", prefix=errors.OPENAI)
@@ -28,13 +28,14 @@ MAX_PROMPTS = 256
 MAX_TOP = 20
 
 
+MAX_MESSAGES = 4096
+MAX_TOOLS = 512
+MAX_FIELDS = 100
+"""Most fields of an object, known or not."""
+
+
 class Ignored(fields.Field[Any]):
     """A field that does not change the answer: labels, caching and billing."""
-
-
-class StreamOptions(Schema):
-    include_usage = fields.Boolean(load_default=False)
-    include_obfuscation = Ignored()
 
 
 class Unsupported(fields.Field[Any]):
@@ -50,11 +51,26 @@ class Unsupported(fields.Field[Any]):
         return None
 
 
-class Request(Schema):
-    """The fields that completions and chat completions share."""
+class Counted(Schema):
+    """An object without unknown fields. It is refused before a complaint about each of very many is written."""
 
     class Meta:
         unknown = RAISE
+
+    @pre_load
+    def count_fields(self, data: Any, **_: Any) -> Any:
+        if isinstance(data, dict) and len(data) > MAX_FIELDS:
+            raise ValidationError(f"Holds {len(data)} fields; at most {MAX_FIELDS} are taken.")
+        return data
+
+
+class StreamOptions(Counted):
+    include_usage = fields.Boolean(load_default=False)
+    include_obfuscation = Ignored()
+
+
+class Request(Counted):
+    """The fields that completions and chat completions share."""
 
     model = identifier()
     n = fields.Integer(strict=True, load_default=1, validate=validate.Range(1, MAX_CHOICES))
@@ -128,11 +144,11 @@ def completions(asked: dict[str, Any]) -> Response | dict[str, Any]:
     return _answered(services().openai.complete(current_caller(), asked, _gone()), asked)
 
 
-class Message(Schema):
+class Message(Counted):
     role = fields.String(required=True, validate=validate.OneOf(["system", "developer", "user", "assistant", "tool"]))
     content = fields.Raw(load_default=None, allow_none=True)
     name = fields.String(allow_none=True)
-    tool_calls = fields.List(fields.Dict(), allow_none=True)
+    tool_calls = FirstWrong(fields.Dict(), MAX_TOOLS, allow_none=True)
     tool_call_id = fields.String(allow_none=True)
     reasoning_content = fields.String(allow_none=True)
     refusal = Ignored(allow_none=True)
@@ -141,12 +157,12 @@ class Message(Schema):
 
 
 class ChatCompletion(Request):
-    messages = fields.List(fields.Nested(Message), required=True, validate=validate.Length(1))
+    messages = FirstWrong(fields.Nested(Message), MAX_MESSAGES, required=True, validate=validate.Length(1))
     max_tokens = fields.Integer(strict=True, load_default=None, validate=validate.Range(1))
     max_completion_tokens = fields.Integer(strict=True, load_default=None, validate=validate.Range(1))
     logprobs = fields.Boolean(load_default=False)
     top_logprobs = fields.Integer(strict=True, load_default=0, validate=validate.Range(0, MAX_TOP))
-    tools = fields.List(fields.Dict(), load_default=list)
+    tools = FirstWrong(fields.Dict(), MAX_TOOLS, load_default=list)
     tool_choice = fields.Raw(load_default="auto")
     parallel_tool_calls = Unsupported(True)
     response_format = Unsupported({"type": "text"})

@@ -20,7 +20,7 @@ Shape = tuple[int, int, int]
 Shapes = Mapping[str, Mapping[str, Shape]]
 """The shape of each pair by its path in PEFT files, by group (attn, mlp, unembed)."""
 
-_LAYER = re.compile(r"\.(\d+)(?=\.)")
+_LAYER = re.compile(r"\.([0-9]+)(?=\.)")
 _MARK = "*"
 
 

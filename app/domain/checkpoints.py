@@ -15,7 +15,7 @@ MODELS = "models"
 SNAPSHOT = "snapshots"
 # 15 digits: Tinsmith writes no larger number, and the state server's scripts count exactly only up to 2^53.
 _PREFIX = re.compile(
-    rf"{MODELS}/(?P<model>[^/]+)/(?P<kind>[^/]+)/(?P<name>[^/]+)/(?P<seq>\d{{1,15}})-(?P<epoch>\d{{1,15}})(?:/[^/]+)?$"
+    rf"{MODELS}/(?P<model>[^/]+)/(?P<kind>[^/]+)/(?P<name>[^/]+)/(?P<seq>[0-9]{{1,15}})-(?P<epoch>[0-9]{{1,15}})(?:/[^/]+)?$"
 )
 
 

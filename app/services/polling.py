@@ -26,7 +26,7 @@ from app.stores.redis.records import RedisRecords
 from app.stores.redis.types import Completion, Future
 from app.telemetry import HELD_POLLS
 
-_REQUEST_ID = re.compile(r".+:\d{1,19}")
+_REQUEST_ID = re.compile(r".+:[0-9]{1,19}")
 
 CUSTOM_LOSS, UNLOAD = "create_custom_loss", "unload_model"
 

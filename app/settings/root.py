@@ -67,4 +67,4 @@ class Settings(Section):
 
 def _other_database(url: str) -> str:
     base, _, database = url.rpartition("/")
-    return f"{base}/{int(database) + 1}" if database.isdigit() else f"{url.rstrip('/')}/1"
+    return f"{base}/{int(database) + 1}" if database.isascii() and database.isdigit() else f"{url.rstrip('/')}/1"

@@ -19,7 +19,7 @@ from app.settings import ApiSettings, BaseModelSettings, Settings
 from app.stores import objects
 
 _TIMEOUT_S = 3.0
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+_HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9_.-]+)?")
 _ROUNDING = 1e-9
 _STRAYS = ("torchvision", "torchaudio", "torchcodec")
 _NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from app.domain.checkpoints import CheckpointPrefix
 
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted(path for folder in ("app", "workers", "ops") for path in (ROOT / folder).rglob("*.py"))
@@ -91,3 +94,10 @@ def test_a_base_model_is_read_from_safetensors_alone() -> None:
                 safe = weightless or arguments.get("use_safetensors") == "True" or "gguf_file" in arguments
                 assert safe, (path.name, node.lineno)
     assert loaders
+
+
+def test_no_pattern_takes_digits_of_other_scripts() -> None:
+    r"""In Python \d also matches an Arabic or a fullwidth digit, which int() reads as well: one id in two spellings."""
+    assert [path for path in SOURCES if re.search(r"\\d(?![a-z])", path.read_text())] == []
+    assert CheckpointPrefix.parse("models/m/weights/a/1-2") is not None
+    assert CheckpointPrefix.parse("models/m/weights/a/1-\u0662") is None

@@ -10,7 +10,7 @@ import pytest
 
 from app.dispatch import celery_app
 from app.settings import RedisSettings, Settings
-from tests.unit.ops.compose import COMPOSE, GPU_OVERRIDE, ROOT, load
+from tests.unit.ops.compose import COMPOSE, GPU_OVERRIDE, ROOT, SECRETS, VALUES, load
 
 SERVICES: dict[str, dict[str, Any]] = load(COMPOSE)["services"]
 OURS = ("api", "trainer", "sampler", "flower")
@@ -41,8 +41,16 @@ def test_host_folders_are_mounted_read_only(name: str) -> None:
 def test_redis_asks_for_a_password_and_is_reached_by_services_alone(name: str) -> None:
     service = SERVICES[name]
     assert "ports" not in service
-    command = service["command"]
-    assert command[command.index("--requirepass") + 1]
+    assert "requirepass $$REDISCLI_AUTH" in service["command"][-1]
+    assert service["environment"]["REDISCLI_AUTH"] == VALUES["REDIS_PASSWORD"]
+
+
+@pytest.mark.parametrize("name", sorted(SERVICES))
+def test_no_secret_is_on_a_command_line(name: str) -> None:
+    """Every user of the host can read it."""
+    service = SERVICES[name]
+    lines = [str(service.get("command", "")), str(service.get("entrypoint", "")), str(service["healthcheck"]["test"])]
+    assert [line for line in lines for secret in SECRETS if VALUES[secret] in line] == []
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)

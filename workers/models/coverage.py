@@ -110,7 +110,7 @@ def _group(path: str) -> str | None:
 
 
 def _numberless(path: str) -> str:
-    return re.sub(r"\.\d+(?=\.|$)", ".*", path)
+    return re.sub(r"\.[0-9]+(?=\.|$)", ".*", path)
 
 
 def _matches(entry: tuple[str, str], path: str) -> bool:

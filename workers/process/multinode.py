@@ -63,7 +63,7 @@ def read_hostfile(path: Path, ranks: int) -> dict[str, int]:
         raise SetupError(f"trainer.hostfile {str(path)!r} cannot be read: {error.strerror}") from None
     hosts: dict[str, int] = {}
     for line in lines:
-        found = re.fullmatch(r"(\S+)\s+slots=([1-9]\d*)", line)
+        found = re.fullmatch(r"(\S+)\s+slots=([1-9][0-9]*)", line)
         if found is None or found[1] in hosts:
             raise SetupError(
                 f"trainer.hostfile {str(path)!r}: the line {line!r} is not of the form 'host slots=n', or repeats a "

@@ -220,8 +220,7 @@ MUTANTS = (
         "app/services/models.py",
         "            return _published_view(model_id, public)\n",
         "",
-        "tests/unit/app/api/test_public.py"
-        "::test_of_a_runs_owner_and_metadata_nothing_is_published_with_a_checkpoint",
+        "tests/unit/app/api/test_public.py::test_of_a_runs_owner_and_metadata_nothing_is_published_with_a_checkpoint",
     ),
     Mutant(
         "public: a run's metadata on a copy",
@@ -230,5 +229,27 @@ MUTANTS = (
         "",
         "tests/unit/app/api/test_copies.py"
         "::test_a_public_checkpoint_is_copied_by_a_stranger_and_a_private_one_looks_missing",
+    ),
+    # Small bodies, and secrets as options.
+    Mutant(
+        "limits: values of a body without a batch",
+        "app/api/base.py",
+        "min(limits.json_values, _SMALL_VALUES)",
+        "limits.json_values",
+        "tests/unit/app/api/test_base.py::test_a_small_body_has_few_values_however_many_a_batch_may_have",
+    ),
+    Mutant(
+        "limits: messages of a chat",
+        "app/api/base.py",
+        "if len(value) > self._most:",
+        "if False:",
+        "tests/unit/app/api/openai/test_refusals.py",
+    ),
+    Mutant(
+        "options: secrets in the list of processes",
+        "app/cli.py",
+        "        hide_secrets(arguments)\n",
+        "",
+        "tests/processes/app/stack/test_up.py::test_secrets_given_as_options_are_not_in_the_list_of_processes",
     ),
 )

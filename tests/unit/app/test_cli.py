@@ -168,6 +168,12 @@ def test_the_help_names_every_command(capsys):
     assert all(f"\n    {command} " in text for command in ("up", "demo", "rebuild", "version"))
 
 
+def test_a_count_is_written_in_ascii_digits(capsys):
+    for text in ("\u0663", "\u00b2", "0", "-1"):  # an Arabic three, and a superscript two
+        assert run("up", "--ranks", text) == 2
+        assert "is not a whole number of at least 1" in capsys.readouterr().err
+
+
 def test_help_loads_nothing_heavy():
     program = (
         "import sys\nfrom app import cli\ntry:\n    cli.main(['up', '--help'])\nexcept SystemExit:\n    pass\n"

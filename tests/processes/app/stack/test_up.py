@@ -45,10 +45,10 @@ def plan(data_dir: Path, model: Path, **options) -> Plan:
 
 
 @contextmanager
-def stack(data_dir: Path, model: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def stack(data_dir: Path, model: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A running `tinsmith up` and the first line it prints."""
     port = str(free_port())
-    process = start("up", "--port", port, "--data-dir", str(data_dir), "--base-model", f"small={model}")
+    process = start("up", "--port", port, "--data-dir", str(data_dir), "--base-model", f"small={model}", *options)
     try:
         yield process, process.stdout.readline()
     finally:
@@ -103,6 +103,19 @@ def test_no_other_user_reads_any_file_of_a_running_stack(tmp_path, model):
         os.umask(umask)
     assert {"appendonlydir", "logs"} <= {path.parent.name for path in files}
     assert [(path, oct(mode(path))) for path in [data, *files] if mode(path) & 0o077] == []
+
+
+def test_secrets_given_as_options_are_not_in_the_list_of_processes(tmp_path, model):
+    with stack(tmp_path / "first", model), state_server(tmp_path / "first") as client:
+        settings = written(tmp_path / "first")
+        secrets = ["tml-0123456789", urlsplit(settings.redis.url).password]
+        options = ("--api-key", secrets[0], "--redis", settings.redis.url)
+        with stack(tmp_path / "data", model, *options) as (process, said):
+            line = Path(f"/proc/{process.pid}/cmdline").read_bytes().decode()
+        assert client.ping()
+    assert said.startswith("ready ") and "--api-key" in line and "redis://:xxx" in line
+    assert [secret for secret in secrets if secret in line] == []
+    assert written(tmp_path / "data").api_keys == (hash_key(secrets[0]),), "it was read all the same"
 
 
 def test_keys_and_secrets_survive_a_restart(tmp_path, model):

@@ -75,6 +75,20 @@ def test_only_a_call_with_a_batch_or_a_prompt_may_be_large(near: Api) -> None:
     assert near.forward_backward(batch(model, 1)).status_code == 200
 
 
+def test_a_small_body_has_few_values_however_many_a_batch_may_have(api: Api) -> None:
+    many = {f"k{i}": i for i in range(40_000)}
+    answer = api.post("create_session", {"user_metadata": many})
+    assert (answer.status_code, "at most 32768" in answer.json["detail"]) == (413, True)
+    prompt = sample(api.sampler())
+    assert api.post("asample", {**prompt, **many}).status_code == 200, "unknown fields are dropped"
+
+
+def test_a_message_names_some_wrong_fields_and_not_thousands(api: Api) -> None:
+    answer = api.post("checkpoints/search", {"user_metadata": {f"k{i}": i for i in range(1000)}})
+    assert answer.status_code == 422
+    assert answer.json["detail"].endswith("; and more") and answer.json["detail"].count("Not a valid string") == 20
+
+
 REFUSED: dict[str, tuple[Any, int, str]] = {
     "deep": ({"user_metadata": {"a": [[[[[[[[[[[[[[[1]]]]]]]]]]]]]]]}}, 400, "16 levels"),
     "many values": ({"tags": [1] * 2, "user_metadata": {"a": [1] * 20_001}}, 413, "20000"),

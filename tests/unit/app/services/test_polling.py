@@ -12,7 +12,8 @@ import redis
 from app.domain.accounts import Caller
 from app.domain.records import Sampler
 from app.domain.results import Result
-from app.services.polling import BatchPollService, FutureFinder, LongPollLimiter, PollService
+from app.errors import NotFound
+from app.services.polling import BatchPollService, FutureFinder, LongPollLimiter, PollService, check_request_id
 from app.settings import ApiSettings
 from app.stores.redis.records import dump
 from app.stores.redis.types import Completion, Future
@@ -48,6 +49,13 @@ def poll_service(futures: FutureFinder, waiter: RecordingWaiter, settings: ApiSe
 @pytest.fixture
 def waiter() -> RecordingWaiter:
     return RecordingWaiter()
+
+
+@pytest.mark.parametrize("text", ["m:train:0:\u0663", "m:train:0:1\n", "m:train:0:", ":1"])
+def test_an_id_ends_in_a_number_of_ascii_digits(text: str) -> None:
+    check_request_id("m:train:0:3")
+    with pytest.raises(NotFound):
+        check_request_id(text)
 
 
 def test_above_capacity_holds_get_shorter_and_half_the_spare_threads_stay_free(waiter: RecordingWaiter) -> None:

@@ -45,6 +45,19 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "half a surrogate pair": ("completions", {"prompt": "\ud800"}, "surrogate"),
     "half of one in a chat": ("chat/completions", {"messages": [{"role": "user", "content": "\ud800"}]}, "surrogate"),
     "no messages": ("chat/completions", {"messages": []}, "messages"),
+    "many messages": (
+        "chat/completions",
+        {"messages": [{"role": "user", "content": ""}] * 4097},
+        "4097 entries; at most",
+    ),
+    "many wrong messages": ("chat/completions", {"messages": [{"role": "king"}] * 4096}, "messages.0.role"),
+    "many fields": ("completions", {f"x{i}": 1 for i in range(101)}, "103 fields; at most 100"),
+    "many fields of a message": (
+        "chat/completions",
+        {"messages": [{"role": "user", **{f"x{i}": 1 for i in range(100)}}]},
+        "101 fields; at most 100",
+    ),
+    "many tools": ("chat/completions", {"tools": TOOLS * 513}, "513 entries; at most 512"),
     "top without": ("chat/completions", {"top_logprobs": 2}, "logprobs"),
     "bad arguments": (
         "chat/completions",
