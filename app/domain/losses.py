@@ -116,13 +116,15 @@ class LossCall:
 @dataclass(frozen=True, slots=True)
 class CustomLoss:
     """A custom loss. `inputs` starts with logprobs. `loss` and the values of `metrics` name nodes; the keys of
-    `metrics` are custom/<name>:sum|mean."""
+    `metrics` are custom/<name>:sum|mean. `budget` is the version of the costs that bound it (custom_budget.py): a loss
+    that was journalled under an earlier one must replay as it ran."""
 
     name: str
     inputs: tuple[LossInput, ...]
     calls: tuple[LossCall, ...]
     loss: str
     metrics: Mapping[str, str]
+    budget: int = 1
 
     @property
     def columns(self) -> dict[str, int]:
@@ -133,6 +135,9 @@ class CustomLoss:
 def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
+
+BUDGET = 2
+"""The budget of new losses."""
 
 OPERATORS = _names(
     "abs add and_ eq floordiv ge getitem gt invert le lt matmul mod mul ne neg or_ pos pow sub truediv xor"

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from app.domain import losses, ops
-from app.domain.losses import FUNCTION, METHOD, CustomLoss, LossCall, LossInput
+from app.domain.losses import BUDGET, FUNCTION, METHOD, CustomLoss, LossCall, LossInput
 from app.errors import BadRequest
 
 MAX_NODES = 512
@@ -43,7 +43,7 @@ def parse(name: str, inputs: Sequence[Any], graph: Mapping[str, Any]) -> CustomL
     reader = _Reader({entry.node for entry in given}, {given[0].node})
     calls = tuple(reader.call(node) for node in nodes[len(given) : -1])
     loss, metrics = reader.output(nodes[-1])
-    custom = CustomLoss(name, given, calls, loss, metrics)
+    custom = CustomLoss(name, given, calls, loss, metrics, BUDGET)
     size = len(ops.encode(custom))
     if size > MAX_BYTES:
         raise BadRequest(f"the graph takes {size} bytes; at most {MAX_BYTES} are allowed")

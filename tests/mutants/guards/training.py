@@ -427,4 +427,19 @@ MUTANTS = (
         "tests/unit/workers/backends/training/test_ranks.py"
         "::test_the_store_of_several_hosts_listens_on_the_first_ones_address_only",
     ),
+    # Custom losses.
+    Mutant(
+        "custom losses: the price of a slow operation",
+        "workers/backends/training/losses/custom_budget.py",
+        """    "logit": (256, 256, 512),\n""",
+        "",
+        "tests/unit/workers/backends/training/losses/test_custom_budget.py::test_an_element_counts_for_what_it_costs",
+    ),
+    Mutant(
+        "custom losses: complex numbers",
+        "workers/backends/training/losses/custom.py",
+        "if isinstance(value, complex) and budget > 1:",
+        "if False:",
+        "tests/unit/workers/backends/training/losses/test_custom_budget.py::test_a_complex_number_is_refused",
+    ),
 )

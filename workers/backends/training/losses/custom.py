@@ -85,7 +85,7 @@ class CustomLossRun:
         leaf = logprobs.clone().requires_grad_()
         inputs = [torch.tensor(column[datum]) for column in self._columns]
         try:
-            with torch.enable_grad(), Budget(self._work):
+            with torch.enable_grad(), Budget(self._work, measured=self._loss.budget > 1):
                 return _differentiate(self._loss, leaf, inputs)
         except _NodeFailed as error:
             raise UserOpError(
@@ -106,7 +106,7 @@ def _differentiate(custom: CustomLoss, leaf: Tensor, inputs: Sequence[Tensor]) -
     nodes: dict[str, Any] = {given.node: value for given, value in zip(custom.inputs, (leaf, *inputs), strict=True)}
     for call in custom.calls:
         with _blaming(call.name, call.target):
-            nodes[call.name] = _checked(_call(call, nodes))
+            nodes[call.name] = _checked(_call(call, nodes), custom.budget)
     with _blaming(custom.loss, "the loss"):
         gradient = _gradient(nodes[custom.loss], leaf)
         loss = _finite(nodes[custom.loss])
@@ -164,8 +164,11 @@ _CONSTANTS: Mapping[tuple[str, str], Any] = {
 }
 
 
-def _checked(value: Any) -> Any:
-    """Keeps integers within the range of a tensor's size; Python's grow without bound. Raises OverflowError."""
+def _checked(value: Any, budget: int) -> Any:
+    """Keeps integers within the range of a tensor's size; Python's grow without bound. Raises OverflowError, and
+    TypeError for a complex number, such as a root of a negative one: their operations cost up to 400 ns an element."""
+    if isinstance(value, complex) and budget > 1:
+        raise TypeError("a complex number; take roots of numbers that are not negative")
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
         raise OverflowError("an integer beyond 64 bits")
     return value

@@ -15,8 +15,10 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-MAX_ELEMENTS = 2**27
-"""Most elements of all results of one datum, including views and the backward pass: at most 1 GiB at 8 bytes each."""
+MAX_BYTES = 2**30
+"""Most bytes of all results of one datum, including views and the backward pass. A result counts 8 bytes an element
+where its type is not known before it is made."""
+_WIDEST = 8
 MAX_WORK = 2**34
 """Most work of one Op, shared equally among its datums: about ten seconds of a core. The unit is one streamed element,
 about 1 ns."""
@@ -35,8 +37,22 @@ _NO_LARGER_NAMES = """
 _NO_LARGER = frozenset(getattr(_ATEN, name) for name in _NO_LARGER_NAMES.split())
 _PRODUCTS = frozenset({_ATEN.mm, _ATEN.bmm, _ATEN.addmm, _ATEN.baddbmm})
 
-# Cost of an element, in streamed elements. Operations that look elements up, or work in short rows, took up to 40 ns
-# an element; sorting 4 million took up to 150 ns an element.
+# Cost of an element of pointwise operations that take more than 3 ns an element: of fp32 and narrower types, of fp64,
+# and of integers. Each is the next power of two above the slowest of 2^16 elements, denormal and huge ones included
+# (torch 2.13 on one core of a Xeon, 2026-11-25: pow of int64 640 ns, logit 270 ns, remainder of fp64 135 ns).
+_PRICES: Mapping[str, tuple[int, int, int]] = {
+    "pow": (8, 128, 1024),
+    "logit": (256, 256, 512),
+    **dict.fromkeys(("remainder", "fmod", "floor_divide"), (32, 256, 32)),
+    "sqrt": (32, 128, 32),
+    **dict.fromkeys(("log", "log2", "log10"), (64, 64, 64)),
+    **dict.fromkeys(("digamma", "lgamma", "xlogy", "erfc"), (32, 64, 32)),
+    **dict.fromkeys(("acos", "asin", "atan", "cos", "exp", "sin", "tan", "tanh"), (16, 16, 16)),
+}
+_POINTWISE = (4, 8, 4)
+
+# Budgets of version 1 count every pointwise operation as 1. Operations that look elements up, or work in short rows,
+# took up to 40 ns an element; sorting 4 million took up to 150 ns an element.
 _SORTED, _LOOKED_UP = 64, 16
 _SORTS = frozenset({_ATEN.sort, _ATEN.topk, _ATEN.median, _ATEN.nanmedian})
 _STREAMED_NAMES = """
@@ -51,11 +67,15 @@ class LimitReached(Exception):
 
 
 class Budget(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts every torch operation of one datum before it runs, autograd's backward pass included."""
+    """Counts every torch operation of one datum before it runs, autograd's backward pass included.
 
-    def __init__(self, work: int) -> None:
+    `measured`: it uses the costs of version 2. Version 1, of losses journalled before, has one cost for all pointwise
+    operations, 8 bytes for each element, and takes complex numbers.
+    """
+
+    def __init__(self, work: int, *, measured: bool = True) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._elements, self._work = MAX_ELEMENTS, work
+        self._bytes, self._work, self._measured = MAX_BYTES, work, measured
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -64,18 +84,23 @@ class Budget(TorchDispatchMode):  # type: ignore[no-untyped-call]
         inputs = list(_tensors((*args, *given.values())))
         if func.is_view:  # allocates nothing, so it may run before it is counted
             out = func(*args, **given)
-            self._spend(_elements(_tensors((out,))), 0)
+            self._spend(sum(prod(part.shape) * self._width(part) for part in _tensors((out,))), CALL_WORK)
             return out
-        made = _foretold(func, args, given, inputs)
-        multiplied = made * inputs[-1].shape[-2] if func.overloadpacket in _PRODUCTS else 0
-        self._spend(made, _cost(func) * (made + _elements(inputs)) + multiplied)
+        if self._measured and any(tensor.is_complex() for tensor in inputs):
+            raise TypeError("complex tensors are not allowed")
+        made = foretold(func, args, given, inputs)
+        width = _result_width(func, given, inputs) if self._measured else _WIDEST
+        self._spend(made * width, work(func, inputs, made, measured=self._measured))
         return func(*args, **given)
 
+    def _width(self, tensor: Tensor) -> int:
+        return tensor.itemsize if self._measured else _WIDEST
+
     def _spend(self, made: int, work: int) -> None:
-        self._elements -= made
-        self._work -= CALL_WORK + work
-        if self._elements < 0:
-            raise LimitReached(f"its results would have more than {MAX_ELEMENTS} elements for one datum")
+        self._bytes -= made
+        self._work -= work
+        if self._bytes < 0:
+            raise LimitReached(f"its results would have more than {MAX_BYTES} bytes for one datum")
         if self._work < 0:
             raise LimitReached(
                 "it needs more work than one datum of this batch may use; send fewer datums, or use fewer calls in "
@@ -83,7 +108,7 @@ class Budget(TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
 
 
-def _foretold(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], inputs: Sequence[Tensor]) -> int:
+def foretold(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], inputs: Sequence[Tensor]) -> int:
     """Returns an upper bound of the elements in the operation's results."""
     if any(argument.is_out for argument in func._schema.arguments):
         raise TypeError("the argument `out` is not allowed")  # `out` would grow to the size of the result
@@ -96,6 +121,31 @@ def _foretold(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], 
     if func is _ATEN.nonzero.default:
         return inputs[0].numel() * inputs[0].dim()
     return _elements(_tensors((_on_meta(func, args, kwargs),)))
+
+
+def work(func: OpOverload, inputs: Sequence[Tensor], made: int, *, measured: bool = True) -> int:
+    """Returns the work of an operation whose results have `made` elements."""
+    multiplied = made * inputs[-1].shape[-2] if func.overloadpacket in _PRODUCTS else 0
+    if measured and torch.Tag.pointwise in func.tags:
+        return CALL_WORK + _price(func, inputs) * made + _elements(inputs)
+    return CALL_WORK + _cost(func) * (made + _elements(inputs)) + multiplied
+
+
+def _price(func: OpOverload, inputs: Sequence[Tensor]) -> int:
+    plain, double, whole = _PRICES.get(func._schema.name.removeprefix("aten::").removesuffix("_"), _POINTWISE)
+    if any(tensor.dtype == torch.float64 for tensor in inputs):
+        return double
+    return plain if any(tensor.is_floating_point() for tensor in inputs) else whole
+
+
+def _result_width(func: OpOverload, kwargs: Mapping[str, Any], inputs: Sequence[Tensor]) -> int:
+    """Returns an upper bound of the bytes of an element of the results."""
+    if isinstance(kwargs.get("dtype"), torch.dtype):
+        width: int = kwargs["dtype"].itemsize
+        return width
+    is_pointwise = torch.Tag.pointwise in func.tags
+    # An integer and a number give fp32.
+    return max(4, *(tensor.itemsize for tensor in inputs)) if is_pointwise and inputs else _WIDEST
 
 
 def _cost(func: OpOverload) -> int:

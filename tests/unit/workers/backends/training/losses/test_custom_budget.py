@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,7 @@ RUNAWAYS: dict[str, list[dict[str, Any]]] = {
 @pytest.mark.parametrize("case", BOMBS)
 def test_what_would_not_fit_is_refused_before_it_is_made(case: str) -> None:
     peak = peak_bytes()
-    with pytest.raises(UserOpError, match=r"node a \(.*: LimitReached: .* elements for one datum"):
+    with pytest.raises(UserOpError, match=r"node a \(.*: LimitReached: .* bytes for one datum"):
         run(graph(*BOMBS[case]), INPUTS).differentiate(0, LOGPROBS)
     assert peak_bytes() - peak < 64 * 2**20
 
@@ -115,14 +116,14 @@ def evaluated(loss: CustomLoss, datums: int) -> Tensor:
 def test_many_small_results_count_together(monkeypatch: pytest.MonkeyPatch) -> None:
     loss = graph(*(node(f"a{i}", "torch.exp", M) for i in range(20)))
     assert evaluated(loss, 1).isfinite().all()
-    monkeypatch.setattr("workers.backends.training.losses.custom_budget.MAX_ELEMENTS", 15 * MATRIX.numel())
-    with pytest.raises(UserOpError, match=r"node a1\d \(torch.exp\): LimitReached: .* elements for one datum"):
+    monkeypatch.setattr("workers.backends.training.losses.custom_budget.MAX_BYTES", 15 * MATRIX.nbytes)
+    with pytest.raises(UserOpError, match=r"node a1\d \(torch.exp\): LimitReached: .* bytes for one datum"):
         run(loss, INPUTS).differentiate(0, LOGPROBS)
 
 
 def test_the_backward_pass_counts_too(monkeypatch: pytest.MonkeyPatch) -> None:
     loss = graph(node("a", "torch.cumprod", W, 0), node("b", "torch.cumprod", L, 0))
-    monkeypatch.setattr("workers.backends.training.losses.custom_budget.MAX_ELEMENTS", 100)
+    monkeypatch.setattr("workers.backends.training.losses.custom_budget.MAX_BYTES", 400)
     with pytest.raises(UserOpError, match=r"node loss \(the loss\): LimitReached"):
         run(loss, INPUTS).differentiate(0, LOGPROBS)
 
@@ -147,11 +148,39 @@ def test_the_multiplications_of_a_matrix_product_are_work() -> None:
         run(graph(*product), INPUTS).differentiate(0, LOGPROBS)
 
 
-@pytest.mark.parametrize(("method", "fits"), [("exp", True), ("flip", True), ("softmax", False), ("sort", False)])
+@pytest.mark.parametrize(
+    ("method", "fits"), [("abs", True), ("flip", True), ("logit", False), ("softmax", False), ("sort", False)]
+)
 def test_an_element_counts_for_what_it_costs(monkeypatch: pytest.MonkeyPatch, method: str, fits: bool) -> None:
     monkeypatch.setattr("workers.backends.training.losses.custom.MAX_WORK", 64 * custom_budget.CALL_WORK)
     many = node("a", "torch.full", {"tuple": [100_000]}, 0.5)
     loss = graph(
-        many, node("b", method, {"ref": "a"}, *([] if method == "exp" else [0]), method=True), ALONE | {"name": "c"}
+        many,
+        node("b", method, {"ref": "a"}, *([] if method in ("abs", "logit") else [0]), method=True),
+        ALONE | {"name": "c"},
     )
     assert bool(evaluated(loss, 1).isfinite()) == fits
+
+
+def test_a_complex_number_is_refused() -> None:
+    root = [node("r", "operator.pow", -8.0, 0.5), node("a", "operator.mul", L, {"ref": "r"})]
+    with pytest.raises(UserOpError, match=r"node r \(operator.pow\): TypeError: a complex number"):
+        run(graph(*root), INPUTS).differentiate(0, LOGPROBS)
+
+
+def test_a_loss_of_an_earlier_version_replays_within_the_limits_that_it_ran_in(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("workers.backends.training.losses.custom.MAX_WORK", 64 * custom_budget.CALL_WORK)
+    many = node("a", "torch.full", {"tuple": [100_000]}, 0.5)
+    loss = graph(many, node("b", "torch.logit", {"ref": "a"}), ALONE | {"name": "c"})
+    assert evaluated(loss, 1).isnan().all()
+    assert evaluated(replace(loss, budget=1), 1).isfinite().all()
+
+
+def test_memory_is_counted_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    loss = graph(node("a", "torch.ones", {"tuple": [10_000]}), node("b", "double", {"ref": "a"}, method=True))
+    monkeypatch.setattr("workers.backends.training.losses.custom_budget.MAX_BYTES", 130_000)
+    assert evaluated(graph(node("a", "torch.ones", {"tuple": [10_000]}), ALONE | {"name": "c"}), 1).isfinite().all()
+    with pytest.raises(UserOpError, match=r"node b \(double\): LimitReached: .* bytes"):
+        run(loss, INPUTS).differentiate(0, LOGPROBS)
