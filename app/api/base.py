@@ -198,7 +198,7 @@ class SdkSchema(Schema):
         return name in self.fields and self.fields[name].allow_none
 
 
-class FirstWrong(fields.List):
+class FirstWrong(fields.List[Any]):
     """A list of at most `most` entries, counted before they are read. It names the first wrong entry and stops there: a
     complaint about each takes seconds for a body of some megabytes."""
 

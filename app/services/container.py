@@ -95,7 +95,7 @@ def build(settings: Settings) -> Services:
     custom_losses = CustomLossService(store, quotas)
     futures, waiter, poll_limiter = FutureFinder(oplog, store), Waiter(client, broker), LongPollLimiter(settings.api)
     teardown = Teardown(lifecycle, store, objects, dispatcher.wake)
-    sampling = SamplingService(store, bases, admission, quotas)
+    sampling = SamplingService(store, bases, admission, quotas, settings.limits)
     cancels = CancelService(futures, oplog)
     samplers = Samplers(store, lifecycle, bases, sampling)
     result_stream = ResultStream(futures, waiter, TokenStreams(broker), samplers.keep_alive, cancels.cancel)
@@ -138,7 +138,7 @@ def build(settings: Settings) -> Services:
         queue_states,
         QueueService(snapshots, queue_states, backlog, calls, store),
         cancels,
-        OpenAiService(bases, samplers, admission, poll_limiter, result_stream),
+        OpenAiService(bases, samplers, admission, poll_limiter, result_stream, settings.limits),
         HubService(settings, bases),
         AuditService(ledger, store),
         UsageService(ledger, store),

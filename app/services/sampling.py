@@ -24,12 +24,12 @@ from app.services.validation import (
     check_sampled_role,
     in_range,
 )
+from app.settings import LimitSettings
 from app.stores.redis.records import RedisRecords, dump, load
 from app.wire.bodies import model_input, tensor
 from app.wire.forward_backward import to_cells
 
 TARGETS = "target_prompt_logprobs"
-MAX_SAMPLES = 1024
 MAX_STOPS = 64
 MAX_STOP_BYTES = 1024
 """Most UTF-8 bytes of one stop string. The sampled text is searched for all stop strings at every token."""
@@ -45,9 +45,15 @@ class SamplingService:
     and can safely run again."""
 
     def __init__(
-        self, store: RedisRecords, bases: BaseModels, admission: AdmissionService, quotas: QuotaService
+        self,
+        store: RedisRecords,
+        bases: BaseModels,
+        admission: AdmissionService,
+        quotas: QuotaService,
+        limits: LimitSettings,
     ) -> None:
         self._records = store
+        self._limits = limits
         self._quotas = quotas
         self._bases = bases
         self._admission = admission
@@ -90,7 +96,7 @@ class SamplingService:
         info = self._bases.info(sampler_role(full=sampler.full), sampler.base_model)
         request_id = ids.request_id(sampler_id, seq)
         request = _request(asked, ids.stable_seed(request_id), info.max_context)
-        check_sample(request, info)
+        check_sample(request, info, self._limits)
         self._admission.admit_sample(caller, sampler_id, sampler, seq, request)
         names = [ids.sequence_id(request_id, i) for i in range(request.num_samples)]
         return {"request_id": request_id, "sample_sequence_ids": names}
@@ -179,11 +185,17 @@ def _stops(stop: Any) -> tuple[tuple[str, ...], tuple[int, ...]]:
     raise BadRequest("sampling_params.stop must be a string, a list of strings or a list of token ids")
 
 
-def check_sample(request: SampleRequest, info: BaseModelInfo) -> None:
-    """Raises BadRequest when `request` cannot run on this base model."""
+def check_sample(request: SampleRequest, info: BaseModelInfo, limits: LimitSettings) -> None:
+    """Raises BadRequest when `request` cannot run on this base model, or is larger than the limits."""
     check_prompt(request, info)
-    in_range("num_samples", request.num_samples, 1, MAX_SAMPLES)
+    in_range("num_samples", request.num_samples, 1, limits.samples)
     in_range("sampling_params.max_tokens", request.max_tokens, 1)
+    tokens = request.num_samples * request.max_tokens
+    if tokens > limits.sampled_tokens:
+        raise BadRequest(
+            f"num_samples {request.num_samples} * max_tokens {request.max_tokens} are {tokens} tokens; one call may "
+            f"sample at most {limits.sampled_tokens} here: send fewer samples in a call, or a lower max_tokens"
+        )
     in_range("sampling_params.temperature", request.temperature, 0, MAX_TEMPERATURE)
     in_range("sampling_params.top_p", request.top_p, 0, 1, open_ends="(")
     if request.top_k != -1:

@@ -63,6 +63,13 @@ class LimitSettings(Section):
     json_depth: int = Field(64, ge=16, le=256, description="deepest nesting of lists and objects in a JSON body")
     datums: int = Field(8192, ge=1, description="most datums in one call; the SDK sends 1,024 at a time")
     batch_tokens: int = Field(2**22, ge=1, description="most tokens in all datums of one call")
+    samples: int = Field(1024, ge=1, le=1024, description="most samples of one call (num_samples)")
+    sampled_tokens: int = Field(
+        2**24,
+        ge=1,
+        description="most tokens that one call may sample, num_samples * max_tokens; a call that fills a sampler's "
+        "batch makes others wait",
+    )
     project: Limits = Field(Limits(), description="limits of each project that has none of its own")
 
 

@@ -97,10 +97,14 @@ ADDED: dict[str, set[str]] = {
     "command line": {"tinsmith --version", "tinsmith import folder", *_OF_IMPORT},
     "codec": {"Image"},
     "settings": {
+        "limits.samples",
+        "limits.sampled_tokens",
         "base_models.router_replay",
         *(f"base_models.{section}.sequence_parallel" for section in ("trainer", "full")),
     },
     "setting values": {
+        "limits.samples",
+        "limits.sampled_tokens",
         "base_models[0].router_replay",
         *(f"base_models[0].{section}.sequence_parallel" for section in ("trainer", "full")),
     },

@@ -28,6 +28,7 @@ from app.services.openai.tokenizer import BaseTokenizer, Tokenizers, for_templat
 from app.services.polling import LongPollLimiter
 from app.services.sampling import SamplingService, check_sample, check_size
 from app.services.tenants.access import check_role, list_checkpoints
+from app.settings import LimitSettings
 from app.stores.redis.lifecycle import RedisLifecycle
 from app.stores.redis.records import RedisRecords, dump
 from app.wire.bodies import model_input
@@ -81,7 +82,9 @@ class OpenAiService:
         admission: AdmissionService,
         poll_limiter: LongPollLimiter,
         result_stream: ResultStream,
+        limits: LimitSettings,
     ) -> None:
+        self._limits = limits
         self._bases, self._samplers, self._admission = bases, samplers, admission
         self._poll_limiter, self._result_stream = poll_limiter, result_stream
         self._tokenizers = Tokenizers(bases)
@@ -121,7 +124,7 @@ class OpenAiService:
     def _model(self, caller: Caller, name: str) -> Target:
         sampler_id, sampler = self._samplers.of(caller, name)
         info = self._bases.info(sampler_role(full=sampler.full), sampler.base_model)
-        return Target(sampler_id, sampler, info, self._tokenizers.of(sampler.base_model))
+        return Target(sampler_id, sampler, info, self._tokenizers.of(sampler.base_model), self._limits)
 
     def _answer(
         self,
@@ -163,6 +166,7 @@ class Target:
     sampler: Sampler
     info: BaseModelInfo
     tokenizer: BaseTokenizer
+    limits: LimitSettings
 
     def prompts(self, given: Any) -> list[np.ndarray]:
         """int32 [n] for each prompt, from a text, from token ids, or from a list of either. Raises BadRequest for token
@@ -199,7 +203,7 @@ class Target:
             sample_top=top,
             stream=asked["stream"] and not (top or score_prompt) and most != 0,
         )
-        check_sample(request, self.info)
+        check_sample(request, self.info, self.limits)
         return request
 
     def _tokens(self, prompt: Any) -> np.ndarray:

@@ -252,4 +252,11 @@ MUTANTS = (
         "",
         "tests/processes/app/stack/test_up.py::test_secrets_given_as_options_are_not_in_the_list_of_processes",
     ),
+    Mutant(
+        "limits: tokens that one call samples",
+        "app/services/sampling.py",
+        "if tokens > limits.sampled_tokens:",
+        "if False:",
+        "tests/unit/app/api/test_base.py::test_one_call_samples_no_more_than_the_settings_allow",
+    ),
 )

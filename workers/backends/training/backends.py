@@ -146,7 +146,11 @@ def _join(trainer: TrainerSettings, device: torch.device) -> RankGroup:
     backend = "gloo" if device.type == "cpu" else "nccl"
     # The stall detector ends the process first; see Trainer.healthy.
     deadline = max(COMPUTE_DEADLINE, timedelta(seconds=2 * trainer.rank_deadline_s))
-    store = serve_hosts() if trainer.ranks > 1 else join_alone(backend, deadline)
+    store = None
+    if trainer.ranks > 1:
+        store = serve_hosts()
+    else:
+        join_alone(backend, deadline)
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, timeout=deadline, verbose=False)
     if trainer.ranks == 1:
         return RankGroup()

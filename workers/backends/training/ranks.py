@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NoReturn
 
-import psutil
+import psutil  # type: ignore[import-untyped]
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -42,7 +42,7 @@ class RankGroup:
     rank: int = 0
     size: int = 1
     control: Any = None
-    store: dist.TCPStore | None = None
+    store: Any = None
 
     def sum_(self, tensors: Sequence[Tensor]) -> None:
         """Replaces each tensor, in place, by its sum over the ranks; one collective for all of them."""
@@ -147,11 +147,11 @@ def stay_on_this_machine() -> None:
 def join_alone(backend: str, deadline: timedelta) -> None:
     """Makes the default group of one rank. Its store is in memory, so no port is open for it."""
     stay_on_this_machine()
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=deadline)
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=deadline)  # type: ignore[attr-defined]
 
 
-def serve_store(address: str, port: int = 0) -> dist.TCPStore:
-    """Starts torch's store for a group of ranks, listening on `address` only (`port` 0: any free one).
+def serve_store(address: str, port: int = 0) -> Any:
+    """Starts torch's TCPStore for a group of ranks, listening on `address` only (`port` 0: any free one).
 
     It lives as long as the returned object. torch itself would listen on every interface, and the store obeys
     everybody who connects. Raises SetupError when this machine does not have the address.
@@ -165,10 +165,11 @@ def serve_store(address: str, port: int = 0) -> dist.TCPStore:
             "be an address of the first host, or GLOO_SOCKET_IFNAME name its interface"
         ) from None
     host, port, *_ = listening.getsockname()
-    return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
+    make = dist.TCPStore  # type: ignore[attr-defined]
+    return make(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
 
 
-def serve_hosts() -> dist.TCPStore | None:
+def serve_hosts() -> Any:
     """Starts the store of a group over several hosts, on its rank 0; the other ranks get None.
 
     It listens on the interface that GLOO_SOCKET_IFNAME names, else on the address of MASTER_ADDR. The ranks of the
@@ -193,7 +194,7 @@ def _address_of(interface: str) -> str:
     for family in (socket.AF_INET, socket.AF_INET6):
         for each in found:
             if each.family == family:
-                return each.address
+                return str(each.address)
     raise SetupError(f"GLOO_SOCKET_IFNAME is {interface!r}, which is no interface with an address here")
 
 

@@ -22,7 +22,15 @@ JSON = "application/json"
 @pytest.fixture(scope="module")
 def limited(settings: Settings) -> Flask:
     """An application with low limits."""
-    limits = LimitSettings(small_body_bytes=SMALL, json_values=20_000, json_depth=16, datums=2, batch_tokens=50)
+    limits = LimitSettings(
+        small_body_bytes=SMALL,
+        json_values=20_000,
+        json_depth=16,
+        datums=2,
+        batch_tokens=50,
+        samples=4,
+        sampled_tokens=30,
+    )
     return create_app(settings.model_copy(update={"limits": limits}))
 
 
@@ -117,6 +125,18 @@ def test_a_batch_over_the_limits_is_refused_and_its_seq_consumed(near: Api) -> N
         answer = near.forward_backward(message)
         assert (answer.status_code, why in answer.json["detail"]) == (400, True)
     assert near.ops(model) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("count", "tokens", "why"),
+    [(5, 1, "num_samples 5"), (4, 8, "num_samples 4 * max_tokens 8 are 32 tokens; one call may sample at most 30")],
+)
+def test_one_call_samples_no_more_than_the_settings_allow(near: Api, count: int, tokens: int, why: str) -> None:
+    asked = {**sample(near.sampler()), "num_samples": count, "sampling_params": {"max_tokens": tokens}}
+    answer = near.post("asample", asked)
+    assert (answer.status_code, why in answer.json["detail"]) == (400, True), answer.json
+    fits = {**asked, "num_samples": 3, "sampling_params": {"max_tokens": 8}}
+    assert near.post("asample", fits).status_code == 200
 
 
 def test_the_sdk_is_asked_to_compress_only_when_the_settings_say_so(settings: Settings, api: Api) -> None:

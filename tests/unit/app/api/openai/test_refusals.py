@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from app.settings import LimitSettings
 from tests.unit.app.api.openai.caller import CONTEXT, TOOLS, OpenAi
 
 BAD: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -86,3 +87,9 @@ def test_a_wrong_key_is_refused_in_openais_words(openai: OpenAi):
 
 def test_other_paths_keep_their_own_form_of_errors(openai: OpenAi):
     assert openai.api.post("asample", {}).json.keys() == {"detail", "error"}
+
+
+def test_one_call_samples_no_more_than_the_settings_allow(openai: OpenAi, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(openai.api.services.openai, "_limits", LimitSettings(sampled_tokens=10))
+    answer = openai.post("completions", prompt="ab", n=2, max_tokens=6)
+    assert (answer.status_code, "at most 10" in answer.json["error"]["message"]) == (400, True), answer.json
