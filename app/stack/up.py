@@ -58,11 +58,9 @@ def up(options: Options) -> int:
 
     Raises SetupError when something must be changed first, TinsmithError when a process keeps dying.
     """
-    # Valkey's append-only file and every log hold data of tenants.
-    os.umask(0o077)
     settings = config.resolve(options, os.environ)
     checks.listen_port(settings.api)
-    with closing(DataFolder(settings.data_dir)) as folder, _stop_signals() as stopping:
+    with _private_files(), closing(DataFolder(settings.data_dir)) as folder, _stop_signals() as stopping:
         plan = prepare(settings, options, folder)
         if checks.lacks_vllm(plan.settings):
             _say(NO_VLLM)
@@ -200,6 +198,17 @@ def _cleared_transfers(settings: Settings) -> Iterator[None]:
     finally:
         if not settings.engine.handover_dir:
             shutil.rmtree(settings.handover_dir, ignore_errors=True)
+
+
+@contextmanager
+def _private_files() -> Iterator[None]:
+    """Keeps the files of this process and its children from other users: Valkey's append-only file and every log hold
+    data of tenants."""
+    before = os.umask(0o077)
+    try:
+        yield
+    finally:
+        os.umask(before)
 
 
 @contextmanager
