@@ -7,7 +7,7 @@ import secrets
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -15,6 +15,7 @@ import redis
 
 # Below the range that Linux assigns by itself to listeners and connections.
 _PORTS = range(20_000, 32_768)
+MAX_MEMORY = "1gb"
 _claims: list[socket.socket] = []
 
 
@@ -45,12 +46,15 @@ def valkey_binary() -> Path:
 
 
 @contextlib.contextmanager
-def start_valkey(folder: Path, port: int | None = None, *, durable: bool = True) -> Iterator[str]:
-    """Starts a Valkey server with the production settings for state, or for a broker; yields its URL."""
+def start_valkey(
+    folder: Path, port: int | None = None, *, durable: bool = True, options: Sequence[str] = ()
+) -> Iterator[str]:
+    """Starts a Valkey server with the production settings for state, or for a broker; yields its URL. `options` come
+    behind these settings, so they win."""
     port = port or free_port()
     folder.mkdir(parents=True, exist_ok=True)
     kept = ["--appendonly", "yes", "--appendfsync", "always"] if durable else ["--appendonly", "no"]
-    options = ["--save", "", "--maxmemory-policy", "noeviction", *kept]
+    options = ["--save", "", "--maxmemory", MAX_MEMORY, "--maxmemory-policy", "noeviction", *kept, *options]
     process = subprocess.Popen(
         [valkey_binary(), "--port", str(port), "--bind", "127.0.0.1", "--dir", folder, *options],
         stdout=subprocess.DEVNULL,

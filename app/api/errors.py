@@ -18,6 +18,7 @@ from werkzeug.exceptions import HTTPException
 from app.api.base import ErrorSchema
 from app.errors import BadRequest, InvalidToken, OpError, RequestError, Unavailable
 from app.stores.redis.client import is_outage
+from app.stores.redis.durability import NotDurable
 
 log = logging.getLogger(__name__)
 OPENAI = "/oai/api/v1"
@@ -102,6 +103,8 @@ def _state_server(error: redis.RedisError) -> Answer | HTTPException:
     if not is_outage(error):
         return _unexpected(error)
     log.warning("the state server failed: %s", type(error).__name__)
+    if isinstance(error, NotDurable):
+        return _request_error(Unavailable(str(error)))
     return _request_error(Unavailable("the state server does not answer or is full; try again soon"))
 
 

@@ -33,8 +33,9 @@ from app.stores.objects.base import ObjectStore
 from app.stores.objects.routes import RouteFiles
 from app.stores.pages import PageFiles
 from app.stores.redis.backlog import RedisBacklog, RedisCalls
-from app.stores.redis.client import Waiter, connect
+from app.stores.redis.client import Waiter, connect, connect_state
 from app.stores.redis.completions import RedisCompletions, TokenStreams
+from app.stores.redis.durability import check_at_start
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.lifecycle import RedisLifecycle
 from app.stores.redis.limits import RedisQuotas
@@ -80,10 +81,12 @@ class Services:
 
 
 def build(settings: Settings) -> Services:
-    """Builds all services. Raises SetupError when the settings name no state server or no usable object store."""
+    """Builds all services. Raises SetupError when the settings name no state server, or a server or an object store
+    that cannot be used."""
     if not settings.redis.url:
         raise SetupError("redis.url is empty: set it, or start everything with `tinsmith up`")
-    client, broker = connect(settings.redis.url), connect(settings.broker_url)
+    client, broker = connect_state(settings.redis.url), connect(settings.broker_url)
+    check_at_start(client)
     oplog, store = RedisOpLog(client, settings.engine), RedisRecords(client, settings.engine)
     objects = create(settings, may_be_away=True)
     bases = BaseModels(settings, store)

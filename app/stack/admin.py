@@ -28,7 +28,7 @@ Action = Callable[[AccountService, Namespace], Iterator[str]]
 def run(options: Options, action: str, asked: Namespace) -> int:
     """Runs one action. Raises SetupError when the action cannot be done as asked, Unavailable when a store is away."""
     settings = settings_of(options)
-    checks.redis_server(settings.redis.url)
+    checks.state_server(settings.redis.url)
     accounts = account_service(settings, create(settings, may_be_away=True))
     try:
         with reached(settings):
@@ -161,7 +161,7 @@ def show(options: Options, scope: str, day: date | None) -> int:
     """Prints the audit log of a project or organisation for one day (UTC; None: today). Raises SetupError, or
     Unavailable when a store is away."""
     settings = settings_of(options)
-    checks.redis_server(settings.redis.url)
+    checks.state_server(settings.redis.url)
     client, objects = connect(settings.redis.url), create(settings)
     records = RedisRecords(client, settings.engine)
     log = AuditService(UsageLedger(RedisPages(client, settings.engine), PageFiles(objects)), records)

@@ -8,8 +8,10 @@ from __future__ import annotations
 import re
 import socket
 from collections import defaultdict
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import redis
@@ -17,6 +19,7 @@ import redis
 from app.errors import SetupError
 from app.settings import ApiSettings, BaseModelSettings, Settings
 from app.stores import objects
+from app.stores.redis.durability import NotDurable, check_connection
 
 _TIMEOUT_S = 3.0
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9_.-]+)?")
@@ -139,10 +142,24 @@ def memory_shares(settings: Settings) -> None:
             )
 
 
-def redis_server(url: str) -> None:
+def broker(url: str) -> None:
+    """Checks that the broker answers. Its messages may be lost, so its settings do not matter."""
+    _reach(url)
+
+
+def state_server(url: str) -> None:
+    """Checks that the state server answers and keeps what it acknowledges."""
+    _reach(url, check_connection)
+
+
+def _reach(url: str, check: Callable[[Any], None] | None = None) -> None:
     try:
-        with redis.Redis.from_url(url, socket_connect_timeout=_TIMEOUT_S, socket_timeout=_TIMEOUT_S) as client:
+        with redis.Redis.from_url(
+            url, socket_connect_timeout=_TIMEOUT_S, socket_timeout=_TIMEOUT_S, redis_connect_func=check
+        ) as client:
             client.ping()
+    except NotDurable as error:
+        raise SetupError(f"cannot use Redis at {_without_secrets(url)}: {error}") from None
     except (redis.RedisError, ValueError) as error:
         raise SetupError(
             f"cannot use Redis at {_without_secrets(url)}: {error}; start it or correct --redis, or leave --redis out "
@@ -164,8 +181,8 @@ def everything(settings: Settings) -> None:
         vllm(base)
     memory_shares(settings)
     if settings.redis.url:
-        redis_server(settings.redis.url)
-        redis_server(settings.broker_url)
+        state_server(settings.redis.url)
+        broker(settings.broker_url)
     objects.create(settings)
 
 

@@ -34,7 +34,7 @@ def import_folder(options: Options, folder: Path, base_model: str, project: str 
     """Imports the folder and prints the checkpoint's path. Raises SetupError when that cannot be done as asked,
     Unavailable when a store is away or no trainer of the base model is up."""
     settings = settings_of(options)
-    checks.redis_server(settings.redis.url)
+    checks.state_server(settings.redis.url)
     objects = create(settings)
     try:
         with reached(settings):

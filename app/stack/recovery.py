@@ -31,7 +31,7 @@ def rebuild(options: Options) -> int:
     """Rebuilds the state server's records. Raises SetupError when a server cannot be reached, Unavailable when one
     fails during the work."""
     settings = settings_of(options)
-    checks.redis_server(settings.redis.url)
+    checks.state_server(settings.redis.url)
     objects = create(settings)
     state = shown(settings.redis.url)
     print(f"from the object store {store_name(settings)} into the state server {state}", flush=True)
@@ -89,7 +89,7 @@ def restore(options: Options, file: Path) -> int:
     """Restores a backup. Raises SetupError for a file that is not a complete backup; then nothing has changed. Raises
     Unavailable when a store is away; then the command can be run again."""
     settings = settings_of(options)
-    checks.redis_server(settings.redis.url)
+    checks.state_server(settings.redis.url)
     objects = create(settings)
     try:
         with file.open(encoding="utf-8") as text:

@@ -18,7 +18,7 @@ from app.settings import Settings, StoreSettings
 from app.stores.objects import create
 from app.stores.objects.s3 import S3Store
 from tests.conformance.object_stores import KEY
-from tests.faults.proxy import Proxy
+from tests.faults.proxy import Proxy, Rewriting
 from tests.servers_s3 import start_s3
 
 
@@ -67,6 +67,31 @@ def test_an_object_that_was_sent_with_an_encoding_comes_as_it_is_stored(s3_setti
     assert urllib3.request("PUT", url, body=bomb, headers={"Content-Encoding": "gzip"}).status == 200
     store.get("uploads/bomb", tmp_path / "bomb", len(bomb))
     assert (tmp_path / "bomb").read_bytes() == store.read("uploads/bomb") == bomb
+
+
+def ignoring(server: StoreSettings) -> Rewriting:
+    """The server behind a proxy through which it never sees If-None-Match."""
+    return Rewriting(server.url, b"If-None-Match", b"X-Passed-Along")
+
+
+def test_a_server_that_ignores_if_none_match_is_refused_at_the_start(s3_settings: StoreSettings):
+    with ignoring(s3_settings) as proxy:
+        far = s3_settings.model_copy(update={"url": proxy.url})
+        for may_be_away in (False, True):
+            with pytest.raises(SetupError, match=r"200 and 200, not 200 and 412.*store\.url"):
+                S3Store(far, may_be_away=may_be_away)
+    assert create(Settings(store=s3_settings)).list("probes") == []
+
+
+def test_a_server_that_was_away_at_the_start_is_tried_at_the_first_write(s3_settings: StoreSettings):
+    with ignoring(s3_settings) as proxy:
+        proxy.refuse()
+        store = S3Store(s3_settings.model_copy(update={"url": proxy.url}), may_be_away=True)
+        proxy.go_on()
+        for _ in range(2):
+            with pytest.raises(Unavailable, match="honours If-None-Match"):
+                store.put_new("not-written", b"1")
+    assert create(Settings(store=s3_settings)).list("not-written") == []
 
 
 class OnlyHeads(Proxy):

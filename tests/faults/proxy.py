@@ -127,3 +127,16 @@ class Proxy:
             if left is not None and (left := left - len(data)) <= 0:
                 self.cut += 1
                 return
+
+
+class Rewriting(Proxy):
+    """A proxy that replaces some bytes on their way, in both directions: the server behind it looks like another."""
+
+    def __init__(self, target: str, old: bytes, new: bytes) -> None:
+        super().__init__(target)
+        self._old, self._new = old, new
+
+    async def _pump(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, left: int | None) -> None:
+        while data := await source.read(_CHUNK):
+            sink.write(data.replace(self._old, self._new))
+            await sink.drain()

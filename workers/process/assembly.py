@@ -20,7 +20,7 @@ from app.services.base_models import NEVER_ADAPTED, SHAPES, WEIGHTS, sampler_rol
 from app.settings import BaseModelSettings, Settings, TrainerSettings
 from app.stores.objects.routes import RouteFiles
 from app.stores.redis import keys
-from app.stores.redis.client import Channel, connect
+from app.stores.redis.client import Channel, connect_state
 from app.stores.redis.records import dump
 from workers.backends.sampling.base import SamplerBackend
 from workers.backends.training.base import TrainingBackend
@@ -285,7 +285,7 @@ def assemble_sampler(parts: Parts, serving: Serving[SamplerBackend], cancelled: 
     )
     # While the state server is away this channel misses cancellations. The lease renewal reports them, a third of the
     # lease time later.
-    cancellations = Channel(connect(parts.settings.redis.url), cancelled, running_requests.abort)
+    cancellations = Channel(connect_state(parts.settings.redis.url), cancelled, running_requests.abort)
     cancellations.start()
     # An orderly stop would wait for requests that never come back.
     watchdog = _watchdog(parts, serving, exit_process)

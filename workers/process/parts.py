@@ -18,8 +18,9 @@ from app.settings import BaseModelSettings, Settings
 from app.stores import objects
 from app.stores.objects.base import ObjectStore
 from app.stores.pages import PageFiles
-from app.stores.redis.client import connect
+from app.stores.redis.client import connect, connect_state
 from app.stores.redis.completions import TokenStreams
+from app.stores.redis.durability import check_at_start
 from app.stores.redis.futures import RedisPayloads
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.lifecycle import RedisLifecycle
@@ -55,7 +56,9 @@ class Parts:
 
     @classmethod
     def of(cls, settings: Settings, celery: Celery, worker: str) -> Parts:
-        client, store = connect(settings.redis.url), objects.create(settings, may_be_away=True)
+        client = connect_state(settings.redis.url)
+        check_at_start(client)
+        store = objects.create(settings, may_be_away=True)
         oplog, streams = RedisOpLog(client, settings.engine, store), TokenStreams(connect(settings.broker_url))
         return cls.over(client, settings, worker, oplog, store, dispatch.Dispatcher(celery), celery, streams)
 

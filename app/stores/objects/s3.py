@@ -10,6 +10,7 @@ import base64
 import hashlib
 import io
 import logging
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -38,6 +39,7 @@ _TIMEOUT = urllib3.Timeout(connect=3, read=60)
 _RETRIES = urllib3.Retry(total=2, backoff_factor=0.2, status_forcelist=[500, 502, 503, 504])
 _MISSING = ("NoSuchKey", "NoSuchObject")
 _TAKEN = ("BucketAlreadyOwnedByYou", "BucketAlreadyExists")
+_PROBES = "probes"
 
 Sign = Callable[[str, Mapping[str, str]], str]
 """Returns a signed URL of the object for (method, query parameters)."""
@@ -53,9 +55,9 @@ class S3Store:
     the parts. So two writers at the same moment may both succeed. The manifest, which is one request, decides between
     them.
 
-    Raises SetupError when the server refuses the credentials, or cannot be reached. With `may_be_away`, a server that
-    cannot be reached is no error: a process that starts during an outage has work that needs no store. After the
-    start, an outage raises Unavailable.
+    Raises SetupError when the server refuses the credentials, ignores If-None-Match, or cannot be reached. With
+    `may_be_away`, a server that cannot be reached is no error: a process that starts during an outage has work that
+    needs no store; the first write checks the server then. After the start, an outage raises Unavailable.
     """
 
     def __init__(self, settings: StoreSettings, part_bytes: int = _PART_BYTES, *, may_be_away: bool = False) -> None:
@@ -68,14 +70,14 @@ class S3Store:
         self._signer = self._client
         if settings.public_url:
             self._signer = _client(_parse(settings.public_url, "store.public_url"), settings, self._http)
-        self._has_bucket = False
+        self._is_checked = False
         self._open(may_be_away)
 
     def put_new(self, key: str, source: Path | bytes) -> bool:
         """Stores a file; False (nothing changes) when the key exists."""
         check_key(key)
         with self._outages(), _reader(source) as data:
-            self._make_bucket()
+            self._check_once(Unavailable)
             status = self._put(key, data)
         if status in (200, 412):
             return status == 200
@@ -160,7 +162,7 @@ class S3Store:
 
     def _open(self, may_be_away: bool) -> None:
         try:
-            self._make_bucket()
+            self._check_once(SetupError)
         except S3Error as error:
             raise SetupError(
                 f"{self._where} refused to open the bucket {self._bucket!r} ({error.code}): "
@@ -174,17 +176,36 @@ class S3Store:
         except (MinioException, ValueError) as error:
             raise SetupError(f"store.url does not name a usable S3 bucket: {error}") from None
 
-    def _make_bucket(self) -> None:
-        """Makes the bucket once. Another process may make it at the same time."""
-        if self._has_bucket:
+    def _check_once(self, error: type[SetupError] | type[Unavailable]) -> None:
+        """Makes the bucket and tries the server, once in this process. Raises `error` when the server does
+        not honour If-None-Match."""
+        if self._is_checked:
             return
+        self._make_bucket()
+        if (found := self._write_twice()) != (200, 412):
+            raise error(
+                f"{self._where} answered {found[0]} and {found[1]}, not 200 and 412, when an object was created twice: "
+                "with it one checkpoint could overwrite another; set store.url to a server that honours If-None-Match, "
+                "and let the credentials write"
+            )
+        self._is_checked = True
+
+    def _write_twice(self) -> tuple[int, int]:
+        """Creates an object with a unique name twice, and deletes it. Returns both statuses."""
+        probe = f"{_PROBES}/{uuid.uuid4().hex}"
+        try:
+            return self._put(probe, io.BytesIO()), self._put(probe, io.BytesIO())
+        finally:
+            self._client.remove_object(self._bucket, probe)
+
+    def _make_bucket(self) -> None:
+        """Makes the bucket. Another process may make it at the same time."""
         try:
             if not self._client.bucket_exists(self._bucket):
                 self._client.make_bucket(self._bucket)
         except S3Error as error:
             if error.code not in _TAKEN:
                 raise
-        self._has_bucket = True
 
     @contextmanager
     def _reading(self, key: str) -> Iterator[urllib3.BaseHTTPResponse]:

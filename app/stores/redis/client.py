@@ -18,6 +18,7 @@ from app import ids
 from app.errors import Unavailable
 from app.settings import EngineSettings
 from app.stores.redis import keys, scripts
+from app.stores.redis.durability import NotDurable, check_connection
 
 log = logging.getLogger(__name__)
 # redis-py's own pool raises at its 100th connection; 1,200 threads that wait for a free one need far fewer.
@@ -29,6 +30,7 @@ _OUTAGES = (
     redis.OutOfMemoryError,
     redis.ReadOnlyError,
     redis.exceptions.MasterDownError,
+    NotDurable,
 )
 # Replies that redis-py has no class for: a full disk under the append-only file, missing replicas, a slow script.
 _PASSING = ("MISCONF ", "NOREPLICAS ", "BUSY ")
@@ -43,6 +45,16 @@ def connect(url: str) -> redis.Redis:
     It has no socket timeout: the default of redis-py 8, 5 s, cuts off pub/sub and slow saves. Keepalive finds dead
     peers.
     """
+    return _client(url)
+
+
+def connect_state(url: str) -> redis.Redis:
+    """A client of the state server, like that of `connect`. Each of its connections raises NotDurable while the server
+    may lose what it acknowledges."""
+    return _client(url, redis_connect_func=check_connection)
+
+
+def _client(url: str, **options: Any) -> redis.Redis:
     pool = redis.BlockingConnectionPool.from_url(
         url,
         max_connections=_CONNECTIONS,
@@ -51,12 +63,14 @@ def connect(url: str) -> redis.Redis:
         socket_connect_timeout=2,
         socket_keepalive=True,
         health_check_interval=10,
+        **options,
     )
     return redis.Redis.from_pool(pool)
 
 
 def is_outage(error: redis.RedisError) -> bool:
-    """Returns True for a temporary error: the server is away, still loads, is full, or cannot write at the moment."""
+    """Returns True for a temporary error: the server is away, still loads, is full, cannot write at the moment, or came
+    back with settings that may lose calls."""
     return isinstance(error, _OUTAGES) or str(error).startswith(_PASSING)
 
 

@@ -3,6 +3,13 @@
 To add the mutant of a guard, write the smallest change that removes it, and name the fastest test that then fails.
 """
 
-from tests.mutants.guards import journal, sampling, storing, tenants, training
+from tests.mutants.guards import journal, sampling, servers, storing, tenants, training
 
-MUTANTS = (*journal.MUTANTS, *training.MUTANTS, *storing.MUTANTS, *sampling.MUTANTS, *tenants.MUTANTS)
+MUTANTS = (
+    *journal.MUTANTS,
+    *training.MUTANTS,
+    *storing.MUTANTS,
+    *sampling.MUTANTS,
+    *tenants.MUTANTS,
+    *servers.MUTANTS,
+)

@@ -14,6 +14,7 @@ from app.errors import BadRequest, Unavailable
 from app.ids import TinkerPath, session_of
 from app.services.tenants.audit import OPERATOR, AuditService
 from tests.pages import age
+from tests.servers import MAX_MEMORY
 from tests.unit.app.api.test_billing import sweep
 from tests.unit.app.api.test_copies import copy, project, saved
 from tests.unit.app.api.test_models import save_checkpoint
@@ -146,7 +147,7 @@ def test_what_makes_room_is_done_and_logged_when_there_is_none(admin: Api) -> No
         for call in calls[3:]:
             do(admin, *call)
     finally:
-        server.config_set("maxmemory", 0)
+        server.config_set("maxmemory", MAX_MEMORY)
     assert events(admin) == ["run_create", "checkpoint_delete", "run_delete"]
 
 

@@ -14,9 +14,10 @@ import redis
 from app import create_app
 from app.api.base import EXTENSION
 from app.domain.results import Result
+from app.errors import SetupError
 from app.settings import RedisSettings, Settings
 from app.stores.redis.client import connect, is_outage
-from tests.servers import free_port, start_valkey, valkey_binary
+from tests.servers import MAX_MEMORY, free_port, start_valkey, valkey_binary
 from tests.unit.app.conftest import Api, add_worker, batch
 
 
@@ -42,7 +43,7 @@ def server(own_url: str) -> Iterator[redis.Redis]:
         yield client
         client.replicaof("NO", "ONE")
         client.config_set("min-replicas-to-write", 0)
-        client.config_set("maxmemory", 0)
+        client.config_set("maxmemory", MAX_MEMORY)
 
 
 def make_full(server: redis.Redis) -> None:
@@ -71,7 +72,7 @@ def test_a_server_that_may_not_write_is_a_503_that_uses_up_no_seq(
         )
     server.replicaof("NO", "ONE")
     server.config_set("min-replicas-to-write", 0)
-    server.config_set("maxmemory", 0)
+    server.config_set("maxmemory", MAX_MEMORY)
     assert own_api.forward_backward(batch(model, 1, tokens=[3, 2, 1])).status_code == 200
 
 
@@ -151,3 +152,25 @@ def _first_answer(client: redis.Redis) -> redis.RedisError | None:
 def _spin(client: redis.Redis) -> None:
     with pytest.raises(redis.ResponseError, match="killed"):
         client.eval("while true do end", 0)
+
+
+def test_a_server_that_came_back_and_may_lose_calls_is_a_503_with_the_reason(own_api: Api, server: redis.Redis) -> None:
+    model = own_api.model()
+    server.config_set("appendonly", "no")
+    server.client_kill_filter(_type="normal", skipme=True)
+    answers = [own_api.forward_backward(batch(model, 1)) for _ in range(3)]
+    assert {answer.status_code for answer in answers} == {503}
+    assert "set appendonly yes" in answers[-1].json["detail"]
+    server.config_set("appendonly", "yes")
+    assert own_api.forward_backward(batch(model, 1)).status_code == 200
+
+
+def test_an_api_does_not_start_on_a_server_that_may_lose_calls(
+    settings: Settings, server: redis.Redis, own_url: str
+) -> None:
+    server.config_set("maxmemory-policy", "allkeys-lru")
+    try:
+        with pytest.raises(SetupError, match="set maxmemory-policy noeviction"):
+            create_app(settings.model_copy(update={"redis": RedisSettings(url=own_url)}))
+    finally:
+        server.config_set("maxmemory-policy", "noeviction")

@@ -5,8 +5,9 @@ import socket
 import pytest
 
 from app.errors import SetupError
-from app.settings import BaseModelSettings, SamplerSettings, Settings, TrainerSettings
+from app.settings import BaseModelSettings, RedisSettings, SamplerSettings, Settings, TrainerSettings
 from app.stack import checks
+from tests.servers import start_valkey
 
 
 def base_model(path: str = "org/name", **values) -> BaseModelSettings:
@@ -145,13 +146,21 @@ def test_a_quantised_base_needs_its_library(monkeypatch):
 
 def test_an_unreachable_redis_is_named_without_its_password():
     with pytest.raises(SetupError, match=r"cannot use Redis at redis://127.0.0.1:1/0: .*--redis") as caught:
-        checks.redis_server("redis://:hidden@127.0.0.1:1/0")
+        checks.broker("redis://:hidden@127.0.0.1:1/0")
     assert "hidden" not in str(caught.value)
 
 
 def test_a_url_that_is_not_redis_is_named():
     with pytest.raises(SetupError, match=r"cannot use Redis at http://127.0.0.1:1"):
-        checks.redis_server("http://127.0.0.1:1")
+        checks.state_server("http://127.0.0.1:1")
+
+
+def test_an_outside_redis_that_may_lose_calls_is_refused_with_the_settings_to_change(tmp_path):
+    with start_valkey(tmp_path, options=("--appendonly", "no", "--maxmemory-policy", "allkeys-lru")) as url:
+        settings = Settings(data_dir=tmp_path, redis=RedisSettings(url=url))
+        with pytest.raises(SetupError, match=r"set appendonly yes.*set maxmemory-policy noeviction"):
+            checks.everything(settings)
+        checks.broker(url)
 
 
 def memory_shares(*, sampler: float, device: int = 0, count: int = 1, hostfile: str = "") -> Settings:

@@ -18,6 +18,7 @@ from app.stores.redis.lifecycle import RedisLifecycle
 from app.stores.redis.pages import RedisPages
 from app.stores.redis.records import RedisRecords, dump
 from tests.pages import age, in_mid_hour, listed, used
+from tests.servers import MAX_MEMORY
 from tests.unit.app.stores.redis.journal_steps import MODEL, OK, admit, own
 from tests.unit.app.stores.redis.test_samples import admit as admit_sample
 from tests.unit.app.stores.redis.test_samples import samples
@@ -145,7 +146,7 @@ def test_an_entry_is_written_once_with_its_time(pages, client):
 def full(client: redis.Redis) -> Iterator[redis.Redis]:
     client.config_set("maxmemory", 1)
     yield client
-    client.config_set("maxmemory", 0)
+    client.config_set("maxmemory", MAX_MEMORY)
 
 
 def test_a_full_server_takes_no_entry_but_an_urgent_one_and_counts_what_ends(oplog, client, request):

@@ -16,6 +16,7 @@ from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.lifecycle import RedisLifecycle
 from app.stores.redis.records import RedisRecords, dump
 from app.stores.redis.types import QueueBounds
+from tests.servers import MAX_MEMORY
 
 SESSION = "session"
 SAMPLER, OTHER = f"{SESSION}:sample:0", "session2:sample:0"
@@ -179,7 +180,7 @@ def test_a_full_server_says_why_and_still_lets_go_of_requests(client, samples, l
         lifecycle.finish(SESSION, "success")
         assert lifecycle.abort_samples() == 1
     finally:
-        client.config_set("maxmemory", 0)
+        client.config_set("maxmemory", MAX_MEMORY)
     assert samples.outcome(second) is not None
 
 

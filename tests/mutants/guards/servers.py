@@ -1,0 +1,98 @@
+"""Guards against servers, disks and connections that do not do what they must."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+# Without the fixtures of the API's own tests, which take seconds to load.
+_STORES = "--confcutdir=tests/unit/app/stores -p tests.unit.conftest tests/unit/app/stores/redis"
+_DURABILITY = f"{_STORES}/test_durability.py"
+_SETTING = f"{_DURABILITY}::test_a_setting_with_which_calls_get_lost_is_refused_with_its_remedy"
+
+MUTANTS = (
+    # A state server that keeps what it acknowledges.
+    Mutant(
+        "durability: each new connection asks",
+        "app/stores/redis/client.py",
+        "_client(url, redis_connect_func=check_connection)",
+        "_client(url)",
+        f"{_DURABILITY}::test_a_server_that_came_back_with_other_settings_takes_no_call_until_they_are_right",
+    ),
+    Mutant(
+        "durability: an append-only file",
+        "app/stores/redis/durability.py",
+        'if facts.get("aof_enabled") != "1":',
+        "if False:",
+        _SETTING,
+    ),
+    Mutant(
+        "durability: on disk before the answer",
+        "app/stores/redis/durability.py",
+        'if appendfsync not in (None, "always"):',
+        "if False:",
+        _SETTING,
+    ),
+    Mutant(
+        "durability: nothing is evicted",
+        "app/stores/redis/durability.py",
+        'if policy != "noeviction":',
+        "if False:",
+        _SETTING,
+    ),
+    Mutant(
+        "durability: a bound of memory",
+        "app/stores/redis/durability.py",
+        'if facts.get("maxmemory", "0") == "0":',
+        "if False:",
+        _SETTING,
+    ),
+    Mutant(
+        "durability: a primary",
+        "app/stores/redis/durability.py",
+        'mode != "standalone" or role != "master"',
+        'mode != "standalone"',
+        f"{_DURABILITY}::test_a_replica_is_refused",
+    ),
+    Mutant(
+        "durability: no cluster",
+        "app/stores/redis/durability.py",
+        'mode != "standalone" or role != "master"',
+        'role != "master"',
+        f"{_DURABILITY}::test_a_cluster_is_refused",
+    ),
+    Mutant(
+        "durability: a version that knows the scripts' flags",
+        "app/stores/redis/durability.py",
+        "_LEAST_VERSION = 7",
+        "_LEAST_VERSION = 6",
+        f"{_DURABILITY}::test_a_version_before_7_is_refused",
+    ),
+    Mutant(
+        "durability: before an API starts",
+        "app/services/container.py",
+        "    check_at_start(client)\n",
+        "",
+        "tests/unit/app/api/test_outages.py::test_an_api_does_not_start_on_a_server_that_may_lose_calls",
+    ),
+    Mutant(
+        "durability: before a worker starts",
+        "workers/process/parts.py",
+        "        check_at_start(client)\n",
+        "",
+        "tests/unit/workers/process/test_parts.py",
+    ),
+    Mutant(
+        "durability: before a stack starts",
+        "app/stack/checks.py",
+        "_reach(url, check_connection)",
+        "_reach(url)",
+        "tests/unit/app/stack/test_checks.py",
+    ),
+    Mutant(
+        "S3: a server that honours If-None-Match",
+        "app/stores/objects/s3.py",
+        "if (found := self._write_twice()) != (200, 412):",
+        "if (found := self._write_twice()) == ():",
+        "tests/conformance/test_s3_store.py::test_a_server_that_ignores_if_none_match_is_refused_at_the_start",
+    ),
+)
