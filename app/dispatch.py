@@ -13,6 +13,7 @@ from celery import Celery
 from kombu.exceptions import OperationalError
 
 from app.settings import Settings
+from app.sockets import ANSWER_S, KEEPALIVE
 from app.stores.redis.client import connect
 from app.stores.redis.types import Holder
 
@@ -75,6 +76,9 @@ def celery_app(settings: Settings) -> Celery:
             "unacked_restore_throttle": 1,
             "health_check_interval": 10,
             "socket_connect_timeout": 2,
+            "socket_timeout": ANSWER_S,
+            "socket_keepalive": True,
+            "socket_keepalive_options": KEEPALIVE,
             # With kombu's defaults, a publish to a broker that is away takes 6 s, and every admission waits for it.
             "max_retries": 1,
             "interval_start": 0,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import random
 import socket
 import threading
@@ -12,13 +13,22 @@ from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 _CHUNK = 65536
+_SO_ATTACH_FILTER = 26
+
+
+def _deaf(end: asyncio.StreamWriter) -> None:
+    """The kernel drops every packet that arrives for the socket, before it acknowledges it: by a socket filter of one
+    instruction, `ret 0`. Its address is in the option, so it is copied before the call returns."""
+    instruction = ctypes.create_string_buffer(b"\x06\0\0\0\0\0\0\0", 8)
+    program = (ctypes.c_uint64 * 2)(1, ctypes.addressof(instruction))
+    end.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, bytes(program))
 
 
 class Proxy:
     """A proxy in front of the server of `target`, a URL; `url` is the same through the proxy.
 
     `cut_share` of the connections made from now on end after a few of `cut_within` bytes, in mid-message. `cut` counts
-    those, and `dropped` counts the ones that `drop` ended.
+    those, `dropped` counts the ones that `drop` ended, and `silenced` those of `silence`.
     """
 
     def __init__(self, target: str, cut_within: int = 50_000, seed: int = 1) -> None:
@@ -26,7 +36,7 @@ class Proxy:
         self._dice = random.Random(seed)
         self._cut_within = cut_within
         self.cut_share = 0.0
-        self.dropped = self.cut = 0
+        self.dropped = self.cut = self.silenced = 0
         self._refusing = False
         self._writers: set[asyncio.StreamWriter] = set()
         self._socket = socket.create_server(("127.0.0.1", 0))
@@ -60,6 +70,11 @@ class Proxy:
         """Takes bytes and forwards none."""
         self._do(self._stall())
 
+    def silence(self, *, acknowledge: bool = False) -> None:
+        """Makes every open connection fall silent, as when the server's machine loses its power: nothing is forwarded,
+        ended or, unless `acknowledge`, acknowledged any more. New connections work."""
+        self._do(self._silence(acknowledge))
+
     def go_on(self) -> None:
         """Returns to normal; the held-back bytes arrive now."""
         self._refusing = False
@@ -88,6 +103,15 @@ class Proxy:
 
     async def _stall(self) -> None:
         self._flowing.clear()
+
+    async def _silence(self, acknowledge: bool) -> None:
+        self._flowing.clear()
+        self._flowing = asyncio.Event()  # the open connections go on waiting for the old one
+        self._flowing.set()
+        for writer in () if acknowledge else self._writers:
+            _deaf(writer)
+        self.silenced += len(self._writers) // 2
+        self._writers.clear()
 
     async def _open(self) -> None:
         self._flowing.set()
@@ -120,8 +144,9 @@ class Proxy:
 
     async def _pump(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, left: int | None) -> None:
         """Forwards until the source ends, or until `left` bytes have passed, which is in mid-message."""
+        flowing = self._flowing
         while data := await source.read(_CHUNK):
-            await self._flowing.wait()
+            await flowing.wait()
             sink.write(data if left is None else data[:left])
             await sink.drain()
             if left is not None and (left := left - len(data)) <= 0:

@@ -31,7 +31,14 @@ class Stack:
     """
 
     def __init__(
-        self, folder: Path, base_path: Path, state: str, broker: str, direct: str, store: dict[str, str] | None = None
+        self,
+        folder: Path,
+        base_path: Path,
+        state: str,
+        broker: str,
+        direct: str,
+        store: dict[str, str] | None = None,
+        lease_s: float = 3.0,
     ) -> None:
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
@@ -49,7 +56,7 @@ class Stack:
                     "api": {"port": port},
                     "redis": {"url": state, "broker_url": broker},
                     "store": store or {},
-                    "engine": {"lease_s": 3.0, "ring_again_s": 1.0},
+                    "engine": {"lease_s": lease_s, "ring_again_s": 1.0},
                     "base_models": [base],
                 }
             )

@@ -113,5 +113,8 @@ ADDED: dict[str, set[str]] = {
     # Keys that start so and are now deleted before they expire; every version does without them.
     "keys deleted": {"tinsmith:home:"},
     # Each process has its own.
-    "broker options": {"max_retries", "interval_start", "interval_step", "interval_max"},
+    "broker options": {
+        *("max_retries", "interval_start", "interval_step", "interval_max"),
+        *("socket_timeout", "socket_keepalive", "socket_keepalive_options"),
+    },
 }

@@ -36,6 +36,7 @@ BEAT_S = 3.0
 LIFE_S = 15.0
 
 _AWAY_S = 1.0
+_TRIES_A_LEASE = 15
 
 _ONE_TOKEN = SampleRequest(np.zeros(1, np.int32), num_samples=1, max_tokens=1, seed=0, temperature=0.0)
 
@@ -150,8 +151,8 @@ class PutOffs:
 
 
 class LeaseKeeper:
-    """Renews every held id three times per lease time. The renewal also shows that this worker lives, even when it
-    holds none. After it, the thread flushes `put_offs`.
+    """Renews every held id three times per lease time, and soon again when that failed. The renewal also shows that
+    this worker lives, even when it holds none. After it, the thread flushes `put_offs`.
 
     A lease that could not be renewed in time, or that someone else holds, is lost until it is added again.
     """
@@ -191,12 +192,16 @@ class LeaseKeeper:
         self._thread.join()
 
     def _loop(self) -> None:
-        while not self._stop.wait(self._lease_s / 3):
+        pause_s = self._lease_s / 3
+        while not self._stop.wait(pause_s):
+            pause_s = self._lease_s / 3
             try:
                 self._renew()
                 self.put_offs.flush()
             except (redis.RedisError, OSError) as error:
                 log.warning("could not renew leases: %s", error)
+                # A third later the lease would be over, if it took a third until the connection was found dead.
+                pause_s = self._lease_s / _TRIES_A_LEASE
 
     def _renew(self) -> None:
         asked = time.monotonic()

@@ -24,8 +24,10 @@ from minio import Minio
 from minio.commonconfig import CopySource
 from minio.deleteobjects import DeleteObject
 from minio.error import MinioException, S3Error
+from urllib3.connection import HTTPConnection
 from urllib3.exceptions import HTTPError
 
+from app import sockets
 from app.errors import NotFound, SetupError, Unavailable
 from app.settings import StoreSettings
 from app.stores.objects.base import check_key, check_prefix, copy_bounded, whole_file
@@ -65,7 +67,8 @@ class S3Store:
         self._part_bytes = part_bytes
         self._bucket = url.path.strip("/")
         self._where = f"the S3 server {url.scheme}://{url.netloc}"
-        self._http = urllib3.PoolManager(timeout=_TIMEOUT, retries=_RETRIES, maxsize=32)
+        options = [*HTTPConnection.default_socket_options, *sockets.OPTIONS]
+        self._http = urllib3.PoolManager(timeout=_TIMEOUT, retries=_RETRIES, maxsize=32, socket_options=options)
         self._client = _client(url, settings, self._http)
         self._signer = self._client
         if settings.public_url:

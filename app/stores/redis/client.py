@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any, cast
@@ -17,6 +18,7 @@ import redis
 from app import ids
 from app.errors import Unavailable
 from app.settings import EngineSettings
+from app.sockets import ANSWER_S, KEEPALIVE
 from app.stores.redis import keys, scripts
 from app.stores.redis.durability import NotDurable, check_connection
 
@@ -37,13 +39,14 @@ _PASSING = ("MISCONF ", "NOREPLICAS ", "BUSY ")
 _FULL = "FULL "
 
 _RECONNECT_S = 0.2
+# A channel on which nothing was heard for this long asks the server.
+_ASK_S = 2.0
 
 
 def connect(url: str) -> redis.Redis:
     """A thread-safe client. Raises redis.ConnectionError only when it is used.
 
-    It has no socket timeout: the default of redis-py 8, 5 s, cuts off pub/sub and slow saves. Keepalive finds dead
-    peers.
+    Calls raise redis.TimeoutError when the server does not answer within ANSWER_S.
     """
     return _client(url)
 
@@ -59,9 +62,10 @@ def _client(url: str, **options: Any) -> redis.Redis:
         url,
         max_connections=_CONNECTIONS,
         timeout=_WAIT_S,
-        socket_timeout=None,
+        socket_timeout=ANSWER_S,
         socket_connect_timeout=2,
         socket_keepalive=True,
+        socket_keepalive_options=KEEPALIVE,
         health_check_interval=10,
         **options,
     )
@@ -107,8 +111,9 @@ class Scripts:
 class Channel:
     """A thread that listens to one pub/sub channel and reconnects by itself.
 
-    It calls `heard` with every message. It calls `missed` when messages may have been lost: each time the connection is
-    lost, and each time it is made again. Neither callback may block the thread.
+    A connection on which the server does not answer for ANSWER_S counts as lost. The thread calls `heard` with every
+    message. It calls `missed` when messages may have been lost: each time the connection is lost, and each time it is
+    made again. Neither callback may block the thread.
     """
 
     def __init__(
@@ -143,15 +148,26 @@ class Channel:
     def _listen_once(self) -> None:
         with self._redis.pubsub() as channel:  # type: ignore[no-untyped-call]
             channel.subscribe(self._name)
+            heard_at = time.monotonic()
             while not self._closed.is_set():
                 message = channel.get_message(timeout=1.0)
                 if message is None:
+                    _ask(channel, time.monotonic() - heard_at)
                     continue
+                heard_at = time.monotonic()
                 if message["type"] == "subscribe":
                     self._missed()
                     self.listening.set()
                 elif message["type"] == "message":
                     self._heard(message["data"].decode())
+
+
+def _ask(channel: redis.client.PubSub, silent_s: float) -> None:
+    """Asks the server for a sign of life. Raises TimeoutError when the last question stays without an answer."""
+    if silent_s > ANSWER_S:
+        raise redis.TimeoutError(f"no answer for {silent_s:.0f} s")
+    if silent_s > _ASK_S:
+        channel.ping()
 
 
 class Waiter:

@@ -8,6 +8,7 @@ from tests.mutants.mutant import Mutant
 _STORES = "--confcutdir=tests/unit/app/stores -p tests.unit.conftest tests/unit/app/stores/redis"
 _DURABILITY = f"{_STORES}/test_durability.py"
 _SETTING = f"{_DURABILITY}::test_a_setting_with_which_calls_get_lost_is_refused_with_its_remedy"
+_DEAD = "tests/faults/test_dead_connections.py"
 
 MUTANTS = (
     # A state server that keeps what it acknowledges.
@@ -94,5 +95,44 @@ MUTANTS = (
         "if (found := self._write_twice()) != (200, 412):",
         "if (found := self._write_twice()) == ():",
         "tests/conformance/test_s3_store.py::test_a_server_that_ignores_if_none_match_is_refused_at_the_start",
+    ),
+    # Connections whose peer fell silent.
+    Mutant(
+        "connections: the state server's peer must acknowledge",
+        "app/stores/redis/client.py",
+        "        socket_keepalive_options=KEEPALIVE,\n",
+        "",
+        f"{_DEAD}::test_a_dead_connection_ends_before_its_answer_is_due",
+        slow=True,
+    ),
+    Mutant(
+        "connections: the state server must answer",
+        "app/stores/redis/client.py",
+        "socket_timeout=ANSWER_S",
+        "socket_timeout=None",
+        f"{_DEAD}::test_a_lease_never_lapses_when_the_connection_falls_silent[stopped]",
+    ),
+    Mutant(
+        "connections: a channel must answer",
+        "app/stores/redis/client.py",
+        "if silent_s > ANSWER_S:",
+        "if False:",
+        f"{_DEAD}::test_a_poll_whose_connection_fell_silent_is_woken_and_hears_later_results[stopped]",
+        slow=True,
+    ),
+    Mutant(
+        "connections: a renewal that failed is repeated soon",
+        "workers/process/liveness.py",
+        "pause_s = self._lease_s / _TRIES_A_LEASE",
+        "pass",
+        f"{_DEAD}::test_a_lease_never_lapses_when_the_connection_falls_silent[stopped]",
+    ),
+    Mutant(
+        "connections: an S3 server's peer must acknowledge",
+        "app/stores/objects/s3.py",
+        ", *sockets.OPTIONS]",
+        "]",
+        f"{_DEAD}::test_a_store_whose_connections_fell_silent_is_read_on_a_new_one",
+        slow=True,
     ),
 )
