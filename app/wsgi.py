@@ -6,8 +6,16 @@ from app import create_app
 from app.api.base import EXTENSION
 from app.services import admission
 from app.settings import from_environment
+from app.stores.disk import Disk
+from app.stores.objects import folder_of
 from app.telemetry import configure_logging
 
 configure_logging()
-application = create_app(from_environment())
-admission.beat_for_ever(application.extensions[EXTENSION].oplog)
+_settings = from_environment()
+application = create_app(_settings)
+_oplog, _least_free = application.extensions[EXTENSION].oplog, _settings.engine.free_disk_bytes
+_folders = {"data_dir": _settings.data_dir, "the object store": folder_of(_settings)}
+admission.beat_for_ever(_oplog)
+admission.watch_for_ever(
+    _oplog, [Disk(name, folder, _least_free) for name, folder in _folders.items() if folder and folder.is_dir()]
+)

@@ -8,7 +8,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
@@ -26,6 +26,7 @@ from app.errors import Forbidden, NotFound
 from app.services.tenants.access import load_owned
 from app.services.views import check_seen
 from app.settings import Settings
+from app.stores.disk import Disk
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.limits import RedisQuotas
 from app.stores.redis.records import RedisRecords, dump, load
@@ -36,6 +37,8 @@ log = logging.getLogger(__name__)
 MAX_SEQ = 2**31 - 1
 _BEAT_S = 3.0
 _LIFE_S = 10.0
+# Between two looks, a disk that takes 500 MB/s fills by half of the default engine.free_disk_bytes.
+_LOOK_S, _SHORT_S = 0.5, 3.0
 
 RESERVED_S = 7200
 """The time for which the room of an upload is reserved."""
@@ -161,6 +164,19 @@ def beat_for_ever(oplog: RedisOpLog) -> None:
             time.sleep(_BEAT_S)
 
     threading.Thread(target=loop, name="presence", daemon=True).start()
+
+
+def watch_for_ever(oplog: RedisOpLog, disks: Sequence[Disk]) -> None:
+    """Has new calls refused while one of the disks is nearly full, from a thread, as long as the process lives."""
+
+    def loop() -> None:
+        while True:
+            with contextlib.suppress(redis.RedisError, OSError):
+                if shortages := [shortage for disk in disks if (shortage := disk.shortage())]:
+                    oplog.take_none(shortages[0], _SHORT_S)
+            time.sleep(_LOOK_S)
+
+    threading.Thread(target=loop, name="disks", daemon=True).start()
 
 
 class LimitsOf:

@@ -131,6 +131,12 @@ class EngineSettings(Section):
     memory_share: float = Field(
         0.8, gt=0, le=1, description="above this share of the state server's maxmemory, new calls get 503"
     )
+    free_disk_bytes: int = Field(
+        2**29,
+        ge=0,
+        description="with less free on the disk of data_dir or of a folder store, new calls get 503, and no file is "
+        "added to that store and no snapshot to that disk; 0: no such bound",
+    )
     spill_bytes: int = Field(
         8 * 2**20,
         ge=4096,

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -21,6 +22,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 _TRACKER = b"resource_tracker import main"
 _TRACKERS_S = 5.0
 _TICK_S = 0.02
+_LOG_BYTES = 16 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +87,19 @@ class Child:
             kill_group(self._process.pid)
             self._process.wait()
             self._group_ended = True
+
+    def rotate_log(self) -> None:
+        """Moves the content of a large log to `<log>.1`, in the place of the former content there.
+
+        The process goes on writing to the same file, which it opened to append. A line that it writes between the copy
+        and the cut is lost, and so is all content where the disk has no room for the copy.
+        """
+        if self.log.stat().st_size <= _LOG_BYTES:
+            return
+        with suppress(OSError):
+            shutil.copyfile(self.log, self.log.with_name(f"{self.log.name}.1"))
+        os.truncate(self.log, 0)
+        self._log_start = 0
 
     def tail(self, lines: int) -> list[str]:
         """The last lines of its log since the last start, without blank lines."""

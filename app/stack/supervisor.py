@@ -120,6 +120,7 @@ class Supervisor:
         while not self._stopping.is_set():
             for watched in self._all():
                 self._look_after(watched, patient)
+                watched.child.rotate_log()
             if condition():
                 return True
             self._stopping.wait(_TICK_S)

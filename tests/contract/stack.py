@@ -34,6 +34,7 @@ class Stack:
 
     `trainer`, `sampler`, `full` and `full_sampler` are TOML lines for the base model's sections; `full` and
     `full_sampler` exist only if given. `name` is the base model's name, and `base` are further lines of its own.
+    `wrapper` is a command that runs the command behind it as the same process.
     `program` is the module that takes the command line; every process computes with `threads` threads. `tree` is the
     folder with the code, if it is not this one.
     """
@@ -51,6 +52,7 @@ class Stack:
     tree: Path | None = None
     name: str = BASE
     base: str = ""
+    wrapper: tuple[str, ...] = ()
     process: subprocess.Popen[str] | None = None
     url: str = ""
     output: list[str] = field(default_factory=list)
@@ -60,7 +62,7 @@ class Stack:
         config.write_text(self._toml())
         command = [sys.executable, "-m", self.program, "up", "--config", str(config), "--data-dir", str(self.data_dir)]
         self.process = subprocess.Popen(
-            [*command, "--port", str(self.port), "--api-key", API_KEY],
+            [*self.wrapper, *command, "--port", str(self.port), "--api-key", API_KEY],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -23,6 +23,7 @@ from pathlib import Path
 
 from app.domain.checkpoints import SNAPSHOT, Manifest
 from app.errors import Fenced, NotFound, ServerOpError
+from app.stores.disk import Disk
 from app.stores.objects.base import check_key, flush_folder
 from app.stores.objects.notes import remove_checkpoint
 from app.stores.redis.journal import RedisOpLog
@@ -166,21 +167,23 @@ class LocalSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotFolder:
-    """The snapshots on this machine's disk. `node` tells this trainer from others that may share `root`; one thread of
-    it writes at a time."""
+    """The snapshots on this machine's disk, which keeps `least_free` bytes free. `node` tells this trainer from others
+    that may share `root`; one thread of it writes at a time."""
 
     root: Path
     node: str
+    least_free: int = 0
 
     def write(self, model_id: str, seq: int, epoch: int, fill: Callable[[Path], None]) -> LocalSnapshot:
         """Writes a snapshot with the files that `fill` creates and flushes it; an existing one stays. Raises
-        OSError."""
+        OSError, and Unavailable while less than `least_free` bytes are free."""
         target = self._of(model_id) / f"{seq}-{epoch}"
         if not target.is_dir():
             unfinished = target.parent / f".{self.node}"
             shutil.rmtree(unfinished, ignore_errors=True)
             try:
                 unfinished.mkdir(parents=True)
+                Disk("the snapshots", unfinished, self.least_free).check()
                 fill(unfinished)
                 _flush(unfinished)
                 unfinished.rename(target)

@@ -232,7 +232,8 @@ def _storage(parts: Parts, backend: TrainingBackend, overrides: Overrides) -> tu
     shm_transfers.begin()
     saver = Saver(backend, parts.records, parts.store, shm_transfers)
     executor = Executor(backend, parts.store, parts.empty_cache(), saver)
-    folder = SnapshotFolder(parts.settings.data_dir / "snapshots", parts.node)
+    root, least_free = parts.settings.data_dir / "snapshots", parts.settings.engine.free_disk_bytes
+    folder = SnapshotFolder(root, parts.node, least_free)
     snapshots = Snapshots(parts.oplog, saver, folder, parts.settings.engine, overrides.rest_s, overrides.latest)
     return executor, snapshots, Restore(parts.oplog, executor, folder, snapshots)
 

@@ -10,7 +10,7 @@ from app.settings import Settings
 from app.stores.objects.base import ObjectStore
 from app.stores.objects.folder import FolderStore
 
-__all__ = ["FolderStore", "create"]
+__all__ = ["FolderStore", "create", "folder_of"]
 
 
 def create(settings: Settings, *, may_be_away: bool = False) -> ObjectStore:
@@ -22,13 +22,19 @@ def create(settings: Settings, *, may_be_away: bool = False) -> ObjectStore:
     url = settings.store.url
     scheme = urlsplit(url).scheme
     if scheme in ("", "file"):
-        return FolderStore(_folder(settings), settings.url_secret, settings.public_url)
+        root, least_free = _folder(settings), settings.engine.free_disk_bytes
+        return FolderStore(root, settings.url_secret, settings.public_url, least_free)
     if scheme in ("http", "https"):
         # The import of the minio client takes a third of a second; a folder store does not need it.
         from app.stores.objects.s3 import S3Store
 
         return S3Store(settings.store, may_be_away=may_be_away)
     raise SetupError(f"store.url {url!r} is not file:///folder or http(s)://host:port/bucket")
+
+
+def folder_of(settings: Settings) -> Path | None:
+    """The folder of a folder store; None for an S3 server."""
+    return _folder(settings) if urlsplit(settings.store.url).scheme in ("", "file") else None
 
 
 def _folder(settings: Settings) -> Path:

@@ -14,6 +14,7 @@ from typing import IO, BinaryIO
 
 from app.errors import NotFound, SetupError, Unavailable
 from app.signing import UrlSigner
+from app.stores.disk import Disk
 from app.stores.objects.base import (
     check_key,
     check_prefix,
@@ -32,16 +33,18 @@ _TRIES = 20
 
 
 class FolderStore:
-    """An ObjectStore under `root`. Raises Unavailable for a key that is a folder of another key.
+    """An ObjectStore under `root`. Raises Unavailable for a key that is a folder of another key, and for a file with
+    which less than `least_free` bytes of the disk would be free.
 
     A write goes to `root/.unfinished` first. The file is then linked into place, which is atomic and fails when the
     key exists.
     Raises SetupError when `root` cannot be written.
     """
 
-    def __init__(self, root: Path, url_secret: str, public_url: str) -> None:
+    def __init__(self, root: Path, url_secret: str, public_url: str, least_free: int = 0) -> None:
         self._root = root.absolute()
         self._unfinished = self._root / _UNFINISHED
+        self._disk = Disk("the object store", self._root, least_free)
         self._signer = UrlSigner(url_secret, public_url)
         try:
             self._unfinished.mkdir(parents=True, exist_ok=True)
@@ -61,7 +64,7 @@ class FolderStore:
             if target.exists():
                 return False
             with temporary_file(self._unfinished) as (file, temporary), _reader(source) as data:
-                shutil.copyfileobj(data, file, 2**20)
+                self._disk.copy(data, file)
                 flush(file)
                 return self._link(temporary, target)
 
@@ -130,7 +133,7 @@ class FolderStore:
         with self._outages():
             self._make_folder(target.parent)
             with temporary_file(self._unfinished) as (file, temporary):
-                shutil.copyfileobj(data, file, 2**20)
+                self._disk.copy(data, file)
                 flush(file)
                 temporary.replace(target)
             flush_folder(target.parent)

@@ -232,6 +232,10 @@ class RedisOpLog(RedisFutures):
         """True if any API process accepts calls."""
         return bool(self._redis.exists(keys.TAKING_CALLS))
 
+    def take_none(self, reason: str, seconds: float) -> None:
+        """Has new calls refused for this reason, for so long from now."""
+        self._redis.set(keys.SHORTAGE, reason, px=int(seconds * 1000))
+
     def lead(self, role: str, worker: str) -> bool:
         """True while `worker` is the leader for `role`. Call it again well within the lease time."""
         return bool(self._run("lead", role, worker, self._lease_ms))
@@ -273,11 +277,11 @@ class RedisOpLog(RedisFutures):
         return tuple(_texts(self._run("waiting", model_id, seq, limit)))
 
     def _stage(self, payload: bytes) -> str:
-        """Stores a large payload and returns its key; "" for a small one.
+        """Stores a large payload and returns its key; "" for a small one, and while a disk is nearly full.
 
         To pass 5 MB to a script took four times as long as a plain SET.
         """
-        if len(payload) < _STAGED_BYTES:
+        if len(payload) < _STAGED_BYTES or self._redis.exists(keys.SHORTAGE):
             return ""
         key = keys.staged(uuid.uuid4().hex)
         self._redis.set(key, payload, ex=_STAGED_S)

@@ -73,6 +73,7 @@
     pages_closed        STR   the last hour whose pages are closed: nothing is written to them any more
     storage_measured    STR   the time of the last measurement of the checkpoints' sizes, in unix seconds
     taking_calls        STR   exists while an API process lives; expires
+    shortage            STR   the reason why no call is admitted, while a disk of an API process is nearly full; expires
     done                pub/sub channel: a request id, once its result can be read; on the broker, once its stream has
                               more entries
     aborted             pub/sub channel: the id of a sampling request, once it is cancelled
@@ -88,6 +89,7 @@ PREFIX = "tinsmith:"
 DONE_CHANNEL = PREFIX + "done"
 ABORTED_CHANNEL = PREFIX + "aborted"
 TAKING_CALLS = PREFIX + "taking_calls"
+SHORTAGE = PREFIX + "shortage"
 PENDING = PREFIX + "pending"
 PENDING_QUEUE = PREFIX + "pending_queue"
 SESSIONS_HEARD = PREFIX + "sessions_heard"

@@ -135,4 +135,48 @@ MUTANTS = (
         f"{_DEAD}::test_a_store_whose_connections_fell_silent_is_read_on_a_new_one",
         slow=True,
     ),
+    # Disks that are nearly full.
+    Mutant(
+        "disk: no call while there is a shortage",
+        "app/stores/redis/lua/payloads.lua",
+        "if shortage then return redis.error_reply('FULL ' .. shortage) end",
+        "",
+        f"{_STORES}/test_payloads.py::test_no_new_call_is_admitted_while_a_disk_is_nearly_full",
+    ),
+    Mutant(
+        "disk: a refused call is not written",
+        "app/stores/redis/journal.py",
+        " or self._redis.exists(keys.SHORTAGE):",
+        ":",
+        f"{_STORES}/test_payloads.py::test_a_large_call_that_is_refused_is_not_written_to_disk",
+    ),
+    Mutant(
+        "disk: no file of a folder store",
+        "app/stores/disk.py",
+        "            self.check()\n",
+        "",
+        "--confcutdir=tests/unit/app/stores tests/unit/app/stores/test_disk.py",
+    ),
+    Mutant(
+        "disk: no snapshot",
+        "workers/checkpoints/snapshot_upload.py",
+        '                Disk("the snapshots", unfinished, self.least_free).check()\n',
+        "",
+        "--confcutdir=tests/unit/app/stores tests/unit/app/stores/test_disk.py",
+    ),
+    Mutant(
+        "disk: the API looks",
+        "app/services/admission.py",
+        "oplog.take_none(shortages[0], _SHORT_S)",
+        "pass",
+        "tests/processes/app/test_wsgi.py",
+        slow=True,
+    ),
+    Mutant(
+        "logs: a large one is moved aside",
+        "app/stack/child.py",
+        "        os.truncate(self.log, 0)\n",
+        "",
+        "tests/unit/app/stack/test_child.py",
+    ),
 )

@@ -27,3 +27,13 @@ def test_it_says_that_calls_can_come_in_for_as_long_as_it_lives(tmp_path: Path):
         with serve(tmp_path, url):
             await_true(oplog.takes_calls)
         await_true(lambda: not oplog.takes_calls())
+
+
+def test_no_call_comes_in_while_its_disk_is_nearly_full(tmp_path: Path):
+    """The bound is one that no disk can keep; tests/contract/test_small_disk.py fills a disk."""
+    with (
+        start_valkey(tmp_path / "valkey") as url,
+        connect(url) as client,
+        serve(tmp_path, url, extra=f"[engine]\nfree_disk_bytes = {2**62}"),
+    ):
+        await_true(lambda: "engine.free_disk_bytes" in RedisOpLog(client, EngineSettings()).shortage())

@@ -38,6 +38,8 @@ end
 
 -- The error that refuses a payload of `size` bytes, or a record (size 0); nil while there is room.
 local function no_room(size)
+  local shortage = redis.call('GET', 'tinsmith:shortage')
+  if shortage then return redis.error_reply('FULL ' .. shortage) end
   local held = tonumber(redis.call('GET', 'tinsmith:payload_bytes') or 0)
   if size > 0 and held + size > SETTINGS.payload_budget then
     return redis.error_reply('FULL the server holds ' .. held .. ' bytes of calls that have not run or may have to run '

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -22,3 +24,36 @@ def test_a_group_is_killed_once_for_each_start(tmp_path, monkeypatch: pytest.Mon
         child.kill_group()
         assert child.exit_code() == -9
     assert killed == started
+
+
+def test_a_large_log_is_moved_aside_and_its_process_goes_on_writing_to_an_empty_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(stack_child, "_LOG_BYTES", 64)
+    program = (
+        "import pathlib, time\n"
+        "print('first ' * 20, flush=True)\n"
+        f"while not pathlib.Path({str(tmp_path / 'go')!r}).exists(): time.sleep(0.01)\n"
+        "print('later', flush=True)\n"
+        "time.sleep(600)"
+    )
+    child = Child(Command("talker", (sys.executable, "-c", program)), tmp_path / "log")
+    child.start()
+    try:
+        _await_size(child.log, 65)
+        child.rotate_log()
+        assert (tmp_path / "log.1").read_text() == "first " * 20 + "\n"
+        assert child.log.read_bytes() == b""
+        (tmp_path / "go").touch()
+        _await_size(child.log, 6)
+        assert child.log.read_bytes() == b"later\n", "it appends, and leaves no hole of the former size"
+        assert child.tail(1) == ["later"]
+        child.rotate_log()
+        assert child.log.read_bytes() == b"later\n", "a small log stays"
+    finally:
+        child.kill_group()
+
+
+def _await_size(log: Path, least: int) -> None:
+    deadline = time.monotonic() + 60
+    while log.stat().st_size < least:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
