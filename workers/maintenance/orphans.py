@@ -1,5 +1,5 @@
 """Removes stored files without a reference: overwritten, expired and half-written checkpoints, old snapshots, uploads
-that were not finished, and routes (app/stores/objects/routes.py) that are too old.
+that were not finished, payloads of a lost state server, and routes (app/stores/objects/routes.py) that are too old.
 
 Mark and sweep, by the state server's clock alone: files are removed when nothing refers to them in every round for
 `engine.orphan_s`. That time covers a reader that has read a reference and not yet written its own.
@@ -26,6 +26,7 @@ from app.settings import EngineSettings
 from app.stores.objects.base import ObjectStore
 from app.stores.objects.notes import remove_checkpoint
 from app.stores.objects.routes import RouteFiles
+from app.stores.redis.futures import RedisPayloads
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.lifecycle import RedisLifecycle
 from app.stores.redis.records import RedisRecords, load
@@ -63,10 +64,12 @@ class Orphans:
         oplog: RedisOpLog,
         lifecycle: RedisLifecycle,
         store: RedisRecords,
+        payloads: RedisPayloads,
         objects: ObjectStore,
         settings: EngineSettings,
     ) -> None:
         self._oplog, self._lifecycle, self._records, self._objects = oplog, lifecycle, store, objects
+        self._payloads = payloads
         self._routes = RouteFiles(objects, store.now)
         self._period_s = settings.orphan_s / _ROUNDS
         self._next = 0.0
@@ -109,10 +112,14 @@ class Orphans:
                 yield upload_id
 
     def _collect(self) -> None:
-        overdue = self._lifecycle.overdue(self._unreferenced())
+        unknown = self._payloads.unknown()
+        overdue = self._lifecycle.overdue([*self._unreferenced(), *unknown])
+        self._objects.delete(lost := set(overdue).intersection(unknown))
+        if lost:
+            log.info("removed %d payloads that the state server does not know", len(lost))
         pinned = set(self._pinned()) if overdue else set()
         for prefix in overdue:
-            if prefix not in pinned:
+            if prefix not in pinned and prefix not in lost:
                 remove_checkpoint(self._objects, prefix)
                 log.info("removed an orphan: %s", prefix)
 

@@ -29,7 +29,7 @@ from workers.checkpoints.shm_transfer import ShmTransfers
 from workers.checkpoints.snapshot_upload import SnapshotFolder
 from workers.checkpoints.snapshots import Restore, Snapshots
 from workers.checkpoints.writer import Saver
-from workers.process import telemetry
+from workers.process import node_name, telemetry
 from workers.process.fair_queue import FairQueue, ProjectWeights
 from workers.process.liveness import Heartbeat, Probe, Watchdog, worker_name
 from workers.process.parts import Backend, Parts, Serving, sweeper
@@ -54,18 +54,20 @@ _SETTLE_S = 5.0
 _LOADED_PER_TURN = 4
 
 
-def start(settings: Settings, celery: Celery, node_name: str, queues: list[str]) -> str:
+def start(settings: Settings, celery: Celery, node: str, queues: list[str]) -> str:
     """Becomes the trainer or sampler that `queues` names; returns the name of the second queue, which only this node
     reads.
 
-    Raises SetupError when the queues name no base model of the settings, or when its engine cannot start. Of these,
-    UnservableModel is also recorded, so that the API does not wait for this worker.
+    Raises SetupError when the queues name no base model of the settings, when another live worker has the name of the
+    node, or when the engine cannot start. Of these, UnservableModel is also recorded, so that the API does not wait for
+    this worker.
     """
     kind, base, queue = _kind(settings, queues)
     samples, full = kind in ("sample", "fullsample"), kind in ("full", "fullsample")
     role = sampler_role(full=full) if samples else trainer_role(full=full)
     refusal_id = Refusal.id(role, base.name)
-    parts = Parts.of(settings, celery, worker_name(node_name))
+    parts = Parts.of(settings, celery, worker_name(node))
+    node_name.claim(parts.oplog, parts.worker, queue, settings.engine.lease_s)
     start_role = _start_sampler if samples else _start_trainer
     try:
         become(start_role(parts, base, queue, full=full))
@@ -74,7 +76,7 @@ def start(settings: Settings, celery: Celery, node_name: str, queues: list[str])
         raise
     with suppress(redis.RedisError):  # a live worker counts more than a refusal
         parts.records.delete(Refusal.namespace, refusal_id)
-    return dispatch.direct_queue(queue, node_name)
+    return dispatch.direct_queue(queue, node)
 
 
 def _kind(settings: Settings, queues: list[str]) -> tuple[str, BaseModelSettings, str]:

@@ -314,6 +314,19 @@ class RedisPayloads:
             self._redis.srem(keys.SPILL_GARBAGE, *garbage)
         return len(garbage)
 
+    def unknown(self) -> list[str]:
+        """The keys of objects that no request and no move knows: their state server was lost, or set back to an earlier
+        state. Raises Unavailable."""
+        return [key for key in self._objects.list(f"{_PAYLOADS}/") if not self._knows(key)]
+
+    def _knows(self, key: str) -> bool:
+        with self._redis.pipeline(transaction=False) as pipe:
+            pipe.hget(keys.op(key.split("/")[1]), "spilled")
+            pipe.zscore(keys.SPILLING, key)
+            pipe.sismember(keys.SPILL_GARBAGE, key)
+            spilled, spilling, is_garbage = pipe.execute()
+        return spilled == key.encode() or spilling is not None or bool(is_garbage)
+
     @property
     def _objects(self) -> ObjectStore:
         if self._store is None:

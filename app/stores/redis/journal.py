@@ -123,6 +123,20 @@ class RedisOpLog(RedisFutures):
         """
         return _texts(self._run("renew", worker, self._lease_ms, *ids))
 
+    def claim_node(self, node: str, worker: str, claim: str, over: str = "") -> str:
+        """Takes the name of a node for a worker. Returns "", or the claim of another live worker that has the name.
+        `claim` is JSON with the worker's name as "worker"; `over` is a claim whose process is known to be over."""
+        return str(self._run("claim_node", node, worker, self._lease_ms, claim, over).decode())
+
+    def silent_nodes(self) -> dict[str, str]:
+        """The claims of workers that are not heard, by node."""
+        found = _texts(self._run("silent_nodes"))
+        return dict(zip(found[::2], found[1::2], strict=True))
+
+    def forget_node(self, node: str, claim: str) -> bool:
+        """Deletes a claim. Returns False when its worker is heard again, or another worker has taken the name."""
+        return bool(self._run("forget_node", node, claim))
+
     def release(self, id_: str, worker: str) -> None:
         """Releases a lease. Does nothing when it is not ours."""
         self._run("release", id_, worker)
@@ -279,7 +293,8 @@ class RedisOpLog(RedisFutures):
     def _stage(self, payload: bytes) -> str:
         """Stores a large payload and returns its key; "" for a small one, and while a disk is nearly full.
 
-        To pass 5 MB to a script took four times as long as a plain SET.
+        To pass 5 MB to a script took four times as long as a plain SET. But a call that is refused must not be written:
+        its client repeats it, and the append-only file would fill the disk.
         """
         if len(payload) < _STAGED_BYTES or self._redis.exists(keys.SHORTAGE):
             return ""

@@ -21,6 +21,7 @@
                               admitted and ended, in ms; expires
     lease:<id>          STR   "node/boot" of the worker that owns the model or runs the sampling request <id>; a
                               worker's own name as <id> shows that it lives; expires
+    nodes               HASH  node -> the claim of its newest worker, as JSON: worker, queue, and where it runs
     pending             ZSET  model or sampling request -> ms of its last progress, while something waits; 10^13 is
                               added for a throttled request
     pending_queue       HASH  the same ids -> the queue to dispatch to
@@ -97,6 +98,7 @@ SESSIONS_ENDED = PREFIX + "sessions_ended"
 ORPHANS = PREFIX + "orphans"
 PAGES = PREFIX + "pages"
 STORAGE_MEASURED = PREFIX + "storage_measured"
+SPILLING = PREFIX + "spilling"
 SPILL_GARBAGE = PREFIX + "spill_garbage"
 STORED = PREFIX + "stored"
 

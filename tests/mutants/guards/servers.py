@@ -9,6 +9,7 @@ _STORES = "--confcutdir=tests/unit/app/stores -p tests.unit.conftest tests/unit/
 _DURABILITY = f"{_STORES}/test_durability.py"
 _SETTING = f"{_DURABILITY}::test_a_setting_with_which_calls_get_lost_is_refused_with_its_remedy"
 _DEAD = "tests/faults/test_dead_connections.py"
+_NODE = "tests/unit/workers/process/test_node_name.py"
 
 MUTANTS = (
     # A state server that keeps what it acknowledges.
@@ -178,5 +179,41 @@ MUTANTS = (
         "        os.truncate(self.log, 0)\n",
         "",
         "tests/unit/app/stack/test_child.py",
+    ),
+    # Names of nodes.
+    Mutant(
+        "node: a live worker keeps its name",
+        "app/stores/redis/lua/leases.lua",
+        "redis.call('EXISTS', 'tinsmith:lease:' .. holder) == 1 then return found end",
+        "false then return found end",
+        f"{_NODE}::test_a_live_worker_of_this_machine_keeps_its_name_and_the_refusal_names_its_process",
+    ),
+    Mutant(
+        "node: a process number that is used again",
+        "workers/process/node_name.py",
+        ' and _born(holder["pid"]) == holder["born"]',
+        "",
+        f"{_NODE}::test_a_later_process_with_the_same_number_is_not_taken_for_it",
+    ),
+    Mutant(
+        "node: a worker that is heard again keeps its queue",
+        "app/stores/redis/lua/leases.lua",
+        "if redis.call('EXISTS', 'tinsmith:lease:' .. cjson.decode(ARGV[2]).worker) == 1 then return 0 end",
+        "",
+        "tests/unit/workers/maintenance/test_direct_queues.py",
+    ),
+    Mutant(
+        "orphans: a payload that a move knows",
+        "app/stores/redis/futures.py",
+        " or spilling is not None or",
+        " or",
+        "tests/unit/workers/maintenance/test_orphans.py::test_a_payload_that_a_call_or_a_move_needs_stays",
+    ),
+    Mutant(
+        "orphans: a payload that a call refers to",
+        "app/stores/redis/futures.py",
+        "spilled == key.encode() or ",
+        "",
+        "tests/unit/workers/maintenance/test_orphans.py::test_a_payload_that_a_call_or_a_move_needs_stays",
     ),
 )

@@ -86,6 +86,36 @@ for i = 3, #ARGV do
 end
 return lost
 
+-- script: claim_node flags=allow-oom
+-- Take the name of a node for a worker, unless a live worker of another boot has it. ARGV: node, worker, lease in ms,
+-- the worker's claim (JSON with its name as "worker"), a claim whose process is known to be over (or '').
+-- Returns '', or the claim of the live worker.
+local found = redis.call('HGET', 'tinsmith:nodes', ARGV[1])
+if found and found ~= ARGV[5] then
+  local holder = cjson.decode(found).worker
+  if holder ~= ARGV[2] and redis.call('EXISTS', 'tinsmith:lease:' .. holder) == 1 then return found end
+end
+redis.call('HSET', 'tinsmith:nodes', ARGV[1], ARGV[4])
+redis.call('SET', 'tinsmith:lease:' .. ARGV[2], ARGV[2], 'PX', ARGV[3])
+return ''
+
+-- script: silent_nodes
+-- List the claims of workers that are not heard. Returns {node, claim, ...}.
+local silent, all = {}, redis.call('HGETALL', 'tinsmith:nodes')
+for i = 1, #all, 2 do
+  if redis.call('EXISTS', 'tinsmith:lease:' .. cjson.decode(all[i + 1]).worker) == 0 then
+    silent[#silent + 1] = all[i]
+    silent[#silent + 1] = all[i + 1]
+  end
+end
+return silent
+
+-- script: forget_node flags=allow-oom
+-- Delete a claim unless its worker is heard, or another one took the name. ARGV: node, claim. Returns 1, or 0.
+if redis.call('HGET', 'tinsmith:nodes', ARGV[1]) ~= ARGV[2] then return 0 end
+if redis.call('EXISTS', 'tinsmith:lease:' .. cjson.decode(ARGV[2]).worker) == 1 then return 0 end
+return redis.call('HDEL', 'tinsmith:nodes', ARGV[1])
+
 -- script: release
 -- Give up a lease if this worker holds it. ARGV: id, worker. Returns 0.
 local key = 'tinsmith:lease:' .. ARGV[1]

@@ -21,6 +21,7 @@ from app.settings import EngineSettings
 from app.stores.objects.folder import FolderStore
 from app.stores.objects.notes import note
 from app.stores.redis import keys
+from app.stores.redis.futures import RedisPayloads
 from app.stores.redis.lifecycle import RedisLifecycle
 from app.stores.redis.records import dump, load
 from app.stores.redis.types import Lease
@@ -247,7 +248,8 @@ def test_no_orphan_sweep_takes_what_a_rebuild_restored_or_would_restore(world: W
     def sweep() -> None:
         lifecycle = RedisLifecycle(world.client, hasty)
         for _ in range(3):
-            Orphans(world.oplog, lifecycle, world.records, store, hasty).sweep()
+            payloads = RedisPayloads(world.client, hasty, store)
+            Orphans(world.oplog, lifecycle, world.records, payloads, store, hasty).sweep()
             time.sleep(0.01)
 
     sweep()

@@ -23,6 +23,7 @@ from app.stores.objects.base import ObjectStore
 from app.stores.objects.folder import FolderStore
 from app.stores.objects.routes import DAY_S
 from app.stores.objects.s3 import S3Store
+from app.stores.redis.futures import RedisPayloads
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.lifecycle import RedisLifecycle
 from app.stores.redis.limits import RedisQuotas
@@ -47,6 +48,10 @@ class Installation:
     store: ObjectStore
     lease: Lease
 
+    @property
+    def payloads(self) -> RedisPayloads:
+        return RedisPayloads(self.client, HASTY, self.store)
+
     def write(self, rest: str, *names: str, model: str = MODEL) -> str:
         prefix = f"models/{model}/{rest}"
         for name in names or ("adapter_model.safetensors", "manifest.json"):
@@ -61,7 +66,7 @@ class Installation:
 
     def collect(self, rounds: int = 2) -> set[str]:
         """Marks and sweeps, a moment apart. Returns the remaining prefixes."""
-        made = Orphans(self.oplog, RedisLifecycle(self.client, HASTY), self.records, self.store, HASTY)
+        made = Orphans(self.oplog, RedisLifecycle(self.client, HASTY), self.records, self.payloads, self.store, HASTY)
         for _ in range(rounds):
             time.sleep(0.01)
             made.sweep()
@@ -193,7 +198,9 @@ def test_nothing_goes_before_its_time(installation: Installation):
     assert installation.collect(rounds=1) == {SNAPSHOT, prefix}
     patient = RedisLifecycle(installation.client, PATIENT)
     for _ in range(3):
-        Orphans(installation.oplog, patient, installation.records, installation.store, PATIENT).sweep()
+        Orphans(
+            installation.oplog, patient, installation.records, installation.payloads, installation.store, PATIENT
+        ).sweep()
     assert installation.store.list(f"{prefix}/")
 
 
@@ -222,7 +229,7 @@ def test_all_an_ended_model_left_goes_but_its_checkpoints(installation: Installa
 
 
 def test_what_lies_elsewhere_is_not_ours_to_judge(installation: Installation):
-    for key in (f"payloads/{MODEL}:1/abc", f"models/{MODEL}/notes.txt", f"models/{MODEL}/weights/a/other/file"):
+    for key in (f"others/{MODEL}:1/abc", f"models/{MODEL}/notes.txt", f"models/{MODEL}/weights/a/other/file"):
         installation.store.put_new(key, b"x")
     installation.collect(3)
     assert len(installation.store.list("")) == 3 + 2
@@ -303,3 +310,28 @@ def test_files_of_an_import_that_broke_off_go(installation: Installation, tmp_pa
     kept = installation.collect()
     records.delete(Checkpoint.namespace, path)
     assert kept - installation.collect() == {prefix for prefix in kept if "models/imported:train:0" in prefix} != set()
+
+
+def spilled(installation: Installation, seq: int) -> str:
+    """Moves the payload of a new call to the object store. Returns the key of its object."""
+    installation.journal(seq, LoadWeights("tinker://x/weights/a", optimizer=True, prefix="p"))
+    assert installation.payloads.spill(f"{MODEL}:{seq}")
+    return installation.store.list(f"payloads/{MODEL}:{seq}/")[0]
+
+
+def test_a_payload_that_a_call_or_a_move_needs_stays(installation: Installation):
+    kept = spilled(installation, 11)
+    begun = f"payloads/{MODEL}:12/begun"
+    installation.payloads._run("begin_spill", begun)
+    installation.store.put_new(begun, b"x")
+    installation.collect(rounds=3)
+    assert installation.store.list("payloads/") == [kept, begun]
+
+
+def test_the_payloads_of_a_lost_state_server_are_removed(installation: Installation):
+    spilled(installation, 11)
+    installation.client.flushall()
+    installation.collect(rounds=1)
+    assert len(installation.store.list("payloads/")) == 1, "it is only marked"
+    installation.collect()
+    assert installation.store.list("payloads/") == []

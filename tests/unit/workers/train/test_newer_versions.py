@@ -16,6 +16,7 @@ from app.domain.ops import OptimStep
 from app.errors import Requeue
 from app.stores.objects.folder import FolderStore
 from app.stores.redis import keys
+from app.stores.redis.futures import RedisPayloads
 from app.stores.redis.lifecycle import RedisLifecycle
 from app.stores.redis.types import Lease
 from tests.unit.workers import newer_version
@@ -193,7 +194,8 @@ def test_no_stored_file_is_removed_while_a_newer_op_may_need_it(
     objects.put_new(f"{prefix}/adapter", b"bytes")
     journal(world, 2, newer_version.encode(STEP), kind="load_weights")
     settings = world.settings.model_copy(update={"orphan_s": 1e-6})
-    orphans = Orphans(world.oplog, RedisLifecycle(world.client, settings), world.records, objects, settings)
+    payloads, lifecycle = RedisPayloads(world.client, settings, objects), RedisLifecycle(world.client, settings)
+    orphans = Orphans(world.oplog, lifecycle, world.records, payloads, objects, settings)
     orphans.sweep()
     orphans._next = 0.0
     orphans.sweep()
