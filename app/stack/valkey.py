@@ -6,7 +6,6 @@ its messages only dispatch tasks. Its writes, four of seven in an operation, mus
 
 from __future__ import annotations
 
-import os
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -15,8 +14,9 @@ import redis
 from app.errors import SetupError
 from app.stack.child import Command
 from app.stack.data_folder import write_private
+from app.stack.memory import usable_bytes
 
-# Valkey refuses writes above this share of the machine's memory.
+# Valkey refuses writes above this share of the memory that the stack may use.
 _MEMORY_SHARE = 0.25
 
 
@@ -45,7 +45,7 @@ def answers(redis_url: str) -> bool:
 
 
 def _config(folder: Path, port: int, password: str, persistence: tuple[str, ...]) -> str:
-    memory = int(_MEMORY_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    memory = int(_MEMORY_SHARE * usable_bytes())
     return "\n".join(
         (
             "bind 127.0.0.1",

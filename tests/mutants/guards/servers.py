@@ -216,4 +216,12 @@ MUTANTS = (
         "",
         "tests/unit/workers/maintenance/test_orphans.py::test_a_payload_that_a_call_or_a_move_needs_stays",
     ),
+    # Memory.
+    Mutant(
+        "memory: that of the container",
+        "app/stack/memory.py",
+        "min([machine, *_bounds(groups, own)])",
+        "machine",
+        "tests/unit/app/stack/test_memory.py",
+    ),
 )

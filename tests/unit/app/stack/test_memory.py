@@ -1,0 +1,59 @@
+"""The memory of a container bounds the embedded state server, not that of its host."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from app.stack import memory, valkey
+
+MACHINE = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+MIB = 2**20
+
+
+@pytest.fixture
+def groups(tmp_path: Path) -> Path:
+    """The files of a kernel with version 2: a group of 512 MiB that has a group without a bound."""
+    inner = tmp_path / "groups" / "outer" / "inner"
+    inner.mkdir(parents=True)
+    (inner / "memory.max").write_text("max\n")
+    (inner.parent / "memory.max").write_text(f"{512 * MIB}\n")
+    return tmp_path / "groups"
+
+
+def own(groups: Path, text: str) -> Path:
+    file = groups.parent / "own"
+    file.write_text(text)
+    return file
+
+
+def test_the_bound_of_any_group_above_the_process_counts(groups: Path):
+    assert memory.usable_bytes(groups, own(groups, "0::/outer/inner\n")) == 512 * MIB
+    assert memory.usable_bytes(groups, own(groups, "0::/other\n")) == MACHINE
+
+
+def test_a_container_sees_its_own_group_as_the_root(groups: Path):
+    (groups / "memory.max").write_text(f"{256 * MIB}\n")
+    assert memory.usable_bytes(groups, own(groups, "0::/\n")) == 256 * MIB
+
+
+def test_version_1_has_its_bounds_elsewhere_and_a_huge_number_for_none(groups: Path):
+    folder = groups / "memory" / "docker"
+    folder.mkdir(parents=True)
+    (folder / "memory.limit_in_bytes").write_text(f"{128 * MIB}\n")
+    (groups / "memory" / "memory.limit_in_bytes").write_text("9223372036854771712\n")
+    text = "4:memory,cpu:/docker\n3:pids:/outer\n"
+    assert memory.usable_bytes(groups, own(groups, text)) == 128 * MIB
+    assert memory.usable_bytes(groups, own(groups, "4:memory,cpu:/\n")) == MACHINE
+
+
+def test_without_control_groups_the_machine_is_the_bound(tmp_path: Path):
+    assert memory.usable_bytes(tmp_path, tmp_path / "none") == MACHINE
+
+
+def test_the_embedded_server_takes_a_quarter_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(valkey, "usable_bytes", lambda: 512 * MIB)
+    valkey.command("valkey", tmp_path, tmp_path / "conf", 1, "password", valkey.DURABLE)
+    assert f"maxmemory {128 * MIB}\n" in (tmp_path / "conf").read_text()
