@@ -142,6 +142,12 @@ class EngineSettings(Section):
         ge=4096,
         description="larger calls move to the object store; smaller ones only when half the budget is used",
     )
+    result_spill_bytes: int = Field(
+        2**18, ge=4096, description="larger results move to the object store soon after they are there"
+    )
+    result_budget_bytes: int = Field(
+        2**32, ge=1, description="most bytes of these results that are kept of a project; its further calls get 503"
+    )
     session_s: float = Field(600.0, gt=0, description="a session without heartbeat or call for this long expires")
     retain_s: float = Field(
         7 * 86_400.0,

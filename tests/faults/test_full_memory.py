@@ -16,10 +16,12 @@ from app.domain.records import Worker
 from app.domain.results import Result
 from app.settings import BaseModelSettings, EngineSettings, RedisSettings, Settings, hash_key
 from app.stores.redis.client import connect
+from app.stores.redis.futures import RedisPayloads
 from app.stores.redis.records import dump
 from app.stores.redis.types import Lease
 from tests.servers import start_valkey
 from tests.unit.app.conftest import BASE, KEY, Api, add_worker, batch
+from workers.maintenance.leader import PayloadSpilling
 
 MAX_MEMORY = 24 * 2**20
 SOFT = EngineSettings().memory_share
@@ -215,3 +217,18 @@ def test_the_op_others_wait_for_comes_in_above_the_soft_limit(api: Api, server: 
     server.fill_to_soft_limit()
     assert api.forward_backward(batch(model, 3)).status_code == 503
     assert api.forward_backward(batch(model, 1)).status_code == 200
+
+
+def test_large_results_leave_room_for_everybody(api: Api, server: FullServer) -> None:
+    """Twice the server's memory in results that nobody reads."""
+    services = api.services
+    spilling = PayloadSpilling(RedisPayloads(server.client, services.settings.engine, services.objects))
+    model, body = api.model(), b"x" * 2**20
+    lease = services.oplog.acquire(model, OWNER)
+    assert isinstance(lease, Lease)
+    for seq in range(1, 1 + 2 * MAX_MEMORY // len(body)):
+        assert api.forward_backward(batch(model, seq)).status_code == 200
+        services.oplog.commit(lease, seq, Result(body))
+        spilling.sweep()
+    for seq in (1, 2 * MAX_MEMORY // len(body)):
+        assert api.post("retrieve_future", {"request_id": f"{model}:{seq}"}).data == body

@@ -100,14 +100,14 @@ ADDED: dict[str, set[str]] = {
         "limits.samples",
         "limits.sampled_tokens",
         "base_models.router_replay",
-        "engine.free_disk_bytes",
+        *(f"engine.{name}" for name in ("free_disk_bytes", "result_spill_bytes", "result_budget_bytes")),
         *(f"base_models.{section}.sequence_parallel" for section in ("trainer", "full")),
     },
     "setting values": {
         "limits.samples",
         "limits.sampled_tokens",
         "base_models[0].router_replay",
-        "engine.free_disk_bytes",
+        *(f"engine.{name}" for name in ("free_disk_bytes", "result_spill_bytes", "result_budget_bytes")),
         *(f"base_models[0].{section}.sequence_parallel" for section in ("trainer", "full")),
     },
     # Keys that start so. Processes of ecb7b39 neither read nor write them, which `RedisRecords._listed` expects.

@@ -99,17 +99,19 @@ class SessionExpiry:
 
 
 class PayloadSpilling:
-    """Moves payloads to the object store. While the object store is away nothing moves, and nothing is lost."""
+    """Moves payloads and results to the object store. While it is away nothing moves, and nothing is lost."""
 
     def __init__(self, payloads: RedisPayloads) -> None:
-        self._payloads = payloads
+        self._payloads, self._cursor = payloads, 0
 
     def sweep(self) -> None:
         """Runs one round. Raises Unavailable."""
+        self._cursor = self._payloads.forget_results(self._cursor, _BATCH)
         self._payloads.remove_garbage()
-        moved = sum(self._payloads.spill(request_id) for request_id in self._payloads.due(_BATCH))
-        if moved:
-            log.info("moved %d payloads to the object store", moved)
+        payloads = sum(self._payloads.spill(request_id) for request_id in self._payloads.due(_BATCH))
+        results = sum(self._payloads.spill_result(request_id) for request_id in self._payloads.due_results(_BATCH))
+        if payloads or results:
+            log.info("moved %d payloads and %d results to the object store", payloads, results)
 
 
 class Accounting:

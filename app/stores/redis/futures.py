@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import cast
 
 import redis
@@ -58,7 +58,9 @@ _FULL_QUEUE: dict[str, tuple[type[RequestError], str]] = {
 _READ_BYTES = 64 * 1024
 _READ_LEAST_S = 300
 
-_PAYLOADS = "payloads"
+_PAYLOADS, _RESULTS = "payloads", "results"
+# The hash that refers to an object of each folder, by the request id.
+_HOLDERS = {_PAYLOADS: keys.op, _RESULTS: keys.future}
 _GARBAGE_AT_ONCE = 500
 # No store continues a write for longer than this.
 _ABANDONED_MS = 3_600_000
@@ -71,7 +73,8 @@ class RedisFutures:
     """
 
     def __init__(self, client: redis.Redis, settings: EngineSettings, store: ObjectStore | None = None) -> None:
-        """`store` holds the spilled payloads; a process that runs no Ops does not need it."""
+        """`store` holds the spilled payloads and results; a process that neither runs Ops nor answers polls does not
+        need it."""
         self._redis = client
         self._run = Scripts(client, settings)
         self._payloads = RedisPayloads(client, settings, store)
@@ -196,13 +199,14 @@ class RedisFutures:
     def outcome(self, request_id: str) -> Result | None:
         """The result of a terminal future, for a worker; None while the future is pending or when it is gone."""
         found = read_hash(self._redis, keys.future(request_id))
-        return _result(found) if found.get(b"state") in (b"done", b"failed") else None
+        return self._result(found) if found.get(b"state") in (b"done", b"failed") else None
 
     def future(self, request_id: str, owners: Set[str], onlookers: Set[str] = frozenset()) -> Future:
         """A future of one of the projects `owners`.
 
         If the project is also in `onlookers`, its result is not noted as read, so that it does not expire earlier.
-        Raises NotFound for an unknown and for a foreign id (with the same text), Gone for an expired one.
+        Raises NotFound for an unknown and for a foreign id (with the same text), Gone for an expired one, and
+        Unavailable while its result is in an object store that is away.
         """
         found = read_hash(self._redis, keys.future(request_id))
         if b"state" not in found:
@@ -211,11 +215,19 @@ class RedisFutures:
         if owner not in owners:
             raise NotFound(f"no future {request_id!r}")
         state = cast(FutureState, found[b"state"].decode())
-        result = None if state == "pending" else _result(found)
+        result = None if state == "pending" else self._result(found)
         kind = found[b"kind"].decode()
         if result is not None and owner not in onlookers:
             self._note_read(request_id, kind, len(result.body))
         return Future(request_id, kind, found[b"model"].decode(), owner, state, result)
+
+    def _result(self, found: Mapping[bytes, bytes]) -> Result:
+        spilled = found.get(b"spilled")
+        try:
+            body = self._payloads.read(spilled.decode()) if spilled else found[b"body"]
+        except NotFound:
+            raise Gone("the result was lost with its object in the object store") from None
+        return Result(body, found[b"type"].decode(), found[b"state"] == b"failed")
 
     def _note_read(self, request_id: str, kind: str, size: int) -> None:
         with self._redis.pipeline(transaction=False) as pipe:
@@ -258,13 +270,10 @@ class RedisFutures:
         return NotFound(f"no future {request_id!r}")
 
 
-def _result(found: dict[bytes, bytes]) -> Result:
-    return Result(found[b"body"], found[b"type"].decode(), found[b"state"] == b"failed")
-
-
 class RedisPayloads:
     """Payloads, the encoded content of calls: in Redis, counted against a budget, or moved ("spilled") to the object
-    store, one object each. `store` is None in a process that runs no Ops and spills nothing.
+    store, one object each; and large results, which move the same way. `store` is None in a process that reads and
+    spills nothing.
 
     A payload moves only in that direction. Every try writes an object with a unique name, so nothing is ever
     overwritten. A try has three steps. It notes the object's name in `spilling`. It writes the object. Then one script
@@ -305,8 +314,31 @@ class RedisPayloads:
         self._objects.put_new(key, payload)
         return bool(self._run("spill", request_id, key, admitted))
 
+    def read(self, key: str) -> bytes:
+        """The content of an object. Raises Unavailable, NotFound."""
+        return self._objects.read(key)
+
+    def due_results(self, limit: int) -> list[str]:
+        """Request ids of large results that have to move."""
+        return [request_id.decode() for request_id in self._run("due_results", limit)]
+
+    def spill_result(self, request_id: str) -> bool:
+        """Moves one result. Returns False when it expired or moved meanwhile. Raises Unavailable; the result then stays
+        in Redis."""
+        body = cast("bytes | None", self._redis.hget(keys.future(request_id), "body"))
+        key = f"{_RESULTS}/{request_id}/{uuid.uuid4().hex}"
+        self._run("begin_spill", key)
+        if body is not None:
+            self._objects.put_new(key, body)
+        return bool(self._run("spill_result", request_id, key))
+
+    def forget_results(self, cursor: int, limit: int) -> int:
+        """Stops counting the expired ones among about `limit` results. Returns the cursor for the next call; 0 begins
+        anew."""
+        return int(self._run("forget_results", cursor, limit))
+
     def remove_garbage(self) -> int:
-        """Deletes objects of dropped payloads, and of moves that never ended. Returns their number. Raises
+        """Deletes objects of dropped payloads and results, and of moves that never ended. Returns their number. Raises
         Unavailable."""
         garbage = cast(list[bytes], self._run("spill_garbage", _ABANDONED_MS, _GARBAGE_AT_ONCE))
         if garbage:
@@ -317,11 +349,12 @@ class RedisPayloads:
     def unknown(self) -> list[str]:
         """The keys of objects that no request and no move knows: their state server was lost, or set back to an earlier
         state. Raises Unavailable."""
-        return [key for key in self._objects.list(f"{_PAYLOADS}/") if not self._knows(key)]
+        listed = {folder: self._objects.list(f"{folder}/") for folder in _HOLDERS}
+        return [key for folder, found in listed.items() for key in found if not self._knows(folder, key)]
 
-    def _knows(self, key: str) -> bool:
+    def _knows(self, folder: str, key: str) -> bool:
         with self._redis.pipeline(transaction=False) as pipe:
-            pipe.hget(keys.op(key.split("/")[1]), "spilled")
+            pipe.hget(_HOLDERS[folder](key.split("/")[1]), "spilled")
             pipe.zscore(keys.SPILLING, key)
             pipe.sismember(keys.SPILL_GARBAGE, key)
             spilled, spilling, is_garbage = pipe.execute()

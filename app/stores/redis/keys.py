@@ -14,11 +14,15 @@
     payload:<request>   STR   its encoded content, as long as it may run or be replayed
     payload_bytes       STR   the bytes of all payload:* together
     spillable           ZSET  request with a payload that is worth an object -> ms of its admission, 0 to spill at once
-    spilling            ZSET  object that is being written for a payload -> ms of the write's start
-    spill_garbage       SET   objects of dropped payloads, to be deleted
+    spilling            ZSET  object that is being written for a payload or a result -> ms of the write's start
+    spill_garbage       SET   objects of dropped payloads and results, to be deleted
     staged:<uuid>       STR   a large payload on its way into the journal; expires
     future:<request>    HASH  kind, model, owner, digest, state, body, type, refused: the fields that a poll reads;
                               admitted and ended, in ms; expires
+    results             HASH  request with a large result -> JSON: its size, the owner for which it counts, and the key
+                              of the object that holds it; the future then has `spilled` and `size` instead of `body`
+    result_bytes        HASH  project -> the bytes of these results
+    results_due         SET   the requests whose results have to move to the object store
     lease:<id>          STR   "node/boot" of the worker that owns the model or runs the sampling request <id>; a
                               worker's own name as <id> shows that it lives; expires
     nodes               HASH  node -> the claim of its newest worker, as JSON: worker, queue, and where it runs

@@ -120,6 +120,8 @@ def _settings(settings: EngineSettings) -> str:
         "memory_share": settings.memory_share,
         "spill_at_once": settings.spill_bytes,
         "spill_least": _SPILL_LEAST,
+        "result_spill": settings.result_spill_bytes,
+        "result_budget": settings.result_budget_bytes,
     }
     return f"local SETTINGS = {{{', '.join(f'{name} = {value}' for name, value in values.items())}}}\n"
 

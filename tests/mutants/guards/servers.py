@@ -9,6 +9,7 @@ _STORES = "--confcutdir=tests/unit/app/stores -p tests.unit.conftest tests/unit/
 _DURABILITY = f"{_STORES}/test_durability.py"
 _SETTING = f"{_DURABILITY}::test_a_setting_with_which_calls_get_lost_is_refused_with_its_remedy"
 _DEAD = "tests/faults/test_dead_connections.py"
+_RESULTS = f"{_STORES}/test_large_results.py"
 _NODE = "tests/unit/workers/process/test_node_name.py"
 
 MUTANTS = (
@@ -217,6 +218,34 @@ MUTANTS = (
         "tests/unit/workers/maintenance/test_orphans.py::test_a_payload_that_a_call_or_a_move_needs_stays",
     ),
     # Memory.
+    Mutant(
+        "results: of two moves one counts",
+        "app/stores/redis/lua/results.lua",
+        "if not listed or redis.call('HEXISTS', future, 'body') == 0 then",
+        "if not listed then",
+        f"{_RESULTS}::test_of_two_movers_one_wins_and_the_other_object_goes",
+    ),
+    Mutant(
+        "results: the budget of Ops",
+        "app/stores/redis/lua/journal.lua",
+        "or head[2] and no_room_for_results(cjson.decode(head[2]))",
+        "",
+        f"{_RESULTS}::test_a_project_over_its_budget_waits_and_others_do_not",
+    ),
+    Mutant(
+        "results: the budget of samples",
+        "app/stores/redis/lua/samples.lua",
+        " or no_room_for_results(ARGV[3])",
+        "",
+        f"{_RESULTS}::test_a_project_over_its_budget_waits_and_others_do_not",
+    ),
+    Mutant(
+        "results: an expired one counts no longer",
+        "app/stores/redis/lua/results.lua",
+        "redis.call('HINCRBY', 'tinsmith:result_bytes', result.owner, -result.size)",
+        "1",
+        f"{_RESULTS}::test_a_result_that_has_expired_counts_no_longer_and_its_object_goes",
+    ),
     Mutant(
         "memory: that of the container",
         "app/stack/memory.py",

@@ -43,7 +43,7 @@ register_model(ARGV[1], 2)
 return 1
 
 -- script: admit
--- needs: count_payload, hear, no_room, now_ms, pages, register_model, take, train_queue
+-- needs: count_payload, hear, no_room, no_room_for_results, now_ms, pages, register_model, take, train_queue
 -- Journal an Op and its pending future, once. ARGV: model id, seq, request id, kind, payload, digest,
 -- key of a staged payload (or ''), charge (or ''), entry in its project's audit log (or ''), and for a model to
 -- register in the same step: field, value, ...
@@ -95,6 +95,7 @@ local function admit()
     return redis.error_reply('FULL the call took so long that its content has lapsed')
   end
   local refusal = no_room(staged == '' and #ARGV[5] or redis.call('STRLEN', staged))
+                  or head[2] and no_room_for_results(cjson.decode(head[2]))
   if refusal and not is_awaited(applied) then return refusal end
   local limited = ARGV[8] ~= '' and take(cjson.decode(ARGV[8]), is_awaited_by_parts(applied))
   if limited then return limited end
@@ -144,7 +145,7 @@ redis.call('HSET', 'tinsmith:pending_queue', model, train_queue(model))
 return 1
 
 -- script: commit flags=allow-oom
--- needs: change_record, count_usage, doom, drop_payload, now_ms
+-- needs: change_record, count_result, count_usage, doom, drop_payload, now_ms
 -- Commit an Op: seq becomes the applied seq, and its result can be read. ARGV: model id, epoch, seq, state, type, body,
 -- seconds to keep, JSON list of {namespace, id, {field = value}} to record in the same step, reason of a failure, JSON
 -- of its usage. Returns 1, or 0 when fenced.
@@ -168,6 +169,7 @@ end
 local future = 'tinsmith:future:' .. request
 if redis.call('HEXISTS', future, 'state') == 1 then
   redis.call('HSET', future, 'state', ARGV[4], 'type', ARGV[5], 'body', ARGV[6], 'ended', now_ms())
+  count_result(request, #ARGV[6])
 end
 redis.call('EXPIRE', future, ARGV[7])
 for _, write in ipairs(cjson.decode(ARGV[8])) do

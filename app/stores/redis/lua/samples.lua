@@ -19,7 +19,7 @@ local function note_completion(sampler, seq, request, keep_s)
 end
 
 -- part: close_sample
--- needs: count_samples, drop_payload, leave_project, note_completion, now_ms, place
+-- needs: count_result, count_samples, drop_payload, leave_project, note_completion, now_ms, place
 -- Stop counting a sampling request in its queue, at its node and for its sampler; call before op:<request> is deleted.
 local function leave_queue(request, sampler)
   local queue = redis.call('HGET', 'tinsmith:pending_queue', request)
@@ -46,6 +46,7 @@ local function close_sample(request, state, type, body, keep_s)
   if redis.call('HGET', future, 'state') ~= 'pending' then return false end
   redis.call('HSET', future, 'state', state, 'type', type, 'body', body, 'ended', now_ms())
   redis.call('EXPIRE', future, keep_s)
+  count_result(request, #body)
   local sampler, seq = request:match('^(.*):(%d+)$')
   note_completion(sampler, seq, request, keep_s)
   drop_payload(request)
@@ -73,7 +74,7 @@ local function abort_sample(request, keep_s, type, body)
 end
 
 -- script: admit_sample
--- needs: count_payload, count_samples, hear, held, hold, may_ring, no_room, now_ms, ring, take
+-- needs: count_payload, count_samples, hear, held, hold, may_ring, no_room, no_room_for_results, now_ms, ring, take
 -- Journal a sampling request, once, with the adapter version that it uses and the node that it is dispatched to.
 -- ARGV: request id, parent id, owner, queue, payload, digest, tokens it may take, its sequences, most requests and most
 -- tokens that may be unfinished in its queue (or '' for no bound), charge, the names of its payers.
@@ -101,7 +102,7 @@ if ARGV[9] ~= '' then
   local held = tonumber(redis.call('HGET', 'tinsmith:sampling_tokens', queue) or 0)
   if held + tokens > tonumber(ARGV[10]) then return {'tokens', held} end
 end
-local refusal = no_room(#ARGV[5])
+local refusal = no_room(#ARGV[5]) or no_room_for_results(ARGV[3])
 if refusal then return refusal end
 local limited = ARGV[11] ~= '' and take(cjson.decode(ARGV[11]))
 if limited then return limited end
@@ -237,6 +238,6 @@ for i = 1, #found, 2 do
   local future = 'tinsmith:future:' .. found[i]
   rows[#rows + 1] = found[i]
   rows[#rows + 1] = redis.call('HGET', future, 'state') or 'done'
-  rows[#rows + 1] = redis.call('HSTRLEN', future, 'body')
+  rows[#rows + 1] = tonumber(redis.call('HGET', future, 'size') or redis.call('HSTRLEN', future, 'body'))
 end
 return rows

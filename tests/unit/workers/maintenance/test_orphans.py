@@ -335,3 +335,15 @@ def test_the_payloads_of_a_lost_state_server_are_removed(installation: Installat
     assert len(installation.store.list("payloads/")) == 1, "it is only marked"
     installation.collect()
     assert installation.store.list("payloads/") == []
+
+
+def test_the_large_results_of_a_lost_state_server_are_removed_and_no_others(installation: Installation):
+    installation.journal(11, LoadWeights("tinker://x/weights/a", optimizer=True, prefix="p"))
+    large = Result(b"x" * HASTY.result_spill_bytes)
+    installation.oplog.commit(installation.lease, 11, large)
+    assert installation.payloads.spill_result(f"{MODEL}:11")
+    installation.collect(rounds=3)
+    assert len(installation.store.list("results/")) == 1
+    installation.client.flushall()
+    installation.collect(rounds=3)
+    assert installation.store.list("results/") == []

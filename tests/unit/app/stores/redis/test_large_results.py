@@ -1,0 +1,172 @@
+"""Large results leave the state server's memory, count for their project, and are read as they were."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import redis
+
+from app.domain.records import Model, Sampler
+from app.domain.results import Result
+from app.errors import Gone, Unavailable
+from app.settings import EngineSettings
+from app.stores.objects.folder import FolderStore
+from app.stores.redis import keys
+from app.stores.redis.completions import RedisCompletions
+from app.stores.redis.futures import RedisPayloads
+from app.stores.redis.journal import RedisOpLog
+from app.stores.redis.records import RedisRecords, dump
+from tests.unit.app.stores.redis.journal_steps import MODEL, admit, own
+from workers.maintenance.leader import PayloadSpilling
+
+KB = 1024
+SETTINGS = EngineSettings(lease_s=60, result_spill_bytes=4 * KB, result_budget_bytes=20 * KB)
+SAMPLER, OTHERS = "session:sample:0", "other:train:0"
+LARGE = Result(bytes(range(256)) * 32, "application/x-protobuf")
+
+
+class Store(FolderStore):
+    away = False
+
+    def put_new(self, key: str, source: Path | bytes) -> bool:
+        self._check()
+        return super().put_new(key, source)
+
+    def read(self, key: str) -> bytes:
+        self._check()
+        return super().read(key)
+
+    def _check(self) -> None:
+        if self.away:
+            raise Unavailable("the store is away")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path, "", "")
+
+
+@pytest.fixture
+def oplog(client: redis.Redis, store: Store) -> RedisOpLog:
+    log = RedisOpLog(client, SETTINGS, store)
+    assert log.create_model(MODEL, dump(Model("me", "session", "base", 0.0)))
+    assert log.create_model(OTHERS, dump(Model("you", "session", "base", 0.0)))
+    RedisRecords(client).put_new(Sampler.namespace, SAMPLER, dump(Sampler("me", "s", "base", 0.0)))
+    return log
+
+
+@pytest.fixture
+def spilling(client: redis.Redis, store: Store) -> PayloadSpilling:
+    return PayloadSpilling(RedisPayloads(client, SETTINGS, store))
+
+
+def committed(oplog: RedisOpLog, results: int = 1) -> list[str]:
+    """The request ids of Ops with a large result each."""
+    lease = own(oplog)
+    requests = []
+    for seq in range(lease.applied + 1, lease.applied + 1 + results):
+        requests.append(admit(oplog, seq))
+        oplog.commit(lease, seq, LARGE)
+    return requests
+
+
+def counted(client: redis.Redis) -> dict[bytes, bytes]:
+    return client.hgetall("tinsmith:result_bytes")
+
+
+def sampled(oplog: RedisOpLog, seq: int = 1) -> str:
+    request = f"{SAMPLER}:{seq}"
+    oplog.admit_sample(request, SAMPLER, "me", "sample.base", b"prompt", f"digest {seq}")
+    assert oplog.finish_sample(request, LARGE)
+    return request
+
+
+def test_a_large_result_is_moved_and_read_as_it_was(
+    client: redis.Redis, oplog: RedisOpLog, spilling: PayloadSpilling, store: Store
+):
+    requests = [*committed(oplog), sampled(oplog)]
+    before = [oplog.future(request, {"me"}) for request in requests]
+    spilling.sweep()
+    assert [client.hget(keys.future(request), "body") for request in requests] == [None, None]
+    assert [oplog.future(request, {"me"}) for request in requests] == before
+    assert [oplog.outcome(request) for request in requests] == [LARGE, LARGE]
+    assert len(store.list("results/")) == 2
+
+
+def test_a_small_result_stays(client: redis.Redis, oplog: RedisOpLog, spilling: PayloadSpilling, store: Store):
+    request = admit(oplog, 0)
+    oplog.commit(own(oplog), 0, Result(b"x" * (4 * KB - 1)))
+    spilling.sweep()
+    assert client.hexists(keys.future(request), "body")
+    assert (store.list("results/"), counted(client)) == ([], {})
+
+
+def test_polls_of_many_requests_hear_the_same_size(client: redis.Redis, oplog: RedisOpLog, spilling: PayloadSpilling):
+    sampled(oplog)
+    completions = RedisCompletions(client, SETTINGS)
+    before = completions.since(f"{SAMPLER}/0", 0)
+    spilling.sweep()
+    assert completions.since(f"{SAMPLER}/0", 0) == before
+    assert before[0][0].size == len(LARGE.body)
+
+
+def test_a_project_over_its_budget_waits_and_others_do_not(client: redis.Redis, oplog: RedisOpLog):
+    committed(oplog, 3)
+    assert counted(client) == {b"me": b"%d" % (3 * len(LARGE.body))}
+    for refused in (lambda: admit(oplog, 4), lambda: sampled(oplog)):
+        with pytest.raises(Unavailable, match=r"this project take 24576 bytes, over engine\.result_budget_bytes"):
+            refused()
+    assert admit(oplog, 2), "a repeat"
+    assert oplog.admit(OTHERS, 0, "forward_backward", b"payload", "digest").fresh
+
+
+def test_a_result_that_has_expired_counts_no_longer_and_its_object_goes(
+    client: redis.Redis, oplog: RedisOpLog, spilling: PayloadSpilling, store: Store
+):
+    moved, *rest = committed(oplog, 3)
+    spilling._payloads.spill_result(moved)
+    client.delete(*(keys.future(request) for request in (moved, *rest)))
+    spilling.sweep()
+    assert (counted(client), store.list("results/")) == ({}, [])
+    assert client.smembers("tinsmith:results_due") == set()
+    assert admit(oplog, 4)
+
+
+def test_while_the_store_is_away_a_result_stays_and_a_moved_one_is_a_503(
+    oplog: RedisOpLog, spilling: PayloadSpilling, store: Store
+):
+    moved, stays = committed(oplog, 2)
+    assert spilling._payloads.spill_result(moved)
+    store.away = True
+    with pytest.raises(Unavailable):
+        spilling.sweep()
+    assert oplog.future(stays, {"me"}).result == LARGE
+    with pytest.raises(Unavailable):
+        oplog.future(moved, {"me"})
+    store.away = False
+    spilling.sweep()
+    assert oplog.future(moved, {"me"}).result == oplog.future(stays, {"me"}).result == LARGE
+
+
+def test_of_two_movers_one_wins_and_the_other_object_goes(
+    client: redis.Redis, oplog: RedisOpLog, spilling: PayloadSpilling, store: Store
+):
+    [request] = committed(oplog)
+    payloads = spilling._payloads
+    first, second = (f"results/{request}/{name}" for name in ("a", "b"))
+    for key in (first, second):
+        payloads._run("begin_spill", key)
+        store.put_new(key, LARGE.body)
+    assert [payloads._run("spill_result", request, key) for key in (first, second)] == [1, 0]
+    spilling.sweep()
+    assert store.list("results/") == [first]
+    assert oplog.future(request, {"me"}).result == LARGE
+
+
+def test_a_result_whose_object_was_lost_is_gone(oplog: RedisOpLog, spilling: PayloadSpilling, store: Store):
+    [request] = committed(oplog)
+    spilling.sweep()
+    store.delete(store.list("results/"))
+    with pytest.raises(Gone, match="lost"):
+        oplog.future(request, {"me"})
