@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import tinker
 
+from app.stack.supervisor import SETUP_ERROR_CODE
 from app.stores.redis import keys
 from tests.contract.data import ADAM, datum, logprobs, sentences, supervised, train
 from tests.faults.proxy import Proxy
@@ -163,3 +164,13 @@ def test_a_worker_asked_to_end_does_not_wait_for_a_save_that_hangs(memory: Path,
         stack.trainer = stack.start_trainer()
         assert all(future.result() for future in pending)
         assert int(stack.client.hget(save, "attempts") or 0) == 0
+
+
+def test_a_second_worker_of_the_same_name_is_refused_and_the_first_goes_on(stack: Stack, service: tinker.ServiceClient):
+    client = new_model(service)
+    train(client, 1)
+    epoch = stack.client.hget(keys.model(client.model_id), "epoch")
+    assert stack.start_trainer().wait(timeout=120) == SETUP_ERROR_CODE
+    train(client, 1)
+    assert stack.client.hget(keys.model(client.model_id), "epoch") == epoch
+    assert stack.trainer.poll() is None

@@ -190,6 +190,14 @@ MUTANTS = (
         f"{_NODE}::test_a_live_worker_of_this_machine_keeps_its_name_and_the_refusal_names_its_process",
     ),
     Mutant(
+        "node: each worker claims its name",
+        "workers/process/assembly.py",
+        "    node_name.claim(parts.oplog, parts.worker, queue, settings.engine.lease_s)\n",
+        "",
+        "tests/faults/test_celery.py::test_a_second_worker_of_the_same_name_is_refused_and_the_first_goes_on",
+        slow=True,
+    ),
+    Mutant(
         "node: a process number that is used again",
         "workers/process/node_name.py",
         ' and _born(holder["pid"]) == holder["born"]',
