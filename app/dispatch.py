@@ -77,6 +77,9 @@ def celery_app(settings: Settings) -> Celery:
             "health_check_interval": 10,
             "socket_connect_timeout": 2,
             "socket_timeout": ANSWER_S,
+            # Once more, on a new connection. A message whose acknowledgement fails otherwise counts as prefetched for
+            # ever, and its consumer reads no other.
+            "retry_on_timeout": True,
             "socket_keepalive": True,
             "socket_keepalive_options": KEEPALIVE,
             # With kombu's defaults, a publish to a broker that is away takes 6 s, and every admission waits for it.

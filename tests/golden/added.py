@@ -117,6 +117,6 @@ ADDED: dict[str, set[str]] = {
     # Each process has its own.
     "broker options": {
         *("max_retries", "interval_start", "interval_step", "interval_max"),
-        *("socket_timeout", "socket_keepalive", "socket_keepalive_options"),
+        *("socket_timeout", "socket_keepalive", "socket_keepalive_options", "retry_on_timeout"),
     },
 }
