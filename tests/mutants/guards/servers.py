@@ -143,14 +143,14 @@ MUTANTS = (
         "app/stores/redis/lua/payloads.lua",
         "if shortage then return redis.error_reply('FULL ' .. shortage) end",
         "",
-        f"{_STORES}/test_payloads.py::test_no_new_call_is_admitted_while_a_disk_is_nearly_full",
+        f"{_STORES}/test_shortage.py::test_no_new_call_is_admitted_while_a_disk_is_nearly_full",
     ),
     Mutant(
         "disk: a refused call is not written",
         "app/stores/redis/journal.py",
         " or self._redis.exists(keys.SHORTAGE):",
         ":",
-        f"{_STORES}/test_payloads.py::test_a_large_call_that_is_refused_is_not_written_to_disk",
+        f"{_STORES}/test_shortage.py::test_a_large_call_that_is_refused_is_not_written_to_disk",
     ),
     Mutant(
         "disk: no file of a folder store",

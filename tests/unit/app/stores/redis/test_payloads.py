@@ -374,31 +374,3 @@ def test_a_repeated_large_call_leaves_no_staged_copy(oplog: RedisOpLog, client: 
         admit(oplog, 0, 70 * KB)
     assert client.keys("*staged*") == []
     assert counted(client) == 70 * KB
-
-
-def test_no_new_call_is_admitted_while_a_disk_is_nearly_full(oplog: RedisOpLog, client: redis.Redis):
-    admit(oplog, 2, KB)
-    oplog.take_none("the disk of data_dir has 9 MiB free", 3600.0)
-    for refused in (
-        lambda: admit(oplog, 3, KB),
-        lambda: admit_sample(oplog, 1, KB),
-        lambda: RedisRecords(client).put_new("sessions", "new", {"owner": '"me"'}),
-    ):
-        with pytest.raises(Unavailable, match="the disk of data_dir has 9 MiB free; try again soon"):
-            refused()
-    assert oplog.shortage() == "the disk of data_dir has 9 MiB free"
-    assert admit(oplog, 2, KB), "a repeat"
-    assert admit(oplog, 0, KB), "the call for which another one waits"
-    client.delete(keys.SHORTAGE)
-    assert admit(oplog, 3, KB)
-
-
-def test_a_large_call_that_is_refused_is_not_written_to_disk(oplog: RedisOpLog, client: redis.Redis):
-    admit(oplog, 2, 200 * KB)
-    oplog.take_none("the disk is nearly full", 3600.0)
-    before = client.info("persistence")["aof_current_size"]
-    for _ in range(3):
-        with pytest.raises(Unavailable):
-            admit(oplog, 3, 200 * KB)
-    assert admit(oplog, 2, 200 * KB), "a repeat"
-    assert client.info("persistence")["aof_current_size"] - before < 100 * KB

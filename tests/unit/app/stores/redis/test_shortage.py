@@ -1,0 +1,47 @@
+"""Calls while a disk is nearly full: new ones are refused and leave nothing on it."""
+
+from __future__ import annotations
+
+import pytest
+import redis
+
+from app.errors import Unavailable
+from app.stores.redis import keys
+from app.stores.redis.journal import RedisOpLog
+from app.stores.redis.records import RedisRecords
+from tests.unit.app.stores.redis.journal_steps import MODEL
+
+SAMPLE = "s:sample:0:1"
+LARGE = 200 * 1024
+
+
+def admit(oplog: RedisOpLog, seq: int, size: int = 8) -> str:
+    return oplog.admit(MODEL, seq, "forward_backward", b"x" * size, f"digest {seq}").request_id
+
+
+def test_no_new_call_is_admitted_while_a_disk_is_nearly_full(oplog: RedisOpLog, client: redis.Redis):
+    admit(oplog, 2)
+    oplog.take_none("the disk of data_dir has 9 MiB free", 3600.0)
+    for refused in (
+        lambda: admit(oplog, 3),
+        lambda: oplog.admit_sample(SAMPLE, SAMPLE.rpartition(":")[0], "me", "sample.base", b"prompt", "digest"),
+        lambda: RedisRecords(client).put_new("sessions", "new", {"owner": '"me"'}),
+    ):
+        with pytest.raises(Unavailable, match="the disk of data_dir has 9 MiB free; try again soon"):
+            refused()
+    assert oplog.shortage() == "the disk of data_dir has 9 MiB free"
+    assert admit(oplog, 2), "a repeat"
+    assert admit(oplog, 0), "the call for which another one waits"
+    client.delete(keys.SHORTAGE)
+    assert admit(oplog, 3)
+
+
+def test_a_large_call_that_is_refused_is_not_written_to_disk(oplog: RedisOpLog, client: redis.Redis):
+    admit(oplog, 2, LARGE)
+    oplog.take_none("the disk is nearly full", 3600.0)
+    before = client.info("persistence")["aof_current_size"]
+    for _ in range(3):
+        with pytest.raises(Unavailable):
+            admit(oplog, 3, LARGE)
+    assert admit(oplog, 2, LARGE), "a repeat"
+    assert client.info("persistence")["aof_current_size"] - before < LARGE // 2
