@@ -13,6 +13,7 @@ from app.dispatch import Dispatcher, TickSender, celery_app
 from app.settings import RedisSettings, Settings
 from app.stores.redis.client import connect
 from app.stores.redis.types import Holder
+from tests.faults.proxy import Proxy
 from tests.servers import free_port, start_valkey
 
 QUEUE = "train.base@a"
@@ -73,3 +74,15 @@ def test_a_call_waits_less_than_a_second_for_a_broker_that_is_away(monkeypatch: 
     monkeypatch.setattr("kombu.utils.functional.sleep", slept.append)
     Dispatcher(away(tmp_path)).send("forward", "session:train:0:1", "session:train:0", "train.base")
     assert sum(slept) < 1
+
+
+def test_a_message_is_acknowledged_although_its_connection_fell_silent(url: str, broker: redis.Redis, tmp_path: Path):
+    """Otherwise it counts as prefetched for ever, and its consumer reads no other one."""
+    with Proxy(url) as proxy:
+        celery = at(proxy.url, tmp_path)
+        assert TickSender(celery, QUEUE).send()
+        with celery.connection_for_read() as connection:
+            message = celery.amqp.queues.new_missing(QUEUE)(connection.default_channel).get()
+            proxy.silence()
+            message.ack()
+            assert message.acknowledged
