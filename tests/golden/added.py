@@ -111,7 +111,7 @@ ADDED: dict[str, set[str]] = {
         *(f"base_models[0].{section}.sequence_parallel" for section in ("trainer", "full")),
     },
     # Keys that start so. Processes of ecb7b39 neither read nor write them, which `RedisRecords._listed` expects.
-    "keys left behind": {"tinsmith:checkpoints_of:"},
+    "keys left behind": {"tinsmith:checkpoints_of:", "tinsmith:calls_taken"},
     # Keys that start so and are now deleted before they expire; every version does without them.
     "keys deleted": {"tinsmith:home:"},
     # Each process has its own.

@@ -82,20 +82,28 @@ class MaintenanceTask(Protocol):
 
 class SessionExpiry:
     """Expires silent sessions and ends their requests. The owners of their models ask for unwanted ones
-    (RedisLifecycle.unwanted) and free the memory."""
+    (RedisLifecycle.unwanted) and free the memory.
 
-    def __init__(self, lifecycle: RedisLifecycle, teardown: Teardown) -> None:
-        self._lifecycle, self._teardown = lifecycle, teardown
+    Only time in which calls were taken counts as silence. After an outage, or a sleep of the machine, a client has
+    `session_s` seconds for a sign of life: until then no session expires, and nothing of an ended one is removed.
+    """
+
+    def __init__(self, oplog: RedisOpLog, lifecycle: RedisLifecycle, teardown: Teardown, session_s: float) -> None:
+        self._oplog, self._lifecycle, self._teardown, self._session_s = oplog, lifecycle, teardown, session_s
 
     def sweep(self) -> None:
+        if self._oplog.calls_taken_s() >= self._session_s:
+            self._end_silent()
+        aborted = self._lifecycle.abort_samples()
+        if aborted:
+            log.info("cancelled %d samples of ended sessions", aborted)
+
+    def _end_silent(self) -> None:
         expired = self._lifecycle.expire()
         if expired:
             log.info("%d sessions expired", len(expired))
         for session_id in self._lifecycle.retired():
             self._teardown.retire(session_id)
-        aborted = self._lifecycle.abort_samples()
-        if aborted:
-            log.info("cancelled %d samples of ended sessions", aborted)
 
 
 class PayloadSpilling:

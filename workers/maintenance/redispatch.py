@@ -27,8 +27,6 @@ _AWAITED_S = 3.0
 _LONGEST_PATIENCE_S = 60.0
 # Seqs given up in one round. A client that leaves out millions waits longer, instead of everybody else.
 _GAP_MOST = 1_000
-# A round that comes later than this follows an outage, or another leader's time.
-_UNSEEN_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +45,9 @@ class Redispatcher:
     def __init__(self, oplog: RedisOpLog, send: Callable[[str, str, str, str], None], settings: EngineSettings) -> None:
         self._oplog, self._send, self._settings = oplog, send, settings
         self._last: dict[str, LastDispatch] = {}
-        self._healthy_since = self._swept = time.monotonic()
 
     def sweep(self) -> None:
-        now = time.monotonic()
-        if now - self._swept > _UNSEEN_S or not self._oplog.takes_calls():
-            self._healthy_since = now
+        now, taken_s = time.monotonic(), self._oplog.calls_taken_s()
         alive, throttled_queues = set(), set()
         for pending in self._waiting():
             alive.add(pending.id)
@@ -61,11 +56,10 @@ class Redispatcher:
             elif pending.kinds:
                 self._redispatch(pending, now)
             else:
-                self._give_up_gap(pending, now)
+                self._give_up_gap(pending, taken_s)
         for queue in throttled_queues:  # the worker that should have dispatched the next one may have died
             ThrottledDispatch(self._oplog, self._send, queue).dispatch_next()
         self._last = {id_: last for id_, last in self._last.items() if id_ in alive}
-        self._swept = time.monotonic()
 
     def _waiting(self) -> Iterator[Pending]:
         """The waiting requests, read in slices. A request that moves on between two slices may be missed until the next
@@ -104,10 +98,10 @@ class Redispatcher:
         for seq, kind in enumerate(self._oplog.waiting(pending.id, pending.seq), pending.seq):
             yield kind, ids.request_id(pending.id, seq), pending.id
 
-    def _give_up_gap(self, pending: Pending, now: float) -> None:
+    def _give_up_gap(self, pending: Pending, taken_s: float) -> None:
         """Gives up a gap in the journal after `gap_s`. Only time in which the Op could have been admitted counts, so no
-        outage of Redis or of the API does."""
-        if min(pending.waited_s, now - self._healthy_since) < self._settings.gap_s or pending.seq is None:
+        outage of Redis or of the API does, and no sleep of the machine. `taken_s`: see RedisOpLog.calls_taken_s."""
+        if min(pending.waited_s, taken_s) < self._settings.gap_s or pending.seq is None:
             return
         for seq in range(pending.seq, pending.seq + _GAP_MOST):
             reason = (

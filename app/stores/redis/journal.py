@@ -250,6 +250,11 @@ class RedisOpLog(RedisFutures):
         """Has new calls refused for this reason, for so long from now."""
         self._redis.set(keys.SHORTAGE, reason, px=int(seconds * 1000))
 
+    def calls_taken_s(self) -> float:
+        """The seconds for which calls have been taken without a break, by the state server's clock. Call it every few
+        seconds: time that nobody saw is a break, and so is a clock that jumped."""
+        return int(self._run("calls_taken")) / 1000
+
     def lead(self, role: str, worker: str) -> bool:
         """True while `worker` is the leader for `role`. Call it again well within the lease time."""
         return bool(self._run("lead", role, worker, self._lease_ms))

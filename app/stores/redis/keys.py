@@ -79,6 +79,7 @@
     storage_measured    STR   the time of the last measurement of the checkpoints' sizes, in unix seconds
     taking_calls        STR   exists while an API process lives; expires
     shortage            STR   the reason why no call is admitted, while a disk of an API process is nearly full; expires
+    calls_taken         HASH  since: when the last break in the taking of calls ended; seen: the last look (ms)
     done                pub/sub channel: a request id, once its result can be read; on the broker, once its stream has
                               more entries
     aborted             pub/sub channel: the id of a sampling request, once it is cancelled
@@ -95,6 +96,7 @@ DONE_CHANNEL = PREFIX + "done"
 ABORTED_CHANNEL = PREFIX + "aborted"
 TAKING_CALLS = PREFIX + "taking_calls"
 SHORTAGE = PREFIX + "shortage"
+CALLS_TAKEN = PREFIX + "calls_taken"
 PENDING = PREFIX + "pending"
 PENDING_QUEUE = PREFIX + "pending_queue"
 SESSIONS_HEARD = PREFIX + "sessions_heard"

@@ -3,7 +3,7 @@
 To add the mutant of a guard, write the smallest change that removes it, and name the fastest test that then fails.
 """
 
-from tests.mutants.guards import journal, sampling, servers, storing, tenants, training
+from tests.mutants.guards import edges, journal, sampling, servers, storing, tenants, training
 
 MUTANTS = (
     *journal.MUTANTS,
@@ -12,4 +12,5 @@ MUTANTS = (
     *sampling.MUTANTS,
     *tenants.MUTANTS,
     *servers.MUTANTS,
+    *edges.MUTANTS,
 )

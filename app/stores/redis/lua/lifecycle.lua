@@ -26,6 +26,19 @@ local function is_retired(session, least)
   return ended and now_ms() - ended >= tonumber(least)
 end
 
+-- script: calls_taken flags=allow-oom
+-- needs: now_ms
+-- Note the time of this look. Returns the ms for which calls have been taken without a break, as all looks saw it. A
+-- break is a look without an API process. Two looks more than UNSEEN_MS apart are one too: the state server or all
+-- workers were away, the machine slept, or the clock was set forward. So is a clock that was set back.
+local UNSEEN_MS = 10000
+local key, now = 'tinsmith:calls_taken', now_ms()
+local found = redis.call('HMGET', key, 'since', 'seen')
+local since, passed = tonumber(found[1] or now), now - tonumber(found[2] or now)
+if passed < 0 or passed > UNSEEN_MS or redis.call('EXISTS', 'tinsmith:taking_calls') == 0 then since = now end
+redis.call('HSET', key, 'since', since, 'seen', now)
+return now - since
+
 -- script: heartbeat flags=allow-oom
 -- needs: hear, now_ms
 -- Note a heartbeat of a session's client. ARGV: session id. Returns 0.

@@ -25,6 +25,19 @@ SESSION, OTHER = "session", "session2"
 MODEL, OTHER_MODEL = f"{SESSION}:train:0", f"{OTHER}:train:0"
 PATIENT = EngineSettings()
 HASTY = EngineSettings(session_s=0.001, retain_s=0.001)
+HOUR_MS = 3_600_000
+
+
+def now_ms(client: redis.Redis) -> int:
+    seconds, micros = client.time()
+    return seconds * 1000 + micros // 1000
+
+
+def take_calls(client: redis.Redis, for_ms: int, seen_ms_ago: int = 0) -> None:
+    """An API process lives, calls were taken for so long, and the last look at that was then."""
+    client.set(keys.TAKING_CALLS, "")
+    now = now_ms(client)
+    client.hset(keys.CALLS_TAKEN, mapping={"since": now - for_ms, "seen": now - seen_ms_ago})
 
 
 @dataclass
@@ -42,7 +55,8 @@ class Installation:
         return Teardown(lifecycle, self.records, self.store, self.woken.append)
 
     def sweep(self, settings: EngineSettings, rounds: int = 1) -> None:
-        task = SessionExpiry(RedisLifecycle(self.client, settings), self.teardown(settings))
+        lifecycle = RedisLifecycle(self.client, settings)
+        task = SessionExpiry(self.oplog, lifecycle, self.teardown(settings), settings.session_s)
         for _ in range(rounds):
             time.sleep(0.01)
             task.sweep()
@@ -66,6 +80,7 @@ class Installation:
 def installation(client: redis.Redis, tmp_path: Path) -> Installation:
     store = FolderStore(tmp_path, "secret", "http://x")
     made = Installation(client, RedisOpLog(client, PATIENT), RedisRecords(client), store)
+    take_calls(client, HOUR_MS)
     for session, model in ((SESSION, MODEL), (OTHER, OTHER_MODEL)):
         made.records.put_new(Session.namespace, session, dump(Session("me", 0.0)))
         made.oplog.create_model(model, dump(Model("me", session, "base", 0.0)))
@@ -91,6 +106,41 @@ def test_a_silent_session_expires_and_loses_nothing(installation: Installation):
     assert installation.status() == "expired"
     assert not installation.ended()
     assert len(installation.store.list("models/")) == 6
+
+
+@pytest.mark.parametrize("seen_ms_ago", [HOUR_MS, -HOUR_MS], ids=["an outage or a sleep", "a clock that was set back"])
+def test_time_that_nobody_saw_is_no_silence_of_a_client(installation: Installation, seen_ms_ago: int):
+    """The state server or the machine was away for an hour. No heartbeat could arrive before the first sweep."""
+    installation.client.zadd(keys.SESSIONS_HEARD, {SESSION: now_ms(installation.client) - HOUR_MS})
+    take_calls(installation.client, 2 * HOUR_MS, seen_ms_ago)
+    sampler = f"{SESSION}:sample:0"
+    installation.oplog.admit_sample(f"{OTHER}:sample:0:0", f"{OTHER}:sample:0", "me", "sample.base", b"ask", "d")
+    installation.sweep(PATIENT, rounds=2)
+    assert installation.status() == "open"
+    take_calls(installation.client, HOUR_MS)
+    installation.sweep(PATIENT)
+    assert (installation.status(), installation.status(OTHER)) == ("expired", "open")
+    assert sampler in installation.samplers()
+
+
+def test_time_without_an_api_is_no_silence_of_a_client(installation: Installation):
+    installation.client.zadd(keys.SESSIONS_HEARD, {SESSION: now_ms(installation.client) - HOUR_MS})
+    installation.client.delete(keys.TAKING_CALLS)
+    installation.sweep(PATIENT)
+    installation.client.set(keys.TAKING_CALLS, "")
+    installation.sweep(PATIENT)
+    assert installation.status() == "open"
+
+
+def test_after_an_outage_a_client_has_time_to_come_back_before_its_run_is_removed(installation: Installation):
+    installation.teardown().finish(SESSION, "success")
+    installation.client.zadd(keys.SESSIONS_ENDED, {SESSION: 1})
+    take_calls(installation.client, 30 * 24 * HOUR_MS, seen_ms_ago=8 * 24 * HOUR_MS)
+    installation.sweep(PATIENT)
+    assert not installation.ended()
+    take_calls(installation.client, HOUR_MS)
+    installation.sweep(PATIENT)
+    assert installation.ended()
 
 
 def test_long_after_its_session_a_model_is_ended_and_only_what_was_saved_stays(installation: Installation):

@@ -1,0 +1,41 @@
+"""Guards against outages, restarts and journals without bound."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+_LUA = "app/stores/redis/lua"
+_SESSIONS = "tests/unit/workers/maintenance/test_sessions.py"
+_REDISPATCH = "tests/unit/workers/maintenance/test_redispatch.py"
+
+MUTANTS = (
+    # Time in which no client could be heard.
+    Mutant(
+        "calls_taken: two looks far apart",
+        f"{_LUA}/lifecycle.lua",
+        "or passed > UNSEEN_MS ",
+        "",
+        f"{_REDISPATCH}::test_time_that_nobody_saw_does_not_count_for_a_gap",
+    ),
+    Mutant(
+        "calls_taken: a clock that was set back",
+        f"{_LUA}/lifecycle.lua",
+        "if passed < 0 or",
+        "if",
+        f"{_SESSIONS}::test_time_that_nobody_saw_is_no_silence_of_a_client",
+    ),
+    Mutant(
+        "calls_taken: no API process",
+        f"{_LUA}/lifecycle.lua",
+        " or redis.call('EXISTS', 'tinsmith:taking_calls') == 0",
+        "",
+        f"{_SESSIONS}::test_time_without_an_api_is_no_silence_of_a_client",
+    ),
+    Mutant(
+        "sessions: time in which no client could be heard",
+        "workers/maintenance/leader.py",
+        "if self._oplog.calls_taken_s() >= self._session_s:",
+        "if True:",
+        f"{_SESSIONS}::test_after_an_outage_a_client_has_time_to_come_back_before_its_run_is_removed",
+    ),
+)
