@@ -50,8 +50,9 @@ def _become(sender: Any, **_: Any) -> None:
 
 @signals.worker_ready.connect
 def _announce(**_: Any) -> None:
-    from workers.process import runtime
+    from workers.process import orderly_stop, runtime
 
+    orderly_stop.hand_back_on_signal(runtime.current().hand_back)
     runtime.current().announce()
 
 

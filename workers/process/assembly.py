@@ -165,10 +165,23 @@ class Trainer:
     idle_eviction: IdleEviction
 
     def runtime(self) -> Runtime:
-        queue, chores, leave = self.serving.queue, sweeper(self.parts), self.runner.leave
         return Runtime(
-            self.runner, self.rebalancer, queue, self.heartbeat, self.watchdog, chores, self.on_tick, self.close, leave
+            self.runner,
+            self.rebalancer,
+            self.serving.queue,
+            self.heartbeat,
+            self.watchdog,
+            sweeper(self.parts),
+            self.on_tick,
+            self.close,
+            self.runner.leave,
+            self.hand_back,
         )
+
+    def hand_back(self) -> None:
+        """Gives the running Op and all models to other trainers, from any thread."""
+        self.owner.hand_back()
+        self.drain.release()
 
     def on_tick(self) -> None:
         with self.watchdog.working():
@@ -302,7 +315,12 @@ def assemble_sampler(parts: Parts, serving: Serving[SamplerBackend], cancelled: 
         cancellations.close()
         parts.keeper.stop()
 
-    runtime = Runtime(runner, runner, queue, heartbeat, watchdog, sweeper(parts), probe, close, heartbeat.leave)
+    def hand_back() -> None:
+        for request_id in runner.hand_back():
+            parts.dispatcher.send("sample", request_id, request_id.rpartition(":")[0], queue)
+
+    chores, leave = sweeper(parts), heartbeat.leave
+    runtime = Runtime(runner, runner, queue, heartbeat, watchdog, chores, probe, close, leave, hand_back)
     return Sampler(parts, runner, cancellations, runtime)
 
 

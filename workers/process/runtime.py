@@ -52,6 +52,9 @@ class Runtime:
     leave: Callable[[], None] = lambda: None
     """Called as soon as the worker is asked to end: the running task is the last one. May be called from a signal
     handler."""
+    hand_back: Callable[[], None] = lambda: None
+    """Called from a thread when the running task takes too long for an orderly stop, perhaps twice; the process then
+    ends. Raises RedisError while the state server is away."""
 
     def handle(self, request_id: str, model_id: str, kind: str, queue: str = "") -> Result | None:
         handler = self.shared if queue == self.queue else self.handler

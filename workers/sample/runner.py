@@ -83,6 +83,7 @@ class SampleRunner:
         self._adapters, self._keeper, self._worker, self._running_requests = adapters, keeper, worker, running_requests
         self._awaiting_last_attempt: dict[str, str] = {}  # request id -> sampling session; the oldest first
         self._last_attempt = threading.Lock()
+        self._ending = False
 
     def handle(self, request_id: str, sampling_session_id: str, kind: str) -> Result | None:
         """Returns the future's result; None when the future no longer exists.
@@ -99,6 +100,16 @@ class SampleRunner:
                 raise Requeue(f"{request_id} waits for its last attempt") from None
         return self._oplog.outcome(request_id)
 
+    def hand_back(self) -> list[str]:
+        """Puts back all requests that run here, at no attempt, for a process that ends before they do. Begins no
+        further one. Returns their ids. May be called from any thread. Raises RedisError while the state server is
+        away."""
+        self._ending = True
+        running = self._running_requests.tokens_used()
+        for request_id, tokens_used in running.items():
+            self._oplog.put_off_sample(request_id, self._worker, tokens_used)
+        return list(running)
+
     def _run_last_attempts(self) -> None:
         """Runs the last attempts one after another, from any thread. Returns at once while another thread does it."""
         while self._awaiting_last_attempt and self._last_attempt.acquire(blocking=False):
@@ -112,6 +123,8 @@ class SampleRunner:
                 self._last_attempt.release()
 
     def _run(self, request_id: str, sampling_session_id: str, most_attempts: int | None = None) -> None:
+        if self._ending:
+            raise Requeue(f"{request_id}: this process is about to end")
         if not self._backend.healthy():  # a request begun now would lose an attempt for nothing
             raise Requeue(f"{request_id}: the engine has died, and this process is about to end")
         # Register the watch first, so that a cancellation that comes after the claim is not missed.
@@ -239,6 +252,11 @@ class RunningRequests:
                 self._running[request_id].discard(handle)
                 if not self._running[request_id]:
                     del self._running[request_id]
+
+    def tokens_used(self) -> dict[str, int]:
+        """The requests that run here, with the tokens each has used."""
+        with self._lock:
+            return {id_: max(handle.tokens_used for handle in handles) for id_, handles in self._running.items()}
 
     def abort(self, request_id: str) -> None:
         """Stops the request, if it runs here."""

@@ -16,7 +16,7 @@ import redis
 from app import ids
 from app.domain import ops
 from app.domain.results import Result, Usage
-from app.errors import Fenced, NewerContent, NotFound, OpError, TinsmithError, Unavailable
+from app.errors import Fenced, NewerContent, NotFound, OpError, Requeue, TinsmithError, Unavailable
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.types import Entry, Lease, OwnedElsewhere, Write
 from app.wire import results
@@ -121,10 +121,13 @@ class Owner:
         self._worker, self._restore, self._settle = worker, restore, settle
         self._most, self._changed, self._lost = most, changed, lost
         self._residents: dict[str, Resident] = {}
+        self._restoring: Lease | None = None
+        self._ending = False
 
     def residents(self) -> dict[str, Resident]:
         """The owned models by model id, the least recently used first."""
-        return dict(sorted(self._residents.items(), key=lambda item: item[1].used))
+        residents = dict(self._residents)  # other threads may ask
+        return dict(sorted(residents.items(), key=lambda item: item[1].used))
 
     def resident(self, model_id: str) -> Resident | None:
         return self._residents.get(model_id)
@@ -142,12 +145,15 @@ class Owner:
         if isinstance(lease, OwnedElsewhere):
             return lease
         self._keeper.add(model_id, asked)
+        self._restoring = lease
         try:
             self._make_room()
             resident = Resident(lease, lease.applied, self._restored(lease))
         except BaseException:
             self.discard(model_id)
             raise
+        finally:
+            self._restoring = None
         resident.debt_s = time.monotonic() - asked
         self._residents[model_id] = resident
         self._count()
@@ -162,7 +168,10 @@ class Owner:
             self.discard(model_id)
 
     def begin(self, lease: Lease, seq: int) -> Entry | None:
-        """Begins the Op at `seq`; None when it has not been admitted. See RedisOpLog.next."""
+        """Begins the Op at `seq`; None when it has not been admitted. See RedisOpLog.next. Raises Requeue in a worker
+        that is about to end."""
+        if self._ending:
+            raise Requeue(f"seq {seq} of {lease.model_id} is left to another worker, because this one ends")
         self._keeper.put_offs.begin(ids.request_id(lease.model_id, seq))
         try:
             return self._oplog.next(lease, seq)
@@ -199,6 +208,18 @@ class Owner:
         """Releases every lease and leaves the states as they are, for a process that ends."""
         for model_id, resident in list(self._residents.items()):
             self._release(model_id, resident)
+
+    def hand_back(self) -> None:
+        """Puts back every Op that runs here, for a process that ends before they do. Begins no further one. May be
+        called from any thread. Raises RedisError while the state server is away."""
+        self._ending = True
+        for resident in list(self._residents.values()):
+            for seq in range(resident.applied + 1, resident.reached + 2):
+                self._oplog.put_off(resident.lease, seq)
+        restoring = self._restoring
+        if restoring is not None:
+            self._oplog.put_off(restoring, restoring.applied + 1)
+            self._oplog.release(restoring.model_id, self._worker)
 
     def _release(self, model_id: str, resident: Resident | None) -> None:
         """Releases the lease. Leaves uncommitted Ops to the next owner and counts no attempt for them, as this process

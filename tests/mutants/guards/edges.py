@@ -7,6 +7,7 @@ from tests.mutants.mutant import Mutant
 _LUA = "app/stores/redis/lua"
 _SESSIONS = "tests/unit/workers/maintenance/test_sessions.py"
 _REDISPATCH = "tests/unit/workers/maintenance/test_redispatch.py"
+_STOP = "tests/processes/workers/process/test_orderly_stop.py"
 
 MUTANTS = (
     # Time in which no client could be heard.
@@ -37,5 +38,30 @@ MUTANTS = (
         "if self._oplog.calls_taken_s() >= self._session_s:",
         "if True:",
         f"{_SESSIONS}::test_after_an_outage_a_client_has_time_to_come_back_before_its_run_is_removed",
+    ),
+    # An orderly stop is no crash.
+    Mutant(
+        "orderly stop: the Op that runs is put back",
+        "workers/train/owner.py",
+        "range(resident.applied + 1, resident.reached + 2)",
+        "range(0)",
+        f"{_STOP}::test_stops_during_a_long_pass_cost_no_attempt",
+        slow=True,
+    ),
+    Mutant(
+        "orderly stop: samples that run are put back",
+        "workers/sample/runner.py",
+        "for request_id, tokens_used in running.items():",
+        "for request_id, tokens_used in ():",
+        f"{_STOP}::test_stops_during_a_long_sample_cost_no_attempt",
+        slow=True,
+    ),
+    Mutant(
+        "orderly stop: the signal is seen at all",
+        "workers/celery_app.py",
+        "    orderly_stop.hand_back_on_signal(runtime.current().hand_back)\n",
+        "",
+        f"{_STOP}::test_stops_during_a_long_pass_cost_no_attempt",
+        slow=True,
     ),
 )

@@ -1,0 +1,77 @@
+"""A production worker process, `python -m ... trainer|sampler FOLDER`, whose engine works until FOLDER/go exists.
+
+The engine is a stand-in, so that a start takes a second. A pass of the trainer is one call that Python cannot
+interrupt, as one of a GPU library is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from app.domain.ops import ForwardBackward
+from app.domain.results import Output
+from app.domain.sampling import SampleOutput, SampleRequest
+from app.errors import OpError
+from app.settings import BaseModelSettings
+from tests.assembly import INFO
+from tests.property.vector_backend import VectorBackend
+from workers import cli
+from workers.backends.sampling.base import RequestHandle
+from workers.process import assembly, orderly_stop
+from workers.process.parts import Parts, Serving
+from workers.process.runtime import Runtime
+
+FOLDER = Path(sys.argv[2]) if __name__ == "__main__" else Path()
+
+
+def begin() -> bool:
+    """Notes that work has begun. Returns True if it may end."""
+    (FOLDER / "begun").touch()
+    return (FOLDER / "go").exists()
+
+
+class SlowTrainer(VectorBackend):
+    def apply(self, ops: Mapping[str, Any]) -> Mapping[str, Output | OpError]:
+        if any(isinstance(op, ForwardBackward) for op in ops.values()) and not begin():
+            hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)  # half an hour
+        return super().apply(ops)
+
+
+class SlowSampler:
+    def sample(
+        self, adapter_id: str | None, request: SampleRequest, handle: RequestHandle | None = None
+    ) -> SampleOutput:
+        while not begin():
+            time.sleep(0.05)
+        return SampleOutput(())
+
+    def healthy(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        pass
+
+    def describe(self) -> dict[str, object]:
+        return {}
+
+
+def start_trainer(parts: Parts, base: BaseModelSettings, queue: str, *, full: bool) -> Runtime:
+    return assembly.assemble_trainer(parts, Serving(base, SlowTrainer(), INFO, queue)).runtime()
+
+
+def start_sampler(parts: Parts, base: BaseModelSettings, queue: str, *, full: bool) -> Runtime:
+    return assembly.assemble_sampler(parts, Serving(base, SlowSampler(), INFO, queue)).runtime  # type: ignore[arg-type]
+
+
+if __name__ == "__main__":
+    orderly_stop._WITHIN_S = 0.2
+    assembly._start_trainer, assembly._start_sampler = start_trainer, start_sampler
+    if sys.argv[1] == "trainer":
+        cli.run_worker(f"train.{INFO.name}", "worker", ["-P", "solo"])
+    else:
+        cli.run_worker(f"sample.{INFO.name}", "worker", ["-P", "threads", "-c", "4"])

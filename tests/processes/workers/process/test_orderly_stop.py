@@ -1,0 +1,123 @@
+"""An orderly stop hands back what runs: it costs no attempt, however often it happens."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import redis
+import tomli_w
+
+from app.domain import ops
+from app.domain.records import Model, Sampler
+from app.domain.sampling import SampleRequest
+from app.settings import SETTINGS_VARIABLE, EngineSettings
+from app.stack.supervisor import Supervisor
+from app.stores.redis import keys
+from app.stores.redis.client import connect
+from app.stores.redis.journal import RedisOpLog
+from app.stores.redis.records import RedisRecords, dump
+from tests.property.vector_backend import backward
+from tests.property.world import BASE, CREATE, MODEL
+from tests.servers import start_valkey
+from workers.process import orderly_stop
+
+SAMPLER = "session:sample:0"
+# One more than the attempts that any call has.
+STOPS = 4
+
+
+class Workers:
+    """Workers of one role, one after the other, over a state server."""
+
+    def __init__(self, url: str, client: redis.Redis, folder: Path) -> None:
+        self.client, self.folder = client, folder
+        self.oplog = RedisOpLog(client, EngineSettings())
+        self._settings = folder / "settings.toml"
+        engine = {"lease_s": 2.0, "ring_again_s": 0.2, "handover_dir": str(folder / "handover")}
+        base = {"name": BASE, "path": "x", "trainer": {"backend": "torch"}}
+        texts = {"data_dir": str(folder), "redis": {"url": url}, "engine": engine, "base_models": [base]}
+        self._settings.write_text(tomli_w.dumps(texts))
+
+    @contextmanager
+    def running(self, role: str) -> Iterator[subprocess.Popen[bytes]]:
+        environment = {**os.environ, SETTINGS_VARIABLE: str(self._settings)}
+        module = "tests.processes.workers.process.slow_worker"
+        process = subprocess.Popen([sys.executable, "-m", module, role, str(self.folder)], env=environment)
+        try:
+            yield process
+        finally:
+            process.kill()
+            process.wait()
+
+    def stop_during_work(self, role: str) -> int:
+        """Starts a worker, and stops it as a supervisor does, once it works. Returns its exit code."""
+        begun = self.folder / "begun"
+        begun.unlink(missing_ok=True)
+        with self.running(role) as process:
+            self.until(begun.exists, process)
+            process.send_signal(signal.SIGTERM)
+            try:
+                return process.wait(timeout=5)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                return process.wait()
+
+    def finish(self, role: str, request_id: str) -> None:
+        (self.folder / "go").touch()
+        with self.running(role) as process:
+            self.until(lambda: self.oplog.outcome(request_id) is not None, process)
+
+    def until(self, condition: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
+        deadline = time.monotonic() + 60
+        while not condition():
+            assert process.poll() is None, f"the worker ended with {process.returncode}"
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+
+@pytest.fixture
+def workers(tmp_path: Path) -> Iterator[Workers]:
+    with start_valkey(tmp_path / "valkey", durable=False) as url, connect(url) as client:
+        yield Workers(url, client, tmp_path)
+
+
+def test_stops_during_a_long_pass_cost_no_attempt(workers: Workers):
+    workers.oplog.create_model(MODEL, dump(Model("me", "session", BASE, 0.0)))
+    for seq, op in enumerate((CREATE, backward(1))):
+        payload = ops.encode(op)
+        workers.oplog.admit(MODEL, seq, op.kind, payload, ops.digest(payload))
+    for _ in range(STOPS):
+        assert workers.stop_during_work("trainer") == 0, "it ended by itself, before a supervisor would kill it"
+        assert workers.client.hmget(keys.op(f"{MODEL}:1"), "runner", "attempts") == [None, b"0"]
+        assert not workers.client.exists(keys.lease(MODEL)), "another trainer can go on at once"
+    workers.finish("trainer", f"{MODEL}:1")
+    result = workers.oplog.outcome(f"{MODEL}:1")
+    assert result is not None and not result.failed
+
+
+def test_stops_during_a_long_sample_cost_no_attempt(workers: Workers):
+    RedisRecords(workers.client).put_new(Sampler.namespace, SAMPLER, dump(Sampler("me", "session", BASE, 0.0)))
+    payload = ops.encode(SampleRequest(np.array([5, 6, 7], np.int32), num_samples=1, max_tokens=4, seed=3))
+    request = f"{SAMPLER}:0"
+    workers.oplog.admit_sample(request, SAMPLER, "me", f"sample.{BASE}", payload, ops.digest(payload))
+    for _ in range(STOPS):
+        assert workers.stop_during_work("sampler") == 0
+        assert workers.client.hmget(keys.op(request), "runner", "attempts") == [None, b"0"]
+    workers.finish("sampler", request)
+    result = workers.oplog.outcome(request)
+    assert result is not None and not result.failed
+
+
+def test_what_runs_is_handed_back_before_a_supervisor_kills():
+    grace_s = inspect.signature(Supervisor).parameters["grace_s"].default
+    assert grace_s >= orderly_stop._WITHIN_S + 2

@@ -1,0 +1,64 @@
+"""The orderly stop of a worker: hands back what runs before the worker is killed for taking too long.
+
+A supervisor sends SIGTERM, and SIGKILL after a grace of 10 s (`tinsmith up`, Docker) or more. A running task may end in
+this time. Otherwise its request goes back to the journal, at no attempt, and another worker runs it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+import redis
+
+from workers.process.runtime import exit_on_hang
+
+log = logging.getLogger(__name__)
+# The rest of the shortest grace is for the state server, which may be slow.
+_WITHIN_S = 7.0
+# A task that was about to begin another request has begun it after this time.
+_AGAIN_S = 0.2
+_SIGNALS = {signal.SIGTERM, signal.SIGINT}
+
+
+def hand_back_on_signal(hand_back: Callable[[], None]) -> None:
+    """Hands back what runs, and ends the process, if it lives 7 s after a signal to end. Called from the main thread.
+
+    Python runs signal handlers between two steps of the main thread, which may be inside one call of a GPU library for
+    a minute. The interpreter writes a signal's number to the wakeup socket at once, and a thread of its own reads it.
+    """
+    received, wake = socket.socketpair()
+    wake.setblocking(False)
+    signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
+    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # a child's signals are not this worker's
+    arguments = received, wake, hand_back
+    threading.Thread(target=_await_signal, args=arguments, name="orderly stop", daemon=True).start()
+
+
+def _await_signal(received: socket.socket, wake: socket.socket, hand_back: Callable[[], None]) -> None:
+    with received, wake:
+        while not _SIGNALS & set(received.recv(64)):
+            pass
+        time.sleep(_WITHIN_S)
+        log.warning("what runs is handed back, because it takes longer than %.0f s", _WITHIN_S)
+        with exit_on_hang():
+            for _ in range(2):
+                _persist(hand_back)
+                time.sleep(_AGAIN_S)
+        logging.shutdown()
+        os._exit(0)
+
+
+def _persist(hand_back: Callable[[], None]) -> None:
+    """Tries until the state server can be reached; `exit_on_hang` limits it."""
+    while True:
+        try:
+            return hand_back()
+        except (redis.RedisError, OSError) as error:
+            log.warning("could not hand back what runs: %s", error)
+            time.sleep(_AGAIN_S)
