@@ -38,6 +38,8 @@ _REFUSALS = {
     "conflict": CONFLICT,
     "consumed": "seq_id {seq} is already behind this model and can not be used again",
     "refused": "seq_id {seq} was refused: {reason}",
+    "far": "seq_id {seq} leaves more than 1024 earlier seq_ids of this model missing; number the calls of a model 1, 2, "
+    "3, ... without leaving any out, and send the missing ones first",
 }
 
 _STAGED_BYTES = 64 * 1024
@@ -70,8 +72,8 @@ class RedisOpLog(RedisFutures):
         the audit log.
 
         Raises NotFound for an unknown model without these fields, Gone for a model that has ended, BadRequest when the
-        seq holds other content, was refused or was given up, TooLarge for an Op that can never fit, and Unavailable
-        while there is no room. Unavailable consumes nothing, and is never raised for a repeat or for the Op that others
+        seq holds other content, was refused or was given up, or leaves too many earlier ones missing, TooLarge for an
+        Op that can never fit, and Unavailable while there is no room. Unavailable consumes nothing, and is never raised for a repeat or for the Op that others
         wait for. The same holds for TooManyRequests, when `charge` exceeds a rate. LimitReached, when `charge` exceeds
         a total, is never raised for a repeat.
         """
@@ -94,8 +96,8 @@ class RedisOpLog(RedisFutures):
     def refuse(self, model_id: str, seq: int, reason: str, kind: RefusalKind = "skip") -> bool:
         """Consumes a seq that will never run.
 
-        Returns False, without a change, when the seq is already taken. If a gradient is lost thereby (any kind but
-        "skip"), Ops that already wait after it, up to and including the next optim_step, fail with `reason`.
+        Returns False, without a change, when the seq is already taken or leaves too many earlier ones missing. If a
+        gradient is lost thereby (any kind but "skip"), Ops that already wait after it, up to and including the next optim_step, fail with `reason`.
         """
         return bool(self._run("refuse", model_id, seq, reason, kind))
 

@@ -7,6 +7,7 @@ from tests.mutants.mutant import Mutant
 _LUA = "app/stores/redis/lua"
 _SESSIONS = "tests/unit/workers/maintenance/test_sessions.py"
 _REDISPATCH = "tests/unit/workers/maintenance/test_redispatch.py"
+_BOUNDS = "--confcutdir=tests/unit/app/stores -p tests.unit.conftest tests/unit/app/stores/redis/test_journal_bounds.py"
 _STOP = "tests/processes/workers/process/test_orderly_stop.py"
 
 MUTANTS = (
@@ -63,5 +64,27 @@ MUTANTS = (
         "",
         f"{_STOP}::test_stops_during_a_long_pass_cost_no_attempt",
         slow=True,
+    ),
+    # The journal has bounds.
+    Mutant(
+        "admit: a call far ahead",
+        f"{_LUA}/journal.lua",
+        "  if is_far(model, applied, seq) then return {'far', ''} end\n",
+        "",
+        f"{_BOUNDS}::test_a_call_that_leaves_too_many_others_missing_is_a_400_and_stores_nothing",
+    ),
+    Mutant(
+        "refuse: a call far ahead",
+        f"{_LUA}/journal.lua",
+        "if is_far(model, tonumber(applied), seq) then return 0 end\n",
+        "",
+        f"{_BOUNDS}::test_a_refused_call_that_leaves_too_many_others_missing_stores_nothing",
+    ),
+    Mutant(
+        "is_far: calls that wait in a row are not missing",
+        f"{_LUA}/journal.lua",
+        "between - redis.call('ZCOUNT', 'tinsmith:journal:' .. model, '(' .. applied, '(' .. seq)",
+        "between",
+        f"{_BOUNDS}::test_calls_that_wait_in_a_row_are_not_missing",
     ),
 )

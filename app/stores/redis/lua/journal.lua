@@ -27,6 +27,18 @@ local function doom(model, seq, reason)
   end
 end
 
+-- part: is_far
+-- The SDK sends the parts of one call at the same time, the first one last, and other calls one after the other. A call
+-- with MOST_MISSING parts would have a million datums. Each missing seq that is given up costs an entry of about 1 kB.
+local MOST_MISSING = 1024
+
+-- Returns true if more than MOST_MISSING seqs before `seq` have not arrived.
+local function is_far(model, applied, seq)
+  local between = seq - applied - 1
+  if between <= MOST_MISSING then return false end
+  return between - redis.call('ZCOUNT', 'tinsmith:journal:' .. model, '(' .. applied, '(' .. seq) > MOST_MISSING
+end
+
 -- part: handed_over
 -- The prefixes of a model's adapters that are not in the object store yet. '0' is the character after '/'.
 local function handed_over(model)
@@ -43,12 +55,12 @@ register_model(ARGV[1], 2)
 return 1
 
 -- script: admit
--- needs: count_payload, hear, no_room, no_room_for_results, now_ms, pages, register_model, take, train_queue
+-- needs: count_payload, hear, is_far, no_room, no_room_for_results, now_ms, pages, register_model, take, train_queue
 -- Journal an Op and its pending future, once. ARGV: model id, seq, request id, kind, payload, digest,
 -- key of a staged payload (or ''), charge (or ''), entry in its project's audit log (or ''), and for a model to
 -- register in the same step: field, value, ...
 -- Returns {outcome, lease holder}; the outcome is fresh | repeat | conflict | refused (with its reason instead of the
--- holder) | consumed | unknown | ended. Returns {'limited', ...} as `over_limit` in limits.lua does.
+-- holder) | consumed | far | unknown | ended. Returns {'limited', ...} as `over_limit` in limits.lua does.
 local model, seq, request, staged = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[7]
 
 -- If later Ops wait for this one, its refusal would keep them from ever draining.
@@ -91,6 +103,7 @@ local function admit()
   if head[3] then return {'ended', ''} end
   local applied = tonumber(head[1] or -1)
   if seq <= applied then return {'consumed', ''} end
+  if is_far(model, applied, seq) then return {'far', ''} end
   if staged ~= '' and redis.call('EXISTS', staged) == 0 then
     return redis.error_reply('FULL the call took so long that its content has lapsed')
   end
@@ -124,13 +137,14 @@ if staged ~= '' then redis.call('DEL', staged) end  -- else a repeat's would sta
 return answer
 
 -- script: refuse
--- needs: doom, now_ms, train_queue
+-- needs: doom, is_far, now_ms, train_queue
 -- Consume a seq that will never run. If that loses a gradient, doom the Ops behind it, up to the next optim_step.
 -- ARGV: model id, seq, reason, kind to journal (skip | lost_batch | drop_gradients).
--- Returns 1, or 0 when the seq is taken.
+-- Returns 1, or 0 when the seq is taken, or when too many seqs before it are missing.
 local model, seq, reason = ARGV[1], tonumber(ARGV[2]), ARGV[3]
 local applied = redis.call('HGET', 'tinsmith:models:' .. model, 'applied')
 if not applied or seq <= tonumber(applied) then return 0 end
+if is_far(model, tonumber(applied), seq) then return 0 end
 if redis.call('HEXISTS', 'tinsmith:models:' .. model, 'ended') == 1 then return 0 end
 local request = model .. ':' .. ARGV[2]
 if redis.call('EXISTS', 'tinsmith:op:' .. request) == 1 then return 0 end
