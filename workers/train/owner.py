@@ -72,11 +72,12 @@ class Resident:
 
 
 class Unrestorable(TinsmithError):
-    """A model's snapshot or journal cannot be used. `lease` was acquired and released again."""
+    """A model's snapshot or journal cannot be used. `lease` was acquired and released again. With `at_once`, further
+    attempts would do harm."""
 
-    def __init__(self, lease: Lease, why: str) -> None:
+    def __init__(self, lease: Lease, why: str, *, at_once: bool = False) -> None:
         super().__init__(why)
-        self.lease = lease
+        self.lease, self.at_once = lease, at_once
 
 
 class Exhausted(TinsmithError):
@@ -219,6 +220,7 @@ class Owner:
         restoring = self._restoring
         if restoring is not None:
             self._oplog.put_off(restoring, restoring.applied + 1)
+            self._oplog.end_restore(restoring)
             self._oplog.release(restoring.model_id, self._worker)
 
     def _release(self, model_id: str, resident: Resident | None) -> None:
@@ -249,7 +251,7 @@ class Owner:
                 raise Unavailable(f"{entry.request_id}: a worker that tried it may still commit it")
             raise Exhausted(lease, entry)
         try:
-            restored = self._restore(lease)
+            restored = self._restore_once_more(lease)
         except (NotFound, OpError) as error:
             self.put_off(lease, lease.applied + 1)
             if self._oplog.acquire(lease.model_id, self._worker) != lease:
@@ -257,7 +259,7 @@ class Owner:
                 raise Fenced(f"another worker continued {lease.model_id} during the restore: {error}") from error
             self._lost(lease.model_id)
             raise Unrestorable(lease, f"{lease.model_id} cannot be restored: {error}") from error
-        except (Fenced, Unavailable, redis.RedisError):
+        except (Fenced, Unavailable, Unrestorable, redis.RedisError):
             self.put_off(lease, lease.applied + 1)
             raise
         except Exception as error:
@@ -265,9 +267,38 @@ class Owner:
         self.put_off(lease, lease.applied + 1)
         return restored
 
+    def _restore_once_more(self, lease: Lease) -> GradAccumulation:
+        """Restores the model, unless that ended too many workers. Otherwise each of the model's Ops would end three."""
+        put_offs, id_ = self._keeper.put_offs, f"restore of {lease.model_id}"
+        put_offs.begin(id_)
+        try:
+            deaths, in_doubt = self._oplog.begin_restore(lease)
+            if deaths >= MAX_ATTEMPTS:
+                raise _unsafe(lease, in_doubt=in_doubt)
+            restored = self._restore(lease)
+        except Exception as error:
+            broke = not isinstance(error, (TinsmithError, redis.RedisError))
+            put_offs.add(id_, partial(self._oplog.end_restore, lease, broke=broke))
+            raise
+        put_offs.add(id_, partial(self._oplog.end_restore, lease, restored=True))
+        return restored
+
     def _count(self) -> None:
         telemetry.MODELS.set(len(self._residents))
         self._changed()
+
+
+def _unsafe(lease: Lease, *, in_doubt: bool) -> TinsmithError:
+    """The error for a model whose restore ended too many workers."""
+    if in_doubt:
+        return Unavailable(f"a worker that was restoring {lease.model_id} may only be cut off")
+    return Unrestorable(
+        lease,
+        f"{lease.model_id} cannot be restored: {MAX_ATTEMPTS} workers ended while they restored it, and no call of it "
+        "runs for an hour after the first of them; create a new model from one of the run's checkpoints, or let the "
+        "operator give the trainer more memory or a newer version, and go on after the hour",
+        at_once=True,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -188,12 +188,13 @@ class TrainingRunner:
         return StartedOp(resident, entry) if entry is not None else None
 
     def _fail_through(self, lost: Unrestorable, seq: int) -> Result | None:
-        """Fails waiting Ops that can never run. Each fails with the reason after as many attempts as any Op has."""
+        """Fails waiting Ops that can never run. Each fails with the reason: at once where an attempt would end this
+        worker, else after as many attempts as any Op has."""
         for at in range(lost.lease.applied + 1, seq + 1):
             entry = self._owner.begin(lost.lease, at)
             if entry is None:
                 raise Requeue(str(lost))
-            if entry.attempts + 1 < MAX_ATTEMPTS:
+            if entry.attempts + 1 < MAX_ATTEMPTS and not lost.at_once:
                 self._oplog.strike(lost.lease, at)
                 raise Requeue(str(lost))
             failure = OpResult.failed(entry, ServerOpError(str(lost)))

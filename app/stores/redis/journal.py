@@ -38,12 +38,13 @@ _REFUSALS = {
     "conflict": CONFLICT,
     "consumed": "seq_id {seq} is already behind this model and can not be used again",
     "refused": "seq_id {seq} was refused: {reason}",
-    "far": "seq_id {seq} leaves more than 1024 earlier seq_ids of this model missing; number the calls of a model 1, 2, "
-    "3, ... without leaving any out, and send the missing ones first",
+    "far": "seq_id {seq} leaves more than 1024 earlier seq_ids of this model missing; number the calls of a model 1, "
+    "2, 3, ... without leaving any out, and send the missing ones first",
 }
 
 _STAGED_BYTES = 64 * 1024
 _STAGED_S = 600
+_RESTORES_S = 3600
 
 
 class RedisOpLog(RedisFutures):
@@ -73,9 +74,9 @@ class RedisOpLog(RedisFutures):
 
         Raises NotFound for an unknown model without these fields, Gone for a model that has ended, BadRequest when the
         seq holds other content, was refused or was given up, or leaves too many earlier ones missing, TooLarge for an
-        Op that can never fit, and Unavailable while there is no room. Unavailable consumes nothing, and is never raised for a repeat or for the Op that others
-        wait for. The same holds for TooManyRequests, when `charge` exceeds a rate. LimitReached, when `charge` exceeds
-        a total, is never raised for a repeat.
+        Op that can never fit, and Unavailable while there is no room. Unavailable consumes nothing, and is never raised
+        for a repeat or for the Op that others wait for. The same holds for TooManyRequests, when `charge` exceeds a
+        rate. LimitReached, when `charge` exceeds a total, is never raised for a repeat.
         """
         request_id = ids.request_id(model_id, seq)
         self._check_size(payload)
@@ -97,7 +98,8 @@ class RedisOpLog(RedisFutures):
         """Consumes a seq that will never run.
 
         Returns False, without a change, when the seq is already taken or leaves too many earlier ones missing. If a
-        gradient is lost thereby (any kind but "skip"), Ops that already wait after it, up to and including the next optim_step, fail with `reason`.
+        gradient is lost thereby (any kind but "skip"), Ops that already wait after it, up to and including the next
+        optim_step, fail with `reason`.
         """
         return bool(self._run("refuse", model_id, seq, reason, kind))
 
@@ -180,6 +182,19 @@ class RedisOpLog(RedisFutures):
         """Puts an Op back, even if the model has another owner by now: this worker's start does not count as an
         attempt."""
         self._run("leave", lease.model_id, lease.epoch, seq, lease.worker, 0)
+
+    def begin_restore(self, lease: Lease) -> tuple[int, bool]:
+        """Begins a restore of the model. Returns the number of restores that ended their worker, as `next` counts
+        attempts, and True if one of them is in doubt. The number is forgotten after a restore that succeeds, and an
+        hour after the first that did not. Raises Fenced."""
+        found = self._run("begin_restore", lease.model_id, lease.epoch, lease.worker, self._lease_ms, _RESTORES_S)
+        if found == 0:
+            raise Fenced(f"{lease.model_id} has an owner newer than epoch {lease.epoch}")
+        return int(found[0]), bool(found[1])
+
+    def end_restore(self, lease: Lease, *, restored: bool = False, broke: bool = False) -> None:
+        """Notes that this worker survived the restore of a model, which it `restored` or which `broke` the backend."""
+        self._run("end_restore", lease.model_id, lease.worker, int(restored), int(broke))
 
     def entry(self, model_id: str, seq: int) -> Entry | None:
         """The Op at `seq` for a replay; it only reads. Raises Unavailable, or NotFound when the spilled content is

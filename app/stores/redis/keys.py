@@ -11,6 +11,8 @@
                               node, the node that counts these sequences, since the request was dispatched to it or
                               began there; payers, the payers that the sequences count for; ring: "rung" once it is
                               dispatched, "held" while it is throttled, "off" after it was requeued
+    restore:<model>     HASH  attempts, runner, former, as of an Op: the restores of a model that ended their worker;
+                              gone after one that succeeds, or an hour after the first
     payload:<request>   STR   its encoded content, as long as it may run or be replayed
     payload_bytes       STR   the bytes of all payload:* together
     spillable           ZSET  request with a payload that is worth an object -> ms of its admission, 0 to spill at once

@@ -8,6 +8,7 @@ _LUA = "app/stores/redis/lua"
 _SESSIONS = "tests/unit/workers/maintenance/test_sessions.py"
 _REDISPATCH = "tests/unit/workers/maintenance/test_redispatch.py"
 _BOUNDS = "--confcutdir=tests/unit/app/stores -p tests.unit.conftest tests/unit/app/stores/redis/test_journal_bounds.py"
+_RESTORES = "tests/unit/workers/train/test_runner_faults.py"
 _STOP = "tests/processes/workers/process/test_orderly_stop.py"
 
 MUTANTS = (
@@ -86,5 +87,27 @@ MUTANTS = (
         "between - redis.call('ZCOUNT', 'tinsmith:journal:' .. model, '(' .. applied, '(' .. seq)",
         "between",
         f"{_BOUNDS}::test_calls_that_wait_in_a_row_are_not_missing",
+    ),
+    # A restore that ends workers.
+    Mutant(
+        "restore: too many workers ended",
+        "workers/train/owner.py",
+        "if deaths >= MAX_ATTEMPTS:",
+        "if False:",
+        f"{_RESTORES}::test_after_three_workers_that_a_restore_ended_all_calls_of_the_model_fail_at_once",
+    ),
+    Mutant(
+        "restore: its calls need no attempts of their own",
+        "workers/train/runner.py",
+        " and not lost.at_once:",
+        ":",
+        f"{_RESTORES}::test_after_three_workers_that_a_restore_ended_all_calls_of_the_model_fail_at_once",
+    ),
+    Mutant(
+        "restore: the count is forgotten after a success",
+        f"{_LUA}/leases.lua",
+        "if ARGV[3] == '1' then\n  redis.call('DEL', key)\nelseif",
+        "if",
+        f"{_RESTORES}::test_after_an_hour_or_a_restore_that_succeeds_the_restores_of_a_model_count_anew",
     ),
 )

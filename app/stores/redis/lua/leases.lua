@@ -144,6 +144,30 @@ local found = redis.call('HMGET', op, 'kind', 'doomed', 'admitted')
 return {found[1], found[2] or '', attempts, now_ms() - found[3], doubtful,
         redis.call('HGET', 'tinsmith:models:' .. model, 'owner') or '""'}
 
+-- script: begin_restore flags=allow-oom
+-- needs: begin, now_ms
+-- Begin the restore of a model. ARGV: model id, epoch, worker, lease in ms, seconds after which deaths are forgotten.
+-- Returns {restores that ended their worker, 1 if one is in doubt}, or 0 for a stale epoch.
+if redis.call('HGET', 'tinsmith:models:' .. ARGV[1], 'epoch') ~= ARGV[2] then return 0 end
+local key = 'tinsmith:restore:' .. ARGV[1]
+local is_new = redis.call('EXISTS', key) == 0
+local deaths, doubtful = begin(key, ARGV[3], ARGV[4])
+if is_new then redis.call('EXPIRE', key, ARGV[5]) end
+return {deaths, doubtful}
+
+-- script: end_restore flags=allow-oom
+-- needs: leave
+-- Note that a worker survived the restore of a model. ARGV: model id, worker, 1 if it restored the model, 1 to add to
+-- the deaths. Returns 0.
+local key = 'tinsmith:restore:' .. ARGV[1]
+if ARGV[3] == '1' then
+  redis.call('DEL', key)
+elseif redis.call('EXISTS', key) == 1 then
+  leave(key, ARGV[2])
+  redis.call('HINCRBY', key, 'attempts', ARGV[4])
+end
+return 0
+
 -- script: leave flags=allow-oom
 -- needs: leave
 -- Note that a live worker no longer runs the Op at a seq, also when another worker owns the model by now. ARGV: model

@@ -87,6 +87,50 @@ def test_an_op_behind_a_replay_that_kills_the_process_is_given_up(replay_due: Wo
     assert "3 attempts" in error_of(replay_due.worker("b/4").handle(2, "optim_step"))
 
 
+def kill_by_restore(world: World) -> None:
+    """Makes the restore before seq 2 end three workers."""
+    for boot in range(3):
+        successor = world.worker(f"b/{boot}")
+        NoReplay(successor, Dead())
+        with pytest.raises(Dead):
+            successor.handle(2, "optim_step")
+
+
+def test_after_three_workers_that_a_restore_ended_all_calls_of_the_model_fail_at_once(replay_due: World):
+    for seq in (3, 4):
+        replay_due.admit(seq, step()[0])
+    kill_by_restore(replay_due)
+    for boot, seq in ((4, 4), (5, 5)):
+        if seq == 5:
+            replay_due.admit(5, step()[0])  # a later call does not end three workers more
+        survivor = replay_due.worker(f"b/{boot}")
+        NoReplay(survivor, Dead())
+        error = error_of(survivor.handle(seq))
+        assert "3 workers ended while they restored it" in error and "from one of the run's checkpoints" in error
+    assert "3 workers ended" in error_of(replay_due.oplog.outcome(f"{MODEL}:3"))
+
+
+def test_after_an_hour_or_a_restore_that_succeeds_the_restores_of_a_model_count_anew(replay_due: World):
+    kill_by_restore(replay_due)
+    restores = f"tinsmith:restore:{MODEL}"
+    assert 0 < replay_due.client.ttl(restores) <= 3600
+    replay_due.worker("b/4").handle(2, "optim_step")
+    assert 0 < replay_due.client.ttl(restores) <= 3600, "a refusal does not prolong it"
+    replay_due.client.delete(restores)
+    replay_due.admit(3, step()[0])
+    assert (result := replay_due.worker("b/5").handle(3)) is not None and not result.failed
+    assert not replay_due.client.exists(restores)
+
+
+def test_a_restore_that_met_an_outage_is_no_death(replay_due: World):
+    for boot in range(4):
+        successor = replay_due.worker(f"b/{boot}")
+        NoReplay(successor, redis.ConnectionError("away"))
+        with pytest.raises(redis.ConnectionError):
+            successor.handle(2, "optim_step")
+    assert replay_due.client.hmget(f"tinsmith:restore:{MODEL}", "runner", "attempts") == [None, b"0"]
+
+
 def test_a_state_whose_commit_ended_oddly_is_thrown_away(world: World, monkeypatch: pytest.MonkeyPatch):
     worker = world.worker("a/1")
     worker.handle(0, "create_model")
