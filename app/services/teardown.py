@@ -69,6 +69,7 @@ class Teardown:
             self._wake(holder)
 
     def _clear(self, model_id: str, holder: Holder) -> None:
+        self._lifecycle.end_calls()
         log.info("a run has ended", extra={"model_id": model_id})
         if holder.node:
             self._wake(holder)

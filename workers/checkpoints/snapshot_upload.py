@@ -144,6 +144,7 @@ class SnapshotPipeline:
         self._folder.prune(model_id, written.local)
         if replaced not in ("", prefix):
             remove_checkpoint(self._saver.store, replaced)
+        self._oplog.trim(model_id)
 
     def _verified(self, model_id: str, local: LocalSnapshot) -> Manifest | None:
         try:

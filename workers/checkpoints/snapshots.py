@@ -29,6 +29,8 @@ from workers.train.owner import Resident
 log = logging.getLogger(__name__)
 # A longer settle continues in the background; only a process that ends cannot wait for it.
 _SETTLE_S = 5.0
+# A new owner reads this many Ops in about a second, also if it need not run them again.
+_MOST_OPS = 1_000
 
 
 @dataclass(slots=True)
@@ -43,6 +45,8 @@ class Track:
     durable: int = 0
     unsaved: bool = False
     """The weights have changed since the newest snapshot."""
+    ops: int = 0
+    """The Ops in the journal behind the newest snapshot."""
 
     @classmethod
     def begun(cls, rest_s: float) -> Track:
@@ -70,6 +74,9 @@ class Snapshots:
     Copies take at most `snapshot_share` of the time: after a copy of c seconds the next one waits for c / share, and
     for at least `rest_s`, as a shorter replay is not worth a snapshot. No snapshot is taken while another one of the
     model waits for the disk.
+
+    Within these limits, one is also taken after another Op than an optim_step, when no gradient is pending and there
+    are `_MOST_OPS` Ops behind the newest: a model that only runs forwards would otherwise keep all of them.
 
     Regardless of these limits, a load is followed by a snapshot at once, since its checkpoint may be deleted and a
     replay must not need it. The next optim_step also takes one at once when the journal has grown by more than
@@ -101,6 +108,7 @@ class Snapshots:
             self._pipeline.resume(lease, local, partial(track.made_durable, 0))
 
     def replayed(self, model_id: str, entry: Entry) -> None:
+        self._track(model_id).ops += 1
         if not entry.doomed:
             self._track(model_id).add(entry)
 
@@ -109,23 +117,22 @@ class Snapshots:
 
         A state that ran ahead of its commits is not the state after `entry`: the snapshot waits for the next step.
         """
-        if failed:
-            return
         model_id = resident.lease.model_id
         track = self._track(model_id)
-        track.add(entry)
-        urgent = track.total - track.durable > self._journal_bytes
-        if _is_load(entry):
+        track.ops += 1
+        if not failed:
+            track.add(entry)
+        if _is_load(entry) and not failed:
             self._take(resident, track, at_once=True)
-        elif (
-            entry.kind == OptimStep.kind
-            and not resident.uncommitted
-            and (
-                track.total - track.taken > self._journal_bytes
-                or (time.monotonic() >= track.next and self._pipeline.ready(model_id))
-            )
-        ):
-            self._take(resident, track, at_once=urgent)
+        elif not resident.uncommitted and self._is_due(resident, track, entry, failed=failed):
+            self._take(resident, track, at_once=track.total - track.durable > self._journal_bytes)
+
+    def _is_due(self, resident: Resident, track: Track, entry: Entry, *, failed: bool) -> bool:
+        stepped = entry.kind == OptimStep.kind and not failed
+        if stepped and track.total - track.taken > self._journal_bytes:
+            return True
+        many = track.ops >= _MOST_OPS and resident.grad_accumulation == GradAccumulation()
+        return (stepped or many) and time.monotonic() >= track.next and self._pipeline.ready(resident.lease.model_id)
 
     def settle(self, resident: Resident, *, within_s: float = _SETTLE_S) -> None:
         """Makes the model's state durable before it is discarded, as far as that can be done now.
@@ -177,7 +184,7 @@ class Snapshots:
             return
         now = time.monotonic()
         track.next = now + max(self._rest_s, (now - started) / self._share)
-        track.taken, track.unsaved = track.total, False
+        track.taken, track.unsaved, track.ops = track.total, False, 0
         durable = partial(track.made_durable, track.total)
         self._pipeline.put(SnapshotCopy(resident.lease, resident.applied, write, durable, at_once))
 

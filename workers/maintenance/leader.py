@@ -94,6 +94,7 @@ class SessionExpiry:
     def sweep(self) -> None:
         if self._oplog.calls_taken_s() >= self._session_s:
             self._end_silent()
+        self._lifecycle.end_calls()  # whoever ended a model may have died
         aborted = self._lifecycle.abort_samples()
         if aborted:
             log.info("cancelled %d samples of ended sessions", aborted)

@@ -239,7 +239,8 @@ class RedisOpLog(RedisFutures):
             raise Fenced(f"{lease.model_id} seq {seq} is not for epoch {lease.epoch} to commit")
 
     def set_snapshot(self, lease: Lease, seq: int, reference: str) -> str:
-        """Sets the model's snapshot to a durable one, trims the journal up to it, and returns the replaced one.
+        """Sets the model's snapshot to a durable one, begins to trim the journal up to it (see `trim`), and returns the
+        replaced one.
 
         A repeat changes nothing and returns `reference` itself. Raises Fenced, and Unavailable while a shared-memory
         transfer at `seq` or before still needs the journal (records.ShmTransfer).
@@ -250,6 +251,11 @@ class RedisOpLog(RedisFutures):
         if replaced == 0:
             raise Unavailable(f"{lease.model_id} handed over what only its journal up to seq {seq} can make again")
         return str(replaced.decode())
+
+    def trim(self, model_id: str) -> None:
+        """Trims the rest of the model's journal up to its snapshot, in slices: everybody else waits meanwhile."""
+        while self._run("trim", model_id):
+            pass
 
     def shortage(self) -> str:
         """The reason why no call is admitted at present; empty while there is room."""

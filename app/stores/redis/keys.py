@@ -11,6 +11,7 @@
                               node, the node that counts these sequences, since the request was dispatched to it or
                               began there; payers, the payers that the sequences count for; ring: "rung" once it is
                               dispatched, "held" while it is throttled, "off" after it was requeued
+    ending              SET   ended models whose journal is not deleted yet
     restore:<model>     HASH  attempts, runner, former, as of an Op: the restores of a model that ended their worker;
                               gone after one that succeeds, or an hour after the first
     payload:<request>   STR   its encoded content, as long as it may run or be replayed

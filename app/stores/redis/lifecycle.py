@@ -68,9 +68,9 @@ class RedisLifecycle:
     def end_model(self, model_id: str, *, retired: bool = False) -> Holder | None:
         """Ends a model for good, in one step; a repeat changes nothing.
 
-        Its owner is fenced, its journal and its snapshot pointer are deleted, its waiting Ops fail ("user"), and later
-        Ops and owners get Gone. Returns None for an unknown model; with `retired` also, without a change, when the
-        model's session is not retired any more.
+        Its owner is fenced, its snapshot pointer is deleted, and later Ops and owners get Gone. Its journal is deleted,
+        and its waiting Ops fail ("user"): in the same step, or by `end_calls` if the journal is long. Returns None for
+        an unknown model; with `retired` also, without a change, when the model's session is not retired any more.
         """
         failed = Result.failure(ENDED)
         ended = self._retain_ms if retired else ""
@@ -79,6 +79,12 @@ class RedisLifecycle:
             return None
         base_model, worker, full = (part.decode() for part in found)
         return Holder(base_model, worker.rpartition("/")[0], json.loads(full))
+
+    def end_calls(self) -> None:
+        """Deletes the journals that are left of ended models. Their waiting Ops fail ("user")."""
+        failed = Result.failure(ENDED)
+        while self._run("end_calls", self._unread_s, failed.content_type, failed.body):
+            pass
 
     def unload(self, model_id: str) -> None:
         """Notes that the client does not need the model in memory until its next Op. Does nothing for an unknown
@@ -120,7 +126,13 @@ class RedisLifecycle:
 
     def loads(self, model_id: str) -> list[int]:
         """The seqs in the model's journal that read a checkpoint when they run or are replayed."""
-        return [int(seq) for seq in self._run("loads", model_id)]
+        found: list[int] = []
+        after: list[bytes] = [b"-inf"]
+        while after:
+            rows = self._run("loads", model_id, after[0], _SLICE)
+            after = [row[1:] for row in rows if row.startswith(b">")]
+            found += [int(row) for row in rows if not row.startswith(b">")]
+        return found
 
     def overdue(self, unreferenced: Iterable[str]) -> list[str]:
         """Notes everything that is unreferenced now. Returns what was in every such note for `engine.orphan_s`."""

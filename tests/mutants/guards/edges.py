@@ -9,6 +9,7 @@ _SESSIONS = "tests/unit/workers/maintenance/test_sessions.py"
 _REDISPATCH = "tests/unit/workers/maintenance/test_redispatch.py"
 _BOUNDS = "--confcutdir=tests/unit/app/stores -p tests.unit.conftest tests/unit/app/stores/redis/test_journal_bounds.py"
 _RESTORES = "tests/unit/workers/train/test_runner_faults.py"
+_SNAPSHOTS = "tests/unit/workers/checkpoints/test_snapshot_bounds.py"
 _STOP = "tests/processes/workers/process/test_orderly_stop.py"
 
 MUTANTS = (
@@ -109,5 +110,34 @@ MUTANTS = (
         "if ARGV[3] == '1' then\n  redis.call('DEL', key)\nelseif",
         "if",
         f"{_RESTORES}::test_after_an_hour_or_a_restore_that_succeeds_the_restores_of_a_model_count_anew",
+    ),
+    # A model that takes no step does not keep all its calls.
+    Mutant(
+        "snapshots: one after many calls without a step",
+        "workers/checkpoints/snapshots.py",
+        "track.ops >= _MOST_OPS and",
+        "False and",
+        f"{_SNAPSHOTS}::test_a_model_that_takes_no_step_keeps_few_of_its_calls",
+    ),
+    Mutant(
+        "snapshots: none while gradients are pending",
+        "workers/checkpoints/snapshots.py",
+        "track.ops >= _MOST_OPS and resident.grad_accumulation == GradAccumulation()",
+        "track.ops >= _MOST_OPS",
+        f"{_SNAPSHOTS}::test_no_snapshot_is_taken_while_gradients_are_pending",
+    ),
+    Mutant(
+        "trim: in slices",
+        f"{_LUA}/journal.lua",
+        "'-inf', last, 'LIMIT', 0, TRIMMED_AT_ONCE)",
+        "'-inf', last)",
+        f"{_BOUNDS}::test_a_long_journal_is_trimmed_in_slices",
+    ),
+    Mutant(
+        "end_model: the rest of a long journal is deleted later",
+        "workers/maintenance/leader.py",
+        "        self._lifecycle.end_calls()",
+        "        pass",
+        f"{_SESSIONS}::test_the_rest_of_an_ended_models_journal_is_deleted_though_whoever_ended_it_has_died",
     ),
 )

@@ -44,7 +44,7 @@ MUTANTS = (
     Mutant(
         "set_snapshot: trim only behind it",
         f"{_LUA}/journal.lua",
-        "redis.call('ZREMRANGEBYSCORE', journal, '-inf', ARGV[3])",
+        "redis.call('ZREMRANGEBYSCORE', journal, '-inf', seqs[#seqs])",
         "redis.call('DEL', journal)",
         f"{_JOURNAL}::test_what_is_behind_a_snapshot_is_trimmed_and_the_rest_stays",
     ),

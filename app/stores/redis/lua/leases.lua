@@ -145,7 +145,7 @@ return {found[1], found[2] or '', attempts, now_ms() - found[3], doubtful,
         redis.call('HGET', 'tinsmith:models:' .. model, 'owner') or '""'}
 
 -- script: begin_restore flags=allow-oom
--- needs: begin, now_ms
+-- needs: begin
 -- Begin the restore of a model. ARGV: model id, epoch, worker, lease in ms, seconds after which deaths are forgotten.
 -- Returns {restores that ended their worker, 1 if one is in doubt}, or 0 for a stale epoch.
 if redis.call('HGET', 'tinsmith:models:' .. ARGV[1], 'epoch') ~= ARGV[2] then return 0 end

@@ -108,9 +108,35 @@ move('losses', ARGV[1] .. ':loss:')
 move('checkpoints', 'tinker://' .. ARGV[1] .. ':train:')
 return 1
 
+-- part: end_calls
+-- needs: now_ms, trim
+-- Delete a slice of an ended model's journal: its waiting calls fail with a result of `type` and `body`, kept for
+-- `keep_s` seconds. `ending` lists the model while entries are left.
+local function end_calls(model, keep_s, type, body)
+  local function fail(request)
+    local future = 'tinsmith:future:' .. request
+    if redis.call('HGET', future, 'state') == 'pending' then
+      redis.call('HSET', future, 'state', 'failed', 'type', type, 'body', body, 'ended', now_ms())
+      redis.call('PUBLISH', 'tinsmith:done', request)
+    end
+    redis.call('EXPIRE', future, keep_s, 'NX')  -- those of consumed seqs have no end yet either
+  end
+  redis.call(trim(model, '+inf', fail) and 'SADD' or 'SREM', 'tinsmith:ending', model)
+end
+
+-- script: end_calls flags=allow-oom
+-- needs: end_calls
+-- Delete a slice of the journal of one model that has ended. ARGV: seconds to keep results, type and body of a waiting
+-- future's result. Returns 1, or 0 when no such model has a journal.
+local model = redis.call('SRANDMEMBER', 'tinsmith:ending')
+if not model then return 0 end
+end_calls(model, ARGV[1], ARGV[2], ARGV[3])
+return 1
+
 -- script: end_model flags=allow-oom
--- needs: drop_payload, handed_over, is_retired, list_run, now_ms
--- End a model for good: its owner is fenced, its journal and snapshot pointer are deleted, and its waiting calls fail.
+-- needs: end_calls, handed_over, is_retired, list_run
+-- End a model for good: its owner is fenced, its snapshot pointer is deleted, and so is its journal, whose waiting calls
+-- fail. Of a long journal, `end_calls` deletes the rest.
 -- ARGV: model id, seconds to keep results, type and body of a waiting future's result,
 -- ms since which its session must have ended (or '' to end the model in any case).
 -- Returns {base model, lease holder or '', 'true' for full fine-tuning}; {} when the model does not exist, or when its
@@ -121,32 +147,17 @@ local head = redis.call('HMGET', key, 'applied', 'base_model', 'session_id', 'en
 if not head[1] then return {} end
 if ARGV[5] ~= '' and not is_retired(head[3], ARGV[5]) then return {} end
 
-local function fail(request)
-  local future = 'tinsmith:future:' .. request
-  if redis.call('HGET', future, 'state') == 'pending' then
-    redis.call('HSET', future, 'state', 'failed', 'type', ARGV[3], 'body', ARGV[4], 'ended', now_ms())
-    redis.call('PUBLISH', 'tinsmith:done', request)
-  end
-  redis.call('EXPIRE', future, ARGV[2], 'NX')  -- those of consumed seqs have no end yet either
-end
-
 local holder = redis.call('GET', 'tinsmith:lease:' .. model) or ''
 if not head[4] then
   list_run(model, 'SREM')
   redis.call('HINCRBY', key, 'epoch', 1)
   redis.call('HSET', key, 'ended', 'deleted', 'worker', '', 'snapshot', '')
-  local journal = 'tinsmith:journal:' .. model
-  for _, seq in ipairs(redis.call('ZRANGE', journal, 0, -1)) do
-    local request = model .. ':' .. seq
-    fail(request)
-    drop_payload(request)
-    redis.call('DEL', 'tinsmith:op:' .. request)
-  end
+  end_calls(model, ARGV[2], ARGV[3], ARGV[4])
   for _, prefix in ipairs(handed_over(model)) do
     redis.call('DEL', 'tinsmith:handovers:' .. prefix)
     redis.call('ZREM', 'tinsmith:index:handovers', prefix)
   end
-  redis.call('DEL', journal, 'tinsmith:lease:' .. model)
+  redis.call('DEL', 'tinsmith:lease:' .. model)
   redis.call('ZREM', 'tinsmith:pending', model)
   redis.call('HDEL', 'tinsmith:pending_queue', model)
 end
@@ -174,13 +185,16 @@ end
 return found
 
 -- script: loads flags=allow-oom
--- List the seqs in a model's journal whose Ops read a checkpoint when they run or are replayed. ARGV: model id.
--- Returns the seqs.
+-- List the seqs in a slice of a model's journal whose Ops read a checkpoint when they run or are replayed. ARGV: model
+-- id, the seq before the slice or '-inf', most entries to read. Returns the seqs; in a full slice then '>' with its last.
+local first = ARGV[2] == '-inf' and ARGV[2] or '(' .. ARGV[2]
+local seqs = redis.call('ZRANGEBYSCORE', 'tinsmith:journal:' .. ARGV[1], first, '+inf', 'LIMIT', 0, ARGV[3])
 local found = {}
-for _, seq in ipairs(redis.call('ZRANGE', 'tinsmith:journal:' .. ARGV[1], 0, -1)) do
+for _, seq in ipairs(seqs) do
   local kind = redis.call('HGET', 'tinsmith:op:' .. ARGV[1] .. ':' .. seq, 'kind')
   if kind == 'create_model' or kind == 'load_weights' then found[#found + 1] = seq end
 end
+if #seqs == tonumber(ARGV[3]) then found[#found + 1] = '>' .. seqs[#seqs] end
 return found
 
 -- script: end_sampler flags=allow-oom

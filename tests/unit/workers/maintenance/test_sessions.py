@@ -184,6 +184,16 @@ def test_custom_losses_go_with_their_session(installation: Installation):
     assert [loss_id for loss_id, _ in installation.records.list(Loss.namespace)] == [f"{OTHER}:loss:0"]
 
 
+def test_the_rest_of_an_ended_models_journal_is_deleted_though_whoever_ended_it_has_died(installation: Installation):
+    for seq in range(600):
+        installation.oplog.admit(MODEL, seq, "forward", b"", f"d{seq}")
+    RedisLifecycle(installation.client, PATIENT).end_model(MODEL)
+    assert installation.client.exists(keys.journal(MODEL))
+    installation.sweep(PATIENT)
+    assert not installation.client.exists(keys.journal(MODEL))
+    assert (last := installation.oplog.outcome(f"{MODEL}:599")) is not None and last.failed
+
+
 def test_a_session_is_retired_once(installation: Installation):
     installation.teardown().finish(SESSION, "success")
     settings = PATIENT.model_copy(update={"retain_s": 0.001})

@@ -5,10 +5,13 @@ from __future__ import annotations
 import pytest
 
 from app.errors import BadRequest
+from app.settings import EngineSettings
 from app.stores.redis import keys
-from tests.unit.app.stores.redis.journal_steps import MODEL, admit
+from app.stores.redis.lifecycle import RedisLifecycle
+from tests.unit.app.stores.redis.journal_steps import MODEL, admit, own
 
 MOST_MISSING = 1024
+LONG, SLICE = 2_100, 200
 
 
 def size(client) -> int:
@@ -44,3 +47,44 @@ def test_calls_that_wait_in_a_row_are_not_missing(oplog, client):
     """A client may send any number of calls before the first one has run."""
     client.zadd(keys.journal(MODEL), {str(seq): seq for seq in range(5 * MOST_MISSING)})
     admit(oplog, 5 * MOST_MISSING)
+
+
+def fill(client, most: int) -> None:
+    """Journals calls up to seq `most` without their contents, of which all wait."""
+    with client.pipeline(transaction=False) as pipe:
+        for seq in range(most + 1):
+            request = f"{MODEL}:{seq}"
+            pipe.hset(keys.op(request), mapping={"kind": "create_model" if seq % 500 == 0 else "forward"})
+            pipe.hset(keys.future(request), "state", "pending")
+        pipe.zadd(keys.journal(MODEL), {str(seq): seq for seq in range(most + 1)})
+        pipe.execute()
+
+
+def ops_left(client) -> int:
+    return sum(1 for _ in client.scan_iter(keys.op("*"), count=10_000))
+
+
+def test_a_long_journal_is_trimmed_in_slices(oplog, client):
+    fill(client, LONG)
+    client.hset(keys.model(MODEL), "applied", LONG)
+    lease = own(oplog)
+    assert oplog.set_snapshot(lease, LONG - 1, "models/m/snapshots/1") == ""
+    assert ops_left(client) == LONG + 1 - SLICE, "one step deletes no more"
+    oplog.trim(MODEL)
+    assert client.zrange(keys.journal(MODEL), 0, -1) == [str(LONG).encode()]
+    assert ops_left(client) == 1
+
+
+def test_a_long_journal_of_an_ended_model_is_deleted_in_slices_and_all_its_calls_fail(oplog, client):
+    lifecycle = RedisLifecycle(client, EngineSettings())
+    fill(client, LONG)
+    assert lifecycle.end_model(MODEL) is not None
+    assert ops_left(client) == LONG + 1 - SLICE, "one step deletes no more"
+    lifecycle.end_calls()
+    assert (ops_left(client), client.exists(keys.journal(MODEL)), client.exists("tinsmith:ending")) == (0, 0, 0)
+    assert all(oplog.outcome(f"{MODEL}:{seq}").failed for seq in range(LONG + 1))
+
+
+def test_the_loads_of_a_long_journal_are_read_in_slices(oplog, client):
+    fill(client, LONG)
+    assert RedisLifecycle(client, EngineSettings()).loads(MODEL) == list(range(0, LONG + 1, 500))
