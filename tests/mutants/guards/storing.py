@@ -88,8 +88,8 @@ MUTANTS = (
     Mutant(
         "saves: no snapshot of a state that ran ahead",
         "workers/checkpoints/snapshots.py",
-        "            and not resident.uncommitted\n",
-        "",
+        "elif not resident.uncommitted and self._is_due(",
+        "elif self._is_due(",
         f"{_AHEAD}::test_no_snapshot_is_taken_of_a_state_that_ran_ahead_of_its_commits",
     ),
     Mutant(
