@@ -33,7 +33,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test unit extras lint dist bench chaos faults soak property recipes fuzz openapi mutants clean
-.PHONY: upgrade upgrade-fixture isa images compose-up compose-train compose-down
+.PHONY: families upgrade upgrade-fixture isa images compose-up compose-train compose-down
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -76,6 +76,9 @@ property: $(TEST_SETUP)  ## Compare random runs with models of correct behaviour
 
 recipes: $(TEST_SETUP)  ## Run tinker-cookbook's recipes, unmodified, on SmolLM2-135M and on tiny Qwen3.5
 	$(BIN)/python -m tests.recipes
+
+families: $(TEST_SETUP)  ## Sample each model family that vLLM's CPU build serves; `make test` takes two
+	TINSMITH_FAMILIES_ALL=1 $(BIN)/python -m pytest -v tests/parity/test_vllm_architectures.py
 
 fuzz: $(TEST_SETUP)  ## Send 20,000 hostile requests (REQUESTS=20000); none may end in a 5xx
 	TINSMITH_FUZZ_REQUESTS=$(REQUESTS) $(BIN)/python -m pytest --timeout 0 -s tests/fuzz

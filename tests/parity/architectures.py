@@ -191,6 +191,12 @@ CASES: Mapping[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+VLLM_ALWAYS = ("olmo3", "gemma3")
+"""The cases that the tests run in vLLM every time: a start takes 20 s and more on two free cores."""
+VLLM = (*VLLM_ALWAYS, "llama", "mistral, window", "phi3", "granite", "olmo2", "gemma2", "cohere", "gemma")
+"""The cases that `make families` runs in vLLM's CPU build, with and without an adapter."""
+
+
 def _auto_class(config_class: Any) -> Any:
     reads_images = "text_config" in config_class.sub_configs
     return transformers.AutoModelForImageTextToText if reads_images else transformers.AutoModelForCausalLM

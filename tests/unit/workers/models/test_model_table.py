@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -39,3 +40,13 @@ def test_a_row_has_the_familys_groups_datums_sampler_and_images(case: str, tmp_p
     kv_cache.check_samples(BaseModelSettings(name="q", path=str(tmp_path)))
     read = "tested" if config.model_type in FAMILIES else "text alone"
     assert images == (read if "vision_config" in config.to_dict() else "–")
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_row_says_which_test_runs_the_family_in_vllm(name: str) -> None:
+    def families(cases: Iterable[str]) -> set[str]:
+        return {architectures.CASES[case][0] for case in cases}
+
+    served = families(architectures.VLLM)
+    always = families(architectures.VLLM_ALWAYS) | {"Qwen2", "Qwen3"}  # tests/conformance has these two
+    assert ROWS[name][3] == ("tested" if name in always else "`make families`" if name in served else "not tested")

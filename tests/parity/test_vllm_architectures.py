@@ -1,0 +1,42 @@
+"""vLLM's CPU build on the architectures: its logprobs against those of the trainer.
+
+`make families` runs all cases of `architectures.VLLM`, and `make test` those of `architectures.VLLM_ALWAYS`.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from app.domain.ops import LoraSpec
+from app.settings import BaseModelSettings
+from tests.conformance.samplers import BACKENDS
+from tests.models import byte_tokenizer
+from tests.parity import architectures
+from tests.parity.test_sampled_architectures import compare, sampled, trained
+from workers.backends.sampling.base import create
+from workers.backends.training.base import Create
+
+CASES = architectures.VLLM if os.environ.get("TINSMITH_FAMILIES_ALL") else architectures.VLLM_ALWAYS
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_vllm_has_the_trainers_logprobs_with_and_without_an_adapter(case: str, tmp_path: Path) -> None:
+    base = architectures.build(case, tmp_path / "base", head_dim=32)  # vLLM's CPU attention refuses 16
+    byte_tokenizer().save_pretrained(base)
+    sampler = create(
+        BaseModelSettings(
+            name="tiny", path=str(base), dtype="float32", max_context=256, max_rank=8, sampler=BACKENDS["vllm"]
+        )
+    )
+    # Where the head is the embedding itself (Gemma, Gemma 2, Cohere), vLLM takes no adapter on it.
+    spec = LoraSpec(rank=4, seed=1, train_unembed="unembed" in sampler.open().trainable_groups)
+    trainer = trained(base, tmp_path / "adapter", spec)
+    trainer.apply({"base": Create(spec)})  # a new adapter adds nothing
+    sampler.load("m", tmp_path / "adapter")
+    found = {"m": sampled(sampler, "m"), "base": sampled(sampler, None)}
+    sampler.close()
+    for model, sequences in found.items():
+        compare(sequences, trainer, model, atol=1e-3)
