@@ -20,6 +20,7 @@ from workers.backends.training.base import Create
 from workers.backends.training.trainer import Trainer
 
 PROMPTS = [np.random.default_rng(n).integers(0, 256, n).astype(np.int32) for n in (1, 9, 150)]
+SPEC = LoraSpec(rank=4, seed=1)
 
 
 @pytest.mark.parametrize("case", architectures.CASES)
@@ -64,7 +65,7 @@ def compare(found: list[tuple[np.ndarray, np.ndarray]], trainer: Trainer, model:
         np.testing.assert_allclose(logprobs, own, atol=atol)
 
 
-def trained(base: Path, folder: Path, spec: LoraSpec = LoraSpec(rank=4, seed=1)) -> Trainer:
+def trained(base: Path, folder: Path, spec: LoraSpec = SPEC) -> Trainer:
     """A trainer with a model "m" whose adapter changes the logprobs, and is saved in `folder`."""
     trainer = open_trainer(base)
     trainer.apply({"m": Create(spec)})

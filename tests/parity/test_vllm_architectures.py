@@ -6,16 +6,16 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from app.domain.ops import LoraSpec
 from app.settings import BaseModelSettings
 from tests.conformance.samplers import BACKENDS
 from tests.models import byte_tokenizer
 from tests.parity import architectures
-from tests.parity.test_sampled_architectures import compare, sampled, trained
+from tests.parity.test_sampled_architectures import SPEC, compare, sampled, trained
 from workers.backends.sampling.base import create
 from workers.backends.training.base import Create
 
@@ -32,7 +32,7 @@ def test_vllm_has_the_trainers_logprobs_with_and_without_an_adapter(case: str, t
         )
     )
     # Where the head is the embedding itself (Gemma, Gemma 2, Cohere), vLLM takes no adapter on it.
-    spec = LoraSpec(rank=4, seed=1, train_unembed="unembed" in sampler.open().trainable_groups)
+    spec = replace(SPEC, train_unembed="unembed" in sampler.open().trainable_groups)
     trainer = trained(base, tmp_path / "adapter", spec)
     trainer.apply({"base": Create(spec)})  # a new adapter adds nothing
     sampler.load("m", tmp_path / "adapter")
