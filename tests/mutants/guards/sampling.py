@@ -47,6 +47,15 @@ MUTANTS = (
         "tests/unit/workers/backends/sampling/transformers/test_batch.py"
         "::test_a_prompt_with_images_has_a_pass_of_its_own",
     ),
+    Mutant(
+        "vLLM: a context where it would not scale queries is refused",
+        "workers/backends/sampling/vllm/engine.py",
+        'rope.get("llama_4_scaling_beta") and max_context > unscaled',
+        "False",
+        "--confcutdir=tests/unit/workers/backends/sampling "
+        "tests/unit/workers/backends/sampling/vllm/test_vllm_setup.py"
+        "::test_a_context_where_vllm_would_not_scale_queries_is_refused",
+    ),
     # Samples.
     Mutant(
         "close_sample: the first result stays",

@@ -57,6 +57,7 @@ class VllmSampler:
             self._settings.dtype, torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
         )
         info = base_model.describe(self._settings, skeleton, dtype)
+        vllm_engine.check_query_scaling(self._settings, skeleton, info.max_context)
         self._end_tokens = vocabulary.load_vocabulary(self._settings).end_tokens
         arguments = vllm_engine.engine_args(
             self._settings, info.max_context, str(dtype).removeprefix("torch."), full=self._full

@@ -217,6 +217,21 @@ def check_experts(settings: BaseModelSettings, skeleton: nn.Module) -> None:
         )
 
 
+def check_query_scaling(settings: BaseModelSettings, skeleton: nn.Module, max_context: int) -> None:
+    """Raises UnservableModel for a Ministral 3 whose context reaches positions where vLLM 0.32 gives wrong logits.
+
+    Its queries grow with the position, beyond `original_max_position_embeddings`. transformers has the factor in
+    `rope_parameters`. vLLM reads it from another field, which such a configuration lacks, and leaves it out.
+    """
+    rope = getattr(skeleton.config.get_text_config(), "rope_parameters", None) or {}
+    unscaled = rope.get("original_max_position_embeddings", max_context)
+    if rope.get("llama_4_scaling_beta") and max_context > unscaled:
+        raise UnservableModel(
+            f"base model {settings.name!r} scales queries beyond position {unscaled}, which vLLM does not: set "
+            f"max_context to at most {unscaled}, or sampler.backend to transformers"
+        )
+
+
 def _is_stray(package: str) -> bool:
     """Returns whether `package` is a CUDA build.
 

@@ -11,7 +11,13 @@ from app.errors import SetupError, UnservableModel
 from app.settings import BaseModelSettings, SamplerSettings
 from tests.parity import architectures
 from workers.backends.sampling import vllm
-from workers.backends.sampling.vllm.engine import check_experts, check_install, engine_args, lora_rank
+from workers.backends.sampling.vllm.engine import (
+    check_experts,
+    check_install,
+    check_query_scaling,
+    engine_args,
+    lora_rank,
+)
 from workers.backends.sampling.vllm.worker import SAMPLER_PID_VARIABLE
 from workers.models import base_model
 
@@ -84,3 +90,15 @@ def test_a_model_with_experts_is_refused_on_a_cpu(case: str, tmp_path: Path) -> 
         return
     with pytest.raises(UnservableModel, match=r"'n' has experts.* set sampler\.backend to transformers"):
         check_experts(settings, skeleton)
+
+
+@pytest.mark.parametrize("case", ["ministral3", "llama", "gemma4"])
+def test_a_context_where_vllm_would_not_scale_queries_is_refused(case: str, tmp_path: Path) -> None:
+    settings = BaseModelSettings(name="n", path=str(architectures.build(case, tmp_path)))
+    skeleton = base_model.skeleton(settings)
+    check_query_scaling(settings, skeleton, 8)
+    if case != "ministral3":
+        check_query_scaling(settings, skeleton, 9)
+        return
+    with pytest.raises(UnservableModel, match=r"'n' scales queries beyond position 8.* max_context to at most 8"):
+        check_query_scaling(settings, skeleton, 9)
