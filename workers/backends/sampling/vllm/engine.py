@@ -217,7 +217,7 @@ def check_experts(settings: BaseModelSettings, skeleton: nn.Module) -> None:
         )
 
 
-def check_query_scaling(settings: BaseModelSettings, skeleton: nn.Module, max_context: int) -> None:
+def check_query_scaling(settings: BaseModelSettings, skeleton: Any, max_context: int) -> None:
     """Raises UnservableModel for a Ministral 3 whose context reaches positions where vLLM 0.32 gives wrong logits.
 
     Its queries grow with the position, beyond `original_max_position_embeddings`. transformers has the factor in
