@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import resource
 
+from app.gunicorn_worker import ARRIVING
 from app.settings import from_environment
 
 _settings = from_environment()
@@ -16,10 +17,11 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (_hard, _hard))
 
 bind = f"{_settings.api.host}:{_settings.api.port}"
 workers = 1
-worker_class = "gthread"
+worker_class = "app.gunicorn_worker.Worker"
 threads = _settings.api.poll_capacity + _settings.api.spare_threads
 # The SDK keeps idle HTTP/1.1 connections in pools of 50; at gunicorn's default of 1,000 the next request would hang.
-worker_connections = 4 * threads
+# Connections whose request is still arriving have room of their own.
+worker_connections = 4 * threads + ARRIVING
 backlog = 4096
 keepalive = 75
 # A held poll ends with the stop, and its client polls again; a stop must not wait 30 s for it.

@@ -11,8 +11,45 @@ _LISTS = f"{_STORES}/test_checkpoint_lists.py"
 _RESERVATIONS = f"{_STORES}/test_reservations.py"
 _LIMITS = "--confcutdir=tests/unit/app/stores tests/unit/app/wire/test_bodies.py"
 _BUCKET = "--confcutdir=tests/unit/workers/backends/training tests/security/test_hostile_bucket.py"
+_SLOW = "--confcutdir=tests/unit/app/stores tests/unit/app/test_gunicorn_worker.py"
 
 MUTANTS = (
+    # Slow clients.
+    Mutant(
+        "slow clients: a thread gets whole requests only",
+        "app/gunicorn_worker.py",
+        "return end >= 0 and len(self.data)",
+        "return len(self.data)",
+        f"{_SLOW}::test_a_thread_gets_a_request_with_its_small_body_unless_no_credential_comes_with_it",
+    ),
+    Mutant(
+        "slow clients: nothing is kept for a client without a credential",
+        "app/gunicorn_worker.py",
+        "not _CREDENTIAL.search(head) or ",
+        "",
+        f"{_SLOW}::test_a_thread_gets_a_request_with_its_small_body_unless_no_credential_comes_with_it",
+    ),
+    Mutant(
+        "slow clients: the time for a request to arrive",
+        "app/gunicorn_worker.py",
+        "arrival.until <= now or ",
+        "",
+        f"{_SLOW}::test_a_connection_is_closed_when_its_request_takes_too_long_and_not_before",
+    ),
+    Mutant(
+        "slow clients: the time for a large body to arrive",
+        "app/gunicorn_worker.py",
+        "if left <= 0:",
+        "if False:",
+        f"{_SLOW}::test_a_body_that_stalls_ends_and_one_that_keeps_its_rate_goes_on",
+    ),
+    Mutant(
+        "slow clients: the cap of connections that are arriving",
+        "app/gunicorn_worker.py",
+        ">= ARRIVING:",
+        ">= 10 * ARRIVING:",
+        f"{_SLOW}::test_above_the_cap_the_address_with_the_most_arrivals_loses_its_oldest",
+    ),
     # Tenants and hostile input.
     Mutant(
         "what is somebody else's is not there",

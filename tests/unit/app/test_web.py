@@ -9,6 +9,7 @@ import pytest
 
 from app import create_app
 from app.errors import SetupError
+from app.gunicorn_worker import ARRIVING
 from app.settings import SETTINGS_VARIABLE, Settings
 
 
@@ -26,8 +27,8 @@ def test_gunicorn_has_threads_for_every_poll_and_more_and_connections_above_them
 ) -> None:
     monkeypatch.setenv(SETTINGS_VARIABLE, str(config))
     settings = runpy.run_module("app.gunicorn_conf")
-    assert (settings["workers"], settings["worker_class"], settings["threads"]) == (1, "gthread", 120)
-    assert settings["worker_connections"] > settings["threads"]
+    assert (settings["workers"], settings["threads"]) == (1, 120)
+    assert settings["worker_connections"] > settings["threads"] + ARRIVING
 
 
 def test_settings_without_a_state_server_are_refused_with_the_remedy() -> None:

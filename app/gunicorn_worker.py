@@ -1,0 +1,187 @@
+"""gunicorn's threaded worker, with an event loop that waits for requests: a thread only gets a request whose header has
+arrived, and its body too if it is small and comes with a credential.
+
+gunicorn's own worker gives a thread to every connection that sends one byte, and lingers in its accept loop for up to
+2 s for each connection that it closes. So 1,210 idle sockets would take every thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import selectors
+import socket
+import struct
+import time
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+from gunicorn.http.unreader import SocketUnreader
+from gunicorn.workers.gthread import TConn, ThreadWorker
+
+ARRIVING = 2048
+"""Most connections whose request is still arriving. Above it, the address with the most of them loses its oldest one."""
+ARRIVAL_S = 20.0
+"""Time for a header and a small body to arrive."""
+_HEAD_BYTES = 64 * 1024
+_SMALL_BODY_BYTES = 64 * 1024
+# A large body is read in a thread: it has this time, and more as long as it arrives at this rate.
+_BODY_S = 30.0
+_BODY_BYTES_PER_S = 64 * 1024
+# A client that reads nothing of its response for this long loses its connection.
+_SEND_S = 30
+_LINGER_S = 2.0
+# A body that the application did not read may still be on its way; its thread hardly waits for it.
+_DRAIN_S = 0.1
+_EXPIRE_EVERY_S = 0.5
+_HEAD_END = b"\r\n\r\n"
+_CREDENTIAL = re.compile(rb"\r\n(?:x-api-key|authorization):", re.IGNORECASE)
+_LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*(\d{1,9})[ \t]*\r\n", re.IGNORECASE)
+_EXPECT = re.compile(rb"\r\nexpect:", re.IGNORECASE)
+
+
+class Arrival:
+    """A connection in the event loop: one whose request is arriving, or, with `ends`, one that waits for its client to
+    close it."""
+
+    def __init__(self, conn: TConn, until: float, data: bytes = b"", *, ends: bool = False) -> None:
+        self.conn, self.until, self.ends = conn, until, ends
+        self.address = str(conn.client[0]) if isinstance(conn.client, tuple) else ""
+        self.data = bytearray(data)
+
+    @property
+    def is_too_long(self) -> bool:
+        return len(self.data) > _HEAD_BYTES and self.data.find(_HEAD_END, 0, _HEAD_BYTES) < 0
+
+    @property
+    def is_whole(self) -> bool:
+        """True if a thread can read the request without waiting, or its body is large or unasked for."""
+        end = self.data.find(_HEAD_END)
+        return end >= 0 and len(self.data) - end - len(_HEAD_END) >= _awaited(bytes(self.data[: end + 2]))
+
+
+def _awaited(head: bytes) -> int:
+    """The bytes of the body that the event loop waits for. Nothing is kept for a client without a credential, since it
+    is refused anyway."""
+    length = _LENGTH.search(head)
+    if length is None or not _CREDENTIAL.search(head) or _EXPECT.search(head):
+        return 0
+    return int(length[1]) if int(length[1]) <= _SMALL_BODY_BYTES else 0
+
+
+class TimedUnreader(SocketUnreader):  # type: ignore[misc]
+    """Reads a request from its first bytes and then from the socket. Raises TimeoutError once the body is too slow."""
+
+    def start(self, data: bytes) -> None:
+        """Begins with the bytes that have arrived."""
+        self.unread(data)
+        self._until = time.monotonic() + _BODY_S
+
+    def chunk(self, size_hint: int | None = None) -> bytes:
+        left = self._until - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("the request's body arrives too slowly")
+        before = self.sock.gettimeout()
+        self.sock.settimeout(left if before is None else min(left, before))
+        try:
+            data: bytes = super().chunk(size_hint)
+        finally:
+            self.sock.settimeout(before)
+        self._until += len(data) / _BODY_BYTES_PER_S
+        return data
+
+
+class Worker(ThreadWorker):  # type: ignore[misc]
+    """The worker. All methods but `handle` and what it calls run in the event loop's thread."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.max_keepalived -= ARRIVING
+        self._arrivals: dict[str, dict[TConn, Arrival]] = {}
+        self._expire_at = 0.0
+
+    def enqueue_req(self, conn: TConn) -> None:
+        """Waits for the next request of a new connection, or of an idle one that became readable."""
+        conn.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _SEND_S, 0))
+        early = conn.parser.unreader.take_buffered() if conn.parser else b""
+        self._await(Arrival(conn, time.monotonic() + ARRIVAL_S, early))
+
+    def finish_request(self, conn: TConn, fs: Future[Any]) -> None:
+        """Keeps the connection for its next request, or closes it without making other connections wait."""
+        if not fs.cancelled() and fs.exception() is None and fs.result():
+            super().finish_request(conn, fs)
+            return
+        try:
+            conn.sock.shutdown(socket.SHUT_WR)
+        except OSError:
+            self._close(conn)
+        else:
+            self._await(Arrival(conn, time.monotonic() + _LINGER_S, ends=True))
+
+    def murder_pending(self) -> None:
+        """Closes the connections whose time is over; gunicorn calls it after every event. A stopping worker also closes
+        those that have sent nothing."""
+        now = time.monotonic()
+        if now < self._expire_at:
+            return
+        self._expire_at = now + _EXPIRE_EVERY_S
+        for arrivals in list(self._arrivals.values()):
+            for arrival in list(arrivals.values()):
+                if arrival.until <= now or not (self.alive or arrival.data):
+                    self._drop(arrival)
+
+    def _keepalive_after(self, conn: TConn, keepalive: bool) -> bool:
+        return keepalive and bool(conn.parser.finish_body(deadline=time.monotonic() + _DRAIN_S))
+
+    def _await(self, arrival: Arrival) -> None:
+        if sum(map(len, self._arrivals.values())) >= ARRIVING:
+            crowded = max(self._arrivals.values(), key=len)
+            self._drop(next(iter(crowded.values())))
+        self._arrivals.setdefault(arrival.address, {})[arrival.conn] = arrival
+        arrival.conn.sock.setblocking(False)
+        self.poller.register(arrival.conn.sock, selectors.EVENT_READ, partial(self._receive, arrival))
+        self._start_if_whole(arrival)
+
+    def _receive(self, arrival: Arrival, sock: socket.socket) -> None:
+        if arrival.conn not in self._arrivals.get(arrival.address, {}):
+            return  # dropped by an earlier event of the same round
+        try:
+            data = sock.recv(_HEAD_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._drop(arrival)
+        elif not arrival.ends:
+            arrival.data += data
+            self._start_if_whole(arrival)
+
+    def _start_if_whole(self, arrival: Arrival) -> None:
+        """Gives the request to a thread once it is whole. Drops a connection with an endless header."""
+        if arrival.is_too_long:
+            self._drop(arrival)
+        elif arrival.is_whole:
+            self._forget(arrival)
+            conn = arrival.conn
+            conn.init()
+            if not isinstance(conn.parser.unreader, TimedUnreader):
+                conn.parser.unreader = TimedUnreader(conn.sock)
+            conn.parser.unreader.start(bytes(arrival.data))
+            super().enqueue_req(conn)
+
+    def _drop(self, arrival: Arrival) -> None:
+        self._forget(arrival)
+        self._close(arrival.conn)
+
+    def _forget(self, arrival: Arrival) -> None:
+        del self._arrivals[arrival.address][arrival.conn]
+        if not self._arrivals[arrival.address]:
+            del self._arrivals[arrival.address]
+        with contextlib.suppress(OSError, KeyError, ValueError):
+            self.poller.unregister(arrival.conn.sock)
+
+    def _close(self, conn: TConn) -> None:
+        self.nr_conns -= 1
+        conn.close()

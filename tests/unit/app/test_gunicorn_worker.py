@@ -1,0 +1,109 @@
+"""The event loop of the API's worker: which requests get a thread, and which connections are closed."""
+
+from __future__ import annotations
+
+import logging
+import selectors
+import socket
+from collections.abc import Iterator
+
+import pytest
+from gunicorn.config import Config
+from gunicorn.workers.gthread import TConn
+
+from app import gunicorn_worker
+from app.gunicorn_worker import Arrival, TimedUnreader, Worker
+
+HEAD = b"POST / HTTP/1.1\r\nHost: a\r\n"
+KEY, SMALL, LARGE = b"X-API-Key: k\r\n", b"Content-Length: 5\r\n", b"Content-Length: 99999999\r\n"
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
+    ours, theirs = socket.socketpair()
+    theirs.settimeout(60)
+    with ours, theirs:
+        yield ours, theirs
+
+
+@pytest.fixture
+def worker() -> Worker:
+    made = Worker(1, 1, [], None, 30, Config(), logging.getLogger())
+    made.poller, made.nr_conns = selectors.DefaultSelector(), 1
+    return made
+
+
+@pytest.mark.parametrize(
+    ("sent", "whole"),
+    [
+        (HEAD, False),
+        (HEAD + b"\r\n", True),
+        (HEAD + KEY + SMALL + b"\r\n1234", False),
+        (HEAD + KEY + SMALL + b"\r\n12345", True),
+        (HEAD + b"authorization: Bearer k\r\n" + SMALL + b"\r\n1234", False),
+        (HEAD + SMALL + b"\r\n", True),
+        (HEAD + KEY + LARGE + b"\r\n", True),
+        (HEAD + KEY + SMALL + b"Expect: 100-continue\r\n\r\n", True),
+    ],
+)
+def test_a_thread_gets_a_request_with_its_small_body_unless_no_credential_comes_with_it(
+    pair: tuple[socket.socket, socket.socket], sent: bytes, whole: bool
+) -> None:
+    assert Arrival(TConn(Config(), pair[0], ("1.2.3.4", 5), None), 0.0, sent).is_whole is whole
+
+
+def test_a_connection_is_closed_when_its_request_takes_too_long_and_not_before(
+    worker: Worker, pair: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker.enqueue_req(TConn(Config(), pair[0], ("1.2.3.4", 5), None))
+    worker.murder_pending()
+    assert worker.nr_conns == 1
+    monkeypatch.setattr(gunicorn_worker.time, "monotonic", lambda: float("inf"))
+    worker.murder_pending()
+    assert (worker.nr_conns, pair[1].recv(1)) == (0, b"")
+
+
+def test_a_closed_connection_lingers_in_the_event_loop_until_its_client_closes_it(
+    worker: Worker, pair: tuple[socket.socket, socket.socket]
+) -> None:
+    unread = gunicorn_worker.Future[bool]()
+    unread.set_result(False)
+    worker.finish_request(TConn(Config(), pair[0], ("1.2.3.4", 5), None), unread)
+    assert (worker.nr_conns, pair[1].recv(1)) == (1, b"")
+    pair[1].close()
+    worker.wait_for_and_dispatch_events(60)
+    assert worker.nr_conns == 0
+
+
+def test_a_body_that_stalls_ends_and_one_that_keeps_its_rate_goes_on(
+    pair: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(gunicorn_worker.time, "monotonic", lambda: now[0])
+    unreader = TimedUnreader(pair[0])
+    unreader.start(b"")
+    for _ in range(60):
+        pair[1].sendall(b"a" * 65536)
+        received = 0
+        while received < 65536:
+            received += len(unreader.chunk(65536 - received))
+        now[0] += 1
+    now[0] += 31
+    with pytest.raises(TimeoutError, match="too slowly"):
+        unreader.chunk()
+
+
+def test_above_the_cap_the_address_with_the_most_arrivals_loses_its_oldest(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gunicorn_worker, "ARRIVING", 3)
+    pairs = [socket.socketpair() for _ in range(4)]
+    worker.nr_conns = len(pairs)
+    addresses = ["9.9.9.9", "1.1.1.1", "1.1.1.1", "2.2.2.2"]
+    for (ours, _), address in zip(pairs, addresses, strict=True):
+        worker.enqueue_req(TConn(Config(), ours, (address, 5), None))
+    assert worker.nr_conns == 3
+    assert [ours.fileno() < 0 for ours, _ in pairs] == [False, True, False, False]
+    for both in pairs:
+        for end in both:
+            end.close()
