@@ -21,7 +21,7 @@ from gunicorn.http.unreader import SocketUnreader
 from gunicorn.workers.gthread import TConn, ThreadWorker
 
 ARRIVING = 2048
-"""Most connections whose request is still arriving. Above it, the address with the most of them loses its oldest one."""
+"""Most connections whose request is still arriving. Above it, the address with the most of them loses its oldest."""
 ARRIVAL_S = 20.0
 """Time for a header and a small body to arrive."""
 _HEAD_BYTES = 64 * 1024

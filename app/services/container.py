@@ -101,7 +101,6 @@ def build(settings: Settings) -> Services:
     sampling = SamplingService(store, bases, admission, quotas, settings.limits)
     cancels = CancelService(futures, oplog)
     samplers = Samplers(store, lifecycle, bases, sampling)
-    result_stream = ResultStream(futures, waiter, TokenStreams(broker), samplers.keep_alive, cancels.cancel)
     ledger = UsageLedger(RedisPages(client, settings.engine), PageFiles(objects))
     backlog, calls = RedisBacklog(client, settings.engine), RedisCalls(client)
     snapshots = QueueSnapshots(bases, oplog, backlog, lambda project: limits.project(project).weight)
@@ -110,6 +109,9 @@ def build(settings: Settings) -> Services:
     accounts = AccountService(AccountFiles(objects), store)
     authenticator = Authenticator(settings.api_keys, store, tokens, AccountRecovery(accounts, store))
     sources = Sources(store, authenticator)
+    result_stream = ResultStream(
+        futures, waiter, TokenStreams(broker), authenticator.check, samplers.keep_alive, cancels.cancel
+    )
     importer = Importer(store, oplog, lifecycle, objects, quotas)
     routes = RouteService(store, oplog, RouteFiles(objects, store.now))
     signer = UrlSigner(settings.url_secret, settings.public_url)
@@ -136,8 +138,8 @@ def build(settings: Settings) -> Services:
         ArchiveService(store, objects, signer),
         CopyService(store, oplog, lifecycle, objects, quotas, sources),
         UploadService(store, objects, bases, quotas, importer, settings.limits),
-        PollService(futures, waiter, poll_limiter),
-        BatchPollService(RedisCompletions(client, settings.engine), store, waiter, poll_limiter),
+        PollService(futures, waiter, poll_limiter, authenticator.check),
+        BatchPollService(RedisCompletions(client, settings.engine), store, waiter, poll_limiter, authenticator.check),
         queue_states,
         QueueService(snapshots, queue_states, backlog, calls, store),
         cancels,

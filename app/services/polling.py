@@ -7,7 +7,8 @@ import json
 import re
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import redis
@@ -39,16 +40,23 @@ def check_request_id(text: str) -> None:
         raise NotFound(f"no future {text[:200]!r}")
 
 
-class PollService:
-    """Long polls for one future. `waiter` wakes a poll when the result is there."""
+CheckKey = Callable[[Caller], None]
+"""Raises Unauthorized if the caller's key is no longer valid."""
 
-    def __init__(self, futures: FutureFinder, waiter: Waiter, poll_limiter: LongPollLimiter) -> None:
-        self._futures, self._waiter, self._poll_limiter = futures, waiter, poll_limiter
+
+class PollService:
+    """Long polls for one future. `waiter` wakes a poll when the result is there. A poll that waited gets nothing if its
+    key was revoked meanwhile."""
+
+    def __init__(
+        self, futures: FutureFinder, waiter: Waiter, poll_limiter: LongPollLimiter, check_key: CheckKey
+    ) -> None:
+        self._futures, self._waiter, self._poll_limiter, self._check_key = futures, waiter, poll_limiter, check_key
 
     def wait(self, request_id: str, caller: Caller) -> Future:
-        """The future, once it is terminal or the hold time is over. Raises NotFound or Gone."""
+        """The future, once it is terminal or the hold time is over. Raises NotFound, Gone or Unauthorized."""
         check_request_id(request_id)
-        with self._poll_limiter.hold() as seconds:
+        with self._poll_limiter.hold(caller.project) as seconds:
             return self._wait(request_id, caller, seconds)
 
     def _wait(self, request_id: str, caller: Caller, seconds: float) -> Future:
@@ -61,6 +69,8 @@ class PollService:
 
         if seconds:
             self._waiter.wait(request_id, seconds, is_done)
+            if not (found and found.result):
+                self._check_key(caller)
         return found if found and found.result else self._futures.future(request_id, caller)
 
 
@@ -69,25 +79,32 @@ class BatchPollService:
     for."""
 
     def __init__(
-        self, completions: RedisCompletions, store: RedisRecords, waiter: Waiter, poll_limiter: LongPollLimiter
+        self,
+        completions: RedisCompletions,
+        store: RedisRecords,
+        waiter: Waiter,
+        poll_limiter: LongPollLimiter,
+        check_key: CheckKey,
     ) -> None:
         self._completions, self._records, self._waiter, self._poll_limiter = completions, store, waiter, poll_limiter
+        self._check_key = check_key
 
     def wait(self, caller: Caller, asked: Mapping[str, Any]) -> tuple[list[Completion], int]:
         """The completions after `prev_cursor`, once there is one or the hold time is over; and the next cursor.
 
-        Raises NotFound (sampler).
+        Raises NotFound (sampler) or Unauthorized.
         """
         sampler_id = asked["target"]["sampling_session_id"]
-        with self._poll_limiter.hold() as seconds:
+        with self._poll_limiter.hold(caller.project) as seconds:
             load_owned(self._records, Sampler, sampler_id, caller)
             own = f"{sampler_id}:"
             self._completions.acknowledge(id_ for id_ in asked["retrieved_request_ids"] if id_.startswith(own))
             target = ids.poll_target(sampler_id, asked["target"]["cloned_sampler_id"])
             timeout = asked.get("timeout")
-            return self._wait(target, asked["prev_cursor"], seconds if timeout is None else min(seconds, timeout))
+            held = seconds if timeout is None else min(seconds, timeout)
+            return self._wait(caller, target, asked["prev_cursor"], held)
 
-    def _wait(self, target: str, cursor: int, seconds: float) -> tuple[list[Completion], int]:
+    def _wait(self, caller: Caller, target: str, cursor: int, seconds: float) -> tuple[list[Completion], int]:
         found: tuple[list[Completion], int] = [], cursor
 
         def is_any() -> bool:
@@ -97,6 +114,8 @@ class BatchPollService:
 
         if seconds:
             self._waiter.wait(target, seconds, is_any)
+            if not found[0]:
+                self._check_key(caller)
         return found if found[0] else self._completions.since(target, cursor)
 
 
@@ -131,22 +150,27 @@ class FutureFinder:
 
 
 class LongPollLimiter:
-    """Limits and counts long polls. A poll is never refused; above the capacity it is answered sooner."""
+    """Limits and counts long polls. A poll is never refused; above the capacity it is answered sooner.
+
+    The projects that poll now share the capacity equally. A project within its share is also held above the capacity,
+    which others may have filled before: their next polls are held for a moment only, until they are back at their
+    share.
+    """
 
     def __init__(self, settings: ApiSettings) -> None:
         self._settings = settings
-        self._open = 0
+        self._open: Counter[str] = Counter()
         self._lock = threading.Lock()
 
     @contextlib.contextmanager
-    def hold(self) -> Iterator[float]:
-        """The seconds that the poll in this block may wait.
+    def hold(self, project: str) -> Iterator[float]:
+        """The seconds that the project's poll in this block may wait.
 
         While Redis is away the poll is still held for a moment, because the SDK polls again at once after a 5xx.
         """
         with self._lock:
-            self._open += 1
-            seconds = self._seconds(self._open)
+            self._open[project] += 1
+            seconds = self._seconds(project)
         HELD_POLLS.inc()
         try:
             yield seconds
@@ -156,28 +180,34 @@ class LongPollLimiter:
             raise
         finally:
             with self._lock:
-                self._open -= 1
+                self._open[project] -= 1
+                if not self._open[project]:
+                    del self._open[project]
             HELD_POLLS.dec()
 
     @contextlib.contextmanager
-    def occupy(self) -> Iterator[None]:
-        """Counts an answer that stays open until its result is there as a held poll. Raises TooManyRequests above the
-        capacity, because a client of such an answer cannot be asked to poll again."""
-        with self.hold():
-            if self._open > self._settings.poll_capacity:
+    def occupy(self, project: str) -> Iterator[None]:
+        """Counts an answer that stays open until its result is there as a held poll of the project. Raises
+        TooManyRequests where a poll would not be held in full, because a client of such an answer cannot be asked to
+        poll again."""
+        with self.hold(project) as seconds:
+            if seconds < self._settings.poll_hold_s:
                 raise TooManyRequests(
-                    f"{self._settings.poll_capacity} polls already wait for results on this server; try again soon"
+                    f"{self._settings.poll_capacity} polls already wait for results on this server, and project "
+                    f"{project} has its share of them; try again soon"
                 )
             yield
 
-    def _seconds(self, open_polls: int) -> float:
-        """The hold time of a poll that raises the count to `open_polls`. The other half of the spare threads stays
-        free."""
-        if open_polls <= self._settings.poll_capacity:
-            return self._settings.poll_hold_s
-        if open_polls <= self._settings.poll_capacity + self._settings.spare_threads // 2:
-            return min(_SHORT_HOLD_S, self._settings.poll_hold_s)
-        return 0.0
+    def _seconds(self, project: str) -> float:
+        """The hold time of the project's newest poll. Half of the spare threads takes polls above the capacity, and
+        another quarter those of projects within their share."""
+        capacity, spare, full = self._settings.poll_capacity, self._settings.spare_threads, self._settings.poll_hold_s
+        polls = self._open.total()
+        if polls <= capacity:
+            return full
+        if self._open[project] <= capacity // len(self._open) and polls <= capacity + spare * 3 // 4:
+            return full
+        return min(_SHORT_HOLD_S, full) if polls <= capacity + spare // 2 else 0.0
 
 
 class CancelService:

@@ -137,7 +137,7 @@ class OpenAiService:
         gone: Gone,
     ) -> Answer:
         with ExitStack() as undo:
-            undo.enter_context(self._poll_limiter.occupy())
+            undo.enter_context(self._poll_limiter.occupy(caller.project))
             self._samplers.ensure(model.sampler_id, model.sampler)
             choices = []
             for place, request in enumerate(requests):

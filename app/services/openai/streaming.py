@@ -14,7 +14,7 @@ from app.domain.accounts import Caller
 from app.domain.results import Result
 from app.domain.sampling import SampleOutput
 from app.errors import ClientGone, RequestError, ServerOpError, Unavailable, UserOpError
-from app.services.polling import FutureFinder
+from app.services.polling import CheckKey, FutureFinder
 from app.stores.redis.client import Waiter, is_outage
 from app.stores.redis.completions import TokenChunk, TokenStreams
 from app.wire.results import decode_sample
@@ -35,26 +35,27 @@ class Asked:
 
 
 class ResultStream:
-    """Reads the result stream of a request. `beat` keeps a caller's session alive and is called periodically. `cancel`
-    takes a request id and the caller."""
+    """Reads the result stream of a request. `check_key` and `beat`, which keeps a caller's session alive, are called
+    periodically. `cancel` takes a request id and the caller."""
 
     def __init__(
         self,
         futures: FutureFinder,
         waiter: Waiter,
         streams: TokenStreams,
+        check_key: CheckKey,
         beat: Callable[[Caller], None],
         cancel: Callable[[str, Caller], None],
     ) -> None:
         self._futures, self._waiter, self._streams = futures, waiter, streams
-        self._beat, self._cancel = beat, cancel
+        self._check_key, self._beat, self._cancel = check_key, beat, cancel
 
     def __call__(self, asked: Asked, gone: Callable[[], bool]) -> Iterator[TokenChunk | SampleOutput]:
         """Yields tokens as they come, and the whole output last. An outage does not end the stream.
 
         A request that runs again publishes the same tokens again, identified by their position. `gone` returns True
-        once the client has disconnected. Raises UserOpError or ServerOpError if the request failed, ClientGone, or
-        Unavailable when nothing comes for `_PATIENCE_S`.
+        once the client has disconnected. Raises UserOpError or ServerOpError if the request failed, ClientGone,
+        Unauthorized once the caller's key is revoked, or Unavailable when nothing comes for `_PATIENCE_S`.
         """
         after = "0-0"
         news_at = beat_at = time.monotonic()
@@ -72,6 +73,7 @@ class ResultStream:
                 raise Unavailable(f"the sampler sent no token for {_PATIENCE_S:.0f} s; try again later")
             if now - beat_at > _BEAT_S:
                 beat_at = now
+                self._check_key(asked.caller)
                 self._beat(asked.caller)
 
     def leave(self, asked: Asked, *, ended: bool) -> None:

@@ -165,6 +165,11 @@ class Authenticator:
             return Caller.alone(project_of(digest))
         return self._by_secret(*credential.removeprefix(KEY_PREFIX).partition(".")[::2])
 
+    def check(self, caller: Caller) -> None:
+        """Looks the caller's key up again, for a call that waits. Raises Unauthorized once it was revoked, has expired,
+        or its user was removed."""
+        self._by_id(caller.key_id)
+
     def _by_id(self, id_: str) -> Caller:
         if id_ in map(project_of, self._digests):
             return Caller.alone(id_)

@@ -11,6 +11,7 @@ _LISTS = f"{_STORES}/test_checkpoint_lists.py"
 _RESERVATIONS = f"{_STORES}/test_reservations.py"
 _LIMITS = "--confcutdir=tests/unit/app/stores tests/unit/app/wire/test_bodies.py"
 _BUCKET = "--confcutdir=tests/unit/workers/backends/training tests/security/test_hostile_bucket.py"
+_POLLS = "tests/unit/app/services/test_polling.py"
 _SLOW = "--confcutdir=tests/unit/app/stores tests/unit/app/test_gunicorn_worker.py"
 
 MUTANTS = (
@@ -49,6 +50,38 @@ MUTANTS = (
         ">= ARRIVING:",
         ">= 10 * ARRIVING:",
         f"{_SLOW}::test_above_the_cap_the_address_with_the_most_arrivals_loses_its_oldest",
+    ),
+    # Held polls and streams.
+    Mutant(
+        "polls: a project within its share is held though others filled the capacity",
+        "app/services/polling.py",
+        "if self._open[project] <= capacity // len(self._open) and",
+        "if False and",
+        f"{_POLLS}::test_a_project_within_its_share_is_held_in_full_though_another_filled_the_capacity",
+    ),
+    Mutant(
+        "polls: the share of a project",
+        "app/services/polling.py",
+        "capacity // len(self._open)",
+        "capacity",
+        f"{_POLLS}::test_a_project_within_its_share_is_held_in_full_though_another_filled_the_capacity",
+    ),
+    Mutant(
+        "polls: a key that was revoked while its poll waited",
+        "app/services/polling.py",
+        """            if not (found and found.result):
+                self._check_key(caller)
+""",
+        "",
+        f"{_POLLS}::test_a_poll_that_waited_gets_nothing_once_its_key_is_revoked",
+    ),
+    Mutant(
+        "streams: a key that was revoked meanwhile",
+        "app/services/openai/streaming.py",
+        "                self._check_key(asked.caller)\n",
+        "",
+        "tests/unit/app/services/openai/test_streaming.py"
+        "::test_a_stream_ends_at_the_next_beat_after_its_key_was_revoked",
     ),
     # Tenants and hostile input.
     Mutant(

@@ -9,6 +9,7 @@ import pytest
 
 from app.domain.accounts import SCOPES, Scope
 from app.domain.results import PROTOBUF, Result
+from app.errors import Unauthorized
 from app.services.tenants.access import Tokens
 from app.services.tenants.accounts import AccountService
 from app.stores.redis import keys
@@ -254,3 +255,12 @@ def test_a_token_that_is_too_old_asks_for_another(api: Api, monkeypatch: pytest.
     other = new.post("auth/token", {}).json["jwt"]
     assert tokens.key_of(other) == tokens.key_of(new.key), "one made with it ends with it"
     assert "WWW-Authenticate" not in replace(api, key="tml-x").get("auth/apikey/me").headers
+
+
+def test_a_call_that_waits_gets_an_error_once_its_key_was_revoked(tenant: Tenant) -> None:
+    authenticator, key = tenant.api.services.authenticator, tenant.key("member")
+    caller = authenticator(key)
+    authenticator.check(caller)
+    tenant.accounts.revoke(caller.key_id)
+    with pytest.raises(Unauthorized, match="revoked"):
+        authenticator.check(caller)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -12,7 +13,7 @@ import redis
 from app.domain.accounts import Caller
 from app.domain.records import Sampler
 from app.domain.results import Result
-from app.errors import NotFound
+from app.errors import NotFound, TooManyRequests, Unauthorized
 from app.services.polling import BatchPollService, FutureFinder, LongPollLimiter, PollService, check_request_id
 from app.settings import ApiSettings
 from app.stores.redis.records import dump
@@ -24,6 +25,10 @@ ME = Caller.alone("me")
 class PendingOpLog:
     def future(self, request_id: str, caller: Caller) -> Future:
         return Future(request_id, "sample", "m", "me", "pending", None)
+
+
+def is_valid(caller: Caller) -> None:
+    """The check of a key that stays valid."""
 
 
 class RecordingWaiter:
@@ -43,7 +48,7 @@ class RecordingWaiter:
 
 
 def poll_service(futures: FutureFinder, waiter: RecordingWaiter, settings: ApiSettings) -> PollService:
-    return PollService(futures, waiter, LongPollLimiter(settings))
+    return PollService(futures, waiter, LongPollLimiter(settings), is_valid)
 
 
 @pytest.fixture
@@ -127,7 +132,9 @@ def test_a_batch_poll_is_held_no_longer_than_it_asks_for(
     waiter: RecordingWaiter, asked: dict[str, float], held: list[float]
 ) -> None:
     waiter.release.set()
-    polls = BatchPollService(NoCompletions(), OneSampler(), waiter, LongPollLimiter(ApiSettings(poll_hold_s=30)))
+    polls = BatchPollService(
+        NoCompletions(), OneSampler(), waiter, LongPollLimiter(ApiSettings(poll_hold_s=30)), is_valid
+    )
     target = {"sampling_session_id": "s:sample:0", "cloned_sampler_id": 0}
     found = polls.wait(ME, {"target": target, "prev_cursor": 5, "retrieved_request_ids": [], **asked})
     assert (found, waiter.holds) == (([], 5), held)
@@ -135,14 +142,14 @@ def test_a_batch_poll_is_held_no_longer_than_it_asks_for(
 
 def test_batch_polls_and_polls_share_one_capacity(waiter: RecordingWaiter) -> None:
     poll_limiter = LongPollLimiter(ApiSettings(poll_capacity=1, spare_threads=8, poll_hold_s=30))
-    batch = BatchPollService(NoCompletions(), OneSampler(), waiter, poll_limiter)
+    batch = BatchPollService(NoCompletions(), OneSampler(), waiter, poll_limiter, is_valid)
     target = {"sampling_session_id": "s:sample:0", "cloned_sampler_id": 0}
     asked = {"target": target, "prev_cursor": 0, "retrieved_request_ids": []}
     held = threading.Thread(target=batch.wait, args=(ME, asked), daemon=True)
     held.start()
     assert waiter.arrived.acquire(timeout=60)
     other = threading.Thread(
-        target=PollService(PendingOpLog(), waiter, poll_limiter).wait, args=("m:1", ME), daemon=True
+        target=PollService(PendingOpLog(), waiter, poll_limiter, is_valid).wait, args=("m:1", ME), daemon=True
     )
     other.start()
     assert waiter.arrived.acquire(timeout=60)
@@ -150,3 +157,34 @@ def test_batch_polls_and_polls_share_one_capacity(waiter: RecordingWaiter) -> No
     for thread in (held, other):
         thread.join(60)
     assert waiter.holds == [30.0, 1.0]
+
+
+def test_a_project_within_its_share_is_held_in_full_though_another_filled_the_capacity() -> None:
+    limiter = LongPollLimiter(ApiSettings(poll_capacity=8, spare_threads=8, poll_hold_s=30))
+    with contextlib.ExitStack() as held:
+
+        def polls(project: str, count: int) -> list[float]:
+            return [held.enter_context(limiter.hold(project)) for _ in range(count)]
+
+        assert polls("greedy", 9) == [30.0] * 8 + [1.0]
+        with limiter.occupy("other"):
+            assert polls("other", 3) == [30.0] * 3
+        with pytest.raises(TooManyRequests, match="project greedy has its share"), limiter.occupy("greedy"):
+            pass
+        assert polls("other", 3) == [30.0, 0.0, 0.0], "its share is 4 of 8"
+
+
+def revoked(caller: Caller) -> None:
+    raise Unauthorized("this API key was revoked")
+
+
+def test_a_poll_that_waited_gets_nothing_once_its_key_is_revoked(waiter: RecordingWaiter) -> None:
+    waiter.release.set()
+    settings = ApiSettings(poll_hold_s=30)
+    polls = PollService(PendingOpLog(), waiter, LongPollLimiter(settings), revoked)
+    with pytest.raises(Unauthorized):
+        polls.wait("m:1", ME)
+    batch = BatchPollService(NoCompletions(), OneSampler(), waiter, LongPollLimiter(settings), revoked)
+    target = {"sampling_session_id": "s:sample:0", "cloned_sampler_id": 0}
+    with pytest.raises(Unauthorized):
+        batch.wait(ME, {"target": target, "prev_cursor": 0, "retrieved_request_ids": []})

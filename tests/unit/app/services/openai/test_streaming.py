@@ -12,7 +12,7 @@ import redis
 from app.domain.accounts import Caller
 from app.domain.results import PROTOBUF, Result
 from app.domain.sampling import SampledSequence, SampleOutput
-from app.errors import ClientGone, OpError, ServerOpError, Unavailable, UserOpError
+from app.errors import ClientGone, OpError, ServerOpError, Unauthorized, Unavailable, UserOpError
 from app.services.openai import streaming
 from app.services.openai.streaming import Asked, ResultStream
 from app.stores.redis.completions import TokenChunk
@@ -73,9 +73,13 @@ def drawn(*tokens: int) -> list[TokenChunk]:
 
 
 def result_stream(
-    script: Script, asked: Asked = ASKED, beat: Callable[[Caller], None] = lambda _: None, gone: bool = False
+    script: Script,
+    asked: Asked = ASKED,
+    beat: Callable[[Caller], None] = lambda _: None,
+    gone: bool = False,
+    check_key: Callable[[Caller], None] = lambda _: None,
 ) -> Iterator[TokenChunk | SampleOutput]:
-    return ResultStream(script, script, script, beat, lambda *_: None)(asked, lambda: gone)
+    return ResultStream(script, script, script, check_key, beat, lambda *_: None)(asked, lambda: gone)
 
 
 @pytest.fixture(autouse=True)
@@ -134,6 +138,19 @@ def test_silence_has_an_end_and_tokens_put_it_off(clock: Clock):
     with pytest.raises(Unavailable, match="600 s"):
         next(waited)
     assert len(script.seen) == 1 + 2 * 2, "it looked until 1,200 s, twice a turn"
+
+
+def test_a_stream_ends_at_the_next_beat_after_its_key_was_revoked(clock: Clock):
+    clock.times = [0.0, 9.0, 11.0]
+
+    def revoked(caller: Caller) -> None:
+        assert caller is ME
+        raise Unauthorized("this API key was revoked")
+
+    script = Script(None, None, None, None)
+    with pytest.raises(Unauthorized, match="revoked"):
+        list(result_stream(script, check_key=revoked))
+    assert len(script.seen) == 2 * 2, "it looked until 11 s, twice a turn"
 
 
 def test_the_session_is_kept_alive_meanwhile(clock: Clock):
