@@ -190,8 +190,10 @@ class LongPollLimiter:
         """Counts an answer that stays open until its result is there as a held poll of the project. Raises
         TooManyRequests where a poll would not be held in full, because a client of such an answer cannot be asked to
         poll again."""
-        with self.hold(project) as seconds:
-            if seconds < self._settings.poll_hold_s:
+        with self.hold(project):
+            with self._lock:
+                has_place = self._has_place(project)
+            if not has_place:
                 raise TooManyRequests(
                     f"{self._settings.poll_capacity} polls already wait for results on this server, and project "
                     f"{project} has its share of them; try again soon"
@@ -201,13 +203,19 @@ class LongPollLimiter:
     def _seconds(self, project: str) -> float:
         """The hold time of the project's newest poll. Half of the spare threads takes polls above the capacity, and
         another quarter those of projects within their share."""
-        capacity, spare, full = self._settings.poll_capacity, self._settings.spare_threads, self._settings.poll_hold_s
-        polls = self._open.total()
+        full = self._settings.poll_hold_s
+        if self._has_place(project):
+            return full
+        most = self._settings.poll_capacity + self._settings.spare_threads // 2
+        return min(_SHORT_HOLD_S, full) if self._open.total() <= most else 0.0
+
+    def _has_place(self, project: str) -> bool:
+        """True if the project's newest poll is held in full."""
+        capacity, polls = self._settings.poll_capacity, self._open.total()
         if polls <= capacity:
-            return full
-        if self._open[project] <= capacity // len(self._open) and polls <= capacity + spare * 3 // 4:
-            return full
-        return min(_SHORT_HOLD_S, full) if polls <= capacity + spare // 2 else 0.0
+            return True
+        is_within_share = self._open[project] <= capacity // len(self._open)
+        return is_within_share and polls <= capacity + self._settings.spare_threads * 3 // 4
 
 
 class CancelService:

@@ -55,8 +55,8 @@ MUTANTS = (
     Mutant(
         "polls: a project within its share is held though others filled the capacity",
         "app/services/polling.py",
-        "if self._open[project] <= capacity // len(self._open) and",
-        "if False and",
+        "return is_within_share and",
+        "return False and",
         f"{_POLLS}::test_a_project_within_its_share_is_held_in_full_though_another_filled_the_capacity",
     ),
     Mutant(
