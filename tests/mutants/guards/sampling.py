@@ -39,6 +39,27 @@ MUTANTS = (
         "tests/unit/app/api/test_router_replay.py::test_routes_count_as_stored_bytes_until_their_files_are_removed",
     ),
     Mutant(
+        "queue: a project below its share is admitted to a full queue",
+        f"{_LUA}/samples.lua",
+        "requests >= tonumber(ARGV[9]) and not is_below_share(ARGV[3], ARGV[9])",
+        "requests >= tonumber(ARGV[9])",
+        f"{_SAMPLES}::test_a_full_queue_admits_a_project_up_to_its_share_of_the_requests",
+    ),
+    Mutant(
+        "queue: a project's share of a full queue",
+        f"{_LUA}/samples.lua",
+        "most / (others + 1)",
+        "most",
+        f"{_SAMPLES}::test_a_full_queue_admits_a_project_up_to_its_share_of_the_requests",
+    ),
+    Mutant(
+        "queue: one request of a project in a queue full of tokens",
+        f"{_LUA}/samples.lua",
+        "most == '' and 1 or",
+        "most == '' and 99 or",
+        f"{_SAMPLES}::test_a_queue_full_of_tokens_admits_one_request_of_a_project_that_has_none",
+    ),
+    Mutant(
         "images: a prompt with images has a pass of its own",
         "workers/backends/sampling/transformers/batch.py",
         " and not (job.request.images or jobs[0].request.images)",

@@ -91,6 +91,17 @@ local function adapter_of(sampler)
   return cjson.decode(newest or found[1] or '""')
 end
 
+-- True if a full queue admits one more request of a project, because other projects filled it. With `most` requests as
+-- the bound, the project has fewer than an equal part of them unfinished; each sequence counts as a request. With ''
+-- (the queue is full of tokens, which are not counted by project), it has none unfinished.
+local function is_below_share(project, most)
+  local rung = 'tinsmith:rung:' .. queue
+  local own = redis.call('HGET', rung, project)
+  local others = redis.call('HLEN', rung) - (own and 1 or 0)
+  local unfinished = (own or 0) + redis.call('ZCARD', held_key(queue, project))
+  return others > 0 and unfinished < (most == '' and 1 or most / (others + 1))
+end
+
 local known = redis.call('HGET', 'tinsmith:future:' .. request, 'digest')
 if known then return {known == ARGV[6] and 'repeat' or 'conflict', 0} end
 local session = redis.call('HGET', 'tinsmith:samplers:' .. sampler, 'session_id')
@@ -98,9 +109,9 @@ if not session then return {'unknown', 0} end  -- it went since it was looked up
 if ARGV[9] ~= '' then
   if tokens > tonumber(ARGV[10]) then return {'too_large', 0} end
   local requests = redis.call('HLEN', 'tinsmith:sampling:' .. queue)
-  if requests >= tonumber(ARGV[9]) then return {'requests', requests} end
   local held = tonumber(redis.call('HGET', 'tinsmith:sampling_tokens', queue) or 0)
-  if held + tokens > tonumber(ARGV[10]) then return {'tokens', held} end
+  if requests >= tonumber(ARGV[9]) and not is_below_share(ARGV[3], ARGV[9]) then return {'requests', requests} end
+  if held + tokens > tonumber(ARGV[10]) and not is_below_share(ARGV[3], '') then return {'tokens', held} end
 end
 local refusal = no_room(#ARGV[5]) or no_room_for_results(ARGV[3])
 if refusal then return refusal end

@@ -97,6 +97,30 @@ def test_a_repeat_of_what_was_admitted_is_never_put_off(samples):
     assert admit(samples, 0, 50, QueueBounds(requests=1, tokens=10)) == f"{SAMPLER}:0"
 
 
+def of_other(samples: RedisOpLog, seq: int, tokens: int, bounds: QueueBounds) -> None:
+    samples.admit_sample(f"{SAMPLER}:{seq}", SAMPLER, "other", QUEUE, b"ask", "d", tokens, bounds)
+
+
+def test_a_full_queue_admits_a_project_up_to_its_share_of_the_requests(samples):
+    bounds = QueueBounds(requests=4, tokens=100)
+    for seq in range(4):
+        admit(samples, seq, 1, bounds)
+    of_other(samples, 4, 1, bounds)
+    of_other(samples, 5, 1, bounds)
+    with pytest.raises(TooManyRequests, match="6 requests"):
+        of_other(samples, 6, 1, bounds)
+    with pytest.raises(TooManyRequests, match="6 requests"):
+        admit(samples, 7, 1, bounds)
+
+
+def test_a_queue_full_of_tokens_admits_one_request_of_a_project_that_has_none(samples):
+    bounds = QueueBounds(requests=9, tokens=100)
+    admit(samples, 0, 100, bounds)
+    of_other(samples, 1, 100, bounds)
+    with pytest.raises(TooManyRequests, match="200 tokens"):
+        of_other(samples, 2, 1, bounds)
+
+
 def test_a_request_that_could_never_fit_is_a_400_at_once(samples):
     with pytest.raises(BadRequest, match=r"101 tokens .*sampler.queue_tokens \(100\)"):
         admit(samples, 0, 101, QueueBounds(requests=9, tokens=100))
