@@ -51,6 +51,13 @@ MUTANTS = (
         ">= 10 * ARRIVING:",
         f"{_SLOW}::test_above_the_cap_the_address_with_the_most_arrivals_loses_its_oldest",
     ),
+    Mutant(
+        "slow clients: the address with the most connections loses one",
+        "app/gunicorn_worker.py",
+        "max(self._arrivals.values(), key=len)",
+        "min(self._arrivals.values(), key=len)",
+        f"{_SLOW}::test_above_the_cap_the_address_with_the_most_arrivals_loses_its_oldest",
+    ),
     # Held polls and streams.
     Mutant(
         "polls: a project within its share is held though others filled the capacity",

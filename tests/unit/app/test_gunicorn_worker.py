@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import selectors
+import signal
 import socket
 from collections.abc import Iterator
 
@@ -107,3 +108,16 @@ def test_above_the_cap_the_address_with_the_most_arrivals_loses_its_oldest(
     for both in pairs:
         for end in both:
             end.close()
+
+
+def test_a_client_that_reads_nothing_of_its_response_gives_its_thread_back(
+    worker: Worker, pair: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gunicorn_worker, "_SEND_S", 1)
+    conn = TConn(Config(), pair[0], ("1.2.3.4", 5), None)
+    worker.enqueue_req(conn)
+    conn.sock.setblocking(True)  # as a thread uses it
+    signal.alarm(60)
+    with pytest.raises(BlockingIOError):
+        conn.sock.sendall(b"a" * 2**24)
+    signal.alarm(0)
