@@ -24,6 +24,9 @@ threads = _settings.api.poll_capacity + _settings.api.spare_threads
 worker_connections = 4 * threads + ARRIVING
 backlog = 4096
 keepalive = 75
+# sendfile waits without end for a client that reads nothing (CPython's socket.sendfile); app/gunicorn_worker.py gives
+# other sends a time.
+sendfile = False
 # A held poll ends with the stop, and its client polls again; a stop must not wait 30 s for it.
 graceful_timeout = 3
 control_socket_disable = True

@@ -48,17 +48,26 @@ class Arrival:
     def __init__(self, conn: TConn, until: float, data: bytes = b"", *, ends: bool = False) -> None:
         self.conn, self.until, self.ends = conn, until, ends
         self.address = str(conn.client[0]) if isinstance(conn.client, tuple) else ""
-        self.data = bytearray(data)
+        self.data = bytearray()
+        self._head, self._whole = 0, 0  # the sizes of the header, and of all that is awaited; 0: not known yet
+        self.add(data)
+
+    def add(self, data: bytes) -> None:
+        """Adds received bytes. The header is read once: clients may send it byte by byte."""
+        searched = max(0, len(self.data) - len(_HEAD_END))
+        self.data += data
+        if not self._head and (end := self.data.find(_HEAD_END, searched)) >= 0:
+            self._head = end + len(_HEAD_END)
+            self._whole = self._head + _awaited(bytes(self.data[: end + 2]))
 
     @property
     def is_too_long(self) -> bool:
-        return len(self.data) > _HEAD_BYTES and self.data.find(_HEAD_END, 0, _HEAD_BYTES) < 0
+        return len(self.data) > _HEAD_BYTES and not 0 < self._head <= _HEAD_BYTES
 
     @property
     def is_whole(self) -> bool:
         """True if a thread can read the request without waiting, or its body is large or unasked for."""
-        end = self.data.find(_HEAD_END)
-        return end >= 0 and len(self.data) - end - len(_HEAD_END) >= _awaited(bytes(self.data[: end + 2]))
+        return 0 < self._whole <= len(self.data)
 
 
 def _awaited(head: bytes) -> int:
@@ -73,13 +82,18 @@ def _awaited(head: bytes) -> int:
 class TimedUnreader(SocketUnreader):  # type: ignore[misc]
     """Reads a request from its first bytes and then from the socket. Raises TimeoutError once the body is too slow."""
 
+    _until: float | None = None
+
     def start(self, data: bytes) -> None:
-        """Begins with the bytes that have arrived."""
+        """Begins with the bytes that have arrived. The body's time begins when a thread first reads from the socket."""
         self.unread(data)
-        self._until = time.monotonic() + _BODY_S
+        self._until = None
 
     def chunk(self, size_hint: int | None = None) -> bytes:
-        left = self._until - time.monotonic()
+        now = time.monotonic()
+        if self._until is None:
+            self._until = now + _BODY_S
+        left = self._until - now
         if left <= 0:
             raise TimeoutError("the request's body arrives too slowly")
         before = self.sock.gettimeout()
@@ -105,7 +119,9 @@ class Worker(ThreadWorker):  # type: ignore[misc]
         """Waits for the next request of a new connection, or of an idle one that became readable."""
         conn.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _SEND_S, 0))
         early = conn.parser.unreader.take_buffered() if conn.parser else b""
-        self._await(Arrival(conn, time.monotonic() + ARRIVAL_S, early))
+        arrival = Arrival(conn, time.monotonic() + ARRIVAL_S, early)
+        self._await(arrival)
+        self._receive(arrival, conn.sock)  # else a worker that stops would close it with its request unread
 
     def finish_request(self, conn: TConn, fs: Future[Any]) -> None:
         """Keeps the connection for its next request, or closes it without making other connections wait."""
@@ -128,7 +144,7 @@ class Worker(ThreadWorker):  # type: ignore[misc]
         self._expire_at = now + _EXPIRE_EVERY_S
         for arrivals in list(self._arrivals.values()):
             for arrival in list(arrivals.values()):
-                if arrival.until <= now or not (self.alive or arrival.data):
+                if arrival.until <= now or not (self.alive or arrival.data or arrival.ends):
                     self._drop(arrival)
 
     def _keepalive_after(self, conn: TConn, keepalive: bool) -> bool:
@@ -155,7 +171,7 @@ class Worker(ThreadWorker):  # type: ignore[misc]
         if not data:
             self._drop(arrival)
         elif not arrival.ends:
-            arrival.data += data
+            arrival.add(data)
             self._start_if_whole(arrival)
 
     def _start_if_whole(self, arrival: Arrival) -> None:

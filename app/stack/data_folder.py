@@ -68,9 +68,10 @@ class DataFolder:
             _make_private(self.root)
         for folder in (self.logs, self.run, self.models, self.valkey):
             folder.mkdir(mode=0o700, exist_ok=True)
-            _make_private(folder)
+            if not folder.is_symlink():  # its target is the operator's own
+                _make_private(folder)
         for folder in (self.root / name for name in _MADE_LATER):
-            if folder.is_dir():
+            if folder.is_dir() and not folder.is_symlink():
                 _make_private(folder)
 
     def _lock(self) -> None:

@@ -73,8 +73,16 @@ class ResultStream:
                 raise Unavailable(f"the sampler sent no token for {_PATIENCE_S:.0f} s; try again later")
             if now - beat_at > _BEAT_S:
                 beat_at = now
-                self._check_key(asked.caller)
-                self._beat(asked.caller)
+                self._check_in(asked.caller)
+
+    def _check_in(self, caller: Caller) -> None:
+        """Looks the caller's key up, and keeps the session alive. In an outage the next beat does it."""
+        try:
+            self._check_key(caller)
+            self._beat(caller)
+        except redis.RedisError as error:
+            if not is_outage(error):
+                raise
 
     def leave(self, asked: Asked, *, ended: bool) -> None:
         """Stops waiting for the request, and cancels it unless it has ended. In an outage the request is not cancelled

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 from gunicorn.config import Config
-from gunicorn.workers.gthread import TConn
+from gunicorn.workers.gthread import TConn, ThreadWorker
 
 from app import gunicorn_worker
 from app.gunicorn_worker import Arrival, TimedUnreader, Worker
@@ -51,6 +51,41 @@ def test_a_thread_gets_a_request_with_its_small_body_unless_no_credential_comes_
     pair: tuple[socket.socket, socket.socket], sent: bytes, whole: bool
 ) -> None:
     assert Arrival(TConn(Config(), pair[0], ("1.2.3.4", 5), None), 0.0, sent).is_whole is whole
+
+
+def test_a_request_that_comes_byte_by_byte_is_whole_at_its_last_byte(
+    pair: tuple[socket.socket, socket.socket],
+) -> None:
+    arrival = Arrival(TConn(Config(), pair[0], ("1.2.3.4", 5), None), 0.0)
+    request = HEAD + KEY + SMALL + b"\r\n12345"
+    for index in range(len(request)):
+        assert not arrival.is_whole
+        arrival.add(request[index : index + 1])
+    assert arrival.is_whole
+
+
+def test_a_request_that_has_arrived_gets_a_thread_at_once_also_from_a_worker_that_stops(
+    worker: Worker, pair: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[TConn] = []
+    monkeypatch.setattr(ThreadWorker, "enqueue_req", lambda self, conn: given.append(conn))
+    conn = TConn(Config(), pair[0], ("1.2.3.4", 5), None)
+    worker.alive = False
+    pair[1].sendall(HEAD + b"\r\n")
+    worker.enqueue_req(conn)
+    worker.murder_pending()
+    assert (given, worker.nr_conns) == ([conn], 1)
+
+
+def test_a_worker_that_stops_still_waits_for_clients_to_read_their_last_response(
+    worker: Worker, pair: tuple[socket.socket, socket.socket]
+) -> None:
+    unread = gunicorn_worker.Future[bool]()
+    unread.set_result(False)
+    worker.finish_request(TConn(Config(), pair[0], ("1.2.3.4", 5), None), unread)
+    worker.alive = False
+    worker.murder_pending()
+    assert worker.nr_conns == 1
 
 
 def test_a_connection_is_closed_when_its_request_takes_too_long_and_not_before(

@@ -31,6 +31,13 @@ def test_gunicorn_has_threads_for_every_poll_and_more_and_connections_above_them
     assert settings["worker_connections"] > settings["threads"] + ARRIVING
 
 
+def test_files_are_sent_by_calls_that_end_when_a_client_reads_nothing(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(SETTINGS_VARIABLE, str(config))
+    assert runpy.run_module("app.gunicorn_conf")["sendfile"] is False, "socket.sendfile knows no SO_SNDTIMEO"
+
+
 def test_settings_without_a_state_server_are_refused_with_the_remedy() -> None:
     with pytest.raises(SetupError, match=r"redis\.url"):
         create_app(Settings())

@@ -14,6 +14,7 @@ from app.api.base import EXTENSION
 from app.domain import ops
 from app.domain.records import Loss
 from app.settings import Settings
+from app.wire import custom_loss
 from tests.custom_losses import DPO_RANKS, SDFT_RANKS, body, dpo, parsed, sdft, square
 from tests.unit.app.conftest import Api, batch
 
@@ -105,6 +106,15 @@ def test_a_repeat_gets_the_same_future_and_other_content_a_400(api: Api, session
     assert (other.status_code, "custom_loss_seq_id 0" in other.json["detail"]) == (400, True)
     assert make(api, session) == first.json["request_id"]
     assert make(api, session, sdft, SDFT_RANKS, seq=1) != first.json["request_id"]
+
+
+def test_a_repeat_after_an_upgrade_of_the_costs_gets_the_same_future(
+    api: Api, session: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as earlier:
+        earlier.setattr(custom_loss, "BUDGET", 1)
+        first = make(api, session)
+    assert make(api, session) == first
 
 
 def test_losses_and_their_futures_outlive_the_api_process(

@@ -153,6 +153,17 @@ def test_a_stream_ends_at_the_next_beat_after_its_key_was_revoked(clock: Clock):
     assert len(script.seen) == 2 * 2, "it looked until 11 s, twice a turn"
 
 
+def test_an_outage_at_a_beat_does_not_end_a_stream(clock: Clock):
+    clock.times = [float(second) for second in range(0, 1000, 4)]
+
+    def away(caller: Caller) -> None:
+        raise redis.ConnectionError("away")
+
+    for check_key, beat in ((away, lambda _: None), (lambda _: None, away)):
+        found = list(result_stream(Script(*[None] * 20, DONE), beat=beat, check_key=check_key))
+        assert len(found) == 1, "its result"
+
+
 def test_the_session_is_kept_alive_meanwhile(clock: Clock):
     clock.times = [float(second) for second in range(0, 1000, 4)]
     callers: list[Caller] = []
