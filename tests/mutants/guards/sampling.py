@@ -189,8 +189,8 @@ MUTANTS = (
     Mutant(
         "openai: an outage is waited for",
         "app/services/openai/streaming.py",
-        "if not is_outage(error):\n                raise",
-        "raise",
+        "if not is_outage(error):\n                raise\n            time",
+        "raise\n            time",
         f"{_OPENAI}/test_streaming.py::test_an_outage_is_waited_for",
     ),
     Mutant(

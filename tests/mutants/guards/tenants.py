@@ -19,8 +19,8 @@ MUTANTS = (
     Mutant(
         "slow clients: a thread gets whole requests only",
         "app/gunicorn_worker.py",
-        "return end >= 0 and len(self.data)",
-        "return len(self.data)",
+        "0 < self._whole <= len(self.data)",
+        "self._whole <= len(self.data)",
         f"{_SLOW}::test_a_thread_gets_a_request_with_its_small_body_unless_no_credential_comes_with_it",
     ),
     Mutant(
@@ -85,7 +85,7 @@ MUTANTS = (
     Mutant(
         "streams: a key that was revoked meanwhile",
         "app/services/openai/streaming.py",
-        "                self._check_key(asked.caller)\n",
+        "            self._check_key(caller)\n",
         "",
         "tests/unit/app/services/openai/test_streaming.py"
         "::test_a_stream_ends_at_the_next_beat_after_its_key_was_revoked",

@@ -123,6 +123,13 @@ def test_time_that_nobody_saw_is_no_silence_of_a_client(installation: Installati
     assert sampler in installation.samplers()
 
 
+def test_the_time_in_which_the_lead_passes_to_another_worker_is_silence_too(installation: Installation):
+    installation.client.zadd(keys.SESSIONS_HEARD, {SESSION: now_ms(installation.client) - HOUR_MS})
+    take_calls(installation.client, 2 * HOUR_MS, seen_ms_ago=20_000)
+    installation.sweep(PATIENT)
+    assert installation.status() == "expired"
+
+
 def test_time_without_an_api_is_no_silence_of_a_client(installation: Installation):
     installation.client.zadd(keys.SESSIONS_HEARD, {SESSION: now_ms(installation.client) - HOUR_MS})
     installation.client.delete(keys.TAKING_CALLS)
