@@ -37,7 +37,7 @@ _DRAIN_S = 0.1
 _EXPIRE_EVERY_S = 0.5
 _HEAD_END = b"\r\n\r\n"
 _CREDENTIAL = re.compile(rb"\r\n(?:x-api-key|authorization):", re.IGNORECASE)
-_LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*(\d{1,9})[ \t]*\r\n", re.IGNORECASE)
+_LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*([0-9]{1,9})[ \t]*\r\n", re.IGNORECASE)
 _EXPECT = re.compile(rb"\r\nexpect:", re.IGNORECASE)
 
 

@@ -145,8 +145,11 @@ def stay_on_this_machine() -> None:
 
 
 def join_alone(backend: str, deadline: timedelta) -> None:
-    """Makes the default group of one rank. Its store is in memory, so no port is open for it."""
+    """Makes the default group of one rank, unless this process has it. Its store is in memory, so no port is open for
+    it."""
     stay_on_this_machine()
+    if dist.is_initialized():  # by another backend of this process
+        return
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=deadline)  # type: ignore[attr-defined]
 
 
