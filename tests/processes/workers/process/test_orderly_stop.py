@@ -87,7 +87,7 @@ class Workers:
 
 @pytest.fixture
 def workers(tmp_path: Path) -> Iterator[Workers]:
-    with start_valkey(tmp_path / "valkey", durable=False) as url, connect(url) as client:
+    with start_valkey(tmp_path / "valkey") as url, connect(url) as client:
         yield Workers(url, client, tmp_path)
 
 

@@ -22,6 +22,7 @@ from app.services.admission import QuotaService
 from app.services.imports.importer import path_of
 from app.services.recovery import Rebuild
 from app.services.tenants.accounts import AccountService
+from app.stores.disk import Disk
 from app.stores.redis.client import connect
 from app.stores.redis.lifecycle import RedisLifecycle
 from app.stores.redis.records import RedisRecords
@@ -191,7 +192,7 @@ def test_a_full_disk_of_the_store_is_a_503_and_the_file_may_be_sent_again(
 ) -> None:
     started = start(api).json
     with monkeypatch.context() as patch:
-        patch.setattr("shutil.copyfileobj", no_space)
+        patch.setattr(Disk, "copy", no_space)
         answer = put(api, started["urls"][CONFIG_FILE], FILES[CONFIG_FILE])
     assert (answer.status_code, "No space left" in answer.json["detail"]) == (503, True)
     assert staged(api) == []
