@@ -18,7 +18,7 @@ _TIMES = {"admitted", "last_request", "ended"}
 _TIMED_SETS = {"tinsmith:pending", "tinsmith:sessions_heard"}
 
 History = tuple[str, ...]
-"""What a model has applied: the name of each Op that did not fail, in order."""
+"""The names of the Ops that a model has applied, in order. An Op that failed is not among them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +66,8 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class Spectator:
-    """What one who sees everything knows of a model: its owner by right ("" for none), the newest grant, its commits,
-    and the Ops that must fail because a gradient before them is lost."""
+    """The true state of a model, which the promises are checked against: its rightful owner ("" for none), the newest
+    grant, the commits, and the Ops that must fail because a gradient before them is lost."""
 
     owner: str = ""
     granted: tuple[str, int] = ("", 0)

@@ -197,9 +197,14 @@ class RedisFutures:
         return bool(self._run("cancel_sample", request_id, self._unread_s, failed.content_type, failed.body))
 
     def outcome(self, request_id: str) -> Result | None:
-        """The result of a terminal future, for a worker; None while the future is pending or when it is gone."""
+        """The result of a terminal future, for a worker; None while the future is pending or when it is gone.
+
+        A worker only asks whether it failed. So a body that has moved to the object store is empty here.
+        """
         found = read_hash(self._redis, keys.future(request_id))
-        return self._result(found) if found.get(b"state") in (b"done", b"failed") else None
+        if found.get(b"state") not in (b"done", b"failed"):
+            return None
+        return Result(found.get(b"body", b""), found[b"type"].decode(), found[b"state"] == b"failed")
 
     def future(self, request_id: str, owners: Set[str], onlookers: Set[str] = frozenset()) -> Future:
         """A future of one of the projects `owners`.

@@ -3,10 +3,11 @@
 To add the mutant of a guard, write the smallest change that removes it, and name the fastest test that then fails.
 """
 
-from tests.mutants.guards import edges, journal, sampling, servers, storing, tenants, training
+from tests.mutants.guards import edges, journal, models, sampling, servers, storing, tenants, training
 
 MUTANTS = (
     *journal.MUTANTS,
+    *models.MUTANTS,
     *training.MUTANTS,
     *storing.MUTANTS,
     *sampling.MUTANTS,

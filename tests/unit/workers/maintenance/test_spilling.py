@@ -9,11 +9,11 @@ from app.domain.records import Model
 from app.domain.results import Result
 from app.errors import Unavailable
 from app.settings import EngineSettings
-from app.stores.objects.folder import FolderStore
 from app.stores.redis.futures import RedisPayloads
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.records import dump
 from app.stores.redis.types import Lease
+from tests.unit.away_store import AwayStore
 from workers.maintenance.leader import PayloadSpilling
 
 MODEL = "session:train:0"
@@ -21,29 +21,20 @@ KB = 1024
 SETTINGS = EngineSettings(payload_budget_bytes=400 * KB, spill_bytes=100 * KB)
 
 
-class Store(FolderStore):
-    away = False
-
-    def put_new(self, key: str, source: Path | bytes) -> bool:
-        if self.away:
-            raise Unavailable("the store is away")
-        return super().put_new(key, source)
+@pytest.fixture
+def store(tmp_path: Path) -> AwayStore:
+    return AwayStore(tmp_path, "secret", "http://x")
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return Store(tmp_path, "secret", "http://x")
-
-
-@pytest.fixture
-def oplog(client: redis.Redis, store: Store) -> RedisOpLog:
+def oplog(client: redis.Redis, store: AwayStore) -> RedisOpLog:
     log = RedisOpLog(client, SETTINGS, store)
     assert log.create_model(MODEL, dump(Model("me", "session", "base", 0.0)))
     return log
 
 
 @pytest.fixture
-def spilling(client: redis.Redis, store: Store) -> PayloadSpilling:
+def spilling(client: redis.Redis, store: AwayStore) -> PayloadSpilling:
     return PayloadSpilling(RedisPayloads(client, SETTINGS, store))
 
 

@@ -11,13 +11,13 @@ from app.domain.records import Model, Sampler
 from app.domain.results import Result
 from app.errors import Gone, Unavailable
 from app.settings import EngineSettings
-from app.stores.objects.folder import FolderStore
 from app.stores.redis import keys
 from app.stores.redis.completions import RedisCompletions
 from app.stores.redis.futures import RedisPayloads
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.records import RedisRecords, dump
 from tests.unit.app.stores.redis.journal_steps import MODEL, admit, own
+from tests.unit.away_store import AwayStore
 from workers.maintenance.leader import PayloadSpilling
 
 KB = 1024
@@ -26,29 +26,13 @@ SAMPLER, OTHERS = "session:sample:0", "other:train:0"
 LARGE = Result(bytes(range(256)) * 32, "application/x-protobuf")
 
 
-class Store(FolderStore):
-    away = False
-
-    def put_new(self, key: str, source: Path | bytes) -> bool:
-        self._check()
-        return super().put_new(key, source)
-
-    def read(self, key: str) -> bytes:
-        self._check()
-        return super().read(key)
-
-    def _check(self) -> None:
-        if self.away:
-            raise Unavailable("the store is away")
+@pytest.fixture
+def store(tmp_path: Path) -> AwayStore:
+    return AwayStore(tmp_path, "", "")
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return Store(tmp_path, "", "")
-
-
-@pytest.fixture
-def oplog(client: redis.Redis, store: Store) -> RedisOpLog:
+def oplog(client: redis.Redis, store: AwayStore) -> RedisOpLog:
     log = RedisOpLog(client, SETTINGS, store)
     assert log.create_model(MODEL, dump(Model("me", "session", "base", 0.0)))
     assert log.create_model(OTHERS, dump(Model("you", "session", "base", 0.0)))
@@ -57,7 +41,7 @@ def oplog(client: redis.Redis, store: Store) -> RedisOpLog:
 
 
 @pytest.fixture
-def spilling(client: redis.Redis, store: Store) -> PayloadSpilling:
+def spilling(client: redis.Redis, store: AwayStore) -> PayloadSpilling:
     return PayloadSpilling(RedisPayloads(client, SETTINGS, store))
 
 
@@ -83,18 +67,26 @@ def sampled(oplog: RedisOpLog, seq: int = 1) -> str:
 
 
 def test_a_large_result_is_moved_and_read_as_it_was(
-    client: redis.Redis, oplog: RedisOpLog, spilling: PayloadSpilling, store: Store
+    client: redis.Redis, oplog: RedisOpLog, spilling: PayloadSpilling, store: AwayStore
 ):
     requests = [*committed(oplog), sampled(oplog)]
     before = [oplog.future(request, {"me"}) for request in requests]
     spilling.sweep()
     assert [client.hget(keys.future(request), "body") for request in requests] == [None, None]
     assert [oplog.future(request, {"me"}) for request in requests] == before
-    assert [oplog.outcome(request) for request in requests] == [LARGE, LARGE]
     assert len(store.list("results/")) == 2
 
 
-def test_a_small_result_stays(client: redis.Redis, oplog: RedisOpLog, spilling: PayloadSpilling, store: Store):
+def test_a_worker_asks_for_an_outcome_without_the_object_store(
+    oplog: RedisOpLog, spilling: PayloadSpilling, store: AwayStore
+):
+    requests = [*committed(oplog), sampled(oplog)]
+    spilling.sweep()
+    store.away = True
+    assert [outcome.failed for request in requests if (outcome := oplog.outcome(request))] == [False, False]
+
+
+def test_a_small_result_stays(client: redis.Redis, oplog: RedisOpLog, spilling: PayloadSpilling, store: AwayStore):
     request = admit(oplog, 0)
     oplog.commit(own(oplog), 0, Result(b"x" * (4 * KB - 1)))
     spilling.sweep()
@@ -122,7 +114,7 @@ def test_a_project_over_its_budget_waits_and_others_do_not(client: redis.Redis, 
 
 
 def test_a_result_that_has_expired_counts_no_longer_and_its_object_goes(
-    client: redis.Redis, oplog: RedisOpLog, spilling: PayloadSpilling, store: Store
+    client: redis.Redis, oplog: RedisOpLog, spilling: PayloadSpilling, store: AwayStore
 ):
     moved, *rest = committed(oplog, 3)
     spilling._payloads.spill_result(moved)
@@ -134,7 +126,7 @@ def test_a_result_that_has_expired_counts_no_longer_and_its_object_goes(
 
 
 def test_while_the_store_is_away_a_result_stays_and_a_moved_one_is_a_503(
-    oplog: RedisOpLog, spilling: PayloadSpilling, store: Store
+    oplog: RedisOpLog, spilling: PayloadSpilling, store: AwayStore
 ):
     moved, stays = committed(oplog, 2)
     assert spilling._payloads.spill_result(moved)
@@ -150,7 +142,7 @@ def test_while_the_store_is_away_a_result_stays_and_a_moved_one_is_a_503(
 
 
 def test_of_two_movers_one_wins_and_the_other_object_goes(
-    client: redis.Redis, oplog: RedisOpLog, spilling: PayloadSpilling, store: Store
+    client: redis.Redis, oplog: RedisOpLog, spilling: PayloadSpilling, store: AwayStore
 ):
     [request] = committed(oplog)
     payloads = spilling._payloads
@@ -164,7 +156,7 @@ def test_of_two_movers_one_wins_and_the_other_object_goes(
     assert oplog.future(request, {"me"}).result == LARGE
 
 
-def test_a_result_whose_object_was_lost_is_gone(oplog: RedisOpLog, spilling: PayloadSpilling, store: Store):
+def test_a_result_whose_object_was_lost_is_gone(oplog: RedisOpLog, spilling: PayloadSpilling, store: AwayStore):
     [request] = committed(oplog)
     spilling.sweep()
     store.delete(store.list("results/"))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,13 +15,13 @@ from app.domain.results import Result
 from app.errors import BadRequest, Fenced, TooLarge, Unavailable
 from app.settings import EngineSettings
 from app.stores.objects.base import ObjectStore
-from app.stores.objects.folder import FolderStore
 from app.stores.redis import keys
 from app.stores.redis.futures import RedisPayloads
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.lifecycle import RedisLifecycle
 from app.stores.redis.records import RedisRecords, dump
 from app.stores.redis.types import Lease
+from tests.unit.away_store import AwayStore
 
 MODEL = "session:train:0"
 SAMPLER = "session:sample:0"
@@ -31,33 +30,13 @@ KB = 1024
 SETTINGS = EngineSettings(payload_budget_bytes=400 * KB, spill_bytes=100 * KB)
 
 
-class Store(FolderStore):
-    """A folder store that can be down, or run code in the middle of a write."""
-
-    away = False
-    before_put: Callable[[], object] = staticmethod(lambda: None)
-
-    def put_new(self, key: str, source: Path | bytes) -> bool:
-        self._check()
-        self.before_put()
-        return super().put_new(key, source)
-
-    def read(self, key: str) -> bytes:
-        self._check()
-        return super().read(key)
-
-    def _check(self) -> None:
-        if self.away:
-            raise Unavailable("the store is away")
+@pytest.fixture
+def store(tmp_path: Path) -> AwayStore:
+    return AwayStore(tmp_path, "secret", "http://x")
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return Store(tmp_path, "secret", "http://x")
-
-
-@pytest.fixture
-def oplog(client: redis.Redis, store: Store) -> RedisOpLog:
+def oplog(client: redis.Redis, store: AwayStore) -> RedisOpLog:
     log = RedisOpLog(client, SETTINGS, store)
     assert log.create_model(MODEL, dump(Model("me", "session", "base", 0.0)))
     RedisRecords(client).put_new(Sampler.namespace, SAMPLER, dump(Sampler("me", "session", "base", 0.0)))
@@ -65,7 +44,7 @@ def oplog(client: redis.Redis, store: Store) -> RedisOpLog:
 
 
 @pytest.fixture
-def payloads(client: redis.Redis, store: Store) -> RedisPayloads:
+def payloads(client: redis.Redis, store: AwayStore) -> RedisPayloads:
     return RedisPayloads(client, SETTINGS, store)
 
 
@@ -165,7 +144,7 @@ class History:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_after_any_history_the_counter_is_the_sum_of_what_is_held_and_nothing_is_left_behind(
-    seed: int, client: redis.Redis, oplog: RedisOpLog, payloads: RedisPayloads, store: Store
+    seed: int, client: redis.Redis, oplog: RedisOpLog, payloads: RedisPayloads, store: AwayStore
 ):
     history = History(seed, client, oplog, payloads)
     for _ in range(10):
@@ -243,7 +222,7 @@ def test_the_oldest_go_once_over_half_the_budget_is_used(oplog: RedisOpLog, payl
     assert payloads.due(1) == [f"{MODEL}:0"]
 
 
-def test_a_dropped_payloads_object_is_deleted(oplog: RedisOpLog, payloads: RedisPayloads, store: Store):
+def test_a_dropped_payloads_object_is_deleted(oplog: RedisOpLog, payloads: RedisPayloads, store: AwayStore):
     lease = own(oplog)
     admit(oplog, 0, 50 * KB)
     admit(oplog, 1, 50 * KB, "forward")
@@ -262,7 +241,7 @@ def test_a_dropped_payloads_object_is_deleted(oplog: RedisOpLog, payloads: Redis
 
 
 def test_while_the_store_is_away_nothing_moves_and_only_spilled_ops_wait(
-    oplog: RedisOpLog, payloads: RedisPayloads, store: Store, client: redis.Redis, impatient: None
+    oplog: RedisOpLog, payloads: RedisPayloads, store: AwayStore, client: redis.Redis, impatient: None
 ):
     admit(oplog, 0, 50 * KB)
     admit(oplog, 1, 50 * KB)
@@ -291,7 +270,7 @@ def test_while_the_store_is_away_nothing_moves_and_only_spilled_ops_wait(
 
 
 def test_an_op_dropped_while_its_payload_is_written_leaves_no_object(
-    oplog: RedisOpLog, payloads: RedisPayloads, store: Store
+    oplog: RedisOpLog, payloads: RedisPayloads, store: AwayStore
 ):
     request_id = admit_sample(oplog, 0, 50 * KB)
     store.before_put = lambda: oplog.finish_sample(request_id, OK)
@@ -302,7 +281,7 @@ def test_an_op_dropped_while_its_payload_is_written_leaves_no_object(
 
 
 def test_another_content_under_the_same_id_is_never_swapped(
-    oplog: RedisOpLog, payloads: RedisPayloads, store: Store, client: redis.Redis
+    oplog: RedisOpLog, payloads: RedisPayloads, store: AwayStore, client: redis.Redis
 ):
     """A sampling id may be used again once its result has expired."""
     request_id = admit_sample(oplog, 0, 50 * KB)
@@ -319,7 +298,7 @@ def test_another_content_under_the_same_id_is_never_swapped(
 
 
 def test_a_try_taken_for_dead_is_never_swapped_in(
-    oplog: RedisOpLog, payloads: RedisPayloads, store: Store, impatient: None
+    oplog: RedisOpLog, payloads: RedisPayloads, store: AwayStore, impatient: None
 ):
     """Its object may have been deleted."""
     request_id = admit(oplog, 0, 50 * KB)
@@ -329,7 +308,7 @@ def test_a_try_taken_for_dead_is_never_swapped_in(
 
 
 def test_of_two_that_spill_one_payload_the_first_counts_and_the_others_object_goes(
-    oplog: RedisOpLog, payloads: RedisPayloads, store: Store
+    oplog: RedisOpLog, payloads: RedisPayloads, store: AwayStore
 ):
     request_id = admit(oplog, 0, 50 * KB)
 

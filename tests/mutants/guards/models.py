@@ -1,0 +1,218 @@
+"""Guards of base models: their layers in a pass, their images, quantised weights and routers."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+_PACKING = "--confcutdir=tests/unit/workers/backends/training tests/unit/workers/backends/training/test_packing.py"
+_ENGINE = "--confcutdir=tests/unit/workers/backends/training tests/unit/workers/backends/training/test_engine.py"
+_SEQUENCE = "--confcutdir=tests/conformance tests/conformance/test_sequence_parallel.py"
+_IMAGES = "--confcutdir=tests/unit/workers/models tests/unit/workers/models/test_images.py"
+_IMAGE_FILES = "--confcutdir=tests/unit/app/wire tests/unit/app/wire/test_images.py"
+_ROUTES = "tests/unit/app/api/test_router_replay.py"
+_UNIT = "--confcutdir=tests/unit/workers/backends/training tests/unit/workers/backends/training"
+_COVERAGE = "--confcutdir=tests/unit/workers/models tests/unit/workers/models/test_coverage.py"
+_QUANTIZED = "--confcutdir=tests/unit/workers/models tests/unit/workers/models/test_quantized.py"
+
+MUTANTS = (
+    # Long datums.
+    Mutant(
+        "blockwise: queries of a long datum run in blocks",
+        "workers/backends/training/blockwise.py",
+        "    if length > _WHOLE_UP_TO:\n",
+        "    if False:\n",
+        f"{_UNIT}/test_blockwise.py::test_no_tensor_of_a_long_datum_grows_with_the_square_of_its_length",
+    ),
+    Mutant(
+        "memory: a pass that does not fit is computed again",
+        "workers/backends/training/memory.py",
+        "    if tokens * footprint.whole <= usable:\n",
+        "    if True:\n",
+        f"{_UNIT}/test_memory.py::test_the_choice_keeps_as_much_as_six_tenths_of_the_free_memory_hold",
+    ),
+    # Weights that an adapter would silently leave out.
+    Mutant(
+        "coverage: a base model with unknown weights is refused for LoRA",
+        "workers/models/base_model.py",
+        "if unknown := undecided(model, adapted):",
+        "if unknown := []:",
+        f"{_COVERAGE}::test_unknown_linears_and_tensors_are_named_once_in_one_line",
+    ),
+    # Datums in one row that would see each other.
+    Mutant(
+        "packing: each datum starts from the empty state",
+        "workers/backends/training/packing.py",
+        "        for count, length in runs or layer.runs:",
+        "        for count, length in [(1, hidden_states.shape[1])]:",
+        f"{_PACKING}::test_each_datum_starts_from_the_empty_state_under_its_own_adapter",
+    ),
+    Mutant(
+        "engine: layers that would run on are prepared",
+        "workers/backends/training/engine.py",
+        "            packing.prepare(model)\n",
+        "",
+        "tests/parity/test_architectures.py::test_packed_datums_have_the_results_they_have_alone[qwen3-next]",
+    ),
+    Mutant(
+        "packing: a share of the row keeps its adapters",
+        "workers/backends/training/packing.py",
+        "lora.within(segments, rows)",
+        "segments",
+        f"{_PACKING}::test_each_datum_starts_from_the_empty_state_under_its_own_adapter",
+    ),
+    Mutant(
+        "packing: chunks of a datum do not attend to each other",
+        "workers/backends/training/packing.py",
+        "        if size := _chunk_size(module):",
+        "        if size := None:",
+        f"{_PACKING}::test_attention_within_chunks_takes_them_for_datums",
+    ),
+    Mutant(
+        "packing: attention that counts positions counts those of each datum",
+        "workers/backends/training/packing.py",
+        "_has_state(module) or _counts_positions(module)",
+        "_has_state(module)",
+        f"{_PACKING}::test_attention_that_counts_positions_gets_each_datum_as_a_row",
+    ),
+    Mutant(
+        "packing: a convolution by itself gets the datums of its own pass",
+        "workers/backends/training/packing.py",
+        "            convolution.runs = runs\n",
+        "            convolution.runs = getattr(convolution, 'runs', runs)\n",
+        f"{_PACKING}::test_a_convolution_by_itself_starts_empty_at_each_datum_too",
+    ),
+    Mutant(
+        "engine: an attention sink takes its share",
+        "workers/backends/training/engine.py",
+        "    if sinks is not None:",
+        "    if False:",
+        f"{_ENGINE}::test_a_sink_takes_its_share_of_the_attention",
+    ),
+    Mutant(
+        "engine: no argument of an attention call is swallowed",
+        "workers/backends/training/engine.py",
+        "    use_cache: bool = False,\n",
+        "    use_cache: bool = False,\n    **_: Any,\n",
+        f"{_ENGINE}::test_an_argument_that_may_change_the_result_is_never_swallowed",
+    ),
+    # Ranks that share a datum.
+    Mutant(
+        "sequence parallel: the ranks can share the heads of every layer",
+        "workers/backends/training/sequence_parallel.py",
+        "one.num_attention_heads % size or one.num_key_value_heads % size",
+        "one.num_attention_heads % size",
+        f"{_SEQUENCE}::test_a_model_that_ranks_cannot_share_is_refused",
+    ),
+    Mutant(
+        "sequence parallel: a layer that must see a datum whole is not shared",
+        "workers/backends/training/sequence_parallel.py",
+        "    elif packing.datum_by_datum(model):",
+        "    elif False:",
+        f"{_SEQUENCE}::test_a_model_that_ranks_cannot_share_is_refused",
+    ),
+    Mutant(
+        "sequence parallel: each token belongs to one rank",
+        "workers/backends/training/sequence_parallel.py",
+        "        most = -(-tokens // self.size)\n",
+        "        most = tokens // self.size\n",
+        f"{_SEQUENCE}::test_each_token_belongs_to_one_rank",
+    ),
+    # Images that nobody may decode, and images that would shift all that follows them.
+    Mutant(
+        "images: an image of too many pixels is not admitted",
+        "app/wire/images.py",
+        "    if not 1 <= width * height <= MAX_PIXELS:",
+        "    if False:",
+        f"{_IMAGE_FILES}::test_a_wrong_image_is_refused_by_datum_and_position",
+    ),
+    Mutant(
+        "images: a JPEG of very many scans is not admitted",
+        "app/wire/images.py",
+        "_START_OF_SCAN))) > MAX_SCANS:",
+        "_START_OF_SCAN))) > 10**9:",
+        f"{_IMAGE_FILES}::test_a_wrong_image_is_refused_by_datum_and_position",
+    ),
+    Mutant(
+        "images: an image of too many pixels is not decoded",
+        "workers/models/images.py",
+        "        if width * height > MAX_PIXELS:",
+        "        if False:",
+        f"{_IMAGES}::test_a_bomb_and_an_unexpected_size_are_refused_before_they_are_decoded",
+    ),
+    Mutant(
+        "images: an image has as many tokens as its client expects",
+        "workers/models/images.py",
+        "        if tokens != image.tokens:",
+        "        if False:",
+        f"{_IMAGES}::test_a_bomb_and_an_unexpected_size_are_refused_before_they_are_decoded",
+    ),
+    # Quantised weights.
+    Mutant(
+        "quantised: the head stays as it is",
+        "workers/models/quantized_loading.py",
+        'for path in (*found["attn"], *found["mlp"])',
+        'for path in (*found["attn"], *found["mlp"], *found["unembed"])',
+        f"{_QUANTIZED}::test_only_linears_and_experts_that_adapters_cover_are_quantised",
+    ),
+    Mutant(
+        "quantised: routers and the vision tower stay as they are",
+        "workers/models/quantized_loading.py",
+        "    found = coverage.groups(linears, experts=False)\n",
+        '    found = {"attn": [path for path in linears if path != "lm_head"], "mlp": []}\n',
+        f"{_QUANTIZED}::test_only_linears_and_experts_that_adapters_cover_are_quantised",
+    ),
+    Mutant(
+        "quantised: autograd keeps the codes alone",
+        "workers/models/quantized.py",
+        "        is_view = saved.untyped_storage().data_ptr() == at\n",
+        "        is_view = False\n",
+        f"{_QUANTIZED}::test_autograd_keeps_a_linears_codes_and_not_the_dequantised_tensor",
+    ),
+    # Router replay.
+    Mutant(
+        "routes: a sequence of another project has none",
+        "app/services/training.py",
+        "sampler = load_readable(self._records, Sampler, ids.sampler_of(sequence_id), caller)",
+        "sampler = load(Sampler, self._records.get(Sampler.namespace, ids.sampler_of(sequence_id)) or {})",
+        f"{_ROUTES}::test_a_sequence_without_routes_is_refused_in_the_same_words_whoever_it_belongs_to",
+    ),
+    Mutant(
+        "routes: a span names the datum's own tokens",
+        "app/services/training.py",
+        " or not np.array_equal(theirs, self.tokens)",
+        "",
+        f"{_ROUTES}::test_spans_that_do_not_fit_their_datum_are_refused",
+    ),
+    Mutant(
+        "routes: a repeat of a call is the same call though its routes are not",
+        "app/domain/ops.py",
+        "if isinstance(op, ForwardBackward) and op.batch.routes is not None:",
+        "if False:",
+        f"{_ROUTES}::test_a_repeat_of_the_call_gets_the_same_future_whatever_the_routes_are_by_then",
+    ),
+    Mutant(
+        "routes: a recomputed layer takes them too",
+        "workers/backends/training/memory.py",
+        "with lora.use(adapters), routers.use(routes):",
+        "with lora.use(adapters):",
+        "tests/parity/test_router_replay.py::test_gradients_of_two_tenants_equal_a_reference_with_forced_experts",
+    ),
+    Mutant(
+        "router replay: a rank takes the routes of its own tokens",
+        "workers/backends/training/engine.py",
+        "value=NO_ROUTE)[rows]",
+        "value=NO_ROUTE)[: rows.stop - rows.start]",
+        "tests/conformance/test_sequence_parallel.py"
+        "::test_ranks_that_share_each_datum_take_the_routes_of_its_tokens[0]",
+        slow=True,
+    ),
+    Mutant(
+        "router replay: beside images",
+        "workers/backends/training/engine.py",
+        """                with routers.use(routes):
+                    return self._seen(tokens, lengths, owners, picture)""",
+        """                return self._seen(tokens, lengths, owners, picture)""",
+        "tests/parity/test_router_replay.py"
+        "::test_gradients_of_text_and_images_equal_a_reference_with_forced_experts[qwen3-vl-moe-False]",
+    ),
+)
