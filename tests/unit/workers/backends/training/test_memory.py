@@ -143,6 +143,8 @@ def test_free_memory_is_a_ranks_share_of_what_the_container_may_still_take(
     launcher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory, "_CGROUP", tmp_path)
+    for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"):  # vLLM, in another test of this process, sets the first
+        monkeypatch.delenv(name, raising=False)
     whole = memory.free_memory(torch.device("cpu"))
     (tmp_path / "memory.max").write_text("max\n")
     assert memory.free_memory(torch.device("cpu")) > whole / 2
