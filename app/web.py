@@ -34,6 +34,7 @@ PUBLIC = frozenset(
         "objects.get_object",
         "uploads.put_file",
         "archives.get_archive",
+        "archives.get_public_archive",
         "hub",
         "sessions.get_trace",
         "api-docs.openapi_json",

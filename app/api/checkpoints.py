@@ -30,6 +30,7 @@ from app.api.base import (
 from app.api.base import blueprint as make
 from app.errors import NotFound
 from app.ids import TinkerPath
+from app.services.checkpoints import Archive
 from app.services.views import CHECKPOINT_TYPES, Page
 from app.stores.objects.folder import FolderStore
 
@@ -287,7 +288,19 @@ def get_checkpoint_archive(run: str, kind: str, name: str) -> Response:
 @archives_blueprint.response(200, description="The tar", content_type="application/x-tar")
 def get_archive(asked: dict[str, Any], prefix: str) -> Response:
     """An archive behind a signed URL."""
-    archive = services().archives.open(prefix, asked["expires"], asked["signature"])
+    return _tar(services().archives.open(prefix, asked["expires"], asked["signature"]))
+
+
+@archives_blueprint.route("/public_archives/<run>/<kind>/<name>", methods=["GET"])
+@archives_blueprint.arguments(SignedUrl(), location="query")
+@archives_blueprint.response(200, description="The tar", content_type="application/x-tar")
+def get_public_archive(asked: dict[str, Any], run: str, kind: str, name: str) -> Response:
+    """A published checkpoint's archive behind a signed URL, as long as it is published."""
+    path = TinkerPath.parse(f"tinker://{run}/{kind}/{name}")
+    return _tar(services().archives.open_public(path, asked["expires"], asked["signature"]))
+
+
+def _tar(archive: Archive) -> Response:
     return Response(archive.chunks, mimetype="application/x-tar", headers={"Content-Length": str(archive.size)})
 
 

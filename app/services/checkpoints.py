@@ -26,7 +26,7 @@ from app.domain.records import Checkpoint, Model, Session
 from app.errors import BadRequest, NotFound, Unavailable
 from app.services.admission import QuotaService
 from app.services.tenants import audit
-from app.services.tenants.access import Sources, list_checkpoints, load_checkpoint, load_owned
+from app.services.tenants.access import Sources, find_public, list_checkpoints, load_checkpoint, load_owned
 from app.services.training import check_ttl
 from app.services.views import (
     CHECKPOINT_TYPES,
@@ -290,8 +290,9 @@ class Archive:
 
 
 class ArchiveService:
-    """Creates archive URLs and streams archives. The URL names the checkpoint's folder in the object store, which never
-    changes. So an archive holds the requested version, however late it is downloaded."""
+    """Creates archive URLs and streams archives. A URL for the checkpoint's project names its folder in the object
+    store, which never changes. So an archive holds the requested version, however late it is downloaded. A URL for
+    others names the checkpoint, and works only as long as that is published."""
 
     def __init__(self, store: RedisRecords, objects: ObjectStore, signer: UrlSigner) -> None:
         self._records, self._objects, self._signer = store, objects, signer
@@ -300,12 +301,24 @@ class ArchiveService:
         """A URL that needs no key, and its expiry (Unix seconds). Raises NotFound."""
         checkpoint = load_checkpoint(self._records, path, caller)
         expires = int(time.time()) + URL_SECONDS
-        return self._signer.url(_route(checkpoint.prefix), expires), expires
+        route = _route(checkpoint.prefix) if caller.sees(checkpoint.owner) else _public_route(path)
+        return self._signer.url(route, expires), expires
 
     def open(self, prefix: str, expires: int, signature: str) -> Archive:
         """The archive for a signed URL. Raises Forbidden for a URL that this server did not sign or that has expired;
         NotFound, Unavailable."""
         self._signer.check(_route(prefix), expires, signature)
+        return self._archive(prefix)
+
+    def open_public(self, path: ids.TinkerPath, expires: int, signature: str) -> Archive:
+        """The same for the URL of a published checkpoint. Raises NotFound also when it is no longer published."""
+        self._signer.check(_public_route(path), expires, signature)
+        checkpoint = find_public(self._records, path)
+        if checkpoint is None:
+            raise NotFound("this checkpoint is no longer published")
+        return self._archive(checkpoint.prefix)
+
+    def _archive(self, prefix: str) -> Archive:
         try:
             manifest = Manifest.from_json(self._objects.read(f"{prefix}/{MANIFEST}"))
         except NotFound:
@@ -334,6 +347,10 @@ class ArchiveService:
 
 def _route(prefix: str) -> str:
     return f"archives/{prefix}"
+
+
+def _public_route(path: ids.TinkerPath) -> str:
+    return f"public_archives/{path.model_id}/{path.kind}/{path.name}"
 
 
 _END = bytes(2 * tarfile.BLOCKSIZE)

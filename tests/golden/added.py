@@ -81,6 +81,8 @@ _OF_IMPORT = {
 }
 ADDED: dict[str, set[str]] = {
     "openapi": {
+        "get /api/v1/public_archives/{run}/{kind}/{name}",
+        "parameters /api/v1/public_archives/{run}/{kind}/{name}",
         "parameters /api/v1/uploads/{most_bytes}/{key}",
         "post /api/v1/checkpoints/search",
         "post /api/v1/external_weights_upload_finish",

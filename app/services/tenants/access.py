@@ -61,11 +61,14 @@ def load_readable(store: RedisRecords, cls: type[Owned], key: str, caller: Calle
 def load_checkpoint(store: RedisRecords, path: TinkerPath, caller: Caller) -> Checkpoint:
     """A checkpoint to read or to start from: one of the caller's, or a public one. Raises NotFound as `load_readable`
     does."""
+    return find_public(store, path) or load_readable(store, Checkpoint, str(path), caller)
+
+
+def find_public(store: RedisRecords, path: TinkerPath) -> Checkpoint | None:
+    """The checkpoint, if it is published."""
     stored = store.get(Checkpoint.namespace, str(path))
     found = load(Checkpoint, stored) if stored else None
-    if found is None or not found.public or _is_expired(found, store):
-        return load_readable(store, Checkpoint, str(path), caller)
-    return found
+    return None if found is None or not found.public or _is_expired(found, store) else found
 
 
 def may_read(caller: Caller, found: Checkpoint) -> bool:

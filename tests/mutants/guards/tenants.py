@@ -336,4 +336,11 @@ MUTANTS = (
         "if False:",
         "tests/unit/app/api/test_base.py::test_one_call_samples_no_more_than_the_settings_allow",
     ),
+    Mutant(
+        "archives: a stranger's URL ends with the publication",
+        "app/services/checkpoints.py",
+        "route = _route(checkpoint.prefix) if caller.sees(checkpoint.owner) else _public_route(path)",
+        "route = _route(checkpoint.prefix)",
+        "tests/unit/app/api/test_archives.py::test_a_strangers_url_works_as_long_as_the_checkpoint_is_published",
+    ),
 )

@@ -16,6 +16,7 @@ from app.domain.checkpoints import MANIFEST, FileEntry, Manifest
 from app.domain.ops import LoraSpec
 from app.signing import UrlSigner
 from tests.unit.app.api.test_models import save_checkpoint
+from tests.unit.app.api.test_public import publish
 from tests.unit.app.conftest import BASE, Api
 
 # A whole number of tar's blocks, one byte more, and nothing.
@@ -117,6 +118,19 @@ def test_the_archive_of_a_checkpoint_deleted_since_is_not_found(api: Api) -> Non
     path = f"/api/v1/training_runs/{model}/checkpoints/weights/a"
     assert api.client.delete(path, headers={"X-API-Key": api.key}).status_code == 200
     assert api.client.get(f"{url.path}?{url.query}").status_code == 404
+
+
+def test_a_strangers_url_works_as_long_as_the_checkpoint_is_published(api: Api, stranger: Api) -> None:
+    model = stored(api, "archived/published")
+    path = f"tinker://{model}/weights/a"
+    publish(api, path)
+    theirs, own = where(stranger, model), where(api, model)
+    assert [api.client.get(f"{url.path}?{url.query}").status_code for url in (theirs, own)] == [200, 200]
+    publish(api, path, "DELETE")
+    assert [api.client.get(f"{url.path}?{url.query}").status_code for url in (theirs, own)] == [404, 200]
+    publish(api, path)
+    forged = theirs.path.replace("/weights/", "/sampler_weights/")
+    assert api.client.get(f"{forged}?{theirs.query}").status_code == 403
 
 
 def test_a_manifest_that_was_damaged_is_said_to_be(api: Api) -> None:
