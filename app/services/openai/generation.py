@@ -6,6 +6,7 @@ Text never ends in half a character, or in part of a stop string.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -158,7 +159,7 @@ class TextStream:
     def __init__(self, tokenizer: BaseTokenizer, prompt: Sequence[int], stops: Sequence[str]) -> None:
         self._tokenizer = tokenizer
         self._decoder = _decoder(tokenizer, prompt)
-        self._stops = stops
+        self._search = StopSearch(tokenizer, prompt, stops) if stops else None
         self._text = ""
         self._sent = 0
         self._cut: int | None = None
@@ -198,20 +199,14 @@ class TextStream:
         if text:
             self._undecoded.clear()
             self._text += text
-            if self._cut is None:
-                self._cut = self._find_stop(len(text))
-
-    def _find_stop(self, new: int) -> int | None:
-        """The start of the first stop string that ends within the last `new` characters."""
-        begins = [(stop, max(self._sent, len(self._text) - new - len(stop) + 1)) for stop in self._stops]
-        found = [place for stop, begin in begins if (place := self._text.find(stop, begin)) >= 0]
-        return min(found, default=None)
+        if self._search is not None and self._cut is None:
+            self._cut = self._search.add(token, len(self._text))
 
     def _sure(self) -> int:
         """The length of the text that can no longer become part of a stop string."""
         if self._cut is not None:
             return self._cut
-        return len(self._text) - held_back(self._text[self._sent :], self._stops)
+        return len(self._text) if self._search is None else self._search.sure()
 
     def _pass_on(self, upto: int) -> str:
         text, self._sent = self._text[self._sent : upto], upto
@@ -223,6 +218,38 @@ class TextStream:
         return following.start
 
 
+class StopSearch:
+    """Searches stop strings in a sample's text with its special tokens, as the samplers do: a stop string may contain
+    one. The places that it returns are those of the shown text, which has no special tokens."""
+
+    def __init__(self, tokenizer: BaseTokenizer, prompt: Sequence[int], stops: Sequence[str]) -> None:
+        self._core, self._stops = tokenizer.core, stops
+        self._decoder = _decoder(tokenizer, prompt, skip_special_tokens=False)
+        self._text = ""
+        # Where each token's text ends, in this text and in the shown one.
+        self._ends, self._shown_ends = [0], [0]
+
+    def add(self, token: int, shown: int) -> int | None:
+        """Adds a token, after which the shown text has `shown` characters. Returns the place of the first stop string
+        that ends with it, else None."""
+        new = self._decoder.step(self._core, token) or ""
+        self._text += new
+        self._ends.append(len(self._text))
+        self._shown_ends.append(shown)
+        begins = [(stop, max(0, len(self._text) - len(new) - len(stop) + 1)) for stop in self._stops]
+        found = [place for stop, begin in begins if (place := self._text.find(stop, begin)) >= 0]
+        return self._place(min(found)) if found else None
+
+    def sure(self) -> int:
+        """The length of the shown text that can no longer become part of a stop string."""
+        return self._place(len(self._text) - held_back(self._text, self._stops))
+
+    def _place(self, place: int) -> int:
+        token = bisect_right(self._ends, place)
+        shown = self._shown_ends[token - 1] + place - self._ends[token - 1]
+        return min([shown, *self._shown_ends[token : token + 1]])
+
+
 def held_back(text: str, marks: Sequence[str]) -> int:
     """The number of characters at the end of `text` that may be the start of one of `marks`."""
     longest, begins = max((len(mark) - 1 for mark in marks), default=0), {mark[0] for mark in marks}
@@ -230,7 +257,7 @@ def held_back(text: str, marks: Sequence[str]) -> int:
     return next((length for length in lengths if any(mark.startswith(text[-length:]) for mark in marks)), 0)
 
 
-def _decoder(tokenizer: BaseTokenizer, prompt: Sequence[int]) -> DecodeStream:
+def _decoder(tokenizer: BaseTokenizer, prompt: Sequence[int], *, skip_special_tokens: bool = True) -> DecodeStream:
     from tokenizers.decoders import DecodeStream
 
     context = list(prompt[-_CONTEXT:])
@@ -238,4 +265,4 @@ def _decoder(tokenizer: BaseTokenizer, prompt: Sequence[int]) -> DecodeStream:
         # With this context, the decoder would wait for the end of the character and then return the prompt's text with
         # it.
         context = []
-    return DecodeStream(ids=context, skip_special_tokens=True)
+    return DecodeStream(ids=context, skip_special_tokens=skip_special_tokens)

@@ -182,7 +182,7 @@ MUTANTS = (
     Mutant(
         "openai: what may become a stop string is held back",
         "app/services/openai/generation.py",
-        "return len(self._text) - held_back(self._text[self._sent :], self._stops)",
+        "return self._place(len(self._text) - held_back(self._text, self._stops))",
         "return len(self._text)",
         f"{_OPENAI}/test_generation.py::test_a_stop_string_is_cut_and_no_part_of_it_shown_before",
     ),

@@ -54,6 +54,19 @@ def test_a_stop_string_is_cut_and_no_part_of_it_shown_before(tokenizer: BaseToke
     assert stream.stopped
 
 
+def test_a_stop_string_of_a_special_token_and_text_is_cut(tokenizer: BaseTokenizer):
+    stream = TextStream(tokenizer, [], [f"b{END}cd"])
+    tokens = ids(tokenizer, f"ab{END}cbb{END}cd")
+    assert pieces(stream, tokens, stopped=True) == ["a", "", "", "", "bc", "b", "", "", "", ""]
+    assert stream.stopped
+
+
+def test_letters_with_a_special_token_between_them_are_no_stop_string_as_in_the_sampler(tokenizer: BaseTokenizer):
+    stream = TextStream(tokenizer, [], ["bc"])
+    assert "".join(pieces(stream, ids(tokenizer, f"ab{END}cd"))) == "abcd"
+    assert not stream.stopped
+
+
 def test_the_begin_of_a_stop_string_that_never_comes_is_given_at_the_end(tokenizer: BaseTokenizer):
     assert "".join(pieces(TextStream(tokenizer, [], ["<end>"]), ids(tokenizer, "a<en"))) == "a<en"
 
