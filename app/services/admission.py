@@ -70,8 +70,7 @@ class AdmissionService:
         TooManyRequests or LimitReached for a limit of the project or of the caller's key.
         """
         payload = ops.encode(op)
-        asked = as_asked(op)
-        identity = ops.digest(payload if asked is op else ops.encode(asked))
+        identity = _identity(op, payload)
         new = dump(model) if isinstance(op, CreateModel) else None
         charge = _charge(op, self._limits.payers(caller, model.owner))
         admission = self._oplog.admit(model_id, seq, op.kind, payload, identity, new, charge, audited)
@@ -80,6 +79,12 @@ class AdmissionService:
             queue = direct_queue(queue, admission.node) if admission.node else queue
             self._announce(op.kind, admission.request_id, model_id, seq, queue)
         return admission.request_id
+
+    def repeat_of(self, model_id: str, seq: int, op: Op) -> str | None:
+        """The request id of the call with this seq if it is the same call, whatever the server looked up for it at that
+        time; else None."""
+        request_id = ids.request_id(model_id, seq)
+        return request_id if self._oplog.digest(request_id) == _identity(op, ops.encode(op)) else None
 
     def admit_sample(self, caller: Caller, sampler_id: str, sampler: Sampler, seq: int, request: SampleRequest) -> str:
         """Admits a sampling request, and returns the request id of its future; a repeat returns the same id.
@@ -139,6 +144,12 @@ class AdmissionService:
         log.info("admitted %s", kind, extra={"request_id": request_id, "model_id": parent_id, "seq": seq})
         if queue is not None:
             self._dispatcher.send(kind, request_id, parent_id, queue)
+
+
+def _identity(op: Op, payload: bytes) -> str:
+    """The digest that is equal for a repeat of the call. `payload`: the encoded Op."""
+    asked = as_asked(op)
+    return ops.digest(payload if asked is op else ops.encode(asked))
 
 
 def _charge(op: Op, payers: tuple[Payer, ...]) -> Charge:

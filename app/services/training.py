@@ -95,7 +95,10 @@ class TrainingService:
         op = replace(op, loss_config={**LOSSES[op.loss_fn].config, **op.loss_config})
         if self._bases.settings(model.base_model).router_replay:
             # The routes' files are soon gone, so the journal stores the routes too.
-            routes = self._routes.find(caller, model.base_model, op.batch.tokens, envelope.spans())
+            try:
+                routes = self._routes.find(caller, model.base_model, op.batch.tokens, envelope.spans())
+            except BadRequest as error:
+                return self._repeat(envelope.model_id, envelope.seq, op, error)
             op = replace(op, batch=replace(op.batch, routes=routes))
         return self._admit(caller, model, envelope.model_id, envelope.seq, op)
 
@@ -133,13 +136,14 @@ class TrainingService:
 
     def load_weights(self, caller: Caller, asked: Mapping[str, Any]) -> Promise:
         """Loads a checkpoint into the model. A missing checkpoint is a BadRequest, because the call is final and its
-        seq is consumed."""
+        seq is consumed. A repeat is answered also when the checkpoint was deleted meanwhile."""
         model = load_owned(self._records, Model, asked["model_id"], caller)
         path = ids.TinkerPath.parse(asked["path"])
         try:
             checkpoint = self._sources.find(path, caller, asked.get("weights_access_token"))
         except NotFound as error:
-            raise BadRequest(str(error)) from None
+            op = LoadWeights(str(path), asked["optimizer"])
+            return self._repeat(asked["model_id"], asked["seq_id"], op, error)
         check_loadable(path, checkpoint, asked["optimizer"])
         if checkpoint.base_model != model.base_model:
             raise BadRequest(f"{path} was trained on {checkpoint.base_model}, but this model on {model.base_model}")
@@ -181,6 +185,14 @@ class TrainingService:
                 f"sampling_session_seq_id {asked['sampling_session_seq_id']} was already used for another sampler; "
                 "use a new one"
             )
+
+    def _repeat(self, model_id: str, seq: int, op: Op, missing: Exception) -> Promise:
+        """The future of the call if it was admitted before. Raises BadRequest for a new call: what it names is
+        `missing`."""
+        request_id = self._admission.repeat_of(model_id, seq, op)
+        if request_id is None:
+            raise BadRequest(str(missing)) from None
+        return {"request_id": request_id, "model_id": model_id}
 
     def _admit(self, caller: Caller, model: Model, model_id: str, seq: int, op: Op, audited: str = "") -> Promise:
         request_id = self._admission.admit(caller, model_id, model, seq, op, audited)

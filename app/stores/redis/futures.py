@@ -206,6 +206,11 @@ class RedisFutures:
             return None
         return Result(found.get(b"body", b""), found[b"type"].decode(), found[b"state"] == b"failed")
 
+    def digest(self, request_id: str) -> str | None:
+        """The digest with which a call was admitted; None when there is no such future."""
+        found = cast("bytes | None", self._redis.hget(keys.future(request_id), "digest"))
+        return None if found is None else found.decode()
+
     def future(self, request_id: str, owners: Set[str], onlookers: Set[str] = frozenset()) -> Future:
         """A future of one of the projects `owners`.
 

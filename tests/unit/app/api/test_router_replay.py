@@ -104,6 +104,8 @@ def test_a_repeat_of_the_call_gets_the_same_future_whatever_the_routes_are_by_th
     api.services.objects.put_new(file, SequenceRoutes(*arrays).encode())
     assert api.forward_backward(message).json == first
     assert np.array_equal(next(iter(routes_of(api, model))), PROMPT_ROUTES)
+    api.services.objects.delete([file])
+    assert api.forward_backward(message).json == first
 
 
 def test_routes_count_as_stored_bytes_until_their_files_are_removed(

@@ -280,6 +280,18 @@ def test_a_retried_load_is_the_same_call_though_its_path_was_overwritten_since(a
     assert op_of(api, model, 1).prefix == "checkpoints/x", "it loads what the path named when it was called"
 
 
+def test_a_retried_load_is_the_same_call_though_its_checkpoint_was_deleted_since(api: Api) -> None:
+    model = api.model()
+    path = save_checkpoint(api, model)
+    body = {"model_id": model, "path": path, "seq_id": 1, "optimizer": True}
+    first = api.post("load_weights", body)
+    api.services.records.delete("checkpoints", path)
+    again, other = api.post("load_weights", body), api.post("load_weights", {**body, "optimizer": False})
+    assert (again.status_code, again.json) == (200, first.json)
+    assert (other.status_code, "does not exist" in other.json["detail"]) == (400, True)
+    assert api.services.oplog.outcome(first.json["request_id"]) is None, "it still waits for its turn"
+
+
 def test_a_retried_save_for_sampling_is_the_same_call_though_the_sdk_numbers_it_anew(api: Api) -> None:
     model = api.model()
     save = {"model_id": model, "seq_id": 1, "kind": "snapshot"}
