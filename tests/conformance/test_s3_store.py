@@ -8,6 +8,7 @@ import io
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ import urllib3
 
 from app.errors import SetupError, Unavailable
 from app.settings import Settings, StoreSettings
-from app.stores.objects import create
+from app.stores.objects import create, s3
 from app.stores.objects.s3 import S3Store
 from tests.conformance.object_stores import KEY
 from tests.faults.proxy import Proxy, Rewriting
@@ -92,6 +93,22 @@ def test_a_server_that_was_away_at_the_start_is_tried_at_the_first_write(s3_sett
             with pytest.raises(Unavailable, match="honours If-None-Match"):
                 store.put_new("not-written", b"1")
     assert create(Settings(store=s3_settings)).list("not-written") == []
+
+
+def test_parts_whose_upload_was_broken_off_are_removed_when_they_are_old(
+    s3_settings: StoreSettings, monkeypatch: pytest.MonkeyPatch
+):
+    store = S3Store(s3_settings)
+    store._client._create_multipart_upload(store._bucket, "broken/off", {})
+
+    def left() -> list[str | None]:
+        return [upload.object_name for upload in store._client._list_multipart_uploads(store._bucket).uploads]
+
+    S3Store(s3_settings)
+    assert left() == ["broken/off"], "its writer may still live"
+    monkeypatch.setattr(s3, "_ABANDONED", timedelta(0))
+    S3Store(s3_settings)
+    assert left() == []
 
 
 class OnlyHeads(Proxy):

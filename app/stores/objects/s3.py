@@ -13,7 +13,7 @@ import logging
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import BinaryIO
 from urllib.parse import SplitResult, urlsplit
@@ -36,6 +36,8 @@ log = logging.getLogger(__name__)
 # A part is in memory while it is sent. S3 takes 5 GiB in one request, and 10,000 parts of this size are 640 GiB.
 _PART_BYTES = 64 * 2**20
 _PUT_WITHIN = timedelta(hours=1)
+# An upload that began this long ago has no writer any more.
+_ABANDONED = timedelta(days=1)
 _TIMEOUT = urllib3.Timeout(connect=3, read=60)
 # Three tries within about a second: the caller meanwhile holds a lease, or a client waits, and it retries itself.
 _RETRIES = urllib3.Retry(total=2, backoff_factor=0.2, status_forcelist=[500, 502, 503, 504])
@@ -192,6 +194,20 @@ class S3Store:
                 "and let the credentials write"
             )
         self._is_checked = True
+        self._abort_abandoned()
+
+    def _abort_abandoned(self) -> None:
+        """Aborts uploads in parts whose writer ended before they did: their parts take room, and no list shows them."""
+        oldest = datetime.now(UTC) - _ABANDONED
+        try:
+            # minio-py offers neither call in public. One page, of up to 1,000 uploads, is enough for a start.
+            found = self._client._list_multipart_uploads(self._bucket)
+            for upload in found.uploads:
+                if upload.initiated_time is not None and upload.initiated_time < oldest:
+                    self._client._abort_multipart_upload(self._bucket, upload.object_name, upload.upload_id)
+                    log.info("removed the parts of %s, whose upload was broken off", upload.object_name)
+        except S3Error as error:
+            log.warning("uploads that were broken off cannot be removed from %s: %s", self._where, error.code)
 
     def _write_twice(self) -> tuple[int, int]:
         """Creates an object with a unique name twice, and deletes it. Returns both statuses."""
