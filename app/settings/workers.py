@@ -81,7 +81,10 @@ class SamplerSettings(Section):
     )
     concurrency: int = Field(256, ge=1, description="requests that one worker holds at the same time")
     step_deadline_s: float = Field(
-        600.0, gt=0, description="a sampler restarts when its engine runs requests but samples no token for this long"
+        600.0,
+        gt=0,
+        description="a sampler restarts when its engine runs requests but makes no progress for this long: no token, "
+        "and with the transformers sampler no layer",
     )
     cache_bytes: int = Field(8 * 2**30, ge=0, description="adapter files kept on disk that are not in use")
     engine_args: dict[str, Any] = Field({}, description="further vLLM engine arguments, passed on unchanged")

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from app.domain.records import BaseModelInfo
 from app.domain.sampling import SampleOutput, SampleRequest
@@ -201,6 +202,10 @@ class Engine:
         self._changed = threading.Condition()
         self._failure: BaseException | None = None
         self._stall_detector = StallDetector()
+        # A step of a large model may take long on a CPU; each of its layers shows that it goes on.
+        for module in model.modules():
+            if isinstance(module, GradientCheckpointingLayer):
+                module.register_forward_hook(lambda *_: self._stall_detector.progress())
         self._thread = threading.Thread(target=self._run, name="sampler-engine", daemon=True)
         self._thread.start()
 
@@ -210,7 +215,7 @@ class Engine:
 
     @property
     def stalled_s(self) -> float:
-        """Seconds that the engine has had work without producing a token."""
+        """Seconds that the engine has had work without running a layer or producing a token."""
         return self._stall_detector.seconds
 
     def submit(self, job: Job) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from app.errors import ServerOpError
 from app.settings import BaseModelSettings, SamplerSettings
 from tests.models import tiny_qwen3
 from tests.unit.workers.conftest import await_true
+from workers.backends import failures
 from workers.backends.sampling.base import Aborted, RequestHandle
 from workers.backends.sampling.transformers.backend import TransformersSampler
 from workers.models import full_weights
@@ -68,6 +70,21 @@ def test_a_prompt_that_cannot_run_fails_alone_though_it_shares_a_pass(sampler):
             with pytest.raises(ServerOpError, match="out of memory"):
                 future.result(60)
     assert sampler.healthy()
+
+
+def test_each_layer_of_a_long_step_shows_that_the_engine_goes_on(sampler, monkeypatch):
+    now, stalled = [0.0], []
+
+    def layer_of_a_minute(*_):
+        stalled.append(sampler._engine.stalled_s)
+        now[0] += 60
+
+    monkeypatch.setattr(failures, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    for layer in sampler._base.model.model.layers:
+        layer.register_forward_pre_hook(layer_of_a_minute)
+    sampler.sample(None, ask(1, 2))
+    assert len(stalled) >= 6 * len(sampler._base.model.model.layers) > 6
+    assert not any(stalled)
 
 
 def test_a_failed_decode_step_fails_all_in_flight_and_health(sampler):
