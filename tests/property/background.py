@@ -48,7 +48,7 @@ class LateSaves(BackgroundSaves):
     def await_any(self, seconds: float) -> None:
         self.write(*list(self._unwritten)[:1])
 
-    def finish(self, model_id: str, seconds: float | None = None) -> None:
+    def finish(self, model_id: str, seconds: float) -> None:
         self.write(model_id)
 
     def write(self, *model_ids: str) -> None:

@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 # Each save holds a copy of the saved state until it is uploaded. An adapter is small; a merged model is as large as the
 # base. With two saves, an upload that hangs leaves room for the others.
 _MOST_SAVES = 2
+# What breaks a worker is writing the files, which takes seconds. An upload to a store that hangs may take for ever.
+_ALONE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +188,7 @@ class Committer:
         written = self._background_saves.start(lease.model_id, partial(_written, entry, outcome))
         if entry.attempts:
             # This Op broke a worker before. If it does so again, nothing else must run beside it.
-            self._background_saves.finish(lease.model_id)
+            self._background_saves.finish(lease.model_id, _ALONE_S)
         return written
 
     def _run_together(self, group: Sequence[StartedOp]) -> list[Future[OpResult]]:
@@ -250,7 +252,7 @@ class BackgroundSaves:
         """Returns when one save has ended, or after `seconds`."""
         wait(self._futures.values(), seconds, FIRST_COMPLETED)
 
-    def finish(self, model_id: str, seconds: float | None = None) -> None:
+    def finish(self, model_id: str, seconds: float) -> None:
         """Returns when the model's save has ended, or after `seconds`."""
         if model_id in self._futures:
             wait([self._futures[model_id]], seconds)

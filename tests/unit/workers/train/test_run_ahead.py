@@ -38,6 +38,7 @@ from tests.unit.workers.train.saves import (
     store,
 )
 from tests.unit.workers.train.test_scheduler import infinite_ratio
+from workers.train import committer
 
 __all__ = ["dispatch", "store"]  # the fixtures
 
@@ -118,6 +119,25 @@ def test_nothing_runs_beside_a_save_that_broke_a_worker(world: World, store: Gat
     with pytest.raises(TimeoutError):
         dispatched.result(timeout=0.3)
     assert ran.kinds == {}
+    store.open.set()
+    assert dispatched.result() is not None
+
+
+def test_such_a_save_gives_the_trainer_back_when_its_upload_hangs(
+    world: World, store: GatedStore, dispatch: Dispatch, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(committer, "_ALONE_S", 0.1)
+    worker = world.worker("a/1", store=store)
+    worker.handle(0, "create_model")
+    add_model(world, OTHER)
+    worker.runner.handle(f"{OTHER}:0", OTHER, "create_model")
+    admit(world, SAVE)
+    world.client.hset(keys.op(f"{MODEL}:1"), "attempts", 1)
+    dispatched = dispatch(worker, 1)
+    assert store.asked.wait(60)
+    admit(world, *step(0), model_id=OTHER)
+    await_true(lambda: applied(world, OTHER) == 2, "the other model goes on")
+    assert not dispatched.done()
     store.open.set()
     assert dispatched.result() is not None
 
