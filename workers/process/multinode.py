@@ -15,6 +15,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import random
 import re
 import secrets
 import shlex
@@ -48,6 +49,7 @@ _SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=10", "-o", "Ser
 _EXPORTED = ("OMP_", "MKL_", "GLOO_", "NCCL_", "UCX_", "TORCH", "HF_", "DS_", "PYTHON")
 
 _TICK_S = 0.2
+_PORTS = range(20_000, 32_768)
 # ssh reports a lost connection after 30 s; this limit is for a host that says nothing.
 SILENCE_S = 60.0
 
@@ -108,7 +110,7 @@ def _orders(hosts: Mapping[str, int], settings: Settings, command: list[str]) ->
     place = [
         f"--world_info={base64.urlsafe_b64encode(world).decode()}",
         f"--master_addr={next(iter(hosts))}",
-        f"--master_port={_free_port()}",
+        f"--master_port={free_port()}",
     ]
     shared = {
         "settings": tomli_w.dumps(settings.model_dump(mode="json", exclude_none=True)),
@@ -164,13 +166,15 @@ def _stop_signals() -> Iterator[threading.Event]:
             signal.signal(number, handler)
 
 
-def _free_port() -> int:
-    """A port that is free here. The first host is this machine, or most likely has it free too; else the group starts
-    again."""
-    with socket.socket() as free:
-        free.bind(("", 0))
-        port: int = free.getsockname()[1]
-        return port
+def free_port() -> int:
+    """A port that is free here, and that no outgoing connection takes before rank 0 listens on it: those get ports from
+    32768 (Linux's ip_local_port_range) on. The first host is this machine, or most likely has it free too; else the
+    group starts again."""
+    for port in random.SystemRandom().sample(_PORTS, 100):
+        with socket.socket() as free, suppress(OSError):
+            free.bind(("", port))
+            return port
+    raise SetupError(f"none of 100 ports from {_PORTS.start} to {_PORTS.stop - 1} is free for the ranks")
 
 
 class Lifeline:

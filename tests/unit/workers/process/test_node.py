@@ -1,12 +1,16 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from io import FileIO
+from pathlib import Path
 
 import pytest
 
+from app.errors import SetupError
 from workers.process import multinode
 
 
@@ -28,3 +32,19 @@ def test_a_pipe_holds_while_it_is_heard_of_and_no_longer(monkeypatch: pytest.Mon
     assert line.held()
     os.close(write)
     await_false(line.held)
+
+
+def test_the_port_of_the_ranks_is_free_and_none_of_those_that_outgoing_connections_get(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first_outgoing = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    start = multinode.free_port()
+    assert start < first_outgoing
+    monkeypatch.setattr(multinode, "_PORTS", range(start, start + 100))
+    with ExitStack() as taken:
+        for port in range(start, start + 100):
+            listener = taken.enter_context(socket.socket())
+            with suppress(OSError):
+                listener.bind(("", port))
+        with pytest.raises(SetupError, match="none of 100 ports"):
+            multinode.free_port()
