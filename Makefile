@@ -16,8 +16,9 @@ T :=
 # Instruction set levels of torch (ATEN_CPU_CAPABILITY) and oneDNN (ONEDNN_MAX_CPU_ISA) for `make isa`, up to this
 # processor's own level: torch does not check a higher one and dies of an illegal instruction.
 ISA ?= default:SSE41 avx2:AVX2 $(if $(shell grep -m 1 avx512f /proc/cpuinfo),avx512:AVX512_CORE)
-# The old commit that `make upgrade` upgrades from.
+# The old commit that `make upgrade` upgrades from, and the clients that train meanwhile.
 FROM ?= ecb7b39
+CLIENTS ?= 6
 VENV := .venv
 comma := ,
 BIN := $(VENV)/bin
@@ -84,7 +85,7 @@ fuzz: $(TEST_SETUP)  ## Send 20,000 hostile requests (REQUESTS=20000); none may 
 	TINSMITH_FUZZ_REQUESTS=$(REQUESTS) $(BIN)/python -m pytest --timeout 0 -s tests/fuzz
 
 upgrade: $(TEST_SETUP)  ## Run old and new processes side by side while clients train (FROM=commit of its history)
-	TINSMITH_UPGRADE_FROM=$(FROM) $(BIN)/python -m pytest tests/upgrade
+	TINSMITH_UPGRADE_FROM=$(FROM) TINSMITH_UPGRADE_CLIENTS=$(CLIENTS) $(BIN)/python -m pytest tests/upgrade
 
 upgrade-fixture: $(TEST_SETUP)  ## Make the data folder that a killed FROM=commit leaves, for tests/upgrade/fixtures
 	$(BIN)/python -m tests.upgrade.make $(FROM)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,7 +23,7 @@ from tests.upgrade.tree import FROM, exported
 pytestmark = pytest.mark.timeout(1800)
 
 # Clients, each with its own model. A round of each kind: see tests/chaos/script.py.
-_SLOTS = (1, 2)
+_SLOTS = range(1, 1 + int(os.environ.get("TINSMITH_UPGRADE_CLIENTS", "2")))
 _ROUNDS = 4
 _NEW = None
 
