@@ -77,6 +77,15 @@ MUTANTS = (
         "tests/unit/workers/backends/sampling/vllm/test_vllm_setup.py"
         "::test_a_context_where_vllm_would_not_scale_queries_is_refused",
     ),
+    Mutant(
+        "vllm: heads that its CPU kernels lack are refused",
+        "workers/backends/sampling/vllm/engine.py",
+        "    if missing:\n",
+        "    if False:\n",
+        "--confcutdir=tests/unit/workers/backends/sampling "
+        "tests/unit/workers/backends/sampling/vllm/test_vllm_setup.py"
+        "::test_a_head_of_a_size_that_vllms_cpu_kernels_lack_is_refused",
+    ),
     # Samples.
     Mutant(
         "close_sample: the first result stays",

@@ -232,6 +232,35 @@ def check_query_scaling(settings: BaseModelSettings, skeleton: Any, max_context:
         )
 
 
+def check_head_sizes(settings: BaseModelSettings, skeleton: nn.Module) -> None:
+    """Raises UnservableModel for an attention head that vLLM's CPU kernels do not have; vLLM 0.32 asks them only at the
+    first request, and dies.
+
+    Gemma 4's layers have heads of two sizes. On a GPU vLLM chooses a backend that has the size, or does not start.
+    """
+    if torch.cuda.is_available():
+        return
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    missing = sorted(size for size in _head_sizes(skeleton) if not CPUAttentionBackend.supports_head_size(size))
+    if missing:
+        raise UnservableModel(
+            f"base model {settings.name!r} has attention heads of size {', '.join(map(str, missing))}, and vLLM's CPU "
+            f"build has {', '.join(map(str, CPUAttentionBackend.get_supported_head_sizes()))} alone: set "
+            "sampler.backend to transformers"
+        )
+
+
+def _head_sizes(model: nn.Module) -> set[int]:
+    """The head sizes of the attention layers with keys and values. Vision towers, recurrent layers and indexers have
+    kernels of their own."""
+    return {
+        module.head_dim
+        for path, module in model.named_modules()
+        if coverage.in_language_model(path) and hasattr(module, "head_dim") and hasattr(module, "num_key_value_groups")
+    }
+
+
 def _is_stray(package: str) -> bool:
     """Returns whether `package` is a CUDA build.
 

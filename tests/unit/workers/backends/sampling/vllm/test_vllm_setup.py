@@ -11,8 +11,10 @@ from app.errors import SetupError, UnservableModel
 from app.settings import BaseModelSettings, SamplerSettings
 from tests.parity import architectures
 from workers.backends.sampling import vllm
+from workers.backends.sampling.vllm.backend import VllmSampler
 from workers.backends.sampling.vllm.engine import (
     check_experts,
+    check_head_sizes,
     check_install,
     check_query_scaling,
     engine_args,
@@ -102,3 +104,25 @@ def test_a_context_where_vllm_would_not_scale_queries_is_refused(case: str, tmp_
         return
     with pytest.raises(UnservableModel, match=r"'n' scales queries beyond position 8.* max_context to at most 8"):
         check_query_scaling(settings, skeleton, 9)
+
+
+@pytest.mark.parametrize(
+    "case", ["llama", "gemma4", "gemma4, vision", "qwen3.5", "qwen3-vl", "mistral3", "deepseek-v3"]
+)
+def test_a_head_of_a_size_that_vllms_cpu_kernels_lack_is_refused(case: str, tmp_path: Path) -> None:
+    # Qwen3-VL's and Mistral 3's towers have heads of 16, and so have Qwen3.5's Gated DeltaNet and DeepSeek's latent
+    # attention, which run in other kernels.
+    settings = BaseModelSettings(name="n", path=str(architectures.build(case, tmp_path, head_dim=32)))
+    skeleton = base_model.skeleton(settings)
+    if not case.startswith("gemma4"):
+        check_head_sizes(settings, skeleton)
+        return
+    with pytest.raises(UnservableModel, match=r"'n' has attention heads of size 16, and .* 32, 64, 80.* transformers"):
+        check_head_sizes(settings, skeleton)
+
+
+def test_such_a_model_ends_the_sampler_at_its_start(tmp_path: Path) -> None:
+    settings = BaseModelSettings(name="n", path=str(architectures.build("gemma4", tmp_path, head_dim=32)), max_rank=8)
+    for full in (False, True):
+        with pytest.raises(UnservableModel, match="heads of size 16"):
+            VllmSampler(settings, full=full).open()
