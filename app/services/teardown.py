@@ -76,7 +76,7 @@ class Teardown:
         prefixes = [f"models/{model_id}/snapshots"]
         for sampler_id, sampler in self._samplers(ids.session_of(model_id)):
             if sampler.prefix.startswith(f"models/{model_id}/") and not sampler.model_path:
-                self._records.delete(Sampler.namespace, sampler_id)
+                self._lifecycle.end_sampler(sampler_id, retired=False)
                 prefixes.append(sampler.prefix)
         try:
             for prefix in prefixes:

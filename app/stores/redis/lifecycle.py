@@ -91,9 +91,10 @@ class RedisLifecycle:
         model."""
         self._run("unload", model_id)
 
-    def end_sampler(self, sampler_id: str) -> bool:
-        """Removes a sampler's record. Returns False, without a change, when its session is not retired any more."""
-        return bool(self._run("end_sampler", sampler_id, self._retain_ms))
+    def end_sampler(self, sampler_id: str, *, retired: bool = True) -> bool:
+        """Removes a sampler's record. Returns False, without a change, when there is none; with `retired` also when its
+        session is not retired any more."""
+        return bool(self._run("end_sampler", sampler_id, self._retain_ms if retired else ""))
 
     def abort_samples(self) -> int:
         """Fails ("user") the unfinished requests of samplers that are gone or whose session has ended. Returns their

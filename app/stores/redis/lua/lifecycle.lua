@@ -201,11 +201,11 @@ return found
 -- script: end_sampler flags=allow-oom
 -- needs: home, is_retired
 -- Remove a sampler's record, and the affinity of its adapter unless the adapter is a checkpoint with a path, which other
--- samplers may use. ARGV: sampler id, ms since which its session must have ended.
+-- samplers may use. ARGV: sampler id, ms since which its session must have ended (or '' to end it in any case).
 -- Returns 1, or 0 when the sampler does not exist, or when its session is open again.
 local key = 'tinsmith:samplers:' .. ARGV[1]
 local found = redis.call('HMGET', key, 'session_id', 'prefix', 'model_path')
-if not found[1] or not is_retired(found[1], ARGV[2]) then return 0 end
+if not found[1] or ARGV[2] ~= '' and not is_retired(found[1], ARGV[2]) then return 0 end
 if cjson.decode(found[3] or '""') == '' then
   redis.call('DEL', home_of(ARGV[1] .. ':0', cjson.decode(found[2] or '""')))
 end

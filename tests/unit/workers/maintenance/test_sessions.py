@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -238,7 +239,11 @@ def test_the_end_of_a_model_wakes_its_trainer(installation: Installation):
 def test_a_deleted_model_takes_its_own_ephemeral_adapters_and_leaves_other_samplers(installation: Installation):
     siblings = Sampler("me", SESSION, "base", 0.0, prefix=f"models/{SESSION}:train:1/sampler_weights/e/4-1")
     installation.records.put_new(Sampler.namespace, f"{SESSION}:sample:2", dump(siblings))
+    own = json.loads(installation.records.get(Sampler.namespace, f"{SESSION}:sample:0")["prefix"])
+    for prefix in (own, siblings.prefix):
+        installation.client.set(f"{keys.PREFIX}home:{prefix}", "node")
     installation.teardown().end(MODEL)
+    assert installation.client.keys(f"{keys.PREFIX}home:*") == [f"{keys.PREFIX}home:{siblings.prefix}".encode()]
     left = {f"{SESSION}:sample:1", f"{SESSION}:sample:2", f"{OTHER}:sample:0", f"{OTHER}:sample:1"}
     assert set(installation.samplers()) == left
     assert installation.store.list(f"models/{MODEL}/") == [f"models/{MODEL}/weights/a/3-1/manifest.json"]
