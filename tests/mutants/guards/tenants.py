@@ -145,7 +145,7 @@ MUTANTS = (
         f"{_LUA}/limits.lua",
         "return bytes_stored(payer) + bytes_reserved(payer) + bytes_routed(payer)",
         "return bytes_stored(payer) + bytes_routed(payer)",
-        f"{_RESERVATIONS}::test_calls_at_the_same_time_never_pass_the_limit_together",
+        f"{_RESERVATIONS}::test_a_reservation_counts_until_it_is_released_or_lapses",
     ),
     Mutant(
         "reservations: they lapse",
