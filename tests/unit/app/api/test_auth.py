@@ -20,6 +20,7 @@ PUBLIC = {
     "/openapi.json",
     "/docs",
     "/api/v1/archives/<path:prefix>",
+    "/api/v1/public_archives/<run>/<kind>/<name>",
     "/api/v1/objects/<path:key>",
     "/api/v1/sessions/<session_id>/trace",
     UPLOADED,
