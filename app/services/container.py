@@ -138,8 +138,10 @@ def build(settings: Settings) -> Services:
         ArchiveService(store, objects, signer),
         CopyService(store, oplog, lifecycle, objects, quotas, sources),
         UploadService(store, objects, bases, quotas, importer, settings.limits),
-        PollService(futures, waiter, poll_limiter, authenticator.check),
-        BatchPollService(RedisCompletions(client, settings.engine), store, waiter, poll_limiter, authenticator.check),
+        PollService(futures, waiter, poll_limiter, authenticator.check, lifecycle.poll),
+        BatchPollService(
+            RedisCompletions(client, settings.engine), store, waiter, poll_limiter, authenticator.check, lifecycle.poll
+        ),
         queue_states,
         QueueService(snapshots, queue_states, backlog, calls, store),
         cancels,

@@ -42,16 +42,24 @@ def check_request_id(text: str) -> None:
 
 CheckKey = Callable[[Caller], None]
 """Raises Unauthorized if the caller's key is no longer valid."""
+NotePoll = Callable[[str], None]
+"""Notes that a client waits for the result of the request with this id."""
 
 
 class PollService:
     """Long polls for one future. `waiter` wakes a poll when the result is there. A poll that waited gets nothing if its
-    key was revoked meanwhile."""
+    key was revoked meanwhile. A poll that has to wait is a sign of life of its session."""
 
     def __init__(
-        self, futures: FutureFinder, waiter: Waiter, poll_limiter: LongPollLimiter, check_key: CheckKey
+        self,
+        futures: FutureFinder,
+        waiter: Waiter,
+        poll_limiter: LongPollLimiter,
+        check_key: CheckKey,
+        note_poll: NotePoll,
     ) -> None:
         self._futures, self._waiter, self._poll_limiter, self._check_key = futures, waiter, poll_limiter, check_key
+        self._note_poll = note_poll
 
     def wait(self, request_id: str, caller: Caller) -> Future:
         """The future, once it is terminal or the hold time is over. Raises NotFound, Gone or Unauthorized."""
@@ -60,18 +68,21 @@ class PollService:
             return self._wait(request_id, caller, seconds)
 
     def _wait(self, request_id: str, caller: Caller, seconds: float) -> Future:
-        found = None
+        found = self._futures.future(request_id, caller)
 
         def is_done() -> bool:
             nonlocal found
             found = self._futures.future(request_id, caller)
             return found.result is not None
 
-        if seconds:
+        if found.result is None and caller.may("member", found.owner):
+            self._note_poll(request_id)
+        if found.result is None and seconds:
             self._waiter.wait(request_id, seconds, is_done)
-            if not (found and found.result):
+            if found.result is None:
                 self._check_key(caller)
-        return found if found and found.result else self._futures.future(request_id, caller)
+                is_done()
+        return found
 
 
 class BatchPollService:
@@ -85,9 +96,10 @@ class BatchPollService:
         waiter: Waiter,
         poll_limiter: LongPollLimiter,
         check_key: CheckKey,
+        note_poll: NotePoll,
     ) -> None:
         self._completions, self._records, self._waiter, self._poll_limiter = completions, store, waiter, poll_limiter
-        self._check_key = check_key
+        self._check_key, self._note_poll = check_key, note_poll
 
     def wait(self, caller: Caller, asked: Mapping[str, Any]) -> tuple[list[Completion], int]:
         """The completions after `prev_cursor`, once there is one or the hold time is over; and the next cursor.
@@ -98,6 +110,7 @@ class BatchPollService:
         with self._poll_limiter.hold(caller.project) as seconds:
             load_owned(self._records, Sampler, sampler_id, caller)
             own = f"{sampler_id}:"
+            self._note_poll(own)
             self._completions.acknowledge(id_ for id_ in asked["retrieved_request_ids"] if id_.startswith(own))
             target = ids.poll_target(sampler_id, asked["target"]["cloned_sampler_id"])
             timeout = asked.get("timeout")

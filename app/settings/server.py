@@ -148,7 +148,7 @@ class EngineSettings(Section):
     result_budget_bytes: int = Field(
         2**32, ge=1, description="most bytes of these results that are kept of a project; its further calls get 503"
     )
-    session_s: float = Field(600.0, gt=0, description="a session without heartbeat or call for this long expires")
+    session_s: float = Field(600.0, gt=0, description="a session without heartbeat, poll or call for this long expires")
     retain_s: float = Field(
         7 * 86_400.0,
         gt=0,

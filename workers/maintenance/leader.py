@@ -23,7 +23,7 @@ from app.services.teardown import Teardown
 from app.stores.pages import PageFiles, StorageUse
 from app.stores.redis.futures import RedisPayloads
 from app.stores.redis.journal import RedisOpLog
-from app.stores.redis.lifecycle import RedisLifecycle
+from app.stores.redis.lifecycle import PAUSE_S, RedisLifecycle
 from app.stores.redis.pages import RedisPages
 from app.stores.redis.records import RedisRecords, load
 
@@ -81,23 +81,27 @@ class MaintenanceTask(Protocol):
 
 
 class SessionExpiry:
-    """Expires silent sessions and ends their requests. The owners of their models ask for unwanted ones
-    (RedisLifecycle.unwanted) and free the memory.
+    """Pauses the samples of silent sessions, expires these sessions, and ends their requests. The owners of their
+    models ask for unwanted ones (RedisLifecycle.unwanted) and free the memory.
 
     Only time in which calls were taken counts as silence. After an outage, or a sleep of the machine, a client has
-    `session_s` seconds for a sign of life: until then no session expires, and nothing of an ended one is removed.
+    `session_s` seconds for a sign of life: until then no session expires, and nothing of an ended one is removed. For
+    `PAUSE_S` seconds nothing is paused.
     """
 
     def __init__(self, oplog: RedisOpLog, lifecycle: RedisLifecycle, teardown: Teardown, session_s: float) -> None:
         self._oplog, self._lifecycle, self._teardown, self._session_s = oplog, lifecycle, teardown, session_s
 
     def sweep(self) -> None:
-        if self._oplog.calls_taken_s() >= self._session_s:
+        taken_s = self._oplog.calls_taken_s()
+        if taken_s >= self._session_s:
             self._end_silent()
         self._lifecycle.end_calls()  # whoever ended a model may have died
         aborted = self._lifecycle.abort_samples()
-        if aborted:
-            log.info("cancelled %d samples of ended sessions", aborted)
+        resumed = self._lifecycle.resume_samples()
+        paused = self._lifecycle.pause_samples() if taken_s >= PAUSE_S else 0
+        if aborted or resumed or paused:
+            log.info("samples: %d cancelled with their sessions, %d paused, %d resumed", aborted, paused, resumed)
 
     def _end_silent(self) -> None:
         expired = self._lifecycle.expire()

@@ -142,8 +142,8 @@ class RedisFutures:
 
         Returns None when the request is terminal. From now on it counts at this worker. The worker becomes the affinity
         of its adapter if there is none, or if the one that it was dispatched to has not begun it. Raises Fenced while
-        another worker runs it, TriedOften if it had more than `most_attempts`, and Unavailable, without a change, while
-        its content is in an object store that is away.
+        another worker runs it or it is paused, TriedOften if it had more than `most_attempts`, and Unavailable, without
+        a change, while its content is in an object store that is away.
         """
         payload = self._to_run(request_id)
         most = "" if most_attempts is None else most_attempts

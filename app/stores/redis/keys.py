@@ -10,7 +10,8 @@
                               adapter, the prefix of the version it was admitted for; rows, the sequences it asks for;
                               node, the node that counts these sequences, since the request was dispatched to it or
                               began there; payers, the payers that the sequences count for; ring: "rung" once it is
-                              dispatched, "held" while it is throttled, "off" after it was requeued
+                              dispatched, "held" while it is throttled, "off" after it was requeued, "paused" while
+                              its session is silent
     ending              SET   ended models whose journal is not deleted yet
     restore:<model>     HASH  attempts, runner, former, as of an Op: the restores of a model that ended their worker;
                               gone after one that succeeds, or an hour after the first
@@ -30,7 +31,7 @@
                               worker's own name as <id> shows that it lives; expires
     nodes               HASH  node -> the claim of its newest worker, as JSON: worker, queue, and where it runs
     pending             ZSET  model or sampling request -> ms of its last progress, while something waits; 10^13 is
-                              added for a throttled request
+                              added for a throttled or paused request
     pending_queue       HASH  the same ids -> the queue to dispatch to
     sampling:<queue>    HASH  unfinished sampling request -> the tokens it may take
     sampling_tokens     HASH  queue -> the sum of these tokens
@@ -39,6 +40,8 @@
     rung_rows           HASH  queue -> the sum of these sequences
     held:<queue>/<project>  ZSET  throttled sampling request, not dispatched yet -> ms of its admission
     holding:<queue>     SET   the projects that have throttled requests
+    paused:<sampler>    SET   its requests that are paused, because its session is silent
+    paused_rows:<queue> HASH  project -> the sequences of its paused requests
     sampling_of         HASH  payer ("project:<id>", "key:<id>") -> the sequences of all its unfinished requests
     stopped:<request>   STR   the charge, as JSON, of a sampling request that was cancelled while it ran, until its
                               runner reports the tokens it used; expires

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import cast
 
 import redis
@@ -19,14 +19,19 @@ SAMPLING_ENDED = "cancelled: its session has ended"
 _SLICE = 1000
 # One script ends this many requests in 12 ms; all other clients of the server wait meanwhile.
 _ABORTED_AT_ONCE = 100
+# The SDK sends a heartbeat every 10 s. A client without heartbeats polls again after at most `api.poll_hold_s`.
+PAUSE_S = 60.0
+_PAUSE_MS = int(PAUSE_S * 1000)
+# One script pauses or resumes this many requests in 4 to 9 ms, of 20,000 that a client has waiting.
+_PAUSED_AT_ONCE = 200
 
 
 class RedisLifecycle:
     """The ends of sessions, models and files. All times are the state server's own.
 
-    A heartbeat, or an Op of one of its models or samplers, is a sign of life of a session. A session ends when it is
-    finished, or without a sign of life for `engine.session_s`. An Op revives it; so does a heartbeat, unless the
-    session was finished.
+    A heartbeat, a poll, or an Op of one of its models or samplers, is a sign of life of a session. Its sampling
+    requests are paused after `PAUSE_S` seconds without one. A session ends when it is finished, or without a sign of
+    life for `engine.session_s`. An Op revives it; so does a heartbeat, unless the session was finished.
     """
 
     def __init__(self, client: redis.Redis, settings: EngineSettings) -> None:
@@ -40,6 +45,10 @@ class RedisLifecycle:
     def heartbeat(self, session_id: str) -> None:
         """Notes that the client of the session is alive."""
         self._run("heartbeat", session_id)
+
+    def poll(self, request_id: str) -> None:
+        """Notes that a client waits for the result of this request. A session that has ended stays so."""
+        self._run("poll", request_id.partition(":")[0])
 
     def finish(self, session_id: str, reason: str) -> None:
         """Ends the session because its client is done. The first reason stays as its status."""
@@ -101,10 +110,16 @@ class RedisLifecycle:
         number."""
         failed = Result.failure(SAMPLING_ENDED)
         args = (self._unread_s, failed.content_type, failed.body)
-        total = 0
-        while count := int(self._run("abort_samples", _ABORTED_AT_ONCE, *args)):
-            total += count
-        return total
+        return _sum(lambda: self._run("abort_samples", _ABORTED_AT_ONCE, *args))
+
+    def pause_samples(self) -> int:
+        """Pauses the unfinished requests of silent sessions, at no attempt: they run when the session is heard again,
+        and end with it. Returns their number."""
+        return _sum(lambda: self._run("pause_samples", _PAUSE_MS, _PAUSED_AT_ONCE))
+
+    def resume_samples(self) -> int:
+        """Puts the paused requests of sessions that are heard again back into their queues. Returns their number."""
+        return _sum(lambda: self._run("resume_samples", _PAUSE_MS, _PAUSED_AT_ONCE))
 
     def holders(self, model_ids: Iterable[str]) -> list[Holder]:
         """The places of these models in memory; models that no worker holds are left out."""
@@ -153,3 +168,11 @@ class RedisLifecycle:
 
 def _slices(items: Sequence[str]) -> Iterable[Sequence[str]]:
     return (items[i : i + _SLICE] for i in range(0, len(items), _SLICE))
+
+
+def _sum(run: Callable[[], int]) -> int:
+    """Runs a script that works in slices until nothing is left. Returns the sum of its replies."""
+    total = 0
+    while count := int(run()):
+        total += count
+    return total

@@ -10,6 +10,7 @@ _REDISPATCH = "tests/unit/workers/maintenance/test_redispatch.py"
 _BOUNDS = "--confcutdir=tests/unit/app/stores -p tests.unit.conftest tests/unit/app/stores/redis/test_journal_bounds.py"
 _RESTORES = "tests/unit/workers/train/test_runner_faults.py"
 _SNAPSHOTS = "tests/unit/workers/checkpoints/test_snapshot_bounds.py"
+_PAUSES = "--confcutdir=tests/unit/app/stores -p tests.unit.conftest tests/unit/app/stores/redis/test_pauses.py"
 _STOP = "tests/processes/workers/process/test_orderly_stop.py"
 
 MUTANTS = (
@@ -38,9 +39,66 @@ MUTANTS = (
     Mutant(
         "sessions: time in which no client could be heard",
         "workers/maintenance/leader.py",
-        "if self._oplog.calls_taken_s() >= self._session_s:",
+        "if taken_s >= self._session_s:",
         "if True:",
         f"{_SESSIONS}::test_after_an_outage_a_client_has_time_to_come_back_before_its_run_is_removed",
+    ),
+    # The samples of silent clients make way.
+    Mutant(
+        "pauses: time in which no client could be heard",
+        "workers/maintenance/leader.py",
+        " if taken_s >= PAUSE_S else 0",
+        "",
+        f"{_SESSIONS}::test_samples_are_paused_for_silence_in_which_calls_were_taken",
+    ),
+    Mutant(
+        "pauses: nobody begins a paused sample",
+        f"{_LUA}/samples.lua",
+        "if redis.call('HGET', op, 'ring') == 'paused' then return 0 end\n",
+        "",
+        f"{_PAUSES}::test_samples_of_a_silent_session_count_nowhere_and_nobody_begins_them",
+    ),
+    Mutant(
+        "pauses: a running sample is stopped",
+        f"{_LUA}/leases.lua",
+        "    if redis.call('HGET', 'tinsmith:op:' .. ARGV[i], 'ring') == 'paused' then lost[#lost + 1] = ARGV[i] end\n",
+        "",
+        f"{_PAUSES}::test_a_running_sample_is_reported_lost_and_goes_back_without_an_attempt",
+    ),
+    Mutant(
+        "pauses: a stopped sample stays paused",
+        f"{_LUA}/samples.lua",
+        "if redis.call('HGET', op, 'ring') ~= 'paused' then",
+        "if true then",
+        f"{_PAUSES}::test_a_running_sample_is_reported_lost_and_goes_back_without_an_attempt",
+    ),
+    Mutant(
+        "pauses: a sample that ends is paused no more",
+        f"{_LUA}/dispatch.lua",
+        "    redis.call('SREM', paused_key(request:match('^(.*):%d+$')), request)\n",
+        "",
+        f"{_PAUSES}::test_paused_samples_end_once_and_leave_nothing_behind",
+    ),
+    Mutant(
+        "pauses: a poll is a sign of life",
+        "app/services/polling.py",
+        "            self._note_poll(request_id)\n",
+        "            pass\n",
+        "tests/unit/app/services/test_polling.py::test_a_poll_that_waits_is_a_sign_of_life_unless_its_caller_only_looks_on",
+    ),
+    Mutant(
+        "pauses: a poll does not bring back an ended session",
+        f"{_LUA}/lifecycle.lua",
+        "if heard and now - heard > POLL_MS then",
+        "if not heard or now - heard > POLL_MS then",
+        f"{_PAUSES}::test_a_poll_does_not_bring_back_a_session_that_has_ended",
+    ),
+    Mutant(
+        "admit_sample: paused samples fill no queue for others",
+        f"{_LUA}/samples.lua",
+        "ipairs({'tinsmith:rung:' .. queue, paused_rows(queue)})",
+        "ipairs({'tinsmith:rung:' .. queue})",
+        f"{_PAUSES}::test_a_queue_that_is_full_of_paused_samples_admits_others",
     ),
     # An orderly stop is no crash.
     Mutant(

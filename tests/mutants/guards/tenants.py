@@ -76,10 +76,8 @@ MUTANTS = (
     Mutant(
         "polls: a key that was revoked while its poll waited",
         "app/services/polling.py",
-        """            if not (found and found.result):
-                self._check_key(caller)
-""",
-        "",
+        "                self._check_key(caller)\n                is_done()\n",
+        "                is_done()\n",
         f"{_POLLS}::test_a_poll_that_waited_gets_nothing_once_its_key_is_revoked",
     ),
     Mutant(

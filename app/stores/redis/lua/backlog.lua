@@ -17,7 +17,7 @@ end
 -- List all models and sampling requests with unfinished calls: the longest without progress first, throttled ones last.
 -- ARGV: rows to skip at the start, most rows, most kinds.
 -- Returns rows {id, queue, ms waited, next seq or '', 1 while a worker runs it, kinds of the waiting calls from that
--- seq up to a gap, 1 while a sampling request waits for its node to begin, 1 while it is throttled}
+-- seq up to a gap, 1 while a sampling request waits for its node to begin, 1 while it is throttled or paused}
 local now = now_ms()
 local rows, depth = {}, tonumber(ARGV[3])
 local waiting = redis.call('ZRANGE', 'tinsmith:pending', ARGV[1], ARGV[1] + ARGV[2] - 1, 'WITHSCORES')
@@ -27,7 +27,7 @@ for i = 1, #waiting, 2 do
   local applied = redis.call('HGET', 'tinsmith:models:' .. id, 'applied')
   local seq, running, kinds = '', holder, {'sample'}
   local found = redis.call('HMGET', 'tinsmith:op:' .. id, 'node', 'ring')
-  local node, held = found[1], found[2] == 'held'
+  local node, held = found[1], found[2] == 'held' or found[2] == 'paused'
   if applied then
     seq, kinds = tonumber(applied) + 1, {}
     local op = 'tinsmith:op:' .. id .. ':'

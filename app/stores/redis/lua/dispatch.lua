@@ -87,9 +87,14 @@ local function unhold(request, queue, project)
   if redis.call('EXISTS', key) == 0 then redis.call('SREM', 'tinsmith:holding:' .. queue, project) end
 end
 
+-- part: paused
+-- The key of a sampler's paused requests, and of the sequences of a queue's paused requests by project.
+local function paused_key(sampler) return 'tinsmith:paused:' .. sampler end
+local function paused_rows(queue) return 'tinsmith:paused_rows:' .. queue end
+
 -- part: leave_project
--- needs: held
--- Stop counting a dispatched or throttled sampling request for its project. A requeued request counts for none.
+-- needs: held, paused
+-- Stop counting a dispatched, throttled or paused sampling request for its project. A requeued request counts for none.
 local function leave_project(request, queue)
   local found = redis.call('HMGET', 'tinsmith:op:' .. request, 'ring', 'rows')
   local project = redis.call('HGET', 'tinsmith:future:' .. request, 'owner')
@@ -99,6 +104,10 @@ local function leave_project(request, queue)
     redis.call('HINCRBY', 'tinsmith:rung_rows', queue, -found[2])
   elseif found[1] == 'held' then
     unhold(request, queue, project)
+  elseif found[1] == 'paused' then
+    redis.call('SREM', paused_key(request:match('^(.*):%d+$')), request)
+    local rows = paused_rows(queue)
+    if redis.call('HINCRBY', rows, project, -found[2]) == 0 then redis.call('HDEL', rows, project) end
   end
 end
 

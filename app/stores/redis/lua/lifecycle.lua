@@ -53,6 +53,15 @@ else
 end
 return 0
 
+-- script: poll flags=allow-oom
+-- needs: now_ms
+-- Note that a client of a session waits for a result; a session that has ended stays so. ARGV: session id. Returns 0.
+-- Each write waits for the disk, and a client may have thousands of polls: one in POLL_MS is noted.
+local POLL_MS = 10000
+local heard, now = redis.call('ZSCORE', 'tinsmith:sessions_heard', ARGV[1]), now_ms()
+if heard and now - heard > POLL_MS then redis.call('ZADD', 'tinsmith:sessions_heard', now, ARGV[1]) end
+return 0
+
 -- script: finish flags=allow-oom
 -- needs: now_ms
 -- Finish a session for its client; the first reason stays. ARGV: session id, reason as JSON. Returns 0.

@@ -74,7 +74,7 @@ local function abort_sample(request, keep_s, type, body)
 end
 
 -- script: admit_sample
--- needs: count_payload, count_samples, hear, held, hold, may_ring, no_room, no_room_for_results, now_ms, ring, take
+-- needs: count_payload, count_samples, hear, held, hold, may_ring, no_room, no_room_for_results, now_ms, paused, ring, take
 -- Journal a sampling request, once, with the adapter version that it uses and the node that it is dispatched to.
 -- ARGV: request id, parent id, owner, queue, payload, digest, tokens it may take, its sequences, most requests and most
 -- tokens that may be unfinished in its queue (or '' for no bound), charge, the names of its payers.
@@ -95,10 +95,14 @@ end
 -- the bound, the project has fewer than an equal part of them unfinished; each sequence counts as a request. With ''
 -- (the queue is full of tokens, which are not counted by project), it has none unfinished.
 local function is_below_share(project, most)
-  local rung = 'tinsmith:rung:' .. queue
-  local own = redis.call('HGET', rung, project)
-  local others = redis.call('HLEN', rung) - (own and 1 or 0)
-  local unfinished = (own or 0) + redis.call('ZCARD', held_key(queue, project))
+  local unfinished, others, counted = redis.call('ZCARD', held_key(queue, project)), 0, {[project] = true}
+  for _, rows in ipairs({'tinsmith:rung:' .. queue, paused_rows(queue)}) do
+    unfinished = unfinished + (redis.call('HGET', rows, project) or 0)
+    for _, other in ipairs(redis.call('HKEYS', rows)) do
+      if not counted[other] then others = others + 1 end
+      counted[other] = true
+    end
+  end
   return others > 0 and unfinished < (most == '' and 1 or most / (others + 1))
 end
 
@@ -143,9 +147,10 @@ return {'fresh', ring(request, queue, ARGV[3])}
 -- needs: begin, count_rung, home, leave, node_of, now_ms, place
 -- Start a sampling request. ARGV: request id, worker ("node/boot"), lease in ms, most attempts or ''.
 -- Returns {attempts, 1 if one attempt is in doubt, ms since admission, adapter or false}; {} when it is terminal, 0
--- while another worker runs it, or 1 when it had more than the most attempts.
+-- while another worker runs it or it is paused, or 1 when it had more than the most attempts.
 local op = 'tinsmith:op:' .. ARGV[1]
 if redis.call('EXISTS', op) == 0 then return {} end
+if redis.call('HGET', op, 'ring') == 'paused' then return 0 end
 if not redis.call('SET', 'tinsmith:lease:' .. ARGV[1], ARGV[2], 'NX', 'PX', ARGV[3]) then return 0 end
 local attempts, doubtful = begin(op, ARGV[2], ARGV[3])
 if ARGV[4] ~= '' and attempts > tonumber(ARGV[4]) then
@@ -184,9 +189,11 @@ settle_stopped(ARGV[1], ARGV[2], ARGV[3])
 leave(op, ARGV[2])
 if redis.call('GET', lease) == ARGV[2] then
   local queue = redis.call('HGET', 'tinsmith:pending_queue', ARGV[1])
-  place(ARGV[1], queue, '')
-  leave_project(ARGV[1], queue)  -- what cannot run keeps nothing from being rung for
-  redis.call('HSET', op, 'ring', 'off')
+  if redis.call('HGET', op, 'ring') ~= 'paused' then
+    place(ARGV[1], queue, '')
+    leave_project(ARGV[1], queue)  -- what cannot run keeps nothing from being rung for
+    redis.call('HSET', op, 'ring', 'off')
+  end
   redis.call('DEL', lease)
 end
 return 0

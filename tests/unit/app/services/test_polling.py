@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 import pytest
 import redis
 
-from app.domain.accounts import Caller
+from app.domain.accounts import Caller, Role
 from app.domain.records import Sampler
 from app.domain.results import Result
 from app.errors import NotFound, TooManyRequests, Unauthorized
@@ -31,6 +31,10 @@ def is_valid(caller: Caller) -> None:
     """The check of a key that stays valid."""
 
 
+def unnoted(request_id: str) -> None:
+    """A poll that nobody takes for a sign of life."""
+
+
 class RecordingWaiter:
     """Holds every poll until released, and records its hold."""
 
@@ -48,7 +52,7 @@ class RecordingWaiter:
 
 
 def poll_service(futures: FutureFinder, waiter: RecordingWaiter, settings: ApiSettings) -> PollService:
-    return PollService(futures, waiter, LongPollLimiter(settings), is_valid)
+    return PollService(futures, waiter, LongPollLimiter(settings), is_valid, unnoted)
 
 
 @pytest.fixture
@@ -133,7 +137,7 @@ def test_a_batch_poll_is_held_no_longer_than_it_asks_for(
 ) -> None:
     waiter.release.set()
     polls = BatchPollService(
-        NoCompletions(), OneSampler(), waiter, LongPollLimiter(ApiSettings(poll_hold_s=30)), is_valid
+        NoCompletions(), OneSampler(), waiter, LongPollLimiter(ApiSettings(poll_hold_s=30)), is_valid, unnoted
     )
     target = {"sampling_session_id": "s:sample:0", "cloned_sampler_id": 0}
     found = polls.wait(ME, {"target": target, "prev_cursor": 5, "retrieved_request_ids": [], **asked})
@@ -142,14 +146,14 @@ def test_a_batch_poll_is_held_no_longer_than_it_asks_for(
 
 def test_batch_polls_and_polls_share_one_capacity(waiter: RecordingWaiter) -> None:
     poll_limiter = LongPollLimiter(ApiSettings(poll_capacity=1, spare_threads=8, poll_hold_s=30))
-    batch = BatchPollService(NoCompletions(), OneSampler(), waiter, poll_limiter, is_valid)
+    batch = BatchPollService(NoCompletions(), OneSampler(), waiter, poll_limiter, is_valid, unnoted)
     target = {"sampling_session_id": "s:sample:0", "cloned_sampler_id": 0}
     asked = {"target": target, "prev_cursor": 0, "retrieved_request_ids": []}
     held = threading.Thread(target=batch.wait, args=(ME, asked), daemon=True)
     held.start()
     assert waiter.arrived.acquire(timeout=60)
     other = threading.Thread(
-        target=PollService(PendingOpLog(), waiter, poll_limiter, is_valid).wait, args=("m:1", ME), daemon=True
+        target=PollService(PendingOpLog(), waiter, poll_limiter, is_valid, unnoted).wait, args=("m:1", ME), daemon=True
     )
     other.start()
     assert waiter.arrived.acquire(timeout=60)
@@ -174,6 +178,18 @@ def test_a_project_within_its_share_is_held_in_full_though_another_filled_the_ca
         assert polls("other", 3) == [30.0, 0.0, 0.0], "its share is 4 of 8"
 
 
+@pytest.mark.parametrize(("role", "noted"), [("member", ["m:1"]), ("viewer", [])])
+def test_a_poll_that_waits_is_a_sign_of_life_unless_its_caller_only_looks_on(
+    waiter: RecordingWaiter, role: Role, noted: list[str]
+) -> None:
+    waiter.release.set()
+    seen: list[str] = []
+    settings = ApiSettings(poll_hold_s=30)
+    polls = PollService(PendingOpLog(), waiter, LongPollLimiter(settings), is_valid, seen.append)
+    polls.wait("m:1", Caller("key", "user", "org", "me", {"me": role}))
+    assert seen == noted
+
+
 def revoked(caller: Caller) -> None:
     raise Unauthorized("this API key was revoked")
 
@@ -181,10 +197,10 @@ def revoked(caller: Caller) -> None:
 def test_a_poll_that_waited_gets_nothing_once_its_key_is_revoked(waiter: RecordingWaiter) -> None:
     waiter.release.set()
     settings = ApiSettings(poll_hold_s=30)
-    polls = PollService(PendingOpLog(), waiter, LongPollLimiter(settings), revoked)
+    polls = PollService(PendingOpLog(), waiter, LongPollLimiter(settings), revoked, unnoted)
     with pytest.raises(Unauthorized):
         polls.wait("m:1", ME)
-    batch = BatchPollService(NoCompletions(), OneSampler(), waiter, LongPollLimiter(settings), revoked)
+    batch = BatchPollService(NoCompletions(), OneSampler(), waiter, LongPollLimiter(settings), revoked, unnoted)
     target = {"sampling_session_id": "s:sample:0", "cloned_sampler_id": 0}
     with pytest.raises(Unauthorized):
         batch.wait(ME, {"target": target, "prev_cursor": 0, "retrieved_request_ids": []})

@@ -140,6 +140,22 @@ def test_time_without_an_api_is_no_silence_of_a_client(installation: Installatio
     assert installation.status() == "open"
 
 
+@pytest.mark.parametrize(("taken_ms", "paused"), [(30_000, 0), (90_000, 1)])
+def test_samples_are_paused_for_silence_in_which_calls_were_taken(
+    installation: Installation, taken_ms: int, paused: int
+):
+    sampler = f"{SESSION}:sample:0"
+    installation.oplog.admit_sample(f"{sampler}:0", sampler, "me", "sample.base", b"ask", "d")
+    installation.client.zadd(keys.SESSIONS_HEARD, {SESSION: now_ms(installation.client) - 90_000})
+    take_calls(installation.client, taken_ms)
+    installation.sweep(PATIENT)
+    assert [row.throttled for row in installation.oplog.pending()] == [bool(paused)]
+    RedisLifecycle(installation.client, PATIENT).heartbeat(SESSION)
+    take_calls(installation.client, 0)
+    installation.sweep(PATIENT)
+    assert [id_ for id_, _ in installation.oplog.release_samples("sample.base")] == [f"{sampler}:0"] * paused
+
+
 def test_after_an_outage_a_client_has_time_to_come_back_before_its_run_is_removed(installation: Installation):
     installation.teardown().finish(SESSION, "success")
     installation.client.zadd(keys.SESSIONS_ENDED, {SESSION: 1})

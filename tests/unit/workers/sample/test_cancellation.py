@@ -23,6 +23,7 @@ from app.errors import Requeue, Unavailable
 from app.settings import EngineSettings
 from app.stores.redis import keys
 from app.stores.redis.journal import RedisOpLog
+from app.stores.redis.lifecycle import RedisLifecycle
 from app.stores.redis.limits import RedisQuotas
 from app.stores.redis.records import RedisRecords, dump
 from app.stores.redis.types import Entry
@@ -225,6 +226,29 @@ def test_a_worker_that_missed_the_message_learns_of_it_from_its_lease(samplers: 
     samplers.oplog.cancel_sample(request)
     thread.join(60)
     assert is_cancelled(came[0])
+
+
+def test_a_running_sample_of_a_silent_session_leaves_the_engine_and_comes_back_with_its_client(samplers: Samplers):
+    backend, lifecycle = HeldBackend(), RedisLifecycle(samplers.client, samplers.settings)
+    request = samplers.admit(0)
+    runner = samplers.start(backend, "s/1", keeper_lease_s=0.3)
+    for silence in (1, 2):
+        thread, came = in_thread(lambda: runner.handle(request, SESSION, "sample"))
+        await_true(lambda runs=silence: len(backend.begun) == runs, "it never ran")
+        samplers.client.zadd(keys.SESSIONS_HEARD, {"session": 1})
+        assert lifecycle.pause_samples() == 1
+        thread.join(60)
+        assert (isinstance(came[0], Requeue), len(backend.aborted)) == (True, silence)
+        with pytest.raises(Requeue):  # it was dispatched before the pause
+            runner.handle(request, SESSION, "sample")
+        lifecycle.heartbeat("session")
+        assert lifecycle.resume_samples() == 1
+    assert [id_ for id_, _ in samplers.oplog.release_samples("sample.base")] == [request]
+    backend.release.set()
+    result = runner.handle(request, SESSION, "sample")
+    assert result is not None and not result.failed
+    assert backend.begun == [REQUEST.seed] * 3
+    assert samplers.client.exists(keys.op(request)) == 0
 
 
 def test_a_request_whose_lease_was_lost_stops_and_leaves_the_result_to_its_new_owner(samplers: Samplers):
