@@ -11,7 +11,7 @@ import pytest
 
 from app.domain.sampling import SampleOutput
 from app.errors import ServerOpError
-from tests.conformance.samplers import PROMPTS, ask, one
+from tests.conformance.samplers import PROMPTS, ask, one, tokens_of
 from workers.backends.sampling.base import Aborted, RequestHandle
 
 # On a busy machine a request may be over before the test sees it, but not every time.
@@ -117,6 +117,22 @@ def test_a_request_that_ends_took_what_it_answers(sampler):
     handle = RequestHandle()
     output = sampler.sample("one", ask(PROMPTS[1], num_samples=3, max_tokens=9), handle)
     assert handle.tokens_used == sum(len(sequence.tokens) for sequence in output.sequences) == 27
+
+
+def test_a_short_request_of_another_project_does_not_wait_for_a_long_one(sampler):
+    """The long one has 64 samples for 16 rows; it goes on with the same tokens."""
+    long, short = ask(PROMPTS[0], num_samples=64, max_tokens=60), ask(PROMPTS[1], max_tokens=4)
+    alone = sampler.sample("one", long)
+    seen = Seen()
+    with ThreadPoolExecutor(2) as pool:
+        running = pool.submit(sampler.sample, "one", long, RequestHandle(seen, project="long"))
+        assert seen.begun.wait(240)
+        drawn = sum(map(len, seen.tokens.values()))
+        beside = sampler.sample("two", short, RequestHandle(project="short"))
+        drawn = sum(map(len, seen.tokens.values())) - drawn
+        assert drawn < 64 * 60 / 4, "the samples that ran at first take a quarter of all tokens"
+        assert tokens_of(running.result(240)) == tokens_of(alone)
+    assert tokens_of(beside) == tokens_of(sampler.sample("two", short))
 
 
 def test_a_request_aborted_while_it_waits_never_starts_and_the_one_behind_it_does(sampler, reference):

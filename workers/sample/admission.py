@@ -1,8 +1,9 @@
 """Batch admission of sampling requests to the engine, the fairest first, and throttled dispatch.
 
-An engine serves its requests in the order in which it received them. So it receives only as many as it can decode at
-once, and a few more, which keep its batch full while the next request is admitted. All others wait here; the project
-that had the least of the tokens, by weight, goes first.
+An engine receives only as many requests as it can decode at once, and a few more, which keep its batch full while the
+next request is admitted. All others wait here; the project that had the least of the tokens, by weight, goes first. If
+it has fewer sequences inside than its share of the batch, it does not wait for those of others to end: the engine
+divides its batch among the projects (workers/backends/sampling/shares.py).
 
 Requests of a project that has enough under way are throttled; they are dispatched as others end.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from app import dispatch
 from app.domain.sampling import SampleRequest
 from app.stores.redis.journal import RedisOpLog
 from workers.backends.sampling.base import Aborted, RequestHandle
+from workers.backends.sampling.shares import shares
 from workers.process.fair_queue import FairQueue
 
 log = logging.getLogger(__name__)
@@ -48,8 +50,11 @@ class BatchAdmission:
     def __init__(self, fair_queue: FairQueue, weight_of: Callable[[str], float], batch: int) -> None:
         self._fair_queue, self._weight_of = fair_queue, weight_of
         self._most = batch + max(1, batch // _SLACK)
+        self._batch = batch
         self._lock = threading.Lock()
-        self._inside = 0
+        self._inside = Counter[str]()
+        """Sequences in the engine by project."""
+        self._weights: dict[str, float] = {}
         self._waiting: dict[str, deque[QueuedRequest]] = {}
         """Waiting turns by project, in the order of their arrival."""
 
@@ -64,6 +69,7 @@ class BatchAdmission:
         """
         most = len(request.prompt) + request.num_samples * request.max_tokens
         mine = QueuedRequest(project, self._weight_of(project), request.num_samples, most)
+        handle.project, handle.weight = project, mine.weight
         handle.on_end = lambda: self._make_room(mine, 1)
         self._wait(mine, handle)
         handle.tokens_used += len(request.prompt)
@@ -75,6 +81,7 @@ class BatchAdmission:
 
     def _wait(self, mine: QueuedRequest, handle: RequestHandle) -> None:
         with self._lock:
+            self._weights[mine.project] = mine.weight
             if mine.project not in self._waiting:
                 self._waiting[mine.project] = deque()
                 self._fair_queue.enter(mine.project)
@@ -95,17 +102,25 @@ class BatchAdmission:
         with self._lock:
             ended = min(rows, mine.rows)
             mine.rows -= ended
-            self._inside -= ended
+            self._inside[mine.project] -= ended
             self._admit()
 
     def _admit(self) -> None:
-        while self._waiting and self._inside < self._most:
-            mine = self._waiting[min(self._waiting, key=self._fair_queue.virtual_time)][0]
+        while self._waiting and self._has_room(project := min(self._waiting, key=self._fair_queue.virtual_time)):
+            mine = self._waiting[project][0]
             self._fair_queue.begin(mine.project)
             self._fair_queue.reserve(mine.project, mine.most / mine.weight)
             self._remove(mine)
-            self._inside += mine.rows
+            self._inside[mine.project] += mine.rows
             mine.admitted.set()
+
+    def _has_room(self, project: str) -> bool:
+        """True if the project's next request may go in: a full batch makes room for a project below its share."""
+        if self._inside.total() < self._most:
+            return True
+        self._inside = +self._inside
+        self._weights = {project: self._weights[project] for project in {*self._inside, *self._waiting}}
+        return self._inside[project] < shares(self._weights, self._batch)[project]
 
     def _remove(self, mine: QueuedRequest) -> None:
         waiting = self._waiting[mine.project]

@@ -11,6 +11,10 @@ _RESULTS = f"{_STORES}/test_results.py"
 _SAMPLES = f"{_STORES}/test_samples.py"
 _AFFINITY = f"{_STORES}/test_adapter_affinity.py"
 _CANCELLING = "tests/unit/workers/sample/test_cancellation.py"
+_ENGINES = "--confcutdir=tests/unit/workers/backends/sampling tests/unit/workers/backends/sampling"
+_PREEMPTION = f"{_ENGINES}/transformers/test_preemption.py"
+_SHARES = f"{_ENGINES}/test_shares.py"
+_SLOTS = f"{_ENGINES}/vllm/test_slots.py"
 _OPENAI = "--confcutdir=tests/unit/app/services/openai tests/unit/app/services/openai"
 
 _REPLAY = "tests/unit/workers/train/test_router_replay.py"
@@ -85,6 +89,57 @@ MUTANTS = (
         "--confcutdir=tests/unit/workers/backends/sampling "
         "tests/unit/workers/backends/sampling/vllm/test_vllm_setup.py"
         "::test_a_head_of_a_size_that_vllms_cpu_kernels_lack_is_refused",
+    ),
+    # Projects share a batch.
+    Mutant(
+        "batch: a project above its share gives rows up",
+        "workers/backends/sampling/transformers/backend.py",
+        "if taken := surplus(demands, self._max_batch):",
+        "if taken := Counter[str]():",
+        f"{_PREEMPTION}::test_a_short_request_of_another_project_ends_within_a_few_steps_of_a_long_one",
+    ),
+    Mutant(
+        "batch: rows that were set aside come back",
+        "workers/backends/sampling/transformers/backend.py",
+        "resumed = self._batch.resume(granted)",
+        "resumed = self._batch.resume({})",
+        f"{_PREEMPTION}::test_a_project_gets_its_share_of_the_rows_and_no_more",
+        slow=True,
+    ),
+    Mutant(
+        "batch: a row that is set aside keeps its part of the cache",
+        "workers/backends/sampling/transformers/batch.py",
+        "kv_cache.Part(self._cache, [places[row]], [0])",
+        "kv_cache.Part(self._cache, [0], [0])",
+        f"{_PREEMPTION}::test_rows_go_on_with_the_same_bits_after_they_were_set_aside",
+    ),
+    Mutant(
+        "shares: rows go to projects below their share first",
+        "workers/backends/sampling/shares.py",
+        "return has >= share[project], has / demands[project].weight",
+        "return False, has / demands[project].weight",
+        f"{_SHARES}::test_a_row_that_was_given_up_goes_to_a_project_below_its_share_and_not_back",
+    ),
+    Mutant(
+        "admission: a project below its share waits for nobody's end",
+        "workers/sample/admission.py",
+        "return self._inside[project] < shares(self._weights, self._batch)[project]",
+        "return False",
+        "tests/unit/workers/sample/test_fair_batch.py",
+    ),
+    Mutant(
+        "vLLM: slots in reserve",
+        "workers/backends/sampling/vllm/slots.py",
+        "return slots + max(1, slots // _RESERVE)",
+        "return slots",
+        f"{_SLOTS}::test_a_short_request_does_not_wait_for_a_long_one",
+    ),
+    Mutant(
+        "vLLM: the reserve is for projects below their share",
+        "workers/backends/sampling/vllm/slots.py",
+        " if self._running[name] < share[name]}",
+        "}",
+        f"{_SLOTS}::test_a_project_alone_has_all_slots_but_the_reserve",
     ),
     # Samples.
     Mutant(

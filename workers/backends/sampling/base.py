@@ -60,6 +60,9 @@ class SamplerBackend(Protocol):
         """Runs one request; None is the base itself. Raises UserOpError for requests that only the engine can refuse.
 
         Raises Aborted soon after `handle.abort()`: the engine then stops the request, or does not start it.
+        While other projects want rows, `handle.project` has its share of the batch
+        (workers/backends/sampling/shares.py); its samples do not depend on it.
+
         `handle.on_tokens`, if set, is called with every token and its logprob before `sample` returns. `handle.on_end`
         is called, at least once, for each sample that frees its row in the batch. The tokens generated are added to
         `handle.tokens_used` by the time that `sample` returns or raises Aborted."""
@@ -89,10 +92,18 @@ class RequestHandle:
     """Cancellation handle and progress of one request. Safe from any thread.
 
     `on_tokens` is called with new tokens, and `on_end` when a sample is complete; both are optional. `tokens_used`: the
-    engine tokens used so far, those of the prompt included."""
+    engine tokens used so far, those of the prompt included. `project` and `weight`: who shares the engine's batch with
+    others (workers/backends/sampling/shares.py)."""
 
-    def __init__(self, on_tokens: OnTokens | None = None, on_end: OnEnd | None = None) -> None:
+    def __init__(
+        self,
+        on_tokens: OnTokens | None = None,
+        on_end: OnEnd | None = None,
+        project: str = "",
+        weight: float = 1.0,
+    ) -> None:
         self.on_tokens, self.on_end = on_tokens, on_end
+        self.project, self.weight = project, weight
         self.tokens_used = 0
         self._lock = threading.Lock()
         self._aborted = False

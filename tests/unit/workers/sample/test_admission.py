@@ -36,13 +36,15 @@ class Engine:
         self.handles.append(RequestHandle())
         request = SampleRequest(np.zeros(1, np.int32), samples, tokens, 0)
         threading.Thread(target=self._run, args=(number, project, request, took), daemon=True).start()
-        await_true(lambda: self._arrived() == len(self.handles) - self._stopped, f"request {number} of {project} came")
+        self._settle()
         return number
 
     def end(self, *numbers: int) -> None:
         for number in numbers:
+            gone = self._gone
             self._ends[number].set()
-            await_true(lambda number=number: number not in [one for one, _ in self.inside], f"{number} ended")
+            await_true(lambda gone=gone: self._gone > gone, f"{number} ended")
+            self._settle()
 
     def abort(self, number: int) -> None:
         gone = self._gone
@@ -54,9 +56,7 @@ class Engine:
         """Ends the oldest request until `turns` more are admitted. Returns the projects of the admitted requests."""
         start = len(self.order)
         while len(self.order) < start + turns:
-            inside = len(self.order)
             self.end(self.inside[0][0])
-            await_true(lambda inside=inside: len(self.order) > inside, "the next is admitted")
         return Counter(self.order[start:])
 
     def level_out(self) -> None:
@@ -67,8 +67,14 @@ class Engine:
     def await_inside(self, count: int) -> None:
         await_true(lambda: len(self.inside) == count, f"{count} are inside, not {len(self.inside)}")
 
-    def _arrived(self) -> int:
-        return sum(map(len, self._batch_admission._waiting.values())) + len(self.order)
+    def _settle(self) -> None:
+        """Waits until each request that came waits or was admitted."""
+
+        def is_settled() -> bool:
+            waiting = sum(map(len, self._batch_admission._waiting.values()))
+            return waiting + len(self.order) == len(self.handles) - self._stopped
+
+        await_true(is_settled, "all requests came")
 
     def _run(self, number: int, project: str, request: SampleRequest, took: int | None) -> None:
         try:
@@ -96,12 +102,41 @@ def test_one_project_alone_has_the_whole_batch_and_the_next_ready(engine: Engine
     engine.await_inside(BATCH + 1)
 
 
-def test_a_light_project_waits_for_one_to_end_however_many_of_another_wait(engine: Engine):
+def test_a_light_project_waits_for_none_to_end_up_to_its_share_of_the_batch(engine: Engine):
+    """The engine makes room for it."""
     for _ in range(5 * BATCH):
         engine.come("heavy")
-    engine.come("light")
+    for _ in range(BATCH):
+        engine.come("light")
+    engine.await_inside(BATCH + 1 + BATCH // 2)
+    assert Counter(engine.order) == {"heavy": BATCH + 1, "light": BATCH // 2}
     engine.end(0)
-    await_true(lambda: engine.order[-1] == "light", "it is next")
+    assert len(engine.order) == BATCH + 1 + BATCH // 2, "no room for more before the batch is back to its size"
+
+
+def test_a_request_with_more_sequences_than_a_batch_holds_up_no_other_project(engine: Engine):
+    engine.come("long", samples=10 * BATCH, tokens=10**4)
+    engine.come("long")
+    engine.come("short")
+    engine.await_inside(2)
+    assert engine.order == ["long", "short"]
+
+
+def test_shares_of_the_batch_are_in_proportion_to_the_weights():
+    engine = Engine({"one": 1.0, "three": 3.0}.__getitem__)
+    for _ in range(2 * BATCH):
+        engine.come("one")
+    for _ in range(BATCH):
+        engine.come("three")
+    assert Counter(engine.order) == {"one": BATCH + 1, "three": BATCH * 3 // 4}
+
+
+def test_a_project_that_was_alone_for_long_owes_others_its_last_request_at_most(engine: Engine):
+    """Service that nobody else asked for is no debt."""
+    for _ in range(20):
+        engine.end(engine.come("alone", samples=BATCH, tokens=10**4, took=BATCH * 10**4))
+    debt = engine.fair_queue.virtual_time("alone") - engine.fair_queue.virtual_time("new")
+    assert 0 < debt <= 1 + BATCH * 10**4
 
 
 def test_projects_are_served_alike_by_tokens_not_by_requests(engine: Engine):
@@ -135,8 +170,8 @@ def test_tokens_that_were_not_sampled_are_refunded(engine: Engine):
 
 def test_a_sequence_that_has_ended_makes_room_before_its_request_has(engine: Engine):
     engine.come("a", samples=BATCH)
-    engine.come("a", samples=1)
-    engine.come("b", samples=1)
+    for _ in range(2):
+        engine.come("a", samples=1)
     engine.await_inside(2)
     ended = engine.handles[0].on_end
     assert ended is not None
@@ -144,7 +179,7 @@ def test_a_sequence_that_has_ended_makes_room_before_its_request_has(engine: Eng
     engine.await_inside(3)
     engine.end(0)
     for _ in range(BATCH + 5):
-        engine.come("c")
+        engine.come("a")
     engine.await_inside(BATCH + 1)
 
 
@@ -160,10 +195,14 @@ def test_a_request_with_more_sequences_than_a_batch_goes_in_too(engine: Engine):
 def test_what_is_stopped_while_it_waits_makes_way_and_is_not_charged(engine: Engine):
     for _ in range(BATCH + 1):
         engine.come("a")
+    for _ in range(BATCH // 2):
+        engine.come("b")
     waiting = [engine.come("b", tokens=10**6), engine.come("b")]
     engine.abort(waiting[0])
-    engine.end(0)
-    await_true(lambda: engine.order[-1] == "b", "the other one of b is next")
+    engine.end(*range(BATCH // 2))
+    engine.await_inside(BATCH + 1)
+    engine.end(BATCH // 2)
+    assert engine.inside[-1] == (waiting[1], "b"), "the other one of b is next"
     engine.await_inside(BATCH + 1)
     assert engine.fair_queue.virtual_time("b") - engine.fair_queue.virtual_time("new") < 100
 
@@ -186,7 +225,7 @@ def test_one_that_fails_frees_its_place(engine: Engine):
         pass
 
 
-def test_a_light_project_waits_for_one_to_end_though_all_before_it_were_charged_for_more_than_they_drew(engine: Engine):
+def test_a_light_project_goes_first_though_all_before_it_were_charged_for_more_than_they_drew(engine: Engine):
     """A request whose sequences end makes room before its charge is corrected. For a moment two batches are charged."""
     for _ in range(6 * BATCH):
         engine.come("heavy", tokens=999, took=10)
@@ -195,5 +234,6 @@ def test_a_light_project_waits_for_one_to_end_though_all_before_it_were_charged_
         handle.on_end()
     engine.await_inside(2 * BATCH + 2)
     engine.end(*range(BATCH + 1))
-    engine.come("light")
-    assert engine.serve(3)["light"] == 1
+    for _ in range(BATCH):
+        engine.come("light")
+    assert engine.serve(3)["light"] == 3

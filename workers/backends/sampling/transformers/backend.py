@@ -7,7 +7,7 @@ With `full`, one fully fine-tuned model at a time replaces the base's weights.
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -24,8 +24,10 @@ from app.settings import BaseModelSettings
 from workers.backends.failures import StallDetector
 from workers.backends.sampling import vocabulary
 from workers.backends.sampling.base import Aborted, RequestHandle, check_request
+from workers.backends.sampling.shares import Demand, grant, surplus
 from workers.backends.sampling.transformers import kv_cache
-from workers.backends.sampling.transformers.batch import Job, RunningBatch, fits, prefill
+from workers.backends.sampling.transformers.batch import RunningBatch, fits, prefill
+from workers.backends.sampling.transformers.jobs import Job
 from workers.models import base_model, full_weights, lora, peft_files, routers
 from workers.models.base_model import LoadedBase
 
@@ -189,7 +191,11 @@ def _write(model: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
 
 
 class Engine:
-    """Continuous batching of at most `max_batch` sequences. `submit` is safe from any thread."""
+    """Continuous batching of at most `max_batch` sequences. `submit` is safe from any thread.
+
+    While several projects want rows, each has its share (shares.py). Sequences of a project above its share are set
+    aside, and go on when rows are free.
+    """
 
     def __init__(self, model: nn.Module, device: torch.device, max_batch: int) -> None:
         self._model = model
@@ -280,27 +286,56 @@ class Engine:
         done.set_result(None)
 
     def _admit(self) -> None:
-        while starting := self._next():
-            self._start(starting)
-            self._stall_detector.progress()
+        while demands := self._demands():
+            if taken := surplus(demands, self._max_batch):
+                self._batch.set_aside(taken)
+                demands = self._demands()
+            granted = grant(demands, self._max_batch)
+            resumed = self._batch.resume(granted)
+            starting = self._next(granted - resumed)
+            if starting:
+                self._start(starting)
+                self._stall_detector.progress()
+            elif not resumed:
+                return
 
-    def _next(self) -> list[tuple[Job, int]]:
-        """Returns jobs from the head of the queue that share a pass over their prompts, with a sample count for each.
+    def _demands(self) -> dict[str, Demand]:
+        """Returns the rows that each project has and wants, in the order of their oldest waiting job; nothing while no
+        project waits. A job that ended midway leaves the queue."""
+        with self._changed:
+            self._waiting = deque(job for job in self._waiting if not job.future.done())
+            waiting = list(self._waiting)
+        aside = self._batch.aside
+        if not (waiting or aside):
+            return {}
+        running, wanted, weights = Counter[str](), Counter[str](), dict[str, float]()
+        for handle, count in [(row.job.handle, 1) for row in aside] + [(job.handle, job.unstarted) for job in waiting]:
+            wanted[handle.project] += count
+            weights[handle.project] = handle.weight
+        for row in self._batch.live:
+            running[row.job.handle.project] += 1
+            weights.setdefault(row.job.handle.project, row.job.handle.weight)
+        return {project: Demand(weights[project], running[project], wanted[project]) for project in weights}
 
-        A job with more samples than free rows stays at the head; its prompt runs again when rows are free.
+    def _next(self, granted: Counter[str]) -> list[tuple[Job, int]]:
+        """Returns jobs that share a pass over their prompts, the oldest first, with a sample count for each: as many
+        rows of each project as are granted.
+
+        A job with more samples than that stays in the queue; its prompt runs again when rows are free.
         """
-        free = self._max_batch - self._batch.live
         starting: list[tuple[Job, int]] = []
         with self._changed:
-            while free and self._waiting and fits([job for job, _ in starting], self._waiting[0]):
-                job = self._waiting[0]
-                count = min(free, job.unstarted)
-                if not job.future.done():  # a job that failed midway leaves the rest of its samples here
-                    starting.append((job, count))
-                    free -= count
-                    if count < job.unstarted:
-                        break
-                self._waiting.popleft()
+            for job in list(self._waiting):
+                project = job.handle.project
+                count = min(granted[project], job.unstarted)
+                if not count:
+                    continue
+                if not fits([one for one, _ in starting], job):
+                    break
+                starting.append((job, count))
+                granted[project] -= count
+                if count == job.unstarted:
+                    self._waiting.remove(job)
         return sorted(starting, key=lambda entry: entry[0].adapter_id)
 
     def _start(self, starting: list[tuple[Job, int]]) -> None:

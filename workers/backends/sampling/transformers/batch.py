@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, InvalidStateError
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -14,36 +13,29 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from app.domain.records import BaseModelInfo
-from app.domain.sampling import SampledSequence, SampleOutput, SampleRequest, TokenLogprobs
-from app.errors import OpError, ServerOpError
-from workers.backends.sampling import token_sampler
-from workers.backends.sampling.base import Aborted, RequestHandle, check_finite, sample_seed, token_limit
 from workers.backends.sampling.token_sampler import PromptScorer, TokenSampler, top_logprobs
 from workers.backends.sampling.transformers import kv_cache
-from workers.backends.sampling.vocabulary import StopText, Vocabulary
+from workers.backends.sampling.transformers.jobs import Job, Row, Top
 from workers.models import images, lora, routers
-from workers.models.images import ImageReader, Picture
 from workers.models.lora import Adapter
 
 # Padded tokens in one pass. Scoring needs the logits of its tokens: 256 of a 150k vocabulary are 150 MB of float32.
 PASS_TOKENS = 2048
 SCORED_PASS_TOKENS = 256
 
-Top = tuple[np.ndarray, np.ndarray]
-"""The most likely tokens int32 [k] at a position, and their logprobs float32 [k]."""
-
 
 class RunningBatch:
     """Rows sorted by adapter, so that each adapter is one segment, over one right-aligned cache.
 
-    Ended rows stay as idle rows until a quarter of all rows are idle: dropping a row copies the full cache.
+    Ended rows stay as idle rows until a quarter of all rows are idle: dropping a row copies the full cache. A row that
+    is set aside keeps its tokens and its columns of the cache, and goes on later as if nothing had happened.
     """
 
     def __init__(self, model: Any, device: torch.device) -> None:
         self._model = model
         self._device = device
         self._rows: list[Row] = []
+        self._aside: dict[Row, Cache] = {}
         self._width: int
         self._cache: Cache
         self._starts: Tensor
@@ -52,8 +44,15 @@ class RunningBatch:
         self._segments: lora.Segments
 
     @property
-    def live(self) -> int:
-        return sum(row.live for row in self._rows)
+    def live(self) -> list[Row]:
+        """The rows that get another token at the next step."""
+        return [row for row in self._rows if row.live]
+
+    @property
+    def aside(self) -> list[Row]:
+        """The rows that are set aside, the longest first."""
+        self._aside = {row: cache for row, cache in self._aside.items() if row.live}
+        return list(self._aside)
 
     def add(self, starting: Sequence[tuple[Job, int]], prefilled: Prefilled) -> None:
         """Samples the first token of starting[i][1] new samples of each prefilled job. Unfinished samples join the
@@ -65,10 +64,31 @@ class RunningBatch:
         push(rows_sampled, TokenSampler([row.job.request for row in rows_sampled], self._device), logits)
         self._compose([(prefilled.cache, place, row) for place, row in rows if row.live])
 
+    def set_aside(self, counts: Mapping[str, int]) -> None:
+        """Sets aside so many rows of each project, those with the fewest tokens."""
+        places = {row: place for place, row in enumerate(self._rows)}
+        for project, count in counts.items():
+            rows = [row for row in self.live if row.job.handle.project == project]
+            for row in sorted(rows, key=lambda row: len(row.tokens))[:count]:
+                self._aside[row] = kv_cache.arrange([kv_cache.Part(self._cache, [places[row]], [0])], row.cached)
+        self._compose([])
+
+    def resume(self, counts: Mapping[str, int]) -> Counter[str]:
+        """Takes up to so many rows of each project back into the batch. Returns their numbers."""
+        resumed, back = Counter[str](), []
+        for row in self.aside:
+            project = row.job.handle.project
+            if resumed[project] < counts.get(project, 0):
+                resumed[project] += 1
+                back.append((self._aside.pop(row), 0, row))
+        if back:
+            self._compose(back)
+        return resumed
+
     @property
     def occupied(self) -> bool:
         """True if there are rows, of which some or all may have ended."""
-        return bool(self._rows)
+        return bool(self._rows or self._aside)
 
     def step(self) -> None:
         """Adds one more token to every row. Drops the rows when none is live."""
@@ -90,12 +110,13 @@ class RunningBatch:
             for row, (route,) in zip(self._rows, recorder.take(len(self._rows)), strict=True):
                 row.routes.append(route)
         push(self._rows, self._token_sampler, logits)
-        if self.live <= 0.75 * len(self._rows):
+        if len(self.live) <= 0.75 * len(self._rows):
             self._compose([])
 
     def _compose(self, new: list[tuple[Cache, int, Row]]) -> None:
         """Puts the live rows and new ones, each with its place in a cache, into a fresh cache without idle columns."""
-        taken = [(self._cache, place, row) for place, row in enumerate(self._rows) if row.live] + new
+        kept = [(place, row) for place, row in enumerate(self._rows) if row.live and row not in self._aside]
+        taken = [(self._cache, place, row) for place, row in kept] + new
         taken.sort(key=lambda entry: entry[2].job.adapter_id)
         self._rows = [row for _, _, row in taken]
         if not taken:
@@ -219,144 +240,6 @@ def _pad(prompts: Sequence[np.ndarray], device: torch.device) -> tuple[Tensor, l
     for row, prompt in zip(tokens, prompts, strict=True):
         row[width - len(prompt) :] = prompt
     return torch.from_numpy(tokens).to(device), [width - len(prompt) for prompt in prompts]
-
-
-@dataclass(slots=True, eq=False)
-class Job:
-    """A request with its adapter, and the future that its caller waits on. `started` counts samples that got a row.
-
-    scores: the PromptScorer's result, float32 [n]. `reader` reads the images of the prompt. `shift`: the number that is
-    added to the indices of its samples' tokens for their positions, because an image's tokens share positions.
-    With a `recorder`, `prompt_routes` are as in SampleOutput.
-    """
-
-    request: SampleRequest
-    adapter_id: str
-    adapter: Adapter | None
-    info: BaseModelInfo
-    vocabulary: Vocabulary
-    handle: RequestHandle = field(default_factory=RequestHandle)
-    reader: ImageReader | None = None
-    shift: int = 0
-    recorder: routers.Recorder | None = None
-    future: Future[SampleOutput] = field(default_factory=Future)
-    started: int = 0
-    scores: np.ndarray | None = None
-    prompt_routes: np.ndarray | None = None
-    _finished: dict[int, SampledSequence] = field(default_factory=dict)
-
-    @property
-    def wants_scores(self) -> bool:
-        return self.scores is None and token_sampler.wanted(self.request)
-
-    def see(self) -> Picture | None:
-        """Returns the images of the prompt, None without any, and notes the shift. Only a prompt that runs has its
-        pixels in memory."""
-        if self.reader is None or not self.request.images:
-            return None
-        picture = self.reader.picture([(len(self.request.prompt), self.request.images)])
-        self.shift = picture.shift if picture else 0
-        return picture
-
-    @property
-    def unstarted(self) -> int:
-        return self.request.num_samples - self.started
-
-    def start(self, count: int) -> list[Row]:
-        """Returns rows for the next `count` samples; none when their set-up fails, which fails the job alone."""
-        try:
-            rows = [Row(self, index) for index in range(self.started, self.started + count)]
-        except Exception as error:
-            self.fail(error)
-            return []
-        self.started += count
-        return rows
-
-    def finish(self, index: int, sequence: SampledSequence) -> None:
-        self._finished[index] = sequence
-        if self.handle.on_end is not None:
-            self.handle.on_end()
-        if len(self._finished) == self.request.num_samples:
-            sequences = [self._finished[i] for i in range(self.request.num_samples)]
-            with suppress(InvalidStateError):
-                output = token_sampler.output(self.request, sequences, self.scores)
-                self.future.set_result(replace(output, prompt_routes=self.prompt_routes))
-
-    def fail(self, error: BaseException) -> None:
-        """Fails the job, unless it has ended. Callable from any thread; its rows are idle from then on."""
-        known = isinstance(error, OpError | Aborted)
-        with suppress(InvalidStateError):
-            self.future.set_exception(error if known else ServerOpError(f"sampling failed: {error!r}"))
-
-
-class Row:
-    """One sample in progress."""
-
-    def __init__(self, job: Job, index: int) -> None:
-        request = job.request
-        self.job = job
-        self.tokens: list[int] = []
-        self.routes: list[np.ndarray] = []
-        self._logprobs: list[float] = []
-        self._top: list[Top] = []
-        self._index = index
-        self._limit = token_limit(request, job.info)
-        self._uniforms = np.random.default_rng(sample_seed(request.seed, index)).random(self._limit)
-        ends = frozenset() if request.ignore_eos else job.vocabulary.end_tokens
-        self._end_tokens = ends.union(request.stop_tokens)
-        self._stop_text = (
-            StopText(job.vocabulary.tokenizer, request.prompt.tolist(), request.stop_strings)
-            if request.stop_strings
-            else None
-        )
-        self._ended = False
-
-    @property
-    def live(self) -> bool:
-        return not self._ended and not self.job.future.done()
-
-    @property
-    def cached(self) -> int:
-        """Number of its columns in the cache: all but its newest token."""
-        return len(self.job.request.prompt) + len(self.tokens) - 1
-
-    def uniform(self) -> float:
-        """Returns the random number in [0, 1) for sampling the next token."""
-        return float(self._uniforms[len(self.tokens)]) if self.live else 0.0
-
-    def push(self, token: int, logprob: float, top: Top | None = None) -> None:
-        """Adds the next token, and the likeliest ones if asked for. An error fails the row's own job alone."""
-        try:
-            self._push(token, logprob, top)
-        except Exception as error:
-            self.job.fail(error)
-
-    def _push(self, token: int, logprob: float, top: Top | None) -> None:
-        check_finite(logprob)
-        self.tokens.append(token)
-        self._logprobs.append(logprob)
-        if top is not None:
-            self._top.append(top)
-        handle = self.job.handle
-        handle.tokens_used += 1
-        if handle.on_tokens is not None:
-            handle.on_tokens(self._index, [token], [logprob])
-        stopped = token in self._end_tokens or (self._stop_text is not None and self._stop_text.completes(token))
-        if stopped or len(self.tokens) == self._limit:
-            self._ended = True
-            tokens, logprobs = np.array(self.tokens, np.int32), np.array(self._logprobs, np.float32)
-            sequence = SampledSequence(tokens, logprobs, stopped, self._all_top(), self._all_routes())
-            self.job.finish(self._index, sequence)
-
-    def _all_top(self) -> TokenLogprobs | None:
-        if not self._top:
-            return None
-        ids, logprobs = zip(*self._top, strict=True)
-        return TokenLogprobs(np.array(ids, np.int32), np.array(logprobs, np.float32))
-
-    def _all_routes(self) -> np.ndarray | None:
-        none = self.job.prompt_routes
-        return None if none is None else np.concatenate([none[:0], *(route[None] for route in self.routes)])
 
 
 def segments(jobs: Sequence[Job]) -> list[tuple[Adapter | None, int]]:

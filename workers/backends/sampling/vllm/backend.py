@@ -27,6 +27,7 @@ from workers.backends.sampling.vllm import patches
 from workers.backends.sampling.vllm import requests as vllm_requests
 from workers.backends.sampling.vllm.engine import EngineThread
 from workers.backends.sampling.vllm.requests import Sample, may_read_cache
+from workers.backends.sampling.vllm.slots import SequenceSlots
 from workers.models import base_model, experts, full_weights, lora, peft_files
 
 
@@ -38,6 +39,7 @@ class VllmSampler:
     def __init__(self, settings: BaseModelSettings, *, full: bool = False) -> None:
         self._settings, self._full = settings, full
         self._request_numbers = count(1)
+        self._slots = SequenceSlots(settings.sampler.max_batch)
 
     def open(self) -> BaseModelInfo:
         if self._settings.router_replay:
@@ -150,12 +152,13 @@ class VllmSampler:
 
         async def generate(engine: Any, name: str, params: Any, sample: Sample) -> None:
             prompt = {"prompt_token_ids": request.prompt.tolist()}
-            if handle.aborted:
-                return
-            async for result in engine.generate(prompt, params, name, lora_request=adapter):
-                handle.tokens_used += len(result.outputs[0].token_ids)
-                if not handle.aborted:
-                    sample.add(result)
+            async with self._slots.slot(handle):
+                if handle.aborted:
+                    return
+                async for result in engine.generate(prompt, params, name, lora_request=adapter):
+                    handle.tokens_used += len(result.outputs[0].token_ids)
+                    if not handle.aborted:
+                        sample.add(result)
             if handle.on_end is not None:
                 handle.on_end()
 

@@ -21,6 +21,7 @@ from app.errors import ServerOpError, SetupError, UnservableModel
 from app.settings import BaseModelSettings
 from workers.backends.failures import StallDetector
 from workers.backends.sampling.base import Aborted, RequestHandle
+from workers.backends.sampling.vllm.slots import with_reserve
 from workers.backends.sampling.vllm.worker import SAMPLER_PID_VARIABLE, Extension
 from workers.models import coverage
 from workers.models.base_model import local_path
@@ -294,7 +295,7 @@ def engine_args(settings: BaseModelSettings, max_context: int, dtype: str, *, fu
         "tokenizer": local_path(settings.tokenizer or settings.path),
         "dtype": dtype,
         "max_model_len": max_context,
-        "max_num_seqs": sampler.max_batch,
+        "max_num_seqs": with_reserve(sampler.max_batch),
         "tensor_parallel_size": sampler.tensor_parallel,
         "enforce_eager": not on_gpu,  # compiling for the CPU takes 80 s and gains little
         "logprobs_mode": "raw_logprobs",

@@ -171,12 +171,12 @@ def test_the_rows_of_an_aborted_request_are_dropped_though_nobody_comes_behind_i
 
 
 def test_a_job_whose_rows_cannot_be_set_up_fails_alone(sampler, monkeypatch):
-    from workers.backends.sampling.transformers import batch
+    from workers.backends.sampling.transformers import jobs
 
     def refuse(*_args: object) -> None:
         raise RuntimeError("no stream")
 
-    monkeypatch.setattr(batch, "StopText", refuse)
+    monkeypatch.setattr(jobs, "StopText", refuse)
     with pytest.raises(ServerOpError, match="no stream"):
         sampler.sample(None, ask(1, 2, stop_strings=("x",)))
     assert len(sampler.sample(None, ask(1, 2)).sequences[0].tokens) == 6

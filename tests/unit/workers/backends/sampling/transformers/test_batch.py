@@ -13,7 +13,7 @@ from tests.models import byte_tokenizer, tiny_qwen3
 from tests.parity import architectures
 from workers.backends.sampling import vocabulary
 from workers.backends.sampling.transformers import batch
-from workers.backends.sampling.transformers.batch import Job
+from workers.backends.sampling.transformers.jobs import Job
 from workers.models import base_model, lora, routers
 
 LENGTHS = (5, 60, 2, 33)
