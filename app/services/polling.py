@@ -17,7 +17,7 @@ from app import ids
 from app.domain.accounts import Caller
 from app.domain.records import Loss, Model, Sampler
 from app.domain.results import Result
-from app.errors import BadRequest, NotFound, TooManyRequests
+from app.errors import BadRequest, NotFound, TooManyRequests, Unavailable
 from app.services.tenants.access import Owned, check_role, load_owned, load_readable
 from app.settings import ApiSettings
 from app.stores.redis.client import Waiter, is_outage
@@ -179,7 +179,8 @@ class LongPollLimiter:
     def hold(self, project: str) -> Iterator[float]:
         """The seconds that the project's poll in this block may wait.
 
-        While Redis is away the poll is still held for a moment, because the SDK polls again at once after a 5xx.
+        While Redis or the object store is away the poll is still held for a moment, because the SDK polls again at once
+        after a 5xx.
         """
         with self._lock:
             self._open[project] += 1
@@ -187,8 +188,8 @@ class LongPollLimiter:
         HELD_POLLS.inc()
         try:
             yield seconds
-        except redis.RedisError as error:
-            if is_outage(error):
+        except (redis.RedisError, Unavailable) as error:
+            if isinstance(error, Unavailable) or is_outage(error):
                 time.sleep(min(seconds, _SHORT_HOLD_S))
             raise
         finally:

@@ -216,7 +216,8 @@ class RedisFutures:
 
         If the project is also in `onlookers`, its result is not noted as read, so that it does not expire earlier.
         Raises NotFound for an unknown and for a foreign id (with the same text), Gone for an expired one, and
-        Unavailable while its result is in an object store that is away.
+        Unavailable while its result is in an object store that is away. That store is also away if it lacks the result,
+        since a folder that is not mounted is empty: a client that got Gone would never ask again.
         """
         found = read_hash(self._redis, keys.future(request_id))
         if b"state" not in found:
@@ -236,7 +237,7 @@ class RedisFutures:
         try:
             body = self._payloads.read(spilled.decode()) if spilled else found[b"body"]
         except NotFound:
-            raise Gone("the result was lost with its object in the object store") from None
+            raise Unavailable("the object store does not have the result: is its folder mounted and shared?") from None
         return Result(body, found[b"type"].decode(), found[b"state"] == b"failed")
 
     def _note_read(self, request_id: str, kind: str, size: int) -> None:

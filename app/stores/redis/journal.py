@@ -193,7 +193,8 @@ class RedisOpLog(RedisFutures):
         return int(found[0]), bool(found[1])
 
     def end_restore(self, lease: Lease, *, restored: bool = False, broke: bool = False) -> None:
-        """Notes that this worker survived the restore of a model, which it `restored` or which `broke` the backend."""
+        """Notes that this worker survived the restore of a model, which it `restored` or which `broke` the backend, so
+        that this worker ends itself."""
         self._run("end_restore", lease.model_id, lease.worker, int(restored), int(broke))
 
     def entry(self, model_id: str, seq: int) -> Entry | None:
@@ -263,7 +264,7 @@ class RedisOpLog(RedisFutures):
 
     def take_calls(self, seconds: float) -> None:
         """Notes that an API process accepts calls, for so long from now."""
-        self._redis.set(keys.TAKING_CALLS, "", px=int(seconds * 1000))
+        self._run("take_calls", int(seconds * 1000))
 
     def takes_calls(self) -> bool:
         """True if any API process accepts calls."""
@@ -271,7 +272,7 @@ class RedisOpLog(RedisFutures):
 
     def take_none(self, reason: str, seconds: float) -> None:
         """Has new calls refused for this reason, for so long from now."""
-        self._redis.set(keys.SHORTAGE, reason, px=int(seconds * 1000))
+        self._run("take_none", reason, int(seconds * 1000))
 
     def calls_taken_s(self) -> float:
         """The seconds for which calls have been taken without a break, by the state server's clock. Call it every few

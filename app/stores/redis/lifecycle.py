@@ -157,7 +157,7 @@ class RedisLifecycle:
         for gone in _slices(sorted(marked - current)):
             self._redis.zrem(keys.ORPHANS, *gone)
         for new in _slices(sorted(current - marked)):
-            self._redis.zadd(keys.ORPHANS, dict.fromkeys(new, now))
+            self._run("mark_orphans", now, *new)
         found = self._redis.zrangebyscore(keys.ORPHANS, "-inf", now - self._orphan_ms)
         return [mark.decode() for mark in cast(list[bytes], found)]
 

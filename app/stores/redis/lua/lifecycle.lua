@@ -40,6 +40,11 @@ if passed < 0 or passed > UNSEEN_MS or redis.call('EXISTS', 'tinsmith:taking_cal
 redis.call('HSET', key, 'since', since, 'seen', now)
 return now - since
 
+-- script: take_calls flags=allow-oom
+-- Note that an API process accepts calls. Without memory for the note, no session would expire. ARGV: ms. Returns 1.
+redis.call('SET', 'tinsmith:taking_calls', '', 'PX', ARGV[1])
+return 1
+
 -- script: heartbeat flags=allow-oom
 -- needs: hear, now_ms
 -- Note a heartbeat of a session's client. ARGV: session id. Returns 0.
@@ -206,6 +211,11 @@ for _, seq in ipairs(seqs) do
 end
 if #seqs == tonumber(ARGV[3]) then found[#found + 1] = '>' .. seqs[#seqs] end
 return found
+
+-- script: mark_orphans flags=allow-oom
+-- Note when objects were first found without a reference; the first note stays. ARGV: ms, marks... Returns 0.
+for i = 2, #ARGV do redis.call('ZADD', 'tinsmith:orphans', 'NX', ARGV[1], ARGV[i]) end
+return 0
 
 -- script: end_sampler flags=allow-oom
 -- needs: home, is_retired

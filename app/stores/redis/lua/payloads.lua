@@ -96,6 +96,11 @@ for _, key in ipairs(redis.call('ZRANGEBYSCORE', 'tinsmith:spilling', '-inf', no
 end
 return redis.call('SRANDMEMBER', 'tinsmith:spill_garbage', ARGV[2])
 
+-- script: take_none flags=allow-oom
+-- Have new calls refused. ARGV: the reason, ms. Returns 1.
+redis.call('SET', 'tinsmith:shortage', ARGV[1], 'PX', ARGV[2])
+return 1
+
 -- script: room flags=allow-oom
 -- needs: no_room
 -- Returns the reason why no call is admitted now, or ''.

@@ -13,7 +13,7 @@ import redis
 from app.domain.accounts import Caller, Role
 from app.domain.records import Sampler
 from app.domain.results import Result
-from app.errors import NotFound, TooManyRequests, Unauthorized
+from app.errors import NotFound, TooManyRequests, Unauthorized, Unavailable
 from app.services.polling import BatchPollService, FutureFinder, LongPollLimiter, PollService, check_request_id
 from app.settings import ApiSettings
 from app.stores.redis.records import dump
@@ -99,12 +99,13 @@ OUTAGES = [
     redis.ReadOnlyError("You can't write against a read only replica."),
     redis.OutOfMemoryError("command not allowed when used memory > 'maxmemory'."),
     redis.ResponseError("MISCONF Errors writing to the AOF file: No space left on device"),
+    Unavailable("the object store is away"),
 ]
 
 
 @pytest.mark.parametrize("outage", OUTAGES, ids=lambda outage: type(outage).__name__)
 def test_a_poll_in_an_outage_is_held_a_moment_since_the_sdk_asks_again_at_once(
-    waiter: RecordingWaiter, outage: redis.RedisError
+    waiter: RecordingWaiter, outage: Exception
 ) -> None:
     class AwayOpLog:
         def future(self, request_id: str, caller: Caller) -> Future:

@@ -156,9 +156,15 @@ def test_of_two_movers_one_wins_and_the_other_object_goes(
     assert oplog.future(request, {"me"}).result == LARGE
 
 
-def test_a_result_whose_object_was_lost_is_gone(oplog: RedisOpLog, spilling: PayloadSpilling, store: AwayStore):
+def test_a_result_that_the_store_lacks_may_be_back_later_and_is_no_410(
+    client: redis.Redis, oplog: RedisOpLog, spilling: PayloadSpilling, store: AwayStore, tmp_path: Path
+):
     [request] = committed(oplog)
     spilling.sweep()
-    store.delete(store.list("results/"))
-    with pytest.raises(Gone, match="lost"):
-        oplog.future(request, {"me"})
+    not_shared = RedisOpLog(client, SETTINGS, AwayStore(tmp_path / "another", "", ""))
+    with pytest.raises(Unavailable, match="mounted and shared"):
+        not_shared.future(request, {"me"})
+    assert oplog.future(request, {"me"}).result == LARGE
+    client.delete(keys.future(request))
+    with pytest.raises(Gone, match="expired"):
+        not_shared.future(request, {"me"})

@@ -6,9 +6,12 @@ import pytest
 import redis
 
 from app.errors import Unavailable
+from app.settings import EngineSettings
 from app.stores.redis import keys
 from app.stores.redis.journal import RedisOpLog
+from app.stores.redis.lifecycle import RedisLifecycle
 from app.stores.redis.records import RedisRecords
+from tests.servers import MAX_MEMORY
 from tests.unit.app.stores.redis.journal_steps import MODEL
 
 SAMPLE = "s:sample:0:1"
@@ -34,6 +37,20 @@ def test_no_new_call_is_admitted_while_a_disk_is_nearly_full(oplog: RedisOpLog, 
     assert admit(oplog, 0), "the call for which another one waits"
     client.delete(keys.SHORTAGE)
     assert admit(oplog, 3)
+
+
+def test_what_keeps_sessions_and_refusals_going_is_noted_in_a_full_memory(oplog: RedisOpLog, client: redis.Redis):
+    lifecycle = RedisLifecycle(client, EngineSettings(orphan_s=0.001))
+    client.config_set("maxmemory", 1)
+    try:
+        oplog.take_calls(600)
+        oplog.take_none("the disk is nearly full", 600)
+        lifecycle.overdue(["objects/a"])
+        assert client.zrange(keys.ORPHANS, 0, -1) == [b"objects/a"]
+        assert oplog.takes_calls()
+        assert client.get(keys.SHORTAGE) == b"the disk is nearly full"
+    finally:
+        client.config_set("maxmemory", MAX_MEMORY)
 
 
 def test_a_large_call_that_is_refused_is_not_written_to_disk(oplog: RedisOpLog, client: redis.Redis):
