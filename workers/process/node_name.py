@@ -21,30 +21,33 @@ from app.stores.redis.journal import RedisOpLog
 
 log = logging.getLogger(__name__)
 _LOOK_S = 0.5
+# A process that was asked to end is killed after 10 s. Its successor may start before.
+_ENDING_S = 12.0
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
-def claim(oplog: RedisOpLog, worker: str, queue: str, lease_s: float) -> None:
-    """Takes the name of the node for this process. Raises SetupError while another live worker has it.
+def claim(oplog: RedisOpLog, worker: str, queue: str, lease_s: float, ending_s: float = _ENDING_S) -> None:
+    """Takes the name of the node for this process. Raises SetupError if another live worker keeps it.
 
-    An ended process of this machine is replaced at once. Elsewhere, also in another container, a worker counts as live
-    until it has not been heard for a lease. While the state server is away nobody can be asked, and the worker starts.
+    An ended process of this machine is replaced at once, and one that is ending, within `ending_s`, as soon as it has
+    ended. Elsewhere, also in another container, a worker counts as live until it has not been heard for a lease. While
+    the state server is away nobody can be asked, and the worker starts.
     """
     try:
-        _claim(oplog, worker, queue, lease_s)
+        _claim(oplog, worker, queue, lease_s, ending_s)
     except redis.RedisError as error:
         log.warning("could not claim the name of this node: %s", error)
 
 
-def _claim(oplog: RedisOpLog, worker: str, queue: str, lease_s: float) -> None:
-    node, over, deadline = worker.rpartition("/")[0], "", time.monotonic() + 2 * lease_s
+def _claim(oplog: RedisOpLog, worker: str, queue: str, lease_s: float, ending_s: float) -> None:
+    node, over, began = worker.rpartition("/")[0], "", time.monotonic()
     mine = json.dumps({"worker": worker, "queue": queue, **_process(os.getpid())})
     while found := oplog.claim_node(node, worker, mine, over):
         holder = json.loads(found)
         is_here = holder["machine"] == _machine()
         if is_here and not _runs(holder):
             over = found
-        elif is_here or time.monotonic() > deadline:
+        elif time.monotonic() - began > (ending_s if is_here else 2 * lease_s):
             where = f"process {holder['pid']} on this machine" if is_here else "on another machine or in a container"
             raise SetupError(
                 f"another live worker on this state server has the name {node} ({where}): stop it, or give this one "

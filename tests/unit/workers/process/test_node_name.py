@@ -44,8 +44,19 @@ def test_a_live_worker_of_this_machine_keeps_its_name_and_the_refusal_names_its_
         claim_of(log, "a", node_name._process(other.pid))
         before = holder(client)
         with pytest.raises(SetupError, match=rf"{NODE} \(process {other.pid} on this machine\): stop it.*--name"):
-            node_name.claim(log, f"{NODE}/b", QUEUE, 3600.0)
+            node_name.claim(log, f"{NODE}/b", QUEUE, 3600.0, ending_s=0.1)
         assert holder(client) == before
+
+
+def test_a_process_of_this_machine_that_is_still_ending_is_waited_for(client: redis.Redis):
+    log = oplog(client)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+        claim_of(log, "a", node_name._process(other.pid))
+        ends = threading.Timer(0.6, other.communicate, [b"\n"])
+        ends.start()
+        node_name.claim(log, f"{NODE}/b", QUEUE, 3600.0, ending_s=60.0)
+        ends.join()
+    assert f"{NODE}/b" in holder(client)
 
 
 def test_an_ended_process_of_this_machine_is_replaced_although_its_lease_still_runs(client: redis.Redis):
