@@ -22,7 +22,11 @@ _GONE_S = 3600.0
 
 
 class DirectQueues:
-    """Forgets a node that was not heard for `gone_s`, as far as this leader knows, and deletes its queue."""
+    """Deletes the queue of a node that was not heard for `gone_s`, as far as this leader knows, and forgets the node.
+
+    It is forgotten last: a worker that takes the name later declares the queue itself. For one that came back before,
+    the queue is declared again. A queue without its bindings gets no messages.
+    """
 
     def __init__(self, oplog: RedisOpLog, celery: Celery, gone_s: float = _GONE_S) -> None:
         self._oplog, self._celery, self._gone_s = oplog, celery, gone_s
@@ -36,17 +40,21 @@ class DirectQueues:
         silent = self._oplog.silent_nodes().items()
         self._silent_since = {place: self._silent_since.get(place, now) for place in silent}
         for (node, claim), since in self._silent_since.items():
-            if now - since >= self._gone_s and self._oplog.forget_node(node, claim):
-                self._delete(direct_queue(json.loads(claim)["queue"], node))
+            if now - since >= self._gone_s:
+                self._remove(node, claim)
         self._next = now + min(_EVERY_S, self._gone_s)
 
-    def _delete(self, name: str) -> None:
+    def _remove(self, node: str, claim: str) -> None:
         """Deletes a queue with its bindings. kombu knows only the bindings that its own process declared."""
+        name = direct_queue(json.loads(claim)["queue"], node)
         try:
             with self._celery.connection_for_write() as connection:
                 queue = self._celery.amqp.queues.new_missing(name)(connection.default_channel)
                 queue.declare()
                 queue.delete()
+                if not self._oplog.forget_node(node, claim):
+                    queue.declare()
+                    return
         except (OperationalError, OSError) as error:
             log.warning("could not delete the queue %s: %s", name, error)
         else:

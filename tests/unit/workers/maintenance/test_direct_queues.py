@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -24,10 +25,23 @@ def celery(client: redis.Redis, valkey: str, tmp_path: Path) -> Celery:
     return celery_app(Settings(data_dir=tmp_path, redis=RedisSettings(url=valkey, broker_url=valkey)))
 
 
+class ReturningWorker(RedisOpLog):
+    """A journal beside which a worker comes back just before, or just after, its node is forgotten."""
+
+    before: Callable[[], object] = staticmethod(lambda: None)
+    after: Callable[[], object] = staticmethod(lambda: None)
+
+    def forget_node(self, node: str, claim: str) -> bool:
+        self.before()
+        forgotten = super().forget_node(node, claim)
+        self.after()
+        return forgotten
+
+
 @pytest.fixture
-def oplog(client: redis.Redis, celery: Celery) -> RedisOpLog:
+def oplog(client: redis.Redis, celery: Celery) -> ReturningWorker:
     """Two workers, one of which is not heard any more. A message waits in the direct queue of each."""
-    log = RedisOpLog(client, EngineSettings(lease_s=3600.0))
+    log = ReturningWorker(client, EngineSettings(lease_s=3600.0))
     for node in (GONE, LIVE):
         claim = json.dumps({"worker": f"{node}/boot", "queue": QUEUE})
         assert log.claim_node(node, f"{node}/boot", claim) == ""
@@ -57,6 +71,24 @@ def test_a_worker_that_is_away_for_a_while_keeps_its_queue(client: redis.Redis, 
     task._next = 0.0
     task.sweep()
     assert queues(client) == before
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_the_queue_of_a_worker_that_comes_back_meanwhile_keeps_its_bindings(
+    client: redis.Redis, oplog: ReturningWorker, celery: Celery, moment: str
+):
+    queue = direct_queue(QUEUE, GONE)
+
+    def comes_back() -> None:
+        claim = json.dumps({"worker": f"{GONE}/later", "queue": QUEUE})
+        assert oplog.claim_node(GONE, f"{GONE}/later", claim) == ""
+        with celery.connection_for_write() as connection:
+            celery.amqp.queues.new_missing(queue)(connection.default_channel).declare()
+
+    setattr(oplog, moment, comes_back)
+    DirectQueues(oplog, celery, gone_s=0).sweep()
+    assert client.exists(f"_kombu.binding.{queue}")
+    assert client.hexists("tinsmith:nodes", GONE)
 
 
 def test_a_worker_that_is_heard_again_is_not_forgotten(oplog: RedisOpLog):
