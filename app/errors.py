@@ -9,6 +9,7 @@
     │   │   └── LimitReached    403  a limit that does not pass by itself: something must be deleted or ended first
     │   ├── NotFound            404  missing, or somebody else's; the answer is the same for both
     │   │   └── RepoNotFound, RevisionNotFound, EntryNotFound  raised by the Hub's routes, named as the Hub does
+    │   ├── RequestTimeout      408  the body arrives too slowly
     │   ├── Gone                410  the caller's own, but expired or lost
     │   ├── TooLarge            413
     │   ├── Invalid             422  a field is missing or has the wrong type
@@ -84,6 +85,12 @@ class RevisionNotFound(NotFound):
 
 class EntryNotFound(NotFound):
     """The model is on this server, but it has no such file."""
+
+
+class RequestTimeout(RequestError):
+    """The request was not read to its end, because it arrives too slowly. The SDK sends it again."""
+
+    status = 408
 
 
 class Gone(RequestError):

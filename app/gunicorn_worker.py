@@ -8,6 +8,7 @@ gunicorn's own worker gives a thread to every connection that sends one byte, an
 from __future__ import annotations
 
 import contextlib
+import logging
 import re
 import selectors
 import socket
@@ -20,6 +21,9 @@ from typing import Any
 from gunicorn.http.unreader import SocketUnreader
 from gunicorn.workers.gthread import TConn, ThreadWorker
 
+from app.errors import RequestTimeout
+
+log = logging.getLogger(__name__)
 ARRIVING = 2048
 """Most connections whose request is still arriving. Above it, the address with the most of them loses its oldest."""
 ARRIVAL_S = 20.0
@@ -80,14 +84,16 @@ def _awaited(head: bytes) -> int:
 
 
 class TimedUnreader(SocketUnreader):  # type: ignore[misc]
-    """Reads a request from its first bytes and then from the socket. Raises TimeoutError once the body is too slow."""
+    """Reads a request from its first bytes and then from the socket. Raises RequestTimeout once the body is too slow:
+    an OSError would mean to the application that its client has gone."""
 
     _until: float | None = None
+    _received = 0
 
     def start(self, data: bytes) -> None:
         """Begins with the bytes that have arrived. The body's time begins when a thread first reads from the socket."""
         self.unread(data)
-        self._until = None
+        self._until, self._received = None, 0
 
     def chunk(self, size_hint: int | None = None) -> bytes:
         now = time.monotonic()
@@ -95,15 +101,27 @@ class TimedUnreader(SocketUnreader):  # type: ignore[misc]
             self._until = now + _BODY_S
         left = self._until - now
         if left <= 0:
-            raise TimeoutError("the request's body arrives too slowly")
+            raise self._too_slow()
         before = self.sock.gettimeout()
         self.sock.settimeout(left if before is None else min(left, before))
         try:
             data: bytes = super().chunk(size_hint)
+        except TimeoutError:
+            if before is not None and before < left:
+                raise
+            raise self._too_slow() from None
         finally:
             self.sock.settimeout(before)
         self._until += len(data) / _BODY_BYTES_PER_S
+        self._received += len(data)
         return data
+
+    def _too_slow(self) -> RequestTimeout:
+        log.info("a request's body arrived too slowly: %d bytes", self._received)
+        return RequestTimeout(
+            f"the request's body arrives too slowly: {self._received} bytes of it came, and after {_BODY_S:.0f} s it "
+            f"needs {_BODY_BYTES_PER_S // 1024} KiB/s; send smaller parts, or use a faster connection"
+        )
 
 
 class Worker(ThreadWorker):  # type: ignore[misc]
@@ -135,6 +153,15 @@ class Worker(ThreadWorker):  # type: ignore[misc]
         else:
             self._await(Arrival(conn, time.monotonic() + _LINGER_S, ends=True))
 
+    def handle_request(self, req: Any, conn: TConn) -> bool:
+        """Answers a request. A client that reads nothing of the answer loses its connection, with one line in the
+        log."""
+        try:
+            return bool(super().handle_request(req, conn))
+        except BlockingIOError:
+            log.info("a client read nothing of its response for %d s", _SEND_S)
+            return False
+
     def murder_pending(self) -> None:
         """Closes the connections whose time is over; gunicorn calls it after every event. A stopping worker also closes
         those that have sent nothing."""
@@ -148,7 +175,9 @@ class Worker(ThreadWorker):  # type: ignore[misc]
                     self._drop(arrival)
 
     def _keepalive_after(self, conn: TConn, keepalive: bool) -> bool:
-        return keepalive and bool(conn.parser.finish_body(deadline=time.monotonic() + _DRAIN_S))
+        with contextlib.suppress(RequestTimeout):
+            return keepalive and bool(conn.parser.finish_body(deadline=time.monotonic() + _DRAIN_S))
+        return False
 
     def _await(self, arrival: Arrival) -> None:
         if sum(map(len, self._arrivals.values())) >= ARRIVING:

@@ -7,12 +7,15 @@ import os
 import stat
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from app.errors import SetupError
 
 _LEFTOVERS_WAIT_S = 20.0
 _OTHERS = 0o077
+# Nobody else gets past a folder with neither of these.
+_ENTER = 0o011
 # The folders that workers make.
 _MADE_LATER = ("objects", "snapshots", "cache", "handover")
 
@@ -104,17 +107,25 @@ class DataFolder:
 
 
 def _make_private(folder: Path) -> None:
-    """Takes all permissions of other users. Raises SetupError where only another user can."""
-    mode = stat.S_IMODE(folder.stat().st_mode)
-    if not mode & _OTHERS:
+    """Takes all permissions of other users. Raises SetupError where that fails and other users can reach the folder.
+
+    Only its user may change a folder, and some mounts let nobody: CIFS ignores a chmod, and some FUSE refuse it.
+    """
+    if not _mode(folder) & _OTHERS:
         return
-    try:
-        folder.chmod(mode & ~_OTHERS)
-    except PermissionError:
+    with suppress(OSError):
+        folder.chmod(_mode(folder) & ~_OTHERS)
+    if _mode(folder) & _OTHERS and all(_mode(parent) & _ENTER for parent in folder.parents):
         raise SetupError(
-            f"other users can read {folder} (mode {mode:o}), which holds training data and belongs to user "
-            f"{folder.stat().st_uid}: run `chmod 700 {folder}` as that user, or choose another folder with --data-dir"
-        ) from None
+            f"other users can read {folder} (mode {_mode(folder):o}), which holds training data and belongs to user "
+            f"{folder.stat().st_uid}: run `chmod 700 {folder}` as that user. Where the file system has no permissions, "
+            "mount it with dir_mode=0700,file_mode=0600 (CIFS) or umask=077 (FUSE), or below a folder of mode 700. Or "
+            "choose another folder with --data-dir"
+        )
+
+
+def _mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
 
 
 def write_private(path: Path, text: str) -> None:

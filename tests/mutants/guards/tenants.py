@@ -45,6 +45,20 @@ MUTANTS = (
         f"{_SLOW}::test_a_body_that_stalls_ends_and_one_that_keeps_its_rate_goes_on",
     ),
     Mutant(
+        "slow clients: a slow body is no client that has gone",
+        "app/gunicorn_worker.py",
+        "            raise self._too_slow() from None\n",
+        "            raise\n",
+        f"{_SLOW}::test_a_body_that_stalls_is_a_408_with_the_reason_and_one_line_in_the_log",
+    ),
+    Mutant(
+        "slow clients: a response that nobody reads",
+        "app/gunicorn_worker.py",
+        "            return bool(super().handle_request(req, conn))\n        except BlockingIOError:",
+        "            return bool(super().handle_request(req, conn))\n        except ZeroDivisionError:",
+        f"{_SLOW}::test_a_response_that_nobody_reads_is_one_line_in_the_log",
+    ),
+    Mutant(
         "slow clients: the cap of connections that are arriving",
         "app/gunicorn_worker.py",
         ">= ARRIVING:",
@@ -284,7 +298,7 @@ MUTANTS = (
     Mutant(
         "data folder: one that an earlier version made",
         "app/stack/data_folder.py",
-        "folder.chmod(mode & ~_OTHERS)",
+        "folder.chmod(_mode(folder) & ~_OTHERS)",
         "pass",
         "tests/processes/app/stack/test_data_folder.py"
         "::test_no_other_user_reads_the_folder_and_an_earlier_versions_is_made_private",

@@ -9,10 +9,14 @@ import socket
 from collections.abc import Iterator
 
 import pytest
+from flask import Flask, request
 from gunicorn.config import Config
+from gunicorn.glogging import Logger
 from gunicorn.workers.gthread import TConn, ThreadWorker
 
 from app import gunicorn_worker
+from app.api import errors
+from app.errors import RequestTimeout
 from app.gunicorn_worker import Arrival, TimedUnreader, Worker
 
 HEAD = b"POST / HTTP/1.1\r\nHost: a\r\n"
@@ -125,8 +129,57 @@ def test_a_body_that_stalls_ends_and_one_that_keeps_its_rate_goes_on(
             received += len(unreader.chunk(65536 - received))
         now[0] += 1
     now[0] += 31
-    with pytest.raises(TimeoutError, match="too slowly"):
+    with pytest.raises(RequestTimeout, match="too slowly: 3932160 bytes of it came, and after 30 s it needs 64 KiB/s"):
         unreader.chunk()
+
+
+@pytest.mark.parametrize("framing", [LARGE + b"\r\n", b"Transfer-Encoding: chunked\r\n\r\n9\r\n"])
+def test_a_body_that_stalls_is_a_408_with_the_reason_and_one_line_in_the_log(
+    worker: Worker,
+    pair: tuple[socket.socket, socket.socket],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    framing: bytes,
+) -> None:
+    monkeypatch.setattr(gunicorn_worker, "_BODY_S", 0.1)
+    app = Flask(__name__)
+    errors.register(app)
+    app.post("/")(lambda: request.get_data())
+    answer = _answer(worker, app, pair, HEAD + KEY + framing + b"abc", caplog)
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert b"the request's body arrives too slowly: 0 bytes of it came" in answer
+    assert [record.getMessage() for record in caplog.records] == ["a request's body arrived too slowly: 0 bytes"]
+
+
+def test_a_response_that_nobody_reads_is_one_line_in_the_log(
+    worker: Worker,
+    pair: tuple[socket.socket, socket.socket],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(gunicorn_worker, "_SEND_S", 1)
+    app = Flask(__name__)
+    app.get("/")(lambda: b"a" * 2**24)
+    _answer(worker, app, pair, b"GET / HTTP/1.1\r\nHost: a\r\n\r\n", caplog)
+    assert [(record.levelname, record.exc_info) for record in caplog.records] == [("INFO", None)]
+    assert "read nothing of its response" in caplog.text
+
+
+def _answer(
+    worker: Worker, app: Flask, pair: tuple[socket.socket, socket.socket], sent: bytes, caplog: pytest.LogCaptureFixture
+) -> bytes:
+    """The first bytes that the worker sends for a request which one of its threads handles."""
+    worker.wsgi, worker.log = app, Logger(Config())
+    worker.log.error_log = logging.getLogger()
+    conn = TConn(Config(), pair[0], ("1.2.3.4", 5), ("1.1.1.1", 80))
+    given: list[TConn] = []
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(ThreadWorker, "enqueue_req", lambda self, conn: given.append(conn))
+        pair[1].sendall(sent)
+        worker.enqueue_req(conn)
+    with caplog.at_level(logging.INFO):
+        assert [worker.handle(each) for each in given] == [False]
+    return pair[1].recv(2**16)
 
 
 def test_above_the_cap_the_address_with_the_most_arrivals_loses_its_oldest(

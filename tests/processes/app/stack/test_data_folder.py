@@ -5,8 +5,10 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 
@@ -76,15 +78,35 @@ def test_a_folder_that_was_there_for_something_else_keeps_its_own_permissions(tm
     assert {mode(tmp_path / name) for name in ("run", "logs", "valkey", "models")} == {0o700}
 
 
-def test_a_folder_that_only_another_user_can_make_private_is_named_with_the_remedy(tmp_path, monkeypatch):
-    def refuse(path, mode):
-        raise PermissionError(1, "Operation not permitted")
+def refuses(path, mode):
+    raise PermissionError(1, "Operation not permitted")
 
-    (tmp_path / "logs").mkdir()
-    (tmp_path / "logs").chmod(0o755)
-    monkeypatch.setattr("pathlib.Path.chmod", refuse)
-    with pytest.raises(SetupError, match=r"logs \(mode 755\), which holds training data .*: run `chmod 700 .*/logs`"):
-        DataFolder(tmp_path)
+
+def does_not_support(path, mode):
+    raise OSError(95, "Operation not supported")
+
+
+def ignores(path, mode):
+    """A CIFS mount without cifsacl takes a chmod and does nothing."""
+
+
+@pytest.mark.parametrize("chmod", [refuses, does_not_support, ignores])
+def test_a_folder_that_cannot_be_made_private_is_named_with_the_remedy_unless_nobody_else_reaches_it(
+    monkeypatch, chmod
+):
+    """Everybody may enter /tmp, unlike pytest's own folders."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as parent:
+        root = Path(parent, "data")
+        DataFolder(root).close()
+        root.chmod(0o755)
+        with monkeypatch.context() as mount:
+            mount.setattr("pathlib.Path.chmod", chmod)
+            DataFolder(root).close()
+        Path(parent).chmod(0o711)
+        monkeypatch.setattr("pathlib.Path.chmod", chmod)
+        remedy = r"data \(mode 755\), which holds training data .*: run `chmod 700 .*/data`.*file_mode=0600 \(CIFS\)"
+        with pytest.raises(SetupError, match=remedy):
+            DataFolder(root)
 
 
 def mode(path) -> int:
