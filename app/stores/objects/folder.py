@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import stat
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -32,11 +33,12 @@ _TRIES = 20
 
 
 class FolderStore:
-    """An ObjectStore under `root`. Raises Unavailable for a key that is a folder of another key, and for a file with
-    which less than `least_free` bytes of the disk would be free.
+    """An ObjectStore under `root`. Raises Unavailable for a key that is a folder of another key, for a file with which
+    less than `least_free` bytes of the disk would be free, and in place of NotFound while `root` is not mounted.
 
     A write goes to `root/.unfinished` first. The file is then linked into place, which is atomic and fails when the
-    key exists.
+    key exists. Files are their user's alone, unless others may write to `root`: these share the store, and get the
+    permissions that they have there.
     Raises SetupError when `root` cannot be written.
     """
 
@@ -46,7 +48,9 @@ class FolderStore:
         self._disk = Disk("the object store", self._root, least_free)
         self._signer = UrlSigner(url_secret, public_url)
         try:
-            self._unfinished.mkdir(parents=True, exist_ok=True)
+            self._root.mkdir(parents=True, exist_ok=True)
+            self._shared = _shared(self._root)
+            self._make_folder(self._unfinished)
             with temporary_file(self._unfinished):
                 pass
         except OSError as error:
@@ -63,8 +67,7 @@ class FolderStore:
             if target.exists():
                 return False
             with temporary_file(self._unfinished) as (file, temporary), _reader(source) as data:
-                self._disk.copy(data, file)
-                flush(file)
+                self._write(data, file)
                 return self._link(temporary, target)
 
     def get(self, key: str, target: Path, most_bytes: int | None = None) -> None:
@@ -82,14 +85,16 @@ class FolderStore:
         found, place = self._path(source), self._path(target)
         with self._outages():
             if not found.is_file():
-                raise NotFound(f"object {source!r} does not exist")
+                raise self._absence(source)
             self._link(found, place)
 
     def list(self, prefix: str) -> list[str]:
         """Keys that start with `prefix`, sorted."""
         folder = self._root / check_prefix(prefix).rpartition("/")[0]
         keys = (path.relative_to(self._root).as_posix() for path in _files(folder))
-        return sorted(key for key in keys if key.startswith(prefix))
+        found = sorted(key for key in keys if key.startswith(prefix))
+        self._check_mounted()
+        return found
 
     def delete(self, keys: Iterable[str]) -> None:
         """Deletes objects. A missing key is no error.
@@ -101,6 +106,7 @@ class FolderStore:
             with self._outages():
                 path.unlink(missing_ok=True)
             self._remove_empty(path.parent)
+        self._check_mounted()
 
     def size(self, key: str) -> int:
         """The bytes of an object. Raises NotFound."""
@@ -132,8 +138,7 @@ class FolderStore:
         with self._outages():
             self._make_folder(target.parent)
             with temporary_file(self._unfinished) as (file, temporary):
-                self._disk.copy(data, file)
-                flush(file)
+                self._write(data, file)
                 temporary.replace(target)
             flush_folder(target.parent)
 
@@ -142,8 +147,14 @@ class FolderStore:
         self._signer.check(_route(key), expires, signature)
         path = self._path(key)
         if not path.is_file():
-            raise NotFound(f"object {key!r} does not exist")
+            raise self._absence(key)
         return path
+
+    def _write(self, data: IO[bytes], file: BinaryIO) -> None:
+        self._disk.copy(data, file)
+        if self._shared:
+            os.fchmod(file.fileno(), 0o600 | self._shared & 0o066)
+        flush(file)
 
     def _path(self, key: str) -> Path:
         return self._root / check_key(key)
@@ -168,6 +179,8 @@ class FolderStore:
         # If a file has this name, the later link fails. FileExistsError must only mean that the key exists.
         with suppress(FileExistsError):
             folder.mkdir()
+            if self._shared:
+                folder.chmod(_mode(folder) | self._shared)
         flush_folder(folder.parent)
 
     def _remove_empty(self, folder: Path) -> None:
@@ -176,13 +189,27 @@ class FolderStore:
                 folder.rmdir()
                 folder = folder.parent
 
+    def _absence(self, key: str) -> NotFound:
+        """The error for a missing object. Raises Unavailable if all objects are missing."""
+        self._check_mounted()
+        return NotFound(f"object {key!r} does not exist")
+
+    def _check_mounted(self) -> None:
+        """Raises Unavailable unless the folder is the one that the start of this process found or made. Asked after a
+        look, so that a disk which goes meanwhile is noticed."""
+        if not self._unfinished.is_dir():
+            raise Unavailable(
+                f"the object store folder {self._root} has no {_UNFINISHED}, as it had when this process started: "
+                "mount its disk again"
+            )
+
     @contextmanager
     def _outages(self, key: str = "") -> Iterator[None]:
         try:
             yield
         except OSError as error:
             if key and isinstance(error, FileNotFoundError | IsADirectoryError | NotADirectoryError):
-                raise NotFound(f"object {key!r} does not exist") from None
+                raise self._absence(key) from None
             raise Unavailable(f"the object store folder {self._root} failed: {error.strerror}") from error
 
 
@@ -196,6 +223,16 @@ def _put_route(key: str, most_bytes: int) -> str:
 
 def _reader(source: Path | bytes) -> BinaryIO:
     return io.BytesIO(source) if isinstance(source, bytes) else source.open("rb")
+
+
+def _shared(root: Path) -> int:
+    """The permissions of the group and of others on a folder, of each only if it may write there."""
+    mode = _mode(root)
+    return sum(mode & whole for write, whole in ((0o020, 0o070), (0o002, 0o007)) if mode & write)
+
+
+def _mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
 
 
 def _files(folder: Path) -> Iterator[Path]:

@@ -1,11 +1,15 @@
-"""Concurrent writes of one key in a folder store. tests/conformance covers its other promises."""
+"""Concurrent writes of one key in a folder store, and a disk that goes. tests/conformance covers its other promises."""
 
 from __future__ import annotations
 
+import io
 import os
 import threading
 from pathlib import Path
 
+import pytest
+
+from app.errors import NotFound, Unavailable
 from app.stores.objects.folder import FolderStore
 
 
@@ -23,3 +27,54 @@ def test_who_is_overtaken_while_he_writes_changes_nothing(tmp_path: Path):
         source.write(b"second")
     slow.join(60)
     assert (won, store.read("a/key")) == ([False], b"first")
+
+
+def test_while_the_disk_is_not_mounted_nothing_is_said_to_be_missing(tmp_path: Path):
+    """The mount point is an empty folder."""
+    root, disk = tmp_path / "objects", tmp_path / "disk"
+    store = FolderStore(root, "secret", "http://x")
+    assert store.put_new("a/key", b"content")
+    url = store.presign("a/key", 60)
+    expires, signature = (part.partition("=")[2] for part in url.partition("?")[2].split("&"))
+    root.rename(disk)
+    root.mkdir()
+    for call in (
+        lambda: store.read("a/key"),
+        lambda: store.get("a/key", tmp_path / "target"),
+        lambda: store.size("a/key"),
+        lambda: store.copy("a/key", "a/copy"),
+        lambda: store.list("a/"),
+        lambda: store.delete(["a/key"]),
+        lambda: store.put_new("a/other", b"content"),
+        lambda: store.open_signed("a/key", int(expires), signature),
+    ):
+        with pytest.raises(Unavailable):
+            call()
+    root.rmdir()
+    disk.rename(root)
+    assert store.read("a/key") == b"content"
+    with pytest.raises(NotFound):
+        store.read("a/missing")
+
+
+@pytest.mark.parametrize(
+    ("root", "folder", "file"), [(0o2770, 0o770, 0o660), (0o777, 0o777, 0o666), (0o755, 0o700, 0o600)]
+)
+def test_users_who_may_write_to_the_folder_share_its_files_whatever_the_umask(
+    tmp_path: Path, root: int, folder: int, file: int
+):
+    (tmp_path / "objects").mkdir()
+    (tmp_path / "objects").chmod(root)
+    before = os.umask(0o077)
+    try:
+        store = FolderStore(tmp_path / "objects", "secret", "http://x")
+        store.put_new("a/b/key", b"content")
+        store.replace("a/c/key", io.BytesIO(b"content"))
+        store.copy("a/b/key", "d/key")
+    finally:
+        os.umask(before)
+    made = sorted((tmp_path / "objects").glob("**/*"))
+    assert len(made) == 8
+    assert {each.stat().st_mode & 0o777 for each in made if each.is_dir()} == {folder}
+    assert {each.stat().st_mode & 0o777 for each in made if each.is_file()} == {file}
+    assert {bool(each.stat().st_mode & 0o2000) for each in made if each.is_dir()} == {bool(root & 0o2000)}
