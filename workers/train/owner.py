@@ -277,7 +277,8 @@ class Owner:
                 raise _unsafe(lease, in_doubt=in_doubt)
             restored = self._restore(lease)
         except Exception as error:
-            broke = not isinstance(error, (TinsmithError, redis.RedisError))
+            # What the backend survives is an attempt of the next Op. Anything else ends this process.
+            broke = not isinstance(error, (TinsmithError, redis.RedisError)) and not self._backend.healthy()
             put_offs.add(id_, partial(self._oplog.end_restore, lease, broke=broke))
             raise
         put_offs.add(id_, partial(self._oplog.end_restore, lease, restored=True))

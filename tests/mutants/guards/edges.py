@@ -156,6 +156,13 @@ MUTANTS = (
         f"{_RESTORES}::test_after_three_workers_that_a_restore_ended_all_calls_of_the_model_fail_at_once",
     ),
     Mutant(
+        "restore: one that its worker survived is no end of a worker",
+        "workers/train/owner.py",
+        " and not self._backend.healthy()\n",
+        "\n",
+        f"{_RESTORES}::test_a_restore_that_fails_and_ends_no_worker_stops_no_later_call",
+    ),
+    Mutant(
         "restore: its calls need no attempts of their own",
         "workers/train/runner.py",
         " and not lost.at_once:",

@@ -14,7 +14,7 @@ from app.errors import NotFound, Requeue
 from app.stores.redis import keys
 from app.stores.redis.lifecycle import RedisLifecycle
 from app.stores.redis.types import Lease
-from tests.unit.workers.conftest import BASE, MODEL, Worker, World, step
+from tests.unit.workers.conftest import BASE, MODEL, Ended, Worker, World, step
 
 
 class Dead(BaseException):
@@ -120,6 +120,27 @@ def test_after_an_hour_or_a_restore_that_succeeds_the_restores_of_a_model_count_
     replay_due.admit(3, step()[0])
     assert (result := replay_due.worker("b/5").handle(3)) is not None and not result.failed
     assert not replay_due.client.exists(restores)
+
+
+def test_a_restore_that_fails_and_ends_no_worker_stops_no_later_call(replay_due: World):
+    replay_due.admit(3, step()[0])
+    successor = replay_due.worker("b/1")
+    fail_three_times(successor)
+    assert "3 attempts" in error_of(successor.handle(2, "optim_step"))
+    later = replay_due.worker("b/2").handle(3)
+    assert later is not None and "3 workers ended" not in str(later.body)
+
+
+def test_a_restore_that_breaks_the_whole_backend_counts_as_the_end_of_its_worker(
+    replay_due: World, monkeypatch: pytest.MonkeyPatch
+):
+    for boot in range(3):
+        successor = replay_due.worker(f"b/{boot}")
+        NoReplay(successor, RuntimeError("the device is gone"))
+        with monkeypatch.context() as device, pytest.raises(Ended):
+            device.setattr(successor.backend, "_broken", True)
+            successor.handle(2, "optim_step")
+    assert replay_due.client.hget(f"tinsmith:restore:{MODEL}", "attempts") == b"3"
 
 
 def test_a_restore_that_met_an_outage_is_no_death(replay_due: World):
