@@ -10,6 +10,10 @@ _DURABILITY = f"{_STORES}/test_durability.py"
 _SETTING = f"{_DURABILITY}::test_a_setting_with_which_calls_get_lost_is_refused_with_its_remedy"
 _DEAD = "tests/faults/test_dead_connections.py"
 _RESULTS = f"{_STORES}/test_large_results.py"
+_SHORTAGE = f"{_STORES}/test_shortage.py"
+_FOLDER = "--confcutdir=tests/unit/app/stores tests/unit/app/stores/objects/test_folder.py"
+_QUEUES = "tests/unit/workers/maintenance/test_direct_queues.py"
+_DATA = "tests/processes/app/stack/test_data_folder.py"
 _NODE = "tests/unit/workers/process/test_node_name.py"
 
 MUTANTS = (
@@ -216,7 +220,35 @@ MUTANTS = (
         "app/stores/redis/lua/leases.lua",
         "if redis.call('EXISTS', 'tinsmith:lease:' .. cjson.decode(ARGV[2]).worker) == 1 then return 0 end",
         "",
-        "tests/unit/workers/maintenance/test_direct_queues.py",
+        _QUEUES,
+    ),
+    Mutant(
+        "node: one that is still ending is waited for",
+        "workers/process/node_name.py",
+        "(ending_s if is_here else 2 * lease_s)",
+        "(0 if is_here else 2 * lease_s)",
+        f"{_NODE}::test_a_process_of_this_machine_that_is_still_ending_is_waited_for",
+    ),
+    Mutant(
+        "direct queues: of a worker that comes back meanwhile",
+        "workers/maintenance/direct_queues.py",
+        "                    queue.declare()\n                    return\n",
+        "                    return\n",
+        f"{_QUEUES}::test_the_queue_of_a_worker_that_comes_back_meanwhile_keeps_its_bindings",
+    ),
+    Mutant(
+        "data folder: a mount that ignores a chmod",
+        "app/stack/data_folder.py",
+        "    if _mode(folder) & _OTHERS and all(",
+        "    if False and all(",
+        f"{_DATA}::test_a_folder_that_cannot_be_made_private_is_named_with_the_remedy_unless_nobody_else_reaches_it",
+    ),
+    Mutant(
+        "folder store: shared with those who may write to it",
+        "app/stores/objects/folder.py",
+        "if mode & write)",
+        "if False)",
+        f"{_FOLDER}::test_users_who_may_write_to_the_folder_share_its_files_whatever_the_umask",
     ),
     Mutant(
         "orphans: a payload that a move knows",
@@ -232,7 +264,36 @@ MUTANTS = (
         "",
         "tests/unit/workers/maintenance/test_orphans.py::test_a_payload_that_a_call_or_a_move_needs_stays",
     ),
+    # A folder store that is not mounted.
+    Mutant(
+        "folder store: a missing object of a disk that has gone",
+        "app/stores/objects/folder.py",
+        "if not self._unfinished.is_dir():",
+        "if False:",
+        f"{_FOLDER}::test_while_the_disk_is_not_mounted_nothing_is_said_to_be_missing",
+    ),
+    Mutant(
+        "results: one that the store lacks is not gone",
+        "app/stores/redis/futures.py",
+        'raise Unavailable("the object store does not have',
+        'raise Gone("the object store does not have',
+        f"{_RESULTS}::test_a_result_that_the_store_lacks_may_be_back_later_and_is_no_410",
+    ),
+    Mutant(
+        "polls: held a moment while the object store is away",
+        "app/services/polling.py",
+        "if isinstance(error, Unavailable) or is_outage(error):",
+        "if not isinstance(error, Unavailable) and is_outage(error):",
+        "tests/unit/app/services/test_polling.py::test_a_poll_in_an_outage_is_held_a_moment_since_the_sdk_asks_again_at_once",
+    ),
     # Memory.
+    Mutant(
+        "take_calls: noted in a full memory",
+        "app/stores/redis/lua/lifecycle.lua",
+        "-- script: take_calls flags=allow-oom",
+        "-- script: take_calls",
+        f"{_SHORTAGE}::test_what_keeps_sessions_and_refusals_going_is_noted_in_a_full_memory",
+    ),
     Mutant(
         "results: of two moves one counts",
         "app/stores/redis/lua/results.lua",
