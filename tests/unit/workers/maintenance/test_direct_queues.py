@@ -26,16 +26,20 @@ def celery(client: redis.Redis, valkey: str, tmp_path: Path) -> Celery:
 
 
 class ReturningWorker(RedisOpLog):
-    """A journal beside which a worker comes back just before, or just after, its node is forgotten."""
+    """A journal beside which a worker comes back once it was listed as silent, or just after its node was forgotten."""
 
-    before: Callable[[], object] = staticmethod(lambda: None)
-    after: Callable[[], object] = staticmethod(lambda: None)
+    listed: Callable[[], object] = staticmethod(lambda: None)
+    forgotten: Callable[[], object] = staticmethod(lambda: None)
+
+    def silent_nodes(self) -> dict[str, str]:
+        found = super().silent_nodes()
+        self.listed()
+        return found
 
     def forget_node(self, node: str, claim: str) -> bool:
-        self.before()
-        forgotten = super().forget_node(node, claim)
-        self.after()
-        return forgotten
+        is_forgotten = super().forget_node(node, claim)
+        self.forgotten()
+        return is_forgotten
 
 
 @pytest.fixture
@@ -73,7 +77,7 @@ def test_a_worker_that_is_away_for_a_while_keeps_its_queue(client: redis.Redis, 
     assert queues(client) == before
 
 
-@pytest.mark.parametrize("moment", ["before", "after"])
+@pytest.mark.parametrize("moment", ["listed", "forgotten"])
 def test_the_queue_of_a_worker_that_comes_back_meanwhile_keeps_its_bindings(
     client: redis.Redis, oplog: ReturningWorker, celery: Celery, moment: str
 ):
