@@ -82,6 +82,7 @@ class RedisFutures:
         self._unread_s = settings.result_unread_s
         self._read_s = settings.result_read_s
         self._budget = settings.payload_budget_bytes
+        self._large = settings.result_spill_bytes
 
     def admit_sample(
         self,
@@ -241,8 +242,12 @@ class RedisFutures:
         return Result(body, found[b"type"].decode(), found[b"state"] == b"failed")
 
     def _note_read(self, request_id: str, kind: str, size: int) -> None:
+        is_large = size >= self._large
+        if is_large:
+            self._run("note_read", request_id, self._kept_s(size))
         with self._redis.pipeline(transaction=False) as pipe:
-            pipe.expire(keys.future(request_id), self._kept_s(size), lt=True)
+            if not is_large:
+                pipe.expire(keys.future(request_id), self._kept_s(size), lt=True)
             if kind == "sample":
                 # A client that polls for all of its requests reads a result only after a poll has named it.
                 pipe.zrem(keys.completed(ids.target_of(request_id)), request_id)
@@ -344,8 +349,10 @@ class RedisPayloads:
         return bool(self._run("spill_result", request_id, key))
 
     def forget_results(self, cursor: int, limit: int) -> int:
-        """Stops counting the expired ones among about `limit` results. Returns the cursor for the next call; 0 begins
-        anew."""
+        """Stops counting expired results: all whose expiry is listed, and those among about `limit` others. Returns the
+        cursor for the next call; 0 begins anew."""
+        while self._run("forget_expired", limit) == limit:
+            pass
         return int(self._run("forget_results", cursor, limit))
 
     def remove_garbage(self) -> int:

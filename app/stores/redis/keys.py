@@ -26,6 +26,8 @@
     results             HASH  request with a large result -> JSON: its size, the owner for which it counts, and the key
                               of the object that holds it; the future then has `spilled` and `size` instead of `body`
     result_bytes        HASH  project -> the bytes of these results
+    results_expire      ZSET  the same requests -> ms when the future expires; a process of an earlier version changes
+                              results and not this set
     results_due         SET   the requests whose results have to move to the object store
     lease:<id>          STR   "node/boot" of the worker that owns the model or runs the sampling request <id>; a
                               worker's own name as <id> shows that it lives; expires

@@ -323,6 +323,27 @@ MUTANTS = (
         f"{_RESULTS}::test_a_result_that_has_expired_counts_no_longer_and_its_object_goes",
     ),
     Mutant(
+        "results: one that expired counts no longer when its request is admitted again",
+        "app/stores/redis/lua/results.lua",
+        "  forget_result(request)\n  if size",
+        "  if size",
+        f"{_RESULTS}::test_a_request_that_is_admitted_again_after_its_result_expired_counts_once",
+    ),
+    Mutant(
+        "results: one that is still there is not forgotten",
+        "app/stores/redis/lua/results.lua",
+        "  if redis.call('EXISTS', 'tinsmith:future:' .. request) == 0 then\n",
+        "  if true then\n",
+        f"{_RESULTS}::test_a_result_that_is_there_counts_whatever_its_listed_expiry",
+    ),
+    Mutant(
+        "results: a read moves the listed expiry",
+        "app/stores/redis/futures.py",
+        "        if is_large:\n",
+        "        if False:\n",
+        f"{_RESULTS}::test_the_time_to_forget_a_result_falls_in_the_step_that_lets_it_expire_sooner",
+    ),
+    Mutant(
         "memory: that of the container",
         "app/stack/memory.py",
         "min([machine, *_bounds(groups, own)])",

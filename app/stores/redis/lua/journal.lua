@@ -181,11 +181,11 @@ if ARGV[4] == 'failed' then
   if kind == 'create_model' then redis.call('HSET', key, 'state', '"failed"') end
 end
 local future = 'tinsmith:future:' .. request
+redis.call('EXPIRE', future, ARGV[7])
 if redis.call('HEXISTS', future, 'state') == 1 then
   redis.call('HSET', future, 'state', ARGV[4], 'type', ARGV[5], 'body', ARGV[6], 'ended', now_ms())
   count_result(request, #ARGV[6])
 end
-redis.call('EXPIRE', future, ARGV[7])
 for _, write in ipairs(cjson.decode(ARGV[8])) do
   change_record(write[1], write[2], function()
     for field, value in pairs(write[3]) do

@@ -1,14 +1,43 @@
 -- Large results: counted for their projects while they are kept, and moved to the object store.
 
+-- part: forget_result
+-- Stop counting a request's result, if it was counted, and give up its object.
+local function forget_result(request)
+  redis.call('ZREM', 'tinsmith:results_expire', request)
+  local found = redis.call('HGET', 'tinsmith:results', request)
+  if not found then return end
+  local result = cjson.decode(found)
+  redis.call('HDEL', 'tinsmith:results', request)
+  local left = redis.call('HINCRBY', 'tinsmith:result_bytes', result.owner, -result.size)
+  if left == 0 then redis.call('HDEL', 'tinsmith:result_bytes', result.owner) end
+  redis.call('SREM', 'tinsmith:results_due', request)
+  if result.key ~= '' then redis.call('SADD', 'tinsmith:spill_garbage', result.key) end
+end
+
+-- part: list_expiry
+-- Note when a request's counted result expires. A future that waits for a new result has no expiry: it is left out.
+local function list_expiry(request)
+  local at = redis.call('PEXPIRETIME', 'tinsmith:future:' .. request)
+  if at >= 0 then
+    redis.call('ZADD', 'tinsmith:results_expire', at, request)
+  elseif at == -1 then
+    redis.call('ZREM', 'tinsmith:results_expire', request)
+  end
+end
+
 -- part: count_result
--- needs: settings
--- Count a result that was just stored, if it is large, and list it for its move. Smaller ones only cost their memory.
+-- needs: forget_result, list_expiry, settings
+-- Count a result that was just stored, if it is large, and list it for its move; its future must expire already. Smaller
+-- ones only cost their memory. A sampling request can be admitted again after its first result expired: that result
+-- counts no longer then.
 local function count_result(request, size)
+  forget_result(request)
   if size < SETTINGS.result_spill then return end
   local owner = redis.call('HGET', 'tinsmith:future:' .. request, 'owner')
   redis.call('HSET', 'tinsmith:results', request, cjson.encode({size = size, owner = owner, key = ''}))
   redis.call('HINCRBY', 'tinsmith:result_bytes', owner, size)
   redis.call('SADD', 'tinsmith:results_due', request)
+  list_expiry(request)
 end
 
 -- part: no_room_for_results
@@ -43,18 +72,33 @@ redis.call('HSET', future, 'spilled', ARGV[2], 'size', result.size)
 redis.call('HDEL', future, 'body')
 return 1
 
+-- script: note_read flags=allow-oom
+-- needs: list_expiry
+-- Let a large result expire sooner, since it was read. ARGV: request id, seconds to keep it at most. Returns 0.
+redis.call('EXPIRE', 'tinsmith:future:' .. ARGV[1], ARGV[2], 'LT')
+if redis.call('HEXISTS', 'tinsmith:results', ARGV[1]) == 1 then list_expiry(ARGV[1]) end
+return 0
+
+-- script: forget_expired flags=allow-oom
+-- needs: forget_result, list_expiry, now_ms
+-- Stop counting the results whose time has come. ARGV: most results. Returns the number of results it looked at.
+local due = redis.call('ZRANGEBYSCORE', 'tinsmith:results_expire', '-inf', now_ms(), 'LIMIT', 0, ARGV[1])
+for _, request in ipairs(due) do
+  if redis.call('EXISTS', 'tinsmith:future:' .. request) == 0 then
+    forget_result(request)
+  else
+    list_expiry(request)  -- admitted again, or at its last millisecond
+  end
+end
+return #due
+
 -- script: forget_results flags=allow-oom
--- Stop counting results that have expired, and give up their objects. ARGV: cursor, rows to look at. Returns the next
--- cursor.
+-- needs: forget_result
+-- Stop counting expired results whose expiry is not listed, as earlier versions store them. ARGV: cursor, rows to look
+-- at. Returns the next cursor.
 local found = redis.call('HSCAN', 'tinsmith:results', ARGV[1], 'COUNT', ARGV[2])
 for i = 1, #found[2], 2 do
   local request = found[2][i]
-  if redis.call('EXISTS', 'tinsmith:future:' .. request) == 0 and redis.call('HDEL', 'tinsmith:results', request) == 1 then
-    local result = cjson.decode(found[2][i + 1])
-    local left = redis.call('HINCRBY', 'tinsmith:result_bytes', result.owner, -result.size)
-    if left == 0 then redis.call('HDEL', 'tinsmith:result_bytes', result.owner) end
-    redis.call('SREM', 'tinsmith:results_due', request)
-    if result.key ~= '' then redis.call('SADD', 'tinsmith:spill_garbage', result.key) end
-  end
+  if redis.call('EXISTS', 'tinsmith:future:' .. request) == 0 then forget_result(request) end
 end
 return found[1]
