@@ -83,6 +83,7 @@ class _Limits(Schema):
     requests_per_s = fields.Float(allow_none=True)
     tokens_per_s = fields.Float(allow_none=True)
     live_models = fields.Integer(allow_none=True)
+    live_sessions = fields.Integer(allow_none=True)
     storage_bytes = fields.Integer(allow_none=True)
     concurrent_samples = fields.Integer(allow_none=True)
     weight = fields.Float()
@@ -94,6 +95,7 @@ class _Used(Schema):
     requests_per_s = fields.Float(allow_none=True)
     tokens_per_s = fields.Float(allow_none=True)
     live_models = fields.Integer()
+    live_sessions = fields.Integer()
     storage_bytes = fields.Integer()
     concurrent_samples = fields.Integer()
 

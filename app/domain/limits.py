@@ -9,9 +9,9 @@ from typing import ClassVar, Self
 
 Changes = Mapping[str, float | None]
 """New values of some limits, by name; None removes a limit."""
-COUNTS = ("live_models", "storage_bytes", "concurrent_samples")
+COUNTS = ("live_models", "live_sessions", "storage_bytes", "concurrent_samples")
 """The limits that are whole numbers."""
-_MAY_BE_0 = ("live_models", "storage_bytes")
+_MAY_BE_0 = ("live_models", "live_sessions", "storage_bytes")
 _WEIGHTS = (0.001, 1000.0)
 
 
@@ -22,6 +22,7 @@ class Limits:
     requests_per_s      calls that create work or change something, on average
     tokens_per_s        tokens of batches, prompts and sampled sequences, on average
     live_models         runs that have not ended, in sessions that have not ended
+    live_sessions       sessions that have not ended
     storage_bytes       total size of all checkpoints with a path, of unfinished uploads and of routes
     concurrent_samples  sequences being sampled, or waiting for it
     weight              of a project's share when several projects want the same workers, from 0.001 to 1,000; a key's
@@ -32,6 +33,7 @@ class Limits:
     requests_per_s: float | None = None
     tokens_per_s: float | None = None
     live_models: int | None = None
+    live_sessions: int | None = None
     storage_bytes: int | None = None
     concurrent_samples: int | None = None
     weight: float = 1.0
@@ -72,7 +74,8 @@ class Payer:
 
 @dataclass(frozen=True, slots=True)
 class Charge:
-    """The charge of one call to each payer: the call itself, `tokens`, and the live models it adds.
+    """The charge of one call to each payer: the call itself, `tokens`, and the live models and sessions it
+    adds.
 
     With `stores` the call makes a checkpoint, of `stored` bytes where the size is known before. `samples` is the number
     of sequences it samples.
@@ -84,6 +87,7 @@ class Charge:
     models: int = 0
     stores: bool = False
     stored: int = 0
+    sessions: int = 0
 
 
 FREE = Charge()
@@ -95,6 +99,7 @@ class Used:
     where they are not limited."""
 
     live_models: int
+    live_sessions: int
     storage_bytes: int
     concurrent_samples: int
     requests_per_s: float | None

@@ -231,8 +231,8 @@ class QuotaService:
     """Charges calls against limits. Reads cost nothing, and neither do calls that free something, because a limit must
     not prevent freeing.
 
-    The first three methods raise TooManyRequests if the call can be repeated later, and LimitReached if something must
-    be freed first.
+    `take`, `reserve` and `move` raise TooManyRequests if the call can be repeated later, and LimitReached if something
+    must be freed first.
     """
 
     def __init__(self, limits: LimitsOf, quotas: RedisQuotas) -> None:
@@ -241,6 +241,10 @@ class QuotaService:
     def take(self, caller: Caller, project: str) -> None:
         """Charges a call that creates or changes something in `project`."""
         self._quotas.take(Charge(self._limits.payers(caller, project)))
+
+    def of_session(self, caller: Caller, project: str) -> Charge:
+        """The charge of a new session in `project`."""
+        return Charge(self._limits.payers(caller, project), sessions=1)
 
     def reserve(self, caller: Caller | None, project: str, path: ids.TinkerPath, size: int) -> None:
         """Charges a call that creates a checkpoint of `size` bytes at `path` in `project`, and reserves the room for it
@@ -258,12 +262,14 @@ class QuotaService:
             self._quotas.release(str(path))
             raise
 
-    def move(self, caller: Caller, project: str, models: int, size: int) -> None:
-        """Charges a call that moves another project's session to `project`. Its models and checkpoints still count for
-        the keys that created them."""
+    def move(self, caller: Caller, project: str, *, sessions: int, models: int, size: int) -> None:
+        """Charges a call that moves another project's session to `project`. The session, its models and its checkpoints
+        still count for the keys that created them."""
         payer, key = self._limits.payers(caller, project)
-        rates = replace(key, limits=key.limits.changed({"live_models": None, "storage_bytes": None}))
-        self._quotas.take(Charge((payer, rates), models=models, stores=size > 0, stored=size))
+        rates = replace(
+            key, limits=key.limits.changed(dict.fromkeys(("live_models", "live_sessions", "storage_bytes")))
+        )
+        self._quotas.take(Charge((payer, rates), sessions=sessions, models=models, stores=size > 0, stored=size))
 
     def most_samples(self, caller: Caller, most: int) -> int:
         """The number of samples that a client should have in flight, at most `most`, the server's capacity."""

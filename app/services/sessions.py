@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from datetime import UTC, datetime
+from itertools import islice
 from typing import Any
 
 from app import ids
@@ -28,6 +30,8 @@ Found = tuple[str, Session]
 _REASONS = ("success", "errored", "interrupted")
 
 _LINK_SECONDS = 3600
+# Records of a search in one round trip, which takes some 20 ms.
+_SLICE = 100
 
 
 class SessionService:
@@ -48,14 +52,14 @@ class SessionService:
         """Creates a session in `project_id` or the caller's own project, and returns its id.
 
         Raises NotFound for a `project_id` where the caller may not create sessions, whether that project exists or not.
-        Without `project_id`, raises Forbidden if the caller may not create sessions in the own project.
+        Without `project_id`, raises Forbidden if the caller may not create sessions in the own project. Raises
+        TooManyRequests or LimitReached for a limit of the project or of the caller's key.
         """
         project = asked.get("project_id")
         if project is None:
             project = caller.project
             check_role(caller, project)
         check_writable(caller, project)
-        self._quotas.take(caller, project)
         session_id = ids.new_session_id()
         session = Session(
             project,
@@ -65,8 +69,8 @@ class SessionService:
             user_metadata=asked["user_metadata"],
             user=caller.user,
         )
-        self._records.put_new(Session.namespace, session_id, dump(session))
-        self._lifecycle.heartbeat(session_id)
+        fields = dump(session) | {"key": json.dumps(caller.key_id)}
+        self._lifecycle.open(session_id, fields, self._quotas.of_session(caller, project))
         return session_id
 
     def heartbeat(self, session_id: str, caller: Caller) -> None:
@@ -82,8 +86,7 @@ class SessionService:
     def list_ids(self, caller: Caller, scope: Scope, page: Page) -> list[str]:
         """Session ids, newest first."""
         within = projects(caller, scope)
-        stored = [(id_, load(Session, fields)) for id_, fields in self._records.list(Session.namespace)]
-        found = sorted((-session.created, id_) for id_, session in stored if session.owner in within)
+        found = sorted((-created, id_) for created, id_ in self._records.list_sessions(within))
         return [id_ for _, id_ in page.of(found)[0]]
 
     def describe(self, session_id: str, caller: Caller) -> dict[str, Any]:
@@ -110,7 +113,8 @@ class SessionService:
                 f"session {session_id} belongs to the OpenAI-compatible calls of its project and cannot be moved"
             )
         if session.owner != project:
-            self._quotas.move(caller, project, *self._brings(session_id, session))
+            models, size = self._brings(session_id, session)
+            self._quotas.move(caller, project, sessions=int(session.status == "open"), models=models, size=size)
         for scope in {session.owner, project}:
             moved = {"session_id": session_id, "from_project_id": session.owner, "to_project_id": project}
             audit.note(self._records, caller, scope, "session_move", moved)
@@ -141,15 +145,24 @@ class SessionSearch:
 
     def __call__(self, caller: Caller, asked: Mapping[str, Any]) -> dict[str, Any]:
         """The body of sessions/search. Raises NotFound for a project that the caller does not see."""
-        fits = _filter(caller, asked)
-        stored = ((id_, load(Session, fields)) for id_, fields in self._records.list(Session.namespace))
-        found = sorted((pair for pair in stored if fits(pair)), key=_place, reverse=True)
+        within = searched(caller, asked["owner"], asked["project_ids"])
+        found = list(islice(self._found(within, asked), asked["limit"] + 1))
         shown = found[: asked["limit"]]
         answer: dict[str, Any] = {"sessions": [self._summary(pair) for pair in shown]}
         if len(found) > len(shown):
             last_id, last = shown[-1]
             answer["next_cursor"] = {"last_created_at": timestamp(last.created), "last_session_id": last_id}
         return answer
+
+    def _found(self, within: Set[str], asked: Mapping[str, Any]) -> Iterator[Found]:
+        """The sessions in these projects that fit, newest first; a caller that stops early reads few of them."""
+        places = ((_place(created, id_), id_) for created, id_ in self._records.list_sessions(within))
+        cursor, fits = asked["cursor"] and _after(asked["cursor"]), _filter(within, asked)
+        listed = [id_ for place, id_ in sorted(places, reverse=True) if cursor is None or place < cursor]
+        for start in range(0, len(listed), _SLICE):
+            for id_, fields in self._records.read(Session.namespace, listed[start : start + _SLICE]):
+                if fields and fits(found := (id_, load(Session, fields))):
+                    yield found
 
     def _summary(self, found: Found) -> dict[str, Any]:
         session_id, session = found
@@ -168,8 +181,7 @@ class SessionSearch:
         }
 
 
-def _filter(caller: Caller, asked: Mapping[str, Any]) -> Callable[[Found], bool]:
-    within = searched(caller, asked["owner"], asked["project_ids"])
+def _filter(within: Set[str], asked: Mapping[str, Any]) -> Callable[[Found], bool]:
     wanted = asked["user_metadata"].items()
 
     def fits(found: Found) -> bool:
@@ -179,7 +191,6 @@ def _filter(caller: Caller, asked: Mapping[str, Any]) -> Callable[[Found], bool]
             and _is_named(found, asked["session_id"], asked["display_name"])
             and wanted <= texts(session.user_metadata).items()
             and _has_status(session, asked["statuses"])
-            and (asked["cursor"] is None or _place(found) < _after(asked["cursor"]))
         )
 
     return fits
@@ -210,8 +221,8 @@ def _status(session: Session) -> dict[str, Any] | None:
     return {"type": "client_finished", "reason": {"type": session.status}} if session.status in _REASONS else None
 
 
-def _place(found: Found) -> tuple[datetime, str]:
-    return datetime.fromtimestamp(found[1].created, UTC), found[0]
+def _place(created: float, id_: str) -> tuple[datetime, str]:
+    return datetime.fromtimestamp(created, UTC), id_
 
 
 def _after(cursor: Mapping[str, Any]) -> tuple[datetime, str]:

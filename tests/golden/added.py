@@ -71,6 +71,9 @@ CHANGED: dict[str, dict[str, Any]] = {
         "get /api/v1/get_server_capabilities": "deacc034ff85e815f0de4062db3a366fd1bd55db48827ee0dc7c385c6db8b5d5",
         "schemas SupportedModel": "c0d017e4a6a6df2b1f8fd34dbf34a39cfd534735d04e59a271b8c641d7e7042d",
         "schemas Sample": "b37fc481701bad27554f6e75c5a1ab2021592e0e4ee7b5f09630e0205c5a278a",
+        # The limit live_sessions, and its use.
+        "schemas _Limits": "eb4a5bfcb54a74a5d341f5ae59eab1ec5a8d080215d385cc254cfbf7e5e05d00",
+        "schemas _Used": "60a0937df30bb66381195429b6db12967b4785cbd42c56df68c3b0f96fef7f99",
         "tags": "2224ae7df26554031d41338a7e164ca5d3230bbfa010dd60c21f18e9290ee91a",
         "schemas Checkpoint": "e84a265c8f99dde1a6ef60d3716015d2da09d885e191024ca437442c50198981",
     },
@@ -96,9 +99,13 @@ ADDED: dict[str, set[str]] = {
         "schemas StartUpload",
         "schemas UploadStarted",
     },
-    "command line": {"tinsmith --version", "tinsmith import folder", *_OF_IMPORT},
+    "command line": {
+        *("tinsmith --version", "tinsmith import folder", "tinsmith admin limits set --live-sessions"),
+        *_OF_IMPORT,
+    },
     "codec": {"Image"},
     "settings": {
+        "limits.project.live_sessions",
         "limits.samples",
         "limits.sampled_tokens",
         "base_models.router_replay",
@@ -106,14 +113,18 @@ ADDED: dict[str, set[str]] = {
         *(f"base_models.{section}.sequence_parallel" for section in ("trainer", "full")),
     },
     "setting values": {
+        "limits.project.live_sessions",
         "limits.samples",
         "limits.sampled_tokens",
         "base_models[0].router_replay",
         *(f"engine.{name}" for name in ("free_disk_bytes", "result_spill_bytes", "result_budget_bytes")),
         *(f"base_models[0].{section}.sequence_parallel" for section in ("trainer", "full")),
     },
-    # Keys that start so. Processes of ecb7b39 neither read nor write them, which `RedisRecords._listed` expects.
-    "keys left behind": {"tinsmith:checkpoints_of:", "tinsmith:calls_taken"},
+    # Keys that start so. Processes of ecb7b39 neither read nor write them, which RedisRecords expects of its lists.
+    "keys left behind": {
+        *("tinsmith:checkpoints_of:", "tinsmith:calls_taken"),
+        *("tinsmith:sessions_of:", "tinsmith:session_owners", "tinsmith:sessions_live:"),
+    },
     # Keys that start so and are now deleted before they expire; every version does without them.
     "keys deleted": {"tinsmith:home:"},
     # Steps of which a plain command, which Redis refuses when full, is a script by now. It leaves the same behind.

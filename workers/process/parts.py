@@ -117,7 +117,9 @@ def sweeper(parts: Parts) -> Sweeper:
     teardown = Teardown(parts.lifecycle, parts.records, parts.store, parts.dispatcher.wake)
     tasks: dict[str, MaintenanceTask] = {
         "ringing": Redispatcher(parts.oplog, parts.dispatcher.send, parts.settings.engine),
-        "sessions": SessionExpiry(parts.oplog, parts.lifecycle, teardown, parts.settings.engine.session_s),
+        "sessions": SessionExpiry(
+            parts.oplog, parts.lifecycle, parts.records, teardown, parts.settings.engine.session_s
+        ),
         "orphans": Orphans(
             parts.oplog, parts.lifecycle, parts.records, parts.payloads, parts.store, parts.settings.engine
         ),

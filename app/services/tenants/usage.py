@@ -62,8 +62,11 @@ class UsageService:
             projects = [project]
         counts: Counter[tuple[str, str]] = Counter()
         sizes: Counter[tuple[str, str]] = Counter()
-        users = {id_: json.loads(fields.get("user", '""')) for id_, fields in self.records.list(Session.namespace)}
-        for _, checkpoint in list_checkpoints(self.records, set(projects)):
+        checkpoints = list_checkpoints(self.records, set(projects))
+        sessions = sorted({ids.session_of(checkpoint.model_id) for _, checkpoint in checkpoints})
+        found = self.records.read(Session.namespace, sessions)
+        users = {id_: json.loads(fields.get("user", '""')) for id_, fields in found}
+        for _, checkpoint in checkpoints:
             group = checkpoint.owner, users.get(ids.session_of(checkpoint.model_id), "")
             counts[group] += 1
             sizes[group] += checkpoint.size_bytes

@@ -70,6 +70,11 @@
     completions         STR   the count of finished sampling requests: the newest cursor
     sessions_heard      ZSET  session that has not ended -> ms of its last sign of life
     sessions_ended      ZSET  session -> ms when it was finished or expired, until its models are ended too
+    sessions_of:<project>  ZSET  its session, ended or not -> unix seconds of its creation. A process of an earlier
+                              version changes sessions and not these lists: RedisRecords.list_sessions sees it, and a
+                              maintenance task corrects all lists in turn
+    session_owners      HASH  session -> the project whose list it is on
+    sessions_live:<payer>  SET  its sessions that have not ended; those that have are removed at the next count
     orphans             ZSET  object-store prefix -> ms since when no known reference to it exists
     <namespace>:<id>    HASH  sessions, samplers, handovers, checkpoints, uploads, losses, workers, refusals
                               (app/domain/records.py);
@@ -107,6 +112,7 @@ SHORTAGE = PREFIX + "shortage"
 CALLS_TAKEN = PREFIX + "calls_taken"
 PENDING = PREFIX + "pending"
 PENDING_QUEUE = PREFIX + "pending_queue"
+SESSION_OWNERS = PREFIX + "session_owners"
 SESSIONS_HEARD = PREFIX + "sessions_heard"
 SESSIONS_ENDED = PREFIX + "sessions_ended"
 ORPHANS = PREFIX + "orphans"
@@ -175,6 +181,14 @@ def completed(target: str) -> str:
 
 def routes(request_id: str) -> str:
     return f"{PREFIX}routes:{request_id}"
+
+
+def sessions_of(project: str) -> str:
+    return f"{PREFIX}sessions_of:{project}"
+
+
+def sessions_live(payer: str) -> str:
+    return f"{PREFIX}sessions_live:{payer}"
 
 
 def checkpoints_of(project: str) -> str:

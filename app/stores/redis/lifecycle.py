@@ -8,12 +8,13 @@ from typing import cast
 
 import redis
 
+from app.domain.limits import Charge
 from app.domain.results import Result
 from app.settings import EngineSettings
-from app.stores.redis import keys
+from app.stores.redis import keys, limits
 from app.stores.redis.client import Scripts
 from app.stores.redis.journal import ENDED
-from app.stores.redis.types import Holder
+from app.stores.redis.types import Holder, Record
 
 SAMPLING_ENDED = "cancelled: its session has ended"
 _SLICE = 1000
@@ -41,6 +42,12 @@ class RedisLifecycle:
         self._retain_ms = int(settings.retain_s * 1000)
         self._orphan_ms = int(settings.orphan_s * 1000)
         self._unread_s = settings.result_unread_s
+
+    def open(self, session_id: str, fields: Record, charge: Charge) -> None:
+        """Opens a new session. Raises TooManyRequests or LimitReached for a limit of `charge`, and Unavailable while
+        there is no room for another record."""
+        flat = [part for pair in fields.items() for part in pair]
+        limits.check(self._run("open_session", session_id, limits.of_op(charge), *flat))
 
     def heartbeat(self, session_id: str) -> None:
         """Notes that the client of the session is alive."""

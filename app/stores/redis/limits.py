@@ -6,12 +6,14 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict
+from typing import cast
 
 import redis
 
 from app.domain.limits import Charge, Limits, Payer, Used
 from app.errors import LimitReached, TooManyRequests
 from app.settings import EngineSettings
+from app.stores.redis import keys
 from app.stores.redis.client import Scripts
 
 _LIMITED = b"limited"
@@ -22,6 +24,8 @@ _TEXTS = {
     "{limit:.0f}",
     "live_models": "{payer} has {used:.0f} live models, and its live_models is {limit:.0f}: finish a session, or "
     "delete a run",
+    "live_sessions": "{payer} has {used:.0f} sessions that have not ended, and its live_sessions is {limit:.0f}: "
+    "finish one, or wait until the silent ones expire",
     "storage_bytes": "{payer} has {used:.0f} bytes of checkpoints, and its storage_bytes is {limit:.0f}: delete some",
 }
 _SEEN = "GET /api/v1/limits shows what holds and what is used"
@@ -32,6 +36,7 @@ class RedisQuotas:
     (RedisOpLog.admit)."""
 
     def __init__(self, client: redis.Redis, settings: EngineSettings) -> None:
+        self._redis = client
         self._run = Scripts(client, settings)
 
     def take(self, charge: Charge) -> None:
@@ -57,7 +62,14 @@ class RedisQuotas:
         asked = ["" if rate is None else rate for rate in rates]
         models, stored, samples, *found = self._run("used", payer.kind, payer.id, *asked)
         requests, tokens = (float(text) if text else None for text in found)
-        return Used(models, stored, samples, requests, tokens)
+        return Used(models, self._live_sessions(payer), stored, samples, requests, tokens)
+
+    def _live_sessions(self, payer: Payer) -> int:
+        listed = cast(set[bytes], self._redis.smembers(keys.sessions_live(payer.name)))
+        if not listed:
+            return 0
+        heard = self._redis.zmscore(keys.SESSIONS_HEARD, [id_.decode() for id_ in listed])
+        return sum(last is not None for last in heard)
 
 
 def of_op(charge: Charge) -> str:
@@ -82,7 +94,7 @@ def check(found: Sequence[bytes]) -> None:
     name, payer, used, limit, wait_ms = (part.decode() for part in found[1:])
     wait = max(1, math.ceil(int(wait_ms) / 1000))
     text = _TEXTS[name].format(payer=payer.replace(":", " ", 1), used=float(used), limit=float(limit))
-    if name in ("live_models", "storage_bytes"):
+    if name in ("live_models", "live_sessions", "storage_bytes"):
         raise LimitReached(f"{text}; {_SEEN}")
     error = TooManyRequests(f"{text}; try again in {wait} s; {_SEEN}")
     error.retry_after_s = wait

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from typing import TypeVar, cast
 
 import redis
@@ -20,7 +20,7 @@ from app.stores.redis.types import Record
 
 # Records per round trip: the server answers other clients in between, and 10,000 records are never in memory at once.
 _SLICE = 500
-_CHECKPOINTS = "checkpoints"
+_CHECKPOINTS, _SESSIONS = "checkpoints", "sessions"
 # A deletion between two reads makes a right list look wrong; it hardly ever comes this often in a row.
 _TRIES = 3
 _DEFAULTS = EngineSettings()
@@ -110,7 +110,7 @@ class RedisRecords:
         from the index on the way."""
         index, after = keys.index(namespace), f"[{prefix}"
         while slice_ := _ids(self._redis, index, after, prefix):
-            for key, fields in self._read(namespace, slice_):
+            for key, fields in self.read(namespace, slice_):
                 if fields:
                     yield key, fields
                 else:
@@ -146,7 +146,7 @@ class RedisRecords:
             (since, *sums), *lists = pipe.execute()
         found: dict[str, dict[str, str]] = {}
         for project, held, listed in zip(projects, sums, lists, strict=True):
-            its = dict(self._read(_CHECKPOINTS, [path.decode() for path in listed]))
+            its = dict(self.read(_CHECKPOINTS, [path.decode() for path in listed]))
             if any(json.loads(fields.get("owner", "null")) != project for fields in its.values()):
                 return None
             if sum(int(fields["size_bytes"]) for fields in its.values()) != int(held or 0):
@@ -156,14 +156,52 @@ class RedisRecords:
 
     def _relist(self, project: str, owned: Set[str]) -> None:
         listed = cast(set[bytes], self._redis.smembers(keys.checkpoints_of(project)))
+        self._run_for("relist", sorted(owned | {path.decode() for path in listed}), project)
+
+    def _run_for(self, script: str, ids: Sequence[str], *before: str) -> None:
+        """Runs a script that corrects lists, for a slice of the ids at a time, behind the other arguments."""
         try:
-            for slice_ in _slices(sorted(owned | {path.decode() for path in listed})):
-                self._run("relist", project, *slice_)
+            for slice_ in _slices(ids):
+                self._run(script, *before, *slice_)
         except redis.RedisError as error:
             if not is_outage(error):  # a server that only reads for now has given its answer
                 raise
 
-    def _read(self, namespace: str, ids: Sequence[str]) -> Iterator[tuple[str, dict[str, str]]]:
+    def list_sessions(self, projects: Collection[str]) -> Sequence[tuple[float, str]]:
+        """The sessions of these projects: (creation in unix seconds, id), in no order.
+
+        Reads no record, except after a process of an earlier version made or removed a session: such a process leaves
+        the lists as they are. All sessions are read then, and the lists are corrected. `correct_some_sessions` corrects
+        what the number of sessions does not show.
+        """
+        with self._redis.pipeline() as pipe:
+            pipe.zcard(keys.index(_SESSIONS))
+            pipe.hlen(keys.SESSION_OWNERS)
+            for project in projects:
+                pipe.zrange(keys.sessions_of(project), 0, -1, withscores=True)
+            total, listed, *lists = pipe.execute()
+        if total == listed:
+            return [(created, id_.decode()) for rows in lists for id_, created in rows]
+        found = dict(self.list(_SESSIONS))
+        self._correct(found)
+        its = [(id_, fields) for id_, fields in found.items() if json.loads(fields["owner"]) in projects]
+        return [(json.loads(fields["created"]), id_) for id_, fields in its]
+
+    def _correct(self, sessions: Iterable[str]) -> None:
+        """Corrects the lists of these sessions, and of all that are gone."""
+        listed = cast(list[bytes], self._redis.hkeys(keys.SESSION_OWNERS))
+        self._run_for("relist_sessions", sorted({*sessions, *(id_.decode() for id_ in listed)}))
+
+    def correct_some_sessions(self, after: str, limit: int) -> str:
+        """Corrects the lists of the next `limit` sessions behind the id `after`, as processes of earlier versions leave
+        them. Returns the last id; "" where the next round begins anew."""
+        index, first = keys.index(_SESSIONS), cast(str, b"(" + after.encode() if after else b"-")
+        found = cast(list[bytes], self._redis.zrangebylex(index, first, cast(str, b"+"), 0, limit))
+        if found:
+            self._run("relist_sessions", *found)
+        return found[-1].decode() if len(found) == limit else ""
+
+    def read(self, namespace: str, ids: Sequence[str]) -> Iterator[tuple[str, dict[str, str]]]:
         """Reads records by their ids, a slice at a time; a missing one has no fields."""
         for slice_ in _slices(ids):
             with self._redis.pipeline(transaction=False) as pipe:

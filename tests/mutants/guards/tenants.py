@@ -8,6 +8,7 @@ _LUA = "app/stores/redis/lua"
 # Without the fixtures of the API's own tests, which take seconds to load.
 _STORES = "--confcutdir=tests/unit/app/stores -p tests.unit.conftest tests/unit/app/stores/redis"
 _LISTS = f"{_STORES}/test_checkpoint_lists.py"
+_SESSIONS = f"{_STORES}/test_session_lists.py"
 _RESERVATIONS = f"{_STORES}/test_reservations.py"
 _LIMITS = "--confcutdir=tests/unit/app/stores tests/unit/app/wire/test_bodies.py"
 _BUCKET = "--confcutdir=tests/unit/workers/backends/training tests/security/test_hostile_bucket.py"
@@ -15,6 +16,35 @@ _POLLS = "tests/unit/app/services/test_polling.py"
 _SLOW = "--confcutdir=tests/unit/app/stores tests/unit/app/test_gunicorn_worker.py"
 
 MUTANTS = (
+    # Sessions.
+    Mutant(
+        "sessions: the limit of live ones",
+        f"{_LUA}/limits.lua",
+        "    if live + charge.sessions > limits.live_sessions then",
+        "    if false then",
+        f"{_SESSIONS}::test_a_session_over_the_limit_is_refused_until_another_has_ended",
+    ),
+    Mutant(
+        "sessions: one that comes back counts again",
+        f"{_LUA}/lifecycle.lua",
+        "    list_session(id)  -- it may",
+        "    -- it may",
+        f"{_SESSIONS}::test_a_session_that_comes_back_counts_again",
+    ),
+    Mutant(
+        "sessions: those of an earlier version are found",
+        "app/stores/redis/records.py",
+        "        if total == listed:\n",
+        "        if True:\n",
+        f"{_SESSIONS}::test_sessions_stored_before_the_lists_are_found_at_once",
+    ),
+    Mutant(
+        "sessions: a moved one leaves its former project's list",
+        f"{_LUA}/sessions.lua",
+        "    redis.call('ZREM', 'tinsmith:sessions_of:' .. former, id)\n",
+        "",
+        f"{_SESSIONS}::test_a_moved_session_is_on_the_list_of_its_new_project",
+    ),
     # Slow clients.
     Mutant(
         "slow clients: a thread gets whole requests only",

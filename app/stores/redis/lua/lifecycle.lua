@@ -1,14 +1,15 @@
 -- The ends of sessions, models and samplers.
 
 -- part: hear
--- needs: list_run
+-- needs: list_run, list_session
 -- Note that a session (its id as JSON, or false) is in use. An expired session is open again; one that its client
 -- finished keeps that status.
 local function hear(session, now)
   if not session then return end
   local id = cjson.decode(session)
   if redis.call('ZADD', 'tinsmith:sessions_heard', now, id) == 1 then
-    local prefix = id .. ':train:'  -- it may have ended before, and its runs have been taken out
+    list_session(id)  -- it may have ended before, and it and its runs have been taken out
+    local prefix = id .. ':train:'
     for _, model in ipairs(redis.call('ZRANGEBYLEX', 'tinsmith:index:models', '[' .. prefix, '(' .. prefix .. '\255')) do
       list_run(model, 'SADD')
     end
@@ -91,22 +92,24 @@ end
 return silent
 
 -- script: forget flags=allow-oom
--- needs: is_retired
+-- needs: is_retired, list_session
 -- Remove the record of a session that has nothing left. ARGV: session id, ms since which it must have ended.
 -- Returns 1, or 0 when the session is open again.
 if not is_retired(cjson.encode(ARGV[1]), ARGV[2]) then return 0 end
 redis.call('ZREM', 'tinsmith:sessions_ended', ARGV[1])
 redis.call('DEL', 'tinsmith:sessions:' .. ARGV[1])
 redis.call('ZREM', 'tinsmith:index:sessions', ARGV[1])
+list_session(ARGV[1])
 return 1
 
 -- script: move_session flags=allow-oom
--- needs: change_record
+-- needs: change_record, list_session
 -- Move a session, with its models, samplers, losses and checkpoints, to another project.
 -- ARGV: session id, project as JSON. Returns 1, or 0 when the session does not exist.
 local key = 'tinsmith:sessions:' .. ARGV[1]
 if redis.call('EXISTS', key) == 0 then return 0 end
 redis.call('HSET', key, 'owner', ARGV[2])
+list_session(ARGV[1])
 
 local function move(namespace, prefix)
   for _, id in ipairs(redis.call('ZRANGEBYLEX', 'tinsmith:index:' .. namespace, '[' .. prefix, '(' .. prefix .. '\255')) do

@@ -140,7 +140,7 @@ local function missing(payer, rate, limit, now)
 end
 
 -- part: take
--- needs: live_models, now_ms, rates, storage
+-- needs: live_models, live_sessions, now_ms, rates, storage
 -- The first limit of a payer that refuses a charge: {'limited', its name, payer, amount used, the limit, ms to wait};
 -- nil if no limit refuses it. A call that later parts of its batch depend on (`awaited`) skips the rate limits.
 local function over_limit(payer, charge, awaited, now)
@@ -152,6 +152,10 @@ local function over_limit(payer, charge, awaited, now)
   if charge.models > 0 and limits.live_models then
     local live = live_models(payer)
     if live + charge.models > limits.live_models then return over('live_models', live, 0) end
+  end
+  if charge.sessions > 0 and limits.live_sessions then
+    local live = live_sessions(payer)
+    if live + charge.sessions > limits.live_sessions then return over('live_sessions', live, 0) end
   end
   if charge.stores and limits.storage_bytes then
     local stored = bytes_used(payer)

@@ -8,9 +8,9 @@ local function now_ms()
 end
 
 -- part: change_record
--- needs: list_run, stored
+-- needs: list_run, list_session, stored
 -- Make, change or delete a record by `change`. A checkpoint, its bytes, and a run move in the counts and lists from the
--- owner before the change to the owner after it.
+-- owner before the change to the owner after it; a session moves in the lists.
 local function change_record(namespace, id, change)
   if namespace == 'checkpoints' then
     sum_stored()
@@ -23,6 +23,7 @@ local function change_record(namespace, id, change)
     list_run(id, 'SADD')
   else
     change()
+    if namespace == 'sessions' then list_session(id) end
   end
 end
 

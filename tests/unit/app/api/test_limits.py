@@ -181,7 +181,7 @@ def test_limits_say_what_holds_and_what_is_used(api: Api, limit: Limit) -> None:
     save_checkpoint(api, model)
     sampled = {"prompt": {"chunks": [{"type": "encoded_text", "tokens": [1]}]}, "sampling_params": {"max_tokens": 4}}
     api.post("asample", {"sampling_session_id": sampler, "seq_id": 0, "num_samples": 3, **sampled})
-    limit(tokens_per_s=HOURS, live_models=4, weight=2)
+    limit(tokens_per_s=HOURS, live_models=4, live_sessions=2, weight=2)
     api.forward_backward(batch(model, 1))
     found = api.get("limits").json["project"]
     assert found["id"] == api.get("auth/apikey/me").json["project_id"]
@@ -189,12 +189,30 @@ def test_limits_say_what_holds_and_what_is_used(api: Api, limit: Limit) -> None:
         "requests_per_s": None,
         "tokens_per_s": HOURS,
         "live_models": 4,
+        "live_sessions": 2,
         "storage_bytes": None,
         "concurrent_samples": None,
         "weight": 2,
     }
     assert found["used"].pop("tokens_per_s") == pytest.approx(0.3, rel=1e-2), "3 tokens in 10 s"
-    assert found["used"] == {"requests_per_s": None, "live_models": 1, "storage_bytes": 10, "concurrent_samples": 3}
+    assert found["used"] == {
+        "requests_per_s": None,
+        "live_models": 1,
+        "live_sessions": 2,
+        "storage_bytes": 10,
+        "concurrent_samples": 3,
+    }
+
+
+def test_a_session_over_the_limit_is_refused_until_one_is_finished(api: Api, limit: Limit) -> None:
+    first = api.session()
+    limit(live_sessions=1)
+    answer = api.post("create_session", {})
+    assert (answer.status_code, answer.json["error"]) == (403, "LimitReached")
+    assert "has 1 sessions that have not ended, and its live_sessions is 1: finish one" in answer.json["detail"]
+    assert api.get("sessions").json["sessions"] == [first]
+    api.post(f"sessions/{first}/finish", {"reason": {"type": "success"}})
+    assert api.post("create_session", {}).status_code == 200
 
 
 def test_a_client_learns_how_many_samples_it_may_have_under_way(api: Api, limit: Limit) -> None:
@@ -275,7 +293,7 @@ def test_a_session_that_moves_brings_the_runs_that_count(tenant: Tenant, account
     assert moved.status_code == (403 if counts else 200)
 
 
-@pytest.mark.parametrize("full", ["live_models", "storage_bytes"])
+@pytest.mark.parametrize("full", ["live_models", "live_sessions", "storage_bytes"])
 def test_a_session_moves_only_where_there_is_room_for_all_of_it(
     tenant: Tenant,
     accounts: AccountService,

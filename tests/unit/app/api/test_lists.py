@@ -21,7 +21,7 @@ from tests.unit.app.conftest import BASE, Api
 def aged(api: Api, namespace: str, ids: list[str]) -> list[str]:
     """Created one second after another; the newest first."""
     for second, id_ in enumerate(ids):
-        api.services.records.update(namespace, id_, {"created": str(1000.0 + second)})
+        api.services.records.put(namespace, id_, {"created": str(1000.0 + second)})
     return ids[::-1]
 
 

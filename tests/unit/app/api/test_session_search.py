@@ -32,7 +32,7 @@ def sessions(api: Api) -> dict[str, str]:
         body = {"display_name": name, "user_metadata": metadata}
         made[name] = api.post("create_session", body).json["session_id"]
     api.post(f"sessions/{made['nightly RL']}/finish", {"reason": {"type": "errored"}})
-    api.services.records.update("sessions", made["debug"], {"status": '"expired"'})
+    api.services.records.put("sessions", made["debug"], {"status": '"expired"'})
     return made
 
 
@@ -76,7 +76,7 @@ def test_pages_follow_each_other_to_the_last_and_no_session_comes_twice(api: Api
     for n in range(5):
         session = api.session()
         # Two of them were made in the same microsecond.
-        api.services.records.update("sessions", session, {"created": str(1000.000001 + n // 2)})
+        api.services.records.put("sessions", session, {"created": str(1000.000001 + n // 2)})
     seen, cursor = [], None
     for _ in range(3):
         page = search(api, limit=2, **({"cursor": cursor} if cursor else {}))

@@ -57,7 +57,7 @@ class Installation:
 
     def sweep(self, settings: EngineSettings, rounds: int = 1) -> None:
         lifecycle = RedisLifecycle(self.client, settings)
-        task = SessionExpiry(self.oplog, lifecycle, self.teardown(settings), settings.session_s)
+        task = SessionExpiry(self.oplog, lifecycle, self.records, self.teardown(settings), settings.session_s)
         for _ in range(rounds):
             time.sleep(0.01)
             task.sweep()

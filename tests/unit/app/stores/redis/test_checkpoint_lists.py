@@ -147,12 +147,12 @@ def test_a_wrong_list_is_no_hindrance_while_the_server_takes_no_writes(client, s
 
 def test_a_deletion_in_between_is_no_reason_to_read_those_of_others(client, stored, monkeypatch):
     kept, gone = put(stored, "kept"), put(stored, "gone")
-    read = stored._read
+    read = stored.read
 
     def read_late(*asked):
         stored.delete("checkpoints", gone)
         return read(*asked)
 
-    monkeypatch.setattr(stored, "_read", read_late)
+    monkeypatch.setattr(stored, "read", read_late)
     monkeypatch.setattr(stored, "list", None)
     assert stored.list_checkpoints(["me"]).keys() == {kept}
