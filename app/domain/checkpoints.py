@@ -77,6 +77,11 @@ class Manifest:
     public: bool = False
     schema_version: int = SCHEMA_VERSION
 
+    @property
+    def size(self) -> int:
+        """The bytes of all files."""
+        return sum(entry.size for entry in self.files.values())
+
     def to_json(self) -> bytes:
         return json.dumps(asdict(self), indent=1, sort_keys=True).encode()
 

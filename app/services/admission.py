@@ -153,11 +153,10 @@ def _identity(op: Op, payload: bytes) -> str:
 
 
 def _charge(op: Op, payers: tuple[Payer, ...]) -> Charge:
-    """The charge of an Op. A save for one sampling session has no path and is deleted with its run, so it stores
-    nothing."""
+    """The charge of an Op."""
     tokens = int(op.batch.tokens.values.size) if isinstance(op, ForwardBackward) else 0
-    stores = isinstance(op, SaveWeights) and not op.sampling_session_id
-    return Charge(payers, tokens, models=int(isinstance(op, CreateModel)), stores=stores)
+    models, stores = int(isinstance(op, CreateModel)), isinstance(op, SaveWeights)
+    return Charge(payers, tokens, models=models, stores=stores)
 
 
 def _most_tokens(request: SampleRequest) -> int:

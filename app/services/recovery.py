@@ -171,7 +171,7 @@ class Rebuild:
             base_model=manifest.base_model,
             prefix=str(place),
             created=_unix(manifest.created),
-            size_bytes=sum(entry.size for entry in manifest.files.values()),
+            size_bytes=manifest.size,
             lora=asdict(manifest.lora) if manifest.lora else {},
             files=sorted(manifest.files),
             expires_at=manifest.expires_at,

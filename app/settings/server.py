@@ -154,6 +154,12 @@ class EngineSettings(Section):
         gt=0,
         description="a run's journal, snapshots and samplers are kept for this long after its session",
     )
+    ephemeral_adapters: int = Field(
+        8, ge=1, description="newest adapters kept of each run's saves for samplers without a path"
+    )
+    ephemeral_s: float = Field(
+        7_200.0, gt=0, description="older ones are kept for this long after their save or last request"
+    )
     orphan_s: float = Field(86_400.0, gt=0, description="stored files without a reference are deleted after this time")
     result_unread_s: int = Field(86_400, ge=1, description="time for which an unread result is kept")
     result_read_s: int = Field(3_600, ge=1, description="time for which a small result is kept after its first read")

@@ -78,6 +78,7 @@ CHANGED: dict[str, dict[str, Any]] = {
         "schemas Checkpoint": "e84a265c8f99dde1a6ef60d3716015d2da09d885e191024ca437442c50198981",
     },
 }
+_ENGINE = ("free_disk_bytes", "result_spill_bytes", "result_budget_bytes", "ephemeral_adapters", "ephemeral_s")
 _OF_IMPORT = {
     f"tinsmith import {option}"
     for option in ("-h/--help", "--base-model", "--project", "--config", "--data-dir", "--redis", "--s3")
@@ -109,7 +110,7 @@ ADDED: dict[str, set[str]] = {
         "limits.samples",
         "limits.sampled_tokens",
         "base_models.router_replay",
-        *(f"engine.{name}" for name in ("free_disk_bytes", "result_spill_bytes", "result_budget_bytes")),
+        *(f"engine.{name}" for name in _ENGINE),
         *(f"base_models.{section}.sequence_parallel" for section in ("trainer", "full")),
     },
     "setting values": {
@@ -117,13 +118,14 @@ ADDED: dict[str, set[str]] = {
         "limits.samples",
         "limits.sampled_tokens",
         "base_models[0].router_replay",
-        *(f"engine.{name}" for name in ("free_disk_bytes", "result_spill_bytes", "result_budget_bytes")),
+        *(f"engine.{name}" for name in _ENGINE),
         *(f"base_models[0].{section}.sequence_parallel" for section in ("trainer", "full")),
     },
     # Keys that start so. Processes of ecb7b39 neither read nor write them, which RedisRecords expects of its lists.
     "keys left behind": {
         *("tinsmith:checkpoints_of:", "tinsmith:calls_taken"),
         *("tinsmith:sessions_of:", "tinsmith:session_owners", "tinsmith:sessions_live:"),
+        "tinsmith:samplers_used",
     },
     # Keys that start so and are now deleted before they expire; every version does without them.
     "keys deleted": {"tinsmith:home:"},

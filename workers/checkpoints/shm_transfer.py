@@ -67,6 +67,11 @@ class ShmTransfers:
         self._folder.make_room(self._is_on_record)
         return self._folder.write(prefix, fill)
 
+    def size(self, prefix: str) -> int:
+        """The bytes of a checkpoint that was put there."""
+        folder = self._folder.find(prefix)
+        return transfer.manifest_in(folder).size if folder else 0
+
     def upload(self, model_id: str) -> None:
         """Uploads the recorded transfers of a model."""
         self._uploads.put(model_id, None, at_once=True)

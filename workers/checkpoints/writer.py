@@ -104,7 +104,7 @@ class Saver:
             base_model=model.base_model,
             prefix=prefix,
             created=created,
-            size_bytes=sum(entry.size for entry in manifest.files.values()),
+            size_bytes=manifest.size,
             lora=model.lora,
             files=sorted(manifest.files),
             expires_at=manifest.expires_at,
@@ -129,12 +129,13 @@ class Saver:
             follows=lease.model_id if op.inflight else "",
             full=model.full,
         )
-        writes = [(sampler.namespace, name, dump(sampler))]
+        shared = self.shm_transfers.publish(prefix, partial(self._seal, captured))
+        size = self.shm_transfers.size(prefix) if shared else self._write(captured)[1].size
+        writes = [(sampler.namespace, name, {**dump(sampler), "size_bytes": str(size)})]
         if op.inflight:
             writes.append((Model.namespace, lease.model_id, {"inflight": json.dumps(prefix)}))
         result = results.of_json({"sampling_session_id": name})
-        if not self.shm_transfers.publish(prefix, partial(self._seal, captured)):
-            self._write(captured)
+        if not shared:
             return Outcome(result, writes)
         shm_transfer = ShmTransfer(lease.model_id, seq)
         writes.append((shm_transfer.namespace, prefix, dump(shm_transfer)))

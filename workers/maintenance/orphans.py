@@ -130,7 +130,8 @@ class Orphans:
         heads = {model_id: ModelHead.of(fields) for model_id, fields in self._records.list(Model.namespace)}
         referenced = {head.snapshot for head in heads.values()}
         for namespace in (Checkpoint.namespace, Sampler.namespace):
-            referenced.update(json.loads(fields["prefix"]) for _, fields in self._records.list(namespace))
+            records = (fields for _, fields in self._records.list(namespace) if "given_up" not in fields)
+            referenced.update(json.loads(fields["prefix"]) for fields in records)
         unknown = {place.model_id for place in places} - heads.keys()
         if unknown:
             log.warning(

@@ -29,6 +29,7 @@ from app.stores.redis.records import RedisRecords
 from workers.backends.sampling.base import SamplerBackend
 from workers.backends.training.base import TrainingBackend
 from workers.checkpoints.shm_transfer import ShmFolder
+from workers.maintenance.adapters import EphemeralAdapters
 from workers.maintenance.direct_queues import DirectQueues
 from workers.maintenance.leader import Accounting, MaintenanceTask, PayloadSpilling, SessionExpiry, Sweeper
 from workers.maintenance.orphans import Orphans
@@ -123,6 +124,7 @@ def sweeper(parts: Parts) -> Sweeper:
         "orphans": Orphans(
             parts.oplog, parts.lifecycle, parts.records, parts.payloads, parts.store, parts.settings.engine
         ),
+        "adapters": EphemeralAdapters(parts.lifecycle, parts.records, parts.store, parts.settings.engine),
         "spilling": PayloadSpilling(parts.payloads),
         "direct queues": DirectQueues(parts.oplog, parts.celery),
         "accounting": Accounting(parts.pages, PageFiles(parts.store), parts.records),

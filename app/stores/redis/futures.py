@@ -34,6 +34,10 @@ from app.stores.redis.client import Scripts, read_hash
 from app.stores.redis.types import Admission, Entry, Future, QueueBounds
 
 CONFLICT = "seq_id {seq} was used before with other content; every call needs a seq_id of its own"
+GIVEN_UP = (
+    "the weights of sampler {sampler!r} were deleted: of a run's saves without a path, the newest {most} stay, and "
+    "those used within {hours:g} hours; save the weights again, with a path if they should last"
+)
 CANCELLED = "cancelled: its client asked for that"
 
 _FULL_QUEUE: dict[str, tuple[type[RequestError], str]] = {
@@ -82,6 +86,7 @@ class RedisFutures:
         self._unread_s = settings.result_unread_s
         self._read_s = settings.result_read_s
         self._budget = settings.payload_budget_bytes
+        self._adapters, self._adapter_s = settings.ephemeral_adapters, settings.ephemeral_s
         self._large = settings.result_spill_bytes
 
     def admit_sample(
@@ -106,8 +111,8 @@ class RedisFutures:
         (records.Worker). While every sampler is full, it goes to the first one with room.
 
         Raises BadRequest for other content and for a request that `bounds` can never admit, NotFound when the sampler
-        is gone, TooLarge, TooManyRequests while the queue is full or a limit of `charge` is reached, and Unavailable
-        while there is no room. A repeat can only raise the first of these.
+        or its adapter is gone, TooLarge, TooManyRequests while the queue is full or a limit of `charge` is reached, and
+        Unavailable while there is no room. A repeat can only raise the first of these.
 
         The request is held (throttled) if its owner has held requests, or enough requests under way: all owners
         together have three batches of the queue's samplers, or this owner its part of a batch.
@@ -121,6 +126,8 @@ class RedisFutures:
         what, held = found[0].decode(), found[1]
         if what == "unknown":
             raise NotFound(f"sampler {parent_id[:200]!r} does not exist")
+        if what == "given_up":
+            raise NotFound(GIVEN_UP.format(sampler=parent_id[:200], most=self._adapters, hours=self._adapter_s / 3600))
         if what == "conflict":
             raise BadRequest(CONFLICT.format(seq=request_id.rpartition(":")[2]))
         if bounds and what in _FULL_QUEUE:

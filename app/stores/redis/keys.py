@@ -64,6 +64,8 @@
     home:<adapter>      STR   affinity: the node that an adapter's requests go to, by the adapter's prefix; for the
                               base model by the sampler's id; expires an hour after the last request
     sampled:<sampler>   SET   its unfinished sampling requests
+    samplers_used       ZSET  sampler -> ms when it last got a request or a client; older entries are removed
+    ephemeral_bytes     HASH  payer -> the bytes of its adapters of saves without a path
     samplers_asked      SET   the samplers that have unfinished requests
     completed:<target>  ZSET  finished sampling request with an unread result -> its number among all finished ones;
                               a target is "<sampler>/<clone>" (app/ids.py)
@@ -78,7 +80,8 @@
     orphans             ZSET  object-store prefix -> ms since when no known reference to it exists
     <namespace>:<id>    HASH  sessions, samplers, handovers, checkpoints, uploads, losses, workers, refusals
                               (app/domain/records.py);
-                              a sampler's record also counts the clients that joined it
+                              a sampler's record also counts the clients that joined it; that of a save without a
+                              path has size_bytes, and given_up (ms) once its adapter is to be deleted
                               organisations, projects, users, keys (app/domain/accounts.py): a copy of the object
                               store's accounts, looked up at every request
     recalled:accounts   HASH  done: "true" once the state server holds all accounts that the object store holds
@@ -112,6 +115,7 @@ SHORTAGE = PREFIX + "shortage"
 CALLS_TAKEN = PREFIX + "calls_taken"
 PENDING = PREFIX + "pending"
 PENDING_QUEUE = PREFIX + "pending_queue"
+SAMPLERS_ASKED = PREFIX + "samplers_asked"
 SESSION_OWNERS = PREFIX + "session_owners"
 SESSIONS_HEARD = PREFIX + "sessions_heard"
 SESSIONS_ENDED = PREFIX + "sessions_ended"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import cast
 
 import redis
 
+from app import ids
 from app.domain.limits import Charge
 from app.domain.results import Result
 from app.settings import EngineSettings
@@ -41,6 +42,7 @@ class RedisLifecycle:
         self._silence_ms = int(settings.session_s * 1000)
         self._retain_ms = int(settings.retain_s * 1000)
         self._orphan_ms = int(settings.orphan_s * 1000)
+        self._ephemeral_ms = int(settings.ephemeral_s * 1000)
         self._unread_s = settings.result_unread_s
 
     def open(self, session_id: str, fields: Record, charge: Charge) -> None:
@@ -111,6 +113,30 @@ class RedisLifecycle:
         """Removes a sampler's record. Returns False, without a change, when there is none; with `retired` also when its
         session is not retired any more."""
         return bool(self._run("end_sampler", sampler_id, self._retain_ms if retired else ""))
+
+    def give_up_adapters(self, sampler_ids: Sequence[str]) -> list[str]:
+        """Gives up the adapters of those of these sampling sessions that are not in use, and returns their ids. Their
+        requests are refused from then on, and nothing needs the files any more."""
+        found = self._run("give_up_adapters", self._ephemeral_ms, *sampler_ids) if sampler_ids else []
+        return [id_.decode() for id_ in found]
+
+    def count_adapters(self, sizes: Mapping[str, int]) -> None:
+        """Sets the bytes of adapters of saves without a path, by the names of all payers that have some."""
+        self._run("set_ephemeral", *(part for pair in sizes.items() for part in pair))
+
+    def adapters_in_use(self, session_id: str) -> set[str]:
+        """The adapters, by prefix, that unfinished requests of the session's samplers run on."""
+        asked = cast(set[bytes], self._redis.smembers(keys.SAMPLERS_ASKED))
+        its = [id_ for name in asked if (id_ := name.decode()).startswith(ids.sampler_prefix(session_id))]
+        in_use: set[str] = set()
+        for sampler_id in its:
+            requests = [name.decode() for name in cast(set[bytes], self._redis.smembers(keys.sampled(sampler_id)))]
+            for start in range(0, len(requests), _SLICE):
+                with self._redis.pipeline(transaction=False) as pipe:
+                    for request_id in requests[start : start + _SLICE]:
+                        pipe.hget(keys.op(request_id), "adapter")
+                    in_use.update(adapter.decode() for adapter in pipe.execute() if adapter)
+        return in_use
 
     def abort_samples(self) -> int:
         """Fails ("user") the unfinished requests of samplers that are gone or whose session has ended. Returns their

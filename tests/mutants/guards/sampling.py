@@ -38,8 +38,8 @@ MUTANTS = (
     Mutant(
         "routes: their bytes count",
         f"{_LUA}/limits.lua",
-        " + bytes_routed(payer) end",
-        " end",
+        " + bytes_routed(payer)\n",
+        "\n",
         "tests/unit/app/api/test_router_replay.py::test_routes_count_as_stored_bytes_until_their_files_are_removed",
     ),
     Mutant(

@@ -18,7 +18,53 @@ _UPLOADS = "tests/unit/app/api/test_uploads.py"
 _UPLOAD_STORAGE = "tests/unit/app/api/test_upload_storage.py"
 _TRANSFER = "tests/unit/workers/checkpoints/test_shm_transfer.py"
 
+_ADAPTERS = "tests/unit/workers/maintenance/test_adapters.py"
+_TASK = "workers/maintenance/adapters.py"
+
 MUTANTS = (
+    # Adapters of saves without a path.
+    Mutant(
+        "adapters: a request that comes meanwhile",
+        "app/stores/redis/lua/lifecycle.lua",
+        "redis.call('EXISTS', 'tinsmith:sampled:' .. id, 'tinsmith:handovers:' .. prefix, home_of(id .. ':0', prefix))",
+        "redis.call('EXISTS', 'tinsmith:handovers:' .. prefix)",
+        f"{_ADAPTERS}::test_a_request_that_comes_while_a_round_decides_keeps_its_adapter",
+    ),
+    Mutant(
+        "adapters: the last request",
+        "app/stores/redis/lua/samples.lua",
+        "redis.call('ZADD', 'tinsmith:samplers_used', now, sampler)\n",
+        "",
+        f"{_ADAPTERS}::test_what_was_used_within_the_time_stays",
+    ),
+    Mutant(
+        "adapters: no request for one that was given up",
+        "app/stores/redis/lua/samples.lua",
+        "  if found[3] and not newest then return nil end\n",
+        "",
+        f"{_ADAPTERS}::test_a_client_of_an_adapter_that_was_given_up_learns_what_to_do",
+    ),
+    Mutant(
+        "adapters: the newest in-flight weights",
+        _TASK,
+        " if adapter.sampler.prefix != newest]",
+        "]",
+        f"{_ADAPTERS}::test_the_newest_in_flight_weights_stay_however_many_others_were_saved",
+    ),
+    Mutant(
+        "adapters: requests of other sessions on in-flight weights",
+        _TASK,
+        " if adapter.sampler.prefix not in in_use]",
+        "]",
+        f"{_ADAPTERS}::test_in_flight_weights_stay_while_another_clients_request_runs_on_them",
+    ),
+    Mutant(
+        "adapters: the files of a round that broke off",
+        "workers/maintenance/orphans.py",
+        ' if "given_up" not in fields)',
+        ")",
+        f"{_ADAPTERS}::test_the_files_of_a_round_that_broke_off_are_orphans",
+    ),
     # Snapshots and the journal behind them.
     Mutant(
         "set_snapshot: only the newest epoch",

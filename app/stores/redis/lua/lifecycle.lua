@@ -220,6 +220,26 @@ return found
 for i = 2, #ARGV do redis.call('ZADD', 'tinsmith:orphans', 'NX', ARGV[1], ARGV[i]) end
 return 0
 
+-- script: give_up_adapters flags=allow-oom
+-- needs: home, now_ms
+-- Give up the adapters of sampling sessions that nothing uses: without unfinished requests, made and last used long ago,
+-- and in the object store. New requests for them are refused. A process of an earlier version notes no use, but it
+-- leaves the affinity of an adapter for an hour. ARGV: ms since the last use, sampler ids. Returns the ids given up.
+local given_up, before = {}, now_ms() - ARGV[1]
+redis.call('ZREMRANGEBYSCORE', 'tinsmith:samplers_used', '-inf', '(' .. string.format('%.0f', before))
+for i = 2, #ARGV do
+  local id, key = ARGV[i], 'tinsmith:samplers:' .. ARGV[i]
+  local found = redis.call('HMGET', key, 'prefix', 'created', 'given_up')
+  local prefix = found[1] and cjson.decode(found[1])
+  if prefix and not found[3] and found[2] * 1000 < before
+     and not redis.call('ZSCORE', 'tinsmith:samplers_used', id)
+     and redis.call('EXISTS', 'tinsmith:sampled:' .. id, 'tinsmith:handovers:' .. prefix, home_of(id .. ':0', prefix)) == 0 then
+    redis.call('HSET', key, 'given_up', now_ms())
+    given_up[#given_up + 1] = id
+  end
+end
+return given_up
+
 -- script: end_sampler flags=allow-oom
 -- needs: home, is_retired
 -- Remove a sampler's record, and the affinity of its adapter unless the adapter is a checkpoint with a path, which other
@@ -233,4 +253,5 @@ if cjson.decode(found[3] or '""') == '' then
 end
 redis.call('DEL', key)
 redis.call('ZREM', 'tinsmith:index:samplers', ARGV[1])
+redis.call('ZREM', 'tinsmith:samplers_used', ARGV[1])
 return 1

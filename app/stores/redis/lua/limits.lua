@@ -122,8 +122,13 @@ end
 
 -- part: storage
 -- needs: reserved, routed, stored
+-- The bytes of adapters of saves without a path, as the last round of their maintenance task measured them.
+local function bytes_ephemeral(payer) return redis.call('HGET', 'tinsmith:ephemeral_bytes', payer.name) or 0 end
+
 -- The bytes that count against a payer's storage_bytes.
-local function bytes_used(payer) return bytes_stored(payer) + bytes_reserved(payer) + bytes_routed(payer) end
+local function bytes_used(payer)
+  return bytes_stored(payer) + bytes_reserved(payer) + bytes_ephemeral(payer) + bytes_routed(payer)
+end
 
 -- part: rates
 -- Each rate has a token bucket of BURST_S seconds. A call passes while anything is left in the bucket, and always takes
@@ -245,6 +250,12 @@ return {}
 -- needs: reserved
 -- End a reservation. ARGV: path. Returns 0.
 end_reservation(ARGV[1])
+return 0
+
+-- script: set_ephemeral flags=allow-oom
+-- Set the bytes of adapters of saves without a path. ARGV: payer, bytes, ... of all who have some. Returns 0.
+redis.call('DEL', 'tinsmith:ephemeral_bytes')
+for i = 1, #ARGV, 2 do redis.call('HSET', 'tinsmith:ephemeral_bytes', ARGV[i], ARGV[i + 1]) end
 return 0
 
 -- script: forget_routes flags=allow-oom

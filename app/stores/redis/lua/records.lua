@@ -110,9 +110,11 @@ end)
 return 1
 
 -- script: join flags=allow-oom
+-- needs: now_ms
 -- Add a client to a sampling session. ARGV: sampler id. Returns the client's number, from 1; 0 without such a session.
 local key = 'tinsmith:samplers:' .. ARGV[1]
 if redis.call('EXISTS', key) == 0 then return 0 end
+redis.call('ZADD', 'tinsmith:samplers_used', now_ms(), ARGV[1])
 return redis.call('HINCRBY', key, 'joined', 1)
 
 -- script: relist flags=allow-oom

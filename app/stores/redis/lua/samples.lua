@@ -79,15 +79,16 @@ end
 -- ARGV: request id, parent id, owner, queue, payload, digest, tokens it may take, its sequences, most requests and most
 -- tokens that may be unfinished in its queue (or '' for no bound), charge, the names of its payers.
 -- Returns {'fresh', node to dispatch to, or '' for any node}, or {'held', ''} when the request is throttled. Else
--- returns {repeat | conflict | unknown | too_large | requests | tokens, unfinished requests or tokens in the queue}, or
+-- returns {repeat | conflict | unknown | given_up | too_large | requests | tokens, unfinished requests or tokens in the queue}, or
 -- {'limited', ...} as `over_limit` in limits.lua does.
 local request, sampler, queue, tokens = ARGV[1], ARGV[2], ARGV[4], tonumber(ARGV[7])
 
--- The object-store prefix of the adapter for a sampler's next request; '' for the base model.
+-- The object-store prefix of the adapter for a sampler's next request; '' for the base model, nil if it was given up.
 local function adapter_of(sampler)
-  local found = redis.call('HMGET', 'tinsmith:samplers:' .. sampler, 'prefix', 'follows')
+  local found = redis.call('HMGET', 'tinsmith:samplers:' .. sampler, 'prefix', 'follows', 'given_up')
   local follows = cjson.decode(found[2] or '""')
   local newest = follows ~= '' and redis.call('HGET', 'tinsmith:models:' .. follows, 'inflight')
+  if found[3] and not newest then return nil end
   return cjson.decode(newest or found[1] or '""')
 end
 
@@ -110,6 +111,8 @@ local known = redis.call('HGET', 'tinsmith:future:' .. request, 'digest')
 if known then return {known == ARGV[6] and 'repeat' or 'conflict', 0} end
 local session = redis.call('HGET', 'tinsmith:samplers:' .. sampler, 'session_id')
 if not session then return {'unknown', 0} end  -- it went since it was looked up, and nobody knows of which adapter it was
+local adapter = adapter_of(sampler)
+if not adapter then return {'given_up', 0} end
 if ARGV[9] ~= '' then
   if tokens > tonumber(ARGV[10]) then return {'too_large', 0} end
   local requests = redis.call('HLEN', 'tinsmith:sampling:' .. queue)
@@ -123,7 +126,7 @@ local limited = ARGV[11] ~= '' and take(cjson.decode(ARGV[11]))
 if limited then return limited end
 local now = now_ms()
 hear(session, now)
-local adapter = adapter_of(sampler)
+redis.call('ZADD', 'tinsmith:samplers_used', now, sampler)
 redis.call('HSET', 'tinsmith:op:' .. request, 'kind', 'sample', 'attempts', 0, 'admitted', now, 'adapter', adapter,
            'rows', ARGV[8], 'payers', ARGV[12])
 count_samples(request, 1)

@@ -64,6 +64,10 @@ def prefix_of(world: World) -> str:
     return load(Sampler, stored).prefix
 
 
+def size_on_record(world: World) -> int:
+    return int((world.records.get(Sampler.namespace, SAMPLER) or {})["size_bytes"])
+
+
 def on_record(world: World) -> list[str]:
     return [prefix for prefix, _ in world.records.list(ShmTransfer.namespace)]
 
@@ -109,6 +113,7 @@ def test_weights_are_sampled_on_their_machine_before_the_object_store_has_them(w
         store.open.set()
         await_upload(world)
     assert stored_adapter(world, prefix) == wanted
+    assert size_on_record(world) == transfer.read_manifest(store, prefix).size
     with files(world, store, "b").use(prefix) as folder:
         assert (folder / ADAPTER_FILE).read_bytes() == wanted, "and elsewhere from the store"
 
@@ -197,6 +202,7 @@ def test_without_room_a_save_is_uploaded_before_its_commit(world: World, store: 
     threading.Timer(0.2, store.open.set).start()
     prefix = transferred(worker, world, 0)
     assert store.open.is_set() and on_record(world) == []
+    assert size_on_record(world) == transfer.read_manifest(store, prefix).size
     assert stored_adapter(world, prefix) == expected(world, 0)
 
 

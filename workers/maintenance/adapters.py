@@ -1,0 +1,120 @@
+"""Gives up old adapters of saves without a path, and counts the bytes of the others for their projects and keys.
+
+A training loop saves an adapter for its samplers at every step. The newest ones of each run stay, and those in use: an
+unfinished request needs them, or their sampling session was made or used within `engine.ephemeral_s`.
+
+One atomic step gives an adapter up, if no request came meanwhile; new requests are refused from then on. Its files are
+deleted after that step. If that fails, nothing refers to them, and the orphans task removes them (orphans.py).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from app import ids
+from app.domain.checkpoints import CheckpointPrefix
+from app.domain.limits import KEY, PROJECT
+from app.domain.records import Model, Sampler
+from app.settings import EngineSettings
+from app.stores.objects.base import ObjectStore
+from app.stores.objects.notes import remove_checkpoint
+from app.stores.redis.lifecycle import RedisLifecycle
+from app.stores.redis.records import RedisRecords, load
+
+log = logging.getLogger(__name__)
+_PERIOD_S = 60.0
+# A round reads every sampling session, 10,000 in about a second. It takes a fiftieth of the time at most.
+_PAUSES = 50
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """The adapter of a save without a path. `size`: its bytes; 0 if a process of an earlier version saved it."""
+
+    sampler_id: str
+    sampler: Sampler
+    place: CheckpointPrefix
+    size: int
+
+    @classmethod
+    def of(cls, sampler_id: str, fields: Mapping[str, str]) -> Adapter | None:
+        """The adapter of a sampling session; None if it has a path, has none, or was given up."""
+        sampler = load(Sampler, fields)
+        place = CheckpointPrefix.parse(sampler.prefix)
+        if sampler.model_path or place is None or "given_up" in fields:
+            return None
+        return cls(sampler_id, sampler, place, int(fields.get("size_bytes", 0)))
+
+
+class EphemeralAdapters:
+    """The maintenance task. It may run twice at once."""
+
+    def __init__(
+        self,
+        lifecycle: RedisLifecycle,
+        records: RedisRecords,
+        objects: ObjectStore,
+        settings: EngineSettings,
+    ) -> None:
+        self._lifecycle, self._records, self._objects = lifecycle, records, objects
+        self._most = settings.ephemeral_adapters
+        self._next = 0.0
+
+    def sweep(self) -> None:
+        """Runs one round, if it is due. Raises Unavailable."""
+        started = time.monotonic()
+        if started < self._next:
+            return
+        runs = self._runs()
+        models = dict(self._records.read(Model.namespace, list(runs)))
+        sizes: Counter[str] = Counter()
+        given_up: list[Adapter] = []
+        for model_id, adapters in runs.items():
+            gone = set(self._give_up(model_id, models[model_id], adapters))
+            given_up += [adapter for adapter in adapters if adapter.sampler_id in gone]
+            for adapter in adapters:
+                if adapter.sampler_id not in gone:
+                    sizes.update(dict.fromkeys(_payers(adapter, models[model_id]), adapter.size))
+        self._lifecycle.count_adapters(sizes)
+        self._delete(given_up)
+        self._next = time.monotonic() + max(_PERIOD_S, _PAUSES * (time.monotonic() - started))
+
+    def _runs(self) -> Mapping[str, Sequence[Adapter]]:
+        """The adapters of each run, the newest first."""
+        runs: defaultdict[str, list[Adapter]] = defaultdict(list)
+        for sampler_id, fields in self._records.list(Sampler.namespace):
+            if adapter := Adapter.of(sampler_id, fields):
+                runs[adapter.place.model_id].append(adapter)
+        for adapters in runs.values():
+            adapters.sort(key=lambda adapter: (adapter.place.epoch, adapter.place.seq), reverse=True)
+        return runs
+
+    def _give_up(self, model_id: str, model: Mapping[str, str], adapters: Sequence[Adapter]) -> Sequence[str]:
+        """Gives up what is old and not in use. Returns the sampling sessions.
+
+        Requests of other sessions may run on in-flight weights. None can begin there once newer ones are saved, so the
+        reads need no lock: first the newest weights, as `model` has them, then the requests.
+        """
+        newest = json.loads(model.get("inflight", '""'))
+        old = [adapter for adapter in adapters[self._most :] if adapter.sampler.prefix != newest]
+        if any(adapter.sampler.follows for adapter in old):
+            in_use = self._lifecycle.adapters_in_use(ids.session_of(model_id))
+            old = [adapter for adapter in old if adapter.sampler.prefix not in in_use]
+        return self._lifecycle.give_up_adapters([adapter.sampler_id for adapter in old])
+
+    def _delete(self, adapters: Sequence[Adapter]) -> None:
+        for adapter in adapters:
+            remove_checkpoint(self._objects, adapter.sampler.prefix)
+        if adapters:
+            log.info("deleted %d old adapters of saves without a path", len(adapters))
+
+
+def _payers(adapter: Adapter, model: Mapping[str, str]) -> Iterator[str]:
+    yield f"{PROJECT}:{adapter.sampler.owner}"
+    if key := json.loads(model.get("key", '""')):
+        yield f"{KEY}:{key}"
