@@ -1,15 +1,16 @@
 """gunicorn's settings: `python -m gunicorn -c python:app.gunicorn_conf app.wsgi:application`.
 
-There is one process, because a held poll is a waiting thread and one pub/sub connection wakes all of them. Poll threads
-and spare threads come from one pool. app/services/polling.py ensures that polls never take the whole pool.
+There is one process, and one pub/sub connection wakes all its held polls. A held poll is suspended (app/suspension.py)
+and has no thread; a stream of tokens has one. app/services/polling.py ensures that streams never take the whole pool.
 """
 
 from __future__ import annotations
 
 import resource
 
-from app.gunicorn_worker import ARRIVING
+from app.gunicorn_worker import ARRIVING, IDLE_A_THREAD
 from app.settings import from_environment
+from app.suspension import SUSPENDED_A_THREAD
 
 _settings = from_environment()
 _soft, _hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -20,14 +21,14 @@ workers = 1
 worker_class = "app.gunicorn_worker.Worker"
 threads = _settings.api.poll_capacity + _settings.api.spare_threads
 # The SDK keeps idle HTTP/1.1 connections in pools of 50; at gunicorn's default of 1,000 the next request would hang.
-# Connections whose request is still arriving have room of their own.
-worker_connections = 4 * threads + ARRIVING
+# Connections whose request is still arriving have room of their own, and so have suspended requests.
+worker_connections = (1 + IDLE_A_THREAD + SUSPENDED_A_THREAD) * threads + ARRIVING
 backlog = 4096
 keepalive = 75
 # sendfile waits without end for a client that reads nothing (CPython's socket.sendfile); app/gunicorn_worker.py gives
 # other sends a time.
 sendfile = False
-# A held poll ends with the stop, and its client polls again; a stop must not wait 30 s for it.
+# A stream of tokens ends with the stop, which must not wait minutes for it. Held polls are answered at once.
 graceful_timeout = 3
 control_socket_disable = True
 logconfig_dict = {

@@ -1,5 +1,7 @@
-"""gunicorn's threaded worker, with an event loop that waits for requests: a thread only gets a request whose header has
-arrived, and its body too if it is small and comes with a credential.
+"""gunicorn's threaded worker, with an event loop that waits for requests and for results.
+
+A thread only gets a request whose header has arrived, and its body too if it is small and comes with a credential.
+Such a request takes no thread while the application has suspended it (app/suspension.py).
 
 gunicorn's own worker gives a thread to every connection that sends one byte, and lingers in its accept loop for up to
 2 s for each connection that it closes. So 1,210 idle sockets would take every thread.
@@ -14,6 +16,8 @@ import selectors
 import socket
 import struct
 import time
+from collections import deque
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -22,6 +26,7 @@ from gunicorn.http.unreader import SocketUnreader
 from gunicorn.workers.gthread import TConn, ThreadWorker
 
 from app.errors import RequestTimeout
+from app.suspension import SUSPENSION, Suspension
 
 log = logging.getLogger(__name__)
 ARRIVING = 2048
@@ -39,6 +44,13 @@ _LINGER_S = 2.0
 # A body that the application did not read may still be on its way; its thread hardly waits for it.
 _DRAIN_S = 0.1
 _EXPIRE_EVERY_S = 0.5
+IDLE_A_THREAD = 3
+"""Idle connections that are kept for each thread."""
+# More resumed requests at once would only make other requests wait for Python's global lock.
+_RESUMED_AT_ONCE = 8
+# A larger request is not suspended: its bytes are kept until then.
+_SUSPENDED_BYTES = 16 * 1024
+Application = Callable[[dict[str, Any], Any], Iterable[bytes]]
 _HEAD_END = b"\r\n\r\n"
 _CREDENTIAL = re.compile(rb"\r\n(?:x-api-key|authorization):", re.IGNORECASE)
 _LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*([0-9]{1,9})[ \t]*\r\n", re.IGNORECASE)
@@ -67,6 +79,11 @@ class Arrival:
     @property
     def is_too_long(self) -> bool:
         return len(self.data) > _HEAD_BYTES and not 0 < self._head <= _HEAD_BYTES
+
+    @property
+    def can_suspend(self) -> bool:
+        """True if the bytes are few, and are all of a request with a body."""
+        return 0 < self._head < self._whole <= len(self.data) <= _SUSPENDED_BYTES
 
     @property
     def is_whole(self) -> bool:
@@ -124,14 +141,34 @@ class TimedUnreader(SocketUnreader):  # type: ignore[misc]
         )
 
 
+class Request(Suspension):
+    """A request that a thread has or that is suspended, with its bytes and those that its client sent after it."""
+
+    def __init__(self, conn: TConn, data: bytes, on_resume: Callable[[Request], None]) -> None:
+        super().__init__(on_resume)
+        self.conn, self.data, self.until = conn, data, 0.0
+
+
+class _IsSuspended(Exception):
+    """Ends a call of the application that suspended its request."""
+
+
 class Worker(ThreadWorker):  # type: ignore[misc]
     """The worker. All methods but `handle` and what it calls run in the event loop's thread."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.max_keepalived -= ARRIVING
+        self.max_keepalived = IDLE_A_THREAD * self.cfg.threads
         self._arrivals: dict[str, dict[TConn, Arrival]] = {}
+        self._requests: dict[socket.socket, Request] = {}
+        self._suspended: set[Request] = set()
+        self._woken, self._expired = deque[Request](), deque[Request]()
+        self._resumed = 0
         self._expire_at = 0.0
+
+    def load_wsgi(self) -> None:
+        super().load_wsgi()
+        self.wsgi = partial(self._call, self.wsgi)
 
     def enqueue_req(self, conn: TConn) -> None:
         """Waits for the next request of a new connection, or of an idle one that became readable."""
@@ -142,7 +179,15 @@ class Worker(ThreadWorker):  # type: ignore[misc]
         self._receive(arrival, conn.sock)  # else a worker that stops would close it with its request unread
 
     def finish_request(self, conn: TConn, fs: Future[Any]) -> None:
-        """Keeps the connection for its next request, or closes it without making other connections wait."""
+        """Suspends the request if the application says so. Else it keeps the connection for its next request, or closes
+        it without making other connections wait."""
+        request = self._requests.pop(conn.sock, None)
+        if request is not None and request.is_suspended:
+            self._suspend(request)
+            return
+        if request is not None and request.is_over:
+            self._resumed -= 1
+            self._start_resumed()
         if not fs.cancelled() and fs.exception() is None and fs.result():
             super().finish_request(conn, fs)
             return
@@ -158,13 +203,15 @@ class Worker(ThreadWorker):  # type: ignore[misc]
         log."""
         try:
             return bool(super().handle_request(req, conn))
+        except _IsSuspended:
+            return True
         except BlockingIOError:
             log.info("a client read nothing of its response for %d s", _SEND_S)
             return False
 
     def murder_pending(self) -> None:
-        """Closes the connections whose time is over; gunicorn calls it after every event. A stopping worker also closes
-        those that have sent nothing."""
+        """Closes the connections whose time is over, and resumes such requests; gunicorn calls it after every event. A
+        stopping worker also closes those that have sent nothing, and resumes all requests."""
         now = time.monotonic()
         if now < self._expire_at:
             return
@@ -173,6 +220,8 @@ class Worker(ThreadWorker):  # type: ignore[misc]
             for arrival in list(arrivals.values()):
                 if arrival.until <= now or not (self.alive or arrival.data or arrival.ends):
                     self._drop(arrival)
+        for request in [each for each in self._suspended if each.until <= now or not self.alive]:
+            self._resume(request)
 
     def _keepalive_after(self, conn: TConn, keepalive: bool) -> bool:
         with contextlib.suppress(RequestTimeout):
@@ -213,8 +262,72 @@ class Worker(ThreadWorker):  # type: ignore[misc]
             conn.init()
             if not isinstance(conn.parser.unreader, TimedUnreader):
                 conn.parser.unreader = TimedUnreader(conn.sock)
-            conn.parser.unreader.start(bytes(arrival.data))
+            data = bytes(arrival.data)
+            if arrival.can_suspend:
+                self._requests[conn.sock] = Request(conn, data, partial(self.method_queue.defer, self._resume))
+            conn.parser.unreader.start(data)
             super().enqueue_req(conn)
+
+    def _call(self, application: Application, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
+        """Calls the application. Its answer does not count if it suspended the request."""
+        request = self._requests.get(environ["gunicorn.socket"])
+        if request is None:
+            return application(environ, start_response)
+        environ[SUSPENSION] = request
+        answer = application(environ, start_response)
+        if not request.is_suspended:
+            return answer
+        if hasattr(answer, "close"):
+            answer.close()
+        raise _IsSuspended
+
+    def _suspend(self, request: Request) -> None:
+        """Puts the parser back to before the request, and listens to the client."""
+        request.conn.parser.mesg = None  # else it would end here if the client wants the connection closed
+        request.conn.parser.unreader.take_buffered()  # `request.data` has it
+        request.until = time.monotonic() + request.seconds
+        self._suspended.add(request)
+        request.conn.sock.setblocking(False)
+        self.poller.register(request.conn.sock, selectors.EVENT_READ, partial(self._hear, request))
+        if request.is_resumed or not self.alive:
+            self._resume(request)
+
+    def _hear(self, request: Request, sock: socket.socket) -> None:
+        """Keeps what the client of a suspended request sends, or forgets the request if the client has gone."""
+        if request not in self._suspended:
+            return  # resumed by an earlier event of the same round
+        try:
+            data = sock.recv(_SUSPENDED_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if data:
+            request.data += data
+            self.poller.unregister(sock)  # it would have to keep any amount
+        else:
+            self._end_suspension(request)
+            self._close(request.conn)
+
+    def _resume(self, request: Request) -> None:
+        if request in self._suspended:
+            self._end_suspension(request)
+            (self._woken if request.is_resumed else self._expired).append(request)
+            self._start_resumed()
+
+    def _end_suspension(self, request: Request) -> None:
+        self._suspended.discard(request)
+        self._unregister(request.conn)
+        request.end()
+
+    def _start_resumed(self) -> None:
+        """Gives resumed requests to threads again, first those for which there is news."""
+        while self._resumed < _RESUMED_AT_ONCE and (self._woken or self._expired):
+            request = (self._woken or self._expired).popleft()
+            self._resumed += 1
+            self._requests[request.conn.sock] = request
+            request.conn.parser.unreader.start(request.data)
+            super().enqueue_req(request.conn)
 
     def _drop(self, arrival: Arrival) -> None:
         self._forget(arrival)
@@ -224,8 +337,11 @@ class Worker(ThreadWorker):  # type: ignore[misc]
         del self._arrivals[arrival.address][arrival.conn]
         if not self._arrivals[arrival.address]:
             del self._arrivals[arrival.address]
+        self._unregister(arrival.conn)
+
+    def _unregister(self, conn: TConn) -> None:
         with contextlib.suppress(OSError, KeyError, ValueError):
-            self.poller.unregister(arrival.conn.sock)
+            self.poller.unregister(conn.sock)
 
     def _close(self, conn: TConn) -> None:
         self.nr_conns -= 1

@@ -21,6 +21,7 @@ from app.domain.accounts import Caller, Scope
 from app.errors import Forbidden, Unauthorized
 from app.services.container import Services
 from app.settings import Settings
+from app.suspension import SUSPENSION, Suspension
 from app.telemetry import REQUEST_SECONDS
 from app.wire.bodies import check_parts, parse_json, unpack
 
@@ -89,17 +90,21 @@ def blueprint(name: str, description: str, prefix: str = "/api/v1") -> Resource:
 
 
 def add_hooks(app: Flask, public: Set[str]) -> None:
-    """Makes the application find the caller of each request and measure its time. The endpoints and blueprints in
-    `public` need no key."""
+    """Makes the application find the caller of each request and measure its time, with the time of its suspension. The
+    endpoints and blueprints in `public` need no key."""
 
     @app.before_request
     def identify() -> None:
-        g.started = time.perf_counter()
+        found = suspension()
+        g.started = found.began if found is not None and found.is_over else time.perf_counter()
         if public.isdisjoint((request.endpoint, request.blueprint)):
             g.caller = services().authenticator(credential(request.headers))
 
     @app.after_request
     def measure(response: Response) -> Response:
+        found = suspension()
+        if found is not None and found.is_suspended:
+            return response
         route = request.url_rule.rule if request.url_rule else "unknown"
         REQUEST_SECONDS.labels(route, response.status_code).observe(time.perf_counter() - g.started)
         return response
@@ -111,6 +116,17 @@ def credential(headers: Headers) -> str:
     if not found:
         raise Unauthorized("no API key: send it in the X-API-Key header, or as `Authorization: Bearer`")
     return found
+
+
+def suspension() -> Suspension | None:
+    """The means to suspend the current request, if its server has one and the request is small."""
+    found: Suspension | None = request.environ.get(SUSPENSION)
+    return found
+
+
+def suspended() -> Response:
+    """The answer of a view that suspended its request; the server throws it away."""
+    return Response(status=202)
 
 
 def current_caller() -> Caller:

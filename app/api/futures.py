@@ -7,7 +7,19 @@ from typing import Any
 from flask import Response, request
 from marshmallow import RAISE, Schema, fields, validate
 
-from app.api.base import Cursor, FirstWrong, Paged, SdkSchema, current_caller, identifier, large, needs, services
+from app.api.base import (
+    Cursor,
+    FirstWrong,
+    Paged,
+    SdkSchema,
+    current_caller,
+    identifier,
+    large,
+    needs,
+    services,
+    suspended,
+    suspension,
+)
 from app.api.base import blueprint as make
 from app.domain.results import JSON, PROTOBUF
 from app.services.views import Page
@@ -41,7 +53,9 @@ class TryAgain(SdkSchema):
 @futures_blueprint.alt_response(408, schema=TryAgain, description="The result is not ready yet: poll again at once")
 def retrieve_future(asked: dict[str, Any]) -> Response | tuple[dict[str, str], int]:
     """Wait for a future's result."""
-    future = services().polls.wait(asked["request_id"], current_caller())
+    future = services().polls.wait(asked["request_id"], current_caller(), suspension())
+    if future is None:
+        return suspended()
     if future.result is None:
         state = services().queue_states.of(future)
         reason = {"queue_state_reason": state.reason} if state.reason else {}
@@ -84,9 +98,12 @@ class RetrieveFutures(SdkSchema):
 @large
 @futures_blueprint.arguments(RetrieveFutures())
 @futures_blueprint.response(200, CompletedFutures)
-def retrieve_futures(asked: dict[str, Any]) -> dict[str, Any]:
+def retrieve_futures(asked: dict[str, Any]) -> Response | dict[str, Any]:
     """Wait for any of a client's samples. The results that it names are then fetched with retrieve_future."""
-    found, cursor = services().batch_polls.wait(current_caller(), asked)
+    ended = services().batch_polls.wait(current_caller(), asked, suspension())
+    if ended is None:
+        return suspended()
+    found, cursor = ended
     return {"completions": [_dump(completion) for completion in found], "cursor": cursor}
 
 

@@ -15,7 +15,7 @@ from app.services.imports.uploads import UploadService
 from app.services.models import ModelService, RunService
 from app.services.openai.service import OpenAiService, Samplers
 from app.services.openai.streaming import ResultStream
-from app.services.polling import BatchPollService, CancelService, FutureFinder, LongPollLimiter, PollService
+from app.services.polling import BatchPollService, CancelService, FutureFinder, LongPollLimiter, LongPolls, PollService
 from app.services.queue import QueueService, QueueSnapshots, QueueStates
 from app.services.sampling import SamplingService
 from app.services.sessions import SessionSearch, SessionService, TraceService
@@ -41,6 +41,7 @@ from app.stores.redis.lifecycle import RedisLifecycle
 from app.stores.redis.limits import RedisQuotas
 from app.stores.redis.pages import RedisPages, UsageLedger
 from app.stores.redis.records import RedisRecords
+from app.suspension import SUSPENDED_A_THREAD
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +109,8 @@ def build(settings: Settings) -> Services:
     tokens = _tokens(settings)
     accounts = AccountService(AccountFiles(objects), store)
     authenticator = Authenticator(settings.api_keys, store, tokens, AccountRecovery(accounts, store))
+    suspended = LongPollLimiter(settings.api, SUSPENDED_A_THREAD)
+    polls = LongPolls(waiter, poll_limiter, suspended, authenticator.check)
     sources = Sources(store, authenticator)
     result_stream = ResultStream(
         futures, waiter, TokenStreams(broker), authenticator.check, samplers.keep_alive, cancels.cancel
@@ -138,10 +141,8 @@ def build(settings: Settings) -> Services:
         ArchiveService(store, objects, signer),
         CopyService(store, oplog, lifecycle, objects, quotas, sources),
         UploadService(store, objects, bases, quotas, importer, settings.limits),
-        PollService(futures, waiter, poll_limiter, authenticator.check, lifecycle.poll),
-        BatchPollService(
-            RedisCompletions(client, settings.engine), store, waiter, poll_limiter, authenticator.check, lifecycle.poll
-        ),
+        PollService(futures, polls, lifecycle.poll),
+        BatchPollService(RedisCompletions(client, settings.engine), store, polls, lifecycle.poll),
         queue_states,
         QueueService(snapshots, queue_states, backlog, calls, store),
         cancels,

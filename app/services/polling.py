@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import re
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import redis
 
@@ -25,6 +26,7 @@ from app.stores.redis.completions import RedisCompletions
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.records import RedisRecords
 from app.stores.redis.types import Completion, Future
+from app.suspension import Suspension
 from app.telemetry import HELD_POLLS
 
 _REQUEST_ID = re.compile(r".+:[0-9]{1,19}")
@@ -40,49 +42,88 @@ def check_request_id(text: str) -> None:
         raise NotFound(f"no future {text[:200]!r}")
 
 
+Found = TypeVar("Found")
+
 CheckKey = Callable[[Caller], None]
 """Raises Unauthorized if the caller's key is no longer valid."""
 NotePoll = Callable[[str], None]
 """Notes that a client waits for the result of the request with this id."""
 
 
-class PollService:
-    """Long polls for one future. `waiter` wakes a poll when the result is there. A poll that waited gets nothing if its
-    key was revoked meanwhile. A poll that has to wait is a sign of life of its session."""
+class LongPolls:
+    """Holds long polls until their result is there: suspended, if the server can do that (app/suspension.py), or else
+    in their threads. Each kind has its own limiter. `waiter` wakes the polls. A poll that waited gets nothing if its
+    key was revoked meanwhile."""
 
     def __init__(
-        self,
-        futures: FutureFinder,
-        waiter: Waiter,
-        poll_limiter: LongPollLimiter,
-        check_key: CheckKey,
-        note_poll: NotePoll,
+        self, waiter: Waiter, in_threads: LongPollLimiter, suspended: LongPollLimiter, check_key: CheckKey
     ) -> None:
-        self._futures, self._waiter, self._poll_limiter, self._check_key = futures, waiter, poll_limiter, check_key
-        self._note_poll = note_poll
+        self._waiter, self._in_threads, self._suspended, self._check_key = waiter, in_threads, suspended, check_key
 
-    def wait(self, request_id: str, caller: Caller) -> Future:
-        """The future, once it is terminal or the hold time is over. Raises NotFound, Gone or Unauthorized."""
-        check_request_id(request_id)
-        with self._poll_limiter.hold(caller.project) as seconds:
-            return self._wait(request_id, caller, seconds)
+    def hold(
+        self,
+        caller: Caller,
+        id_: str,
+        look: Callable[[], Found],
+        is_done: Callable[[Found], bool],
+        suspension: Suspension | None,
+        at_most_s: float = math.inf,
+    ) -> Found | None:
+        """The result of `look`, once that `is_done` or the hold time is over. `id_` is published when there is news.
 
-    def _wait(self, request_id: str, caller: Caller, seconds: float) -> Future:
-        found = self._futures.future(request_id, caller)
+        None if the poll was suspended: the server makes the same call again, and has its key checked like that of any
+        call. Raises Unauthorized, and the errors of `look`.
+        """
+        if suspension is None:
+            with self._in_threads.hold(caller.project) as seconds:
+                return self._wait(caller, id_, look, is_done, min(seconds, at_most_s))
+        if suspension.is_over:
+            return look()
+        with contextlib.ExitStack() as undo:
+            seconds = min(undo.enter_context(self._suspended.hold(caller.project)), at_most_s)
+            undo.enter_context(self._waiter.watch(id_, suspension.resume))
+            found = look()
+            if is_done(found) or not seconds:
+                return found
+            suspension.suspend(seconds, undo.pop_all().close)
+            return None
 
-        def is_done() -> bool:
-            nonlocal found
-            found = self._futures.future(request_id, caller)
-            return found.result is not None
+    def _wait(
+        self, caller: Caller, id_: str, look: Callable[[], Found], is_done: Callable[[Found], bool], seconds: float
+    ) -> Found:
+        done: list[Found] = []
 
-        if found.result is None and caller.may("member", found.owner):
-            self._note_poll(request_id)
-        if found.result is None and seconds:
-            self._waiter.wait(request_id, seconds, is_done)
-            if found.result is None:
+        def check() -> bool:
+            found = look()
+            if is_done(found):
+                done.append(found)
+            return bool(done)
+
+        if seconds:
+            self._waiter.wait(id_, seconds, check)
+            if not done:
                 self._check_key(caller)
-                is_done()
-        return found
+        return done[0] if done else look()
+
+
+class PollService:
+    """Long polls for one future. A poll that has to wait is a sign of life of its session."""
+
+    def __init__(self, futures: FutureFinder, polls: LongPolls, note_poll: NotePoll) -> None:
+        self._futures, self._polls, self._note_poll = futures, polls, note_poll
+
+    def wait(self, request_id: str, caller: Caller, suspension: Suspension | None = None) -> Future | None:
+        """The future, once it is terminal or the hold time is over; None if the poll was suspended. Raises NotFound,
+        Gone or Unauthorized."""
+        check_request_id(request_id)
+
+        def look() -> Future:
+            found = self._futures.future(request_id, caller)
+            if found.result is None and caller.may("member", found.owner):
+                self._note_poll(request_id)
+            return found
+
+        return self._polls.hold(caller, request_id, look, lambda future: future.result is not None, suspension)
 
 
 class BatchPollService:
@@ -90,46 +131,31 @@ class BatchPollService:
     for."""
 
     def __init__(
-        self,
-        completions: RedisCompletions,
-        store: RedisRecords,
-        waiter: Waiter,
-        poll_limiter: LongPollLimiter,
-        check_key: CheckKey,
-        note_poll: NotePoll,
+        self, completions: RedisCompletions, store: RedisRecords, polls: LongPolls, note_poll: NotePoll
     ) -> None:
-        self._completions, self._records, self._waiter, self._poll_limiter = completions, store, waiter, poll_limiter
-        self._check_key, self._note_poll = check_key, note_poll
+        self._completions, self._records, self._polls, self._note_poll = completions, store, polls, note_poll
 
-    def wait(self, caller: Caller, asked: Mapping[str, Any]) -> tuple[list[Completion], int]:
-        """The completions after `prev_cursor`, once there is one or the hold time is over; and the next cursor.
+    def wait(
+        self, caller: Caller, asked: Mapping[str, Any], suspension: Suspension | None = None
+    ) -> tuple[list[Completion], int] | None:
+        """The completions after `prev_cursor`, once there is one or the hold time is over, and the next cursor; None if
+        the poll was suspended.
 
         Raises NotFound (sampler) or Unauthorized.
         """
         sampler_id = asked["target"]["sampling_session_id"]
-        with self._poll_limiter.hold(caller.project) as seconds:
+        target = ids.poll_target(sampler_id, asked["target"]["cloned_sampler_id"])
+        timeout = asked.get("timeout")
+
+        def look() -> tuple[list[Completion], int]:
             load_owned(self._records, Sampler, sampler_id, caller)
             own = f"{sampler_id}:"
             self._note_poll(own)
             self._completions.acknowledge(id_ for id_ in asked["retrieved_request_ids"] if id_.startswith(own))
-            target = ids.poll_target(sampler_id, asked["target"]["cloned_sampler_id"])
-            timeout = asked.get("timeout")
-            held = seconds if timeout is None else min(seconds, timeout)
-            return self._wait(caller, target, asked["prev_cursor"], held)
+            return self._completions.since(target, asked["prev_cursor"])
 
-    def _wait(self, caller: Caller, target: str, cursor: int, seconds: float) -> tuple[list[Completion], int]:
-        found: tuple[list[Completion], int] = [], cursor
-
-        def is_any() -> bool:
-            nonlocal found
-            found = self._completions.since(target, cursor)
-            return bool(found[0])
-
-        if seconds:
-            self._waiter.wait(target, seconds, is_any)
-            if not found[0]:
-                self._check_key(caller)
-        return found if found[0] else self._completions.since(target, cursor)
+        at_most_s = math.inf if timeout is None else timeout
+        return self._polls.hold(caller, target, look, lambda found: bool(found[0]), suspension, at_most_s)
 
 
 class FutureFinder:
@@ -167,11 +193,11 @@ class LongPollLimiter:
 
     The projects that poll now share the capacity equally. A project within its share is also held above the capacity,
     which others may have filled before: their next polls are held for a moment only, until they are back at their
-    share.
+    share. Each place of the capacity holds `polls_a_place`.
     """
 
-    def __init__(self, settings: ApiSettings) -> None:
-        self._settings = settings
+    def __init__(self, settings: ApiSettings, polls_a_place: int = 1) -> None:
+        self._settings, self._polls_a_place = settings, polls_a_place
         self._open: Counter[str] = Counter()
         self._lock = threading.Lock()
 
@@ -209,10 +235,14 @@ class LongPollLimiter:
                 has_place = self._has_place(project)
             if not has_place:
                 raise TooManyRequests(
-                    f"{self._settings.poll_capacity} polls already wait for results on this server, and project "
+                    f"{self._capacity} polls already wait for results on this server, and project "
                     f"{project} has its share of them; try again soon"
                 )
             yield
+
+    @property
+    def _capacity(self) -> int:
+        return self._settings.poll_capacity * self._polls_a_place
 
     def _seconds(self, project: str) -> float:
         """The hold time of the project's newest poll. Half of the spare threads takes polls above the capacity, and
@@ -220,12 +250,12 @@ class LongPollLimiter:
         full = self._settings.poll_hold_s
         if self._has_place(project):
             return full
-        most = self._settings.poll_capacity + self._settings.spare_threads // 2
+        most = self._capacity + self._settings.spare_threads // 2
         return min(_SHORT_HOLD_S, full) if self._open.total() <= most else 0.0
 
     def _has_place(self, project: str) -> bool:
         """True if the project's newest poll is held in full."""
-        capacity, polls = self._settings.poll_capacity, self._open.total()
+        capacity, polls = self._capacity, self._open.total()
         if polls <= capacity:
             return True
         is_within_share = self._open[project] <= capacity // len(self._open)

@@ -19,7 +19,8 @@ class ApiSettings(Section):
     poll_capacity: int = Field(
         1000,
         ge=1,
-        description="polls that are held for poll_hold_s; with more polls, each is held for less time",
+        description="calls that wait for results in a thread, and a fifth of the polls that are held for poll_hold_s "
+        "without one; with more polls, each is held for less time",
     )
     poll_hold_s: float = Field(
         30.0, gt=0, description="longest time a poll is held; the SDK gives up on a poll after 45 s"

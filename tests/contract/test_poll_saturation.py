@@ -6,16 +6,20 @@ import http.client
 import json
 import select
 import socket
+import time
 from collections.abc import Iterator
 
 import pytest
 import requests
 
 from app.domain.results import Result
+from app.suspension import SUSPENDED_A_THREAD
+from ops.bench.metrics import read
 from tests.api_server import BASE, KEY, ApiServer, start_api
 
-CAPACITY = 1000
-BEYOND = 200
+CAPACITY = 60
+POLLS = CAPACITY * SUSPENDED_A_THREAD
+THREADS = 4
 # Far longer than the test takes.
 HOLD_S = 600
 HEADERS = {"X-API-Key": KEY}
@@ -23,8 +27,10 @@ HEADERS = {"X-API-Key": KEY}
 
 @pytest.fixture(scope="module")
 def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
-    with start_api(tmp_path_factory.mktemp("api"), f"poll_capacity = {CAPACITY}\npoll_hold_s = {HOLD_S}") as server:
-        yield server
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GUNICORN_CMD_ARGS", f"--threads {THREADS}")
+        with start_api(tmp_path_factory.mktemp("api"), f"poll_capacity = {CAPACITY}\npoll_hold_s = {HOLD_S}") as server:
+            yield server
 
 
 def post(api: ApiServer, path: str, body: dict[str, object]) -> requests.Response:
@@ -61,22 +67,48 @@ def answered(polls: list[socket.socket]) -> int:
     return len(ready.poll(0))
 
 
-def test_heartbeats_answer_while_more_polls_than_the_capacity_are_held(api: ApiServer):
-    session, model, request_id = pending_future(api)
-    polls = [hold(api, request_id) for _ in range(CAPACITY + BEYOND)]
+def test_far_more_polls_than_threads_are_held_while_others_are_answered_and_then_get_their_results(api: ApiServer):
+    futures = [pending_future(api) for _ in range(10)]
+    polls = [hold(api, request_id) for _, _, request_id in futures for _ in range(POLLS // len(futures))]
     try:
+        await_held(api, POLLS)
         for _ in range(50):
-            beat = post(api, "session_heartbeat", {"session_id": session, "type": "session_heartbeat"})
+            beat = post(api, "session_heartbeat", {"session_id": futures[0][0], "type": "session_heartbeat"})
             assert beat.status_code == 200
-        assert answered(polls) <= BEYOND, "polls within the capacity keep their full hold"
-        lease = api.oplog.acquire(model, "test/1")
-        assert api.oplog.next(lease, 0) is not None
-        api.oplog.commit(lease, 0, Result(b'{"model_id": "woken"}'))
-        woken = [answer(poll) for poll in polls[:CAPACITY]]
-        assert sum(b"woken" in body for body in woken) >= CAPACITY - BEYOND
+        assert answered(polls) == 0, "polls within the capacity keep their full hold"
+        for _, model, _ in futures:
+            complete(api, model)
+        assert all(b"woken" in answer(poll) for poll in polls)
+        await_held(api, 0)
     finally:
         for poll in polls:
             poll.close()
+
+
+def test_polls_whose_clients_have_left_are_held_no_longer(api: ApiServer):
+    _, model, request_id = pending_future(api)
+    polls = [hold(api, request_id) for _ in range(20)]
+    await_held(api, 20)
+    for poll in polls[1:]:
+        poll.close()
+    await_held(api, 1)
+    complete(api, model)
+    assert b"woken" in answer(polls[0])
+    polls[0].close()
+
+
+def complete(api: ApiServer, model: str) -> None:
+    lease = api.oplog.acquire(model, "test/1")
+    assert api.oplog.next(lease, 0) is not None
+    api.oplog.commit(lease, 0, Result(b'{"model_id": "woken"}'))
+
+
+def await_held(api: ApiServer, count: int) -> None:
+    """Waits until the server holds `count` polls. Their hold is far longer than that."""
+    deadline = time.monotonic() + 120
+    while (held := read(f"{api.url}/metrics")[("tinsmith_held_polls", frozenset())]) != count:
+        assert time.monotonic() < deadline, f"{held:.0f} polls are held"
+        time.sleep(0.05)
 
 
 def test_the_sdk_learns_how_many_samples_fit(api: ApiServer):

@@ -1,16 +1,17 @@
 """Connections to the state server, calls of its scripts, and the pub/sub channel that wakes long polls.
 
-Each process has one pub/sub connection, and each waiting long poll has one Event. One connection per long poll would
+Each process has one pub/sub connection, and each waiting long poll has one callback. One connection per long poll would
 cost 1,000 sockets at 1,000 polls; this design costs one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 import redis
@@ -181,7 +182,7 @@ class Waiter:
 
     def __init__(self, client: redis.Redis, broker: redis.Redis | None = None) -> None:
         self._lock = threading.Lock()
-        self._events: dict[str, set[threading.Event]] = defaultdict(set)
+        self._callbacks: dict[str, set[Callable[[], None]]] = defaultdict(set)
         self._done = Channel(client, keys.DONE_CHANNEL, self._wake, self._wake_all)
         self._done.start()
         if broker is not None:
@@ -193,26 +194,33 @@ class Waiter:
         `check` runs after the waiter is registered, so a result that arrives in between is not missed.
         """
         event = threading.Event()
-        with self._lock:
-            self._events[id_].add(event)
-        try:
+        with self.watch(id_, event.set):
             self._done.listening.wait(min(timeout_s, 5))
             if not check():
                 event.wait(timeout_s)
+
+    @contextlib.contextmanager
+    def watch(self, id_: str, wake: Callable[[], None]) -> Iterator[None]:
+        """Calls `wake`, which must not block, each time that `id_` is published during the block or may have been
+        missed."""
+        with self._lock:
+            self._callbacks[id_].add(wake)
+        try:
+            yield
         finally:
             with self._lock:
-                self._events[id_].discard(event)
-                if not self._events[id_]:
-                    del self._events[id_]
+                self._callbacks[id_].discard(wake)
+                if not self._callbacks[id_]:
+                    del self._callbacks[id_]
 
     def _wake(self, request_id: str) -> None:
         with self._lock:
             for id_ in (request_id, ids.target_of(request_id)):
-                for event in self._events.get(id_, ()):
-                    event.set()
+                for wake in self._callbacks.get(id_, ()):
+                    wake()
 
     def _wake_all(self) -> None:
         with self._lock:
-            for events in self._events.values():
-                for event in events:
-                    event.set()
+            for callbacks in self._callbacks.values():
+                for wake in callbacks:
+                    wake()

@@ -3,7 +3,7 @@
 To add the mutant of a guard, write the smallest change that removes it, and name the fastest test that then fails.
 """
 
-from tests.mutants.guards import edges, journal, models, sampling, servers, storing, tenants, training
+from tests.mutants.guards import edges, journal, models, polls, sampling, servers, storing, tenants, training
 
 MUTANTS = (
     *journal.MUTANTS,
@@ -14,4 +14,5 @@ MUTANTS = (
     *tenants.MUTANTS,
     *servers.MUTANTS,
     *edges.MUTANTS,
+    *polls.MUTANTS,
 )

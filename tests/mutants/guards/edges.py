@@ -82,8 +82,8 @@ MUTANTS = (
     Mutant(
         "pauses: a poll is a sign of life",
         "app/services/polling.py",
-        "            self._note_poll(request_id)\n",
-        "            pass\n",
+        "                self._note_poll(request_id)\n",
+        "                pass\n",
         "tests/unit/app/services/test_polling.py::test_a_poll_that_waits_is_a_sign_of_life_unless_its_caller_only_looks_on",
     ),
     Mutant(

@@ -120,8 +120,10 @@ MUTANTS = (
     Mutant(
         "polls: a key that was revoked while its poll waited",
         "app/services/polling.py",
-        "                self._check_key(caller)\n                is_done()\n",
-        "                is_done()\n",
+        """            if not done:
+                self._check_key(caller)
+""",
+        "",
         f"{_POLLS}::test_a_poll_that_waited_gets_nothing_once_its_key_is_revoked",
     ),
     Mutant(

@@ -16,6 +16,8 @@ from app.domain.results import PROTOBUF, ForwardBackwardOutput, Result
 from app.settings import RedisSettings, Settings
 from app.stores.redis import keys
 from app.stores.redis.client import connect
+from app.suspension import SUSPENSION, Suspension
+from app.telemetry import REQUEST_SECONDS
 from app.wire.results import encode_forward_backward
 from tests.servers import free_port
 from tests.unit.app.conftest import API, BASE, KEY, Api, add_worker, batch
@@ -114,13 +116,62 @@ def test_a_held_poll_wakes_when_the_result_is_committed(api: Api, monkeypatch: p
     model = api.model()
     request_id = api.forward_backward(batch(model, 1)).json["request_id"]
     patient = api.services.settings.api.model_copy(update={"poll_hold_s": 60.0})
-    monkeypatch.setattr(api.services.polls._poll_limiter, "_settings", patient)
+    monkeypatch.setattr(api.services.polls._polls._in_threads, "_settings", patient)
     answers: list[tuple[int, bytes, str]] = []
     poller = threading.Thread(target=lambda: answers.append(poll(api, request_id)), daemon=True)
     poller.start()
     api.commit(model, 1)
     poller.join(timeout=30)
     assert answers == [(200, b"{}", "application/json")]
+
+
+def test_a_suspended_poll_is_resumed_by_its_result_and_counted_once_with_its_whole_time(api: Api) -> None:
+    model, resumed = api.model(), threading.Event()
+    request_id = api.forward_backward(batch(model, 1)).json["request_id"]
+    suspension = Suspension(lambda suspension: resumed.set())
+    suspension.began -= 1000
+
+    def ask() -> TestResponse:
+        body = {"request_id": request_id, "allow_metadata_only": True}
+        return api.post("retrieve_future", body, environ_overrides={SUSPENSION: suspension})
+
+    count, seconds = counted_polls()
+    ask()
+    assert suspension.is_suspended
+    api.commit(model, 1)
+    assert resumed.wait(60)
+    suspension.end()
+    answer = ask()
+    assert (answer.status_code, answer.data) == (200, b"{}")
+    later_count, later_seconds = counted_polls()
+    assert later_count == count + 1
+    assert later_seconds > seconds + 1000
+
+
+def counted_polls() -> tuple[float, float]:
+    """Number and seconds of the polls so far."""
+    samples = [sample for sample in REQUEST_SECONDS.collect()[0].samples if "retrieve_future" in sample.labels["route"]]
+    number, seconds = (
+        sum(sample.value for sample in samples if sample.name.endswith(part)) for part in ("_count", "_sum")
+    )
+    return number, seconds
+
+
+def test_a_suspended_batch_poll_is_resumed_when_any_of_its_requests_ends(api: Api) -> None:
+    sampler, resumed = api.sampler(), threading.Event()
+    waited = ask(api, sampler)
+    suspension = Suspension(lambda suspension: resumed.set())
+    given = {
+        "target": {"type": "sampling_session", "sampling_session_id": sampler, "cloned_sampler_id": 0},
+        "prev_cursor": 0,
+        "retrieved_request_ids": [],
+    }
+    api.post("retrieve_futures", given, environ_overrides={SUSPENSION: suspension})
+    api.services.oplog.finish_sample(waited, Result(b"x", PROTOBUF))
+    assert resumed.wait(60)
+    suspension.end()
+    answer = api.post("retrieve_futures", given, environ_overrides={SUSPENSION: suspension}).json
+    assert [c["request_id"] for c in answer["completions"]] == [waited]
 
 
 def test_missing_and_foreign_futures_look_alike(api: Api, stranger: Api) -> None:
@@ -172,7 +223,7 @@ def test_a_batch_poll_wakes_when_any_of_its_requests_ends(api: Api, monkeypatch:
     sampler = api.sampler()
     waited = ask(api, sampler, 3 * 10**9 + 1)
     patient = api.services.settings.api.model_copy(update={"poll_hold_s": 60.0})
-    monkeypatch.setattr(api.services.batch_polls._poll_limiter, "_settings", patient)
+    monkeypatch.setattr(api.services.batch_polls._polls._in_threads, "_settings", patient)
     answers: list[Any] = []
     poller = threading.Thread(target=lambda: answers.append(poll_all(api, sampler, clone=3).json), daemon=True)
     poller.start()

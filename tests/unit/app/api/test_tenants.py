@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from werkzeug.test import TestResponse
 
 from app.domain.accounts import SCOPES, Scope
 from app.domain.results import PROTOBUF, Result
@@ -14,6 +15,7 @@ from app.services.tenants.access import Tokens
 from app.services.tenants.accounts import AccountService
 from app.stores.redis import keys
 from app.stores.redis.client import connect
+from app.suspension import SUSPENSION, Suspension
 from tests.unit.app.conftest import API, BASE, Api
 from tests.unit.app.tenant import SAMPLED, Tenant
 
@@ -214,6 +216,26 @@ def test_a_key_revokes_itself_even_without_scopes(tenant: Tenant) -> None:
     key = tenant.key("viewer", ())
     assert tenant.call(key, ("DELETE", "auth/apikey/me"), None).status_code == 200
     answer = tenant.call(key, ("GET", "auth/apikey/me"), None)
+    assert (answer.status_code, "revoked" in answer.json["detail"]) == (401, True)
+
+
+def test_a_poll_that_was_suspended_gets_nothing_once_its_key_is_revoked(tenant: Tenant) -> None:
+    key = tenant.key("member")
+    suspension = Suspension(lambda suspension: None)
+
+    def poll() -> TestResponse:
+        return tenant.api.client.post(
+            f"{API}/retrieve_future",
+            json={"request_id": tenant.ids["sample"]},
+            headers={"X-API-Key": key},
+            environ_overrides={SUSPENSION: suspension},
+        )
+
+    poll()
+    assert suspension.is_suspended
+    tenant.call(key, ("DELETE", "auth/apikey/me"), None)
+    suspension.end()
+    answer = poll()
     assert (answer.status_code, "revoked" in answer.json["detail"]) == (401, True)
 
 

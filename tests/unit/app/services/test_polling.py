@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 import redis
@@ -14,10 +14,20 @@ from app.domain.accounts import Caller, Role
 from app.domain.records import Sampler
 from app.domain.results import Result
 from app.errors import NotFound, TooManyRequests, Unauthorized, Unavailable
-from app.services.polling import BatchPollService, FutureFinder, LongPollLimiter, PollService, check_request_id
+from app.services.polling import (
+    BatchPollService,
+    CheckKey,
+    FutureFinder,
+    LongPollLimiter,
+    LongPolls,
+    PollService,
+    check_request_id,
+)
 from app.settings import ApiSettings
 from app.stores.redis.records import dump
 from app.stores.redis.types import Completion, Future
+from app.suspension import SUSPENDED_A_THREAD, Suspension
+from app.telemetry import HELD_POLLS
 
 ME = Caller.alone("me")
 
@@ -42,6 +52,7 @@ class RecordingWaiter:
         self.holds: list[float] = []
         self.release = threading.Event()
         self.arrived = threading.Semaphore(0)
+        self.watched: dict[str, list[Callable[[], None]]] = {}
 
     def wait(self, request_id: str, timeout_s: float, check: Callable[[], bool]) -> None:
         if check():
@@ -50,9 +61,19 @@ class RecordingWaiter:
         self.arrived.release()
         assert self.release.wait(120)
 
+    @contextlib.contextmanager
+    def watch(self, request_id: str, wake: Callable[[], None]) -> Iterator[None]:
+        self.watched.setdefault(request_id, []).append(wake)
+        yield
+        self.watched[request_id].remove(wake)
+
+
+def long_polls(waiter: RecordingWaiter, limiter: LongPollLimiter, check_key: CheckKey = is_valid) -> LongPolls:
+    return LongPolls(waiter, limiter, limiter, check_key)
+
 
 def poll_service(futures: FutureFinder, waiter: RecordingWaiter, settings: ApiSettings) -> PollService:
-    return PollService(futures, waiter, LongPollLimiter(settings), is_valid, unnoted)
+    return PollService(futures, long_polls(waiter, LongPollLimiter(settings)), unnoted)
 
 
 @pytest.fixture
@@ -138,7 +159,7 @@ def test_a_batch_poll_is_held_no_longer_than_it_asks_for(
 ) -> None:
     waiter.release.set()
     polls = BatchPollService(
-        NoCompletions(), OneSampler(), waiter, LongPollLimiter(ApiSettings(poll_hold_s=30)), is_valid, unnoted
+        NoCompletions(), OneSampler(), long_polls(waiter, LongPollLimiter(ApiSettings(poll_hold_s=30))), unnoted
     )
     target = {"sampling_session_id": "s:sample:0", "cloned_sampler_id": 0}
     found = polls.wait(ME, {"target": target, "prev_cursor": 5, "retrieved_request_ids": [], **asked})
@@ -147,15 +168,14 @@ def test_a_batch_poll_is_held_no_longer_than_it_asks_for(
 
 def test_batch_polls_and_polls_share_one_capacity(waiter: RecordingWaiter) -> None:
     poll_limiter = LongPollLimiter(ApiSettings(poll_capacity=1, spare_threads=8, poll_hold_s=30))
-    batch = BatchPollService(NoCompletions(), OneSampler(), waiter, poll_limiter, is_valid, unnoted)
+    polls = long_polls(waiter, poll_limiter)
+    batch = BatchPollService(NoCompletions(), OneSampler(), polls, unnoted)
     target = {"sampling_session_id": "s:sample:0", "cloned_sampler_id": 0}
     asked = {"target": target, "prev_cursor": 0, "retrieved_request_ids": []}
     held = threading.Thread(target=batch.wait, args=(ME, asked), daemon=True)
     held.start()
     assert waiter.arrived.acquire(timeout=60)
-    other = threading.Thread(
-        target=PollService(PendingOpLog(), waiter, poll_limiter, is_valid, unnoted).wait, args=("m:1", ME), daemon=True
-    )
+    other = threading.Thread(target=PollService(PendingOpLog(), polls, unnoted).wait, args=("m:1", ME), daemon=True)
     other.start()
     assert waiter.arrived.acquire(timeout=60)
     waiter.release.set()
@@ -179,16 +199,16 @@ def test_a_project_within_its_share_is_held_in_full_though_another_filled_the_ca
         assert polls("other", 3) == [30.0, 0.0, 0.0], "its share is 4 of 8"
 
 
-@pytest.mark.parametrize(("role", "noted"), [("member", ["m:1"]), ("viewer", [])])
+@pytest.mark.parametrize(("role", "noted"), [("member", {"m:1"}), ("viewer", set())])
 def test_a_poll_that_waits_is_a_sign_of_life_unless_its_caller_only_looks_on(
-    waiter: RecordingWaiter, role: Role, noted: list[str]
+    waiter: RecordingWaiter, role: Role, noted: set[str]
 ) -> None:
     waiter.release.set()
     seen: list[str] = []
     settings = ApiSettings(poll_hold_s=30)
-    polls = PollService(PendingOpLog(), waiter, LongPollLimiter(settings), is_valid, seen.append)
+    polls = PollService(PendingOpLog(), long_polls(waiter, LongPollLimiter(settings)), seen.append)
     polls.wait("m:1", Caller("key", "user", "org", "me", {"me": role}))
-    assert seen == noted
+    assert set(seen) == noted
 
 
 def revoked(caller: Caller) -> None:
@@ -197,11 +217,71 @@ def revoked(caller: Caller) -> None:
 
 def test_a_poll_that_waited_gets_nothing_once_its_key_is_revoked(waiter: RecordingWaiter) -> None:
     waiter.release.set()
-    settings = ApiSettings(poll_hold_s=30)
-    polls = PollService(PendingOpLog(), waiter, LongPollLimiter(settings), revoked, unnoted)
+    polls = long_polls(waiter, LongPollLimiter(ApiSettings(poll_hold_s=30)), revoked)
     with pytest.raises(Unauthorized):
-        polls.wait("m:1", ME)
-    batch = BatchPollService(NoCompletions(), OneSampler(), waiter, LongPollLimiter(settings), revoked, unnoted)
+        PollService(PendingOpLog(), polls, unnoted).wait("m:1", ME)
+    batch = BatchPollService(NoCompletions(), OneSampler(), polls, unnoted)
     target = {"sampling_session_id": "s:sample:0", "cloned_sampler_id": 0}
     with pytest.raises(Unauthorized):
         batch.wait(ME, {"target": target, "prev_cursor": 0, "retrieved_request_ids": []})
+
+
+def suspension() -> Suspension:
+    return Suspension(lambda suspension: None)
+
+
+def test_a_suspended_poll_keeps_its_place_until_it_is_over_and_is_woken_by_its_future(waiter: RecordingWaiter) -> None:
+    polls = poll_service(PendingOpLog(), waiter, ApiSettings(poll_capacity=1, spare_threads=8, poll_hold_s=30))
+    held, other = suspension(), suspension()
+    before = HELD_POLLS._value.get()
+    assert polls.wait("m:1", ME, held) is None
+    assert polls.wait("m:2", ME, other) is None
+    assert (held.seconds, other.seconds, HELD_POLLS._value.get() - before) == (30.0, 1.0, 2)
+    [wake] = waiter.watched["m:1"]
+    wake()
+    assert (held.is_resumed, other.is_resumed) == (True, False)
+    held.end()
+    assert (waiter.watched["m:1"], HELD_POLLS._value.get() - before) == ([], 1)
+    assert polls.wait("m:1", ME, held).result is None, "the second call answers in any case"
+    other.end()
+    again = suspension()
+    polls.wait("m:3", ME, again)
+    assert again.seconds == 30.0, "room is given back"
+    assert waiter.holds == [], "no thread waited"
+
+
+def test_a_poll_whose_future_is_done_or_that_may_not_wait_is_not_suspended(waiter: RecordingWaiter) -> None:
+    class DoneOpLog:
+        def future(self, request_id: str, caller: Caller) -> Future:
+            return Future(request_id, "sample", "m", "me", "done", Result(b"x"))
+
+    done = suspension()
+    found = poll_service(DoneOpLog(), waiter, ApiSettings()).wait("m:1", ME, done)
+    assert (found.result, done.is_suspended, waiter.watched) == (Result(b"x"), False, {"m:1": []})
+    impatient = suspension()
+    polls = long_polls(waiter, LongPollLimiter(ApiSettings()))
+    batch = BatchPollService(NoCompletions(), OneSampler(), polls, unnoted)
+    target = {"sampling_session_id": "s:sample:0", "cloned_sampler_id": 0}
+    asked = {"target": target, "prev_cursor": 5, "retrieved_request_ids": [], "timeout": 0.0}
+    assert (batch.wait(ME, asked, impatient), impatient.is_suspended) == (([], 5), False)
+    assert batch.wait(ME, {**asked, "timeout": 2.0}, impatient) is None
+    assert impatient.seconds == 2.0
+    impatient.end()
+
+
+def test_suspended_polls_do_not_take_the_places_of_those_in_threads_and_have_five_for_each(
+    waiter: RecordingWaiter,
+) -> None:
+    settings = ApiSettings(poll_capacity=2, spare_threads=8, poll_hold_s=30)
+    in_threads = LongPollLimiter(settings)
+    polls = PollService(
+        PendingOpLog(), LongPolls(waiter, in_threads, LongPollLimiter(settings, SUSPENDED_A_THREAD), is_valid), unnoted
+    )
+    held = [suspension() for _ in range(11)]
+    for number, each in enumerate(held):
+        polls.wait(f"m:{number}", ME, each)
+    assert [each.seconds for each in held] == [30.0] * 10 + [1.0]
+    with in_threads.occupy("me"), in_threads.occupy("me"):
+        pass
+    for each in held:
+        each.end()

@@ -1,0 +1,97 @@
+"""Guards of suspended polls."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+_WORKER = "app/gunicorn_worker.py"
+_SUSPENSION = "--confcutdir=tests/unit/app/stores tests/unit/app/test_suspension.py"
+
+MUTANTS = (
+    Mutant(
+        "suspension: a result that comes before the suspension",
+        _WORKER,
+        "if request.is_resumed or not self.alive:",
+        "if not self.alive:",
+        f"{_SUSPENSION}::test_a_request_that_is_resumed_before_it_is_suspended_is_answered",
+        slow=True,
+    ),
+    Mutant(
+        "suspension: a stopping worker answers",
+        _WORKER,
+        "if each.until <= now or not self.alive]",
+        "if each.until <= now]",
+        f"{_SUSPENSION}::test_a_worker_that_stops_answers_its_suspended_requests_at_once",
+        slow=True,
+    ),
+    Mutant(
+        "suspension: the end of the hold",
+        _WORKER,
+        "if each.until <= now or not self.alive]",
+        "if not self.alive]",
+        f"{_SUSPENSION}::test_a_suspended_request_whose_time_is_over_is_answered",
+        slow=True,
+    ),
+    Mutant(
+        "suspension: a client that leaves frees its place",
+        _WORKER,
+        """            self._end_suspension(request)
+            self._close(request.conn)
+""",
+        "            self._close(request.conn)\n",
+        f"{_SUSPENSION}::test_a_client_that_leaves_frees_its_place_at_once_and_costs_no_second_call",
+        slow=True,
+    ),
+    Mutant(
+        "suspension: only what the event loop holds whole",
+        _WORKER,
+        "<= len(self.data) <= _SUSPENDED_BYTES",
+        "<= len(self.data)",
+        f"{_SUSPENSION}::test_a_request_that_the_event_loop_does_not_hold_whole_cannot_be_suspended",
+    ),
+    Mutant(
+        "suspension: few resumed requests at once",
+        _WORKER,
+        "self._resumed < _RESUMED_AT_ONCE and (",
+        "(",
+        f"{_SUSPENSION}::test_few_resumed_requests_are_in_threads_at_once_and_those_with_news_come_first",
+    ),
+    Mutant(
+        "suspension: requests with news come first",
+        _WORKER,
+        "(self._woken or self._expired).popleft()",
+        "(self._expired or self._woken).popleft()",
+        f"{_SUSPENSION}::test_few_resumed_requests_are_in_threads_at_once_and_those_with_news_come_first",
+    ),
+    Mutant(
+        "suspension: bytes that follow are not read twice",
+        _WORKER,
+        "        request.conn.parser.unreader.take_buffered()",
+        "        pass",
+        f"{_SUSPENSION}::test_the_next_request_of_the_connection_is_answered_after_a_suspended_one",
+    ),
+    Mutant(
+        "suspension: a connection that closes after its request",
+        _WORKER,
+        "        request.conn.parser.mesg = None",
+        "        pass",
+        f"{_SUSPENSION}::test_a_client_that_wants_its_connection_closed_gets_its_answer",
+        slow=True,
+    ),
+    Mutant(
+        "suspension: a poll keeps its place",
+        "app/services/polling.py",
+        "suspension.suspend(seconds, undo.pop_all().close)",
+        "suspension.suspend(seconds, lambda: None)",
+        "tests/unit/app/services/test_polling.py"
+        "::test_a_suspended_poll_keeps_its_place_until_it_is_over_and_is_woken_by_its_future",
+    ),
+    Mutant(
+        "suspension: a poll is counted once",
+        "app/api/base.py",
+        "if found is not None and found.is_suspended:",
+        "if False:",
+        "tests/unit/app/api/test_futures.py"
+        "::test_a_suspended_poll_is_resumed_by_its_result_and_counted_once_with_its_whole_time",
+    ),
+)
