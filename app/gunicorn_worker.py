@@ -156,6 +156,8 @@ class _IsSuspended(Exception):
 class Worker(ThreadWorker):  # type: ignore[misc]
     """The worker. All methods but `handle` and what it calls run in the event loop's thread."""
 
+    wsgi: Application
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.max_keepalived = IDLE_A_THREAD * self.cfg.threads

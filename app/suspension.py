@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Self
+from typing import Any
 
 SUSPENSION = "tinsmith.suspension"
 SUSPENDED_A_THREAD = 5
@@ -20,7 +20,7 @@ SUSPENDED_A_THREAD = 5
 class Suspension:
     """The suspension of one request. `on_resume` gets this object, from any thread and perhaps more than once."""
 
-    def __init__(self, on_resume: Callable[[Self], None]) -> None:
+    def __init__(self, on_resume: Callable[[Any], None]) -> None:
         self.began = time.perf_counter()
         """The time of the first call, in seconds of time.perf_counter."""
         self.seconds = 0.0
