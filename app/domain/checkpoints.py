@@ -10,7 +10,11 @@ from dataclasses import asdict, dataclass, field
 from app.domain.ops import LoraSpec
 
 SCHEMA_VERSION = 1
+# That of a snapshot between a forward_backward and its optim_step. An earlier version would forget the gradients.
+WINDOW_VERSION = 2
 MANIFEST = "manifest.json"
+WINDOW = "window.json"
+"""The file of a snapshot with its gradient accumulation window, unless that is empty."""
 MODELS = "models"
 SNAPSHOT = "snapshots"
 # 15 digits: Tinsmith writes no larger number, and the state server's scripts count exactly only up to 2^53.
@@ -89,7 +93,7 @@ class Manifest:
     def from_json(cls, data: bytes) -> Manifest:
         """Raises ValueError on another schema version."""
         raw = json.loads(data)
-        if raw.get("schema_version") != SCHEMA_VERSION:
+        if raw.get("schema_version") not in (SCHEMA_VERSION, WINDOW_VERSION):
             raise ValueError(f"manifest schema {raw.get('schema_version')!r} is not {SCHEMA_VERSION}")
         raw["lora"] = raw["lora"] and LoraSpec(**raw["lora"])
         raw["files"] = {name: FileEntry(**entry) for name, entry in raw["files"].items()}

@@ -14,7 +14,18 @@ from app.domain.ops import DropGradients
 from app.domain.results import Done, OptimStepOutput
 from app.errors import UserOpError
 from app.settings import BaseModelSettings
-from tests.conformance.training_ranks import BY_ONE, SFT, SHORT, STEP, VALUED, bad, capture_and_go_on, note, resume
+from tests.conformance.training_ranks import (
+    BY_ONE,
+    SFT,
+    SHORT,
+    STEP,
+    VALUED,
+    bad,
+    capture_and_go_on,
+    check_snapshot,
+    note,
+    resume,
+)
 from workers.backends.training import backends, ranks
 from workers.backends.training.base import Create, Load
 from workers.backends.training.full_state import FullFinetuneState
@@ -34,6 +45,8 @@ def run(backend: Trainer, folder: Path) -> dict[str, np.ndarray]:
         assert isinstance(stepped, OptimStepOutput), stepped
         found |= {f"step {turn} {name}": np.array(value) for name, value in stepped.metrics.items()}
         note(found, f"look {turn}", backend.apply({model: replace(SFT, forward_only=True)}))
+    backend.apply({"b": SFT})
+    check_snapshot(backend, "b", folder.with_name("between gradients"), None)
     backend.apply({"b": SFT})
     backend.apply({"b": DropGradients()})
     folder.mkdir()

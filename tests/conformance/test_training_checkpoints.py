@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save, save_file
 from transformers import AutoModelForCausalLM
 
 from app.domain.ops import LoraSpec
@@ -34,7 +34,7 @@ from tests.conformance.trainers import (
 )
 from tests.full_disk import full_disk
 from tests.parity import architectures
-from workers.backends.training.base import OPTIMIZER_FILE, Create, Load, Writer
+from workers.backends.training.base import GRADIENTS_FILE, OPTIMIZER_FILE, Create, Load, Writer
 from workers.backends.training.trainer import Trainer
 
 __all__ = ["backend", "base", "create", "weights_file"]  # the fixtures
@@ -120,6 +120,41 @@ def test_to_capture_leaves_the_model_as_it_was(backend: Trainer, create: Callabl
     for model in (captured, spared):
         apply(backend, model, STEP)
     assert state(backend, captured, tmp_path / "1") == state(backend, spared, tmp_path / "2")
+
+
+def test_a_snapshot_between_two_gradients_goes_on_to_the_same_bits(
+    backend: Trainer, create: Callable[..., str], tmp_path: Path
+) -> None:
+    model, snapshot = create(), tmp_path / "snapshot"
+    snapshot.mkdir()
+    for op in (GOOD, STEP, OTHER):
+        apply(backend, model, op)
+    backend.capture(model, optimizer=True, gradients=True)(snapshot)
+    lora = None if backend._full else SPEC
+    apply(backend, "restored", Create(lora, snapshot, optimizer=True, gradients=True))
+    apply(backend, "forgot", Create(lora, snapshot, optimizer=True))
+    assert backend.gradients("restored") and not backend.gradients("forgot")
+    for op in (GOOD, STEP, GOOD):
+        for one in (model, "restored"):
+            apply(backend, one, op)
+        ends = [state(backend, one, tmp_path / f"{next(_numbers)}") for one in (model, "restored")]
+        assert ends[0] == ends[1]
+    for one in ("restored", "forgot"):
+        backend.close(one)
+
+
+def test_a_pending_gradient_that_is_damaged_or_of_another_model_is_refused(
+    backend: Trainer, create: Callable[..., str], tmp_path: Path
+) -> None:
+    model, snapshot = create(), tmp_path / "snapshot"
+    snapshot.mkdir()
+    apply(backend, model, GOOD)
+    backend.capture(model, optimizer=True, gradients=True)(snapshot)
+    made = Create(None if backend._full else SPEC, snapshot, optimizer=True, gradients=True)
+    for content in (b"damaged", save({"another": torch.zeros(3)})):
+        (snapshot / GRADIENTS_FILE).write_bytes(content)
+        with pytest.raises(UserOpError, match="the pending gradient"):
+            raise apply(backend, "restored", made)
 
 
 def test_a_full_disk_is_an_os_error_and_the_model_goes_on(

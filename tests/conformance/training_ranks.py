@@ -21,7 +21,7 @@ from app.errors import UserOpError
 from app.settings import BaseModelSettings
 from tests.parity.datums import batch, policy, supervised, valued
 from workers.backends.training import backends, ranks
-from workers.backends.training.base import Create, Load
+from workers.backends.training.base import GRADIENTS_FILE, Create, Load
 from workers.backends.training.trainer import Trainer
 from workers.models import lora, peft_files
 
@@ -56,6 +56,7 @@ def run(backend: Trainer, folder: Path) -> dict[str, np.ndarray]:
     fetched = shutil.copytree(folder, folder.with_name("fetched"))
     backend.apply({"c": Create(LoraSpec(1), source=fetched, optimizer=True), "a": Load(fetched, optimizer=True)})
     shutil.rmtree(fetched)
+    check_snapshot(backend, "b", folder.with_name("between gradients"), LoraSpec(8, train_attn=False, train_mlp=False))
     backend.close("b")
     return found | resume(backend, "a") | resume(backend, "c") | resume_by_one(backend, folder.with_name(BY_ONE))
 
@@ -82,6 +83,24 @@ def resume_by_one(backend: Trainer, folder: Path) -> dict[str, np.ndarray]:
     backend.apply({"d": Create(LoraSpec(1), source=folder, optimizer=True)})
     backend.export("d")(folder.with_name("exported"))
     return resume(backend, "d")
+
+
+def check_snapshot(backend: Trainer, model: str, folder: Path, lora: LoraSpec | None) -> None:
+    """A model made from a snapshot with a pending gradient goes on to the same bits."""
+    folder.mkdir()
+    backend.capture(model, optimizer=True, gradients=True)(folder)
+    assert (folder / GRADIENTS_FILE).exists()
+    backend.apply({"restored": Create(lora, source=folder, optimizer=True, gradients=True)})
+    ends = []
+    for one in (model, "restored"):
+        for op in (SHORT, STEP):
+            backend.apply({one: op})
+        end = folder.with_name(f"the end of {one}")
+        end.mkdir()
+        backend.capture(one, optimizer=True)(end)
+        ends.append({path.name: path.read_bytes() for path in end.iterdir()})
+    assert ends[0] == ends[1]
+    backend.close("restored")
 
 
 def capture_and_go_on(backend: Trainer, saved: Path) -> None:

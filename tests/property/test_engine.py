@@ -261,7 +261,10 @@ class EngineMachine(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize("form", ["exact", "merged", "noisy"])
-def test_each_op_has_its_effect_once_whatever_happens_to_workers(client: redis.Redis, tmp_path: Path, form: str):
+def test_each_op_has_its_effect_once_whatever_happens_to_workers(
+    client: redis.Redis, tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("workers.checkpoints.snapshots._MOST_PASSES", 1)
     hit: Counter[Fault] = Counter()
     done: Counter[str] = Counter()
     space = {"client": client, "folder": tmp_path, "form": form, "hit": hit, "done": done}
@@ -270,5 +273,6 @@ def test_each_op_has_its_effect_once_whatever_happens_to_workers(client: redis.R
     assert done["ran"] >= 20, "too little was done to prove anything"
     assert done["transferred"] >= 20, "too little was transferred to prove anything"
     assert done["made again"] >= 10, "too few transfers were lost to prove anything"
+    assert done["gradients restored"] >= 5, "too few snapshots had pending gradients to prove anything"
     assert done["ahead"] >= 5, "too few Ops ran ahead of their commits to prove anything"
     assert form != "merged" or done["shared"] >= 10, "too few passes were shared to prove anything"

@@ -27,6 +27,7 @@ from tests.property.faults import DeviceError
 from workers.backends.training.base import (
     ADAPTER_CONFIG_FILE,
     ADAPTER_FILE,
+    GRADIENTS_FILE,
     OPTIMIZER_FILE,
     BackendOp,
     Create,
@@ -73,7 +74,7 @@ class VectorBackend:
     """Backend of three numbers per model.
 
     With `fragile` a device error makes the process useless, as with several ranks. `done` counts passes with Ops of
-    several models ("shared").
+    several models ("shared"), and models that were made with a pending gradient ("gradients restored").
     """
 
     noise: random.Random | None = None
@@ -90,7 +91,7 @@ class VectorBackend:
         rounding = _ROUNDING * (len(ops) - 1)
         return {model_id: self._one(model_id, op, rounding) for model_id, op in ops.items()}
 
-    def capture(self, model_id: str, *, optimizer: bool) -> Writer:
+    def capture(self, model_id: str, *, optimizer: bool, gradients: bool = False) -> Writer:
         state = self.states[model_id]
         content: dict[str, Any] = {
             ADAPTER_FILE: {"weight": state.weight.hex(), "steps": state.steps},
@@ -98,6 +99,8 @@ class VectorBackend:
         }
         if optimizer:
             content[OPTIMIZER_FILE] = {"moment": state.moment.hex()}
+        if gradients and state.pending:
+            content[GRADIENTS_FILE] = {"gradient": state.gradient.hex(), "pending": state.pending}
         files = {name: json.dumps(fields) for name, fields in content.items()}
 
         def write(folder: Path) -> None:
@@ -143,9 +146,10 @@ class VectorBackend:
     def _create(self, model_id: str, op: Create) -> Output | OpError:
         fresh = State(op.lora.rank, 1.0 + op.lora.seed)
         try:
-            self.states[model_id] = _read(op.source, op.optimizer) if op.source else fresh
+            self.states[model_id] = _read(op.source, op.optimizer, op.gradients) if op.source else fresh
         except OpError as error:
             return error
+        self.done["gradients restored"] += bool(self.states[model_id].pending)
         return Done()
 
     def _change(self, state: State, op: BackendOp, rounding: float) -> Output:
@@ -190,11 +194,14 @@ def _step(state: State, op: OptimStep) -> Output:
     return OptimStepOutput({"weight": state.weight})
 
 
-def _read(folder: Path, optimizer: bool) -> State:
+def _read(folder: Path, optimizer: bool, gradients: bool = False) -> State:
     try:
         adapter = json.loads((folder / ADAPTER_FILE).read_bytes())
         rank = json.loads((folder / ADAPTER_CONFIG_FILE).read_bytes())["r"]
         moment = json.loads((folder / OPTIMIZER_FILE).read_bytes())["moment"] if optimizer else (0.0).hex()
+        has_gradients = gradients and (folder / GRADIENTS_FILE).exists()
+        found = json.loads((folder / GRADIENTS_FILE).read_bytes()) if has_gradients else {}
     except (OSError, ValueError) as error:
         raise UserOpError(f"the checkpoint in {folder.name} cannot be loaded: {type(error).__name__}") from None
-    return State(rank, float.fromhex(adapter["weight"]), float.fromhex(moment), steps=adapter["steps"])
+    numbers = (float.fromhex(text) for text in (adapter["weight"], moment, found.get("gradient", "0")))
+    return State(rank, *numbers, found.get("pending", []), adapter["steps"])

@@ -1,4 +1,4 @@
-"""Takes snapshots of models after an optim_step, when gradients are zero, and restores models from them.
+"""Takes snapshots of models, mostly after an optim_step, when gradients are zero, and restores models from them.
 
 Snapshots limit how much of a journal a new owner replays, and let the journal be trimmed. A snapshot delays a step only
 by a copy of the state; snapshot_upload.py does the rest.
@@ -9,17 +9,21 @@ replayed without answers.
 
 from __future__ import annotations
 
+import json
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 
 from app.domain import ops, records
-from app.domain.ops import FORWARD, CreateModel, LoadWeights, OptimStep, SaveWeights
+from app.domain.checkpoints import WINDOW
+from app.domain.ops import FORWARD, FORWARD_BACKWARD, CreateModel, LoadWeights, OptimStep, SaveWeights
 from app.errors import Fenced, OpError
 from app.settings import EngineSettings
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.types import Entry, Lease
+from workers.backends.training.base import Writer
 from workers.checkpoints.coalescing import NewLatest
 from workers.checkpoints.snapshot_upload import LocalSnapshot, SnapshotCopy, SnapshotFolder, SnapshotPipeline
 from workers.checkpoints.writer import Saver
@@ -31,6 +35,8 @@ log = logging.getLogger(__name__)
 _SETTLE_S = 5.0
 # A new owner reads this many Ops in about a second, also if it need not run them again.
 _MOST_OPS = 1_000
+# A new owner runs this many passes again. A batch of 128 datums a call has fewer calls a step.
+_MOST_PASSES = 64
 
 
 @dataclass(slots=True)
@@ -46,7 +52,8 @@ class Track:
     unsaved: bool = False
     """The weights have changed since the newest snapshot."""
     ops: int = 0
-    """The Ops in the journal behind the newest snapshot."""
+    passes: int = 0
+    """The Ops in the journal behind the newest snapshot, and those of them that a replay runs as passes."""
 
     @classmethod
     def begun(cls, rest_s: float) -> Track:
@@ -65,6 +72,7 @@ class Track:
         self.used = time.monotonic()
         if entry.kind not in (FORWARD, SaveWeights.kind):
             self.total += len(entry.payload)
+        self.passes += entry.kind == FORWARD_BACKWARD
         self.unsaved = self.unsaved or entry.kind == OptimStep.kind or _is_load(entry)
 
 
@@ -75,11 +83,12 @@ class Snapshots:
     for at least `rest_s`, as a shorter replay is not worth a snapshot. No snapshot is taken while another one of the
     model waits for the disk.
 
-    Within these limits, one is also taken after another Op than an optim_step, when no gradient is pending and there
-    are `_MOST_OPS` Ops behind the newest: a model that only runs forwards would otherwise keep all of them.
+    Within these limits, one is also taken after another Op than an optim_step when there are `_MOST_OPS` Ops or
+    `_MOST_PASSES` passes behind the newest: a model that never takes a step would otherwise keep all of them, and run
+    them again in each restore. It holds the pending gradients and their window.
 
     Regardless of these limits, a load is followed by a snapshot at once, since its checkpoint may be deleted and a
-    replay must not need it. The next optim_step also takes one at once when the journal has grown by more than
+    replay must not need it. So is an Op after which one may be taken, when the journal has grown by more than
     `journal_bytes` since the last.
     """
 
@@ -129,17 +138,18 @@ class Snapshots:
 
     def _is_due(self, resident: Resident, track: Track, entry: Entry, *, failed: bool) -> bool:
         stepped = entry.kind == OptimStep.kind and not failed
-        if stepped and track.total - track.taken > self._journal_bytes:
+        if not stepped and track.ops < _MOST_OPS and track.passes < _MOST_PASSES:
+            return False
+        if track.total - track.taken > self._journal_bytes:
             return True
-        many = track.ops >= _MOST_OPS and resident.grad_accumulation == GradAccumulation()
-        return (stepped or many) and time.monotonic() >= track.next and self._pipeline.ready(resident.lease.model_id)
+        return time.monotonic() >= track.next and self._pipeline.ready(resident.lease.model_id)
 
     def settle(self, resident: Resident, *, within_s: float = _SETTLE_S) -> None:
         """Makes the model's state durable before it is discarded, as far as that can be done now.
 
         Nothing depends on it: without it, the next owner replays more. Unfinished work continues in the background.
-        While gradients are pending no snapshot is taken, as they are replayed in any case; the same holds for Ops that
-        ran ahead of their commit.
+        No snapshot is taken while few gradients are pending, which are quickly replayed, or Ops ran ahead of their
+        commit.
         """
         model_id = resident.lease.model_id
         track = self._track(model_id)
@@ -176,7 +186,7 @@ class Snapshots:
         model_id = resident.lease.model_id
         started = time.monotonic()
         try:
-            write = self._saver.backend.capture(model_id, optimizer=True)
+            write = self._saver.backend.capture(model_id, optimizer=True, gradients=True)
         except Exception:
             # Training continues without the snapshot; if the error broke the backend, the backend reports it (healthy).
             log.exception("no snapshot could be taken", extra={"model_id": model_id})
@@ -184,9 +194,18 @@ class Snapshots:
             return
         now = time.monotonic()
         track.next = now + max(self._rest_s, (now - started) / self._share)
-        track.taken, track.unsaved, track.ops = track.total, False, 0
+        track.taken, track.unsaved, track.ops, track.passes = track.total, False, 0, 0
         durable = partial(track.made_durable, track.total)
+        write = _with_window(write, resident.grad_accumulation)
         self._pipeline.put(SnapshotCopy(resident.lease, resident.applied, write, durable, at_once))
+
+
+def _with_window(write: Writer, window: GradAccumulation) -> Writer:
+    def write_both(folder: Path) -> None:
+        write(folder)
+        (folder / WINDOW).write_text(json.dumps(asdict(window)))
+
+    return write if window == GradAccumulation() else write_both
 
 
 def _is_load(entry: Entry) -> bool:
@@ -205,18 +224,17 @@ class Restore:
     snapshots: Snapshots
 
     def __call__(self, lease: Lease) -> GradAccumulation:
-        """Restores the model and returns its window. A snapshot is taken only where the window is empty. Raises Fenced,
-        Unavailable; NotFound and OpError when the snapshot or the journal after it is lost.
+        """Restores the model and returns its window. Raises Fenced, Unavailable; NotFound and OpError when the snapshot
+        or the journal after it is lost.
 
         If a transferred adapter was lost, the restore starts from a snapshot before it, so that the replay rebuilds it.
         """
         shm_transfers = self.executor.saver.shm_transfers
         to_make = shm_transfers.resume(lease.model_id)
-        local = self._from_this_machine(lease, min(to_make, default=lease.applied + 1))
+        local, accumulation = self._from_this_machine(lease, min(to_make, default=lease.applied + 1))
         if local is None and lease.snapshot:
-            self.executor.restore(lease.model_id, lease.snapshot)
+            accumulation = self.executor.restore(lease.model_id, lease.snapshot)
         self.snapshots.begin(lease, local)
-        accumulation = GradAccumulation()
         for seq in range((local.seq if local else lease.snapshot_seq) + 1, lease.applied + 1):
             entry = self.oplog.entry(lease.model_id, seq)
             if entry is None:
@@ -231,15 +249,15 @@ class Restore:
         shm_transfers.upload(lease.model_id)
         return accumulation
 
-    def _from_this_machine(self, lease: Lease, before: int) -> LocalSnapshot | None:
+    def _from_this_machine(self, lease: Lease, before: int) -> tuple[LocalSnapshot | None, GradAccumulation]:
         for local, manifest in self.folder.usable(lease):
             if local.seq >= before:
                 continue
             try:
-                self.executor.restore_from(lease.model_id, local.path, manifest)
+                window = self.executor.restore_from(lease.model_id, local.path, manifest)
             except OpError as error:
                 log.warning("a local snapshot cannot be loaded: %s", error, extra={"model_id": lease.model_id})
                 self.folder.remove(local)
             else:
-                return local
-        return None
+                return local, window
+        return None, GradAccumulation()

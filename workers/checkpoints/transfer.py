@@ -20,7 +20,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from app.domain.checkpoints import MANIFEST, FileEntry, Manifest
+from app.domain.checkpoints import MANIFEST, SCHEMA_VERSION, WINDOW, WINDOW_VERSION, FileEntry, Manifest
 from app.domain.ops import LoraSpec
 from app.errors import Fenced, NotFound, ServerOpError, Unavailable
 from app.stores.objects.base import ObjectStore, check_key, flush_folder
@@ -78,6 +78,7 @@ def describe(
         user_metadata=dict(user_metadata or {}),
         expires_at=expires_at,
         critic=critic,
+        schema_version=WINDOW_VERSION if WINDOW in files else SCHEMA_VERSION,
     )
 
 

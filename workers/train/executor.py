@@ -15,7 +15,7 @@ from typing import Any
 
 from app.domain import ops as domain_ops
 from app.domain import records
-from app.domain.checkpoints import Manifest
+from app.domain.checkpoints import WINDOW, Manifest
 from app.domain.ops import (
     FORWARD,
     FORWARD_BACKWARD,
@@ -109,14 +109,19 @@ class Executor:
         elif entry.kind not in (SaveWeights.kind, FORWARD):
             self._apply(lease.model_id, domain_ops.decode(entry.payload))
 
-    def restore(self, model_id: str, prefix: str) -> None:
-        """Restores a model from a durable snapshot. Raises NotFound, Unavailable, OpError."""
+    def restore(self, model_id: str, prefix: str) -> GradAccumulation:
+        """Restores a model from a durable snapshot, and returns its window. Raises NotFound, Unavailable, OpError."""
         with self._fetched(prefix) as folder:
-            self.restore_from(model_id, folder, transfer.manifest_in(folder))
+            return self.restore_from(model_id, folder, transfer.manifest_in(folder))
 
-    def restore_from(self, model_id: str, folder: Path, manifest: Manifest) -> None:
-        """Restores a model from a snapshot's folder and drops the state it had here. Raises OpError."""
-        self._backend_apply(model_id, Create(manifest.lora, folder, optimizer=True, critic=manifest.critic))
+    def restore_from(self, model_id: str, folder: Path, manifest: Manifest) -> GradAccumulation:
+        """Restores a model from a snapshot's folder, drops the state it had here, and returns its window. Raises
+        OpError."""
+        op = Create(manifest.lora, folder, optimizer=True, critic=manifest.critic, gradients=True)
+        self._backend_apply(model_id, op)
+        if WINDOW not in manifest.files:
+            return GradAccumulation()
+        return GradAccumulation(**json.loads((folder / WINDOW).read_bytes()))
 
     def _consume(self, model_id: str, entry: Entry) -> None:
         if entry.kind == DropGradients.kind:

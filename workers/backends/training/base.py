@@ -22,19 +22,22 @@ from app.errors import OpError
 
 ADAPTER_FILE, ADAPTER_CONFIG_FILE = adapters.TENSORS_FILE, adapters.CONFIG_FILE
 OPTIMIZER_FILE = "optimizer.safetensors"
+GRADIENTS_FILE = "gradients.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
 class Create:
     """Creates a fresh adapter from its spec, or from a captured folder (then the spec is the checkpoint's).
 
-    `lora` is None for full fine-tuning. A `critic` has a value head in the place of the base's head.
+    `lora` is None for full fine-tuning. A `critic` has a value head in the place of the base's head. With `gradients`
+    the model also gets the folder's pending gradient, if that has one.
     """
 
     lora: LoraSpec | None
     source: Path | None = None
     optimizer: bool = False
     critic: bool = False
+    gradients: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +73,12 @@ class TrainingBackend(Protocol):
         """
         ...
 
-    def capture(self, model_id: str, *, optimizer: bool) -> Writer:
+    def capture(self, model_id: str, *, optimizer: bool, gradients: bool = False) -> Writer:
         """Copies the model as it is now, with `optimizer` its moments and step count too; later Ops do not change it.
 
         The files are an adapter as PEFT files (ADAPTER_FILE, ADAPTER_CONFIG_FILE), or all weights as a Hugging Face
-        folder, and OPTIMIZER_FILE. Loading them with the optimizer gives the same bits. They hold no pending gradients.
+        folder, and OPTIMIZER_FILE. Loading them with the optimizer gives the same bits. With `gradients`, a pending
+        gradient is in GRADIENTS_FILE, from which `Create` makes the same bits.
         """
         ...
 

@@ -21,11 +21,11 @@ from transformers import AutoModelForSequenceClassification
 
 from app.domain.ops import AdamParams, LoraSpec
 from app.errors import UserOpError
-from workers.backends.training.base import OPTIMIZER_FILE, Create, Writer
+from workers.backends.training.base import GRADIENTS_FILE, OPTIMIZER_FILE, Create, Writer
 from workers.backends.training.engine import Engine
 from workers.backends.training.optimizer import ShardedAdamW
 from workers.backends.training.ranks import Shards
-from workers.backends.training.state import ModelState, read_optimizer, write_nothing
+from workers.backends.training.state import ModelState, read_optimizer, shaped_as, write_nothing
 from workers.models import base_model, lora
 from workers.models.base_model import LoadedBase
 from workers.models.full_weights import check_config, huggingface_writer
@@ -137,6 +137,10 @@ class FullFinetuneState:
     def pending_gradients(self) -> Mapping[str, Tensor]:
         return self._pending or {}
 
+    def restore_pending(self, stored: Mapping[str, Tensor]) -> None:
+        mine = {name: self.masters[name] for name in self.shards.mine()}
+        self._pending = shaped_as(stored, mine, self._master_device)
+
     def step(self, params: AdamParams) -> dict[str, float]:
         gradients = self._pending or {n: torch.zeros_like(self.masters[n].detach()) for n in self.shards.mine()}
         norm = self.optimizer.step(gradients, params)
@@ -149,13 +153,14 @@ class FullFinetuneState:
             "param_norm": float(self.shards.norm(weights)),
         }
 
-    def capture(self, *, optimizer: bool) -> Writer:
+    def capture(self, *, optimizer: bool, gradients: bool = False) -> Writer:
         """Copies the model as a Hugging Face folder: fp32 with the optimizer, to resume; else in the base's dtype."""
         weights = self.shards.gathered(self.masters)
         moments = self.optimizer.state() if optimizer else None
+        pending = self._gathered_pending() if gradients else {}
         if self.shards.ranks.rank != 0:
             return write_nothing
-        return _writer(self._engine.base, self._form, weights, moments)
+        return _writer(self._engine.base, self._form, weights, moments, pending)
 
     def export(self) -> Writer:
         return self.capture(optimizer=False)
@@ -163,6 +168,13 @@ class FullFinetuneState:
     def check_same_shape(self, other: ModelState) -> None:
         """Accepts any state: both have the base's shapes, and reading the files checks the role."""
         return
+
+    def _gathered_pending(self) -> dict[str, Tensor]:
+        """Copies the pending gradient to the CPU of rank 0; returns nothing on the others, or without one."""
+        if self._pending is None:  # on every rank
+            return {}
+        elsewhere = {n: torch.empty(master.shape, device="meta") for n, master in self.masters.items()}
+        return self.shards.gathered({**elsewhere, **self._pending})
 
     def _copy_of(self, name: str, engine: Engine) -> nn.Parameter:
         if self.adapter is not None and self.adapter.value_head is not None and name == VALUE_HEAD:
@@ -274,7 +286,13 @@ def _check_class(folder: Path, form: Any) -> None:
         raise ValueError(f"it is a {found}, not a {type(form).__name__}")
 
 
-def _writer(base: LoadedBase, form: Any, weights: Mapping[str, Tensor], moments: Mapping[str, Tensor] | None) -> Writer:
+def _writer(
+    base: LoadedBase,
+    form: Any,
+    weights: Mapping[str, Tensor],
+    moments: Mapping[str, Tensor] | None,
+    pending: Mapping[str, Tensor],
+) -> Writer:
     dtype = base.dtype if moments is None else torch.float32
     write_model = huggingface_writer(form, weights, dtype, base.tokenizer)
 
@@ -283,6 +301,8 @@ def _writer(base: LoadedBase, form: Any, weights: Mapping[str, Tensor], moments:
         try:
             if moments is not None:
                 save_file(dict(moments), folder / OPTIMIZER_FILE)
+            if pending:
+                save_file(dict(pending), folder / GRADIENTS_FILE)
         except SafetensorError as error:
             raise OSError(f"{folder.name} was not written: {error}") from error
 

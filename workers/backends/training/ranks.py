@@ -271,7 +271,7 @@ class Shards:
             if self.split:
                 self.ranks.broadcast_(parts, owner)
             if self.ranks.rank == 0:
-                found |= {name: _copied(part) for name, part in zip(names, parts, strict=True)}
+                found |= {name: copied(part) for name, part in zip(names, parts, strict=True)}
         return found
 
     def _sent(self, tensor: Tensor, *, mine: bool) -> Tensor:
@@ -293,5 +293,6 @@ class Shards:
             yield owner, bundle
 
 
-def _copied(tensor: Tensor) -> Tensor:
+def copied(tensor: Tensor) -> Tensor:
+    """Copies a tensor to the CPU, contiguous."""
     return tensor.to(torch.device("cpu"), copy=True, memory_format=torch.contiguous_format)

@@ -24,10 +24,10 @@ from torch.nn.utils import get_total_norm
 
 from app.domain.ops import AdamParams, LoraSpec
 from app.errors import UserOpError
-from workers.backends.training.base import OPTIMIZER_FILE, Create, Writer
+from workers.backends.training.base import GRADIENTS_FILE, OPTIMIZER_FILE, Create, Writer
 from workers.backends.training.engine import Engine
 from workers.backends.training.optimizer import ShardedAdamW
-from workers.backends.training.ranks import Shards
+from workers.backends.training.ranks import Shards, copied
 from workers.models import experts, lora, peft_files, quantized
 from workers.models.full_weights import huggingface_writer
 from workers.models.lora import Adapter, LoraPair
@@ -93,7 +93,12 @@ class ModelState(Protocol):
         """
         ...
 
-    def capture(self, *, optimizer: bool) -> Writer:
+    def restore_pending(self, stored: Mapping[str, Tensor]) -> None:
+        """Sets the pending gradient, from the tensors of GRADIENTS_FILE. Raises UserOpError when one is missing or
+        misshapen."""
+        ...
+
+    def capture(self, *, optimizer: bool, gradients: bool = False) -> Writer:
         """See TrainingBackend.capture. Only the Writer of rank 0 writes."""
         ...
 
@@ -133,6 +138,23 @@ def read_optimizer(folder: Path) -> dict[str, Tensor]:
         return dict(load_file(folder / OPTIMIZER_FILE))
     except (OSError, SafetensorError):
         raise UserOpError(f"checkpoint {folder.name} holds no optimizer state; load it without its optimizer") from None
+
+
+def read_gradients(folder: Path) -> dict[str, Tensor]:
+    """Reads the pending gradient of a snapshot; empty for zero. Raises UserOpError when it is not readable."""
+    file = folder / GRADIENTS_FILE
+    try:
+        return dict(load_file(file)) if file.exists() else {}
+    except (OSError, SafetensorError):
+        raise UserOpError(f"the pending gradient in {folder.name} is not readable") from None
+
+
+def shaped_as(stored: Mapping[str, Tensor], like: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """Returns the stored tensors of these names and shapes, on `device`. Raises UserOpError for any other."""
+    try:
+        return {name: stored[name].view(tensor.shape).to(device) for name, tensor in like.items()}
+    except (KeyError, RuntimeError) as error:
+        raise UserOpError(f"the pending gradient does not belong to this model: {error}") from None
 
 
 class Residency:
@@ -232,6 +254,9 @@ class AdapterState:
     def pending_gradients(self) -> dict[str, Tensor]:
         return self.pending or {}
 
+    def restore_pending(self, stored: Mapping[str, Tensor]) -> None:
+        self.pending = shaped_as(stored, self.adapter.tensors(), self.engine.base.device)
+
     def step(self, params: AdamParams) -> dict[str, float]:
         parameters = self.adapter.tensors()
         gradients = self.pending or {n: torch.zeros_like(p, requires_grad=False) for n, p in parameters.items()}
@@ -244,16 +269,19 @@ class AdapterState:
             "param_norm": float(get_total_norm([p.detach() for p in parameters.values()])),
         }
 
-    def capture(self, *, optimizer: bool) -> Writer:
+    def capture(self, *, optimizer: bool, gradients: bool = False) -> Writer:
         """Copies the adapter and its optimizer's state, to be written as PEFT files and OPTIMIZER_FILE."""
-        adapter = self.adapter.to(torch.device("cpu"))
+        adapter = self.adapter.to(_HOST)
         moments = self.optimizer.state() if optimizer else None
+        pending = {n: copied(g) for n, g in self.pending_gradients().items()} if gradients else {}
 
         def write(folder: Path) -> None:
             try:
                 peft_files.write(adapter, folder, self.base_path, self.engine.base.model)
                 if moments is not None:
                     save_file(moments, folder / OPTIMIZER_FILE)
+                if pending:
+                    save_file(pending, folder / GRADIENTS_FILE)
             except SafetensorError as error:
                 # The only failure left is the disk: it is full, or the file is too large for it.
                 raise OSError(f"{folder.name} was not written: {error}") from error

@@ -24,7 +24,7 @@ from workers.backends.training.batch_ops import Job
 from workers.backends.training.engine import Engine
 from workers.backends.training.full_state import ComputeCopy, FullFinetuneModels
 from workers.backends.training.passes import Pass
-from workers.backends.training.state import AdapterModels, Models, ModelState, Residency
+from workers.backends.training.state import AdapterModels, Models, ModelState, Residency, read_gradients
 from workers.models import lora
 from workers.models.base_model import LoadedBase
 
@@ -71,10 +71,10 @@ class Trainer(ABC):
                 self._engine.ranks.send(encode_apply(ops))
             return self._apply(ops)
 
-    def capture(self, model_id: str, *, optimizer: bool) -> Writer:
+    def capture(self, model_id: str, *, optimizer: bool, gradients: bool = False) -> Writer:
         with self._guarded():
-            self._engine.ranks.send(encode_call("capture", model_id, optimizer))
-            return self._state(model_id).capture(optimizer=optimizer)
+            self._engine.ranks.send(encode_call("capture", model_id, optimizer, gradients))
+            return self._state(model_id).capture(optimizer=optimizer, gradients=gradients)
 
     def export(self, model_id: str) -> Writer:
         with self._guarded():
@@ -119,9 +119,9 @@ class Trainer(ABC):
             match decode(self._engine.ranks.receive()):
                 case ("apply", ops):
                     self._apply(ops)
-                case ("capture", model_id, optimizer):
+                case ("capture", model_id, optimizer, gradients):
                     with suppress(OpError):  # rank 0 raises the same
-                        self._state(model_id).capture(optimizer=optimizer)
+                        self._state(model_id).capture(optimizer=optimizer, gradients=gradients)
                 case ("export", model_id):
                     with suppress(OpError):
                         self._export(model_id)
@@ -234,7 +234,7 @@ class Trainer(ABC):
 
     def _create(self, op: Create) -> ModelState:
         if op.source is not None:
-            return self._read(op.source, optimizer=op.optimizer, critic=op.critic)
+            return self._read(op.source, optimizer=op.optimizer, critic=op.critic, gradients=op.gradients)
         return self._models.fresh(op)
 
     def _load(self, model_id: str, op: Load) -> None:
@@ -243,14 +243,17 @@ class Trainer(ABC):
         state.check_same_shape(loaded)
         self._states[model_id] = loaded
 
-    def _read(self, folder: Path, *, optimizer: bool, critic: bool) -> ModelState:
+    def _read(self, folder: Path, *, optimizer: bool, critic: bool, gradients: bool = False) -> ModelState:
         """Reads a model's files. Raises UserOpError.
 
         Returns only after every rank has read `folder`, because the owner may remove the folder then.
         """
         state, failure = None, None
         try:
-            state = self._models.read(folder, optimizer=optimizer, critic=critic)
+            read = self._models.read(folder, optimizer=optimizer, critic=critic)
+            if gradients and (pending := read_gradients(folder)):
+                read.restore_pending(pending)
+            state = read
         except UserOpError as error:
             failure = error
         readers = self._engine.ranks.count(state is not None)
@@ -304,7 +307,14 @@ def decode(data: bytes) -> Call:
 def _pack(op: BackendOp) -> list[Any]:
     match op:
         case Create():
-            return ["create", op.lora, None if op.source is None else str(op.source), op.optimizer, op.critic]
+            return [
+                "create",
+                op.lora,
+                None if op.source is None else str(op.source),
+                op.optimizer,
+                op.critic,
+                op.gradients,
+            ]
         case Load():
             return ["load", str(op.source), op.optimizer]
         case _:
@@ -313,8 +323,8 @@ def _pack(op: BackendOp) -> list[Any]:
 
 def _unpack(packed: tuple[Any, ...]) -> BackendOp:
     match packed:
-        case ("create", lora, source, optimizer, critic):
-            return Create(lora, None if source is None else Path(source), optimizer, critic)
+        case ("create", lora, source, optimizer, critic, gradients):
+            return Create(lora, None if source is None else Path(source), optimizer, critic, gradients)
         case ("load", source, optimizer):
             return Load(Path(source), optimizer)
         case (_, op):

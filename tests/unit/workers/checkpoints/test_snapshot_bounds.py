@@ -1,7 +1,9 @@
-"""A model that takes no step does not keep all its calls: it is snapshotted once no gradient is pending."""
+"""A model that takes no step does not keep all its calls: it is snapshotted with its pending gradients."""
 
 from __future__ import annotations
 
+import copy
+import random
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,9 +11,11 @@ import pytest
 import redis
 
 from app.domain.ops import Op
+from app.domain.results import Result
 from app.stores.redis import keys
 from tests.property.vector_backend import POISON, backward, optim_step
 from tests.property.world import CREATE, MODEL, Process, TrainerWorld
+from workers.checkpoints.transfer import read_manifest
 
 MOST = 4
 FORWARD, BAD = backward(1, forward_only=True), backward(1, POISON, forward_only=True)
@@ -19,7 +23,8 @@ FORWARD, BAD = backward(1, forward_only=True), backward(1, POISON, forward_only=
 
 @pytest.fixture
 def world(client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TrainerWorld]:
-    monkeypatch.setattr("workers.checkpoints.snapshots._MOST_OPS", MOST)
+    monkeypatch.setattr("workers.checkpoints.snapshots._MOST_OPS", 2 * MOST)
+    monkeypatch.setattr("workers.checkpoints.snapshots._MOST_PASSES", MOST)
     world = TrainerWorld(client, tmp_path)
     yield world
     world.stop()
@@ -39,25 +44,59 @@ def snapshot_seq(world: TrainerWorld) -> int:
 @pytest.mark.parametrize("call", [FORWARD, BAD], ids=["forwards", "calls that fail"])
 def test_a_model_that_takes_no_step_keeps_few_of_its_calls(world: TrainerWorld, call: Op):
     trainer = world.trainer("a")
-    run(world, trainer, CREATE, *[call] * (3 * MOST))
-    assert snapshot_seq(world) >= 2 * MOST
+    run(world, trainer, CREATE, *[call] * (6 * MOST))
+    assert snapshot_seq(world) >= 4 * MOST
+    assert world.client.zcard(keys.journal(MODEL)) <= 2 * MOST + 1
+
+
+def test_a_model_that_only_adds_gradients_keeps_few_passes_to_run_again(world: TrainerWorld):
+    trainer = world.trainer("a")
+    run(world, trainer, CREATE, *map(backward, range(5 * MOST)))
+    assert snapshot_seq(world) >= 4 * MOST
     assert world.client.zcard(keys.journal(MODEL)) <= MOST + 1
 
 
-def test_no_snapshot_is_taken_while_gradients_are_pending(world: TrainerWorld):
-    trainer = world.trainer("a")
-    run(world, trainer, CREATE, backward(1), *[FORWARD] * (3 * MOST))
-    assert snapshot_seq(world) == -1
-    run(world, trainer, optim_step())
-    assert world.client.zcard(keys.journal(MODEL)) <= 1
-
-
-def test_the_state_behind_such_a_snapshot_has_the_same_bits(world: TrainerWorld):
+@pytest.mark.parametrize("node", ["a", "b"], ids=["from this machine", "from the object store"])
+@pytest.mark.parametrize("rest", range(MOST), ids=lambda rest: f"{rest} behind the snapshot")
+def test_the_next_owner_has_the_pending_gradients_to_the_bit(world: TrainerWorld, node: str, rest: int):
+    world.noise = random.Random(0)  # a batch that runs again has another gradient
     first = world.trainer("a")
-    run(world, first, CREATE, backward(1), optim_step(), *[FORWARD] * (3 * MOST), backward(2))
-    before = first.backend.states[MODEL]
+    run(world, first, CREATE, backward(1), optim_step(), *map(backward, range(MOST + rest)))
+    before = copy.deepcopy(first.backend.states[MODEL])
+    world.noise = None
     world.lapse()
-    other = world.trainer("b")
+    other = world.trainer(node)
     run(world, other, FORWARD)
-    after = other.backend.states[MODEL]
-    assert (after.weight, after.moment, after.gradient) == (before.weight, before.moment, before.gradient)
+    assert other.backend.states[MODEL].pending == before.pending
+    if not rest:
+        assert other.backend.states[MODEL] == before
+    run(world, other, optim_step())
+    assert other.backend.states[MODEL].steps[-1] == before.pending
+
+
+def test_the_next_owner_knows_which_gradient_is_missing(world: TrainerWorld):
+    first = world.trainer("a")
+    run(world, first, CREATE, backward(1), backward(2, POISON), *map(backward, range(MOST)))
+    assert snapshot_seq(world) > 2
+    world.lapse()
+    result = step_of(world, world.trainer("b"))
+    assert result.failed and b"a gradient it needs is missing" in result.body
+    again = step_of(world, world.trainer("b"))
+    assert not again.failed
+
+
+def test_an_earlier_version_does_not_take_such_a_snapshot_for_one_without_gradients(world: TrainerWorld):
+    run(world, world.trainer("a"), CREATE, *map(backward, range(MOST)))
+    prefix = world.client.hget(keys.model(MODEL), "snapshot").decode()
+    assert read_manifest(world.store, prefix).schema_version == 2
+    run(world, world.trainer("a"), optim_step())
+    prefix = world.client.hget(keys.model(MODEL), "snapshot").decode()
+    assert read_manifest(world.store, prefix).schema_version == 1
+
+
+def step_of(world: TrainerWorld, trainer: Process) -> Result:
+    seq = int(world.client.hget(keys.model(MODEL), "applied")) + 1
+    world.admit(seq, optim_step())
+    result = trainer.send(seq, "optim_step")
+    assert result is not None
+    return result

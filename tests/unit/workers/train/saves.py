@@ -68,9 +68,9 @@ class Ran:
             self.kinds.setdefault(model_id, []).append(getattr(op, "kind", type(op).__name__))
         return self._inner.apply(ops)
 
-    def capture(self, model_id: str, *, optimizer: bool) -> Any:
+    def capture(self, model_id: str, **parts: bool) -> Any:
         self.captured += 1
-        return self._inner.capture(model_id, optimizer=optimizer)
+        return self._inner.capture(model_id, **parts)
 
 
 @pytest.fixture
