@@ -76,7 +76,8 @@
                               version changes sessions and not these lists: RedisRecords.list_sessions sees it, and a
                               maintenance task corrects all lists in turn
     session_owners      HASH  session -> the project whose list it is on
-    sessions_live:<payer>  SET  its sessions that have not ended; those that have are removed at the next count
+    sessions_live:<payer>  SET  its sessions that have not ended; those that have are removed at the next count, or by
+                              that task
     orphans             ZSET  object-store prefix -> ms since when no known reference to it exists
     <namespace>:<id>    HASH  sessions, samplers, handovers, checkpoints, uploads, losses, workers, refusals
                               (app/domain/records.py);

@@ -193,8 +193,9 @@ class RedisRecords:
         self._run_for("relist_sessions", sorted({*sessions, *(id_.decode() for id_ in listed)}))
 
     def correct_some_sessions(self, after: str, limit: int) -> str:
-        """Corrects the lists of the next `limit` sessions behind the id `after`, as processes of earlier versions leave
-        them. Returns the last id; "" where the next round begins anew."""
+        """Corrects the lists of the next `limit` sessions behind the id `after`: processes of earlier versions leave
+        them wrong, and ended sessions stay on those of live ones. Returns the last id; "" where the next round begins
+        anew."""
         index, first = keys.index(_SESSIONS), cast(str, b"(" + after.encode() if after else b"-")
         found = cast(list[bytes], self._redis.zrangebylex(index, first, cast(str, b"+"), 0, limit))
         if found:

@@ -2,7 +2,7 @@
 
 -- part: list_session
 -- Put a session on its project's list, by the time of its creation, and while it has not ended on the lists of live
--- sessions of its project and its key. Take it off the lists of its former project; off all if it is gone.
+-- sessions of its project and its key. Take it off all other lists.
 local function list_session(id)
   local found = redis.call('HMGET', 'tinsmith:sessions:' .. id, 'owner', 'created', 'key')
   local owner = found[1] and cjson.decode(found[1])
@@ -15,10 +15,9 @@ local function list_session(id)
   if not owner then return end
   redis.call('ZADD', 'tinsmith:sessions_of:' .. owner, found[2], id)
   redis.call('HSET', 'tinsmith:session_owners', id, owner)
-  if redis.call('ZSCORE', 'tinsmith:sessions_heard', id) then
-    redis.call('SADD', 'tinsmith:sessions_live:project:' .. owner, id)
-    if found[3] then redis.call('SADD', 'tinsmith:sessions_live:key:' .. cjson.decode(found[3]), id) end
-  end
+  local how = redis.call('ZSCORE', 'tinsmith:sessions_heard', id) and 'SADD' or 'SREM'
+  redis.call(how, 'tinsmith:sessions_live:project:' .. owner, id)
+  if found[3] then redis.call(how, 'tinsmith:sessions_live:key:' .. cjson.decode(found[3]), id) end
 end
 
 -- part: live_sessions

@@ -182,6 +182,13 @@ def test_a_session_that_comes_back_counts_again(client, lifecycle):
     assert [live(client), live(client, KEY)] == [2, 2]
 
 
+def test_the_lists_of_live_sessions_keep_no_ended_one(client, stored, lifecycle):
+    opened(lifecycle, "a")
+    lifecycle.finish("a", "success")
+    stored.correct_some_sessions("", 100)
+    assert not [*client.scan_iter("tinsmith:sessions_live:*")]
+
+
 def test_a_session_of_an_earlier_version_counts_once_it_is_listed(client, stored, lifecycle):
     with earlier_version(client):
         put(stored, "a")
