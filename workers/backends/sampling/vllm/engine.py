@@ -131,6 +131,9 @@ def _explained(error: Exception, engine_args: dict[str, Any]) -> SetupError:
     if not isinstance(error, ValidationError):
         return SetupError(f"vLLM did not start: {error}; see its log")
     reason = error.errors()[0]["msg"].removeprefix("Value error, ").partition("\n")[0].partition(" Supported arch")[0]
+    if "failed to be inspected" in reason and find_spec("torchvision") is None:
+        # vLLM imports the model's classes in a process of its own, and only that one's log names the missing package.
+        reason = "its classes for this model import torchvision, which is not installed"
     return UnservableModel(
         f"this build of vLLM does not serve the model {engine_args['model']}: {reason.rstrip('.')}. "
         "Set sampler.backend to transformers"

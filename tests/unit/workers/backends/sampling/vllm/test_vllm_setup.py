@@ -5,6 +5,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+from pydantic import BaseModel, ValidationError, field_validator
 
 from app.domain.sampling import MAX_TOP
 from app.errors import SetupError, UnservableModel
@@ -13,6 +14,7 @@ from tests.parity import architectures
 from workers.backends.sampling import vllm
 from workers.backends.sampling.vllm.backend import VllmSampler
 from workers.backends.sampling.vllm.engine import (
+    _explained,
     check_experts,
     check_head_sizes,
     check_install,
@@ -61,6 +63,27 @@ def test_a_vllm_that_cannot_be_imported_is_a_setup_error_that_names_the_cause(tm
     engine.check_install()
     with pytest.raises(SetupError, match=r"vLLM is installed but cannot be imported: libcudart\.so\.99: cannot open"):
         engine.check_import()
+
+
+class Uninspected(BaseModel):
+    """vLLM's error for a model whose classes cannot be imported."""
+
+    model: str
+
+    @field_validator("model")
+    @classmethod
+    def inspect(cls, model: str) -> str:
+        raise ValueError(
+            f"Model architectures ['{model}'] failed to be inspected. Please check the logs for more details."
+        )
+
+
+def test_a_model_whose_classes_need_torchvision_is_refused_with_that_reason() -> None:
+    with pytest.raises(ValidationError) as found:
+        Uninspected(model="Mistral3")
+    error = _explained(found.value, {"model": "mistral-3"})
+    assert isinstance(error, UnservableModel)
+    assert all(part in str(error) for part in ("mistral-3", "torchvision", "transformers"))
 
 
 def test_the_rank_is_rounded_up_to_one_vllm_takes():
