@@ -14,16 +14,18 @@ from app.domain.limits import Limits, Payer
 from app.domain.records import Model, Sampler, ShmTransfer
 from app.domain.results import Result
 from app.errors import NotFound, Unavailable
-from app.settings import EngineSettings
+from app.settings import EngineSettings, Settings
 from app.stores.objects.folder import FolderStore
 from app.stores.redis import keys
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.lifecycle import RedisLifecycle
 from app.stores.redis.limits import RedisQuotas
 from app.stores.redis.records import RedisRecords, dump
+from tests.assembly import parts
 from workers.maintenance import adapters
 from workers.maintenance.adapters import EphemeralAdapters
 from workers.maintenance.orphans import Orphans
+from workers.process.parts import sweeper
 
 RUN, OTHER_RUN = "session:train:0", "session:train:1"
 KEPT = 2
@@ -91,6 +93,16 @@ def test_of_each_run_the_newest_stay_in_the_order_of_their_saves(installation: I
     kept = {installation.prefix(11), installation.prefix(20, epoch=2), installation.prefix(3, OTHER_RUN)}
     assert installation.stored() == kept
     assert installation.sample(first) and installation.sample("session:sample:3")
+
+
+def test_workers_run_the_task(installation: Installation):
+    for number in range(4):
+        installation.save(number)
+    settings = Settings(engine=HASTY)
+    made = parts(installation.client, settings, "node/boot", installation.oplog, installation.store)
+    time.sleep(0.01)
+    sweeper(made)._round("adapters")
+    assert installation.stored() == {installation.prefix(number) for number in (2, 3)}
 
 
 def test_a_client_of_an_adapter_that_was_given_up_learns_what_to_do(installation: Installation):
