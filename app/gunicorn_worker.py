@@ -10,6 +10,7 @@ gunicorn's own worker gives a thread to every connection that sends one byte, an
 from __future__ import annotations
 
 import contextlib
+import heapq
 import logging
 import re
 import selectors
@@ -146,7 +147,7 @@ class Request(Suspension):
 
     def __init__(self, conn: TConn, data: bytes, on_resume: Callable[[Request], None]) -> None:
         super().__init__(on_resume)
-        self.conn, self.data, self.until = conn, data, 0.0
+        self.conn, self.data = conn, data
 
 
 class _IsSuspended(Exception):
@@ -164,6 +165,8 @@ class Worker(ThreadWorker):  # type: ignore[misc]
         self._arrivals: dict[str, dict[TConn, Arrival]] = {}
         self._requests: dict[socket.socket, Request] = {}
         self._suspended: set[Request] = set()
+        # Also requests that were resumed earlier.
+        self._deadlines: list[tuple[float, int, Request]] = []
         self._woken, self._expired = deque[Request](), deque[Request]()
         self._resumed = 0
         self._expire_at = 0.0
@@ -211,10 +214,18 @@ class Worker(ThreadWorker):  # type: ignore[misc]
             log.info("a client read nothing of its response for %d s", _SEND_S)
             return False
 
+    def wait_for_and_dispatch_events(self, timeout: float) -> None:
+        """Waits no longer than until the time of a suspended request is over."""
+        if self._deadlines:
+            timeout = min(timeout, max(0.0, self._deadlines[0][0] - time.monotonic()))
+        super().wait_for_and_dispatch_events(timeout)
+
     def murder_pending(self) -> None:
         """Closes the connections whose time is over, and resumes such requests; gunicorn calls it after every event. A
         stopping worker also closes those that have sent nothing, and resumes all requests."""
         now = time.monotonic()
+        while self._deadlines and self._deadlines[0][0] <= now:
+            self._resume(heapq.heappop(self._deadlines)[2])
         if now < self._expire_at:
             return
         self._expire_at = now + _EXPIRE_EVERY_S
@@ -222,7 +233,7 @@ class Worker(ThreadWorker):  # type: ignore[misc]
             for arrival in list(arrivals.values()):
                 if arrival.until <= now or not (self.alive or arrival.data or arrival.ends):
                     self._drop(arrival)
-        for request in [each for each in self._suspended if each.until <= now or not self.alive]:
+        for request in () if self.alive else list(self._suspended):
             self._resume(request)
 
     def _keepalive_after(self, conn: TConn, keepalive: bool) -> bool:
@@ -287,7 +298,7 @@ class Worker(ThreadWorker):  # type: ignore[misc]
         """Puts the parser back to before the request, and listens to the client."""
         request.conn.parser.mesg = None  # else it would end here if the client wants the connection closed
         request.conn.parser.unreader.take_buffered()  # `request.data` has it
-        request.until = time.monotonic() + request.seconds
+        heapq.heappush(self._deadlines, (time.monotonic() + request.seconds, id(request), request))
         self._suspended.add(request)
         request.conn.sock.setblocking(False)
         self.poller.register(request.conn.sock, selectors.EVENT_READ, partial(self._hear, request))

@@ -36,6 +36,7 @@ from ops.bench import (
     rl_loop,
     sampling,
     saves,
+    scale,
     snapshots,
     tenants,
 )
@@ -61,6 +62,7 @@ BENCHES: Mapping[str, Callable[[Path], Outcome]] = {
     "rl_loop": rl_loop.run,
     "handover": handover.run,
     "fairness": fairness.run,
+    "scale": scale.run,
 }
 _OUT = Path(__file__).parent / "results"
 # Not the system's temporary folder: it may lie in memory, where the journal's fsync costs nothing.

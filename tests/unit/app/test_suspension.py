@@ -154,16 +154,30 @@ def test_a_suspended_request_whose_time_is_over_is_answered(
     client = connect()
     suspend(worker, [client])
     now = time.monotonic()
-    worker._expire_at = 0.0
     monkeypatch.setattr(gunicorn_worker.time, "monotonic", lambda: now + LONG_S - 5)
     worker.murder_pending()
     assert worker._suspended
-    worker._expire_at = 0.0
     monkeypatch.setattr(gunicorn_worker.time, "monotonic", lambda: now + LONG_S + 5)
     worker.murder_pending()
     monkeypatch.undo()
     turn(worker, lambda: client.answer().endswith(b"hello"))
     assert application.left == application.found
+
+
+def test_the_event_loop_waits_no_longer_than_the_suspended_request(
+    worker: Worker, application: Application, connect: Callable[[], Client], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+    suspend(worker, [connect()])
+    application.seconds = 300.0
+    last = connect()
+    last.ask()
+    turn(worker, lambda: len(worker._suspended) == 2)
+    monkeypatch.setattr(worker.poller, "select", lambda timeout: waits.append(timeout) or [])
+    worker.wait_for_and_dispatch_events(1.0)
+    worker.wait_for_and_dispatch_events(2 * LONG_S)
+    assert waits[0] == 1.0
+    assert 0 < waits[1] <= 300.0
 
 
 def test_a_worker_that_stops_answers_its_suspended_requests_at_once(

@@ -1,0 +1,127 @@
+"""Time of the state server in its scripts, for which all its other clients wait, by the number of models.
+
+Each model has a session of its own and ten calls that wait. One more model has a long journal, which is deleted last.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import redis
+
+from app import ids
+from app.dispatch import train_queue
+from app.domain.records import Model, Session
+from app.domain.results import Result
+from app.settings import EngineSettings
+from app.stores.redis.client import connect
+from app.stores.redis.journal import RedisOpLog
+from app.stores.redis.lifecycle import RedisLifecycle
+from app.stores.redis.records import RedisRecords, dump
+from app.stores.redis.types import Lease
+
+CALLS_A_MODEL = 10
+_PROJECTS = 100
+_MEASURED = 200
+_LEASES = 100
+_SENDERS = 8
+_BASE = "bench/base"
+Times = dict[str, dict[str, float]]
+
+
+def measure(url: str, scales: Sequence[int], journal: int) -> tuple[dict[str, Times], Times]:
+    """(by the number of models, the times of each script; the times of the scripts that delete a journal of so many
+    calls)."""
+    with connect(url) as client:
+        # Only the time in scripts is measured, which is the same.
+        client.config_set("appendfsync", "no")
+        client.config_set("latency-tracking-info-percentiles", "50 100")
+        world = _World(client)
+        found = {}
+        for models in scales:
+            world.grow(models)
+            found[f"{models} models"] = dict(world.times())
+        return found, world.deletion(journal)
+
+
+class _World:
+    """Models on a state server, and the calls of the API and of workers."""
+
+    def __init__(self, client: redis.Redis) -> None:
+        self._redis, settings = client, EngineSettings()
+        self._oplog, self._lifecycle = RedisOpLog(client, settings), RedisLifecycle(client, settings)
+        self._records = RedisRecords(client, settings)
+        self._model_ids: list[str] = []
+        self._random = random.Random(0)
+
+    def grow(self, models: int) -> None:
+        with ThreadPoolExecutor(_SENDERS) as senders:
+            self._model_ids += senders.map(self._add_model, range(len(self._model_ids), models))
+
+    def _add_model(self, number: int) -> str:
+        session, project = ids.new_session_id(), f"project-{number % _PROJECTS}"
+        self._records.put_new(Session.namespace, session, dump(Session(project, time.time())))
+        self._lifecycle.heartbeat(session)
+        model_id = ids.model_id(session, 0)
+        self._oplog.create_model(model_id, dump(Model(project, session, _BASE, time.time())))
+        for seq in range(CALLS_A_MODEL):
+            self._admit(model_id, seq)
+        return model_id
+
+    def _admit(self, model_id: str, seq: int) -> None:
+        self._oplog.admit(model_id, seq, "optim_step", b"{}", str(seq))
+
+    def times(self) -> Iterator[tuple[str, dict[str, float]]]:
+        """Yields each script's name and times. What it measures leaves every model with as many calls as before."""
+        chosen = self._random.sample(self._model_ids, min(_MEASURED, len(self._model_ids)))
+        leases: dict[str, Lease] = {}
+
+        def acquire(model_id: str) -> None:
+            lease = self._oplog.acquire(model_id, "bench/1")
+            assert isinstance(lease, Lease)
+            leases[model_id] = lease
+
+        def next_seq(model_id: str) -> int:
+            return leases[model_id].applied + 1
+
+        yield "admit", self._each(chosen, lambda id_: self._admit(id_, self._seq_behind(id_)))
+        yield "admit, repeated", self._each(chosen, lambda id_: self._admit(id_, self._seq_behind(id_) - 1))
+        yield "acquire", self._each(chosen, acquire)
+        yield "next", self._each(chosen, lambda id_: self._oplog.next(leases[id_], next_seq(id_)))
+        result = Result(b"{}")
+        yield "commit", self._each(chosen, lambda id_: self._oplog.commit(leases[id_], next_seq(id_), result))
+        yield "renew", self._each(range(20), lambda _: self._oplog.renew(chosen[:_LEASES], "bench/1"))
+        yield "heartbeat", self._each(chosen, lambda id_: self._lifecycle.heartbeat(id_.partition(":")[0]))
+        queue = train_queue(_BASE)
+        yield "pending", self._each(range(20), lambda _: self._oplog.pending(depth=1))
+        yield "unowned", self._each(range(20), lambda _: self._oplog.unowned(queue))
+        yield "expire", self._each(range(20), lambda _: self._lifecycle.expire())
+        yield "release", self._each(chosen, lambda id_: self._oplog.release(id_, "bench/1"))
+
+    def deletion(self, calls: int) -> Times:
+        """The times of the scripts that delete a journal of so many calls."""
+        model_id = self._add_model(0)
+        for seq in range(CALLS_A_MODEL, calls):
+            self._admit(model_id, seq)
+        return {
+            "end_model": self._each([model_id], self._lifecycle.end_model),
+            "end_calls": self._each([model_id], lambda _: self._lifecycle.end_calls()),
+        }
+
+    def _seq_behind(self, model_id: str) -> int:
+        """The seq after the model's last call: each measurement commits one call and admits one."""
+        applied = int(self._redis.hget(f"tinsmith:models:{model_id}", "applied") or -1)
+        return applied + 1 + int(self._redis.zcount(f"tinsmith:journal:{model_id}", f"({applied}", "+inf"))
+
+    def _each(self, values: Any, call: Callable[[Any], object]) -> dict[str, float]:
+        """Median and longest time of the scripts that the calls ran, in ms."""
+        self._redis.config_resetstat()
+        for value in values:
+            call(value)
+        found: Any = self._redis.info("latencystats")
+        percentiles = found["latency_percentiles_usec_evalsha"]
+        return {"p50_ms": percentiles["p50"] / 1000, "most_ms": percentiles["p100"] / 1000}
