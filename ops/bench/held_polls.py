@@ -119,7 +119,8 @@ class _Run:
 
     async def _beat(self, seconds: float, held: list[float]) -> list[float]:
         """Returns the ms of heartbeats on one connection, each some time after the other's answer."""
-        found, until = [], time.monotonic() + seconds
+        found: list[float] = []
+        until = time.monotonic() + seconds
         reader, writer = await asyncio.open_connection("127.0.0.1", self._api.settings.api.port)
         with closing(writer):
             while time.monotonic() < until:
