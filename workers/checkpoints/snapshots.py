@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -235,19 +236,25 @@ class Restore:
         if local is None and lease.snapshot:
             accumulation = self.executor.restore(lease.model_id, lease.snapshot)
         self.snapshots.begin(lease, local)
-        for seq in range((local.seq if local else lease.snapshot_seq) + 1, lease.applied + 1):
-            entry = self.oplog.entry(lease.model_id, seq)
-            if entry is None:
-                raise Fenced(
-                    f"{lease.model_id} seq {seq} is no longer in the journal: another owner has continued the run"
-                )
+        for entry in self._behind(lease, local.seq if local else lease.snapshot_seq):
             self.executor.replay(lease, entry)
-            if seq in to_make:
-                self.executor.saver.save_again(lease, to_make[seq])
+            if entry.seq in to_make:
+                self.executor.saver.save_again(lease, to_make[entry.seq])
             self.snapshots.replayed(lease.model_id, entry)
             accumulation = accumulation.after(entry, entry.doomed)
         shm_transfers.upload(lease.model_id)
         return accumulation
+
+    def _behind(self, lease: Lease, seq: int) -> Iterator[Entry]:
+        """The applied Ops behind a snapshot at `seq`, read a handful at a time."""
+        while seq < lease.applied:
+            found = self.oplog.entries(lease.model_id, range(seq + 1, lease.applied + 1))
+            if not found:
+                raise Fenced(
+                    f"{lease.model_id} seq {seq + 1} is no longer in the journal: another owner has continued the run"
+                )
+            yield from found
+            seq = found[-1].seq
 
     def _from_this_machine(self, lease: Lease, before: int) -> tuple[LocalSnapshot | None, GradAccumulation]:
         for local, manifest in self.folder.usable(lease):

@@ -5,8 +5,8 @@
                               ("deleted") once the model has ended
     journal:<model>     ZSET  seq -> seq: Ops behind the snapshot (seq > snapshot_seq), applied or waiting
     op:<request>        HASH  one journalled Op or sampling request: kind, attempts, runner, former, admitted, doomed,
-                              spilled. former is JSON, worker -> ms since when the worker is missed, or 0: the workers
-                              that began the request before and did not leave it. A sampling request also has:
+                              dooms, spilled. former is JSON, worker -> ms since when the worker is missed, or 0: the
+                              workers that began the request before and did not leave it. A sampling request also has:
                               adapter, the prefix of the version it was admitted for; rows, the sequences it asks for;
                               node, the node that counts these sequences, since the request was dispatched to it or
                               began there; payers, the payers that the sequences count for; ring: "rung" once it is

@@ -220,6 +220,27 @@ MUTANTS = (
         f"{_BOUNDS}::test_a_long_journal_is_trimmed_in_slices",
     ),
     Mutant(
+        "doom: in slices",
+        f"{_LUA}/journal.lua",
+        "'+inf', 'LIMIT', 0, DOOMED_AT_ONCE)",
+        "'+inf')",
+        f"{_BOUNDS}::test_the_many_calls_behind_a_lost_gradient_are_doomed_in_slices",
+    ),
+    Mutant(
+        "doom: the next slice",
+        f"{_LUA}/journal.lua",
+        "if dooms then doom(model, seq, dooms) end\n",
+        "",
+        f"{_BOUNDS}::test_the_many_calls_behind_a_lost_gradient_are_doomed_in_slices",
+    ),
+    Mutant(
+        "entries: no more than a handful",
+        "app/stores/redis/journal.py",
+        "if not op or (found and left < 0):",
+        "if not op:",
+        f"{_BOUNDS}::test_a_replay_reads_few_bytes_at_once",
+    ),
+    Mutant(
         "end_model: the rest of a long journal is deleted later",
         "workers/maintenance/leader.py",
         "        self._lifecycle.end_calls()",

@@ -125,7 +125,7 @@ MUTANTS = (
     Mutant(
         "doom: up to the next optim_step only",
         f"{_LUA}/journal.lua",
-        "if redis.call('HGET', op, 'kind') == 'optim_step' then break end",
+        "if redis.call('HGET', op, 'kind') == 'optim_step' then return end",
         "",
         f"{_OPLOG}::test_a_failed_forward_backward_dooms_what_waits_up_to_the_next_optim_step",
     ),
@@ -139,7 +139,7 @@ MUTANTS = (
     Mutant(
         "commit: a failed forward_backward dooms what waits",
         f"{_LUA}/journal.lua",
-        "if kind == 'forward_backward' then doom(model, seq, ARGV[9]) end",
+        "if kind == 'forward_backward' then doom(model, seq, why) end",
         "",
         f"{_OPLOG}::test_a_failed_forward_backward_dooms_what_waits_up_to_the_next_optim_step",
     ),

@@ -18,13 +18,20 @@ local function train_queue(model)
 end
 
 -- part: doom
--- Doom the Ops that wait behind a lost gradient, up to and including the next optim_step: they fail with `reason`.
+-- An entry takes 3 us to doom, and everybody else waits for the server meanwhile.
+local DOOMED_AT_ONCE = 200
+
+-- Doom the Ops that wait behind a lost gradient, up to and including the next optim_step: they fail with `reason`. Of
+-- many, the last one of a slice has the reason as `dooms`, and its own commit dooms the next slice before that runs.
 local function doom(model, seq, reason)
-  for _, later in ipairs(redis.call('ZRANGEBYSCORE', 'tinsmith:journal:' .. model, '(' .. seq, '+inf')) do
-    local op = 'tinsmith:op:' .. model .. ':' .. later
+  local journal, op = 'tinsmith:journal:' .. model, ''
+  local waiting = redis.call('ZRANGEBYSCORE', journal, '(' .. seq, '+inf', 'LIMIT', 0, DOOMED_AT_ONCE)
+  for _, later in ipairs(waiting) do
+    op = 'tinsmith:op:' .. model .. ':' .. later
     redis.call('HSETNX', op, 'doomed', reason)
-    if redis.call('HGET', op, 'kind') == 'optim_step' then break end
+    if redis.call('HGET', op, 'kind') == 'optim_step' then return end
   end
+  if #waiting == DOOMED_AT_ONCE then redis.call('HSETNX', op, 'dooms', reason) end
 end
 
 -- part: is_far
@@ -174,10 +181,13 @@ redis.call('HSET', key, 'applied', seq)
 if ARGV[4] == 'failed' or kind == 'forward' or kind == 'save_weights' then
   drop_payload(request)  -- no replay runs it
 end
+local dooms = redis.call('HGET', 'tinsmith:op:' .. request, 'dooms')
+if dooms then doom(model, seq, dooms) end
 if ARGV[4] == 'failed' then
   -- A failed Op left the model as it was, so a replay must not run it.
   redis.call('HSETNX', 'tinsmith:op:' .. request, 'doomed', ARGV[9])
-  if kind == 'forward_backward' then doom(model, seq, ARGV[9]) end
+  local why = redis.call('HGET', 'tinsmith:op:' .. request, 'doomed')
+  if kind == 'forward_backward' then doom(model, seq, why) end
   if kind == 'create_model' then redis.call('HSET', key, 'state', '"failed"') end
 end
 local future = 'tinsmith:future:' .. request

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import pytest
 
+from app.domain.records import Model
+from app.domain.results import Result
 from app.errors import BadRequest
 from app.settings import EngineSettings
+from app.stores.objects.folder import FolderStore
 from app.stores.redis import keys
+from app.stores.redis.futures import RedisPayloads
+from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.lifecycle import RedisLifecycle
+from app.stores.redis.records import dump
 from tests.unit.app.stores.redis.journal_steps import MODEL, admit, own
 
 MOST_MISSING = 1024
@@ -88,3 +94,57 @@ def test_a_long_journal_of_an_ended_model_is_deleted_in_slices_and_all_its_calls
 def test_the_loads_of_a_long_journal_are_read_in_slices(oplog, client):
     fill(client, LONG)
     assert RedisLifecycle(client, EngineSettings()).loads(MODEL) == list(range(0, LONG + 1, 500))
+
+
+@pytest.mark.parametrize("kind", ["forward_backward", "forward"])
+def test_the_many_calls_behind_a_lost_gradient_are_doomed_in_slices(oplog, client, kind):
+    """No call of the window runs, however many wait, and none behind its optim_step is doomed."""
+    last = SLICE + 20
+    kinds = ["forward_backward", *[kind] * (last - 1), "optim_step", "forward"]
+    for seq, each in enumerate(kinds):
+        admit(oplog, seq, each)
+    lease, bad = own(oplog), Result(b"{}", failed=True)
+    oplog.commit(lease, 0, bad, why="infinite")
+    assert sum(bool(oplog.entry(MODEL, seq).doomed) for seq in range(1, last + 2)) == SLICE
+    for seq in range(1, last + 1):
+        assert oplog.entry(MODEL, seq).doomed == "infinite"
+        oplog.commit(lease, seq, bad, why="it was doomed")
+    assert oplog.entry(MODEL, last + 1).doomed == ""
+
+
+def test_a_lost_batch_dooms_in_slices_too(oplog):
+    for seq in range(1, SLICE + 20):
+        admit(oplog, seq)
+    oplog.refuse(MODEL, 0, "too long", "lost_batch")
+    lease = own(oplog)
+    oplog.commit(lease, 0, Result(b"{}"))
+    for seq in range(1, SLICE + 20):
+        assert oplog.entry(MODEL, seq).doomed == "too long"
+        oplog.commit(lease, seq, Result(b"{}", failed=True), why="it was doomed")
+
+
+def test_a_replay_reads_few_bytes_at_once(client, tmp_path, monkeypatch):
+    monkeypatch.setattr("app.stores.redis.journal._AT_ONCE", 8)
+    monkeypatch.setattr("app.stores.redis.journal._AT_ONCE_BYTES", 20_000)
+    oplog = RedisOpLog(client, EngineSettings(), FolderStore(tmp_path, "", ""))
+    oplog.create_model(MODEL, dump(Model("me", "session", "base", 0.0)))
+    sizes = [1] * 9 + [9_000] * 3 + [50_000] * 2 + [5_000] * 3
+    for seq, length in enumerate(sizes):
+        oplog.admit(MODEL, seq, "forward_backward", bytes([seq]) * length, f"d{seq}")
+    assert RedisPayloads(client, EngineSettings(), FolderStore(tmp_path, "", "")).spill(f"{MODEL}:15")
+    read = []
+    while len(read) < len(sizes):
+        handful = oplog.entries(MODEL, range(len(read), 100))
+        assert len(handful) == 1 or sum(len(entry.payload) for entry in handful) <= 20_000
+        read += handful
+    assert read == [oplog.entry(MODEL, seq) for seq in range(len(sizes))]
+    assert [len(oplog.entries(MODEL, range(at, 100))) for at in (0, 8, 9, 12, 14, 15, 16, 17)] == [
+        8,
+        3,
+        2,
+        1,
+        1,
+        1,
+        1,
+        0,
+    ]
