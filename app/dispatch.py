@@ -12,6 +12,7 @@ import redis
 from celery import Celery
 from kombu.exceptions import OperationalError
 
+import app.broker  # noqa: F401  (registers the transport)
 from app.settings import Settings
 from app.sockets import ANSWER_S, KEEPALIVE
 from app.stores.redis.client import connect

@@ -141,6 +141,14 @@ MUTANTS = (
         "tests/unit/app/test_dispatch.py::test_a_message_is_acknowledged_although_its_connection_fell_silent",
     ),
     Mutant(
+        "connections: a lost one of broadcasts is not waited on",
+        "app/broker.py",
+        '"retry_on_timeout": False',
+        '"retry_on_timeout": True',
+        "tests/unit/app/test_dispatch.py::test_a_consumer_whose_broadcasts_lose_their_connection_hears_of_it_and_does_"
+        "not_wait",
+    ),
+    Mutant(
         "connections: an S3 server's peer must acknowledge",
         "app/stores/objects/s3.py",
         ", *sockets.OPTIONS]",

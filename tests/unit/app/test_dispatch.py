@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import redis
 from celery import Celery
+from kombu import Consumer, Exchange, Queue
 
 from app.dispatch import Dispatcher, TickSender, celery_app
 from app.settings import RedisSettings, Settings
@@ -86,3 +88,19 @@ def test_a_message_is_acknowledged_although_its_connection_fell_silent(url: str,
             proxy.silence()
             message.ack()
             assert message.acknowledged
+
+
+def test_a_consumer_whose_broadcasts_lose_their_connection_hears_of_it_and_does_not_wait(
+    url: str, broker: redis.Redis, tmp_path: Path
+):
+    with at(url, tmp_path).connection_for_read() as connection:
+        channel = connection.default_channel
+        news = Queue("news", Exchange("news", "fanout"), channel=channel)
+        with Consumer(channel, [news]), ThreadPoolExecutor() as other:
+            connection.drain_events(timeout=5)  # the broker's answer to the subscription
+            assert broker.execute_command("CLIENT KILL TYPE pubsub") == 1
+            reading = other.submit(connection.drain_events, timeout=10)
+            try:
+                assert isinstance(reading.exception(timeout=30), connection.connection_errors)
+            finally:
+                broker.execute_command("CLIENT KILL TYPE normal")  # a thread that waits ends
