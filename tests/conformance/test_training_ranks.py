@@ -104,8 +104,8 @@ def check_two_ranks(
 def test_two_hosts_equal_one_process(
     base: Path, wanted: dict[str, np.ndarray], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in {**install_ssh(tmp_path / "bin"), "OMP_NUM_THREADS": "1"}.items():
-        monkeypatch.setenv(name, value)
+    install_ssh(tmp_path / "bin", monkeypatch)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     hosts = read_hostfile(write_hostfile(tmp_path / "hosts"), ranks=2)
     text = settings(base, backend="deepspeed", zero_stage=2, ranks=2).model_dump_json()
     arguments = [text, str(tmp_path), "stay"]

@@ -25,7 +25,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory, base_path: Path) -> Iterator
     sampler, engine, program = 'backend = "transformers"', "[engine]\nlease_s = 3.0", "tests.warm_workers"
     stack = Stack(folder / "data", base_path, free_port(), trainer, sampler, engine, program, threads=1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PATH", install_ssh(folder / "bin")["PATH"])
+        install_ssh(folder / "bin", patch)
         with running(stack):
             yield stack
 

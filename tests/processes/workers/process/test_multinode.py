@@ -52,7 +52,7 @@ def test_a_hostfile_that_is_not_of_that_many_ranks_is_a_setup_error(tmp_path: Pa
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (tmp_path / "program.py").write_text(PROGRAM)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setenv("PATH", install_ssh(tmp_path / "bin")["PATH"])
+    install_ssh(tmp_path / "bin", monkeypatch)
     return "program"
 
 
