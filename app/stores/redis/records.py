@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from typing import TypeVar, cast
 
 import redis
@@ -156,16 +157,9 @@ class RedisRecords:
 
     def _relist(self, project: str, owned: Set[str]) -> None:
         listed = cast(set[bytes], self._redis.smembers(keys.checkpoints_of(project)))
-        self._run_for("relist", sorted(owned | {path.decode() for path in listed}), project)
-
-    def _run_for(self, script: str, ids: Sequence[str], *before: str) -> None:
-        """Runs a script that corrects lists, for a slice of the ids at a time, behind the other arguments."""
-        try:
-            for slice_ in _slices(ids):
-                self._run(script, *before, *slice_)
-        except redis.RedisError as error:
-            if not is_outage(error):  # a server that only reads for now has given its answer
-                raise
+        with _outage_tolerated():
+            for slice_ in _slices(sorted(owned | {path.decode() for path in listed})):
+                self._run("relist", project, *slice_)
 
     def list_sessions(self, projects: Collection[str]) -> Sequence[tuple[float, str]]:
         """The sessions of these projects: (creation in unix seconds, id), in no order.
@@ -190,7 +184,9 @@ class RedisRecords:
     def _correct(self, sessions: Iterable[str]) -> None:
         """Corrects the lists of these sessions, and of all that are gone."""
         listed = cast(list[bytes], self._redis.hkeys(keys.SESSION_OWNERS))
-        self._run_for("relist_sessions", sorted({*sessions, *(id_.decode() for id_ in listed)}))
+        with _outage_tolerated():
+            for slice_ in _slices(sorted({*sessions, *(id_.decode() for id_ in listed)})):
+                self._run("relist_sessions", *slice_)
 
     def correct_some_sessions(self, after: str, limit: int) -> str:
         """Corrects the lists of the next `limit` sessions behind the id `after`: processes of earlier versions leave
@@ -240,3 +236,13 @@ def _ids(client: redis.Redis, index: str, after: str, prefix: str) -> list[str]:
 
 def _slices(ids: Sequence[str]) -> Iterator[Sequence[str]]:
     return (ids[start : start + _SLICE] for start in range(0, len(ids), _SLICE))
+
+
+@contextmanager
+def _outage_tolerated() -> Iterator[None]:
+    """Leaves lists as they are on a server that only reads for now: the next reader corrects them."""
+    try:
+        yield
+    except redis.RedisError as error:
+        if not is_outage(error):
+            raise

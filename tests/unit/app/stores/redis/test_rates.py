@@ -181,4 +181,4 @@ def test_what_is_used_of_a_rate_is_in_its_own_unit(client, quotas):
         quotas.take(Charge((project, key), tokens=30))
     used = quotas.used(project)
     assert used.requests_per_s == pytest.approx(1, abs=0.5) and used.tokens_per_s == pytest.approx(30, abs=15)
-    assert quotas.used(key) == Used(0, 0, 0, None, None)
+    assert quotas.used(key) == Used(0, 0, 0, 0, None, None)
