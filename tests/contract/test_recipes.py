@@ -52,10 +52,12 @@ def test_dpo_starts_at_its_reference_and_leaves_it(logs: Path):
 
 
 def test_distillation_is_scored_by_its_teacher_and_samples_what_it_trained(logs: Path):
-    # The teacher is the result of the first recipe: far from the base model that the student starts from.
+    # The teacher is the result of the first recipe: far from the base model that the student starts from. Each step
+    # brings the student nearer.
     apart = metrics(logs / "distillation", "teacher_kl")
     assert len(apart) == STEPS
-    assert min(apart) > 0.5
+    assert apart[0] > 0.5
+    assert min(apart) > 0.1
     assert max(map(abs, metrics(logs / "distillation", "optim/kl_sample_train_v1"))) < 1e-4
 
 

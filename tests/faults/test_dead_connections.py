@@ -97,7 +97,7 @@ def test_a_poll_whose_connection_fell_silent_is_woken_and_hears_later_results(st
         assert waiter._done.listening.wait(60)
         held = threading.Thread(target=waiter.wait, args=("a", NEVER, lambda: False), daemon=True)
         held.start()
-        await_true(lambda: waiter._events, "the poll is held")
+        await_true(lambda: waiter._callbacks, "the poll is held")
         proxy.silence(acknowledge=acknowledge)
         held.join(60)
         assert not held.is_alive(), "it looks again whether its result is there"
