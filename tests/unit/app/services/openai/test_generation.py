@@ -103,6 +103,8 @@ def test_special_tokens_are_no_text(tokenizer: BaseTokenizer):
 def test_however_tokens_are_cut_the_text_is_that_of_all_of_them_up_to_the_first_stop(
     tokenizer: BaseTokenizer, tokens: list[int], cuts: list[int], stops: list[str], prompt: list[int]
 ):
+    if stops:  # they are also found in the text of special tokens, which is not shown: the tests above
+        tokens = [token for token in tokens if token < 256]
     stream = TextStream(tokenizer, prompt, stops)
     text, reported, begin = "", [], 0
     for cut in cuts:
