@@ -24,9 +24,9 @@ class _Channel(redis.Channel):  # type: ignore[misc]
 
 
 class Transport(redis.Transport):  # type: ignore[misc]
-    """The transport of redis:// and rediss:// brokers in this process, once this module is imported."""
-
     Channel = _Channel
 
 
-TRANSPORT_ALIASES.update(dict.fromkeys(("redis", "rediss"), f"{__name__}:Transport"))
+def register() -> None:
+    """Makes redis:// and rediss:// brokers use this transport, in the whole process."""
+    TRANSPORT_ALIASES.update(dict.fromkeys(("redis", "rediss"), f"{__name__}:{Transport.__name__}"))

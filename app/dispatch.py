@@ -12,7 +12,7 @@ import redis
 from celery import Celery
 from kombu.exceptions import OperationalError
 
-import app.broker  # noqa: F401  (registers the transport)
+from app import broker
 from app.settings import Settings
 from app.sockets import ANSWER_S, KEEPALIVE
 from app.stores.redis.client import connect
@@ -52,6 +52,7 @@ def direct_queue(queue: str, node: str) -> str:
 
 def celery_app(settings: Settings) -> Celery:
     """The one Celery configuration, for the API that dispatches tasks and the workers that consume them."""
+    broker.register()
     app = Celery("tinsmith", broker=settings.broker_url)
     app.conf.update(
         task_ignore_result=True,
