@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import shutil
 import threading
@@ -58,8 +57,8 @@ def transferred(worker: Worker, world: World, *seeds: int) -> str:
     return prefix_of(world)
 
 
-def prefix_of(world: World) -> str:
-    stored = world.records.get(Sampler.namespace, SAMPLER)
+def prefix_of(world: World, sampler: str = SAMPLER) -> str:
+    stored = world.records.get(Sampler.namespace, sampler)
     assert stored is not None
     return load(Sampler, stored).prefix
 
@@ -93,9 +92,14 @@ def expected(world: World, *seeds: int) -> bytes:
     return (folder / ADAPTER_FILE).read_bytes()
 
 
+def healthy(world: World) -> FolderStore:
+    """The object store, without a gate."""
+    return FolderStore(world.folder / "objects", "secret", "http://x")
+
+
 def stored_adapter(world: World, prefix: str) -> bytes:
     """The complete adapter in the object store."""
-    store = FolderStore(world.folder / "objects", "secret", "http://x")
+    store = healthy(world)
     manifest = transfer.read_manifest(store, prefix)
     content = store.read(f"{prefix}/{ADAPTER_FILE}")
     assert manifest.files[ADAPTER_FILE].sha256 == hashlib.sha256(content).hexdigest()
@@ -142,8 +146,7 @@ def test_a_machine_that_is_lost_before_the_upload_loses_nothing(world: World, st
     worker.handle(5, "optim_step")
     worker.shm_transfers.close()
     world.client.delete(keys.lease(MODEL))
-    healthy = FolderStore(world.folder / "objects", "secret", "http://x")
-    successor = world.worker("b/1", store=healthy)
+    successor = world.worker("b/1", store=healthy(world))
     assert successor.handle(3, "catch_up") is not None
     await_upload(world)
     assert stored_adapter(world, prefix) == expected(world, 0)
@@ -155,8 +158,7 @@ def test_a_process_that_dies_before_the_upload_leaves_it_to_the_next_on_its_mach
     worker = world.worker("a/1", store=store)
     prefix = transferred(worker, world, 0)
     worker.shm_transfers.close()
-    healthy = FolderStore(world.folder / "objects", "secret", "http://x")
-    world.worker("a/2", store=healthy)
+    world.worker("a/2", store=healthy(world))
     await_upload(world)
     assert stored_adapter(world, prefix) == expected(world, 0)
 
@@ -172,8 +174,7 @@ def test_a_local_snapshot_behind_a_lost_transfer_is_not_used(world: World, store
     worker.shm_transfers.close()
     worker.snapshots.close()
     shutil.rmtree(world.folder / "handover")
-    healthy = FolderStore(world.folder / "objects", "secret", "http://x")
-    again = world.worker("a/2", store=healthy)
+    again = world.worker("a/2", store=healthy(world))
     assert again.handle(3, "catch_up") is not None
     await_upload(world)
     assert stored_adapter(world, prefix) == expected(world, 0)
@@ -229,8 +230,7 @@ def test_without_room_what_was_lost_is_uploaded_as_the_model_comes_back(world: W
     prefix = transferred(worker, world, 0)
     worker.shm_transfers.close()
     world.client.delete(keys.lease(MODEL))
-    healthy = FolderStore(world.folder / "objects", "secret", "http://x")
-    successor = world.worker("b/1", store=healthy, handover_bytes=0)
+    successor = world.worker("b/1", store=healthy(world), handover_bytes=0)
     assert successor.handle(3, "catch_up") is not None
     assert on_record(world) == []
     assert stored_adapter(world, prefix) == expected(world, 0)
@@ -279,7 +279,7 @@ def test_a_worker_that_is_asked_to_end_leaves_the_rest_to_the_journal(world: Wor
     prefix = transferred(worker, world, 0)
     worker.drain.settle_and_release(0.2)
     assert on_record(world) == [prefix]
-    successor = world.worker("b/1", store=FolderStore(world.folder / "objects", "secret", "http://x"))
+    successor = world.worker("b/1", store=healthy(world))
     successor.handle(3, "catch_up")
     await_upload(world)
     assert stored_adapter(world, prefix) == expected(world, 0)
@@ -287,7 +287,7 @@ def test_a_worker_that_is_asked_to_end_leaves_the_rest_to_the_journal(world: Wor
 
 def test_two_owners_that_upload_at_once_agree_on_one_of_their_copies(world: World, tmp_path: Path):
     """On a GPU a replay may give different last bits; a manifest of one owner over the other's file would be damage."""
-    store = FolderStore(world.folder / "objects", "secret", "http://x")
+    store = healthy(world)
     worker = world.worker("a/1", store=store)
     worker.shm_transfers.close()
     prefix = transferred(worker, world, 0)
@@ -352,7 +352,7 @@ def test_a_run_that_cannot_be_restored_keeps_no_sampler_waiting(world: World, st
     worker.shm_transfers.close()
     world.client.delete(keys.lease(MODEL))
     shutil.rmtree(world.folder / "objects" / "models" / MODEL / "snapshots")
-    successor = world.worker("b/1", store=FolderStore(world.folder / "objects", "secret", "http://x"))
+    successor = world.worker("b/1", store=healthy(world))
     successor.handle(3, "catch_up")
     assert on_record(world) == []
     with pytest.raises(ServerOpError, match="gone"), files(world, store, "b").use(prefix):
@@ -368,9 +368,7 @@ def test_in_flight_samplers_of_a_model_follow_its_newest_save_and_a_snapshot_sta
         save = SaveWeights("sampler_weights", f"ephemeral-{number + 1}", sampling_session_id=name, inflight=inflight)
         admit(world, save, first=number + 1)
         worker.handle(number + 1, save.kind)
-        stored = world.records.get(Sampler.namespace, name)
-        assert stored is not None
-        prefixes.append(json.loads(stored["prefix"]))
+        prefixes.append(prefix_of(world, name))
         for there in list(names)[: number + 1]:
             request = f"{there}:{number}"
             world.oplog.admit_sample(request, there, "me", "sample.base", b"asked", "digest")
