@@ -261,7 +261,7 @@ def _decoder(tokenizer: BaseTokenizer, prompt: Sequence[int], *, skip_special_to
     from tokenizers.decoders import DecodeStream
 
     context = list(prompt[-_CONTEXT:])
-    if tokenizer.decode(context).endswith(_UNFINISHED):
+    if tokenizer.core.decode(context, skip_special_tokens=skip_special_tokens).endswith(_UNFINISHED):
         # With this context, the decoder would wait for the end of the character and then return the prompt's text with
         # it.
         context = []

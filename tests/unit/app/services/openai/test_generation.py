@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from app.services.openai.generation import TextStream
 from app.services.openai.tokenizer import BaseTokenizer, read
-from tests.tokenizers import END, byte_tokenizer
+from tests.tokenizers import BEGIN, END, byte_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -97,26 +97,54 @@ def test_special_tokens_are_no_text(tokenizer: BaseTokenizer):
 @given(
     tokens=st.lists(st.integers(0, 257), max_size=40),
     cuts=st.lists(st.integers(1, 5), min_size=40, max_size=40),
-    stops=st.lists(st.text("abAB é", min_size=1, max_size=3), max_size=3),
     prompt=st.lists(st.integers(0, 257), max_size=12),
 )
-def test_however_tokens_are_cut_the_text_is_that_of_all_of_them_up_to_the_first_stop(
-    tokenizer: BaseTokenizer, tokens: list[int], cuts: list[int], stops: list[str], prompt: list[int]
+def test_however_tokens_are_cut_the_text_is_that_of_all_of_them(
+    tokenizer: BaseTokenizer, tokens: list[int], cuts: list[int], prompt: list[int]
 ):
-    if stops:  # they are also found in the text of special tokens, which is not shown: the tests above
-        tokens = [token for token in tokens if token < 256]
-    stream = TextStream(tokenizer, prompt, stops)
-    text, reported, begin = "", [], 0
+    text, reported = in_pieces(TextStream(tokenizer, prompt, []), tokens, cuts)
+    assert text == tokenizer.decode(tokens)
+    assert reported == list(range(len(tokens)))
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    parts=st.lists(st.sampled_from([*"abAB é", BEGIN, END]), max_size=20),
+    cuts=st.lists(st.integers(1, 5), min_size=40, max_size=40),
+    stops=st.lists(st.text("abAB é", min_size=1, max_size=3) | st.sampled_from(["_s", f"b{END}", BEGIN]), max_size=3),
+    prompt=st.lists(st.integers(0, 257), max_size=12),
+)
+def test_however_tokens_are_cut_the_text_ends_before_the_first_stop_string(
+    tokenizer: BaseTokenizer, parts: list[str], cuts: list[int], stops: list[str], prompt: list[int]
+):
+    tokens = [token for part in parts for token in ids(tokenizer, part)]
+    text, reported = in_pieces(TextStream(tokenizer, prompt, stops), tokens, cuts)
+    assert text == up_to_stop(parts, stops)
+    assert reported == list(range(len(reported)))
+    assert len(reported) == len(tokens) or any(stop in "".join(parts) for stop in stops)
+
+
+def in_pieces(stream: TextStream, tokens: list[int], cuts: list[int]) -> tuple[str, list[int]]:
+    """The text of all pieces, and the positions of all reported tokens."""
+    found, begin = [], 0
     for cut in cuts:
-        piece = stream.push(tokens[begin : begin + cut], [0.0] * len(tokens[begin : begin + cut]))
-        text, reported, begin = text + piece.text, [*reported, *piece.tokens], begin + cut
-    last = stream.finish(stopped=False)
-    whole = tokenizer.decode(tokens)
-    ends = [place for stop in stops if (place := whole.find(stop)) >= 0]
-    assert text + last.text == whole[: min(ends, default=len(whole))]
-    positions = [token.position for token in [*reported, *last.tokens]]
-    assert positions == list(range(len(positions)))
-    assert ends or len(positions) == len(tokens)
+        found.append(stream.push(tokens[begin : begin + cut], [0.0] * len(tokens[begin : begin + cut])))
+        begin += cut
+    found.append(stream.finish(stopped=False))
+    return "".join(piece.text for piece in found), [token.position for piece in found for token in piece.tokens]
+
+
+def up_to_stop(parts: list[str], stops: list[str]) -> str:
+    """The characters before the stop string that is complete first. It may be in the text of a special token, as in the
+    samplers."""
+    whole, shown = "", ""
+    for part in parts:
+        whole, shown = whole + part, shown + (part if len(part) == 1 else "\0" * len(part))
+        places = [place for stop in stops if (place := whole.find(stop)) >= 0]
+        if places:
+            shown = shown[: min(places)]
+            break
+    return shown.replace("\0", "")
 
 
 def test_a_tokenizers_own_words_keep_their_spaces(tokenizer: BaseTokenizer):
