@@ -33,7 +33,7 @@ TEST_SETUP := $(VENV)/.test-setup-done
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test unit extras lint dist bench chaos faults soak property recipes fuzz openapi mutants clean
+.PHONY: help setup demo test unit extras lint dist bench chaos faults soak week property recipes fuzz openapi mutants clean
 .PHONY: families upgrade upgrade-fixture isa images compose-up compose-train compose-down
 
 help:  ## Show this list
@@ -71,6 +71,9 @@ faults: $(TEST_SETUP)  ## Kill a worker at every single call of a training run; 
 
 soak: $(TEST_SETUP)  ## Serve sessions for an hour (MINUTES=60), and fail when memory, threads or keys grow
 	$(BIN)/python -m tests.soak --minutes $(MINUTES)
+
+week: $(TEST_SETUP)  ## Let a week pass for 100 tenants in an hour (MINUTES=60), while processes are killed
+	$(BIN)/python -m tests.soak --week --minutes $(MINUTES)
 
 property: $(TEST_SETUP)  ## Compare random runs with models of correct behaviour, 2,000 of each (RUNS=2000)
 	TINSMITH_PROPERTY_RUNS=$(RUNS) $(BIN)/python -m pytest --timeout 0 tests/property

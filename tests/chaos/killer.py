@@ -39,7 +39,7 @@ class Killer:
     """Injects the planned faults.
 
     `dose`: how often each fault is to happen. `changes`: how many changes of owner they are to cause at least. `done`
-    is the share of the dose that has happened, 0 to 1.
+    is the share of the dose that has happened, 0 to 1. Two faults are at least `every_s` seconds apart.
     """
 
     stack: Stack
@@ -48,6 +48,7 @@ class Killer:
     dose: Mapping[str, int]
     changes: int
     note: Callable[[str], None]
+    every_s: float = 0.0
     dealt: Counter[str] = field(default_factory=Counter)
     done: float = 0.0
     _dead: set[str] = field(default_factory=set)
@@ -70,16 +71,18 @@ class Killer:
             FLUSH: self._flush,
         }
         for number, name in enumerate(plan, 1):
+            next_at = time.monotonic() + self.every_s
             self._progress(rng.choice(_PAUSES))
             said = blows[name](rng)
             self.dealt[name] += 1
             self.note(f"{number}/{len(plan)} {name}: {said}")
             self.done = number / len(plan)
+            time.sleep(max(0.0, next_at - time.monotonic()))
         self._kill_further_owners(rng, goal)
 
     def _progress(self, ops: int) -> None:
-        goal = self.observer.heads().applied + ops
-        await_true(f"{ops} more Ops applied", lambda: self.observer.heads().applied >= goal)
+        before = self.observer.heads()
+        await_true(f"{ops} more Ops applied", lambda: self.observer.heads().applied_since(before) >= ops)
 
     def _kill_owner(self, rng: random.Random) -> str:
         op, process = self._seized(rng)

@@ -50,6 +50,10 @@ class Heads:
     def applied(self) -> int:
         return sum(applied + 1 for _, applied in self.models.values())
 
+    def applied_since(self, before: Heads) -> int:
+        """Ops applied since `before` to models that still exist."""
+        return sum(applied - before.models.get(model, (0, -1))[1] for model, (_, applied) in self.models.items())
+
     @property
     def changes(self) -> int:
         return sum(max(0, epoch - 1) for epoch, _ in self.models.values())

@@ -28,16 +28,17 @@ ROUNDS = 8
 Transcript = dict[str, Any]
 
 
-def play(stack: Stack, seed: int, rounds: int = ROUNDS) -> Transcript:
-    """Trains, saves, loads and samples on a separate model; returns the results by name."""
+def play(stack: Stack, seed: int, rounds: int = ROUNDS, keep_s: int | None = None) -> Transcript:
+    """Trains, saves, loads and samples on a separate model; returns the results by name. The checkpoints expire after
+    `keep_s`."""
     with stack.client() as service:
         client = service.create_lora_training_client(base_model=BASE, rank=4, seed=seed).result(_PATIENCE_S)
         found: Transcript = {}
         for number in range(rounds):
             found.update(_train(client, seed, number))
-            found.update(_further(stack, client, seed, number))
+            found.update(_further(stack, client, seed, number, keep_s))
         found["forward"] = _output(client.forward(_batch(seed), "cross_entropy").result(_PATIENCE_S))
-        found.update(_files(stack, client.save_state("end").result(_PATIENCE_S).path, "end"))
+        found.update(_files(stack, client.save_state("end", keep_s).result(_PATIENCE_S).path, "end"))
         return found
 
 
@@ -53,13 +54,15 @@ def _train(client: tinker.TrainingClient, seed: int, number: int) -> Iterator[tu
     yield f"{number}.step", step.result(_PATIENCE_S).metrics
 
 
-def _further(stack: Stack, client: tinker.TrainingClient, seed: int, number: int) -> Iterator[tuple[str, Any]]:
+def _further(
+    stack: Stack, client: tinker.TrainingClient, seed: int, number: int, keep_s: int | None
+) -> Iterator[tuple[str, Any]]:
     """Further calls of a run, each in a separate round."""
     match number % 4:
         case 0:
             yield from _custom(client, seed, number)
         case 1:
-            saving = client.save_state(f"at-{number}")
+            saving = client.save_state(f"at-{number}", keep_s)
             yield from _train(client, seed, 100 + number)  # beside it
             yield from _files(stack, saving.result(_PATIENCE_S).path, f"at-{number}")
         case 2:

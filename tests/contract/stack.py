@@ -34,7 +34,7 @@ class Stack:
 
     `trainer`, `sampler`, `full` and `full_sampler` are TOML lines for the base model's sections; `full` and
     `full_sampler` exist only if given. `name` is the base model's name, and `base` are further lines of its own.
-    `wrapper` is a command that runs the command behind it as the same process.
+    `wrapper` is a command that runs the command behind it as the same process. `api_key` is that of the clients.
     `program` is the module that takes the command line; every process computes with `threads` threads. `tree` is the
     folder with the code, if it is not this one.
     """
@@ -53,6 +53,7 @@ class Stack:
     name: str = BASE
     base: str = ""
     wrapper: tuple[str, ...] = ()
+    api_key: str = API_KEY
     process: subprocess.Popen[str] | None = None
     url: str = ""
     output: list[str] = field(default_factory=list)
@@ -77,7 +78,7 @@ class Stack:
         return self.process.wait(240)
 
     def client(self) -> tinker.ServiceClient:
-        return tinker.ServiceClient(base_url=self.url, api_key=API_KEY)
+        return tinker.ServiceClient(base_url=self.url, api_key=self.api_key)
 
     def settings(self) -> settings.Settings:
         return settings.load(self.data_dir / "run" / "settings.toml")

@@ -1,19 +1,22 @@
-"""Measurements that must stay flat: Redis' keys and memory; every process' memory, file descriptors and threads."""
+"""Measurements that must stay flat: Redis' keys and memory, the object store's disk, and every process' memory, file
+descriptors and threads."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 
 import psutil
 
 from tests.chaos.observer import writes
 from tests.contract.stack import Stack
-from tests.soak.trend import Tolerance
+from tests.soak.trend import Tolerance, growth
 
 TOLERANCES = {
     "keys": Tolerance(0.10, 50),
     "bytes": Tolerance(0.10, 2 * 2**20),
+    # Checkpoints, snapshots and exports; the pages of the audit log and of usage grow for ever, by 1 kB a session.
+    "disk": Tolerance(0.10, 8 * 2**20),
     # Allocators keep memory they once had, and settle late.
     "rss": Tolerance(0.05, 16 * 2**20),
     "fds": Tolerance(0.0, 8),
@@ -24,13 +27,27 @@ TOLERANCES = {
 
 def measure(stack: Stack) -> dict[str, float]:
     """One value per series, "who.what"."""
-    return {**dict(_redis(stack)), **dict(_processes(stack))}
+    return {**dict(_redis(stack)), "objects.disk": _disk(stack), **dict(_processes(stack))}
+
+
+def judge(series: Mapping[str, Sequence[float]]) -> dict[str, str]:
+    """Faults by the name of the series; empty when all are flat."""
+    faults = {name: growth(values, TOLERANCES[name.rpartition(".")[2]]) for name, values in series.items()}
+    return {name: fault for name, fault in faults.items() if fault}
 
 
 def _redis(stack: Stack) -> Iterator[tuple[str, float]]:
     with stack.redis() as client:
         yield "redis.keys", client.dbsize()
         yield "redis.bytes", client.info("memory")["used_memory"]
+
+
+def _disk(stack: Stack) -> float:
+    total = 0
+    for path in (stack.data_dir / "objects").rglob("*"):
+        with suppress(FileNotFoundError):  # it was removed meanwhile
+            total += path.stat().st_size if path.is_file() else 0
+    return total
 
 
 def _processes(stack: Stack) -> Iterator[tuple[str, float]]:
