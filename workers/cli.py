@@ -36,6 +36,7 @@ def run_trainer() -> None:
             raise SetupError(f"the settings have no base model {arguments.base!r}")
         if arguments.full:
             base = base.for_full()
+        bind_gpus(base.trainer.devices)
         if "RANK" not in os.environ:
             _start_ranks(everything, base.trainer, arguments.name)
         if os.environ.get("RANK", "0") != "0":
@@ -51,7 +52,8 @@ def _start_ranks(everything: settings.Settings, trainer: settings.TrainerSetting
     """Returns only when this process is the only rank."""
     if trainer.hostfile:
         hosts = multinode.read_hostfile(Path(trainer.hostfile), trainer.ranks)
-        sys.exit(multinode.run(hosts, everything, name, "workers.trainer", sys.argv[1:]))
+        command = ["workers.trainer", *sys.argv[1:]]
+        sys.exit(multinode.run(hosts, everything, name, command, trainer.devices))
     if trainer.ranks > 1:
         launcher = ["-m", "workers.process.torchrun", "--nproc-per-node", str(trainer.ranks)]
         os.execv(sys.executable, [sys.executable, *launcher, "-m", "workers.trainer", *sys.argv[1:]])
@@ -89,13 +91,22 @@ def run_sampler() -> None:
             raise SetupError(f"the settings have no base model {arguments.base!r}")
         if arguments.full:
             base = base.for_full_sampler()
-        if base.sampler.devices:
-            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, base.sampler.devices))
+        bind_gpus(base.sampler.devices)
         concurrency = str(base.sampler.concurrency)
         queue = sample_queue(base.name, full=arguments.full)
         run_worker(queue, arguments.name, ["-P", "threads", "-c", concurrency])
     except SetupError as error:
         refuse(arguments.name, error)
+
+
+def bind_gpus(devices: Sequence[int]) -> None:
+    """Makes these GPUs the only ones that this process and its children see, in this order; none leaves all visible.
+
+    The GPU of rank i on this machine is then number i, for torch and for DeepSpeed, which knows LOCAL_RANK alone. CUDA
+    reads the variables once, so this comes before torch is imported. The numbers are those of nvidia-smi.
+    """
+    if devices:
+        os.environ.update(CUDA_DEVICE_ORDER="PCI_BUS_ID", CUDA_VISIBLE_DEVICES=",".join(map(str, devices)))
 
 
 def run_worker(queue: str, node: str, pool: Sequence[str]) -> None:

@@ -31,7 +31,7 @@ class TrainerSettings(Section):
         description="keep in CPU memory: ZeRO-3's base; in full fine-tuning weights, gradients and optimizer state too",
     )
     devices: tuple[NonNegativeInt, ...] = Field(
-        (), description="GPU indices, one for each rank; empty means the CPU, or GPU 0.."
+        (), description="GPUs by nvidia-smi's numbers, one for each rank; empty means the CPU, or GPU 0.."
     )
     micro_batch_tokens: int = Field(1024, ge=1, description="tokens in one forward/backward pass: bounds its memory")
     exact: bool | Literal["auto"] = Field(

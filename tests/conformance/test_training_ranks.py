@@ -108,8 +108,8 @@ def test_two_hosts_equal_one_process(
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     hosts = read_hostfile(write_hostfile(tmp_path / "hosts"), ranks=2)
     text = settings(base, backend="deepspeed", zero_stage=2, ranks=2).model_dump_json()
-    arguments = [text, str(tmp_path), "stay"]
-    assert run(hosts, Settings(data_dir=tmp_path), "two", "tests.conformance.training_ranks", arguments) == 0
+    command = ["tests.conformance.training_ranks", text, str(tmp_path), "stay"]
+    assert run(hosts, Settings(data_dir=tmp_path), "two", command) == 0
     with np.load(tmp_path / "found.npz") as stored:
         found = dict(stored)
     first = {name: value for name, value in wanted.items() if name.startswith(("turn 0", "look 0", "grad 0"))}

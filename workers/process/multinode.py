@@ -26,7 +26,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
@@ -46,7 +46,7 @@ _GRACE_S = 45.0
 _SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=10", "-o", "ServerAliveCountMax=3")
 # Environment variables that the ranks of one machine would inherit. Secrets are in the settings; both travel inside
 # ssh's channel.
-_EXPORTED = ("OMP_", "MKL_", "GLOO_", "NCCL_", "UCX_", "TORCH", "HF_", "DS_", "PYTHON")
+_EXPORTED = ("CUDA_DEVICE_ORDER", "OMP_", "MKL_", "GLOO_", "NCCL_", "UCX_", "TORCH", "HF_", "DS_", "PYTHON")
 
 _TICK_S = 0.2
 _PORTS = range(20_000, 32_768)
@@ -80,16 +80,19 @@ def read_hostfile(path: Path, ranks: int) -> dict[str, int]:
     return hosts
 
 
-def run(hosts: Mapping[str, int], settings: Settings, name: str, module: str, arguments: Iterable[str]) -> int:
-    """Runs `python -m module arguments` once per slot, under RANK, WORLD_SIZE, ...; returns when the whole group has
-    ended.
+def run(
+    hosts: Mapping[str, int], settings: Settings, name: str, command: Sequence[str], devices: Sequence[int] = ()
+) -> int:
+    """Runs `python -m *command` once per slot, under RANK, WORLD_SIZE, ...; returns when the whole group has ended.
 
-    The code is 0 after a SIGTERM or SIGINT, else that of the node which ended first. `name` is the group's name.
+    The code is 0 after a SIGTERM or SIGINT, else that of the node which ended first. `name` is the group's name. A host
+    with n slots uses the first n GPUs of `devices`, or its first n GPUs. Raises SetupError when `devices` has fewer.
     """
+    orders = list(_orders(hosts, settings, command, devices))
     # Handlers only set an event; the loop below does the rest.
     with _stop_signals() as stopping, _witness(settings, name) as witness:
         nodes = [_start(host) for host in hosts]
-        for node, order in zip(nodes, _orders(hosts, settings, [module, *arguments]), strict=True):
+        for node, order in zip(nodes, orders, strict=True):
             _tell(node, json.dumps({"name": name, "witness": witness, **order}).encode())
         while not stopping.wait(BEAT_S) and all(node.poll() is None for node in nodes):
             for node in nodes:
@@ -104,9 +107,13 @@ def _start(host: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen([*_SSH, host, node], stdin=subprocess.PIPE)
 
 
-def _orders(hosts: Mapping[str, int], settings: Settings, command: list[str]) -> Iterator[dict[str, Any]]:
+def _orders(
+    hosts: Mapping[str, int], settings: Settings, command: Sequence[str], devices: Sequence[int]
+) -> Iterator[dict[str, Any]]:
     """The first line that each node receives, in the order of the hosts."""
-    world = json.dumps({host: list(range(slots)) for host, slots in hosts.items()}).encode()
+    gpus = {host: _gpus(host, slots, devices) for host, slots in hosts.items()}
+    # DeepSpeed's launcher sets CUDA_VISIBLE_DEVICES to the host's numbers.
+    world = json.dumps(gpus).encode()
     place = [
         f"--world_info={base64.urlsafe_b64encode(world).decode()}",
         f"--master_addr={next(iter(hosts))}",
@@ -119,6 +126,15 @@ def _orders(hosts: Mapping[str, int], settings: Settings, command: list[str]) ->
     for rank in range(len(hosts)):
         launch = [*place, f"--node_rank={rank}", "--no_local_rank", "--module", *command]
         yield {**shared, "launch": launch}
+
+
+def _gpus(host: str, slots: int, devices: Sequence[int]) -> list[int]:
+    if devices and len(devices) < slots:
+        raise SetupError(
+            f"trainer.devices is {list(devices)}, but the hostfile gives {host} {slots} slots; name at least as many "
+            "GPUs, which every host then has"
+        )
+    return list(devices or range(slots))[:slots]
 
 
 def _tell(node: subprocess.Popen[bytes], line: bytes) -> None:

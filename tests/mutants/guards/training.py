@@ -1,4 +1,4 @@
-"""Guards of trainers (kept state and replays) and of the losses."""
+"""Guards of trainers (kept state, replays, their GPUs) and of the losses."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ _OUTAGES = "tests/unit/workers/train/test_outages.py"
 _OWNER = "tests/unit/workers/train/test_owner.py"
 _LEASES = "tests/unit/workers/process/test_leases.py"
 _PADDING = "--confcutdir=tests/unit/workers/backends/training tests/unit/workers/backends/training/test_batch_ops.py"
+_CLI = "tests/processes/workers/test_cli.py"
+_NODES = "tests/processes/workers/process/test_multinode.py"
 
 MUTANTS = (
     # States that may not be used again.
@@ -232,5 +234,34 @@ MUTANTS = (
         "if isinstance(value, complex) and budget > 1:",
         "if False:",
         "tests/unit/workers/backends/training/losses/test_custom_budget.py::test_a_complex_number_is_refused",
+    ),
+    # Each process sees its own GPUs, before torch or DeepSpeed look.
+    Mutant(
+        "gpus: a trainer, its launcher and its ranks are bound",
+        "workers/cli.py",
+        "        bind_gpus(base.trainer.devices)\n",
+        "",
+        f"{_CLI}::test_launcher_and_ranks_see_the_named_gpus_in_their_order_and_a_rank_its_number",
+    ),
+    Mutant(
+        "gpus: a sampler is bound",
+        "workers/cli.py",
+        "        bind_gpus(base.sampler.devices)\n",
+        "",
+        f"{_CLI}::test_a_worker_of_one_process_is_bound_before_it_imports_torch",
+    ),
+    Mutant(
+        "gpus: a rank has the one of its number",
+        "workers/backends/training/backends.py",
+        'torch.device("cuda", local_rank)',
+        'torch.device("cuda", (settings.devices or range(seen))[local_rank])',
+        "tests/unit/workers/backends/training/test_backends.py",
+    ),
+    Mutant(
+        "gpus: a host of a hostfile has the named ones",
+        "workers/process/multinode.py",
+        "list(devices or range(slots))[:slots]",
+        "list(range(slots))",
+        f"{_NODES}::test_the_ranks_of_a_host_see_as_many_of_the_named_gpus_as_it_has_slots",
     ),
 )

@@ -202,22 +202,23 @@ def _deepspeed() -> Any:
 
 
 def rank_device(settings: TrainerSettings) -> torch.device:
-    """Returns the GPU named for LOCAL_RANK (the GPU of that number if none are named), or the CPU without a GPU.
+    """Returns the GPU with the number LOCAL_RANK among those that this process sees, or the CPU without a GPU.
 
-    From then on torch takes no more than the settings' share of its memory. Raises SetupError when it does not exist.
+    They are those of `devices` if any are named (workers/cli.py). From then on torch takes no more than the settings'
+    share of its memory. Raises SetupError when it does not exist.
     """
     if not torch.cuda.is_available():
         if settings.devices:
             raise SetupError(f"trainer.devices is {list(settings.devices)}, but torch sees no GPU here")
         return torch.device("cpu")
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    devices = settings.devices or tuple(range(torch.cuda.device_count()))
-    if local_rank >= len(devices) or devices[local_rank] >= torch.cuda.device_count():
+    seen = torch.cuda.device_count()
+    if local_rank >= seen:
+        named = f"trainer.devices is {list(settings.devices)}, but " if settings.devices else ""
         raise SetupError(
-            f"rank {local_rank} has no GPU: trainer.devices is {list(devices)} and torch sees "
-            f"{torch.cuda.device_count()}; lower trainer.ranks or correct the list"
+            f"rank {local_rank} has no GPU: {named}torch sees {seen} here; lower trainer.ranks or name GPUs that exist"
         )
-    device = torch.device("cuda", devices[local_rank])
+    device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     torch.cuda.set_per_process_memory_fraction(settings.memory_share, device)
     return device

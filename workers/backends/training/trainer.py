@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from workers.backends.training.batch_ops import Job
 from workers.backends.training.engine import Engine
 from workers.backends.training.full_state import ComputeCopy, FullFinetuneModels
 from workers.backends.training.passes import Pass
+from workers.backends.training.ranks import bound_gpus
 from workers.backends.training.state import AdapterModels, Models, ModelState, Residency, read_gradients
 from workers.models import lora
 from workers.models.base_model import LoadedBase
@@ -104,7 +105,7 @@ class Trainer(ABC):
             "backend": self._settings.trainer.backend,
             "ranks": ranks.size,
             "dtype": base.info.dtype,
-            "devices": [str(base.device)] * ranks.size if base.device.type == "cpu" else self._gpus(ranks.size),
+            "devices": [str(base.device)] * ranks.size if base.device.type == "cpu" else bound_gpus(ranks.size),
             "models": len(self._states),
             "models_on_device": len(self._residency),
             **self._engine.describe(),
@@ -282,9 +283,6 @@ class Trainer(ABC):
         if state is None:
             raise ServerOpError(f"model {model_id} is not loaded in this trainer")
         return state
-
-    def _gpus(self, count: int) -> Sequence[str]:
-        return [f"cuda:{index}" for index in self._settings.trainer.devices or range(count)]
 
 
 def encode_apply(ops: Mapping[str, BackendOp]) -> bytes:

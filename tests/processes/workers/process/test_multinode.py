@@ -24,6 +24,13 @@ if end == rank:
 time.sleep(600)
 """
 
+# Writes what the rank is bound to.
+BOUND = """
+import os, sys
+names = ("CUDA_VISIBLE_DEVICES", "LOCAL_RANK", "CUDA_DEVICE_ORDER")
+open(f"{sys.argv[1]}/{os.environ['RANK']}", "w").write(" ".join(os.environ[name] for name in names))
+"""
+
 
 def test_a_hostfile_gives_slots_by_host_in_its_order(tmp_path: Path) -> None:
     hosts = multinode.read_hostfile(write_hostfile(tmp_path / "hosts", 2, 1), ranks=3)
@@ -57,16 +64,38 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_when_a_rank_fails_the_others_end_and_its_code_is_the_groups(tmp_path: Path, module: str) -> None:
-    code = multinode.run({FIRST: 1, SECOND: 1}, Settings(data_dir=tmp_path), "group", module, [str(tmp_path), "1"])
+    code = multinode.run({FIRST: 1, SECOND: 1}, Settings(data_dir=tmp_path), "group", [module, str(tmp_path), "1"])
     assert code == 7
     assert not any(psutil.pid_exists(int((tmp_path / rank).read_text())) for rank in ("0", "1"))
+
+
+@pytest.mark.parametrize(
+    ("devices", "bound"), [((5, 2, 4), {"0": "5,2 0", "1": "5,2 1", "2": "5 0"}), ((), {"0": "0,1 0", "2": "0 0"})]
+)
+def test_the_ranks_of_a_host_see_as_many_of_the_named_gpus_as_it_has_slots(
+    devices: tuple[int, ...], bound: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bound.py").write_text(BOUND)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    install_ssh(tmp_path / "bin", monkeypatch)
+    command = ["bound", str(tmp_path)]
+    assert multinode.run({FIRST: 2, SECOND: 1}, Settings(data_dir=tmp_path), "group", command, devices) == 0
+    assert {rank: (tmp_path / rank).read_text() for rank in bound} == {
+        rank: f"{text} PCI_BUS_ID" for rank, text in bound.items()
+    }
+
+
+def test_a_host_with_more_slots_than_gpus_are_named_is_a_setup_error(tmp_path: Path) -> None:
+    with pytest.raises(SetupError, match=r"trainer\.devices is \[5\], but the hostfile gives 127\.0\.0\.3 2 slots"):
+        multinode.run({FIRST: 1, SECOND: 2}, Settings(data_dir=tmp_path), "group", ["bound"], (5,))
 
 
 def test_a_node_whose_starter_is_killed_ends_its_ranks(tmp_path: Path, module: str) -> None:
     start = (
         "from pathlib import Path; from app.settings import Settings; from workers.process import multinode;"
         f"multinode.run({{{FIRST!r}: 1, {SECOND!r}: 1}}, Settings(data_dir=Path({str(tmp_path)!r})), 'group',"
-        f" 'program', [{str(tmp_path)!r}, 'none'])"
+        f" ['program', {str(tmp_path)!r}, 'none'])"
     )
     with subprocess.Popen([sys.executable, "-c", start]) as starter:
         pids = [await_pid(tmp_path / rank) for rank in ("0", "1")]
@@ -90,7 +119,7 @@ def test_a_host_that_does_not_share_the_data_folder_is_a_setup_error(
 ) -> None:
     read = Path.write_text
     monkeypatch.setattr(Path, "write_text", lambda path, text: read(path, "another's"))
-    code = multinode.run({FIRST: 1}, Settings(data_dir=tmp_path), "group", module, [str(tmp_path), "none"])
+    code = multinode.run({FIRST: 1}, Settings(data_dir=tmp_path), "group", [module, str(tmp_path), "none"])
     said = capfd.readouterr().err
     assert code == 2
     assert said.startswith("group: ")

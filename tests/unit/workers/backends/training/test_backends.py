@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from app.errors import SetupError
 from app.settings import TrainerSettings
 from workers.backends.training.backends import rank_device
+from workers.backends.training.ranks import bound_gpus
 
 
 @pytest.fixture
@@ -26,6 +28,31 @@ def test_a_rank_takes_no_more_of_its_gpu_than_its_share(
     monkeypatch.setenv("LOCAL_RANK", "1")
     device = rank_device(TrainerSettings(devices=(0, 1), memory_share=0.3))
     assert (device, limits) == (torch.device("cuda", 1), [(0.3, torch.device("cuda", 1))])
+
+
+@pytest.mark.parametrize("devices", [(), (7, 3)])
+def test_a_rank_has_the_gpu_of_its_number_among_those_it_sees_as_deepspeed_does(
+    devices: tuple[int, ...], limits: list[tuple[float, torch.device]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert rank_device(TrainerSettings(devices=devices)) == torch.device("cuda", 1)
+
+
+def test_a_rank_without_a_gpu_is_a_setup_error(
+    limits: list[tuple[float, torch.device]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(SetupError, match=r"rank 2 has no GPU: trainer\.devices is \[7, 3, 9\], but torch sees 2 here"):
+        rank_device(TrainerSettings(devices=(7, 3, 9)))
+    with pytest.raises(SetupError, match=r"rank 2 has no GPU: torch sees 2 here"):
+        rank_device(TrainerSettings())
+
+
+def test_the_gpus_of_ranks_are_reported_by_the_numbers_they_are_bound_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,3,9")
+    assert bound_gpus(2) == ["cuda:7", "cuda:3"]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert bound_gpus(2) == ["cuda:0", "cuda:1"]
 
 
 def test_a_rank_on_a_cpu_has_no_share(monkeypatch: pytest.MonkeyPatch) -> None:

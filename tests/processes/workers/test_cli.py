@@ -1,0 +1,73 @@
+"""The GPUs that the processes of a worker are bound to. There is no GPU here: the tests read what each process was
+given when it started, before it imported torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+# Python runs it first in every process. A rank ends there; its launcher then ends too.
+RECORD = """
+import json, os, sys
+NAMES = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "LOCAL_RANK")
+with open(f"{os.environ['RECORDS']}/{os.environ.get('RANK', 'launcher')}.json", "w") as file:
+    json.dump([os.environ.get(name) for name in NAMES], file)
+if "RANK" in os.environ:
+    os._exit(0)
+"""
+# A worker of one process, up to where Celery starts it.
+ALONE = """
+import os, sys
+from workers import cli
+def run_worker(*_):
+    print(os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ.get("CUDA_DEVICE_ORDER"), "torch" in sys.modules)
+    sys.exit()
+cli.run_worker = run_worker
+cli.run_{kind}()
+"""
+UNBOUND = {name: value for name, value in os.environ.items() if not name.startswith("CUDA_") and name != "LOCAL_RANK"}
+
+
+def worker(folder: Path, command: list[str], toml: str, *options: str, **environ: str) -> str:
+    """Runs the command as a worker of the base model "tiny" with these settings; returns its output."""
+    settings = folder / "tinsmith.toml"
+    settings.write_text(f'[[base_models]]\nname = "tiny"\npath = "org/tiny"\n{toml}')
+    environ = {**UNBOUND, "TINSMITH_SETTINGS": str(settings), "TINSMITH_REDIS_URL": "redis://127.0.0.1:1", **environ}
+    command = [sys.executable, *command, "--base", "tiny", "--name", "worker-0", *options]
+    return subprocess.run(command, env=environ, capture_output=True, text=True, check=True, timeout=300).stdout
+
+
+def test_launcher_and_ranks_see_the_named_gpus_in_their_order_and_a_rank_its_number(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(RECORD)
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    toml = "trainer.ranks = 2\ntrainer.devices = [5, 2]"
+    worker(tmp_path, ["-m", "workers.trainer"], toml, PYTHONPATH=path, RECORDS=str(tmp_path))
+    records = {name: json.loads((tmp_path / f"{name}.json").read_text()) for name in ("launcher", "0", "1")}
+    assert records == {
+        "launcher": ["5,2", "PCI_BUS_ID", None],
+        "0": ["5,2", "PCI_BUS_ID", "0"],
+        "1": ["5,2", "PCI_BUS_ID", "1"],
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "toml", "options", "bound"),
+    [
+        ("trainer", "trainer.devices = [3]", [], "3 PCI_BUS_ID"),
+        ("trainer", "full.devices = [7]", ["--full"], "7 PCI_BUS_ID"),
+        ("trainer", "", [], "None None"),
+        ("sampler", "sampler.devices = [6, 1]", [], "6,1 PCI_BUS_ID"),
+        ("sampler", "full_sampler.devices = [4]", ["--full"], "4 PCI_BUS_ID"),
+        ("sampler", "trainer.devices = [3]", [], "None None"),
+    ],
+)
+def test_a_worker_of_one_process_is_bound_before_it_imports_torch(
+    kind: str, toml: str, options: list[str], bound: str, tmp_path: Path
+) -> None:
+    printed = worker(tmp_path, ["-c", ALONE.format(kind=kind)], toml, *options)
+    assert printed.strip() == f"{bound} False"
