@@ -6,11 +6,19 @@ TINSMITH_REDIS_URL, TINSMITH_BROKER_URL, TINSMITH_S3_ACCESS_KEY, TINSMITH_S3_SEC
 
 from app.settings.files import SETTINGS_VARIABLE, defaults, from_environment, hash_key, load, parse
 from app.settings.root import Settings
-from app.settings.server import ApiSettings, EngineSettings, LimitSettings, RedisSettings, StoreSettings
+from app.settings.server import (
+    SENTINEL_SCHEME,
+    ApiSettings,
+    EngineSettings,
+    LimitSettings,
+    RedisSettings,
+    StoreSettings,
+)
 from app.settings.workers import NO_VLLM, BaseModelSettings, SamplerSettings, TrainerSettings
 
 __all__ = [
     "NO_VLLM",
+    "SENTINEL_SCHEME",
     "SETTINGS_VARIABLE",
     "ApiSettings",
     "BaseModelSettings",

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
 
 from app.domain.limits import Limits
 from app.settings.section import Section
+
+SENTINEL_SCHEME = "redis+sentinel://"
 
 
 class ApiSettings(Section):
@@ -88,13 +90,24 @@ class RedisSettings(Section):
     url: str = Field(
         "",
         repr=False,
-        description="state server: journal and futures; empty starts an embedded Valkey in data_dir",
+        description="state server: journal and futures; empty starts an embedded Valkey in data_dir; "
+        f"{SENTINEL_SCHEME}host:port,host:port,host:port/service is the primary that these sentinels name",
     )
     broker_url: str = Field(
         "",
         repr=False,
-        description="server for Celery messages and streamed tokens; empty means database 1 of the state server",
+        validate_default=True,
+        description="server for Celery messages and streamed tokens; empty means database 1 of the state server, which "
+        "sentinels must not name then",
     )
+
+    @field_validator("broker_url")
+    @classmethod
+    def _is_one_server(cls, broker_url: str, info: ValidationInfo) -> str:
+        url = broker_url or str(info.data.get("url", ""))
+        if url.startswith(SENTINEL_SCHEME):
+            raise ValueError("the broker is one Redis server, which no sentinels watch: set it to redis://host:port/0")
+        return broker_url
 
 
 class EngineSettings(Section):

@@ -11,7 +11,6 @@ from collections import defaultdict
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 import redis
@@ -19,9 +18,9 @@ import redis
 from app.errors import SetupError
 from app.settings import ApiSettings, BaseModelSettings, Settings
 from app.stores import objects
-from app.stores.redis.durability import NotDurable, check_connection
+from app.stores.redis.client import connect, connect_state
+from app.stores.redis.durability import NotDurable
 
-_TIMEOUT_S = 3.0
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9_.-]+)?")
 _ROUNDING = 1e-9
 _STRAYS = ("torchvision", "torchaudio", "torchcodec")
@@ -144,19 +143,17 @@ def memory_shares(settings: Settings) -> None:
 
 def broker(url: str) -> None:
     """Checks that the broker answers. Its messages may be lost, so its settings do not matter."""
-    _reach(url)
+    _reach(url, connect)
 
 
 def state_server(url: str) -> None:
     """Checks that the state server answers and keeps what it acknowledges."""
-    _reach(url, check_connection)
+    _reach(url, connect_state)
 
 
-def _reach(url: str, check: Callable[[Any], None] | None = None) -> None:
+def _reach(url: str, connect_to: Callable[[str], redis.Redis]) -> None:
     try:
-        with redis.Redis.from_url(
-            url, socket_connect_timeout=_TIMEOUT_S, socket_timeout=_TIMEOUT_S, redis_connect_func=check
-        ) as client:
+        with connect_to(url) as client:
             client.ping()
     except NotDurable as error:
         raise SetupError(f"cannot use Redis at {_without_secrets(url)}: {error}") from None

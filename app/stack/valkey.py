@@ -15,6 +15,7 @@ from app.errors import SetupError
 from app.stack.child import Command
 from app.stack.data_folder import write_private
 from app.stack.memory import usable_bytes
+from app.stores.redis.client import connect
 
 # Valkey refuses writes above this share of the memory that the stack may use.
 _MEMORY_SHARE = 0.25
@@ -38,7 +39,7 @@ def url(port: int, password: str) -> str:
 def answers(redis_url: str) -> bool:
     """True once the server has loaded its append-only file and serves commands."""
     try:
-        with redis.Redis.from_url(redis_url, socket_connect_timeout=1, socket_timeout=1) as client:
+        with connect(redis_url) as client:
             return bool(client.ping())
     except redis.RedisError:
         return False

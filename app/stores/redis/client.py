@@ -20,7 +20,7 @@ from app import ids
 from app.errors import Unavailable
 from app.settings import EngineSettings
 from app.sockets import ANSWER_S, KEEPALIVE
-from app.stores.redis import keys, scripts
+from app.stores.redis import keys, scripts, sentinel
 from app.stores.redis.durability import NotDurable, check_connection
 
 log = logging.getLogger(__name__)
@@ -45,7 +45,8 @@ _ASK_S = 2.0
 
 
 def connect(url: str) -> redis.Redis:
-    """A thread-safe client. Raises redis.ConnectionError only when it is used.
+    """A thread-safe client. Raises redis.ConnectionError only when it is used, and ValueError for what is no URL of
+    Redis or of its sentinels.
 
     Calls raise redis.TimeoutError when the server does not answer within ANSWER_S.
     """
@@ -55,11 +56,13 @@ def connect(url: str) -> redis.Redis:
 def connect_state(url: str) -> redis.Redis:
     """A client of the state server, like that of `connect`. Each of its connections raises NotDurable while the server
     may lose what it acknowledges."""
-    return _client(url, redis_connect_func=check_connection)
+    check = sentinel.check_primary if sentinel.is_sentinel(url) else check_connection
+    return _client(url, redis_connect_func=check)
 
 
 def _client(url: str, **options: Any) -> redis.Redis:
-    pool = redis.BlockingConnectionPool.from_url(
+    create = sentinel.pool if sentinel.is_sentinel(url) else redis.BlockingConnectionPool.from_url
+    pool = create(
         url,
         max_connections=_CONNECTIONS,
         timeout=_WAIT_S,

@@ -26,12 +26,14 @@ class NotDurable(redis.RedisError):
     """The state server may lose what it acknowledges. The text names each setting to change."""
 
 
-def check_connection(connection: Any) -> None:
-    """Opens the session of a new connection (redis-py's `redis_connect_func`). Raises NotDurable."""
+def check_connection(connection: Any) -> Mapping[str, str]:
+    """Opens the session of a new connection (redis-py's `redis_connect_func`), and returns the server's INFO. Raises
+    NotDurable."""
     connection.on_connect()
-    facts = _info(_ask(connection, "INFO"))
+    facts = _info(ask(connection, "INFO"))
     if faults := list(_faults(facts, _appendfsync(connection))):
         raise NotDurable(f"the state server may lose calls that it acknowledged: {'; '.join(faults)}")
+    return facts
 
 
 def check_at_start(client: redis.Redis) -> None:
@@ -45,7 +47,8 @@ def check_at_start(client: redis.Redis) -> None:
         log.warning("the state server could not be checked yet: %s", error)
 
 
-def _ask(connection: Any, *command: str) -> Any:
+def ask(connection: Any, *command: str) -> Any:
+    """The reply to a command on a connection that is being opened."""
     connection.send_command(*command, check_health=False)
     return connection.read_response()
 
@@ -59,7 +62,7 @@ def _appendfsync(connection: Any) -> str | None:
     """The value of appendfsync, which INFO does not have. None where the server, as some managed ones, does not allow
     CONFIG."""
     try:
-        found = _ask(connection, "CONFIG", "GET", "appendfsync")
+        found = ask(connection, "CONFIG", "GET", "appendfsync")
     except redis.ResponseError as error:
         if not isinstance(error, redis.exceptions.NoPermissionError) and "unknown" not in str(error):
             raise

@@ -2,7 +2,10 @@
 
     models:<model>      HASH  the Model record, and the head of its journal: applied, epoch, worker, snapshot,
                               snapshot_seq, epoch_floor after a rebuild, last_request and unloaded (ms); ended
-                              ("deleted") once the model has ended
+                              ("deleted") once the model has ended; behind sentinels also history, the number of the
+                              history in which the epoch was given out, and epoch_floor, the first epoch there
+    history             HASH  behind sentinels: primary, the replication id of the last primary that was seen, and
+                              number, the ms when its history began
     journal:<model>     ZSET  seq -> seq: Ops behind the snapshot (seq > snapshot_seq), applied or waiting
     op:<request>        HASH  one journalled Op or sampling request: kind, attempts, runner, former, admitted, doomed,
                               dooms, spilled. former is JSON, worker -> ms since when the worker is missed, or 0: the

@@ -38,6 +38,12 @@ def packaged(settings: EngineSettings) -> dict[str, str]:
     return _packaged().texts(_settings(settings))
 
 
+@cache
+def alone(name: str) -> str:
+    """The text of a packaged script that needs no settings."""
+    return packaged(EngineSettings())[name]
+
+
 @dataclass(frozen=True, slots=True)
 class Section:
     """A script or a part: its lines behind the heading, and the names of the parts that they use."""

@@ -3,7 +3,18 @@
 To add the mutant of a guard, write the smallest change that removes it, and name the fastest test that then fails.
 """
 
-from tests.mutants.guards import edges, journal, models, polls, sampling, servers, storing, tenants, training
+from tests.mutants.guards import (
+    edges,
+    journal,
+    models,
+    polls,
+    promotions,
+    sampling,
+    servers,
+    storing,
+    tenants,
+    training,
+)
 
 MUTANTS = (
     *journal.MUTANTS,
@@ -15,4 +26,5 @@ MUTANTS = (
     *servers.MUTANTS,
     *edges.MUTANTS,
     *polls.MUTANTS,
+    *promotions.MUTANTS,
 )

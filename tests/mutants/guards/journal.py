@@ -89,14 +89,14 @@ MUTANTS = (
     Mutant(
         "next: only the newest epoch",
         f"{_LUA}/leases.lua",
-        "if redis.call('HGET', 'tinsmith:models:' .. model, 'epoch') ~= ARGV[2] then return 0 end",
+        "redis.call('HGET', 'tinsmith:models:' .. model, 'epoch') ~= ARGV[2] or",
         "",
         f"{_OPLOG}::test_a_restarted_node_replaces_its_earlier_process_and_fences_it",
     ),
     Mutant(
         "acquire: one node at a time",
         f"{_LUA}/leases.lua",
-        "if held and node_of(held) ~= node_of(ARGV[2]) then return {held} end",
+        "if held and current and node_of(held) ~= node_of(ARGV[2]) then return {held} end",
         "",
         f"{_OPLOG}::test_one_node_owns_a_model_until_its_lease_ends",
     ),

@@ -21,7 +21,7 @@ MUTANTS = (
     Mutant(
         "durability: each new connection asks",
         "app/stores/redis/client.py",
-        "_client(url, redis_connect_func=check_connection)",
+        "_client(url, redis_connect_func=check)",
         "_client(url)",
         f"{_DURABILITY}::test_a_server_that_came_back_with_other_settings_takes_no_call_until_they_are_right",
     ),
@@ -91,8 +91,8 @@ MUTANTS = (
     Mutant(
         "durability: before a stack starts",
         "app/stack/checks.py",
-        "_reach(url, check_connection)",
-        "_reach(url)",
+        "_reach(url, connect_state)",
+        "_reach(url, connect)",
         "tests/unit/app/stack/test_checks.py",
     ),
     Mutant(

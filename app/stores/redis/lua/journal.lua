@@ -166,14 +166,14 @@ redis.call('HSET', 'tinsmith:pending_queue', model, train_queue(model))
 return 1
 
 -- script: commit flags=allow-oom
--- needs: change_record, count_result, count_usage, doom, drop_payload, now_ms
+-- needs: change_record, count_result, count_usage, doom, drop_payload, history, now_ms
 -- Commit an Op: seq becomes the applied seq, and its result can be read. ARGV: model id, epoch, seq, state, type, body,
 -- seconds to keep, JSON list of {namespace, id, {field = value}} to record in the same step, reason of a failure, JSON
 -- of its usage. Returns 1, or 0 when fenced.
 local model, seq = ARGV[1], tonumber(ARGV[3])
 local key = 'tinsmith:models:' .. model
 local head = redis.call('HMGET', key, 'epoch', 'applied', 'owner')
-if head[1] ~= ARGV[2] or tonumber(head[2]) ~= seq - 1 then return 0 end
+if head[1] ~= ARGV[2] or tonumber(head[2]) ~= seq - 1 or not is_current(model) then return 0 end
 local request = model .. ':' .. ARGV[3]
 local kind = redis.call('HGET', 'tinsmith:op:' .. request, 'kind')
 if not kind then return 0 end  -- nothing was admitted there
@@ -244,12 +244,13 @@ end
 return trim(ARGV[1], redis.call('HGET', 'tinsmith:models:' .. ARGV[1], 'snapshot_seq') or -1) and 1 or 0
 
 -- script: set_snapshot flags=allow-oom
--- needs: handed_over, trim
+-- needs: handed_over, history, trim
 -- Point a model at a durable snapshot, and begin to trim the journal behind it. ARGV: model id, epoch, seq, reference.
 -- Returns the replaced reference (its own for a repeat). Returns 0 while an adapter that is not in the object store yet
 -- could only be made again from the Ops to trim. Returns false for a stale epoch or a snapshot that is not newer.
 local key = 'tinsmith:models:' .. ARGV[1]
 local head = redis.call('HMGET', key, 'epoch', 'snapshot_seq', 'snapshot', 'applied')
+if not is_current(ARGV[1]) then return false end
 if head[1] == ARGV[2] and head[3] == ARGV[4] then return ARGV[4] end  -- a repeat, whose answer was lost
 if head[1] ~= ARGV[2] or tonumber(ARGV[3]) <= tonumber(head[2]) or tonumber(ARGV[3]) > tonumber(head[4]) then
   return false

@@ -50,19 +50,46 @@ local function leave(op, worker)
   end
 end
 
+-- part: history
+-- Returns true if a model's epoch was given out in this history of the state server.
+local function is_current(model)
+  return redis.call('HGET', 'tinsmith:models:' .. model, 'history') == redis.call('HGET', 'tinsmith:history', 'number')
+end
+
+-- script: begin_history flags=allow-oom
+-- needs: now_ms
+-- Begin a history if the primary is new. ARGV: the primary's replication id, a new one for each promotion and each start.
+-- Returns 1 if a primary was followed by another one, else 0.
+-- The lost end of the former history may hold epochs, and files named for them, that this server does not know. So every
+-- owner is fenced, and epochs grow with the number of the history, its start in ms, which grows faster than models change
+-- their owners. The count of completions passes all cursors that clients may have.
+local FAR = 1048576  -- no lost end completed so many requests
+local found = redis.call('HMGET', 'tinsmith:history', 'primary', 'number')
+if found[1] == ARGV[1] then return 0 end
+local number, former = now_ms(), tonumber(found[2] or 0)
+if number <= former then number = former + FAR end  -- the new primary's clock is behind
+redis.call('HSET', 'tinsmith:history', 'primary', ARGV[1], 'number', string.format('%.0f', number))
+redis.call('INCRBY', 'tinsmith:completions', FAR)
+return found[1] and 1 or 0
+
 -- script: acquire flags=allow-oom
--- needs: node_of
+-- needs: history, node_of
 -- Take the lease of a model. ARGV: model id, worker ("node/boot"), lease in ms.
 -- Returns {epoch, applied, snapshot, snapshot_seq, epoch_floor}; {} for an unknown model; {holder} while another node
 -- owns the model; {'ended', ''} for a model that has ended.
 -- An older process of the same node is replaced at once: node names are unique, and the new epoch fences that process.
+-- So is an owner in an earlier history. Files of that history are never taken for files of this one (`epoch_floor`).
 local key = 'tinsmith:models:' .. ARGV[1]
 if redis.call('EXISTS', key) == 0 then return {} end
 if redis.call('HEXISTS', key, 'ended') == 1 then return {'ended', ''} end
-local held = redis.call('GET', 'tinsmith:lease:' .. ARGV[1])
-if held and node_of(held) ~= node_of(ARGV[2]) then return {held} end
+local held, current = redis.call('GET', 'tinsmith:lease:' .. ARGV[1]), is_current(ARGV[1])
+if held and current and node_of(held) ~= node_of(ARGV[2]) then return {held} end
 redis.call('SET', 'tinsmith:lease:' .. ARGV[1], ARGV[2], 'PX', ARGV[3])
-if redis.call('HGET', key, 'worker') ~= ARGV[2] then
+if not current then
+  local number = redis.call('HGET', 'tinsmith:history', 'number')
+  local epoch = redis.call('HINCRBY', key, 'epoch', number - (redis.call('HGET', key, 'history') or 0))
+  redis.call('HSET', key, 'history', number, 'epoch_floor', epoch, 'worker', ARGV[2])
+elseif redis.call('HGET', key, 'worker') ~= ARGV[2] then
   redis.call('HINCRBY', key, 'epoch', 1)
   redis.call('HSET', key, 'worker', ARGV[2])
 end
@@ -71,15 +98,17 @@ head[5] = head[5] or '0'
 return head
 
 -- script: renew flags=allow-oom
+-- needs: history
 -- Extend the leases that the worker still holds, and the lease on its own name, which shows that it lives. ARGV:
 -- worker, lease in ms, ids... Returns the ids whose leases are lost. All are renewed in one step, so that a worker that
--- dies with an Op is missed when the Op's lease lapses, not later. A paused sampling request is lost too; its lease lasts
--- until the worker has stopped it.
+-- dies with an Op is missed when the Op's lease lapses, not later. A model of an earlier history is lost. A paused
+-- sampling request is lost too; its lease lasts until the worker has stopped it.
 redis.call('SET', 'tinsmith:lease:' .. ARGV[1], ARGV[1], 'PX', ARGV[2])
 local lost = {}
 for i = 3, #ARGV do
   local key = 'tinsmith:lease:' .. ARGV[i]
-  if redis.call('GET', key) == ARGV[1] then
+  local is_past = redis.call('EXISTS', 'tinsmith:models:' .. ARGV[i]) == 1 and not is_current(ARGV[i])
+  if redis.call('GET', key) == ARGV[1] and not is_past then
     redis.call('PEXPIRE', key, ARGV[2])
     if redis.call('HGET', 'tinsmith:op:' .. ARGV[i], 'ring') == 'paused' then lost[#lost + 1] = ARGV[i] end
   else
@@ -133,12 +162,12 @@ redis.call('SET', key, ARGV[2], 'PX', ARGV[3])
 return 1
 
 -- script: next flags=allow-oom
--- needs: begin, now_ms
+-- needs: begin, history, now_ms
 -- Start the Op at a seq. ARGV: model id, epoch, seq, worker, lease in ms.
 -- Returns {kind, doomed, attempts, ms since admission, 1 if an attempt is in doubt, the model's owner as JSON}, {} when
 -- the Op has not arrived, or 0 for a stale epoch.
 local model = ARGV[1]
-if redis.call('HGET', 'tinsmith:models:' .. model, 'epoch') ~= ARGV[2] then return 0 end
+if redis.call('HGET', 'tinsmith:models:' .. model, 'epoch') ~= ARGV[2] or not is_current(model) then return 0 end
 local op = 'tinsmith:op:' .. model .. ':' .. ARGV[3]
 if redis.call('EXISTS', op) == 0 then return {} end
 local attempts, doubtful = begin(op, ARGV[4], ARGV[5])
@@ -147,10 +176,10 @@ return {found[1], found[2] or '', attempts, now_ms() - found[3], doubtful,
         redis.call('HGET', 'tinsmith:models:' .. model, 'owner') or '""'}
 
 -- script: begin_restore flags=allow-oom
--- needs: begin
+-- needs: begin, history
 -- Begin the restore of a model. ARGV: model id, epoch, worker, lease in ms, seconds after which deaths are forgotten.
 -- Returns {restores that ended their worker, 1 if one is in doubt}, or 0 for a stale epoch.
-if redis.call('HGET', 'tinsmith:models:' .. ARGV[1], 'epoch') ~= ARGV[2] then return 0 end
+if redis.call('HGET', 'tinsmith:models:' .. ARGV[1], 'epoch') ~= ARGV[2] or not is_current(ARGV[1]) then return 0 end
 local key = 'tinsmith:restore:' .. ARGV[1]
 local is_new = redis.call('EXISTS', key) == 0
 local deaths, doubtful = begin(key, ARGV[3], ARGV[4])

@@ -1,0 +1,120 @@
+"""Guards of a state server behind sentinels, whose primary may change."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+_LUA = "app/stores/redis/lua"
+_SENTINEL = "app/stores/redis/sentinel.py"
+_STORES = "--confcutdir=tests/unit/app/stores -p tests.unit.conftest tests/unit/app/stores/redis"
+_URLS, _PROMOTION = f"{_STORES}/test_sentinel.py", f"{_STORES}/test_promotion.py"
+_FENCED = f"{_PROMOTION}::test_an_owner_before_the_promotion_can_neither_begin_nor_commit_anything"
+_EPOCHS = f"{_PROMOTION}::test_an_epoch_of_the_lost_history_is_never_given_out_again_and_its_snapshots_are_not_used"
+
+MUTANTS = (
+    Mutant(
+        "sentinels: asked by one thread at a time",
+        _SENTINEL,
+        "        with self._lock:\n",
+        "        if True:\n",
+        f"{_URLS}::test_the_sentinels_are_asked_one_thread_at_a_time",
+    ),
+    Mutant(
+        "sentinels: they do not watch the broker",
+        "app/settings/server.py",
+        "if url.startswith(SENTINEL_SCHEME):",
+        "if False:",
+        f"{_URLS}::test_the_broker_is_a_server_of_its_own",
+    ),
+    Mutant(
+        "history: a new primary begins one",
+        f"{_LUA}/leases.lua",
+        "if found[1] == ARGV[1] then return 0 end",
+        "if found[1] then return 0 end",
+        _FENCED,
+    ),
+    Mutant(
+        "history: the same primary begins none",
+        f"{_LUA}/leases.lua",
+        "if found[1] == ARGV[1] then return 0 end",
+        "",
+        f"{_PROMOTION}::test_the_same_primary_fences_nobody_when_connections_are_made_again",
+    ),
+    Mutant(
+        "history: a clock that is behind",
+        f"{_LUA}/leases.lua",
+        "if number <= former then number = former + FAR end",
+        "",
+        f"{_PROMOTION}::test_a_primary_whose_clock_is_behind_gives_out_no_epoch_again",
+    ),
+    Mutant(
+        "history: cursors of the lost end",
+        f"{_LUA}/leases.lua",
+        "redis.call('INCRBY', 'tinsmith:completions', FAR)",
+        "",
+        f"{_PROMOTION}::test_a_client_that_polls_for_all_its_samples_is_told_of_those_after_the_promotion",
+    ),
+    Mutant(
+        "history: epochs of the lost end",
+        f"{_LUA}/leases.lua",
+        "number - (redis.call('HGET', key, 'history') or 0))",
+        "1)",
+        _EPOCHS,
+    ),
+    Mutant(
+        "history: snapshots of the lost end",
+        f"{_LUA}/leases.lua",
+        "'history', number, 'epoch_floor', epoch, 'worker'",
+        "'history', number, 'worker'",
+        _EPOCHS,
+    ),
+    Mutant(
+        "history: an owner of a former one holds nobody up",
+        f"{_LUA}/leases.lua",
+        "if held and current and",
+        "if held and",
+        f"{_PROMOTION}::test_no_owner_has_to_wait_for_one_before_the_promotion",
+    ),
+    Mutant(
+        "history: next",
+        f"{_LUA}/leases.lua",
+        "'epoch') ~= ARGV[2] or not is_current(model) then return 0 end\nlocal op",
+        "'epoch') ~= ARGV[2] then return 0 end\nlocal op",
+        _FENCED,
+    ),
+    Mutant(
+        "history: begin_restore",
+        f"{_LUA}/leases.lua",
+        " or not is_current(ARGV[1]) then return 0 end\nlocal key = 'tinsmith:restore:'",
+        " then return 0 end\nlocal key = 'tinsmith:restore:'",
+        _FENCED,
+    ),
+    Mutant(
+        "history: renew",
+        f"{_LUA}/leases.lua",
+        " and not is_past then",
+        " then",
+        _FENCED,
+    ),
+    Mutant(
+        "history: renew lets samples run on",
+        f"{_LUA}/leases.lua",
+        "redis.call('EXISTS', 'tinsmith:models:' .. ARGV[i]) == 1 and not is_current",
+        "not is_current",
+        f"{_PROMOTION}::test_a_request_that_runs_on_a_sampler_keeps_its_lease",
+    ),
+    Mutant(
+        "history: commit",
+        f"{_LUA}/journal.lua",
+        " or not is_current(model) then return 0 end",
+        " then return 0 end",
+        _FENCED,
+    ),
+    Mutant(
+        "history: set_snapshot",
+        f"{_LUA}/journal.lua",
+        "if not is_current(ARGV[1]) then return false end",
+        "",
+        _FENCED,
+    ),
+)

@@ -1,0 +1,92 @@
+"""A state server with a replica, behind three sentinels, all of them real processes."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+
+import redis
+
+from tests.servers import free_port, start_valkey, valkey_binary
+
+SERVICE = "tinsmith"
+# A primary waits 5 s for further replicas before it sends its data to the first one.
+AT_ONCE = ["--repl-diskless-sync-delay", "0"]
+_SENTINELS, _QUORUM, _WITHIN_S = 3, 2, 120
+
+
+class SentinelSet:
+    """`url` names the primary by the sentinels. `servers` are the URLs of the primary and its replica at the start."""
+
+    def __init__(self, folder: Path) -> None:
+        self._ports = [free_port(), free_port()]
+        with ExitStack() as running:
+            self._primary = running.enter_context(ExitStack())
+            self.servers = [
+                self._primary.enter_context(start_valkey(folder / "primary", self._ports[0], options=AT_ONCE))
+            ]
+            self.servers.append(running.enter_context(start_replica(folder / "replica", self._ports)))
+            places = [f"127.0.0.1:{self._sentinel(running, folder / str(i))}" for i in range(_SENTINELS)]
+            self.url = f"redis+sentinel://{','.join(places)}/{SERVICE}"
+            self._await_agreement(places)
+            self._running = running.pop_all()
+
+    def kill_primary(self) -> None:
+        """Sends kill -9 to the first primary, which does not come back."""
+        self._primary.close()
+
+    def _sentinel(self, running: ExitStack, folder: Path) -> int:
+        """Starts a sentinel, and returns its port. A primary that is silent for less than 2 s may only be slow."""
+        folder.mkdir(parents=True)
+        port, config = free_port(), folder / "sentinel.conf"
+        config.write_text(
+            f"port {port}\nbind 127.0.0.1\ndir {folder}\n"
+            f"sentinel monitor {SERVICE} 127.0.0.1 {self._ports[0]} {_QUORUM}\n"
+            f"sentinel down-after-milliseconds {SERVICE} 2000\n"
+            f"sentinel failover-timeout {SERVICE} 5000\n"
+        )
+        process = subprocess.Popen([valkey_binary(), config, "--sentinel"], stdout=subprocess.DEVNULL)
+        running.callback(process.wait)
+        running.callback(process.kill)
+        return port
+
+    def _await_agreement(self, places: list[str]) -> None:
+        """Returns when each sentinel knows the replica and the other sentinels."""
+        for place in places:
+            with redis.Redis.from_url(f"redis://{place}") as sentinel:
+                _await(partial(_is_complete, sentinel), f"the sentinel {place} knows all servers")
+
+    def __enter__(self) -> SentinelSet:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._running.close()
+
+
+@contextmanager
+def start_replica(folder: Path, ports: Sequence[int]) -> Iterator[str]:
+    """Starts a replica, on the second port, of the server on the first one. Yields its URL once it has all data."""
+    with start_valkey(folder, ports[1], options=["--replicaof", "127.0.0.1", str(ports[0])]) as url:
+        with redis.Redis.from_url(url) as replica:
+            _await(lambda: replica.info("replication")["master_link_status"] == "up", "the replica has all data")
+        yield url
+
+
+def _is_complete(sentinel: redis.Redis) -> bool:
+    try:
+        state = sentinel.sentinel_masters().get(SERVICE, {})
+    except redis.ConnectionError:
+        return False
+    return state.get("num-slaves") == 1 and state.get("num-other-sentinels") == _SENTINELS - 1
+
+
+def _await(what: Callable[[], bool], why: str) -> None:
+    deadline = time.monotonic() + _WITHIN_S
+    while not what():
+        assert time.monotonic() < deadline, f"in vain for {_WITHIN_S} s: {why}"
+        time.sleep(0.05)
