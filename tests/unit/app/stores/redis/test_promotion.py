@@ -191,12 +191,13 @@ def test_a_client_that_polls_for_all_its_samples_is_told_of_those_after_the_prom
     before: RedisOpLog, promote: Promote, servers: list[redis.Redis]
 ):
     RedisRecords(servers[0]).put_new(Sampler.namespace, "s:sample:0", dump(Sampler("me", "s", "base", 0.0)))
-    for seq in range(3):
+    for seq in range(4):
         before.admit_sample(f"s:sample:0:{seq}", "s:sample:0", "me", "sample.base", b"payload", "digest")
     after = promote(1)
     for seq in range(2):
         before.finish_sample(f"s:sample:0:{seq}", OK)
     _, cursor = RedisCompletions(servers[0], EngineSettings()).since("s:sample:0/0", 0)
-    after.finish_sample("s:sample:0:2", OK)
+    for seq in (2, 3, 0):
+        after.finish_sample(f"s:sample:0:{seq}", OK)
     found, _ = RedisCompletions(servers[1], EngineSettings()).since("s:sample:0/0", cursor)
-    assert [one.request_id for one in found] == ["s:sample:0:2"]
+    assert [one.request_id for one in found] == [f"s:sample:0:{seq}" for seq in (2, 3, 0)]
