@@ -16,7 +16,7 @@ from app.domain.records import Worker
 from app.domain.results import Result
 from app.settings import BaseModelSettings, EngineSettings, RedisSettings, Settings, hash_key
 from app.stores.redis.client import connect
-from app.stores.redis.futures import RedisPayloads
+from app.stores.redis.payloads import RedisPayloads
 from app.stores.redis.records import dump
 from app.stores.redis.types import Lease
 from tests.servers import start_valkey

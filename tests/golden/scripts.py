@@ -21,11 +21,11 @@ from app.stores.objects.folder import FolderStore
 from app.stores.pages import Page, StorageUse
 from app.stores.redis.backlog import RedisBacklog, RedisCalls
 from app.stores.redis.completions import RedisCompletions, TokenChunk, TokenStreams
-from app.stores.redis.futures import RedisPayloads
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.lifecycle import RedisLifecycle
 from app.stores.redis.limits import RedisQuotas
 from app.stores.redis.pages import RedisPages
+from app.stores.redis.payloads import RedisPayloads
 from app.stores.redis.records import RedisRecords, dump
 from app.stores.redis.types import Lease, QueueBounds
 from tests.golden.recording import Recorded, Scenario

@@ -21,10 +21,10 @@ from app.domain.results import HOUR_S
 from app.errors import Unavailable
 from app.services.teardown import Teardown
 from app.stores.pages import PageFiles, StorageUse
-from app.stores.redis.futures import RedisPayloads
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.lifecycle import PAUSE_S, RedisLifecycle
 from app.stores.redis.pages import RedisPages
+from app.stores.redis.payloads import RedisPayloads
 from app.stores.redis.records import RedisRecords, load
 
 log = logging.getLogger(__name__)

@@ -26,9 +26,9 @@ from app.settings import EngineSettings
 from app.stores.objects.base import ObjectStore
 from app.stores.objects.notes import remove_checkpoint
 from app.stores.objects.routes import RouteFiles
-from app.stores.redis.futures import RedisPayloads
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.lifecycle import RedisLifecycle
+from app.stores.redis.payloads import RedisPayloads
 from app.stores.redis.records import RedisRecords, load
 
 log = logging.getLogger(__name__)

@@ -21,10 +21,10 @@ from app.stores.pages import PageFiles
 from app.stores.redis.client import connect, connect_state
 from app.stores.redis.completions import TokenStreams
 from app.stores.redis.durability import check_at_start
-from app.stores.redis.futures import RedisPayloads
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.lifecycle import RedisLifecycle
 from app.stores.redis.pages import RedisPages
+from app.stores.redis.payloads import RedisPayloads
 from app.stores.redis.records import RedisRecords
 from workers.backends.sampling.base import SamplerBackend
 from workers.backends.training.base import TrainingBackend

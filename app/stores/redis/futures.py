@@ -6,9 +6,8 @@ Each method of RedisFutures is one script in lua/, or one read.
 from __future__ import annotations
 
 import json
-import uuid
-from collections.abc import Mapping, Sequence, Set
-from typing import cast
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import Any, cast
 
 import redis
 
@@ -31,6 +30,7 @@ from app.stores.objects.base import ObjectStore
 from app.stores.objects.routes import LONGEST_S, Attempt, StoredRoutes
 from app.stores.redis import keys, limits
 from app.stores.redis.client import Scripts, read_hash
+from app.stores.redis.payloads import RedisPayloads, Staging
 from app.stores.redis.types import Admission, Entry, Future, QueueBounds
 
 CONFLICT = "seq_id {seq} was used before with other content; every call needs a seq_id of its own"
@@ -58,16 +58,12 @@ _FULL_QUEUE: dict[str, tuple[type[RequestError], str]] = {
     ),
 }
 
+# The answer of a script that would admit the call, and has not got its bytes.
+_ABSENT = b"absent"
+
 # Results up to this size stay the whole of result_read_s; the SDK asks again within seconds, if it does.
 _READ_BYTES = 64 * 1024
 _READ_LEAST_S = 300
-
-_PAYLOADS, _RESULTS = "payloads", "results"
-# The hash that refers to an object of each folder, by the request id.
-_HOLDERS = {_PAYLOADS: keys.op, _RESULTS: keys.future}
-_GARBAGE_AT_ONCE = 500
-# No store continues a write for longer than this.
-_ABANDONED_MS = 3_600_000
 
 
 class RedisFutures:
@@ -82,6 +78,7 @@ class RedisFutures:
         self._redis = client
         self._run = Scripts(client, settings)
         self._payloads = RedisPayloads(client, settings, store)
+        self._staging = Staging(client)
         self._lease_ms = int(settings.lease_s * 1000)
         self._unread_s = settings.result_unread_s
         self._read_s = settings.result_read_s
@@ -121,8 +118,8 @@ class RedisFutures:
         most = (bounds.requests, bounds.tokens) if bounds else ("", "")
         needed = tokens, sequences
         paid = limits.with_names(charge)
-        found = self._run("admit_sample", request_id, parent_id, owner, queue, payload, digest, *needed, *most, *paid)
-        limits.check(found)
+        call = request_id, parent_id, owner, queue, digest, *needed, *most, *paid
+        found = self._admit(payload, lambda *content: self._run("admit_sample", *content, *call))
         what, held = found[0].decode(), found[1]
         if what == "unknown":
             raise NotFound(f"sampler {parent_id[:200]!r} does not exist")
@@ -184,7 +181,7 @@ class RedisFutures:
         the same step. `routes` become those of the request, and count for its payers.
         """
         state, used = "failed" if result.failed else "done", json.dumps(dict(usage))
-        answer = result.content_type, result.body
+        answer = result.content_type, *self._staging.place_result(result.body, self._large)
         kept = () if routes is None else (routes.attempt.day, routes.attempt.id, routes.size, LONGEST_S)
         return bool(self._run("finish_sample", request_id, state, *answer, self._unread_s, used, *kept))
 
@@ -234,19 +231,28 @@ class RedisFutures:
         if owner not in owners:
             raise NotFound(f"no future {request_id!r}")
         state = cast(FutureState, found[b"state"].decode())
-        result = None if state == "pending" else self._result(found)
+        result = None if state == "pending" else self._result(request_id, found)
         kind = found[b"kind"].decode()
         if result is not None and owner not in onlookers:
             self._note_read(request_id, kind, len(result.body))
         return Future(request_id, kind, found[b"model"].decode(), owner, state, result)
 
-    def _result(self, found: Mapping[bytes, bytes]) -> Result:
-        spilled = found.get(b"spilled")
+    def _result(self, request_id: str, found: Mapping[bytes, bytes]) -> Result:
+        body = found.get(b"body")
+        if body is None and b"spilled" not in found:
+            body = self._payloads.result(request_id)
+        if body is None:
+            body = self._spilled_result(request_id)
+        return Result(body, found[b"type"].decode(), found[b"state"] == b"failed")
+
+    def _spilled_result(self, request_id: str) -> bytes:
+        spilled = cast("bytes | None", self._redis.hget(keys.future(request_id), "spilled"))
+        if spilled is None:
+            raise Unavailable(f"the result of {request_id!r} is about to expire")
         try:
-            body = self._payloads.read(spilled.decode()) if spilled else found[b"body"]
+            return self._payloads.read(spilled.decode())
         except NotFound:
             raise Unavailable("the object store does not have the result: is its folder mounted and shared?") from None
-        return Result(body, found[b"type"].decode(), found[b"state"] == b"failed")
 
     def _note_read(self, request_id: str, kind: str, size: int) -> None:
         is_large = size >= self._large
@@ -264,6 +270,20 @@ class RedisFutures:
         """The time for which a result of this size stays after it was read: the larger, the shorter, because memory is
         bounded."""
         return min(self._read_s, max(_READ_LEAST_S, self._read_s * _READ_BYTES // max(size, 1)))
+
+    def _admit(self, payload: bytes, run: Callable[[bytes, str, int], Any]) -> Any:
+        """Runs a script that admits a call, with (its bytes, the key of large ones, their size). Large bytes are only
+        written once the script has no reason to refuse the call, or to answer it without them: a refused client repeats
+        its call, and the append-only file would fill the disk. Raises Unavailable, and what `limits.check` does."""
+        content = self._staging.place(payload)
+        found = run(*content)
+        if found[0] == _ABSENT:
+            self._staging.write(content[1], payload)
+            found = run(*content)
+        if found[0] == _ABSENT:
+            raise Unavailable("the call took so long that its content has lapsed; try again soon")
+        limits.check(found)
+        return found
 
     def _check_size(self, payload: bytes) -> None:
         """Raises TooLarge for a call that can never fit, so that its client does not retry."""
@@ -291,102 +311,3 @@ class RedisFutures:
             if stored is not None and json.loads(stored) in owners and (applied is None or int(seq) <= int(applied)):
                 return Gone(f"the result of {request_id!r} has expired")
         return NotFound(f"no future {request_id!r}")
-
-
-class RedisPayloads:
-    """Payloads, the encoded content of calls: in Redis, counted against a budget, or moved ("spilled") to the object
-    store, one object each; and large results, which move the same way. `store` is None in a process that reads and
-    spills nothing.
-
-    A payload moves only in that direction. Every try writes an object with a unique name, so nothing is ever
-    overwritten. A try has three steps. It notes the object's name in `spilling`. It writes the object. Then one script
-    replaces the payload by the object, if the Op still exists and still has that payload.
-
-    A name that stays in `spilling` for long belongs to a try that died. The name becomes garbage, and from then on the
-    script refuses its replacement. Two workers may spill the same payload at once: the later script finds it gone.
-    """
-
-    def __init__(self, client: redis.Redis, settings: EngineSettings, store: ObjectStore | None) -> None:
-        self._redis = client
-        self._run = Scripts(client, settings)
-        self._store = store
-
-    def get(self, request_id: str) -> bytes:
-        """The payload of an Op; empty for an Op that has none or is gone. Raises Unavailable (store), NotFound when its
-        object was lost."""
-        payload = cast("bytes | None", self._redis.get(keys.payload(request_id)))
-        if payload is not None:
-            return payload
-        spilled = cast("bytes | None", self._redis.hget(keys.op(request_id), "spilled"))
-        return self._objects.read(spilled.decode()) if spilled else b""
-
-    def due(self, limit: int) -> list[str]:
-        """Request ids of the payloads to move now: large ones, and the oldest ones while more than half of the budget
-        is used."""
-        return [request_id.decode() for request_id in self._run("due_to_spill", limit)]
-
-    def spill(self, request_id: str) -> bool:
-        """Moves one payload. Returns False when it was dropped meanwhile. Raises Unavailable; the payload then stays in
-        Redis."""
-        admitted = cast("bytes | None", self._redis.hget(keys.op(request_id), "admitted"))
-        payload = cast("bytes | None", self._redis.get(keys.payload(request_id)))
-        if admitted is None or payload is None:
-            return False
-        key = f"{_PAYLOADS}/{request_id}/{uuid.uuid4().hex}"
-        self._run("begin_spill", key)
-        self._objects.put_new(key, payload)
-        return bool(self._run("spill", request_id, key, admitted))
-
-    def read(self, key: str) -> bytes:
-        """The content of an object. Raises Unavailable, NotFound."""
-        return self._objects.read(key)
-
-    def due_results(self, limit: int) -> list[str]:
-        """Request ids of large results that have to move."""
-        return [request_id.decode() for request_id in self._run("due_results", limit)]
-
-    def spill_result(self, request_id: str) -> bool:
-        """Moves one result. Returns False when it expired or moved meanwhile. Raises Unavailable; the result then stays
-        in Redis."""
-        body = cast("bytes | None", self._redis.hget(keys.future(request_id), "body"))
-        key = f"{_RESULTS}/{request_id}/{uuid.uuid4().hex}"
-        self._run("begin_spill", key)
-        if body is not None:
-            self._objects.put_new(key, body)
-        return bool(self._run("spill_result", request_id, key))
-
-    def forget_results(self, cursor: int, limit: int) -> int:
-        """Stops counting expired results: all whose expiry is listed, and those among about `limit` others. Returns the
-        cursor for the next call; 0 begins anew."""
-        while self._run("forget_expired", limit) == limit:
-            pass
-        return int(self._run("forget_results", cursor, limit))
-
-    def remove_garbage(self) -> int:
-        """Deletes objects of dropped payloads and results, and of moves that never ended. Returns their number. Raises
-        Unavailable."""
-        garbage = cast(list[bytes], self._run("spill_garbage", _ABANDONED_MS, _GARBAGE_AT_ONCE))
-        if garbage:
-            self._objects.delete([key.decode() for key in garbage])
-            self._redis.srem(keys.SPILL_GARBAGE, *garbage)
-        return len(garbage)
-
-    def unknown(self) -> list[str]:
-        """The keys of objects that no request and no move knows: their state server was lost, or set back to an earlier
-        state. Raises Unavailable."""
-        listed = {folder: self._objects.list(f"{folder}/") for folder in _HOLDERS}
-        return [key for folder, found in listed.items() for key in found if not self._knows(folder, key)]
-
-    def _knows(self, folder: str, key: str) -> bool:
-        with self._redis.pipeline(transaction=False) as pipe:
-            pipe.hget(_HOLDERS[folder](key.split("/")[1]), "spilled")
-            pipe.zscore(keys.SPILLING, key)
-            pipe.sismember(keys.SPILL_GARBAGE, key)
-            spilled, spilling, is_garbage = pipe.execute()
-        return spilled == key.encode() or spilling is not None or bool(is_garbage)
-
-    @property
-    def _objects(self) -> ObjectStore:
-        if self._store is None:
-            raise Unavailable("this process was started without an object store to read spilled calls from")
-        return self._store

@@ -7,7 +7,6 @@ doubled, late or out of order, and nothing in the journal changes.
 from __future__ import annotations
 
 import json
-import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
@@ -42,8 +41,6 @@ _REFUSALS = {
     "2, 3, ... without leaving any out, and send the missing ones first",
 }
 
-_STAGED_BYTES = 64 * 1024
-_STAGED_S = 600
 _RESTORES_S = 3600
 # A restore holds so much of the journal at once.
 _AT_ONCE, _AT_ONCE_BYTES = 32, 4 * 2**20
@@ -82,11 +79,9 @@ class RedisOpLog(RedisFutures):
         """
         request_id = ids.request_id(model_id, seq)
         self._check_size(payload)
-        staged = self._stage(payload)
-        inline = b"" if staged else payload
         more = limits.of_op(charge), audited, *_flat(model or {})
-        found = self._run("admit", model_id, seq, request_id, kind, inline, digest, staged, *more)
-        limits.check(found)
+        call = model_id, seq, request_id, kind, digest
+        found = self._admit(payload, lambda *content: self._run("admit", *content, *call, *more))
         what, detail = _texts(found)
         if what == "unknown":
             raise NotFound(f"no model {model_id!r}")
@@ -225,6 +220,8 @@ class RedisOpLog(RedisFutures):
             found.append((seq, request_id, op, b"spilled" in op or size > 0))
         if not found:
             return []
+        if len(found) == 1:  # its content may be large
+            return [_entry(seq, each, op, self._payloads.get(each)) for seq, each, op, _ in found]
         contents = cast("list[bytes | None]", self._redis.mget([keys.payload(each) for _, each, *_ in found]))
         return [
             _entry(seq, each, op, self._payloads.get(each) if has_content and content is None else content or b"")
@@ -248,6 +245,7 @@ class RedisOpLog(RedisFutures):
         """
         state = "failed" if result.failed else "done"
         records = json.dumps([[namespace, key, dict(fields)] for namespace, key, fields in writes])
+        body, staged, size = self._staging.place_result(result.body, self._large)
         if not self._run(
             "commit",
             lease.model_id,
@@ -255,11 +253,13 @@ class RedisOpLog(RedisFutures):
             seq,
             state,
             result.content_type,
-            result.body,
+            body,
             self._unread_s,
             records,
             why,
             json.dumps(dict(usage)),
+            staged,
+            size,
         ):
             raise Fenced(f"{lease.model_id} seq {seq} is not for epoch {lease.epoch} to commit")
 
@@ -342,18 +342,6 @@ class RedisOpLog(RedisFutures):
     def waiting(self, model_id: str, seq: int, limit: int = 100) -> tuple[str, ...]:
         """The kinds of the waiting Ops from `seq` on, up to a gap."""
         return tuple(_texts(self._run("waiting", model_id, seq, limit)))
-
-    def _stage(self, payload: bytes) -> str:
-        """Stores a large payload and returns its key; "" for a small one, and while a disk is nearly full.
-
-        To pass 5 MB to a script took four times as long as a plain SET. But a call that is refused must not be written:
-        its client repeats it, and the append-only file would fill the disk.
-        """
-        if len(payload) < _STAGED_BYTES or self._redis.exists(keys.SHORTAGE):
-            return ""
-        key = keys.staged(uuid.uuid4().hex)
-        self._redis.set(key, payload, ex=_STAGED_S)
-        return key
 
 
 def _entry(seq: int, request_id: str, op: Mapping[bytes, bytes], payload: bytes) -> Entry:

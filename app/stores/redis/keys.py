@@ -23,9 +23,11 @@
     spillable           ZSET  request with a payload that is worth an object -> ms of its admission, 0 to spill at once
     spilling            ZSET  object that is being written for a payload or a result -> ms of the write's start
     spill_garbage       SET   objects of dropped payloads and results, to be deleted
-    staged:<uuid>       STR   a large payload on its way into the journal; expires
+    staged:<uuid>       STR   a large payload or result on its way into the journal or to its future; expires
     future:<request>    HASH  kind, model, owner, digest, state, body, type, refused: the fields that a poll reads;
                               admitted and ended, in ms; expires
+    result:<request>    STR   a result of megabytes, which its future has no `body` for but its `size`; expires with the
+                              future, and is deleted once the result is `spilled`
     results             HASH  request with a large result -> JSON: its size, the owner for which it counts, and the key
                               of the object that holds it; the future then has `spilled` and `size` instead of `body`
     result_bytes        HASH  project -> the bytes of these results
@@ -153,6 +155,10 @@ def staged(name: str) -> str:
 
 def future(request_id: str) -> str:
     return f"{PREFIX}future:{request_id}"
+
+
+def result(request_id: str) -> str:
+    return f"{PREFIX}result:{request_id}"
 
 
 def stream(request_id: str) -> str:

@@ -17,7 +17,7 @@ MUTANTS = (
     Mutant(
         "dedupe: other content under a used seq",
         f"{_LUA}/journal.lua",
-        "known[1] == ARGV[6] and 'repeat' or 'conflict'",
+        "known[1] == digest and 'repeat' or 'conflict'",
         "'repeat'",
         f"{_OPLOG}::test_other_content_under_a_used_seq_is_a_400_and_changes_nothing",
     ),
@@ -75,15 +75,15 @@ MUTANTS = (
     Mutant(
         "commit: only applied + 1",
         f"{_LUA}/journal.lua",
-        " or tonumber(head[2]) ~= seq - 1",
+        " and tonumber(head[2]) == seq - 1",
         "",
         f"{_OPLOG}::test_a_commit_out_of_order_or_twice_is_fenced",
     ),
     Mutant(
         "commit: only the newest epoch",
         f"{_LUA}/journal.lua",
-        "head[1] ~= ARGV[2] or tonumber(head[2]) ~=",
-        "tonumber(head[2]) ~=",
+        "head[1] == ARGV[2] and tonumber(head[2]) ==",
+        "tonumber(head[2]) ==",
         f"{_OPLOG}::test_a_restarted_node_replaces_its_earlier_process_and_fences_it",
     ),
     Mutant(

@@ -106,8 +106,8 @@ MUTANTS = (
     Mutant(
         "history: commit",
         f"{_LUA}/journal.lua",
-        " or not is_current(model) then return 0 end",
-        " then return 0 end",
+        "== seq - 1 and is_current(model)",
+        "== seq - 1",
         _FENCED,
     ),
     Mutant(

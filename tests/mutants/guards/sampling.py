@@ -45,8 +45,8 @@ MUTANTS = (
     Mutant(
         "queue: a project below its share is admitted to a full queue",
         f"{_LUA}/samples.lua",
-        "requests >= tonumber(ARGV[9]) and not is_below_share(ARGV[3], ARGV[9])",
-        "requests >= tonumber(ARGV[9])",
+        "requests >= tonumber(most_requests) and not is_below_share(owner, most_requests)",
+        "requests >= tonumber(most_requests)",
         f"{_SAMPLES}::test_a_full_queue_admits_a_project_up_to_its_share_of_the_requests",
     ),
     Mutant(
@@ -145,7 +145,7 @@ MUTANTS = (
     Mutant(
         "close_sample: the first result stays",
         f"{_LUA}/samples.lua",
-        "if redis.call('HGET', future, 'state') ~= 'pending' then return false end",
+        "if redis.call('HGET', 'tinsmith:future:' .. request, 'state') ~= 'pending' then return false end",
         "",
         f"{_RESULTS}::test_a_sample_is_deduplicated_claimed_once_and_its_first_result_stays",
     ),

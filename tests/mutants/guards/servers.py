@@ -166,9 +166,9 @@ MUTANTS = (
     ),
     Mutant(
         "disk: a refused call is not written",
-        "app/stores/redis/journal.py",
-        " or self._redis.exists(keys.SHORTAGE):",
-        ":",
+        "app/stores/redis/futures.py",
+        "        content = self._staging.place(payload)\n",
+        "        content = self._staging.place(payload)\n        self._staging.write(content[1], payload)\n",
         f"{_STORES}/test_shortage.py::test_a_large_call_that_is_refused_is_not_written_to_disk",
     ),
     Mutant(
@@ -260,14 +260,14 @@ MUTANTS = (
     ),
     Mutant(
         "orphans: a payload that a move knows",
-        "app/stores/redis/futures.py",
+        "app/stores/redis/payloads.py",
         " or spilling is not None or",
         " or",
         "tests/unit/workers/maintenance/test_orphans.py::test_a_payload_that_a_call_or_a_move_needs_stays",
     ),
     Mutant(
         "orphans: a payload that a call refers to",
-        "app/stores/redis/futures.py",
+        "app/stores/redis/payloads.py",
         "spilled == key.encode() or ",
         "",
         "tests/unit/workers/maintenance/test_orphans.py::test_a_payload_that_a_call_or_a_move_needs_stays",
@@ -305,8 +305,8 @@ MUTANTS = (
     Mutant(
         "results: of two moves one counts",
         "app/stores/redis/lua/results.lua",
-        "if not listed or redis.call('HEXISTS', future, 'body') == 0 then",
-        "if not listed then",
+        " or redis.call('HEXISTS', future, 'body') + redis.call('EXISTS', 'tinsmith:result:' .. ARGV[1]) == 0 then",
+        " then",
         f"{_RESULTS}::test_of_two_movers_one_wins_and_the_other_object_goes",
     ),
     Mutant(
@@ -319,7 +319,7 @@ MUTANTS = (
     Mutant(
         "results: the budget of samples",
         "app/stores/redis/lua/samples.lua",
-        " or no_room_for_results(ARGV[3])",
+        " or no_room_for_results(owner)",
         "",
         f"{_RESULTS}::test_a_project_over_its_budget_waits_and_others_do_not",
     ),

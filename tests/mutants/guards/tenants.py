@@ -180,8 +180,8 @@ MUTANTS = (
     Mutant(
         "limits of projects: what others wait for",
         f"{_LUA}/journal.lua",
-        "take(cjson.decode(ARGV[8]), is_awaited_by_parts(applied))",
-        "take(cjson.decode(ARGV[8]))",
+        "check(cjson.decode(charge), is_awaited_by_parts(applied))",
+        "check(cjson.decode(charge))",
         f"{_STORES}/test_rates.py::test_what_others_wait_for_passes_and_is_charged",
     ),
     Mutant(

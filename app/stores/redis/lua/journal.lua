@@ -62,13 +62,16 @@ register_model(ARGV[1], 2)
 return 1
 
 -- script: admit
--- needs: count_payload, hear, is_far, no_room, no_room_for_results, now_ms, pages, register_model, take, train_queue
--- Journal an Op and its pending future, once. ARGV: model id, seq, request id, kind, payload, digest,
--- key of a staged payload (or ''), charge (or ''), entry in its project's audit log (or ''), and for a model to
+-- needs: content, hear, is_far, no_room, no_room_for_results, now_ms, pages, register_model, take, train_queue
+-- Journal an Op and its pending future, once. ARGV: payload, or '' with the key that will hold it (or ''), its size;
+-- model id, seq, request id, kind, digest, charge (or ''), entry in its project's audit log (or ''), and for a model to
 -- register in the same step: field, value, ...
 -- Returns {outcome, lease holder}; the outcome is fresh | repeat | conflict | refused (with its reason instead of the
--- holder) | consumed | far | unknown | ended. Returns {'limited', ...} as `over_limit` in limits.lua does.
-local model, seq, request, staged = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[7]
+-- holder) | consumed | far | unknown | ended | absent (to be admitted once the key holds the payload). Returns
+-- {'limited', ...} as `over_limit` in limits.lua does.
+local content = content_of(ARGV[1], ARGV[2], tonumber(ARGV[3]))
+local model, seq, request, kind, digest = ARGV[4], tonumber(ARGV[5]), ARGV[6], ARGV[7], ARGV[8]
+local charge, audited, FIELDS = ARGV[9], ARGV[10], 11
 
 -- If later Ops wait for this one, its refusal would keep them from ever draining.
 local function is_awaited(applied)
@@ -89,59 +92,44 @@ local function is_awaited_by_parts(applied)
   return false
 end
 
-local function store(now)
-  local payload = 'tinsmith:payload:' .. request
-  if staged == '' then
-    redis.call('SET', payload, ARGV[5])
-  else
-    redis.call('RENAME', staged, payload)
-    redis.call('PERSIST', payload)
-  end
-  count_payload(request, redis.call('STRLEN', payload), now)
-end
-
 local function admit()
   local head = redis.call('HMGET', 'tinsmith:models:' .. model, 'applied', 'owner', 'ended')
-  if not head[1] and #ARGV < 10 then return {'unknown', ''} end
+  if not head[1] and #ARGV < FIELDS then return {'unknown', ''} end
   local holder = redis.call('GET', 'tinsmith:lease:' .. model) or ''
   local known = redis.call('HMGET', 'tinsmith:future:' .. request, 'digest', 'refused')
   if known[2] then return {'refused', known[2]} end
-  if known[1] then return {known[1] == ARGV[6] and 'repeat' or 'conflict', holder} end
+  if known[1] then return {known[1] == digest and 'repeat' or 'conflict', holder} end
   if head[3] then return {'ended', ''} end
   local applied = tonumber(head[1] or -1)
   if seq <= applied then return {'consumed', ''} end
   if is_far(model, applied, seq) then return {'far', ''} end
-  if staged ~= '' and redis.call('EXISTS', staged) == 0 then
-    return redis.error_reply('FULL the call took so long that its content has lapsed')
-  end
-  local refusal = no_room(staged == '' and #ARGV[5] or redis.call('STRLEN', staged))
-                  or head[2] and no_room_for_results(cjson.decode(head[2]))
+  local refusal = no_room(content.size) or head[2] and no_room_for_results(cjson.decode(head[2]))
   if refusal and not is_awaited(applied) then return refusal end
-  local limited = ARGV[8] ~= '' and take(cjson.decode(ARGV[8]), is_awaited_by_parts(applied))
+  local check = content.is_absent() and over_limits or take
+  local limited = charge ~= '' and check(cjson.decode(charge), is_awaited_by_parts(applied))
   if limited then return limited end
+  if content.is_absent() then return {'absent', ''} end
   if not head[1] then
-    register_model(model, 10)
+    register_model(model, FIELDS)
     head = redis.call('HMGET', 'tinsmith:models:' .. model, 'applied', 'owner')
   end
   local now = now_ms()
   hear(redis.call('HGET', 'tinsmith:models:' .. model, 'session_id'), now)
-  redis.call('HSET', 'tinsmith:op:' .. request, 'kind', ARGV[4], 'attempts', 0, 'admitted', now)
-  store(now)
-  redis.call('HSET', 'tinsmith:future:' .. request, 'kind', ARGV[4], 'model', model,
-             'owner', cjson.decode(head[2]), 'digest', ARGV[6], 'state', 'pending', 'admitted', now)
+  redis.call('HSET', 'tinsmith:op:' .. request, 'kind', kind, 'attempts', 0, 'admitted', now)
+  content.store(request, now)
+  redis.call('HSET', 'tinsmith:future:' .. request, 'kind', kind, 'model', model,
+             'owner', cjson.decode(head[2]), 'digest', digest, 'state', 'pending', 'admitted', now)
   redis.call('ZADD', 'tinsmith:journal:' .. model, seq, seq)
   redis.call('HSET', 'tinsmith:models:' .. model, 'last_request', now)
-  if ARGV[9] ~= '' then
-    redis.call('HSET', page_of('audit', cjson.decode(head[2]), hour_now()), request, string.format('%.0f ', now) .. ARGV[9])
+  if audited ~= '' then
+    redis.call('HSET', page_of('audit', cjson.decode(head[2]), hour_now()), request, string.format('%.0f ', now) .. audited)
   end
   redis.call('ZADD', 'tinsmith:pending', 'NX', now, model)
   redis.call('HSET', 'tinsmith:pending_queue', model, train_queue(model))
   return {'fresh', holder}
 end
 
-local answer = admit()
-if staged ~= '' then redis.call('DEL', staged) end  -- else a repeat's would stay until it expires
-return answer
+return content.answered(admit())
 
 -- script: refuse
 -- needs: doom, is_far, now_ms, train_queue
@@ -166,17 +154,22 @@ redis.call('HSET', 'tinsmith:pending_queue', model, train_queue(model))
 return 1
 
 -- script: commit flags=allow-oom
--- needs: change_record, count_result, count_usage, doom, drop_payload, history, now_ms
+-- needs: change_record, count_usage, doom, drop_payload, history, now_ms, result
 -- Commit an Op: seq becomes the applied seq, and its result can be read. ARGV: model id, epoch, seq, state, type, body,
 -- seconds to keep, JSON list of {namespace, id, {field = value}} to record in the same step, reason of a failure, JSON
--- of its usage. Returns 1, or 0 when fenced.
+-- of its usage, the key that holds the body (or ''), the body's size. Returns 1, or 0 when fenced.
 local model, seq = ARGV[1], tonumber(ARGV[3])
 local key = 'tinsmith:models:' .. model
 local head = redis.call('HMGET', key, 'epoch', 'applied', 'owner')
-if head[1] ~= ARGV[2] or tonumber(head[2]) ~= seq - 1 or not is_current(model) then return 0 end
 local request = model .. ':' .. ARGV[3]
 local kind = redis.call('HGET', 'tinsmith:op:' .. request, 'kind')
-if not kind then return 0 end  -- nothing was admitted there
+local is_next = head[1] == ARGV[2] and tonumber(head[2]) == seq - 1 and is_current(model)
+if not is_next or not kind then  -- without a kind, nothing was admitted there
+  redis.call('DEL', ARGV[11])
+  return 0
+end
+local result = result_of(ARGV[4], ARGV[5], ARGV[6], ARGV[11], ARGV[12])
+if not result then return lapsed() end
 redis.call('HSET', key, 'applied', seq)
 if ARGV[4] == 'failed' or kind == 'forward' or kind == 'save_weights' then
   drop_payload(request)  -- no replay runs it
@@ -193,8 +186,9 @@ end
 local future = 'tinsmith:future:' .. request
 redis.call('EXPIRE', future, ARGV[7])
 if redis.call('HEXISTS', future, 'state') == 1 then
-  redis.call('HSET', future, 'state', ARGV[4], 'type', ARGV[5], 'body', ARGV[6], 'ended', now_ms())
-  count_result(request, #ARGV[6])
+  store_result(request, result, ARGV[7])
+else
+  redis.call('DEL', result.staged)
 end
 for _, write in ipairs(cjson.decode(ARGV[8])) do
   change_record(write[1], write[2], function()

@@ -194,13 +194,20 @@ local function pay(payer, charge, now)
   if longest > 0 then redis.call('EXPIRE', rate_key(payer), string.format('%.0f', longest + 1)) end
 end
 
--- Charge a call to all its payers, or to none. Returns the refusal of `over_limit`, or nil.
-local function take(charge, awaited)
+-- The refusal of `over_limit` for a call, or nil.
+local function over_limits(charge, awaited)
   local now = now_ms()
   for _, payer in ipairs(charge.payers) do
     local limited = over_limit(payer, charge, awaited, now)
     if limited then return limited end
   end
+end
+
+-- Charge a call to all its payers, or to none. Returns as `over_limits` does.
+local function take(charge, awaited)
+  local limited = over_limits(charge, awaited)
+  if limited then return limited end
+  local now = now_ms()
   for _, payer in ipairs(charge.payers) do pay(payer, charge, now) end
 end
 

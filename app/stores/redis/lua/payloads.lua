@@ -10,6 +10,33 @@ local function count_payload(request, size, now)
   end
 end
 
+-- part: content
+-- needs: count_payload
+-- The content of a call: small bytes are an argument of the script, large ones lie in pieces of a key (Staging in
+-- payloads.py), which has `size` bytes once all are there.
+local function content_of(bytes, staged, size)
+  local function is_absent() return staged ~= '' and redis.call('STRLEN', staged) ~= size end
+
+  local function store(request, now)
+    local payload = 'tinsmith:payload:' .. request
+    if staged == '' then
+      redis.call('SET', payload, bytes)
+    else
+      redis.call('RENAME', staged, payload)
+      redis.call('PERSIST', payload)
+    end
+    count_payload(request, size, now)
+  end
+
+  -- The answer of the script, which leaves no key behind.
+  local function answered(answer)
+    if staged ~= '' then redis.call('DEL', staged) end
+    return answer
+  end
+
+  return {is_absent = is_absent, store = store, answered = answered, size = size}
+end
+
 -- part: drop_payload
 -- Drop the payload of a request that is never run or replayed again. Call it before op:<request> is deleted: that hash
 -- has the key of a spilled payload.

@@ -40,6 +40,34 @@ local function count_result(request, size)
   list_expiry(request)
 end
 
+-- part: result
+-- needs: count_result, now_ms
+-- A result: its body, or '' with the key that holds a large one, and the size (Staging in payloads.py). Returns nil if
+-- that key took so long to write that its first bytes have lapsed.
+local function result_of(state, type, body, staged, size)
+  if staged ~= '' and redis.call('STRLEN', staged) ~= tonumber(size) then return nil end
+  return {state = state, type = type, body = body, staged = staged, size = tonumber(size)}
+end
+
+-- The error for such a result; the worker delivers it again.
+local function lapsed() return redis.error_reply('FULL the result took so long to write that it has lapsed') end
+
+-- Store a result for so many seconds: a small body in the future, a large one in a key that expires with the future.
+local function store_result(request, result, keep_s)
+  local future = 'tinsmith:future:' .. request
+  redis.call('HSET', future, 'state', result.state, 'type', result.type, 'ended', now_ms())
+  redis.call('EXPIRE', future, keep_s)
+  if result.staged == '' then
+    redis.call('HSET', future, 'body', result.body)
+  else
+    local key = 'tinsmith:result:' .. request
+    redis.call('RENAME', result.staged, key)
+    redis.call('EXPIRE', key, keep_s)
+    redis.call('HSET', future, 'size', result.size)
+  end
+  count_result(request, result.size)
+end
+
 -- part: no_room_for_results
 -- needs: settings
 -- The error that refuses a project's call; nil while its large results are within the budget.
@@ -61,7 +89,7 @@ return redis.call('SRANDMEMBER', 'tinsmith:results_due', ARGV[1])
 redis.call('SREM', 'tinsmith:results_due', ARGV[1])
 if redis.call('ZREM', 'tinsmith:spilling', ARGV[2]) == 0 then return 0 end
 local future, listed = 'tinsmith:future:' .. ARGV[1], redis.call('HGET', 'tinsmith:results', ARGV[1])
-if not listed or redis.call('HEXISTS', future, 'body') == 0 then
+if not listed or redis.call('HEXISTS', future, 'body') + redis.call('EXISTS', 'tinsmith:result:' .. ARGV[1]) == 0 then
   redis.call('SADD', 'tinsmith:spill_garbage', ARGV[2])
   return 0
 end
@@ -70,12 +98,14 @@ result.key = ARGV[2]
 redis.call('HSET', 'tinsmith:results', ARGV[1], cjson.encode(result))
 redis.call('HSET', future, 'spilled', ARGV[2], 'size', result.size)
 redis.call('HDEL', future, 'body')
+redis.call('DEL', 'tinsmith:result:' .. ARGV[1])
 return 1
 
 -- script: note_read flags=allow-oom
 -- needs: list_expiry
 -- Let a large result expire sooner, since it was read. ARGV: request id, seconds to keep it at most. Returns 0.
 redis.call('EXPIRE', 'tinsmith:future:' .. ARGV[1], ARGV[2], 'LT')
+redis.call('EXPIRE', 'tinsmith:result:' .. ARGV[1], ARGV[2], 'LT')
 if redis.call('HEXISTS', 'tinsmith:results', ARGV[1]) == 1 then list_expiry(ARGV[1]) end
 return 0
 

@@ -19,7 +19,7 @@ local function note_completion(sampler, seq, request, keep_s)
 end
 
 -- part: close_sample
--- needs: count_result, count_samples, drop_payload, leave_project, note_completion, now_ms, place
+-- needs: count_samples, drop_payload, leave_project, note_completion, place, result
 -- Stop counting a sampling request in its queue, at its node and for its sampler; call before op:<request> is deleted.
 local function leave_queue(request, sampler)
   local queue = redis.call('HGET', 'tinsmith:pending_queue', request)
@@ -41,12 +41,9 @@ end
 
 -- Store a sampling request's result and delete all its other state; the first result stays.
 -- Returns true if this result was the first.
-local function close_sample(request, state, type, body, keep_s)
-  local future = 'tinsmith:future:' .. request
-  if redis.call('HGET', future, 'state') ~= 'pending' then return false end
-  redis.call('HSET', future, 'state', state, 'type', type, 'body', body, 'ended', now_ms())
-  redis.call('EXPIRE', future, keep_s)
-  count_result(request, #body)
+local function close_sample(request, result, keep_s)
+  if redis.call('HGET', 'tinsmith:future:' .. request, 'state') ~= 'pending' then return false end
+  store_result(request, result, keep_s)
   local sampler, seq = request:match('^(.*):(%d+)$')
   note_completion(sampler, seq, request, keep_s)
   drop_payload(request)
@@ -57,13 +54,13 @@ local function close_sample(request, state, type, body, keep_s)
 end
 
 -- part: abort_sample
--- needs: close_sample, refund
+-- needs: close_sample, refund, result
 -- Cancel a sampling request, and notify the worker that may be running it. Without such a worker, its whole charge is
 -- refunded at once; else the unused part, when the worker reports its usage. Returns as close_sample does.
 local function abort_sample(request, keep_s, type, body)
   local charged = charged_for(request)
   charged.runner = redis.call('GET', 'tinsmith:lease:' .. request) or nil
-  if not close_sample(request, 'failed', type, body, keep_s) then return false end
+  if not close_sample(request, result_of('failed', type, body, '', #body), keep_s) then return false end
   if charged.runner then
     redis.call('SET', 'tinsmith:stopped:' .. request, cjson.encode(charged), 'EX', keep_s)
   else
@@ -74,14 +71,19 @@ local function abort_sample(request, keep_s, type, body)
 end
 
 -- script: admit_sample
--- needs: count_payload, count_samples, hear, held, hold, may_ring, no_room, no_room_for_results, now_ms, paused, ring, take
+-- needs: content, count_samples, hear, held, hold, may_ring, no_room, no_room_for_results, now_ms, paused, ring, take
 -- Journal a sampling request, once, with the adapter version that it uses and the node that it is dispatched to.
--- ARGV: request id, parent id, owner, queue, payload, digest, tokens it may take, its sequences, most requests and most
--- tokens that may be unfinished in its queue (or '' for no bound), charge, the names of its payers.
+-- ARGV: payload, or '' with the key that will hold it (or ''), its size; request id, parent id, owner, queue, digest,
+-- tokens it may take, its sequences, most requests and most tokens that may be unfinished in its queue (or '' for no
+-- bound), charge, the names of its payers.
 -- Returns {'fresh', node to dispatch to, or '' for any node}, or {'held', ''} when the request is throttled. Else
--- returns {repeat | conflict | unknown | given_up | too_large | requests | tokens, unfinished requests or tokens in the queue}, or
--- {'limited', ...} as `over_limit` in limits.lua does.
-local request, sampler, queue, tokens = ARGV[1], ARGV[2], ARGV[4], tonumber(ARGV[7])
+-- returns {repeat | conflict | unknown | given_up | too_large | requests | tokens, unfinished requests or tokens in the queue},
+-- {'absent', ''} when it is admitted once the key holds the payload, or {'limited', ...} as `over_limit` in limits.lua
+-- does.
+local content = content_of(ARGV[1], ARGV[2], tonumber(ARGV[3]))
+local request, sampler, owner, queue, digest = ARGV[4], ARGV[5], ARGV[6], ARGV[7], ARGV[8]
+local tokens, rows, charge, payers = tonumber(ARGV[9]), ARGV[10], ARGV[13], ARGV[14]
+local most_requests, most_tokens = ARGV[11], ARGV[12]
 
 -- The object-store prefix of the adapter for a sampler's next request; '' for the base model, nil if it was given up.
 local function adapter_of(sampler)
@@ -107,44 +109,49 @@ local function is_below_share(project, most)
   return others > 0 and unfinished < (most == '' and 1 or most / (others + 1))
 end
 
-local known = redis.call('HGET', 'tinsmith:future:' .. request, 'digest')
-if known then return {known == ARGV[6] and 'repeat' or 'conflict', 0} end
-local session = redis.call('HGET', 'tinsmith:samplers:' .. sampler, 'session_id')
-if not session then return {'unknown', 0} end  -- it went since it was looked up, and nobody knows of which adapter it was
-local adapter = adapter_of(sampler)
-if not adapter then return {'given_up', 0} end
-if ARGV[9] ~= '' then
-  if tokens > tonumber(ARGV[10]) then return {'too_large', 0} end
-  local requests = redis.call('HLEN', 'tinsmith:sampling:' .. queue)
-  local held = tonumber(redis.call('HGET', 'tinsmith:sampling_tokens', queue) or 0)
-  if requests >= tonumber(ARGV[9]) and not is_below_share(ARGV[3], ARGV[9]) then return {'requests', requests} end
-  if held + tokens > tonumber(ARGV[10]) and not is_below_share(ARGV[3], '') then return {'tokens', held} end
+local function admit()
+  local known = redis.call('HGET', 'tinsmith:future:' .. request, 'digest')
+  if known then return {known == digest and 'repeat' or 'conflict', 0} end
+  local session = redis.call('HGET', 'tinsmith:samplers:' .. sampler, 'session_id')
+  if not session then return {'unknown', 0} end  -- it went since it was looked up, and nobody knows of which adapter it was
+  local adapter = adapter_of(sampler)
+  if not adapter then return {'given_up', 0} end
+  if most_requests ~= '' then
+    if tokens > tonumber(most_tokens) then return {'too_large', 0} end
+    local requests = redis.call('HLEN', 'tinsmith:sampling:' .. queue)
+    local held = tonumber(redis.call('HGET', 'tinsmith:sampling_tokens', queue) or 0)
+    if requests >= tonumber(most_requests) and not is_below_share(owner, most_requests) then return {'requests', requests} end
+    if held + tokens > tonumber(most_tokens) and not is_below_share(owner, '') then return {'tokens', held} end
+  end
+  local refusal = no_room(content.size) or no_room_for_results(owner)
+  if refusal then return refusal end
+  local check = content.is_absent() and over_limits or take
+  local limited = charge ~= '' and check(cjson.decode(charge))
+  if limited then return limited end
+  if content.is_absent() then return {'absent', ''} end
+  local now = now_ms()
+  hear(session, now)
+  redis.call('ZADD', 'tinsmith:samplers_used', now, sampler)
+  redis.call('HSET', 'tinsmith:op:' .. request, 'kind', 'sample', 'attempts', 0, 'admitted', now, 'adapter', adapter,
+             'rows', rows, 'payers', payers)
+  count_samples(request, 1)
+  content.store(request, now)
+  redis.call('HSET', 'tinsmith:future:' .. request, 'kind', 'sample', 'model', sampler, 'owner', owner,
+             'digest', digest, 'state', 'pending', 'admitted', now)
+  redis.call('ZADD', 'tinsmith:pending', now, request)
+  redis.call('HSET', 'tinsmith:pending_queue', request, queue)
+  redis.call('HSET', 'tinsmith:sampling:' .. queue, request, tokens)
+  redis.call('HINCRBY', 'tinsmith:sampling_tokens', queue, tokens)
+  redis.call('SADD', 'tinsmith:sampled:' .. sampler, request)
+  redis.call('SADD', 'tinsmith:samplers_asked', sampler)
+  if redis.call('EXISTS', held_key(queue, owner)) == 1 or not may_ring(queue, owner, tonumber(rows)) then
+    hold(request, queue, owner, now)
+    return {'held', ''}
+  end
+  return {'fresh', ring(request, queue, owner)}
 end
-local refusal = no_room(#ARGV[5]) or no_room_for_results(ARGV[3])
-if refusal then return refusal end
-local limited = ARGV[11] ~= '' and take(cjson.decode(ARGV[11]))
-if limited then return limited end
-local now = now_ms()
-hear(session, now)
-redis.call('ZADD', 'tinsmith:samplers_used', now, sampler)
-redis.call('HSET', 'tinsmith:op:' .. request, 'kind', 'sample', 'attempts', 0, 'admitted', now, 'adapter', adapter,
-           'rows', ARGV[8], 'payers', ARGV[12])
-count_samples(request, 1)
-redis.call('SET', 'tinsmith:payload:' .. request, ARGV[5])
-count_payload(request, #ARGV[5], now)
-redis.call('HSET', 'tinsmith:future:' .. request, 'kind', 'sample', 'model', sampler, 'owner', ARGV[3],
-           'digest', ARGV[6], 'state', 'pending', 'admitted', now)
-redis.call('ZADD', 'tinsmith:pending', now, request)
-redis.call('HSET', 'tinsmith:pending_queue', request, queue)
-redis.call('HSET', 'tinsmith:sampling:' .. queue, request, tokens)
-redis.call('HINCRBY', 'tinsmith:sampling_tokens', queue, tokens)
-redis.call('SADD', 'tinsmith:sampled:' .. sampler, request)
-redis.call('SADD', 'tinsmith:samplers_asked', sampler)
-if redis.call('EXISTS', held_key(queue, ARGV[3])) == 1 or not may_ring(queue, ARGV[3], tonumber(ARGV[8])) then
-  hold(request, queue, ARGV[3], now)
-  return {'held', ''}
-end
-return {'fresh', ring(request, queue, ARGV[3])}
+
+return content.answered(admit())
 
 -- script: claim_sample flags=allow-oom
 -- needs: begin, count_rung, home, leave, node_of, now_ms, place
@@ -202,21 +209,28 @@ end
 return 0
 
 -- script: finish_sample flags=allow-oom
--- needs: close_sample, count_usage, refund, routed
+-- needs: close_sample, count_usage, refund, result, routed
 -- Store a sampling request's result; the first result stays, and its usage is counted. With routes, their files become
--- the request's, and their bytes count. ARGV: request id, state, type, body, seconds to keep, JSON of its usage, and with
--- routes: day and attempt as in the files' names, bytes, seconds to keep. Returns 1, or 0 when the request had a result
--- already.
-local charged = charged_for(ARGV[1])
-if not close_sample(ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5]) then return 0 end
-if ARGV[7] then
-  redis.call('SET', 'tinsmith:routes:' .. ARGV[1], ARGV[7] .. '/' .. ARGV[8], 'EX', ARGV[10])
-  count_routes(ARGV[7], charged.payers, ARGV[9])
+-- the request's, and their bytes count. ARGV: request id, state, type, body, or '' with the key that holds it (or ''), its
+-- size, seconds to keep, JSON of its usage, and with routes: day and attempt as in the files' names, bytes, seconds to
+-- keep. Returns 1, or 0 when the request had a result already.
+local request, keep_s, usage = ARGV[1], ARGV[7], ARGV[8]
+local day, attempt, bytes, keep_routes_s = ARGV[9], ARGV[10], ARGV[11], ARGV[12]
+local result = result_of(ARGV[2], ARGV[3], ARGV[4], ARGV[5], ARGV[6])
+if not result then return lapsed() end
+local charged = charged_for(request)
+if not close_sample(request, result, keep_s) then
+  redis.call('DEL', result.staged)
+  return 0
+end
+if day then
+  redis.call('SET', 'tinsmith:routes:' .. request, day .. '/' .. attempt, 'EX', keep_routes_s)
+  count_routes(day, charged.payers, bytes)
 end
 local took = 0
-for _, amount in pairs(cjson.decode(ARGV[6])) do took = took + amount end
+for _, amount in pairs(cjson.decode(usage)) do took = took + amount end
 give_back(charged, took)
-if ARGV[2] == 'done' then count_usage('tinsmith:samplers:' .. ARGV[1]:match('^(.*):%d+$'), ARGV[6]) end
+if result.state == 'done' then count_usage('tinsmith:samplers:' .. request:match('^(.*):%d+$'), usage) end
 return 1
 
 -- script: cancel_sample flags=allow-oom

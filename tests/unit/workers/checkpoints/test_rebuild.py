@@ -21,8 +21,8 @@ from app.settings import EngineSettings
 from app.stores.objects.folder import FolderStore
 from app.stores.objects.notes import note
 from app.stores.redis import keys
-from app.stores.redis.futures import RedisPayloads
 from app.stores.redis.lifecycle import RedisLifecycle
+from app.stores.redis.payloads import RedisPayloads
 from app.stores.redis.records import dump, load
 from app.stores.redis.types import Lease
 from tests.unit.workers.conftest import BASE, LORA, MODEL, PROBE, Worker, World, logprob_bytes, probe, step, undisturbed

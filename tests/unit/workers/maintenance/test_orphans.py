@@ -23,10 +23,10 @@ from app.stores.objects.base import ObjectStore
 from app.stores.objects.folder import FolderStore
 from app.stores.objects.routes import DAY_S
 from app.stores.objects.s3 import S3Store
-from app.stores.redis.futures import RedisPayloads
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.lifecycle import RedisLifecycle
 from app.stores.redis.limits import RedisQuotas
+from app.stores.redis.payloads import RedisPayloads
 from app.stores.redis.records import RedisRecords, dump
 from app.stores.redis.types import Lease
 from tests.servers_s3 import start_s3

@@ -9,8 +9,8 @@ from app.domain.records import Model
 from app.domain.results import Result
 from app.errors import Unavailable
 from app.settings import EngineSettings
-from app.stores.redis.futures import RedisPayloads
 from app.stores.redis.journal import RedisOpLog
+from app.stores.redis.payloads import RedisPayloads
 from app.stores.redis.records import dump
 from app.stores.redis.types import Lease
 from tests.unit.away_store import AwayStore

@@ -21,8 +21,8 @@ from app.stores.objects.folder import FolderStore
 from app.stores.redis import keys
 from app.stores.redis.client import connect
 from app.stores.redis.completions import TokenStreams
-from app.stores.redis.futures import RedisPayloads
 from app.stores.redis.journal import RedisOpLog
+from app.stores.redis.payloads import RedisPayloads
 from app.stores.redis.records import dump
 from app.wire import tinker_pb2 as pb
 from tests import assembly

@@ -16,8 +16,8 @@ from app.domain.ops import OptimStep
 from app.errors import Requeue
 from app.stores.objects.folder import FolderStore
 from app.stores.redis import keys
-from app.stores.redis.futures import RedisPayloads
 from app.stores.redis.lifecycle import RedisLifecycle
+from app.stores.redis.payloads import RedisPayloads
 from app.stores.redis.types import Lease
 from tests.unit.workers import newer_version
 from tests.unit.workers.conftest import BASE, MODEL, Worker, World, add_model, logprob_bytes, probe, step, undisturbed

@@ -10,9 +10,9 @@ from app.errors import BadRequest
 from app.settings import EngineSettings
 from app.stores.objects.folder import FolderStore
 from app.stores.redis import keys
-from app.stores.redis.futures import RedisPayloads
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.lifecycle import RedisLifecycle
+from app.stores.redis.payloads import RedisPayloads
 from app.stores.redis.records import dump
 from tests.unit.app.stores.redis.journal_steps import MODEL, admit, own
 

@@ -15,8 +15,8 @@ from app.errors import Gone, Unavailable
 from app.settings import EngineSettings
 from app.stores.redis import keys
 from app.stores.redis.completions import RedisCompletions
-from app.stores.redis.futures import RedisPayloads
 from app.stores.redis.journal import RedisOpLog
+from app.stores.redis.payloads import RedisPayloads
 from app.stores.redis.records import RedisRecords, dump
 from tests.unit.app.stores.redis.journal_steps import MODEL, admit, own
 from tests.unit.away_store import AwayStore

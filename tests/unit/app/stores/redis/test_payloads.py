@@ -16,9 +16,9 @@ from app.errors import BadRequest, Fenced, TooLarge, Unavailable
 from app.settings import EngineSettings
 from app.stores.objects.base import ObjectStore
 from app.stores.redis import keys
-from app.stores.redis.futures import RedisPayloads
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.lifecycle import RedisLifecycle
+from app.stores.redis.payloads import RedisPayloads
 from app.stores.redis.records import RedisRecords, dump
 from app.stores.redis.types import Lease
 from tests.unit.away_store import AwayStore
@@ -51,7 +51,7 @@ def payloads(client: redis.Redis, store: AwayStore) -> RedisPayloads:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A spiller that takes an unfinished attempt for dead at once."""
-    monkeypatch.setattr("app.stores.redis.futures._ABANDONED_MS", 0)
+    monkeypatch.setattr("app.stores.redis.payloads._ABANDONED_MS", 0)
 
 
 def content(seq: int, size: int) -> bytes:

@@ -1,0 +1,76 @@
+"""Guards against costs that grow with the size of a call, or with the number of runs."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+# Without the fixtures of the API's own tests, which take seconds to load.
+_STORES = "--confcutdir=tests/unit/app/stores -p tests.unit.conftest tests/unit/app/stores/redis"
+_LARGE = f"{_STORES}/test_large_content.py"
+
+MUTANTS = (
+    # Calls and results of megabytes.
+    Mutant(
+        "large content: a command carries a piece",
+        "app/stores/redis/payloads.py",
+        "whole[start : start + PIECE_BYTES]",
+        "whole[start:]",
+        f"{_LARGE}::test_no_command_of_a_large_call_or_result_carries_more_than_a_piece",
+    ),
+    Mutant(
+        "large content: bytes that went while they were read",
+        "app/stores/redis/payloads.py",
+        "return whole if size and len(whole) == size else None",
+        "return whole",
+        f"{_LARGE}::test_a_large_call_moves_to_the_object_store_also_while_it_is_read",
+    ),
+    Mutant(
+        "large content: a full server takes the results of what runs",
+        "app/stores/redis/payloads.py",
+        "        except redis.OutOfMemoryError:",
+        "        except ZeroDivisionError:",
+        f"{_LARGE}::test_a_full_server_takes_large_results_of_what_runs",
+    ),
+    Mutant(
+        "large content: a key that a dying process leaves",
+        "app/stores/redis/payloads.py",
+        "                pipe.expire(key, _STAGED_S)\n",
+        "",
+        f"{_LARGE}::test_a_process_that_dies_while_it_writes_leaves_a_key_that_expires",
+    ),
+    Mutant(
+        "large content: a call whose first pieces lapsed",
+        "app/stores/redis/lua/payloads.lua",
+        "redis.call('STRLEN', staged) ~= size end",
+        "redis.call('EXISTS', staged) == 0 end",
+        f"{_LARGE}::test_a_call_whose_first_pieces_have_lapsed_is_not_admitted",
+    ),
+    Mutant(
+        "large content: a result whose first pieces lapsed",
+        "app/stores/redis/lua/results.lua",
+        "redis.call('STRLEN', staged) ~= tonumber(size) then",
+        "redis.call('EXISTS', staged) == 0 then",
+        f"{_LARGE}::test_a_result_whose_first_pieces_have_lapsed_is_delivered_again",
+    ),
+    Mutant(
+        "large content: one charge",
+        "app/stores/redis/lua/journal.lua",
+        "local check = content.is_absent() and over_limits or take",
+        "local check = take",
+        f"{_LARGE}::test_a_large_call_is_charged_once",
+    ),
+    Mutant(
+        "large content: a fenced result is not kept",
+        "app/stores/redis/lua/journal.lua",
+        "  redis.call('DEL', ARGV[11])\n",
+        "",
+        f"{_LARGE}::test_a_result_that_does_not_count_leaves_nothing_behind",
+    ),
+    Mutant(
+        "large content: a result expires with its future",
+        "app/stores/redis/lua/results.lua",
+        "redis.call('EXPIRE', 'tinsmith:result:' .. ARGV[1], ARGV[2], 'LT')\n",
+        "",
+        f"{_LARGE}::test_a_large_result_expires_with_its_future",
+    ),
+)
