@@ -60,8 +60,8 @@ class LimitSettings(Section):
     json_values: int = Field(
         2**20,
         ge=1000,
-        description="most values in a JSON body, and four times the parts of a batch in protobuf; a batch of an SDK "
-        "that sends JSON can have half as many parts",
+        description="most values in a JSON body, and inside the datums of a batch in protobuf; four times the parts of "
+        "such a batch (a batch of an SDK that sends JSON can have half as many)",
     )
     json_depth: int = Field(64, ge=16, le=256, description="deepest nesting of lists and objects in a JSON body")
     datums: int = Field(8192, ge=1, description="most datums in one call; the SDK sends 1,024 at a time")

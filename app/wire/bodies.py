@@ -27,12 +27,31 @@ from app.wire.images import ModelInput, columns
 # RFC 8878 asks every decoder to support this window; it is also the zstd program's limit without --long.
 _WINDOW = 2**23
 _PIECE = 2**16
-_DATA = 3
-"""Number of the field of a ForwardBackwardRequest that holds its datums."""
+_VARINT, _LENGTH = 0, 2
+"""Wire types of protobuf: a number, and bytes with their length before them."""
+_DATA = 3 << 3 | _LENGTH
+"""The tag of a datum in a ForwardBackwardRequest."""
 _PART = 4
 """The number of JSON values that use as much memory as one nested message."""
+_CONTINUED = bytes(range(128, 256))
+"""The bytes of a packed number behind which it goes on."""
+
+_Layout = dict[int, Any]
+"""The tags of a message's fields that hold messages, with the layout of each, or lists of numbers, with None."""
 
 
+def _layout_of(message: Any) -> _Layout:
+    """The layout of the messages of a descriptor."""
+    found: _Layout = {}
+    for field in message.fields:
+        if field.message_type:
+            found[field.number << 3 | _LENGTH] = _layout_of(field.message_type)
+        elif field.is_repeated:
+            found |= {field.number << 3 | kind: None for kind in (_LENGTH, _VARINT)}
+    return found
+
+
+_REQUEST = _layout_of(pb.ForwardBackwardRequest.DESCRIPTOR)
 _FORWARD = "forward_input"
 _DTYPES = {"float32": pb.DTYPE_FLOAT32, "int64": pb.DTYPE_INT64}
 _NUMPY: dict[str, np.dtype[Any]] = {"float32": np.dtype("<f4"), "int64": np.dtype("<i8")}
@@ -50,11 +69,12 @@ def unpack(body: bytes, encoding: str, most: int) -> bytes:
     try:
         said = zstandard.frame_content_size(body)
         # A frame that states its size is unpacked straight into a buffer of that size, so its window may have any size.
-        unpacker = zstandard.ZstdDecompressor(max_window_size=0 if said >= 0 else _WINDOW)
-        size = said if said >= 0 else _measured(unpacker, body, most)
+        # Of one that says 0, zstandard would read nothing, nor what is behind it.
+        unpacker = zstandard.ZstdDecompressor(max_window_size=0 if said > 0 else _WINDOW)
+        size = said if said > 0 else _measured(unpacker, body, most)
         if size > most:
             raise TooLarge(f"the body has at least {size} bytes when unpacked; {most} are taken: send less at a time")
-        if said >= 0:
+        if said > 0:
             return unpacker.decompress(body, allow_extra_data=False)
         return _whole(unpacker, body)
     except zstandard.ZstdError:
@@ -106,13 +126,35 @@ def _check_values(body: bytes, limits: LimitSettings) -> None:
 
 def check_parts(body: bytes, limits: LimitSettings) -> None:
     """Raises TooLarge for a ForwardBackwardRequest that would become too many objects: datums, chunks and inputs, each
-    of which may be two bytes. The parser refuses malformed bodies."""
+    of which may be two bytes, and the messages and numbers inside them. The parser refuses malformed bodies, where the
+    count ends."""
     most = left = limits.json_values // _PART
     with suppress(IndexError):
-        for number, start, end in _fields(body, 0, len(body)):
-            left -= 1 + (sum(1 for _ in islice(_fields(body, start, end), left)) if number == _DATA else 0)
+        for tag, start, end in _fields(body, 0, len(body)):
+            left -= 1 + (sum(1 for _ in islice(_fields(body, start, end), left)) if tag == _DATA else 0)
             if left < 0:
                 raise TooLarge(f"the body holds more than {most} parts of datums; send fewer at a time")
+    left = limits.json_values
+    with suppress(IndexError):
+        for count in _values(body, 0, len(body), _REQUEST):
+            left -= count
+            if left < 0:
+                raise TooLarge(f"the body holds more than {limits.json_values} values; send less at a time")
+
+
+def _values(body: bytes, place: int, end: int, layout: _Layout) -> Iterator[int]:
+    """Yields how many values each message inside the body (1) and each list of numbers bring. A value may be one or two
+    bytes and takes up to 40 once it is parsed: the parser's arena also keeps the messages that a later one of the same
+    `oneof` replaces."""
+    for tag, start, stop in _fields(body, place, end):
+        if tag not in layout:
+            continue
+        inside = layout[tag]
+        if inside is None:
+            yield len(body[start:stop].translate(None, _CONTINUED))
+        else:
+            yield 1
+            yield from _values(body, start, stop, inside)
 
 
 def _check_depth(value: Any, limits: LimitSettings) -> None:
@@ -139,19 +181,25 @@ def check_batch(batch: Batch, limits: LimitSettings) -> None:
 
 
 def _fields(body: bytes, place: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """Yields (number, start, end) of every string or message field in a protobuf message. Raises IndexError where the
-    message ends too soon."""
+    """Yields (tag, start, end) of every field in a protobuf message, except those of fixed size. The contents of a
+    group are left out: no message here has one. Raises IndexError where the message ends too soon."""
+    groups = 0
     while place < end:
         tag, place = _varint(body, place)
-        kind = tag & 7
-        if kind == 2:
-            size, place = _varint(body, place)
-            yield tag >> 3, place, place + size
-            place += size
-        elif kind == 0:
+        kind, start = tag & 7, place
+        if kind == _LENGTH:
+            size, start = _varint(body, place)
+            place = start + size
+            if place > end:
+                raise IndexError
+        elif kind == _VARINT:
             _, place = _varint(body, place)
         else:
             place += {1: 8, 5: 4}.get(kind, 0)
+            groups += {3: 1, 4: -1}.get(kind, 0)
+            continue
+        if not groups:
+            yield tag, start, place
 
 
 def _varint(body: bytes, place: int) -> tuple[int, int]:

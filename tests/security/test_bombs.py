@@ -23,6 +23,7 @@ from app.stores.redis.records import dump
 from tests import pictures
 from tests.api_server import BASE, INFO, KEY, ApiServer, start_api
 from tests.peft_adapters import PEFT_CONFIG
+from tests.protobuf_bytes import field, with_tensor
 from tests.unit.app.conftest import SHAPES, batch
 
 MOST_MIB = 64
@@ -30,6 +31,8 @@ _BODY = 16 * 2**20
 PROTOBUF, JSON = "application/x-protobuf", "application/json"
 PLAIN: Mapping[str, str] = {}
 ZSTD, GZIP = {"Content-Encoding": "zstd"}, {"Content-Encoding": "gzip"}
+# The content's size in the head of a zstd frame, and an empty last block.
+LARGE, NEAR = (2**62).to_bytes(8, "little") + b"\x01\x00\x00", _BODY.to_bytes(4, "little") + b"\x01\x00\x00"
 SETTINGS = f"max_body_bytes = {_BODY}\nspare_threads = 8\npoll_capacity = 8"
 
 
@@ -111,6 +114,10 @@ def bombs(model: str) -> dict[str, tuple[str, bytes, str, Mapping[str, str]]]:
         "zstd that says it is 128 MiB": ("forward_backward", zeros(2**27, sized=True), PROTOBUF, ZSTD),
         "zstd that does not say": ("forward_backward", zeros(2**27, sized=False), PROTOBUF, ZSTD),
         "zstd on a small route": ("session_heartbeat", zeros(2**27, sized=False), JSON, ZSTD),
+        "a million zstd frames": ("forward_backward", zstandard.compress(b"") * 10**6, PROTOBUF, ZSTD),
+        "a million frames to skip": ("forward_backward", (b"\x50\x2a\x4d\x18" + bytes(4)) * 10**6, PROTOBUF, ZSTD),
+        "zstd that says it is 2^62 bytes": ("forward_backward", b"\x28\xb5\x2f\xfd\xe0" + LARGE, PROTOBUF, ZSTD),
+        "zstd that says too much": ("forward_backward", b"\x28\xb5\x2f\xfd\xa0" + NEAR, PROTOBUF, ZSTD),
         "zstd in zstd": ("forward_backward", zstandard.compress(zeros(2**27, sized=False)), PROTOBUF, ZSTD),
         "gzip": ("forward_backward", gzip.compress(bytes(10**7), 1), PROTOBUF, GZIP),
         "gzip as JSON": ("asample", gzip.compress(b"[" * 10**7, 1), JSON, GZIP),
@@ -140,6 +147,10 @@ def crowds(model: str) -> dict[str, bytes]:
         "2 million chunks": b"\x1a\x80\x80\x80\x02" + b"\x0a\x00" * 2**21,
         "50,000 datums": head.SerializeToString() + b"\x1a\x00" * 50_000,
         "a shape of 200,000 sizes": shaped.SerializeToString(),
+        "a shape of 15 million sizes": with_tensor(field(4, b"\x01" * 15 * 10**6)),
+        "a chunk of 7 million kinds": field(3, field(1, b"\x0a\x00\x12\x00" * (7 * 10**6 // 2))),
+        "a tensor of 3 million encodings": with_tensor(b"\x0a\x00\x12\x00" * 3 * 10**6),
+        "a million groups in each other": b"\x0b" * 10**6,
     }
     return {name: zstandard.compress(body) for name, body in made.items()}
 
@@ -167,6 +178,10 @@ def test_many_parts_in_few_bytes_are_refused_before_they_are_made(server: Server
         "2 million chunks": 413,
         "50,000 datums": 400,
         "a shape of 200,000 sizes": 400,
+        "a shape of 15 million sizes": 413,
+        "a chunk of 7 million kinds": 413,
+        "a tensor of 3 million encodings": 413,
+        "a million groups in each other": 400,
     }
     assert server.peak_mib() - before < MOST_MIB
 

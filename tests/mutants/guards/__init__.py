@@ -5,6 +5,7 @@ To add the mutant of a guard, write the smallest change that removes it, and nam
 
 from tests.mutants.guards import (
     edges,
+    hostile,
     journal,
     models,
     polls,
@@ -27,6 +28,7 @@ MUTANTS = (
     *tenants.MUTANTS,
     *servers.MUTANTS,
     *edges.MUTANTS,
+    *hostile.MUTANTS,
     *polls.MUTANTS,
     *promotions.MUTANTS,
 )

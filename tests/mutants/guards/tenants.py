@@ -1,4 +1,4 @@
-"""Guards of tenants, limits and hostile input."""
+"""Guards of tenants and limits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ _STORES = "--confcutdir=tests/unit/app/stores -p tests.unit.conftest tests/unit/
 _LISTS = f"{_STORES}/test_checkpoint_lists.py"
 _SESSIONS = f"{_STORES}/test_session_lists.py"
 _RESERVATIONS = f"{_STORES}/test_reservations.py"
-_LIMITS = "--confcutdir=tests/unit/app/stores tests/unit/app/wire/test_bodies.py"
 _BUCKET = "--confcutdir=tests/unit/workers/backends/training tests/security/test_hostile_bucket.py"
 _POLLS = "tests/unit/app/services/test_polling.py"
 _SLOW = "--confcutdir=tests/unit/app/stores tests/unit/app/test_gunicorn_worker.py"
@@ -141,34 +140,6 @@ MUTANTS = (
         "or not caller.sees(found.owner)",
         "",
         "tests/security/test_tenants.py::test_what_is_somebody_elses_is_as_if_it_were_not_there",
-    ),
-    Mutant(
-        "limits: the size a zstd frame says it has",
-        "app/wire/bodies.py",
-        "if size > most:",
-        "if False:",
-        f"{_LIMITS}::test_a_frame_larger_than_the_limit_is_refused_by_what_its_head_says",
-    ),
-    Mutant(
-        "limits: bytes behind a zstd frame",
-        "app/wire/bodies.py",
-        "allow_extra_data=False",
-        "allow_extra_data=True",
-        f"{_LIMITS}::test_half_a_frame_or_one_with_something_behind_it_is_never_taken_for_a_body",
-    ),
-    Mutant(
-        "limits: how deep JSON is nested",
-        "app/wire/bodies.py",
-        "if not level:",
-        "if level:",
-        f"{_LIMITS}::test_levels_are_counted_in_lists_and_objects_alike",
-    ),
-    Mutant(
-        "limits: parts of a protobuf body",
-        "app/wire/bodies.py",
-        "if left < 0:",
-        "if False:",
-        f"{_LIMITS}::test_parts_of_a_protobuf_body_are_counted_before_they_are_made",
     ),
     Mutant(
         "limits of projects: the seq of a call that is refused for good",

@@ -12,7 +12,9 @@ from tinker.proto import tinker_public_pb2 as sdk
 from app.domain.ops import Batch, Ragged
 from app.errors import BadRequest, TooLarge
 from app.settings import LimitSettings
+from app.wire import tinker_pb2 as pb
 from app.wire.bodies import check_batch, check_datums, check_parts, parse_json, unpack
+from tests.protobuf_bytes import field, with_tensor
 
 BODY = bytes(range(256)) * 40
 PACKED = zstandard.compress(BODY)
@@ -30,6 +32,9 @@ def _in_pieces(content: bytes) -> bytes:
 
 
 PIECES = _in_pieces(BODY)
+EMPTY = zstandard.compress(b"")
+SKIPPED = b"\x50\x2a\x4d\x18" + bytes(4)
+"""A frame that every decoder passes over."""
 BOMB = zstandard.ZstdCompressor(write_content_size=False).compress(bytes(2**25))
 
 
@@ -69,10 +74,14 @@ def test_a_frame_that_lies_about_its_size_is_refused() -> None:
             unpack(PACKED.replace(said, _in_head(lie)), "zstd", 10 * len(BODY))
 
 
+def test_an_empty_body_is_empty_in_a_frame_too() -> None:
+    assert unpack(EMPTY, "zstd", 0) == unpack(zstandard.ZstdCompressor().compressobj().flush(), "zstd", 0) == b""
+
+
 @pytest.mark.parametrize("cut", [1, 4, 100])
 def test_half_a_frame_or_one_with_something_behind_it_is_never_taken_for_a_body(cut: int) -> None:
-    for whole in (PACKED, UNSIZED, CHECKED, PIECES):
-        for body in (whole[:-cut], whole + b"x" * cut, whole + whole):
+    for whole in (PACKED, UNSIZED, CHECKED, PIECES, EMPTY):
+        for body in (whole[:-cut], whole + b"x" * cut, whole + whole, whole + SKIPPED, SKIPPED + whole):
             with pytest.raises(BadRequest):
                 unpack(body, "zstd", 10 * len(BODY))
 
@@ -100,7 +109,7 @@ def test_parts_of_a_protobuf_body_are_counted_before_they_are_made() -> None:
         datum.model_input.add().encoded_text.tokens = bytes(4 * i)
         datum.loss_fn_inputs["target_tokens"].shape.extend([i, 2**40])
         datum.model_input_spans.add()
-    parts = 300 * 4 + 3
+    parts = 300 * 4 + 5
     body = message.SerializeToString()
     check_parts(body, LimitSettings(json_values=4 * parts))
     bombs = (body, b"\x1a\x00" * 1001, b"\x1a\xd2\x0f" + b"\x0a\x00" * 1001, b"\x9a\x80\x00\x00" * 1001)
@@ -109,8 +118,47 @@ def test_parts_of_a_protobuf_body_are_counted_before_they_are_made() -> None:
             check_parts(bomb, LimitSettings(json_values=4 * (parts - 1 if bomb is body else 1000)))
 
 
+def test_messages_and_numbers_inside_of_parts_are_counted_before_they_are_made() -> None:
+    """Each is one or two bytes. Two kinds of one `oneof` in turn make a new message every time."""
+    bombs = (
+        with_tensor(field(4, b"\x01" * 1001)),
+        with_tensor(field(4, b"\x80\x01" * 1001)),
+        with_tensor(b"\x20\x01" * 1001),
+        with_tensor(b"\x0a\x00\x12\x00" * 1001),
+        field(3, field(1, b"\x0a\x00\x12\x00" * 501)),
+        field(3, field(3, b"\x0a\x00\x12\x00" * 501)),
+        field(7, field(1, b"a") + b"\x12\x00" * 1001),
+    )
+    for bomb in bombs:
+        with pytest.raises(TooLarge, match="1000 values"):
+            check_parts(bomb, LimitSettings(json_values=1000))
+        check_parts(bomb, LimitSettings(json_values=2010))
+
+
 @pytest.mark.parametrize(
-    "body", [b"\x1a", b"\x1a\x05a", b"\x80" * 10**6, b"\x0d\x01", b"\x0b\x1a\x00\x0c", b"\xff\xff"]
+    "before",
+    [b"\x18\x0a", b"\x1b\x1a\x02\x0a\x05\x1c", b"\x7b\x1a\x02\x0a\x05\x7c", b"\x1d" + b"\x0a" * 4],
+    ids=["a number", "a group", "an unknown group", "a fixed number"],
+)
+def test_a_field_of_another_wire_type_hides_no_bomb(before: bytes) -> None:
+    """The parser keeps such fields unread, and goes on; what they hold would look like a body that ends too soon."""
+    for bomb, most in ((b"\x1a\x00" * 1001, 4000), (with_tensor(b"\x20\x01" * 1001), 1000)):
+        pb.ForwardBackwardRequest.FromString(before + bomb)
+        with pytest.raises(TooLarge):
+            check_parts(before + bomb, LimitSettings(json_values=most))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"\x1a",
+        b"\x1a\x05a",
+        b"\x80" * 10**6,
+        b"\x0d\x01",
+        b"\x0b\x1a\x00\x0c",
+        b"\xff\xff",
+        b"\x1a\x02\x0a\x7f" * 10**6,
+    ],
 )
 def test_what_is_no_protobuf_is_left_to_the_parser(body: bytes) -> None:
     check_parts(body, LimitSettings())

@@ -1,0 +1,66 @@
+"""Guards against hostile bodies and files."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+_LIMITS = "--confcutdir=tests/unit/app/stores tests/unit/app/wire/test_bodies.py"
+
+MUTANTS = (
+    Mutant(
+        "limits: the size a zstd frame says it has",
+        "app/wire/bodies.py",
+        "if size > most:",
+        "if False:",
+        f"{_LIMITS}::test_a_frame_larger_than_the_limit_is_refused_by_what_its_head_says",
+    ),
+    Mutant(
+        "limits: bytes behind a zstd frame",
+        "app/wire/bodies.py",
+        "allow_extra_data=False",
+        "allow_extra_data=True",
+        f"{_LIMITS}::test_half_a_frame_or_one_with_something_behind_it_is_never_taken_for_a_body",
+    ),
+    Mutant(
+        "limits: how deep JSON is nested",
+        "app/wire/bodies.py",
+        "if not level:",
+        "if level:",
+        f"{_LIMITS}::test_levels_are_counted_in_lists_and_objects_alike",
+    ),
+    Mutant(
+        "limits: parts of a protobuf body",
+        "app/wire/bodies.py",
+        "if tag == _DATA else 0)\n            if left < 0:",
+        "if tag == _DATA else 0)\n            if False:",
+        f"{_LIMITS}::test_parts_of_a_protobuf_body_are_counted_before_they_are_made",
+    ),
+    Mutant(
+        "limits: messages and numbers inside the parts of a protobuf body",
+        "app/wire/bodies.py",
+        "left -= count\n",
+        "pass\n",
+        f"{_LIMITS}::test_messages_and_numbers_inside_of_parts_are_counted_before_they_are_made",
+    ),
+    Mutant(
+        "limits: the contents of an unknown group",
+        "app/wire/bodies.py",
+        "if not groups:",
+        "if True:",
+        f"{_LIMITS}::test_a_field_of_another_wire_type_hides_no_bomb",
+    ),
+    Mutant(
+        "limits: a part that says it is longer than the whole",
+        "app/wire/bodies.py",
+        "if place > end:",
+        "if False:",
+        f"{_LIMITS}::test_what_is_no_protobuf_is_left_to_the_parser",
+    ),
+    Mutant(
+        "limits: bytes behind an empty zstd frame",
+        "app/wire/bodies.py",
+        "        if said > 0:\n            return",
+        "        if said >= 0:\n            return",
+        f"{_LIMITS}::test_half_a_frame_or_one_with_something_behind_it_is_never_taken_for_a_body",
+    ),
+)
