@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import json
+import uuid
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
+import redis
 from werkzeug.test import TestResponse
 
 from app.stores.redis.client import connect
 from app.web import PUBLIC
 from tests.fuzz.test_odd_values import BATCH, bodies
 from tests.unit.app.api.test_models import save_checkpoint
-from tests.unit.app.conftest import API, KEY, Api
+from tests.unit.app.conftest import API, BASE, KEY, Api
 
 OPENAI = "/oai/api/v1"
+OF_CONNECTIONS = {"HELLO", "CLIENT", "PING"}
+"""Commands by which a client opens a connection."""
 NO_IDS = {
     "POST /api/v1/client/config",
     "POST /api/v1/client/dynamic_config",
@@ -130,12 +136,61 @@ def test_what_is_somebody_elses_is_as_if_it_were_not_there(api: Api, stranger: A
     assert {label for label, _ in mixed} == theirs.keys(), "a row without a foreign id shows nothing"
 
 
-def test_a_project_of_somebody_else_is_as_if_it_were_not_there(api: Api, stranger: Api) -> None:
-    session = api.session()
-    project = api.services.records.get("sessions", session)["owner"].strip('"')
-    foreign, missing = (stranger.post("create_session", {"project_id": id_}) for id_ in (project, "0" * len(project)))
-    assert foreign.status_code == missing.status_code == 404
-    assert foreign.data.replace(project.encode(), b"") == missing.data.replace(b"0" * len(project), b"")
+def test_what_is_somebody_elses_takes_the_time_of_what_never_was(api: Api, stranger: Api, state_url: str) -> None:
+    """Time is counted in commands that the state server gets: each is a round trip. The second of two equal calls
+    counts, because the first one may use up a seq."""
+    theirs, own = calls(api), calls(stranger)
+    texts = [text for call in theirs.values() for text in _texts([call.body, call.names])]
+    unknown = {session: str(uuid.uuid4()) for session in filter(None, map(_session_of, texts))}
+    with connect(state_url) as client:
+        mixed = [(label, call) for label in theirs for call in _mixed(own[label], theirs[label])]
+        for label, foreign in mixed:
+            missing = Call(*(_renamed(part, unknown) for part in (foreign.body, foreign.names)))
+            taken = []
+            for call in (foreign, missing):
+                ask(stranger, label, call)
+                taken.append(_commands(client, partial(ask, stranger, label, call)))
+            (answer, commands), (of_missing, commands_of_missing) = taken
+            said = _renamed(answer.text, unknown)
+            assert (answer.status_code, said) == (of_missing.status_code, of_missing.text), label
+            assert commands == commands_of_missing, label
+
+
+def of_projects(caller: Api, project: str) -> dict[str, dict[str, Any] | None]:
+    """A call for each "METHOD path" that takes a project, all else in it the caller's own."""
+    session, path = caller.session(), save_checkpoint(caller, caller.model())
+    return {
+        "POST create_session": {"project_id": project},
+        f"PUT sessions/{session}/project": {"project_id": project},
+        "POST sessions/search": {"project_ids": [project]},
+        "POST checkpoints/search": {"project_ids": [project]},
+        "POST copy_weights": {"source_path": path, "destination_project_id": project},
+        "POST external_weights_upload_start": {
+            "base_model": BASE,
+            "lora_config": {"rank": 4},
+            "destination_project_id": project,
+        },
+        f"GET training_runs?project_id={project}": None,
+        f"GET limits?project_id={project}": None,
+        f"GET billing/usage/checkpoints/current?project_id={project}": None,
+    }
+
+
+def test_a_project_of_somebody_else_is_as_if_it_were_not_there(api: Api, stranger: Api, state_url: str) -> None:
+    project = api.services.records.get("sessions", api.session())["owner"].strip('"')
+    unknown = "0" * len(project)
+    with connect(state_url) as client:
+        for label, body in of_projects(stranger, project).items():
+            (foreign, commands), (missing, of_missing) = (
+                _commands(client, partial(ask, stranger, f"{method} {API}/{path}", Call(asked, {})))
+                for method, path, asked in (
+                    [*label.split(), body],
+                    [*label.replace(project, unknown).split(), _renamed(body, {project: unknown})],
+                )
+            )
+            assert foreign.status_code == missing.status_code == 404, label
+            assert foreign.text.replace(project, unknown) == missing.text, label
+            assert commands == of_missing, label
 
 
 @pytest.mark.parametrize("headers", [{}, {"X-API-Key": "tml-revoked"}, {"Authorization": f"Basic {KEY}"}], ids=repr)
@@ -169,6 +224,28 @@ def _leaves(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any
         yield place, value
     for key, part in items or ():
         yield from _leaves(part, (*place, key))
+
+
+def _commands(client: redis.Redis, make_call: Callable[[], TestResponse]) -> tuple[TestResponse, list[str]]:
+    """The answer of a call, and the commands that the state server got for it: names, and which script."""
+    end = f"end-{uuid.uuid4()}"
+    with client.monitor() as monitor:
+        answer = make_call()
+        client.echo(end)
+        seen: list[str] = []
+        while end not in (command := monitor.next_command())["command"]:
+            name, *rest = command["command"].split()
+            if command["client_type"] != "lua" and name not in OF_CONNECTIONS:
+                seen.append(f"{name} {rest[0]}" if name == "EVALSHA" else name)
+    return answer, seen
+
+
+def _renamed(value: Any, sessions: dict[str, str]) -> Any:
+    """The JSON value with other session ids in it."""
+    text = json.dumps(value)
+    for id_, other in sessions.items():
+        text = text.replace(id_, other)
+    return json.loads(text)
 
 
 def _texts(value: Any) -> Iterator[str]:

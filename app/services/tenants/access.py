@@ -71,16 +71,12 @@ def find_public(store: RedisRecords, path: TinkerPath) -> Checkpoint | None:
     return None if found is None or not found.public or _is_expired(found, store) else found
 
 
-def may_read(caller: Caller, found: Checkpoint) -> bool:
-    """True if `load_checkpoint` would return the checkpoint to the caller."""
-    return found.public or caller.sees(found.owner)
-
-
 def list_run_checkpoints(store: RedisRecords, model_id: str, caller: Caller) -> list[Found]:
     """A run's checkpoints that the caller may read; of another project's run these are the public ones. Newest first
     and without the expired ones, as in `list_checkpoints`."""
-    found = _newest_first(store, store.list(Checkpoint.namespace, ids.checkpoint_prefix(model_id)))
-    return [(path, one) for path, one in found if may_read(caller, one)]
+    return _newest_first(
+        store, store.readable_checkpoints(ids.checkpoint_prefix(model_id), caller.roles.keys()).items()
+    )
 
 
 def list_checkpoints(store: RedisRecords, projects: Set[str]) -> list[Found]:

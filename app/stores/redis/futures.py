@@ -225,11 +225,10 @@ class RedisFutures:
         since a folder that is not mounted is empty: a client that got Gone would never ask again.
         """
         found = read_hash(self._redis, keys.future(request_id))
-        if b"state" not in found:
-            raise self._absence(request_id, owners)
-        owner = found[b"owner"].decode()
+        owner = found[b"owner"].decode() if b"state" in found else ""
         if owner not in owners:
-            raise NotFound(f"no future {request_id!r}")
+            absence = self._absence(request_id, owners)  # also for a foreign id: it costs the same reads
+            raise NotFound(f"no future {request_id!r}") if owner else absence
         state = cast(FutureState, found[b"state"].decode())
         result = None if state == "pending" else self._result(request_id, found)
         kind = found[b"kind"].decode()

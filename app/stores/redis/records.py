@@ -118,6 +118,13 @@ class RedisRecords:
                     self._redis.zrem(index, key)
             after = f"({slice_[-1]}"
 
+    def readable_checkpoints(self, prefix: str, projects: Collection[str]) -> dict[str, dict[str, str]]:
+        """The checkpoints whose path starts with `prefix` and that are public or owned by one of the projects, by path.
+        It is one call, also for a prefix that does not exist."""
+        found = self._run("readable_checkpoints", prefix, *map(json.dumps, sorted(projects)))
+        records = zip(found[::2], found[1::2], strict=True)
+        return {path.decode(): text_fields(dict(zip(flat[::2], flat[1::2], strict=True))) for path, flat in records}
+
     def list_checkpoints(self, projects: Collection[str]) -> dict[str, dict[str, str]]:
         """The checkpoints of these projects, by path. The owner in a record is its owner when it was read.
 

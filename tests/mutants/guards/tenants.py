@@ -135,6 +135,21 @@ MUTANTS = (
     ),
     # Tenants and hostile input.
     Mutant(
+        "futures: the reads that a foreign id costs like an unknown one",
+        "app/stores/redis/futures.py",
+        "            absence = self._absence(request_id, owners)  # also for a foreign id: it costs the same reads\n"
+        '            raise NotFound(f"no future {request_id!r}") if owner else absence',
+        '            raise NotFound(f"no future {request_id!r}") if owner else self._absence(request_id, owners)',
+        "tests/security/test_tenants.py::test_what_is_somebody_elses_takes_the_time_of_what_never_was",
+    ),
+    Mutant(
+        "checkpoints of a run: the private ones of others",
+        f"{_LUA}/records.lua",
+        "if held[2] == 'true' or (held[1] and projects[held[1]]) then",
+        "if held[1] then",
+        f"{_LISTS}::test_of_a_run_the_public_checkpoints_and_those_of_the_projects_are_found_in_one_call",
+    ),
+    Mutant(
         "what is somebody else's is not there",
         "app/services/tenants/access.py",
         "or not caller.sees(found.owner)",

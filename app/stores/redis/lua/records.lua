@@ -117,6 +117,22 @@ if redis.call('EXISTS', key) == 0 then return 0 end
 redis.call('ZADD', 'tinsmith:samplers_used', now_ms(), ARGV[1])
 return redis.call('HINCRBY', key, 'joined', 1)
 
+-- script: readable_checkpoints flags=no-writes
+-- List the checkpoints below a prefix that are public, or owned by one of the projects. One call, however many others
+-- there are: else the time of an answer would tell a stranger how many. ARGV: prefix, projects as JSON.
+-- Returns path, its fields and values, path, ...
+local projects, found = {}, {}
+for i = 2, #ARGV do projects[ARGV[i]] = true end
+for _, path in ipairs(redis.call('ZRANGEBYLEX', 'tinsmith:index:checkpoints', '[' .. ARGV[1], '(' .. ARGV[1] .. '\255')) do
+  local key = 'tinsmith:checkpoints:' .. path
+  local held = redis.call('HMGET', key, 'owner', 'public')
+  if held[2] == 'true' or (held[1] and projects[held[1]]) then
+    found[#found + 1] = path
+    found[#found + 1] = redis.call('HGETALL', key)
+  end
+end
+return found
+
 -- script: relist flags=allow-oom
 -- needs: stored
 -- Correct a project's list of checkpoints. ARGV: project, paths that may belong on the list or not. Returns 1.

@@ -156,3 +156,19 @@ def test_a_deletion_in_between_is_no_reason_to_read_those_of_others(client, stor
     monkeypatch.setattr(stored, "read", read_late)
     monkeypatch.setattr(stored, "list", None)
     assert stored.list_checkpoints(["me"]).keys() == {kept}
+
+
+def test_of_a_run_the_public_checkpoints_and_those_of_the_projects_are_found_in_one_call(
+    client: redis.Redis, stored: RedisRecords
+) -> None:
+    own, public = put(stored, "own"), path("s0", "public")
+    stored.put("checkpoints", public, fields("other") | {"public": "true"})
+    for i in range(10):
+        put(stored, f"private{i}", "other")
+    stored.put("checkpoints", path("s0x", "a"), fields())
+    assert stored.readable_checkpoints("tinker://s0:train:0/", {"me", "you"}) == {
+        own: dict(fields()),
+        public: {**fields("other"), "public": "true"},
+    }
+    assert stored.readable_checkpoints("tinker://s0:train:0/", set()).keys() == {public}
+    assert stored.readable_checkpoints("tinker://never:train:0/", {"me"}) == {}
