@@ -17,6 +17,7 @@ from typing import NoReturn
 from app import cli_admin
 from app.errors import SetupError, TinsmithError
 from app.stack.arguments import hide_secrets
+from app.stack.terminal import warn
 
 _UP_EXAMPLES = """\
 examples:
@@ -62,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _fail(error: TinsmithError, code: int) -> int:
-    print(f"tinsmith: {error}", file=sys.stderr)
+    warn(f"tinsmith: {error}")
     return code
 
 

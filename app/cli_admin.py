@@ -177,7 +177,7 @@ def _run(arguments: argparse.Namespace) -> int:
 def _show_audit(arguments: argparse.Namespace) -> int:
     from app.stack import admin
 
-    return admin.show(options(arguments), arguments.scope, arguments.day)
+    return admin.show_audit(options(arguments), arguments.scope, arguments.day)
 
 
 def _date(text: str) -> date:

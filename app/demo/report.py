@@ -10,6 +10,7 @@ from pathlib import Path
 
 from app.demo import model
 from app.demo.training import HABIT, PROMPTS
+from app.stack.terminal import visible
 
 _WIDTH = 100
 _CHART_ROWS = 8
@@ -100,5 +101,5 @@ def print_end(result: Result, data_dir: Path) -> None:
 
 
 def _paragraph(label: str, text: str) -> str:
-    flat = " ".join(text.split())
+    flat = visible(" ".join(text.split()))
     return textwrap.fill(flat, _WIDTH, initial_indent=label, subsequent_indent=" " * len(label))

@@ -16,6 +16,7 @@ from app.services.tenants.audit import AuditService
 from app.stack import checks
 from app.stack.config import Options
 from app.stack.connection import account_service, reached, settings_of
+from app.stack.terminal import row, show
 from app.stores.objects import create
 from app.stores.pages import PageFiles
 from app.stores.redis.client import connect
@@ -32,7 +33,7 @@ def run(options: Options, action: str, asked: Namespace) -> int:
     accounts = account_service(settings, create(settings, may_be_away=True))
     try:
         with reached(settings):
-            print(*_ACTIONS[action](accounts, asked), sep="\n")
+            show(*_ACTIONS[action](accounts, asked))
     except (BadRequest, NotFound) as error:
         raise SetupError(str(error)) from None
     return 0
@@ -43,8 +44,8 @@ def _add_organisation(accounts: AccountService, asked: Namespace) -> Iterator[st
 
 
 def _list_organisations(accounts: AccountService, _: Namespace) -> Iterator[str]:
-    yield _row("id", "created", "name")
-    yield from (_row(found.id, _day(found.created), found.name) for found in accounts.all(Organisation))
+    yield row("id", "created", "name")
+    yield from (row(found.id, _day(found.created), found.name) for found in accounts.all(Organisation))
 
 
 def _add_project(accounts: AccountService, asked: Namespace) -> Iterator[str]:
@@ -52,9 +53,9 @@ def _add_project(accounts: AccountService, asked: Namespace) -> Iterator[str]:
 
 
 def _list_projects(accounts: AccountService, _: Namespace) -> Iterator[str]:
-    yield _row("id", "organisation", "created", "name")
+    yield row("id", "organisation", "created", "name")
     for found in accounts.all(Project):
-        yield _row(found.id, found.organisation, _day(found.created), found.name)
+        yield row(found.id, found.organisation, _day(found.created), found.name)
 
 
 def _add_user(accounts: AccountService, asked: Namespace) -> Iterator[str]:
@@ -70,10 +71,10 @@ def _remove_user(accounts: AccountService, asked: Namespace) -> Iterator[str]:
 
 
 def _list_users(accounts: AccountService, _: Namespace) -> Iterator[str]:
-    yield _row("id", "organisation", "created", "email", "roles")
+    yield row("id", "organisation", "created", "email", "roles")
     for found in accounts.all(User):
         roles = "removed" if found.removed else _roles(found)
-        yield _row(found.id, found.organisation, _day(found.created), found.email, roles)
+        yield row(found.id, found.organisation, _day(found.created), found.email, roles)
 
 
 def _add_key(accounts: AccountService, asked: Namespace) -> Iterator[str]:
@@ -96,10 +97,10 @@ def _revoke_key(accounts: AccountService, asked: Namespace) -> Iterator[str]:
 
 
 def _list_keys(accounts: AccountService, _: Namespace) -> Iterator[str]:
-    yield _row("id", "user", "project", "created", "state", "scopes", "name")
+    yield row("id", "user", "project", "created", "state", "scopes", "name")
     for key in accounts.all(Key):
         scopes = ",".join(key.scopes) or "none"
-        yield _row(key.id, key.user, key.project, _day(key.created), _state(key), scopes, key.name)
+        yield row(key.id, key.user, key.project, _day(key.created), _state(key), scopes, key.name)
 
 
 def _set_limits(accounts: AccountService, asked: Namespace) -> Iterator[str]:
@@ -110,9 +111,9 @@ def _set_limits(accounts: AccountService, asked: Namespace) -> Iterator[str]:
 
 
 def _list_limits(accounts: AccountService, _: Namespace) -> Iterator[str]:
-    yield _row("id", "limits")
+    yield row("id", "limits")
     found: list[Project | Key] = [*accounts.all(Project), *accounts.all(Key)]
-    yield from (_row(account.id, _limits(account)) for account in found if account.limits)
+    yield from (row(account.id, _limits(account)) for account in found if account.limits)
 
 
 def _limits(account: Project | Key) -> str:
@@ -136,10 +137,6 @@ def _day(unix: float) -> str:
     return datetime.fromtimestamp(unix, UTC).date().isoformat()
 
 
-def _row(*cells: str) -> str:
-    return "\t".join(cells)
-
-
 _ACTIONS: dict[str, Action] = {
     "add_organisation": _add_organisation,
     "list_organisations": _list_organisations,
@@ -157,7 +154,7 @@ _ACTIONS: dict[str, Action] = {
 }
 
 
-def show(options: Options, scope: str, day: date | None) -> int:
+def show_audit(options: Options, scope: str, day: date | None) -> int:
     """Prints the audit log of a project or organisation for one day (UTC; None: today). Raises SetupError, or
     Unavailable when a store is away."""
     settings = settings_of(options)
@@ -168,5 +165,5 @@ def show(options: Options, scope: str, day: date | None) -> int:
     with reached(settings):
         asked = day or datetime.fromtimestamp(records.now(), UTC).date()
         for entry in log.of([scope], "all", asked):
-            print(entry["timestamp"], entry["event"], json.dumps(entry["event_details"]), sep="\t")
+            show(row(entry["timestamp"], entry["event"], json.dumps(entry["event_details"])))
     return 0

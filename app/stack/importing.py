@@ -21,6 +21,7 @@ from app.settings import Settings
 from app.stack import checks
 from app.stack.config import Options
 from app.stack.connection import account_service, reached, settings_of
+from app.stack.terminal import show
 from app.stores.objects import create
 from app.stores.objects.base import ObjectStore
 from app.stores.redis.client import connect
@@ -39,7 +40,7 @@ def import_folder(options: Options, folder: Path, base_model: str, project: str 
     try:
         with reached(settings):
             owner = _project(settings, objects, project)
-            print(_Import(settings, objects, owner, base_model)(folder))
+            show(_Import(settings, objects, owner, base_model)(folder))
     except Unavailable:
         raise
     except (RequestError, OSError) as error:

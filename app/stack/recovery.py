@@ -12,6 +12,7 @@ from app.settings import Settings
 from app.stack import checks
 from app.stack.config import Options
 from app.stack.connection import account_service, reached, settings_of, shown, store_name
+from app.stack.terminal import show
 from app.stores.objects import create
 from app.stores.objects.base import ObjectStore, whole_file
 from app.stores.redis.client import connect
@@ -34,12 +35,12 @@ def rebuild(options: Options) -> int:
     checks.state_server(settings.redis.url)
     objects = create(settings)
     state = shown(settings.redis.url)
-    print(f"from the object store {store_name(settings)} into the state server {state}", flush=True)
+    show(f"from the object store {store_name(settings)} into the state server {state}")
     with reached(settings):
         restored = _rebuild(settings, objects)
         accounts, damaged = account_service(settings, objects).rebuild()
     restored.damaged.extend(damaged)
-    print(*report(restored, accounts), sep="\n")
+    show(*report(restored, accounts))
     return 0
 
 
@@ -66,7 +67,7 @@ def report(restored: Restored, accounts: int) -> Iterator[str]:
     if restored.expired:
         yield f"{restored.expired} checkpoints have expired"
     yield from (f"damaged, not restored: {prefix}" for prefix in restored.damaged)
-    yield _LOST
+    yield from _LOST.split("\n")
 
 
 def backup(options: Options, file: Path) -> int:
@@ -81,7 +82,7 @@ def backup(options: Options, file: Path) -> int:
             written = [target.write(line.encode() + b"\n") for line in recovery.backup_lines(objects)]
     except OSError as error:
         raise SetupError(f"cannot write {file}: {error.strerror}") from None
-    print(f"wrote {len(written) - 2} objects of {store_name(settings)} to {file}")
+    show(f"wrote {len(written) - 2} objects of {store_name(settings)} to {file}")
     return 0
 
 
@@ -98,9 +99,9 @@ def restore(options: Options, file: Path) -> int:
             restored = recovery.restore_backup(text, objects)
     except (OSError, UnicodeDecodeError, BadRequest) as error:
         raise SetupError(f"cannot restore {file}: {error}") from None
-    print(f"of {count} objects {restored} were missing in {store_name(settings)}")
+    show(f"of {count} objects {restored} were missing in {store_name(settings)}")
     with reached(settings):
         accounts, damaged = account_service(settings, objects).rebuild()
-    print(f"restored {accounts} organisations, projects, users and keys in {shown(settings.redis.url)}")
-    print(*(f"damaged, not restored: {key}" for key in damaged), sep="\n", end="\n" if damaged else "")
+    show(f"restored {accounts} organisations, projects, users and keys in {shown(settings.redis.url)}")
+    show(*(f"damaged, not restored: {key}" for key in damaged))
     return 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -12,6 +11,7 @@ from pathlib import Path
 from app.errors import SetupError, TinsmithError
 from app.stack import child as stack_child
 from app.stack.child import Child, Command
+from app.stack.terminal import warn
 
 SETUP_ERROR_CODE = 2
 # A worker ends with it when its base model cannot be served (UnservableModel).
@@ -68,7 +68,7 @@ class Supervisor:
         policy: RestartPolicy | None = None,
         grace_s: float = 10.0,
         inherited_fds: tuple[int, ...] = (),
-        report: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
+        report: Callable[[str], None] = warn,
     ) -> None:
         self._logs = logs
         self._stopping = stopping

@@ -28,6 +28,7 @@ from app.stack.child import Command
 from app.stack.config import Options
 from app.stack.data_folder import DataFolder, write_private
 from app.stack.supervisor import Supervisor
+from app.stack.terminal import show, warn
 from app.stores.redis.client import connect
 from app.stores.redis.records import RedisRecords
 
@@ -63,8 +64,8 @@ def up(options: Options) -> int:
     with _private_files(), closing(DataFolder(settings.data_dir)) as folder, _stop_signals() as stopping:
         plan = prepare(settings, options, folder)
         if checks.lacks_vllm(plan.settings):
-            _say(NO_VLLM)
-        _say(f"data in {folder.root}, logs in {folder.logs}{_key_notice(settings, folder)}")
+            warn(NO_VLLM)
+        warn(f"data in {folder.root}, logs in {folder.logs}{_key_notice(settings, folder)}")
         with (
             _cleared_transfers(plan.settings),
             Supervisor(folder.logs, stopping, inherited_fds=(folder.lock_fd,)) as supervisor,
@@ -82,7 +83,7 @@ def prepare(settings: Settings, options: Options, folder: DataFolder) -> Plan:
     settings = _with_secrets(config.for_every_base_model(_absolute(settings, folder), options), folder)
     checks.everything(settings)
     if bundled:
-        model.ensure(folder.models, _say)
+        model.ensure(folder.models, warn)
     else:
         checks.model_paths(settings)
     settings, servers = _with_servers(settings, folder)
@@ -112,9 +113,9 @@ def _run(supervisor: Supervisor, plan: Plan) -> None:
     if supervisor.run_until(is_ready):
         with connect(redis_url) as client:
             _say_coverage(BaseModels(plan.settings, RedisRecords(client)))
-        print(f"ready {url}", flush=True)
+        show(f"ready {url}")
         supervisor.run()
-    _say("stopping")
+    warn("stopping")
 
 
 def _say_coverage(bases: BaseModels) -> None:
@@ -122,7 +123,7 @@ def _say_coverage(bases: BaseModels) -> None:
     for base in bases.capabilities():
         if base["trainable"]:
             never = f"; never on {', '.join(base['never_adapted'])}" if base["never_adapted"] else ""
-            _say(f"{base['model_name']}: LoRA on {', '.join(base['trainable_groups'])}{never}")
+            warn(f"{base['model_name']}: LoRA on {', '.join(base['trainable_groups'])}{never}")
 
 
 def _forget_workers(records: RedisRecords, settings: Settings, commands: list[Command]) -> None:
@@ -223,10 +224,6 @@ def _stop_signals() -> Iterator[threading.Event]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def process_table(settings: Settings, settings_file: Path) -> Iterator[Command]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant
 
 _LIMITS = "--confcutdir=tests/unit/app/stores tests/unit/app/wire/test_bodies.py"
+_TERMINAL = "--confcutdir=tests/unit/app/stores tests/unit/app/stack/test_terminal.py"
 
 MUTANTS = (
     Mutant(
@@ -62,5 +63,19 @@ MUTANTS = (
         "        if said > 0:\n            return",
         "        if said >= 0:\n            return",
         f"{_LIMITS}::test_half_a_frame_or_one_with_something_behind_it_is_never_taken_for_a_body",
+    ),
+    Mutant(
+        "output: characters that a terminal obeys",
+        "app/stack/terminal.py",
+        "char if char.isprintable() or char in keep else",
+        "char if True else",
+        f"{_TERMINAL}::test_what_a_terminal_would_obey_is_shown_as_an_escape",
+    ),
+    Mutant(
+        "output: tabs and line breaks in a cell",
+        "app/stack/terminal.py",
+        "_TAB.join(map(visible, cells))",
+        "_TAB.join(cells)",
+        f"{_TERMINAL}::test_no_cell_begins_another_one",
     ),
 )

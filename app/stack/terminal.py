@@ -1,0 +1,32 @@
+"""Output of the commands: text of users, of logs and of stores cannot steer the terminal that shows it."""
+
+from __future__ import annotations
+
+import sys
+from typing import TextIO
+
+_TAB = "\t"
+
+
+def visible(text: str, keep: str = "") -> str:
+    r"""The text with an escape such as \x1b or \u202e in place of each character that a terminal would not just show:
+    control characters, line breaks, and those that hide or reorder text. Characters in `keep` stay."""
+    return "".join(
+        char if char.isprintable() or char in keep else char.encode("unicode_escape").decode() for char in text
+    )
+
+
+def row(*cells: str) -> str:
+    """A line of a table. No cell can begin another cell or line."""
+    return _TAB.join(map(visible, cells))
+
+
+def show(*lines: str, file: TextIO | None = None) -> None:
+    """Prints lines to `file` (default stdout) at once; a tab stays."""
+    for line in lines:
+        print(visible(line, _TAB), file=file or sys.stdout, flush=True)
+
+
+def warn(text: str) -> None:
+    """Prints text to stderr; the lines of the text stay lines."""
+    show(*text.split("\n"), file=sys.stderr)
