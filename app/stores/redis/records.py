@@ -13,6 +13,7 @@ import redis
 from app.domain.accounts import Account, Key, Organisation, Project, User
 from app.domain.records import Checkpoint, Loss, Model, Refusal, Sampler, Session, ShmTransfer, Upload, Worker
 from app.errors import NotFound, Unavailable
+from app.ids import model_prefix
 from app.settings import EngineSettings
 from app.stores.pages import Ledger
 from app.stores.redis import keys
@@ -21,7 +22,7 @@ from app.stores.redis.types import Record
 
 # Records per round trip: the server answers other clients in between, and 10,000 records are never in memory at once.
 _SLICE = 500
-_CHECKPOINTS, _SESSIONS = "checkpoints", "sessions"
+_CHECKPOINTS, _SESSIONS, _RUNS = "checkpoints", "sessions", "models"
 # A deletion between two reads makes a right list look wrong; it hardly ever comes this often in a row.
 _TRIES = 3
 _DEFAULTS = EngineSettings()
@@ -187,6 +188,17 @@ class RedisRecords:
         self._correct(found)
         its = [(id_, fields) for id_, fields in found.items() if json.loads(fields["owner"]) in projects]
         return [(json.loads(fields["created"]), id_) for id_, fields in its]
+
+    def list_runs(self, projects: Collection[str]) -> Iterator[tuple[str, dict[str, str]]]:
+        """The runs in the sessions of these projects, by id. Runs of other projects are not read, however many there
+        are."""
+        sessions = [id_ for _, id_ in self.list_sessions(projects)]
+        for slice_ in _slices(sorted(sessions)):
+            with self._redis.pipeline(transaction=False) as pipe:
+                for prefix in map(model_prefix, slice_):
+                    pipe.zrangebylex(keys.index(_RUNS), f"[{prefix}", cast(str, b"[" + prefix.encode() + b"\xff"))
+                found = [run.decode() for runs in pipe.execute() for run in runs]
+            yield from ((run, fields) for run, fields in self.read(_RUNS, found) if fields)
 
     def _correct(self, sessions: Iterable[str]) -> None:
         """Corrects the lists of these sessions, and of all that are gone."""

@@ -143,6 +143,13 @@ MUTANTS = (
         "tests/security/test_tenants.py::test_what_is_somebody_elses_takes_the_time_of_what_never_was",
     ),
     Mutant(
+        "runs: those of others are not read",
+        "app/services/models.py",
+        "self._records.list_runs(within)",
+        "self._records.list(Model.namespace)",
+        "tests/unit/app/api/test_runs.py::test_very_many_runs_of_others_are_not_read_for_a_listing",
+    ),
+    Mutant(
         "checkpoints of a run: the private ones of others",
         f"{_LUA}/records.lua",
         "if held[2] == 'true' or (held[1] and projects[held[1]]) then",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,7 @@ from app.domain.accounts import SCOPES
 from app.domain.limits import Limits
 from app.domain.results import Result
 from app.services.tenants.accounts import AccountService
+from app.stores.redis.client import connect
 from tests.fuzz.test_odd_values import DATUM
 from tests.security.test_tenants import ask, calls
 from tests.unit.app.api import test_copies as copies
@@ -146,6 +148,26 @@ def test_a_refused_model_is_not_there_and_what_ends_makes_room(api: Api, limit: 
     api.post(f"sessions/{first.partition(':')[0]}/finish", {"reason": {"type": "success"}})
     made = api.post("create_model", body)
     assert (made.status_code, api.post("create_model", body).json) == (200, made.json), "a repeat"
+
+
+def test_of_many_models_made_at_once_as_many_are_there_as_the_limit_says(
+    api: Api, limit: Limit, state_url: str
+) -> None:
+    """The refused ones leave nothing behind, neither a record nor a journal."""
+    limit(live_models=3)
+    session, app = api.session(), api.client.application
+
+    def create(seq: int) -> int:
+        asked = {"session_id": session, "model_seq_id": seq, "base_model": BASE}
+        return replace(api, client=app.test_client()).post("create_model", asked).status_code
+
+    with ThreadPoolExecutor(8) as threads:
+        found = list(threads.map(create, range(60)))
+    assert sorted(found) == [200] * 3 + [403] * 57
+    refused = [seq for seq, status in enumerate(found) if status == 403]
+    with connect(state_url) as client:
+        assert not [key for seq in refused for key in client.scan_iter(f"*{session}:train:{seq}*")]
+    assert api.get("training_runs").json["cursor"]["total_count"] == 3
 
 
 def test_a_repeat_of_what_is_there_is_admitted_though_nothing_else_is(api: Api, limit: Limit) -> None:

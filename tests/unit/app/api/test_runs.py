@@ -140,3 +140,22 @@ def test_very_many_checkpoints_of_others_are_not_read_for_a_listing(api: Api, st
         for _ in range(3):
             save_checkpoint(api, api.model())
         assert reads() == alone == 1
+
+
+def test_very_many_runs_of_others_are_not_read_for_a_listing(api: Api, stranger: Api, state_url: str) -> None:
+    model = api.model()
+    with connect(state_url) as client:
+
+        def commands() -> int:
+            before = sum(said["calls"] for said in client.info("commandstats").values())
+            assert [run["training_run_id"] for run in api.get("training_runs").json["training_runs"]] == [model]
+            return sum(said["calls"] for said in client.info("commandstats").values()) - before
+
+        commands()
+        alone = commands()
+        session = stranger.session()
+        for seq in range(100):
+            stranger.post("create_model", {"session_id": session, "model_seq_id": seq, "base_model": BASE})
+        assert commands() == alone
+    listed = stranger.get("training_runs?limit=100").json
+    assert (len(listed["training_runs"]), listed["cursor"]["total_count"]) == (100, 100)
