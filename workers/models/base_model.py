@@ -29,7 +29,7 @@ from app.domain.records import BaseModelInfo
 from app.errors import SetupError, UnservableModel, UserOpError
 from app.settings import BaseModelSettings
 from workers.backends.failures import ran_out_of_memory
-from workers.models import experts, quantized_loading
+from workers.models import experts, packed, quantized_loading
 from workers.models.coverage import has_experts, left_out, undecided
 from workers.models.images import ImageReader, reader_of
 from workers.models.lora import shapes, targets
@@ -95,8 +95,9 @@ def read_weights(source: str, model: Any) -> dict[str, Tensor]:
     Raises ValueError or OSError when files are missing or damaged, or hold a model of other shapes.
     """
     try:
+        stored = AutoConfig.from_pretrained(local_path(source), trust_remote_code=False)
         found, report = type(model).from_pretrained(
-            local_path(source),
+            **_source(source, stored, source),
             config=deepcopy(model.config),
             dtype=torch.float32,
             attn_implementation="eager",
@@ -135,23 +136,36 @@ def _weight_files(folder: Path) -> set[str]:
 def _from_pretrained(settings: BaseModelSettings, dtype: torch.dtype, device: torch.device) -> nn.Module:
     transformers_logging.disable_progress_bar()
     config = read_config(settings)
-    packed = (getattr(config, "quantization_config", None) or {}).get("quant_method") == "mxfp4"
-    if packed:  # adapters sit on plain tensors
-        config.quantization_config["dequantize"] = True
-    on_load = settings.quantized and not packed
-    model: nn.Module = auto_class(config).from_pretrained(
-        local_path(settings.path),
+    kind = auto_class(config)
+    source = _source(settings.path, config, settings.name)
+    if "state_dict" in source:  # the Auto classes take none
+        kind = kind._model_mapping[type(config)]
+    model: nn.Module = kind.from_pretrained(
+        **source,
         config=config,
         dtype=dtype,
         attn_implementation=_attention(config),
         use_safetensors=True,
         trust_remote_code=False,
-        quantization_config=quantized_loading.QuantizeOnLoad(settings.dtype, device) if on_load else None,
+        quantization_config=quantized_loading.QuantizeOnLoad(settings.dtype, device) if settings.quantized else None,
     )
-    model = model.to(dtype) if packed else model  # transformers unpacks to bf16
-    if settings.quantized and packed:
-        quantized_loading.quantize(model, settings.dtype, device)
+    _name(model, settings.path)
     return model
+
+
+def _source(path: str, config: Any, name: str) -> dict[str, Any]:
+    """The arguments of from_pretrained that say where the weights come from. `config` becomes that of a plain model,
+    because adapters sit on plain tensors."""
+    form = packed.format_of(config, name)
+    if form is None:
+        return {"pretrained_model_name_or_path": local_path(path)}
+    packed.forget(config)
+    return {"pretrained_model_name_or_path": None, "state_dict": packed.tensors(local_path(path), form, name)}
+
+
+def _name(model: Any, path: str) -> None:
+    """Notes where the model comes from. transformers does not when it gets tensors."""
+    model.name_or_path = model.config.name_or_path = local_path(path)
 
 
 def auto_class(config: Any) -> Any:
@@ -206,10 +220,14 @@ def describe(settings: BaseModelSettings, model: nn.Module, dtype: torch.dtype) 
 
 
 def skeleton(settings: BaseModelSettings) -> Any:
-    """Builds the model without its weights. Raises SetupError when there is no such model, or files of it are
-    missing."""
+    """Builds the model without its weights.
+
+    Raises SetupError when there is no such model, or files of it are missing, and UnservableModel for packed weights
+    that are not read.
+    """
     with explained(settings), torch.device("meta"):
         config = read_config(settings)
+        packed.format_of(config, settings.name)
         model = auto_class(config).from_config(config, trust_remote_code=False)
     check_weights(settings)
     return model

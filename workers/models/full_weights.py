@@ -75,8 +75,8 @@ def huggingface_writer(base: Any, tensors: Mapping[str, Tensor], dtype: torch.dt
 
 
 def write_dequantized(settings: BaseModelSettings, folder: Path) -> None:
-    """Writes a quantised base model's dequantised weights to `folder`, in the dtype it computes with, for an engine
-    that does not know the codes.
+    """Writes the weights of a quantised or packed base model as plain ones to `folder`, in the dtype it computes with,
+    for an engine that does not know the codes.
 
     Raises SetupError when the base model cannot be loaded, and OSError when the disk is full.
     """

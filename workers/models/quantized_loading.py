@@ -60,12 +60,6 @@ def names(model: nn.Module) -> set[str]:
     return {f"{path}.weight" for path in (*found["attn"], *found["mlp"])} | stacked
 
 
-def quantize(model: nn.Module, kind: str, device: torch.device) -> None:
-    """Quantises a loaded model in place; the quantised weights lie on `device`."""
-    for name in sorted(names(model)):
-        quantized.install(model, name, model.get_parameter(name).to(device), kind)
-
-
 class _Quantize(ConversionOps):  # type: ignore[misc]
     """The last step of reading a parameter."""
 

@@ -13,6 +13,7 @@ _ROUTES = "tests/unit/app/api/test_router_replay.py"
 _UNIT = "--confcutdir=tests/unit/workers/backends/training tests/unit/workers/backends/training"
 _COVERAGE = "--confcutdir=tests/unit/workers/models tests/unit/workers/models/test_coverage.py"
 _QUANTIZED = "--confcutdir=tests/unit/workers/models tests/unit/workers/models/test_quantized.py"
+_PACKED = "--confcutdir=tests/unit/workers/models tests/unit/workers/models/test_packed.py"
 
 MUTANTS = (
     # Long datums.
@@ -145,6 +146,21 @@ MUTANTS = (
         "        if tokens != image.tokens:",
         "        if False:",
         f"{_IMAGES}::test_a_bomb_and_an_unexpected_size_are_refused_before_they_are_decoded",
+    ),
+    # Base models that are published in 4 or 8 bits.
+    Mutant(
+        "packed: codes that no format explains are no weights",
+        "workers/models/packed.py",
+        "    if strange := sorted(key for key in rest if dtypes[key].startswith(_CODES)):",
+        "    if strange := []:",
+        f"{_PACKED}::test_codes_that_the_format_does_not_explain_are_refused",
+    ),
+    Mutant(
+        "packed: another format is refused",
+        "workers/models/packed.py",
+        "    if found is None:\n",
+        "    if False:\n",
+        f"{_PACKED}::test_another_format_is_refused_at_the_start_in_one_line",
     ),
     # Quantised weights.
     Mutant(

@@ -105,7 +105,10 @@ def test_a_folder_that_cannot_be_loaded_is_named_with_the_cause(load: Any, case:
     ("break_it", "said"),
     [
         (config(hidden_size=128), "its weights do not have the shapes that its config.json gives"),
-        (config(quantization_config={"quant_method": "gptq", "bits": 4}), "requires optimum"),
+        (
+            config(quantization_config={"quant_method": "gptq", "bits": 4}),
+            "packed weights that Tinsmith does not read (gptq)",
+        ),
         (config(architectures=None), "its config.json names no architectures"),
     ],
 )

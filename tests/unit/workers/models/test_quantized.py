@@ -14,8 +14,8 @@ from transformers.integrations.moe import _grouped_linear
 
 from app.errors import SetupError, UnservableModel
 from app.settings import BaseModelSettings, TrainerSettings
+from tests import packed_checkpoints
 from tests.parity import architectures
-from tests.unit.workers.models.test_mxfp4 import pack_experts
 from workers.models import base_model, experts, quantized
 from workers.models.quantized import QuantizedLinear, QuantizedWeight, for_product
 
@@ -163,7 +163,7 @@ def test_plain_weights_are_dropped_one_by_one_as_they_are_read(tmp_path: Path, m
 
 
 def test_packed_experts_are_quantised_from_the_numbers_of_their_format(tmp_path: Path) -> None:
-    expected = pack_experts(architectures.build("gpt-oss", tmp_path))
+    expected = packed_checkpoints.mxfp4(architectures.build("gpt-oss", tmp_path))
     found = dict(quantized.weights(loaded(tmp_path, "int8").model))
     for name, weight in expected.items():
         assert torch.equal(found[name].codes, QuantizedWeight(weight, "int8").codes)

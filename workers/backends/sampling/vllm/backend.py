@@ -28,7 +28,7 @@ from workers.backends.sampling.vllm import requests as vllm_requests
 from workers.backends.sampling.vllm.engine import EngineThread
 from workers.backends.sampling.vllm.requests import Sample, may_read_cache
 from workers.backends.sampling.vllm.slots import SequenceSlots
-from workers.models import base_model, experts, full_weights, lora, peft_files
+from workers.models import base_model, experts, full_weights, lora, packed, peft_files
 
 
 class VllmSampler:
@@ -65,7 +65,7 @@ class VllmSampler:
         arguments = vllm_engine.engine_args(
             self._settings, info.max_context, str(dtype).removeprefix("torch."), full=self._full
         )
-        self._engine = self._start_dequantized(arguments) if self._settings.quantized else EngineThread(arguments)
+        self._engine = self._start(arguments, packed.format_of(skeleton.config, self._settings.name))
         if self._full:
             self._weights = VllmFullFinetuneModel(self._engine, skeleton)
         else:
@@ -116,8 +116,11 @@ class VllmSampler:
             "adapters": self._weights.ids(),
         }
 
-    def _start_dequantized(self, arguments: dict[str, Any]) -> EngineThread:
-        """Starts vLLM on the dequantised base: vLLM's own quantisation would give other numbers than the trainer's."""
+    def _start(self, arguments: dict[str, Any], form: packed.Format | None) -> EngineThread:
+        """Starts vLLM on the base itself, or on plain weights where vLLM would compute other numbers than the trainer:
+        with its own quantisation, or with quantised activations."""
+        if not self._settings.quantized and (form is None or form.exact_in_vllm):
+            return EngineThread(arguments)
         self._settings.check_quantized()
         with tempfile.TemporaryDirectory(prefix="tinsmith-") as folder:
             full_weights.write_dequantized(self._settings, Path(folder))
