@@ -13,12 +13,13 @@ from typing import NoReturn
 from app import settings
 from app.dispatch import sample_queue, train_queue
 from app.errors import SetupError
+from app.settings.gpus import for_each
 from workers.process import multinode
 from workers.process.startup import refuse, uncollected
 
 
 def run_trainer() -> None:
-    """`python -m workers.trainer --base NAME --name NAME [--full]`: starts one trainer with any number of ranks.
+    """`python -m workers.trainer --base NAME --name NAME [--copy N] [--full]`: starts a trainer of any number of ranks.
 
     With one rank it is a Celery worker. With more ranks it starts itself once for each rank, under torchrun or on the
     hosts of `trainer.hostfile`; the whole group ends when one rank dies. Rank 0 is the Celery worker; the other ranks
@@ -27,7 +28,7 @@ def run_trainer() -> None:
     parser = argparse.ArgumentParser(prog="python -m workers.trainer")
     parser.add_argument("--base", required=True, help="name of the base model in the settings")
     parser.add_argument("--full", action="store_true", help="train all of its weights, not adapters")
-    parser.add_argument("--name", required=True, help="name of this worker, unique among the running ones")
+    _add_worker_options(parser)
     arguments = parser.parse_args()
     try:
         everything = settings.from_environment()
@@ -36,9 +37,10 @@ def run_trainer() -> None:
             raise SetupError(f"the settings have no base model {arguments.base!r}")
         if arguments.full:
             base = base.for_full()
-        bind_gpus(base.trainer.devices)
+        gpus = _gpus("full" if arguments.full else "trainer", base.trainer, arguments.copy)
+        bind_gpus(gpus)
         if "RANK" not in os.environ:
-            _start_ranks(everything, base.trainer, arguments.name)
+            _start_ranks(everything, base.trainer, arguments.name, gpus)
         if os.environ.get("RANK", "0") != "0":
             _follow(base, full=arguments.full)
         else:
@@ -48,12 +50,14 @@ def run_trainer() -> None:
         refuse(arguments.name, error)
 
 
-def _start_ranks(everything: settings.Settings, trainer: settings.TrainerSettings, name: str) -> None:
+def _start_ranks(
+    everything: settings.Settings, trainer: settings.TrainerSettings, name: str, gpus: Sequence[int]
+) -> None:
     """Returns only when this process is the only rank."""
     if trainer.hostfile:
         hosts = multinode.read_hostfile(Path(trainer.hostfile), trainer.ranks)
         command = ["workers.trainer", *sys.argv[1:]]
-        sys.exit(multinode.run(hosts, everything, name, command, trainer.devices))
+        sys.exit(multinode.run(hosts, everything, name, command, gpus))
     if trainer.ranks > 1:
         launcher = ["-m", "workers.process.torchrun", "--nproc-per-node", str(trainer.ranks)]
         os.execv(sys.executable, [sys.executable, *launcher, "-m", "workers.trainer", *sys.argv[1:]])
@@ -78,12 +82,12 @@ def _end() -> NoReturn:
 
 
 def run_sampler() -> None:
-    """`python -m workers.sampler --base NAME --name NAME [--full]`: starts one sampler, a Celery worker with a thread
-    for each request."""
+    """`python -m workers.sampler --base NAME --name NAME [--copy N] [--full]`: starts one sampler, a Celery worker with
+    a thread for each request."""
     parser = argparse.ArgumentParser(prog="python -m workers.sampler")
     parser.add_argument("--base", required=True, help="name of the base model in the settings")
     parser.add_argument("--full", action="store_true", help="sample fully fine-tuned models, not adapters")
-    parser.add_argument("--name", required=True, help="name of this worker, unique among the running ones")
+    _add_worker_options(parser)
     arguments = parser.parse_args()
     try:
         base = settings.from_environment().base_model(arguments.base)
@@ -91,12 +95,26 @@ def run_sampler() -> None:
             raise SetupError(f"the settings have no base model {arguments.base!r}")
         if arguments.full:
             base = base.for_full_sampler()
-        bind_gpus(base.sampler.devices)
+        bind_gpus(_gpus("full_sampler" if arguments.full else "sampler", base.sampler, arguments.copy))
         concurrency = str(base.sampler.concurrency)
         queue = sample_queue(base.name, full=arguments.full)
         run_worker(queue, arguments.name, ["-P", "threads", "-c", concurrency])
     except SetupError as error:
         refuse(arguments.name, error)
+
+
+def _add_worker_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--name", required=True, help="name of this worker, unique among the running ones")
+    parser.add_argument(
+        "--copy", type=int, default=0, help="which of the section's `count` workers this is, from 0: it has its GPUs"
+    )
+
+
+def _gpus(name: str, section: settings.TrainerSettings | settings.SamplerSettings, copy: int) -> tuple[int, ...]:
+    copies = for_each(name, section.devices, section.count)
+    if not 0 <= copy < len(copies):
+        raise SetupError(f"--copy is {copy}, but {name}.count is {section.count}; give a number below it")
+    return copies[copy]
 
 
 def bind_gpus(devices: Sequence[int]) -> None:

@@ -55,13 +55,13 @@ def _sentence(place: _Location, errors: list[Any]) -> str:
     if kind == "tuple_type" and isinstance(value, Mapping):
         return f"this is a list of sections; write [[{place.path}]]"
     shown = "" if _is_secret(place) or isinstance(value, Mapping) else f" (got {value!r})"
-    return " or ".join(_message(each) for each in errors) + shown
+    return " or ".join(dict.fromkeys(map(_message, errors))) + shown
 
 
 def _message(error: Any) -> str:
     if error["type"] == "tuple_type":  # TOML has only lists, no tuples
         return "Input should be a list"
-    return str(error["ctx"]["error"] if error["type"] == "value_error" else error["msg"])
+    return str(error["ctx"]["error"] if error["type"] == "value_error" else error["msg"]).replace("Tuple", "List")
 
 
 def _is_secret(place: _Location) -> bool:

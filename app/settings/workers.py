@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any, Literal
 
-from pydantic import Field, NonNegativeInt
+from pydantic import Field
 
 from app.errors import SetupError
+from app.settings.gpus import Devices
 from app.settings.section import Section
 
 # Shown when the backend "auto" selects transformers on a machine with a GPU.
 NO_VLLM = (
     "vLLM is not installed, so the slower transformers sampler is used beside this machine's GPU; for vLLM run "
     '`pip install "tinsmith[vllm]"`, or `make setup GPU=1` in a checkout'
+)
+
+_DEVICES = (
+    "GPUs by nvidia-smi's numbers, such as [0, 1]; for count > 1, [0, 1] has one for each of two copies, and "
+    "[[0, 1], [2, 3]] names each copy's; empty: `tinsmith up` chooses free ones, if there are any"
 )
 
 
@@ -30,9 +37,7 @@ class TrainerSettings(Section):
         False,
         description="keep in CPU memory: ZeRO-3's base; in full fine-tuning weights, gradients and optimizer state too",
     )
-    devices: tuple[NonNegativeInt, ...] = Field(
-        (), description="GPUs by nvidia-smi's numbers, one for each rank; empty means the CPU, or GPU 0.."
-    )
+    devices: Devices = Field((), description=f"one for each rank: {_DEVICES}")
     micro_batch_tokens: int = Field(1024, ge=1, description="tokens in one forward/backward pass: bounds its memory")
     exact: bool | Literal["auto"] = Field(
         "auto", description="run each Op in its own pass, so that its bits depend on no other Op; auto: true on a CPU"
@@ -60,13 +65,23 @@ class TrainerSettings(Section):
     memory_share: float = Field(1.0, gt=0, le=1, description="share of its GPU's memory that one rank may use")
     metrics_port: int = Field(0, description="Prometheus port of the first worker; 0 takes any free one")
 
+    @property
+    def gpus_needed(self) -> int:
+        """GPUs that one trainer uses."""
+        return self.ranks
+
+    @property
+    def gpu_share(self) -> float:
+        """The part of a GPU's memory that one trainer takes."""
+        return self.memory_share
+
 
 class SamplerSettings(Section):
     backend: Literal["auto", "vllm", "transformers"] = Field(
         "auto", description="auto: vllm on a GPU where it is installed, else transformers"
     )
     count: int = Field(1, ge=1, description="sampler workers on this machine")
-    devices: tuple[NonNegativeInt, ...] = Field((), description="GPU indices for one worker")
+    devices: Devices = Field((), description=f"`tensor_parallel` for each sampler: {_DEVICES}")
     tensor_parallel: int = Field(1, ge=1, description="vLLM tensor parallel size")
     memory_share: float = Field(0.85, gt=0, le=1, description="share of GPU memory (of 4 GiB on a CPU) vLLM may take")
     max_loras: int = Field(8, ge=1, description="adapters that run at the same time; the others wait for their turns")
@@ -90,6 +105,18 @@ class SamplerSettings(Section):
     engine_args: dict[str, Any] = Field({}, description="further vLLM engine arguments, passed on unchanged")
     metrics_port: int = Field(0, description="Prometheus port of the first worker; 0 takes any free one")
 
+    @property
+    def gpus_needed(self) -> int:
+        """GPUs that one sampler uses."""
+        others = (self.engine_args.get(name) for name in ("pipeline_parallel_size", "data_parallel_size"))
+        return self.tensor_parallel * prod(size for size in others if isinstance(size, int))
+
+    @property
+    def gpu_share(self) -> float:
+        """The part of a GPU's memory that one sampler takes. vLLM's own argument wins."""
+        own = self.engine_args.get("gpu_memory_utilization")
+        return own if isinstance(own, (int, float)) else self.memory_share
+
 
 class BaseModelSettings(Section):
     name: str = Field(description="the name clients ask for, such as Qwen/Qwen3-0.6B")
@@ -110,6 +137,17 @@ class BaseModelSettings(Section):
         None,
         description="samplers of fully fine-tuned models, each with one model's weights at a time; none by default",
     )
+
+    @property
+    def workers(self) -> dict[str, TrainerSettings | SamplerSettings]:
+        """The sections of workers that it has, by name."""
+        sections: dict[str, TrainerSettings | SamplerSettings | None] = {
+            "trainer": self.trainer,
+            "full": self.full,
+            "sampler": self.sampler,
+            "full_sampler": self.full_sampler,
+        }
+        return {name: section for name, section in sections.items() if section is not None}
 
     @property
     def quantized(self) -> bool:

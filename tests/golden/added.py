@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 _DTYPES = ["auto", "float32", "bfloat16", "nf4", "int8", "fp8"]
-_DEVICES = {"default": [], "items": {"minimum": 0, "type": "integer"}, "type": "array"}
+_GPUS = {"items": {"minimum": 0, "type": "integer"}, "type": "array"}
+_DEVICES = {"anyOf": [_GPUS, {"items": {**_GPUS, "minItems": 1}, "type": "array"}], "default": []}
 _OR_AUTO = {"anyOf": [{"type": "boolean"}, {"const": "auto", "type": "string"}], "default": "auto"}
 _CHECKPOINT = "/api/v1/training_runs/{run}/checkpoints/{kind}/{name}"
 # Only summaries and descriptions of these differ: they are in plainer words.
@@ -51,8 +52,8 @@ _REWORDED = {
 }
 
 CHANGED: dict[str, dict[str, Any]] = {
-    # A negative index was accepted, and failed when the worker started. The cookbook's greatest default rank is 128. A
-    # frozen base can have 4 or 8 bits.
+    # A negative index was accepted, and failed when the worker started; each copy can have a list of its own. The
+    # cookbook's greatest default rank is 128. A frozen base can have 4 or 8 bits.
     "settings": {
         **{f"base_models.{section}.devices": _DEVICES for section in ("trainer", "full", "sampler", "full_sampler")},
         "base_models.max_rank": {"default": 128, "minimum": 1, "type": "integer"},
@@ -102,6 +103,7 @@ ADDED: dict[str, set[str]] = {
     },
     "command line": {
         *("tinsmith --version", "tinsmith import folder", "tinsmith admin limits set --live-sessions"),
+        *(f"python -m workers.{worker} --copy" for worker in ("trainer", "sampler")),
         *_OF_IMPORT,
     },
     "codec": {"Image"},

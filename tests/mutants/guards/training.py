@@ -16,6 +16,7 @@ _OWNER = "tests/unit/workers/train/test_owner.py"
 _LEASES = "tests/unit/workers/process/test_leases.py"
 _PADDING = "--confcutdir=tests/unit/workers/backends/training tests/unit/workers/backends/training/test_batch_ops.py"
 _CLI = "tests/processes/workers/test_cli.py"
+_PLACEMENT = "--confcutdir=tests/unit/app/stack tests/unit/app/stack/test_placement.py"
 _NODES = "tests/processes/workers/process/test_multinode.py"
 
 MUTANTS = (
@@ -239,15 +240,15 @@ MUTANTS = (
     Mutant(
         "gpus: a trainer, its launcher and its ranks are bound",
         "workers/cli.py",
-        "        bind_gpus(base.trainer.devices)\n",
+        "        bind_gpus(gpus)\n",
         "",
         f"{_CLI}::test_launcher_and_ranks_see_the_named_gpus_in_their_order_and_a_rank_its_number",
     ),
     Mutant(
         "gpus: a sampler is bound",
         "workers/cli.py",
-        "        bind_gpus(base.sampler.devices)\n",
-        "",
+        "        bind_gpus(_gpus(",
+        "        print(_gpus(",
         f"{_CLI}::test_a_worker_of_one_process_is_bound_before_it_imports_torch",
     ),
     Mutant(
@@ -263,5 +264,61 @@ MUTANTS = (
         "list(devices or range(slots))[:slots]",
         "list(range(slots))",
         f"{_NODES}::test_the_ranks_of_a_host_see_as_many_of_the_named_gpus_as_it_has_slots",
+    ),
+    Mutant(
+        "gpus: a copy has its own",
+        "workers/cli.py",
+        "return copies[copy]",
+        "return copies[0]",
+        f"{_CLI}::test_a_worker_of_one_process_is_bound_before_it_imports_torch",
+    ),
+    Mutant(
+        "gpus: each worker is told which copy it is",
+        "app/stack/up.py",
+        '"--copy", str(copy), ',
+        "",
+        "tests/processes/app/stack/test_up.py::test_the_table_starts_each_worker_once_under_a_name_of_its_own",
+    ),
+    Mutant(
+        "gpus: workers that name none get some of their own",
+        "app/stack/up.py",
+        "    settings = placement.place(settings, gpus)\n",
+        "",
+        "tests/processes/app/stack/test_up.py::test_workers_that_name_no_gpu_get_one_each_of_those_that_are_there",
+    ),
+    Mutant(
+        "gpus: the named ones are checked",
+        "app/stack/checks.py",
+        "    placement.check(settings)\n",
+        "",
+        "tests/unit/app/stack/test_checks.py::test_the_gpus_that_are_named_are_checked",
+    ),
+    Mutant(
+        "gpus: their memory is not given twice",
+        "app/stack/placement.py",
+        "used[gpu] + share <= 1 + _ROUNDING",
+        "True",
+        _PLACEMENT,
+    ),
+    Mutant(
+        "gpus: free ones first",
+        "app/stack/placement.py",
+        ", key=used.__getitem__",
+        "",
+        _PLACEMENT,
+    ),
+    Mutant(
+        "gpus: each copy's memory share counts",
+        "app/stack/placement.py",
+        "shares[gpu].get(name, 0.0) + section",
+        "section",
+        _PLACEMENT,
+    ),
+    Mutant(
+        "gpus: those of a hostfile's ranks are not given away",
+        "app/stack/placement.py",
+        "if gpu not in ranks",
+        "if True",
+        _PLACEMENT,
     ),
 )

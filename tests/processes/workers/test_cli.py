@@ -45,8 +45,8 @@ def worker(folder: Path, command: list[str], toml: str, *options: str, **environ
 def test_launcher_and_ranks_see_the_named_gpus_in_their_order_and_a_rank_its_number(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(RECORD)
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    toml = "trainer.ranks = 2\ntrainer.devices = [5, 2]"
-    worker(tmp_path, ["-m", "workers.trainer"], toml, PYTHONPATH=path, RECORDS=str(tmp_path))
+    toml = "trainer = {ranks = 2, count = 2, devices = [0, 1, 5, 2]}"
+    worker(tmp_path, ["-m", "workers.trainer"], toml, "--copy", "1", PYTHONPATH=path, RECORDS=str(tmp_path))
     records = {name: json.loads((tmp_path / f"{name}.json").read_text()) for name in ("launcher", "0", "1")}
     assert records == {
         "launcher": ["5,2", "PCI_BUS_ID", None],
@@ -64,6 +64,9 @@ def test_launcher_and_ranks_see_the_named_gpus_in_their_order_and_a_rank_its_num
         ("sampler", "sampler.devices = [6, 1]", [], "6,1 PCI_BUS_ID"),
         ("sampler", "full_sampler.devices = [4]", ["--full"], "4 PCI_BUS_ID"),
         ("sampler", "trainer.devices = [3]", [], "None None"),
+        ("sampler", "sampler = {count = 3, devices = [2, 1, 0]}", ["--copy", "2"], "0 PCI_BUS_ID"),
+        ("sampler", "full_sampler = {count = 2, devices = [[2], [7, 3]]}", ["--full", "--copy", "1"], "7,3 PCI_BUS_ID"),
+        ("trainer", "full = {count = 2, devices = [5, 4]}", ["--full", "--copy", "1"], "4 PCI_BUS_ID"),
     ],
 )
 def test_a_worker_of_one_process_is_bound_before_it_imports_torch(

@@ -17,6 +17,7 @@ A RequestHandle observes the tokens of a request while it runs, and cancels it.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
@@ -139,7 +140,9 @@ def create(settings: BaseModelSettings, *, full: bool = False) -> SamplerBackend
     import torch
 
     gpus = torch.cuda.device_count()
-    check_devices(settings.sampler.devices, gpus)
+    # The process is bound to its part of the devices (workers/cli.py).
+    bound = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if settings.sampler.devices else []
+    check_devices(bound, gpus)
     if choose(settings.sampler.backend, gpus, vllm=find_spec("vllm") is not None) == "vllm":
         from workers.backends.sampling.vllm.backend import VllmSampler
 
@@ -161,11 +164,11 @@ def choose(asked: str, gpus: int, *, vllm: bool) -> str:
     return "vllm" if gpus and vllm else "transformers"
 
 
-def check_devices(named: tuple[int, ...], gpus: int) -> None:
+def check_devices(named: Sequence[str], gpus: int) -> None:
     """Raises SetupError when a named GPU is missing. `gpus` counts the named GPUs that torch sees."""
     if len(named) > gpus:
         seen = f"only {gpus} of them" if gpus else "no GPU"
-        raise SetupError(f"sampler.devices is {list(named)}, but torch sees {seen} here; correct the list")
+        raise SetupError(f"sampler.devices is [{', '.join(named)}], but torch sees {seen} here; correct the list")
 
 
 def check_request(request: SampleRequest, info: BaseModelInfo) -> None:

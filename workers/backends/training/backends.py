@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from app.errors import SetupError
 from app.settings import BaseModelSettings, TrainerSettings
+from app.settings.gpus import shown
 from workers.backends.training import packing
 from workers.backends.training.engine import Engine, HiddenStates, TorchEngine, elements_held
 from workers.backends.training.ranks import (
@@ -209,12 +210,15 @@ def rank_device(settings: TrainerSettings) -> torch.device:
     """
     if not torch.cuda.is_available():
         if settings.devices:
-            raise SetupError(f"trainer.devices is {list(settings.devices)}, but torch sees no GPU here")
+            raise SetupError(
+                f"trainer.devices is {shown(settings.devices)}, but torch sees no GPU here; correct the list, or set "
+                "CUDA_VISIBLE_DEVICES to '' and leave it out to use the CPU"
+            )
         return torch.device("cpu")
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     seen = torch.cuda.device_count()
     if local_rank >= seen:
-        named = f"trainer.devices is {list(settings.devices)}, but " if settings.devices else ""
+        named = f"trainer.devices is {shown(settings.devices)}, but " if settings.devices else ""
         raise SetupError(
             f"rank {local_rank} has no GPU: {named}torch sees {seen} here; lower trainer.ranks or name GPUs that exist"
         )

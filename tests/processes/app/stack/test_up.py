@@ -209,6 +209,8 @@ def test_the_table_starts_each_worker_once_under_a_name_of_its_own(tmp_path):
     commands = list(up.process_table(settings_module.parse(toml, "test"), tmp_path / "settings.toml"))
     workers = [(command.name, command.argv[command.argv.index("--base") + 1]) for command in commands[1:]]
     assert commands[0].name == "api"
+    copies = [int(command.argv[command.argv.index("--copy") + 1]) for command in commands[1:]]
+    assert copies == [0, 1, 0, 0, 1, 0, 0, 0, 1]
     assert workers == [
         ("trainer-0", "a"),
         ("trainer-1", "a"),
@@ -223,3 +225,11 @@ def test_the_table_starts_each_worker_once_under_a_name_of_its_own(tmp_path):
     full = [command.name for command in commands if "--full" in command.argv]
     assert full == ["full-trainer-0", "full-trainer-1", "full-sampler-0", "full-sampler-1"]
     assert all(command.environ["TINSMITH_SETTINGS"] == os.fspath(tmp_path / "settings.toml") for command in commands)
+
+
+def test_workers_that_name_no_gpu_get_one_each_of_those_that_are_there(tmp_path, model):
+    given = Options(data_dir=tmp_path / "data", port=0, base_models=(("small", str(model)),), samplers=2)
+    with closing(DataFolder(tmp_path / "data")) as folder:
+        made = prepare(resolve(given, {}), given, folder, lambda: (4, 5, 7))
+    [base] = settings_module.load(made.settings_file, {}).base_models
+    assert (base.trainer.devices, base.sampler.devices) == (((4,),), ((5,), (7,)))

@@ -43,12 +43,19 @@ def test_a_gpu_without_vllm_gets_transformers_and_one_line_with_the_command_that
 )
 def test_a_gpu_that_is_not_there_is_a_setup_error(gpus, said):
     with pytest.raises(SetupError, match=said):
-        check_devices((0, 1), gpus)
+        check_devices(("0", "1"), gpus)
 
 
 def test_gpus_that_are_there_are_fine_and_none_need_be_named():
-    check_devices((0, 1), 2)
+    check_devices(("0", "1"), 2)
     check_devices((), 0)
+
+
+def test_a_sampler_misses_only_gpus_of_its_own_part_of_the_devices(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    both = BaseModelSettings(name="tiny", path="x", sampler=SamplerSettings(count=2, devices=(0, 1, 2, 3)))
+    with pytest.raises(SetupError, match=r"sampler\.devices is \[2, 3\], but torch sees no GPU here"):
+        create(both)
 
 
 @pytest.mark.parametrize("backend", ["transformers", "vllm"])
