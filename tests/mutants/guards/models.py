@@ -31,6 +31,13 @@ MUTANTS = (
         "    if True:\n",
         f"{_UNIT}/test_memory.py::test_the_choice_keeps_as_much_as_six_tenths_of_the_free_memory_hold",
     ),
+    Mutant(
+        "passes: a chunk's logits stop growing with the vocabulary",
+        "workers/backends/training/passes.py",
+        " * _WIDE // max(_WIDE, wide))",
+        ")",
+        f"{_UNIT}/test_passes.py::test_the_logits_of_a_chunk_stop_growing_with_the_vocabulary",
+    ),
     # Weights that an adapter would silently leave out.
     Mutant(
         "coverage: a base model with unknown weights is refused for LoRA",

@@ -28,6 +28,8 @@ from workers.models.routers import NO_ROUTE
 # Rows of logits made at once. On a CPU more rows gain nothing, and fewer rows read the head's weight too often; a GPU
 # wants larger products.
 CHUNK_ROWS = {"cpu": 256, "cuda": 2048}
+# A wider vocabulary has fewer rows, so that a chunk's logits do not grow with it: 128 MB in fp32 on a CPU.
+_WIDE = 2**17
 # Elements of a block's logits that are kept until its loss is known: 128 MB in bf16. Beyond this they are recomputed.
 _KEPT_ELEMENTS = 2**26
 # Picking rows copies them. The copy pays once a quarter of the rows are left out.
@@ -53,7 +55,8 @@ class PolicyOutputs:
         """`keep`: `gradient` will be called."""
         self._head, self._hidden, self._targets, self._segments = head, hidden, targets, segments
         self._kept: list[Scored] = []
-        step = CHUNK_ROWS[hidden.device.type]
+        wide = hidden.shape[1] if head.weight is None else len(head.weight)
+        step = max(1, CHUNK_ROWS[hidden.device.type] * _WIDE // max(_WIDE, wide))
         self._chunks = [slice(start, min(start + step, len(hidden))) for start in range(0, max(1, len(hidden)), step)]
         found, entropies = [], []
         for rows in self._chunks:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from app.domain.ops import LoraSpec
 from workers.backends.training import passes
-from workers.backends.training.lm_head import LmHead, LogitRule
+from workers.backends.training.lm_head import LmHead, LogitRule, Scored
 from workers.backends.training.passes import PolicyOutputs
 from workers.models.lora import Adapter, LoraPair
 
@@ -114,6 +115,25 @@ def test_bfloat16_logits_are_reduced_in_fp32_and_confident_targets_keep_their_gr
     found = read.gradient(torch.ones(ROWS, 1)).double()
     assert leaf.grad is not None
     assert (found - leaf.grad).norm() < 0.01 * leaf.grad.norm()
+
+
+@pytest.mark.parametrize(("vocabulary", "rows"), [(2**17, 256), (2**18, 128)])
+def test_the_logits_of_a_chunk_stop_growing_with_the_vocabulary(
+    monkeypatch: pytest.MonkeyPatch, vocabulary: int, rows: int
+) -> None:
+    sizes: list[int] = []
+    score = LmHead.score
+
+    def noted(head: LmHead, hidden: Tensor, *others: Any, **named: Any) -> Scored:
+        sizes.append(len(hidden))
+        return score(head, hidden, *others, **named)
+
+    monkeypatch.setattr(LmHead, "score", noted)
+    head = LmHead(torch.zeros(vocabulary, 1), "lm_head", LogitRule())
+    hidden, targets = torch.zeros(300, 1), torch.zeros(300, 1, dtype=torch.int64)
+    PolicyOutputs(head, hidden, targets, [(Adapter(LoraSpec(1), {}), 300)], keep=False)
+    assert sum(sizes) == 300
+    assert max(sizes) == rows
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
