@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,28 +18,36 @@ import tinker
 
 from app.settings import SETTINGS_VARIABLE
 from tests.contract.data import ADAM, datum, sentences, supervised
-from tests.contract.stack import Stack
+from tests.contract.stack import API_KEY, Stack
+from tests.contract.test_listening import listening
+from tests.contract.test_secrets import CANARY, use
 from tests.servers import free_port
+
+README = (Path(__file__).parents[2] / "README.md").read_text()
+LOGIN = "operator", "flower-canary"
+PAGES = ("/", "/workers", "/tasks", "/broker", "/api/workers", "/api/tasks", "/api/task/types", "/api/queues/length")
 
 
 @pytest.fixture(scope="module")
 def flower(stack: Stack) -> Iterator[str]:
-    port = free_port()
-    command = [sys.executable, "-m", "celery", "-A", "workers.celery_app", "flower", f"--port={port}"]
-    process = subprocess.Popen(
-        [*command, "--address=127.0.0.1"],
-        env={
-            **os.environ,
-            SETTINGS_VARIABLE: str(stack.data_dir / "run" / "settings.toml"),
-            "FLOWER_UNAUTHENTICATED_API": "1",
-        },
-    )
-    try:
+    with _running(stack, {"FLOWER_UNAUTHENTICATED_API": "1"}) as (url, _):
         # Flower answers HTTP before it listens to events, and misses earlier events: workers send a heartbeat every 2
         # s.
-        url = f"http://127.0.0.1:{port}"
         await_answer(lambda: requests.get(f"{url}/workers?json=1", timeout=60).json()["data"])
         yield f"{url}/api/tasks"
+
+
+@contextmanager
+def _running(stack: Stack, environ: dict[str, str]) -> Iterator[tuple[str, int]]:
+    """Flower by the command of the README: (URL, process id)."""
+    (command,) = re.findall(r"`(celery [^`]* flower[^`]*)`", README)
+    port = free_port()
+    process = subprocess.Popen(
+        [sys.executable, "-m", *command.split(), f"--port={port}"],
+        env={**os.environ, SETTINGS_VARIABLE: str(stack.data_dir / "run" / "settings.toml"), **environ},
+    )
+    try:
+        yield f"http://127.0.0.1:{port}", process.pid
     finally:
         process.terminate()
         process.wait(120)
@@ -76,3 +87,44 @@ def test_every_future_is_a_task_with_its_name_model_state_and_runtime(flower: st
     ]
     assert all(task["runtime"] > 0 for task in tasks if task["state"] == "SUCCESS")
     assert all("payload" not in (task["kwargs"] or "") for task in tasks)
+
+
+def test_with_a_login_nothing_is_shown_without_it_and_it_listens_on_loopback_alone(stack: Stack):
+    with _running(stack, {"FLOWER_BASIC_AUTH": ":".join(LOGIN)}) as (url, pid):
+        await_answer(lambda: requests.get(f"{url}/healthcheck", timeout=60).ok)
+        assert [place.partition(":")[0] for place in listening(pid)] == ["127.0.0.1"]
+        asked = {path: requests.get(url + path, timeout=60).status_code for path in PAGES}
+        assert {path: status for path, status in asked.items() if status != 401} == {}
+        stop = requests.post(f"{url}/api/worker/shutdown/trainer-0", timeout=60)
+        assert stop.status_code == 401
+        assert requests.get(f"{url}/api/tasks", auth=("operator", "wrong"), timeout=60).status_code == 401
+        assert requests.get(f"{url}/api/tasks", auth=LOGIN, timeout=60).status_code == 200
+
+
+def test_its_api_takes_no_commands_where_no_login_is_set(stack: Stack):
+    with _running(stack, {}) as (url, _):
+        await_answer(lambda: requests.get(f"{url}/healthcheck", timeout=60).ok)
+        for path in ("/api/tasks", "/api/workers"):
+            assert requests.get(url + path, timeout=60).status_code == 401
+        assert requests.post(f"{url}/api/worker/shutdown/trainer-0", timeout=60).status_code == 401
+
+
+def test_it_shows_neither_payloads_nor_secrets(flower: str, stack: Stack, training: tinker.TrainingClient):
+    use(training)
+    url = flower.removesuffix("/api/tasks")
+
+    def mine() -> list[str]:
+        tasks = requests.get(flower, timeout=60).json()
+        found = [id_ for id_, task in tasks.items() if training.model_id in (task["kwargs"] or "")]
+        return found if len(found) >= 4 else []
+
+    pages = [*PAGES, *(f"/task/{id_}" for id_ in await_answer(mine)), "/api/workers?refresh=1"]
+    workers = requests.get(f"{url}/api/workers?refresh=1", timeout=60).json()
+    pages += [f"/worker/{name}" for name in workers]
+    shown = {path: requests.get(url + path, timeout=60).text for path in pages}
+    assert len(workers) >= 2 and training.model_id in shown["/api/tasks"]
+    assert training.model_id not in requests.get(f"{url}/metrics", timeout=60).text, "this page asks for no login"
+    settings = stack.settings()
+    secrets = [API_KEY, settings.url_secret, settings.store.secret_key, *settings.api_keys]
+    secrets += [sep.join(map(str, CANARY)) for sep in (", ", ",", " ")]
+    assert [(path, secret) for path, text in shown.items() for secret in secrets if secret and secret in text] == []
