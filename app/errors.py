@@ -16,6 +16,7 @@
     │   ├── TooManyRequests     429  retry later
     │   ├── ClientGone          499  the client has gone and does not read the answer
     │   └── Unavailable         503  retry later
+    │       ├── NotReplicated   503  too few replicas have it yet; a repeat is the same call
     │       └── NewerContent    503  only a newer version of Tinsmith can read it; a process of that version does
     ├── OpError                 found only by running an Op, and answered as a failed future
     │   ├── UserOpError         category "user": the Op's content is at fault
@@ -132,6 +133,10 @@ class Unavailable(RequestError):
 
     status = 503
     retry_after_s = 5.0
+
+
+class NotReplicated(Unavailable):
+    """The call happened, but a failover could lose it (`engine.replicas`). A repeat is answered once it cannot."""
 
 
 class NewerContent(Unavailable):

@@ -1,4 +1,4 @@
-"""A state server with a replica, behind three sentinels, all of them real processes."""
+"""State servers with replicas and sentinels, all of them real processes."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from tests.servers import free_port, start_valkey, valkey_binary
 SERVICE = "tinsmith"
 # A primary waits 5 s for further replicas before it sends its data to the first one.
 AT_ONCE = ["--repl-diskless-sync-delay", "0"]
-_SENTINELS, _QUORUM, _WITHIN_S = 3, 2, 120
+_REPLICAS, _SENTINELS, _QUORUM = 2, 3, 2
+_WITHIN_S = 120
 
 
 class SentinelSet:
-    """`url` names the primary by the sentinels. `servers` are the URLs of the primary and its replica at the start."""
+    """A primary, two replicas and three sentinels. `url` names the primary by the sentinels."""
 
     def __init__(self, folder: Path) -> None:
-        self._ports = [free_port(), free_port()]
+        self._ports = [free_port() for _ in range(1 + _REPLICAS)]
         with ExitStack() as running:
             self._primary = running.enter_context(ExitStack())
-            self.servers = [
-                self._primary.enter_context(start_valkey(folder / "primary", self._ports[0], options=AT_ONCE))
-            ]
-            self.servers.append(running.enter_context(start_replica(folder / "replica", self._ports)))
+            self._primary.enter_context(start_valkey(folder / "primary", self._ports[0], options=AT_ONCE))
+            for port in self._ports[1:]:
+                running.enter_context(start_replica(folder / f"replica-{port}", [self._ports[0], port]))
             places = [f"127.0.0.1:{self._sentinel(running, folder / str(i))}" for i in range(_SENTINELS)]
             self.url = f"redis+sentinel://{','.join(places)}/{SERVICE}"
             self._await_agreement(places)
@@ -56,7 +56,7 @@ class SentinelSet:
         return port
 
     def _await_agreement(self, places: list[str]) -> None:
-        """Returns when each sentinel knows the replica and the other sentinels."""
+        """Returns when each sentinel knows the replicas and the other sentinels."""
         for place in places:
             with redis.Redis.from_url(f"redis://{place}") as sentinel:
                 _await(partial(_is_complete, sentinel), f"the sentinel {place} knows all servers")
@@ -82,7 +82,7 @@ def _is_complete(sentinel: redis.Redis) -> bool:
         state = sentinel.sentinel_masters().get(SERVICE, {})
     except redis.ConnectionError:
         return False
-    return state.get("num-slaves") == 1 and state.get("num-other-sentinels") == _SENTINELS - 1
+    return state.get("num-slaves") == _REPLICAS and state.get("num-other-sentinels") == _SENTINELS - 1
 
 
 def _await(what: Callable[[], bool], why: str) -> None:

@@ -27,7 +27,7 @@ class Stack:
     """A running API and trainer.
 
     `state` and `broker` are the addresses that the processes use; `direct` is the state server itself. `store` are the
-    object store's settings, if it is not a folder.
+    object store's settings, if it is not a folder. `engine` are further settings of the engine.
     """
 
     def __init__(
@@ -39,6 +39,7 @@ class Stack:
         direct: str,
         store: dict[str, str] | None = None,
         lease_s: float = 3.0,
+        **engine: int,
     ) -> None:
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
@@ -56,7 +57,7 @@ class Stack:
                     "api": {"port": port},
                     "redis": {"url": state, "broker_url": broker},
                     "store": store or {},
-                    "engine": {"lease_s": lease_s, "ring_again_s": 1.0},
+                    "engine": {"lease_s": lease_s, "ring_again_s": 1.0, **engine},
                     "base_models": [base],
                 }
             )

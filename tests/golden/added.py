@@ -79,7 +79,10 @@ CHANGED: dict[str, dict[str, Any]] = {
         "schemas Checkpoint": "e84a265c8f99dde1a6ef60d3716015d2da09d885e191024ca437442c50198981",
     },
 }
-_ENGINE = ("free_disk_bytes", "result_spill_bytes", "result_budget_bytes", "ephemeral_adapters", "ephemeral_s")
+_ENGINE = (
+    *("free_disk_bytes", "result_spill_bytes", "result_budget_bytes", "ephemeral_adapters", "ephemeral_s"),
+    "replicas",
+)
 _OF_IMPORT = {
     f"tinsmith import {option}"
     for option in ("-h/--help", "--base-model", "--project", "--config", "--data-dir", "--redis", "--s3")

@@ -77,7 +77,7 @@ class Parts:
         streams: TokenStreams,
     ) -> Parts:
         """The parts over these servers."""
-        engine, records = settings.engine, RedisRecords(client)
+        engine, records = settings.engine, RedisRecords(client, settings.engine)
         lifecycle, payloads = RedisLifecycle(client, engine), RedisPayloads(client, engine, store)
         pages, keeper = RedisPages(client, engine), LeaseKeeper(oplog, worker, engine.lease_s)
         return cls(

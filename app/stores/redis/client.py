@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import redis
@@ -21,7 +21,7 @@ from app.errors import Unavailable
 from app.settings import EngineSettings
 from app.sockets import ANSWER_S, KEEPALIVE
 from app.stores.redis import keys, scripts, sentinel
-from app.stores.redis.durability import NotDurable, check_connection
+from app.stores.redis.durability import CONFIRMED, NotDurable, check_connection, confirmed
 
 log = logging.getLogger(__name__)
 # redis-py's own pool raises at its 100th connection; 1,200 threads that wait for a free one need far fewer.
@@ -96,20 +96,36 @@ class Scripts:
     """Calls a script by name: `scripts("admit", ...)`. All input goes through ARGV; the script builds keys from ids.
 
     A script that drains work has `flags=allow-oom`, and also runs above maxmemory. A script that admits work calls
-    `no_room` first. Its refusal is raised here as Unavailable.
+    `no_room` first. Its refusal is raised here as Unavailable. A script of `CONFIRMED` may raise NotReplicated.
     """
 
     def __init__(self, client: redis.Redis, settings: EngineSettings) -> None:
         texts = scripts.packaged(settings)
         self._scripts = {name: client.register_script(text) for name, text in texts.items()}
+        self._redis, self.replicas = client, settings.replicas
 
     def __call__(self, name: str, *argv: bytes | str | float) -> Any:
         try:
-            return self._scripts[name](args=argv)
+            return (
+                self._confirmed(name, argv) if name in CONFIRMED and self.replicas else self._scripts[name](args=argv)
+            )
         except redis.ResponseError as error:
             if str(error).startswith(_FULL):
                 raise Unavailable(f"{str(error).removeprefix(_FULL)}; try again soon") from None
             raise
+
+    def confirmed(self, *command: str) -> Any:
+        """The reply to a command that reads, once replicas have what it shows. Raises NotReplicated."""
+        if not self.replicas:
+            return self._redis.execute_command(*command)  # type: ignore[no-untyped-call]
+        return confirmed(self._redis, self.replicas, *command)
+
+    def _confirmed(self, name: str, argv: Sequence[bytes | str | float]) -> Any:
+        script = self._scripts[name]
+        try:
+            return confirmed(self._redis, self.replicas, "EVALSHA", script.sha, 0, *argv)
+        except redis.exceptions.NoScriptError:
+            return confirmed(self._redis, self.replicas, "EVAL", script.script, 0, *argv)
 
 
 class Channel:

@@ -212,8 +212,8 @@ class RedisFutures:
         return Result(found.get(b"body", b""), found[b"type"].decode(), found[b"state"] == b"failed")
 
     def digest(self, request_id: str) -> str | None:
-        """The digest with which a call was admitted; None when there is no such future."""
-        found = cast("bytes | None", self._redis.hget(keys.future(request_id), "digest"))
+        """The digest with which a call was admitted; None when there is no such future. Raises NotReplicated."""
+        found = cast("bytes | None", self._run.confirmed("HGET", keys.future(request_id), "digest"))
         return None if found is None else found.decode()
 
     def future(self, request_id: str, owners: Set[str], onlookers: Set[str] = frozenset()) -> Future:
@@ -222,13 +222,19 @@ class RedisFutures:
         If the project is also in `onlookers`, its result is not noted as read, so that it does not expire earlier.
         Raises NotFound for an unknown and for a foreign id (with the same text), Gone for an expired one, and
         Unavailable while its result is in an object store that is away. That store is also away if it lacks the result,
-        since a folder that is not mounted is empty: a client that got Gone would never ask again.
+        since a folder that is not mounted is empty: a client that got Gone would never ask again. Raises NotReplicated
+        for a result that a failover could still lose.
         """
         found = read_hash(self._redis, keys.future(request_id))
         owner = found[b"owner"].decode() if b"state" in found else ""
         if owner not in owners:
             absence = self._absence(request_id, owners)  # also for a foreign id: it costs the same reads
             raise NotFound(f"no future {request_id!r}") if owner else absence
+        if self._run.replicas and found[b"state"] != b"pending":
+            # Replicas have the result that their primary has: it is read again on the connection that asks for them.
+            found = cast(dict[bytes, bytes], self._run.confirmed("HGETALL", keys.future(request_id)))
+            if b"state" not in found:
+                raise self._absence(request_id, owners)
         state = cast(FutureState, found[b"state"].decode())
         result = None if state == "pending" else self._result(request_id, found)
         kind = found[b"kind"].decode()

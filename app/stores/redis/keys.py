@@ -102,6 +102,7 @@
     taking_calls        STR   exists while an API process lives; expires
     shortage            STR   the reason why no call is admitted, while a disk of an API process is nearly full; expires
     calls_taken         HASH  since: when the last break in the taking of calls ended; seen: the last look (ms)
+    marks               STR   a count that is written in front of each WAIT (app/stores/redis/durability.py)
     done                pub/sub channel: a request id, once its result can be read; on the broker, once its stream has
                               more entries
     aborted             pub/sub channel: the id of a sampling request, once it is cancelled

@@ -5,9 +5,12 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant
 
 _LUA = "app/stores/redis/lua"
+_DURABILITY = "app/stores/redis/durability.py"
 _SENTINEL = "app/stores/redis/sentinel.py"
 _STORES = "--confcutdir=tests/unit/app/stores -p tests.unit.conftest tests/unit/app/stores/redis"
 _URLS, _PROMOTION = f"{_STORES}/test_sentinel.py", f"{_STORES}/test_promotion.py"
+_REPLICAS = f"{_STORES}/test_replicas.py"
+_RELIES = f"{_REPLICAS}::test_what_a_client_or_the_object_store_relies_on_waits_for_a_replica"
 _FENCED = f"{_PROMOTION}::test_an_owner_before_the_promotion_can_neither_begin_nor_commit_anything"
 _EPOCHS = f"{_PROMOTION}::test_an_epoch_of_the_lost_history_is_never_given_out_again_and_its_snapshots_are_not_used"
 
@@ -116,5 +119,61 @@ MUTANTS = (
         "if not is_current(ARGV[1]) then return false end",
         "",
         _FENCED,
+    ),
+    Mutant(
+        "replicas: a call waits for them",
+        _DURABILITY,
+        "reached < replicas:",
+        "False:",
+        f"{_REPLICAS}::test_a_call_is_acknowledged_when_a_replica_has_it",
+    ),
+    Mutant(
+        "replicas: a mark in front of each WAIT",
+        _DURABILITY,
+        '("EVAL", scripts.alone("mark"), 0)',
+        '("PING",)',
+        f"{_REPLICAS}::test_a_repeat_is_no_acknowledgement_either",
+    ),
+    Mutant(
+        "replicas: the mark of a full server",
+        f"{_LUA}/records.lua",
+        "-- script: mark flags=allow-oom",
+        "-- script: mark",
+        f"{_REPLICAS}::test_results_are_readable_when_the_state_server_is_full",
+    ),
+    Mutant(
+        "replicas: a result waits for them",
+        "app/stores/redis/futures.py",
+        'if self._run.replicas and found.get(b"state") in (b"done", b"failed"):',
+        "if False:",
+        f"{_REPLICAS}::test_a_result_is_readable_when_a_replica_has_it",
+    ),
+    Mutant(
+        "replicas: a call that was looked up waits for them",
+        "app/stores/redis/futures.py",
+        'self._run.confirmed("HGET", keys.future(request_id), "digest")',
+        'self._redis.hget(keys.future(request_id), "digest")',
+        f"{_REPLICAS}::test_a_repeat_is_no_acknowledgement_either",
+    ),
+    Mutant(
+        "replicas: scripts that the server forgot",
+        "app/stores/redis/client.py",
+        "        except redis.exceptions.NoScriptError:\n",
+        "        except redis.exceptions.NoPermissionError:\n",
+        f"{_REPLICAS}::test_a_server_that_forgot_the_scripts_is_sent_them_again",
+    ),
+    Mutant(
+        "replicas: a snapshot waits for them",
+        _DURABILITY,
+        '"set_snapshot", ',
+        "",
+        f"{_REPLICAS}::test_a_snapshot_replaces_the_one_before_it_when_a_replica_knows_it",
+    ),
+    Mutant(
+        "replicas: refusals wait for them",
+        _DURABILITY,
+        '"refuse", ',
+        "",
+        f"{_RELIES}[refuse]",
     ),
 )

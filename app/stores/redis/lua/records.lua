@@ -143,3 +143,7 @@ for i = 2, #ARGV do
   redis.call(is_its and 'SADD' or 'SREM', checkpoints_of(ARGV[1]), ARGV[i])
 end
 return 1
+
+-- script: mark flags=allow-oom
+-- Write something, so that WAIT waits for all that was written before it. Returns the number of marks.
+return redis.call('INCR', 'tinsmith:marks')
