@@ -1,12 +1,17 @@
 """gunicorn's settings: `python -m gunicorn -c python:app.gunicorn_conf app.wsgi:application`.
 
-There is one process, and one pub/sub connection wakes all its held polls. A held poll is suspended (app/suspension.py)
-and has no thread; a stream of tokens has one. app/services/polling.py ensures that streams never take the whole pool.
+Each of the api.processes has one pub/sub connection, which wakes all its held polls. A held poll is suspended
+(app/suspension.py) and has no thread; a stream of tokens has one. app/services/polling.py ensures that streams never
+take the whole pool.
 """
 
 from __future__ import annotations
 
+import os
 import resource
+import shutil
+import tempfile
+from typing import Any
 
 from app.gunicorn_worker import ARRIVING, IDLE_A_THREAD
 from app.settings import from_environment
@@ -17,7 +22,7 @@ _soft, _hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 resource.setrlimit(resource.RLIMIT_NOFILE, (_hard, _hard))
 
 bind = f"{_settings.api.host}:{_settings.api.port}"
-workers = 1
+workers = _settings.api.processes
 worker_class = "app.gunicorn_worker.Worker"
 threads = _settings.api.poll_capacity + _settings.api.spare_threads
 # The SDK keeps idle HTTP/1.1 connections in pools of 50; at gunicorn's default of 1,000 the next request would hang.
@@ -40,3 +45,20 @@ logconfig_dict = {
     "loggers": {"gunicorn.error": {"level": "INFO", "handlers": ["stderr"], "propagate": False}},
     "root": {"level": "INFO", "handlers": ["stderr"]},
 }
+
+if workers > 1:
+    # prometheus_client keeps the values of each process in files there; app/telemetry.py adds them up.
+    os.environ["PROMETHEUS_MULTIPROC_DIR"] = tempfile.mkdtemp(prefix="tinsmith-metrics-")
+
+
+def child_exit(server: Any, worker: Any) -> None:
+    """Stops counting the held polls of a process that has ended; its counters stay."""
+    if folder := os.environ.get("PROMETHEUS_MULTIPROC_DIR"):
+        from prometheus_client import multiprocess
+
+        multiprocess.mark_process_dead(worker.pid, folder)  # type: ignore[no-untyped-call]
+
+
+def on_exit(server: Any) -> None:
+    if folder := os.environ.get("PROMETHEUS_MULTIPROC_DIR"):
+        shutil.rmtree(folder, ignore_errors=True)

@@ -8,13 +8,27 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import sys
-from collections.abc import Iterable
+from collections import Counter as Counts
+from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
 from typing import TextIO
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    generate_latest,
+    multiprocess,
+)
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from app.stores.redis.types import Pending
 
@@ -22,27 +36,75 @@ LOG_FIELDS = ("request_id", "model_id", "seq", "epoch", "applied", "waited_s", "
 
 REGISTRY = CollectorRegistry()
 ProcessCollector(registry=REGISTRY)
+# Of several processes these figures are one of them, or the earliest; others add up.
+_NOT_SUMS = ("process_start_time_seconds", "process_max_fds")
 
 ADMISSIONS = Counter("tinsmith_admissions", "Futures admitted", ["kind"], registry=REGISTRY)
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 REQUEST_SECONDS = Histogram(
     "tinsmith_request_seconds", "Time to answer a request", ["route", "status"], registry=REGISTRY, buckets=_SECONDS
 )
-HELD_POLLS = Gauge("tinsmith_held_polls", "Polls that wait for their future now", registry=REGISTRY)
-QUEUE_DEPTH = Gauge("tinsmith_queue_depth", "Models and sampling requests that wait", ["queue"], registry=REGISTRY)
-QUEUE_AGE = Gauge("tinsmith_queue_age_seconds", "Longest time without progress", ["queue"], registry=REGISTRY)
+HELD_POLLS = Gauge(
+    "tinsmith_held_polls", "Polls that wait for their future now", registry=REGISTRY, multiprocess_mode="livesum"
+)
 
 
-def set_queues(pending: Iterable[Pending]) -> None:
-    """Replaces the values of the queue gauges."""
-    QUEUE_DEPTH.clear()
-    QUEUE_AGE.clear()
-    ages: dict[str, float] = {}
-    for waiting in pending:
-        QUEUE_DEPTH.labels(waiting.queue).inc()
-        ages[waiting.queue] = max(ages.get(waiting.queue, 0.0), waiting.waited_s)
-    for queue, age in ages.items():
-        QUEUE_AGE.labels(queue).set(age)
+class Queues(Collector):
+    """The queues' metrics. They are no gauges of prometheus_client, which keeps gauges of several processes apart: they
+    are the same for each."""
+
+    def __init__(self) -> None:
+        self._pending: list[Pending] = []
+
+    def set(self, pending: Iterable[Pending]) -> None:
+        """Replaces the values."""
+        self._pending = list(pending)
+
+    def collect(self) -> Iterator[Metric]:
+        depth = GaugeMetricFamily("tinsmith_queue_depth", "Models and sampling requests that wait", labels=["queue"])
+        age = GaugeMetricFamily("tinsmith_queue_age_seconds", "Longest time without progress", labels=["queue"])
+        depths, ages = Counts[str](), dict[str, float]()
+        for waiting in self._pending:
+            depths[waiting.queue] += 1
+            ages[waiting.queue] = max(ages.get(waiting.queue, 0.0), waiting.waited_s)
+        for queue, seconds in ages.items():
+            depth.add_metric([queue], depths[queue])
+            age.add_metric([queue], seconds)
+        yield from (depth, age)
+
+
+QUEUES = Queues()
+REGISTRY.register(QUEUES)
+
+
+class _Processes(Collector):
+    """The process metrics of all processes of this API, which have files in a folder of prometheus_client, added up."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = Path(folder)
+
+    def collect(self) -> Iterator[Metric]:
+        pids = [int(file.stem.rpartition("_")[2]) for file in self._folder.glob("gauge_livesum_*.db")]
+        found = [ProcessCollector(pid=partial(int, pid), registry=None).collect() for pid in pids]
+        for families in zip(*filter(None, found), strict=True):
+            values = [family.samples[0].value for family in families]
+            name = families[0].samples[0].name
+            value = min(values) if name in _NOT_SUMS else sum(values)
+            family = Metric(families[0].name, families[0].documentation, families[0].type)
+            family.add_sample(name, {}, value)
+            yield family
+
+
+def exposition() -> bytes:
+    """The metrics as Prometheus reads them; those of all processes of this API, if it has several."""
+    folder = os.environ.get("PROMETHEUS_MULTIPROC_DIR")
+    if not folder:
+        return generate_latest(REGISTRY)
+    merged = CollectorRegistry()
+    multiprocess.MultiProcessCollector(merged, folder)  # type: ignore[no-untyped-call]
+    merged.register(QUEUES)
+    merged.register(_Processes(folder))
+    return generate_latest(merged)
 
 
 class JsonFormatter(logging.Formatter):

@@ -9,11 +9,11 @@ from typing import Any
 from flask import Response, current_app
 from flask_smorest import Api
 from marshmallow import fields
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST
 
 from app.api.base import SdkSchema, current_caller, services
 from app.api.base import blueprint as make
-from app.telemetry import REGISTRY, set_queues
+from app.telemetry import QUEUES, exposition
 
 client_blueprint = make("client", "Start-up and telemetry")
 
@@ -156,8 +156,8 @@ def readyz() -> tuple[dict[str, Any], int]:
 @operations_blueprint.response(200, content_type="text/plain")
 def metrics() -> Response:
     """Prometheus metrics of the API process and of the queues."""
-    set_queues(services().oplog.pending(depth=1))
-    return Response(generate_latest(REGISTRY), content_type=CONTENT_TYPE_LATEST)
+    QUEUES.set(services().oplog.pending(depth=1))
+    return Response(exposition(), content_type=CONTENT_TYPE_LATEST)
 
 
 def register_docs(api: Api) -> None:

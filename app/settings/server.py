@@ -18,6 +18,9 @@ class ApiSettings(Section):
     public_url: str = Field(
         "", description="URL of this server for clients, used in signed URLs; empty means http://host:port"
     )
+    processes: int = Field(
+        1, ge=1, le=64, description="API processes on the port; each has the threads and the poll_capacity of one"
+    )
     poll_capacity: int = Field(
         1000,
         ge=1,

@@ -111,6 +111,7 @@ ADDED: dict[str, set[str]] = {
     },
     "codec": {"Image"},
     "settings": {
+        "api.processes",
         "limits.project.live_sessions",
         "limits.samples",
         "limits.sampled_tokens",
@@ -119,6 +120,7 @@ ADDED: dict[str, set[str]] = {
         *(f"base_models.{section}.sequence_parallel" for section in ("trainer", "full")),
     },
     "setting values": {
+        "api.processes",
         "limits.project.live_sessions",
         "limits.samples",
         "limits.sampled_tokens",

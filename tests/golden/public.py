@@ -101,13 +101,14 @@ def _environment() -> dict[str, Any]:
 def _metrics(registry: CollectorRegistry, where: str) -> dict[str, Any]:
     assert worker_telemetry.OPS is not None, "the workers' metrics are registered when they are imported"
     found = {}
-    for metric in list(registry._collector_to_names):
-        name = getattr(metric, "_name", "")
+    collectors = list(registry._collector_to_names)
+    for metric in [*collectors, *telemetry.QUEUES.collect()] if telemetry.QUEUES in collectors else collectors:
+        name = getattr(metric, "_name", getattr(metric, "name", ""))
         if name.startswith("tinsmith_"):
             labels = list(getattr(metric, "_labelnames", ()))
             bounds = getattr(metric, "_kwargs", {}).get("buckets")
             found[f"{where}: {name}"] = {
-                "type": getattr(metric, "_type", ""),
+                "type": getattr(metric, "_type", getattr(metric, "type", "")),
                 "labels": labels,
                 "buckets": None if bounds is None else list(bounds),
             }

@@ -6,6 +6,7 @@ from tests.mutants.mutant import Mutant
 
 _WORKER = "app/gunicorn_worker.py"
 _SUSPENSION = "--confcutdir=tests/unit/app/stores tests/unit/app/test_suspension.py"
+_PROCESSES = "tests/processes/app/test_api_processes.py"
 
 MUTANTS = (
     Mutant(
@@ -93,5 +94,27 @@ MUTANTS = (
         "if False:",
         "tests/unit/app/api/test_futures.py"
         "::test_a_suspended_poll_is_resumed_by_its_result_and_counted_once_with_its_whole_time",
+    ),
+    # Several API processes.
+    Mutant(
+        "processes: held polls are added up",
+        "app/telemetry.py",
+        ', multiprocess_mode="livesum"',
+        "",
+        f"{_PROCESSES}::test_a_poll_is_woken_in_the_process_that_holds_it_and_all_are_counted",
+    ),
+    Mutant(
+        "processes: the polls of a dead one",
+        "app/gunicorn_conf.py",
+        "        multiprocess.mark_process_dead(worker.pid, folder)",
+        "        pass",
+        f"{_PROCESSES}::test_a_process_that_dies_is_replaced_and_its_polls_are_counted_no_more",
+    ),
+    Mutant(
+        "processes: memory and processor time are added up",
+        "app/telemetry.py",
+        "else sum(values)",
+        "else max(values)",
+        f"{_PROCESSES}::test_metrics_are_the_sum_of_all_processes_whichever_answers",
     ),
 )
