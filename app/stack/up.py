@@ -135,18 +135,23 @@ def _run(supervisor: Supervisor, plan: Plan) -> None:
 
     if supervisor.run_until(is_ready):
         with connect(redis_url) as client:
-            _say_coverage(BaseModels(plan.settings, RedisRecords(client)))
+            _say_base_models(plan.settings, BaseModels(plan.settings, RedisRecords(client)))
         show(f"ready {url}")
         supervisor.run()
     warn("stopping")
 
 
-def _say_coverage(bases: BaseModels) -> None:
-    """Says which weights LoRA adapters cover, a line for each base model that has a trainer."""
-    for base in bases.capabilities():
-        if base["trainable"]:
-            never = f"; never on {', '.join(base['never_adapted'])}" if base["never_adapted"] else ""
-            warn(f"{base['model_name']}: LoRA on {', '.join(base['trainable_groups'])}{never}")
+def _say_base_models(settings: Settings, bases: BaseModels) -> None:
+    """Says of each base model that has a trainer which weights LoRA adapters cover, and why it computes in float32."""
+    for base, running in zip(settings.base_models, bases.capabilities(), strict=True):
+        if running["trainable"]:
+            never = f"; never on {', '.join(running['never_adapted'])}" if running["never_adapted"] else ""
+            warn(f"{base.name}: LoRA on {', '.join(running['trainable_groups'])}{never}")
+        if base.dtype == "auto" and running["dtype"] == "float32":
+            warn(
+                f"{base.name}: in float32, because this CPU has no instructions for bfloat16 (avx512_bf16, amx_bf16), "
+                "which is far slower without them"
+            )
 
 
 def _forget_workers(records: RedisRecords, settings: Settings, commands: list[Command]) -> None:

@@ -19,7 +19,8 @@ import redis
 
 from app import settings as settings_module
 from app.domain.records import BaseModelInfo, Worker
-from app.settings import Settings, hash_key
+from app.services.base_models import BaseModels
+from app.settings import BaseModelSettings, Settings, hash_key
 from app.stack import checks, up
 from app.stack.config import Options, resolve
 from app.stack.data_folder import DataFolder
@@ -27,7 +28,7 @@ from app.stack.up import Plan, prepare
 from app.stores.redis.client import connect
 from app.stores.redis.records import RedisRecords, dump
 from tests.processes.app.stack.running import alive, start
-from tests.servers import free_port
+from tests.servers import free_port, start_valkey
 
 
 @pytest.fixture
@@ -179,6 +180,22 @@ def test_a_killed_workers_record_does_not_make_the_next_stack_look_ready(tmp_pat
             RedisRecords(client).put(Worker.namespace, f"trainer-0@{host}", dump(worker), ttl_s=600)
     with stack(tmp_path / "data", model), state_server(tmp_path / "data") as client:
         assert [node for node, _ in RedisRecords(client).list(Worker.namespace)] == ["trainer-0@elsewhere"]
+
+
+@pytest.mark.parametrize(
+    ("setting", "runs", "told"), [("auto", "float32", 1), ("auto", "bfloat16", 0), ("float32", "float32", 0)]
+)
+def test_a_cpu_without_bf16_instructions_is_told_that_it_computes_in_fp32(setting, runs, told, tmp_path, capsys):
+    settings = Settings(base_models=(BaseModelSettings(name="small", path="org/small", dtype=setting),))
+    info = BaseModelInfo("small", "Qwen3ForCausalLM", 320, 512, runs, ())
+    with start_valkey(tmp_path) as url, connect(url) as client:
+        records = RedisRecords(client)
+        worker = Worker("trainer", "small", asdict(info), {}, "", 0.0)
+        records.put(Worker.namespace, "trainer-0@here", dump(worker), ttl_s=600)
+        up._say_base_models(settings, BaseModels(settings, records))
+    first, *others = capsys.readouterr().err.splitlines()
+    assert first.startswith("small: LoRA on")
+    assert [line.startswith("small: in float32, because this CPU") for line in others] == [True] * told
 
 
 def test_a_second_stack_on_the_same_folder_exits_with_2_and_one_line(tmp_path, model):
