@@ -250,3 +250,11 @@ def test_workers_that_name_no_gpu_get_one_each_of_those_that_are_there(tmp_path,
         made = prepare(resolve(given, {}), given, folder, lambda: (4, 5, 7))
     [base] = settings_module.load(made.settings_file, {}).base_models
     assert (base.trainer.devices, base.sampler.devices) == (((4,),), ((5,), (7,)))
+
+
+def test_the_bundled_models_workers_share_the_only_gpu(tmp_path, monkeypatch):
+    monkeypatch.setattr(up.model, "ensure", lambda *_: None)
+    given = Options(data_dir=tmp_path / "data", port=0)
+    with closing(DataFolder(tmp_path / "data")) as folder:
+        [base] = prepare(resolve(given, {}), given, folder, lambda: (3,)).settings.base_models
+    assert (base.trainer.devices, base.sampler.devices) == (((3,),), ((3,),))
