@@ -82,6 +82,14 @@ MUTANTS = (
         "::test_a_context_where_vllm_would_not_scale_queries_is_refused",
     ),
     Mutant(
+        "vllm: latent attention is refused on a CPU",
+        "workers/backends/sampling/vllm/engine.py",
+        'if any(hasattr(module, "kv_lora_rank") for module in skeleton.modules()):',
+        "if False:",
+        "--confcutdir=tests/unit/workers/backends/sampling "
+        "tests/unit/workers/backends/sampling/vllm/test_vllm_setup.py::test_latent_attention_is_refused_on_a_cpu",
+    ),
+    Mutant(
         "vllm: heads that its CPU kernels lack are refused",
         "workers/backends/sampling/vllm/engine.py",
         "    if missing:\n",

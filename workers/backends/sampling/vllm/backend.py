@@ -55,6 +55,7 @@ class VllmSampler:
         skeleton = base_model.skeleton(self._settings)
         if not self._full:
             vllm_engine.check_experts(self._settings, skeleton)
+        vllm_engine.check_latent_attention(self._settings, skeleton)
         vllm_engine.check_head_sizes(self._settings, skeleton)
         dtype = base_model.choose_dtype(
             self._settings.dtype, torch.device("cuda:0" if torch.cuda.is_available() else "cpu")

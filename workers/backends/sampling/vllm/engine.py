@@ -255,6 +255,21 @@ def check_head_sizes(settings: BaseModelSettings, skeleton: nn.Module) -> None:
         )
 
 
+def check_latent_attention(settings: BaseModelSettings, skeleton: nn.Module) -> None:
+    """Raises UnservableModel for latent attention (DeepSeek, Kimi-Linear) on a CPU.
+
+    vLLM 0.32's CPU kernels for it have one size, DeepSeek-V3's 576, and on a CPU with AMX bf16 alone; they ask neither
+    at the start. No test has run them.
+    """
+    if torch.cuda.is_available():
+        return
+    if any(hasattr(module, "kv_lora_rank") for module in skeleton.modules()):
+        raise UnservableModel(
+            f"base model {settings.name!r} has latent attention, which vLLM's CPU build runs in one size alone: set "
+            "sampler.backend to transformers"
+        )
+
+
 def _head_sizes(model: nn.Module) -> set[int]:
     """The head sizes of the attention layers with keys and values. Vision towers, recurrent layers and indexers have
     kernels of their own."""

@@ -18,6 +18,7 @@ from workers.backends.sampling.vllm.engine import (
     check_experts,
     check_head_sizes,
     check_install,
+    check_latent_attention,
     check_query_scaling,
     engine_args,
     lora_rank,
@@ -144,8 +145,20 @@ def test_a_head_of_a_size_that_vllms_cpu_kernels_lack_is_refused(case: str, tmp_
         check_head_sizes(settings, skeleton)
 
 
-def test_such_a_model_ends_the_sampler_at_its_start(tmp_path: Path) -> None:
-    settings = BaseModelSettings(name="n", path=str(architectures.build("gemma4", tmp_path, head_dim=32)), max_rank=8)
+@pytest.mark.parametrize("case", ["deepseek-v3", "deepseek-v3.2", "glm4-moe-lite", "kimi-linear", "glm4-moe", "qwen3"])
+def test_latent_attention_is_refused_on_a_cpu(case: str, tmp_path: Path) -> None:
+    settings = BaseModelSettings(name="n", path=str(architectures.build(case, tmp_path)))
+    skeleton = base_model.skeleton(settings)
+    if case in ("glm4-moe", "qwen3"):
+        check_latent_attention(settings, skeleton)
+        return
+    with pytest.raises(UnservableModel, match=r"'n' has latent attention.* set sampler\.backend to transformers"):
+        check_latent_attention(settings, skeleton)
+
+
+@pytest.mark.parametrize(("case", "said"), [("gemma4", "heads of size 16"), ("deepseek-v3", "latent attention")])
+def test_such_a_model_ends_the_sampler_at_its_start(case: str, said: str, tmp_path: Path) -> None:
+    settings = BaseModelSettings(name="n", path=str(architectures.build(case, tmp_path, head_dim=32)), max_rank=8)
     for full in (False, True):
-        with pytest.raises(UnservableModel, match="heads of size 16"):
+        with pytest.raises(UnservableModel, match="has experts" if case == "deepseek-v3" and not full else said):
             VllmSampler(settings, full=full).open()
