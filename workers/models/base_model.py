@@ -20,7 +20,8 @@ import torch
 from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, DeepseekV3Config
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import logging as transformers_logging
 
 from app.domain.adapters import Shapes
@@ -44,6 +45,18 @@ _PLAIN = {
     "no file named model.safetensors": "there is no model.safetensors in it, and other formats are not read",
     "not appear to have a file named model.safetensors": "it has no model.safetensors, and other formats are not read",
 }
+
+
+class _KimiK2Config(DeepseekV3Config):  # type: ignore[misc]
+    """Reads Kimi-K2, which is published as a type of its own with a copy of DeepSeek-V3's code."""
+
+    @classmethod
+    def from_dict(cls, config_dict: Mapping[str, Any], **others: Any) -> Any:
+        own = {name: value for name, value in config_dict.items() if name not in ("model_type", "auto_map")}
+        return DeepseekV3Config.from_dict(own, **others)
+
+
+CONFIG_MAPPING.register("kimi_k2", _KimiK2Config, exist_ok=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +121,7 @@ def read_weights(source: str, model: Any) -> dict[str, Tensor]:
         if ran_out_of_memory(error):
             raise
         raise ValueError(str(error)) from None
-    if report["missing_keys"]:
-        raise ValueError(f"{min(report['missing_keys'])} is missing")
+    _check_whole(report)
     return {name: parameter.detach() for name, parameter in found.named_parameters()}
 
 
@@ -140,7 +152,7 @@ def _from_pretrained(settings: BaseModelSettings, dtype: torch.dtype, device: to
     source = _source(settings.path, config, settings.name)
     if "state_dict" in source:  # the Auto classes take none
         kind = kind._model_mapping[type(config)]
-    model: nn.Module = kind.from_pretrained(
+    model, report = kind.from_pretrained(
         **source,
         config=config,
         dtype=dtype,
@@ -148,9 +160,17 @@ def _from_pretrained(settings: BaseModelSettings, dtype: torch.dtype, device: to
         use_safetensors=True,
         trust_remote_code=False,
         quantization_config=quantized_loading.QuantizeOnLoad(settings.dtype, device) if settings.quantized else None,
+        output_loading_info=True,
     )
+    _check_whole(report)
     _name(model, settings.path)
-    return model
+    return model  # type: ignore[no-any-return]
+
+
+def _check_whole(report: Mapping[str, Any]) -> None:
+    """Raises ValueError for weights that are not in the files: transformers makes random ones."""
+    if report["missing_keys"]:
+        raise ValueError(f"{min(report['missing_keys'])} is missing")
 
 
 def _source(path: str, config: Any, name: str) -> dict[str, Any]:

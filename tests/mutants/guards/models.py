@@ -154,6 +154,14 @@ MUTANTS = (
         "        if False:",
         f"{_IMAGES}::test_a_bomb_and_an_unexpected_size_are_refused_before_they_are_decoded",
     ),
+    Mutant(
+        "loading: weights that are not in the files are no random ones",
+        "workers/models/base_model.py",
+        "    _check_whole(report)\n    _name(model",
+        "    _name(model",
+        "--confcutdir=tests/unit/workers/models tests/unit/workers/models/test_loading.py"
+        "::test_weights_that_do_not_fit_are_named_with_the_cause",
+    ),
     # Base models that are published in 4 or 8 bits.
     Mutant(
         "packed: codes that no format explains are no weights",

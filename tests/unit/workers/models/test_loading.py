@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from app.errors import SetupError
 from app.settings import BaseModelSettings
@@ -52,6 +53,13 @@ def config(**changes: Any) -> Break:
 
 def text(name: str, written: str) -> Break:
     return lambda folder: (folder / name).write_text(written) and None
+
+
+def without_a_weight(folder: Path) -> None:
+    """transformers would make a random one."""
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def cut_off(folder: Path) -> None:
@@ -110,6 +118,7 @@ def test_a_folder_that_cannot_be_loaded_is_named_with_the_cause(load: Any, case:
             "packed weights that Tinsmith does not read (gptq)",
         ),
         (config(architectures=None), "its config.json names no architectures"),
+        (without_a_weight, "model.layers.1.mlp.up_proj.weight is missing"),
     ],
 )
 def test_weights_that_do_not_fit_are_named_with_the_cause(break_it: Break, said: str, folder: Path) -> None:

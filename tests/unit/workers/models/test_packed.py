@@ -94,6 +94,22 @@ def test_a_model_of_several_files_is_read_whole(tmp_path: Path) -> None:
     assert_same(dict(found.named_parameters()), dict(wanted.named_parameters()))
 
 
+def test_kimi_k2_is_read_as_it_is_published(tmp_path: Path) -> None:
+    """With a type and code of its own, which is DeepSeek-V3's and is not run."""
+    made, plain = build("deepseek-v3", packed_checkpoints.fp8, tmp_path)
+    config = json.loads((made / "config.json").read_text())
+    code = {"AutoConfig": "configuration_deepseek.DeepseekV3Config", "AutoModel": "modeling_deepseek.DeepseekV3Model"}
+    (made / "config.json").write_text(json.dumps({**config, "model_type": "kimi_k2", "auto_map": code}))
+    base_model.check_adaptable(settings(made))
+    found, wanted = (base_model.load(settings(folder)).model for folder in (made, plain))
+    assert_same(dict(found.named_parameters()), dict(wanted.named_parameters()))
+    assert_same(base_model.read_weights(str(made), found), base_model.read_weights(str(plain), wanted))
+    (tmp_path / "written").mkdir()
+    full_weights.write_dequantized(settings(made), tmp_path / "written")
+    written = json.loads((tmp_path / "written/config.json").read_text())
+    assert written["model_type"] == "deepseek_v3" and "auto_map" not in written
+
+
 MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
 INT8 = {"group_0": {"weights": {"num_bits": 8, "type": "int", "symmetric": True}}}
 
