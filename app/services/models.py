@@ -157,10 +157,11 @@ class RunService:
     def list_runs(self, caller: Caller, scope: Scope, project: str | None, page: Page) -> dict[str, Any]:
         """The runs of a project or scope, newest first. Raises NotFound for a project that the caller does not see."""
         within = projects(caller, scope, project)
-        stored = [(id_, fields, load(Model, fields)) for id_, fields in self._records.list_runs(within)]
-        found = [run for run in stored if run[2].owner in within]
-        shown, cursor = page.of(sorted(found, key=lambda run: (-run[2].created, run[0])))
-        return {"training_runs": [self._view(id_, fields, caller) for id_, fields, _ in shown], "cursor": cursor}
+        found = sorted((-created, id_) for created, id_ in self._records.list_runs(within))
+        shown, cursor = page.of(found)
+        runs = self._records.read(Model.namespace, [id_ for _, id_ in shown])
+        its = [(id_, fields) for id_, fields in runs if fields and load(Model, fields).owner in within]
+        return {"training_runs": [self._view(id_, fields, caller) for id_, fields in its], "cursor": cursor}
 
     def list_checkpoints(self, model_id: str, caller: Caller) -> list[dict[str, Any]]:
         """A run's checkpoints, newest first; of another project's run only the public ones. Raises NotFound for a run

@@ -93,8 +93,8 @@ class SessionService:
         """The session's models, samplers and metadata. Raises NotFound."""
         session = load_readable(self._records, Session, session_id, caller)
         return {
-            "training_run_ids": [id_ for id_, _ in self._records.list(Model.namespace, ids.model_prefix(session_id))],
-            "sampler_ids": [id_ for id_, _ in self._records.list(Sampler.namespace, ids.sampler_prefix(session_id))],
+            "training_run_ids": list(self._records.ids(Model.namespace, ids.model_prefix(session_id))),
+            "sampler_ids": list(self._records.ids(Sampler.namespace, ids.sampler_prefix(session_id))),
             "user_metadata": texts(session.user_metadata),
             "display_name": session.display_name or None,
         }

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 
 from app import ids
 from app.domain.records import Checkpoint, Loss, Model, Sampler
@@ -15,6 +16,8 @@ from app.stores.redis.records import RedisRecords, load
 from app.stores.redis.types import Holder
 
 log = logging.getLogger(__name__)
+# Each takes a few scripts and the deletion of its files; the other tasks of the leader wait meanwhile.
+_RETIRED_AT_ONCE = 100
 
 
 class Teardown:
@@ -43,38 +46,47 @@ class Teardown:
         task."""
         holder = self._lifecycle.end_model(model_id)
         if holder is not None:
-            self._clear(model_id, holder)
+            self._clear(model_id, holder, self._samplers(ids.session_of(model_id)))
             self._lifecycle.abort_samples()
 
     def retire(self, session_id: str) -> None:
-        """Tears down the rest of a session that ended long ago. The parts not yet deleted stay if the session becomes
-        active again."""
-        for model_id in self._models(session_id):
+        """Tears down the rest of a session that ended long ago, or of a large one a part: call it again until the
+        session is gone. The parts not yet deleted stay if the session becomes active again."""
+        models = list(islice(self._not_ended(session_id), _RETIRED_AT_ONCE))
+        samplers = self._samplers(session_id)
+        for model_id in models:
             holder = self._lifecycle.end_model(model_id, retired=True)
             if holder is not None:
-                self._clear(model_id, holder)
-        for sampler_id, _ in self._samplers(session_id):
+                self._clear(model_id, holder, samplers)
+        if len(models) == _RETIRED_AT_ONCE:
+            return
+        for sampler_id, _ in samplers[:_RETIRED_AT_ONCE]:
             self._lifecycle.end_sampler(sampler_id)
-        if self._lifecycle.forget(session_id):
+        if len(samplers) <= _RETIRED_AT_ONCE and self._lifecycle.forget(session_id):
             # Without the session none of these ids can be used again. A run with a checkpoint stays listed beside that
             # checkpoint.
-            for loss_id, _ in self._records.list(Loss.namespace, ids.loss_prefix(session_id)):
+            for loss_id in self._records.ids(Loss.namespace, ids.loss_prefix(session_id)):
                 self._records.delete(Loss.namespace, loss_id)
             for model_id in self._models(session_id):
-                if not any(self._records.list(Checkpoint.namespace, f"tinker://{model_id}/")):
+                if not any(self._records.ids(Checkpoint.namespace, f"tinker://{model_id}/")):
                     self._records.delete(Model.namespace, model_id)
 
     def _free(self, model_ids: list[str]) -> None:
         for holder in set(self._lifecycle.holders(model_ids)):
             self._wake(holder)
 
-    def _clear(self, model_id: str, holder: Holder) -> None:
+    def _not_ended(self, session_id: str) -> Iterator[str]:
+        stored = self._records.list(Model.namespace, ids.model_prefix(session_id))
+        return (model_id for model_id, fields in stored if "ended" not in fields)
+
+    def _clear(self, model_id: str, holder: Holder, samplers: Iterable[tuple[str, Sampler]]) -> None:
+        """Deletes the files of an ended run, and those of its session's `samplers` that have them."""
         self._lifecycle.end_calls()
         log.info("a run has ended", extra={"model_id": model_id})
         if holder.node:
             self._wake(holder)
         prefixes = [f"models/{model_id}/snapshots"]
-        for sampler_id, sampler in self._samplers(ids.session_of(model_id)):
+        for sampler_id, sampler in samplers:
             if sampler.prefix.startswith(f"models/{model_id}/") and not sampler.model_path:
                 self._lifecycle.end_sampler(sampler_id, retired=False)
                 prefixes.append(sampler.prefix)
@@ -85,7 +97,7 @@ class Teardown:
             log.warning("files of an ended run could not be deleted: %s", error, extra={"model_id": model_id})
 
     def _models(self, session_id: str) -> list[str]:
-        return [model_id for model_id, _ in self._records.list(Model.namespace, ids.model_prefix(session_id))]
+        return list(self._records.ids(Model.namespace, ids.model_prefix(session_id)))
 
     def _samplers(self, session_id: str) -> list[tuple[str, Sampler]]:
         stored = self._records.list(Sampler.namespace, ids.sampler_prefix(session_id))

@@ -131,6 +131,7 @@ ADDED: dict[str, set[str]] = {
     # Keys that start so. Processes of ecb7b39 neither read nor write them, which RedisRecords expects of its lists.
     "keys left behind": {
         *("tinsmith:checkpoints_of:", "tinsmith:calls_taken"),
+        *("tinsmith:models_of:", "tinsmith:model_owners"),
         *("tinsmith:sessions_of:", "tinsmith:session_owners", "tinsmith:sessions_live:"),
         "tinsmith:samplers_used",
     },

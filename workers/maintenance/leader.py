@@ -12,7 +12,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from typing import Protocol
+from typing import Literal, Protocol
 
 import redis
 
@@ -33,7 +33,7 @@ _PERIOD_S = 2.0
 _BATCH = 64
 
 # One script corrects this many sessions in 1 ms; 10,000 take two minutes.
-_SESSIONS_BATCH = 200
+_CORRECTED_AT_ONCE = 200
 
 # A checkpoint that comes or goes counts within this time; ten thousand are read in a third of a second.
 _MEASURED_S = 300.0
@@ -101,14 +101,16 @@ class SessionExpiry:
         session_s: float,
     ) -> None:
         self._oplog, self._lifecycle, self._records, self._teardown = oplog, lifecycle, records, teardown
-        self._session_s, self._corrected = session_s, ""
+        self._session_s = session_s
+        self._corrected: dict[Literal["sessions", "models"], str] = {"sessions": "", "models": ""}
 
     def sweep(self) -> None:
         taken_s = self._oplog.calls_taken_s()
         if taken_s >= self._session_s:
             self._end_silent()
         self._lifecycle.end_calls()  # whoever ended a model may have died
-        self._corrected = self._records.correct_some_sessions(self._corrected, _SESSIONS_BATCH)
+        for namespace, after in self._corrected.items():
+            self._corrected[namespace] = self._records.correct_some(namespace, after, _CORRECTED_AT_ONCE)
         aborted = self._lifecycle.abort_samples()
         resumed = self._lifecycle.resume_samples()
         paused = self._lifecycle.pause_samples() if taken_s >= PAUSE_S else 0

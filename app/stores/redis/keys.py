@@ -81,6 +81,8 @@
                               version changes sessions and not these lists: RedisRecords.list_sessions sees it, and a
                               maintenance task corrects all lists in turn
     session_owners      HASH  session -> the project whose list it is on
+    models_of:<project>  ZSET  its run, ended or not -> unix seconds of its creation, corrected as `sessions_of` is
+    model_owners        HASH  run -> the project whose list it is on
     sessions_live:<payer>  SET  its sessions that have not ended; those that have are removed at the next count, or by
                               that task
     orphans             ZSET  object-store prefix -> ms since when no known reference to it exists
@@ -123,7 +125,6 @@ CALLS_TAKEN = PREFIX + "calls_taken"
 PENDING = PREFIX + "pending"
 PENDING_QUEUE = PREFIX + "pending_queue"
 SAMPLERS_ASKED = PREFIX + "samplers_asked"
-SESSION_OWNERS = PREFIX + "session_owners"
 SESSIONS_HEARD = PREFIX + "sessions_heard"
 SESSIONS_ENDED = PREFIX + "sessions_ended"
 ORPHANS = PREFIX + "orphans"
@@ -198,8 +199,13 @@ def routes(request_id: str) -> str:
     return f"{PREFIX}routes:{request_id}"
 
 
-def sessions_of(project: str) -> str:
-    return f"{PREFIX}sessions_of:{project}"
+def owned(kind: str, project: str) -> str:
+    """The list of a project's sessions or runs ("session", "model")."""
+    return f"{PREFIX}{kind}s_of:{project}"
+
+
+def owners(kind: str) -> str:
+    return f"{PREFIX}{kind}_owners"
 
 
 def sessions_live(payer: str) -> str:

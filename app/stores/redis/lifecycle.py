@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import cast
+from typing import Any, cast
 
 import redis
 
@@ -156,12 +156,13 @@ class RedisLifecycle:
 
     def holders(self, model_ids: Iterable[str]) -> list[Holder]:
         """The places of these models in memory; models that no worker holds are left out."""
-        ids = list(model_ids)
-        with self._redis.pipeline(transaction=False) as pipe:
-            for model_id in ids:
-                pipe.get(keys.lease(model_id))
-                pipe.hmget(keys.model(model_id), "base_model", "full")
-            found = pipe.execute()
+        found: list[Any] = []
+        for slice_ in _slices(list(model_ids)):
+            with self._redis.pipeline(transaction=False) as pipe:
+                for model_id in slice_:
+                    pipe.get(keys.lease(model_id))
+                    pipe.hmget(keys.model(model_id), "base_model", "full")
+                found += pipe.execute()
         return [
             Holder(json.loads(base), held.decode().rpartition("/")[0], json.loads(full or "false"))
             for held, (base, full) in zip(found[::2], found[1::2], strict=True)

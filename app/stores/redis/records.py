@@ -6,14 +6,13 @@ import dataclasses
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from typing import TypeVar, cast
+from typing import Literal, TypeVar, cast
 
 import redis
 
 from app.domain.accounts import Account, Key, Organisation, Project, User
 from app.domain.records import Checkpoint, Loss, Model, Refusal, Sampler, Session, ShmTransfer, Upload, Worker
 from app.errors import NotFound, Unavailable
-from app.ids import model_prefix
 from app.settings import EngineSettings
 from app.stores.pages import Ledger
 from app.stores.redis import keys
@@ -22,7 +21,7 @@ from app.stores.redis.types import Record
 
 # Records per round trip: the server answers other clients in between, and 10,000 records are never in memory at once.
 _SLICE = 500
-_CHECKPOINTS, _SESSIONS, _RUNS = "checkpoints", "sessions", "models"
+_CHECKPOINTS, _SESSIONS, _MODELS = "checkpoints", "sessions", "models"
 # A deletion between two reads makes a right list look wrong; it hardly ever comes this often in a row.
 _TRIES = 3
 _DEFAULTS = EngineSettings()
@@ -173,49 +172,59 @@ class RedisRecords:
         """The sessions of these projects: (creation in unix seconds, id), in no order.
 
         Reads no record, except after a process of an earlier version made or removed a session: such a process leaves
-        the lists as they are. All sessions are read then, and the lists are corrected. `correct_some_sessions` corrects
-        what the number of sessions does not show.
+        the lists as they are. All sessions are read then, and the lists are corrected. `correct_some` corrects what the
+        number of sessions does not show.
         """
+        return self._list_owned(_SESSIONS, projects)
+
+    def list_runs(self, projects: Collection[str]) -> Sequence[tuple[float, str]]:
+        """The runs of these projects, as `list_sessions` lists sessions."""
+        return self._list_owned(_MODELS, projects)
+
+    def _list_owned(self, namespace: str, projects: Collection[str]) -> Sequence[tuple[float, str]]:
+        kind = namespace.removesuffix("s")
         with self._redis.pipeline() as pipe:
-            pipe.zcard(keys.index(_SESSIONS))
-            pipe.hlen(keys.SESSION_OWNERS)
+            pipe.zcard(keys.index(namespace))
+            pipe.hlen(keys.owners(kind))
             for project in projects:
-                pipe.zrange(keys.sessions_of(project), 0, -1, withscores=True)
+                pipe.zrange(keys.owned(kind, project), 0, -1, withscores=True)
             total, listed, *lists = pipe.execute()
         if total == listed:
             return [(created, id_.decode()) for rows in lists for id_, created in rows]
-        found = dict(self.list(_SESSIONS))
-        self._correct(found)
+        found = dict(self.list(namespace))
+        self._correct(namespace, found)
         its = [(id_, fields) for id_, fields in found.items() if json.loads(fields["owner"]) in projects]
         return [(json.loads(fields["created"]), id_) for id_, fields in its]
 
-    def list_runs(self, projects: Collection[str]) -> Iterator[tuple[str, dict[str, str]]]:
-        """The runs in the sessions of these projects, by id. Runs of other projects are not read, however many there
-        are."""
-        sessions = [id_ for _, id_ in self.list_sessions(projects)]
-        for slice_ in _slices(sorted(sessions)):
-            with self._redis.pipeline(transaction=False) as pipe:
-                for prefix in map(model_prefix, slice_):
-                    pipe.zrangebylex(keys.index(_RUNS), f"[{prefix}", cast(str, b"[" + prefix.encode() + b"\xff"))
-                found = [run.decode() for runs in pipe.execute() for run in runs]
-            yield from ((run, fields) for run, fields in self.read(_RUNS, found) if fields)
-
-    def _correct(self, sessions: Iterable[str]) -> None:
-        """Corrects the lists of these sessions, and of all that are gone."""
-        listed = cast(list[bytes], self._redis.hkeys(keys.SESSION_OWNERS))
+    def _correct(self, namespace: str, ids: Iterable[str]) -> None:
+        """Corrects the lists of these sessions or runs, and of all that are gone."""
+        listed = cast(list[bytes], self._redis.hkeys(keys.owners(namespace.removesuffix("s"))))
         with _outage_tolerated():
-            for slice_ in _slices(sorted({*sessions, *(id_.decode() for id_ in listed)})):
-                self._run("relist_sessions", *slice_)
+            for slice_ in _slices(sorted({*ids, *(id_.decode() for id_ in listed)})):
+                self._relist_owned(namespace, slice_)
 
-    def correct_some_sessions(self, after: str, limit: int) -> str:
-        """Corrects the lists of the next `limit` sessions behind the id `after`: processes of earlier versions leave
-        them wrong, and ended sessions stay on those of live ones. Returns the last id; "" where the next round begins
-        anew."""
-        index, first = keys.index(_SESSIONS), cast(str, b"(" + after.encode() if after else b"-")
+    def correct_some(self, namespace: Literal["sessions", "models"], after: str, limit: int) -> str:
+        """Corrects the lists of the next `limit` sessions or runs behind the id `after`: processes of earlier versions
+        leave them wrong, and ended sessions stay on those of live ones. Returns the last id; "" where the next round
+        begins anew."""
+        index, first = keys.index(namespace), cast(str, b"(" + after.encode() if after else b"-")
         found = cast(list[bytes], self._redis.zrangebylex(index, first, cast(str, b"+"), 0, limit))
         if found:
-            self._run("relist_sessions", *found)
+            self._relist_owned(namespace, [id_.decode() for id_ in found])
         return found[-1].decode() if len(found) == limit else ""
+
+    def _relist_owned(self, namespace: str, ids: Sequence[str]) -> None:
+        if namespace == _SESSIONS:
+            self._run("relist_sessions", *ids)
+        else:
+            self._run("relist_runs", *ids)
+
+    def ids(self, namespace: str, prefix: str) -> Iterator[str]:
+        """The ids in a namespace that start with `prefix`, in order, a slice at a time. Reads no record."""
+        after = f"[{prefix}"
+        while slice_ := _ids(self._redis, keys.index(namespace), after, prefix):
+            yield from slice_
+            after = f"({slice_[-1]}"
 
     def read(self, namespace: str, ids: Sequence[str]) -> Iterator[tuple[str, dict[str, str]]]:
         """Reads records by their ids, a slice at a time; a missing one has no fields."""

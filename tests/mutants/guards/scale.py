@@ -7,6 +7,8 @@ from tests.mutants.mutant import Mutant
 # Without the fixtures of the API's own tests, which take seconds to load.
 _STORES = "--confcutdir=tests/unit/app/stores -p tests.unit.conftest tests/unit/app/stores/redis"
 _LARGE = f"{_STORES}/test_large_content.py"
+_LISTS = "tests/unit/app/api/test_lists.py"
+_RETIRED = "tests/unit/workers/maintenance/test_sessions.py"
 
 MUTANTS = (
     # Calls and results of megabytes.
@@ -72,5 +74,27 @@ MUTANTS = (
         "redis.call('EXPIRE', 'tinsmith:result:' .. ARGV[1], ARGV[2], 'LT')\n",
         "",
         f"{_LARGE}::test_a_large_result_expires_with_its_future",
+    ),
+    # Runs of others, and many runs of one session.
+    Mutant(
+        "runs: a new one is on its project's list",
+        "app/stores/redis/lua/journal.lua",
+        "  list_owned('model', model)\n",
+        "",
+        f"{_STORES}/test_run_lists.py::test_a_listing_costs_the_same_however_many_runs_there_are",
+    ),
+    Mutant(
+        "runs: one that an earlier version moved",
+        "app/services/models.py",
+        "if fields and load(Model, fields).owner in within",
+        "if fields",
+        f"{_LISTS}::test_a_run_that_a_process_of_an_earlier_version_moved_is_not_shown_any_more",
+    ),
+    Mutant(
+        "runs: a session is retired in parts",
+        "app/services/teardown.py",
+        "islice(self._not_ended(session_id), _RETIRED_AT_ONCE)",
+        "self._not_ended(session_id)",
+        f"{_RETIRED}::test_a_session_of_many_runs_is_retired_in_parts_that_read_its_samplers_once_each",
     ),
 )

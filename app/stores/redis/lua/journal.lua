@@ -1,13 +1,14 @@
 -- The journal of a model's Ops: admission, refusal, commit and snapshot.
 
 -- part: register_model
--- needs: list_run
+-- needs: list_owned, list_run
 -- Register a model with nothing applied. Its fields are ARGV from `first` on: field, value, ...
 local function register_model(model, first)
   redis.call('HSET', 'tinsmith:models:' .. model, 'applied', -1, 'epoch', 0, 'worker', '', 'snapshot', '',
              'snapshot_seq', -1, unpack(ARGV, first))
   redis.call('ZADD', 'tinsmith:index:models', 0, model)
   list_run(model, 'SADD')
+  list_owned('model', model)
 end
 
 -- part: train_queue

@@ -8,7 +8,7 @@ local function now_ms()
 end
 
 -- part: change_record
--- needs: list_run, list_session, stored
+-- needs: list_owned, list_run, list_session, stored
 -- Make, change or delete a record by `change`. A checkpoint, its bytes, and a run move in the counts and lists from the
 -- owner before the change to the owner after it; a session moves in the lists.
 local function change_record(namespace, id, change)
@@ -21,6 +21,7 @@ local function change_record(namespace, id, change)
     list_run(id, 'SREM')
     change()
     list_run(id, 'SADD')
+    list_owned('model', id)
   else
     change()
     if namespace == 'sessions' then list_session(id) end

@@ -1,23 +1,36 @@
 -- Sessions: the lists of a project's sessions, and the count of those that have not ended.
 
--- part: list_session
--- Put a session on its project's list, by the time of its creation, and while it has not ended on the lists of live
--- sessions of its project and its key. Take it off all other lists.
-local function list_session(id)
-  local found = redis.call('HMGET', 'tinsmith:sessions:' .. id, 'owner', 'created', 'key')
-  local owner = found[1] and cjson.decode(found[1])
-  local former = redis.call('HGET', 'tinsmith:session_owners', id)
-  if former and former ~= owner then
-    redis.call('ZREM', 'tinsmith:sessions_of:' .. former, id)
-    redis.call('SREM', 'tinsmith:sessions_live:project:' .. former, id)
-    redis.call('HDEL', 'tinsmith:session_owners', id)
+-- part: list_owned
+-- Put a session or a run ('session', 'model') on its project's list, by the time of its creation, and take it off that
+-- of its former project. Returns its project, or nil for a record that is gone, and that former project, if there is one.
+local function list_owned(kind, id)
+  local found = redis.call('HMGET', 'tinsmith:' .. kind .. 's:' .. id, 'owner', 'created')
+  local owner = found[1] and cjson.decode(found[1]) or nil
+  local owners, lists = 'tinsmith:' .. kind .. '_owners', 'tinsmith:' .. kind .. 's_of:'
+  local former = redis.call('HGET', owners, id)
+  if owner then
+    redis.call('ZADD', lists .. owner, found[2], id)
+    redis.call('HSET', owners, id, owner)
+  else
+    redis.call('HDEL', owners, id)
   end
+  if not former or former == owner then return owner, nil end
+  redis.call('ZREM', lists .. former, id)
+  return owner, former
+end
+
+-- part: list_session
+-- needs: list_owned
+-- Put a session on its project's list, and while it has not ended on the lists of live sessions of its project and its
+-- key. Take it off all other lists.
+local function list_session(id)
+  local owner, former = list_owned('session', id)
+  if former then redis.call('SREM', 'tinsmith:sessions_live:project:' .. former, id) end
   if not owner then return end
-  redis.call('ZADD', 'tinsmith:sessions_of:' .. owner, found[2], id)
-  redis.call('HSET', 'tinsmith:session_owners', id, owner)
   local how = redis.call('ZSCORE', 'tinsmith:sessions_heard', id) and 'SADD' or 'SREM'
   redis.call(how, 'tinsmith:sessions_live:project:' .. owner, id)
-  if found[3] then redis.call(how, 'tinsmith:sessions_live:key:' .. cjson.decode(found[3]), id) end
+  local key = redis.call('HGET', 'tinsmith:sessions:' .. id, 'key')
+  if key then redis.call(how, 'tinsmith:sessions_live:key:' .. cjson.decode(key), id) end
 end
 
 -- part: live_sessions
@@ -46,6 +59,12 @@ redis.call('HSET', 'tinsmith:sessions:' .. ARGV[1], unpack(ARGV, 3))
 redis.call('ZADD', 'tinsmith:index:sessions', 0, ARGV[1])
 hear(cjson.encode(ARGV[1]), now_ms())
 return {}
+
+-- script: relist_runs flags=allow-oom
+-- needs: list_owned
+-- Correct the lists of projects' runs. ARGV: ids of runs that are there or gone. Returns 0.
+for _, id in ipairs(ARGV) do list_owned('model', id) end
+return 0
 
 -- script: relist_sessions flags=allow-oom
 -- needs: list_session

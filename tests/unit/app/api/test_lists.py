@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
+import redis
 from tinker.types.checkpoints_list_response import CheckpointsListResponse
 from tinker.types.get_session_response import GetSessionResponse
 from tinker.types.list_sessions_response import ListSessionsResponse
@@ -162,3 +165,33 @@ def test_a_page_that_cannot_be_is_refused_by_value(api: Api, path: str, query: s
     answer = api.get(f"{path}?{query}")
     assert answer.status_code == 422
     assert query.partition("=")[2] in answer.json["detail"]
+
+
+@pytest.fixture
+def state(state_url: str) -> Iterator[redis.Redis]:
+    with connect(state_url) as client:
+        yield client
+
+
+def test_a_list_of_runs_and_a_session_read_nothing_of_other_runs(api: Api, stranger: Api, state: redis.Redis) -> None:
+    """Counts the records that are read, beside few and beside many runs of others."""
+    session = api.session()
+    model = api.model(session)
+
+    def reads() -> int:
+        state.config_resetstat()
+        assert [run["training_run_id"] for run in api.get("training_runs").json["training_runs"]] == [model]
+        assert api.get(f"sessions/{session}").json["training_run_ids"] == [model]
+        return int(state.info("commandstats")["cmdstat_hgetall"]["calls"])
+
+    alone = reads()
+    for _ in range(5):
+        stranger.model()
+    assert reads() == alone
+
+
+def test_a_run_that_a_process_of_an_earlier_version_moved_is_not_shown_any_more(api: Api, state: redis.Redis) -> None:
+    session = api.session()
+    model = api.model(session)
+    state.hset(f"tinsmith:models:{model}", "owner", '"other"')
+    assert api.get("training_runs").json["training_runs"] == []

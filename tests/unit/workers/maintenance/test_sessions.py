@@ -225,6 +225,30 @@ def test_a_session_is_retired_once(installation: Installation):
     assert RedisLifecycle(installation.client, settings).retired() == []
 
 
+def test_a_session_of_many_runs_is_retired_in_parts_that_read_its_samplers_once_each(
+    installation: Installation, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("app.services.teardown._RETIRED_AT_ONCE", 4)
+    runs = [MODEL, *(f"{SESSION}:train:{number}" for number in range(1, 10))]
+    for run in runs[1:]:
+        installation.oplog.create_model(run, dump(Model("me", SESSION, "base", 0.0)))
+    for number in range(2, 7):
+        sampler = f"{SESSION}:sample:{number}"
+        installation.records.put_new(Sampler.namespace, sampler, dump(Sampler("me", SESSION, "base", 0.0)))
+    installation.teardown().finish(SESSION, "success")
+    time.sleep(0.01)
+    left = []
+    while RedisLifecycle(installation.client, HASTY).retired():
+        installation.client.config_resetstat()
+        installation.teardown(HASTY).retire(SESSION)
+        left.append(sum(not installation.ended(run) for run in runs if installation.records.get(Model.namespace, run)))
+        reads = installation.client.info("commandstats")["cmdstat_hgetall"]["calls"]
+        assert reads <= len(runs) * 2 + 9, "the records of its runs and samplers once, and those that this test reads"
+    assert left == [6, 2, 0, 0], "the last two also end four samplers each"
+    assert [sampler for sampler in installation.samplers() if sampler.startswith(f"{SESSION}:")] == []
+    assert installation.records.get(Session.namespace, SESSION) is None
+
+
 @pytest.mark.parametrize("saved", [True, False])
 def test_what_belongs_to_a_session_that_came_back_in_between_stays(installation: Installation, saved: bool):
     if not saved:

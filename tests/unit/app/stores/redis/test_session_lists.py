@@ -109,7 +109,7 @@ def test_no_session_is_missing_after_any_history_of_this_and_an_earlier_version(
         if chance.random() < 0.3:
             with earlier_version(client):
                 change()
-            stored.correct_some_sessions("", 100)
+            stored.correct_some("sessions", "", 100)
         else:
             change()
         if chance.random() < 0.5:
@@ -139,9 +139,9 @@ def test_the_lists_are_corrected_in_turn(client, stored):
     with earlier_version(client):
         for number in range(5):
             put(stored, f"s{number}")
-    after, rounds = stored.correct_some_sessions("", 2), 1
+    after, rounds = stored.correct_some("sessions", "", 2), 1
     while after:
-        after, rounds = stored.correct_some_sessions(after, 2), rounds + 1
+        after, rounds = stored.correct_some("sessions", after, 2), rounds + 1
     assert (rounds, client.zcard("tinsmith:sessions_of:me")) == (3, 5)
 
 
@@ -185,7 +185,7 @@ def test_a_session_that_comes_back_counts_again(client, lifecycle):
 def test_the_lists_of_live_sessions_keep_no_ended_one(client, stored, lifecycle):
     opened(lifecycle, "a")
     lifecycle.finish("a", "success")
-    stored.correct_some_sessions("", 100)
+    stored.correct_some("sessions", "", 100)
     assert not [*client.scan_iter("tinsmith:sessions_live:*")]
 
 
@@ -193,5 +193,5 @@ def test_a_session_of_an_earlier_version_counts_once_it_is_listed(client, stored
     with earlier_version(client):
         put(stored, "a")
         lifecycle.heartbeat("a")
-    stored.correct_some_sessions("", 100)
+    stored.correct_some("sessions", "", 100)
     assert live(client) == 1
