@@ -16,7 +16,7 @@ import redis
 from redis.backoff import NoBackoff
 from redis.connection import parse_url
 from redis.retry import Retry
-from redis.sentinel import Sentinel, SentinelConnectionPool
+from redis.sentinel import MasterNotFoundError, Sentinel, SentinelConnectionPool
 
 from app.settings import SENTINEL_SCHEME
 from app.stores.redis import scripts
@@ -65,8 +65,12 @@ class _Sentinels(Sentinel):
         self._lock = threading.Lock()
 
     def discover_master(self, service_name: str) -> tuple[str, int]:
+        """The address of the primary. Raises MasterNotFoundError, in one line without the options of each client."""
         with self._lock:
-            found: tuple[str, int] = super().discover_master(service_name)  # type: ignore[no-untyped-call]
+            try:
+                found: tuple[str, int] = super().discover_master(service_name)  # type: ignore[no-untyped-call]
+            except MasterNotFoundError:
+                raise MasterNotFoundError(f"no sentinel names a primary of {service_name!r}") from None
         return found
 
 

@@ -48,6 +48,7 @@ def run(*arguments: str) -> int:
         (("rebuild",), "no stack has run on tinsmith-data: start `tinsmith up` on it first, or name the state server"),
         (("rebuild", "--redis", "redis://:secret@127.0.0.1:1/0"), "cannot use Redis at redis://127.0.0.1:1/0"),
         (("rebuild", "--redis", "127.0.0.1:1"), "Redis URL must specify one of the following schemes"),
+        (("rebuild", "--redis", "redis+sentinel://:secret@127.0.0.1:1/s"), "redis.broker_url: the broker is one Redis"),
         (("up", "--host", "203.0.113.1"), "cannot listen on 203.0.113.1:0: Cannot assign requested address"),
     ],
 )

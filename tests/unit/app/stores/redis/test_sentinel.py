@@ -7,10 +7,11 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
+import redis
 
 from app.errors import SetupError
 from app.settings import parse
-from app.stores.redis.client import connect, connect_state
+from app.stores.redis.client import connect, connect_state, is_outage
 from app.stores.redis.sentinel import _Sentinels
 
 URL = "redis+sentinel://:secret@a:1,b:2,c:3/service?db=2"
@@ -41,6 +42,13 @@ def test_the_options_of_every_client_hold():
     assert "socket_keepalive_options" in names
     assert (behind.timeout, behind.max_connections) == (plain.timeout, plain.max_connections)
     assert behind.connection_kwargs["redis_connect_func"] is not None
+
+
+def test_sentinels_that_are_away_are_an_outage_in_one_line():
+    with connect("redis+sentinel://:secret@127.0.0.1:1,127.0.0.1:1/service") as client:
+        with pytest.raises(redis.ConnectionError, match=r"^no sentinel names a primary of 'service'$") as caught:
+            client.ping()
+        assert is_outage(caught.value)
 
 
 def test_the_sentinels_are_asked_one_thread_at_a_time():
