@@ -36,6 +36,7 @@ from workers.models.images import ImageReader, reader_of
 from workers.models.lora import shapes, targets
 
 _SHOWN_CHARACTERS = 300
+_SCALES = (".weight_scale", ".weight_scale_inv", ".weight_scale_2")
 _PLAIN = {
     "trust_remote_code": "it needs Python code from its repository, and Tinsmith runs no such code",
     "ignore_mismatched_sizes": "its weights do not have the shapes that its config.json gives",
@@ -168,9 +169,12 @@ def _from_pretrained(settings: BaseModelSettings, dtype: torch.dtype, device: to
 
 
 def _check_whole(report: Mapping[str, Any]) -> None:
-    """Raises ValueError for weights that are not in the files: transformers makes random ones."""
+    """Raises ValueError for weights that are not in the files: transformers makes random ones. Also for scales that are
+    left over: their weights were read as if they needed none."""
     if report["missing_keys"]:
         raise ValueError(f"{min(report['missing_keys'])} is missing")
+    if scales := [name for name in report["unexpected_keys"] if name.endswith(_SCALES)]:
+        raise ValueError(f"{min(scales)} scales a packed weight, but its config.json has no quantization_config")
 
 
 def _source(path: str, config: Any, name: str) -> dict[str, Any]:

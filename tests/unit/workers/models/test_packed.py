@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from app.errors import UnservableModel
+from app.errors import SetupError, UnservableModel
 from app.settings import BaseModelSettings
 from tests import packed_checkpoints
 from tests.parity import architectures
@@ -108,6 +108,15 @@ def test_kimi_k2_is_read_as_it_is_published(tmp_path: Path) -> None:
     full_weights.write_dequantized(settings(made), tmp_path / "written")
     written = json.loads((tmp_path / "written/config.json").read_text())
     assert written["model_type"] == "deepseek_v3" and "auto_map" not in written
+
+
+def test_codes_without_a_word_in_the_configuration_are_refused(tmp_path: Path) -> None:
+    made, _ = build("deepseek-v3", packed_checkpoints.fp8, tmp_path)
+    config = json.loads((made / "config.json").read_text())
+    del config["quantization_config"]
+    (made / "config.json").write_text(json.dumps(config))
+    with pytest.raises(SetupError, match=r"weight_scale_inv scales a packed weight, but .* no quantization_config"):
+        base_model.load(settings(made))
 
 
 MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
