@@ -64,9 +64,12 @@ class RedisLifecycle:
         self._run("finish", session_id, json.dumps(reason))
 
     def move(self, session_id: str, project: str) -> None:
-        """Moves the session, with everything in it or being saved in it, to another project. A session that is gone
-        does not change."""
-        self._run("move_session", session_id, json.dumps(project))
+        """Moves the session, with everything in it or being saved in it, to another project: in one step, or in several
+        if it has more than 200 records. If these are cut short, a repeat moves the rest. A session that is gone does
+        not change."""
+        left: Sequence[bytes | int] = ()
+        while isinstance(found := self._run("move_session", session_id, json.dumps(project), *left), list):
+            left = found
 
     def expire(self) -> list[str]:
         """Ends the sessions without a sign of life. Returns their ids."""

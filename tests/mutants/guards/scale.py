@@ -7,6 +7,8 @@ from tests.mutants.mutant import Mutant
 # Without the fixtures of the API's own tests, which take seconds to load.
 _STORES = "--confcutdir=tests/unit/app/stores -p tests.unit.conftest tests/unit/app/stores/redis"
 _LARGE = f"{_STORES}/test_large_content.py"
+_LIMITS = f"{_STORES}/test_limits.py"
+_RUNS = f"{_STORES}/test_run_lists.py"
 _LISTS = "tests/unit/app/api/test_lists.py"
 _RETIRED = "tests/unit/workers/maintenance/test_sessions.py"
 
@@ -81,7 +83,7 @@ MUTANTS = (
         "app/stores/redis/lua/journal.lua",
         "  list_owned('model', model)\n",
         "",
-        f"{_STORES}/test_run_lists.py::test_a_listing_costs_the_same_however_many_runs_there_are",
+        f"{_RUNS}::test_a_listing_costs_the_same_however_many_runs_there_are",
     ),
     Mutant(
         "runs: one that an earlier version moved",
@@ -96,5 +98,33 @@ MUTANTS = (
         "islice(self._not_ended(session_id), _RETIRED_AT_ONCE)",
         "self._not_ended(session_id)",
         f"{_RETIRED}::test_a_session_of_many_runs_is_retired_in_parts_that_read_its_samplers_once_each",
+    ),
+    Mutant(
+        "runs: those below a limit are not looked at",
+        "app/stores/redis/lua/limits.lua",
+        "  if most and held <= most then return held end\n",
+        "",
+        f"{_LIMITS}::test_a_new_model_reads_none_of_the_others_below_the_limit_and_no_more_than_it_above",
+    ),
+    Mutant(
+        "runs: a session comes back in slices",
+        "app/stores/redis/lua/lifecycle.lua",
+        ", 'LIMIT', 0, HEARD_AT_ONCE",
+        "",
+        f"{_LIMITS}::test_runs_of_a_large_session_that_comes_back_count_again_in_slices",
+    ),
+    Mutant(
+        "runs: a session moves in slices",
+        "app/stores/redis/lua/lifecycle.lua",
+        "local left = MOVED_AT_ONCE",
+        "local left = 1000",
+        f"{_RUNS}::test_a_large_session_moves_in_slices_with_all_that_is_made_meanwhile",
+    ),
+    Mutant(
+        "runs: slices of a move that another one overtook",
+        "app/stores/redis/lua/lifecycle.lua",
+        "  if redis.call('HGET', key, 'owner') ~= owner then return 0 end\n",
+        "",
+        f"{_RUNS}::test_a_later_move_wins_over_slices_that_are_left",
     ),
 )

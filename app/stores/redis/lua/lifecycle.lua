@@ -2,6 +2,9 @@
 
 -- part: hear
 -- needs: list_run, list_session
+-- A run takes 3 us to list. `relist_runs` lists further ones of a session that is open again.
+local HEARD_AT_ONCE = 1000
+
 -- Note that a session (its id as JSON, or false) is in use. An expired session is open again; one that its client
 -- finished keeps that status.
 local function hear(session, now)
@@ -10,7 +13,8 @@ local function hear(session, now)
   if redis.call('ZADD', 'tinsmith:sessions_heard', now, id) == 1 then
     list_session(id)  -- it may have ended before, and it and its runs have been taken out
     local prefix = id .. ':train:'
-    for _, model in ipairs(redis.call('ZRANGEBYLEX', 'tinsmith:index:models', '[' .. prefix, '(' .. prefix .. '\255')) do
+    local first, last = '[' .. prefix, '(' .. prefix .. '\255'
+    for _, model in ipairs(redis.call('ZRANGEBYLEX', 'tinsmith:index:models', first, last, 'LIMIT', 0, HEARD_AT_ONCE)) do
       list_run(model, 'SADD')
     end
   end
@@ -104,26 +108,40 @@ return 1
 
 -- script: move_session flags=allow-oom
 -- needs: change_record, list_session
--- Move a session, with its models, samplers, losses and checkpoints, to another project.
--- ARGV: session id, project as JSON. Returns 1, or 0 when the session does not exist.
-local key = 'tinsmith:sessions:' .. ARGV[1]
+-- Move a session, with its models, samplers, losses and checkpoints, to another project; of a large one a slice. A
+-- checkpoint that is recorded meanwhile gets the owner of its model (`put_reserved`), so the models come first.
+-- ARGV: session id, project as JSON, and to go on: kind of record and id, as returned. Returns 1, or 0 when the session
+-- does not exist, or was moved elsewhere since the first slice; {kind, id} when more is left.
+local session, owner, kind, after = ARGV[1], ARGV[2], tonumber(ARGV[3] or 1), ARGV[4] or ''
+local KINDS = {{'models', ':train:'}, {'samplers', ':sample:'}, {'losses', ':loss:'}, {'checkpoints', ':train:'}}
+local MOVED_AT_ONCE = 200
+local key = 'tinsmith:sessions:' .. session
 if redis.call('EXISTS', key) == 0 then return 0 end
-redis.call('HSET', key, 'owner', ARGV[2])
-list_session(ARGV[1])
+if ARGV[3] then
+  if redis.call('HGET', key, 'owner') ~= owner then return 0 end
+else
+  redis.call('HSET', key, 'owner', owner)
+  list_session(session)
+end
 
-local function move(namespace, prefix)
-  for _, id in ipairs(redis.call('ZRANGEBYLEX', 'tinsmith:index:' .. namespace, '[' .. prefix, '(' .. prefix .. '\255')) do
-    local record = 'tinsmith:' .. namespace .. ':' .. id
-    if redis.call('EXISTS', record) == 1 then
-      change_record(namespace, id, function() redis.call('HSET', record, 'owner', ARGV[2]) end)
-    end
+local function move(namespace, id)
+  local record = 'tinsmith:' .. namespace .. ':' .. id
+  if redis.call('EXISTS', record) == 1 then
+    change_record(namespace, id, function() redis.call('HSET', record, 'owner', owner) end)
   end
 end
 
-move('models', ARGV[1] .. ':train:')
-move('samplers', ARGV[1] .. ':sample:')
-move('losses', ARGV[1] .. ':loss:')
-move('checkpoints', 'tinker://' .. ARGV[1] .. ':train:')
+local left = MOVED_AT_ONCE
+while KINDS[kind] do
+  local namespace, prefix = KINDS[kind][1], session .. KINDS[kind][2]
+  if namespace == 'checkpoints' then prefix = 'tinker://' .. prefix end
+  local first = after == '' and '[' .. prefix or '(' .. after
+  local ids = redis.call('ZRANGEBYLEX', 'tinsmith:index:' .. namespace, first, '(' .. prefix .. '\255', 'LIMIT', 0, left)
+  for _, id in ipairs(ids) do move(namespace, id) end
+  left = left - #ids
+  if left == 0 then return {kind, ids[#ids]} end
+  kind, after = kind + 1, ''
+end
 return 1
 
 -- part: end_calls

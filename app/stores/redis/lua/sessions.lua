@@ -61,9 +61,14 @@ hear(cjson.encode(ARGV[1]), now_ms())
 return {}
 
 -- script: relist_runs flags=allow-oom
--- needs: list_owned
--- Correct the lists of projects' runs. ARGV: ids of runs that are there or gone. Returns 0.
-for _, id in ipairs(ARGV) do list_owned('model', id) end
+-- needs: list_owned, list_run
+-- Correct the lists of projects' runs, and list those whose session has not ended with the runs of their payers that may
+-- be live. ARGV: ids of runs that are there or gone. Returns 0.
+for _, id in ipairs(ARGV) do
+  list_owned('model', id)
+  local session = redis.call('HGET', 'tinsmith:models:' .. id, 'session_id')
+  if session and redis.call('ZSCORE', 'tinsmith:sessions_heard', cjson.decode(session)) then list_run(id, 'SADD') end
+end
 return 0
 
 -- script: relist_sessions flags=allow-oom

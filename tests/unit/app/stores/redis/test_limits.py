@@ -192,6 +192,43 @@ def test_what_others_have_is_not_read_to_count_ones_own(client, oplog, stored, q
     assert looks() == alone
 
 
+def test_a_new_model_reads_none_of_the_others_below_the_limit_and_no_more_than_it_above(client, oplog, stored):
+    fields = dump(Model("me", SESSION, "base", 0.0))
+
+    def reads(model: str, limit: int) -> int:
+        client.config_resetstat()
+        charge = Charge(mine(Limits(live_models=limit)), models=1)
+        if limit < 60:
+            with pytest.raises(LimitReached, match=f"its live_models is {limit}"):
+                oplog.admit(model, 0, "create_model", b"payload", "d", fields, charge)
+        else:
+            oplog.admit(model, 0, "create_model", b"payload", "d", fields, charge)
+        return client.info("commandstats")["cmdstat_hmget"]["calls"]
+
+    alone = reads(f"{SESSION}:train:1", 100)
+    for number in range(2, 60):
+        oplog.create_model(f"{SESSION}:train:{number}", fields)
+    assert reads(f"{SESSION}:train:60", 100) <= alone
+    assert reads(f"{SESSION}:train:61", 10) < 10 + alone
+
+
+def test_runs_of_a_large_session_that_comes_back_count_again_in_slices(client, oplog, stored, quotas):
+    """The session has 1,500 runs: one step lists 1,000, and a maintenance task the others."""
+    fields = dump(Model("me", SESSION, "base", 0.0))
+    for number in range(1, 1500):
+        oplog.create_model(f"{SESSION}:train:{number}", fields)
+    lifecycle = RedisLifecycle(client, SETTINGS)
+    client.zadd(keys.SESSIONS_HEARD, {SESSION: 1})
+    assert lifecycle.expire() == [SESSION]
+    assert quotas.used(mine()[0]).live_models == 0
+    lifecycle.heartbeat(SESSION)
+    assert quotas.used(mine()[0]).live_models == 1000
+    after = stored.correct_some("models", "", 500)
+    while after:
+        after = stored.correct_some("models", after, 500)
+    assert quotas.used(mine()[0]).live_models == 1500
+
+
 def test_another_model_is_refused_when_there_are_as_many_as_may_be(client, oplog, stored):
     charge = Charge(mine(Limits(live_models=1)), models=1)
     fields = dump(Model("me", SESSION, "base", 0.0))

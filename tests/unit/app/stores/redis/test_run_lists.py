@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 import redis
 
-from app.domain.records import Model, Session
+from app.domain.records import Checkpoint, Model, Sampler, Session
 from app.settings import EngineSettings
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.lifecycle import RedisLifecycle
@@ -133,3 +134,32 @@ def test_the_ids_of_a_session_are_read_without_records(client, stored, oplog):
     client.config_resetstat()
     assert list(stored.ids("models", "s:train:")) == ["s:train:0", "s:train:1"]
     assert {name for name in client.info("commandstats") if name.startswith("cmdstat_hget")} == set()
+
+
+def test_a_large_session_moves_in_slices_with_all_that_is_made_meanwhile(client, stored, oplog, lifecycle):
+    """Counts the records that a script writes, since everybody else waits for it."""
+    fields = {"models": Model("me", "s", "base", 1.0), "samplers": Sampler("me", "s", "base", 1.0)}
+    checkpoint = Checkpoint("me", "s:train:0", "weights", "base", "p", 1.0, 1, {}, [])
+    for number in range(150):
+        stored.put_new("models", f"s:train:{number}", dump(fields["models"]))
+        stored.put_new("samplers", f"s:sample:{number}", dump(fields["samplers"]))
+        stored.put_new("checkpoints", f"tinker://s:train:{number}/weights/a", dump(checkpoint))
+    stored.put_new("models", "s2:train:0", dump(fields["models"]))
+    client.config_resetstat()
+    lifecycle.move("s", "other")
+    scripts = client.info("commandstats")["cmdstat_evalsha"]["calls"]
+    assert scripts == 3, "450 records, 200 at a time"
+    for namespace in ("models", "samplers", "checkpoints"):
+        owners = {id_: json.loads(fields["owner"]) for id_, fields in stored.list(namespace)}
+        assert owners.pop("s2:train:0", "me") == "me"
+        assert set(owners.values()) == {"other"} and len(owners) == 150
+
+
+def test_a_later_move_wins_over_slices_that_are_left(stored, oplog, lifecycle):
+    for number in range(250):
+        stored.put_new("models", f"s:train:{number:03}", dump(Model("me", "s", "base", 1.0)))
+    left = lifecycle._run("move_session", "s", '"other"')
+    assert left == [1, b"s:train:199"]
+    lifecycle.move("s", "third")
+    assert lifecycle._run("move_session", "s", '"other"', *left) == 0
+    assert listed(stored, "third") == owned(stored, "third") and len(owned(stored, "third")) == 250
