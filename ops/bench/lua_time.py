@@ -15,9 +15,11 @@ import redis
 
 from app import ids
 from app.dispatch import train_queue
+from app.domain.limits import PROJECT, Charge, Limits, Payer
 from app.domain.records import Model, Session
 from app.domain.results import Result
 from app.settings import EngineSettings
+from app.stores.redis import keys
 from app.stores.redis.client import connect
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.lifecycle import RedisLifecycle
@@ -33,9 +35,9 @@ _BASE = "bench/base"
 Times = dict[str, dict[str, float]]
 
 
-def measure(url: str, scales: Sequence[int], journal: int) -> tuple[dict[str, Times], Times]:
+def measure(url: str, scales: Sequence[int], journal: int) -> tuple[dict[str, Times], Times, Times]:
     """(by the number of models, the times of each script; the times of the scripts that delete a journal of so many
-    calls)."""
+    calls, and of those that concern a session of as many runs as the largest number of models)."""
     with connect(url) as client:
         # Only the time in scripts is measured, which is the same.
         client.config_set("appendfsync", "no")
@@ -45,7 +47,7 @@ def measure(url: str, scales: Sequence[int], journal: int) -> tuple[dict[str, Ti
         for models in scales:
             world.grow(models)
             found[f"{models} models"] = dict(world.times())
-        return found, world.deletion(journal)
+        return found, world.deletion(journal), world.large_session(scales[-1])
 
 
 class _World:
@@ -110,6 +112,30 @@ class _World:
         return {
             "end_model": self._each([model_id], self._lifecycle.end_model),
             "end_calls": self._each([model_id], lambda _: self._lifecycle.end_calls()),
+        }
+
+    def large_session(self, runs: int) -> Times:
+        """The times of the scripts that concern all of so many runs of one session."""
+        session, limit = ids.new_session_id(), Limits(live_models=2 * runs)
+        self._records.put_new(Session.namespace, session, dump(Session("large", time.time())))
+        self._lifecycle.heartbeat(session)
+        fields = dump(Model("large", session, _BASE, time.time()))
+        model_ids = [ids.model_id(session, number) for number in range(runs + _LEASES)]
+        for model_id in model_ids[:runs]:
+            self._oplog.create_model(model_id, fields)
+        charge = Charge((Payer(PROJECT, "large", limit),), models=1)
+
+        def create(model_id: str) -> None:
+            self._oplog.admit(model_id, 0, "create_model", b"", "", fields, charge)
+
+        def come_back(_: int) -> None:
+            self._redis.zrem(keys.SESSIONS_HEARD, session)
+            self._lifecycle.heartbeat(session)
+
+        return {
+            "admit a run": self._each(model_ids[runs:], create),
+            "heartbeat of a session that ended": self._each(range(5), come_back),
+            "move_session": self._each(["a", "b", "large"], lambda project: self._lifecycle.move(session, project)),
         }
 
     def _seq_behind(self, model_id: str) -> int:

@@ -1,4 +1,4 @@
-"""Costs at scale: polls held by one API process, time in the state server's scripts, and lists beside other projects.
+"""Costs at scale: polls held by one API process, time in scripts, lists beside other projects, and large calls.
 
 The figures of held polls are those of the API alone; no worker runs.
 """
@@ -17,7 +17,7 @@ from app.domain.records import Model, Session
 from app.stores.redis.client import connect
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.records import RedisRecords, dump
-from ops.bench import api_body, held_polls, lua_time, servers, timing
+from ops.bench import api_body, held_polls, large_calls, lua_time, servers, timing
 from ops.bench.client import Client
 from ops.bench.report import Goal, Outcome
 from ops.bench.timing import summary
@@ -26,8 +26,10 @@ _POLLS, _WARM_S, _SECONDS = 5000, 60.0, 60.0
 _MODELS = (100, 1000, 10_000)
 _JOURNAL = 100_000
 _FOREIGN, _OWN = 10_000, 10
+_LARGE = 60 * 2**20
 _ROUNDS = 20
 _BEAT_GOAL_MS, _WAKE_GOAL_MS, _LUA_GOAL_MS, _LIST_GOAL_MS = 10.0, 250.0, 20.0, 20.0
+_PING_GOAL_MS = 25.0
 
 
 def run(
@@ -38,6 +40,7 @@ def run(
     models: Sequence[int] = _MODELS,
     journal: int = _JOURNAL,
     foreign: int = _FOREIGN,
+    large: int = _LARGE,
 ) -> Outcome:
     found: dict[str, Any] = {}
     with servers.prepared_api(_made(folder / "polls"), api_body.INFO) as api, servers.running_api(api):
@@ -45,8 +48,13 @@ def run(
     with servers.prepared_api(_made(folder / "lists"), api_body.INFO) as api, servers.running_api(api):
         found["lists_ms"] = _lists(api, foreign)
     with servers.prepared_api(_made(folder / "lua"), api_body.INFO) as api:
-        found["lua"], found["lua_deletion"] = lua_time.measure(api.settings.redis.url, models, journal)
+        found["lua"], found["lua_deletion"], found["lua_large_session"] = lua_time.measure(
+            api.settings.redis.url, models, journal
+        )
+    with servers.prepared_api(_made(folder / "large"), api_body.INFO) as api:
+        found["longest_ping_ms"] = large_calls.measure(api.settings.redis.url, large)
     found |= {"calls_a_model": lua_time.CALLS_A_MODEL, "deleted_calls": journal, "foreign_sessions": foreign}
+    found |= {"runs_of_the_large_session": models[-1], "large_call_bytes": large}
     return Outcome(found, tuple(_goals(found)))
 
 
@@ -85,7 +93,9 @@ def _get(api: servers.Api, path: str) -> bytes:
 
 def _goals(found: Mapping[str, Any]) -> Sequence[Goal]:
     polls, largest = found["held_polls"], list(found["lua"].values())[-1]
-    slowest = max(times["most_ms"] for times in (*largest.values(), *found["lua_deletion"].values()))
+    others = (*found["lua_deletion"].values(), *found["lua_large_session"].values())
+    slowest = max(times["most_ms"] for times in (*largest.values(), *others))
+    longest = max(ms for step, ms in found["longest_ping_ms"].items() if step != "nothing")
     lists = max(times["p50"] for times in found["lists_ms"].values())
     return (
         Goal("polls held", polls["held"], "at_least", polls["polls"], ""),
@@ -93,4 +103,5 @@ def _goals(found: Mapping[str, Any]) -> Sequence[Goal]:
         Goal("result to answer: p99", polls["wake_ms"]["p99"], "at_most", _WAKE_GOAL_MS, "ms"),
         Goal("longest script", slowest, "at_most", _LUA_GOAL_MS, "ms"),
         Goal("slowest list: p50", lists, "at_most", _LIST_GOAL_MS, "ms"),
+        Goal("longest PING beside a large call: median", longest, "at_most", _PING_GOAL_MS, "ms"),
     )
