@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 import redis
@@ -15,6 +13,7 @@ from app.settings import EngineSettings
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.lifecycle import RedisLifecycle
 from app.stores.redis.records import RedisRecords, dump, load
+from tests.unit.app.stores.redis.lists import calls, earlier_version
 
 LISTS = ("tinsmith:models_of:*", "tinsmith:model_owners")
 
@@ -42,18 +41,6 @@ def make(oplog: RedisOpLog, run: str, owner: str = "me", created: float = 1.0) -
     oplog.admit(run, 0, "create_model", b"", "", fields)
 
 
-@contextmanager
-def earlier_version(client: redis.Redis) -> Iterator[None]:
-    """A process of a version without the lists: it leaves everything that this version leaves, but the lists."""
-    kept = {key: client.dump(key) for pattern in LISTS for key in client.scan_iter(pattern)}
-    yield
-    for pattern in LISTS:
-        for key in [*client.scan_iter(pattern)]:
-            client.delete(key)
-    for key, value in kept.items():
-        client.restore(key, 0, value)
-
-
 def owned(stored: RedisRecords, *projects: str) -> set[str]:
     """The runs that a look at all of them finds."""
     return {id_ for id_, fields in stored.list("models") if load(Model, fields).owner in projects}
@@ -61,10 +48,6 @@ def owned(stored: RedisRecords, *projects: str) -> set[str]:
 
 def listed(stored: RedisRecords, *projects: str) -> set[str]:
     return {id_ for _, id_ in stored.list_runs(projects)}
-
-
-def calls(client: redis.Redis) -> int:
-    return sum(said["calls"] for said in client.info("commandstats").values())
 
 
 def test_a_listing_costs_the_same_however_many_runs_there_are(client, stored, oplog):
@@ -104,7 +87,7 @@ def test_no_run_is_missing_after_any_history_of_this_and_an_earlier_version(clie
 
     for _ in range(60):
         if chance.random() < 0.3:
-            with earlier_version(client):
+            with earlier_version(client, LISTS):
                 change()
             stored.correct_some("models", "", 100)
         else:
@@ -115,7 +98,7 @@ def test_no_run_is_missing_after_any_history_of_this_and_an_earlier_version(clie
 
 
 def test_runs_stored_before_the_lists_are_found_at_once(client, stored, oplog):
-    with earlier_version(client):
+    with earlier_version(client, LISTS):
         for number in range(3):
             make(oplog, f"s:train:{number}", created=float(number))
     assert sorted(stored.list_runs({"me"})) == [(float(number), f"s:train:{number}") for number in range(3)]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 import redis
@@ -17,6 +15,7 @@ from app.settings import EngineSettings
 from app.stores.redis.lifecycle import RedisLifecycle
 from app.stores.redis.limits import RedisQuotas
 from app.stores.redis.records import RedisRecords, dump, load
+from tests.unit.app.stores.redis.lists import calls, earlier_version
 
 LISTS = ("tinsmith:sessions_of:*", "tinsmith:session_owners", "tinsmith:sessions_live:*")
 # A session ends at once, and is removed at once.
@@ -43,18 +42,6 @@ def opened(lifecycle: RedisLifecycle, session: str, payers: tuple[Payer, ...] = 
     lifecycle.open(session, fields, Charge(payers, sessions=1))
 
 
-@contextmanager
-def earlier_version(client: redis.Redis) -> Iterator[None]:
-    """A process of a version without the lists: it leaves everything that this version leaves, but the lists."""
-    kept = {key: client.dump(key) for pattern in LISTS for key in client.scan_iter(pattern)}
-    yield
-    for pattern in LISTS:
-        for key in [*client.scan_iter(pattern)]:
-            client.delete(key)
-    for key, value in kept.items():
-        client.restore(key, 0, value)
-
-
 def owned(stored: RedisRecords, *projects: str) -> set[str]:
     """The sessions that a look at all of them finds."""
     return {id_ for id_, fields in stored.list("sessions") if load(Session, fields).owner in projects}
@@ -62,10 +49,6 @@ def owned(stored: RedisRecords, *projects: str) -> set[str]:
 
 def listed(stored: RedisRecords, *projects: str) -> set[str]:
     return {id_ for _, id_ in stored.list_sessions(projects)}
-
-
-def calls(client: redis.Redis) -> int:
-    return sum(said["calls"] for said in client.info("commandstats").values())
 
 
 def live(client: redis.Redis, payer: Payer = HERE) -> int:
@@ -107,7 +90,7 @@ def test_no_session_is_missing_after_any_history_of_this_and_an_earlier_version(
 
     for _ in range(60):
         if chance.random() < 0.3:
-            with earlier_version(client):
+            with earlier_version(client, LISTS):
                 change()
             stored.correct_some("sessions", "", 100)
         else:
@@ -118,7 +101,7 @@ def test_no_session_is_missing_after_any_history_of_this_and_an_earlier_version(
 
 
 def test_sessions_stored_before_the_lists_are_found_at_once(client, stored):
-    with earlier_version(client):
+    with earlier_version(client, LISTS):
         for number in range(3):
             put(stored, f"s{number}", created=float(number))
     assert sorted(stored.list_sessions({"me"})) == [(0.0, "s0"), (1.0, "s1"), (2.0, "s2")]
@@ -128,7 +111,7 @@ def test_sessions_stored_before_the_lists_are_found_at_once(client, stored):
 def test_a_session_that_an_earlier_version_removed_or_moved_is_corrected(client, stored, lifecycle):
     for session in ("gone", "moved", "stays"):
         put(stored, session)
-    with earlier_version(client):
+    with earlier_version(client, LISTS):
         stored.delete("sessions", "gone")
         lifecycle.move("moved", "other")
     assert listed(stored, "me") == {"stays"}
@@ -136,7 +119,7 @@ def test_a_session_that_an_earlier_version_removed_or_moved_is_corrected(client,
 
 
 def test_the_lists_are_corrected_in_turn(client, stored):
-    with earlier_version(client):
+    with earlier_version(client, LISTS):
         for number in range(5):
             put(stored, f"s{number}")
     after, rounds = stored.correct_some("sessions", "", 2), 1
@@ -190,7 +173,7 @@ def test_the_lists_of_live_sessions_keep_no_ended_one(client, stored, lifecycle)
 
 
 def test_a_session_of_an_earlier_version_counts_once_it_is_listed(client, stored, lifecycle):
-    with earlier_version(client):
+    with earlier_version(client, LISTS):
         put(stored, "a")
         lifecycle.heartbeat("a")
     stored.correct_some("sessions", "", 100)
