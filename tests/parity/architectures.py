@@ -193,8 +193,13 @@ CASES: Mapping[str, tuple[str, dict[str, Any]]] = {
 
 VLLM_ALWAYS = ("olmo3", "gemma3")
 """The cases that the tests run in vLLM every time: a start takes 20 s and more on two free cores."""
-VLLM = (*VLLM_ALWAYS, "llama", "mistral, window", "phi3", "granite", "olmo2", "gemma2", "cohere", "gemma")
+VLLM = (
+    *(*VLLM_ALWAYS, "llama", "mistral, window", "phi3", "granite", "olmo2", "gemma2", "cohere", "gemma"),
+    *("smollm3", "gemma4"),
+)
 """The cases that `make families` runs in vLLM's CPU build, with and without an adapter."""
+VLLM_FULL = ("qwen3-moe", "glm4-moe")
+"""The cases that `make families` runs there without adapters: the CPU build does not run experts beside them."""
 
 
 def _auto_class(config_class: Any) -> Any:
