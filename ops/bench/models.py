@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,11 @@ _BUILD = "import pathlib, runpy, sys; runpy.run_path(sys.argv[1])['tiny_qwen3'](
 _KEPT = Path("data/bench/models")
 _SAMPLER = SamplerSettings(backend="transformers")
 TINY_VOCAB_SIZE = 320
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Saves the tests' byte-level tokenizer in a model's folder."""
+    runpy.run_path(str(_TINY_BUILDER))["byte_tokenizer"]().save_pretrained(folder)
 
 
 def tiny(folder: Path) -> BaseModelSettings:
