@@ -15,7 +15,7 @@ from tests.mutants.mutant import Mutant
 from tests.mutants.warm import Warm, warm
 
 _ROOT = Path(__file__).parents[2]
-_COPIED = ("app", "workers", "tests", "pyproject.toml")
+_COPIED = ("app", "workers", "ops", "tests", "pyproject.toml")
 _CHOSEN = [mutant for mutant in MUTANTS if not mutant.slow or "TINSMITH_SLOW_MUTANTS" in os.environ]
 _PASSED, _FAILED = 0, 1
 

@@ -156,6 +156,7 @@ def test_a_request_that_comes_while_a_round_decides_keeps_its_adapter(installati
 
     def give_up_late(self: RedisLifecycle, sampler_ids: list[str]) -> list[str]:
         installation.sample(samplers[0])
+        time.sleep(0.01)  # its use is long ago, and it is unfinished
         return give_up(self, sampler_ids)
 
     monkeypatch.setattr(RedisLifecycle, "give_up_adapters", give_up_late)
