@@ -121,7 +121,7 @@ class EngineSettings(Section):
         0,
         ge=0,
         description="replicas of the state server that must have a call before it is acknowledged, and a result before "
-        "it is told; with 0 a failover may lose the newest ones",
+        "a client can read it; with 0 a failover may lose the newest ones",
     )
     gap_s: float = Field(
         330.0, gt=0, description="a missing seq is given up after this time; the SDK itself retries for 300 s"

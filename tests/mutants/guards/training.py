@@ -273,7 +273,7 @@ MUTANTS = (
         f"{_CLI}::test_a_worker_of_one_process_is_bound_before_it_imports_torch",
     ),
     Mutant(
-        "gpus: each worker is told which copy it is",
+        "gpus: each worker gets the number of its copy",
         "app/stack/up.py",
         '"--copy", str(copy), ',
         "",
