@@ -11,7 +11,7 @@ Llama 4 gives an expert zeros in the place of tokens that are not its own.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -114,23 +114,15 @@ def wrap(model: Any, shares: Shares) -> None:
 
 def _routed(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor, segments: Sequence[Any]) -> Tensor:
     """Maps hidden states [tokens, width] to the experts' weighted sum, as transformers' grouped_mm does."""
-    top, count = chosen.shape[1], module.num_experts
-    # Experts without a gate (Nemotron-H) had no pairs at first, and ran in transformers' own order of rows. On two
-    # threads another order gives other last bits.
-    experts, order = torch.sort(chosen.reshape(-1), stable=module.has_gate)
-    offsets = _ends(experts, count)
-    rows = _AdapterRows(segments, module.lora_path, len(hidden), order // top, experts, count)
-    x = hidden[order // top]
+    rows = _Rows(module, segments, hidden, chosen)
+    x = rows.spread(hidden)
     for name in names(module):
-        bias = getattr(module, f"{name}_bias")[experts] if module.has_bias else None
+        bias = getattr(module, f"{name}_bias")[rows.experts] if module.has_bias else None
         with for_product(getattr(module, name)) as weight:
-            out = _grouped_linear(x, weight, offsets, bias, module.is_transposed)
+            out = _grouped_linear(x, weight, rows.expert_ends, bias, module.is_transposed)
         out = rows.add(x, out, module.lora_path + _WRAPPER * _OUTER[name])
         x = out if name == "down_proj" else module._apply_gate(out) if module.has_gate else module.act_fn(out)
-    back = torch.empty_like(order)
-    back[order] = torch.arange(len(order), device=order.device)
-    weighted = (x * weights.reshape(-1)[order, None])[back]
-    return weighted.view(len(hidden), top, -1).sum(1).to(hidden.dtype)
+    return rows.summed(x, weights).to(hidden.dtype)
 
 
 def _llama4(module: Any, shares: Shares, hidden: Tensor) -> Tensor:
@@ -177,51 +169,111 @@ def _dense(module: Any, name: str, x: Tensor, segments: Sequence[Any], *, as_sto
     return torch.cat(parts, 1) if adapted else out
 
 
-def _ends(groups: Tensor, count: int) -> Tensor:
-    return torch.bincount(groups, minlength=count).cumsum(0).to(torch.int32)
+class _Rows:
+    """A row for each choice (a token and one of its experts), by expert and then by adapter.
 
+    tokens, experts, kinds: [rows], each row's token, expert and adapter's number. ends: [experts · adapters] and
+    expert_ends: [experts], where their rows end. places: [tokens, choices of a token], each choice's row.
+    """
 
-class _AdapterRows:
-    """The rows (a token and one of its experts) that have an adapter, sorted by adapter and expert."""
+    def __init__(self, module: Any, segments: Sequence[Any], hidden: Tensor, chosen: Tensor) -> None:
+        path = module.lora_path
+        owners = [adapter if adapter is not None and path in adapter.pairs else None for adapter, _ in segments]
+        self.adapters = list(dict.fromkeys(owners)) or [None]
+        kinds, count, device = len(self.adapters), module.num_experts, chosen.device
+        group = chosen.reshape(-1) * kinds
+        if kinds > 1:
+            unit = len(group) // sum(share for _, share in segments)
+            shares = torch.tensor([share * unit for _, share in segments], device=device)
+            numbers = torch.tensor([self.adapters.index(owner) for owner in owners], device=device)
+            group = group + numbers.repeat_interleave(shares)
+        group, choices = torch.sort(group, stable=True)
+        sizes = torch.bincount(group, minlength=count * kinds)
+        rows = torch.arange(len(group), device=device)
+        tokens = choices // chosen.shape[1]
+        if hidden.dtype == torch.bfloat16 and device.type == "cpu":
+            fewer, sizes = sizes, _rounded(sizes)
+            rows += (sizes - fewer).cumsum(0).sub(sizes - fewer)[group]
+            tokens = tokens.new_zeros(int(sizes.sum())).index_copy(0, rows, tokens)
+            group = torch.arange(len(sizes)).repeat_interleave(sizes)
+        self.tokens, self.places = tokens, torch.empty_like(choices).index_copy(0, choices, rows).view_as(chosen)
+        self.experts, self.kinds = group // kinds, group % kinds
+        self.ends = sizes.cumsum(0).to(torch.int32)
+        self.expert_ends = self.ends[kinds - 1 :: kinds].contiguous()
 
-    def __init__(
-        self, segments: Sequence[Any], path: str, tokens: int, token: Tensor, experts: Tensor, count: int
-    ) -> None:
-        self.count = count
-        self.adapters = list(dict.fromkeys(a for a, _ in segments if a is not None and path in a.pairs))
-        if not self.adapters:
-            return
-        unit = tokens // max(1, sum(share for _, share in segments))
-        numbers = {adapter: number for number, adapter in enumerate(self.adapters)}
-        owner = torch.cat(
-            [
-                torch.full((share * unit,), numbers.get(adapter, len(numbers)), device=token.device)
-                for adapter, share in segments
-            ]
-        )
-        groups, order = torch.sort(owner[token] * count + experts, stable=True)
-        adapted = sum(share for adapter, share in segments if adapter in numbers) * unit * (len(token) // tokens)
-        self.rows, groups = order[:adapted], groups[:adapted]
-        self.ends = _ends(groups, len(numbers) * count)
-        scalings = torch.tensor([adapter.scaling for adapter in self.adapters], device=token.device)
-        self.scaling = scalings[groups // count, None]
+    def spread(self, hidden: Tensor) -> Tensor:
+        """Maps [tokens, width] to [rows, width]."""
+        spread: Tensor = _Spread.apply(hidden, self.tokens, self.places)  # type: ignore[no-untyped-call]
+        return spread
+
+    def summed(self, x: Tensor, weights: Tensor) -> Tensor:
+        """Maps [rows, width] to the tokens' sums [tokens, width], with the choices' weights [tokens, choices]."""
+        dtype = torch.result_type(x, weights)
+        summed: Tensor = _Summed.apply(x.to(dtype), weights.to(dtype), self.tokens, self.places)  # type: ignore[no-untyped-call]
+        return summed
 
     def add(self, x: Tensor, out: Tensor, path: str) -> Tensor:
-        """Adds scaling · x Aᵀ Bᵀ of each row's adapter and expert to `out`."""
-        if not self.adapters:
+        """Adds scaling · x Aᵀ Bᵀ of each row's expert and adapter to `out`."""
+        if self.adapters == [None]:
             return out
-        rank = max(adapter.spec.rank for adapter in self.adapters)
+        rank = max(adapter.spec.rank for adapter in self.adapters if adapter is not None)
         rank += -rank % _ALIGNMENT
-        pairs = [self._padded(*_stacked(a.pairs[path].a, a.pairs[path].b, self.count), rank) for a in self.adapters]
-        a, b = (torch.cat(parts).to(x.dtype) for parts in zip(*pairs, strict=True))
-        low = _grouped_mm(x[self.rows], a.mT, self.ends) * self.scaling.to(x.dtype)
-        return out.index_add(0, self.rows, _grouped_mm(low, b.mT, self.ends))
+        count = len(self.expert_ends)
+        # the pair of rows without an adapter
+        nothing = x.new_zeros(count, rank, x.shape[1]), x.new_zeros(count, out.shape[1], rank)
+        pairs = [nothing if adapter is None else _padded(adapter.pairs[path], count, rank) for adapter in self.adapters]
+        a, b = (torch.stack(parts, 1).flatten(0, 1).to(x.dtype) for parts in zip(*pairs, strict=True))
+        scalings = torch.tensor([0.0 if one is None else one.scaling for one in self.adapters], device=x.device)
+        low = _grouped_mm(x, a.mT, self.ends) * scalings.to(x.dtype)[self.kinds, None]
+        return out.add_(_grouped_mm(low, b.mT, self.ends))
+
+
+class _Spread(torch.autograd.Function):
+    """Each row's token. Autograd would add up the gradient row by row, on one thread."""
 
     @staticmethod
-    def _padded(a: Tensor, b: Tensor, rank: int) -> Iterator[Tensor]:
-        missing = rank - a.shape[1]
-        yield nn.functional.pad(a, (0, 0, 0, missing))
-        yield nn.functional.pad(b, (0, missing))
+    def forward(ctx: Any, hidden: Tensor, tokens: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        return hidden.index_select(0, tokens)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (places,) = ctx.saved_tensors
+        return nn.functional.embedding_bag(places, grads[0].contiguous(), mode="sum"), None, None
+
+
+class _Summed(torch.autograd.Function):
+    """Each token's weighted sum of its rows, in one pass over them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weights: Tensor, tokens: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weights, tokens, places)
+        return nn.functional.embedding_bag(places, x, mode="sum", per_sample_weights=weights)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        (gradient,) = grads
+        x, weights, tokens, places = ctx.saved_tensors
+        of_rows = weights.new_zeros(len(x)).index_copy(0, places.flatten(), weights.flatten())
+        of_weights = torch.bmm(x[places.flatten()].view(*places.shape, -1), gradient[:, :, None])[..., 0]
+        return gradient.index_select(0, tokens) * of_rows[:, None], of_weights, None, None
+
+
+def _rounded(sizes: Tensor) -> Tensor:
+    """The sizes, rounded up to four significant binary digits.
+
+    oneDNN compiles a product for each new number of rows, and keeps 1,024 of them. Without rounding each pass, whose
+    routing is new, spends most of its time on that.
+    """
+    step = 2 ** (torch.frexp(sizes.float()).exponent - 4).clamp(min=0)
+    return (sizes + step - 1) // step * step
+
+
+def _padded(pair: Any, count: int, rank: int) -> tuple[Tensor, Tensor]:
+    """A [experts, rank, in] and B [experts, out, rank], with zeros up to `rank`."""
+    a, b = _stacked(pair.a, pair.b, count)
+    missing = rank - a.shape[1]
+    return nn.functional.pad(a, (0, 0, 0, missing)), nn.functional.pad(b, (0, missing))
 
 
 def _stacked(a: Tensor, b: Tensor, count: int) -> tuple[Tensor, Tensor]:
