@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import groupby, islice
 from math import sqrt
 from typing import Any
 
@@ -187,10 +187,14 @@ class _AddProducts(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         (gradient,) = grads
         x, *saved = ctx.saved_tensors
-        x_gradient = torch.zeros_like(x)
+        x_gradient = torch.empty_like(x)
         found: list[Tensor] = []
-        adapted = [run for run in ctx.runs if run.pairs]
-        for run, low, a, b in zip(adapted, saved[::3], saved[1::3], saved[2::3], strict=True):
+        left = iter(saved)
+        for run in ctx.runs:
+            if not run.pairs:
+                x_gradient[run.rows] = 0
+                continue
+            low, a, b = islice(left, 3)
             share = _split(gradient, run)
             low_gradient = torch.bmm(share, b).mul_(run.scaling)
             torch.bmm(low_gradient, a, out=_split(x_gradient, run))
