@@ -115,14 +115,14 @@ def wrap(model: Any, shares: Shares) -> None:
 def _routed(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor, segments: Sequence[Any]) -> Tensor:
     """Maps hidden states [tokens, width] to the experts' weighted sum, as transformers' grouped_mm does."""
     rows = _Rows(module, segments, hidden, chosen)
-    x = rows.spread(hidden)
+    x = rows.gathered(hidden)
     for name in names(module):
         bias = getattr(module, f"{name}_bias")[rows.experts] if module.has_bias else None
         with for_product(getattr(module, name)) as weight:
             out = _grouped_linear(x, weight, rows.expert_ends, bias, module.is_transposed)
         out = rows.add(x, out, module.lora_path + _WRAPPER * _OUTER[name])
         x = out if name == "down_proj" else module._apply_gate(out) if module.has_gate else module.act_fn(out)
-    return rows.summed(x, weights).to(hidden.dtype)
+    return rows.combined(x, weights).to(hidden.dtype)
 
 
 def _llama4(module: Any, shares: Shares, hidden: Tensor) -> Tensor:
@@ -201,16 +201,16 @@ class _Rows:
         self.ends = sizes.cumsum(0).to(torch.int32)
         self.expert_ends = self.ends[kinds - 1 :: kinds].contiguous()
 
-    def spread(self, hidden: Tensor) -> Tensor:
+    def gathered(self, hidden: Tensor) -> Tensor:
         """Maps [tokens, width] to [rows, width]."""
-        spread: Tensor = _Spread.apply(hidden, self.tokens, self.places)  # type: ignore[no-untyped-call]
-        return spread
+        gathered: Tensor = _Gather.apply(hidden, self.tokens, self.places)  # type: ignore[no-untyped-call]
+        return gathered
 
-    def summed(self, x: Tensor, weights: Tensor) -> Tensor:
+    def combined(self, x: Tensor, weights: Tensor) -> Tensor:
         """Maps [rows, width] to the tokens' sums [tokens, width], with the choices' weights [tokens, choices]."""
         dtype = torch.result_type(x, weights)
-        summed: Tensor = _Summed.apply(x.to(dtype), weights.to(dtype), self.tokens, self.places)  # type: ignore[no-untyped-call]
-        return summed
+        combined: Tensor = _Combine.apply(x.to(dtype), weights.to(dtype), self.tokens, self.places)  # type: ignore[no-untyped-call]
+        return combined
 
     def add(self, x: Tensor, out: Tensor, path: str) -> Tensor:
         """Adds scaling · x Aᵀ Bᵀ of each row's expert and adapter to `out`."""
@@ -228,7 +228,7 @@ class _Rows:
         return out.add_(_grouped_mm(low, b.mT, self.ends))
 
 
-class _Spread(torch.autograd.Function):
+class _Gather(torch.autograd.Function):
     """Each row's token. Autograd would add up the gradient row by row, on one thread."""
 
     @staticmethod
@@ -242,7 +242,7 @@ class _Spread(torch.autograd.Function):
         return nn.functional.embedding_bag(places, grads[0].contiguous(), mode="sum"), None, None
 
 
-class _Summed(torch.autograd.Function):
+class _Combine(torch.autograd.Function):
     """Each token's weighted sum of its rows, in one pass over them."""
 
     @staticmethod
